@@ -1,0 +1,60 @@
+# gossamer: `make demo` and `make test` need nothing but Python 3.10 to 3.13 and make.
+
+PYTHON ?= python3
+VENV   ?= .venv
+# Test processes side by side, and what is passed on to the command behind a target: make bench ARGS="sae --help".
+JOBS   ?= 2
+ARGS   ?=
+
+BIN       := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PEERS     := $(VENV)/.installed-bench
+PIP       := $(BIN)/python -m pip --disable-pip-version-check
+# One thread a process: the test processes already fill the cores.
+PYTEST    := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-full lint bench clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) JOBS=$(JOBS) ARGS=\"$(ARGS)\""
+
+install: $(INSTALLED) ## make .venv and install gossamer in it, with the pinned versions
+
+demo: $(INSTALLED) ## train, decode and compare on real text; writes report/index.html
+	$(BIN)/gossamer demo --out report $(ARGS)
+
+test: $(INSTALLED) ## the tests, without the slow ones
+	$(PYTEST) -m "not full" $(ARGS)
+
+test-full: $(INSTALLED) ## every test
+	$(PYTEST) $(ARGS)
+
+lint: $(INSTALLED) ## ruff and mypy
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
+
+bench: $(PEERS) ## the benchmarks, beside their peers; writes benchmarks/results/
+	$(BIN)/gossamer bench $(ARGS)
+
+clean: ## remove caches, builds and the report; .venv stays
+	rm -rf report build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# The stamp is older than either file whenever the environment may be out of date; pip then changes what differs.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || { \
+		echo "gossamer needs Python 3.10 to 3.13, and PYTHON=$(PYTHON) is missing or another one." >&2; \
+		echo "Name one that fits: make $(firstword $(MAKECMDGOALS)) PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "$(PYTHON) cannot make virtual environments: its venv or ensurepip module is missing." >&2; \
+		echo "On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@echo "Installing gossamer and what it needs in $(VENV): this takes minutes the first time."
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[cli,test,dev]'
+	@touch $@
+
+$(PEERS): $(INSTALLED)
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[bench]'
+	@touch $@

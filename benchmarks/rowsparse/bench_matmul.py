@@ -1,0 +1,66 @@
+"""`rowsparse.matmul` at the down projection of a sparse feed-forward block: rows [M, N] @ weight [N, D]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from benchmarks.peers import torch_peers
+from gossamer import rowsparse
+from gossamer.cli.bench import Case, Provider, copies, random_matrix, random_rows
+
+
+def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    """The feed-forward shapes of N 5632, D 2048 in bfloat16; a small float32 one for `quick` and on the CPU."""
+    if quick or device.type == "cpu":
+        yield _matmul(256, 1024, 256, 29, torch.float32)
+        return
+    for M, nnz in ((2048, 29), (16384, 29), (16384, 98)):
+        yield _matmul(M, 5632, 2048, nnz, torch.bfloat16)
+
+
+def _matmul(M: int, N: int, D: int, nnz: int, dtype: torch.dtype) -> Case:
+    capacity = 2 * nnz
+
+    def make(device: torch.device, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
+        return [
+            (random_rows(M, N, nnz, dtype, device, generator), random_matrix(N, D, dtype, device, generator))
+            for _ in range(copies(device, (M * N + N * D + M * D) * dtype.itemsize))
+        ]
+
+    return Case(
+        room="rowsparse",
+        name="matmul",
+        parameters={"M": M, "N": N, "D": D, "nnz": nnz},
+        dtype=dtype,
+        make=make,
+        providers=(
+            Provider(
+                "gossamer ELL",
+                rowsparse.matmul,
+                ours=True,
+                prepare=lambda x, weight: (rowsparse.pack(x, capacity=capacity), weight),
+                capturable=True,
+            ),
+            Provider(
+                "gossamer CSR",
+                rowsparse.matmul,
+                ours=True,
+                prepare=lambda x, weight: (rowsparse.pack(x, format="csr"), weight),
+                capturable=True,
+            ),
+            Provider("dense", torch_peers.dense, capturable=True),
+            Provider("torch.sparse", torch.matmul, prepare=lambda x, weight: (x.to_sparse_csr(), weight)),
+            Provider(
+                "embedding_bag",
+                torch_peers.bag,
+                prepare=lambda x, weight: (*torch_peers.to_bags(x), weight),
+                capturable=True,
+            ),
+        ),
+        reference=lambda x, weight: (x.double() @ weight.double(),),
+        bytes=M * nnz * (dtype.itemsize + 4) + (min(M * nnz, N) * D + M * D) * dtype.itemsize,
+        flops=2 * M * nnz * D,
+    )

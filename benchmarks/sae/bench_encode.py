@@ -1,0 +1,98 @@
+"""`sae.encode`: from the model's activations to row-sparse latents, JumpReLU and top-k."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from gossamer import sae
+from gossamer.cli.bench import Case, Provider, copies, random_matrix
+
+# Pre-activations are standard normal: this threshold keeps about 64 of 65,536.
+THRESHOLD = 3.1
+
+
+def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    """The article's large batch in bfloat16; a small float32 one for `quick` and on the CPU."""
+    if quick or device.type == "cpu":
+        shape, k, dtype = (64, 256, 4096), 16, torch.float32
+    else:
+        shape, k, dtype = (4096, 2304, 65536), 64, torch.bfloat16
+    yield _encode("encode_jumprelu", *shape, k, dtype, _jumprelu, threshold=THRESHOLD)
+    yield _encode("encode_topk", *shape, k, dtype, lambda z: _topk(z, k), threshold=None)
+
+
+def _encode(
+    name: str,
+    B: int,
+    D: int,
+    F: int,
+    k: int,
+    dtype: torch.dtype,
+    activation: Callable[[Tensor], Tensor],
+    threshold: float | None,
+) -> Case:
+    """Dense peers end in dense latents, as SAE libraries' encoders do."""
+
+    def make(device: torch.device, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
+        return [
+            (
+                random_matrix(B, D, dtype, device, generator),
+                random_matrix(D, F, torch.float32, device, generator).mul_(D**-0.5).to(dtype),
+                random_matrix(1, F, dtype, device, generator)[0] * 0.1,
+                torch.full((F,), THRESHOLD, device=device),
+            )
+            for _ in range(copies(device, (B * D + D * F + B * F) * dtype.itemsize))
+        ]
+
+    def ours(x: Tensor, W_enc: Tensor, b_enc: Tensor, thresholds: Tensor) -> object:
+        if threshold is None:
+            return sae.encode(x, W_enc, b_enc, activation="topk", k=k)
+        return sae.encode(x, W_enc, b_enc, activation="jumprelu", threshold=thresholds)
+
+    def gemm(x: Tensor, W_enc: Tensor, b_enc: Tensor, _: Tensor) -> Tensor:
+        return torch.addmm(b_enc, x, W_enc)
+
+    def dense(x: Tensor, W_enc: Tensor, b_enc: Tensor, _: Tensor) -> Tensor:
+        return activation(torch.addmm(b_enc, x, W_enc))
+
+    def error(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> float:
+        """Largest deviation from float64 pre-activations (which have norm 1) of what is kept, and largest distance
+        to the boundary of what is kept or left out wrongly: near it, rounding decides."""
+        acts, z = got[0].double(), want[0]
+        boundary = THRESHOLD if threshold is not None else z.topk(k, dim=1).values[:, -1:]
+        kept = acts != 0
+        if threshold is None and (kept.sum(1) > k).any():
+            return float("inf")
+        worst = torch.where(kept, (acts - z).abs().maximum(boundary - z), z - boundary).max().item()
+        return float("inf") if worst != worst else worst
+
+    return Case(
+        room="sae",
+        name=name,
+        parameters={"B": B, "D": D, "F": F, "k" if threshold is None else "L0": k},
+        dtype=dtype,
+        make=make,
+        providers=(
+            Provider("gossamer", ours, ours=True, result=lambda rows, *_: (rows.to_dense(),), capturable=True),
+            Provider("dense", dense, capturable=True),
+            Provider("torch.compile", torch.compile(dense, dynamic=False), capturable=True),
+            Provider("GEMM alone", gemm, result=lambda z, *_: (activation(z),), capturable=True, partial=True),
+        ),
+        reference=lambda x, W_enc, b_enc, _: (torch.addmm(b_enc.double(), x.double(), W_enc.double()),),
+        bytes=(B * D + D * F + F) * dtype.itemsize + B * k * (dtype.itemsize + 4),
+        flops=2 * B * D * F,
+        error=error,
+        budget=0.05 if dtype == torch.bfloat16 else 1e-4,
+    )
+
+
+def _jumprelu(z: Tensor) -> Tensor:
+    return torch.where(z > THRESHOLD, z, 0)
+
+
+def _topk(z: Tensor, k: int) -> Tensor:
+    values, indices = z.topk(k, dim=-1)
+    return torch.zeros_like(z).scatter_(-1, indices, values.relu())

@@ -1,0 +1,246 @@
+"""Variants of the decode kernels beside each other, for whoever tunes them: python benchmarks/sae/tune_decode.py [PART...]
+
+Parts: check, small, large, dense, backward. Every timing interleaves its candidates in one process; figures to publish
+come from `gossamer bench sae`. Set OUT to a folder to keep the numbers as JSON.
+"""
+
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.peers import seed_decode
+from gossamer import sae
+from gossamer._core import tuning
+from gossamer.rowsparse._triton import matmul, pack, sampled_matmul, transpose
+from gossamer.sae._triton import decode
+
+DEVICE = torch.device("cuda")
+RESULTS: dict[str, Any] = {}
+SMALL = [
+    (32, 65536, 768, 64),
+    (256, 65536, 768, 64),
+    (32, 131072, 512, 128),
+    (32, 65536, 2304, 72),
+    (32, 65536, 3584, 72),
+    (32, 262144, 2304, 100),
+    (32, 32768, 2048, 100),
+]
+
+
+def acts_of(m: int, n: int, l0: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """[m, n] with l0 positive entries a row at random columns."""
+    x = torch.zeros(m, n, dtype=dtype, device=DEVICE)
+    columns = torch.randint(n, (m, l0), device=DEVICE) if l0 < n // 8 else torch.rand(m, n, device=DEVICE).topk(l0).indices
+    return x.scatter_(1, columns, torch.rand(m, l0, device=DEVICE, dtype=dtype) + 0.1)
+
+
+def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(10):
+            call()
+    return graph.replay
+
+
+def timed(candidates: dict[str, Callable[[], Any]], rounds: int = 7, budget: float = 2e-3, div: int = 1) -> dict[str, float]:
+    """Median microseconds a call, candidates interleaved, with a cache flush in front of every burst."""
+    flush = torch.empty(256 << 20, dtype=torch.int8, device=DEVICE)
+    calls = {}
+    for name, call in candidates.items():
+        call()
+        torch.cuda.synchronize()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        calls[name] = max(1, min(50, int(budget * 1e3 / max(start.elapsed_time(end), 1e-3))))
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(rounds):
+        for name, call in candidates.items():
+            flush.random_(0, 2)
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            call()
+            start.record()
+            for _ in range(calls[name]):
+                call()
+            end.record()
+            end.synchronize()
+            samples[name].append(start.elapsed_time(end) * 1e3 / calls[name] / div)
+    return {name: statistics.median(s) for name, s in samples.items()}
+
+
+def show(part: str, label: str, row: dict[str, float]) -> None:
+    RESULTS.setdefault(part, {})[label] = row
+    print(part, label, " ".join(f"{k}={v:.1f}" for k, v in row.items()), flush=True)
+
+
+def check() -> None:
+    torch.manual_seed(0)
+    for m, n, d, l0, dtype in [
+        (32, 65536, 768, 64, torch.float32),
+        (4096, 65536, 2304, 72, torch.bfloat16),
+        (7, 5001, 77, 50, torch.float32),
+        (32, 65536, 768, 16384, torch.float32),
+        (32, 65536, 768, 16384, torch.bfloat16),
+        (300, 8192, 256, 3000, torch.bfloat16),
+        (1000, 8191, 255, 100, torch.float16),
+    ]:
+        acts, w = acts_of(m, n, l0, dtype), torch.randn(n, d, device=DEVICE, dtype=dtype)
+        rows = slice(0, 64)
+        want = acts[rows].double() @ w.double()
+        plain = (acts[rows] @ w).double()
+        got = sae.decode(acts, w, method="auto", capacity=tuning.break_even(m, n, d, w))
+        again = sae.decode(acts, w, method="auto", capacity=tuning.break_even(m, n, d, w))
+        error, base = ((v - want).norm() / want.norm() for v in (got[rows].double(), plain))
+        line = {"error": error.item() * 1e6, "torch": base.item() * 1e6, "same": float(torch.equal(got, again))}
+        show("check", f"{m},{n},{d},{l0},{str(dtype)[6:]}", line)
+    acts, w = acts_of(512, 8192, 70).requires_grad_(), torch.randn(8192, 320, device=DEVICE, requires_grad=True)
+    g = torch.randn(512, 320, device=DEVICE)
+    for cap in (128, 40):
+        ga, gw = torch.autograd.grad(sae.decode(acts, w, capacity=cap), (acts, w), g)
+        ea, ew = (g.double() @ w.double().T) * (acts != 0), acts.double().T @ g.double()
+        errors = {"acts": ((ga - ea).norm() / ea.norm()).item() * 1e6, "weight": ((gw - ew).norm() / ew.norm()).item() * 1e6}
+        show("check", f"backward capacity {cap}", errors)
+
+
+def small() -> None:
+    for m, n, d, l0 in SMALL:
+        acts, w = acts_of(m, n, l0), torch.randn(n, d, device=DEVICE)
+        calls: dict[str, Callable[[], Any]] = {
+            "dense": lambda: acts @ w,
+            "seed": lambda: seed_decode.decode_fixed(acts, w, 512, validate=False),
+            "auto": lambda: sae.decode(acts, w),
+            "op": lambda: decode.decode(acts, w, None, 2048, None),
+        }
+        row = timed(calls)
+        show("small", f"eager {m},{n},{d},{l0}", row | {"ratio": row["seed"] / row["auto"]})
+        calls |= {"fused": lambda: decode.decode(acts, w, None, n, None)}
+        row = timed({k: graphed(calls[k]) for k in ("seed", "auto", "fused")}, div=10)
+        show("small", f"graph {m},{n},{d},{l0}", row | {"ratio": row["seed"] / row["auto"]})
+        blocks, tiles = tuning.scan_block, tuning.gather_tile
+        variants = {}
+        for block in (1024, 2048, 4096):
+            for e, bd in ((8, 128), (16, 128), (32, 128), (16, 256)):
+                tuning.scan_block = lambda m, n, v, block=block: block
+                tuning.gather_tile = lambda m, d, s, e=e, bd=bd: {"BLOCK_E": e, "BLOCK_D": bd}
+                decode._decode_fwd._compiled.clear()
+                variants[f"{block}/{e}/{bd}"] = graphed(lambda: decode.decode(acts, w, None, n, None))
+        row = timed(variants, rounds=5, div=10)
+        show("small", f"tiles {m},{n},{d},{l0}", dict(sorted(row.items(), key=lambda item: item[1])))
+        tuning.scan_block, tuning.gather_tile = blocks, tiles
+        decode._decode_fwd._compiled.clear()
+
+
+def large() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        m, n, d, l0 = 4096, 65536, 2304, 72
+        acts, w = acts_of(m, n, l0, dtype), torch.randn(n, d, device=DEVICE, dtype=dtype)
+        values, indices, nnz = pack.pack_ell(acts, 1024, False)
+        row = timed(
+            {
+                "seed": lambda: seed_decode.decode_fixed(acts, w, 512, validate=False),
+                "auto": lambda: sae.decode(acts, w),
+                "pack": lambda: pack.pack_ell(acts, 1024, False),
+                "count": lambda: pack.count_rows(acts),
+                "gather": lambda: matmul.matmul(values, indices, nnz, None, w, None, None),
+                "clone": lambda: acts.clone(),
+            }
+        )
+        show("large", str(dtype)[6:], row | {"ratio": row["seed"] / row["auto"]})
+        block, scan_warps, variants = pack.row_block, tuning.SCAN_WARPS, {}
+        for size in (256, 512, 1024, 2048):
+            for warps in (1, 2, 4, 8):
+                if 4 <= size // (32 * warps) * (16 // acts.element_size()) * acts.element_size() // 16 <= 8:
+                    tuning.SCAN_WARPS = warps
+                    pack.row_block = lambda x, s=size: {"BLOCK": s * 16 // x.element_size(), "VEC": 16 // x.element_size()}
+                    pack._pack_row._compiled.clear()
+                    call = lambda: pack.pack_ell(acts, 1024, False)
+                    variants[f"{size}v/{warps}w"] = graphed(call)
+        row = timed(variants, rounds=5, div=10)
+        show("large", f"pack tiles {str(dtype)[6:]}", dict(sorted(row.items(), key=lambda item: item[1])))
+        pack.row_block, tuning.SCAN_WARPS = block, scan_warps
+        pack._pack_row._compiled.clear()
+        tiles, gather_warps, variants = tuning.gather_tile, tuning.GATHER_WARPS, {}
+        for e in (4, 8, 16, 32):
+            for bytes_d in (256, 512, 1024, 2048):
+                for warps in (1, 2, 4):
+                    lanes = e * bytes_d // 16 // (32 * warps)
+                    if 1 <= lanes <= 8:
+                        tuning.GATHER_WARPS = warps
+                        tuning.gather_tile = lambda m, d, s, e=e, b=bytes_d: {"BLOCK_E": e, "BLOCK_D": b // s}
+                        matmul._matmul_fwd._compiled.clear()
+                        call = lambda: matmul.matmul(values, indices, nnz, None, w, None, None)
+                        variants[f"{e}x{bytes_d}B/{warps}w"] = graphed(call)
+        row = timed(variants, rounds=3, div=10)
+        show("large", f"gather tiles {str(dtype)[6:]}", dict(sorted(row.items(), key=lambda item: item[1])))
+        tuning.gather_tile, tuning.GATHER_WARPS = tiles, gather_warps
+        matmul._matmul_fwd._compiled.clear()
+
+
+def dense() -> None:
+    for m, n, d, dtype in [
+        (32, 65536, 768, torch.float32),
+        (32, 65536, 768, torch.bfloat16),
+        (256, 65536, 768, torch.float32),
+        (4096, 65536, 2304, torch.bfloat16),
+        (4096, 65536, 2304, torch.float32),
+    ]:
+        acts, w = torch.randn(m, n, device=DEVICE, dtype=dtype), torch.randn(n, d, device=DEVICE, dtype=dtype)
+        for precision in ("highest", "high") if dtype is torch.float32 else ("highest",):
+            torch.set_float32_matmul_precision(precision)
+            row = timed({"dense": lambda: acts @ w, "auto": lambda: sae.decode(acts, w)}, rounds=5)
+            torch.set_float32_matmul_precision("highest")
+            show("dense", f"{m},{n},{d},{str(dtype)[6:]},{precision}", row | {"ratio": row["dense"] / row["auto"]})
+    for l0 in (256, 1024, 2048, 4096, 16384):
+        acts, w = acts_of(32, 65536, l0), torch.randn(65536, 768, device=DEVICE)
+        calls = {
+            "dense": lambda: acts @ w,
+            "auto": lambda: sae.decode(acts, w),
+            "gather": lambda: decode.decode(acts, w, None, 65536, None),
+            "tiles": lambda: decode.decode(acts, w, None, 32, None),
+        }
+        show("dense", f"L0 {l0}", timed(calls))
+
+
+def backward() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        m, n, d, l0 = 4096, 65536, 2304, 72
+        acts, w = acts_of(m, n, l0, dtype).requires_grad_(), torch.randn(n, d, device=DEVICE, dtype=dtype).requires_grad_()
+        g = torch.randn(m, d, device=DEVICE, dtype=dtype)
+        out, plain = sae.decode(acts, w), acts @ w
+        capacity = tuning.break_even(m, n, d, w)
+        values, indices, nnz = pack.pack_ell(acts.detach(), capacity)
+        offsets, keys, columns = transpose.transpose_keys(indices, nnz, n)
+        row = timed(
+            {
+                "dense": lambda: torch.autograd.grad(plain, (acts, w), g, retain_graph=True),
+                "auto": lambda: torch.autograd.grad(out, (acts, w), g, retain_graph=True),
+                "transpose": lambda: transpose.transpose_keys(indices, nnz, n),
+                "weight": lambda: matmul.matmul_bwd_weight(g, keys, columns, offsets, values, nnz, None, dtype),
+                "acts": lambda: sampled_matmul.sampled_matmul(g, w.detach(), indices, nnz, None, True),
+                "zeros": lambda: torch.zeros_like(acts),
+            },
+            rounds=3,
+        )
+        show("backward", str(dtype)[6:], row | {"ratio": row["dense"] / row["auto"]})
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or ["check", "small", "large", "dense", "backward"]:
+        with torch.no_grad() if name not in ("check", "backward") else torch.enable_grad():
+            {"check": check, "small": small, "large": large, "dense": dense, "backward": backward}[name]()
+    if folder := os.environ.get("OUT"):
+        (Path(folder) / "tune_decode.json").write_text(json.dumps(RESULTS, indent=1))

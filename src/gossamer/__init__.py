@@ -1,0 +1,3 @@
+"""gossamer: sparse and fused transformer operators for PyTorch."""
+
+__version__ = "0.1.0.dev0"

@@ -1,0 +1,1 @@
+"""Ground floor: operator registration, argument checks, kernel launches and tuning tables. Not public."""

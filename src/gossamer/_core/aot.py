@@ -1,0 +1,68 @@
+"""Ahead-of-time compilation of kernels, without a GPU: for the tests, and for whoever tunes one."""
+
+import importlib
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SHARED_MEMORY_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
+ROOMS = ("rowsparse", "gemm", "sae", "ffn", "attention", "blocksparse")
+
+
+def kernel_modules() -> list[str]:
+    """Every kernel module of the package, by dotted name."""
+    root = Path(__file__).resolve().parent.parent
+    files = [f for room in ROOMS for f in sorted((root / room).glob("_triton/*.py")) if f.stem != "__init__"]
+    return [".".join(("gossamer", *f.relative_to(root).with_suffix("").parts)) for f in files]
+
+
+def examples() -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Kernel name -> (kernel, its example), from the EXAMPLES of every kernel module."""
+    found = {}
+    for module in kernel_modules():
+        for kernel, example in importlib.import_module(module).EXAMPLES.items():
+            found[kernel.fn.__name__] = (kernel, example)
+    return found
+
+
+def compile_kernel(kernel: Any, example: dict[str, Any], target: str) -> Any:
+    """Compiles one example; integers and pointers are taken as divisible by 16, as they are on the shapes that matter."""
+    signature = {name: "constexpr" if kind is None else kind for name, kind in example["signature"].items()}
+    absent = {name: None for name, kind in example["signature"].items() if kind is None}
+    constexprs = {**absent, **example["constexprs"]}
+    signature |= dict.fromkeys(example["constexprs"], "constexpr")
+    names = kernel.arg_names
+    skip = {names[i] if isinstance(i, int) else i for i in kernel.do_not_specialize or ()}
+    attrs = {
+        (names.index(name),): [["tt.divisibility", 16]]
+        for name, kind in signature.items()
+        if name not in skip and (kind.startswith("*") or kind in ("i32", "i64"))
+    }
+    ordered = {name: signature[name] for name in names}
+    source = ASTSource(fn=kernel, signature=ordered, constexprs=constexprs, attrs=attrs)
+    options = {"num_warps": example["num_warps"], "num_stages": example.get("num_stages", 2)}
+    return triton.compile(source, target=TARGETS[target], options=options)
+
+
+def resources(compiled: Any) -> dict[str, int]:
+    """Registers and spill bytes (REG, STACK, LOCAL) of a compiled CUDA kernel, read by the bundled cuobjdump."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run(
+            [str(tool), "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text)}

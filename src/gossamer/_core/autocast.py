@@ -1,0 +1,18 @@
+"""Autocast for public functions: operands of a product take the autocast dtype, everything else stays as it is."""
+
+import torch
+from torch import Tensor
+
+
+def cast(*operands: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The operands in the dtype autocast asks for on their device, or unchanged where it is off. None passes through."""
+    device = next(operand.device.type for operand in operands if operand is not None)
+    if not torch.is_autocast_enabled(device):
+        return operands
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x is None or x.dtype is torch.float64 else x.to(dtype) for x in operands)
+
+
+def enabled(device: torch.device) -> bool:
+    """Whether autocast is on for the device."""
+    return torch.is_autocast_enabled(device.type)

@@ -1,0 +1,116 @@
+"""Kernel launches: device guard, a short path for repeated calls, and the flags that programs of one launch share.
+
+A small operator is bound by host time. Triton's own launcher rebinds and respecialises every argument on every call
+(6 to 13 us); a `Kernel` does that once per `key` and afterwards hands integers straight to the compiled kernel. The
+key must therefore determine every argument that is not a pointer, and the dtype of every pointer.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from gossamer._core.ops import INTERPRET
+
+
+class Kernel:
+    """A `@triton.jit` function whose constexpr parameters come last in its signature, in the order of `meta`."""
+
+    def __init__(self, fn: Any) -> None:
+        self.fn = fn
+        self._compiled: dict[Hashable, Any] = {}
+
+    def __call__(
+        self,
+        key: Hashable,
+        grid: tuple[int, int, int],
+        args: Sequence[Any],
+        meta: dict[str, Any],
+        *,
+        num_warps: int = 4,
+        num_stages: int = 2,
+    ) -> None:
+        """Launches over `grid` on the current stream of the device that holds the first argument."""
+        if INTERPRET:
+            self.fn[grid](*args, **meta)
+            return
+        device = args[0].device.index
+        pointers = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
+        misaligned = any(p % 16 for p, arg in zip(pointers, args, strict=True) if isinstance(arg, Tensor))
+        key = (key, device, misaligned, num_warps, num_stages)
+        guard = device != torch.cuda.current_device()
+        if guard:
+            previous = torch.cuda.current_device()
+            torch.cuda.set_device(device)
+        try:
+            compiled = self._compiled.get(key)
+            if compiled is None or misaligned:
+                # A misaligned pointer keeps Triton's own launcher, which specialises on each pointer's alignment.
+                self._compiled[key] = self.fn[grid](*args, **meta, num_warps=num_warps, num_stages=num_stages)
+            else:
+                compiled[grid](*pointers, *meta.values(), stream=torch._C._cuda_getCurrentRawStream(device))
+        finally:
+            if guard:
+                torch.cuda.set_device(previous)
+
+
+class Flags:
+    """Words of device memory through which the programs of one launch signal each other.
+
+    A program signals by writing the launch's epoch; a word that holds an older epoch is not yet set, so nothing has to
+    be cleared between calls. One buffer serves one stream, because launches on one stream never overlap. Under graph
+    capture the epoch is frozen, so a fresh buffer is zeroed inside the graph instead.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[torch.device, int], Tensor] = {}
+        self._epochs: dict[tuple[torch.device, int], int] = {}
+
+    def get(self, words: int, device: torch.device) -> tuple[Tensor, int]:
+        """(int64 buffer of at least `words`, epoch of this launch)."""
+        if device.type != "cuda":
+            return torch.zeros(words, dtype=torch.int64, device=device), 1
+        if torch.cuda.is_current_stream_capturing():
+            return torch.zeros(words, dtype=torch.int64, device=device), 1
+        key = (device, torch._C._cuda_getCurrentRawStream(device.index))
+        epoch = self._epochs.get(key, 0) + 1
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < words or epoch >= 1 << 31:
+            # Twice the need, so that a growing batch does not allocate at every step.
+            buffer = torch.zeros(max(2 * words, 4096), dtype=torch.int64, device=device)
+            self._buffers[key] = buffer
+            epoch = 1
+        self._epochs[key] = epoch
+        return buffer, epoch
+
+
+class Counters:
+    """int32 words that are zero between launches: a kernel that counts with them leaves them zero again."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[torch.device, int], Tensor] = {}
+
+    def get(self, words: int, device: torch.device) -> Tensor:
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return torch.zeros(words, dtype=torch.int32, device=device)
+        key = (device, torch._C._cuda_getCurrentRawStream(device.index))
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < words:
+            buffer = self._buffers[key] = torch.zeros(max(2 * words, 4096), dtype=torch.int32, device=device)
+        return buffer
+
+
+flags = Flags()
+counters = Counters()
+
+
+def cdiv(a: int, b: int) -> int:
+    """Ceiling of a / b."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two that is at least `n`, and at least 1."""
+    return triton.next_power_of_2(max(n, 1))

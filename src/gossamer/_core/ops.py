@@ -1,0 +1,64 @@
+"""Registration of operators with PyTorch's dispatcher.
+
+Every operator is one `torch.library` schema with an implementation per device, so that eager code, `torch.compile`,
+CUDA graphs, autocast and `opcheck` all meet the same thing. `define` and `impl` are used instead of `custom_op` because
+they cost about half as much host time a call, which is what bounds a small operator.
+"""
+
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+NAMESPACE = "gossamer"
+
+INTERPRET = os.environ.get("GOSSAMER_INTERPRET", "0") == "1"
+"""Run the Triton kernels in Triton's interpreter on CPU tensors. A switch for tests, read once at import."""
+
+if INTERPRET:
+    # Triton reads this when a kernel is decorated, so it has to be set before any kernel module is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def _lazily(path: str) -> Callable[..., Any]:
+    """`"package.module:function"` as a callable that imports on first use, so that a CPU-only install never imports Triton."""
+    target: Callable[..., Any] | None = None
+
+    def call(*args: Any) -> Any:
+        nonlocal target
+        if target is None:
+            module, name = path.split(":")
+            target = getattr(importlib.import_module(module), name)
+        return target(*args)
+
+    return call
+
+
+def register(
+    schema: str,
+    *,
+    cpu: Callable[..., Any],
+    gpu: str,
+    fake: Callable[..., Any],
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> Any:
+    """Registers `schema` ("name(Tensor x, ...) -> Tensor") and returns the operator's overload, ready to call.
+
+    `cpu` is the PyTorch implementation; `gpu` names the Triton launcher as "module:function"; `fake` gives shapes
+    and dtypes; `backward` and `setup_context` are as in `torch.library.register_autograd`.
+    """
+    name = schema.split("(", 1)[0]
+    qualified = f"{NAMESPACE}::{name}"
+    launcher = _lazily(gpu)
+    _library.define(schema)
+    _library.impl(name, launcher if INTERPRET else cpu, "CPU")
+    _library.impl(name, launcher, "CUDA")
+    torch.library.register_fake(qualified, fake, lib=_library)
+    if backward is not None:
+        torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default

@@ -1,0 +1,119 @@
+"""Choices that depend on the GPU: tiles, splits, and where a sparse product stops paying.
+
+Figures for Hopper are measured (see benchmarks/results); any other GPU uses the same tiles and a model of bytes and
+operations over its rates, and `gossamer doctor` says that they are unmeasured. Nothing is searched at run time: a
+kernel compiles once per dtype and tile.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from gossamer._core.ops import INTERPRET
+
+SCAN_WARPS = 4
+GATHER_WARPS = 4
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one GPU sustains: bytes/s of copies and of row gathers, FLOP/s of dense products by precision."""
+
+    copy: float
+    gather: float
+    ieee: float
+    tf32: float
+    half: float
+    programs: int
+    measured: bool
+
+
+_H200 = Rates(copy=4.2e12, gather=5.5e12, ieee=45e12, tf32=330e12, half=650e12, programs=132, measured=True)
+_H100 = Rates(copy=3.0e12, gather=5.0e12, ieee=45e12, tf32=330e12, half=650e12, programs=132, measured=False)
+
+
+@cache
+def rates(index: int) -> Rates:
+    """The rates of CUDA device `index`."""
+    properties = torch.cuda.get_device_properties(index)
+    if (properties.major, properties.minor) == (9, 0):
+        return _H200 if properties.total_memory > 100e9 else _H100
+    units = properties.multi_processor_count
+    scale = units / _H100.programs
+    return Rates(1.5e12 * scale, 2.5e12 * scale, 15e12 * scale, 100e12 * scale, 200e12 * scale, units, False)
+
+
+def programs(device: torch.device) -> int:
+    """How many programs run at once at one per multiprocessor."""
+    return 4 if device.type != "cuda" else rates(device.index or 0).programs
+
+
+def one_program_a_row(m: int, n: int) -> bool:
+    """Whether rows alone fill the GPU, so that the scan needs no exchange between programs."""
+    return m >= 512 or n <= 2048
+
+
+def scan_block(m: int, n: int, vector: int) -> int:
+    """Columns one program of the split scan takes: as many programs as the GPU holds, 8 to 32 elements a thread."""
+    block = 1024 * vector
+    while block > 256 * vector and m * (n // block) < 1024:
+        block //= 2
+    return block
+
+
+def gather_tile(m: int, d: int, element_size: int) -> dict[str, int]:
+    """Tile of the row gather: a warp reads 512 bytes of a row at once."""
+    return {"BLOCK_E": 16, "BLOCK_D": 512 // element_size}
+
+
+def tf32() -> bool:
+    """Whether float32 products may use TF32, by `torch.set_float32_matmul_precision`."""
+    return torch.get_float32_matmul_precision() != "highest"
+
+
+def dot_precision(operand: Tensor) -> dict[str, object]:
+    """PRECISION and UPCAST of a kernel's tl.dot. The interpreter multiplies in float32: its bfloat16 dot is wrong."""
+    if INTERPRET or torch.version.hip or operand.dtype is not torch.float32:
+        return {"PRECISION": "ieee", "UPCAST": INTERPRET}
+    return {"PRECISION": "tf32" if tf32() else "tf32x3", "UPCAST": False}
+
+
+def dense_tile(m: int, n: int, d: int, weight: Tensor) -> tuple[dict[str, int], int, int]:
+    """(tile with SPLITS, warps, stages) of the dense product of overflowed rows [m, n] @ [n, d]."""
+    if m > 64:
+        inner = 64 if weight.element_size() == 2 else 32
+        return {"BLOCK_M": 128, "BLOCK_N": inner, "BLOCK_D": 128, "SPLITS": 1}, 8, 3
+    block_m = 16 if m <= 16 else 32 if m <= 32 else 64
+    tiles = -(-d // 64)
+    # Two waves of programs, each long enough to hide its start.
+    splits = max(1, min(2 * programs(weight.device) // tiles, n // 512))
+    return {"BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_D": 64, "SPLITS": splits}, 4, 3
+
+
+def break_even(m: int, n: int, d: int, weight: Tensor) -> int:
+    """Entries per row up to which gathering beats the dense product; rows beyond go through dense tiles.
+
+    Half of the modelled break-even, so that a batch in which only some rows are dense stays ahead of dense as well.
+    """
+    if weight.device.type != "cuda":
+        return min(n, max(32, n // 16))
+    r = rates(weight.device.index)
+    size = weight.element_size()
+    flops = r.half if size == 2 else r.tf32 if tf32() else r.ieee
+    dense = max(2.0 * m * n * d / flops, n * d * size / r.copy)
+    per_entry = m * d * size / r.gather
+    return max(32, min(n, int(0.5 * dense / per_entry)))
+
+
+def dense_is_faster(m: int, n: int, d: int, weight: Tensor) -> bool:
+    """Whether the plain product wins at any density, because it takes hardly longer than a launch."""
+    if weight.device.type != "cuda":
+        return n * d <= 1 << 14
+    return n * d * weight.element_size() <= 4 << 20 and m <= 64
+
+
+def one_launch_decode(m: int, n: int) -> bool:
+    """Whether scan and gather share a launch: few rows, where a launch costs as much as the work."""
+    return m < 512 and n > 2048

@@ -1,0 +1,1 @@
+"""The parts of ``gossamer demo``: text, model, training, measurements, features, report."""

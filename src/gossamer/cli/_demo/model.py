@@ -1,0 +1,103 @@
+"""A small byte-level transformer with a ReLU-gated feed-forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+N_BYTES = 256
+ROTARY_BASE = 10_000.0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the byte model; the residual stream is read after block ``n_layers // 2``."""
+
+    d_model: int = 128
+    n_layers: int = 4
+    n_heads: int = 4
+    d_ff: int = 512
+    context: int = 128
+
+
+class Block(nn.Module):
+    """Attention, then ``down(relu(gate(x)) * up(x))``, each on a normalised input and added to the stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        d_model, d_ff = config.d_model, config.d_ff
+        self.n_heads = config.n_heads
+        self.attention_norm = nn.RMSNorm(d_model)
+        self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
+        self.attention_out = nn.Linear(d_model, d_model, bias=False)
+        self.ffn_norm = nn.RMSNorm(d_model)
+        self.gate = nn.Linear(d_model, d_ff, bias=False)
+        self.up = nn.Linear(d_model, d_ff, bias=False)
+        self.down = nn.Linear(d_ff, d_model, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x ``[B, T, d_model]`` -> the new stream ``[B, T, d_model]`` and the gate's activations ``[B, T, d_ff]``."""
+        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
+        x = x + self.attention_out(attended.transpose(1, 2).flatten(2))
+        h = self.ffn_norm(x)
+        gate = F.relu(self.gate(h))
+        return x + self.down(gate * self.up(h)), gate
+
+
+class ByteModel(nn.Module):
+    """Predicts the next byte; the stream after the middle block can be read or replaced."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.middle = config.n_layers // 2
+        self.embedding = nn.Embedding(N_BYTES, config.d_model)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.norm = nn.RMSNorm(config.d_model)
+        self.head = nn.Linear(config.d_model, N_BYTES, bias=False)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                writes_stream = name.endswith(("attention_out.weight", "down.weight"))
+                std = 0.5 if name.startswith("embedding") else parameter.shape[1] ** -0.5
+                nn.init.normal_(parameter, std=std / (2 * self.config.n_layers) ** 0.5 if writes_stream else std)
+
+    def forward(
+        self, tokens: Tensor, splice: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """tokens ``[B, T]`` -> logits ``[B, T, 256]`` and each block's gate activations ``[B, T, d_ff]``.
+
+        splice: replaces the residual stream ``[B, T, d_model]`` after the middle block.
+        """
+        x = self.embedding(tokens.long())
+        gates = []
+        for layer, block in enumerate(self.blocks, start=1):
+            x, gate = block(x)
+            gates.append(gate)
+            if splice is not None and layer == self.middle:
+                x = splice(x)
+        return self.head(self.norm(x)), gates
+
+    def residual(self, tokens: Tensor) -> Tensor:
+        """tokens ``[B, T]`` -> the residual stream ``[B, T, d_model]`` after the middle block."""
+        x = self.embedding(tokens.long())
+        for block in self.blocks[: self.middle]:
+            x, _ = block(x)
+        return x
+
+
+def _rotate(x: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021) of x ``[B, H, T, D]``: pairs (i, i + D/2) turn by position."""
+    n_positions, half = x.shape[-2], x.shape[-1] // 2
+    frequency = ROTARY_BASE ** -(torch.arange(half, device=x.device) / half)
+    angle = torch.arange(n_positions, device=x.device)[:, None] * frequency
+    cos, sin = angle.cos(), angle.sin()
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)

@@ -1,0 +1,106 @@
+"""The demo's text: files read as bytes and split into training and validation by file."""
+
+from __future__ import annotations
+
+import os
+import random
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+MAX_BYTES = 64 * 2**20
+VALIDATION_SHARE = 0.1
+FILE_SEPARATOR = b"\0"
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+_BINARY_PROBE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text as bytes.
+
+    train, validation: uint8 ``[n_train]`` and ``[n_validation]``; files are joined by a zero byte.
+    source: where the text came from, for people to read. n_files: how many files were read.
+    """
+
+    train: Tensor
+    validation: Tensor
+    source: str
+    n_files: int
+
+
+def load_corpus(path: Path | None, *, seed: int, min_bytes: int) -> Corpus:
+    """Read the file or folder ``path``, or Python's standard library when it is None.
+
+    A tenth of the bytes, as whole files, is kept for validation; a single file is split at nine tenths.
+    At most 64 MiB are read. In a folder, hidden and binary files are left out.
+
+    Raises ValueError when nothing is there or the text is shorter than ``min_bytes`` in either part.
+    """
+    files, source = _find_files(path)
+    random.Random(seed).shuffle(files)
+    texts, size = [], 0
+    for file in files:
+        text = file.read_bytes()[: MAX_BYTES - size]
+        if text and (len(files) == 1 or b"\0" not in text[:_BINARY_PROBE_BYTES]):
+            texts.append(text)
+            size += len(text)
+        if size >= MAX_BYTES:
+            break
+    train, validation = _split(texts)
+    if min(len(train), len(validation)) < min_bytes:
+        raise ValueError(
+            f"gossamer demo: the text must leave at least {min_bytes:,} bytes for training and as many for validation, "
+            f"got {len(train):,} and {len(validation):,} from {source}; give a longer file, or a folder of text files."
+        )
+    return Corpus(_to_tensor(train), _to_tensor(validation), source, len(texts))
+
+
+def _find_files(path: Path | None) -> tuple[list[Path], str]:
+    if path is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        files = sorted(f for f in _walk(root) if f.suffix == ".py")
+        if not files:
+            raise ValueError(
+                f"gossamer demo: the standard library must be installed as source files, found no *.py under {root}; "
+                "give a text with --text PATH."
+            )
+        return files, f"the Python {sysconfig.get_python_version()} standard library"
+    if path.is_file():
+        return [path], str(path)
+    if path.is_dir():
+        files = sorted(_walk(path))
+        if not files:
+            raise ValueError(f"gossamer demo: --text must hold at least one file, got the empty folder {path}.")
+        return files, str(path)
+    raise ValueError(f"gossamer demo: --text must name a file or folder, got {path}, which does not exist.")
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [s for s in subfolders if not s.startswith(".") and s not in _NOT_LIBRARY]
+        for name in names:
+            file = Path(folder, name)
+            if not name.startswith(".") and file.is_file():
+                yield file
+
+
+def _split(texts: list[bytes]) -> tuple[bytes, bytes]:
+    total = sum(map(len, texts))
+    if len(texts) <= 1:
+        text = b"".join(texts)
+        cut = round(len(text) * (1 - VALIDATION_SHARE))
+        return text[:cut], text[cut:]
+    validation_size, n_validation = 0, 0
+    while n_validation < len(texts) - 1 and (n_validation == 0 or validation_size < total * VALIDATION_SHARE):
+        validation_size += len(texts[n_validation])
+        n_validation += 1
+    return FILE_SEPARATOR.join(texts[n_validation:]), FILE_SEPARATOR.join(texts[:n_validation])
+
+
+def _to_tensor(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)

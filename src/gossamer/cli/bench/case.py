@@ -1,0 +1,168 @@
+"""What is measured: cases, their providers, and where they are found."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gossamer
+
+Inputs = tuple[Any, ...]
+Tensors = tuple[Tensor, ...]
+
+# Largest relative error of a row against float64. One entry lost among 16,384 shows in float32, among 500 in bfloat16.
+BUDGETS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+TF32_BUDGET = 2e-3
+
+
+def relative_error(got: Tensors, want: Tensors) -> float:
+    """Largest `norm(got - want) / norm(want)` of any row (last dimension); infinite where shape or NaN differ.
+
+    Rows are judged one by one, for one lost entry vanishes in the norm of a large matrix. Rows far below the
+    matrix's mean norm are measured against a thousandth of that mean.
+    """
+    if len(got) != len(want):
+        return float("inf")
+    worst = 0.0
+    for a, b in zip(got, want):
+        if a.shape != b.shape:
+            return float("inf")
+        if b.numel() == 0:
+            continue
+        norms = b.double().norm(dim=-1)
+        floor = norms.square().mean().sqrt() * 1e-3 + torch.finfo(torch.float32).tiny
+        errors = (a.double() - b.double()).norm(dim=-1) / norms.clamp_min(floor)
+        worst = max(worst, float("inf") if errors.isnan().any() else errors.max().item())
+    return worst
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One way to compute a case.
+
+    `call` takes as positional arguments what `prepare` makes of the case's inputs (the inputs themselves by
+    default); only `call` is timed. `result(output, *inputs)` turns its output into the tensors that the reference
+    gives. `capturable` providers are timed in a CUDA graph too. A `partial` provider does less than the case asks:
+    it is shown, but is no peer to be best. `precision` is the float32 matmul precision.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    ours: bool = False
+    prepare: Callable[..., Inputs] | None = None
+    result: Callable[..., Tensors] | None = None
+    capturable: bool = False
+    partial: bool = False
+    precision: str = "highest"
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement: inputs, the ways to compute them, and the least work that any of them must do.
+
+    `make` returns as many independent copies of the inputs as it takes to exceed the cache (see `copies`); calls
+    rotate among them. `bytes` and `flops` are the least that must be moved and computed. `reference` computes in
+    float64, and `error` measures a result against it. `sweep` names the parameter along which cases of this name
+    are plotted.
+    """
+
+    room: str
+    name: str
+    parameters: Mapping[str, int | str]
+    dtype: torch.dtype
+    make: Callable[[torch.device, torch.Generator], Sequence[Inputs]]
+    providers: tuple[Provider, ...]
+    reference: Callable[..., Tensors]
+    bytes: int
+    flops: int
+    sweep: str | None = None
+    grad: bool = False
+    error: Callable[[Tensors, Tensors], float] = field(default=relative_error)
+    budget: float | None = None
+
+    @property
+    def id(self) -> str:
+        """`room/name/PARAMETER=value,...,dtype`: what `--case` and `--list` speak of."""
+        parts = [f"{key}={value}" for key, value in self.parameters.items()]
+        return f"{self.room}/{self.name}/{','.join([*parts, _dtype_name(self.dtype)])}"
+
+    def budget_of(self, provider: Provider) -> float:
+        """The error that `provider` may make; tf32 products get more."""
+        if self.dtype == torch.float32 and provider.precision != "highest":
+            return TF32_BUDGET
+        return BUDGETS[self.dtype] if self.budget is None else self.budget
+
+
+def copies(device: torch.device, touched: int, limit: int = 512) -> int:
+    """How many copies of inputs, of which one call touches `touched` bytes, exceed the last cache three times."""
+    cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 32 << 20
+    return max(1, min(limit, -(-3 * cache // max(1, touched))))
+
+
+def random_matrix(
+    rows: int, columns: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Tensor:
+    """Dense [rows, columns] of standard normal numbers, drawn in float32."""
+    return torch.randn(rows, columns, device=device, generator=generator).to(dtype)
+
+
+def random_rows(
+    rows: int, columns: int, nnz: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Tensor:
+    """Dense [rows, columns] with exactly `nnz` positive entries a row at random columns, zero elsewhere."""
+    out = torch.zeros(rows, columns, dtype=dtype, device=device)
+    chunk = max(1, (1 << 26) // columns)
+    for start in range(0, rows, chunk):
+        part = out[start : start + chunk]
+        keys = torch.rand(part.shape, device=device, generator=generator)
+        values = torch.randn(len(part), nnz, device=device, generator=generator).abs() + 0.1
+        part.scatter_(1, keys.topk(nnz, dim=1, sorted=False).indices, values.to(dtype))
+    return out
+
+
+def find_benchmarks() -> Path | None:
+    """The `benchmarks` folder of the checkout that gossamer is imported from, or of the working directory."""
+    for root in (Path(gossamer.__file__).parents[2], Path.cwd()):
+        if any((root / "benchmarks").glob("*/bench_*.py")):
+            return root / "benchmarks"
+    return None
+
+
+def load_cases(folder: Path, room: str | None, pattern: str | None, device: torch.device, quick: bool) -> list[Case]:
+    """The cases of `folder/<room>/bench_*.py`, each file giving `cases(device, quick)`, that match `pattern`.
+
+    Raises ValueError where there is no such room or no such case.
+    """
+    files = sorted(folder.glob("*/bench_*.py"))
+    rooms = sorted({file.parent.name for file in files})
+    if room is not None and room not in rooms:
+        raise ValueError(f"gossamer bench: ROOM must be one of {', '.join(rooms)}, got {room!r}.")
+    if str(folder.parent) not in sys.path:
+        sys.path.insert(0, str(folder.parent))
+    found: list[Case] = []
+    for file in files:
+        if room in (None, file.parent.name):
+            module = import_module(f"{folder.name}.{file.parent.name}.{file.stem}")
+            found += module.cases(device, quick)
+    if pattern is None:
+        return found
+    chosen = [c for c in found if any(fnmatchcase(name, pattern) for name in (c.name, c.id, c.id.split("/", 1)[1]))]
+    if not chosen:
+        names = sorted({case.name for case in found})
+        raise ValueError(
+            f"gossamer bench: --case must match a name ({', '.join(names)}) or an id (see --list), got {pattern!r}."
+        )
+    return chosen
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

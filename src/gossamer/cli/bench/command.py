@@ -1,0 +1,149 @@
+"""`gossamer bench`."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from gossamer.cli.bench import report
+from gossamer.cli.bench.case import find_benchmarks, load_cases
+from gossamer.cli.bench.runner import CaseResult, Settings, run_case
+from gossamer.cli.bench.timing import measure_ceilings
+from gossamer.cli.environment import commit, describe, versions
+
+
+def bench(
+    room: str | None = typer.Argument(None, help="The room to measure: a folder of benchmarks/. All rooms by default."),
+    case: str | None = typer.Option(None, metavar="GLOB", help="Only cases whose name or id matches, as 'decode*'."),
+    device: str = typer.Option("auto", help="auto (the GPU if there is one), cpu, cuda, cuda:1, ..."),
+    quick: bool = typer.Option(False, "--quick", help="Small sizes and few rounds: does it run, not how fast it is."),
+    rounds: int | None = typer.Option(
+        None, min=1, help="Rounds over all providers. 10 by default, 5 on the CPU, 3 with --quick."
+    ),
+    out: Path | None = typer.Option(None, metavar="DIR", help="Where results go. benchmarks/results by default."),
+    budget: float = typer.Option(float("inf"), metavar="SECONDS", help="Start no further case after this time."),
+    seed: int = typer.Option(0, help="Seed of the random inputs."),
+    list_cases: bool = typer.Option(False, "--list", help="Print the ids of the cases and leave."),
+) -> None:
+    """Measure gossamer beside its peers.
+
+    Every provider is checked against float64 before it is timed; all are timed in turn. Writes JSON and a plot per
+    sweep. The exit code is 1 if any provider is wrong or one of ours fails. Needs a checkout of the repository.
+    """
+    folder = find_benchmarks()
+    if folder is None:
+        _fail(
+            "gossamer bench: no benchmarks/ beside the package's source or in the working directory; "
+            "run it in a checkout of gossamer's repository."
+        )
+    where = _device(device)
+    try:
+        cases = load_cases(folder, room, case, where, quick)
+    except ValueError as error:
+        _fail(str(error))
+    if list_cases:
+        typer.echo("\n".join(c.id for c in cases))
+        return
+
+    started = time.monotonic()
+    console = report.make_console()
+    hardware = describe(where)
+    usual, length = (10, 0.003) if where.type == "cuda" else (5, 0.02)
+    settings = Settings(rounds or (3 if quick else usual), length, started + budget)
+    parts = [room or "all", _slug(case or ""), _slug(hardware["name"]), "quick" if quick else ""]
+    stem = "-".join(part for part in parts if part)
+    target = out or folder / "results"
+    results: list[CaseResult] = []
+    bar = Progress(
+        TextColumn("[progress.description]{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        auto_refresh=False,  # a thread that redraws while a burst is timed would slow the launches
+    )
+    with bar:
+        task = bar.add_task("ceilings", total=len(cases))
+        ceilings = measure_ceilings(where, quick)
+        content: dict[str, Any] = {
+            "command": shlex.join(["gossamer", *sys.argv[1:]]),
+            "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "commit": commit(folder.parent),
+            "versions": versions(),
+            "device": hardware,
+            "ceilings": {"bandwidth": ceilings.bandwidth, "gemm": ceilings.gemm},
+            "settings": {"rounds": settings.rounds, "burst": settings.burst, "seed": seed, "quick": quick},
+            "cases": [],
+        }
+        console.print(
+            f"{hardware['name']}: copy {ceilings.bandwidth * 1e-9:,.0f} GB/s; "
+            + "; ".join(f"{name} GEMM {rate * 1e-12:,.2f} TFLOP/s" for name, rate in ceilings.gemm.items())
+        )
+        for number, item in enumerate(cases):
+            if time.monotonic() > settings.deadline:
+                content["not_run"] = [c.id for c in cases[number:]]
+                break
+
+            def tell(what: str, item_id: str = item.id) -> None:
+                bar.update(task, description=f"{item_id}: {what}")
+                bar.refresh()
+
+            result = run_case(item, where, settings, seed, tell)
+            results.append(result)
+            content["cases"].append(report.record(result, ceilings))
+            report.write_json(target / f"{stem}.json", content)
+            console.print(report.case_table(result, ceilings))
+            for note in report.notes(result):
+                console.print(f"  {note}", style="red", markup=False)
+            bar.advance(task)
+        bar.update(task, description="done")
+    console.print(report.summary_table(results))
+    report.write_json(target / f"{stem}.json", content)
+    written = [target / f"{stem}.json", *_plots(results, ceilings, hardware["name"], target, stem)]
+    for path in written:
+        console.print(f"wrote {path}", markup=False)
+    if "not_run" in content:
+        missing = content["not_run"]
+        console.print(f"budget of {budget:g} s spent, {len(missing)} cases not run: {', '.join(missing)}", markup=False)
+    if any(result.failed for result in results):
+        raise typer.Exit(1)
+
+
+def _plots(results: list[CaseResult], *rest: Any) -> list[Path]:
+    from gossamer.cli.bench.plot import plot_sweeps
+
+    return plot_sweeps(results, *rest)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda:0" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device("cuda:0" if name == "cuda" else name)
+    except RuntimeError:
+        _fail(f"gossamer bench: --device must be auto, cpu or cuda[:INDEX], got {name!r}.")
+    if device.type not in ("cpu", "cuda"):
+        _fail(f"gossamer bench: --device must be auto, cpu or cuda[:INDEX], got {name!r}.")
+    if device.type == "cuda":
+        if device.index >= torch.cuda.device_count():
+            _fail(f"gossamer bench: --device {name} is not there: PyTorch sees {torch.cuda.device_count()} GPUs.")
+        torch.cuda.set_device(device)
+    return device
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(message, err=True)
+    raise typer.Exit(2)

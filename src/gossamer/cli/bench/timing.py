@@ -1,0 +1,133 @@
+"""Clocks: bursts of calls on either device, CUDA-graph capture, and the device's measured ceilings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_GEMMS = {
+    "bfloat16": (torch.bfloat16, "highest"),
+    "tf32": (torch.float32, "high"),
+    "float32": (torch.float32, "highest"),
+}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call: median, 20th and 80th percentile of `samples` bursts of `calls` calls each."""
+
+    median: float
+    p20: float
+    p80: float
+    samples: int
+    calls: int
+
+    @staticmethod
+    def of(seconds: Sequence[float], calls: int) -> Timing:
+        p20, median, p80 = torch.tensor(seconds, dtype=torch.float64).quantile(
+            torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+        )
+        return Timing(median.item(), p20.item(), p80.item(), len(seconds), calls)
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device reaches: copy bandwidth in bytes/s (read plus written), GEMM rates in FLOP/s by precision."""
+
+    bandwidth: float
+    gemm: dict[str, float]
+
+    def floor(self, moved: int, flops: int, dtype: torch.dtype, precision: str) -> float:
+        """Least seconds for `moved` bytes and `flops` operations; the larger of the two terms."""
+        if dtype == torch.float32:
+            rate = self.gemm.get("float32" if precision == "highest" else "tf32")
+        else:
+            rate = self.gemm.get("bfloat16")
+        return max(moved / self.bandwidth, flops / rate if rate else 0.0)
+
+
+@contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """Set the float32 matmul precision for a while."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what the device was given; the CPU is always done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def burst(call: Callable[[int], Any], calls: int, device: torch.device) -> float:
+    """Seconds per call of `calls` back-to-back calls `call(0) ... call(calls - 1)`.
+
+    On a GPU this is throughput as a user's loop sees it, between two events: device time, or the host's time to
+    launch where that is longer. A call ahead of the first event keeps its latency out of the figure.
+    """
+    if device.type != "cuda":
+        start = time.perf_counter()
+        for i in range(calls):
+            call(i)
+        return (time.perf_counter() - start) / calls
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    call(calls)
+    first.record()
+    for i in range(calls):
+        call(i)
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) * 1e-3 / calls
+
+
+def calls_for(call: Callable[[int], Any], device: torch.device, target: float, copies: int) -> int:
+    """How many calls fill `target` seconds, up to 512; on a GPU at least 4 and each of the input's copies once."""
+    burst(call, 1, device)
+    least = max(4, copies) if device.type == "cuda" else 1
+    return max(least, min(512, round(target / burst(call, 1, device))))
+
+
+def capture(call: Callable[[int], Any], calls: int, device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of `call(1) ... call(calls - 1), call(0)`, and the output of its last call."""
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        call(0)
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(1, calls):
+            call(i)
+        output = call(0)
+    return graph, output
+
+
+def measure_ceilings(device: torch.device, quick: bool) -> Ceilings:
+    """Best copy bandwidth and square GEMM rates on random data, the two figures that floors are computed from."""
+    cuda = device.type == "cuda"
+    size, side, repeats = (1 << 30, 8192, 10) if cuda else (1 << 27, 1024, 5)
+    if quick and cuda:
+        size, side, repeats = 1 << 28, 4096, 5
+
+    def best(function: Callable[..., Any], *arguments: torch.Tensor) -> float:
+        return min(burst(lambda _: function(*arguments), 1, device) for _ in range(repeats))
+
+    source = torch.randint(-128, 127, (size,), dtype=torch.int8, device=device)
+    bandwidth = 2 * size / best(torch.Tensor.copy_, torch.empty_like(source), source)
+    rates = {}
+    for name, (dtype, precision) in _GEMMS.items():
+        if cuda or name == "float32":
+            factors = [torch.randn(side, side, device=device).to(dtype) for _ in range(2)]
+            with matmul_precision(precision):
+                rates[name] = 2 * side**3 / best(torch.matmul, *factors)
+    return Ceilings(bandwidth, rates)

@@ -1,0 +1,81 @@
+"""What a measurement must be read with: versions, hardware, driver and commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gossamer
+
+_PACKAGES = ("torch", "triton", "numpy", "safetensors", "liger-kernel", "blksprs")
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python, gossamer and the packages that matter to it; None for one that is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "gossamer": gossamer.__version__}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def devices() -> list[torch.device]:
+    """Every device of this machine that gossamer runs on: the CPU, then each GPU."""
+    return [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Name, memory in bytes and, for a GPU, capability, L2 cache in bytes, CUDA or ROCm version and driver."""
+    if device.type != "cuda":
+        return {"type": device.type, "name": _cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "type": device.type,
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_bytes": properties.total_memory,
+        "l2_bytes": properties.L2_cache_size,
+        "multiprocessors": properties.multi_processor_count,
+        "runtime": f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}",
+        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+    }
+
+
+def commit(root: Path) -> str | None:
+    """The git commit of the checkout at `root`, with `+` where tracked files differ from it; None outside git.
+
+    `GOSSAMER_COMMIT` in the environment stands in for it where the tree was copied without its history.
+    """
+    if "GOSSAMER_COMMIT" in os.environ:
+        return os.environ["GOSSAMER_COMMIT"]
+    head = _first_line("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")
+    if head is None:
+        return None
+    changed = _first_line("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    return head + ("+" if changed else "")
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _first_line(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.strip().splitlines()
+    return lines[0].strip() if done.returncode == 0 and lines else None

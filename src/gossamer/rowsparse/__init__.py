@@ -1,0 +1,14 @@
+"""Matrices with few stored entries per row: containers, packing, and their products.
+
+>>> rows = pack(torch.tensor([[0.0, 2.0, 0.0]]))
+>>> matmul(rows, torch.eye(3)).tolist()
+[[0.0, 2.0, 0.0]]
+"""
+
+from gossamer.rowsparse.formats import CSR, ELL, Rows
+from gossamer.rowsparse.matmul import matmul
+from gossamer.rowsparse.pack import pack, unpack
+from gossamer.rowsparse.sampled_matmul import sampled_matmul
+from gossamer.rowsparse.transpose import transpose
+
+__all__ = ["CSR", "ELL", "Rows", "matmul", "pack", "sampled_matmul", "transpose", "unpack"]

@@ -1,0 +1,38 @@
+"""(x @ weight.T) at the entries of a pattern, on the CPU."""
+
+import torch
+from torch import Tensor
+
+from gossamer.rowsparse._torch.matmul import check_columns
+from gossamer.rowsparse._torch.pack import overflowed_rows, stored
+
+_CHUNK = 1 << 22
+
+
+def sampled_matmul(
+    x: Tensor, weight: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, scatter: bool
+) -> tuple[Tensor, Tensor]:
+    """Operator `sampled_matmul` -> (values like indices, dense [M, N] that is right at overflowed rows)."""
+    m, d = x.shape
+    n = weight.shape[0]
+    slots, rows = stored(indices, offsets)
+    columns = indices.reshape(-1)[slots].long()
+    check_columns("rowsparse.sampled_matmul", columns, n)
+    working = torch.promote_types(x.dtype, torch.float32)
+    products = torch.empty(rows.shape[0], dtype=working)
+    step = max(1, _CHUNK // max(d, 1))
+    for first in range(0, rows.shape[0], step):
+        piece = slice(first, first + step)
+        products[piece] = (x[rows[piece]].to(working) * weight[columns[piece]].to(working)).sum(1)
+    products = products.to(x.dtype)
+    over = overflowed_rows(indices, offsets) if source is not None else rows.new_empty(0)
+    if scatter:
+        values, dense = x.new_empty(0), x.new_zeros(m, n)
+        dense[rows, columns] = products
+    else:
+        values, dense = x.new_zeros(indices.numel()), x.new_zeros(m if source is not None else 0, n)
+        values[slots] = products
+        values = values.view(indices.shape)
+    if source is not None and over.numel():
+        dense[over] = torch.where(source[over] != 0, x[over] @ weight.t(), 0)
+    return values, dense

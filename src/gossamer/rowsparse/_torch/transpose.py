@@ -1,0 +1,24 @@
+"""Entries regrouped by column, on the CPU."""
+
+import torch
+from torch import Tensor
+
+from gossamer.rowsparse._torch.pack import stored
+
+
+def transpose_keys(indices: Tensor, offsets: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Operator `transpose_keys`."""
+    slots, rows = stored(indices, offsets)
+    columns = indices.reshape(-1)[slots].long()
+    # Like the kernels, leave out what no column can hold; the product that met it has already complained.
+    inside = columns < n
+    slots, rows, columns = slots[inside], rows[inside], columns[inside]
+    order = torch.sort(columns, stable=True).indices
+    starts = rows * indices.shape[1] if indices.dim() == 2 else offsets[rows]
+    keys = torch.full((indices.numel(),), 0, dtype=torch.int64)
+    sorted_columns = torch.full((indices.numel(),), -1, dtype=torch.int32)
+    keys[: order.numel()] = ((rows << 32) | (slots - starts))[order]
+    sorted_columns[: order.numel()] = columns[order].int()
+    col_offsets = torch.zeros(n + 1, dtype=torch.int64)
+    torch.cumsum(torch.bincount(columns, minlength=n), 0, out=col_offsets[1:])
+    return col_offsets, keys, sorted_columns

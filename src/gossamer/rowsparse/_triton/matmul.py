@@ -1,0 +1,198 @@
+"""rows @ weight: every program gathers one row's weights, a slice of columns at a time.
+
+One program owns a row and BLOCK_D columns of the output. It takes BLOCK_E entries at once as a [BLOCK_E, BLOCK_D] tile
+of gathered weight rows, so that many independent 16-byte loads are in flight, and keeps a tile of float32 partial sums
+that it folds once at the end: no exchange between warps inside the loop, and one fixed order of addition.
+Column slices are the slow axis of the grid: while all rows work on one slice, the weight's slice is what the L2 has
+to hold (65,536 x 256 bfloat16 = 34 MB), not the whole weight. Rows that overflowed are left to `overflow`.
+
+The weight gradient works on the transposed entries: a program owns BLOCK_N neighbouring weight rows, whose entries
+lie side by side, and adds them up as a small product [BLOCK_N, BLOCK_E] @ [BLOCK_E, BLOCK_D] of a one-hot tile that
+carries the values with gathered rows of the output's gradient.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch, tuning
+from gossamer.rowsparse._triton import overflow
+
+
+@triton.jit
+def gather_rows(
+    values_ptr, indices_ptr, count, w_ptr, stride_wn, columns, inside, N,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Sum over a list's first `count` entries of value * weight row, at the given columns: float32 [BLOCK_D]."""
+    acc = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
+    entry = tl.arange(0, BLOCK_E)
+    index = tl.load(indices_ptr + entry, mask=entry < count, other=-1)
+    value = tl.load(values_ptr + entry, mask=entry < count, other=0.0).to(tl.float32)
+    for _ in range(0, count, BLOCK_E):
+        valid = (index >= 0) & (index < N)
+        w = tl.load(
+            w_ptr + index.to(tl.int64)[:, None] * stride_wn + columns[None, :],
+            mask=valid[:, None] & inside[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        # -1 is no entry, whatever stands in its value; an index past the weight must not vanish silently.
+        value = tl.where(valid, value, tl.where(index == -1, 0.0, float("nan")))
+        here = value
+        entry += BLOCK_E
+        index = tl.load(indices_ptr + entry, mask=entry < count, other=-1)
+        value = tl.load(values_ptr + entry, mask=entry < count, other=0.0).to(tl.float32)
+        acc += here[:, None] * w
+    return tl.sum(acc, axis=0)
+
+
+@triton.jit
+def row_span(offsets_ptr, row, capacity, IS_CSR: tl.constexpr):
+    """(start, count, overflowed) of a row's list: row_offsets and buffer length for CSR, counts and slots for ELL."""
+    if IS_CSR:
+        start = tl.load(offsets_ptr + row)
+        end = tl.load(offsets_ptr + row + 1)
+        return start, (end - start).to(tl.int32), end > capacity
+    else:
+        count = tl.load(offsets_ptr + row)
+        return row.to(tl.int64) * capacity, count, count > capacity
+
+
+@triton.jit
+def _matmul_fwd_kernel(
+    values_ptr, indices_ptr, offsets_ptr, w_ptr, bias_ptr, out_ptr, stride_wn, N, D, capacity,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, IS_CSR: tl.constexpr,
+):  # fmt: skip
+    """Program (row, column slice)."""
+    row = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = columns < D
+    start, count, overflowed = row_span(offsets_ptr, row, capacity, IS_CSR)
+    if not overflowed:
+        out = gather_rows(
+            values_ptr + start, indices_ptr + start, count, w_ptr, stride_wn, columns, inside, N, BLOCK_E, BLOCK_D
+        )
+        if bias_ptr is not None:
+            out += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row.to(tl.int64) * D + columns, out, mask=inside)
+
+
+@triton.jit
+def _matmul_bwd_weight_kernel(
+    keys_ptr, columns_ptr, offsets_ptr, values_ptr, starts_ptr, grad_ptr, out_ptr, capacity, N, D,
+    BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, IS_CSR: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Program (block of weight rows, column slice). keys are (row << 32 | slot), sorted by weight row, then row."""
+    first = tl.program_id(0) * BLOCK_N
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = columns < D
+    begin = tl.load(offsets_ptr + first)
+    end = tl.load(offsets_ptr + tl.minimum(first + BLOCK_N, N))
+    acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    mine = first + tl.arange(0, BLOCK_N)
+    for at in range(begin, end, BLOCK_E):
+        entry = at + tl.arange(0, BLOCK_E)
+        held = entry < end
+        key = tl.load(keys_ptr + entry, mask=held, other=0)
+        column = tl.load(columns_ptr + entry, mask=held, other=-1)
+        row = key >> 32
+        if IS_CSR:
+            start = tl.load(starts_ptr + row, mask=held, other=0)
+        else:
+            start = row * capacity
+        value = tl.load(values_ptr + start + (key & 0xFFFFFFFF), mask=held, other=0.0)
+        grad = tl.load(grad_ptr + row[:, None] * D + columns[None, :], mask=held[:, None] & inside[None, :], other=0.0)
+        onehot = tl.where(mine[:, None] == column[None, :], value[None, :], 0.0).to(grad.dtype)
+        if UPCAST:
+            acc += tl.dot(onehot.to(tl.float32), grad.to(tl.float32), input_precision="ieee")
+        else:
+            acc += tl.dot(onehot, grad, input_precision=PRECISION)
+    out = out_ptr + mine.to(tl.int64)[:, None] * D + columns[None, :]
+    tl.store(out, acc, mask=(mine < N)[:, None] & inside[None, :])
+
+
+_matmul_fwd = launch.Kernel(_matmul_fwd_kernel)
+_matmul_bwd_weight = launch.Kernel(_matmul_bwd_weight_kernel)
+
+
+def matmul(
+    values: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    source: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """Operator `matmul`. ELL where values is 2-D, with offsets = nnz_per_row; CSR where it is 1-D."""
+    is_csr = values.dim() == 1
+    m = offsets.shape[0] - is_csr
+    capacity = values.shape[-1]
+    weight = weight if weight.stride(1) == 1 or weight.shape[1] <= 1 else weight.contiguous()
+    n, d = weight.shape
+    out = torch.empty(m, d, dtype=out_dtype or weight.dtype, device=weight.device)
+    if m == 0 or d == 0:
+        return out
+    if n == 0:
+        return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
+    meta = {**tuning.gather_tile(m, d, weight.element_size()), "IS_CSR": is_csr}
+    key = (m, n, d, capacity, values.dtype, weight.dtype, weight.stride(0), out.dtype, bias is None or bias.dtype, is_csr)
+    args = (values, indices, offsets, weight, bias, out, weight.stride(0), n, d, capacity)
+    _matmul_fwd(key, (m, launch.cdiv(d, meta["BLOCK_D"]), 1), args, meta, num_warps=tuning.GATHER_WARPS)
+    if source is not None:
+        overflow.forward(source, weight, bias, out, offsets[is_csr:], capacity)
+    return out
+
+
+def matmul_bwd_weight(
+    grad: Tensor,
+    keys: Tensor,
+    columns: Tensor,
+    col_offsets: Tensor,
+    values: Tensor,
+    offsets: Tensor,
+    source: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The weight gradient [N, D] from transposed entries (see `transpose`)."""
+    is_csr = values.dim() == 1
+    n, d = col_offsets.shape[0] - 1, grad.shape[1]
+    grad = grad.contiguous()
+    out = torch.empty(n, d, dtype=dtype, device=grad.device)
+    if n == 0 or d == 0:
+        return out
+    upcast = launch.INTERPRET or grad.dtype is torch.float32
+    meta = {"BLOCK_N": 16, "BLOCK_E": 32, "BLOCK_D": 128 if upcast else 256, "IS_CSR": is_csr}
+    meta |= {"PRECISION": "ieee", "UPCAST": upcast}
+    key = (n, d, values.shape[-1], values.dtype, grad.dtype, dtype, is_csr)
+    args = (keys, columns, col_offsets, values, offsets, grad, out, values.shape[-1], n, d)
+    grid = (launch.cdiv(n, meta["BLOCK_N"]), launch.cdiv(d, meta["BLOCK_D"]), 1)
+    _matmul_bwd_weight(key, grid, args, meta, num_warps=4)
+    if source is not None:
+        overflow.backward_weight(source, grad, out, offsets[is_csr:], values.shape[-1])
+    return out
+
+
+EXAMPLES = {
+    _matmul_fwd_kernel: {
+        "signature": {
+            "values_ptr": "*fp32", "indices_ptr": "*i32", "offsets_ptr": "*i32", "w_ptr": "*fp32", "bias_ptr": "*fp32",
+            "out_ptr": "*fp32", "stride_wn": "i32", "N": "i32", "D": "i32", "capacity": "i32",
+        },
+        "constexprs": {"BLOCK_E": 16, "BLOCK_D": 128, "IS_CSR": False},
+        "num_warps": 4,
+    },
+    _matmul_bwd_weight_kernel: {
+        "signature": {
+            "keys_ptr": "*i64", "columns_ptr": "*i32", "offsets_ptr": "*i64", "values_ptr": "*bf16",
+            "starts_ptr": "*i32", "grad_ptr": "*bf16", "out_ptr": "*bf16", "capacity": "i32", "N": "i32", "D": "i32",
+        },
+        "constexprs": {
+            "BLOCK_N": 16, "BLOCK_E": 32, "BLOCK_D": 256, "IS_CSR": False, "PRECISION": "ieee", "UPCAST": False,
+        },
+        "num_warps": 4,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

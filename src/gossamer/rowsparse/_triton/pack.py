@@ -1,0 +1,254 @@
+"""Dense rows to lists of entries.
+
+Two ways over the same step, `append_entries`. With many rows one program walks one row and needs nobody else: the
+rows alone fill the GPU. With few rows, one program takes one chunk of a row; it publishes its count, adds up the counts
+of the chunks before it (they started earlier, so waiting for them cannot deadlock; CUB's single-pass scan rests on
+the same order of dispatch) and writes its entries where they belong. Either way entries come out sorted by column and
+x is read once. 16 bytes a thread and load, and 32 bytes to 64 in flight: the scan should run at memory bandwidth.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch, tuning
+
+DONE = tl.constexpr(1 << 31)
+COUNT = tl.constexpr((1 << 31) - 1)
+
+
+@triton.jit
+def load_chunk(x_ptr, start, N, BLOCK: tl.constexpr, VEC: tl.constexpr):
+    """Columns start to start + BLOCK of one row, as [BLOCK / VEC, VEC] so that a thread holds VEC neighbours."""
+    columns = start + tl.arange(0, BLOCK // VEC)[:, None] * VEC + tl.arange(0, VEC)[None, :]
+    return tl.load(x_ptr + columns, mask=columns < N, other=0.0)
+
+
+@triton.jit
+def nonzero_bits(x, VEC: tl.constexpr):
+    """Bit v of word g says whether x[g, v] differs from 0; NaN does."""
+    return tl.sum((x != 0).to(tl.int32) << tl.arange(0, VEC)[None, :], axis=1)
+
+
+@triton.jit
+def count_bits(bits):
+    """Set bits of words below 256."""
+    bits = bits - ((bits >> 1) & 0x55)
+    bits = (bits & 0x33) + ((bits >> 2) & 0x33)
+    return (bits + (bits >> 4)) & 0xF
+
+
+@triton.jit
+def append_entries(
+    bits, counts, x_ptr, values_ptr, indices_ptr, base, limit, start, BLOCK: tl.constexpr, VEC: tl.constexpr
+):  # fmt: skip
+    """Writes a chunk's entries to slots base, base + 1, ... below limit, in order of column.
+
+    Every word emits its lowest bit in turn, so the work follows the fullest word, which is 1 or 2 in sparse data. The
+    values are read again (they are in L1) rather than held in registers.
+    """
+    slot = base + tl.cumsum(counts, axis=0) - counts
+    first = start + tl.arange(0, BLOCK // VEC) * VEC
+    while tl.max(bits, axis=0) > 0:
+        low = bits & -bits
+        column = first + ((low & 0xAA) != 0) + 2 * ((low & 0xCC) != 0).to(tl.int32) + 4 * ((low & 0xF0) != 0).to(tl.int32)
+        mask = (low > 0) & (slot < limit)
+        tl.store(values_ptr + slot, tl.load(x_ptr + column, mask=mask, other=0.0), mask=mask)
+        tl.store(indices_ptr + slot, column, mask=mask)
+        slot += (low > 0).to(tl.int32)
+        bits = bits & (bits - 1)
+
+
+@triton.jit
+def wait_and_sum(flags_ptr, count, ready, FLAGS: tl.constexpr):
+    """Waits until the first `count` words, shifted by 31, are at least `ready`; the sum of the counts they carry."""
+    total = 0
+    for first in range(0, count, FLAGS):
+        chunk = first + tl.arange(0, FLAGS)
+        words = tl.load(flags_ptr + chunk, mask=chunk < count, other=-1, volatile=True)
+        while tl.sum(((words >= 0) & ((words >> 31) < ready)).to(tl.int32)) > 0:
+            words = tl.load(flags_ptr + chunk, mask=chunk < count, other=-1, volatile=True)
+        total += tl.sum(tl.where(chunk < count, words & COUNT, 0).to(tl.int32))
+    return total
+
+
+@triton.jit
+def scan_chunk(
+    x_ptr, values_ptr, indices_ptr, nnz_ptr, flags_ptr, epoch, chunk, chunks, N, capacity,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, FLAGS: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one row into the row's list; all pointers are the row's."""
+    start = chunk * BLOCK
+    bits = nonzero_bits(load_chunk(x_ptr, start, N, BLOCK, VEC), VEC)
+    counts = count_bits(bits)
+    count = tl.sum(counts, axis=0)
+    word = (epoch.to(tl.int64) << 32) | count
+    # An atomic, because a plain store could sit in a write buffer while others wait.
+    tl.atomic_xchg(flags_ptr + chunk, word, sem="relaxed")
+    if (count > 0) | (chunk == chunks - 1):
+        base = wait_and_sum(flags_ptr, chunk, epoch.to(tl.int64) << 1, FLAGS)
+        append_entries(bits, counts, x_ptr, values_ptr, indices_ptr, base, capacity, start, BLOCK, VEC)
+        if chunk == chunks - 1:
+            tl.store(nnz_ptr, base + count)
+    # Every thread's entries must be visible before the one thread that signals releases them.
+    tl.debug_barrier()
+    tl.atomic_xchg(flags_ptr + chunk, word | DONE, sem="release")
+
+
+@triton.jit
+def clear_slots(values_ptr, indices_ptr, first, capacity, BLOCK: tl.constexpr):
+    """Marks slots first to capacity as holding no entry."""
+    for slot in range(first, capacity, BLOCK):
+        slots = slot + tl.arange(0, BLOCK)
+        tl.store(indices_ptr + slots, -1, mask=slots < capacity)
+        tl.store(values_ptr + slots, 0.0, mask=slots < capacity)
+
+
+@triton.jit(do_not_specialize=["epoch"])
+def _pack_split_kernel(
+    x_ptr, values_ptr, indices_ptr, nnz_ptr, flags_ptr, epoch, stride_xm, N, capacity, chunks,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, FLAGS: tl.constexpr,
+):  # fmt: skip
+    """Program (row, chunk), chunks fastest."""
+    pid = tl.program_id(0)
+    row = (pid // chunks).to(tl.int64)
+    chunk = pid % chunks
+    scan_chunk(
+        x_ptr + row * stride_xm, values_ptr + row * capacity, indices_ptr + row * capacity, nnz_ptr + row,
+        flags_ptr + row * chunks, epoch, chunk, chunks, N, capacity, BLOCK, VEC, FLAGS,
+    )  # fmt: skip
+    if chunk == chunks - 1:
+        first = wait_and_sum(flags_ptr + row * chunks, chunks, epoch.to(tl.int64) << 1, FLAGS)
+        clear_slots(values_ptr + row * capacity, indices_ptr + row * capacity, first, capacity, 256)
+
+
+@triton.jit
+def _pack_row_kernel(
+    x_ptr, values_ptr, indices_ptr, nnz_ptr, offsets_ptr, stride_xm, N, capacity,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, CLEAR: tl.constexpr, COUNT_ONLY: tl.constexpr,
+):  # fmt: skip
+    """Program (row): walks the row, with the next chunk's load in flight while it appends the present one's entries.
+
+    With `offsets_ptr` the list begins at `offsets_ptr[row]` and `capacity` is the length of the whole buffer (CSR);
+    without, every row has `capacity` slots (ELL).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * stride_xm
+    if offsets_ptr is None:
+        base = 0
+        values_ptr += row * capacity
+        indices_ptr += row * capacity
+    else:
+        base = tl.load(offsets_ptr + row)
+    first = base
+    x = load_chunk(x_ptr, 0, N, BLOCK, VEC)
+    for start in range(0, N, BLOCK):
+        following = load_chunk(x_ptr, start + BLOCK, N, BLOCK, VEC)
+        bits = nonzero_bits(x, VEC)
+        counts = count_bits(bits)
+        count = tl.sum(counts, axis=0)
+        if not COUNT_ONLY:
+            if count > 0:
+                append_entries(bits, counts, x_ptr, values_ptr, indices_ptr, base, capacity, start, BLOCK, VEC)
+        base += count
+        x = following
+    if nnz_ptr is not None:
+        tl.store(nnz_ptr + row, (base - first).to(tl.int32))
+    if CLEAR:
+        clear_slots(values_ptr, indices_ptr, base - first, capacity, 256)
+
+
+_pack_split = launch.Kernel(_pack_split_kernel)
+_pack_row = launch.Kernel(_pack_row_kernel)
+
+
+def row_block(x: Tensor) -> dict[str, int]:
+    """Tile of the one-program-a-row scan."""
+    vector = 16 // x.element_size()
+    return {"BLOCK": max(min(launch.next_power_of_2(x.shape[1]), 512 * vector), 16 * vector), "VEC": vector}
+
+
+def split_block(x: Tensor) -> tuple[int, dict[str, int]]:
+    """(chunks per row, tile) of the scan with several programs a row."""
+    m, n = x.shape
+    vector = 16 // x.element_size()
+    block = tuning.scan_block(m, n, vector)
+    chunks = launch.cdiv(n, block)
+    return chunks, {"BLOCK": block, "VEC": vector, "FLAGS": min(launch.next_power_of_2(chunks), 128)}
+
+
+def pack_ell(x: Tensor, capacity: int, clear: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """Operator `pack_ell`; `clear=False` leaves slots without an entry unwritten, for callers that never look there."""
+    x = rows_contiguous(x)
+    m, n = x.shape
+    values = x.new_empty(m, capacity)
+    indices = torch.empty(m, capacity, dtype=torch.int32, device=x.device)
+    nnz = torch.empty(m, dtype=torch.int32, device=x.device)
+    if m == 0 or n == 0:
+        return values.zero_(), indices.fill_(-1), nnz.zero_()
+    if tuning.one_program_a_row(m, n):
+        meta = {**row_block(x), "CLEAR": clear, "COUNT_ONLY": False}
+        key = (m, n, capacity, x.dtype, x.stride(0), clear)
+        args = (x, values, indices, nnz, None, x.stride(0), n, capacity)
+        _pack_row(key, (m, 1, 1), args, meta, num_warps=tuning.SCAN_WARPS)
+    else:
+        chunks, meta = split_block(x)
+        flags, epoch = launch.flags.get(m * chunks, x.device)
+        key = (m, n, capacity, x.dtype, x.stride(0))
+        args = (x, values, indices, nnz, flags, epoch, x.stride(0), n, capacity, chunks)
+        _pack_split(key, (m * chunks, 1, 1), args, meta, num_warps=tuning.SCAN_WARPS)
+    return values, indices, nnz
+
+
+def count_rows(x: Tensor) -> Tensor:
+    """Operator `count_rows`: how many elements of each row differ from 0."""
+    x = rows_contiguous(x)
+    m, n = x.shape
+    nnz = torch.zeros(m, dtype=torch.int32, device=x.device)
+    if m and n:
+        meta = {**row_block(x), "CLEAR": False, "COUNT_ONLY": True}
+        key = (m, n, x.dtype, x.stride(0))
+        args = (x, x, nnz, nnz, None, x.stride(0), n, 0)
+        _pack_row(key, (m, 1, 1), args, meta, num_warps=tuning.SCAN_WARPS)
+    return nnz
+
+
+def pack_csr(x: Tensor, row_offsets: Tensor, max_nnz: int) -> tuple[Tensor, Tensor]:
+    """Operator `pack_csr`: fills a buffer of `max_nnz` entries at ready offsets."""
+    x = rows_contiguous(x)
+    m, n = x.shape
+    values = x.new_zeros(max_nnz)
+    indices = torch.full((max_nnz,), -1, dtype=torch.int32, device=x.device)
+    if m and n and max_nnz:
+        meta = {**row_block(x), "CLEAR": False, "COUNT_ONLY": False}
+        key = (m, n, max_nnz, x.dtype, x.stride(0))
+        args = (x, values, indices, None, row_offsets, x.stride(0), n, max_nnz)
+        _pack_row(key, (m, 1, 1), args, meta, num_warps=tuning.SCAN_WARPS)
+    return values, indices
+
+
+def rows_contiguous(x: Tensor) -> Tensor:
+    """x with neighbouring columns side by side in memory; rows may be any distance apart."""
+    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
+
+
+EXAMPLES = {
+    _pack_split_kernel: {
+        "signature": {
+            "x_ptr": "*fp32", "values_ptr": "*fp32", "indices_ptr": "*i32", "nnz_ptr": "*i32", "flags_ptr": "*i64",
+            "epoch": "i32", "stride_xm": "i32", "N": "i32", "capacity": "i32", "chunks": "i32",
+        },
+        "constexprs": {"BLOCK": 4096, "VEC": 4, "FLAGS": 16},
+        "num_warps": 4,
+    },
+    _pack_row_kernel: {
+        "signature": {
+            "x_ptr": "*bf16", "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "offsets_ptr": None,
+            "stride_xm": "i32", "N": "i32", "capacity": "i32",
+        },
+        "constexprs": {"BLOCK": 4096, "VEC": 8, "CLEAR": True, "COUNT_ONLY": False},
+        "num_warps": 4,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

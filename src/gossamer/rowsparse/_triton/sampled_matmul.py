@@ -1,0 +1,94 @@
+"""(x @ weight.T) at the entries of a pattern.
+
+One program owns a row of x and every PARTS-th block of BLOCK_E entries of that row. It gathers the entries' weight
+rows as [BLOCK_E, BLOCK_D] tiles, multiplies by x and folds along D, in float32. The result goes to the entry's slot
+(SCATTER off) or to its column in a dense row (SCATTER on: the gradient of dense activations).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch, tuning
+from gossamer.rowsparse._triton import overflow
+from gossamer.rowsparse._triton.matmul import row_span
+
+
+@triton.jit
+def _sampled_matmul_kernel(
+    x_ptr, w_ptr, indices_ptr, offsets_ptr, out_ptr, stride_xm, stride_wn, N, D, capacity,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, IS_CSR: tl.constexpr, SCATTER: tl.constexpr,
+):  # fmt: skip
+    """Program (row, part of the row's entries)."""
+    row = tl.program_id(0)
+    start, count, overflowed = row_span(offsets_ptr, row, capacity, IS_CSR)
+    if not overflowed:
+        x_ptr += row.to(tl.int64) * stride_xm
+        for at in range(tl.program_id(1) * BLOCK_E, count, PARTS * BLOCK_E):
+            entry = at + tl.arange(0, BLOCK_E)
+            index = tl.load(indices_ptr + start + entry, mask=entry < count, other=-1)
+            valid = (index >= 0) & (index < N)
+            acc = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
+            for first in range(0, D, BLOCK_D):
+                columns = first + tl.arange(0, BLOCK_D)
+                x = tl.load(x_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
+                w = tl.load(
+                    w_ptr + index.to(tl.int64)[:, None] * stride_wn + columns[None, :],
+                    mask=valid[:, None] & (columns < D)[None, :],
+                    other=0.0,
+                )
+                acc += w.to(tl.float32) * x[None, :]
+            out = tl.where(index >= N, float("nan"), tl.sum(acc, axis=1))
+            if SCATTER:
+                tl.store(out_ptr + row.to(tl.int64) * N + index, out, mask=valid)
+            else:
+                tl.store(out_ptr + start + entry, out, mask=entry < count)
+
+
+_sampled_matmul = launch.Kernel(_sampled_matmul_kernel)
+
+
+def sampled_matmul(
+    x: Tensor, weight: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, scatter: bool
+) -> tuple[Tensor, Tensor]:
+    """Operator `sampled_matmul` -> (values like indices, dense [M, N] that is right at overflowed rows).
+
+    With `scatter` the second result is the whole masked product, zeros included, and the first is empty. Without, it
+    is empty unless the pattern has a source, and only the overflowed rows are written.
+    """
+    is_csr = indices.dim() == 1
+    x = x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
+    weight = weight if weight.stride(1) == 1 or weight.shape[1] <= 1 else weight.contiguous()
+    m, d = x.shape
+    n = weight.shape[0]
+    capacity = indices.shape[-1]
+    if scatter:
+        values, dense = x.new_empty(0), x.new_zeros(m, n)
+    else:
+        values, dense = x.new_zeros(indices.shape), x.new_zeros(m if source is not None else 0, n)
+    if m == 0 or n == 0 or capacity == 0:
+        return values, dense
+    block_d = min(launch.next_power_of_2(d), 1024 // x.element_size())
+    parts = max(1, min(launch.cdiv(capacity, 16), launch.cdiv(8 * tuning.programs(x.device), m)))
+    meta = {"BLOCK_E": 16, "BLOCK_D": block_d, "PARTS": parts, "IS_CSR": is_csr, "SCATTER": scatter}
+    key = (m, n, d, capacity, x.dtype, weight.dtype, x.stride(0), weight.stride(0), is_csr, scatter)
+    out = dense if scatter else values
+    args = (x, weight, indices, offsets, out, x.stride(0), weight.stride(0), n, d, capacity)
+    _sampled_matmul(key, (m, parts, 1), args, meta, num_warps=4)
+    if source is not None:
+        overflow.backward_source(x, weight, source, dense, offsets[is_csr:], capacity)
+    return values, dense
+
+
+EXAMPLES = {
+    _sampled_matmul_kernel: {
+        "signature": {
+            "x_ptr": "*bf16", "w_ptr": "*bf16", "indices_ptr": "*i32", "offsets_ptr": "*i32", "out_ptr": "*bf16",
+            "stride_xm": "i32", "stride_wn": "i32", "N": "i32", "D": "i32", "capacity": "i32",
+        },
+        "constexprs": {"BLOCK_E": 16, "BLOCK_D": 512, "PARTS": 1, "IS_CSR": False, "SCATTER": True},
+        "num_warps": 4,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

@@ -1,0 +1,118 @@
+"""Entries regrouped by column, without a host sync and without an order that depends on timing.
+
+Three steps: count the entries of each column (integer atomics: the result does not depend on their order), prefix sum,
+and drop every entry's key (row << 32 | slot) into its column's range. The drop takes places in order of arrival, so a
+last step sorts each column by key: a key's place is the number of smaller keys in its column, found by comparing
+blocks of BLOCK x BLOCK. Columns of a sparse matrix are short; a long one costs its length squared over BLOCK lanes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch
+from gossamer.rowsparse._triton.matmul import row_span
+
+
+@triton.jit
+def _column_count_kernel(indices_ptr, offsets_ptr, counts_ptr, capacity, N, BLOCK: tl.constexpr, IS_CSR: tl.constexpr):
+    """Program (row)."""
+    row = tl.program_id(0)
+    start, count, overflowed = row_span(offsets_ptr, row, capacity, IS_CSR)
+    count = tl.where(overflowed, 0, count)
+    for at in range(0, count, BLOCK):
+        entry = at + tl.arange(0, BLOCK)
+        index = tl.load(indices_ptr + start + entry, mask=entry < count, other=-1)
+        tl.atomic_add(counts_ptr + index, 1, mask=(index >= 0) & (index < N), sem="relaxed")
+
+
+@triton.jit
+def _column_fill_kernel(
+    indices_ptr, offsets_ptr, cursor_ptr, keys_ptr, capacity, N, BLOCK: tl.constexpr, IS_CSR: tl.constexpr
+):
+    """Program (row). `cursor` starts as a copy of the column offsets."""
+    row = tl.program_id(0)
+    start, count, overflowed = row_span(offsets_ptr, row, capacity, IS_CSR)
+    count = tl.where(overflowed, 0, count)
+    for at in range(0, count, BLOCK):
+        entry = at + tl.arange(0, BLOCK)
+        index = tl.load(indices_ptr + start + entry, mask=entry < count, other=-1)
+        valid = (index >= 0) & (index < N)
+        place = tl.atomic_add(cursor_ptr + index, 1, mask=valid, sem="relaxed")
+        tl.store(keys_ptr + place, (row.to(tl.int64) << 32) | entry.to(tl.int64), mask=valid)
+
+
+@triton.jit
+def _column_sort_kernel(keys_ptr, offsets_ptr, sorted_ptr, columns_ptr, BLOCK: tl.constexpr):
+    """Program (column): ranks the column's keys."""
+    column = tl.program_id(0)
+    begin = tl.load(offsets_ptr + column)
+    end = tl.load(offsets_ptr + column + 1)
+    for at in range(begin, end, BLOCK):
+        mine = at + tl.arange(0, BLOCK)
+        key = tl.load(keys_ptr + mine, mask=mine < end, other=0)
+        rank = tl.zeros([BLOCK], tl.int32)
+        for other in range(begin, end, BLOCK):
+            theirs = other + tl.arange(0, BLOCK)
+            smaller = tl.load(keys_ptr + theirs, mask=theirs < end, other=0x7FFFFFFFFFFFFFFF)
+            rank += tl.sum((smaller[None, :] < key[:, None]).to(tl.int32), axis=1)
+        tl.store(sorted_ptr + begin + rank, key, mask=mine < end)
+        tl.store(columns_ptr + mine, tl.zeros([BLOCK], tl.int32) + column, mask=mine < end)
+
+
+_column_count = launch.Kernel(_column_count_kernel)
+_column_fill = launch.Kernel(_column_fill_kernel)
+_column_sort = launch.Kernel(_column_sort_kernel)
+
+
+def transpose_keys(indices: Tensor, offsets: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Operator `transpose_keys` -> (col_offsets int64 [N + 1], keys int64, columns int32), keys sorted by column, row.
+
+    A key is `row << 32 | slot in the row`. Overflowed rows take no part. The buffers are as long as `indices`; what
+    lies past `col_offsets[-1]` is padding.
+    """
+    is_csr = indices.dim() == 1
+    m = offsets.shape[0] - is_csr
+    device = indices.device
+    col_offsets = torch.zeros(n + 1, dtype=torch.int64, device=device)
+    keys = torch.empty(indices.numel(), dtype=torch.int64, device=device)
+    if m == 0 or n == 0 or indices.numel() == 0:
+        return col_offsets, keys, torch.empty(indices.numel(), dtype=torch.int32, device=device)
+    capacity = indices.shape[-1]
+    meta = {"BLOCK": 128, "IS_CSR": is_csr}
+    key = (m, n, capacity, offsets.dtype)
+    counts = torch.zeros(n, dtype=torch.int32, device=device)
+    _column_count(key, (m, 1, 1), (indices, offsets, counts, capacity, n), meta, num_warps=4)
+    torch.cumsum(counts, 0, dtype=torch.int64, out=col_offsets[1:])
+    cursor = col_offsets[:-1].clone()
+    _column_fill(key, (m, 1, 1), (indices, offsets, cursor, keys, capacity, n), meta, num_warps=4)
+    ordered = torch.empty_like(keys)
+    columns = torch.empty(indices.numel(), dtype=torch.int32, device=device)
+    _column_sort((n,), (n, 1, 1), (keys, col_offsets, ordered, columns), {"BLOCK": 32}, num_warps=1)
+    return col_offsets, ordered, columns
+
+
+EXAMPLES = {
+    _column_count_kernel: {
+        "signature": {
+            "indices_ptr": "*i32", "offsets_ptr": "*i32", "counts_ptr": "*i32", "capacity": "i32", "N": "i32",
+        },
+        "constexprs": {"BLOCK": 128, "IS_CSR": False},
+        "num_warps": 4,
+    },
+    _column_fill_kernel: {
+        "signature": {
+            "indices_ptr": "*i32", "offsets_ptr": "*i32", "cursor_ptr": "*i64", "keys_ptr": "*i64",
+            "capacity": "i32", "N": "i32",
+        },
+        "constexprs": {"BLOCK": 128, "IS_CSR": False},
+        "num_warps": 4,
+    },
+    _column_sort_kernel: {
+        "signature": {"keys_ptr": "*i64", "offsets_ptr": "*i64", "sorted_ptr": "*i64", "columns_ptr": "*i32"},
+        "constexprs": {"BLOCK": 32},
+        "num_warps": 1,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

@@ -1,0 +1,269 @@
+"""Containers for matrices with few stored entries per row.
+
+Both hold what they were packed from as `[M, N]`, remember its leading dimensions in `shape`, and own everything an
+operator needs. An *entry* is a stored slot: explicit zeros are legal, repeated indices add up, and an index of -1
+means "no entry". A row that holds more entries than there are slots has *overflowed*: it stays exact, because the
+container keeps the dense `source` of such rows and every operator reads it there, without asking the host.
+"""
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from gossamer._core import checks
+
+
+class _RowSparse:
+    """What the formats share."""
+
+    values: Tensor
+    indices: Tensor
+    shape: tuple[int, ...]
+    source: Tensor | None
+
+    @property
+    def num_rows(self) -> int:
+        """M: the product of the leading dimensions."""
+        return math.prod(self.shape[:-1])
+
+    @property
+    def num_columns(self) -> int:
+        """N: the size of the last dimension."""
+        return self.shape[-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.values.requires_grad or (self.source is not None and self.source.requires_grad)
+
+    def detach(self) -> "Any":
+        """The same entries, cut from the autograd graph."""
+        return self._map(lambda tensor: tensor.detach())
+
+    def to(self, *args: Any, **kwargs: Any) -> "Any":
+        """As `torch.Tensor.to`: a dtype converts values and source, a device moves every tensor."""
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+
+        def convert(tensor: Tensor) -> Tensor:
+            return tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking)
+
+        return self._map(convert)
+
+    def to_dense(self) -> Tensor:
+        """The dense `[..., N]` tensor; repeated indices are added up."""
+        from gossamer.rowsparse.pack import unpack
+
+        return unpack(self)  # type: ignore[arg-type]
+
+    def _map(self, function: Any) -> "Any":
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "shape"}  # type: ignore[arg-type]
+        return replace(self, **{k: v if v is None else function(v) for k, v in tensors.items()})  # type: ignore[type-var]
+
+    def _describe(self, size: str) -> str:
+        overflow = "none possible" if self.source is None else "kept exact through source"
+        return (
+            f"{type(self).__name__}(shape={self.shape}, {size}, dtype={checks.name_of(self.dtype)}, "
+            f"device={self.device}, overflow={overflow})"
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ELL(_RowSparse):
+    """ELLPACK: the same number of slots for every row.
+
+    Args:
+        values: `[M, capacity]`, float. What stands in a slot without an entry is not read.
+        indices: `[M, capacity]`, int32 columns, ascending in each row; -1 marks a slot without an entry.
+        nnz_per_row: `[M]`, int32: how many entries the row has. They stand in its first slots; a count above
+            `capacity` says that the row overflowed and is to be read from `source`.
+        shape: `(..., N)` with M the product of the leading dimensions.
+        source: `[M, N]`, dense, right at least for the overflowed rows; None promises that no row overflowed.
+
+    Raises:
+        ValueError: the tensors' shapes or devices do not fit each other.
+        TypeError: the indices or counts are not int32.
+
+    Indices outside [0, N) raise on the CPU. On the GPU looking would cost a sync: they make their row NaN instead;
+    `validate()` looks and raises.
+
+    >>> rows = ELL(torch.ones(2, 1), torch.tensor([[3], [0]], dtype=torch.int32), torch.ones(2, dtype=torch.int32), (2, 4))
+    >>> rows.to_dense()[0].tolist()
+    [0.0, 0.0, 0.0, 1.0]
+    """
+
+    values: Tensor
+    indices: Tensor
+    nnz_per_row: Tensor
+    shape: tuple[int, ...]
+    source: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        m = self.num_rows
+        if self.values.dim() != 2 or self.values.shape[0] != m:
+            raise ValueError(
+                f"rowsparse.ELL: values must have shape [M, capacity] with M = {m} from shape {self.shape}, "
+                f"got {list(self.values.shape)}."
+            )
+        checks.shape("rowsparse.ELL", "indices", self.indices, tuple(self.values.shape), "[M, capacity]", "like values")
+        checks.shape("rowsparse.ELL", "nnz_per_row", self.nnz_per_row, (m,), "[M]", "like values")
+        for name in ("indices", "nnz_per_row"):
+            if getattr(self, name).dtype is not torch.int32:
+                raise TypeError(
+                    f"rowsparse.ELL: {name} must be int32, got {checks.name_of(getattr(self, name).dtype)}. "
+                    f"Convert it with {name}.int()."
+                )
+        _check_source("rowsparse.ELL", self)
+
+    @property
+    def capacity(self) -> int:
+        """Slots per row."""
+        return self.values.shape[1]
+
+    @property
+    def overflowed(self) -> Tensor:
+        """Bool `[]` on the device: whether any row has more entries than slots."""
+        return (self.nnz_per_row > self.capacity).any()
+
+    def validate(self) -> "ELL":
+        """Looks at the contents, which costs one sync, and returns self.
+
+        Raises:
+            ValueError: an index outside [-1, N), or an overflowed row without a source.
+        """
+        _check_indices("rowsparse.ELL", self.indices, self.num_columns)
+        if self.source is None and bool(self.overflowed):
+            raise ValueError(
+                f"rowsparse.ELL: nnz_per_row must be at most capacity = {self.capacity} without a source, "
+                f"got {int(self.nnz_per_row.max())}. Give the dense source or more slots."
+            )
+        return self
+
+    def __repr__(self) -> str:
+        return self._describe(f"capacity={self.capacity}")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CSR(_RowSparse):
+    """Compressed sparse rows.
+
+    Args:
+        row_offsets: `[M + 1]`, int64: row r holds the entries `row_offsets[r]` to `row_offsets[r + 1]`. Offsets are
+            true counts: a row that ends beyond the buffer overflowed and is to be read from `source`.
+        indices: `[max_nnz]`, int32 columns, ascending in each row; entries past `row_offsets[-1]` are padding.
+        values: `[max_nnz]`, float.
+        shape: `(..., N)` with M the product of the leading dimensions.
+        source: `[M, N]`, dense, right at least for the overflowed rows; None promises that no row overflowed.
+
+    Raises:
+        ValueError: the tensors' shapes or devices do not fit each other.
+        TypeError: row_offsets is not int64 or indices is not int32.
+
+    >>> rows = CSR(torch.tensor([0, 1, 1]), torch.tensor([2], dtype=torch.int32), torch.ones(1), (2, 3))
+    >>> rows.to_dense().tolist()
+    [[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
+    """
+
+    row_offsets: Tensor
+    indices: Tensor
+    values: Tensor
+    shape: tuple[int, ...]
+    source: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        checks.shape(
+            "rowsparse.CSR", "row_offsets", self.row_offsets, (self.num_rows + 1,), "[M + 1]", f"for shape {self.shape}"
+        )
+        if self.values.dim() != 1:
+            raise ValueError(f"rowsparse.CSR: values must have shape [nnz], got {list(self.values.shape)}.")
+        checks.shape("rowsparse.CSR", "indices", self.indices, tuple(self.values.shape), "[nnz]", "like values")
+        for name, dtype in (("row_offsets", torch.int64), ("indices", torch.int32)):
+            if getattr(self, name).dtype is not dtype:
+                raise TypeError(
+                    f"rowsparse.CSR: {name} must be {checks.name_of(dtype)}, "
+                    f"got {checks.name_of(getattr(self, name).dtype)}. Convert it with {name}.to({dtype})."
+                )
+        _check_source("rowsparse.CSR", self)
+
+    @property
+    def max_nnz(self) -> int:
+        """Length of the buffers; the true count is `row_offsets[-1]`, on the device."""
+        return self.values.shape[0]
+
+    @property
+    def nnz_per_row(self) -> Tensor:
+        """`[M]`, int64: how many entries each row has."""
+        return self.row_offsets.diff()
+
+    @property
+    def overflowed(self) -> Tensor:
+        """Bool `[]` on the device: whether any row ends beyond the buffer."""
+        return self.row_offsets[-1] > self.max_nnz
+
+    def validate(self) -> "CSR":
+        """Looks at the contents, which costs one sync, and returns self.
+
+        Raises:
+            ValueError: offsets that do not start at 0 or that decrease, an index outside [-1, N), or an overflowed
+                row without a source.
+        """
+        nnz = int(self.row_offsets[-1])
+        if int(self.row_offsets[0]) != 0 or bool((self.row_offsets.diff() < 0).any()):
+            raise ValueError("rowsparse.CSR: row_offsets must start at 0 and never decrease.")
+        _check_indices("rowsparse.CSR", self.indices[:nnz], self.num_columns)
+        if self.source is None and nnz > self.max_nnz:
+            raise ValueError(
+                f"rowsparse.CSR: row_offsets[-1] must be at most len(values) = {self.max_nnz} without a source, "
+                f"got {nnz}. Give the dense source or longer buffers."
+            )
+        return self
+
+    def __repr__(self) -> str:
+        return self._describe(f"max_nnz={self.max_nnz}")
+
+
+Rows = ELL | CSR
+"""Any row-sparse container."""
+
+
+def _check_source(operator: str, rows: Any) -> None:
+    tensors = {f.name: getattr(rows, f.name) for f in fields(rows) if f.name not in ("shape", "values")}
+    checks.same_device(operator, "values", rows.values.device, **tensors)
+    if rows.source is not None:
+        expected = (rows.num_rows, rows.num_columns)
+        checks.shape(operator, "source", rows.source, expected, "[M, N]", f"for shape {rows.shape}")
+
+
+def _check_indices(operator: str, indices: Tensor, n: int) -> None:
+    if indices.numel() == 0:
+        return
+    low, high = (int(bound) for bound in indices.aminmax())
+    if low < -1 or high >= n:
+        raise ValueError(
+            f"{operator}: indices must lie in [0, N) with N = {n}, or be -1 for no entry, got {low} to {high}."
+        )
+
+
+def _register(cls: type) -> None:
+    # As a pytree node a container can enter and leave a compiled region.
+    names = [f.name for f in fields(cls) if f.name != "shape"]
+    _pytree.register_pytree_node(
+        cls,
+        lambda rows: ([getattr(rows, name) for name in names], rows.shape),
+        lambda tensors, shape: cls(**dict(zip(names, tensors, strict=True)), shape=shape),
+        serialized_type_name=f"gossamer.rowsparse.{cls.__name__}",
+    )
+
+
+for _cls in (ELL, CSR):
+    _register(_cls)

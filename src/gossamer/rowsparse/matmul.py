@@ -1,0 +1,169 @@
+"""rows @ weight."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer._core import autocast, checks
+from gossamer._core.ops import register
+from gossamer.rowsparse._torch import matmul as _cpu
+from gossamer.rowsparse._torch.sampled_matmul import sampled_matmul as _cpu_sampled
+from gossamer.rowsparse.formats import Rows
+from gossamer.rowsparse.pack import parts
+from gossamer.rowsparse.transpose import transpose_keys
+
+_GPU = "gossamer.rowsparse._triton"
+
+
+def matmul(rows: Rows, weight: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    """rows @ weight, reading only the weight rows that have an entry (SpMM: SAE decode, sparse down projection).
+
+    Args:
+        rows: `ELL` or `CSR` of shape `(..., N)`.
+        weight: `[N, D]`, the dtype and device of rows, any strides.
+        out_dtype: dtype of the result; None takes the weight's. Sums are float32 (float64 for float64).
+
+    Returns:
+        `[..., D]`, differentiable in values, source and weight, bitwise reproducible. NaN and Inf in the weight show
+        where they are selected; rows that overflowed are a dense product, which spreads them.
+
+    Raises:
+        ValueError: weight's shape or device does not fit; on the CPU, an index outside [0, N).
+        TypeError: rows is no container, or the dtypes differ.
+
+    Source: the seed on sparse decoding, `sparse_decode_kernel`.
+
+    >>> matmul(pack(torch.tensor([0.0, 2.0])), torch.eye(2)).tolist()
+    [0.0, 2.0]
+    """
+    operator = "rowsparse.matmul"
+    values, indices, offsets, source = parts(operator, rows)
+    check_weight(operator, rows, weight)
+    if autocast.enabled(weight.device):
+        values, source, weight = autocast.cast(values, source, weight)  # type: ignore[assignment]
+    check_dtypes(operator, "rows", values, "weight", weight)
+    return _matmul(values, indices, offsets, source, weight, None, out_dtype).view(*rows.shape[:-1], weight.shape[1])
+
+
+def check_weight(operator: str, rows: Rows, weight: Tensor, name: str = "weight") -> None:
+    """`weight` is a floating [N, D] beside `rows`."""
+    checks.floating(operator, **{name: weight})
+    n = rows.num_columns
+    if weight.dim() != 2 or weight.shape[0] != n:
+        raise ValueError(
+            f"{operator}: {name} must have shape [N, D] with N = {n} like rows, got {list(weight.shape)}."
+        )
+    checks.same_device(operator, name, weight.device, rows=rows.values)
+
+
+def check_dtypes(operator: str, first: str, a: Tensor, second: str, b: Tensor) -> None:
+    """The two operands of a product share their dtype, as in PyTorch."""
+    if a.dtype is not b.dtype:
+        raise TypeError(
+            f"{operator}: {first} and {second} must have one dtype, got {checks.name_of(a.dtype)} and "
+            f"{checks.name_of(b.dtype)}. Convert one with .to(dtype), or use torch.autocast."
+        )
+
+
+def _context(ctx: Any, inputs: Any, output: Any) -> None:
+    values, indices, offsets, source, weight, bias, _ = inputs
+    ctx.save_for_backward(values, indices, offsets, source, weight)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    values, indices, offsets, source, weight = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    grad_values = grad_source = grad_weight = grad_bias = None
+    if needs[0] or needs[3]:
+        sampled, dense = _sampled(grad, weight, indices, offsets, source if needs[3] else None, False)
+        grad_values = sampled.to(values.dtype) if needs[0] else None
+        grad_source = dense.to(source.dtype) if needs[3] else None
+    if needs[4]:
+        col_offsets, keys, columns = transpose_keys(indices, offsets, weight.shape[0])
+        grad_weight = matmul_bwd_weight(grad, keys, columns, col_offsets, values, offsets, source, weight.dtype)
+    if needs[5]:
+        grad_bias = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(ctx.bias_dtype)
+    return grad_values, None, None, grad_source, grad_weight, grad_bias, None
+
+
+def _fake(
+    values: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    source: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    rows = offsets.shape[0] - (indices.dim() == 1)
+    return weight.new_empty(rows, weight.shape[1], dtype=out_dtype or weight.dtype)
+
+
+def _fake_bwd_weight(
+    grad: Tensor,
+    keys: Tensor,
+    columns: Tensor,
+    col_offsets: Tensor,
+    values: Tensor,
+    offsets: Tensor,
+    source: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    return grad.new_empty(col_offsets.shape[0] - 1, grad.shape[1], dtype=dtype)
+
+
+def _fake_sampled(
+    x: Tensor, weight: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, scatter: bool
+) -> tuple[Tensor, Tensor]:
+    m, n = x.shape[0], weight.shape[0]
+    if scatter:
+        return x.new_empty(0), x.new_empty(m, n)
+    return x.new_empty(indices.shape), x.new_empty(m if source is not None else 0, n)
+
+
+def _sampled_context(ctx: Any, inputs: Any, output: Any) -> None:
+    x, weight, indices, offsets, source, scatter = inputs
+    if scatter:
+        raise NotImplementedError("gossamer::sampled_matmul with scatter is a gradient and has none of its own.")
+    ctx.save_for_backward(x, weight, indices, offsets, source)
+
+
+def _sampled_backward(ctx: Any, grad_values: Tensor, grad_dense: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, indices, offsets, source = ctx.saved_tensors
+    grad_source = None if source is None else torch.where(source != 0, grad_dense, 0)
+    grad_x = grad_weight = None
+    if ctx.needs_input_grad[0]:
+        grad_x = _matmul(grad_values, indices, offsets, grad_source, weight, None, x.dtype)
+    if ctx.needs_input_grad[1]:
+        col_offsets, keys, columns = transpose_keys(indices, offsets, weight.shape[0])
+        grad_weight = matmul_bwd_weight(x, keys, columns, col_offsets, grad_values, offsets, grad_source, weight.dtype)
+    return grad_x, grad_weight, None, None, None, None
+
+
+_matmul = register(
+    "matmul(Tensor values, Tensor indices, Tensor offsets, Tensor? source, Tensor weight, Tensor? bias, "
+    "ScalarType? out_dtype) -> Tensor",
+    cpu=_cpu.matmul,
+    gpu=f"{_GPU}.matmul:matmul",
+    fake=_fake,
+    setup_context=_context,
+    backward=_backward,
+)
+matmul_bwd_weight = register(
+    "matmul_bwd_weight(Tensor grad, Tensor keys, Tensor columns, Tensor col_offsets, Tensor values, Tensor offsets, "
+    "Tensor? source, ScalarType dtype) -> Tensor",
+    cpu=_cpu.matmul_bwd_weight,
+    gpu=f"{_GPU}.matmul:matmul_bwd_weight",
+    fake=_fake_bwd_weight,
+)
+_sampled = register(
+    "sampled_matmul(Tensor x, Tensor weight, Tensor indices, Tensor offsets, Tensor? source, bool scatter) "
+    "-> (Tensor, Tensor)",
+    cpu=_cpu_sampled,
+    gpu=f"{_GPU}.sampled_matmul:sampled_matmul",
+    fake=_fake_sampled,
+    setup_context=_sampled_context,
+    backward=_sampled_backward,
+)

@@ -1,0 +1,214 @@
+"""Dense to row-sparse and back."""
+
+import math
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from gossamer._core import checks
+from gossamer._core.ops import register
+from gossamer.rowsparse._torch import pack as _cpu
+from gossamer.rowsparse.formats import CSR, ELL, Rows
+
+_GPU = "gossamer.rowsparse._triton.pack"
+
+
+@overload
+def pack(
+    x: Tensor, *, format: Literal["ell"] = "ell", capacity: int | None = None, max_nnz: int | None = None
+) -> ELL: ...
+@overload
+def pack(x: Tensor, *, format: Literal["csr"], capacity: int | None = None, max_nnz: int | None = None) -> CSR: ...
+def pack(x: Tensor, *, format: str = "ell", capacity: int | None = None, max_nnz: int | None = None) -> Rows:
+    """Packs the elements of x that differ from 0, NaN included, sorted by column.
+
+    Args:
+        x: `[..., N]`, float32, float16 or bfloat16 (float64 on the CPU), any strides.
+        format: `"ell"` gives every row the same number of slots; `"csr"` packs without gaps.
+        capacity: slots per row of an ELL. None takes N / 16, at least 32, rounded up to 32. A row with more entries
+            stays exact: the container keeps x for it.
+        max_nnz: length of a CSR's buffers. None takes the true count, which costs one device-to-host sync. An int
+            costs none: rows that end beyond it stay exact, because the container keeps x for them.
+
+    Returns:
+        `ELL` or `CSR` of shape `(..., N)`. Gradients reach x at the stored entries and are zero elsewhere.
+
+    Raises:
+        TypeError: x is not floating, or capacity is not an int.
+        ValueError: x has no dimension, an unknown format, or an argument that belongs to the other format.
+        NotImplementedError: `max_nnz=None` under CUDA-graph capture.
+
+    Source: the seed on sparse decoding, "Exact Allocation Kernel" (CSR) and "Fixed Allocation Kernel" (ELL).
+
+    >>> pack(torch.tensor([[0.0, 2.0], [3.0, 4.0]]), capacity=2).indices.tolist()
+    [[1, -1], [0, 1]]
+    """
+    operator = "rowsparse.pack"
+    checks.floating(operator, x=x)
+    if x.dim() == 0:
+        raise ValueError(f"{operator}: x must have shape [..., N], got a scalar. Use x[None].")
+    if format not in ("ell", "csr"):
+        raise ValueError(f'{operator}: format must be "ell" or "csr", got {format!r}.')
+    n = x.shape[-1]
+    flat = x.reshape(math.prod(x.shape[:-1]), n)
+    if format == "ell":
+        if max_nnz is not None:
+            raise ValueError(f'{operator}: max_nnz belongs to format="csr". An ELL takes capacity.')
+        if capacity is None:
+            capacity = min(n, -(-max(32, n // 16) // 32) * 32)
+        else:
+            checks.positive(operator, "capacity", capacity, "It is the number of slots per row.")
+            capacity = min(capacity, n)
+        values, indices, nnz = _pack_ell(flat, capacity)
+        return ELL(values, indices, nnz, tuple(x.shape), None if capacity == n else flat)
+    if capacity is not None:
+        raise ValueError(f'{operator}: capacity belongs to format="ell". A CSR takes max_nnz.')
+    row_offsets = torch.nn.functional.pad(_count_rows(flat).cumsum(0, dtype=torch.int64), (1, 0))
+    source: Tensor | None = flat
+    if max_nnz is None:
+        checks.no_sync(operator, 'format="csr" with max_nnz=None', "Give max_nnz, or pack an ELL.")
+        max_nnz, source = int(row_offsets[-1]), None
+    elif not isinstance(max_nnz, int) or max_nnz < 0:
+        raise ValueError(f"{operator}: max_nnz must be an int of at least 0, got {max_nnz!r}.")
+    values, indices = _pack_csr(flat, row_offsets, max_nnz)
+    return CSR(row_offsets, indices, values, tuple(x.shape), source)
+
+
+def unpack(rows: Rows) -> Tensor:
+    """The dense tensor of a container; repeated indices add up, overflowed rows come from the source.
+
+    Args:
+        rows: `ELL` or `CSR` of shape `(..., N)`.
+
+    Returns:
+        `[..., N]` in the container's dtype, differentiable in values and source.
+
+    Raises:
+        TypeError: rows is not a container.
+
+    >>> unpack(pack(torch.eye(2))).tolist()
+    [[1.0, 0.0], [0.0, 1.0]]
+    """
+    values, indices, offsets, source = parts("rowsparse.unpack", rows)
+    return _unpack(values, indices, offsets, source, rows.num_columns).reshape(rows.shape)
+
+
+def parts(operator: str, rows: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(values, indices, offsets, source): the plain tensors an operator takes."""
+    if isinstance(rows, ELL):
+        return rows.values, rows.indices, rows.nnz_per_row, rows.source
+    if isinstance(rows, CSR):
+        return rows.values, rows.indices, rows.row_offsets, rows.source
+    raise TypeError(
+        f"{operator}: rows must be a rowsparse.ELL or rowsparse.CSR, got {type(rows).__name__}. "
+        "Pack a dense tensor with rowsparse.pack first."
+    )
+
+
+def _fake_pack_ell(x: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    m = x.shape[0]
+    return (
+        x.new_empty(m, capacity),
+        x.new_empty(m, capacity, dtype=torch.int32),
+        x.new_empty(m, dtype=torch.int32),
+    )
+
+
+def _pack_ell_context(ctx: Any, inputs: Any, output: Any) -> None:
+    _, indices, nnz = output
+    ctx.mark_non_differentiable(indices, nnz)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(indices, nnz)
+    ctx.n = inputs[0].shape[1]
+
+
+def _pack_ell_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, None]:
+    if grad is None:
+        return None, None
+    indices, nnz = ctx.saved_tensors
+    return _unpack(grad, indices, nnz.clamp(max=indices.shape[1]), None, ctx.n), None
+
+
+def _fake_pack_csr(x: Tensor, row_offsets: Tensor, max_nnz: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty(max_nnz), x.new_empty(max_nnz, dtype=torch.int32)
+
+
+def _pack_csr_context(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1], inputs[1])
+    ctx.n = inputs[0].shape[1]
+
+
+def _pack_csr_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, None, None]:
+    if grad is None:
+        return None, None, None
+    indices, row_offsets = ctx.saved_tensors
+    return _unpack(grad, indices, row_offsets.clamp(max=indices.shape[0]), None, ctx.n), None, None
+
+
+def _fake_unpack(values: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, n: int) -> Tensor:
+    return values.new_empty(offsets.shape[0] - (indices.dim() == 1), n)
+
+
+def _unpack_context(ctx: Any, inputs: Any, output: Any) -> None:
+    _, indices, offsets, source, _ = inputs
+    ctx.save_for_backward(indices, offsets)
+    ctx.has_source = source is not None
+
+
+def _unpack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
+    indices, offsets = ctx.saved_tensors
+    valid = indices >= 0
+    columns = indices.clamp(min=0).long()
+    grad_values = grad_source = None
+    if indices.dim() == 2:
+        flagged = offsets > indices.shape[1]
+        valid = valid & (torch.arange(indices.shape[1], device=indices.device) < offsets[:, None]) & ~flagged[:, None]
+        grad_values = torch.where(valid, grad.gather(1, columns), 0)
+    else:
+        flagged = offsets[1:] > indices.shape[0]
+        slots = torch.arange(indices.shape[0], device=indices.device)
+        rows = torch.searchsorted(offsets, slots, right=True) - 1
+        valid = valid & (rows < grad.shape[0])
+        rows = rows.clamp(max=max(grad.shape[0] - 1, 0))
+        if grad.numel() == 0:
+            grad_values = grad.new_zeros(indices.shape)
+        else:
+            grad_values = torch.where(valid & ~flagged[rows], grad[rows, columns], 0)
+    if ctx.needs_input_grad[3]:
+        grad_source = torch.where(flagged[:, None], grad, 0)
+    return grad_values, None, None, grad_source, None
+
+
+_pack_ell = register(
+    "pack_ell(Tensor x, int capacity) -> (Tensor, Tensor, Tensor)",
+    cpu=_cpu.pack_ell,
+    gpu=f"{_GPU}:pack_ell",
+    fake=_fake_pack_ell,
+    setup_context=_pack_ell_context,
+    backward=_pack_ell_backward,
+)
+_count_rows = register(
+    "count_rows(Tensor x) -> Tensor",
+    cpu=_cpu.count_rows,
+    gpu=f"{_GPU}:count_rows",
+    fake=lambda x: x.new_empty(x.shape[0], dtype=torch.int32),
+)
+_pack_csr = register(
+    "pack_csr(Tensor x, Tensor row_offsets, int max_nnz) -> (Tensor, Tensor)",
+    cpu=_cpu.pack_csr,
+    gpu=f"{_GPU}:pack_csr",
+    fake=_fake_pack_csr,
+    setup_context=_pack_csr_context,
+    backward=_pack_csr_backward,
+)
+_unpack = register(
+    "unpack(Tensor values, Tensor indices, Tensor offsets, Tensor? source, int n) -> Tensor",
+    cpu=_cpu.unpack,
+    gpu="gossamer.rowsparse._triton.unpack:unpack",
+    fake=_fake_unpack,
+    setup_context=_unpack_context,
+    backward=_unpack_backward,
+)

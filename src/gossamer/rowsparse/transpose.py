@@ -1,0 +1,58 @@
+"""Row-sparse transposition."""
+
+import torch
+from torch import Tensor
+
+from gossamer._core.ops import register
+from gossamer.rowsparse._torch.transpose import transpose_keys as _cpu
+from gossamer.rowsparse.formats import CSR, ELL, Rows
+from gossamer.rowsparse.pack import parts
+
+
+def transpose(rows: Rows) -> CSR:
+    """The transposed matrix, as a CSR whose entries are sorted by column; no host sync, bitwise reproducible.
+
+    Args:
+        rows: `ELL` or `CSR` of shape `(..., N)`; leading dimensions are flattened to M.
+
+    Returns:
+        `CSR` of shape `(N, M)` with buffers as long as the slots of `rows`, differentiable in values. If a row of
+        `rows` had overflowed, every row of the result is marked as overflowed and is read from `source.T`.
+
+    Raises:
+        TypeError: rows is not a container.
+
+    Source: LEADS of the sparse feed-forward seed, training: the weight gradient needs the entries by column.
+
+    >>> transpose(pack(torch.tensor([[0.0, 2.0], [3.0, 4.0]]), capacity=2)).indices.tolist()
+    [1, 0, 1, 0]
+    """
+    values, indices, offsets, source = parts("rowsparse.transpose", rows)
+    row_offsets, keys, _ = transpose_keys(indices, offsets, rows.num_columns)
+    held = torch.arange(keys.shape[0], device=keys.device) < row_offsets[-1]
+    keys = torch.where(held, keys, 0)
+    row, slot = keys >> 32, keys & 0xFFFFFFFF
+    starts = row * values.shape[1] if isinstance(rows, ELL) else offsets[row] if keys.numel() else row
+    ordered = torch.where(held, values.reshape(-1)[starts + slot], 0) if keys.numel() else values.reshape(-1)
+    if source is not None:
+        row_offsets = torch.cat([row_offsets[:1], row_offsets[1:] + rows.overflowed * (keys.shape[0] + 1)])
+        source = source.t()
+    indices = torch.where(held, row, -1).int()
+    return CSR(row_offsets, indices, ordered, (rows.num_columns, rows.num_rows), source)
+
+
+def _fake(indices: Tensor, offsets: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    nnz = indices.numel()
+    return (
+        indices.new_empty(n + 1, dtype=torch.int64),
+        indices.new_empty(nnz, dtype=torch.int64),
+        indices.new_empty(nnz, dtype=torch.int32),
+    )
+
+
+transpose_keys = register(
+    "transpose_keys(Tensor indices, Tensor offsets, int n) -> (Tensor, Tensor, Tensor)",
+    cpu=_cpu,
+    gpu="gossamer.rowsparse._triton.transpose:transpose_keys",
+    fake=_fake,
+)

@@ -1,0 +1,5 @@
+"""Sparse autoencoders: encode to row-sparse latents, decode from them."""
+
+from gossamer.sae.decode import decode
+
+__all__ = ["decode"]

@@ -1,0 +1,209 @@
+"""Sparse decoding for sparse autoencoders."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer._core import autocast, checks, tuning
+from gossamer._core.ops import register
+from gossamer.rowsparse import ELL, pack
+from gossamer.rowsparse.formats import Rows, _RowSparse
+from gossamer.rowsparse.matmul import _matmul, _sampled, check_dtypes, check_weight, matmul_bwd_weight
+from gossamer.rowsparse.pack import parts
+from gossamer.rowsparse.transpose import transpose_keys
+from gossamer.sae._torch import decode as _cpu
+
+_METHODS = ("auto", "exact", "fixed", "dense")
+
+
+def decode(
+    acts: Tensor | Rows,
+    W_dec: Tensor,
+    b_dec: Tensor | None = None,
+    *,
+    method: str = "auto",
+    capacity: int | None = None,
+    validate: bool = True,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """acts @ W_dec + b_dec, reading only the decoder rows of features that fired.
+
+    Args:
+        acts: `[..., d_sae]` dense, any strides, or a rowsparse container of that shape.
+        W_dec: `[d_sae, d_in]`, one row per feature as in SAELens; the dtype and device of acts.
+        b_dec: `[d_in]`, added in float32, or None.
+        method: `"auto"` is exact for every input, never waits for the device, and turns to dense tiles where acts are
+            too dense for gathering. `"exact"` builds a CSR of the true size, which costs one sync. `"fixed"` gives
+            every row `capacity` slots. `"dense"` is the plain product.
+        capacity: slots per row, for `"fixed"`; for `"auto"` it overrides the measured break-even.
+        validate: `"fixed"` alone: True looks whether a row had more entries than slots, which costs one sync. False
+            does not look and **drops** what did not fit; it is there for comparison and for inputs with a known L0.
+        out_dtype: dtype of the result; None takes W_dec's. Sums are float32 (float64 for float64).
+
+    Returns:
+        `[..., d_in]`, differentiable in acts (at entries that differ from 0; zero elsewhere), W_dec and b_dec.
+        Bitwise reproducible. NaN in W_dec shows where it is selected; dense tiles spread it.
+
+    Raises:
+        ValueError: shapes or devices do not fit, an unknown method, capacity below 1, or, with `"fixed"` and
+            `validate`, a row with more entries than slots (the message names the largest count).
+        TypeError: dtypes differ or are not floating.
+        NotImplementedError: `"exact"`, or `"fixed"` with `validate`, under CUDA-graph capture.
+
+    Source: the seed on sparse decoding (exact, fixed and validated kernels); `"auto"` is new.
+
+    >>> decode(torch.tensor([[0.0, 2.0]]), torch.eye(2), torch.ones(2)).tolist()
+    [[1.0, 3.0]]
+    """
+    operator = "sae.decode"
+    if isinstance(acts, _RowSparse):
+        return _decode_rows(operator, acts, W_dec, b_dec, method, capacity, out_dtype)  # type: ignore[arg-type]
+    checks.floating(operator, acts=acts, W_dec=W_dec)
+    if acts.dim() == 0 or W_dec.dim() != 2 or W_dec.shape[0] != acts.shape[-1]:
+        expected = f"d_sae = {acts.shape[-1]}" if acts.dim() else "acts [..., d_sae]"
+        raise ValueError(
+            f"{operator}: W_dec must have shape [d_sae, d_in] with {expected} like acts, got {list(W_dec.shape)}."
+        )
+    n, d = W_dec.shape
+    _check_rest(operator, W_dec, b_dec, method, capacity, acts=acts)
+    if autocast.enabled(acts.device):
+        acts, W_dec = autocast.cast(acts, W_dec)  # type: ignore[assignment]
+    check_dtypes(operator, "acts", acts, "W_dec", W_dec)
+    m = acts.numel() // n if n else math.prod(acts.shape[:-1])
+    if method == "dense" or (method == "auto" and capacity is None and tuning.dense_is_faster(m, n, d, W_dec)):
+        return _dense(acts, W_dec, b_dec, out_dtype)
+    flat = acts.reshape(m, n)
+    if method == "exact":
+        rows = pack(flat, format="csr")
+        out = _matmul(rows.values, rows.indices, rows.row_offsets, None, W_dec, b_dec, out_dtype)
+    elif method == "fixed":
+        out = _fixed(operator, flat, W_dec, b_dec, capacity, validate, out_dtype)
+    else:
+        capacity = tuning.break_even(m, n, d, W_dec) if capacity is None else min(capacity, n)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (acts, W_dec, b_dec)):
+            out = _sae_decode_lists(flat, W_dec, b_dec, capacity, out_dtype)[0]
+        else:
+            out = _sae_decode(flat, W_dec, b_dec, capacity, out_dtype)
+    return out if acts.dim() == 2 else out.view(*acts.shape[:-1], d)
+
+
+def _decode_rows(
+    operator: str,
+    rows: Rows,
+    W_dec: Tensor,
+    b_dec: Tensor | None,
+    method: str,
+    capacity: int | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    check_weight(operator, rows, W_dec, "W_dec")
+    _check_rest(operator, W_dec, b_dec, method, capacity)
+    if method == "dense":
+        return decode(rows.to_dense(), W_dec, b_dec, method=method, out_dtype=out_dtype)
+    values, indices, offsets, source = parts(operator, rows)
+    if autocast.enabled(W_dec.device):
+        values, source, W_dec = autocast.cast(values, source, W_dec)  # type: ignore[assignment]
+    check_dtypes(operator, "acts", values, "W_dec", W_dec)
+    out = _matmul(values, indices, offsets, source, W_dec, b_dec, out_dtype)
+    return out.view(*rows.shape[:-1], W_dec.shape[1])
+
+
+def _check_rest(
+    operator: str, W_dec: Tensor, b_dec: Tensor | None, method: str, capacity: int | None, **others: Tensor
+) -> None:
+    checks.same_device(operator, "W_dec", W_dec.device, b_dec=b_dec, **others)
+    if b_dec is not None:
+        checks.floating(operator, b_dec=b_dec)
+        checks.shape(operator, "b_dec", b_dec, (W_dec.shape[1],), "[d_in]", "like W_dec")
+    if method not in _METHODS:
+        raise ValueError(f"{operator}: method must be one of {', '.join(_METHODS)}, got {method!r}.")
+    if capacity is not None:
+        checks.positive(operator, "capacity", capacity, "It is the number of entries a row has room for.")
+
+
+def _dense(acts: Tensor, W_dec: Tensor, b_dec: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    out = acts @ W_dec
+    if b_dec is not None:
+        out = (out + b_dec).to(out_dtype or W_dec.dtype)
+    return out if out_dtype is None else out.to(out_dtype)
+
+
+def _fixed(
+    operator: str,
+    acts: Tensor,
+    W_dec: Tensor,
+    b_dec: Tensor | None,
+    capacity: int | None,
+    validate: bool,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    if capacity is None:
+        raise ValueError(f'{operator}: method="fixed" needs capacity, the number of entries a row has room for.')
+    if validate:
+        checks.no_sync(operator, "validate=True", 'Use method="auto", which is exact without a sync.')
+    rows: ELL = pack(acts, capacity=capacity)
+    if validate:
+        largest = int(rows.nnz_per_row.max()) if rows.num_rows else 0
+        if largest > capacity:
+            raise ValueError(
+                f"{operator}: a row of acts has {largest} entries, more than capacity = {capacity}. "
+                f'Raise capacity to {largest}, or use method="auto", which has no limit.'
+            )
+    counts = rows.nnz_per_row.clamp(max=rows.capacity)
+    return _matmul(rows.values, rows.indices, counts, None, W_dec, b_dec, out_dtype)
+
+
+def _fake(acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, out_dtype: torch.dtype | None) -> Tensor:
+    return weight.new_empty(acts.shape[0], weight.shape[1], dtype=out_dtype or weight.dtype)
+
+
+def _fake_lists(
+    acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, out_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    m = acts.shape[0]
+    return (
+        _fake(acts, weight, bias, capacity, out_dtype),
+        acts.new_empty(m, capacity),
+        acts.new_empty(m, capacity, dtype=torch.int32),
+        acts.new_empty(m, dtype=torch.int32),
+    )
+
+
+def _context(ctx: Any, inputs: Any, output: Any) -> None:
+    acts, weight, bias, _, _ = inputs
+    _, values, indices, nnz = output
+    ctx.mark_non_differentiable(values, indices, nnz)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(acts, weight, values, indices, nnz)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return None, None, None, None, None
+    acts, weight, values, indices, nnz = ctx.saved_tensors
+    grad_acts = grad_weight = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        grad_acts = _sampled(grad, weight, indices, nnz, acts, True)[1].to(acts.dtype)
+    if ctx.needs_input_grad[1]:
+        col_offsets, keys, columns = transpose_keys(indices, nnz, weight.shape[0])
+        grad_weight = matmul_bwd_weight(grad, keys, columns, col_offsets, values, nnz, acts, weight.dtype)
+    if ctx.needs_input_grad[2]:
+        grad_bias = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(ctx.bias_dtype)
+    return grad_acts, grad_weight, grad_bias, None, None
+
+
+_ARGUMENTS = "(Tensor acts, Tensor weight, Tensor? bias, int capacity, ScalarType? out_dtype)"
+_sae_decode = register(
+    f"sae_decode{_ARGUMENTS} -> Tensor", cpu=_cpu.decode, gpu="gossamer.sae._triton.decode:decode", fake=_fake
+)
+_sae_decode_lists = register(
+    f"sae_decode_lists{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor)",
+    cpu=_cpu.decode_lists,
+    gpu="gossamer.sae._triton.decode:decode_lists",
+    fake=_fake_lists,
+    setup_context=_context,
+    backward=_backward,
+)

@@ -1,0 +1,289 @@
+"""`gossamer bench`: the framework on toy cases, and the shipped cases as they are listed and checked."""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from gossamer.cli import main
+from gossamer.cli.bench import Case, Provider, command, copies, random_rows, relative_error
+from gossamer.cli.bench.case import find_benchmarks, load_cases
+from gossamer.cli.bench.report import duration, summary_table
+from gossamer.cli.bench.runner import Settings, run_case
+from gossamer.cli.bench.timing import Ceilings, Timing
+
+CPU = torch.device("cpu")
+SETTINGS = Settings(rounds=2, burst=1e-4)
+
+TOY = """
+import torch
+from gossamer.cli.bench import Case, Provider
+
+def broken(a, b):
+    raise RuntimeError("not installed")
+
+def cases(device, quick):
+    providers = [
+        Provider("gossamer", torch.matmul, ours=True),
+        Provider("dense", torch.matmul),
+        Provider("broken", broken),
+        Provider("elsewhere", torch.matmul, devices=("cuda",)),
+    ]
+    {extra}
+    for n in (4, 8):
+        yield Case(
+            room="toy", name="product", parameters={{"n": n}}, dtype=torch.float32, sweep="n",
+            make=lambda d, g, n=n: [tuple(torch.randn(2, n, n, generator=g, device=d)) for _ in range(3)],
+            providers=tuple(providers), reference=lambda a, b: (a.double() @ b.double(),),
+            bytes=12 * n * n, flops=2 * n**3,
+        )
+"""
+
+
+def toy_case(*providers: Provider, grad: bool = False) -> Case:
+    return Case(
+        room="toy",
+        name="double",
+        parameters={"n": 6},
+        dtype=torch.float32,
+        make=lambda device, generator: [(torch.randn(6, 6, generator=generator),)],
+        providers=providers,
+        reference=lambda x: (2 * x.double(),),
+        bytes=1,
+        flops=1,
+        grad=grad,
+    )
+
+
+@pytest.fixture
+def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of benchmarks with one room; returns where its results go."""
+    folder = tmp_path / f"toys_{tmp_path.name.replace('-', '_')}"
+    (folder / "toy").mkdir(parents=True)
+    (folder / "toy" / "bench_product.py").write_text(TOY.format(extra=""))
+    monkeypatch.setattr(command, "find_benchmarks", lambda: folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path / "out"
+
+
+def bench(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(main, ["bench", "--device", "cpu", "--quick", *map(str, arguments)])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def test_tables_json_and_plot(toys: Path) -> None:
+    code, output = bench("toy", "--out", toys)
+    assert code == 0, output
+    assert "toy/product/n=8,float32" in output and "summary" in output
+    assert "broken: error: RuntimeError: not installed" in output
+    (file,) = toys.glob("*.json")
+    content = json.loads(file.read_text())
+    assert content["versions"]["torch"] == torch.__version__ and content["device"]["type"] == "cpu"
+    assert content["ceilings"]["bandwidth"] > 0 and content["command"].startswith("gossamer ")
+    first = content["cases"][0]
+    by_name = {provider["name"]: provider for provider in first["providers"]}
+    assert [by_name[name]["status"] for name in ("gossamer", "broken", "elsewhere")] == ["ok", "error", "skipped"]
+    eager = by_name["gossamer"]["eager"]
+    assert 0 < eager["p20"] <= eager["median"] <= eager["p80"] and eager["samples"] == 3
+    assert by_name["dense"]["peak_bytes"] is None and by_name["broken"]["eager"] is None
+    ratio = first["ratios"]["eager"]["gossamer"]["dense"]
+    assert ratio == pytest.approx(by_name["dense"]["eager"]["median"] / eager["median"])
+    (picture,) = toys.glob("*.png")
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stem.endswith("-product")
+
+
+@pytest.mark.parametrize(
+    "extra, status",
+    [
+        ('providers.append(Provider("off", lambda a, b: (a @ b) * 1.001))', "off: WRONG"),
+        ('providers.insert(0, Provider("mine", broken, ours=True))', "mine: error: RuntimeError"),
+    ],
+    ids=["a wrong provider", "an error of ours"],
+)
+def test_exit_code_is_1(toys: Path, extra: str, status: str) -> None:
+    (file,) = toys.parent.glob("toys_*/toy/bench_product.py")
+    file.write_text(TOY.format(extra=extra))
+    code, output = bench("toy", "--out", toys)
+    assert code == 1 and status in output
+
+
+def test_a_spent_budget_is_said(toys: Path) -> None:
+    code, output = bench("toy", "--out", toys, "--budget", "0")
+    assert code == 0 and "2 cases not run" in output
+    (file,) = toys.glob("*.json")
+    assert json.loads(file.read_text())["not_run"] == ["toy/product/n=4,float32", "toy/product/n=8,float32"]
+
+
+def test_list_and_case(toys: Path) -> None:
+    assert bench("--list")[1].split() == ["toy/product/n=4,float32", "toy/product/n=8,float32"]
+    assert bench("--list", "--case", "*n=8*")[1].split() == ["toy/product/n=8,float32"]
+    assert bench("--list", "--case", "product")[1].count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["nowhere"], "ROOM must be one of toy, got 'nowhere'"),
+        (["--case", "nothing"], "--case must match a name (product)"),
+        (["--device", "abacus"], "--device must be auto, cpu or cuda[:INDEX], got 'abacus'"),
+        (["--device", "cuda:99"], "--device cuda:99 is not there"),
+    ],
+)
+def test_bad_arguments(toys: Path, arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(main, ["bench", *arguments])
+    assert result.exit_code == 2 and message in result.output
+
+
+def test_needs_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "find_benchmarks", lambda: None)
+    result = CliRunner().invoke(main, ["bench"])
+    assert result.exit_code == 2 and "checkout" in result.output
+
+
+def test_wrong_results_are_not_timed() -> None:
+    def off_by_one_entry(x: torch.Tensor) -> torch.Tensor:
+        out = 2 * x
+        out[3, 2] = 0
+        return out
+
+    wrong, right, shape = run_case(
+        toy_case(
+            Provider("wrong", off_by_one_entry),
+            Provider("right", lambda x: 2 * x),
+            Provider("shape", lambda x: 2 * x[:5]),
+        ),
+        CPU,
+        SETTINGS,
+        seed=0,
+    ).outcomes
+    assert (wrong.status, right.status, shape.status) == ("WRONG", "ok", "WRONG")
+    assert wrong.eager is None and right.eager is not None and right.eager.samples == 2
+    assert "exceeds" in wrong.message
+
+
+def test_prepare_result_and_precision() -> None:
+    seen = []
+
+    def call(x: torch.Tensor, factor: int) -> torch.Tensor:
+        seen.append((torch.get_float32_matmul_precision(), torch.is_inference_mode_enabled()))
+        return x * factor
+
+    provider = Provider(
+        "p", call, prepare=lambda x: (x, 4), result=lambda out, x: (out / 2,), precision="high", ours=True
+    )
+    before = torch.get_float32_matmul_precision()
+    result = run_case(toy_case(provider), CPU, SETTINGS, seed=0)
+    assert not result.failed and set(seen) == {("high", True)}
+    assert torch.get_float32_matmul_precision() == before
+    run_case(toy_case(provider, grad=True), CPU, SETTINGS, seed=0)
+    assert seen[-1] == ("high", False)
+
+
+def test_best_peer_does_all_of_the_work() -> None:
+    result = run_case(
+        toy_case(
+            Provider("gossamer", lambda x: 2 * x, ours=True),
+            Provider("slow", lambda x: [2 * x for _ in range(1000)][-1]),
+            Provider("part", lambda x: x, result=lambda out, x: (2 * out,), partial=True),
+        ),
+        CPU,
+        SETTINGS,
+        seed=0,
+    )
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(summary_table([result]))
+    text = console.export_text()
+    assert "slow" in text and "part" not in text
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [(0, "0 us"), (3.456e-6, "3.46 us"), (24.12e-6, "24.1 us"), (0.5, "500 ms"), (1234, "1234 s")],
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_graph_times_and_peak_memory() -> None:
+    def syncs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (a @ b) * (1 + 0 * a.sum().item())
+
+    device = torch.device("cuda")
+    case = Case(
+        room="toy",
+        name="product",
+        parameters={},
+        dtype=torch.float32,
+        make=lambda d, g: [tuple(torch.randn(2, 64, 64, device=d, generator=g)) for _ in range(5)],
+        providers=(Provider("gossamer", torch.matmul, ours=True, capturable=True), Provider("syncs", syncs)),
+        reference=lambda a, b: (a.double() @ b.double(),),
+        bytes=1,
+        flops=1,
+    )
+    result = run_case(case, device, SETTINGS, seed=0)
+    first, second = result.outcomes
+    assert not result.failed and first.graph is not None and first.graph.calls >= 5
+    assert first.peak is not None and first.peak >= 64 * 64 * 4 and second.graph is None
+    broken = run_case(
+        Case(**{**vars(case), "providers": (Provider("syncs", syncs, ours=True, capturable=True),)}),
+        device,
+        SETTINGS,
+        0,
+    )
+    assert broken.failed and broken.outcomes[0].message.startswith("graph capture: ")
+    assert broken.outcomes[0].eager is not None
+
+
+def test_failing_inputs_are_a_failed_case() -> None:
+    case = toy_case(Provider("p", lambda x: x))
+    broken = Case(**{**vars(case), "make": lambda *_: 1 / 0})
+    result = run_case(broken, CPU, SETTINGS, seed=0)
+    assert result.failed and "ZeroDivisionError" in result.message
+
+
+def test_relative_error_judges_each_row() -> None:
+    want = torch.ones(1000, 4, dtype=torch.float64)
+    got = want.clone()
+    got[7] = 0
+    assert relative_error((got,), (want,)) == 1
+    assert relative_error((want,), (want,)) == 0
+    assert relative_error((want * float("nan"),), (want,)) == float("inf")
+    assert relative_error((want[:3],), (want,)) == float("inf")
+    assert relative_error((want, want), (want,)) == float("inf")
+
+
+def test_random_rows_have_exactly_nnz_positive_entries() -> None:
+    x = random_rows(9, 50, 7, torch.bfloat16, CPU, torch.Generator().manual_seed(0))
+    assert x.dtype == torch.bfloat16 and (x > 0).sum(1).tolist() == [7] * 9 and (x < 0).sum() == 0
+    assert len({tuple(row.nonzero().flatten().tolist()) for row in x}) == 9
+
+
+def test_copies_exceed_the_cache_unless_limited() -> None:
+    assert copies(CPU, 1 << 30) == 1
+    assert copies(CPU, 1 << 20) * (1 << 20) >= 3 * (32 << 20)
+    assert copies(CPU, 1, limit=5) == 5
+
+
+def test_floor_takes_the_larger_term() -> None:
+    ceilings = Ceilings(bandwidth=100.0, gemm={"float32": 10.0, "tf32": 50.0, "bfloat16": 200.0})
+    assert ceilings.floor(100, 1000, torch.float32, "highest") == 100
+    assert ceilings.floor(100, 1000, torch.float32, "high") == 20
+    assert ceilings.floor(10_000, 1000, torch.bfloat16, "highest") == 100
+    assert Timing.of([3.0, 1.0, 2.0], 4) == Timing(2.0, pytest.approx(1.4), pytest.approx(2.6), 3, 4)
+
+
+def test_shipped_cases_have_unique_ids() -> None:
+    folder = find_benchmarks()
+    assert folder is not None
+    for quick in (True, False):
+        ids = [case.id for case in load_cases(folder, None, None, CPU, quick)]
+        assert len(ids) == len(set(ids)) and any(i.startswith("sae/decode/") for i in ids)
