@@ -78,7 +78,7 @@ def _encode(
         providers=(
             Provider("gossamer", ours, ours=True, result=lambda rows, *_: (rows.to_dense(),), capturable=True),
             Provider("dense", dense, capturable=True),
-            Provider("torch.compile", torch.compile(dense, dynamic=False), capturable=True),
+            Provider("torch.compile", torch.compile(dense, fullgraph=True, dynamic=False), capturable=True),
             Provider("GEMM alone", gemm, result=lambda z, *_: (activation(z),), capturable=True, partial=True),
         ),
         reference=lambda x, W_enc, b_enc, _: (torch.addmm(b_enc.double(), x.double(), W_enc.double()),),

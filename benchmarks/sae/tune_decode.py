@@ -1,13 +1,19 @@
-"""Variants of the decode kernels beside each other, for whoever tunes them: python benchmarks/sae/tune_decode.py [PART...]
+"""Variants of the decode kernels beside each other, for whoever tunes them: python benchmarks/sae/tune_decode.py [PART...] [--search]
 
 Parts: check, small, large, dense, backward. Every timing interleaves its candidates in one process; figures to publish
-come from `gossamer bench sae`. Set OUT to a folder to keep the numbers as JSON.
+come from `gossamer bench sae`. With --search, tiles are varied as well.
+Set OUT to a folder to keep the numbers as JSON.
 """
 
+import cProfile
+import io
+import itertools
 import json
 import os
+import pstats
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,11 +25,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.peers import seed_decode
 from gossamer import sae
 from gossamer._core import tuning
-from gossamer.rowsparse._triton import matmul, pack, sampled_matmul, transpose
+from gossamer.rowsparse._triton import matmul, overflow, pack, sampled_matmul, transpose
 from gossamer.sae._triton import decode
 
 DEVICE = torch.device("cuda")
+SEARCH = "--search" in sys.argv
 RESULTS: dict[str, Any] = {}
+# (BLOCK_M, BLOCK_N, BLOCK_D, SPLITS, warps, stages) by "at most 64 rows".
+TILES = {
+    True: list(itertools.product((32,), (64, 128), (32, 64, 128), (32, 64), (4,), (3, 4))),
+    False: [
+        (bm, bn, bd, splits, 8 if bm * bd >= 128 * 128 else 4, stages)
+        for bm, bn, bd, splits, stages in itertools.product((64, 128), (32, 64), (64, 128, 256), (1, 16, 32), (3, 4))
+    ],
+}
 SMALL = [
     (32, 65536, 768, 64),
     (256, 65536, 768, 64),
@@ -38,7 +53,9 @@ SMALL = [
 def acts_of(m: int, n: int, l0: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """[m, n] with l0 positive entries a row at random columns."""
     x = torch.zeros(m, n, dtype=dtype, device=DEVICE)
-    columns = torch.randint(n, (m, l0), device=DEVICE) if l0 < n // 8 else torch.rand(m, n, device=DEVICE).topk(l0).indices
+    columns = (
+        torch.randint(n, (m, l0), device=DEVICE) if l0 < n // 8 else torch.rand(m, n, device=DEVICE).topk(l0).indices
+    )
     return x.scatter_(1, columns, torch.rand(m, l0, device=DEVICE, dtype=dtype) + 0.1)
 
 
@@ -54,7 +71,9 @@ def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
-def timed(candidates: dict[str, Callable[[], Any]], rounds: int = 7, budget: float = 2e-3, div: int = 1) -> dict[str, float]:
+def timed(
+    candidates: dict[str, Callable[[], Any]], rounds: int = 7, budget: float = 2e-3, div: int = 1
+) -> dict[str, float]:
     """Median microseconds a call, candidates interleaved, with a cache flush in front of every burst."""
     flush = torch.empty(256 << 20, dtype=torch.int8, device=DEVICE)
     calls = {}
@@ -112,8 +131,46 @@ def check() -> None:
     for cap in (128, 40):
         ga, gw = torch.autograd.grad(sae.decode(acts, w, capacity=cap), (acts, w), g)
         ea, ew = (g.double() @ w.double().T) * (acts != 0), acts.double().T @ g.double()
-        errors = {"acts": ((ga - ea).norm() / ea.norm()).item() * 1e6, "weight": ((gw - ew).norm() / ew.norm()).item() * 1e6}
+        errors = {
+            "acts": ((ga - ea).norm() / ea.norm()).item() * 1e6,
+            "weight": ((gw - ew).norm() / ew.norm()).item() * 1e6,
+        }
         show("check", f"backward capacity {cap}", errors)
+
+
+def host() -> None:
+    """Host microseconds a call, in bursts short enough that the device never holds the host up."""
+    acts, w = acts_of(32, 65536, 64), torch.randn(65536, 768, device=DEVICE)
+    capacity = tuning.break_even(32, 65536, 768, w)
+    calls: dict[str, Callable[[], Any]] = {
+        "dense": lambda: acts @ w,
+        "auto": lambda: sae.decode(acts, w),
+        "op": lambda: torch.ops.gossamer.sae_decode.default(acts, w, None, capacity, None),
+        "launcher": lambda: decode.decode(acts, w, None, capacity, None),
+        "seed": lambda: seed_decode.decode_fixed(acts, w, 512, validate=False),
+    }
+    with torch.inference_mode():
+        for attempt in range(4):
+            row = {}
+            for name, call in calls.items():
+                samples = []
+                for _ in range(30):
+                    torch.cuda.synchronize()
+                    start = time.perf_counter()
+                    for _ in range(20):
+                        call()
+                    samples.append((time.perf_counter() - start) / 20 * 1e6)
+                row[name] = statistics.median(samples)
+            show("host", f"us, attempt {attempt}", row)
+        profile = cProfile.Profile()
+        profile.enable()
+        for _ in range(300):
+            sae.decode(acts, w)
+        profile.disable()
+        torch.cuda.synchronize()
+    text = io.StringIO()
+    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(14)
+    print("\n".join(line[:100] for line in text.getvalue().splitlines() if "gossamer" in line or "method" in line))
 
 
 def small() -> None:
@@ -130,17 +187,19 @@ def small() -> None:
         calls |= {"fused": lambda: decode.decode(acts, w, None, n, None)}
         row = timed({k: graphed(calls[k]) for k in ("seed", "auto", "fused")}, div=10)
         show("small", f"graph {m},{n},{d},{l0}", row | {"ratio": row["seed"] / row["auto"]})
-        blocks, tiles = tuning.scan_block, tuning.gather_tile
-        variants = {}
-        for block in (1024, 2048, 4096):
-            for e, bd in ((8, 128), (16, 128), (32, 128), (16, 256)):
-                tuning.scan_block = lambda m, n, v, block=block: block
-                tuning.gather_tile = lambda m, d, s, e=e, bd=bd: {"BLOCK_E": e, "BLOCK_D": bd}
+        if not SEARCH:
+            continue
+        original, variants = tuning.decode_tile, {}
+        for groups, warps, e, bytes_d in itertools.product((128, 256, 512, 1024), (1, 2, 4), (4, 8, 16, 32), (128, 256, 512)):
+            scan, gather = groups // (32 * warps), e * bytes_d // 16 // (32 * warps)
+            if 2 <= scan <= 16 and 1 <= gather <= 8 and (m > 64 or n * d > 1 << 26 or gather >= 4):
+                tile = {"BLOCK": groups * 4, "VEC": 4, "BLOCK_E": e, "BLOCK_D": bytes_d // 4}
+                tuning.decode_tile = lambda *_, tile=tile, warps=warps: (tile, warps)
                 decode._decode_fwd._compiled.clear()
-                variants[f"{block}/{e}/{bd}"] = graphed(lambda: decode.decode(acts, w, None, n, None))
+                variants[f"{groups}g/{e}x{bytes_d}B/{warps}w"] = graphed(lambda: decode.decode(acts, w, None, n, None))
         row = timed(variants, rounds=5, div=10)
-        show("small", f"tiles {m},{n},{d},{l0}", dict(sorted(row.items(), key=lambda item: item[1])))
-        tuning.scan_block, tuning.gather_tile = blocks, tiles
+        show("small", f"tiles {m},{n},{d},{l0}", dict(sorted(row.items(), key=lambda item: item[1])[:14]))
+        tuning.decode_tile = original
         decode._decode_fwd._compiled.clear()
 
 
@@ -160,33 +219,18 @@ def large() -> None:
             }
         )
         show("large", str(dtype)[6:], row | {"ratio": row["seed"] / row["auto"]})
-        block, scan_warps, variants = pack.row_block, tuning.SCAN_WARPS, {}
-        for size in (256, 512, 1024, 2048):
-            for warps in (1, 2, 4, 8):
-                if 4 <= size // (32 * warps) * (16 // acts.element_size()) * acts.element_size() // 16 <= 8:
-                    tuning.SCAN_WARPS = warps
-                    pack.row_block = lambda x, s=size: {"BLOCK": s * 16 // x.element_size(), "VEC": 16 // x.element_size()}
-                    pack._pack_row._compiled.clear()
-                    call = lambda: pack.pack_ell(acts, 1024, False)
-                    variants[f"{size}v/{warps}w"] = graphed(call)
+        if not SEARCH:
+            continue
+        original, variants = tuning.gather_tile, {}
+        for e, bytes_d, warps in itertools.product((1, 2, 4, 8), (128, 256, 512, 1024), (1, 2)):
+            if 1 <= e * bytes_d // 16 // (32 * warps) <= 8:
+                tile = {"BLOCK_E": e, "BLOCK_D": bytes_d // acts.element_size()}
+                tuning.gather_tile = lambda *_, tile=tile, warps=warps: (tile, warps)
+                matmul._matmul_fwd._compiled.clear()
+                variants[f"{e}x{bytes_d}B/{warps}w"] = graphed(lambda: matmul.matmul(values, indices, nnz, None, w, None, None))
         row = timed(variants, rounds=5, div=10)
-        show("large", f"pack tiles {str(dtype)[6:]}", dict(sorted(row.items(), key=lambda item: item[1])))
-        pack.row_block, tuning.SCAN_WARPS = block, scan_warps
-        pack._pack_row._compiled.clear()
-        tiles, gather_warps, variants = tuning.gather_tile, tuning.GATHER_WARPS, {}
-        for e in (4, 8, 16, 32):
-            for bytes_d in (256, 512, 1024, 2048):
-                for warps in (1, 2, 4):
-                    lanes = e * bytes_d // 16 // (32 * warps)
-                    if 1 <= lanes <= 8:
-                        tuning.GATHER_WARPS = warps
-                        tuning.gather_tile = lambda m, d, s, e=e, b=bytes_d: {"BLOCK_E": e, "BLOCK_D": b // s}
-                        matmul._matmul_fwd._compiled.clear()
-                        call = lambda: matmul.matmul(values, indices, nnz, None, w, None, None)
-                        variants[f"{e}x{bytes_d}B/{warps}w"] = graphed(call)
-        row = timed(variants, rounds=3, div=10)
-        show("large", f"gather tiles {str(dtype)[6:]}", dict(sorted(row.items(), key=lambda item: item[1])))
-        tuning.gather_tile, tuning.GATHER_WARPS = tiles, gather_warps
+        show("large", f"gather tiles {str(dtype)[6:]}", dict(sorted(row.items(), key=lambda item: item[1])[:12]))
+        tuning.gather_tile = original
         matmul._matmul_fwd._compiled.clear()
 
 
@@ -195,15 +239,35 @@ def dense() -> None:
         (32, 65536, 768, torch.float32),
         (32, 65536, 768, torch.bfloat16),
         (256, 65536, 768, torch.float32),
+        (256, 65536, 768, torch.bfloat16),
         (4096, 65536, 2304, torch.bfloat16),
-        (4096, 65536, 2304, torch.float32),
+        (2048, 16384, 2304, torch.float32),
     ]:
         acts, w = torch.randn(m, n, device=DEVICE, dtype=dtype), torch.randn(n, d, device=DEVICE, dtype=dtype)
         for precision in ("highest", "high") if dtype is torch.float32 else ("highest",):
             torch.set_float32_matmul_precision(precision)
-            row = timed({"dense": lambda: acts @ w, "auto": lambda: sae.decode(acts, w)}, rounds=5)
-            torch.set_float32_matmul_precision("highest")
+            calls = {"dense": lambda: acts @ w, "auto": lambda: sae.decode(acts, w)}
+            row = timed(calls, rounds=5)
             show("dense", f"{m},{n},{d},{str(dtype)[6:]},{precision}", row | {"ratio": row["dense"] / row["auto"]})
+            if not SEARCH:
+                continue
+            original, variants = tuning.dense_tile, {}
+            nnz = (acts != 0).sum(1, dtype=torch.int32)
+            out = torch.empty(m, d, dtype=dtype, device=DEVICE)
+            for bm, bn, bd, splits, warps, stages in TILES[m <= 64]:
+                size = (bm * bn + bn * bd) * w.element_size() * stages
+                if size > 220_000 or (m <= 256) != (splits > 1):
+                    continue
+                tile = {"BLOCK_M": bm, "BLOCK_N": bn, "BLOCK_D": bd, "SPLITS": splits}
+                tuning.dense_tile = lambda *_, t=tile, w=warps, s=stages: (t, w, s)
+                overflow._overflow_fwd._compiled.clear()
+                call = lambda: overflow.forward(acts, w, None, out, nnz, 32)
+                variants[f"{bm}x{bn}x{bd}/{splits}s/{warps}w/{stages}"] = graphed(call)
+            row = timed(variants, rounds=3, div=10)
+            show("dense", f"tiles {m},{str(dtype)[6:]},{precision}", dict(sorted(row.items(), key=lambda i: i[1])[:8]))
+            tuning.dense_tile = original
+            overflow._overflow_fwd._compiled.clear()
+            torch.set_float32_matmul_precision("highest")
     for l0 in (256, 1024, 2048, 4096, 16384):
         acts, w = acts_of(32, 65536, l0), torch.randn(65536, 768, device=DEVICE)
         calls = {
@@ -218,7 +282,10 @@ def dense() -> None:
 def backward() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         m, n, d, l0 = 4096, 65536, 2304, 72
-        acts, w = acts_of(m, n, l0, dtype).requires_grad_(), torch.randn(n, d, device=DEVICE, dtype=dtype).requires_grad_()
+        acts, w = (
+            acts_of(m, n, l0, dtype).requires_grad_(),
+            torch.randn(n, d, device=DEVICE, dtype=dtype).requires_grad_(),
+        )
         g = torch.randn(m, d, device=DEVICE, dtype=dtype)
         out, plain = sae.decode(acts, w), acts @ w
         capacity = tuning.break_even(m, n, d, w)
@@ -236,11 +303,37 @@ def backward() -> None:
             rounds=3,
         )
         show("backward", str(dtype)[6:], row | {"ratio": row["dense"] / row["auto"]})
+        if not SEARCH:
+            continue
+        original, variants = tuning.sampled_tile, {}
+        for e, bytes_d, warps in itertools.product((2, 4, 8, 16), (256, 512, 1024), (1, 2, 4)):
+            if 1 <= e * bytes_d // 16 // (32 * warps) <= 8:
+                tile = {"BLOCK_E": e, "BLOCK_D": bytes_d // w.element_size()}
+                tuning.sampled_tile = lambda *_, tile=tile, warps=warps: (tile, warps)
+                sampled_matmul._sampled_matmul._compiled.clear()
+                call = lambda: sampled_matmul.sampled_matmul(g, w.detach(), indices, nnz, None, False)
+                variants[f"{e}x{bytes_d}B/{warps}w"] = graphed(call)
+        row = timed(variants, rounds=3, div=10)
+        show("backward", f"sampled tiles {str(dtype)[6:]}", dict(sorted(row.items(), key=lambda item: item[1])[:12]))
+        tuning.sampled_tile = original
+        sampled_matmul._sampled_matmul._compiled.clear()
+        original, variants = tuning.weight_tile, {}
+        for rows, e, width, warps in itertools.product((16, 32), (16, 32, 64), (64, 128, 256), (1, 2, 4)):
+            if 4 <= rows * width // (32 * warps) <= 64 and 16 <= e * width // (32 * warps) <= 128:
+                tile = {"BLOCK_N": rows, "BLOCK_E": e, "BLOCK_D": width}
+                tuning.weight_tile = lambda *_, tile=tile, warps=warps: (tile, warps)
+                matmul._matmul_bwd_weight._compiled.clear()
+                call = lambda: matmul.matmul_bwd_weight(g, keys, columns, offsets, values, nnz, None, dtype)
+                variants[f"{rows}/{e}/{width}/{warps}w"] = graphed(call)
+        row = timed(variants, rounds=3, div=10)
+        show("backward", f"weight tiles {str(dtype)[6:]}", dict(sorted(row.items(), key=lambda item: item[1])[:12]))
+        tuning.weight_tile = original
+        matmul._matmul_bwd_weight._compiled.clear()
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or ["check", "small", "large", "dense", "backward"]:
+    for name in [a for a in sys.argv[1:] if a != "--search"] or ["check", "small", "large", "dense", "backward"]:
         with torch.no_grad() if name not in ("check", "backward") else torch.enable_grad():
-            {"check": check, "small": small, "large": large, "dense": dense, "backward": backward}[name]()
+            {"check": check, "host": host, "small": small, "large": large, "dense": dense, "backward": backward}[name]()
     if folder := os.environ.get("OUT"):
         (Path(folder) / "tune_decode.json").write_text(json.dumps(RESULTS, indent=1))

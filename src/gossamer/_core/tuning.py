@@ -7,14 +7,15 @@ kernel compiles once per dtype and tile.
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gossamer._core.ops import INTERPRET
 
-SCAN_WARPS = 4
-GATHER_WARPS = 4
+Tile = tuple[dict[str, Any], int]
+"""Compile-time sizes and warps of a kernel."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,12 @@ def rates(index: int) -> Rates:
     return Rates(1.5e12 * scale, 2.5e12 * scale, 15e12 * scale, 100e12 * scale, 200e12 * scale, units, False)
 
 
+@cache
+def dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel may start while the one before it drains: Hopper and newer."""
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] >= 9
+
+
 def programs(device: torch.device) -> int:
     """How many programs run at once at one per multiprocessor."""
     return 4 if device.type != "cuda" else rates(device.index or 0).programs
@@ -55,17 +62,34 @@ def one_program_a_row(m: int, n: int) -> bool:
     return m >= 512 or n <= 2048
 
 
-def scan_block(m: int, n: int, vector: int) -> int:
-    """Columns one program of the split scan takes: as many programs as the GPU holds, 8 to 32 elements a thread."""
-    block = 1024 * vector
-    while block > 256 * vector and m * (n // block) < 1024:
-        block //= 2
-    return block
+def scan_tile(m: int, n: int, element_size: int) -> Tile:
+    """Tile of the scan: one program a row, or chunks of rows. One warp a program: nothing waits for another warp."""
+    vector = 16 // element_size
+    return {"BLOCK": 256 * vector, "VEC": vector}, 1
 
 
-def gather_tile(m: int, d: int, element_size: int) -> dict[str, int]:
-    """Tile of the row gather: a warp reads 512 bytes of a row at once."""
-    return {"BLOCK_E": 16, "BLOCK_D": 512 // element_size}
+def gather_tile(m: int, d: int, element_size: int) -> Tile:
+    """Tile of the row gather: a warp reads 512 bytes of a row at once, four rows in flight."""
+    return {"BLOCK_E": 4, "BLOCK_D": 512 // element_size}, 1
+
+
+def decode_tile(m: int, n: int, d: int, element_size: int) -> Tile:
+    """Tile of the one-launch decode: scan and gather in programs of one warp, all of them at work at once."""
+    vector = 16 // element_size
+    groups = 256 if n <= 65536 else 512
+    return {"BLOCK": groups * vector, "VEC": vector, "BLOCK_E": 32 if m <= 64 else 16, "BLOCK_D": 128 // element_size}, 1
+
+
+def sampled_tile(d: int, element_size: int) -> Tile:
+    """Tile of the sampled product."""
+    return {"BLOCK_E": 8, "BLOCK_D": 512 // element_size if element_size == 2 else 64}, 1
+
+
+def weight_tile(n: int, d: int, element_size: int) -> Tile:
+    """Tile of the weight gradient."""
+    return ({"BLOCK_N": 16, "BLOCK_E": 16, "BLOCK_D": 128}, 2) if element_size == 2 else (
+        {"BLOCK_N": 16, "BLOCK_E": 16, "BLOCK_D": 64}, 1
+    )
 
 
 def tf32() -> bool:
@@ -73,23 +97,23 @@ def tf32() -> bool:
     return torch.get_float32_matmul_precision() != "highest"
 
 
-def dot_precision(operand: Tensor) -> dict[str, object]:
+def dot_precision(operand: Tensor) -> dict[str, Any]:
     """PRECISION and UPCAST of a kernel's tl.dot. The interpreter multiplies in float32: its bfloat16 dot is wrong."""
     if INTERPRET or torch.version.hip or operand.dtype is not torch.float32:
         return {"PRECISION": "ieee", "UPCAST": INTERPRET}
     return {"PRECISION": "tf32" if tf32() else "tf32x3", "UPCAST": False}
 
 
-def dense_tile(m: int, n: int, d: int, weight: Tensor) -> tuple[dict[str, int], int, int]:
+def dense_tile(m: int, n: int, d: int, weight: Tensor) -> tuple[dict[str, Any], int, int]:
     """(tile with SPLITS, warps, stages) of the dense product of overflowed rows [m, n] @ [n, d]."""
-    if m > 64:
-        inner = 64 if weight.element_size() == 2 else 32
-        return {"BLOCK_M": 128, "BLOCK_N": inner, "BLOCK_D": 128, "SPLITS": 1}, 8, 3
-    block_m = 16 if m <= 16 else 32 if m <= 32 else 64
-    tiles = -(-d // 64)
+    wide = m > 64
+    block_m = 128 if wide else 16 if m <= 16 else 32 if m <= 32 else 64
+    block_d = 128 if wide and weight.element_size() == 2 else 64
+    tiles = -(-m // block_m) * -(-d // block_d)
     # Two waves of programs, each long enough to hide its start.
     splits = max(1, min(2 * programs(weight.device) // tiles, n // 512))
-    return {"BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_D": 64, "SPLITS": splits}, 4, 3
+    inner = 32 if wide and weight.element_size() > 2 else 64
+    return {"BLOCK_M": block_m, "BLOCK_N": inner, "BLOCK_D": block_d, "SPLITS": splits}, 8 if block_d == 128 else 4, 3
 
 
 def break_even(m: int, n: int, d: int, weight: Tensor) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from gossamer.cli.environment import describe, devices, versions
 _BUDGET = 1e-5
 _SECONDS = 10.0
 
-Check = tuple[str, Callable[[], Tensor], Callable[[], Tensor]]
+Check = tuple[str, Callable[[], Tensor], Tensor]
 
 
 def doctor() -> None:
@@ -73,13 +74,13 @@ def _self_check(found: list[torch.device], console: Console) -> list[str]:
     failures, done, missed = [], 0, 0
     start = time.monotonic()
     for device in found:
-        for name, compute, reference in _checks(device):
+        for name, compute, want in _checks(device):
             if time.monotonic() - start > _SECONDS:
                 missed += 1
                 continue
             with console.status(f"{device}: {name}"):
                 try:
-                    error = _difference(compute(), reference())
+                    error = _difference(compute(), want)
                 except Exception as raised:
                     failures.append(f"{name} on {device}: {type(raised).__name__}: {raised}")
                     continue
@@ -100,7 +101,7 @@ def _difference(got: Tensor, want: Tensor) -> float:
 
 
 def _checks(device: torch.device) -> Iterator[Check]:
-    """(name, the function under test, the same in dense float64) of every public function."""
+    """(name, the function under test, its result in dense float64) of every public function."""
     M, N, D, k = 7, 300, 40, 5
     generator = torch.Generator().manual_seed(0)
 
@@ -113,42 +114,43 @@ def _checks(device: torch.device) -> Iterator[Check]:
     dense = acts.double()
     product = dense @ weight.double()
 
-    packs: dict[str, Callable[[], Any]] = {
-        "ELL": lambda: rowsparse.pack(acts),
-        "ELL, overflowing": lambda: rowsparse.pack(acts, capacity=2),
-        "CSR": lambda: rowsparse.pack(acts, format="csr"),
-    }
-    for name, pack in packs.items():
-        yield f"rowsparse.pack ({name})", lambda p=pack: rowsparse.unpack(p()), lambda: dense
-        yield f"rowsparse.matmul ({name})", lambda p=pack: rowsparse.matmul(p(), weight), lambda: product
-        yield f"rowsparse.transpose ({name})", lambda p=pack: rowsparse.transpose(p()).to_dense(), lambda: dense.T
-    yield (
-        "rowsparse.sampled_matmul",
-        lambda: rowsparse.sampled_matmul(x, weight, rowsparse.pack(acts)).to_dense(),
-        lambda: (x.double() @ weight.double().T) * (dense != 0),
-    )
-    for method in ("auto", "exact", "fixed", "dense"):
-        yield (
-            f"sae.decode ({method})",
-            lambda method=method: sae.decode(acts, weight, bias, method=method, capacity=N),
-            lambda: product + bias.double(),
-        )
+    def packed(**options: Any) -> Tensor:
+        return rowsparse.unpack(rowsparse.pack(acts, **options))
 
+    def multiplied(**options: Any) -> Tensor:
+        return rowsparse.matmul(rowsparse.pack(acts, **options), weight)
+
+    def transposed(**options: Any) -> Tensor:
+        return rowsparse.unpack(rowsparse.transpose(rowsparse.pack(acts, **options)))
+
+    def sampled() -> Tensor:
+        return rowsparse.unpack(rowsparse.sampled_matmul(x, weight, rowsparse.pack(acts)))
+
+    def encoded(**options: Any) -> Tensor:
+        return rowsparse.unpack(sae.encode(x, W_enc, b_enc, **options))
+
+    packs: dict[str, dict[str, Any]] = {"ELL": {}, "ELL, overflowing": {"capacity": 2}, "CSR": {"format": "csr"}}
+    for name, options in packs.items():
+        yield f"rowsparse.pack ({name})", partial(packed, **options), dense
+        yield f"rowsparse.matmul ({name})", partial(multiplied, **options), product
+        yield f"rowsparse.transpose ({name})", partial(transposed, **options), dense.T
+    yield "rowsparse.sampled_matmul", sampled, (x.double() @ weight.double().T) * (dense != 0)
+    for method in ("auto", "exact", "fixed", "dense"):
+        decode = partial(sae.decode, acts, weight, bias, method=method, capacity=N)
+        yield f"sae.decode ({method})", decode, product + bias.double()
+    yield (
+        "gradients of sae.decode",
+        partial(_gradients, sae.decode, acts, weight),
+        _gradients(torch.matmul, dense, weight.double()),
+    )
     z = x.double() @ W_enc.double() + b_enc.double()
     threshold = torch.full((N,), 2.0, device=device)
-    encoders: dict[str, tuple[dict[str, Any], Tensor]] = {
-        "relu": ({}, z.relu()),
-        "jumprelu": ({"threshold": threshold}, torch.where(z > 2.0, z, 0)),
-        "topk": ({"k": k}, _largest(z, k)),
-        "batchtopk": ({"k": k}, _largest(z.flatten(), k * M).view_as(z)),
-    }
-    for activation, (options, want) in encoders.items():
-        yield (
-            f"sae.encode ({activation})",
-            lambda a=activation, o=options: sae.encode(x, W_enc, b_enc, activation=a, **o).to_dense(),
-            lambda want=want: want,
-        )
-    yield "gradients of sae.decode", lambda: _gradients(sae.decode, acts, weight), lambda: _wanted(dense, weight)
+    yield "sae.encode (relu)", partial(encoded, activation="relu"), z.relu()
+    jumprelu = partial(encoded, activation="jumprelu", threshold=threshold)
+    yield "sae.encode (jumprelu)", jumprelu, torch.where(z > 2.0, z, 0)
+    yield "sae.encode (topk)", partial(encoded, activation="topk", k=k), _largest(z, k)
+    batchtopk = partial(encoded, activation="batchtopk", k=k)
+    yield "sae.encode (batchtopk)", batchtopk, _largest(z.flatten(), k * M).view_as(z)
 
 
 def _largest(z: Tensor, k: int) -> Tensor:
@@ -161,7 +163,3 @@ def _gradients(decode: Callable[[Tensor, Tensor], Tensor], acts: Tensor, weight:
     acts, weight = acts.detach().requires_grad_(), weight.detach().requires_grad_()
     grads = torch.autograd.grad(decode(acts, weight).square().sum(), (acts, weight))
     return torch.cat([grad.flatten() for grad in (grads[0] * (acts != 0), grads[1])])
-
-
-def _wanted(dense: Tensor, weight: Tensor) -> Tensor:
-    return _gradients(torch.matmul, dense, weight.double())

@@ -1,5 +1,6 @@
 """Sparse autoencoders: encode to row-sparse latents, decode from them."""
 
 from gossamer.sae.decode import decode
+from gossamer.sae.encode import count_fired, encode, encode_with_l0
 
-__all__ = ["decode"]
+__all__ = ["count_fired", "decode", "encode", "encode_with_l0"]

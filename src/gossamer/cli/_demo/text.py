@@ -6,6 +6,7 @@ import os
 import random
 import sysconfig
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from torch import Tensor
 MAX_BYTES = 64 * 2**20
 VALIDATION_SHARE = 0.1
 FILE_SEPARATOR = b"\0"
-_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+# Installed packages are not the library; tests and tables of characters are long and say little.
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
 _BINARY_PROBE_BYTES = 4096
 
 
@@ -63,7 +65,7 @@ def load_corpus(path: Path | None, *, seed: int, min_bytes: int) -> Corpus:
 def _find_files(path: Path | None) -> tuple[list[Path], str]:
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
-        files = sorted(f for f in _walk(root) if f.suffix == ".py")
+        files = sorted(f for f in _walk(root, _NOT_LIBRARY) if f.suffix == ".py")
         if not files:
             raise ValueError(
                 f"gossamer demo: the standard library must be installed as source files, found no *.py under {root}; "
@@ -80,9 +82,9 @@ def _find_files(path: Path | None) -> tuple[list[Path], str]:
     raise ValueError(f"gossamer demo: --text must name a file or folder, got {path}, which does not exist.")
 
 
-def _walk(root: Path) -> Iterator[Path]:
+def _walk(root: Path, left_out: AbstractSet[str] = frozenset()) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [s for s in subfolders if not s.startswith(".") and s not in _NOT_LIBRARY]
+        subfolders[:] = [s for s in subfolders if not s.startswith(".") and s not in left_out]
         for name in names:
             file = Path(folder, name)
             if not name.startswith(".") and file.is_file():

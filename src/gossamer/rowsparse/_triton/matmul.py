@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow
@@ -62,9 +63,12 @@ def row_span(offsets_ptr, row, capacity, IS_CSR: tl.constexpr):
 @triton.jit
 def _matmul_fwd_kernel(
     values_ptr, indices_ptr, offsets_ptr, w_ptr, bias_ptr, out_ptr, stride_wn, N, D, capacity,
-    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, IS_CSR: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, IS_CSR: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
     """Program (row, column slice)."""
+    if LEADS:
+        # The kernel for overflowed rows may start as soon as every program here has: it waits for our results itself.
+        gdc_launch_dependents()
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = columns < D
@@ -137,10 +141,13 @@ def matmul(
         return out
     if n == 0:
         return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
-    meta = {**tuning.gather_tile(m, d, weight.element_size()), "IS_CSR": is_csr}
+    tile, warps = tuning.gather_tile(m, d, weight.element_size())
+    meta = {**tile, "IS_CSR": is_csr}
+    meta["LEADS"] = source is not None and tuning.dependent_launch(weight.device)
     key = (m, n, d, capacity, values.dtype, weight.dtype, weight.stride(0), out.dtype, bias is None or bias.dtype, is_csr)
+    key += (source is None,)
     args = (values, indices, offsets, weight, bias, out, weight.stride(0), n, d, capacity)
-    _matmul_fwd(key, (m, launch.cdiv(d, meta["BLOCK_D"]), 1), args, meta, num_warps=tuning.GATHER_WARPS)
+    _matmul_fwd(key, (m, launch.cdiv(d, meta["BLOCK_D"]), 1), args, meta, num_warps=warps)
     if source is not None:
         overflow.forward(source, weight, bias, out, offsets[is_csr:], capacity)
     return out
@@ -164,12 +171,12 @@ def matmul_bwd_weight(
     if n == 0 or d == 0:
         return out
     upcast = launch.INTERPRET or grad.dtype is torch.float32
-    meta = {"BLOCK_N": 16, "BLOCK_E": 32, "BLOCK_D": 128 if upcast else 256, "IS_CSR": is_csr}
-    meta |= {"PRECISION": "ieee", "UPCAST": upcast}
+    tile, warps = tuning.weight_tile(n, d, grad.element_size())
+    meta = {**tile, "IS_CSR": is_csr, "PRECISION": "ieee", "UPCAST": upcast}
     key = (n, d, values.shape[-1], values.dtype, grad.dtype, dtype, is_csr)
     args = (keys, columns, col_offsets, values, offsets, grad, out, values.shape[-1], n, d)
     grid = (launch.cdiv(n, meta["BLOCK_N"]), launch.cdiv(d, meta["BLOCK_D"]), 1)
-    _matmul_bwd_weight(key, grid, args, meta, num_warps=4)
+    _matmul_bwd_weight(key, grid, args, meta, num_warps=warps)
     if source is not None:
         overflow.backward_weight(source, grad, out, offsets[is_csr:], values.shape[-1])
     return out
@@ -181,8 +188,8 @@ EXAMPLES = {
             "values_ptr": "*fp32", "indices_ptr": "*i32", "offsets_ptr": "*i32", "w_ptr": "*fp32", "bias_ptr": "*fp32",
             "out_ptr": "*fp32", "stride_wn": "i32", "N": "i32", "D": "i32", "capacity": "i32",
         },
-        "constexprs": {"BLOCK_E": 16, "BLOCK_D": 128, "IS_CSR": False},
-        "num_warps": 4,
+        "constexprs": {"BLOCK_E": 4, "BLOCK_D": 128, "IS_CSR": False, "LEADS": False},
+        "num_warps": 1,
     },
     _matmul_bwd_weight_kernel: {
         "signature": {
@@ -190,9 +197,9 @@ EXAMPLES = {
             "starts_ptr": "*i32", "grad_ptr": "*bf16", "out_ptr": "*bf16", "capacity": "i32", "N": "i32", "D": "i32",
         },
         "constexprs": {
-            "BLOCK_N": 16, "BLOCK_E": 32, "BLOCK_D": 256, "IS_CSR": False, "PRECISION": "ieee", "UPCAST": False,
+            "BLOCK_N": 16, "BLOCK_E": 16, "BLOCK_D": 128, "IS_CSR": False, "PRECISION": "ieee", "UPCAST": False,
         },
-        "num_warps": 4,
+        "num_warps": 2,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from gossamer._core import launch, tuning
 
@@ -30,12 +31,17 @@ def dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 def _overflow_fwd_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr, counts_ptr, limit, stride_xm, stride_wn, M, N, D,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
-    """Program (column tile and split, row block): rows whose count exceeds `limit`."""
-    tile_d = tl.program_id(0) // SPLITS
+    """Program (row block, column tile, split), split fastest: rows whose count exceeds `limit`."""
+    if FOLLOWS:
+        # Launched while the counting kernel still runs; up to here nothing depends on it.
+        gdc_wait()
+    tile = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
-    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tiles_d = tl.cdiv(D, BLOCK_D)
+    tile_d = tile % tiles_d
+    rows = (tile // tiles_d) * BLOCK_M + tl.arange(0, BLOCK_M)
     flagged = tl.load(counts_ptr + rows, mask=rows < M, other=0) > limit
     if tl.max(flagged.to(tl.int32), axis=0) > 0:
         columns = tile_d * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -56,7 +62,6 @@ def _overflow_fwd_kernel(
         mask = flagged[:, None] & inside[None, :]
         if SPLITS > 1:
             part = tl.arange(0, BLOCK_M)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-            tile = tl.program_id(1) * (tl.num_programs(0) // SPLITS) + tile_d
             partial_ptr += tile.to(tl.int64) * SPLITS * BLOCK_M * BLOCK_D
             tl.store(partial_ptr + split * BLOCK_M * BLOCK_D + part, acc)
             tl.debug_barrier()
@@ -79,30 +84,31 @@ def _overflow_bwd_source_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of source columns, row block): grad @ weight.T at flagged rows, 0 where the source holds 0."""
-    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    """Program (row block, share of the column tiles): grad @ weight.T at flagged rows, 0 where the source holds 0."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     flagged = tl.load(counts_ptr + rows, mask=rows < M, other=0) > limit
     if tl.max(flagged.to(tl.int32), axis=0) > 0:
-        inner = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for first in range(0, D, BLOCK_D):
-            columns = first + tl.arange(0, BLOCK_D)
-            inside = columns < D
-            grad = tl.load(
-                grad_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :],
-                mask=flagged[:, None] & inside[None, :],
-                other=0.0,
-            )
-            w = tl.load(
-                w_ptr + inner.to(tl.int64)[None, :] * stride_wn + columns[:, None],
-                mask=(inner < N)[None, :] & inside[:, None],
-                other=0.0,
-            )
-            acc = dot(grad.to(w.dtype), w, acc, PRECISION, UPCAST)
-        mask = flagged[:, None] & (inner < N)[None, :]
-        x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * stride_xm + inner[None, :], mask=mask, other=0.0)
-        out = tl.where(x != 0, acc, 0.0)
-        tl.store(out_ptr + rows.to(tl.int64)[:, None] * N + inner[None, :], out, mask=mask)
+        for tile in range(tl.program_id(1), tl.cdiv(N, BLOCK_N), tl.num_programs(1)):
+            inner = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for first in range(0, D, BLOCK_D):
+                columns = first + tl.arange(0, BLOCK_D)
+                inside = columns < D
+                grad = tl.load(
+                    grad_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :],
+                    mask=flagged[:, None] & inside[None, :],
+                    other=0.0,
+                )
+                w = tl.load(
+                    w_ptr + inner.to(tl.int64)[None, :] * stride_wn + columns[:, None],
+                    mask=(inner < N)[None, :] & inside[:, None],
+                    other=0.0,
+                )
+                acc = dot(grad.to(w.dtype), w, acc, PRECISION, UPCAST)
+            mask = flagged[:, None] & (inner < N)[None, :]
+            x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * stride_xm + inner[None, :], mask=mask, other=0.0)
+            out = tl.where(x != 0, acc, 0.0)
+            tl.store(out_ptr + rows.to(tl.int64)[:, None] * N + inner[None, :], out, mask=mask)
 
 
 @triton.jit
@@ -111,29 +117,31 @@ def _overflow_bwd_weight_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (column tile, tile of weight rows): adds source.T @ grad over flagged rows to what is there."""
-    inner = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    columns = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask = (inner < N)[:, None] & (columns < D)[None, :]
+    """Programs share the tiles of the weight: adds source.T @ grad over flagged rows to what is there."""
     if tl.load(any_ptr) != 0:
-        acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-        for first in range(0, M, BLOCK_M):
-            rows = first + tl.arange(0, BLOCK_M)
-            flagged = tl.load(counts_ptr + rows, mask=rows < M, other=0) > limit
-            if tl.max(flagged.to(tl.int32), axis=0) > 0:
-                x = tl.load(
-                    x_ptr + rows.to(tl.int64)[None, :] * stride_xm + inner[:, None],
-                    mask=flagged[None, :] & (inner < N)[:, None],
-                    other=0.0,
-                )
-                grad = tl.load(
-                    grad_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :],
-                    mask=flagged[:, None] & (columns < D)[None, :],
-                    other=0.0,
-                )
-                acc = dot(x.to(grad.dtype), grad, acc, PRECISION, UPCAST)
-        out_ptrs = out_ptr + inner.to(tl.int64)[:, None] * D + columns[None, :]
-        tl.store(out_ptrs, acc + tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32), mask=mask)
+        tiles_d = tl.cdiv(D, BLOCK_D)
+        for tile in range(tl.program_id(0), tiles_d * tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
+            inner = (tile // tiles_d) * BLOCK_N + tl.arange(0, BLOCK_N)
+            columns = (tile % tiles_d) * BLOCK_D + tl.arange(0, BLOCK_D)
+            mask = (inner < N)[:, None] & (columns < D)[None, :]
+            acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+            for first in range(0, M, BLOCK_M):
+                rows = first + tl.arange(0, BLOCK_M)
+                flagged = tl.load(counts_ptr + rows, mask=rows < M, other=0) > limit
+                if tl.max(flagged.to(tl.int32), axis=0) > 0:
+                    x = tl.load(
+                        x_ptr + rows.to(tl.int64)[None, :] * stride_xm + inner[:, None],
+                        mask=flagged[None, :] & (inner < N)[:, None],
+                        other=0.0,
+                    )
+                    grad = tl.load(
+                        grad_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :],
+                        mask=flagged[:, None] & (columns < D)[None, :],
+                        other=0.0,
+                    )
+                    acc = dot(x.to(grad.dtype), grad, acc, PRECISION, UPCAST)
+            out_ptrs = out_ptr + inner.to(tl.int64)[:, None] * D + columns[None, :]
+            tl.store(out_ptrs, acc + tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32), mask=mask)
 
 
 _overflow_fwd = launch.Kernel(_overflow_fwd_kernel)
@@ -145,25 +153,42 @@ def _unit_columns(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
 
 
-def forward(source: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, counts: Tensor, limit: int) -> None:
-    """Writes source @ weight + bias into the rows of `out` whose count exceeds `limit`."""
+def forward(
+    source: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    counts: Tensor,
+    limit: int,
+    space: tuple[Tensor, Tensor] | None = None,
+) -> launch.Bound | None:
+    """Writes source @ weight + bias into the rows of `out` whose count exceeds `limit`.
+
+    `space` is what `workspace` gave for these shapes, for callers that keep it. Returns the launch, bound to all but
+    (source, weight, bias, out, partial, arrived, counts).
+    """
     source = _unit_columns(source)
     m, n = source.shape
     d = weight.shape[1]
     tile, warps, stages = tuning.dense_tile(m, n, d, weight)
-    meta = {**tile, **tuning.dot_precision(weight)}
-    tiles = launch.cdiv(d, meta["BLOCK_D"]) * launch.cdiv(m, meta["BLOCK_M"])
-    if meta["SPLITS"] > 1:
-        size = tiles * meta["SPLITS"] * meta["BLOCK_M"] * meta["BLOCK_D"]
-        partial = torch.empty(size, dtype=torch.float32, device=weight.device)
-        arrived = launch.counters.get(tiles, weight.device)
-    else:
-        partial = arrived = counts
+    follows = tuning.dependent_launch(weight.device)
+    meta = {**tile, **tuning.dot_precision(weight), "FOLLOWS": follows}
+    partial, arrived = space or workspace(m, n, weight)
     key = (m, n, d, limit, source.dtype, weight.dtype, out.dtype, bias is None or bias.dtype, counts.dtype)
     key += (source.stride(0), weight.stride(0), meta["PRECISION"])
     args = (source, weight, bias, out, partial, arrived, counts, limit, source.stride(0), weight.stride(0), m, n, d)
-    grid = (launch.cdiv(d, meta["BLOCK_D"]) * meta["SPLITS"], launch.cdiv(m, meta["BLOCK_M"]), 1)
-    _overflow_fwd(key, grid, args, meta, num_warps=warps, num_stages=stages)
+    tiles = launch.cdiv(d, meta["BLOCK_D"]) * launch.cdiv(m, meta["BLOCK_M"])
+    grid = (tiles * meta["SPLITS"], 1, 1)
+    return _overflow_fwd(key, grid, args, meta, num_warps=warps, num_stages=stages, follows=follows, head=7)
+
+
+def workspace(m: int, n: int, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(partial sums float32, arrival counters int32, zero) that `forward` needs for source [m, n]."""
+    tile, _, _ = tuning.dense_tile(m, n, weight.shape[1], weight)
+    tiles = launch.cdiv(weight.shape[1], tile["BLOCK_D"]) * launch.cdiv(m, tile["BLOCK_M"])
+    size = tiles * tile["SPLITS"] * tile["BLOCK_M"] * tile["BLOCK_D"] if tile["SPLITS"] > 1 else 1
+    partial = torch.empty(size, dtype=torch.float32, device=weight.device)
+    return partial, launch.counters.get(tiles, weight.device)
 
 
 def backward_source(grad: Tensor, weight: Tensor, source: Tensor, out: Tensor, counts: Tensor, limit: int) -> None:
@@ -175,7 +200,9 @@ def backward_source(grad: Tensor, weight: Tensor, source: Tensor, out: Tensor, c
     key = (m, n, d, limit, grad.dtype, source.dtype, weight.dtype, out.dtype, counts.dtype)
     key += (source.stride(0), weight.stride(0), meta["PRECISION"])
     args = (grad, weight, source, out, counts, limit, weight.stride(0), source.stride(0), m, n, d)
-    grid = (launch.cdiv(n, meta["BLOCK_N"]), launch.cdiv(m, meta["BLOCK_M"]), 1)
+    row_blocks = launch.cdiv(m, meta["BLOCK_M"])
+    share = min(launch.cdiv(n, meta["BLOCK_N"]), max(launch.cdiv(4 * tuning.programs(grad.device), row_blocks), 16))
+    grid = (row_blocks, share, 1)
     _overflow_bwd_source(key, grid, args, meta, num_warps=4, num_stages=3)
 
 
@@ -188,7 +215,8 @@ def backward_weight(source: Tensor, grad: Tensor, out: Tensor, counts: Tensor, l
     key = (m, n, d, limit, source.dtype, grad.dtype, out.dtype, counts.dtype, source.stride(0), meta["PRECISION"])
     any_flagged = (counts > limit).any()
     args = (source, grad, out, counts, any_flagged, limit, source.stride(0), m, n, d)
-    grid = (launch.cdiv(d, meta["BLOCK_D"]), launch.cdiv(n, meta["BLOCK_N"]), 1)
+    tiles = launch.cdiv(d, meta["BLOCK_D"]) * launch.cdiv(n, meta["BLOCK_N"])
+    grid = (min(tiles, 4 * tuning.programs(grad.device)), 1, 1)
     _overflow_bwd_weight(key, grid, args, meta, num_warps=4, num_stages=2)
 
 
@@ -201,6 +229,7 @@ EXAMPLES = {
         },
         "constexprs": {
             "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128, "SPLITS": 1, "PRECISION": "ieee", "UPCAST": False,
+            "FOLLOWS": False,
         },
         "num_warps": 8,
     },

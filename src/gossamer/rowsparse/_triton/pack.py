@@ -7,6 +7,8 @@ the same order of dispatch) and writes its entries where they belong. Either way
 x is read once. 16 bytes a thread and load, and 32 bytes to 64 in flight: the scan should run at memory bandwidth.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -62,12 +64,15 @@ def append_entries(
 
 @triton.jit
 def wait_and_sum(flags_ptr, count, ready, FLAGS: tl.constexpr):
-    """Waits until the first `count` words, shifted by 31, are at least `ready`; the sum of the counts they carry."""
+    """Waits until each of the first `count` words, without its count, is `ready` or, if later, done; sums the counts.
+
+    Equality, not order: launches of several host threads may reach the stream in another order than their epochs.
+    """
     total = 0
     for first in range(0, count, FLAGS):
         chunk = first + tl.arange(0, FLAGS)
         words = tl.load(flags_ptr + chunk, mask=chunk < count, other=-1, volatile=True)
-        while tl.sum(((words >= 0) & ((words >> 31) < ready)).to(tl.int32)) > 0:
+        while tl.sum(((words >= 0) & ((words >> 31) != ready) & ((words >> 31) != (ready | 1))).to(tl.int32)) > 0:
             words = tl.load(flags_ptr + chunk, mask=chunk < count, other=-1, volatile=True)
         total += tl.sum(tl.where(chunk < count, words & COUNT, 0).to(tl.int32))
     return total
@@ -163,19 +168,17 @@ _pack_split = launch.Kernel(_pack_split_kernel)
 _pack_row = launch.Kernel(_pack_row_kernel)
 
 
-def row_block(x: Tensor) -> dict[str, int]:
-    """Tile of the one-program-a-row scan."""
-    vector = 16 // x.element_size()
-    return {"BLOCK": max(min(launch.next_power_of_2(x.shape[1]), 512 * vector), 16 * vector), "VEC": vector}
+def fit_block(meta: dict[str, Any], n: int) -> dict[str, Any]:
+    """The tile with BLOCK no larger than a row needs; a warp's worth of groups at least."""
+    smallest = 32 * meta["VEC"]
+    return {**meta, "BLOCK": max(min(launch.next_power_of_2(n), meta["BLOCK"]), smallest)}
 
 
-def split_block(x: Tensor) -> tuple[int, dict[str, int]]:
-    """(chunks per row, tile) of the scan with several programs a row."""
-    m, n = x.shape
-    vector = 16 // x.element_size()
-    block = tuning.scan_block(m, n, vector)
-    chunks = launch.cdiv(n, block)
-    return chunks, {"BLOCK": block, "VEC": vector, "FLAGS": min(launch.next_power_of_2(chunks), 128)}
+def split(meta: dict[str, Any], n: int) -> tuple[int, dict[str, Any]]:
+    """(chunks per row, tile with the width in which flags are read)."""
+    meta = fit_block(meta, n)
+    chunks = launch.cdiv(n, meta["BLOCK"])
+    return chunks, {**meta, "FLAGS": min(launch.next_power_of_2(chunks), 128)}
 
 
 def pack_ell(x: Tensor, capacity: int, clear: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,17 +190,18 @@ def pack_ell(x: Tensor, capacity: int, clear: bool = True) -> tuple[Tensor, Tens
     nnz = torch.empty(m, dtype=torch.int32, device=x.device)
     if m == 0 or n == 0:
         return values.zero_(), indices.fill_(-1), nnz.zero_()
+    tile, warps = tuning.scan_tile(m, n, x.element_size())
     if tuning.one_program_a_row(m, n):
-        meta = {**row_block(x), "CLEAR": clear, "COUNT_ONLY": False}
+        meta = {**fit_block(tile, n), "CLEAR": clear, "COUNT_ONLY": False}
         key = (m, n, capacity, x.dtype, x.stride(0), clear)
         args = (x, values, indices, nnz, None, x.stride(0), n, capacity)
-        _pack_row(key, (m, 1, 1), args, meta, num_warps=tuning.SCAN_WARPS)
+        _pack_row(key, (m, 1, 1), args, meta, num_warps=warps)
     else:
-        chunks, meta = split_block(x)
+        chunks, meta = split(tile, n)
         flags, epoch = launch.flags.get(m * chunks, x.device)
         key = (m, n, capacity, x.dtype, x.stride(0))
         args = (x, values, indices, nnz, flags, epoch, x.stride(0), n, capacity, chunks)
-        _pack_split(key, (m * chunks, 1, 1), args, meta, num_warps=tuning.SCAN_WARPS)
+        _pack_split(key, (m * chunks, 1, 1), args, meta, num_warps=warps)
     return values, indices, nnz
 
 
@@ -207,10 +211,11 @@ def count_rows(x: Tensor) -> Tensor:
     m, n = x.shape
     nnz = torch.zeros(m, dtype=torch.int32, device=x.device)
     if m and n:
-        meta = {**row_block(x), "CLEAR": False, "COUNT_ONLY": True}
+        tile, warps = tuning.scan_tile(m, n, x.element_size())
+        meta = {**fit_block(tile, n), "CLEAR": False, "COUNT_ONLY": True}
         key = (m, n, x.dtype, x.stride(0))
         args = (x, x, nnz, nnz, None, x.stride(0), n, 0)
-        _pack_row(key, (m, 1, 1), args, meta, num_warps=tuning.SCAN_WARPS)
+        _pack_row(key, (m, 1, 1), args, meta, num_warps=warps)
     return nnz
 
 
@@ -221,10 +226,11 @@ def pack_csr(x: Tensor, row_offsets: Tensor, max_nnz: int) -> tuple[Tensor, Tens
     values = x.new_zeros(max_nnz)
     indices = torch.full((max_nnz,), -1, dtype=torch.int32, device=x.device)
     if m and n and max_nnz:
-        meta = {**row_block(x), "CLEAR": False, "COUNT_ONLY": False}
+        tile, warps = tuning.scan_tile(m, n, x.element_size())
+        meta = {**fit_block(tile, n), "CLEAR": False, "COUNT_ONLY": False}
         key = (m, n, max_nnz, x.dtype, x.stride(0))
         args = (x, values, indices, None, row_offsets, x.stride(0), n, max_nnz)
-        _pack_row(key, (m, 1, 1), args, meta, num_warps=tuning.SCAN_WARPS)
+        _pack_row(key, (m, 1, 1), args, meta, num_warps=warps)
     return values, indices
 
 
@@ -239,16 +245,16 @@ EXAMPLES = {
             "x_ptr": "*fp32", "values_ptr": "*fp32", "indices_ptr": "*i32", "nnz_ptr": "*i32", "flags_ptr": "*i64",
             "epoch": "i32", "stride_xm": "i32", "N": "i32", "capacity": "i32", "chunks": "i32",
         },
-        "constexprs": {"BLOCK": 4096, "VEC": 4, "FLAGS": 16},
-        "num_warps": 4,
+        "constexprs": {"BLOCK": 1024, "VEC": 4, "FLAGS": 64},
+        "num_warps": 1,
     },
     _pack_row_kernel: {
         "signature": {
             "x_ptr": "*bf16", "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "offsets_ptr": None,
             "stride_xm": "i32", "N": "i32", "capacity": "i32",
         },
-        "constexprs": {"BLOCK": 4096, "VEC": 8, "CLEAR": True, "COUNT_ONLY": False},
-        "num_warps": 4,
+        "constexprs": {"BLOCK": 2048, "VEC": 8, "CLEAR": True, "COUNT_ONLY": False},
+        "num_warps": 1,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

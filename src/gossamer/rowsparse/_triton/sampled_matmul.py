@@ -2,10 +2,11 @@
 
 One program owns a row of x and every PARTS-th block of BLOCK_E entries of that row. It gathers the entries' weight
 rows as [BLOCK_E, BLOCK_D] tiles, multiplies by x and folds along D, in float32. The result goes to the entry's slot
-(SCATTER off) or to its column in a dense row (SCATTER on: the gradient of dense activations).
+(SCATTER off) or to its column in a dense row (SCATTER on: the gradient of dense activations). With FILL the program
+writes the row's zeros as well, just ahead of the entries, whose columns ascend: zeroing the dense rows is bound by
+device memory, gathering by the L2, and so the two overlap.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,15 +17,26 @@ from gossamer.rowsparse._triton.matmul import row_span
 
 
 @triton.jit
+def fill_zeros(out_ptr, filled, until, N, BLOCK: tl.constexpr):
+    """Zeroes whole blocks from column `filled`, itself a multiple of BLOCK, past column `until`; the new `filled`."""
+    for first in range(filled, until, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        tl.store(out_ptr + columns, tl.zeros([BLOCK], out_ptr.dtype.element_ty), mask=columns < N, cache_modifier=".cs")
+    return tl.maximum(filled, tl.cdiv(until, BLOCK) * BLOCK)
+
+
+@triton.jit
 def _sampled_matmul_kernel(
     x_ptr, w_ptr, indices_ptr, offsets_ptr, out_ptr, stride_xm, stride_wn, N, D, capacity,
-    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, IS_CSR: tl.constexpr, SCATTER: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, IS_CSR: tl.constexpr,
+    SCATTER: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, part of the row's entries)."""
     row = tl.program_id(0)
     start, count, overflowed = row_span(offsets_ptr, row, capacity, IS_CSR)
     if not overflowed:
         x_ptr += row.to(tl.int64) * stride_xm
+        filled = 0
         for at in range(tl.program_id(1) * BLOCK_E, count, PARTS * BLOCK_E):
             entry = at + tl.arange(0, BLOCK_E)
             index = tl.load(indices_ptr + start + entry, mask=entry < count, other=-1)
@@ -41,9 +53,14 @@ def _sampled_matmul_kernel(
                 acc += w.to(tl.float32) * x[None, :]
             out = tl.where(index >= N, float("nan"), tl.sum(acc, axis=1))
             if SCATTER:
+                if FILL:
+                    filled = fill_zeros(out_ptr + row.to(tl.int64) * N, filled, tl.max(index, axis=0) + 1, N, 2048)
+                    tl.debug_barrier()
                 tl.store(out_ptr + row.to(tl.int64) * N + index, out, mask=valid)
             else:
                 tl.store(out_ptr + start + entry, out, mask=entry < count)
+        if FILL:
+            fill_zeros(out_ptr + row.to(tl.int64) * N, filled, N, N, 2048)
 
 
 _sampled_matmul = launch.Kernel(_sampled_matmul_kernel)
@@ -54,8 +71,8 @@ def sampled_matmul(
 ) -> tuple[Tensor, Tensor]:
     """Operator `sampled_matmul` -> (values like indices, dense [M, N] that is right at overflowed rows).
 
-    With `scatter` the second result is the whole masked product, zeros included, and the first is empty. Without, it
-    is empty unless the pattern has a source, and only the overflowed rows are written.
+    With `scatter` the second result is the whole masked product, zeros included, and the first is empty; columns must
+    ascend in each row. Without, it is empty unless the pattern has a source, and zero but for the overflowed rows.
     """
     is_csr = indices.dim() == 1
     x = x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
@@ -63,19 +80,23 @@ def sampled_matmul(
     m, d = x.shape
     n = weight.shape[0]
     capacity = indices.shape[-1]
+    # With many rows the programs write the zeros themselves; with few, a row is shared and they must be there before.
+    fill = scatter and m >= 512 and capacity > 0 and n > 0
     if scatter:
-        values, dense = x.new_empty(0), x.new_zeros(m, n)
+        values, dense = x.new_empty(0), (x.new_empty if fill else x.new_zeros)(m, n)
     else:
         values, dense = x.new_zeros(indices.shape), x.new_zeros(m if source is not None else 0, n)
     if m == 0 or n == 0 or capacity == 0:
         return values, dense
-    block_d = min(launch.next_power_of_2(d), 1024 // x.element_size())
-    parts = max(1, min(launch.cdiv(capacity, 16), launch.cdiv(8 * tuning.programs(x.device), m)))
-    meta = {"BLOCK_E": 16, "BLOCK_D": block_d, "PARTS": parts, "IS_CSR": is_csr, "SCATTER": scatter}
+    tile, warps = tuning.sampled_tile(d, x.element_size())
+    parts = max(1, min(launch.cdiv(capacity, tile["BLOCK_E"]), launch.cdiv(64 * tuning.programs(x.device), m)))
+    if fill:
+        parts = 1
+    meta = {**tile, "PARTS": parts, "IS_CSR": is_csr, "SCATTER": scatter, "FILL": fill}
     key = (m, n, d, capacity, x.dtype, weight.dtype, x.stride(0), weight.stride(0), is_csr, scatter)
     out = dense if scatter else values
     args = (x, weight, indices, offsets, out, x.stride(0), weight.stride(0), n, d, capacity)
-    _sampled_matmul(key, (m, parts, 1), args, meta, num_warps=4)
+    _sampled_matmul(key, (m, parts, 1), args, meta, num_warps=warps)
     if source is not None:
         overflow.backward_source(x, weight, source, dense, offsets[is_csr:], capacity)
     return values, dense
@@ -87,8 +108,8 @@ EXAMPLES = {
             "x_ptr": "*bf16", "w_ptr": "*bf16", "indices_ptr": "*i32", "offsets_ptr": "*i32", "out_ptr": "*bf16",
             "stride_xm": "i32", "stride_wn": "i32", "N": "i32", "D": "i32", "capacity": "i32",
         },
-        "constexprs": {"BLOCK_E": 16, "BLOCK_D": 512, "PARTS": 1, "IS_CSR": False, "SCATTER": True},
-        "num_warps": 4,
+        "constexprs": {"BLOCK_E": 8, "BLOCK_D": 256, "PARTS": 1, "IS_CSR": False, "SCATTER": True, "FILL": True},
+        "num_warps": 1,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

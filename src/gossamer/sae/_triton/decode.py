@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow, pack
@@ -22,9 +23,12 @@ from gossamer.rowsparse._triton.pack import scan_chunk, wait_and_sum
 def _decode_fwd_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, values_ptr, indices_ptr, nnz_ptr, flags_ptr, epoch,
     stride_xm, stride_wn, M, N, D, capacity, chunks, slices,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, FLAGS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, FLAGS: tl.constexpr,
+    LEADS: tl.constexpr,
 ):  # fmt: skip
     """Programs (row, chunk) that scan, then programs (row, slice) that gather."""
+    if LEADS:
+        gdc_launch_dependents()
     pid = tl.program_id(0)
     scanning = M * chunks
     if pid < scanning:
@@ -55,38 +59,122 @@ def _decode_fwd_kernel(
 _decode_fwd = launch.Kernel(_decode_fwd_kernel)
 
 
+class _Space:
+    """What one stream's decodes of one shape share: lists, flags, partial sums. None of it leaves the launch."""
+
+    def __init__(self, acts: Tensor, weight: Tensor, capacity: int, chunks: int) -> None:
+        m, n = acts.shape
+        self.values = acts.new_empty(m, capacity)
+        self.indices = torch.empty(m, capacity, dtype=torch.int32, device=acts.device)
+        self.nnz = torch.empty(m, dtype=torch.int32, device=acts.device)
+        self.flags, self.epoch = launch.flags.get(m * chunks, acts.device)
+        self.partial, self.arrived = overflow.workspace(m, n, weight) if capacity < n else (self.nnz, self.nnz)
+
+
+class _Plan:
+    """The launches of one shape, bound to all but their pointers, and the space they need on one stream."""
+
+    __slots__ = ("epochs", "lists", "overflow", "pointers", "scan", "space")
+
+    def __init__(self, space: _Space, scan: launch.Bound, over: launch.Bound | None) -> None:
+        # Flags of its own, so that another operator's epochs cannot meet its words.
+        space.flags = torch.zeros_like(space.flags)
+        self.epochs = launch.Epochs()
+        self.space, self.scan, self.overflow = space, scan, over
+        self.lists = tuple(t.data_ptr() for t in (space.values, space.indices, space.nnz, space.flags))
+        self.pointers = (space.partial.data_ptr(), space.arrived.data_ptr(), space.nnz.data_ptr())
+
+
+_plans: dict[tuple[object, ...], _Plan] = {}
+_MOST_PLANS = 64
+
+
+def _one_launch(
+    acts: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, capacity: int
+) -> tuple[_Space, launch.Bound | None, launch.Bound | None]:
+    (m, n), d = acts.shape, weight.shape[1]
+    tile, warps = tuning.decode_tile(m, n, d, weight.element_size())
+    chunks, meta = pack.split(tile, n)
+    meta["LEADS"] = capacity < n and tuning.dependent_launch(weight.device)
+    slices = launch.cdiv(d, meta["BLOCK_D"])
+    space = _Space(acts, weight, capacity, chunks)
+    key = (m, n, d, capacity, acts.dtype, weight.dtype, acts.stride(0), weight.stride(0), out.dtype)
+    key += (bias is None or bias.dtype,)
+    args = (acts, weight, bias, out, space.values, space.indices, space.nnz, space.flags, space.epoch)
+    args += (acts.stride(0), weight.stride(0), m, n, d, capacity, chunks, slices)
+    scan = _decode_fwd(key, (m * (chunks + slices), 1, 1), args, meta, num_warps=warps, head=9)
+    over = None
+    if capacity < n:
+        shared = (space.partial, space.arrived)
+        over = overflow.forward(acts, weight, bias, out, space.nnz, capacity, shared)
+    return space, scan, over
+
+
 def decode_lists(
     acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, out_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Operator `sae_decode_lists` -> (out [M, D], values, indices, nnz); slots past a row's count are not written."""
     m, n = acts.shape
     d = weight.shape[1]
+    bias = None if bias is None else bias.contiguous()
     if not tuning.one_launch_decode(m, n) or m == 0 or n == 0 or d == 0:
         values, indices, nnz = pack.pack_ell(acts, capacity, clear=False)
         return matmul(values, indices, nnz, acts, weight, bias, out_dtype), values, indices, nnz
-    acts = pack.rows_contiguous(acts)
-    weight = pack.rows_contiguous(weight)
+    acts, weight = pack.rows_contiguous(acts), pack.rows_contiguous(weight)
     out = torch.empty(m, d, dtype=out_dtype or weight.dtype, device=weight.device)
-    values = acts.new_empty(m, capacity)
-    indices = torch.empty(m, capacity, dtype=torch.int32, device=acts.device)
-    nnz = torch.empty(m, dtype=torch.int32, device=acts.device)
-    chunks, meta = pack.split_block(acts)
-    meta = {**meta, **tuning.gather_tile(m, d, weight.element_size())}
-    slices = launch.cdiv(d, meta["BLOCK_D"])
-    flags, epoch = launch.flags.get(m * chunks, acts.device)
-    key = (m, n, d, capacity, acts.dtype, weight.dtype, acts.stride(0), weight.stride(0), out.dtype)
-    key += (bias is None or bias.dtype,)
-    args = (acts, weight, bias, out, values, indices, nnz, flags, epoch)
-    args += (acts.stride(0), weight.stride(0), m, n, d, capacity, chunks, slices)
-    _decode_fwd(key, (m * (chunks + slices), 1, 1), args, meta, num_warps=tuning.GATHER_WARPS)
-    if capacity < n:
-        overflow.forward(acts, weight, bias, out, nnz, capacity)
-    return out, values, indices, nnz
+    space, _, _ = _one_launch(acts, weight, bias, out, capacity)
+    return out, space.values, space.indices, space.nnz
 
 
 def decode(acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, out_dtype: torch.dtype | None) -> Tensor:
-    """Operator `sae_decode`: the output alone."""
-    return decode_lists(acts, weight, bias, capacity, out_dtype)[0]
+    """Operator `sae_decode`: the output alone.
+
+    Host time is most of a small decode, so everything that follows from shapes is done once and kept as a plan.
+    """
+    m, n = acts.shape
+    if not tuning.one_launch_decode(m, n) or launch.INTERPRET:
+        return decode_lists(acts, weight, bias, capacity, out_dtype)[0]
+    index = acts.get_device()
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    key = (m, n, weight.shape, acts.stride(), weight.stride(), acts.dtype, weight.dtype, out_dtype, capacity)
+    key += (index, stream, None if bias is None else (bias.dtype, bias.stride()), tuning.tf32())
+    plan = _plans.get(key)
+    pointers = (acts.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr())
+    if (
+        plan is None
+        or (pointers[0] | pointers[1] | (pointers[2] or 0)) % 16
+        or torch._C._cuda_getDevice() != index
+        or torch._C._cuda_isCurrentStreamCapturing()
+    ):
+        return _decode_and_plan(key, acts, weight, bias, capacity, out_dtype)
+    out = weight.new_empty((m, weight.shape[1]), dtype=out_dtype)
+    target = out.data_ptr()
+    plan.scan(stream, *pointers, target, *plan.lists, plan.epochs.next(plan.space.flags))
+    if plan.overflow is not None:
+        plan.overflow(stream, *pointers, target, *plan.pointers)
+    return out
+
+
+def _decode_and_plan(
+    key: tuple[object, ...],
+    acts: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    capacity: int,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    m, n = acts.shape
+    d = weight.shape[1]
+    plain = acts.stride(1) == 1 and weight.stride(1) == 1 and (bias is None or bias.is_contiguous())
+    if not plain or m * n * d == 0 or torch.cuda.is_current_stream_capturing():
+        return decode_lists(acts, weight, bias, capacity, out_dtype)[0]
+    out = torch.empty(m, d, dtype=out_dtype or weight.dtype, device=weight.device)
+    space, scan, over = _one_launch(acts, weight, bias, out, capacity)
+    if scan is not None and (over is not None or capacity >= n):
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        _plans[key] = _Plan(space, scan, over)
+    return out
 
 
 EXAMPLES = {
@@ -96,8 +184,8 @@ EXAMPLES = {
             "indices_ptr": "*i32", "nnz_ptr": "*i32", "flags_ptr": "*i64", "epoch": "i32", "stride_xm": "i32",
             "stride_wn": "i32", "M": "i32", "N": "i32", "D": "i32", "capacity": "i32", "chunks": "i32", "slices": "i32",
         },
-        "constexprs": {"BLOCK": 4096, "VEC": 4, "FLAGS": 16, "BLOCK_E": 16, "BLOCK_D": 128},
-        "num_warps": 4,
+        "constexprs": {"BLOCK": 1024, "VEC": 4, "FLAGS": 64, "BLOCK_E": 32, "BLOCK_D": 32, "LEADS": False},
+        "num_warps": 1,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

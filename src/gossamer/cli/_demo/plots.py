@@ -1,0 +1,132 @@
+"""The report's plots, as SVG that takes its colours and font from the page."""
+
+from __future__ import annotations
+
+import re
+from io import StringIO
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
+
+from gossamer.cli._demo.features import HIGHEST_RATE, LOWEST_RATE
+
+# Colours that occur nowhere else stand for the page's own, so that a plot follows its light or dark scheme.
+_INK, _MUTED, _DENSE, _SPARSE = "#000001", "#000002", "#000003", "#000004"
+_PAGE = {_INK: "--ink", _MUTED: "--muted", _DENSE: "--dense", _SPARSE: "--sparse"}
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "gossamer",
+    "font.size": 10,
+    "text.color": _INK,
+    "axes.labelcolor": _MUTED,
+    "axes.edgecolor": _MUTED,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "xtick.color": _MUTED,
+    "ytick.color": _MUTED,
+    "lines.linewidth": 1.8,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "legend.frameon": False,
+}
+
+
+def model_plot(history: list[dict[str, Any]]) -> str:
+    """Bits per byte and the active fraction of the feed-forward, over the bytes seen."""
+
+    def draw(figure: Figure) -> None:
+        bits, active = figure.subplots(1, 2)
+        _curve(bits, history, "bits_per_byte", "Bits per byte, training batches")
+        _curve(active, history, "active_fraction", "Active feed-forward neurons")
+        active.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+
+    return _svg(draw, 2.6)
+
+
+def sae_plot(history: list[dict[str, Any]]) -> str:
+    """L0, variance explained and dead latents, over the bytes seen."""
+
+    def draw(figure: Figure) -> None:
+        l0, variance, dead = figure.subplots(1, 3)
+        _curve(l0, history, "l0", "L0")
+        _curve(variance, history, "variance_explained", "Variance explained")
+        _curve(dead, history, "dead_fraction", "Dead latents")
+        for axes in (variance, dead):
+            axes.set_ylim(0, 1.02)
+            axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+
+    return _svg(draw, 2.4)
+
+
+def time_plot(comparison: list[dict[str, Any]]) -> str:
+    """Time per call, dense beside sparse, for every operation of every size; logarithmic."""
+
+    def draw(figure: Figure) -> None:
+        panels = figure.subplots(1, len(comparison), squeeze=False)[0]
+        for axes, case in zip(panels, comparison, strict=True):
+            operations = case["operations"]
+            y = np.arange(len(operations))[::-1]
+            for offset, way, colour in ((0.19, "dense", _DENSE), (-0.19, "sparse", _SPARSE)):
+                milliseconds = [operation[way]["median_seconds"] * 1e3 for operation in operations]
+                bars = axes.barh(y + offset, milliseconds, 0.34, color=colour, label=way)
+                axes.bar_label(bars, [f"{m:.3g}" for m in milliseconds], padding=3, color=_INK, fontsize=9)
+            axes.set(xscale="log", xlabel="milliseconds per call", title=f"{case['name']}, {case['d_sae']:,} latents")
+            axes.set_yticks(y, [operation["operation"] for operation in operations])
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            low, high = axes.get_xlim()
+            axes.set_xlim(low / 1.5, high * 2)
+            axes.tick_params(axis="y", length=0)
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=2, fontsize=9)
+
+    return _svg(draw, 2.7)
+
+
+def rate_plot(firing_rates: list[float]) -> str:
+    """How many latents fire how often; the range from which the features shown are taken is shaded."""
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        rates = np.asarray(firing_rates)
+        fired = rates[rates > 0]
+        if len(fired):
+            edges = np.logspace(np.log10(fired.min()) - 0.05, np.log10(fired.max()) + 0.05, 50)
+            axes.hist(fired, bins=edges.tolist(), color=_SPARSE)
+        axes.axvspan(LOWEST_RATE, HIGHEST_RATE, color=_MUTED, alpha=0.15, linewidth=0)
+        axes.set(xscale="log", xlabel="share of bytes on which a latent fires", ylabel="latents")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))
+        axes.set_title(f"{len(fired):,} of {len(rates):,} latents fired; the shaded range is searched for features")
+
+    return _svg(draw, 2.4)
+
+
+def _curve(axes: Axes, history: list[dict[str, Any]], key: str, title: str) -> None:
+    millions = np.array([record["tokens"] for record in history]) / 1e6
+    values = np.array([record[key] for record in history], dtype=float)
+    width = max(1, len(values) // 12)
+    smooth = [values[max(0, i - width) : i + width + 1].mean() for i in range(len(values))]
+    axes.plot(millions, values, color=_SPARSE, alpha=0.3, linewidth=1)
+    axes.plot(millions, smooth, color=_SPARSE)
+    axes.set(title=title, xlabel="million bytes seen")
+    axes.set_ylim(bottom=0)
+
+
+def _svg(draw: Any, height: float) -> str:
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(9, height), layout="constrained")
+        draw(figure)
+        buffer = StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Creator": None, "Date": None, "Format": None, "Type": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    for colour, name in _PAGE.items():
+        svg = svg.replace(colour, f"var({name})")
+    svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg)
+    svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'role="img"', svg, count=1)

@@ -1,0 +1,244 @@
+"""The demo's report: one HTML page that needs nothing else, and its main figures for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from gossamer.cli._demo import plots
+
+# Made visible where a line of text must stay one line.
+_VISIBLE = {"\n": "⏎", "\r": "␍", "\t": "⇥"}
+
+
+def headline(results: dict[str, Any]) -> list[tuple[str, str]]:
+    """The main figures, each with a short name."""
+    model, sae, loss = results["model"], results["sae"], results["loss"]
+    largest = results["comparison"][-1]
+    decode = largest["operations"][0]
+    return [
+        ("bits per byte on unseen text", f"{model['validation_bits_per_byte']:.2f}"),
+        ("feed-forward neurons active", f"{model['active_fraction']:.1%}"),
+        (f"latents active per byte (L0), of {sae['d_sae']:,}", f"{sae['l0']:.1f}"),
+        ("variance explained by the autoencoder", f"{sae['variance_explained']:.1%}"),
+        ("of the model's loss recovered with its reconstruction", f"{loss['loss_recovered']:.1%}"),
+        (
+            f"speed-up of sparse decoding at {largest['d_sae']:,} latents: {_time(decode['sparse']['median_seconds'])} "
+            f"instead of {_time(decode['dense']['median_seconds'])}",
+            _ratio(decode["speed_up"]),
+        ),
+    ]
+
+
+def render(results: dict[str, Any]) -> str:
+    """The whole page. Every piece of text that comes from outside is escaped."""
+    style = files("gossamer.cli._demo").joinpath("report.css").read_text(encoding="utf-8")
+    text = results["text"]
+    tiles = "".join(
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
+        for name, value in headline(results)
+    )
+    body = "\n".join(
+        (
+            "<header><h1>gossamer demo</h1>",
+            "<p>A byte-level transformer and a JumpReLU sparse autoencoder, trained on "
+            f"{text['train_bytes']:,} bytes of {escape(text['source'])} with gossamer&#8217;s sparse operators on {escape(_hardware(results))}.</p>"
+            "</header>",
+            f'<section class="tiles">{tiles}</section>',
+            _model_section(results),
+            _sae_section(results),
+            _loss_section(results["loss"]),
+            _comparison_section(results["comparison"]),
+            _features_section(results),
+            _footer(results),
+        )
+    )
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>gossamer demo</title>\n<style>\n{style}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def _model_section(results: dict[str, Any]) -> str:
+    model, last = results["model"], results["model"]["history"][-1]
+    sizes = results["settings"]["model"]
+    blocks = ", ".join(f"{share:.1%}" for share in model["active_fraction_per_block"])
+    return (
+        "<h2>The model</h2>"
+        f"<p>{sizes['n_layers']} blocks, d_model {sizes['d_model']}, {sizes['n_heads']} heads, context "
+        f"{sizes['context']}, {model['parameters']:,} parameters; {last['step']:,} steps over {last['tokens']:,} bytes "
+        f"in {last['seconds']:.0f} s. The feed-forward is down(relu(gate(x)) &middot; up(x)); an L1 penalty on "
+        "relu(gate(x)) keeps most of its neurons at zero: on unseen text "
+        f"{blocks} of them are active, block by block.</p>"
+        f"<figure>{plots.model_plot(model['history'])}</figure>"
+    )
+
+
+def _sae_section(results: dict[str, Any]) -> str:
+    sae, last = results["sae"], results["sae"]["history"][-1]
+    sizes = results["settings"]["model"]
+    middle = sizes["n_layers"] // 2
+    return (
+        "<h2>The sparse autoencoder</h2>"
+        f"<p>A JumpReLU autoencoder of {sae['d_sae']:,} latents on the residual stream after block {middle} of "
+        f"{sizes['n_layers']}, scaled to a mean norm of 1; {last['step']:,} steps over {last['tokens']:,} bytes in "
+        f"{last['seconds']:.0f} s. The L0 penalty rises over the first half. A latent is dead if it has not fired in "
+        f"the last tenth of the training: {sae['dead_fraction']:.0%} at the end.</p>"
+        f"<figure>{plots.sae_plot(sae['history'])}</figure>"
+        + _table(
+            f"On {sae['tokens']:,} bytes of unseen text",
+            ("", "sparse", "dense"),
+            [
+                ("L0", f"{sae['l0']:.2f}", f"{sae['l0_dense']:.2f}"),
+                (
+                    "variance explained",
+                    f"{sae['variance_explained']:.2%}",
+                    f"{sae['variance_explained_dense']:.2%}",
+                ),
+                ("largest absolute difference", f"{sae['largest_difference']:.1e}", ""),
+            ],
+        )
+    )
+
+
+def _loss_section(loss: dict[str, float]) -> str:
+    rows = [
+        ("residual stream left alone", "clean", ""),
+        ("replaced by its sparse reconstruction", "spliced", ""),
+        ("the same, computed densely", "spliced_dense", "dense"),
+        ("replaced by zero", "zero", ""),
+    ]
+    most = max(loss[key] for _, key, _ in rows)
+    body = "".join(
+        f'<tr><th scope="row">{name}</th><td class="number">{loss[key]:.4f}</td><td style="width: 45%">'
+        f'<span class="bar {kind}" style="width: {100 * max(loss[key], 0) / most:.1f}%"></span></td></tr>'
+        for name, key, kind in rows
+    )
+    return (
+        "<h2>What the reconstruction keeps</h2>"
+        "<p>The model&#8217;s loss on unseen text when the residual stream is replaced on its way through the model. "
+        f"The reconstruction recovers {loss['loss_recovered']:.1%} of what zeroing the stream costs.</p>"
+        '<div class="wide"><table><thead><tr><th></th><th class="number">bits per byte</th><th></th></tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _comparison_section(comparison: list[dict[str, Any]]) -> str:
+    tables = []
+    for case in comparison:
+        with_memory = case["operations"][0]["sparse"]["peak_bytes"] is not None
+        rows = []
+        for operation in case["operations"]:
+            dense, sparse = operation["dense"], operation["sparse"]
+            memory = (_bytes(dense["peak_bytes"]), _bytes(sparse["peak_bytes"])) if with_memory else ()
+            rows.append(
+                (
+                    operation["operation"],
+                    _time(dense["median_seconds"]),
+                    _time(sparse["median_seconds"]),
+                    _ratio(operation["speed_up"]),
+                    *memory,
+                    f"{operation['largest_difference']:.1e}",
+                )
+            )
+        memory_names = ("dense, peak", "sparse, peak") if with_memory else ()
+        tables.append(
+            _table(
+                f"{case['name']}: batch {case['batch']:,}, d_sae {case['d_sae']:,}, d_in {case['d_in']:,}, "
+                f"L0 {case['l0']:.1f} (dense {case['l0_dense']:.1f}), {case['dtype']}",
+                ("", "dense", "sparse", "speed-up", *memory_names, "largest difference"),
+                rows,
+            )
+        )
+    return (
+        "<h2>Dense against sparse</h2>"
+        "<p>Dense is plain PyTorch: a product with the whole decoder. Sparse reads the decoder rows of the latents "
+        "that fired. &#8220;Decode&#8221; starts from dense activations, &#8220;decode, packed&#8221; from the rows "
+        "that the encoder returns, &#8220;forward&#8221; is the whole autoencoder, whose encoder is a dense product "
+        "either way. "
+        "Medians of calls that take turns"
+        f"{'; memory is the peak beyond what was held before' if with_memory else ''}.</p>"
+        f"<figure>{plots.time_plot(comparison)}</figure>" + "".join(tables)
+    )
+
+
+def _features_section(results: dict[str, Any]) -> str:
+    features = results["features"]
+    cards = "".join(map(_card, features["top"]))
+    return (
+        "<h2>What the features are</h2>"
+        f"<p>Out of {features['bytes_read']:,} bytes of unseen text. Candidates fire on 0.01% to 2% of the bytes. They "
+        "are ranked by how much text two of their strongest contexts share up to and including the byte that fires, "
+        "white space not counted; of features that share the same text one is shown. Contexts with the same run-up "
+        "are shown once.</p>"
+        f"<figure>{plots.rate_plot(features['firing_rates'])}</figure>"
+        + (f'<div class="cards">{cards}</div>' if cards else "<p>No feature fired often enough to be shown.</p>")
+    )
+
+
+def _card(feature: dict[str, Any]) -> str:
+    fires_on = ", ".join(f"{_visible(f['byte'])} {f['share']:.0%}" for f in feature["fires_on"] if f["share"] >= 0.01)
+    contexts = "".join(
+        f'<li class="context" title="{c["value"]:.3f}"><span class="text before"><span>{_visible(c["before"])}</span>'
+        f'</span><span class="text"><mark>{_visible(c["character"])}</mark></span>'
+        f'<span class="text after">{_visible(c["after"])}</span></li>'
+        for c in feature["contexts"]
+    )
+    return (
+        f'<article class="card"><h3>{feature["feature"]} <span class="text">{_visible(feature["shared_text"])}</span>'
+        f'</h3><p class="facts">fires on {feature["firing_rate"]:.2%} of bytes: {fires_on}</p>'
+        f"<ol>{contexts}</ol></article>"
+    )
+
+
+def _footer(results: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items() if version)
+    commit = f", commit {results['commit']}" if results["commit"] else ""
+    return (
+        f"<footer><p><code>{escape(results['command'])}</code></p><p>{escape(results['created'])}, seed "
+        f"{results['seed']}{escape(commit)}. {escape(versions)}. {escape(_hardware(results))}. "
+        "All figures are in results.json beside this page.</p></footer>"
+    )
+
+
+def _table(caption: str, names: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
+    head = "".join(f"<th{' class=number' if i else ''}>{escape(name)}</th>" for i, name in enumerate(names))
+    body = "".join(
+        f'<tr><th scope="row">{escape(first)}</th>'
+        + "".join(f'<td class="number">{escape(cell)}</td>' for cell in rest)
+        + "</tr>"
+        for first, *rest in rows
+    )
+    return (
+        f'<div class="wide"><table><caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _hardware(results: dict[str, Any]) -> str:
+    hardware = results["hardware"]
+    threads = f", {hardware['threads']} threads" if "threads" in hardware else ""
+    return f"{hardware['name']}{threads}"
+
+
+def _visible(text: str) -> str:
+    shown = (_VISIBLE.get(c, c if c.isprintable() else c.encode("unicode_escape").decode("ascii")) for c in text)
+    return escape("".join(shown))
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 2**20:.3g} MiB"
+
+
+def _ratio(ratio: float) -> str:
+    return f"{ratio:.2g}×" if ratio < 10 else f"{ratio:.0f}×"

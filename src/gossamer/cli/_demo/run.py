@@ -1,0 +1,243 @@
+"""The demo from its text to its report."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import gossamer
+from gossamer.cli import environment
+from gossamer.cli._demo import features, measure, report
+from gossamer.cli._demo.model import ByteModel, ModelConfig
+from gossamer.cli._demo.text import Corpus, load_corpus
+from gossamer.cli._demo.train import Clock, Show, activations, train_model, train_sae
+from gossamer.nn import JumpReLUSAE
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run depends on. Batches are counted in windows for the model, in bytes of text for the SAE.
+
+    A number of steps, where given, replaces the seconds of that training: the run is then the same every time.
+    """
+
+    text: Path | None = None
+    device: str = "auto"
+    out: Path = Path("report")
+    seconds_model: float = 70.0
+    seconds_sae: float = 60.0
+    steps_model: int | None = None
+    steps_sae: int | None = None
+    seconds_compare: float = 12.0
+    seconds_features: float = 25.0
+    seed: int = 0
+    model: ModelConfig = field(default_factory=ModelConfig)
+    d_sae: int = 4096
+    bandwidth: float = 0.03
+    target_l0: float = 32.0
+    batch_model: int = 8
+    batch_sae: int = 1024
+    n_validation: int = 128
+    n_feature_windows: int = 2048
+    n_features: int = 20
+    large: bool = True
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device called `name`; "auto" is the first GPU, or the CPU where there is none.
+
+    Raises ValueError for a name that is no device of this machine.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = {str(device): device for device in environment.devices()}
+    if "cuda:0" in found:
+        found["cuda"] = found["cuda:0"]
+    if name not in found:
+        known = ", ".join(found)
+        raise ValueError(f"gossamer demo: --device must be auto or a device of this machine ({known}), got {name!r}.")
+    return found[name]
+
+
+def prepare(settings: Settings) -> tuple[torch.device, Corpus]:
+    """Find out before anything is trained whether the run can end: the device, the text, the folder to write to.
+
+    Raises ValueError for a device or a text that cannot be used, and OSError if a file cannot be read or written.
+    """
+    device = resolve_device(settings.device)
+    corpus = load_corpus(settings.text, seed=settings.seed, min_bytes=8 * (settings.model.context + 1))
+    settings.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=settings.out):
+        pass
+    return device, corpus
+
+
+def run(settings: Settings, device: torch.device, corpus: Corpus, console: Console) -> dict[str, Any]:
+    """Train, measure, and write `index.html` and `results.json` under `settings.out`; returns the results."""
+    train, validation = corpus.train.to(device), corpus.validation.to(device)
+    console.print(f"{len(train):,} bytes of {corpus.source} on {device}", highlight=False)
+    torch.manual_seed(settings.seed)
+    generator = torch.Generator().manual_seed(settings.seed)
+    model = ByteModel(settings.model).to(device)
+    tokens = measure.contexts(validation, settings.n_validation, settings.model.context + 1)
+
+    with _progress(console) as stages:
+        with stages("byte model") as show:
+            model_history = train_model(
+                model,
+                train,
+                clock=Clock(settings.seconds_model, settings.steps_model),
+                batch_size=settings.batch_model,
+                generator=generator,
+                show=show,
+            )
+        model.requires_grad_(False)
+        sample = activations(model, train, n_contexts=64, scale=1.0, generator=generator)
+        scale = 1 / sample.norm(dim=-1).mean().item()
+        with stages("sparse autoencoder") as show:
+            sae = JumpReLUSAE(settings.model.d_model, settings.d_sae, bandwidth=settings.bandwidth).to(device)
+            sae_history = train_sae(
+                sae,
+                model,
+                train,
+                clock=Clock(settings.seconds_sae, settings.steps_sae),
+                batch_size=settings.batch_sae,
+                scale=scale,
+                target_l0=settings.target_l0,
+                generator=generator,
+                show=show,
+            )
+        with stages("reconstruction") as show:
+            bits, active = measure.evaluate(model, tokens)
+            x = model.residual(tokens[:, :-1]).flatten(0, 1)[: 4 * settings.batch_sae] * scale
+            quality = measure.quality(sae, x)
+            show(0.3, "splicing")
+            losses = measure.splice_losses(model, sae, scale, tokens)
+            show(1.0, f"{losses['loss_recovered']:.1%} of the loss recovered")
+        comparisons = []
+        with stages("dense against sparse") as show:
+            x = x[: settings.batch_sae]
+            comparisons.append(_compare("this SAE", sae, x, settings.seconds_compare, show))
+        if settings.large:
+            with stages("at full size") as show:
+                large, x = measure.large_sae(device, settings.seed)
+                comparisons.append(_compare("random SAE", large, x, settings.seconds_compare, show))
+                del large
+        with stages("features") as show:
+            windows = measure.contexts(validation, settings.n_feature_windows, settings.model.context)
+            firings = features.collect(model, sae, scale, windows, seconds=settings.seconds_features, show=show)
+            top = features.top_features(firings, settings.n_features)
+            show(1.0, f"{len(top)} features from {firings.tokens.numel():,} bytes")
+
+    results = {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": environment.commit(Path(gossamer.__file__).parent),
+        "versions": environment.versions(),
+        "hardware": environment.describe(device),
+        "seed": settings.seed,
+        "settings": asdict(settings),
+        "text": {
+            "source": corpus.source,
+            "files": corpus.n_files,
+            "train_bytes": len(train),
+            "validation_bytes": len(validation),
+        },
+        "model": {
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "validation_bits_per_byte": bits,
+            "active_fraction": sum(active) / len(active),
+            "active_fraction_per_block": active,
+            "history": model_history,
+        },
+        "sae": {
+            **quality,
+            "activation_scale": scale,
+            "dead_fraction": sae_history[-1]["dead_fraction"],
+            "history": sae_history,
+        },
+        "loss": losses,
+        "comparison": comparisons,
+        "features": {
+            "bytes_read": firings.tokens.numel(),
+            "firing_rates": (firings.counts.double() / firings.tokens.numel()).tolist(),
+            "top": top,
+        },
+    }
+    _write(settings.out / "index.html", report.render(results))
+    _write(settings.out / "results.json", json.dumps(_plain(results), indent=1, allow_nan=False, ensure_ascii=False))
+    console.print(summary(results))
+    console.print(f"Report: {settings.out / 'index.html'}", highlight=False, soft_wrap=True)
+    return results
+
+
+def summary(results: dict[str, Any]) -> Table:
+    """The main figures as a table for the terminal."""
+    table = Table(show_header=False, title="gossamer demo", title_justify="left")
+    for name, value in report.headline(results):
+        table.add_row(name, value)
+    return table
+
+
+def _compare(name: str, sae: JumpReLUSAE, x: torch.Tensor, seconds: float, show: Show) -> dict[str, Any]:
+    return {"name": name, **measure.compare(sae, x, seconds=seconds, show=show)}
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Any]:
+    columns = (
+        TextColumn("{task.description:22}"),
+        BarColumn(12),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[state]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+
+        @contextmanager
+        def stage(name: str) -> Iterator[Show]:
+            task = progress.add_task(name, total=1.0, state="")
+            yield lambda done, state: progress.update(task, completed=done, state=state)
+            progress.update(task, completed=1.0)
+
+        yield stage
+
+
+def _plain(value: Any) -> Any:
+    """The value with what JSON cannot say turned into what it can: paths into text, NaN and infinities into null."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

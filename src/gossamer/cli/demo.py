@@ -1,0 +1,29 @@
+"""`gossamer demo`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+
+def demo(
+    text: Path | None = typer.Option(None, help="File or folder to train on; default: Python's standard library."),
+    device: str = typer.Option("auto", help="auto, cpu, cuda or cuda:N."),
+    out: Path = typer.Option(Path("report"), help="Folder for index.html and results.json."),
+    seconds_model: float = typer.Option(70.0, min=0.0, help="Training time of the transformer."),
+    seconds_sae: float = typer.Option(60.0, min=0.0, help="Training time of the sparse autoencoder."),
+    seed: int = typer.Option(0, min=0, help="Seed of weights and batches; the times above decide how far they get."),
+) -> None:
+    """Train a small transformer and a sparse autoencoder on real text, compare dense and sparse, and write a report."""
+    from gossamer.cli._demo.run import Settings, prepare, run
+
+    settings = Settings(
+        text=text, device=device, out=out, seconds_model=seconds_model, seconds_sae=seconds_sae, seed=seed
+    )
+    try:
+        device_found, corpus = prepare(settings)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    run(settings, device_found, corpus, Console())

@@ -1,0 +1,139 @@
+"""Encoding for sparse autoencoders on the CPU."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from gossamer.rowsparse._torch.pack import ell_from_entries, nonzero_positions
+
+_INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def encode(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    b_dec: Tensor | None,
+    threshold: Tensor | None,
+    activation: str,
+    k: int,
+    bandwidth: float,
+    capacity: int,
+    keep_source: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Operator `sae_encode` -> (values, indices, nnz, source or [0, N], l0)."""
+    pre = (x if b_dec is None else x - b_dec).to(weight.dtype) @ weight
+    if bias is not None:
+        pre.add_(bias)
+    m, n = pre.shape
+    l0 = torch.zeros(m, dtype=threshold_dtype(weight.dtype))
+    source = pre if keep_source else pre.new_empty(0, n)
+    if m == 0 or n == 0:
+        empty = torch.full((m, capacity), -1, dtype=torch.int32)
+        return pre.new_zeros(m, capacity), empty, torch.zeros(m, dtype=torch.int32), source, l0
+    if activation in ("topk", "batchtopk"):
+        positions = _largest(pre, k, m if activation == "topk" else 1)
+        values = pre.view(-1)[positions]
+    else:
+        # Thresholds below 0 keep what 0 keeps, because values are at least 0.
+        limit = l0.new_zeros(1) if threshold is None else threshold.clamp(min=0)
+        positions = nonzero_positions(~(pre <= limit - bandwidth / 2))
+        values = pre.view(-1)[positions]
+        if bandwidth:
+            values = torch.where(values <= limit.expand(n)[positions % n], 0, values)
+    rows = torch.div(positions, n, rounding_mode="floor")
+    row_offsets = torch.zeros(m + 1, dtype=torch.int64)
+    torch.cumsum(torch.bincount(rows, minlength=m), 0, out=row_offsets[1:])
+    l0 += torch.bincount(rows[values != 0], minlength=m)
+    if keep_source:
+        flagged = row_offsets.diff() > capacity
+        held = flagged[rows]
+        source[flagged] = 0
+        # -0.0 stands for an entry of value 0, +0.0 for none.
+        source.view(-1)[positions[held]] = torch.where(values[held] == 0, -0.0, values[held])
+    return *ell_from_entries(row_offsets, positions - rows * n, values, capacity), source, l0
+
+
+def threshold_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What thresholds and statistics are kept in beside weights of a dtype."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _largest(pre: Tensor, k: int, groups: int) -> Tensor:
+    """Flat positions, ascending, of the positive elements (or NaN) among the k a row largest of each group of rows.
+
+    Clamps pre at 0 in place. Positive floats are ordered like their bit patterns; comparing those puts NaN first.
+    """
+    pre.clamp_(min=0)
+    keys = pre.view(_INTEGER[pre.element_size()])
+    # NaN comes with either sign and any payload.
+    nan = int(torch.tensor(math.nan, dtype=pre.dtype).view(keys.dtype))
+    keys.bitwise_and_(torch.iinfo(keys.dtype).max).clamp_(max=nan)
+    keys = keys.view(groups, -1)
+    total = k * (pre.shape[0] // groups)
+    # What ReLU zeroes has key 0.
+    kth = keys.topk(total, sorted=False).values.amin(1).clamp(min=1)
+    candidates = nonzero_positions(keys >= kth[:, None])
+    group = torch.div(candidates, keys.shape[1], rounding_mode="floor")
+    above = keys.view(-1)[candidates] > kth[group]
+    need = total - torch.bincount(group[above], minlength=groups)
+    ties, tied = candidates[~above], group[~above]
+    count = torch.bincount(tied, minlength=groups)
+    rank = torch.arange(tied.shape[0]) - (count.cumsum(0) - count)[tied]
+    if bool((count <= need).all()):
+        return candidates
+    return torch.cat([candidates[above], ties[rank < need[tied]]]).sort().values
+
+
+def bwd_columns(
+    grad_values: Tensor,
+    grad_source: Tensor,
+    grad_l0: Tensor,
+    keys: Tensor,
+    columns: Tensor,
+    col_offsets: Tensor,
+    values: Tensor,
+    nnz: Tensor,
+    source: Tensor,
+    threshold: Tensor | None,
+    bandwidth: float,
+) -> tuple[Tensor, Tensor]:
+    """Operator `sae_encode_bwd_columns` -> (grad_bias [N], grad_threshold [N], or [0] without a threshold)."""
+    n = col_offsets.shape[0] - 1
+    dtype = threshold_dtype(values.dtype)
+    held = int(col_offsets[-1])
+    rows, slots = keys[:held] >> 32, keys[:held] & 0xFFFFFFFF
+    columns = columns[:held].long()
+    value, grad = values[rows, slots], grad_values[rows, slots].to(dtype)
+    over = (nnz > values.shape[1]).nonzero().squeeze(1) if source.shape[0] else nnz.new_empty(0)
+    if over.numel():
+        dense = source[over]
+        row, column = ((dense != 0) | dense.signbit()).nonzero(as_tuple=True)
+        rows, columns = torch.cat([rows, over[row]]), torch.cat([columns, column])
+        value = torch.cat([value, dense[row, column]])
+        grad = torch.cat([grad, grad_source[over[row], column].to(dtype)])
+    grad_bias = torch.zeros(n, dtype=dtype).index_add_(0, columns, torch.where(value != 0, grad, 0))
+    if threshold is None:
+        return grad_bias, grad_bias.new_empty(0)
+    limit = threshold[columns]
+    slope = torch.where(value - limit < bandwidth / 2, limit * grad + grad_l0[rows], 0) * (-1 / bandwidth)
+    grad_threshold = torch.zeros(n, dtype=dtype).index_add_(0, columns, slope)
+    return grad_bias, torch.where(threshold < 0, 0, grad_threshold)
+
+
+def bwd_source(grad: Tensor, source: Tensor, nnz: Tensor, capacity: int) -> Tensor:
+    """Operator `sae_encode_bwd_source` -> [M, N], written at overflowed rows alone."""
+    out = torch.empty_like(source)
+    over = (nnz > capacity).nonzero().squeeze(1)
+    out[over] = torch.where(source[over] != 0, grad[over], 0)
+    return out
+
+
+def count_fired(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None, n: int) -> Tensor:
+    """Operator `sae_count_fired` -> int64 [N]."""
+    capacity = values.shape[1]
+    over = nnz > capacity
+    held = (torch.arange(capacity) < nnz[:, None]) & ~over[:, None] & (values != 0) & (indices >= 0)
+    counts = torch.bincount(indices[held], minlength=n)
+    return counts if source is None else counts + (source[over] != 0).sum(0)

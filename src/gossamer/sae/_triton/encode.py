@@ -1,0 +1,476 @@
+"""Pre-activations to sorted lists of entries: one pass that adds the bias, applies the activation and packs.
+
+The ways through the rows are those of `rowsparse._triton.pack`: one program a row, or, with few rows, programs that
+take chunks of a row and exchange their counts. What is new is the rule that keeps an entry, and what becomes of a row
+that has more entries than slots: the program that finds it out overwrites the row of z by its activation, so that z
+serves as the container's source without another buffer. There -0.0 stands for an entry of value 0, +0.0 for none.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch, tuning
+from gossamer.rowsparse._triton import pack
+from gossamer.rowsparse._triton.pack import DONE, clear_slots, count_bits, wait_and_sum
+from gossamer.sae._triton import select
+from gossamer.sae._triton.select import add_bias, chunk_columns, load_pre, lowest_column, order_key, word_bits
+
+
+@triton.jit
+def load_threshold(threshold_ptr, stride_t, columns, N):
+    """Thresholds below 0 keep what 0 keeps, because values are at least 0."""
+    if threshold_ptr is None:
+        return 0.0
+    else:
+        threshold = tl.load(threshold_ptr + columns * stride_t, mask=columns < N, other=0.0)
+        return tl.where(threshold < 0, 0.0, threshold)
+
+
+@triton.jit
+def settle_ties(key, kth, need, seen, VEC: tl.constexpr):
+    """(keep, ties seen so far): the keys above the k-th largest and the first `need` of the row that equal it."""
+    equal = (key == kth).to(tl.int32)
+    counts = tl.sum(equal, axis=1)
+    rank = seen + (tl.cumsum(counts, axis=0) - counts)[:, None] + tl.cumsum(equal, axis=1) - equal
+    return (key > kth) | ((key == kth) & (rank < need)), seen + tl.sum(counts, axis=0)
+
+
+@triton.jit
+def append_active(
+    bits, counts, z_ptr, bias_ptr, threshold_ptr, stride_t, values_ptr, indices_ptr, base, limit, start, N,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """As `pack.append_entries`, writing activations."""
+    slot = base + tl.cumsum(counts, axis=0) - counts
+    while tl.max(bits, axis=0) > 0:
+        low = bits & -bits
+        column = lowest_column(low, start, BLOCK, VEC)
+        mask = (low > 0) & (slot < limit)
+        value = add_bias(tl.load(z_ptr + column, mask=mask, other=0.0), bias_ptr, column, N)
+        if WINDOW:
+            value = tl.where(value <= load_threshold(threshold_ptr, stride_t, column, N), 0.0, value)
+        tl.store(values_ptr + slot, value, mask=mask)
+        tl.store(indices_ptr + slot, column, mask=mask)
+        slot += (low > 0).to(tl.int32)
+        bits = bits & (bits - 1)
+
+
+@triton.jit
+def activate_row(
+    z_ptr, bias_ptr, threshold_ptr, stride_t, half, kth, need, N,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, RANKED: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Overwrites a row of z by its activation."""
+    seen = 0
+    for start in range(0, N, BLOCK):
+        columns = chunk_columns(start, BLOCK, VEC)
+        pre = add_bias(load_pre(z_ptr, columns, N), bias_ptr, columns, N)
+        if RANKED:
+            keep, seen = settle_ties(order_key(pre, SHIFT), kth, need, seen, VEC)
+            out = tl.where(keep, pre, 0.0)
+        else:
+            threshold = load_threshold(threshold_ptr, stride_t, columns, N)
+            out = tl.where(pre <= threshold, 0.0, pre)
+            if WINDOW:
+                # A literal -0.0 would become +0.0 on its way through the compiler.
+                minus_zero = tl.full([], -0x80000000, tl.int32).to(tl.float32, bitcast=True)
+                out = tl.where((pre <= threshold) & (pre > threshold - half), minus_zero, out)
+        tl.store(z_ptr + columns, out, mask=columns < N)
+
+
+@triton.jit
+def _encode_row_kernel(
+    z_ptr, bias_ptr, threshold_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, stride_t, half, N,
+    capacity,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, RANKED: tl.constexpr, WINDOW: tl.constexpr,
+    MAY_OVERFLOW: tl.constexpr,
+):  # fmt: skip
+    """Program (row). RANKED keeps by `kth` and `need` (see `select`); otherwise what exceeds the threshold, or with
+    WINDOW what lies less than `half` below it as well."""
+    row = tl.program_id(0).to(tl.int64)
+    z_ptr += row * N
+    values_ptr += row * capacity
+    indices_ptr += row * capacity
+    kth = 0
+    need = 0
+    if RANKED:
+        kth = tl.load(kth_ptr + row)
+        need = tl.load(need_ptr + row)
+    base = 0
+    active = 0
+    seen = 0
+    z = load_pre(z_ptr, chunk_columns(0, BLOCK, VEC), N)
+    for start in range(0, N, BLOCK):
+        columns = chunk_columns(start, BLOCK, VEC)
+        following = load_pre(z_ptr, columns + BLOCK, N)
+        pre = add_bias(z, bias_ptr, columns, N)
+        if RANKED:
+            key = order_key(pre, SHIFT)
+            bits = word_bits(key >= kth, VEC)
+        else:
+            threshold = load_threshold(threshold_ptr, stride_t, columns, N)
+            if WINDOW:
+                bits = word_bits(~(pre <= threshold - half) & (columns < N), VEC)
+            else:
+                bits = word_bits(~(pre <= threshold), VEC)
+        counts = count_bits(bits)
+        count = tl.sum(counts, axis=0)
+        if count > 0:
+            if RANKED:
+                keep, seen = settle_ties(key, kth, need, seen, VEC)
+                bits = word_bits(keep, VEC)
+                counts = count_bits(bits)
+                count = tl.sum(counts, axis=0)
+            if WINDOW:
+                active += tl.sum((~(pre <= threshold)).to(tl.int32))
+            append_active(
+                bits, counts, z_ptr, bias_ptr, threshold_ptr, stride_t, values_ptr, indices_ptr, base, capacity,
+                start, N, BLOCK, VEC, WINDOW,
+            )  # fmt: skip
+        base += count
+        z = following
+    tl.store(nnz_ptr + row, base)
+    tl.store(l0_ptr + row, active if WINDOW else base)
+    clear_slots(values_ptr, indices_ptr, base, capacity, 256)
+    if MAY_OVERFLOW:
+        if base > capacity:
+            # A warp may still read what another is about to overwrite.
+            tl.debug_barrier()
+            activate_row(
+                z_ptr, bias_ptr, threshold_ptr, stride_t, half, kth, need, N, BLOCK, VEC, SHIFT, RANKED, WINDOW
+            )
+
+
+@triton.jit(do_not_specialize=["epoch"])
+def _encode_split_kernel(
+    z_ptr, bias_ptr, threshold_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, flags_ptr, epoch, stride_t, half, N,
+    capacity, chunks,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, FLAGS: tl.constexpr, WINDOW: tl.constexpr, MAY_OVERFLOW: tl.constexpr,
+):  # fmt: skip
+    """Program (row, chunk), chunks fastest: the exchange of counts is that of `pack.scan_chunk`. l0 starts as 0."""
+    row = (tl.program_id(0) // chunks).to(tl.int64)
+    chunk = tl.program_id(0) % chunks
+    z_ptr += row * N
+    values_ptr += row * capacity
+    indices_ptr += row * capacity
+    flags_ptr += row * chunks
+    start = chunk * BLOCK
+    columns = chunk_columns(start, BLOCK, VEC)
+    pre = add_bias(load_pre(z_ptr, columns, N), bias_ptr, columns, N)
+    threshold = load_threshold(threshold_ptr, stride_t, columns, N)
+    if WINDOW:
+        bits = word_bits(~(pre <= threshold - half) & (columns < N), VEC)
+    else:
+        bits = word_bits(~(pre <= threshold), VEC)
+    counts = count_bits(bits)
+    count = tl.sum(counts, axis=0)
+    word = (epoch.to(tl.int64) << 32) | count
+    tl.atomic_xchg(flags_ptr + chunk, word, sem="relaxed")
+    if count > 0:
+        base = wait_and_sum(flags_ptr, chunk, epoch.to(tl.int64) << 1, FLAGS)
+        append_active(
+            bits, counts, z_ptr, bias_ptr, threshold_ptr, stride_t, values_ptr, indices_ptr, base, capacity,
+            start, N, BLOCK, VEC, WINDOW,
+        )  # fmt: skip
+        # Whole numbers: the sum does not depend on the order of arrival.
+        active = tl.sum((~(pre <= threshold)).to(tl.float32)) if WINDOW else count.to(tl.float32)
+        tl.atomic_add(l0_ptr + row, active, sem="relaxed")
+    # Every thread must have written its entries, and read z, before the one thread that signals says so.
+    tl.debug_barrier()
+    tl.atomic_xchg(flags_ptr + chunk, word | DONE, sem="release")
+    if chunk == chunks - 1:
+        total = wait_and_sum(flags_ptr, chunks, (epoch.to(tl.int64) << 1) + 1, FLAGS)
+        tl.store(nnz_ptr + row, total)
+        clear_slots(values_ptr, indices_ptr, total, capacity, 256)
+        if MAY_OVERFLOW:
+            if total > capacity:
+                tl.atomic_add(flags_ptr, 0, sem="acquire")
+                tl.debug_barrier()
+                activate_row(
+                    z_ptr, bias_ptr, threshold_ptr, stride_t, half, 0, 0, N, BLOCK, VEC, 0, False, WINDOW
+                )
+
+
+@triton.jit
+def _encode_bwd_columns_kernel(
+    keys_ptr, offsets_ptr, values_ptr, grad_ptr, grad_l0_ptr, threshold_ptr, bias_out_ptr, threshold_out_ptr,
+    stride_gm, stride_gs, stride_l, stride_t, half, capacity, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (column): sums over its entries, in order of row."""
+    column = tl.program_id(0)
+    begin = tl.load(offsets_ptr + column)
+    end = tl.load(offsets_ptr + column + 1)
+    bias = tl.zeros([BLOCK], tl.float32)
+    near = tl.zeros([BLOCK], tl.float32)
+    threshold = 0.0
+    if threshold_ptr is not None:
+        threshold = tl.load(threshold_ptr + column * stride_t)
+    for at in range(begin, end, BLOCK):
+        entry = at + tl.arange(0, BLOCK)
+        held = entry < end
+        key = tl.load(keys_ptr + entry, mask=held, other=0)
+        row = key >> 32
+        slot = key & 0xFFFFFFFF
+        value = tl.load(values_ptr + row * capacity + slot, mask=held, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + row * stride_gm + slot * stride_gs, mask=held, other=0.0).to(tl.float32)
+        bias += tl.where(value != 0, grad, 0.0)
+        if threshold_ptr is not None:
+            slope = threshold * grad + tl.load(grad_l0_ptr + row * stride_l, mask=held, other=0.0)
+            near += tl.where(held & (value - threshold < half), slope, 0.0)
+    tl.store(bias_out_ptr + column, tl.sum(bias, axis=0))
+    if threshold_ptr is not None:
+        tl.store(threshold_out_ptr + column, tl.where(threshold < 0, 0.0, -0.5 / half * tl.sum(near, axis=0)))
+
+
+@triton.jit
+def _encode_bwd_columns_overflow_kernel(
+    source_ptr, nnz_ptr, any_ptr, grad_ptr, grad_l0_ptr, threshold_ptr, bias_out_ptr, threshold_out_ptr,
+    stride_gm, stride_gn, stride_l, stride_t, half, M, N, capacity, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Program (block of columns): adds what the overflowed rows contribute."""
+    if tl.load(any_ptr) != 0:
+        columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = columns < N
+        bias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        near = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        threshold = tl.zeros([BLOCK_N], tl.float32)
+        if threshold_ptr is not None:
+            threshold = tl.load(threshold_ptr + columns * stride_t, mask=inside, other=0.0).to(tl.float32)
+        for first in range(0, M, BLOCK_M):
+            rows = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
+            flagged = tl.load(nnz_ptr + rows, mask=rows < M, other=0) > capacity
+            if tl.max(flagged.to(tl.int32), axis=0) > 0:
+                mask = flagged[:, None] & inside[None, :]
+                value = tl.load(source_ptr + rows[:, None] * N + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+                grad = tl.load(
+                    grad_ptr + rows[:, None] * stride_gm + columns.to(tl.int64)[None, :] * stride_gn,
+                    mask=mask,
+                    other=0.0,
+                ).to(tl.float32)
+                bias += tl.where(value != 0, grad, 0.0)
+                if threshold_ptr is not None:
+                    stored = (value != 0) | (value.to(tl.int32, bitcast=True) < 0)
+                    grad_l0 = tl.load(grad_l0_ptr + rows * stride_l, mask=flagged, other=0.0)
+                    slope = threshold[None, :] * grad + grad_l0[:, None]
+                    near += tl.where(mask & stored & (value - threshold[None, :] < half), slope, 0.0)
+        bias_out_ptr += columns
+        bias_sum = tl.load(bias_out_ptr, mask=inside, other=0.0) + tl.sum(bias, axis=0)
+        tl.store(bias_out_ptr, bias_sum, mask=inside)
+        if threshold_ptr is not None:
+            threshold_out_ptr += columns
+            slope = tl.where(threshold < 0, 0.0, -0.5 / half * tl.sum(near, axis=0))
+            tl.store(threshold_out_ptr, tl.load(threshold_out_ptr, mask=inside, other=0.0) + slope, mask=inside)
+
+
+@triton.jit
+def _encode_bwd_source_kernel(
+    grad_ptr, source_ptr, nnz_ptr, out_ptr, stride_gm, stride_gn, N, capacity, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Program (row, chunk): the gradient of an overflowed row of pre-activations."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(nnz_ptr + row) > capacity:
+        columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(source_ptr + row * N + columns, mask=columns < N, other=0.0)
+        grad = tl.load(grad_ptr + row * stride_gm + columns * stride_gn, mask=columns < N, other=0.0)
+        tl.store(out_ptr + row * N + columns, tl.where(value != 0, grad, 0.0), mask=columns < N)
+
+
+@triton.jit
+def _count_fired_kernel(
+    values_ptr, indices_ptr, nnz_ptr, source_ptr, out_ptr, stride_sm, N, capacity, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Program (row)."""
+    row = tl.program_id(0).to(tl.int64)
+    count = tl.load(nnz_ptr + row)
+    if count <= capacity:
+        for first in range(0, count, BLOCK):
+            slots = first + tl.arange(0, BLOCK)
+            index = tl.load(indices_ptr + row * capacity + slots, mask=slots < count, other=-1)
+            value = tl.load(values_ptr + row * capacity + slots, mask=slots < count, other=0.0)
+            fired = (value != 0) & (index >= 0) & (index < N)
+            tl.atomic_add(out_ptr + index, tl.full([BLOCK], 1, tl.int64), mask=fired, sem="relaxed")
+    elif source_ptr is not None:
+        for first in range(0, N, BLOCK):
+            columns = first + tl.arange(0, BLOCK)
+            value = tl.load(source_ptr + row * stride_sm + columns, mask=columns < N, other=0.0)
+            tl.atomic_add(out_ptr + columns, tl.full([BLOCK], 1, tl.int64), mask=value != 0, sem="relaxed")
+
+
+_encode_row = launch.Kernel(_encode_row_kernel)
+_encode_split = launch.Kernel(_encode_split_kernel)
+_encode_bwd_columns = launch.Kernel(_encode_bwd_columns_kernel)
+_encode_bwd_columns_overflow = launch.Kernel(_encode_bwd_columns_overflow_kernel)
+_encode_bwd_source = launch.Kernel(_encode_bwd_source_kernel)
+_count_fired = launch.Kernel(_count_fired_kernel)
+
+
+def encode(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    b_dec: Tensor | None,
+    threshold: Tensor | None,
+    activation: str,
+    k: int,
+    bandwidth: float,
+    capacity: int,
+    keep_source: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Operator `sae_encode` -> (values, indices, nnz, source or [0, N], l0)."""
+    z = (x if b_dec is None else x - b_dec).to(weight.dtype) @ weight
+    m, n = z.shape
+    values = z.new_empty(m, capacity)
+    indices = torch.empty(m, capacity, dtype=torch.int32, device=z.device)
+    nnz = torch.empty(m, dtype=torch.int32, device=z.device)
+    source = z if keep_source else z.new_empty(0, n)
+    ranked, window = activation in ("topk", "batchtopk"), bandwidth > 0
+    split = not ranked and not tuning.one_program_a_row(m, n)
+    l0 = torch.empty(m, dtype=torch.float32, device=z.device)
+    if m == 0 or n == 0:
+        return values.zero_(), indices.fill_(-1), nnz.zero_(), source, l0.zero_()
+    stride_t = 0 if threshold is None else threshold.stride(0)
+    tile, warps = tuning.scan_tile(m, n, z.element_size())
+    flavour = {"WINDOW": window, "MAY_OVERFLOW": keep_source}
+    key = (m, n, capacity, z.dtype, bias is None or bias.dtype, threshold is None, stride_t, bandwidth, keep_source)
+    if split:
+        chunks, meta = pack.split(tile, n)
+        flags, epoch = launch.flags.get(m * chunks, z.device)
+        args = (z, bias, threshold, values, indices, nnz, l0.zero_(), flags, epoch, stride_t, bandwidth / 2, n)
+        _encode_split(key, (m * chunks, 1, 1), (*args, capacity, chunks), {**meta, **flavour}, num_warps=warps)
+    else:
+        kth = need = None
+        if ranked:
+            find = select.row_kth if activation == "topk" else select.batch_kth
+            kth, need = find(z, bias, k)
+            if m < 512:
+                # Few rows, each in the hands of one program: more warps keep more of it in flight.
+                tile, warps = {**tile, "BLOCK": 4 * tile["BLOCK"]}, 8
+        meta = {**pack.fit_block(tile, n), "SHIFT": select.SHIFT[z.dtype], "RANKED": ranked, **flavour}
+        args = (z, bias, threshold, kth, need, values, indices, nnz, l0, stride_t, bandwidth / 2, n, capacity)
+        _encode_row((*key, ranked), (m, 1, 1), args, meta, num_warps=warps)
+    return values, indices, nnz, source, l0
+
+
+def bwd_columns(
+    grad_values: Tensor,
+    grad_source: Tensor,
+    grad_l0: Tensor,
+    keys: Tensor,
+    columns: Tensor,
+    col_offsets: Tensor,
+    values: Tensor,
+    nnz: Tensor,
+    source: Tensor,
+    threshold: Tensor | None,
+    bandwidth: float,
+) -> tuple[Tensor, Tensor]:
+    """Operator `sae_encode_bwd_columns` -> float32 (grad_bias [N], grad_threshold [N], or [0] without a threshold)."""
+    n, capacity = col_offsets.shape[0] - 1, values.shape[1]
+    bias_out = torch.zeros(n, dtype=torch.float32, device=values.device)
+    threshold_out = torch.zeros(0 if threshold is None else n, dtype=torch.float32, device=values.device)
+    if n == 0 or nnz.shape[0] == 0:
+        return bias_out, threshold_out
+    stride_t = 0 if threshold is None else threshold.stride(0)
+    tail = (grad_l0.stride(0), stride_t, bandwidth / 2)
+    dtypes = (grad_values.dtype, values.dtype, threshold is None)
+    key = (n, capacity, grad_values.stride(), tail, dtypes)
+    args = (keys, col_offsets, values, grad_values, grad_l0, threshold, bias_out, threshold_out)
+    args += (*grad_values.stride(), *tail, capacity)
+    _encode_bwd_columns(key, (n, 1, 1), args, {"BLOCK": 128}, num_warps=1)
+    if source.shape[0]:
+        m = source.shape[0]
+        any_flagged = (nnz > capacity).any()
+        key = (m, n, capacity, grad_source.stride(), tail, dtypes, grad_source.dtype)
+        args = (source, nnz, any_flagged, grad_source, grad_l0, threshold, bias_out, threshold_out)
+        args += (*grad_source.stride(), *tail, m, n, capacity)
+        meta = {"BLOCK_M": 16, "BLOCK_N": 128}
+        _encode_bwd_columns_overflow(key, (launch.cdiv(n, 128), 1, 1), args, meta, num_warps=4)
+    return bias_out, threshold_out
+
+
+def bwd_source(grad: Tensor, source: Tensor, nnz: Tensor, capacity: int) -> Tensor:
+    """Operator `sae_encode_bwd_source` -> [M, N], written at overflowed rows alone."""
+    m, n = source.shape
+    out = torch.empty_like(source)
+    if m and n:
+        key = (m, n, capacity, grad.dtype, source.dtype, grad.stride())
+        args = (grad, source, nnz, out, *grad.stride(), n, capacity)
+        _encode_bwd_source(key, (m, launch.cdiv(n, 4096), 1), args, {"BLOCK": 4096}, num_warps=4)
+    return out
+
+
+def count_fired(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None, n: int) -> Tensor:
+    """Operator `sae_count_fired` -> int64 [N]."""
+    m, capacity = values.shape
+    out = torch.zeros(n, dtype=torch.int64, device=values.device)
+    if m and n:
+        values, indices = values.contiguous(), indices.contiguous()
+        source = None if source is None else pack.rows_contiguous(source)
+        stride = 0 if source is None else source.stride(0)
+        key = (n, capacity, values.dtype, source is None or source.dtype, stride)
+        _count_fired(key, (m, 1, 1), (values, indices, nnz, source, out, stride, n, capacity), {"BLOCK": 128}, num_warps=1)
+    return out
+
+
+_ENCODE = {
+    "z_ptr": "*bf16", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "kth_ptr": None, "need_ptr": None,
+    "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32", "stride_t": "i32",
+    "half": "fp32", "N": "i32", "capacity": "i32",
+}  # fmt: skip
+_COLUMNS = {
+    "grad_ptr": "*bf16", "grad_l0_ptr": "*fp32", "threshold_ptr": "*fp32", "bias_out_ptr": "*fp32",
+    "threshold_out_ptr": "*fp32", "stride_gm": "i32", "stride_l": "i32", "stride_t": "i32", "half": "fp32",
+    "capacity": "i32",
+}  # fmt: skip
+
+EXAMPLES = {
+    _encode_row_kernel: {
+        "signature": _ENCODE,
+        "constexprs": {
+            "BLOCK": 2048, "VEC": 8, "SHIFT": 16, "RANKED": False, "WINDOW": True, "MAY_OVERFLOW": True,
+        },
+        "num_warps": 1,
+    },
+    _encode_split_kernel: {
+        "signature": {
+            **{name: kind for name, kind in _ENCODE.items() if kind is not None},
+            "z_ptr": "*fp32", "values_ptr": "*fp32", "flags_ptr": "*i64", "epoch": "i32", "chunks": "i32",
+        },
+        "constexprs": {"BLOCK": 1024, "VEC": 4, "FLAGS": 64, "WINDOW": False, "MAY_OVERFLOW": True},
+        "num_warps": 1,
+    },
+    _encode_bwd_columns_kernel: {
+        "signature": {
+            **_COLUMNS, "keys_ptr": "*i64", "offsets_ptr": "*i64", "values_ptr": "*bf16", "stride_gs": "i32",
+        },
+        "constexprs": {"BLOCK": 128},
+        "num_warps": 1,
+    },
+    _encode_bwd_columns_overflow_kernel: {
+        "signature": {
+            **_COLUMNS, "source_ptr": "*bf16", "nnz_ptr": "*i32", "any_ptr": "*i1", "stride_gn": "i32", "M": "i32",
+            "N": "i32",
+        },
+        "constexprs": {"BLOCK_M": 16, "BLOCK_N": 128},
+        "num_warps": 4,
+    },
+    _encode_bwd_source_kernel: {
+        "signature": {
+            "grad_ptr": "*bf16", "source_ptr": "*bf16", "nnz_ptr": "*i32", "out_ptr": "*bf16", "stride_gm": "i32",
+            "stride_gn": "i32", "N": "i32", "capacity": "i32",
+        },
+        "constexprs": {"BLOCK": 4096},
+        "num_warps": 4,
+    },
+    _count_fired_kernel: {
+        "signature": {
+            "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "source_ptr": "*bf16", "out_ptr": "*i64",
+            "stride_sm": "i32", "N": "i32", "capacity": "i32",
+        },
+        "constexprs": {"BLOCK": 128},
+        "num_warps": 1,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

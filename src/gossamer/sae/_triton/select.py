@@ -1,0 +1,285 @@
+"""The k-th largest pre-activation, of each row or of a whole batch, exactly and without a host sync.
+
+Positive floats are ordered like their bit patterns, so the search runs on integer keys; what ReLU zeroes has key 0 and
+is never selected, NaN has the largest. Almost nothing of a long row is near its k-th largest element, and one pass
+finds out what is: columns fall into GROUPS groups, and at least k elements reach the k-th largest group maximum, the
+*bound*. A second pass lists the keys above the bound, at most GROUPS-th part of the row for each of k - 1 groups, and
+the answer is the bound or in the list. Tie counts are exact as well: `need` of the elements that equal the k-th largest
+are selected, those of lowest index.
+
+A row is one program's work: it keeps the maxima in registers and halves the range of keys by counting, and it walks
+the row again while the row is still in the L2. A batch shares its maxima and its list through memory.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch, tuning
+from gossamer.rowsparse._triton.pack import count_bits
+
+NAN_KEY = tl.constexpr(0x7FFFFFFF)
+SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
+"""Low bits of a float32 that are zero in every number of the dtype."""
+
+
+@triton.jit
+def chunk_columns(start, BLOCK: tl.constexpr, VEC: tl.constexpr):
+    """Columns start to start + BLOCK as [BLOCK / VEC, VEC], so that a thread holds VEC neighbours: one *word*."""
+    return start + tl.arange(0, BLOCK // VEC)[:, None] * VEC + tl.arange(0, VEC)[None, :]
+
+
+@triton.jit
+def load_pre(z_ptr, columns, N):
+    """Elements of one row; -inf past its end, which no rule keeps."""
+    return tl.load(z_ptr + columns, mask=columns < N, other=float("-inf"))
+
+
+@triton.jit
+def add_bias(z, bias_ptr, columns, N):
+    """z + bias in float32, rounded once to the dtype of z: what is compared is what is stored."""
+    if bias_ptr is None:
+        return z.to(tl.float32)
+    else:
+        bias = tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
+        return (z.to(tl.float32) + bias).to(z.dtype).to(tl.float32)
+
+
+@triton.jit
+def order_key(pre, SHIFT: tl.constexpr):
+    """int32 that orders positive numbers as they are, 0 for what ReLU zeroes, the largest for NaN."""
+    bits = pre.to(tl.int32, bitcast=True) >> SHIFT
+    return tl.where(pre > 0, bits, tl.where(pre == pre, 0, NAN_KEY >> SHIFT))
+
+
+@triton.jit
+def word_bits(keep, VEC: tl.constexpr):
+    """Bit v of word g is keep[g, v]."""
+    return tl.sum(keep.to(tl.int32) << tl.arange(0, VEC)[None, :], axis=1)
+
+
+@triton.jit
+def lowest_column(low, start, BLOCK: tl.constexpr, VEC: tl.constexpr):
+    """Columns of words that have one bit set."""
+    first = start + tl.arange(0, BLOCK // VEC) * VEC
+    return first + ((low & 0xAA) != 0) + 2 * ((low & 0xCC) != 0).to(tl.int32) + 4 * ((low & 0xF0) != 0).to(tl.int32)
+
+
+@triton.jit
+def list_keys(
+    bits, counts, z_ptr, bias_ptr, list_ptr, start, N, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr
+):  # fmt: skip
+    """Writes the keys of a chunk's kept elements side by side."""
+    slot = tl.cumsum(counts, axis=0) - counts
+    while tl.max(bits, axis=0) > 0:
+        low = bits & -bits
+        column = lowest_column(low, start, BLOCK, VEC)
+        mask = low > 0
+        z = tl.load(z_ptr + column, mask=mask, other=0.0)
+        tl.store(list_ptr + slot, order_key(add_bias(z, bias_ptr, column, N), SHIFT), mask=mask)
+        slot += mask.to(tl.int32)
+        bits = bits & (bits - 1)
+
+
+@triton.jit
+def count_above(keys, list_ptr, count, key, LIST: tl.constexpr):
+    """How many keys exceed `key`: of those in registers, and of a list from its slot LIST on."""
+    total = tl.sum((keys > key).to(tl.int32))
+    for first in range(LIST, count, LIST):
+        slots = first + tl.arange(0, LIST)
+        total += tl.sum((tl.load(list_ptr + slots, mask=slots < count, other=0) > key).to(tl.int32))
+    return total
+
+
+@triton.jit
+def kth_largest(keys, list_ptr, count, k, low, LIST: tl.constexpr):
+    """The smallest key from `low` on that fewer than k keys exceed: the k-th largest, unless that is below `low`."""
+    high = tl.max(keys)
+    if count > LIST:
+        high = tl.full([], NAN_KEY, tl.int32)
+    while low < high:
+        middle = low + (high - low) // 2
+        if count_above(keys, list_ptr, count, middle, LIST) >= k:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def group_maxima(z_ptr, bias_ptr, N, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr):
+    """The largest key among the columns that are equal modulo BLOCK, as [BLOCK / VEC, VEC]."""
+    columns = chunk_columns(0, BLOCK, VEC)
+    z = load_pre(z_ptr, columns, N)
+    largest = tl.zeros([BLOCK // VEC, VEC], tl.int32)
+    for start in range(0, N, BLOCK):
+        columns = chunk_columns(start, BLOCK, VEC)
+        following = load_pre(z_ptr, columns + BLOCK, N)
+        largest = tl.maximum(largest, order_key(add_bias(z, bias_ptr, columns, N), SHIFT))
+        z = following
+    return largest
+
+
+@triton.jit
+def _row_kth_kernel(
+    z_ptr, bias_ptr, list_ptr, kth_ptr, need_ptr, M, N, k, length,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, LIST: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Program p takes rows p, p + programs, ...: rows in flight, and their lists, fit the L2."""
+    list_ptr += tl.program_id(0).to(tl.int64) * length
+    row = tl.program_id(0).to(tl.int64)
+    while row < M:
+        z_row = z_ptr + row * N
+        largest = group_maxima(z_row, bias_ptr, N, BLOCK, VEC, SHIFT)
+        bound = kth_largest(largest, list_ptr, 0, k, 0, LIST)
+        count = 0
+        for start in range(0, N, BLOCK):
+            columns = chunk_columns(start, BLOCK, VEC)
+            pre = add_bias(load_pre(z_row, columns, N), bias_ptr, columns, N)
+            bits = word_bits(order_key(pre, SHIFT) > bound, VEC)
+            counts = count_bits(bits)
+            found = tl.sum(counts, axis=0)
+            if found > 0:
+                list_keys(bits, counts, z_row, bias_ptr, list_ptr + count, start, N, BLOCK, VEC, SHIFT)
+            count += found
+        # The list is read by other threads than those that wrote it.
+        tl.debug_barrier()
+        slots = tl.arange(0, LIST)
+        keys = tl.load(list_ptr + slots, mask=slots < count, other=0)
+        kth = tl.maximum(kth_largest(keys, list_ptr, count, k, bound, LIST), 1)
+        tl.store(kth_ptr + row, kth)
+        tl.store(need_ptr + row, k - count_above(keys, list_ptr, count, kth, LIST))
+        tl.debug_barrier()
+        row += tl.num_programs(0)
+
+
+@triton.jit
+def _group_max_kernel(
+    z_ptr, bias_ptr, out_ptr, N, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr
+):  # fmt: skip
+    """Program (row): its group maxima, BLOCK of them."""
+    row = tl.program_id(0).to(tl.int64)
+    largest = group_maxima(z_ptr + row * N, bias_ptr, N, BLOCK, VEC, SHIFT)
+    tl.store(out_ptr + row * BLOCK + chunk_columns(0, BLOCK, VEC), largest)
+
+
+@triton.jit
+def _list_above_kernel(
+    z_ptr, bias_ptr, bound_ptr, list_ptr, cursor_ptr, N, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr
+):  # fmt: skip
+    """Program (row): appends the keys above the bound to one list for all rows, whose order does not matter."""
+    row = tl.program_id(0).to(tl.int64)
+    z_ptr += row * N
+    bound = tl.load(bound_ptr)
+    for start in range(0, N, BLOCK):
+        columns = chunk_columns(start, BLOCK, VEC)
+        pre = add_bias(load_pre(z_ptr, columns, N), bias_ptr, columns, N)
+        bits = word_bits(order_key(pre, SHIFT) > bound, VEC)
+        counts = count_bits(bits)
+        found = tl.sum(counts, axis=0)
+        if found > 0:
+            at = tl.atomic_add(cursor_ptr, found.to(tl.int64), sem="relaxed")
+            list_keys(bits, counts, z_ptr, bias_ptr, list_ptr + at, start, N, BLOCK, VEC, SHIFT)
+
+
+@triton.jit
+def _count_equal_kernel(
+    z_ptr, bias_ptr, kth_ptr, out_ptr, N, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr
+):  # fmt: skip
+    """Program (row): how many of its keys equal the k-th largest."""
+    row = tl.program_id(0).to(tl.int64)
+    kth = tl.load(kth_ptr)
+    equal = tl.zeros([BLOCK // VEC, VEC], tl.int32)
+    for start in range(0, N, BLOCK):
+        columns = chunk_columns(start, BLOCK, VEC)
+        pre = add_bias(load_pre(z_ptr + row * N, columns, N), bias_ptr, columns, N)
+        equal += (order_key(pre, SHIFT) == kth).to(tl.int32)
+    tl.store(out_ptr + row, tl.sum(equal))
+
+
+_row_kth = launch.Kernel(_row_kth_kernel)
+_group_max = launch.Kernel(_group_max_kernel)
+_list_above = launch.Kernel(_list_above_kernel)
+_count_equal = launch.Kernel(_count_equal_kernel)
+
+MAX_BLOCK = 8192
+BATCH_BLOCK = 2048
+
+
+def _tile(z: Tensor, largest: int) -> tuple[dict[str, int], int]:
+    """(tile, warps): 16 elements a thread, in at most `largest` columns."""
+    vector = 16 // z.element_size()
+    block = max(min(launch.next_power_of_2(z.shape[1]), largest), 32 * vector)
+    return {"BLOCK": block, "VEC": vector, "SHIFT": SHIFT[z.dtype]}, max(1, min(block // 512, 16))
+
+
+def row_kth(z: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+    """(kth, need), int32 [M]: a row selects every key above kth[row] and the first need[row] that equal it.
+
+    z is contiguous [M, N] with M, N, k > 0; bias [N] is added to it.
+    """
+    m, n = z.shape
+    meta, warps = _tile(z, MAX_BLOCK)
+    # Fewer than k groups exceed the bound. With fewer than k groups there is none, and everything may be listed.
+    length = n if k > meta["BLOCK"] else min(n, (k - 1) * launch.cdiv(n, meta["BLOCK"]))
+    meta["LIST"] = max(256, min(launch.next_power_of_2(2 * k), 4096))
+    programs = min(m, 2 * tuning.programs(z.device))
+    scratch = torch.empty(max(programs * length, 1), dtype=torch.int32, device=z.device)
+    kth = torch.empty(m, dtype=torch.int32, device=z.device)
+    need = torch.empty(m, dtype=torch.int32, device=z.device)
+    key = (m, n, k, z.dtype, bias is None or bias.dtype)
+    args = (z, bias, scratch, kth, need, m, n, k, length)
+    _row_kth(key, (programs, 1, 1), args, meta, num_warps=warps)
+    return kth, need
+
+
+def batch_kth(z: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+    """As `row_kth`, for the k * M largest of the whole batch; ties go to the lowest flat index."""
+    m, n = z.shape
+    total = k * m
+    meta, warps = _tile(z, BATCH_BLOCK)
+    key = (m, n, z.dtype, bias is None or bias.dtype)
+    grid = (m, 1, 1)
+    bound = torch.zeros(1, dtype=torch.int32, device=z.device)
+    length = n
+    if k <= meta["BLOCK"]:
+        maxima = torch.empty(m, meta["BLOCK"], dtype=torch.int32, device=z.device)
+        _group_max(key, grid, (z, bias, maxima, n), meta, num_warps=warps)
+        bound = maxima.view(-1).topk(total, sorted=False).values.min().view(1)
+        length = min(n, k * launch.cdiv(n, meta["BLOCK"]))
+    keys = torch.zeros(m * length, dtype=torch.int32, device=z.device)
+    cursor = torch.zeros(1, dtype=torch.int64, device=z.device)
+    _list_above(key, grid, (z, bias, bound, keys, cursor, n), meta, num_warps=warps)
+    kth = torch.maximum(keys.topk(total, sorted=False).values.min(), bound).clamp(min=1)
+    need = total - (keys > kth).sum()
+    equal = torch.empty(m, dtype=torch.int32, device=z.device)
+    _count_equal(key, grid, (z, bias, kth, equal, n), meta, num_warps=warps)
+    before = equal.cumsum(0) - equal
+    return kth.expand(m).contiguous(), (need - before).clamp(0, n).int()
+
+
+def _example(pointers: dict[str, str], integers: tuple[str, ...], **constexprs: int) -> dict[str, object]:
+    signature = {"z_ptr": "*bf16", "bias_ptr": "*fp32", **pointers, **dict.fromkeys(integers, "i32")}
+    return {"signature": signature, "constexprs": {"VEC": 8, "SHIFT": 16, **constexprs}}
+
+
+EXAMPLES = {
+    _row_kth_kernel: {
+        **_example(
+            {"list_ptr": "*i32", "kth_ptr": "*i32", "need_ptr": "*i32"}, ("M", "N", "k", "length"),
+            BLOCK=MAX_BLOCK, LIST=256,
+        ),
+        "num_warps": 16,
+    },
+    _group_max_kernel: {**_example({"out_ptr": "*i32"}, ("N",), BLOCK=BATCH_BLOCK), "num_warps": 4},
+    _list_above_kernel: {
+        **_example({"bound_ptr": "*i32", "list_ptr": "*i32", "cursor_ptr": "*i64"}, ("N",), BLOCK=BATCH_BLOCK),
+        "num_warps": 4,
+    },
+    _count_equal_kernel: {
+        **_example({"kth_ptr": "*i32", "out_ptr": "*i32"}, ("N",), BLOCK=BATCH_BLOCK),
+        "num_warps": 4,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

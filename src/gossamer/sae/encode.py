@@ -1,0 +1,343 @@
+"""Sparse encoding for sparse autoencoders."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer._core import autocast, checks
+from gossamer._core.ops import register
+from gossamer.rowsparse import ELL
+from gossamer.rowsparse.matmul import _matmul, check_dtypes, matmul_bwd_weight
+from gossamer.rowsparse.pack import parts
+from gossamer.rowsparse.transpose import transpose_keys
+from gossamer.sae._torch import encode as _cpu
+
+_ACTIVATIONS = ("relu", "jumprelu", "topk", "batchtopk")
+_GPU = "gossamer.sae._triton.encode"
+
+
+def encode(
+    x: Tensor,
+    W_enc: Tensor,
+    b_enc: Tensor | None = None,
+    *,
+    activation: str,
+    threshold: Tensor | None = None,
+    k: int | None = None,
+    b_dec: Tensor | None = None,
+    bandwidth: float | None = None,
+    capacity: int | None = None,
+) -> ELL:
+    """activation((x - b_dec) @ W_enc + b_enc) as row-sparse latents: one product, then one pass that packs.
+
+    z below is the pre-activation, in the dtype of W_enc.
+
+    Args:
+        x: `[..., d_in]`, float, any strides.
+        W_enc: `[d_in, d_sae]`, as in SAELens; the dtype and device of x.
+        b_enc: `[d_sae]`, added in float32, or None.
+        activation: `"relu"` keeps z > 0. `"jumprelu"` keeps z > threshold. `"topk"` keeps the k largest of each row,
+            `"batchtopk"` the k * M largest of all M rows together; of those, what is not above 0 is not stored. Ties
+            go to the lowest index, NaN counts as largest. `"batchtopk"` with a threshold acts as `"jumprelu"`: what
+            a row keeps then does not depend on the others, for inference.
+        threshold: `[d_sae]` or `[]`, compared in float32; below 0 it acts as 0, because values are at least 0.
+        k: entries a row, for `"topk"`; their mean over the rows, for `"batchtopk"`.
+        b_dec: `[d_in]`, subtracted from x in float32, or None.
+        bandwidth: width of the window around the threshold that gives it a gradient, for `"jumprelu"`. Where
+            gradients are enabled, entries with threshold - bandwidth / 2 < z <= threshold are stored as well, with
+            value 0. None: the threshold is a constant.
+        capacity: slots per row. None takes k for `"topk"` and what `rowsparse.pack` takes otherwise. A row with more
+            entries stays exact: the container keeps its dense activation.
+
+    Returns:
+        `ELL` of shape `(..., d_sae)` with positive values (and zeros in the window) sorted by column, without a host
+        sync. Differentiable in x, W_enc, b_enc, b_dec and, with a bandwidth, in threshold: with r the rectangle
+        |z - threshold| < bandwidth / 2, d value / d threshold = -threshold / bandwidth where r. What stands in the
+        slots of an overflowed row has no gradient; its dense activation has.
+
+    Raises:
+        ValueError: shapes or devices do not fit, an unknown activation, an argument that is missing or belongs to
+            another activation, or k, capacity or bandwidth out of range.
+        TypeError: dtypes differ or are not floating, or k or capacity is no int.
+
+    Source: Rajamanoharan et al. 2024, "Jumping Ahead", section 3; Gao et al. 2024 (TopK); Bussmann et al. 2024
+    (BatchTopK).
+
+    >>> encode(torch.tensor([[1.0, 3.0, 2.0]]), torch.eye(3), activation="topk", k=2).indices.tolist()
+    [[1, 2]]
+    """
+    return _encode("sae.encode", x, W_enc, b_enc, activation, threshold, k, b_dec, bandwidth, capacity)[0]
+
+
+def encode_with_l0(
+    x: Tensor,
+    W_enc: Tensor,
+    b_enc: Tensor | None = None,
+    *,
+    activation: str,
+    threshold: Tensor | None = None,
+    k: int | None = None,
+    b_dec: Tensor | None = None,
+    bandwidth: float | None = None,
+    capacity: int | None = None,
+) -> tuple[ELL, Tensor]:
+    """As `encode`, with the number of values of each row that differ from 0: what an L0 penalty is made of.
+
+    Args:
+        x, W_enc, b_enc, activation, threshold, k, b_dec, bandwidth, capacity: as in `encode`.
+
+    Returns:
+        `(rows, l0)`, l0 `[...]` in float32. With a bandwidth l0 has a gradient for the threshold alone:
+        -1 / bandwidth where |z - threshold| < bandwidth / 2.
+
+    Raises:
+        ValueError, TypeError: as `encode`.
+
+    Source: Rajamanoharan et al. 2024, "Jumping Ahead", section 3.
+
+    >>> encode_with_l0(torch.tensor([[1.0, -3.0, 2.0]]), torch.eye(3), activation="relu")[1].tolist()
+    [2.0]
+    """
+    return _encode("sae.encode_with_l0", x, W_enc, b_enc, activation, threshold, k, b_dec, bandwidth, capacity)
+
+
+def count_fired(rows: ELL) -> Tensor:
+    """How many rows each latent fires in, that is, has a value other than 0 in: int64 `[d_sae]`, without a host sync.
+
+    Args:
+        rows: `ELL` of shape `(..., d_sae)`, such as `encode` returns. Repeated indices count as often as they occur.
+
+    Returns:
+        int64 `[d_sae]`, on the device of rows, without a gradient.
+
+    Raises:
+        TypeError: rows is no `ELL`.
+
+    >>> count_fired(encode(torch.tensor([[1.0, -3.0, 2.0]]), torch.eye(3), activation="relu")).tolist()
+    [1, 0, 1]
+    """
+    if not isinstance(rows, ELL):
+        raise TypeError(f"sae.count_fired: rows must be a rowsparse.ELL, got {type(rows).__name__}.")
+    values, indices, nnz, source = parts("sae.count_fired", rows.detach())
+    return _count_fired(values, indices, nnz, source, rows.num_columns)
+
+
+def _encode(
+    operator: str,
+    x: Tensor,
+    W_enc: Tensor,
+    b_enc: Tensor | None,
+    activation: str,
+    threshold: Tensor | None,
+    k: int | None,
+    b_dec: Tensor | None,
+    bandwidth: float | None,
+    capacity: int | None,
+) -> tuple[ELL, Tensor]:
+    _check_operands(operator, x, W_enc, b_enc, b_dec, threshold)
+    activation = _check_activation(operator, activation, threshold, k, bandwidth, W_enc.shape[1])
+    if autocast.enabled(x.device):
+        (W_enc,) = autocast.cast(W_enc)  # type: ignore[assignment]
+    else:
+        check_dtypes(operator, "x", x, "W_enc", W_enc)
+    n = W_enc.shape[1]
+    if threshold is not None:
+        threshold = threshold.to(_cpu.threshold_dtype(W_enc.dtype)).expand(n)
+    most = k if activation == "topk" and k is not None else n
+    if capacity is not None:
+        checks.positive(operator, "capacity", capacity, "It is the number of slots per row.")
+        capacity = min(capacity, most)
+    elif activation == "topk":
+        capacity = most
+    else:
+        capacity = min(n, -(-max(32, n // 16) // 32) * 32)
+    window = bandwidth if bandwidth is not None and torch.is_grad_enabled() else 0.0
+    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    values, indices, nnz, source, l0 = _sae_encode(
+        flat, W_enc, b_enc, b_dec, threshold, activation, k or 0, window, capacity, capacity < most
+    )
+    shape = (*x.shape[:-1], n)
+    return ELL(values, indices, nnz, shape, source if capacity < most else None), l0.view(x.shape[:-1])
+
+
+def _check_operands(
+    operator: str, x: Tensor, W_enc: Tensor, b_enc: Tensor | None, b_dec: Tensor | None, threshold: Tensor | None
+) -> None:
+    optional = {"b_enc": b_enc, "b_dec": b_dec, "threshold": threshold}
+    given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+    checks.floating(operator, x=x, W_enc=W_enc, **given)
+    if x.dim() == 0:
+        raise ValueError(f"{operator}: x must have shape [..., d_in], got a scalar.")
+    if W_enc.dim() != 2 or W_enc.shape[0] != x.shape[-1]:
+        raise ValueError(
+            f"{operator}: W_enc must have shape [d_in, d_sae] with d_in = {x.shape[-1]} like x, "
+            f"got {list(W_enc.shape)}."
+        )
+    checks.same_device(operator, "x", x.device, W_enc=W_enc, **given)
+    d_in, d_sae = W_enc.shape
+    if b_enc is not None:
+        checks.shape(operator, "b_enc", b_enc, (d_sae,), "[d_sae]", "like W_enc")
+    if b_dec is not None:
+        checks.shape(operator, "b_dec", b_dec, (d_in,), "[d_in]", "like W_enc")
+    if threshold is not None and threshold.dim() != 0:
+        checks.shape(operator, "threshold", threshold, (d_sae,), "[d_sae]", "like W_enc, or be a scalar")
+
+
+def _check_activation(
+    operator: str, activation: str, threshold: Tensor | None, k: int | None, bandwidth: float | None, d_sae: int
+) -> str:
+    """The activation to compute: "batchtopk" with a threshold is "jumprelu"."""
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"{operator}: activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}.")
+    if activation == "batchtopk" and threshold is not None:
+        activation = "jumprelu"
+    elif activation in ("relu", "jumprelu") and k is not None:
+        raise ValueError(f'{operator}: k belongs to activation="topk" and "batchtopk", got {k!r} for {activation!r}.')
+    if activation == "jumprelu" and threshold is None:
+        raise ValueError(f'{operator}: activation="jumprelu" needs threshold, a tensor [d_sae] or [].')
+    if activation in ("relu", "topk") and threshold is not None:
+        raise ValueError(
+            f'{operator}: threshold belongs to activation="jumprelu" and "batchtopk", got one for {activation!r}.'
+        )
+    if activation in ("topk", "batchtopk"):
+        if k is None:
+            raise ValueError(f"{operator}: activation={activation!r} needs k, the number of entries per row.")
+        checks.positive(operator, "k", k, "It is the number of entries per row.")
+    if k is not None and k > d_sae:
+        raise ValueError(f"{operator}: k must be at most d_sae = {d_sae}, got {k}.")
+    if bandwidth is not None:
+        if activation != "jumprelu":
+            raise ValueError(f'{operator}: bandwidth belongs to activation="jumprelu", got one for {activation!r}.')
+        if not bandwidth > 0:
+            raise ValueError(f"{operator}: bandwidth must be above 0, got {bandwidth}. None gives no gradient.")
+    return activation
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    b_dec: Tensor | None,
+    threshold: Tensor | None,
+    activation: str,
+    k: int,
+    bandwidth: float,
+    capacity: int,
+    keep_source: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    m, n = x.shape[0], weight.shape[1]
+    return (
+        weight.new_empty(m, capacity),
+        weight.new_empty(m, capacity, dtype=torch.int32),
+        weight.new_empty(m, dtype=torch.int32),
+        weight.new_empty(m if keep_source else 0, n),
+        weight.new_empty(m, dtype=_cpu.threshold_dtype(weight.dtype)),
+    )
+
+
+def _context(ctx: Any, inputs: Any, output: Any) -> None:
+    x, weight, bias, b_dec, threshold, _, _, ctx.bandwidth, _, ctx.keep_source = inputs
+    values, indices, nnz, source, _ = output
+    ctx.mark_non_differentiable(indices, nnz)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, weight, b_dec, threshold, values, indices, nnz, source)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _backward(
+    ctx: Any, grad_values: Tensor | None, _i: Any, _n: Any, grad_source: Tensor | None, grad_l0: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    x, weight, b_dec, threshold, values, indices, nnz, source = ctx.saved_tensors
+    need_x, need_weight, need_bias, need_b_dec, need_threshold = ctx.needs_input_grad[:5]
+    if ctx.bandwidth == 0:
+        threshold, need_threshold = None, False
+    if not ctx.keep_source:
+        grad_source = None
+    if grad_values is None and grad_source is None and (grad_l0 is None or threshold is None):
+        return (None,) * 10
+    if grad_values is None:
+        grad_values = values.new_zeros(1, 1).expand_as(values)
+    if grad_l0 is None:
+        grad_l0 = values.new_zeros(1, dtype=_cpu.threshold_dtype(values.dtype)).expand_as(nnz)
+    # What lies in the window below the threshold is stored with value 0, and reaches the threshold alone.
+    grad_pre = torch.where(values != 0, grad_values, 0)
+    dense, counts = None, nnz
+    if grad_source is not None:
+        dense = _bwd_source(grad_source, source, nnz, values.shape[1])
+    elif ctx.keep_source:
+        counts = torch.where(nnz > values.shape[1], 0, nnz)
+    grad_x = grad_weight = grad_bias = grad_b_dec = grad_threshold = None
+    if need_x:
+        grad_x = _matmul(grad_pre, indices, counts, dense, weight.t(), None, x.dtype)
+    if need_weight or need_bias or need_threshold or need_b_dec:
+        col_offsets, keys, columns = transpose_keys(indices, nnz, weight.shape[1])
+    if need_weight:
+        inner = (x if b_dec is None else x - b_dec).to(weight.dtype)
+        grad_weight = matmul_bwd_weight(
+            inner, keys, columns, col_offsets, grad_pre, counts, dense, weight.dtype
+        ).t()
+    if need_bias or need_threshold or (need_b_dec and not need_x):
+        if grad_source is None:
+            grad_source = values.new_zeros(1, 1).expand_as(source)
+        sums, grad_threshold = _bwd_columns(
+            grad_values, grad_source, grad_l0, keys, columns, col_offsets, values, nnz, source, threshold, ctx.bandwidth
+        )
+        grad_bias = sums.to(ctx.bias_dtype) if need_bias else None
+    if need_b_dec and grad_x is not None:
+        grad_b_dec = -grad_x.sum(0, dtype=_cpu.threshold_dtype(grad_x.dtype)).to(b_dec.dtype)
+    elif need_b_dec:
+        # The same sum without the gradient of x: every row passes through the one W_enc.
+        grad_b_dec = -torch.mv(weight, sums.to(weight.dtype)).to(b_dec.dtype)
+    if not need_threshold:
+        grad_threshold = None
+    return grad_x, grad_weight, grad_bias, grad_b_dec, grad_threshold, None, None, None, None, None
+
+
+def _fake_bwd_columns(
+    grad_values: Tensor,
+    grad_source: Tensor,
+    grad_l0: Tensor,
+    keys: Tensor,
+    columns: Tensor,
+    col_offsets: Tensor,
+    values: Tensor,
+    nnz: Tensor,
+    source: Tensor,
+    threshold: Tensor | None,
+    bandwidth: float,
+) -> tuple[Tensor, Tensor]:
+    n, dtype = col_offsets.shape[0] - 1, _cpu.threshold_dtype(values.dtype)
+    return values.new_empty(n, dtype=dtype), values.new_empty(0 if threshold is None else n, dtype=dtype)
+
+
+_sae_encode = register(
+    "sae_encode(Tensor x, Tensor weight, Tensor? bias, Tensor? b_dec, Tensor? threshold, str activation, int k, "
+    "float bandwidth, int capacity, bool keep_source) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    cpu=_cpu.encode,
+    gpu=f"{_GPU}:encode",
+    fake=_fake,
+    setup_context=_context,
+    backward=_backward,
+)
+_bwd_columns = register(
+    "sae_encode_bwd_columns(Tensor grad_values, Tensor grad_source, Tensor grad_l0, Tensor keys, Tensor columns, "
+    "Tensor col_offsets, Tensor values, Tensor nnz, Tensor source, Tensor? threshold, float bandwidth) "
+    "-> (Tensor, Tensor)",
+    cpu=_cpu.bwd_columns,
+    gpu=f"{_GPU}:bwd_columns",
+    fake=_fake_bwd_columns,
+)
+_bwd_source = register(
+    "sae_encode_bwd_source(Tensor grad, Tensor source, Tensor nnz, int capacity) -> Tensor",
+    cpu=_cpu.bwd_source,
+    gpu=f"{_GPU}:bwd_source",
+    fake=lambda grad, source, nnz, capacity: torch.empty_like(source),
+)
+_count_fired = register(
+    "sae_count_fired(Tensor values, Tensor indices, Tensor nnz, Tensor? source, int n) -> Tensor",
+    cpu=_cpu.count_fired,
+    gpu=f"{_GPU}:count_fired",
+    fake=lambda values, indices, nnz, source, n: values.new_empty(n, dtype=torch.int64),
+)

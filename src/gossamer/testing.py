@@ -1,0 +1,297 @@
+"""Testing sparse operators: an error budget against float64, and random matrices with few entries per row.
+
+>>> generator = torch.Generator().manual_seed(0)
+>>> x, w = random_rows((8, 100), l0=5, generator=generator), torch.randn(100, 16, generator=generator)
+>>> assert_close(x.to_sparse_csr() @ w, reference64=x.double() @ w.double(), plain=x @ w)
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gossamer.rowsparse import CSR, ELL, Rows
+
+__all__ = ["assert_close", "assert_exact", "dense64", "random_csr", "random_ell", "random_rows"]
+
+
+def assert_close(actual: Tensor, *, reference64: Tensor, plain: Tensor, factor: float = 2.0, name: str = "") -> None:
+    """Asserts that a result is hardly less exact than plain PyTorch's in the same dtype.
+
+    An element may be off the float64 reference by `factor` times the largest error that `plain` makes anywhere, plus
+    one rounding step of the result's dtype at that element. What is NaN or infinite in the reference, after rounding
+    to the result's dtype, must be the same in the result.
+
+    Args:
+        actual: the result to judge, floating, any shape.
+        reference64: the same in float64, by dense PyTorch.
+        plain: the same by plain PyTorch from the same inputs in the same dtype; its own dtype may be wider.
+        factor: how many times the error of `plain` is allowed.
+        name: what the message calls the result.
+
+    Raises:
+        AssertionError: shapes differ, or an element exceeds its budget. The message shows the worst element.
+        TypeError: `reference64` is not float64.
+
+    Source: the error rule of attention-gym's tests, with the rounding step added.
+
+    >>> third = torch.tensor([1.0]) / 3
+    >>> assert_close(third, reference64=torch.tensor([1.0], dtype=torch.float64) / 3, plain=third)
+    """
+    if reference64.dtype is not torch.float64:
+        raise TypeError(f"testing.assert_close: reference64 must be float64, got {reference64.dtype}.")
+    label = f"{name}: " if name else ""
+    for what, other in (("reference64", reference64), ("plain", plain)):
+        if actual.shape != other.shape:
+            raise AssertionError(f"{label}got shape {list(actual.shape)}, but {what} has {list(other.shape)}.")
+    if actual.numel() == 0:
+        return
+    got, want, usual = (x.detach().to(actual.device, torch.float64) for x in (actual, reference64, plain))
+    rounded = want.to(actual.dtype).double()
+    finite = rounded.isfinite()
+    plain_error = (usual - want).abs()[finite & usual.isfinite()]
+    allowed = factor * float(plain_error.max()) if plain_error.numel() else 0.0
+    info = torch.finfo(actual.dtype)
+    step = want.abs().clamp(min=info.tiny) * info.eps
+    excess = torch.where(finite, (got - want).abs() - (allowed + step), 0.0)
+    # A NaN in the result compares false with everything; a non-finite reference asks for the very same value.
+    same = (got == rounded) | (got.isnan() & rounded.isnan())
+    excess = torch.where(excess.isnan() | (~finite & ~same), math.inf, excess)
+    count = int((excess > 0).sum())
+    if not count:
+        return
+    at = int(excess.argmax())
+    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), actual.shape))
+    g, w, u, s = (float(x.reshape(-1)[at]) for x in (got, want, usual, step))
+    raise AssertionError(
+        f"{label}{count} of {actual.numel()} elements exceed their budget; the worst is at {place}.\n"
+        f"  got {g!r}, float64 gives {w!r}, plain PyTorch {u!r}\n"
+        f"  error {abs(g - w):.3e}, budget {allowed + s:.3e} = {factor:g} x {allowed / factor if factor else 0.0:.3e} "
+        f"(largest error of plain PyTorch) + {s:.3e} (a rounding step of {actual.dtype})"
+    )
+
+
+def assert_exact(actual: Tensor, reference64: Tensor, *, name: str = "") -> None:
+    """Asserts that a result equals the float64 reference rounded to the result's dtype; NaN equals NaN.
+
+    For inputs whose products and sums no dtype rounds, such as the small integers of `random_rows`: then no order of
+    addition can excuse a difference.
+
+    Args:
+        actual: the result to judge, any shape.
+        reference64: the same in float64.
+        name: what the message calls the result.
+
+    Raises:
+        AssertionError: shapes or any element differ.
+
+    >>> assert_exact(torch.tensor([2.0]), torch.tensor([2.0], dtype=torch.float64))
+    """
+    expected = reference64.detach().to(actual.device, actual.dtype)
+
+    def message(text: str) -> str:
+        return f"{name}: {text}" if name else text
+
+    torch.testing.assert_close(actual.detach(), expected, rtol=0, atol=0, equal_nan=True, msg=message)
+
+
+def dense64(rows: Rows) -> Tensor:
+    """A container's dense `[..., N]` in float64, entry by entry from the definition of the formats.
+
+    An oracle for tests that shares no code with `rowsparse.unpack`: repeated indices add up, an index of -1 is no
+    entry, and rows that overflowed come from the source.
+
+    Args:
+        rows: `ELL` or `CSR`.
+
+    Returns:
+        `[..., N]`, float64, on the device of rows, without a gradient.
+
+    >>> dense64(random_ell((2, 5), capacity=3)).shape
+    torch.Size([2, 5])
+    """
+    out = torch.zeros(rows.num_rows, rows.num_columns, dtype=torch.float64)
+    indices, values, counts = rows.indices.cpu(), rows.values.detach().cpu().double(), rows.nnz_per_row.tolist()
+    for row, count in enumerate(counts):
+        if isinstance(rows, ELL):
+            columns, entries, over = indices[row, :count], values[row, :count], count > rows.capacity
+        else:
+            first, last = rows.row_offsets[row : row + 2].tolist()
+            columns, entries, over = indices[first:last], values[first:last], last > rows.max_nnz
+        if over and rows.source is not None:
+            out[row] = rows.source[row].detach().cpu().double()
+        else:
+            held = columns >= 0
+            out[row].index_add_(0, columns[held], entries[held])
+    return out.to(rows.device).reshape(rows.shape)
+
+
+def random_rows(
+    shape: Sequence[int],
+    *,
+    l0: int | Sequence[int] | None = None,
+    density: float | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    generator: torch.Generator | None = None,
+    positive: bool = False,
+    integers: bool = False,
+    distinct: bool = True,
+) -> Tensor:
+    """A dense `[..., N]` tensor that is zero but for a few random entries per row.
+
+    Args:
+        shape: `(..., N)`; the leading dimensions together hold M rows.
+        l0: entries per row, or one count for each of the M rows. Counts above N are taken as N.
+        density: the probability of an entry, instead of `l0`.
+        dtype, device, generator: as in `torch.randn`; the generator must be on `device`.
+        positive: True draws entries above 0 only, as a ReLU gives them.
+        integers: True draws entries of magnitude 1, 2 or 3. Products and sums of such numbers are exact in every
+            dtype, so that results can be compared for equality.
+        distinct: False draws columns with replacement: a row has at most `l0` entries, which is cheap in wide rows.
+
+    Returns:
+        `[..., N]`, contiguous. No entry is smaller than 0.1 in magnitude.
+
+    Raises:
+        ValueError: neither or both of `l0` and `density`, or as many counts as there are not rows.
+
+    >>> (random_rows((2, 3, 50), l0=7) != 0).sum(-1).tolist()
+    [[7, 7, 7], [7, 7, 7]]
+    """
+    if (l0 is None) == (density is None):
+        raise ValueError("testing.random_rows: give either l0 or density.")
+    m, n = math.prod(shape[:-1]), shape[-1]
+    if density is not None:
+        kept = torch.rand(m, n, device=device, generator=generator) < density
+        drawn = _values((m, n), dtype, device, generator, positive, integers)
+        return torch.where(kept, drawn, 0).reshape(tuple(shape))
+    counts = [l0] * m if isinstance(l0, int) else list(l0 or ())
+    if len(counts) != m:
+        raise ValueError(f"testing.random_rows: l0 must have one count for each of {m} rows, got {len(counts)}.")
+    most = min(n, max(counts, default=0))
+    columns = _columns(m, n, most, distinct, device, generator)
+    held = torch.arange(most, device=device) < torch.tensor(counts, device=device, dtype=torch.int64)[:, None]
+    drawn = _values((m, most), dtype, device, generator, positive, integers)
+    # One column more than N takes what a row does not hold.
+    out = torch.zeros(m, n + 1, dtype=dtype, device=device)
+    out.scatter_(1, torch.where(held, columns, n), drawn)
+    return out[:, :n].reshape(tuple(shape)).contiguous()
+
+
+def random_ell(
+    shape: Sequence[int],
+    capacity: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    generator: torch.Generator | None = None,
+    integers: bool = False,
+    distinct: bool = False,
+    holes: float = 0.25,
+) -> ELL:
+    """A random `ELL` as users may build them: rows of different length, repeated columns, slots without an entry.
+
+    Args:
+        shape: `(..., N)`.
+        capacity: slots per row; every row holds 0 to `capacity` entries.
+        dtype, device, generator, integers: as in `random_rows`.
+        distinct: True repeats no column within a row; then a row holds at most N entries.
+        holes: the share of the entries whose index is -1, which means "no entry".
+
+    Returns:
+        `ELL` of that shape without a source. Whatever no operator may read holds NaN.
+
+    >>> rows = random_ell((4, 100), capacity=6)
+    >>> bool((rows.nnz_per_row <= 6).all())
+    True
+    """
+    m, n = math.prod(shape[:-1]), shape[-1]
+    most = min(capacity, n) if distinct or n == 0 else capacity
+    slots = torch.arange(capacity, device=device)
+    counts = torch.randint(most + 1, (m,), device=device, generator=generator)
+    held = slots < counts[:, None]
+    columns = torch.full((m, capacity), n, dtype=torch.int64, device=device)
+    columns[:, :most] = _columns(m, n, most, distinct, device, generator)
+    indices = torch.where(held, columns, n).sort(1).values
+    hole = torch.rand(m, capacity, device=device, generator=generator) < holes
+    valid = held & ~hole & (indices < n)
+    values = _values((m, capacity), dtype, device, generator, False, integers)
+    return ELL(
+        torch.where(valid, values, math.nan),
+        torch.where(valid, indices, -1).int(),
+        counts.int(),
+        tuple(shape),
+    )
+
+
+def random_csr(
+    shape: Sequence[int],
+    capacity: int,
+    *,
+    padding: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    generator: torch.Generator | None = None,
+    integers: bool = False,
+    distinct: bool = False,
+    holes: float = 0.25,
+) -> CSR:
+    """A random `CSR` as users may build them: `random_ell` without its gaps.
+
+    Args:
+        shape: `(..., N)`.
+        capacity: every row holds 0 to `capacity` entries.
+        padding: how much longer the buffers are than the entries.
+        dtype, device, generator, integers, distinct, holes: as in `random_ell`.
+
+    Returns:
+        `CSR` of that shape without a source. Whatever no operator may read holds NaN.
+
+    >>> rows = random_csr((4, 100), capacity=6, padding=3)
+    >>> rows.max_nnz - int(rows.row_offsets[-1])
+    3
+    """
+    ell = random_ell(
+        shape,
+        capacity,
+        dtype=dtype,
+        device=device,
+        generator=generator,
+        integers=integers,
+        distinct=distinct,
+        holes=holes,
+    )
+    held = torch.arange(capacity, device=device) < ell.nnz_per_row[:, None]
+    row_offsets = torch.nn.functional.pad(ell.nnz_per_row.cumsum(0, dtype=torch.int64), (1, 0))
+    indices = torch.nn.functional.pad(ell.indices[held], (0, padding), value=-1)
+    values = torch.nn.functional.pad(ell.values[held], (0, padding), value=math.nan)
+    return CSR(row_offsets, indices, values, tuple(shape))
+
+
+def _columns(
+    m: int, n: int, count: int, distinct: bool, device: torch.device | str | None, generator: torch.Generator | None
+) -> Tensor:
+    """Random columns, int64 [m, count] in [0, n)."""
+    if not distinct:
+        return torch.randint(max(n, 1), (m, count), device=device, generator=generator)
+    return torch.rand(m, n, device=device, generator=generator).topk(count, 1, sorted=False).indices
+
+
+def _values(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+    generator: torch.Generator | None,
+    positive: bool,
+    integers: bool,
+) -> Tensor:
+    """Random numbers that differ from 0."""
+    if integers:
+        drawn = torch.randint(1, 4, shape, device=device, generator=generator).to(dtype)
+    else:
+        drawn = (torch.randn(shape, device=device, generator=generator).abs() + 0.1).to(dtype)
+    if positive:
+        return drawn
+    return torch.where(torch.rand(shape, device=device, generator=generator) < 0.5, -drawn, drawn)

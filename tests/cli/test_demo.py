@@ -1,0 +1,268 @@
+"""`gossamer demo`, whole and in miniature, on the CPU."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from gossamer.cli import main
+from gossamer.cli._demo import features, measure, report, run
+from gossamer.cli._demo.features import Firings
+from gossamer.cli._demo.model import ByteModel, ModelConfig
+from gossamer.cli._demo.text import load_corpus
+from gossamer.cli._demo.train import sample
+from gossamer.rowsparse import pack, transpose
+
+SMALL = ModelConfig(d_model=32, n_layers=2, n_heads=2, d_ff=64, context=32)
+HOSTILE = "<script src='https://example.org/x.js'></script> & \"quoted\"\t\x01 "
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("text")
+    for i in range(6):
+        lines = (f"{HOSTILE}the value of item {i + j} is {j * j} größer\n" for j in range(200))
+        (root / f"<b>{i}.txt").write_text("".join(lines), encoding="utf-8")
+    (root / "picture.png").write_bytes(b"\x89PNG\0\0" + bytes(1000))
+    (root / ".hidden").write_text("hidden" * 1000)
+    return root
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    settings = run.Settings(
+        text=folder,
+        device="cpu",
+        out=tmp_path_factory.mktemp("out") / "nested" / "report",
+        steps_model=150,
+        steps_sae=150,
+        seconds_compare=0.2,
+        seconds_features=60.0,
+        model=SMALL,
+        d_sae=256,
+        target_l0=12.0,
+        batch_sae=256,
+        n_validation=16,
+        n_feature_windows=256,
+        n_features=6,
+        large=False,
+    )
+    returned = run.run(settings, *run.prepare(settings), Console(quiet=True))
+    assert sorted(p.name for p in settings.out.iterdir()) == ["index.html", "results.json"]
+    read = json.loads((settings.out / "results.json").read_text(encoding="utf-8"))
+    assert read["sae"]["l0"] == returned["sae"]["l0"]
+    return {**read, "html": (settings.out / "index.html").read_text(encoding="utf-8")}
+
+
+def test_training_learns(results: dict) -> None:
+    model, sae, loss = results["model"], results["sae"], results["loss"]
+    assert model["history"][-1]["bits_per_byte"] < model["history"][0]["bits_per_byte"] - 1
+    assert model["validation_bits_per_byte"] == pytest.approx(loss["clean"])
+    assert 0 < model["active_fraction"] < 0.5
+    assert sae["history"][-1]["variance_explained"] > 0.5
+    assert 1 < sae["l0"] < 60
+    assert loss["clean"] < loss["spliced"] < loss["zero"]
+    expected = (loss["zero"] - loss["spliced"]) / (loss["zero"] - loss["clean"])
+    assert loss["loss_recovered"] == pytest.approx(expected)
+
+
+def test_dense_and_sparse_agree(results: dict) -> None:
+    sae, loss, (case,) = results["sae"], results["loss"], results["comparison"]
+    assert sae["l0"] == pytest.approx(sae["l0_dense"], rel=1e-3)
+    assert sae["variance_explained"] == pytest.approx(sae["variance_explained_dense"], rel=1e-4)
+    assert sae["largest_difference"] < 1e-4
+    assert loss["spliced"] == pytest.approx(loss["spliced_dense"], rel=1e-4)
+    assert (case["batch"], case["d_in"], case["d_sae"]) == (256, 32, 256)
+    assert [o["operation"] for o in case["operations"]] == ["decode", "decode, packed", "forward"]
+    for operation in case["operations"]:
+        assert operation["largest_difference"] < 1e-4
+        for way in ("dense", "sparse"):
+            assert 0 < operation[way]["p20_seconds"] <= operation[way]["median_seconds"]
+            assert operation[way]["peak_bytes"] is None
+        ratio = operation["dense"]["median_seconds"] / operation["sparse"]["median_seconds"]
+        assert operation["speed_up"] == pytest.approx(ratio)
+
+
+def test_results_say_how_they_were_made(results: dict, folder: Path) -> None:
+    assert results["seed"] == 0
+    assert results["settings"]["d_sae"] == 256
+    assert results["settings"]["text"] == str(folder)
+    assert results["versions"]["torch"] == torch.__version__
+    assert results["hardware"]["type"] == "cpu"
+    assert results["text"]["files"] == 6
+    assert len(results["features"]["firing_rates"]) == 256
+
+
+def test_page_is_self_contained_and_escapes_text(results: dict) -> None:
+    page = results["html"]
+    assert not re.search(r"<(script|link|img|iframe|object|embed|base)\b", page)
+    assert not re.search(r"""(src|href|action)\s*=\s*["'](?!#)""", page)
+    assert not re.search(r"url\((?!#)|@import", page)
+    assert "\x01" not in page and "\0" not in page
+    assert page.count("<svg") == page.count("</svg>") == 4
+    for word in ("NaN", "None", "var(--sparse)", "prefers-color-scheme: dark"):
+        assert (word in page) == (word[0] not in "N")
+
+
+def test_text_in_the_page_is_escaped(results: dict) -> None:
+    context = {"before": HOSTILE, "character": "<", "after": "&amp;\n", "value": 1.0}
+    feature = {
+        "feature": 3,
+        "score": 4.0,
+        "firing_rate": 0.01,
+        "shared_text": "</h3><script>",
+        "fires_on": [{"byte": "<", "share": 1.0}],
+        "contexts": [context],
+    }
+    page = report.render({**results, "features": {**results["features"], "top": [feature]}, "command": HOSTILE})
+    assert "<script" not in page
+    assert "&lt;script src=&#x27;https://example.org/x.js&#x27;&gt;" in page
+    assert "<mark>&lt;</mark>" in page
+    assert "&amp;amp;⏎" in page
+    assert r"&quot;quoted&quot;⇥\x01" in page
+
+
+def test_features_are_found_where_they_fire() -> None:
+    text = b"".join(b"%03d self.name%03d = other\n" % (i, 997 * i % 1000) for i in range(100))
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: len(text) // 60 * 60].view(-1, 60)
+    flat = tokens.flatten()
+    acts = torch.zeros(flat.numel(), 3)
+    after_self = [i for i in range(4, flat.numel()) if bytes(flat[i - 4 : i + 1].tolist()) == b"self."]
+    acts[after_self, 1] = 2.0
+    acts[:, 2] = 1.0
+    half = flat.numel() // 2 // 60 * 60
+    chunks = [transpose(pack(part, format="csr")) for part in (acts[:half], acts[half:])]
+    assert [len(c.indices) for c in chunks] == [int(c.row_offsets[-1]) for c in chunks]
+    firings = Firings(tokens, chunks, half)
+    assert firings.counts.tolist() == [0, len(after_self), flat.numel()]
+    assert firings.of(1)[0].tolist() == after_self
+    acts[after_self[40:], 1] = 0.0
+    rare = Firings(tokens, [transpose(pack(acts, format="csr"))], flat.numel())
+    (found,) = features.top_features(rare, 5)
+    assert found["feature"] == 1
+    assert found["shared_text"].endswith("self.")
+    assert found["firings"] == 40
+    assert found["firing_rate"] == pytest.approx(40 / flat.numel())
+    assert found["fires_on"] == [{"byte": ".", "share": 1.0}]
+    assert {c["character"] for c in found["contexts"]} == {"."}
+    assert all(c["before"].endswith("self") for c in found["contexts"])
+
+
+@pytest.mark.parametrize("t, character", [(1, "ö"), (2, "ö"), (3, "<"), (4, r"\xff")])
+def test_a_context_shows_whole_characters(t: int, character: str) -> None:
+    text = b"a\xc3\xb6<\xff\xe2\x82\xac"
+    shown = features._around(text, t)
+    assert shown["character"] == character
+    joined = shown["before"] + shown["character"] + shown["after"]
+    assert joined == "aö<\\xff€"
+
+
+def test_model_reads_and_replaces_the_middle_of_the_stream() -> None:
+    torch.manual_seed(0)
+    model = ByteModel(SMALL)
+    tokens = torch.randint(256, (2, 32))
+    logits, gates = model(tokens)
+    assert logits.shape == (2, 32, 256)
+    assert [g.shape for g in gates] == [(2, 32, 64)] * 2
+    middle = model.residual(tokens)
+    torch.testing.assert_close(model(tokens, lambda x: middle)[0], logits)
+    assert not torch.allclose(model(tokens, torch.zeros_like)[0], logits)
+    changed = tokens.clone()
+    changed[:, 20:] = 0
+    torch.testing.assert_close(model(changed)[0][:, :20], logits[:, :20])
+
+
+def test_loss_recovered_has_its_end_points() -> None:
+    torch.manual_seed(0)
+    model, tokens = ByteModel(SMALL), torch.randint(256, (4, 33))
+    clean, active = measure.evaluate(model, tokens)
+    same, _ = measure.evaluate(model, tokens, lambda x: x)
+    assert same == pytest.approx(clean)
+    assert len(active) == 2 and all(0 < share < 1 for share in active)
+    assert measure.evaluate(model, tokens, torch.zeros_like)[0] == pytest.approx(8.0)
+
+
+def test_corpus_is_split_by_file(folder: Path) -> None:
+    corpus = load_corpus(folder, seed=1, min_bytes=100)
+    assert corpus.n_files == 6
+    size = (folder / "<b>0.txt").stat().st_size
+    assert len(corpus.validation) == pytest.approx(size, rel=0.01)
+    assert len(corpus.train) == pytest.approx(5 * size, rel=0.01)
+    assert b"hidden" not in bytes(corpus.train.tolist())
+    again = load_corpus(folder, seed=1, min_bytes=100)
+    assert torch.equal(corpus.validation, again.validation)
+
+
+def test_one_file_is_split_within(tmp_path: Path) -> None:
+    (tmp_path / "one").write_bytes(bytes(range(256)) * 10)
+    corpus = load_corpus(tmp_path / "one", seed=0, min_bytes=100)
+    assert bytes(torch.cat([corpus.train, corpus.validation]).tolist()) == bytes(range(256)) * 10
+    assert len(corpus.validation) == 256
+
+
+def test_standard_library_is_the_default() -> None:
+    corpus = load_corpus(None, seed=0, min_bytes=100_000)
+    assert "standard library" in corpus.source
+    assert len(corpus.train) > 1_000_000
+
+
+def test_samples_lie_within_the_text() -> None:
+    text = torch.arange(40, dtype=torch.uint8)
+    windows = sample(text, 200, 33, torch.Generator().manual_seed(0))
+    assert windows.shape == (200, 33)
+    assert set(windows[:, 0].tolist()) == set(range(8))
+    assert (windows.diff(dim=1) == 1).all()
+    even = measure.contexts(text, 100, 20)
+    assert even[:, 0].tolist() == [0, 20]
+
+
+def _texts(tmp_path: Path) -> dict[str, Path]:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "nothing.txt").touch()
+    (tmp_path / "short.txt").write_text("short")
+    return {
+        "does not exist": tmp_path / "missing",
+        "empty folder": tmp_path / "empty",
+        "got 0 and 0": tmp_path / "nothing.txt",
+        "got 4 and 1": tmp_path / "short.txt",
+    }
+
+
+@pytest.mark.parametrize("message", ["does not exist", "empty folder", "got 0 and 0", "got 4 and 1"])
+def test_unusable_text_is_refused(tmp_path: Path, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_corpus(_texts(tmp_path)[message], seed=0, min_bytes=100)
+
+
+@pytest.mark.parametrize("name", ["meta", "cpu:3", "cuda:99", "abacus"])
+def test_unknown_device_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="--device must be auto or a device of this machine"):
+        run.resolve_device(name)
+
+
+def test_command_refuses_before_it_trains(tmp_path: Path) -> None:
+    out = tmp_path / "report"
+    outcome = CliRunner().invoke(main, ["demo", "--text", str(tmp_path / "missing"), "--out", str(out)])
+    assert outcome.exit_code == 2
+    assert "does not exist" in " ".join(outcome.output.replace("│", " ").split())
+    (tmp_path / "file").touch()
+    outcome = CliRunner().invoke(main, ["demo", "--out", str(tmp_path / "file")])
+    assert outcome.exit_code == 2
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "index.html"
+    run._write(path, "before")
+    with pytest.raises(UnicodeEncodeError):
+        run._write(path, "after \ud800")
+    assert path.read_text() == "before"
+    assert [p.name for p in tmp_path.iterdir()] == ["index.html"]
+
+
+def test_json_holds_no_nan() -> None:
+    assert run._plain({"a": [math.nan, 1.0, Path("p")], "b": math.inf}) == {"a": [None, 1.0, "p"], "b": None}

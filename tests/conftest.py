@@ -1,0 +1,123 @@
+"""One set of tests, three ways to run it.
+
+Plain `pytest` tests the CPU implementation, or the kernels where there is a GPU. `GOSSAMER_INTERPRET=1 pytest` sends
+CPU tensors through the Triton kernels in Triton's interpreter, for the rooms that have kernels and the dtypes that it
+computes rightly.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import numpy
+import pytest
+import torch
+
+from gossamer._core.ops import INTERPRET
+
+MODE = "interpreter" if INTERPRET else "gpu" if torch.cuda.is_available() else "cpu"
+INTERPRETED = ("rowsparse", "sae")
+DTYPES = (torch.float32, torch.float16) if INTERPRET else (torch.float32, torch.float16, torch.bfloat16)
+
+hypothesis.settings.register_profile(
+    "gossamer",
+    deadline=None,
+    derandomize=True,
+    max_examples={"interpreter": 12, "cpu": 60, "gpu": 60}[MODE],
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("gossamer")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "native: about the product path; skipped in the interpreter")
+    # The interpreter computes with NumPy, which warns where a GPU makes NaN and Inf without a word.
+    config.addinivalue_line("filterwarnings", "ignore:.* encountered in .*:RuntimeWarning")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """In the interpreter, only what has kernels."""
+    parts = collection_path.relative_to(Path(__file__).parent).parts
+    return True if INTERPRET and parts and parts[0] not in INTERPRETED else None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if INTERPRET:
+        if _interpreter_is_broken():
+            pytest.skip("Triton's interpreter before 3.7 fails on NumPy 2.4 and newer in loops with run-time bounds")
+        if item.get_closest_marker("native"):
+            pytest.skip("about the product path, not about the kernels")
+    if item.get_closest_marker("gpu") and MODE != "gpu":
+        pytest.skip("needs a GPU")
+
+
+def _interpreter_is_broken() -> bool:
+    import triton
+
+    return _version(triton.__version__) < (3, 7) and _version(numpy.__version__) >= (2, 4)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
+@pytest.fixture(scope="session")
+def mode() -> str:
+    """ "cpu", "gpu" or "interpreter"."""
+    return MODE
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where the operators under test run."""
+    return torch.device("cuda" if MODE == "gpu" else "cpu")
+
+
+@pytest.fixture(scope="session")
+def scale() -> int:
+    """What sizes are multiplied with: 1 in the interpreter, which is slow, 4 on the CPU, 16 on the GPU."""
+    return {"interpreter": 1, "cpu": 4, "gpu": 16}[MODE]
+
+
+@pytest.fixture(scope="session", params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """Every dtype that this way of running can test."""
+    return request.param
+
+
+@pytest.fixture
+def generator(device: torch.device) -> torch.Generator:
+    """A seeded generator on the device."""
+    return torch.Generator(device).manual_seed(0)
+
+
+@pytest.fixture
+def compiled() -> Iterator[Callable[..., Any]]:
+    """`torch.compile(fullgraph=True)` with the backend that fits the device; `torch.empty` is left alone."""
+    torch._dynamo.reset()
+    backend = "inductor" if MODE == "gpu" else "aot_eager"
+    yield lambda function: torch.compile(function, fullgraph=True, backend=backend)
+    torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def poison(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fills new memory with NaN or a large integer, so that an element that nobody writes shows."""
+    if "compiled" in request.fixturenames:
+        return
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
+
+
+def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        out = allocate(*args, **kwargs)
+        with torch.no_grad():
+            if out.is_floating_point():
+                out.fill_(float("nan"))
+            elif out.dtype in (torch.int32, torch.int64):
+                out.fill_(0x5A5A5A5A)
+        return out
+
+    return call

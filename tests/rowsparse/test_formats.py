@@ -1,0 +1,142 @@
+"""The containers: what they promise, what they refuse."""
+
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree
+
+from gossamer.rowsparse import CSR, ELL, pack
+from gossamer.testing import random_rows
+
+INT = torch.int32
+
+
+def ell(**changes: Any) -> ELL:
+    """Two rows of five columns, two slots each; the second row is full."""
+    parts: dict[str, Any] = {
+        "values": torch.tensor([[1.0, 0.0], [2.0, 3.0]]),
+        "indices": torch.tensor([[4, -1], [0, 2]], dtype=INT),
+        "nnz_per_row": torch.tensor([1, 2], dtype=INT),
+        "shape": (2, 5),
+    }
+    return ELL(**{**parts, **changes})
+
+
+def csr(**changes: Any) -> CSR:
+    """The same matrix."""
+    parts: dict[str, Any] = {
+        "row_offsets": torch.tensor([0, 1, 3]),
+        "indices": torch.tensor([4, 0, 2], dtype=INT),
+        "values": torch.tensor([1.0, 2.0, 3.0]),
+        "shape": (2, 5),
+    }
+    return CSR(**{**parts, **changes})
+
+
+BOTH = pytest.mark.parametrize("make", [ell, csr])
+
+
+@BOTH
+def test_attributes(make: Any) -> None:
+    rows = make(shape=(2, 1, 5))
+    assert (rows.num_rows, rows.num_columns, rows.dtype, rows.device.type) == (2, 5, torch.float32, "cpu")
+    assert rows.nnz_per_row.tolist() == [1, 2] and not rows.overflowed and not rows.requires_grad
+    assert rows.to_dense().tolist() == [[[0, 0, 0, 0, 1]], [[2, 0, 3, 0, 0]]]
+    assert rows.validate() is rows
+    assert "shape=(2, 1, 5)" in repr(rows) and "float32" in repr(rows) and "none possible" in repr(rows)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rows.shape = (2, 5)
+
+
+def test_sizes() -> None:
+    assert ell().capacity == 2 and "capacity=2" in repr(ell())
+    assert csr().max_nnz == 3 and "max_nnz=3" in repr(csr())
+
+
+@BOTH
+def test_to_and_detach(make: Any) -> None:
+    rows = make(values=make().values.requires_grad_(), source=torch.ones(2, 5))
+    assert rows.requires_grad and "kept exact" in repr(rows)
+    half = rows.to(torch.float16)
+    assert half.values.dtype is half.source.dtype is torch.float16 and half.indices.dtype is INT
+    assert half.requires_grad and not half.detach().requires_grad and half.shape == rows.shape
+    moved = rows.to("meta", torch.float64)
+    assert {t.device.type for t in (moved.values, moved.indices, moved.nnz_per_row, moved.source)} == {"meta"}
+    assert moved.dtype is torch.float64
+    assert rows.to(torch.empty(0, dtype=torch.bfloat16)).dtype is torch.bfloat16
+
+
+@BOTH
+def test_requires_grad_looks_at_the_source(make: Any) -> None:
+    assert make(source=torch.ones(2, 5, requires_grad=True)).requires_grad
+
+
+@BOTH
+def test_pytree_and_pickle(make: Any) -> None:
+    rows = make()
+    leaves, spec = _pytree.tree_flatten([rows, {"a": rows}])
+    assert all(isinstance(leaf, torch.Tensor) or leaf is None for leaf in leaves)
+    again = _pytree.tree_unflatten(leaves, spec)[1]["a"]
+    for other in (again, pickle.loads(pickle.dumps(rows))):
+        assert type(other) is type(rows) and other.shape == rows.shape and other.source is None
+        assert torch.equal(other.to_dense(), rows.to_dense())
+
+
+def test_overflowed(device: torch.device) -> None:
+    x = random_rows((3, 40), l0=[3, 9, 0], device=device)
+    for rows in (pack(x, capacity=8), pack(x, format="csr", max_nnz=11)):
+        assert rows.overflowed.item() is True and rows.validate() is rows
+    for rows in (pack(x, capacity=9), pack(x, format="csr", max_nnz=12)):
+        assert rows.overflowed.item() is False
+    assert pack(x, capacity=40).source is None and pack(x, capacity=8).source is not None
+    assert pack(x, format="csr").source is None
+
+
+@pytest.mark.parametrize(
+    "make, changes, error, message",
+    [
+        (ell, {"values": torch.ones(2)}, ValueError, r"ELL: values must have shape \[M, capacity\] with M = 2"),
+        (ell, {"shape": (3, 5)}, ValueError, r"with M = 3 from shape \(3, 5\), got \[2, 2\]"),
+        (ell, {"indices": torch.zeros(2, 3, dtype=INT)}, ValueError, r"indices must have shape .* got \[2, 3\]"),
+        (ell, {"nnz_per_row": torch.zeros(3, dtype=INT)}, ValueError, r"nnz_per_row must have shape \[M\] = \[2\]"),
+        (ell, {"indices": torch.zeros(2, 2, dtype=torch.int64)}, TypeError, "indices must be int32, got int64"),
+        (ell, {"nnz_per_row": torch.zeros(2).long()}, TypeError, "nnz_per_row must be int32, got int64"),
+        (ell, {"source": torch.ones(2, 4)}, ValueError, r"ELL: source must have shape \[M, N\] = \[2, 5\]"),
+        (ell, {"source": torch.ones(2, 5, device="meta")}, ValueError, "source must be on cpu like values, got meta"),
+        (csr, {"row_offsets": torch.zeros(2).long()}, ValueError, r"row_offsets must have shape \[M \+ 1\] = \[3\]"),
+        (csr, {"row_offsets": torch.zeros(3, dtype=INT)}, TypeError, "row_offsets must be int64, got int32"),
+        (csr, {"indices": torch.zeros(3).long()}, TypeError, "indices must be int32, got int64"),
+        (csr, {"indices": torch.zeros(4, dtype=INT)}, ValueError, r"CSR: indices must have shape \[nnz\] = \[3\]"),
+        (csr, {"values": torch.ones(3, 1)}, ValueError, r"CSR: values must have shape \[nnz\], got \[3, 1\]"),
+        (csr, {"source": torch.ones(1, 5)}, ValueError, r"CSR: source must have shape \[M, N\] = \[2, 5\]"),
+    ],
+)
+def test_refused(make: Any, changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make(**changes)
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        (ell(indices=torch.tensor([[5, -1], [0, 2]], dtype=INT)), r"\[0, N\) with N = 5, .* got -1 to 5"),
+        (ell(indices=torch.tensor([[4, -1], [-2, 2]], dtype=INT)), "got -2 to 4"),
+        (ell(nnz_per_row=torch.tensor([1, 3], dtype=INT)), "at most capacity = 2 without a source, got 3"),
+        (csr(indices=torch.tensor([4, 0, 7], dtype=INT)), "got 0 to 7"),
+        (csr(indices=torch.tensor([-3, 0, 2], dtype=INT)), "got -3 to 2"),
+        (csr(row_offsets=torch.tensor([0, 1, 4])), r"at most len\(values\) = 3 without a source, got 4"),
+        (csr(row_offsets=torch.tensor([1, 1, 3])), "must start at 0 and never decrease"),
+        (csr(row_offsets=torch.tensor([0, 3, 2])), "must start at 0 and never decrease"),
+    ],
+)
+def test_validate(rows: ELL | CSR, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rows.validate()
+
+
+def test_validate_does_not_look_where_nobody_may() -> None:
+    assert csr(row_offsets=torch.tensor([0, 1, 2]), indices=torch.tensor([4, 0, 99], dtype=INT)).validate()
+    assert csr(values=torch.ones(0), indices=torch.zeros(0, dtype=INT), row_offsets=torch.zeros(3).long()).validate()

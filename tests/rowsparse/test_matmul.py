@@ -1,0 +1,276 @@
+"""rows @ weight and its gradients, against dense float64."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gossamer.rowsparse import CSR, ELL, Rows, matmul, pack
+from gossamer.testing import assert_close, assert_exact, dense64, random_csr, random_ell, random_rows
+from tests import strategies
+
+NAN, INF = math.nan, math.inf
+PACKINGS = [
+    {"capacity": 64},
+    {"capacity": 5},
+    {"capacity": 1},
+    {"format": "csr"},
+    {"format": "csr", "max_nnz": 30},
+    {"format": "csr", "max_nnz": 0},
+]
+
+
+@given(data=st.data())
+def test_any_shape(data: st.DataObject, dtype: torch.dtype, device: torch.device) -> None:
+    rows = data.draw(strategies.containers(dtype, device))
+    depth = data.draw(strategies.DEPTHS)
+    weight = data.draw(strategies.matrix(rows.num_columns, depth, dtype, device))
+    out = matmul(rows, weight)
+    assert out.shape == (*rows.shape[:-1], depth) and out.dtype is dtype
+    assert_exact(out, dense64(rows) @ weight.double())
+
+
+@given(data=st.data())
+def test_any_shape_backward(data: st.DataObject, dtype: torch.dtype, device: torch.device) -> None:
+    """At entries of rows that did not overflow grad @ weight.T goes to the values, else to the source."""
+    rows = data.draw(strategies.containers(dtype, device))
+    depth = data.draw(strategies.DEPTHS)
+    leaf = data.draw(strategies.matrix(rows.num_columns, depth, dtype, device)).requires_grad_()
+    grad = data.draw(strategies.matrix(rows.num_rows, depth, dtype, device)).reshape(*rows.shape[:-1], depth)
+    values = rows.values.detach().requires_grad_()
+    source = None if rows.source is None else rows.source.detach().clone().requires_grad_()
+    matmul(replace(rows, values=values, source=source), leaf).backward(grad)
+    flat = grad.double().reshape(rows.num_rows, depth)
+    dense = dense64(rows).reshape(rows.num_rows, rows.num_columns)
+    assert_exact(leaf.grad, dense.t() @ flat, name="weight")
+    wanted = flat @ leaf.detach().double().t()
+    if isinstance(rows, ELL):
+        over = rows.nnz_per_row > rows.capacity
+    else:
+        over = rows.row_offsets[1:] > rows.max_nnz
+    if source is not None:
+        assert_exact(source.grad, wanted * (dense != 0) * over[:, None], name="source")
+    expected = torch.zeros_like(rows.values, dtype=torch.float64)
+    for row, count in enumerate(rows.nnz_per_row.tolist()):
+        if not over[row]:
+            first = 0 if isinstance(rows, ELL) else int(rows.row_offsets[row])
+            at = (rows.indices[row] if isinstance(rows, ELL) else rows.indices)[first : first + count].long()
+            slots = expected[row] if isinstance(rows, ELL) else expected
+            if rows.num_columns:
+                slots[first : first + count] = torch.where(at >= 0, wanted[row, at.clamp(min=0)], 0)
+    assert_exact(values.grad, expected, name="values")
+
+
+@pytest.mark.parametrize("options", PACKINGS, ids=str)
+def test_error_budget(
+    options: dict[str, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+    scale: int,
+) -> None:
+    m, n, d = 5 * scale + 1, 130 * scale + 3, 33 * scale
+    counts = [0, 1, 7, n, 30] + [scale * 3] * (m - 5)
+    x = random_rows((m, n), l0=counts, dtype=dtype, device=device, generator=generator)
+    x[:, :2] = 0
+    weight = torch.randn(n, d, device=device, generator=generator).to(dtype)
+    x.requires_grad_(), weight.requires_grad_()
+    out = matmul(pack(x, **options), weight)
+    plain = x @ weight
+    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+    reference = exact[0] @ exact[1]
+    assert_close(out, reference64=reference, plain=plain)
+    grad = torch.randn(m, d, device=device, generator=generator).to(dtype)
+    inputs = (x, weight)
+    grads = torch.autograd.grad(out, inputs, grad)
+    plain_grads = torch.autograd.grad(plain, inputs, grad)
+    exact_grads = torch.autograd.grad(reference, exact, grad.double())
+    for name, ours, usual, wanted in zip(("x", "weight"), grads, plain_grads, exact_grads):
+        held = (x != 0) if name == "x" else torch.ones_like(ours, dtype=torch.bool)
+        assert_close(ours, reference64=wanted * held, plain=usual * held, name=name)
+
+
+def test_long_rows(dtype: torch.dtype, device: torch.device, generator: torch.Generator, scale: int) -> None:
+    """A sum of thousands of entries, and a weight row that thousands of rows use, are as exact as a dense product's."""
+    n = 200 * scale
+    x = random_rows((8, n), l0=[n, 5, n, 3, n, 0, 1, n // 2], dtype=dtype, device=device, generator=generator)
+    weight = torch.randn(n, 64, device=device, generator=generator).to(dtype).requires_grad_()
+    out = matmul(pack(x, capacity=n), weight)
+    assert_close(out, reference64=x.double() @ weight.detach().double(), plain=x @ weight)
+    x = x.t().contiguous()
+    grad = torch.randn(n, 64, device=device, generator=generator).to(dtype)
+    ours = torch.autograd.grad(matmul(pack(x, capacity=8), weight[:8]), weight, grad)[0][:8]
+    assert_close(ours, reference64=x.double().t() @ grad.double(), plain=x.t() @ grad)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("capacity", [200, 8])
+def test_out_dtype(
+    out_dtype: torch.dtype, capacity: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    """Sums are float32 whatever the inputs are, also in rows that overflowed."""
+    x = random_rows((4, 200), l0=[3, 8, 40, 200], dtype=dtype, device=device, generator=generator)
+    weight = torch.randn(200, 64, device=device, generator=generator).to(dtype)
+    out = matmul(pack(x, capacity=capacity), weight, out_dtype=out_dtype)
+    assert out.dtype is out_dtype
+    reference = x.double() @ weight.double()
+    for row in range(4):
+        plain = (x[row].float() @ weight.float()).to(out_dtype)
+        assert_close(out[row], reference64=reference[row], plain=plain, name=f"row {row}")
+
+
+@pytest.mark.parametrize("format", ["ell", "csr"])
+@pytest.mark.parametrize("part", ["values", "indices", "counts", "weight", "source"])
+def test_any_layout(
+    format: str, part: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    """Users slice and transpose what they put into a container."""
+    options = {"dtype": dtype, "device": device, "generator": generator, "integers": True}
+    if part == "source":
+        x = random_rows((4, 30), l0=[1, 9, 0, 30], **options)
+        rows: Rows = pack(x, capacity=3) if format == "ell" else pack(x, format="csr", max_nnz=5)
+    else:
+        rows = (random_ell if format == "ell" else random_csr)((4, 30), 6, **options)
+    weight = random_rows((30, 8), l0=8, **options)
+    reference = dense64(rows) @ weight.double()
+    for layout in ("transposed", "strided", "misaligned"):
+        if part == "weight":
+            assert_exact(matmul(rows, strategies.laid_out(weight, layout)), reference, name=layout)
+            continue
+        field = ("nnz_per_row" if format == "ell" else "row_offsets") if part == "counts" else part
+        tensor = getattr(rows, field)
+        changed = replace(rows, **{field: strategies.laid_out(tensor, layout)})
+        assert_exact(matmul(changed, weight), reference, name=layout)
+
+
+def test_unselected_weights_do_not_show(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    """NaN and Inf in the weight show where they are selected, and nowhere else."""
+    x = random_rows((3, 40), l0=[4, 0, 6], dtype=dtype, device=device, generator=generator, integers=True)
+    x[:, 7], x[2, 7], x[2, 9] = 0, 1, 2
+    weight = random_rows((40, 10), l0=10, dtype=dtype, device=device, generator=generator, integers=True)
+    weight[7, 3], weight[9, 4], weight[11] = NAN, -INF, NAN
+    x[:, 11] = 0
+    selected = torch.where(x[..., None] != 0, x[..., None].double() * weight.double(), 0).sum(1)
+    for options in ({"capacity": 8}, {"format": "csr"}):
+        assert_exact(matmul(pack(x, **options), weight), selected)
+    overflowed = matmul(pack(x, capacity=5), weight)
+    assert_exact(overflowed[:2], selected[:2])
+    assert overflowed[2].isnan().all(), "a row that overflowed is a dense product, which spreads NaN"
+
+
+def test_special_values(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    x = random_rows((5, 40), l0=4, dtype=dtype, device=device, generator=generator, integers=True)
+    x[0, 3], x[1, 5], x[2, 3], x[2, 4], x[4, 39] = NAN, INF, INF, -INF, torch.finfo(dtype).max
+    weight = random_rows((40, 10), l0=10, dtype=dtype, device=device, generator=generator, integers=True)
+    for options in ({"capacity": 8}, {"capacity": 1}, {"format": "csr"}, {"format": "csr", "max_nnz": 5}):
+        out = matmul(pack(x, **options), weight)
+        reference = x.double() @ weight.double()
+        assert_exact(out[:4], reference[:4])
+        # float32 sums of one of the largest numbers and small ones: rounded as float32 rounds them.
+        assert_close(out[4], reference64=reference[4], plain=(x[4].float() @ weight.float()).to(dtype))
+
+
+def test_source_may_be_wrong_where_nothing_overflowed(dtype: torch.dtype, device: torch.device) -> None:
+    """A container's source is right at least for overflowed rows; elsewhere it is not read."""
+    x = random_rows((4, 30), l0=[2, 9, 0, 30], dtype=dtype, device=device, integers=True)
+    rows = pack(x, capacity=4)
+    source = x.masked_fill((rows.nnz_per_row <= 4)[:, None], NAN)
+    weight = random_rows((30, 8), l0=8, dtype=dtype, device=device, integers=True).requires_grad_()
+    out = matmul(replace(rows, source=source), weight)
+    assert_exact(out, x.double() @ weight.double())
+    out.backward(torch.ones_like(out))
+    assert_exact(weight.grad, x.double().t() @ torch.ones_like(out).double())
+
+
+@pytest.mark.parametrize("index", [30, -2, 1 << 30])
+@pytest.mark.parametrize("format", ["ell", "csr"])
+def test_bad_indices(index: int, format: str, dtype: torch.dtype, device: torch.device, mode: str) -> None:
+    """They raise on the CPU, and make their row NaN on the GPU, where raising would take a sync."""
+    indices = torch.tensor([[3, 4], [5, index], [1, 2]], dtype=torch.int32, device=device).sort(1).values
+    values = torch.ones(3, 2, dtype=dtype, device=device)
+    if format == "ell":
+        rows: Rows = ELL(values, indices, torch.full((3,), 2, dtype=torch.int32, device=device), (3, 30))
+    else:
+        rows = CSR(torch.arange(0, 7, 2, device=device), indices.flatten(), values.flatten(), (3, 30))
+    weight = torch.ones(30, 8, dtype=dtype, device=device)
+    if mode == "cpu":
+        with pytest.raises(ValueError, match=rf"indices must lie in \[0, N\) with N = 30.* {index}"):
+            matmul(rows, weight)
+    else:
+        assert_exact(matmul(rows, weight), torch.tensor([2.0, NAN, 2.0]).double()[:, None].expand(3, 8))
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("options", PACKINGS, ids=str)
+def test_gradcheck(options: dict[str, int]) -> None:
+    x = random_rows((2, 2, 9), l0=[0, 2, 9, 3], dtype=torch.float64)
+    held = x != 0
+    weight = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
+    values = x[held].requires_grad_()
+    torch.autograd.gradcheck(
+        lambda v, w: matmul(pack(x.masked_scatter(held, v), **options), w), (values, weight), fast_mode=True
+    )
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("make", [random_ell, random_csr])
+def test_gradcheck_with_repeated_columns(make) -> None:
+    rows = make((3, 5), 7, dtype=torch.float64)
+    values = rows.values.nan_to_num(0).requires_grad_()
+    weight = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(lambda v, w: matmul(replace(rows, values=v), w), (values, weight))
+
+
+def test_float32_gradients_are_bitwise_reproducible(
+    device: torch.device, generator: torch.Generator, scale: int
+) -> None:
+    x = random_rows((8 * scale, 300), density=0.1, device=device, generator=generator)
+    weight = torch.randn(300, 40, device=device, generator=generator)
+    grad = torch.randn(len(x), 40, device=device, generator=generator)
+    results = []
+    for _ in range(2):
+        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        out = matmul(pack(leaves[0], capacity=32), leaves[1])
+        results.append((out, *torch.autograd.grad(out, leaves, grad)))
+    for first, second in zip(*results):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.native
+def test_autocast(device: torch.device, generator: torch.Generator) -> None:
+    x = random_rows((6, 100), l0=[0, 1, 5, 20, 100, 7], device=device, generator=generator).requires_grad_()
+    weight = torch.randn(100, 16, device=device, generator=generator, requires_grad=True)
+    half = x.bfloat16(), weight.bfloat16()
+    for capacity in (100, 10):
+        with torch.autocast(device.type, torch.bfloat16):
+            out = matmul(pack(x, capacity=capacity), weight)
+        assert out.dtype is torch.bfloat16
+        assert_close(out, reference64=half[0].double() @ half[1].double(), plain=half[0] @ half[1])
+        grads = torch.autograd.grad(out, (x, weight), torch.ones_like(out))
+        plain = torch.autograd.grad(half[0] @ half[1], half, torch.ones_like(out), retain_graph=True)
+        ones = torch.ones_like(out).double()
+        held = x != 0
+        assert_close(grads[0], reference64=(ones @ half[1].double().t()) * held, plain=plain[0] * held)
+        assert_close(grads[1], reference64=half[0].double().t() @ ones, plain=plain[1])
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"rows": torch.ones(2, 5)}, TypeError, "rows must be a rowsparse.ELL or rowsparse.CSR, got Tensor"),
+        ({"weight": torch.ones(4, 3)}, ValueError, r"weight must have shape \[N, D\] with N = 5 like rows, got \[4, 3\]"),
+        ({"weight": torch.ones(5)}, ValueError, r"weight must have shape \[N, D\] .* got \[5\]"),
+        ({"weight": torch.ones(5, 3).int()}, TypeError, "weight must be float32.* got int32"),
+        ({"weight": torch.ones(5, 3).half()}, TypeError, "rows and weight must have one dtype, got float32 and float16"),
+        ({"weight": torch.ones(5, 3, device="meta")}, ValueError, "rows must be on meta like weight, got cpu"),
+        ({"out_dtype": torch.int32}, TypeError, "out_dtype must be"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_errors(change, error: type[Exception], message: str) -> None:
+    arguments = {"rows": pack(torch.ones(2, 5)), "weight": torch.ones(5, 3), "out_dtype": None, **change}
+    with pytest.raises(error, match=f"rowsparse.matmul: {message}"):
+        matmul(arguments["rows"], arguments["weight"], out_dtype=arguments["out_dtype"])

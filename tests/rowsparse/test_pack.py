@@ -1,0 +1,190 @@
+"""pack and unpack, against the definition of the formats."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gossamer.rowsparse import CSR, ELL, pack, unpack
+from gossamer.testing import assert_exact, dense64, random_rows
+from tests import strategies
+
+NAN, INF = math.nan, math.inf
+
+
+def check(rows: ELL | CSR, x: torch.Tensor) -> None:
+    """The invariants of a packed container of x."""
+    flat = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_zeros(math.prod(x.shape[:-1]), x.shape[-1])
+    counts = (flat != 0).sum(1)
+    assert rows.shape == tuple(x.shape) and rows.dtype is x.dtype and rows.device == x.device
+    assert rows.nnz_per_row.tolist() == counts.tolist()
+    position = 0
+    for row, count in enumerate(counts.tolist()):
+        columns = flat[row].nonzero().squeeze(1)
+        if isinstance(rows, ELL):
+            indices, values = rows.indices[row], rows.values[row]
+            held = min(count, rows.capacity)
+            assert (indices[held:] == -1).all() and (values[held:] == 0).all()
+        else:
+            held = max(0, min(count, rows.max_nnz - position))
+            indices, values = rows.indices[position:], rows.values[position:]
+            position += count
+        assert indices[:held].tolist() == columns[:held].tolist()
+        assert_exact(values[:held], flat[row, columns[:held]].double())
+    if isinstance(rows, CSR):
+        assert (rows.indices[position:] == -1).all() and (rows.values[position:] == 0).all()
+    over = bool((counts > rows.capacity).any()) if isinstance(rows, ELL) else int(counts.sum()) > rows.max_nnz
+    assert rows.overflowed.shape == () and rows.overflowed.device == x.device and bool(rows.overflowed) == over
+
+
+@given(data=st.data())
+def test_pack_and_unpack(data: st.DataObject, dtype: torch.dtype, device: torch.device) -> None:
+    x = data.draw(strategies.dense(dtype, device))
+    for options in (
+        {"capacity": None},
+        {"capacity": data.draw(st.integers(1, 70))},
+        {"format": "csr"},
+        {"format": "csr", "max_nnz": data.draw(st.integers(0, 100))},
+    ):
+        rows = pack(x, **options)
+        check(rows, x)
+        assert_exact(dense64(rows), x.double())
+        assert_exact(unpack(rows), x.double())
+        assert_exact(rows.to_dense(), x.double())
+
+
+@given(data=st.data())
+def test_unpack_adds_repeated_indices_up(data: st.DataObject, dtype: torch.dtype, device: torch.device) -> None:
+    rows = data.draw(strategies.built(dtype, device))
+    out = unpack(rows)
+    assert out.dtype is dtype
+    assert_exact(out, dense64(rows))
+
+
+@pytest.mark.parametrize("m, n", [(1, 1), (3, 2047), (3, 2049), (5, 5000), (600, 300), (33, 16384)])
+@pytest.mark.parametrize("l0", [0, 1, 40])
+def test_every_way_to_scan(
+    m: int, n: int, l0: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator, mode: str
+) -> None:
+    if mode == "interpreter":
+        m, n = min(m, 5), min(n, 5000)
+    x = random_rows((m, n), l0=l0, dtype=dtype, device=device, generator=generator)
+    x[m // 2] = 1
+    for rows in (pack(x), pack(x, capacity=1), pack(x, capacity=n), pack(x, format="csr"), pack(x[:, 1:])):
+        check(rows, x if rows.num_columns == n else x[:, 1:])
+    check(pack(x, format="csr", max_nnz=n // 2), x)
+
+
+@pytest.mark.parametrize("n", [17, 4100])
+def test_special_values_are_kept_and_negative_zero_is_not(n: int, dtype: torch.dtype, device: torch.device) -> None:
+    x = torch.zeros(2, n, dtype=dtype, device=device)
+    subnormal = torch.finfo(dtype).tiny / 4
+    x[0, :8] = torch.tensor([-0.0, NAN, 0.0, INF, -INF, subnormal, -0.0, NAN])
+    x[1, n - 1] = NAN
+    for rows in (pack(x), pack(x, capacity=1), pack(x, format="csr"), pack(x, format="csr", max_nnz=3)):
+        assert rows.nnz_per_row.tolist() == [5, 1]
+        assert_exact(unpack(rows), x.double())
+    assert pack(x, capacity=5).indices[0].tolist() == [1, 3, 4, 5, 7]
+
+
+@pytest.mark.native
+def test_float64(device: torch.device) -> None:
+    if device.type == "cuda":
+        pytest.skip("float64 runs on the CPU only")
+    x = random_rows((3, 50), l0=4, dtype=torch.float64)
+    assert_exact(unpack(pack(x)), x)
+    assert_exact(unpack(pack(x, format="csr")), x)
+
+
+@pytest.mark.native
+def test_gradcheck() -> None:
+    x = random_rows((4, 9), l0=[0, 2, 9, 3], dtype=torch.float64)
+    held = x != 0
+
+    def entries(v: torch.Tensor, **options: int | str) -> torch.Tensor:
+        return pack(x.masked_scatter(held, v), **options).values
+
+    values = x[held].requires_grad_()
+    for options in ({"capacity": 9}, {"format": "csr"}, {"capacity": 2}, {"format": "csr", "max_nnz": 7}):
+        torch.autograd.gradcheck(lambda v, o=options: entries(v, **o), values)
+    for options in ({"capacity": 9}, {"capacity": 2}, {"format": "csr"}, {"format": "csr", "max_nnz": 3}):
+        torch.autograd.gradcheck(lambda v, o=options: unpack(pack(x.masked_scatter(held, v), **o)), values)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"capacity": 16}, {"capacity": 2}, {"capacity": 1}, {"format": "csr"}, {"format": "csr", "max_nnz": 6}],
+    ids=str,
+)
+def test_the_gradient_lives_at_stored_entries(
+    options: dict[str, int], dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    """Whatever the capacity: a gradient that depends on whether a row overflowed would be one that nobody can trust."""
+    x = random_rows((2, 3, 16), l0=[0, 1, 2, 3, 9, 16], dtype=dtype, device=device, generator=generator)
+    grad = random_rows(x.shape, l0=16, dtype=dtype, device=device, generator=generator)
+    leaf = x.requires_grad_()
+    unpack(pack(leaf, **options)).backward(grad)
+    assert_exact(leaf.grad, grad.double() * (x != 0))
+
+
+@given(data=st.data())
+def test_gradient_of_unpack(data: st.DataObject, dtype: torch.dtype, device: torch.device) -> None:
+    """At an entry, the gradient of its column; nothing at slots that no entry stands in."""
+    rows = data.draw(strategies.built(dtype, device))
+    values = rows.values.nan_to_num(0).requires_grad_()
+    replaced = type(rows)(**{**vars(rows), "values": values})
+    weight = random_rows(rows.shape, l0=rows.num_columns, dtype=dtype, device=device, integers=True)
+    (unpack(replaced) * weight).sum().backward()
+    flat, expected = weight.reshape(rows.num_rows, rows.num_columns), torch.zeros_like(values)
+    for row, count in enumerate(rows.nnz_per_row.tolist()):
+        first = row if isinstance(rows, ELL) else int(rows.row_offsets[row])
+        at = rows.indices[first, :count] if isinstance(rows, ELL) else rows.indices[first : first + count]
+        grads = torch.where(at >= 0, flat[row, at.clamp(min=0).long()], 0) if rows.num_columns else at * 0.0
+        if isinstance(rows, ELL):
+            expected[row, :count] = grads
+        else:
+            expected[first : first + count] = grads
+    assert_exact(values.grad, expected.double())
+
+
+def test_deterministic(dtype: torch.dtype, device: torch.device, generator: torch.Generator, scale: int) -> None:
+    x = random_rows((4 * scale, 3000), density=0.02, dtype=dtype, device=device, generator=generator)
+    first, second = pack(x, capacity=40), pack(x, capacity=40)
+    assert torch.equal(first.indices, second.indices) and torch.equal(first.values, second.values)
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: pack([1.0]), TypeError, "rowsparse.pack: x must be a torch.Tensor, got list"),
+        (lambda: pack(torch.ones(3).int()), TypeError, r"rowsparse.pack: x must be float32.* got int32"),
+        (lambda: pack(torch.tensor(1.0)), ValueError, r"x must have shape \[..., N\], got a scalar"),
+        (lambda: pack(torch.ones(3), format="coo"), ValueError, "format must be \"ell\" or \"csr\", got 'coo'"),
+        (lambda: pack(torch.ones(3), capacity=0), ValueError, "capacity must be at least 1, got 0"),
+        (lambda: pack(torch.ones(3), capacity=-1), ValueError, "capacity must be at least 1, got -1"),
+        (lambda: pack(torch.ones(3), capacity=2.0), TypeError, "capacity must be an int, got float"),
+        (lambda: pack(torch.ones(3), max_nnz=3), ValueError, "max_nnz belongs to format=\"csr\""),
+        (lambda: pack(torch.ones(3), format="csr", capacity=3), ValueError, "capacity belongs to format=\"ell\""),
+        (lambda: pack(torch.ones(3), format="csr", max_nnz=-1), ValueError, "max_nnz must be an int of at least 0"),
+        (lambda: unpack(torch.ones(3)), TypeError, "rows must be a rowsparse.ELL or rowsparse.CSR, got Tensor"),
+    ],
+)
+def test_errors(call, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("index", [5, -2, 1 << 30])
+@pytest.mark.parametrize("format", ["ell", "csr"])
+def test_unpack_refuses_a_bad_index_on_the_cpu(index: int, format: str) -> None:
+    """As the containers promise; a column past the end must not land in the next row."""
+    indices, values = torch.tensor([[index], [0]], dtype=torch.int32), torch.ones(2, 1)
+    if format == "ell":
+        rows = ELL(values, indices, torch.ones(2, dtype=torch.int32), (2, 5))
+    else:
+        rows = CSR(torch.tensor([0, 1, 2]), indices.flatten(), values.flatten(), (2, 5))
+    with pytest.raises(ValueError, match=r"indices must lie in \[0, N\) with N = 5"):
+        unpack(rows)

@@ -1,0 +1,221 @@
+"""(x @ weight.T) at a pattern and its gradients, against dense float64."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gossamer.rowsparse import CSR, ELL, Rows, pack, sampled_matmul
+from gossamer.testing import assert_close, assert_exact, dense64, random_csr, random_ell, random_rows
+from tests import strategies
+
+PACKINGS = [
+    {"capacity": 64},
+    {"capacity": 5},
+    {"capacity": 1},
+    {"format": "csr"},
+    {"format": "csr", "max_nnz": 30},
+    {"format": "csr", "max_nnz": 0},
+]
+
+
+def overflowed(rows: Rows) -> Tensor:
+    """Bool [M]."""
+    return rows.nnz_per_row > rows.capacity if isinstance(rows, ELL) else rows.row_offsets[1:] > rows.max_nnz
+
+
+def at_entries(dense: Tensor, rows: Rows) -> Tensor:
+    """What the values of `rows` are if every entry holds the element of `dense` [M, N] in its place; else 0."""
+    out = torch.zeros_like(rows.values, dtype=torch.float64)
+    over = overflowed(rows).tolist()
+    for row, count in enumerate(rows.nnz_per_row.tolist()):
+        if over[row] or rows.num_columns == 0:
+            continue
+        first = 0 if isinstance(rows, ELL) else int(rows.row_offsets[row])
+        at = (rows.indices[row] if isinstance(rows, ELL) else rows.indices)[first : first + count].long()
+        slots = out[row] if isinstance(rows, ELL) else out
+        slots[first : first + count] = torch.where(at >= 0, dense[row, at.clamp(min=0)], 0)
+    return out
+
+
+@given(data=st.data())
+def test_any_shape(data: st.DataObject, dtype: torch.dtype, device: torch.device) -> None:
+    pattern = data.draw(strategies.containers(dtype, device))
+    depth = data.draw(strategies.DEPTHS)
+    m, n = pattern.num_rows, pattern.num_columns
+    x = data.draw(strategies.matrix(m, depth, dtype, device)).reshape(*pattern.shape[:-1], depth).requires_grad_()
+    weight = data.draw(strategies.matrix(n, depth, dtype, device)).requires_grad_()
+    out = sampled_matmul(x, weight, pattern)
+    assert type(out) is type(pattern) and out.shape == pattern.shape and out.dtype is dtype
+    flat, w = x.detach().double().reshape(m, depth), weight.detach().double()
+    product = flat @ w.t()
+    assert_exact(out.values, at_entries(product, pattern), name="values")
+    over, mask = overflowed(pattern)[:, None], None
+    if pattern.source is not None:
+        mask = over & (pattern.source != 0)
+        assert_exact(torch.where(over, out.source, 0), product * mask, name="source")
+    grad = random_rows(out.values.shape, l0=out.values.shape[-1], dtype=dtype, device=device, integers=True)
+    torch.autograd.backward(out.values, grad, retain_graph=mask is not None)
+    # A matrix with the gradient at the entries: in float64, by the definition of the format.
+    dense = dense64(replace(pattern, values=grad, source=None, **_without(pattern, over.squeeze(1))))
+    dense = dense.reshape(m, n)
+    if mask is not None:
+        grad_source = random_rows((m, n), l0=n, dtype=dtype, device=device, integers=True)
+        out.source.backward(grad_source)
+        dense = dense + grad_source.double() * mask
+    assert_exact(x.grad.reshape(m, depth), dense @ w, name="gradient of x")
+    assert_exact(weight.grad, dense.t() @ flat, name="gradient of weight")
+
+
+def _without(rows: Rows, over: Tensor) -> dict[str, Tensor]:
+    """Indices in which the entries of overflowed rows are none, and counts that fit the buffers."""
+    if isinstance(rows, ELL):
+        counts = rows.nnz_per_row.clamp(max=rows.capacity)
+        return {"indices": rows.indices.masked_fill(over[:, None], -1), "nnz_per_row": counts}
+    indices, first = rows.indices.clone(), rows.row_offsets[:-1]
+    if bool(over.any()):
+        indices[int(first[over].min()) :] = -1
+    return {"indices": indices, "row_offsets": rows.row_offsets.clamp(max=rows.max_nnz)}
+
+
+@pytest.mark.parametrize("options", PACKINGS, ids=str)
+def test_error_budget(
+    options: dict[str, int], dtype: torch.dtype, device: torch.device, generator: torch.Generator, scale: int
+) -> None:
+    m, n, d = 5 * scale + 1, 130 * scale + 3, 70 * scale
+    counts = [0, 1, 7, n, 30] + [scale * 3] * (m - 5)
+    pattern = pack(random_rows((m, n), l0=counts, device=device, dtype=dtype, generator=generator), **options)
+    mask = dense64(pattern) != 0
+    x, weight = (torch.randn(r, d, device=device, generator=generator).to(dtype).requires_grad_() for r in (m, n))
+    out = sampled_matmul(x, weight, pattern)
+    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+    reference, plain = (exact[0] @ exact[1].t()) * mask, (x @ weight.t()) * mask
+    result = dense64(out)
+    assert_close(result.to(dtype), reference64=reference, plain=plain)
+    grad = torch.randn(m, n, device=device, generator=generator).to(dtype)
+    held, grads_at = [out.values], [at_entries(grad, pattern).to(dtype)]
+    if out.source is not None:
+        held.append(out.source)
+        grads_at.append(grad)
+    ours = torch.autograd.grad(held, (x, weight), grads_at)
+    usual = torch.autograd.grad(plain, (x, weight), grad)
+    wanted = torch.autograd.grad(reference, exact, grad.double())
+    for name, a, b, c in zip(("x", "weight"), ours, wanted, usual):
+        assert_close(a, reference64=b, plain=c, name=name)
+
+
+@pytest.mark.parametrize("part", ["x", "weight", "indices", "counts"])
+@pytest.mark.parametrize("make", [random_ell, random_csr])
+def test_any_layout(part: str, make, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    options = {"dtype": dtype, "device": device, "generator": generator, "integers": True}
+    pattern = make((4, 30), 6, **options)
+    x, weight = random_rows((4, 8), l0=8, **options), random_rows((30, 8), l0=8, **options)
+    reference = at_entries(x.double() @ weight.double().t(), pattern)
+    counts = "nnz_per_row" if make is random_ell else "row_offsets"
+    for layout in ("transposed", "strided", "misaligned"):
+        if part == "x":
+            out = sampled_matmul(strategies.laid_out(x, layout), weight, pattern)
+        elif part == "weight":
+            out = sampled_matmul(x, strategies.laid_out(weight, layout), pattern)
+        else:
+            field = counts if part == "counts" else part
+            changed = replace(pattern, **{field: strategies.laid_out(getattr(pattern, field), layout)})
+            out = sampled_matmul(x, weight, changed)
+        assert_exact(out.values, reference, name=layout)
+
+
+def test_special_values(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    options = {"dtype": dtype, "device": device, "generator": generator, "integers": True}
+    x, weight = random_rows((3, 8), l0=8, **options), random_rows((30, 8), l0=8, **options)
+    x[0, 3], x[1, 2], weight[7, 1] = math.nan, math.inf, -math.inf
+    mask = random_rows((3, 30), l0=5, **options)
+    mask[:, 7] = 1
+    for chosen in ({"capacity": 8}, {"capacity": 1}, {"format": "csr"}):
+        out = dense64(sampled_matmul(x, weight, pack(mask, **chosen)))
+        assert_exact(out.to(dtype), torch.where(mask != 0, x.double() @ weight.double().t(), 0))
+
+
+@pytest.mark.parametrize("index", [30, -2, 1 << 30])
+def test_bad_indices(index: int, dtype: torch.dtype, device: torch.device, mode: str) -> None:
+    """They raise on the CPU and become NaN on the GPU."""
+    indices = torch.tensor([[3, 4], [5, index]], dtype=torch.int32, device=device)
+    pattern = ELL(torch.ones(2, 2, dtype=dtype, device=device), indices, indices.new_full((2,), 2), (2, 30))
+    x, weight = torch.ones(2, 8, dtype=dtype, device=device), torch.ones(30, 8, dtype=dtype, device=device)
+    if mode == "cpu":
+        with pytest.raises(ValueError, match=rf"indices must lie in \[0, N\) with N = 30.* {index}"):
+            sampled_matmul(x, weight, pattern)
+    else:
+        assert_exact(sampled_matmul(x, weight, pattern).values, torch.tensor([[8, 8], [8, math.nan]]).double())
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("options", PACKINGS, ids=str)
+def test_gradcheck(options: dict[str, int]) -> None:
+    pattern = pack(random_rows((2, 2, 9), l0=[0, 2, 9, 3], dtype=torch.float64), **options)
+    x = torch.randn(2, 2, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
+
+    def results(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        out = sampled_matmul(x, weight, pattern)
+        return (out.values,) if out.source is None else (out.values, out.source)
+
+    torch.autograd.gradcheck(results, (x, weight))
+
+
+def test_bitwise_reproducible(device: torch.device, generator: torch.Generator, scale: int) -> None:
+    pattern = pack(random_rows((8 * scale, 300), density=0.1, device=device, generator=generator), capacity=32)
+    x, weight = (torch.randn(r, 40, device=device, generator=generator).requires_grad_() for r in (8 * scale, 300))
+    results = []
+    for _ in range(2):
+        out = sampled_matmul(x, weight, pattern)
+        grads = torch.autograd.grad([out.values, out.source], (x, weight), [out.values, out.source])
+        results.append((out.values, out.source, *grads))
+    for first, second in zip(*results):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.native
+def test_autocast(device: torch.device, generator: torch.Generator) -> None:
+    pattern = pack(random_rows((6, 50), l0=5, device=device, generator=generator))
+    x, weight = (torch.randn(r, 16, device=device, generator=generator).requires_grad_() for r in (6, 50))
+    with torch.autocast(device.type, torch.bfloat16):
+        out = sampled_matmul(x, weight, pattern)
+    assert out.dtype is torch.bfloat16
+    out.values.sum().backward()
+    assert x.grad.dtype is weight.grad.dtype is torch.float32
+    mask = (dense64(pattern) != 0).double()
+    wanted = mask @ weight.detach().bfloat16().double()
+    plain = mask.bfloat16() @ weight.detach().bfloat16()
+    assert_close(x.grad.bfloat16(), reference64=wanted, plain=plain)
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"pattern": torch.ones(2, 5)}, TypeError, "pattern must be a rowsparse.ELL or rowsparse.CSR, got Tensor"),
+        ({"x": torch.ones(2, 4)}, ValueError, r"x must have shape \[..., D\] = \[2, 3\] like pattern and weight"),
+        ({"x": torch.ones(1, 3)}, ValueError, r"x must have shape \[..., D\] = \[2, 3\] .* got \[1, 3\]"),
+        ({"x": torch.ones(2, 3).long()}, TypeError, "x must be float32.* got int64"),
+        ({"weight": torch.ones(4, 3)}, ValueError, r"weight must have shape \[N, D\] with N = 5 like pattern"),
+        ({"weight": torch.ones(5, 3).half()}, TypeError, "x and weight must have one dtype, got float32 and float16"),
+        ({"weight": torch.ones(5, 3, device="meta")}, ValueError, "pattern must be on meta like weight, got cpu"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_errors(change, error: type[Exception], message: str) -> None:
+    arguments = {"x": torch.ones(2, 3), "weight": torch.ones(5, 3), "pattern": pack(torch.ones(2, 5)), **change}
+    with pytest.raises(error, match=f"rowsparse.sampled_matmul: {message}"):
+        sampled_matmul(**arguments)
+
+
+def test_the_pattern_may_be_a_csr(device: torch.device) -> None:
+    """Row offsets of a hand-built CSR with an empty first and last row."""
+    indices = torch.tensor([1, 1, 3], dtype=torch.int32, device=device)
+    pattern = CSR(torch.tensor([0, 0, 3, 3], device=device), indices, torch.zeros(3, device=device), (3, 4))
+    x = torch.arange(6.0, device=device).view(3, 2)
+    out = sampled_matmul(x, torch.arange(8.0, device=device).view(4, 2), pattern)
+    assert out.values.tolist() == [13, 13, 33] and out.source is None

@@ -1,0 +1,112 @@
+"""Row-sparse transposition, against the definition of the formats."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gossamer.rowsparse import CSR, ELL, Rows, matmul, pack, sampled_matmul, transpose, unpack
+from gossamer.testing import assert_close, assert_exact, dense64, random_csr, random_ell, random_rows
+from tests import strategies
+
+
+@given(data=st.data())
+def test_any_shape(data: st.DataObject, dtype: torch.dtype, device: torch.device) -> None:
+    rows = data.draw(strategies.containers(dtype, device))
+    out = transpose(rows)
+    assert isinstance(out, CSR) and out.shape == (rows.num_columns, rows.num_rows) and out.dtype is dtype
+    assert bool(out.overflowed) == bool(rows.overflowed)
+    wanted = dense64(rows).reshape(rows.num_rows, rows.num_columns).t()
+    assert_exact(dense64(out), wanted)
+    assert_exact(unpack(out), wanted)
+    if rows.source is None:
+        for row in range(out.num_rows):
+            first, last = out.row_offsets[row : row + 2].tolist()
+            entries = out.indices[first:last]
+            assert (entries[1:] >= entries[:-1]).all() and (entries >= 0).all()
+        assert (out.indices[int(out.row_offsets[-1]) :] == -1).all()
+
+
+@pytest.mark.parametrize("m, n, l0", [(100, 7, 5), (3, 700, 60), (70, 100, 1)])
+def test_long_and_short_columns(
+    m: int, n: int, l0: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    """Columns of more entries than one block ranks."""
+    x = random_rows((m, n), l0=l0, dtype=dtype, device=device, generator=generator)
+    out = transpose(pack(x, capacity=n))
+    columns, rows = x.t().nonzero(as_tuple=True)
+    nnz = m * l0
+    assert out.row_offsets.diff().tolist() == (x != 0).sum(0).tolist()
+    assert torch.equal(out.indices[:nnz].long(), rows)
+    assert torch.equal(out.values[:nnz], x[rows, columns])
+
+
+def test_there_and_back(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    x = random_rows((20, 50), density=0.2, dtype=dtype, device=device, generator=generator)
+    for options in ({"capacity": 50}, {"capacity": 2}, {"format": "csr"}, {"format": "csr", "max_nnz": 0}):
+        assert_exact(unpack(transpose(transpose(pack(x, **options)))), x.double())
+
+
+@pytest.mark.parametrize("make", [random_ell, random_csr])
+@pytest.mark.parametrize("part", ["values", "indices", "counts"])
+def test_any_layout(make, part: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    rows = make((4, 30), 6, dtype=dtype, device=device, generator=generator, integers=True)
+    field = part if part != "counts" else "nnz_per_row" if make is random_ell else "row_offsets"
+    for layout in ("transposed", "strided", "misaligned"):
+        changed = replace(rows, **{field: strategies.laid_out(getattr(rows, field), layout)})
+        assert_exact(dense64(transpose(changed)), dense64(rows).t(), name=layout)
+        assert_exact(unpack(changed), dense64(rows), name=f"unpack, {layout}")
+
+
+def test_a_source_that_is_right_at_overflowed_rows_alone(dtype: torch.dtype, device: torch.device) -> None:
+    """As the containers allow, and as sampled_matmul makes it: the other rows' entries must not vanish."""
+    options = {"dtype": dtype, "device": device, "integers": True}
+    pattern = pack(random_rows((4, 30), l0=[2, 9, 0, 5], **options), capacity=6)
+    x, weight = random_rows((4, 8), l0=8, **options), random_rows((30, 8), l0=8, **options)
+    out = sampled_matmul(x, weight, pattern)
+    wanted = x.double() @ weight.double().t() * (dense64(pattern) != 0)
+    assert_exact(unpack(out), wanted)
+    assert_exact(unpack(transpose(out)), wanted.t())
+    assert_exact(matmul(transpose(out), x), wanted.t() @ x.double())
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    "options", [{"capacity": 9}, {"capacity": 2}, {"format": "csr"}, {"format": "csr", "max_nnz": 3}], ids=str
+)
+def test_gradcheck(options: dict[str, int]) -> None:
+    x = random_rows((4, 9), l0=[0, 2, 9, 3], dtype=torch.float64)
+    held = x != 0
+    values = x[held].requires_grad_()
+    torch.autograd.gradcheck(lambda v: unpack(transpose(pack(x.masked_scatter(held, v), **options))), values)
+
+
+@pytest.mark.parametrize("capacity", [50, 3])
+def test_gradients_through_a_product(
+    capacity: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    x = random_rows((12, 50), l0=5, dtype=dtype, device=device, generator=generator).requires_grad_()
+    weight = torch.randn(12, 16, device=device, generator=generator).to(dtype).requires_grad_()
+    grad = torch.randn(50, 16, device=device, generator=generator).to(dtype)
+    ours = torch.autograd.grad(matmul(transpose(pack(x, capacity=capacity)), weight), (x, weight), grad)
+    plain = torch.autograd.grad(x.t() @ weight, (x, weight), grad)
+    held = x != 0
+    wanted = (weight.double() @ grad.double().t()) * held, x.double() @ grad.double()
+    assert_close(ours[0], reference64=wanted[0], plain=plain[0] * held)
+    assert_close(ours[1], reference64=wanted[1], plain=plain[1])
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("index", [5, -2])
+def test_refuses_a_bad_index_on_the_cpu(index: int) -> None:
+    indices = torch.tensor([[index], [0]], dtype=torch.int32)
+    rows: Rows = ELL(torch.ones(2, 1), indices, torch.ones(2, dtype=torch.int32), (2, 5))
+    with pytest.raises(ValueError, match=r"indices must lie in \[0, N\) with N = 5"):
+        transpose(rows)
+
+
+def test_errors() -> None:
+    with pytest.raises(TypeError, match=r"rowsparse.transpose: rows must be a rowsparse.ELL or rowsparse.CSR"):
+        transpose(torch.ones(2, 3))
