@@ -12,6 +12,9 @@ PEERS     := $(VENV)/.installed-bench
 PIP       := $(BIN)/python -m pip --disable-pip-version-check
 # One thread a process: the test processes already fill the cores.
 PYTEST    := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+# tests/conftest.py leaves out what has no kernels; pytest ends with 5 where ARGS then choose no test at all.
+INTERPRET := GOSSAMER_INTERPRET=1
+NONE_CHOSEN := [ $$? -eq 5 ]
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-full lint bench clean
@@ -25,11 +28,13 @@ install: $(INSTALLED) ## make .venv and install gossamer in it, with the pinned 
 demo: $(INSTALLED) ## train, decode and compare on real text; writes report/index.html
 	$(BIN)/gossamer demo --out report $(ARGS)
 
-test: $(INSTALLED) ## the tests, without the slow ones
+test: $(INSTALLED) ## the tests, without the slow ones; then again with the kernels in Triton's interpreter
 	$(PYTEST) -m "not full" $(ARGS)
+	$(INTERPRET) $(PYTEST) -m "not full" $(ARGS) || $(NONE_CHOSEN)
 
 test-full: $(INSTALLED) ## every test
 	$(PYTEST) $(ARGS)
+	$(INTERPRET) $(PYTEST) $(ARGS) || $(NONE_CHOSEN)
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/python -m ruff check .

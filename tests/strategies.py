@@ -1,4 +1,4 @@
-"""Hypothesis strategies for row-sparse operators: any leading dimensions, odd and empty sizes, every filling and layout.
+"""Hypothesis strategies for row-sparse operators: any leading dimensions, odd and empty sizes, fillings and layouts.
 
 Numbers are small integers, so that sums are exact in every dtype and results are compared for equality.
 """

@@ -1,8 +1,8 @@
-"""Variants of the decode kernels beside each other, for whoever tunes them: python benchmarks/sae/tune_decode.py [PART...] [--search]
+"""Variants of the decode kernels beside each other, for whoever tunes them.
 
-Parts: check, small, large, dense, backward. Every timing interleaves its candidates in one process; figures to publish
-come from `gossamer bench sae`. With --search, tiles are varied as well.
-Set OUT to a folder to keep the numbers as JSON.
+Usage: python benchmarks/sae/tune_decode.py [PART...] [--search]. Parts: check, host, small, large, dense, backward.
+Every timing interleaves its candidates in one process; figures to publish come from `gossamer bench sae`. With
+--search, tiles are varied as well. Set OUT to a folder to keep the numbers as JSON.
 """
 
 import cProfile
@@ -190,7 +190,8 @@ def small() -> None:
         if not SEARCH:
             continue
         original, variants = tuning.decode_tile, {}
-        for groups, warps, e, bytes_d in itertools.product((128, 256, 512, 1024), (1, 2, 4), (4, 8, 16, 32), (128, 256, 512)):
+        shapes = itertools.product((128, 256, 512, 1024), (1, 2, 4), (4, 8, 16, 32), (128, 256, 512))
+        for groups, warps, e, bytes_d in shapes:
             scan, gather = groups // (32 * warps), e * bytes_d // 16 // (32 * warps)
             if 2 <= scan <= 16 and 1 <= gather <= 8 and (m > 64 or n * d > 1 << 26 or gather >= 4):
                 tile = {"BLOCK": groups * 4, "VEC": 4, "BLOCK_E": e, "BLOCK_D": bytes_d // 4}
@@ -208,16 +209,15 @@ def large() -> None:
         m, n, d, l0 = 4096, 65536, 2304, 72
         acts, w = acts_of(m, n, l0, dtype), torch.randn(n, d, device=DEVICE, dtype=dtype)
         values, indices, nnz = pack.pack_ell(acts, 1024, False)
-        row = timed(
-            {
-                "seed": lambda: seed_decode.decode_fixed(acts, w, 512, validate=False),
-                "auto": lambda: sae.decode(acts, w),
-                "pack": lambda: pack.pack_ell(acts, 1024, False),
-                "count": lambda: pack.count_rows(acts),
-                "gather": lambda: matmul.matmul(values, indices, nnz, None, w, None, None),
-                "clone": lambda: acts.clone(),
-            }
-        )
+        calls: dict[str, Callable[[], Any]] = {
+            "seed": lambda: seed_decode.decode_fixed(acts, w, 512, validate=False),
+            "auto": lambda: sae.decode(acts, w),
+            "pack": lambda: pack.pack_ell(acts, 1024, False),
+            "count": lambda: pack.count_rows(acts),
+            "gather": lambda: matmul.matmul(values, indices, nnz, None, w, None, None),
+            "clone": lambda: acts.clone(),
+        }
+        row = timed(calls)
         show("large", str(dtype)[6:], row | {"ratio": row["seed"] / row["auto"]})
         if not SEARCH:
             continue
@@ -227,7 +227,7 @@ def large() -> None:
                 tile = {"BLOCK_E": e, "BLOCK_D": bytes_d // acts.element_size()}
                 tuning.gather_tile = lambda *_, tile=tile, warps=warps: (tile, warps)
                 matmul._matmul_fwd._compiled.clear()
-                variants[f"{e}x{bytes_d}B/{warps}w"] = graphed(lambda: matmul.matmul(values, indices, nnz, None, w, None, None))
+                variants[f"{e}x{bytes_d}B/{warps}w"] = graphed(calls["gather"])
         row = timed(variants, rounds=5, div=10)
         show("large", f"gather tiles {str(dtype)[6:]}", dict(sorted(row.items(), key=lambda item: item[1])[:12]))
         tuning.gather_tile = original
@@ -246,14 +246,18 @@ def dense() -> None:
         acts, w = torch.randn(m, n, device=DEVICE, dtype=dtype), torch.randn(n, d, device=DEVICE, dtype=dtype)
         for precision in ("highest", "high") if dtype is torch.float32 else ("highest",):
             torch.set_float32_matmul_precision(precision)
-            calls = {"dense": lambda: acts @ w, "auto": lambda: sae.decode(acts, w)}
+            nnz = (acts != 0).sum(1, dtype=torch.int32)
+            out = torch.empty(m, d, dtype=dtype, device=DEVICE)
+            calls = {
+                "dense": lambda: acts @ w,
+                "auto": lambda: sae.decode(acts, w),
+                "tiles": lambda: overflow.forward(acts, w, None, out, nnz, 32),
+            }
             row = timed(calls, rounds=5)
             show("dense", f"{m},{n},{d},{str(dtype)[6:]},{precision}", row | {"ratio": row["dense"] / row["auto"]})
             if not SEARCH:
                 continue
             original, variants = tuning.dense_tile, {}
-            nnz = (acts != 0).sum(1, dtype=torch.int32)
-            out = torch.empty(m, d, dtype=dtype, device=DEVICE)
             for bm, bn, bd, splits, warps, stages in TILES[m <= 64]:
                 size = (bm * bn + bn * bd) * w.element_size() * stages
                 if size > 220_000 or (m <= 256) != (splits > 1):
@@ -261,8 +265,7 @@ def dense() -> None:
                 tile = {"BLOCK_M": bm, "BLOCK_N": bn, "BLOCK_D": bd, "SPLITS": splits}
                 tuning.dense_tile = lambda *_, t=tile, w=warps, s=stages: (t, w, s)
                 overflow._overflow_fwd._compiled.clear()
-                call = lambda: overflow.forward(acts, w, None, out, nnz, 32)
-                variants[f"{bm}x{bn}x{bd}/{splits}s/{warps}w/{stages}"] = graphed(call)
+                variants[f"{bm}x{bn}x{bd}/{splits}s/{warps}w/{stages}"] = graphed(calls["tiles"])
             row = timed(variants, rounds=3, div=10)
             show("dense", f"tiles {m},{str(dtype)[6:]},{precision}", dict(sorted(row.items(), key=lambda i: i[1])[:8]))
             tuning.dense_tile = original
@@ -291,28 +294,31 @@ def backward() -> None:
         capacity = tuning.break_even(m, n, d, w)
         values, indices, nnz = pack.pack_ell(acts.detach(), capacity)
         offsets, keys, columns = transpose.transpose_keys(indices, nnz, n)
-        row = timed(
-            {
-                "dense": lambda: torch.autograd.grad(plain, (acts, w), g, retain_graph=True),
-                "auto": lambda: torch.autograd.grad(out, (acts, w), g, retain_graph=True),
-                "transpose": lambda: transpose.transpose_keys(indices, nnz, n),
-                "weight": lambda: matmul.matmul_bwd_weight(g, keys, columns, offsets, values, nnz, None, dtype),
-                "acts": lambda: sampled_matmul.sampled_matmul(g, w.detach(), indices, nnz, None, True),
-                "zeros": lambda: torch.zeros_like(acts),
-            },
-            rounds=3,
-        )
+        calls: dict[str, Callable[[], Any]] = {
+            "dense": lambda: torch.autograd.grad(plain, (acts, w), g, retain_graph=True),
+            "auto": lambda: torch.autograd.grad(out, (acts, w), g, retain_graph=True),
+            "transpose": lambda: transpose.transpose_keys(indices, nnz, n),
+            "weight": lambda: matmul.matmul_bwd_weight(g, keys, columns, offsets, values, nnz, None, dtype),
+            "acts": lambda: sampled_matmul.sampled_matmul(g, w.detach(), indices, nnz, None, True, True),
+            "values": lambda: sampled_matmul.sampled_matmul(g, w.detach(), indices, nnz, None, False, True),
+            "zeros": lambda: torch.zeros_like(acts),
+        }
+        row = timed(calls, rounds=3)
         show("backward", str(dtype)[6:], row | {"ratio": row["dense"] / row["auto"]})
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            torch.autograd.grad(out, (acts, w), g, retain_graph=True)
+            torch.cuda.synchronize()
+        kernels = {event.key[:40]: event.self_device_time_total for event in profile.key_averages()}
+        show("backward", f"kernels {str(dtype)[6:]}", dict(sorted(kernels.items(), key=lambda item: -item[1])[:12]))
         if not SEARCH:
             continue
         original, variants = tuning.sampled_tile, {}
-        for e, bytes_d, warps in itertools.product((2, 4, 8, 16), (256, 512, 1024), (1, 2, 4)):
+        for e, bytes_d, warps in itertools.product((2, 4, 8, 16), (256, 512, 1024), (1, 2)):
             if 1 <= e * bytes_d // 16 // (32 * warps) <= 8:
                 tile = {"BLOCK_E": e, "BLOCK_D": bytes_d // w.element_size()}
                 tuning.sampled_tile = lambda *_, tile=tile, warps=warps: (tile, warps)
                 sampled_matmul._sampled_matmul._compiled.clear()
-                call = lambda: sampled_matmul.sampled_matmul(g, w.detach(), indices, nnz, None, False)
-                variants[f"{e}x{bytes_d}B/{warps}w"] = graphed(call)
+                variants[f"{e}x{bytes_d}B/{warps}w"] = graphed(calls["values"])
         row = timed(variants, rounds=3, div=10)
         show("backward", f"sampled tiles {str(dtype)[6:]}", dict(sorted(row.items(), key=lambda item: item[1])[:12]))
         tuning.sampled_tile = original
@@ -323,8 +329,7 @@ def backward() -> None:
                 tile = {"BLOCK_N": rows, "BLOCK_E": e, "BLOCK_D": width}
                 tuning.weight_tile = lambda *_, tile=tile, warps=warps: (tile, warps)
                 matmul._matmul_bwd_weight._compiled.clear()
-                call = lambda: matmul.matmul_bwd_weight(g, keys, columns, offsets, values, nnz, None, dtype)
-                variants[f"{rows}/{e}/{width}/{warps}w"] = graphed(call)
+                variants[f"{rows}/{e}/{width}/{warps}w"] = graphed(calls["weight"])
         row = timed(variants, rounds=3, div=10)
         show("backward", f"weight tiles {str(dtype)[6:]}", dict(sorted(row.items(), key=lambda item: item[1])[:12]))
         tuning.weight_tile = original

@@ -2,7 +2,7 @@
 
 >>> generator = torch.Generator().manual_seed(0)
 >>> x, w = random_rows((8, 100), l0=5, generator=generator), torch.randn(100, 16, generator=generator)
->>> assert_close(x.to_sparse_csr() @ w, reference64=x.double() @ w.double(), plain=x @ w)
+>>> assert_close(matmul(pack(x), w), reference64=x.double() @ w.double(), plain=x @ w)
 """
 
 import math
@@ -20,8 +20,8 @@ def assert_close(actual: Tensor, *, reference64: Tensor, plain: Tensor, factor: 
     """Asserts that a result is hardly less exact than plain PyTorch's in the same dtype.
 
     An element may be off the float64 reference by `factor` times the largest error that `plain` makes anywhere, plus
-    one rounding step of the result's dtype at that element. What is NaN or infinite in the reference, after rounding
-    to the result's dtype, must be the same in the result.
+    the distance between neighbouring numbers of the result's dtype at that element. What is NaN or infinite in the
+    reference, after rounding to the result's dtype, must be the same in the result.
 
     Args:
         actual: the result to judge, floating, any shape.
@@ -53,7 +53,7 @@ def assert_close(actual: Tensor, *, reference64: Tensor, plain: Tensor, factor: 
     plain_error = (usual - want).abs()[finite & usual.isfinite()]
     allowed = factor * float(plain_error.max()) if plain_error.numel() else 0.0
     info = torch.finfo(actual.dtype)
-    step = want.abs().clamp(min=info.tiny) * info.eps
+    step = info.eps * torch.exp2(want.abs().clamp(min=info.tiny).frexp().exponent.double() - 1)
     excess = torch.where(finite, (got - want).abs() - (allowed + step), 0.0)
     # A NaN in the result compares false with everything; a non-finite reference asks for the very same value.
     same = (got == rounded) | (got.isnan() & rounded.isnan())

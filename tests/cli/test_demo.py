@@ -15,7 +15,8 @@ from gossamer.cli._demo import features, measure, report, run
 from gossamer.cli._demo.features import Firings
 from gossamer.cli._demo.model import ByteModel, ModelConfig
 from gossamer.cli._demo.text import load_corpus
-from gossamer.cli._demo.train import sample
+from gossamer.cli._demo.train import initialise, sample, variance_explained
+from gossamer.nn import JumpReLUSAE
 from gossamer.rowsparse import pack, transpose
 
 SMALL = ModelConfig(d_model=32, n_layers=2, n_heads=2, d_ff=64, context=32)
@@ -47,6 +48,7 @@ def results(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
         d_sae=256,
         target_l0=12.0,
         batch_sae=256,
+        batch_compare=256,
         n_validation=16,
         n_feature_windows=256,
         n_features=6,
@@ -129,13 +131,13 @@ def test_text_in_the_page_is_escaped(results: dict) -> None:
 
 def test_features_are_found_where_they_fire() -> None:
     text = b"".join(b"%03d self.name%03d = other\n" % (i, 997 * i % 1000) for i in range(100))
-    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: len(text) // 60 * 60].view(-1, 60)
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: len(text) // 50 * 50].view(-1, 50)
     flat = tokens.flatten()
     acts = torch.zeros(flat.numel(), 3)
     after_self = [i for i in range(4, flat.numel()) if bytes(flat[i - 4 : i + 1].tolist()) == b"self."]
     acts[after_self, 1] = 2.0
     acts[:, 2] = 1.0
-    half = flat.numel() // 2 // 60 * 60
+    half = flat.numel() // 2 // 50 * 50
     chunks = [transpose(pack(part, format="csr")) for part in (acts[:half], acts[half:])]
     assert [len(c.indices) for c in chunks] == [int(c.row_offsets[-1]) for c in chunks]
     firings = Firings(tokens, chunks, half)
@@ -150,7 +152,7 @@ def test_features_are_found_where_they_fire() -> None:
     assert found["firing_rate"] == pytest.approx(40 / flat.numel())
     assert found["fires_on"] == [{"byte": ".", "share": 1.0}]
     assert {c["character"] for c in found["contexts"]} == {"."}
-    assert all(c["before"].endswith("self") for c in found["contexts"])
+    assert all(c["before"].endswith(" self") for c in found["contexts"])
 
 
 @pytest.mark.parametrize("t, character", [(1, "ö"), (2, "ö"), (3, "<"), (4, r"\xff")])
@@ -185,6 +187,28 @@ def test_loss_recovered_has_its_end_points() -> None:
     assert same == pytest.approx(clean)
     assert len(active) == 2 and all(0 < share < 1 for share in active)
     assert measure.evaluate(model, tokens, torch.zeros_like)[0] == pytest.approx(8.0)
+
+
+def test_autoencoder_starts_near_a_solution() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1000, 16) @ torch.randn(16, 16) * 0.05 + 1.0
+    sae = JumpReLUSAE(16, 128)
+    initialise(sae, x)
+    rates = (measure.dense_encode(sae, x) != 0).float().mean(0)
+    assert (rates - 0.01).abs().max() < 0.002
+    assert 0 < variance_explained(x, measure.dense_forward(sae, x)) < 1
+
+
+def test_large_autoencoder_has_its_l0_and_fits_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("D_SAE", 4096), ("D_IN", 64), ("BATCH", 8), ("L0", 16)):
+        monkeypatch.setattr(measure, f"LARGE_{name}", size)
+    monkeypatch.setattr(measure, "SMALLEST_LARGE_D_SAE", 256)
+    for free, d_sae in ((None, 4096), (2**30, 4096), (2 * 16 * 1024 * 64, 1024), (1, 256)):
+        monkeypatch.setattr(measure, "free_bytes", lambda device, free=free: free)
+        sae, x = measure.large_sae(torch.device("cpu"), 0)
+        assert sae.d_sae == d_sae
+        assert measure.quality(sae, x)["l0"] == 16
+    assert measure.quality(sae, x)["largest_difference"] < 1e-5
 
 
 def test_corpus_is_split_by_file(folder: Path) -> None:
@@ -253,6 +277,16 @@ def test_command_refuses_before_it_trains(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     outcome = CliRunner().invoke(main, ["demo", "--out", str(tmp_path / "file")])
     assert outcome.exit_code == 2
+
+
+def test_threads_are_given_back() -> None:
+    before = torch.get_num_threads()
+    model = ByteModel(SMALL)
+    with pytest.raises(RuntimeError, match="stop"), run.fastest_threads(model, torch.randint(256, (2, 32))):
+        assert 1 <= torch.get_num_threads() <= before
+        raise RuntimeError("stop")
+    assert torch.get_num_threads() == before
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

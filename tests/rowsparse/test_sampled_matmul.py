@@ -166,6 +166,7 @@ def test_gradcheck(options: dict[str, int]) -> None:
     torch.autograd.gradcheck(results, (x, weight))
 
 
+@pytest.mark.native
 def test_bitwise_reproducible(device: torch.device, generator: torch.Generator, scale: int) -> None:
     pattern = pack(random_rows((8 * scale, 300), density=0.1, device=device, generator=generator), capacity=32)
     x, weight = (torch.randn(r, 40, device=device, generator=generator).requires_grad_() for r in (8 * scale, 300))

@@ -26,6 +26,11 @@ if MODE == "interpreter":
     CONFIGURATIONS = [c for c in CONFIGURATIONS if c[0] <= 4 and c[1] <= 1024 and c[2] == 128]
 
 
+def full(n: int) -> int:
+    """Entries of a row that holds everything, or as many as the interpreter can bear."""
+    return min(n, 200) if MODE == "interpreter" else n
+
+
 @lru_cache(maxsize=1)
 def configuration(
     B: int, F: int, D: int, l0: int, dtype: torch.dtype, device: torch.device
@@ -100,19 +105,20 @@ def test_containers(data: st.DataObject, dtype: torch.dtype, device: torch.devic
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("m, n", [(7, 700), (7, 2500), (40, 5000), (600, 700), (520, 2500)])
+@pytest.mark.parametrize("m, n", [(7, 700), (7, 2100), (40, 5000), (600, 700), (520, 2100)])
 def test_error_budget(
     method: str, with_bias: bool, m: int, n: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
     """One launch or two, chunks of rows or whole rows, with rows that are empty and full, forward and backward."""
     if MODE == "interpreter":
-        m = min(m, 7)
+        m, n = min(m, 7), min(n, 2100)
     elif MODE == "cpu" and dtype is torch.float16:
         m = min(m, 40)
-    counts = [0, 1, 7, n if method != "fixed" else 40] + [20] * (m - 4)
+    counts = [0, 1, 7, full(n) if method != "fixed" else 40] + [20] * (m - 4)
     acts = random_rows((m, n), l0=counts, dtype=dtype, device=device, generator=generator).requires_grad_()
-    W = torch.randn(n, 72, device=device, generator=generator).to(dtype).requires_grad_()
-    b = torch.randn(72, device=device, generator=generator).requires_grad_() if with_bias else None
+    d = 36 if MODE == "interpreter" else 72
+    W = torch.randn(n, d, device=device, generator=generator).to(dtype).requires_grad_()
+    b = torch.randn(d, device=device, generator=generator).requires_grad_() if with_bias else None
     inputs = (acts, W) if b is None else (acts, W, b)
     exact = [t.detach().double().requires_grad_() for t in inputs]
 
@@ -123,7 +129,7 @@ def test_error_budget(
     out = decode(acts, W, b, method=method, capacity=40 if method in ("auto", "fixed") else None)
     reference, usual = plain(*exact), plain(*inputs)
     assert_close(out, reference64=reference, plain=usual)
-    grad = torch.randn(m, 72, device=device, generator=generator).to(dtype)
+    grad = torch.randn(m, d, device=device, generator=generator).to(dtype)
     grads = torch.autograd.grad(out, inputs, grad)
     wanted = torch.autograd.grad(reference, exact, grad.double())
     usual_grads = torch.autograd.grad(usual, inputs, grad)
@@ -133,19 +139,20 @@ def test_error_budget(
         assert_close(ours, reference64=want, plain=other, name=name)
 
 
-@pytest.mark.parametrize("n", [16, 300, 3000])
+@pytest.mark.parametrize("n", [16, 300, 2100])
 def test_the_gradient_of_acts_lives_at_entries(
     n: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
     """For every shape, also those for which auto is the plain product."""
-    acts = random_rows((6, n), l0=[0, 1, 2, 3, n, 5], dtype=dtype, device=device, generator=generator).requires_grad_()
+    acts = random_rows((6, n), l0=[0, 1, 2, 3, full(n), 5], dtype=dtype, device=device, generator=generator)
+    acts.requires_grad_()
     W = random_rows((n, 8), l0=8, dtype=dtype, device=device, generator=generator, integers=True)
     decode(acts, W).sum().backward()
     assert_exact(acts.grad, W.double().sum(1) * (acts != 0))
 
 
 @pytest.mark.parametrize("part", ["acts", "W_dec", "b_dec"])
-@pytest.mark.parametrize("n", [40, 2500])
+@pytest.mark.parametrize("n", [40, 2100])
 def test_any_layout(part: str, n: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
     options = {"dtype": dtype, "device": device, "generator": generator, "integers": True}
     tensors = {
@@ -160,14 +167,14 @@ def test_any_layout(part: str, n: int, dtype: torch.dtype, device: torch.device,
         exact = {name: tensor.double() for name, tensor in changed.items()}
         reference = exact["acts"] @ exact["W_dec"] + exact["b_dec"]
         for capacity in (5, n):
-            for _ in range(2):
+            for _ in range(1 if MODE == "interpreter" else 2):
                 out = decode(*changed.values(), capacity=capacity)
                 assert_exact(out, reference, name=f"{layout}, capacity {capacity}")
             leaves = [tensor.detach().requires_grad_() for tensor in changed.values()]
             assert_exact(decode(*leaves, capacity=capacity), reference, name=f"{layout}, capacity {capacity}, grad")
 
 
-@pytest.mark.parametrize("n", [60, 3000])
+@pytest.mark.parametrize("n", [60, 2100])
 def test_special_values(n: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
     options = {"dtype": dtype, "device": device, "generator": generator, "integers": True}
     acts = random_rows((5, n), l0=4, **options)
@@ -177,7 +184,7 @@ def test_special_values(n: int, dtype: torch.dtype, device: torch.device, genera
         assert_exact(decode(acts, W, **chosen), acts.double() @ W.double(), name=str(chosen))
 
 
-@pytest.mark.parametrize("n", [600, 3000])
+@pytest.mark.parametrize("n", [600, 2100])
 def test_unselected_decoder_rows_do_not_show(n: int, dtype: torch.dtype, device: torch.device) -> None:
     acts = random_rows((3, n), l0=[4, 0, 6], dtype=dtype, device=device, integers=True)
     W = random_rows((n, 10), l0=10, dtype=dtype, device=device, integers=True)
@@ -191,8 +198,8 @@ def test_unselected_decoder_rows_do_not_show(n: int, dtype: torch.dtype, device:
 def test_repeated_calls(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
     """Nothing of a call stays behind for the next of the same shape: dense rows after sparse ones and back."""
     options = {"dtype": dtype, "device": device, "generator": generator, "integers": True}
-    n = 2200
-    W, b = random_rows((n, 40), l0=40, **options), random_rows((40,), l0=40, **options)
+    n, d = 2100, 8 if MODE == "interpreter" else 40
+    W, b = random_rows((n, d), l0=d, **options), random_rows((d,), l0=d, **options)
     fillings = ([0, 0, 0], [3, 50, 1], [1, 0, 60], [9, 9, 9], [60, 60, 60], [0, 1, 0])
     for counts in fillings:
         for bias in (None, b):
@@ -210,7 +217,8 @@ def test_out_dtype(
     options: dict[str, int], dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
     """Sums are float32 whatever the inputs are: a float32 result of half inputs is a float32 result."""
-    for n, counts in ((100, [5, 100, 20, 0]), (1500, [5, 1500, 20, 0]), (1500, [1500] * 4)):
+    most = full(1500)
+    for n, counts in ((100, [5, 100, 20, 0]), (1500, [5, most, 20, 0]), (1500, [most] * 4)):
         acts = random_rows((4, n), l0=counts, dtype=dtype, device=device, generator=generator)
         W = torch.randn(n, 64, device=device, generator=generator).to(dtype)
         out = decode(acts, W, out_dtype=torch.float32, **options)
@@ -233,8 +241,9 @@ def test_gradcheck(options: dict[str, int]) -> None:
     torch.autograd.gradcheck(lambda v, W, b: decode(acts.masked_scatter(held, v), W, b, **options), (values, W, b))
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("capacity", [4, 64])
-@pytest.mark.parametrize("n", [900, 3000])
+@pytest.mark.parametrize("n", [900, 2100])
 def test_bitwise_reproducible(
     capacity: int, n: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
@@ -252,7 +261,7 @@ def test_bitwise_reproducible(
 
 
 @pytest.mark.parametrize("neighbours", ["sparse", "dense"])
-@pytest.mark.parametrize("n", [900, 3000])
+@pytest.mark.parametrize("n", [900, 2100])
 def test_bitwise_batch_invariant(
     neighbours: str, n: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator, scale: int
 ) -> None:
@@ -260,7 +269,7 @@ def test_bitwise_batch_invariant(
     m = 3 * scale
     acts = random_rows((m, n), l0=30, dtype=dtype, device=device, generator=generator)
     if neighbours == "dense":
-        acts[1:] = random_rows((m - 1, n), l0=n, dtype=dtype, device=device, generator=generator)
+        acts[1:] = random_rows((m - 1, n), l0=full(n), dtype=dtype, device=device, generator=generator)
     W = torch.randn(n, 40, device=device, generator=generator).to(dtype)
     alone = decode(acts[:1], W, capacity=32)
     for rows in (2, m):
@@ -270,7 +279,7 @@ def test_bitwise_batch_invariant(
 def test_fixed_overflow(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
     options = {"dtype": dtype, "device": device, "generator": generator, "integers": True}
     acts, W = random_rows((4, 80), l0=[3, 9, 0, 7], **options), random_rows((80, 8), l0=8, **options)
-    message = r"sae.decode: a row of acts has 9 entries, more than capacity = 8. Raise capacity to 9, or use method=\"auto\""
+    message = "sae.decode: a row of acts has 9 entries, more than capacity = 8. Raise capacity to 9, or use method="
     with pytest.raises(ValueError, match=message):
         decode(acts, W, method="fixed", capacity=8)
     kept = acts.clone()
@@ -294,9 +303,9 @@ def test_autocast(
     held, grad = acts != 0, torch.randn(6, 16, device=device, generator=generator).to(half)
     reference = cast[0].double() @ cast[1].double() + b.double()
     plain = (cast[0] @ cast[1] + b).to(half)
-    for given in (acts, pack(acts, capacity=16)):
+    for latents in (acts, pack(acts, capacity=16)):
         with torch.autocast(device.type, half):
-            out = decode(given, W, b, capacity=capacity)
+            out = decode(latents, W, b, capacity=capacity)
         assert out.dtype is half
         assert_close(out, reference64=reference, plain=plain)
         grads = torch.autograd.grad(out, (acts, W, b), grad)
@@ -311,7 +320,7 @@ def test_autocast(
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        ({"acts": torch.ones(2, 4)}, ValueError, r"W_dec must have shape \[d_sae, d_in\] with d_sae = 4 like acts, got"),
+        ({"acts": torch.ones(2, 4)}, ValueError, r"W_dec must have shape \[d_sae, d_in\] with d_sae = 4 like acts"),
         ({"acts": torch.tensor(1.0)}, ValueError, r"W_dec must have shape .* acts \[..., d_sae\]"),
         ({"acts": torch.ones(2, 5).bool()}, TypeError, "acts must be float32, .* got bool"),
         ({"acts": [[1.0] * 5]}, TypeError, "acts must be a torch.Tensor, got list"),

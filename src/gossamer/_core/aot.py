@@ -24,7 +24,7 @@ ROOMS = ("rowsparse", "gemm", "sae", "ffn", "attention", "blocksparse")
 def kernel_modules() -> list[str]:
     """Every kernel module of the package, by dotted name."""
     root = Path(__file__).resolve().parent.parent
-    files = [f for room in ROOMS for f in sorted((root / room).glob("_triton/*.py")) if f.stem != "__init__"]
+    files = [f for room in ROOMS for f in sorted((root / room).glob("_triton/*.py")) if not f.stem.startswith("_")]
     return [".".join(("gossamer", *f.relative_to(root).with_suffix("").parts)) for f in files]
 
 
@@ -38,7 +38,7 @@ def examples() -> dict[str, tuple[Any, dict[str, Any]]]:
 
 
 def compile_kernel(kernel: Any, example: dict[str, Any], target: str) -> Any:
-    """Compiles one example; integers and pointers are taken as divisible by 16, as they are on the shapes that matter."""
+    """Compiles one example; integers and pointers count as divisible by 16, as they are on the shapes that matter."""
     signature = {name: "constexpr" if kind is None else kind for name, kind in example["signature"].items()}
     absent = {name: None for name, kind in example["signature"].items() if kind is None}
     constexprs = {**absent, **example["constexprs"]}

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def cast(*operands: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The operands in the dtype autocast asks for on their device, or unchanged where it is off. None passes through."""
+    """The operands in the dtype autocast asks for on their device, unchanged where it is off. None passes through."""
     device = next(operand.device.type for operand in operands if operand is not None)
     if not torch.is_autocast_enabled(device):
         return operands

@@ -28,6 +28,16 @@ def floating(operator: str, **tensors: Tensor) -> None:
             )
 
 
+def out_dtype(operator: str, dtype: torch.dtype | None) -> None:
+    """`dtype` is one the library computes in, or None."""
+    if dtype is not None and dtype not in FLOATS:
+        got = name_of(dtype) if isinstance(dtype, torch.dtype) else type(dtype).__name__
+        raise TypeError(
+            f"{operator}: out_dtype must be float32, float16 or bfloat16 (float64 on the CPU), got {got}. "
+            "Convert the result instead."
+        )
+
+
 def same_device(operator: str, first: str, device: torch.device, **tensors: Tensor | None) -> None:
     """Every tensor lives where `first` does."""
     for argument, tensor in tensors.items():

@@ -71,7 +71,7 @@ class Kernel:
 
 
 class Bound:
-    """A compiled launch that takes only a stream and its leading arguments, pointers as integers: 4 us instead of 18."""
+    """A compiled launch that takes a stream and its leading arguments, pointers as integers: 4 us instead of 18."""
 
     __slots__ = ("_arguments", "_run", "_tail")
 

@@ -5,6 +5,7 @@ CUDA graphs, autocast and `opcheck` all meet the same thing. `define` and `impl`
 they cost about half as much host time a call, which is what bounds a small operator.
 """
 
+import functools
 import importlib
 import os
 from collections.abc import Callable
@@ -25,7 +26,7 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def _lazily(path: str) -> Callable[..., Any]:
-    """`"package.module:function"` as a callable that imports on first use, so that a CPU-only install never imports Triton."""
+    """`"package.module:function"` as a callable that imports on first use: a CPU-only install never imports Triton."""
     target: Callable[..., Any] | None = None
 
     def call(*args: Any) -> Any:
@@ -34,6 +35,19 @@ def _lazily(path: str) -> Callable[..., Any]:
             module, name = path.split(":")
             target = getattr(importlib.import_module(module), name)
         return target(*args)
+
+    return call
+
+
+def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A CPU implementation's own products are no business of the caller's autocast: the public function has cast."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        if not torch.is_autocast_enabled("cpu"):
+            return function(*args)
+        with torch.autocast("cpu", enabled=False):
+            return function(*args)
 
     return call
 
@@ -56,7 +70,7 @@ def register(
     qualified = f"{NAMESPACE}::{name}"
     launcher = _lazily(gpu)
     _library.define(schema)
-    _library.impl(name, launcher if INTERPRET else cpu, "CPU")
+    _library.impl(name, _without_autocast(launcher if INTERPRET else cpu), "CPU")
     _library.impl(name, launcher, "CUDA")
     torch.library.register_fake(qualified, fake, lib=_library)
     if backward is not None:

@@ -77,19 +77,20 @@ def decode_tile(m: int, n: int, d: int, element_size: int) -> Tile:
     """Tile of the one-launch decode: scan and gather in programs of one warp, all of them at work at once."""
     vector = 16 // element_size
     groups = 256 if n <= 65536 else 512
-    return {"BLOCK": groups * vector, "VEC": vector, "BLOCK_E": 32 if m <= 64 else 16, "BLOCK_D": 128 // element_size}, 1
+    gathered = 32 if m <= 64 and d <= 3072 else 16
+    return {"BLOCK": groups * vector, "VEC": vector, "BLOCK_E": gathered, "BLOCK_D": 128 // element_size}, 1
 
 
 def sampled_tile(d: int, element_size: int) -> Tile:
     """Tile of the sampled product."""
-    return {"BLOCK_E": 8, "BLOCK_D": 512 // element_size if element_size == 2 else 64}, 1
+    return {"BLOCK_E": 8, "BLOCK_D": 256 if element_size == 2 else 64}, 1
 
 
 def weight_tile(n: int, d: int, element_size: int) -> Tile:
     """Tile of the weight gradient."""
-    return ({"BLOCK_N": 16, "BLOCK_E": 16, "BLOCK_D": 128}, 2) if element_size == 2 else (
-        {"BLOCK_N": 16, "BLOCK_E": 16, "BLOCK_D": 64}, 1
-    )
+    if element_size == 2:
+        return {"BLOCK_N": 16, "BLOCK_E": 16, "BLOCK_D": 128}, 2
+    return {"BLOCK_N": 16, "BLOCK_E": 16, "BLOCK_D": 64}, 1
 
 
 def tf32() -> bool:
@@ -97,11 +98,15 @@ def tf32() -> bool:
     return torch.get_float32_matmul_precision() != "highest"
 
 
-def dot_precision(operand: Tensor) -> dict[str, Any]:
-    """PRECISION and UPCAST of a kernel's tl.dot. The interpreter multiplies in float32: its bfloat16 dot is wrong."""
+def dot_precision(operand: Tensor, inner: int) -> dict[str, Any]:
+    """PRECISION and UPCAST of a kernel's tl.dot. The interpreter multiplies in float32: its bfloat16 dot is wrong.
+
+    Three TF32 products stand in for a float32 one where the inner dimension is long: what they round is then below what
+    the sum rounds. A short one takes float32 arithmetic.
+    """
     if INTERPRET or torch.version.hip or operand.dtype is not torch.float32:
         return {"PRECISION": "ieee", "UPCAST": INTERPRET}
-    return {"PRECISION": "tf32" if tf32() else "tf32x3", "UPCAST": False}
+    return {"PRECISION": "tf32" if tf32() else "tf32x3" if inner >= 16384 else "ieee", "UPCAST": False}
 
 
 def dense_tile(m: int, n: int, d: int, weight: Tensor) -> tuple[dict[str, Any], int, int]:

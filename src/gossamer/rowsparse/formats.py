@@ -97,7 +97,8 @@ class ELL(_RowSparse):
     Indices outside [0, N) raise on the CPU. On the GPU looking would cost a sync: they make their row NaN instead;
     `validate()` looks and raises.
 
-    >>> rows = ELL(torch.ones(2, 1), torch.tensor([[3], [0]], dtype=torch.int32), torch.ones(2, dtype=torch.int32), (2, 4))
+    >>> indices, nnz = torch.tensor([[3], [0]], dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    >>> rows = ELL(torch.ones(2, 1), indices, nnz, (2, 4))
     >>> rows.to_dense()[0].tolist()
     [0.0, 0.0, 0.0, 1.0]
     """

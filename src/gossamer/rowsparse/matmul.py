@@ -40,21 +40,23 @@ def matmul(rows: Rows, weight: Tensor, *, out_dtype: torch.dtype | None = None) 
     operator = "rowsparse.matmul"
     values, indices, offsets, source = parts(operator, rows)
     check_weight(operator, rows, weight)
+    checks.out_dtype(operator, out_dtype)
     if autocast.enabled(weight.device):
         values, source, weight = autocast.cast(values, source, weight)  # type: ignore[assignment]
     check_dtypes(operator, "rows", values, "weight", weight)
     return _matmul(values, indices, offsets, source, weight, None, out_dtype).view(*rows.shape[:-1], weight.shape[1])
 
 
-def check_weight(operator: str, rows: Rows, weight: Tensor, name: str = "weight") -> None:
-    """`weight` is a floating [N, D] beside `rows`."""
+def check_weight(
+    operator: str, rows: Rows, weight: Tensor, name: str = "weight", letters: str = "[N, D]", container: str = "rows"
+) -> None:
+    """`weight` is a floating [N, D] beside the container; the rest are the words of the caller's signature."""
     checks.floating(operator, **{name: weight})
     n = rows.num_columns
     if weight.dim() != 2 or weight.shape[0] != n:
-        raise ValueError(
-            f"{operator}: {name} must have shape [N, D] with N = {n} like rows, got {list(weight.shape)}."
-        )
-    checks.same_device(operator, name, weight.device, rows=rows.values)
+        rule = f"{letters} with {letters[1:].split(',')[0]} = {n} like {container}"
+        raise ValueError(f"{operator}: {name} must have shape {rule}, got {list(weight.shape)}.")
+    checks.same_device(operator, name, weight.device, **{container: rows.values})
 
 
 def check_dtypes(operator: str, first: str, a: Tensor, second: str, b: Tensor) -> None:
@@ -77,12 +79,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad
     grad_values = grad_source = grad_weight = grad_bias = None
     if needs[0] or needs[3]:
-        sampled, dense = _sampled(grad, weight, indices, offsets, source if needs[3] else None, False)
+        # What has no entry has no gradient, but that is for whoever made the source to say.
+        sampled, dense = _sampled(grad, weight, indices, offsets, source if needs[3] else None, False, False)
         grad_values = sampled.to(values.dtype) if needs[0] else None
         grad_source = dense.to(source.dtype) if needs[3] else None
     if needs[4]:
-        col_offsets, keys, columns = transpose_keys(indices, offsets, weight.shape[0])
-        grad_weight = matmul_bwd_weight(grad, keys, columns, col_offsets, values, offsets, source, weight.dtype)
+        columns = transpose_keys(indices, offsets, weight.shape[0])
+        grad_weight = backward_weight(grad, columns, values, offsets, source, weight.dtype)
     if needs[5]:
         grad_bias = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(ctx.bias_dtype)
     return grad_values, None, None, grad_source, grad_weight, grad_bias, None
@@ -97,8 +100,21 @@ def _fake(
     bias: Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    rows = offsets.shape[0] - (indices.dim() == 1)
+    rows = offsets.shape[0] - int(indices.dim() == 1)
     return weight.new_empty(rows, weight.shape[1], dtype=out_dtype or weight.dtype)
+
+
+def backward_weight(
+    grad: Tensor,
+    columns: tuple[Tensor, Tensor, Tensor],
+    values: Tensor,
+    offsets: Tensor,
+    source: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The weight gradient [N, D] of rows @ weight, with `columns` from `transpose_keys`."""
+    col_offsets, keys, column = columns
+    return _matmul_bwd_weight(grad, keys, column, col_offsets, values, offsets, source, dtype)
 
 
 def _fake_bwd_weight(
@@ -115,7 +131,7 @@ def _fake_bwd_weight(
 
 
 def _fake_sampled(
-    x: Tensor, weight: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, scatter: bool
+    x: Tensor, weight: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, scatter: bool, masked: bool
 ) -> tuple[Tensor, Tensor]:
     m, n = x.shape[0], weight.shape[0]
     if scatter:
@@ -124,7 +140,7 @@ def _fake_sampled(
 
 
 def _sampled_context(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, indices, offsets, source, scatter = inputs
+    x, weight, indices, offsets, source, scatter, ctx.masked = inputs
     if scatter:
         raise NotImplementedError("gossamer::sampled_matmul with scatter is a gradient and has none of its own.")
     ctx.save_for_backward(x, weight, indices, offsets, source)
@@ -132,14 +148,14 @@ def _sampled_context(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _sampled_backward(ctx: Any, grad_values: Tensor, grad_dense: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, indices, offsets, source = ctx.saved_tensors
-    grad_source = None if source is None else torch.where(source != 0, grad_dense, 0)
+    grad_source = None if source is None else torch.where(source != 0, grad_dense, 0) if ctx.masked else grad_dense
     grad_x = grad_weight = None
     if ctx.needs_input_grad[0]:
         grad_x = _matmul(grad_values, indices, offsets, grad_source, weight, None, x.dtype)
     if ctx.needs_input_grad[1]:
-        col_offsets, keys, columns = transpose_keys(indices, offsets, weight.shape[0])
-        grad_weight = matmul_bwd_weight(x, keys, columns, col_offsets, grad_values, offsets, grad_source, weight.dtype)
-    return grad_x, grad_weight, None, None, None, None
+        columns = transpose_keys(indices, offsets, weight.shape[0])
+        grad_weight = backward_weight(x, columns, grad_values, offsets, grad_source, weight.dtype)
+    return grad_x, grad_weight, None, None, None, None, None
 
 
 _matmul = register(
@@ -151,7 +167,7 @@ _matmul = register(
     setup_context=_context,
     backward=_backward,
 )
-matmul_bwd_weight = register(
+_matmul_bwd_weight = register(
     "matmul_bwd_weight(Tensor grad, Tensor keys, Tensor columns, Tensor col_offsets, Tensor values, Tensor offsets, "
     "Tensor? source, ScalarType dtype) -> Tensor",
     cpu=_cpu.matmul_bwd_weight,
@@ -159,8 +175,8 @@ matmul_bwd_weight = register(
     fake=_fake_bwd_weight,
 )
 _sampled = register(
-    "sampled_matmul(Tensor x, Tensor weight, Tensor indices, Tensor offsets, Tensor? source, bool scatter) "
-    "-> (Tensor, Tensor)",
+    "sampled_matmul(Tensor x, Tensor weight, Tensor indices, Tensor offsets, Tensor? source, bool scatter, "
+    "bool masked) -> (Tensor, Tensor)",
     cpu=_cpu_sampled,
     gpu=f"{_GPU}.sampled_matmul:sampled_matmul",
     fake=_fake_sampled,

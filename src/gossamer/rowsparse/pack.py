@@ -52,6 +52,7 @@ def pack(x: Tensor, *, format: str = "ell", capacity: int | None = None, max_nnz
         raise ValueError(f'{operator}: format must be "ell" or "csr", got {format!r}.')
     n = x.shape[-1]
     flat = x.reshape(math.prod(x.shape[:-1]), n)
+    source = _EntriesOnly.apply(flat) if flat.requires_grad and torch.is_grad_enabled() else flat
     if format == "ell":
         if max_nnz is not None:
             raise ValueError(f'{operator}: max_nnz belongs to format="csr". An ELL takes capacity.')
@@ -61,11 +62,10 @@ def pack(x: Tensor, *, format: str = "ell", capacity: int | None = None, max_nnz
             checks.positive(operator, "capacity", capacity, "It is the number of slots per row.")
             capacity = min(capacity, n)
         values, indices, nnz = _pack_ell(flat, capacity)
-        return ELL(values, indices, nnz, tuple(x.shape), None if capacity == n else flat)
+        return ELL(values, indices, nnz, tuple(x.shape), None if capacity == n else source)
     if capacity is not None:
         raise ValueError(f'{operator}: capacity belongs to format="ell". A CSR takes max_nnz.')
     row_offsets = torch.nn.functional.pad(_count_rows(flat).cumsum(0, dtype=torch.int64), (1, 0))
-    source: Tensor | None = flat
     if max_nnz is None:
         checks.no_sync(operator, 'format="csr" with max_nnz=None', "Give max_nnz, or pack an ELL.")
         max_nnz, source = int(row_offsets[-1]), None
@@ -94,16 +94,30 @@ def unpack(rows: Rows) -> Tensor:
     return _unpack(values, indices, offsets, source, rows.num_columns).reshape(rows.shape)
 
 
-def parts(operator: str, rows: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(values, indices, offsets, source): the plain tensors an operator takes."""
+def parts(operator: str, rows: Any, argument: str = "rows") -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(values, indices, offsets, source): the plain tensors an operator takes, contiguous but for the source."""
     if isinstance(rows, ELL):
-        return rows.values, rows.indices, rows.nnz_per_row, rows.source
+        return rows.values.contiguous(), rows.indices.contiguous(), rows.nnz_per_row.contiguous(), rows.source
     if isinstance(rows, CSR):
-        return rows.values, rows.indices, rows.row_offsets, rows.source
+        return rows.values.contiguous(), rows.indices.contiguous(), rows.row_offsets.contiguous(), rows.source
     raise TypeError(
-        f"{operator}: rows must be a rowsparse.ELL or rowsparse.CSR, got {type(rows).__name__}. "
+        f"{operator}: {argument} must be a rowsparse.ELL or rowsparse.CSR, got {type(rows).__name__}. "
         "Pack a dense tensor with rowsparse.pack first."
     )
+
+
+class _EntriesOnly(torch.autograd.Function):
+    """x as the source of its container: its gradient, like that of the slots, is zero where x has no entry."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return torch.where(x != 0, grad, 0)
 
 
 def _fake_pack_ell(x: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,19 +163,18 @@ def _pack_csr_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor |
 
 
 def _fake_unpack(values: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, n: int) -> Tensor:
-    return values.new_empty(offsets.shape[0] - (indices.dim() == 1), n)
+    return values.new_empty(offsets.shape[0] - int(indices.dim() == 1), n)
 
 
 def _unpack_context(ctx: Any, inputs: Any, output: Any) -> None:
-    _, indices, offsets, source, _ = inputs
+    _, indices, offsets, _, _ = inputs
     ctx.save_for_backward(indices, offsets)
-    ctx.has_source = source is not None
 
 
 def _unpack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
     indices, offsets = ctx.saved_tensors
-    valid = indices >= 0
-    columns = indices.clamp(min=0).long()
+    valid = (indices >= 0) & (indices < grad.shape[1])
+    columns = torch.where(valid, indices, 0).long()
     grad_values = grad_source = None
     if indices.dim() == 2:
         flagged = offsets > indices.shape[1]

@@ -35,14 +35,14 @@ def sampled_matmul(x: Tensor, weight: Tensor, pattern: Rows) -> Rows:
     [[3.0]]
     """
     operator = "rowsparse.sampled_matmul"
-    _, indices, offsets, source = parts(operator, pattern)
+    _, indices, offsets, source = parts(operator, pattern, "pattern")
     checks.floating(operator, x=x)
-    check_weight(operator, pattern, weight)
+    check_weight(operator, pattern, weight, container="pattern")
     checks.same_device(operator, "weight", weight.device, x=x)
     checks.shape(operator, "x", x, (*pattern.shape[:-1], weight.shape[1]), "[..., D]", "like pattern and weight")
     if autocast.enabled(x.device):
         x, weight = autocast.cast(x, weight)  # type: ignore[assignment]
     check_dtypes(operator, "x", x, "weight", weight)
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    values, dense = _sampled(flat, weight, indices, offsets, source, False)
+    values, dense = _sampled(flat, weight, indices, offsets, source, False, True)
     return replace(pattern, values=values, source=None if source is None else dense)

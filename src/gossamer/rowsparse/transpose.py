@@ -6,7 +6,7 @@ from torch import Tensor
 from gossamer._core.ops import register
 from gossamer.rowsparse._torch.transpose import transpose_keys as _cpu
 from gossamer.rowsparse.formats import CSR, ELL, Rows
-from gossamer.rowsparse.pack import parts
+from gossamer.rowsparse.pack import parts, unpack
 
 
 def transpose(rows: Rows) -> CSR:
@@ -17,15 +17,16 @@ def transpose(rows: Rows) -> CSR:
 
     Returns:
         `CSR` of shape `(N, M)` with buffers as long as the slots of `rows`, differentiable in values. If a row of
-        `rows` had overflowed, every row of the result is marked as overflowed and is read from `source.T`.
+        `rows` had overflowed, every row of the result is marked as overflowed and is read from its source, the dense
+        transpose; rows with a source therefore cost a dense `[M, N]`.
 
     Raises:
         TypeError: rows is not a container.
 
-    Source: LEADS of the sparse feed-forward seed, training: the weight gradient needs the entries by column.
+    Source: the seed on sparse feed-forward blocks, training: the weight gradient needs the entries by column.
 
     >>> transpose(pack(torch.tensor([[0.0, 2.0], [3.0, 4.0]]), capacity=2)).indices.tolist()
-    [1, 0, 1, 0]
+    [1, 0, 1, -1]
     """
     values, indices, offsets, source = parts("rowsparse.transpose", rows)
     row_offsets, keys, _ = transpose_keys(indices, offsets, rows.num_columns)
@@ -36,7 +37,8 @@ def transpose(rows: Rows) -> CSR:
     ordered = torch.where(held, values.reshape(-1)[starts + slot], 0) if keys.numel() else values.reshape(-1)
     if source is not None:
         row_offsets = torch.cat([row_offsets[:1], row_offsets[1:] + rows.overflowed * (keys.shape[0] + 1)])
-        source = source.t()
+        # A source is right at overflowed rows alone; here every row is read from it.
+        source = unpack(rows).reshape(rows.num_rows, rows.num_columns).t()
     indices = torch.where(held, row, -1).int()
     return CSR(row_offsets, indices, ordered, (rows.num_columns, rows.num_rows), source)
 

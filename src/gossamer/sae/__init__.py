@@ -1,6 +1,7 @@
 """Sparse autoencoders: encode to row-sparse latents, decode from them."""
 
+from gossamer.sae.count_fired import count_fired
 from gossamer.sae.decode import decode
-from gossamer.sae.encode import count_fired, encode, encode_with_l0
+from gossamer.sae.encode import encode, encode_with_l0
 
 __all__ = ["count_fired", "decode", "encode", "encode_with_l0"]

@@ -10,7 +10,7 @@ from gossamer._core import autocast, checks, tuning
 from gossamer._core.ops import register
 from gossamer.rowsparse import ELL, pack
 from gossamer.rowsparse.formats import Rows, _RowSparse
-from gossamer.rowsparse.matmul import _matmul, _sampled, check_dtypes, check_weight, matmul_bwd_weight
+from gossamer.rowsparse.matmul import _matmul, _sampled, backward_weight, check_dtypes, check_weight
 from gossamer.rowsparse.pack import parts
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import decode as _cpu
@@ -59,18 +59,20 @@ def decode(
     [[1.0, 3.0]]
     """
     # What follows from shapes is checked once: host time is most of a small decode.
-    seen = None
+    seen: tuple[Any, ...] | None = None
     if type(acts) is Tensor and type(W_dec) is Tensor and not torch.compiler.is_compiling():
-        seen = (acts.shape, acts.dtype, acts.device, W_dec.shape, W_dec.dtype, W_dec.device, method, capacity, out_dtype)
+        seen = (acts.shape, acts.dtype, acts.device, W_dec.shape, W_dec.dtype, W_dec.device)
+        seen += (method, capacity, out_dtype, tuning.tf32())
         seen += () if b_dec is None else (b_dec.shape, b_dec.dtype, b_dec.device)
-        seen += (tuning.tf32(),)
         slots = _seen.get(seen)
         if slots is not None and not torch.is_grad_enabled() and not autocast.enabled(acts.device):
-            out = _sae_decode(acts if acts.dim() == 2 else acts.reshape(-1, acts.shape[-1]), W_dec, b_dec, slots, out_dtype)
-            return out if acts.dim() == 2 else out.view(*acts.shape[:-1], W_dec.shape[1])
+            if acts.dim() == 2:
+                return _sae_decode(acts, W_dec, b_dec, slots, out_dtype)
+            out = _sae_decode(acts.reshape(-1, acts.shape[-1]), W_dec, b_dec, slots, out_dtype)
+            return out.view(*acts.shape[:-1], W_dec.shape[1])
     operator = "sae.decode"
     if isinstance(acts, _RowSparse):
-        return _decode_rows(operator, acts, W_dec, b_dec, method, capacity, out_dtype)  # type: ignore[arg-type]
+        return _decode_rows(operator, acts, W_dec, b_dec, method, capacity, out_dtype)
     checks.floating(operator, acts=acts, W_dec=W_dec)
     if acts.dim() == 0 or W_dec.dim() != 2 or W_dec.shape[0] != acts.shape[-1]:
         expected = f"d_sae = {acts.shape[-1]}" if acts.dim() else "acts [..., d_sae]"
@@ -78,13 +80,17 @@ def decode(
             f"{operator}: W_dec must have shape [d_sae, d_in] with {expected} like acts, got {list(W_dec.shape)}."
         )
     n, d = W_dec.shape
-    _check_rest(operator, W_dec, b_dec, method, capacity, acts=acts)
+    _check_rest(operator, W_dec, b_dec, method, capacity, out_dtype, acts=acts)
     if autocast.enabled(acts.device):
         acts, W_dec = autocast.cast(acts, W_dec)  # type: ignore[assignment]
     check_dtypes(operator, "acts", acts, "W_dec", W_dec)
     m = acts.numel() // n if n else math.prod(acts.shape[:-1])
-    if method == "dense" or (method == "auto" and capacity is None and tuning.dense_is_faster(m, n, d, W_dec)):
+    if method == "dense":
         return _dense(acts, W_dec, b_dec, out_dtype)
+    if method == "auto" and capacity is None and tuning.dense_is_faster(m, n, d, W_dec):
+        # The gradient lives at the entries, whichever way the product takes.
+        masked = acts.requires_grad and torch.is_grad_enabled()
+        return _dense(torch.where(acts != 0, acts, 0) if masked else acts, W_dec, b_dec, out_dtype)
     flat = acts.reshape(m, n)
     if method == "exact":
         rows = pack(flat, format="csr")
@@ -113,11 +119,11 @@ def _decode_rows(
     capacity: int | None,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    check_weight(operator, rows, W_dec, "W_dec")
-    _check_rest(operator, W_dec, b_dec, method, capacity)
+    check_weight(operator, rows, W_dec, "W_dec", "[d_sae, d_in]", "acts")
+    _check_rest(operator, W_dec, b_dec, method, capacity, out_dtype)
     if method == "dense":
         return decode(rows.to_dense(), W_dec, b_dec, method=method, out_dtype=out_dtype)
-    values, indices, offsets, source = parts(operator, rows)
+    values, indices, offsets, source = parts(operator, rows, "acts")
     if autocast.enabled(W_dec.device):
         values, source, W_dec = autocast.cast(values, source, W_dec)  # type: ignore[assignment]
     check_dtypes(operator, "acts", values, "W_dec", W_dec)
@@ -126,8 +132,15 @@ def _decode_rows(
 
 
 def _check_rest(
-    operator: str, W_dec: Tensor, b_dec: Tensor | None, method: str, capacity: int | None, **others: Tensor
+    operator: str,
+    W_dec: Tensor,
+    b_dec: Tensor | None,
+    method: str,
+    capacity: int | None,
+    out_dtype: torch.dtype | None,
+    **others: Tensor,
 ) -> None:
+    checks.out_dtype(operator, out_dtype)
     checks.same_device(operator, "W_dec", W_dec.device, b_dec=b_dec, **others)
     if b_dec is not None:
         checks.floating(operator, b_dec=b_dec)
@@ -139,10 +152,12 @@ def _check_rest(
 
 
 def _dense(acts: Tensor, W_dec: Tensor, b_dec: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    dtype = out_dtype or W_dec.dtype
+    if torch.finfo(dtype).bits > torch.finfo(W_dec.dtype).bits:
+        # Rounding the product to half first would lose what the wider result is asked for.
+        acts, W_dec = acts.to(dtype), W_dec.to(dtype)
     out = acts @ W_dec
-    if b_dec is not None:
-        out = (out + b_dec).to(out_dtype or W_dec.dtype)
-    return out if out_dtype is None else out.to(out_dtype)
+    return out.to(dtype) if b_dec is None else (out + b_dec).to(dtype)
 
 
 def _fixed(
@@ -201,10 +216,10 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
     acts, weight, values, indices, nnz = ctx.saved_tensors
     grad_acts = grad_weight = grad_bias = None
     if ctx.needs_input_grad[0]:
-        grad_acts = _sampled(grad, weight, indices, nnz, acts, True)[1].to(acts.dtype)
+        grad_acts = _sampled(grad, weight, indices, nnz, acts, True, True)[1].to(acts.dtype)
     if ctx.needs_input_grad[1]:
-        col_offsets, keys, columns = transpose_keys(indices, nnz, weight.shape[0])
-        grad_weight = matmul_bwd_weight(grad, keys, columns, col_offsets, values, nnz, acts, weight.dtype)
+        columns = transpose_keys(indices, nnz, weight.shape[0])
+        grad_weight = backward_weight(grad, columns, values, nnz, acts, weight.dtype)
     if ctx.needs_input_grad[2]:
         grad_bias = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(ctx.bias_dtype)
     return grad_acts, grad_weight, grad_bias, None, None

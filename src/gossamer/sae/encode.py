@@ -9,8 +9,7 @@ from torch import Tensor
 from gossamer._core import autocast, checks
 from gossamer._core.ops import register
 from gossamer.rowsparse import ELL
-from gossamer.rowsparse.matmul import _matmul, check_dtypes, matmul_bwd_weight
-from gossamer.rowsparse.pack import parts
+from gossamer.rowsparse.matmul import _matmul, backward_weight, check_dtypes
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import encode as _cpu
 
@@ -101,27 +100,6 @@ def encode_with_l0(
     [2.0]
     """
     return _encode("sae.encode_with_l0", x, W_enc, b_enc, activation, threshold, k, b_dec, bandwidth, capacity)
-
-
-def count_fired(rows: ELL) -> Tensor:
-    """How many rows each latent fires in, that is, has a value other than 0 in: int64 `[d_sae]`, without a host sync.
-
-    Args:
-        rows: `ELL` of shape `(..., d_sae)`, such as `encode` returns. Repeated indices count as often as they occur.
-
-    Returns:
-        int64 `[d_sae]`, on the device of rows, without a gradient.
-
-    Raises:
-        TypeError: rows is no `ELL`.
-
-    >>> count_fired(encode(torch.tensor([[1.0, -3.0, 2.0]]), torch.eye(3), activation="relu")).tolist()
-    [1, 0, 1]
-    """
-    if not isinstance(rows, ELL):
-        raise TypeError(f"sae.count_fired: rows must be a rowsparse.ELL, got {type(rows).__name__}.")
-    values, indices, nnz, source = parts("sae.count_fired", rows.detach())
-    return _count_fired(values, indices, nnz, source, rows.num_columns)
 
 
 def _encode(
@@ -272,17 +250,15 @@ def _backward(
     if need_x:
         grad_x = _matmul(grad_pre, indices, counts, dense, weight.t(), None, x.dtype)
     if need_weight or need_bias or need_threshold or need_b_dec:
-        col_offsets, keys, columns = transpose_keys(indices, nnz, weight.shape[1])
+        columns = transpose_keys(indices, nnz, weight.shape[1])
     if need_weight:
         inner = (x if b_dec is None else x - b_dec).to(weight.dtype)
-        grad_weight = matmul_bwd_weight(
-            inner, keys, columns, col_offsets, grad_pre, counts, dense, weight.dtype
-        ).t()
+        grad_weight = backward_weight(inner, columns, grad_pre, counts, dense, weight.dtype).t()
     if need_bias or need_threshold or (need_b_dec and not need_x):
         if grad_source is None:
             grad_source = values.new_zeros(1, 1).expand_as(source)
         sums, grad_threshold = _bwd_columns(
-            grad_values, grad_source, grad_l0, keys, columns, col_offsets, values, nnz, source, threshold, ctx.bandwidth
+            grad_values, grad_source, grad_l0, *columns, values, nnz, source, threshold, ctx.bandwidth
         )
         grad_bias = sums.to(ctx.bias_dtype) if need_bias else None
     if need_b_dec and grad_x is not None:
@@ -299,9 +275,9 @@ def _fake_bwd_columns(
     grad_values: Tensor,
     grad_source: Tensor,
     grad_l0: Tensor,
+    col_offsets: Tensor,
     keys: Tensor,
     columns: Tensor,
-    col_offsets: Tensor,
     values: Tensor,
     nnz: Tensor,
     source: Tensor,
@@ -322,8 +298,8 @@ _sae_encode = register(
     backward=_backward,
 )
 _bwd_columns = register(
-    "sae_encode_bwd_columns(Tensor grad_values, Tensor grad_source, Tensor grad_l0, Tensor keys, Tensor columns, "
-    "Tensor col_offsets, Tensor values, Tensor nnz, Tensor source, Tensor? threshold, float bandwidth) "
+    "sae_encode_bwd_columns(Tensor grad_values, Tensor grad_source, Tensor grad_l0, Tensor col_offsets, "
+    "Tensor keys, Tensor columns, Tensor values, Tensor nnz, Tensor source, Tensor? threshold, float bandwidth) "
     "-> (Tensor, Tensor)",
     cpu=_cpu.bwd_columns,
     gpu=f"{_GPU}:bwd_columns",
@@ -334,10 +310,4 @@ _bwd_source = register(
     cpu=_cpu.bwd_source,
     gpu=f"{_GPU}:bwd_source",
     fake=lambda grad, source, nnz, capacity: torch.empty_like(source),
-)
-_count_fired = register(
-    "sae_count_fired(Tensor values, Tensor indices, Tensor nnz, Tensor? source, int n) -> Tensor",
-    cpu=_cpu.count_fired,
-    gpu=f"{_GPU}:count_fired",
-    fake=lambda values, indices, nnz, source, n: values.new_empty(n, dtype=torch.int64),
 )

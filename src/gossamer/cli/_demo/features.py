@@ -14,6 +14,7 @@ from gossamer.cli._demo.model import ByteModel
 from gossamer.cli._demo.train import Clock, Show
 from gossamer.nn import JumpReLUSAE
 from gossamer.rowsparse import CSR
+from gossamer.rowsparse.formats import Rows
 
 LOWEST_RATE, HIGHEST_RATE = 1e-4, 2e-2
 LEAST_FIRINGS = 12
@@ -53,7 +54,7 @@ def collect(model: ByteModel, sae: JumpReLUSAE, scale: float, tokens: Tensor, *,
     chunks: list[CSR] = []
     while n < len(tokens) and (not chunks or clock.share() < 1):
         window = tokens[n : n + CHUNK]
-        rows = sae.encode(model.residual(window).flatten(0, 1) * scale)
+        rows: Rows = sae.encode(model.residual(window).flatten(0, 1) * scale)
         if rows.overflowed:
             rows = rowsparse.pack(rows.to_dense(), format="csr")
         by_feature = rowsparse.transpose(rows)

@@ -27,7 +27,7 @@ Splice = Callable[[Tensor], Tensor]
 def contexts(text: Tensor, n_contexts: int, length: int) -> Tensor:
     """At most n_contexts windows `[n, length]` int64, evenly spread over a text and without overlap."""
     n = max(1, min(n_contexts, len(text) // length))
-    starts = torch.linspace(0, len(text) - length, n, device=text.device).long()
+    starts = torch.linspace(0, len(text) - length, n, dtype=torch.float64, device=text.device).long()
     return text[starts[:, None] + torch.arange(length, device=text.device)].long()
 
 
@@ -78,12 +78,12 @@ def quality(sae: JumpReLUSAE, x: Tensor) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def splice_losses(model: ByteModel, sae: JumpReLUSAE, scale: float, tokens: Tensor) -> dict[str, float]:
-    """Bits per byte on tokens `[B, T + 1]`: the residual stream left alone, replaced by its reconstruction, or zero.
+def splice_losses(model: ByteModel, sae: JumpReLUSAE, scale: float, tokens: Tensor, clean: float) -> dict[str, float]:
+    """Bits per byte on tokens `[B, T + 1]` with the residual stream replaced by its reconstruction, or by zero.
 
+    clean: bits per byte on the same tokens with the stream left alone.
     loss_recovered is the share of what zeroing costs that the reconstruction saves: (zero - spliced) / (zero - clean).
     """
-    clean, _ = evaluate(model, tokens)
     spliced, _ = evaluate(model, tokens, lambda x: sae(x * scale) / scale)
     dense, _ = evaluate(model, tokens, lambda x: dense_forward(sae, x * scale) / scale)
     zero, _ = evaluate(model, tokens, torch.zeros_like)
@@ -94,15 +94,15 @@ def splice_losses(model: ByteModel, sae: JumpReLUSAE, scale: float, tokens: Tens
 def large_sae(device: torch.device, seed: int) -> tuple[JumpReLUSAE, Tensor]:
     """A random SAE of a real one's size and an input `[32, d_in]` on which it has a mean L0 of 64.
 
-    d_sae is 65,536, or a smaller power of two where less than twice the memory for it is free.
+    d_sae is 65,536, or a smaller power of two where making it would take more than half of the free memory.
     """
     d_sae, free = LARGE_D_SAE, free_bytes(device)
-    while free is not None and d_sae > SMALLEST_LARGE_D_SAE and 4 * 3 * d_sae * LARGE_D_IN > free * MEMORY_SHARE:
+    while free is not None and d_sae > SMALLEST_LARGE_D_SAE and 4 * 4 * d_sae * LARGE_D_IN > free * MEMORY_SHARE:
         d_sae //= 2
     torch.manual_seed(seed)
-    with torch.device(device), torch.no_grad():
-        sae = JumpReLUSAE(LARGE_D_IN, d_sae)
-        x = torch.randn(LARGE_BATCH, LARGE_D_IN)
+    with torch.no_grad():
+        sae = JumpReLUSAE(LARGE_D_IN, d_sae, device=device).eval()
+        x = torch.randn(LARGE_BATCH, LARGE_D_IN, device=device)
         pre = torch.addmm(sae.b_enc, x, sae.W_enc).flatten()
         threshold = pre.topk(LARGE_BATCH * LARGE_L0 + 1).values[-1]
         sae.log_threshold.fill_(threshold.log())
@@ -110,7 +110,7 @@ def large_sae(device: torch.device, seed: int) -> tuple[JumpReLUSAE, Tensor]:
 
 
 @torch.inference_mode()
-def compare(sae: JumpReLUSAE, x: Tensor, *, seconds: float, show: Show) -> dict[str, Any]:
+def compare(name: str, sae: JumpReLUSAE, x: Tensor, *, seconds: float, show: Show) -> dict[str, Any]:
     """Dense against sparse on x `[M, d_in]`: time per call, peak memory, L0, and the largest absolute difference.
 
     Three pairs: decoding dense activations, decoding rows that are already packed, and the whole forward pass.
@@ -123,13 +123,13 @@ def compare(sae: JumpReLUSAE, x: Tensor, *, seconds: float, show: Show) -> dict[
         "forward": (lambda: dense_forward(sae, x), lambda: sae(x)),
     }
     clock, operations = Clock(seconds), []
-    for number, (name, (dense, sparse)) in enumerate(calls.items()):
-        show(number / len(calls), name)
+    for number, (operation, (dense, sparse)) in enumerate(calls.items()):
+        show(number / len(calls), operation)
         difference = _difference(dense(), sparse())
         times = _interleaved((dense, sparse), x.device, (seconds - clock.elapsed) / (len(calls) - number))
         operations.append(
             {
-                "operation": name,
+                "operation": operation,
                 "dense": _row(times[0], dense, x.device),
                 "sparse": _row(times[1], sparse, x.device),
                 "speed_up": times[0].median / times[1].median,
@@ -138,6 +138,7 @@ def compare(sae: JumpReLUSAE, x: Tensor, *, seconds: float, show: Show) -> dict[
         )
     show(1.0, "done")
     return {
+        "name": name,
         "batch": len(x),
         "d_in": x.shape[1],
         "d_sae": acts.shape[1],
@@ -149,7 +150,7 @@ def compare(sae: JumpReLUSAE, x: Tensor, *, seconds: float, show: Show) -> dict[
 
 
 def _interleaved(calls: tuple[Callable[[], Tensor], ...], device: torch.device, seconds: float) -> list[Timing]:
-    counted = [lambda _, call=call: call() for call in calls]  # type: ignore[misc]
+    counted = [lambda _, call=call: call() for call in calls]
     repeats = [calls_for(call, device, BURST_SECONDS, 1) for call in counted]
     clock = Clock(seconds)
     bursts: list[list[float]] = [[] for _ in calls]

@@ -10,7 +10,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from gossamer.cli._demo.features import HIGHEST_RATE, LOWEST_RATE
 
@@ -65,7 +65,7 @@ def sae_plot(history: list[dict[str, Any]]) -> str:
 
 
 def time_plot(comparison: list[dict[str, Any]]) -> str:
-    """Time per call, dense beside sparse, for every operation of every size; logarithmic."""
+    """Time per call, dense beside sparse, for every operation of every size."""
 
     def draw(figure: Figure) -> None:
         panels = figure.subplots(1, len(comparison), squeeze=False)[0]
@@ -76,12 +76,9 @@ def time_plot(comparison: list[dict[str, Any]]) -> str:
                 milliseconds = [operation[way]["median_seconds"] * 1e3 for operation in operations]
                 bars = axes.barh(y + offset, milliseconds, 0.34, color=colour, label=way)
                 axes.bar_label(bars, [f"{m:.3g}" for m in milliseconds], padding=3, color=_INK, fontsize=9)
-            axes.set(xscale="log", xlabel="milliseconds per call", title=f"{case['name']}, {case['d_sae']:,} latents")
+            axes.set(xlabel="milliseconds per call", title=f"{case['name']}, {case['d_sae']:,} latents")
             axes.set_yticks(y, [operation["operation"] for operation in operations])
-            axes.xaxis.set_minor_locator(NullLocator())
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            low, high = axes.get_xlim()
-            axes.set_xlim(low / 1.5, high * 2)
+            axes.set_xlim(right=axes.get_xlim()[1] * 1.12)
             axes.tick_params(axis="y", length=0)
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=2, fontsize=9)
 

@@ -44,8 +44,8 @@ def render(results: dict[str, Any]) -> str:
         (
             "<header><h1>gossamer demo</h1>",
             "<p>A byte-level transformer and a JumpReLU sparse autoencoder, trained on "
-            f"{text['train_bytes']:,} bytes of {escape(text['source'])} with gossamer&#8217;s sparse operators on {escape(_hardware(results))}.</p>"
-            "</header>",
+            f"{text['train_bytes']:,} bytes of {escape(text['source'])} with gossamer&#8217;s sparse operators "
+            f"on {escape(_hardware(results))}.</p></header>",
             f'<section class="tiles">{tiles}</section>',
             _model_section(results),
             _sae_section(results),
@@ -85,8 +85,8 @@ def _sae_section(results: dict[str, Any]) -> str:
         "<h2>The sparse autoencoder</h2>"
         f"<p>A JumpReLU autoencoder of {sae['d_sae']:,} latents on the residual stream after block {middle} of "
         f"{sizes['n_layers']}, scaled to a mean norm of 1; {last['step']:,} steps over {last['tokens']:,} bytes in "
-        f"{last['seconds']:.0f} s. The L0 penalty rises over the first half. A latent is dead if it has not fired in "
-        f"the last tenth of the training: {sae['dead_fraction']:.0%} at the end.</p>"
+        f"{last['seconds']:.0f} s. The L0 penalty rises over the first half. A latent is dead if it has not fired on "
+        f"the last 100,000 bytes: {sae['dead_fraction']:.0%} at the end.</p>"
         f"<figure>{plots.sae_plot(sae['history'])}</figure>"
         + _table(
             f"On {sae['tokens']:,} bytes of unseen text",
@@ -107,7 +107,7 @@ def _sae_section(results: dict[str, Any]) -> str:
 def _loss_section(loss: dict[str, float]) -> str:
     rows = [
         ("residual stream left alone", "clean", ""),
-        ("replaced by its sparse reconstruction", "spliced", ""),
+        ("replaced by its sparse reconstruction", "spliced", "sparse"),
         ("the same, computed densely", "spliced_dense", "dense"),
         ("replaced by zero", "zero", ""),
     ]
@@ -220,8 +220,8 @@ def _table(caption: str, names: Iterable[str], rows: Iterable[tuple[str, ...]]) 
 
 def _hardware(results: dict[str, Any]) -> str:
     hardware = results["hardware"]
-    threads = f", {hardware['threads']} threads" if "threads" in hardware else ""
-    return f"{hardware['name']}{threads}"
+    threads = hardware.get("threads")
+    return hardware["name"] + (f", {threads} thread{'s' * (threads > 1)}" if threads else "")
 
 
 def _visible(text: str) -> str:

@@ -28,12 +28,16 @@ from gossamer.cli._demo.text import Corpus, load_corpus
 from gossamer.cli._demo.train import Clock, Show, activations, train_model, train_sae
 from gossamer.nn import JumpReLUSAE
 
+GPU_BATCHES = 8
+QUALITY_ROWS = 4096
+
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run depends on. Batches are counted in windows for the model, in bytes of text for the SAE.
+    """What a run depends on. Batches are windows for the model and bytes of text for the SAE, eight times as many on a
+    GPU.
 
-    A number of steps, where given, replaces the seconds of that training: the run is then the same every time.
+    A number of steps, where given, replaces the seconds of that training, which a CPU then repeats exactly.
     """
 
     text: Path | None = None
@@ -51,7 +55,8 @@ class Settings:
     bandwidth: float = 0.03
     target_l0: float = 32.0
     batch_model: int = 8
-    batch_sae: int = 1024
+    batch_sae: int = 512
+    batch_compare: int = 1024
     n_validation: int = 128
     n_feature_windows: int = 2048
     n_features: int = 20
@@ -89,75 +94,88 @@ def prepare(settings: Settings) -> tuple[torch.device, Corpus]:
 
 def run(settings: Settings, device: torch.device, corpus: Corpus, console: Console) -> dict[str, Any]:
     """Train, measure, and write `index.html` and `results.json` under `settings.out`; returns the results."""
-    train, validation = corpus.train.to(device), corpus.validation.to(device)
-    console.print(f"{len(train):,} bytes of {corpus.source} on {device}", highlight=False)
-    torch.manual_seed(settings.seed)
-    generator = torch.Generator().manual_seed(settings.seed)
-    model = ByteModel(settings.model).to(device)
-    tokens = measure.contexts(validation, settings.n_validation, settings.model.context + 1)
-
-    with _progress(console) as stages:
-        with stages("byte model") as show:
-            model_history = train_model(
-                model,
-                train,
-                clock=Clock(settings.seconds_model, settings.steps_model),
-                batch_size=settings.batch_model,
-                generator=generator,
-                show=show,
-            )
-        model.requires_grad_(False)
-        sample = activations(model, train, n_contexts=64, scale=1.0, generator=generator)
-        scale = 1 / sample.norm(dim=-1).mean().item()
-        with stages("sparse autoencoder") as show:
-            sae = JumpReLUSAE(settings.model.d_model, settings.d_sae, bandwidth=settings.bandwidth).to(device)
-            sae_history = train_sae(
-                sae,
-                model,
-                train,
-                clock=Clock(settings.seconds_sae, settings.steps_sae),
-                batch_size=settings.batch_sae,
-                scale=scale,
-                target_l0=settings.target_l0,
-                generator=generator,
-                show=show,
-            )
-        with stages("reconstruction") as show:
-            bits, active = measure.evaluate(model, tokens)
-            x = model.residual(tokens[:, :-1]).flatten(0, 1)[: 4 * settings.batch_sae] * scale
-            quality = measure.quality(sae, x)
-            show(0.3, "splicing")
-            losses = measure.splice_losses(model, sae, scale, tokens)
-            show(1.0, f"{losses['loss_recovered']:.1%} of the loss recovered")
-        comparisons = []
-        with stages("dense against sparse") as show:
-            x = x[: settings.batch_sae]
-            comparisons.append(_compare("this SAE", sae, x, settings.seconds_compare, show))
-        if settings.large:
-            with stages("at full size") as show:
-                large, x = measure.large_sae(device, settings.seed)
-                comparisons.append(_compare("random SAE", large, x, settings.seconds_compare, show))
-                del large
-        with stages("features") as show:
-            windows = measure.contexts(validation, settings.n_feature_windows, settings.model.context)
-            firings = features.collect(model, sae, scale, windows, seconds=settings.seconds_features, show=show)
-            top = features.top_features(firings, settings.n_features)
-            show(1.0, f"{len(top)} features from {firings.tokens.numel():,} bytes")
-
+    console.print(f"{len(corpus.train):,} bytes of {corpus.source} on {device}", highlight=False)
     results = {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": environment.commit(Path(gossamer.__file__).parent),
         "versions": environment.versions(),
-        "hardware": environment.describe(device),
         "seed": settings.seed,
         "settings": asdict(settings),
         "text": {
             "source": corpus.source,
             "files": corpus.n_files,
-            "train_bytes": len(train),
-            "validation_bytes": len(validation),
+            "train_bytes": len(corpus.train),
+            "validation_bytes": len(corpus.validation),
         },
+        **_experiment(settings, device, corpus, console),
+    }
+    page = report.render(results)
+    data = json.dumps(_plain(results), indent=1, allow_nan=False, ensure_ascii=False)
+    _write(settings.out / "index.html", page)
+    _write(settings.out / "results.json", data)
+    console.print(summary(results))
+    console.print(f"Report: {settings.out / 'index.html'}", highlight=False, soft_wrap=True)
+    return results
+
+
+def _experiment(settings: Settings, device: torch.device, corpus: Corpus, console: Console) -> dict[str, Any]:
+    train, validation = corpus.train.to(device), corpus.validation.to(device)
+    torch.manual_seed(settings.seed)
+    generator = torch.Generator().manual_seed(settings.seed)
+    larger = GPU_BATCHES if device.type == "cuda" else 1
+    model = ByteModel(settings.model).to(device)
+    tokens = measure.contexts(validation, settings.n_validation, settings.model.context + 1)
+    with fastest_threads(model, tokens[: settings.batch_model]), _progress(console) as stages:
+        with stages("byte model") as show:
+            model_history = train_model(
+                model,
+                train,
+                clock=Clock(settings.seconds_model, settings.steps_model),
+                batch_size=settings.batch_model * larger,
+                generator=generator,
+                show=show,
+            )
+            bits, active = measure.evaluate(model, tokens)
+        model.requires_grad_(False)
+        with stages("sparse autoencoder") as show:
+            sample = activations(model, train, n_contexts=64, scale=1.0, generator=generator)
+            scale = 1 / sample.norm(dim=-1).mean().item()
+            sae = JumpReLUSAE(settings.model.d_model, settings.d_sae, bandwidth=settings.bandwidth, device=device)
+            sae_history = train_sae(
+                sae,
+                model,
+                train,
+                clock=Clock(settings.seconds_sae, settings.steps_sae),
+                batch_size=settings.batch_sae * larger,
+                scale=scale,
+                target_l0=settings.target_l0,
+                generator=generator,
+                show=show,
+            )
+            sae.eval()
+        with stages("reconstruction") as show:
+            x = model.residual(tokens[:, :-1]).flatten(0, 1)[:QUALITY_ROWS] * scale
+            quality = measure.quality(sae, x)
+            losses = measure.splice_losses(model, sae, scale, tokens, bits)
+            show(1.0, f"{losses['loss_recovered']:.1%} of the loss recovered")
+        with stages("dense against sparse") as show:
+            x = x[: settings.batch_compare]
+            comparison = [measure.compare("this SAE", sae, x, seconds=settings.seconds_compare, show=show)]
+        if settings.large:
+            with stages("at full size") as show:
+                large = measure.large_sae(device, settings.seed)
+                comparison.append(measure.compare("random SAE", *large, seconds=settings.seconds_compare, show=show))
+                del large
+        with stages("features") as show:
+            windows = measure.contexts(validation, settings.n_feature_windows, settings.model.context)
+            order = torch.randperm(len(windows), generator=generator).to(device)
+            firings = features.collect(model, sae, scale, windows[order], seconds=settings.seconds_features, show=show)
+            top = features.top_features(firings, settings.n_features)
+            show(1.0, f"{len(top)} features from {firings.tokens.numel():,} bytes")
+        hardware = environment.describe(device)
+    return {
+        "hardware": hardware,
         "model": {
             "parameters": sum(p.numel() for p in model.parameters()),
             "validation_bits_per_byte": bits,
@@ -172,18 +190,41 @@ def run(settings: Settings, device: torch.device, corpus: Corpus, console: Conso
             "history": sae_history,
         },
         "loss": losses,
-        "comparison": comparisons,
+        "comparison": comparison,
         "features": {
             "bytes_read": firings.tokens.numel(),
             "firing_rates": (firings.counts.double() / firings.tokens.numel()).tolist(),
             "top": top,
         },
     }
-    _write(settings.out / "index.html", report.render(results))
-    _write(settings.out / "results.json", json.dumps(_plain(results), indent=1, allow_nan=False, ensure_ascii=False))
-    console.print(summary(results))
-    console.print(f"Report: {settings.out / 'index.html'}", highlight=False, soft_wrap=True)
-    return results
+
+
+@contextmanager
+def fastest_threads(model: ByteModel, tokens: torch.Tensor) -> Iterator[None]:
+    """For a while, as many CPU threads as make a training step on tokens `[B, T]` fastest.
+
+    PyTorch takes one for every core it sees. In a container that owns fewer, or beside other work, threads that wait
+    for each other make small products many times slower than one thread would be.
+    """
+    before = torch.get_num_threads()
+    if tokens.device.type != "cpu":
+        yield
+        return
+    seconds = {}
+    for halvings in range(before.bit_length()):
+        torch.set_num_threads(before >> halvings)
+        times = []
+        for _ in range(4):
+            clock = Clock(0)
+            model(tokens)[0].logsumexp(-1).mean().backward()
+            times.append(clock.elapsed)
+        seconds[before >> halvings] = sorted(times)[1]
+    model.zero_grad(set_to_none=True)
+    torch.set_num_threads(min(seconds, key=lambda threads: seconds[threads]))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def summary(results: dict[str, Any]) -> Table:
@@ -192,10 +233,6 @@ def summary(results: dict[str, Any]) -> Table:
     for name, value in report.headline(results):
         table.add_row(name, value)
     return table
-
-
-def _compare(name: str, sae: JumpReLUSAE, x: torch.Tensor, seconds: float, show: Show) -> dict[str, Any]:
-    return {"name": name, **measure.compare(sae, x, seconds=seconds, show=show)}
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,8 +29,10 @@ SAE_LEARNING_RATE = 1e-3
 THRESHOLD_LEARNING_RATE = 1e-2
 L0_COEFFICIENT = 1e-3
 L0_WARM_UP = 0.5
+LEARNING_WARM_UP = 0.1
 INITIAL_FIRING_RATE = 0.01
-INITIAL_ENCODER_SCALE = 0.4
+INITIAL_CONTEXTS = 32
+DEAD_AFTER_BYTES = 100_000
 READ_EVERY = 10
 RECORDS = 100
 
@@ -119,14 +120,21 @@ def _shuffled(
 
 @torch.no_grad()
 def initialise(sae: JumpReLUSAE, acts: Tensor) -> None:
-    """Start near a solution for acts `[M, d_in]`: b_dec at their mean, tied directions, each latent firing on 1%."""
+    """Start near a solution for acts `[M, d_in]`.
+
+    b_dec is their mean, each latent fires on 1% of them, and the encoder's scale is the one that fits them best: with
+    a worse one the first steps silence many latents for good.
+    """
     mean = acts.mean(0)
-    sae.b_dec.copy_(mean)
-    sae.W_enc.copy_(INITIAL_ENCODER_SCALE * sae.W_dec.T)
-    sae.b_enc.copy_(-mean @ sae.W_enc)
-    pre = acts @ sae.W_enc + sae.b_enc
+    pre = (acts - mean) @ sae.W_enc
     rank = max(1, round(len(acts) * (1 - INITIAL_FIRING_RATE)))
-    sae.log_threshold.copy_(pre.kthvalue(rank, dim=0).values.clamp_min(1e-3).log())
+    threshold = pre.kthvalue(rank, dim=0).values.clamp_min(1e-3)
+    reconstruction = torch.where(pre > threshold, pre, 0) @ sae.W_dec
+    scale = ((acts - mean) * reconstruction).sum() / reconstruction.square().sum()
+    sae.b_dec.copy_(mean)
+    sae.W_enc.mul_(scale)
+    sae.b_enc.copy_(-mean @ sae.W_enc)
+    sae.log_threshold.copy_((threshold * scale).log())
 
 
 def train_sae(
@@ -144,19 +152,18 @@ def train_sae(
     """Train with Adam until the clock has run down; returns the training's course.
 
     The L0 coefficient rises over the first half, and is scaled by how far L0 lies from `target_l0`, so that L0 lands
-    in the tens on any text. A latent is dead if it has not fired in the last tenth of the training.
+    in the tens on any text. A latent is dead if it has not fired on the last 100,000 bytes.
     """
     batches = _shuffled(model, text, batch_size=batch_size, scale=scale, generator=generator)
-    initialise(sae, next(batches))
+    initialise(sae, activations(model, text, n_contexts=INITIAL_CONTEXTS, scale=scale, generator=generator))
     thresholds = [p for name, p in sae.named_parameters() if "threshold" in name]
     others = [p for name, p in sae.named_parameters() if "threshold" not in name]
     optimizer = torch.optim.Adam([{"params": others}, {"params": thresholds}], betas=(0.9, 0.99))
-    snapshots = deque([sae.firing_counts.clone()], maxlen=RECORDS // 10)
     history: list[Record] = []
     step, l0 = 0, target_l0
     while True:
         done = clock.share(step)
-        decay = min(1.0, (step + 1) / READ_EVERY, 0.05 + 4 * (1 - done))
+        decay = min(1.0, 0.05 + done / LEARNING_WARM_UP, 0.05 + 4 * (1 - done))
         _set_learning_rates(optimizer, SAE_LEARNING_RATE * decay, THRESHOLD_LEARNING_RATE * decay)
         pressure = min(max(l0 / target_l0, 0.25), 4.0) ** 2
         sae.l0_coefficient = L0_COEFFICIENT * min(1.0, done / L0_WARM_UP) * pressure
@@ -171,8 +178,7 @@ def train_sae(
         if step % READ_EVERY == 0:
             l0 = result.l0.item()
         if done == 1.0 or done * RECORDS >= len(history):
-            dead = (sae.firing_counts == snapshots[0]).float().mean().item()
-            snapshots.append(sae.firing_counts.clone())
+            dead = (sae.steps_since_fired * batch_size >= DEAD_AFTER_BYTES).float().mean().item()
             record = {
                 "step": step,
                 "tokens": step * batch_size,

@@ -7,6 +7,8 @@ from torch import Tensor
 from gossamer.rowsparse._torch.pack import overflowed_rows, stored
 
 _CHUNK = 1 << 22
+_RUN = 64
+_BATCH = 4
 
 
 def bag(columns: Tensor, values: Tensor, row_offsets: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -14,23 +16,45 @@ def bag(columns: Tensor, values: Tensor, row_offsets: Tensor, weight: Tensor, dt
     m, d = row_offsets.shape[0] - 1, weight.shape[1]
     if m == 0 or d == 0 or columns.numel() == 0:
         return torch.zeros(m, d, dtype=dtype)
+    counts = row_offsets.diff()
+    if int(counts.max()) <= _RUN:
+        return _bag(columns, values, row_offsets, weight).to(dtype)
+    # Entries are added one after another, whose error grows with the row: sum runs, then their sums.
+    runs = (counts + _RUN - 1) // _RUN
+    run_offsets = torch.zeros_like(row_offsets)
+    torch.cumsum(runs, 0, out=run_offsets[1:])
+    place = torch.arange(int(run_offsets[-1])) - run_offsets[:-1].repeat_interleave(runs)
+    starts = row_offsets[:-1].repeat_interleave(runs) + place * _RUN
+    partial = _bag(columns, values, torch.cat([starts, row_offsets[-1:]]), weight)
+    every = torch.arange(partial.shape[0])
+    return bag(every, torch.ones(partial.shape[0], dtype=partial.dtype), run_offsets, partial, dtype)
+
+
+def _bag(columns: Tensor, values: Tensor, row_offsets: Tensor, weight: Tensor) -> Tensor:
     if weight.dtype in (torch.float32, torch.float64):
-        out = F.embedding_bag(columns, weight, row_offsets[:-1], mode="sum", per_sample_weights=values.to(weight.dtype))
-        return out.to(dtype)
+        values = values.to(weight.dtype)
+        return F.embedding_bag(columns, weight, row_offsets[:-1], mode="sum", per_sample_weights=values)
     # embedding_bag rounds to the weight's dtype at every addition in half precision: gather in float32 by pieces.
+    m, d = row_offsets.shape[0] - 1, weight.shape[1]
     out = torch.zeros(m, d)
     step = max(1, _CHUNK // max(d, 1))
     rows = torch.repeat_interleave(torch.arange(m), row_offsets.diff())
     for first in range(0, columns.shape[0], step):
         piece = slice(first, first + step)
         out.index_add_(0, rows[piece], weight[columns[piece]].float() * values[piece].float()[:, None])
-    return out.to(dtype)
+    return out
 
 
-def check_columns(operator: str, columns: Tensor, n: int) -> None:
-    """Raises for an index past the weight; the kernels write NaN instead, because looking costs them a sync."""
-    if columns.numel() and int(columns.max()) >= n:
-        raise ValueError(f"{operator}: indices must lie in [0, N) with N = {n}, or be -1 for no entry, got {int(columns.max())}.")
+def dense_product(a: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ weight as `dtype`, in float32 at least where the result is not the operands' own half."""
+    if dtype is not weight.dtype:
+        working = torch.promote_types(torch.promote_types(dtype, weight.dtype), torch.float32)
+        a, weight = a.to(working), weight.to(working)
+    rows = a.shape[0]
+    if rows < _BATCH:
+        # Few rows would be summed as vectors, one long chain each, less exactly than the product of a whole batch.
+        a = torch.cat([a, a.new_zeros(_BATCH - rows, a.shape[1])])
+    return (a @ weight)[:rows].to(dtype)
 
 
 def matmul(
@@ -45,9 +69,8 @@ def matmul(
     """Operator `matmul`."""
     dtype = out_dtype or weight.dtype
     working = dtype if bias is None else torch.promote_types(dtype, torch.float32)
-    slots, rows = stored(indices, offsets)
+    slots, rows = stored(indices, offsets, weight.shape[0])
     columns = indices.reshape(-1)[slots].long()
-    check_columns("rowsparse.matmul", columns, weight.shape[0])
     m = indices.shape[0] if indices.dim() == 2 else offsets.shape[0] - 1
     row_offsets = torch.zeros(m + 1, dtype=torch.int64)
     torch.cumsum(torch.bincount(rows, minlength=m), 0, out=row_offsets[1:])
@@ -55,7 +78,7 @@ def matmul(
     if source is not None:
         over = overflowed_rows(indices, offsets)
         if over.numel():
-            out[over] = (source[over] @ weight).to(working)
+            out[over] = dense_product(source[over], weight, working)
     return out if bias is None else (out + bias).to(dtype)
 
 
@@ -80,5 +103,3 @@ def matmul_bwd_weight(
         if over.numel():
             out += (source[over].t() @ grad[over]).to(out.dtype)
     return out.to(dtype)
-
-

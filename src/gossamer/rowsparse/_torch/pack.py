@@ -4,27 +4,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_BLOCK = 64
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def nonzero_positions(x: Tensor) -> Tensor:
     """Flat positions, ascending, of the elements of a contiguous x that differ from 0: int64 [nnz].
 
-    `torch.nonzero` spends over a nanosecond an element. Here NumPy compares at memory speed and the booleans are
-    looked at eight at a time, which in a sparse matrix leaves almost nothing to do.
+    `torch.nonzero` spends over a nanosecond an element. Reductions run at memory speed and show which blocks hold any
+    bit at all; NumPy then compares those blocks and looks at the booleans eight at a time.
     """
-    bits = x.reshape(-1).view(_INTEGER[x.element_size()])
-    fired = bits.numpy() != 0
-    body = fired.size & ~7
-    words = np.flatnonzero(fired[:body].view(np.int64))
-    inner = np.flatnonzero(fired[:body].reshape(-1, 8)[words])
-    positions = (words[inner >> 3] << 3) + (inner & 7)
-    if body < fired.size:
-        positions = np.concatenate([positions, body + np.flatnonzero(fired[body:])])
-    flat = torch.from_numpy(positions)
+    flat = x.reshape(-1)
+    bits = flat.view(_INTEGER[x.element_size()])
+    body = flat.numel() - flat.numel() % _BLOCK
+    blocks = bits[:body].view(-1, _BLOCK)
+    hit = np.flatnonzero((blocks.amax(1) | blocks.amin(1)).numpy()) if body else np.empty(0, np.int64)
+    if 2 * hit.size > blocks.shape[0]:
+        positions = _true_positions((bits[:body] != 0).numpy())
+    else:
+        inner = _true_positions((blocks[torch.from_numpy(hit)] != 0).numpy().reshape(-1))
+        positions = hit[inner // _BLOCK] * _BLOCK + inner % _BLOCK
+    if body < flat.numel():
+        positions = np.concatenate([positions, body + np.flatnonzero(bits[body:].numpy())])
+    found = torch.from_numpy(positions)
     # The bit pattern of -0.0 is not zero.
-    nonzero = x.reshape(-1)[flat] != 0
-    return flat if bool(nonzero.all()) else flat[nonzero]
+    nonzero = flat[found] != 0
+    return found if bool(nonzero.all()) else found[nonzero]
+
+
+def _true_positions(fired: np.ndarray) -> np.ndarray:
+    """Where booleans, a multiple of eight of them, are true."""
+    words = np.flatnonzero(fired.view(np.int64))
+    inner = np.flatnonzero(fired.reshape(-1, 8)[words])
+    return (words[inner >> 3] << 3) + (inner & 7)
 
 
 def entries(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,10 +89,11 @@ def pack_csr(x: Tensor, row_offsets: Tensor, max_nnz: int) -> tuple[Tensor, Tens
     return values, indices
 
 
-def stored(indices: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+def stored(indices: Tensor, offsets: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Flat slots and rows (int64 [nnz]) of the entries of rows that did not overflow, in order of row and slot.
 
-    `indices` is [M, capacity] with offsets = nnz_per_row (ELL), or [max_nnz] with offsets = row_offsets (CSR).
+    `indices` is [M, capacity] with offsets = nnz_per_row (ELL), or [max_nnz] with offsets = row_offsets (CSR). Raises
+    for an index outside [-1, n); the kernels write NaN instead, because looking costs them a sync.
     """
     if indices.dim() == 2:
         m, capacity = indices.shape
@@ -92,8 +105,18 @@ def stored(indices: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     rows = torch.repeat_interleave(torch.arange(counts.shape[0]), counts)
     first = torch.cumsum(counts, 0) - counts
     slots = torch.arange(rows.shape[0]) - first[rows] + starts[rows]
-    held = indices.reshape(-1)[slots] >= 0
-    return (slots, rows) if bool(held.all()) else (slots[held], rows[held])
+    found = indices.reshape(-1)[slots]
+    if found.numel():
+        low, high = (int(bound) for bound in found.aminmax())
+        if low < -1 or high >= n:
+            raise ValueError(
+                f"rowsparse: indices must lie in [0, N) with N = {n}, or be -1 for no entry, got {low} to {high}. "
+                "rows.validate() checks a container."
+            )
+        if low == -1:
+            held = found >= 0
+            return slots[held], rows[held]
+    return slots, rows
 
 
 def overflowed_rows(indices: Tensor, offsets: Tensor) -> Tensor:
@@ -105,7 +128,7 @@ def overflowed_rows(indices: Tensor, offsets: Tensor) -> Tensor:
 def unpack(values: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, n: int) -> Tensor:
     """Operator `unpack`: dense [M, N]; repeated indices add up in the order of their slots."""
     m = indices.shape[0] if indices.dim() == 2 else offsets.shape[0] - 1
-    slots, rows = stored(indices, offsets)
+    slots, rows = stored(indices, offsets, n)
     out = values.new_zeros(m * n)
     out.index_add_(0, rows * n + indices.reshape(-1)[slots], values.reshape(-1)[slots])
     out = out.view(m, n)

@@ -3,21 +3,19 @@
 import torch
 from torch import Tensor
 
-from gossamer.rowsparse._torch.matmul import check_columns
 from gossamer.rowsparse._torch.pack import overflowed_rows, stored
 
 _CHUNK = 1 << 22
 
 
 def sampled_matmul(
-    x: Tensor, weight: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, scatter: bool
+    x: Tensor, weight: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, scatter: bool, masked: bool
 ) -> tuple[Tensor, Tensor]:
     """Operator `sampled_matmul` -> (values like indices, dense [M, N] that is right at overflowed rows)."""
     m, d = x.shape
     n = weight.shape[0]
-    slots, rows = stored(indices, offsets)
+    slots, rows = stored(indices, offsets, n)
     columns = indices.reshape(-1)[slots].long()
-    check_columns("rowsparse.sampled_matmul", columns, n)
     working = torch.promote_types(x.dtype, torch.float32)
     products = torch.empty(rows.shape[0], dtype=working)
     step = max(1, _CHUNK // max(d, 1))
@@ -34,5 +32,6 @@ def sampled_matmul(
         values[slots] = products
         values = values.view(indices.shape)
     if source is not None and over.numel():
-        dense[over] = torch.where(source[over] != 0, x[over] @ weight.t(), 0)
+        product = x[over] @ weight.t()
+        dense[over] = torch.where(source[over] != 0, product, 0) if masked else product
     return values, dense

@@ -8,11 +8,8 @@ from gossamer.rowsparse._torch.pack import stored
 
 def transpose_keys(indices: Tensor, offsets: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     """Operator `transpose_keys`."""
-    slots, rows = stored(indices, offsets)
+    slots, rows = stored(indices, offsets, n)
     columns = indices.reshape(-1)[slots].long()
-    # Like the kernels, leave out what no column can hold; the product that met it has already complained.
-    inside = columns < n
-    slots, rows, columns = slots[inside], rows[inside], columns[inside]
     order = torch.sort(columns, stable=True).indices
     starts = rows * indices.shape[1] if indices.dim() == 2 else offsets[rows]
     keys = torch.full((indices.numel(),), 0, dtype=torch.int64)

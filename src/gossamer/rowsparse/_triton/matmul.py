@@ -19,19 +19,20 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow
+from gossamer.rowsparse._triton._rows import row_span
 
 
 @triton.jit
-def gather_rows(
-    values_ptr, indices_ptr, count, w_ptr, stride_wn, columns, inside, N,
+def gather_run(
+    values_ptr, indices_ptr, begin, count, w_ptr, stride_wn, columns, inside, N,
     BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Sum over a list's first `count` entries of value * weight row, at the given columns: float32 [BLOCK_D]."""
+    """Sums of value * weight row over entries begin to count, a lane of BLOCK_E each: float32 [BLOCK_E, BLOCK_D]."""
     acc = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
-    entry = tl.arange(0, BLOCK_E)
+    entry = begin + tl.arange(0, BLOCK_E)
     index = tl.load(indices_ptr + entry, mask=entry < count, other=-1)
     value = tl.load(values_ptr + entry, mask=entry < count, other=0.0).to(tl.float32)
-    for _ in range(0, count, BLOCK_E):
+    for _ in range(begin, count, BLOCK_E):
         valid = (index >= 0) & (index < N)
         w = tl.load(
             w_ptr + index.to(tl.int64)[:, None] * stride_wn + columns[None, :],
@@ -39,31 +40,41 @@ def gather_rows(
             other=0.0,
         ).to(tl.float32)
         # -1 is no entry, whatever stands in its value; an index past the weight must not vanish silently.
-        value = tl.where(valid, value, tl.where(index == -1, 0.0, float("nan")))
-        here = value
+        here = tl.where(valid, value, tl.where(index == -1, 0.0, float("nan")))
         entry += BLOCK_E
         index = tl.load(indices_ptr + entry, mask=entry < count, other=-1)
         value = tl.load(values_ptr + entry, mask=entry < count, other=0.0).to(tl.float32)
         acc += here[:, None] * w
-    return tl.sum(acc, axis=0)
+    return acc
 
 
 @triton.jit
-def row_span(offsets_ptr, row, capacity, IS_CSR: tl.constexpr):
-    """(start, count, overflowed) of a row's list: row_offsets and buffer length for CSR, counts and slots for ELL."""
-    if IS_CSR:
-        start = tl.load(offsets_ptr + row)
-        end = tl.load(offsets_ptr + row + 1)
-        return start, (end - start).to(tl.int32), end > capacity
+def gather_rows(
+    values_ptr, indices_ptr, count, w_ptr, stride_wn, columns, inside, N,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """Sum over a list's first `count` entries of value * weight row, at the given columns: float32 [BLOCK_D].
+
+    With RUN, runs of that many entries are summed on their own: in float32 one running sum over a long row rounds worse
+    than a dense product does.
+    """
+    if RUN > 0:
+        acc = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
+        for begin in range(0, count, RUN):
+            end = tl.minimum(begin + RUN, count)
+            acc += gather_run(
+                values_ptr, indices_ptr, begin, end, w_ptr, stride_wn, columns, inside, N, BLOCK_E, BLOCK_D
+            )  # fmt: skip
     else:
-        count = tl.load(offsets_ptr + row)
-        return row.to(tl.int64) * capacity, count, count > capacity
+        acc = gather_run(values_ptr, indices_ptr, 0, count, w_ptr, stride_wn, columns, inside, N, BLOCK_E, BLOCK_D)
+    return tl.sum(acc, axis=0)
 
 
 @triton.jit
 def _matmul_fwd_kernel(
     values_ptr, indices_ptr, offsets_ptr, w_ptr, bias_ptr, out_ptr, stride_wn, N, D, capacity,
-    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, IS_CSR: tl.constexpr, LEADS: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr, IS_CSR: tl.constexpr,
+    LEADS: tl.constexpr,
 ):  # fmt: skip
     """Program (row, column slice)."""
     if LEADS:
@@ -75,7 +86,7 @@ def _matmul_fwd_kernel(
     start, count, overflowed = row_span(offsets_ptr, row, capacity, IS_CSR)
     if not overflowed:
         out = gather_rows(
-            values_ptr + start, indices_ptr + start, count, w_ptr, stride_wn, columns, inside, N, BLOCK_E, BLOCK_D
+            values_ptr + start, indices_ptr + start, count, w_ptr, stride_wn, columns, inside, N, BLOCK_E, BLOCK_D, RUN
         )
         if bias_ptr is not None:
             out += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
@@ -83,19 +94,13 @@ def _matmul_fwd_kernel(
 
 
 @triton.jit
-def _matmul_bwd_weight_kernel(
-    keys_ptr, columns_ptr, offsets_ptr, values_ptr, starts_ptr, grad_ptr, out_ptr, capacity, N, D,
+def column_run(
+    keys_ptr, columns_ptr, values_ptr, starts_ptr, grad_ptr, begin, end, capacity, D, mine, columns, inside,
     BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, IS_CSR: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of weight rows, column slice). keys are (row << 32 | slot), sorted by weight row, then row."""
-    first = tl.program_id(0) * BLOCK_N
-    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside = columns < D
-    begin = tl.load(offsets_ptr + first)
-    end = tl.load(offsets_ptr + tl.minimum(first + BLOCK_N, N))
+    """Sum of value * gradient row over the sorted entries begin to end, by weight row: float32 [BLOCK_N, BLOCK_D]."""
     acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    mine = first + tl.arange(0, BLOCK_N)
     for at in range(begin, end, BLOCK_E):
         entry = at + tl.arange(0, BLOCK_E)
         held = entry < end
@@ -109,10 +114,34 @@ def _matmul_bwd_weight_kernel(
         value = tl.load(values_ptr + start + (key & 0xFFFFFFFF), mask=held, other=0.0)
         grad = tl.load(grad_ptr + row[:, None] * D + columns[None, :], mask=held[:, None] & inside[None, :], other=0.0)
         onehot = tl.where(mine[:, None] == column[None, :], value[None, :], 0.0).to(grad.dtype)
-        if UPCAST:
-            acc += tl.dot(onehot.to(tl.float32), grad.to(tl.float32), input_precision="ieee")
-        else:
-            acc += tl.dot(onehot, grad, input_precision=PRECISION)
+        acc = overflow.dot(onehot, grad, acc, PRECISION, UPCAST)
+    return acc
+
+
+@triton.jit
+def _matmul_bwd_weight_kernel(
+    keys_ptr, columns_ptr, offsets_ptr, values_ptr, starts_ptr, grad_ptr, out_ptr, capacity, N, D,
+    BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr, IS_CSR: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Program (block of weight rows, column slice). keys are (row << 32 | slot), sorted by weight row, then row."""
+    mine = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = columns < D
+    begin = tl.load(offsets_ptr + tl.program_id(0) * BLOCK_N)
+    end = tl.load(offsets_ptr + tl.minimum(tl.program_id(0) * BLOCK_N + BLOCK_N, N))
+    if RUN > 0:
+        acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        for run in range(begin, end, RUN):
+            acc += column_run(
+                keys_ptr, columns_ptr, values_ptr, starts_ptr, grad_ptr, run, tl.minimum(run + RUN, end), capacity, D,
+                mine, columns, inside, BLOCK_N, BLOCK_E, BLOCK_D, IS_CSR, PRECISION, UPCAST,
+            )  # fmt: skip
+    else:
+        acc = column_run(
+            keys_ptr, columns_ptr, values_ptr, starts_ptr, grad_ptr, begin, end, capacity, D,
+            mine, columns, inside, BLOCK_N, BLOCK_E, BLOCK_D, IS_CSR, PRECISION, UPCAST,
+        )  # fmt: skip
     out = out_ptr + mine.to(tl.int64)[:, None] * D + columns[None, :]
     tl.store(out, acc, mask=(mine < N)[:, None] & inside[None, :])
 
@@ -134,7 +163,9 @@ def matmul(
     is_csr = values.dim() == 1
     m = offsets.shape[0] - is_csr
     capacity = values.shape[-1]
-    weight = weight if weight.stride(1) == 1 or weight.shape[1] <= 1 else weight.contiguous()
+    weight = overflow.unit_columns(weight)
+    # A gradient may arrive expanded, and a bias too.
+    values, bias = values.contiguous(), None if bias is None else bias.contiguous()
     n, d = weight.shape
     out = torch.empty(m, d, dtype=out_dtype or weight.dtype, device=weight.device)
     if m == 0 or d == 0:
@@ -142,10 +173,12 @@ def matmul(
     if n == 0:
         return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
     tile, warps = tuning.gather_tile(m, d, weight.element_size())
-    meta = {**tile, "IS_CSR": is_csr}
+    # Half-precision results round far above what a running float32 sum loses.
+    run = 64 * tile["BLOCK_E"] if out.dtype is torch.float32 else 0
+    meta = {**tile, "RUN": run, "IS_CSR": is_csr}
     meta["LEADS"] = source is not None and tuning.dependent_launch(weight.device)
-    key = (m, n, d, capacity, values.dtype, weight.dtype, weight.stride(0), out.dtype, bias is None or bias.dtype, is_csr)
-    key += (source is None,)
+    key = (m, n, d, capacity, values.dtype, weight.dtype, weight.stride(0), out.dtype, bias is None or bias.dtype)
+    key += (is_csr, source is None)
     args = (values, indices, offsets, weight, bias, out, weight.stride(0), n, d, capacity)
     _matmul_fwd(key, (m, launch.cdiv(d, meta["BLOCK_D"]), 1), args, meta, num_warps=warps)
     if source is not None:
@@ -166,13 +199,14 @@ def matmul_bwd_weight(
     """The weight gradient [N, D] from transposed entries (see `transpose`)."""
     is_csr = values.dim() == 1
     n, d = col_offsets.shape[0] - 1, grad.shape[1]
-    grad = grad.contiguous()
+    grad, values = grad.contiguous(), values.contiguous()
     out = torch.empty(n, d, dtype=dtype, device=grad.device)
     if n == 0 or d == 0:
         return out
     upcast = launch.INTERPRET or grad.dtype is torch.float32
     tile, warps = tuning.weight_tile(n, d, grad.element_size())
-    meta = {**tile, "IS_CSR": is_csr, "PRECISION": "ieee", "UPCAST": upcast}
+    meta = {**tile, "RUN": 256 if out.dtype is torch.float32 else 0, "IS_CSR": is_csr}
+    meta |= {"PRECISION": "ieee", "UPCAST": upcast}
     key = (n, d, values.shape[-1], values.dtype, grad.dtype, dtype, is_csr)
     args = (keys, columns, col_offsets, values, offsets, grad, out, values.shape[-1], n, d)
     grid = (launch.cdiv(n, meta["BLOCK_N"]), launch.cdiv(d, meta["BLOCK_D"]), 1)
@@ -188,7 +222,7 @@ EXAMPLES = {
             "values_ptr": "*fp32", "indices_ptr": "*i32", "offsets_ptr": "*i32", "w_ptr": "*fp32", "bias_ptr": "*fp32",
             "out_ptr": "*fp32", "stride_wn": "i32", "N": "i32", "D": "i32", "capacity": "i32",
         },
-        "constexprs": {"BLOCK_E": 4, "BLOCK_D": 128, "IS_CSR": False, "LEADS": False},
+        "constexprs": {"BLOCK_E": 4, "BLOCK_D": 128, "RUN": 64, "IS_CSR": False, "LEADS": False},
         "num_warps": 1,
     },
     _matmul_bwd_weight_kernel: {
@@ -197,7 +231,8 @@ EXAMPLES = {
             "starts_ptr": "*i32", "grad_ptr": "*bf16", "out_ptr": "*bf16", "capacity": "i32", "N": "i32", "D": "i32",
         },
         "constexprs": {
-            "BLOCK_N": 16, "BLOCK_E": 16, "BLOCK_D": 128, "IS_CSR": False, "PRECISION": "ieee", "UPCAST": False,
+            "BLOCK_N": 16, "BLOCK_E": 16, "BLOCK_D": 128, "RUN": 0, "IS_CSR": False, "PRECISION": "ieee",
+            "UPCAST": False,
         },
         "num_warps": 2,
     },

@@ -2,7 +2,7 @@
 
 A row with more entries than slots is multiplied from its dense source. Which rows those are only the device knows, so
 these kernels are always launched and leave at once where a tile has no such row. The three products are those of a
-linear layer, restricted to flagged rows: source @ weight, grad @ weight.T where the source holds an entry, and
+linear layer, restricted to flagged rows: source @ weight, grad @ weight.T (where the source has an entry), and
 source.T @ grad added to the weight gradient.
 
 With few rows a product is bound by reading the weight, so the inner dimension is split over programs; the last one to
@@ -19,19 +19,48 @@ from gossamer._core import launch, tuning
 
 
 @triton.jit
+def round_tf32(x):
+    """x to the nearest TF32: the tensor cores only cut off what they do not read, which doubles the error."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(x == x, ((bits + 0x1000) & ~0x1FFF).to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """acc + a @ b in float32."""
     if UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision=PRECISION)
+    elif PRECISION == "tf32":
+        return tl.dot(round_tf32(a), round_tf32(b), acc, input_precision=PRECISION)
     else:
         return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def fwd_run(
+    x_rows, w_ptr, begin, end, stride_wn, N, flagged, columns, inside,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Product over the inner columns begin to end, at flagged rows; `x_rows` [BLOCK_M, 1] points at their starts."""
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for first in range(begin, end, BLOCK_N):
+        inner = first + tl.arange(0, BLOCK_N)
+        x = tl.load(x_rows + inner[None, :], mask=flagged[:, None] & (inner < end)[None, :], other=0.0)
+        w = tl.load(
+            w_ptr + inner.to(tl.int64)[:, None] * stride_wn + columns[None, :],
+            mask=(inner < end)[:, None] & inside[None, :],
+            other=0.0,
+        )
+        acc = dot(x.to(w.dtype), w, acc, PRECISION, UPCAST)
+    return acc
 
 
 @triton.jit
 def _overflow_fwd_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr, counts_ptr, limit, stride_xm, stride_wn, M, N, D,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, FOLLOWS: tl.constexpr,
+    RUN: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """Program (row block, column tile, split), split fastest: rows whose count exceeds `limit`."""
     if FOLLOWS:
@@ -46,18 +75,22 @@ def _overflow_fwd_kernel(
     if tl.max(flagged.to(tl.int32), axis=0) > 0:
         columns = tile_d * BLOCK_D + tl.arange(0, BLOCK_D)
         inside = columns < D
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         length = tl.cdiv(tl.cdiv(N, SPLITS), BLOCK_N) * BLOCK_N
-        x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * stride_xm
-        for first in range(split * length, tl.minimum(split * length + length, N), BLOCK_N):
-            inner = first + tl.arange(0, BLOCK_N)
-            x = tl.load(x_ptrs + inner[None, :], mask=flagged[:, None] & (inner < N)[None, :], other=0.0)
-            w = tl.load(
-                w_ptr + inner.to(tl.int64)[:, None] * stride_wn + columns[None, :],
-                mask=(inner < N)[:, None] & inside[None, :],
-                other=0.0,
-            )
-            acc = dot(x.to(w.dtype), w, acc, PRECISION, UPCAST)
+        end = tl.minimum(split * length + length, N)
+        x_rows = x_ptr + rows.to(tl.int64)[:, None] * stride_xm
+        if RUN > 0:
+            # Runs summed on their own keep a float32 result as exact as the library's dense product.
+            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            for run in range(split * length, end, RUN):
+                acc += fwd_run(
+                    x_rows, w_ptr, run, tl.minimum(run + RUN, end), stride_wn, N, flagged, columns, inside,
+                    BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, UPCAST,
+                )  # fmt: skip
+        else:
+            acc = fwd_run(
+                x_rows, w_ptr, split * length, end, stride_wn, N, flagged, columns, inside,
+                BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, UPCAST,
+            )  # fmt: skip
         out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :]
         mask = flagged[:, None] & inside[None, :]
         if SPLITS > 1:
@@ -79,36 +112,51 @@ def _overflow_fwd_kernel(
 
 
 @triton.jit
-def _overflow_bwd_source_kernel(
-    grad_ptr, w_ptr, x_ptr, out_ptr, counts_ptr, limit, stride_wn, stride_xm, M, N, D,
+def bwd_source_run(
+    grad_rows, w_rows, begin, end, flagged, held,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (row block, share of the column tiles): grad @ weight.T at flagged rows, 0 where the source holds 0."""
+    """grad @ weight.T over the columns begin to end: float32 [BLOCK_M, BLOCK_N]; the pointers are at starts of rows."""
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in range(begin, end, BLOCK_D):
+        columns = first + tl.arange(0, BLOCK_D)
+        grad = tl.load(grad_rows + columns[None, :], mask=flagged[:, None] & (columns < end)[None, :], other=0.0)
+        w = tl.load(w_rows + columns[:, None], mask=held[None, :] & (columns < end)[:, None], other=0.0)
+        acc = dot(grad.to(w.dtype), w, acc, PRECISION, UPCAST)
+    return acc
+
+
+@triton.jit
+def _overflow_bwd_source_kernel(
+    grad_ptr, w_ptr, x_ptr, out_ptr, counts_ptr, limit, stride_wn, stride_xm, M, N, D,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    RUN: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Program (row block, share of the column tiles): grad @ weight.T at flagged rows; MASKED: 0 where x is 0."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     flagged = tl.load(counts_ptr + rows, mask=rows < M, other=0) > limit
     if tl.max(flagged.to(tl.int32), axis=0) > 0:
+        grad_rows = grad_ptr + rows.to(tl.int64)[:, None] * D
         for tile in range(tl.program_id(1), tl.cdiv(N, BLOCK_N), tl.num_programs(1)):
             inner = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for first in range(0, D, BLOCK_D):
-                columns = first + tl.arange(0, BLOCK_D)
-                inside = columns < D
-                grad = tl.load(
-                    grad_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :],
-                    mask=flagged[:, None] & inside[None, :],
-                    other=0.0,
+            w_rows = w_ptr + inner.to(tl.int64)[None, :] * stride_wn
+            if RUN > 0:
+                acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                for run in range(0, D, RUN):
+                    acc += bwd_source_run(
+                        grad_rows, w_rows, run, tl.minimum(run + RUN, D), flagged, inner < N,
+                        BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, UPCAST,
+                    )  # fmt: skip
+            else:
+                acc = bwd_source_run(
+                    grad_rows, w_rows, 0, D, flagged, inner < N, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, UPCAST
                 )
-                w = tl.load(
-                    w_ptr + inner.to(tl.int64)[None, :] * stride_wn + columns[:, None],
-                    mask=(inner < N)[None, :] & inside[:, None],
-                    other=0.0,
-                )
-                acc = dot(grad.to(w.dtype), w, acc, PRECISION, UPCAST)
             mask = flagged[:, None] & (inner < N)[None, :]
-            x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * stride_xm + inner[None, :], mask=mask, other=0.0)
-            out = tl.where(x != 0, acc, 0.0)
-            tl.store(out_ptr + rows.to(tl.int64)[:, None] * N + inner[None, :], out, mask=mask)
+            if MASKED:
+                x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * stride_xm + inner[None, :], mask=mask, other=0.0)
+                acc = tl.where(x != 0, acc, 0.0)
+            tl.store(out_ptr + rows.to(tl.int64)[:, None] * N + inner[None, :], acc, mask=mask)
 
 
 @triton.jit
@@ -149,7 +197,7 @@ _overflow_bwd_source = launch.Kernel(_overflow_bwd_source_kernel)
 _overflow_bwd_weight = launch.Kernel(_overflow_bwd_weight_kernel)
 
 
-def _unit_columns(x: Tensor) -> Tensor:
+def unit_columns(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
 
 
@@ -167,15 +215,16 @@ def forward(
     `space` is what `workspace` gave for these shapes, for callers that keep it. Returns the launch, bound to all but
     (source, weight, bias, out, partial, arrived, counts).
     """
-    source = _unit_columns(source)
+    source = unit_columns(source)
     m, n = source.shape
     d = weight.shape[1]
     tile, warps, stages = tuning.dense_tile(m, n, d, weight)
     follows = tuning.dependent_launch(weight.device)
-    meta = {**tile, **tuning.dot_precision(weight), "FOLLOWS": follows}
+    run = 2 * tile["BLOCK_N"] if out.dtype is torch.float32 and not tuning.tf32() else 0
+    meta = {**tile, "RUN": run, **tuning.dot_precision(weight, n), "FOLLOWS": follows}
     partial, arrived = space or workspace(m, n, weight)
     key = (m, n, d, limit, source.dtype, weight.dtype, out.dtype, bias is None or bias.dtype, counts.dtype)
-    key += (source.stride(0), weight.stride(0), meta["PRECISION"])
+    key += (source.stride(0), weight.stride(0), meta["PRECISION"], run)
     args = (source, weight, bias, out, partial, arrived, counts, limit, source.stride(0), weight.stride(0), m, n, d)
     tiles = launch.cdiv(d, meta["BLOCK_D"]) * launch.cdiv(m, meta["BLOCK_M"])
     grid = (tiles * meta["SPLITS"], 1, 1)
@@ -191,14 +240,18 @@ def workspace(m: int, n: int, weight: Tensor) -> tuple[Tensor, Tensor]:
     return partial, launch.counters.get(tiles, weight.device)
 
 
-def backward_source(grad: Tensor, weight: Tensor, source: Tensor, out: Tensor, counts: Tensor, limit: int) -> None:
-    """Writes (grad @ weight.T) where source != 0 into the rows of `out` [M, N] whose count exceeds `limit`."""
-    source, weight, grad = _unit_columns(source), _unit_columns(weight), grad.contiguous()
+def backward_source(
+    grad: Tensor, weight: Tensor, source: Tensor, out: Tensor, counts: Tensor, limit: int, masked: bool
+) -> None:
+    """Writes grad @ weight.T into rows of `out` [M, N] with a count above `limit`; `masked`: 0 where source is 0."""
+    source, weight, grad = unit_columns(source), unit_columns(weight), grad.contiguous()
     m, n = source.shape
     d = weight.shape[1]
-    meta = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_D": 32, **tuning.dot_precision(weight)}
+    run = 128 if weight.dtype is torch.float32 and not tuning.tf32() else 0
+    meta = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "RUN": run, **tuning.dot_precision(weight, d)}
+    meta["MASKED"] = masked
     key = (m, n, d, limit, grad.dtype, source.dtype, weight.dtype, out.dtype, counts.dtype)
-    key += (source.stride(0), weight.stride(0), meta["PRECISION"])
+    key += (source.stride(0), weight.stride(0), meta["PRECISION"], masked)
     args = (grad, weight, source, out, counts, limit, weight.stride(0), source.stride(0), m, n, d)
     row_blocks = launch.cdiv(m, meta["BLOCK_M"])
     share = min(launch.cdiv(n, meta["BLOCK_N"]), max(launch.cdiv(4 * tuning.programs(grad.device), row_blocks), 16))
@@ -208,10 +261,10 @@ def backward_source(grad: Tensor, weight: Tensor, source: Tensor, out: Tensor, c
 
 def backward_weight(source: Tensor, grad: Tensor, out: Tensor, counts: Tensor, limit: int) -> None:
     """Adds source.T @ grad over the rows whose count exceeds `limit` to `out` [N, D]."""
-    source, grad = _unit_columns(source), grad.contiguous()
+    source, grad = unit_columns(source), grad.contiguous()
     m, n = source.shape
     d = grad.shape[1]
-    meta = {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_D": 128, **tuning.dot_precision(grad)}
+    meta = {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_D": 128, **tuning.dot_precision(grad, m)}
     key = (m, n, d, limit, source.dtype, grad.dtype, out.dtype, counts.dtype, source.stride(0), meta["PRECISION"])
     any_flagged = (counts > limit).any()
     args = (source, grad, out, counts, any_flagged, limit, source.stride(0), m, n, d)
@@ -228,7 +281,7 @@ EXAMPLES = {
             "M": "i32", "N": "i32", "D": "i32",
         },
         "constexprs": {
-            "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128, "SPLITS": 1, "PRECISION": "ieee", "UPCAST": False,
+            "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128, "SPLITS": 1, "RUN": 0, "PRECISION": "ieee", "UPCAST": False,
             "FOLLOWS": False,
         },
         "num_warps": 8,
@@ -238,7 +291,10 @@ EXAMPLES = {
             "grad_ptr": "*bf16", "w_ptr": "*bf16", "x_ptr": "*bf16", "out_ptr": "*bf16", "counts_ptr": "*i32",
             "limit": "i32", "stride_wn": "i32", "stride_xm": "i32", "M": "i32", "N": "i32", "D": "i32",
         },
-        "constexprs": {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_D": 32, "PRECISION": "ieee", "UPCAST": False},
+        "constexprs": {
+            "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "RUN": 0, "PRECISION": "ieee", "UPCAST": False,
+            "MASKED": True,
+        },
         "num_warps": 4,
     },
     _overflow_bwd_weight_kernel: {

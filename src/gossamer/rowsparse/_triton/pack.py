@@ -54,7 +54,8 @@ def append_entries(
     first = start + tl.arange(0, BLOCK // VEC) * VEC
     while tl.max(bits, axis=0) > 0:
         low = bits & -bits
-        column = first + ((low & 0xAA) != 0) + 2 * ((low & 0xCC) != 0).to(tl.int32) + 4 * ((low & 0xF0) != 0).to(tl.int32)
+        column = first + ((low & 0xAA) != 0)
+        column += 2 * ((low & 0xCC) != 0).to(tl.int32) + 4 * ((low & 0xF0) != 0).to(tl.int32)
         mask = (low > 0) & (slot < limit)
         tl.store(values_ptr + slot, tl.load(x_ptr + column, mask=mask, other=0.0), mask=mask)
         tl.store(indices_ptr + slot, column, mask=mask)

@@ -13,16 +13,20 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow
-from gossamer.rowsparse._triton.matmul import row_span
+from gossamer.rowsparse._triton._rows import row_span
 
 
 @triton.jit
 def fill_zeros(out_ptr, filled, until, N, BLOCK: tl.constexpr):
-    """Zeroes whole blocks from column `filled`, itself a multiple of BLOCK, past column `until`; the new `filled`."""
-    for first in range(filled, until, BLOCK):
-        columns = first + tl.arange(0, BLOCK)
+    """Zeroes a row's blocks from the `filled`-th past column `until`; how many are filled then.
+
+    It counts blocks, not columns, so that the compiler sees that a block is aligned and stores 16 bytes at a time.
+    """
+    blocks = tl.cdiv(until, BLOCK)
+    for block in range(filled, blocks):
+        columns = block * BLOCK + tl.arange(0, BLOCK)
         tl.store(out_ptr + columns, tl.zeros([BLOCK], out_ptr.dtype.element_ty), mask=columns < N, cache_modifier=".cs")
-    return tl.maximum(filled, tl.cdiv(until, BLOCK) * BLOCK)
+    return tl.maximum(filled, blocks)
 
 
 @triton.jit
@@ -51,7 +55,8 @@ def _sampled_matmul_kernel(
                     other=0.0,
                 )
                 acc += w.to(tl.float32) * x[None, :]
-            out = tl.where(index >= N, float("nan"), tl.sum(acc, axis=1))
+            # An index that no weight row has must not vanish silently.
+            out = tl.where((index < -1) | (index >= N), float("nan"), tl.sum(acc, axis=1))
             if SCATTER:
                 if FILL:
                     filled = fill_zeros(out_ptr + row.to(tl.int64) * N, filled, tl.max(index, axis=0) + 1, N, 2048)
@@ -67,38 +72,35 @@ _sampled_matmul = launch.Kernel(_sampled_matmul_kernel)
 
 
 def sampled_matmul(
-    x: Tensor, weight: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, scatter: bool
+    x: Tensor, weight: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, scatter: bool, masked: bool
 ) -> tuple[Tensor, Tensor]:
     """Operator `sampled_matmul` -> (values like indices, dense [M, N] that is right at overflowed rows).
 
     With `scatter` the second result is the whole masked product, zeros included, and the first is empty; columns must
     ascend in each row. Without, it is empty unless the pattern has a source, and zero but for the overflowed rows.
+    There, `masked` says that the product is wanted only where the source differs from 0.
     """
     is_csr = indices.dim() == 1
-    x = x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
-    weight = weight if weight.stride(1) == 1 or weight.shape[1] <= 1 else weight.contiguous()
+    x, weight = overflow.unit_columns(x), overflow.unit_columns(weight)
     m, d = x.shape
-    n = weight.shape[0]
-    capacity = indices.shape[-1]
+    n, capacity = weight.shape[0], indices.shape[-1]
+    work = m > 0 and n > 0 and d > 0 and indices.numel() > 0
     # With many rows the programs write the zeros themselves; with few, a row is shared and they must be there before.
-    fill = scatter and m >= 512 and capacity > 0 and n > 0
+    fill = scatter and work and m >= 512
     if scatter:
         values, dense = x.new_empty(0), (x.new_empty if fill else x.new_zeros)(m, n)
     else:
         values, dense = x.new_zeros(indices.shape), x.new_zeros(m if source is not None else 0, n)
-    if m == 0 or n == 0 or capacity == 0:
-        return values, dense
-    tile, warps = tuning.sampled_tile(d, x.element_size())
-    parts = max(1, min(launch.cdiv(capacity, tile["BLOCK_E"]), launch.cdiv(64 * tuning.programs(x.device), m)))
-    if fill:
-        parts = 1
-    meta = {**tile, "PARTS": parts, "IS_CSR": is_csr, "SCATTER": scatter, "FILL": fill}
-    key = (m, n, d, capacity, x.dtype, weight.dtype, x.stride(0), weight.stride(0), is_csr, scatter)
-    out = dense if scatter else values
-    args = (x, weight, indices, offsets, out, x.stride(0), weight.stride(0), n, d, capacity)
-    _sampled_matmul(key, (m, parts, 1), args, meta, num_warps=warps)
-    if source is not None:
-        overflow.backward_source(x, weight, source, dense, offsets[is_csr:], capacity)
+    if work:
+        tile, warps = tuning.sampled_tile(d, x.element_size())
+        parts = max(1, min(launch.cdiv(capacity, tile["BLOCK_E"]), launch.cdiv(64 * tuning.programs(x.device), m)))
+        meta = {**tile, "PARTS": 1 if fill else parts, "IS_CSR": is_csr, "SCATTER": scatter, "FILL": fill}
+        key = (m, n, d, capacity, x.dtype, weight.dtype, offsets.dtype, x.stride(0), weight.stride(0), is_csr, scatter)
+        out = dense if scatter else values
+        args = (x, weight, indices, offsets, out, x.stride(0), weight.stride(0), n, d, capacity)
+        _sampled_matmul(key, (m, meta["PARTS"], 1), args, meta, num_warps=warps)
+    if source is not None and m and n:
+        overflow.backward_source(x, weight, source, dense, offsets[is_csr:], capacity, masked)
     return values, dense
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.rowsparse._triton.matmul import row_span
+from gossamer.rowsparse._triton._rows import row_span
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def transpose_keys(indices: Tensor, offsets: Tensor, n: int) -> tuple[Tensor, Te
     _column_fill(key, (m, 1, 1), (indices, offsets, cursor, keys, capacity, n), meta, num_warps=4)
     ordered = torch.empty_like(keys)
     columns = torch.empty(indices.numel(), dtype=torch.int32, device=device)
-    _column_sort((n,), (n, 1, 1), (keys, col_offsets, ordered, columns), {"BLOCK": 32}, num_warps=1)
+    _column_sort((n,), (n, 1, 1), (keys, col_offsets, ordered, columns), {"BLOCK": 16}, num_warps=1)
     return col_offsets, ordered, columns
 
 
@@ -111,7 +111,7 @@ EXAMPLES = {
     },
     _column_sort_kernel: {
         "signature": {"keys_ptr": "*i64", "offsets_ptr": "*i64", "sorted_ptr": "*i64", "columns_ptr": "*i32"},
-        "constexprs": {"BLOCK": 32},
+        "constexprs": {"BLOCK": 16},
         "num_warps": 1,
     },
 }  # fmt: skip

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.rowsparse._triton.matmul import row_span
+from gossamer.rowsparse._triton._rows import row_span
 
 
 @triton.jit
@@ -40,6 +40,8 @@ def _unpack_kernel(
                 value = tl.load(values_ptr + start + theirs, mask=theirs < count, other=0.0).to(tl.float32)
                 total += tl.sum(tl.where(index[:, None] == column[None, :], value[None, :], 0.0), axis=1)
             tl.store(out_ptr + index, total, mask=(index >= 0) & (index < N))
+            # An index with no column must not vanish silently: the row says so.
+            tl.store(out_ptr + index * 0, float("nan"), mask=(index < -1) | (index >= N))
 
 
 _unpack = launch.Kernel(_unpack_kernel)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from gossamer.rowsparse._torch.matmul import bag
+from gossamer.rowsparse._torch.matmul import bag, dense_product
 from gossamer.rowsparse._torch.pack import ell_from_entries, entries
 
 
@@ -28,11 +28,16 @@ def _decode(
     out_dtype: torch.dtype | None,
 ) -> Tensor:
     dtype = out_dtype or weight.dtype
-    row_offsets, columns, values = found
-    # A gathered row costs about as much as a tenth of a dense one: rows that are denser than that go dense.
     working = dtype if bias is None else torch.promote_types(dtype, torch.float32)
-    if columns.numel() > acts.numel() // 16:
-        out = (acts @ weight).to(working)
-    else:
+    row_offsets, columns, values = found
+    counts = row_offsets.diff()
+    # A gathered row costs about as much as sixteen of a dense product. Row by row: no row's bits depend on another's.
+    dense = counts > acts.shape[1] // 16
+    if columns.numel() <= acts.shape[1] // 16 or not bool(dense.any()):
         out = bag(columns, values, row_offsets, weight, working)
+    else:
+        kept = ~dense.repeat_interleave(counts)
+        row_offsets = torch.nn.functional.pad(torch.where(dense, 0, counts).cumsum(0), (1, 0))
+        out = bag(columns[kept], values[kept], row_offsets, weight, working)
+        out[dense] = dense_product(acts[dense], weight, working)
     return out if bias is None else (out + bias).to(dtype)

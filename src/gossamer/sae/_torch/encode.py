@@ -90,9 +90,9 @@ def bwd_columns(
     grad_values: Tensor,
     grad_source: Tensor,
     grad_l0: Tensor,
+    col_offsets: Tensor,
     keys: Tensor,
     columns: Tensor,
-    col_offsets: Tensor,
     values: Tensor,
     nnz: Tensor,
     source: Tensor,
@@ -128,12 +128,3 @@ def bwd_source(grad: Tensor, source: Tensor, nnz: Tensor, capacity: int) -> Tens
     over = (nnz > capacity).nonzero().squeeze(1)
     out[over] = torch.where(source[over] != 0, grad[over], 0)
     return out
-
-
-def count_fired(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None, n: int) -> Tensor:
-    """Operator `sae_count_fired` -> int64 [N]."""
-    capacity = values.shape[1]
-    over = nnz > capacity
-    held = (torch.arange(capacity) < nnz[:, None]) & ~over[:, None] & (values != 0) & (indices >= 0)
-    counts = torch.bincount(indices[held], minlength=n)
-    return counts if source is None else counts + (source[over] != 0).sum(0)

@@ -7,6 +7,8 @@ which started before it and wait for nobody behind them. Rows with more than `ca
 tiles of `overflow`. With many rows scan and gather are launches of their own, because each of them fills the GPU.
 """
 
+import threading
+
 import torch
 import triton
 import triton.language as tl
@@ -24,7 +26,7 @@ def _decode_fwd_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, values_ptr, indices_ptr, nnz_ptr, flags_ptr, epoch,
     stride_xm, stride_wn, M, N, D, capacity, chunks, slices,
     BLOCK: tl.constexpr, VEC: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, FLAGS: tl.constexpr,
-    LEADS: tl.constexpr,
+    RUN: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
     """Programs (row, chunk) that scan, then programs (row, slice) that gather."""
     if LEADS:
@@ -49,7 +51,7 @@ def _decode_fwd_kernel(
         if count <= capacity:
             out = gather_rows(
                 values_ptr + row * capacity, indices_ptr + row * capacity, count,
-                w_ptr, stride_wn, columns, inside, N, BLOCK_E, BLOCK_D,
+                w_ptr, stride_wn, columns, inside, N, BLOCK_E, BLOCK_D, RUN,
             )  # fmt: skip
             if bias_ptr is not None:
                 out += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
@@ -74,12 +76,13 @@ class _Space:
 class _Plan:
     """The launches of one shape, bound to all but their pointers, and the space they need on one stream."""
 
-    __slots__ = ("epochs", "lists", "overflow", "pointers", "scan", "space")
+    __slots__ = ("epochs", "lists", "lock", "overflow", "pointers", "scan", "space")
 
     def __init__(self, space: _Space, scan: launch.Bound, over: launch.Bound | None) -> None:
         # Flags of its own, so that another operator's epochs cannot meet its words.
         space.flags = torch.zeros_like(space.flags)
         self.epochs = launch.Epochs()
+        self.lock = threading.Lock()
         self.space, self.scan, self.overflow = space, scan, over
         self.lists = tuple(t.data_ptr() for t in (space.values, space.indices, space.nnz, space.flags))
         self.pointers = (space.partial.data_ptr(), space.arrived.data_ptr(), space.nnz.data_ptr())
@@ -90,14 +93,18 @@ _MOST_PLANS = 64
 
 
 def _one_launch(
-    acts: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, capacity: int
+    acts: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, capacity: int, clear: bool = False
 ) -> tuple[_Space, launch.Bound | None, launch.Bound | None]:
     (m, n), d = acts.shape, weight.shape[1]
     tile, warps = tuning.decode_tile(m, n, d, weight.element_size())
     chunks, meta = pack.split(tile, n)
+    meta["RUN"] = 64 * meta["BLOCK_E"] if out.dtype is torch.float32 and capacity > 256 * meta["BLOCK_E"] else 0
     meta["LEADS"] = capacity < n and tuning.dependent_launch(weight.device)
     slices = launch.cdiv(d, meta["BLOCK_D"])
     space = _Space(acts, weight, capacity, chunks)
+    if clear:
+        space.values.zero_()
+        space.indices.fill_(-1)
     key = (m, n, d, capacity, acts.dtype, weight.dtype, acts.stride(0), weight.stride(0), out.dtype)
     key += (bias is None or bias.dtype,)
     args = (acts, weight, bias, out, space.values, space.indices, space.nnz, space.flags, space.epoch)
@@ -113,17 +120,26 @@ def _one_launch(
 def decode_lists(
     acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, out_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Operator `sae_decode_lists` -> (out [M, D], values, indices, nnz); slots past a row's count are not written."""
+    """Operator `sae_decode_lists` -> (out [M, D], values, indices, nnz), the lists as `pack_ell` gives them."""
     m, n = acts.shape
     d = weight.shape[1]
     bias = None if bias is None else bias.contiguous()
     if not tuning.one_launch_decode(m, n) or m == 0 or n == 0 or d == 0:
-        values, indices, nnz = pack.pack_ell(acts, capacity, clear=False)
+        values, indices, nnz = pack.pack_ell(acts, capacity)
         return matmul(values, indices, nnz, acts, weight, bias, out_dtype), values, indices, nnz
     acts, weight = pack.rows_contiguous(acts), pack.rows_contiguous(weight)
     out = torch.empty(m, d, dtype=out_dtype or weight.dtype, device=weight.device)
-    space, _, _ = _one_launch(acts, weight, bias, out, capacity)
+    space, _, _ = _one_launch(acts, weight, bias, out, capacity, clear=True)
     return out, space.values, space.indices, space.nnz
+
+
+def _many_rows(
+    acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, out_dtype: torch.dtype | None
+) -> Tensor:
+    if launch.INTERPRET and tuning.one_launch_decode(*acts.shape):
+        return decode_lists(acts, weight, bias, capacity, out_dtype)[0]
+    values, indices, nnz = pack.pack_ell(acts, capacity, clear=False)
+    return matmul(values, indices, nnz, acts, weight, bias, out_dtype)
 
 
 def decode(acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, out_dtype: torch.dtype | None) -> Tensor:
@@ -133,7 +149,7 @@ def decode(acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, out
     """
     m, n = acts.shape
     if not tuning.one_launch_decode(m, n) or launch.INTERPRET:
-        return decode_lists(acts, weight, bias, capacity, out_dtype)[0]
+        return _many_rows(acts, weight, bias, capacity, out_dtype)
     index = acts.get_device()
     stream = torch._C._cuda_getCurrentRawStream(index)
     key = (m, n, weight.shape, acts.stride(), weight.stride(), acts.dtype, weight.dtype, out_dtype, capacity)
@@ -149,9 +165,11 @@ def decode(acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, out
         return _decode_and_plan(key, acts, weight, bias, capacity, out_dtype)
     out = weight.new_empty((m, weight.shape[1]), dtype=out_dtype)
     target = out.data_ptr()
-    plan.scan(stream, *pointers, target, *plan.lists, plan.epochs.next(plan.space.flags))
-    if plan.overflow is not None:
-        plan.overflow(stream, *pointers, target, *plan.pointers)
+    # The two launches share the counts: another thread's pair on this stream must not come between them.
+    with plan.lock:
+        plan.scan(stream, *pointers, target, *plan.lists, plan.epochs.next(plan.space.flags))
+        if plan.overflow is not None:
+            plan.overflow(stream, *pointers, target, *plan.pointers)
     return out
 
 
@@ -184,7 +202,7 @@ EXAMPLES = {
             "indices_ptr": "*i32", "nnz_ptr": "*i32", "flags_ptr": "*i64", "epoch": "i32", "stride_xm": "i32",
             "stride_wn": "i32", "M": "i32", "N": "i32", "D": "i32", "capacity": "i32", "chunks": "i32", "slices": "i32",
         },
-        "constexprs": {"BLOCK": 1024, "VEC": 4, "FLAGS": 64, "BLOCK_E": 32, "BLOCK_D": 32, "LEADS": False},
+        "constexprs": {"BLOCK": 1024, "VEC": 4, "FLAGS": 64, "BLOCK_E": 32, "BLOCK_D": 32, "RUN": 0, "LEADS": False},
         "num_warps": 1,
     },
 }  # fmt: skip

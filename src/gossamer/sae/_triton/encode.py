@@ -29,12 +29,15 @@ def load_threshold(threshold_ptr, stride_t, columns, N):
 
 
 @triton.jit
-def settle_ties(key, kth, need, seen, VEC: tl.constexpr):
-    """(keep, ties seen so far): the keys above the k-th largest and the first `need` of the row that equal it."""
-    equal = (key == kth).to(tl.int32)
-    counts = tl.sum(equal, axis=1)
-    rank = seen + (tl.cumsum(counts, axis=0) - counts)[:, None] + tl.cumsum(equal, axis=1) - equal
-    return (key > kth) | ((key == kth) & (rank < need)), seen + tl.sum(counts, axis=0)
+def settle_ties(equal, need, seen, VEC: tl.constexpr):
+    """(bits, ties seen so far): of the words' bits that stand for a key equal to the k-th largest, the row's first
+    `need`."""
+    counts = count_bits(equal)
+    room = need - seen - (tl.cumsum(counts, axis=0) - counts)
+    rest = equal
+    for i in tl.static_range(VEC):
+        rest = tl.where(room > i, rest & (rest - 1), rest)
+    return equal & ~rest, seen + tl.sum(counts, axis=0)
 
 
 @triton.jit
@@ -68,8 +71,10 @@ def activate_row(
         columns = chunk_columns(start, BLOCK, VEC)
         pre = add_bias(load_pre(z_ptr, columns, N), bias_ptr, columns, N)
         if RANKED:
-            keep, seen = settle_ties(order_key(pre, SHIFT), kth, need, seen, VEC)
-            out = tl.where(keep, pre, 0.0)
+            key = order_key(pre, SHIFT)
+            ties, seen = settle_ties(word_bits(key == kth, VEC), need, seen, VEC)
+            tied = (ties[:, None] >> tl.arange(0, VEC)[None, :]) & 1
+            out = tl.where((key > kth) | (tied != 0), pre, 0.0)
         else:
             threshold = load_threshold(threshold_ptr, stride_t, columns, N)
             out = tl.where(pre <= threshold, 0.0, pre)
@@ -119,8 +124,8 @@ def _encode_row_kernel(
         count = tl.sum(counts, axis=0)
         if count > 0:
             if RANKED:
-                keep, seen = settle_ties(key, kth, need, seen, VEC)
-                bits = word_bits(keep, VEC)
+                ties, seen = settle_ties(word_bits(key == kth, VEC), need, seen, VEC)
+                bits = word_bits(key > kth, VEC) | ties
                 counts = count_bits(bits)
                 count = tl.sum(counts, axis=0)
             if WINDOW:
@@ -149,7 +154,10 @@ def _encode_split_kernel(
     capacity, chunks,
     BLOCK: tl.constexpr, VEC: tl.constexpr, FLAGS: tl.constexpr, WINDOW: tl.constexpr, MAY_OVERFLOW: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk), chunks fastest: the exchange of counts is that of `pack.scan_chunk`. l0 starts as 0."""
+    """Program (row, chunk), chunks fastest: the exchange of counts is that of `pack.scan_chunk`.
+
+    With WINDOW l0 starts as 0.
+    """
     row = (tl.program_id(0) // chunks).to(tl.int64)
     chunk = tl.program_id(0) % chunks
     z_ptr += row * N
@@ -174,23 +182,23 @@ def _encode_split_kernel(
             bits, counts, z_ptr, bias_ptr, threshold_ptr, stride_t, values_ptr, indices_ptr, base, capacity,
             start, N, BLOCK, VEC, WINDOW,
         )  # fmt: skip
-        # Whole numbers: the sum does not depend on the order of arrival.
-        active = tl.sum((~(pre <= threshold)).to(tl.float32)) if WINDOW else count.to(tl.float32)
-        tl.atomic_add(l0_ptr + row, active, sem="relaxed")
+        if WINDOW:
+            # Whole numbers: the sum does not depend on the order of arrival.
+            tl.atomic_add(l0_ptr + row, tl.sum((~(pre <= threshold)).to(tl.float32)), sem="relaxed")
     # Every thread must have written its entries, and read z, before the one thread that signals says so.
     tl.debug_barrier()
     tl.atomic_xchg(flags_ptr + chunk, word | DONE, sem="release")
     if chunk == chunks - 1:
         total = wait_and_sum(flags_ptr, chunks, (epoch.to(tl.int64) << 1) + 1, FLAGS)
         tl.store(nnz_ptr + row, total)
+        if not WINDOW:
+            tl.store(l0_ptr + row, total)
         clear_slots(values_ptr, indices_ptr, total, capacity, 256)
         if MAY_OVERFLOW:
             if total > capacity:
                 tl.atomic_add(flags_ptr, 0, sem="acquire")
                 tl.debug_barrier()
-                activate_row(
-                    z_ptr, bias_ptr, threshold_ptr, stride_t, half, 0, 0, N, BLOCK, VEC, 0, False, WINDOW
-                )
+                activate_row(z_ptr, bias_ptr, threshold_ptr, stride_t, half, 0, 0, N, BLOCK, VEC, 0, False, WINDOW)
 
 
 @triton.jit
@@ -255,13 +263,12 @@ def _encode_bwd_columns_overflow_kernel(
                     grad_l0 = tl.load(grad_l0_ptr + rows * stride_l, mask=flagged, other=0.0)
                     slope = threshold[None, :] * grad + grad_l0[:, None]
                     near += tl.where(mask & stored & (value - threshold[None, :] < half), slope, 0.0)
-        bias_out_ptr += columns
-        bias_sum = tl.load(bias_out_ptr, mask=inside, other=0.0) + tl.sum(bias, axis=0)
-        tl.store(bias_out_ptr, bias_sum, mask=inside)
+        bias_ptrs = bias_out_ptr + columns
+        tl.store(bias_ptrs, tl.load(bias_ptrs, mask=inside, other=0.0) + tl.sum(bias, axis=0), mask=inside)
         if threshold_ptr is not None:
-            threshold_out_ptr += columns
+            threshold_ptrs = threshold_out_ptr + columns
             slope = tl.where(threshold < 0, 0.0, -0.5 / half * tl.sum(near, axis=0))
-            tl.store(threshold_out_ptr, tl.load(threshold_out_ptr, mask=inside, other=0.0) + slope, mask=inside)
+            tl.store(threshold_ptrs, tl.load(threshold_ptrs, mask=inside, other=0.0) + slope, mask=inside)
 
 
 @triton.jit
@@ -277,33 +284,11 @@ def _encode_bwd_source_kernel(
         tl.store(out_ptr + row * N + columns, tl.where(value != 0, grad, 0.0), mask=columns < N)
 
 
-@triton.jit
-def _count_fired_kernel(
-    values_ptr, indices_ptr, nnz_ptr, source_ptr, out_ptr, stride_sm, N, capacity, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Program (row)."""
-    row = tl.program_id(0).to(tl.int64)
-    count = tl.load(nnz_ptr + row)
-    if count <= capacity:
-        for first in range(0, count, BLOCK):
-            slots = first + tl.arange(0, BLOCK)
-            index = tl.load(indices_ptr + row * capacity + slots, mask=slots < count, other=-1)
-            value = tl.load(values_ptr + row * capacity + slots, mask=slots < count, other=0.0)
-            fired = (value != 0) & (index >= 0) & (index < N)
-            tl.atomic_add(out_ptr + index, tl.full([BLOCK], 1, tl.int64), mask=fired, sem="relaxed")
-    elif source_ptr is not None:
-        for first in range(0, N, BLOCK):
-            columns = first + tl.arange(0, BLOCK)
-            value = tl.load(source_ptr + row * stride_sm + columns, mask=columns < N, other=0.0)
-            tl.atomic_add(out_ptr + columns, tl.full([BLOCK], 1, tl.int64), mask=value != 0, sem="relaxed")
-
-
 _encode_row = launch.Kernel(_encode_row_kernel)
 _encode_split = launch.Kernel(_encode_split_kernel)
 _encode_bwd_columns = launch.Kernel(_encode_bwd_columns_kernel)
 _encode_bwd_columns_overflow = launch.Kernel(_encode_bwd_columns_overflow_kernel)
 _encode_bwd_source = launch.Kernel(_encode_bwd_source_kernel)
-_count_fired = launch.Kernel(_count_fired_kernel)
 
 
 def encode(
@@ -327,17 +312,19 @@ def encode(
     source = z if keep_source else z.new_empty(0, n)
     ranked, window = activation in ("topk", "batchtopk"), bandwidth > 0
     split = not ranked and not tuning.one_program_a_row(m, n)
-    l0 = torch.empty(m, dtype=torch.float32, device=z.device)
+    l0 = (torch.zeros if split and window else torch.empty)(m, dtype=torch.float32, device=z.device)
     if m == 0 or n == 0:
         return values.zero_(), indices.fill_(-1), nnz.zero_(), source, l0.zero_()
     stride_t = 0 if threshold is None else threshold.stride(0)
-    tile, warps = tuning.scan_tile(m, n, z.element_size())
+    vector = 16 // z.element_size()
+    # As the scan of `pack`, with half the columns in flight: bias and threshold take registers, too.
+    tile, warps = {"BLOCK": 128 * vector, "VEC": vector}, 1
     flavour = {"WINDOW": window, "MAY_OVERFLOW": keep_source}
     key = (m, n, capacity, z.dtype, bias is None or bias.dtype, threshold is None, stride_t, bandwidth, keep_source)
     if split:
         chunks, meta = pack.split(tile, n)
         flags, epoch = launch.flags.get(m * chunks, z.device)
-        args = (z, bias, threshold, values, indices, nnz, l0.zero_(), flags, epoch, stride_t, bandwidth / 2, n)
+        args = (z, bias, threshold, values, indices, nnz, l0, flags, epoch, stride_t, bandwidth / 2, n)
         _encode_split(key, (m * chunks, 1, 1), (*args, capacity, chunks), {**meta, **flavour}, num_warps=warps)
     else:
         kth = need = None
@@ -346,7 +333,7 @@ def encode(
             kth, need = find(z, bias, k)
             if m < 512:
                 # Few rows, each in the hands of one program: more warps keep more of it in flight.
-                tile, warps = {**tile, "BLOCK": 4 * tile["BLOCK"]}, 8
+                tile, warps = {**tile, "BLOCK": 1024 * vector}, 8
         meta = {**pack.fit_block(tile, n), "SHIFT": select.SHIFT[z.dtype], "RANKED": ranked, **flavour}
         args = (z, bias, threshold, kth, need, values, indices, nnz, l0, stride_t, bandwidth / 2, n, capacity)
         _encode_row((*key, ranked), (m, 1, 1), args, meta, num_warps=warps)
@@ -357,9 +344,9 @@ def bwd_columns(
     grad_values: Tensor,
     grad_source: Tensor,
     grad_l0: Tensor,
+    col_offsets: Tensor,
     keys: Tensor,
     columns: Tensor,
-    col_offsets: Tensor,
     values: Tensor,
     nnz: Tensor,
     source: Tensor,
@@ -401,19 +388,6 @@ def bwd_source(grad: Tensor, source: Tensor, nnz: Tensor, capacity: int) -> Tens
     return out
 
 
-def count_fired(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None, n: int) -> Tensor:
-    """Operator `sae_count_fired` -> int64 [N]."""
-    m, capacity = values.shape
-    out = torch.zeros(n, dtype=torch.int64, device=values.device)
-    if m and n:
-        values, indices = values.contiguous(), indices.contiguous()
-        source = None if source is None else pack.rows_contiguous(source)
-        stride = 0 if source is None else source.stride(0)
-        key = (n, capacity, values.dtype, source is None or source.dtype, stride)
-        _count_fired(key, (m, 1, 1), (values, indices, nnz, source, out, stride, n, capacity), {"BLOCK": 128}, num_warps=1)
-    return out
-
-
 _ENCODE = {
     "z_ptr": "*bf16", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "kth_ptr": None, "need_ptr": None,
     "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32", "stride_t": "i32",
@@ -429,7 +403,7 @@ EXAMPLES = {
     _encode_row_kernel: {
         "signature": _ENCODE,
         "constexprs": {
-            "BLOCK": 2048, "VEC": 8, "SHIFT": 16, "RANKED": False, "WINDOW": True, "MAY_OVERFLOW": True,
+            "BLOCK": 1024, "VEC": 8, "SHIFT": 16, "RANKED": False, "WINDOW": True, "MAY_OVERFLOW": True,
         },
         "num_warps": 1,
     },
@@ -438,7 +412,7 @@ EXAMPLES = {
             **{name: kind for name, kind in _ENCODE.items() if kind is not None},
             "z_ptr": "*fp32", "values_ptr": "*fp32", "flags_ptr": "*i64", "epoch": "i32", "chunks": "i32",
         },
-        "constexprs": {"BLOCK": 1024, "VEC": 4, "FLAGS": 64, "WINDOW": False, "MAY_OVERFLOW": True},
+        "constexprs": {"BLOCK": 512, "VEC": 4, "FLAGS": 128, "WINDOW": False, "MAY_OVERFLOW": True},
         "num_warps": 1,
     },
     _encode_bwd_columns_kernel: {
@@ -463,14 +437,6 @@ EXAMPLES = {
         },
         "constexprs": {"BLOCK": 4096},
         "num_warps": 4,
-    },
-    _count_fired_kernel: {
-        "signature": {
-            "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "source_ptr": "*bf16", "out_ptr": "*i64",
-            "stride_sm": "i32", "N": "i32", "capacity": "i32",
-        },
-        "constexprs": {"BLOCK": 128},
-        "num_warps": 1,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

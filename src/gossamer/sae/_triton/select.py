@@ -93,8 +93,9 @@ def count_above(keys, list_ptr, count, key, LIST: tl.constexpr):
 
 
 @triton.jit
-def kth_largest(keys, list_ptr, count, k, low, LIST: tl.constexpr):
-    """The smallest key from `low` on that fewer than k keys exceed: the k-th largest, unless that is below `low`."""
+def kth_largest(keys, list_ptr, count, k, bound, LIST: tl.constexpr):
+    """The smallest key from `bound` on that fewer than k keys exceed: the k-th largest, unless it is below `bound`."""
+    low = tl.zeros([], tl.int32) + bound
     high = tl.max(keys)
     if count > LIST:
         high = tl.full([], NAN_KEY, tl.int32)
@@ -190,12 +191,12 @@ def _count_equal_kernel(
     """Program (row): how many of its keys equal the k-th largest."""
     row = tl.program_id(0).to(tl.int64)
     kth = tl.load(kth_ptr)
-    equal = tl.zeros([BLOCK // VEC, VEC], tl.int32)
+    equal = tl.zeros([BLOCK // VEC], tl.int32)
     for start in range(0, N, BLOCK):
         columns = chunk_columns(start, BLOCK, VEC)
         pre = add_bias(load_pre(z_ptr + row * N, columns, N), bias_ptr, columns, N)
-        equal += (order_key(pre, SHIFT) == kth).to(tl.int32)
-    tl.store(out_ptr + row, tl.sum(equal))
+        equal += count_bits(word_bits(order_key(pre, SHIFT) == kth, VEC))
+    tl.store(out_ptr + row, tl.sum(equal, axis=0))
 
 
 _row_kth = launch.Kernel(_row_kth_kernel)
@@ -203,15 +204,12 @@ _group_max = launch.Kernel(_group_max_kernel)
 _list_above = launch.Kernel(_list_above_kernel)
 _count_equal = launch.Kernel(_count_equal_kernel)
 
-MAX_BLOCK = 8192
-BATCH_BLOCK = 2048
 
-
-def _tile(z: Tensor, largest: int) -> tuple[dict[str, int], int]:
-    """(tile, warps): 16 elements a thread, in at most `largest` columns."""
+def _tile(z: Tensor, block: int, warps: int) -> tuple[dict[str, int], int]:
+    """(tile, warps), reduced for short rows."""
     vector = 16 // z.element_size()
-    block = max(min(launch.next_power_of_2(z.shape[1]), largest), 32 * vector)
-    return {"BLOCK": block, "VEC": vector, "SHIFT": SHIFT[z.dtype]}, max(1, min(block // 512, 16))
+    fitted = max(min(launch.next_power_of_2(z.shape[1]), block), 32 * vector)
+    return {"BLOCK": fitted, "VEC": vector, "SHIFT": SHIFT[z.dtype]}, max(1, warps * fitted // block)
 
 
 def row_kth(z: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
@@ -220,11 +218,13 @@ def row_kth(z: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
     z is contiguous [M, N] with M, N, k > 0; bias [N] is added to it.
     """
     m, n = z.shape
-    meta, warps = _tile(z, MAX_BLOCK)
+    programs = 2 * tuning.programs(z.device)
+    # Rows that do not fill the GPU get more threads each.
+    meta, warps = _tile(z, 4096, 8) if m > programs else _tile(z, 8192, 32)
+    programs = min(m, programs)
     # Fewer than k groups exceed the bound. With fewer than k groups there is none, and everything may be listed.
     length = n if k > meta["BLOCK"] else min(n, (k - 1) * launch.cdiv(n, meta["BLOCK"]))
     meta["LIST"] = max(256, min(launch.next_power_of_2(2 * k), 4096))
-    programs = min(m, 2 * tuning.programs(z.device))
     scratch = torch.empty(max(programs * length, 1), dtype=torch.int32, device=z.device)
     kth = torch.empty(m, dtype=torch.int32, device=z.device)
     need = torch.empty(m, dtype=torch.int32, device=z.device)
@@ -238,7 +238,7 @@ def batch_kth(z: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
     """As `row_kth`, for the k * M largest of the whole batch; ties go to the lowest flat index."""
     m, n = z.shape
     total = k * m
-    meta, warps = _tile(z, BATCH_BLOCK)
+    meta, warps = _tile(z, 2048, 8)
     key = (m, n, z.dtype, bias is None or bias.dtype)
     grid = (m, 1, 1)
     bound = torch.zeros(1, dtype=torch.int32, device=z.device)
@@ -268,18 +268,18 @@ EXAMPLES = {
     _row_kth_kernel: {
         **_example(
             {"list_ptr": "*i32", "kth_ptr": "*i32", "need_ptr": "*i32"}, ("M", "N", "k", "length"),
-            BLOCK=MAX_BLOCK, LIST=256,
+            BLOCK=4096, LIST=256,
         ),
-        "num_warps": 16,
+        "num_warps": 8,
     },
-    _group_max_kernel: {**_example({"out_ptr": "*i32"}, ("N",), BLOCK=BATCH_BLOCK), "num_warps": 4},
+    _group_max_kernel: {**_example({"out_ptr": "*i32"}, ("N",), BLOCK=2048), "num_warps": 8},
     _list_above_kernel: {
-        **_example({"bound_ptr": "*i32", "list_ptr": "*i32", "cursor_ptr": "*i64"}, ("N",), BLOCK=BATCH_BLOCK),
-        "num_warps": 4,
+        **_example({"bound_ptr": "*i32", "list_ptr": "*i32", "cursor_ptr": "*i64"}, ("N",), BLOCK=2048),
+        "num_warps": 8,
     },
     _count_equal_kernel: {
-        **_example({"kth_ptr": "*i32", "out_ptr": "*i32"}, ("N",), BLOCK=BATCH_BLOCK),
-        "num_warps": 4,
+        **_example({"kth_ptr": "*i32", "out_ptr": "*i32"}, ("N",), BLOCK=2048),
+        "num_warps": 8,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

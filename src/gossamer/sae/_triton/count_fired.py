@@ -1,0 +1,60 @@
+"""How many rows each latent fires in: integer atomics, whose order does not show."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch
+from gossamer.rowsparse._triton.pack import rows_contiguous
+
+
+@triton.jit
+def _count_fired_kernel(
+    values_ptr, indices_ptr, nnz_ptr, source_ptr, out_ptr, stride_sm, N, capacity, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Program (row)."""
+    row = tl.program_id(0).to(tl.int64)
+    count = tl.load(nnz_ptr + row)
+    if count <= capacity:
+        for first in range(0, count, BLOCK):
+            slots = first + tl.arange(0, BLOCK)
+            index = tl.load(indices_ptr + row * capacity + slots, mask=slots < count, other=-1)
+            value = tl.load(values_ptr + row * capacity + slots, mask=slots < count, other=0.0)
+            fired = (value != 0) & (index >= 0) & (index < N)
+            tl.atomic_add(out_ptr + index, tl.full([BLOCK], 1, tl.int64), mask=fired, sem="relaxed")
+    elif source_ptr is not None:
+        for first in range(0, N, BLOCK):
+            columns = first + tl.arange(0, BLOCK)
+            value = tl.load(source_ptr + row * stride_sm + columns, mask=columns < N, other=0.0)
+            tl.atomic_add(out_ptr + columns, tl.full([BLOCK], 1, tl.int64), mask=value != 0, sem="relaxed")
+
+
+_count_fired = launch.Kernel(_count_fired_kernel)
+
+
+def count_fired(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None, n: int) -> Tensor:
+    """Operator `sae_count_fired` -> int64 [N]."""
+    m, capacity = values.shape
+    out = torch.zeros(n, dtype=torch.int64, device=values.device)
+    if m and n:
+        values, indices = values.contiguous(), indices.contiguous()
+        source = None if source is None else rows_contiguous(source)
+        stride = 0 if source is None else source.stride(0)
+        key = (n, capacity, values.dtype, source is None or source.dtype, stride)
+        args = (values, indices, nnz, source, out, stride, n, capacity)
+        _count_fired(key, (m, 1, 1), args, {"BLOCK": 128}, num_warps=1)
+    return out
+
+
+EXAMPLES = {
+    _count_fired_kernel: {
+        "signature": {
+            "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "source_ptr": "*bf16", "out_ptr": "*i64",
+            "stride_sm": "i32", "N": "i32", "capacity": "i32",
+        },
+        "constexprs": {"BLOCK": 128},
+        "num_warps": 1,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

@@ -1,0 +1,38 @@
+"""Firing counts of sparse autoencoders."""
+
+import torch
+from torch import Tensor
+
+from gossamer._core.ops import register
+from gossamer.rowsparse import ELL
+from gossamer.rowsparse.pack import parts
+from gossamer.sae._torch.count_fired import count_fired as _cpu
+
+
+def count_fired(rows: ELL) -> Tensor:
+    """How many rows each latent fires in, that is, has a value other than 0 in: int64 `[d_sae]`, without a host sync.
+
+    Args:
+        rows: `ELL` of shape `(..., d_sae)`, such as `encode` returns. Repeated indices count as often as they occur.
+
+    Returns:
+        int64 `[d_sae]`, on the device of rows, without a gradient.
+
+    Raises:
+        TypeError: rows is no `ELL`.
+
+    >>> count_fired(pack(torch.tensor([[0.0, 1.0], [2.0, 3.0]]))).tolist()
+    [1, 2]
+    """
+    if not isinstance(rows, ELL):
+        raise TypeError(f"sae.count_fired: rows must be a rowsparse.ELL, got {type(rows).__name__}.")
+    values, indices, nnz, source = parts("sae.count_fired", rows.detach())
+    return _count_fired(values, indices, nnz, source, rows.num_columns)
+
+
+_count_fired = register(
+    "sae_count_fired(Tensor values, Tensor indices, Tensor nnz, Tensor? source, int n) -> Tensor",
+    cpu=_cpu,
+    gpu="gossamer.sae._triton.count_fired:count_fired",
+    fake=lambda values, indices, nnz, source, n: values.new_empty(n, dtype=torch.int64),
+)

@@ -1,0 +1,47 @@
+"""Every kernel compiles for every target it supports, without a GPU, within shared memory and without spills."""
+
+import importlib
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from gossamer._core import aot  # noqa: E402
+
+pytestmark = pytest.mark.native
+
+# Bytes of stack a kernel may have on sm_90. These hold call frames, not spilled registers.
+STACK = {"_decode_fwd_kernel": 16}
+KERNELS = aot.examples()
+
+
+@pytest.mark.parametrize("target", aot.TARGETS)
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles(name: str, target: str) -> None:
+    kernel, example = KERNELS[name]
+    compiled = aot.compile_kernel(kernel, example, target)
+    limit = aot.SHARED_MEMORY_LIMIT[target]
+    assert compiled.metadata.shared <= limit, f"{compiled.metadata.shared} bytes of shared memory, {limit} at most"
+    if target == "sm_90":
+        used = aot.resources(compiled)
+        assert used["REG"] <= 255
+        assert used["LOCAL"] == 0, f"spills: {used}"
+        assert used["STACK"] <= STACK.get(name, 0), f"stack: {used}"
+
+
+@pytest.mark.parametrize("module", aot.kernel_modules())
+def test_every_entry_kernel_has_an_example(module: str) -> None:
+    loaded: Any = importlib.import_module(module)
+    kernels = {
+        name
+        for name, value in vars(loaded).items()
+        if isinstance(value, triton.runtime.JITFunction) and name.endswith("_kernel") and value.__module__ == module
+    }
+    assert {kernel.fn.__name__ for kernel in loaded.EXAMPLES} == kernels
+
+
+def test_every_kernel_file_is_found() -> None:
+    modules = aot.kernel_modules()
+    assert "gossamer.rowsparse._triton.matmul" in modules and "gossamer.sae._triton.decode" in modules
+    assert len({name.rsplit(".", 1)[0] for name in modules}) >= 2

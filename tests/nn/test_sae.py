@@ -1,0 +1,230 @@
+"""TopKSAE and JumpReLUSAE, against the same autoencoders in dense PyTorch."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gossamer import nn, sae
+from gossamer.testing import assert_close
+
+D_IN, D_SAE = 16, 96
+
+
+class Threshold(torch.autograd.Function):
+    """(acts, active) with the published straight-through estimates, dense."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, threshold: Tensor, bandwidth: float) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(z, threshold)
+        ctx.bandwidth = bandwidth
+        return z * (z > threshold), (z > threshold).to(z.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_acts: Tensor, grad_active: Tensor) -> tuple[Tensor, Tensor, None]:
+        z, threshold = ctx.saved_tensors
+        near = ((z - threshold).abs() < ctx.bandwidth / 2).to(z.dtype) / ctx.bandwidth
+        return grad_acts * (z > threshold), (-near * (threshold * grad_acts + grad_active)).sum(0), None
+
+
+def dense_loss(model: nn.TopKSAE | nn.JumpReLUSAE, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(loss, l0) of the model's parameters by dense PyTorch."""
+    if isinstance(model, nn.TopKSAE):
+        z = (x - model.b_dec) @ model.W_enc + model.b_enc
+        values, indices = z.topk(model.k)
+        acts = torch.zeros_like(z).scatter(1, indices, values.relu())
+        l0, penalty = (acts != 0).sum(-1).to(z.dtype).mean(), 0.0
+    else:
+        z = x @ model.W_enc + model.b_enc
+        acts, active = Threshold.apply(z, model.threshold, model.bandwidth)
+        l0 = active.sum(-1).mean()
+        penalty = model.l0_coefficient * l0
+    return (acts @ model.W_dec + model.b_dec - x).square().sum(-1).mean() + penalty, l0.detach()
+
+
+def models(**options: Any) -> list[nn.TopKSAE | nn.JumpReLUSAE]:
+    torch.manual_seed(0)
+    return [
+        nn.TopKSAE(D_IN, D_SAE, 6, **options),
+        nn.JumpReLUSAE(D_IN, D_SAE, bandwidth=0.2, initial_threshold=0.4, l0_coefficient=0.01, **options),
+    ]
+
+
+def sample(m: int, generator: torch.Generator) -> Tensor:
+    """Rows that are sums of few out of 40 fixed directions."""
+    directions = torch.nn.functional.normalize(
+        torch.randn(40, D_IN, generator=torch.Generator(generator.device).manual_seed(1), device=generator.device)
+    )
+    fired = torch.rand(m, 40, generator=generator, device=generator.device)
+    return ((fired < 0.08) * (0.5 + fired * 12)) @ directions
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_initialisation(dtype: torch.dtype, device: torch.device) -> None:
+    if dtype is torch.float64 and device.type == "cuda":
+        pytest.skip("float64 runs on the CPU")
+    for model in models(dtype=dtype, device=device):
+        wide = torch.promote_types(dtype, torch.float32)
+        assert model.W_enc.shape == (D_IN, D_SAE) and model.W_dec.shape == (D_SAE, D_IN)
+        assert model.W_enc.is_contiguous() and torch.equal(model.W_enc, model.W_dec.t())
+        assert model.W_dec.dtype is dtype and model.b_enc.dtype is model.b_dec.dtype is wide
+        torch.testing.assert_close(model.W_dec.norm(dim=1).float(), torch.ones(D_SAE, device=device), rtol=0, atol=0.01)
+        assert not model.b_enc.any() and not model.b_dec.any()
+        assert model.firing_counts.dtype is torch.int64 and not model.firing_counts.any()
+    assert isinstance(model, nn.JumpReLUSAE) and model.threshold.dtype is wide
+    torch.testing.assert_close(model.threshold, torch.full_like(model.threshold, 0.4))
+    assert {name for name, _ in model.named_parameters()} == {"W_enc", "W_dec", "b_enc", "b_dec", "log_threshold"}
+
+
+def test_loss_and_gradients(device: torch.device, generator: torch.Generator) -> None:
+    """Against dense PyTorch, in float64 too; L0 is a count, and equal."""
+    x = sample(30, generator)
+    for model in models(device=device):
+        with torch.no_grad():
+            model.b_dec.normal_(0, 0.1, generator=generator)
+            model.b_enc.normal_(0, 0.1, generator=generator)
+        got = model.loss(x)
+        parameters = dict(model.named_parameters())
+        grads = torch.autograd.grad(got.loss, parameters.values())
+        plain, l0 = dense_loss(model, x)
+        plain_grads = torch.autograd.grad(plain, parameters.values())
+        exact_model = copy.deepcopy(model).double()
+        exact, _ = dense_loss(exact_model, x.double())
+        exact_parameters = [exact_model.get_parameter(name) for name in parameters]
+        exact_grads = torch.autograd.grad(exact, exact_parameters)
+        assert_close(got.loss, reference64=exact, plain=plain)
+        assert got.l0.item() == l0.item() and not got.l0.requires_grad
+        torch.testing.assert_close(got.loss, got.mse + got.l0_penalty)
+        torch.testing.assert_close(got.mse, (got.reconstruction - x).square().sum(-1).mean())
+        assert got.l0_penalty.item() == pytest.approx(0 if isinstance(model, nn.TopKSAE) else 0.01 * l0.item())
+        for name, ours, usual, wanted in zip(parameters, grads, plain_grads, exact_grads):
+            assert_close(ours, reference64=wanted, plain=usual, name=f"{type(model).__name__} {name}")
+
+
+def test_modules_are_thin(device: torch.device, generator: torch.Generator) -> None:
+    """encode, decode and forward are the functions of `gossamer.sae` on the parameters, for any leading dimensions."""
+    x = sample(30, generator).view(2, 3, 5, D_IN)
+    topk, jump = models(device=device)
+    same = sae.encode(x, topk.W_enc, topk.b_enc, activation="topk", k=6, b_dec=topk.b_dec)
+    assert torch.equal(topk.encode(x).to_dense(), same.to_dense())
+    with torch.no_grad():
+        same = sae.encode(x, jump.W_enc, jump.b_enc, activation="jumprelu", threshold=jump.threshold)
+        assert torch.equal(jump.encode(x).indices, same.indices)
+    assert jump.encode(x).nnz_per_row.sum() > same.nnz_per_row.sum()
+    jump.capacity = 5
+    assert jump.encode(x).capacity == 5 and bool(jump.encode(x).overflowed)
+    for model in (topk, jump):
+        rows = model.encode(x)
+        assert rows.shape == (2, 3, 5, D_SAE)
+        torch.testing.assert_close(model.decode(rows), sae.decode(rows.to_dense(), model.W_dec, model.b_dec))
+        assert model(x).shape == x.shape and torch.equal(model(x), model.decode(rows))
+        assert model(x[0, 0, 0]).shape == (D_IN,) and model(x[:0]).shape == (0, 3, 5, D_IN)
+
+
+def test_firing_counts(device: torch.device, generator: torch.Generator) -> None:
+    for model in models(device=device):
+        total = torch.zeros(D_SAE, dtype=torch.int64, device=device)
+        silent = torch.zeros(D_SAE, dtype=torch.int64, device=device)
+        for _ in range(3):
+            x = sample(20, generator)
+            model.loss(x)
+            fired = (model.eval().encode(x).to_dense() != 0).sum(0)
+            model.train()
+            total += fired
+            silent = torch.where(fired > 0, 0, silent + 1)
+        assert torch.equal(model.firing_counts, total) and total.any()
+        assert torch.equal(model.steps_since_fired, silent) and silent.any()
+        state = model.state_dict()
+        assert torch.equal(state["firing_counts"], total)
+        other = models(device=device)[isinstance(model, nn.JumpReLUSAE)]
+        other.load_state_dict(state)
+        assert torch.equal(other(x), model.eval()(x))
+
+
+def test_autocast(device: torch.device, generator: torch.Generator) -> None:
+    x = sample(30, generator)
+    for model in models(device=device):
+        with torch.autocast(device.type, torch.bfloat16):
+            assert model.encode(x).dtype is torch.bfloat16
+            got = model.loss(x)
+        assert got.reconstruction.dtype is torch.bfloat16 and got.loss.dtype is got.l0.dtype is torch.float32
+        got.loss.backward()
+        assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.parameters())
+        torch.testing.assert_close(got.loss, model.loss(x).loss, rtol=0.05, atol=0)
+
+
+def test_compile(device: torch.device, generator: torch.Generator, compiled: Any) -> None:
+    x = sample(30, generator)
+    for model in models(device=device):
+        want = model.loss(x)
+        wanted = torch.autograd.grad(want.loss, list(model.parameters()))
+        counts = model.firing_counts.clone()
+        got = compiled(lambda x: model.loss(x))(x)  # noqa: B023
+        grads = torch.autograd.grad(got.loss, list(model.parameters()))
+        torch.testing.assert_close(got.loss, want.loss)
+        for ours, theirs in zip(grads, wanted):
+            torch.testing.assert_close(ours, theirs)
+        assert torch.equal(model.firing_counts, 2 * counts)
+
+
+def train(model: nn.TopKSAE | nn.JumpReLUSAE, sparse: bool, steps: int = 500, last: int = 50) -> tuple[float, float]:
+    """(loss, l0), each the mean over the last steps."""
+    device = model.W_dec.device
+    generator = torch.Generator(device).manual_seed(2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    losses, l0s = [], []
+    for _ in range(steps):
+        x = sample(64, generator)
+        if sparse:
+            got = model.loss(x)
+            loss, l0 = got.loss, got.l0
+        else:
+            loss, l0 = dense_loss(model, x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+        l0s.append(l0)
+    return torch.stack(losses[-last:]).mean().item(), torch.stack(l0s[-last:]).mean().item()
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["topk", "jumprelu"])
+def test_training_sparse_and_dense(which: int, device: torch.device) -> None:
+    """500 steps from one seed end at the same loss and L0, and far below where they began."""
+    start = dense_loss(models(device=device)[which], sample(2000, torch.Generator(device).manual_seed(3)))[0].item()
+    (loss, l0), (dense, dense_l0) = (train(models(device=device)[which], sparse) for sparse in (True, False))
+    assert math.isclose(loss, dense, rel_tol=0.02) and math.isclose(l0, dense_l0, rel_tol=0.02)
+    assert loss < 0.5 * start and 1 < l0 < D_SAE / 4
+
+
+@pytest.mark.gpu
+def test_loss_without_a_sync(device: torch.device, generator: torch.Generator) -> None:
+    x = sample(64, generator)
+    for model in models(device=device):
+        model.loss(x).loss.backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            model.loss(x).loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "make, error, message",
+    [
+        (lambda: nn.TopKSAE(4, 8, 9), ValueError, "nn.TopKSAE: k must be at most d_sae = 8, got 9"),
+        (lambda: nn.TopKSAE(4, 8, 0), ValueError, "nn.TopKSAE: k must be at least 1"),
+        (lambda: nn.TopKSAE(4.0, 8, 1), TypeError, "nn.TopKSAE: d_in must be an int, got float"),
+        (lambda: nn.JumpReLUSAE(4, 0), ValueError, "nn.JumpReLUSAE: d_sae must be at least 1, got 0"),
+        (lambda: nn.JumpReLUSAE(4, 8, bandwidth=0.0), ValueError, "bandwidth must be above 0, got 0.0"),
+        (lambda: nn.JumpReLUSAE(4, 8, capacity=0), ValueError, "capacity must be at least 1, got 0"),
+        (lambda: nn.JumpReLUSAE(4, 8, initial_threshold=-1.0), ValueError, "initial_threshold must be above 0"),
+        (lambda: nn.TopKSAE(4, 8, 2)(torch.ones(3, 5)), ValueError, r"W_enc must have shape .* with d_in = 5 like x"),
+    ],
+)  # fmt: skip
+def test_errors(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()

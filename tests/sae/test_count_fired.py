@@ -1,0 +1,40 @@
+"""sae.count_fired, against counting in the dense tensor."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gossamer.rowsparse import pack
+from gossamer.sae import count_fired
+from gossamer.testing import dense64, random_ell, random_rows
+from tests import strategies
+
+
+@given(data=st.data())
+def test_count_fired(data: st.DataObject, dtype: torch.dtype, device: torch.device) -> None:
+    acts = data.draw(strategies.dense(dtype, device))
+    n = acts.shape[-1]
+    counts = count_fired(pack(acts, capacity=data.draw(st.one_of(st.none(), st.integers(1, 70)))))
+    assert counts.dtype is torch.int64 and counts.shape == (n,)
+    assert counts.tolist() == (acts != 0).reshape(math.prod(acts.shape[:-1]), n).sum(0).tolist()
+
+
+def test_slots_without_an_entry(device: torch.device, generator: torch.Generator) -> None:
+    rows = random_ell((2, 3, 40), 9, device=device, generator=generator, distinct=True)
+    assert count_fired(rows).tolist() == (dense64(rows) != 0).flatten(0, 1).sum(0).tolist()
+
+
+def test_what_is_not_a_number_fires_and_zero_does_not(device: torch.device) -> None:
+    acts = random_rows((3, 20), l0=8, device=device)
+    rows = pack(acts, capacity=8)
+    rows.values[0, 0], rows.values[1, 2] = math.nan, 0.0
+    assert count_fired(rows).sum().item() == 23
+    assert count_fired(rows)[rows.indices[1, 2]].item() == (acts[:, rows.indices[1, 2]] != 0).sum().item() - 1
+
+
+def test_error(device: torch.device) -> None:
+    with pytest.raises(TypeError, match=r"sae.count_fired: rows must be a rowsparse.ELL, got Tensor"):
+        count_fired(torch.ones(2, 3, device=device))  # type: ignore[arg-type]

@@ -1,0 +1,519 @@
+"""sae.encode, against the definition of each activation in dense float64."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gossamer.rowsparse import ELL
+from gossamer.sae import count_fired, decode, encode, encode_with_l0
+from gossamer.testing import assert_close, assert_exact, dense64
+from tests import strategies
+
+NAN, INF = math.nan, math.inf
+ACTIVATIONS = ("relu", "jumprelu", "topk", "batchtopk")
+
+
+def selected(z: Tensor, activation: str, k: int | None = None, threshold: Tensor | None = None) -> Tensor:
+    """Which pre-activations [..., N] an activation keeps: bool [..., N]."""
+    positive = ~(z <= 0)
+    if threshold is not None:
+        return positive & ~(z <= threshold.double())
+    if k is None:
+        return positive
+    groups = z.reshape(1 if activation == "batchtopk" else -1, -1 if activation == "batchtopk" else z.shape[-1])
+    count = k * (math.prod(z.shape[:-1]) if activation == "batchtopk" else 1)
+    # A stable sort leaves ties in the order of their index; NaN counts as largest.
+    order = groups.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    return positive & torch.zeros_like(groups, dtype=torch.bool).scatter_(1, order, True).view_as(z)
+
+
+def whole(shape: tuple[int, ...], limit: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Small whole numbers: no dtype rounds their products and sums, and many of them tie."""
+    drawn = torch.randint(-limit, limit + 1, shape, device=generator.device, generator=generator)
+    return drawn.to(dtype)
+
+
+def check(rows: ELL, acts: Tensor, capacity: int) -> None:
+    """The invariants of an ELL that holds what differs from 0 in dense float64 acts."""
+    flat = acts.reshape(math.prod(acts.shape[:-1]), acts.shape[-1])
+    counts = (flat != 0).sum(1)
+    assert rows.shape == tuple(acts.shape) and rows.capacity == capacity
+    assert rows.nnz_per_row.tolist() == counts.tolist()
+    for row, count in enumerate(counts.tolist()):
+        held = min(count, capacity)
+        columns = flat[row].nonzero().squeeze(1)[:held]
+        assert rows.indices[row, :held].tolist() == columns.tolist()
+        assert_exact(rows.values[row, :held], flat[row, columns])
+        assert (rows.indices[row, held:] == -1).all() and (rows.values[row, held:] == 0).all()
+    assert_exact(dense64(rows), acts)
+    assert_exact(rows.to_dense(), acts)
+    assert count_fired(rows).tolist() == (flat != 0).sum(0).tolist()
+
+
+def options_for(activation: str, n: int, k: int, threshold: Tensor) -> dict[str, Any]:
+    if activation == "jumprelu":
+        return {"activation": activation, "threshold": threshold}
+    return {"activation": activation} if activation == "relu" else {"activation": activation, "k": min(k, n)}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@given(data=st.data())
+def test_encode(activation: str, data: st.DataObject, dtype: torch.dtype, device: torch.device) -> None:
+    leading, d, n = data.draw(strategies.LEADING), data.draw(st.integers(0, 9)), data.draw(st.integers(1, 70))
+    generator = strategies.seeded(data.draw(strategies.SEEDS), device)
+    layout = data.draw(strategies.LAYOUTS)
+    x = strategies.laid_out(whole((*leading, d), 2, generator, dtype), layout)
+    W = strategies.laid_out(whole((d, n), 1, generator, dtype), data.draw(strategies.LAYOUTS))
+    b = None if data.draw(st.booleans()) else whole((n,), 8, generator, torch.float32) / 4
+    b_dec = None if data.draw(st.booleans()) else whole((d,), 1, generator, torch.float32)
+    threshold = whole((n,) if data.draw(st.booleans()) else (), 4, generator, torch.float32)
+    options = options_for(activation, n, data.draw(st.integers(1, 12)), threshold)
+    capacity = data.draw(st.one_of(st.none(), st.integers(1, 70)))
+    rows, l0 = encode_with_l0(x, W, b, b_dec=b_dec, capacity=capacity, **options)
+    z = (x.double() - (0 if b_dec is None else b_dec.double())) @ W.double() + (0 if b is None else b.double())
+    acts = torch.where(selected(z, **options), z, 0)
+    most = options["k"] if activation == "topk" else n
+    check(rows, acts, min(most, capacity or (most if activation == "topk" else 32)) if most else 0)
+    assert rows.dtype is dtype and (rows.source is None) == (rows.capacity == most)
+    assert l0.shape == tuple(leading) and l0.dtype is torch.float32
+    assert l0.tolist() == (acts != 0).sum(-1).tolist()
+
+
+@pytest.mark.parametrize("m, n", [(1, 1), (3, 2047), (2, 2100), (5, 5000), (600, 300), (33, 16384)])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_way_through_the_rows(
+    m: int, n: int, activation: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator, mode: str
+) -> None:
+    if mode == "interpreter" and (m > 3 or dtype is not torch.float32):
+        pytest.skip("large for the interpreter")
+    x, W = whole((m, 6), 3, generator, dtype), whole((6, n), 3, generator, dtype)
+    # A shift that leaves relu little to keep.
+    b = whole((n,), 3, generator, torch.float32) / 4 - 20
+    threshold = torch.full((n,), 2.0, device=device)
+    threshold[n // 2] = -INF
+    options = options_for(activation, n, 40, threshold)
+    z = x.double() @ W.double() + b.double()
+    acts = torch.where(selected(z, **options), z, 0)
+    for capacity in (None, 3, n) if mode != "interpreter" else (None, 3):
+        rows = encode(x, W, b, capacity=capacity, **options)
+        check(rows, acts, rows.capacity)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_against_plain_pytorch(
+    activation: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    """On numbers that round: what is kept is as exact as plain PyTorch, and nothing clearly larger is left out."""
+    x = torch.randn(6, 40, device=device, generator=generator).to(dtype)
+    W = (torch.randn(40, 500, device=device, generator=generator) / 40**0.5).to(dtype)
+    b = torch.randn(500, device=device, generator=generator) / 8
+    options = options_for(activation, 500, 9, torch.full((500,), 1.5, device=device))
+    dense = encode(x, W, b, **options).to_dense()
+    z = x.double() @ W.double() + b.double()
+    plain = (x @ W + b).to(dtype)
+    kept = dense != 0
+    assert_close(dense[kept], reference64=z[kept], plain=plain[kept])
+    margin = 4 * torch.finfo(dtype).eps * z.abs().max()
+    acts = torch.where(selected(z, **options), z, 0)
+    border = z[acts > 0].min() if activation == "batchtopk" else acts.masked_fill(acts == 0, INF).amin(1, keepdim=True)
+    border = {"relu": 0.0, "jumprelu": 1.5}.get(activation, border)
+    assert not (kept & (z < border - margin)).any() and not (~kept & (z > border + margin)).any()
+
+
+@pytest.mark.parametrize("activation", ["topk", "batchtopk"])
+def test_ties_go_to_the_lowest_index(activation: str, dtype: torch.dtype, device: torch.device) -> None:
+    W = torch.ones(1, 100, device=device, dtype=dtype)
+    W[0, 70] = 2
+    x = torch.tensor([[1.0], [2.0], [1.0]], device=device, dtype=dtype)
+    columns = [row[row >= 0].tolist() for row in encode(x, W, None, activation=activation, k=3).indices]
+    if activation == "topk":
+        assert columns == [[0, 1, 70]] * 3
+    else:
+        # 4, then the twos in order of row and column: the row of twos takes what is left before the third row's one.
+        assert columns == [[70], [0, 1, 2, 3, 4, 5, 6, 70], []]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("capacity", [None, 2])
+def test_not_a_number_and_infinity(
+    activation: str, capacity: int | None, dtype: torch.dtype, device: torch.device, mode: str
+) -> None:
+    b = torch.tensor([0.0, NAN, 3.0, -NAN, INF, -INF, -1.0, 2.0, -0.0], device=device)
+    x, W = torch.zeros(2, 4, device=device, dtype=dtype), torch.zeros(4, 9, device=device, dtype=dtype)
+    options = options_for(activation, 9, 4, torch.full((9,), 2.0, device=device))
+    rows = encode(x, W, b, capacity=capacity, **options)
+    kept = [1, 2, 3, 4, 7] if activation == "relu" else [1, 2, 3, 4]
+    assert rows.nnz_per_row.tolist() == [len(kept)] * 2
+    if capacity is None:
+        assert [row[row >= 0].tolist() for row in rows.indices] == [kept] * 2
+    expected = torch.zeros(2, 9, dtype=torch.float64, device=device)
+    expected[:, kept] = b[kept].double()
+    assert_exact(rows.to_dense(), expected)
+    few = options_for(activation, 9, 2, torch.full((9,), 2.0, device=device))
+    if "k" in few:
+        assert [row[row >= 0].tolist() for row in encode(x, W, b, **few).indices] == [[1, 3], [1, 3]]
+
+
+def test_a_threshold_that_is_not_a_number_keeps_everything(dtype: torch.dtype, device: torch.device) -> None:
+    x, W = torch.ones(2, 1, device=device, dtype=dtype), torch.arange(-3, 4, device=device, dtype=dtype)[None]
+    rows = encode(x, W, activation="jumprelu", threshold=torch.tensor(NAN, device=device))
+    assert rows.nnz_per_row.tolist() == [7, 7]
+
+
+def test_nothing_to_keep(dtype: torch.dtype, device: torch.device) -> None:
+    x, W = torch.zeros(3, 4, device=device, dtype=dtype), torch.ones(4, 50, device=device, dtype=dtype)
+    for activation in ACTIVATIONS:
+        rows = encode(x, W, **options_for(activation, 50, 5, torch.zeros((), device=device)))
+        assert rows.nnz_per_row.tolist() == [0, 0, 0] and (rows.indices == -1).all() and (rows.values == 0).all()
+
+
+def test_k_may_be_all(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    x, W = whole((3, 4), 2, generator, dtype), whole((4, 37), 1, generator, dtype)
+    reference = (x.double() @ W.double()).relu()
+    for activation in ("topk", "batchtopk"):
+        rows = encode(x, W, activation=activation, k=37)
+        assert_exact(rows.to_dense(), reference)
+
+
+def test_batchtopk_with_a_threshold_is_jumprelu(device: torch.device, generator: torch.Generator) -> None:
+    x, W = (whole(shape, 2, generator, torch.float32) for shape in ((5, 8), (8, 60)))
+    threshold = torch.tensor(3.0, device=device)
+    rows = encode(x, W, activation="batchtopk", k=3, threshold=threshold)
+    same = encode(x, W, activation="jumprelu", threshold=threshold.expand(60))
+    assert_exact(rows.to_dense(), same.to_dense().double())
+    alone = encode(x[2], W, activation="batchtopk", threshold=threshold)
+    assert_exact(alone.to_dense(), rows.to_dense()[2].double())
+
+
+def test_statistics_stay_float32(device: torch.device, mode: str) -> None:
+    """A threshold or bias in half precision would decide these the other way."""
+    half = torch.float16 if mode == "interpreter" else torch.bfloat16
+    one, W = torch.ones(1, 1, device=device), torch.tensor([[1.0, -1.0]], device=device)
+    step = torch.finfo(half).eps / 2
+    threshold, b = torch.tensor([1 - step / 2, 0.0], device=device), torch.tensor([0.0, 1 + step], device=device)
+    options = {"activation": "jumprelu", "threshold": threshold}
+    for x, weight, context in ((one.to(half), W.to(half), False), (one, W, True)):
+        with torch.autocast(device.type, half, enabled=context):
+            rows = encode(x, weight, b, **options)
+            assert rows.dtype is half and rows.indices[0, :2].tolist() == [0, 1]
+            assert rows.values[0, :2].tolist() == [1.0, step]
+            assert decode(rows, weight.t().contiguous()).dtype is half
+
+
+class DenseJumpReLU(torch.autograd.Function):
+    """(acts, l0) and the straight-through estimates of their gradients, with a rectangle as kernel, as published."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, threshold: Tensor, bandwidth: float) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(z, threshold)
+        ctx.bandwidth = bandwidth
+        active = (z > threshold) & (z > 0)
+        return torch.where(active, z, 0), active.sum(-1).to(z.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_acts: Tensor, grad_l0: Tensor) -> tuple[Tensor, Tensor, None]:
+        z, threshold = ctx.saved_tensors
+        near = ((z - threshold).abs() < ctx.bandwidth / 2) & (threshold >= 0)
+        slope = (threshold * grad_acts + grad_l0[..., None]) * near / -ctx.bandwidth
+        return grad_acts * ((z > threshold) & (z > 0)), slope.flatten(0, -2).sum(0), None
+
+
+def jumprelu_case(
+    shape: tuple[int, ...], d: int, n: int, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """(leaves, weights of the activations, weights of l0)."""
+    device = generator.device
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, device=device, generator=generator, dtype=torch.float64)
+
+    leaves = {"x": draw(*shape, d), "W_enc": draw(d, n) / d**0.5, "b_enc": draw(n) / 4, "b_dec": draw(d) / 4}
+    leaves["threshold"] = 0.1 + draw(n).abs() / 2
+    leaves = {name: leaf.to(dtype if name in ("x", "W_enc") else torch.float32) for name, leaf in leaves.items()}
+    return leaves, draw(*shape, n), draw(*shape)
+
+
+def gradients(leaves: dict[str, Tensor], dtype: torch.dtype, loss: Any) -> dict[str, Tensor]:
+    own = {name: leaf.detach().to(dtype).requires_grad_() for name, leaf in leaves.items()}
+    value = loss(**own)
+    return dict(zip(own, torch.autograd.grad(value, own.values())))
+
+
+BANDWIDTH = 0.75
+
+
+@pytest.mark.parametrize("n, capacity", [(90, None), (90, 90), (90, 4), (2100, None), (2100, 4)])
+@pytest.mark.parametrize("consumer", ["to_dense", "decode"])
+def test_jumprelu_gradients(
+    n: int, capacity: int | None, consumer: str, device: torch.device, generator: torch.Generator, mode: str
+) -> None:
+    """Against dense autograd with the published estimator; entries below the threshold carry much of it."""
+    if mode == "interpreter" and n > 1000 and consumer == "to_dense":
+        pytest.skip("large for the interpreter")
+    dtype = torch.float64 if mode == "cpu" else torch.float32
+    leaves, weights, l0_weights = jumprelu_case((2, 3) if n < 1000 else (2,), 20, n, torch.float32, generator)
+    W_dec = torch.randn(n, 12, device=device, generator=generator) / 4
+    out_weights = weights[..., :12]
+
+    def ours(x: Tensor, W_enc: Tensor, b_enc: Tensor, b_dec: Tensor, threshold: Tensor) -> Tensor:
+        rows, l0 = encode_with_l0(
+            x, W_enc, b_enc, activation="jumprelu", threshold=threshold, b_dec=b_dec, bandwidth=BANDWIDTH,
+            capacity=capacity,
+        )  # fmt: skip
+        z = (x - b_dec).double() @ W_enc.double() + b_enc.double()
+        assert rows.nnz_per_row.tolist() == (z > threshold - BANDWIDTH / 2).flatten(0, -2).sum(-1).tolist()
+        assert l0.tolist() == (z > threshold).sum(-1).tolist()
+        assert bool(rows.overflowed) or capacity != 4
+        if consumer == "to_dense":
+            out = rows.to_dense() * weights.to(x.dtype)
+        else:
+            out = decode(rows, W_dec.to(x.dtype)) * out_weights.to(x.dtype)
+        return out.sum() + (l0 * l0_weights.to(l0.dtype)).sum()
+
+    def dense(x: Tensor, W_enc: Tensor, b_enc: Tensor, b_dec: Tensor, threshold: Tensor, below: float = 1) -> Tensor:
+        acts, l0 = DenseJumpReLU.apply((x - b_dec) @ W_enc + b_enc, threshold, BANDWIDTH)
+        if consumer == "to_dense":
+            out = acts * weights.to(x.dtype)
+        else:
+            out = (acts @ W_dec.to(x.dtype)) * out_weights.to(x.dtype)
+        return out.sum() + (l0 * l0_weights.to(x.dtype)).sum()
+
+    got, exact = gradients(leaves, dtype, ours), gradients(leaves, torch.float64, dense)
+    plain = gradients(leaves, torch.float32, dense)
+    for name in leaves:
+        assert_close(got[name], reference64=exact[name], plain=plain[name], name=name)
+
+
+def test_the_window_below_the_threshold_matters(device: torch.device, generator: torch.Generator) -> None:
+    """What the test above demands is far from what nonzero values alone would give."""
+    leaves, weights, _ = jumprelu_case((40,), 20, 90, torch.float32, generator)
+    z = (leaves["x"] - leaves["b_dec"]) @ leaves["W_enc"] + leaves["b_enc"]
+    distance = z - leaves["threshold"]
+    slope = -leaves["threshold"] / BANDWIDTH * weights
+    full = (slope * (distance.abs() < BANDWIDTH / 2)).sum(0)
+    above = (slope * ((distance.abs() < BANDWIDTH / 2) & (distance > 0))).sum(0)
+    assert (full - above).norm() > 0.3 * full.norm()
+    leaves["threshold"].requires_grad_()
+    rows = encode(activation="jumprelu", bandwidth=BANDWIDTH, capacity=90, **leaves)
+    (grad,) = torch.autograd.grad((rows.to_dense() * weights).sum(), leaves["threshold"])
+    torch.testing.assert_close(grad, full.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_the_window_is_stored_in_training_alone(device: torch.device) -> None:
+    x = torch.tensor([[1.0]], device=device)
+    W = torch.tensor([[0.70, 0.76, 0.99, 1.0, 1.01, 1.2, 1.3]], device=device)
+    options = {"activation": "jumprelu", "threshold": torch.tensor(1.0, device=device), "bandwidth": 0.5}
+    rows, l0 = encode_with_l0(x, W, **options)
+    assert rows.indices[0, :6].tolist() == [1, 2, 3, 4, 5, 6] and rows.nnz_per_row.tolist() == [6]
+    assert (rows.values[0, :3] == 0).all() and (rows.values[0, 3:6] > 1).all() and l0.tolist() == [3]
+    assert count_fired(rows).tolist() == [0, 0, 0, 0, 1, 1, 1]
+    with torch.no_grad():
+        assert encode(x, W, **options).nnz_per_row.tolist() == [3]
+    assert encode(x, W, activation="jumprelu", threshold=options["threshold"]).nnz_per_row.tolist() == [3]
+
+
+def test_negative_thresholds_act_as_zero(device: torch.device) -> None:
+    x, W = torch.tensor([[1.0]], device=device), torch.tensor([[-0.2, 0.1, 0.3]], device=device)
+    threshold = torch.full((3,), -0.3, device=device, requires_grad=True)
+    rows, l0 = encode_with_l0(x, W, activation="jumprelu", threshold=threshold, bandwidth=1.0)
+    assert_exact(rows.to_dense(), W.double().relu())
+    (rows.to_dense().sum() + l0.sum()).backward()
+    assert threshold.grad is not None and threshold.grad.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("activation", ["relu", "topk", "batchtopk"])
+@pytest.mark.parametrize("capacity", [None, 3])
+def test_gradients(
+    activation: str, capacity: int | None, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    leaves, weights, _ = jumprelu_case((2, 3), 20, 90, dtype, generator)
+    del leaves["threshold"]
+    options = options_for(activation, 90, 5, weights)
+    W_dec = (torch.randn(90, 16, device=device, generator=generator) / 4).to(dtype)
+    masks = []
+
+    def ours(x: Tensor, W_enc: Tensor, b_enc: Tensor, b_dec: Tensor) -> Tensor:
+        rows = encode(x.to(dtype), W_enc.to(dtype), b_enc, b_dec=b_dec, capacity=capacity, **options)
+        masks.append(rows.to_dense().detach() != 0)
+        return (decode(rows, W_dec).float() * weights[..., :16]).sum()
+
+    def dense(x: Tensor, W_enc: Tensor, b_enc: Tensor, b_dec: Tensor) -> Tensor:
+        narrow = x.dtype if x.dtype is torch.float64 else dtype
+        z = ((x - b_dec).to(narrow) @ W_enc.to(narrow) + b_enc).to(narrow)
+        out = torch.where(masks[0], z, 0) @ W_dec.to(narrow)
+        return (out.to(x.dtype) * weights[..., :16].to(x.dtype)).sum()
+
+    got = gradients(leaves, torch.float32, ours)
+    exact, plain = gradients(leaves, torch.float64, dense), gradients(leaves, torch.float32, dense)
+    for name in leaves:
+        assert_close(got[name], reference64=exact[name], plain=plain[name], name=name)
+
+
+@pytest.mark.native
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float64 runs on the CPU")
+@pytest.mark.parametrize("activation", ["relu", "topk", "batchtopk"])
+@pytest.mark.parametrize("capacity", [None, 2])
+def test_gradcheck(activation: str, capacity: int | None, generator: torch.Generator) -> None:
+    leaves, _, _ = jumprelu_case((3,), 4, 15, torch.float64, generator)
+    inputs = [leaf.double().requires_grad_() for name, leaf in leaves.items() if name != "threshold"]
+    options = options_for(activation, 15, 4, leaves["threshold"])
+
+    def run(x: Tensor, W: Tensor, b: Tensor, b_dec: Tensor) -> Tensor:
+        return encode(x, W, b, b_dec=b_dec, capacity=capacity, **options).to_dense()
+
+    torch.autograd.gradcheck(run, inputs)
+
+
+@pytest.mark.parametrize("wanted", ["x", "W_enc", "b_enc", "b_dec", "threshold"])
+def test_each_gradient_alone(wanted: str, device: torch.device, generator: torch.Generator) -> None:
+    """Each comes by a way of its own when it is the only one."""
+    leaves, weights, l0_weights = jumprelu_case((6,), 20, 90, torch.float32, generator)
+
+    def loss(**leaves: Tensor) -> Tensor:
+        rows, l0 = encode_with_l0(activation="jumprelu", bandwidth=BANDWIDTH, capacity=8, **leaves)
+        return (rows.to_dense() * weights).sum() + (l0 * l0_weights).sum()
+
+    together = gradients(leaves, torch.float32, loss)
+    leaves[wanted].requires_grad_()
+    (alone,) = torch.autograd.grad(loss(**leaves), leaves[wanted])
+    torch.testing.assert_close(alone, together[wanted].to(alone.dtype))
+
+
+def test_gradient_of_l0_alone(device: torch.device, generator: torch.Generator) -> None:
+    leaves, _, _ = jumprelu_case((6,), 20, 90, torch.float32, generator)
+    for capacity in (90, 4):
+        threshold = leaves["threshold"].clone().requires_grad_()
+        kwargs = {**leaves, "threshold": threshold, "W_enc": leaves["W_enc"].clone().requires_grad_()}
+        _, l0 = encode_with_l0(activation="jumprelu", bandwidth=BANDWIDTH, capacity=capacity, **kwargs)
+        l0.mean().backward()
+        z = (leaves["x"] - leaves["b_dec"]) @ leaves["W_enc"] + leaves["b_enc"]
+        near = ((z - leaves["threshold"]).abs() < BANDWIDTH / 2).double().mean(0) / -BANDWIDTH
+        assert_close(threshold.grad, reference64=near, plain=near.float())
+        assert kwargs["W_enc"].grad is None or not kwargs["W_enc"].grad.any()
+
+
+def test_reproducible(device: torch.device, generator: torch.Generator, scale: int) -> None:
+    """Bit for bit, with columns that many rows share."""
+    leaves, weights, _ = jumprelu_case((8 * scale,), 10, 40, torch.float32, generator)
+
+    def loss(**leaves: Tensor) -> Tensor:
+        rows = encode(activation="jumprelu", bandwidth=BANDWIDTH, capacity=12, **leaves)
+        return (rows.to_dense() * weights).sum()
+
+    first, second = (gradients(leaves, torch.float32, loss) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in leaves)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_empty(activation: str, dtype: torch.dtype, device: torch.device) -> None:
+    options = {"device": device, "dtype": dtype}
+    for shape in ((0, 4), (3, 0, 4), (2, 0)):
+        x = torch.zeros(shape, **options, requires_grad=True)
+        W = torch.zeros(shape[-1], 20, **options, requires_grad=True)
+        threshold = torch.zeros(20, device=device)
+        rows, l0 = encode_with_l0(x, W, torch.ones(20, device=device), **options_for(activation, 20, 3, threshold))
+        assert rows.shape == (*shape[:-1], 20) and l0.shape == shape[:-1]
+        rows.to_dense().sum().backward()
+        assert x.grad is not None and x.grad.shape == shape and not x.grad.any() and not W.grad.any()
+    if activation in ("relu", "jumprelu"):
+        x, W = torch.ones(2, 4, **options), torch.zeros(4, 0, **options)
+        threshold = torch.zeros(0, device=device)
+        assert encode(x, W, **options_for(activation, 0, 3, threshold)).to_dense().shape == (2, 0)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_compile(activation: str, device: torch.device, generator: torch.Generator, compiled: Any) -> None:
+    leaves, weights, _ = jumprelu_case((2, 3), 20, 90, torch.float32, generator)
+    threshold = leaves.pop("threshold")
+    options = options_for(activation, 90, 5, threshold.requires_grad_())
+    if activation == "jumprelu":
+        options["bandwidth"] = BANDWIDTH
+
+    def run(x: Tensor, W_enc: Tensor, b_enc: Tensor, b_dec: Tensor) -> Tensor:
+        rows, l0 = encode_with_l0(x, W_enc, b_enc, b_dec=b_dec, capacity=6, **options)
+        counts = count_fired(rows)
+        return (rows.to_dense() * weights).sum() + l0.sum() + counts.sum()
+
+    got, want = (gradients(leaves, torch.float32, f) for f in (compiled(run), run))
+    for name in leaves:
+        torch.testing.assert_close(got[name], want[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("m", [32, 600])
+def test_capture_without_a_sync(activation: str, m: int, device: torch.device, generator: torch.Generator) -> None:
+    leaves, weights, _ = jumprelu_case((m,), 64, 4096, torch.bfloat16, generator)
+    threshold = leaves.pop("threshold")
+    options = options_for(activation, 4096, 20, threshold)
+    if activation == "jumprelu":
+        options |= {"bandwidth": BANDWIDTH, "threshold": threshold.requires_grad_()}
+    leaves = {name: leaf.requires_grad_() for name, leaf in leaves.items()}
+    weights = weights.bfloat16()
+
+    def run() -> tuple[Tensor, ...]:
+        rows = encode(**leaves, capacity=16, **options)
+        return rows.to_dense(), *torch.autograd.grad((rows.to_dense() * weights).sum(), leaves.values())
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            eager = run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, eager))
+
+
+OK_X, OK_W = torch.ones(2, 4), torch.ones(4, 8)
+JUMP = {"activation": "jumprelu", "threshold": torch.ones(8)}
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"x": torch.tensor(1.0)}, ValueError, r"sae.encode: x must have shape \[..., d_in\], got a scalar"),
+        ({"x": OK_X.long()}, TypeError, r"x must be float32, float16 or bfloat16 .* got int64"),
+        ({"x": OK_X.half()}, TypeError, r"x and W_enc must have one dtype, got float16 and float32"),
+        ({"W_enc": torch.ones(5, 8)}, ValueError, r"W_enc must have shape \[d_in, d_sae\] with d_in = 4 .* \[5, 8\]"),
+        ({"W_enc": torch.ones(4)}, ValueError, r"W_enc must have shape"),
+        ({"b_enc": torch.ones(7)}, ValueError, r"b_enc must have shape \[d_sae\] = \[8\] like W_enc, got \[7\]"),
+        ({"b_dec": torch.ones(8)}, ValueError, r"b_dec must have shape \[d_in\] = \[4\]"),
+        ({"b_enc": torch.ones(8, device="meta")}, ValueError, r"b_enc must be on .* got meta"),
+        ({"activation": "gelu"}, ValueError, r"activation must be one of relu, jumprelu, topk, batchtopk, got 'gelu'"),
+        ({"activation": "jumprelu"}, ValueError, r"needs threshold"),
+        ({**JUMP, "threshold": torch.ones(7)}, ValueError, r"threshold must have shape \[d_sae\] = \[8\]"),
+        ({**JUMP, "k": 2}, ValueError, r"k belongs to"),
+        ({**JUMP, "threshold": 0.5}, TypeError, r"threshold must be a torch.Tensor, got float"),
+        ({**JUMP, "bandwidth": 0.0}, ValueError, r"bandwidth must be above 0"),
+        ({"bandwidth": 0.1}, ValueError, r"bandwidth belongs to"),
+        ({"threshold": torch.ones(8)}, ValueError, r"threshold belongs to"),
+        ({"k": 3}, ValueError, r"k belongs to"),
+        ({"activation": "topk"}, ValueError, r"needs k"),
+        ({"activation": "topk", "k": 9}, ValueError, r"k must be at most d_sae = 8, got 9"),
+        ({"activation": "batchtopk", "k": 9}, ValueError, r"k must be at most d_sae = 8, got 9"),
+        ({"activation": "topk", "k": 0}, ValueError, r"k must be at least 1, got 0"),
+        ({"activation": "topk", "k": 2.0}, TypeError, r"k must be an int, got float"),
+        ({"capacity": 0}, ValueError, r"capacity must be at least 1, got 0"),
+    ],
+)
+def test_errors(change: dict[str, Any], error: type[Exception], message: str, device: torch.device) -> None:
+    arguments: dict[str, Any] = {"x": OK_X, "W_enc": OK_W, "activation": "relu", **change}
+    arguments = {
+        name: value.to(device) if isinstance(value, Tensor) and value.device.type != "meta" else value
+        for name, value in arguments.items()
+    }
+    with pytest.raises(error, match=message):
+        encode(**arguments)

@@ -1,0 +1,110 @@
+"""`torch.compile(fullgraph=True)`: operators inside a region, containers across its border, gradients through it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from gossamer import rowsparse, sae
+from gossamer.testing import random_csr, random_ell, random_rows
+
+N, D = 150, 24
+CSRS: list[dict[str, Any]] = [{"format": "csr", "max_nnz": 100}, {"format": "csr", "max_nnz": 20}]
+PACKINGS: list[dict[str, Any]] = [{}, {"capacity": 6}, *CSRS]
+
+
+def inputs(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    acts = random_rows((2, 4, N), l0=[0, 1, 5, 9, N, 3, 7, 2], device=device, generator=generator)
+    W, b = (torch.randn(shape, device=device, generator=generator) for shape in ((N, D), (D,)))
+    return acts.requires_grad_(), W.requires_grad_(), b.requires_grad_()
+
+
+def agree(function: Callable[..., Any], compiled: Callable[..., Any], *args: Any) -> None:
+    """Same results and gradients, compiled and not."""
+    leaves = [arg for arg in _pytree.tree_leaves(args) if isinstance(arg, Tensor) and arg.requires_grad]
+    results = []
+    for call in (function, compiled(function)):
+        out = call(*args)
+        tensors = [t for t in _pytree.tree_leaves(out) if isinstance(t, Tensor)]
+        total = sum((t.nan_to_num().square().sum() for t in tensors if t.requires_grad), torch.zeros(()))
+        grads = torch.autograd.grad(total, leaves, allow_unused=True) if leaves else ()
+        results.append((out, grads))
+    (out, grads), (other, other_grads) = results
+    assert type(out) is type(other)
+    for eager, fast in zip(_pytree.tree_leaves((out, grads)), _pytree.tree_leaves((other, other_grads))):
+        torch.testing.assert_close(fast, eager, equal_nan=True)
+
+
+@pytest.mark.parametrize("options", PACKINGS, ids=str)
+def test_pack_and_multiply(options: dict[str, Any], device: torch.device, compiled) -> None:
+    acts, W, _ = inputs(device)
+    agree(lambda acts, W: rowsparse.matmul(rowsparse.pack(acts, **options), W), compiled, acts, W)
+
+
+@pytest.mark.parametrize("options", PACKINGS, ids=str)
+def test_a_container_leaves(options: dict[str, Any], device: torch.device, compiled) -> None:
+    agree(lambda acts: rowsparse.pack(acts, **options), compiled, inputs(device)[0])
+
+
+@pytest.mark.parametrize("make", [random_ell, random_csr])
+def test_a_container_enters(make, device: torch.device, compiled) -> None:
+    rows = make((2, 4, N), 6, device=device)
+    agree(rowsparse.matmul, compiled, rows, inputs(device)[1])
+    agree(rowsparse.unpack, compiled, rows)
+    agree(sae.decode, compiled, rows, *inputs(device)[1:])
+
+
+@pytest.mark.parametrize("options", PACKINGS, ids=str)
+def test_a_container_enters_and_leaves(options: dict[str, Any], device: torch.device, compiled) -> None:
+    acts, W, _ = inputs(device)
+    rows, x = rowsparse.pack(acts.detach(), **options), torch.randn(2, 4, D, device=device, requires_grad=True)
+    agree(rowsparse.sampled_matmul, compiled, x, W, rows)
+    agree(rowsparse.transpose, compiled, rows)
+    agree(lambda acts, rows: rowsparse.unpack(rowsparse.transpose(rows)) @ acts.reshape(8, N), compiled, acts, rows)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"capacity": 6}, {"method": "fixed", "capacity": N, "validate": False}, {"method": "dense"}],
+    ids=str,
+)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_decode(options: dict[str, Any], with_bias: bool, device: torch.device, compiled) -> None:
+    acts, W, b = inputs(device)
+    b = b if with_bias else None
+    agree(lambda acts, W, b: sae.decode(acts, W, b, **options).relu(), compiled, acts, W, b)
+    frozen = acts.detach(), W.detach(), None if b is None else b.detach()
+    agree(lambda acts, W, b: sae.decode(acts, W, b, **options).relu(), compiled, *frozen)
+
+
+def test_under_autocast(device: torch.device, compiled) -> None:
+    acts, W, b = inputs(device)
+
+    def decode(acts: Tensor, W: Tensor, b: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            return sae.decode(acts, W, b, capacity=6)
+
+    out = compiled(decode)(acts, W, b)
+    assert out.dtype is torch.bfloat16
+    torch.testing.assert_close(out, decode(acts, W, b))
+
+
+def test_dynamic_shapes(device: torch.device, compiled) -> None:
+    """One graph serves every batch size."""
+    _, W, b = inputs(device)
+
+    def decode(acts: Tensor) -> Tensor:
+        return sae.decode(acts, W, b, capacity=6)
+
+    fast = compiled(decode)
+    for m in (3, 5, 8, 20):
+        acts = random_rows((m, N), l0=4, device=device).requires_grad_()
+        torch._dynamo.mark_dynamic(acts, 0)
+        out = fast(acts)
+        torch.testing.assert_close(out, acts @ W + b)
+        out.sum().backward()
+        torch.testing.assert_close(acts.grad, W.sum(1) * (acts != 0))

@@ -1,0 +1,85 @@
+"""What may be imported by whom: the CPU path without Triton, and rooms that import downwards only."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gossamer
+
+ROOT = Path(gossamer.__file__).parent
+# From the ground floor up; a room may import rooms of lower rank.
+RANK = {
+    "_core": 0,
+    "rowsparse": 1,
+    "gemm": 2,
+    "sae": 3,
+    "ffn": 3,
+    "attention": 3,
+    "blocksparse": 3,
+    "sparsity": 4,
+    "nn": 5,
+    "integrations": 6,
+    "testing": 6,
+    "cli": 7,
+}
+
+BLOCKED = """
+import sys
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "triton":
+            raise ImportError("Triton is blocked in this test")
+
+sys.meta_path.insert(0, Block())
+import torch
+import gossamer, gossamer.rowsparse, gossamer.sae, gossamer.testing
+from gossamer import rowsparse, sae
+
+x, w = gossamer.testing.random_rows((4, 400), l0=5).requires_grad_(), torch.randn(400, 8).requires_grad_()
+for rows in (rowsparse.pack(x), rowsparse.pack(x, capacity=2), rowsparse.pack(x, format="csr")):
+    rowsparse.unpack(rows)
+    rowsparse.sampled_matmul(torch.randn(4, 8), w, rows)
+    for out in (rowsparse.matmul(rows, w), rowsparse.matmul(rowsparse.transpose(rows), torch.randn(4, 8))):
+        out.sum().backward(retain_graph=True)
+for method in ("auto", "exact", "fixed", "dense"):
+    sae.decode(x, w, torch.zeros(8), method=method, capacity=8).sum().backward()
+print("loaded:", sorted(name for name in sys.modules if name.split(".")[0] == "triton"))
+"""
+
+
+def test_the_cpu_path_works_without_triton() -> None:
+    done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "loaded: []"
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.rglob("*.py")), ids=lambda file: str(file.relative_to(ROOT)))
+def test_imports_point_down(file: Path) -> None:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    room = parts[0]
+    if room == "__init__":
+        return
+    kernels = parts[1] if len(parts) > 2 else ""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports are absolute"
+            if node.module == "gossamer":
+                names = [f"gossamer.{alias.name}" for alias in node.names]
+            else:
+                names = [node.module or ""]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for name in names:
+            other = name.split(".")[1:]
+            if not name.startswith("gossamer") or not other or other[0] not in RANK:
+                continue
+            assert other[0] == room or RANK[other[0]] < RANK[room], f"line {node.lineno}: {room} imports {name}"
+            if kernels in ("_torch", "_triton"):
+                backends = {"_torch", "_triton"} - {kernels}
+                assert not backends & set(other), f"line {node.lineno}: {kernels} imports {name}"

@@ -1,0 +1,126 @@
+"""Every registered operator under `torch.library.opcheck`, with the arguments that the public functions give it."""
+
+import functools
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gossamer import rowsparse, sae
+from gossamer._core import ops
+from gossamer.testing import random_rows
+
+N, D = 90, 12
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps the arguments of every call of an operator of the library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == ops.NAMESPACE:
+            # What runs in a backward pass has no gradient of its own.
+            record = functools.partial(_copied, with_grad=torch._C._current_graph_task_id() == -1)
+            self.calls[func.name()].append(tuple(record(arg) for arg in args))
+        return func(*args, **(kwargs or {}))
+
+
+def _copied(arg: Any, with_grad: bool) -> Any:
+    if not isinstance(arg, Tensor):
+        return arg
+    return arg.detach().clone().requires_grad_(with_grad and arg.requires_grad)
+
+
+def _leaves(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    acts = random_rows((3, N), l0=[2, 20, 0], device=device).requires_grad_()
+    W, b = (torch.randn(shape, device=device).requires_grad_() for shape in ((N, D), (D,)))
+    return acts, W, b
+
+
+def _rowsparse(device: torch.device) -> None:
+    acts, W, _ = _leaves(device)
+    for options in ({"capacity": 8}, {"capacity": N}, {"format": "csr"}, {"format": "csr", "max_nnz": 5}):
+        rows = rowsparse.pack(acts, **options)
+        rowsparse.unpack(rows).sum().backward()
+        rowsparse.matmul(rowsparse.pack(acts, **options), W).sum().backward()
+        rowsparse.matmul(rowsparse.pack(acts.detach(), **options), W).sum().backward()
+        rowsparse.matmul(rowsparse.pack(acts, **options), W.detach()).sum().backward()
+        rowsparse.transpose(rows)
+        x = torch.randn(3, D, device=device, requires_grad=True)
+        rowsparse.sampled_matmul(x, W, rows.detach()).values.sum().backward()
+
+
+def _decode(device: torch.device) -> None:
+    for options in ({"capacity": 8}, {"capacity": N}, {"method": "exact"}):
+        for bias in (True, False):
+            acts, W, b = _leaves(device)
+            sae.decode(acts, W, b if bias else None, **options).sum().backward()
+        sae.decode(acts, W.detach(), **options).sum().backward()
+        sae.decode(acts.detach(), W, **options).sum().backward()
+        sae.decode(acts.detach(), W.detach(), b.detach(), out_dtype=torch.float16, **options)
+
+
+def _encode(device: torch.device) -> None:
+    x, W, b = (torch.randn(shape, device=device).requires_grad_() for shape in ((3, D), (D, N), (N,)))
+    threshold = torch.full((N,), 0.5, device=device, requires_grad=True)
+    for options in (
+        {"activation": "relu"},
+        {"activation": "jumprelu", "threshold": threshold, "bandwidth": 0.5, "capacity": 3},
+        {"activation": "jumprelu", "threshold": threshold, "bandwidth": 0.5, "capacity": N},
+        {"activation": "topk", "k": 4},
+        {"activation": "batchtopk", "k": 4},
+    ):
+        rows, l0 = sae.encode_with_l0(x, W, b, **options)
+        (rows.to_dense().sum() + l0.sum()).backward()
+        sae.count_fired(rows)
+
+
+SCENARIOS = {"rowsparse": _rowsparse, "decode": _decode, "encode": _encode}
+
+
+@functools.cache
+def recorded(device: torch.device) -> dict[str, list[tuple[Any, ...]]]:
+    """Operator -> its calls in all scenarios, one for each kind of arguments."""
+    calls: dict[str, dict[Any, tuple[Any, ...]]] = defaultdict(dict)
+    for scenario in SCENARIOS.values():
+        torch.manual_seed(0)
+        with Recorder() as recorder:
+            scenario(device)
+        for name, found in recorder.calls.items():
+            for args in found:
+                kind = tuple(
+                    (arg.dim(), arg.dtype, arg.requires_grad) if isinstance(arg, Tensor) else arg for arg in args
+                )
+                calls[name].setdefault(kind, args)
+    return {name: list(kinds.values()) for name, kinds in calls.items()}
+
+
+def registered() -> list[str]:
+    """Every operator of the library, as "gossamer::name"."""
+    return sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{ops.NAMESPACE}::"))
+
+
+@pytest.mark.parametrize("name", registered())
+def test_opcheck(name: str, device: torch.device) -> None:
+    calls = recorded(device).get(name)
+    assert calls, f"no scenario calls {name}: add one to SCENARIOS"
+    operator = getattr(torch.ops.gossamer, name.split("::")[1]).default
+    for args in calls:
+        torch.library.opcheck(operator, args)
+
+
+@pytest.mark.parametrize("name", registered())
+def test_no_output_is_an_input(name: str, device: torch.device) -> None:
+    operator = getattr(torch.ops.gossamer, name.split("::")[1]).default
+    for args in recorded(device)[name]:
+        with torch.no_grad():
+            out = operator(*args)
+        taken = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor) and arg.numel()}
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            assert tensor.numel() == 0 or tensor.untyped_storage().data_ptr() not in taken
