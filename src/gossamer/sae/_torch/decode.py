@@ -1,43 +1,88 @@
 """Dense activations times decoder on the CPU, reading only the decoder rows that fire."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gossamer.rowsparse._torch.matmul import bag, dense_product
 from gossamer.rowsparse._torch.pack import ell_from_entries, entries
 
+_SAMPLES = 128
+
+Lists = tuple[Tensor, Tensor, Tensor]
+"""(row_offsets int64 [M + 1], columns int64 [nnz], values [nnz])."""
+
 
 def decode(acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, out_dtype: torch.dtype | None) -> Tensor:
-    """Operator `sae_decode`. A CPU has no overflow: the lists are as long as they need to be."""
-    return _decode(entries(acts), acts, weight, bias, out_dtype)
+    """Operator `sae_decode`. A CPU has no overflow: lists are as long as they need to be, if not as good as dense."""
+    lists, dense = _split(acts, _look_dense(acts, capacity), capacity)
+    return _product(lists, dense, acts, weight, bias, out_dtype)
 
 
 def decode_lists(
     acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, out_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Operator `sae_decode_lists`."""
-    found = entries(acts)
-    return _decode(found, acts, weight, bias, out_dtype), *ell_from_entries(*found, capacity)
+    """Operator `sae_decode_lists`: `decode`, and (values, indices, nnz_per_row) of its lists."""
+    looks = _look_dense(acts, capacity)
+    lists, dense = _split(acts, looks, capacity)
+    out = _product(lists, dense, acts, weight, bias, out_dtype)
+    counts = (acts if bool(looks.all()) else acts[looks]).count_nonzero(1)
+    if bool((counts <= capacity).any()):
+        # The sample misled about a row: its product is right, but it must have a list as well.
+        return out, *ell_from_entries(*entries(acts), capacity)
+    values, indices, nnz = ell_from_entries(*lists, capacity)
+    nnz[looks] = counts.int()
+    return out, values, indices, nnz
 
 
-def _decode(
-    found: tuple[Tensor, Tensor, Tensor],
-    acts: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype | None,
+def _look_dense(acts: Tensor, capacity: int) -> Tensor:
+    """bool [M]: rows of which a sample says that they have more entries than `capacity`.
+
+    To find the entries of such rows would cost as much as their product. Whether a row counts as one depends on that
+    row alone, so that no row's bits depend on another's.
+    """
+    m, n = acts.shape
+    if n < 1024 or 4 * capacity >= n:
+        return torch.zeros(m, dtype=torch.bool)
+    sample = acts[:, :: max(8, n // _SAMPLES)]
+    expected = capacity * sample.shape[1] / n
+    return (sample != 0).sum(1) > expected + expected**0.5
+
+
+def _split(acts: Tensor, dense: Tensor, capacity: int) -> tuple[Lists, Tensor]:
+    """The entries of the rows that are not `dense`, and which rows are better multiplied densely."""
+    m, n = acts.shape
+    flagged = int(dense.sum())
+    if 2 * flagged < m:
+        # To look at a few rows in vain costs less than to copy all the others.
+        row_offsets, columns, values = entries(acts)
+        counts = row_offsets.diff()
+    elif flagged == m:
+        return (torch.zeros(m + 1, dtype=torch.int64), torch.empty(0, dtype=torch.int64), acts.new_empty(0)), dense
+    else:
+        found, columns, values = entries(acts[~dense])
+        counts = torch.zeros(m, dtype=torch.int64)
+        counts[~dense] = found.diff()
+        row_offsets = F.pad(counts.cumsum(0), (1, 0))
+    # Once it is found, gathering an entry costs about as much as sixteen rows of a dense product.
+    most = max(capacity, n // 16)
+    return (row_offsets, columns, values), dense | (counts > most) if columns.numel() > most else dense
+
+
+def _product(
+    lists: Lists, dense: Tensor, acts: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
     dtype = out_dtype or weight.dtype
     working = dtype if bias is None else torch.promote_types(dtype, torch.float32)
-    row_offsets, columns, values = found
-    counts = row_offsets.diff()
-    # A gathered row costs about as much as sixteen of a dense product. Row by row: no row's bits depend on another's.
-    dense = counts > acts.shape[1] // 16
-    if columns.numel() <= acts.shape[1] // 16 or not bool(dense.any()):
+    row_offsets, columns, values = lists
+    if not bool(dense.any()):
         out = bag(columns, values, row_offsets, weight, working)
+    elif bool(dense.all()):
+        out = dense_product(acts, weight, working)
     else:
+        counts = row_offsets.diff()
         kept = ~dense.repeat_interleave(counts)
-        row_offsets = torch.nn.functional.pad(torch.where(dense, 0, counts).cumsum(0), (1, 0))
+        row_offsets = F.pad(torch.where(dense, 0, counts).cumsum(0), (1, 0))
         out = bag(columns[kept], values[kept], row_offsets, weight, working)
         out[dense] = dense_product(acts[dense], weight, working)
     return out if bias is None else (out + bias).to(dtype)
