@@ -1,6 +1,7 @@
 """Variants of the decode kernels beside each other, for whoever tunes them.
 
-Usage: python benchmarks/sae/tune_decode.py [PART...] [--search]. Parts: check, host, small, large, dense, backward.
+Usage: python benchmarks/sae/tune_decode.py [PART...] [--search]. Parts: check, host, small, large, encode, dense,
+backward.
 Every timing interleaves its candidates in one process; figures to publish come from `gossamer bench sae`. With
 --search, tiles are varied as well. Set OUT to a folder to keep the numbers as JSON.
 """
@@ -27,13 +28,28 @@ from gossamer import sae
 from gossamer._core import tuning
 from gossamer.rowsparse._triton import matmul, overflow, pack, sampled_matmul, transpose
 from gossamer.sae._triton import decode
+from gossamer.sae._triton import encode as encode_kernels
 
 DEVICE = torch.device("cuda")
 SEARCH = "--search" in sys.argv
 RESULTS: dict[str, Any] = {}
 # (BLOCK_M, BLOCK_N, BLOCK_D, SPLITS, warps, stages) by "at most 64 rows".
 TILES = {
-    True: list(itertools.product((32,), (64, 128), (32, 64, 128), (32, 64), (4,), (3, 4))),
+    True: [
+        (32, bn, bd, splits, warps, stages)
+        for bn, bd, splits, warps, stages in (
+            (64, 64, 22, 4, 3),
+            (64, 64, 44, 4, 3),
+            (64, 64, 66, 4, 3),
+            (64, 64, 44, 4, 4),
+            (32, 64, 44, 4, 5),
+            (64, 128, 44, 4, 3),
+            (64, 128, 44, 8, 3),
+            (32, 128, 44, 4, 4),
+            (32, 128, 66, 8, 4),
+            (128, 64, 44, 4, 3),
+        )
+    ],
     False: [
         (bm, bn, bd, splits, 8 if bm * bd >= 128 * 128 else 4, stages)
         for bm, bn, bd, splits, stages in itertools.product((64, 128), (32, 64), (64, 128, 256), (1, 16, 32), (3, 4))
@@ -59,15 +75,17 @@ def acts_of(m: int, n: int, l0: int, dtype: torch.dtype = torch.float32) -> torc
     return x.scatter_(1, columns, torch.rand(m, l0, device=DEVICE, dtype=dtype) + 0.1)
 
 
-def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
+def graphed(call: Callable[..., Any], copies: list[Any] | None = None) -> Callable[[], Any]:
+    """Ten calls in a graph; with copies, each on another of them, so that none finds its input in the cache."""
+    arguments = [(copies[i % len(copies)],) if copies else () for i in range(10)]
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        call()
+        call(*arguments[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(10):
-            call()
+        for argument in arguments:
+            call(*argument)
     return graph.replay
 
 
@@ -145,8 +163,8 @@ def host() -> None:
     calls: dict[str, Callable[[], Any]] = {
         "dense": lambda: acts @ w,
         "auto": lambda: sae.decode(acts, w),
-        "op": lambda: torch.ops.gossamer.sae_decode.default(acts, w, None, capacity, None),
-        "launcher": lambda: decode.decode(acts, w, None, capacity, None),
+        "op": lambda: torch.ops.gossamer.sae_decode.default(acts, w, None, capacity, False, None),
+        "launcher": lambda: decode.decode(acts, w, None, capacity, False, None),
         "seed": lambda: seed_decode.decode_fixed(acts, w, 512, validate=False),
     }
     with torch.inference_mode():
@@ -175,33 +193,35 @@ def host() -> None:
 
 def small() -> None:
     for m, n, d, l0 in SMALL:
-        acts, w = acts_of(m, n, l0), torch.randn(n, d, device=DEVICE)
-        calls: dict[str, Callable[[], Any]] = {
-            "dense": lambda: acts @ w,
-            "seed": lambda: seed_decode.decode_fixed(acts, w, 512, validate=False),
-            "auto": lambda: sae.decode(acts, w),
-            "op": lambda: decode.decode(acts, w, None, 2048, None),
+        copies, w = [acts_of(m, n, l0) for _ in range(10)], torch.randn(n, d, device=DEVICE)
+        turn = itertools.cycle(copies)
+        calls: dict[str, Callable[..., Any]] = {
+            "dense": lambda x: x @ w,
+            "seed": lambda x: seed_decode.decode_fixed(x, w, 512, validate=False),
+            "auto": lambda x: sae.decode(x, w),
+            "fused": lambda x: decode.decode(x, w, None, n, False, None),
         }
-        row = timed(calls)
+        row = timed({name: lambda call=call: call(next(turn)) for name, call in calls.items()})
         show("small", f"eager {m},{n},{d},{l0}", row | {"ratio": row["seed"] / row["auto"]})
-        calls |= {"fused": lambda: decode.decode(acts, w, None, n, None)}
-        row = timed({k: graphed(calls[k]) for k in ("seed", "auto", "fused")}, div=10)
+        row = timed({k: graphed(calls[k], copies) for k in ("seed", "auto", "fused")}, div=10)
         show("small", f"graph {m},{n},{d},{l0}", row | {"ratio": row["seed"] / row["auto"]})
         if not SEARCH:
             continue
         original, variants = tuning.decode_tile, {}
-        shapes = itertools.product((128, 256, 512, 1024), (1, 2, 4), (4, 8, 16, 32), (128, 256, 512))
+        shapes = itertools.product((256, 512), (1, 2), (8, 16, 32), (128, 256, 512))
         for groups, warps, e, bytes_d in shapes:
             scan, gather = groups // (32 * warps), e * bytes_d // 16 // (32 * warps)
-            if 2 <= scan <= 16 and 1 <= gather <= 8 and (m > 64 or n * d > 1 << 26 or gather >= 4):
+            if scan == 8 and 2 <= gather <= 16:
                 tile = {"BLOCK": groups * 4, "VEC": 4, "BLOCK_E": e, "BLOCK_D": bytes_d // 4}
                 tuning.decode_tile = lambda *_, tile=tile, warps=warps: (tile, warps)
                 decode._decode_fwd._compiled.clear()
-                variants[f"{groups}g/{e}x{bytes_d}B/{warps}w"] = graphed(lambda: decode.decode(acts, w, None, n, None))
+                decode._plans.clear()
+                variants[f"{groups}g/{e}x{bytes_d}B/{warps}w"] = graphed(calls["auto"], copies)
         row = timed(variants, rounds=5, div=10)
         show("small", f"tiles {m},{n},{d},{l0}", dict(sorted(row.items(), key=lambda item: item[1])[:14]))
         tuning.decode_tile = original
         decode._decode_fwd._compiled.clear()
+        decode._plans.clear()
 
 
 def large() -> None:
@@ -227,11 +247,40 @@ def large() -> None:
                 tile = {"BLOCK_E": e, "BLOCK_D": bytes_d // acts.element_size()}
                 tuning.gather_tile = lambda *_, tile=tile, warps=warps: (tile, warps)
                 matmul._matmul_fwd._compiled.clear()
+                matmul._plans.clear()
                 variants[f"{e}x{bytes_d}B/{warps}w"] = graphed(calls["gather"])
         row = timed(variants, rounds=5, div=10)
         show("large", f"gather tiles {str(dtype)[6:]}", dict(sorted(row.items(), key=lambda item: item[1])[:12]))
         tuning.gather_tile = original
         matmul._matmul_fwd._compiled.clear()
+
+
+def encode() -> None:
+    m, d, n, k = 4096, 2304, 65536, 64
+    x, bias = torch.randn(m, d, device=DEVICE, dtype=torch.bfloat16), torch.randn(n, device=DEVICE).bfloat16() * 0.1
+    w, threshold = (torch.randn(d, n, device=DEVICE) * d**-0.5).bfloat16(), torch.full((n,), 3.1, device=DEVICE)
+    calls: dict[str, Callable[[], Any]] = {
+        "gemm": lambda: torch.addmm(bias, x, w),
+        "jumprelu": lambda: sae.encode(x, w, bias, activation="jumprelu", threshold=threshold),
+        "relu": lambda: sae.encode(x, w, bias - 3.1, activation="relu"),
+        "topk": lambda: sae.encode(x, w, bias, activation="topk", k=k),
+        "batchtopk": lambda: sae.encode(x, w, bias, activation="batchtopk", k=k),
+    }
+    show("encode", f"{m},{d},{n}", timed(calls, rounds=5))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for call in calls.values():
+            call()
+        torch.cuda.synchronize()
+    kernels = {event.key[:40]: event.self_device_time_total / event.count for event in profile.key_averages()}
+    show("encode", "kernels", dict(sorted(kernels.items(), key=lambda item: -item[1])[:14]))
+    original, variants = tuning.encode_tile, {}
+    for words in (64, 128, 256) if SEARCH else ():
+        tuning.encode_tile = lambda *_, words=words: ({"BLOCK": words * 8, "VEC": 8}, 1)
+        encode_kernels._encode_row._compiled.clear()
+        variants[str(words)] = graphed(calls["jumprelu"])
+    if SEARCH:
+        show("encode", "words a warp", timed(variants | {"gemm": graphed(calls["gemm"])}, rounds=3, div=10))
+    tuning.encode_tile = original
 
 
 def dense() -> None:
@@ -276,8 +325,8 @@ def dense() -> None:
         calls = {
             "dense": lambda: acts @ w,
             "auto": lambda: sae.decode(acts, w),
-            "gather": lambda: decode.decode(acts, w, None, 65536, None),
-            "tiles": lambda: decode.decode(acts, w, None, 32, None),
+            "gather": lambda: decode.decode(acts, w, None, 65536, False, None),
+            "tiles": lambda: decode.decode(acts, w, None, 32, False, None),
         }
         show("dense", f"L0 {l0}", timed(calls))
 
@@ -337,8 +386,9 @@ def backward() -> None:
 
 
 if __name__ == "__main__":
-    for name in [a for a in sys.argv[1:] if a != "--search"] or ["check", "small", "large", "dense", "backward"]:
+    parts = {part.__name__: part for part in (check, host, small, large, encode, dense, backward)}
+    for name in [a for a in sys.argv[1:] if a != "--search"] or parts:
         with torch.no_grad() if name not in ("check", "backward") else torch.enable_grad():
-            {"check": check, "host": host, "small": small, "large": large, "dense": dense, "backward": backward}[name]()
+            parts[name]()
     if folder := os.environ.get("OUT"):
         (Path(folder) / "tune_decode.json").write_text(json.dumps(RESULTS, indent=1))

@@ -78,7 +78,7 @@ def test_encode(activation: str, data: st.DataObject, dtype: torch.dtype, device
     z = (x.double() - (0 if b_dec is None else b_dec.double())) @ W.double() + (0 if b is None else b.double())
     acts = torch.where(selected(z, **options), z, 0)
     most = options["k"] if activation == "topk" else n
-    check(rows, acts, min(most, capacity or (most if activation == "topk" else 32)) if most else 0)
+    check(rows, acts, min(most, capacity or (most if activation == "topk" else 128)) if most else 0)
     assert rows.dtype is dtype and (rows.source is None) == (rows.capacity == most)
     assert l0.shape == tuple(leading) and l0.dtype is torch.float32
     assert l0.tolist() == (acts != 0).sum(-1).tolist()

@@ -47,8 +47,13 @@ class Kernel:
             self.fn[grid](*args, **meta)
             return None
         device = args[0].device.index
-        pointers = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
-        misaligned = any(p % 16 for p, arg in zip(pointers, args, strict=True) if isinstance(arg, Tensor))
+        pointers, bits = [], 0
+        for arg in args:
+            if isinstance(arg, Tensor):
+                arg = arg.data_ptr()
+                bits |= arg
+            pointers.append(arg)
+        misaligned = bits % 16 != 0
         key = (key, device, misaligned, num_warps, num_stages)
         guard = device != torch.cuda.current_device()
         if guard:
@@ -84,6 +89,19 @@ class Bound:
     def __call__(self, stream: int, *head: Any) -> None:
         grid, tail = self._tail
         self._run(*grid, stream, *self._arguments, *head, *tail)
+
+
+def ready(index: int, addresses: int) -> bool:
+    """Whether kept launches on device `index` may be used: it is the current one, nothing captures its stream, and the
+    pointers, united bit by bit, are aligned as the kernels were compiled for."""
+    return addresses % 16 == 0 and torch._C._cuda_getDevice() == index and not torch._C._cuda_isCurrentStreamCapturing()
+
+
+def keep(plans: dict[Any, Any], key: Hashable, plan: Any, most: int = 64) -> None:
+    """Adds a plan to those kept for repeated calls; their number is bounded, for they may hold device memory."""
+    if len(plans) >= most:
+        plans.clear()
+    plans[key] = plan
 
 
 class Flags:

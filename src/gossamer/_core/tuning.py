@@ -68,8 +68,19 @@ def scan_tile(m: int, n: int, element_size: int) -> Tile:
     return {"BLOCK": 256 * vector, "VEC": vector}, 1
 
 
+def encode_tile(m: int, element_size: int) -> Tile:
+    """Tile of the scan of pre-activations: half the columns of `scan_tile`, for thresholds take registers, too."""
+    vector = 16 // element_size
+    return {"BLOCK": 128 * vector, "VEC": vector}, 1
+
+
 def gather_tile(m: int, d: int, element_size: int) -> Tile:
-    """Tile of the row gather: a warp reads 512 bytes of a row at once, four rows in flight."""
+    """Tile of the row gather: a warp reads 512 bytes of a row at once, four rows in flight.
+
+    With few rows the tile is tall and narrow instead: more programs, and fewer steps that wait for memory.
+    """
+    if m < 512:
+        return {"BLOCK_E": 32 if m <= 64 and d <= 3072 else 16, "BLOCK_D": 128 // element_size}, 1
     return {"BLOCK_E": 4, "BLOCK_D": 512 // element_size}, 1
 
 
@@ -77,8 +88,7 @@ def decode_tile(m: int, n: int, d: int, element_size: int) -> Tile:
     """Tile of the one-launch decode: scan and gather in programs of one warp, all of them at work at once."""
     vector = 16 // element_size
     groups = 256 if n <= 65536 else 512
-    gathered = 32 if m <= 64 and d <= 3072 else 16
-    return {"BLOCK": groups * vector, "VEC": vector, "BLOCK_E": gathered, "BLOCK_D": 128 // element_size}, 1
+    return {"BLOCK": groups * vector, "VEC": vector, **gather_tile(m, d, element_size)[0]}, 1
 
 
 def sampled_tile(d: int, element_size: int) -> Tile:

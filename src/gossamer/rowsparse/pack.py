@@ -26,7 +26,7 @@ def pack(x: Tensor, *, format: str = "ell", capacity: int | None = None, max_nnz
     Args:
         x: `[..., N]`, float32, float16 or bfloat16 (float64 on the CPU), any strides.
         format: `"ell"` gives every row the same number of slots; `"csr"` packs without gaps.
-        capacity: slots per row of an ELL. None takes N / 16, at least 32, rounded up to 32. A row with more entries
+        capacity: slots per row of an ELL. None takes N / 64, at least 128, in steps of 32. A row with more entries
             stays exact: the container keeps x for it.
         max_nnz: length of a CSR's buffers. None takes the true count, which costs one device-to-host sync. An int
             costs none: rows that end beyond it stay exact, because the container keeps x for them.
@@ -57,7 +57,7 @@ def pack(x: Tensor, *, format: str = "ell", capacity: int | None = None, max_nnz
         if max_nnz is not None:
             raise ValueError(f'{operator}: max_nnz belongs to format="csr". An ELL takes capacity.')
         if capacity is None:
-            capacity = min(n, -(-max(32, n // 16) // 32) * 32)
+            capacity = default_capacity(n)
         else:
             checks.positive(operator, "capacity", capacity, "It is the number of slots per row.")
             capacity = min(capacity, n)
@@ -65,7 +65,8 @@ def pack(x: Tensor, *, format: str = "ell", capacity: int | None = None, max_nnz
         return ELL(values, indices, nnz, tuple(x.shape), None if capacity == n else source)
     if capacity is not None:
         raise ValueError(f'{operator}: capacity belongs to format="ell". A CSR takes max_nnz.')
-    row_offsets = torch.nn.functional.pad(_count_rows(flat).cumsum(0, dtype=torch.int64), (1, 0))
+    row_offsets = torch.zeros(flat.shape[0] + 1, dtype=torch.int64, device=flat.device)
+    torch.cumsum(_count_rows(flat), 0, dtype=torch.int64, out=row_offsets[1:])
     if max_nnz is None:
         checks.no_sync(operator, 'format="csr" with max_nnz=None', "Give max_nnz, or pack an ELL.")
         max_nnz, source = int(row_offsets[-1]), None
@@ -92,6 +93,11 @@ def unpack(rows: Rows) -> Tensor:
     """
     values, indices, offsets, source = parts("rowsparse.unpack", rows)
     return _unpack(values, indices, offsets, source, rows.num_columns).reshape(rows.shape)
+
+
+def default_capacity(n: int) -> int:
+    """Slots per row where the caller names none: several times the entries of a usual row, and little memory."""
+    return min(n, -(-max(128, n // 64) // 32) * 32)
 
 
 def parts(operator: str, rows: Any, argument: str = "rows") -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

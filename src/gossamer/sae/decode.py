@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks, tuning
-from gossamer._core.ops import register
-from gossamer.rowsparse import ELL, pack
+from gossamer._core.ops import register, shortcut
+from gossamer.rowsparse import pack
 from gossamer.rowsparse.formats import Rows, _RowSparse
 from gossamer.rowsparse.matmul import _matmul, _sampled, backward_weight, check_dtypes, check_weight
 from gossamer.rowsparse.pack import parts
@@ -17,6 +17,7 @@ from gossamer.sae._torch import decode as _cpu
 
 _seen: dict[tuple[object, ...], int] = {}
 _METHODS = ("auto", "exact", "fixed", "dense")
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def decode(
@@ -60,15 +61,16 @@ def decode(
     """
     # What follows from shapes is checked once: host time is most of a small decode.
     seen: tuple[Any, ...] | None = None
-    if type(acts) is Tensor and type(W_dec) is Tensor and not torch.compiler.is_compiling():
+    if type(acts) is Tensor and type(W_dec) in _PLAIN and not torch.compiler.is_compiling():
         seen = (acts.shape, acts.dtype, acts.device, W_dec.shape, W_dec.dtype, W_dec.device)
-        seen += (method, capacity, out_dtype, tuning.tf32())
+        seen += (method, capacity, validate, out_dtype, tuning.tf32())
         seen += () if b_dec is None else (b_dec.shape, b_dec.dtype, b_dec.device)
         slots = _seen.get(seen)
         if slots is not None and not torch.is_grad_enabled() and not autocast.enabled(acts.device):
+            call, truncate = shortcut(_sae_decode, acts.device), method == "fixed"
             if acts.dim() == 2:
-                return _sae_decode(acts, W_dec, b_dec, slots, out_dtype)
-            out = _sae_decode(acts.reshape(-1, acts.shape[-1]), W_dec, b_dec, slots, out_dtype)
+                return call(acts, W_dec, b_dec, slots, truncate, out_dtype)
+            out = call(acts.reshape(-1, acts.shape[-1]), W_dec, b_dec, slots, truncate, out_dtype)
             return out.view(*acts.shape[:-1], W_dec.shape[1])
     operator = "sae.decode"
     if isinstance(acts, _RowSparse):
@@ -95,18 +97,27 @@ def decode(
     if method == "exact":
         rows = pack(flat, format="csr")
         out = _matmul(rows.values, rows.indices, rows.row_offsets, None, W_dec, b_dec, out_dtype)
-    elif method == "fixed":
-        out = _fixed(operator, flat, W_dec, b_dec, capacity, validate, out_dtype)
     else:
-        capacity = tuning.break_even(m, n, d, W_dec) if capacity is None else min(capacity, n)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (acts, W_dec, b_dec)):
-            out = _sae_decode_lists(flat, W_dec, b_dec, capacity, out_dtype)[0]
+        truncate = method == "fixed"
+        if capacity is None:
+            if truncate:
+                raise ValueError(
+                    f'{operator}: method="fixed" needs capacity, the number of entries a row has room for.'
+                )
+            capacity = tuning.break_even(m, n, d, W_dec)
+        slots = min(capacity, n)
+        if truncate and validate:
+            checks.no_sync(operator, "validate=True", 'Use method="auto", which is exact without a sync.')
+            out, _, _, nnz = _sae_decode_lists(flat, W_dec, b_dec, slots, True, out_dtype)
+            _check_counts(operator, nnz, capacity)
+        elif torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (acts, W_dec, b_dec)):
+            out = _sae_decode_lists(flat, W_dec, b_dec, slots, truncate, out_dtype)[0]
         else:
-            out = _sae_decode(flat, W_dec, b_dec, capacity, out_dtype)
+            out = _sae_decode(flat, W_dec, b_dec, slots, truncate, out_dtype)
             if seen is not None and n and not autocast.enabled(acts.device):
                 if len(_seen) >= 1024:
                     _seen.clear()
-                _seen[seen] = capacity
+                _seen[seen] = slots
     return out if acts.dim() == 2 else out.view(*acts.shape[:-1], d)
 
 
@@ -160,41 +171,27 @@ def _dense(acts: Tensor, W_dec: Tensor, b_dec: Tensor | None, out_dtype: torch.d
     return out.to(dtype) if b_dec is None else (out + b_dec).to(dtype)
 
 
-def _fixed(
-    operator: str,
-    acts: Tensor,
-    W_dec: Tensor,
-    b_dec: Tensor | None,
-    capacity: int | None,
-    validate: bool,
-    out_dtype: torch.dtype | None,
+def _check_counts(operator: str, nnz: Tensor, capacity: int) -> None:
+    largest = int(nnz.max()) if nnz.numel() else 0
+    if largest > capacity:
+        raise ValueError(
+            f"{operator}: a row of acts has {largest} entries, more than capacity = {capacity}. "
+            f'Raise capacity to {largest}, or use method="auto", which has no limit.'
+        )
+
+
+def _fake(
+    acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, truncate: bool, out_dtype: torch.dtype | None
 ) -> Tensor:
-    if capacity is None:
-        raise ValueError(f'{operator}: method="fixed" needs capacity, the number of entries a row has room for.')
-    if validate:
-        checks.no_sync(operator, "validate=True", 'Use method="auto", which is exact without a sync.')
-    rows: ELL = pack(acts, capacity=capacity)
-    if validate:
-        largest = int(rows.nnz_per_row.max()) if rows.num_rows else 0
-        if largest > capacity:
-            raise ValueError(
-                f"{operator}: a row of acts has {largest} entries, more than capacity = {capacity}. "
-                f'Raise capacity to {largest}, or use method="auto", which has no limit.'
-            )
-    counts = rows.nnz_per_row.clamp(max=rows.capacity)
-    return _matmul(rows.values, rows.indices, counts, None, W_dec, b_dec, out_dtype)
-
-
-def _fake(acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, out_dtype: torch.dtype | None) -> Tensor:
     return weight.new_empty(acts.shape[0], weight.shape[1], dtype=out_dtype or weight.dtype)
 
 
 def _fake_lists(
-    acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, out_dtype: torch.dtype | None
+    acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, truncate: bool, out_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     m = acts.shape[0]
     return (
-        _fake(acts, weight, bias, capacity, out_dtype),
+        _fake(acts, weight, bias, capacity, truncate, out_dtype),
         acts.new_empty(m, capacity),
         acts.new_empty(m, capacity, dtype=torch.int32),
         acts.new_empty(m, dtype=torch.int32),
@@ -202,30 +199,32 @@ def _fake_lists(
 
 
 def _context(ctx: Any, inputs: Any, output: Any) -> None:
-    acts, weight, bias, _, _ = inputs
+    acts, weight, bias, capacity, truncate, _ = inputs
     _, values, indices, nnz = output
     ctx.mark_non_differentiable(values, indices, nnz)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(acts, weight, values, indices, nnz)
+    # What was dropped has no gradient.
+    source, counts = (None, nnz.clamp(max=capacity)) if truncate else (acts, nnz)
+    ctx.save_for_backward(source, weight, values, indices, counts)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return None, None, None, None, None
+        return (None,) * 6
     acts, weight, values, indices, nnz = ctx.saved_tensors
     grad_acts = grad_weight = grad_bias = None
     if ctx.needs_input_grad[0]:
-        grad_acts = _sampled(grad, weight, indices, nnz, acts, True, True)[1].to(acts.dtype)
+        grad_acts = _sampled(grad, weight, indices, nnz, acts, True, True)[1].to(values.dtype)
     if ctx.needs_input_grad[1]:
         columns = transpose_keys(indices, nnz, weight.shape[0])
         grad_weight = backward_weight(grad, columns, values, nnz, acts, weight.dtype)
     if ctx.needs_input_grad[2]:
         grad_bias = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(ctx.bias_dtype)
-    return grad_acts, grad_weight, grad_bias, None, None
+    return grad_acts, grad_weight, grad_bias, None, None, None
 
 
-_ARGUMENTS = "(Tensor acts, Tensor weight, Tensor? bias, int capacity, ScalarType? out_dtype)"
+_ARGUMENTS = "(Tensor acts, Tensor weight, Tensor? bias, int capacity, bool truncate, ScalarType? out_dtype)"
 _sae_decode = register(
     f"sae_decode{_ARGUMENTS} -> Tensor", cpu=_cpu.decode, gpu="gossamer.sae._triton.decode:decode", fake=_fake
 )

@@ -10,6 +10,7 @@ from gossamer._core import autocast, checks
 from gossamer._core.ops import register
 from gossamer.rowsparse import ELL
 from gossamer.rowsparse.matmul import _matmul, backward_weight, check_dtypes
+from gossamer.rowsparse.pack import default_capacity
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import encode as _cpu
 
@@ -130,7 +131,7 @@ def _encode(
     elif activation == "topk":
         capacity = most
     else:
-        capacity = min(n, -(-max(32, n // 16) // 32) * 32)
+        capacity = default_capacity(n)
     window = bandwidth if bandwidth is not None and torch.is_grad_enabled() else 0.0
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     values, indices, nnz, source, l0 = _sae_encode(

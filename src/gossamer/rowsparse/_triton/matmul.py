@@ -159,19 +159,59 @@ def matmul(
     bias: Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    """Operator `matmul`. ELL where values is 2-D, with offsets = nnz_per_row; CSR where it is 1-D."""
-    is_csr = values.dim() == 1
-    m = offsets.shape[0] - is_csr
-    capacity = values.shape[-1]
-    weight = overflow.unit_columns(weight)
+    """Operator `matmul`. ELL where values is 2-D, with offsets = nnz_per_row; CSR where it is 1-D.
+
+    As in `sae._triton.decode`, what follows from shapes is done once and kept as a plan.
+    """
     # A gradient may arrive expanded, and a bias too.
     values, bias = values.contiguous(), None if bias is None else bias.contiguous()
-    n, d = weight.shape
-    out = torch.empty(m, d, dtype=out_dtype or weight.dtype, device=weight.device)
-    if m == 0 or d == 0:
+    weight, source = overflow.unit_columns(weight), None if source is None else overflow.unit_columns(source)
+    m = offsets.shape[0] - (values.dim() == 1)
+    out = weight.new_empty((m, weight.shape[1]), dtype=out_dtype)
+    if launch.INTERPRET or m == 0 or out.shape[1] == 0:
+        _launch_matmul(values, indices, offsets, source, weight, bias, out)
         return out
-    if n == 0:
-        return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
+    index = weight.get_device()
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    key = (values.shape, m, weight.shape, weight.stride(0), values.dtype, weight.dtype, out_dtype, index, stream)
+    key += (None if bias is None else bias.dtype, tuning.tf32())
+    key += (None if source is None else (source.stride(0), source.dtype),)
+    plan = _plans.get(key)
+    entries = (values.data_ptr(), indices.data_ptr(), offsets.data_ptr())
+    operands = (weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr())
+    address = 0 if source is None else source.data_ptr()
+    united = entries[0] | entries[1] | entries[2] | operands[0] | (operands[1] or 0) | address
+    if plan is not None and launch.ready(index, united):
+        gather, over, space = plan
+        gather(stream, *entries, *operands)
+        if over is not None:
+            over(stream, address, *operands, *(t.data_ptr() for t in space), entries[2])
+        return out
+    plan = _launch_matmul(values, indices, offsets, source, weight, bias, out)
+    if plan is not None and not torch.cuda.is_current_stream_capturing():
+        launch.keep(_plans, key, plan)
+    return out
+
+
+_Plan = tuple[launch.Bound, launch.Bound | None, tuple[Tensor, ...]]
+_plans: dict[tuple[object, ...], _Plan] = {}
+
+
+def _launch_matmul(
+    values: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    source: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+) -> _Plan | None:
+    """Launches, and returns what repeats it: the gather, the dense tiles and their workspace."""
+    is_csr = values.dim() == 1
+    (m, d), n, capacity = out.shape, weight.shape[0], values.shape[-1]
+    if m == 0 or d == 0 or n == 0:
+        out.copy_(out.new_zeros(d) if bias is None else bias)
+        return None
     tile, warps = tuning.gather_tile(m, d, weight.element_size())
     # Half-precision results round far above what a running float32 sum loses.
     run = 64 * tile["BLOCK_E"] if out.dtype is torch.float32 else 0
@@ -180,10 +220,12 @@ def matmul(
     key = (m, n, d, capacity, values.dtype, weight.dtype, weight.stride(0), out.dtype, bias is None or bias.dtype)
     key += (is_csr, source is None)
     args = (values, indices, offsets, weight, bias, out, weight.stride(0), n, d, capacity)
-    _matmul_fwd(key, (m, launch.cdiv(d, meta["BLOCK_D"]), 1), args, meta, num_warps=warps)
-    if source is not None:
-        overflow.forward(source, weight, bias, out, offsets[is_csr:], capacity)
-    return out
+    gather = _matmul_fwd(key, (m, launch.cdiv(d, meta["BLOCK_D"]), 1), args, meta, num_warps=warps, head=6)
+    if source is None:
+        return None if gather is None else (gather, None, ())
+    space = overflow.workspace(m, n, weight)
+    over = overflow.forward(source, weight, bias, out, offsets[is_csr:], capacity, space)
+    return None if gather is None or over is None else (gather, over, space)
 
 
 def matmul_bwd_weight(
@@ -205,7 +247,7 @@ def matmul_bwd_weight(
         return out
     upcast = launch.INTERPRET or grad.dtype is torch.float32
     tile, warps = tuning.weight_tile(n, d, grad.element_size())
-    meta = {**tile, "RUN": 256 if out.dtype is torch.float32 else 0, "IS_CSR": is_csr}
+    meta = {**tile, "RUN": 64 if out.dtype is torch.float32 else 0, "IS_CSR": is_csr}
     meta |= {"PRECISION": "ieee", "UPCAST": upcast}
     key = (n, d, values.shape[-1], values.dtype, grad.dtype, dtype, is_csr)
     args = (keys, columns, col_offsets, values, offsets, grad, out, values.shape[-1], n, d)

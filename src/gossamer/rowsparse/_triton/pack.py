@@ -95,17 +95,18 @@ def scan_chunk(
     if (count > 0) | (chunk == chunks - 1):
         base = wait_and_sum(flags_ptr, chunk, epoch.to(tl.int64) << 1, FLAGS)
         append_entries(bits, counts, x_ptr, values_ptr, indices_ptr, base, capacity, start, BLOCK, VEC)
-        if chunk == chunks - 1:
-            tl.store(nnz_ptr, base + count)
+        if nnz_ptr is not None:
+            if chunk == chunks - 1:
+                tl.store(nnz_ptr, base + count)
     # Every thread's entries must be visible before the one thread that signals releases them.
     tl.debug_barrier()
     tl.atomic_xchg(flags_ptr + chunk, word | DONE, sem="release")
 
 
 @triton.jit
-def clear_slots(values_ptr, indices_ptr, first, capacity, BLOCK: tl.constexpr):
-    """Marks slots first to capacity as holding no entry."""
-    for slot in range(first, capacity, BLOCK):
+def clear_slots(values_ptr, indices_ptr, first, capacity, step, BLOCK: tl.constexpr):
+    """Marks BLOCK slots from `first` on, and again every `step` slots up to capacity, as holding no entry."""
+    for slot in range(first, capacity, step):
         slots = slot + tl.arange(0, BLOCK)
         tl.store(indices_ptr + slots, -1, mask=slots < capacity)
         tl.store(values_ptr + slots, 0.0, mask=slots < capacity)
@@ -113,25 +114,43 @@ def clear_slots(values_ptr, indices_ptr, first, capacity, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["epoch"])
 def _pack_split_kernel(
-    x_ptr, values_ptr, indices_ptr, nnz_ptr, flags_ptr, epoch, stride_xm, N, capacity, chunks,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, FLAGS: tl.constexpr,
+    x_ptr, values_ptr, indices_ptr, nnz_ptr, offsets_ptr, flags_ptr, epoch, stride_xm, M, N, capacity, chunks,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, FLAGS: tl.constexpr, COUNT_ONLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk), chunks fastest."""
+    """Program (row, chunk), chunks fastest. `offsets_ptr` is as in `_pack_row_kernel`; COUNT_ONLY adds to zeros."""
     pid = tl.program_id(0)
     row = (pid // chunks).to(tl.int64)
     chunk = pid % chunks
-    scan_chunk(
-        x_ptr + row * stride_xm, values_ptr + row * capacity, indices_ptr + row * capacity, nnz_ptr + row,
-        flags_ptr + row * chunks, epoch, chunk, chunks, N, capacity, BLOCK, VEC, FLAGS,
-    )  # fmt: skip
-    if chunk == chunks - 1:
-        first = wait_and_sum(flags_ptr + row * chunks, chunks, epoch.to(tl.int64) << 1, FLAGS)
-        clear_slots(values_ptr + row * capacity, indices_ptr + row * capacity, first, capacity, 256)
+    x_ptr += row * stride_xm
+    if COUNT_ONLY:
+        count = tl.sum(count_bits(nonzero_bits(load_chunk(x_ptr, chunk * BLOCK, N, BLOCK, VEC), VEC)), axis=0)
+        if count > 0:
+            # Whole numbers: the sum does not depend on the order of arrival.
+            tl.atomic_add(nnz_ptr + row, count, sem="relaxed")
+    elif offsets_ptr is None:
+        values_ptr += row * capacity
+        indices_ptr += row * capacity
+        flags_ptr += row * chunks
+        scan_chunk(
+            x_ptr, values_ptr, indices_ptr, nnz_ptr + row, flags_ptr, epoch, chunk, chunks, N, capacity,
+            BLOCK, VEC, FLAGS,
+        )  # fmt: skip
+        if chunk == chunks - 1:
+            first = wait_and_sum(flags_ptr, chunks, epoch.to(tl.int64) << 1, FLAGS)
+            clear_slots(values_ptr, indices_ptr, first, capacity, 256, 256)
+    else:
+        base = tl.load(offsets_ptr + row)
+        scan_chunk(
+            x_ptr, values_ptr + base, indices_ptr + base, None, flags_ptr + row * chunks, epoch, chunk, chunks, N,
+            capacity - base, BLOCK, VEC, FLAGS,
+        )  # fmt: skip
+        total = tl.load(offsets_ptr + M)
+        clear_slots(values_ptr, indices_ptr, total + pid * 256, capacity, tl.num_programs(0) * 256, 256)
 
 
 @triton.jit
 def _pack_row_kernel(
-    x_ptr, values_ptr, indices_ptr, nnz_ptr, offsets_ptr, stride_xm, N, capacity,
+    x_ptr, values_ptr, indices_ptr, nnz_ptr, offsets_ptr, stride_xm, M, N, capacity,
     BLOCK: tl.constexpr, VEC: tl.constexpr, CLEAR: tl.constexpr, COUNT_ONLY: tl.constexpr,
 ):  # fmt: skip
     """Program (row): walks the row, with the next chunk's load in flight while it appends the present one's entries.
@@ -162,7 +181,11 @@ def _pack_row_kernel(
     if nnz_ptr is not None:
         tl.store(nnz_ptr + row, (base - first).to(tl.int32))
     if CLEAR:
-        clear_slots(values_ptr, indices_ptr, base - first, capacity, 256)
+        if offsets_ptr is None:
+            clear_slots(values_ptr, indices_ptr, base - first, capacity, 256, 256)
+        else:
+            total = tl.load(offsets_ptr + M)
+            clear_slots(values_ptr, indices_ptr, total + row * 256, capacity, tl.num_programs(0) * 256, 256)
 
 
 _pack_split = launch.Kernel(_pack_split_kernel)
@@ -195,27 +218,40 @@ def pack_ell(x: Tensor, capacity: int, clear: bool = True) -> tuple[Tensor, Tens
     if tuning.one_program_a_row(m, n):
         meta = {**fit_block(tile, n), "CLEAR": clear, "COUNT_ONLY": False}
         key = (m, n, capacity, x.dtype, x.stride(0), clear)
-        args = (x, values, indices, nnz, None, x.stride(0), n, capacity)
+        args = (x, values, indices, nnz, None, x.stride(0), m, n, capacity)
         _pack_row(key, (m, 1, 1), args, meta, num_warps=warps)
     else:
-        chunks, meta = split(tile, n)
-        flags, epoch = launch.flags.get(m * chunks, x.device)
-        key = (m, n, capacity, x.dtype, x.stride(0))
-        args = (x, values, indices, nnz, flags, epoch, x.stride(0), n, capacity, chunks)
-        _pack_split(key, (m * chunks, 1, 1), args, meta, num_warps=warps)
+        _split(x, values, indices, nnz, None, capacity)
     return values, indices, nnz
+
+
+def _split(
+    x: Tensor, values: Tensor | None, indices: Tensor | None, nnz: Tensor | None, offsets: Tensor | None, capacity: int
+) -> None:
+    """Launches programs that share rows: an ELL (without offsets), a CSR, or counts alone (without values)."""
+    m, n = x.shape
+    tile, warps = tuning.scan_tile(m, n, x.element_size())
+    chunks, meta = split(tile, n)
+    flags, epoch = launch.flags.get(m * chunks, x.device)
+    key = (m, n, capacity, x.dtype, x.stride(0), values is None, offsets is None)
+    args = (x, values, indices, nnz, offsets, flags, epoch, x.stride(0), m, n, capacity, chunks)
+    meta["COUNT_ONLY"] = values is None
+    _pack_split(key, (m * chunks, 1, 1), args, meta, num_warps=warps)
 
 
 def count_rows(x: Tensor) -> Tensor:
     """Operator `count_rows`: how many elements of each row differ from 0."""
     x = rows_contiguous(x)
     m, n = x.shape
-    nnz = torch.zeros(m, dtype=torch.int32, device=x.device)
-    if m and n:
+    rows = tuning.one_program_a_row(m, n)
+    nnz = (torch.empty if rows and n else torch.zeros)(m, dtype=torch.int32, device=x.device)
+    if m and n and not rows:
+        _split(x, None, None, nnz, None, 0)
+    elif m and n:
         tile, warps = tuning.scan_tile(m, n, x.element_size())
         meta = {**fit_block(tile, n), "CLEAR": False, "COUNT_ONLY": True}
         key = (m, n, x.dtype, x.stride(0))
-        args = (x, x, nnz, nnz, None, x.stride(0), n, 0)
+        args = (x, x, nnz, nnz, None, x.stride(0), m, n, 0)
         _pack_row(key, (m, 1, 1), args, meta, num_warps=warps)
     return nnz
 
@@ -224,13 +260,17 @@ def pack_csr(x: Tensor, row_offsets: Tensor, max_nnz: int) -> tuple[Tensor, Tens
     """Operator `pack_csr`: fills a buffer of `max_nnz` entries at ready offsets."""
     x = rows_contiguous(x)
     m, n = x.shape
-    values = x.new_zeros(max_nnz)
-    indices = torch.full((max_nnz,), -1, dtype=torch.int32, device=x.device)
-    if m and n and max_nnz:
+    values = x.new_empty(max_nnz)
+    indices = torch.empty(max_nnz, dtype=torch.int32, device=x.device)
+    if m == 0 or n == 0 or max_nnz == 0:
+        return values.zero_(), indices.fill_(-1)
+    if not tuning.one_program_a_row(m, n):
+        _split(x, values, indices, None, row_offsets, max_nnz)
+    else:
         tile, warps = tuning.scan_tile(m, n, x.element_size())
-        meta = {**fit_block(tile, n), "CLEAR": False, "COUNT_ONLY": False}
+        meta = {**fit_block(tile, n), "CLEAR": True, "COUNT_ONLY": False}
         key = (m, n, max_nnz, x.dtype, x.stride(0))
-        args = (x, values, indices, None, row_offsets, x.stride(0), n, max_nnz)
+        args = (x, values, indices, None, row_offsets, x.stride(0), m, n, max_nnz)
         _pack_row(key, (m, 1, 1), args, meta, num_warps=warps)
     return values, indices
 
@@ -243,16 +283,17 @@ def rows_contiguous(x: Tensor) -> Tensor:
 EXAMPLES = {
     _pack_split_kernel: {
         "signature": {
-            "x_ptr": "*fp32", "values_ptr": "*fp32", "indices_ptr": "*i32", "nnz_ptr": "*i32", "flags_ptr": "*i64",
-            "epoch": "i32", "stride_xm": "i32", "N": "i32", "capacity": "i32", "chunks": "i32",
+            "x_ptr": "*fp32", "values_ptr": "*fp32", "indices_ptr": "*i32", "nnz_ptr": "*i32", "offsets_ptr": None,
+            "flags_ptr": "*i64", "epoch": "i32", "stride_xm": "i32", "M": "i32", "N": "i32", "capacity": "i32",
+            "chunks": "i32",
         },
-        "constexprs": {"BLOCK": 1024, "VEC": 4, "FLAGS": 64},
+        "constexprs": {"BLOCK": 1024, "VEC": 4, "FLAGS": 64, "COUNT_ONLY": False},
         "num_warps": 1,
     },
     _pack_row_kernel: {
         "signature": {
             "x_ptr": "*bf16", "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "offsets_ptr": None,
-            "stride_xm": "i32", "N": "i32", "capacity": "i32",
+            "stride_xm": "i32", "M": "i32", "N": "i32", "capacity": "i32",
         },
         "constexprs": {"BLOCK": 2048, "VEC": 8, "CLEAR": True, "COUNT_ONLY": False},
         "num_warps": 1,

@@ -23,9 +23,13 @@ def encode(
     keep_source: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Operator `sae_encode` -> (values, indices, nnz, source or [0, N], l0)."""
-    pre = (x if b_dec is None else x - b_dec).to(weight.dtype) @ weight
-    if bias is not None:
-        pre.add_(bias)
+    x = (x if b_dec is None else x - b_dec).to(weight.dtype)
+    if bias is not None and bias.dtype is weight.dtype:
+        pre = torch.addmm(bias, x, weight)
+    else:
+        pre = x @ weight
+        if bias is not None:
+            pre.add_(bias)
     m, n = pre.shape
     l0 = torch.zeros(m, dtype=threshold_dtype(weight.dtype))
     source = pre if keep_source else pre.new_empty(0, n)

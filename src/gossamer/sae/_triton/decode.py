@@ -26,7 +26,7 @@ def _decode_fwd_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, values_ptr, indices_ptr, nnz_ptr, flags_ptr, epoch,
     stride_xm, stride_wn, M, N, D, capacity, chunks, slices,
     BLOCK: tl.constexpr, VEC: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, FLAGS: tl.constexpr,
-    RUN: tl.constexpr, LEADS: tl.constexpr,
+    RUN: tl.constexpr, LEADS: tl.constexpr, TRUNCATE: tl.constexpr,
 ):  # fmt: skip
     """Programs (row, chunk) that scan, then programs (row, slice) that gather."""
     if LEADS:
@@ -48,6 +48,8 @@ def _decode_fwd_kernel(
         # The volatile reads above saw the flags; this acquire orders the reads of the list behind them.
         tl.atomic_add(flags_ptr, 0, sem="acquire")
         tl.debug_barrier()
+        if TRUNCATE:
+            count = tl.minimum(count, capacity)
         if count <= capacity:
             out = gather_rows(
                 values_ptr + row * capacity, indices_ptr + row * capacity, count,
@@ -64,13 +66,13 @@ _decode_fwd = launch.Kernel(_decode_fwd_kernel)
 class _Space:
     """What one stream's decodes of one shape share: lists, flags, partial sums. None of it leaves the launch."""
 
-    def __init__(self, acts: Tensor, weight: Tensor, capacity: int, chunks: int) -> None:
+    def __init__(self, acts: Tensor, weight: Tensor, capacity: int, chunks: int, overflows: bool) -> None:
         m, n = acts.shape
         self.values = acts.new_empty(m, capacity)
         self.indices = torch.empty(m, capacity, dtype=torch.int32, device=acts.device)
         self.nnz = torch.empty(m, dtype=torch.int32, device=acts.device)
         self.flags, self.epoch = launch.flags.get(m * chunks, acts.device)
-        self.partial, self.arrived = overflow.workspace(m, n, weight) if capacity < n else (self.nnz, self.nnz)
+        self.partial, self.arrived = overflow.workspace(m, n, weight) if overflows else (self.nnz, self.nnz)
 
 
 class _Plan:
@@ -89,36 +91,36 @@ class _Plan:
 
 
 _plans: dict[tuple[object, ...], _Plan] = {}
-_MOST_PLANS = 64
 
 
 def _one_launch(
-    acts: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, capacity: int, clear: bool = False
+    acts: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, capacity: int, truncate: bool, clear: bool = False
 ) -> tuple[_Space, launch.Bound | None, launch.Bound | None]:
     (m, n), d = acts.shape, weight.shape[1]
     tile, warps = tuning.decode_tile(m, n, d, weight.element_size())
     chunks, meta = pack.split(tile, n)
     meta["RUN"] = 64 * meta["BLOCK_E"] if out.dtype is torch.float32 and capacity > 256 * meta["BLOCK_E"] else 0
-    meta["LEADS"] = capacity < n and tuning.dependent_launch(weight.device)
+    overflows = capacity < n and not truncate
+    meta |= {"LEADS": overflows and tuning.dependent_launch(weight.device), "TRUNCATE": truncate}
     slices = launch.cdiv(d, meta["BLOCK_D"])
-    space = _Space(acts, weight, capacity, chunks)
+    space = _Space(acts, weight, capacity, chunks, overflows)
     if clear:
         space.values.zero_()
         space.indices.fill_(-1)
     key = (m, n, d, capacity, acts.dtype, weight.dtype, acts.stride(0), weight.stride(0), out.dtype)
-    key += (bias is None or bias.dtype,)
+    key += (bias is None or bias.dtype, truncate)
     args = (acts, weight, bias, out, space.values, space.indices, space.nnz, space.flags, space.epoch)
     args += (acts.stride(0), weight.stride(0), m, n, d, capacity, chunks, slices)
     scan = _decode_fwd(key, (m * (chunks + slices), 1, 1), args, meta, num_warps=warps, head=9)
     over = None
-    if capacity < n:
+    if overflows:
         shared = (space.partial, space.arrived)
         over = overflow.forward(acts, weight, bias, out, space.nnz, capacity, shared)
     return space, scan, over
 
 
 def decode_lists(
-    acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, out_dtype: torch.dtype | None
+    acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, truncate: bool, out_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Operator `sae_decode_lists` -> (out [M, D], values, indices, nnz), the lists as `pack_ell` gives them."""
     m, n = acts.shape
@@ -126,43 +128,49 @@ def decode_lists(
     bias = None if bias is None else bias.contiguous()
     if not tuning.one_launch_decode(m, n) or m == 0 or n == 0 or d == 0:
         values, indices, nnz = pack.pack_ell(acts, capacity)
-        return matmul(values, indices, nnz, acts, weight, bias, out_dtype), values, indices, nnz
+        return _from_lists(values, indices, nnz, acts, weight, bias, truncate, out_dtype), values, indices, nnz
     acts, weight = pack.rows_contiguous(acts), pack.rows_contiguous(weight)
     out = torch.empty(m, d, dtype=out_dtype or weight.dtype, device=weight.device)
-    space, _, _ = _one_launch(acts, weight, bias, out, capacity, clear=True)
+    space, _, _ = _one_launch(acts, weight, bias, out, capacity, truncate, clear=True)
     return out, space.values, space.indices, space.nnz
 
 
-def _many_rows(
-    acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, out_dtype: torch.dtype | None
+def _from_lists(
+    values: Tensor,
+    indices: Tensor,
+    nnz: Tensor,
+    acts: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    truncate: bool,
+    out_dtype: torch.dtype | None,
 ) -> Tensor:
-    if launch.INTERPRET and tuning.one_launch_decode(*acts.shape):
-        return decode_lists(acts, weight, bias, capacity, out_dtype)[0]
-    values, indices, nnz = pack.pack_ell(acts, capacity, clear=False)
+    if truncate:
+        return matmul(values, indices, nnz.clamp(max=values.shape[1]), None, weight, bias, out_dtype)
     return matmul(values, indices, nnz, acts, weight, bias, out_dtype)
 
 
-def decode(acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, out_dtype: torch.dtype | None) -> Tensor:
-    """Operator `sae_decode`: the output alone.
+def decode(
+    acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, truncate: bool, out_dtype: torch.dtype | None
+) -> Tensor:
+    """Operator `sae_decode`: the output alone. With `truncate` a row's entries past `capacity` are left out.
 
     Host time is most of a small decode, so everything that follows from shapes is done once and kept as a plan.
     """
     m, n = acts.shape
-    if not tuning.one_launch_decode(m, n) or launch.INTERPRET:
-        return _many_rows(acts, weight, bias, capacity, out_dtype)
+    if not tuning.one_launch_decode(m, n):
+        lists = pack.pack_ell(acts, capacity, clear=False)
+        return _from_lists(*lists, acts, weight, bias, truncate, out_dtype)
+    if launch.INTERPRET:
+        return decode_lists(acts, weight, bias, capacity, truncate, out_dtype)[0]
     index = acts.get_device()
     stream = torch._C._cuda_getCurrentRawStream(index)
-    key = (m, n, weight.shape, acts.stride(), weight.stride(), acts.dtype, weight.dtype, out_dtype, capacity)
+    key = (m, n, weight.shape, acts.stride(), weight.stride(), acts.dtype, weight.dtype, out_dtype, capacity, truncate)
     key += (index, stream, None if bias is None else (bias.dtype, bias.stride()), tuning.tf32())
     plan = _plans.get(key)
     pointers = (acts.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr())
-    if (
-        plan is None
-        or (pointers[0] | pointers[1] | (pointers[2] or 0)) % 16
-        or torch._C._cuda_getDevice() != index
-        or torch._C._cuda_isCurrentStreamCapturing()
-    ):
-        return _decode_and_plan(key, acts, weight, bias, capacity, out_dtype)
+    if plan is None or not launch.ready(index, pointers[0] | pointers[1] | (pointers[2] or 0)):
+        return _decode_and_plan(key, acts, weight, bias, capacity, truncate, out_dtype)
     out = weight.new_empty((m, weight.shape[1]), dtype=out_dtype)
     target = out.data_ptr()
     # The two launches share the counts: another thread's pair on this stream must not come between them.
@@ -179,19 +187,18 @@ def _decode_and_plan(
     weight: Tensor,
     bias: Tensor | None,
     capacity: int,
+    truncate: bool,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
     m, n = acts.shape
     d = weight.shape[1]
     plain = acts.stride(1) == 1 and weight.stride(1) == 1 and (bias is None or bias.is_contiguous())
     if not plain or m * n * d == 0 or torch.cuda.is_current_stream_capturing():
-        return decode_lists(acts, weight, bias, capacity, out_dtype)[0]
+        return decode_lists(acts, weight, bias, capacity, truncate, out_dtype)[0]
     out = torch.empty(m, d, dtype=out_dtype or weight.dtype, device=weight.device)
-    space, scan, over = _one_launch(acts, weight, bias, out, capacity)
-    if scan is not None and (over is not None or capacity >= n):
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        _plans[key] = _Plan(space, scan, over)
+    space, scan, over = _one_launch(acts, weight, bias, out, capacity, truncate)
+    if scan is not None and (over is not None or truncate or capacity >= n):
+        launch.keep(_plans, key, _Plan(space, scan, over))
     return out
 
 
@@ -202,7 +209,10 @@ EXAMPLES = {
             "indices_ptr": "*i32", "nnz_ptr": "*i32", "flags_ptr": "*i64", "epoch": "i32", "stride_xm": "i32",
             "stride_wn": "i32", "M": "i32", "N": "i32", "D": "i32", "capacity": "i32", "chunks": "i32", "slices": "i32",
         },
-        "constexprs": {"BLOCK": 1024, "VEC": 4, "FLAGS": 64, "BLOCK_E": 32, "BLOCK_D": 32, "RUN": 0, "LEADS": False},
+        "constexprs": {
+            "BLOCK": 1024, "VEC": 4, "FLAGS": 64, "BLOCK_E": 32, "BLOCK_D": 32, "RUN": 0, "LEADS": False,
+            "TRUNCATE": False,
+        },
         "num_warps": 1,
     },
 }  # fmt: skip

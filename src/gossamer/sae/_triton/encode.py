@@ -29,6 +29,21 @@ def load_threshold(threshold_ptr, stride_t, columns, N):
 
 
 @triton.jit
+def _limits_kernel(threshold_ptr, out_ptr, stride_t, half, N, BLOCK: tl.constexpr):
+    """Program (block of columns): the largest number of the output's 16-bit dtype up to threshold - half.
+
+    A number of that dtype exceeds the one if and only if it exceeds the other, and half the bytes say so.
+    """
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    limit = load_threshold(threshold_ptr, stride_t, columns, N) - half
+    rounded = limit.to(out_ptr.dtype.element_ty)
+    bits = rounded.to(tl.int16, bitcast=True).to(tl.int32)
+    below = tl.where(bits > 0, bits - 1, tl.where(bits == 0, -0x7FFF, bits + 1))
+    bits = tl.where(rounded.to(tl.float32) > limit, below, bits)
+    tl.store(out_ptr + columns, bits.to(tl.int16).to(out_ptr.dtype.element_ty, bitcast=True), mask=columns < N)
+
+
+@triton.jit
 def settle_ties(equal, need, seen, VEC: tl.constexpr):
     """(bits, ties seen so far): of the words' bits that stand for a key equal to the k-th largest, the row's first
     `need`."""
@@ -87,13 +102,14 @@ def activate_row(
 
 @triton.jit
 def _encode_row_kernel(
-    z_ptr, bias_ptr, threshold_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, stride_t, half, N,
-    capacity,
+    z_ptr, bias_ptr, threshold_ptr, limits_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr,
+    stride_t, half, N, capacity,
     BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, RANKED: tl.constexpr, WINDOW: tl.constexpr,
     MAY_OVERFLOW: tl.constexpr,
 ):  # fmt: skip
     """Program (row). RANKED keeps by `kth` and `need` (see `select`); otherwise what exceeds the threshold, or with
-    WINDOW what lies less than `half` below it as well."""
+    WINDOW what lies less than `half` below it as well. `limits_ptr` may stand in for both (see `_limits_kernel`): with
+    many rows, thresholds in float32 would be most of what the rows read."""
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * N
     values_ptr += row * capacity
@@ -115,11 +131,13 @@ def _encode_row_kernel(
             key = order_key(pre, SHIFT)
             bits = word_bits(key >= kth, VEC)
         else:
-            threshold = load_threshold(threshold_ptr, stride_t, columns, N)
-            if WINDOW:
-                bits = word_bits(~(pre <= threshold - half) & (columns < N), VEC)
+            if limits_ptr is not None:
+                limit = tl.load(limits_ptr + columns, mask=columns < N, other=float("inf")).to(tl.float32)
             else:
-                bits = word_bits(~(pre <= threshold), VEC)
+                limit = load_threshold(threshold_ptr, stride_t, columns, N)
+                if WINDOW:
+                    limit = limit - half
+            bits = word_bits(~(pre <= limit) & (columns < N), VEC)
         counts = count_bits(bits)
         count = tl.sum(counts, axis=0)
         if count > 0:
@@ -129,7 +147,8 @@ def _encode_row_kernel(
                 counts = count_bits(bits)
                 count = tl.sum(counts, axis=0)
             if WINDOW:
-                active += tl.sum((~(pre <= threshold)).to(tl.int32))
+                above = ~(pre <= load_threshold(threshold_ptr, stride_t, columns, N))
+                active += tl.sum((above & (columns < N)).to(tl.int32))
             append_active(
                 bits, counts, z_ptr, bias_ptr, threshold_ptr, stride_t, values_ptr, indices_ptr, base, capacity,
                 start, N, BLOCK, VEC, WINDOW,
@@ -138,7 +157,7 @@ def _encode_row_kernel(
         z = following
     tl.store(nnz_ptr + row, base)
     tl.store(l0_ptr + row, active if WINDOW else base)
-    clear_slots(values_ptr, indices_ptr, base, capacity, 256)
+    clear_slots(values_ptr, indices_ptr, base, capacity, 256, 256)
     if MAY_OVERFLOW:
         if base > capacity:
             # A warp may still read what another is about to overwrite.
@@ -193,7 +212,7 @@ def _encode_split_kernel(
         tl.store(nnz_ptr + row, total)
         if not WINDOW:
             tl.store(l0_ptr + row, total)
-        clear_slots(values_ptr, indices_ptr, total, capacity, 256)
+        clear_slots(values_ptr, indices_ptr, total, capacity, 256, 256)
         if MAY_OVERFLOW:
             if total > capacity:
                 tl.atomic_add(flags_ptr, 0, sem="acquire")
@@ -284,6 +303,7 @@ def _encode_bwd_source_kernel(
         tl.store(out_ptr + row * N + columns, tl.where(value != 0, grad, 0.0), mask=columns < N)
 
 
+_limits = launch.Kernel(_limits_kernel)
 _encode_row = launch.Kernel(_encode_row_kernel)
 _encode_split = launch.Kernel(_encode_split_kernel)
 _encode_bwd_columns = launch.Kernel(_encode_bwd_columns_kernel)
@@ -304,7 +324,12 @@ def encode(
     keep_source: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Operator `sae_encode` -> (values, indices, nnz, source or [0, N], l0)."""
-    z = (x if b_dec is None else x - b_dec).to(weight.dtype) @ weight
+    x = (x if b_dec is None else x - b_dec).to(weight.dtype)
+    if bias is not None and bias.dtype is weight.dtype:
+        # The product's own epilogue adds in float32 as well, and rounds once.
+        z, bias = torch.addmm(bias, x, weight), None
+    else:
+        z = x @ weight
     m, n = z.shape
     values = z.new_empty(m, capacity)
     indices = torch.empty(m, capacity, dtype=torch.int32, device=z.device)
@@ -316,9 +341,7 @@ def encode(
     if m == 0 or n == 0:
         return values.zero_(), indices.fill_(-1), nnz.zero_(), source, l0.zero_()
     stride_t = 0 if threshold is None else threshold.stride(0)
-    vector = 16 // z.element_size()
-    # As the scan of `pack`, with half the columns in flight: bias and threshold take registers, too.
-    tile, warps = {"BLOCK": 128 * vector, "VEC": vector}, 1
+    tile, warps = tuning.encode_tile(m, z.element_size())
     flavour = {"WINDOW": window, "MAY_OVERFLOW": keep_source}
     key = (m, n, capacity, z.dtype, bias is None or bias.dtype, threshold is None, stride_t, bandwidth, keep_source)
     if split:
@@ -333,9 +356,14 @@ def encode(
             kth, need = find(z, bias, k)
             if m < 512:
                 # Few rows, each in the hands of one program: more warps keep more of it in flight.
-                tile, warps = {**tile, "BLOCK": 1024 * vector}, 8
+                tile, warps = {**tile, "BLOCK": 8 * tile["BLOCK"]}, 8
+        limits = None
+        if stride_t and z.element_size() == 2:
+            limits = z.new_empty(n)
+            args = (threshold, limits, stride_t, bandwidth / 2, n)
+            _limits((n, z.dtype, stride_t, bandwidth), (launch.cdiv(n, 1024), 1, 1), args, {"BLOCK": 1024})
         meta = {**pack.fit_block(tile, n), "SHIFT": select.SHIFT[z.dtype], "RANKED": ranked, **flavour}
-        args = (z, bias, threshold, kth, need, values, indices, nnz, l0, stride_t, bandwidth / 2, n, capacity)
+        args = (z, bias, threshold, limits, kth, need, values, indices, nnz, l0, stride_t, bandwidth / 2, n, capacity)
         _encode_row((*key, ranked), (m, 1, 1), args, meta, num_warps=warps)
     return values, indices, nnz, source, l0
 
@@ -389,9 +417,9 @@ def bwd_source(grad: Tensor, source: Tensor, nnz: Tensor, capacity: int) -> Tens
 
 
 _ENCODE = {
-    "z_ptr": "*bf16", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "kth_ptr": None, "need_ptr": None,
-    "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32", "stride_t": "i32",
-    "half": "fp32", "N": "i32", "capacity": "i32",
+    "z_ptr": "*bf16", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "limits_ptr": None, "kth_ptr": None,
+    "need_ptr": None, "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32",
+    "stride_t": "i32", "half": "fp32", "N": "i32", "capacity": "i32",
 }  # fmt: skip
 _COLUMNS = {
     "grad_ptr": "*bf16", "grad_l0_ptr": "*fp32", "threshold_ptr": "*fp32", "bias_out_ptr": "*fp32",
@@ -400,6 +428,11 @@ _COLUMNS = {
 }  # fmt: skip
 
 EXAMPLES = {
+    _limits_kernel: {
+        "signature": {"threshold_ptr": "*fp32", "out_ptr": "*bf16", "stride_t": "i32", "half": "fp32", "N": "i32"},
+        "constexprs": {"BLOCK": 1024},
+        "num_warps": 4,
+    },
     _encode_row_kernel: {
         "signature": _ENCODE,
         "constexprs": {
