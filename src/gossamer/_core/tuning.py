@@ -149,10 +149,15 @@ def break_even(m: int, n: int, d: int, weight: Tensor) -> int:
 
 
 def dense_is_faster(m: int, n: int, d: int, weight: Tensor) -> bool:
-    """Whether the plain product wins at any density, because it takes hardly longer than a launch."""
+    """Whether the plain product wins at any density, because it takes hardly longer than a launch.
+
+    Two launches of ours take some 20 us of the host, a plain product 10. A single row is a GEMV at memory speed, a few
+    rows in float32 are not.
+    """
     if weight.device.type != "cuda":
         return m * n * d <= 1 << 24
-    return n * d * weight.element_size() <= 4 << 20 and m <= 64
+    megabytes = 64 if m == 1 else 16 if weight.element_size() == 4 and not tf32() else 24
+    return n * d * weight.element_size() <= megabytes << 20 and m <= 64
 
 
 def one_launch_decode(m: int, n: int) -> bool:

@@ -67,6 +67,8 @@ def decode(
         seen += () if b_dec is None else (b_dec.shape, b_dec.dtype, b_dec.device)
         slots = _seen.get(seen)
         if slots is not None and not torch.is_grad_enabled() and not autocast.enabled(acts.device):
+            if slots == 0:
+                return _dense(acts, W_dec, b_dec, out_dtype)
             call, truncate = shortcut(_sae_decode, acts.device), method == "fixed"
             if acts.dim() == 2:
                 return call(acts, W_dec, b_dec, slots, truncate, out_dtype)
@@ -92,6 +94,7 @@ def decode(
     if method == "auto" and capacity is None and tuning.dense_is_faster(m, n, d, W_dec):
         # The gradient lives at the entries, whichever way the product takes.
         masked = acts.requires_grad and torch.is_grad_enabled()
+        _remember(seen, 0)
         return _dense(torch.where(acts != 0, acts, 0) if masked else acts, W_dec, b_dec, out_dtype)
     flat = acts.reshape(m, n)
     if method == "exact":
@@ -114,10 +117,8 @@ def decode(
             out = _sae_decode_lists(flat, W_dec, b_dec, slots, truncate, out_dtype)[0]
         else:
             out = _sae_decode(flat, W_dec, b_dec, slots, truncate, out_dtype)
-            if seen is not None and n and not autocast.enabled(acts.device):
-                if len(_seen) >= 1024:
-                    _seen.clear()
-                _seen[seen] = slots
+            if n:
+                _remember(seen, slots)
     return out if acts.dim() == 2 else out.view(*acts.shape[:-1], d)
 
 
@@ -164,11 +165,21 @@ def _check_rest(
 
 def _dense(acts: Tensor, W_dec: Tensor, b_dec: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
     dtype = out_dtype or W_dec.dtype
+    if b_dec is None and dtype is W_dec.dtype:
+        return acts @ W_dec
     if torch.finfo(dtype).bits > torch.finfo(W_dec.dtype).bits:
         # Rounding the product to half first would lose what the wider result is asked for.
         acts, W_dec = acts.to(dtype), W_dec.to(dtype)
     out = acts @ W_dec
     return out.to(dtype) if b_dec is None else (out + b_dec).to(dtype)
+
+
+def _remember(seen: tuple[Any, ...] | None, slots: int) -> None:
+    """What a call like this one needs: its slots, or 0 for the dense product."""
+    if seen is not None and not autocast.enabled(seen[2]):
+        if len(_seen) >= 1024:
+            _seen.clear()
+        _seen[seen] = slots
 
 
 def _check_counts(operator: str, nnz: Tensor, capacity: int) -> None:

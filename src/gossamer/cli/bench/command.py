@@ -75,7 +75,7 @@ def bench(
         task = bar.add_task("ceilings", total=len(cases))
         ceilings = measure_ceilings(where, quick)
         content: dict[str, Any] = {
-            "command": shlex.join(["gossamer", *sys.argv[1:]]),
+            "command": _command(sys.argv[1:]),
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "commit": commit(folder.parent),
             "versions": versions(),
@@ -138,6 +138,13 @@ def _device(name: str) -> torch.device:
             _fail(f"gossamer bench: --device {name} is not there: PyTorch sees {torch.cuda.device_count()} GPUs.")
         torch.cuda.set_device(device)
     return device
+
+
+def _command(arguments: list[str]) -> str:
+    """What to type for the same measurement: where its results went is nobody else's business."""
+    pairs = zip(["", *arguments], arguments)
+    kept = [given for before, given in pairs if "--out" not in (before, given) and not given.startswith("--out=")]
+    return shlex.join(["gossamer", *kept])
 
 
 def _slug(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -68,6 +69,19 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collection for a while: it would strike some bursts and not others, as `timeit` knows."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@uncollected()
 def burst(call: Callable[[int], Any], calls: int, device: torch.device) -> float:
     """Seconds per call of `calls` back-to-back calls `call(0) ... call(calls - 1)`.
 

@@ -94,7 +94,8 @@ def scan_chunk(
     tl.atomic_xchg(flags_ptr + chunk, word, sem="relaxed")
     if (count > 0) | (chunk == chunks - 1):
         base = wait_and_sum(flags_ptr, chunk, epoch.to(tl.int64) << 1, FLAGS)
-        append_entries(bits, counts, x_ptr, values_ptr, indices_ptr, base, capacity, start, BLOCK, VEC)
+        if base < capacity:
+            append_entries(bits, counts, x_ptr, values_ptr, indices_ptr, base, capacity, start, BLOCK, VEC)
         if nnz_ptr is not None:
             if chunk == chunks - 1:
                 tl.store(nnz_ptr, base + count)
@@ -174,7 +175,7 @@ def _pack_row_kernel(
         counts = count_bits(bits)
         count = tl.sum(counts, axis=0)
         if not COUNT_ONLY:
-            if count > 0:
+            if (count > 0) & (base < capacity):
                 append_entries(bits, counts, x_ptr, values_ptr, indices_ptr, base, capacity, start, BLOCK, VEC)
         base += count
         x = following

@@ -44,7 +44,12 @@ def _decode_fwd_kernel(
         columns = ((pid - scanning) % slices) * BLOCK_D + tl.arange(0, BLOCK_D)
         inside = columns < D
         flags_ptr += row * chunks
-        count = wait_and_sum(flags_ptr, chunks, (epoch.to(tl.int64) << 1) + 1, FLAGS)
+        done = (epoch.to(tl.int64) << 1) + 1
+        # The last chunk is done about last: to watch its word alone keeps the waiting out of the scan's way.
+        word = tl.load(flags_ptr + chunks - 1, volatile=True)
+        while (word >> 31) != done:
+            word = tl.load(flags_ptr + chunks - 1, volatile=True)
+        count = wait_and_sum(flags_ptr, chunks, done, FLAGS)
         # The volatile reads above saw the flags; this acquire orders the reads of the list behind them.
         tl.atomic_add(flags_ptr, 0, sem="acquire")
         tl.debug_barrier()

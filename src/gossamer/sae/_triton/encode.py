@@ -149,10 +149,11 @@ def _encode_row_kernel(
             if WINDOW:
                 above = ~(pre <= load_threshold(threshold_ptr, stride_t, columns, N))
                 active += tl.sum((above & (columns < N)).to(tl.int32))
-            append_active(
-                bits, counts, z_ptr, bias_ptr, threshold_ptr, stride_t, values_ptr, indices_ptr, base, capacity,
-                start, N, BLOCK, VEC, WINDOW,
-            )  # fmt: skip
+            if base < capacity:
+                append_active(
+                    bits, counts, z_ptr, bias_ptr, threshold_ptr, stride_t, values_ptr, indices_ptr, base, capacity,
+                    start, N, BLOCK, VEC, WINDOW,
+                )  # fmt: skip
         base += count
         z = following
     tl.store(nnz_ptr + row, base)
@@ -197,10 +198,11 @@ def _encode_split_kernel(
     tl.atomic_xchg(flags_ptr + chunk, word, sem="relaxed")
     if count > 0:
         base = wait_and_sum(flags_ptr, chunk, epoch.to(tl.int64) << 1, FLAGS)
-        append_active(
-            bits, counts, z_ptr, bias_ptr, threshold_ptr, stride_t, values_ptr, indices_ptr, base, capacity,
-            start, N, BLOCK, VEC, WINDOW,
-        )  # fmt: skip
+        if base < capacity:
+            append_active(
+                bits, counts, z_ptr, bias_ptr, threshold_ptr, stride_t, values_ptr, indices_ptr, base, capacity,
+                start, N, BLOCK, VEC, WINDOW,
+            )  # fmt: skip
         if WINDOW:
             # Whole numbers: the sum does not depend on the order of arrival.
             tl.atomic_add(l0_ptr + row, tl.sum((~(pre <= threshold)).to(tl.float32)), sem="relaxed")
