@@ -36,6 +36,20 @@ def check_rows(z: Tensor, k: int, bias: Tensor | None = None) -> None:
     keys = keys_of(z if bias is None else (z.float() + bias.float()).to(z.dtype))
     wanted = definition(keys, k)
     assert kth.tolist() == wanted[0].tolist() and need.tolist() == wanted[1].tolist()
+    check_entries(z, k, bias, keys, *wanted)
+
+
+def check_entries(z: Tensor, k: int, bias: Tensor | None, keys: Tensor, kth: Tensor, need: Tensor) -> None:
+    """`row_topk` writes what is above kth and the first `need` ties, by column, and marks the other slots."""
+    values, indices, nnz, l0 = select.row_topk(z, bias, k)
+    tie = keys == kth[:, None]
+    kept = (keys > kth[:, None]) | (tie & (tie.cumsum(1) <= need[:, None]))
+    assert nnz.tolist() == l0.tolist() == kept.sum(1).tolist()
+    for row in range(0, z.shape[0], -(-z.shape[0] // 64)):
+        columns = kept[row].nonzero().squeeze(1)
+        assert indices[row].tolist() == columns.tolist() + [-1] * (k - columns.numel())
+        assert keys_of(values[row])[: columns.numel()].tolist() == keys[row, columns].tolist()
+        assert not values[row, columns.numel() :].any()
 
 
 def check_batch(z: Tensor, k: int, bias: Tensor | None = None) -> None:

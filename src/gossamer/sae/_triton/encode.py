@@ -15,7 +15,15 @@ from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import pack
 from gossamer.rowsparse._triton.pack import DONE, clear_slots, count_bits, wait_and_sum
 from gossamer.sae._triton import select
-from gossamer.sae._triton.select import add_bias, chunk_columns, load_pre, lowest_column, order_key, word_bits
+from gossamer.sae._triton.select import (
+    add_bias,
+    chunk_columns,
+    load_pre,
+    lowest_column,
+    order_key,
+    settle_ties,
+    word_bits,
+)
 
 
 @triton.jit
@@ -41,18 +49,6 @@ def _limits_kernel(threshold_ptr, out_ptr, stride_t, half, N, BLOCK: tl.constexp
     below = tl.where(bits > 0, bits - 1, tl.where(bits == 0, -0x7FFF, bits + 1))
     bits = tl.where(rounded.to(tl.float32) > limit, below, bits)
     tl.store(out_ptr + columns, bits.to(tl.int16).to(out_ptr.dtype.element_ty, bitcast=True), mask=columns < N)
-
-
-@triton.jit
-def settle_ties(equal, need, seen, VEC: tl.constexpr):
-    """(bits, ties seen so far): of the words' bits that stand for a key equal to the k-th largest, the row's first
-    `need`."""
-    counts = count_bits(equal)
-    room = need - seen - (tl.cumsum(counts, axis=0) - counts)
-    rest = equal
-    for i in tl.static_range(VEC):
-        rest = tl.where(room > i, rest & (rest - 1), rest)
-    return equal & ~rest, seen + tl.sum(counts, axis=0)
 
 
 @triton.jit
@@ -333,6 +329,9 @@ def encode(
     else:
         z = x @ weight
     m, n = z.shape
+    if activation == "topk" and not keep_source and z.numel():
+        values, indices, nnz, l0 = select.row_topk(z, bias, k)
+        return values, indices, nnz, z.new_empty(0, n), l0
     values = z.new_empty(m, capacity)
     indices = torch.empty(m, capacity, dtype=torch.int32, device=z.device)
     nnz = torch.empty(m, dtype=torch.int32, device=z.device)

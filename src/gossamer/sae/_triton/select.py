@@ -8,7 +8,8 @@ the answer is the bound or in the list. Tie counts are exact as well: `need` of 
 are selected, those of lowest index.
 
 A row is one program's work: it keeps the maxima in registers and halves the range of keys by counting, and it walks
-the row again while the row is still in the L2. A batch shares its maxima and its list through memory.
+the row again while the row is still in the L2. Where the row's entries are what is wanted, the list names the columns
+as well, and is all that is left to read. A batch shares its maxima and its list through memory.
 """
 
 import torch
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.rowsparse._triton.pack import count_bits
+from gossamer.rowsparse._triton.pack import clear_slots, count_bits
 
 NAN_KEY = tl.constexpr(0x7FFFFFFF)
 SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
@@ -67,10 +68,23 @@ def lowest_column(low, start, BLOCK: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
+def settle_ties(equal, need, seen, VEC: tl.constexpr):
+    """(bits, ties seen so far): of the words' bits that stand for a key equal to the k-th largest, the row's first
+    `need`."""
+    counts = count_bits(equal)
+    room = need - seen - (tl.cumsum(counts, axis=0) - counts)
+    rest = equal
+    for i in tl.static_range(VEC):
+        rest = tl.where(room > i, rest & (rest - 1), rest)
+    return equal & ~rest, seen + tl.sum(counts, axis=0)
+
+
+@triton.jit
 def list_keys(
-    bits, counts, z_ptr, bias_ptr, list_ptr, start, N, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr
+    bits, counts, z_ptr, bias_ptr, list_ptr, columns_ptr, start, N,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Writes the keys of a chunk's kept elements side by side."""
+    """Writes the keys of a chunk's kept elements side by side, and their columns beside those."""
     slot = tl.cumsum(counts, axis=0) - counts
     while tl.max(bits, axis=0) > 0:
         low = bits & -bits
@@ -78,6 +92,8 @@ def list_keys(
         mask = low > 0
         z = tl.load(z_ptr + column, mask=mask, other=0.0)
         tl.store(list_ptr + slot, order_key(add_bias(z, bias_ptr, column, N), SHIFT), mask=mask)
+        if columns_ptr is not None:
+            tl.store(columns_ptr + slot, column, mask=mask)
         slot += mask.to(tl.int32)
         bits = bits & (bits - 1)
 
@@ -123,34 +139,86 @@ def group_maxima(z_ptr, bias_ptr, N, BLOCK: tl.constexpr, VEC: tl.constexpr, SHI
 
 
 @triton.jit
+def emit_largest(
+    list_ptr, columns_ptr, count, kth, need, values_ptr, indices_ptr, LIST: tl.constexpr, SHIFT: tl.constexpr
+):  # fmt: skip
+    """Writes the listed keys above kth, and the first `need` that equal it, as entries; how many."""
+    slots = tl.arange(0, LIST)
+    held = 0
+    seen = 0
+    for first in range(0, count, LIST):
+        key = tl.load(list_ptr + first + slots, mask=first + slots < count, other=0)
+        column = tl.load(columns_ptr + first + slots, mask=first + slots < count, other=0)
+        tie = (key == kth).to(tl.int32)
+        keep = ((key > kth) | ((tie != 0) & (seen + tl.cumsum(tie, axis=0) <= need))).to(tl.int32)
+        slot = held + tl.cumsum(keep, axis=0) - keep
+        tl.store(values_ptr + slot, (key << SHIFT).to(tl.float32, bitcast=True), mask=keep != 0)
+        tl.store(indices_ptr + slot, column, mask=keep != 0)
+        held += tl.sum(keep, axis=0)
+        seen += tl.sum(tie, axis=0)
+    return held
+
+
+@triton.jit
 def _row_kth_kernel(
-    z_ptr, bias_ptr, list_ptr, kth_ptr, need_ptr, M, N, k, length,
+    z_ptr, bias_ptr, list_ptr, columns_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr,
+    M, N, k, length,
     BLOCK: tl.constexpr, VEC: tl.constexpr, LIST: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes rows p, p + programs, ...: rows in flight, and their lists, fit the L2."""
+    """Program p takes rows p, p + programs, ...: rows in flight, and their lists, fit the L2.
+
+    With `columns_ptr` it writes the rows' entries, k slots a row, otherwise kth and need.
+    """
     list_ptr += tl.program_id(0).to(tl.int64) * length
+    if columns_ptr is not None:
+        columns_ptr += tl.program_id(0).to(tl.int64) * length
     row = tl.program_id(0).to(tl.int64)
     while row < M:
         z_row = z_ptr + row * N
         largest = group_maxima(z_row, bias_ptr, N, BLOCK, VEC, SHIFT)
         bound = kth_largest(largest, list_ptr, 0, k, 0, LIST)
+        # Of what equals the bound no more than the first k can be wanted.
+        floor = tl.maximum(bound, 1)
         count = 0
+        seen = 0
+        z = load_pre(z_row, chunk_columns(0, BLOCK, VEC), N)
         for start in range(0, N, BLOCK):
             columns = chunk_columns(start, BLOCK, VEC)
-            pre = add_bias(load_pre(z_row, columns, N), bias_ptr, columns, N)
-            bits = word_bits(order_key(pre, SHIFT) > bound, VEC)
+            following = load_pre(z_row, columns + BLOCK, N)
+            key = order_key(add_bias(z, bias_ptr, columns, N), SHIFT)
+            bits = word_bits(key >= floor, VEC)
             counts = count_bits(bits)
             found = tl.sum(counts, axis=0)
             if found > 0:
-                list_keys(bits, counts, z_row, bias_ptr, list_ptr + count, start, N, BLOCK, VEC, SHIFT)
+                ties, seen = settle_ties(word_bits(key == floor, VEC), k, seen, VEC)
+                bits = word_bits(key > floor, VEC) | ties
+                counts = count_bits(bits)
+                found = tl.sum(counts, axis=0)
+                if columns_ptr is None:
+                    list_keys(bits, counts, z_row, bias_ptr, list_ptr + count, None, start, N, BLOCK, VEC, SHIFT)
+                else:
+                    list_keys(
+                        bits, counts, z_row, bias_ptr, list_ptr + count, columns_ptr + count, start, N,
+                        BLOCK, VEC, SHIFT,
+                    )  # fmt: skip
             count += found
+            z = following
         # The list is read by other threads than those that wrote it.
         tl.debug_barrier()
         slots = tl.arange(0, LIST)
         keys = tl.load(list_ptr + slots, mask=slots < count, other=0)
         kth = tl.maximum(kth_largest(keys, list_ptr, count, k, bound, LIST), 1)
-        tl.store(kth_ptr + row, kth)
-        tl.store(need_ptr + row, k - count_above(keys, list_ptr, count, kth, LIST))
+        need = k - count_above(keys, list_ptr, count, kth, LIST)
+        if columns_ptr is None:
+            tl.store(kth_ptr + row, kth)
+            tl.store(need_ptr + row, need)
+        else:
+            held = emit_largest(
+                list_ptr, columns_ptr, count, kth, need, values_ptr + row * k, indices_ptr + row * k, LIST, SHIFT
+            )
+            tl.store(nnz_ptr + row, held)
+            tl.store(l0_ptr + row, held)
+            clear_slots(values_ptr + row * k, indices_ptr + row * k, held, k, 256, 256)
         tl.debug_barrier()
         row += tl.num_programs(0)
 
@@ -181,7 +249,7 @@ def _list_above_kernel(
         found = tl.sum(counts, axis=0)
         if found > 0:
             at = tl.atomic_add(cursor_ptr, found.to(tl.int64), sem="relaxed")
-            list_keys(bits, counts, z_ptr, bias_ptr, list_ptr + at, start, N, BLOCK, VEC, SHIFT)
+            list_keys(bits, counts, z_ptr, bias_ptr, list_ptr + at, None, start, N, BLOCK, VEC, SHIFT)
 
 
 @triton.jit
@@ -217,21 +285,35 @@ def row_kth(z: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
 
     z is contiguous [M, N] with M, N, k > 0; bias [N] is added to it.
     """
+    kth = torch.empty(z.shape[0], dtype=torch.int32, device=z.device)
+    need = torch.empty_like(kth)
+    _largest_of_rows(z, bias, k, (kth, need, None, None, None, None))
+    return kth, need
+
+
+def row_topk(z: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(values [M, k], indices [M, k], nnz [M], l0 [M] in float32) of what `row_kth` says a row selects."""
+    m = z.shape[0]
+    values, indices = z.new_empty(m, k), torch.empty(m, k, dtype=torch.int32, device=z.device)
+    nnz, l0 = (torch.empty(m, dtype=dtype, device=z.device) for dtype in (torch.int32, torch.float32))
+    _largest_of_rows(z, bias, k, (None, None, values, indices, nnz, l0))
+    return values, indices, nnz, l0
+
+
+def _largest_of_rows(z: Tensor, bias: Tensor | None, k: int, results: tuple[Tensor | None, ...]) -> None:
+    """Launches for `results`: kth and need, or values, indices, nnz and l0."""
     m, n = z.shape
     programs = 2 * tuning.programs(z.device)
     # Rows that do not fill the GPU get more threads each.
     meta, warps = _tile(z, 4096, 8) if m > programs else _tile(z, 8192, 32)
     programs = min(m, programs)
     # Fewer than k groups exceed the bound. With fewer than k groups there is none, and everything may be listed.
-    length = n if k > meta["BLOCK"] else min(n, (k - 1) * launch.cdiv(n, meta["BLOCK"]))
+    length = n if k > meta["BLOCK"] else min(n, (k - 1) * launch.cdiv(n, meta["BLOCK"]) + k)
     meta["LIST"] = max(256, min(launch.next_power_of_2(2 * k), 4096))
-    scratch = torch.empty(max(programs * length, 1), dtype=torch.int32, device=z.device)
-    kth = torch.empty(m, dtype=torch.int32, device=z.device)
-    need = torch.empty(m, dtype=torch.int32, device=z.device)
-    key = (m, n, k, z.dtype, bias is None or bias.dtype)
-    args = (z, bias, scratch, kth, need, m, n, k, length)
-    _row_kth(key, (programs, 1, 1), args, meta, num_warps=warps)
-    return kth, need
+    keys = torch.empty(programs * length, dtype=torch.int32, device=z.device)
+    columns = torch.empty_like(keys) if results[0] is None else None
+    key = (m, n, k, z.dtype, bias is None or bias.dtype, columns is None)
+    _row_kth(key, (programs, 1, 1), (z, bias, keys, columns, *results, m, n, k, length), meta, num_warps=warps)
 
 
 def batch_kth(z: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
@@ -259,7 +341,7 @@ def batch_kth(z: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
     return kth.expand(m).contiguous(), (need - before).clamp(0, n).int()
 
 
-def _example(pointers: dict[str, str], integers: tuple[str, ...], **constexprs: int) -> dict[str, object]:
+def _example(pointers: dict[str, str | None], integers: tuple[str, ...], **constexprs: int) -> dict[str, object]:
     signature = {"z_ptr": "*bf16", "bias_ptr": "*fp32", **pointers, **dict.fromkeys(integers, "i32")}
     return {"signature": signature, "constexprs": {"VEC": 8, "SHIFT": 16, **constexprs}}
 
@@ -267,8 +349,11 @@ def _example(pointers: dict[str, str], integers: tuple[str, ...], **constexprs: 
 EXAMPLES = {
     _row_kth_kernel: {
         **_example(
-            {"list_ptr": "*i32", "kth_ptr": "*i32", "need_ptr": "*i32"}, ("M", "N", "k", "length"),
-            BLOCK=4096, LIST=256,
+            {
+                "list_ptr": "*i32", "columns_ptr": "*i32", "kth_ptr": None, "need_ptr": None, "values_ptr": "*bf16",
+                "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32",
+            },
+            ("M", "N", "k", "length"), BLOCK=4096, LIST=256,
         ),
         "num_warps": 8,
     },
