@@ -161,17 +161,18 @@ def emit_largest(
 
 @triton.jit
 def _row_kth_kernel(
-    z_ptr, bias_ptr, list_ptr, columns_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr,
-    M, N, k, length,
+    z_ptr, bias_ptr, list_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, M, N, k, length,
     BLOCK: tl.constexpr, VEC: tl.constexpr, LIST: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Program p takes rows p, p + programs, ...: rows in flight, and their lists, fit the L2.
 
-    With `columns_ptr` it writes the rows' entries, k slots a row, otherwise kth and need.
+    With `values_ptr` it writes the rows' entries, k slots a row, otherwise kth and need. A list is `length` keys, and
+    then for entries as many columns.
     """
-    list_ptr += tl.program_id(0).to(tl.int64) * length
-    if columns_ptr is not None:
-        columns_ptr += tl.program_id(0).to(tl.int64) * length
+    if values_ptr is None:
+        list_ptr += tl.program_id(0).to(tl.int64) * length
+    else:
+        list_ptr += tl.program_id(0).to(tl.int64) * 2 * length
     row = tl.program_id(0).to(tl.int64)
     while row < M:
         z_row = z_ptr + row * N
@@ -194,11 +195,11 @@ def _row_kth_kernel(
                 bits = word_bits(key > floor, VEC) | ties
                 counts = count_bits(bits)
                 found = tl.sum(counts, axis=0)
-                if columns_ptr is None:
+                if values_ptr is None:
                     list_keys(bits, counts, z_row, bias_ptr, list_ptr + count, None, start, N, BLOCK, VEC, SHIFT)
                 else:
                     list_keys(
-                        bits, counts, z_row, bias_ptr, list_ptr + count, columns_ptr + count, start, N,
+                        bits, counts, z_row, bias_ptr, list_ptr + count, list_ptr + length + count, start, N,
                         BLOCK, VEC, SHIFT,
                     )  # fmt: skip
             count += found
@@ -209,12 +210,12 @@ def _row_kth_kernel(
         keys = tl.load(list_ptr + slots, mask=slots < count, other=0)
         kth = tl.maximum(kth_largest(keys, list_ptr, count, k, bound, LIST), 1)
         need = k - count_above(keys, list_ptr, count, kth, LIST)
-        if columns_ptr is None:
+        if values_ptr is None:
             tl.store(kth_ptr + row, kth)
             tl.store(need_ptr + row, need)
         else:
             held = emit_largest(
-                list_ptr, columns_ptr, count, kth, need, values_ptr + row * k, indices_ptr + row * k, LIST, SHIFT
+                list_ptr, list_ptr + length, count, kth, need, values_ptr + row * k, indices_ptr + row * k, LIST, SHIFT
             )
             tl.store(nnz_ptr + row, held)
             tl.store(l0_ptr + row, held)
@@ -310,10 +311,10 @@ def _largest_of_rows(z: Tensor, bias: Tensor | None, k: int, results: tuple[Tens
     # Fewer than k groups exceed the bound. With fewer than k groups there is none, and everything may be listed.
     length = n if k > meta["BLOCK"] else min(n, (k - 1) * launch.cdiv(n, meta["BLOCK"]) + k)
     meta["LIST"] = max(256, min(launch.next_power_of_2(2 * k), 4096))
-    keys = torch.empty(programs * length, dtype=torch.int32, device=z.device)
-    columns = torch.empty_like(keys) if results[0] is None else None
-    key = (m, n, k, z.dtype, bias is None or bias.dtype, columns is None)
-    _row_kth(key, (programs, 1, 1), (z, bias, keys, columns, *results, m, n, k, length), meta, num_warps=warps)
+    entries = results[0] is None
+    lists = torch.empty(programs, 1 + entries, length, dtype=torch.int32, device=z.device)
+    key = (m, n, k, z.dtype, bias is None or bias.dtype, entries)
+    _row_kth(key, (programs, 1, 1), (z, bias, lists, *results, m, n, k, length), meta, num_warps=warps)
 
 
 def batch_kth(z: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
@@ -350,7 +351,7 @@ EXAMPLES = {
     _row_kth_kernel: {
         **_example(
             {
-                "list_ptr": "*i32", "columns_ptr": "*i32", "kth_ptr": None, "need_ptr": None, "values_ptr": "*bf16",
+                "list_ptr": "*i32", "kth_ptr": None, "need_ptr": None, "values_ptr": "*bf16",
                 "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32",
             },
             ("M", "N", "k", "length"), BLOCK=4096, LIST=256,
