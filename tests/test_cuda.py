@@ -173,7 +173,7 @@ def test_threads() -> None:
 
 
 def test_streams() -> None:
-    """Concurrent streams have flags and counters of their own."""
+    """Concurrent streams have flags of their own."""
     W = integers((20000, 512), 512)
     streams = [torch.cuda.Stream() for _ in range(3)]
     batches = [filled(32, 20000, seed) for seed in range(len(streams))]

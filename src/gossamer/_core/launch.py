@@ -146,24 +146,7 @@ class Epochs:
         return epoch
 
 
-class Counters:
-    """int32 words that are zero between launches: a kernel that counts with them leaves them zero again."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[torch.device, int], Tensor] = {}
-
-    def get(self, words: int, device: torch.device) -> Tensor:
-        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            return torch.zeros(words, dtype=torch.int32, device=device)
-        key = (device, torch._C._cuda_getCurrentRawStream(device.index))
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.numel() < words:
-            buffer = self._buffers[key] = torch.zeros(max(2 * words, 4096), dtype=torch.int32, device=device)
-        return buffer
-
-
 flags = Flags()
-counters = Counters()
 
 
 def cdiv(a: int, b: int) -> int:

@@ -72,7 +72,7 @@ def gather_rows(
 
 @triton.jit
 def _matmul_fwd_kernel(
-    values_ptr, indices_ptr, offsets_ptr, w_ptr, bias_ptr, out_ptr, stride_wn, N, D, capacity,
+    values_ptr, indices_ptr, offsets_ptr, w_ptr, bias_ptr, out_ptr, arrived_ptr, stride_wn, N, D, capacity, tiles,
     BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr, IS_CSR: tl.constexpr,
     LEADS: tl.constexpr,
 ):  # fmt: skip
@@ -81,6 +81,9 @@ def _matmul_fwd_kernel(
         # The kernel for overflowed rows may start as soon as every program here has: it waits for our results itself.
         gdc_launch_dependents()
     row = tl.program_id(0)
+    if arrived_ptr is not None:
+        if (row == 0) & (tl.program_id(1) == 0):
+            overflow.clear_arrived(arrived_ptr, tiles)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = columns < D
     start, count, overflowed = row_span(offsets_ptr, row, capacity, IS_CSR)
@@ -182,10 +185,11 @@ def matmul(
     address = 0 if source is None else source.data_ptr()
     united = entries[0] | entries[1] | entries[2] | operands[0] | (operands[1] or 0) | address
     if plan is not None and launch.ready(index, united):
-        gather, over, space = plan
-        gather(stream, *entries, *operands)
+        gather, over, (partial, arrived) = plan
+        counters = None if arrived is None else arrived.data_ptr()
+        gather(stream, *entries, *operands, counters)
         if over is not None:
-            over(stream, address, *operands, *(t.data_ptr() for t in space), entries[2])
+            over(stream, address, *operands, None if partial is None else partial.data_ptr(), counters, entries[2])
         return out
     plan = _launch_matmul(values, indices, offsets, source, weight, bias, out)
     if plan is not None and not torch.cuda.is_current_stream_capturing():
@@ -193,7 +197,7 @@ def matmul(
     return out
 
 
-_Plan = tuple[launch.Bound, launch.Bound | None, tuple[Tensor, ...]]
+_Plan = tuple[launch.Bound, launch.Bound | None, overflow.Workspace]
 _plans: dict[tuple[object, ...], _Plan] = {}
 
 
@@ -219,11 +223,12 @@ def _launch_matmul(
     meta["LEADS"] = source is not None and tuning.dependent_launch(weight.device)
     key = (m, n, d, capacity, values.dtype, weight.dtype, weight.stride(0), out.dtype, bias is None or bias.dtype)
     key += (is_csr, source is None)
-    args = (values, indices, offsets, weight, bias, out, weight.stride(0), n, d, capacity)
-    gather = _matmul_fwd(key, (m, launch.cdiv(d, meta["BLOCK_D"]), 1), args, meta, num_warps=warps, head=6)
+    space = (None, None) if source is None else overflow.workspace(m, n, weight)
+    tiles = 0 if space[1] is None else space[1].shape[0]
+    args = (values, indices, offsets, weight, bias, out, space[1], weight.stride(0), n, d, capacity, tiles)
+    gather = _matmul_fwd(key, (m, launch.cdiv(d, meta["BLOCK_D"]), 1), args, meta, num_warps=warps, head=7)
     if source is None:
-        return None if gather is None else (gather, None, ())
-    space = overflow.workspace(m, n, weight)
+        return None if gather is None else (gather, None, space)
     over = overflow.forward(source, weight, bias, out, offsets[is_csr:], capacity, space)
     return None if gather is None or over is None else (gather, over, space)
 
@@ -262,7 +267,8 @@ EXAMPLES = {
     _matmul_fwd_kernel: {
         "signature": {
             "values_ptr": "*fp32", "indices_ptr": "*i32", "offsets_ptr": "*i32", "w_ptr": "*fp32", "bias_ptr": "*fp32",
-            "out_ptr": "*fp32", "stride_wn": "i32", "N": "i32", "D": "i32", "capacity": "i32",
+            "out_ptr": "*fp32", "arrived_ptr": "*i32", "stride_wn": "i32", "N": "i32", "D": "i32", "capacity": "i32",
+            "tiles": "i32",
         },
         "constexprs": {"BLOCK_E": 4, "BLOCK_D": 128, "RUN": 64, "IS_CSR": False, "LEADS": False},
         "num_warps": 1,

@@ -6,7 +6,7 @@ linear layer, restricted to flagged rows: source @ weight, grad @ weight.T (wher
 source.T @ grad added to the weight gradient.
 
 With few rows a product is bound by reading the weight, so the inner dimension is split over programs; the last one to
-finish a tile adds up the partial sums in fixed order and rearms the counter.
+finish a tile adds up the partial sums in fixed order. The kernel before clears the counters of who has finished.
 """
 
 import torch
@@ -57,6 +57,14 @@ def fwd_run(
 
 
 @triton.jit
+def clear_arrived(arrived_ptr, tiles):
+    """For the kernel that `forward` follows: its counters to 0, as part of work that is launched anyway."""
+    for first in range(0, tiles, 256):
+        tile = first + tl.arange(0, 256)
+        tl.store(arrived_ptr + tile, 0, mask=tile < tiles)
+
+
+@triton.jit
 def _overflow_fwd_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr, counts_ptr, limit, stride_xm, stride_wn, M, N, D,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
@@ -104,6 +112,7 @@ def _overflow_fwd_kernel(
                 acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
                 for s in range(SPLITS):
                     acc += tl.load(partial_ptr + s * BLOCK_M * BLOCK_D + part, cache_modifier=".cg")
+                # Another host thread's kernel may have cleared the counters before this launch, and not since.
                 tl.store(arrived_ptr + tile, 0)
             mask = mask & last
         if bias_ptr is not None:
@@ -197,6 +206,9 @@ _overflow_bwd_source = launch.Kernel(_overflow_bwd_source_kernel)
 _overflow_bwd_weight = launch.Kernel(_overflow_bwd_weight_kernel)
 
 
+Workspace = tuple[Tensor | None, Tensor | None]
+
+
 def unit_columns(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
 
@@ -208,12 +220,12 @@ def forward(
     out: Tensor,
     counts: Tensor,
     limit: int,
-    space: tuple[Tensor, Tensor] | None = None,
+    space: Workspace,
 ) -> launch.Bound | None:
     """Writes source @ weight + bias into the rows of `out` whose count exceeds `limit`.
 
-    `space` is what `workspace` gave for these shapes, for callers that keep it. Returns the launch, bound to all but
-    (source, weight, bias, out, partial, arrived, counts).
+    `space` is what `workspace` gave for these shapes. Returns the launch, bound to all but (source, weight, bias, out,
+    partial, arrived, counts).
     """
     source = unit_columns(source)
     m, n = source.shape
@@ -222,7 +234,7 @@ def forward(
     follows = tuning.dependent_launch(weight.device)
     run = 2 * tile["BLOCK_N"] if out.dtype is torch.float32 and not tuning.tf32() else 0
     meta = {**tile, "RUN": run, **tuning.dot_precision(weight, n), "FOLLOWS": follows}
-    partial, arrived = space or workspace(m, n, weight)
+    partial, arrived = space
     key = (m, n, d, limit, source.dtype, weight.dtype, out.dtype, bias is None or bias.dtype, counts.dtype)
     key += (source.stride(0), weight.stride(0), meta["PRECISION"], run)
     args = (source, weight, bias, out, partial, arrived, counts, limit, source.stride(0), weight.stride(0), m, n, d)
@@ -231,13 +243,18 @@ def forward(
     return _overflow_fwd(key, grid, args, meta, num_warps=warps, num_stages=stages, follows=follows, head=7)
 
 
-def workspace(m: int, n: int, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(partial sums float32, arrival counters int32, zero) that `forward` needs for source [m, n]."""
+def workspace(m: int, n: int, weight: Tensor) -> Workspace:
+    """(partial sums float32, arrival counters int32) that `forward` needs for source [m, n], or Nones.
+
+    The counters must be 0 before `forward` starts: see `clear_arrived`.
+    """
     tile, _, _ = tuning.dense_tile(m, n, weight.shape[1], weight)
     tiles = launch.cdiv(weight.shape[1], tile["BLOCK_D"]) * launch.cdiv(m, tile["BLOCK_M"])
-    size = tiles * tile["SPLITS"] * tile["BLOCK_M"] * tile["BLOCK_D"] if tile["SPLITS"] > 1 else 1
+    if tile["SPLITS"] == 1:
+        return None, None
+    size = tiles * tile["SPLITS"] * tile["BLOCK_M"] * tile["BLOCK_D"]
     partial = torch.empty(size, dtype=torch.float32, device=weight.device)
-    return partial, launch.counters.get(tiles, weight.device)
+    return partial, torch.empty(tiles, dtype=torch.int32, device=weight.device)
 
 
 def backward_source(

@@ -23,8 +23,8 @@ from gossamer.rowsparse._triton.pack import scan_chunk, wait_and_sum
 
 @triton.jit(do_not_specialize=["epoch"])
 def _decode_fwd_kernel(
-    x_ptr, w_ptr, bias_ptr, out_ptr, values_ptr, indices_ptr, nnz_ptr, flags_ptr, epoch,
-    stride_xm, stride_wn, M, N, D, capacity, chunks, slices,
+    x_ptr, w_ptr, bias_ptr, out_ptr, values_ptr, indices_ptr, nnz_ptr, arrived_ptr, flags_ptr, epoch,
+    stride_xm, stride_wn, M, N, D, capacity, chunks, slices, tiles,
     BLOCK: tl.constexpr, VEC: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, FLAGS: tl.constexpr,
     RUN: tl.constexpr, LEADS: tl.constexpr, TRUNCATE: tl.constexpr,
 ):  # fmt: skip
@@ -32,6 +32,9 @@ def _decode_fwd_kernel(
     if LEADS:
         gdc_launch_dependents()
     pid = tl.program_id(0)
+    if arrived_ptr is not None:
+        if pid == 0:
+            overflow.clear_arrived(arrived_ptr, tiles)
     scanning = M * chunks
     if pid < scanning:
         row = (pid // chunks).to(tl.int64)
@@ -77,7 +80,8 @@ class _Space:
         self.indices = torch.empty(m, capacity, dtype=torch.int32, device=acts.device)
         self.nnz = torch.empty(m, dtype=torch.int32, device=acts.device)
         self.flags, self.epoch = launch.flags.get(m * chunks, acts.device)
-        self.partial, self.arrived = overflow.workspace(m, n, weight) if overflows else (self.nnz, self.nnz)
+        self.overflows = overflows
+        self.partial, self.arrived = overflow.workspace(m, n, weight) if overflows else (None, None)
 
 
 class _Plan:
@@ -91,8 +95,12 @@ class _Plan:
         self.epochs = launch.Epochs()
         self.lock = threading.Lock()
         self.space, self.scan, self.overflow = space, scan, over
-        self.lists = tuple(t.data_ptr() for t in (space.values, space.indices, space.nnz, space.flags))
-        self.pointers = (space.partial.data_ptr(), space.arrived.data_ptr(), space.nnz.data_ptr())
+        addresses = [
+            None if t is None else t.data_ptr()
+            for t in (space.values, space.indices, space.nnz, space.arrived, space.flags, space.partial)
+        ]
+        self.lists = addresses[:5]
+        self.pointers = (addresses[5], addresses[3], addresses[2])
 
 
 _plans: dict[tuple[object, ...], _Plan] = {}
@@ -114,13 +122,13 @@ def _one_launch(
         space.indices.fill_(-1)
     key = (m, n, d, capacity, acts.dtype, weight.dtype, acts.stride(0), weight.stride(0), out.dtype)
     key += (bias is None or bias.dtype, truncate)
-    args = (acts, weight, bias, out, space.values, space.indices, space.nnz, space.flags, space.epoch)
+    args = (acts, weight, bias, out, space.values, space.indices, space.nnz, space.arrived, space.flags, space.epoch)
     args += (acts.stride(0), weight.stride(0), m, n, d, capacity, chunks, slices)
-    scan = _decode_fwd(key, (m * (chunks + slices), 1, 1), args, meta, num_warps=warps, head=9)
+    args += (0 if space.arrived is None else space.arrived.shape[0],)
+    scan = _decode_fwd(key, (m * (chunks + slices), 1, 1), args, meta, num_warps=warps, head=10)
     over = None
     if overflows:
-        shared = (space.partial, space.arrived)
-        over = overflow.forward(acts, weight, bias, out, space.nnz, capacity, shared)
+        over = overflow.forward(acts, weight, bias, out, space.nnz, capacity, (space.partial, space.arrived))
     return space, scan, over
 
 
@@ -167,7 +175,7 @@ def decode(
         lists = pack.pack_ell(acts, capacity, clear=False)
         return _from_lists(*lists, acts, weight, bias, truncate, out_dtype)
     if launch.INTERPRET:
-        return decode_lists(acts, weight, bias, capacity, truncate, out_dtype)[0]
+        return _decode_and_plan(None, acts, weight, bias, capacity, truncate, out_dtype)
     index = acts.get_device()
     stream = torch._C._cuda_getCurrentRawStream(index)
     key = (m, n, weight.shape, acts.stride(), weight.stride(), acts.dtype, weight.dtype, out_dtype, capacity, truncate)
@@ -187,7 +195,7 @@ def decode(
 
 
 def _decode_and_plan(
-    key: tuple[object, ...],
+    key: tuple[object, ...] | None,
     acts: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -195,14 +203,17 @@ def _decode_and_plan(
     truncate: bool,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    m, n = acts.shape
-    d = weight.shape[1]
-    plain = acts.stride(1) == 1 and weight.stride(1) == 1 and (bias is None or bias.is_contiguous())
-    if not plain or m * n * d == 0 or torch.cuda.is_current_stream_capturing():
+    """Launches, and keeps what repeats it under `key`, unless a copy was needed or a graph records it."""
+    (m, n), d = acts.shape, weight.shape[1]
+    if m * n * d == 0:
         return decode_lists(acts, weight, bias, capacity, truncate, out_dtype)[0]
+    x, w = pack.rows_contiguous(acts), pack.rows_contiguous(weight)
+    added = None if bias is None else bias.contiguous()
     out = torch.empty(m, d, dtype=out_dtype or weight.dtype, device=weight.device)
-    space, scan, over = _one_launch(acts, weight, bias, out, capacity, truncate)
-    if scan is not None and (over is not None or truncate or capacity >= n):
+    space, scan, over = _one_launch(x, w, added, out, capacity, truncate)
+    if scan is None or x is not acts or w is not weight or added is not bias:
+        return out
+    if (over is not None or not space.overflows) and not torch.cuda.is_current_stream_capturing():
         launch.keep(_plans, key, _Plan(space, scan, over))
     return out
 
@@ -211,8 +222,9 @@ EXAMPLES = {
     _decode_fwd_kernel: {
         "signature": {
             "x_ptr": "*fp32", "w_ptr": "*fp32", "bias_ptr": None, "out_ptr": "*fp32", "values_ptr": "*fp32",
-            "indices_ptr": "*i32", "nnz_ptr": "*i32", "flags_ptr": "*i64", "epoch": "i32", "stride_xm": "i32",
-            "stride_wn": "i32", "M": "i32", "N": "i32", "D": "i32", "capacity": "i32", "chunks": "i32", "slices": "i32",
+            "indices_ptr": "*i32", "nnz_ptr": "*i32", "arrived_ptr": "*i32", "flags_ptr": "*i64", "epoch": "i32",
+            "stride_xm": "i32", "stride_wn": "i32", "M": "i32", "N": "i32", "D": "i32", "capacity": "i32",
+            "chunks": "i32", "slices": "i32", "tiles": "i32",
         },
         "constexprs": {
             "BLOCK": 1024, "VEC": 4, "FLAGS": 64, "BLOCK_E": 32, "BLOCK_D": 32, "RUN": 0, "LEADS": False,
