@@ -1,7 +1,7 @@
 """Variants of the decode kernels beside each other, for whoever tunes them.
 
-Usage: python benchmarks/sae/tune_decode.py [PART...] [--search]. Parts: check, host, small, large, encode, dense,
-backward.
+Usage: python benchmarks/sae/tune_decode.py [PART...] [--search]. Parts: check, host, small, slots, large, encode,
+dense, backward.
 Every timing interleaves its candidates in one process; figures to publish come from `gossamer bench sae`. With
 --search, tiles are varied as well. Set OUT to a folder to keep the numbers as JSON.
 """
@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.peers import seed_decode
+from benchmarks.sae import decode_slots
 from gossamer import sae
 from gossamer._core import tuning
 from gossamer.rowsparse._triton import matmul, overflow, pack, sampled_matmul, transpose
@@ -224,6 +226,40 @@ def small() -> None:
         decode._plans.clear()
 
 
+def slots() -> None:
+    """Decode as it is and by self-validating slots, as graphs, with and without the dense tiles' launch."""
+    for m, n, d, l0 in SMALL:
+        copies, w = [acts_of(m, n, l0) for _ in range(10)], torch.randn(n, d, device=DEVICE)
+        capacity = tuning.break_even(m, n, d, w)
+        for entries in (l0, 3000):
+            x = acts_of(m, n, entries)
+            got, want = decode_slots.decode(x, w, capacity), x.double() @ w.double()
+            error = (got.double() - want).norm() / want.norm()
+            assert error < 1e-6, f"{m},{n},{d},{entries}: {error}"
+        calls: dict[str, Callable[..., Any]] = {
+            "seed": lambda x: seed_decode.decode_fixed(x, w, 512, validate=False),
+            "auto": lambda x: sae.decode(x, w),
+            "slots": lambda x: decode_slots.decode(x, w, capacity),
+            "prefetch": lambda x: decode_slots.decode(x, w, capacity, prefetch=True),
+            "auto fixed": lambda x: sae.decode(x, w, method="fixed", capacity=512, validate=False),
+            "slots fixed": lambda x: decode_slots.decode(x, w, 512, True),
+            "prefetch fixed": lambda x: decode_slots.decode(x, w, 512, True, True),
+            "no fill": lambda x: decode_slots.decode(x, w, 512, True, True, fill=False),
+        }
+        row = timed({name: graphed(call, copies) for name, call in calls.items()}, div=10)
+        show("slots", f"graph {m},{n},{d},{l0}", row | {"ratio": row["seed"] / min(row["slots"], row["prefetch"])})
+        if not SEARCH:
+            continue
+        variants = {}
+        for groups, e, bytes_d, ahead in itertools.product((256, 512), (8, 16, 32), (128, 256), (False, True)):
+            tile = {"BLOCK": groups * 4, "VEC": 4, "BLOCK_E": e, "BLOCK_D": bytes_d // 4}
+            if e * bytes_d <= 4096:
+                call = partial(decode_slots.decode, weight=w, capacity=capacity, prefetch=ahead, tile=tile)
+                variants[f"{groups}g/{e}x{bytes_d}B{'/p' * ahead}"] = graphed(call, copies)
+        row = timed(variants, rounds=5, div=10)
+        show("slots", f"tiles {m},{n},{d},{l0}", dict(sorted(row.items(), key=lambda item: item[1])[:10]))
+
+
 def large() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         m, n, d, l0 = 4096, 65536, 2304, 72
@@ -386,7 +422,7 @@ def backward() -> None:
 
 
 if __name__ == "__main__":
-    parts = {part.__name__: part for part in (check, host, small, large, encode, dense, backward)}
+    parts = {part.__name__: part for part in (check, host, small, slots, large, encode, dense, backward)}
     for name in [a for a in sys.argv[1:] if a != "--search"] or parts:
         with torch.no_grad() if name not in ("check", "backward") else torch.enable_grad():
             parts[name]()
