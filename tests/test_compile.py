@@ -93,6 +93,21 @@ def test_under_autocast(device: torch.device, compiled) -> None:
     torch.testing.assert_close(out, decode(acts, W, b))
 
 
+def test_sizes_are_dynamic_too(device: torch.device, compiled) -> None:
+    """Sizes of buffers that follow from the batch do not compile anew for every batch."""
+
+    def there_and_back(x: Tensor) -> Tensor:
+        packed = rowsparse.pack(x, format="csr", max_nnz=10 * x.shape[0])
+        return rowsparse.transpose(rowsparse.pack(x)).to_dense() + rowsparse.unpack(packed).t()
+
+    torch._dynamo.reset()
+    fast = compiled(there_and_back)
+    with torch._dynamo.config.patch(recompile_limit=3):
+        for m in (2, 3, 5, 8, 13, 20):
+            x = random_rows((m, N), l0=4, device=device)
+            torch.testing.assert_close(fast(x), 2 * x.t())
+
+
 def test_dynamic_shapes(device: torch.device, compiled) -> None:
     """One graph serves every batch size."""
     _, W, b = inputs(device)

@@ -383,7 +383,7 @@ def backward() -> None:
             "dense": lambda: torch.autograd.grad(plain, (acts, w), g, retain_graph=True),
             "auto": lambda: torch.autograd.grad(out, (acts, w), g, retain_graph=True),
             "transpose": lambda: transpose.transpose_keys(indices, nnz, n),
-            "weight": lambda: matmul.matmul_bwd_weight(g, keys, columns, offsets, values, nnz, None, dtype),
+            "weight": lambda: matmul.matmul_bwd_weight(g, indices, keys, columns, offsets, values, nnz, None, dtype),
             "acts": lambda: sampled_matmul.sampled_matmul(g, w.detach(), indices, nnz, None, True, True),
             "values": lambda: sampled_matmul.sampled_matmul(g, w.detach(), indices, nnz, None, False, True),
             "zeros": lambda: torch.zeros_like(acts),

@@ -1,3 +1,19 @@
 """gossamer: sparse and fused transformer operators for PyTorch."""
 
+from importlib import import_module
+from types import ModuleType
+
 __version__ = "0.1.0.dev0"
+
+_ROOMS = ("rowsparse", "sae", "nn", "testing")
+
+
+def __getattr__(name: str) -> ModuleType:
+    """A room is imported when it is first asked for."""
+    if name in _ROOMS:
+        return import_module(f"gossamer.{name}")
+    raise AttributeError(f"module 'gossamer' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_ROOMS]

@@ -219,10 +219,15 @@ def test_loss_without_a_sync(device: torch.device, generator: torch.Generator) -
         (lambda: nn.TopKSAE(4, 8, 0), ValueError, "nn.TopKSAE: k must be at least 1"),
         (lambda: nn.TopKSAE(4.0, 8, 1), TypeError, "nn.TopKSAE: d_in must be an int, got float"),
         (lambda: nn.JumpReLUSAE(4, 0), ValueError, "nn.JumpReLUSAE: d_sae must be at least 1, got 0"),
-        (lambda: nn.JumpReLUSAE(4, 8, bandwidth=0.0), ValueError, "bandwidth must be above 0, got 0.0"),
+        (lambda: nn.JumpReLUSAE(4, 8, bandwidth=0.0), ValueError, "bandwidth must be above 0 and finite, got 0.0"),
+        (lambda: nn.JumpReLUSAE(4, 8, bandwidth="a"), TypeError, "bandwidth must be a number, got str"),
+        (lambda: nn.JumpReLUSAE(4, 8, l0_coefficient=-1), ValueError, "l0_coefficient must be at least 0 .* got -1"),
+        (lambda: nn.JumpReLUSAE(4, 8, l0_coefficient=float("nan")), ValueError, "l0_coefficient .* got nan"),
+        (lambda: nn.TopKSAE(4, 8, 2, dtype=torch.int32), TypeError, "dtype must be torch.float32, .* got int32"),
+        (lambda: nn.TopKSAE(4, 8, 2, dtype="float32"), TypeError, "dtype must be torch.float32, .* got str"),
         (lambda: nn.JumpReLUSAE(4, 8, capacity=0), ValueError, "capacity must be at least 1, got 0"),
         (lambda: nn.JumpReLUSAE(4, 8, initial_threshold=-1.0), ValueError, "initial_threshold must be above 0"),
-        (lambda: nn.TopKSAE(4, 8, 2)(torch.ones(3, 5)), ValueError, r"W_enc must have shape .* with d_in = 5 like x"),
+        (lambda: nn.TopKSAE(4, 8, 2)(torch.ones(3, 5)), ValueError, r"x must have shape .* d_in = 4 like W_enc"),
     ],
 )  # fmt: skip
 def test_errors(make: Any, error: type[Exception], message: str) -> None:

@@ -112,6 +112,13 @@ def test_overflowed(device: torch.device) -> None:
         (csr, {"indices": torch.zeros(4, dtype=INT)}, ValueError, r"CSR: indices must have shape \[nnz\] = \[3\]"),
         (csr, {"values": torch.ones(3, 1)}, ValueError, r"CSR: values must have shape \[nnz\], got \[3, 1\]"),
         (csr, {"source": torch.ones(1, 5)}, ValueError, r"CSR: source must have shape \[M, N\] = \[2, 5\]"),
+        (csr, {"values": [1.0, 2.0, 3.0]}, TypeError, "CSR: values must be a torch.Tensor, got list"),
+        (ell, {"indices": [[0]]}, TypeError, "ELL: indices must be a torch.Tensor, got list"),
+        (ell, {"values": torch.ones(2, 2).int()}, TypeError, "ELL: values must be float32, .* got int32"),
+        (ell, {"source": torch.ones(2, 5).half()}, TypeError, "ELL: source must be float32 like values, got float16"),
+        (ell, {"shape": 4}, ValueError, r"ELL: shape must be a tuple \(..., N\) of ints, got 4"),
+        (csr, {"shape": ()}, ValueError, r"CSR: shape must be a tuple \(..., N\) of ints, got \(\)"),
+        (ell, {"shape": (2, 2**31)}, ValueError, "ELL: shape must have at most 2\\^31 - 1 columns"),
     ],
 )
 def test_refused(make: Any, changes: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -125,6 +132,7 @@ def test_refused(make: Any, changes: dict[str, Any], error: type[Exception], mes
         (ell(indices=torch.tensor([[5, -1], [0, 2]], dtype=INT)), r"\[0, N\) with N = 5, .* got -1 to 5"),
         (ell(indices=torch.tensor([[4, -1], [-2, 2]], dtype=INT)), "got -2 to 4"),
         (ell(nnz_per_row=torch.tensor([1, 3], dtype=INT)), "at most capacity = 2 without a source, got 3"),
+        (ell(nnz_per_row=torch.tensor([-1, 1], dtype=INT)), "nnz_per_row must be at least 0, got -1"),
         (csr(indices=torch.tensor([4, 0, 7], dtype=INT)), "got 0 to 7"),
         (csr(indices=torch.tensor([-3, 0, 2], dtype=INT)), "got -3 to 2"),
         (csr(row_offsets=torch.tensor([0, 1, 4])), r"at most len\(values\) = 3 without a source, got 4"),

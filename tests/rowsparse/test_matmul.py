@@ -224,6 +224,27 @@ def test_gradcheck_with_repeated_columns(make) -> None:
     torch.autograd.gradcheck(lambda v, w: matmul(replace(rows, values=v), w), (values, weight))
 
 
+@pytest.mark.parametrize("options", PACKINGS, ids=str)
+def test_second_derivatives(
+    options: dict[str, int], dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    x = random_rows((4, 30), l0=[0, 2, 9, 3], device=device, generator=generator)
+    held = x != 0
+    weight = torch.randn(30, 5, device=device, generator=generator)
+    towards = [torch.randn(t.shape, device=device, generator=generator) for t in (x, weight)]
+
+    def twice(dtype: torch.dtype, product) -> list[torch.Tensor]:
+        leaves = [t.to(dtype).requires_grad_() for t in (x, weight)]
+        first = torch.autograd.grad(product(*leaves).pow(3).sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum((g * t.to(dtype)).sum() for g, t in zip(first, towards)), leaves)
+
+    ours = twice(dtype, lambda x, w: matmul(pack(x, **options), w))
+    plain = twice(dtype, lambda x, w: torch.where(held, x, 0) @ w)
+    wanted = twice(torch.float64, lambda x, w: torch.where(held, x, 0) @ w)
+    for a, b, c in zip(ours, wanted, plain):
+        assert_close(a, reference64=b, plain=c)
+
+
 @pytest.mark.native
 def test_float32_gradients_are_bitwise_reproducible(
     device: torch.device, generator: torch.Generator, scale: int

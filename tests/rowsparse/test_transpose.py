@@ -29,7 +29,7 @@ def test_any_shape(data: st.DataObject, dtype: torch.dtype, device: torch.device
         assert (out.indices[int(out.row_offsets[-1]) :] == -1).all()
 
 
-@pytest.mark.parametrize("m, n, l0", [(100, 7, 5), (3, 700, 60), (70, 100, 1)])
+@pytest.mark.parametrize("m, n, l0", [(100, 7, 5), (3, 700, 60), (70, 100, 1), (700, 5, 3)])
 def test_long_and_short_columns(
     m: int, n: int, l0: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
@@ -41,6 +41,17 @@ def test_long_and_short_columns(
     assert out.row_offsets.diff().tolist() == (x != 0).sum(0).tolist()
     assert torch.equal(out.indices[:nnz].long(), rows)
     assert torch.equal(out.values[:nnz], x[rows, columns])
+
+
+def test_columns_that_are_always_filled(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    """Among short columns: the last one of them, and a first one that fires in all rows but one."""
+    x = random_rows((600, 40), l0=2, dtype=dtype, device=device, generator=generator)
+    x[:, 39] = 1
+    x[1:, 0] = 2
+    out = transpose(pack(x, capacity=8))
+    columns, rows = x.t().nonzero(as_tuple=True)
+    assert torch.equal(out.indices[: len(rows)].long(), rows)
+    assert torch.equal(out.values[: len(rows)], x[rows, columns])
 
 
 def test_there_and_back(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:

@@ -134,7 +134,7 @@ def test_error_budget(
     wanted = torch.autograd.grad(reference, exact, grad.double())
     usual_grads = torch.autograd.grad(usual, inputs, grad)
     for name, ours, want, other in zip(("acts", "W_dec", "b_dec"), grads, wanted, usual_grads):
-        if name == "acts" and method != "dense":
+        if name == "acts":
             want, other = want * (acts != 0), other * (acts != 0)
         assert_close(ours, reference64=want, plain=other, name=name)
 
@@ -333,6 +333,11 @@ def test_autocast(
         ({"b_dec": torch.ones(2)}, ValueError, r"b_dec must have shape \[d_in\] = \[3\] like W_dec, got \[2\]"),
         ({"b_dec": torch.ones(3).int()}, TypeError, "b_dec must be float32, .* got int32"),
         ({"b_dec": torch.ones(3, device="meta")}, ValueError, "b_dec must be on cpu like W_dec, got meta"),
+        ({"b_dec": [1.0] * 3}, TypeError, "b_dec must be a torch.Tensor, got list"),
+        ({"acts": pack(torch.ones(2, 5)), "b_dec": [1.0] * 3}, TypeError, "b_dec must be a torch.Tensor, got list"),
+        ({"acts": torch.eye(5).to_sparse()}, TypeError, "acts must be a strided tensor, got layout sparse_coo"),
+        ({"acts": pack(torch.ones(2, 5)), "method": "fixed"}, ValueError, 'method="fixed" packs dense .* is a ELL'),
+        ({"method": ["auto"]}, ValueError, r"method must be one of .* got \['auto'\]"),
         ({"method": "best"}, ValueError, "method must be one of auto, exact, fixed, dense, got 'best'"),
         ({"capacity": 0}, ValueError, "capacity must be at least 1, got 0"),
         ({"capacity": -3}, ValueError, "capacity must be at least 1, got -3"),
@@ -346,6 +351,49 @@ def test_errors(change, error: type[Exception], message: str) -> None:
     arguments = {"acts": torch.ones(2, 5), "W_dec": torch.ones(5, 3), **change}
     with pytest.raises(error, match=f"sae.decode: {message}"):
         decode(**arguments)
+
+
+@pytest.mark.native
+def test_bias_and_wide_results_are_rounded_once(device: torch.device) -> None:
+    """Also where the product is dense, and under autocast."""
+    acts, W = torch.ones(40, 300, device=device), torch.full((300, 32), 1.0, device=device)
+    b = torch.full((32,), -299.75, device=device)
+    for method in ("auto", "dense", "exact"):
+        assert (decode(acts.bfloat16(), W.bfloat16(), b, method=method) == 0.25).all(), method
+        with torch.autocast(device.type, torch.bfloat16):
+            assert (decode(acts, W + 1 / 128, out_dtype=torch.float32, method=method) == 300 * (1 + 1 / 128)).all(), (
+                method
+            )
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_any_default_dtype(default: torch.dtype, dtype: torch.dtype, device: torch.device) -> None:
+    acts, W = (
+        random_rows((9, 300), l0=7, dtype=dtype, device=device, integers=True),
+        torch.ones(300, 8).to(device, dtype),
+    )
+    torch.set_default_dtype(default)
+    try:
+        for method in ("auto", "exact", "dense"):
+            assert_exact(decode(acts, W, method=method), acts.double() @ W.double(), name=method)
+        assert_exact(decode(acts, W, capacity=4), acts.double() @ W.double())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_second_derivatives_are_refused(device: torch.device) -> None:
+    acts, W = random_rows((4, 300), l0=5, device=device).requires_grad_(), torch.randn(300, 8, device=device)
+    with pytest.raises(NotImplementedError, match=r"sae.decode: second derivatives .* rowsparse.pack"):
+        torch.autograd.grad(decode(acts, W, capacity=8).pow(2).sum(), acts, create_graph=True)
+
+
+@pytest.mark.native
+def test_meta_tensors() -> None:
+    acts, W, b = (torch.ones(shape, device="meta") for shape in ((2, 3, 500), (500, 16), (16,)))
+    for latents in (acts, pack(acts, capacity=8)):
+        assert decode(latents, W, b, method="dense" if latents is acts else "auto").shape == (2, 3, 16)
+    assert decode(acts, W, b, capacity=8).device.type == "meta"
 
 
 @pytest.mark.native

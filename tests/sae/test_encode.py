@@ -477,6 +477,22 @@ def test_capture_without_a_sync(activation: str, m: int, device: torch.device, g
     assert all(torch.equal(a, b) for a, b in zip(captured, eager))
 
 
+def test_second_derivatives_are_refused(device: torch.device) -> None:
+    x, W, b = (torch.randn(shape, device=device).requires_grad_() for shape in ((3, 4), (4, 40), (40,)))
+    with pytest.raises(NotImplementedError, match=r"sae.encode: second derivatives are not implemented"):
+        out = encode(x, W, b, activation="relu").values.pow(2).sum()
+        torch.autograd.grad(out, (x, W, b), create_graph=True)
+
+
+@pytest.mark.native
+def test_autocast_does_not_mix_in_float64() -> None:
+    x, W = torch.ones(3, 4), torch.ones(4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        for mixed in ((x.double(), W), (x, W.double())):
+            with pytest.raises(TypeError, match=r"x and W_enc must have one dtype, .*Convert one with .to\(dtype\)\.$"):
+                encode(*mixed, activation="relu")
+
+
 OK_X, OK_W = torch.ones(2, 4), torch.ones(4, 8)
 JUMP = {"activation": "jumprelu", "threshold": torch.ones(8)}
 
@@ -487,7 +503,12 @@ JUMP = {"activation": "jumprelu", "threshold": torch.ones(8)}
         ({"x": torch.tensor(1.0)}, ValueError, r"sae.encode: x must have shape \[..., d_in\], got a scalar"),
         ({"x": OK_X.long()}, TypeError, r"x must be float32, float16 or bfloat16 .* got int64"),
         ({"x": OK_X.half()}, TypeError, r"x and W_enc must have one dtype, got float16 and float32"),
-        ({"W_enc": torch.ones(5, 8)}, ValueError, r"W_enc must have shape \[d_in, d_sae\] with d_in = 4 .* \[5, 8\]"),
+        (
+            {"W_enc": torch.ones(5, 8)},
+            ValueError,
+            r"x must have shape \[..., d_in\] with d_in = 5 like W_enc, got \[2, 4\]",
+        ),
+        ({"W_enc": torch.ones(8)}, ValueError, r"W_enc must have shape \[d_in, d_sae\], got \[8\]"),
         ({"W_enc": torch.ones(4)}, ValueError, r"W_enc must have shape"),
         ({"b_enc": torch.ones(7)}, ValueError, r"b_enc must have shape \[d_sae\] = \[8\] like W_enc, got \[7\]"),
         ({"b_dec": torch.ones(8)}, ValueError, r"b_dec must have shape \[d_in\] = \[4\]"),

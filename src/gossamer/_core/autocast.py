@@ -6,13 +6,13 @@ from torch import Tensor
 
 def cast(*operands: Tensor | None) -> tuple[Tensor | None, ...]:
     """The operands in the dtype autocast asks for on their device, unchanged where it is off. None passes through."""
-    device = next(operand.device.type for operand in operands if operand is not None)
-    if not torch.is_autocast_enabled(device):
+    device = next(operand.device for operand in operands if operand is not None)
+    if not enabled(device):
         return operands
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(device.type)
     return tuple(x if x is None or x.dtype is torch.float64 else x.to(dtype) for x in operands)
 
 
 def enabled(device: torch.device) -> bool:
-    """Whether autocast is on for the device."""
-    return torch.is_autocast_enabled(device.type)
+    """Whether autocast is on for the device; the meta device has none."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)

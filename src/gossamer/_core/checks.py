@@ -1,21 +1,35 @@
 """Argument checks with one error style: operator, argument, rule, what arrived, and the way out."""
 
+import math
+
 import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+MAX_COLUMNS = 2**31 - 1
 
 
-def name_of(dtype: torch.dtype) -> str:
+def name_of(what: torch.dtype | torch.layout) -> str:
     """`torch.bfloat16` -> "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
+    return str(what).removeprefix("torch.")
 
 
-def floating(operator: str, **tensors: Tensor) -> None:
+def tensors(operator: str, **given: Tensor | None) -> None:
+    """Every argument that is given is a tensor."""
+    for argument, value in given.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise TypeError(f"{operator}: {argument} must be a torch.Tensor, got {type(value).__name__}.")
+
+
+def floating(operator: str, **given: Tensor) -> None:
     """Every tensor has a floating dtype the library computes in."""
-    for argument, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{operator}: {argument} must be a torch.Tensor, got {type(tensor).__name__}.")
+    tensors(operator, **given)
+    for argument, tensor in given.items():
+        if tensor.layout is not torch.strided:
+            raise TypeError(
+                f"{operator}: {argument} must be a strided tensor, got layout {name_of(tensor.layout)}. "
+                f"Convert it with {argument}.to_dense()."
+            )
         if tensor.dtype not in FLOATS:
             raise TypeError(
                 f"{operator}: {argument} must be float32, float16 or bfloat16 (float64 on the CPU), "
@@ -28,19 +42,27 @@ def floating(operator: str, **tensors: Tensor) -> None:
             )
 
 
-def out_dtype(operator: str, dtype: torch.dtype | None) -> None:
+def float_dtype(operator: str, argument: str, dtype: torch.dtype | None, hint: str) -> None:
     """`dtype` is one the library computes in, or None."""
     if dtype is not None and dtype not in FLOATS:
         got = name_of(dtype) if isinstance(dtype, torch.dtype) else type(dtype).__name__
         raise TypeError(
-            f"{operator}: out_dtype must be float32, float16 or bfloat16 (float64 on the CPU), got {got}. "
-            "Convert the result instead."
+            f"{operator}: {argument} must be torch.float32, float16 or bfloat16 (float64 on the CPU), got {got}. {hint}"
         )
 
 
-def same_device(operator: str, first: str, device: torch.device, **tensors: Tensor | None) -> None:
+def columns(operator: str, argument: str, n: int) -> None:
+    """A row has fewer columns than an int32 index can name."""
+    if n > MAX_COLUMNS:
+        raise ValueError(
+            f"{operator}: {argument} must have at most 2^31 - 1 columns, for indices are int32, got {n}. "
+            "Split it into blocks of columns."
+        )
+
+
+def same_device(operator: str, first: str, device: torch.device, **given: Tensor | None) -> None:
     """Every tensor lives where `first` does."""
-    for argument, tensor in tensors.items():
+    for argument, tensor in given.items():
         if tensor is not None and tensor.device != device:
             raise ValueError(
                 f"{operator}: {argument} must be on {device} like {first}, got {tensor.device}. "
@@ -62,6 +84,15 @@ def positive(operator: str, argument: str, value: int, hint: str) -> None:
         raise TypeError(f"{operator}: {argument} must be an int, got {type(value).__name__}. {hint}")
     if value < 1:
         raise ValueError(f"{operator}: {argument} must be at least 1, got {value}. {hint}")
+
+
+def number(operator: str, argument: str, value: float, hint: str, zero: bool = False) -> None:
+    """`value` is a finite number above 0, or 0 itself with `zero`."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{operator}: {argument} must be a number, got {type(value).__name__}. {hint}")
+    if not (0 < value < math.inf or (zero and value == 0)):
+        least = "at least 0" if zero else "above 0"
+        raise ValueError(f"{operator}: {argument} must be {least} and finite, got {value}. {hint}")
 
 
 def no_sync(operator: str, what: str, instead: str) -> None:

@@ -6,6 +6,7 @@ key must therefore determine every argument that is not a pointer, and the dtype
 """
 
 import itertools
+import sys
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -97,6 +98,31 @@ def ready(index: int, addresses: int) -> bool:
     return addresses % 16 == 0 and torch._C._cuda_getDevice() == index and not torch._C._cuda_isCurrentStreamCapturing()
 
 
+def transient(device: torch.device) -> bool:
+    """Whether memory that is allocated now may not outlive the call, because it comes from the pool of a CUDA graph.
+
+    That is so during capture, and in the eager run with which Inductor warms up for its own graphs.
+    """
+    if device.type != "cuda":
+        return True
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            return True
+        trees = sys.modules.get("torch._inductor.cudagraph_trees")
+        if trees is None:
+            return False
+        try:
+            manager = trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+        except AssertionError:  # a thread that Inductor has never seen
+            return False
+        return manager is not None and manager.stream == torch.cuda.current_stream()
+
+
+def may_keep(device: torch.device) -> bool:
+    """Whether a plan made now on `device` would ever be found by `ready`, and may hold its memory."""
+    return device.index == torch.cuda.current_device() and not transient(device)
+
+
 def keep(plans: dict[Any, Any], key: Hashable, plan: Any, most: int = 64) -> None:
     """Adds a plan to those kept for repeated calls; their number is bounded, for they may hold device memory."""
     if len(plans) >= most:
@@ -108,8 +134,8 @@ class Flags:
     """Words of device memory through which the programs of one launch signal each other.
 
     A program signals by writing the launch's epoch; a word that holds an older epoch is not yet set, so nothing has to
-    be cleared between calls. One buffer serves one stream, because launches on one stream never overlap. Under graph
-    capture the epoch is frozen, so a fresh buffer is zeroed inside the graph instead.
+    be cleared between calls. One buffer serves one stream, because launches on one stream never overlap. A graph
+    freezes the epoch, so there a fresh buffer is zeroed inside the graph instead.
     """
 
     def __init__(self) -> None:
@@ -117,7 +143,7 @@ class Flags:
 
     def get(self, words: int, device: torch.device) -> tuple[Tensor, int]:
         """(int64 buffer of at least `words`, epoch of this launch)."""
-        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        if transient(device):
             return torch.zeros(words, dtype=torch.int64, device=device), 1
         key = (device, torch._C._cuda_getCurrentRawStream(device.index))
         buffer, epochs = self._streams.get(key, (None, None))
@@ -125,7 +151,7 @@ class Flags:
             # Twice the need, so that a growing batch does not allocate at every step.
             buffer, epochs = torch.zeros(max(2 * words, 4096), dtype=torch.int64, device=device), Epochs()
             self._streams[key] = buffer, epochs
-        return buffer, epochs.next(buffer)
+        return buffer, epochs.next()
 
 
 class Epochs:
@@ -134,19 +160,35 @@ class Epochs:
     __slots__ = ("_count",)
 
     def __init__(self) -> None:
-        self._count = itertools.count(1)
+        self._count = itertools.count()
 
-    def next(self, buffer: Tensor) -> int:
-        """The next epoch; after 2^31 of them the buffer is cleared and the count begins again."""
-        epoch = next(self._count)
-        if epoch >= (1 << 31) - 1:
-            self._count = itertools.count(2)
-            buffer.zero_()
-            epoch = 1
-        return epoch
+    def next(self) -> int:
+        """1, 2, ... 2^31 - 2, and again. To mistake an epoch for its successor of the same number, a word would have to
+        be left alone for 2^31 launches and be looked at in the very next."""
+        return next(self._count) % ((1 << 31) - 2) + 1
+
+
+class Scratch:
+    """Device memory that holds nothing between launches: one buffer a stream, as large as the largest need so far."""
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[torch.device, int], Tensor] = {}
+
+    def get(self, words: int, device: torch.device) -> Tensor:
+        """float32 buffer of at least `words`, with anything in it."""
+        if transient(device):
+            return torch.empty(words, dtype=torch.float32, device=device)
+        key = (device, torch._C._cuda_getCurrentRawStream(device.index))
+        buffer = self._streams.get(key)
+        if buffer is None or buffer.numel() < words:
+            # Plans keep the smaller ones: doubling bounds what they hold in all.
+            size = max(words, 0 if buffer is None else 2 * buffer.numel())
+            buffer = self._streams[key] = torch.empty(size, dtype=torch.float32, device=device)
+        return buffer
 
 
 flags = Flags()
+scratch = Scratch()
 
 
 def cdiv(a: int, b: int) -> int:

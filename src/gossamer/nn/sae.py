@@ -40,6 +40,7 @@ class _SAE(torch.nn.Module):
         operator = f"nn.{type(self).__name__}"
         checks.positive(operator, "d_in", d_in, "It is the size of the vectors to encode.")
         checks.positive(operator, "d_sae", d_sae, "It is the number of latents.")
+        checks.float_dtype(operator, "dtype", dtype, "Biases and thresholds are float32 at least in any case.")
         self.d_in, self.d_sae = d_in, d_sae
         directions = torch.randn(d_sae, d_in, device=device)
         directions = (directions / directions.norm(dim=1, keepdim=True)).to(dtype or torch.get_default_dtype())
@@ -91,8 +92,8 @@ class _SAE(torch.nn.Module):
 class TopKSAE(_SAE):
     """A sparse autoencoder that keeps the k largest latents of each row.
 
-    Decoder rows start with unit norm and the encoder as their transpose. Biases are float32 whatever `dtype` is, and
-    stay so under autocast.
+    Decoder rows start with unit norm and the encoder as their transpose. Biases are made in float32 whatever `dtype`
+    is, and stay so under autocast; `module.to(dtype)` converts them with all the rest, so give `dtype` here instead.
 
     Args:
         d_in: size of the vectors to encode.
@@ -103,7 +104,7 @@ class TopKSAE(_SAE):
 
     Raises:
         ValueError: a size below 1, or k above d_sae.
-        TypeError: a size that is no int.
+        TypeError: a size that is no int, or a dtype that is not floating.
 
     Attributes:
         W_enc, W_dec, b_enc, b_dec: `[d_in, d_sae]`, `[d_sae, d_in]`, `[d_sae]`, `[d_in]`. b_dec is subtracted from x
@@ -162,8 +163,8 @@ class JumpReLUSAE(_SAE):
         device: of the parameters.
 
     Raises:
-        ValueError: a size below 1, or a bandwidth or initial threshold that is not above 0.
-        TypeError: a size that is no int.
+        ValueError: a size below 1, a bandwidth or initial threshold that is not above 0, or an l0_coefficient below 0.
+        TypeError: a size that is no int, or a dtype that is not floating.
 
     Attributes:
         W_enc, W_dec, b_enc, b_dec: `[d_in, d_sae]`, `[d_sae, d_in]`, `[d_sae]`, `[d_in]`. b_dec is not subtracted
@@ -190,9 +191,9 @@ class JumpReLUSAE(_SAE):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(d_in, d_sae, dtype, device)
-        for name, value in (("bandwidth", bandwidth), ("initial_threshold", initial_threshold)):
-            if not value > 0:
-                raise ValueError(f"nn.JumpReLUSAE: {name} must be above 0, got {value}.")
+        checks.number("nn.JumpReLUSAE", "bandwidth", bandwidth, "It is the width of a window.")
+        checks.number("nn.JumpReLUSAE", "initial_threshold", initial_threshold, "Its logarithm is trained.")
+        checks.number("nn.JumpReLUSAE", "l0_coefficient", l0_coefficient, "0 leaves L0 alone.", zero=True)
         if capacity is not None:
             checks.positive("nn.JumpReLUSAE", "capacity", capacity, "It is the number of slots per row.")
         self.bandwidth, self.l0_coefficient, self.capacity = bandwidth, l0_coefficient, capacity

@@ -91,8 +91,8 @@ class ELL(_RowSparse):
         source: `[M, N]`, dense, right at least for the overflowed rows; None promises that no row overflowed.
 
     Raises:
-        ValueError: the tensors' shapes or devices do not fit each other.
-        TypeError: the indices or counts are not int32.
+        ValueError: the tensors' shapes or devices do not fit each other, or N is not below 2^31.
+        TypeError: the indices or counts are not int32, the values not floating, or the source has another dtype.
 
     Indices outside [0, N) raise on the CPU. On the GPU looking would cost a sync: they make their row NaN instead;
     `validate()` looks and raises.
@@ -110,6 +110,7 @@ class ELL(_RowSparse):
     source: Tensor | None = None
 
     def __post_init__(self) -> None:
+        _check_parts("rowsparse.ELL", self, nnz_per_row=self.nnz_per_row)
         m = self.num_rows
         if self.values.dim() != 2 or self.values.shape[0] != m:
             raise ValueError(
@@ -140,9 +141,11 @@ class ELL(_RowSparse):
         """Looks at the contents, which costs one sync, and returns self.
 
         Raises:
-            ValueError: an index outside [-1, N), or an overflowed row without a source.
+            ValueError: an index outside [-1, N), a count below 0, or an overflowed row without a source.
         """
         _check_indices("rowsparse.ELL", self.indices, self.num_columns)
+        if bool((self.nnz_per_row < 0).any()):
+            raise ValueError(f"rowsparse.ELL: nnz_per_row must be at least 0, got {int(self.nnz_per_row.min())}.")
         if self.source is None and bool(self.overflowed):
             raise ValueError(
                 f"rowsparse.ELL: nnz_per_row must be at most capacity = {self.capacity} without a source, "
@@ -167,8 +170,9 @@ class CSR(_RowSparse):
         source: `[M, N]`, dense, right at least for the overflowed rows; None promises that no row overflowed.
 
     Raises:
-        ValueError: the tensors' shapes or devices do not fit each other.
-        TypeError: row_offsets is not int64 or indices is not int32.
+        ValueError: the tensors' shapes or devices do not fit each other, or N is not below 2^31.
+        TypeError: row_offsets is not int64, indices is not int32, the values are not floating, or the source has
+            another dtype.
 
     >>> rows = CSR(torch.tensor([0, 1, 1]), torch.tensor([2], dtype=torch.int32), torch.ones(1), (2, 3))
     >>> rows.to_dense().tolist()
@@ -182,6 +186,7 @@ class CSR(_RowSparse):
     source: Tensor | None = None
 
     def __post_init__(self) -> None:
+        _check_parts("rowsparse.CSR", self, row_offsets=self.row_offsets)
         checks.shape(
             "rowsparse.CSR", "row_offsets", self.row_offsets, (self.num_rows + 1,), "[M + 1]", f"for shape {self.shape}"
         )
@@ -237,12 +242,26 @@ Rows = ELL | CSR
 """Any row-sparse container."""
 
 
+def _check_parts(operator: str, rows: Any, **counts: Tensor) -> None:
+    checks.tensors(operator, indices=rows.indices, source=rows.source, **counts)
+    checks.floating(operator, values=rows.values)
+    shape = rows.shape
+    if not isinstance(shape, tuple) or not shape or not all(isinstance(size, int | torch.SymInt) for size in shape):
+        raise ValueError(f"{operator}: shape must be a tuple (..., N) of ints, got {shape!r}.")
+    checks.columns(operator, "shape", shape[-1])
+
+
 def _check_source(operator: str, rows: Any) -> None:
     tensors = {f.name: getattr(rows, f.name) for f in fields(rows) if f.name not in ("shape", "values")}
     checks.same_device(operator, "values", rows.values.device, **tensors)
     if rows.source is not None:
         expected = (rows.num_rows, rows.num_columns)
         checks.shape(operator, "source", rows.source, expected, "[M, N]", f"for shape {rows.shape}")
+        if rows.source.dtype is not rows.values.dtype:
+            raise TypeError(
+                f"{operator}: source must be {checks.name_of(rows.values.dtype)} like values, "
+                f"got {checks.name_of(rows.source.dtype)}. Convert it with source.to(values.dtype)."
+            )
 
 
 def _check_indices(operator: str, indices: Tensor, n: int) -> None:

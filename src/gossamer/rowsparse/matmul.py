@@ -40,7 +40,7 @@ def matmul(rows: Rows, weight: Tensor, *, out_dtype: torch.dtype | None = None) 
     operator = "rowsparse.matmul"
     values, indices, offsets, source = parts(operator, rows)
     check_weight(operator, rows, weight)
-    checks.out_dtype(operator, out_dtype)
+    checks.float_dtype(operator, "out_dtype", out_dtype, "Convert the result instead.")
     if autocast.enabled(weight.device):
         values, source, weight = autocast.cast(values, source, weight)  # type: ignore[assignment]
     check_dtypes(operator, "rows", values, "weight", weight)
@@ -62,9 +62,11 @@ def check_weight(
 def check_dtypes(operator: str, first: str, a: Tensor, second: str, b: Tensor) -> None:
     """The two operands of a product share their dtype, as in PyTorch."""
     if a.dtype is not b.dtype:
+        # Autocast leaves float64 alone.
+        autocasts = "" if torch.float64 in (a.dtype, b.dtype) else ", or use torch.autocast"
         raise TypeError(
             f"{operator}: {first} and {second} must have one dtype, got {checks.name_of(a.dtype)} and "
-            f"{checks.name_of(b.dtype)}. Convert one with .to(dtype), or use torch.autocast."
+            f"{checks.name_of(b.dtype)}. Convert one with .to(dtype){autocasts}."
         )
 
 
@@ -85,7 +87,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_source = dense.to(source.dtype) if needs[3] else None
     if needs[4]:
         columns = transpose_keys(indices, offsets, weight.shape[0])
-        grad_weight = backward_weight(grad, columns, values, offsets, source, weight.dtype)
+        grad_weight = backward_weight(grad, indices, columns, values, offsets, source, weight.dtype)
     if needs[5]:
         grad_bias = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(ctx.bias_dtype)
     return grad_values, None, None, grad_source, grad_weight, grad_bias, None
@@ -106,6 +108,7 @@ def _fake(
 
 def backward_weight(
     grad: Tensor,
+    indices: Tensor,
     columns: tuple[Tensor, Tensor, Tensor],
     values: Tensor,
     offsets: Tensor,
@@ -114,11 +117,32 @@ def backward_weight(
 ) -> Tensor:
     """The weight gradient [N, D] of rows @ weight, with `columns` from `transpose_keys`."""
     col_offsets, keys, column = columns
-    return _matmul_bwd_weight(grad, keys, column, col_offsets, values, offsets, source, dtype)
+    return _matmul_bwd_weight(grad, indices, keys, column, col_offsets, values, offsets, source, dtype)
+
+
+def _bwd_weight_context(ctx: Any, inputs: Any, output: Any) -> None:
+    grad, indices, _, _, _, values, offsets, source, _ = inputs
+    ctx.save_for_backward(grad, indices, values, offsets, source)
+
+
+def _bwd_weight_backward(ctx: Any, grad_weight: Tensor) -> tuple[Tensor | None, ...]:
+    """The weight gradient is linear in both of its factors, as the product itself is."""
+    grad, indices, values, offsets, source = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    grad_weight = grad_weight.to(values.dtype)
+    grad_grad = grad_values = grad_source = None
+    if needs[0]:
+        grad_grad = _matmul(values, indices, offsets, source, grad_weight, None, grad.dtype)
+    if needs[5] or needs[7]:
+        sampled, dense = _sampled(grad, grad_weight, indices, offsets, source if needs[7] else None, False, False)
+        grad_values = sampled.to(values.dtype) if needs[5] else None
+        grad_source = dense.to(source.dtype) if needs[7] else None
+    return grad_grad, None, None, None, None, grad_values, None, grad_source, None
 
 
 def _fake_bwd_weight(
     grad: Tensor,
+    indices: Tensor,
     keys: Tensor,
     columns: Tensor,
     col_offsets: Tensor,
@@ -142,7 +166,10 @@ def _fake_sampled(
 def _sampled_context(ctx: Any, inputs: Any, output: Any) -> None:
     x, weight, indices, offsets, source, scatter, ctx.masked = inputs
     if scatter:
-        raise NotImplementedError("gossamer::sampled_matmul with scatter is a gradient and has none of its own.")
+        raise NotImplementedError(
+            "sae.decode: second derivatives of dense activations are not implemented. Pack them first with "
+            "rowsparse.pack, which has them, or use create_graph=False."
+        )
     ctx.save_for_backward(x, weight, indices, offsets, source)
 
 
@@ -154,7 +181,7 @@ def _sampled_backward(ctx: Any, grad_values: Tensor, grad_dense: Tensor) -> tupl
         grad_x = _matmul(grad_values, indices, offsets, grad_source, weight, None, x.dtype)
     if ctx.needs_input_grad[1]:
         columns = transpose_keys(indices, offsets, weight.shape[0])
-        grad_weight = backward_weight(x, columns, grad_values, offsets, grad_source, weight.dtype)
+        grad_weight = backward_weight(x, indices, columns, grad_values, offsets, grad_source, weight.dtype)
     return grad_x, grad_weight, None, None, None, None, None
 
 
@@ -168,11 +195,13 @@ _matmul = register(
     backward=_backward,
 )
 _matmul_bwd_weight = register(
-    "matmul_bwd_weight(Tensor grad, Tensor keys, Tensor columns, Tensor col_offsets, Tensor values, Tensor offsets, "
-    "Tensor? source, ScalarType dtype) -> Tensor",
+    "matmul_bwd_weight(Tensor grad, Tensor indices, Tensor keys, Tensor columns, Tensor col_offsets, Tensor values, "
+    "Tensor offsets, Tensor? source, ScalarType dtype) -> Tensor",
     cpu=_cpu.matmul_bwd_weight,
     gpu=f"{_GPU}.matmul:matmul_bwd_weight",
     fake=_fake_bwd_weight,
+    setup_context=_bwd_weight_context,
+    backward=_bwd_weight_backward,
 )
 _sampled = register(
     "sampled_matmul(Tensor x, Tensor weight, Tensor indices, Tensor offsets, Tensor? source, bool scatter, "

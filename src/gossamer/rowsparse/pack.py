@@ -51,6 +51,7 @@ def pack(x: Tensor, *, format: str = "ell", capacity: int | None = None, max_nnz
     if format not in ("ell", "csr"):
         raise ValueError(f'{operator}: format must be "ell" or "csr", got {format!r}.')
     n = x.shape[-1]
+    checks.columns(operator, "x", n)
     flat = x.reshape(math.prod(x.shape[:-1]), n)
     source = _EntriesOnly.apply(flat) if flat.requires_grad and torch.is_grad_enabled() else flat
     if format == "ell":
@@ -202,7 +203,7 @@ def _unpack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None,
 
 
 _pack_ell = register(
-    "pack_ell(Tensor x, int capacity) -> (Tensor, Tensor, Tensor)",
+    "pack_ell(Tensor x, SymInt capacity) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu.pack_ell,
     gpu=f"{_GPU}:pack_ell",
     fake=_fake_pack_ell,
@@ -216,7 +217,7 @@ _count_rows = register(
     fake=lambda x: x.new_empty(x.shape[0], dtype=torch.int32),
 )
 _pack_csr = register(
-    "pack_csr(Tensor x, Tensor row_offsets, int max_nnz) -> (Tensor, Tensor)",
+    "pack_csr(Tensor x, Tensor row_offsets, SymInt max_nnz) -> (Tensor, Tensor)",
     cpu=_cpu.pack_csr,
     gpu=f"{_GPU}:pack_csr",
     fake=_fake_pack_csr,
@@ -224,7 +225,7 @@ _pack_csr = register(
     backward=_pack_csr_backward,
 )
 _unpack = register(
-    "unpack(Tensor values, Tensor indices, Tensor offsets, Tensor? source, int n) -> Tensor",
+    "unpack(Tensor values, Tensor indices, Tensor offsets, Tensor? source, SymInt n) -> Tensor",
     cpu=_cpu.unpack,
     gpu="gossamer.rowsparse._triton.unpack:unpack",
     fake=_fake_unpack,

@@ -20,8 +20,10 @@ def count_fired(rows: ELL) -> Tensor:
 
     Raises:
         TypeError: rows is no `ELL`.
+        ValueError: on the CPU, an index outside [0, d_sae).
 
-    >>> count_fired(pack(torch.tensor([[0.0, 1.0], [2.0, 3.0]]))).tolist()
+    >>> from gossamer import rowsparse
+    >>> count_fired(rowsparse.pack(torch.tensor([[0.0, 1.0], [2.0, 3.0]]))).tolist()
     [1, 2]
     """
     if not isinstance(rows, ELL):
@@ -31,7 +33,7 @@ def count_fired(rows: ELL) -> Tensor:
 
 
 _count_fired = register(
-    "sae_count_fired(Tensor values, Tensor indices, Tensor nnz, Tensor? source, int n) -> Tensor",
+    "sae_count_fired(Tensor values, Tensor indices, Tensor nnz, Tensor? source, SymInt n) -> Tensor",
     cpu=_cpu,
     gpu="gossamer.sae._triton.count_fired:count_fired",
     fake=lambda values, indices, nnz, source, n: values.new_empty(n, dtype=torch.int64),

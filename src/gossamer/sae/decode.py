@@ -38,8 +38,8 @@ def decode(
         b_dec: `[d_in]`, added in float32, or None.
         method: `"auto"` is exact for every input, never waits for the device, and turns to dense tiles where acts are
             too dense for gathering. `"exact"` builds a CSR of the true size, which costs one sync. `"fixed"` gives
-            every row `capacity` slots. `"dense"` is the plain product.
-        capacity: slots per row, for `"fixed"`; for `"auto"` it overrides the measured break-even.
+            every row `capacity` slots, and is for dense acts. `"dense"` is the plain product.
+        capacity: slots per row, for `"fixed"`; for `"auto"` with dense acts it overrides the measured break-even.
         validate: `"fixed"` alone: True looks whether a row had more entries than slots, which costs one sync. False
             does not look and **drops** what did not fit; it is there for comparison and for inputs with a known L0.
         out_dtype: dtype of the result; None takes W_dec's. Sums are float32 (float64 for float64).
@@ -49,8 +49,8 @@ def decode(
         Bitwise reproducible. NaN in W_dec shows where it is selected; dense tiles spread it.
 
     Raises:
-        ValueError: shapes or devices do not fit, an unknown method, capacity below 1, or, with `"fixed"` and
-            `validate`, a row with more entries than slots (the message names the largest count).
+        ValueError: shapes or devices do not fit, an unknown method, `"fixed"` for a container, capacity below 1, or,
+            with `"fixed"` and `validate`, a row with more entries than slots (the message names the largest count).
         TypeError: dtypes differ or are not floating.
         NotImplementedError: `"exact"`, or `"fixed"` with `validate`, under CUDA-graph capture.
 
@@ -61,11 +61,15 @@ def decode(
     """
     # What follows from shapes is checked once: host time is most of a small decode.
     seen: tuple[Any, ...] | None = None
-    if type(acts) is Tensor and type(W_dec) in _PLAIN and not torch.compiler.is_compiling():
+    added = b_dec is None or type(b_dec) in _PLAIN
+    if type(acts) is Tensor and type(W_dec) in _PLAIN and added and not torch.compiler.is_compiling():
         seen = (acts.shape, acts.dtype, acts.device, W_dec.shape, W_dec.dtype, W_dec.device)
         seen += (method, capacity, validate, out_dtype, tuning.tf32())
         seen += () if b_dec is None else (b_dec.shape, b_dec.dtype, b_dec.device)
-        slots = _seen.get(seen)
+        try:
+            slots = _seen.get(seen)
+        except TypeError:  # an argument that no call may have, such as a list: the checks below say which
+            seen = slots = None
         if slots is not None and not torch.is_grad_enabled() and not autocast.enabled(acts.device):
             if slots == 0:
                 return _dense(acts, W_dec, b_dec, out_dtype)
@@ -84,14 +88,14 @@ def decode(
             f"{operator}: W_dec must have shape [d_sae, d_in] with {expected} like acts, got {list(W_dec.shape)}."
         )
     n, d = W_dec.shape
+    checks.columns(operator, "acts", n)
     _check_rest(operator, W_dec, b_dec, method, capacity, out_dtype, acts=acts)
     if autocast.enabled(acts.device):
         acts, W_dec = autocast.cast(acts, W_dec)  # type: ignore[assignment]
     check_dtypes(operator, "acts", acts, "W_dec", W_dec)
     m = acts.numel() // n if n else math.prod(acts.shape[:-1])
-    if method == "dense":
-        return _dense(acts, W_dec, b_dec, out_dtype)
-    if method == "auto" and capacity is None and tuning.dense_is_faster(m, n, d, W_dec):
+    fast = method == "auto" and capacity is None and _working_dtype(W_dec, b_dec, out_dtype) is W_dec.dtype
+    if method == "dense" or (fast and tuning.dense_is_faster(m, n, d, W_dec)):
         # The gradient lives at the entries, whichever way the product takes.
         masked = acts.requires_grad and torch.is_grad_enabled()
         _remember(seen, 0)
@@ -133,6 +137,11 @@ def _decode_rows(
 ) -> Tensor:
     check_weight(operator, rows, W_dec, "W_dec", "[d_sae, d_in]", "acts")
     _check_rest(operator, W_dec, b_dec, method, capacity, out_dtype)
+    if method == "fixed":
+        raise ValueError(
+            f'{operator}: method="fixed" packs dense activations, and acts is a {type(rows).__name__}. '
+            'Use method="auto", which is exact for every container; rowsparse.pack takes a capacity.'
+        )
     if method == "dense":
         return decode(rows.to_dense(), W_dec, b_dec, method=method, out_dtype=out_dtype)
     values, indices, offsets, source = parts(operator, rows, "acts")
@@ -152,10 +161,11 @@ def _check_rest(
     out_dtype: torch.dtype | None,
     **others: Tensor,
 ) -> None:
-    checks.out_dtype(operator, out_dtype)
-    checks.same_device(operator, "W_dec", W_dec.device, b_dec=b_dec, **others)
+    checks.float_dtype(operator, "out_dtype", out_dtype, "Convert the result instead.")
     if b_dec is not None:
         checks.floating(operator, b_dec=b_dec)
+    checks.same_device(operator, "W_dec", W_dec.device, b_dec=b_dec, **others)
+    if b_dec is not None:
         checks.shape(operator, "b_dec", b_dec, (W_dec.shape[1],), "[d_in]", "like W_dec")
     if method not in _METHODS:
         raise ValueError(f"{operator}: method must be one of {', '.join(_METHODS)}, got {method!r}.")
@@ -164,14 +174,26 @@ def _check_rest(
 
 
 def _dense(acts: Tensor, W_dec: Tensor, b_dec: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
-    dtype = out_dtype or W_dec.dtype
-    if b_dec is None and dtype is W_dec.dtype:
+    if b_dec is None and out_dtype in (None, W_dec.dtype) and not autocast.enabled(acts.device):
         return acts @ W_dec
-    if torch.finfo(dtype).bits > torch.finfo(W_dec.dtype).bits:
-        # Rounding the product to half first would lose what the wider result is asked for.
-        acts, W_dec = acts.to(dtype), W_dec.to(dtype)
-    out = acts @ W_dec
-    return out.to(dtype) if b_dec is None else (out + b_dec).to(dtype)
+    if autocast.enabled(acts.device):
+        # The operands have been cast.
+        with torch.autocast(acts.device.type, enabled=False):
+            return _dense(acts, W_dec, b_dec, out_dtype)
+    given, working = W_dec.dtype, _working_dtype(W_dec, b_dec, out_dtype)
+    acts, W_dec = acts.to(working), W_dec.to(working)
+    if b_dec is None:
+        out = acts @ W_dec
+    else:
+        flat = acts.reshape(acts.shape[:-1].numel(), acts.shape[-1])
+        out = torch.addmm(b_dec.to(working), flat, W_dec).view(*acts.shape[:-1], W_dec.shape[1])
+    return out.to(out_dtype or given)
+
+
+def _working_dtype(W_dec: Tensor, b_dec: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
+    """What a dense product has to be computed in so that it is rounded once, at the end."""
+    dtype = torch.promote_types(W_dec.dtype, out_dtype or W_dec.dtype)
+    return dtype if b_dec is None else torch.promote_types(dtype, b_dec.dtype)
 
 
 def _remember(seen: tuple[Any, ...] | None, slots: int) -> None:
@@ -229,13 +251,13 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
         grad_acts = _sampled(grad, weight, indices, nnz, acts, True, True)[1].to(values.dtype)
     if ctx.needs_input_grad[1]:
         columns = transpose_keys(indices, nnz, weight.shape[0])
-        grad_weight = backward_weight(grad, columns, values, nnz, acts, weight.dtype)
+        grad_weight = backward_weight(grad, indices, columns, values, nnz, acts, weight.dtype)
     if ctx.needs_input_grad[2]:
         grad_bias = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(ctx.bias_dtype)
     return grad_acts, grad_weight, grad_bias, None, None, None
 
 
-_ARGUMENTS = "(Tensor acts, Tensor weight, Tensor? bias, int capacity, bool truncate, ScalarType? out_dtype)"
+_ARGUMENTS = "(Tensor acts, Tensor weight, Tensor? bias, SymInt capacity, bool truncate, ScalarType? out_dtype)"
 _sae_decode = register(
     f"sae_decode{_ARGUMENTS} -> Tensor", cpu=_cpu.decode, gpu="gossamer.sae._triton.decode:decode", fake=_fake
 )

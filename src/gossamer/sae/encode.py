@@ -119,7 +119,7 @@ def _encode(
     activation = _check_activation(operator, activation, threshold, k, bandwidth, W_enc.shape[1])
     if autocast.enabled(x.device):
         (W_enc,) = autocast.cast(W_enc)  # type: ignore[assignment]
-    else:
+    if not autocast.enabled(x.device) or torch.float64 in (x.dtype, W_enc.dtype):
         check_dtypes(operator, "x", x, "W_enc", W_enc)
     n = W_enc.shape[1]
     if threshold is not None:
@@ -149,10 +149,11 @@ def _check_operands(
     checks.floating(operator, x=x, W_enc=W_enc, **given)
     if x.dim() == 0:
         raise ValueError(f"{operator}: x must have shape [..., d_in], got a scalar.")
-    if W_enc.dim() != 2 or W_enc.shape[0] != x.shape[-1]:
+    if W_enc.dim() != 2:
+        raise ValueError(f"{operator}: W_enc must have shape [d_in, d_sae], got {list(W_enc.shape)}.")
+    if x.shape[-1] != W_enc.shape[0]:
         raise ValueError(
-            f"{operator}: W_enc must have shape [d_in, d_sae] with d_in = {x.shape[-1]} like x, "
-            f"got {list(W_enc.shape)}."
+            f"{operator}: x must have shape [..., d_in] with d_in = {W_enc.shape[0]} like W_enc, got {list(x.shape)}."
         )
     checks.same_device(operator, "x", x.device, W_enc=W_enc, **given)
     d_in, d_sae = W_enc.shape
@@ -189,8 +190,7 @@ def _check_activation(
     if bandwidth is not None:
         if activation != "jumprelu":
             raise ValueError(f'{operator}: bandwidth belongs to activation="jumprelu", got one for {activation!r}.')
-        if not bandwidth > 0:
-            raise ValueError(f"{operator}: bandwidth must be above 0, got {bandwidth}. None gives no gradient.")
+        checks.number(operator, "bandwidth", bandwidth, "None gives no gradient.")
     return activation
 
 
@@ -254,7 +254,7 @@ def _backward(
         columns = transpose_keys(indices, nnz, weight.shape[1])
     if need_weight:
         inner = (x if b_dec is None else x - b_dec).to(weight.dtype)
-        grad_weight = backward_weight(inner, columns, grad_pre, counts, dense, weight.dtype).t()
+        grad_weight = backward_weight(inner, indices, columns, grad_pre, counts, dense, weight.dtype).t()
     if need_bias or need_threshold or (need_b_dec and not need_x):
         if grad_source is None:
             grad_source = values.new_zeros(1, 1).expand_as(source)
@@ -270,6 +270,14 @@ def _backward(
     if not need_threshold:
         grad_threshold = None
     return grad_x, grad_weight, grad_bias, grad_b_dec, grad_threshold, None, None, None, None, None
+
+
+def _refuse(ctx: Any, inputs: Any, output: Any) -> None:
+    raise NotImplementedError("sae.encode: second derivatives are not implemented. Use create_graph=False.")
+
+
+def _no_gradients(ctx: Any, *grads: Any) -> None:
+    """Never reached: `_refuse` raises first."""
 
 
 def _fake_bwd_columns(
@@ -291,7 +299,7 @@ def _fake_bwd_columns(
 
 _sae_encode = register(
     "sae_encode(Tensor x, Tensor weight, Tensor? bias, Tensor? b_dec, Tensor? threshold, str activation, int k, "
-    "float bandwidth, int capacity, bool keep_source) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "float bandwidth, SymInt capacity, bool keep_source) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.encode,
     gpu=f"{_GPU}:encode",
     fake=_fake,
@@ -305,10 +313,14 @@ _bwd_columns = register(
     cpu=_cpu.bwd_columns,
     gpu=f"{_GPU}:bwd_columns",
     fake=_fake_bwd_columns,
+    setup_context=_refuse,
+    backward=_no_gradients,
 )
 _bwd_source = register(
-    "sae_encode_bwd_source(Tensor grad, Tensor source, Tensor nnz, int capacity) -> Tensor",
+    "sae_encode_bwd_source(Tensor grad, Tensor source, Tensor nnz, SymInt capacity) -> Tensor",
     cpu=_cpu.bwd_source,
     gpu=f"{_GPU}:bwd_source",
     fake=lambda grad, source, nnz, capacity: torch.empty_like(source),
+    setup_context=_refuse,
+    backward=_no_gradients,
 )

@@ -36,7 +36,7 @@ def _bag(columns: Tensor, values: Tensor, row_offsets: Tensor, weight: Tensor) -
         return F.embedding_bag(columns, weight, row_offsets[:-1], mode="sum", per_sample_weights=values)
     # embedding_bag rounds to the weight's dtype at every addition in half precision: gather in float32 by pieces.
     m, d = row_offsets.shape[0] - 1, weight.shape[1]
-    out = torch.zeros(m, d)
+    out = torch.zeros(m, d, dtype=torch.float32)
     step = max(1, _CHUNK // max(d, 1))
     rows = torch.repeat_interleave(torch.arange(m), row_offsets.diff())
     for first in range(0, columns.shape[0], step):
@@ -84,6 +84,7 @@ def matmul(
 
 def matmul_bwd_weight(
     grad: Tensor,
+    indices: Tensor,
     keys: Tensor,
     columns: Tensor,
     col_offsets: Tensor,

@@ -25,13 +25,13 @@ from gossamer.rowsparse._triton._rows import row_span
 @triton.jit
 def gather_run(
     values_ptr, indices_ptr, begin, count, w_ptr, stride_wn, columns, inside, N,
-    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Sums of value * weight row over entries begin to count, a lane of BLOCK_E each: float32 [BLOCK_E, BLOCK_D]."""
     acc = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
     entry = begin + tl.arange(0, BLOCK_E)
-    index = tl.load(indices_ptr + entry, mask=entry < count, other=-1)
-    value = tl.load(values_ptr + entry, mask=entry < count, other=0.0).to(tl.float32)
+    index = tl.load(indices_ptr + entry, mask=entry < count, other=-1, cache_modifier=CACHE)
+    value = tl.load(values_ptr + entry, mask=entry < count, other=0.0, cache_modifier=CACHE).to(tl.float32)
     for _ in range(begin, count, BLOCK_E):
         valid = (index >= 0) & (index < N)
         w = tl.load(
@@ -42,8 +42,8 @@ def gather_run(
         # -1 is no entry, whatever stands in its value; an index past the weight must not vanish silently.
         here = tl.where(valid, value, tl.where(index == -1, 0.0, float("nan")))
         entry += BLOCK_E
-        index = tl.load(indices_ptr + entry, mask=entry < count, other=-1)
-        value = tl.load(values_ptr + entry, mask=entry < count, other=0.0).to(tl.float32)
+        index = tl.load(indices_ptr + entry, mask=entry < count, other=-1, cache_modifier=CACHE)
+        value = tl.load(values_ptr + entry, mask=entry < count, other=0.0, cache_modifier=CACHE).to(tl.float32)
         acc += here[:, None] * w
     return acc
 
@@ -51,22 +51,24 @@ def gather_run(
 @triton.jit
 def gather_rows(
     values_ptr, indices_ptr, count, w_ptr, stride_wn, columns, inside, N,
-    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Sum over a list's first `count` entries of value * weight row, at the given columns: float32 [BLOCK_D].
 
     With RUN, runs of that many entries are summed on their own: in float32 one running sum over a long row rounds worse
-    than a dense product does.
+    than a dense product does. CACHE is the modifier of the list's loads: ".cg" where this launch has written the list.
     """
     if RUN > 0:
         acc = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
         for begin in range(0, count, RUN):
             end = tl.minimum(begin + RUN, count)
             acc += gather_run(
-                values_ptr, indices_ptr, begin, end, w_ptr, stride_wn, columns, inside, N, BLOCK_E, BLOCK_D
+                values_ptr, indices_ptr, begin, end, w_ptr, stride_wn, columns, inside, N, BLOCK_E, BLOCK_D, CACHE
             )  # fmt: skip
     else:
-        acc = gather_run(values_ptr, indices_ptr, 0, count, w_ptr, stride_wn, columns, inside, N, BLOCK_E, BLOCK_D)
+        acc = gather_run(
+            values_ptr, indices_ptr, 0, count, w_ptr, stride_wn, columns, inside, N, BLOCK_E, BLOCK_D, CACHE
+        )
     return tl.sum(acc, axis=0)
 
 
@@ -89,8 +91,9 @@ def _matmul_fwd_kernel(
     start, count, overflowed = row_span(offsets_ptr, row, capacity, IS_CSR)
     if not overflowed:
         out = gather_rows(
-            values_ptr + start, indices_ptr + start, count, w_ptr, stride_wn, columns, inside, N, BLOCK_E, BLOCK_D, RUN
-        )
+            values_ptr + start, indices_ptr + start, count, w_ptr, stride_wn, columns, inside, N,
+            BLOCK_E, BLOCK_D, RUN, "",
+        )  # fmt: skip
         if bias_ptr is not None:
             out += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         tl.store(out_ptr + row.to(tl.int64) * D + columns, out, mask=inside)
@@ -192,7 +195,7 @@ def matmul(
             over(stream, address, *operands, None if partial is None else partial.data_ptr(), counters, entries[2])
         return out
     plan = _launch_matmul(values, indices, offsets, source, weight, bias, out)
-    if plan is not None and not torch.cuda.is_current_stream_capturing():
+    if plan is not None and launch.may_keep(weight.device):
         launch.keep(_plans, key, plan)
     return out
 
@@ -235,6 +238,7 @@ def _launch_matmul(
 
 def matmul_bwd_weight(
     grad: Tensor,
+    indices: Tensor,
     keys: Tensor,
     columns: Tensor,
     col_offsets: Tensor,

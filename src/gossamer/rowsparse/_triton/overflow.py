@@ -59,8 +59,9 @@ def fwd_run(
 @triton.jit
 def clear_arrived(arrived_ptr, tiles):
     """For the kernel that `forward` follows: its counters to 0, as part of work that is launched anyway."""
-    for first in range(0, tiles, 256):
-        tile = first + tl.arange(0, 256)
+    # 128, because a range that a caller uses as well would draw the caller's into this one's layout.
+    for first in range(0, tiles, 128):
+        tile = first + tl.arange(0, 128)
         tl.store(arrived_ptr + tile, 0, mask=tile < tiles)
 
 
@@ -253,8 +254,8 @@ def workspace(m: int, n: int, weight: Tensor) -> Workspace:
     if tile["SPLITS"] == 1:
         return None, None
     size = tiles * tile["SPLITS"] * tile["BLOCK_M"] * tile["BLOCK_D"]
-    partial = torch.empty(size, dtype=torch.float32, device=weight.device)
-    return partial, torch.empty(tiles, dtype=torch.int32, device=weight.device)
+    buffer = launch.scratch.get(size + tiles, weight.device)
+    return buffer[:size], buffer[size : size + tiles].view(torch.int32)
 
 
 def backward_source(

@@ -146,7 +146,8 @@ def _pack_split_kernel(
             capacity - base, BLOCK, VEC, FLAGS,
         )  # fmt: skip
         total = tl.load(offsets_ptr + M)
-        clear_slots(values_ptr, indices_ptr, total + pid * 256, capacity, tl.num_programs(0) * 256, 256)
+        step = tl.num_programs(0).to(tl.int64) * 256
+        clear_slots(values_ptr, indices_ptr, total + pid.to(tl.int64) * 256, capacity, step, 256)
 
 
 @triton.jit
@@ -186,7 +187,8 @@ def _pack_row_kernel(
             clear_slots(values_ptr, indices_ptr, base - first, capacity, 256, 256)
         else:
             total = tl.load(offsets_ptr + M)
-            clear_slots(values_ptr, indices_ptr, total + row * 256, capacity, tl.num_programs(0) * 256, 256)
+            step = tl.num_programs(0).to(tl.int64) * 256
+            clear_slots(values_ptr, indices_ptr, total + row * 256, capacity, step, 256)
 
 
 _pack_split = launch.Kernel(_pack_split_kernel)

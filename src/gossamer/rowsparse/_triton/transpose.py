@@ -3,7 +3,9 @@
 Three steps: count the entries of each column (integer atomics: the result does not depend on their order), prefix sum,
 and drop every entry's key (row << 32 | slot) into its column's range. The drop takes places in order of arrival, so a
 last step sorts each column by key: a key's place is the number of smaller keys in its column, found by comparing
-blocks of BLOCK x BLOCK. Columns of a sparse matrix are short; a long one costs its length squared over BLOCK lanes.
+blocks of BLOCK x BLOCK. Columns of a sparse matrix are short, and a warp sorts one. The few that are not (a latent that
+always fires) would each keep that warp for the square of their length: it only notes them down, and one more launch,
+which finds nothing to do in most cases, shares their blocks among all programs.
 """
 
 import torch
@@ -11,8 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer._core import launch
+from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton._rows import row_span
+
+LONG = 256
+"""Keys up to which a column is one warp's work."""
 
 
 @triton.jit
@@ -44,26 +49,55 @@ def _column_fill_kernel(
 
 
 @triton.jit
-def _column_sort_kernel(keys_ptr, offsets_ptr, sorted_ptr, columns_ptr, BLOCK: tl.constexpr):
-    """Program (column): ranks the column's keys."""
+def rank_block(keys_ptr, sorted_ptr, columns_ptr, column, at, begin, end, BLOCK: tl.constexpr):
+    """Moves a column's keys from `at` on, BLOCK of them, to their places among all from begin to end."""
+    mine = at + tl.arange(0, BLOCK)
+    key = tl.load(keys_ptr + mine, mask=mine < end, other=0)
+    smaller = tl.zeros([BLOCK, BLOCK], tl.int32)
+    for other in range(begin, end, BLOCK):
+        theirs = other + tl.arange(0, BLOCK)
+        theirs = tl.load(keys_ptr + theirs, mask=theirs < end, other=0x7FFFFFFFFFFFFFFF)
+        smaller += (theirs[None, :] < key[:, None]).to(tl.int32)
+    tl.store(sorted_ptr + begin + tl.sum(smaller, axis=1), key, mask=mine < end)
+    tl.store(columns_ptr + mine, tl.zeros([BLOCK], tl.int32) + column, mask=mine < end)
+
+
+@triton.jit
+def _column_sort_kernel(
+    keys_ptr, offsets_ptr, sorted_ptr, columns_ptr, long_ptr, found_ptr, LONG: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Program (column): sorts it, or adds it to the list of those with more than LONG keys."""
     column = tl.program_id(0)
     begin = tl.load(offsets_ptr + column)
     end = tl.load(offsets_ptr + column + 1)
-    for at in range(begin, end, BLOCK):
-        mine = at + tl.arange(0, BLOCK)
-        key = tl.load(keys_ptr + mine, mask=mine < end, other=0)
-        rank = tl.zeros([BLOCK], tl.int32)
-        for other in range(begin, end, BLOCK):
-            theirs = other + tl.arange(0, BLOCK)
-            smaller = tl.load(keys_ptr + theirs, mask=theirs < end, other=0x7FFFFFFFFFFFFFFF)
-            rank += tl.sum((smaller[None, :] < key[:, None]).to(tl.int32), axis=1)
-        tl.store(sorted_ptr + begin + rank, key, mask=mine < end)
-        tl.store(columns_ptr + mine, tl.zeros([BLOCK], tl.int32) + column, mask=mine < end)
+    if end - begin > LONG:
+        # In order of arrival, which nothing shows: each column is sorted by itself.
+        tl.store(long_ptr + tl.atomic_add(found_ptr, 1, sem="relaxed"), column)
+    else:
+        for at in range(begin, end, BLOCK):
+            rank_block(keys_ptr, sorted_ptr, columns_ptr, column, at, begin, end, BLOCK)
+
+
+@triton.jit
+def _column_sort_long_kernel(
+    keys_ptr, offsets_ptr, sorted_ptr, columns_ptr, long_ptr, found_ptr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Programs share (listed column, part of its blocks): as many parts as keep them all at work."""
+    found = tl.load(found_ptr)
+    if found > 0:
+        parts = tl.maximum(tl.num_programs(0) // found, 1)
+        for item in range(tl.program_id(0), found * parts, tl.num_programs(0)):
+            column = tl.load(long_ptr + item // parts)
+            begin = tl.load(offsets_ptr + column)
+            end = tl.load(offsets_ptr + column + 1)
+            for at in range(begin + item % parts * BLOCK, end, parts * BLOCK):
+                rank_block(keys_ptr, sorted_ptr, columns_ptr, column, at, begin, end, BLOCK)
 
 
 _column_count = launch.Kernel(_column_count_kernel)
 _column_fill = launch.Kernel(_column_fill_kernel)
 _column_sort = launch.Kernel(_column_sort_kernel)
+_column_sort_long = launch.Kernel(_column_sort_long_kernel)
 
 
 def transpose_keys(indices: Tensor, offsets: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,17 +116,27 @@ def transpose_keys(indices: Tensor, offsets: Tensor, n: int) -> tuple[Tensor, Te
     capacity = indices.shape[-1]
     meta = {"BLOCK": 128, "IS_CSR": is_csr}
     key = (m, n, capacity, offsets.dtype)
-    counts = torch.zeros(n, dtype=torch.int32, device=device)
+    # One more than columns: the last counts the long ones.
+    counts = torch.zeros(n + 1, dtype=torch.int32, device=device)
+    found = counts[n:]
     _column_count(key, (m, 1, 1), (indices, offsets, counts, capacity, n), meta, num_warps=4)
-    torch.cumsum(counts, 0, dtype=torch.int64, out=col_offsets[1:])
+    torch.cumsum(counts[:n], 0, dtype=torch.int64, out=col_offsets[1:])
     cursor = col_offsets[:-1].clone()
     _column_fill(key, (m, 1, 1), (indices, offsets, cursor, keys, capacity, n), meta, num_warps=4)
     ordered = torch.empty_like(keys)
     columns = torch.empty(indices.numel(), dtype=torch.int32, device=device)
-    _column_sort((n,), (n, 1, 1), (keys, col_offsets, ordered, columns), {"BLOCK": 16}, num_warps=1)
+    long = torch.empty(min(n, indices.numel() // LONG), dtype=torch.int32, device=device)
+    args = (keys, col_offsets, ordered, columns, long, found)
+    _column_sort((n,), (n, 1, 1), args, {"LONG": LONG, "BLOCK": 16}, num_warps=1)
+    if long.numel():
+        _column_sort_long((), (8 * tuning.programs(device), 1, 1), args, {"BLOCK": 64}, num_warps=4)
     return col_offsets, ordered, columns
 
 
+_SORTED = {
+    "keys_ptr": "*i64", "offsets_ptr": "*i64", "sorted_ptr": "*i64", "columns_ptr": "*i32", "long_ptr": "*i32",
+    "found_ptr": "*i32",
+}  # fmt: skip
 EXAMPLES = {
     _column_count_kernel: {
         "signature": {
@@ -110,9 +154,10 @@ EXAMPLES = {
         "num_warps": 4,
     },
     _column_sort_kernel: {
-        "signature": {"keys_ptr": "*i64", "offsets_ptr": "*i64", "sorted_ptr": "*i64", "columns_ptr": "*i32"},
-        "constexprs": {"BLOCK": 16},
+        "signature": _SORTED,
+        "constexprs": {"LONG": 256, "BLOCK": 16},
         "num_warps": 1,
     },
+    _column_sort_long_kernel: {"signature": _SORTED, "constexprs": {"BLOCK": 64}, "num_warps": 4},
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

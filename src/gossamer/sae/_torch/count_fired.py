@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
+from gossamer.rowsparse._torch.pack import overflowed_rows, stored
+
 
 def count_fired(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None, n: int) -> Tensor:
     """Operator `sae_count_fired` -> int64 [N]."""
-    capacity = values.shape[1]
-    over = nnz > capacity
-    held = (torch.arange(capacity) < nnz[:, None]) & ~over[:, None] & (values != 0) & (indices >= 0)
-    counts = torch.bincount(indices[held], minlength=n)
-    return counts if source is None else counts + (source[over] != 0).sum(0)
+    slots, _ = stored(indices, nnz, n)
+    fired = slots[values.reshape(-1)[slots] != 0]
+    counts = torch.bincount(indices.reshape(-1)[fired], minlength=n)
+    return counts if source is None else counts + (source[overflowed_rows(indices, nnz)] != 0).sum(0)

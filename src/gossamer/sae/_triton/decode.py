@@ -53,15 +53,15 @@ def _decode_fwd_kernel(
         while (word >> 31) != done:
             word = tl.load(flags_ptr + chunks - 1, volatile=True)
         count = wait_and_sum(flags_ptr, chunks, done, FLAGS)
-        # The volatile reads above saw the flags; this acquire orders the reads of the list behind them.
-        tl.atomic_add(flags_ptr, 0, sem="acquire")
+        # The list was released before its flags. It is read past the L1, where the reads of a neighbouring row may have
+        # left an older copy of a sector that both share.
         tl.debug_barrier()
         if TRUNCATE:
             count = tl.minimum(count, capacity)
         if count <= capacity:
             out = gather_rows(
                 values_ptr + row * capacity, indices_ptr + row * capacity, count,
-                w_ptr, stride_wn, columns, inside, N, BLOCK_E, BLOCK_D, RUN,
+                w_ptr, stride_wn, columns, inside, N, BLOCK_E, BLOCK_D, RUN, ".cg",
             )  # fmt: skip
             if bias_ptr is not None:
                 out += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
@@ -188,7 +188,7 @@ def decode(
     target = out.data_ptr()
     # The two launches share the counts: another thread's pair on this stream must not come between them.
     with plan.lock:
-        plan.scan(stream, *pointers, target, *plan.lists, plan.epochs.next(plan.space.flags))
+        plan.scan(stream, *pointers, target, *plan.lists, plan.epochs.next())
         if plan.overflow is not None:
             plan.overflow(stream, *pointers, target, *plan.pointers)
     return out
@@ -211,9 +211,9 @@ def _decode_and_plan(
     added = None if bias is None else bias.contiguous()
     out = torch.empty(m, d, dtype=out_dtype or weight.dtype, device=weight.device)
     space, scan, over = _one_launch(x, w, added, out, capacity, truncate)
-    if scan is None or x is not acts or w is not weight or added is not bias:
+    if scan is None or (over is None and space.overflows):
         return out
-    if (over is not None or not space.overflows) and not torch.cuda.is_current_stream_capturing():
+    if x is acts and w is weight and added is bias and launch.may_keep(acts.device):
         launch.keep(_plans, key, _Plan(space, scan, over))
     return out
 

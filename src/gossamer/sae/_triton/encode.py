@@ -213,7 +213,7 @@ def _encode_split_kernel(
         clear_slots(values_ptr, indices_ptr, total, capacity, 256, 256)
         if MAY_OVERFLOW:
             if total > capacity:
-                tl.atomic_add(flags_ptr, 0, sem="acquire")
+                # The others have read their part of z, for their flags say so: it may be overwritten.
                 tl.debug_barrier()
                 activate_row(z_ptr, bias_ptr, threshold_ptr, stride_t, half, 0, 0, N, BLOCK, VEC, 0, False, WINDOW)
 
