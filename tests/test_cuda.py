@@ -172,6 +172,42 @@ def test_threads() -> None:
     assert not wrong, wrong
 
 
+def test_lists_that_share_sectors() -> None:
+    """Rows with as many entries as slots, whose lists end and begin in one sector: no gather may see an old one."""
+    m, n, d, k = 448, 65536, 4224, 100
+    W = integers((n, d), d)
+    batches = [integers((m, n), k, seed) for seed in range(4)]
+    wanted = [x @ W for x in batches]
+    with torch.inference_mode():
+        for turn in range(300):
+            for options in ({"capacity": k}, {"method": "fixed", "capacity": k, "validate": False}):
+                out = sae.decode(batches[turn % 4], W, **options)
+                assert torch.equal(out, wanted[turn % 4]), f"turn {turn}, {options}"
+
+
+@pytest.mark.parametrize("m, n, d", SHAPES)
+def test_graphs_that_inductor_makes(m: int, n: int, d: int) -> None:
+    """Its warm-up runs eagerly on memory that it takes back: nothing may be kept from there."""
+    W, b = integers((n, d), d), integers((d,), d)
+    fast = torch.compile(lambda x: sae.decode(x, W, b, capacity=16) + 1, mode="reduce-overhead", fullgraph=True)
+    packed = torch.compile(lambda x: rowsparse.matmul(rowsparse.pack(x, capacity=16), W), mode="reduce-overhead")
+    with torch.no_grad():
+        for seed in range(6):
+            x = filled(m, n, seed)
+            assert_exact(fast(x).clone(), x.double() @ W.double() + b.double() + 1, name=f"decode {seed}")
+            assert_exact(packed(x).clone(), x.double() @ W.double(), name=f"matmul {seed}")
+            assert_exact(sae.decode(x, W, b, capacity=16), x.double() @ W.double() + b.double(), name=f"eager {seed}")
+
+
+def test_latents_that_always_fire() -> None:
+    """Long columns of the weight gradient, beside short ones."""
+    m, n, d = 3000, 4000, 64
+    acts, W, grad = integers((m, n), 20), integers((n, d), d).requires_grad_(), integers((m, d), d)
+    acts[:, ::700] = 1
+    (ours,) = torch.autograd.grad(sae.decode(acts, W, capacity=64), W, grad)
+    assert_exact(ours, acts.double().t() @ grad.double())
+
+
 def test_streams() -> None:
     """Concurrent streams have flags of their own."""
     W = integers((20000, 512), 512)

@@ -14,7 +14,7 @@ from gossamer.cli import main
 from gossamer.cli.bench import Case, Provider, command, copies, random_rows, relative_error
 from gossamer.cli.bench.case import find_benchmarks, load_cases
 from gossamer.cli.bench.report import duration, summary_table
-from gossamer.cli.bench.runner import Settings, run_case
+from gossamer.cli.bench.runner import CaseResult, Settings, run_case
 from gossamer.cli.bench.timing import Ceilings, Timing
 
 CPU = torch.device("cpu")
@@ -115,10 +115,42 @@ def test_exit_code_is_1(toys: Path, extra: str, status: str) -> None:
 
 
 def test_a_spent_budget_is_said(toys: Path) -> None:
-    code, output = bench("toy", "--out", toys, "--budget", "0")
-    assert code == 0 and "2 cases not run" in output
+    code, output = bench("toy", "--out", toys, "--budget", "1e-9")
+    assert code == 0 and "1 cases not run: toy/product/n=8,float32" in output
     (file,) = toys.glob("*.json")
-    assert json.loads(file.read_text())["not_run"] == ["toy/product/n=4,float32", "toy/product/n=8,float32"]
+    content = json.loads(file.read_text())
+    assert [case["id"] for case in content["cases"]] == ["toy/product/n=4,float32"]
+    assert content["not_run"] == ["toy/product/n=8,float32"]
+
+
+@pytest.mark.parametrize("finished", [0, 1])
+def test_interruption_says_what_is_kept(toys: Path, monkeypatch: pytest.MonkeyPatch, finished: int) -> None:
+    calls = []
+
+    def interrupted(*arguments: object) -> CaseResult:
+        calls.append(arguments)
+        if len(calls) > finished:
+            raise KeyboardInterrupt
+        return run_case(*arguments)
+
+    monkeypatch.setattr(command, "run_case", interrupted)
+    code, output = bench("toy", "--out", toys)
+    files = list(toys.glob("*.json"))
+    assert code == 130 and len(files) == finished
+    kept = f"the finished cases are in {files[0]}" if finished else "nothing was written"
+    assert output.endswith(f"gossamer: interrupted; {kept}\n")
+    assert all(len(json.loads(file.read_text())["cases"]) == 1 for file in files)
+
+
+def test_nothing_is_measured_without_a_folder_to_write_to(toys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(*_: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(command, "measure_ceilings", measured)
+    toys.touch()
+    code, output = bench("--out", toys)
+    assert code == 2
+    assert f"gossamer bench: --out must be a folder that can be written to, got {toys}: File exists" in output
 
 
 def test_list_and_case(toys: Path) -> None:
@@ -134,6 +166,9 @@ def test_list_and_case(toys: Path) -> None:
         (["--case", "nothing"], "--case must match a name (product)"),
         (["--device", "abacus"], "--device must be auto, cpu or cuda[:INDEX], got 'abacus'"),
         (["--device", "cuda:99"], "--device cuda:99 is not there"),
+        (["--budget", "0"], "--budget must be positive, got 0; leave it out"),
+        (["--budget", "-5"], "--budget must be positive, got -5; leave it out"),
+        (["--budget", "nan"], "--budget must be positive, got nan; leave it out"),
     ],
 )
 def test_bad_arguments(toys: Path, arguments: list[str], message: str) -> None:

@@ -1,8 +1,11 @@
 """`gossamer demo`, whole and in miniature, on the CPU."""
 
+import errno
+import io
 import json
 import math
 import re
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -39,7 +42,7 @@ def results(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
     settings = run.Settings(
         text=folder,
         device="cpu",
-        out=tmp_path_factory.mktemp("out") / "nested" / "report",
+        out=tmp_path_factory.mktemp("out") / "[" / "report]",  # what rich would take for markup
         steps_model=150,
         steps_sae=150,
         seconds_compare=0.2,
@@ -98,6 +101,31 @@ def test_results_say_how_they_were_made(results: dict, folder: Path) -> None:
     assert results["hardware"]["type"] == "cpu"
     assert results["text"]["files"] == 6
     assert len(results["features"]["firing_rates"]) == 256
+
+
+def test_page_says_how_much_was_trained_on(results: dict) -> None:
+    seen = [150 * 8 * 32, 150 * 256]
+    assert [results[name]["history"][-1]["tokens"] for name in ("model", "sae")] == seen
+    page = results["html"]
+    assert f"transformer, trained on {seen[0]:,} bytes," in page
+    assert f"trained on {seen[1]:,}, both drawn from {results['text']['train_bytes']:,} bytes of" in page
+
+
+def test_speed_up_says_of_what(results: dict) -> None:
+    (trained,) = results["comparison"]
+    assert "decoding (trained SAE, 256 latents, batch 256): " in report.headline(results)[-1][0]
+    untrained = {**trained, "name": "untrained SAE", "d_sae": 65536, "batch": 32}
+    name, _ = report.headline({**results, "comparison": [trained, untrained]})[-1]
+    assert "decoding (untrained SAE, 65,536 latents, batch 32): " in name
+
+
+def test_summary_is_ascii(results: dict) -> None:
+    (case,) = results["comparison"]
+    decode = {**case["operations"][0], "speed_up": 27.0, "sparse": {"median_seconds": 3.4e-6}}
+    console = Console(width=200, file=io.StringIO())
+    with console.capture() as shown:
+        console.print(run.summary({**results, "comparison": [{**case, "operations": [decode]}]}))
+    assert "27x" in shown.get() and ": 3.4 us instead of " in shown.get()
 
 
 def test_page_is_self_contained_and_escapes_text(results: dict) -> None:
@@ -189,6 +217,20 @@ def test_loss_recovered_has_its_end_points() -> None:
     assert measure.evaluate(model, tokens, torch.zeros_like)[0] == pytest.approx(8.0)
 
 
+def test_loss_recovered_is_not_defined_where_zeroing_costs_nothing(results: dict) -> None:
+    torch.manual_seed(0)
+    model, tokens = ByteModel(SMALL), torch.randint(256, (4, 33))
+    clean, _ = measure.evaluate(model, tokens)
+    loss = measure.splice_losses(model, JumpReLUSAE(32, 64), 1.0, tokens, clean)
+    assert loss["zero"] < loss["clean"] and math.isnan(loss["loss_recovered"])
+    for said in (loss, run._plain(loss)):
+        name, value = report.headline({**results, "loss": said})[4]
+        assert value == "not defined" and name.endswith(": zeroing the stream costs nothing")
+        page = report.render({**results, "loss": said})
+        assert "the share that the reconstruction recovers is not defined" in page
+        assert not re.search(r"\bnan\b|NaN|None", page)
+
+
 def test_autoencoder_starts_near_a_solution() -> None:
     torch.manual_seed(0)
     x = torch.randn(1000, 16) @ torch.randn(16, 16) * 0.05 + 1.0
@@ -222,11 +264,51 @@ def test_corpus_is_split_by_file(folder: Path) -> None:
     assert torch.equal(corpus.validation, again.validation)
 
 
+@pytest.mark.parametrize("sizes", [(65_600, 400), (50_000, 20_000, 1_000), (300, 300, 300)])
+def test_a_tenth_is_kept_of_large_files(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    for i, size in enumerate(sizes):
+        (tmp_path / f"{i}.txt").write_bytes(bytes([65 + i]) * size)
+    for seed in range(8):
+        corpus = load_corpus(tmp_path, seed=seed, min_bytes=10)
+        assert len(corpus.validation) / sum(sizes) == pytest.approx(0.1, rel=0.1)
+        counts = torch.cat([corpus.train, corpus.validation]).bincount(minlength=128)
+        assert tuple(counts[65 : 65 + len(sizes)].tolist()) == sizes
+
+
+def test_files_stay_whole_where_they_can(tmp_path: Path) -> None:
+    for i, size in enumerate((9_000, *[100] * 10)):
+        (tmp_path / f"{i}.txt").write_bytes(bytes([65 + i]) * size)
+    for seed in range(8):
+        corpus = load_corpus(tmp_path, seed=seed, min_bytes=10)
+        assert (corpus.train == 65).sum() == 9_000 and len(corpus.validation) == 10 * 100 + 9
+
+
 def test_one_file_is_split_within(tmp_path: Path) -> None:
     (tmp_path / "one").write_bytes(bytes(range(256)) * 10)
     corpus = load_corpus(tmp_path / "one", seed=0, min_bytes=100)
     assert bytes(torch.cat([corpus.train, corpus.validation]).tolist()) == bytes(range(256)) * 10
     assert len(corpus.validation) == 256
+
+
+def test_no_more_is_read_than_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "long").open("wb") as file:
+        file.truncate(2**27)
+    monkeypatch.setattr("gossamer.cli._demo.text.MAX_BYTES", 10_000)
+    tracemalloc.start()
+    corpus = load_corpus(tmp_path / "long", seed=0, min_bytes=100)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(corpus.train) + len(corpus.validation) == 10_000
+    assert most < 2**24
+
+
+def test_a_file_that_cannot_be_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Path, mode: str) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "open", broken)
+    with pytest.raises(ValueError, match=rf"--text must be readable, got {folder}/.*txt: Input/output error; name"):
+        load_corpus(folder, seed=0, min_bytes=100)
 
 
 def test_standard_library_is_the_default() -> None:
@@ -251,13 +333,14 @@ def _texts(tmp_path: Path) -> dict[str, Path]:
     (tmp_path / "short.txt").write_text("short")
     return {
         "does not exist": tmp_path / "missing",
+        "is neither": Path("/dev/null"),
         "empty folder": tmp_path / "empty",
         "got 0 and 0": tmp_path / "nothing.txt",
         "got 4 and 1": tmp_path / "short.txt",
     }
 
 
-@pytest.mark.parametrize("message", ["does not exist", "empty folder", "got 0 and 0", "got 4 and 1"])
+@pytest.mark.parametrize("message", ["does not exist", "is neither", "empty folder", "got 0 and 0", "got 4 and 1"])
 def test_unusable_text_is_refused(tmp_path: Path, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_corpus(_texts(tmp_path)[message], seed=0, min_bytes=100)
@@ -269,14 +352,30 @@ def test_unknown_device_is_refused(name: str) -> None:
         run.resolve_device(name)
 
 
-def test_command_refuses_before_it_trains(tmp_path: Path) -> None:
+def test_command_refuses_before_it_trains(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "report"
     outcome = CliRunner().invoke(main, ["demo", "--text", str(tmp_path / "missing"), "--out", str(out)])
     assert outcome.exit_code == 2
-    assert "does not exist" in " ".join(outcome.output.replace("│", " ").split())
+    assert "does not exist" in _words(outcome.output)
     (tmp_path / "file").touch()
-    outcome = CliRunner().invoke(main, ["demo", "--out", str(tmp_path / "file")])
+    outcome = CliRunner().invoke(main, ["demo", "--text", str(folder), "--out", str(tmp_path / "file")])
     assert outcome.exit_code == 2
+    assert "gossamer demo: --out must be a folder that can be written to, got" in _words(outcome.output)
+
+
+def _words(output: str) -> str:
+    return " ".join(output.replace("│", " ").split())
+
+
+def test_interruption_is_said(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "_experiment", interrupted)
+    outcome = CliRunner().invoke(main, ["demo", "--text", str(folder), "--out", str(tmp_path)])
+    assert outcome.exit_code == 130
+    assert outcome.output.endswith("gossamer: interrupted; nothing was written\n")
+    assert not list(tmp_path.iterdir())
 
 
 def test_threads_are_given_back() -> None:

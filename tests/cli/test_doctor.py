@@ -1,14 +1,17 @@
 """`gossamer doctor` and the frame around the commands."""
 
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+import gossamer
 from gossamer.cli import doctor, main
 from gossamer.cli.environment import commit, describe, devices, versions
 
@@ -65,11 +68,34 @@ def test_environment() -> None:
     assert describe(torch.device("cpu"))["name"]
 
 
-def test_commit_outside_git(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_outside_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOSSAMER_COMMIT", raising=False)
     assert commit(tmp_path) is None
     monkeypatch.setenv("GOSSAMER_COMMIT", "abc")
     assert commit(tmp_path) == "abc"
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_commit_is_of_a_checkout_that_tracks_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*arguments: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+
+    monkeypatch.delenv("GOSSAMER_COMMIT", raising=False)
+    tracked, installed = tmp_path / "src" / "gossamer", tmp_path / ".venv" / "gossamer"
+    for folder in (tracked, installed):
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").touch()
+    git("init")
+    git("add", "src")
+    git("commit", "-m", "first")
+    monkeypatch.setattr(gossamer, "__file__", str(installed / "__init__.py"))
+    assert commit(installed) is None and commit(tmp_path) is None
+    monkeypatch.setattr(gossamer, "__file__", str(tracked / "__init__.py"))
+    head = commit(tmp_path)
+    assert head is not None and len(head) == 12 and commit(tracked) == head
+    (tracked / "__init__.py").write_text("changed = True\n")
+    assert commit(tmp_path) == commit(tracked) == head + "+"
 
 
 def python(code: str) -> subprocess.CompletedProcess:
@@ -88,7 +114,24 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
 
 def test_without_the_extra_it_says_what_to_install() -> None:
     done = python("import sys; sys.modules['typer'] = None; from gossamer.cli import main; main()")
-    assert done.returncode == 1 and done.stderr.strip().endswith('pip install "gossamer[cli]"')
+    assert done.returncode == 1 and "pip install '.[cli]' in a clone" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--help"], ["doctor"]])
+def test_a_terminal_may_lack_characters(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "20")  # too narrow, so that rich ends lines with an ellipsis
+    monkeypatch.setattr(doctor, "_checks", checks_of(lambda: ONE))
+    result = CliRunner(charset="ascii").invoke(main, arguments)
+    assert result.exit_code == 0 and "?" in result.output
+
+
+def test_interruption_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "doctor", interrupted)
+    result = CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code == 130 and result.output == "gossamer: interrupted\n"
 
 
 def test_unknown_command_and_version() -> None:

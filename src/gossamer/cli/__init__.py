@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -23,7 +25,9 @@ except ModuleNotFoundError as error:
 
     def main() -> None:
         """Say which extra the command line needs."""
-        raise SystemExit('gossamer: the command line needs the extra "cli": pip install "gossamer[cli]"')
+        raise SystemExit(
+            "gossamer: the command line needs the extra \"cli\": run pip install '.[cli]' in a clone of the repository."
+        )
 
 else:
 
@@ -35,6 +39,20 @@ else:
             if name in _COMMANDS:
                 command = _load(name)
             return name, command, rest
+
+        def main(self, *args: Any, **kwargs: Any) -> Any:
+            # A terminal that lacks a character shows "?" for it: nobody should lose a run to its last line.
+            if isinstance(sys.stdout, io.TextIOWrapper):
+                sys.stdout.reconfigure(errors="replace")
+            return super().main(*args, **kwargs)
+
+        def invoke(self, ctx: Any) -> Any:
+            try:
+                return super().invoke(ctx)
+            except KeyboardInterrupt as interrupt:
+                # A command that has something to say about what it leaves behind says it in the exception.
+                typer.echo("; ".join(["gossamer: interrupted", *map(str, interrupt.args)]), err=True)
+                raise typer.Exit(130) from None
 
     def _load(name: str) -> Any:
         single = typer.Typer(add_completion=False)

@@ -24,6 +24,6 @@ def demo(
     )
     try:
         device_found, corpus = prepare(settings)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     run(settings, device_found, corpus, Console())

@@ -50,16 +50,20 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def commit(root: Path) -> str | None:
-    """The git commit of the checkout at `root`, with `+` where tracked files differ from it; None outside git.
+    """The git commit of the checkout at `root` or around it, with `+` where tracked files differ from it.
 
+    None unless git tracks the package there: an installed one may lie in the `.venv` of any project.
     `GOSSAMER_COMMIT` in the environment stands in for it where the tree was copied without its history.
     """
     if "GOSSAMER_COMMIT" in os.environ:
         return os.environ["GOSSAMER_COMMIT"]
-    head = _first_line("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")
+    git = ("git", "-C", str(root))
+    if _first_line(*git, "ls-files", "--error-unmatch", gossamer.__file__) is None:
+        return None
+    head = _first_line(*git, "rev-parse", "--short=12", "HEAD")
     if head is None:
         return None
-    changed = _first_line("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    changed = _first_line(*git, "status", "--porcelain", "--untracked-files=no")
     return head + ("+" if changed else "")
 
 

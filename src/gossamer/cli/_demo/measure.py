@@ -82,12 +82,13 @@ def splice_losses(model: ByteModel, sae: JumpReLUSAE, scale: float, tokens: Tens
     """Bits per byte on tokens `[B, T + 1]` with the residual stream replaced by its reconstruction, or by zero.
 
     clean: bits per byte on the same tokens with the stream left alone.
-    loss_recovered is the share of what zeroing costs that the reconstruction saves: (zero - spliced) / (zero - clean).
+    loss_recovered is the share of what zeroing costs that the reconstruction saves: (zero - spliced) / (zero - clean),
+    or NaN where zeroing costs nothing.
     """
     spliced, _ = evaluate(model, tokens, lambda x: sae(x * scale) / scale)
     dense, _ = evaluate(model, tokens, lambda x: dense_forward(sae, x * scale) / scale)
     zero, _ = evaluate(model, tokens, torch.zeros_like)
-    recovered = (zero - spliced) / (zero - clean) if zero != clean else float("nan")
+    recovered = (zero - spliced) / (zero - clean) if zero > clean else float("nan")
     return {"clean": clean, "spliced": spliced, "spliced_dense": dense, "zero": zero, "loss_recovered": recovered}
 
 

@@ -23,19 +23,29 @@ def headline(results: dict[str, Any]) -> list[tuple[str, str]]:
         ("feed-forward neurons active", f"{model['active_fraction']:.1%}"),
         (f"latents active per byte (L0), of {sae['d_sae']:,}", f"{sae['l0']:.1f}"),
         ("variance explained by the autoencoder", f"{sae['variance_explained']:.1%}"),
-        ("of the model's loss recovered with its reconstruction", f"{loss['loss_recovered']:.1%}"),
         (
-            f"speed-up of sparse decoding at {largest['d_sae']:,} latents: {_time(decode['sparse']['median_seconds'])} "
-            f"instead of {_time(decode['dense']['median_seconds'])}",
+            "of the model's loss recovered with its reconstruction"
+            + ("" if _zeroing_costs(loss) else ": zeroing the stream costs nothing"),
+            loss_recovered(loss),
+        ),
+        (
+            f"speed-up of sparse decoding ({largest['name']}, {largest['d_sae']:,} latents, batch "
+            f"{largest['batch']:,}): {_time(decode['sparse']['median_seconds'])} instead of "
+            f"{_time(decode['dense']['median_seconds'])}",
             _ratio(decode["speed_up"]),
         ),
     ]
 
 
+def loss_recovered(loss: dict[str, float]) -> str:
+    """The share of the loss that the reconstruction recovers, in words where there is none."""
+    return f"{loss['loss_recovered']:.1%}" if _zeroing_costs(loss) else "not defined"
+
+
 def render(results: dict[str, Any]) -> str:
     """The whole page. Every piece of text that comes from outside is escaped."""
     style = files("gossamer.cli._demo").joinpath("report.css").read_text(encoding="utf-8")
-    text = results["text"]
+    text, model, sae = results["text"], results["model"]["history"][-1], results["sae"]["history"][-1]
     tiles = "".join(
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
         for name, value in headline(results)
@@ -43,9 +53,9 @@ def render(results: dict[str, Any]) -> str:
     body = "\n".join(
         (
             "<header><h1>gossamer demo</h1>",
-            "<p>A byte-level transformer and a JumpReLU sparse autoencoder, trained on "
-            f"{text['train_bytes']:,} bytes of {escape(text['source'])} with gossamer&#8217;s sparse operators "
-            f"on {escape(_hardware(results))}.</p></header>",
+            f"<p>A byte-level transformer, trained on {model['tokens']:,} bytes, and a JumpReLU sparse autoencoder, "
+            f"trained on {sae['tokens']:,}, both drawn from {text['train_bytes']:,} bytes of {escape(text['source'])}, "
+            f"with gossamer&#8217;s sparse operators on {escape(_hardware(results))}.</p></header>",
             f'<section class="tiles">{tiles}</section>',
             _model_section(results),
             _sae_section(results),
@@ -117,13 +127,22 @@ def _loss_section(loss: dict[str, float]) -> str:
         f'<span class="bar {kind}" style="width: {100 * max(loss[key], 0) / most:.1f}%"></span></td></tr>'
         for name, key, kind in rows
     )
+    recovered = (
+        f"The reconstruction recovers {loss_recovered(loss)} of what zeroing the stream costs."
+        if _zeroing_costs(loss)
+        else "Zeroing the stream costs nothing: the share that the reconstruction recovers is not defined."
+    )
     return (
         "<h2>What the reconstruction keeps</h2>"
         "<p>The model&#8217;s loss on unseen text when the residual stream is replaced on its way through the model. "
-        f"The reconstruction recovers {loss['loss_recovered']:.1%} of what zeroing the stream costs.</p>"
+        f"{recovered}</p>"
         '<div class="wide"><table><thead><tr><th></th><th class="number">bits per byte</th><th></th></tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
+
+
+def _zeroing_costs(loss: dict[str, float]) -> bool:
+    return loss["zero"] > loss["clean"]
 
 
 def _comparison_section(comparison: list[dict[str, Any]]) -> str:

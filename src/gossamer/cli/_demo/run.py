@@ -26,10 +26,13 @@ from gossamer.cli._demo import features, measure, report
 from gossamer.cli._demo.model import ByteModel, ModelConfig
 from gossamer.cli._demo.text import Corpus, load_corpus
 from gossamer.cli._demo.train import Clock, Show, activations, train_model, train_sae
+from gossamer.cli.folder import make_folder
 from gossamer.nn import JumpReLUSAE
 
 GPU_BATCHES = 8
 QUALITY_ROWS = 4096
+# The report's units as every terminal can show them.
+_ASCII = str.maketrans("×µ", "xu")
 
 
 @dataclass(frozen=True)
@@ -82,20 +85,32 @@ def resolve_device(name: str) -> torch.device:
 def prepare(settings: Settings) -> tuple[torch.device, Corpus]:
     """Find out before anything is trained whether the run can end: the device, the text, the folder to write to.
 
-    Raises ValueError for a device or a text that cannot be used, and OSError if a file cannot be read or written.
+    Raises ValueError for one that cannot be used.
     """
     device = resolve_device(settings.device)
     corpus = load_corpus(settings.text, seed=settings.seed, min_bytes=8 * (settings.model.context + 1))
-    settings.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=settings.out):
-        pass
+    make_folder(settings.out, "demo")
     return device, corpus
 
 
 def run(settings: Settings, device: torch.device, corpus: Corpus, console: Console) -> dict[str, Any]:
     """Train, measure, and write `index.html` and `results.json` under `settings.out`; returns the results."""
-    console.print(f"{len(corpus.train):,} bytes of {corpus.source} on {device}", highlight=False)
-    results = {
+    console.print(f"{len(corpus.train):,} bytes of {corpus.source} on {device}", highlight=False, markup=False)
+    try:
+        results = _results(settings, device, corpus, console)
+        page = report.render(results)
+        data = json.dumps(_plain(results), indent=1, allow_nan=False, ensure_ascii=False)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("nothing was written") from None
+    _write(settings.out / "index.html", page)
+    _write(settings.out / "results.json", data)
+    console.print(summary(results))
+    console.print(f"Report: {settings.out / 'index.html'}", highlight=False, markup=False, soft_wrap=True)
+    return results
+
+
+def _results(settings: Settings, device: torch.device, corpus: Corpus, console: Console) -> dict[str, Any]:
+    return {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": environment.commit(Path(gossamer.__file__).parent),
@@ -110,13 +125,6 @@ def run(settings: Settings, device: torch.device, corpus: Corpus, console: Conso
         },
         **_experiment(settings, device, corpus, console),
     }
-    page = report.render(results)
-    data = json.dumps(_plain(results), indent=1, allow_nan=False, ensure_ascii=False)
-    _write(settings.out / "index.html", page)
-    _write(settings.out / "results.json", data)
-    console.print(summary(results))
-    console.print(f"Report: {settings.out / 'index.html'}", highlight=False, soft_wrap=True)
-    return results
 
 
 def _experiment(settings: Settings, device: torch.device, corpus: Corpus, console: Console) -> dict[str, Any]:
@@ -158,14 +166,14 @@ def _experiment(settings: Settings, device: torch.device, corpus: Corpus, consol
             x = model.residual(tokens[:, :-1]).flatten(0, 1)[:QUALITY_ROWS] * scale
             quality = measure.quality(sae, x)
             losses = measure.splice_losses(model, sae, scale, tokens, bits)
-            show(1.0, f"{losses['loss_recovered']:.1%} of the loss recovered")
+            show(1.0, f"loss recovered: {report.loss_recovered(losses)}")
         with stages("dense against sparse") as show:
             x = x[: settings.batch_compare]
-            comparison = [measure.compare("this SAE", sae, x, seconds=settings.seconds_compare, show=show)]
+            comparison = [measure.compare("trained SAE", sae, x, seconds=settings.seconds_compare, show=show)]
         if settings.large:
             with stages("at full size") as show:
                 large = measure.large_sae(device, settings.seed)
-                comparison.append(measure.compare("random SAE", *large, seconds=settings.seconds_compare, show=show))
+                comparison.append(measure.compare("untrained SAE", *large, seconds=settings.seconds_compare, show=show))
                 del large
         with stages("features") as show:
             windows = measure.contexts(validation, settings.n_feature_windows, settings.model.context)
@@ -230,8 +238,8 @@ def fastest_threads(model: ByteModel, tokens: torch.Tensor) -> Iterator[None]:
 def summary(results: dict[str, Any]) -> Table:
     """The main figures as a table for the terminal."""
     table = Table(show_header=False, title="gossamer demo", title_justify="left")
-    for name, value in report.headline(results):
-        table.add_row(name, value)
+    for row in report.headline(results):
+        table.add_row(*(cell.translate(_ASCII) for cell in row))
     return table
 
 

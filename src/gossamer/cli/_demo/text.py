@@ -1,4 +1,4 @@
-"""The demo's text: files read as bytes and split into training and validation by file."""
+"""The demo's text: files read as bytes and split into training and validation, by file where that is possible."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 import sysconfig
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 MAX_BYTES = 64 * 2**20
 VALIDATION_SHARE = 0.1
+LOWEST_SHARE, HIGHEST_SHARE = 0.05, 0.2
 FILE_SEPARATOR = b"\0"
 # Installed packages are not the library; tests and tables of characters are long and say little.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
@@ -38,17 +40,19 @@ class Corpus:
 def load_corpus(path: Path | None, *, seed: int, min_bytes: int) -> Corpus:
     """Read the file or folder ``path``, or Python's standard library when it is None.
 
-    A tenth of the bytes, as whole files, is kept for validation; a single file is split at nine tenths.
-    At most 64 MiB are read. In a folder, hidden and binary files are left out.
+    About a tenth of the bytes (5% to 20%) is kept for validation, as whole files. Where files are too large for that,
+    or there is only one, it is the last tenth of all of them joined. At most 64 MiB are read. In a folder, hidden and
+    binary files are left out.
 
-    Raises ValueError when nothing is there or the text is shorter than ``min_bytes`` in either part.
+    Raises ValueError when nothing is there, it cannot be read, or the text is shorter than ``min_bytes`` in either
+    part.
     """
     files, source = _find_files(path)
     random.Random(seed).shuffle(files)
     texts, size = [], 0
     for file in files:
-        text = file.read_bytes()[: MAX_BYTES - size]
-        if text and (len(files) == 1 or b"\0" not in text[:_BINARY_PROBE_BYTES]):
+        text = _read(file, MAX_BYTES - size, binary=len(files) == 1)
+        if text:
             texts.append(text)
             size += len(text)
         if size >= MAX_BYTES:
@@ -72,14 +76,16 @@ def _find_files(path: Path | None) -> tuple[list[Path], str]:
                 "give a text with --text PATH."
             )
         return files, f"the Python {sysconfig.get_python_version()} standard library"
-    if path.is_file():
-        return [path], str(path)
-    if path.is_dir():
-        files = sorted(_walk(path))
-        if not files:
-            raise ValueError(f"gossamer demo: --text must hold at least one file, got the empty folder {path}.")
-        return files, str(path)
-    raise ValueError(f"gossamer demo: --text must name a file or folder, got {path}, which does not exist.")
+    with _reading(path):
+        if path.is_file():
+            return [path], str(path)
+        if path.is_dir():
+            files = sorted(_walk(path))
+            if not files:
+                raise ValueError(f"gossamer demo: --text must hold at least one file, got the empty folder {path}.")
+            return files, str(path)
+        what = "is neither" if path.exists() else "does not exist"
+    raise ValueError(f"gossamer demo: --text must name a file or folder, got {path}, which {what}.")
 
 
 def _walk(root: Path, left_out: AbstractSet[str] = frozenset()) -> Iterator[Path]:
@@ -91,17 +97,39 @@ def _walk(root: Path, left_out: AbstractSet[str] = frozenset()) -> Iterator[Path
                 yield file
 
 
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"gossamer demo: --text must be readable, got {path}: {error.strerror}; name another file or folder."
+        ) from error
+
+
+def _read(file: Path, limit: int, *, binary: bool) -> bytes:
+    """The first ``limit`` bytes of a file; nothing of one whose head looks binary, unless ``binary`` is wanted."""
+    with _reading(file), file.open("rb") as opened:
+        head = opened.read(min(limit, _BINARY_PROBE_BYTES))
+        if b"\0" in head and not binary:
+            return b""
+        return head + opened.read(limit - len(head))
+
+
 def _split(texts: list[bytes]) -> tuple[bytes, bytes]:
     total = sum(map(len, texts))
-    if len(texts) <= 1:
-        text = b"".join(texts)
-        cut = round(len(text) * (1 - VALIDATION_SHARE))
-        return text[:cut], text[cut:]
-    validation_size, n_validation = 0, 0
-    while n_validation < len(texts) - 1 and (n_validation == 0 or validation_size < total * VALIDATION_SHARE):
-        validation_size += len(texts[n_validation])
-        n_validation += 1
-    return FILE_SEPARATOR.join(texts[n_validation:]), FILE_SEPARATOR.join(texts[:n_validation])
+    train, validation, size = [], [], 0
+    for text in texts:
+        if size < VALIDATION_SHARE * total and size + len(text) <= HIGHEST_SHARE * total:
+            validation.append(text)
+            size += len(text)
+        else:
+            train.append(text)
+    if size < LOWEST_SHARE * total:
+        joined = FILE_SEPARATOR.join(texts)
+        cut = round(len(joined) * (1 - VALIDATION_SHARE))
+        return joined[:cut], joined[cut:]
+    return FILE_SEPARATOR.join(train), FILE_SEPARATOR.join(validation)
 
 
 def _to_tensor(text: bytes) -> Tensor:

@@ -19,6 +19,7 @@ from gossamer.cli.bench.case import find_benchmarks, load_cases
 from gossamer.cli.bench.runner import CaseResult, Settings, run_case
 from gossamer.cli.bench.timing import measure_ceilings
 from gossamer.cli.environment import commit, describe, versions
+from gossamer.cli.folder import make_folder
 
 
 def bench(
@@ -30,7 +31,9 @@ def bench(
         None, min=1, help="Rounds over all providers. 10 by default, 5 on the CPU, 3 with --quick."
     ),
     out: Path | None = typer.Option(None, metavar="DIR", help="Where results go. benchmarks/results by default."),
-    budget: float = typer.Option(float("inf"), metavar="SECONDS", help="Start no further case after this time."),
+    budget: float = typer.Option(
+        float("inf"), metavar="SECONDS", help="Start no further case after this time; the first always runs."
+    ),
     seed: int = typer.Option(0, help="Seed of the random inputs."),
     list_cases: bool = typer.Option(False, "--list", help="Print the ids of the cases and leave."),
 ) -> None:
@@ -45,6 +48,8 @@ def bench(
             "gossamer bench: no benchmarks/ beside the package's source or in the working directory; "
             "run it in a checkout of gossamer's repository."
         )
+    if not budget > 0:
+        _fail(f"gossamer bench: --budget must be positive, got {budget:g}; leave it out to run every case.")
     where = _device(device)
     try:
         cases = load_cases(folder, room, case, where, quick)
@@ -53,6 +58,11 @@ def bench(
     if list_cases:
         typer.echo("\n".join(c.id for c in cases))
         return
+    target = out or folder / "results"
+    try:
+        make_folder(target, "bench")
+    except ValueError as error:
+        _fail(str(error))
 
     started = time.monotonic()
     console = report.make_console()
@@ -61,7 +71,7 @@ def bench(
     settings = Settings(rounds or (3 if quick else usual), length, started + budget)
     parts = [room or "all", _slug(case or ""), _slug(hardware["name"]), "quick" if quick else ""]
     stem = "-".join(part for part in parts if part)
-    target = out or folder / "results"
+    path = target / f"{stem}.json"
     results: list[CaseResult] = []
     bar = Progress(
         TextColumn("[progress.description]{task.description}"),
@@ -71,46 +81,48 @@ def bench(
         console=console,
         auto_refresh=False,  # a thread that redraws while a burst is timed would slow the launches
     )
-    with bar:
-        task = bar.add_task("ceilings", total=len(cases))
-        ceilings = measure_ceilings(where, quick)
-        content: dict[str, Any] = {
-            "command": _command(sys.argv[1:]),
-            "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "commit": commit(folder.parent),
-            "versions": versions(),
-            "device": hardware,
-            "ceilings": {"bandwidth": ceilings.bandwidth, "gemm": ceilings.gemm},
-            "settings": {"rounds": settings.rounds, "burst": settings.burst, "seed": seed, "quick": quick},
-            "cases": [],
-        }
-        console.print(
-            f"{hardware['name']}: copy {ceilings.bandwidth * 1e-9:,.0f} GB/s; "
-            + "; ".join(f"{name} GEMM {rate * 1e-12:,.2f} TFLOP/s" for name, rate in ceilings.gemm.items())
-        )
-        for number, item in enumerate(cases):
-            if time.monotonic() > settings.deadline:
-                content["not_run"] = [c.id for c in cases[number:]]
-                break
+    try:
+        with bar:
+            task = bar.add_task("ceilings", total=len(cases))
+            ceilings = measure_ceilings(where, quick)
+            content: dict[str, Any] = {
+                "command": _command(sys.argv[1:]),
+                "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                "commit": commit(folder.parent),
+                "versions": versions(),
+                "device": hardware,
+                "ceilings": {"bandwidth": ceilings.bandwidth, "gemm": ceilings.gemm},
+                "settings": {"rounds": settings.rounds, "burst": settings.burst, "seed": seed, "quick": quick},
+                "cases": [],
+            }
+            console.print(
+                f"{hardware['name']}: copy {ceilings.bandwidth * 1e-9:,.0f} GB/s; "
+                + "; ".join(f"{name} GEMM {rate * 1e-12:,.2f} TFLOP/s" for name, rate in ceilings.gemm.items())
+            )
+            for number, item in enumerate(cases):
+                if results and time.monotonic() > settings.deadline:
+                    content["not_run"] = [c.id for c in cases[number:]]
+                    break
 
-            def tell(what: str, item_id: str = item.id) -> None:
-                bar.update(task, description=f"{item_id}: {what}")
-                bar.refresh()
+                def tell(what: str, item_id: str = item.id) -> None:
+                    bar.update(task, description=f"{item_id}: {what}")
+                    bar.refresh()
 
-            result = run_case(item, where, settings, seed, tell)
-            results.append(result)
-            content["cases"].append(report.record(result, ceilings))
-            report.write_json(target / f"{stem}.json", content)
-            console.print(report.case_table(result, ceilings))
-            for note in report.notes(result):
-                console.print(f"  {note}", style="red", markup=False)
-            bar.advance(task)
-        bar.update(task, description="done")
-    console.print(report.summary_table(results))
-    report.write_json(target / f"{stem}.json", content)
-    written = [target / f"{stem}.json", *_plots(results, ceilings, hardware["name"], target, stem)]
-    for path in written:
-        console.print(f"wrote {path}", markup=False)
+                result = run_case(item, where, settings, seed, tell)
+                content["cases"].append(report.record(result, ceilings))
+                report.write_json(path, content)
+                results.append(result)
+                console.print(report.case_table(result, ceilings))
+                for note in report.notes(result):
+                    console.print(f"  {note}", style="red", markup=False)
+                bar.advance(task)
+            bar.update(task, description="done")
+        console.print(report.summary_table(results))
+        report.write_json(path, content)
+        for written in (path, *_plots(results, ceilings, hardware["name"], target, stem)):
+            console.print(f"wrote {written}", markup=False)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"the finished cases are in {path}" if results else "nothing was written") from None
     if "not_run" in content:
         missing = content["not_run"]
         console.print(f"budget of {budget:g} s spent, {len(missing)} cases not run: {', '.join(missing)}", markup=False)
