@@ -5,6 +5,8 @@ CPU tensors through the Triton kernels in Triton's interpreter, for the rooms th
 computes rightly.
 """
 
+import json
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 from gossamer._core.ops import INTERPRET
+from gossamer.cli import environment
 
 MODE = "interpreter" if INTERPRET else "gpu" if torch.cuda.is_available() else "cpu"
 INTERPRETED = ("rowsparse", "sae")
@@ -28,6 +31,29 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("gossamer")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--summary", metavar="FILE", help="write counts, device, versions and commit to FILE, as JSON")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if not (file := config.getoption("--summary")):
+        return
+    stats = terminalreporter.stats
+    where = torch.device("cuda" if MODE == "gpu" else "cpu")
+    arguments = [a for a in map(str, config.invocation_params.args) if not a.startswith("--summary=")]
+    content = {
+        "command": shlex.join(["pytest", *arguments]),
+        "mode": MODE,
+        "commit": environment.commit(Path(__file__).parents[1]),
+        "versions": environment.versions(),
+        "device": environment.describe(where),
+        "counts": {kind: len(stats[kind]) for kind in ("passed", "failed", "error", "skipped") if kind in stats},
+        "not_passed": sorted(report.nodeid for kind in ("failed", "error") for report in stats.get(kind, ())),
+        "seconds_in_tests": round(sum(getattr(r, "duration", 0) for rs in stats.values() for r in rs), 1),
+    }
+    Path(file).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def pytest_configure(config: pytest.Config) -> None:

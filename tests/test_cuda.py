@@ -186,6 +186,7 @@ def test_lists_that_share_sectors() -> None:
 
 
 @pytest.mark.parametrize("m, n, d", SHAPES)
+@pytest.mark.usefixtures("compiled")
 def test_graphs_that_inductor_makes(m: int, n: int, d: int) -> None:
     """Its warm-up runs eagerly on memory that it takes back: nothing may be kept from there."""
     W, b = integers((n, d), d), integers((d,), d)
