@@ -58,6 +58,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     for dtype in (fp32,) if device.type == "cpu" else (bf16, fp32):
         for forward in (False, True):
             yield _backward(*shape, dtype, forward)
+        yield _backward(*shape, dtype, False, always=8)
 
 
 def _decode(
@@ -161,14 +162,18 @@ def _ready(B: int, F: int, D: int, l0: int, dtype: torch.dtype) -> Case:
     )
 
 
-def _backward(B: int, F: int, D: int, l0: int, dtype: torch.dtype, forward: bool) -> Case:
-    """Gradients of dense `acts` (or of the stored values) and `W_dec`, with the forward pass or without."""
+def _backward(B: int, F: int, D: int, l0: int, dtype: torch.dtype, forward: bool, always: int = 0) -> Case:
+    """Gradients of dense `acts` (or of the stored values) and `W_dec`, with the forward pass or without.
+
+    `always` neighbouring latents fire in every row, as some do in trained autoencoders.
+    """
 
     def make(device: torch.device, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
-        return [
-            (acts.requires_grad_(), W_dec.requires_grad_(), random_matrix(B, D, dtype, device, generator))
-            for acts, W_dec in _inputs(B, F, D, l0, dtype, device, generator)
-        ]
+        made = []
+        for acts, W_dec in _inputs(B, F, D, l0, dtype, device, generator):
+            acts[:, :always] = 1
+            made.append((acts.requires_grad_(), W_dec.requires_grad_(), random_matrix(B, D, dtype, device, generator)))
+        return made
 
     def reference(acts: Tensor, W_dec: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         acts, W_dec, grad = acts.detach(), W_dec.detach().double(), grad.double()
@@ -178,7 +183,7 @@ def _backward(B: int, F: int, D: int, l0: int, dtype: torch.dtype, forward: bool
         return grads[0] * (acts != 0), grads[1]
 
     def pack(acts: Tensor) -> rowsparse.ELL:
-        rows = rowsparse.pack(acts.detach(), capacity=max(128, 1 << (l0 - 1).bit_length()))
+        rows = rowsparse.pack(acts.detach(), capacity=max(128, 1 << (l0 + always - 1).bit_length()))
         rows.values.requires_grad_()
         return rows
 
@@ -208,7 +213,7 @@ def _backward(B: int, F: int, D: int, l0: int, dtype: torch.dtype, forward: bool
     return Case(
         room="sae",
         name="forward_backward" if forward else "backward",
-        parameters={"B": B, "F": F, "D": D, "L0": l0},
+        parameters={"B": B, "F": F, "D": D, "L0": l0} | ({"always": always} if always else {}),
         dtype=dtype,
         make=make,
         providers=(
@@ -218,8 +223,8 @@ def _backward(B: int, F: int, D: int, l0: int, dtype: torch.dtype, forward: bool
         ),
         reference=reference,
         # Stored values only: the entries and their gradients, W_dec read, its gradient written, grad read.
-        bytes=2 * B * l0 * (item + 4) + (min(B * l0, F) + F) * D * item + B * D * item,
-        flops=passes * 2 * B * l0 * D,
+        bytes=2 * B * (l0 + always) * (item + 4) + (min(B * l0, F) + F) * D * item + B * D * item,
+        flops=passes * 2 * B * (l0 + always) * D,
         grad=True,
     )
 

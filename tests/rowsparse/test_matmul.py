@@ -224,6 +224,19 @@ def test_gradcheck_with_repeated_columns(make) -> None:
     torch.autograd.gradcheck(lambda v, w: matmul(replace(rows, values=v), w), (values, weight))
 
 
+@pytest.mark.parametrize("options", [{"capacity": 20}, {"format": "csr"}, {"format": "csr", "max_nnz": 1300}], ids=str)
+def test_weight_rows_that_are_selected_often(
+    options: dict[str, int], dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    """More entries in a block of weight rows than one program takes."""
+    x = random_rows((80, 40), l0=2, dtype=dtype, device=device, generator=generator, integers=True)
+    x[:, 1:16] = 1
+    weight = random_rows((40, 9), l0=9, dtype=dtype, device=device, generator=generator, integers=True).requires_grad_()
+    grad = random_rows((80, 9), l0=9, dtype=dtype, device=device, generator=generator, integers=True)
+    (ours,) = torch.autograd.grad(matmul(pack(x, **options), weight), weight, grad)
+    assert_close(ours, reference64=x.double().t() @ grad.double(), plain=x.t() @ grad)
+
+
 @pytest.mark.parametrize("options", PACKINGS, ids=str)
 def test_second_derivatives(
     options: dict[str, int], dtype: torch.dtype, device: torch.device, generator: torch.Generator

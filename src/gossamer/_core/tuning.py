@@ -103,6 +103,11 @@ def weight_tile(n: int, d: int, element_size: int) -> Tile:
     return {"BLOCK_N": 16, "BLOCK_E": 16, "BLOCK_D": 64}, 1
 
 
+def weight_long_tile(tile: dict[str, Any]) -> Tile:
+    """Tile of the weight gradient where a block of weight rows has many entries, from that of the usual block."""
+    return {**tile, "BLOCK_E": 128 if tile["BLOCK_D"] >= 128 else 64}, 8
+
+
 def tf32() -> bool:
     """Whether float32 products may use TF32, by `torch.set_float32_matmul_precision`."""
     return torch.get_float32_matmul_precision() != "highest"

@@ -8,7 +8,8 @@ to hold (65,536 x 256 bfloat16 = 34 MB), not the whole weight. Rows that overflo
 
 The weight gradient works on the transposed entries: a program owns BLOCK_N neighbouring weight rows, whose entries
 lie side by side, and adds them up as a small product [BLOCK_N, BLOCK_E] @ [BLOCK_E, BLOCK_D] of a one-hot tile that
-carries the values with gathered rows of the output's gradient.
+carries the values with gathered rows of the output's gradient. A step is a chain of loads (key, value and row), so
+they are issued steps ahead. Blocks with many entries, which would hold everybody up at the end, get larger programs.
 """
 
 import torch
@@ -20,6 +21,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow
 from gossamer.rowsparse._triton._rows import row_span
+
+LONG = 1024
+"""Entries up to which a block of weight rows is the work of a small program."""
 
 
 @triton.jit
@@ -100,60 +104,116 @@ def _matmul_fwd_kernel(
 
 
 @triton.jit
-def column_run(
-    keys_ptr, columns_ptr, values_ptr, starts_ptr, grad_ptr, begin, end, capacity, D, mine, columns, inside,
-    BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, IS_CSR: tl.constexpr,
+def load_entries(keys_ptr, columns_ptr, at, end, BLOCK_E: tl.constexpr):
+    """(keys, columns) of BLOCK_E sorted entries from `at` on; column -1 past the end."""
+    entry = at + tl.arange(0, BLOCK_E)
+    held = entry < end
+    return tl.load(keys_ptr + entry, mask=held, other=0), tl.load(columns_ptr + entry, mask=held, other=-1)
+
+
+@triton.jit
+def load_values(values_ptr, starts_ptr, key, column, capacity, IS_CSR: tl.constexpr):
+    """The values of sorted entries, from where they stand in their rows."""
+    held = column >= 0
+    row = key >> 32
+    if IS_CSR:
+        start = tl.load(starts_ptr + row, mask=held, other=0)
+    else:
+        start = row * capacity
+    return tl.load(values_ptr + start + (key & 0xFFFFFFFF), mask=held, other=0.0)
+
+
+@triton.jit
+def load_gradients(grad_ptr, key, column, D, columns, inside):
+    """The rows of the output's gradient that sorted entries belong to, a slice of columns."""
+    row = key >> 32
+    mask = (column >= 0)[:, None] & inside[None, :]
+    return tl.load(grad_ptr + row[:, None] * D + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def weight_block(
+    block, keys_ptr, columns_ptr, values_ptr, starts_ptr, grad_ptr, out_ptr, begin, end, capacity, N, D,
+    BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr, IS_CSR: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Sum of value * gradient row over the sorted entries begin to end, by weight row: float32 [BLOCK_N, BLOCK_D]."""
-    acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for at in range(begin, end, BLOCK_E):
-        entry = at + tl.arange(0, BLOCK_E)
-        held = entry < end
-        key = tl.load(keys_ptr + entry, mask=held, other=0)
-        column = tl.load(columns_ptr + entry, mask=held, other=-1)
-        row = key >> 32
-        if IS_CSR:
-            start = tl.load(starts_ptr + row, mask=held, other=0)
-        else:
-            start = row * capacity
-        value = tl.load(values_ptr + start + (key & 0xFFFFFFFF), mask=held, other=0.0)
-        grad = tl.load(grad_ptr + row[:, None] * D + columns[None, :], mask=held[:, None] & inside[None, :], other=0.0)
-        onehot = tl.where(mine[:, None] == column[None, :], value[None, :], 0.0).to(grad.dtype)
-        acc = overflow.dot(onehot, grad, acc, PRECISION, UPCAST)
-    return acc
+    """Writes BLOCK_N weight rows' gradient at one slice of columns, from the sorted entries begin to end.
+
+    Keys are read two steps ahead, values and gradient rows one, so that a step waits for none of the three in turn.
+    With RUN, runs of that many entries are summed on their own, as in `gather_rows`.
+    """
+    mine = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = columns < D
+    key, column = load_entries(keys_ptr, columns_ptr, begin, end, BLOCK_E)
+    next_key, next_column = load_entries(keys_ptr, columns_ptr, begin + BLOCK_E, end, BLOCK_E)
+    grad = load_gradients(grad_ptr, key, column, D, columns, inside)
+    value = load_values(values_ptr, starts_ptr, key, column, capacity, IS_CSR)
+    total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    run_length = tl.maximum(end - begin, 1)
+    if RUN > 0:
+        run_length = tl.full([], RUN, run_length.dtype)
+    for run in range(begin, end, run_length):
+        acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        for at in range(run, tl.minimum(run + run_length, end), BLOCK_E):
+            next_grad = load_gradients(grad_ptr, next_key, next_column, D, columns, inside)
+            next_value = load_values(values_ptr, starts_ptr, next_key, next_column, capacity, IS_CSR)
+            onehot = tl.where(mine[:, None] == column[None, :], value[None, :], 0.0).to(grad.dtype)
+            column = next_column
+            next_key, next_column = load_entries(keys_ptr, columns_ptr, at + 2 * BLOCK_E, end, BLOCK_E)
+            acc = overflow.dot(onehot, grad, acc, PRECISION, UPCAST)
+            grad = next_grad
+            value = next_value
+        total += acc
+    out = out_ptr + mine.to(tl.int64)[:, None] * D + columns[None, :]
+    tl.store(out, total, mask=(mine < N)[:, None] & inside[None, :])
 
 
 @triton.jit
 def _matmul_bwd_weight_kernel(
-    keys_ptr, columns_ptr, offsets_ptr, values_ptr, starts_ptr, grad_ptr, out_ptr, capacity, N, D,
+    keys_ptr, columns_ptr, offsets_ptr, values_ptr, starts_ptr, grad_ptr, out_ptr, long_ptr, found_ptr, capacity, N, D,
+    BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr, LONG: tl.constexpr,
+    IS_CSR: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Program (block of weight rows, column slice). keys are (row << 32 | slot), sorted by weight row, then row.
+
+    Blocks with more than LONG entries are only noted down, for `_matmul_bwd_weight_long_kernel`.
+    """
+    block = tl.program_id(0)
+    begin = tl.load(offsets_ptr + block * BLOCK_N)
+    end = tl.load(offsets_ptr + tl.minimum(block * BLOCK_N + BLOCK_N, N))
+    if end - begin <= LONG:
+        weight_block(
+            block, keys_ptr, columns_ptr, values_ptr, starts_ptr, grad_ptr, out_ptr, begin, end, capacity, N, D,
+            BLOCK_N, BLOCK_E, BLOCK_D, RUN, IS_CSR, PRECISION, UPCAST,
+        )  # fmt: skip
+    else:
+        if tl.program_id(1) == 0:
+            # In order of arrival, which nothing shows: each block is summed by itself.
+            tl.store(long_ptr + tl.atomic_add(found_ptr, 1, sem="relaxed"), block)
+
+
+@triton.jit
+def _matmul_bwd_weight_long_kernel(
+    keys_ptr, columns_ptr, offsets_ptr, values_ptr, starts_ptr, grad_ptr, out_ptr, long_ptr, found_ptr, capacity, N, D,
     BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr, IS_CSR: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of weight rows, column slice). keys are (row << 32 | slot), sorted by weight row, then row."""
-    mine = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside = columns < D
-    begin = tl.load(offsets_ptr + tl.program_id(0) * BLOCK_N)
-    end = tl.load(offsets_ptr + tl.minimum(tl.program_id(0) * BLOCK_N + BLOCK_N, N))
-    if RUN > 0:
-        acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-        for run in range(begin, end, RUN):
-            acc += column_run(
-                keys_ptr, columns_ptr, values_ptr, starts_ptr, grad_ptr, run, tl.minimum(run + RUN, end), capacity, D,
-                mine, columns, inside, BLOCK_N, BLOCK_E, BLOCK_D, IS_CSR, PRECISION, UPCAST,
-            )  # fmt: skip
-    else:
-        acc = column_run(
-            keys_ptr, columns_ptr, values_ptr, starts_ptr, grad_ptr, begin, end, capacity, D,
-            mine, columns, inside, BLOCK_N, BLOCK_E, BLOCK_D, IS_CSR, PRECISION, UPCAST,
+    """Program (share of the noted blocks, column slice): more warps and entries at a time, for latents that often
+    fire."""
+    for item in range(tl.program_id(0), tl.load(found_ptr), tl.num_programs(0)):
+        block = tl.load(long_ptr + item)
+        begin = tl.load(offsets_ptr + block * BLOCK_N)
+        end = tl.load(offsets_ptr + tl.minimum(block * BLOCK_N + BLOCK_N, N))
+        weight_block(
+            block, keys_ptr, columns_ptr, values_ptr, starts_ptr, grad_ptr, out_ptr, begin, end, capacity, N, D,
+            BLOCK_N, BLOCK_E, BLOCK_D, RUN, IS_CSR, PRECISION, UPCAST,
         )  # fmt: skip
-    out = out_ptr + mine.to(tl.int64)[:, None] * D + columns[None, :]
-    tl.store(out, acc, mask=(mine < N)[:, None] & inside[None, :])
 
 
 _matmul_fwd = launch.Kernel(_matmul_fwd_kernel)
 _matmul_bwd_weight = launch.Kernel(_matmul_bwd_weight_kernel)
+_matmul_bwd_weight_long = launch.Kernel(_matmul_bwd_weight_long_kernel)
 
 
 def matmul(
@@ -256,17 +316,33 @@ def matmul_bwd_weight(
         return out
     upcast = launch.INTERPRET or grad.dtype is torch.float32
     tile, warps = tuning.weight_tile(n, d, grad.element_size())
-    meta = {**tile, "RUN": 64 if out.dtype is torch.float32 else 0, "IS_CSR": is_csr}
-    meta |= {"PRECISION": "ieee", "UPCAST": upcast}
+    run = 64 if out.dtype is torch.float32 else 0
+    rest = {"IS_CSR": is_csr, "PRECISION": "ieee", "UPCAST": upcast}
+    blocks, slices = launch.cdiv(n, tile["BLOCK_N"]), launch.cdiv(d, tile["BLOCK_D"])
+    long = min(blocks, keys.numel() // LONG)
+    # The list of long blocks, and behind it how many there are.
+    noted = torch.zeros(long + 1, dtype=torch.int32, device=grad.device)
     key = (n, d, values.shape[-1], values.dtype, grad.dtype, dtype, is_csr)
-    args = (keys, columns, col_offsets, values, offsets, grad, out, values.shape[-1], n, d)
-    grid = (launch.cdiv(n, meta["BLOCK_N"]), launch.cdiv(d, meta["BLOCK_D"]), 1)
-    _matmul_bwd_weight(key, grid, args, meta, num_warps=warps)
+    args = (keys, columns, col_offsets, values, offsets, grad, out, noted, noted[long:], values.shape[-1], n, d)
+    meta = {**tile, "RUN": run, "LONG": LONG, **rest}
+    # One stage: the loads are already ordered by hand.
+    _matmul_bwd_weight(key, (blocks, slices, 1), args, meta, num_warps=warps, num_stages=1)
+    if long:
+        wide, warps = tuning.weight_long_tile(tile)
+        grid = (min(long, tuning.programs(grad.device)), slices, 1)
+        meta = {**wide, "RUN": run, **rest}
+        _matmul_bwd_weight_long(key, grid, args, meta, num_warps=warps, num_stages=1)
     if source is not None:
         overflow.backward_weight(source, grad, out, offsets[is_csr:], values.shape[-1])
     return out
 
 
+_BWD_WEIGHT = {
+    "keys_ptr": "*i64", "columns_ptr": "*i32", "offsets_ptr": "*i64", "values_ptr": "*bf16", "starts_ptr": "*i32",
+    "grad_ptr": "*bf16", "out_ptr": "*bf16", "long_ptr": "*i32", "found_ptr": "*i32", "capacity": "i32", "N": "i32",
+    "D": "i32",
+}  # fmt: skip
+_REST = {"IS_CSR": False, "PRECISION": "ieee", "UPCAST": False}
 EXAMPLES = {
     _matmul_fwd_kernel: {
         "signature": {
@@ -278,15 +354,16 @@ EXAMPLES = {
         "num_warps": 1,
     },
     _matmul_bwd_weight_kernel: {
-        "signature": {
-            "keys_ptr": "*i64", "columns_ptr": "*i32", "offsets_ptr": "*i64", "values_ptr": "*bf16",
-            "starts_ptr": "*i32", "grad_ptr": "*bf16", "out_ptr": "*bf16", "capacity": "i32", "N": "i32", "D": "i32",
-        },
-        "constexprs": {
-            "BLOCK_N": 16, "BLOCK_E": 16, "BLOCK_D": 128, "RUN": 0, "IS_CSR": False, "PRECISION": "ieee",
-            "UPCAST": False,
-        },
+        "signature": _BWD_WEIGHT,
+        "constexprs": {"BLOCK_N": 16, "BLOCK_E": 16, "BLOCK_D": 128, "RUN": 0, "LONG": 1024, **_REST},
         "num_warps": 2,
+        "num_stages": 1,
+    },
+    _matmul_bwd_weight_long_kernel: {
+        "signature": _BWD_WEIGHT,
+        "constexprs": {"BLOCK_N": 16, "BLOCK_E": 128, "BLOCK_D": 128, "RUN": 0, **_REST},
+        "num_warps": 8,
+        "num_stages": 1,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""
