@@ -180,6 +180,8 @@ def _unpack_context(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _unpack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
     indices, offsets = ctx.saved_tensors
+    if grad.numel() == 0:
+        return grad.new_zeros(indices.shape), None, None, grad if ctx.needs_input_grad[3] else None, None
     valid = (indices >= 0) & (indices < grad.shape[1])
     columns = torch.where(valid, indices, 0).long()
     grad_values = grad_source = None
@@ -192,11 +194,8 @@ def _unpack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None,
         slots = torch.arange(indices.shape[0], device=indices.device)
         rows = torch.searchsorted(offsets, slots, right=True) - 1
         valid = valid & (rows < grad.shape[0])
-        rows = rows.clamp(max=max(grad.shape[0] - 1, 0))
-        if grad.numel() == 0:
-            grad_values = grad.new_zeros(indices.shape)
-        else:
-            grad_values = torch.where(valid & ~flagged[rows], grad[rows, columns], 0)
+        rows = rows.clamp(max=grad.shape[0] - 1)
+        grad_values = torch.where(valid & ~flagged[rows], grad[rows, columns], 0)
     if ctx.needs_input_grad[3]:
         grad_source = torch.where(flagged[:, None], grad, 0)
     return grad_values, None, None, grad_source, None

@@ -1,0 +1,46 @@
+"""Overflowed rows through dense tiles, forward and backward, beside rows that fit."""
+
+import pytest
+import torch
+
+from gossamer.rowsparse import matmul, pack
+from gossamer.testing import assert_close, random_rows
+
+
+@pytest.mark.parametrize("m", [1, 16, 17, 33, 65, 200])
+@pytest.mark.parametrize("n, d", [(90, 7), (1100, 72)])
+def test_some_rows_of_a_tile(
+    m: int, n: int, d: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator, mode: str
+) -> None:
+    if mode == "interpreter" and m > 65:
+        pytest.skip("large for the interpreter")
+    # Every third row overflows; from row 128 on none does.
+    counts = [40 if row % 3 == 0 and row < 128 else 4 for row in range(m)]
+    x = random_rows((m, n), l0=counts, dtype=dtype, device=device, generator=generator).requires_grad_()
+    weight, grad = (torch.randn(shape, device=device, generator=generator).to(dtype) for shape in ((n, d), (m, d)))
+    weight.requires_grad_()
+    out = matmul(pack(x, capacity=8), weight)
+    ours = torch.autograd.grad(out, (x, weight), grad)
+    exact = [t.detach().double() for t in (x, weight, grad)]
+    plain = x.detach() @ weight.detach(), grad @ weight.detach().t(), x.detach().t() @ grad
+    wanted = exact[0] @ exact[1], exact[2] @ exact[1].t(), exact[0].t() @ exact[2]
+    held = x.detach() != 0
+    assert_close(out, reference64=wanted[0], plain=plain[0])
+    assert_close(ours[0], reference64=wanted[1] * held, plain=plain[1] * held)
+    assert_close(ours[1], reference64=wanted[2], plain=plain[2])
+
+
+def test_full_rows_are_as_exact_as_a_dense_product(
+    dtype: torch.dtype, device: torch.device, generator: torch.Generator, scale: int
+) -> None:
+    x = random_rows((5 * scale, 1500 * scale), density=0.9, dtype=dtype, device=device, generator=generator)
+    weight = torch.randn(1500 * scale, 40, device=device, generator=generator).to(dtype)
+    assert_close(matmul(pack(x, capacity=1), weight), reference64=x.double() @ weight.double(), plain=x @ weight)
+
+
+def test_special_values_stay_in_their_rows(dtype: torch.dtype, device: torch.device) -> None:
+    """A tile multiplies its other rows as well, by zero: what an overflowed row holds must not reach them."""
+    x = random_rows((20, 300), l0=3, dtype=dtype, device=device, integers=True)
+    x[4, :50], x[4, 7] = 1, float("nan")
+    out = matmul(pack(x, capacity=8), torch.ones(300, 6, dtype=dtype, device=device))
+    assert out[4].isnan().all() and out.isnan().sum() == 6

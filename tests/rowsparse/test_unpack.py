@@ -1,0 +1,57 @@
+"""unpack, against the definition of the formats; the way there and back is in test_pack."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gossamer.rowsparse import CSR, ELL, unpack
+from gossamer.testing import assert_exact, dense64, random_rows
+from tests import strategies
+
+
+@given(data=st.data())
+def test_repeated_indices_add_up(data: st.DataObject, dtype: torch.dtype, device: torch.device) -> None:
+    rows = data.draw(strategies.built(dtype, device))
+    out = unpack(rows)
+    assert out.dtype is dtype
+    assert_exact(out, dense64(rows))
+
+
+@given(data=st.data())
+def test_gradient(data: st.DataObject, dtype: torch.dtype, device: torch.device) -> None:
+    """At an entry, the gradient of its column; nothing at slots that no entry stands in."""
+    rows = data.draw(strategies.built(dtype, device))
+    values = rows.values.nan_to_num(0).requires_grad_()
+    replaced = type(rows)(**{**vars(rows), "values": values})
+    weight = random_rows(rows.shape, l0=rows.num_columns, dtype=dtype, device=device, integers=True)
+    (unpack(replaced) * weight).sum().backward()
+    flat, expected = weight.reshape(rows.num_rows, rows.num_columns), torch.zeros_like(values)
+    for row, count in enumerate(rows.nnz_per_row.tolist()):
+        first = row if isinstance(rows, ELL) else int(rows.row_offsets[row])
+        at = rows.indices[first, :count] if isinstance(rows, ELL) else rows.indices[first : first + count]
+        grads = torch.where(at >= 0, flat[row, at.clamp(min=0).long()], 0) if rows.num_columns else at * 0.0
+        if isinstance(rows, ELL):
+            expected[row, :count] = grads
+        else:
+            expected[first : first + count] = grads
+    assert_exact(values.grad, expected.double())
+
+
+def test_error() -> None:
+    with pytest.raises(TypeError, match=r"rowsparse.unpack: rows must be a rowsparse.ELL or rowsparse.CSR, got Tensor"):
+        unpack(torch.ones(3))  # type: ignore[arg-type]
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("index", [5, -2, 1 << 30])
+@pytest.mark.parametrize("format", ["ell", "csr"])
+def test_refuses_a_bad_index_on_the_cpu(index: int, format: str) -> None:
+    """As the containers promise; a column past the end must not land in the next row."""
+    indices, values = torch.tensor([[index], [0]], dtype=torch.int32), torch.ones(2, 1)
+    if format == "ell":
+        rows = ELL(values, indices, torch.ones(2, dtype=torch.int32), (2, 5))
+    else:
+        rows = CSR(torch.tensor([0, 1, 2]), indices.flatten(), values.flatten(), (2, 5))
+    with pytest.raises(ValueError, match=r"indices must lie in \[0, N\) with N = 5"):
+        unpack(rows)
