@@ -166,12 +166,9 @@ _decode_slots = launch.Kernel(_decode_slots_kernel)
 
 def decode(
     acts: torch.Tensor, weight: torch.Tensor, capacity: int, truncate: bool = False, prefetch: bool = False,
-    tile: dict[str, int] | None = None, fill: bool = True,
+    tile: dict[str, int] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """acts [M, N] @ weight [N, D], exact for every input unless `truncate`.
-
-    `fill=False` leaves out the fill of the words, for timing alone: in a plan their epoch would grow instead.
-    """
+    """acts [M, N] @ weight [N, D], exact for every input unless `truncate`."""
     (m, n), d = acts.shape, weight.shape[1]
     meta = pack.fit_block(tile or tuning.decode_tile(m, n, d, weight.element_size())[0], n)
     chunks, slices = launch.cdiv(n, meta["BLOCK"]), launch.cdiv(d, meta["BLOCK_D"])
@@ -179,7 +176,7 @@ def decode(
     nnz = torch.empty(m, dtype=torch.int32, device=acts.device)
     overflows = capacity < n and not truncate
     space = overflow.workspace(m, n, weight) if overflows else (None, None)
-    words = (torch.zeros if fill else torch.empty)(m * (capacity + chunks + 1), dtype=torch.int64, device=acts.device)
+    words = torch.zeros(m * (capacity + chunks + 1), dtype=torch.int64, device=acts.device)
     run = 64 * meta["BLOCK_E"] if out.dtype is torch.float32 and capacity > 256 * meta["BLOCK_E"] else 0
     constants = {
         "BLOCK": meta["BLOCK"], "VEC": meta["VEC"], "WIDTH": min(launch.next_power_of_2(chunks), 128),

@@ -244,7 +244,6 @@ def slots() -> None:
             "auto fixed": lambda x: sae.decode(x, w, method="fixed", capacity=512, validate=False),
             "slots fixed": lambda x: decode_slots.decode(x, w, 512, True),
             "prefetch fixed": lambda x: decode_slots.decode(x, w, 512, True, True),
-            "no fill": lambda x: decode_slots.decode(x, w, 512, True, True, fill=False),
         }
         row = timed({name: graphed(call, copies) for name, call in calls.items()}, div=10)
         show("slots", f"graph {m},{n},{d},{l0}", row | {"ratio": row["seed"] / min(row["slots"], row["prefetch"])})
@@ -333,10 +332,17 @@ def dense() -> None:
             torch.set_float32_matmul_precision(precision)
             nnz = (acts != 0).sum(1, dtype=torch.int32)
             out = torch.empty(m, d, dtype=dtype, device=DEVICE)
+
+            def tiles() -> None:
+                space = overflow.workspace(m, n, w)
+                if space[1] is not None:
+                    space[1].zero_()
+                overflow.forward(acts, w, None, out, nnz, 32, space)
+
             calls = {
                 "dense": lambda: acts @ w,
                 "auto": lambda: sae.decode(acts, w),
-                "tiles": lambda: overflow.forward(acts, w, None, out, nnz, 32),
+                "tiles": tiles,
             }
             row = timed(calls, rounds=5)
             show("dense", f"{m},{n},{d},{str(dtype)[6:]},{precision}", row | {"ratio": row["dense"] / row["auto"]})

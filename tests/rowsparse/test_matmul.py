@@ -237,6 +237,30 @@ def test_weight_rows_that_are_selected_often(
     assert_close(ours, reference64=x.double().t() @ grad.double(), plain=x.t() @ grad)
 
 
+def test_wide_weight_rows_that_are_selected_often(device: torch.device, generator: torch.Generator) -> None:
+    """Half gradients of float32 weights: small tiles of runs beside large tiles of steps."""
+    x = random_rows((80, 40), l0=2, device=device, generator=generator, integers=True)
+    x[:, 1:16] = 1
+    weight = torch.randn(40, 140, device=device, generator=generator).requires_grad_()
+    grad = random_rows((80, 140), l0=140, dtype=torch.float16, device=device, generator=generator, integers=True)
+    out = matmul(pack(x, capacity=20), weight, out_dtype=torch.float16)
+    assert_exact(torch.autograd.grad(out, weight, grad)[0], x.double().t() @ grad.double())
+
+
+def test_second_derivatives_without_a_source(device: torch.device, generator: torch.Generator) -> None:
+    """Rows that overflowed, of which the values alone are differentiated, hold nothing for the derivatives."""
+    rows = pack(random_rows((6, 30), l0=[1, 2, 0, 9, 3, 4], device=device, generator=generator), capacity=3)
+    weight = torch.randn(30, 5, device=device, generator=generator)
+    for packed in (rows, pack(random_rows((4, 30), l0=5, device=device), format="csr", max_nnz=12)):
+        values = packed.values.detach().requires_grad_()
+        grad = torch.randn(packed.num_rows, 5, device=device, generator=generator).requires_grad_()
+        out = matmul(replace(packed, values=values), weight)
+        (first,) = torch.autograd.grad(out, values, grad, create_graph=True)
+        (second,) = torch.autograd.grad(first.nan_to_num().square().sum(), grad)
+        over = packed.nnz_per_row.cumsum(0) > 12 if packed is not rows else packed.nnz_per_row > 3
+        assert second.isfinite().all() and (second[over] == 0).all() and (second[~over] != 0).any()
+
+
 @pytest.mark.parametrize("options", PACKINGS, ids=str)
 def test_second_derivatives(
     options: dict[str, int], dtype: torch.dtype, device: torch.device, generator: torch.Generator

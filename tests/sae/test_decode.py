@@ -355,15 +355,27 @@ def test_errors(change, error: type[Exception], message: str) -> None:
 
 @pytest.mark.native
 def test_bias_and_wide_results_are_rounded_once(device: torch.device) -> None:
-    """Also where the product is dense, and under autocast."""
-    acts, W = torch.ones(40, 300, device=device), torch.full((300, 32), 1.0, device=device)
-    b = torch.full((32,), -299.75, device=device)
-    for method in ("auto", "dense", "exact"):
-        assert (decode(acts.bfloat16(), W.bfloat16(), b, method=method) == 0.25).all(), method
+    acts, W = torch.ones(40, 301, device=device), torch.ones(301, 32, device=device)
+    b = torch.full((32,), -300.75, device=device)
+    for options in ({"method": "exact"}, {"capacity": 500}, {"capacity": 5}):
+        assert (decode(acts.bfloat16(), W.bfloat16(), b, **options) == 0.25).all(), options
+    for options in ({}, {"method": "dense"}, {"method": "exact"}, {"capacity": 500}):
         with torch.autocast(device.type, torch.bfloat16):
-            assert (decode(acts, W + 1 / 128, out_dtype=torch.float32, method=method) == 300 * (1 + 1 / 128)).all(), (
-                method
-            )
+            wide = decode(acts, W + 1 / 128, out_dtype=torch.float32, **options)
+        assert (wide == 301 * (1 + 1 / 128)).all(), options
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.float16])
+def test_gradients_of_another_out_dtype(wide: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    """With an overflowed row, whose gradients are dense products of two dtypes."""
+    dtype = torch.float16 if wide is torch.float32 else torch.float32
+    acts = random_rows((5, 300), l0=[3, 20, 0, 300, 7], dtype=dtype, device=device, generator=generator, integers=True)
+    W = random_rows((300, 8), l0=8, dtype=dtype, device=device, generator=generator, integers=True)
+    acts.requires_grad_(), W.requires_grad_()
+    grad = torch.ones(5, 8, dtype=wide, device=device)
+    ours = torch.autograd.grad(decode(acts, W, capacity=8, out_dtype=wide), (acts, W), grad)
+    assert_exact(ours[0], (grad.double() @ W.double().t()) * (acts != 0))
+    assert_exact(ours[1], acts.double().t() @ grad.double())
 
 
 @pytest.mark.native

@@ -189,6 +189,7 @@ class Scratch:
 
 flags = Flags()
 scratch = Scratch()
+counters = Scratch()
 
 
 def cdiv(a: int, b: int) -> int:

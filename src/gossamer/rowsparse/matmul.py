@@ -173,9 +173,20 @@ def _sampled_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(x, weight, indices, offsets, source)
 
 
+def _without_overflowed(indices: Tensor, offsets: Tensor) -> Tensor:
+    """Counts or offsets by which rows that overflowed hold nothing: without a source there is nothing to read."""
+    if indices.dim() == 2:
+        return torch.where(offsets > indices.shape[1], 0, offsets)
+    # Offsets ascend: what overflows is at the end.
+    return offsets.minimum(torch.where(offsets > indices.shape[0], 0, offsets).max())
+
+
 def _sampled_backward(ctx: Any, grad_values: Tensor, grad_dense: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, indices, offsets, source = ctx.saved_tensors
-    grad_source = None if source is None else torch.where(source != 0, grad_dense, 0) if ctx.masked else grad_dense
+    if source is None:
+        grad_source, offsets = None, _without_overflowed(indices, offsets)
+    else:
+        grad_source = torch.where(source != 0, grad_dense, 0) if ctx.masked else grad_dense
     grad_x = grad_weight = None
     if ctx.needs_input_grad[0]:
         grad_x = _matmul(grad_values, indices, offsets, grad_source, weight, None, x.dtype)

@@ -94,7 +94,7 @@ def decode(
         acts, W_dec = autocast.cast(acts, W_dec)  # type: ignore[assignment]
     check_dtypes(operator, "acts", acts, "W_dec", W_dec)
     m = acts.numel() // n if n else math.prod(acts.shape[:-1])
-    fast = method == "auto" and capacity is None and _working_dtype(W_dec, b_dec, out_dtype) is W_dec.dtype
+    fast = method == "auto" and capacity is None and out_dtype in (None, W_dec.dtype)
     if method == "dense" or (fast and tuning.dense_is_faster(m, n, d, W_dec)):
         # The gradient lives at the entries, whichever way the product takes.
         masked = acts.requires_grad and torch.is_grad_enabled()
@@ -180,20 +180,15 @@ def _dense(acts: Tensor, W_dec: Tensor, b_dec: Tensor | None, out_dtype: torch.d
         # The operands have been cast.
         with torch.autocast(acts.device.type, enabled=False):
             return _dense(acts, W_dec, b_dec, out_dtype)
-    given, working = W_dec.dtype, _working_dtype(W_dec, b_dec, out_dtype)
+    dtype = out_dtype or W_dec.dtype
+    # Rounding the product to half first would lose what a wider result is asked for.
+    working = torch.promote_types(dtype, W_dec.dtype)
     acts, W_dec = acts.to(working), W_dec.to(working)
-    if b_dec is None:
-        out = acts @ W_dec
-    else:
+    if b_dec is not None and b_dec.dtype is working:
         flat = acts.reshape(acts.shape[:-1].numel(), acts.shape[-1])
-        out = torch.addmm(b_dec.to(working), flat, W_dec).view(*acts.shape[:-1], W_dec.shape[1])
-    return out.to(out_dtype or given)
-
-
-def _working_dtype(W_dec: Tensor, b_dec: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
-    """What a dense product has to be computed in so that it is rounded once, at the end."""
-    dtype = torch.promote_types(W_dec.dtype, out_dtype or W_dec.dtype)
-    return dtype if b_dec is None else torch.promote_types(dtype, b_dec.dtype)
+        return torch.addmm(b_dec, flat, W_dec).view(*acts.shape[:-1], W_dec.shape[1]).to(dtype)
+    out = acts @ W_dec
+    return out.to(dtype) if b_dec is None else (out + b_dec).to(dtype)
 
 
 def _remember(seen: tuple[Any, ...] | None, slots: int) -> None:

@@ -102,5 +102,6 @@ def matmul_bwd_weight(
     if source is not None:
         over = (offsets > values.shape[1] if values.dim() == 2 else offsets[1:] > values.shape[0]).nonzero().squeeze(1)
         if over.numel():
-            out += (source[over].t() @ grad[over]).to(out.dtype)
+            working = torch.promote_types(source.dtype, grad.dtype)
+            out += (source[over].t().to(working) @ grad[over].to(working)).to(out.dtype)
     return out.to(dtype)

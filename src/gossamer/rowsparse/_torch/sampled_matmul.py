@@ -32,6 +32,7 @@ def sampled_matmul(
         values[slots] = products
         values = values.view(indices.shape)
     if source is not None and over.numel():
-        product = x[over] @ weight.t()
+        both = torch.promote_types(x.dtype, weight.dtype)
+        product = (x[over].to(both) @ weight.t().to(both)).to(x.dtype)
         dense[over] = torch.where(source[over] != 0, product, 0) if masked else product
     return values, dense

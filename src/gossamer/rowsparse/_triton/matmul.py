@@ -140,8 +140,9 @@ def weight_block(
     """Writes BLOCK_N weight rows' gradient at one slice of columns, from the sorted entries begin to end.
 
     Keys are read two steps ahead, values and gradient rows one, so that a step waits for none of the three in turn.
-    With RUN, runs of that many entries are summed on their own, as in `gather_rows`.
+    With RUN, a multiple of BLOCK_E, runs of that many entries are summed on their own, as in `gather_rows`.
     """
+    tl.static_assert(RUN % BLOCK_E == 0)
     mine = block * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = columns < D
@@ -316,22 +317,22 @@ def matmul_bwd_weight(
         return out
     upcast = launch.INTERPRET or grad.dtype is torch.float32
     tile, warps = tuning.weight_tile(n, d, grad.element_size())
-    run = 64 if out.dtype is torch.float32 else 0
+    wide, wide_warps = tuning.weight_long_tile(tile)
+    run = max(64, wide["BLOCK_E"]) if out.dtype is torch.float32 else 0
     rest = {"IS_CSR": is_csr, "PRECISION": "ieee", "UPCAST": upcast}
     blocks, slices = launch.cdiv(n, tile["BLOCK_N"]), launch.cdiv(d, tile["BLOCK_D"])
     long = min(blocks, keys.numel() // LONG)
-    # The list of long blocks, and behind it how many there are.
-    noted = torch.zeros(long + 1, dtype=torch.int32, device=grad.device)
+    # How many blocks are long, and from an aligned address on which.
+    noted = torch.zeros(4 + long, dtype=torch.int32, device=grad.device)
     key = (n, d, values.shape[-1], values.dtype, grad.dtype, dtype, is_csr)
-    args = (keys, columns, col_offsets, values, offsets, grad, out, noted, noted[long:], values.shape[-1], n, d)
+    args = (keys, columns, col_offsets, values, offsets, grad, out, noted[4:], noted, values.shape[-1], n, d)
     meta = {**tile, "RUN": run, "LONG": LONG, **rest}
     # One stage: the loads are already ordered by hand.
     _matmul_bwd_weight(key, (blocks, slices, 1), args, meta, num_warps=warps, num_stages=1)
     if long:
-        wide, warps = tuning.weight_long_tile(tile)
         grid = (min(long, tuning.programs(grad.device)), slices, 1)
         meta = {**wide, "RUN": run, **rest}
-        _matmul_bwd_weight_long(key, grid, args, meta, num_warps=warps, num_stages=1)
+        _matmul_bwd_weight_long(key, grid, args, meta, num_warps=wide_warps, num_stages=1)
     if source is not None:
         overflow.backward_weight(source, grad, out, offsets[is_csr:], values.shape[-1])
     return out

@@ -254,8 +254,9 @@ def workspace(m: int, n: int, weight: Tensor) -> Workspace:
     if tile["SPLITS"] == 1:
         return None, None
     size = tiles * tile["SPLITS"] * tile["BLOCK_M"] * tile["BLOCK_D"]
-    buffer = launch.scratch.get(size + tiles, weight.device)
-    return buffer[:size], buffer[size : size + tiles].view(torch.int32)
+    # Apart, so that counters are never where another shape's sums are: host threads may interleave their launches.
+    counters = launch.counters.get(tiles, weight.device)[:tiles]
+    return launch.scratch.get(size, weight.device), counters.view(torch.int32)
 
 
 def backward_source(

@@ -116,11 +116,11 @@ def transpose_keys(indices: Tensor, offsets: Tensor, n: int) -> tuple[Tensor, Te
     capacity = indices.shape[-1]
     meta = {"BLOCK": 128, "IS_CSR": is_csr}
     key = (m, n, capacity, offsets.dtype)
-    # One more than columns: the last counts the long ones.
-    counts = torch.zeros(n + 1, dtype=torch.int32, device=device)
-    found = counts[n:]
+    # How many columns are long, and from an aligned address on how many entries each has.
+    found = torch.zeros(4 + n, dtype=torch.int32, device=device)
+    counts = found[4:]
     _column_count(key, (m, 1, 1), (indices, offsets, counts, capacity, n), meta, num_warps=4)
-    torch.cumsum(counts[:n], 0, dtype=torch.int64, out=col_offsets[1:])
+    torch.cumsum(counts, 0, dtype=torch.int64, out=col_offsets[1:])
     cursor = col_offsets[:-1].clone()
     _column_fill(key, (m, 1, 1), (indices, offsets, cursor, keys, capacity, n), meta, num_warps=4)
     ordered = torch.empty_like(keys)
