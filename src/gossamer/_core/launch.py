@@ -105,17 +105,19 @@ def transient(device: torch.device) -> bool:
     """
     if device.type != "cuda":
         return True
-    with torch.cuda.device(device):
-        if torch.cuda.is_current_stream_capturing():
-            return True
-        trees = sys.modules.get("torch._inductor.cudagraph_trees")
-        if trees is None:
-            return False
-        try:
-            manager = trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
-        except AssertionError:  # a thread that Inductor has never seen
-            return False
-        return manager is not None and manager.stream == torch.cuda.current_stream()
+    if device.index != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            return transient(device)
+    if torch._C._cuda_isCurrentStreamCapturing():
+        return True
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None:
+        return False
+    try:
+        manager = trees.get_manager(device.index, create_if_none_exists=False)
+    except AssertionError:  # a thread that Inductor has never seen
+        return False
+    return manager is not None and manager.stream == torch.cuda.current_stream()
 
 
 def may_keep(device: torch.device) -> bool:
