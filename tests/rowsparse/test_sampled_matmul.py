@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gossamer.rowsparse import CSR, ELL, Rows, pack, sampled_matmul
+from gossamer.rowsparse import CSR, ELL, Rows, pack, sampled_matmul, unpack
 from gossamer.testing import assert_close, assert_exact, dense64, random_csr, random_ell, random_rows
 from tests import strategies
 
@@ -164,6 +164,26 @@ def test_gradcheck(options: dict[str, int]) -> None:
         return (out.values,) if out.source is None else (out.values, out.source)
 
     torch.autograd.gradcheck(results, (x, weight))
+
+
+@pytest.mark.parametrize("options", PACKINGS, ids=str)
+def test_second_derivatives(options: dict[str, int], device: torch.device, generator: torch.Generator) -> None:
+    filled = random_rows((4, 30), l0=[0, 2, 9, 3], device=device, generator=generator)
+    pattern = pack(filled, **options)
+    leaves = [torch.randn(rows, 5, device=device, generator=generator) for rows in (4, 30)]
+    towards = [torch.randn(leaf.shape, device=device, generator=generator) for leaf in leaves]
+
+    def twice(dtype: torch.dtype, product) -> list[Tensor]:
+        x, weight = (leaf.to(dtype).requires_grad_() for leaf in leaves)
+        first = torch.autograd.grad(product(x, weight).pow(3).sum(), (x, weight), create_graph=True)
+        return torch.autograd.grad(sum((g * t.to(dtype)).sum() for g, t in zip(first, towards)), (x, weight))
+
+    def dense(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.where(filled != 0, x @ weight.t(), 0)
+
+    ours = twice(torch.float32, lambda x, weight: unpack(sampled_matmul(x, weight, pattern)))
+    for a, b, c in zip(ours, twice(torch.float64, dense), twice(torch.float32, dense)):
+        assert_close(a, reference64=b, plain=c)
 
 
 @pytest.mark.native

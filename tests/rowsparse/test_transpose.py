@@ -94,6 +94,18 @@ def test_gradcheck(options: dict[str, int]) -> None:
     torch.autograd.gradcheck(lambda v: unpack(transpose(pack(x.masked_scatter(held, v), **options))), values)
 
 
+@pytest.mark.parametrize("options", [{"capacity": 9}, {"capacity": 2}, {"format": "csr", "max_nnz": 3}], ids=str)
+def test_second_derivatives(options: dict[str, int], device: torch.device, generator: torch.Generator) -> None:
+    """Of pack, transpose and unpack in a row."""
+    x = random_rows((4, 9), l0=[0, 2, 9, 3], device=device, generator=generator, integers=True).requires_grad_()
+    weight = torch.arange(9, device=device)[:, None] + 1.0
+    cubes = (weight * unpack(transpose(pack(x, **options)))).pow(3).sum()
+    (first,) = torch.autograd.grad(cubes, x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert_exact(first, 3 * weight.t().double() ** 3 * x.double() ** 2)
+    assert_exact(second, 6 * weight.t().double() ** 3 * x.double())
+
+
 @pytest.mark.parametrize("capacity", [50, 3])
 def test_gradients_through_a_product(
     capacity: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator

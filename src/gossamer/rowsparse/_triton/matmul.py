@@ -104,6 +104,13 @@ def _matmul_fwd_kernel(
 
 
 @triton.jit
+def block_span(offsets_ptr, block, N, BLOCK_N: tl.constexpr):
+    """(begin, end) of the sorted entries that belong to a block of weight rows."""
+    first = block * BLOCK_N
+    return tl.load(offsets_ptr + first), tl.load(offsets_ptr + tl.minimum(first + BLOCK_N, N))
+
+
+@triton.jit
 def load_entries(keys_ptr, columns_ptr, at, end, BLOCK_E: tl.constexpr):
     """(keys, columns) of BLOCK_E sorted entries from `at` on; column -1 past the end."""
     entry = at + tl.arange(0, BLOCK_E)
@@ -181,8 +188,7 @@ def _matmul_bwd_weight_kernel(
     Blocks with more than LONG entries are only noted down, for `_matmul_bwd_weight_long_kernel`.
     """
     block = tl.program_id(0)
-    begin = tl.load(offsets_ptr + block * BLOCK_N)
-    end = tl.load(offsets_ptr + tl.minimum(block * BLOCK_N + BLOCK_N, N))
+    begin, end = block_span(offsets_ptr, block, N, BLOCK_N)
     if end - begin <= LONG:
         weight_block(
             block, keys_ptr, columns_ptr, values_ptr, starts_ptr, grad_ptr, out_ptr, begin, end, capacity, N, D,
@@ -204,8 +210,7 @@ def _matmul_bwd_weight_long_kernel(
     fire."""
     for item in range(tl.program_id(0), tl.load(found_ptr), tl.num_programs(0)):
         block = tl.load(long_ptr + item)
-        begin = tl.load(offsets_ptr + block * BLOCK_N)
-        end = tl.load(offsets_ptr + tl.minimum(block * BLOCK_N + BLOCK_N, N))
+        begin, end = block_span(offsets_ptr, block, N, BLOCK_N)
         weight_block(
             block, keys_ptr, columns_ptr, values_ptr, starts_ptr, grad_ptr, out_ptr, begin, end, capacity, N, D,
             BLOCK_N, BLOCK_E, BLOCK_D, RUN, IS_CSR, PRECISION, UPCAST,
