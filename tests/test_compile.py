@@ -36,7 +36,8 @@ def agree(function: Callable[..., Any], compiled: Callable[..., Any], *args: Any
     (out, grads), (other, other_grads) = results
     assert type(out) is type(other)
     for eager, fast in zip(_pytree.tree_leaves((out, grads)), _pytree.tree_leaves((other, other_grads))):
-        torch.testing.assert_close(fast, eager, equal_nan=True)
+        # Inductor may add a bias apart from the product, which rounds otherwise; gradients are twice the output's size.
+        torch.testing.assert_close(fast, eager, equal_nan=True, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("options", PACKINGS, ids=str)

@@ -1,7 +1,7 @@
 """Variants of the decode kernels beside each other, for whoever tunes them.
 
-Usage: python benchmarks/sae/tune_decode.py [PART...] [--search]. Parts: check, host, small, slots, large, encode,
-dense, backward.
+Usage: python benchmarks/sae/tune_decode.py [PART...] [--search]. Parts: check, host, host_backward, small,
+large, encode, dense, backward.
 Every timing interleaves its candidates in one process; figures to publish come from `gossamer bench sae`. With
 --search, tiles are varied as well. Set OUT to a folder to keep the numbers as JSON.
 """
@@ -16,7 +16,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.peers import seed_decode
-from benchmarks.sae import decode_slots
 from gossamer import sae
 from gossamer._core import tuning
 from gossamer.rowsparse._triton import matmul, overflow, pack, sampled_matmul, transpose
@@ -105,7 +103,7 @@ def timed(
         call()
         end.record()
         end.synchronize()
-        calls[name] = max(1, min(50, int(budget * 1e3 / max(start.elapsed_time(end), 1e-3))))
+        calls[name] = max(4, min(50, int(budget * 1e3 / max(start.elapsed_time(end), 1e-3))))
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(rounds):
         for name, call in candidates.items():
@@ -171,26 +169,62 @@ def host() -> None:
     }
     with torch.inference_mode():
         for attempt in range(4):
-            row = {}
-            for name, call in calls.items():
-                samples = []
-                for _ in range(30):
-                    torch.cuda.synchronize()
-                    start = time.perf_counter()
-                    for _ in range(20):
-                        call()
-                    samples.append((time.perf_counter() - start) / 20 * 1e6)
-                row[name] = statistics.median(samples)
-            show("host", f"us, attempt {attempt}", row)
-        profile = cProfile.Profile()
-        profile.enable()
-        for _ in range(300):
-            sae.decode(acts, w)
-        profile.disable()
-        torch.cuda.synchronize()
+            show("host", f"us, attempt {attempt}", enqueued(calls))
+        profiled(calls["auto"])
+
+
+def host_backward() -> None:
+    """The same of a backward pass so small that the device keeps up with the host."""
+    m, n, d = 64, 4096, 256
+    acts, w = acts_of(m, n, 20).requires_grad_(), torch.randn(n, d, device=DEVICE, requires_grad=True)
+    out, plain, g = sae.decode(acts, w, capacity=64), acts @ w, torch.randn(m, d, device=DEVICE)
+    x, weight = acts.detach(), w.detach()
+    values, indices, nnz = pack.pack_ell(x, 64)
+    offsets, keys, _ = transpose.transpose_keys(indices, nnz, n)
+    products = torch.randn(indices.shape, device=DEVICE)
+    dtype, ops = torch.float32, torch.ops.gossamer
+    calls: dict[str, Callable[[], Any]] = {
+        "zeros": lambda: torch.zeros(1000, device=DEVICE),
+        "dense": lambda: torch.autograd.grad(plain, (acts, w), g, retain_graph=True),
+        "auto": lambda: torch.autograd.grad(out, (acts, w), g, retain_graph=True),
+        "transpose": lambda: transpose.transpose_keys(indices, nnz, n),
+        "transpose op": lambda: ops.transpose_keys.default(indices, nnz, n),
+        "both": lambda: matmul.matmul_bwd(g, indices, keys, offsets, values, nnz, x, weight, dtype),
+        "both op": lambda: ops.matmul_bwd.default(g, indices, keys, offsets, values, nnz, x, weight, dtype),
+        "put": lambda: sampled_matmul.sampled_matmul(g, weight, indices, nnz, x, True, True, products),
+        "put op": lambda: ops.sampled_matmul.default(g, weight, indices, nnz, x, True, True, products),
+    }
+    for attempt in range(2):
+        show("host_backward", f"us, attempt {attempt}", enqueued(calls))
+    profiled(lambda: (calls["transpose op"](), calls["both op"](), calls["put op"]()))
+
+
+def enqueued(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Median host microseconds a call."""
+    row = {}
+    for name, call in calls.items():
+        samples = []
+        for _ in range(30):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(20):
+                call()
+            samples.append((time.perf_counter() - start) / 20 * 1e6)
+        row[name] = statistics.median(samples)
+    return row
+
+
+def profiled(call: Callable[[], Any]) -> None:
+    """Prints where the host's time goes."""
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(300):
+        call()
+    profile.disable()
+    torch.cuda.synchronize()
     text = io.StringIO()
-    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(14)
-    print("\n".join(line[:100] for line in text.getvalue().splitlines() if "gossamer" in line or "method" in line))
+    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(24)
+    print("\n".join(line[:100] for line in text.getvalue().splitlines() if line.strip()[:1].isdigit()))
 
 
 def small() -> None:
@@ -224,39 +258,6 @@ def small() -> None:
         tuning.decode_tile = original
         decode._decode_fwd._compiled.clear()
         decode._plans.clear()
-
-
-def slots() -> None:
-    """Decode as it is and by self-validating slots, as graphs, with and without the dense tiles' launch."""
-    for m, n, d, l0 in SMALL:
-        copies, w = [acts_of(m, n, l0) for _ in range(10)], torch.randn(n, d, device=DEVICE)
-        capacity = tuning.break_even(m, n, d, w)
-        for entries in (l0, 3000):
-            x = acts_of(m, n, entries)
-            got, want = decode_slots.decode(x, w, capacity), x.double() @ w.double()
-            error = (got.double() - want).norm() / want.norm()
-            assert error < 1e-6, f"{m},{n},{d},{entries}: {error}"
-        calls: dict[str, Callable[..., Any]] = {
-            "seed": lambda x: seed_decode.decode_fixed(x, w, 512, validate=False),
-            "auto": lambda x: sae.decode(x, w),
-            "slots": lambda x: decode_slots.decode(x, w, capacity),
-            "prefetch": lambda x: decode_slots.decode(x, w, capacity, prefetch=True),
-            "auto fixed": lambda x: sae.decode(x, w, method="fixed", capacity=512, validate=False),
-            "slots fixed": lambda x: decode_slots.decode(x, w, 512, True),
-            "prefetch fixed": lambda x: decode_slots.decode(x, w, 512, True, True),
-        }
-        row = timed({name: graphed(call, copies) for name, call in calls.items()}, div=10)
-        show("slots", f"graph {m},{n},{d},{l0}", row | {"ratio": row["seed"] / min(row["slots"], row["prefetch"])})
-        if not SEARCH:
-            continue
-        variants = {}
-        for groups, e, bytes_d, ahead in itertools.product((256, 512), (8, 16, 32), (128, 256), (False, True)):
-            tile = {"BLOCK": groups * 4, "VEC": 4, "BLOCK_E": e, "BLOCK_D": bytes_d // 4}
-            if e * bytes_d <= 4096:
-                call = partial(decode_slots.decode, weight=w, capacity=capacity, prefetch=ahead, tile=tile)
-                variants[f"{groups}g/{e}x{bytes_d}B{'/p' * ahead}"] = graphed(call, copies)
-        row = timed(variants, rounds=5, div=10)
-        show("slots", f"tiles {m},{n},{d},{l0}", dict(sorted(row.items(), key=lambda item: item[1])[:10]))
 
 
 def large() -> None:
@@ -374,8 +375,8 @@ def dense() -> None:
 
 
 def backward() -> None:
-    for dtype in (torch.bfloat16, torch.float32):
-        m, n, d, l0 = 4096, 65536, 2304, 72
+    for m, dtype in ((4096, torch.bfloat16), (4096, torch.float32), (16384, torch.bfloat16)):
+        n, d, l0 = 65536, 2304, 72
         acts, w = (
             acts_of(m, n, l0, dtype).requires_grad_(),
             torch.randn(n, d, device=DEVICE, dtype=dtype).requires_grad_(),
@@ -384,53 +385,67 @@ def backward() -> None:
         out, plain = sae.decode(acts, w), acts @ w
         capacity = tuning.break_even(m, n, d, w)
         values, indices, nnz = pack.pack_ell(acts.detach(), capacity)
-        offsets, keys, columns = transpose.transpose_keys(indices, nnz, n)
+        offsets, keys, _ = transpose.transpose_keys(indices, nnz, n)
+        products = torch.randn(indices.shape, device=DEVICE)
         calls: dict[str, Callable[[], Any]] = {
             "dense": lambda: torch.autograd.grad(plain, (acts, w), g, retain_graph=True),
             "auto": lambda: torch.autograd.grad(out, (acts, w), g, retain_graph=True),
             "transpose": lambda: transpose.transpose_keys(indices, nnz, n),
-            "weight": lambda: matmul.matmul_bwd_weight(g, indices, keys, columns, offsets, values, nnz, None, dtype),
-            "acts": lambda: sampled_matmul.sampled_matmul(g, w.detach(), indices, nnz, None, True, True),
-            "values": lambda: sampled_matmul.sampled_matmul(g, w.detach(), indices, nnz, None, False, True),
+            "weight": lambda: matmul.matmul_bwd(g, indices, keys, offsets, values, nnz, None, None, dtype),
+            "both": lambda: matmul.matmul_bwd(g, indices, keys, offsets, values, nnz, None, w.detach(), dtype),
+            "acts": lambda: sampled_matmul.sampled_matmul(g, w.detach(), indices, nnz, None, True, True, None),
+            "put": lambda: sampled_matmul.sampled_matmul(g, w.detach(), indices, nnz, None, True, True, products),
+            "values": lambda: sampled_matmul.sampled_matmul(g, w.detach(), indices, nnz, None, False, True, None),
             "zeros": lambda: torch.zeros_like(acts),
         }
         row = timed(calls, rounds=3)
-        show("backward", str(dtype)[6:], row | {"ratio": row["dense"] / row["auto"]})
+        show("backward", f"{m} {str(dtype)[6:]}", row | {"ratio": row["dense"] / row["auto"]})
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             torch.autograd.grad(out, (acts, w), g, retain_graph=True)
             torch.cuda.synchronize()
         kernels = {event.key[:40]: event.self_device_time_total for event in profile.key_averages()}
-        show("backward", f"kernels {str(dtype)[6:]}", dict(sorted(kernels.items(), key=lambda item: -item[1])[:12]))
+        show("backward", f"kernels {m} {str(dtype)[6:]}", dict(sorted(kernels.items(), key=lambda item: -item[1])[:12]))
         if not SEARCH:
             continue
-        original, variants = tuning.sampled_tile, {}
-        for e, bytes_d, warps in itertools.product((2, 4, 8, 16), (256, 512, 1024), (1, 2)):
-            if 1 <= e * bytes_d // 16 // (32 * warps) <= 8:
-                tile = {"BLOCK_E": e, "BLOCK_D": bytes_d // w.element_size()}
-                tuning.sampled_tile = lambda *_, tile=tile, warps=warps: (tile, warps)
-                sampled_matmul._sampled_matmul._compiled.clear()
-                variants[f"{e}x{bytes_d}B/{warps}w"] = graphed(calls["values"])
+        original, variants = tuning.scatter_tile, {}
+        for e, warps in itertools.product((32, 128), (1, 2, 4, 8)):
+            tuning.scatter_tile = lambda _, tile={"BLOCK_E": e, "BLOCK_D": 16}, warps=warps: (tile, warps)
+            sampled_matmul._sampled_matmul._compiled.clear()
+            variants[f"{e}/{warps}w"] = graphed(calls["put"])
         row = timed(variants, rounds=3, div=10)
-        show("backward", f"sampled tiles {str(dtype)[6:]}", dict(sorted(row.items(), key=lambda item: item[1])[:12]))
-        tuning.sampled_tile = original
+        show("backward", f"scatter tiles {m} {str(dtype)[6:]}", dict(sorted(row.items(), key=lambda item: item[1])))
+        tuning.scatter_tile = original
         sampled_matmul._sampled_matmul._compiled.clear()
-        original, variants = tuning.weight_tile, {}
-        for rows, e, width, warps in itertools.product((16, 32), (16, 32, 64), (64, 128, 256), (1, 2, 4)):
-            if 4 <= rows * width // (32 * warps) <= 64 and 16 <= e * width // (32 * warps) <= 128:
-                tile = {"BLOCK_N": rows, "BLOCK_E": e, "BLOCK_D": width}
-                tuning.weight_tile = lambda *_, tile=tile, warps=warps: (tile, warps)
-                matmul._matmul_bwd_weight._compiled.clear()
-                variants[f"{rows}/{e}/{width}/{warps}w"] = graphed(calls["weight"])
+        original, variants = tuning.bwd_tile, {}
+        for e, step, bytes_d, warps, registers in (
+            (8, 4, 512, 1, 80),
+            (8, 4, 512, 1, 96),
+            (8, 4, 512, 1, None),
+            (8, 8, 512, 1, 96),
+            (4, 4, 512, 1, 64),
+            (4, 4, 512, 1, 80),
+            (8, 4, 256, 1, 64),
+            (8, 8, 256, 1, 64),
+            (4, 4, 1024, 1, 96),
+            (8, 4, 1024, 2, 80),
+        ):
+            size = w.element_size()
+            tile = {"BLOCK_E": e, "STEP": step, "BLOCK_D": bytes_d // size, "VEC": 16 // size}
+            tuning.bwd_tile = lambda *_, found=(tile, warps, registers): found
+            matmul._matmul_bwd._compiled.clear()
+            matmul._matmul_bwd_long._compiled.clear()
+            variants[f"{e},{step}x{bytes_d}B/{warps}w/{registers}"] = graphed(calls["both"])
         row = timed(variants, rounds=3, div=10)
-        show("backward", f"weight tiles {str(dtype)[6:]}", dict(sorted(row.items(), key=lambda item: item[1])[:12]))
-        tuning.weight_tile = original
-        matmul._matmul_bwd_weight._compiled.clear()
+        show("backward", f"tiles {m} {str(dtype)[6:]}", dict(sorted(row.items(), key=lambda item: item[1])))
+        tuning.bwd_tile = original
+        matmul._matmul_bwd._compiled.clear()
+        matmul._matmul_bwd_long._compiled.clear()
 
 
 if __name__ == "__main__":
-    parts = {part.__name__: part for part in (check, host, small, slots, large, encode, dense, backward)}
+    parts = {part.__name__: part for part in (check, host, host_backward, small, large, encode, dense, backward)}
     for name in [a for a in sys.argv[1:] if a != "--search"] or parts:
-        with torch.no_grad() if name not in ("check", "backward") else torch.enable_grad():
+        with torch.no_grad() if name not in ("check", "backward", "host_backward") else torch.enable_grad():
             parts[name]()
     if folder := os.environ.get("OUT"):
         (Path(folder) / "tune_decode.json").write_text(json.dumps(RESULTS, indent=1))

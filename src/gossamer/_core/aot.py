@@ -53,6 +53,8 @@ def compile_kernel(kernel: Any, example: dict[str, Any], target: str) -> Any:
     ordered = {name: signature[name] for name in names}
     source = ASTSource(fn=kernel, signature=ordered, constexprs=constexprs, attrs=attrs)
     options = {"num_warps": example["num_warps"], "num_stages": example.get("num_stages", 2)}
+    if "maxnreg" in example and not target.startswith("gfx"):
+        options["maxnreg"] = example["maxnreg"]
     return triton.compile(source, target=TARGETS[target], options=options)
 
 

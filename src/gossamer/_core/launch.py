@@ -33,6 +33,7 @@ class Kernel:
         *,
         num_warps: int = 4,
         num_stages: int = 2,
+        maxnreg: int | None = None,
         follows: bool = False,
         head: int = 0,
     ) -> "Bound | None":
@@ -41,6 +42,7 @@ class Kernel:
         Returns the launch with all but its first `head` arguments bound, for callers that keep it; None where a
         repetition has to come this way again (interpreter, pointers off 16 bytes).
 
+        `maxnreg` bounds a thread's registers on NVIDIA GPUs, where more programs at once matter more than a spill.
         With `follows` the kernel may start while the kernel before it on the stream drains (programmatic dependent
         launch); it must then call `gdc_wait` before it reads what that kernel writes.
         """
@@ -55,25 +57,31 @@ class Kernel:
                 bits |= arg
             pointers.append(arg)
         misaligned = bits % 16 != 0
-        key = (key, device, misaligned, num_warps, num_stages)
+        key = (key, device, misaligned, num_warps, num_stages, maxnreg)
         guard = device != torch.cuda.current_device()
         if guard:
             previous = torch.cuda.current_device()
             torch.cuda.set_device(device)
         try:
-            compiled = self._compiled.get(key)
-            if compiled is None or misaligned:
+            launch = self._compiled.get(key)
+            if launch is None or misaligned:
                 # A misaligned pointer keeps Triton's own launcher, which specialises on each pointer's alignment.
                 options = {"num_warps": num_warps, "num_stages": num_stages}
                 if follows:
                     options["launch_pdl"] = True
-                compiled = self._compiled[key] = self.fn[grid](*args, **meta, **options)
+                if maxnreg is not None and not torch.version.hip:
+                    options["maxnreg"] = maxnreg
+                compiled = self.fn[grid](*args, **meta, **options)
+                # No launch metadata and no profiler hooks: the CUDA profilers see the kernel all the same.
+                launch = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+                self._compiled[key] = launch
             else:
-                compiled[grid](*pointers, *meta.values(), stream=torch._C._cuda_getCurrentRawStream(device))
+                run, arguments = launch
+                run(*grid, torch._C._cuda_getCurrentRawStream(device), *arguments, *pointers, *meta.values())
         finally:
             if guard:
                 torch.cuda.set_device(previous)
-        return None if misaligned or not head else Bound(compiled, grid, (*args[head:], *meta.values()))
+        return None if misaligned or not head else Bound(launch, grid, (*args[head:], *meta.values()))
 
 
 class Bound:
@@ -81,10 +89,8 @@ class Bound:
 
     __slots__ = ("_arguments", "_run", "_tail")
 
-    def __init__(self, compiled: Any, grid: tuple[int, int, int], tail: tuple[Any, ...]) -> None:
-        self._run = compiled.run
-        # No launch metadata and no profiler hooks: the CUDA profilers see the kernel all the same.
-        self._arguments = (compiled.function, compiled.packed_metadata, None, None, None)
+    def __init__(self, launch: tuple[Any, tuple[Any, ...]], grid: tuple[int, int, int], tail: tuple[Any, ...]) -> None:
+        self._run, self._arguments = launch
         self._tail = (grid, tail)
 
     def __call__(self, stream: int, *head: Any) -> None:

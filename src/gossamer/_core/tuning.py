@@ -96,18 +96,25 @@ def sampled_tile(d: int, element_size: int) -> Tile:
     return {"BLOCK_E": 8, "BLOCK_D": 256 if element_size == 2 else 64}, 1
 
 
-def weight_tile(n: int, d: int, element_size: int) -> Tile:
-    """Tile of the weight gradient."""
-    if element_size == 2:
-        return {"BLOCK_N": 16, "BLOCK_E": 16, "BLOCK_D": 128}, 2
-    return {"BLOCK_N": 16, "BLOCK_E": 16, "BLOCK_D": 64}, 1
+def scatter_tile(element_size: int) -> Tile:
+    """Tile that puts ready products among zeros: enough warps to write at memory bandwidth."""
+    return {"BLOCK_E": 32, "BLOCK_D": 16}, 8
 
 
-def weight_long_tile(tile: dict[str, Any]) -> Tile:
-    """Tile of the weight gradient where a block of weight rows has many entries, from that of the usual block."""
-    return {**tile, "BLOCK_E": 128 if tile["BLOCK_D"] >= 128 else 64}, 8
+def bwd_tile(d: int, element_size: int) -> tuple[dict[str, Any], int, int]:
+    """(tile, warps, registers) of the gradients of a row gather: a warp reads 512 bytes of up to eight rows at once.
+
+    80 registers make three warps of what would otherwise be two, and spill nothing.
+    """
+    return {"BLOCK_E": 8, "STEP": 4, "BLOCK_D": 512 // element_size, "VEC": 16 // element_size}, 1, 80
 
 
+def bwd_long_tile(tile: dict[str, Any]) -> Tile:
+    """The same where a weight row has many entries."""
+    return {"BLOCK_E": 8 * tile["BLOCK_E"], "BLOCK_D": tile["BLOCK_D"], "VEC": tile["VEC"]}, 8
+
+
+@torch.compiler.assume_constant_result
 def tf32() -> bool:
     """Whether float32 products may use TF32, by `torch.set_float32_matmul_precision`."""
     return torch.get_float32_matmul_precision() != "highest"

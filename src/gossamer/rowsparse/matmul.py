@@ -80,14 +80,18 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     values, indices, offsets, source, weight = ctx.saved_tensors
     needs = ctx.needs_input_grad
     grad_values = grad_source = grad_weight = grad_bias = None
-    if needs[0] or needs[3]:
-        # What has no entry has no gradient, but that is for whoever made the source to say.
-        sampled, dense = _sampled(grad, weight, indices, offsets, source if needs[3] else None, False, False)
-        grad_values = sampled.to(values.dtype) if needs[0] else None
-        grad_source = dense.to(source.dtype) if needs[3] else None
+    products = None
     if needs[4]:
         columns = transpose_keys(indices, offsets, weight.shape[0])
-        grad_weight = backward_weight(grad, indices, columns, values, offsets, source, weight.dtype)
+        sampled = weight if needs[0] else None
+        grad_weight, products = gradients(grad, indices, columns, values, offsets, source, sampled, weight.dtype)
+    if needs[3] or (needs[0] and not needs[4]):
+        # What has no entry has no gradient, but that is for whoever made the source to say.
+        wanted = source if needs[3] else None
+        products, dense = _sampled(grad, weight, indices, offsets, wanted, False, False, products)
+        grad_source = dense.to(source.dtype) if needs[3] else None
+    if needs[0] and products is not None:
+        grad_values = products.to(values.dtype)
     if needs[5]:
         grad_bias = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(ctx.bias_dtype)
     return grad_values, None, None, grad_source, grad_weight, grad_bias, None
@@ -106,56 +110,78 @@ def _fake(
     return weight.new_empty(rows, weight.shape[1], dtype=out_dtype or weight.dtype)
 
 
-def backward_weight(
+def gradients(
     grad: Tensor,
     indices: Tensor,
     columns: tuple[Tensor, Tensor, Tensor],
     values: Tensor,
     offsets: Tensor,
     source: Tensor | None,
+    weight: Tensor | None,
     dtype: torch.dtype,
-) -> Tensor:
-    """The weight gradient [N, D] of rows @ weight, with `columns` from `transpose_keys`."""
-    col_offsets, keys, column = columns
-    return _matmul_bwd_weight(grad, indices, keys, column, col_offsets, values, offsets, source, dtype)
+) -> tuple[Tensor, Tensor | None]:
+    """(weight gradient [N, D], float32 gradient of values) of rows @ weight, with `columns` from `transpose_keys`.
+
+    Without `weight` there is no gradient of values. It is 0 at overflowed rows.
+    """
+    col_offsets, keys, _ = columns
+    grad_weight, products = _matmul_bwd(grad, indices, keys, col_offsets, values, offsets, source, weight, dtype)
+    return grad_weight, None if weight is None else products
 
 
-def _bwd_weight_context(ctx: Any, inputs: Any, output: Any) -> None:
-    grad, indices, _, _, _, values, offsets, source, _ = inputs
-    ctx.save_for_backward(grad, indices, values, offsets, source)
+def _bwd_context(ctx: Any, inputs: Any, output: Any) -> None:
+    grad, indices, keys, col_offsets, values, offsets, source, weight, _ = inputs
+    ctx.save_for_backward(grad, indices, keys, col_offsets, values, offsets, source, weight)
 
 
-def _bwd_weight_backward(ctx: Any, grad_weight: Tensor) -> tuple[Tensor | None, ...]:
-    """The weight gradient is linear in both of its factors, as the product itself is."""
-    grad, indices, values, offsets, source = ctx.saved_tensors
+def _bwd_backward(ctx: Any, grad_weight: Tensor, grad_products: Tensor) -> tuple[Tensor | None, ...]:
+    """Both gradients are linear in each of their factors, as the product itself is."""
+    grad, indices, keys, col_offsets, values, offsets, source, weight = ctx.saved_tensors
     needs = ctx.needs_input_grad
     grad_weight = grad_weight.to(values.dtype)
-    grad_grad = grad_values = grad_source = None
+    grad_grad = grad_values = grad_source = grad_factor = None
     if needs[0]:
         grad_grad = _matmul(values, indices, offsets, source, grad_weight, None, grad.dtype)
-    if needs[5] or needs[7]:
-        sampled, dense = _sampled(grad, grad_weight, indices, offsets, source if needs[7] else None, False, False)
-        grad_values = sampled.to(values.dtype) if needs[5] else None
-        grad_source = dense.to(source.dtype) if needs[7] else None
-    return grad_grad, None, None, None, None, grad_values, None, grad_source, None
+    if needs[4] or needs[6]:
+        sampled, dense = _sampled(grad, grad_weight, indices, offsets, source if needs[6] else None, False, False, None)
+        grad_values = sampled.to(values.dtype) if needs[4] else None
+        grad_source = dense.to(source.dtype) if needs[6] else None
+    if weight is not None:
+        fitting = _without_overflowed(indices, offsets)
+        factors = grad_products.to(values.dtype)
+        if needs[0]:
+            grad_grad = grad_grad + _matmul(factors, indices, fitting, None, weight, None, grad.dtype)
+        if needs[7]:
+            dtype = weight.dtype
+            grad_factor = _matmul_bwd(grad, indices, keys, col_offsets, factors, offsets, None, None, dtype)[0]
+    return grad_grad, None, None, None, grad_values, None, grad_source, grad_factor, None
 
 
-def _fake_bwd_weight(
+def _fake_bwd(
     grad: Tensor,
     indices: Tensor,
     keys: Tensor,
-    columns: Tensor,
     col_offsets: Tensor,
     values: Tensor,
     offsets: Tensor,
     source: Tensor | None,
+    weight: Tensor | None,
     dtype: torch.dtype,
-) -> Tensor:
-    return grad.new_empty(col_offsets.shape[0] - 1, grad.shape[1], dtype=dtype)
+) -> tuple[Tensor, Tensor]:
+    working = torch.promote_types(grad.dtype, torch.float32)
+    products = grad.new_empty((0,) if weight is None else values.shape, dtype=working)
+    return grad.new_empty(col_offsets.shape[0] - 1, grad.shape[1], dtype=dtype), products
 
 
 def _fake_sampled(
-    x: Tensor, weight: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, scatter: bool, masked: bool
+    x: Tensor,
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    source: Tensor | None,
+    scatter: bool,
+    masked: bool,
+    products: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     m, n = x.shape[0], weight.shape[0]
     if scatter:
@@ -164,7 +190,8 @@ def _fake_sampled(
 
 
 def _sampled_context(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, indices, offsets, source, scatter, ctx.masked = inputs
+    x, weight, indices, offsets, source, scatter, ctx.masked, products = inputs
+    ctx.given = None if products is None else products.dtype
     if scatter:
         raise NotImplementedError(
             "sae.decode: second derivatives of dense activations are not implemented. Pack them first with "
@@ -187,13 +214,15 @@ def _sampled_backward(ctx: Any, grad_values: Tensor, grad_dense: Tensor) -> tupl
         grad_source, offsets = None, _without_overflowed(indices, offsets)
     else:
         grad_source = torch.where(source != 0, grad_dense, 0) if ctx.masked else grad_dense
-    grad_x = grad_weight = None
+    grad_x = grad_weight = grad_products = None
+    if ctx.given is not None:
+        grad_products, grad_values = grad_values.to(ctx.given), torch.zeros_like(grad_values)
     if ctx.needs_input_grad[0]:
         grad_x = _matmul(grad_values, indices, offsets, grad_source, weight, None, x.dtype)
     if ctx.needs_input_grad[1]:
         columns = transpose_keys(indices, offsets, weight.shape[0])
-        grad_weight = backward_weight(x, indices, columns, grad_values, offsets, grad_source, weight.dtype)
-    return grad_x, grad_weight, None, None, None, None, None
+        grad_weight, _ = gradients(x, indices, columns, grad_values, offsets, grad_source, None, weight.dtype)
+    return grad_x, grad_weight, None, None, None, None, None, grad_products
 
 
 _matmul = register(
@@ -205,18 +234,18 @@ _matmul = register(
     setup_context=_context,
     backward=_backward,
 )
-_matmul_bwd_weight = register(
-    "matmul_bwd_weight(Tensor grad, Tensor indices, Tensor keys, Tensor columns, Tensor col_offsets, Tensor values, "
-    "Tensor offsets, Tensor? source, ScalarType dtype) -> Tensor",
-    cpu=_cpu.matmul_bwd_weight,
-    gpu=f"{_GPU}.matmul:matmul_bwd_weight",
-    fake=_fake_bwd_weight,
-    setup_context=_bwd_weight_context,
-    backward=_bwd_weight_backward,
+_matmul_bwd = register(
+    "matmul_bwd(Tensor grad, Tensor indices, Tensor keys, Tensor col_offsets, Tensor values, Tensor offsets, "
+    "Tensor? source, Tensor? weight, ScalarType dtype) -> (Tensor, Tensor)",
+    cpu=_cpu.matmul_bwd,
+    gpu=f"{_GPU}.matmul:matmul_bwd",
+    fake=_fake_bwd,
+    setup_context=_bwd_context,
+    backward=_bwd_backward,
 )
 _sampled = register(
     "sampled_matmul(Tensor x, Tensor weight, Tensor indices, Tensor offsets, Tensor? source, bool scatter, "
-    "bool masked) -> (Tensor, Tensor)",
+    "bool masked, Tensor? products) -> (Tensor, Tensor)",
     cpu=_cpu_sampled,
     gpu=f"{_GPU}.sampled_matmul:sampled_matmul",
     fake=_fake_sampled,

@@ -44,5 +44,5 @@ def sampled_matmul(x: Tensor, weight: Tensor, pattern: Rows) -> Rows:
         x, weight = autocast.cast(x, weight)  # type: ignore[assignment]
     check_dtypes(operator, "x", x, "weight", weight)
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    values, dense = _sampled(flat, weight, indices, offsets, source, False, True)
+    values, dense = _sampled(flat, weight, indices, offsets, source, False, True, None)
     return replace(pattern, values=values, source=None if source is None else dense)

@@ -10,7 +10,7 @@ from gossamer._core import autocast, checks, tuning
 from gossamer._core.ops import register, shortcut
 from gossamer.rowsparse import pack
 from gossamer.rowsparse.formats import Rows, _RowSparse
-from gossamer.rowsparse.matmul import _matmul, _sampled, backward_weight, check_dtypes, check_weight
+from gossamer.rowsparse.matmul import _matmul, _sampled, check_dtypes, check_weight, gradients
 from gossamer.rowsparse.pack import parts
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import decode as _cpu
@@ -241,12 +241,13 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
     if grad is None:
         return (None,) * 6
     acts, weight, values, indices, nnz = ctx.saved_tensors
-    grad_acts = grad_weight = grad_bias = None
-    if ctx.needs_input_grad[0]:
-        grad_acts = _sampled(grad, weight, indices, nnz, acts, True, True)[1].to(values.dtype)
+    grad_acts = grad_weight = grad_bias = products = None
     if ctx.needs_input_grad[1]:
         columns = transpose_keys(indices, nnz, weight.shape[0])
-        grad_weight = backward_weight(grad, indices, columns, values, nnz, acts, weight.dtype)
+        sampled = weight if ctx.needs_input_grad[0] else None
+        grad_weight, products = gradients(grad, indices, columns, values, nnz, acts, sampled, weight.dtype)
+    if ctx.needs_input_grad[0]:
+        grad_acts = _sampled(grad, weight, indices, nnz, acts, True, True, products)[1].to(values.dtype)
     if ctx.needs_input_grad[2]:
         grad_bias = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(ctx.bias_dtype)
     return grad_acts, grad_weight, grad_bias, None, None, None

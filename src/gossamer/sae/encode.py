@@ -9,7 +9,7 @@ from torch import Tensor
 from gossamer._core import autocast, checks
 from gossamer._core.ops import register
 from gossamer.rowsparse import ELL
-from gossamer.rowsparse.matmul import _matmul, backward_weight, check_dtypes
+from gossamer.rowsparse.matmul import _matmul, check_dtypes, gradients
 from gossamer.rowsparse.pack import default_capacity
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import encode as _cpu
@@ -254,7 +254,7 @@ def _backward(
         columns = transpose_keys(indices, nnz, weight.shape[1])
     if need_weight:
         inner = (x if b_dec is None else x - b_dec).to(weight.dtype)
-        grad_weight = backward_weight(inner, indices, columns, grad_pre, counts, dense, weight.dtype).t()
+        grad_weight = gradients(inner, indices, columns, grad_pre, counts, dense, None, weight.dtype)[0].t()
     if need_bias or need_threshold or (need_b_dec and not need_x):
         if grad_source is None:
             grad_source = values.new_zeros(1, 1).expand_as(source)

@@ -82,18 +82,18 @@ def matmul(
     return out if bias is None else (out + bias).to(dtype)
 
 
-def matmul_bwd_weight(
+def matmul_bwd(
     grad: Tensor,
     indices: Tensor,
     keys: Tensor,
-    columns: Tensor,
     col_offsets: Tensor,
     values: Tensor,
     offsets: Tensor,
     source: Tensor | None,
+    weight: Tensor | None,
     dtype: torch.dtype,
-) -> Tensor:
-    """Operator `matmul_bwd_weight`: the weight gradient [N, D] from transposed entries."""
+) -> tuple[Tensor, Tensor]:
+    """Operator `matmul_bwd` -> (weight gradient [N, D], float32 gradient of values), from transposed entries."""
     nnz = int(col_offsets[-1])
     rows = keys[:nnz] >> 32
     starts = rows * values.shape[1] if values.dim() == 2 else offsets[rows]
@@ -104,4 +104,14 @@ def matmul_bwd_weight(
         if over.numel():
             working = torch.promote_types(source.dtype, grad.dtype)
             out += (source[over].t().to(working) @ grad[over].to(working)).to(out.dtype)
-    return out.to(dtype)
+    working = torch.promote_types(grad.dtype, torch.float32)
+    products = torch.zeros(0 if weight is None else values.numel(), dtype=working)
+    if weight is not None:
+        columns = torch.repeat_interleave(torch.arange(weight.shape[0]), col_offsets.diff())
+        step = max(1, _CHUNK // max(grad.shape[1], 1))
+        for first in range(0, nnz, step):
+            piece = slice(first, first + step)
+            product = grad[rows[piece]].to(working) * weight[columns[piece]].to(working)
+            products[(starts + (keys[:nnz] & 0xFFFFFFFF))[piece]] = product.sum(1)
+        products = products.view(values.shape)
+    return out.to(dtype), products

@@ -9,19 +9,29 @@ _CHUNK = 1 << 22
 
 
 def sampled_matmul(
-    x: Tensor, weight: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, scatter: bool, masked: bool
+    x: Tensor,
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    source: Tensor | None,
+    scatter: bool,
+    masked: bool,
+    products: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Operator `sampled_matmul` -> (values like indices, dense [M, N] that is right at overflowed rows)."""
     m, d = x.shape
     n = weight.shape[0]
     slots, rows = stored(indices, offsets, n)
     columns = indices.reshape(-1)[slots].long()
-    working = torch.promote_types(x.dtype, torch.float32)
-    products = torch.empty(rows.shape[0], dtype=working)
-    step = max(1, _CHUNK // max(d, 1))
-    for first in range(0, rows.shape[0], step):
-        piece = slice(first, first + step)
-        products[piece] = (x[rows[piece]].to(working) * weight[columns[piece]].to(working)).sum(1)
+    if products is None:
+        working = torch.promote_types(x.dtype, torch.float32)
+        products = torch.empty(rows.shape[0], dtype=working)
+        step = max(1, _CHUNK // max(d, 1))
+        for first in range(0, rows.shape[0], step):
+            piece = slice(first, first + step)
+            products[piece] = (x[rows[piece]].to(working) * weight[columns[piece]].to(working)).sum(1)
+    else:
+        products = products.reshape(-1)[slots]
     products = products.to(x.dtype)
     over = overflowed_rows(indices, offsets) if source is not None else rows.new_empty(0)
     if scatter:

@@ -6,10 +6,10 @@ that it folds once at the end: no exchange between warps inside the loop, and on
 Column slices are the slow axis of the grid: while all rows work on one slice, the weight's slice is what the L2 has
 to hold (65,536 x 256 bfloat16 = 34 MB), not the whole weight. Rows that overflowed are left to `overflow`.
 
-The weight gradient works on the transposed entries: a program owns BLOCK_N neighbouring weight rows, whose entries
-lie side by side, and adds them up as a small product [BLOCK_N, BLOCK_E] @ [BLOCK_E, BLOCK_D] of a one-hot tile that
-carries the values with gathered rows of the output's gradient. A step is a chain of loads (key, value and row), so
-they are issued steps ahead. Blocks with many entries, which would hold everybody up at the end, get larger programs.
+Both gradients come from the transposed entries at once, for both read the same rows of the output's gradient: a warp
+owns a weight row. Times the values, they add up to the row's gradient; times the row itself, folded along D, they are
+the gradients of its values. So gradient rows cross from the L2 once, and the weight is read once, in its order. Rows
+with many entries, which would hold everybody up at the end, are shared among larger programs.
 """
 
 import torch
@@ -22,20 +22,20 @@ from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow
 from gossamer.rowsparse._triton._rows import row_span
 
-LONG = 1024
-"""Entries up to which a block of weight rows is the work of a small program."""
+LONG = 64
+"""Entries up to which a weight row is one warp's work."""
 
 
 @triton.jit
 def gather_run(
     values_ptr, indices_ptr, begin, count, w_ptr, stride_wn, columns, inside, N,
-    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, CACHE: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Sums of value * weight row over entries begin to count, a lane of BLOCK_E each: float32 [BLOCK_E, BLOCK_D]."""
     acc = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
     entry = begin + tl.arange(0, BLOCK_E)
-    index = tl.load(indices_ptr + entry, mask=entry < count, other=-1, cache_modifier=CACHE)
-    value = tl.load(values_ptr + entry, mask=entry < count, other=0.0, cache_modifier=CACHE).to(tl.float32)
+    index = tl.load(indices_ptr + entry, mask=entry < count, other=-1)
+    value = tl.load(values_ptr + entry, mask=entry < count, other=0.0).to(tl.float32)
     for _ in range(begin, count, BLOCK_E):
         valid = (index >= 0) & (index < N)
         w = tl.load(
@@ -46,8 +46,8 @@ def gather_run(
         # -1 is no entry, whatever stands in its value; an index past the weight must not vanish silently.
         here = tl.where(valid, value, tl.where(index == -1, 0.0, float("nan")))
         entry += BLOCK_E
-        index = tl.load(indices_ptr + entry, mask=entry < count, other=-1, cache_modifier=CACHE)
-        value = tl.load(values_ptr + entry, mask=entry < count, other=0.0, cache_modifier=CACHE).to(tl.float32)
+        index = tl.load(indices_ptr + entry, mask=entry < count, other=-1)
+        value = tl.load(values_ptr + entry, mask=entry < count, other=0.0).to(tl.float32)
         acc += here[:, None] * w
     return acc
 
@@ -55,24 +55,22 @@ def gather_run(
 @triton.jit
 def gather_rows(
     values_ptr, indices_ptr, count, w_ptr, stride_wn, columns, inside, N,
-    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr, CACHE: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """Sum over a list's first `count` entries of value * weight row, at the given columns: float32 [BLOCK_D].
 
     With RUN, runs of that many entries are summed on their own: in float32 one running sum over a long row rounds worse
-    than a dense product does. CACHE is the modifier of the list's loads: ".cg" where this launch has written the list.
+    than a dense product does.
     """
     if RUN > 0:
         acc = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
         for begin in range(0, count, RUN):
             end = tl.minimum(begin + RUN, count)
             acc += gather_run(
-                values_ptr, indices_ptr, begin, end, w_ptr, stride_wn, columns, inside, N, BLOCK_E, BLOCK_D, CACHE
+                values_ptr, indices_ptr, begin, end, w_ptr, stride_wn, columns, inside, N, BLOCK_E, BLOCK_D
             )  # fmt: skip
     else:
-        acc = gather_run(
-            values_ptr, indices_ptr, 0, count, w_ptr, stride_wn, columns, inside, N, BLOCK_E, BLOCK_D, CACHE
-        )
+        acc = gather_run(values_ptr, indices_ptr, 0, count, w_ptr, stride_wn, columns, inside, N, BLOCK_E, BLOCK_D)
     return tl.sum(acc, axis=0)
 
 
@@ -96,7 +94,7 @@ def _matmul_fwd_kernel(
     if not overflowed:
         out = gather_rows(
             values_ptr + start, indices_ptr + start, count, w_ptr, stride_wn, columns, inside, N,
-            BLOCK_E, BLOCK_D, RUN, "",
+            BLOCK_E, BLOCK_D, RUN,
         )  # fmt: skip
         if bias_ptr is not None:
             out += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
@@ -104,122 +102,147 @@ def _matmul_fwd_kernel(
 
 
 @triton.jit
-def block_span(offsets_ptr, block, N, BLOCK_N: tl.constexpr):
-    """(begin, end) of the sorted entries that belong to a block of weight rows."""
-    first = block * BLOCK_N
-    return tl.load(offsets_ptr + first), tl.load(offsets_ptr + tl.minimum(first + BLOCK_N, N))
-
-
-@triton.jit
-def load_entries(keys_ptr, columns_ptr, at, end, BLOCK_E: tl.constexpr):
-    """(keys, columns) of BLOCK_E sorted entries from `at` on; column -1 past the end."""
+def load_entries(keys_ptr, starts_ptr, at, count, capacity, BLOCK_E: tl.constexpr, IS_CSR: tl.constexpr):
+    """(rows, places in the buffer of values, which are there) of BLOCK_E of a column's `count` entries from `at` on."""
     entry = at + tl.arange(0, BLOCK_E)
-    held = entry < end
-    return tl.load(keys_ptr + entry, mask=held, other=0), tl.load(columns_ptr + entry, mask=held, other=-1)
-
-
-@triton.jit
-def load_values(values_ptr, starts_ptr, key, column, capacity, IS_CSR: tl.constexpr):
-    """The values of sorted entries, from where they stand in their rows."""
-    held = column >= 0
+    held = entry < count
+    key = tl.load(keys_ptr + entry, mask=held, other=0)
     row = key >> 32
     if IS_CSR:
         start = tl.load(starts_ptr + row, mask=held, other=0)
     else:
         start = row * capacity
-    return tl.load(values_ptr + start + (key & 0xFFFFFFFF), mask=held, other=0.0)
+    return row, start + (key & 0xFFFFFFFF), held
 
 
 @triton.jit
-def load_gradients(grad_ptr, key, column, D, columns, inside):
-    """The rows of the output's gradient that sorted entries belong to, a slice of columns."""
-    row = key >> 32
-    mask = (column >= 0)[:, None] & inside[None, :]
-    return tl.load(grad_ptr + row[:, None] * D + columns[None, :], mask=mask, other=0.0)
+def load_gradients(grad_ptr, row, held, columns, D):
+    """The rows of the output's gradient that entries belong to, a slice of columns: float32 [BLOCK_E, BLOCK_D]."""
+    mask = held[:, None] & (columns < D)[None, :]
+    return tl.load(grad_ptr + row[:, None] * D + columns[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def weight_block(
-    block, keys_ptr, columns_ptr, values_ptr, starts_ptr, grad_ptr, out_ptr, begin, end, capacity, N, D,
-    BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr, IS_CSR: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+def load_weights(w_ptr, column, stride_wn, columns, D):
+    """A slice of one weight row, float32 [BLOCK_D], which no other program reads."""
+    w_ptr += column.to(tl.int64) * stride_wn
+    return tl.load(w_ptr + columns, mask=columns < D, other=0.0, eviction_policy="evict_first").to(tl.float32)
+
+
+@triton.jit
+def fold(products, VEC: tl.constexpr):
+    """[BLOCK_E, BLOCK_D] to [BLOCK_E, BLOCK_D / VEC]: sums of the neighbours that one thread holds."""
+    return tl.sum(tl.reshape(products, [products.shape[0], products.shape[1] // VEC, VEC]), axis=2)
+
+
+@triton.jit
+def _matmul_bwd_kernel(
+    keys_ptr, offsets_ptr, values_ptr, starts_ptr, grad_ptr, w_ptr, grad_w_ptr, grad_values_ptr, sums_ptr,
+    long_ptr, found_ptr, stride_wn, capacity, M, D,
+    BLOCK_E: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr, VEC: tl.constexpr, LONG: tl.constexpr,
+    IS_CSR: tl.constexpr, OVERFLOWS: tl.constexpr,
 ):  # fmt: skip
-    """Writes BLOCK_N weight rows' gradient at one slice of columns, from the sorted entries begin to end.
+    """Program (column). keys are (row << 32 | slot), sorted by column, then row.
 
-    Keys are read two steps ahead, values and gradient rows one, so that a step waits for none of the three in turn.
-    With RUN, a multiple of BLOCK_E, runs of that many entries are summed on their own, as in `gather_rows`.
+    A column with more than LONG entries is only noted down, for `_matmul_bwd_long_kernel`; with OVERFLOWS,
+    so is, four words after their number, whether any of the M rows has overflowed.
     """
-    tl.static_assert(RUN % BLOCK_E == 0)
-    mine = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside = columns < D
-    key, column = load_entries(keys_ptr, columns_ptr, begin, end, BLOCK_E)
-    next_key, next_column = load_entries(keys_ptr, columns_ptr, begin + BLOCK_E, end, BLOCK_E)
-    grad = load_gradients(grad_ptr, key, column, D, columns, inside)
-    value = load_values(values_ptr, starts_ptr, key, column, capacity, IS_CSR)
-    total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    run_length = tl.maximum(end - begin, 1)
-    if RUN > 0:
-        run_length = tl.full([], RUN, run_length.dtype)
-    for run in range(begin, end, run_length):
-        acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-        for at in range(run, tl.minimum(run + run_length, end), BLOCK_E):
-            next_grad = load_gradients(grad_ptr, next_key, next_column, D, columns, inside)
-            next_value = load_values(values_ptr, starts_ptr, next_key, next_column, capacity, IS_CSR)
-            onehot = tl.where(mine[:, None] == column[None, :], value[None, :], 0.0).to(grad.dtype)
-            column = next_column
-            next_key, next_column = load_entries(keys_ptr, columns_ptr, at + 2 * BLOCK_E, end, BLOCK_E)
-            acc = overflow.dot(onehot, grad, acc, PRECISION, UPCAST)
-            grad = next_grad
-            value = next_value
-        total += acc
-    out = out_ptr + mine.to(tl.int64)[:, None] * D + columns[None, :]
-    tl.store(out, total, mask=(mine < N)[:, None] & inside[None, :])
-
-
-@triton.jit
-def _matmul_bwd_weight_kernel(
-    keys_ptr, columns_ptr, offsets_ptr, values_ptr, starts_ptr, grad_ptr, out_ptr, long_ptr, found_ptr, capacity, N, D,
-    BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr, LONG: tl.constexpr,
-    IS_CSR: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """Program (block of weight rows, column slice). keys are (row << 32 | slot), sorted by weight row, then row.
-
-    Blocks with more than LONG entries are only noted down, for `_matmul_bwd_weight_long_kernel`.
-    """
-    block = tl.program_id(0)
-    begin, end = block_span(offsets_ptr, block, N, BLOCK_N)
-    if end - begin <= LONG:
-        weight_block(
-            block, keys_ptr, columns_ptr, values_ptr, starts_ptr, grad_ptr, out_ptr, begin, end, capacity, N, D,
-            BLOCK_N, BLOCK_E, BLOCK_D, RUN, IS_CSR, PRECISION, UPCAST,
-        )  # fmt: skip
+    column = tl.program_id(0)
+    if OVERFLOWS:
+        for first in range(column * 128, M, tl.num_programs(0) * 128):
+            rows = first + tl.arange(0, 128)
+            # What overflows a CSR is past the end of the whole buffer.
+            counts = tl.load(starts_ptr + rows + (1 if IS_CSR else 0), mask=rows < M, other=0)
+            if tl.max(counts, axis=0) > capacity:
+                tl.store(found_ptr + 4, 1)
+    begin = tl.load(offsets_ptr + column)
+    count = (tl.load(offsets_ptr + column + 1) - begin).to(tl.int32)
+    keys_ptr += begin
+    out_ptr = grad_w_ptr + column.to(tl.int64) * D
+    if count == 0:
+        for first in range(0, D, BLOCK_D):
+            columns = first + tl.arange(0, BLOCK_D)
+            tl.store(out_ptr + columns, tl.zeros([BLOCK_D], tl.float32), mask=columns < D, cache_modifier=".cs")
+    elif count <= BLOCK_E:
+        row, place, held = load_entries(keys_ptr, starts_ptr, 0, count, capacity, BLOCK_E, IS_CSR)
+        value = tl.load(values_ptr + place, mask=held, other=0.0).to(tl.float32)
+        product = tl.zeros([BLOCK_E, BLOCK_D // VEC], tl.float32)
+        for first in range(0, D, BLOCK_D):
+            columns = first + tl.arange(0, BLOCK_D)
+            grad = load_gradients(grad_ptr, row, held, columns, D)
+            if w_ptr is not None:
+                w = load_weights(w_ptr, column, stride_wn, columns, D)
+                product += fold(grad * w[None, :], VEC)
+            total = tl.sum(value[:, None] * grad, axis=0)
+            tl.store(out_ptr + columns, total, mask=columns < D, cache_modifier=".cs")
+        if w_ptr is not None:
+            # Places are found again, from the L1: registers are what limits how many columns are in flight.
+            row, place, held = load_entries(keys_ptr, starts_ptr, 0, count, capacity, BLOCK_E, IS_CSR)
+            tl.store(grad_values_ptr + place, tl.sum(product, axis=1), mask=held)
+    elif count <= LONG:
+        for first in range(0, D, BLOCK_D):
+            columns = first + tl.arange(0, BLOCK_D)
+            total = tl.zeros([BLOCK_D], tl.float32)
+            if w_ptr is not None:
+                w = load_weights(w_ptr, column, stride_wn, columns, D)
+            for at in range(0, count, STEP):
+                row, place, held = load_entries(keys_ptr, starts_ptr, at, count, capacity, STEP, IS_CSR)
+                value = tl.load(values_ptr + place, mask=held, other=0.0).to(tl.float32)
+                grad = load_gradients(grad_ptr, row, held, columns, D)
+                total += tl.sum(value[:, None] * grad, axis=0)
+                if w_ptr is not None:
+                    # Between slices the sums wait side by side, in the entries' order.
+                    waiting = sums_ptr + begin + at + tl.arange(0, STEP)
+                    product = tl.load(waiting, mask=held & (first > 0), other=0.0)
+                    product += tl.sum(grad * w[None, :], axis=1)
+                    tl.debug_barrier()
+                    if first + BLOCK_D < D:
+                        tl.store(waiting, product, mask=held)
+                    else:
+                        tl.store(grad_values_ptr + place, product, mask=held)
+            tl.store(out_ptr + columns, total, mask=columns < D, cache_modifier=".cs")
     else:
-        if tl.program_id(1) == 0:
-            # In order of arrival, which nothing shows: each block is summed by itself.
-            tl.store(long_ptr + tl.atomic_add(found_ptr, 1, sem="relaxed"), block)
+        # In order of arrival, which nothing shows: each column is summed by itself.
+        tl.store(long_ptr + tl.atomic_add(found_ptr, 1, sem="relaxed"), column)
 
 
 @triton.jit
-def _matmul_bwd_weight_long_kernel(
-    keys_ptr, columns_ptr, offsets_ptr, values_ptr, starts_ptr, grad_ptr, out_ptr, long_ptr, found_ptr, capacity, N, D,
-    BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr, IS_CSR: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+def _matmul_bwd_long_kernel(
+    keys_ptr, offsets_ptr, values_ptr, starts_ptr, grad_ptr, w_ptr, grad_w_ptr, grad_values_ptr, long_ptr, found_ptr,
+    stride_wn, capacity, D,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, VEC: tl.constexpr, IS_CSR: tl.constexpr,
 ):  # fmt: skip
-    """Program (share of the noted blocks, column slice): more warps and entries at a time, for latents that often
-    fire."""
-    for item in range(tl.program_id(0), tl.load(found_ptr), tl.num_programs(0)):
-        block = tl.load(long_ptr + item)
-        begin, end = block_span(offsets_ptr, block, N, BLOCK_N)
-        weight_block(
-            block, keys_ptr, columns_ptr, values_ptr, starts_ptr, grad_ptr, out_ptr, begin, end, capacity, N, D,
-            BLOCK_N, BLOCK_E, BLOCK_D, RUN, IS_CSR, PRECISION, UPCAST,
-        )  # fmt: skip
+    """Programs share (noted column, role): a slice of the weight row's gradient, or a share of the values' gradient."""
+    slices = tl.cdiv(D, BLOCK_D)
+    roles = slices if w_ptr is None else 2 * slices
+    for item in range(tl.program_id(0), tl.load(found_ptr) * roles, tl.num_programs(0)):
+        column = tl.load(long_ptr + item // roles)
+        role = item % roles
+        begin = tl.load(offsets_ptr + column)
+        count = (tl.load(offsets_ptr + column + 1) - begin).to(tl.int32)
+        if role < slices:
+            columns = role * BLOCK_D + tl.arange(0, BLOCK_D)
+            total = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
+            for at in range(0, count, BLOCK_E):
+                row, place, held = load_entries(keys_ptr + begin, starts_ptr, at, count, capacity, BLOCK_E, IS_CSR)
+                value = tl.load(values_ptr + place, mask=held, other=0.0).to(tl.float32)
+                total += value[:, None] * load_gradients(grad_ptr, row, held, columns, D)
+            out_ptr = grad_w_ptr + column.to(tl.int64) * D
+            tl.store(out_ptr + columns, tl.sum(total, axis=0), mask=columns < D)
+        elif w_ptr is not None:
+            for at in range((role - slices) * BLOCK_E, count, slices * BLOCK_E):
+                row, place, held = load_entries(keys_ptr + begin, starts_ptr, at, count, capacity, BLOCK_E, IS_CSR)
+                product = tl.zeros([BLOCK_E, BLOCK_D // VEC], tl.float32)
+                for first in range(0, D, BLOCK_D):
+                    columns = first + tl.arange(0, BLOCK_D)
+                    w = load_weights(w_ptr, column, stride_wn, columns, D)
+                    product += fold(load_gradients(grad_ptr, row, held, columns, D) * w[None, :], VEC)
+                tl.store(grad_values_ptr + place, tl.sum(product, axis=1), mask=held)
 
 
 _matmul_fwd = launch.Kernel(_matmul_fwd_kernel)
-_matmul_bwd_weight = launch.Kernel(_matmul_bwd_weight_kernel)
-_matmul_bwd_weight_long = launch.Kernel(_matmul_bwd_weight_long_kernel)
+_matmul_bwd = launch.Kernel(_matmul_bwd_kernel)
+_matmul_bwd_long = launch.Kernel(_matmul_bwd_long_kernel)
 
 
 def matmul(
@@ -302,53 +325,58 @@ def _launch_matmul(
     return None if gather is None or over is None else (gather, over, space)
 
 
-def matmul_bwd_weight(
+def matmul_bwd(
     grad: Tensor,
     indices: Tensor,
     keys: Tensor,
-    columns: Tensor,
     col_offsets: Tensor,
     values: Tensor,
     offsets: Tensor,
     source: Tensor | None,
+    weight: Tensor | None,
     dtype: torch.dtype,
-) -> Tensor:
-    """The weight gradient [N, D] from transposed entries (see `transpose`)."""
+) -> tuple[Tensor, Tensor]:
+    """Operator `matmul_bwd` -> (weight gradient [N, D] of `dtype`, float32 gradient of values), by transposed entries.
+
+    Without `weight` the second is empty, and with it, 0 at rows that overflowed.
+    """
     is_csr = values.dim() == 1
-    n, d = col_offsets.shape[0] - 1, grad.shape[1]
+    n, d, capacity = col_offsets.shape[0] - 1, grad.shape[1], values.shape[-1]
     grad, values = grad.contiguous(), values.contiguous()
-    out = torch.empty(n, d, dtype=dtype, device=grad.device)
+    grad_weight = torch.empty(n, d, dtype=dtype, device=grad.device)
+    m, size = grad.shape[0], 0 if weight is None else values.numel()
+    long = min(n, keys.numel() // LONG)
+    # Each from an aligned address on: how many columns are long, whether a row overflowed, which columns, the gradient.
+    start = 8 + launch.cdiv(long, 4) * 4
+    noted = torch.zeros(start + size, dtype=torch.float32, device=grad.device)
+    grad_values = noted[start:] if weight is None else noted[start:].view(values.shape)
     if n == 0 or d == 0:
-        return out
-    upcast = launch.INTERPRET or grad.dtype is torch.float32
-    tile, warps = tuning.weight_tile(n, d, grad.element_size())
-    wide, wide_warps = tuning.weight_long_tile(tile)
-    run = max(64, wide["BLOCK_E"]) if out.dtype is torch.float32 else 0
-    rest = {"IS_CSR": is_csr, "PRECISION": "ieee", "UPCAST": upcast}
-    blocks, slices = launch.cdiv(n, tile["BLOCK_N"]), launch.cdiv(d, tile["BLOCK_D"])
-    long = min(blocks, keys.numel() // LONG)
-    # How many blocks are long, and from an aligned address on which.
-    noted = torch.zeros(4 + long, dtype=torch.int32, device=grad.device)
-    key = (n, d, values.shape[-1], values.dtype, grad.dtype, dtype, is_csr)
-    args = (keys, columns, col_offsets, values, offsets, grad, out, noted[4:], noted, values.shape[-1], n, d)
-    meta = {**tile, "RUN": run, "LONG": LONG, **rest}
-    # One stage: the loads are already ordered by hand.
-    _matmul_bwd_weight(key, (blocks, slices, 1), args, meta, num_warps=warps, num_stages=1)
+        return grad_weight, grad_values
+    noted = noted[:start].view(torch.int32)
+    weight = None if weight is None else overflow.unit_columns(weight)
+    stride = 0 if weight is None else weight.stride(0)
+    tile, warps, registers = tuning.bwd_tile(d, grad.element_size())
+    wide, wide_warps = tuning.bwd_long_tile(tile)
+    key = (m, n, d, capacity, stride, values.dtype, grad.dtype, dtype, is_csr, None if weight is None else weight.dtype)
+    sums = None if weight is None else torch.empty(keys.numel(), dtype=torch.float32, device=grad.device)
+    operands = (keys, col_offsets, values, offsets, grad, weight, grad_weight, grad_values)
+    listed, scalars = (noted[8:], noted), (stride, capacity)
+    meta = {**tile, "LONG": LONG, "IS_CSR": is_csr, "OVERFLOWS": source is not None}
+    args = (*operands, sums, *listed, *scalars, m, d)
+    _matmul_bwd((*key, source is None), (n, 1, 1), args, meta, num_warps=warps, maxnreg=registers)
     if long:
-        grid = (min(long, tuning.programs(grad.device)), slices, 1)
-        meta = {**wide, "RUN": run, **rest}
-        _matmul_bwd_weight_long(key, grid, args, meta, num_warps=wide_warps, num_stages=1)
+        grid = (min(2 * long * launch.cdiv(d, 128), 4 * tuning.programs(grad.device)), 1, 1)
+        _matmul_bwd_long(key, grid, (*operands, *listed, *scalars, d), {**wide, "IS_CSR": is_csr}, num_warps=wide_warps)
     if source is not None:
-        overflow.backward_weight(source, grad, out, offsets[is_csr:], values.shape[-1])
-    return out
+        overflow.backward_weight(source, grad, grad_weight, offsets[is_csr:], noted[4:], capacity)
+    return grad_weight, grad_values
 
 
-_BWD_WEIGHT = {
-    "keys_ptr": "*i64", "columns_ptr": "*i32", "offsets_ptr": "*i64", "values_ptr": "*bf16", "starts_ptr": "*i32",
-    "grad_ptr": "*bf16", "out_ptr": "*bf16", "long_ptr": "*i32", "found_ptr": "*i32", "capacity": "i32", "N": "i32",
-    "D": "i32",
+_OPERANDS = {
+    "keys_ptr": "*i64", "offsets_ptr": "*i64", "values_ptr": "*bf16", "starts_ptr": "*i32", "grad_ptr": "*bf16",
+    "w_ptr": "*bf16", "grad_w_ptr": "*bf16", "grad_values_ptr": "*fp32",
 }  # fmt: skip
-_REST = {"IS_CSR": False, "PRECISION": "ieee", "UPCAST": False}
+_NOTED = {"long_ptr": "*i32", "found_ptr": "*i32", "stride_wn": "i32", "capacity": "i32", "D": "i32"}
 EXAMPLES = {
     _matmul_fwd_kernel: {
         "signature": {
@@ -359,17 +387,18 @@ EXAMPLES = {
         "constexprs": {"BLOCK_E": 4, "BLOCK_D": 128, "RUN": 64, "IS_CSR": False, "LEADS": False},
         "num_warps": 1,
     },
-    _matmul_bwd_weight_kernel: {
-        "signature": _BWD_WEIGHT,
-        "constexprs": {"BLOCK_N": 16, "BLOCK_E": 16, "BLOCK_D": 128, "RUN": 0, "LONG": 1024, **_REST},
-        "num_warps": 2,
-        "num_stages": 1,
+    _matmul_bwd_kernel: {
+        "signature": {**_OPERANDS, "sums_ptr": "*fp32", **_NOTED, "M": "i32"},
+        "constexprs": {
+            "BLOCK_E": 8, "STEP": 4, "BLOCK_D": 256, "VEC": 8, "LONG": 64, "IS_CSR": False, "OVERFLOWS": True,
+        },
+        "num_warps": 1,
+        "maxnreg": 80,
     },
-    _matmul_bwd_weight_long_kernel: {
-        "signature": _BWD_WEIGHT,
-        "constexprs": {"BLOCK_N": 16, "BLOCK_E": 128, "BLOCK_D": 128, "RUN": 0, **_REST},
+    _matmul_bwd_long_kernel: {
+        "signature": {**_OPERANDS, **_NOTED},
+        "constexprs": {"BLOCK_E": 64, "BLOCK_D": 256, "VEC": 8, "IS_CSR": False},
         "num_warps": 8,
-        "num_stages": 1,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

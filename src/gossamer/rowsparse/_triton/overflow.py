@@ -266,7 +266,7 @@ def backward_source(
     source, weight, grad = unit_columns(source), unit_columns(weight), grad.contiguous()
     m, n = source.shape
     d = weight.shape[1]
-    run = 128 if weight.dtype is torch.float32 and not tuning.tf32() else 0
+    run = 32 if weight.dtype is torch.float32 and not tuning.tf32() else 0
     meta = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "RUN": run, **tuning.dot_precision(weight, d)}
     meta["MASKED"] = masked
     key = (m, n, d, limit, grad.dtype, source.dtype, weight.dtype, out.dtype, counts.dtype)
@@ -278,14 +278,13 @@ def backward_source(
     _overflow_bwd_source(key, grid, args, meta, num_warps=4, num_stages=3)
 
 
-def backward_weight(source: Tensor, grad: Tensor, out: Tensor, counts: Tensor, limit: int) -> None:
-    """Adds source.T @ grad over the rows whose count exceeds `limit` to `out` [N, D]."""
+def backward_weight(source: Tensor, grad: Tensor, out: Tensor, counts: Tensor, any_flagged: Tensor, limit: int) -> None:
+    """Adds source.T @ grad over the rows whose count exceeds `limit` to `out` [N, D]; `any_flagged` [1], 0 if none."""
     source, grad = unit_columns(source), grad.contiguous()
     m, n = source.shape
     d = grad.shape[1]
     meta = {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_D": 128, **tuning.dot_precision(grad, m)}
     key = (m, n, d, limit, source.dtype, grad.dtype, out.dtype, counts.dtype, source.stride(0), meta["PRECISION"])
-    any_flagged = (counts > limit).any()
     args = (source, grad, out, counts, any_flagged, limit, source.stride(0), m, n, d)
     tiles = launch.cdiv(d, meta["BLOCK_D"]) * launch.cdiv(n, meta["BLOCK_N"])
     grid = (min(tiles, 4 * tuning.programs(grad.device)), 1, 1)
@@ -318,7 +317,7 @@ EXAMPLES = {
     },
     _overflow_bwd_weight_kernel: {
         "signature": {
-            "x_ptr": "*bf16", "grad_ptr": "*bf16", "out_ptr": "*bf16", "counts_ptr": "*i32", "any_ptr": "*i1",
+            "x_ptr": "*bf16", "grad_ptr": "*bf16", "out_ptr": "*bf16", "counts_ptr": "*i32", "any_ptr": "*i32",
             "limit": "i32", "stride_xm": "i32", "M": "i32", "N": "i32", "D": "i32",
         },
         "constexprs": {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_D": 128, "PRECISION": "ieee", "UPCAST": False},

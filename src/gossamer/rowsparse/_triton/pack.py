@@ -42,6 +42,13 @@ def count_bits(bits):
 
 
 @triton.jit
+def lowest_columns(low, start, BLOCK: tl.constexpr, VEC: tl.constexpr):
+    """Columns of a chunk's words of which one bit is set."""
+    first = start + tl.arange(0, BLOCK // VEC) * VEC
+    return first + ((low & 0xAA) != 0) + 2 * ((low & 0xCC) != 0).to(tl.int32) + 4 * ((low & 0xF0) != 0).to(tl.int32)
+
+
+@triton.jit
 def append_entries(
     bits, counts, x_ptr, values_ptr, indices_ptr, base, limit, start, BLOCK: tl.constexpr, VEC: tl.constexpr
 ):  # fmt: skip
@@ -51,11 +58,9 @@ def append_entries(
     values are read again (they are in L1) rather than held in registers.
     """
     slot = base + tl.cumsum(counts, axis=0) - counts
-    first = start + tl.arange(0, BLOCK // VEC) * VEC
     while tl.max(bits, axis=0) > 0:
         low = bits & -bits
-        column = first + ((low & 0xAA) != 0)
-        column += 2 * ((low & 0xCC) != 0).to(tl.int32) + 4 * ((low & 0xF0) != 0).to(tl.int32)
+        column = lowest_columns(low, start, BLOCK, VEC)
         mask = (low > 0) & (slot < limit)
         tl.store(values_ptr + slot, tl.load(x_ptr + column, mask=mask, other=0.0), mask=mask)
         tl.store(indices_ptr + slot, column, mask=mask)
@@ -99,9 +104,6 @@ def scan_chunk(
         if nnz_ptr is not None:
             if chunk == chunks - 1:
                 tl.store(nnz_ptr, base + count)
-    # Every thread's entries must be visible before the one thread that signals releases them.
-    tl.debug_barrier()
-    tl.atomic_xchg(flags_ptr + chunk, word | DONE, sem="release")
 
 
 @triton.jit

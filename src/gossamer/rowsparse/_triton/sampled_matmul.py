@@ -3,8 +3,8 @@
 One program owns a row of x and every PARTS-th block of BLOCK_E entries of that row. It gathers the entries' weight
 rows as [BLOCK_E, BLOCK_D] tiles, multiplies by x and folds along D, in float32. The result goes to the entry's slot
 (SCATTER off) or to its column in a dense row (SCATTER on: the gradient of dense activations). With FILL the program
-writes the row's zeros as well, just ahead of the entries, whose columns ascend: zeroing the dense rows is bound by
-device memory, gathering by the L2, and so the two overlap.
+writes the row's zeros as well, FILL columns at a time, just ahead of the entries, whose columns ascend: zeroing the
+dense rows is bound by device memory, gathering by the L2, and so the two overlap.
 """
 
 import triton
@@ -31,11 +31,11 @@ def fill_zeros(out_ptr, filled, until, N, BLOCK: tl.constexpr):
 
 @triton.jit
 def _sampled_matmul_kernel(
-    x_ptr, w_ptr, indices_ptr, offsets_ptr, out_ptr, stride_xm, stride_wn, N, D, capacity,
+    x_ptr, w_ptr, indices_ptr, offsets_ptr, products_ptr, out_ptr, stride_xm, stride_wn, N, D, capacity,
     BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, IS_CSR: tl.constexpr,
     SCATTER: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, part of the row's entries)."""
+    """Program (row, part of the row's entries). Where `products_ptr` holds the products, they are only put in place."""
     row = tl.program_id(0)
     start, count, overflowed = row_span(offsets_ptr, row, capacity, IS_CSR)
     if not overflowed:
@@ -45,40 +45,52 @@ def _sampled_matmul_kernel(
             entry = at + tl.arange(0, BLOCK_E)
             index = tl.load(indices_ptr + start + entry, mask=entry < count, other=-1)
             valid = (index >= 0) & (index < N)
-            acc = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
-            for first in range(0, D, BLOCK_D):
-                columns = first + tl.arange(0, BLOCK_D)
-                x = tl.load(x_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
-                w = tl.load(
-                    w_ptr + index.to(tl.int64)[:, None] * stride_wn + columns[None, :],
-                    mask=valid[:, None] & (columns < D)[None, :],
-                    other=0.0,
-                )
-                acc += w.to(tl.float32) * x[None, :]
+            if products_ptr is not None:
+                product = tl.load(products_ptr + start + entry, mask=valid, other=0.0)
+            else:
+                acc = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
+                for first in range(0, D, BLOCK_D):
+                    columns = first + tl.arange(0, BLOCK_D)
+                    x = tl.load(x_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
+                    w = tl.load(
+                        w_ptr + index.to(tl.int64)[:, None] * stride_wn + columns[None, :],
+                        mask=valid[:, None] & (columns < D)[None, :],
+                        other=0.0,
+                    )
+                    acc += w.to(tl.float32) * x[None, :]
+                product = tl.sum(acc, axis=1)
             # An index that no weight row has must not vanish silently.
-            out = tl.where((index < -1) | (index >= N), float("nan"), tl.sum(acc, axis=1))
+            out = tl.where((index < -1) | (index >= N), float("nan"), product)
             if SCATTER:
-                if FILL:
-                    filled = fill_zeros(out_ptr + row.to(tl.int64) * N, filled, tl.max(index, axis=0) + 1, N, 2048)
+                if FILL > 0:
+                    filled = fill_zeros(out_ptr + row.to(tl.int64) * N, filled, tl.max(index, axis=0) + 1, N, FILL)
                     tl.debug_barrier()
                 tl.store(out_ptr + row.to(tl.int64) * N + index, out, mask=valid)
             else:
                 tl.store(out_ptr + start + entry, out, mask=entry < count)
-        if FILL:
-            fill_zeros(out_ptr + row.to(tl.int64) * N, filled, N, N, 2048)
+        if FILL > 0:
+            fill_zeros(out_ptr + row.to(tl.int64) * N, filled, N, N, FILL)
 
 
 _sampled_matmul = launch.Kernel(_sampled_matmul_kernel)
 
 
 def sampled_matmul(
-    x: Tensor, weight: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, scatter: bool, masked: bool
+    x: Tensor,
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    source: Tensor | None,
+    scatter: bool,
+    masked: bool,
+    products: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Operator `sampled_matmul` -> (values like indices, dense [M, N] that is right at overflowed rows).
 
     With `scatter` the second result is the whole masked product, zeros included, and the first is empty; columns must
     ascend in each row. Without, it is empty unless the pattern has a source, and zero but for the overflowed rows.
-    There, `masked` says that the product is wanted only where the source differs from 0.
+    There, `masked` says that the product is wanted only where the source differs from 0. Where `products` (like
+    indices) is given, it holds the products at entries already: the weight's gradient has read the same rows.
     """
     is_csr = indices.dim() == 1
     x, weight = overflow.unit_columns(x), overflow.unit_columns(weight)
@@ -90,14 +102,21 @@ def sampled_matmul(
     if scatter:
         values, dense = x.new_empty(0), (x.new_empty if fill else x.new_zeros)(m, n)
     else:
-        values, dense = x.new_zeros(indices.shape), x.new_zeros(m if source is not None else 0, n)
-    if work:
-        tile, warps = tuning.sampled_tile(d, x.element_size())
+        values = x.new_zeros(indices.shape) if products is None else products.to(x.dtype, copy=True)
+        dense = x.new_zeros(m if source is not None else 0, n)
+    if work and (scatter or products is None):
+        if products is None:
+            tile, warps = tuning.sampled_tile(d, x.element_size())
+        else:
+            products = products.contiguous()
+            tile, warps = tuning.scatter_tile(x.element_size())
         parts = max(1, min(launch.cdiv(capacity, tile["BLOCK_E"]), launch.cdiv(64 * tuning.programs(x.device), m)))
-        meta = {**tile, "PARTS": 1 if fill else parts, "IS_CSR": is_csr, "SCATTER": scatter, "FILL": fill}
+        meta = {**tile, "PARTS": 1 if fill else parts, "IS_CSR": is_csr, "SCATTER": scatter}
+        meta["FILL"] = warps * 4096 // x.element_size() if fill else 0
         key = (m, n, d, capacity, x.dtype, weight.dtype, offsets.dtype, x.stride(0), weight.stride(0), is_csr, scatter)
+        key += (None if products is None else products.dtype,)
         out = dense if scatter else values
-        args = (x, weight, indices, offsets, out, x.stride(0), weight.stride(0), n, d, capacity)
+        args = (x, weight, indices, offsets, products, out, x.stride(0), weight.stride(0), n, d, capacity)
         _sampled_matmul(key, (m, meta["PARTS"], 1), args, meta, num_warps=warps)
     if source is not None and m and n:
         overflow.backward_source(x, weight, source, dense, offsets[is_csr:], capacity, masked)
@@ -107,10 +126,11 @@ def sampled_matmul(
 EXAMPLES = {
     _sampled_matmul_kernel: {
         "signature": {
-            "x_ptr": "*bf16", "w_ptr": "*bf16", "indices_ptr": "*i32", "offsets_ptr": "*i32", "out_ptr": "*bf16",
+            "x_ptr": "*bf16", "w_ptr": "*bf16", "indices_ptr": "*i32", "offsets_ptr": "*i32", "products_ptr": None,
+            "out_ptr": "*bf16",
             "stride_xm": "i32", "stride_wn": "i32", "N": "i32", "D": "i32", "capacity": "i32",
         },
-        "constexprs": {"BLOCK_E": 8, "BLOCK_D": 256, "PARTS": 1, "IS_CSR": False, "SCATTER": True, "FILL": True},
+        "constexprs": {"BLOCK_E": 8, "BLOCK_D": 256, "PARTS": 1, "IS_CSR": False, "SCATTER": True, "FILL": 2048},
         "num_warps": 1,
     },
 }  # fmt: skip

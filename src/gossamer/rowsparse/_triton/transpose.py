@@ -3,9 +3,9 @@
 Three steps: count the entries of each column (integer atomics: the result does not depend on their order), prefix sum,
 and drop every entry's key (row << 32 | slot) into its column's range. The drop takes places in order of arrival, so a
 last step sorts each column by key: a key's place is the number of smaller keys in its column, found by comparing
-blocks of BLOCK x BLOCK. Columns of a sparse matrix are short, and a warp sorts one. The few that are not (a latent that
-always fires) would each keep that warp for the square of their length: it only notes them down, and one more launch,
-which finds nothing to do in most cases, shares their blocks among all programs.
+blocks of BLOCK x BLOCK. Columns of a sparse matrix are short, and a warp sorts four at once. The few that are not (a
+latent that always fires) would each keep that warp for the square of their length: it only notes them down, and one
+more launch, which finds nothing to do in most cases, shares their blocks among all programs.
 """
 
 import torch
@@ -34,9 +34,10 @@ def _column_count_kernel(indices_ptr, offsets_ptr, counts_ptr, capacity, N, BLOC
 
 @triton.jit
 def _column_fill_kernel(
-    indices_ptr, offsets_ptr, cursor_ptr, keys_ptr, capacity, N, BLOCK: tl.constexpr, IS_CSR: tl.constexpr
-):
-    """Program (row). `cursor` starts as a copy of the column offsets."""
+    indices_ptr, offsets_ptr, col_offsets_ptr, counts_ptr, keys_ptr, capacity, N,
+    BLOCK: tl.constexpr, IS_CSR: tl.constexpr,
+):  # fmt: skip
+    """Program (row). A column's places are given out from its end down, by its count, which ends at 0."""
     row = tl.program_id(0)
     start, count, overflowed = row_span(offsets_ptr, row, capacity, IS_CSR)
     count = tl.where(overflowed, 0, count)
@@ -44,7 +45,8 @@ def _column_fill_kernel(
         entry = at + tl.arange(0, BLOCK)
         index = tl.load(indices_ptr + start + entry, mask=entry < count, other=-1)
         valid = (index >= 0) & (index < N)
-        place = tl.atomic_add(cursor_ptr + index, 1, mask=valid, sem="relaxed")
+        end = tl.load(col_offsets_ptr + index + 1, mask=valid, other=0)
+        place = end - tl.atomic_add(counts_ptr + index, -1, mask=valid, sem="relaxed")
         tl.store(keys_ptr + place, (row.to(tl.int64) << 32) | entry.to(tl.int64), mask=valid)
 
 
@@ -64,18 +66,40 @@ def rank_block(keys_ptr, sorted_ptr, columns_ptr, column, at, begin, end, BLOCK:
 
 @triton.jit
 def _column_sort_kernel(
-    keys_ptr, offsets_ptr, sorted_ptr, columns_ptr, long_ptr, found_ptr, LONG: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Program (column): sorts it, or adds it to the list of those with more than LONG keys."""
-    column = tl.program_id(0)
-    begin = tl.load(offsets_ptr + column)
-    end = tl.load(offsets_ptr + column + 1)
-    if end - begin > LONG:
-        # In order of arrival, which nothing shows: each column is sorted by itself.
-        tl.store(long_ptr + tl.atomic_add(found_ptr, 1, sem="relaxed"), column)
-    else:
-        for at in range(begin, end, BLOCK):
-            rank_block(keys_ptr, sorted_ptr, columns_ptr, column, at, begin, end, BLOCK)
+    keys_ptr, offsets_ptr, sorted_ptr, columns_ptr, long_ptr, found_ptr, N,
+    LONG: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (COLUMNS neighbours): sorts those of at most BLOCK keys side by side and the rest in turn.
+
+    A column with more than LONG keys is only added to a list.
+    """
+    first = tl.program_id(0) * COLUMNS
+    column = first + tl.arange(0, COLUMNS)
+    begin = tl.load(offsets_ptr + column, mask=column < N, other=0)
+    count = tl.load(offsets_ptr + column + 1, mask=column < N, other=0) - begin
+    fits = tl.where(count <= BLOCK, count, 0)
+    # Read twice, as rows and as columns of the comparison, rather than exchanged between threads.
+    at = begin[:, None, None] + tl.arange(0, BLOCK)[None, :, None]
+    held = tl.arange(0, BLOCK)[None, :, None] < fits[:, None, None]
+    key = tl.load(keys_ptr + at, mask=held, other=0)
+    theirs = tl.load(
+        keys_ptr + begin[:, None, None] + tl.arange(0, BLOCK)[None, None, :],
+        mask=tl.arange(0, BLOCK)[None, None, :] < fits[:, None, None],
+        other=0x7FFFFFFFFFFFFFFF,
+    )
+    rank = tl.sum((theirs < key).to(tl.int32), axis=2, keep_dims=True)
+    tl.store(sorted_ptr + begin[:, None, None] + rank, key, mask=held)
+    tl.store(columns_ptr + at, tl.zeros_like(rank) + column[:, None, None], mask=held)
+    if tl.max(count, axis=0) > BLOCK:
+        for each in range(first, tl.minimum(first + COLUMNS, N)):
+            start = tl.load(offsets_ptr + each)
+            end = tl.load(offsets_ptr + each + 1)
+            if end - start > LONG:
+                # In order of arrival, which nothing shows: each column is sorted by itself.
+                tl.store(long_ptr + tl.atomic_add(found_ptr, 1, sem="relaxed"), each)
+            elif end - start > BLOCK:
+                for block in range(start, end, BLOCK):
+                    rank_block(keys_ptr, sorted_ptr, columns_ptr, each, block, start, end, BLOCK)
 
 
 @triton.jit
@@ -109,25 +133,25 @@ def transpose_keys(indices: Tensor, offsets: Tensor, n: int) -> tuple[Tensor, Te
     is_csr = indices.dim() == 1
     m = offsets.shape[0] - is_csr
     device = indices.device
-    col_offsets = torch.zeros(n + 1, dtype=torch.int64, device=device)
     keys = torch.empty(indices.numel(), dtype=torch.int64, device=device)
+    columns = torch.empty(indices.numel(), dtype=torch.int32, device=device)
     if m == 0 or n == 0 or indices.numel() == 0:
-        return col_offsets, keys, torch.empty(indices.numel(), dtype=torch.int32, device=device)
+        return torch.zeros(n + 1, dtype=torch.int64, device=device), keys, columns
     capacity = indices.shape[-1]
     meta = {"BLOCK": 128, "IS_CSR": is_csr}
     key = (m, n, capacity, offsets.dtype)
-    # How many columns are long, and from an aligned address on how many entries each has.
-    found = torch.zeros(4 + n, dtype=torch.int32, device=device)
-    counts = found[4:]
+    # How many columns are long, a zero ahead of the counts, and, each from an aligned address on, counts and columns.
+    list_at = 4 + launch.cdiv(n, 4) * 4
+    found = torch.zeros(list_at + min(n, indices.numel() // LONG), dtype=torch.int32, device=device)
+    counts, long = found[4 : 4 + n], found[list_at:]
     _column_count(key, (m, 1, 1), (indices, offsets, counts, capacity, n), meta, num_warps=4)
-    torch.cumsum(counts, 0, dtype=torch.int64, out=col_offsets[1:])
-    cursor = col_offsets[:-1].clone()
-    _column_fill(key, (m, 1, 1), (indices, offsets, cursor, keys, capacity, n), meta, num_warps=4)
+    col_offsets = torch.cumsum(found[3 : 4 + n], 0, dtype=torch.int64)
+    args = (indices, offsets, col_offsets, counts, keys, capacity, n)
+    _column_fill(key, (m, 1, 1), args, meta, num_warps=4)
     ordered = torch.empty_like(keys)
-    columns = torch.empty(indices.numel(), dtype=torch.int32, device=device)
-    long = torch.empty(min(n, indices.numel() // LONG), dtype=torch.int32, device=device)
     args = (keys, col_offsets, ordered, columns, long, found)
-    _column_sort((n,), (n, 1, 1), args, {"LONG": LONG, "BLOCK": 16}, num_warps=1)
+    meta = {"LONG": LONG, "COLUMNS": 4, "BLOCK": 16}
+    _column_sort((n,), (launch.cdiv(n, 4), 1, 1), (*args, n), meta, num_warps=1)
     if long.numel():
         _column_sort_long((), (8 * tuning.programs(device), 1, 1), args, {"BLOCK": 64}, num_warps=4)
     return col_offsets, ordered, columns
@@ -147,15 +171,15 @@ EXAMPLES = {
     },
     _column_fill_kernel: {
         "signature": {
-            "indices_ptr": "*i32", "offsets_ptr": "*i32", "cursor_ptr": "*i64", "keys_ptr": "*i64",
-            "capacity": "i32", "N": "i32",
+            "indices_ptr": "*i32", "offsets_ptr": "*i32", "col_offsets_ptr": "*i64", "counts_ptr": "*i32",
+            "keys_ptr": "*i64", "capacity": "i32", "N": "i32",
         },
         "constexprs": {"BLOCK": 128, "IS_CSR": False},
         "num_warps": 4,
     },
     _column_sort_kernel: {
-        "signature": _SORTED,
-        "constexprs": {"LONG": 256, "BLOCK": 16},
+        "signature": {**_SORTED, "N": "i32"},
+        "constexprs": {"LONG": 256, "COLUMNS": 4, "BLOCK": 16},
         "num_warps": 1,
     },
     _column_sort_long_kernel: {"signature": _SORTED, "constexprs": {"BLOCK": 64}, "num_warps": 4},

@@ -1,10 +1,13 @@
 """Dense activations times decoder, reading only the decoder rows that fire.
 
-With few rows of activations the time goes into launches, so everything happens in one: the first M * chunks programs
-each scan one chunk of a row into the row's list (`pack.scan_chunk`), and the programs after them each gather one slice
-of the output from a finished list (`matmul.gather_rows`). A gathering program waits for its row's scanning programs,
-which started before it and wait for nobody behind them. Rows with more than `capacity` entries are left to the dense
-tiles of `overflow`. With many rows scan and gather are launches of their own, because each of them fills the GPU.
+With few rows of activations the time goes into launches and trips to the L2, so everything happens in one launch: the
+first M * chunks programs each scan one chunk of a row into the row's list, and the programs after them each gather one
+slice of the output from a list. A gathering program waits for its row's scanning programs, which started before it and
+wait for nobody behind them. The list's slots say for themselves that they are written: a slot is one 64-bit word, the
+launch's epoch beside the column, and arrives in one piece, so that nothing has to be released or acquired. Values are
+read from the activations again, which the scan has just brought to the L2. Rows with more than `capacity` entries are
+left to the dense tiles of `overflow`. With many rows scan and gather are launches of their own, because each of them
+fills the GPU.
 """
 
 import threading
@@ -17,18 +20,93 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow, pack
-from gossamer.rowsparse._triton.matmul import gather_rows, matmul
-from gossamer.rowsparse._triton.pack import scan_chunk, wait_and_sum
+from gossamer.rowsparse._triton.matmul import matmul
+from gossamer.rowsparse._triton.pack import count_bits, load_chunk, lowest_columns, nonzero_bits
+
+
+@triton.jit
+def wait_for(ptr, epoch):
+    """The lower half of the word at ptr, once its upper half is the epoch."""
+    word = tl.load(ptr, volatile=True)
+    while (word >> 32) != epoch:
+        word = tl.load(ptr, volatile=True)
+    return word.to(tl.int32)
+
+
+@triton.jit
+def sum_before(counts_ptr, count, epoch, FLAGS: tl.constexpr):
+    """Sum of the first `count` words' lower halves, once their upper halves are the epoch."""
+    total = 0
+    for first in range(0, count, FLAGS):
+        at = first + tl.arange(0, FLAGS)
+        words = tl.load(counts_ptr + at, mask=at < count, other=0, volatile=True)
+        while tl.sum(((at < count) & ((words >> 32) != epoch)).to(tl.int32)) > 0:
+            words = tl.load(counts_ptr + at, mask=at < count, other=0, volatile=True)
+        total += tl.sum(words.to(tl.int32))
+    return total
+
+
+@triton.jit
+def scan(
+    x_ptr, slots_ptr, counts_ptr, nnz_ptr, epoch, chunk, chunks, N, capacity,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, FLAGS: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one row into the row's slots; all pointers are the row's. Its last count is that of the row."""
+    start = chunk * BLOCK
+    bits = nonzero_bits(load_chunk(x_ptr, start, N, BLOCK, VEC), VEC)
+    counts = count_bits(bits)
+    count = tl.sum(counts, axis=0)
+    tag = epoch.to(tl.int64) << 32
+    # Atomics, because a plain store could sit in a write buffer while others wait.
+    tl.atomic_xchg(counts_ptr + chunk, tag | count, sem="relaxed")
+    if (count > 0) | (chunk == chunks - 1):
+        base = sum_before(counts_ptr, chunk, epoch, FLAGS)
+        if chunk == chunks - 1:
+            tl.atomic_xchg(counts_ptr + chunks, tag | (base + count), sem="relaxed")
+            tl.store(nnz_ptr, base + count)
+        if base < capacity:
+            slot = base + tl.cumsum(counts, axis=0) - counts
+            while tl.max(bits, axis=0) > 0:
+                low = bits & -bits
+                column = lowest_columns(low, start, BLOCK, VEC).to(tl.int64)
+                tl.atomic_xchg(slots_ptr + slot, tag | column, mask=(low > 0) & (slot < capacity), sem="relaxed")
+                slot += (low > 0).to(tl.int32)
+                bits = bits & (bits - 1)
+
+
+@triton.jit
+def gather_slots(
+    x_ptr, slots_ptr, epoch, begin, end, w_ptr, stride_wn, columns, inside,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Sums of x * weight row over the slots begin to end, a lane of BLOCK_E each: float32 [BLOCK_E, BLOCK_D]."""
+    acc = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
+    slot = begin + tl.arange(0, BLOCK_E)
+    word = tl.load(slots_ptr + slot, mask=slot < end, other=0, volatile=True)
+    for _ in range(begin, end, BLOCK_E):
+        held = slot < end
+        while tl.sum((held & ((word >> 32) != epoch)).to(tl.int32), axis=0) > 0:
+            word = tl.load(slots_ptr + slot, mask=held, other=0, volatile=True)
+        index = word & 0xFFFFFFFF
+        w = tl.load(
+            w_ptr + index[:, None] * stride_wn + columns[None, :], mask=held[:, None] & inside[None, :], other=0.0
+        ).to(tl.float32)
+        value = tl.load(x_ptr + index, mask=held, other=0.0).to(tl.float32)
+        slot += BLOCK_E
+        word = tl.load(slots_ptr + slot, mask=slot < end, other=0, volatile=True)
+        acc += value[:, None] * w
+    return acc
 
 
 @triton.jit(do_not_specialize=["epoch"])
 def _decode_fwd_kernel(
-    x_ptr, w_ptr, bias_ptr, out_ptr, values_ptr, indices_ptr, nnz_ptr, arrived_ptr, flags_ptr, epoch,
+    x_ptr, w_ptr, bias_ptr, out_ptr, nnz_ptr, arrived_ptr, words_ptr, epoch,
     stride_xm, stride_wn, M, N, D, capacity, chunks, slices, tiles,
     BLOCK: tl.constexpr, VEC: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, FLAGS: tl.constexpr,
     RUN: tl.constexpr, LEADS: tl.constexpr, TRUNCATE: tl.constexpr,
 ):  # fmt: skip
-    """Programs (row, chunk) that scan, then programs (row, slice) that gather."""
+    """Programs (row, chunk) that scan, then programs (row, slice) that gather. A row has `capacity` words of slots and
+    chunks + 1 of counts."""
     if LEADS:
         gdc_launch_dependents()
     pid = tl.program_id(0)
@@ -36,33 +114,32 @@ def _decode_fwd_kernel(
         if pid == 0:
             overflow.clear_arrived(arrived_ptr, tiles)
     scanning = M * chunks
+    row = (pid // chunks if pid < scanning else (pid - scanning) // slices).to(tl.int64)
+    x_ptr += row * stride_xm
+    slots_ptr = words_ptr + row * (capacity + chunks + 1)
+    counts_ptr = slots_ptr + capacity
     if pid < scanning:
-        row = (pid // chunks).to(tl.int64)
-        scan_chunk(
-            x_ptr + row * stride_xm, values_ptr + row * capacity, indices_ptr + row * capacity, nnz_ptr + row,
-            flags_ptr + row * chunks, epoch, pid % chunks, chunks, N, capacity, BLOCK, VEC, FLAGS,
-        )  # fmt: skip
+        scan(x_ptr, slots_ptr, counts_ptr, nnz_ptr + row, epoch, pid % chunks, chunks, N, capacity, BLOCK, VEC, FLAGS)
     else:
-        row = ((pid - scanning) // slices).to(tl.int64)
         columns = ((pid - scanning) % slices) * BLOCK_D + tl.arange(0, BLOCK_D)
         inside = columns < D
-        flags_ptr += row * chunks
-        done = (epoch.to(tl.int64) << 1) + 1
-        # The last chunk is done about last: to watch its word alone keeps the waiting out of the scan's way.
-        word = tl.load(flags_ptr + chunks - 1, volatile=True)
-        while (word >> 31) != done:
-            word = tl.load(flags_ptr + chunks - 1, volatile=True)
-        count = wait_and_sum(flags_ptr, chunks, done, FLAGS)
-        # The list was released before its flags. It is read past the L1, where the reads of a neighbouring row may have
-        # left an older copy of a sector that both share.
-        tl.debug_barrier()
+        count = wait_for(counts_ptr + chunks, epoch)
         if TRUNCATE:
             count = tl.minimum(count, capacity)
         if count <= capacity:
-            out = gather_rows(
-                values_ptr + row * capacity, indices_ptr + row * capacity, count,
-                w_ptr, stride_wn, columns, inside, N, BLOCK_E, BLOCK_D, RUN, ".cg",
-            )  # fmt: skip
+            if RUN > 0:
+                # Runs of their own: in float32 one running sum over a long row rounds worse than a dense product does.
+                acc = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
+                for begin in range(0, count, RUN):
+                    end = tl.minimum(begin + RUN, count)
+                    acc += gather_slots(
+                        x_ptr, slots_ptr, epoch, begin, end, w_ptr, stride_wn, columns, inside, BLOCK_E, BLOCK_D
+                    )
+            else:
+                acc = gather_slots(
+                    x_ptr, slots_ptr, epoch, 0, count, w_ptr, stride_wn, columns, inside, BLOCK_E, BLOCK_D
+                )
+            out = tl.sum(acc, axis=0)
             if bias_ptr is not None:
                 out += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
             tl.store(out_ptr + row * D + columns, out, mask=inside)
@@ -72,14 +149,13 @@ _decode_fwd = launch.Kernel(_decode_fwd_kernel)
 
 
 class _Space:
-    """What one stream's decodes of one shape share: lists, flags, partial sums. None of it leaves the launch."""
+    """What one stream's decodes of one shape share: words, counts, partial sums. None of it leaves the launch."""
 
     def __init__(self, acts: Tensor, weight: Tensor, capacity: int, chunks: int, overflows: bool) -> None:
         m, n = acts.shape
-        self.values = acts.new_empty(m, capacity)
-        self.indices = torch.empty(m, capacity, dtype=torch.int32, device=acts.device)
+        self.size = m * (capacity + chunks + 1)
+        self.words, self.epoch = launch.flags.get(self.size, acts.device)
         self.nnz = torch.empty(m, dtype=torch.int32, device=acts.device)
-        self.flags, self.epoch = launch.flags.get(m * chunks, acts.device)
         self.overflows = overflows
         self.partial, self.arrived = overflow.workspace(m, n, weight) if overflows else (None, None)
 
@@ -90,24 +166,23 @@ class _Plan:
     __slots__ = ("epochs", "lists", "lock", "overflow", "pointers", "scan", "space")
 
     def __init__(self, space: _Space, scan: launch.Bound, over: launch.Bound | None) -> None:
-        # Flags of its own, so that another operator's epochs cannot meet its words.
-        space.flags = torch.zeros_like(space.flags)
+        # Words of its own, so that another operator's epochs cannot meet them.
+        space.words = torch.zeros(space.size, dtype=torch.int64, device=space.nnz.device)
         self.epochs = launch.Epochs()
         self.lock = threading.Lock()
         self.space, self.scan, self.overflow = space, scan, over
-        addresses = [
-            None if t is None else t.data_ptr()
-            for t in (space.values, space.indices, space.nnz, space.arrived, space.flags, space.partial)
-        ]
-        self.lists = addresses[:5]
-        self.pointers = (addresses[5], addresses[3], addresses[2])
+        nnz, arrived, words, partial = (
+            None if t is None else t.data_ptr() for t in (space.nnz, space.arrived, space.words, space.partial)
+        )
+        self.lists = (nnz, arrived, words)
+        self.pointers = (partial, arrived, nnz)
 
 
 _plans: dict[tuple[object, ...], _Plan] = {}
 
 
 def _one_launch(
-    acts: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, capacity: int, truncate: bool, clear: bool = False
+    acts: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, capacity: int, truncate: bool
 ) -> tuple[_Space, launch.Bound | None, launch.Bound | None]:
     (m, n), d = acts.shape, weight.shape[1]
     tile, warps = tuning.decode_tile(m, n, d, weight.element_size())
@@ -117,15 +192,12 @@ def _one_launch(
     meta |= {"LEADS": overflows and tuning.dependent_launch(weight.device), "TRUNCATE": truncate}
     slices = launch.cdiv(d, meta["BLOCK_D"])
     space = _Space(acts, weight, capacity, chunks, overflows)
-    if clear:
-        space.values.zero_()
-        space.indices.fill_(-1)
     key = (m, n, d, capacity, acts.dtype, weight.dtype, acts.stride(0), weight.stride(0), out.dtype)
     key += (bias is None or bias.dtype, truncate)
-    args = (acts, weight, bias, out, space.values, space.indices, space.nnz, space.arrived, space.flags, space.epoch)
+    args = (acts, weight, bias, out, space.nnz, space.arrived, space.words, space.epoch)
     args += (acts.stride(0), weight.stride(0), m, n, d, capacity, chunks, slices)
     args += (0 if space.arrived is None else space.arrived.shape[0],)
-    scan = _decode_fwd(key, (m * (chunks + slices), 1, 1), args, meta, num_warps=warps, head=10)
+    scan = _decode_fwd(key, (m * (chunks + slices), 1, 1), args, meta, num_warps=warps, head=8)
     over = None
     if overflows:
         over = overflow.forward(acts, weight, bias, out, space.nnz, capacity, (space.partial, space.arrived))
@@ -136,16 +208,8 @@ def decode_lists(
     acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, truncate: bool, out_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Operator `sae_decode_lists` -> (out [M, D], values, indices, nnz), the lists as `pack_ell` gives them."""
-    m, n = acts.shape
-    d = weight.shape[1]
-    bias = None if bias is None else bias.contiguous()
-    if not tuning.one_launch_decode(m, n) or m == 0 or n == 0 or d == 0:
-        values, indices, nnz = pack.pack_ell(acts, capacity)
-        return _from_lists(values, indices, nnz, acts, weight, bias, truncate, out_dtype), values, indices, nnz
-    acts, weight = pack.rows_contiguous(acts), pack.rows_contiguous(weight)
-    out = torch.empty(m, d, dtype=out_dtype or weight.dtype, device=weight.device)
-    space, _, _ = _one_launch(acts, weight, bias, out, capacity, truncate, clear=True)
-    return out, space.values, space.indices, space.nnz
+    values, indices, nnz = pack.pack_ell(acts, capacity)
+    return _from_lists(values, indices, nnz, acts, weight, bias, truncate, out_dtype), values, indices, nnz
 
 
 def _from_lists(
@@ -221,8 +285,8 @@ def _decode_and_plan(
 EXAMPLES = {
     _decode_fwd_kernel: {
         "signature": {
-            "x_ptr": "*fp32", "w_ptr": "*fp32", "bias_ptr": None, "out_ptr": "*fp32", "values_ptr": "*fp32",
-            "indices_ptr": "*i32", "nnz_ptr": "*i32", "arrived_ptr": "*i32", "flags_ptr": "*i64", "epoch": "i32",
+            "x_ptr": "*fp32", "w_ptr": "*fp32", "bias_ptr": None, "out_ptr": "*fp32", "nnz_ptr": "*i32",
+            "arrived_ptr": "*i32", "words_ptr": "*i64", "epoch": "i32",
             "stride_xm": "i32", "stride_wn": "i32", "M": "i32", "N": "i32", "D": "i32", "capacity": "i32",
             "chunks": "i32", "slices": "i32", "tiles": "i32",
         },
