@@ -58,9 +58,9 @@ class Kernel:
             pointers.append(arg)
         misaligned = bits % 16 != 0
         key = (key, device, misaligned, num_warps, num_stages, maxnreg)
-        guard = device != torch.cuda.current_device()
+        previous = torch._C._cuda_getDevice()
+        guard = device != previous
         if guard:
-            previous = torch.cuda.current_device()
             torch.cuda.set_device(device)
         try:
             launch = self._compiled.get(key)

@@ -24,6 +24,7 @@ if INTERPRET:
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _implementations: dict[Any, dict[str, Callable[..., Any]]] = {}
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _lazily(path: str) -> Callable[..., Any]:
@@ -95,3 +96,10 @@ def shortcut(operator: Any, device: torch.device) -> Callable[..., Any]:
         or torch.autograd._profiler_enabled()
     )
     return operator if watched else _implementations[operator].get(device.type, operator)
+
+
+def in_backward(operator: Any, *tensors: torch.Tensor | None) -> Callable[..., Any]:
+    """`shortcut` in a backward pass; the operator itself where that pass is differentiated or traced."""
+    if torch.is_grad_enabled() or any(t is not None and type(t) not in _PLAIN for t in tensors):
+        return operator
+    return shortcut(operator, next(t.device for t in tensors if t is not None))

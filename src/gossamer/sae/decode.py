@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks, tuning
-from gossamer._core.ops import register, shortcut
+from gossamer._core.ops import in_backward, register, shortcut
 from gossamer.rowsparse import pack
 from gossamer.rowsparse.formats import Rows, _RowSparse
 from gossamer.rowsparse.matmul import _matmul, _sampled, check_dtypes, check_weight, gradients
@@ -243,11 +243,12 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
     acts, weight, values, indices, nnz = ctx.saved_tensors
     grad_acts = grad_weight = grad_bias = products = None
     if ctx.needs_input_grad[1]:
-        columns = transpose_keys(indices, nnz, weight.shape[0])
+        columns = in_backward(transpose_keys, indices, nnz)(indices, nnz, weight.shape[0])
         sampled = weight if ctx.needs_input_grad[0] else None
         grad_weight, products = gradients(grad, indices, columns, values, nnz, acts, sampled, weight.dtype)
     if ctx.needs_input_grad[0]:
-        grad_acts = _sampled(grad, weight, indices, nnz, acts, True, True, products)[1].to(values.dtype)
+        call = in_backward(_sampled, grad, weight, acts)
+        grad_acts = call(grad, weight, indices, nnz, acts, True, True, products)[1].to(values.dtype)
     if ctx.needs_input_grad[2]:
         grad_bias = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(ctx.bias_dtype)
     return grad_acts, grad_weight, grad_bias, None, None, None

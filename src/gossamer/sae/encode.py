@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer._core.ops import register
+from gossamer._core.ops import in_backward, register
 from gossamer.rowsparse import ELL
 from gossamer.rowsparse.matmul import _matmul, check_dtypes, gradients
 from gossamer.rowsparse.pack import default_capacity
@@ -251,7 +251,7 @@ def _backward(
     if need_x:
         grad_x = _matmul(grad_pre, indices, counts, dense, weight.t(), None, x.dtype)
     if need_weight or need_bias or need_threshold or need_b_dec:
-        columns = transpose_keys(indices, nnz, weight.shape[1])
+        columns = in_backward(transpose_keys, indices, nnz)(indices, nnz, weight.shape[1])
     if need_weight:
         inner = (x if b_dec is None else x - b_dec).to(weight.dtype)
         grad_weight = gradients(inner, indices, columns, grad_pre, counts, dense, None, weight.dtype)[0].t()
