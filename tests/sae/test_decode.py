@@ -110,8 +110,8 @@ def test_error_budget(
     method: str, with_bias: bool, m: int, n: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
     """One launch or two, chunks of rows or whole rows, with rows that are empty and full, forward and backward."""
-    if MODE == "interpreter":
-        m, n = min(m, 7), min(n, 2100)
+    if MODE == "interpreter" and m > 7:
+        pytest.skip("large for the interpreter")
     elif MODE == "cpu" and dtype is torch.float16:
         m = min(m, 40)
     counts = [0, 1, 7, full(n) if method != "fixed" else 40] + [20] * (m - 4)
