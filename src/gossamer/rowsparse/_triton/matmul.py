@@ -346,13 +346,13 @@ def matmul_bwd(
     grad_weight = torch.empty(n, d, dtype=dtype, device=grad.device)
     m, size = grad.shape[0], 0 if weight is None else values.numel()
     long = min(n, keys.numel() // LONG)
-    # Each from an aligned address on: how many columns are long, whether a row overflowed, which columns, the gradient.
-    start = 8 + launch.cdiv(long, 4) * 4
-    noted = torch.zeros(start + size, dtype=torch.float32, device=grad.device)
-    grad_values = noted[start:] if weight is None else noted[start:].view(values.shape)
+    # Each from an aligned address on: the gradient, how many columns are long, whether a row overflowed, which columns.
+    start = launch.cdiv(size, 4) * 4
+    zeros = torch.zeros(start + 8 + long, dtype=torch.float32, device=grad.device)
+    grad_values = zeros[:0] if weight is None else zeros[:size].view(values.shape)
     if n == 0 or d == 0:
         return grad_weight, grad_values
-    noted = noted[:start].view(torch.int32)
+    noted = zeros[start:].view(torch.int32)
     weight = None if weight is None else overflow.unit_columns(weight)
     stride = 0 if weight is None else weight.stride(0)
     tile, warps, registers = tuning.bwd_tile(d, grad.element_size())
