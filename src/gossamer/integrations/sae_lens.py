@@ -1,0 +1,337 @@
+"""SAELens autoencoders on sparse operators, for code that goes on using them as it did.
+
+`patch` binds methods to one instance; parameters, state dict, hooks and class stay what they are. `decode` multiplies
+only what fired. `forward` hands packed latents from `encode` to `decode`, unless somebody listens to the latents (a
+hook, a cache): then they are dense, as SAELens makes them. `encode` called by itself returns a dense tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules import module as torch_module
+
+from gossamer import rowsparse
+from gossamer import sae as operators
+from gossamer._core import autocast
+
+try:
+    from sae_lens import SAE, TrainingSAE
+    from sae_lens.saes.gated_sae import GatedSAE
+    from sae_lens.saes.jumprelu_sae import JumpReLUSAE
+    from sae_lens.saes.standard_sae import StandardSAE
+    from sae_lens.saes.topk_sae import TopK, TopKSAE
+    from sae_lens.saes.transcoder import JumpReLUTranscoder, Transcoder
+except ImportError as error:
+    raise ImportError(
+        "gossamer.integrations.sae_lens needs SAELens 6.49 or newer: run pip install '.[sae-lens]' in a clone of the "
+        "repository."
+    ) from error
+
+_NAMES = ("forward", "encode", "decode")
+
+
+@dataclass(frozen=True)
+class Check:
+    """A patched autoencoder beside itself unpatched, on the same activations.
+
+    Args:
+        l0: latents a row that differ from 0, mean over rows: (unpatched, patched).
+        error: squared error of the reconstruction over that of the mean (1 - variance explained), where the output
+            has the input's shape, else None: (unpatched, patched).
+        difference: norm of the difference of the two outputs over the norm of the unpatched one.
+    """
+
+    l0: tuple[float, float]
+    error: tuple[float, float] | None
+    difference: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `patch` did.
+
+    Args:
+        accelerated: method -> how it computes now.
+        left: method -> why it computes as before.
+        check: the comparison that was asked for, or None.
+    """
+
+    accelerated: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    check: Check | None = None
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {how}" for name, how in self.accelerated.items()]
+        lines += [f"{name}: left as it is, {why}" for name, why in self.left.items()]
+        if self.check is not None:
+            lines.append("l0: {:.2f} unpatched, {:.2f} patched".format(*self.check.l0))
+            if self.check.error is not None:
+                lines.append("unexplained variance: {:.6f} unpatched, {:.6f} patched".format(*self.check.error))
+            lines.append(f"relative difference of the outputs: {self.check.difference:.2e}")
+        return "\n".join(lines)
+
+
+def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
+    """Replaces what an inference SAE of SAELens computes with; `unpatch` undoes it.
+
+    Args:
+        sae: standard, gated, JumpReLU or TopK SAE, transcoder or skip transcoder, of any float dtype and device. What
+            another architecture does its own way is left, and the report says so. Moving it (`to`), folding norms,
+            saving, hooks and `use_error_term` work as before.
+        check: `[..., d_in]` activations to run before and after, or None.
+
+    Returns:
+        What is accelerated, what is left and why, and the check. `print` it.
+
+    Raises:
+        TypeError: not a SAELens SAE, or one for training.
+        ValueError: already patched; or patched and unpatched disagree on `check` by more than rounding (relative
+            difference above 1e-4, in half precision 5e-2), in which case the SAE is left unpatched.
+
+    Source: the seed on sparse decoding, its end-to-end table over SAELens.
+
+    >>> print(patch(sae, check=activations))  # doctest: +SKIP
+    >>> reconstruction = sae(activations)  # doctest: +SKIP
+    """
+    operator = "integrations.sae_lens.patch"
+    if not isinstance(sae, SAE):
+        raise TypeError(f"{operator}: sae must be a SAELens SAE, got {type(sae).__name__}.")
+    if isinstance(sae, TrainingSAE):
+        raise TypeError(
+            f"{operator}: {type(sae).__name__} is for training, which is not supported yet. "
+            "Save it with save_inference_model and patch what SAE.load_from_disk returns."
+        )
+    if _is_patched(sae):
+        raise ValueError(f"{operator}: sae is patched already. Call unpatch first.")
+    before = None if check is None else _run(sae, check)
+    report = _bind(sae)
+    if check is None or before is None:
+        return report
+    latents, expected = before
+    with torch.no_grad():
+        out = sae(check)
+        rows = _packed(sae, check) if "forward" in report.accelerated else sae.encode(check)
+    packed = rows if isinstance(rows, Tensor) else rows.to_dense()
+    difference = float((out - expected).double().norm() / expected.double().norm().clamp(min=1e-30))
+    limit = 5e-2 if expected.dtype in (torch.float16, torch.bfloat16) else 1e-4
+    if not difference <= limit:
+        unpatch(sae)
+        raise ValueError(
+            f"{operator}: the patched output differs by {difference:.1e} of the norm of the unpatched one, more than "
+            f"{limit:g}. The SAE is unpatched again; please report its architecture and cfg."
+        )
+    errors = None
+    if out.shape == check.shape:
+        errors = _unexplained(expected, check), _unexplained(out, check)
+    return Report(report.accelerated, report.left, Check((_l0(latents), _l0(packed)), errors, difference))
+
+
+def unpatch(sae: SAE[Any]) -> None:
+    """Undoes `patch`.
+
+    Args:
+        sae: what was patched.
+
+    Raises:
+        ValueError: it is not patched.
+
+    >>> unpatch(sae)  # doctest: +SKIP
+    """
+    if not _is_patched(sae):
+        raise ValueError("integrations.sae_lens.unpatch: sae is not patched.")
+    for name in (*_NAMES, "_gossamer"):
+        sae.__dict__.pop(name, None)
+
+
+class _State:
+    """Kept on a patched instance: whether `forward` is running, which wants packed latents from `encode`."""
+
+    packing = False
+
+
+def _is_patched(sae: SAE[Any]) -> bool:
+    return isinstance(getattr(sae, "__dict__", {}).get("_gossamer"), _State)
+
+
+def _bind(sae: SAE[Any]) -> Report:
+    accelerated, left = {}, {}
+    # By the functions, not the class: a subclass that overrides none of them computes the same.
+    kind = type(sae)
+    name = kind.__name__
+    if kind.decode in _DECODERS:
+        sae.__dict__["decode"] = MethodType(_decode, sae)
+        accelerated["decode"] = "multiplies the decoder rows of latents that fired"
+    else:
+        left["decode"] = f"{name} has one of its own"
+    why = _why_not_packed(sae)
+    if "decode" in accelerated and why is None:
+        sae.__dict__["encode"] = MethodType(_encode, sae)
+        sae.__dict__["forward"] = MethodType(_forward, sae)
+        accelerated["forward"] = "latents stay packed from encode to decode, unless a hook listens to them"
+        left["encode"] = "it returns a dense tensor"
+    else:
+        left["forward"] = why or left["decode"]
+        left["encode"] = left["forward"]
+    sae.__dict__["_gossamer"] = _State()
+    return Report(accelerated, left)
+
+
+def _why_not_packed(sae: SAE[Any]) -> str | None:
+    """Why `encode` cannot hand packed latents to `decode`, or None where it can."""
+    kind = type(sae)
+    if kind.encode not in _ENCODERS:
+        return f"{kind.__name__} has an encode of its own"
+    if kind.encode is TopKSAE.encode:
+        if not isinstance(sae.activation_fn, TopK):
+            return f"its activation is {type(sae.activation_fn).__name__}, not TopK"
+        if sae.cfg.rescale_acts_by_decoder_norm:
+            return "rescale_acts_by_decoder_norm scales dense pre-activations before it selects"
+    elif not isinstance(sae.activation_fn, torch.nn.ReLU):
+        return f"its activation is {type(sae.activation_fn).__name__}, not ReLU"
+    return None
+
+
+def _listened(hook: torch.nn.Module) -> bool:
+    """Whether a hook point does anything when it is called."""
+    own = hook._forward_hooks or hook._forward_pre_hooks or hook._backward_hooks or hook._backward_pre_hooks
+    everywhere = torch_module._has_any_global_hook()
+    return bool(own) or bool(everywhere)
+
+
+def _forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """The class's own forward, error term and skip connection included, with packed latents in it."""
+    state = self._gossamer
+    state.packing = True
+    try:
+        return type(self).forward(self, *args, **kwargs)
+    finally:
+        state.packing = False
+
+
+def _encode(self: Any, x: Tensor) -> Tensor | rowsparse.Rows:
+    listened = _listened(self.hook_sae_acts_pre) or _listened(self.hook_sae_acts_post)
+    if not self._gossamer.packing or listened or _why_not_packed(self) is not None:
+        return type(self).encode(self, x)
+    return _ENCODERS[type(self).encode](self, self.process_sae_in(x))
+
+
+def _packed(self: Any, x: Tensor) -> Tensor | rowsparse.Rows:
+    """`encode` as `forward` calls it, without what `process_sae_in` leaves for a `decode` that does not follow."""
+    self._gossamer.packing = True
+    try:
+        return _encode(self, x)
+    finally:
+        self._gossamer.packing = False
+
+
+def _encode_relu(self: Any, x: Tensor) -> rowsparse.ELL:
+    return operators.encode(x, self.W_enc, self.b_enc, activation="relu")
+
+
+def _encode_jumprelu(self: Any, x: Tensor) -> rowsparse.ELL:
+    # SAELens compares with a mask, through which no gradient reaches the threshold.
+    return operators.encode(x, self.W_enc, self.b_enc, activation="jumprelu", threshold=self.threshold.detach())
+
+
+def _encode_topk(self: Any, x: Tensor) -> rowsparse.ELL:
+    return operators.encode(x, self.W_enc, self.b_enc, activation="topk", k=self.activation_fn.k)
+
+
+def _encode_gated(self: Any, x: Tensor) -> rowsparse.Rows:
+    # Both paths share W_enc up to a factor a latent: one product serves the two.
+    product = x @ self.W_enc
+    gate = product + self.b_gate > 0
+    magnitude = torch.relu(product * self.r_mag.exp() + self.b_mag)
+    return rowsparse.pack(torch.where(gate, magnitude, 0))
+
+
+def _decode(self: Any, feature_acts: Tensor | rowsparse.Rows) -> Tensor:
+    if isinstance(feature_acts, Tensor):
+        if feature_acts.is_sparse:
+            return type(self).decode(self, feature_acts)
+        if type(self).decode is TopKSAE.decode and self.cfg.rescale_acts_by_decoder_norm:
+            feature_acts = feature_acts * (1 / self.W_dec.norm(dim=-1))
+    out = _product(feature_acts, self.W_dec, self.b_dec)
+    return _DECODERS[type(self).decode](self, self.hook_sae_recons(out))
+
+
+def _product(acts: Tensor | rowsparse.Rows, W_dec: Tensor, b_dec: Tensor) -> Tensor:
+    if autocast.enabled(W_dec.device):
+        # As SAELens: a product in the autocast dtype, and a sum in that of the bias.
+        return _product_alone(acts, W_dec, None) + b_dec
+    return _product_alone(acts, W_dec, b_dec)
+
+
+def _product_alone(acts: Tensor | rowsparse.Rows, W_dec: Tensor, b_dec: Tensor | None) -> Tensor:
+    if isinstance(acts, Tensor) and acts.requires_grad and torch.is_grad_enabled():
+        return _WithDenseGradient.apply(acts, W_dec, b_dec)
+    return operators.decode(acts, W_dec, b_dec)
+
+
+class _WithDenseGradient(torch.autograd.Function):
+    """`sae.decode` of latents that somebody else may hold, too: their gradient is dense, as attributions need it."""
+
+    @staticmethod
+    def forward(acts: Tensor, W_dec: Tensor, b_dec: Tensor | None) -> Tensor:
+        return operators.decode(acts, W_dec, b_dec)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+        acts, W_dec, b_dec = inputs
+        ctx.save_for_backward(acts, W_dec)
+        ctx.bias_dtype = None if b_dec is None else b_dec.dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        acts, W_dec = ctx.saved_tensors
+        flat, rows = grad.reshape(-1, grad.shape[-1]), acts.reshape(-1, acts.shape[-1])
+        need_acts, need_weight, need_bias = ctx.needs_input_grad
+        grad_acts = (grad @ W_dec.to(grad.dtype).t()).to(acts.dtype) if need_acts else None
+        grad_weight = (rows.to(grad.dtype).t() @ flat).to(W_dec.dtype) if need_weight else None
+        return grad_acts, grad_weight, flat.sum(0).to(ctx.bias_dtype) if need_bias else None
+
+
+def _finish(self: Any, out: Tensor) -> Tensor:
+    return self.reshape_fn_out(self.run_time_activation_norm_fn_out(out), self.d_head)
+
+
+def _finish_transcoder(self: Any, out: Tensor) -> Tensor:
+    return out
+
+
+_ENCODERS: dict[Callable[..., Any], Callable[[Any, Tensor], rowsparse.Rows]] = {
+    StandardSAE.encode: _encode_relu,
+    Transcoder.encode: _encode_relu,
+    JumpReLUSAE.encode: _encode_jumprelu,
+    JumpReLUTranscoder.encode: _encode_jumprelu,
+    TopKSAE.encode: _encode_topk,
+    GatedSAE.encode: _encode_gated,
+}
+_DECODERS: dict[Callable[..., Any], Callable[[Any, Tensor], Tensor]] = {
+    StandardSAE.decode: _finish,
+    JumpReLUSAE.decode: _finish,
+    TopKSAE.decode: _finish,
+    GatedSAE.decode: _finish,
+    Transcoder.decode: _finish_transcoder,
+}
+
+
+def _run(sae: SAE[Any], x: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        out = sae(x)
+        return sae.encode(x), out
+
+
+def _l0(latents: Tensor) -> float:
+    return float((latents != 0).sum(-1).double().mean())
+
+
+def _unexplained(out: Tensor, x: Tensor) -> float:
+    flat, target = (t.reshape(-1, t.shape[-1]).double() for t in (out, x))
+    return float((flat - target).square().sum() / (target - target.mean(0)).square().sum().clamp(min=1e-30))
