@@ -1,0 +1,197 @@
+"""Autoencoders on disk: there and back, and to and from the libraries whose layouts they have."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gossamer import nn
+
+D_IN, D_SAE, K = 12, 64, 5
+
+
+def make(kind: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    if kind == "topk":
+        model: Any = nn.TopKSAE(D_IN, D_SAE, K, dtype=dtype, device=device)
+    else:
+        options = {"bandwidth": 0.2, "l0_coefficient": 0.3, "initial_threshold": 0.4, "capacity": 40}
+        model = nn.JumpReLUSAE(D_IN, D_SAE, **options, dtype=dtype, device=device)
+        model.log_threshold.data += 0.1 * torch.randn(D_SAE, device=device)
+    for name in ("W_enc", "b_enc", "b_dec"):
+        parameter = getattr(model, name)
+        parameter.data += 0.2 * torch.randn(parameter.shape, device=device)
+    return model
+
+
+def inputs(device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(30, D_IN, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+
+
+@pytest.mark.parametrize("kind", ["topk", "jumprelu"])
+def test_there_and_back(kind: str, dtype: torch.dtype, device: torch.device, tmp_path: Path) -> None:
+    model, x = make(kind, device, dtype), inputs(device, dtype)
+    model.train()(x)
+    nn.save(model, tmp_path / "new" / "folder")
+    again = nn.load(tmp_path / "new" / "folder", device=device)
+    assert repr(again) == repr(model)
+    assert again.state_dict().keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        found = again.state_dict()[name]
+        assert found.dtype is tensor.dtype and found.device == tensor.device
+        if name == "log_threshold":
+            torch.testing.assert_close(found, tensor, rtol=1e-6, atol=1e-6)
+        else:
+            assert torch.equal(found, tensor), name
+    if kind == "jumprelu":
+        assert again.bandwidth == model.bandwidth and again.capacity == model.capacity
+    assert int(again.firing_counts.sum()) > 0
+    assert {file.name for file in (tmp_path / "new" / "folder").iterdir()} == {
+        "cfg.json",
+        "sae_weights.safetensors",
+        "training_state.safetensors",
+    }
+
+
+def test_dtype_of_the_reader(device: torch.device, tmp_path: Path) -> None:
+    nn.save(make("jumprelu", device), tmp_path)
+    model = nn.load(tmp_path, device=device, dtype=torch.bfloat16)
+    assert model.W_enc.dtype is torch.bfloat16 and model.b_enc.dtype is torch.float32
+
+
+def test_sparsify(device: torch.device, tmp_path: Path) -> None:
+    model = make("topk", device)
+    nn.save(model, tmp_path, layout="sparsify")
+    tensors, config = load_file(tmp_path / "sae.safetensors"), json.loads((tmp_path / "cfg.json").read_text())
+    # As its SparseCoder has them: an nn.Linear, and decoder rows.
+    assert {name: tuple(t.shape) for name, t in tensors.items()} == {
+        "encoder.weight": (D_SAE, D_IN),
+        "encoder.bias": (D_SAE,),
+        "W_dec": (D_SAE, D_IN),
+        "b_dec": (D_IN,),
+    }
+    assert config["d_in"] == D_IN and config["num_latents"] == D_SAE and config["k"] == K
+    x = inputs(device)
+    assert torch.equal(nn.load(tmp_path, device=device)(x), model(x))
+    # Older files leave the number of latents to the expansion factor.
+    del config["num_latents"]
+    (tmp_path / "cfg.json").write_text(json.dumps(config | {"expansion_factor": 64 / 12}))
+    assert nn.load(tmp_path).d_sae == D_SAE
+    x_centred = x - model.b_dec
+    pre = torch.relu(x_centred @ tensors["encoder.weight"].to(device).t() + tensors["encoder.bias"].to(device))
+    top = pre.topk(K)
+    expected = torch.zeros_like(pre).scatter(1, top.indices, top.values) @ model.W_dec + model.b_dec
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["topk", "jumprelu"])
+def test_sae_lens_loads_it(kind: str, device: torch.device, tmp_path: Path) -> None:
+    sae_lens = pytest.importorskip("sae_lens")
+    model, x = make(kind, device), inputs(device)
+    nn.save(model, tmp_path)
+    sae = sae_lens.SAE.load_from_disk(tmp_path, device=str(device))
+    assert type(sae).__name__ == {"topk": "TopKSAE", "jumprelu": "JumpReLUSAE"}[kind]
+    with torch.no_grad():
+        torch.testing.assert_close(sae(x), model(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(sae.encode(x), model.encode(x).to_dense(), rtol=1e-4, atol=1e-5)
+        sae.save_model(tmp_path / "again")
+    torch.testing.assert_close(nn.load(tmp_path / "again", device=device)(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("subtract", [True, False])
+@pytest.mark.parametrize("kind", ["topk", "topk, rescaled", "jumprelu"])
+def test_it_loads_what_sae_lens_saves(kind: str, subtract: bool, device: torch.device, tmp_path: Path) -> None:
+    pytest.importorskip("sae_lens")
+    from sae_lens.registry import get_sae_class
+
+    architecture = kind.split(",")[0]
+    options = {"k": K, "rescale_acts_by_decoder_norm": "rescaled" in kind} if architecture == "topk" else {}
+    sae_class, config_class = get_sae_class(architecture)
+    config = config_class(d_in=D_IN, d_sae=D_SAE, device=str(device), apply_b_dec_to_input=subtract, **options)
+    sae = sae_class(config)
+    torch.manual_seed(2)
+    for name, parameter in sae.named_parameters():
+        parameter.data = torch.randn_like(parameter) * 0.3 + (0.2 if name == "threshold" else 0)
+    sae.save_model(tmp_path)
+    model, x = nn.load(tmp_path, device=device), inputs(device)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), sae(x), rtol=1e-4, atol=1e-4)
+
+
+def test_it_loads_a_batchtopk_sae(device: torch.device, tmp_path: Path) -> None:
+    pytest.importorskip("sae_lens")
+    from sae_lens import SAE, BatchTopKTrainingSAE, BatchTopKTrainingSAEConfig
+
+    config = BatchTopKTrainingSAEConfig(d_in=D_IN, d_sae=D_SAE, k=K, device=str(device))
+    sae = BatchTopKTrainingSAE(config)
+    sae.topk_threshold.fill_(0.25)
+    sae.save_inference_model(tmp_path)
+    x = inputs(device)
+    with torch.no_grad():
+        expected = SAE.load_from_disk(tmp_path, device=str(device))(x)
+        torch.testing.assert_close(nn.load(tmp_path, device=device)(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_failing_disk_leaves_the_old_files(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make("topk", device)
+    nn.save(model, tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    model.W_enc.data.zero_()
+
+    def full(tensors: Any, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("gossamer.nn.checkpoint.save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        nn.save(model, tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_errors(device: torch.device, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"nn\.save: model must be a TopKSAE or a JumpReLUSAE, got Linear"):
+        nn.save(torch.nn.Linear(2, 2), tmp_path)
+    with pytest.raises(ValueError, match="layout must be"):
+        nn.save(make("topk", device), tmp_path, layout="pickle")
+    with pytest.raises(ValueError, match="no place for thresholds"):
+        nn.save(make("jumprelu", device), tmp_path, layout="sparsify")
+    with pytest.raises(FileNotFoundError, match=r"nn\.load: .* must hold cfg\.json and sae_weights\.safetensors or"):
+        nn.load(tmp_path)
+    nn.save(make("topk", device), tmp_path)
+    with pytest.raises(TypeError, match="dtype must be"):
+        nn.load(tmp_path, dtype=torch.int8)
+    config = json.loads((tmp_path / "cfg.json").read_text())
+    for change, message in (
+        ({"architecture": "gated"}, 'architecture = \'gated\'; these modules are "topk" and "jumprelu"'),
+        ({"normalize_activations": "layer_norm"}, "normalize_activations = 'layer_norm'"),
+        ({"k": 0}, "must have k, an int of at least 1, got 0"),
+        ({"d_sae": 65}, r"must hold W_enc \[12, 65\] by cfg.json, got \[12, 64\]"),
+        ({"architecture": "jumprelu"}, r"must hold threshold \[64\] by cfg.json, got nothing"),
+    ):
+        (tmp_path / "cfg.json").write_text(json.dumps(config | change))
+        with pytest.raises(ValueError, match=message):
+            nn.load(tmp_path)
+    (tmp_path / "cfg.json").write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        nn.load(tmp_path)
+    (tmp_path / "cfg.json").write_text(json.dumps(config))
+    weights = tmp_path / "sae_weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+        nn.load(tmp_path)
+    folder = tmp_path / "sparsify"
+    nn.save(make("topk", device), folder, layout="sparsify")
+    config = json.loads((folder / "cfg.json").read_text())
+    (folder / "cfg.json").write_text(json.dumps(config | {"transcode": True}))
+    with pytest.raises(ValueError, match="transcode = True"):
+        nn.load(folder)
+    save_file({}, folder / "sae.safetensors")
+    (folder / "cfg.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="must hold W_enc"):
+        nn.load(folder)
