@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from gossamer.cli import main
+from gossamer.cli import environment, main
 from gossamer.cli._demo import features, measure, report, run
 from gossamer.cli._demo.features import Firings
 from gossamer.cli._demo.model import ByteModel, ModelConfig
@@ -349,7 +349,7 @@ def test_unusable_text_is_refused(tmp_path: Path, message: str) -> None:
 @pytest.mark.parametrize("name", ["meta", "cpu:3", "cuda:99", "abacus"])
 def test_unknown_device_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="--device must be auto or a device of this machine"):
-        run.resolve_device(name)
+        environment.resolve_device(name, "demo")
 
 
 def test_command_refuses_before_it_trains(folder: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `gossamer doctor`, `gossamer bench` and `gossamer demo` (extra `cli`)."""
+"""The command line: `gossamer doctor`, `gossamer bench`, `gossamer demo` and `gossamer sae` (extra `cli`)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ _COMMANDS = {
     "doctor": ("gossamer.cli.doctor", "Show versions and devices, say which kernels run where, check every operator."),
     "bench": ("gossamer.cli.bench.command", "Measure gossamer beside its peers: table, JSON and plots."),
     "demo": ("gossamer.cli.demo", "Train a small transformer and a sparse autoencoder on real text, and report."),
+    "sae": ("gossamer.cli.sae", "Extract a sparse autoencoder's latents to disk, and look at them."),
 }
 
 main: Callable[[], Any]
@@ -55,8 +56,11 @@ else:
                 raise typer.Exit(130) from None
 
     def _load(name: str) -> Any:
+        command = getattr(import_module(_COMMANDS[name][0]), name)
+        if isinstance(command, typer.Typer):
+            return typer.main.get_command(command)
         single = typer.Typer(add_completion=False)
-        single.command(name)(getattr(import_module(_COMMANDS[name][0]), name))
+        single.command(name)(command)
         return typer.main.get_command(single)
 
     def _placeholder() -> None:

@@ -83,3 +83,19 @@ def _first_line(*command: str) -> str | None:
         return None
     lines = done.stdout.strip().splitlines()
     return lines[0].strip() if done.returncode == 0 and lines else None
+
+
+def resolve_device(name: str, command: str) -> torch.device:
+    """What `--device` of a command means; "auto" is the first GPU, or the CPU where there is none.
+
+    Raises ValueError for a name that is no device of this machine.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = {str(device): device for device in devices()}
+    if "cuda:0" in found:
+        found["cuda"] = found["cuda:0"]
+    if name not in found:
+        rule = f"--device must be auto or a device of this machine ({', '.join(found)})"
+        raise ValueError(f"gossamer {command}: {rule}, got {name!r}.")
+    return found[name]

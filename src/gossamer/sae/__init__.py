@@ -3,5 +3,6 @@
 from gossamer.sae.count_fired import count_fired
 from gossamer.sae.decode import decode
 from gossamer.sae.encode import encode, encode_with_l0
+from gossamer.sae.extract import Extraction, extract
 
-__all__ = ["count_fired", "decode", "encode", "encode_with_l0"]
+__all__ = ["Extraction", "count_fired", "decode", "encode", "encode_with_l0", "extract"]

@@ -66,28 +66,12 @@ class Settings:
     large: bool = True
 
 
-def resolve_device(name: str) -> torch.device:
-    """The device called `name`; "auto" is the first GPU, or the CPU where there is none.
-
-    Raises ValueError for a name that is no device of this machine.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = {str(device): device for device in environment.devices()}
-    if "cuda:0" in found:
-        found["cuda"] = found["cuda:0"]
-    if name not in found:
-        known = ", ".join(found)
-        raise ValueError(f"gossamer demo: --device must be auto or a device of this machine ({known}), got {name!r}.")
-    return found[name]
-
-
 def prepare(settings: Settings) -> tuple[torch.device, Corpus]:
     """Find out before anything is trained whether the run can end: the device, the text, the folder to write to.
 
     Raises ValueError for one that cannot be used.
     """
-    device = resolve_device(settings.device)
+    device = environment.resolve_device(settings.device, "demo")
     corpus = load_corpus(settings.text, seed=settings.seed, min_bytes=8 * (settings.model.context + 1))
     make_folder(settings.out, "demo")
     return device, corpus

@@ -1,0 +1,316 @@
+"""Activations through an autoencoder, as a stream, to shards of row-sparse latents on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gossamer import rowsparse
+from gossamer._core import checks
+from gossamer.rowsparse import CSR, ELL
+from gossamer.sae._extract.source import Source
+from gossamer.sae._extract.statistics import Statistics
+
+_MANIFEST = "manifest.json"
+_VERSION = 1
+
+
+class Extraction:
+    """What `extract` has written, read shard by shard.
+
+    Args:
+        folder: the `out` of an `extract`, finished or not.
+
+    Attributes:
+        manifest: the settings, the shards with their rows and entries, and whether the source came to its end.
+        d_sae, rows, nnz: sizes of the matrix so far.
+        firing_counts: int64 `[d_sae]`, rows in which each latent fired.
+        maximum: float32 `[d_sae]`, the largest magnitude of each latent, 0 if it never fired.
+        histogram: int64 `[d_sae, 32]`; bin b counts magnitudes in [2^(b - 24), 2^(b - 23)), the first and the last also
+            what lies beyond.
+        top_values, top_positions: float32 and int64 `[d_sae, top]`, the largest magnitudes of each latent and the rows
+            they stand in, of equal ones the first; position -1 where it fired less often.
+
+    Raises:
+        FileNotFoundError: no manifest there.
+        ValueError: a file of it is damaged.
+
+    >>> Extraction(folder).read(0).shape  # doctest: +SKIP
+    (65536, 16384)
+    """
+
+    firing_counts: Tensor
+    maximum: Tensor
+    histogram: Tensor
+    top_values: Tensor
+    top_positions: Tensor
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        manifest = _manifest(self.folder)
+        if manifest is None:
+            raise FileNotFoundError(f"sae.Extraction: {self.folder} holds no {_MANIFEST}.")
+        self.manifest: dict[str, Any] = manifest
+        self.d_sae: int = manifest["settings"]["d_sae"]
+        self.rows = sum(shard["rows"] for shard in manifest["shards"])
+        self.nnz = sum(shard["nnz"] for shard in manifest["shards"])
+        top = manifest["settings"]["top"]
+        state = Statistics(self.d_sae, top, torch.device("cpu")).state()
+        if manifest["statistics"] is not None:
+            state = _load("sae.Extraction", self.folder / manifest["statistics"])
+        for name, tensor in state.items():
+            setattr(self, name, tensor)
+
+    def __len__(self) -> int:
+        """The number of shards."""
+        return len(self.manifest["shards"])
+
+    def read(self, shard: int) -> CSR:
+        """One shard as a `CSR` `(rows, d_sae)` on the CPU."""
+        described = self.manifest["shards"][shard]
+        tensors = _load("sae.Extraction", self.folder / described["file"])
+        shape = (described["rows"], self.d_sae)
+        return CSR(tensors["row_offsets"], tensors["indices"], tensors["values"], shape)
+
+    def __iter__(self) -> Iterator[CSR]:
+        return (self.read(shard) for shard in range(len(self)))
+
+    def __repr__(self) -> str:
+        state = "complete" if self.manifest["complete"] else "unfinished"
+        return f"Extraction(rows={self.rows}, d_sae={self.d_sae}, nnz={self.nnz}, shards={len(self)}, {state})"
+
+
+def extract(
+    source: Any,
+    sae: Any,
+    out: str | Path,
+    *,
+    key: str | None = None,
+    batch_size: int = 4096,
+    shard_rows: int = 65536,
+    top: int = 16,
+    progress: Callable[[int, int | None], Any] | None = None,
+) -> Extraction:
+    """Encodes rows of activations and writes the latents to safetensors, with what each latent did.
+
+    It can be killed at any moment: the same call goes on where the last whole shard ended, and the files are in the end
+    byte for byte those of a run that was never interrupted (on the same device and versions). Memory holds a batch
+    and a shard's entries, whatever the source's size.
+
+    Args:
+        source: a tensor or array `[..., d_in]`; a path or paths of `.safetensors` and `.npy` files, or a folder of
+            them, which are mapped; or an iterable of batches `[..., d_in]`, which a resumed run must give again from
+            the start.
+        sae: what has `encode(x)` to row-sparse or dense latents, and `W_enc` `[d_in, d_sae]`: `nn.TopKSAE`,
+            `nn.JumpReLUSAE`, or an SAE of SAELens. Batches go to its device and dtype.
+        out: the folder of shards. Made if it is not there.
+        key: the tensor of each `.safetensors` file; None if it holds one.
+        batch_size: rows at once. Batches are cut alike in every run.
+        shard_rows: rows a file; a multiple of batch_size.
+        top: how many of its largest values to keep of each latent.
+        progress: called after each batch with (rows done, rows in all or None).
+
+    Returns:
+        The finished `Extraction`.
+
+    Raises:
+        ValueError: sizes that do not fit, a damaged file, or an `out` that was begun with other settings, another SAE
+            or more rows.
+        TypeError: a source or an sae of another kind.
+        FileNotFoundError: no such file.
+        OSError: the disk is full, say; whole shards stay as they are.
+
+    Source: streaming extraction, as interpretability work needs it over billions of tokens.
+
+    >>> extract(activations, model, "latents").firing_counts  # doctest: +SKIP
+    """
+    operator = "sae.extract"
+    W_enc = getattr(sae, "W_enc", None)
+    if not callable(getattr(sae, "encode", None)) or not isinstance(W_enc, Tensor) or W_enc.dim() != 2:
+        raise TypeError(f"{operator}: sae must have encode(x) and W_enc [d_in, d_sae], got {type(sae).__name__}.")
+    checks.positive(operator, "batch_size", batch_size, "It is the number of rows at once.")
+    checks.positive(operator, "shard_rows", shard_rows, "It is the number of rows a file.")
+    if shard_rows % batch_size:
+        raise ValueError(
+            f"{operator}: shard_rows must be a multiple of batch_size = {batch_size}, got {shard_rows}. "
+            "A batch that spans two files could not be computed alike after an interruption."
+        )
+    if not isinstance(top, int) or top < 0:
+        raise ValueError(f"{operator}: top must be an int of at least 0, got {top!r}.")
+    rows = Source(source, key)
+    d_in, d_sae = W_enc.shape
+    settings = {
+        "d_in": d_in,
+        "d_sae": d_sae,
+        "dtype": checks.name_of(W_enc.dtype),
+        "batch_size": batch_size,
+        "shard_rows": shard_rows,
+        "top": top,
+        "sae": _fingerprint(sae),
+    }
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest = _begin(operator, folder, settings)
+    statistics = Statistics(d_sae, top, W_enc.device)
+    if manifest["statistics"] is not None:
+        statistics.restore(_load(operator, folder / manifest["statistics"]))
+    done = sum(shard["rows"] for shard in manifest["shards"])
+    if rows.length is not None and (done > rows.length or (manifest["complete"] and done != rows.length)):
+        state = "is complete with" if manifest["complete"] else "holds"
+        raise ValueError(
+            f"{operator}: {folder} {state} {done} rows, and the source has {rows.length}. Name another folder for it."
+        )
+    if manifest["complete"]:
+        return Extraction(folder)
+    was_training = getattr(sae, "training", False)
+    try:
+        if was_training:
+            sae.eval()
+        shard = _Shard(done)
+        for batch in rows.batches(batch_size, done, d_in):
+            with torch.no_grad():
+                latents = _entries(sae.encode(batch.to(W_enc.device, W_enc.dtype)))
+                manifest["nonfinite"] += statistics.update(latents, shard.first + shard.rows)
+            shard.append(latents)
+            if shard.rows == shard_rows:
+                _commit(folder, manifest, statistics, shard)
+                shard = _Shard(shard.first + shard.rows)
+            if progress is not None:
+                progress(shard.first + shard.rows, rows.length)
+    finally:
+        if was_training:
+            sae.train()
+    # At once: a short shard that did not say that it is the last would be gone on from at another place.
+    manifest["complete"] = True
+    if shard.rows:
+        _commit(folder, manifest, statistics, shard)
+    else:
+        _write_manifest(folder, manifest)
+    return Extraction(folder)
+
+
+class _Shard:
+    """The entries of the rows from `first` on, on the host."""
+
+    def __init__(self, first: int) -> None:
+        self.first, self.rows = first, 0
+        self.counts: list[Tensor] = []
+        self.indices: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def append(self, latents: CSR) -> None:
+        self.rows += latents.num_rows
+        self.counts.append(latents.row_offsets.diff().cpu())
+        self.indices.append(latents.indices.cpu())
+        self.values.append(latents.values.cpu())
+
+    def tensors(self) -> dict[str, Tensor]:
+        offsets = torch.zeros(self.rows + 1, dtype=torch.int64)
+        torch.cumsum(torch.cat(self.counts), 0, out=offsets[1:])
+        return {"row_offsets": offsets, "indices": torch.cat(self.indices), "values": torch.cat(self.values)}
+
+
+def _entries(latents: Any) -> CSR:
+    """Latents as a CSR of the true size. Rows that overflowed are read from their source."""
+    if isinstance(latents, Tensor):
+        return rowsparse.pack(latents.reshape(-1, latents.shape[-1]), format="csr")
+    if not isinstance(latents, ELL) or bool(latents.overflowed.any()):
+        return rowsparse.pack(latents.to_dense().reshape(-1, latents.num_columns), format="csr")
+    held = torch.arange(latents.capacity, device=latents.device) < latents.nnz_per_row[:, None]
+    offsets = torch.zeros(latents.num_rows + 1, dtype=torch.int64, device=latents.device)
+    torch.cumsum(latents.nnz_per_row, 0, dtype=torch.int64, out=offsets[1:])
+    return CSR(offsets, latents.indices[held], latents.values[held], (latents.num_rows, latents.num_columns))
+
+
+def _fingerprint(sae: Any) -> str:
+    """What tells one SAE from another, and is the same again after a restart."""
+    named = sae.named_parameters() if isinstance(sae, torch.nn.Module) else [("W_enc", sae.W_enc)]
+    digest = hashlib.sha256()
+    for name, parameter in sorted(named):
+        digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _begin(operator: str, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The manifest to go on with; what an interrupted run left unfinished beside it is removed."""
+    manifest = _manifest(folder)
+    if manifest is None:
+        manifest = {"version": _VERSION, "settings": settings, "shards": [], "statistics": None}
+        manifest |= {"nonfinite": 0, "complete": False}
+    for name, value in settings.items():
+        if manifest["settings"].get(name) != value:
+            shown = "another one" if name == "sae" else f"{manifest['settings'].get(name)!r}, not {value!r}"
+            raise ValueError(
+                f"{operator}: {folder} was begun with {name} = {shown}. Name another folder, or remove this one."
+            )
+    known = {shard["file"] for shard in manifest["shards"]} | {manifest["statistics"]}
+    for file in folder.iterdir():
+        ours = file.name.startswith(("shard-", "statistics-")) and file.suffix == ".safetensors"
+        if file.suffix == ".partial" or (ours and file.name not in known):
+            file.unlink()
+    return manifest
+
+
+def _commit(folder: Path, manifest: dict[str, Any], statistics: Statistics, shard: _Shard) -> None:
+    """A shard and the statistics up to its end. The manifest is what makes them count, and is replaced last."""
+    number, tensors = len(manifest["shards"]), shard.tensors()
+    name = f"shard-{number:06d}.safetensors"
+    described = {"file": name, "rows": shard.rows, "nnz": tensors["indices"].shape[0]}
+    _write(folder / name, tensors)
+    before, manifest["statistics"] = manifest["statistics"], f"statistics-{number:06d}.safetensors"
+    _write(folder / manifest["statistics"], {name: t.cpu() for name, t in statistics.state().items()})
+    manifest["shards"].append(described)
+    _write_manifest(folder, manifest)
+    if before is not None:
+        (folder / before).unlink(missing_ok=True)
+
+
+def _manifest(folder: Path) -> dict[str, Any] | None:
+    if not (folder / _MANIFEST).is_file():
+        return None
+    try:
+        manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"sae.extract: {folder / _MANIFEST} is damaged: {error}.") from error
+    if manifest.get("version") != _VERSION:
+        raise ValueError(f"sae.extract: {folder / _MANIFEST} has version {manifest.get('version')}, not {_VERSION}.")
+    return manifest
+
+
+def _load(operator: str, file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (SafetensorError, FileNotFoundError) as error:
+        raise ValueError(f"{operator}: {file} is damaged: {error}. Remove its folder and extract again.") from error
+
+
+def _write(file: Path, tensors: dict[str, Tensor]) -> None:
+    partial = file.with_name(file.name + ".partial")
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
+        _settle(partial, file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    partial = folder / f"{_MANIFEST}.partial"
+    partial.write_text(json.dumps(manifest, indent=1) + "\n")
+    _settle(partial, folder / _MANIFEST)
+
+
+def _settle(partial: Path, file: Path) -> None:
+    """Moves a file to its place once the disk has it: even a power cut leaves the old one or the new one."""
+    with partial.open("rb+") as handle:
+        os.fsync(handle.fileno())
+    partial.replace(file)

@@ -1,0 +1,288 @@
+"""Streaming extraction: what is on disk, in every interruption and with every source."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from gossamer import nn
+from gossamer.sae import Extraction, extract
+
+pytestmark = pytest.mark.native
+
+D_IN, D_SAE = 16, 192
+SIZES = {"batch_size": 32, "shard_rows": 64, "top": 5}
+
+
+def model(device: torch.device, kind: str = "topk", dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    if kind == "topk":
+        return nn.TopKSAE(D_IN, D_SAE, 6, dtype=dtype, device=device)
+    return nn.JumpReLUSAE(D_IN, D_SAE, initial_threshold=0.8, capacity=20, dtype=dtype, device=device)
+
+
+def activations(rows: int = 300) -> Tensor:
+    return torch.randn(rows, D_IN, generator=torch.Generator().manual_seed(1))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("kind", ["topk", "jumprelu"])
+def test_what_is_on_disk(kind: str, dtype: torch.dtype, device: torch.device, tmp_path: Path) -> None:
+    """Entries as `encode` has them, with rows that overflow, and statistics as of the dense matrix."""
+    sae, x = model(device, kind, dtype), activations()
+    seen: list[Any] = []
+    found = extract(x, sae, tmp_path, progress=lambda *done: seen.append(done), **SIZES)
+    parts = [sae.eval().encode(x[i : i + 32].to(device, dtype)) for i in range(0, 300, 32)]
+    dense = torch.cat([part.to_dense() for part in parts]).cpu()
+    if kind == "jumprelu":
+        assert any(bool(part.overflowed.any()) for part in parts)
+    assert len(found) == 5 and found.rows == 300 and found.nnz == int((dense != 0).sum())
+    assert torch.equal(torch.cat([shard.to_dense() for shard in found]), dense)
+    assert torch.equal(found.firing_counts, (dense != 0).sum(0))
+    wide = dense.float()
+    assert torch.equal(found.maximum, wide.amax(0))
+    values = wide.t().sort(descending=True, stable=True)
+    assert torch.equal(found.top_values, values.values[:, :5])
+    positions = torch.where(found.top_values > 0, values.indices[:, :5], -1)
+    assert torch.equal(found.top_positions, positions)
+    octaves = (wide[wide > 0].log2().floor() + 24).long().bincount(minlength=32)
+    assert torch.equal(found.histogram.sum(0), octaves)
+    assert seen == [(min(done, 300), 300) for done in range(32, 332, 32)]
+    assert "complete" in repr(found) and repr(Extraction(tmp_path)) == repr(found)
+
+
+def test_a_model_in_training_counts_nothing_and_goes_on_training(device: torch.device, tmp_path: Path) -> None:
+    sae = model(device).train()
+    extract(activations(40), sae, tmp_path, **SIZES)
+    assert sae.training and not sae.firing_counts.any()
+
+
+def test_sources(device: torch.device, tmp_path: Path) -> None:
+    """The same rows give the same bytes, wherever they come from and however they are cut."""
+    sae, x = model(device), activations()
+    extract(x, sae, tmp_path / "expected", **SIZES)
+    files = tmp_path / "files"
+    files.mkdir()
+    np.save(files / "a.npy", x[:90].reshape(3, 30, D_IN).numpy())
+    save_file({"acts": x[90:211].contiguous()}, files / "b.safetensors")
+    save_file({"acts": x[211:].contiguous(), "tokens": torch.zeros(3)}, files / "c.safetensors")
+    np.save(tmp_path / "all.npy", x.numpy())
+    sources: dict[str, Any] = {
+        "array": x.numpy(),
+        "three dimensions": x.reshape(6, 50, D_IN),
+        "npy": tmp_path / "all.npy",
+        "folder": str(files),
+        "files": [files / "a.npy", str(files / "b.safetensors"), files / "c.safetensors"],
+        "iterator": iter(x.split(37)),
+        "batches of batches": [x[:100].reshape(2, 50, D_IN), x[100:]],
+    }
+    for name, source in sources.items():
+        extract(source, sae, tmp_path / f"out, {name}", key="acts", **SIZES)
+        assert contents(tmp_path / f"out, {name}") == contents(tmp_path / "expected"), name
+
+
+def test_dense_latents(device: torch.device, tmp_path: Path) -> None:
+    class Dense(torch.nn.Module):
+        def __init__(self, inner: Any) -> None:
+            super().__init__()
+            self.inner, self.W_enc = inner, inner.W_enc
+
+        def encode(self, x: Tensor) -> Tensor:
+            return self.inner.encode(x).to_dense()
+
+    sae = model(device).eval()
+    for name, one in {"packed": sae, "dense": Dense(sae)}.items():
+        extract(activations(), one, tmp_path / name, **SIZES)
+    packed, dense = (Extraction(tmp_path / name) for name in ("packed", "dense"))
+    assert torch.equal(packed.top_positions, dense.top_positions)
+    for shard in range(len(packed)):
+        assert torch.equal(packed.read(shard).values, dense.read(shard).values)
+
+
+def test_sizes_at_the_edge(device: torch.device, tmp_path: Path) -> None:
+    sae = model(device)
+    empty = extract(activations(0), sae, tmp_path / "empty", **SIZES)
+    assert empty.rows == 0 and len(empty) == 0 and not empty.firing_counts.any()
+    for rows in (1, 64, 128):
+        assert extract(activations(rows), sae, tmp_path / str(rows), **SIZES).rows == rows
+    assert extract(activations(10), sae, tmp_path / "none", **(SIZES | {"top": 0})).top_values.shape == (D_SAE, 0)
+
+
+def test_values_that_are_not_finite(device: torch.device, tmp_path: Path) -> None:
+    """They are stored, and left out of the statistics, which say how many there were."""
+    x = activations(40)
+    x[3] = float("nan")
+    found = extract(x, model(device), tmp_path, **SIZES)
+    assert found.manifest["nonfinite"] > 0 and found.maximum.isfinite().all()
+    assert found.read(0).to_dense()[3].isnan().any()
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_interrupted_anywhere(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped at every write in turn, half way through it and at its end: the same bytes as without."""
+    sae, x = model(device), activations(200)
+    extract(x, sae, tmp_path / "expected", **SIZES)
+    from gossamer.sae import extract as module_function
+
+    module = sys.modules[module_function.__module__]
+    original = {name: getattr(module, name) for name in ("save_file", "_settle")}
+    rng = random.Random(0)
+    for attempt in range(30):
+        left = [rng.randrange(1, 12)]
+
+        def stop(name: str, *args: Any, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                if rng.random() < 0.5:
+                    original[name](*args)
+                else:
+                    args[0 if name == "_settle" else 1].write_bytes(b"half")
+                raise Killed
+            original[name](*args)
+
+        for name in original:
+            monkeypatch.setattr(module, name, lambda *args, name=name: stop(name, *args))
+        # A kill runs no cleanup.
+        monkeypatch.setattr(Path, "unlink", lambda *args, **kwargs: None)
+        out = tmp_path / str(attempt % 3)
+        try:
+            extract(x, sae, out, **SIZES)
+        except Killed:
+            pass
+        finally:
+            monkeypatch.undo()
+    for attempt in range(3):
+        extract(iter(x.split(50)), sae, tmp_path / str(attempt), **SIZES)
+        assert contents(tmp_path / str(attempt)) == contents(tmp_path / "expected")
+
+
+SCRIPT = """
+import sys, time, torch
+from gossamer import nn, sae
+torch.manual_seed(0)
+model = nn.TopKSAE(16, 192, 6)
+x = torch.randn(4000, 16, generator=torch.Generator().manual_seed(1))
+print("begun", flush=True)
+sae.extract(x, model, sys.argv[1], batch_size=32, shard_rows=64, top=5, progress=lambda *_: time.sleep(0.002))
+"""
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.full)])
+def test_killed_for_good(kills: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "killed")]
+    rng = random.Random(1)
+    for _ in range(kills):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(rng.uniform(0.01, 0.6))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    for name in ("killed", "expected"):
+        subprocess.run([*command[:-1], str(tmp_path / name)], check=True, capture_output=True)
+    assert contents(tmp_path / "killed") == contents(tmp_path / "expected")
+    assert Extraction(tmp_path / "killed").rows == 4000
+
+
+def test_a_full_disk_leaves_whole_shards(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sae, x = model(device), activations()
+    module = sys.modules[extract.__module__]
+    original, calls = module.save_file, []
+
+    def full(tensors: Any, path: Path) -> None:
+        calls.append(path)
+        if len(calls) == 5:
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        original(tensors, path)
+
+    monkeypatch.setattr(module, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        extract(x, sae, tmp_path / "out", **SIZES)
+    monkeypatch.undo()
+    found = Extraction(tmp_path / "out")
+    assert found.rows == 128 and "unfinished" in repr(found)
+    assert not list((tmp_path / "out").glob("*.partial"))
+    assert int(found.firing_counts.sum()) == found.nnz
+    extract(x, sae, tmp_path / "out", **SIZES)
+    extract(x, sae, tmp_path / "expected", **SIZES)
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
+def test_errors(device: torch.device, tmp_path: Path) -> None:
+    sae, x = model(device), activations(100)
+    out = tmp_path / "out"
+    with pytest.raises(TypeError, match=r"sae must have encode\(x\) and W_enc \[d_in, d_sae\], got Linear"):
+        extract(x, torch.nn.Linear(2, 2), out)
+    with pytest.raises(ValueError, match="shard_rows must be a multiple of batch_size = 32, got 100"):
+        extract(x, sae, out, batch_size=32, shard_rows=100)
+    with pytest.raises(ValueError, match="batch_size must be at least 1"):
+        extract(x, sae, out, batch_size=0)
+    with pytest.raises(ValueError, match="top must be an int of at least 0"):
+        extract(x, sae, out, top=-1)
+    for source, error, message in (
+        (torch.randn(4, 9), ValueError, r"source must have shape \[\.\.\., d_in\] with d_in = 16 like the SAE, got 9"),
+        (torch.randn(16), ValueError, r"source must have shape \[\.\.\., d_in\], got \[16\]"),
+        ([x[:5], x[:5, :3]], ValueError, "batch 1 of source must have shape"),
+        ([1, 2], TypeError, "batch 0 of source must be a tensor or an array, got int"),
+        (3, TypeError, "source must be a tensor, an array, a path"),
+        (tmp_path / "nothing.npy", FileNotFoundError, "there is no file"),
+        (out, ValueError, "holds no .safetensors and no .npy file"),
+    ):
+        with pytest.raises(error, match=message):
+            extract(source, sae, out, **SIZES)
+    np.save(tmp_path / "short.npy", x.numpy())
+    (tmp_path / "short.npy").write_bytes((tmp_path / "short.npy").read_bytes()[:-400])
+    with pytest.raises(ValueError, match=r"is not a whole \.npy file"):
+        extract(tmp_path / "short.npy", sae, out, **SIZES)
+    save_file({"a": x, "b": x.clone()}, tmp_path / "two.safetensors")
+    with pytest.raises(ValueError, match="holds a, b; name one with key"):
+        extract(tmp_path / "two.safetensors", sae, out, **SIZES)
+    with pytest.raises(ValueError, match="holds a, b, and no c"):
+        extract(tmp_path / "two.safetensors", sae, out, key="c", **SIZES)
+    (tmp_path / "two.safetensors").write_bytes((tmp_path / "two.safetensors").read_bytes()[:-10])
+    with pytest.raises(ValueError, match=r"is not a whole \.safetensors file"):
+        extract(tmp_path / "two.safetensors", sae, out, key="a", **SIZES)
+
+
+def test_another_run_in_the_same_folder(device: torch.device, tmp_path: Path) -> None:
+    sae, x = model(device), activations(100)
+    with pytest.raises(FileNotFoundError, match=r"holds no manifest\.json"):
+        Extraction(tmp_path)
+    extract(x, sae, tmp_path, **SIZES)
+    before = contents(tmp_path)
+    assert extract(x, sae, tmp_path, **SIZES).rows == 100
+    with pytest.raises(ValueError, match="was begun with top = 5, not 6"):
+        extract(x, sae, tmp_path, **(SIZES | {"top": 6}))
+    with pytest.raises(ValueError, match="is complete with 100 rows, and the source has 300"):
+        extract(activations(), sae, tmp_path, **SIZES)
+    sae.W_enc.data[0, 0] += 1
+    with pytest.raises(ValueError, match="was begun with sae = another one"):
+        extract(x, sae, tmp_path, **SIZES)
+    assert contents(tmp_path) == before
+    shard = tmp_path / "shard-000000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-5])
+    with pytest.raises(ValueError, match=r"shard-000000\.safetensors is damaged"):
+        Extraction(tmp_path).read(0)
+    (tmp_path / "manifest.json").write_text("{")
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
+        Extraction(tmp_path)
+    (tmp_path / "manifest.json").write_text(json.dumps({"version": 99}))
+    with pytest.raises(ValueError, match="has version 99, not 1"):
+        Extraction(tmp_path)
