@@ -18,6 +18,9 @@ def make(kind: str, device: torch.device, dtype: torch.dtype = torch.float32) ->
     torch.manual_seed(0)
     if kind == "topk":
         model: Any = nn.TopKSAE(D_IN, D_SAE, K, dtype=dtype, device=device)
+    elif kind == "batchtopk":
+        model = nn.BatchTopKSAE(D_IN, D_SAE, K, threshold_rate=0.5, capacity=30, dtype=dtype, device=device)
+        model.threshold.fill_(0.3)
     else:
         options = {"bandwidth": 0.2, "l0_coefficient": 0.3, "initial_threshold": 0.4, "capacity": 40}
         model = nn.JumpReLUSAE(D_IN, D_SAE, **options, dtype=dtype, device=device)
@@ -32,7 +35,7 @@ def inputs(device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(30, D_IN, generator=torch.Generator().manual_seed(1)).to(device, dtype)
 
 
-@pytest.mark.parametrize("kind", ["topk", "jumprelu"])
+@pytest.mark.parametrize("kind", ["topk", "batchtopk", "jumprelu"])
 def test_there_and_back(kind: str, dtype: torch.dtype, device: torch.device, tmp_path: Path) -> None:
     model, x = make(kind, device, dtype), inputs(device, dtype)
     model.train()(x)
@@ -88,18 +91,20 @@ def test_sparsify(device: torch.device, tmp_path: Path) -> None:
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["topk", "jumprelu"])
+@pytest.mark.parametrize("kind", ["topk", "batchtopk", "jumprelu"])
 def test_sae_lens_loads_it(kind: str, device: torch.device, tmp_path: Path) -> None:
     sae_lens = pytest.importorskip("sae_lens")
     model, x = make(kind, device), inputs(device)
     nn.save(model, tmp_path)
     sae = sae_lens.SAE.load_from_disk(tmp_path, device=str(device))
-    assert type(sae).__name__ == {"topk": "TopKSAE", "jumprelu": "JumpReLUSAE"}[kind]
+    assert type(sae).__name__ == ("TopKSAE" if kind == "topk" else "JumpReLUSAE")
+    model.eval()
     with torch.no_grad():
         torch.testing.assert_close(sae(x), model(x), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(sae.encode(x), model.encode(x).to_dense(), rtol=1e-4, atol=1e-5)
         sae.save_model(tmp_path / "again")
-    torch.testing.assert_close(nn.load(tmp_path / "again", device=device)(x), model(x), rtol=1e-4, atol=1e-5)
+    again = nn.load(tmp_path / "again", device=device).eval()
+    torch.testing.assert_close(again(x), model(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("subtract", [True, False])
@@ -155,7 +160,7 @@ def test_a_failing_disk_leaves_the_old_files(
 
 
 def test_errors(device: torch.device, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"nn\.save: model must be a TopKSAE or a JumpReLUSAE, got Linear"):
+    with pytest.raises(TypeError, match=r"nn\.save: model must be an autoencoder of gossamer\.nn, got Linear"):
         nn.save(torch.nn.Linear(2, 2), tmp_path)
     with pytest.raises(ValueError, match="layout must be"):
         nn.save(make("topk", device), tmp_path, layout="pickle")

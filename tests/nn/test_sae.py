@@ -233,3 +233,53 @@ def test_loss_without_a_sync(device: torch.device, generator: torch.Generator) -
 def test_errors(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
+
+
+def test_batchtopk(device: torch.device, generator: torch.Generator) -> None:
+    """A batch shares its entries, and the gradients are those of the dense product at them."""
+    torch.manual_seed(0)
+    model = nn.BatchTopKSAE(D_IN, D_SAE, 4, threshold_rate=0.25, device=device)
+    x = sample(50, generator)
+    got = model.loss(x)
+    z = ((x - model.b_dec) @ model.W_enc + model.b_enc).relu()
+    cut = z.flatten().topk(200).values[-1]
+    acts = torch.where(z >= cut, z, 0)
+    plain = (acts @ model.W_dec + model.b_dec - x).square().sum(-1).mean()
+    torch.testing.assert_close(got.loss, plain)
+    assert got.l0.item() == 4 and got.l0_penalty.item() == 0
+    parameters = list(model.parameters())
+    for ours, wanted in zip(torch.autograd.grad(got.loss, parameters), torch.autograd.grad(plain, parameters)):
+        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-4)
+    # The first batch sets the threshold, later ones move it.
+    torch.testing.assert_close(model.threshold, cut.detach())
+    assert torch.equal(model.firing_counts, (acts > 0).sum(0))
+    before, other = model.threshold.clone(), sample(50, generator)
+    model(other)
+    smallest = ((other - model.b_dec) @ model.W_enc + model.b_enc).relu().flatten().topk(200).values[-1]
+    torch.testing.assert_close(model.threshold, 0.75 * before + 0.25 * smallest)
+    # In evaluation a row is what it is, whatever stands beside it.
+    model.eval()
+    fixed = model.threshold.clone()
+    torch.testing.assert_close(model.encode(x[:1]).to_dense(), model.encode(x).to_dense()[:1])
+    torch.testing.assert_close(model.encode(x).to_dense(), torch.where(z > fixed, z, 0))
+    assert torch.equal(model.threshold, fixed)
+
+
+def test_batchtopk_without_anything_to_follow(device: torch.device) -> None:
+    model = nn.BatchTopKSAE(D_IN, D_SAE, 4, capacity=2, device=device)
+    model(torch.zeros(3, D_IN, device=device))
+    model(torch.zeros(0, D_IN, device=device))
+    assert model.threshold.item() == 0
+    # Every row overflows its two slots: none counts.
+    model(torch.randn(6, D_IN, device=device))
+    assert model.threshold.item() >= 0 and model.threshold.isfinite()
+    assert repr(model) == "BatchTopKSAE(d_in=16, d_sae=96, k=4)"
+    for options, error, message in (
+        ({"k": 0}, ValueError, "k must be at least 1"),
+        ({"k": 97}, ValueError, "k must be at most d_sae = 96, got 97"),
+        ({"k": 3, "threshold_rate": 0}, ValueError, "threshold_rate must be above 0"),
+        ({"k": 3, "threshold_rate": 1.5}, ValueError, "threshold_rate must be at most 1, got 1.5"),
+        ({"k": 3, "capacity": 0}, ValueError, "capacity must be at least 1"),
+    ):
+        with pytest.raises(error, match=message):
+            nn.BatchTopKSAE(D_IN, D_SAE, **options)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer.nn.sae import _SAE, JumpReLUSAE, TopKSAE
+from gossamer.nn.sae import _SAE, BatchTopKSAE, JumpReLUSAE, TopKSAE
 
 _CONFIG = "cfg.json"
 _SAE_LENS, _SPARSIFY, _TRAINING = "sae_weights.safetensors", "sae.safetensors", "training_state.safetensors"
@@ -20,15 +20,19 @@ _STATISTICS = ("firing_counts", "steps_since_fired")
 _NEUTRAL = {"normalize_activations": "none", "reshape_activations": "none"}
 
 
-def save(model: TopKSAE | JumpReLUSAE, folder: str | Path, *, layout: str = "sae_lens") -> None:
+Model = TopKSAE | BatchTopKSAE | JumpReLUSAE
+
+
+def save(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
     """Writes an autoencoder where `load`, and the library whose layout it is, find it.
 
     Args:
         model: the autoencoder, on any device.
         folder: made if it is not there; files of the same names are replaced, each whole or not at all.
-        layout: `"sae_lens"` writes `cfg.json`, `sae_weights.safetensors` (`log_threshold` as `threshold`), and beside
-            them `training_state.safetensors` with the firing statistics, which SAELens does not read. `"sparsify"`
-            writes `cfg.json` and `sae.safetensors`, for `TopKSAE` alone.
+        layout: `"sae_lens"` writes `cfg.json`, `sae_weights.safetensors` (`log_threshold` as `threshold`; BatchTopK as
+            the JumpReLU that it is when it is not trained), and beside them `training_state.safetensors` with the
+            firing statistics, which SAELens does not read. `"sparsify"` writes `cfg.json` and `sae.safetensors`, for
+            `TopKSAE` alone.
 
     Raises:
         TypeError: model is no autoencoder of this package.
@@ -40,8 +44,8 @@ def save(model: TopKSAE | JumpReLUSAE, folder: str | Path, *, layout: str = "sae
     >>> save(TopKSAE(4, 16, k=2), tempfile.mkdtemp())
     """
     operator = "nn.save"
-    if not isinstance(model, TopKSAE | JumpReLUSAE):
-        raise TypeError(f"{operator}: model must be a TopKSAE or a JumpReLUSAE, got {type(model).__name__}.")
+    if not isinstance(model, Model):
+        raise TypeError(f"{operator}: model must be an autoencoder of gossamer.nn, got {type(model).__name__}.")
     if layout not in ("sae_lens", "sparsify"):
         raise ValueError(f'{operator}: layout must be "sae_lens" or "sparsify", got {layout!r}.')
     if layout == "sparsify" and not isinstance(model, TopKSAE):
@@ -66,6 +70,10 @@ def save(model: TopKSAE | JumpReLUSAE, folder: str | Path, *, layout: str = "sae
             tensors["threshold"] = model.threshold.detach()
             config = {"architecture": "jumprelu", "apply_b_dec_to_input": False}
             training = {name: getattr(model, name) for name in ("bandwidth", "l0_coefficient", "capacity")}
+        elif isinstance(model, BatchTopKSAE):
+            tensors["threshold"] = model.threshold.expand(model.d_sae)
+            config = {"architecture": "jumprelu", "apply_b_dec_to_input": True}
+            training = {name: getattr(model, name) for name in ("k", "threshold_rate", "capacity")}
         else:
             config = {"architecture": "topk", "apply_b_dec_to_input": True, "k": model.k}
             config["rescale_acts_by_decoder_norm"] = False
@@ -78,9 +86,7 @@ def save(model: TopKSAE | JumpReLUSAE, folder: str | Path, *, layout: str = "sae
     _replace(folder / _CONFIG, lambda path: path.write_text(json.dumps(config, indent=1) + "\n"))
 
 
-def load(
-    folder: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-) -> TopKSAE | JumpReLUSAE:
+def load(folder: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Model:
     """Reads an autoencoder that `save`, SAELens or sparsify wrote.
 
     Args:
@@ -89,7 +95,8 @@ def load(
         dtype: of the weights; None takes the file's. Biases and thresholds are float32 at least.
 
     Returns:
-        `TopKSAE`, or `JumpReLUSAE`, which is also what SAELens makes of a BatchTopK SAE. Whether b_dec is subtracted
+        `TopKSAE`; `JumpReLUSAE`, which is also what SAELens makes of a BatchTopK SAE; or `BatchTopKSAE`, where `save`
+            wrote one. Whether b_dec is subtracted
         from the input, and decoder norms that rescale the selection, are folded into b_enc and the weights: the
         function is the same. What only training needs (bandwidth, statistics) is what the files say, or the default.
 
@@ -129,7 +136,7 @@ def load(
     return model
 
 
-_Made = tuple[Callable[..., TopKSAE | JumpReLUSAE], dict[str, tuple[int, ...]]]
+_Made = tuple[Callable[..., Model], dict[str, tuple[int, ...]]]
 
 
 def _from_sae_lens(operator: str, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> _Made:
@@ -149,6 +156,9 @@ def _from_sae_lens(operator: str, folder: Path, config: dict[str, Any], tensors:
         return lambda **options: TopKSAE(d_in, d_sae, k, **options), wanted
     if architecture == "jumprelu":
         training = (config.get("metadata") or {}).get("gossamer") or {}
+        if "k" in training:
+            wanted |= {"threshold": (d_sae,)}
+            return lambda **options: BatchTopKSAE(d_in, d_sae, **training, **options), wanted
         given = {name: training[name] for name in ("bandwidth", "l0_coefficient", "capacity") if name in training}
         return lambda **options: JumpReLUSAE(d_in, d_sae, **given, **options), wanted | {"threshold": (d_sae,)}
     raise ValueError(
@@ -186,7 +196,7 @@ def _folded(model: _SAE, config: dict[str, Any], tensors: dict[str, Tensor]) -> 
     """The module's state: what SAELens does to inputs and selections, in the weights."""
     tensors = dict(tensors)
     wide = {name: t.to(torch.promote_types(t.dtype, torch.float32)) for name, t in tensors.items()}
-    subtracts = isinstance(model, TopKSAE)
+    subtracts = not isinstance(model, JumpReLUSAE)
     applied = config.get("apply_b_dec_to_input", True)
     if applied != subtracts:
         shift = wide["b_dec"] @ wide["W_enc"]
@@ -199,7 +209,9 @@ def _folded(model: _SAE, config: dict[str, Any], tensors: dict[str, Tensor]) -> 
         # Below 0 a threshold acts as 0, which has no logarithm; nothing lies between 0 and this.
         threshold = wide["threshold"].clamp(min=torch.finfo(torch.float32).tiny)
         tensors["log_threshold"] = threshold.to(model.log_threshold.dtype).log()
-    return {name: t for name, t in tensors.items() if name in dict(model.named_parameters())}
+    if isinstance(model, BatchTopKSAE):
+        tensors["threshold"] = tensors["threshold"][0]
+    return {name: t for name, t in tensors.items() if name in model.state_dict()}
 
 
 def _read(operator: str, file: Path) -> dict[str, Tensor]:

@@ -146,6 +146,95 @@ class TopKSAE(_SAE):
         return f"d_in={self.d_in}, d_sae={self.d_sae}, k={self.k}"
 
 
+class BatchTopKSAE(_SAE):
+    """A sparse autoencoder that keeps the k * M largest latents of a batch of M rows: k on average, as rows need them.
+
+    In training mode a batch competes for its k * M entries, and a running mean follows the smallest value that gets
+    one. In evaluation mode that mean is a threshold, and what a row keeps does not depend on the others.
+    Initialisation and dtypes are those of `TopKSAE`.
+
+    Args:
+        d_in: size of the vectors to encode.
+        d_sae: number of latents.
+        k: latents to keep per row, on average.
+        threshold_rate: how much of a batch goes into the running mean. The first batch sets it.
+        capacity: slots per row of the latents, as in `sae.encode`. Rows beyond it stay exact but cost as much as dense.
+        dtype: of the weights; None takes PyTorch's default.
+        device: of the parameters.
+
+    Raises:
+        ValueError: a size below 1, k above d_sae, or a threshold_rate outside (0, 1].
+        TypeError: a size that is no int, or a dtype that is not floating.
+
+    Attributes:
+        W_enc, W_dec, b_enc, b_dec: as in `TopKSAE`.
+        threshold: float32 `[]`, the running mean of the smallest value kept; 0 before the first batch. Rows that
+            overflowed do not count for it.
+        firing_counts, steps_since_fired: as in `TopKSAE`.
+
+    Source: Bussmann et al. 2024, "BatchTopK Sparse Autoencoders".
+
+    >>> BatchTopKSAE(4, 16, k=2).eval()(torch.randn(3, 4)).shape
+    torch.Size([3, 4])
+    """
+
+    threshold: Tensor
+
+    def __init__(
+        self,
+        d_in: int,
+        d_sae: int,
+        k: int,
+        *,
+        threshold_rate: float = 0.01,
+        capacity: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(d_in, d_sae, dtype, device)
+        checks.positive("nn.BatchTopKSAE", "k", k, "It is the mean number of latents to keep per row.")
+        if k > d_sae:
+            raise ValueError(f"nn.BatchTopKSAE: k must be at most d_sae = {d_sae}, got {k}.")
+        checks.number("nn.BatchTopKSAE", "threshold_rate", threshold_rate, "It is the share of one batch.")
+        if threshold_rate > 1:
+            raise ValueError(f"nn.BatchTopKSAE: threshold_rate must be at most 1, got {threshold_rate}.")
+        if capacity is not None:
+            checks.positive("nn.BatchTopKSAE", "capacity", capacity, "It is the number of slots per row.")
+        self.k, self.threshold_rate, self.capacity = k, threshold_rate, capacity
+        self.register_buffer("threshold", torch.zeros((), dtype=self._wide, device=device))
+
+    def _encode(self, x: Tensor) -> tuple[ELL, Tensor]:
+        chosen = {"k": self.k} if self.training else {"threshold": self.threshold}
+        rows, l0 = sae.encode_with_l0(
+            x,
+            self.W_enc,
+            self.b_enc,
+            activation="batchtopk" if self.training else "jumprelu",
+            b_dec=self.b_dec,
+            capacity=self.capacity,
+            **chosen,
+        )
+        if self.training:
+            with torch.no_grad():
+                self._follow(rows)
+        return self._counted(rows, l0)
+
+    def _follow(self, rows: ELL) -> None:
+        """Moves the threshold towards the smallest value kept, without waiting for the device."""
+        held = (rows.values > 0) & (rows.nnz_per_row <= rows.capacity)[:, None]
+        smallest = torch.where(held, rows.values, torch.inf).to(self._wide).amin() if rows.values.numel() else torch.inf
+        smallest = torch.as_tensor(smallest, device=self.threshold.device)
+        moved = torch.where(self.threshold > 0, torch.lerp(self.threshold, smallest, self.threshold_rate), smallest)
+        self.threshold.copy_(torch.where(smallest.isfinite(), moved, self.threshold))
+
+    def loss(self, x: Tensor) -> SAELoss:
+        """The reconstruction loss of x `[..., d_in]`; the L0 penalty is 0."""
+        return self._loss(x, 0.0)
+
+    def extra_repr(self) -> str:
+        return f"d_in={self.d_in}, d_sae={self.d_sae}, k={self.k}"
+
+
 class JumpReLUSAE(_SAE):
     """A sparse autoencoder that keeps latents above a threshold each latent learns.
 
