@@ -149,7 +149,7 @@ def test_a_failing_disk_leaves_the_old_files(
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     model.W_enc.data.zero_()
 
-    def full(tensors: Any, path: Path) -> None:
+    def full(tensors: Any, path: Path, metadata: Any) -> None:
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
@@ -183,7 +183,7 @@ def test_errors(device: torch.device, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             nn.load(tmp_path)
     (tmp_path / "cfg.json").write_text("{")
-    with pytest.raises(ValueError, match="is not JSON"):
+    with pytest.raises(ValueError, match="is not JSON of an autoencoder"):
         nn.load(tmp_path)
     (tmp_path / "cfg.json").write_text(json.dumps(config))
     weights = tmp_path / "sae_weights.safetensors"
@@ -200,3 +200,35 @@ def test_errors(device: torch.device, tmp_path: Path) -> None:
     (folder / "cfg.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="must hold W_enc"):
         nn.load(folder)
+
+
+def test_files_that_do_not_belong_together(device: torch.device, tmp_path: Path) -> None:
+    """Statistics of other weights, both layouts in a folder, tensors and settings that would be ignored."""
+    model, x = make("topk", device), inputs(device)
+    model.train()(x)
+    nn.save(model, tmp_path)
+    assert int(nn.load(tmp_path).firing_counts.sum()) > 0
+    other = make("topk", device)
+    other.W_enc.data += 1
+    nn.save(other, tmp_path / "other")
+    (tmp_path / "sae_weights.safetensors").write_bytes((tmp_path / "other" / "sae_weights.safetensors").read_bytes())
+    assert int(nn.load(tmp_path).firing_counts.sum()) == 0
+    nn.save(model, tmp_path, layout="sparsify")
+    assert torch.equal(nn.load(tmp_path, device=device)(x), model.eval()(x))
+    config = json.loads((tmp_path / "cfg.json").read_text())
+    (tmp_path / "cfg.json").write_text(json.dumps(config | {"signed": True}))
+    with pytest.raises(ValueError, match="signed = True"):
+        nn.load(tmp_path)
+    nn.save(model, tmp_path)
+    config = json.loads((tmp_path / "cfg.json").read_text())
+    (tmp_path / "cfg.json").write_text(json.dumps(config | {"finetuning_scaling_factor": True}))
+    with pytest.raises(ValueError, match="finetuning_scaling_factor = True"):
+        nn.load(tmp_path)
+    (tmp_path / "cfg.json").write_text(json.dumps(config))
+    weights = load_file(tmp_path / "sae_weights.safetensors")
+    save_file(weights | {"scaling_factor": torch.ones(D_SAE)}, tmp_path / "sae_weights.safetensors")
+    with pytest.raises(ValueError, match="holds scaling_factor, with which these modules do nothing"):
+        nn.load(tmp_path)
+    (tmp_path / "cfg.json").write_text("[1]")
+    with pytest.raises(ValueError, match="holds no settings"):
+        nn.load(tmp_path)

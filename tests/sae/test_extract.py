@@ -16,7 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gossamer import nn
+from gossamer.rowsparse import ELL
 from gossamer.sae import Extraction, extract
+from gossamer.sae._extract.source import Array
 
 pytestmark = pytest.mark.native
 
@@ -284,5 +286,114 @@ def test_another_run_in_the_same_folder(device: torch.device, tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
         Extraction(tmp_path)
     (tmp_path / "manifest.json").write_text(json.dumps({"version": 99}))
-    with pytest.raises(ValueError, match="has version 99, not 1"):
+    with pytest.raises(ValueError, match="is no manifest of version 1"):
         Extraction(tmp_path)
+
+
+def test_files_of_others_are_left_alone(device: torch.device, tmp_path: Path) -> None:
+    sae, x = model(device), activations(100)
+    for name in ("shard-a.safetensors", "download.partial", "notes.txt"):
+        (tmp_path / name).write_bytes(b"mine")
+    (tmp_path / "x.partial").mkdir()
+    extract(x, sae, tmp_path, **SIZES)
+    assert all((tmp_path / name).read_bytes() == b"mine" for name in ("shard-a.safetensors", "download.partial"))
+    (tmp_path / "manifest.json").unlink()
+    before = contents_of_files(tmp_path)
+    with pytest.raises(ValueError, match=r"holds shard-000000\.safetensors, but no manifest\.json"):
+        extract(x, sae, tmp_path, **SIZES)
+    assert contents_of_files(tmp_path) == before
+    np.save(tmp_path / "acts.npy", x.numpy())
+    with pytest.raises(ValueError, match="out must be another folder than that of the source"):
+        extract(tmp_path / "acts.npy", sae, tmp_path, **SIZES)
+
+
+def contents_of_files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.is_file()}
+
+
+def test_what_makes_an_sae_another_one(device: torch.device, tmp_path: Path) -> None:
+    x = activations(100)
+    batch = nn.BatchTopKSAE(D_IN, D_SAE, 6, device=device)
+    extract(x, batch, tmp_path / "batch", **SIZES)
+    batch.firing_counts += 1
+    extract(x, batch, tmp_path / "batch", **SIZES)
+    batch.threshold += 0.5
+    with pytest.raises(ValueError, match="sae = another one"):
+        extract(x, batch, tmp_path / "batch", **SIZES)
+    sae = model(device)
+    extract(x, sae, tmp_path / "topk", **SIZES)
+    sae.k += 1
+    with pytest.raises(ValueError, match="sae = another one"):
+        extract(x, sae, tmp_path / "topk", **SIZES)
+
+
+def test_a_source_that_is_not_the_same_again(device: torch.device, tmp_path: Path) -> None:
+    sae, x = model(device), activations(300)
+
+    def interrupted(source: Any, out: Path) -> None:
+        def stop(done: int, _: int | None) -> None:
+            if done >= 160:
+                raise Killed
+
+        with pytest.raises(Killed):
+            extract(source, sae, out, progress=stop, **SIZES)
+
+    generator = iter(x.split(30))
+    interrupted(generator, tmp_path / "a")
+    with pytest.raises(ValueError, match="begun with another source"):
+        extract(generator, sae, tmp_path / "a", **SIZES)
+    with pytest.raises(ValueError, match="begun with another source"):
+        extract(x.flip(0), sae, tmp_path / "a", **SIZES)
+    with pytest.raises(ValueError, match="the source ended before row 128"):
+        extract([x[:100]], sae, tmp_path / "a", **SIZES)
+    extract(x.split(30), sae, tmp_path / "a", **SIZES)
+    extract(x, sae, tmp_path / "b", **SIZES)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_odd_inputs(device: torch.device, tmp_path: Path) -> None:
+    """Buffers that are filled again, dtypes side by side, other byte orders and layouts."""
+    sae, x = model(device), activations(300)
+    extract(x, sae, tmp_path / "expected", **SIZES)
+
+    def refilled() -> Any:
+        buffer = torch.empty(20, D_IN)
+        for piece in x.split(20):
+            yield buffer.copy_(piece)
+
+    np.save(tmp_path / "big.npy", x.numpy().astype(">f4"))
+    np.save(tmp_path / "fortran.npy", np.asfortranarray(x.reshape(3, 100, D_IN).numpy()))
+    save_file({"x": x.reshape(2, 150, D_IN).clone()}, tmp_path / "deep.safetensors")
+    sources: dict[str, Any] = {
+        "refilled": refilled(),
+        "other byte order": tmp_path / "big.npy",
+        "other layout": tmp_path / "fortran.npy",
+        "deep": tmp_path / "deep.safetensors",
+        "with nothing in between": [x[:7], x[:0], x[:0].reshape(3, 0, D_IN), x[7:].double()],
+        "strided": torch.stack([x, x], dim=1)[:, 1],
+    }
+    for name, source in sources.items():
+        extract(source, sae, tmp_path / f"out, {name}", **SIZES)
+        assert contents(tmp_path / f"out, {name}") == contents(tmp_path / "expected"), name
+    mixed = [torch.full((5, D_IN), 100000), torch.zeros(5, D_IN, dtype=torch.float16)]
+    assert extract(mixed, sae, tmp_path / "mixed", **SIZES).manifest["nonfinite"] == 0
+    with pytest.raises(TypeError, match="must hold real numbers"):
+        extract(x + 1j, sae, tmp_path / "complex", **SIZES)
+    # A long inner dimension is not read whole for every batch.
+    array = Array(lambda: x.reshape(1, 300, D_IN).numpy(), (1, 300, D_IN), "x")
+    assert torch.equal(array.read(33, 50), x[33:83])
+
+
+def test_latents_with_gaps(device: torch.device, tmp_path: Path) -> None:
+    class Gaps(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.W_enc = torch.nn.Parameter(torch.zeros(D_IN, 8, device=device))
+
+        def encode(self, x: Tensor) -> ELL:
+            values = torch.ones(x.shape[0], 3, device=device)
+            indices = torch.tensor([[0, -1, 2]], dtype=torch.int32, device=device).repeat(x.shape[0], 1)
+            return ELL(values, indices, torch.full((x.shape[0],), 3, dtype=torch.int32, device=device), (x.shape[0], 8))
+
+    found = extract(activations(10), Gaps(), tmp_path, **SIZES)
+    assert found.firing_counts.tolist() == [10, 0, 10, 0, 0, 0, 0, 0] and found.nnz == 20

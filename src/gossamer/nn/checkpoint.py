@@ -1,5 +1,6 @@
 """Autoencoders on disk, in the layouts of SAELens and of EleutherAI's sparsify: JSON and safetensors, no pickle."""
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -79,7 +80,8 @@ def save(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
             config["rescale_acts_by_decoder_norm"] = False
             training = {}
         _write(folder / _SAE_LENS, tensors)
-        _write(folder / _TRAINING, {name: getattr(model, name) for name in _STATISTICS})
+        statistics = {name: getattr(model, name) for name in _STATISTICS}
+        _write(folder / _TRAINING, statistics, {"weights": _digest(folder / _SAE_LENS)})
         config |= {"d_in": model.d_in, "d_sae": model.d_sae, "dtype": checks.name_of(model.W_dec.dtype)}
         # The version says which form the file has: before 6 it was another.
         config |= {"device": "cpu", **_NEUTRAL, "metadata": {"sae_lens_version": "6.49.0", "gossamer": training}}
@@ -115,13 +117,18 @@ def load(folder: str | Path, *, device: torch.device | str | None = None, dtype:
     operator = "nn.load"
     folder = Path(folder)
     checks.float_dtype(operator, "dtype", dtype, "Biases and thresholds are float32 at least in any case.")
-    weights = next((folder / name for name in (_SAE_LENS, _SPARSIFY) if (folder / name).is_file()), None)
-    if weights is None or not (folder / _CONFIG).is_file():
+    there = [name for name in (_SAE_LENS, _SPARSIFY) if (folder / name).is_file()]
+    if not there or not (folder / _CONFIG).is_file():
         raise FileNotFoundError(f"{operator}: {folder} must hold {_CONFIG} and {_SAE_LENS} or {_SPARSIFY}.")
     try:
         config = json.loads((folder / _CONFIG).read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{operator}: {folder / _CONFIG} is not JSON: {error}.") from error
+        if not isinstance(config, dict):
+            raise ValueError("it holds no settings")
+    except ValueError as error:
+        raise ValueError(f"{operator}: {folder / _CONFIG} is not JSON of an autoencoder: {error}.") from error
+    # Where both layouts have been written, the settings are those of the last.
+    wanted_first = _SAE_LENS if "architecture" in config or "num_latents" not in config else _SPARSIFY
+    weights = folder / (wanted_first if wanted_first in there else there[0])
     tensors = _read(operator, weights)
     read = _from_sae_lens if weights.name == _SAE_LENS else _from_sparsify
     make, wanted = read(operator, folder, config, tensors)
@@ -129,11 +136,29 @@ def load(folder: str | Path, *, device: torch.device | str | None = None, dtype:
         if name not in tensors or tensors[name].shape != shape:
             got = list(tensors[name].shape) if name in tensors else "nothing"
             raise ValueError(f"{operator}: {weights} must hold {name} {list(shape)} by {_CONFIG}, got {got}.")
-    model = make(dtype=dtype or tensors["W_dec"].dtype, device=device)
+    unused = sorted(tensors.keys() - wanted.keys())
+    if unused:
+        raise ValueError(f"{operator}: {weights} holds {unused[0]}, with which these modules do nothing.")
+    dtype = dtype or torch.promote_types(tensors["W_enc"].dtype, tensors["W_dec"].dtype)
+    model = make(dtype=dtype, device=device)
     model.load_state_dict(_folded(model, config, tensors), strict=False)
-    if (folder / _TRAINING).is_file():
-        model.load_state_dict(_read(operator, folder / _TRAINING), strict=False)
+    statistics = folder / _TRAINING
+    if weights.name == _SAE_LENS and statistics.is_file() and _written_with(statistics, weights):
+        model.load_state_dict(_read(operator, statistics), strict=False)
     return model
+
+
+def _digest(weights: Path) -> str:
+    return hashlib.sha256(weights.read_bytes()).hexdigest()
+
+
+def _written_with(statistics: Path, weights: Path) -> bool:
+    """Whether the weights beside the statistics are those that they were counted with."""
+    try:
+        with safe_open(statistics, framework="pt") as file:
+            return (file.metadata() or {}).get("weights") == _digest(weights)
+    except SafetensorError:
+        return False
 
 
 _Made = tuple[Callable[..., Model], dict[str, tuple[int, ...]]]
@@ -142,7 +167,7 @@ _Made = tuple[Callable[..., Model], dict[str, tuple[int, ...]]]
 def _from_sae_lens(operator: str, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> _Made:
     """What makes the module, and the tensors and shapes that it needs."""
     architecture = config.get("architecture")
-    for name, value in _NEUTRAL.items():
+    for name, value in {**_NEUTRAL, "finetuning_scaling_factor": False}.items():
         if config.get(name, value) != value:
             raise ValueError(
                 f"{operator}: {folder / _CONFIG} has {name} = {config[name]!r}, which these modules do not do. "
@@ -168,7 +193,12 @@ def _from_sae_lens(operator: str, folder: Path, config: dict[str, Any], tensors:
 
 
 def _from_sparsify(operator: str, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> _Made:
-    for name, neutral in {"activation": "topk", "transcode": False, "skip_connection": False}.items():
+    for name, neutral in {
+        "activation": "topk",
+        "transcode": False,
+        "skip_connection": False,
+        "signed": False,
+    }.items():
         if config.get(name, neutral) != neutral:
             raise ValueError(
                 f"{operator}: {folder / _CONFIG} has {name} = {config[name]!r}, which these modules do not do."
@@ -187,7 +217,7 @@ def _from_sparsify(operator: str, folder: Path, config: dict[str, Any], tensors:
 def _sizes(operator: str, folder: Path, config: dict[str, Any], *names: str) -> list[int]:
     for name in names:
         value = config.get(name)
-        if not isinstance(value, int) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{operator}: {folder / _CONFIG} must have {name}, an int of at least 1, got {value!r}.")
     return [config[name] for name in names]
 
@@ -196,15 +226,17 @@ def _folded(model: _SAE, config: dict[str, Any], tensors: dict[str, Tensor]) -> 
     """The module's state: what SAELens does to inputs and selections, in the weights."""
     tensors = dict(tensors)
     wide = {name: t.to(torch.promote_types(t.dtype, torch.float32)) for name, t in tensors.items()}
-    subtracts = not isinstance(model, JumpReLUSAE)
-    applied = config.get("apply_b_dec_to_input", True)
-    if applied != subtracts:
-        shift = wide["b_dec"] @ wide["W_enc"]
-        wide["b_enc"] = tensors["b_enc"] = wide["b_enc"] + (shift if subtracts else -shift)
     if config.get("rescale_acts_by_decoder_norm", False):
         norms = wide["W_dec"].norm(dim=1).clamp(min=1e-8)
-        tensors["W_enc"], tensors["b_enc"] = wide["W_enc"] * norms, wide["b_enc"] * norms
-        tensors["W_dec"] = wide["W_dec"] / norms[:, None]
+        wide["W_enc"], wide["b_enc"] = wide["W_enc"] * norms, wide["b_enc"] * norms
+        wide["W_dec"] = wide["W_dec"] / norms[:, None]
+        # As they will be in the module: what is folded below has to fit that.
+        wide |= {name: wide[name].to(model.W_enc.dtype).to(wide[name].dtype) for name in ("W_enc", "W_dec")}
+        tensors |= {name: wide[name] for name in ("W_enc", "W_dec", "b_enc")}
+    subtracts = not isinstance(model, JumpReLUSAE)
+    if config.get("apply_b_dec_to_input", True) != subtracts:
+        shift = wide["b_dec"] @ wide["W_enc"]
+        tensors["b_enc"] = wide["b_enc"] + (shift if subtracts else -shift)
     if isinstance(model, JumpReLUSAE):
         # Below 0 a threshold acts as 0, which has no logarithm; nothing lies between 0 and this.
         threshold = wide["threshold"].clamp(min=torch.finfo(torch.float32).tiny)
@@ -221,8 +253,8 @@ def _read(operator: str, file: Path) -> dict[str, Tensor]:
         raise ValueError(f"{operator}: {file} is not a whole safetensors file: {error}.") from error
 
 
-def _write(file: Path, tensors: dict[str, Tensor]) -> None:
-    _replace(file, lambda path: save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, path))
+def _write(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    _replace(file, lambda path: save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, path, metadata))
 
 
 def _replace(file: Path, write: Callable[[Path], Any]) -> None:

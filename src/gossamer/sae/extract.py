@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from gossamer.sae._extract.statistics import Statistics
 
 _MANIFEST = "manifest.json"
 _VERSION = 1
+_OURS = re.compile(r"(shard|statistics)-\d{6}\.safetensors(\.partial)?|manifest\.json\.partial")
+# Of a module's state, what follows from the rows that it has seen, and not the other way round.
+_STATISTICS = ("firing_counts", "steps_since_fired")
 
 
 class Extraction:
@@ -56,19 +60,30 @@ class Extraction:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        manifest = _manifest(self.folder)
-        if manifest is None:
-            raise FileNotFoundError(f"sae.Extraction: {self.folder} holds no {_MANIFEST}.")
+        manifest, state = self._look()
         self.manifest: dict[str, Any] = manifest
         self.d_sae: int = manifest["settings"]["d_sae"]
         self.rows = sum(shard["rows"] for shard in manifest["shards"])
         self.nnz = sum(shard["nnz"] for shard in manifest["shards"])
-        top = manifest["settings"]["top"]
-        state = Statistics(self.d_sae, top, torch.device("cpu")).state()
-        if manifest["statistics"] is not None:
-            state = _load("sae.Extraction", self.folder / manifest["statistics"])
         for name, tensor in state.items():
             setattr(self, name, tensor)
+
+    def _look(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The manifest and the statistics that it names."""
+        for attempt in range(5):
+            manifest = _manifest(self.folder)
+            if manifest is None:
+                raise FileNotFoundError(f"sae.Extraction: {self.folder} holds no {_MANIFEST}.")
+            if manifest["statistics"] is None:
+                settings = manifest["settings"]
+                return manifest, Statistics(settings["d_sae"], settings["top"], torch.device("cpu")).state()
+            try:
+                return manifest, _load("sae.Extraction", self.folder / manifest["statistics"])
+            except FileNotFoundError:
+                # An extraction that goes on meanwhile has replaced it: the manifest names the next one by now.
+                if attempt == 4:
+                    raise
+        raise AssertionError
 
     def __len__(self) -> int:
         """The number of shards."""
@@ -108,8 +123,8 @@ def extract(
 
     Args:
         source: a tensor or array `[..., d_in]`; a path or paths of `.safetensors` and `.npy` files, or a folder of
-            them, which are mapped; or an iterable of batches `[..., d_in]`, which a resumed run must give again from
-            the start.
+            them, which are mapped; or an iterable of batches `[..., d_in]`, which must come again from the start when
+            a run is resumed. The first batch is compared with that of the first run.
         sae: what has `encode(x)` to row-sparse or dense latents, and `W_enc` `[d_in, d_sae]`: `nn.TopKSAE`,
             `nn.JumpReLUSAE`, or an SAE of SAELens. Batches go to its device and dtype.
         out: the folder of shards. Made if it is not there.
@@ -123,8 +138,8 @@ def extract(
         The finished `Extraction`.
 
     Raises:
-        ValueError: sizes that do not fit, a damaged file, or an `out` that was begun with other settings, another SAE
-            or more rows.
+        ValueError: sizes that do not fit, a damaged file, or an `out` that was begun with other settings, another SAE,
+            another source or more rows, or that holds the source or files that only look like shards.
         TypeError: a source or an sae of another kind.
         FileNotFoundError: no such file.
         OSError: the disk is full, say; whole shards stay as they are.
@@ -146,6 +161,11 @@ def extract(
         )
     if not isinstance(top, int) or top < 0:
         raise ValueError(f"{operator}: top must be an int of at least 0, got {top!r}.")
+    if getattr(sae, "hook_z_reshaping_mode", False):
+        raise ValueError(
+            f"{operator}: sae takes rows of heads. Call sae.turn_off_forward_pass_hook_z_reshaping() and give rows "
+            "[..., d_in]."
+        )
     rows = Source(source, key)
     d_in, d_sae = W_enc.shape
     settings = {
@@ -159,6 +179,9 @@ def extract(
     }
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
+    for array in rows.arrays or ():
+        if array.path is not None and array.path.resolve().parent == folder.resolve():
+            raise ValueError(f"{operator}: out must be another folder than that of the source, got {folder}.")
     manifest = _begin(operator, folder, settings)
     statistics = Statistics(d_sae, top, W_enc.device)
     if manifest["statistics"] is not None:
@@ -171,15 +194,22 @@ def extract(
         )
     if manifest["complete"]:
         return Extraction(folder)
-    was_training = getattr(sae, "training", False)
+    modules = list(sae.modules()) if isinstance(sae, torch.nn.Module) else []
+    training = [module for module in modules if module.training]
     try:
-        if was_training:
+        if training:
             sae.eval()
         shard = _Shard(done)
-        for batch in rows.batches(batch_size, done, d_in):
+        seen = 0
+        for first, batch in rows.batches(batch_size, done, W_enc):
+            seen = first + batch.shape[0]
+            if first == 0:
+                _same_source(operator, folder, manifest, batch)
+            if first < done:
+                continue
             with torch.no_grad():
-                latents = _entries(sae.encode(batch.to(W_enc.device, W_enc.dtype)))
-                manifest["nonfinite"] += statistics.update(latents, shard.first + shard.rows)
+                latents = _entries(sae.encode(batch))
+                manifest["nonfinite"] += statistics.update(latents, first)
             shard.append(latents)
             if shard.rows == shard_rows:
                 _commit(folder, manifest, statistics, shard)
@@ -187,8 +217,13 @@ def extract(
             if progress is not None:
                 progress(shard.first + shard.rows, rows.length)
     finally:
-        if was_training:
-            sae.train()
+        for module in training:
+            module.training = True
+    if rows.length is None and seen < done:
+        raise ValueError(
+            f"{operator}: the source ended before row {done}, where an earlier run into {folder} stood. "
+            "Give all of its batches again, from the start."
+        )
     # At once: a short shard that did not say that it is the last would be gone on from at another place.
     manifest["complete"] = True
     if shard.rows:
@@ -222,31 +257,64 @@ class _Shard:
 def _entries(latents: Any) -> CSR:
     """Latents as a CSR of the true size. Rows that overflowed are read from their source."""
     if isinstance(latents, Tensor):
+        latents = latents.to_dense() if latents.is_sparse else latents
         return rowsparse.pack(latents.reshape(-1, latents.shape[-1]), format="csr")
     if not isinstance(latents, ELL) or bool(latents.overflowed.any()):
         return rowsparse.pack(latents.to_dense().reshape(-1, latents.num_columns), format="csr")
     held = torch.arange(latents.capacity, device=latents.device) < latents.nnz_per_row[:, None]
+    held &= latents.indices >= 0
     offsets = torch.zeros(latents.num_rows + 1, dtype=torch.int64, device=latents.device)
-    torch.cumsum(latents.nnz_per_row, 0, dtype=torch.int64, out=offsets[1:])
+    torch.cumsum(held.sum(1), 0, out=offsets[1:])
     return CSR(offsets, latents.indices[held], latents.values[held], (latents.num_rows, latents.num_columns))
 
 
 def _fingerprint(sae: Any) -> str:
-    """What tells one SAE from another, and is the same again after a restart."""
-    named = sae.named_parameters() if isinstance(sae, torch.nn.Module) else [("W_enc", sae.W_enc)]
-    digest = hashlib.sha256()
-    for name, parameter in sorted(named):
-        digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
-        digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    """What tells one SAE from another, and is the same again after a restart: its tensors, and what it does to them."""
+    named: dict[str, Any] = dict(sae.state_dict()) if isinstance(sae, torch.nn.Module) else dict(vars(sae))
+    named = {name: t for name, t in named.items() if isinstance(t, Tensor) and name not in _STATISTICS}
+    config = getattr(sae, "cfg", None)
+    to_dict = getattr(config, "to_dict", None)
+    described = dict(to_dict()) if callable(to_dict) else {}
+    for name in ("device", "metadata"):
+        described.pop(name, None)
+    described |= {"class": type(sae).__name__, "k": getattr(sae, "k", None)}
+    described["activation"] = repr(vars(sae).get("_modules", {}).get("activation_fn"))
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=repr).encode())
+    for name, tensor in sorted({"W_enc": sae.W_enc, **named}.items()):
+        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(_bytes(tensor))
     return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _same_source(operator: str, folder: Path, manifest: dict[str, Any], batch: Tensor) -> None:
+    """Notes the first batch, or compares it with that of the run that is gone on with."""
+    digest = hashlib.sha256(_bytes(batch)).hexdigest()
+    if manifest["source"] not in (None, digest):
+        raise ValueError(
+            f"{operator}: {folder} was begun with another source: its first batch differs. Name another folder, or "
+            "give the same rows from the start."
+        )
+    manifest["source"] = digest
 
 
 def _begin(operator: str, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """The manifest to go on with; what an interrupted run left unfinished beside it is removed."""
     manifest = _manifest(folder)
     if manifest is None:
-        manifest = {"version": _VERSION, "settings": settings, "shards": [], "statistics": None}
+        strangers = sorted(file.name for file in folder.iterdir() if _OURS.fullmatch(file.name))
+        if strangers:
+            raise ValueError(
+                f"{operator}: {folder} holds {strangers[0]}, but no {_MANIFEST} that says whose it is. Name another "
+                "folder."
+            )
+        manifest = {"version": _VERSION, "settings": settings, "shards": [], "statistics": None, "source": None}
         manifest |= {"nonfinite": 0, "complete": False}
+        # First of all, so that whatever is named like a file of ours is one from here on.
+        _write_manifest(folder, manifest)
     for name, value in settings.items():
         if manifest["settings"].get(name) != value:
             shown = "another one" if name == "sae" else f"{manifest['settings'].get(name)!r}, not {value!r}"
@@ -255,8 +323,7 @@ def _begin(operator: str, folder: Path, settings: dict[str, Any]) -> dict[str, A
             )
     known = {shard["file"] for shard in manifest["shards"]} | {manifest["statistics"]}
     for file in folder.iterdir():
-        ours = file.name.startswith(("shard-", "statistics-")) and file.suffix == ".safetensors"
-        if file.suffix == ".partial" or (ours and file.name not in known):
+        if _OURS.fullmatch(file.name) and file.name not in known and file.is_file():
             file.unlink()
     return manifest
 
@@ -282,15 +349,16 @@ def _manifest(folder: Path) -> dict[str, Any] | None:
         manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"sae.extract: {folder / _MANIFEST} is damaged: {error}.") from error
-    if manifest.get("version") != _VERSION:
-        raise ValueError(f"sae.extract: {folder / _MANIFEST} has version {manifest.get('version')}, not {_VERSION}.")
+    version = manifest.get("version") if isinstance(manifest, dict) else None
+    if version != _VERSION or "settings" not in manifest:
+        raise ValueError(f"sae.extract: {folder / _MANIFEST} is no manifest of version {_VERSION}.")
     return manifest
 
 
 def _load(operator: str, file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
-    except (SafetensorError, FileNotFoundError) as error:
+    except SafetensorError as error:
         raise ValueError(f"{operator}: {file} is damaged: {error}. Remove its folder and extract again.") from error
 
 
@@ -314,3 +382,9 @@ def _settle(partial: Path, file: Path) -> None:
     with partial.open("rb+") as handle:
         os.fsync(handle.fileno())
     partial.replace(file)
+    if os.name == "posix":
+        folder = os.open(file.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

@@ -149,8 +149,8 @@ def _matmul_bwd_kernel(
     """
     column = tl.program_id(0)
     if OVERFLOWS:
-        for first in range(column * 128, M, tl.num_programs(0) * 128):
-            rows = first + tl.arange(0, 128)
+        for start in range(column.to(tl.int64) * 128, M, tl.num_programs(0).to(tl.int64) * 128):
+            rows = start + tl.arange(0, 128)
             # What overflows a CSR is past the end of the whole buffer.
             counts = tl.load(starts_ptr + rows + (1 if IS_CSR else 0), mask=rows < M, other=0)
             if tl.max(counts, axis=0) > capacity:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,13 @@ from torch import Tensor
 
 
 class Array:
-    """Something with a shape `[..., d]` and slices of its first dimension, as rows `[length, d]`."""
+    """Something with a shape `[..., d]` and slices of its leading dimensions, as rows `[length, d]`.
 
-    def __init__(self, data: Any, shape: tuple[int, ...], name: str) -> None:
-        self.data, self.name = data, name
+    `data` gives it whenever it is read, so that a file is open no longer than that.
+    """
+
+    def __init__(self, data: Callable[[], Any], shape: tuple[int, ...], name: str, path: Path | None = None) -> None:
+        self.data, self.shape, self.name, self.path = data, shape, name, path
         self.inner = 1
         for size in shape[1:-1]:
             self.inner *= size
@@ -24,11 +27,31 @@ class Array:
 
     def read(self, first: int, count: int) -> Tensor:
         """Rows first to first + count."""
-        begin, end = first // self.inner, -(-(first + count) // self.inner)
-        piece = self.data[begin:end]
-        tensor = piece if isinstance(piece, Tensor) else torch.from_numpy(np.array(piece))
-        rows = tensor.reshape(-1, self.d)
-        return rows[first - begin * self.inner :][:count]
+        if count == 0:
+            return torch.empty(0, self.d)
+        data = self.data()
+        if len(self.shape) == 2:
+            return _tensor(data[first : first + count])
+        if isinstance(data, Tensor) and data.is_contiguous():
+            return data.reshape(-1, self.d)[first : first + count]
+        if isinstance(data, np.ndarray) and data.flags.c_contiguous:
+            return _tensor(data.reshape(-1, self.d)[first : first + count])
+        pieces = []
+        for outer in range(first // self.inner, -(-(first + count) // self.inner)):
+            low = max(first - outer * self.inner, 0)
+            high = min(first + count - outer * self.inner, self.inner)
+            if len(self.shape) == 3:
+                piece = _tensor(data[outer : outer + 1, low:high]).reshape(-1, self.d)
+            else:
+                piece = _tensor(data[outer : outer + 1]).reshape(-1, self.d)[low:high]
+            pieces.append(piece)
+        return torch.cat(pieces)
+
+
+def _tensor(piece: Any) -> Tensor:
+    if isinstance(piece, Tensor):
+        return piece
+    return torch.from_numpy(np.array(piece, dtype=piece.dtype.newbyteorder("=")))
 
 
 class Source:
@@ -55,18 +78,38 @@ class Source:
             )
         self.length = None if self.arrays is None else sum(array.length for array in self.arrays)
 
-    def batches(self, size: int, start: int, d_in: int) -> Iterator[Tensor]:
-        """Batches `[size, d_in]` from row `start` on, the last one smaller: cut the same wherever they start."""
-        pieces, held = [], 0
-        for piece in self._pieces(size, start, d_in):
+    def batches(self, size: int, start: int, like: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """(first row, batch `[size, d_in]` with the device and dtype of `like` `[d_in, ...]`), cut alike in every run.
+
+        The very first batch comes in any case, then those from row `start`, a multiple of `size`, on. The last one may
+        be smaller.
+        """
+        if self.arrays is None or start == 0:
+            for number, batch in enumerate(self._cut(self._pieces(size, 0, like.shape[0]), size, like)):
+                if number == 0 or number * size >= start:
+                    yield number * size, batch
+            return
+        yield 0, next(self._cut(self._pieces(size, 0, like.shape[0]), size, like))
+        for number, batch in enumerate(self._cut(self._pieces(size, start, like.shape[0]), size, like)):
+            yield start + number * size, batch
+
+    def _cut(self, found: Iterator[Tensor], size: int, like: Tensor) -> Iterator[Tensor]:
+        pieces: list[Tensor] = []
+        held = 0
+        for piece in found:
+            # Before they are joined: what joins two dtypes may hold neither.
+            piece = piece.to(like.device, like.dtype)
             while piece.shape[0]:
                 taken = piece[: size - held]
+                piece = piece[taken.shape[0] :]
                 pieces.append(taken)
                 held += taken.shape[0]
-                piece = piece[taken.shape[0] :]
                 if held == size:
                     yield torch.cat(pieces) if len(pieces) > 1 else pieces[0]
                     pieces, held = [], 0
+            if pieces and self.stream is not None:
+                # Whoever iterates may fill the same buffer again.
+                pieces[-1] = pieces[-1].clone()
         if held:
             yield torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
@@ -85,8 +128,7 @@ class Source:
         for number, batch in enumerate(self.stream):
             array = _array(batch, f"batch {number} of source")
             _check_width(array.d, d_in, array.name)
-            first, start = min(start, array.length), max(start - array.length, 0)
-            yield array.read(first, array.length - first)
+            yield array.read(0, array.length)
 
 
 def _check_width(d: int, d_in: int, name: str) -> None:
@@ -97,15 +139,21 @@ def _check_width(d: int, d_in: int, name: str) -> None:
 def _array(data: Any, name: str) -> Array:
     if not isinstance(data, Tensor | np.ndarray):
         raise TypeError(f"sae.extract: {name} must be a tensor or an array, got {type(data).__name__}.")
-    if data.ndim < 2:
-        raise ValueError(f"sae.extract: {name} must have shape [..., d_in], got {list(data.shape)}.")
-    return Array(data, tuple(data.shape), name)
+    _check(tuple(data.shape), data.dtype, name)
+    return Array(lambda: data, tuple(data.shape), name)
+
+
+def _check(shape: tuple[int, ...], dtype: Any, name: str) -> None:
+    if len(shape) < 2:
+        raise ValueError(f"sae.extract: {name} must have shape [..., d_in], got {list(shape)}.")
+    if dtype.is_complex if isinstance(dtype, torch.dtype) else dtype.kind not in "fiub":
+        raise TypeError(f"sae.extract: {name} must hold real numbers, got {dtype}.")
 
 
 def _files(path: Path) -> list[Path]:
     """The file itself, or the files of a folder in the order of their names."""
     if path.is_dir():
-        found = sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".npy"))
+        found = sorted(f for f in path.iterdir() if f.suffix in (".safetensors", ".npy") and f.is_file())
         if not found:
             raise ValueError(f"sae.extract: {path} holds no .safetensors and no .npy file.")
         return found
@@ -117,12 +165,16 @@ def _files(path: Path) -> list[Path]:
 def _open(path: Path, key: str | None) -> Array:
     try:
         if path.suffix == ".npy":
-            return _array(np.load(path, mmap_mode="r"), str(path))
+            data = np.load(path, mmap_mode="r")
+            _check(data.shape, data.dtype, str(path))
+            return Array(lambda: np.load(path, mmap_mode="r"), data.shape, str(path), path)
         if path.suffix != ".safetensors":
             raise TypeError(f"sae.extract: {path} must end in .safetensors or .npy.")
         file = safe_open(path, framework="pt")
         names = list(file.keys())
-    except (SafetensorError, ValueError, EOFError) as error:
+    except (SafetensorError, EOFError, ValueError) as error:
+        if str(error).startswith("sae.extract"):
+            raise
         raise ValueError(f"sae.extract: {path} is not a whole {path.suffix} file: {error}.") from error
     if key is None and len(names) != 1:
         raise ValueError(f"sae.extract: {path} holds {', '.join(names) or 'no tensor'}; name one with key.")
@@ -133,4 +185,4 @@ def _open(path: Path, key: str | None) -> Array:
     shape = tuple(piece.get_shape())
     if len(shape) < 2:
         raise ValueError(f"sae.extract: {name} of {path} must have shape [..., d_in], got {list(shape)}.")
-    return Array(piece, shape, str(path))
+    return Array(lambda: piece, shape, str(path), path)
