@@ -1,6 +1,7 @@
 """SAELens's own autoencoders, patched and not."""
 
 import copy
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -397,3 +398,66 @@ def test_errors(device: torch.device) -> None:
     training = saes.TopKTrainingSAE(saes.TopKTrainingSAEConfig(d_in=D_IN, d_sae=D_SAE, k=4, device=str(device)))
     with pytest.raises(TypeError, match="TopKTrainingSAE is for training"):
         patch(training)
+
+
+def test_encode_is_dense_for_everybody_else(device: torch.device) -> None:
+    """For hooks that call it while forward runs, error term and all, and for other threads."""
+    sae = make("jumprelu", device)
+    x = activations(device)
+    with torch.no_grad():
+        expected = sae.encode(x)
+        patch(sae)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            sae.use_error_term = True
+        found: list[Any] = []
+        asking = [False]
+
+        def ask(tensor: Tensor, hook: Any) -> None:
+            # Its own encode fires the hooks again.
+            if not asking[0]:
+                asking[0] = True
+                found.append(sae.encode(x))
+                asking[0] = False
+
+        points = ("hook_sae_input", "hook_sae_recons", "hook_sae_error", "hook_sae_output")
+        out = sae.run_with_hooks(x, fwd_hooks=[(point, ask) for point in points])
+        torch.testing.assert_close(out, x)
+        assert len(found) >= 4 and all(torch.equal(one, expected) for one in found)
+        stop, wrong = threading.Event(), []
+
+        def ask_on() -> None:
+            while not stop.is_set():
+                wrong.extend([type(one) for one in [sae.encode(x)] if not isinstance(one, Tensor)])
+
+        thread = threading.Thread(target=ask_on)
+        thread.start()
+        for _ in range(200):
+            torch.testing.assert_close(sae(x), x)
+        stop.set()
+        thread.join()
+        assert not wrong
+
+
+def test_an_error_in_between_leaves_nothing_behind(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    sae = make("topk", device)
+    x = activations(device)
+    patch(sae)
+    with torch.no_grad():
+        with pytest.raises(RuntimeError):
+            sae(x[:, :3])
+        assert isinstance(sae.encode(x), Tensor)
+        calls = spied(monkeypatch)
+        sae(x)
+    assert calls == ["encode Tensor", "decode ELL"]
+
+
+def test_what_was_replaced_by_hand_stays(device: torch.device) -> None:
+    sae = make("standard", device)
+    x = activations(device)
+    sae.forward = lambda x: x * 2
+    report = patch(sae)
+    assert not report.accelerated and "replaced on this instance" in report.left["forward"]
+    assert torch.equal(sae(x), x * 2)
+    unpatch(sae)
+    assert torch.equal(sae(x), x * 2)

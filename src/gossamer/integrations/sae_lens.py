@@ -7,6 +7,7 @@ hook, a cache): then they are dense, as SAELens makes them. `encode` called by i
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MethodType
@@ -145,14 +146,38 @@ def unpatch(sae: SAE[Any]) -> None:
     """
     if not _is_patched(sae):
         raise ValueError("integrations.sae_lens.unpatch: sae is not patched.")
-    for name in (*_NAMES, "_gossamer"):
-        sae.__dict__.pop(name, None)
+    for name in _NAMES:
+        if getattr(sae.__dict__.get(name), "__func__", None) in (_forward, _encode, _decode):
+            del sae.__dict__[name]
+    del sae.__dict__["_gossamer"]
 
 
-class _State:
-    """Kept on a patched instance: whether `forward` is running, which wants packed latents from `encode`."""
+class _State(threading.local):
+    """Kept on a patched instance, and of each thread: how many packed latents `forward` still wants from `encode`.
 
-    packing = False
+    It wants one of the encode that comes next, and where there is an error term one of the encode after decode. In
+    between it waits, so that a hook that calls `encode` gets a dense tensor, as anybody else does.
+    """
+
+    wanted = 0
+    waiting = False
+
+    def take(self) -> bool:
+        """Whether the encode that begins now is forward's own."""
+        packed = self.wanted > 0 and not self.waiting
+        self.waiting = True
+        return packed
+
+    def decoded(self) -> None:
+        """A decode has ended: what comes next is forward's again."""
+        self.wanted = max(self.wanted - 1, 0)
+        self.waiting = False
+
+    def __deepcopy__(self, memo: Any) -> _State:
+        return _State()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _State, ()
 
 
 def _is_patched(sae: SAE[Any]) -> bool:
@@ -164,7 +189,10 @@ def _bind(sae: SAE[Any]) -> Report:
     # By the functions, not the class: a subclass that overrides none of them computes the same.
     kind = type(sae)
     name = kind.__name__
-    if kind.decode in _DECODERS:
+    replaced = [method for method in _NAMES if method in sae.__dict__]
+    if replaced:
+        left["decode"] = f"{replaced[0]} has been replaced on this instance"
+    elif kind.decode in _DECODERS:
         sae.__dict__["decode"] = MethodType(_decode, sae)
         accelerated["decode"] = "multiplies the decoder rows of latents that fired"
     else:
@@ -207,27 +235,29 @@ def _listened(hook: torch.nn.Module) -> bool:
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     """The class's own forward, error term and skip connection included, with packed latents in it."""
     state = self._gossamer
-    state.packing = True
+    before = state.wanted, state.waiting
+    state.wanted, state.waiting = 1 + bool(self.use_error_term), False
     try:
         return type(self).forward(self, *args, **kwargs)
     finally:
-        state.packing = False
+        state.wanted, state.waiting = before
 
 
 def _encode(self: Any, x: Tensor) -> Tensor | rowsparse.Rows:
+    packed = self._gossamer.take()
     listened = _listened(self.hook_sae_acts_pre) or _listened(self.hook_sae_acts_post)
-    if not self._gossamer.packing or listened or _why_not_packed(self) is not None:
+    if not packed or listened or _why_not_packed(self) is not None:
         return type(self).encode(self, x)
     return _ENCODERS[type(self).encode](self, self.process_sae_in(x))
 
 
 def _packed(self: Any, x: Tensor) -> Tensor | rowsparse.Rows:
     """`encode` as `forward` calls it, without what `process_sae_in` leaves for a `decode` that does not follow."""
-    self._gossamer.packing = True
+    self._gossamer.wanted, self._gossamer.waiting = 1, False
     try:
         return _encode(self, x)
     finally:
-        self._gossamer.packing = False
+        self._gossamer.wanted = 0
 
 
 def _encode_relu(self: Any, x: Tensor) -> rowsparse.ELL:
@@ -258,7 +288,9 @@ def _decode(self: Any, feature_acts: Tensor | rowsparse.Rows) -> Tensor:
         if type(self).decode is TopKSAE.decode and self.cfg.rescale_acts_by_decoder_norm:
             feature_acts = feature_acts * (1 / self.W_dec.norm(dim=-1))
     out = _product(feature_acts, self.W_dec, self.b_dec)
-    return _DECODERS[type(self).decode](self, self.hook_sae_recons(out))
+    out = _DECODERS[type(self).decode](self, self.hook_sae_recons(out))
+    self._gossamer.decoded()
+    return out
 
 
 def _product(acts: Tensor | rowsparse.Rows, W_dec: Tensor, b_dec: Tensor) -> Tensor:
