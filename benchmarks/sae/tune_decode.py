@@ -409,7 +409,7 @@ def backward() -> None:
             continue
         original, variants = tuning.scatter_tile, {}
         for e, warps in itertools.product((32, 128), (1, 2, 4, 8)):
-            tuning.scatter_tile = lambda _, tile={"BLOCK_E": e, "BLOCK_D": 16}, warps=warps: (tile, warps)
+            tuning.scatter_tile = lambda tile={"BLOCK_E": e, "BLOCK_D": 16}, warps=warps: (tile, warps)
             sampled_matmul._sampled_matmul._compiled.clear()
             variants[f"{e}/{warps}w"] = graphed(calls["put"])
         row = timed(variants, rounds=3, div=10)

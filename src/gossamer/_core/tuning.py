@@ -96,12 +96,12 @@ def sampled_tile(d: int, element_size: int) -> Tile:
     return {"BLOCK_E": 8, "BLOCK_D": 256 if element_size == 2 else 64}, 1
 
 
-def scatter_tile(element_size: int) -> Tile:
+def scatter_tile() -> Tile:
     """Tile that puts ready products among zeros: enough warps to write at memory bandwidth."""
     return {"BLOCK_E": 32, "BLOCK_D": 16}, 8
 
 
-def bwd_tile(d: int, element_size: int) -> tuple[dict[str, Any], int, int]:
+def bwd_tile(element_size: int) -> tuple[dict[str, Any], int, int]:
     """(tile, warps, registers) of the gradients of a row gather: a warp reads 512 bytes of up to eight rows at once.
 
     80 registers make three warps of what would otherwise be two, and spill nothing.

@@ -48,8 +48,9 @@ class Extraction:
         FileNotFoundError: no manifest there.
         ValueError: a file of it is damaged.
 
-    >>> Extraction(folder).read(0).shape  # doctest: +SKIP
-    (65536, 16384)
+    >>> import tempfile; folder = tempfile.mkdtemp()
+    >>> extract(torch.randn(10, 4), gossamer.nn.TopKSAE(4, 16, k=2), folder) and Extraction(folder).read(0).shape
+    (10, 16)
     """
 
     firing_counts: Tensor
@@ -146,7 +147,9 @@ def extract(
 
     Source: streaming extraction, as interpretability work needs it over billions of tokens.
 
-    >>> extract(activations, model, "latents").firing_counts  # doctest: +SKIP
+    >>> import tempfile; model = gossamer.nn.TopKSAE(4, 16, k=2)
+    >>> extract(torch.randn(10, 4), model, tempfile.mkdtemp())
+    Extraction(rows=10, d_sae=16, nnz=..., shards=1, complete)
     """
     operator = "sae.extract"
     W_enc = getattr(sae, "W_enc", None)

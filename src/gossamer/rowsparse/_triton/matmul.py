@@ -355,7 +355,7 @@ def matmul_bwd(
     noted = zeros[start:].view(torch.int32)
     weight = None if weight is None else overflow.unit_columns(weight)
     stride = 0 if weight is None else weight.stride(0)
-    tile, warps, registers = tuning.bwd_tile(d, grad.element_size())
+    tile, warps, registers = tuning.bwd_tile(grad.element_size())
     wide, wide_warps = tuning.bwd_long_tile(tile)
     key = (m, n, d, capacity, stride, values.dtype, grad.dtype, dtype, is_csr, None if weight is None else weight.dtype)
     sums = None if weight is None else torch.empty(keys.numel(), dtype=torch.float32, device=grad.device)

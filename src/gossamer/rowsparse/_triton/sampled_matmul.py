@@ -109,7 +109,7 @@ def sampled_matmul(
             tile, warps = tuning.sampled_tile(d, x.element_size())
         else:
             products = products.contiguous()
-            tile, warps = tuning.scatter_tile(x.element_size())
+            tile, warps = tuning.scatter_tile()
         parts = max(1, min(launch.cdiv(capacity, tile["BLOCK_E"]), launch.cdiv(64 * tuning.programs(x.device), m)))
         meta = {**tile, "PARTS": 1 if fill else parts, "IS_CSR": is_csr, "SCATTER": scatter}
         meta["FILL"] = warps * 4096 // x.element_size() if fill else 0
