@@ -1,7 +1,7 @@
 """Sparse autoencoders as modules."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,6 +72,10 @@ class _SAE(torch.nn.Module):
         """(latents, l0 of each row)"""
         raise NotImplementedError
 
+    def _latents(self, x: Tensor, **options: Any) -> tuple[ELL, Tensor]:
+        """The one place that encodes: where the latents are spread over processes, it is another function."""
+        return sae.encode_with_l0(x, self.W_enc, self.b_enc, **options)
+
     def _counted(self, rows: ELL, l0: Tensor) -> tuple[ELL, Tensor]:
         if self.training:
             with torch.no_grad():
@@ -134,9 +138,7 @@ class TopKSAE(_SAE):
         self.k = k
 
     def _encode(self, x: Tensor) -> tuple[ELL, Tensor]:
-        return self._counted(
-            *sae.encode_with_l0(x, self.W_enc, self.b_enc, activation="topk", k=self.k, b_dec=self.b_dec)
-        )
+        return self._counted(*self._latents(x, activation="topk", k=self.k, b_dec=self.b_dec))
 
     def loss(self, x: Tensor) -> SAELoss:
         """The reconstruction loss of x `[..., d_in]`; the L0 penalty is 0."""
@@ -205,10 +207,8 @@ class BatchTopKSAE(_SAE):
 
     def _encode(self, x: Tensor) -> tuple[ELL, Tensor]:
         chosen = {"k": self.k} if self.training else {"threshold": self.threshold}
-        rows, l0 = sae.encode_with_l0(
+        rows, l0 = self._latents(
             x,
-            self.W_enc,
-            self.b_enc,
             activation="batchtopk" if self.training else "jumprelu",
             b_dec=self.b_dec,
             capacity=self.capacity,
@@ -221,11 +221,15 @@ class BatchTopKSAE(_SAE):
 
     def _follow(self, rows: ELL) -> None:
         """Moves the threshold towards the smallest value kept, without waiting for the device."""
-        held = (rows.values > 0) & (rows.nnz_per_row <= rows.capacity)[:, None]
-        smallest = torch.where(held, rows.values, torch.inf).to(self._wide).amin() if rows.values.numel() else torch.inf
-        smallest = torch.as_tensor(smallest, device=self.threshold.device)
+        smallest = self._smallest(rows)
         moved = torch.where(self.threshold > 0, torch.lerp(self.threshold, smallest, self.threshold_rate), smallest)
         self.threshold.copy_(torch.where(smallest.isfinite(), moved, self.threshold))
+
+    def _smallest(self, rows: ELL) -> Tensor:
+        """[], inf where nothing is held."""
+        held = (rows.values > 0) & (rows.nnz_per_row <= rows.capacity)[:, None]
+        smallest = torch.where(held, rows.values, torch.inf).to(self._wide).amin() if rows.values.numel() else torch.inf
+        return torch.as_tensor(smallest, dtype=self._wide, device=self.threshold.device)
 
     def loss(self, x: Tensor) -> SAELoss:
         """The reconstruction loss of x `[..., d_in]`; the L0 penalty is 0."""
@@ -296,10 +300,8 @@ class JumpReLUSAE(_SAE):
 
     def _encode(self, x: Tensor) -> tuple[ELL, Tensor]:
         return self._counted(
-            *sae.encode_with_l0(
+            *self._latents(
                 x,
-                self.W_enc,
-                self.b_enc,
                 activation="jumprelu",
                 threshold=self.threshold,
                 bandwidth=self.bandwidth,
