@@ -74,9 +74,13 @@ def test_encode(activation: str, data: st.DataObject, dtype: torch.dtype, device
     threshold = whole((n,) if data.draw(st.booleans()) else (), 4, generator, torch.float32)
     options = options_for(activation, n, data.draw(st.integers(1, 12)), threshold)
     capacity = data.draw(st.one_of(st.none(), st.integers(1, 70)))
-    rows, l0 = encode_with_l0(x, W, b, b_dec=b_dec, capacity=capacity, **options)
+    scale = None
+    if activation in ("topk", "batchtopk") and data.draw(st.booleans()):
+        # Powers of 2: no dtype rounds their products.
+        scale = whole((n,), 1, generator, torch.float32).exp2()
+    rows, l0 = encode_with_l0(x, W, b, b_dec=b_dec, capacity=capacity, scale=scale, **options)
     z = (x.double() - (0 if b_dec is None else b_dec.double())) @ W.double() + (0 if b is None else b.double())
-    acts = torch.where(selected(z, **options), z, 0)
+    acts = torch.where(selected(z if scale is None else z * scale.double(), **options), z, 0)
     most = options["k"] if activation == "topk" else n
     check(rows, acts, min(most, capacity or (most if activation == "topk" else 128)) if most else 0)
     assert rows.dtype is dtype and (rows.source is None) == (rows.capacity == most)
@@ -102,6 +106,12 @@ def test_every_way_through_the_rows(
     for capacity in (None, 3, n) if mode != "interpreter" else (None, 3):
         rows = encode(x, W, b, capacity=capacity, **options)
         check(rows, acts, rows.capacity)
+    if activation in ("topk", "batchtopk"):
+        scale = whole((n,), 1, generator, torch.float32).exp2()
+        acts = torch.where(selected(z * scale.double(), **options), z, 0)
+        for capacity in (None, 3):
+            rows = encode(x, W, b, capacity=capacity, scale=scale.to(dtype), **options)
+            check(rows, acts, rows.capacity)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -209,18 +219,21 @@ class DenseJumpReLU(torch.autograd.Function):
     """(acts, l0) and the straight-through estimates of their gradients, with a rectangle as kernel, as published."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, threshold: Tensor, bandwidth: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, z: Tensor, threshold: Tensor, bandwidth: float, to_input: bool = False
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(z, threshold)
-        ctx.bandwidth = bandwidth
+        ctx.bandwidth, ctx.to_input = bandwidth, to_input
         active = (z > threshold) & (z > 0)
         return torch.where(active, z, 0), active.sum(-1).to(z.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad_acts: Tensor, grad_l0: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_acts: Tensor, grad_l0: Tensor) -> tuple[Tensor, Tensor, None, None]:
         z, threshold = ctx.saved_tensors
         near = ((z - threshold).abs() < ctx.bandwidth / 2) & (threshold >= 0)
         slope = (threshold * grad_acts + grad_l0[..., None]) * near / -ctx.bandwidth
-        return grad_acts * ((z > threshold) & (z > 0)), slope.flatten(0, -2).sum(0), None
+        grad_z = grad_acts * ((z > threshold) & (z > 0)) - (slope if ctx.to_input else 0)
+        return grad_z, slope.flatten(0, -2).sum(0), None, None
 
 
 def jumprelu_case(
@@ -248,13 +261,15 @@ BANDWIDTH = 0.75
 
 
 @pytest.mark.parametrize("n, capacity", [(90, None), (90, 90), (90, 4), (2100, None), (2100, 4)])
-@pytest.mark.parametrize("consumer", ["to_dense", "decode"])
+@pytest.mark.parametrize("consumer", ["to_dense", "decode", "decode, ste to input", "l0 alone, ste to input"])
 def test_jumprelu_gradients(
     n: int, capacity: int | None, consumer: str, device: torch.device, generator: torch.Generator, mode: str
 ) -> None:
     """Against dense autograd with the published estimator; entries below the threshold carry much of it."""
-    if mode == "interpreter" and n > 1000 and consumer == "to_dense":
+    if mode == "interpreter" and n > 1000 and consumer != "decode":
         pytest.skip("large for the interpreter")
+    to_input = consumer.endswith("ste to input")
+    consumed = 0.0 if consumer.startswith("l0 alone") else 1.0
     dtype = torch.float64 if mode == "cpu" else torch.float32
     leaves, weights, l0_weights = jumprelu_case((2, 3) if n < 1000 else (2,), 20, n, torch.float32, generator)
     W_dec = torch.randn(n, 12, device=device, generator=generator) / 4
@@ -263,7 +278,7 @@ def test_jumprelu_gradients(
     def ours(x: Tensor, W_enc: Tensor, b_enc: Tensor, b_dec: Tensor, threshold: Tensor) -> Tensor:
         rows, l0 = encode_with_l0(
             x, W_enc, b_enc, activation="jumprelu", threshold=threshold, b_dec=b_dec, bandwidth=BANDWIDTH,
-            capacity=capacity,
+            capacity=capacity, ste_to_input=to_input,
         )  # fmt: skip
         z = (x - b_dec).double() @ W_enc.double() + b_enc.double()
         assert rows.nnz_per_row.tolist() == (z > threshold - BANDWIDTH / 2).flatten(0, -2).sum(-1).tolist()
@@ -273,15 +288,15 @@ def test_jumprelu_gradients(
             out = rows.to_dense() * weights.to(x.dtype)
         else:
             out = decode(rows, W_dec.to(x.dtype)) * out_weights.to(x.dtype)
-        return out.sum() + (l0 * l0_weights.to(l0.dtype)).sum()
+        return (out.sum() if consumed else 0) + (l0 * l0_weights.to(l0.dtype)).sum()
 
     def dense(x: Tensor, W_enc: Tensor, b_enc: Tensor, b_dec: Tensor, threshold: Tensor, below: float = 1) -> Tensor:
-        acts, l0 = DenseJumpReLU.apply((x - b_dec) @ W_enc + b_enc, threshold, BANDWIDTH)
+        acts, l0 = DenseJumpReLU.apply((x - b_dec) @ W_enc + b_enc, threshold, BANDWIDTH, to_input)
         if consumer == "to_dense":
             out = acts * weights.to(x.dtype)
         else:
             out = (acts @ W_dec.to(x.dtype)) * out_weights.to(x.dtype)
-        return out.sum() + (l0 * l0_weights.to(x.dtype)).sum()
+        return out.sum() * consumed + (l0 * l0_weights.to(x.dtype)).sum()
 
     got, exact = gradients(leaves, dtype, ours), gradients(leaves, torch.float64, dense)
     plain = gradients(leaves, torch.float32, dense)
@@ -528,6 +543,9 @@ JUMP = {"activation": "jumprelu", "threshold": torch.ones(8)}
         ({"activation": "topk", "k": 0}, ValueError, r"k must be at least 1, got 0"),
         ({"activation": "topk", "k": 2.0}, TypeError, r"k must be an int, got float"),
         ({"capacity": 0}, ValueError, r"capacity must be at least 1, got 0"),
+        ({"scale": torch.ones(8)}, ValueError, r"scale belongs to activation=\"topk\" and \"batchtopk\""),
+        ({"activation": "topk", "k": 2, "scale": torch.ones(7)}, ValueError, r"scale must have shape \[d_sae\] = \[8\]"),
+        ({**JUMP, "ste_to_input": True}, ValueError, r"ste_to_input needs bandwidth"),
     ],
 )
 def test_errors(change: dict[str, Any], error: type[Exception], message: str, device: torch.device) -> None:

@@ -29,6 +29,8 @@ def encode(
     b_dec: Tensor | None = None,
     bandwidth: float | None = None,
     capacity: int | None = None,
+    scale: Tensor | None = None,
+    ste_to_input: bool = False,
 ) -> ELL:
     """activation((x - b_dec) @ W_enc + b_enc) as row-sparse latents: one product, then one pass that packs.
 
@@ -50,6 +52,11 @@ def encode(
             value 0. None: the threshold is a constant.
         capacity: slots per row. None takes k for `"topk"` and what `rowsparse.pack` takes otherwise. A row with more
             entries stays exact: the container keeps its dense activation.
+        scale: `[d_sae]`, above 0, or None: `"topk"` and `"batchtopk"` then keep what is largest of z * scale, for
+            instance with the norms of decoder rows that are not 1. What is stored is z all the same, and scale has no
+            gradient.
+        ste_to_input: whether the straight-through estimate reaches z as well as the threshold, with the opposite sign,
+            as in Anthropic's recipe of 2025. It needs a bandwidth.
 
     Returns:
         `ELL` of shape `(..., d_sae)` with positive values (and zeros in the window) sorted by column, without a host
@@ -63,12 +70,13 @@ def encode(
         TypeError: dtypes differ or are not floating, or k or capacity is no int.
 
     Source: Rajamanoharan et al. 2024, "Jumping Ahead", section 3; Gao et al. 2024 (TopK); Bussmann et al. 2024
-    (BatchTopK).
+    (BatchTopK); Conerly et al. 2025, "Dictionary Learning Optimization Techniques" (ste_to_input).
 
     >>> encode(torch.tensor([[1.0, 3.0, 2.0]]), torch.eye(3), activation="topk", k=2).indices.tolist()
     [[1, 2]]
     """
-    return _encode("sae.encode", x, W_enc, b_enc, activation, threshold, k, b_dec, bandwidth, capacity)[0]
+    options = (activation, threshold, k, b_dec, bandwidth, capacity, scale, ste_to_input)
+    return _encode("sae.encode", x, W_enc, b_enc, *options)[0]
 
 
 def encode_with_l0(
@@ -82,15 +90,18 @@ def encode_with_l0(
     b_dec: Tensor | None = None,
     bandwidth: float | None = None,
     capacity: int | None = None,
+    scale: Tensor | None = None,
+    ste_to_input: bool = False,
 ) -> tuple[ELL, Tensor]:
     """As `encode`, with the number of values of each row that differ from 0: what an L0 penalty is made of.
 
     Args:
-        x, W_enc, b_enc, activation, threshold, k, b_dec, bandwidth, capacity: as in `encode`.
+        x, W_enc, b_enc, activation, threshold, k, b_dec, bandwidth, capacity, scale, ste_to_input: as in
+            `encode`.
 
     Returns:
-        `(rows, l0)`, l0 `[...]` in float32. With a bandwidth l0 has a gradient for the threshold alone:
-        -1 / bandwidth where |z - threshold| < bandwidth / 2.
+        `(rows, l0)`, l0 `[...]` in float32. With a bandwidth l0 has a gradient for the threshold, -1 / bandwidth where
+        |z - threshold| < bandwidth / 2, and with `ste_to_input` the opposite one for z.
 
     Raises:
         ValueError, TypeError: as `encode`.
@@ -100,7 +111,8 @@ def encode_with_l0(
     >>> encode_with_l0(torch.tensor([[1.0, -3.0, 2.0]]), torch.eye(3), activation="relu")[1].tolist()
     [2.0]
     """
-    return _encode("sae.encode_with_l0", x, W_enc, b_enc, activation, threshold, k, b_dec, bandwidth, capacity)
+    options = (activation, threshold, k, b_dec, bandwidth, capacity, scale, ste_to_input)
+    return _encode("sae.encode_with_l0", x, W_enc, b_enc, *options)
 
 
 def _encode(
@@ -114,9 +126,17 @@ def _encode(
     b_dec: Tensor | None,
     bandwidth: float | None,
     capacity: int | None,
+    scale: Tensor | None,
+    ste_to_input: bool,
 ) -> tuple[ELL, Tensor]:
-    _check_operands(operator, x, W_enc, b_enc, b_dec, threshold)
+    _check_operands(operator, x, W_enc, b_enc, b_dec, threshold, scale)
     activation = _check_activation(operator, activation, threshold, k, bandwidth, W_enc.shape[1])
+    if scale is not None and activation not in ("topk", "batchtopk"):
+        raise ValueError(f'{operator}: scale belongs to activation="topk" and "batchtopk", got one for {activation!r}.')
+    if ste_to_input and bandwidth is None:
+        raise ValueError(
+            f"{operator}: ste_to_input needs bandwidth, the width of the window that it is an estimate in."
+        )
     if autocast.enabled(x.device):
         (W_enc,) = autocast.cast(W_enc)  # type: ignore[assignment]
     if not autocast.enabled(x.device) or torch.float64 in (x.dtype, W_enc.dtype):
@@ -135,16 +155,23 @@ def _encode(
     window = bandwidth if bandwidth is not None and torch.is_grad_enabled() else 0.0
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     values, indices, nnz, source, l0 = _sae_encode(
-        flat, W_enc, b_enc, b_dec, threshold, activation, k or 0, window, capacity, capacity < most
-    )
+        flat, W_enc, b_enc, b_dec, threshold, activation, k or 0, window, capacity, capacity < most,
+        None if scale is None else scale.detach(), ste_to_input,
+    )  # fmt: skip
     shape = (*x.shape[:-1], n)
     return ELL(values, indices, nnz, shape, source if capacity < most else None), l0.view(x.shape[:-1])
 
 
 def _check_operands(
-    operator: str, x: Tensor, W_enc: Tensor, b_enc: Tensor | None, b_dec: Tensor | None, threshold: Tensor | None
+    operator: str,
+    x: Tensor,
+    W_enc: Tensor,
+    b_enc: Tensor | None,
+    b_dec: Tensor | None,
+    threshold: Tensor | None,
+    scale: Tensor | None,
 ) -> None:
-    optional = {"b_enc": b_enc, "b_dec": b_dec, "threshold": threshold}
+    optional = {"b_enc": b_enc, "b_dec": b_dec, "threshold": threshold, "scale": scale}
     given = {name: tensor for name, tensor in optional.items() if tensor is not None}
     checks.floating(operator, x=x, W_enc=W_enc, **given)
     if x.dim() == 0:
@@ -161,6 +188,8 @@ def _check_operands(
         checks.shape(operator, "b_enc", b_enc, (d_sae,), "[d_sae]", "like W_enc")
     if b_dec is not None:
         checks.shape(operator, "b_dec", b_dec, (d_in,), "[d_in]", "like W_enc")
+    if scale is not None:
+        checks.shape(operator, "scale", scale, (d_sae,), "[d_sae]", "like W_enc")
     if threshold is not None and threshold.dim() != 0:
         checks.shape(operator, "threshold", threshold, (d_sae,), "[d_sae]", "like W_enc, or be a scalar")
 
@@ -205,6 +234,8 @@ def _fake(
     bandwidth: float,
     capacity: int,
     keep_source: bool,
+    scale: Tensor | None = None,
+    ste_to_input: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     m, n = x.shape[0], weight.shape[1]
     return (
@@ -217,7 +248,7 @@ def _fake(
 
 
 def _context(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, bias, b_dec, threshold, _, _, ctx.bandwidth, _, ctx.keep_source = inputs
+    x, weight, bias, b_dec, threshold, _, _, ctx.bandwidth, _, ctx.keep_source, _, ctx.ste_to_input = inputs
     values, indices, nnz, source, _ = output
     ctx.mark_non_differentiable(indices, nnz)
     ctx.set_materialize_grads(False)
@@ -232,19 +263,27 @@ def _backward(
     need_x, need_weight, need_bias, need_b_dec, need_threshold = ctx.needs_input_grad[:5]
     if ctx.bandwidth == 0:
         threshold, need_threshold = None, False
+    estimate = threshold if ctx.ste_to_input else None
     if not ctx.keep_source:
         grad_source = None
     if grad_values is None and grad_source is None and (grad_l0 is None or threshold is None):
-        return (None,) * 10
+        return (None,) * 12
     if grad_values is None:
         grad_values = values.new_zeros(1, 1).expand_as(values)
     if grad_l0 is None:
         grad_l0 = values.new_zeros(1, dtype=_cpu.threshold_dtype(values.dtype)).expand_as(nnz)
     # What lies in the window below the threshold is stored with value 0, and reaches the threshold alone.
     grad_pre = torch.where(values != 0, grad_values, 0)
+    if estimate is not None:
+        limit = estimate[indices.clamp(min=0)]
+        near = (indices >= 0) & (values - limit < ctx.bandwidth / 2) & (limit >= 0)
+        slope = (limit * grad_values + grad_l0[:, None]) / ctx.bandwidth
+        grad_pre = (grad_pre + torch.where(near, slope, 0)).to(values.dtype)
+        if ctx.keep_source and grad_source is None:
+            grad_source = values.new_zeros(1, 1).expand_as(source)
     dense, counts = None, nnz
     if grad_source is not None:
-        dense = _bwd_source(grad_source, source, nnz, values.shape[1])
+        dense = _bwd_source(grad_source, source, nnz, values.shape[1], grad_l0, estimate, ctx.bandwidth)
     elif ctx.keep_source:
         counts = torch.where(nnz > values.shape[1], 0, nnz)
     grad_x = grad_weight = grad_bias = grad_b_dec = grad_threshold = None
@@ -261,6 +300,9 @@ def _backward(
         sums, grad_threshold = _bwd_columns(
             grad_values, grad_source, grad_l0, *columns, values, nnz, source, threshold, ctx.bandwidth
         )
+        if estimate is not None:
+            # The estimate for z is that for the threshold with the sign changed.
+            sums = sums - grad_threshold
         grad_bias = sums.to(ctx.bias_dtype) if need_bias else None
     if need_b_dec and grad_x is not None:
         grad_b_dec = -grad_x.sum(0, dtype=_cpu.threshold_dtype(grad_x.dtype)).to(b_dec.dtype)
@@ -269,7 +311,7 @@ def _backward(
         grad_b_dec = -torch.mv(weight, sums.to(weight.dtype)).to(b_dec.dtype)
     if not need_threshold:
         grad_threshold = None
-    return grad_x, grad_weight, grad_bias, grad_b_dec, grad_threshold, None, None, None, None, None
+    return grad_x, grad_weight, grad_bias, grad_b_dec, grad_threshold, *(None,) * 7
 
 
 def _refuse(ctx: Any, inputs: Any, output: Any) -> None:
@@ -299,7 +341,8 @@ def _fake_bwd_columns(
 
 _sae_encode = register(
     "sae_encode(Tensor x, Tensor weight, Tensor? bias, Tensor? b_dec, Tensor? threshold, str activation, int k, "
-    "float bandwidth, SymInt capacity, bool keep_source) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "float bandwidth, SymInt capacity, bool keep_source, Tensor? scale=None, bool ste_to_input=False) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.encode,
     gpu=f"{_GPU}:encode",
     fake=_fake,
@@ -317,10 +360,11 @@ _bwd_columns = register(
     backward=_no_gradients,
 )
 _bwd_source = register(
-    "sae_encode_bwd_source(Tensor grad, Tensor source, Tensor nnz, SymInt capacity) -> Tensor",
+    "sae_encode_bwd_source(Tensor grad, Tensor source, Tensor nnz, SymInt capacity, Tensor? grad_l0, "
+    "Tensor? threshold, float bandwidth) -> Tensor",
     cpu=_cpu.bwd_source,
     gpu=f"{_GPU}:bwd_source",
-    fake=lambda grad, source, nnz, capacity: torch.empty_like(source),
+    fake=lambda grad, source, *_: torch.empty_like(source),
     setup_context=_refuse,
     backward=_no_gradients,
 )

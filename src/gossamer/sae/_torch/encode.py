@@ -21,6 +21,8 @@ def encode(
     bandwidth: float,
     capacity: int,
     keep_source: bool,
+    scale: Tensor | None = None,
+    ste_to_input: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Operator `sae_encode` -> (values, indices, nnz, source or [0, N], l0)."""
     x = (x if b_dec is None else x - b_dec).to(weight.dtype)
@@ -37,7 +39,9 @@ def encode(
         empty = torch.full((m, capacity), -1, dtype=torch.int32)
         return pre.new_zeros(m, capacity), empty, torch.zeros(m, dtype=torch.int32), source, l0
     if activation in ("topk", "batchtopk"):
-        positions = _largest(pre, k, m if activation == "topk" else 1)
+        groups = m if activation == "topk" else 1
+        # Clamped in place, or multiplied out of place: either way what has key 0 is not kept.
+        positions = _largest(pre if scale is None else (pre * scale).to(pre.dtype), k, groups)
         values = pre.view(-1)[positions]
     else:
         # Thresholds below 0 keep what 0 keeps, because values are at least 0.
@@ -126,9 +130,23 @@ def bwd_columns(
     return grad_bias, torch.where(threshold < 0, 0, grad_threshold)
 
 
-def bwd_source(grad: Tensor, source: Tensor, nnz: Tensor, capacity: int) -> Tensor:
-    """Operator `sae_encode_bwd_source` -> [M, N], written at overflowed rows alone."""
+def bwd_source(
+    grad: Tensor,
+    source: Tensor,
+    nnz: Tensor,
+    capacity: int,
+    grad_l0: Tensor | None,
+    threshold: Tensor | None,
+    bandwidth: float,
+) -> Tensor:
+    """Operator `sae_encode_bwd_source` -> [M, N], written at overflowed rows alone; with a threshold its
+    straight-through estimate is in it."""
     out = torch.empty_like(source)
     over = (nnz > capacity).nonzero().squeeze(1)
-    out[over] = torch.where(source[over] != 0, grad[over], 0)
+    value, grad = source[over], grad[over]
+    flow = torch.where(value != 0, grad, 0)
+    if threshold is not None and grad_l0 is not None:
+        near = ((value != 0) | value.signbit()) & (value - threshold < bandwidth / 2) & (threshold >= 0)
+        flow = flow + torch.where(near, (threshold * grad + grad_l0[over, None]) / bandwidth, 0)
+    out[over] = flow.to(out.dtype)
     return out

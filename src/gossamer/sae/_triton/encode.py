@@ -20,7 +20,7 @@ from gossamer.sae._triton.select import (
     chunk_columns,
     load_pre,
     lowest_column,
-    order_key,
+    rank_key,
     settle_ties,
     word_bits,
 )
@@ -73,16 +73,17 @@ def append_active(
 
 @triton.jit
 def activate_row(
-    z_ptr, bias_ptr, threshold_ptr, stride_t, half, kth, need, N,
+    z_ptr, bias_ptr, scale_ptr, threshold_ptr, stride_t, half, kth, need, N,
     BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, RANKED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Overwrites a row of z by its activation."""
     seen = 0
     for start in range(0, N, BLOCK):
         columns = chunk_columns(start, BLOCK, VEC)
-        pre = add_bias(load_pre(z_ptr, columns, N), bias_ptr, columns, N)
+        z = load_pre(z_ptr, columns, N)
+        pre = add_bias(z, bias_ptr, columns, N)
         if RANKED:
-            key = order_key(pre, SHIFT)
+            key = rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT)
             ties, seen = settle_ties(word_bits(key == kth, VEC), need, seen, VEC)
             tied = (ties[:, None] >> tl.arange(0, VEC)[None, :]) & 1
             out = tl.where((key > kth) | (tied != 0), pre, 0.0)
@@ -98,7 +99,7 @@ def activate_row(
 
 @triton.jit
 def _encode_row_kernel(
-    z_ptr, bias_ptr, threshold_ptr, limits_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr,
+    z_ptr, bias_ptr, scale_ptr, threshold_ptr, limits_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr,
     stride_t, half, N, capacity,
     BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, RANKED: tl.constexpr, WINDOW: tl.constexpr,
     MAY_OVERFLOW: tl.constexpr,
@@ -124,7 +125,7 @@ def _encode_row_kernel(
         following = load_pre(z_ptr, columns + BLOCK, N)
         pre = add_bias(z, bias_ptr, columns, N)
         if RANKED:
-            key = order_key(pre, SHIFT)
+            key = rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT)
             bits = word_bits(key >= kth, VEC)
         else:
             if limits_ptr is not None:
@@ -160,8 +161,9 @@ def _encode_row_kernel(
             # A warp may still read what another is about to overwrite.
             tl.debug_barrier()
             activate_row(
-                z_ptr, bias_ptr, threshold_ptr, stride_t, half, kth, need, N, BLOCK, VEC, SHIFT, RANKED, WINDOW
-            )
+                z_ptr, bias_ptr, scale_ptr, threshold_ptr, stride_t, half, kth, need, N,
+                BLOCK, VEC, SHIFT, RANKED, WINDOW,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["epoch"])
@@ -215,7 +217,9 @@ def _encode_split_kernel(
             if total > capacity:
                 # The others have read their part of z, for their flags say so: it may be overwritten.
                 tl.debug_barrier()
-                activate_row(z_ptr, bias_ptr, threshold_ptr, stride_t, half, 0, 0, N, BLOCK, VEC, 0, False, WINDOW)
+                activate_row(
+                    z_ptr, bias_ptr, None, threshold_ptr, stride_t, half, 0, 0, N, BLOCK, VEC, 0, False, WINDOW
+                )
 
 
 @triton.jit
@@ -290,15 +294,24 @@ def _encode_bwd_columns_overflow_kernel(
 
 @triton.jit
 def _encode_bwd_source_kernel(
-    grad_ptr, source_ptr, nnz_ptr, out_ptr, stride_gm, stride_gn, N, capacity, BLOCK: tl.constexpr
+    grad_ptr, source_ptr, nnz_ptr, grad_l0_ptr, threshold_ptr, out_ptr, stride_gm, stride_gn, stride_l, stride_t, half,
+    N, capacity, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk): the gradient of an overflowed row of pre-activations."""
+    """Program (row, chunk): the gradient of an overflowed row of pre-activations, with the straight-through estimate
+    of a threshold that is given."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(nnz_ptr + row) > capacity:
         columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(source_ptr + row * N + columns, mask=columns < N, other=0.0)
         grad = tl.load(grad_ptr + row * stride_gm + columns * stride_gn, mask=columns < N, other=0.0)
-        tl.store(out_ptr + row * N + columns, tl.where(value != 0, grad, 0.0), mask=columns < N)
+        flow = tl.where(value != 0, grad, 0.0).to(tl.float32)
+        if threshold_ptr is not None:
+            value = value.to(tl.float32)
+            threshold = tl.load(threshold_ptr + columns * stride_t, mask=columns < N, other=-1.0)
+            stored = (value != 0) | (value.to(tl.int32, bitcast=True) < 0)
+            slope = threshold * grad.to(tl.float32) + tl.load(grad_l0_ptr + row * stride_l)
+            flow += tl.where(stored & (value - threshold < half) & (threshold >= 0), 0.5 / half * slope, 0.0)
+        tl.store(out_ptr + row * N + columns, flow, mask=columns < N)
 
 
 _limits = launch.Kernel(_limits_kernel)
@@ -320,6 +333,8 @@ def encode(
     bandwidth: float,
     capacity: int,
     keep_source: bool,
+    scale: Tensor | None = None,
+    ste_to_input: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Operator `sae_encode` -> (values, indices, nnz, source or [0, N], l0)."""
     x = (x if b_dec is None else x - b_dec).to(weight.dtype)
@@ -330,7 +345,7 @@ def encode(
         z = x @ weight
     m, n = z.shape
     if activation == "topk" and not keep_source and z.numel():
-        values, indices, nnz, l0 = select.row_topk(z, bias, k)
+        values, indices, nnz, l0 = select.row_topk(z, bias, k, scale)
         return values, indices, nnz, z.new_empty(0, n), l0
     values = z.new_empty(m, capacity)
     indices = torch.empty(m, capacity, dtype=torch.int32, device=z.device)
@@ -354,7 +369,7 @@ def encode(
         kth = need = None
         if ranked:
             find = select.row_kth if activation == "topk" else select.batch_kth
-            kth, need = find(z, bias, k)
+            kth, need = find(z, bias, k, scale)
             if m < 512:
                 # Few rows, each in the hands of one program: more warps keep more of it in flight.
                 tile, warps = {**tile, "BLOCK": 8 * tile["BLOCK"]}, 8
@@ -364,8 +379,9 @@ def encode(
             args = (threshold, limits, stride_t, bandwidth / 2, n)
             _limits((n, z.dtype, stride_t, bandwidth), (launch.cdiv(n, 1024), 1, 1), args, {"BLOCK": 1024})
         meta = {**pack.fit_block(tile, n), "SHIFT": select.SHIFT[z.dtype], "RANKED": ranked, **flavour}
-        args = (z, bias, threshold, limits, kth, need, values, indices, nnz, l0, stride_t, bandwidth / 2, n, capacity)
-        _encode_row((*key, ranked), (m, 1, 1), args, meta, num_warps=warps)
+        args = (z, bias, scale, threshold, limits, kth, need, values, indices, nnz, l0)
+        args += (stride_t, bandwidth / 2, n, capacity)
+        _encode_row((*key, ranked, scale is None or scale.dtype), (m, 1, 1), args, meta, num_warps=warps)
     return values, indices, nnz, source, l0
 
 
@@ -406,21 +422,33 @@ def bwd_columns(
     return bias_out, threshold_out
 
 
-def bwd_source(grad: Tensor, source: Tensor, nnz: Tensor, capacity: int) -> Tensor:
+def bwd_source(
+    grad: Tensor,
+    source: Tensor,
+    nnz: Tensor,
+    capacity: int,
+    grad_l0: Tensor | None,
+    threshold: Tensor | None,
+    bandwidth: float,
+) -> Tensor:
     """Operator `sae_encode_bwd_source` -> [M, N], written at overflowed rows alone."""
     m, n = source.shape
     out = torch.empty_like(source)
     if m and n:
-        key = (m, n, capacity, grad.dtype, source.dtype, grad.stride())
-        args = (grad, source, nnz, out, *grad.stride(), n, capacity)
-        _encode_bwd_source(key, (m, launch.cdiv(n, 4096), 1), args, {"BLOCK": 4096}, num_warps=4)
+        strides = (
+            *grad.stride(),
+            *(0 if t is None or threshold is None else t.stride(0) for t in (grad_l0, threshold)),
+        )
+        key = (m, n, capacity, grad.dtype, source.dtype, strides, threshold is None, bandwidth)
+        args = (grad, source, nnz, None if threshold is None else grad_l0, threshold, out, *strides, bandwidth / 2)
+        _encode_bwd_source(key, (m, launch.cdiv(n, 4096), 1), (*args, n, capacity), {"BLOCK": 4096}, num_warps=4)
     return out
 
 
 _ENCODE = {
-    "z_ptr": "*bf16", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "limits_ptr": None, "kth_ptr": None,
-    "need_ptr": None, "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32",
-    "stride_t": "i32", "half": "fp32", "N": "i32", "capacity": "i32",
+    "z_ptr": "*bf16", "bias_ptr": "*fp32", "scale_ptr": None, "threshold_ptr": "*fp32", "limits_ptr": None,
+    "kth_ptr": None, "need_ptr": None, "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32",
+    "l0_ptr": "*fp32", "stride_t": "i32", "half": "fp32", "N": "i32", "capacity": "i32",
 }  # fmt: skip
 _COLUMNS = {
     "grad_ptr": "*bf16", "grad_l0_ptr": "*fp32", "threshold_ptr": "*fp32", "bias_out_ptr": "*fp32",
@@ -466,8 +494,9 @@ EXAMPLES = {
     },
     _encode_bwd_source_kernel: {
         "signature": {
-            "grad_ptr": "*bf16", "source_ptr": "*bf16", "nnz_ptr": "*i32", "out_ptr": "*bf16", "stride_gm": "i32",
-            "stride_gn": "i32", "N": "i32", "capacity": "i32",
+            "grad_ptr": "*bf16", "source_ptr": "*bf16", "nnz_ptr": "*i32", "grad_l0_ptr": "*fp32",
+            "threshold_ptr": "*fp32", "out_ptr": "*bf16", "stride_gm": "i32", "stride_gn": "i32", "stride_l": "i32",
+            "stride_t": "i32", "half": "fp32", "N": "i32", "capacity": "i32",
         },
         "constexprs": {"BLOCK": 4096},
         "num_warps": 4,

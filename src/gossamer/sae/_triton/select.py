@@ -55,6 +55,16 @@ def order_key(pre, SHIFT: tl.constexpr):
 
 
 @triton.jit
+def rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT: tl.constexpr):
+    """The key of z + bias, or of that times scale, which is rounded once more, as a product of two tensors is."""
+    pre = add_bias(z, bias_ptr, columns, N)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + columns, mask=columns < N, other=1.0).to(tl.float32)
+        pre = (pre * scale).to(z.dtype).to(tl.float32)
+    return order_key(pre, SHIFT)
+
+
+@triton.jit
 def word_bits(keep, VEC: tl.constexpr):
     """Bit v of word g is keep[g, v]."""
     return tl.sum(keep.to(tl.int32) << tl.arange(0, VEC)[None, :], axis=1)
@@ -81,7 +91,7 @@ def settle_ties(equal, need, seen, VEC: tl.constexpr):
 
 @triton.jit
 def list_keys(
-    bits, counts, z_ptr, bias_ptr, list_ptr, columns_ptr, start, N,
+    bits, counts, z_ptr, bias_ptr, scale_ptr, list_ptr, columns_ptr, start, N,
     BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Writes the keys of a chunk's kept elements side by side, and their columns beside those."""
@@ -91,7 +101,7 @@ def list_keys(
         column = lowest_column(low, start, BLOCK, VEC)
         mask = low > 0
         z = tl.load(z_ptr + column, mask=mask, other=0.0)
-        tl.store(list_ptr + slot, order_key(add_bias(z, bias_ptr, column, N), SHIFT), mask=mask)
+        tl.store(list_ptr + slot, rank_key(z, bias_ptr, scale_ptr, column, N, SHIFT), mask=mask)
         if columns_ptr is not None:
             tl.store(columns_ptr + slot, column, mask=mask)
         slot += mask.to(tl.int32)
@@ -125,7 +135,7 @@ def kth_largest(keys, list_ptr, count, k, bound, LIST: tl.constexpr):
 
 
 @triton.jit
-def group_maxima(z_ptr, bias_ptr, N, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr):
+def group_maxima(z_ptr, bias_ptr, scale_ptr, N, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr):
     """The largest key among the columns that are equal modulo BLOCK, as [BLOCK / VEC, VEC]."""
     columns = chunk_columns(0, BLOCK, VEC)
     z = load_pre(z_ptr, columns, N)
@@ -133,16 +143,17 @@ def group_maxima(z_ptr, bias_ptr, N, BLOCK: tl.constexpr, VEC: tl.constexpr, SHI
     for start in range(0, N, BLOCK):
         columns = chunk_columns(start, BLOCK, VEC)
         following = load_pre(z_ptr, columns + BLOCK, N)
-        largest = tl.maximum(largest, order_key(add_bias(z, bias_ptr, columns, N), SHIFT))
+        largest = tl.maximum(largest, rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT))
         z = following
     return largest
 
 
 @triton.jit
 def emit_largest(
-    list_ptr, columns_ptr, count, kth, need, values_ptr, indices_ptr, LIST: tl.constexpr, SHIFT: tl.constexpr
+    z_ptr, bias_ptr, scale_ptr, list_ptr, columns_ptr, count, kth, need, values_ptr, indices_ptr, N,
+    LIST: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Writes the listed keys above kth, and the first `need` that equal it, as entries; how many."""
+    """Writes what has the listed keys above kth, and the first `need` that equal it, as entries; how many."""
     slots = tl.arange(0, LIST)
     held = 0
     seen = 0
@@ -152,7 +163,11 @@ def emit_largest(
         tie = (key == kth).to(tl.int32)
         keep = ((key > kth) | ((tie != 0) & (seen + tl.cumsum(tie, axis=0) <= need))).to(tl.int32)
         slot = held + tl.cumsum(keep, axis=0) - keep
-        tl.store(values_ptr + slot, (key << SHIFT).to(tl.float32, bitcast=True), mask=keep != 0)
+        if scale_ptr is None:
+            value = (key << SHIFT).to(tl.float32, bitcast=True)
+        else:
+            value = add_bias(tl.load(z_ptr + column, mask=keep != 0, other=0.0), bias_ptr, column, N)
+        tl.store(values_ptr + slot, value, mask=keep != 0)
         tl.store(indices_ptr + slot, column, mask=keep != 0)
         held += tl.sum(keep, axis=0)
         seen += tl.sum(tie, axis=0)
@@ -161,7 +176,7 @@ def emit_largest(
 
 @triton.jit
 def _row_kth_kernel(
-    z_ptr, bias_ptr, list_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, M, N, k, length,
+    z_ptr, bias_ptr, scale_ptr, list_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, M, N, k, length,
     BLOCK: tl.constexpr, VEC: tl.constexpr, LIST: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Program p takes rows p, p + programs, ...: rows in flight, and their lists, fit the L2.
@@ -176,7 +191,7 @@ def _row_kth_kernel(
     row = tl.program_id(0).to(tl.int64)
     while row < M:
         z_row = z_ptr + row * N
-        largest = group_maxima(z_row, bias_ptr, N, BLOCK, VEC, SHIFT)
+        largest = group_maxima(z_row, bias_ptr, scale_ptr, N, BLOCK, VEC, SHIFT)
         bound = kth_largest(largest, list_ptr, 0, k, 0, LIST)
         # Of what equals the bound no more than the first k can be wanted.
         floor = tl.maximum(bound, 1)
@@ -186,7 +201,7 @@ def _row_kth_kernel(
         for start in range(0, N, BLOCK):
             columns = chunk_columns(start, BLOCK, VEC)
             following = load_pre(z_row, columns + BLOCK, N)
-            key = order_key(add_bias(z, bias_ptr, columns, N), SHIFT)
+            key = rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT)
             bits = word_bits(key >= floor, VEC)
             counts = count_bits(bits)
             found = tl.sum(counts, axis=0)
@@ -196,10 +211,12 @@ def _row_kth_kernel(
                 counts = count_bits(bits)
                 found = tl.sum(counts, axis=0)
                 if values_ptr is None:
-                    list_keys(bits, counts, z_row, bias_ptr, list_ptr + count, None, start, N, BLOCK, VEC, SHIFT)
+                    list_keys(
+                        bits, counts, z_row, bias_ptr, scale_ptr, list_ptr + count, None, start, N, BLOCK, VEC, SHIFT
+                    )
                 else:
                     list_keys(
-                        bits, counts, z_row, bias_ptr, list_ptr + count, list_ptr + length + count, start, N,
+                        bits, counts, z_row, bias_ptr, scale_ptr, list_ptr + count, list_ptr + length + count, start, N,
                         BLOCK, VEC, SHIFT,
                     )  # fmt: skip
             count += found
@@ -215,8 +232,9 @@ def _row_kth_kernel(
             tl.store(need_ptr + row, need)
         else:
             held = emit_largest(
-                list_ptr, list_ptr + length, count, kth, need, values_ptr + row * k, indices_ptr + row * k, LIST, SHIFT
-            )
+                z_row, bias_ptr, scale_ptr, list_ptr, list_ptr + length, count, kth, need, values_ptr + row * k,
+                indices_ptr + row * k, N, LIST, SHIFT,
+            )  # fmt: skip
             tl.store(nnz_ptr + row, held)
             tl.store(l0_ptr + row, held)
             clear_slots(values_ptr + row * k, indices_ptr + row * k, held, k, 256, 256)
@@ -226,17 +244,18 @@ def _row_kth_kernel(
 
 @triton.jit
 def _group_max_kernel(
-    z_ptr, bias_ptr, out_ptr, N, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr
+    z_ptr, bias_ptr, scale_ptr, out_ptr, N, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr
 ):  # fmt: skip
     """Program (row): its group maxima, BLOCK of them."""
     row = tl.program_id(0).to(tl.int64)
-    largest = group_maxima(z_ptr + row * N, bias_ptr, N, BLOCK, VEC, SHIFT)
+    largest = group_maxima(z_ptr + row * N, bias_ptr, scale_ptr, N, BLOCK, VEC, SHIFT)
     tl.store(out_ptr + row * BLOCK + chunk_columns(0, BLOCK, VEC), largest)
 
 
 @triton.jit
 def _list_above_kernel(
-    z_ptr, bias_ptr, bound_ptr, list_ptr, cursor_ptr, N, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr
+    z_ptr, bias_ptr, scale_ptr, bound_ptr, list_ptr, cursor_ptr, N,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Program (row): appends the keys above the bound to one list for all rows, whose order does not matter."""
     row = tl.program_id(0).to(tl.int64)
@@ -244,18 +263,18 @@ def _list_above_kernel(
     bound = tl.load(bound_ptr)
     for start in range(0, N, BLOCK):
         columns = chunk_columns(start, BLOCK, VEC)
-        pre = add_bias(load_pre(z_ptr, columns, N), bias_ptr, columns, N)
-        bits = word_bits(order_key(pre, SHIFT) > bound, VEC)
+        key = rank_key(load_pre(z_ptr, columns, N), bias_ptr, scale_ptr, columns, N, SHIFT)
+        bits = word_bits(key > bound, VEC)
         counts = count_bits(bits)
         found = tl.sum(counts, axis=0)
         if found > 0:
             at = tl.atomic_add(cursor_ptr, found.to(tl.int64), sem="relaxed")
-            list_keys(bits, counts, z_ptr, bias_ptr, list_ptr + at, None, start, N, BLOCK, VEC, SHIFT)
+            list_keys(bits, counts, z_ptr, bias_ptr, scale_ptr, list_ptr + at, None, start, N, BLOCK, VEC, SHIFT)
 
 
 @triton.jit
 def _count_equal_kernel(
-    z_ptr, bias_ptr, kth_ptr, out_ptr, N, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr
+    z_ptr, bias_ptr, scale_ptr, kth_ptr, out_ptr, N, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr
 ):  # fmt: skip
     """Program (row): how many of its keys equal the k-th largest."""
     row = tl.program_id(0).to(tl.int64)
@@ -263,8 +282,8 @@ def _count_equal_kernel(
     equal = tl.zeros([BLOCK // VEC], tl.int32)
     for start in range(0, N, BLOCK):
         columns = chunk_columns(start, BLOCK, VEC)
-        pre = add_bias(load_pre(z_ptr + row * N, columns, N), bias_ptr, columns, N)
-        equal += count_bits(word_bits(order_key(pre, SHIFT) == kth, VEC))
+        key = rank_key(load_pre(z_ptr + row * N, columns, N), bias_ptr, scale_ptr, columns, N, SHIFT)
+        equal += count_bits(word_bits(key == kth, VEC))
     tl.store(out_ptr + row, tl.sum(equal, axis=0))
 
 
@@ -281,27 +300,35 @@ def _tile(z: Tensor, block: int, warps: int) -> tuple[dict[str, int], int]:
     return {"BLOCK": fitted, "VEC": vector, "SHIFT": SHIFT[z.dtype]}, max(1, warps * fitted // block)
 
 
-def row_kth(z: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
+    return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
+
+
+def row_kth(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(kth, need), int32 [M]: a row selects every key above kth[row] and the first need[row] that equal it.
 
-    z is contiguous [M, N] with M, N, k > 0; bias [N] is added to it.
+    z is contiguous [M, N] with M, N, k > 0; bias [N] is added to it, and the keys are those of that times scale [N].
     """
     kth = torch.empty(z.shape[0], dtype=torch.int32, device=z.device)
     need = torch.empty_like(kth)
-    _largest_of_rows(z, bias, k, (kth, need, None, None, None, None))
+    _largest_of_rows(z, bias, scale, k, (kth, need, None, None, None, None))
     return kth, need
 
 
-def row_topk(z: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def row_topk(
+    z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(values [M, k], indices [M, k], nnz [M], l0 [M] in float32) of what `row_kth` says a row selects."""
     m = z.shape[0]
     values, indices = z.new_empty(m, k), torch.empty(m, k, dtype=torch.int32, device=z.device)
     nnz, l0 = (torch.empty(m, dtype=dtype, device=z.device) for dtype in (torch.int32, torch.float32))
-    _largest_of_rows(z, bias, k, (None, None, values, indices, nnz, l0))
+    _largest_of_rows(z, bias, scale, k, (None, None, values, indices, nnz, l0))
     return values, indices, nnz, l0
 
 
-def _largest_of_rows(z: Tensor, bias: Tensor | None, k: int, results: tuple[Tensor | None, ...]) -> None:
+def _largest_of_rows(
+    z: Tensor, bias: Tensor | None, scale: Tensor | None, k: int, results: tuple[Tensor | None, ...]
+) -> None:
     """Launches for `results`: kth and need, or values, indices, nnz and l0."""
     m, n = z.shape
     programs = 2 * tuning.programs(z.device)
@@ -313,37 +340,38 @@ def _largest_of_rows(z: Tensor, bias: Tensor | None, k: int, results: tuple[Tens
     meta["LIST"] = max(256, min(launch.next_power_of_2(2 * k), 4096))
     entries = results[0] is None
     lists = torch.empty(programs, 1 + entries, length, dtype=torch.int32, device=z.device)
-    key = (m, n, k, z.dtype, bias is None or bias.dtype, entries)
-    _row_kth(key, (programs, 1, 1), (z, bias, lists, *results, m, n, k, length), meta, num_warps=warps)
+    key = (m, n, k, z.dtype, _dtypes(bias, scale), entries)
+    _row_kth(key, (programs, 1, 1), (z, bias, scale, lists, *results, m, n, k, length), meta, num_warps=warps)
 
 
-def batch_kth(z: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+def batch_kth(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As `row_kth`, for the k * M largest of the whole batch; ties go to the lowest flat index."""
     m, n = z.shape
     total = k * m
     meta, warps = _tile(z, 2048, 8)
-    key = (m, n, z.dtype, bias is None or bias.dtype)
+    key = (m, n, z.dtype, _dtypes(bias, scale))
     grid = (m, 1, 1)
     bound = torch.zeros(1, dtype=torch.int32, device=z.device)
     length = n
     if k <= meta["BLOCK"]:
         maxima = torch.empty(m, meta["BLOCK"], dtype=torch.int32, device=z.device)
-        _group_max(key, grid, (z, bias, maxima, n), meta, num_warps=warps)
+        _group_max(key, grid, (z, bias, scale, maxima, n), meta, num_warps=warps)
         bound = maxima.view(-1).topk(total, sorted=False).values.min().view(1)
         length = min(n, k * launch.cdiv(n, meta["BLOCK"]))
     keys = torch.zeros(m * length, dtype=torch.int32, device=z.device)
     cursor = torch.zeros(1, dtype=torch.int64, device=z.device)
-    _list_above(key, grid, (z, bias, bound, keys, cursor, n), meta, num_warps=warps)
+    _list_above(key, grid, (z, bias, scale, bound, keys, cursor, n), meta, num_warps=warps)
     kth = torch.maximum(keys.topk(total, sorted=False).values.min(), bound).clamp(min=1)
     need = total - (keys > kth).sum()
     equal = torch.empty(m, dtype=torch.int32, device=z.device)
-    _count_equal(key, grid, (z, bias, kth, equal, n), meta, num_warps=warps)
+    _count_equal(key, grid, (z, bias, scale, kth, equal, n), meta, num_warps=warps)
     before = equal.cumsum(0) - equal
     return kth.expand(m).contiguous(), (need - before).clamp(0, n).int()
 
 
 def _example(pointers: dict[str, str | None], integers: tuple[str, ...], **constexprs: int) -> dict[str, object]:
-    signature = {"z_ptr": "*bf16", "bias_ptr": "*fp32", **pointers, **dict.fromkeys(integers, "i32")}
+    operands = {"z_ptr": "*bf16", "bias_ptr": "*fp32", "scale_ptr": "*bf16"}
+    signature = {**operands, **pointers, **dict.fromkeys(integers, "i32")}
     return {"signature": signature, "constexprs": {"VEC": 8, "SHIFT": 16, **constexprs}}
 
 
