@@ -18,6 +18,7 @@ from torch import Tensor
 from gossamer import nn
 from gossamer.rowsparse import ELL
 from gossamer.sae import Extraction, extract
+from gossamer.sae._extract import folder as disk
 from gossamer.sae._extract.source import Array
 
 pytestmark = pytest.mark.native
@@ -140,10 +141,7 @@ def test_interrupted_anywhere(device: torch.device, tmp_path: Path, monkeypatch:
     """Stopped at every write in turn, half way through it and at its end: the same bytes as without."""
     sae, x = model(device), activations(200)
     extract(x, sae, tmp_path / "expected", **SIZES)
-    from gossamer.sae import extract as module_function
-
-    module = sys.modules[module_function.__module__]
-    original = {name: getattr(module, name) for name in ("save_file", "_settle")}
+    original = {name: getattr(disk, name) for name in ("save_file", "_settle")}
     rng = random.Random(0)
     for attempt in range(30):
         left = [rng.randrange(1, 12)]
@@ -159,7 +157,7 @@ def test_interrupted_anywhere(device: torch.device, tmp_path: Path, monkeypatch:
             original[name](*args)
 
         for name in original:
-            monkeypatch.setattr(module, name, lambda *args, name=name: stop(name, *args))
+            monkeypatch.setattr(disk, name, lambda *args, name=name: stop(name, *args))
         # A kill runs no cleanup.
         monkeypatch.setattr(Path, "unlink", lambda *args, **kwargs: None)
         out = tmp_path / str(attempt % 3)
@@ -204,8 +202,7 @@ def test_killed_for_good(kills: int, tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_whole_shards(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sae, x = model(device), activations()
-    module = sys.modules[extract.__module__]
-    original, calls = module.save_file, []
+    original, calls = disk.save_file, []
 
     def full(tensors: Any, path: Path) -> None:
         calls.append(path)
@@ -214,7 +211,7 @@ def test_a_full_disk_leaves_whole_shards(device: torch.device, tmp_path: Path, m
             raise OSError(28, "No space left on device")
         original(tensors, path)
 
-    monkeypatch.setattr(module, "save_file", full)
+    monkeypatch.setattr(disk, "save_file", full)
     with pytest.raises(OSError, match="No space left"):
         extract(x, sae, tmp_path / "out", **SIZES)
     monkeypatch.undo()

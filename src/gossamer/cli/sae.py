@@ -14,6 +14,7 @@ from rich.text import Text
 from gossamer import nn
 from gossamer import sae as operators
 from gossamer.cli.environment import resolve_device
+from gossamer.cli.page import visible
 
 sae = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Extract a sparse autoencoder's latents to disk, and look at them."
@@ -22,16 +23,34 @@ sae = typer.Typer(
 
 @sae.command()
 def extract(
-    model: Path = typer.Argument(help="Folder of the SAE, as nn.save, SAELens or sparsify writes it."),
-    source: list[Path] = typer.Argument(help="Activations: .safetensors and .npy files, or folders of them, in order."),
+    autoencoder: Path = typer.Argument(
+        metavar="SAE", help="Folder of the autoencoder, as nn.save, SAELens or sparsify writes it."
+    ),
+    source: list[Path] = typer.Argument(
+        help="Activations: .safetensors and .npy files, or folders of them, in order. With --model: text files "
+        "(.jsonl: a document a line; others: a document a file), or folders of .txt and .jsonl."
+    ),
     out: Path = typer.Option(..., help="Folder for the shards. The same command again goes on where it was stopped."),
+    model: str | None = typer.Option(
+        None, help="A causal language model of Hugging Face, name or folder, that reads the text."
+    ),
+    hook: str | None = typer.Option(
+        None, help="The module of --model whose output the autoencoder takes, such as model.layers.12."
+    ),
+    context_size: int = typer.Option(128, min=2, help="With --model: tokens that it reads as one."),
+    contexts: int = typer.Option(16, min=1, help="With --model: contexts that it reads at once."),
     key: str | None = typer.Option(None, help="The tensor of each .safetensors file, where it holds several."),
     device: str = typer.Option("auto", help="auto (the GPU if there is one), cpu, cuda or cuda:N."),
     batch_size: int = typer.Option(4096, min=1, help="Rows at once."),
     shard_rows: int = typer.Option(65536, min=1, help="Rows a file; a multiple of --batch-size."),
     top: int = typer.Option(16, min=0, help="How many of its largest values to keep of each latent."),
 ) -> None:
-    """Encode activations and write the latents to shards, with what each latent did."""
+    """Encode activations and write the latents to shards, with what each latent did.
+
+    Of activations on disk: gossamer sae extract my-sae activations/ --out latents
+
+    Of a model that reads text: gossamer sae extract my-sae text.txt --model gpt2 --hook transformer.h.6 --out latents
+    """
     console = Console()
     bar = Progress(
         TextColumn("{task.description}"),
@@ -43,21 +62,32 @@ def extract(
     )
     done = 0
     try:
-        autoencoder = _load(model, str(resolve_device(device, "sae extract")))
+        if (model is None) != (hook is None):
+            raise ValueError(
+                "gossamer sae extract: --model and --hook belong together: which model reads the text, and at which "
+                "of its modules. Without both, SOURCE is activations."
+            )
+        if model is not None and key is not None:
+            raise ValueError("gossamer sae extract: --key names a tensor of activations; with --model there is none.")
+        where = str(resolve_device(device, "sae extract"))
+        sae_model = _load(autoencoder, where)
+        rows: Any = list(source)
+        if model is not None and hook is not None:
+            rows = _activations(model, hook, rows, where, context_size, contexts)
         with bar:
             task = bar.add_task("rows", total=None)
 
-            def progress(rows: int, total: int | None) -> None:
+            def progress(finished: int, total: int | None) -> None:
                 nonlocal done
                 if not done:
                     # What an earlier run has done says nothing about the speed of this one.
-                    bar.reset(task, completed=max(rows - batch_size, 0), total=total)
-                done = rows
-                bar.update(task, completed=rows, total=total)
+                    bar.reset(task, completed=max(finished - batch_size, 0), total=total)
+                done = finished
+                bar.update(task, completed=finished, total=total)
 
             found = operators.extract(
-                list(source),
-                autoencoder,
+                rows,
+                sae_model,
                 out,
                 key=key,
                 batch_size=batch_size,
@@ -79,7 +109,9 @@ def extract(
 @sae.command()
 def show(
     folder: Path = typer.Argument(help="What extract wrote, finished or not."),
-    feature: int | None = typer.Option(None, min=0, help="A latent; without it, the whole matrix and its busiest."),
+    feature: int | None = typer.Option(
+        None, min=0, help="A latent, with the text it fires on if that is known; without it, the busiest of all."
+    ),
     rows: int = typer.Option(10, min=1, help="How many lines of the table at most."),
 ) -> None:
     """Show how often, how strongly and where latents fire."""
@@ -111,10 +143,20 @@ def show(
     table = Table(title="where it is largest", title_justify="left")
     table.add_column("row", justify="right")
     table.add_column("magnitude", justify="right")
+    if found.has_text:
+        table.add_column("text")
     for position, value in list(zip(found.top_positions[feature].tolist(), found.top_values[feature].tolist()))[:rows]:
         if position >= 0:
-            table.add_row(f"{position:,}", f"{value:.4g}")
+            table.add_row(f"{position:,}", f"{value:.4g}", *_marked(found, position))
     console.print(table)
+
+
+def _marked(found: operators.Extraction, row: int) -> list[Text]:
+    """The text around a row, if it is known, on one line; brackets show the token where colours do not."""
+    if not found.has_text:
+        return []
+    before, token, after = (visible(part) for part in found.context(row))
+    return [Text.assemble(before, ("[" + token + "]", "bold reverse"), after)]
 
 
 def _show_all(console: Console, found: operators.Extraction, rows: int) -> None:
@@ -148,6 +190,26 @@ def _load(folder: Path, device: str) -> Any:
         if "integrations.sae_lens" not in str(error):
             raise
         return SAE.load_from_disk(folder, device=device).eval()
+
+
+def _activations(model: str, hook: str, texts: list[Path], device: str, context_size: int, contexts: int) -> Any:
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError:
+        raise ValueError(
+            "gossamer sae extract: --model needs the extra \"transformers\": run pip install '.[transformers]' in a "
+            "clone of the repository."
+        ) from None
+    from gossamer.integrations.transformers import Activations
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        network: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    except OSError as error:
+        raise ValueError(f"gossamer sae extract: --model: {error}") from error
+    return Activations(
+        network.to(device).eval(), tokenizer, texts, hook, context_size=context_size, batch_size=contexts
+    )
 
 
 class _Speed(ProgressColumn):

@@ -1,3 +1,6 @@
-"""Other libraries' models with gossamer's operators: each module has `patch(obj)`, undone by `unpatch(obj)`."""
+"""Other libraries' models with gossamer's operators.
+
+`sae_lens` has `patch(obj)`, undone by `unpatch(obj)`; `transformers` gives the activations of a model that reads text.
+"""
 
 __all__: list[str] = []

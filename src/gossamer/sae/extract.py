@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gossamer import rowsparse
 from gossamer._core import checks
+from gossamer._core.modes import evaluating
 from gossamer.rowsparse import CSR, ELL
+from gossamer.sae._extract import folder as disk
 from gossamer.sae._extract.source import Source
 from gossamer.sae._extract.statistics import Statistics
+from gossamer.sae._extract.text import Text, mark, spell
 
-_MANIFEST = "manifest.json"
-_VERSION = 1
-_OURS = re.compile(r"(shard|statistics)-\d{6}\.safetensors(\.partial)?|manifest\.json\.partial")
 # Of a module's state, what follows from the rows that it has seen, and not the other way round.
 _STATISTICS = ("firing_counts", "steps_since_fired")
 
@@ -43,6 +40,7 @@ class Extraction:
             what lies beyond.
         top_values, top_positions: float32 and int64 `[d_sae, top]`, the largest magnitudes of each latent and the rows
             they stand in, of equal ones the first; position -1 where it fired less often.
+        has_text: whether the source knew the token of each row, so that `context` works.
 
     Raises:
         FileNotFoundError: no manifest there.
@@ -64,6 +62,8 @@ class Extraction:
         manifest, state = self._look()
         self.manifest: dict[str, Any] = manifest
         self.d_sae: int = manifest["settings"]["d_sae"]
+        self.has_text = "text" in manifest["settings"]
+        self._vocabulary: dict[int, str] | None = None
         self.rows = sum(shard["rows"] for shard in manifest["shards"])
         self.nnz = sum(shard["nnz"] for shard in manifest["shards"])
         for name, tensor in state.items():
@@ -72,14 +72,14 @@ class Extraction:
     def _look(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The manifest and the statistics that it names."""
         for attempt in range(5):
-            manifest = _manifest(self.folder)
+            manifest = disk.read_manifest(self.folder)
             if manifest is None:
-                raise FileNotFoundError(f"sae.Extraction: {self.folder} holds no {_MANIFEST}.")
+                raise FileNotFoundError(f"sae.Extraction: {self.folder} holds no {disk.MANIFEST}.")
             if manifest["statistics"] is None:
                 settings = manifest["settings"]
                 return manifest, Statistics(settings["d_sae"], settings["top"], torch.device("cpu")).state()
             try:
-                return manifest, _load("sae.Extraction", self.folder / manifest["statistics"])
+                return manifest, disk.load("sae.Extraction", self.folder / manifest["statistics"])
             except FileNotFoundError:
                 # An extraction that goes on meanwhile has replaced it: the manifest names the next one by now.
                 if attempt == 4:
@@ -93,9 +93,58 @@ class Extraction:
     def read(self, shard: int) -> CSR:
         """One shard as a `CSR` `(rows, d_sae)` on the CPU."""
         described = self.manifest["shards"][shard]
-        tensors = _load("sae.Extraction", self.folder / described["file"])
+        tensors = disk.load("sae.Extraction", self.folder / described["file"])
         shape = (described["rows"], self.d_sae)
         return CSR(tensors["row_offsets"], tensors["indices"], tensors["values"], shape)
+
+    def context(self, row: int, before: int = 24, after: int = 12) -> tuple[str, str, str]:
+        """What stands before the token of a row, the token, and what stands after it.
+
+        Args:
+            row: one below `rows`.
+            before, after: tokens at most; fewer where the text that the model read as one begins or ends.
+
+        Raises:
+            ValueError: the source had no tokens, or a file is damaged.
+            IndexError: no such row.
+        """
+        if not self.has_text:
+            raise ValueError(
+                f"sae.Extraction: {self.folder} holds no tokens; extract from a source that has them, as "
+                "integrations.transformers.Activations does."
+            )
+        if not 0 <= row < self.rows:
+            raise IndexError(f"sae.Extraction: row must be at least 0 and below {self.rows}, got {row}.")
+        first = max(row - before, 0)
+        tokens, starts = self._tokens(first, min(row + after + 1, self.rows))
+        begins = starts.nonzero().flatten() + first
+        first_kept = max([first, *begins[begins <= row].tolist()])
+        last_kept = min([first + len(tokens), *begins[begins > row].tolist()])
+        if self._vocabulary is None:
+            found = disk.read_json(self.folder / disk.VOCABULARY) or {}
+            self._vocabulary = {int(token): piece for token, piece in found.items()}
+        pieces = [self._vocabulary.get(token, "") for token in tokens.tolist()]
+        at = row - first
+        return mark(
+            spell(pieces[first_kept - first : at]),
+            spell(pieces[at : at + 1]),
+            spell(pieces[at + 1 : last_kept - first]),
+        )
+
+    def _tokens(self, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """Tokens and starts of rows first to end, of as many shards as that takes."""
+        tokens, starts, at = [], [], 0
+        for shard in self.manifest["shards"]:
+            low, high = max(first - at, 0), min(end - at, shard["rows"])
+            if low < high:
+                try:
+                    with safe_open(self.folder / shard["file"], framework="pt") as file:
+                        tokens.append(file.get_slice("tokens")[low:high])
+                        starts.append(file.get_slice("starts")[low:high])
+                except SafetensorError as error:
+                    raise ValueError(f"sae.Extraction: {self.folder / shard['file']} is damaged: {error}.") from error
+            at += shard["rows"]
+        return torch.cat(tokens), torch.cat(starts)
 
     def __iter__(self) -> Iterator[CSR]:
         return (self.read(shard) for shard in range(len(self)))
@@ -124,8 +173,10 @@ def extract(
 
     Args:
         source: a tensor or array `[..., d_in]`; a path or paths of `.safetensors` and `.npy` files, or a folder of
-            them, which are mapped; or an iterable of batches `[..., d_in]`, which must come again from the start when
-            a run is resumed. The first batch is compared with that of the first run.
+            them, which are mapped; `integrations.transformers.Activations`, or another object with `len(source)` rows
+            and `rows_from(start)`, which gives the batches from a row on; or an iterable of batches `[..., d_in]`,
+            which must come again from the start when a run is resumed. The first batch is compared with that of the
+            first run. Where a source knows its tokens, they are written beside the rows.
         sae: what has `encode(x)` to row-sparse or dense latents, and `W_enc` `[d_in, d_sae]`: `nn.TopKSAE`,
             `nn.JumpReLUSAE`, or an SAE of SAELens. Batches go to its device and dtype.
         out: the folder of shards. Made if it is not there.
@@ -169,7 +220,7 @@ def extract(
             f"{operator}: sae takes rows of heads. Call sae.turn_off_forward_pass_hook_z_reshaping() and give rows "
             "[..., d_in]."
         )
-    rows = Source(source, key)
+    rows = Source(source, key, batch_size, W_enc)
     d_in, d_sae = W_enc.shape
     settings = {
         "d_in": d_in,
@@ -180,15 +231,19 @@ def extract(
         "top": top,
         "sae": _fingerprint(sae),
     }
+    if rows.text is not None:
+        settings["text"] = rows.text.fingerprint()
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     for array in rows.arrays or ():
         if array.path is not None and array.path.resolve().parent == folder.resolve():
             raise ValueError(f"{operator}: out must be another folder than that of the source, got {folder}.")
-    manifest = _begin(operator, folder, settings)
+    manifest = disk.begin(operator, folder, settings)
+    if rows.text is not None and not (folder / disk.VOCABULARY).exists():
+        disk.write_json(folder / disk.VOCABULARY, dict(sorted(rows.text.vocabulary.items())))
     statistics = Statistics(d_sae, top, W_enc.device)
     if manifest["statistics"] is not None:
-        statistics.restore(_load(operator, folder / manifest["statistics"]))
+        statistics.restore(disk.load(operator, folder / manifest["statistics"]))
     done = sum(shard["rows"] for shard in manifest["shards"])
     if rows.length is not None and (done > rows.length or (manifest["complete"] and done != rows.length)):
         state = "is complete with" if manifest["complete"] else "holds"
@@ -197,42 +252,21 @@ def extract(
         )
     if manifest["complete"]:
         return Extraction(folder)
-    modules = list(sae.modules()) if isinstance(sae, torch.nn.Module) else []
-    training = [module for module in modules if module.training]
-    try:
-        if training:
-            sae.eval()
-        shard = _Shard(done)
-        seen = 0
-        for first, batch in rows.batches(batch_size, done, W_enc):
-            seen = first + batch.shape[0]
-            if first == 0:
-                _same_source(operator, folder, manifest, batch)
-            if first < done:
-                continue
-            with torch.no_grad():
-                latents = _entries(sae.encode(batch))
-                manifest["nonfinite"] += statistics.update(latents, first)
-            shard.append(latents)
-            if shard.rows == shard_rows:
-                _commit(folder, manifest, statistics, shard)
-                shard = _Shard(shard.first + shard.rows)
-            if progress is not None:
-                progress(shard.first + shard.rows, rows.length)
-    finally:
-        for module in training:
-            module.training = True
-    if rows.length is None and seen < done:
-        raise ValueError(
-            f"{operator}: the source ended before row {done}, where an earlier run into {folder} stood. "
-            "Give all of its batches again, from the start."
-        )
-    # At once: a short shard that did not say that it is the last would be gone on from at another place.
-    manifest["complete"] = True
-    if shard.rows:
-        _commit(folder, manifest, statistics, shard)
-    else:
-        _write_manifest(folder, manifest)
+    _same_source(operator, folder, manifest, rows.first())
+    with evaluating(sae):
+        while not manifest["complete"]:
+            shard = _Shard(done)
+            for batch in rows.read(done, shard_rows):
+                with torch.no_grad():
+                    latents = _entries(sae.encode(batch))
+                    manifest["nonfinite"] += statistics.update(latents, shard.first + shard.rows)
+                shard.append(latents)
+                if progress is not None:
+                    progress(shard.first + shard.rows, rows.length)
+            done += shard.rows
+            # At once: a short shard that did not say that it is the last would be gone on from at another place.
+            manifest["complete"] = shard.rows < shard_rows or done == rows.length
+            _commit(folder, manifest, statistics, shard, rows.text)
     return Extraction(folder)
 
 
@@ -293,8 +327,10 @@ def _bytes(tensor: Tensor) -> Any:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def _same_source(operator: str, folder: Path, manifest: dict[str, Any], batch: Tensor) -> None:
+def _same_source(operator: str, folder: Path, manifest: dict[str, Any], batch: Tensor | None) -> None:
     """Notes the first batch, or compares it with that of the run that is gone on with."""
+    if batch is None:
+        return
     digest = hashlib.sha256(_bytes(batch)).hexdigest()
     if manifest["source"] not in (None, digest):
         raise ValueError(
@@ -304,90 +340,19 @@ def _same_source(operator: str, folder: Path, manifest: dict[str, Any], batch: T
     manifest["source"] = digest
 
 
-def _begin(operator: str, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The manifest to go on with; what an interrupted run left unfinished beside it is removed."""
-    manifest = _manifest(folder)
-    if manifest is None:
-        strangers = sorted(file.name for file in folder.iterdir() if _OURS.fullmatch(file.name))
-        if strangers:
-            raise ValueError(
-                f"{operator}: {folder} holds {strangers[0]}, but no {_MANIFEST} that says whose it is. Name another "
-                "folder."
-            )
-        manifest = {"version": _VERSION, "settings": settings, "shards": [], "statistics": None, "source": None}
-        manifest |= {"nonfinite": 0, "complete": False}
-        # First of all, so that whatever is named like a file of ours is one from here on.
-        _write_manifest(folder, manifest)
-    for name, value in settings.items():
-        if manifest["settings"].get(name) != value:
-            shown = "another one" if name == "sae" else f"{manifest['settings'].get(name)!r}, not {value!r}"
-            raise ValueError(
-                f"{operator}: {folder} was begun with {name} = {shown}. Name another folder, or remove this one."
-            )
-    known = {shard["file"] for shard in manifest["shards"]} | {manifest["statistics"]}
-    for file in folder.iterdir():
-        if _OURS.fullmatch(file.name) and file.name not in known and file.is_file():
-            file.unlink()
-    return manifest
-
-
-def _commit(folder: Path, manifest: dict[str, Any], statistics: Statistics, shard: _Shard) -> None:
+def _commit(folder: Path, manifest: dict[str, Any], statistics: Statistics, shard: _Shard, text: Text | None) -> None:
     """A shard and the statistics up to its end. The manifest is what makes them count, and is replaced last."""
-    number, tensors = len(manifest["shards"]), shard.tensors()
-    name = f"shard-{number:06d}.safetensors"
-    described = {"file": name, "rows": shard.rows, "nnz": tensors["indices"].shape[0]}
-    _write(folder / name, tensors)
-    before, manifest["statistics"] = manifest["statistics"], f"statistics-{number:06d}.safetensors"
-    _write(folder / manifest["statistics"], {name: t.cpu() for name, t in statistics.state().items()})
-    manifest["shards"].append(described)
-    _write_manifest(folder, manifest)
-    if before is not None:
+    before = manifest["statistics"]
+    if shard.rows:
+        number, tensors = len(manifest["shards"]), shard.tensors()
+        if text is not None:
+            tensors["tokens"] = text.tokens[shard.first : shard.first + shard.rows]
+            tensors["starts"] = text.starts[shard.first : shard.first + shard.rows]
+        name = f"shard-{number:06d}.safetensors"
+        disk.write(folder / name, tensors)
+        manifest["statistics"] = f"statistics-{number:06d}.safetensors"
+        disk.write(folder / manifest["statistics"], {name: t.cpu() for name, t in statistics.state().items()})
+        manifest["shards"].append({"file": name, "rows": shard.rows, "nnz": tensors["indices"].shape[0]})
+    disk.write_manifest(folder, manifest)
+    if before not in (None, manifest["statistics"]):
         (folder / before).unlink(missing_ok=True)
-
-
-def _manifest(folder: Path) -> dict[str, Any] | None:
-    if not (folder / _MANIFEST).is_file():
-        return None
-    try:
-        manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"sae.extract: {folder / _MANIFEST} is damaged: {error}.") from error
-    version = manifest.get("version") if isinstance(manifest, dict) else None
-    if version != _VERSION or "settings" not in manifest:
-        raise ValueError(f"sae.extract: {folder / _MANIFEST} is no manifest of version {_VERSION}.")
-    return manifest
-
-
-def _load(operator: str, file: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(file)
-    except SafetensorError as error:
-        raise ValueError(f"{operator}: {file} is damaged: {error}. Remove its folder and extract again.") from error
-
-
-def _write(file: Path, tensors: dict[str, Tensor]) -> None:
-    partial = file.with_name(file.name + ".partial")
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
-        _settle(partial, file)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    partial = folder / f"{_MANIFEST}.partial"
-    partial.write_text(json.dumps(manifest, indent=1) + "\n")
-    _settle(partial, folder / _MANIFEST)
-
-
-def _settle(partial: Path, file: Path) -> None:
-    """Moves a file to its place once the disk has it: even a power cut leaves the old one or the new one."""
-    with partial.open("rb+") as handle:
-        os.fsync(handle.fileno())
-    partial.replace(file)
-    if os.name == "posix":
-        folder = os.open(file.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)

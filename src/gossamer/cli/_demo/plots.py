@@ -1,40 +1,16 @@
-"""The report's plots, as SVG that takes its colours and font from the page."""
+"""The report's plots."""
 
 from __future__ import annotations
 
-import re
-from io import StringIO
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from gossamer.cli._demo.features import HIGHEST_RATE, LOWEST_RATE
-
-# Colours that occur nowhere else stand for the page's own, so that a plot follows its light or dark scheme.
-_INK, _MUTED, _DENSE, _SPARSE = "#000001", "#000002", "#000003", "#000004"
-_PAGE = {_INK: "--ink", _MUTED: "--muted", _DENSE: "--dense", _SPARSE: "--sparse"}
-_STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "gossamer",
-    "font.size": 10,
-    "text.color": _INK,
-    "axes.labelcolor": _MUTED,
-    "axes.edgecolor": _MUTED,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "xtick.color": _MUTED,
-    "ytick.color": _MUTED,
-    "lines.linewidth": 1.8,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "legend.frameon": False,
-}
+from gossamer.cli.figure import DENSE, INK, MUTED, SPARSE, svg
 
 
 def model_plot(history: list[dict[str, Any]]) -> str:
@@ -46,7 +22,7 @@ def model_plot(history: list[dict[str, Any]]) -> str:
         _curve(active, history, "active_fraction", "Active feed-forward neurons")
         active.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
 
-    return _svg(draw, 2.6)
+    return svg(draw, 2.6)
 
 
 def sae_plot(history: list[dict[str, Any]]) -> str:
@@ -61,7 +37,7 @@ def sae_plot(history: list[dict[str, Any]]) -> str:
             axes.set_ylim(0, 1.02)
             axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
 
-    return _svg(draw, 2.4)
+    return svg(draw, 2.4)
 
 
 def time_plot(comparison: list[dict[str, Any]]) -> str:
@@ -72,17 +48,17 @@ def time_plot(comparison: list[dict[str, Any]]) -> str:
         for axes, case in zip(panels, comparison, strict=True):
             operations = case["operations"]
             y = np.arange(len(operations))[::-1]
-            for offset, way, colour in ((0.19, "dense", _DENSE), (-0.19, "sparse", _SPARSE)):
+            for offset, way, colour in ((0.19, "dense", DENSE), (-0.19, "sparse", SPARSE)):
                 milliseconds = [operation[way]["median_seconds"] * 1e3 for operation in operations]
                 bars = axes.barh(y + offset, milliseconds, 0.34, color=colour, label=way)
-                axes.bar_label(bars, [f"{m:.3g}" for m in milliseconds], padding=3, color=_INK, fontsize=9)
+                axes.bar_label(bars, [f"{m:.3g}" for m in milliseconds], padding=3, color=INK, fontsize=9)
             axes.set(xlabel="milliseconds per call", title=f"{case['name']}, {case['d_sae']:,} latents")
             axes.set_yticks(y, [operation["operation"] for operation in operations])
             axes.set_xlim(right=axes.get_xlim()[1] * 1.12)
             axes.tick_params(axis="y", length=0)
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=2, fontsize=9)
 
-    return _svg(draw, 2.7)
+    return svg(draw, 2.7)
 
 
 def rate_plot(firing_rates: list[float]) -> str:
@@ -94,13 +70,13 @@ def rate_plot(firing_rates: list[float]) -> str:
         fired = rates[rates > 0]
         if len(fired):
             edges = np.logspace(np.log10(fired.min()) - 0.05, np.log10(fired.max()) + 0.05, 50)
-            axes.hist(fired, bins=edges.tolist(), color=_SPARSE)
-        axes.axvspan(LOWEST_RATE, HIGHEST_RATE, color=_MUTED, alpha=0.15, linewidth=0)
+            axes.hist(fired, bins=edges.tolist(), color=SPARSE)
+        axes.axvspan(LOWEST_RATE, HIGHEST_RATE, color=MUTED, alpha=0.15, linewidth=0)
         axes.set(xscale="log", xlabel="share of bytes on which a latent fires", ylabel="latents")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))
         axes.set_title(f"{len(fired):,} of {len(rates):,} latents fired; the shaded range is searched for features")
 
-    return _svg(draw, 2.4)
+    return svg(draw, 2.4)
 
 
 def _curve(axes: Axes, history: list[dict[str, Any]], key: str, title: str) -> None:
@@ -108,22 +84,7 @@ def _curve(axes: Axes, history: list[dict[str, Any]], key: str, title: str) -> N
     values = np.array([record[key] for record in history], dtype=float)
     width = max(1, len(values) // 12)
     smooth = [values[max(0, i - width) : i + width + 1].mean() for i in range(len(values))]
-    axes.plot(millions, values, color=_SPARSE, alpha=0.3, linewidth=1)
-    axes.plot(millions, smooth, color=_SPARSE)
+    axes.plot(millions, values, color=SPARSE, alpha=0.3, linewidth=1)
+    axes.plot(millions, smooth, color=SPARSE)
     axes.set(title=title, xlabel="million bytes seen")
     axes.set_ylim(bottom=0)
-
-
-def _svg(draw: Any, height: float) -> str:
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(9, height), layout="constrained")
-        draw(figure)
-        buffer = StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Creator": None, "Date": None, "Format": None, "Type": None})
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
-    for colour, name in _PAGE.items():
-        svg = svg.replace(colour, f"var({name})")
-    svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg)
-    svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'role="img"', svg, count=1)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from html import escape
-from importlib.resources import files
 from typing import Any
 
 from gossamer.cli._demo import plots
-
-# Made visible where a line of text must stay one line.
-_VISIBLE = {"\n": "⏎", "\r": "␍", "\t": "⇥"}
+from gossamer.cli.page import context, line, page, table, tiles
 
 
 def headline(results: dict[str, Any]) -> list[tuple[str, str]]:
@@ -44,19 +40,14 @@ def loss_recovered(loss: dict[str, float]) -> str:
 
 def render(results: dict[str, Any]) -> str:
     """The whole page. Every piece of text that comes from outside is escaped."""
-    style = files("gossamer.cli._demo").joinpath("report.css").read_text(encoding="utf-8")
     text, model, sae = results["text"], results["model"]["history"][-1], results["sae"]["history"][-1]
-    tiles = "".join(
-        f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
-        for name, value in headline(results)
-    )
     body = "\n".join(
         (
             "<header><h1>gossamer demo</h1>",
             f"<p>A byte-level transformer, trained on {model['tokens']:,} bytes, and a JumpReLU sparse autoencoder, "
             f"trained on {sae['tokens']:,}, both drawn from {text['train_bytes']:,} bytes of {escape(text['source'])}, "
             f"with gossamer&#8217;s sparse operators on {escape(_hardware(results))}.</p></header>",
-            f'<section class="tiles">{tiles}</section>',
+            tiles(headline(results)),
             _model_section(results),
             _sae_section(results),
             _loss_section(results["loss"]),
@@ -65,11 +56,7 @@ def render(results: dict[str, Any]) -> str:
             _footer(results),
         )
     )
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>gossamer demo</title>\n<style>\n{style}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
-    )
+    return page("gossamer demo", body)
 
 
 def _model_section(results: dict[str, Any]) -> str:
@@ -98,7 +85,7 @@ def _sae_section(results: dict[str, Any]) -> str:
         f"{last['seconds']:.0f} s. The L0 penalty rises over the first half. A latent is dead if it has not fired on "
         f"the last 100,000 bytes: {sae['dead_fraction']:.0%} at the end.</p>"
         f"<figure>{plots.sae_plot(sae['history'])}</figure>"
-        + _table(
+        + table(
             f"On {sae['tokens']:,} bytes of unseen text",
             ("", "sparse", "dense"),
             [
@@ -165,7 +152,7 @@ def _comparison_section(comparison: list[dict[str, Any]]) -> str:
             )
         memory_names = ("dense, peak", "sparse, peak") if with_memory else ()
         tables.append(
-            _table(
+            table(
                 f"{case['name']}: batch {case['batch']:,}, d_sae {case['d_sae']:,}, d_in {case['d_in']:,}, "
                 f"L0 {case['l0']:.1f} (dense {case['l0_dense']:.1f}), {case['dtype']}",
                 ("", "dense", "sparse", "speed-up", *memory_names, "largest difference"),
@@ -199,15 +186,10 @@ def _features_section(results: dict[str, Any]) -> str:
 
 
 def _card(feature: dict[str, Any]) -> str:
-    fires_on = ", ".join(f"{_visible(f['byte'])} {f['share']:.0%}" for f in feature["fires_on"] if f["share"] >= 0.01)
-    contexts = "".join(
-        f'<li class="context" title="{c["value"]:.3f}"><span class="text before"><span>{_visible(c["before"])}</span>'
-        f'</span><span class="text"><mark>{_visible(c["character"])}</mark></span>'
-        f'<span class="text after">{_visible(c["after"])}</span></li>'
-        for c in feature["contexts"]
-    )
+    fires_on = ", ".join(f"{line(f['byte'])} {f['share']:.0%}" for f in feature["fires_on"] if f["share"] >= 0.01)
+    contexts = "".join(context(c["value"], c["before"], c["character"], c["after"]) for c in feature["contexts"])
     return (
-        f'<article class="card"><h3>{feature["feature"]} <span class="text">{_visible(feature["shared_text"])}</span>'
+        f'<article class="card"><h3>{feature["feature"]} <span class="text">{line(feature["shared_text"])}</span>'
         f'</h3><p class="facts">fires on {feature["firing_rate"]:.2%} of bytes: {fires_on}</p>'
         f"<ol>{contexts}</ol></article>"
     )
@@ -223,29 +205,10 @@ def _footer(results: dict[str, Any]) -> str:
     )
 
 
-def _table(caption: str, names: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
-    head = "".join(f"<th{' class=number' if i else ''}>{escape(name)}</th>" for i, name in enumerate(names))
-    body = "".join(
-        f'<tr><th scope="row">{escape(first)}</th>'
-        + "".join(f'<td class="number">{escape(cell)}</td>' for cell in rest)
-        + "</tr>"
-        for first, *rest in rows
-    )
-    return (
-        f'<div class="wide"><table><caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
-
-
 def _hardware(results: dict[str, Any]) -> str:
     hardware = results["hardware"]
     threads = hardware.get("threads")
     return hardware["name"] + (f", {threads} thread{'s' * (threads > 1)}" if threads else "")
-
-
-def _visible(text: str) -> str:
-    shown = (_VISIBLE.get(c, c if c.isprintable() else c.encode("unicode_escape").decode("ascii")) for c in text)
-    return escape("".join(shown))
 
 
 def _time(seconds: float) -> str:

@@ -1,8 +1,9 @@
-"""Rows of activations, from memory, from files that are mapped and not read, or from an iterator."""
+"""Rows of activations: from memory, from files that are mapped and not read, from a model, or from an iterator."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from gossamer.sae._extract.text import Text
 
 
 class Array:
@@ -55,80 +58,99 @@ def _tensor(piece: Any) -> Tensor:
 
 
 class Source:
-    """Arrays one after another, or an iterator of batches.
+    """Rows of a source as batches `[size, d_in]` with the device and dtype of `like` `[d_in, ...]`, cut alike always.
 
-    `length` is the number of rows, None where only the iterator knows.
+    `length` is the number of rows, None where only an iterator knows; `text` the tokens that the rows belong to, or
+    None.
     """
 
-    def __init__(self, source: Any, key: str | None) -> None:
+    def __init__(self, source: Any, key: str | None, size: int, like: Tensor) -> None:
         self.arrays: list[Array] | None = None
-        self.stream: Iterator[Any] | None = None
+        self.text: Text | None = getattr(source, "text", None)
+        self.size, self.like = size, like
+        self._rows_from: Callable[[int], Iterable[Any]] | None = None
         if isinstance(source, Tensor | np.ndarray):
             self.arrays = [_array(source, "source")]
         elif isinstance(source, str | Path):
             self.arrays = [_open(path, key) for path in _files(Path(source))]
         elif isinstance(source, list | tuple) and source and all(isinstance(item, str | Path) for item in source):
             self.arrays = [_open(path, key) for item in source for path in _files(Path(item))]
-        elif isinstance(source, Iterable):
-            self.stream = iter(source)
-        else:
+        elif callable(getattr(source, "rows_from", None)):
+            self._rows_from = source.rows_from
+        elif not isinstance(source, Iterable):
             raise TypeError(
-                "sae.extract: source must be a tensor, an array, a path or paths of .safetensors and .npy, or an "
-                f"iterable of batches, got {type(source).__name__}."
+                "sae.extract: source must be a tensor, an array, a path or paths of .safetensors and .npy, an "
+                "iterable of batches, or what has rows_from(start) and a length, got "
+                f"{type(source).__name__}."
             )
-        self.length = None if self.arrays is None else sum(array.length for array in self.arrays)
+        self.length: int | None = None
+        if self.arrays is not None:
+            self._rows_from = self._read
+            self.length = sum(array.length for array in self.arrays)
+        elif self._rows_from is not None:
+            self.length = len(source)
+        self._at = 0
+        self._batches = self._cut(source if self._rows_from is None else self._rows_from(0))
 
-    def batches(self, size: int, start: int, like: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(first row, batch `[size, d_in]` with the device and dtype of `like` `[d_in, ...]`), cut alike in every run.
+    def first(self) -> Tensor | None:
+        """The very first batch, which `read` gives again; None if there is none."""
+        self._seek(0)
+        batch = next(self._batches, None)
+        if batch is not None:
+            self._batches = chain([batch], self._batches)
+        return batch
 
-        The very first batch comes in any case, then those from row `start`, a multiple of `size`, on. The last one may
-        be smaller.
-        """
-        if self.arrays is None or start == 0:
-            for number, batch in enumerate(self._cut(self._pieces(size, 0, like.shape[0]), size, like)):
-                if number == 0 or number * size >= start:
-                    yield number * size, batch
-            return
-        yield 0, next(self._cut(self._pieces(size, 0, like.shape[0]), size, like))
-        for number, batch in enumerate(self._cut(self._pieces(size, start, like.shape[0]), size, like)):
-            yield start + number * size, batch
+    def read(self, first: int, count: int) -> Iterator[Tensor]:
+        """The batches of rows `first` to `first + count`, both multiples of `size`, as far as there are any."""
+        self._seek(first)
+        while self._at < first + count and (batch := next(self._batches, None)) is not None:
+            self._at += batch.shape[0]
+            yield batch
 
-    def _cut(self, found: Iterator[Tensor], size: int, like: Tensor) -> Iterator[Tensor]:
+    def _seek(self, first: int) -> None:
+        if first != self._at and self._rows_from is not None:
+            self._batches, self._at = self._cut(self._rows_from(first)), first
+        while self._at < first:
+            batch = next(self._batches, None)
+            self._at += 0 if batch is None else batch.shape[0]
+            if batch is None or self._at > first:
+                raise ValueError(
+                    f"sae.extract: the source ended before row {first}, where an earlier run stood. Give all of its "
+                    "batches again, from the start."
+                )
+
+    def _cut(self, found: Iterable[Any]) -> Iterator[Tensor]:
         pieces: list[Tensor] = []
         held = 0
-        for piece in found:
+        for number, batch in enumerate(found):
+            array = _array(batch, f"batch {number} of source")
+            _check_width(array.d, self.like.shape[0], array.name)
             # Before they are joined: what joins two dtypes may hold neither.
-            piece = piece.to(like.device, like.dtype)
+            piece = array.read(0, array.length).to(self.like.device, self.like.dtype)
             while piece.shape[0]:
-                taken = piece[: size - held]
+                taken = piece[: self.size - held]
                 piece = piece[taken.shape[0] :]
                 pieces.append(taken)
                 held += taken.shape[0]
-                if held == size:
+                if held == self.size:
                     yield torch.cat(pieces) if len(pieces) > 1 else pieces[0]
                     pieces, held = [], 0
-            if pieces and self.stream is not None:
+            if pieces and self.arrays is None:
                 # Whoever iterates may fill the same buffer again.
                 pieces[-1] = pieces[-1].clone()
         if held:
             yield torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
-    def _pieces(self, size: int, start: int, d_in: int) -> Iterator[Tensor]:
-        if self.arrays is not None:
-            for array in self.arrays:
-                _check_width(array.d, d_in, array.name)
-            for array in self.arrays:
-                first, start = min(start, array.length), max(start - array.length, 0)
-                while first < array.length:
-                    count = min(size, array.length - first)
-                    yield array.read(first, count)
-                    first += count
-            return
-        assert self.stream is not None
-        for number, batch in enumerate(self.stream):
-            array = _array(batch, f"batch {number} of source")
-            _check_width(array.d, d_in, array.name)
-            yield array.read(0, array.length)
+    def _read(self, start: int) -> Iterator[Tensor]:
+        assert self.arrays is not None
+        for array in self.arrays:
+            _check_width(array.d, self.like.shape[0], array.name)
+        for array in self.arrays:
+            first, start = min(start, array.length), max(start - array.length, 0)
+            while first < array.length:
+                count = min(self.size, array.length - first)
+                yield array.read(first, count)
+                first += count
 
 
 def _check_width(d: int, d_in: int, name: str) -> None:

@@ -1,0 +1,295 @@
+"""Activations of Hugging Face models: what a model computes at one of its modules when it reads text."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import re
+from array import array
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gossamer._core import checks
+from gossamer._core.modes import evaluating
+from gossamer.sae._extract.text import Text
+
+_OPERATOR = "integrations.transformers.Activations"
+_SUFFIXES = (".txt", ".jsonl")
+_DOCUMENTS_AT_ONCE = 256
+
+
+class Activations:
+    """What a model computes at one module for text, a row a token: a source for `sae.extract`.
+
+    Documents are tokenised one after another and cut into contexts of `context_size` tokens. Where the tokenizer has a
+    BOS token, one stands at the beginning of each context and before each document in it; it fills its place in the
+    context, but is no row: what a model computes there belongs to no text. Attention crosses from one document to the
+    next within a context, as it does in most training. The last context is shorter and is read by itself, so nothing is
+    padded.
+
+    The text is tokenised at once, when this is made, and takes about 12 bytes of memory a token; the model runs while
+    rows are asked for, always on the same batches of contexts, so that its rows are the same bits wherever reading
+    begins. It stops behind `hook`.
+
+    Args:
+        model: a model of transformers, or another `nn.Module` called with `input_ids` int64 `[B, T]`; used where it is,
+            in evaluation mode.
+        tokenizer: its tokenizer.
+        texts: a `pathlib.Path` or several, of text files (`.jsonl`: a document a line, its string or that under "text";
+            any other: a document a file) or folders of `.txt` and `.jsonl` files; or an iterable of strings, a document
+            each.
+        hook: the name of a module of the model, as `model.named_modules()` has it, such as "model.layers.12".
+        context_size: tokens the model reads as one, BOS included.
+        batch_size: contexts at once.
+        which: the module's "output", or its first "input"; of a tuple the first. It must be `[B, T, d]`.
+
+    Attributes:
+        text: the token of each row, and where one text ends and another begins.
+
+    Raises:
+        ValueError: no such module, sizes that do not fit, a tokenizer with more tokens than the model, a file that is
+            not UTF-8 or not JSON; while rows are read, a module that does not run or gives no `[B, T, d]`.
+        TypeError: arguments of another kind.
+        FileNotFoundError: no such file.
+
+    >>> source = Activations(model, tokenizer, ["a text", "another text"], "transformer.h.1", context_size=16)
+    >>> extract(source, TopKSAE(d_in=32, d_sae=64, k=4), folder)
+    Extraction(rows=..., d_sae=64, nnz=..., shards=1, complete)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        texts: Path | Iterable[Path] | Iterable[str],
+        hook: str,
+        *,
+        context_size: int = 128,
+        batch_size: int = 16,
+        which: str = "output",
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"{_OPERATOR}: model must be a torch.nn.Module, got {type(model).__name__}.")
+        if not callable(tokenizer) or not hasattr(tokenizer, "convert_tokens_to_string"):
+            raise TypeError(f"{_OPERATOR}: tokenizer must be one of transformers, got {type(tokenizer).__name__}.")
+        checks.positive(_OPERATOR, "context_size", context_size, "It is the number of tokens that the model reads.")
+        checks.positive(_OPERATOR, "batch_size", batch_size, "It is the number of contexts at once.")
+        if which not in ("output", "input"):
+            raise ValueError(f'{_OPERATOR}: which must be "output" or "input", got {which!r}.')
+        limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        if context_size < 2 or (isinstance(limit, int) and 0 < limit < context_size):
+            rule = "at least 2" if context_size < 2 else f"at most {limit}, the positions that the model has"
+            raise ValueError(f"{_OPERATOR}: context_size must be {rule}, got {context_size}.")
+        self._model, self._module, self._hook, self._which = model, _module(model, hook), hook, which
+        self._ids, self._is_row, self.text = _pack(tokenizer, texts, context_size)
+        embeddings: Any = getattr(model, "get_input_embeddings", None)
+        embedding = None if embeddings is None else embeddings()
+        known = getattr(embedding, "num_embeddings", None)
+        if known is not None and self._ids.size and int(self._ids.max()) >= known:
+            raise ValueError(
+                f"{_OPERATOR}: tokenizer gave token {int(self._ids.max())}, and the model knows {known}. Give the "
+                "tokenizer that belongs to the model."
+            )
+        weight = getattr(embedding, "weight", None)
+        self._device = next(model.parameters()).device if weight is None else weight.device
+        whole = self._ids.size // context_size * context_size
+        self._context_size = context_size
+        # Places of the batches among the tokens, and the rows that stand before each.
+        self._edges = np.unique([*range(0, whole, batch_size * context_size), whole, self._ids.size])
+        sizes = np.zeros(0, np.int64)
+        if self._ids.size:
+            sizes = np.add.reduceat(self._is_row, self._edges[:-1], dtype=np.int64)
+        self._rows_before = np.concatenate([[0], np.cumsum(sizes)])
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return self.text.tokens.shape[0]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self.rows_from(0)
+
+    def rows_from(self, start: int) -> Iterator[Tensor]:
+        """Batches `[n, d]` of the rows from `start` on; the model reads no context that lies wholly before it."""
+        first = int(np.searchsorted(self._rows_before, start, side="right")) - 1
+        for number in range(first, len(self._edges) - 1):
+            rows = self._rows(self._edges[number], self._edges[number + 1])
+            yield rows[max(start - int(self._rows_before[number]), 0) :]
+
+    def __repr__(self) -> str:
+        return f"Activations(rows={len(self)}, hook={self._hook!r}, which={self._which!r})"
+
+    def _rows(self, first: int, end: int) -> Tensor:
+        ids = torch.from_numpy(self._ids[first:end].astype(np.int64))
+        ids = ids.reshape(-1, min(self._context_size, end - first)).to(self._device)
+        found = self._run(ids)
+        value = found[0] if isinstance(found, tuple | list) or hasattr(found, "to_tuple") else found
+        if not isinstance(value, Tensor) or value.dim() != 3 or value.shape[:2] != ids.shape:
+            shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"{_OPERATOR}: the {self._which} of {self._hook} must have shape [B, T, d] = "
+                f"[{ids.shape[0]}, {ids.shape[1]}, d], got {shape}. Name another hook."
+            )
+        is_row = torch.from_numpy(self._is_row[first:end]).to(value.device)
+        return value.detach().flatten(0, 1)[is_row]
+
+    def _run(self, ids: Tensor) -> Any:
+        """What the hook sees when the model reads ids."""
+
+        def leave(found: Any) -> None:
+            raise _Found(found)
+
+        if self._which == "output":
+            handle = self._module.register_forward_hook(lambda module, given, output: leave(output))
+        else:
+            handle = self._module.register_forward_pre_hook(
+                lambda module, given, named: leave((*given, *named.values(), None)[0]), with_kwargs=True
+            )
+        options = {"use_cache": False} if "use_cache" in inspect.signature(self._model.forward).parameters else {}
+        try:
+            with torch.no_grad(), evaluating(self._model):
+                self._model(input_ids=ids, **options)
+        except _Found as found:
+            return found.value
+        finally:
+            handle.remove()
+        raise ValueError(f"{_OPERATOR}: {self._hook} did not run when the model read text. Name another hook.")
+
+
+class _Found(Exception):
+    """Carries what a hook saw out of the model, which need not go on."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+
+def _module(model: nn.Module, hook: str) -> nn.Module:
+    names = [name for name, _ in model.named_modules() if name]
+    if hook not in names:
+        near = difflib.get_close_matches(str(hook), names, n=3, cutoff=0.3) or names[:3]
+        raise ValueError(
+            f"{_OPERATOR}: hook must name a module of the model, got {hook!r}. Near it: {', '.join(near)}; "
+            "model.named_modules() has all."
+        )
+    return model.get_submodule(hook)
+
+
+def _pack(tokenizer: Any, texts: Any, context_size: int) -> tuple[np.ndarray, np.ndarray, Text]:
+    """Tokens in contexts one after another (int32), which of them are rows (bool), and the text of the rows."""
+    bos = tokenizer.bos_token_id
+    ids, is_row, starts = array("i"), bytearray(), bytearray()
+    for document in _tokenised(tokenizer, texts):
+        rest, begins = np.asarray(document, dtype=np.int32), True
+        while rest.size:
+            at = len(ids) % context_size
+            begins = begins or at == 0
+            if begins and bos is not None:
+                ids.append(bos)
+                is_row.append(0)
+                at = (at + 1) % context_size
+                if at == 0:
+                    continue
+            taken, rest = rest[: context_size - at], rest[context_size - at :]
+            ids.frombytes(taken.tobytes())
+            is_row += b"\1" * taken.size
+            starts += bytes([begins]) + bytes(taken.size - 1)
+            begins = False
+    # NumPy makes no array of an empty buffer.
+    packed = np.frombuffer(ids, np.int32) if ids else np.empty(0, np.int32)
+    rows = np.frombuffer(is_row, np.bool_) if ids else np.empty(0, np.bool_)
+    begins_text = np.frombuffer(starts, np.bool_) if ids else np.empty(0, np.bool_)
+    tokens = packed[rows]
+    vocabulary = _vocabulary(tokenizer, np.flatnonzero(np.bincount(tokens)).tolist())
+    return packed, rows, Text(torch.from_numpy(tokens), torch.from_numpy(begins_text), vocabulary)
+
+
+def _tokenised(tokenizer: Any, texts: Any) -> Iterator[list[int]]:
+    documents = _documents(texts)
+    while some := list(islice(documents, _DOCUMENTS_AT_ONCE)):
+        yield from tokenizer(some, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+
+
+def _documents(texts: Any) -> Iterator[str]:
+    if isinstance(texts, Path):
+        texts = [texts]
+    if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
+        raise TypeError(
+            f"{_OPERATOR}: texts must be a pathlib.Path or several, or an iterable of strings, got "
+            f"{type(texts).__name__}. A file is Path(name), a single text [text]."
+        )
+    for number, item in enumerate(texts):
+        if isinstance(item, Path):
+            for file in _files(item):
+                yield from _read(file)
+        elif isinstance(item, str):
+            yield item
+        else:
+            raise TypeError(f"{_OPERATOR}: item {number} of texts must be a string or a Path, got {item!r:.80}.")
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        found = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES and file.is_file())
+        if not found:
+            raise ValueError(f"{_OPERATOR}: {path} holds no {' and no '.join(_SUFFIXES)} file.")
+        return found
+    if not path.is_file():
+        raise FileNotFoundError(f"{_OPERATOR}: there is no file {path}.")
+    return [path]
+
+
+def _read(file: Path) -> Iterator[str]:
+    try:
+        if file.suffix != ".jsonl":
+            yield file.read_text(encoding="utf-8")
+            return
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                found = json.loads(line)
+                document = found.get("text") if isinstance(found, dict) else found
+                if not isinstance(document, str):
+                    raise ValueError(
+                        f'{_OPERATOR}: line {number} of {file} must be a string, or have one under "text".'
+                    )
+                yield document
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{_OPERATOR}: {file} is not UTF-8: {error}.") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{_OPERATOR}: line {number} of {file} is not JSON: {error}.") from error
+
+
+def _vocabulary(tokenizer: Any, ids: list[int]) -> dict[int, str]:
+    """What each token says, the space before a word included; bytes of characters in pieces are surrogates."""
+    vocabulary = {}
+    for token, raw in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):
+        # A decoder may leave out a space at the beginning of a text, and so the token stands behind a letter.
+        piece = tokenizer.convert_tokens_to_string(["a", raw]).removeprefix("a")
+        if "\N{REPLACEMENT CHARACTER}" in piece or re.fullmatch("<0x[0-9A-F]{2}>", raw):
+            piece = _bytes_of(raw).decode(errors="surrogateescape")
+        vocabulary[token] = piece
+    return vocabulary
+
+
+def _bytes_of(raw: str) -> bytes:
+    """The bytes that a byte-level token, or a byte that stands for itself as "<0x0A>", is written for."""
+    if re.fullmatch("<0x[0-9A-F]{2}>", raw):
+        return bytes([int(raw[3:5], 16)])
+    if all(character in _BYTES for character in raw):
+        return bytes(_BYTES[character] for character in raw)
+    return raw.encode()
+
+
+# Byte-level tokenizers write a byte as the Latin-1 character of its number where that can be seen, and the others, in
+# their order, as the characters from 256 on.
+_SEEN = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_HIDDEN = [byte for byte in range(256) if byte not in _SEEN]
+_BYTES = {chr(byte): byte for byte in _SEEN} | {chr(256 + number): byte for number, byte in enumerate(_HIDDEN)}

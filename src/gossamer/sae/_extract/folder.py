@@ -1,0 +1,104 @@
+"""The folder that `sae.extract` writes to: a file counts once the manifest names it, and is whole by then."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+MANIFEST, VOCABULARY = "manifest.json", "vocabulary.json"
+_VERSION = 1
+_OURS = re.compile(r"((shard|statistics)-\d{6}\.safetensors|vocabulary\.json)(\.partial)?|manifest\.json\.partial")
+
+
+def begin(operator: str, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The manifest to go on with; what an interrupted run left unfinished beside it is removed."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        strangers = sorted(file.name for file in folder.iterdir() if _OURS.fullmatch(file.name))
+        if strangers:
+            raise ValueError(
+                f"{operator}: {folder} holds {strangers[0]}, but no {MANIFEST} that says whose it is. Name another "
+                "folder."
+            )
+        manifest = {"version": _VERSION, "settings": settings, "shards": [], "statistics": None, "source": None}
+        manifest |= {"nonfinite": 0, "complete": False}
+        # First of all, so that whatever is named like a file of ours is one from here on.
+        write_manifest(folder, manifest)
+    for name in settings | manifest["settings"]:
+        before, now = manifest["settings"].get(name), settings.get(name)
+        if before != now:
+            shown = "another one" if name in ("sae", "text") else f"{before!r}, not {now!r}"
+            raise ValueError(
+                f"{operator}: {folder} was begun with {name} = {shown}. Name another folder, or remove this one."
+            )
+    known = {shard["file"] for shard in manifest["shards"]} | {manifest["statistics"], VOCABULARY}
+    for file in folder.iterdir():
+        if _OURS.fullmatch(file.name) and file.name not in known and file.is_file():
+            file.unlink()
+    return manifest
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    manifest = read_json(folder / MANIFEST)
+    if manifest is None:
+        return None
+    version = manifest.get("version") if isinstance(manifest, dict) else None
+    if version != _VERSION or "settings" not in manifest:
+        raise ValueError(f"sae.extract: {folder / MANIFEST} is no manifest of version {_VERSION}.")
+    return manifest
+
+
+def read_json(file: Path) -> Any:
+    """None where there is no such file."""
+    if not file.is_file():
+        return None
+    try:
+        return json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"sae.extract: {file} is damaged: {error}.") from error
+
+
+def load(operator: str, file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{operator}: {file} is damaged: {error}. Remove its folder and extract again.") from error
+
+
+def write(file: Path, tensors: dict[str, Tensor]) -> None:
+    partial = file.with_name(file.name + ".partial")
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
+        _settle(partial, file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    write_json(folder / MANIFEST, manifest)
+
+
+def write_json(file: Path, content: dict[Any, Any]) -> None:
+    partial = file.with_name(file.name + ".partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    _settle(partial, file)
+
+
+def _settle(partial: Path, file: Path) -> None:
+    """Moves a file to its place once the disk has it: even a power cut leaves the old one or the new one."""
+    with partial.open("rb+") as handle:
+        os.fsync(handle.fileno())
+    partial.replace(file)
+    if os.name == "posix":
+        folder = os.open(file.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
