@@ -1,5 +1,7 @@
-"""`gossamer sae extract` and `gossamer sae show`."""
+"""`gossamer sae extract`, `gossamer sae show` and `gossamer sae report`."""
 
+from collections.abc import Iterator
+from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,8 @@ from typer.testing import CliRunner
 
 from gossamer import nn
 from gossamer.cli import main
-from gossamer.sae import Extraction
+from gossamer.sae import Extraction, extract
+from gossamer.sae._extract.text import Text
 
 
 def run(*arguments: object) -> tuple[int, str]:
@@ -61,6 +64,96 @@ def test_errors(files: Path) -> None:
     run("extract", files / "model", files / "acts.npy", "--out", files / "out", "--device", "cpu")
     code, output = run("show", files / "out", "--feature", 40)
     assert code == 2 and "--feature must be below d_sae = 40" in output
+
+
+class Tags(HTMLParser):
+    """What a page is made of: tags that open and close in order, and no address of anything outside."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.marked: list[str] = []
+        self.cards: list[str] = []
+        self.feed(page)
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in ("script", "link", "img"), tag
+        for name, value in attrs:
+            assert name not in ("src", "href") or (value or "").startswith("#"), (tag, name, value)
+            if tag == "article" and name == "id":
+                self.cards.append(value or "")
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "mark":
+            self.marked.append(data)
+
+
+def test_report(files: Path) -> None:
+    run("extract", files / "model", files / "acts.npy", "--out", files / "out", "--device", "cpu")
+    found = Extraction(files / "out")
+    pages = []
+    for name in ("a", "b"):
+        code, output = run("report", files / "out", "--out", files / name)
+        assert code == 0 and "latents in" in output, output
+        pages.append((files / name / "index.html").read_text(encoding="utf-8"))
+    assert pages[0] == pages[1] and "http" not in pages[0]
+    assert f"{int((found.firing_counts == 0).sum()) / 40:.1%}" in pages[0] and "latents a row (L0), of 40" in pages[0]
+    cards = Tags(pages[0]).cards
+    busiest = found.firing_counts.argsort(descending=True, stable=True)[:8].tolist()
+    assert cards[:8] == [f"latent-{latent}" for latent in busiest] and len(set(cards)) == len(cards)
+    assert f"row {int(found.top_positions[busiest[0], 0]):,}: " in pages[0]
+    code, output = run("report", files / "out", "--out", files / "c", "--features", "5, 1,5")
+    page = (files / "c" / "index.html").read_text(encoding="utf-8")
+    assert code == 0 and "2 latents in" in output and Tags(page).cards == ["latent-5", "latent-1"]
+    for arguments, message in (
+        (("report", files / "model"), "holds no manifest.json"),
+        (("report", files / "out", "--features", "1,40"), "must be whole numbers below d_sae = 40"),
+        (("report", files / "out", "--features", "1;2"), "got '1;2'"),
+        (("report", files / "out", "--out", files / "acts.npy"), "--out must be a folder"),
+    ):
+        code, output = run(*arguments)
+        assert code == 2 and message in output.replace("\n", " "), output
+
+
+class Tokens:
+    """Rows with tokens that say what a page must not take for its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.rows = torch.from_numpy(np.load(folder / "acts.npy"))
+        tokens = torch.arange(100, dtype=torch.int32) % 3
+        self.text = Text(tokens, torch.arange(100) % 10 == 0, {0: "<b>&", 1: "\n\u202e", 2: "\udcff"})
+
+    def __len__(self) -> int:
+        return 100
+
+    def rows_from(self, start: int) -> Iterator[torch.Tensor]:
+        return iter(self.rows[start:].split(30))
+
+
+def test_report_of_text(files: Path) -> None:
+    extract(Tokens(files), nn.load(files / "model"), files / "<out>", batch_size=16, shard_rows=32)
+    assert run("report", files / "<out>", "--out", files / "a")[0] == 0
+    page = (files / "a" / "index.html").read_text(encoding="utf-8")
+    assert "<h1>&lt;out&gt;</h1>" in page and "<b>&amp;" not in page and "\u202e" not in page
+    assert set(Tags(page).marked) == {"<b>&", "⏎\\u202e", "\N{REPLACEMENT CHARACTER}"}
+
+
+def test_report_of_nothing(files: Path) -> None:
+    extract(torch.zeros(0, 8), nn.load(files / "model"), files / "out")
+    assert run("report", files / "out", "--out", files / "a")[0] == 0
+    assert "No latent fired." in (files / "a" / "index.html").read_text(encoding="utf-8")
+    assert run("report", files / "out", "--out", files / "a", "--features", "3")[0] == 0
+    assert "never fired" in (files / "a" / "index.html").read_text(encoding="utf-8")
 
 
 def test_a_model_of_sae_lens(files: Path) -> None:

@@ -8,7 +8,10 @@ from io import StringIO
 from typing import Any
 
 import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 # Colours that occur nowhere else stand for the page's own, so that a plot follows its light or dark scheme.
 INK, MUTED, DENSE, SPARSE = "#000001", "#000002", "#000003", "#000004"
@@ -31,6 +34,16 @@ _STYLE: dict[Any, Any] = {
     "axes.facecolor": "none",
     "legend.frameon": False,
 }
+
+
+def rate_histogram(axes: Axes, rates: np.ndarray) -> None:
+    """How many latents fire how often: `rates` `[d_sae]`, of which those that never did are left out."""
+    fired = rates[rates > 0]
+    if len(fired):
+        edges = np.logspace(np.log10(fired.min()) - 0.05, np.log10(fired.max()) + 0.05, 50)
+        axes.hist(fired, bins=edges.tolist(), color=SPARSE)
+    axes.set(xscale="log", ylabel="latents")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))
 
 
 def svg(draw: Callable[[Figure], None], height: float, width: float = 9) -> str:

@@ -14,6 +14,7 @@ from rich.text import Text
 from gossamer import nn
 from gossamer import sae as operators
 from gossamer.cli.environment import resolve_device
+from gossamer.cli.folder import make_folder
 from gossamer.cli.page import visible
 
 sae = typer.Typer(
@@ -138,7 +139,7 @@ def show(
     for octave, count in enumerate(counts):
         if count:
             length = round(40 * count / max(counts))
-            table.add_row(f"{2.0 ** (octave - 24):.3g}", f"{count:,}", "#" * max(length, 1))
+            table.add_row(f"{found.magnitude(octave):.3g}", f"{count:,}", "#" * max(length, 1))
     console.print(table)
     table = Table(title="where it is largest", title_justify="left")
     table.add_column("row", justify="right")
@@ -149,6 +150,38 @@ def show(
         if position >= 0:
             table.add_row(f"{position:,}", f"{value:.4g}", *_marked(found, position))
     console.print(table)
+
+
+@sae.command()
+def report(
+    folder: Path = typer.Argument(help="What extract wrote, finished or not."),
+    out: Path = typer.Option(Path("report"), help="Folder for index.html, which needs nothing else."),
+    features: str | None = typer.Option(
+        None, help="Latents to show, such as 1,5,9; default: the busiest, and a random sample that is always the same."
+    ),
+) -> None:
+    """Write a page on what latents do: how often, how strongly and, where the text is known, on what they fire."""
+    from gossamer.cli._sae_report import choose, render
+
+    try:
+        found = operators.Extraction(folder)
+        chosen = choose(found) if features is None else {"The latents asked for": _latents(features, found.d_sae)}
+        make_folder(out, "sae report")
+        content = render(found, chosen)
+    except (ValueError, FileNotFoundError) as error:
+        raise typer.BadParameter(str(error)) from error
+    (out / "index.html").write_text(content, encoding="utf-8")
+    Console().print(f"{sum(map(len, chosen.values()))} latents in {out / 'index.html'}")
+
+
+def _latents(features: str, d_sae: int) -> list[int]:
+    names = [name.strip() for name in features.split(",")]
+    if not all(name.isdecimal() and int(name) < d_sae for name in names):
+        raise ValueError(
+            f"gossamer sae report: --features must be whole numbers below d_sae = {d_sae} with commas between them, "
+            f"got {features!r}."
+        )
+    return list(dict.fromkeys(map(int, names)))
 
 
 def _marked(found: operators.Extraction, row: int) -> list[Text]:

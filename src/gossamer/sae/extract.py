@@ -18,7 +18,7 @@ from gossamer._core.modes import evaluating
 from gossamer.rowsparse import CSR, ELL
 from gossamer.sae._extract import folder as disk
 from gossamer.sae._extract.source import Source
-from gossamer.sae._extract.statistics import Statistics
+from gossamer.sae._extract.statistics import LOWEST, Statistics
 from gossamer.sae._extract.text import Text, mark, spell
 
 # Of a module's state, what follows from the rows that it has seen, and not the other way round.
@@ -130,6 +130,11 @@ class Extraction:
             spell(pieces[at : at + 1]),
             spell(pieces[at + 1 : last_kept - first]),
         )
+
+    @staticmethod
+    def magnitude(bin: int) -> float:
+        """Where a bin of the histogram begins."""
+        return 2.0 ** (bin + LOWEST)
 
     def _tokens(self, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Tokens and starts of rows first to end, of as many shards as that takes."""

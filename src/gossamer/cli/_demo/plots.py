@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
 from gossamer.cli._demo.features import HIGHEST_RATE, LOWEST_RATE
-from gossamer.cli.figure import DENSE, INK, MUTED, SPARSE, svg
+from gossamer.cli.figure import DENSE, INK, MUTED, SPARSE, rate_histogram, svg
 
 
 def model_plot(history: list[dict[str, Any]]) -> str:
@@ -67,14 +67,12 @@ def rate_plot(firing_rates: list[float]) -> str:
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         rates = np.asarray(firing_rates)
-        fired = rates[rates > 0]
-        if len(fired):
-            edges = np.logspace(np.log10(fired.min()) - 0.05, np.log10(fired.max()) + 0.05, 50)
-            axes.hist(fired, bins=edges.tolist(), color=SPARSE)
+        rate_histogram(axes, rates)
         axes.axvspan(LOWEST_RATE, HIGHEST_RATE, color=MUTED, alpha=0.15, linewidth=0)
-        axes.set(xscale="log", xlabel="share of bytes on which a latent fires", ylabel="latents")
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))
-        axes.set_title(f"{len(fired):,} of {len(rates):,} latents fired; the shaded range is searched for features")
+        axes.set(xlabel="share of bytes on which a latent fires")
+        axes.set_title(
+            f"{int((rates > 0).sum()):,} of {len(rates):,} latents fired; the shaded range is searched for features"
+        )
 
     return svg(draw, 2.4)
 
