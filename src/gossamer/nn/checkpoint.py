@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gossamer._core import checks
+from gossamer.nn.distributed import Sharded
 from gossamer.nn.sae import _SAE, BatchTopKSAE, JumpReLUSAE, TopKSAE
 
 _CONFIG = "cfg.json"
@@ -36,7 +37,7 @@ def save(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
             `TopKSAE` alone.
 
     Raises:
-        TypeError: model is no autoencoder of this package.
+        TypeError: model is no autoencoder of this package, or a slice of one (`shard`).
         ValueError: an unknown layout, or one that has no place for the model.
 
     Source: SAELens's `save_model` and sparsify's `save_to_disk`.
@@ -47,6 +48,8 @@ def save(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
     operator = "nn.save"
     if not isinstance(model, Model):
         raise TypeError(f"{operator}: model must be an autoencoder of gossamer.nn, got {type(model).__name__}.")
+    if isinstance(model, Sharded):
+        raise TypeError(f"{operator}: model holds a slice of its latents, as nn.shard made it. Save model.gathered().")
     if layout not in ("sae_lens", "sparsify"):
         raise ValueError(f'{operator}: layout must be "sae_lens" or "sparsify", got {layout!r}.')
     if layout == "sparsify" and not isinstance(model, TopKSAE):

@@ -4,5 +4,16 @@ from gossamer.sae.count_fired import count_fired
 from gossamer.sae.decode import decode
 from gossamer.sae.encode import encode, encode_with_l0
 from gossamer.sae.extract import Extraction, extract
+from gossamer.sae.sharded import decode_sharded, encode_sharded, encode_sharded_with_l0
 
-__all__ = ["Extraction", "count_fired", "decode", "encode", "encode_with_l0", "extract"]
+__all__ = [
+    "Extraction",
+    "count_fired",
+    "decode",
+    "decode_sharded",
+    "encode",
+    "encode_sharded",
+    "encode_sharded_with_l0",
+    "encode_with_l0",
+    "extract",
+]

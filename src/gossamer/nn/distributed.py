@@ -1,0 +1,240 @@
+"""Autoencoders over several processes: their latents spread over them, or their data."""
+
+import copy
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gossamer import sae
+from gossamer.nn.sae import _SAE, BatchTopKSAE, JumpReLUSAE, SAELoss, TopKSAE
+from gossamer.rowsparse import ELL
+from gossamer.sae.sharded import check_group, sum_over
+
+_DIMENSION = {"W_enc": 1, "W_dec": 0, "b_enc": 0, "log_threshold": 0, "firing_counts": 0, "steps_since_fired": 0}
+"""Along which dimension a tensor of an autoencoder lists the latents."""
+_WHOLE = ("b_dec", "threshold")
+"""What all ranks hold whole."""
+
+Kind = TypeVar("Kind", TopKSAE, BatchTopKSAE, JumpReLUSAE)
+
+
+class Sharded(_SAE):
+    """What `shard` makes of an autoencoder: the rows that it encodes to have this rank's latents as columns.
+
+    Attributes:
+        group: the process group.
+        latents: `range`, which of the `d_sae` latents this rank holds.
+    """
+
+    group: Any
+    latents: range
+
+    def _latents(self, x: Tensor, **options: Any) -> tuple[ELL, Tensor]:
+        return sae.encode_sharded_with_l0(x, self.W_enc, self.b_enc, **options, group=self.group)
+
+    def decode(self, rows: ELL) -> Tensor:
+        """This rank's latents `(..., d_sae_r)` -> the reconstruction `[..., d_in]`; see `sae.decode_sharded`."""
+        return sae.decode_sharded(rows, self.W_dec, self.b_dec, group=self.group)
+
+    def gathered(self, rank: int | None = None) -> Any:
+        """The whole autoencoder, on the CPU: for `nn.save`, or to use it on one device. Every rank has to call it.
+
+        Args:
+            rank: the rank of the group that gets it, while the others get None; by default all get it.
+        """
+        here, size = check_group("nn.shard: gathered", self.group)
+        ranges = [_range(self.d_sae, r, size) for r in range(size)]
+        memo: dict[int, Any] = {id(self.group): None}
+        for name, tensor in _tensors(self):
+            found = tensor.detach()
+            if name in _DIMENSION:
+                found = _joined(found, _DIMENSION[name], ranges, here, self.group, rank in (None, here))
+            found = found.clone() if found.device.type == "cpu" else found.cpu()
+            memo[id(tensor)] = _like(tensor, found)
+        if rank not in (None, here):
+            return None
+        model = copy.deepcopy(self, memo)
+        del model.group, model.latents
+        model.__class__ = next(kind for kind, spread in _SHARDED.items() if spread is type(self))
+        return model
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, latents={self.latents.start}:{self.latents.stop}"
+
+
+class ShardedTopKSAE(Sharded, TopKSAE):
+    """See `shard`."""
+
+
+class ShardedBatchTopKSAE(Sharded, BatchTopKSAE):
+    """See `shard`."""
+
+    def _smallest(self, rows: ELL) -> Tensor:
+        smallest = super()._smallest(rows)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self.group)
+        return smallest
+
+
+class ShardedJumpReLUSAE(Sharded, JumpReLUSAE):
+    """See `shard`."""
+
+
+_SHARDED = {TopKSAE: ShardedTopKSAE, BatchTopKSAE: ShardedBatchTopKSAE, JumpReLUSAE: ShardedJumpReLUSAE}
+
+
+def shard(model: Kind, group: Any = None) -> Kind:
+    """Spreads the latents of an autoencoder over the ranks of a group: each holds a slice, and all work on every row.
+
+    The module that comes back is called, trained and evaluated as the model is, on the same x on all ranks, and gives
+    the same reconstruction and loss on all. Its gradients need no reduction: each rank steps an optimizer of its own,
+    and b_dec stays the same everywhere. What looks at all gradients at once, such as clipping by their norm, has to add
+    up over the ranks. `model.gathered()` is the whole again.
+
+    Args:
+        model: `TopKSAE`, `BatchTopKSAE` or `JumpReLUSAE`, the same on all ranks: from one seed, or one file. It is not
+            changed; on the CPU it may be larger than a GPU, and the slice is moved there with `.to(device)`.
+        group: a `torch.distributed` process group; None is all processes.
+
+    Returns:
+        A module of a class that derives from the model's, with `W_enc [d_in, d_sae_r]`, `W_dec [d_sae_r, d_in]`,
+        `b_enc`, thresholds and firing statistics of its own latents, and b_dec (and BatchTopK's threshold) whole.
+        Rank r of W holds the latents from r * d_sae // W to (r + 1) * d_sae // W.
+
+    Raises:
+        TypeError: another module.
+        ValueError: no process group, or fewer latents than ranks.
+        NotImplementedError: a tensor in the model that this function does not know how to spread.
+
+    Source: Gao et al. 2024, "Scaling and evaluating sparse autoencoders", on sharding over latents.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> shard(TopKSAE(4, 16, k=2))
+    ShardedTopKSAE(d_in=4, d_sae=16, k=2, latents=0:16)
+    >>> torch.distributed.destroy_process_group()
+    """
+    operator = "nn.shard"
+    if type(model) not in _SHARDED:
+        raise TypeError(
+            f"{operator}: model must be a TopKSAE, BatchTopKSAE or JumpReLUSAE of gossamer.nn, "
+            f"got {type(model).__name__}."
+        )
+    rank, size = check_group(operator, group)
+    if model.d_sae < size:
+        raise ValueError(f"{operator}: model must have a latent for each of {size} ranks, got d_sae = {model.d_sae}.")
+    latents, memo = _range(model.d_sae, rank, size), {}
+    for name, tensor in _tensors(model):
+        if name in _DIMENSION:
+            part = tensor.detach().narrow(_DIMENSION[name], latents.start, len(latents))
+            memo[id(tensor)] = _like(tensor, part.clone(memory_format=torch.contiguous_format))
+        elif name not in _WHOLE:
+            raise NotImplementedError(f"{operator}: model has {name}, and how to spread that is not known here.")
+    sharded: Any = copy.deepcopy(model, memo)
+    sharded.__class__ = _SHARDED[type(model)]
+    sharded.group, sharded.latents = group, latents
+    return sharded
+
+
+class DataParallel(torch.nn.Module):
+    """See `data_parallel`."""
+
+    def __init__(self, model: _SAE, group: Any) -> None:
+        super().__init__()
+        self.model, self.group = model, group
+
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> SAELoss:
+        """`model.loss` of this rank's rows, and the statistics of those of all ranks."""
+        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        loss = self.model.loss(x, *args, **options)  # type: ignore[operator]
+        if self.training:
+            with torch.no_grad():
+                self._merge(before)
+        return loss
+
+    def _merge(self, before: dict[str, Tensor]) -> None:
+        """Every rank began with the same statistics, and every rank ends with the same."""
+        for name, buffer in self.model.named_buffers():
+            if name == "firing_counts":
+                buffer.copy_(before[name] + sum_over(buffer - before[name], self.group))
+            elif name == "steps_since_fired":
+                # 0 where a latent fired and one more than before where not: on all ranks, if on none it fired.
+                dist.all_reduce(buffer, dist.ReduceOp.MIN, group=self.group)
+            else:
+                buffer.copy_(sum_over(buffer, self.group) / dist.get_world_size(self.group))
+
+
+def data_parallel(model: Kind, group: Any = None) -> DataParallel:
+    """The loss of an autoencoder as a module, for DistributedDataParallel or fully_shard: each rank has its own rows.
+
+    Both act when a module's `forward` is called, and an autoencoder's is its reconstruction. This one's is
+    `model.loss(x)`. It also keeps the statistics right: firing counts are those of the rows of all ranks, and so are
+    the steps since a latent fired; every rank has the same. DistributedDataParallel alone would overwrite them by those
+    of rank 0. That takes two reductions of d_sae numbers a step.
+
+    DistributedDataParallel and fully_shard average gradients over ranks: with as many rows on each, the result is that
+    of one process with all of them. `BatchTopKSAE` lets the rows of a rank compete with one another and not with those
+    of other ranks, so it is that of W batches and not of one; its threshold is the mean of what the ranks' would be.
+
+    Args:
+        model: `TopKSAE`, `BatchTopKSAE` or `JumpReLUSAE`, or what `shard` makes of them, for a group across the shards.
+            Its parameters and buffers become those of the group's first rank.
+        group: a `torch.distributed` process group, that of the wrapper; None is all processes.
+
+    Returns:
+        A module whose `forward(x)` is `model.loss(x)`, with the model as its attribute `model`. `mse`, `l0` and the
+        rest are those of this rank's rows.
+
+    Raises:
+        TypeError: another module.
+        ValueError: no process group.
+        NotImplementedError: a buffer in the model of which this function does not know how ranks agree on it.
+
+    Source: Li et al. 2020, "PyTorch Distributed" (DistributedDataParallel); the statistics are new.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> trained = torch.nn.parallel.DistributedDataParallel(data_parallel(TopKSAE(4, 16, k=2)))
+    >>> trained(torch.randn(3, 4)).loss.backward()
+    >>> torch.distributed.destroy_process_group()
+    """
+    operator = "nn.data_parallel"
+    if not isinstance(model, _SAE):
+        raise TypeError(f"{operator}: model must be an autoencoder of gossamer.nn, got {type(model).__name__}.")
+    check_group(operator, group)
+    for name, _ in model.named_buffers():
+        if name not in ("firing_counts", "steps_since_fired", "threshold"):
+            raise NotImplementedError(f"{operator}: model has the buffer {name}, on which ranks cannot agree here.")
+    for _, tensor in _tensors(model):
+        dist.broadcast(_bytes(tensor.detach()), group=group, group_src=0)
+    return DataParallel(model, group)
+
+
+def _tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _range(d_sae: int, rank: int, size: int) -> range:
+    return range(rank * d_sae // size, (rank + 1) * d_sae // size)
+
+
+def _like(tensor: Tensor, found: Tensor) -> Tensor:
+    return torch.nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else found
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A view that every backend sends, whatever the dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _joined(part: Tensor, dim: int, ranges: list[range], rank: int, group: Any, keep: bool) -> Tensor:
+    """The slices of all ranks, one after the other and on the CPU, because the whole may be too large for a GPU."""
+    shape = list(part.shape)
+    shape[dim] = ranges[-1].stop if keep else 0
+    whole = torch.empty(shape, dtype=part.dtype, device="cpu")
+    for r, held in enumerate(ranges):
+        shape[dim] = len(held)
+        sent = part.contiguous() if r == rank else part.new_empty(shape)
+        dist.broadcast(_bytes(sent), group=group, group_src=r)
+        if keep:
+            whole.narrow(dim, held.start, len(held)).copy_(sent)
+    return whole

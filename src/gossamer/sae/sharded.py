@@ -1,0 +1,391 @@
+"""Sparse encoding and decoding with the latents spread over the processes of a group.
+
+Each rank holds a contiguous slice of the latents: rank 0 the first, rank 1 those after it, and so on. Slices may differ
+in size. x, b_dec and the reconstruction are the same on all ranks, and each rank holds its own latents.
+
+The gradients follow from one convention: the ranks compute one loss, the same on each of them. What is copied to all
+ranks (x, b_dec) has its gradient summed over them in the backward pass; the sum of the partial reconstructions hands
+its gradient, which is the same everywhere, to each rank as it is. So every rank ends with the whole gradient of x and
+b_dec, once, and with that of its own slices: nothing is left to be reduced, and nothing may be averaged.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gossamer._core import autocast, checks
+from gossamer.rowsparse import CSR, ELL
+from gossamer.rowsparse.matmul import check_dtypes
+from gossamer.rowsparse.pack import _pack_ell, default_capacity
+from gossamer.sae.decode import _check_rest, _decode_rows
+from gossamer.sae.encode import _backward, _check_activation, _check_operands, _context, _encode
+
+_INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_DIGIT = 9  # bits a round of `_kth_key` settles; 63, of a float64, is a multiple of it
+
+
+def encode_sharded(
+    x: Tensor,
+    W_enc: Tensor,
+    b_enc: Tensor | None = None,
+    *,
+    activation: str,
+    threshold: Tensor | None = None,
+    k: int | None = None,
+    b_dec: Tensor | None = None,
+    bandwidth: float | None = None,
+    capacity: int | None = None,
+    scale: Tensor | None = None,
+    ste_to_input: bool = False,
+    group: Any = None,
+) -> ELL:
+    """`encode` with the latents spread over the ranks of a group; every rank calls it and gets its own latents.
+
+    Args:
+        x: `[..., d_in]`, the same on all ranks.
+        W_enc: `[d_in, d_sae_r]`, this rank's slice. Ranks in order hold consecutive latents, not always as many.
+        b_enc, threshold, scale: `[d_sae_r]`, slices too (a scalar threshold is the same on all ranks).
+        activation: as in `encode`. `"topk"` keeps the k largest of each row over all ranks, `"batchtopk"` the k * M
+            largest of the rows over all ranks. Ties go to the lowest index in the whole, NaN counts as largest.
+        k: entries of a row over all ranks. Above the number of all latents it keeps what there is.
+        b_dec, bandwidth, ste_to_input: as in `encode`; b_dec is the same on all ranks.
+        capacity: slots per row of this rank's latents. `"topk"` takes none: min(k, d_sae_r) always suffice.
+        group: a `torch.distributed` process group; None is all processes.
+
+    Returns:
+        `ELL` of shape `(..., d_sae_r)`, with column indices that count from the start of the slice. Gradients are as in
+        `encode`, with those of x and b_dec summed over the ranks: all ranks have to call backward, on one loss.
+
+    `"relu"` and `"jumprelu"` communicate in the backward pass alone. `"topk"` gathers k values of each row and rank,
+    `"batchtopk"` sums 2, 4 or 7 histograms of 512 counts (for 16, 32 and 64 bits) and gathers a count of each row and
+    rank. That is `all_gather` of bytes and `all_reduce` of int64, float32 and float64, which NCCL and gloo have; with
+    NCCL the host waits for nothing.
+
+    Raises:
+        ValueError: as `encode`, a capacity for `"topk"`, or no process group.
+        TypeError: as `encode`.
+
+    Source: Rajamanoharan et al. 2024 (JumpReLU); Gao et al. 2024 (TopK, section on sharded latents); Bussmann et al.
+    2024 (BatchTopK). The selection over ranks is new.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> encode_sharded(torch.tensor([[1.0, 3.0, 2.0]]), torch.eye(3), activation="topk", k=2).indices.tolist()
+    [[1, 2]]
+    >>> torch.distributed.destroy_process_group()
+    """
+    options = (activation, threshold, k, b_dec, bandwidth, capacity, scale, ste_to_input, group)
+    return _sharded("sae.encode_sharded", x, W_enc, b_enc, *options)[0]
+
+
+def encode_sharded_with_l0(
+    x: Tensor,
+    W_enc: Tensor,
+    b_enc: Tensor | None = None,
+    *,
+    activation: str,
+    threshold: Tensor | None = None,
+    k: int | None = None,
+    b_dec: Tensor | None = None,
+    bandwidth: float | None = None,
+    capacity: int | None = None,
+    scale: Tensor | None = None,
+    ste_to_input: bool = False,
+    group: Any = None,
+) -> tuple[ELL, Tensor]:
+    """As `encode_sharded`, with the number of values of each row that differ from 0, over all ranks.
+
+    Args:
+        x, W_enc, b_enc, activation, threshold, k, b_dec, bandwidth, capacity, scale, ste_to_input, group: as in
+            `encode_sharded`.
+
+    Returns:
+        `(rows, l0)`, l0 `[...]` in float32, the same on all ranks; one more `all_reduce`, of M numbers. With a
+        bandwidth it has the gradient for this rank's thresholds that it has in `encode_with_l0`.
+
+    Raises:
+        ValueError, TypeError: as `encode_sharded`.
+
+    Source: Rajamanoharan et al. 2024, "Jumping Ahead", section 3.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> encode_sharded_with_l0(torch.tensor([[1.0, -3.0, 2.0]]), torch.eye(3), activation="relu")[1].tolist()
+    [2.0]
+    >>> torch.distributed.destroy_process_group()
+    """
+    options = (activation, threshold, k, b_dec, bandwidth, capacity, scale, ste_to_input, group)
+    rows, l0 = _sharded("sae.encode_sharded_with_l0", x, W_enc, b_enc, *options)
+    return rows, _Sum.apply(l0, group)
+
+
+def decode_sharded(rows: ELL | CSR, W_dec: Tensor, b_dec: Tensor | None = None, *, group: Any = None) -> Tensor:
+    """`decode` with the latents spread over the ranks of a group: the sum of their products, the same on all ranks.
+
+    Args:
+        rows: a container of shape `(..., d_sae_r)`, such as `encode_sharded` returns: this rank's latents.
+        W_dec: `[d_sae_r, d_in]`, this rank's slice; the dtype and device of rows.
+        b_dec: `[d_in]`, the same on all ranks, added once, or None.
+        group: a `torch.distributed` process group; None is all processes.
+
+    Returns:
+        `[..., d_in]` in the dtype of W_dec, after one `all_reduce` in float32 (float64 for float64). The backward pass
+        communicates nothing: rows, W_dec and b_dec get their whole gradients on each rank.
+
+    Raises:
+        ValueError: shapes or devices do not fit, or no process group.
+        TypeError: rows is no container, or dtypes differ or are not floating.
+
+    Source: the seed on sparse decoding; the sum over ranks is new.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> decode_sharded(rowsparse.pack(torch.tensor([[0.0, 2.0]])), torch.eye(2), torch.ones(2)).tolist()
+    [[1.0, 3.0]]
+    >>> torch.distributed.destroy_process_group()
+    """
+    operator = "sae.decode_sharded"
+    check_group(operator, group)
+    if not isinstance(rows, ELL | CSR):
+        raise TypeError(
+            f"{operator}: rows must be a rowsparse.ELL or rowsparse.CSR, got {type(rows).__name__}. "
+            "Pack a dense tensor with rowsparse.pack first."
+        )
+    checks.floating(operator, W_dec=W_dec)
+    _check_rest(operator, W_dec, b_dec, "auto", None, None)
+    dtype = torch.get_autocast_dtype(W_dec.device.type) if autocast.enabled(W_dec.device) else W_dec.dtype
+    dtype = torch.float64 if W_dec.dtype is torch.float64 else dtype
+    # Rounding each part to half would add an error for each rank.
+    part = _decode_rows(operator, rows, W_dec, None, "auto", None, torch.promote_types(dtype, torch.float32))
+    whole = _Sum.apply(part, group)
+    return (whole if b_dec is None else whole + b_dec).to(dtype)
+
+
+def check_group(operator: str, group: Any) -> tuple[int, int]:
+    """(rank, size) of this process in the group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            f"{operator}: group must be a process group, and torch.distributed is not initialised. Start with torchrun "
+            "and call torch.distributed.init_process_group first; one process needs no shards."
+        )
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"{operator}: group must contain this process, of rank {dist.get_rank()} among all.")
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def sum_over(tensor: Tensor, group: Any) -> Tensor:
+    """The sum over ranks, anew: in float32 for narrower dtypes, which some backends do not add."""
+    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if tensor.is_floating_point() else tensor
+    wide = wide.clone(memory_format=torch.contiguous_format)
+    if wide.numel():
+        dist.all_reduce(wide, group=group)
+    return wide.to(tensor.dtype)
+
+
+def _gather(tensor: Tensor, group: Any) -> Tensor:
+    """`[W, *shape]`: the tensors of all ranks, as bytes, so that the dtype is no matter."""
+    out = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
+    if tensor.numel():
+        parts = out.flatten(1).view(torch.uint8).unbind()
+        dist.all_gather(list(parts), tensor.contiguous().view(-1).view(torch.uint8), group=group)
+    return out
+
+
+class _Copy(torch.autograd.Function):
+    """What is the same on all ranks and used by each for its part: the gradients of the parts are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return sum_over(grad, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of the ranks' parts: its gradient, the same on all ranks, is that of each part."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        return sum_over(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _copied(tensor: Tensor | None, group: Any) -> Tensor | None:
+    return tensor if tensor is None or not tensor.requires_grad else _Copy.apply(tensor, group)
+
+
+def _sharded(
+    operator: str,
+    x: Tensor,
+    W_enc: Tensor,
+    b_enc: Tensor | None,
+    activation: str,
+    threshold: Tensor | None,
+    k: int | None,
+    b_dec: Tensor | None,
+    bandwidth: float | None,
+    capacity: int | None,
+    scale: Tensor | None,
+    ste_to_input: bool,
+    group: Any,
+) -> tuple[ELL, Tensor]:
+    """(this rank's latents, its part of l0)"""
+    check_group(operator, group)
+    _check_operands(operator, x, W_enc, b_enc, b_dec, threshold, scale)
+    # How many latents there are in all is for no rank to know without asking the others.
+    activation = _check_activation(operator, activation, threshold, k, bandwidth, checks.MAX_COLUMNS)
+    if activation == "topk" and capacity is not None:
+        raise ValueError(
+            f'{operator}: capacity belongs to the other activations, got {capacity!r} for "topk", which has '
+            "min(k, d_sae_r) slots. Leave it out."
+        )
+    if ste_to_input and bandwidth is None:
+        raise ValueError(f"{operator}: ste_to_input needs bandwidth, the width of the window of the estimate.")
+    x, b_dec = _copied(x, group), _copied(b_dec, group)  # type: ignore[assignment]
+    if threshold is not None and threshold.dim() == 0:
+        threshold = _copied(threshold, group)
+    if activation in ("relu", "jumprelu"):
+        options = (activation, threshold, None, b_dec, bandwidth, capacity, scale, ste_to_input)
+        return _encode(operator, x, W_enc, b_enc, *options)
+    assert k is not None
+    if activation == "batchtopk":
+        return _batch_topk(operator, x, W_enc, b_enc, k, b_dec, capacity, scale, group)
+    n = W_enc.shape[1]
+    # A rank without latents has nothing to choose from, and takes part all the same.
+    name, most, scale = ("topk", min(k, n), scale) if n else ("relu", None, None)
+    rows, _ = _encode(operator, x, W_enc, b_enc, name, None, most, b_dec, None, None, scale, False)
+    return _keep_largest(rows, k, scale, group)
+
+
+def _keep_largest(rows: ELL, k: int, scale: Tensor | None, group: Any) -> tuple[ELL, Tensor]:
+    """Of each rank's largest entries of a row, those among the k largest of the row.
+
+    Entries are in order of column, and ranks in that of their slices: position in what is gathered is global order.
+    """
+    slots = rows.capacity
+    with torch.no_grad():
+        ranked = rows.values
+        if scale is not None and slots:
+            ranked = (ranked * scale[rows.indices.clamp(min=0)]).to(ranked.dtype)
+        held = torch.arange(slots, device=rows.device) < rows.nnz_per_row[:, None]
+        ranked = torch.nn.functional.pad(torch.where(held, ranked, 0), (0, k - slots))
+        gathered = _gather(ranked, group).movedim(0, 1).flatten(1)
+        order = gathered.sort(dim=1, descending=True, stable=True).indices[:, :k]
+        kept = torch.zeros_like(gathered, dtype=torch.bool).scatter_(1, order, True) & (gathered != 0)
+        first = dist.get_rank(group) * k
+        mine = kept[:, first : first + slots]
+        counts = mine.sum(1, dtype=torch.int32)
+        moved = (~mine).to(torch.uint8).sort(dim=1, stable=True).indices
+        filled = torch.arange(slots, device=rows.device) < counts[:, None]
+        indices = torch.where(filled, rows.indices.gather(1, moved), -1)
+        l0 = counts.to(torch.promote_types(rows.dtype, torch.float32)).view(rows.shape[:-1])
+    values = torch.where(filled, rows.values.gather(1, moved), 0)
+    return ELL(values, indices, counts, rows.shape), l0
+
+
+def _batch_topk(
+    operator: str,
+    x: Tensor,
+    W_enc: Tensor,
+    b_enc: Tensor | None,
+    k: int,
+    b_dec: Tensor | None,
+    capacity: int | None,
+    scale: Tensor | None,
+    group: Any,
+) -> tuple[ELL, Tensor]:
+    if autocast.enabled(x.device):
+        (W_enc,) = autocast.cast(W_enc)  # type: ignore[assignment]
+    if not autocast.enabled(x.device) or torch.float64 in (x.dtype, W_enc.dtype):
+        check_dtypes(operator, "x", x, "W_enc", W_enc)
+    n = W_enc.shape[1]
+    if capacity is not None:
+        checks.positive(operator, "capacity", capacity, "It is the number of slots per row.")
+    slots = default_capacity(n) if capacity is None else min(capacity, n)
+    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    scale = None if scale is None else scale.detach()
+    with torch.autocast(x.device.type, enabled=False):
+        found = _BatchTopK.apply(flat, W_enc, b_enc, b_dec, k, slots, slots < n, scale, group)
+    values, indices, nnz, source, l0 = found
+    shape = (*x.shape[:-1], n)
+    return ELL(values, indices, nnz, shape, source if slots < n else None), l0.view(x.shape[:-1])
+
+
+class _BatchTopK(torch.autograd.Function):
+    """The operator `sae_encode` with a selection over ranks: its results and its backward."""
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        b_dec: Tensor | None,
+        k: int,
+        capacity: int,
+        keep_source: bool,
+        scale: Tensor | None,
+        group: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        x = (x if b_dec is None else x - b_dec).to(weight.dtype)
+        # As the operator rounds it: what is added in another dtype is added in float32.
+        if bias is not None and bias.dtype is weight.dtype:
+            pre = torch.addmm(bias, x, weight)
+        else:
+            pre = x @ weight
+            if bias is not None:
+                pre.add_(bias)
+        acts = torch.where(_among_largest(pre if scale is None else (pre * scale).to(pre.dtype), k, group), pre, 0)
+        values, indices, nnz = _pack_ell(acts, capacity)
+        l0 = nnz.to(torch.promote_types(acts.dtype, torch.float32))
+        return values, indices, nnz, acts if keep_source else acts.new_empty(0, acts.shape[1]), l0
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, weight, bias, b_dec, k, capacity, keep_source, scale, _ = inputs
+        like = (x, weight, bias, b_dec, None, "batchtopk", k, 0.0, capacity, keep_source, scale, False)
+        _context(ctx, like, output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return *_backward(ctx, *grads)[:4], *(None,) * 5
+
+
+def _among_largest(ranked: Tensor, k: int, group: Any) -> Tensor:
+    """Bool [M, n]: what is above 0 (or NaN) and among the k * M largest of all ranks, ties by row, rank and column.
+
+    Positive floats are ordered like their bit patterns, NaN last once its patterns are made one.
+    """
+    m, total = ranked.shape[0], k * ranked.shape[0]
+    keys = ranked.clamp(min=0).view(_INTEGER[ranked.element_size()])
+    nan = int(torch.tensor(math.nan, dtype=ranked.dtype).view(keys.dtype))
+    keys.bitwise_and_(torch.iinfo(keys.dtype).max).clamp_(max=nan)
+    # What is among the largest of all is among the largest of its rank.
+    largest = keys.flatten().topk(min(total, keys.numel())).values.long()
+    kth = _kth_key(largest.flip(0), total, torch.iinfo(keys.dtype).bits - 1, group).clamp(min=1)
+    tied = keys == kth
+    mine = torch.cat([tied.sum(1), (largest > kth).sum()[None]])
+    counts = _gather(mine, group)
+    ties, need = counts[:, :m].t(), total - counts[:, m].sum()
+    before = (ties.flatten().cumsum(0).view_as(ties) - ties)[:, dist.get_rank(group), None]
+    return (keys > kth) | (tied & (tied.cumsum(1, dtype=torch.int32) <= need - before))
+
+
+def _kth_key(keys: Tensor, k: int, bits: int, group: Any) -> Tensor:
+    """int64 []: the k-th largest of the keys of all ranks, 0 if there are fewer; `keys` are this rank's, ascending.
+
+    It is the largest bound that k keys reach, found digit by digit: the ranks add up how many of their keys reach each
+    of the bounds that the next digit leaves.
+    """
+    found = keys.new_zeros(())
+    digits = torch.arange(1 << _DIGIT, device=keys.device)
+    for shift in range(-(-bits // _DIGIT) * _DIGIT - _DIGIT, -1, -_DIGIT):
+        bounds = found + (digits << shift)
+        reach = sum_over(keys.shape[0] - torch.searchsorted(keys, bounds), group)
+        found = torch.where(reach >= k, bounds, found).amax()
+    return found

@@ -1,0 +1,195 @@
+"""Training over several processes, against one."""
+
+import copy
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from gossamer import nn
+
+D_IN, D_SAE, STEPS = 9, 31, 6
+ROWS = 4  # of a rank: few enough that latents stay silent for a step
+KINDS = ("topk", "batchtopk", "jumprelu")
+
+
+def make(kind: str, device: torch.device, seed: int = 0, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    options = {"dtype": torch.float64 if device.type == "cpu" else torch.float32} | options
+    if kind == "topk":
+        return nn.TopKSAE(D_IN, D_SAE, 4, **options).to(device)
+    if kind == "batchtopk":
+        return nn.BatchTopKSAE(D_IN, D_SAE, 4, threshold_rate=0.25, **options).to(device)
+    jump = {"bandwidth": 0.3, "initial_threshold": 0.5, "l0_coefficient": 0.05}
+    return nn.JumpReLUSAE(D_IN, D_SAE, **jump, **options).to(device)
+
+
+def batches(rows: int, device: torch.device) -> Tensor:
+    x = torch.randn(STEPS, rows, D_IN, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return x.to(device, torch.float64 if device.type == "cpu" else torch.float32)
+
+
+def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """As sensitive to gradients as to their direction: Adam would divide rounding errors by themselves."""
+    return torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
+
+
+def train(model: Any, loss: Any, x: Tensor) -> list[Tensor]:
+    steps, losses = optimizer(model), []
+    for batch in x:
+        found = loss(batch)
+        steps.zero_grad()
+        found.backward()
+        steps.step()
+        losses.append(found.detach())
+    return losses
+
+
+def assert_same(got: Any, want: Any, what: str) -> None:
+    """Statistics exactly, parameters within rounding."""
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        found = got[name].to(tensor.device)
+        if tensor.is_floating_point():
+            tolerance = 1e-9 if tensor.dtype is torch.float64 else 1e-3
+            torch.testing.assert_close(
+                found, tensor, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{what} {n}: {m}"
+            )
+        else:
+            assert torch.equal(found, tensor), f"{what} {name}"
+
+
+def case_sharded_training(rank: int, world: int, device: torch.device) -> None:
+    """Losses, statistics, the threshold and, once gathered, the parameters are those of one process."""
+    x, compared = batches(12, device).view(STEPS, 3, 4, D_IN), []
+    for kind in KINDS:
+        one = make(kind, device)
+        begun = {name: tensor.clone() for name, tensor in one.state_dict().items()}
+        model = nn.shard(one)
+        parts = dict(model.named_parameters())
+        assert all(torch.equal(one.state_dict()[name], tensor) for name, tensor in begun.items())
+        losses = train(model, lambda batch: model.loss(batch).loss, x)  # noqa: B023
+        wanted = train(one, lambda batch: one.loss(batch).loss, x)  # noqa: B023
+        model.eval()
+        one.eval()
+        with torch.no_grad():
+            terms, whole = model.loss(x[0]), one.loss(x[0])
+            pieces = [model.encode(x[0]).to_dense(), one.encode(x[0]).to_dense(), model(x[0]), one(x[0])]
+        compared.append((kind, model, model.gathered(), one, losses, wanted, terms, whole, pieces, parts))
+    for kind, model, gathered, one, losses, wanted, terms, whole, pieces, parts in compared:
+        assert model.latents == range(rank * D_SAE // world, (rank + 1) * D_SAE // world)
+        assert parts["W_enc"].shape == (D_IN, len(model.latents)) and parts["W_dec"].is_contiguous()
+        assert isinstance(model, type(one)) and type(gathered) is type(one) and gathered.training is one.training
+        assert_same(gathered.state_dict(), one.state_dict(), kind)
+        assert_same(dict(enumerate(losses)), dict(enumerate(wanted)), kind)
+        assert_same(dict(enumerate(terms)), dict(enumerate(whole)), kind)
+        mine = slice(model.latents.start, model.latents.stop)
+        assert_same({0: pieces[0], 1: pieces[2]}, {0: pieces[1][..., mine], 1: pieces[3]}, kind)
+        assert one.firing_counts.any() and torch.equal(model.firing_counts, one.firing_counts[mine])
+        assert repr(gathered) == repr(one) and f"latents={mine.start}:{mine.stop}" in repr(model)
+
+
+def case_sharded_and_saved(rank: int, world: int, device: torch.device) -> None:
+    for kind in KINDS:
+        one = make(kind, device, dtype=torch.bfloat16)
+        model = nn.shard(one)
+        gathered = model.gathered(rank=world - 1)
+        if rank < world - 1:
+            assert gathered is None
+            continue
+        assert_same(gathered.state_dict(), one.state_dict(), kind)
+        gathered.W_enc.data.zero_()
+        assert one.W_enc.any() and model.W_enc.any()
+        with tempfile.TemporaryDirectory() as folder:
+            with pytest.raises(TypeError, match=r"nn\.save: model holds .* Save model\.gathered\(\)"):
+                nn.save(model, folder)
+            nn.save(one, Path(folder) / "one")
+            assert_same(nn.load(Path(folder) / "one").state_dict(), one.state_dict(), kind)
+
+
+def case_shard_errors(rank: int, world: int, device: torch.device) -> None:
+    with pytest.raises(TypeError, match=r"nn\.shard: model must be a TopKSAE, .* got Linear"):
+        nn.shard(torch.nn.Linear(2, 2))  # type: ignore[type-var]
+    model = make("topk", device)
+    with pytest.raises(TypeError, match=r"nn\.shard: model must be .* got ShardedTopKSAE"):
+        nn.shard(nn.shard(model))
+    with pytest.raises(ValueError, match=f"a latent for each of {world} ranks, got d_sae = 1"):
+        nn.shard(nn.TopKSAE(4, 1, 1, device=device))
+    model.register_buffer("more", torch.zeros(3))
+    with pytest.raises(NotImplementedError, match=r"nn\.shard: model has more"):
+        nn.shard(model)
+    with pytest.raises(NotImplementedError, match=r"nn\.data_parallel: model has the buffer more"):
+        nn.data_parallel(model)
+    with pytest.raises(TypeError, match=r"nn\.data_parallel: model must be an autoencoder"):
+        nn.data_parallel(torch.nn.Linear(2, 2))  # type: ignore[type-var]
+
+
+def one_process(kind: str, x: Tensor, world: int, device: torch.device) -> tuple[Any, list[Tensor]]:
+    """What data parallelism has to come to: for BatchTopK, batches that share a step."""
+    one = make(kind, device)
+    if kind != "batchtopk":
+        return one, train(one, lambda batch: one.loss(batch).loss, x)
+    # The statistics of each batch from the same begin, as the ranks have them.
+    before = {name: buffer.clone() for name, buffer in one.named_buffers()}
+
+    def together(batch: Tensor) -> Tensor:
+        losses, found = [], []
+        for piece in batch.chunk(world):
+            for name, buffer in one.named_buffers():
+                buffer.copy_(before[name])
+            losses.append(one.loss(piece).loss)
+            found.append({name: buffer.clone() for name, buffer in one.named_buffers()})
+        fired = sum(each["firing_counts"] - before["firing_counts"] for each in found)
+        one.firing_counts.copy_(before["firing_counts"] + fired)
+        one.steps_since_fired.copy_(torch.where(fired > 0, 0, before["steps_since_fired"] + 1))
+        one.threshold.copy_(torch.stack([each["threshold"] for each in found]).mean())
+        before.update({name: buffer.clone() for name, buffer in one.named_buffers()})
+        return torch.stack(losses).mean()
+
+    return one, train(one, together, x)
+
+
+def data_parallel(how: str, rank: int, world: int, device: torch.device) -> None:
+    x, compared = batches(ROWS * world, device), []
+    for kind in KINDS:
+        # Another seed on each rank: what counts is rank 0's.
+        model = make(kind, device, seed=rank)
+        module: Any = nn.data_parallel(model)
+        if how == "fsdp":
+            fully_shard(module, mesh=init_device_mesh(device.type, (world,)))
+        else:
+            module = DistributedDataParallel(module)
+        losses = train(module, lambda batch: module(batch).loss, x[:, rank * ROWS : (rank + 1) * ROWS])  # noqa: B023
+        for loss in losses:
+            dist.all_reduce(loss)
+        state = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in model.state_dict().items()}
+        compared.append((kind, copy.copy(state), [loss / world for loss in losses]))
+    for kind, state, losses in compared:
+        one, wanted = one_process(kind, x, world, device)
+        assert one.firing_counts.any() and one.steps_since_fired.any()
+        assert_same(state, one.state_dict(), f"{how} {kind}")
+        assert_same(dict(enumerate(losses)), dict(enumerate(wanted)), f"{how} {kind}")
+
+
+def case_distributed_data_parallel(rank: int, world: int, device: torch.device) -> None:
+    data_parallel("ddp", rank, world, device)
+
+
+def case_fully_sharded_data_parallel(rank: int, world: int, device: torch.device) -> None:
+    data_parallel("fsdp", rank, world, device)
+
+
+def case_evaluation_leaves_the_statistics(rank: int, world: int, device: torch.device) -> None:
+    for kind in KINDS:
+        module = nn.data_parallel(make(kind, device)).eval()
+        before = copy.deepcopy(module.model.state_dict())
+        x = batches(ROWS, device)[rank]
+        assert torch.equal(module(x).reconstruction, module.model(x))
+        assert_same(module.model.state_dict(), before, kind)
