@@ -1,5 +1,6 @@
 """Streaming extraction: what is on disk, in every interruption and with every source."""
 
+import errno
 import json
 import random
 import signal
@@ -198,6 +199,35 @@ def test_killed_for_good(kills: int, tmp_path: Path) -> None:
         subprocess.run([*command[:-1], str(tmp_path / name)], check=True, capture_output=True)
     assert contents(tmp_path / "killed") == contents(tmp_path / "expected")
     assert Extraction(tmp_path / "killed").rows == 4000
+
+
+def test_two_runs_at_once(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is an error, and the first goes on; after its end, even by SIGKILL, the folder is free."""
+    sae, x = model(device), activations()
+
+    def second(*_: Any) -> None:
+        with pytest.raises(ValueError, match=r"another run writes to .* name another folder"):
+            extract(x, sae, tmp_path / "out", **SIZES)
+
+    extract(x, sae, tmp_path / "out", progress=second, **SIZES)
+    extract(x, sae, tmp_path / "expected", **SIZES)
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+    code = "import sys, time; from pathlib import Path; from gossamer.sae._extract.lock import Lock\n"
+    code += "lock = Lock('a', Path(sys.argv[1])); lock.take(); print('taken', flush=True); time.sleep(100)"
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "out")], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline().strip() == b"taken"
+    second()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert extract(x, sae, tmp_path / "out", **SIZES).rows == 300
+    fcntl = pytest.importorskip("fcntl")
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.warns(UserWarning, match="cannot be locked"):
+        extract(x, sae, tmp_path / "out", **SIZES)
 
 
 def test_a_full_disk_leaves_whole_shards(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from gossamer._core import checks
 from gossamer._core.modes import evaluating
 from gossamer.rowsparse import CSR, ELL
 from gossamer.sae._extract import folder as disk
+from gossamer.sae._extract.lock import Lock
 from gossamer.sae._extract.source import Source
 from gossamer.sae._extract.statistics import LOWEST, Statistics
 from gossamer.sae._extract.text import Text, mark, spell
@@ -196,7 +197,8 @@ def extract(
 
     Raises:
         ValueError: sizes that do not fit, a damaged file, or an `out` that was begun with other settings, another SAE,
-            another source or more rows, or that holds the source or files that only look like shards.
+            another source or more rows, that another run writes to, or that holds the source or files that only look
+            like shards.
         TypeError: a source or an sae of another kind.
         FileNotFoundError: no such file.
         OSError: the disk is full, say; whole shards stay as they are.
@@ -243,36 +245,39 @@ def extract(
     for array in rows.arrays or ():
         if array.path is not None and array.path.resolve().parent == folder.resolve():
             raise ValueError(f"{operator}: out must be another folder than that of the source, got {folder}.")
-    manifest = disk.begin(operator, folder, settings)
-    if rows.text is not None and not (folder / disk.VOCABULARY).exists():
-        disk.write_json(folder / disk.VOCABULARY, dict(sorted(rows.text.vocabulary.items())))
-    statistics = Statistics(d_sae, top, W_enc.device)
-    if manifest["statistics"] is not None:
-        statistics.restore(disk.load(operator, folder / manifest["statistics"]))
-    done = sum(shard["rows"] for shard in manifest["shards"])
-    if rows.length is not None and (done > rows.length or (manifest["complete"] and done != rows.length)):
-        state = "is complete with" if manifest["complete"] else "holds"
-        raise ValueError(
-            f"{operator}: {folder} {state} {done} rows, and the source has {rows.length}. Name another folder for it."
-        )
-    if manifest["complete"]:
+    with Lock(operator, folder) as lock:
+        lock.take()
+        manifest = disk.begin(operator, folder, settings)
+        if rows.text is not None and not (folder / disk.VOCABULARY).exists():
+            disk.write_json(folder / disk.VOCABULARY, dict(sorted(rows.text.vocabulary.items())))
+        statistics = Statistics(d_sae, top, W_enc.device)
+        if manifest["statistics"] is not None:
+            statistics.restore(disk.load(operator, folder / manifest["statistics"]))
+        done = sum(shard["rows"] for shard in manifest["shards"])
+        if rows.length is not None and (done > rows.length or (manifest["complete"] and done != rows.length)):
+            state = "is complete with" if manifest["complete"] else "holds"
+            raise ValueError(
+                f"{operator}: {folder} {state} {done} rows, and the source has {rows.length}. Name another folder for "
+                "it."
+            )
+        if manifest["complete"]:
+            return Extraction(folder)
+        _same_source(operator, folder, manifest, rows.first())
+        with evaluating(sae):
+            while not manifest["complete"]:
+                shard = _Shard(done)
+                for batch in rows.read(done, shard_rows):
+                    with torch.no_grad():
+                        latents = _entries(sae.encode(batch))
+                        manifest["nonfinite"] += statistics.update(latents, shard.first + shard.rows)
+                    shard.append(latents)
+                    if progress is not None:
+                        progress(shard.first + shard.rows, rows.length)
+                done += shard.rows
+                # At once: a short shard that did not say that it is the last would be gone on from at another place.
+                manifest["complete"] = shard.rows < shard_rows or done == rows.length
+                _commit(folder, manifest, statistics, shard, rows.text)
         return Extraction(folder)
-    _same_source(operator, folder, manifest, rows.first())
-    with evaluating(sae):
-        while not manifest["complete"]:
-            shard = _Shard(done)
-            for batch in rows.read(done, shard_rows):
-                with torch.no_grad():
-                    latents = _entries(sae.encode(batch))
-                    manifest["nonfinite"] += statistics.update(latents, shard.first + shard.rows)
-                shard.append(latents)
-                if progress is not None:
-                    progress(shard.first + shard.rows, rows.length)
-            done += shard.rows
-            # At once: a short shard that did not say that it is the last would be gone on from at another place.
-            manifest["complete"] = shard.rows < shard_rows or done == rows.length
-            _commit(folder, manifest, statistics, shard, rows.text)
-    return Extraction(folder)
 
 
 class _Shard:

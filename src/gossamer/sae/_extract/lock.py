@@ -1,0 +1,50 @@
+"""A lock on a folder, of which the operating system lets go when its process ends, however it ends."""
+
+from __future__ import annotations
+
+import errno
+import sys
+import warnings
+from pathlib import Path
+
+_HELD = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK)
+
+
+class Lock:
+    """A lock on `folder` that `take` takes, and the end of a `with` releases.
+
+    Its file stays where it is: whoever removed it could take it from a run that has just opened it.
+    """
+
+    def __init__(self, operator: str, folder: Path) -> None:
+        self._operator, self._folder = operator, folder
+        self._file = (folder / ".lock").open("ab")
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def take(self) -> None:
+        """Raises ValueError where another run has it, and warns where the file system knows no locks."""
+        try:
+            if sys.platform == "win32":
+                import msvcrt
+
+                msvcrt.locking(self._file.fileno(), msvcrt.LK_NBLCK, 1)
+            else:
+                import fcntl
+
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _HELD:
+                raise ValueError(
+                    f"{self._operator}: another run writes to {self._folder}. Wait until it has ended, or name another "
+                    "folder."
+                ) from error
+            warnings.warn(
+                f"{self._operator}: {self._folder} cannot be locked ({error.strerror}). See to it that no other run "
+                "writes to it.",
+                stacklevel=3,
+            )
