@@ -36,6 +36,9 @@ def bench(
     ),
     seed: int = typer.Option(0, help="Seed of the random inputs."),
     list_cases: bool = typer.Option(False, "--list", help="Print the ids of the cases and leave."),
+    saelens: bool = typer.Option(
+        False, "--saelens", help="SAELens as it is against SAELens patched, instead of the room sae; needs sae-lens."
+    ),
 ) -> None:
     """Measure gossamer beside its peers.
 
@@ -51,6 +54,10 @@ def bench(
     if not budget > 0:
         _fail(f"gossamer bench: --budget must be positive, got {budget:g}; leave it out to run every case.")
     where = _device(device)
+    if saelens:
+        if room not in (None, "sae"):
+            _fail(f"gossamer bench: --saelens belongs to the room sae, got {room!r}.")
+        room = "integrations"
     try:
         cases = load_cases(folder, room, case, where, quick)
     except ValueError as error:
@@ -69,7 +76,8 @@ def bench(
     hardware = describe(where)
     usual, length = (10, 0.003) if where.type == "cuda" else (5, 0.02)
     settings = Settings(rounds or (3 if quick else usual), length, started + budget)
-    parts = [room or "all", _slug(case or ""), _slug(hardware["name"]), "quick" if quick else ""]
+    chosen = "saelens" if saelens and not case else _slug(case or "")
+    parts = [room or "all", chosen, _slug(hardware["name"]), "quick" if quick else ""]
     stem = "-".join(part for part in parts if part)
     path = target / f"{stem}.json"
     results: list[CaseResult] = []

@@ -21,6 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow
 from gossamer.rowsparse._triton._rows import row_span
+from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 
 LONG = 64
 """Entries up to which a weight row is one warp's work."""
@@ -260,7 +261,7 @@ def matmul(
     """
     # A gradient may arrive expanded, and a bias too.
     values, bias = values.contiguous(), None if bias is None else bias.contiguous()
-    weight, source = overflow.unit_columns(weight), None if source is None else overflow.unit_columns(source)
+    weight, source = rows_contiguous(weight), None if source is None else rows_contiguous(source)
     m = offsets.shape[0] - (values.dim() == 1)
     out = weight.new_empty((m, weight.shape[1]), dtype=out_dtype)
     if launch.INTERPRET or m == 0 or out.shape[1] == 0:
@@ -353,7 +354,7 @@ def matmul_bwd(
     if n == 0 or d == 0:
         return grad_weight, grad_values
     noted = zeros[start:].view(torch.int32)
-    weight = None if weight is None else overflow.unit_columns(weight)
+    weight = None if weight is None else rows_contiguous(weight)
     stride = 0 if weight is None else weight.stride(0)
     tile, warps, registers = tuning.bwd_tile(grad.element_size())
     wide, wide_warps = tuning.bwd_long_tile(tile)

@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from gossamer._core import launch, tuning
+from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 
 
 @triton.jit
@@ -210,10 +211,6 @@ _overflow_bwd_weight = launch.Kernel(_overflow_bwd_weight_kernel)
 Workspace = tuple[Tensor | None, Tensor | None]
 
 
-def unit_columns(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
-
-
 def forward(
     source: Tensor,
     weight: Tensor,
@@ -228,7 +225,7 @@ def forward(
     `space` is what `workspace` gave for these shapes. Returns the launch, bound to all but (source, weight, bias, out,
     partial, arrived, counts).
     """
-    source = unit_columns(source)
+    source = rows_contiguous(source)
     m, n = source.shape
     d = weight.shape[1]
     tile, warps, stages = tuning.dense_tile(m, n, d, weight)
@@ -263,7 +260,7 @@ def backward_source(
     grad: Tensor, weight: Tensor, source: Tensor, out: Tensor, counts: Tensor, limit: int, masked: bool
 ) -> None:
     """Writes grad @ weight.T into rows of `out` [M, N] with a count above `limit`; `masked`: 0 where source is 0."""
-    source, weight, grad = unit_columns(source), unit_columns(weight), grad.contiguous()
+    source, weight, grad = rows_contiguous(source), rows_contiguous(weight), grad.contiguous()
     m, n = source.shape
     d = weight.shape[1]
     run = 32 if weight.dtype is torch.float32 and not tuning.tf32() else 0
@@ -280,7 +277,7 @@ def backward_source(
 
 def backward_weight(source: Tensor, grad: Tensor, out: Tensor, counts: Tensor, any_flagged: Tensor, limit: int) -> None:
     """Adds source.T @ grad over the rows whose count exceeds `limit` to `out` [N, D]; `any_flagged` [1], 0 if none."""
-    source, grad = unit_columns(source), grad.contiguous()
+    source, grad = rows_contiguous(source), grad.contiguous()
     m, n = source.shape
     d = grad.shape[1]
     meta = {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_D": 128, **tuning.dot_precision(grad, m)}

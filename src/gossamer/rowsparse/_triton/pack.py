@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
+from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 
 DONE = tl.constexpr(1 << 31)
 COUNT = tl.constexpr((1 << 31) - 1)
@@ -278,11 +279,6 @@ def pack_csr(x: Tensor, row_offsets: Tensor, max_nnz: int) -> tuple[Tensor, Tens
         args = (x, values, indices, None, row_offsets, x.stride(0), m, n, max_nnz)
         _pack_row(key, (m, 1, 1), args, meta, num_warps=warps)
     return values, indices
-
-
-def rows_contiguous(x: Tensor) -> Tensor:
-    """x with neighbouring columns side by side in memory; rows may be any distance apart."""
-    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
 
 
 EXAMPLES = {

@@ -14,6 +14,7 @@ from torch import Tensor
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow
 from gossamer.rowsparse._triton._rows import row_span
+from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 
 
 @triton.jit
@@ -93,7 +94,7 @@ def sampled_matmul(
     indices) is given, it holds the products at entries already: the weight's gradient has read the same rows.
     """
     is_csr = indices.dim() == 1
-    x, weight = overflow.unit_columns(x), overflow.unit_columns(weight)
+    x, weight = rows_contiguous(x), rows_contiguous(weight)
     m, d = x.shape
     n, capacity = weight.shape[0], indices.shape[-1]
     work = m > 0 and n > 0 and d > 0 and indices.numel() > 0

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.rowsparse._triton.pack import rows_contiguous
+from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 
 
 @triton.jit

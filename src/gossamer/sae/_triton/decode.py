@@ -20,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow, pack
+from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.matmul import matmul
 from gossamer.rowsparse._triton.pack import count_bits, load_chunk, lowest_columns, nonzero_bits
 
@@ -271,7 +272,7 @@ def _decode_and_plan(
     (m, n), d = acts.shape, weight.shape[1]
     if m * n * d == 0:
         return decode_lists(acts, weight, bias, capacity, truncate, out_dtype)[0]
-    x, w = pack.rows_contiguous(acts), pack.rows_contiguous(weight)
+    x, w = rows_contiguous(acts), rows_contiguous(weight)
     added = None if bias is None else bias.contiguous()
     out = torch.empty(m, d, dtype=out_dtype or weight.dtype, device=weight.device)
     space, scan, over = _one_launch(x, w, added, out, capacity, truncate)

@@ -1,14 +1,16 @@
 """SAELens autoencoders on sparse operators, for code that goes on using them as it did.
 
 `patch` binds methods to one instance; parameters, state dict, hooks and class stay what they are. `decode` multiplies
-only what fired. `forward` hands packed latents from `encode` to `decode`, unless somebody listens to the latents (a
-hook, a cache): then they are dense, as SAELens makes them. `encode` called by itself returns a dense tensor.
+only what fired. `forward` and `training_forward_pass` hand packed latents from `encode` to `decode`, unless somebody
+listens to the latents (a hook, a cache): then they are dense, as SAELens makes them. `encode` called by itself returns
+a dense tensor.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -26,7 +28,7 @@ try:
     from sae_lens.saes.gated_sae import GatedSAE
     from sae_lens.saes.jumprelu_sae import JumpReLUSAE
     from sae_lens.saes.standard_sae import StandardSAE
-    from sae_lens.saes.topk_sae import TopK, TopKSAE
+    from sae_lens.saes.topk_sae import TopK, TopKSAE, TopKTrainingSAE
     from sae_lens.saes.transcoder import JumpReLUTranscoder, Transcoder
 except ImportError as error:
     raise ImportError(
@@ -34,7 +36,8 @@ except ImportError as error:
         "repository."
     ) from error
 
-_NAMES = ("forward", "encode", "decode")
+from gossamer.integrations.sae_lens import _training
+from gossamer.integrations.sae_lens._latents import Latents
 
 
 @dataclass(frozen=True)
@@ -79,19 +82,20 @@ class Report:
 
 
 def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
-    """Replaces what an inference SAE of SAELens computes with; `unpatch` undoes it.
+    """Replaces what an SAE of SAELens computes with, for inference or in training; `unpatch` undoes it.
 
     Args:
-        sae: standard, gated, JumpReLU or TopK SAE, transcoder or skip transcoder, of any float dtype and device. What
-            another architecture does its own way is left, and the report says so. Moving it (`to`), folding norms,
-            saving, hooks and `use_error_term` work as before.
+        sae: standard, gated, JumpReLU or TopK SAE, transcoder or skip transcoder, or a TopK, BatchTopK or JumpReLU SAE
+            for training, of any float dtype and device. What another architecture does its own way is left, and the
+            report says so. Moving it (`to`), folding norms, saving, hooks, `use_error_term` and SAELens's trainer work
+            as before.
         check: `[..., d_in]` activations to run before and after, or None.
 
     Returns:
         What is accelerated, what is left and why, and the check. `print` it.
 
     Raises:
-        TypeError: not a SAELens SAE, or one for training.
+        TypeError: not a SAELens SAE.
         ValueError: already patched; or patched and unpatched disagree on `check` by more than rounding (relative
             difference above 1e-4, in half precision 5e-2), in which case the SAE is left unpatched.
 
@@ -103,11 +107,6 @@ def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
     operator = "integrations.sae_lens.patch"
     if not isinstance(sae, SAE):
         raise TypeError(f"{operator}: sae must be a SAELens SAE, got {type(sae).__name__}.")
-    if isinstance(sae, TrainingSAE):
-        raise TypeError(
-            f"{operator}: {type(sae).__name__} is for training, which is not supported yet. "
-            "Save it with save_inference_model and patch what SAE.load_from_disk returns."
-        )
     if _is_patched(sae):
         raise ValueError(f"{operator}: sae is patched already. Call unpatch first.")
     before = None if check is None else _run(sae, check)
@@ -117,8 +116,7 @@ def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
     latents, expected = before
     with torch.no_grad():
         out = sae(check)
-        rows = _packed(sae, check) if "forward" in report.accelerated else sae.encode(check)
-    packed = rows if isinstance(rows, Tensor) else rows.to_dense()
+        packed = _packed(sae, check) if "forward" in report.accelerated else sae.encode(check)
     difference = float((out - expected).double().norm() / expected.double().norm().clamp(min=1e-30))
     limit = 5e-2 if expected.dtype in (torch.float16, torch.bfloat16) else 1e-4
     if not difference <= limit:
@@ -146,8 +144,8 @@ def unpatch(sae: SAE[Any]) -> None:
     """
     if not _is_patched(sae):
         raise ValueError("integrations.sae_lens.unpatch: sae is not patched.")
-    for name in _NAMES:
-        if getattr(sae.__dict__.get(name), "__func__", None) in (_forward, _encode, _decode):
+    for name, function in _BOUND:
+        if getattr(sae.__dict__.get(name), "__func__", None) is function:
             del sae.__dict__[name]
     del sae.__dict__["_gossamer"]
 
@@ -167,6 +165,16 @@ class _State(threading.local):
         packed = self.wanted > 0 and not self.waiting
         self.waiting = True
         return packed
+
+    @contextmanager
+    def wants(self, packed: int) -> Iterator[None]:
+        """Of the encodes inside, so many are to be packed."""
+        before = self.wanted, self.waiting
+        self.wanted, self.waiting = packed, False
+        try:
+            yield
+        finally:
+            self.wanted, self.waiting = before
 
     def decoded(self) -> None:
         """A decode has ended: what comes next is forward's again."""
@@ -189,7 +197,7 @@ def _bind(sae: SAE[Any]) -> Report:
     # By the functions, not the class: a subclass that overrides none of them computes the same.
     kind = type(sae)
     name = kind.__name__
-    replaced = [method for method in _NAMES if method in sae.__dict__]
+    replaced = sorted({method for method, _ in _BOUND} & sae.__dict__.keys())
     if replaced:
         left["decode"] = f"{replaced[0]} has been replaced on this instance"
     elif kind.decode in _DECODERS:
@@ -197,29 +205,40 @@ def _bind(sae: SAE[Any]) -> Report:
         accelerated["decode"] = "multiplies the decoder rows of latents that fired"
     else:
         left["decode"] = f"{name} has one of its own"
+    training = isinstance(sae, TrainingSAE)
+    encode = "encode_with_hidden_pre" if training else "encode"
+    passes = ("forward", "training_forward_pass") if training else ("forward",)
     why = _why_not_packed(sae)
     if "decode" in accelerated and why is None:
-        sae.__dict__["encode"] = MethodType(_encode, sae)
-        sae.__dict__["forward"] = MethodType(_forward, sae)
-        accelerated["forward"] = "latents stay packed from encode to decode, unless a hook listens to them"
+        methods: dict[str, Callable[..., Any]] = {
+            "forward": _forward,
+            encode: _encode_training if training else _encode,
+        }
+        if training:
+            methods["training_forward_pass"] = _training.training_forward_pass
+            for method, (original, ours) in _training.METHODS.items():
+                if getattr(kind, method, None) is original:
+                    methods[method] = ours
+                    accelerated[method] = "reads the entries, and of pre-activations the columns of dead latents"
+        sae.__dict__.update({method: MethodType(function, sae) for method, function in methods.items()})
+        accelerated |= dict.fromkeys(passes, "latents stay packed from encode to decode, unless a hook listens to them")
         left["encode"] = "it returns a dense tensor"
     else:
-        left["forward"] = why or left["decode"]
-        left["encode"] = left["forward"]
+        left |= dict.fromkeys((*passes, "encode"), why or left.get("decode", ""))
     sae.__dict__["_gossamer"] = _State()
     return Report(accelerated, left)
 
 
 def _why_not_packed(sae: SAE[Any]) -> str | None:
     """Why `encode` cannot hand packed latents to `decode`, or None where it can."""
+    if isinstance(sae, TrainingSAE):
+        return _training.why_not_packed(sae)
     kind = type(sae)
     if kind.encode not in _ENCODERS:
         return f"{kind.__name__} has an encode of its own"
     if kind.encode is TopKSAE.encode:
         if not isinstance(sae.activation_fn, TopK):
             return f"its activation is {type(sae.activation_fn).__name__}, not TopK"
-        if sae.cfg.rescale_acts_by_decoder_norm:
-            return "rescale_acts_by_decoder_norm scales dense pre-activations before it selects"
     elif not isinstance(sae.activation_fn, torch.nn.ReLU):
         return f"its activation is {type(sae.activation_fn).__name__}, not ReLU"
     return None
@@ -234,30 +253,44 @@ def _listened(hook: torch.nn.Module) -> bool:
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     """The class's own forward, error term and skip connection included, with packed latents in it."""
-    state = self._gossamer
-    before = state.wanted, state.waiting
-    state.wanted, state.waiting = 1 + bool(self.use_error_term), False
-    try:
+    with self._gossamer.wants(1 + bool(self.use_error_term)):
         return type(self).forward(self, *args, **kwargs)
-    finally:
-        state.wanted, state.waiting = before
 
 
 def _encode(self: Any, x: Tensor) -> Tensor | rowsparse.Rows:
-    packed = self._gossamer.take()
-    listened = _listened(self.hook_sae_acts_pre) or _listened(self.hook_sae_acts_post)
-    if not packed or listened or _why_not_packed(self) is not None:
+    if not _stays_packed(self):
         return type(self).encode(self, x)
     return _ENCODERS[type(self).encode](self, self.process_sae_in(x))
 
 
-def _packed(self: Any, x: Tensor) -> Tensor | rowsparse.Rows:
-    """`encode` as `forward` calls it, without what `process_sae_in` leaves for a `decode` that does not follow."""
-    self._gossamer.wanted, self._gossamer.waiting = 1, False
-    try:
-        return _encode(self, x)
-    finally:
-        self._gossamer.wanted = 0
+def _encode_training(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    if not _stays_packed(self):
+        return type(self).encode_with_hidden_pre(self, x)
+    return _training.encode_with_hidden_pre(self, x)
+
+
+def _stays_packed(self: Any) -> bool:
+    """Whether the encode that begins is one of forward's, and nobody listens to what it makes."""
+    packed = self._gossamer.take()
+    listened = _listened(self.hook_sae_acts_pre) or _listened(self.hook_sae_acts_post)
+    return packed and not listened and _why_not_packed(self) is None
+
+
+def _packed(self: Any, x: Tensor) -> Tensor:
+    """What `forward` decodes, as a dense tensor, without what `process_sae_in` leaves for a `decode`."""
+    with self._gossamer.wants(1):
+        latents = self.encode(x)
+    if isinstance(latents, Latents):
+        return latents.dense()
+    if isinstance(latents, Tensor):
+        return latents
+    dense = latents.to_dense()
+    return dense * self.W_dec.norm(dim=-1) if _rescales(self) else dense
+
+
+def _rescales(self: Any) -> bool:
+    """Whether latents are those of a decoder with rows of unit norm, and scaled back before they are decoded."""
+    return bool(getattr(self.cfg, "rescale_acts_by_decoder_norm", False))
 
 
 def _encode_relu(self: Any, x: Tensor) -> rowsparse.ELL:
@@ -270,7 +303,8 @@ def _encode_jumprelu(self: Any, x: Tensor) -> rowsparse.ELL:
 
 
 def _encode_topk(self: Any, x: Tensor) -> rowsparse.ELL:
-    return operators.encode(x, self.W_enc, self.b_enc, activation="topk", k=self.activation_fn.k)
+    scale = self.W_dec.detach().norm(dim=-1) if _rescales(self) else None
+    return operators.encode(x, self.W_enc, self.b_enc, activation="topk", k=self.activation_fn.k, scale=scale)
 
 
 def _encode_gated(self: Any, x: Tensor) -> rowsparse.Rows:
@@ -282,10 +316,13 @@ def _encode_gated(self: Any, x: Tensor) -> rowsparse.Rows:
 
 
 def _decode(self: Any, feature_acts: Tensor | rowsparse.Rows) -> Tensor:
+    if isinstance(feature_acts, Latents):
+        # Packed latents have never been scaled.
+        feature_acts = feature_acts.rows if feature_acts.packed else feature_acts.dense()
     if isinstance(feature_acts, Tensor):
         if feature_acts.is_sparse:
             return type(self).decode(self, feature_acts)
-        if type(self).decode is TopKSAE.decode and self.cfg.rescale_acts_by_decoder_norm:
+        if _rescales(self):
             feature_acts = feature_acts * (1 / self.W_dec.norm(dim=-1))
     out = _product(feature_acts, self.W_dec, self.b_dec)
     out = _DECODERS[type(self).decode](self, self.hook_sae_recons(out))
@@ -350,8 +387,18 @@ _DECODERS: dict[Callable[..., Any], Callable[[Any, Tensor], Tensor]] = {
     JumpReLUSAE.decode: _finish,
     TopKSAE.decode: _finish,
     GatedSAE.decode: _finish,
+    TopKTrainingSAE.decode: _finish,
+    TrainingSAE.decode: _finish,
     Transcoder.decode: _finish_transcoder,
 }
+_BOUND = (
+    ("forward", _forward),
+    ("encode", _encode),
+    ("decode", _decode),
+    ("encode_with_hidden_pre", _encode_training),
+    ("training_forward_pass", _training.training_forward_pass),
+    *((name, ours) for name, (_, ours) in _training.METHODS.items()),
+)
 
 
 def _run(sae: SAE[Any], x: Tensor) -> tuple[Tensor, Tensor]:

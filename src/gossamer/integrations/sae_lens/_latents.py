@@ -1,0 +1,184 @@
+"""What stands where SAELens's training code expects a dense tensor that hardly anybody reads."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from gossamer import sae
+from gossamer.rowsparse import ELL
+
+# What is known without the elements.
+_KNOWN = {
+    getattr(Tensor, name).__get__ if inspect.isgetsetdescriptor(getattr(Tensor, name)) else getattr(Tensor, name)
+    for name in ("shape", "dtype", "device", "ndim", "layout", "is_sparse", "is_cuda", "is_cpu", "is_nested")
+    + ("size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "__len__", "get_device")
+}
+
+
+class Lazy(Tensor):
+    """A tensor of a shape, dtype and device whose elements are computed when an operation needs them.
+
+    Every operation of PyTorch that is not told otherwise gets the dense tensor, with its gradient. One that changes it
+    in place changes the dense one, which is from then on all that counts.
+    """
+
+    _make: Callable[[], Tensor]
+    _dense: Tensor | None
+    _modes: tuple[bool, bool, torch.dtype]
+
+    @staticmethod
+    def __new__(cls, make: Callable[[], Tensor], shape: Any, dtype: torch.dtype, device: torch.device) -> Any:
+        lazy = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        lazy._make, lazy._dense = make, None
+        kind = device.type
+        lazy._modes = (
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled(kind),
+            torch.get_autocast_dtype(kind),
+        )
+        return lazy
+
+    def dense(self) -> Tensor:
+        """The tensor; computed once, as it would have been computed where this was made."""
+        if self._dense is None:
+            grad, autocast, dtype = self._modes
+            with torch.set_grad_enabled(grad), torch.autocast(self.device.type, dtype, autocast):
+                self._dense = self._make()
+            assert self._dense.shape == self.shape and self._dense.dtype is self.dtype
+        return self._dense
+
+    def _quick(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of what can be done without the dense tensor, else NotImplemented."""
+        return NotImplemented
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _KNOWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if isinstance(args[0] if args else None, Lazy) and args[0]._dense is None:
+            result = args[0]._quick(func, args[1:], kwargs)
+            if result is not NotImplemented:
+                return result
+        return func(*tree_map(_materialize, args), **tree_map(_materialize, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # What goes round __torch_function__, such as autograd's own code.
+        return func(*tree_map(_materialize, args), **tree_map(_materialize, kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.dense())
+
+
+class Latents(Lazy):
+    """Latents `(..., d_sae)` that are packed; what SAELens's trainer counts is counted on the entries.
+
+    Args:
+        rows: the entries, as `decode` multiplies them.
+        l0: `[...]`, values of a row that differ from 0.
+        dtype: of the dense tensor.
+        scale: makes `[d_sae]`, what the dense tensor is multiplied with, or None.
+    """
+
+    rows: ELL
+    l0: Tensor
+    scale: Callable[[], Tensor] | None
+
+    @staticmethod
+    def __new__(cls, rows: ELL, l0: Tensor, dtype: torch.dtype, scale: Callable[[], Tensor] | None) -> Any:
+        def make() -> Tensor:
+            # A copy, not a view of what an operator returned: it may be changed in place.
+            dense = rows.to_dense().to(dtype, copy=True)
+            return dense if scale is None else (dense * scale()).to(dtype)
+
+        latents = Lazy.__new__(cls, make, rows.shape, dtype, rows.device)
+        latents.rows, latents.l0, latents.scale = rows, l0, scale
+        return latents
+
+    @property
+    def packed(self) -> bool:
+        """Whether the entries are still the truth: nobody has had the dense tensor, and could have changed it."""
+        return self._dense is None
+
+    def _quick(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func == Tensor.requires_grad.__get__:  # type: ignore[attr-defined]
+            return self.rows.requires_grad
+        if func is Tensor.bool and not args and not kwargs:
+            return _Fired(self, torch.bool)
+        return NotImplemented
+
+
+class _Fired(Lazy):
+    """Which latents differ from 0, as bool or as 0.0 and 1.0."""
+
+    latents: Latents
+
+    @staticmethod
+    def __new__(cls, latents: Latents, dtype: torch.dtype) -> Any:
+        fired = Lazy.__new__(
+            cls, lambda: latents.dense().detach().bool().to(dtype), latents.rows.shape, dtype, latents.rows.device
+        )
+        fired.latents = latents
+        return fired
+
+    def _quick(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if not self.latents.packed:
+            return NotImplemented
+        if func is Tensor.float and not args and not kwargs:
+            return _Fired(self.latents, torch.float32)
+        if func is Tensor.sum and len(args) == 1 and not kwargs and isinstance(args[0], int):
+            dtype = torch.int64 if self.dtype is torch.bool else self.dtype
+            axis = args[0] % self.dim()
+            if axis == self.dim() - 1:
+                return self.latents.l0.detach().to(dtype)
+            if self.dim() == 2:
+                return sae.count_fired(self.latents.rows).to(dtype)
+        return NotImplemented
+
+
+class HiddenPre(Lazy):
+    """Pre-activations `[..., d_sae]`, of which losses for dead latents want a few columns.
+
+    Args:
+        sae: the autoencoder.
+        x: `[..., d_in]`, what its encoder multiplies once b_dec is subtracted.
+        b_dec: `[d_in]`, or None where it is not subtracted.
+        scaled: whether they are multiplied with the norms of the decoder's rows.
+    """
+
+    sae: Any
+    x: Tensor
+    b_dec: Tensor | None
+
+    @staticmethod
+    def __new__(cls, sae: Any, x: Tensor, b_dec: Tensor | None, scaled: bool) -> Any:
+        def make() -> Tensor:
+            pre = hidden._inner() @ sae.W_enc + sae.b_enc
+            return pre * sae.W_dec.norm(dim=-1) if scaled else pre
+
+        # Without elements: what autocast and promotion make of the dtypes.
+        with torch.no_grad():
+            empty = x.new_empty(0, 1) @ sae.W_enc[:1, :1] + sae.b_enc[:1]
+            dtype = (empty * sae.W_dec[:1, :0].norm(dim=-1)).dtype if scaled else empty.dtype
+        hidden = Lazy.__new__(cls, make, (*x.shape[:-1], sae.W_enc.shape[1]), dtype, x.device)
+        hidden.sae, hidden.x, hidden.b_dec = sae, x, b_dec
+        return hidden
+
+    def _inner(self) -> Tensor:
+        return self.x if self.b_dec is None else self.x - self.b_dec
+
+    def columns(self, which: Tensor) -> Tensor:
+        """`[..., len(which)]` of the columns `which`, not scaled."""
+        return self._inner() @ self.sae.W_enc[:, which] + self.sae.b_enc[which]
+
+
+def _materialize(value: Any) -> Any:
+    return value.dense() if isinstance(value, Lazy) else value

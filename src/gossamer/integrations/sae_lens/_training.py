@@ -1,0 +1,180 @@
+"""Methods that `patch` binds to SAEs in training: packed latents from encode to decode and to the losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sae_lens.saes.batchtopk_sae import BatchTopK, BatchTopKTrainingSAE
+from sae_lens.saes.jumprelu_sae import JumpReLUTrainingSAE
+from sae_lens.saes.sae import SAE, TrainingSAE, TrainStepInput
+from sae_lens.saes.topk_sae import TopK, TopKTrainingSAE
+from torch import Tensor
+
+from gossamer import sae as operators
+from gossamer.integrations.sae_lens._latents import HiddenPre, Latents, Lazy
+
+FORWARD_PASSES = (
+    TrainingSAE.training_forward_pass,
+    BatchTopKTrainingSAE.training_forward_pass,
+    JumpReLUTrainingSAE.training_forward_pass,
+)
+AUX_LOSSES = (TopKTrainingSAE.calculate_aux_loss, JumpReLUTrainingSAE.calculate_aux_loss)
+
+
+def why_not_packed(sae: Any) -> str | None:
+    """Why a training SAE computes with dense latents, or None where it need not."""
+    kind = type(sae)
+    if kind.encode_with_hidden_pre not in ENCODERS:
+        return f"{kind.__name__} has an encode_with_hidden_pre of its own"
+    if kind.encode is not TrainingSAE.encode:
+        return f"{kind.__name__} has an encode of its own"
+    if kind.training_forward_pass not in FORWARD_PASSES:
+        return f"{kind.__name__} has a training_forward_pass of its own"
+    if kind.calculate_aux_loss not in AUX_LOSSES:
+        return f"{kind.__name__} has a calculate_aux_loss of its own"
+    if kind.encode_with_hidden_pre is TopKTrainingSAE.encode_with_hidden_pre:
+        if not isinstance(sae.activation_fn, TopK | BatchTopK):
+            return f"its activation is {type(sae.activation_fn).__name__}, not TopK or BatchTopK"
+        if sae.activation_fn.k != int(sae.activation_fn.k):
+            return f"k = {sae.activation_fn.k} is no whole number"
+    elif sae.cfg.jumprelu_sparsity_loss_mode not in ("step", "quadratic"):
+        return f"its {sae.cfg.jumprelu_sparsity_loss_mode} penalty reads dense latents"
+    return None
+
+
+def training_forward_pass(self: Any, step_input: TrainStepInput) -> Any:
+    """The class's own, with packed latents in it."""
+    with self._gossamer.wants(1):
+        return type(self).training_forward_pass(self, step_input)
+
+
+def encode_with_hidden_pre(self: Any, x: Tensor) -> tuple[Latents, HiddenPre]:
+    """Packed latents, and pre-activations for whoever wants them."""
+    kind, b_dec = type(self), None
+    if kind.process_sae_in is SAE.process_sae_in and self.cfg.apply_b_dec_to_input:
+        # What it subtracts in the end is left to the operator: the gradient of b_dec alone needs none of x.
+        x = self.run_time_activation_norm_fn_in(self.hook_sae_input(self.reshape_fn_in(x.to(self.dtype))))
+        b_dec = self.b_dec
+    else:
+        x = self.process_sae_in(x)
+    return ENCODERS[kind.encode_with_hidden_pre](self, x, b_dec)
+
+
+def _encode_topk(self: Any, x: Tensor, b_dec: Tensor | None) -> tuple[Latents, HiddenPre]:
+    scaled, scale = self.cfg.rescale_acts_by_decoder_norm, None
+    hidden_pre = HiddenPre(self, x, b_dec, scaled)
+    if scaled:
+        with torch.no_grad():
+            scale = self.W_dec.norm(dim=-1)
+    rows, l0 = operators.encode_with_l0(
+        x,
+        self.W_enc,
+        self.b_enc,
+        b_dec=b_dec,
+        activation="topk" if isinstance(self.activation_fn, TopK) else "batchtopk",
+        k=int(self.activation_fn.k),
+        scale=scale,
+    )
+    norms = (lambda: self.W_dec.norm(dim=-1)) if scaled else None
+    # What SAELens scales before it decodes it scales back to decode: `rows` are what is in between.
+    return Latents(rows, l0, hidden_pre.dtype, norms), hidden_pre
+
+
+def _encode_jumprelu(self: Any, x: Tensor, b_dec: Tensor | None) -> tuple[Latents, HiddenPre]:
+    hidden_pre = HiddenPre(self, x, b_dec, False)
+    rows, l0 = operators.encode_with_l0(
+        x,
+        self.W_enc,
+        self.b_enc,
+        b_dec=b_dec,
+        activation="jumprelu",
+        threshold=self.threshold,
+        bandwidth=self.bandwidth,
+        ste_to_input=self.cfg.jumprelu_ste_to_input,
+    )
+    return Latents(rows, l0, hidden_pre.dtype, None), hidden_pre
+
+
+ENCODERS: dict[Callable[..., Any], Callable[[Any, Tensor, Tensor | None], tuple[Latents, HiddenPre]]] = {
+    TopKTrainingSAE.encode_with_hidden_pre: _encode_topk,
+    JumpReLUTrainingSAE.encode_with_hidden_pre: _encode_jumprelu,
+}
+
+
+def calculate_topk_aux_loss(
+    self: Any, sae_in: Tensor, sae_out: Tensor, hidden_pre: Tensor, dead_neuron_mask: Tensor | None
+) -> Tensor:
+    """SAELens's, on the columns of dead latents alone."""
+    # One sync, as SAELens's: how many are dead sets sizes.
+    dead = None if dead_neuron_mask is None else dead_neuron_mask.nonzero().squeeze(1)
+    unusual = self.cfg.normalize_activations in ("constant_norm_rescale", "layer_norm")
+    if not isinstance(hidden_pre, HiddenPre) or dead is None or not dead.numel() or unusual:
+        if isinstance(hidden_pre, Lazy) and dead is not None and dead.numel():
+            hidden_pre = hidden_pre.dense()
+        loss: Tensor = type(self).calculate_topk_aux_loss(self, sae_in, sae_out, hidden_pre, dead_neuron_mask)
+        return loss
+    residual = (sae_in - sae_out).detach()
+    most = sae_in.shape[-1] // 2
+    k = min(most, dead.numel())
+    acts, W_dec = hidden_pre.columns(dead), self.W_dec[dead]
+    if k < dead.numel():
+        ranked = acts.detach()
+        if self.cfg.rescale_acts_by_decoder_norm:
+            ranked = ranked * W_dec.detach().norm(dim=-1)
+        chosen = ranked.topk(k, sorted=False).indices
+        acts = torch.zeros_like(acts).scatter(-1, chosen, acts.gather(-1, chosen))
+    reconstruction = self.reshape_fn_out(acts @ W_dec, self.d_head)
+    loss = (reconstruction - residual).pow(2).sum(dim=-1).mean()
+    return self.cfg.aux_loss_coefficient * min(dead.numel() / most, 1.0) * loss
+
+
+def calculate_aux_loss(
+    self: Any, step_input: TrainStepInput, feature_acts: Tensor, hidden_pre: Tensor, sae_out: Tensor
+) -> Any:
+    """SAELens's of JumpReLU, from the L0 that encode has counted."""
+    if not isinstance(feature_acts, Latents) or not feature_acts.packed or not isinstance(hidden_pre, HiddenPre):
+        dense = [t.dense() if isinstance(t, Lazy) else t for t in (feature_acts, hidden_pre)]
+        return type(self).calculate_aux_loss(self, step_input, *dense, sae_out)
+    per_item = feature_acts.l0
+    if self.cfg.jumprelu_sparsity_loss_mode == "quadratic":
+        per_item = 2 / self.cfg.target_l0 * (per_item - self.cfg.target_l0) ** 2
+    losses = {"l0_loss": (step_input.coefficients["l0"] * per_item).mean().to(hidden_pre.dtype)}
+    if self.cfg.pre_act_loss_coefficient is not None:
+        mask = step_input.dead_neuron_mask
+        dead = None if mask is None else mask.nonzero().squeeze(1)
+        if dead is None or not dead.numel():
+            losses["pre_act_loss"] = sae_out.new_tensor(0.0, dtype=hidden_pre.dtype)
+        else:
+            below = (self.threshold[dead] - hidden_pre.columns(dead)).relu() * self.W_dec[dead].norm(dim=1)
+            loss = self.cfg.pre_act_loss_coefficient * below.sum(dim=-1).mean()
+            losses["pre_act_loss"] = loss.to(hidden_pre.dtype)
+    return losses
+
+
+@torch.no_grad()
+def update_topk_threshold(self: Any, acts_topk: Tensor) -> None:
+    """SAELens's of BatchTopK, without a sync. Rows that overflowed their slots do not count: the smallest value that
+    a batch keeps hardly ever stands in one of them."""
+    if not isinstance(acts_topk, Latents) or not acts_topk.packed:
+        type(self).update_topk_threshold(self, acts_topk.dense() if isinstance(acts_topk, Lazy) else acts_topk)
+        return
+    rows, kept = acts_topk.rows, self.topk_threshold
+    if not rows.values.numel():
+        return
+    values = rows.values
+    if acts_topk.scale is not None:
+        values = values * acts_topk.scale()[rows.indices.clamp(min=0)]
+    held = (rows.values > 0) & (rows.nnz_per_row <= rows.capacity)[:, None]
+    smallest = torch.where(held, values, torch.inf).amin().to(kept.dtype)
+    rate = self.cfg.topk_threshold_lr
+    self.topk_threshold = torch.where(smallest.isfinite(), (1 - rate) * kept + rate * smallest, kept)
+
+
+METHODS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "calculate_topk_aux_loss": (TopKTrainingSAE.calculate_topk_aux_loss, calculate_topk_aux_loss),
+    "calculate_aux_loss": (JumpReLUTrainingSAE.calculate_aux_loss, calculate_aux_loss),
+    "update_topk_threshold": (BatchTopKTrainingSAE.update_topk_threshold, update_topk_threshold),
+}
+"""Name -> (SAELens's method, what takes its place)."""

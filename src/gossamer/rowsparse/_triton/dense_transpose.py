@@ -1,0 +1,55 @@
+"""Dense transposition at the speed of memory, where PyTorch's copy goes element by element."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch
+
+
+@triton.jit
+def _dense_transpose_kernel(x_ptr, out_ptr, M, N, stride_m, BLOCK: tl.constexpr):
+    """Program (tile), along the rows first: a tile in, its transpose out, both in lines of BLOCK elements."""
+    across = tl.cdiv(N, BLOCK)
+    rows = (tl.program_id(0) // across).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    columns = (tl.program_id(0) % across).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tile = tl.load(
+        x_ptr + rows[:, None] * stride_m + columns[None, :],
+        mask=(rows[:, None] < M) & (columns[None, :] < N),
+        other=0.0,
+    )
+    mask = (columns[:, None] < N) & (rows[None, :] < M)
+    tl.store(out_ptr + columns[:, None] * M + rows[None, :], tl.trans(tile), mask=mask)
+
+
+_dense_transpose = launch.Kernel(_dense_transpose_kernel)
+
+
+def dense_transpose(x: Tensor) -> Tensor:
+    """Operator `dense_transpose` -> [N, M], contiguous."""
+    m, n = x.shape
+    out = x.new_empty(n, m)
+    if x.stride(1) != 1:
+        return out.copy_(x.t())
+    if m and n:
+        tiles = launch.cdiv(m, 64) * launch.cdiv(n, 64)
+        key = (m, n, x.dtype, x.stride(0))
+        _dense_transpose(key, (tiles, 1, 1), (x, out, m, n, x.stride(0)), {"BLOCK": 64}, num_warps=4)
+    return out
+
+
+def rows_contiguous(x: Tensor) -> Tensor:
+    """x with neighbouring columns side by side in memory; rows may be any distance apart."""
+    if x.stride(1) == 1 or x.shape[1] <= 1:
+        return x
+    return dense_transpose(x.t()) if x.stride(0) == 1 else x.contiguous()
+
+
+EXAMPLES = {
+    _dense_transpose_kernel: {
+        "signature": {"x_ptr": "*bf16", "out_ptr": "*bf16", "M": "i32", "N": "i32", "stride_m": "i32"},
+        "constexprs": {"BLOCK": 64},
+        "num_warps": 4,
+    },
+}
+"""Example signatures for the ahead-of-time compile test."""
