@@ -113,6 +113,8 @@ def case_ties(rank: int, world: int, device: torch.device) -> None:
 
 def case_not_a_number_and_infinity(rank: int, world: int, device: torch.device) -> None:
     b = torch.tensor([0.0, NAN, 3.0, -NAN, INF, -INF, -1.0, 2.0, -0.0, NAN], device=device)
+    # One NaN is as large as another, whatever else its bits say.
+    b.view(torch.int32)[9] |= 0x3FFFFF
     compared = []
     for dtype in (torch.float32, torch.bfloat16):
         x, W = torch.zeros(3, 4, device=device, dtype=dtype), torch.zeros(4, 10, device=device, dtype=dtype)
@@ -324,3 +326,28 @@ def case_errors(rank: int, world: int, device: torch.device) -> None:
         sae.decode_sharded(rows, W.t(), torch.ones(2, device=device))
     with pytest.raises(TypeError, match=r"sae\.encode_sharded: x and W_enc must have one dtype"):
         sae.encode_sharded(x.half(), W, activation="batchtopk", k=1)
+
+
+def case_compile(rank: int, world: int, device: torch.device) -> None:
+    """In one graph but for batchtopk, whose backward breaks it."""
+    if world > 2:
+        return  # the same graphs again, and to trace them takes time
+    x, W = torch.randn(6, 8, device=device), torch.randn(8, 15 * world, device=device)
+    mine = W[:, 15 * rank : 15 * rank + 15].clone().requires_grad_()
+    compared = []
+    for activation, options in (
+        ("jumprelu", {"threshold": torch.full((15,), 0.3, device=device, requires_grad=True), "bandwidth": 0.5}),
+        ("topk", {"k": 4}),
+        ("batchtopk", {"k": 4}),
+    ):
+
+        def loss(x: Tensor, activation: str = activation, options: dict[str, Any] = options) -> Tensor:
+            rows, l0 = sae.encode_sharded_with_l0(x, mine, activation=activation, **options)
+            return sae.decode_sharded(rows, mine.t()).sin().sum() + l0.sum()
+
+        torch._dynamo.reset()
+        compiled = torch.compile(loss, backend="aot_eager", fullgraph=activation != "batchtopk")
+        both = [function(x) for function in (compiled, loss)]
+        compared.append([(value.detach(), *torch.autograd.grad(value, mine)) for value in both])
+    for got, want in compared:
+        torch.testing.assert_close(got, want)

@@ -23,7 +23,13 @@ from gossamer.rowsparse.pack import _pack_ell, default_capacity
 from gossamer.sae.decode import _check_rest, _decode_rows
 from gossamer.sae.encode import _backward, _check_activation, _check_operands, _context, _encode
 
-_INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+# The integers of a dtype's bit patterns, and the pattern that stands for NaN.
+_PATTERNS = {
+    torch.float16: (torch.int16, 0x7E00),
+    torch.bfloat16: (torch.int16, 0x7FC0),
+    torch.float32: (torch.int32, 0x7FC00000),
+    torch.float64: (torch.int64, 0x7FF8000000000000),
+}
 _DIGIT = 9  # bits a round of `_kth_key` settles; 63, of a float64, is a multiple of it
 
 
@@ -362,12 +368,11 @@ def _among_largest(ranked: Tensor, k: int, group: Any) -> Tensor:
     Positive floats are ordered like their bit patterns, NaN last once its patterns are made one.
     """
     m, total = ranked.shape[0], k * ranked.shape[0]
-    keys = ranked.clamp(min=0).view(_INTEGER[ranked.element_size()])
-    nan = int(torch.tensor(math.nan, dtype=ranked.dtype).view(keys.dtype))
-    keys.bitwise_and_(torch.iinfo(keys.dtype).max).clamp_(max=nan)
+    integer, nan = _PATTERNS[ranked.dtype]
+    keys = ranked.clamp(min=0).view(integer).bitwise_and_(torch.iinfo(integer).max).clamp_(max=nan)
     # What is among the largest of all is among the largest of its rank.
     largest = keys.flatten().topk(min(total, keys.numel())).values.long()
-    kth = _kth_key(largest.flip(0), total, torch.iinfo(keys.dtype).bits - 1, group).clamp(min=1)
+    kth = _kth_key(largest.flip(0), total, torch.iinfo(integer).bits - 1, group).clamp(min=1)
     tied = keys == kth
     mine = torch.cat([tied.sum(1), (largest > kth).sum()[None]])
     counts = _gather(mine, group)
