@@ -26,6 +26,13 @@ def cases(*files: str) -> list[str]:
     return [name for text in texts for name in re.findall(r"^def (case_\w+)", text, re.M)]
 
 
+def environment() -> dict[str, str]:
+    paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    # Machines whose own name leads nowhere have a loopback.
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    return {**loopback, **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+
+
 Results = Callable[..., list[dict[str, str]]]
 
 
@@ -36,11 +43,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     @cache
     def run(world: int, device: str, *files: str) -> list[dict[str, str]]:
         folder = tmp_path_factory.mktemp(f"{device}{world}")
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-        if sys.platform == "linux":
-            # Machines whose own name leads nowhere have a loopback.
-            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         modules = [f"tests.distributed.{file}" for file in files]
         logs = [folder / f"{rank}.log" for rank in range(world)]
         started = []
@@ -49,7 +51,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
             with log.open("w") as file:
                 started.append(
                     subprocess.Popen(
-                        [*command, *modules], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
+                        [*command, *modules], cwd=ROOT, env=environment(), stdout=file, stderr=subprocess.STDOUT
                     )
                 )
         try:
@@ -85,6 +87,21 @@ def test_on_two_gpus(case: str, results: Results) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     check(results(2, "cuda", *FILES), case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["train.py", "train_sharded.py"])
+def test_the_programs_of_the_docs(name: str, tmp_path: Path) -> None:
+    """Under torchrun; what they save can be loaded."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "distributed.md").read_text(), re.S)
+    (program,) = [block for block in blocks if block.startswith(f"# {name}\n")]
+    (tmp_path / name).write_text(program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", name]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (folder,) = [path for path in tmp_path.iterdir() if path.is_dir()]
+    model = nn.load(folder)
+    assert model.firing_counts.sum() == 20 * 256 * 16 * (2 if name == "train.py" else 1)
 
 
 def test_without_a_group() -> None:
