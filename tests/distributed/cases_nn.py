@@ -125,6 +125,10 @@ def case_shard_errors(rank: int, world: int, device: torch.device) -> None:
     model.register_buffer("more", torch.zeros(3))
     with pytest.raises(NotImplementedError, match=r"nn\.shard: model has more"):
         nn.shard(model)
+    other = make("topk", device)
+    other.coefficient = 0.1
+    with pytest.raises(NotImplementedError, match=r"nn\.shard: model has the setting coefficient"):
+        nn.shard(other)
     with pytest.raises(NotImplementedError, match=r"nn\.data_parallel: model has the buffer more"):
         nn.data_parallel(model)
     with pytest.raises(TypeError, match=r"nn\.data_parallel: model must be an autoencoder"):

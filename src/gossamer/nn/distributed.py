@@ -16,6 +16,9 @@ _DIMENSION = {"W_enc": 1, "W_dec": 0, "b_enc": 0, "log_threshold": 0, "firing_co
 """Along which dimension a tensor of an autoencoder lists the latents."""
 _WHOLE = ("b_dec", "threshold")
 """What all ranks hold whole."""
+_SETTINGS = ("d_in", "d_sae", "k", "threshold_rate", "capacity", "bandwidth", "l0_coefficient")
+"""What may be set without `shard` having to do more than to copy it: a term of the loss that sums over latents would
+have to sum over ranks."""
 
 Kind = TypeVar("Kind", TopKSAE, BatchTopKSAE, JumpReLUSAE)
 
@@ -105,7 +108,7 @@ def shard(model: Kind, group: Any = None) -> Kind:
     Raises:
         TypeError: another module.
         ValueError: no process group, or fewer latents than ranks.
-        NotImplementedError: a tensor in the model that this function does not know how to spread.
+        NotImplementedError: a tensor or a setting in the model that this function does not know how to spread.
 
     Source: Gao et al. 2024, "Scaling and evaluating sparse autoencoders", on sharding over latents.
 
@@ -130,6 +133,11 @@ def shard(model: Kind, group: Any = None) -> Kind:
             memo[id(tensor)] = _like(tensor, part.clone(memory_format=torch.contiguous_format))
         elif name not in _WHOLE:
             raise NotImplementedError(f"{operator}: model has {name}, and how to spread that is not known here.")
+    for name in vars(model):
+        if not name.startswith("_") and name not in ("training", *_SETTINGS):
+            raise NotImplementedError(
+                f"{operator}: model has the setting {name}, and what slices make of it is not known."
+            )
     sharded: Any = copy.deepcopy(model, memo)
     sharded.__class__ = _SHARDED[type(model)]
     sharded.group, sharded.latents = group, latents
