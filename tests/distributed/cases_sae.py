@@ -204,8 +204,8 @@ def gradients(ends: slice, device: torch.device, activation: str, kind: str, sha
 def case_gradients(rank: int, world: int, device: torch.device) -> None:
     draw, compared = random.Random(1), []
     for activation in ACTIVATIONS:
-        for kind in ("", "overflow", "scalar", "ste"):
-            bounds = cuts(30, world, draw)
+        for kind in ("", "overflow", "scalar", "ste", "nothing on rank 0"):
+            bounds = [0] * world + [30] if kind.startswith("nothing") else cuts(30, world, draw)
             ends = slice(bounds[rank], bounds[rank + 1])
             got = gradients(ends, device, activation, kind, True)
             compared.append((f"{activation} {kind}", got, gradients(ends, device, activation, kind, False)))
