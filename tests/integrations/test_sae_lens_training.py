@@ -29,9 +29,10 @@ KINDS = (
     "jumprelu",
     "jumprelu, quadratic",
     "jumprelu, ste to input",
+    "jumprelu, tanh",
 )
-# What a published setting of its class leaves to SAELens.
-LEFT = ("jumprelu, tanh", "matryoshka_batchtopk", "standard", "gated")
+# What is left to SAELens.
+LEFT = ("batchtopk, of a fraction", "matryoshka_batchtopk", "standard", "gated")
 
 
 def make(kind: str, device: torch.device, dtype: torch.dtype = torch.float32, **options: Any) -> TrainingSAE[Any]:
@@ -39,6 +40,8 @@ def make(kind: str, device: torch.device, dtype: torch.dtype = torch.float32, **
     architecture, _, detail = kind.partition(", ")
     if "topk" in architecture:
         options = {"k": 8, "rescale_acts_by_decoder_norm": detail == "rescaled"} | options
+    if detail == "of a fraction":
+        options["k"] = 7.5
     if architecture == "matryoshka_batchtopk":
         options |= {"matryoshka_widths": [64, 192]}
     if architecture == "jumprelu":

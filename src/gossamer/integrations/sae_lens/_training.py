@@ -39,8 +39,8 @@ def why_not_packed(sae: Any) -> str | None:
             return f"its activation is {type(sae.activation_fn).__name__}, not TopK or BatchTopK"
         if sae.activation_fn.k != int(sae.activation_fn.k):
             return f"k = {sae.activation_fn.k} is no whole number"
-    elif sae.cfg.jumprelu_sparsity_loss_mode not in ("step", "quadratic"):
-        return f"its {sae.cfg.jumprelu_sparsity_loss_mode} penalty reads dense latents"
+    elif sae.cfg.jumprelu_sparsity_loss_mode not in ("step", "quadratic", "tanh"):
+        return f"its {sae.cfg.jumprelu_sparsity_loss_mode} penalty is unknown"
     return None
 
 
@@ -133,12 +133,14 @@ def calculate_topk_aux_loss(
 def calculate_aux_loss(
     self: Any, step_input: TrainStepInput, feature_acts: Tensor, hidden_pre: Tensor, sae_out: Tensor
 ) -> Any:
-    """SAELens's of JumpReLU, from the L0 that encode has counted."""
+    """SAELens's of JumpReLU, from the entries and the L0 that encode has counted."""
     if not isinstance(feature_acts, Latents) or not feature_acts.packed or not isinstance(hidden_pre, HiddenPre):
         dense = [t.dense() if isinstance(t, Lazy) else t for t in (feature_acts, hidden_pre)]
         return type(self).calculate_aux_loss(self, step_input, *dense, sae_out)
     per_item = feature_acts.l0
-    if self.cfg.jumprelu_sparsity_loss_mode == "quadratic":
+    if self.cfg.jumprelu_sparsity_loss_mode == "tanh":
+        per_item = operators.tanh_l0(feature_acts.rows, self.cfg.jumprelu_tanh_scale * self.W_dec.norm(dim=1))
+    elif self.cfg.jumprelu_sparsity_loss_mode == "quadratic":
         per_item = 2 / self.cfg.target_l0 * (per_item - self.cfg.target_l0) ** 2
     losses = {"l0_loss": (step_input.coefficients["l0"] * per_item).mean().to(hidden_pre.dtype)}
     if self.cfg.pre_act_loss_coefficient is not None:

@@ -1,0 +1,151 @@
+"""A smooth count of what fires: a row's entries, or the whole of a row that has more entries than slots."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch
+from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+
+
+@triton.jit
+def tanh(x):
+    """In float32, to a few units in the last place: near 0 a series, for the exponential's form cancels there."""
+    magnitude = tl.minimum(tl.abs(x), 20.0)
+    square = magnitude * magnitude
+    near = magnitude * (
+        1 + square * (-0.33333333 + square * (0.13333333 + square * (-0.05396825 + square * 0.02186949)))
+    )
+    far = 1 - 2 / (tl.exp(2 * magnitude) + 1)
+    out = tl.where(magnitude < 0.2, near, far)
+    out = tl.where(x < 0, -out, out)
+    return tl.where(x == x, out, x)
+
+
+@triton.jit
+def load_slots(values_ptr, indices_ptr, scale_ptr, row, first, count, N, capacity, BLOCK: tl.constexpr):
+    """(value, scale) of BLOCK slots of a row, 0 where there is no entry."""
+    slots = first + tl.arange(0, BLOCK)
+    at = row * capacity + slots
+    index = tl.load(indices_ptr + at, mask=slots < count, other=-1)
+    held = (index >= 0) & (index < N)
+    value = tl.load(values_ptr + at, mask=held, other=0.0).to(tl.float32)
+    return value, tl.load(scale_ptr + index, mask=held, other=0.0)
+
+
+@triton.jit
+def load_columns(source_ptr, scale_ptr, row, stride_sm, first, N, BLOCK: tl.constexpr):
+    """(value, scale) of BLOCK columns of a dense row."""
+    columns = first + tl.arange(0, BLOCK)
+    value = tl.load(source_ptr + row * stride_sm + columns, mask=columns < N, other=0.0).to(tl.float32)
+    return value, tl.load(scale_ptr + columns, mask=columns < N, other=0.0)
+
+
+@triton.jit
+def _tanh_l0_fwd_kernel(
+    values_ptr, indices_ptr, nnz_ptr, source_ptr, scale_ptr, out_ptr, stride_sm, N, capacity, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Program (row)."""
+    row = tl.program_id(0).to(tl.int64)
+    count = tl.load(nnz_ptr + row)
+    total = tl.zeros([BLOCK], tl.float32)
+    if count <= capacity:
+        for first in range(0, count, BLOCK):
+            value, scale = load_slots(values_ptr, indices_ptr, scale_ptr, row, first, count, N, capacity, BLOCK)
+            total += tanh(value * scale)
+    elif source_ptr is not None:
+        for first in range(0, N, BLOCK):
+            value, scale = load_columns(source_ptr, scale_ptr, row, stride_sm, first, N, BLOCK)
+            total += tanh(value * scale)
+    tl.store(out_ptr + row, tl.sum(total, axis=0))
+
+
+@triton.jit
+def _tanh_l0_bwd_kernel(
+    grad_ptr, values_ptr, indices_ptr, nnz_ptr, source_ptr, scale_ptr, grad_values_ptr, grad_source_ptr, slope_ptr,
+    slope_source_ptr, stride_g, stride_sm, N, capacity, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (row): the gradient of each value, and its part in that of scale."""
+    row = tl.program_id(0).to(tl.int64)
+    count = tl.load(nnz_ptr + row)
+    grad = tl.load(grad_ptr + row * stride_g).to(tl.float32)
+    fits = count <= capacity
+    for first in range(0, capacity, BLOCK):
+        value, scale = load_slots(
+            values_ptr, indices_ptr, scale_ptr, row, first, tl.where(fits, count, 0), N, capacity, BLOCK
+        )
+        bent = tanh(value * scale)
+        flow = grad * (1 - bent * bent)
+        slots = first + tl.arange(0, BLOCK)
+        tl.store(grad_values_ptr + row * capacity + slots, flow * scale, mask=slots < capacity)
+        tl.store(slope_ptr + row * capacity + slots, flow * value, mask=slots < capacity)
+    if source_ptr is not None:
+        if count > capacity:
+            for first in range(0, N, BLOCK):
+                value, scale = load_columns(source_ptr, scale_ptr, row, stride_sm, first, N, BLOCK)
+                bent = tanh(value * scale)
+                flow = grad * (1 - bent * bent)
+                columns = first + tl.arange(0, BLOCK)
+                tl.store(grad_source_ptr + row * N + columns, flow * scale, mask=columns < N)
+                tl.store(slope_source_ptr + row * N + columns, flow * value, mask=columns < N)
+
+
+_tanh_l0_fwd = launch.Kernel(_tanh_l0_fwd_kernel)
+_tanh_l0_bwd = launch.Kernel(_tanh_l0_bwd_kernel)
+
+
+def tanh_l0(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None, scale: Tensor) -> Tensor:
+    """Operator `sae_tanh_l0` -> float32 [M]."""
+    (m, capacity), n = values.shape, scale.shape[0]
+    out = torch.empty(m, dtype=torch.float32, device=values.device)
+    if m:
+        values, indices, scale = values.contiguous(), indices.contiguous(), scale.contiguous()
+        source = None if source is None else rows_contiguous(source)
+        stride = 0 if source is None else source.stride(0)
+        key = (n, capacity, values.dtype, source is None, stride)
+        args = (values, indices, nnz, source, scale, out, stride, n, capacity)
+        _tanh_l0_fwd(key, (m, 1, 1), args, {"BLOCK": 256}, num_warps=2)
+    return out
+
+
+def tanh_l0_bwd(
+    grad: Tensor, values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Operator `sae_tanh_l0_bwd` -> gradients of values and source, and what each adds to the gradient of scale."""
+    (m, capacity), n = values.shape, scale.shape[0]
+    values, indices, scale = values.contiguous(), indices.contiguous(), scale.contiguous()
+    grad_values, slope = torch.empty_like(values), torch.empty_like(values)
+    # Zero in all other rows, for gradients of one source are added up.
+    dense = values.new_zeros(0 if source is None else m, n)
+    slope_source = torch.empty_like(dense)
+    if m:
+        source = None if source is None else rows_contiguous(source)
+        stride = 0 if source is None else source.stride(0)
+        key = (n, capacity, values.dtype, grad.dtype, source is None, stride, grad.stride(0))
+        args = (grad, values, indices, nnz, source, scale, grad_values, dense, slope, slope_source)
+        _tanh_l0_bwd(key, (m, 1, 1), (*args, grad.stride(0), stride, n, capacity), {"BLOCK": 256}, num_warps=2)
+    return grad_values, dense, slope, slope_source
+
+
+_ROWS = {
+    "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "source_ptr": "*bf16", "scale_ptr": "*fp32",
+}  # fmt: skip
+_SIZES = {"stride_sm": "i32", "N": "i32", "capacity": "i32"}
+
+EXAMPLES = {
+    _tanh_l0_fwd_kernel: {
+        "signature": {**_ROWS, "out_ptr": "*fp32", **_SIZES},
+        "constexprs": {"BLOCK": 256},
+        "num_warps": 2,
+    },
+    _tanh_l0_bwd_kernel: {
+        "signature": {
+            "grad_ptr": "*fp32", **_ROWS, "grad_values_ptr": "*bf16", "grad_source_ptr": "*bf16", "slope_ptr": "*bf16",
+            "slope_source_ptr": "*bf16", "stride_g": "i32", **_SIZES,
+        },
+        "constexprs": {"BLOCK": 256},
+        "num_warps": 2,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

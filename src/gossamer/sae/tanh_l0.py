@@ -1,0 +1,104 @@
+"""A smooth count of what fires."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer._core import checks
+from gossamer._core.ops import in_backward, register
+from gossamer.rowsparse import ELL
+from gossamer.rowsparse.matmul import parts
+from gossamer.rowsparse.transpose import transpose_keys
+from gossamer.sae._torch import tanh_l0 as _cpu
+from gossamer.sae._torch.encode import threshold_dtype
+from gossamer.sae.encode import _bwd_columns
+
+_GPU = "gossamer.sae._triton.tanh_l0"
+
+
+def tanh_l0(rows: ELL, scale: Tensor) -> Tensor:
+    """sum over latents of tanh(scale * value): below L0, near it where scale * value is large, with a gradient.
+
+    Args:
+        rows: `ELL` of shape `(..., d_sae)`, such as `encode` returns. Entries whose value is 0 add 0, but have a
+            gradient: with a bandwidth it reaches the threshold.
+        scale: `[d_sae]`, float, for instance 4 times the norms of the decoder's rows.
+
+    Returns:
+        `[...]`, in float32 at least, without a host sync. Differentiable in the values and in scale, once.
+
+    Raises:
+        TypeError: rows is no `ELL`, or scale not floating.
+        ValueError: shapes or devices do not fit.
+
+    Source: Conerly et al. 2025, "Dictionary Learning Optimization Techniques", the sparsity penalty.
+
+    >>> from gossamer import rowsparse
+    >>> tanh_l0(rowsparse.pack(torch.tensor([[0.0, 9.0], [8.0, 9.0]])), torch.full((2,), 4.0)).tolist()
+    [1.0, 2.0]
+    """
+    operator = "sae.tanh_l0"
+    if not isinstance(rows, ELL):
+        raise TypeError(f"{operator}: rows must be a rowsparse.ELL, got {type(rows).__name__}.")
+    checks.floating(operator, scale=scale)
+    checks.shape(operator, "scale", scale, (rows.num_columns,), "[d_sae]", "like rows")
+    checks.same_device(operator, "rows", rows.device, scale=scale)
+    values, indices, nnz, source = parts(operator, rows)
+    scale = scale.to(threshold_dtype(values.dtype))
+    out: Tensor = _tanh_l0(values, indices, nnz, source, scale)
+    return out.view(rows.shape[:-1])
+
+
+def _context(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    values, indices, nnz, source, scale = ctx.saved_tensors
+    call = in_backward(_tanh_l0_bwd, grad, values, scale)
+    grad_values, grad_source, slope, slope_source = call(grad, values, indices, nnz, source, scale)
+    grad_scale = None
+    if ctx.needs_input_grad[4]:
+        columns = in_backward(transpose_keys, indices, nnz)(indices, nnz, scale.shape[0])
+        none = grad.new_zeros(1).expand_as(nnz)
+        stored = slope_source if source is None else source
+        sums = in_backward(_bwd_columns, slope, values)(
+            slope, slope_source, none, *columns, values, nnz, stored, None, 0.0
+        )
+        grad_scale = sums[0].to(scale.dtype)
+    return grad_values, None, None, None if source is None else grad_source, grad_scale
+
+
+def _refuse(ctx: Any, inputs: Any, output: Any) -> None:
+    raise NotImplementedError("sae.tanh_l0: second derivatives are not implemented. Use create_graph=False.")
+
+
+def _no_gradients(ctx: Any, *grads: Any) -> None:
+    """Never reached: `_refuse` raises first."""
+
+
+def _fake_bwd(
+    grad: Tensor, values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dense = values.new_empty(0 if source is None else nnz.shape[0], scale.shape[0])
+    return torch.empty_like(values), dense, torch.empty_like(values), torch.empty_like(dense)
+
+
+_tanh_l0 = register(
+    "sae_tanh_l0(Tensor values, Tensor indices, Tensor nnz, Tensor? source, Tensor scale) -> Tensor",
+    cpu=_cpu.tanh_l0,
+    gpu=f"{_GPU}:tanh_l0",
+    fake=lambda values, indices, nnz, source, scale: scale.new_empty(nnz.shape[0]),
+    setup_context=_context,
+    backward=_backward,
+)
+_tanh_l0_bwd = register(
+    "sae_tanh_l0_bwd(Tensor grad, Tensor values, Tensor indices, Tensor nnz, Tensor? source, Tensor scale) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+    cpu=_cpu.tanh_l0_bwd,
+    gpu=f"{_GPU}:tanh_l0_bwd",
+    fake=_fake_bwd,
+    setup_context=_refuse,
+    backward=_no_gradients,
+)

@@ -1,0 +1,93 @@
+"""sae.tanh_l0, against dense float64."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gossamer import rowsparse
+from gossamer.rowsparse import ELL
+from gossamer.sae import decode, encode, tanh_l0
+from gossamer.testing import assert_close, dense64
+from tests import strategies
+
+
+@given(data=st.data())
+def test_tanh_l0(data: st.DataObject, dtype: torch.dtype, device: torch.device) -> None:
+    leading, n = data.draw(strategies.LEADING), data.draw(st.integers(1, 70))
+    generator = strategies.seeded(data.draw(strategies.SEEDS), device)
+    drawn = torch.randn(*leading, n, device=device, generator=generator)
+    acts = torch.where(drawn > data.draw(st.sampled_from([-9.0, 0.5, 2.0])), drawn, 0).to(dtype)
+    scale = torch.rand(n, device=device, generator=generator) * data.draw(st.sampled_from([1e-3, 1.0, 40.0]))
+    rows = rowsparse.pack(acts, capacity=data.draw(st.integers(1, 70)))
+    out = tanh_l0(rows, scale)
+    assert out.shape == tuple(leading) and out.dtype is torch.float32
+    reference = torch.tanh(acts.double() * scale.double()).sum(-1)
+    # PyTorch's tanh is right to the last place; a few are enough.
+    torch.testing.assert_close(out.double(), reference, rtol=2e-6, atol=1e-6 if acts.lt(0).any() else 0)
+
+
+@pytest.mark.parametrize("capacity", [2, 6, 40])
+def test_gradients(
+    capacity: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator, mode: str
+) -> None:
+    """Of values, through what made them, and of scale; with rows that overflow, and a second consumer."""
+    if mode == "interpreter" and (capacity != 6 or dtype is not torch.float32):
+        pytest.skip("slow in the interpreter")
+    x = torch.randn(5, 8, device=device, generator=generator).to(dtype)
+    W = (torch.randn(8, 40, device=device, generator=generator) / 3).to(dtype)
+    scale = torch.rand(40, device=device, generator=generator) * 3
+    weights = torch.randn(5, device=device, generator=generator)
+    W_dec = torch.randn(40, 8, device=device, generator=generator).to(dtype)
+
+    def ours(x: Tensor, W: Tensor, scale: Tensor) -> Tensor:
+        rows = encode(x, W, activation="relu", capacity=capacity)
+        return (tanh_l0(rows, scale) * weights).sum() + decode(rows, W_dec).float().sum()
+
+    def dense(x: Tensor, W: Tensor, scale: Tensor) -> Tensor:
+        acts = torch.relu(x @ W)
+        return (torch.tanh(acts * scale).sum(-1) * weights).sum() + (acts @ W_dec.to(x.dtype)).sum()
+
+    def gradients(function: object, dtype: torch.dtype | None) -> list[Tensor]:
+        leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in (x, W, scale)]
+        return list(torch.autograd.grad(function(*leaves), leaves))  # type: ignore[operator]
+
+    exact, plain = gradients(dense, torch.float64), gradients(dense, torch.float32)
+    for name, got, want, other in zip(("x", "W", "scale"), gradients(ours, None), exact, plain, strict=True):
+        if dtype is torch.float32:
+            assert_close(got, reference64=want, plain=other, name=name)
+        else:
+            # Activations and their gradients are rounded on the way.
+            torch.testing.assert_close(got.double(), want, rtol=4e-2, atol=4e-2)
+
+
+def test_entries_of_value_0_have_a_gradient(device: torch.device) -> None:
+    indices = torch.tensor([[0, 3]], dtype=torch.int32, device=device)
+    values = torch.tensor([[0.0, 50.0]], device=device, requires_grad=True)
+    rows = ELL(values, indices, torch.tensor([2], dtype=torch.int32, device=device), (1, 4))
+    scale = torch.full((4,), 4.0, device=device)
+    out = tanh_l0(rows, scale)
+    out.sum().backward()
+    assert out.tolist() == [1.0] and values.grad.tolist() == [[4.0, 0.0]]
+
+
+def test_nan_and_repeated_indices(device: torch.device) -> None:
+    indices = torch.tensor([[1, 1], [2, -1]], dtype=torch.int32, device=device)
+    values = torch.tensor([[9.0, 9.0], [float("nan"), 1.0]], device=device)
+    rows = ELL(values, indices, torch.tensor([2, 1], dtype=torch.int32, device=device), (2, 4))
+    out = tanh_l0(rows, torch.ones(4, device=device))
+    assert out[0] == pytest.approx(2.0) and out[1].isnan()
+
+
+def test_errors(device: torch.device) -> None:
+    rows = rowsparse.pack(torch.ones(2, 3, device=device))
+    with pytest.raises(TypeError, match=r"sae.tanh_l0: rows must be a rowsparse.ELL, got Tensor"):
+        tanh_l0(dense64(rows), torch.ones(3, device=device))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"sae.tanh_l0: scale must have shape \[d_sae\] = \[3\] like rows, got \[4\]"):
+        tanh_l0(rows, torch.ones(4, device=device))
+    scale = torch.ones(3, device=device, requires_grad=True)
+    (first,) = torch.autograd.grad(tanh_l0(rows, scale).sum(), scale)
+    assert first.shape == (3,)
+    with pytest.raises(NotImplementedError, match=r"sae.tanh_l0: second derivatives are not implemented"):
+        torch.autograd.grad(tanh_l0(rows, scale).sum(), scale, create_graph=True)
