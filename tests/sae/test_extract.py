@@ -1,11 +1,13 @@
 """Streaming extraction: what is on disk, in every interruption and with every source."""
 
 import errno
+import gc
 import json
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from gossamer.rowsparse import ELL
 from gossamer.sae import Extraction, extract
 from gossamer.sae._extract import folder as disk
 from gossamer.sae._extract.source import Array
+from gossamer.sae._extract.text import Text
 
 pytestmark = pytest.mark.native
 
@@ -228,6 +231,86 @@ def test_two_runs_at_once(device: torch.device, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.warns(UserWarning, match="cannot be locked"):
         extract(x, sae, tmp_path / "out", **SIZES)
+
+
+def test_a_shard_is_written_while_the_next_is_made(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One, and no more than one: it waits in memory until it is on the disk."""
+    original, ahead, done = disk.save_file, threading.Event(), [0]
+
+    def slow(tensors: Any, path: Path) -> None:
+        if path.name.startswith("shard-000000"):
+            assert threading.current_thread() is not threading.main_thread() and ahead.wait(20)
+            time.sleep(0.3)
+            assert done[0] == 128
+        original(tensors, path)
+
+    def progress(rows: int, _: int | None) -> None:
+        done[0] = rows
+        if rows == 128:
+            ahead.set()
+
+    monkeypatch.setattr(disk, "save_file", slow)
+    assert extract(activations(), model(device), tmp_path, progress=progress, **SIZES).rows == 300
+
+
+def test_a_file_that_cannot_be_read_on(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the thread that reads ahead, which is still that of the call; and threads do not stay."""
+    sae, x = model(device), activations()
+    np.save(tmp_path / "x.npy", x.numpy())
+    original = Array.read
+
+    def read(self: Array, first: int, count: int) -> Tensor:
+        if first >= 160 and self.path is not None:
+            raise OSError("device removed")
+        return original(self, first, count)
+
+    before = threading.active_count()
+    monkeypatch.setattr(Array, "read", read)
+    with pytest.raises(OSError, match="device removed"):
+        extract(tmp_path / "x.npy", sae, tmp_path / "out", **SIZES)
+    monkeypatch.undo()
+    assert Extraction(tmp_path / "out").rows == 128
+    extract(tmp_path / "x.npy", sae, tmp_path / "out", **SIZES)
+    extract(x, sae, tmp_path / "expected", **SIZES)
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+    gc.collect()
+    assert threading.active_count() <= before
+
+
+def test_a_source_that_says_where_it_begins(device: torch.device, tmp_path: Path) -> None:
+    """Rows from any row on: asked for what is wanted, and believed no more than it gives."""
+    sae, x = model(device), activations()
+
+    class Rows:
+        def __init__(self, length: int = 300, tokens: int | None = None) -> None:
+            self.length, self.asked = length, []
+            if tokens is not None:
+                self.text = Text(torch.zeros(tokens, dtype=torch.int32), torch.zeros(tokens, dtype=torch.bool), {})
+
+        def __len__(self) -> int:
+            return self.length
+
+        def rows_from(self, start: int) -> Any:
+            self.asked.append(start)
+            return iter(x[start:].split(50))
+
+    def stop(done: int, _: int | None) -> None:
+        if done >= 160:
+            raise Killed
+
+    with pytest.raises(Killed):
+        extract(Rows(), sae, tmp_path / "out", progress=stop, **SIZES)
+    source = Rows()
+    extract(source, sae, tmp_path / "out", **SIZES)
+    extract(x, sae, tmp_path / "expected", **SIZES)
+    assert source.asked == [0, 128] and contents(tmp_path / "out") == contents(tmp_path / "expected")
+    for length, message in ((310, "310 rows by its length, and gave 44 from row 256"), (290, "gave 44 from row 256")):
+        with pytest.raises(ValueError, match=message):
+            extract(Rows(length), sae, tmp_path / str(length), **SIZES)
+    with pytest.raises(ValueError, match="a token for each of its rows in text, got 299 tokens and 300 rows"):
+        extract(Rows(tokens=299), sae, tmp_path / "tokens", **SIZES)
 
 
 def test_a_full_disk_leaves_whole_shards(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

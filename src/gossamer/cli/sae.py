@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+from torch import distributed
 
 from gossamer import nn
 from gossamer import sae as operators
@@ -51,8 +55,11 @@ def extract(
     Of activations on disk: gossamer sae extract my-sae activations/ --out latents
 
     Of a model that reads text: gossamer sae extract my-sae text.txt --model gpt2 --hook transformer.h.6 --out latents
+
+    On several GPUs: torchrun --nproc-per-node 8 --no-python gossamer sae extract ...
     """
-    console = Console()
+    by_torchrun = distributed.is_torchelastic_launched()
+    console = Console(quiet=by_torchrun and os.environ["RANK"] != "0")
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -71,11 +78,13 @@ def extract(
         if model is not None and key is not None:
             raise ValueError("gossamer sae extract: --key names a tensor of activations; with --model there is none.")
         where = str(resolve_device(device, "sae extract"))
+        if by_torchrun and where.startswith("cuda"):
+            where = f"cuda:{os.environ['LOCAL_RANK']}"
         sae_model = _load(autoencoder, where)
         rows: Any = list(source)
         if model is not None and hook is not None:
             rows = _activations(model, hook, rows, where, context_size, contexts)
-        with bar:
+        with _ranks(by_torchrun), bar:
             task = bar.add_task("rows", total=None)
 
             def progress(finished: int, total: int | None) -> None:
@@ -223,6 +232,18 @@ def _load(folder: Path, device: str) -> Any:
         if "integrations.sae_lens" not in str(error):
             raise
         return SAE.load_from_disk(folder, device=device).eval()
+
+
+@contextmanager
+def _ranks(by_torchrun: bool) -> Iterator[None]:
+    """The processes that torchrun started, as those of `torch.distributed`. They only talk: gloo does on any device."""
+    if by_torchrun:
+        distributed.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        if by_torchrun:
+            distributed.destroy_process_group()
 
 
 def _activations(model: str, hook: str, texts: list[Path], device: str, context_size: int, contexts: int) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from gossamer._core.modes import evaluating
 from gossamer.rowsparse import CSR, ELL
 from gossamer.sae._extract import folder as disk
 from gossamer.sae._extract.lock import Lock
+from gossamer.sae._extract.ranks import Ranks
 from gossamer.sae._extract.source import Source
 from gossamer.sae._extract.statistics import LOWEST, Statistics
-from gossamer.sae._extract.text import Text, mark, spell
+from gossamer.sae._extract.text import mark, spell
+from gossamer.sae._extract.writer import Shard, Writer
 
 # Of a module's state, what follows from the rows that it has seen, and not the other way round.
 _STATISTICS = ("firing_counts", "steps_since_fired")
@@ -174,8 +177,13 @@ def extract(
     """Encodes rows of activations and writes the latents to safetensors, with what each latent did.
 
     It can be killed at any moment: the same call goes on where the last whole shard ended, and the files are in the end
-    byte for byte those of a run that was never interrupted (on the same device and versions). Memory holds a batch
-    and a shard's entries, whatever the source's size.
+    byte for byte those of a run that was never interrupted (on the same kind of device, versions and number of
+    threads). Memory holds two batches and the entries of two shards, whatever the source's size: one is read, and one
+    written, while another is encoded.
+
+    Where `torch.distributed` is initialised, all ranks call it with the same arguments, on a file system that they
+    share, and divide the rows by whole shards. The files are those of one process, and a run that was stopped goes on
+    with any number of ranks.
 
     Args:
         source: a tensor or array `[..., d_in]`; a path or paths of `.safetensors` and `.npy` files, or a folder of
@@ -190,7 +198,8 @@ def extract(
         batch_size: rows at once. Batches are cut alike in every run.
         shard_rows: rows a file; a multiple of batch_size.
         top: how many of its largest values to keep of each latent.
-        progress: called after each batch with (rows done, rows in all or None).
+        progress: called after each batch with (rows done, rows in all or None). With several ranks each
+            estimates from its own.
 
     Returns:
         The finished `Extraction`.
@@ -202,6 +211,7 @@ def extract(
         TypeError: a source or an sae of another kind.
         FileNotFoundError: no such file.
         OSError: the disk is full, say; whole shards stay as they are.
+        RuntimeError: another rank failed, or is gone.
 
     Source: streaming extraction, as interpretability work needs it over billions of tokens.
 
@@ -210,6 +220,55 @@ def extract(
     Extraction(rows=10, d_sae=16, nnz=..., shards=1, complete)
     """
     operator = "sae.extract"
+    with ExitStack() as stack:
+        ranks = stack.enter_context(Ranks(operator))
+        rows, settings = _prepare(operator, ranks, source, sae, key, batch_size, shard_rows, top)
+        folder = Path(out)
+        folder.mkdir(parents=True, exist_ok=True)
+        for array in rows.arrays or ():
+            if array.path is not None and array.path.resolve().parent == folder.resolve():
+                raise ValueError(f"{operator}: out must be another folder than that of the source, got {folder}.")
+        lock = stack.enter_context(Lock(operator, folder))
+        ranks.share(lambda: _begin(operator, folder, lock, ranks, settings, rows) if ranks.rank == 0 else None)
+        if ranks.size > 1:
+            # Held by each of them, for one that lives on after the others still writes.
+            ranks.share(lambda: lock.take(shared=True))
+        manifest = disk.read_manifest(folder)
+        assert manifest is not None
+        if manifest["complete"]:
+            return Extraction(folder)
+        _same_source(operator, folder, ranks, manifest, rows)
+        device = sae.W_enc.device
+        totals = Statistics(sae.W_enc.shape[1], top, torch.device("cpu"))
+        if manifest["statistics"] is not None:
+            totals.restore(disk.load(operator, folder / manifest["statistics"]))
+        statistics, number, complete = totals.following(device), len(manifest["shards"]), False
+        stack.enter_context(evaluating(sae))
+        writer = stack.enter_context(Writer(folder, manifest, totals, rows.text, ranks))
+        while not complete:
+            # Round by round, a shard each, so that whatever a round is stopped at, whole rounds are left.
+            begun = number * shard_rows
+            shard = Shard(number + ranks.rank, begun + ranks.rank * shard_rows, statistics)
+            for batch in rows.read(shard.first, shard_rows):
+                with torch.no_grad():
+                    shard.append(_entries(sae.encode(batch)))
+                if progress is not None:
+                    done = begun + shard.rows * ranks.size
+                    progress(done if rows.length is None else min(done, rows.length), rows.length)
+            _check_rows(operator, shard, shard_rows, rows.length)
+            number += ranks.size
+            statistics = shard.statistics.following(device)
+            # At once: a short shard that did not say that it is the last would be gone on from at another place.
+            complete = shard.rows < shard_rows if rows.length is None else number * shard_rows >= rows.length
+            writer.put(shard, complete)
+        writer.wait()
+        return Extraction(folder)
+
+
+def _prepare(
+    operator: str, ranks: Ranks, source: Any, sae: Any, key: str | None, batch_size: int, shard_rows: int, top: int
+) -> tuple[Source, dict[str, Any]]:
+    """The source and the settings, once they are known to be right, and alike on all ranks."""
     W_enc = getattr(sae, "W_enc", None)
     if not callable(getattr(sae, "encode", None)) or not isinstance(W_enc, Tensor) or W_enc.dim() != 2:
         raise TypeError(f"{operator}: sae must have encode(x) and W_enc [d_in, d_sae], got {type(sae).__name__}.")
@@ -228,10 +287,15 @@ def extract(
             "[..., d_in]."
         )
     rows = Source(source, key, batch_size, W_enc)
-    d_in, d_sae = W_enc.shape
+    if rows.length is None and ranks.size > 1:
+        raise ValueError(
+            f"{operator}: source must be one that can be read from any row on, for {ranks.size} processes share its "
+            f"rows: a tensor, an array, files, or what has rows_from(start) and a length, got {type(source).__name__}. "
+            "Write it to files first, or extract in one process."
+        )
     settings = {
-        "d_in": d_in,
-        "d_sae": d_sae,
+        "d_in": W_enc.shape[0],
+        "d_sae": W_enc.shape[1],
         "dtype": checks.name_of(W_enc.dtype),
         "batch_size": batch_size,
         "shard_rows": shard_rows,
@@ -240,65 +304,40 @@ def extract(
     }
     if rows.text is not None:
         settings["text"] = rows.text.fingerprint()
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    for array in rows.arrays or ():
-        if array.path is not None and array.path.resolve().parent == folder.resolve():
-            raise ValueError(f"{operator}: out must be another folder than that of the source, got {folder}.")
-    with Lock(operator, folder) as lock:
-        lock.take()
-        manifest = disk.begin(operator, folder, settings)
-        if rows.text is not None and not (folder / disk.VOCABULARY).exists():
-            disk.write_json(folder / disk.VOCABULARY, dict(sorted(rows.text.vocabulary.items())))
-        statistics = Statistics(d_sae, top, W_enc.device)
-        if manifest["statistics"] is not None:
-            statistics.restore(disk.load(operator, folder / manifest["statistics"]))
-        done = sum(shard["rows"] for shard in manifest["shards"])
-        if rows.length is not None and (done > rows.length or (manifest["complete"] and done != rows.length)):
-            state = "is complete with" if manifest["complete"] else "holds"
-            raise ValueError(
-                f"{operator}: {folder} {state} {done} rows, and the source has {rows.length}. Name another folder for "
-                "it."
-            )
-        if manifest["complete"]:
-            return Extraction(folder)
-        _same_source(operator, folder, manifest, rows.first())
-        with evaluating(sae):
-            while not manifest["complete"]:
-                shard = _Shard(done)
-                for batch in rows.read(done, shard_rows):
-                    with torch.no_grad():
-                        latents = _entries(sae.encode(batch))
-                        manifest["nonfinite"] += statistics.update(latents, shard.first + shard.rows)
-                    shard.append(latents)
-                    if progress is not None:
-                        progress(shard.first + shard.rows, rows.length)
-                done += shard.rows
-                # At once: a short shard that did not say that it is the last would be gone on from at another place.
-                manifest["complete"] = shard.rows < shard_rows or done == rows.length
-                _commit(folder, manifest, statistics, shard, rows.text)
-        return Extraction(folder)
+    _alike(operator, ranks, settings | {"rows": rows.length})
+    return rows, settings
 
 
-class _Shard:
-    """The entries of the rows from `first` on, on the host."""
+def _alike(operator: str, ranks: Ranks, mine: dict[str, Any]) -> None:
+    """Raises, on all ranks, where one has other values than rank 0."""
+    found = ranks.share(lambda: mine)
 
-    def __init__(self, first: int) -> None:
-        self.first, self.rows = first, 0
-        self.counts: list[Tensor] = []
-        self.indices: list[Tensor] = []
-        self.values: list[Tensor] = []
+    def compare() -> None:
+        for rank, other in enumerate(found):
+            for name in mine | other:
+                if mine.get(name) != other.get(name):
+                    raise ValueError(
+                        f"{operator}: every rank must get the same arguments, and rank {rank} has another {name} than "
+                        f"rank 0: {other.get(name)!r}, not {mine.get(name)!r}."
+                    )
 
-    def append(self, latents: CSR) -> None:
-        self.rows += latents.num_rows
-        self.counts.append(latents.row_offsets.diff().cpu())
-        self.indices.append(latents.indices.cpu())
-        self.values.append(latents.values.cpu())
+    ranks.share(compare)
 
-    def tensors(self) -> dict[str, Tensor]:
-        offsets = torch.zeros(self.rows + 1, dtype=torch.int64)
-        torch.cumsum(torch.cat(self.counts), 0, out=offsets[1:])
-        return {"row_offsets": offsets, "indices": torch.cat(self.indices), "values": torch.cat(self.values)}
+
+def _begin(operator: str, folder: Path, lock: Lock, ranks: Ranks, settings: dict[str, Any], rows: Source) -> None:
+    """Takes the folder and clears it of what an interrupted run left unfinished, or finds that it is another run's."""
+    lock.take()
+    manifest = disk.begin(operator, folder, settings)
+    if rows.text is not None and not (folder / disk.VOCABULARY).exists():
+        disk.write_json(folder / disk.VOCABULARY, dict(sorted(rows.text.vocabulary.items())))
+    done = sum(shard["rows"] for shard in manifest["shards"])
+    if rows.length is not None and (done > rows.length or (manifest["complete"] and done != rows.length)):
+        state = "is complete with" if manifest["complete"] else "holds"
+        raise ValueError(
+            f"{operator}: {folder} {state} {done} rows, and the source has {rows.length}. Name another folder for it."
+        )
+    if ranks.size > 1:
+        lock.take(shared=True)
 
 
 def _entries(latents: Any) -> CSR:
@@ -337,32 +376,23 @@ def _bytes(tensor: Tensor) -> Any:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def _same_source(operator: str, folder: Path, manifest: dict[str, Any], batch: Tensor | None) -> None:
+def _check_rows(operator: str, shard: Shard, shard_rows: int, length: int | None) -> None:
+    """A source that knows its length has given as many rows as that promised."""
+    if length is not None and shard.rows != max(min(shard_rows, length - shard.first), 0):
+        raise ValueError(
+            f"{operator}: the source has {length} rows by its length, and gave {shard.rows} from row {shard.first} on, "
+            f"where a file has {shard_rows}. Give a source whose length is the number of its rows."
+        )
+
+
+def _same_source(operator: str, folder: Path, ranks: Ranks, manifest: dict[str, Any], rows: Source) -> None:
     """Notes the first batch, or compares it with that of the run that is gone on with."""
-    if batch is None:
-        return
-    digest = hashlib.sha256(_bytes(batch)).hexdigest()
-    if manifest["source"] not in (None, digest):
+    batch = rows.first()
+    digest = None if batch is None else hashlib.sha256(_bytes(batch)).hexdigest()
+    _alike(operator, ranks, {"source": digest})
+    if digest is not None and manifest["source"] not in (None, digest):
         raise ValueError(
             f"{operator}: {folder} was begun with another source: its first batch differs. Name another folder, or "
             "give the same rows from the start."
         )
     manifest["source"] = digest
-
-
-def _commit(folder: Path, manifest: dict[str, Any], statistics: Statistics, shard: _Shard, text: Text | None) -> None:
-    """A shard and the statistics up to its end. The manifest is what makes them count, and is replaced last."""
-    before = manifest["statistics"]
-    if shard.rows:
-        number, tensors = len(manifest["shards"]), shard.tensors()
-        if text is not None:
-            tensors["tokens"] = text.tokens[shard.first : shard.first + shard.rows]
-            tensors["starts"] = text.starts[shard.first : shard.first + shard.rows]
-        name = f"shard-{number:06d}.safetensors"
-        disk.write(folder / name, tensors)
-        manifest["statistics"] = f"statistics-{number:06d}.safetensors"
-        disk.write(folder / manifest["statistics"], {name: t.cpu() for name, t in statistics.state().items()})
-        manifest["shards"].append({"file": name, "rows": shard.rows, "nnz": tensors["indices"].shape[0]})
-    disk.write_manifest(folder, manifest)
-    if before not in (None, manifest["statistics"]):
-        (folder / before).unlink(missing_ok=True)

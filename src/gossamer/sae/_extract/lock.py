@@ -26,17 +26,22 @@ class Lock:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def take(self) -> None:
-        """Raises ValueError where another run has it, and warns where the file system knows no locks."""
+    def take(self, shared: bool = False) -> None:
+        """Takes it alone, or together with others that share it, also after having had it alone.
+
+        Raises ValueError where another run has it, and warns where the file system knows no locks. Windows has none to
+        share.
+        """
         try:
             if sys.platform == "win32":
                 import msvcrt
 
-                msvcrt.locking(self._file.fileno(), msvcrt.LK_NBLCK, 1)
+                if not shared:
+                    msvcrt.locking(self._file.fileno(), msvcrt.LK_NBLCK, 1)
             else:
                 import fcntl
 
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _HELD:
                 raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,15 @@ class Source:
             self.length = sum(array.length for array in self.arrays)
         elif self._rows_from is not None:
             self.length = len(source)
+        if self.text is not None and self.text.tokens.shape[0] != self.length:
+            raise ValueError(
+                f"sae.extract: source must have a token for each of its rows in text, got {self.text.tokens.shape[0]} "
+                f"tokens and {self.length} rows."
+            )
+        # Of a source on a GPU there is nothing to read ahead.
+        self._is_read_ahead = self.arrays is not None and not (isinstance(source, Tensor) and source.is_cuda)
         self._at = 0
-        self._batches = self._cut(source if self._rows_from is None else self._rows_from(0))
+        self._batches = self._open(source if self._rows_from is None else self._rows_from(0))
 
     def first(self) -> Tensor | None:
         """The very first batch, which `read` gives again; None if there is none."""
@@ -109,7 +117,7 @@ class Source:
 
     def _seek(self, first: int) -> None:
         if first != self._at and self._rows_from is not None:
-            self._batches, self._at = self._cut(self._rows_from(first)), first
+            self._batches, self._at = self._open(self._rows_from(first)), first
         while self._at < first:
             batch = next(self._batches, None)
             self._at += 0 if batch is None else batch.shape[0]
@@ -119,6 +127,9 @@ class Source:
                     "batches again, from the start."
                 )
 
+    def _open(self, found: Iterable[Any]) -> Iterator[Tensor]:
+        return _ahead(self._cut(found), self.like.device) if self._is_read_ahead else self._cut(found)
+
     def _cut(self, found: Iterable[Any]) -> Iterator[Tensor]:
         pieces: list[Tensor] = []
         held = 0
@@ -126,7 +137,10 @@ class Source:
             array = _array(batch, f"batch {number} of source")
             _check_width(array.d, self.like.shape[0], array.name)
             # Before they are joined: what joins two dtypes may hold neither.
-            piece = array.read(0, array.length).to(self.like.device, self.like.dtype)
+            piece = array.read(0, array.length)
+            if self._is_read_ahead and self.like.is_cuda:
+                piece = piece.to(self.like.dtype).pin_memory()
+            piece = piece.to(self.like.device, self.like.dtype, non_blocking=self._is_read_ahead)
             while piece.shape[0]:
                 taken = piece[: self.size - held]
                 piece = piece[taken.shape[0] :]
@@ -151,6 +165,30 @@ class Source:
                 count = min(self.size, array.length - first)
                 yield array.read(first, count)
                 first += count
+
+
+def _ahead(batches: Iterator[Tensor], device: torch.device) -> Iterator[Tensor]:
+    """The same batches, each made in a thread while the one before is in use; on a GPU, by a stream of its own."""
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def make() -> tuple[Tensor | None, torch.cuda.Event | None]:
+        if stream is None:
+            return next(batches, None), None
+        with torch.cuda.stream(stream):
+            return next(batches, None), stream.record_event()
+
+    with ThreadPoolExecutor(1, "gossamer-read") as thread:
+        following = thread.submit(make)
+        while True:
+            batch, ready = following.result()
+            if batch is None:
+                return
+            following = thread.submit(make)
+            if ready is not None:
+                current = torch.cuda.current_stream(device)
+                current.wait_event(ready)
+                batch.record_stream(current)
+            yield batch
 
 
 def _check_width(d: int, d_in: int, name: str) -> None:

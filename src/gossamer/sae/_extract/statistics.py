@@ -1,4 +1,4 @@
-"""What is kept of every latent: how often, how strongly and where it fires. All of it on the device."""
+"""What is kept of every latent: how often, how strongly and where it fires. All of it on one device."""
 
 from __future__ import annotations
 
@@ -12,16 +12,32 @@ BINS, LOWEST = 32, -24
 
 
 class Statistics:
-    """Of `d_sae` latents, over all rows so far. Only whole numbers are added up: no order of addition shows."""
+    """Of `d_sae` latents, over some rows. Only whole numbers are added up: no order of addition shows."""
 
     NAMES = ("firing_counts", "maximum", "histogram", "top_values", "top_positions")
 
     def __init__(self, d_sae: int, top: int, device: torch.device) -> None:
+        self._least = torch.zeros(d_sae, device=device)
         self.firing_counts = torch.zeros(d_sae, dtype=torch.int64, device=device)
         self.maximum = torch.zeros(d_sae, device=device)
         self.histogram = torch.zeros(d_sae, BINS, dtype=torch.int64, device=device)
         self.top_values = torch.zeros(d_sae, top, device=device)
         self.top_positions = torch.full((d_sae, top), -1, dtype=torch.int64, device=device)
+
+    def following(self, device: torch.device) -> Statistics:
+        """Empty ones for rows behind these: what can no longer be among the largest of all is left out at once."""
+        d_sae, top = self.top_values.shape
+        found = Statistics(d_sae, top, device)
+        found._least.copy_(self._bar())
+        return found
+
+    def add(self, state: dict[str, Tensor]) -> None:
+        """Adds the statistics of rows that stand behind all of these."""
+        self.firing_counts += state["firing_counts"]
+        torch.maximum(self.maximum, state["maximum"], out=self.maximum)
+        self.histogram += state["histogram"]
+        column, rank = (state["top_positions"] >= 0).nonzero(as_tuple=True)
+        self._keep_top(column, state["top_positions"][column, rank], state["top_values"][column, rank])
 
     def state(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self.NAMES}
@@ -53,7 +69,7 @@ class Statistics:
         if top == 0:
             return
         # What is kept already came first, so equal is not enough.
-        better = value > self.top_values[column, -1]
+        better = value > self._bar()[column]
         column, position, value = column[better], position[better], value[better]
         fired = torch.unique(column)
         columns = torch.cat([fired.repeat_interleave(top), column])
@@ -66,3 +82,7 @@ class Statistics:
         kept = rank < top
         at = columns[kept], rank[kept]
         self.top_values[at], self.top_positions[at] = values[order][kept], positions[order][kept]
+
+    def _bar(self) -> Tensor:
+        """What a value must be above to be among the largest of a latent: `[d_sae]`."""
+        return torch.maximum(self._least, self.top_values[:, -1]) if self.top_values.shape[1] else self._least

@@ -1,0 +1,105 @@
+"""Shards on their way to the disk: one is written in a thread while the next is made."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.rowsparse import CSR
+from gossamer.sae._extract import folder as disk
+from gossamer.sae._extract.ranks import Ranks
+from gossamer.sae._extract.statistics import Statistics
+from gossamer.sae._extract.text import Text
+
+
+class Shard:
+    """The entries of the rows from `first` on, on the host, and the statistics of these rows alone."""
+
+    def __init__(self, number: int, first: int, statistics: Statistics) -> None:
+        self.number, self.first, self.rows, self.nonfinite = number, first, 0, 0
+        self.statistics = statistics
+        self._counts: list[Tensor] = []
+        self._indices: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def append(self, latents: CSR) -> None:
+        self.nonfinite += self.statistics.update(latents, self.first + self.rows)
+        self.rows += latents.num_rows
+        self._counts.append(latents.row_offsets.diff().cpu())
+        self._indices.append(latents.indices.cpu())
+        self._values.append(latents.values.cpu())
+
+    def tensors(self) -> dict[str, Tensor]:
+        offsets = torch.zeros(self.rows + 1, dtype=torch.int64)
+        torch.cumsum(torch.cat(self._counts), 0, out=offsets[1:])
+        return {"row_offsets": offsets, "indices": torch.cat(self._indices), "values": torch.cat(self._values)}
+
+
+class Writer:
+    """Writes the shards of a folder, of all ranks round by round, and what they add up to.
+
+    At most one shard waits here, so memory holds two. An error in writing one is raised at the next `put` or `wait`;
+    the end of a `with` waits for what has been put.
+    """
+
+    def __init__(
+        self, folder: Path, manifest: dict[str, Any], totals: Statistics, text: Text | None, ranks: Ranks
+    ) -> None:
+        self._folder, self._manifest, self._totals, self._text, self._ranks = folder, manifest, totals, text, ranks
+        self._thread = ThreadPoolExecutor(1, "gossamer-write")
+        self._pending: Future[None] | None = None
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+
+    def put(self, shard: Shard, complete: bool) -> None:
+        """This rank's part of a round: a shard, or one without rows; `complete` if it is the last round."""
+        self.wait()
+        # Here, for the thread does not know the stream that they are computed on.
+        state = {name: tensor.cpu() for name, tensor in shard.statistics.state().items()}
+        self._pending = self._thread.submit(self._commit, shard, state, complete)
+
+    def wait(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _commit(self, shard: Shard, state: dict[str, Tensor], complete: bool) -> None:
+        found = self._ranks.share(lambda: (self._write(shard), state, shard.nonfinite))
+        self._ranks.share(lambda: self._settle(found, complete) if self._ranks.rank == 0 else None)
+
+    def _write(self, shard: Shard) -> dict[str, Any] | None:
+        """A shard's file, and how the manifest describes it."""
+        if not shard.rows:
+            return None
+        tensors = shard.tensors()
+        if self._text is not None:
+            tensors["tokens"] = self._text.tokens[shard.first : shard.first + shard.rows]
+            tensors["starts"] = self._text.starts[shard.first : shard.first + shard.rows]
+        name = f"shard-{shard.number:06d}.safetensors"
+        disk.write(self._folder / name, tensors)
+        return {"file": name, "rows": shard.rows, "nnz": tensors["indices"].shape[0]}
+
+    def _settle(self, found: list[tuple[dict[str, Any] | None, dict[str, Tensor], int]], complete: bool) -> None:
+        """The statistics up to the end of a round. The manifest is what makes them count, and is replaced last."""
+        before = self._manifest["statistics"]
+        for described, state, nonfinite in found:
+            if described is not None:
+                self._totals.add(state)
+                self._manifest["shards"].append(described)
+                self._manifest["nonfinite"] += nonfinite
+        if number := len(self._manifest["shards"]):
+            self._manifest["statistics"] = f"statistics-{number - 1:06d}.safetensors"
+        if self._manifest["statistics"] != before:
+            disk.write(self._folder / self._manifest["statistics"], self._totals.state())
+        self._manifest["complete"] = complete
+        disk.write_manifest(self._folder, self._manifest)
+        if before not in (None, self._manifest["statistics"]):
+            (self._folder / before).unlink(missing_ok=True)
