@@ -10,15 +10,23 @@ from torch import Tensor
 from gossamer import sae
 from gossamer.nn.sae import _SAE, BatchTopKSAE, JumpReLUSAE, SAELoss, TopKSAE
 from gossamer.rowsparse import ELL
-from gossamer.sae.sharded import check_group, sum_over
+from gossamer.sae.sharded import add_parts, check_group, copy_to_ranks, sum_over
 
 _DIMENSION = {"W_enc": 1, "W_dec": 0, "b_enc": 0, "log_threshold": 0, "firing_counts": 0, "steps_since_fired": 0}
 """Along which dimension a tensor of an autoencoder lists the latents."""
 _WHOLE = ("b_dec", "threshold")
 """What all ranks hold whole."""
-_SETTINGS = ("d_in", "d_sae", "k", "threshold_rate", "capacity", "bandwidth", "l0_coefficient")
-"""What may be set without `shard` having to do more than to copy it: a term of the loss that sums over latents would
-have to sum over ranks."""
+_SETTINGS = {"d_in", "d_sae", "k", "threshold_rate", "capacity", "aux_coefficient", "aux_k", "dead_after"}
+_SETTINGS |= {
+    "bandwidth",
+    "l0_coefficient",
+    "penalty",
+    "target_l0",
+    "tanh_scale",
+    "ste_to_input",
+    "pre_act_coefficient",
+}
+"""What `shard` may copy. A term of the loss that sums over latents has to sum over ranks; a new setting may be one."""
 
 Kind = TypeVar("Kind", TopKSAE, BatchTopKSAE, JumpReLUSAE)
 
@@ -34,8 +42,27 @@ class Sharded(_SAE):
     group: Any
     latents: range
 
-    def _latents(self, x: Tensor, **options: Any) -> tuple[ELL, Tensor]:
-        return sae.encode_sharded_with_l0(x, self.W_enc, self.b_enc, **options, group=self.group)
+    def _latents(
+        self, x: Tensor, *, W_enc: Tensor | None = None, b_enc: Tensor | None = None, **options: Any
+    ) -> tuple[ELL, Tensor]:
+        weights = (self.W_enc, self.b_enc) if W_enc is None else (W_enc, b_enc)
+        return sae.encode_sharded_with_l0(x, *weights, **options, group=self.group)
+
+    def _longest_silent(self, count: int) -> tuple[Tensor, Tensor]:
+        """Of this rank's latents, those that all ranks' would be chosen from, and whether they are chosen and dead."""
+        _, size = check_group("nn.shard", self.group)
+        keys, which = self._silence(self.latents.start, self.d_sae).topk(min(count, len(self.latents)))
+        padded = torch.cat([keys, keys.new_full((count - len(keys),), -1)])
+        found = [torch.empty_like(padded) for _ in range(size)]
+        dist.all_gather(found, padded, group=self.group)
+        last = torch.cat(found).topk(min(count, self.d_sae)).values[-1]
+        return which, self.dead()[which] & (keys >= last)
+
+    def _estimate(self, rows: ELL, W_dec: Tensor) -> Tensor:
+        return sae.decode_sharded(rows, W_dec, group=self.group)
+
+    def _any(self, flags: Tensor) -> Tensor:
+        return sum_over(flags.any().int(), self.group) > 0
 
     def decode(self, rows: ELL) -> Tensor:
         """This rank's latents `(..., d_sae_r)` -> the reconstruction `[..., d_in]`; see `sae.decode_sharded`."""
@@ -82,6 +109,16 @@ class ShardedBatchTopKSAE(Sharded, BatchTopKSAE):
 
 class ShardedJumpReLUSAE(Sharded, JumpReLUSAE):
     """See `shard`."""
+
+    def _penalty(self, rows: ELL, l0: Tensor) -> Tensor:
+        penalty = super()._penalty(rows, l0)
+        # L0 is that of all ranks; the other sum over latents has been taken over this rank's.
+        return add_parts(penalty, self.group) if self.penalty == "tanh" else penalty
+
+    def _dead_loss(self, x: Tensor, residual: Tensor) -> Tensor:
+        if not self.pre_act_coefficient:
+            return residual.new_zeros(())
+        return add_parts(super()._dead_loss(copy_to_ranks(x, self.group), residual), self.group)
 
 
 _SHARDED = {TopKSAE: ShardedTopKSAE, BatchTopKSAE: ShardedBatchTopKSAE, JumpReLUSAE: ShardedJumpReLUSAE}
@@ -134,7 +171,7 @@ def shard(model: Kind, group: Any = None) -> Kind:
         elif name not in _WHOLE:
             raise NotImplementedError(f"{operator}: model has {name}, and how to spread that is not known here.")
     for name in vars(model):
-        if not name.startswith("_") and name not in ("training", *_SETTINGS):
+        if not name.startswith("_") and name not in {"training", *_SETTINGS}:
             raise NotImplementedError(
                 f"{operator}: model has the setting {name}, and what slices make of it is not known."
             )
@@ -178,7 +215,8 @@ def data_parallel(model: Kind, group: Any = None) -> DataParallel:
     Both act when a module's `forward` is called, and an autoencoder's is its reconstruction. This one's is
     `model.loss(x)`. It also keeps the statistics right: firing counts are those of the rows of all ranks, and so are
     the steps since a latent fired; every rank has the same. DistributedDataParallel alone would overwrite them by those
-    of rank 0. That takes two reductions of d_sae numbers a step.
+    of rank 0. That takes two reductions of d_sae numbers a step. They come after the loss: a dead latent that fires
+    again on one rank counts as dead on the others for the rest of that step.
 
     DistributedDataParallel and fully_shard average gradients over ranks: with as many rows on each, the result is that
     of one process with all of them. `BatchTopKSAE` lets the rows of a rank compete with one another and not with those

@@ -123,7 +123,7 @@ def encode_sharded_with_l0(
     """
     options = (activation, threshold, k, b_dec, bandwidth, capacity, scale, ste_to_input, group)
     rows, l0 = _sharded("sae.encode_sharded_with_l0", x, W_enc, b_enc, *options)
-    return rows, _Sum.apply(l0, group)
+    return rows, add_parts(l0, group)
 
 
 def decode_sharded(rows: ELL | CSR, W_dec: Tensor, b_dec: Tensor | None = None, *, group: Any = None) -> Tensor:
@@ -163,7 +163,7 @@ def decode_sharded(rows: ELL | CSR, W_dec: Tensor, b_dec: Tensor | None = None, 
     dtype = torch.float64 if W_dec.dtype is torch.float64 else dtype
     # Rounding each part to half would add an error for each rank.
     part = _decode_rows(operator, rows, W_dec, None, "auto", None, torch.promote_types(dtype, torch.float32))
-    whole = _Sum.apply(part, group)
+    whole = add_parts(part, group)
     return (whole if b_dec is None else whole + b_dec).to(dtype)
 
 
@@ -198,8 +198,6 @@ def _gather(tensor: Tensor, group: Any) -> Tensor:
 
 
 class _Copy(torch.autograd.Function):
-    """What is the same on all ranks and used by each for its part: the gradients of the parts are summed."""
-
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
         ctx.group = group
@@ -211,8 +209,6 @@ class _Copy(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of the ranks' parts: its gradient, the same on all ranks, is that of each part."""
-
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
         return sum_over(tensor, group)
@@ -222,8 +218,14 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
-def _copied(tensor: Tensor | None, group: Any) -> Tensor | None:
-    return tensor if tensor is None or not tensor.requires_grad else _Copy.apply(tensor, group)
+def copy_to_ranks(tensor: Tensor, group: Any) -> Tensor:
+    """What is the same on all ranks and used by each for its part: the gradients of the parts are summed."""
+    return _Copy.apply(tensor, group) if tensor.requires_grad else tensor
+
+
+def add_parts(tensor: Tensor, group: Any) -> Tensor:
+    """The sum of the ranks' parts: its gradient, the same on all ranks, is that of each part."""
+    return _Sum.apply(tensor, group)
 
 
 def _sharded(
@@ -253,9 +255,10 @@ def _sharded(
         )
     if ste_to_input and bandwidth is None:
         raise ValueError(f"{operator}: ste_to_input needs bandwidth, the width of the window of the estimate.")
-    x, b_dec = _copied(x, group), _copied(b_dec, group)  # type: ignore[assignment]
+    x = copy_to_ranks(x, group)
+    b_dec = None if b_dec is None else copy_to_ranks(b_dec, group)
     if threshold is not None and threshold.dim() == 0:
-        threshold = _copied(threshold, group)
+        threshold = copy_to_ranks(threshold, group)
     if activation in ("relu", "jumprelu"):
         options = (activation, threshold, None, b_dec, bandwidth, capacity, scale, ste_to_input)
         return _encode(operator, x, W_enc, b_enc, *options)
