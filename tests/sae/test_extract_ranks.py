@@ -150,6 +150,20 @@ assert (rank or seen[-1] == (600, 600)) and all(a < b for (a, _), (b, _) in zip(
     found = Extraction(tmp_path / "a")
     ties = (found.top_values[:, 1:] == found.top_values[:, :-1]) & (found.top_positions[:, 1:] >= 0)
     assert int(ties.sum()) > D_SAE // 4
+    dense = torch.cat([sae.eval().encode(part).to_dense() for part in x.split(32)])
+    best = dense.t().sort(descending=True, stable=True)
+    assert torch.equal(found.top_positions, torch.where(best.values[:, :5] > 0, best.indices[:, :5], -1))
+
+
+def test_a_rank_that_does_not_call_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def new_group(**_: Any) -> None:
+        raise RuntimeError("wait timeout after 1800000ms")
+
+    for name, value in (("is_initialized", True), ("get_world_size", 2), ("get_rank", 0)):
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    with pytest.raises(RuntimeError, match=r"has 2 ranks, and not all of them have come here. Call it on each of them"):
+        extract(source(), model(), tmp_path / "out", **SIZES)
 
 
 def test_killed(tmp_path: Path) -> None:

@@ -45,7 +45,9 @@ def extract(
     context_size: int = typer.Option(128, min=2, help="With --model: tokens that it reads as one."),
     contexts: int = typer.Option(16, min=1, help="With --model: contexts that it reads at once."),
     key: str | None = typer.Option(None, help="The tensor of each .safetensors file, where it holds several."),
-    device: str = typer.Option("auto", help="auto (the GPU if there is one), cpu, cuda or cuda:N."),
+    device: str = typer.Option(
+        "auto", help="auto (the GPU if there is one; by torchrun, each its own), cpu, cuda or cuda:N."
+    ),
     batch_size: int = typer.Option(4096, min=1, help="Rows at once."),
     shard_rows: int = typer.Option(65536, min=1, help="Rows a file; a multiple of --batch-size."),
     top: int = typer.Option(16, min=0, help="How many of its largest values to keep of each latent."),

@@ -30,6 +30,8 @@ class Ranks:
             # A group of its own, so that a thread can speak in it while others use theirs, and of gloo, which needs no
             # GPU: only descriptions and statistics go through it.
             try:
+                # Whether all of them come shows within the usual time; from then on they may wait for longer.
+                dist.destroy_process_group(dist.new_group(backend="gloo"))
                 self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
             except RuntimeError as error:
                 raise RuntimeError(

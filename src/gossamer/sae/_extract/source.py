@@ -67,7 +67,8 @@ class Source:
 
     def __init__(self, source: Any, key: str | None, size: int, like: Tensor) -> None:
         self.arrays: list[Array] | None = None
-        self.text: Text | None = getattr(source, "text", None)
+        text = getattr(source, "text", None)
+        self.text: Text | None = text if isinstance(text, Text) else None
         self.size, self.like = size, like
         self._rows_from: Callable[[int], Iterable[Any]] | None = None
         if isinstance(source, Tensor | np.ndarray):
