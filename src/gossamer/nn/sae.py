@@ -15,11 +15,12 @@ class SAELoss(NamedTuple):
     """What `loss` returns; every tensor on the device, none of them waited for.
 
     Args:
-        loss: `[]`, mse + l0_penalty: call `backward()` on it.
+        loss: `[]`, mse + l0_penalty + dead_loss: call `backward()` on it.
         mse: `[]`, the squared error of a row, summed over d_in, mean over rows.
-        l0_penalty: `[]`, l0_coefficient times l0; 0 for TopK.
+        l0_penalty: `[]`, l0_coefficient times the penalty; 0 for TopK.
         l0: `[]`, float32, values of a row that differ from 0, mean over rows, without a gradient.
         reconstruction: `[..., d_in]`.
+        dead_loss: `[]`, what dead latents add, coefficient included; 0 where none is dead.
     """
 
     loss: Tensor
@@ -27,13 +28,15 @@ class SAELoss(NamedTuple):
     l0_penalty: Tensor
     l0: Tensor
     reconstruction: Tensor
+    dead_loss: Tensor
 
 
 class _SAE(torch.nn.Module):
-    """Parameters with SAELens's names and layouts, and what both autoencoders share."""
+    """Parameters with SAELens's names and layouts, and what the autoencoders share."""
 
     firing_counts: Tensor
     steps_since_fired: Tensor
+    dead_after: int
 
     def __init__(self, d_in: int, d_sae: int, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
         super().__init__()
@@ -68,13 +71,44 @@ class _SAE(torch.nn.Module):
         """x `[..., d_in]` -> reconstruction `[..., d_in]`."""
         return self.decode(self.encode(x))
 
+    def dead(self) -> Tensor:
+        """Bool `[d_sae]`, on the device: which latents have been silent for `dead_after` calls of `encode` or more."""
+        return self.steps_since_fired >= self.dead_after
+
+    @torch.no_grad()
+    def initialize_(self, x: Tensor) -> None:
+        """Sets b_dec to the geometric median of x `[..., d_in]`, a sample of what is to be reconstructed.
+
+        Source: Bricken et al. 2023, "Towards Monosemanticity", on initialisation.
+        """
+        self.b_dec.copy_(geometric_median(x.reshape(-1, x.shape[-1])))
+
+    @torch.no_grad()
+    def normalize_decoder_(self) -> None:
+        """Scales the rows of W_dec to norm 1, for those who constrain them; call it after `optimizer.step()`."""
+        self.W_dec.div_(torch.linalg.vector_norm(self.W_dec, dim=1, keepdim=True).clamp(min=1e-8))
+
+    @torch.no_grad()
+    def project_decoder_gradient_(self) -> None:
+        """Takes from the gradient of W_dec what would only change the norms of its rows; call it before
+        `optimizer.step()`, and `normalize_decoder_` after it.
+
+        Source: Bricken et al. 2023, "Towards Monosemanticity", on training.
+        """
+        if self.W_dec.grad is not None:
+            along = torch.linalg.vecdot(self.W_dec.grad, self.W_dec) / torch.linalg.vecdot(self.W_dec, self.W_dec)
+            self.W_dec.grad.addcmul_(along.nan_to_num()[:, None], self.W_dec, value=-1)
+
     def _encode(self, x: Tensor) -> tuple[ELL, Tensor]:
         """(latents, l0 of each row)"""
         raise NotImplementedError
 
-    def _latents(self, x: Tensor, **options: Any) -> tuple[ELL, Tensor]:
+    def _latents(
+        self, x: Tensor, *, W_enc: Tensor | None = None, b_enc: Tensor | None = None, **options: Any
+    ) -> tuple[ELL, Tensor]:
         """The one place that encodes: where the latents are spread over processes, it is another function."""
-        return sae.encode_with_l0(x, self.W_enc, self.b_enc, **options)
+        weights = (self.W_enc, self.b_enc) if W_enc is None else (W_enc, b_enc)
+        return sae.encode_with_l0(x, *weights, **options)
 
     def _counted(self, rows: ELL, l0: Tensor) -> tuple[ELL, Tensor]:
         if self.training:
@@ -84,16 +118,103 @@ class _SAE(torch.nn.Module):
                 self.steps_since_fired.copy_(torch.where(fired > 0, 0, self.steps_since_fired + 1))
         return rows, l0
 
-    def _loss(self, x: Tensor, l0_coefficient: float) -> SAELoss:
+    def _loss(self, x: Tensor, target: Tensor) -> SAELoss:
         rows, l0 = self._encode(x)
         reconstruction = self.decode(rows)
-        error = (reconstruction.to(self._wide) - x.to(self._wide)).square()
-        mse, l0 = error.sum(-1).mean(), l0.mean()
-        penalty = l0_coefficient * l0
-        return SAELoss(mse + penalty, mse, penalty, l0.detach(), reconstruction)
+        residual = target.to(self._wide) - reconstruction.to(self._wide)
+        mse = residual.square().sum(-1).mean()
+        penalty, dead = self._penalty(rows, l0), mse.new_zeros(())
+        if self.training:
+            dead = self._dead_loss(x, residual.detach())
+        return SAELoss(mse + penalty + dead, mse, penalty, l0.detach().mean(), reconstruction, dead)
+
+    def _penalty(self, rows: ELL, l0: Tensor) -> Tensor:
+        return l0.new_zeros(())
+
+    def _dead_loss(self, x: Tensor, residual: Tensor) -> Tensor:
+        return residual.new_zeros(())
+
+    def _longest_silent(self, count: int) -> tuple[Tensor, Tensor]:
+        """(which latents, whether each is dead), of the equally silent the first: how many are dead only the device
+        knows, so sizes are fixed."""
+        which = self._silence(0, self.d_sae).topk(min(count, self.d_sae)).indices
+        return which, self.dead()[which]
+
+    def _silence(self, first: int, d_sae: int) -> Tensor:
+        """int64 keys that order latents by their silence, of which no two are equal; `first` is the first's index."""
+        ties = torch.arange(first, first + len(self.steps_since_fired), device=self.steps_since_fired.device)
+        return self.steps_since_fired * d_sae + (d_sae - 1 - ties)
 
 
-class TopKSAE(_SAE):
+class _Reviving(_SAE):
+    """What TopK and BatchTopK do for dead latents."""
+
+    aux_coefficient: float
+    aux_k: int
+    k: int
+
+    def _set_aux(self, operator: str, aux_coefficient: float, aux_k: int | None, dead_after: int) -> None:
+        checks.number(operator, "aux_coefficient", aux_coefficient, "0 leaves dead latents dead.", zero=True)
+        checks.positive(operator, "dead_after", dead_after, "It is a number of calls of encode.")
+        if aux_k is not None:
+            checks.positive(operator, "aux_k", aux_k, "It is the number of dead latents per row.")
+        self.aux_coefficient, self.dead_after = aux_coefficient, dead_after
+        self.aux_k = min(aux_k or max(self.d_in // 2, 1), self.d_sae)
+
+    def _dead_loss(self, x: Tensor, residual: Tensor) -> Tensor:
+        if not self.aux_coefficient:
+            return residual.new_zeros(())
+        which, dead = self._longest_silent(2 * self.aux_k)
+        biases = torch.where(dead, self.b_enc[which], -torch.inf)
+        rows, _ = self._latents(
+            x, W_enc=self.W_enc[:, which], b_enc=biases, activation="topk", k=self.aux_k, b_dec=self._centre
+        )
+        estimate = self._estimate(rows, self.W_dec[which])
+        loss = (estimate.to(residual.dtype) - residual).square().sum(-1).mean()
+        return self.aux_coefficient * torch.where(self._any(dead), loss, 0)
+
+    def _estimate(self, rows: ELL, W_dec: Tensor) -> Tensor:
+        # A half of these columns or less is in a row: too many for sparse products to pay.
+        return rows.to_dense() @ W_dec.to(rows.dtype)
+
+    def _any(self, flags: Tensor) -> Tensor:
+        return flags.any()
+
+    @property
+    def _centre(self) -> Tensor | None:
+        """What is subtracted from x before it is encoded."""
+        return self.b_dec
+
+
+def geometric_median(x: Tensor, iterations: int = 100) -> Tensor:
+    """The point with the smallest sum of distances to the rows of x: a mean that outliers do not drag along.
+
+    Args:
+        x: `[M, D]`, float, M at least 1.
+        iterations: of Weiszfeld's algorithm.
+
+    Returns:
+        `[D]`, in float32 at least, without a host sync or a gradient.
+
+    Raises:
+        ValueError: x is no matrix, or has no row.
+
+    Source: Weiszfeld 1937; for autoencoders Bricken et al. 2023, "Towards Monosemanticity".
+
+    >>> geometric_median(torch.tensor([[0.0], [1.0], [100.0]])).round().tolist()
+    [1.0]
+    """
+    if x.dim() != 2 or not x.shape[0]:
+        raise ValueError(f"nn.geometric_median: x must have shape [M, D] with M of at least 1, got {list(x.shape)}.")
+    rows = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    median = rows.mean(0)
+    for _ in range(iterations):
+        weights = 1 / torch.linalg.vector_norm(rows - median, dim=1).clamp(min=1e-6)
+        median = weights @ rows / weights.sum()
+    return median
+
+
+class TopKSAE(_Reviving):
     """A sparse autoencoder that keeps the k largest latents of each row.
 
     Decoder rows start with unit norm and the encoder as their transpose. Biases are made in float32 whatever `dtype`
@@ -103,11 +224,15 @@ class TopKSAE(_SAE):
         d_in: size of the vectors to encode.
         d_sae: number of latents.
         k: latents to keep per row.
+        aux_coefficient: weight of the loss that lets dead latents explain what the others leave over; 0: none.
+        aux_k: how many dead latents a row takes for that; None is half of d_in. They are chosen among the 2 * aux_k
+            that have been silent longest, so that no size depends on how many are dead.
+        dead_after: for how many calls of `encode` in training a latent is silent before it counts as dead.
         dtype: of the weights; None takes PyTorch's default.
         device: of the parameters.
 
     Raises:
-        ValueError: a size below 1, or k above d_sae.
+        ValueError: a size below 1, k above d_sae, or an aux_coefficient below 0.
         TypeError: a size that is no int, or a dtype that is not floating.
 
     Attributes:
@@ -116,7 +241,7 @@ class TopKSAE(_SAE):
         firing_counts: int64 `[d_sae]`, how many rows each latent fired in while training.
         steps_since_fired: int64 `[d_sae]`, for how many calls of `encode` while training each latent has been silent.
 
-    Source: Gao et al. 2024, "Scaling and evaluating sparse autoencoders".
+    Source: Gao et al. 2024, "Scaling and evaluating sparse autoencoders"; appendix A.2 for the auxiliary loss.
 
     >>> TopKSAE(4, 16, k=2)(torch.randn(3, 4)).shape
     torch.Size([3, 4])
@@ -128,27 +253,32 @@ class TopKSAE(_SAE):
         d_sae: int,
         k: int,
         *,
+        aux_coefficient: float = 1 / 32,
+        aux_k: int | None = None,
+        dead_after: int = 2500,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(d_in, d_sae, dtype, device)
-        checks.positive("nn.TopKSAE", "k", k, "It is the number of latents to keep per row.")
+        operator = f"nn.{type(self).__name__}"
+        checks.positive(operator, "k", k, "It is the number of latents to keep per row.")
         if k > d_sae:
-            raise ValueError(f"nn.TopKSAE: k must be at most d_sae = {d_sae}, got {k}.")
+            raise ValueError(f"{operator}: k must be at most d_sae = {d_sae}, got {k}.")
         self.k = k
+        self._set_aux(operator, aux_coefficient, aux_k, dead_after)
 
     def _encode(self, x: Tensor) -> tuple[ELL, Tensor]:
-        return self._counted(*self._latents(x, activation="topk", k=self.k, b_dec=self.b_dec))
+        return self._counted(*self._latents(x, activation="topk", k=self.k, b_dec=self._centre))
 
     def loss(self, x: Tensor) -> SAELoss:
-        """The reconstruction loss of x `[..., d_in]`; the L0 penalty is 0."""
-        return self._loss(x, 0.0)
+        """The loss of x `[..., d_in]`; the L0 penalty is 0."""
+        return self._loss(x, x)
 
     def extra_repr(self) -> str:
         return f"d_in={self.d_in}, d_sae={self.d_sae}, k={self.k}"
 
 
-class BatchTopKSAE(_SAE):
+class BatchTopKSAE(_Reviving):
     """A sparse autoencoder that keeps the k * M largest latents of a batch of M rows: k on average, as rows need them.
 
     In training mode a batch competes for its k * M entries, and a running mean follows the smallest value that gets
@@ -161,11 +291,12 @@ class BatchTopKSAE(_SAE):
         k: latents to keep per row, on average.
         threshold_rate: how much of a batch goes into the running mean. The first batch sets it.
         capacity: slots per row of the latents, as in `sae.encode`. Rows beyond it stay exact but cost as much as dense.
+        aux_coefficient, aux_k, dead_after: as in `TopKSAE`.
         dtype: of the weights; None takes PyTorch's default.
         device: of the parameters.
 
     Raises:
-        ValueError: a size below 1, k above d_sae, or a threshold_rate outside (0, 1].
+        ValueError: a size below 1, k above d_sae, a threshold_rate outside (0, 1], or an aux_coefficient below 0.
         TypeError: a size that is no int, or a dtype that is not floating.
 
     Attributes:
@@ -190,6 +321,9 @@ class BatchTopKSAE(_SAE):
         *,
         threshold_rate: float = 0.01,
         capacity: int | None = None,
+        aux_coefficient: float = 1 / 32,
+        aux_k: int | None = None,
+        dead_after: int = 2500,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -203,6 +337,7 @@ class BatchTopKSAE(_SAE):
         if capacity is not None:
             checks.positive("nn.BatchTopKSAE", "capacity", capacity, "It is the number of slots per row.")
         self.k, self.threshold_rate, self.capacity = k, threshold_rate, capacity
+        self._set_aux("nn.BatchTopKSAE", aux_coefficient, aux_k, dead_after)
         self.register_buffer("threshold", torch.zeros((), dtype=self._wide, device=device))
 
     def _encode(self, x: Tensor) -> tuple[ELL, Tensor]:
@@ -232,8 +367,8 @@ class BatchTopKSAE(_SAE):
         return torch.as_tensor(smallest, dtype=self._wide, device=self.threshold.device)
 
     def loss(self, x: Tensor) -> SAELoss:
-        """The reconstruction loss of x `[..., d_in]`; the L0 penalty is 0."""
-        return self._loss(x, 0.0)
+        """The loss of x `[..., d_in]`; the L0 penalty is 0."""
+        return self._loss(x, x)
 
     def extra_repr(self) -> str:
         return f"d_in={self.d_in}, d_sae={self.d_sae}, k={self.k}"
@@ -243,20 +378,31 @@ class JumpReLUSAE(_SAE):
     """A sparse autoencoder that keeps latents above a threshold each latent learns.
 
     Thresholds are trained by straight-through estimates with a rectangle of width `bandwidth` as kernel, towards a
-    small reconstruction error and a small L0. Initialisation and dtypes are those of `TopKSAE`.
+    small reconstruction error and a small L0. Initialisation and dtypes are those of `TopKSAE`. Three published recipes
+    are `penalty="step"` (Rajamanoharan et al. 2024), `penalty="quadratic"` (Gemma Scope 2) and
+    `penalty="tanh", ste_to_input=True, pre_act_coefficient=3e-6` (Conerly et al. 2025).
 
     Args:
         d_in: size of the vectors to encode.
         d_sae: number of latents.
         bandwidth: width of the window around its threshold in which a latent trains it.
-        l0_coefficient: what a latent that fires costs in the loss, where the squared error is summed over d_in.
+        l0_coefficient: weight of the penalty in the loss, where the squared error is summed over d_in.
+        penalty: `"step"` is L0; `"quadratic"` 2 / target_l0 * (L0 - target_l0)^2 of each row; `"tanh"` the sum over
+            latents of tanh(tanh_scale * value * norm of its decoder row).
+        target_l0: for `"quadratic"`.
+        tanh_scale: for `"tanh"`.
+        ste_to_input: whether the straight-through estimate reaches the pre-activations too, not the threshold alone.
+        pre_act_coefficient: weight of what pulls dead latents towards their thresholds: the sum over them of
+            relu(threshold - pre-activation) * norm of the decoder row, among the 2 * d_in that were silent longest.
+        dead_after: for how many calls of `encode` in training a latent is silent before it counts as dead.
         initial_threshold: of every latent.
         capacity: slots per row of the latents, as in `sae.encode`. Rows beyond it stay exact but cost as much as dense.
         dtype: of the weights; None takes PyTorch's default.
         device: of the parameters.
 
     Raises:
-        ValueError: a size below 1, a bandwidth or initial threshold that is not above 0, or an l0_coefficient below 0.
+        ValueError: a size below 1, a bandwidth, scale or initial threshold that is not above 0, a coefficient below 0,
+            an unknown penalty, or `"quadratic"` without a target.
         TypeError: a size that is no int, or a dtype that is not floating.
 
     Attributes:
@@ -266,7 +412,8 @@ class JumpReLUSAE(_SAE):
         firing_counts, steps_since_fired: as in `TopKSAE`.
 
     Source: Rajamanoharan et al. 2024, "Jumping Ahead: Improving Reconstruction Fidelity with JumpReLU Sparse
-    Autoencoders".
+    Autoencoders"; Google DeepMind 2025, "Gemma Scope 2"; Conerly et al. 2025, "Dictionary Learning Optimization
+    Techniques".
 
     >>> JumpReLUSAE(4, 16).loss(torch.randn(3, 4)).loss.backward()
     """
@@ -278,6 +425,12 @@ class JumpReLUSAE(_SAE):
         *,
         bandwidth: float = 0.001,
         l0_coefficient: float = 0.001,
+        penalty: str = "step",
+        target_l0: float | None = None,
+        tanh_scale: float = 4.0,
+        ste_to_input: bool = False,
+        pre_act_coefficient: float = 0.0,
+        dead_after: int = 2500,
         initial_threshold: float = 0.001,
         capacity: int | None = None,
         dtype: torch.dtype | None = None,
@@ -287,9 +440,22 @@ class JumpReLUSAE(_SAE):
         checks.number("nn.JumpReLUSAE", "bandwidth", bandwidth, "It is the width of a window.")
         checks.number("nn.JumpReLUSAE", "initial_threshold", initial_threshold, "Its logarithm is trained.")
         checks.number("nn.JumpReLUSAE", "l0_coefficient", l0_coefficient, "0 leaves L0 alone.", zero=True)
+        checks.number("nn.JumpReLUSAE", "tanh_scale", tanh_scale, "It is what values are multiplied with.")
+        checks.number("nn.JumpReLUSAE", "pre_act_coefficient", pre_act_coefficient, "0 leaves it out.", zero=True)
+        checks.positive("nn.JumpReLUSAE", "dead_after", dead_after, "It is a number of calls of encode.")
         if capacity is not None:
             checks.positive("nn.JumpReLUSAE", "capacity", capacity, "It is the number of slots per row.")
+        if penalty not in ("step", "quadratic", "tanh"):
+            raise ValueError(f'nn.JumpReLUSAE: penalty must be "step", "quadratic" or "tanh", got {penalty!r}.')
+        if (target_l0 is not None) != (penalty == "quadratic"):
+            raise ValueError(
+                f'nn.JumpReLUSAE: target_l0 belongs to penalty="quadratic", got {target_l0} for {penalty!r}.'
+            )
+        if target_l0 is not None:
+            checks.number("nn.JumpReLUSAE", "target_l0", target_l0, "It is the number of latents a row should have.")
         self.bandwidth, self.l0_coefficient, self.capacity = bandwidth, l0_coefficient, capacity
+        self.penalty, self.target_l0, self.tanh_scale = penalty, target_l0, tanh_scale
+        self.ste_to_input, self.pre_act_coefficient, self.dead_after = ste_to_input, pre_act_coefficient, dead_after
         start = torch.full((d_sae,), math.log(initial_threshold), dtype=self._wide, device=device)
         self.log_threshold = torch.nn.Parameter(start)
 
@@ -306,12 +472,32 @@ class JumpReLUSAE(_SAE):
                 threshold=self.threshold,
                 bandwidth=self.bandwidth,
                 capacity=self.capacity,
+                **({"ste_to_input": True} if self.ste_to_input else {}),
             )
         )
 
     def loss(self, x: Tensor) -> SAELoss:
-        """Reconstruction loss plus L0 penalty of x `[..., d_in]`."""
-        return self._loss(x, self.l0_coefficient)
+        """Reconstruction loss plus penalties of x `[..., d_in]`."""
+        return self._loss(x, x)
+
+    def _penalty(self, rows: ELL, l0: Tensor) -> Tensor:
+        if self.target_l0 is not None:
+            l0 = 2 / self.target_l0 * (l0 - self.target_l0).square()
+        elif self.penalty == "tanh":
+            l0 = sae.tanh_l0(rows, self.tanh_scale * self._decoder_norms(self.W_dec))
+        return self.l0_coefficient * l0.mean()
+
+    def _dead_loss(self, x: Tensor, residual: Tensor) -> Tensor:
+        if not self.pre_act_coefficient:
+            return residual.new_zeros(())
+        which, dead = self._longest_silent(2 * self.d_in)
+        pre = x @ self.W_enc[:, which].to(x.dtype) + self.b_enc[which]
+        below = (self.threshold[which] - pre).relu() * self._decoder_norms(self.W_dec[which])
+        return self.pre_act_coefficient * torch.where(dead, below, 0).sum(-1).mean()
+
+    def _decoder_norms(self, W_dec: Tensor) -> Tensor:
+        """`[latents]`, in the wide dtype; 0 has the gradient 0."""
+        return torch.linalg.vector_norm(W_dec, dim=1, dtype=self._wide)
 
     def extra_repr(self) -> str:
         return f"d_in={self.d_in}, d_sae={self.d_sae}, bandwidth={self.bandwidth}, l0_coefficient={self.l0_coefficient}"
