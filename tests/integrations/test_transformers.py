@@ -331,7 +331,7 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     busiest = int(found.firing_counts.argmax())
     code, output = run("show", tmp_path / "out", "--feature", busiest)
     before, token, after = found.context(int(found.top_positions[busiest, 0]))
-    assert code == 0 and " ".join(f"{before}[{token}]{after}".replace("\n", "⏎").split()) in output
+    assert code == 0 and " ".join(f"{before}«{token}»{after}".replace("\n", "⏎").split()) in output
     for arguments, message in (
         ((*extracted, tmp_path / "model"), "--model and --hook belong together"),
         ((*extracted, tmp_path / "none", "--hook", "x"), "--model: "),

@@ -196,11 +196,11 @@ def _latents(features: str, d_sae: int) -> list[int]:
 
 
 def _marked(found: operators.Extraction, row: int) -> list[Text]:
-    """The text around a row, if it is known, on one line; brackets show the token where colours do not."""
+    """The text around a row, if it is known, on one line; quotation marks show the token where colours do not."""
     if not found.has_text:
         return []
     before, token, after = (visible(part) for part in found.context(row))
-    return [Text.assemble(before, ("[" + token + "]", "bold reverse"), after)]
+    return [Text.assemble(before, ("«" + token + "»", "bold reverse"), after)]
 
 
 def _show_all(console: Console, found: operators.Extraction, rows: int) -> None:
