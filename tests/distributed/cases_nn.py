@@ -18,17 +18,25 @@ from gossamer import nn
 D_IN, D_SAE, STEPS = 9, 31, 6
 ROWS = 4  # of a rank: few enough that latents stay silent for a step
 KINDS = ("topk", "batchtopk", "jumprelu")
+# With what sums over latents, or over the dead of them: few enough steps to die in, and more dead than are taken.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "topk": {"aux_coefficient": 0.3, "aux_k": 2, "dead_after": 1},
+    "batchtopk": {"aux_coefficient": 0.3, "aux_k": 5, "dead_after": 2},
+    "jumprelu": {"penalty": "quadratic", "target_l0": 3.0, "ste_to_input": True},
+    "jumprelu tanh": {"penalty": "tanh", "pre_act_coefficient": 0.05, "dead_after": 1},
+}
 
 
 def make(kind: str, device: torch.device, seed: int = 0, **options: Any) -> Any:
     torch.manual_seed(seed)
     options = {"dtype": torch.float64 if device.type == "cpu" else torch.float32} | options
+    kind = kind.split()[0]
     if kind == "topk":
         return nn.TopKSAE(D_IN, D_SAE, 4, **options).to(device)
     if kind == "batchtopk":
         return nn.BatchTopKSAE(D_IN, D_SAE, 4, threshold_rate=0.25, **options).to(device)
-    jump = {"bandwidth": 0.3, "initial_threshold": 0.5, "l0_coefficient": 0.05}
-    return nn.JumpReLUSAE(D_IN, D_SAE, **jump, **options).to(device)
+    options |= {"bandwidth": 0.3, "initial_threshold": 0.5, "l0_coefficient": 0.05}
+    return nn.JumpReLUSAE(D_IN, D_SAE, **options).to(device)
 
 
 def batches(rows: int, device: torch.device) -> Tensor:
@@ -69,8 +77,8 @@ def assert_same(got: Any, want: Any, what: str) -> None:
 def case_sharded_training(rank: int, world: int, device: torch.device) -> None:
     """Losses, statistics, the threshold and, once gathered, the parameters are those of one process."""
     x, compared = batches(12, device).view(STEPS, 3, 4, D_IN), []
-    for kind in KINDS:
-        one = make(kind, device)
+    for kind, options in [*((kind, {}) for kind in KINDS), *VARIANTS.items()]:
+        one = make(kind, device, **options)
         begun = {name: tensor.clone() for name, tensor in one.state_dict().items()}
         model = nn.shard(one)
         parts = dict(model.named_parameters())

@@ -472,7 +472,7 @@ class JumpReLUSAE(_SAE):
                 threshold=self.threshold,
                 bandwidth=self.bandwidth,
                 capacity=self.capacity,
-                **({"ste_to_input": True} if self.ste_to_input else {}),
+                ste_to_input=self.ste_to_input,
             )
         )
 
