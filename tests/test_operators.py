@@ -73,11 +73,14 @@ def _encode(device: torch.device) -> None:
         {"activation": "relu"},
         {"activation": "jumprelu", "threshold": threshold, "bandwidth": 0.5, "capacity": 3},
         {"activation": "jumprelu", "threshold": threshold, "bandwidth": 0.5, "capacity": N},
+        {"activation": "jumprelu", "threshold": threshold, "bandwidth": 0.5, "capacity": 3, "ste_to_input": True},
         {"activation": "topk", "k": 4},
         {"activation": "batchtopk", "k": 4},
+        {"activation": "topk", "k": 4, "scale": torch.rand(N, device=device)},
     ):
         rows, l0 = sae.encode_with_l0(x, W, b, **options)
-        (rows.to_dense().sum() + l0.sum()).backward()
+        scale = torch.rand(N, device=device, requires_grad=True)
+        (rows.to_dense().sum() + l0.sum() + sae.tanh_l0(rows, scale).sum()).backward()
         sae.count_fired(rows)
 
 

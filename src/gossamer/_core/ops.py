@@ -90,7 +90,8 @@ def shortcut(operator: Any, device: torch.device) -> Callable[..., Any]:
     a profiler), else the operator. The dispatcher takes some 3 of the 20 us of a small operator.
     """
     watched = (
-        torch._C._len_torch_dispatch_stack()
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
         or torch.autograd._profiler_enabled()
@@ -98,8 +99,8 @@ def shortcut(operator: Any, device: torch.device) -> Callable[..., Any]:
     return operator if watched else _implementations[operator].get(device.type, operator)
 
 
-def in_backward(operator: Any, *tensors: torch.Tensor | None) -> Callable[..., Any]:
-    """`shortcut` in a backward pass; the operator itself where that pass is differentiated or traced."""
+def directly(operator: Any, *tensors: torch.Tensor | None) -> Callable[..., Any]:
+    """`shortcut` where gradients are off, as in most backward passes; the operator itself where they are on."""
     if torch.is_grad_enabled() or any(t is not None and type(t) not in _PLAIN for t in tensors):
         return operator
     return shortcut(operator, next(t.device for t in tensors if t is not None))

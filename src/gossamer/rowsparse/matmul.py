@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer._core.ops import in_backward, register
+from gossamer._core.ops import directly, register
 from gossamer.rowsparse._torch import matmul as _cpu
 from gossamer.rowsparse._torch.sampled_matmul import sampled_matmul as _cpu_sampled
 from gossamer.rowsparse.formats import Rows
@@ -82,13 +82,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_values = grad_source = grad_weight = grad_bias = None
     products = None
     if needs[4]:
-        columns = in_backward(transpose_keys, indices, offsets)(indices, offsets, weight.shape[0])
+        columns = directly(transpose_keys, indices, offsets)(indices, offsets, weight.shape[0])
         sampled = weight if needs[0] else None
         grad_weight, products = gradients(grad, indices, columns, values, offsets, source, sampled, weight.dtype)
     if needs[3] or (needs[0] and not needs[4]):
         # What has no entry has no gradient, but that is for whoever made the source to say.
         wanted = source if needs[3] else None
-        call = in_backward(_sampled, grad, weight, source)
+        call = directly(_sampled, grad, weight, source)
         products, dense = call(grad, weight, indices, offsets, wanted, False, False, products)
         grad_source = dense.to(source.dtype) if needs[3] else None
     if needs[0] and products is not None:
@@ -126,7 +126,7 @@ def gradients(
     Without `weight` there is no gradient of values. It is 0 at overflowed rows.
     """
     col_offsets, keys, _ = columns
-    call = in_backward(_matmul_bwd, grad, values, source, weight)
+    call = directly(_matmul_bwd, grad, values, source, weight)
     grad_weight, products = call(grad, indices, keys, col_offsets, values, offsets, source, weight, dtype)
     return grad_weight, None if weight is None else products
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks, tuning
-from gossamer._core.ops import in_backward, register, shortcut
+from gossamer._core.ops import directly, register, shortcut
 from gossamer.rowsparse import pack
 from gossamer.rowsparse.formats import Rows, _RowSparse
 from gossamer.rowsparse.matmul import _matmul, _sampled, check_dtypes, check_weight, gradients
@@ -148,7 +148,8 @@ def _decode_rows(
     if autocast.enabled(W_dec.device):
         values, source, W_dec = autocast.cast(values, source, W_dec)  # type: ignore[assignment]
     check_dtypes(operator, "acts", values, "W_dec", W_dec)
-    out = _matmul(values, indices, offsets, source, W_dec, b_dec, out_dtype)
+    call = _matmul if autocast.enabled(W_dec.device) else directly(_matmul, values, W_dec, b_dec)
+    out = call(values, indices, offsets, source, W_dec, b_dec, out_dtype)
     return out.view(*rows.shape[:-1], W_dec.shape[1])
 
 
@@ -243,11 +244,11 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
     acts, weight, values, indices, nnz = ctx.saved_tensors
     grad_acts = grad_weight = grad_bias = products = None
     if ctx.needs_input_grad[1]:
-        columns = in_backward(transpose_keys, indices, nnz)(indices, nnz, weight.shape[0])
+        columns = directly(transpose_keys, indices, nnz)(indices, nnz, weight.shape[0])
         sampled = weight if ctx.needs_input_grad[0] else None
         grad_weight, products = gradients(grad, indices, columns, values, nnz, acts, sampled, weight.dtype)
     if ctx.needs_input_grad[0]:
-        call = in_backward(_sampled, grad, weight, acts)
+        call = directly(_sampled, grad, weight, acts)
         grad_acts = call(grad, weight, indices, nnz, acts, True, True, products)[1].to(values.dtype)
     if ctx.needs_input_grad[2]:
         grad_bias = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(ctx.bias_dtype)

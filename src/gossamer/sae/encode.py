@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer._core.ops import in_backward, register
+from gossamer._core.ops import directly, register
 from gossamer.rowsparse import ELL
 from gossamer.rowsparse.dense_transpose import dense_transpose
+from gossamer.rowsparse.formats import made_ell
 from gossamer.rowsparse.matmul import _matmul, check_dtypes, gradients
 from gossamer.rowsparse.pack import default_capacity
 from gossamer.rowsparse.transpose import transpose_keys
@@ -155,12 +156,13 @@ def _encode(
         capacity = default_capacity(n)
     window = bandwidth if bandwidth is not None and torch.is_grad_enabled() else 0.0
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    values, indices, nnz, source, l0 = _sae_encode(
+    call = _sae_encode if autocast.enabled(x.device) else directly(_sae_encode, flat, W_enc, b_enc, b_dec, threshold)
+    values, indices, nnz, source, l0 = call(
         flat, W_enc, b_enc, b_dec, threshold, activation, k or 0, window, capacity, capacity < most,
         None if scale is None else scale.detach(), ste_to_input,
     )  # fmt: skip
-    shape = (*x.shape[:-1], n)
-    return ELL(values, indices, nnz, shape, source if capacity < most else None), l0.view(x.shape[:-1])
+    rows = made_ell(values, indices, nnz, (*x.shape[:-1], n), source if capacity < most else None)
+    return rows, l0.view(x.shape[:-1])
 
 
 def _check_operands(
@@ -291,12 +293,12 @@ def _backward(
     if need_x:
         grad_x = _matmul(grad_pre, indices, counts, dense, weight.t(), None, x.dtype)
     if need_weight or need_bias or need_threshold or need_b_dec:
-        columns = in_backward(transpose_keys, indices, nnz)(indices, nnz, weight.shape[1])
+        columns = directly(transpose_keys, indices, nnz)(indices, nnz, weight.shape[1])
     if need_weight:
         inner = (x if b_dec is None else x - b_dec).to(weight.dtype)
         grad_weight = gradients(inner, indices, columns, grad_pre, counts, dense, None, weight.dtype)[0]
         # In the layout of the parameter, or autograd would copy it into that, at a fifth of the speed.
-        grad_weight = in_backward(dense_transpose, grad_weight)(grad_weight)
+        grad_weight = directly(dense_transpose, grad_weight)(grad_weight)
     if need_bias or need_threshold or (need_b_dec and not need_x):
         if grad_source is None:
             grad_source = values.new_zeros(1, 1).expand_as(source)

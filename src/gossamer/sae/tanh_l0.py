@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer._core.ops import in_backward, register
+from gossamer._core.ops import directly, register
 from gossamer.rowsparse import ELL
 from gossamer.rowsparse.matmul import parts
 from gossamer.rowsparse.transpose import transpose_keys
@@ -56,14 +56,14 @@ def _context(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     values, indices, nnz, source, scale = ctx.saved_tensors
-    call = in_backward(_tanh_l0_bwd, grad, values, scale)
+    call = directly(_tanh_l0_bwd, grad, values, scale)
     grad_values, grad_source, slope, slope_source = call(grad, values, indices, nnz, source, scale)
     grad_scale = None
     if ctx.needs_input_grad[4]:
-        columns = in_backward(transpose_keys, indices, nnz)(indices, nnz, scale.shape[0])
+        columns = directly(transpose_keys, indices, nnz)(indices, nnz, scale.shape[0])
         none = grad.new_zeros(1).expand_as(nnz)
         stored = slope_source if source is None else source
-        sums = in_backward(_bwd_columns, slope, values)(
+        sums = directly(_bwd_columns, slope, values)(
             slope, slope_source, none, *columns, values, nnz, stored, None, 0.0
         )
         grad_scale = sums[0].to(scale.dtype)

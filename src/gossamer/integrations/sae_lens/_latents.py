@@ -177,7 +177,8 @@ class HiddenPre(Lazy):
 
     def columns(self, which: Tensor) -> Tensor:
         """`[..., len(which)]` of the columns `which`, not scaled."""
-        return self._inner() @ self.sae.W_enc[:, which] + self.sae.b_enc[which]
+        # Its gradient is an addition, where that of indexing sorts first.
+        return self._inner() @ self.sae.W_enc.index_select(1, which) + self.sae.b_enc.index_select(0, which)
 
 
 def _materialize(value: Any) -> Any:

@@ -118,7 +118,7 @@ def calculate_topk_aux_loss(
     residual = (sae_in - sae_out).detach()
     most = sae_in.shape[-1] // 2
     k = min(most, dead.numel())
-    acts, W_dec = hidden_pre.columns(dead), self.W_dec[dead]
+    acts, W_dec = hidden_pre.columns(dead), self.W_dec.index_select(0, dead)
     if k < dead.numel():
         ranked = acts.detach()
         if self.cfg.rescale_acts_by_decoder_norm:
@@ -149,7 +149,8 @@ def calculate_aux_loss(
         if dead is None or not dead.numel():
             losses["pre_act_loss"] = sae_out.new_tensor(0.0, dtype=hidden_pre.dtype)
         else:
-            below = (self.threshold[dead] - hidden_pre.columns(dead)).relu() * self.W_dec[dead].norm(dim=1)
+            norms = self.W_dec.index_select(0, dead).norm(dim=1)
+            below = (self.threshold.index_select(0, dead) - hidden_pre.columns(dead)).relu() * norms
             loss = self.cfg.pre_act_loss_coefficient * below.sum(dim=-1).mean()
             losses["pre_act_loss"] = loss.to(hidden_pre.dtype)
     return losses
