@@ -331,9 +331,16 @@ def _largest_of_rows(
 ) -> None:
     """Launches for `results`: kth and need, or values, indices, nnz and l0."""
     m, n = z.shape
-    programs = 2 * tuning.programs(z.device)
-    # Rows that do not fill the GPU get more threads each.
-    meta, warps = _tile(z, 4096, 8) if m > programs else _tile(z, 8192, 32)
+    programs = 4 * tuning.programs(z.device)
+    if m <= programs // 2:
+        # Rows that do not fill the GPU get more threads each.
+        meta, warps = _tile(z, 8192, 32)
+    elif k <= 512:
+        meta, warps = _tile(z, 2048, 4)
+    else:
+        # More entries want a tighter bound, and that more groups.
+        meta, warps = _tile(z, 4096, 8)
+        programs //= 2
     programs = min(m, programs)
     # Fewer than k groups exceed the bound. With fewer than k groups there is none, and everything may be listed.
     length = n if k > meta["BLOCK"] else min(n, (k - 1) * launch.cdiv(n, meta["BLOCK"]) + k)
@@ -382,9 +389,9 @@ EXAMPLES = {
                 "list_ptr": "*i32", "kth_ptr": None, "need_ptr": None, "values_ptr": "*bf16",
                 "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32",
             },
-            ("M", "N", "k", "length"), BLOCK=4096, LIST=256,
+            ("M", "N", "k", "length"), BLOCK=2048, LIST=256,
         ),
-        "num_warps": 8,
+        "num_warps": 4,
     },
     _group_max_kernel: {**_example({"out_ptr": "*i32"}, ("N",), BLOCK=2048), "num_warps": 8},
     _list_above_kernel: {
