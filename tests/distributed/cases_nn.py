@@ -15,13 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gossamer import nn
 
-D_IN, D_SAE, STEPS = 9, 31, 6
+D_IN, D_OUT, D_SAE, STEPS = 9, 5, 31, 6
 ROWS = 4  # of a rank: few enough that latents stay silent for a step
-KINDS = ("topk", "batchtopk", "jumprelu")
+KINDS = ("topk", "batchtopk", "jumprelu", "transcoder")
 # With what sums over latents, or over the dead of them: few enough steps to die in, and more dead than are taken.
 VARIANTS: dict[str, dict[str, Any]] = {
     "topk": {"aux_coefficient": 0.3, "aux_k": 2, "dead_after": 1},
     "batchtopk": {"aux_coefficient": 0.3, "aux_k": 5, "dead_after": 2},
+    "transcoder": {"aux_coefficient": 0.3, "aux_k": 2, "dead_after": 1, "skip": True},
     "jumprelu": {"penalty": "quadratic", "target_l0": 3.0, "ste_to_input": True},
     "jumprelu tanh": {"penalty": "tanh", "pre_act_coefficient": 0.05, "dead_after": 1},
 }
@@ -35,6 +36,11 @@ def make(kind: str, device: torch.device, seed: int = 0, **options: Any) -> Any:
         return nn.TopKSAE(D_IN, D_SAE, 4, **options).to(device)
     if kind == "batchtopk":
         return nn.BatchTopKSAE(D_IN, D_SAE, 4, threshold_rate=0.25, **options).to(device)
+    if kind == "transcoder":
+        model = nn.Transcoder(D_IN, D_OUT, D_SAE, 4, **options).to(device)
+        # From 0 nothing but the decoder would train in the first steps.
+        torch.nn.init.normal_(model.W_dec, std=0.3)
+        return model
     options |= {"bandwidth": 0.3, "initial_threshold": 0.5, "l0_coefficient": 0.05}
     return nn.JumpReLUSAE(D_IN, D_SAE, **options).to(device)
 
@@ -42,6 +48,11 @@ def make(kind: str, device: torch.device, seed: int = 0, **options: Any) -> Any:
 def batches(rows: int, device: torch.device) -> Tensor:
     x = torch.randn(STEPS, rows, D_IN, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     return x.to(device, torch.float64 if device.type == "cpu" else torch.float32)
+
+
+def given(model: torch.nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+    """What the loss takes."""
+    return (x, x[..., :D_OUT].square()) if isinstance(model, nn.Transcoder) else (x,)
 
 
 def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -83,12 +94,12 @@ def case_sharded_training(rank: int, world: int, device: torch.device) -> None:
         model = nn.shard(one)
         parts = dict(model.named_parameters())
         assert all(torch.equal(one.state_dict()[name], tensor) for name, tensor in begun.items())
-        losses = train(model, lambda batch: model.loss(batch).loss, x)  # noqa: B023
-        wanted = train(one, lambda batch: one.loss(batch).loss, x)  # noqa: B023
+        losses = train(model, lambda batch: model.loss(*given(model, batch)).loss, x)  # noqa: B023
+        wanted = train(one, lambda batch: one.loss(*given(one, batch)).loss, x)  # noqa: B023
         model.eval()
         one.eval()
         with torch.no_grad():
-            terms, whole = model.loss(x[0]), one.loss(x[0])
+            terms, whole = model.loss(*given(model, x[0])), one.loss(*given(one, x[0]))
             pieces = [model.encode(x[0]).to_dense(), one.encode(x[0]).to_dense(), model(x[0]), one(x[0])]
         compared.append((kind, model, model.gathered(), one, losses, wanted, terms, whole, pieces, parts))
     for kind, model, gathered, one, losses, wanted, terms, whole, pieces, parts in compared:
@@ -115,10 +126,13 @@ def case_sharded_and_saved(rank: int, world: int, device: torch.device) -> None:
         assert_same(gathered.state_dict(), one.state_dict(), kind)
         gathered.W_enc.data.zero_()
         assert one.W_enc.any() and model.W_enc.any()
+        layout = "sae_lens"
+        if kind == "transcoder":
+            one, layout = nn.Transcoder(D_IN, D_IN, D_SAE, 4, skip=True, device=device), "sparsify"
         with tempfile.TemporaryDirectory() as folder:
             with pytest.raises(TypeError, match=r"nn\.save: model holds .* Save model\.gathered\(\)"):
                 nn.save(model, folder)
-            nn.save(one, Path(folder) / "one")
+            nn.save(one, Path(folder) / "one", layout=layout)
             assert_same(nn.load(Path(folder) / "one").state_dict(), one.state_dict(), kind)
 
 
@@ -147,7 +161,7 @@ def one_process(kind: str, x: Tensor, world: int, device: torch.device) -> tuple
     """What data parallelism has to come to: for BatchTopK, batches that share a step."""
     one = make(kind, device)
     if kind != "batchtopk":
-        return one, train(one, lambda batch: one.loss(batch).loss, x)
+        return one, train(one, lambda batch: one.loss(*given(one, batch)).loss, x)
     # The statistics of each batch from the same begin, as the ranks have them.
     before = {name: buffer.clone() for name, buffer in one.named_buffers()}
 
@@ -178,7 +192,8 @@ def data_parallel(how: str, rank: int, world: int, device: torch.device) -> None
             fully_shard(module, mesh=init_device_mesh(device.type, (world,)))
         else:
             module = DistributedDataParallel(module)
-        losses = train(module, lambda batch: module(batch).loss, x[:, rank * ROWS : (rank + 1) * ROWS])  # noqa: B023
+        mine = x[:, rank * ROWS : (rank + 1) * ROWS]
+        losses = train(module, lambda batch: module(*given(model, batch)).loss, mine)  # noqa: B023
         for loss in losses:
             dist.all_reduce(loss)
         state = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in model.state_dict().items()}
@@ -203,5 +218,5 @@ def case_evaluation_leaves_the_statistics(rank: int, world: int, device: torch.d
         module = nn.data_parallel(make(kind, device)).eval()
         before = copy.deepcopy(module.model.state_dict())
         x = batches(ROWS, device)[rank]
-        assert torch.equal(module(x).reconstruction, module.model(x))
+        assert torch.equal(module(*given(module.model, x)).reconstruction, module.model(x))
         assert_same(module.model.state_dict(), before, kind)

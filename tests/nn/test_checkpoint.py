@@ -60,6 +60,51 @@ def test_there_and_back(kind: str, dtype: torch.dtype, device: torch.device, tmp
     }
 
 
+AUX = {"aux_coefficient": 0.5, "aux_k": 3, "dead_after": 17}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "TopKSAE": {"k": 5, **AUX},
+    "BatchTopKSAE": {"k": 5, "threshold_rate": 0.5, "capacity": 30, **AUX},
+    "JumpReLUSAE": {
+        **{"bandwidth": 0.2, "l0_coefficient": 0.3, "capacity": 40, "penalty": "quadratic", "target_l0": 4.0},
+        **{"tanh_scale": 3.0, "ste_to_input": True, "pre_act_coefficient": 0.1, "dead_after": 17},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("layout", ["sae_lens", "sparsify"])
+def test_settings(kind: str, layout: str, device: torch.device, tmp_path: Path) -> None:
+    """What training needs comes back too, and SAELens does not mind it; older files have less, or nothing."""
+    if layout == "sparsify" and kind != "TopKSAE":
+        pytest.skip("sparsify has TopK alone")
+    model = getattr(nn, kind)(D_IN, D_SAE, **SETTINGS[kind], device=device)
+    model.train()(inputs(device))
+    nn.save(model, tmp_path, layout=layout)
+
+    def settings(model: Any) -> dict[str, Any]:
+        return {name: value for name, value in vars(model).items() if not name.startswith("_")}
+
+    again = nn.load(tmp_path, device=device)
+    assert settings(again) == settings(model) | {"training": True}
+    assert settings(model).items() >= SETTINGS[kind].items()
+    assert int(again.firing_counts.sum()) == int(model.firing_counts.sum()) > 0
+    if layout == "sae_lens":
+        sae = pytest.importorskip("sae_lens").SAE.load_from_disk(tmp_path, device=str(device))
+        with torch.no_grad():
+            torch.testing.assert_close(sae(inputs(device)), again.eval()(inputs(device)), rtol=1e-4, atol=1e-5)
+    config = json.loads((tmp_path / "cfg.json").read_text())
+    holder = config["metadata"] if layout == "sae_lens" else config
+    old = {"TopKSAE": (), "BatchTopKSAE": ("k", "threshold_rate", "capacity")}
+    holder["gossamer"] = {name: SETTINGS[kind][name] for name in old.get(kind, ("bandwidth", "capacity"))}
+    (tmp_path / "cfg.json").write_text(json.dumps(config))
+    defaults = getattr(nn, kind)(D_IN, D_SAE, **({"k": 5} if "k" in SETTINGS[kind] else {}))
+    assert settings(nn.load(tmp_path)) == settings(defaults) | holder["gossamer"]
+    del holder["gossamer"]
+    (tmp_path / "cfg.json").write_text(json.dumps(config))
+    # Without a word of ours a BatchTopK is what SAELens takes it for.
+    assert type(nn.load(tmp_path)).__name__ == ("JumpReLUSAE" if kind == "BatchTopKSAE" else kind)
+
+
 def test_dtype_of_the_reader(device: torch.device, tmp_path: Path) -> None:
     nn.save(make("jumprelu", device), tmp_path)
     model = nn.load(tmp_path, device=device, dtype=torch.bfloat16)
@@ -193,8 +238,8 @@ def test_errors(device: torch.device, tmp_path: Path) -> None:
     folder = tmp_path / "sparsify"
     nn.save(make("topk", device), folder, layout="sparsify")
     config = json.loads((folder / "cfg.json").read_text())
-    (folder / "cfg.json").write_text(json.dumps(config | {"transcode": True}))
-    with pytest.raises(ValueError, match="transcode = True"):
+    (folder / "cfg.json").write_text(json.dumps(config | {"signed": True}))
+    with pytest.raises(ValueError, match="signed = True"):
         nn.load(folder)
     save_file({}, folder / "sae.safetensors")
     (folder / "cfg.json").write_text(json.dumps(config))

@@ -77,7 +77,7 @@ def test_nan_and_repeated_indices(device: torch.device) -> None:
     values = torch.tensor([[9.0, 9.0], [float("nan"), 1.0]], device=device)
     rows = ELL(values, indices, torch.tensor([2, 1], dtype=torch.int32, device=device), (2, 4))
     out = tanh_l0(rows, torch.ones(4, device=device))
-    assert out[0] == pytest.approx(2.0) and out[1].isnan()
+    assert out[0].item() == pytest.approx(2.0) and out[1].isnan()
 
 
 def test_errors(device: torch.device) -> None:

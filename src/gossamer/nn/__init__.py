@@ -2,6 +2,18 @@
 
 from gossamer.nn.checkpoint import load, save
 from gossamer.nn.distributed import data_parallel, shard
-from gossamer.nn.sae import BatchTopKSAE, JumpReLUSAE, SAELoss, TopKSAE
+from gossamer.nn.sae import BatchTopKSAE, JumpReLUSAE, SAELoss, TopKSAE, geometric_median
+from gossamer.nn.transcoder import Transcoder
 
-__all__ = ["BatchTopKSAE", "JumpReLUSAE", "SAELoss", "TopKSAE", "data_parallel", "load", "save", "shard"]
+__all__ = [
+    "BatchTopKSAE",
+    "JumpReLUSAE",
+    "SAELoss",
+    "TopKSAE",
+    "Transcoder",
+    "data_parallel",
+    "geometric_median",
+    "load",
+    "save",
+    "shard",
+]

@@ -15,14 +15,26 @@ from torch import Tensor
 from gossamer._core import checks
 from gossamer.nn.distributed import Sharded
 from gossamer.nn.sae import _SAE, BatchTopKSAE, JumpReLUSAE, TopKSAE
+from gossamer.nn.transcoder import Transcoder
 
 _CONFIG = "cfg.json"
 _SAE_LENS, _SPARSIFY, _TRAINING = "sae_weights.safetensors", "sae.safetensors", "training_state.safetensors"
 _STATISTICS = ("firing_counts", "steps_since_fired")
 _NEUTRAL = {"normalize_activations": "none", "reshape_activations": "none"}
 
+Model = TopKSAE | BatchTopKSAE | JumpReLUSAE | Transcoder
 
-Model = TopKSAE | BatchTopKSAE | JumpReLUSAE
+_AUX = ("aux_coefficient", "aux_k", "dead_after")
+_SETTINGS: dict[type[Model], tuple[str, ...]] = {
+    TopKSAE: _AUX,
+    Transcoder: _AUX,
+    BatchTopKSAE: ("k", "threshold_rate", "capacity", *_AUX),
+    JumpReLUSAE: (
+        *("bandwidth", "l0_coefficient", "capacity", "penalty", "target_l0", "tanh_scale"),
+        *("ste_to_input", "pre_act_coefficient", "dead_after"),
+    ),
+}
+"""What only training needs and neither layout has a place for: it is written under the name of this package."""
 
 
 def save(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
@@ -32,9 +44,9 @@ def save(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
         model: the autoencoder, on any device.
         folder: made if it is not there; files of the same names are replaced, each whole or not at all.
         layout: `"sae_lens"` writes `cfg.json`, `sae_weights.safetensors` (`log_threshold` as `threshold`; BatchTopK as
-            the JumpReLU that it is when it is not trained), and beside them `training_state.safetensors` with the
-            firing statistics, which SAELens does not read. `"sparsify"` writes `cfg.json` and `sae.safetensors`, for
-            `TopKSAE` alone.
+            the JumpReLU that it is when it is not trained). `"sparsify"` writes `cfg.json` and `sae.safetensors`, and
+            is for `TopKSAE` and for `Transcoder` with d_in = d_out. Beside either lies `training_state.safetensors`
+            with the firing statistics, which those libraries do not read.
 
     Raises:
         TypeError: model is no autoencoder of this package, or a slice of one (`shard`).
@@ -52,42 +64,47 @@ def save(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
         raise TypeError(f"{operator}: model holds a slice of its latents, as nn.shard made it. Save model.gathered().")
     if layout not in ("sae_lens", "sparsify"):
         raise ValueError(f'{operator}: layout must be "sae_lens" or "sparsify", got {layout!r}.')
-    if layout == "sparsify" and not isinstance(model, TopKSAE):
+    if layout == "sparsify" and not isinstance(model, TopKSAE | Transcoder):
         raise ValueError(f'{operator}: layout="sparsify" has no place for thresholds. Use layout="sae_lens".')
+    if isinstance(model, Transcoder):
+        if layout == "sae_lens":
+            raise ValueError(
+                f'{operator}: layout="sae_lens" has no place for a TopK Transcoder, and SAELens has no such module. '
+                'Use layout="sparsify".'
+            )
+        if model.d_in != model.d_out:
+            raise ValueError(
+                f'{operator}: layout="sparsify" has one size for what goes in and comes out, got d_in = {model.d_in} '
+                f"and d_out = {model.d_out}. Write model.state_dict() with safetensors.torch.save_file instead."
+            )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.detach() for name, t in model.state_dict().items() if name not in _STATISTICS}
+    kept = next(names for kind, names in _SETTINGS.items() if isinstance(model, kind))
+    training = {name: getattr(model, name) for name in kept}
     if layout == "sparsify":
-        tensors = {
-            "encoder.weight": tensors["W_enc"].t(),
-            "encoder.bias": tensors["b_enc"],
-            "W_dec": tensors["W_dec"],
-            "b_dec": tensors["b_dec"],
-        }
-        _write(folder / _SPARSIFY, tensors)
+        tensors["encoder.weight"], tensors["encoder.bias"] = tensors.pop("W_enc").t(), tensors.pop("b_enc")
         config = {"activation": "topk", "d_in": model.d_in, "expansion_factor": model.d_sae / model.d_in}
         config |= {"normalize_decoder": False, "num_latents": model.d_sae, "k": model.k, "multi_topk": False}
-        config |= {"skip_connection": False, "transcode": False}
+        config |= {"skip_connection": "W_skip" in tensors, "transcode": isinstance(model, Transcoder)}
+        config |= {"gossamer": training}
     else:
         if isinstance(model, JumpReLUSAE):
             del tensors["log_threshold"]
             tensors["threshold"] = model.threshold.detach()
             config = {"architecture": "jumprelu", "apply_b_dec_to_input": False}
-            training = {name: getattr(model, name) for name in ("bandwidth", "l0_coefficient", "capacity")}
         elif isinstance(model, BatchTopKSAE):
             tensors["threshold"] = model.threshold.expand(model.d_sae)
             config = {"architecture": "jumprelu", "apply_b_dec_to_input": True}
-            training = {name: getattr(model, name) for name in ("k", "threshold_rate", "capacity")}
         else:
             config = {"architecture": "topk", "apply_b_dec_to_input": True, "k": model.k}
             config["rescale_acts_by_decoder_norm"] = False
-            training = {}
-        _write(folder / _SAE_LENS, tensors)
-        statistics = {name: getattr(model, name) for name in _STATISTICS}
-        _write(folder / _TRAINING, statistics, {"weights": _digest(folder / _SAE_LENS)})
         config |= {"d_in": model.d_in, "d_sae": model.d_sae, "dtype": checks.name_of(model.W_dec.dtype)}
         # The version says which form the file has: before 6 it was another.
         config |= {"device": "cpu", **_NEUTRAL, "metadata": {"sae_lens_version": "6.49.0", "gossamer": training}}
+    weights = folder / (_SAE_LENS if layout == "sae_lens" else _SPARSIFY)
+    _write(weights, tensors)
+    _write(folder / _TRAINING, {name: getattr(model, name) for name in _STATISTICS}, {"weights": _digest(weights)})
     _replace(folder / _CONFIG, lambda path: path.write_text(json.dumps(config, indent=1) + "\n"))
 
 
@@ -100,8 +117,8 @@ def load(folder: str | Path, *, device: torch.device | str | None = None, dtype:
         dtype: of the weights; None takes the file's. Biases and thresholds are float32 at least.
 
     Returns:
-        `TopKSAE`; `JumpReLUSAE`, which is also what SAELens makes of a BatchTopK SAE; or `BatchTopKSAE`, where `save`
-            wrote one. Whether b_dec is subtracted
+        `TopKSAE`; `JumpReLUSAE`, which is also what SAELens makes of a BatchTopK SAE; `BatchTopKSAE`, where `save`
+        wrote one; or `Transcoder`, for what sparsify calls one, or gave a skip connection. Whether b_dec is subtracted
         from the input, and decoder norms that rescale the selection, are folded into b_enc and the weights: the
         function is the same. What only training needs (bandwidth, statistics) is what the files say, or the default.
 
@@ -146,7 +163,7 @@ def load(folder: str | Path, *, device: torch.device | str | None = None, dtype:
     model = make(dtype=dtype, device=device)
     model.load_state_dict(_folded(model, config, tensors), strict=False)
     statistics = folder / _TRAINING
-    if weights.name == _SAE_LENS and statistics.is_file() and _written_with(statistics, weights):
+    if statistics.is_file() and _written_with(statistics, weights):
         model.load_state_dict(_read(operator, statistics), strict=False)
     return model
 
@@ -169,7 +186,7 @@ _Made = tuple[Callable[..., Model], dict[str, tuple[int, ...]]]
 
 def _from_sae_lens(operator: str, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> _Made:
     """What makes the module, and the tensors and shapes that it needs."""
-    architecture = config.get("architecture")
+    architecture, metadata = config.get("architecture"), config.get("metadata")
     for name, value in {**_NEUTRAL, "finetuning_scaling_factor": False}.items():
         if config.get(name, value) != value:
             raise ValueError(
@@ -181,14 +198,13 @@ def _from_sae_lens(operator: str, folder: Path, config: dict[str, Any], tensors:
     wanted |= {"b_enc": (d_sae,), "b_dec": (d_in,)}
     if architecture == "topk":
         (k,) = _sizes(operator, folder, config, "k")
-        return lambda **options: TopKSAE(d_in, d_sae, k, **options), wanted
+        given = _given(TopKSAE, metadata)
+        return lambda **options: TopKSAE(d_in, d_sae, k, **given, **options), wanted
     if architecture == "jumprelu":
-        training = (config.get("metadata") or {}).get("gossamer") or {}
-        if "k" in training:
-            wanted |= {"threshold": (d_sae,)}
-            return lambda **options: BatchTopKSAE(d_in, d_sae, **training, **options), wanted
-        given = {name: training[name] for name in ("bandwidth", "l0_coefficient", "capacity") if name in training}
-        return lambda **options: JumpReLUSAE(d_in, d_sae, **given, **options), wanted | {"threshold": (d_sae,)}
+        given = _given(BatchTopKSAE, metadata)
+        kind: Any = BatchTopKSAE if "k" in given else JumpReLUSAE
+        given = _given(kind, metadata)
+        return lambda **options: kind(d_in, d_sae, **given, **options), wanted | {"threshold": (d_sae,)}
     raise ValueError(
         f'{operator}: {folder / _CONFIG} has architecture = {architecture!r}; these modules are "topk" and "jumprelu". '
         "Load it with SAELens and use integrations.sae_lens.patch."
@@ -198,8 +214,6 @@ def _from_sae_lens(operator: str, folder: Path, config: dict[str, Any], tensors:
 def _from_sparsify(operator: str, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> _Made:
     for name, neutral in {
         "activation": "topk",
-        "transcode": False,
-        "skip_connection": False,
         "signed": False,
     }.items():
         if config.get(name, neutral) != neutral:
@@ -211,10 +225,22 @@ def _from_sparsify(operator: str, folder: Path, config: dict[str, Any], tensors:
     for old, new in {"encoder.weight": "W_enc", "encoder.bias": "b_enc"}.items():
         if old in tensors:
             tensors[new] = tensors.pop(old).t() if new == "W_enc" else tensors.pop(old)
-    # In both libraries it is subtracted from the input.
-    config["apply_b_dec_to_input"] = True
+    transcode, skip = bool(config.get("transcode")), bool(config.get("skip_connection"))
+    # As sparsify does it: b_dec is subtracted from what is reconstructed, and not from what something else is from.
+    config["apply_b_dec_to_input"] = not transcode
     wanted = {"W_enc": (d_in, d_sae), "W_dec": (d_sae, d_in), "b_enc": (d_sae,), "b_dec": (d_in,)}
-    return lambda **options: TopKSAE(d_in, d_sae, k, **options), wanted
+    if transcode or skip:
+        given = {"skip": skip} | _given(Transcoder, config)
+        wanted |= {"W_skip": (d_in, d_in)} if skip else {}
+        return lambda **options: Transcoder(d_in, d_in, d_sae, k, **given, **options), wanted
+    given = _given(TopKSAE, config)
+    return lambda **options: TopKSAE(d_in, d_sae, k, **given, **options), wanted
+
+
+def _given(kind: type[Model], metadata: dict[str, Any] | None) -> dict[str, Any]:
+    """Of the settings that `save` wrote those that the module has: older files have fewer."""
+    found = (metadata or {}).get("gossamer") or {}
+    return {name: found[name] for name in _SETTINGS[kind] if name in found}
 
 
 def _sizes(operator: str, folder: Path, config: dict[str, Any], *names: str) -> list[int]:
@@ -236,7 +262,7 @@ def _folded(model: _SAE, config: dict[str, Any], tensors: dict[str, Tensor]) -> 
         # As they will be in the module: what is folded below has to fit that.
         wide |= {name: wide[name].to(model.W_enc.dtype).to(wide[name].dtype) for name in ("W_enc", "W_dec")}
         tensors |= {name: wide[name] for name in ("W_enc", "W_dec", "b_enc")}
-    subtracts = not isinstance(model, JumpReLUSAE)
+    subtracts = not isinstance(model, JumpReLUSAE | Transcoder)
     if config.get("apply_b_dec_to_input", True) != subtracts:
         shift = wide["b_dec"] @ wide["W_enc"]
         tensors["b_enc"] = wide["b_enc"] + (shift if subtracts else -shift)

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from gossamer import sae
 from gossamer.nn.sae import _SAE, BatchTopKSAE, JumpReLUSAE, SAELoss, TopKSAE
+from gossamer.nn.transcoder import Transcoder
 from gossamer.rowsparse import ELL
 from gossamer.sae.sharded import add_parts, check_group, copy_to_ranks, sum_over
 
 _DIMENSION = {"W_enc": 1, "W_dec": 0, "b_enc": 0, "log_threshold": 0, "firing_counts": 0, "steps_since_fired": 0}
 """Along which dimension a tensor of an autoencoder lists the latents."""
-_WHOLE = ("b_dec", "threshold")
+_WHOLE = ("b_dec", "threshold", "W_skip")
 """What all ranks hold whole."""
-_SETTINGS = {"d_in", "d_sae", "k", "threshold_rate", "capacity", "aux_coefficient", "aux_k", "dead_after"}
+_SETTINGS = {"d_in", "d_out", "d_sae", "k", "threshold_rate", "capacity", "aux_coefficient", "aux_k", "dead_after"}
 _SETTINGS |= {
     "bandwidth",
     "l0_coefficient",
@@ -28,7 +29,7 @@ _SETTINGS |= {
 }
 """What `shard` may copy. A term of the loss that sums over latents has to sum over ranks; a new setting may be one."""
 
-Kind = TypeVar("Kind", TopKSAE, BatchTopKSAE, JumpReLUSAE)
+Kind = TypeVar("Kind", TopKSAE, BatchTopKSAE, JumpReLUSAE, Transcoder)
 
 
 class Sharded(_SAE):
@@ -98,6 +99,10 @@ class ShardedTopKSAE(Sharded, TopKSAE):
     """See `shard`."""
 
 
+class ShardedTranscoder(Sharded, Transcoder):
+    """See `shard`."""
+
+
 class ShardedBatchTopKSAE(Sharded, BatchTopKSAE):
     """See `shard`."""
 
@@ -121,7 +126,12 @@ class ShardedJumpReLUSAE(Sharded, JumpReLUSAE):
         return add_parts(super()._dead_loss(copy_to_ranks(x, self.group), residual), self.group)
 
 
-_SHARDED = {TopKSAE: ShardedTopKSAE, BatchTopKSAE: ShardedBatchTopKSAE, JumpReLUSAE: ShardedJumpReLUSAE}
+_SHARDED: dict[type, type[Sharded]] = {
+    TopKSAE: ShardedTopKSAE,
+    BatchTopKSAE: ShardedBatchTopKSAE,
+    JumpReLUSAE: ShardedJumpReLUSAE,
+    Transcoder: ShardedTranscoder,
+}
 
 
 def shard(model: Kind, group: Any = None) -> Kind:
@@ -133,13 +143,14 @@ def shard(model: Kind, group: Any = None) -> Kind:
     up over the ranks. `model.gathered()` is the whole again.
 
     Args:
-        model: `TopKSAE`, `BatchTopKSAE` or `JumpReLUSAE`, the same on all ranks: from one seed, or one file. It is not
-            changed; on the CPU it may be larger than a GPU, and the slice is moved there with `.to(device)`.
+        model: `TopKSAE`, `BatchTopKSAE`, `JumpReLUSAE` or `Transcoder`, the same on all ranks: from one seed, or one
+            file. It is not changed; on the CPU it may be larger than a GPU, and the slice is moved there with
+            `.to(device)`.
         group: a `torch.distributed` process group; None is all processes.
 
     Returns:
         A module of a class that derives from the model's, with `W_enc [d_in, d_sae_r]`, `W_dec [d_sae_r, d_in]`,
-        `b_enc`, thresholds and firing statistics of its own latents, and b_dec (and BatchTopK's threshold) whole.
+        `b_enc`, thresholds and firing statistics of its own latents, and b_dec, W_skip and BatchTopK's threshold whole.
         Rank r of W holds the latents from r * d_sae // W to (r + 1) * d_sae // W.
 
     Raises:
@@ -157,7 +168,7 @@ def shard(model: Kind, group: Any = None) -> Kind:
     operator = "nn.shard"
     if type(model) not in _SHARDED:
         raise TypeError(
-            f"{operator}: model must be a TopKSAE, BatchTopKSAE or JumpReLUSAE of gossamer.nn, "
+            f"{operator}: model must be a TopKSAE, BatchTopKSAE, JumpReLUSAE or Transcoder of gossamer.nn, "
             f"got {type(model).__name__}."
         )
     rank, size = check_group(operator, group)
@@ -223,13 +234,13 @@ def data_parallel(model: Kind, group: Any = None) -> DataParallel:
     of other ranks, so it is that of W batches and not of one; its threshold is the mean of what the ranks' would be.
 
     Args:
-        model: `TopKSAE`, `BatchTopKSAE` or `JumpReLUSAE`, or what `shard` makes of them, for a group across the shards.
-            Its parameters and buffers become those of the group's first rank.
+        model: an autoencoder or `Transcoder` of this package, or what `shard` makes of it, for a group across the
+            shards. Its parameters and buffers become those of the group's first rank.
         group: a `torch.distributed` process group, that of the wrapper; None is all processes.
 
     Returns:
-        A module whose `forward(x)` is `model.loss(x)`, with the model as its attribute `model`. `mse`, `l0` and the
-        rest are those of this rank's rows.
+        A module whose `forward(x)` is `model.loss(x)` (of a `Transcoder`, `forward(x, y)`), with the model as its
+        attribute `model`. `mse`, `l0` and the rest are those of this rank's rows.
 
     Raises:
         TypeError: another module.

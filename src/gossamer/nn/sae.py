@@ -16,10 +16,10 @@ class SAELoss(NamedTuple):
 
     Args:
         loss: `[]`, mse + l0_penalty + dead_loss: call `backward()` on it.
-        mse: `[]`, the squared error of a row, summed over d_in, mean over rows.
+        mse: `[]`, the squared error of a row, summed over its columns, mean over rows.
         l0_penalty: `[]`, l0_coefficient times the penalty; 0 for TopK.
         l0: `[]`, float32, values of a row that differ from 0, mean over rows, without a gradient.
-        reconstruction: `[..., d_in]`.
+        reconstruction: `[..., d_in]`, of a `Transcoder` `[..., d_out]`.
         dead_loss: `[]`, what dead latents add, coefficient included; 0 where none is dead.
     """
 
@@ -38,7 +38,15 @@ class _SAE(torch.nn.Module):
     steps_since_fired: Tensor
     dead_after: int
 
-    def __init__(self, d_in: int, d_sae: int, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
+    def __init__(
+        self,
+        d_in: int,
+        d_sae: int,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+        d_out: int | None = None,
+    ) -> None:
+        """d_out: of what is not x itself. Its directions are not the encoder's, and begin at 0."""
         super().__init__()
         operator = f"nn.{type(self).__name__}"
         checks.positive(operator, "d_in", d_in, "It is the size of the vectors to encode.")
@@ -47,10 +55,10 @@ class _SAE(torch.nn.Module):
         self.d_in, self.d_sae = d_in, d_sae
         directions = torch.randn(d_sae, d_in, device=device)
         directions = (directions / directions.norm(dim=1, keepdim=True)).to(dtype or torch.get_default_dtype())
-        self.W_dec = torch.nn.Parameter(directions)
+        self.W_dec = torch.nn.Parameter(directions if d_out is None else directions.new_zeros(d_sae, d_out))
         self.W_enc = torch.nn.Parameter(directions.t().clone(memory_format=torch.contiguous_format))
         self.b_enc = torch.nn.Parameter(torch.zeros(d_sae, dtype=self._wide, device=device))
-        self.b_dec = torch.nn.Parameter(torch.zeros(d_in, dtype=self._wide, device=device))
+        self.b_dec = torch.nn.Parameter(torch.zeros(self.W_dec.shape[1], dtype=self._wide, device=device))
         self.register_buffer("firing_counts", torch.zeros(d_sae, dtype=torch.int64, device=device))
         self.register_buffer("steps_since_fired", torch.zeros(d_sae, dtype=torch.int64, device=device))
 
@@ -69,7 +77,7 @@ class _SAE(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., d_in]` -> reconstruction `[..., d_in]`."""
-        return self.decode(self.encode(x))
+        return self._output(x, self.encode(x))
 
     def dead(self) -> Tensor:
         """Bool `[d_sae]`, on the device: which latents have been silent for `dead_after` calls of `encode` or more."""
@@ -79,14 +87,22 @@ class _SAE(torch.nn.Module):
     def initialize_(self, x: Tensor) -> None:
         """Sets b_dec to the geometric median of x `[..., d_in]`, a sample of what is to be reconstructed.
 
+        Raises:
+            ValueError: x has another last dimension than b_dec, or no row.
+
         Source: Bricken et al. 2023, "Towards Monosemanticity", on initialisation.
         """
-        self.b_dec.copy_(geometric_median(x.reshape(-1, x.shape[-1])))
+        if x.shape[-1:] != self.b_dec.shape:
+            raise ValueError(
+                f"nn.{type(self).__name__}: x must be a sample of what is reconstructed, with shape "
+                f"[..., {len(self.b_dec)}] like b_dec, got {list(x.shape)}."
+            )
+        self.b_dec.copy_(geometric_median(x.flatten(0, -2) if x.dim() > 1 else x[None]))
 
     @torch.no_grad()
     def normalize_decoder_(self) -> None:
         """Scales the rows of W_dec to norm 1, for those who constrain them; call it after `optimizer.step()`."""
-        self.W_dec.div_(torch.linalg.vector_norm(self.W_dec, dim=1, keepdim=True).clamp(min=1e-8))
+        self.W_dec.div_(self._decoder_norms(self.W_dec).clamp(min=1e-8)[:, None])
 
     @torch.no_grad()
     def project_decoder_gradient_(self) -> None:
@@ -96,8 +112,10 @@ class _SAE(torch.nn.Module):
         Source: Bricken et al. 2023, "Towards Monosemanticity", on training.
         """
         if self.W_dec.grad is not None:
-            along = torch.linalg.vecdot(self.W_dec.grad, self.W_dec) / torch.linalg.vecdot(self.W_dec, self.W_dec)
-            self.W_dec.grad.addcmul_(along.nan_to_num()[:, None], self.W_dec, value=-1)
+            grad, rows = self.W_dec.grad.to(self._wide), self.W_dec.to(self._wide)
+            # A row of zeros has no direction, and loses nothing.
+            along = (grad * rows).sum(1) / rows.square().sum(1).clamp(min=torch.finfo(rows.dtype).tiny)
+            self.W_dec.grad.copy_(torch.addcmul(grad, along[:, None], rows, value=-1))
 
     def _encode(self, x: Tensor) -> tuple[ELL, Tensor]:
         """(latents, l0 of each row)"""
@@ -120,13 +138,16 @@ class _SAE(torch.nn.Module):
 
     def _loss(self, x: Tensor, target: Tensor) -> SAELoss:
         rows, l0 = self._encode(x)
-        reconstruction = self.decode(rows)
+        reconstruction = self._output(x, rows)
         residual = target.to(self._wide) - reconstruction.to(self._wide)
         mse = residual.square().sum(-1).mean()
         penalty, dead = self._penalty(rows, l0), mse.new_zeros(())
         if self.training:
             dead = self._dead_loss(x, residual.detach())
         return SAELoss(mse + penalty + dead, mse, penalty, l0.detach().mean(), reconstruction, dead)
+
+    def _output(self, x: Tensor, rows: ELL) -> Tensor:
+        return self.decode(rows)
 
     def _penalty(self, rows: ELL, l0: Tensor) -> Tensor:
         return l0.new_zeros(())
@@ -145,21 +166,32 @@ class _SAE(torch.nn.Module):
         ties = torch.arange(first, first + len(self.steps_since_fired), device=self.steps_since_fired.device)
         return self.steps_since_fired * d_sae + (d_sae - 1 - ties)
 
+    def _decoder_norms(self, W_dec: Tensor) -> Tensor:
+        """`[latents]`, in the wide dtype; 0 has the gradient 0."""
+        return torch.linalg.vector_norm(W_dec, dim=1, dtype=self._wide)
+
 
 class _Reviving(_SAE):
-    """What TopK and BatchTopK do for dead latents."""
+    """What those that keep k latents share, and what they do for dead ones."""
 
     aux_coefficient: float
     aux_k: int
     k: int
 
-    def _set_aux(self, operator: str, aux_coefficient: float, aux_k: int | None, dead_after: int) -> None:
+    def _set_k(self, k: int, aux_coefficient: float, aux_k: int | None, dead_after: int) -> None:
+        operator = f"nn.{type(self).__name__}"
+        checks.positive(operator, "k", k, "It is the number of latents to keep per row.")
+        if k > self.d_sae:
+            raise ValueError(f"{operator}: k must be at most d_sae = {self.d_sae}, got {k}.")
         checks.number(operator, "aux_coefficient", aux_coefficient, "0 leaves dead latents dead.", zero=True)
         checks.positive(operator, "dead_after", dead_after, "It is a number of calls of encode.")
         if aux_k is not None:
             checks.positive(operator, "aux_k", aux_k, "It is the number of dead latents per row.")
-        self.aux_coefficient, self.dead_after = aux_coefficient, dead_after
-        self.aux_k = min(aux_k or max(self.d_in // 2, 1), self.d_sae)
+        self.k, self.aux_coefficient, self.dead_after = k, aux_coefficient, dead_after
+        self.aux_k = min(aux_k or max(len(self.b_dec) // 2, 1), self.d_sae)
+
+    def _encode(self, x: Tensor) -> tuple[ELL, Tensor]:
+        return self._counted(*self._latents(x, activation="topk", k=self.k, b_dec=self._centre))
 
     def _dead_loss(self, x: Tensor, residual: Tensor) -> Tensor:
         if not self.aux_coefficient:
@@ -185,6 +217,9 @@ class _Reviving(_SAE):
         """What is subtracted from x before it is encoded."""
         return self.b_dec
 
+    def extra_repr(self) -> str:
+        return f"d_in={self.d_in}, d_sae={self.d_sae}, k={self.k}"
+
 
 def geometric_median(x: Tensor, iterations: int = 100) -> Tensor:
     """The point with the smallest sum of distances to the rows of x: a mean that outliers do not drag along.
@@ -199,7 +234,8 @@ def geometric_median(x: Tensor, iterations: int = 100) -> Tensor:
     Raises:
         ValueError: x is no matrix, or has no row.
 
-    Source: Weiszfeld 1937; for autoencoders Bricken et al. 2023, "Towards Monosemanticity".
+    Source: Weiszfeld 1937, with what Vardi and Zhang 2000 do where the point is one of the rows; for autoencoders
+    Bricken et al. 2023, "Towards Monosemanticity".
 
     >>> geometric_median(torch.tensor([[0.0], [1.0], [100.0]])).round().tolist()
     [1.0]
@@ -207,11 +243,20 @@ def geometric_median(x: Tensor, iterations: int = 100) -> Tensor:
     if x.dim() != 2 or not x.shape[0]:
         raise ValueError(f"nn.geometric_median: x must have shape [M, D] with M of at least 1, got {list(x.shape)}.")
     rows = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-    median = rows.mean(0)
+    # Around the mean, because far from 0 the distances would be lost to rounding.
+    mean = rows.mean(0)
+    rows = rows - mean
+    median = torch.zeros_like(mean)
     for _ in range(iterations):
-        weights = 1 / torch.linalg.vector_norm(rows - median, dim=1).clamp(min=1e-6)
-        median = weights @ rows / weights.sum()
-    return median
+        distances = torch.linalg.vector_norm(rows - median, dim=1)
+        weights = torch.where(distances > 0, 1 / distances, 0)
+        total = weights.sum()
+        towards = torch.where(total > 0, weights @ rows / total, median)
+        # Rows at the very point pull neither way, but hold it back: by as much as they are many.
+        pull = total * torch.linalg.vector_norm(towards - median)
+        held = ((distances == 0).sum() / pull).nan_to_num().clamp(max=1)
+        median = torch.lerp(towards, median, held)
+    return mean + median
 
 
 class TopKSAE(_Reviving):
@@ -260,22 +305,11 @@ class TopKSAE(_Reviving):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(d_in, d_sae, dtype, device)
-        operator = f"nn.{type(self).__name__}"
-        checks.positive(operator, "k", k, "It is the number of latents to keep per row.")
-        if k > d_sae:
-            raise ValueError(f"{operator}: k must be at most d_sae = {d_sae}, got {k}.")
-        self.k = k
-        self._set_aux(operator, aux_coefficient, aux_k, dead_after)
-
-    def _encode(self, x: Tensor) -> tuple[ELL, Tensor]:
-        return self._counted(*self._latents(x, activation="topk", k=self.k, b_dec=self._centre))
+        self._set_k(k, aux_coefficient, aux_k, dead_after)
 
     def loss(self, x: Tensor) -> SAELoss:
         """The loss of x `[..., d_in]`; the L0 penalty is 0."""
         return self._loss(x, x)
-
-    def extra_repr(self) -> str:
-        return f"d_in={self.d_in}, d_sae={self.d_sae}, k={self.k}"
 
 
 class BatchTopKSAE(_Reviving):
@@ -328,16 +362,13 @@ class BatchTopKSAE(_Reviving):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(d_in, d_sae, dtype, device)
-        checks.positive("nn.BatchTopKSAE", "k", k, "It is the mean number of latents to keep per row.")
-        if k > d_sae:
-            raise ValueError(f"nn.BatchTopKSAE: k must be at most d_sae = {d_sae}, got {k}.")
+        self._set_k(k, aux_coefficient, aux_k, dead_after)
         checks.number("nn.BatchTopKSAE", "threshold_rate", threshold_rate, "It is the share of one batch.")
         if threshold_rate > 1:
             raise ValueError(f"nn.BatchTopKSAE: threshold_rate must be at most 1, got {threshold_rate}.")
         if capacity is not None:
             checks.positive("nn.BatchTopKSAE", "capacity", capacity, "It is the number of slots per row.")
-        self.k, self.threshold_rate, self.capacity = k, threshold_rate, capacity
-        self._set_aux("nn.BatchTopKSAE", aux_coefficient, aux_k, dead_after)
+        self.threshold_rate, self.capacity = threshold_rate, capacity
         self.register_buffer("threshold", torch.zeros((), dtype=self._wide, device=device))
 
     def _encode(self, x: Tensor) -> tuple[ELL, Tensor]:
@@ -369,9 +400,6 @@ class BatchTopKSAE(_Reviving):
     def loss(self, x: Tensor) -> SAELoss:
         """The loss of x `[..., d_in]`; the L0 penalty is 0."""
         return self._loss(x, x)
-
-    def extra_repr(self) -> str:
-        return f"d_in={self.d_in}, d_sae={self.d_sae}, k={self.k}"
 
 
 class JumpReLUSAE(_SAE):
@@ -453,6 +481,8 @@ class JumpReLUSAE(_SAE):
             )
         if target_l0 is not None:
             checks.number("nn.JumpReLUSAE", "target_l0", target_l0, "It is the number of latents a row should have.")
+            if target_l0 > d_sae:
+                raise ValueError(f"nn.JumpReLUSAE: target_l0 must be at most d_sae = {d_sae}, got {target_l0}.")
         self.bandwidth, self.l0_coefficient, self.capacity = bandwidth, l0_coefficient, capacity
         self.penalty, self.target_l0, self.tanh_scale = penalty, target_l0, tanh_scale
         self.ste_to_input, self.pre_act_coefficient, self.dead_after = ste_to_input, pre_act_coefficient, dead_after
@@ -494,10 +524,6 @@ class JumpReLUSAE(_SAE):
         pre = x @ self.W_enc[:, which].to(x.dtype) + self.b_enc[which]
         below = (self.threshold[which] - pre).relu() * self._decoder_norms(self.W_dec[which])
         return self.pre_act_coefficient * torch.where(dead, below, 0).sum(-1).mean()
-
-    def _decoder_norms(self, W_dec: Tensor) -> Tensor:
-        """`[latents]`, in the wide dtype; 0 has the gradient 0."""
-        return torch.linalg.vector_norm(W_dec, dim=1, dtype=self._wide)
 
     def extra_repr(self) -> str:
         return f"d_in={self.d_in}, d_sae={self.d_sae}, bandwidth={self.bandwidth}, l0_coefficient={self.l0_coefficient}"

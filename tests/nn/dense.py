@@ -1,0 +1,166 @@
+"""The modules' losses once more, by dense PyTorch and in any dtype: what the tests compare with."""
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer import nn
+from gossamer.testing import assert_close
+
+D_IN, D_OUT, D_SAE = 16, 10, 96
+
+
+class Terms(NamedTuple):
+    """As `SAELoss` has them."""
+
+    loss: Tensor
+    mse: Tensor
+    l0_penalty: Tensor
+    l0: Tensor
+    reconstruction: Tensor
+    dead_loss: Tensor
+
+
+class Jump(torch.autograd.Function):
+    """(acts, active) with the published straight-through estimates."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, threshold: Tensor, bandwidth: float, to_input: bool) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(z, threshold)
+        ctx.bandwidth, ctx.to_input = bandwidth, to_input
+        return z * (z > threshold), (z > threshold).to(z.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_acts: Tensor, grad_active: Tensor) -> tuple[Tensor | None, ...]:
+        z, threshold = ctx.saved_tensors
+        near = ((z - threshold).abs() < ctx.bandwidth / 2).to(z.dtype) / ctx.bandwidth
+        slope = near * (threshold * grad_acts + grad_active)
+        grad_z = grad_acts * (z > threshold)
+        return grad_z + slope if ctx.to_input else grad_z, -slope.sum(0), None, None
+
+
+def loss(model: Any, x: Tensor, y: Tensor | None = None) -> Terms:
+    """What `model.loss` returns for x `[M, d_in]`; like it, it counts steps since a latent fired."""
+    jump = isinstance(model, nn.JumpReLUSAE)
+    inner = x if jump or isinstance(model, nn.Transcoder) else x - model.b_dec
+    z = inner @ model.W_enc + model.b_enc
+    norms = model.W_dec.norm(dim=1)
+    if jump:
+        acts, active = Jump.apply(z, model.threshold, model.bandwidth, model.ste_to_input)
+        l0 = active.sum(-1)
+    else:
+        if isinstance(model, nn.BatchTopKSAE):
+            kept = z.relu().flatten().topk(model.k * len(x)).indices
+            mask = torch.zeros_like(z).flatten().index_fill(0, kept, 1).view_as(z)
+        else:
+            mask = torch.zeros_like(z).scatter(1, z.topk(model.k).indices, 1)
+        acts = z.relu() * mask
+        l0 = (acts != 0).sum(-1).to(z.dtype)
+    output = acts @ model.W_dec + model.b_dec
+    if isinstance(model, nn.Transcoder) and model.W_skip is not None:
+        output = output + x @ model.W_skip.t()
+    residual = (x if y is None else y) - output
+    mse = residual.square().sum(-1).mean()
+    with torch.no_grad():
+        silent = torch.where((acts > 0).any(0), 0, model.steps_since_fired + 1)
+        model.steps_since_fired.copy_(silent)
+    penalty = dead_loss = z.new_zeros(())
+    if jump:
+        sparsity = {
+            "step": lambda: l0,
+            "quadratic": lambda: 2 / model.target_l0 * (l0 - model.target_l0) ** 2,
+            "tanh": lambda: torch.tanh(model.tanh_scale * acts * norms).sum(-1),
+        }[model.penalty]()
+        penalty = model.l0_coefficient * sparsity.mean()
+    count = 2 * model.d_in if jump else 2 * model.aux_k
+    # A stable sort leaves those that are equally silent in their order.
+    chosen = torch.zeros_like(silent, dtype=torch.bool)
+    chosen[silent.sort(descending=True, stable=True).indices[:count]] = True
+    chosen &= silent >= model.dead_after
+    if jump and model.pre_act_coefficient:
+        below = (model.threshold - z).relu() * norms
+        dead_loss = model.pre_act_coefficient * below[:, chosen].sum(-1).mean()
+    elif not jump and model.aux_coefficient and chosen.any():
+        pre = torch.where(chosen, z, -torch.inf)
+        top = pre.topk(model.aux_k).indices
+        explained = torch.zeros_like(z).scatter(1, top, pre.gather(1, top).relu()) @ model.W_dec
+        dead_loss = model.aux_coefficient * (explained - residual.detach()).square().sum(-1).mean()
+    return Terms(mse + penalty + dead_loss, mse, penalty, l0.detach().mean(), output, dead_loss)
+
+
+def gradients(terms: Any, model: torch.nn.Module) -> dict[str, Tensor]:
+    """What is not reached has a gradient of zeros."""
+    parameters = dict(model.named_parameters())
+    found = torch.autograd.grad(terms.loss, parameters.values(), materialize_grads=True)
+    return dict(zip(parameters, found))
+
+
+def compare(model: Any, x: Tensor, y: Tensor | None = None) -> tuple[nn.SAELoss, dict[str, Tensor]]:
+    """Asserts that terms, gradients and statistics are those of dense PyTorch, as near to float64 as float32 is."""
+    plain, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    given = (x,) if y is None else (x, y)
+    got, usual, wanted = model.loss(*given), loss(plain, *given), loss(exact, *(t.double() for t in given))
+    assert_close(got.reconstruction, reference64=wanted.reconstruction, plain=usual.reconstruction)
+    for name in ("loss", "mse", "l0_penalty", "l0", "dead_loss"):
+        # A single number of plain PyTorch may be right by luck.
+        torch.testing.assert_close(getattr(got, name).double(), getattr(wanted, name).double(), rtol=2e-6, atol=0)
+    grads, plain_grads, exact_grads = gradients(got, model), gradients(usual, plain), gradients(wanted, exact)
+    for name, grad in grads.items():
+        assert grad.dtype is model.get_parameter(name).dtype
+        assert_close(grad, reference64=exact_grads[name], plain=plain_grads[name], name=name)
+    assert torch.equal(model.steps_since_fired, exact.steps_since_fired)
+    return got, grads
+
+
+def sample(m: int, generator: torch.Generator) -> Tensor:
+    """Rows that are sums of few out of 40 fixed directions."""
+    device = generator.device
+    fixed = torch.Generator(device).manual_seed(1)
+    directions = torch.nn.functional.normalize(torch.randn(40, D_IN, generator=fixed, device=device))
+    fired = torch.rand(m, 40, generator=generator, device=device)
+    return ((fired < 0.08) * (0.5 + fired * 12)) @ directions
+
+
+def targets(x: Tensor) -> Tensor:
+    """`[M, D_OUT]`: something that is not linear in x, with a mean that is not 0."""
+    fixed = torch.Generator(x.device).manual_seed(4)
+    hidden = (x @ torch.randn(D_IN, 24, generator=fixed, device=x.device).to(x.dtype)).relu()
+    return hidden @ torch.randn(24, D_OUT, generator=fixed, device=x.device).to(x.dtype) / 5 + 0.5
+
+
+def make(kind: str, device: torch.device, **options: Any) -> Any:
+    """A model whose parameters are nowhere 0, so that each gradient has something to say."""
+    torch.manual_seed(0)
+    if kind == "topk":
+        model: Any = nn.TopKSAE(D_IN, D_SAE, 6, device=device, **options)
+    elif kind == "batchtopk":
+        model = nn.BatchTopKSAE(D_IN, D_SAE, 6, device=device, **options)
+    elif kind == "transcoder":
+        model = nn.Transcoder(D_IN, D_OUT, D_SAE, 6, device=device, **options)
+    else:
+        options = {"bandwidth": 0.2, "initial_threshold": 0.4, "l0_coefficient": 0.01} | options
+        model = nn.JumpReLUSAE(D_IN, D_SAE, device=device, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def given(model: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """What `model.loss` takes."""
+    return (x, targets(x)) if isinstance(model, nn.Transcoder) else (x,)
+
+
+@torch.no_grad()
+def kill(model: Any, x: Tensor, count: int) -> None:
+    """Lets `count` latents be dead, for different times: their biases are lowered until x does not make them fire."""
+    hushed = torch.arange(D_SAE, device=x.device) % 7 % 2 == 1
+    for _ in range(12):
+        fired = (copy.deepcopy(model).encode(x).to_dense() != 0).any(0)
+        model.b_enc -= 0.15 * (fired & hushed)
+    silent = (hushed & ~fired).nonzero()[:, 0]
+    assert len(silent) >= count
+    model.dead_after = 50
+    model.steps_since_fired[silent[:count]] = 50 + torch.arange(count, device=x.device) // 2 % 5

@@ -1,0 +1,151 @@
+"""What the modules do for latents that no longer fire, against dense PyTorch."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gossamer import nn
+from tests.nn import dense
+
+AUX = {"aux_coefficient": 0.3, "aux_k": 8}
+PRE = {"pre_act_coefficient": 0.05}
+KINDS: dict[str, dict[str, Any]] = {"topk": AUX, "batchtopk": AUX, "transcoder": AUX | {"skip": True}, "jumprelu": PRE}
+
+
+def model_with_dead(kind: str, x: Tensor, dead: int, **options: Any) -> Any:
+    model = dense.make(kind, x.device, **KINDS[kind] | options)
+    dense.kill(model, x, dead)
+    return model
+
+
+# 8 a row are taken, out of 16 that have been silent longest: none, fewer than a row has room for, more, and too many.
+@pytest.mark.parametrize("dead", [0, 1, 5, 12, 30])
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients(kind: str, dead: int, device: torch.device, generator: torch.Generator) -> None:
+    x = dense.sample(40, generator)
+    model = model_with_dead(kind, x, dead)
+    got, grads = dense.compare(model, *dense.given(model, x))
+    assert int(model.dead().sum()) == dead and bool(got.dead_loss > 0) == (dead > 0)
+    torch.testing.assert_close(got.loss, got.mse + got.l0_penalty + got.dead_loss)
+    if dead:
+        # Whoever fires gets what it gets without the dead, and some of the dead get something.
+        gone = model.dead()
+        del model.steps_since_fired
+        model.register_buffer("steps_since_fired", torch.zeros_like(model.firing_counts))
+        without = dense.gradients(model.loss(*dense.given(model, x)), model)
+        torch.testing.assert_close(grads["W_dec"][~gone], without["W_dec"][~gone])
+        assert grads["W_enc"][:, gone].any() and not without["W_enc"][:, gone].any()
+
+
+@pytest.mark.parametrize("kind", ["topk", "batchtopk"])
+def test_defaults_take_half_of_d_in(kind: str, device: torch.device, generator: torch.Generator) -> None:
+    x = dense.sample(40, generator)
+    model = model_with_dead(kind, x, 30, aux_k=None, aux_coefficient=1 / 32)
+    assert model.aux_k == dense.D_IN // 2
+    dense.compare(model, x)
+    assert nn.Transcoder(9, 5, 30, 2).aux_k == 2 and nn.TopKSAE(9, 3, 2).aux_k == 3 and nn.TopKSAE(1, 3, 2).aux_k == 1
+
+
+def test_leading_dimensions_and_evaluation(device: torch.device, generator: torch.Generator) -> None:
+    x = dense.sample(40, generator)
+    for kind in KINDS:
+        model = model_with_dead(kind, x, 12)
+        many = copy.deepcopy(model)
+        got = many.loss(*(t.view(2, 5, 4, -1) for t in dense.given(model, x)))
+        for ours, theirs in zip(got, model.loss(*dense.given(model, x))):
+            torch.testing.assert_close(ours.reshape(theirs.shape), theirs)
+        assert model.eval().loss(*dense.given(model, x)).dead_loss.item() == 0
+
+
+def test_dead_after_as_many_calls(device: torch.device) -> None:
+    model = nn.TopKSAE(4, 8, 1, dead_after=3, device=device)
+    x = model.W_dec[2:3].detach().clone()
+    for step in range(5):
+        assert int(model.dead().sum()) == (7 if step >= 3 else 0)
+        model.encode(x)
+    assert not model.dead()[2] and model.dead().dtype is torch.bool
+
+
+def revived(kind: str, device: torch.device, **options: Any) -> tuple[int, int]:
+    """(dead before, dead after) 150 steps of training."""
+    generator = torch.Generator(device).manual_seed(0)
+    model = dense.make(kind, device, **KINDS[kind] | options)
+    dense.kill(model, dense.sample(2000, generator), 30)
+    before = int(model.dead().sum())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(150):
+        x = dense.sample(64, generator)
+        optimizer.zero_grad()
+        model.loss(*dense.given(model, x)).loss.backward()
+        optimizer.step()
+    return before, int(model.dead().sum())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dead_latents_come_back(kind: str, device: torch.device) -> None:
+    name, coefficient = ("pre_act_coefficient", 0.05) if kind == "jumprelu" else ("aux_coefficient", 3.0)
+    before, after = revived(kind, device, **{name: coefficient})
+    _, left = revived(kind, device, **{name: 0.0})
+    assert before == 30 and after <= 18 and left >= 24
+
+
+def test_autocast(device: torch.device, generator: torch.Generator) -> None:
+    x = dense.sample(40, generator)
+    for kind in KINDS:
+        model = model_with_dead(kind, x, 12)
+        wide = copy.deepcopy(model).loss(*dense.given(model, x))
+        with torch.autocast(device.type, torch.bfloat16):
+            got = model.loss(*dense.given(model, x))
+        assert got.reconstruction.dtype is torch.bfloat16 and got.loss.dtype is got.dead_loss.dtype is torch.float32
+        torch.testing.assert_close(got.dead_loss, wide.dead_loss, rtol=0.05, atol=0)
+        got.loss.backward()
+        assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compile(kind: str, device: torch.device, generator: torch.Generator, compiled: Any) -> None:
+    x = dense.sample(40, generator)
+    model = model_with_dead(kind, x, 12)
+    eager = copy.deepcopy(model)
+    want = eager.loss(*dense.given(model, x))
+    got = compiled(lambda *given: model.loss(*given))(*dense.given(model, x))
+    assert got.dead_loss > 0
+    torch.testing.assert_close(got.loss, want.loss)
+    torch.testing.assert_close(dense.gradients(got, model), dense.gradients(want, eager))
+    assert torch.equal(model.steps_since_fired, eager.steps_since_fired)
+
+
+@pytest.mark.gpu
+def test_loss_without_a_sync(device: torch.device, generator: torch.Generator) -> None:
+    x = dense.sample(64, generator)
+    for kind in KINDS:
+        model = model_with_dead(kind, x, 12)
+        given = dense.given(model, x)
+        model.loss(*given).loss.backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            model.loss(*given).loss.backward()
+            model.dead()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"aux_coefficient": -0.1}, ValueError, "aux_coefficient must be at least 0 and finite, got -0.1"),
+        ({"aux_coefficient": None}, TypeError, "aux_coefficient must be a number, got NoneType"),
+        ({"aux_k": 0}, ValueError, "aux_k must be at least 1, got 0"),
+        ({"aux_k": 2.0}, TypeError, "aux_k must be an int, got float"),
+        ({"dead_after": 0}, ValueError, "dead_after must be at least 1, got 0"),
+    ],
+)
+def test_errors(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    for make in (nn.TopKSAE, nn.BatchTopKSAE):
+        with pytest.raises(error, match=f"nn.{make.__name__}: {message}"):
+            make(4, 8, 2, **options)
+    with pytest.raises(error, match=f"nn.Transcoder: {message}"):
+        nn.Transcoder(4, 4, 8, 2, **options)
