@@ -5,9 +5,12 @@ import io
 import json
 import math
 import re
+import shlex
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -15,12 +18,12 @@ from typer.testing import CliRunner
 
 from gossamer.cli import environment, main
 from gossamer.cli._demo import features, measure, report, run
-from gossamer.cli._demo.features import Firings
 from gossamer.cli._demo.model import ByteModel, ModelConfig
 from gossamer.cli._demo.text import load_corpus
-from gossamer.cli._demo.train import initialise, sample, variance_explained
-from gossamer.nn import JumpReLUSAE
-from gossamer.rowsparse import pack, transpose
+from gossamer.cli._demo.train import fold_scale, initialise, sample, variance_explained
+from gossamer.nn import JumpReLUSAE, load
+from gossamer.sae import Extraction, extract
+from gossamer.sae._extract.text import Text
 
 SMALL = ModelConfig(d_model=32, n_layers=2, n_heads=2, d_ff=64, context=32)
 HOSTILE = "<script src='https://example.org/x.js'></script> & \"quoted\"\t\x01 "
@@ -37,31 +40,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def settings_for(folder: Path, out: Path, **others: object) -> run.Settings:
+    small: dict = {
+        "steps_model": 150,
+        "steps_sae": 150,
+        "seconds_compare": 0.2,
+        "seconds_features": 60.0,
+        "model": SMALL,
+        "d_sae": 256,
+        "target_l0": 12.0,
+        "batch_sae": 256,
+        "batch_compare": 256,
+        "n_validation": 16,
+        "n_feature_windows": 256,
+        "n_features": 6,
+        "large": False,
+    }
+    return run.Settings(text=folder, device="cpu", out=out, **{**small, **others})
+
+
 @pytest.fixture(scope="module")
-def results(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    settings = run.Settings(
-        text=folder,
-        device="cpu",
-        out=tmp_path_factory.mktemp("out") / "[" / "report]",  # what rich would take for markup
-        steps_model=150,
-        steps_sae=150,
-        seconds_compare=0.2,
-        seconds_features=60.0,
-        model=SMALL,
-        d_sae=256,
-        target_l0=12.0,
-        batch_sae=256,
-        batch_compare=256,
-        n_validation=16,
-        n_feature_windows=256,
-        n_features=6,
-        large=False,
-    )
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("out") / "[" / "report]"  # what rich would take for markup
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path, out: Path) -> dict:
+    settings = settings_for(folder, out)
     returned = run.run(settings, *run.prepare(settings), Console(quiet=True))
-    assert sorted(p.name for p in settings.out.iterdir()) == ["index.html", "results.json"]
-    read = json.loads((settings.out / "results.json").read_text(encoding="utf-8"))
+    assert sorted(p.name for p in out.iterdir()) == ["index.html", "latents", "results.json", "sae"]
+    read = json.loads((out / "results.json").read_text(encoding="utf-8"))
     assert read["sae"]["l0"] == returned["sae"]["l0"]
-    return {**read, "html": (settings.out / "index.html").read_text(encoding="utf-8")}
+    return {**read, "html": (out / "index.html").read_text(encoding="utf-8")}
 
 
 def test_training_learns(results: dict) -> None:
@@ -157,39 +167,144 @@ def test_text_in_the_page_is_escaped(results: dict) -> None:
     assert r"&quot;quoted&quot;⇥\x01" in page
 
 
-def test_features_are_found_where_they_fire() -> None:
+class Bytes:
+    """Rows that are latents already, each with its byte: windows `[n, T]` and latents `[n * T, d_sae]`."""
+
+    def __init__(self, windows: torch.Tensor, acts: torch.Tensor) -> None:
+        starts = torch.zeros(windows.shape, dtype=torch.bool)
+        starts[:, 0] = True
+        spelled = {byte: bytes([byte]).decode(errors="surrogateescape") for byte in range(256)}
+        self.text = Text(windows.flatten().int(), starts.flatten(), spelled)
+        self.acts, self.W_enc = acts, torch.empty(acts.shape[1], acts.shape[1])
+
+    def __len__(self) -> int:
+        return len(self.acts)
+
+    def rows_from(self, start: int) -> Iterator[torch.Tensor]:
+        yield self.acts[start:]
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_features_are_found_where_they_fire(tmp_path: Path) -> None:
     text = b"".join(b"%03d self.name%03d = other\n" % (i, 997 * i % 1000) for i in range(100))
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: len(text) // 50 * 50].view(-1, 50)
     flat = tokens.flatten()
     acts = torch.zeros(flat.numel(), 3)
-    after_self = [i for i in range(4, flat.numel()) if bytes(flat[i - 4 : i + 1].tolist()) == b"self."]
+    after_self = [i for i in range(4, flat.numel()) if bytes(flat[i - 4 : i + 1].tolist()) == b"self."][:40]
     acts[after_self, 1] = 2.0
     acts[:, 2] = 1.0
-    half = flat.numel() // 2 // 50 * 50
-    chunks = [transpose(pack(part, format="csr")) for part in (acts[:half], acts[half:])]
-    assert [len(c.indices) for c in chunks] == [int(c.row_offsets[-1]) for c in chunks]
-    firings = Firings(tokens, chunks, half)
-    assert firings.counts.tolist() == [0, len(after_self), flat.numel()]
-    assert firings.of(1)[0].tolist() == after_self
-    acts[after_self[40:], 1] = 0.0
-    rare = Firings(tokens, [transpose(pack(acts, format="csr"))], flat.numel())
-    (found,) = features.top_features(rare, 5)
+    source = Bytes(tokens, acts)
+    # Files that are shorter than what lies between the firings.
+    rows = extract(source, source, tmp_path / "rows", batch_size=64, shard_rows=64, top=features.TOP)
+    assert rows.firing_counts.tolist() == [0, 40, flat.numel()]
+    (found,) = features.top_features(rows, 5)
     assert found["feature"] == 1
     assert found["shared_text"].endswith("self.")
     assert found["firings"] == 40
     assert found["firing_rate"] == pytest.approx(40 / flat.numel())
+    assert found["largest_value"] == 2.0
     assert found["fires_on"] == [{"byte": ".", "share": 1.0}]
     assert {c["character"] for c in found["contexts"]} == {"."}
     assert all(c["before"].endswith(" self") for c in found["contexts"])
+    with_line = {row for row in range(flat.numel()) if flat[row] == ord("\n")}
+    counts = features._fired_on(rows, [2, 0])
+    assert counts[0, ord("\n")] == len(with_line) and counts[0].sum() == flat.numel() and counts[1].sum() == 0
 
 
-@pytest.mark.parametrize("t, character", [(1, "ö"), (2, "ö"), (3, "<"), (4, r"\xff")])
-def test_a_context_shows_whole_characters(t: int, character: str) -> None:
-    text = b"a\xc3\xb6<\xff\xe2\x82\xac"
-    shown = features._around(text, t)
-    assert shown["character"] == character
-    joined = shown["before"] + shown["character"] + shown["after"]
-    assert joined == "aö<\\xff€"
+def test_the_stream_is_a_source_with_its_bytes(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = ByteModel(SMALL)
+    windows = torch.randint(256, (40, 32), dtype=torch.uint8)
+    windows[3, 5:8] = torch.tensor([*"€".encode()], dtype=torch.uint8)
+    windows[3, 4] = ord("a")
+    source = features.residual_source(model, windows)
+    assert len(source) == 40 * 32
+    x = torch.cat(list(source.rows_from(0)))
+    torch.testing.assert_close(x, model.residual(windows).detach().flatten(0, 1))
+    found = extract(source, JumpReLUSAE(32, 64), tmp_path / "latents", batch_size=256, shard_rows=512)
+    assert torch.equal(torch.cat([found.tokens(i) for i in range(3)]), windows.flatten().int())
+    for row in (3 * 32 + 5, 3 * 32 + 7):
+        before, character, _ = found.context(row, 48, 24)
+        assert character == "€" and before.endswith("a") and len(before) <= 5
+
+
+def test_what_is_saved_is_what_was_measured(results: dict, out: Path) -> None:
+    sae, found = load(out / "sae").eval(), Extraction(out / "latents")
+    x = torch.from_numpy(np.load(out / "sae" / "activations.npy"))
+    assert x.shape == (features.WINDOWS_AT_ONCE * 32, 32)
+    with torch.no_grad():
+        assert variance_explained(x, sae(x)) > 0.5
+        dense = measure.dense_encode(sae, x)
+    torch.testing.assert_close(found.read(0).to_dense()[: len(x)], dense)
+    assert x.norm(dim=1).mean() * results["sae"]["activation_scale"] == pytest.approx(1, rel=0.2)
+    described = results["features"]
+    assert described["bytes_read"] == found.rows
+    assert described["firing_rates"] == pytest.approx((found.firing_counts / found.rows).tolist())
+    for feature in described["top"]:
+        assert feature["firings"] == found.firing_counts[feature["feature"]]
+        assert feature["contexts"][0]["value"] == found.top_values[feature["feature"], 0]
+        assert sum(byte["share"] for byte in feature["fires_on"]) <= 1 + 1e-9
+    never = described["firing_rates"].count(0) / 256
+    assert (f"of the latents fired on none of {found.rows:,} unseen bytes", f"{never:.1%}") in report.headline(results)
+
+
+def test_the_commands_that_it_names_run(results: dict, out: Path) -> None:
+    for command in run.go_on(out, results):
+        name, *arguments = shlex.split(command)
+        assert name.endswith("gossamer")
+        outcome = CliRunner().invoke(main, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
+        assert outcome.exit_code == 0, outcome.output
+    assert "What the latents of a sparse autoencoder did" in (out / "latents" / "index.html").read_text("utf-8")
+    assert (out / "index.html").read_text(encoding="utf-8") == results["html"]
+
+
+def test_it_starts_afresh_and_leaves_what_it_cannot_finish(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def go(seed: int) -> None:
+        settings = settings_for(folder, tmp_path, steps_model=2, steps_sae=2, seconds_compare=0.01, seed=seed)
+        run.run(settings, *run.prepare(settings), Console(quiet=True))
+
+    def contents() -> dict[str, bytes]:
+        return {str(file.relative_to(tmp_path)): file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+
+    go(0)
+    (tmp_path / "latents" / "index.html").touch()  # as `gossamer sae report` leaves it
+    first = contents()
+    for part in ("extract", "report.render"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"gossamer.cli._demo.run.{part}", interrupt)
+            with pytest.raises(KeyboardInterrupt, match="nothing was written"):
+                go(1)
+        assert contents() == first
+    go(1)
+    second = contents()
+    assert second.keys() == first.keys() - {"latents/index.html"}
+    for file in ("results.json", "sae/sae_weights.safetensors", "latents/shard-000000.safetensors"):
+        assert second[file] != first[file]
+
+
+@pytest.mark.parametrize("name", ["sae", "latents"])
+def test_what_is_not_its_own_is_not_replaced(folder: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "manifest.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"in which {name} is free or a demo's, got .*; name another one"):
+        run.prepare(settings_for(folder, tmp_path))
+    assert (tmp_path / name / "manifest.json").read_text() == "{}"
+
+
+def test_a_scale_is_folded_into_the_weights() -> None:
+    torch.manual_seed(0)
+    sae, x = JumpReLUSAE(16, 64).eval(), torch.randn(50, 16)
+    with torch.no_grad():
+        sae.b_enc.normal_()
+        sae.b_dec.normal_()
+        latents, expected = sae.encode(0.1 * x).to_dense(), sae(0.1 * x) / 0.1
+        fold_scale(sae, 0.1)
+        torch.testing.assert_close(sae.encode(x).to_dense(), latents)
+        torch.testing.assert_close(sae(x), expected)
 
 
 def test_model_reads_and_replaces_the_middle_of_the_stream() -> None:
@@ -221,7 +336,7 @@ def test_loss_recovered_is_not_defined_where_zeroing_costs_nothing(results: dict
     torch.manual_seed(0)
     model, tokens = ByteModel(SMALL), torch.randint(256, (4, 33))
     clean, _ = measure.evaluate(model, tokens)
-    loss = measure.splice_losses(model, JumpReLUSAE(32, 64), 1.0, tokens, clean)
+    loss = measure.splice_losses(model, JumpReLUSAE(32, 64), tokens, clean)
     assert loss["zero"] < loss["clean"] and math.isnan(loss["loss_recovered"])
     for said in (loss, run._plain(loss)):
         name, value = report.headline({**results, "loss": said})[4]
@@ -367,11 +482,12 @@ def _words(output: str) -> str:
     return " ".join(output.replace("│", " ").split())
 
 
-def test_interruption_is_said(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "_experiment", interrupted)
+
+def test_interruption_is_said(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_experiment", interrupt)
     outcome = CliRunner().invoke(main, ["demo", "--text", str(folder), "--out", str(tmp_path)])
     assert outcome.exit_code == 130
     assert outcome.output.endswith("gossamer: interrupted; nothing was written\n")

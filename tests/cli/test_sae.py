@@ -115,6 +115,9 @@ def test_report(files: Path) -> None:
     code, output = run("report", files / "out", "--out", files / "c", "--features", "5, 1,5")
     page = (files / "c" / "index.html").read_text(encoding="utf-8")
     assert code == 0 and "2 latents in" in output and Tags(page).cards == ["latent-5", "latent-1"]
+    assert run("report", files / "out")[0] == 0
+    assert (files / "out" / "index.html").read_text(encoding="utf-8") == pages[0]
+    assert run("report", files / "out", "--out", files / "[/b]")[0] == 0
     for arguments, message in (
         (("report", files / "model"), "holds no manifest.json"),
         (("report", files / "out", "--features", "1,40"), "must be whole numbers below d_sae = 40"),

@@ -135,8 +135,10 @@ def test_extraction_with_its_text(tmp_path: Path) -> None:
     assert torch.equal(torch.cat([shard.to_dense() for shard in found]), dense)
     plain = extract(rows, sae, tmp_path / "plain", **SIZES)
     assert not plain.has_text and found.has_text and len(found) > 2
-    with pytest.raises(ValueError, match="holds no tokens; extract from a source that has them"):
-        plain.context(0)
+    for ask in (lambda: plain.context(0), lambda: plain.tokens(0)):
+        with pytest.raises(ValueError, match="holds no tokens; extract from a source that has them"):
+            ask()
+    assert torch.equal(torch.cat([found.tokens(shard) for shard in range(len(found))]), source.text.tokens)
     # All of the text, put together from single contexts, whatever shards they lie in.
     texts = [""]
     for row in range(found.rows):

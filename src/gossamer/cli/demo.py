@@ -11,7 +11,7 @@ from rich.console import Console
 def demo(
     text: Path | None = typer.Option(None, help="File or folder to train on; default: Python's standard library."),
     device: str = typer.Option("auto", help="auto, cpu, cuda or cuda:N."),
-    out: Path = typer.Option(Path("report"), help="Folder for index.html and results.json."),
+    out: Path = typer.Option(Path("report"), help="Folder for the report, the autoencoder and its latents."),
     seconds_model: float = typer.Option(70.0, min=0.0, help="Training time of the transformer."),
     seconds_sae: float = typer.Option(60.0, min=0.0, help="Training time of the sparse autoencoder."),
     seed: int = typer.Option(0, min=0, help="Seed of weights and batches; the times above decide how far they get."),

@@ -114,7 +114,7 @@ def extract(
     except OSError as error:
         console.print(f"gossamer sae extract: {error}; whole files in {out} are kept", style="bold red", markup=False)
         raise typer.Exit(1) from None
-    console.print(f"{found.rows:,} rows, {found.nnz:,} entries, {len(found)} files in {out}")
+    console.print(f"{found.rows:,} rows, {found.nnz:,} entries, {len(found)} files in {out}", markup=False)
     console.print(f"{found.nnz / max(found.rows, 1):.1f} latents a row; {_dead(found)} of {found.d_sae:,} never fired")
 
 
@@ -166,7 +166,9 @@ def show(
 @sae.command()
 def report(
     folder: Path = typer.Argument(help="What extract wrote, finished or not."),
-    out: Path = typer.Option(Path("report"), help="Folder for index.html, which needs nothing else."),
+    out: Path | None = typer.Option(
+        None, help="Folder for index.html, which needs nothing else; default: beside what extract wrote."
+    ),
     features: str | None = typer.Option(
         None, help="Latents to show, such as 1,5,9; default: the busiest, and a random sample that is always the same."
     ),
@@ -175,14 +177,14 @@ def report(
     from gossamer.cli._sae_report import choose, render
 
     try:
-        found = operators.Extraction(folder)
+        found, out = operators.Extraction(folder), out or folder
         chosen = choose(found) if features is None else {"The latents asked for": _latents(features, found.d_sae)}
         make_folder(out, "sae report")
         content = render(found, chosen)
     except (ValueError, FileNotFoundError) as error:
         raise typer.BadParameter(str(error)) from error
     (out / "index.html").write_text(content, encoding="utf-8")
-    Console().print(f"{sum(map(len, chosen.values()))} latents in {out / 'index.html'}")
+    Console().print(f"{sum(map(len, chosen.values()))} latents in {out / 'index.html'}", markup=False, soft_wrap=True)
 
 
 def _latents(features: str, d_sae: int) -> list[int]:

@@ -101,6 +101,15 @@ class Extraction:
         shape = (described["rows"], self.d_sae)
         return CSR(tensors["row_offsets"], tensors["indices"], tensors["values"], shape)
 
+    def tokens(self, shard: int) -> Tensor:
+        """The token of each row of a shard, int32 `[rows]`.
+
+        Raises:
+            ValueError: the source had no tokens, or a file is damaged.
+        """
+        self._check_text()
+        return disk.load("sae.Extraction", self.folder / self.manifest["shards"][shard]["file"])["tokens"]
+
     def context(self, row: int, before: int = 24, after: int = 12) -> tuple[str, str, str]:
         """What stands before the token of a row, the token, and what stands after it.
 
@@ -112,11 +121,7 @@ class Extraction:
             ValueError: the source had no tokens, or a file is damaged.
             IndexError: no such row.
         """
-        if not self.has_text:
-            raise ValueError(
-                f"sae.Extraction: {self.folder} holds no tokens; extract from a source that has them, as "
-                "integrations.transformers.Activations does."
-            )
+        self._check_text()
         if not 0 <= row < self.rows:
             raise IndexError(f"sae.Extraction: row must be at least 0 and below {self.rows}, got {row}.")
         first = max(row - before, 0)
@@ -139,6 +144,13 @@ class Extraction:
     def magnitude(bin: int) -> float:
         """Where a bin of the histogram begins."""
         return 2.0 ** (bin + LOWEST)
+
+    def _check_text(self) -> None:
+        if not self.has_text:
+            raise ValueError(
+                f"sae.Extraction: {self.folder} holds no tokens; extract from a source that has them, as "
+                "integrations.transformers.Activations does."
+            )
 
     def _tokens(self, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Tokens and starts of rows first to end, of as many shards as that takes."""

@@ -1,93 +1,74 @@
-"""Which features are worth a look, and the places of the text that fire them most."""
+"""Which features are worth a look, and the places of the text that fire them most: read from an extraction."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gossamer import rowsparse
-from gossamer.cli._demo.model import ByteModel
-from gossamer.cli._demo.train import Clock, Show
-from gossamer.nn import JumpReLUSAE
-from gossamer.rowsparse import CSR
-from gossamer.rowsparse.formats import Rows
+from gossamer.cli._demo.model import N_BYTES, ByteModel
+from gossamer.integrations.transformers import Activations
+from gossamer.sae import Extraction
 
 LOWEST_RATE, HIGHEST_RATE = 1e-4, 2e-2
 LEAST_FIRINGS = 12
 CONTEXTS = 8
+# Of each latent; many of its strongest contexts may be copies of one another.
+TOP = 8 * CONTEXTS
 BEFORE, AFTER = 48, 24
 SAME_BEFORE = 16
-CHUNK = 16
+WINDOWS_AT_ONCE = 16
 
 
-@dataclass(frozen=True)
-class Firings:
-    """Where each feature fired on tokens `[n, T]`: one CSR `[d_sae, positions]` for each chunk of windows."""
+class ByteTokenizer:
+    """A byte a token, as `Activations` asks a tokenizer; bytes that are no character are lone surrogates."""
 
-    tokens: Tensor
-    chunks: list[CSR]
-    positions_per_chunk: int
+    bos_token_id = None
 
-    @property
-    def counts(self) -> Tensor:
-        """How often each feature fired: int64 `[d_sae]`."""
-        return torch.stack([chunk.nnz_per_row for chunk in self.chunks]).sum(0)
+    def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [list(text.encode(errors="surrogateescape")) for text in texts]}
 
-    def of(self, feature: int) -> tuple[Tensor, Tensor]:
-        """Positions in the flattened tokens and values, `[n_firings]` each."""
-        positions, values = [], []
-        for number, chunk in enumerate(self.chunks):
-            start, end = chunk.row_offsets[feature : feature + 2].tolist()
-            positions.append(chunk.indices[start:end].long() + number * self.positions_per_chunk)
-            values.append(chunk.values[start:end])
-        return torch.cat(positions), torch.cat(values)
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [f"<0x{i:02X}>" for i in ids]
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        return "".join(tokens)
 
 
-@torch.inference_mode()
-def collect(model: ByteModel, sae: JumpReLUSAE, scale: float, tokens: Tensor, *, seconds: float, show: Show) -> Firings:
-    """Run the SAE over tokens `[n, T]`, or as many of them as the time allows."""
-    clock, n = Clock(seconds), 0
-    chunks: list[CSR] = []
-    while n < len(tokens) and (not chunks or clock.share() < 1):
-        window = tokens[n : n + CHUNK]
-        rows: Rows = sae.encode(model.residual(window).flatten(0, 1) * scale)
-        if rows.overflowed:
-            rows = rowsparse.pack(rows.to_dense(), format="csr")
-        by_feature = rowsparse.transpose(rows)
-        held = int(by_feature.row_offsets[-1])
-        chunks.append(
-            CSR(
-                by_feature.row_offsets.cpu(),
-                by_feature.indices[:held].cpu(),
-                by_feature.values[:held].cpu(),
-                by_feature.shape,
-            )
-        )
-        n += len(window)
-        show(max(clock.share(), n / len(tokens)), f"{n * tokens.shape[1]:,} bytes read")
-    return Firings(tokens[:n].cpu(), chunks, CHUNK * tokens.shape[1])
+def residual_source(model: ByteModel, windows: Tensor) -> Activations:
+    """The residual stream after the middle block for windows `[n, context]` of bytes: a source for `sae.extract`."""
+    texts = [bytes(window).decode(errors="surrogateescape") for window in windows.tolist()]
+    return Activations(
+        model,
+        ByteTokenizer(),
+        texts,
+        f"blocks.{model.middle - 1}",
+        context_size=windows.shape[1],
+        batch_size=WINDOWS_AT_ONCE,
+    )
 
 
-def top_features(firings: Firings, n_features: int) -> list[dict[str, Any]]:
-    """The most interesting features, each with the contexts that fire it most.
+def top_features(found: Extraction, n_features: int) -> list[dict[str, Any]]:
+    """The most interesting features of an extraction of bytes, each with the contexts that fire it most.
 
     Candidates fire on 0.01% to 2% of the bytes. Their score is the length of the text that two of their strongest
     contexts share up to and including the firing byte, white space not counted: the mean over all pairs of contexts
     (no two with the same run-up). A feature whose shared text lies within that of a better one is left out.
     """
-    counts = firings.counts
-    rates = counts.double() / firings.tokens.numel()
-    wanted = (rates >= LOWEST_RATE) & (rates <= HIGHEST_RATE) & (counts >= LEAST_FIRINGS)
-    described = [_describe(firings, feature) for feature in wanted.nonzero().flatten().tolist()]
+    rates = found.firing_counts.double() / max(found.rows, 1)
+    wanted = (rates >= LOWEST_RATE) & (rates <= HIGHEST_RATE) & (found.firing_counts >= LEAST_FIRINGS)
+    described = [_describe(found, feature) for feature in wanted.nonzero().flatten().tolist()]
     kept: list[dict[str, Any]] = []
     for candidate in sorted((d for d in described if d is not None), key=lambda d: -d["score"]):
         shared = candidate["shared_text"].strip()
         if len(kept) < n_features and not any(_same(shared, other["shared_text"].strip()) for other in kept):
             kept.append(candidate)
+    for candidate, counts in zip(kept, _fired_on(found, [k["feature"] for k in kept]), strict=True):
+        most = counts.argsort(descending=True, stable=True)[:4].tolist()
+        shares = (counts / counts.sum()).tolist()
+        named = {byte: bytes([byte]).decode(errors="backslashreplace") for byte in most}
+        candidate["fires_on"] = [{"byte": named[byte], "share": shares[byte]} for byte in most if shares[byte]]
     return kept
 
 
@@ -96,37 +77,33 @@ def _same(first: str, second: str) -> bool:
     return shorter in longer if len(shorter) > 1 else shorter == longer
 
 
-def _describe(firings: Firings, feature: int) -> dict[str, Any] | None:
-    positions, values = firings.of(feature)
-    order = values.argsort(descending=True, stable=True)[: 8 * CONTEXTS]
+def _describe(found: Extraction, feature: int) -> dict[str, Any] | None:
     contexts: list[dict[str, Any]] = []
-    run_ups: list[bytes] = []
-    for position, value in zip(positions[order].tolist(), values[order].tolist(), strict=True):
-        window, t = divmod(position, firings.tokens.shape[1])
-        text = bytes(firings.tokens[window].tolist())
-        run_up = text[: t + 1]
+    run_ups: list[str] = []
+    for row, value in zip(found.top_positions[feature].tolist(), found.top_values[feature].tolist(), strict=True):
+        if row < 0 or len(contexts) == CONTEXTS:
+            break
+        before, character, after = found.context(row, BEFORE, AFTER)
+        run_up = before + character
         if all(run_up[-SAME_BEFORE:] != other[-SAME_BEFORE:] for other in run_ups):
             run_ups.append(run_up)
-            contexts.append({**_around(text, t), "value": value})
-        if len(contexts) == CONTEXTS:
-            break
+            contexts.append({"before": before, "character": character, "after": after, "value": value})
     if len(contexts) < CONTEXTS // 2:
         return None
     shared = [_common_suffix(a, b) for i, a in enumerate(run_ups) for b in run_ups[:i]]
-    fired_on = Counter(firings.tokens.flatten()[positions].tolist()).most_common(4)
+    firings = int(found.firing_counts[feature])
     return {
         "feature": feature,
-        "score": sum(len(b"".join(text.split())) for text in shared) / len(shared),
-        "firing_rate": len(positions) / firings.tokens.numel(),
-        "firings": len(positions),
-        "largest_value": values.max().item(),
-        "fires_on": [{"byte": _decode(bytes([byte])), "share": n / len(positions)} for byte, n in fired_on],
-        "shared_text": _decode(sorted(shared, key=len)[len(shared) // 2]),
+        "score": sum(len("".join(text.split())) for text in shared) / len(shared),
+        "firing_rate": firings / found.rows,
+        "firings": firings,
+        "largest_value": float(found.maximum[feature]),
+        "shared_text": sorted(shared, key=len)[len(shared) // 2],
         "contexts": contexts,
     }
 
 
-def _common_suffix(first: bytes, second: bytes) -> bytes:
+def _common_suffix(first: str, second: str) -> str:
     length = 0
     for a, b in zip(reversed(first), reversed(second), strict=False):
         if a != b:
@@ -135,30 +112,14 @@ def _common_suffix(first: bytes, second: bytes) -> bytes:
     return first[len(first) - length :]
 
 
-def _around(text: bytes, t: int) -> dict[str, str]:
-    """The character that byte t belongs to, and what stands before and after it."""
-    start, end = _character_start(text, t), _character_end(text, t + 1)
-    try:
-        character = text[start:end].decode()
-    except UnicodeDecodeError:
-        start, end = t, t + 1
-        character = _decode(text[start:end])
-    first = _character_start(text, max(0, start - BEFORE))
-    last = _character_end(text, min(len(text), end + AFTER))
-    return {"before": _decode(text[first:start]), "character": character, "after": _decode(text[end:last])}
-
-
-def _character_start(text: bytes, i: int) -> int:
-    while 0 < i < len(text) and text[i] & 0xC0 == 0x80:
-        i -= 1
-    return i
-
-
-def _character_end(text: bytes, i: int) -> int:
-    while i < len(text) and text[i] & 0xC0 == 0x80:
-        i += 1
-    return i
-
-
-def _decode(text: bytes) -> str:
-    return text.decode(errors="backslashreplace")
+def _fired_on(found: Extraction, features: list[int]) -> Tensor:
+    """How often each feature fired on each byte: int64 `[n_features, 256]`."""
+    counts = torch.zeros(len(features) * N_BYTES, dtype=torch.int64)
+    place = torch.full((found.d_sae,), -1)
+    place[features] = torch.arange(len(features))
+    for shard, rows in enumerate(found):
+        places = place[rows.indices]
+        held = places >= 0
+        row = torch.repeat_interleave(rows.nnz_per_row)[held]
+        counts += (places[held] * N_BYTES + found.tokens(shard)[row]).bincount(minlength=len(counts))
+    return counts.view(-1, N_BYTES)

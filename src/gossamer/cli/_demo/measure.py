@@ -78,15 +78,15 @@ def quality(sae: JumpReLUSAE, x: Tensor) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def splice_losses(model: ByteModel, sae: JumpReLUSAE, scale: float, tokens: Tensor, clean: float) -> dict[str, float]:
+def splice_losses(model: ByteModel, sae: JumpReLUSAE, tokens: Tensor, clean: float) -> dict[str, float]:
     """Bits per byte on tokens `[B, T + 1]` with the residual stream replaced by its reconstruction, or by zero.
 
     clean: bits per byte on the same tokens with the stream left alone.
     loss_recovered is the share of what zeroing costs that the reconstruction saves: (zero - spliced) / (zero - clean),
     or NaN where zeroing costs nothing.
     """
-    spliced, _ = evaluate(model, tokens, lambda x: sae(x * scale) / scale)
-    dense, _ = evaluate(model, tokens, lambda x: dense_forward(sae, x * scale) / scale)
+    spliced, _ = evaluate(model, tokens, sae)
+    dense, _ = evaluate(model, tokens, lambda x: dense_forward(sae, x))
     zero, _ = evaluate(model, tokens, torch.zeros_like)
     recovered = (zero - spliced) / (zero - clean) if zero > clean else float("nan")
     return {"clean": clean, "spliced": spliced, "spliced_dense": dense, "zero": zero, "loss_recovered": recovered}

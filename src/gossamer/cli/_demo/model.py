@@ -69,12 +69,14 @@ class ByteModel(nn.Module):
                 std = 0.5 if name.startswith("embedding") else parameter.shape[1] ** -0.5
                 nn.init.normal_(parameter, std=std / (2 * self.config.n_layers) ** 0.5 if writes_stream else std)
 
-    def forward(self, tokens: Tensor, splice: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, list[Tensor]]:
-        """tokens ``[B, T]`` -> logits ``[B, T, 256]`` and each block's gate activations ``[B, T, d_ff]``.
+    def forward(
+        self, input_ids: Tensor, splice: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """input_ids ``[B, T]`` -> logits ``[B, T, 256]`` and each block's gate activations ``[B, T, d_ff]``.
 
         splice: replaces the residual stream ``[B, T, d_model]`` after the middle block.
         """
-        x = self.embedding(tokens.long())
+        x = self.embedding(input_ids.long())
         gates = []
         for layer, block in enumerate(self.blocks, start=1):
             x, gate = block(x)

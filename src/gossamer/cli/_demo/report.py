@@ -11,7 +11,7 @@ from gossamer.cli.page import context, line, page, table, tiles
 
 def headline(results: dict[str, Any]) -> list[tuple[str, str]]:
     """The main figures, each with a short name."""
-    model, sae, loss = results["model"], results["sae"], results["loss"]
+    model, sae, loss, rates = results["model"], results["sae"], results["loss"], results["features"]["firing_rates"]
     largest = results["comparison"][-1]
     decode = largest["operations"][0]
     return [
@@ -23,6 +23,10 @@ def headline(results: dict[str, Any]) -> list[tuple[str, str]]:
             "of the model's loss recovered with its reconstruction"
             + ("" if _zeroing_costs(loss) else ": zeroing the stream costs nothing"),
             loss_recovered(loss),
+        ),
+        (
+            f"of the latents fired on none of {results['features']['bytes_read']:,} unseen bytes",
+            f"{rates.count(0) / len(rates):.1%}",
         ),
         (
             f"speed-up of sparse decoding ({largest['name']}, {largest['d_sae']:,} latents, batch "
@@ -81,9 +85,10 @@ def _sae_section(results: dict[str, Any]) -> str:
     return (
         "<h2>The sparse autoencoder</h2>"
         f"<p>A JumpReLU autoencoder of {sae['d_sae']:,} latents on the residual stream after block {middle} of "
-        f"{sizes['n_layers']}, scaled to a mean norm of 1; {last['step']:,} steps over {last['tokens']:,} bytes in "
-        f"{last['seconds']:.0f} s. The L0 penalty rises over the first half. A latent is dead if it has not fired on "
-        f"the last 100,000 bytes: {sae['dead_fraction']:.0%} at the end.</p>"
+        f"{sizes['n_layers']}, trained on it scaled to a mean norm of 1; {last['step']:,} steps over "
+        f"{last['tokens']:,} bytes in {last['seconds']:.0f} s. The L0 penalty rises over the first half. A latent is "
+        f"dead if it has not fired on the last 100,000 bytes, and is then pulled towards its threshold: "
+        f"{sae['dead_fraction']:.0%} are dead at the end. The scale is folded into the weights saved in sae/.</p>"
         f"<figure>{plots.sae_plot(sae['history'])}</figure>"
         + table(
             f"On {sae['tokens']:,} bytes of unseen text",
@@ -179,7 +184,8 @@ def _features_section(results: dict[str, Any]) -> str:
         f"<p>Out of {features['bytes_read']:,} bytes of unseen text. Candidates fire on 0.01% to 2% of the bytes. They "
         "are ranked by how much text two of their strongest contexts share up to and including the byte that fires, "
         "white space not counted; of features that share the same text one is shown. Contexts with the same run-up "
-        "are shown once.</p>"
+        "are shown once. All latents on that text are in latents/, for <code>gossamer sae show latents --feature "
+        "N</code> and <code>gossamer sae report latents</code>.</p>"
         f"<figure>{plots.rate_plot(features['firing_rates'])}</figure>"
         + (f'<div class="cards">{cards}</div>' if cards else "<p>No feature fired often enough to be shown.</p>")
     )

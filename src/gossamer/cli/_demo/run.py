@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,22 +16,30 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import gossamer
+from gossamer import nn
 from gossamer.cli import environment
 from gossamer.cli._demo import features, measure, report
 from gossamer.cli._demo.model import ByteModel, ModelConfig
 from gossamer.cli._demo.text import Corpus, load_corpus
-from gossamer.cli._demo.train import Clock, Show, activations, train_model, train_sae
+from gossamer.cli._demo.train import DEAD_AFTER_BYTES, Clock, Show, activations, fold_scale, train_model, train_sae
 from gossamer.cli.folder import make_folder
-from gossamer.nn import JumpReLUSAE
+from gossamer.integrations.transformers import Activations
+from gossamer.sae import Extraction, extract
 
 GPU_BATCHES = 8
 QUALITY_ROWS = 4096
+EXTRACT_BATCH, EXTRACT_SHARD = 1024, 65_536
+PROBE_WINDOWS = 64
+SAE, LATENTS, ACTIVATIONS = "sae", "latents", "activations.npy"
+# In a folder that a demo wrote, and that the next one may therefore replace.
+_MARK = ".gossamer-demo"
 # The report's units as every terminal can show them.
 _ASCII = str.maketrans("×µ", "xu")
 
@@ -56,6 +65,7 @@ class Settings:
     model: ModelConfig = field(default_factory=ModelConfig)
     d_sae: int = 4096
     bandwidth: float = 0.03
+    pre_act_coefficient: float = 1e-3
     target_l0: float = 32.0
     batch_model: int = 8
     batch_sae: int = 512
@@ -74,26 +84,41 @@ def prepare(settings: Settings) -> tuple[torch.device, Corpus]:
     device = environment.resolve_device(settings.device, "demo")
     corpus = load_corpus(settings.text, seed=settings.seed, min_bytes=8 * (settings.model.context + 1))
     make_folder(settings.out, "demo")
+    for folder in (settings.out / SAE, settings.out / LATENTS):
+        if os.path.lexists(folder) and not (folder / _MARK).is_file():
+            raise ValueError(
+                f"gossamer demo: --out must be a folder in which {folder.name} is free or a demo's, got "
+                f"{settings.out}, where it is something else and would be replaced; name another one."
+            )
     return device, corpus
 
 
 def run(settings: Settings, device: torch.device, corpus: Corpus, console: Console) -> dict[str, Any]:
-    """Train, measure, and write `index.html` and `results.json` under `settings.out`; returns the results."""
+    """Train, measure, and write to `settings.out`; returns the results.
+
+    What is written is `index.html`, `results.json`, the autoencoder `sae/` and its extraction `latents/`: all of them
+    at the end, in place of those of an earlier run, so that a run that is stopped leaves those.
+    """
     console.print(f"{len(corpus.train):,} bytes of {corpus.source} on {device}", highlight=False, markup=False)
     try:
-        results = _results(settings, device, corpus, console)
-        page = report.render(results)
-        data = json.dumps(_plain(results), indent=1, allow_nan=False, ensure_ascii=False)
+        with tempfile.TemporaryDirectory(dir=settings.out, prefix=".demo-") as unfinished:
+            results = _results(settings, device, corpus, console, Path(unfinished))
+            page = report.render(results)
+            data = json.dumps(_plain(results), indent=1, allow_nan=False, ensure_ascii=False)
+            for name in (SAE, LATENTS):
+                _replace(Path(unfinished, name), settings.out / name)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("nothing was written") from None
     _write(settings.out / "index.html", page)
     _write(settings.out / "results.json", data)
     console.print(summary(results))
     console.print(f"Report: {settings.out / 'index.html'}", highlight=False, markup=False, soft_wrap=True)
+    for line in ("Go on with:", *(f"  {command}" for command in go_on(settings.out, results))):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     return results
 
 
-def _results(settings: Settings, device: torch.device, corpus: Corpus, console: Console) -> dict[str, Any]:
+def _results(settings: Settings, device: torch.device, corpus: Corpus, console: Console, out: Path) -> dict[str, Any]:
     return {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -107,11 +132,13 @@ def _results(settings: Settings, device: torch.device, corpus: Corpus, console: 
             "train_bytes": len(corpus.train),
             "validation_bytes": len(corpus.validation),
         },
-        **_experiment(settings, device, corpus, console),
+        **_experiment(settings, device, corpus, console, out),
     }
 
 
-def _experiment(settings: Settings, device: torch.device, corpus: Corpus, console: Console) -> dict[str, Any]:
+def _experiment(
+    settings: Settings, device: torch.device, corpus: Corpus, console: Console, out: Path
+) -> dict[str, Any]:
     train, validation = corpus.train.to(device), corpus.validation.to(device)
     torch.manual_seed(settings.seed)
     generator = torch.Generator().manual_seed(settings.seed)
@@ -133,23 +160,32 @@ def _experiment(settings: Settings, device: torch.device, corpus: Corpus, consol
         with stages("sparse autoencoder") as show:
             sample = activations(model, train, n_contexts=64, scale=1.0, generator=generator)
             scale = 1 / sample.norm(dim=-1).mean().item()
-            sae = JumpReLUSAE(settings.model.d_model, settings.d_sae, bandwidth=settings.bandwidth, device=device)
+            batch_sae = settings.batch_sae * larger
+            sae = nn.JumpReLUSAE(
+                settings.model.d_model,
+                settings.d_sae,
+                bandwidth=settings.bandwidth,
+                pre_act_coefficient=settings.pre_act_coefficient,
+                dead_after=math.ceil(DEAD_AFTER_BYTES / batch_sae),
+                device=device,
+            )
             sae_history = train_sae(
                 sae,
                 model,
                 train,
                 clock=Clock(settings.seconds_sae, settings.steps_sae),
-                batch_size=settings.batch_sae * larger,
+                batch_size=batch_sae,
                 scale=scale,
                 target_l0=settings.target_l0,
                 generator=generator,
                 show=show,
             )
-            sae.eval()
+            fold_scale(sae.eval(), scale)
+            nn.save(sae, out / SAE)
         with stages("reconstruction") as show:
-            x = model.residual(tokens[:, :-1]).flatten(0, 1)[:QUALITY_ROWS] * scale
+            x = model.residual(tokens[:, :-1]).flatten(0, 1)[:QUALITY_ROWS]
             quality = measure.quality(sae, x)
-            losses = measure.splice_losses(model, sae, scale, tokens, bits)
+            losses = measure.splice_losses(model, sae, tokens, bits)
             show(1.0, f"loss recovered: {report.loss_recovered(losses)}")
         with stages("dense against sparse") as show:
             x = x[: settings.batch_compare]
@@ -160,11 +196,9 @@ def _experiment(settings: Settings, device: torch.device, corpus: Corpus, consol
                 comparison.append(measure.compare("untrained SAE", *large, seconds=settings.seconds_compare, show=show))
                 del large
         with stages("features") as show:
-            windows = measure.contexts(validation, settings.n_feature_windows, settings.model.context)
-            order = torch.randperm(len(windows), generator=generator).to(device)
-            firings = features.collect(model, sae, scale, windows[order], seconds=settings.seconds_features, show=show)
-            top = features.top_features(firings, settings.n_features)
-            show(1.0, f"{len(top)} features from {firings.tokens.numel():,} bytes")
+            found = _extract(settings, model, sae, validation, out, show)
+            top = features.top_features(found, settings.n_features)
+            show(1.0, f"{len(top)} features from {found.rows:,} bytes")
         hardware = environment.describe(device)
     return {
         "hardware": hardware,
@@ -184,11 +218,32 @@ def _experiment(settings: Settings, device: torch.device, corpus: Corpus, consol
         "loss": losses,
         "comparison": comparison,
         "features": {
-            "bytes_read": firings.tokens.numel(),
-            "firing_rates": (firings.counts.double() / firings.tokens.numel()).tolist(),
+            "bytes_read": found.rows,
+            "firing_rates": (found.firing_counts.double() / found.rows).tolist(),
             "top": top,
         },
     }
+
+
+def _extract(
+    settings: Settings, model: ByteModel, sae: nn.JumpReLUSAE, text: torch.Tensor, out: Path, show: Show
+) -> Extraction:
+    """The latents of windows of a text, as many as there is time for, and some of the activations beside the SAE."""
+
+    def source(n_windows: int) -> Activations:
+        return features.residual_source(model, measure.contexts(text, n_windows, settings.model.context))
+
+    sizes: dict[str, Any] = {"batch_size": EXTRACT_BATCH, "shard_rows": EXTRACT_SHARD, "top": features.TOP}
+    clock = Clock(0)
+    probe = extract(source(min(PROBE_WINDOWS, settings.n_feature_windows)), sae, out / "probe", **sizes)
+    affordable = int(settings.seconds_features / clock.elapsed * probe.rows / settings.model.context)
+    rows = source(min(max(affordable, PROBE_WINDOWS), settings.n_feature_windows))
+    np.save(out / SAE / ACTIVATIONS, next(rows.rows_from(0)).cpu().numpy())
+
+    def progress(done: int, _: int | None) -> None:
+        show(done / len(rows), f"{done:,} bytes read")
+
+    return extract(rows, sae, out / LATENTS, **sizes, progress=progress)
 
 
 @contextmanager
@@ -227,6 +282,18 @@ def summary(results: dict[str, Any]) -> Table:
     return table
 
 
+def go_on(out: Path, results: dict[str, Any]) -> list[str]:
+    """Commands that go on with what a run wrote."""
+    # `make demo` runs what is in an environment that need not be on the path.
+    script = sys.argv[0] if Path(sys.argv[0]).name == "gossamer" and not shutil.which("gossamer") else "gossamer"
+    top, latents = results["features"]["top"], str(out / LATENTS)
+    feature = str(top[0]["feature"]) if top else "0"
+    return [
+        shlex.join([script, "sae", "show", latents, "--feature", feature]),
+        shlex.join([script, "sae", "report", latents]),
+    ]
+
+
 @contextmanager
 def _progress(console: Console) -> Iterator[Any]:
     columns = (
@@ -257,6 +324,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def _replace(new: Path, place: Path) -> None:
+    """Put a folder where another may be, which goes where the new one was: there is never a part of either."""
+    (new / _MARK).write_text("Written by gossamer demo. Its next run into the same place replaces this folder.\n")
+    if place.exists():
+        os.replace(place, new.with_name(f"old-{new.name}"))
+    os.replace(new, place)
 
 
 def _write(path: Path, text: str) -> None:

@@ -122,18 +122,18 @@ def _shuffled(
 def initialise(sae: JumpReLUSAE, acts: Tensor) -> None:
     """Start near a solution for acts `[M, d_in]`.
 
-    b_dec is their mean, each latent fires on 1% of them, and the encoder's scale is the one that fits them best: with
-    a worse one the first steps silence many latents for good.
+    b_dec is their geometric median, each latent fires on 1% of them, and the encoder's scale is the one that fits them
+    best: with a worse one the first steps silence many latents for good.
     """
-    mean = acts.mean(0)
-    pre = (acts - mean) @ sae.W_enc
+    sae.initialize_(acts)
+    centred = acts - sae.b_dec
+    pre = centred @ sae.W_enc
     rank = max(1, round(len(acts) * (1 - INITIAL_FIRING_RATE)))
     threshold = pre.kthvalue(rank, dim=0).values.clamp_min(1e-3)
     reconstruction = torch.where(pre > threshold, pre, 0) @ sae.W_dec
-    scale = ((acts - mean) * reconstruction).sum() / reconstruction.square().sum()
-    sae.b_dec.copy_(mean)
+    scale = (centred * reconstruction).sum() / reconstruction.square().sum()
     sae.W_enc.mul_(scale)
-    sae.b_enc.copy_(-mean @ sae.W_enc)
+    sae.b_enc.copy_(-sae.b_dec @ sae.W_enc)
     sae.log_threshold.copy_((threshold * scale).log())
 
 
@@ -152,7 +152,7 @@ def train_sae(
     """Train with Adam until the clock has run down; returns the training's course.
 
     The L0 coefficient rises over the first half, and is scaled by how far L0 lies from `target_l0`, so that L0 lands
-    in the tens on any text. A latent is dead if it has not fired on the last 100,000 bytes.
+    in the tens on any text.
     """
     batches = _shuffled(model, text, batch_size=batch_size, scale=scale, generator=generator)
     initialise(sae, activations(model, text, n_contexts=INITIAL_CONTEXTS, scale=scale, generator=generator))
@@ -172,13 +172,12 @@ def train_sae(
         optimizer.zero_grad(set_to_none=True)
         result.loss.backward()
         optimizer.step()
-        with torch.no_grad():
-            sae.W_dec.div_(sae.W_dec.norm(dim=1, keepdim=True))
+        sae.normalize_decoder_()
         step += 1
         if step % READ_EVERY == 0:
             l0 = result.l0.item()
         if done == 1.0 or done * RECORDS >= len(history):
-            dead = (sae.steps_since_fired * batch_size >= DEAD_AFTER_BYTES).float().mean().item()
+            dead = sae.dead().float().mean().item()
             record = {
                 "step": step,
                 "tokens": step * batch_size,
@@ -192,6 +191,14 @@ def train_sae(
             show(done, f"L0 {record['l0']:.1f}, {record['variance_explained']:.1%} explained, {dead:.0%} dead")
         if done == 1.0:
             return history
+
+
+@torch.no_grad()
+def fold_scale(sae: JumpReLUSAE, scale: float) -> None:
+    """Make an autoencoder of scaled activations, `scale * x`, one of x itself, with the same latents."""
+    sae.W_enc.mul_(scale)
+    sae.W_dec.div_(scale)
+    sae.b_dec.div_(scale)
 
 
 def variance_explained(x: Tensor, reconstruction: Tensor) -> Tensor:
