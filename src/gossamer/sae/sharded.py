@@ -30,6 +30,7 @@ _PATTERNS = {
     torch.float32: (torch.int32, 0x7FC00000),
     torch.float64: (torch.int64, 0x7FF8000000000000),
 }
+COMPILES = torch.__version__ >= (2, 13)
 _DIGIT = 9  # bits a round of `_kth_key` settles; 63, of a float64, is a multiple of it
 
 
@@ -169,6 +170,11 @@ def decode_sharded(rows: ELL | CSR, W_dec: Tensor, b_dec: Tensor | None = None, 
 
 def check_group(operator: str, group: Any) -> tuple[int, int]:
     """(rank, size) of this process in the group."""
+    if torch.compiler.is_compiling() and not COMPILES:
+        raise NotImplementedError(
+            f"{operator}: torch.compile of what spreads over processes needs PyTorch 2.13 or newer, "
+            f"got {torch.__version__}, whose gradients of it are wrong. Compile the parts around it."
+        )
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
             f"{operator}: group must be a process group, and torch.distributed is not initialised. Start with torchrun "
