@@ -30,7 +30,7 @@ _PATTERNS = {
     torch.float32: (torch.int32, 0x7FC00000),
     torch.float64: (torch.int64, 0x7FF8000000000000),
 }
-COMPILES = torch.__version__ >= (2, 13)
+COMPILES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 _DIGIT = 9  # bits a round of `_kth_key` settles; 63, of a float64, is a multiple of it
 
 
