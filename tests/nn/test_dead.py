@@ -84,7 +84,7 @@ def revived(kind: str, device: torch.device, **options: Any) -> tuple[int, int]:
     return before, int(model.dead().sum())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["topk", "batchtopk", "jumprelu"])
 def test_dead_latents_come_back(kind: str, device: torch.device) -> None:
     name, coefficient = ("pre_act_coefficient", 0.05) if kind == "jumprelu" else ("aux_coefficient", 3.0)
     before, after = revived(kind, device, **{name: coefficient})
@@ -103,6 +103,21 @@ def test_autocast(device: torch.device, generator: torch.Generator) -> None:
         torch.testing.assert_close(got.dead_loss, wide.dead_loss, rtol=0.05, atol=0)
         got.loss.backward()
         assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.parameters())
+
+
+def test_dtypes(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    x = dense.sample(40, generator)
+    for kind in KINDS:
+        model = model_with_dead(kind, x, 12)
+        narrow = dense.make(kind, device, **KINDS[kind], dtype=dtype)
+        narrow.load_state_dict(model.state_dict())
+        narrow.dead_after = model.dead_after
+        got, wide = (m.loss(*(t.to(m.W_enc.dtype) for t in dense.given(m, x))) for m in (narrow, model))
+        assert got.loss.dtype is got.dead_loss.dtype is torch.float32 and got.reconstruction.dtype is dtype
+        torch.testing.assert_close(got.loss, wide.loss, rtol=0.05, atol=0)
+        torch.testing.assert_close(got.dead_loss, wide.dead_loss, rtol=0.05, atol=0)
+        for name, grad in dense.gradients(got, narrow).items():
+            assert grad.dtype is narrow.get_parameter(name).dtype and bool(grad.isfinite().all())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -48,15 +48,15 @@ def test_settings_change_something(device: torch.device, generator: torch.Genera
             )
 
 
-@pytest.mark.parametrize("target", [3.0, 12.0])
+@pytest.mark.parametrize("target", [3.0, 6.0])
 def test_quadratic_reaches_its_target(target: float, device: torch.device) -> None:
-    """From above and from below."""
+    """From about 18."""
     generator = torch.Generator(device).manual_seed(0)
     options = {"penalty": "quadratic", "target_l0": target, "l0_coefficient": 0.3}
     model = dense.make("jumprelu", device, **options)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=6e-3)
     l0s = []
-    for _ in range(400):
+    for _ in range(200):
         optimizer.zero_grad()
         got = model.loss(dense.sample(64, generator))
         got.loss.backward()
@@ -79,7 +79,7 @@ def test_autocast(device: torch.device, generator: torch.Generator) -> None:
         assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.parameters())
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["quadratic, to input", "anthropic"])
 def test_compile(recipe: str, device: torch.device, generator: torch.Generator, compiled: Any) -> None:
     x = dense.sample(40, generator)
     model = dense.make("jumprelu", device, **RECIPES[recipe])

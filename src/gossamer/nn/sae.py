@@ -197,11 +197,11 @@ class _Reviving(_SAE):
         if not self.aux_coefficient:
             return residual.new_zeros(())
         which, dead = self._longest_silent(2 * self.aux_k)
-        biases = torch.where(dead, self.b_enc[which], -torch.inf)
-        rows, _ = self._latents(
-            x, W_enc=self.W_enc[:, which], b_enc=biases, activation="topk", k=self.aux_k, b_dec=self._centre
-        )
-        estimate = self._estimate(rows, self.W_dec[which])
+        # No index is there twice, so that the gradient of index_select has nothing to add up, or to sort for that.
+        biases = torch.where(dead, self.b_enc.index_select(0, which), -torch.inf)
+        W_enc = self.W_enc.index_select(1, which)
+        rows, _ = self._latents(x, W_enc=W_enc, b_enc=biases, activation="topk", k=self.aux_k, b_dec=self._centre)
+        estimate = self._estimate(rows, self.W_dec.index_select(0, which))
         loss = (estimate.to(residual.dtype) - residual).square().sum(-1).mean()
         return self.aux_coefficient * torch.where(self._any(dead), loss, 0)
 
@@ -521,8 +521,9 @@ class JumpReLUSAE(_SAE):
         if not self.pre_act_coefficient:
             return residual.new_zeros(())
         which, dead = self._longest_silent(2 * self.d_in)
-        pre = x @ self.W_enc[:, which].to(x.dtype) + self.b_enc[which]
-        below = (self.threshold[which] - pre).relu() * self._decoder_norms(self.W_dec[which])
+        pre = x @ self.W_enc.index_select(1, which).to(x.dtype) + self.b_enc.index_select(0, which)
+        norms = self._decoder_norms(self.W_dec.index_select(0, which))
+        below = (self.threshold.index_select(0, which) - pre).relu() * norms
         return self.pre_act_coefficient * torch.where(dead, below, 0).sum(-1).mean()
 
     def extra_repr(self) -> str:
