@@ -1,12 +1,16 @@
-"""The examples in public docstrings run and print what they say."""
+"""The examples in public docstrings run and print what they say, and those of the worked example run."""
 
 import doctest
 import importlib
 import pkgutil
+import re
+import shlex
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import gossamer
 
@@ -37,3 +41,38 @@ def test_examples(name: str) -> None:
         torch.manual_seed(0)
         runner.run(test, out=report.append)
     assert runner.failures == 0, "".join(report)
+
+
+def _blocks(page: str) -> list[tuple[str, str]]:
+    """(language, content) of the blocks of a page that are meant to be run, in order."""
+    text = (Path(__file__).parents[1] / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(r"^```(sh|python)\n(.*?)^```$", text, re.S | re.M)
+
+
+@pytest.mark.full
+def test_the_worked_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block as it stands, one after the other; in shorter time, and with a small model in the place of GPT-2."""
+    for needed in ("transformers", "sae_lens"):
+        pytest.importorskip(needed)
+    from gossamer.cli import main
+    from tests.integrations.test_transformers import byte_level, language_model
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    language_model().save_pretrained("gpt2")
+    byte_level().save_pretrained("gpt2")
+    Path("corpus.txt").write_text("A cat sat on the mat, and the hat. " * 400)
+    names: dict[str, object] = {}
+    languages = []
+    for language, content in _blocks("worked-example.md"):
+        languages.append(language)
+        if language == "python":
+            exec(content, names)
+            continue
+        for command in content.splitlines():
+            name, *arguments = shlex.split(command.replace("-model 20", "-model 3").replace("-sae 20", "-sae 5"))
+            outcome = CliRunner().invoke(main, arguments)
+            assert name == "gossamer" and outcome.exit_code == 0, outcome.output
+    assert languages.count("sh") == 3 and languages.count("python") == 6
+    assert names["found"].rows == len(names["source"]) > 0
+    assert names["together"].max() > 0 and names["latents"].shape == (2048, 4096)

@@ -36,7 +36,7 @@ from gossamer.sae import Extraction, extract
 GPU_BATCHES = 8
 QUALITY_ROWS = 4096
 EXTRACT_BATCH, EXTRACT_SHARD = 1024, 65_536
-PROBE_WINDOWS = 64
+PROBE_WINDOWS = 32
 SAE, LATENTS, ACTIVATIONS = "sae", "latents", "activations.npy"
 # In a folder that a demo wrote, and that the next one may therefore replace.
 _MARK = ".gossamer-demo"
@@ -65,7 +65,7 @@ class Settings:
     model: ModelConfig = field(default_factory=ModelConfig)
     d_sae: int = 4096
     bandwidth: float = 0.03
-    pre_act_coefficient: float = 1e-3
+    pre_act_coefficient: float = 3e-4
     target_l0: float = 32.0
     batch_model: int = 8
     batch_sae: int = 512
@@ -234,8 +234,9 @@ def _extract(
         return features.residual_source(model, measure.contexts(text, n_windows, settings.model.context))
 
     sizes: dict[str, Any] = {"batch_size": EXTRACT_BATCH, "shard_rows": EXTRACT_SHARD, "top": features.TOP}
-    clock = Clock(0)
-    probe = extract(source(min(PROBE_WINDOWS, settings.n_feature_windows)), sae, out / "probe", **sizes)
+    for name in ("warm-up", "probe"):
+        clock = Clock(0)
+        probe = extract(source(min(PROBE_WINDOWS, settings.n_feature_windows)), sae, out / name, **sizes)
     affordable = int(settings.seconds_features / clock.elapsed * probe.rows / settings.model.context)
     rows = source(min(max(affordable, PROBE_WINDOWS), settings.n_feature_windows))
     np.save(out / SAE / ACTIVATIONS, next(rows.rows_from(0)).cpu().numpy())
