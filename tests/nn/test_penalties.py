@@ -35,6 +35,13 @@ def test_loss_and_gradients(
     assert all(grad.any() for grad in grads.values())
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_window_that_reaches_below_0(recipe: str, device: torch.device, generator: torch.Generator) -> None:
+    """Pre-activations below 0 are in it too."""
+    options = {"initial_threshold": 0.05, "bandwidth": 0.4, "l0_coefficient": 0.2}
+    dense.compare(dense.make("jumprelu", device, **options, **RECIPES[recipe]), dense.sample(40, generator))
+
+
 def test_settings_change_something(device: torch.device, generator: torch.Generator) -> None:
     """Each recipe has gradients of its own; a reference that ignored a setting would not see it ignored."""
     x, found = dense.sample(40, generator), []
