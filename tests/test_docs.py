@@ -52,14 +52,14 @@ def _blocks(page: str) -> list[tuple[str, str]]:
 @pytest.mark.full
 def test_the_worked_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block as it stands, one after the other; in shorter time, and with a small model in the place of GPT-2."""
-    for needed in ("transformers", "sae_lens"):
-        pytest.importorskip(needed)
+    transformers, _ = pytest.importorskip("transformers"), pytest.importorskip("sae_lens")
     from gossamer.cli import main
-    from tests.integrations.test_transformers import byte_level, language_model
+    from tests.integrations.test_transformers import byte_level
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    language_model().save_pretrained("gpt2")
+    config = transformers.GPT2Config(vocab_size=300, n_positions=64, n_embd=32, n_layer=7, n_head=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained("gpt2")
     byte_level().save_pretrained("gpt2")
     Path("corpus.txt").write_text("A cat sat on the mat, and the hat. " * 400)
     names: dict[str, object] = {}
