@@ -516,6 +516,7 @@ JUMP = {"activation": "jumprelu", "threshold": torch.ones(8)}
     "change, error, message",
     [
         ({"x": torch.tensor(1.0)}, ValueError, r"sae.encode: x must have shape \[..., d_in\], got a scalar"),
+        ({"W_enc": None}, TypeError, r"sae.encode: W_enc must be a torch.Tensor, got None"),
         ({"x": OK_X.long()}, TypeError, r"x must be float32, float16 or bfloat16 .* got int64"),
         ({"x": OK_X.half()}, TypeError, r"x and W_enc must have one dtype, got float16 and float32"),
         (

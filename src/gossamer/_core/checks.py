@@ -25,6 +25,8 @@ def floating(operator: str, **given: Tensor) -> None:
     """Every tensor has a floating dtype the library computes in."""
     tensors(operator, **given)
     for argument, tensor in given.items():
+        if tensor is None:
+            raise TypeError(f"{operator}: {argument} must be a torch.Tensor, got None.")
         if tensor.layout is not torch.strided:
             raise TypeError(
                 f"{operator}: {argument} must be a strided tensor, got layout {name_of(tensor.layout)}. "
