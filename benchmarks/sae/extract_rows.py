@@ -70,9 +70,11 @@ def main() -> None:
             process = subprocess.Popen([*command, str(folder / "killed")], stdout=subprocess.PIPE)
             assert process.stdout is not None
             process.stdout.readline()
-            # Now and then early, mostly late enough to have finished a file.
-            time.sleep(rng.uniform(0.0, 2.2 * result["seconds"] / max(options.kills, 1)))
-            kills += process.poll() is None
+            # Now and then early, mostly late enough to have finished a file, and never so late that all are finished.
+            time.sleep(rng.uniform(0.0, 1.6 * result["seconds"] / options.kills))
+            if process.poll() is not None:
+                sys.exit(f"the run finished after {kills} kills")
+            kills += 1
             process.send_signal(signal.SIGKILL)
             process.wait()
         kept = json.loads((folder / "killed" / "manifest.json").read_text())
