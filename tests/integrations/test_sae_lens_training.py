@@ -155,6 +155,19 @@ def test_what_the_trainer_counts(kind: str, device: torch.device, materialized: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_what_is_read_after_the_optimizer(kind: str, device: torch.device) -> None:
+    """Latents are those of the step; pre-activations, which would not be, raise."""
+    plain, x = make(kind, device), activations(device)
+    patched = copy.deepcopy(plain)
+    patch(patched)
+    ours, theirs = step(patched, x), step(plain, x)
+    torch.optim.SGD(patched.parameters(), lr=0.1).step()
+    torch.testing.assert_close(ours.feature_acts * 1, theirs.feature_acts)
+    with pytest.raises(RuntimeError, match=r"hidden_pre is computed when it is read.*before optimizer.step"):
+        ours.hidden_pre.sum()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("point", ["hook_sae_acts_pre", "hook_sae_acts_post", "hook_sae_input", "hook_sae_recons"])
 def test_hooks(kind: str, point: str, device: torch.device) -> None:
     plain, x = make(kind, device), activations(device)
@@ -182,7 +195,7 @@ def test_inference_calls(kind: str, device: torch.device) -> None:
     """forward, encode, decode, error term and cache of an SAE that is being trained."""
     plain, x = make(kind, device), activations(device)
     patched = copy.deepcopy(plain)
-    print(patch(patched, check=x))
+    assert patch(patched, check=x).check is not None
     with torch.no_grad():
         torch.testing.assert_close(patched(x), plain(x))
         assert type(patched.encode(x)) is Tensor and torch.equal(patched.encode(x), plain.encode(x))

@@ -245,7 +245,7 @@ Rows = ELL | CSR
 def made_ell(
     values: Tensor, indices: Tensor, nnz_per_row: Tensor, shape: tuple[int, ...], source: Tensor | None
 ) -> ELL:
-    """What an operator has returned as an `ELL`: its parts fit, and to look again is a tenth of a small call."""
+    """What an operator has returned as an `ELL`: its parts fit, and to look again would cost host time."""
     if torch.compiler.is_compiling():
         return ELL(values, indices, nnz_per_row, shape, source)
     rows = object.__new__(ELL)

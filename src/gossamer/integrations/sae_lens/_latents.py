@@ -85,19 +85,28 @@ class Latents(Lazy):
         rows: the entries, as `decode` multiplies them.
         l0: `[...]`, values of a row that differ from 0.
         dtype: of the dense tensor.
-        scale: makes `[d_sae]`, what the dense tensor is multiplied with, or None.
+        W_dec: `[d_sae, d_in]`, the decoder with whose norms the dense tensor is multiplied, or None.
+        scale: `[d_sae]`, those norms now, without a gradient.
     """
 
     rows: ELL
     l0: Tensor
-    scale: Callable[[], Tensor] | None
+    scale: Tensor | None
 
     @staticmethod
-    def __new__(cls, rows: ELL, l0: Tensor, dtype: torch.dtype, scale: Callable[[], Tensor] | None) -> Any:
+    def __new__(
+        cls, rows: ELL, l0: Tensor, dtype: torch.dtype, W_dec: Tensor | None = None, scale: Tensor | None = None
+    ) -> Any:
+        version = None if W_dec is None else W_dec._version
+
         def make() -> Tensor:
             # A copy, not a view of what an operator returned: it may be changed in place.
             dense = rows.to_dense().to(dtype, copy=True)
-            return dense if scale is None else (dense * scale()).to(dtype)
+            if W_dec is None or scale is None:
+                return dense
+            # An optimizer may have changed the decoder since: then the latents are still what they were.
+            norms = W_dec.norm(dim=-1) if W_dec._version == version else scale
+            return (dense * norms).to(dtype)
 
         latents = Lazy.__new__(cls, make, rows.shape, dtype, rows.device)
         latents.rows, latents.l0, latents.scale = rows, l0, scale
@@ -160,7 +169,15 @@ class HiddenPre(Lazy):
 
     @staticmethod
     def __new__(cls, sae: Any, x: Tensor, b_dec: Tensor | None, scaled: bool) -> Any:
+        weights = [sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec]
+        versions = [weight._version for weight in weights]
+
         def make() -> Tensor:
+            if [weight._version for weight in weights] != versions:
+                raise RuntimeError(
+                    "integrations.sae_lens: hidden_pre is computed when it is read, and the weights that it follows "
+                    "from have been changed since. Read it before optimizer.step(), or unpatch the SAE."
+                )
             pre = hidden._inner() @ sae.W_enc + sae.b_enc
             return pre * sae.W_dec.norm(dim=-1) if scaled else pre
 

@@ -77,9 +77,8 @@ def _encode_topk(self: Any, x: Tensor, b_dec: Tensor | None) -> tuple[Latents, H
         k=int(self.activation_fn.k),
         scale=scale,
     )
-    norms = (lambda: self.W_dec.norm(dim=-1)) if scaled else None
     # What SAELens scales before it decodes it scales back to decode: `rows` are what is in between.
-    return Latents(rows, l0, hidden_pre.dtype, norms), hidden_pre
+    return Latents(rows, l0, hidden_pre.dtype, self.W_dec if scaled else None, scale), hidden_pre
 
 
 def _encode_jumprelu(self: Any, x: Tensor, b_dec: Tensor | None) -> tuple[Latents, HiddenPre]:
@@ -94,7 +93,7 @@ def _encode_jumprelu(self: Any, x: Tensor, b_dec: Tensor | None) -> tuple[Latent
         bandwidth=self.bandwidth,
         ste_to_input=self.cfg.jumprelu_ste_to_input,
     )
-    return Latents(rows, l0, hidden_pre.dtype, None), hidden_pre
+    return Latents(rows, l0, hidden_pre.dtype), hidden_pre
 
 
 ENCODERS: dict[Callable[..., Any], Callable[[Any, Tensor, Tensor | None], tuple[Latents, HiddenPre]]] = {
@@ -178,7 +177,7 @@ def update_topk_threshold(self: Any, acts_topk: Tensor) -> None:
         return
     values = rows.values
     if acts_topk.scale is not None:
-        values = values * acts_topk.scale()[rows.indices.clamp(min=0)]
+        values = values * acts_topk.scale[rows.indices.clamp(min=0)]
     held = (rows.values > 0) & (rows.nnz_per_row <= rows.capacity)[:, None]
     smallest = torch.where(held, values, torch.inf).amin().to(kept.dtype)
     rate = self.cfg.topk_threshold_lr
