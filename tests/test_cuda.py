@@ -172,6 +172,31 @@ def test_threads() -> None:
     assert not wrong, wrong
 
 
+def test_threads_that_encode() -> None:
+    """As above: what one launch's programs tell each other must not reach another launch of the same shape."""
+    x, W = torch.randn(6, 40, device="cuda"), torch.randn(40, 20000, device="cuda")
+    threshold = torch.full((20000,), 15.0, device="cuda")
+    batches = [scale * x for scale in (0.5, 1.0, 2.0)]
+    with torch.inference_mode():
+        wanted = [torch.where(z > threshold, z, 0) for z in (torch.addmm(W[0].new_zeros(20000), b, W) for b in batches)]
+    wrong: list[str] = []
+
+    def work(which: int) -> None:
+        with torch.inference_mode():
+            for turn in range(300):
+                i = (turn + which) % 3
+                rows = sae.encode(batches[i], W, W.new_zeros(20000), activation="jumprelu", threshold=threshold)
+                if turn % 10 == 0 and not torch.equal(rows.to_dense(), wanted[i]):
+                    wrong.append(f"thread {which}: turn {turn} is wrong")
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong
+
+
 def test_lists_that_share_sectors() -> None:
     """Rows with as many entries as slots, whose lists end and begin in one sector: no gather may see an old one."""
     m, n, d, k = 448, 65536, 4224, 100

@@ -70,14 +70,16 @@ def test_encode(activation: str, data: st.DataObject, dtype: torch.dtype, device
     x = strategies.laid_out(whole((*leading, d), 2, generator, dtype), layout)
     W = strategies.laid_out(whole((d, n), 1, generator, dtype), data.draw(strategies.LAYOUTS))
     b = None if data.draw(st.booleans()) else whole((n,), 8, generator, torch.float32) / 4
+    b = None if b is None else strategies.laid_out(b, data.draw(strategies.LAYOUTS))
     b_dec = None if data.draw(st.booleans()) else whole((d,), 1, generator, torch.float32)
     threshold = whole((n,) if data.draw(st.booleans()) else (), 4, generator, torch.float32)
+    threshold = strategies.laid_out(threshold, data.draw(strategies.LAYOUTS))
     options = options_for(activation, n, data.draw(st.integers(1, 12)), threshold)
     capacity = data.draw(st.one_of(st.none(), st.integers(1, 70)))
     scale = None
     if activation in ("topk", "batchtopk") and data.draw(st.booleans()):
         # Powers of 2: no dtype rounds their products.
-        scale = whole((n,), 1, generator, torch.float32).exp2()
+        scale = strategies.laid_out(whole((n,), 1, generator, torch.float32).exp2(), data.draw(strategies.LAYOUTS))
     rows, l0 = encode_with_l0(x, W, b, b_dec=b_dec, capacity=capacity, scale=scale, **options)
     z = (x.double() - (0 if b_dec is None else b_dec.double())) @ W.double() + (0 if b is None else b.double())
     acts = torch.where(selected(z if scale is None else z * scale.double(), **options), z, 0)

@@ -18,6 +18,10 @@ from gossamer.sae._torch import encode as _cpu
 
 _ACTIVATIONS = ("relu", "jumprelu", "topk", "batchtopk")
 _GPU = "gossamer.sae._triton.encode"
+_PLAIN = (Tensor, torch.nn.Parameter, type(None))
+_Known = tuple[str, int, int, bool]
+"""What a call comes to: activation, k or 0, capacity, and whether a row may overflow it."""
+_seen: dict[tuple[Any, ...], _Known] = {}
 
 
 def encode(
@@ -131,38 +135,44 @@ def _encode(
     scale: Tensor | None,
     ste_to_input: bool,
 ) -> tuple[ELL, Tensor]:
-    _check_operands(operator, x, W_enc, b_enc, b_dec, threshold, scale)
-    activation = _check_activation(operator, activation, threshold, k, bandwidth, W_enc.shape[1])
-    if scale is not None and activation not in ("topk", "batchtopk"):
-        raise ValueError(f'{operator}: scale belongs to activation="topk" and "batchtopk", got one for {activation!r}.')
-    if ste_to_input and bandwidth is None:
-        raise ValueError(
-            f"{operator}: ste_to_input needs bandwidth, the width of the window that it is an estimate in."
-        )
-    if autocast.enabled(x.device):
-        (W_enc,) = autocast.cast(W_enc)  # type: ignore[assignment]
-    if not autocast.enabled(x.device) or torch.float64 in (x.dtype, W_enc.dtype):
-        check_dtypes(operator, "x", x, "W_enc", W_enc)
-    n = W_enc.shape[1]
-    if threshold is not None:
+    autocasts = autocast.enabled(x.device) if isinstance(x, Tensor) else False
+    # What follows from shapes is checked once: host time is most of a small encode.
+    seen: tuple[Any, ...] | None = None
+    known: _Known | None = None
+    operands = (x, W_enc, b_enc, b_dec, threshold, scale)
+    if not (autocasts or torch.compiler.is_compiling()) and all(type(t) in _PLAIN for t in operands):
+        seen = tuple([None if t is None else (t.shape, t.dtype, t.device) for t in operands])
+        seen += (activation, k, bandwidth, capacity, ste_to_input)
+        try:
+            known = _seen.get(seen)
+        except TypeError:  # an argument that no call may have, such as a list: the checks below say which
+            seen = None
+    if known is None:
+        _check_operands(operator, x, W_enc, b_enc, b_dec, threshold, scale)
+        if autocasts:
+            (W_enc,) = autocast.cast(W_enc)  # type: ignore[assignment]
+        if not autocasts or torch.float64 in (x.dtype, W_enc.dtype):
+            check_dtypes(operator, "x", x, "W_enc", W_enc)
+        options = (activation, threshold, k, bandwidth, capacity, scale, ste_to_input)
+        known = _check_options(operator, *options, W_enc.shape[1])
+        if seen is not None:
+            if len(_seen) >= 1024:
+                _seen.clear()
+            _seen[seen] = known
+    activation, k, capacity, keep_source = known
+    n, leading = W_enc.shape[1], x.shape[:-1]
+    if threshold is not None and (threshold.dim() == 0 or threshold.dtype is not _cpu.threshold_dtype(W_enc.dtype)):
         threshold = threshold.to(_cpu.threshold_dtype(W_enc.dtype)).expand(n)
-    most = k if activation == "topk" and k is not None else n
-    if capacity is not None:
-        checks.positive(operator, "capacity", capacity, "It is the number of slots per row.")
-        capacity = min(capacity, most)
-    elif activation == "topk":
-        capacity = most
-    else:
-        capacity = default_capacity(n)
+    if scale is not None:
+        scale = scale.detach()
     window = bandwidth if bandwidth is not None and torch.is_grad_enabled() else 0.0
-    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    call = _sae_encode if autocast.enabled(x.device) else directly(_sae_encode, flat, W_enc, b_enc, b_dec, threshold)
+    flat = x if x.dim() == 2 else x.reshape(math.prod(leading), x.shape[-1])
+    call = _sae_encode if autocasts else directly(_sae_encode, flat, W_enc, b_enc, b_dec, threshold)
     values, indices, nnz, source, l0 = call(
-        flat, W_enc, b_enc, b_dec, threshold, activation, k or 0, window, capacity, capacity < most,
-        None if scale is None else scale.detach(), ste_to_input,
-    )  # fmt: skip
-    rows = made_ell(values, indices, nnz, (*x.shape[:-1], n), source if capacity < most else None)
-    return rows, l0.view(x.shape[:-1])
+        flat, W_enc, b_enc, b_dec, threshold, activation, k, window, capacity, keep_source, scale, ste_to_input
+    )
+    rows = made_ell(values, indices, nnz, (*leading, n), source if keep_source else None)
+    return rows, l0 if x.dim() == 2 else l0.view(leading)
 
 
 def _check_operands(
@@ -195,6 +205,35 @@ def _check_operands(
         checks.shape(operator, "scale", scale, (d_sae,), "[d_sae]", "like W_enc")
     if threshold is not None and threshold.dim() != 0:
         checks.shape(operator, "threshold", threshold, (d_sae,), "[d_sae]", "like W_enc, or be a scalar")
+
+
+def _check_options(
+    operator: str,
+    activation: str,
+    threshold: Tensor | None,
+    k: int | None,
+    bandwidth: float | None,
+    capacity: int | None,
+    scale: Tensor | None,
+    ste_to_input: bool,
+    n: int,
+) -> "_Known":
+    activation = _check_activation(operator, activation, threshold, k, bandwidth, n)
+    if scale is not None and activation not in ("topk", "batchtopk"):
+        raise ValueError(f'{operator}: scale belongs to activation="topk" and "batchtopk", got one for {activation!r}.')
+    if ste_to_input and bandwidth is None:
+        raise ValueError(
+            f"{operator}: ste_to_input needs bandwidth, the width of the window that it is an estimate in."
+        )
+    most = k if activation == "topk" and k is not None else n
+    if capacity is not None:
+        checks.positive(operator, "capacity", capacity, "It is the number of slots per row.")
+        capacity = min(capacity, most)
+    elif activation == "topk":
+        capacity = most
+    else:
+        capacity = default_capacity(n)
+    return activation, k or 0, capacity, capacity < most
 
 
 def _check_activation(

@@ -6,6 +6,8 @@ that has more entries than slots: the program that finds it out overwrites the r
 serves as the container's source without another buffer. There -0.0 stands for an entry of value 0, +0.0 for none.
 """
 
+import threading
+
 import torch
 import triton
 import triton.language as tl
@@ -336,13 +338,18 @@ def encode(
     scale: Tensor | None = None,
     ste_to_input: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Operator `sae_encode` -> (values, indices, nnz, source or [0, N], l0)."""
+    """Operator `sae_encode` -> (values, indices, nnz, source or [0, N], l0).
+
+    With few rows host time is most of it, so as in `decode` what follows from shapes is done once and kept as a plan.
+    """
     x = (x if b_dec is None else x - b_dec).to(weight.dtype)
     if bias is not None and bias.dtype is weight.dtype:
         # The product's own epilogue adds in float32 as well, and rounds once.
         z, bias = torch.addmm(bias, x, weight), None
     else:
         z = x @ weight
+        bias = None if bias is None else bias.contiguous()
+    scale = None if scale is None else scale.contiguous()
     m, n = z.shape
     if activation == "topk" and not keep_source and z.numel():
         values, indices, nnz, l0 = select.row_topk(z, bias, k, scale)
@@ -356,33 +363,78 @@ def encode(
     l0 = (torch.zeros if split and window else torch.empty)(m, dtype=torch.float32, device=z.device)
     if m == 0 or n == 0:
         return values.zero_(), indices.fill_(-1), nnz.zero_(), source, l0.zero_()
-    stride_t = 0 if threshold is None else threshold.stride(0)
-    tile, warps = tuning.encode_tile(m, z.element_size())
-    flavour = {"WINDOW": window, "MAY_OVERFLOW": keep_source}
-    key = (m, n, capacity, z.dtype, bias is None or bias.dtype, threshold is None, stride_t, bandwidth, keep_source)
     if split:
-        chunks, meta = pack.split(tile, n)
-        flags, epoch = launch.flags.get(m * chunks, z.device)
-        args = (z, bias, threshold, values, indices, nnz, l0, flags, epoch, stride_t, bandwidth / 2, n)
-        _encode_split(key, (m * chunks, 1, 1), (*args, capacity, chunks), {**meta, **flavour}, num_warps=warps)
-    else:
-        kth = need = None
-        if ranked:
-            find = select.row_kth if activation == "topk" else select.batch_kth
-            kth, need = find(z, bias, k, scale)
-            if m < 512:
-                # Few rows, each in the hands of one program: more warps keep more of it in flight.
-                tile, warps = {**tile, "BLOCK": 8 * tile["BLOCK"]}, 8
-        limits = None
-        if stride_t and z.element_size() == 2:
-            limits = z.new_empty(n)
-            args = (threshold, limits, stride_t, bandwidth / 2, n)
-            _limits((n, z.dtype, stride_t, bandwidth), (launch.cdiv(n, 1024), 1, 1), args, {"BLOCK": 1024})
-        meta = {**pack.fit_block(tile, n), "SHIFT": select.SHIFT[z.dtype], "RANKED": ranked, **flavour}
-        args = (z, bias, scale, threshold, limits, kth, need, values, indices, nnz, l0)
-        args += (stride_t, bandwidth / 2, n, capacity)
-        _encode_row((*key, ranked, scale is None or scale.dtype), (m, 1, 1), args, meta, num_warps=warps)
+        _encode_in_chunks(z, bias, threshold, (values, indices, nnz, l0), bandwidth, keep_source)
+        return values, indices, nnz, source, l0
+    kth = need = None
+    tile, warps = tuning.encode_tile(m, z.element_size())
+    if ranked:
+        find = select.row_kth if activation == "topk" else select.batch_kth
+        kth, need = find(z, bias, k, scale)
+        if m < 512:
+            # Few rows, each in the hands of one program: more warps keep more of it in flight.
+            tile, warps = {**tile, "BLOCK": 8 * tile["BLOCK"]}, 8
+    stride_t = 0 if threshold is None else threshold.stride(0)
+    limits = None
+    if stride_t and z.element_size() == 2:
+        limits = z.new_empty(n)
+        args = (threshold, limits, stride_t, bandwidth / 2, n)
+        _limits((n, z.dtype, stride_t, bandwidth), (launch.cdiv(n, 1024), 1, 1), args, {"BLOCK": 1024})
+    meta = {**pack.fit_block(tile, n), "SHIFT": select.SHIFT[z.dtype], "RANKED": ranked}
+    meta |= {"WINDOW": window, "MAY_OVERFLOW": keep_source}
+    args = (z, bias, scale, threshold, limits, kth, need, values, indices, nnz, l0)
+    args += (stride_t, bandwidth / 2, n, capacity)
+    key = (m, n, capacity, z.dtype, bias is None or bias.dtype, threshold is None, stride_t, bandwidth, keep_source)
+    _encode_row((*key, ranked, scale is None or scale.dtype), (m, 1, 1), args, meta, num_warps=warps)
     return values, indices, nnz, source, l0
+
+
+class _Plan:
+    """The launch of one shape, bound to all but its pointers, and the flags that it has to itself on one stream."""
+
+    __slots__ = ("epochs", "flags", "launch", "lock")
+
+    def __init__(self, bound: launch.Bound, words: int, device: torch.device) -> None:
+        self.flags = torch.zeros(words, dtype=torch.int64, device=device)
+        self.epochs = launch.Epochs()
+        self.launch, self.lock = bound, threading.Lock()
+
+
+_plans: dict[tuple[object, ...], _Plan] = {}
+
+
+def _encode_in_chunks(
+    z: Tensor,
+    bias: Tensor | None,
+    threshold: Tensor | None,
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
+    bandwidth: float,
+    may_overflow: bool,
+) -> None:
+    """Fills values, indices, nnz and l0, the last of which is 0 where there is a bandwidth."""
+    (m, n), capacity = z.shape, out[0].shape[1]
+    stride_t = 0 if threshold is None else threshold.stride(0)
+    key = (m, n, capacity, z.dtype, None if bias is None else bias.dtype, threshold is None, stride_t)
+    key += (bandwidth, may_overflow)
+    if not launch.INTERPRET:
+        index = z.get_device()
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        plan = _plans.get((*key, index, stream))
+        pointers = [None if t is None else t.data_ptr() for t in (z, bias, threshold, *out)]
+        # What is made here is aligned.
+        if plan is not None and launch.ready(index, pointers[0] | (pointers[1] or 0) | (pointers[2] or 0)):
+            # Two threads on one stream launch in the order of their epochs.
+            with plan.lock:
+                plan.launch(stream, *pointers, plan.flags.data_ptr(), plan.epochs.next())
+            return
+    tile, warps = tuning.encode_tile(m, z.element_size())
+    chunks, meta = pack.split(tile, n)
+    meta |= {"WINDOW": bandwidth > 0, "MAY_OVERFLOW": may_overflow}
+    flags, epoch = launch.flags.get(m * chunks, z.device)
+    args = (z, bias, threshold, *out, flags, epoch, stride_t, bandwidth / 2, n, capacity, chunks)
+    bound = _encode_split(key, (m * chunks, 1, 1), args, meta, num_warps=warps, head=9)
+    if bound is not None and launch.may_keep(z.device):
+        launch.keep(_plans, (*key, index, stream), _Plan(bound, m * chunks, z.device))
 
 
 def bwd_columns(
