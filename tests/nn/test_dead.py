@@ -71,13 +71,14 @@ def test_dead_after_as_many_calls(device: torch.device) -> None:
 
 def revived(kind: str, device: torch.device, **options: Any) -> tuple[int, int]:
     """(dead before, dead after) 150 steps of training."""
-    generator = torch.Generator(device).manual_seed(0)
-    model = dense.make(kind, device, **KINDS[kind] | options)
-    dense.kill(model, dense.sample(2000, generator), 30)
+    # The same numbers on every device: how many come back depends on them.
+    generator = torch.Generator().manual_seed(0)
+    model = dense.make(kind, torch.device("cpu"), **KINDS[kind] | options).to(device)
+    dense.kill(model, dense.sample(2000, generator).to(device), 30)
     before = int(model.dead().sum())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(150):
-        x = dense.sample(64, generator)
+        x = dense.sample(64, generator).to(device)
         optimizer.zero_grad()
         model.loss(*dense.given(model, x)).loss.backward()
         optimizer.step()
@@ -89,7 +90,7 @@ def test_dead_latents_come_back(kind: str, device: torch.device) -> None:
     name, coefficient = ("pre_act_coefficient", 0.05) if kind == "jumprelu" else ("aux_coefficient", 3.0)
     before, after = revived(kind, device, **{name: coefficient})
     _, left = revived(kind, device, **{name: 0.0})
-    assert before == 30 and after <= 18 and left >= 24
+    assert before == 30 and after + 8 <= left
 
 
 def test_autocast(device: torch.device, generator: torch.Generator) -> None:
