@@ -20,7 +20,7 @@ from gossamer._core.ops import INTERPRET
 from gossamer.cli import environment
 
 MODE = "interpreter" if INTERPRET else "gpu" if torch.cuda.is_available() else "cpu"
-INTERPRETED = ("rowsparse", "sae")
+INTERPRETED = ("rowsparse", "gemm", "sae")
 DTYPES = (torch.float32, torch.float16) if INTERPRET else (torch.float32, torch.float16, torch.bfloat16)
 
 hypothesis.settings.register_profile(

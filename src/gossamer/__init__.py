@@ -5,7 +5,7 @@ from types import ModuleType
 
 __version__ = "0.1.0.dev0"
 
-_ROOMS = ("rowsparse", "sae", "nn", "integrations", "testing")
+_ROOMS = ("rowsparse", "gemm", "sae", "nn", "integrations", "testing")
 
 
 def __getattr__(name: str) -> ModuleType:

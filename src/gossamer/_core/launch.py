@@ -49,7 +49,8 @@ class Kernel:
         if INTERPRET:
             self.fn[grid](*args, **meta)
             return None
-        device = args[0].device.index
+        # A tensor descriptor names its tensor `base`.
+        device = getattr(args[0], "base", args[0]).device.index
         pointers, bits = [], 0
         for arg in args:
             if isinstance(arg, Tensor):

@@ -52,6 +52,12 @@ def dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] >= 9
 
 
+@cache
+def hopper(device: torch.device) -> bool:
+    """Whether kernels written for Hopper alone run there."""
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def programs(device: torch.device) -> int:
     """How many programs run at once at one per multiprocessor."""
     return 4 if device.type != "cuda" else rates(device.index or 0).programs
@@ -112,6 +118,34 @@ def bwd_tile(element_size: int) -> tuple[dict[str, Any], int, int]:
 def bwd_long_tile(tile: dict[str, Any]) -> Tile:
     """The same where a weight row has many entries."""
     return {"BLOCK_E": 8 * tile["BLOCK_E"], "BLOCK_D": tile["BLOCK_D"], "VEC": tile["VEC"]}, 8
+
+
+def glu_tile(m: int) -> tuple[dict[str, Any], int, int]:
+    """(tile, warps, stages) of the gated product through pointers; two accumulators of BLOCK_M x BLOCK_N."""
+    block_m = 16 if m <= 16 else 64 if m <= 64 else 128
+    return {"BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": 64, "GROUP_M": 8}, 8 if block_m == 128 else 4, 3
+
+
+def glu_schedule(tiles_m: int, tiles_n: int, steps: int, device: torch.device) -> tuple[int, int, int]:
+    """(programs, tiles that one program computes alone, programs abreast) of the gated product's tiles on Hopper.
+
+    The other tiles are shared along K, which costs as much as some 10 steps: a partial sum out and in again, and one
+    more start.
+    """
+    units, tiles = programs(device), tiles_m * tiles_n
+    if tiles <= units:
+        cuts = max(1, min(4, units // tiles, steps // 10))
+        if steps - steps // cuts < 12:
+            return tiles, tiles, 1
+        count, whole = tiles * cuts, 0
+    else:
+        idle = -tiles % units / units
+        if idle * steps < 10:
+            return units, tiles, 1
+        count, whole = units, (tiles // units - 1) * units
+    shared = tiles - whole
+    abreast = next(a for a in (4, 3, 2, 1) if tiles_m % a == 0 and count % a == 0 and shared % a == 0)
+    return count, whole, abreast
 
 
 @torch.compiler.assume_constant_result

@@ -72,7 +72,7 @@ class Case:
     `make` returns as many independent copies of the inputs as it takes to exceed the cache (see `copies`); calls
     rotate among them. `bytes` and `flops` are the least that must be moved and computed. `reference` computes in
     float64, and `error` measures a result against it. `sweep` names the parameter along which cases of this name
-    are plotted.
+    are plotted. With `energy` what a call takes from the power supply is measured as well.
     """
 
     room: str
@@ -86,6 +86,7 @@ class Case:
     flops: int
     sweep: str | None = None
     grad: bool = False
+    energy: bool = False
     error: Callable[[Tensors, Tensors], float] = field(default=relative_error)
     budget: float | None = None
 

@@ -43,7 +43,8 @@ def case_table(result: CaseResult, ceilings: Ceilings) -> Table:
     graphs = any(o.graph for o in result.outcomes)
     for column in ("eager p20-p80", "ratio", *(("graph p20-p80", "graph ratio") if graphs else ())):
         table.add_column(column, justify="right", no_wrap=True)
-    for column in ("rate", "of floor", "peak", "error"):
+    metered = any(o.joules for o in result.outcomes)
+    for column in ("rate", "of floor", *(("energy",) if metered else ()), "peak", "error"):
         table.add_column(column, justify="right", no_wrap=True)
     for outcome in result.outcomes:
         name = f"[bold]{escape(outcome.provider.name)}[/]" if outcome.provider.ours else escape(outcome.provider.name)
@@ -62,6 +63,7 @@ def case_table(result: CaseResult, ceilings: Ceilings) -> Table:
             if by_bytes
             else f"{case.flops / best.median * 1e-12:,.2f} TF/s",
             f"{floor_of(result, outcome, ceilings) / best.median:.0%}",
+            *((f"{_digits(outcome.joules * 1e3)} mJ" if outcome.joules else "",) if metered else ()),
             "" if outcome.peak is None else f"{outcome.peak / 2**20:,.1f} MiB",
             f"{outcome.error:.1e}",
         )
@@ -124,6 +126,7 @@ def record(result: CaseResult, ceilings: Ceilings) -> dict[str, Any]:
                 "eager": asdict(outcome.eager) if outcome.eager else None,
                 "graph": asdict(outcome.graph) if outcome.graph else None,
                 "peak_bytes": outcome.peak,
+                "joules": outcome.joules,
             }
         )
     return {

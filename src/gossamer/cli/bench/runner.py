@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -11,14 +12,14 @@ from typing import Any, Literal
 import torch
 
 from gossamer.cli.bench.case import Case, Inputs, Provider, Tensors
-from gossamer.cli.bench.timing import Timing, burst, calls_for, capture, matmul_precision, synchronize
+from gossamer.cli.bench.timing import Timing, burst, calls_for, capture, energy, matmul_precision, synchronize
 
 Status = Literal["ok", "WRONG", "error", "skipped"]
 
 
 @dataclass
 class Outcome:
-    """What became of one provider: its status, what it raised, its error, timings and peak memory in bytes."""
+    """What became of one provider: status, what it raised, error, timings, peak memory in bytes, joules a call."""
 
     provider: Provider
     status: Status = "ok"
@@ -27,6 +28,7 @@ class Outcome:
     eager: Timing | None = None
     graph: Timing | None = None
     peak: int | None = None
+    joules: float | None = None
 
 
 @dataclass
@@ -95,11 +97,13 @@ def _measure(
             continue
         with _reported(outcome):
             runs.append(_Run(result.case, outcome, inputs, reference, device, settings))
+    shuffled = random.Random(0)
     for done in range(settings.rounds):
         if done >= 3 and time.monotonic() > settings.deadline:
             break
         tell(f"round {done + 1} of {settings.rounds}")
-        for run in runs:
+        # In another order each time: a GPU at its power limit is faster after one that drew less.
+        for run in shuffled.sample(runs, len(runs)):
             run.sample()
     for run in runs:
         run.finish()
@@ -118,7 +122,7 @@ class _Run:
         settings: Settings,
     ) -> None:
         provider = outcome.provider
-        self.outcome, self.device = outcome, device
+        self.outcome, self.device, self.energy = outcome, device, case.energy
         self.graph: torch.cuda.CUDAGraph | None = None
         self.eager_times: list[float] = []
         self.graph_times: list[float] = []
@@ -154,6 +158,8 @@ class _Run:
         if self.outcome.status == "ok":
             self.outcome.eager = Timing.of(self.eager_times, self.calls)
             self.outcome.graph = Timing.of(self.graph_times, self.calls) if self.graph_times else None
+            if self.energy:
+                self.outcome.joules = energy(self, 0.4, self.device)
 
     def _check(self, case: Case, output: Any, inputs: Inputs, reference: Tensors, how: str = "") -> None:
         provider = self.outcome.provider

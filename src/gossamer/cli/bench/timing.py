@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -102,6 +103,44 @@ def burst(call: Callable[[int], Any], calls: int, device: torch.device) -> float
     last.record()
     last.synchronize()
     return first.elapsed_time(last) * 1e-3 / calls
+
+
+def energy(call: Callable[[int], Any], seconds: float, device: torch.device) -> float | None:
+    """Joules per call over some `seconds` of calls, by the driver's own counter; None where it has none."""
+    counter = _energy_counter(device)
+    if counter is None:
+        return None
+    # The counter moves in steps of up to 0.1 s; a first stretch brings the GPU to the power it then holds.
+    for stretch in (seconds / 2, seconds):
+        torch.cuda.synchronize(device)
+        before, start, calls = counter(), time.perf_counter(), 0
+        while time.perf_counter() - start < stretch:
+            call(calls)
+            calls += 1
+            if calls % 8 == 0:
+                torch.cuda.synchronize(device)
+        torch.cuda.synchronize(device)
+        spent = (counter() - before) / 1000
+    return spent / calls
+
+
+def _energy_counter(device: torch.device) -> Callable[[], int] | None:
+    """Reads the device's millijoules since the driver was loaded, by NVML, which comes with it."""
+    if device.type != "cuda" or torch.version.hip:
+        return None
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
+    handle, value = ctypes.c_void_p(), ctypes.c_ulonglong()
+
+    def read() -> int:
+        return 0 if library.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(value)) else value.value
+
+    if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)) or not read():
+        return None
+    return read
 
 
 def calls_for(call: Callable[[int], Any], device: torch.device, target: float, copies: int) -> int:

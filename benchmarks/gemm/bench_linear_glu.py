@@ -1,0 +1,86 @@
+"""`gemm.linear_glu`: the gated half of an MLP, for inference, at the shapes of Llama 3's three sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gossamer import gemm
+from gossamer.cli.bench import Case, Provider, random_matrix
+
+# Tokens, hidden size, intermediate size. 256 and 512 are chunks of a prefill, 1 to 128 tokens a step of decoding.
+LLAMA = [
+    *((tokens, 4096, 14336) for tokens in (1, 16, 128, 256, 512, 1024, 4096, 16384, 32768, 65536)),
+    (4096, 8192, 28672),
+    (16384, 8192, 28672),
+    (4096, 16384, 53248),
+]
+
+
+def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    """bfloat16; one small float32 case for `quick` and on the CPU."""
+    if quick or device.type == "cpu":
+        yield _linear_glu(64, 256, 704, torch.float32)
+    else:
+        for shape in LLAMA:
+            yield _linear_glu(*shape, torch.bfloat16)
+
+
+def _linear_glu(M: int, K: int, N: int, dtype: torch.dtype) -> Case:
+    def make(device: torch.device, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
+        stacked = random_matrix(2 * N, K, dtype, device, generator).mul_(K**-0.5)
+        return [(random_matrix(M, K, dtype, device, generator), stacked[:N].clone(), stacked[N:].clone(), stacked)]
+
+    def dense(x: Tensor, gate: Tensor, up: Tensor, _: Tensor) -> Tensor:
+        return F.silu(F.linear(x, gate)) * F.linear(x, up)
+
+    def liger(x: Tensor, gate: Tensor, up: Tensor, _: Tensor) -> Tensor:
+        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+        return LigerSiLUMulFunction.apply(F.linear(x, gate), F.linear(x, up))
+
+    def some(out: Tensor, *_: Tensor) -> tuple[Tensor]:
+        """512 rows tell what all do, and float64 takes its time."""
+        return (out[:: max(1, M // 512)],)
+
+    def halves(out: Tensor, *_: Tensor) -> tuple[Tensor]:
+        return some(F.silu(out[:, :N]) * out[:, N:])
+
+    return Case(
+        room="gemm",
+        name="linear_glu",
+        parameters={"M": M, "K": K, "N": N},
+        dtype=dtype,
+        make=make,
+        providers=(
+            Provider(
+                "gossamer", lambda x, gate, up, _: gemm.linear_glu(x, gate, up), ours=True, result=some, capturable=True
+            ),
+            Provider(
+                "gossamer, stacked",
+                lambda x, gate, up, both: gemm.linear_glu(x, both),
+                ours=True,
+                result=some,
+                capturable=True,
+            ),
+            Provider("dense", dense, result=some, capturable=True),
+            Provider(
+                "torch.compile", torch.compile(dense, fullgraph=True, dynamic=False), result=some, capturable=True
+            ),
+            Provider("Liger", liger, result=some, capturable=True, devices=("cuda",)),
+            Provider(
+                "GEMM alone",
+                lambda x, gate, up, both: F.linear(x, both),
+                result=halves,
+                capturable=True,
+                partial=True,
+            ),
+        ),
+        reference=lambda x, gate, up, both: (dense(some(x)[0].double(), gate.double(), up.double(), both),),
+        bytes=(M * K + 2 * N * K + M * N) * dtype.itemsize,
+        flops=4 * M * N * K,
+        energy=True,
+    )

@@ -1,0 +1,9 @@
+"""Dense products whose epilogue does more.
+
+>>> linear_glu(torch.ones(2, 8), torch.ones(6, 8), activation="relu").shape
+torch.Size([2, 3])
+"""
+
+from gossamer.gemm.linear_glu import linear_glu
+
+__all__ = ["linear_glu"]

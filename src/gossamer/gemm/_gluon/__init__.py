@@ -1,0 +1,1 @@
+"""GPU kernels of `gemm` for Hopper, in Gluon."""

@@ -1,0 +1,362 @@
+"""The gated product on Hopper: one program an SM, a warp that loads and two warpgroups that multiply.
+
+A tile is 128 rows by 128 columns of the result. The 128 weight rows of the gate and the same of up are loaded into the
+two halves of one shared tile, from two tensors, so that a single 64 x 256 x 16 wgmma, the widest there is and the one
+that asks least of shared memory, serves both; columns j and j + 128 of the accumulator then lie in one thread, and
+gating is arithmetic on registers. Four stages of 48 KiB and the 32 KiB of an output tile fill the 227 KiB of an SM. The
+ring of stages runs on across tiles, and the warpgroups share nothing else: while one gates and stores, the other may
+multiply. With at most 64 rows the time goes into reading the weights: one warpgroup, and five stages.
+
+Tiles that do not fill a wave of programs are shared (stream-K, Osama et al. 2023): their steps along K, laid end to
+end, are cut into equal runs, one a program. A run is walked from its last tile to its first, so that the head of a
+tile, which a later program waits for, is done first. Who does not reach the end of a tile leaves its float32 sums in
+its slot of the workspace and raises its flag; who does adds them, in order of programs. Nobody waits for a later
+program, so that programs need not all be at work at once. `abreast` programs walk side by side, in tiles that share
+weight rows: or these would come from device memory for each of them.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from gossamer._core import launch, tuning
+
+BLOCK_N = gl.constexpr(128)
+BLOCK_K = gl.constexpr(64)
+ROWS = gl.constexpr(64)
+"""Rows of a warpgroup."""
+
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7, 3.6
+
+
+@gluon.jit
+def sigmoid(z):
+    """In four instructions, to about 1e-6: the compiler's exp and quotient guard against denormals and overflows that
+    do not matter here, and a thread has 64 of them."""
+    return gl.inline_asm_elementwise(
+        """{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t;
+             add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }""",
+        "=f,f",
+        [z],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def activated(z, ACTIVATION: gl.constexpr):
+    """(activation, its slope), as in `_triton.linear_glu`."""
+    if ACTIVATION == "silu":
+        s = sigmoid(z)
+        return z * s, s * (1 + z * (1 - s))
+    elif ACTIVATION == "gelu":
+        below = 0.5 * (1 + gl.erf(z * 0.7071067811865476))
+        return z * below, below + z * 0.3989422804014327 * gl.exp(-0.5 * z * z)
+    elif ACTIVATION == "gelu_tanh":
+        s = sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
+        return z * s, s * (1 + z * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * z * z))
+    elif ACTIVATION == "relu":
+        return gl.where(z <= 0, 0.0, z), gl.where(z <= 0, 0.0, 1.0)
+    elif ACTIVATION == "sigmoid":
+        s = sigmoid(z)
+        return s, s * (1 - s)
+    else:
+        return z, z * 0 + 1
+
+
+@gluon.jit
+def run_begin(position, steps, positions):
+    """First of a position's steps: equal runs, the longer ones first."""
+    return position * (steps // positions) + gl.minimum(position, steps % positions)
+
+
+@gluon.jit
+def count_pieces(program, programs, tiles, whole, steps, abreast):
+    """(tiles that a program's run touches, these and its whole tiles)."""
+    shared = (tiles - whole) // abreast * steps
+    begin = run_begin(program // abreast, shared, programs // abreast)
+    end = run_begin(program // abreast + 1, shared, programs // abreast)
+    touched = gl.where(end > begin, (end - 1) // steps - begin // steps + 1, 0)
+    return touched, touched + gl.where(whole > program, (whole - program + programs - 1) // programs, 0)
+
+
+@gluon.jit
+def find_piece(piece, touched, program, programs, tiles, whole, steps, abreast):
+    """(tile, first step, end step): the run's tiles from the last to the first, then whole tiles."""
+    shared = (tiles - whole) // abreast * steps
+    begin = run_begin(program // abreast, shared, programs // abreast)
+    end = run_begin(program // abreast + 1, shared, programs // abreast)
+    group = (end - 1) // steps - piece
+    in_run = piece < touched
+    tile = gl.where(in_run, whole + group * abreast + program % abreast, program + (piece - touched) * programs)
+    first = gl.where(in_run, gl.maximum(begin - group * steps, 0), 0)
+    last = gl.where(in_run, gl.minimum(end - group * steps, steps), steps)
+    return tile, first, last
+
+
+@gluon.jit
+def origin_of(tile, tiles_m, tiles_n, BLOCK_M: gl.constexpr, GROUP_M: gl.constexpr):
+    """Row and column of a tile; GROUP_M rows of tiles are passed at a time, so that the L2 gives the weights again."""
+    group = tile // (GROUP_M * tiles_n)
+    height = gl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    inside = tile - group * GROUP_M * tiles_n
+    return (group * GROUP_M + inside % height) * BLOCK_M, (inside // height) * BLOCK_N
+
+
+@gluon.jit
+def produce(inputs, ring, extent, BLOCK_M: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr):
+    """The warp that loads."""
+    x_desc, gate_desc, up_desc = inputs
+    x_bufs, w_bufs, ready, empty = ring
+    tiles_m, tiles_n, whole, steps, abreast = extent
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    tiles = tiles_m * tiles_n
+    touched, pieces = count_pieces(program, programs, tiles, whole, steps, abreast)
+    count = 0
+    for piece in range(pieces):
+        tile, first, last = find_piece(piece, touched, program, programs, tiles, whole, steps, abreast)
+        row, column = origin_of(tile, tiles_m, tiles_n, BLOCK_M, GROUP_M)
+        for step in range(first, last):
+            stage = count % STAGES
+            full = ready.index(stage)
+            weights = w_bufs.index(stage)
+            mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
+            mbarrier.expect(full, (BLOCK_M + 2 * BLOCK_N) * BLOCK_K * 2)
+            tma.async_copy_global_to_shared(x_desc, [row, step * BLOCK_K], full, x_bufs.index(stage))
+            tma.async_copy_global_to_shared(gate_desc, [column, step * BLOCK_K], full, weights.slice(0, BLOCK_N))
+            tma.async_copy_global_to_shared(up_desc, [column, step * BLOCK_K], full, weights.slice(BLOCK_N, BLOCK_N))
+            count += 1
+
+
+@gluon.jit
+def to_slot(sums):
+    """Relabels half an accumulator so that a thread's registers are a float4 of each 2 KiB in turn, next to its
+    neighbours': 16-byte accesses side by side. No data moves."""
+    sums = sums.reshape([4, 2, 8, BLOCK_N // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([ROWS * BLOCK_N])
+    return gl.convert_layout(sums, gl.BlockedLayout([4], [32], [4], [0]), assert_trivial=True)
+
+
+@gluon.jit
+def from_slot(sums, layout: gl.constexpr):
+    sums = sums.reshape([BLOCK_N // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([ROWS, BLOCK_N])
+    return gl.convert_layout(sums, layout, assert_trivial=True)
+
+
+@gluon.jit
+def add_bias(z, bias_ptr, column, N, layout: gl.constexpr):
+    if bias_ptr is not None:
+        columns = column + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
+        bias = gl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(gl.float32)
+        z += gl.expand_dims(bias, 0)
+    return z
+
+
+@gluon.jit
+def load_grad(grad_ptr, stride_dm, stride_dn, row, column, M, N, layout: gl.constexpr):
+    rows = gl.expand_dims(row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), 1)
+    columns = gl.expand_dims(column + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout)), 0)
+    at = rows.to(gl.int64) * stride_dm + columns.to(gl.int64) * stride_dn
+    return gl.load(grad_ptr + at, mask=(rows < M) & (columns < N), other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def emit(desc, buffer, tile, row, column):
+    """Stores a tile by way of shared memory, once what was there before has left."""
+    tma.store_wait(0)
+    buffer.store(tile.to(desc.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(desc, [row, column], buffer)
+
+
+@gluon.jit
+def consume(
+    outputs, grads, ring, partials, extent, GROUP: gl.constexpr, GROUPS: gl.constexpr, GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup GROUP of GROUPS: its ROWS rows of every tile."""
+    out_desc, first_desc, second_desc, buffers, gate_bias_ptr, up_bias_ptr = outputs
+    grad_ptr, stride_dm, stride_dn, M, N = grads
+    x_bufs, w_bufs, ready, empty = ring
+    partial_ptr, flags_ptr, epoch = partials
+    epoch = epoch.to(gl.int64)
+    tiles_m, tiles_n, whole, steps, abreast = extent
+    both: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BLOCK_N, 16])
+    half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    HALF: gl.constexpr = ROWS * BLOCK_N
+    offsets = gl.arange(0, HALF, layout=gl.BlockedLayout([4], [32], [4], [0]))
+    buffer = buffers.index(GROUP)
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    tiles = tiles_m * tiles_n
+    shared = (tiles - whole) // abreast * steps
+    touched, pieces = count_pieces(program, programs, tiles, whole, steps, abreast)
+    count = 0
+    for piece in range(pieces):
+        tile, first, last = find_piece(piece, touched, program, programs, tiles, whole, steps, abreast)
+        acc = gl.zeros([ROWS, 2 * BLOCK_N], gl.float32, both)
+        for step in range(first, last):
+            stage = count % STAGES
+            mbarrier.wait(ready.index(stage), count // STAGES & 1)
+            x = x_bufs.index(stage).slice(GROUP * ROWS, ROWS)
+            acc = warpgroup_mma(x, w_bufs.index(stage).permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            # The step before has been read: its stage goes back to the warp that loads.
+            mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=step > first)
+            count += 1
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
+
+        gate, up = acc.reshape([ROWS, 2, BLOCK_N]).permute((0, 2, 1)).split()
+        gate = gl.convert_layout(gate, half, assert_trivial=True)
+        up = gl.convert_layout(up, half, assert_trivial=True)
+        if last < steps:
+            slot = partial_ptr + (program * GROUPS + GROUP).to(gl.int64) * (2 * HALF)
+            gl.store(slot + offsets, to_slot(gate))
+            gl.store(slot + HALF + offsets, to_slot(up))
+            # All threads must have written before the one that signals says so.
+            _barrier()
+            gl.atomic_xchg(flags_ptr + program * GROUPS + GROUP, epoch, sem="release", scope="gpu")
+        else:
+            if first > 0:
+                other = program
+                while run_begin(other // abreast, shared, programs // abreast) > (tile - whole) // abreast * steps:
+                    other -= abreast
+                    flag = flags_ptr + other * GROUPS + GROUP
+                    while gl.atomic_cas(flag, epoch, epoch * 0, sem="acquire", scope="gpu") != epoch:
+                        pass
+                    slot = partial_ptr + (other * GROUPS + GROUP).to(gl.int64) * (2 * HALF)
+                    gate += from_slot(gl.load(slot + offsets, cache_modifier=".cg"), half)
+                    up += from_slot(gl.load(slot + HALF + offsets, cache_modifier=".cg"), half)
+            row, column = origin_of(tile, tiles_m, tiles_n, GROUPS * ROWS, GROUP_M)
+            row += GROUP * ROWS
+            gate = add_bias(gate, gate_bias_ptr, column, N, half)
+            up = add_bias(up, up_bias_ptr, column, N, half)
+            active, slope = activated(gate, ACTIVATION)
+            if grad_ptr is not None:
+                grad = load_grad(grad_ptr, stride_dm, stride_dn, row, column, M, N, half)
+                emit(first_desc, buffer, grad * up * slope, row, column)
+                emit(second_desc, buffer, grad * active, row, column)
+            else:
+                emit(out_desc, buffer, active * up, row, column)
+                if first_desc is not None:
+                    emit(first_desc, buffer, gate, row, column)
+                    emit(second_desc, buffer, up, row, column)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["epoch", "M", "N", "tiles_m", "tiles_n", "whole", "steps", "abreast"])
+def _linear_glu_kernel(
+    x_desc, gate_desc, up_desc, out_desc, first_desc, second_desc, gate_bias_ptr, up_bias_ptr, grad_ptr, partial_ptr,
+    flags_ptr, epoch, stride_dm, stride_dn, M, N, tiles_m, tiles_n, whole, steps, abreast,
+    GROUP_M: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    """`first_desc` and `second_desc` take gate and up, or with `grad_ptr` their gradients, or are None."""
+    GROUPS: gl.constexpr = x_desc.block_type.shape[0] // ROWS
+    BLOCK_M: gl.constexpr = GROUPS * ROWS
+    x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
+    w_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, 2 * BLOCK_N, BLOCK_K], gate_desc.layout)
+    out_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    buffers = gl.allocate_shared_memory(x_desc.dtype, [GROUPS, ROWS, BLOCK_N], out_layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    inputs = (x_desc, gate_desc, up_desc)
+    outputs = (out_desc, first_desc, second_desc, buffers, gate_bias_ptr, up_bias_ptr)
+    grads = (grad_ptr, stride_dm, stride_dn, M, N)
+    ring = (x_bufs, w_bufs, ready, empty)
+    partials = (partial_ptr, flags_ptr, epoch)
+    extent = (tiles_m, tiles_n, whole, steps, abreast)
+    # The warp that loads leaves its registers to the warpgroups: 240 a thread out of 168 in the launch.
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (consume, (outputs, grads, ring, partials, extent, 0, GROUPS, GROUP_M, STAGES, ACTIVATION)),
+                (produce, (inputs, ring, extent, BLOCK_M, GROUP_M, STAGES)),
+            ],
+            [1],
+            [24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (outputs, grads, ring, partials, extent, 0, GROUPS, GROUP_M, STAGES, ACTIVATION)),
+                (consume, (outputs, grads, ring, partials, extent, 1, GROUPS, GROUP_M, STAGES, ACTIVATION)),
+                (produce, (inputs, ring, extent, BLOCK_M, GROUP_M, STAGES)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+
+
+_linear_glu = launch.Kernel(_linear_glu_kernel)
+
+
+def fits(*operands: Tensor) -> bool:
+    """Whether the copy engine can read and write the matrices: 16-bit, rows contiguous, everything on 16 bytes."""
+    return all(
+        t.element_size() == 2
+        and t.stride(1) == 1
+        and t.data_ptr() % 16 == 0
+        and t.stride(0) % 8 == 0
+        and t.stride(0) >= t.shape[1] > 0
+        for t in operands
+    )
+
+
+def launch_linear_glu(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    activation: str,
+    grad: Tensor | None,
+    out: Tensor | None,
+    gates: Tensor | None,
+) -> None:
+    """Fills out and gates, or with grad the gradients of gate and up in the place of gates."""
+    (m, k), n = x.shape, gate_weight.shape[0]
+    block_m = 64 if m <= 64 else 128
+    first, second = (None, None) if gates is None else (gates[:, :n], gates[:, n:])
+    tiles_m, tiles_n, steps = launch.cdiv(m, block_m), launch.cdiv(n, 128), launch.cdiv(k, 64)
+    programs, whole, abreast = tuning.glu_schedule(tiles_m, tiles_n, steps, x.device)
+    shared = whole < tiles_m * tiles_n
+    flags, epoch = launch.flags.get(2 * programs, x.device) if shared else (None, 0)
+    partial = launch.scratch.get(programs * block_m * 256, x.device) if shared else None
+    strides = (0, 0) if grad is None else grad.stride()
+    key = (m, n, k, x.dtype, x.stride(0), gate_weight.stride(0), up_weight.stride(0), strides, activation)
+    key += (gate_bias is None or gate_bias.dtype, up_bias is None or up_bias.dtype, grad is None or grad.dtype)
+    key += (out is None, gates is None)
+    inputs = (_descriptor(x, block_m, 64), _descriptor(gate_weight, 128, 64), _descriptor(up_weight, 128, 64))
+    outputs = (None if t is None else _descriptor(t, 64, 128) for t in (out, first, second))
+    args = (*inputs, *outputs, gate_bias, up_bias, grad, partial, flags, epoch, *strides, m, n, tiles_m, tiles_n)
+    meta = {"GROUP_M": 8, "STAGES": 4 if block_m == 128 else 5, "ACTIVATION": activation}
+    grid = (programs, 1, 1)
+    _linear_glu(key, grid, (*args, whole, steps, abreast), meta, num_warps=4, maxnreg=168)
+
+
+_DTYPES = {"torch.bfloat16": gl.bfloat16, "torch.float16": gl.float16}
+_layouts: dict[Any, Any] = {}
+
+
+def _descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    block = [rows, columns]
+    key = (rows, columns, tensor.dtype)
+    layout = _layouts.get(key)
+    if layout is None:
+        layout = _layouts[key] = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[str(tensor.dtype)])
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)

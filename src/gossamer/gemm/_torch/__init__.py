@@ -1,0 +1,1 @@
+"""CPU implementations of `gemm`, in PyTorch."""

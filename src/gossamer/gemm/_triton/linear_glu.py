@@ -1,0 +1,303 @@
+"""act(x @ gate_weight.T + gate_bias) * (x @ up_weight.T + up_bias) in one product, and what its backward pass needs.
+
+One program computes a tile of the gate and the same tile of up, from one tile of x: two accumulators that meet in
+registers, so that in inference only their gated product is written. It reads through pointers and masks, and takes any
+size and stride; 128 rows by 2 x 64 columns is what 8 warps hold without spilling. Tiles are ordered so that those at
+work at one time share rows of x and columns of the weights in the L2. Hopper has a kernel of its own, in `_gluon`.
+
+A backward pass that kept nothing runs the same product again and ends it with the gradients of gate and up
+(`GRADIENT`); one that kept the two reads them (`_glu_bwd_kernel`). Float32 is left to cuBLAS, in blocks of rows that
+bound what is in memory at one time: no kernel of Triton's multiplies float32 as fast.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch, tuning
+
+
+@triton.jit
+def activated(z, ACTIVATION: tl.constexpr):
+    """(activation, its slope) at float32 z."""
+    if ACTIVATION == "silu":
+        s = tl.sigmoid(z)
+        return z * s, s * (1 + z * (1 - s))
+    elif ACTIVATION == "gelu":
+        below = 0.5 * (1 + tl.erf(z * 0.7071067811865476))
+        return z * below, below + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
+    elif ACTIVATION == "gelu_tanh":
+        # (1 + tanh(y)) / 2 is sigmoid(2 y).
+        s = tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
+        return z * s, s * (1 + z * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * z * z))
+    elif ACTIVATION == "relu":
+        return tl.where(z <= 0, 0.0, z), tl.where(z <= 0, 0.0, 1.0)
+    elif ACTIVATION == "sigmoid":
+        s = tl.sigmoid(z)
+        return s, s * (1 - s)
+    else:
+        return z, tl.full(z.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def load_bias(bias_ptr, columns, N):
+    return tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _linear_glu_kernel(
+    x_ptr, gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, grad_ptr, out_ptr, gates_ptr,
+    stride_xm, stride_xk, stride_gn, stride_gk, stride_un, stride_uk, stride_dm, stride_dn, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    ACTIVATION: tl.constexpr, GRADIENT: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Program (tile). With GRADIENT it writes the gradients of gate and up, [M, 2N], otherwise out and, where there is
+    a `gates_ptr`, gate and up."""
+    rows, columns = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    pid = tl.program_id(0)
+    first = pid // (GROUP_M * columns) * GROUP_M
+    height = tl.minimum(rows - first, GROUP_M)
+    row = first + pid % (GROUP_M * columns) % height
+    m = (row * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    n = (pid % (GROUP_M * columns) // height * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    k = tl.arange(0, BLOCK_K).to(tl.int64)
+    x_ptrs = x_ptr + m[:, None] * stride_xm + k[None, :] * stride_xk
+    gate_ptrs = gate_ptr + n[None, :] * stride_gn + k[:, None] * stride_gk
+    up_ptrs = up_ptr + n[None, :] * stride_un + k[:, None] * stride_uk
+    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        inside = k < K - start
+        x = tl.load(x_ptrs, mask=(m < M)[:, None] & inside[None, :], other=0.0)
+        w_gate = tl.load(gate_ptrs, mask=inside[:, None] & (n < N)[None, :], other=0.0)
+        w_up = tl.load(up_ptrs, mask=inside[:, None] & (n < N)[None, :], other=0.0)
+        if UPCAST:
+            x, w_gate, w_up = x.to(tl.float32), w_gate.to(tl.float32), w_up.to(tl.float32)
+        gate = tl.dot(x, w_gate, gate, input_precision="ieee")
+        up = tl.dot(x, w_up, up, input_precision="ieee")
+        x_ptrs += BLOCK_K * stride_xk
+        gate_ptrs += BLOCK_K * stride_gk
+        up_ptrs += BLOCK_K * stride_uk
+    if gate_bias_ptr is not None:
+        gate += load_bias(gate_bias_ptr, n, N)
+    if up_bias_ptr is not None:
+        up += load_bias(up_bias_ptr, n, N)
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    active, slope = activated(gate, ACTIVATION)
+    at = m[:, None] * 2 * N + n[None, :]
+    if GRADIENT:
+        grad = tl.load(grad_ptr + m[:, None] * stride_dm + n[None, :] * stride_dn, mask=mask, other=0.0).to(tl.float32)
+        tl.store(gates_ptr + at, grad * up * slope, mask=mask)
+        tl.store(gates_ptr + at + N, grad * active, mask=mask)
+    else:
+        if gates_ptr is not None:
+            tl.store(gates_ptr + at, gate, mask=mask)
+            tl.store(gates_ptr + at + N, up, mask=mask)
+        tl.store(out_ptr + m[:, None] * N + n[None, :], active * up, mask=mask)
+
+
+@triton.jit
+def _glu_fwd_kernel(
+    gates_ptr, gate_bias_ptr, up_bias_ptr, out_ptr, N, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
+):  # fmt: skip
+    """Program (row, block of columns): the gated product of gate and up, [M, 2N], to which it adds their biases."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < N
+    gates_ptr += row * 2 * N
+    gate = tl.load(gates_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gates_ptr + N + columns, mask=mask, other=0.0).to(tl.float32)
+    if gate_bias_ptr is not None:
+        gate += tl.load(gate_bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        tl.store(gates_ptr + columns, gate, mask=mask)
+    if up_bias_ptr is not None:
+        up += tl.load(up_bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        tl.store(gates_ptr + N + columns, up, mask=mask)
+    active, _ = activated(gate, ACTIVATION)
+    tl.store(out_ptr + row * N + columns, active * up, mask=mask)
+
+
+@triton.jit
+def _glu_bwd_kernel(
+    grad_ptr, gates_ptr, out_ptr, stride_dm, stride_dn, N, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
+):  # fmt: skip
+    """Program (row, block of columns): the gradients of gate and up, side by side as the two are."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < N
+    gates_ptr += row * 2 * N
+    out_ptr += row * 2 * N
+    grad = tl.load(grad_ptr + row * stride_dm + columns * stride_dn, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gates_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gates_ptr + N + columns, mask=mask, other=0.0).to(tl.float32)
+    active, slope = activated(gate, ACTIVATION)
+    tl.store(out_ptr + columns, grad * up * slope, mask=mask)
+    tl.store(out_ptr + N + columns, grad * active, mask=mask)
+
+
+_linear_glu = launch.Kernel(_linear_glu_kernel)
+_glu_fwd = launch.Kernel(_glu_fwd_kernel)
+_glu_bwd = launch.Kernel(_glu_bwd_kernel)
+
+
+def linear_glu(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor | None,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    activation: str,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    """Operator `linear_glu` -> (out [M, N], gates [M, 2N] or [0, 2N])."""
+    m, n = x.shape[0], gate_weight.shape[0] // (2 if up_weight is None else 1)
+    out, gates = x.new_empty(m, n), x.new_empty(m if keep else 0, 2 * n)
+    if m and n:
+        operands = _operands(x, gate_weight, up_weight, gate_bias, up_bias)
+        _launch_linear_glu(*operands, activation, None, out, gates if keep else None)
+    return out, gates
+
+
+def linear_glu_bwd(
+    grad: Tensor,
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor | None,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """Operator `linear_glu_bwd` -> [M, 2N]."""
+    gates = x.new_empty(x.shape[0], 2 * grad.shape[1])
+    if gates.numel():
+        operands = _operands(x, gate_weight, up_weight, gate_bias, up_bias)
+        _launch_linear_glu(*operands, activation, grad, None, gates)
+    return gates
+
+
+def glu_bwd(grad: Tensor, gates: Tensor, activation: str) -> Tensor:
+    """Operator `glu_bwd` -> [M, 2N]."""
+    out = gates.new_empty(gates.shape)
+    if out.numel():
+        _launch_glu_bwd(grad, gates, out, activation)
+    return out
+
+
+def _operands(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, gate_bias: Tensor | None, up_bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    if up_weight is None:
+        gate_weight, up_weight = gate_weight.chunk(2, 0)
+    gate_bias, up_bias = (None if bias is None else bias.contiguous() for bias in (gate_bias, up_bias))
+    return x, gate_weight, up_weight, gate_bias, up_bias
+
+
+def _launch_linear_glu(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    activation: str,
+    grad: Tensor | None,
+    out: Tensor | None,
+    gates: Tensor | None,
+) -> None:
+    """Fills out and gates, or with grad the gradients of gate and up in the place of gates."""
+    if x.dtype is torch.float32 and not launch.INTERPRET:
+        _launch_float32(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
+        return
+    if not launch.INTERPRET and tuning.hopper(x.device):
+        from gossamer.gemm._gluon import linear_glu as hopper
+
+        halves = () if gates is None else gates.split(gate_weight.shape[0], 1)
+        if hopper.fits(x, gate_weight, up_weight, *(() if out is None else (out,)), *halves):
+            hopper.launch_linear_glu(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
+            return
+    (m, k), n = x.shape, gate_weight.shape[0]
+    tile, warps, stages = tuning.glu_tile(m)
+    strides = (*x.stride(), *gate_weight.stride(), *up_weight.stride(), *((0, 0) if grad is None else grad.stride()))
+    meta = {**tile, "ACTIVATION": activation, "GRADIENT": grad is not None, "UPCAST": launch.INTERPRET}
+    key = (m, n, k, x.dtype, strides, gate_bias is None or gate_bias.dtype, up_bias is None or up_bias.dtype)
+    key += (activation, None if grad is None else grad.dtype, out is None, gates is None)
+    args = (x, gate_weight, up_weight, gate_bias, up_bias, grad, out, gates, *strides, m, n, k)
+    grid = (launch.cdiv(m, tile["BLOCK_M"]) * launch.cdiv(n, tile["BLOCK_N"]), 1, 1)
+    _linear_glu(key, grid, args, meta, num_warps=warps, num_stages=stages)
+
+
+def _launch_float32(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    activation: str,
+    grad: Tensor | None,
+    out: Tensor | None,
+    gates: Tensor | None,
+) -> None:
+    m, n = x.shape[0], gate_weight.shape[0]
+    # Rows that still fill the GPU, and whose gate and up are small beside the result.
+    block = m if out is None or gates is not None else max(1024, launch.cdiv(m, 16))
+    for first in range(0, m, block):
+        rows = slice(first, first + block)
+        both = x.new_empty(x[rows].shape[0], 2 * n) if gates is None or grad is not None else gates[rows]
+        torch.mm(x[rows], gate_weight.t(), out=both[:, :n])
+        torch.mm(x[rows], up_weight.t(), out=both[:, n:])
+        if out is not None:
+            _launch_glu_fwd(both, gate_bias, up_bias, out[rows], activation)
+        elif grad is not None and gates is not None:
+            for half, bias in ((both[:, :n], gate_bias), (both[:, n:], up_bias)):
+                if bias is not None:
+                    half += bias
+            _launch_glu_bwd(grad, both, gates, activation)
+
+
+def _launch_glu_fwd(
+    gates: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor, activation: str
+) -> None:
+    m, n = out.shape
+    key = (m, n, gates.dtype, gate_bias is None or gate_bias.dtype, up_bias is None or up_bias.dtype, activation)
+    meta = {"BLOCK": 2048, "ACTIVATION": activation}
+    _glu_fwd(key, (m, launch.cdiv(n, 2048), 1), (gates, gate_bias, up_bias, out, n), meta)
+
+
+def _launch_glu_bwd(grad: Tensor, gates: Tensor, out: Tensor, activation: str) -> None:
+    m, n = grad.shape
+    key = (m, n, grad.dtype, gates.dtype, grad.stride(), activation)
+    meta = {"BLOCK": 2048, "ACTIVATION": activation}
+    _glu_bwd(key, (m, launch.cdiv(n, 2048), 1), (grad, gates, out, *grad.stride(), n), meta)
+
+
+_OPTIONAL = {"gate_bias_ptr": "*fp32", "up_bias_ptr": None}
+_STRIDES = ("stride_xm", "stride_xk", "stride_gn", "stride_gk", "stride_un", "stride_uk", "stride_dm", "stride_dn")
+
+EXAMPLES = {
+    _linear_glu_kernel: {
+        "signature": {
+            "x_ptr": "*bf16", "gate_ptr": "*bf16", "up_ptr": "*bf16", **_OPTIONAL, "grad_ptr": None,
+            "out_ptr": "*bf16", "gates_ptr": "*bf16", **dict.fromkeys((*_STRIDES, "M", "N", "K"), "i32"),
+        },
+        "constexprs": {
+            "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 64, "GROUP_M": 8, "ACTIVATION": "silu", "GRADIENT": False,
+            "UPCAST": False,
+        },
+        "num_warps": 8,
+        "num_stages": 3,
+    },
+    _glu_fwd_kernel: {
+        "signature": {"gates_ptr": "*fp32", **_OPTIONAL, "out_ptr": "*fp32", "N": "i32"},
+        "constexprs": {"BLOCK": 2048, "ACTIVATION": "gelu"},
+        "num_warps": 4,
+    },
+    _glu_bwd_kernel: {
+        "signature": {
+            "grad_ptr": "*bf16", "gates_ptr": "*bf16", "out_ptr": "*bf16", "stride_dm": "i32", "stride_dn": "i32",
+            "N": "i32",
+        },
+        "constexprs": {"BLOCK": 2048, "ACTIVATION": "gelu_tanh"},
+        "num_warps": 4,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

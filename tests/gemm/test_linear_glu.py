@@ -1,0 +1,270 @@
+"""gemm.linear_glu, against the same in dense float64."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gossamer import gemm
+from gossamer.gemm._torch.linear_glu import GATES
+from gossamer.testing import assert_close
+from tests import strategies
+
+Leaves = dict[str, Tensor]
+
+
+def leaves_of(
+    m: int, n: int, k: int, generator: torch.Generator, dtype: torch.dtype, *, bias: bool = True, stacked: bool = False
+) -> Leaves:
+    """Named operands; numbers of the size that activations and initialised weights have."""
+    draw = lambda *size: torch.randn(*size, device=generator.device, generator=generator)  # noqa: E731
+    weight = (draw(2 * n, k) / max(k, 1) ** 0.5).to(dtype)
+    leaves = {"x": draw(m, k).to(dtype), "gate_weight": weight}
+    if not stacked:
+        leaves |= {"gate_weight": weight[:n].clone(), "up_weight": weight[n:].clone()}
+    if bias:
+        leaves |= {"gate_bias": draw(n).to(dtype), "up_bias": draw(n).to(dtype)}
+    return leaves
+
+
+def plain(activation: str, leaves: Leaves) -> Tensor:
+    """What a model computes without gossamer."""
+    gate_weight, up_weight = leaves["gate_weight"], leaves.get("up_weight")
+    if up_weight is None:
+        gate_weight, up_weight = gate_weight.chunk(2, 0)
+    linear = torch.nn.functional.linear
+    gate = linear(leaves["x"], gate_weight, leaves.get("gate_bias"))
+    return GATES[activation](gate) * linear(leaves["x"], up_weight, leaves.get("up_bias"))
+
+
+def gradients(function: Callable[[Leaves], Tensor], leaves: Leaves, grad: Tensor) -> tuple[Tensor, Leaves]:
+    leaves = {name: leaf.detach().clone().requires_grad_() for name, leaf in leaves.items()}
+    out = function(leaves)
+    out.backward(grad.to(out.dtype))
+    return out.detach(), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+
+
+def doubled(leaves: Leaves) -> Leaves:
+    return {name: leaf.double() for name, leaf in leaves.items()}
+
+
+@pytest.mark.parametrize("activation", GATES)
+@given(data=st.data())
+def test_forward(activation: str, data: st.DataObject, dtype: torch.dtype, device: torch.device) -> None:
+    leading = data.draw(strategies.LEADING)
+    n, k = data.draw(st.integers(0, 70)), data.draw(st.integers(0, 70))
+    generator = strategies.seeded(data.draw(strategies.SEEDS), device)
+    leaves = leaves_of(7, n, k, generator, dtype, bias=data.draw(st.booleans()), stacked=data.draw(st.booleans()))
+    leaves["x"] = torch.randn(*leading, k, device=device, generator=generator).to(dtype)
+    # Quarters, whose sums no order of addition rounds: a single number of plain PyTorch may be right by luck.
+    leaves = {name: (4 * leaf).round().clamp(-8, 8) / 4 for name, leaf in leaves.items()}
+    leaves = {name: strategies.laid_out(leaf, data.draw(strategies.LAYOUTS)) for name, leaf in leaves.items()}
+    out = gemm.linear_glu(**leaves, activation=activation)
+    assert out.dtype is dtype and out.is_contiguous()
+    assert_close(out, reference64=plain(activation, doubled(leaves)), plain=plain(activation, leaves))
+
+
+@pytest.mark.parametrize("m, n, k", [(1, 130, 300), (17, 129, 64), (70, 72, 200), (300, 260, 129), (130, 256, 512)])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_every_way_through_the_tiles(
+    m: int, n: int, k: int, stacked: bool, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    for bias in (False, True):
+        leaves = leaves_of(m, n, k, generator, dtype, bias=bias, stacked=stacked)
+        for recompute in (False, True):
+            leaf = leaves | {"x": leaves["x"].clone().requires_grad_()}
+            out = gemm.linear_glu(**leaf, recompute=recompute)
+            assert_close(out, reference64=plain("silu", doubled(leaves)), plain=plain("silu", leaves))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("activation", GATES)
+def test_gradients(
+    activation: str, recompute: bool, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    # Sizes that the copy engine of a GPU takes, and sizes that it does not.
+    for stacked, (m, n, k) in ((False, (200, 136, 72)), (True, (200, 136, 72)), (False, (200, 130, 70))):
+        leaves = leaves_of(m, n, k, generator, dtype, stacked=stacked)
+        grad = torch.randn(m, n, device=device, generator=generator).to(dtype)
+        ours = lambda a: gemm.linear_glu(**a, activation=activation, recompute=recompute)  # noqa: E731
+        out, got = gradients(ours, leaves, grad)
+        usual_out, usual = gradients(lambda a: plain(activation, a), leaves, grad)
+        wanted_out, wanted = gradients(lambda a: plain(activation, a), doubled(leaves), grad)
+        assert_close(out, reference64=wanted_out, plain=usual_out)
+        assert got.keys() == wanted.keys()
+        for name, gradient in got.items():
+            assert gradient.dtype is dtype
+            assert_close(gradient, reference64=wanted[name], plain=usual[name], name=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "m, n, k",
+    [(1, 1000, 4096), (64, 640, 4096), (65, 14336, 256), (256, 14336, 2048), (500, 9008, 4096), (2000, 3000, 1024)],
+)
+def test_shared_tiles(m: int, n: int, k: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """Tiles that do not fill a wave of programs, which cut them along K: again and again, from a graph, and on streams
+    that overlap, with the same bits each time."""
+    leaves = leaves_of(m, n, k, generator, dtype)
+    usual = plain("silu", leaves)
+    first = gemm.linear_glu(**leaves)
+    assert_close(first, reference64=plain("silu", doubled(leaves)), plain=usual)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [gemm.linear_glu(**leaves) for _ in range(3)]
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    for _ in range(10):
+        outs = []
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                outs.append(gemm.linear_glu(**leaves))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, first) for out in (*outs, *captured))
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("activation", GATES)
+def test_gradcheck(activation: str, generator: torch.Generator) -> None:
+    for stacked in (False, True):
+        leaves = leaves_of(3, 4, 5, torch.Generator().manual_seed(0), torch.float64, stacked=stacked)
+        names, values = list(leaves), [leaf.requires_grad_() for leaf in leaves.values()]
+        for recompute in (False, True):
+            run = lambda *a: gemm.linear_glu(**dict(zip(names, a)), activation=activation, recompute=recompute)  # noqa: B023, E731
+            assert torch.autograd.gradcheck(run, values)
+
+
+@pytest.mark.parametrize("wanted", ["x", "gate_weight", "up_weight", "gate_bias", "up_bias"])
+def test_each_gradient_alone(wanted: str, device: torch.device, generator: torch.Generator) -> None:
+    leaves = leaves_of(9, 8, 7, generator, torch.float32)
+    exact = doubled(leaves)
+    for one in (leaves, exact):
+        one[wanted].requires_grad_()
+    for recompute in (False, True):
+        (got,) = torch.autograd.grad(gemm.linear_glu(**leaves, recompute=recompute).sum(), leaves[wanted])
+        (want,) = torch.autograd.grad(plain("silu", exact).sum(), exact[wanted])
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_backward_twice_is_right(device: torch.device, generator: torch.Generator) -> None:
+    """Nothing that is kept is overwritten."""
+    leaves = {name: leaf.requires_grad_() for name, leaf in leaves_of(9, 8, 7, generator, torch.float32).items()}
+    for recompute in (False, True):
+        out = gemm.linear_glu(**leaves, recompute=recompute)
+        first = torch.autograd.grad(out.sum(), list(leaves.values()), retain_graph=True)
+        second = torch.autograd.grad(out.sum(), list(leaves.values()))
+        assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def test_second_derivatives_are_refused(device: torch.device) -> None:
+    x, w = torch.ones(2, 3, device=device, requires_grad=True), torch.ones(4, 3, device=device)
+    for recompute in (False, True):
+        out = gemm.linear_glu(x, w, recompute=recompute)
+        with pytest.raises(NotImplementedError, match=r"gemm\.linear_glu: second derivatives"):
+            torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+def test_what_a_backward_pass_keeps(device: torch.device, generator: torch.Generator) -> None:
+    """Bytes beside operands and result: gate and up, or nothing."""
+    leaves = leaves_of(64, 96, 32, generator, torch.float32)
+    given = {leaf.data_ptr() for leaf in leaves.values()}
+    leaves["x"].requires_grad_()
+    for recompute, wanted in ((False, 2 * 64 * 96 * 4), (True, 0)):
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()  # noqa: B023
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            gemm.linear_glu(**leaves, recompute=recompute)
+        assert sum(size for pointer, size in kept.items() if pointer not in given) == wanted
+
+
+def test_not_a_number_and_infinity(dtype: torch.dtype, device: torch.device) -> None:
+    x = torch.tensor([[float("nan"), 1.0], [float("inf"), 1.0], [1.0, 1.0]], device=device)
+    w = torch.tensor([[1.0, 0.5], [0.5, 1.0]], device=device)
+    for activation in GATES:
+        leaves = {"x": x.to(dtype), "gate_weight": w.to(dtype)}
+        out = gemm.linear_glu(**leaves, activation=activation)
+        # PyTorch's own float32 GELU of infinity is NaN on the CPU.
+        assert not out[:2].isfinite().any() and out[2].isfinite().all()
+
+
+@pytest.mark.parametrize("alias, name", [("swish", "silu"), ("gelu_new", "gelu_tanh"), ("linear", "identity")])
+def test_names_of_hugging_face(alias: str, name: str, device: torch.device, generator: torch.Generator) -> None:
+    leaves = leaves_of(3, 4, 5, generator, torch.float32)
+    assert torch.equal(gemm.linear_glu(**leaves, activation=alias), gemm.linear_glu(**leaves, activation=name))
+
+
+@pytest.mark.native
+def test_compile(device: torch.device, generator: torch.Generator, compiled: Any) -> None:
+    leaves = {name: leaf.requires_grad_() for name, leaf in leaves_of(9, 8, 7, generator, torch.float32).items()}
+    for recompute in (False, True):
+        run = lambda a: gemm.linear_glu(**a, recompute=recompute)  # noqa: B023, E731
+        fast = compiled(run)
+        torch.testing.assert_close(fast(leaves), run(leaves))
+        for got, want in zip(
+            *(torch.autograd.grad(f(leaves).square().sum(), list(leaves.values())) for f in (fast, run))
+        ):
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.native
+def test_autocast(device: torch.device, generator: torch.Generator) -> None:
+    leaves = leaves_of(9, 8, 7, generator, torch.float32)
+    half = {name: leaf.bfloat16() if "bias" not in name else leaf for name, leaf in leaves.items()}
+    with torch.autocast(device.type, torch.bfloat16):
+        out = gemm.linear_glu(**leaves)
+    assert out.dtype is torch.bfloat16
+    torch.testing.assert_close(out, gemm.linear_glu(**half))
+    grads = []
+    for enabled in (True, False):
+        given = {n: leaf.detach().clone().requires_grad_() for n, leaf in (leaves if enabled else half).items()}
+        with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
+            out = gemm.linear_glu(**given)
+        out.float().square().sum().backward()
+        grads.append({n: leaf.grad for n, leaf in given.items()})
+    for name, grad in grads[0].items():
+        assert grad is not None and grad.dtype is torch.float32
+        torch.testing.assert_close(grad, grads[1][name].float(), rtol=0.02, atol=0.02)
+
+
+def test_frozen_parts_get_no_gradient(device: torch.device, generator: torch.Generator) -> None:
+    leaves = leaves_of(9, 8, 7, generator, torch.float32)
+    leaves["x"].requires_grad_()
+    gemm.linear_glu(**leaves).sum().backward()
+    assert leaves["x"].grad is not None and leaves["gate_weight"].grad is None
+    assert not gemm.linear_glu(**copy.deepcopy({n: leaf.detach() for n, leaf in leaves.items()})).requires_grad
+
+
+X4, W64, B5 = torch.ones(2, 4), torch.ones(6, 4), torch.ones(5)
+OK = {"x": X4, "gate_weight": W64, "up_weight": W64}
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"x": torch.tensor(1.0)}, ValueError, r"gemm.linear_glu: x must have shape \[..., K\], got a scalar"),
+        ({"x": None}, TypeError, r"x must be a torch.Tensor, got None"),
+        ({"x": X4.long()}, TypeError, r"x must be float32.* got int64"),
+        ({"gate_weight": torch.ones(6, 5)}, ValueError, r"gate_weight must have shape \[N, K\] with K = 4 like x, got"),
+        ({"up_weight": torch.ones(5, 4)}, ValueError, r"up_weight must have shape \[N, K\] = \[6, 4\] like gate_w"),
+        ({"gate_weight": torch.ones(5, 4), "up_weight": None}, ValueError, r"even number of rows, gate and up, got 5"),
+        ({"gate_bias": B5}, ValueError, r"gate_bias must have shape \[N\] = \[6\] like the weights, got \[5\]"),
+        ({"up_bias": torch.ones(6, device="meta")}, ValueError, r"up_bias must be on cpu like x, got meta"),
+        ({"up_weight": W64.half()}, TypeError, r"x and up_weight must have one dtype, got float32 and float16"),
+        ({"activation": "tanh"}, ValueError, r"activation must be one of silu, gelu, .* got 'tanh'"),
+        ({"activation": None}, ValueError, r"activation must be one of"),
+    ],
+)
+def test_errors(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        gemm.linear_glu(**(OK | change))
