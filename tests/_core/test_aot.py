@@ -17,8 +17,9 @@ STACK = {"_row_kth_kernel": 16}
 KERNELS = aot.examples()
 
 
-@pytest.mark.parametrize("target", aot.TARGETS)
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    "name, target", [(name, target) for name, (kernel, _) in KERNELS.items() for target in aot.targets_of(kernel)]
+)
 def test_compiles(name: str, target: str) -> None:
     kernel, example = KERNELS[name]
     compiled = aot.compile_kernel(kernel, example, target)
@@ -40,6 +41,13 @@ def test_every_entry_kernel_has_an_example(module: str) -> None:
         if isinstance(value, triton.runtime.JITFunction) and name.endswith("_kernel") and value.__module__ == module
     }
     assert {kernel.fn.__name__ for kernel in loaded.EXAMPLES} == kernels
+
+
+def test_every_room_has_a_kernel_for_every_target() -> None:
+    for module in aot.kernel_modules():
+        if "._gluon." in module:
+            general = importlib.import_module(module.replace("._gluon.", "._triton."))
+            assert any(aot.targets_of(kernel) == list(aot.TARGETS) for kernel in general.EXAMPLES)
 
 
 def test_every_kernel_file_is_found() -> None:

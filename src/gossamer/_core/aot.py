@@ -10,6 +10,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -24,7 +25,8 @@ ROOMS = ("rowsparse", "gemm", "sae", "ffn", "attention", "blocksparse")
 def kernel_modules() -> list[str]:
     """Every kernel module of the package, by dotted name."""
     root = Path(__file__).resolve().parent.parent
-    files = [f for room in ROOMS for f in sorted((root / room).glob("_triton/*.py")) if not f.stem.startswith("_")]
+    found = [f for room in ROOMS for kind in ("_triton", "_gluon") for f in sorted((root / room).glob(f"{kind}/*.py"))]
+    files = [f for f in found if not f.stem.startswith("_")]
     return [".".join(("gossamer", *f.relative_to(root).with_suffix("").parts)) for f in files]
 
 
@@ -35,6 +37,11 @@ def examples() -> dict[str, tuple[Any, dict[str, Any]]]:
         for kernel, example in importlib.import_module(module).EXAMPLES.items():
             found[kernel.fn.__name__] = (kernel, example)
     return found
+
+
+def targets_of(kernel: Any) -> list[str]:
+    """The targets that a kernel is for: all of them, or Hopper alone where it is written in Gluon."""
+    return ["sm_90"] if isinstance(kernel, GluonJITFunction) else list(TARGETS)
 
 
 def compile_kernel(kernel: Any, example: dict[str, Any], target: str) -> Any:
@@ -51,7 +58,8 @@ def compile_kernel(kernel: Any, example: dict[str, Any], target: str) -> Any:
         if name not in skip and (kind.startswith("*") or kind in ("i32", "i64"))
     }
     ordered = {name: signature[name] for name in names}
-    source = ASTSource(fn=kernel, signature=ordered, constexprs=constexprs, attrs=attrs)
+    make = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = make(fn=kernel, signature=ordered, constexprs=constexprs, attrs=attrs)
     options = {"num_warps": example["num_warps"], "num_stages": example.get("num_stages", 2)}
     if "maxnreg" in example and not target.startswith("gfx"):
         options["maxnreg"] = example["maxnreg"]
