@@ -1,6 +1,7 @@
 """Every registered operator under `torch.library.opcheck`, with the arguments that the public functions give it."""
 
 import functools
+import itertools
 from collections import defaultdict
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gossamer import rowsparse, sae
+from gossamer import gemm, rowsparse, sae
 from gossamer._core import ops
 from gossamer.testing import random_rows
 
@@ -84,7 +85,19 @@ def _encode(device: torch.device) -> None:
         sae.count_fired(rows)
 
 
-SCENARIOS = {"rowsparse": _rowsparse, "decode": _decode, "encode": _encode}
+def _gemm(device: torch.device) -> None:
+    for stacked, bias, recompute in itertools.product((False, True), repeat=3):
+        x, gate, up, b = (
+            torch.randn(shape, device=device).requires_grad_() for shape in ((3, D), (8, D), (8, D), (8,))
+        )
+        biases = {"gate_bias": b[:4] if stacked else b, "up_bias": None} if bias else {}
+        out = gemm.linear_glu(x, gate, None if stacked else up, recompute=recompute, **biases)
+        out.sum().backward()
+    gemm.linear_glu(x.detach(), gate.detach(), activation="gelu")
+    gemm.gated_mlp(x, gate, up, torch.randn(D, 8, device=device)).sum().backward()
+
+
+SCENARIOS = {"gemm": _gemm, "rowsparse": _rowsparse, "decode": _decode, "encode": _encode}
 
 
 @functools.cache

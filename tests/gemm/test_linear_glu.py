@@ -66,7 +66,8 @@ def test_forward(activation: str, data: st.DataObject, dtype: torch.dtype, devic
     leaves = {name: strategies.laid_out(leaf, data.draw(strategies.LAYOUTS)) for name, leaf in leaves.items()}
     out = gemm.linear_glu(**leaves, activation=activation)
     assert out.dtype is dtype and out.is_contiguous()
-    assert_close(out, reference64=plain(activation, doubled(leaves)), plain=plain(activation, leaves))
+    # With few elements plain PyTorch's largest error may be small by luck.
+    assert_close(out, reference64=plain(activation, doubled(leaves)), plain=plain(activation, leaves), factor=4.0)
 
 
 @pytest.mark.parametrize("m, n, k", [(1, 130, 300), (17, 129, 64), (70, 72, 200), (300, 260, 129), (130, 256, 512)])

@@ -126,6 +126,11 @@ def glu_tile(m: int) -> tuple[dict[str, Any], int, int]:
     return {"BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": 64, "GROUP_M": 8}, 8 if block_m == 128 else 4, 3
 
 
+def glu_stages(m: int) -> tuple[int, int]:
+    """(rows of a tile, stages in shared memory) of the gated product on Hopper."""
+    return (64, 5) if m <= 64 else (128, 4 if m <= 2048 else 3)
+
+
 def glu_schedule(tiles_m: int, tiles_n: int, steps: int, device: torch.device) -> tuple[int, int, int]:
     """(programs, tiles that one program computes alone, programs abreast) of the gated product's tiles on Hopper.
 

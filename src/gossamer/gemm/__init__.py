@@ -4,6 +4,7 @@
 torch.Size([2, 3])
 """
 
+from gossamer.gemm.gated_mlp import gated_mlp
 from gossamer.gemm.linear_glu import linear_glu
 
-__all__ = ["linear_glu"]
+__all__ = ["gated_mlp", "linear_glu"]

@@ -9,6 +9,7 @@ from torch import Tensor
 from gossamer._core import autocast, checks
 from gossamer._core.ops import directly, register
 from gossamer.gemm._torch import linear_glu as _cpu
+from gossamer.gemm._torch.linear_glu import GATES as GATES
 
 ALIASES = {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "linear": "identity"}
 """Hugging Face's names for the same activations."""
@@ -53,15 +54,10 @@ def linear_glu(
     [[6.0]]
     """
     operator = "gemm.linear_glu"
-    activation = _check(operator, x, gate_weight, up_weight, gate_bias, up_bias, activation)
+    activation = check_operands(operator, x, gate_weight, up_weight, gate_bias, up_bias, activation)
     if autocast.enabled(x.device):
         x, gate_weight, up_weight = autocast.cast(x, gate_weight, up_weight)  # type: ignore[assignment]
-    for name, weight in (("gate_weight", gate_weight), ("up_weight", up_weight)):
-        if weight is not None and weight.dtype is not x.dtype:
-            raise TypeError(
-                f"{operator}: x and {name} must have one dtype, got {checks.name_of(x.dtype)} and "
-                f"{checks.name_of(weight.dtype)}. Convert one with .to(dtype), or use torch.autocast."
-            )
+    check_dtypes(operator, x, gate_weight=gate_weight, up_weight=up_weight)
     operands = (x, gate_weight, up_weight, gate_bias, up_bias)
     keep = not recompute and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -70,7 +66,17 @@ def linear_glu(
     return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
 
 
-def _check(
+def check_dtypes(operator: str, x: Tensor, **weights: Tensor | None) -> None:
+    """Every weight that is given has the dtype of x."""
+    for name, weight in weights.items():
+        if weight is not None and weight.dtype is not x.dtype:
+            raise TypeError(
+                f"{operator}: x and {name} must have one dtype, got {checks.name_of(x.dtype)} and "
+                f"{checks.name_of(weight.dtype)}. Convert one with .to(dtype), or use torch.autocast."
+            )
+
+
+def check_operands(
     operator: str,
     x: Tensor,
     gate_weight: Tensor,
@@ -79,6 +85,7 @@ def _check(
     up_bias: Tensor | None,
     activation: str,
 ) -> str:
+    """The activation's name here; raises where an operand does not fit."""
     optional = {"up_weight": up_weight, "gate_bias": gate_bias, "up_bias": up_bias}
     given = {name: tensor for name, tensor in optional.items() if tensor is not None}
     checks.floating(operator, x=x, gate_weight=gate_weight, **given)
@@ -104,9 +111,14 @@ def _check(
         if name in given:
             checks.shape(operator, name, given[name], (n,), "[N]", "like the weights")
     checks.same_device(operator, "x", x.device, gate_weight=gate_weight, **given)
+    return activation_name(operator, activation)
+
+
+def activation_name(operator: str, activation: str) -> str:
+    """What an activation is called here; ValueError where it is none that a gate may have."""
     name = ALIASES.get(activation, activation) if isinstance(activation, str) else activation
-    if name not in _cpu.GATES:
-        known = ", ".join((*_cpu.GATES, *ALIASES))
+    if name not in GATES:
+        known = ", ".join((*GATES, *ALIASES))
         raise ValueError(f"{operator}: activation must be one of {known}, got {activation!r}.")
     return name
 
@@ -140,8 +152,7 @@ def _context(ctx: Any, inputs: Any, output: Any) -> None:
 def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 7
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise NotImplementedError("gemm.linear_glu: second derivatives are not implemented. Use create_graph=False.")
+    refuse_second("gemm.linear_glu")
     x, gate_weight, up_weight, gate_bias, up_bias, gates = ctx.saved_tensors
     if ctx.keep:
         both = directly(_glu_bwd, grad, gates)(grad, gates, ctx.activation)
@@ -165,6 +176,12 @@ def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...
         for half, need, dtype in zip(halves, need_biases, ctx.bias_dtypes)
     )
     return grad_x, grad_gate, grad_up, *biases, None, None
+
+
+def refuse_second(operator: str) -> None:
+    """Raises in a backward pass that is to be differentiated."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise NotImplementedError(f"{operator}: second derivatives are not implemented. Use create_graph=False.")
 
 
 def _refuse(ctx: Any, inputs: Any, output: Any) -> None:
@@ -191,6 +208,12 @@ _linear_glu_bwd = register(
     fake=lambda grad, x, gate, up, *_: x.new_empty(x.shape[0], 2 * _columns(gate, up)),
     setup_context=_refuse,
     backward=_no_gradients,
+)
+glu_bwd_hidden = register(
+    "glu_bwd_hidden(Tensor(a!) grad, Tensor gates, str activation) -> (Tensor, Tensor)",
+    cpu=_cpu.glu_bwd_hidden,
+    gpu=f"{_GPU}:glu_bwd_hidden",
+    fake=lambda grad, gates, activation: (torch.empty_like(grad), torch.empty_like(grad)),
 )
 _glu_bwd = register(
     "glu_bwd(Tensor grad, Tensor gates, str activation) -> Tensor",

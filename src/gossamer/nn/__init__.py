@@ -2,11 +2,14 @@
 
 from gossamer.nn.checkpoint import load, save
 from gossamer.nn.distributed import data_parallel, shard
+from gossamer.nn.mlp import MLP, GatedMLP
 from gossamer.nn.sae import BatchTopKSAE, JumpReLUSAE, SAELoss, TopKSAE, geometric_median
 from gossamer.nn.transcoder import Transcoder
 
 __all__ = [
+    "MLP",
     "BatchTopKSAE",
+    "GatedMLP",
     "JumpReLUSAE",
     "SAELoss",
     "TopKSAE",

@@ -106,22 +106,28 @@ def burst(call: Callable[[int], Any], calls: int, device: torch.device) -> float
 
 
 def energy(call: Callable[[int], Any], seconds: float, device: torch.device) -> float | None:
-    """Joules per call over some `seconds` of calls, by the driver's own counter; None where it has none."""
+    """Joules per call at a steady state, by the driver's own counter; None where it has none.
+
+    The counter moves in steps of up to 0.1 s, so that calls are counted from one step to another, at least `seconds`
+    apart; as long again goes before, in which the GPU finds the power that it will hold.
+    """
     counter = _energy_counter(device)
     if counter is None:
         return None
-    # The counter moves in steps of up to 0.1 s; a first stretch brings the GPU to the power it then holds.
-    for stretch in (seconds / 2, seconds):
+    begin = time.perf_counter()
+    calls, last = 0, counter()
+    marks: list[tuple[float, int, int]] = []
+    while len(marks) < 2 or marks[-1][0] - marks[0][0] < seconds:
+        call(calls)
+        calls += 1
         torch.cuda.synchronize(device)
-        before, start, calls = counter(), time.perf_counter(), 0
-        while time.perf_counter() - start < stretch:
-            call(calls)
-            calls += 1
-            if calls % 8 == 0:
-                torch.cuda.synchronize(device)
-        torch.cuda.synchronize(device)
-        spent = (counter() - before) / 1000
-    return spent / calls
+        now, read = time.perf_counter(), counter()
+        if read != last and now - begin > seconds:
+            marks.append((now, calls, read))
+        if now - begin > 20 * seconds:
+            return None
+        last = read
+    return (marks[-1][2] - marks[0][2]) / 1000 / (marks[-1][1] - marks[0][1])
 
 
 def _energy_counter(device: torch.device) -> Callable[[], int] | None:

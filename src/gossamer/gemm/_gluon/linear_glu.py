@@ -7,7 +7,7 @@ gating is arithmetic on registers. The ring of stages runs on across tiles, and 
 while one gates and stores, the other may multiply. With at most 64 rows the time goes into reading the weights: one
 warpgroup, and five stages.
 
-There is room for four stages of 48 KiB, but three are faster on large products: programs that run ahead by less stay
+There is room for four stages of 48 KiB, but three are faster with many rows: programs that run ahead by less stay
 together, ask for the same rows of x and of the weights at the same time, and the L2 is asked for 30 GB instead of 40
 (16,384 x 4,096 -> 14,336), which at the power limit of the GPU is time: 5% of it. For the same reason tiles that a
 program computes alone come before those that it shares.
@@ -42,9 +42,6 @@ ROWS = gl.constexpr(64)
 """Rows of a warpgroup."""
 
 GROUP_M = 16
-STAGES = {64: 5, 128: 3}
-"""By BLOCK_M."""
-
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7, 3.6
 
 
@@ -345,7 +342,7 @@ def launch_linear_glu(
 ) -> None:
     """Fills out and gates, or with grad the gradients of gate and up in the place of gates."""
     (m, k), n = x.shape, gate_weight.shape[0]
-    block_m = 64 if m <= 64 else 128
+    block_m, stages = tuning.glu_stages(m)
     first, second = (None, None) if gates is None else (gates[:, :n], gates[:, n:])
     tiles_m, tiles_n, steps = launch.cdiv(m, block_m), launch.cdiv(n, 128), launch.cdiv(k, 64)
     programs, whole, abreast = tuning.glu_schedule(tiles_m, tiles_n, steps, x.device)
@@ -355,11 +352,11 @@ def launch_linear_glu(
     strides = (0, 0) if grad is None else grad.stride()
     key = (m, n, k, x.dtype, x.stride(0), gate_weight.stride(0), up_weight.stride(0), strides, activation)
     key += (gate_bias is None or gate_bias.dtype, up_bias is None or up_bias.dtype, grad is None or grad.dtype)
-    key += (out is None, gates is None, GROUP_M, STAGES[block_m])
+    key += (out is None, gates is None)
     inputs = (_descriptor(x, block_m, 64), _descriptor(gate_weight, 128, 64), _descriptor(up_weight, 128, 64))
     outputs = (None if t is None else _descriptor(t, 64, 128) for t in (out, first, second))
     args = (*inputs, *outputs, gate_bias, up_bias, grad, partial, flags, epoch, *strides, m, n, tiles_m, tiles_n)
-    meta = {"GROUP_M": GROUP_M, "STAGES": STAGES[block_m], "ACTIVATION": activation}
+    meta = {"GROUP_M": GROUP_M, "STAGES": stages, "ACTIVATION": activation}
     grid = (programs, 1, 1)
     _linear_glu(key, grid, (*args, whole, steps, abreast), meta, num_warps=4, maxnreg=168)
 
@@ -387,7 +384,7 @@ EXAMPLES = {
             "first_desc": None, "second_desc": None, "gate_bias_ptr": None, "up_bias_ptr": None, "grad_ptr": None,
             "partial_ptr": "*fp32", "flags_ptr": "*i64", **dict.fromkeys(_INTEGERS, "i32"),
         },
-        "constexprs": {"GROUP_M": GROUP_M, "STAGES": STAGES[128], "ACTIVATION": "silu"},
+        "constexprs": {"GROUP_M": GROUP_M, "STAGES": 4, "ACTIVATION": "silu"},
         "num_warps": 4,
         "maxnreg": 168,
     },

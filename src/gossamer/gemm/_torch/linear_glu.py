@@ -66,6 +66,17 @@ def glu_bwd(grad: Tensor, gates: Tensor, activation: str) -> Tensor:
     return torch.cat((SLOPES[activation](grad * up, gate), grad * GATES[activation](gate)), 1).to(gates.dtype)
 
 
+def glu_bwd_hidden(grad: Tensor, gates: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Operator `glu_bwd_hidden` -> (gradient of gate, what was gated), [M, N]; that of up replaces grad."""
+    wide = torch.promote_types(gates.dtype, torch.float32)
+    gate, up = gates.to(wide).chunk(2, 1)
+    active, flow = GATES[activation](gate), grad.to(wide)
+    out = SLOPES[activation](flow * up, gate).to(gates.dtype)
+    grad.copy_(flow * active)
+    # A new tensor, whatever the activation is: nothing returned may be an input.
+    return out, (active * up).to(gates.dtype)
+
+
 def _products(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, gate_bias: Tensor | None, up_bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:

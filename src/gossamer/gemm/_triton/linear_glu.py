@@ -120,20 +120,23 @@ def _glu_fwd_kernel(
 
 @triton.jit
 def _glu_bwd_kernel(
-    grad_ptr, gates_ptr, out_ptr, stride_dm, stride_dn, N, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
+    grad_ptr, gates_ptr, gate_out_ptr, up_out_ptr, hidden_ptr, stride_dm, stride_dn, stride_gm, stride_um, N,
+    BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block of columns): the gradients of gate and up, side by side as the two are."""
+    """Program (row, block of columns): the gradients of gate and up, and where there is a `hidden_ptr` what they gated.
+    The gradient of up may take the place of `grad_ptr`."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < N
     gates_ptr += row * 2 * N
-    out_ptr += row * 2 * N
     grad = tl.load(grad_ptr + row * stride_dm + columns * stride_dn, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gates_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gates_ptr + N + columns, mask=mask, other=0.0).to(tl.float32)
     active, slope = activated(gate, ACTIVATION)
-    tl.store(out_ptr + columns, grad * up * slope, mask=mask)
-    tl.store(out_ptr + N + columns, grad * active, mask=mask)
+    tl.store(gate_out_ptr + row * stride_gm + columns, grad * up * slope, mask=mask)
+    tl.store(up_out_ptr + row * stride_um + columns, grad * active, mask=mask)
+    if hidden_ptr is not None:
+        tl.store(hidden_ptr + row * N + columns, active * up, mask=mask)
 
 
 _linear_glu = launch.Kernel(_linear_glu_kernel)
@@ -180,8 +183,17 @@ def glu_bwd(grad: Tensor, gates: Tensor, activation: str) -> Tensor:
     """Operator `glu_bwd` -> [M, 2N]."""
     out = gates.new_empty(gates.shape)
     if out.numel():
-        _launch_glu_bwd(grad, gates, out, activation)
+        n = grad.shape[1]
+        _launch_glu_bwd(grad, gates, out[:, :n], out[:, n:], None, activation)
     return out
+
+
+def glu_bwd_hidden(grad: Tensor, gates: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Operator `glu_bwd_hidden` -> (gradient of gate, what was gated), [M, N]; that of up replaces grad."""
+    out, hidden = gates.new_empty(grad.shape), gates.new_empty(grad.shape)
+    if out.numel():
+        _launch_glu_bwd(grad, gates, out, grad, hidden, activation)
+    return out, hidden
 
 
 def _operands(
@@ -251,7 +263,7 @@ def _launch_float32(
             for half, bias in ((both[:, :n], gate_bias), (both[:, n:], up_bias)):
                 if bias is not None:
                     half += bias
-            _launch_glu_bwd(grad, both, gates, activation)
+            _launch_glu_bwd(grad, both, gates[:, :n], gates[:, n:], None, activation)
 
 
 def _launch_glu_fwd(
@@ -263,11 +275,15 @@ def _launch_glu_fwd(
     _glu_fwd(key, (m, launch.cdiv(n, 2048), 1), (gates, gate_bias, up_bias, out, n), meta)
 
 
-def _launch_glu_bwd(grad: Tensor, gates: Tensor, out: Tensor, activation: str) -> None:
+def _launch_glu_bwd(
+    grad: Tensor, gates: Tensor, gate_out: Tensor, up_out: Tensor, hidden: Tensor | None, activation: str
+) -> None:
     m, n = grad.shape
-    key = (m, n, grad.dtype, gates.dtype, grad.stride(), activation)
+    strides = (*grad.stride(), gate_out.stride(0), up_out.stride(0))
+    key = (m, n, grad.dtype, gates.dtype, strides, hidden is None, activation)
     meta = {"BLOCK": 2048, "ACTIVATION": activation}
-    _glu_bwd(key, (m, launch.cdiv(n, 2048), 1), (grad, gates, out, *grad.stride(), n), meta)
+    args = (grad, gates, gate_out, up_out, hidden, *strides, n)
+    _glu_bwd(key, (m, launch.cdiv(n, 2048), 1), args, meta)
 
 
 _OPTIONAL = {"gate_bias_ptr": "*fp32", "up_bias_ptr": None}
@@ -293,7 +309,8 @@ EXAMPLES = {
     },
     _glu_bwd_kernel: {
         "signature": {
-            "grad_ptr": "*bf16", "gates_ptr": "*bf16", "out_ptr": "*bf16", "stride_dm": "i32", "stride_dn": "i32",
+            "grad_ptr": "*bf16", "gates_ptr": "*bf16", "gate_out_ptr": "*bf16", "up_out_ptr": "*bf16",
+            "hidden_ptr": "*bf16", "stride_dm": "i32", "stride_dn": "i32", "stride_gm": "i32", "stride_um": "i32",
             "N": "i32",
         },
         "constexprs": {"BLOCK": 2048, "ACTIVATION": "gelu_tanh"},
