@@ -22,6 +22,7 @@ weight rows: or these would come from device memory for each of them.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -352,7 +353,7 @@ def launch_linear_glu(
     strides = (0, 0) if grad is None else grad.stride()
     key = (m, n, k, x.dtype, x.stride(0), gate_weight.stride(0), up_weight.stride(0), strides, activation)
     key += (gate_bias is None or gate_bias.dtype, up_bias is None or up_bias.dtype, grad is None or grad.dtype)
-    key += (out is None, gates is None)
+    key += (out is None, gates is None, GROUP_M, stages, shared)
     inputs = (_descriptor(x, block_m, 64), _descriptor(gate_weight, 128, 64), _descriptor(up_weight, 128, 64))
     outputs = (None if t is None else _descriptor(t, 64, 128) for t in (out, first, second))
     args = (*inputs, *outputs, gate_bias, up_bias, grad, partial, flags, epoch, *strides, m, n, tiles_m, tiles_n)
@@ -361,17 +362,23 @@ def launch_linear_glu(
     _linear_glu(key, grid, (*args, whole, steps, abreast), meta, num_warps=4, maxnreg=168)
 
 
-_DTYPES = {"torch.bfloat16": gl.bfloat16, "torch.float16": gl.float16}
-_layouts: dict[Any, Any] = {}
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_made: dict[tuple[int, int, torch.dtype], dict[str, Any]] = {}
 
 
 def _descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    block = [rows, columns]
+    """As `TensorDescriptor` makes it the first time; what it checks each time `fits` has checked already."""
+    shape, strides = list(tensor.shape), list(tensor.stride())
     key = (rows, columns, tensor.dtype)
-    layout = _layouts.get(key)
-    if layout is None:
-        layout = _layouts[key] = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[str(tensor.dtype)])
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
+    fields = _made.get(key)
+    if fields is None:
+        layout = gl.NVMMASharedLayout.get_default_for([rows, columns], _DTYPES[tensor.dtype])
+        descriptor = TensorDescriptor(tensor, shape, strides, [rows, columns], layout)
+        _made[key] = {**vars(descriptor), "base": None}
+        return descriptor
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__.update(fields, base=tensor, shape=shape, strides=strides)
+    return descriptor
 
 
 _TILES = {"x_desc": [128, 64], "gate_desc": [128, 64], "up_desc": [128, 64], "out_desc": [64, 128]}
