@@ -1,6 +1,7 @@
 """Argument checks with one error style: operator, argument, rule, what arrived, and the way out."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,6 +96,19 @@ def number(operator: str, argument: str, value: float, hint: str, zero: bool = F
     if not (0 < value < math.inf or (zero and value == 0)):
         least = "at least 0" if zero else "above 0"
         raise ValueError(f"{operator}: {argument} must be {least} and finite, got {value}. {hint}")
+
+
+_PLAIN = (Tensor, torch.nn.Parameter, type(None))
+
+
+def signature(*operands: Tensor | None) -> tuple[Any, ...] | None:
+    """What checks of shapes, dtypes and devices depend on, for callers that keep the calls they have checked.
+
+    None under `torch.compile`, and where an operand is anything but a tensor or a parameter: then each call is checked.
+    """
+    if torch.compiler.is_compiling() or not all(type(t) in _PLAIN for t in operands):
+        return None
+    return tuple([None if t is None else (t.shape, t.dtype, t.device) for t in operands])
 
 
 def no_sync(operator: str, what: str, instead: str) -> None:

@@ -15,6 +15,7 @@ ALIASES = {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_
 """Hugging Face's names for the same activations."""
 
 _GPU = "gossamer.gemm._triton.linear_glu"
+_seen: dict[tuple[Any, str], str] = {}
 
 
 def linear_glu(
@@ -54,15 +55,24 @@ def linear_glu(
     [[6.0]]
     """
     operator = "gemm.linear_glu"
-    activation = check_operands(operator, x, gate_weight, up_weight, gate_bias, up_bias, activation)
-    if autocast.enabled(x.device):
-        x, gate_weight, up_weight = autocast.cast(x, gate_weight, up_weight)  # type: ignore[assignment]
-    check_dtypes(operator, x, gate_weight=gate_weight, up_weight=up_weight)
+    autocasts = autocast.enabled(x.device) if isinstance(x, Tensor) else False
+    # What follows from shapes is checked once: a step of decoding is short.
+    seen = None if autocasts else checks.signature(x, gate_weight, up_weight, gate_bias, up_bias)
+    name = _seen.get((seen, activation)) if seen is not None and isinstance(activation, str) else None
+    if name is None:
+        name = check_operands(operator, x, gate_weight, up_weight, gate_bias, up_bias, activation)
+        if autocasts:
+            x, gate_weight, up_weight = autocast.cast(x, gate_weight, up_weight)  # type: ignore[assignment]
+        check_dtypes(operator, x, gate_weight=gate_weight, up_weight=up_weight)
+        if seen is not None:
+            if len(_seen) >= 1024:
+                _seen.clear()
+            _seen[seen, activation] = name
     operands = (x, gate_weight, up_weight, gate_bias, up_bias)
     keep = not recompute and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    call = _linear_glu if autocast.enabled(x.device) else directly(_linear_glu, flat, *operands[1:])
-    out = call(flat, gate_weight, up_weight, gate_bias, up_bias, activation, keep)[0]
+    call = _linear_glu if autocasts else directly(_linear_glu, flat, *operands[1:])
+    out = call(flat, gate_weight, up_weight, gate_bias, up_bias, name, keep)[0]
     return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
 
 

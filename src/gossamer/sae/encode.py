@@ -18,7 +18,6 @@ from gossamer.sae._torch import encode as _cpu
 
 _ACTIVATIONS = ("relu", "jumprelu", "topk", "batchtopk")
 _GPU = "gossamer.sae._triton.encode"
-_PLAIN = (Tensor, torch.nn.Parameter, type(None))
 _Known = tuple[str, int, int, bool]
 """What a call comes to: activation, k or 0, capacity, and whether a row may overflow it."""
 _seen: dict[tuple[Any, ...], _Known] = {}
@@ -137,11 +136,9 @@ def _encode(
 ) -> tuple[ELL, Tensor]:
     autocasts = autocast.enabled(x.device) if isinstance(x, Tensor) else False
     # What follows from shapes is checked once: host time is most of a small encode.
-    seen: tuple[Any, ...] | None = None
     known: _Known | None = None
-    operands = (x, W_enc, b_enc, b_dec, threshold, scale)
-    if not (autocasts or torch.compiler.is_compiling()) and all(type(t) in _PLAIN for t in operands):
-        seen = tuple([None if t is None else (t.shape, t.dtype, t.device) for t in operands])
+    seen = None if autocasts else checks.signature(x, W_enc, b_enc, b_dec, threshold, scale)
+    if seen is not None:
         seen += (activation, k, bandwidth, capacity, ste_to_input)
         try:
             known = _seen.get(seen)

@@ -40,9 +40,12 @@ def linear_glu(
     """Operator `linear_glu` -> (out [M, N], gates [M, 2N] or [0, 2N])."""
     gate, up = _products(x, gate_weight, up_weight, gate_bias, up_bias)
     gates = torch.cat((gate, up), 1) if keep else gate.new_empty(0, 2 * gate.shape[1])
-    wide = torch.promote_types(gate.dtype, torch.float32)
+    dtype = gate.dtype
+    if dtype.itemsize == 2:
+        gate, up = gate.float(), up.float()
     # Both factors are ours alone.
-    return GATES[activation](gate.to(wide)).mul_(up.to(wide)).to(gate.dtype), gates
+    out = GATES[activation](gate).mul_(up)
+    return out.to(dtype) if dtype.itemsize == 2 else out, gates
 
 
 def linear_glu_bwd(
