@@ -318,16 +318,15 @@ def _linear_glu_kernel(
 _linear_glu = launch.Kernel(_linear_glu_kernel)
 
 
-def fits(*operands: Tensor) -> bool:
-    """Whether the copy engine can read and write the matrices: 16-bit, rows contiguous, everything on 16 bytes."""
-    return all(
-        t.element_size() == 2
-        and t.stride(1) == 1
-        and t.data_ptr() % 16 == 0
-        and t.stride(0) % 8 == 0
-        and t.stride(0) >= t.shape[1] > 0
-        for t in operands
-    )
+def fits(n: int, *operands: Tensor) -> bool:
+    """Whether the copy engine can read the operands and write rows of n: 16-bit, rows contiguous, all on 16 bytes."""
+    united = 0
+    for operand in operands:
+        stride, step = operand.stride()
+        if step != 1 or operand.element_size() != 2 or not stride >= operand.shape[1] > 0:
+            return False
+        united |= operand.data_ptr() | 2 * stride
+    return united % 16 == 0 and n % 8 == 0
 
 
 def launch_linear_glu(
@@ -344,36 +343,46 @@ def launch_linear_glu(
     """Fills out and gates, or with grad the gradients of gate and up in the place of gates."""
     (m, k), n = x.shape, gate_weight.shape[0]
     block_m, stages = tuning.glu_stages(m)
-    first, second = (None, None) if gates is None else (gates[:, :n], gates[:, n:])
     tiles_m, tiles_n, steps = launch.cdiv(m, block_m), launch.cdiv(n, 128), launch.cdiv(k, 64)
     programs, whole, abreast = tuning.glu_schedule(tiles_m, tiles_n, steps, x.device)
     shared = whole < tiles_m * tiles_n
     flags, epoch = launch.flags.get(2 * programs, x.device) if shared else (None, 0)
     partial = launch.scratch.get(programs * block_m * 256, x.device) if shared else None
-    strides = (0, 0) if grad is None else grad.stride()
-    key = (m, n, k, x.dtype, x.stride(0), gate_weight.stride(0), up_weight.stride(0), strides, activation)
+    grad_strides = (0, 0) if grad is None else grad.stride()
+    strides = (x.stride(0), gate_weight.stride(0), up_weight.stride(0))
+    key = (m, n, k, x.dtype, strides, grad_strides, activation)
     key += (gate_bias is None or gate_bias.dtype, up_bias is None or up_bias.dtype, grad is None or grad.dtype)
     key += (out is None, gates is None, GROUP_M, stages, shared)
-    inputs = (_descriptor(x, block_m, 64), _descriptor(gate_weight, 128, 64), _descriptor(up_weight, 128, 64))
-    outputs = (None if t is None else _descriptor(t, 64, 128) for t in (out, first, second))
-    args = (*inputs, *outputs, gate_bias, up_bias, grad, partial, flags, epoch, *strides, m, n, tiles_m, tiles_n)
+    inputs = (
+        _descriptor(x, m, k, strides[0], block_m, 64),
+        _descriptor(gate_weight, n, k, strides[1], 128, 64),
+        _descriptor(up_weight, n, k, strides[2], 128, 64),
+    )
+    written = None if out is None else _descriptor(out, m, n, n, 64, 128)
+    first, second = None, None
+    if gates is not None:
+        first, second = (_descriptor(half, m, n, 2 * n, 64, 128) for half in (gates[:, :n], gates[:, n:]))
+    args = (*inputs, written, first, second, gate_bias, up_bias, grad, partial, flags, epoch, *grad_strides, m, n)
     meta = {"GROUP_M": GROUP_M, "STAGES": stages, "ACTIVATION": activation}
-    grid = (programs, 1, 1)
-    _linear_glu(key, grid, (*args, whole, steps, abreast), meta, num_warps=4, maxnreg=168)
+    sizes = (tiles_m, tiles_n, whole, steps, abreast)
+    _linear_glu(key, (programs, 1, 1), (*args, *sizes), meta, num_warps=4, maxnreg=168)
 
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _made: dict[tuple[int, int, torch.dtype], dict[str, Any]] = {}
 
 
-def _descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def _descriptor(
+    tensor: Tensor, rows: int, columns: int, stride: int, block_rows: int, block_columns: int
+) -> TensorDescriptor:
     """As `TensorDescriptor` makes it the first time; what it checks each time `fits` has checked already."""
-    shape, strides = list(tensor.shape), list(tensor.stride())
-    key = (rows, columns, tensor.dtype)
+    shape, strides = [rows, columns], [stride, 1]
+    key = (block_rows, block_columns, tensor.dtype)
     fields = _made.get(key)
     if fields is None:
-        layout = gl.NVMMASharedLayout.get_default_for([rows, columns], _DTYPES[tensor.dtype])
-        descriptor = TensorDescriptor(tensor, shape, strides, [rows, columns], layout)
+        block = [block_rows, block_columns]
+        layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[tensor.dtype])
+        descriptor = TensorDescriptor(tensor, shape, strides, block, layout)
         _made[key] = {**vars(descriptor), "base": None}
         return descriptor
     descriptor = object.__new__(TensorDescriptor)

@@ -223,8 +223,7 @@ def _launch_linear_glu(
     if not launch.INTERPRET and tuning.hopper(x.device):
         from gossamer.gemm._gluon import linear_glu as hopper
 
-        halves = () if gates is None else gates.split(gate_weight.shape[0], 1)
-        if hopper.fits(x, gate_weight, up_weight, *(() if out is None else (out,)), *halves):
+        if hopper.fits(gate_weight.shape[0], x, gate_weight, up_weight):
             hopper.launch_linear_glu(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
             return
     (m, k), n = x.shape, gate_weight.shape[0]
