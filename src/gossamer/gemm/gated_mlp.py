@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from gossamer._core import autocast, checks
 from gossamer._core.ops import directly
+from gossamer.gemm._torch.linear_glu import linear
 from gossamer.gemm.linear_glu import (
     _linear_glu,
     check_dtypes,
@@ -83,7 +83,7 @@ def gated_mlp(
             up_bias=up_bias,
             recompute=recompute,
         )
-        return _linear(hidden, down_weight, down_bias)
+        return linear(hidden, down_weight, down_bias)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     out = _GatedMLP.apply(flat, *operands[1:], activation)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
@@ -110,7 +110,7 @@ class _GatedMLP(torch.autograd.Function):
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (gate_bias, up_bias, down_bias)]
         ctx.activation = activation
         with torch.autocast(x.device.type, enabled=False):
-            return _linear(hidden, down_weight, down_bias)
+            return linear(hidden, down_weight, down_bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -146,9 +146,3 @@ class _GatedMLP(torch.autograd.Function):
                 torch.mm(grad_up.t(), x, out=both[n:])
             grad_w_up = grad_up.t() @ x if need_up and up_weight is not None else None
         return grad_x, grad_w_gate, grad_w_up, grad_down, *grad_biases, None
-
-
-def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if bias is None or bias.dtype is weight.dtype:
-        return F.linear(hidden, weight, bias)
-    return (F.linear(hidden, weight) + bias).to(weight.dtype)

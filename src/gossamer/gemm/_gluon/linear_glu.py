@@ -8,9 +8,8 @@ while one gates and stores, the other may multiply. With at most 64 rows the tim
 warpgroup, and five stages.
 
 There is room for four stages of 48 KiB, but three are faster with many rows: programs that run ahead by less stay
-together, ask for the same rows of x and of the weights at the same time, and the L2 is asked for 30 GB instead of 40
-(16,384 x 4,096 -> 14,336 on an H200), which at the power limit of the GPU is time: 3% of it with 65,536 rows. For the
-same reason tiles that a program computes alone come before those that it shares.
+together, ask for the same rows of x and of the weights at the same time, and so ask the L2 for less, which at the power
+limit of the GPU is time. For the same reason tiles that a program computes alone come before those that it shares.
 
 Tiles that do not fill a wave of programs are shared (stream-K, Osama et al. 2023): their steps along K, laid end to
 end, are cut into equal runs, one a program. A run is walked from its last tile to its first, so that the head of a

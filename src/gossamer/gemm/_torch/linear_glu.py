@@ -85,10 +85,11 @@ def _products(
 ) -> tuple[Tensor, Tensor]:
     if up_weight is None:
         gate_weight, up_weight = gate_weight.chunk(2, 0)
-    return _linear(x, gate_weight, gate_bias), _linear(x, up_weight, up_bias)
+    return linear(x, gate_weight, gate_bias), linear(x, up_weight, up_bias)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear`, whose bias may have another dtype, as under autocast."""
     if bias is None or bias.dtype is weight.dtype:
         return F.linear(x, weight, bias)
     return (F.linear(x, weight) + bias).to(weight.dtype)
