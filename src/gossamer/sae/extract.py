@@ -235,6 +235,7 @@ def extract(
     with ExitStack() as stack:
         ranks = stack.enter_context(Ranks(operator))
         rows, settings = _prepare(operator, ranks, source, sae, key, batch_size, shard_rows, top)
+        stack.enter_context(rows)
         folder = Path(out)
         folder.mkdir(parents=True, exist_ok=True)
         for array in rows.arrays or ():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -62,7 +62,8 @@ class Source:
     """Rows of a source as batches `[size, d_in]` with the device and dtype of `like` `[d_in, ...]`, cut alike always.
 
     `length` is the number of rows, None where only an iterator knows; `text` the tokens that the rows belong to, or
-    None.
+    None. The end of a `with` ends the thread that reads ahead. The garbage collector must not be left to do that: it
+    would wait for the thread at any moment, even while a lock is held that the thread needs to end.
     """
 
     def __init__(self, source: Any, key: str | None, size: int, like: Tensor) -> None:
@@ -99,7 +100,14 @@ class Source:
         # Of a source on a GPU there is nothing to read ahead.
         self._is_read_ahead = self.arrays is not None and not (isinstance(source, Tensor) and source.is_cuda)
         self._at = 0
-        self._batches = self._open(source if self._rows_from is None else self._rows_from(0))
+        self._opened = self._open(source if self._rows_from is None else self._rows_from(0))
+        self._batches: Iterator[Tensor] = self._opened
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
 
     def first(self) -> Tensor | None:
         """The very first batch, which `read` gives again; None if there is none."""
@@ -118,7 +126,9 @@ class Source:
 
     def _seek(self, first: int) -> None:
         if first != self._at and self._rows_from is not None:
-            self._batches, self._at = self._open(self._rows_from(first)), first
+            self._opened.close()
+            self._batches = self._opened = self._open(self._rows_from(first))
+            self._at = first
         while self._at < first:
             batch = next(self._batches, None)
             self._at += 0 if batch is None else batch.shape[0]
@@ -128,10 +138,10 @@ class Source:
                     "batches again, from the start."
                 )
 
-    def _open(self, found: Iterable[Any]) -> Iterator[Tensor]:
+    def _open(self, found: Iterable[Any]) -> Generator[Tensor]:
         return _ahead(self._cut(found), self.like.device) if self._is_read_ahead else self._cut(found)
 
-    def _cut(self, found: Iterable[Any]) -> Iterator[Tensor]:
+    def _cut(self, found: Iterable[Any]) -> Generator[Tensor]:
         pieces: list[Tensor] = []
         held = 0
         for number, batch in enumerate(found):
@@ -168,7 +178,7 @@ class Source:
                 first += count
 
 
-def _ahead(batches: Iterator[Tensor], device: torch.device) -> Iterator[Tensor]:
+def _ahead(batches: Iterator[Tensor], device: torch.device) -> Generator[Tensor]:
     """The same batches, each made in a thread while the one before is in use; on a GPU, by a stream of its own."""
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
