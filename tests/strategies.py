@@ -5,12 +5,13 @@ Numbers are small integers, so that sums are exact in every dtype and results ar
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gossamer.rowsparse import Rows, pack
+from gossamer.rowsparse import Rows, TwELL, pack
 from gossamer.testing import random_csr, random_ell, random_rows
 
 Draw = Callable[..., int]
@@ -90,6 +91,17 @@ def packed(draw: Draw, dtype: torch.dtype, device: torch.device) -> Rows:
     if draw(st.booleans()):
         return pack(x, capacity=draw(st.one_of(st.none(), st.integers(1, 70))))
     return pack(x, format="csr", max_nnz=draw(st.one_of(st.none(), st.integers(0, 100))))
+
+
+@st.composite
+def tiled(draw: Draw, dtype: torch.dtype, device: torch.device) -> TwELL:
+    """A packed TwELL, overflowed or not, with tiles of a few columns, and with ones that a row does not fill."""
+    x = draw(dense(dtype, device))
+    tile = draw(st.sampled_from([1, 3, 16, 64, 300]))
+    rows = pack(x, format="twell", tile=tile, slots=draw(st.one_of(st.none(), st.integers(1, 8))))
+    held = torch.arange(rows.slots, device=device) < rows.nnz_per_tile[..., None]
+    # Where nobody may look.
+    return replace(rows, values=torch.where(held, rows.values, math.nan), indices=torch.where(held, rows.indices, 99))
 
 
 def containers(dtype: torch.dtype, device: torch.device) -> st.SearchStrategy[Rows]:

@@ -55,6 +55,8 @@ def _rowsparse(device: torch.device) -> None:
         rowsparse.transpose(rows)
         x = torch.randn(3, D, device=device, requires_grad=True)
         rowsparse.sampled_matmul(x, W, rows.detach()).values.sum().backward()
+    rowsparse.unpack(rowsparse.pack(acts, format="twell", tile=16, slots=2)).sum().backward()
+    rowsparse.unpack(rowsparse.pack(acts.detach(), format="twell", tile=300)).sum()
 
 
 def _decode(device: torch.device) -> None:
@@ -95,6 +97,13 @@ def _gemm(device: torch.device) -> None:
         out.sum().backward()
     gemm.linear_glu(x.detach(), gate.detach(), activation="gelu")
     gemm.gated_mlp(x, gate, up, torch.randn(D, 8, device=device)).sum().backward()
+    x, weight, W, b = (torch.randn(s, device=device).requires_grad_() for s in ((3, D), (N, D), (N, D), (N,)))
+    jump = {"activation": "jumprelu", "threshold": torch.rand(N, device=device)}
+    for options in ({"tile": 16, "slots": 2}, {"format": "ell", "capacity": 5}, {"format": "ell", "bias": b, **jump}):
+        rows, _ = gemm.linear_pack(x, weight, **options)
+        rowsparse.matmul(rows, W).sum().backward()
+        rowsparse.matmul(rows.detach(), W.detach())
+    rows = gemm.linear_pack(x.detach(), weight.detach(), tile=300)
 
 
 SCENARIOS = {"gemm": _gemm, "rowsparse": _rowsparse, "decode": _decode, "encode": _encode}

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gossamer.rowsparse import CSR, ELL, Rows
+from gossamer.rowsparse import CSR, ELL, LinearSource, Rows, TwELL
 
 __all__ = ["assert_close", "assert_exact", "dense64", "random_csr", "random_ell", "random_rows"]
 
@@ -103,7 +103,7 @@ def dense64(rows: Rows) -> Tensor:
     entry, and rows that overflowed come from the source.
 
     Args:
-        rows: `ELL` or `CSR`.
+        rows: `ELL`, `CSR` or `TwELL`.
 
     Returns:
         `[..., N]`, float64, on the device of rows, without a gradient.
@@ -112,19 +112,36 @@ def dense64(rows: Rows) -> Tensor:
     torch.Size([2, 5])
     """
     out = torch.zeros(rows.num_rows, rows.num_columns, dtype=torch.float64)
-    indices, values, counts = rows.indices.cpu(), rows.values.detach().cpu().double(), rows.nnz_per_row.tolist()
-    for row, count in enumerate(counts):
-        if isinstance(rows, ELL):
-            columns, entries, over = indices[row, :count], values[row, :count], count > rows.capacity
+    source = _source64(rows.source)
+    indices, values = rows.indices.cpu(), rows.values.detach().cpu().double()
+    for row in range(rows.num_rows):
+        if isinstance(rows, TwELL):
+            counts = rows.nnz_per_tile[row].tolist()
+            lists = [(indices[row, t, :c].long() + t * rows.tile, values[row, t, :c]) for t, c in enumerate(counts)]
+            over = max(counts, default=0) > rows.slots
+        elif isinstance(rows, ELL):
+            count = int(rows.nnz_per_row[row])
+            lists, over = [(indices[row, :count], values[row, :count])], count > rows.capacity
         else:
             first, last = rows.row_offsets[row : row + 2].tolist()
-            columns, entries, over = indices[first:last], values[first:last], last > rows.max_nnz
-        if over and rows.source is not None:
-            out[row] = rows.source[row].detach().cpu().double()
+            lists, over = [(indices[first:last], values[first:last])], last > rows.max_nnz
+        if over and source is not None:
+            out[row] = source[row]
         else:
-            held = columns >= 0
-            out[row].index_add_(0, columns[held], entries[held])
+            for columns, entries in lists:
+                held = columns >= 0
+                out[row].index_add_(0, columns[held], entries[held])
     return out.to(rows.device).reshape(rows.shape)
+
+
+def _source64(source: Tensor | LinearSource | None) -> Tensor | None:
+    if not isinstance(source, LinearSource):
+        return None if source is None else source.detach().cpu().double()
+    given = (source.x, source.weight, source.bias, source.threshold)
+    x, weight, bias, threshold = (None if t is None else t.detach().cpu().double() for t in given)
+    assert x is not None and weight is not None
+    z = x @ weight.t() + (0 if bias is None else bias)
+    return torch.where(z <= (0 if threshold is None else threshold.clamp(min=0)), 0, z)
 
 
 def random_rows(

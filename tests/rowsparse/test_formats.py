@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils import _pytree
 
-from gossamer.rowsparse import CSR, ELL, pack
+from gossamer.rowsparse import CSR, ELL, LinearSource, TwELL, pack
 from gossamer.testing import random_rows
 
 INT = torch.int32
@@ -36,10 +36,28 @@ def csr(**changes: Any) -> CSR:
     return CSR(**{**parts, **changes})
 
 
-BOTH = pytest.mark.parametrize("make", [ell, csr])
+def twell(**changes: Any) -> TwELL:
+    """The same matrix, in tiles of three columns and two slots."""
+    parts: dict[str, Any] = {
+        "values": torch.tensor([[[0.0, 0.0], [1.0, 0.0]], [[2.0, 3.0], [0.0, 0.0]]]),
+        "indices": torch.tensor([[[0, 0], [1, 0]], [[0, 2], [0, 0]]], dtype=torch.uint8),
+        "nnz_per_tile": torch.tensor([[0, 1], [2, 0]], dtype=torch.int16),
+        "shape": (2, 5),
+        "tile": 3,
+    }
+    return TwELL(**{**parts, **changes})
 
 
-@BOTH
+def linear(**changes: Any) -> LinearSource:
+    """What has the same matrix as its positive part."""
+    weight = torch.tensor([[-1.0, 2.0], [-1.0, -1.0], [-1.0, 3.0], [0.0, -1.0], [1.0, -1.0]])
+    return LinearSource(**{"x": torch.eye(2), "weight": weight, **changes})
+
+
+EVERY = pytest.mark.parametrize("make", [ell, csr, twell])
+
+
+@EVERY
 def test_attributes(make: Any) -> None:
     rows = make(shape=(2, 1, 5))
     assert (rows.num_rows, rows.num_columns, rows.dtype, rows.device.type) == (2, 5, torch.float32, "cpu")
@@ -54,14 +72,33 @@ def test_attributes(make: Any) -> None:
 def test_sizes() -> None:
     assert ell().capacity == 2 and "capacity=2" in repr(ell())
     assert csr().max_nnz == 3 and "max_nnz=3" in repr(csr())
+    assert twell().slots == 2 and "tile=3, slots=2" in repr(twell())
+    assert linear().shape == (2, 5)
 
 
-@BOTH
+@pytest.mark.parametrize("make", [ell, twell])
+def test_a_linear_source(make: Any) -> None:
+    """It moves and detaches with its container; its threshold keeps its dtype."""
+    source = linear(weight=linear().weight.requires_grad_(), threshold=torch.full((5,), 0.1))
+    rows = make(source=source)
+    assert rows.requires_grad and "kept exact" in repr(rows) and rows.to_dense().tolist() == make().to_dense().tolist()
+    half = rows.to(torch.float16)
+    assert half.source.dtype is half.dtype is torch.float16 and half.source.threshold.dtype is torch.float32
+    assert half.source.requires_grad and not half.detach().requires_grad
+    moved = rows.to("meta").source
+    assert {t.device.type for t in (moved.x, moved.weight, moved.threshold)} == {"meta"} and moved.bias is None
+    leaves, spec = _pytree.tree_flatten(rows)
+    assert all(isinstance(leaf, torch.Tensor) or leaf is None for leaf in leaves)
+    again = _pytree.tree_unflatten(leaves, spec)
+    assert isinstance(again.source, LinearSource) and again.source.weight is source.weight
+
+
+@EVERY
 def test_to_and_detach(make: Any) -> None:
     rows = make(values=make().values.requires_grad_(), source=torch.ones(2, 5))
     assert rows.requires_grad and "kept exact" in repr(rows)
     half = rows.to(torch.float16)
-    assert half.values.dtype is half.source.dtype is torch.float16 and half.indices.dtype is INT
+    assert half.values.dtype is half.source.dtype is torch.float16 and half.indices.dtype is rows.indices.dtype
     assert half.requires_grad and not half.detach().requires_grad and half.shape == rows.shape
     moved = rows.to("meta", torch.float64)
     assert {t.device.type for t in (moved.values, moved.indices, moved.nnz_per_row, moved.source)} == {"meta"}
@@ -69,12 +106,12 @@ def test_to_and_detach(make: Any) -> None:
     assert rows.to(torch.empty(0, dtype=torch.bfloat16)).dtype is torch.bfloat16
 
 
-@BOTH
+@EVERY
 def test_requires_grad_looks_at_the_source(make: Any) -> None:
     assert make(source=torch.ones(2, 5, requires_grad=True)).requires_grad
 
 
-@BOTH
+@EVERY
 def test_pytree_and_pickle(make: Any) -> None:
     rows = make()
     leaves, spec = _pytree.tree_flatten([rows, {"a": rows}])
@@ -87,9 +124,9 @@ def test_pytree_and_pickle(make: Any) -> None:
 
 def test_overflowed(device: torch.device) -> None:
     x = random_rows((3, 40), l0=[3, 9, 0], device=device)
-    for rows in (pack(x, capacity=8), pack(x, format="csr", max_nnz=11)):
+    for rows in (pack(x, capacity=8), pack(x, format="csr", max_nnz=11), pack(x, format="twell", tile=40, slots=8)):
         assert rows.overflowed.item() is True and rows.validate() is rows
-    for rows in (pack(x, capacity=9), pack(x, format="csr", max_nnz=12)):
+    for rows in (pack(x, capacity=9), pack(x, format="csr", max_nnz=12), pack(x, format="twell", tile=40, slots=9)):
         assert rows.overflowed.item() is False
     assert pack(x, capacity=40).source is None and pack(x, capacity=8).source is not None
     assert pack(x, format="csr").source is None
@@ -118,6 +155,20 @@ def test_overflowed(device: torch.device) -> None:
         (ell, {"source": torch.ones(2, 5).half()}, TypeError, "ELL: source must be float32 like values, got float16"),
         (ell, {"shape": 4}, ValueError, r"ELL: shape must be a tuple \(..., N\) of ints, got 4"),
         (csr, {"shape": ()}, ValueError, r"CSR: shape must be a tuple \(..., N\) of ints, got \(\)"),
+        (csr, {"source": linear()}, TypeError, "CSR: source must be a torch.Tensor, got LinearSource"),
+        (ell, {"source": linear(x=torch.ones(3, 2))}, ValueError, r"ELL: source must have shape \[M, N\] = \[2, 5\]"),
+        (ell, {"source": linear(x=torch.eye(2).half(), weight=linear().weight.half())}, TypeError, "source must be"),
+        (twell, {"tile": 2}, ValueError, r"M = 2 and T = 3 from shape \(2, 5\) in tiles of 2, got \[2, 2, 2\]"),
+        (twell, {"tile": 0}, ValueError, "TwELL: tile must be at least 1, got 0"),
+        (twell, {"tile": 40000}, ValueError, "TwELL: tile must be at most 32767, got 40000"),
+        (twell, {"tile": 3.0}, TypeError, "TwELL: tile must be an int, got float"),
+        (twell, {"indices": torch.zeros(2, 2, 2, dtype=INT)}, TypeError, "indices must be uint8 for tiles of 3, got"),
+        (twell, {"nnz_per_tile": torch.zeros(2, 2, dtype=INT)}, TypeError, "nnz_per_tile must be int16 for"),
+        (twell, {"nnz_per_tile": torch.zeros(2, dtype=torch.int16)}, ValueError, "nnz_per_tile must have shape"),
+        (linear, {"x": torch.ones(2, 3)}, ValueError, r"\[M, K\] and \[N, K\], got \[2, 3\] and \[5, 2\]"),
+        (linear, {"bias": torch.ones(4)}, ValueError, r"LinearSource: bias must have shape \[N\] = \[5\]"),
+        (linear, {"threshold": torch.ones(5, device="meta")}, ValueError, "threshold must be on cpu like weight"),
+        (linear, {"x": torch.eye(2).half()}, TypeError, "x must be float32 like weight, got float16"),
         (ell, {"shape": (2, 2**31)}, ValueError, "ELL: shape must have at most 2\\^31 - 1 columns"),
     ],
 )
@@ -138,9 +189,13 @@ def test_refused(make: Any, changes: dict[str, Any], error: type[Exception], mes
         (csr(row_offsets=torch.tensor([0, 1, 4])), r"at most len\(values\) = 3 without a source, got 4"),
         (csr(row_offsets=torch.tensor([1, 1, 3])), "must start at 0 and never decrease"),
         (csr(row_offsets=torch.tensor([0, 3, 2])), "must start at 0 and never decrease"),
+        (twell(nnz_per_tile=torch.tensor([[0, 1], [3, 0]], dtype=torch.int16)), "at most slots = 2 without a source"),
+        (twell(nnz_per_tile=torch.tensor([[0, 1], [-1, 0]], dtype=torch.int16)), "must be at least 0, got -1"),
+        (twell(indices=torch.full((2, 2, 2), 2, dtype=torch.uint8)), r"below N = 5 in the last tile, got 2"),
+        (twell(indices=torch.full((2, 2, 2), 3, dtype=torch.uint8)), r"\[0, tile\) with tile = 3, .* got 3"),
     ],
 )
-def test_validate(rows: ELL | CSR, message: str) -> None:
+def test_validate(rows: ELL | CSR | TwELL, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rows.validate()
 

@@ -319,7 +319,7 @@ def test_autocast(device: torch.device, generator: torch.Generator) -> None:
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        ({"rows": torch.ones(2, 5)}, TypeError, "rows must be a rowsparse.ELL or rowsparse.CSR, got Tensor"),
+        ({"rows": torch.ones(2, 5)}, TypeError, "rows must be an ELL, CSR or TwELL of rowsparse, got Tensor"),
         ({"weight": torch.ones(4, 3)}, ValueError, r"weight must have shape \[N, D\] with N = 5 like rows, got"),
         ({"weight": torch.ones(5)}, ValueError, r"weight must have shape \[N, D\] .* got \[5\]"),
         ({"weight": torch.ones(5, 3).int()}, TypeError, "weight must be float32.* got int32"),

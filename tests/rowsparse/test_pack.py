@@ -136,7 +136,7 @@ def test_deterministic(dtype: torch.dtype, device: torch.device, generator: torc
         (lambda: pack(torch.tensor(1.0)), ValueError, r"x must have shape \[..., N\], got a scalar"),
         (lambda: pack(torch.ones(1, 2**31, device="meta")), ValueError, "x must have at most 2\\^31 - 1 columns"),
         (lambda: pack(torch.eye(3).to_sparse_csr()), TypeError, "x must be a strided tensor, got layout sparse_csr"),
-        (lambda: pack(torch.ones(3), format="coo"), ValueError, 'format must be "ell" or "csr", got \'coo\''),
+        (lambda: pack(torch.ones(3), format="coo"), ValueError, 'format must be "ell", "csr" or "twell", got \'coo\''),
         (lambda: pack(torch.ones(3), capacity=0), ValueError, "capacity must be at least 1, got 0"),
         (lambda: pack(torch.ones(3), capacity=-1), ValueError, "capacity must be at least 1, got -1"),
         (lambda: pack(torch.ones(3), capacity=2.0), TypeError, "capacity must be an int, got float"),

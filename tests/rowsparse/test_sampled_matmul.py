@@ -217,7 +217,7 @@ def test_autocast(device: torch.device, generator: torch.Generator) -> None:
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        ({"pattern": torch.ones(2, 5)}, TypeError, "pattern must be a rowsparse.ELL or rowsparse.CSR, got Tensor"),
+        ({"pattern": torch.ones(2, 5)}, TypeError, "pattern must be an ELL, CSR or TwELL of rowsparse, got Tensor"),
         ({"x": torch.ones(2, 4)}, ValueError, r"x must have shape \[..., D\] = \[2, 3\] like pattern and weight"),
         ({"x": torch.ones(1, 3)}, ValueError, r"x must have shape \[..., D\] = \[2, 3\] .* got \[1, 3\]"),
         ({"x": torch.ones(2, 3).long()}, TypeError, "x must be float32.* got int64"),

@@ -131,5 +131,5 @@ def test_refuses_a_bad_index_on_the_cpu(index: int) -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(TypeError, match=r"rowsparse.transpose: rows must be a rowsparse.ELL or rowsparse.CSR"):
+    with pytest.raises(TypeError, match=r"rowsparse.transpose: rows must be an ELL, CSR or TwELL of rowsparse"):
         transpose(torch.ones(2, 3))

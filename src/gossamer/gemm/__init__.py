@@ -6,5 +6,6 @@ torch.Size([2, 3])
 
 from gossamer.gemm.gated_mlp import gated_mlp
 from gossamer.gemm.linear_glu import linear_glu
+from gossamer.gemm.linear_pack import linear_pack
 
-__all__ = ["gated_mlp", "linear_glu"]
+__all__ = ["gated_mlp", "linear_glu", "linear_pack"]

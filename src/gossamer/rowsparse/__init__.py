@@ -5,10 +5,23 @@
 [[0.0, 2.0, 0.0]]
 """
 
-from gossamer.rowsparse.formats import CSR, ELL, Rows
+from gossamer.rowsparse.convert import convert
+from gossamer.rowsparse.formats import CSR, ELL, LinearSource, Rows, TwELL
 from gossamer.rowsparse.matmul import matmul
 from gossamer.rowsparse.pack import pack, unpack
 from gossamer.rowsparse.sampled_matmul import sampled_matmul
 from gossamer.rowsparse.transpose import transpose
 
-__all__ = ["CSR", "ELL", "Rows", "matmul", "pack", "sampled_matmul", "transpose", "unpack"]
+__all__ = [
+    "CSR",
+    "ELL",
+    "LinearSource",
+    "Rows",
+    "TwELL",
+    "convert",
+    "matmul",
+    "pack",
+    "sampled_matmul",
+    "transpose",
+    "unpack",
+]

@@ -9,8 +9,9 @@ from gossamer._core import autocast, checks
 from gossamer._core.ops import directly, register
 from gossamer.rowsparse._torch import matmul as _cpu
 from gossamer.rowsparse._torch.sampled_matmul import sampled_matmul as _cpu_sampled
-from gossamer.rowsparse.formats import Rows
-from gossamer.rowsparse.pack import parts
+from gossamer.rowsparse.formats import LinearSource, Rows
+from gossamer.rowsparse.linear_source import matmul_linear
+from gossamer.rowsparse.pack import check_container, gathered, parts
 from gossamer.rowsparse.transpose import transpose_keys
 
 _GPU = "gossamer.rowsparse._triton"
@@ -20,7 +21,7 @@ def matmul(rows: Rows, weight: Tensor, *, out_dtype: torch.dtype | None = None) 
     """rows @ weight, reading only the weight rows that have an entry (SpMM: SAE decode, sparse down projection).
 
     Args:
-        rows: `ELL` or `CSR` of shape `(..., N)`.
+        rows: `ELL`, `CSR` or `TwELL` of shape `(..., N)`.
         weight: `[N, D]`, the dtype and device of rows, any strides.
         out_dtype: dtype of the result; None takes the weight's. Sums are float32 (float64 for float64).
 
@@ -38,13 +39,37 @@ def matmul(rows: Rows, weight: Tensor, *, out_dtype: torch.dtype | None = None) 
     [0.0, 2.0]
     """
     operator = "rowsparse.matmul"
-    values, indices, offsets, source = parts(operator, rows)
+    check_container(operator, rows)
     check_weight(operator, rows, weight)
     checks.float_dtype(operator, "out_dtype", out_dtype, "Convert the result instead.")
-    if autocast.enabled(weight.device):
-        values, source, weight = autocast.cast(values, source, weight)  # type: ignore[assignment]
-    check_dtypes(operator, "rows", values, "weight", weight)
-    return _matmul(values, indices, offsets, source, weight, None, out_dtype).view(*rows.shape[:-1], weight.shape[1])
+    return multiply(operator, rows, weight, None, out_dtype).view(*rows.shape[:-1], weight.shape[1])
+
+
+def multiply(
+    operator: str,
+    rows: Rows,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    argument: str = "rows",
+    name: str = "weight",
+) -> Tensor:
+    """rows @ weight + bias, `[M, D]`, of checked shapes; the names are those of the caller's signature."""
+    autocasts = autocast.enabled(weight.device)
+    rows = gathered(rows)
+    source = rows.source
+    differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (rows, weight, bias))
+    if isinstance(source, LinearSource) and not autocasts and not differentiable:
+        check_dtypes(operator, argument, rows.values, name, weight)
+        given = (source.x, source.weight, source.bias, source.threshold)
+        call = directly(matmul_linear, rows.values, *given, weight, bias)
+        return call(rows.values, rows.indices, rows.nnz_per_row, *given, weight, bias, out_dtype)
+    values, indices, offsets, dense = parts(operator, rows, argument)
+    if autocasts:
+        values, dense, weight = autocast.cast(values, dense, weight)  # type: ignore[assignment]
+    check_dtypes(operator, argument, values, name, weight)
+    call = _matmul if autocasts else directly(_matmul, values, weight, bias)
+    return call(values, indices, offsets, dense, weight, bias, out_dtype)
 
 
 def check_weight(

@@ -1,6 +1,7 @@
 """Dense to row-sparse and back."""
 
 import math
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
@@ -8,8 +9,11 @@ from torch import Tensor
 
 from gossamer._core import checks
 from gossamer._core.ops import register
+from gossamer.rowsparse import twell
 from gossamer.rowsparse._torch import pack as _cpu
-from gossamer.rowsparse.formats import CSR, ELL, Rows
+from gossamer.rowsparse._torch.twell import pack_twell as _cpu_pack_twell
+from gossamer.rowsparse.formats import CSR, ELL, LinearSource, Rows, TwELL, check_tile, tile_index_dtype
+from gossamer.rowsparse.linear_source import dense_rows
 
 _GPU = "gossamer.rowsparse._triton.pack"
 
@@ -20,26 +24,41 @@ def pack(
 ) -> ELL: ...
 @overload
 def pack(x: Tensor, *, format: Literal["csr"], capacity: int | None = None, max_nnz: int | None = None) -> CSR: ...
-def pack(x: Tensor, *, format: str = "ell", capacity: int | None = None, max_nnz: int | None = None) -> Rows:
+@overload
+def pack(x: Tensor, *, format: Literal["twell"], tile: int = 256, slots: int | None = None) -> TwELL: ...
+def pack(
+    x: Tensor,
+    *,
+    format: str = "ell",
+    capacity: int | None = None,
+    max_nnz: int | None = None,
+    tile: int = 256,
+    slots: int | None = None,
+) -> Rows:
     """Packs the elements of x that differ from 0, NaN included, sorted by column.
 
     Args:
         x: `[..., N]`, float32, float16 or bfloat16 (float64 on the CPU), any strides.
-        format: `"ell"` gives every row the same number of slots; `"csr"` packs without gaps.
+        format: `"ell"` gives every row the same number of slots; `"csr"` packs without gaps; `"twell"` gives every row
+            the same number of slots in each tile of columns.
         capacity: slots per row of an ELL. None takes N / 64, at least 128, in steps of 32. A row with more entries
             stays exact: the container keeps x for it.
         max_nnz: length of a CSR's buffers. None takes the true count, which costs one device-to-host sync. An int
             costs none: rows that end beyond it stay exact, because the container keeps x for them.
+        tile: columns per tile of a TwELL, 1 to 32,767.
+        slots: slots per row and tile of a TwELL. None takes tile / 16, at least 1. A row with more entries in a tile
+            stays exact: the container keeps x for it.
 
     Returns:
-        `ELL` or `CSR` of shape `(..., N)`. Gradients reach x at the stored entries and are zero elsewhere.
+        `ELL`, `CSR` or `TwELL` of shape `(..., N)`. Gradients reach x at the stored entries and are zero elsewhere.
 
     Raises:
-        TypeError: x is not floating, or capacity is not an int.
+        TypeError: x is not floating, or capacity, tile or slots is not an int.
         ValueError: x has no dimension, an unknown format, or an argument that belongs to the other format.
         NotImplementedError: `max_nnz=None` under CUDA-graph capture.
 
-    Source: the seed on sparse decoding, "Exact Allocation Kernel" (CSR) and "Fixed Allocation Kernel" (ELL).
+    Source: the seed on sparse decoding, "Exact Allocation Kernel" (CSR) and "Fixed Allocation Kernel" (ELL); the seed
+    on sparse feed-forward blocks, section 3.1 (TwELL).
 
     >>> pack(torch.tensor([[0.0, 2.0], [3.0, 4.0]]), capacity=2).indices.tolist()
     [[1, -1], [0, 1]]
@@ -48,15 +67,23 @@ def pack(x: Tensor, *, format: str = "ell", capacity: int | None = None, max_nnz
     checks.floating(operator, x=x)
     if x.dim() == 0:
         raise ValueError(f"{operator}: x must have shape [..., N], got a scalar. Use x[None].")
-    if format not in ("ell", "csr"):
-        raise ValueError(f'{operator}: format must be "ell" or "csr", got {format!r}.')
+    if format not in ("ell", "csr", "twell"):
+        raise ValueError(f'{operator}: format must be "ell", "csr" or "twell", got {format!r}.')
+    if format != "ell" and capacity is not None:
+        raise ValueError(f'{operator}: capacity belongs to format="ell". A CSR takes max_nnz, a TwELL tile and slots.')
+    if format != "csr" and max_nnz is not None:
+        raise ValueError(f'{operator}: max_nnz belongs to format="csr". An ELL takes capacity, a TwELL tile and slots.')
+    if format != "twell" and (slots is not None or tile != 256):
+        raise ValueError(f'{operator}: tile and slots belong to format="twell". An ELL takes capacity, a CSR max_nnz.')
     n = x.shape[-1]
     checks.columns(operator, "x", n)
     flat = x.reshape(math.prod(x.shape[:-1]), n)
     source = _EntriesOnly.apply(flat) if flat.requires_grad and torch.is_grad_enabled() else flat
+    if format == "twell":
+        slots = tile_slots(operator, tile, slots)
+        values, indices, counts = _pack_twell(flat, None, False, tile, slots)
+        return TwELL(values, indices, counts, tuple(x.shape), tile, None if slots == tile else source)
     if format == "ell":
-        if max_nnz is not None:
-            raise ValueError(f'{operator}: max_nnz belongs to format="csr". An ELL takes capacity.')
         if capacity is None:
             capacity = default_capacity(n)
         else:
@@ -64,8 +91,6 @@ def pack(x: Tensor, *, format: str = "ell", capacity: int | None = None, max_nnz
             capacity = min(capacity, n)
         values, indices, nnz = _pack_ell(flat, capacity)
         return ELL(values, indices, nnz, tuple(x.shape), None if capacity == n else source)
-    if capacity is not None:
-        raise ValueError(f'{operator}: capacity belongs to format="ell". A CSR takes max_nnz.')
     row_offsets = torch.zeros(flat.shape[0] + 1, dtype=torch.int64, device=flat.device)
     torch.cumsum(_count_rows(flat), 0, dtype=torch.int64, out=row_offsets[1:])
     if max_nnz is None:
@@ -81,7 +106,7 @@ def unpack(rows: Rows) -> Tensor:
     """The dense tensor of a container; repeated indices add up, overflowed rows come from the source.
 
     Args:
-        rows: `ELL` or `CSR` of shape `(..., N)`.
+        rows: `ELL`, `CSR` or `TwELL` of shape `(..., N)`.
 
     Returns:
         `[..., N]` in the container's dtype, differentiable in values and source.
@@ -101,16 +126,47 @@ def default_capacity(n: int) -> int:
     return min(n, -(-max(128, n // 64) // 32) * 32)
 
 
+def tile_slots(operator: str, tile: int, slots: int | None) -> int:
+    """Slots per row and tile, checked together with the tile."""
+    check_tile(operator, tile)
+    if slots is None:
+        return max(1, tile // 16)
+    checks.positive(operator, "slots", slots, "It is the number of slots per row and tile.")
+    return min(slots, tile)
+
+
+def check_container(operator: str, rows: Any, argument: str = "rows") -> None:
+    if not isinstance(rows, ELL | CSR | TwELL):
+        raise TypeError(
+            f"{operator}: {argument} must be an ELL, CSR or TwELL of rowsparse, got {type(rows).__name__}. "
+            "Pack a dense tensor with rowsparse.pack first."
+        )
+
+
+def gathered(rows: Any) -> Any:
+    """A TwELL as an ELL; any other container as it is."""
+    if not isinstance(rows, TwELL):
+        return rows
+    capacity = max(1, min(rows.num_columns, rows.values.shape[1] * rows.slots))
+    # Without a source every entry needs a slot.
+    return twell.to_ell(rows, capacity if rows.source is None else min(capacity, default_capacity(rows.num_columns)))
+
+
+def listed(operator: str, rows: Any, argument: str = "rows") -> ELL | CSR:
+    """The container with one list of entries a row, and with a dense source if any."""
+    check_container(operator, rows, argument)
+    rows = gathered(rows)
+    if isinstance(rows.source, LinearSource):
+        assert isinstance(rows, ELL)
+        return replace(rows, source=dense_rows(rows.source, rows.nnz_per_row, rows.capacity))
+    return rows
+
+
 def parts(operator: str, rows: Any, argument: str = "rows") -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(values, indices, offsets, source): the plain tensors an operator takes, contiguous but for the source."""
-    if isinstance(rows, ELL):
-        return rows.values.contiguous(), rows.indices.contiguous(), rows.nnz_per_row.contiguous(), rows.source
-    if isinstance(rows, CSR):
-        return rows.values.contiguous(), rows.indices.contiguous(), rows.row_offsets.contiguous(), rows.source
-    raise TypeError(
-        f"{operator}: {argument} must be a rowsparse.ELL or rowsparse.CSR, got {type(rows).__name__}. "
-        "Pack a dense tensor with rowsparse.pack first."
-    )
+    rows = listed(operator, rows, argument)
+    offsets = rows.nnz_per_row if isinstance(rows, ELL) else rows.row_offsets
+    return rows.values.contiguous(), rows.indices.contiguous(), offsets.contiguous(), rows.source
 
 
 class _EntriesOnly(torch.autograd.Function):
@@ -149,6 +205,32 @@ def _pack_ell_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor |
         return None, None
     indices, nnz = ctx.saved_tensors
     return _unpack(grad, indices, nnz.clamp(max=indices.shape[1]), None, ctx.n), None
+
+
+def _fake_pack_twell(
+    x: Tensor, threshold: Tensor | None, above: bool, tile: int, slots: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    m, tiles = x.shape[0], (x.shape[1] + tile - 1) // tile
+    return (
+        x.new_empty(m, tiles, slots),
+        x.new_empty(m, tiles, slots, dtype=tile_index_dtype(tile)),
+        x.new_empty(m, tiles, dtype=torch.int16),
+    )
+
+
+def _pack_twell_context(ctx: Any, inputs: Any, output: Any) -> None:
+    _, indices, counts = output
+    ctx.mark_non_differentiable(indices, counts)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(indices, counts)
+    ctx.n, ctx.tile = inputs[0].shape[1], inputs[3]
+
+
+def _pack_twell_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 5
+    indices, counts = ctx.saved_tensors
+    return _unpack(*twell.lists(grad, indices, counts, ctx.tile, ctx.n), None, ctx.n), *(None,) * 4
 
 
 def _fake_pack_csr(x: Tensor, row_offsets: Tensor, max_nnz: int) -> tuple[Tensor, Tensor]:
@@ -230,4 +312,12 @@ _unpack = register(
     fake=_fake_unpack,
     setup_context=_unpack_context,
     backward=_unpack_backward,
+)
+_pack_twell = register(
+    "pack_twell(Tensor x, Tensor? threshold, bool above, int tile, int slots) -> (Tensor, Tensor, Tensor)",
+    cpu=_cpu_pack_twell,
+    gpu="gossamer.rowsparse._triton.twell:pack_twell",
+    fake=_fake_pack_twell,
+    setup_context=_pack_twell_context,
+    backward=_pack_twell_backward,
 )

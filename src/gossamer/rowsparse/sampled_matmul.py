@@ -8,7 +8,7 @@ from torch import Tensor
 from gossamer._core import autocast, checks
 from gossamer.rowsparse.formats import Rows
 from gossamer.rowsparse.matmul import _sampled, check_dtypes, check_weight
-from gossamer.rowsparse.pack import parts
+from gossamer.rowsparse.pack import listed, parts
 
 
 def sampled_matmul(x: Tensor, weight: Tensor, pattern: Rows) -> Rows:
@@ -17,11 +17,12 @@ def sampled_matmul(x: Tensor, weight: Tensor, pattern: Rows) -> Rows:
     Args:
         x: `[..., D]`, float, with the leading dimensions of the pattern.
         weight: `[N, D]`, the dtype and device of x, any strides.
-        pattern: `ELL` or `CSR` of shape `(..., N)`; its values do not matter, except that in a row that overflowed
-            the pattern is where the source differs from 0.
+        pattern: `ELL`, `CSR` or `TwELL` of shape `(..., N)`; its values do not matter, except that in a row that
+            overflowed the pattern is where the source differs from 0.
 
     Returns:
-        A container like `pattern` with the products as values, differentiable in x and weight. If the pattern has a
+        A container like `pattern` (an `ELL` for a `TwELL`) with the products as values, differentiable in x and
+        weight. If the pattern has a
         source, so has the result: a dense `[M, N]`, written at the overflowed rows.
 
     Raises:
@@ -35,7 +36,8 @@ def sampled_matmul(x: Tensor, weight: Tensor, pattern: Rows) -> Rows:
     [[3.0]]
     """
     operator = "rowsparse.sampled_matmul"
-    _, indices, offsets, source = parts(operator, pattern, "pattern")
+    pattern = listed(operator, pattern, "pattern")
+    _, indices, offsets, source = parts(operator, pattern)
     checks.floating(operator, x=x)
     check_weight(operator, pattern, weight, container="pattern")
     checks.same_device(operator, "weight", weight.device, x=x)

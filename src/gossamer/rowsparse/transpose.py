@@ -6,14 +6,14 @@ from torch import Tensor
 from gossamer._core.ops import register
 from gossamer.rowsparse._torch.transpose import transpose_keys as _cpu
 from gossamer.rowsparse.formats import CSR, ELL, Rows
-from gossamer.rowsparse.pack import parts, unpack
+from gossamer.rowsparse.pack import listed, parts, unpack
 
 
 def transpose(rows: Rows) -> CSR:
     """The transposed matrix, as a CSR whose entries are sorted by column; no host sync, bitwise reproducible.
 
     Args:
-        rows: `ELL` or `CSR` of shape `(..., N)`; leading dimensions are flattened to M.
+        rows: `ELL`, `CSR` or `TwELL` of shape `(..., N)`; leading dimensions are flattened to M.
 
     Returns:
         `CSR` of shape `(N, M)` with buffers as long as the slots of `rows`, differentiable in values. If a row of
@@ -28,6 +28,7 @@ def transpose(rows: Rows) -> CSR:
     >>> transpose(pack(torch.tensor([[0.0, 2.0], [3.0, 4.0]]), capacity=2)).indices.tolist()
     [1, 0, 1, -1]
     """
+    rows = listed("rowsparse.transpose", rows)
     values, indices, offsets, source = parts("rowsparse.transpose", rows)
     row_offsets, keys, _ = transpose_keys(indices, offsets, rows.num_columns)
     held = torch.arange(keys.shape[0], device=keys.device) < row_offsets[-1]

@@ -10,8 +10,8 @@ from gossamer._core import autocast, checks, tuning
 from gossamer._core.ops import directly, register, shortcut
 from gossamer.rowsparse import pack
 from gossamer.rowsparse.formats import Rows, _RowSparse
-from gossamer.rowsparse.matmul import _matmul, _sampled, check_dtypes, check_weight, gradients
-from gossamer.rowsparse.pack import parts
+from gossamer.rowsparse.matmul import _matmul, _sampled, check_dtypes, check_weight, gradients, multiply
+from gossamer.rowsparse.pack import check_container
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import decode as _cpu
 
@@ -135,6 +135,7 @@ def _decode_rows(
     capacity: int | None,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
+    check_container(operator, rows, "acts")
     check_weight(operator, rows, W_dec, "W_dec", "[d_sae, d_in]", "acts")
     _check_rest(operator, W_dec, b_dec, method, capacity, out_dtype)
     if method == "fixed":
@@ -144,12 +145,7 @@ def _decode_rows(
         )
     if method == "dense":
         return decode(rows.to_dense(), W_dec, b_dec, method=method, out_dtype=out_dtype)
-    values, indices, offsets, source = parts(operator, rows, "acts")
-    if autocast.enabled(W_dec.device):
-        values, source, W_dec = autocast.cast(values, source, W_dec)  # type: ignore[assignment]
-    check_dtypes(operator, "acts", values, "W_dec", W_dec)
-    call = _matmul if autocast.enabled(W_dec.device) else directly(_matmul, values, W_dec, b_dec)
-    out = call(values, indices, offsets, source, W_dec, b_dec, out_dtype)
+    out = multiply(operator, rows, W_dec, b_dec, out_dtype, "acts", "W_dec")
     return out.view(*rows.shape[:-1], W_dec.shape[1])
 
 

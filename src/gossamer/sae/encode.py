@@ -10,7 +10,7 @@ from gossamer._core import autocast, checks
 from gossamer._core.ops import directly, register
 from gossamer.rowsparse import ELL
 from gossamer.rowsparse.dense_transpose import dense_transpose
-from gossamer.rowsparse.formats import made_ell
+from gossamer.rowsparse.formats import made, threshold_dtype
 from gossamer.rowsparse.matmul import _matmul, check_dtypes, gradients
 from gossamer.rowsparse.pack import default_capacity
 from gossamer.rowsparse.transpose import transpose_keys
@@ -158,8 +158,8 @@ def _encode(
             _seen[seen] = known
     activation, k, capacity, keep_source = known
     n, leading = W_enc.shape[1], x.shape[:-1]
-    if threshold is not None and (threshold.dim() == 0 or threshold.dtype is not _cpu.threshold_dtype(W_enc.dtype)):
-        threshold = threshold.to(_cpu.threshold_dtype(W_enc.dtype)).expand(n)
+    if threshold is not None and (threshold.dim() == 0 or threshold.dtype is not threshold_dtype(W_enc.dtype)):
+        threshold = threshold.to(threshold_dtype(W_enc.dtype)).expand(n)
     if scale is not None:
         scale = scale.detach()
     window = bandwidth if bandwidth is not None and torch.is_grad_enabled() else 0.0
@@ -168,7 +168,8 @@ def _encode(
     values, indices, nnz, source, l0 = call(
         flat, W_enc, b_enc, b_dec, threshold, activation, k, window, capacity, keep_source, scale, ste_to_input
     )
-    rows = made_ell(values, indices, nnz, (*leading, n), source if keep_source else None)
+    source = source if keep_source else None
+    rows = made(ELL, values=values, indices=indices, nnz_per_row=nnz, shape=(*leading, n), source=source)
     return rows, l0 if x.dim() == 2 else l0.view(leading)
 
 
@@ -282,7 +283,7 @@ def _fake(
         weight.new_empty(m, capacity, dtype=torch.int32),
         weight.new_empty(m, dtype=torch.int32),
         weight.new_empty(m if keep_source else 0, n),
-        weight.new_empty(m, dtype=_cpu.threshold_dtype(weight.dtype)),
+        weight.new_empty(m, dtype=threshold_dtype(weight.dtype)),
     )
 
 
@@ -310,7 +311,7 @@ def _backward(
     if grad_values is None:
         grad_values = values.new_zeros(1, 1).expand_as(values)
     if grad_l0 is None:
-        grad_l0 = values.new_zeros(1, dtype=_cpu.threshold_dtype(values.dtype)).expand_as(nnz)
+        grad_l0 = values.new_zeros(1, dtype=threshold_dtype(values.dtype)).expand_as(nnz)
     # What lies in the window below the threshold is stored with value 0, and reaches the threshold alone.
     grad_pre = torch.where(values != 0, grad_values, 0)
     if estimate is not None:
@@ -346,7 +347,7 @@ def _backward(
             sums = sums - grad_threshold
         grad_bias = sums.to(ctx.bias_dtype) if need_bias else None
     if need_b_dec and grad_x is not None:
-        grad_b_dec = -grad_x.sum(0, dtype=_cpu.threshold_dtype(grad_x.dtype)).to(b_dec.dtype)
+        grad_b_dec = -grad_x.sum(0, dtype=threshold_dtype(grad_x.dtype)).to(b_dec.dtype)
     elif need_b_dec:
         # The same sum without the gradient of x: every row passes through the one W_enc.
         grad_b_dec = -torch.mv(weight, sums.to(weight.dtype)).to(b_dec.dtype)
@@ -376,7 +377,7 @@ def _fake_bwd_columns(
     threshold: Tensor | None,
     bandwidth: float,
 ) -> tuple[Tensor, Tensor]:
-    n, dtype = col_offsets.shape[0] - 1, _cpu.threshold_dtype(values.dtype)
+    n, dtype = col_offsets.shape[0] - 1, threshold_dtype(values.dtype)
     return values.new_empty(n, dtype=dtype), values.new_empty(0 if threshold is None else n, dtype=dtype)
 
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from gossamer._core import checks
 from gossamer._core.ops import directly, register
 from gossamer.rowsparse import ELL
+from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.rowsparse.matmul import parts
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import tanh_l0 as _cpu
-from gossamer.sae._torch.encode import threshold_dtype
 from gossamer.sae.encode import _bwd_columns
 
 _GPU = "gossamer.sae._triton.tanh_l0"

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer.rowsparse._torch.pack import ell_from_entries, nonzero_positions
+from gossamer.rowsparse.formats import threshold_dtype
 
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -61,11 +62,6 @@ def encode(
         # -0.0 stands for an entry of value 0, +0.0 for none.
         source.view(-1)[positions[held]] = torch.where(values[held] == 0, -0.0, values[held])
     return *ell_from_entries(row_offsets, positions - rows * n, values, capacity), source, l0
-
-
-def threshold_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What thresholds and statistics are kept in beside weights of a dtype."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _largest(pre: Tensor, k: int, groups: int) -> Tensor:

@@ -1,0 +1,52 @@
+"""A linear layer and the packing of what it activates, block by block of rows.
+
+The library's product fills a buffer with the pre-activations of a block of rows, and a kernel packs them from there:
+a block is small enough to be in the L2 still, where that leaves rows enough for a fast product. So the dense matrix
+never exists, the product runs at the library's speed in every dtype and layout, and the packing reads the L2.
+"""
+
+import torch
+from torch import Tensor
+
+from gossamer._core import tuning
+from gossamer.rowsparse._triton.twell import _launch_pack_twell, twell_to_ell
+from gossamer.rowsparse.formats import tile_index_dtype
+
+
+def linear_pack(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    threshold: Tensor | None,
+    tile: int,
+    slots: int,
+    capacity: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Operator `linear_pack`."""
+    m, n = x.shape[0], weight.shape[0]
+    values = x.new_empty(m, -(-n // tile), slots)
+    indices = torch.empty_like(values, dtype=tile_index_dtype(tile))
+    counts = torch.empty(values.shape[:2], dtype=torch.int16, device=x.device)
+    if counts.numel():
+        # Once, and not for every block.
+        right = weight.t() if 1 in weight.stride() else weight.t().contiguous()
+        step = tuning.pack_rows(m, n, x.element_size())
+        buffer = x.new_empty(step, n)
+        for first in range(0, m, step):
+            rows = slice(first, first + step)
+            z = buffer[: values[rows].shape[0]]
+            if bias is not None and bias.dtype is x.dtype:
+                torch.addmm(bias, x[rows], right, out=z)
+            else:
+                torch.mm(x[rows], right, out=z)
+                if bias is not None:
+                    z += bias
+            _launch_pack_twell(z, threshold, True, tile, values[rows], indices[rows], counts[rows])
+    nnz = counts.sum(1, dtype=torch.int32)
+    if capacity is None:
+        return values, indices, counts, nnz
+    return *twell_to_ell(values, indices, counts, tile, capacity), nnz
+
+
+EXAMPLES: dict[object, dict[str, object]] = {}
+"""The kernels are those of `rowsparse._triton.twell`."""

@@ -1,0 +1,212 @@
+"""A linear layer whose active entries are packed as they are computed."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer._core import autocast, checks
+from gossamer._core.ops import directly, register
+from gossamer.gemm._torch import linear_pack as _cpu
+from gossamer.gemm.linear_glu import check_dtypes
+from gossamer.rowsparse.formats import ELL, LinearSource, TwELL, made, threshold_dtype, tile_index_dtype
+from gossamer.rowsparse.matmul import _matmul, gradients
+from gossamer.rowsparse.pack import default_capacity, tile_slots
+from gossamer.rowsparse.transpose import transpose_keys
+from gossamer.rowsparse.twell import lists
+
+_ACTIVATIONS = ("relu", "jumprelu")
+_seen: dict[tuple[Any, ...], tuple[int, int | None]] = {}
+
+
+def linear_pack(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "relu",
+    threshold: Tensor | None = None,
+    format: str = "twell",
+    capacity: int | None = None,
+    tile: int = 256,
+    slots: int | None = None,
+) -> tuple[TwELL | ELL, Tensor]:
+    """activation(x @ weight.T + bias) as a row-sparse container: the dense matrix is never in memory.
+
+    z below is the pre-activation, rounded to the dtype of weight.
+
+    Args:
+        x: `[..., K]`, float, any strides.
+        weight: `[N, K]` as in `nn.Linear`, any strides (so `W_enc.T` as well); the dtype and device of x.
+        bias: `[N]`, added in float32, or None.
+        activation: `"relu"` keeps z > 0, `"jumprelu"` keeps z > threshold. NaN is kept.
+        threshold: `[N]` or `[]`, compared in float32; below 0 it acts as 0. It has no gradient.
+        format: `"twell"`, or `"ell"`, which is what the entries are multiplied from: a TwELL brought together.
+        capacity: slots per row of an ELL; None takes what `rowsparse.pack` takes.
+        tile: columns per tile, 1 to 32,767.
+        slots: slots per row and tile; None takes tile / 16, at least 1.
+
+    Returns:
+        `(rows, nnz)`: a `TwELL` or `ELL` of shape `(..., N)` with positive values, and how many entries each row truly
+        has, int32 `[...]`. A row that overflows its slots stays exact: the container keeps x, weight, bias and
+        threshold, and operators compute it again. Differentiable in x, weight and bias.
+
+    Raises:
+        ValueError: shapes or devices do not fit, an unknown activation or format, an argument that is missing or
+            belongs to another activation or format, or sizes out of range.
+        TypeError: dtypes differ or are not floating, or a size is not an int.
+
+    Source: the seed on sparse feed-forward blocks, sections 3.1 to 3.3.
+
+    >>> rows, nnz = linear_pack(torch.tensor([[1.0, -1.0]]), torch.eye(2), tile=2, slots=1)
+    >>> rows.values.tolist(), rows.indices.tolist(), nnz.tolist()
+    ([[[1.0]]], [[[0]]], [1])
+    """
+    operator = "gemm.linear_pack"
+    autocasts = autocast.enabled(x.device) if isinstance(x, Tensor) else False
+    # What follows from shapes is checked once.
+    seen = None if autocasts else checks.signature(x, weight, bias, threshold)
+    known = None
+    if seen is not None:
+        seen += (activation, format, capacity, tile, slots)
+        try:
+            known = _seen.get(seen)
+        except TypeError:  # an argument that no call may have, such as a list: the checks below say which
+            seen = None
+    if known is None:
+        check_operands(operator, x, weight, bias, threshold)
+        known = check_options(operator, weight.shape[0], activation, threshold, format, capacity, tile, slots)
+        if autocasts:
+            x, weight = autocast.cast(x, weight)  # type: ignore[assignment]
+        check_dtypes(operator, x, weight=weight)
+        if seen is not None:
+            if len(_seen) >= 1024:
+                _seen.clear()
+            _seen[seen] = known
+    (n, _), leading = weight.shape, x.shape[:-1]
+    slots, capacity = known
+    if threshold is not None and (threshold.dim() == 0 or threshold.dtype is not threshold_dtype(weight.dtype)):
+        threshold = threshold.detach().to(threshold_dtype(weight.dtype)).expand(n)
+    flat = x if x.dim() == 2 else x.reshape(math.prod(leading), x.shape[-1])
+    operands = (flat, weight, bias, threshold)
+    call = _linear_pack if autocasts else directly(_linear_pack, *operands)
+    values, indices, counts, nnz = call(*operands, tile, slots, capacity)
+    shape, source = (*leading, n), None
+    if slots < tile or (capacity is not None and capacity < n):
+        source = made(LinearSource, x=flat, weight=weight, bias=bias, threshold=threshold)
+    if capacity is None:
+        parts = {"values": values, "indices": indices, "nnz_per_tile": counts, "shape": shape, "tile": tile}
+        rows = made(TwELL, **parts, source=source)
+    else:
+        rows = made(ELL, values=values, indices=indices, nnz_per_row=counts, shape=shape, source=source)
+    return rows, nnz if x.dim() == 2 else nnz.view(leading)
+
+
+def check_operands(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor | None) -> None:
+    given = {name: tensor for name, tensor in (("bias", bias), ("threshold", threshold)) if tensor is not None}
+    checks.floating(operator, x=x, weight=weight, **given)
+    if x.dim() == 0:
+        raise ValueError(f"{operator}: x must have shape [..., K], got a scalar.")
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"{operator}: weight must have shape [N, K] with K = {x.shape[-1]} like x, got {list(weight.shape)}."
+        )
+    for name, tensor in given.items():
+        if name == "bias" or tensor.dim() != 0:
+            letters = "[N]" if name == "bias" else "[N] or []"
+            checks.shape(operator, name, tensor, (weight.shape[0],), letters, "like weight")
+    checks.columns(operator, "weight", weight.shape[0])
+    checks.same_device(operator, "x", x.device, weight=weight, **given)
+
+
+def check_options(
+    operator: str,
+    n: int,
+    activation: str,
+    threshold: Tensor | None,
+    format: str,
+    capacity: int | None,
+    tile: int,
+    slots: int | None,
+) -> tuple[int, int | None]:
+    """(slots per row and tile, slots per row or None for a TwELL)."""
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"{operator}: activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}.")
+    if (activation == "jumprelu") != (threshold is not None):
+        got = "none" if threshold is None else f"one for {activation!r}"
+        raise ValueError(f'{operator}: activation="jumprelu" takes a threshold [N] or [], no other does, got {got}.')
+    if format not in ("twell", "ell"):
+        raise ValueError(f'{operator}: format must be "twell" or "ell", got {format!r}.')
+    slots = tile_slots(operator, tile, slots)
+    if format == "twell":
+        if capacity is not None:
+            raise ValueError(f'{operator}: capacity belongs to format="ell". A TwELL takes tile and slots.')
+        return slots, None
+    if capacity is None:
+        return slots, max(1, default_capacity(n))
+    checks.positive(operator, "capacity", capacity, "It is the number of slots per row.")
+    return slots, max(1, min(capacity, n))
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    threshold: Tensor | None,
+    tile: int,
+    slots: int,
+    capacity: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    m, nnz = x.shape[0], x.new_empty(x.shape[0], dtype=torch.int32)
+    if capacity is not None:
+        values = x.new_empty(m, capacity)
+        return values, torch.empty_like(values, dtype=torch.int32), torch.empty_like(nnz), nnz
+    values = x.new_empty(m, (weight.shape[0] + tile - 1) // tile, slots)
+    counts = x.new_empty(values.shape[:2], dtype=torch.int16)
+    return values, torch.empty_like(values, dtype=tile_index_dtype(tile)), counts, nnz
+
+
+def _context(ctx: Any, inputs: Any, output: Any) -> None:
+    x, weight, bias, _, ctx.tile, _, ctx.capacity = inputs
+    _, indices, counts, nnz = output
+    ctx.mark_non_differentiable(indices, counts, nnz)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, weight, indices, counts)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    """Every stored entry is active: the gradient of z is that of the values. Rows that overflowed are read from the
+    source, which has a gradient of its own."""
+    if grad is None:
+        return (None,) * 7
+    x, weight, indices, counts = ctx.saved_tensors
+    need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+    n = weight.shape[0]
+    if ctx.capacity is None:
+        grad, indices, counts = lists(grad, indices, counts, ctx.tile, n)
+    else:
+        counts = torch.where(counts > ctx.capacity, 0, counts)
+    grad_x = grad_weight = grad_bias = None
+    if need_x:
+        grad_x = _matmul(grad, indices, counts, None, weight, None, x.dtype)
+    if need_weight or need_bias:
+        columns = directly(transpose_keys, indices, counts)(indices, counts, n)
+    if need_weight:
+        grad_weight = gradients(x, indices, columns, grad, counts, None, None, weight.dtype)[0]
+    if need_bias:
+        ones, wide = x.new_ones(x.shape[0], 1), threshold_dtype(weight.dtype)
+        grad_bias = gradients(ones, indices, columns, grad, counts, None, None, wide)[0][:, 0].to(ctx.bias_dtype)
+    return grad_x, grad_weight, grad_bias, *(None,) * 4
+
+
+_linear_pack = register(
+    "linear_pack(Tensor x, Tensor weight, Tensor? bias, Tensor? threshold, int tile, int slots, SymInt? capacity) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+    cpu=_cpu.linear_pack,
+    gpu="gossamer.gemm._triton.linear_pack:linear_pack",
+    fake=_fake,
+    setup_context=_context,
+    backward=_backward,
+)

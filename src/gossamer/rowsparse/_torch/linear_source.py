@@ -1,0 +1,53 @@
+"""Overflowed rows of a linear layer, computed again on the CPU."""
+
+import torch
+from torch import Tensor
+
+from gossamer.rowsparse._torch.matmul import dense_product, matmul
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias in the dtype of weight; a bias of another dtype is added in float32 at least."""
+    if bias is not None and bias.dtype is weight.dtype:
+        return torch.addmm(bias, x, weight.t())
+    out = x @ weight.t()
+    return out if bias is None else out.add_(bias)
+
+
+def activate_(z: Tensor, threshold: Tensor | None) -> Tensor:
+    """0 in z wherever it is up to max(threshold, 0)."""
+    return z.masked_fill_(z <= (0 if threshold is None else threshold.clamp(min=0)), 0)
+
+
+def linear_source(
+    x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor | None, counts: Tensor, limit: int
+) -> Tensor:
+    """Operator `linear_source` -> [M, N], written at rows whose count exceeds `limit`."""
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    over = (counts > limit).nonzero().squeeze(1)
+    if over.numel():
+        out[over] = activate_(linear(x[over], weight, bias), threshold)
+    return out
+
+
+def matmul_linear(
+    values: Tensor,
+    indices: Tensor,
+    counts: Tensor,
+    x: Tensor,
+    source_weight: Tensor,
+    source_bias: Tensor | None,
+    threshold: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """Operator `matmul_linear`: an ELL times weight, with overflowed rows from a linear source."""
+    out = matmul(values, indices, counts, None, weight, bias, out_dtype)
+    over = (counts > values.shape[1]).nonzero().squeeze(1)
+    if over.numel():
+        wide = out.dtype if bias is None else torch.promote_types(out.dtype, torch.float32)
+        source = activate_(linear(x[over], source_weight, source_bias), threshold)
+        product = dense_product(source, weight, wide)
+        out[over] = (product if bias is None else product + bias).to(out.dtype)
+    return out

@@ -1,0 +1,153 @@
+"""Overflowed rows of a linear layer, computed again, and their product with a weight.
+
+The dense matrix of such a source never existed, and which of its rows are wanted only the device knows. So the kernel
+is always launched and leaves at once where a block of rows has none. To multiply them, blocks of rows take turns in a
+buffer of an eighth of the matrix: the rows are computed there, and `overflow` multiplies them from there.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch, tuning
+from gossamer.rowsparse._triton import overflow
+from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+from gossamer.rowsparse._triton.matmul import _launch_matmul
+from gossamer.rowsparse._triton.overflow import dot
+
+
+@triton.jit
+def _linear_source_kernel(
+    x_ptr, w_ptr, bias_ptr, threshold_ptr, counts_ptr, out_ptr, arrived_ptr, limit, tiles,
+    stride_xm, stride_xk, stride_wn, stride_wk, stride_b, stride_t, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, APART: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Program (row block, share of the column tiles): max(x @ w + bias, 0), or 0 up to the threshold, at rows whose
+    count exceeds `limit`. APART sums blocks of K on their own, as exact in float32 as the library's dense product."""
+    if arrived_ptr is not None:
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            overflow.clear_arrived(arrived_ptr, tiles)
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    flagged = tl.load(counts_ptr + rows, mask=rows < M, other=0) > limit
+    if tl.max(flagged.to(tl.int32), axis=0) > 0:
+        x_rows = x_ptr + rows.to(tl.int64)[:, None] * stride_xm
+        for tile in range(tl.program_id(1), tl.cdiv(N, BLOCK_N), tl.num_programs(1)):
+            columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            inside = columns < N
+            w_columns = w_ptr + columns.to(tl.int64)[None, :] * stride_wn
+            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for first in range(0, K, BLOCK_K):
+                inner = (first + tl.arange(0, BLOCK_K)).to(tl.int64)
+                held = inner < K
+                x = tl.load(x_rows + inner[None, :] * stride_xk, mask=flagged[:, None] & held[None, :], other=0.0)
+                w = tl.load(w_columns + inner[:, None] * stride_wk, mask=held[:, None] & inside[None, :], other=0.0)
+                if APART:
+                    acc += dot(x, w, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION, UPCAST)
+                else:
+                    acc = dot(x, w, acc, PRECISION, UPCAST)
+            if bias_ptr is not None:
+                acc += tl.load(bias_ptr + columns * stride_b, mask=inside, other=0.0).to(tl.float32)[None, :]
+            z = acc.to(out_ptr.dtype.element_ty)
+            bound = tl.zeros([BLOCK_N], tl.float32)
+            if threshold_ptr is not None:
+                bound = tl.load(threshold_ptr + columns * stride_t, mask=inside, other=0.0).to(tl.float32)
+                bound = tl.where(bound < 0, 0.0, bound)
+            z = tl.where(z.to(tl.float32) <= bound[None, :], 0.0, z)
+            at = rows.to(tl.int64)[:, None] * N + columns[None, :]
+            tl.store(out_ptr + at, z, mask=flagged[:, None] & inside[None, :])
+
+
+_linear_source = launch.Kernel(_linear_source_kernel)
+
+
+def linear_source(
+    x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor | None, counts: Tensor, limit: int
+) -> Tensor:
+    """Operator `linear_source`."""
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    _launch_linear_source(x, weight, bias, threshold, counts, limit, out)
+    return out
+
+
+def _launch_linear_source(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    threshold: Tensor | None,
+    counts: Tensor,
+    limit: int,
+    out: Tensor,
+    arrived: Tensor | None = None,
+) -> None:
+    (m, n), k = out.shape, x.shape[1]
+    if m == 0 or n == 0:
+        return
+    half = weight.element_size() == 2
+    tile = {"BLOCK_M": 128 if m > 64 and half else 64, "BLOCK_N": 128 if half else 64, "BLOCK_K": 64 if half else 32}
+    meta = {**tile, "APART": not half and not tuning.tf32(), **tuning.dot_precision(weight, k)}
+    strides = (*x.stride(), *weight.stride(), *(0 if t is None else t.stride(0) for t in (bias, threshold)))
+    key = (m, n, k, limit, x.dtype, counts.dtype, strides, bias is None or bias.dtype)
+    key += (threshold is None or threshold.dtype, meta["PRECISION"], meta["APART"])
+    tiles = 0 if arrived is None else arrived.shape[0]
+    key += (tiles,)
+    args = (x, weight, bias, threshold, counts, out, arrived, limit, tiles, *strides, m, n, k)
+    row_blocks = launch.cdiv(m, meta["BLOCK_M"])
+    share = min(launch.cdiv(n, meta["BLOCK_N"]), max(launch.cdiv(2 * tuning.programs(x.device), row_blocks), 16))
+    warps = 8 if meta["BLOCK_M"] == 128 else 4
+    _linear_source(key, (row_blocks, share, 1), args, meta, num_warps=warps, num_stages=3)
+
+
+def matmul_linear(
+    values: Tensor,
+    indices: Tensor,
+    counts: Tensor,
+    x: Tensor,
+    source_weight: Tensor,
+    source_bias: Tensor | None,
+    threshold: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """Operator `matmul_linear`: an ELL times weight, with overflowed rows from a linear source."""
+    values, bias, weight = values.contiguous(), None if bias is None else bias.contiguous(), rows_contiguous(weight)
+    (m, capacity), n = values.shape, weight.shape[0]
+    out = weight.new_empty((m, weight.shape[1]), dtype=out_dtype)
+    _launch_matmul(values, indices, counts, None, weight, bias, out)
+    if m == 0 or n == 0 or out.shape[1] == 0:
+        return out
+    block = min(m, max(256, launch.cdiv(launch.cdiv(m, 8), 64) * 64))
+    source = x.new_empty(block, n)
+    for first in range(0, m, block):
+        rows = slice(first, min(first + block, m))
+        part = source[: rows.stop - first]
+        space = overflow.workspace(part.shape[0], n, weight)
+        operands = (x[rows], source_weight, source_bias, threshold, counts[rows], capacity)
+        _launch_linear_source(*operands, part, space[1])
+        overflow.forward(part, weight, bias, out[rows], counts[rows], capacity, space)
+    return out
+
+
+EXAMPLES = {
+    _linear_source_kernel: {
+        "signature": {
+            "x_ptr": "*bf16", "w_ptr": "*bf16", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "counts_ptr": "*i32",
+            "out_ptr": "*bf16", "arrived_ptr": "*i32",
+            **dict.fromkeys(
+                (
+                    "limit", "tiles", "stride_xm", "stride_xk", "stride_wn", "stride_wk", "stride_b", "stride_t", "M",
+                    "N", "K",
+                ),
+                "i32",
+            ),
+        },
+        "constexprs": {
+            "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "APART": False, "PRECISION": "ieee", "UPCAST": False,
+        },
+        "num_warps": 8,
+        "num_stages": 3,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

@@ -1,0 +1,174 @@
+"""Dense rows to tile-wise lists of entries, and those to one list a row.
+
+A tile's list needs nothing but the tile, so programs that pack share rows as they like. To bring the tiles of a row
+together one warp a row adds up their counts and then takes an entry of each of 256 tiles at a time: it touches the
+sectors that hold entries, and the counts, which are a thirtieth of the slots.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch, tuning
+from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+from gossamer.rowsparse._triton.pack import (
+    append_entries,
+    clear_slots,
+    count_bits,
+    fit_block,
+    load_chunk,
+    nonzero_bits,
+)
+from gossamer.rowsparse.formats import tile_index_dtype
+
+
+@triton.jit
+def _pack_twell_kernel(
+    x_ptr, threshold_ptr, values_ptr, indices_ptr, counts_ptr, stride_xm, stride_t, N, tiles, tile, slots,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, ABOVE: tl.constexpr,
+):  # fmt: skip
+    """Program (row, share of its tiles). ABOVE keeps what is not up to max(threshold, 0), otherwise what is not 0."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * stride_xm
+    for at in range(tl.program_id(1), tiles, tl.num_programs(1)):
+        begin = at * tile
+        width = tl.minimum(tile, N - at * tile)
+        place = (row * tiles + at) * slots
+        base = 0
+        for start in range(0, width, BLOCK):
+            x = load_chunk(x_ptr + begin, start, width, BLOCK, VEC)
+            if ABOVE:
+                columns = start + tl.arange(0, BLOCK // VEC)[:, None] * VEC + tl.arange(0, VEC)[None, :]
+                bound = 0.0
+                if threshold_ptr is not None:
+                    bound = tl.load(threshold_ptr + (begin + columns) * stride_t, mask=columns < width, other=0.0)
+                    bound = bound.to(tl.float32)
+                    bound = tl.where(bound < 0, 0.0, bound)
+                keep = ~(x.to(tl.float32) <= bound) & (columns < width)
+                bits = tl.sum(keep.to(tl.int32) << tl.arange(0, VEC)[None, :], axis=1)
+            else:
+                bits = nonzero_bits(x, VEC)
+            counts = count_bits(bits)
+            count = tl.sum(counts, axis=0)
+            if (count > 0) & (base < slots):
+                append_entries(
+                    bits, counts, x_ptr + begin, values_ptr + place, indices_ptr + place, base, slots, start, BLOCK, VEC
+                )
+            base += count
+        tl.store(counts_ptr + row * tiles + at, base)
+
+
+@triton.jit
+def _twell_to_ell_kernel(
+    values_ptr, indices_ptr, counts_ptr, out_ptr, columns_ptr, nnz_ptr, tiles, slots, tile, capacity,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (row)."""
+    row = tl.program_id(0).to(tl.int64)
+    values_ptr += row * tiles * slots
+    indices_ptr += row * tiles * slots
+    counts_ptr += row * tiles
+    out_ptr += row * capacity
+    columns_ptr += row * capacity
+    total = 0
+    most = 0
+    for first in range(0, tiles, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        counts = tl.load(counts_ptr + at, mask=at < tiles, other=0).to(tl.int32)
+        total += tl.sum(counts, axis=0)
+        most = tl.maximum(most, tl.max(counts, axis=0))
+    if most > slots:
+        tl.store(nnz_ptr + row, tl.maximum(total, capacity + 1))
+    else:
+        tl.store(nnz_ptr + row, total)
+    if (most > slots) | (total > capacity):
+        total = 0
+    else:
+        base = 0
+        for first in range(0, tiles, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            counts = tl.load(counts_ptr + at, mask=at < tiles, other=0).to(tl.int32)
+            slot = base + tl.cumsum(counts, axis=0) - counts
+            for rank in range(0, tl.max(counts, axis=0)):
+                held = rank < counts
+                column = tl.load(indices_ptr + at * slots + rank, mask=held, other=0).to(tl.int32)
+                value = tl.load(values_ptr + at * slots + rank, mask=held, other=0.0)
+                tl.store(columns_ptr + slot + rank, at * tile + column, mask=held)
+                tl.store(out_ptr + slot + rank, value, mask=held)
+            base += tl.sum(counts, axis=0)
+    clear_slots(out_ptr, columns_ptr, total, capacity, 256, 256)
+
+
+_pack_twell = launch.Kernel(_pack_twell_kernel)
+_twell_to_ell = launch.Kernel(_twell_to_ell_kernel)
+
+
+def pack_twell(
+    x: Tensor, threshold: Tensor | None, above: bool, tile: int, slots: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Operator `pack_twell`; slots without an entry stay unwritten."""
+    m, n = x.shape
+    tiles = launch.cdiv(n, tile)
+    values = x.new_empty(m, tiles, slots)
+    indices = torch.empty(m, tiles, slots, dtype=tile_index_dtype(tile), device=x.device)
+    counts = torch.empty(m, tiles, dtype=torch.int16, device=x.device)
+    _launch_pack_twell(x, threshold, above, tile, values, indices, counts)
+    return values, indices, counts
+
+
+def _launch_pack_twell(
+    x: Tensor, threshold: Tensor | None, above: bool, tile: int, values: Tensor, indices: Tensor, counts: Tensor
+) -> None:
+    if counts.numel() == 0:
+        return
+    x = rows_contiguous(x)
+    (m, tiles, slots), n = values.shape, x.shape[1]
+    scan, warps = tuning.scan_tile(m, n, x.element_size())
+    meta = {**fit_block(scan, tile), "ABOVE": above}
+    stride = 0 if threshold is None else threshold.stride(0)
+    key = (m, n, tile, slots, x.dtype, x.stride(0), threshold is None or threshold.dtype, stride, above)
+    args = (x, threshold, values, indices, counts, x.stride(0), stride, n, tiles, tile, slots)
+    # Rows alone fill the GPU, or tiles of a row go to programs of their own.
+    share = 1 if tuning.one_program_a_row(m, n) else min(tiles, 64)
+    _pack_twell(key, (m, share, 1), args, meta, num_warps=warps)
+
+
+def twell_to_ell(
+    values: Tensor, indices: Tensor, counts: Tensor, tile: int, capacity: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Operator `twell_to_ell`."""
+    m, tiles, slots = values.shape
+    out = values.new_empty(m, capacity)
+    columns = torch.empty(m, capacity, dtype=torch.int32, device=values.device)
+    nnz = torch.empty(m, dtype=torch.int32, device=values.device)
+    if m == 0 or tiles == 0:
+        return out.zero_(), columns.fill_(-1), nnz.zero_()
+    block = min(max(launch.next_power_of_2(tiles), 32), 256)
+    key = (m, tiles, slots, tile, capacity, values.dtype, indices.dtype)
+    parts = (values.contiguous(), indices.contiguous(), counts.contiguous())
+    args = (*parts, out, columns, nnz, tiles, slots, tile, capacity)
+    _twell_to_ell(key, (m, 1, 1), args, {"BLOCK": block}, num_warps=1)
+    return out, columns, nnz
+
+
+EXAMPLES = {
+    _pack_twell_kernel: {
+        "signature": {
+            "x_ptr": "*bf16", "threshold_ptr": "*fp32", "values_ptr": "*bf16", "indices_ptr": "*u8",
+            "counts_ptr": "*i16", "stride_xm": "i32", "stride_t": "i32", "N": "i32", "tiles": "i32", "tile": "i32",
+            "slots": "i32",
+        },
+        "constexprs": {"BLOCK": 256, "VEC": 8, "ABOVE": True},
+        "num_warps": 1,
+    },
+    _twell_to_ell_kernel: {
+        "signature": {
+            "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16", "out_ptr": "*bf16",
+            "columns_ptr": "*i32", "nnz_ptr": "*i32", "tiles": "i32", "slots": "i32", "tile": "i32", "capacity": "i32",
+        },
+        "constexprs": {"BLOCK": 256},
+        "num_warps": 1,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

@@ -1,0 +1,97 @@
+"""Rows that overflowed, computed again from what a linear layer had made them of."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer._core.ops import directly, register
+from gossamer.rowsparse._torch import linear_source as _cpu
+from gossamer.rowsparse.formats import LinearSource
+
+_GPU = "gossamer.rowsparse._triton.linear_source"
+
+
+def dense_rows(source: LinearSource, counts: Tensor, limit: int) -> Tensor:
+    """`[M, N]`, right at rows whose count exceeds `limit`, differentiable in x, weight and bias of the source."""
+    parts = (source.x, source.weight, source.bias, source.threshold)
+    return directly(_linear_source, *parts)(*parts, counts, limit)
+
+
+def _fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor | None, counts: Tensor, limit: int
+) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _context(ctx: Any, inputs: Any, output: Any) -> None:
+    x, weight, bias, _, counts, ctx.limit = inputs
+    ctx.save_for_backward(x, weight, counts, output)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    # Those modules read sources, and so need this one.
+    from gossamer.rowsparse.matmul import _matmul, gradients
+    from gossamer.rowsparse.transpose import transpose_keys
+
+    x, weight, counts, out = ctx.saved_tensors
+    need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+    flagged = counts > ctx.limit
+    dense = torch.where(flagged[:, None] & (out != 0), grad, 0).to(weight.dtype)
+    # Lists of one slot: rows without an entry, and rows that overflowed.
+    m = x.shape[0]
+    values = weight.new_zeros(m, 1)
+    indices = torch.full((m, 1), -1, dtype=torch.int32, device=x.device)
+    counts = torch.where(flagged, 2, 0).int()
+    grad_x = grad_weight = grad_bias = None
+    if need_x:
+        grad_x = _matmul(values, indices, counts, dense, weight, None, x.dtype)
+    if need_weight:
+        columns = transpose_keys(indices, counts, weight.shape[0])
+        grad_weight = gradients(x, indices, columns, values, counts, dense, None, weight.dtype)[0]
+    if need_bias:
+        grad_bias = dense.sum(0, dtype=torch.promote_types(dense.dtype, torch.float32)).to(ctx.bias_dtype)
+    return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _fake_matmul(
+    values: Tensor,
+    indices: Tensor,
+    counts: Tensor,
+    x: Tensor,
+    source_weight: Tensor,
+    source_bias: Tensor | None,
+    threshold: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    return weight.new_empty(values.shape[0], weight.shape[1], dtype=out_dtype or weight.dtype)
+
+
+def _refuse(ctx: Any, inputs: Any, output: Any) -> None:
+    raise NotImplementedError("rowsparse.matmul: where there are gradients a linear source has to be dense.")
+
+
+def _no_gradients(ctx: Any, *grads: Any) -> None:
+    """Never reached: `_refuse` raises first."""
+
+
+_linear_source = register(
+    "linear_source(Tensor x, Tensor weight, Tensor? bias, Tensor? threshold, Tensor counts, SymInt limit) -> Tensor",
+    cpu=_cpu.linear_source,
+    gpu=f"{_GPU}:linear_source",
+    fake=_fake,
+    setup_context=_context,
+    backward=_backward,
+)
+matmul_linear = register(
+    "matmul_linear(Tensor values, Tensor indices, Tensor counts, Tensor x, Tensor source_weight, Tensor? source_bias, "
+    "Tensor? threshold, Tensor weight, Tensor? bias, ScalarType? out_dtype) -> Tensor",
+    cpu=_cpu.matmul_linear,
+    gpu=f"{_GPU}:matmul_linear",
+    fake=_fake_matmul,
+    setup_context=_refuse,
+    backward=_no_gradients,
+)

@@ -1,0 +1,250 @@
+"""gemm.linear_pack, against the same in dense float64."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gossamer import gemm, rowsparse
+from gossamer.rowsparse import ELL, LinearSource, TwELL
+from gossamer.testing import assert_close, assert_exact, dense64, random_rows
+from tests import strategies
+
+FORMATS: list[dict[str, Any]] = [
+    {},
+    {"tile": 16, "slots": 2},
+    {"tile": 300, "slots": 300},
+    {"format": "ell"},
+    {"format": "ell", "capacity": 5},
+    {"format": "ell", "tile": 16, "slots": 3, "capacity": 1000},
+]
+EACH = pytest.mark.parametrize("options", FORMATS, ids=str)
+
+
+def activated(x: Tensor, weight: Tensor, bias: Tensor | None = None, threshold: Tensor | None = None) -> Tensor:
+    """What a model computes without gossamer."""
+    z = torch.nn.functional.linear(x, weight, None if bias is None else bias.to(weight.dtype))
+    return torch.where(z <= (0 if threshold is None else threshold.clamp(min=0)), 0, z)
+
+
+def doubled(*operands: Tensor | None) -> list[Tensor | None]:
+    return [None if operand is None else operand.double() for operand in operands]
+
+
+@given(data=st.data())
+def test_any_shape(data: st.DataObject, dtype: torch.dtype, device: torch.device) -> None:
+    """Small integers, which no dtype rounds: results are compared for equality."""
+    leading, n, k = data.draw(strategies.LEADING), data.draw(strategies.COLUMNS), data.draw(st.integers(0, 40))
+    generator = strategies.seeded(data.draw(strategies.SEEDS), device)
+    draw = lambda *size: torch.randint(-2, 3, size, device=device, generator=generator)  # noqa: E731
+    x, weight = draw(*leading, k).to(dtype), draw(n, k).to(dtype)
+    bias = draw(n).to(data.draw(st.sampled_from([dtype, torch.float32]))) if data.draw(st.booleans()) else None
+    threshold = None
+    if data.draw(st.booleans()):
+        threshold = 2 * (draw(n) if data.draw(st.booleans()) else draw(1).squeeze()).to(torch.float32)
+    operands = [x, weight, bias, threshold]
+    operands = [None if t is None else strategies.laid_out(t, data.draw(strategies.LAYOUTS)) for t in operands]
+    x, weight, bias, threshold = operands
+    activation = "relu" if threshold is None else "jumprelu"
+    options = data.draw(st.sampled_from(FORMATS))
+    rows, nnz = gemm.linear_pack(x, weight, bias, activation=activation, threshold=threshold, **options)
+    wanted = activated(*doubled(*operands))
+    assert type(rows) is (ELL if "format" in options else TwELL) and rows.dtype is dtype
+    assert rows.shape == (*leading, n) and nnz.shape == leading and nnz.dtype is torch.int32
+    assert torch.equal(nnz.long(), (wanted != 0).sum(-1))
+    assert_exact(dense64(rows), wanted)
+    assert_exact(rows.to_dense(), wanted)
+    assert rows.validate() is rows
+
+
+@EACH
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("bound", [False, True])
+def test_products(
+    options: dict[str, Any],
+    transposed: bool,
+    bound: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+    scale: int,
+) -> None:
+    """Of numbers as activations are, with rows that overflow."""
+    m, k, n, d = 3 * scale, 17 * scale, 41 * scale, 20
+    draw = lambda *size: torch.randn(*size, device=device, generator=generator)  # noqa: E731
+    x, weight = draw(m, k).to(dtype), (draw(k, n).t() if transposed else draw(n, k)).to(dtype) / k**0.5
+    bias, threshold = draw(n) / 2 if bound else None, None
+    right = draw(n, d).to(dtype)
+    if bound:
+        # Where no pre-activation is near, for what lies at the threshold may be kept or not.
+        z, tried = torch.nn.functional.linear(*doubled(x, weight, bias)), torch.linspace(-0.5, 2, 64, device=device)
+        near = (z[..., None] - tried).abs().amin(0)
+        assert near.amax(1).min() > 0.02
+        threshold = tried[near.argmax(1)]
+    with torch.no_grad():
+        activation = "jumprelu" if bound else "relu"
+        rows, nnz = gemm.linear_pack(x, weight, bias, activation=activation, threshold=threshold, **options)
+        usual, wanted = activated(x, weight, bias, threshold), activated(*doubled(x, weight, bias, threshold))
+        assert_close(rows.to_dense(), reference64=wanted, plain=usual)
+        product = rowsparse.matmul(rows, right)
+        assert_close(product, reference64=wanted @ right.double(), plain=usual @ right, factor=3.0)
+    assert ((nnz - (wanted != 0).sum(1)).abs() <= (0 if bound else n // 50 + 1)).all()
+
+
+@EACH
+def test_special_values(options: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+    x, weight = torch.eye(4, 8, dtype=dtype, device=device), torch.zeros(40, 8, dtype=dtype, device=device)
+    weight[:, 0] = torch.arange(40) % 7 - 3
+    weight[5, 1] = float("nan")
+    weight[7, 2], weight[8, 2] = float("inf"), -float("inf")
+    threshold = torch.zeros(40, device=device)
+    threshold[3], threshold[4] = -2.0, float("nan")
+    for activation in ("relu", "jumprelu"):
+        limit = threshold if activation == "jumprelu" else None
+        rows, _ = gemm.linear_pack(x, weight, activation=activation, threshold=limit, **options)
+        assert_exact(rows.to_dense(), activated(*doubled(x, weight, None, limit)))
+
+
+@EACH
+@pytest.mark.parametrize("needed", ["all", "x", "weight", "bias"])
+def test_gradients(
+    options: dict[str, Any], needed: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    """Integers again: in rows that overflowed and in others."""
+    draw = lambda *size: torch.randint(-2, 3, size, device=device, generator=generator).to(dtype)  # noqa: E731
+    leaves = {"x": draw(2, 3, 12), "weight": draw(60, 12), "bias": draw(60)}
+    leaves["x"][0, 0] = 0
+    leaves["bias"] -= 4
+    right, grad = draw(60, 8), draw(2, 3, 8)
+    threshold = torch.randint(-1, 4, (60,), device=device, generator=generator).float()
+
+    def gradients(function: Callable[..., Tensor], wide: bool) -> dict[str, Tensor | None]:
+        given = {name: leaf.double() if wide else leaf.clone() for name, leaf in leaves.items()}
+        for name, leaf in given.items():
+            leaf.requires_grad_(needed in (name, "all"))
+        matrix = (right.double() if wide else right.clone()).requires_grad_()
+        function(*given.values(), matrix).backward(grad.to(matrix.dtype))
+        return {**{name: leaf.grad for name, leaf in given.items()}, "right": matrix.grad}
+
+    def ours(x: Tensor, weight: Tensor, bias: Tensor, right: Tensor) -> Tensor:
+        rows, _ = gemm.linear_pack(x, weight, bias, activation="jumprelu", threshold=threshold, **options)
+        return rowsparse.matmul(rows, right)
+
+    found = gradients(ours, False)
+    wanted = gradients(lambda x, weight, bias, right: activated(x, weight, bias, threshold) @ right, True)
+    for name, grad_ in wanted.items():
+        if grad_ is None:
+            assert found[name] is None
+        else:
+            assert_exact(found[name], grad_, name=name)
+
+
+@pytest.mark.native
+def test_gradcheck() -> None:
+    torch.manual_seed(0)
+    leaves = [torch.randn(size, dtype=torch.float64).requires_grad_() for size in ((3, 5), (20, 5), (20,), (20, 4))]
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor, right: Tensor, **options: Any) -> Tensor:
+        return rowsparse.matmul(gemm.linear_pack(x, weight, bias, **options)[0], right)
+
+    for options in (
+        {"tile": 8, "slots": 8},
+        {"tile": 8, "slots": 4},
+        {"format": "ell"},
+        {"format": "ell", "capacity": 9},
+    ):
+        torch.autograd.gradcheck(lambda *given, o=options: product(*given, **o), leaves)
+        torch.autograd.gradgradcheck(lambda *given, o=options: product(*given, **o), leaves)
+
+
+@pytest.mark.native
+def test_rows_come_in_blocks(device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type == "cpu":
+        monkeypatch.setattr("gossamer.gemm._torch.linear_pack._BLOCK", 1 << 10)
+    m, k, n = (150, 9, 60) if device.type == "cpu" else (2500, 9, 6000)
+    x, weight = (
+        random_rows(size, l0=4, device=device, generator=generator, integers=True) for size in ((m, k), (n, k))
+    )
+    rows, nnz = gemm.linear_pack(x, weight, tile=32, slots=4)
+    wanted = activated(x, weight)
+    assert torch.equal(rows.to_dense(), wanted) and torch.equal(nnz, (wanted != 0).sum(1, dtype=torch.int32))
+    alone, _ = gemm.linear_pack(x[-30:], weight, tile=32, slots=4)
+    assert torch.equal(alone.nnz_per_tile, rows.nnz_per_tile[-30:])
+
+
+def test_autocast(device: torch.device, generator: torch.Generator) -> None:
+    x, weight, bias = (torch.randn(size, device=device, generator=generator) for size in ((3, 8), (40, 8), (40,)))
+    with torch.autocast(device.type, torch.float16):
+        rows, _ = gemm.linear_pack(x, weight, bias)
+    assert rows.dtype is torch.float16 and rows.source.dtype is torch.float16
+    with torch.no_grad():
+        plain = activated(x.half(), weight.half(), bias)
+    assert_close(
+        rows.to_dense(), reference64=activated(*doubled(x.half(), weight.half(), bias)), plain=plain, factor=3.0
+    )
+
+
+def test_the_dense_matrix_is_not_kept(device: torch.device) -> None:
+    x, weight = torch.randn(3, 8, device=device), torch.randn(40, 8, device=device)
+    rows, _ = gemm.linear_pack(x, weight)
+    assert isinstance(rows.source, LinearSource) and rows.source.x is x and rows.source.weight is weight
+    assert gemm.linear_pack(x, weight, tile=8, slots=8)[0].source is None
+    assert gemm.linear_pack(x, weight, format="ell", tile=8, slots=8, capacity=40)[0].source is None
+    assert gemm.linear_pack(x, weight, format="ell", tile=8, slots=8, capacity=39)[0].source is not None
+
+
+@pytest.mark.native
+def test_compile(device: torch.device, compiled: Callable[..., Any]) -> None:
+    leaves = [torch.randn(size, device=device).requires_grad_() for size in ((2, 3, 8), (40, 8), (40,), (40, 5))]
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor, right: Tensor) -> tuple[Tensor, Any, Tensor]:
+        rows, nnz = gemm.linear_pack(x, weight, bias, format="ell", capacity=8)
+        return rowsparse.matmul(rows, right), gemm.linear_pack(x, weight, bias, tile=8)[0], nnz
+
+    out, rows, nnz = product(*leaves)
+    fast, fast_rows, fast_nnz = compiled(product)(*leaves)
+    torch.testing.assert_close(fast, out)
+    torch.testing.assert_close(fast_rows.to_dense(), rows.to_dense())
+    assert torch.equal(fast_nnz, nnz) and isinstance(fast_rows.source, LinearSource)
+    grads = (torch.autograd.grad(value.square().sum(), leaves) for value in (out, fast))
+    for ours, theirs in zip(*grads):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"x": [1.0]}, TypeError, "gemm.linear_pack: x must be a torch.Tensor, got list"),
+        ({"x": torch.tensor(1.0)}, ValueError, r"x must have shape \[..., K\], got a scalar"),
+        (
+            {"weight": torch.ones(40, 7)},
+            ValueError,
+            r"weight must have shape \[N, K\] with K = 8 like x, got \[40, 7\]",
+        ),
+        ({"weight": torch.ones(40, 8).half()}, TypeError, "x and weight must have one dtype, got float32 and float16"),
+        ({"weight": torch.ones(40, 8, device="meta")}, ValueError, "weight must be on cpu like x, got meta"),
+        ({"bias": torch.ones(39)}, ValueError, r"bias must have shape \[N\] = \[40\] like weight, got \[39\]"),
+        ({"threshold": torch.ones(40)}, ValueError, "activation=\"jumprelu\" takes a threshold .* got one for 'relu'"),
+        ({"activation": "jumprelu"}, ValueError, 'activation="jumprelu" takes a threshold .* got none'),
+        (
+            {"activation": "jumprelu", "threshold": torch.ones(3)},
+            ValueError,
+            r"threshold must have shape \[N\] or \[\]",
+        ),
+        ({"activation": "topk"}, ValueError, "activation must be one of relu, jumprelu, got 'topk'"),
+        ({"activation": ["relu"]}, ValueError, r"activation must be one of relu, jumprelu, got \['relu'\]"),
+        ({"format": "csr"}, ValueError, 'format must be "twell" or "ell", got \'csr\''),
+        ({"capacity": 4}, ValueError, 'capacity belongs to format="ell"'),
+        ({"format": "ell", "capacity": 0}, ValueError, "capacity must be at least 1, got 0"),
+        ({"tile": 0}, ValueError, "tile must be at least 1, got 0"),
+        ({"slots": 2.0}, TypeError, "slots must be an int, got float"),
+    ],
+)
+def test_errors(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    given = {"x": torch.ones(2, 8), "weight": torch.ones(40, 8), **change}
+    with pytest.raises(error, match=message):
+        gemm.linear_pack(given.pop("x"), given.pop("weight"), **given)

@@ -1,0 +1,66 @@
+"""Containers into each other."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gossamer.rowsparse import CSR, ELL, TwELL, convert, pack, unpack
+from gossamer.testing import assert_exact, dense64, random_rows
+from tests import strategies
+
+pytestmark = pytest.mark.native
+KINDS = {"ell": ELL, "csr": CSR, "twell": TwELL}
+
+
+@given(data=st.data())
+def test_every_pair(data: st.DataObject, dtype: torch.dtype, device: torch.device) -> None:
+    rows = data.draw(st.one_of(strategies.containers(dtype, device), strategies.tiled(dtype, device)))
+    dense = dense64(rows)
+    for format, kind in KINDS.items():
+        options = {"tile": data.draw(st.sampled_from([1, 7, 64, 300]))} if format == "twell" else {}
+        out = convert(rows, format, **options)
+        assert type(out) is kind and out.source is None and out.shape == rows.shape and out.dtype is dtype
+        assert not out.overflowed and out.validate() is out
+        assert_exact(dense64(out), dense)
+        assert_exact(unpack(out), dense)
+
+
+@pytest.mark.parametrize("format", KINDS)
+@pytest.mark.parametrize("options", [{"capacity": 60}, {"capacity": 3}, {"format": "csr"}, {"format": "twell"}])
+def test_gradients(format: str, options: dict[str, Any], device: torch.device, generator: torch.Generator) -> None:
+    x = random_rows((2, 3, 60), l0=[0, 1, 5, 17, 40, 60], device=device, generator=generator)
+    grad = random_rows(x.shape, l0=60, device=device, generator=generator)
+    leaf = x.clone().requires_grad_()
+    unpack(convert(pack(leaf, **options), format)).backward(grad)
+    assert_exact(leaf.grad, grad.double() * (x != 0))
+
+
+def test_columns_out_of_order() -> None:
+    """As a user may have made them; repeated ones stay apart."""
+    rows = pack(torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]]))
+    indices = torch.tensor([[4, 0, 3, 0, 2]], dtype=torch.int32)
+    values = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]])
+    out = convert(replace(rows, indices=indices, values=values), "twell", tile=2)
+    assert out.nnz_per_tile.tolist() == [[2, 2, 1]]
+    assert out.to_dense().tolist() == [[6, 0, 5, 3, 1]]
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"rows": torch.ones(2)}, TypeError, "rowsparse.convert: rows must be an ELL, CSR or TwELL of rowsparse"),
+        ({"format": "coo"}, ValueError, 'format must be "ell", "csr" or "twell", got \'coo\''),
+        ({"capacity": 1}, ValueError, "capacity must be at least 2, the entries of the fullest, got 1"),
+        ({"capacity": 0}, ValueError, "capacity must be at least 1, got 0"),
+        ({"format": "twell", "slots": 1}, ValueError, "slots must be at least 2, the entries of the fullest, got 1"),
+        ({"format": "twell", "slots": 1.5}, TypeError, "slots must be an int, got float"),
+        ({"format": "twell", "tile": 0}, ValueError, "tile must be at least 1, got 0"),
+    ],
+)
+def test_errors(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        convert(**{"rows": pack(torch.tensor([[0.0, 2.0], [3.0, 4.0]])), "format": "ell", **change})
