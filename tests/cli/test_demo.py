@@ -103,6 +103,18 @@ def test_dense_and_sparse_agree(results: dict) -> None:
         assert operation["speed_up"] == pytest.approx(ratio)
 
 
+def test_the_fused_feed_forward_keeps_the_model(results: dict) -> None:
+    """Logits, perplexity and what it generates, against the same weights layer by layer."""
+    model = results["model"]
+    plain, case = model["layer_by_layer"], model["feed_forward"]
+    assert plain["bits_per_byte"] == pytest.approx(model["validation_bits_per_byte"], rel=1e-5)
+    assert plain["largest_logit_difference"] < 1e-4
+    assert plain["generated_alike"] == plain["generated"] == 8 * 32
+    assert case["tokens"] == 16 * 32 and case["largest_difference"] < 1e-4
+    assert 0 < case["fused"]["median_seconds"] == pytest.approx(case["plain"]["median_seconds"] / case["speed_up"])
+    assert "256 of the 256 bytes that each goes on with are the same" in results["html"]
+
+
 def test_results_say_how_they_were_made(results: dict, folder: Path) -> None:
     assert results["seed"] == 0
     assert results["settings"]["d_sae"] == 256
@@ -311,31 +323,33 @@ def test_model_reads_and_replaces_the_middle_of_the_stream() -> None:
     torch.manual_seed(0)
     model = ByteModel(SMALL)
     tokens = torch.randint(256, (2, 32))
-    logits, gates = model(tokens)
+    gates: list[torch.Tensor] = []
+    logits = model(tokens, gates=gates)
+    torch.testing.assert_close(model(tokens), logits)
     assert logits.shape == (2, 32, 256)
     assert [g.shape for g in gates] == [(2, 32, 64)] * 2
     middle = model.residual(tokens)
-    torch.testing.assert_close(model(tokens, lambda x: middle)[0], logits)
-    assert not torch.allclose(model(tokens, torch.zeros_like)[0], logits)
+    torch.testing.assert_close(model(tokens, lambda x: middle), logits)
+    assert not torch.allclose(model(tokens, torch.zeros_like), logits)
     changed = tokens.clone()
     changed[:, 20:] = 0
-    torch.testing.assert_close(model(changed)[0][:, :20], logits[:, :20])
+    torch.testing.assert_close(model(changed)[:, :20], logits[:, :20])
 
 
 def test_loss_recovered_has_its_end_points() -> None:
     torch.manual_seed(0)
     model, tokens = ByteModel(SMALL), torch.randint(256, (4, 33))
-    clean, active = measure.evaluate(model, tokens)
-    same, _ = measure.evaluate(model, tokens, lambda x: x)
-    assert same == pytest.approx(clean)
+    clean = measure.evaluate(model, tokens)
+    assert measure.evaluate(model, tokens, lambda x: x) == pytest.approx(clean)
+    active = measure.layer_by_layer(model, tokens)["active_fraction_per_block"]
     assert len(active) == 2 and all(0 < share < 1 for share in active)
-    assert measure.evaluate(model, tokens, torch.zeros_like)[0] == pytest.approx(8.0)
+    assert measure.evaluate(model, tokens, torch.zeros_like) == pytest.approx(8.0)
 
 
 def test_loss_recovered_is_not_defined_where_zeroing_costs_nothing(results: dict) -> None:
     torch.manual_seed(0)
     model, tokens = ByteModel(SMALL), torch.randint(256, (4, 33))
-    clean, _ = measure.evaluate(model, tokens)
+    clean = measure.evaluate(model, tokens)
     loss = measure.splice_losses(model, JumpReLUSAE(32, 64), tokens, clean)
     assert loss["zero"] < loss["clean"] and math.isnan(loss["loss_recovered"])
     for said in (loss, run._plain(loss)):

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from gossamer import sae as sae_ops
-from gossamer.cli._demo.model import ByteModel
+from gossamer.cli._demo.model import Block, ByteModel
+from gossamer.cli._demo.model import layer_by_layer as plain_mlp
 from gossamer.cli._demo.train import Clock, Show, bits_per_byte, variance_explained
 from gossamer.cli.bench.timing import Timing, burst, calls_for, synchronize
 from gossamer.nn import JumpReLUSAE
@@ -20,6 +21,7 @@ SMALLEST_LARGE_D_SAE = 4096
 BURST_SECONDS = 0.02
 MAX_ROUNDS = 50
 MEMORY_SHARE = 0.5
+GENERATED, GENERATED_BYTES = 8, 32
 
 Splice = Callable[[Tensor], Tensor]
 
@@ -32,15 +34,55 @@ def contexts(text: Tensor, n_contexts: int, length: int) -> Tensor:
 
 
 @torch.inference_mode()
-def evaluate(model: ByteModel, tokens: Tensor, splice: Splice | None = None) -> tuple[float, list[float]]:
-    """Bits per byte on tokens `[B, T + 1]` and each block's fraction of active feed-forward neurons."""
-    losses, active = [], []
+def evaluate(model: ByteModel, tokens: Tensor, splice: Splice | None = None) -> float:
+    """Bits per byte on tokens `[B, T + 1]`."""
+    losses = [bits_per_byte(model(c[:, :-1], splice), c[:, 1:]) * len(c) for c in tokens.split(32)]
+    return (torch.stack(losses).sum() / len(tokens)).item()
+
+
+@torch.inference_mode()
+def layer_by_layer(model: ByteModel, tokens: Tensor) -> dict[str, Any]:
+    """The model with its feed-forward computed layer by layer on tokens `[B, T + 1]`, beside the fused one.
+
+    Bits per byte, each block's fraction of active neurons, the largest difference of a logit, and how many of the
+    likeliest bytes that both go on with are the same.
+    """
+    losses, active, difference = [], [], 0.0
     for chunk in tokens.split(32):
-        logits, gates = model(chunk[:, :-1], splice)
+        gates: list[Tensor] = []
+        logits = model(chunk[:, :-1], gates=gates)
         losses.append(bits_per_byte(logits, chunk[:, 1:]) * len(chunk))
         active.append(torch.stack([(gate > 0).float().mean() for gate in gates]) * len(chunk))
-    n = len(tokens)
-    return (torch.stack(losses).sum() / n).item(), (torch.stack(active).sum(0) / n).tolist()
+        difference = max(difference, _difference(model(chunk[:, :-1]), logits))
+    n, begun = len(tokens), tokens[:GENERATED, : tokens.shape[1] // 2]
+    ours = model.generate(begun, GENERATED_BYTES)[:, begun.shape[1] :]
+    theirs = model.generate(begun, GENERATED_BYTES, gates=[])[:, begun.shape[1] :]
+    return {
+        "bits_per_byte": (torch.stack(losses).sum() / n).item(),
+        "active_fraction_per_block": (torch.stack(active).sum(0) / n).tolist(),
+        "largest_logit_difference": difference,
+        "generated": ours.numel(),
+        "generated_alike": int((ours == theirs).sum()),
+    }
+
+
+@torch.inference_mode()
+def compare_mlp(model: ByteModel, tokens: Tensor, *, seconds: float) -> dict[str, Any]:
+    """The feed-forward of the middle block, fused against layer by layer, on what it meets in tokens `[B, T]`."""
+    block = model.blocks[model.middle - 1]
+    assert isinstance(block, Block)
+    mlp, x = block.mlp, block.ffn_norm(model.residual(tokens)).flatten(0, 1)
+    calls = (lambda: plain_mlp(mlp, x), lambda: mlp(x))
+    difference = _difference(calls[0](), calls[1]())
+    plain, fused = _interleaved(calls, x.device, seconds)
+    return {
+        "tokens": len(x),
+        "dtype": str(x.dtype).removeprefix("torch."),
+        "plain": _row(plain, calls[0], x.device),
+        "fused": _row(fused, calls[1], x.device),
+        "speed_up": plain.median / fused.median,
+        "largest_difference": difference,
+    }
 
 
 def dense_encode(sae: JumpReLUSAE, x: Tensor) -> Tensor:
@@ -85,9 +127,9 @@ def splice_losses(model: ByteModel, sae: JumpReLUSAE, tokens: Tensor, clean: flo
     loss_recovered is the share of what zeroing costs that the reconstruction saves: (zero - spliced) / (zero - clean),
     or NaN where zeroing costs nothing.
     """
-    spliced, _ = evaluate(model, tokens, sae)
-    dense, _ = evaluate(model, tokens, lambda x: dense_forward(sae, x))
-    zero, _ = evaluate(model, tokens, torch.zeros_like)
+    spliced = evaluate(model, tokens, sae)
+    dense = evaluate(model, tokens, lambda x: dense_forward(sae, x))
+    zero = evaluate(model, tokens, torch.zeros_like)
     recovered = (zero - spliced) / (zero - clean) if zero > clean else float("nan")
     return {"clean": clean, "spliced": spliced, "spliced_dense": dense, "zero": zero, "loss_recovered": recovered}
 

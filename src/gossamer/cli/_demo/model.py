@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gossamer.nn import GatedMLP
+
 N_BYTES = 256
 ROTARY_BASE = 10_000.0
 
@@ -35,18 +37,26 @@ class Block(nn.Module):
         self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
         self.attention_out = nn.Linear(d_model, d_model, bias=False)
         self.ffn_norm = nn.RMSNorm(d_model)
-        self.gate = nn.Linear(d_model, d_ff, bias=False)
-        self.up = nn.Linear(d_model, d_ff, bias=False)
-        self.down = nn.Linear(d_ff, d_model, bias=False)
+        self.mlp = GatedMLP(d_model, d_ff, activation="relu")
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x ``[B, T, d_model]`` -> the new stream ``[B, T, d_model]`` and the gate's activations ``[B, T, d_ff]``."""
+    def forward(self, x: Tensor, gates: list[Tensor] | None = None) -> Tensor:
+        """x ``[B, T, d_model]`` -> the new stream ``[B, T, d_model]``.
+
+        gates: takes the gate's activations ``[B, T, d_ff]``, for which the feed-forward is computed layer by layer.
+        """
         q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
         x = x + self.attention_out(attended.transpose(1, 2).flatten(2))
         h = self.ffn_norm(x)
-        gate = F.relu(self.gate(h))
-        return x + self.down(gate * self.up(h)), gate
+        return x + (self.mlp(h) if gates is None else layer_by_layer(self.mlp, h, gates))
+
+
+def layer_by_layer(mlp: GatedMLP, x: Tensor, gates: list[Tensor] | None = None) -> Tensor:
+    """The feed-forward as plain PyTorch; ``gates`` takes the gate's activations."""
+    gate = F.relu(mlp.gate_proj(x))
+    if gates is not None:
+        gates.append(gate)
+    return mlp.down_proj(gate * mlp.up_proj(x))
 
 
 class ByteModel(nn.Module):
@@ -65,31 +75,41 @@ class ByteModel(nn.Module):
     def _initialise(self) -> None:
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                writes_stream = name.endswith(("attention_out.weight", "down.weight"))
+                writes_stream = name.endswith(("attention_out.weight", "down_proj.weight"))
                 std = 0.5 if name.startswith("embedding") else parameter.shape[1] ** -0.5
                 nn.init.normal_(parameter, std=std / (2 * self.config.n_layers) ** 0.5 if writes_stream else std)
 
     def forward(
-        self, input_ids: Tensor, splice: Callable[[Tensor], Tensor] | None = None
-    ) -> tuple[Tensor, list[Tensor]]:
-        """input_ids ``[B, T]`` -> logits ``[B, T, 256]`` and each block's gate activations ``[B, T, d_ff]``.
+        self,
+        input_ids: Tensor,
+        splice: Callable[[Tensor], Tensor] | None = None,
+        gates: list[Tensor] | None = None,
+    ) -> Tensor:
+        """input_ids ``[B, T]`` -> logits ``[B, T, 256]``.
 
         splice: replaces the residual stream ``[B, T, d_model]`` after the middle block.
+        gates: takes each block's gate activations ``[B, T, d_ff]``; their feed-forward is computed layer by layer.
         """
         x = self.embedding(input_ids.long())
-        gates = []
         for layer, block in enumerate(self.blocks, start=1):
-            x, gate = block(x)
-            gates.append(gate)
+            x = block(x, gates)
             if splice is not None and layer == self.middle:
                 x = splice(x)
-        return self.head(self.norm(x)), gates
+        return self.head(self.norm(x))
+
+    @torch.no_grad()
+    def generate(self, tokens: Tensor, length: int, gates: list[Tensor] | None = None) -> Tensor:
+        """tokens ``[B, T]`` with the ``length`` likeliest bytes after them, one by one; ``gates`` as in ``forward``."""
+        for _ in range(length):
+            logits = self(tokens[:, -self.config.context :], gates=gates)
+            tokens = torch.cat((tokens, logits[:, -1:].argmax(-1)), 1)
+        return tokens
 
     def residual(self, tokens: Tensor) -> Tensor:
         """tokens ``[B, T]`` -> the residual stream ``[B, T, d_model]`` after the middle block."""
         x = self.embedding(tokens.long())
         for block in self.blocks[: self.middle]:
-            x, _ = block(x)
+            x = block(x)
         return x
 
 

@@ -155,8 +155,13 @@ def _experiment(
                 generator=generator,
                 show=show,
             )
-            bits, active = measure.evaluate(model, tokens)
+            bits = measure.evaluate(model, tokens)
         model.requires_grad_(False)
+        with stages("fused feed-forward") as show:
+            plain = measure.layer_by_layer(model, tokens)
+            active = plain["active_fraction_per_block"]
+            mlp = measure.compare_mlp(model, tokens[:, :-1], seconds=min(2.0, settings.seconds_compare / 3))
+            show(1.0, f"{plain['generated_alike']} of {plain['generated']} bytes generated alike")
         with stages("sparse autoencoder") as show:
             sample = activations(model, train, n_contexts=64, scale=1.0, generator=generator)
             scale = 1 / sample.norm(dim=-1).mean().item()
@@ -208,6 +213,8 @@ def _experiment(
             "active_fraction": sum(active) / len(active),
             "active_fraction_per_block": active,
             "history": model_history,
+            "layer_by_layer": plain,
+            "feed_forward": mlp,
         },
         "sae": {
             **quality,
@@ -264,7 +271,7 @@ def fastest_threads(model: ByteModel, tokens: torch.Tensor) -> Iterator[None]:
         times = []
         for _ in range(4):
             clock = Clock(0)
-            model(tokens)[0].logsumexp(-1).mean().backward()
+            model(tokens).logsumexp(-1).mean().backward()
             times.append(clock.elapsed)
         seconds[before >> halvings] = sorted(times)[1]
     model.zero_grad(set_to_none=True)

@@ -77,7 +77,8 @@ def train_model(
         warm = min(1.0, (step + 1) / MODEL_WARM_UP_STEPS)
         _set_learning_rates(optimizer, MODEL_LEARNING_RATE * warm * (1 - 0.95 * done))
         tokens = sample(text, batch_size, model.config.context + 1, generator)
-        logits, gates = model(tokens[:, :-1])
+        gates: list[Tensor] = []
+        logits = model(tokens[:, :-1], gates=gates)
         loss = bits_per_byte(logits, tokens[:, 1:])
         penalty = torch.stack([gate.mean() for gate in gates]).mean()
         total = loss * math.log(2) + L1_COEFFICIENT * min(1.0, done / L1_WARM_UP) * penalty
