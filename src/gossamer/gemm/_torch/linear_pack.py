@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from gossamer.rowsparse._torch.linear_source import linear
-from gossamer.rowsparse._torch.twell import pack_twell, twell_to_ell
+from gossamer.rowsparse._torch.pack import ell_from_entries, row_offsets_of
+from gossamer.rowsparse._torch.twell import pack_twell, positions_above
 
 _BLOCK = 1 << 24
 """Pre-activations in memory at one time: few beside the weights, and enough rows for a fast product."""
@@ -20,14 +21,26 @@ def linear_pack(
     capacity: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Operator `linear_pack` -> (values, indices, nnz_per_tile, nnz), or with a capacity (values, indices,
-    nnz_per_row, nnz)."""
+    nnz_per_row, nnz), which needs no tiles here."""
     step = max(64, _BLOCK // max(weight.shape[0], 1))
     blocks = []
-    for rows in x.split(step) if x.shape[0] else (x,):
-        packed = pack_twell(linear(rows, weight, bias), threshold, True, tile, slots)
-        nnz = packed[2].sum(1, dtype=torch.int32)
-        blocks.append((*(packed if capacity is None else twell_to_ell(*packed, tile, capacity)), nnz))
+    for rows in x.split(step) if x.shape[0] > step else (x,):
+        z = linear(rows, weight, bias)
+        if capacity is None:
+            packed = pack_twell(z, threshold, True, tile, slots)
+            nnz = packed[2].sum(1, dtype=torch.int32)
+        else:
+            packed = _pack_ell(z, threshold, capacity)
+            nnz = packed[2].clone()
+        blocks.append((*packed, nnz))
     if len(blocks) == 1:
         return blocks[0]
     values, indices, counts, nnz = (torch.cat(parts) for parts in zip(*blocks))
     return values, indices, counts, nnz
+
+
+def _pack_ell(z: Tensor, threshold: Tensor | None, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    m, n = z.shape
+    positions = positions_above(z, threshold)
+    offsets = row_offsets_of(positions, m, n)
+    return ell_from_entries(offsets, positions % max(n, 1), z.view(-1)[positions], capacity)

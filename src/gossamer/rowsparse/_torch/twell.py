@@ -4,8 +4,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.rowsparse._torch.pack import ell_from_entries, nonzero_positions
+from gossamer.rowsparse._torch.pack import bits_of, ell_from_entries, nonzero_positions
 from gossamer.rowsparse.formats import tile_index_dtype
+
+
+def positions_above(x: Tensor, threshold: Tensor | None) -> Tensor:
+    """Flat positions, ascending, of what is not up to max(threshold, 0) in a contiguous x; NaN is not."""
+    return nonzero_positions(~(x <= (0 if threshold is None else threshold.clamp(min=0))))
 
 
 def pack_twell(
@@ -15,23 +20,32 @@ def pack_twell(
     up to max(threshold, 0)."""
     m, n = x.shape
     tiles = -(-n // tile)
-    values = x.new_zeros(m * tiles, slots)
-    indices = torch.zeros(m * tiles, slots, dtype=tile_index_dtype(tile))
-    counts = torch.zeros(m * tiles, dtype=torch.int64)
-    if x.numel():
-        x = x.contiguous()
-        bound = 0 if threshold is None else threshold.clamp(min=0)
-        positions = nonzero_positions(~(x <= bound) if above else x)
-        rows = torch.div(positions, n, rounding_mode="floor")
-        columns = positions - rows * n
-        cell = rows * tiles + torch.div(columns, tile, rounding_mode="floor")
-        counts = torch.bincount(cell, minlength=m * tiles)
-        rank = torch.arange(cell.shape[0]) - (counts.cumsum(0) - counts)[cell]
+    if x.numel() == 0:
+        empty = x.new_zeros(m, tiles, slots)
+        return empty, torch.zeros_like(empty, dtype=tile_index_dtype(tile)), torch.zeros(m, tiles, dtype=torch.int16)
+    x = x.contiguous()
+    found = positions_above(x, threshold) if above else nonzero_positions(x)
+    positions = found.numpy()
+    rows = positions // n
+    columns = positions - rows * n
+    cell = rows * tiles + columns // tile
+    counts = np.bincount(cell, minlength=m * tiles)
+    # Entries of a cell follow each other.
+    rank = np.arange(len(cell)) - np.repeat(np.cumsum(counts) - counts, counts)
+    entries = bits_of(x.view(-1)[found])
+    if len(rank) and rank.max() >= slots:
         fits = rank < slots
-        cell, rank = cell[fits], rank[fits]
-        values[cell, rank] = x.view(-1)[positions[fits]]
-        indices[cell, rank] = (columns[fits] % tile).to(indices.dtype)
-    return values.view(m, tiles, slots), indices.view(m, tiles, slots), counts.view(m, tiles).to(torch.int16)
+        cell, rank, columns, entries = cell[fits], rank[fits], columns[fits], entries[fits]
+    values = np.zeros(m * tiles * slots, entries.dtype)
+    indices = np.zeros(m * tiles * slots, np.uint8 if tile <= 256 else np.int16)
+    at = cell * slots + rank
+    values[at], indices[at] = entries, columns % tile
+    shape = (m, tiles, slots)
+    return (
+        torch.from_numpy(values).view(x.dtype).view(shape),
+        torch.from_numpy(indices).view(shape),
+        torch.from_numpy(counts.astype(np.int16)).view(m, tiles),
+    )
 
 
 def twell_to_ell(
@@ -40,13 +54,16 @@ def twell_to_ell(
     """Operator `twell_to_ell` -> (values, indices, nnz_per_row); a row that overflowed, here or there, has a count
     above `capacity` and no entries."""
     m, tiles, slots = values.shape
-    total = counts.sum(1)
-    over = (counts > slots).any(1) | (total > capacity)
-    held = (torch.arange(slots) < counts[..., None]) & ~over[:, None, None]
-    flat = torch.from_numpy(np.flatnonzero(held.numpy()))
-    cell = torch.div(flat, max(slots, 1), rounding_mode="floor")
-    columns = indices.reshape(-1)[flat].long() + cell % max(tiles, 1) * tile
-    row_offsets = torch.zeros(m + 1, dtype=torch.int64)
-    torch.cumsum(torch.where(over, 0, total), 0, out=row_offsets[1:])
-    out, columns, nnz = ell_from_entries(row_offsets, columns, values.reshape(-1)[flat], capacity)
-    return out, columns, torch.where(over, total.clamp(min=capacity + 1), nnz).int()
+    held = counts.numpy().astype(np.int64)
+    total = held.sum(1)
+    over = (held > slots).any(1) | (total > capacity)
+    held[over] = 0
+    flat = held.reshape(-1)
+    cell = np.repeat(np.arange(m * tiles), flat)
+    at = cell * slots + np.arange(len(cell)) - np.repeat(np.cumsum(flat) - flat, flat)
+    columns = indices.contiguous().view(-1).numpy()[at] + cell % max(tiles, 1) * tile
+    entries = torch.from_numpy(bits_of(values.contiguous().view(-1))[at]).view(values.dtype)
+    offsets = np.concatenate(([0], np.cumsum(held.sum(1))))
+    out, columns, nnz = ell_from_entries(torch.from_numpy(offsets), torch.from_numpy(columns), entries, capacity)
+    nnz.numpy()[over] = np.maximum(total[over], capacity + 1)
+    return out, columns, nnz

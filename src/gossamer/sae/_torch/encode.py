@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from gossamer.rowsparse._torch.pack import ell_from_entries, nonzero_positions
+from gossamer.rowsparse._torch.pack import ell_from_entries, nonzero_positions, row_offsets_of
 from gossamer.rowsparse.formats import threshold_dtype
 
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -51,17 +51,22 @@ def encode(
         values = pre.view(-1)[positions]
         if bandwidth:
             values = torch.where(values <= limit.expand(n)[positions % n], 0, values)
-    rows = torch.div(positions, n, rounding_mode="floor")
-    row_offsets = torch.zeros(m + 1, dtype=torch.int64)
-    torch.cumsum(torch.bincount(rows, minlength=m), 0, out=row_offsets[1:])
-    l0 += torch.bincount(rows[values != 0], minlength=m)
+    row_offsets = row_offsets_of(positions, m, n)
+    counts = row_offsets.diff()
+    if bandwidth:
+        # What lies in the window has no value.
+        rows = torch.repeat_interleave(torch.arange(m), counts)
+        l0 += torch.bincount(rows[values != 0], minlength=m)
+    else:
+        l0 += counts
     if keep_source:
-        flagged = row_offsets.diff() > capacity
-        held = flagged[rows]
-        source[flagged] = 0
-        # -0.0 stands for an entry of value 0, +0.0 for none.
-        source.view(-1)[positions[held]] = torch.where(values[held] == 0, -0.0, values[held])
-    return *ell_from_entries(row_offsets, positions - rows * n, values, capacity), source, l0
+        flagged = counts > capacity
+        if bool(flagged.any()):
+            held = flagged.repeat_interleave(counts)
+            source[flagged] = 0
+            # -0.0 stands for an entry of value 0, +0.0 for none.
+            source.view(-1)[positions[held]] = torch.where(values[held] == 0, -0.0, values[held])
+    return *ell_from_entries(row_offsets, positions % n, values, capacity), source, l0
 
 
 def _largest(pre: Tensor, k: int, groups: int) -> Tensor:
