@@ -1,0 +1,146 @@
+"""How exact `gemm.linear_glu` is beside eager PyTorch, against float64.
+
+Usage: python benchmarks/gemm/accuracy_linear_glu.py [--quick] [--device cpu] [--rows 256] [--draws 20] [--out DIR].
+Hidden sizes K are 1,024 to 16,384 with an intermediate size N = 4 K, which says over how many elements the error is
+taken and enters none of them. The weights of gate and up are those of a fresh nn.Linear and x is standard normal, all
+bfloat16; each size is drawn anew 20 times. Eager PyTorch is silu(F.linear(x, gate)) * F.linear(x, up) with PyTorch's
+own settings. The float64 result is computed from the same bfloat16 numbers.
+
+A relative difference is the Frobenius norm of a difference over that of the float64 result. The exit code is 1 where
+gossamer's is more than 1% above eager PyTorch's in any draw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gossamer import gemm
+from gossamer.cli.bench import report
+from gossamer.cli.bench.command import _command, _slug
+from gossamer.cli.environment import commit, describe, resolve_device, versions
+from gossamer.cli.folder import make_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES, TOYS = (1024, 2048, 4096, 8192, 16384), (64, 128, 256)
+FACTOR = 4
+# Two results that are rounded in the same places differ by far less in the norm of so many elements.
+ALLOWED = 1.01
+DIFFERENCES = ("gossamer - float64", "eager - float64", "gossamer - eager")
+
+
+def eager(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(F.linear(x, gate)) * F.linear(x, up)
+
+
+def differences(M: int, K: int, N: int, device: torch.device) -> Tensor:
+    """The relative `DIFFERENCES` [3] of one random initialisation, float64."""
+    gate, up = (nn.Linear(K, N, bias=False, device=device, dtype=torch.bfloat16).weight for _ in range(2))
+    x = torch.randn(M, K, device=device).bfloat16()
+    ours, theirs = gemm.linear_glu(x, gate, up), eager(x, gate, up)
+    squares = torch.zeros(4, dtype=torch.float64, device=device)
+    # Both weights of the largest size take 16 GiB in float64: blocks of columns keep them at 1 GiB.
+    block = max(1, (1 << 26) // K)
+    for first in range(0, N, block):
+        columns = slice(first, first + block)
+        want = eager(x.double(), gate[columns].double(), up[columns].double())
+        a, b = ours[:, columns].double(), theirs[:, columns].double()
+        squares += torch.stack([part.square().sum() for part in (a - want, b - want, a - b, want)])
+    return (squares[:3] / squares[3]).sqrt().cpu()
+
+
+def summary(values: Tensor) -> dict[str, float | None]:
+    """Mean and maximum over the draws; None, which JSON has, where a draw gave NaN."""
+    return {
+        name: number if math.isfinite(number := float(value)) else None
+        for name, value in (("mean", values.mean()), ("max", values.max()))
+    }
+
+
+def cell(found: dict[str, float | None], form: str) -> str:
+    return " / ".join("not finite" if value is None else format(value, form) for value in found.values())
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, torch.device]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="auto", help="auto (the GPU if there is one), cpu, cuda, cuda:1, ...")
+    parser.add_argument("--quick", action="store_true", help="toy sizes and 3 draws, as always on the CPU: does it run")
+    parser.add_argument("--rows", type=int, default=256, metavar="M", help="rows of x, 256 by default")
+    parser.add_argument("--draws", type=int, metavar="COUNT", help="random initialisations of a size, 20 by default")
+    parser.add_argument("--seed", type=int, default=0, help="seed of a size's first draw, 0 by default")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", default=ROOT / "benchmarks/results", help="where the JSON file goes"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        device = resolve_device(options.device, parser.prog)
+        make_folder(options.out, parser.prog)
+    except ValueError as error:
+        parser.error(str(error))
+    options.quick |= device.type == "cpu"
+    options.draws = (3 if options.quick else 20) if options.draws is None else options.draws
+    for name in ("rows", "draws"):
+        if (value := getattr(options, name)) < 1:
+            parser.error(f"--{name} must be at least 1, got {value}")
+    return options, device
+
+
+def main(arguments: Sequence[str]) -> None:
+    options, device = parse(arguments)
+    hardware, console = describe(device), report.make_console()
+    content: dict[str, Any] = {
+        "command": _command([*arguments]).replace("gossamer", "python benchmarks/gemm/accuracy_linear_glu.py", 1),
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(ROOT),
+        "versions": versions(),
+        "device": hardware,
+        "settings": {
+            "rows": options.rows,
+            "draws": options.draws,
+            "seed": options.seed,
+            "quick": options.quick,
+            "allowed_ratio": ALLOWED,
+            # cuBLAS may then add partial sums in bfloat16, which is eager PyTorch's error to bear.
+            "allow_bf16_reduced_precision_reduction": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        },
+        "sizes": [],
+    }
+    path = options.out / f"gemm-accuracy-{_slug(hardware['name'])}{'-quick' if options.quick else ''}.json"
+    title = f"linear_glu, bfloat16, {options.rows} rows, {hardware['name']}: mean / maximum of {options.draws} draws"
+    table = Table(title=title, title_justify="left")
+    for column in ("K", "N", *DIFFERENCES, "gossamer's error over eager's"):
+        table.add_column(column, justify="right", no_wrap=True)
+    worse = []
+    for K in TOYS if options.quick else SIZES:
+        N = FACTOR * K
+        torch.manual_seed(options.seed)
+        with torch.inference_mode():
+            bar = track(range(options.draws), f"K = {K}, N = {N}", console=console)
+            found = torch.stack([differences(options.rows, K, N, device) for _ in bar])
+        ratio = found[:, 0] / found[:, 1]
+        relative = {name: summary(found[:, i]) for i, name in enumerate(DIFFERENCES)}
+        ratios = summary(ratio)
+        content["sizes"].append({"M": options.rows, "K": K, "N": N, "relative": relative, "ratio": ratios})
+        report.write_json(path, content)
+        table.add_row(str(K), str(N), *(cell(r, ".3e") for r in relative.values()), cell(ratios, ".4f"))
+        if not (ratio <= ALLOWED).all():
+            worse.append(f"{ratio.max():.4g} times at K = {K}")
+    console.print(f"wrote {path}", markup=False)
+    console.print(table)
+    if worse:
+        sys.exit(f"gemm.linear_glu: its error exceeds eager PyTorch's, {', '.join(worse)}; {ALLOWED} times is allowed.")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
