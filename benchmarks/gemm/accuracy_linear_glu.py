@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from gossamer import gemm
 from gossamer.cli.bench import report
-from gossamer.cli.bench.command import _command, _slug
+from gossamer.cli.bench.command import command_line, slug
 from gossamer.cli.environment import commit, describe, resolve_device, versions
 from gossamer.cli.folder import make_folder
 
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> None:
     options, device = parse(arguments)
     hardware, console = describe(device), report.make_console()
     content: dict[str, Any] = {
-        "command": _command([*arguments]).replace("gossamer", "python benchmarks/gemm/accuracy_linear_glu.py", 1),
+        "command": command_line("python benchmarks/gemm/accuracy_linear_glu.py", [*arguments]),
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(ROOT),
         "versions": versions(),
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str]) -> None:
         },
         "sizes": [],
     }
-    path = options.out / f"gemm-accuracy-{_slug(hardware['name'])}{'-quick' if options.quick else ''}.json"
+    path = options.out / f"gemm-accuracy-{slug(hardware['name'])}{'-quick' if options.quick else ''}.json"
     title = f"linear_glu, bfloat16, {options.rows} rows, {hardware['name']}: mean / maximum of {options.draws} draws"
     table = Table(title=title, title_justify="left")
     for column in ("K", "N", *DIFFERENCES, "gossamer's error over eager's"):

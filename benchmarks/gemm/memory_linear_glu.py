@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gemm.bench_linear_glu import _linear_glu
 from gossamer.cli.bench import report
-from gossamer.cli.bench.command import _command, _slug
+from gossamer.cli.bench.command import command_line, slug
 from gossamer.cli.bench.runner import CaseResult, Settings, run_case
 from gossamer.cli.environment import commit, describe, resolve_device, versions
 from gossamer.cli.folder import make_folder
@@ -172,10 +172,10 @@ def main(arguments: Sequence[str]) -> None:
         torch.cuda.set_device(device.index or 0)  # Liger launches on the current device
     source = "measured" if measured else "from shapes, not measured, without workspace"
     hardware, console = describe(device), report.make_console()
-    stem = f"gemm-memory-{_slug(hardware['name'])}{'-quick' if options.quick else ''}"
+    stem = f"gemm-memory-{slug(hardware['name'])}{'-quick' if options.quick else ''}"
     path = options.out / f"{stem}.json"
     content: dict[str, Any] = {
-        "command": _command([*arguments]).replace("gossamer", "python benchmarks/gemm/memory_linear_glu.py", 1),
+        "command": command_line("python benchmarks/gemm/memory_linear_glu.py", [*arguments]),
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(ROOT),
         "versions": versions(),
@@ -207,7 +207,7 @@ def main(arguments: Sequence[str]) -> None:
     report.write_json(path, content)
     console.print(f"wrote {path}", markup=False)
     for model in pictured:
-        picture = options.out / f"{stem}-{_slug(model.name)}.png"
+        picture = options.out / f"{stem}-{slug(model.name)}.png"
         lines = {tokens: peaks[model.call(tokens)] for tokens in lengths}
         plot(model, lines, source, hardware["name"], picture)
         console.print(f"wrote {picture}", markup=False)

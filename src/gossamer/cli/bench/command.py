@@ -76,8 +76,8 @@ def bench(
     hardware = describe(where)
     usual, length = (10, 0.003) if where.type == "cuda" else (5, 0.02)
     settings = Settings(rounds or (3 if quick else usual), length, started + budget)
-    chosen = "saelens" if saelens and not case else _slug(case or "")
-    parts = [room or "all", chosen, _slug(hardware["name"]), "quick" if quick else ""]
+    chosen = "saelens" if saelens and not case else slug(case or "")
+    parts = [room or "all", chosen, slug(hardware["name"]), "quick" if quick else ""]
     stem = "-".join(part for part in parts if part)
     path = target / f"{stem}.json"
     results: list[CaseResult] = []
@@ -94,7 +94,7 @@ def bench(
             task = bar.add_task("ceilings", total=len(cases))
             ceilings = measure_ceilings(where, quick)
             content: dict[str, Any] = {
-                "command": _command(sys.argv[1:]),
+                "command": command_line("gossamer", sys.argv[1:]),
                 "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 "commit": commit(folder.parent),
                 "versions": versions(),
@@ -160,14 +160,14 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _command(arguments: list[str]) -> str:
+def command_line(program: str, arguments: list[str]) -> str:
     """What to type for the same measurement: where its results went is nobody else's business."""
     pairs = zip(["", *arguments], arguments)
     kept = [given for before, given in pairs if "--out" not in (before, given) and not given.startswith("--out=")]
-    return shlex.join(["gossamer", *kept])
+    return shlex.join([*program.split(), *kept])
 
 
-def _slug(name: str) -> str:
+def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
