@@ -1,6 +1,7 @@
 """What the modules do for latents that no longer fire, against dense PyTorch."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -165,3 +166,55 @@ def test_errors(options: dict[str, Any], error: type[Exception], message: str) -
             make(4, 8, 2, **options)
     with pytest.raises(error, match=f"nn.Transcoder: {message}"):
         nn.Transcoder(4, 4, 8, 2, **options)
+
+
+@pytest.mark.parametrize("kind", ["topk", "batchtopk", "transcoder"])
+def test_nothing_is_computed_where_none_is_dead(
+    kind: str, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the host learns, some steps late on a GPU; the loss and the gradients are the same to the bit."""
+    x = dense.sample(40, generator)
+    models = [dense.make(kind, device, **KINDS[kind], dead_after=6) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    calls, chosen = [0, 0], nn.TopKSAE._longest_silent
+
+    def counted(self: Any, count: int) -> Any:
+        calls[models.index(self)] += 1
+        return chosen(self, count)
+
+    monkeypatch.setattr(type(models[0]), "_longest_silent", counted)
+    monkeypatch.setattr(models[1], "_none_is_dead", lambda: False)
+    optimizers = [torch.optim.Adam(model.parameters(), lr=1e-3) for model in models]
+    skipped, dead = 0, []
+    for step in range(40):
+        before = calls[0]
+        losses = [model.loss(*dense.given(model, x)) for model in models]
+        dead.append(bool(models[1].dead().any()))
+        assert not dead[-1] or calls[0] == before + 1, "a dead latent went without its loss"
+        skipped += calls[0] == before
+        for ours, theirs in zip(*losses):
+            assert torch.equal(ours, theirs)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        for optimizer, loss in zip(optimizers, losses):
+            optimizer.zero_grad()
+            loss.loss.backward()
+            optimizer.step()
+        for ours, theirs in zip(models[0].parameters(), models[1].parameters()):
+            assert torch.equal(ours, theirs)
+        if step == 20:
+            # As a checkpoint does, or a user: the host must not go on with what it knew.
+            for model in models:
+                model.steps_since_fired[3] += 100
+    assert any(dead) and calls[1] == 40 and skipped >= 3
+
+
+def test_what_the_host_knows_is_no_part_of_a_copy(device: torch.device, generator: torch.Generator) -> None:
+    x = dense.sample(40, generator)
+    model = dense.make("topk", device, **AUX)
+    model.loss(x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not other._silence_known.below(other.steps_since_fired, 1 << 40)
+    moved = model.to(torch.float64 if device.type == "cpu" else torch.float32)
+    moved.steps_since_fired = moved.steps_since_fired.clone()
+    assert not moved._silence_known.below(moved.steps_since_fired, 1 << 40)

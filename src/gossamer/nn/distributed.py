@@ -65,6 +65,10 @@ class Sharded(_SAE):
     def _any(self, flags: Tensor) -> Tensor:
         return sum_over(flags.any().int(), self.group) > 0
 
+    def _none_is_dead(self) -> bool:
+        # What one rank knows another may not, and all of them have to take part.
+        return False
+
     def decode(self, rows: ELL) -> Tensor:
         """This rank's latents `(..., d_sae_r)` -> the reconstruction `[..., d_in]`; see `sae.decode_sharded`."""
         return sae.decode_sharded(rows, self.W_dec, self.b_dec, group=self.group)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gossamer import sae
 from gossamer._core import checks
+from gossamer.nn._silence import Silence
 from gossamer.rowsparse import ELL
 
 
@@ -61,6 +62,7 @@ class _SAE(torch.nn.Module):
         self.b_dec = torch.nn.Parameter(torch.zeros(self.W_dec.shape[1], dtype=self._wide, device=device))
         self.register_buffer("firing_counts", torch.zeros(d_sae, dtype=torch.int64, device=device))
         self.register_buffer("steps_since_fired", torch.zeros(d_sae, dtype=torch.int64, device=device))
+        self._silence_known = Silence()
 
     @property
     def _wide(self) -> torch.dtype:
@@ -133,7 +135,7 @@ class _SAE(torch.nn.Module):
             with torch.no_grad():
                 fired = sae.count_fired(rows)
                 self.firing_counts += fired
-                self.steps_since_fired.copy_(torch.where(fired > 0, 0, self.steps_since_fired + 1))
+                self._silence_known.update_(self.steps_since_fired, fired)
         return rows, l0
 
     def _loss(self, x: Tensor, target: Tensor) -> SAELoss:
@@ -194,7 +196,7 @@ class _Reviving(_SAE):
         return self._counted(*self._latents(x, activation="topk", k=self.k, b_dec=self._centre))
 
     def _dead_loss(self, x: Tensor, residual: Tensor) -> Tensor:
-        if not self.aux_coefficient:
+        if not self.aux_coefficient or self._none_is_dead():
             return residual.new_zeros(())
         which, dead = self._longest_silent(2 * self.aux_k)
         # No index is there twice, so that the gradient of index_select has nothing to add up, or to sort for that.
@@ -211,6 +213,10 @@ class _Reviving(_SAE):
 
     def _any(self, flags: Tensor) -> Tensor:
         return flags.any()
+
+    def _none_is_dead(self) -> bool:
+        """What the host knows; False where it does not. The loss is 0 then, to the bit."""
+        return self._silence_known.below(self.steps_since_fired, self.dead_after)
 
     @property
     def _centre(self) -> Tensor | None:

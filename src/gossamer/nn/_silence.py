@@ -1,0 +1,73 @@
+"""What the host knows, without waiting for the device, about how long latents have been silent."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Silence:
+    """Counts how long each latent has been silent, and keeps an upper bound of the longest.
+
+    The counts grow by 1 a step at most. So a maximum that arrives from the device some steps late, plus these steps, is
+    a bound, and while it is small enough no latent can be dead. Whatever else changes the counts makes the host forget
+    what it knew: their version, or that they are another tensor, tells.
+    """
+
+    def __init__(self) -> None:
+        self._bound: int | None = None
+        self._counts: tuple[weakref.ref[Tensor], int] | None = None
+        self._copy: tuple[Tensor, Any, int] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Silence:
+        return Silence()
+
+    def __reduce__(self) -> tuple[type[Silence], tuple[()]]:
+        return Silence, ()
+
+    def update_(self, steps: Tensor, fired: Tensor) -> None:
+        """steps + 1 where `fired` is 0, else 0, in place."""
+        blind = _is_recorded(steps)
+        follows = not blind and self._is_about(steps)
+        steps.copy_(torch.where(fired > 0, 0, steps + 1))
+        if torch.compiler.is_compiling():
+            return
+        self._bound = self._bound + 1 if follows and self._bound is not None else None
+        self._copy = self._copy if follows else None
+        self._counts = None if blind or steps.is_inference() else (weakref.ref(steps), steps._version)
+        if self._counts is None:
+            return
+        if steps.is_cuda:
+            self._ask(steps)
+        else:
+            self._bound = int(steps.max())
+
+    def below(self, steps: Tensor, limit: int) -> bool:
+        """Whether all counts are known to be below `limit`."""
+        return not _is_recorded(steps) and self._is_about(steps) and self._bound is not None and self._bound < limit
+
+    def _is_about(self, steps: Tensor) -> bool:
+        return self._counts is not None and self._counts[0]() is steps and self._counts[1] == steps._version
+
+    def _ask(self, steps: Tensor) -> None:
+        """Takes what has arrived, and asks again; one copy at a time is on its way."""
+        if self._copy is not None:
+            value, event, age = self._copy
+            if not event.query():
+                self._copy = (value, event, age + 1)
+                return
+            late = int(value) + age + 1
+            self._bound = late if self._bound is None else min(self._bound, late)
+        else:
+            value, event = torch.empty((), dtype=torch.int64, pin_memory=True), torch.cuda.Event()
+        value.copy_(steps.max(), non_blocking=True)
+        event.record()
+        self._copy = (value, event, 0)
+
+
+def _is_recorded(steps: Tensor) -> bool:
+    """Whether what runs now will run again without this: a compiled region, or a graph, which leaves no version."""
+    return torch.compiler.is_compiling() or (steps.is_cuda and torch.cuda.is_current_stream_capturing())
