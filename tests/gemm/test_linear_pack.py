@@ -248,3 +248,22 @@ def test_errors(change: dict[str, Any], error: type[Exception], message: str) ->
     given = {"x": torch.ones(2, 8), "weight": torch.ones(40, 8), **change}
     with pytest.raises(error, match=message):
         gemm.linear_pack(given.pop("x"), given.pop("weight"), **given)
+
+
+@EACH
+def test_without_gradients(options: dict[str, Any], device: torch.device, generator: torch.Generator) -> None:
+    """What was packed without gradients has none later either, in no row; a threshold never has one."""
+    draw = lambda *size: torch.randn(*size, device=device, generator=generator).requires_grad_()  # noqa: E731
+    x, weight, bias, threshold, right = draw(4, 12), draw(60, 12), draw(60), draw(60), draw(60, 8)
+    jump = {"activation": "jumprelu", "threshold": threshold}
+    with torch.no_grad():
+        rows, _ = gemm.linear_pack(x, weight, bias, **jump, **options)
+    assert not rows.requires_grad
+    assert not rowsparse.matmul(rows, right.detach()).requires_grad
+    rowsparse.matmul(rows, right).sum().backward()
+    assert right.grad is not None and x.grad is weight.grad is bias.grad is threshold.grad is None
+    rows, _ = gemm.linear_pack(x.detach(), weight.detach(), **jump, **options)
+    assert not rows.requires_grad
+    torch.testing.assert_close(
+        rowsparse.matmul(rows, right.detach()), rows.to_dense() @ right.detach(), rtol=1e-4, atol=1e-4
+    )

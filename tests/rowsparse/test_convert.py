@@ -49,6 +49,32 @@ def test_columns_out_of_order() -> None:
     assert out.to_dense().tolist() == [[6, 0, 5, 3, 1]]
 
 
+def test_repeated_columns_all_have_a_slot(device: torch.device) -> None:
+    """Also where they are more than columns."""
+    indices = torch.tensor([[1] * 6, [0] * 6], dtype=torch.int32, device=device)
+    nnz = torch.full((2,), 6, dtype=torch.int32, device=device)
+    rows = ELL(torch.ones(2, 6, device=device), indices, nnz, (2, 2))
+    for tile in (1, 2):
+        out = convert(rows, "twell", tile=tile).validate()
+        assert out.to_dense().tolist() == [[0, 6], [6, 0]]
+    many = ELL(torch.ones(1, 33000), torch.zeros(1, 33000, dtype=torch.int32), torch.tensor([33000]).int(), (1, 2))
+    with pytest.raises(ValueError, match="a row's tile must have at most 32767 entries, got 33000"):
+        convert(many, "twell", tile=2)
+
+
+def test_an_index_outside_its_tile(device: torch.device) -> None:
+    """Is no column of another tile."""
+    rows = pack(torch.eye(8, device=device), format="twell", tile=4, slots=2)
+    rows.indices[0, 0, 0] = 5
+    with pytest.raises(ValueError, match=r"indices must lie in \[0, tile\) with tile = 4, .* got 5"):
+        convert(rows, "csr")
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match="got -2"):
+            rows.to_dense()
+    else:
+        assert rows.to_dense()[0].isnan().any()
+
+
 @pytest.mark.parametrize(
     "change, error, message",
     [

@@ -92,6 +92,20 @@ def test_any_layout(dtype: torch.dtype, device: torch.device, generator: torch.G
             assert_exact(matmul(packed(laid, dense, over, dtype), weight), dense)
 
 
+@pytest.mark.parametrize("part", ["values", "indices", "nnz_per_row"])
+def test_any_layout_of_the_lists(
+    part: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    source, dense = layer(6, 20, 50, dtype, device, generator)
+    rows = packed(source, dense, torch.arange(6, device=device) % 2 == 0, dtype)
+    held = getattr(rows, part)
+    for laid in (held.t().contiguous().t(), held.repeat_interleave(2, -1)[..., ::2]):
+        given = replace(rows, **{part: laid})
+        with torch.no_grad():
+            assert_exact(matmul(given, torch.eye(50, dtype=dtype, device=device)), dense)
+            assert_exact(unpack(given), dense)
+
+
 def test_special_values(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
     """NaN is kept, and stays in its row."""
     source, dense = layer(4, 20, 50, dtype, device, generator)

@@ -156,6 +156,14 @@ def test_a_linear_source(slots: int, dtype: torch.dtype, device: torch.device, g
         assert_close(matmul(rows, right), reference64=dense @ right.double(), plain=dense.to(dtype) @ right)
 
 
+def test_counts_below_0_hold_nothing(dtype: torch.dtype, device: torch.device) -> None:
+    """And move no other entry: a kernel writes where they add up to."""
+    rows = pack(torch.eye(4, dtype=dtype, device=device), format="twell", tile=2, slots=2)
+    rows.nnz_per_tile[1:, 1] = torch.tensor([-3, 1, 1], dtype=torch.int16, device=device)
+    rows.nnz_per_tile[2:, 0] = -5
+    assert unpack(rows).tolist() == torch.eye(4).tolist()
+
+
 @pytest.mark.parametrize(
     "options, error, message",
     [

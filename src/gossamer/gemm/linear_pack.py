@@ -32,7 +32,10 @@ def linear_pack(
     tile: int = 256,
     slots: int | None = None,
 ) -> tuple[TwELL | ELL, Tensor]:
-    """activation(x @ weight.T + bias) as a row-sparse container: the dense matrix is never in memory.
+    """activation(x @ weight.T + bias) as a row-sparse container, packed block by block as it is computed.
+
+    Without gradients the dense matrix is never in memory beyond a block of rows; with them, the gradient of rows that
+    overflow takes memory for all.
 
     z below is the pre-activation, rounded to the dtype of weight.
 
@@ -50,7 +53,8 @@ def linear_pack(
     Returns:
         `(rows, nnz)`: a `TwELL` or `ELL` of shape `(..., N)` with positive values, and how many entries each row truly
         has, int32 `[...]`. A row that overflows its slots stays exact: the container keeps x, weight, bias and
-        threshold, and operators compute it again. Differentiable in x, weight and bias.
+        threshold, which must not be changed in place meanwhile, and operators compute it again. Slots without an entry
+        hold anything. Differentiable in x, weight and bias.
 
     Raises:
         ValueError: shapes or devices do not fit, an unknown activation or format, an argument that is missing or
@@ -69,7 +73,8 @@ def linear_pack(
     seen = None if autocasts else checks.signature(x, weight, bias, threshold)
     known = None
     if seen is not None:
-        seen += (activation, format, capacity, tile, slots)
+        # 2.0 equals 2.
+        seen += (activation, format, capacity, tile, slots, type(capacity), type(tile), type(slots))
         try:
             known = _seen.get(seen)
         except TypeError:  # an argument that no call may have, such as a list: the checks below say which
@@ -86,14 +91,19 @@ def linear_pack(
             _seen[seen] = known
     (n, _), leading = weight.shape, x.shape[:-1]
     slots, capacity = known
-    if threshold is not None and (threshold.dim() == 0 or threshold.dtype is not threshold_dtype(weight.dtype)):
-        threshold = threshold.detach().to(threshold_dtype(weight.dtype)).expand(n)
+    if threshold is not None:
+        threshold = threshold.detach()
+        if threshold.dim() == 0 or threshold.dtype is not threshold_dtype(weight.dtype):
+            threshold = threshold.to(threshold_dtype(weight.dtype)).expand(n)
     flat = x if x.dim() == 2 else x.reshape(math.prod(leading), x.shape[-1])
     operands = (flat, weight, bias, threshold)
     call = _linear_pack if autocasts else directly(_linear_pack, *operands)
     values, indices, counts, nnz = call(*operands, tile, slots, capacity)
     shape, source = (*leading, n), None
-    if slots < tile or (capacity is not None and capacity < n):
+    if slots < min(tile, n) or (capacity is not None and capacity < n):
+        if not torch.is_grad_enabled():
+            # What overflowed has a gradient where the rest has one.
+            flat, weight, bias = flat.detach(), weight.detach(), None if bias is None else bias.detach()
         source = made(LinearSource, x=flat, weight=weight, bias=bias, threshold=threshold)
     if capacity is None:
         parts = {"values": values, "indices": indices, "nnz_per_tile": counts, "shape": shape, "tile": tile}

@@ -11,7 +11,8 @@ from gossamer.rowsparse.pack import check_container, pack, unpack
 def convert(rows: Rows, format: str, *, capacity: int | None = None, tile: int = 256, slots: int | None = None) -> Rows:
     """The same entries in another format, every one of them stored; holes are left out.
 
-    Every operator takes every container as it is: this is for what needs one format, and costs a device-to-host sync.
+    The operators of this package take every container as it is: this is for what needs one format, and costs a
+    device-to-host sync.
 
     Args:
         rows: `ELL`, `CSR` or `TwELL`.
@@ -21,12 +22,13 @@ def convert(rows: Rows, format: str, *, capacity: int | None = None, tile: int =
         slots: slots per row and tile of a TwELL; None takes what the fullest tile of a row needs.
 
     Returns:
-        A container without a source, differentiable in the values. Rows that overflowed are read from the source,
-        dense.
+        A container without a source, differentiable in the values. If a row overflowed, all of them are read dense, and
+        explicit zeros and repetitions are gone.
 
     Raises:
         TypeError: rows is not a container, or capacity, tile or slots is not an int.
-        ValueError: an unknown format, or entries that capacity or slots leave no room for.
+        ValueError: an unknown format, entries that capacity or slots leave no room for, more than 32,767 of them in a
+            row's tile, or a TwELL with an index outside its tile.
         NotImplementedError: under CUDA-graph capture.
 
     Source: the seed on sparse feed-forward blocks, section 3.1, for the conversion of tiles to one list a row.
@@ -64,6 +66,8 @@ def convert(rows: Rows, format: str, *, capacity: int | None = None, tile: int =
     cell, order = cell.sort(stable=True)
     columns, values = columns[order], values[order]
     counts, place, slots = _places(operator, cell, m * tiles, "slots", slots)
+    if slots > 32767:
+        raise ValueError(f"{operator}: a row's tile must have at most 32767 entries, got {slots}. Take smaller tiles.")
     at = cell * slots + place
     inner = torch.zeros(m * tiles * slots, dtype=tile_index_dtype(tile), device=values.device)
     inner[at] = (columns % tile).to(inner.dtype)
@@ -85,6 +89,7 @@ def _entries(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
         row = torch.arange(rows.num_rows, device=device)[:, None].expand_as(held)
         columns = rows.indices.long()
     else:
+        rows.validate()
         tiles = torch.arange(rows.values.shape[1], device=device)[:, None]
         held = torch.arange(rows.slots, device=device) < rows.nnz_per_tile[..., None]
         row = torch.arange(rows.num_rows, device=device)[:, None, None].expand_as(held)

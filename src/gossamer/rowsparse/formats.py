@@ -116,18 +116,22 @@ class _RowSparse:
         return _map(self, lambda tensor: tensor.detach())
 
     def to(self, *args: Any, **kwargs: Any) -> "Any":
-        """As `torch.Tensor.to`: a dtype converts values and source, a device moves every tensor."""
+        """As `torch.Tensor.to`: a dtype converts values and a dense source, a device moves every tensor.
+
+        A `LinearSource` stays in its dtype: in another it would keep other entries. What it gives is converted.
+        """
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=non_blocking)
 
         def convert(tensor: Tensor) -> Tensor:
             return tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking)
 
-        rows = _map(self, convert)
-        if isinstance(self.source, LinearSource) and self.source.threshold is not None:
-            # Rounded, it would keep other entries.
-            threshold = self.source.threshold.to(device, non_blocking=non_blocking)
-            return replace(rows, source=replace(rows.source, threshold=threshold))
-        return rows
+        if not isinstance(self.source, LinearSource):
+            return _map(self, convert)
+        rest = _map(replace(self, source=None), convert)  # type: ignore[type-var]
+        return replace(rest, source=_map(self.source, move))
 
     def to_dense(self) -> Tensor:
         """The dense `[..., N]` tensor; repeated indices are added up."""
@@ -151,7 +155,8 @@ class ELL(_RowSparse):
         values: `[M, capacity]`, float. What stands in a slot without an entry is not read.
         indices: `[M, capacity]`, int32 columns, ascending in each row; -1 marks a slot without an entry.
         nnz_per_row: `[M]`, int32: how many entries the row has. They stand in its first slots; a count above
-            `capacity` says that the row overflowed and is to be read from `source`.
+            `capacity` says that the row overflowed and is to be read from `source`. (It is capacity + 1 where a tile
+            of a `TwELL` overflowed and the row has no more.)
         shape: `(..., N)` with M the product of the leading dimensions.
         source: `[M, N]`, dense, right at least for the overflowed rows, or a `LinearSource`; None promises that no row
             overflowed.
@@ -464,7 +469,7 @@ def _check_source(operator: str, rows: Any) -> None:
     if rows.source is not None:
         expected = (rows.num_rows, rows.num_columns)
         checks.shape(operator, "source", rows.source, expected, "[M, N]", f"for shape {rows.shape}")
-        if rows.source.dtype is not rows.values.dtype:
+        if isinstance(rows.source, Tensor) and rows.source.dtype is not rows.values.dtype:
             raise TypeError(
                 f"{operator}: source must be {checks.name_of(rows.values.dtype)} like values, "
                 f"got {checks.name_of(rows.source.dtype)}. Convert it with source.to(values.dtype)."

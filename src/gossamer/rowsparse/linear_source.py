@@ -71,7 +71,7 @@ def _fake_matmul(
 
 
 def _refuse(ctx: Any, inputs: Any, output: Any) -> None:
-    raise NotImplementedError("rowsparse.matmul: where there are gradients a linear source has to be dense.")
+    raise NotImplementedError("rowsparse: where there are gradients a linear source has to be dense.")
 
 
 def _no_gradients(ctx: Any, *grads: Any) -> None:

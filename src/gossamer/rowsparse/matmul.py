@@ -59,11 +59,11 @@ def multiply(
     rows = gathered(rows)
     source = rows.source
     differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (rows, weight, bias))
-    if isinstance(source, LinearSource) and not autocasts and not differentiable:
+    if isinstance(source, LinearSource) and source.dtype is rows.dtype and not autocasts and not differentiable:
         check_dtypes(operator, argument, rows.values, name, weight)
+        lists = (rows.values.contiguous(), rows.indices.contiguous(), rows.nnz_per_row.contiguous())
         given = (source.x, source.weight, source.bias, source.threshold)
-        call = directly(matmul_linear, rows.values, *given, weight, bias)
-        return call(rows.values, rows.indices, rows.nnz_per_row, *given, weight, bias, out_dtype)
+        return directly(matmul_linear, rows.values, *given, weight, bias)(*lists, *given, weight, bias, out_dtype)
     values, indices, offsets, dense = parts(operator, rows, argument)
     if autocasts:
         values, dense, weight = autocast.cast(values, dense, weight)  # type: ignore[assignment]

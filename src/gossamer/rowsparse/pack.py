@@ -81,7 +81,7 @@ def pack(
     source = _EntriesOnly.apply(flat) if flat.requires_grad and torch.is_grad_enabled() else flat
     if format == "twell":
         slots = tile_slots(operator, tile, slots)
-        values, indices, counts = _pack_twell(flat, None, False, tile, slots)
+        values, indices, counts = _pack_twell(flat, tile, slots)
         return TwELL(values, indices, counts, tuple(x.shape), tile, None if slots == tile else source)
     if format == "ell":
         if capacity is None:
@@ -147,8 +147,8 @@ def gathered(rows: Any) -> Any:
     """A TwELL as an ELL; any other container as it is."""
     if not isinstance(rows, TwELL):
         return rows
-    capacity = max(1, min(rows.num_columns, rows.values.shape[1] * rows.slots))
-    # Without a source every entry needs a slot.
+    # Without a source every entry needs a slot, also those of a user who repeats columns.
+    capacity = max(1, rows.values.shape[1] * rows.slots)
     return twell.to_ell(rows, capacity if rows.source is None else min(capacity, default_capacity(rows.num_columns)))
 
 
@@ -158,7 +158,8 @@ def listed(operator: str, rows: Any, argument: str = "rows") -> ELL | CSR:
     rows = gathered(rows)
     if isinstance(rows.source, LinearSource):
         assert isinstance(rows, ELL)
-        return replace(rows, source=dense_rows(rows.source, rows.nnz_per_row, rows.capacity))
+        dense = dense_rows(rows.source, rows.nnz_per_row.contiguous(), rows.capacity)
+        return replace(rows, source=dense.to(rows.dtype))
     return rows
 
 
@@ -207,9 +208,7 @@ def _pack_ell_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor |
     return _unpack(grad, indices, nnz.clamp(max=indices.shape[1]), None, ctx.n), None
 
 
-def _fake_pack_twell(
-    x: Tensor, threshold: Tensor | None, above: bool, tile: int, slots: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_pack_twell(x: Tensor, tile: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
     m, tiles = x.shape[0], (x.shape[1] + tile - 1) // tile
     return (
         x.new_empty(m, tiles, slots),
@@ -223,14 +222,14 @@ def _pack_twell_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.mark_non_differentiable(indices, counts)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(indices, counts)
-    ctx.n, ctx.tile = inputs[0].shape[1], inputs[3]
+    ctx.n, ctx.tile = inputs[0].shape[1], inputs[1]
 
 
 def _pack_twell_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 5
+        return (None,) * 3
     indices, counts = ctx.saved_tensors
-    return _unpack(*twell.lists(grad, indices, counts, ctx.tile, ctx.n), None, ctx.n), *(None,) * 4
+    return _unpack(*twell.lists(grad, indices, counts, ctx.tile, ctx.n), None, ctx.n), None, None
 
 
 def _fake_pack_csr(x: Tensor, row_offsets: Tensor, max_nnz: int) -> tuple[Tensor, Tensor]:
@@ -314,7 +313,7 @@ _unpack = register(
     backward=_unpack_backward,
 )
 _pack_twell = register(
-    "pack_twell(Tensor x, Tensor? threshold, bool above, int tile, int slots) -> (Tensor, Tensor, Tensor)",
+    "pack_twell(Tensor x, int tile, int slots) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu_pack_twell,
     gpu="gossamer.rowsparse._triton.twell:pack_twell",
     fake=_fake_pack_twell,

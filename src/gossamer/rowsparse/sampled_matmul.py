@@ -22,8 +22,7 @@ def sampled_matmul(x: Tensor, weight: Tensor, pattern: Rows) -> Rows:
 
     Returns:
         A container like `pattern` (an `ELL` for a `TwELL`) with the products as values, differentiable in x and
-        weight. If the pattern has a
-        source, so has the result: a dense `[M, N]`, written at the overflowed rows.
+        weight. If the pattern has a source, so has the result: a dense `[M, N]`, written at the overflowed rows.
 
     Raises:
         ValueError: shapes or devices do not fit; on the CPU, an index outside [0, N).

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer.rowsparse import CSR, ELL
+from gossamer.rowsparse import ELL, Rows
 from gossamer.rowsparse.matmul import check_dtypes
-from gossamer.rowsparse.pack import _pack_ell, default_capacity
+from gossamer.rowsparse.pack import _pack_ell, check_container, default_capacity
 from gossamer.sae.decode import _check_rest, _decode_rows
 from gossamer.sae.encode import _backward, _check_activation, _check_operands, _context, _encode
 
@@ -127,7 +127,7 @@ def encode_sharded_with_l0(
     return rows, add_parts(l0, group)
 
 
-def decode_sharded(rows: ELL | CSR, W_dec: Tensor, b_dec: Tensor | None = None, *, group: Any = None) -> Tensor:
+def decode_sharded(rows: Rows, W_dec: Tensor, b_dec: Tensor | None = None, *, group: Any = None) -> Tensor:
     """`decode` with the latents spread over the ranks of a group: the sum of their products, the same on all ranks.
 
     Args:
@@ -153,11 +153,7 @@ def decode_sharded(rows: ELL | CSR, W_dec: Tensor, b_dec: Tensor | None = None, 
     """
     operator = "sae.decode_sharded"
     check_group(operator, group)
-    if not isinstance(rows, ELL | CSR):
-        raise TypeError(
-            f"{operator}: rows must be a rowsparse.ELL or rowsparse.CSR, got {type(rows).__name__}. "
-            "Pack a dense tensor with rowsparse.pack first."
-        )
+    check_container(operator, rows)
     checks.floating(operator, W_dec=W_dec)
     _check_rest(operator, W_dec, b_dec, "auto", None, None)
     dtype = torch.get_autocast_dtype(W_dec.device.type) if autocast.enabled(W_dec.device) else W_dec.dtype

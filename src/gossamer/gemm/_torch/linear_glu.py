@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gossamer.rowsparse._torch.linear_source import linear as linear
+
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -86,10 +88,3 @@ def _products(
     if up_weight is None:
         gate_weight, up_weight = gate_weight.chunk(2, 0)
     return linear(x, gate_weight, gate_bias), linear(x, up_weight, up_bias)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear`, whose bias may have another dtype, as under autocast."""
-    if bias is None or bias.dtype is weight.dtype:
-        return F.linear(x, weight, bias)
-    return (F.linear(x, weight) + bias).to(weight.dtype)

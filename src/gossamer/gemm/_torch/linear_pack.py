@@ -1,11 +1,13 @@
 """A linear layer and the packing of what it activates, block by block of rows."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from gossamer.rowsparse._torch.linear_source import linear
 from gossamer.rowsparse._torch.pack import ell_from_entries, row_offsets_of
-from gossamer.rowsparse._torch.twell import pack_twell, positions_above
+from gossamer.rowsparse._torch.twell import pack_positions, positions_above
 
 _BLOCK = 1 << 24
 """Pre-activations in memory at one time: few beside the weights, and enough rows for a fast product."""
@@ -27,7 +29,7 @@ def linear_pack(
     for rows in x.split(step) if x.shape[0] > step else (x,):
         z = linear(rows, weight, bias)
         if capacity is None:
-            packed = pack_twell(z, threshold, True, tile, slots)
+            packed = pack_positions(z, partial(positions_above, threshold=threshold), tile, slots)
             nnz = packed[2].sum(1, dtype=torch.int32)
         else:
             packed = _pack_ell(z, threshold, capacity)

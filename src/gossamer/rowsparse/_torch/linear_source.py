@@ -5,6 +5,9 @@ from torch import Tensor
 
 from gossamer.rowsparse._torch.matmul import dense_product, matmul
 
+_BLOCK = 256
+"""Rows that are computed again at one time."""
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias in the dtype of weight; a bias of another dtype is added in float32 at least."""
@@ -45,9 +48,9 @@ def matmul_linear(
     """Operator `matmul_linear`: an ELL times weight, with overflowed rows from a linear source."""
     out = matmul(values, indices, counts, None, weight, bias, out_dtype)
     over = (counts > values.shape[1]).nonzero().squeeze(1)
-    if over.numel():
-        wide = out.dtype if bias is None else torch.promote_types(out.dtype, torch.float32)
-        source = activate_(linear(x[over], source_weight, source_bias), threshold)
+    wide = out.dtype if bias is None else torch.promote_types(out.dtype, torch.float32)
+    for rows in over.split(_BLOCK) if over.numel() else ():
+        source = activate_(linear(x[rows], source_weight, source_bias), threshold)
         product = dense_product(source, weight, wide)
-        out[over] = (product if bias is None else product + bias).to(out.dtype)
+        out[rows] = (product if bias is None else product + bias).to(out.dtype)
     return out

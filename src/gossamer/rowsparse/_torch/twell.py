@@ -1,5 +1,7 @@
 """Tile-wise lists of entries on the CPU."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,18 +15,19 @@ def positions_above(x: Tensor, threshold: Tensor | None) -> Tensor:
     return nonzero_positions(~(x <= (0 if threshold is None else threshold.clamp(min=0))))
 
 
-def pack_twell(
-    x: Tensor, threshold: Tensor | None, above: bool, tile: int, slots: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Operator `pack_twell` -> (values, indices, nnz_per_tile) of what differs from 0, or with `above` of what is not
-    up to max(threshold, 0)."""
+def pack_twell(x: Tensor, tile: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Operator `pack_twell` -> (values, indices, nnz_per_tile) of what differs from 0."""
+    return pack_positions(x.contiguous(), nonzero_positions, tile, slots)
+
+
+def pack_positions(x: Tensor, find: Callable[[Tensor], Tensor], tile: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of what `find` finds in a contiguous x that is not empty: its flat positions, ascending."""
     m, n = x.shape
     tiles = -(-n // tile)
     if x.numel() == 0:
         empty = x.new_zeros(m, tiles, slots)
         return empty, torch.zeros_like(empty, dtype=tile_index_dtype(tile)), torch.zeros(m, tiles, dtype=torch.int16)
-    x = x.contiguous()
-    found = positions_above(x, threshold) if above else nonzero_positions(x)
+    found = find(x)
     positions = found.numpy()
     rows = positions // n
     columns = positions - rows * n
@@ -54,16 +57,18 @@ def twell_to_ell(
     """Operator `twell_to_ell` -> (values, indices, nnz_per_row); a row that overflowed, here or there, has a count
     above `capacity` and no entries."""
     m, tiles, slots = values.shape
-    held = counts.numpy().astype(np.int64)
+    held = counts.numpy().astype(np.int64).clip(min=0)
     total = held.sum(1)
     over = (held > slots).any(1) | (total > capacity)
     held[over] = 0
     flat = held.reshape(-1)
     cell = np.repeat(np.arange(m * tiles), flat)
     at = cell * slots + np.arange(len(cell)) - np.repeat(np.cumsum(flat) - flat, flat)
-    columns = indices.contiguous().view(-1).numpy()[at] + cell % max(tiles, 1) * tile
+    inner = indices.contiguous().view(-1).numpy()[at].astype(np.int64)
+    # An index outside its tile is no column of another: -2 is an error to all who read it.
+    columns = np.where((inner >= 0) & (inner < tile), inner + cell % max(tiles, 1) * tile, -2)
     entries = torch.from_numpy(bits_of(values.contiguous().view(-1))[at]).view(values.dtype)
     offsets = np.concatenate(([0], np.cumsum(held.sum(1))))
-    out, columns, nnz = ell_from_entries(torch.from_numpy(offsets), torch.from_numpy(columns), entries, capacity)
-    nnz.numpy()[over] = np.maximum(total[over], capacity + 1)
-    return out, columns, nnz
+    lists = ell_from_entries(torch.from_numpy(offsets), torch.from_numpy(columns), entries, capacity)
+    lists[2].numpy()[over] = np.maximum(total[over], capacity + 1)
+    return lists

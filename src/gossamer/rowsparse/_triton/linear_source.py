@@ -34,9 +34,9 @@ def _linear_source_kernel(
     if tl.max(flagged.to(tl.int32), axis=0) > 0:
         x_rows = x_ptr + rows.to(tl.int64)[:, None] * stride_xm
         for tile in range(tl.program_id(1), tl.cdiv(N, BLOCK_N), tl.num_programs(1)):
-            columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            columns = (tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
             inside = columns < N
-            w_columns = w_ptr + columns.to(tl.int64)[None, :] * stride_wn
+            w_columns = w_ptr + columns[None, :] * stride_wn
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for first in range(0, K, BLOCK_K):
                 inner = (first + tl.arange(0, BLOCK_K)).to(tl.int64)

@@ -42,7 +42,8 @@ def _pack_twell_kernel(
                 columns = start + tl.arange(0, BLOCK // VEC)[:, None] * VEC + tl.arange(0, VEC)[None, :]
                 bound = 0.0
                 if threshold_ptr is not None:
-                    bound = tl.load(threshold_ptr + (begin + columns) * stride_t, mask=columns < width, other=0.0)
+                    at_bound = (begin + columns).to(tl.int64) * stride_t
+                    bound = tl.load(threshold_ptr + at_bound, mask=columns < width, other=0.0)
                     bound = bound.to(tl.float32)
                     bound = tl.where(bound < 0, 0.0, bound)
                 keep = ~(x.to(tl.float32) <= bound) & (columns < width)
@@ -75,7 +76,7 @@ def _twell_to_ell_kernel(
     most = 0
     for first in range(0, tiles, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        counts = tl.load(counts_ptr + at, mask=at < tiles, other=0).to(tl.int32)
+        counts = tl.maximum(tl.load(counts_ptr + at, mask=at < tiles, other=0).to(tl.int32), 0)
         total += tl.sum(counts, axis=0)
         most = tl.maximum(most, tl.max(counts, axis=0))
     if most > slots:
@@ -88,13 +89,15 @@ def _twell_to_ell_kernel(
         base = 0
         for first in range(0, tiles, BLOCK):
             at = first + tl.arange(0, BLOCK)
-            counts = tl.load(counts_ptr + at, mask=at < tiles, other=0).to(tl.int32)
+            counts = tl.maximum(tl.load(counts_ptr + at, mask=at < tiles, other=0).to(tl.int32), 0)
             slot = base + tl.cumsum(counts, axis=0) - counts
             for rank in range(0, tl.max(counts, axis=0)):
                 held = rank < counts
                 column = tl.load(indices_ptr + at * slots + rank, mask=held, other=0).to(tl.int32)
                 value = tl.load(values_ptr + at * slots + rank, mask=held, other=0.0)
-                tl.store(columns_ptr + slot + rank, at * tile + column, mask=held)
+                # An index outside its tile is no column of another: -2 is an error to all who read it.
+                column = tl.where((column >= 0) & (column < tile), at * tile + column, -2)
+                tl.store(columns_ptr + slot + rank, column, mask=held)
                 tl.store(out_ptr + slot + rank, value, mask=held)
             base += tl.sum(counts, axis=0)
     clear_slots(out_ptr, columns_ptr, total, capacity, 256, 256)
@@ -104,16 +107,14 @@ _pack_twell = launch.Kernel(_pack_twell_kernel)
 _twell_to_ell = launch.Kernel(_twell_to_ell_kernel)
 
 
-def pack_twell(
-    x: Tensor, threshold: Tensor | None, above: bool, tile: int, slots: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def pack_twell(x: Tensor, tile: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
     """Operator `pack_twell`; slots without an entry stay unwritten."""
     m, n = x.shape
     tiles = launch.cdiv(n, tile)
     values = x.new_empty(m, tiles, slots)
     indices = torch.empty(m, tiles, slots, dtype=tile_index_dtype(tile), device=x.device)
     counts = torch.empty(m, tiles, dtype=torch.int16, device=x.device)
-    _launch_pack_twell(x, threshold, above, tile, values, indices, counts)
+    _launch_pack_twell(x, None, False, tile, values, indices, counts)
     return values, indices, counts
 
 
