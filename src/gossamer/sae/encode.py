@@ -160,6 +160,9 @@ def _encode(
     n, leading = W_enc.shape[1], x.shape[:-1]
     if threshold is not None and (threshold.dim() == 0 or threshold.dtype is not threshold_dtype(W_enc.dtype)):
         threshold = threshold.to(threshold_dtype(W_enc.dtype)).expand(n)
+    if threshold is not None and threshold.stride(0) > 1:
+        # A column times its stride has to fit 32 bits.
+        threshold = threshold.contiguous()
     if scale is not None:
         scale = scale.detach()
     window = bandwidth if bandwidth is not None and torch.is_grad_enabled() else 0.0
