@@ -29,6 +29,7 @@ def linear_pack(
     counts = torch.empty(values.shape[:2], dtype=torch.int16, device=x.device)
     if counts.numel():
         # Once, and not for every block.
+        threshold = None if threshold is None else threshold.contiguous()
         right = weight.t() if 1 in weight.stride() else weight.t().contiguous()
         step = tuning.pack_rows(m, n, x.element_size())
         buffer = x.new_empty(step, n)

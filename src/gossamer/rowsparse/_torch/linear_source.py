@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from gossamer.rowsparse._torch.matmul import dense_product, matmul
 
@@ -11,10 +12,9 @@ _BLOCK = 256
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias in the dtype of weight; a bias of another dtype is added in float32 at least."""
-    if bias is not None and bias.dtype is weight.dtype:
-        return torch.addmm(bias, x, weight.t())
-    out = x @ weight.t()
-    return out if bias is None else out.add_(bias)
+    if bias is None or bias.dtype is weight.dtype:
+        return F.linear(x, weight, bias)
+    return (F.linear(x, weight) + bias).to(weight.dtype)
 
 
 def activate_(z: Tensor, threshold: Tensor | None) -> Tensor:

@@ -20,7 +20,7 @@ from gossamer.rowsparse._triton.overflow import dot
 @triton.jit
 def _linear_source_kernel(
     x_ptr, w_ptr, bias_ptr, threshold_ptr, counts_ptr, out_ptr, arrived_ptr, limit, tiles,
-    stride_xm, stride_xk, stride_wn, stride_wk, stride_b, stride_t, M, N, K,
+    stride_xm, stride_xk, stride_wn, stride_wk, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, APART: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -34,9 +34,9 @@ def _linear_source_kernel(
     if tl.max(flagged.to(tl.int32), axis=0) > 0:
         x_rows = x_ptr + rows.to(tl.int64)[:, None] * stride_xm
         for tile in range(tl.program_id(1), tl.cdiv(N, BLOCK_N), tl.num_programs(1)):
-            columns = (tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+            columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             inside = columns < N
-            w_columns = w_ptr + columns[None, :] * stride_wn
+            w_columns = w_ptr + columns.to(tl.int64)[None, :] * stride_wn
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for first in range(0, K, BLOCK_K):
                 inner = (first + tl.arange(0, BLOCK_K)).to(tl.int64)
@@ -48,11 +48,11 @@ def _linear_source_kernel(
                 else:
                     acc = dot(x, w, acc, PRECISION, UPCAST)
             if bias_ptr is not None:
-                acc += tl.load(bias_ptr + columns * stride_b, mask=inside, other=0.0).to(tl.float32)[None, :]
+                acc += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
             z = acc.to(out_ptr.dtype.element_ty)
             bound = tl.zeros([BLOCK_N], tl.float32)
             if threshold_ptr is not None:
-                bound = tl.load(threshold_ptr + columns * stride_t, mask=inside, other=0.0).to(tl.float32)
+                bound = tl.load(threshold_ptr + columns, mask=inside, other=0.0).to(tl.float32)
                 bound = tl.where(bound < 0, 0.0, bound)
             z = tl.where(z.to(tl.float32) <= bound[None, :], 0.0, z)
             at = rows.to(tl.int64)[:, None] * N + columns[None, :]
@@ -67,8 +67,12 @@ def linear_source(
 ) -> Tensor:
     """Operator `linear_source`."""
     out = x.new_empty(x.shape[0], weight.shape[0])
-    _launch_linear_source(x, weight, bias, threshold, counts, limit, out)
+    _launch_linear_source(x, weight, _contiguous(bias), _contiguous(threshold), counts, limit, out)
     return out
+
+
+def _contiguous(vector: Tensor | None) -> Tensor | None:
+    return None if vector is None else vector.contiguous()
 
 
 def _launch_linear_source(
@@ -85,9 +89,9 @@ def _launch_linear_source(
     if m == 0 or n == 0:
         return
     half = weight.element_size() == 2
-    tile = {"BLOCK_M": 128 if m > 64 and half else 64, "BLOCK_N": 128 if half else 64, "BLOCK_K": 64 if half else 32}
+    tile = {"BLOCK_M": 128 if m > 64 and half else 64, "BLOCK_N": 128 if half else 64, "BLOCK_K": 32}
     meta = {**tile, "APART": not half and not tuning.tf32(), **tuning.dot_precision(weight, k)}
-    strides = (*x.stride(), *weight.stride(), *(0 if t is None else t.stride(0) for t in (bias, threshold)))
+    strides = (*x.stride(), *weight.stride())
     key = (m, n, k, limit, x.dtype, counts.dtype, strides, bias is None or bias.dtype)
     key += (threshold is None or threshold.dtype, meta["PRECISION"], meta["APART"])
     tiles = 0 if arrived is None else arrived.shape[0]
@@ -112,7 +116,8 @@ def matmul_linear(
     out_dtype: torch.dtype | None,
 ) -> Tensor:
     """Operator `matmul_linear`: an ELL times weight, with overflowed rows from a linear source."""
-    values, bias, weight = values.contiguous(), None if bias is None else bias.contiguous(), rows_contiguous(weight)
+    values, weight = values.contiguous(), rows_contiguous(weight)
+    bias, source_bias, threshold = _contiguous(bias), _contiguous(source_bias), _contiguous(threshold)
     (m, capacity), n = values.shape, weight.shape[0]
     out = weight.new_empty((m, weight.shape[1]), dtype=out_dtype)
     _launch_matmul(values, indices, counts, None, weight, bias, out)
@@ -136,15 +141,11 @@ EXAMPLES = {
             "x_ptr": "*bf16", "w_ptr": "*bf16", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "counts_ptr": "*i32",
             "out_ptr": "*bf16", "arrived_ptr": "*i32",
             **dict.fromkeys(
-                (
-                    "limit", "tiles", "stride_xm", "stride_xk", "stride_wn", "stride_wk", "stride_b", "stride_t", "M",
-                    "N", "K",
-                ),
-                "i32",
+                ("limit", "tiles", "stride_xm", "stride_xk", "stride_wn", "stride_wk", "M", "N", "K"), "i32"
             ),
         },
         "constexprs": {
-            "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "APART": False, "PRECISION": "ieee", "UPCAST": False,
+            "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "APART": False, "PRECISION": "ieee", "UPCAST": False,
         },
         "num_warps": 8,
         "num_stages": 3,

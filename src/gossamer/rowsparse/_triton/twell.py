@@ -25,7 +25,7 @@ from gossamer.rowsparse.formats import tile_index_dtype
 
 @triton.jit
 def _pack_twell_kernel(
-    x_ptr, threshold_ptr, values_ptr, indices_ptr, counts_ptr, stride_xm, stride_t, N, tiles, tile, slots,
+    x_ptr, threshold_ptr, values_ptr, indices_ptr, counts_ptr, stride_xm, N, tiles, tile, slots,
     BLOCK: tl.constexpr, VEC: tl.constexpr, ABOVE: tl.constexpr,
 ):  # fmt: skip
     """Program (row, share of its tiles). ABOVE keeps what is not up to max(threshold, 0), otherwise what is not 0."""
@@ -42,8 +42,7 @@ def _pack_twell_kernel(
                 columns = start + tl.arange(0, BLOCK // VEC)[:, None] * VEC + tl.arange(0, VEC)[None, :]
                 bound = 0.0
                 if threshold_ptr is not None:
-                    at_bound = (begin + columns).to(tl.int64) * stride_t
-                    bound = tl.load(threshold_ptr + at_bound, mask=columns < width, other=0.0)
+                    bound = tl.load(threshold_ptr + begin + columns, mask=columns < width, other=0.0)
                     bound = bound.to(tl.float32)
                     bound = tl.where(bound < 0, 0.0, bound)
                 keep = ~(x.to(tl.float32) <= bound) & (columns < width)
@@ -127,9 +126,8 @@ def _launch_pack_twell(
     (m, tiles, slots), n = values.shape, x.shape[1]
     scan, warps = tuning.scan_tile(m, n, x.element_size())
     meta = {**fit_block(scan, tile), "ABOVE": above}
-    stride = 0 if threshold is None else threshold.stride(0)
-    key = (m, n, tile, slots, x.dtype, x.stride(0), threshold is None or threshold.dtype, stride, above)
-    args = (x, threshold, values, indices, counts, x.stride(0), stride, n, tiles, tile, slots)
+    key = (m, n, tile, slots, x.dtype, x.stride(0), threshold is None or threshold.dtype, above)
+    args = (x, threshold, values, indices, counts, x.stride(0), n, tiles, tile, slots)
     # Rows alone fill the GPU, or tiles of a row go to programs of their own.
     share = 1 if tuning.one_program_a_row(m, n) else min(tiles, 64)
     _pack_twell(key, (m, share, 1), args, meta, num_warps=warps)
@@ -157,7 +155,7 @@ EXAMPLES = {
     _pack_twell_kernel: {
         "signature": {
             "x_ptr": "*bf16", "threshold_ptr": "*fp32", "values_ptr": "*bf16", "indices_ptr": "*u8",
-            "counts_ptr": "*i16", "stride_xm": "i32", "stride_t": "i32", "N": "i32", "tiles": "i32", "tile": "i32",
+            "counts_ptr": "*i16", "stride_xm": "i32", "N": "i32", "tiles": "i32", "tile": "i32",
             "slots": "i32",
         },
         "constexprs": {"BLOCK": 256, "VEC": 8, "ABOVE": True},
