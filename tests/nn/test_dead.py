@@ -218,3 +218,11 @@ def test_what_the_host_knows_is_no_part_of_a_copy(device: torch.device, generato
     moved = model.to(torch.float64 if device.type == "cpu" else torch.float32)
     moved.steps_since_fired = moved.steps_since_fired.clone()
     assert not moved._silence_known.below(moved.steps_since_fired, 1 << 40)
+
+
+def test_without_numbers() -> None:
+    """A tensor that has none, as where shapes alone are wanted, is not asked for any."""
+    model = nn.TopKSAE(8, 40, 2, device="meta")
+    for _ in range(2):
+        assert model.loss(torch.empty(5, 8, device="meta")).loss.shape == ()
+    assert not model._silence_known.below(model.steps_since_fired, 1 << 40)

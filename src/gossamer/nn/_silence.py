@@ -37,8 +37,10 @@ class Silence:
             return
         self._bound = self._bound + 1 if follows and self._bound is not None else None
         self._copy = self._copy if follows else None
-        self._counts = None if blind or steps.is_inference() else (weakref.ref(steps), steps._version)
-        if self._counts is None:
+        # A fake or a meta tensor has no numbers to ask for.
+        unknown = blind or type(steps) is not Tensor or steps.is_meta or steps.is_inference()
+        self._counts = None if unknown else (weakref.ref(steps), steps._version)
+        if unknown:
             return
         if steps.is_cuda:
             self._ask(steps)
