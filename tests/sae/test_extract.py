@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gossamer import nn
+from gossamer._core import files
 from gossamer.rowsparse import ELL
 from gossamer.sae import Extraction, extract
 from gossamer.sae._extract import folder as disk
@@ -149,7 +150,8 @@ def test_interrupted_anywhere(device: torch.device, tmp_path: Path, monkeypatch:
     """Stopped at every write in turn, half way through it and at its end: the same bytes as without."""
     sae, x = model(device), activations(200)
     extract(x, sae, tmp_path / "expected", **SIZES)
-    original = {name: getattr(disk, name) for name in ("save_file", "_settle")}
+    places = {"save_file": disk, "_settle": files}
+    original = {name: getattr(module, name) for name, module in places.items()}
     rng = random.Random(0)
     for attempt in range(30):
         left = [rng.randrange(1, 12)]
@@ -160,14 +162,17 @@ def test_interrupted_anywhere(device: torch.device, tmp_path: Path, monkeypatch:
                 if rng.random() < 0.5:
                     original[name](*args)
                 else:
-                    args[0 if name == "_settle" else 1].write_bytes(b"half")
+                    path = args[0 if name == "_settle" else 1]
+                    path.write_bytes(b"half")
+                    # As safetensors begins a file.
+                    path.with_name(".tmp123456").write_bytes(b"half")
                 raise Killed
             original[name](*args)
 
         for name in original:
-            monkeypatch.setattr(disk, name, lambda *args, name=name: stop(name, *args))
+            monkeypatch.setattr(places[name], name, lambda *args, name=name: stop(name, *args))
         # A kill runs no cleanup.
-        monkeypatch.setattr(Path, "unlink", lambda *args, **kwargs: None)
+        monkeypatch.setattr(files, "remove", lambda path: None)
         out = tmp_path / str(attempt % 3)
         try:
             extract(x, sae, out, **SIZES)
@@ -207,6 +212,27 @@ def test_killed_for_good(kills: int, tmp_path: Path) -> None:
         subprocess.run([*command[:-1], str(tmp_path / name)], check=True, capture_output=True)
     assert contents(tmp_path / "killed") == contents(tmp_path / "expected")
     assert Extraction(tmp_path / "killed").rows == 4000
+
+
+@pytest.mark.parametrize("left", ["", '{"version": 1'])
+def test_killed_as_it_begins(left: str, device: torch.device, tmp_path: Path) -> None:
+    """What the first manifest leaves where it was not moved to its place any more is no other run's."""
+    sae, x = model(device), activations(100)
+    partial = tmp_path / "out" / "manifest.json.partial"
+    partial.mkdir(parents=True)
+    (partial / "manifest.json").write_text(left)
+    for name in ("out", "expected"):
+        extract(x, sae, tmp_path / name, **SIZES)
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
+def test_who_may_read_it(device: torch.device, tmp_path: Path) -> None:
+    """Who may read the user's other files."""
+    extract(activations(100), model(device), tmp_path / "out", **SIZES)
+    nn.save(model(device), tmp_path / "model")
+    (tmp_path / "plain").touch()
+    written = [*(tmp_path / "out").iterdir(), *(tmp_path / "model").iterdir()]
+    assert {file.stat().st_mode for file in written} == {(tmp_path / "plain").stat().st_mode}
 
 
 def test_two_runs_at_once(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

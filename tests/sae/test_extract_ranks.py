@@ -94,8 +94,8 @@ def start(code: str, out: Path, ranks: int = 2) -> list[subprocess.Popen[str]]:
 
 def finish(processes: list[subprocess.Popen[str]], codes: tuple[int, ...] = (0, 0, 0)) -> list[str]:
     found = [process.communicate(timeout=120) for process in processes]
-    for process, (_, errors), code in zip(processes, found, codes):
-        assert process.returncode == code, errors
+    for process, code in zip(processes, codes):
+        assert process.returncode == code, "\n".join(f"rank {rank}: {text}" for rank, (_, text) in enumerate(found))
     return [output for output, _ in found]
 
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gossamer._core import checks
+from gossamer._core import checks, files
 from gossamer.nn.distributed import Sharded
 from gossamer.nn.sae import _SAE, BatchTopKSAE, JumpReLUSAE, TopKSAE
 from gossamer.nn.transcoder import Transcoder
@@ -287,10 +287,4 @@ def _write(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | No
 
 
 def _replace(file: Path, write: Callable[[Path], Any]) -> None:
-    """Writes beside the file and moves it there, so that a killed run leaves the old file or the new one."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        write(partial)
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
+    files.write_whole(file, file.with_name(f".{file.name}.{os.getpid()}"), write)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from gossamer._core import files
 
 MANIFEST, VOCABULARY = "manifest.json", "vocabulary.json"
 _VERSION = 1
@@ -21,6 +22,8 @@ def begin(operator: str, folder: Path, settings: dict[str, Any]) -> dict[str, An
     """The manifest to go on with; what an interrupted run left unfinished beside it is removed."""
     manifest = read_manifest(folder)
     if manifest is None:
+        # A run that was killed as it began leaves a manifest that is not in its place yet, and nothing else.
+        files.remove(_partial(folder / MANIFEST))
         strangers = sorted(file.name for file in folder.iterdir() if _OURS.fullmatch(file.name))
         if strangers:
             raise ValueError(
@@ -40,8 +43,8 @@ def begin(operator: str, folder: Path, settings: dict[str, Any]) -> dict[str, An
             )
     known = {shard["file"] for shard in manifest["shards"]} | {manifest["statistics"], VOCABULARY}
     for file in folder.iterdir():
-        if _OURS.fullmatch(file.name) and file.name not in known and file.is_file():
-            file.unlink()
+        if _OURS.fullmatch(file.name) and file.name not in known and (file.is_file() or file.suffix == ".partial"):
+            files.remove(file)
     return manifest
 
 
@@ -73,12 +76,8 @@ def load(operator: str, file: Path) -> dict[str, Tensor]:
 
 
 def write(file: Path, tensors: dict[str, Tensor]) -> None:
-    partial = file.with_name(file.name + ".partial")
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
-        _settle(partial, file)
-    finally:
-        partial.unlink(missing_ok=True)
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    files.write_whole(file, _partial(file), lambda path: save_file(whole, path))
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
@@ -86,19 +85,9 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def write_json(file: Path, content: dict[Any, Any]) -> None:
-    partial = file.with_name(file.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    _settle(partial, file)
+    files.write_whole(file, _partial(file), lambda path: path.write_text(json.dumps(content, indent=1) + "\n"))
 
 
-def _settle(partial: Path, file: Path) -> None:
-    """Moves a file to its place once the disk has it: even a power cut leaves the old one or the new one."""
-    with partial.open("rb+") as handle:
-        os.fsync(handle.fileno())
-    partial.replace(file)
-    if os.name == "posix":
-        folder = os.open(file.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+def _partial(file: Path) -> Path:
+    """Where a file is written."""
+    return file.with_name(file.name + ".partial")

@@ -30,9 +30,11 @@ class Ranks:
             # A group of its own, so that a thread can speak in it while others use theirs, and of gloo, which needs no
             # GPU: only descriptions and statistics go through it.
             try:
-                # Whether all of them come shows within the usual time; from then on they may wait for longer.
-                dist.destroy_process_group(dist.new_group(backend="gloo"))
+                # Whether all of them come shows within the usual time; from then on they may wait for longer. Who has
+                # the second group knows that all have the first, and does not close it while another one connects.
+                first = dist.new_group(backend="gloo")
                 self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+                dist.destroy_process_group(first)
             except RuntimeError as error:
                 raise RuntimeError(
                     f"{operator}: torch.distributed has {self.size} ranks, and not all of them have come here. Call it "
