@@ -16,7 +16,6 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from torch.nn import functional as F
 from gossamer import gemm
 from gossamer.cli.bench import report
 from gossamer.cli.bench.command import command_line, slug
-from gossamer.cli.environment import commit, describe, resolve_device, versions
+from gossamer.cli.environment import describe, provenance, resolve_device
 from gossamer.cli.folder import make_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,11 +99,7 @@ def main(arguments: Sequence[str]) -> None:
     options, device = parse(arguments)
     hardware, console = describe(device), report.make_console()
     content: dict[str, Any] = {
-        "command": command_line("python benchmarks/gemm/accuracy_linear_glu.py", [*arguments]),
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(ROOT),
-        "versions": versions(),
-        "device": hardware,
+        **provenance(command_line("python benchmarks/gemm/accuracy_linear_glu.py", [*arguments]), ROOT, device),
         "settings": {
             "rows": options.rows,
             "draws": options.draws,

@@ -22,7 +22,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from benchmarks.gemm.bench_linear_glu import _linear_glu
 from gossamer.cli.bench import report
 from gossamer.cli.bench.command import command_line, slug
 from gossamer.cli.bench.runner import CaseResult, Settings, run_case
-from gossamer.cli.environment import commit, describe, resolve_device, versions
+from gossamer.cli.environment import describe, provenance, resolve_device
 from gossamer.cli.folder import make_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -175,11 +174,7 @@ def main(arguments: Sequence[str]) -> None:
     stem = f"gemm-memory-{slug(hardware['name'])}{'-quick' if options.quick else ''}"
     path = options.out / f"{stem}.json"
     content: dict[str, Any] = {
-        "command": command_line("python benchmarks/gemm/memory_linear_glu.py", [*arguments]),
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(ROOT),
-        "versions": versions(),
-        "device": hardware,
+        **provenance(command_line("python benchmarks/gemm/memory_linear_glu.py", [*arguments]), ROOT, device),
         "settings": {"seed": options.seed, "quick": options.quick, "chunk": CHUNK, "bytes": source},
         "calls": [],
     }

@@ -23,6 +23,8 @@ from torch import Tensor
 
 from gossamer import gemm
 from gossamer._core import tuning
+from gossamer.cli.bench.command import command_line
+from gossamer.cli.environment import provenance
 from gossamer.gemm._gluon import linear_glu as kernel
 
 SMALL = [(m, 4096, 14336) for m in (1, 16, 64, 128, 256, 512, 1024, 2048)] + [(128, 2048, 5632), (512, 2048, 5632)]
@@ -30,17 +32,20 @@ SUSTAINED = [(4096, 4096, 14336), (16384, 4096, 14336), (65536, 4096, 14336), (1
 
 
 @contextmanager
-def variant(stages: int, group: int, shared: bool) -> Iterator[None]:
-    """The kernel with so many stages and rows of tiles at a time, and with or without tiles that are shared along K."""
+def variant(stages: int, group: int, schedule: str) -> Iterator[None]:
+    """The kernel with so many stages and rows of tiles at a time, and tiles computed alone, shared along K as they are,
+    or shared with one program at a step of K at a time."""
     before = kernel.GROUP_M, tuning.glu_stages, tuning.glu_schedule
     kernel.GROUP_M = group
     tuning.glu_stages = lambda m: (64, 5) if m <= 64 else (128, stages)
-    if not shared:
+    if schedule == "alone":
         tuning.glu_schedule = lambda rows, columns, steps, device: (
             min(tuning.programs(device), rows * columns),
             rows * columns,
             1,
         )
+    elif schedule == "shared, 1 abreast":
+        tuning.glu_schedule = lambda *tiles: (*before[2](*tiles)[:2], 1)
     try:
         yield
     finally:
@@ -58,9 +63,9 @@ def candidates(m: int, k: int, n: int) -> dict[str, Callable[[], Any]]:
             return gemm.linear_glu(x, gate, up)
 
     found: dict[str, Callable[[], Any]] = {"as it is": lambda: gemm.linear_glu(x, gate, up)}
-    for stages, group, shared in itertools.product((3, 4), (8, 16) if m > 1024 else (16,), (False, True)):
-        name = f"{stages} stages, {group} rows{', shared' if shared else ''}"
-        found[name] = lambda options=(stages, group, shared): ours(*options)
+    schedules = ("alone", "shared", "shared, 1 abreast")
+    for stages, group, schedule in itertools.product((3, 4), (8, 16) if m > 1024 else (16,), schedules):
+        found[f"{stages} stages, {group} rows, {schedule}"] = lambda o=(stages, group, schedule): ours(*o)
     found["GEMM alone"] = lambda: x @ both.t()
     try:
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
@@ -126,9 +131,11 @@ def main() -> None:
                 results[f"{part} {shape}"] = found
                 print(f"\n{part} {shape}")
                 for name, ms in sorted(found.items(), key=lambda item: item[1]):
-                    print(f"  {name:28s} {1000 * ms:9.1f} us  GEMM alone / {found['GEMM alone'] / ms:.3f}", flush=True)
+                    print(f"  {name:38s} {1000 * ms:9.1f} us  GEMM alone / {found['GEMM alone'] / ms:.3f}", flush=True)
     if folder := os.environ.get("OUT"):
-        Path(folder, "tune-linear-glu.json").write_text(json.dumps(results, indent=1))
+        command = command_line("python benchmarks/gemm/tune_linear_glu.py", sys.argv[1:])
+        record = provenance(command, Path(__file__).parent, torch.device("cuda", 0)) | {"milliseconds": results}
+        Path(folder, "tune-linear-glu.json").write_text(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":

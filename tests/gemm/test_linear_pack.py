@@ -89,10 +89,31 @@ def test_products(
         activation = "jumprelu" if bound else "relu"
         rows, nnz = gemm.linear_pack(x, weight, bias, activation=activation, threshold=threshold, **options)
         usual, wanted = activated(x, weight, bias, threshold), activated(*doubled(x, weight, bias, threshold))
-        assert_close(rows.to_dense(), reference64=wanted, plain=usual)
+        # A GPU's library sums in several chains; a row that is computed again, in float32 in one.
+        factor = 4.0 if device.type == "cuda" else 2.0
+        assert_close(rows.to_dense(), reference64=wanted, plain=usual, factor=factor)
         product = rowsparse.matmul(rows, right)
-        assert_close(product, reference64=wanted @ right.double(), plain=usual @ right, factor=3.0)
-    assert ((nnz - (wanted != 0).sum(1)).abs() <= (0 if bound else n // 50 + 1)).all()
+        assert_close(product, reference64=wanted @ right.double(), plain=usual @ right, factor=max(factor, 3.0))
+    # There a product in bfloat16 may be summed in parts that are rounded, further than a threshold is from an entry.
+    exact = bound and (device.type == "cpu" or dtype is not torch.bfloat16)
+    assert ((nnz - (wanted != 0).sum(1)).abs() <= (0 if exact else n // 50 + 1)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_tiles(transposed: bool, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """More than programs, so that buffers and barriers come round; the last ones are not full. Integers again."""
+    m, k, n = 1000, 200, 5000
+    draw = lambda *size: torch.randint(-2, 3, size, device="cuda", generator=generator).to(dtype)  # noqa: E731
+    x, weight = draw(m, k), draw(k, n).t() if transposed else draw(n, k)
+    bias, threshold = draw(n), torch.randint(0, 60, (n,), device="cuda", generator=generator).float()
+    wanted = activated(*doubled(x, weight, bias, threshold))
+    for format in ("twell", "ell"):
+        rows, nnz = gemm.linear_pack(x, weight, bias, activation="jumprelu", threshold=threshold, format=format)
+        assert torch.equal(nnz.long(), (wanted != 0).sum(1))
+        assert rows.overflowed.any()
+        assert_exact(rows.to_dense(), wanted)
 
 
 @EACH

@@ -67,7 +67,8 @@ def agree(patched: SAE[Any], plain: SAE[Any], x: Tensor) -> None:
     exact = copy.deepcopy(plain).to("cpu", torch.float64)
     out = patched(x)
     assert out.dtype is x.dtype
-    assert_close(out, reference64=exact(x.cpu().double()).to(x.device), plain=plain(x))
+    # A row is gathered in one chain of sums, where a dense product has several.
+    assert_close(out, reference64=exact(x.cpu().double()).to(x.device), plain=plain(x), factor=3.0)
     latents = patched.encode(x)
     assert torch.equal(latents, plain.encode(x))
     decoded = exact.decode(latents.cpu().double()) if not _scaled(plain) else None

@@ -13,29 +13,10 @@ from gossamer.rowsparse import ELL
 from gossamer.sae import count_fired, decode, encode, encode_with_l0
 from gossamer.testing import assert_close, assert_exact, dense64
 from tests import strategies
+from tests.sae.dense import selected, whole
 
 NAN, INF = math.nan, math.inf
 ACTIVATIONS = ("relu", "jumprelu", "topk", "batchtopk")
-
-
-def selected(z: Tensor, activation: str, k: int | None = None, threshold: Tensor | None = None) -> Tensor:
-    """Which pre-activations [..., N] an activation keeps: bool [..., N]."""
-    positive = ~(z <= 0)
-    if threshold is not None:
-        return positive & ~(z <= threshold.double())
-    if k is None:
-        return positive
-    groups = z.reshape(1 if activation == "batchtopk" else -1, -1 if activation == "batchtopk" else z.shape[-1])
-    count = k * (math.prod(z.shape[:-1]) if activation == "batchtopk" else 1)
-    # A stable sort leaves ties in the order of their index; NaN counts as largest.
-    order = groups.sort(dim=1, descending=True, stable=True).indices[:, :count]
-    return positive & torch.zeros_like(groups, dtype=torch.bool).scatter_(1, order, True).view_as(z)
-
-
-def whole(shape: tuple[int, ...], limit: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    """Small whole numbers: no dtype rounds their products and sums, and many of them tie."""
-    drawn = torch.randint(-limit, limit + 1, shape, device=generator.device, generator=generator)
-    return drawn.to(dtype)
 
 
 def check(rows: ELL, acts: Tensor, capacity: int) -> None:

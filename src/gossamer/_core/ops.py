@@ -99,6 +99,11 @@ def shortcut(operator: Any, device: torch.device) -> Callable[..., Any]:
     return operator if watched else _implementations[operator].get(device.type, operator)
 
 
+def needs_gradient(*operands: Any) -> bool:
+    """Whether what is made of these is to be differentiable; None needs none."""
+    return torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in operands)
+
+
 def directly(operator: Any, *tensors: torch.Tensor | None) -> Callable[..., Any]:
     """`shortcut` where gradients are off, as in most backward passes; the operator itself where they are on."""
     if torch.is_grad_enabled() or any(t is not None and type(t) not in _PLAIN for t in tensors):

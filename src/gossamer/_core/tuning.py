@@ -125,6 +125,22 @@ def pack_rows(m: int, n: int, element_size: int) -> int:
     return max(1, min(m, max(1024, (24 << 20) // (n * element_size) // 128 * 128)))
 
 
+def encode_packs(m: int, weight: Tensor) -> bool:
+    """Whether an encoder without gradients packs tile by tile: where the pre-activations, m by the columns of weight,
+    are what memory is full of, and the product takes longer than the launches that follow."""
+    # The device comes first: on others a dynamic m is none of a compiled graph's business.
+    return hopper(weight.device) and weight.element_size() == 2 and m >= 512 and m * weight.shape[1] >= 1 << 25
+
+
+def linear_source_tile(m: int, weight: Tensor) -> tuple[dict[str, int], int]:
+    """(tile, warps) of the product that computes overflowed rows again."""
+    if weight.element_size() != 2:
+        return {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}, 4
+    if m <= 64:
+        return {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 32}, 4
+    return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64 if hopper(weight.device) else 32}, 8
+
+
 def glu_tile(m: int) -> tuple[dict[str, Any], int, int]:
     """(tile, warps, stages) of the gated product through pointers; two accumulators of BLOCK_M x BLOCK_N."""
     block_m = 16 if m <= 16 else 64 if m <= 64 else 128

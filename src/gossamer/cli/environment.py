@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,17 @@ def describe(device: torch.device) -> dict[str, Any]:
         "multiprocessors": properties.multi_processor_count,
         "runtime": f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}",
         "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+    }
+
+
+def provenance(command: str, root: Path, device: torch.device) -> dict[str, Any]:
+    """What stands on top of a file of results: command, time of its start, commit at `root`, versions and hardware."""
+    return {
+        "command": command,
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(root),
+        "versions": versions(),
+        "device": describe(device),
     }
 
 

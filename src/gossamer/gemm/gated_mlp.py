@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer._core.ops import directly
+from gossamer._core.ops import directly, needs_gradient
 from gossamer.gemm._torch.linear_glu import linear
 from gossamer.gemm.linear_glu import (
     _linear_glu,
     check_dtypes,
     check_operands,
-    glu_bwd_hidden,
+    glu_bwd_,
     linear_glu,
+    products_bwd,
     refuse_second,
 )
 
@@ -34,13 +35,13 @@ def gated_mlp(
     """`linear_glu` and the product that brings its result back to the size of x.
 
     A backward pass keeps gate and up, and makes what they gated again, while a chain of `linear_glu` and `F.linear`
-    keeps all three. What it keeps it lets go as soon as it is read, unless the graph is retained.
+    keeps all three. Their gradients take their places, unless the graph is retained or hooks see what is saved.
 
     Args:
         x, gate_weight, up_weight, activation, gate_bias, up_bias: as in `linear_glu`.
         down_weight: `[D, N]` as in `nn.Linear`; the dtype and device of x.
         down_bias: `[D]`, or None.
-        recompute: True keeps what they gated alone, and computes gate and up again.
+        recompute: True keeps nothing but x and the weights, and computes gate and up again.
 
     Returns:
         `[..., D]`, differentiable in x, weights and biases.
@@ -72,20 +73,13 @@ def gated_mlp(
         )
     check_dtypes(operator, x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
     operands = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
-    grads = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
-    if recompute or not grads:
-        hidden = linear_glu(
-            x,
-            gate_weight,
-            up_weight,
-            activation=activation,
-            gate_bias=gate_bias,
-            up_bias=up_bias,
-            recompute=recompute,
-        )
+    if not needs_gradient(*operands):
+        hidden = linear_glu(x, gate_weight, up_weight, activation=activation, gate_bias=gate_bias, up_bias=up_bias)
         return linear(hidden, down_weight, down_bias)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    out = _GatedMLP.apply(flat, *operands[1:], activation)
+    out = _GatedMLP.apply(
+        flat, gate_weight, up_weight, gate_bias, up_bias, down_weight, down_bias, activation, recompute
+    )
     return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
 
 
@@ -98,51 +92,61 @@ class _GatedMLP(torch.autograd.Function):
         x: Tensor,
         gate_weight: Tensor,
         up_weight: Tensor | None,
-        down_weight: Tensor,
         gate_bias: Tensor | None,
         up_bias: Tensor | None,
+        down_weight: Tensor,
         down_bias: Tensor | None,
         activation: str,
+        recompute: bool,
     ) -> Tensor:
-        call = directly(_linear_glu, x, gate_weight, up_weight, gate_bias, up_bias)
-        hidden, gates = call(x, gate_weight, up_weight, gate_bias, up_bias, activation, True)
-        ctx.save_for_backward(x, gate_weight, up_weight, down_weight, gates)
+        operands = (x, gate_weight, up_weight, gate_bias, up_bias)
+        hidden, *kept = directly(_linear_glu, *operands)(*operands, activation, not recompute)
+        ctx.save_for_backward(x, gate_weight, up_weight, down_weight, *((gate_bias, up_bias) if recompute else kept))
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (gate_bias, up_bias, down_bias)]
-        ctx.activation = activation
+        ctx.activation, ctx.recompute = activation, recompute
+        ctx.hooked = not torch.compiler.is_compiling() and _hooks() is not None
         with torch.autocast(x.device.type, enabled=False):
             return linear(hidden, down_weight, down_bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second("gemm.gated_mlp")
-        x, gate_weight, up_weight, down_weight, gates = ctx.saved_tensors
-        if not torch.compiler.is_compiling() and hasattr(ctx, "maybe_clear_saved_tensors"):
-            # Nothing that is kept outlives its last use, unless the graph is retained.
-            ctx.maybe_clear_saved_tensors()
-        need_x, need_gate, need_up, need_down, *need_biases = ctx.needs_input_grad[:7]
-        wide = torch.promote_types(grad.dtype, torch.float32)
-
-        def bias(of: Tensor, index: int) -> Tensor | None:
-            return of.sum(0, dtype=wide).to(ctx.bias_dtypes[index]) if need_biases[index] else None
-
+        x, gate_weight, up_weight, down_weight, first, second = ctx.saved_tensors
+        need_down, need_down_bias = ctx.needs_input_grad[5:7]
+        grad_down = grad_bias = None
         with torch.autocast(grad.device.type, enabled=False):
-            grad_up = grad @ down_weight
-            grad_gate, hidden = directly(glu_bwd_hidden, grad_up, gates)(grad_up, gates, ctx.activation)
-            del gates
-            grad_down = grad.t() @ hidden if need_down else None
-            del hidden
-            grad_biases = (bias(grad_gate, 0), bias(grad_up, 1), bias(grad, 2))
-            n = grad_up.shape[1]
-            w_gate, w_up = (gate_weight[:n], gate_weight[n:]) if up_weight is None else (gate_weight, up_weight)
-            grad_x = grad_gate @ w_gate if need_x else None
-            both = gate_weight.new_empty(gate_weight.shape) if need_gate and up_weight is None else None
-            if both is not None:
-                torch.mm(grad_gate.t(), x, out=both[:n])
-            grad_w_gate = both if both is not None else grad_gate.t() @ x if need_gate else None
-            del grad_gate
-            # The sum is made in the second product's accumulators.
-            grad_x = torch.addmm(grad_x, grad_up, w_up) if grad_x is not None else None
-            if both is not None:
-                torch.mm(grad_up.t(), x, out=both[n:])
-            grad_w_up = grad_up.t() @ x if need_up and up_weight is not None else None
-        return grad_x, grad_w_gate, grad_w_up, grad_down, *grad_biases, None
+            if ctx.recompute:
+                operands = (x, gate_weight, up_weight, first, second)
+                hidden, gate, up = directly(_linear_glu, *operands)(*operands, ctx.activation, True)
+                grad_down = grad.t() @ hidden if need_down else None
+                del hidden
+                flow = grad @ down_weight
+            elif ctx.hooked or _retained():
+                gate, up = (kept.clone(memory_format=torch.contiguous_format) for kept in (first, second))
+                flow = grad @ down_weight
+            else:
+                gate, up = first, second
+                flow = grad @ down_weight
+                # Nothing that is kept outlives its last use.
+                ctx.maybe_clear_saved_tensors()
+            del first, second
+            directly(glu_bwd_, flow, gate, up)(flow, gate, up, ctx.activation)
+            if need_down and not ctx.recompute:
+                grad_down = grad.t() @ flow
+            del flow
+            grads = [gate, up]
+            del gate, up
+            found = products_bwd(ctx, grads, x, gate_weight, up_weight)
+        if need_down_bias:
+            grad_bias = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(ctx.bias_dtypes[2])
+        return *found, grad_down, grad_bias, None, None
+
+
+def _hooks() -> Any:
+    """What sees tensors that are saved now, and may have them still when they are overwritten."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _retained() -> bool:
+    """Whether the backward pass that is at work leaves the graph for another one; a compiled one may."""
+    return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()

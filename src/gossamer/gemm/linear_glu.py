@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer._core.ops import directly, register
+from gossamer._core.ops import directly, needs_gradient, register
 from gossamer.gemm._torch import linear_glu as _cpu
 from gossamer.gemm._torch.linear_glu import GATES as GATES
 
@@ -69,7 +69,7 @@ def linear_glu(
                 _seen.clear()
             _seen[seen, activation] = name
     operands = (x, gate_weight, up_weight, gate_bias, up_bias)
-    keep = not recompute and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
+    keep = not recompute and needs_gradient(*operands)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     call = _linear_glu if autocasts else directly(_linear_glu, flat, *operands[1:])
     out = call(flat, gate_weight, up_weight, gate_bias, up_bias, name, keep)[0]
@@ -145,47 +145,57 @@ def _fake(
     up_bias: Tensor | None,
     activation: str,
     keep: bool,
-) -> tuple[Tensor, Tensor]:
-    n = _columns(gate_weight, up_weight)
-    return x.new_empty(x.shape[0], n), x.new_empty(x.shape[0] if keep else 0, 2 * n)
+) -> tuple[Tensor, Tensor, Tensor]:
+    m, n = x.shape[0], _columns(gate_weight, up_weight)
+    return x.new_empty(m, n), x.new_empty(m if keep else 0, n), x.new_empty(m if keep else 0, n)
 
 
 def _context(ctx: Any, inputs: Any, output: Any) -> None:
     x, gate_weight, up_weight, gate_bias, up_bias, ctx.activation, ctx.keep = inputs
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    again = (None, None) if ctx.keep else (gate_bias, up_bias)
-    ctx.save_for_backward(x, gate_weight, up_weight, *again, output[1] if ctx.keep else None)
+    ctx.save_for_backward(x, gate_weight, up_weight, *(output[1:] if ctx.keep else (gate_bias, up_bias)))
     ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (gate_bias, up_bias)]
 
 
-def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 7
     refuse_second("gemm.linear_glu")
-    x, gate_weight, up_weight, gate_bias, up_bias, gates = ctx.saved_tensors
+    x, gate_weight, up_weight, *rest = ctx.saved_tensors
     if ctx.keep:
-        both = directly(_glu_bwd, grad, gates)(grad, gates, ctx.activation)
+        grads = list(directly(_glu_bwd, grad, *rest)(grad, *rest, ctx.activation))
     else:
         call = directly(_linear_glu_bwd, grad, x, gate_weight, up_weight)
-        both = call(grad, x, gate_weight, up_weight, gate_bias, up_bias, ctx.activation)
+        grads = list(call(grad, x, gate_weight, up_weight, *rest, ctx.activation))
+    return *products_bwd(ctx, grads, x, gate_weight, up_weight), None, None
+
+
+def products_bwd(
+    ctx: Any, grads: list[Tensor], x: Tensor, gate_weight: Tensor, up_weight: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, both weights and both biases from `grads`, those of gate and up, which this empties."""
     need_x, need_gate, need_up, *need_biases = ctx.needs_input_grad[:5]
-    halves = both.chunk(2, 1)
-    grad_x = grad_gate = grad_up = None
     if up_weight is None:
-        grad_x = both @ gate_weight if need_x else None
-        grad_gate = both.t() @ x if need_gate else None
+        n = gate_weight.shape[0] // 2
+        weights, need_up = (gate_weight[:n], gate_weight[n:]), need_gate
+        both = gate_weight.new_empty(gate_weight.shape) if need_gate else None
+        out: tuple[Tensor | None, ...] = (None, None) if both is None else (both[:n], both[n:])
     else:
-        # The sum is made in the second product's accumulators.
-        grad_x = torch.addmm(halves[0] @ gate_weight, halves[1], up_weight) if need_x else None
-        grad_gate = halves[0].t() @ x if need_gate else None
-        grad_up = halves[1].t() @ x if need_up else None
-    wide = torch.promote_types(both.dtype, torch.float32)
-    biases = (
-        half.sum(0, dtype=wide).to(dtype) if need else None
-        for half, need, dtype in zip(halves, need_biases, ctx.bias_dtypes)
-    )
-    return grad_x, grad_gate, grad_up, *biases, None, None
+        weights, both, out = (gate_weight, up_weight), None, (None, None)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    grad_x, found, biases = None, [], []
+    for weight, needed, place, dtype, need_bias in zip(
+        weights, (need_gate, need_up), out, ctx.bias_dtypes, need_biases
+    ):
+        # One after the other: what is used is let go. The sum over both is made in the second product's accumulators.
+        grad = grads.pop(0)
+        if need_x:
+            grad_x = grad @ weight if grad_x is None else torch.addmm(grad_x, grad, weight)
+        found.append(torch.mm(grad.t(), x, out=place) if needed else None)
+        biases.append(grad.sum(0, dtype=wide).to(dtype) if need_bias else None)
+        del grad
+    return grad_x, *((both, None) if up_weight is None else found), *biases
 
 
 def refuse_second(operator: str) -> None:
@@ -204,7 +214,7 @@ def _no_gradients(ctx: Any, *grads: Any) -> None:
 
 _OPERANDS = "Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor? gate_bias, Tensor? up_bias, str activation"
 _linear_glu = register(
-    f"linear_glu({_OPERANDS}, bool keep) -> (Tensor, Tensor)",
+    f"linear_glu({_OPERANDS}, bool keep) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu.linear_glu,
     gpu=f"{_GPU}:linear_glu",
     fake=_fake,
@@ -212,24 +222,24 @@ _linear_glu = register(
     backward=_backward,
 )
 _linear_glu_bwd = register(
-    f"linear_glu_bwd(Tensor grad, {_OPERANDS}) -> Tensor",
+    f"linear_glu_bwd(Tensor grad, {_OPERANDS}) -> (Tensor, Tensor)",
     cpu=_cpu.linear_glu_bwd,
     gpu=f"{_GPU}:linear_glu_bwd",
-    fake=lambda grad, x, gate, up, *_: x.new_empty(x.shape[0], 2 * _columns(gate, up)),
+    fake=lambda grad, x, *_: (x.new_empty(grad.shape), x.new_empty(grad.shape)),
     setup_context=_refuse,
     backward=_no_gradients,
 )
-glu_bwd_hidden = register(
-    "glu_bwd_hidden(Tensor(a!) grad, Tensor gates, str activation) -> (Tensor, Tensor)",
-    cpu=_cpu.glu_bwd_hidden,
-    gpu=f"{_GPU}:glu_bwd_hidden",
-    fake=lambda grad, gates, activation: (torch.empty_like(grad), torch.empty_like(grad)),
+glu_bwd_ = register(
+    "glu_bwd_(Tensor(a!) grad, Tensor(b!) gate, Tensor(c!) up, str activation) -> ()",
+    cpu=_cpu.glu_bwd_,
+    gpu=f"{_GPU}:glu_bwd_",
+    fake=lambda grad, gate, up, activation: None,
 )
 _glu_bwd = register(
-    "glu_bwd(Tensor grad, Tensor gates, str activation) -> Tensor",
+    "glu_bwd(Tensor grad, Tensor gate, Tensor up, str activation) -> (Tensor, Tensor)",
     cpu=_cpu.glu_bwd,
     gpu=f"{_GPU}:glu_bwd",
-    fake=lambda grad, gates, activation: torch.empty_like(gates),
+    fake=lambda grad, gate, up, activation: (torch.empty_like(gate), torch.empty_like(up)),
     setup_context=_refuse,
     backward=_no_gradients,
 )

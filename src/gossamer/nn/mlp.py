@@ -17,7 +17,7 @@ class GatedMLP(nn.Module):
         activation: of the gate, as in `gemm.linear_glu`.
         bias: whether the three layers have one.
         recompute: as in `gemm.gated_mlp`: whether a backward pass computes gate and up again instead of keeping them,
-            and so keeps half as much.
+            and so keeps nothing.
         dtype: of the parameters; None takes PyTorch's default.
         device: of the parameters.
 

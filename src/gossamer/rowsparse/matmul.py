@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer._core.ops import directly, register
+from gossamer._core.ops import directly, needs_gradient, register
 from gossamer.rowsparse._torch import matmul as _cpu
 from gossamer.rowsparse._torch.sampled_matmul import sampled_matmul as _cpu_sampled
 from gossamer.rowsparse.formats import LinearSource, Rows
@@ -58,8 +58,11 @@ def multiply(
     autocasts = autocast.enabled(weight.device)
     rows = gathered(rows)
     source = rows.source
-    differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (rows, weight, bias))
-    if isinstance(source, LinearSource) and source.dtype is rows.dtype and not autocasts and not differentiable:
+    if (
+        isinstance(source, LinearSource)
+        and source.dtype is rows.dtype
+        and not (autocasts or needs_gradient(rows, weight, bias))
+    ):
         check_dtypes(operator, argument, rows.values, name, weight)
         lists = (rows.values.contiguous(), rows.indices.contiguous(), rows.nnz_per_row.contiguous())
         given = (source.x, source.weight, source.bias, source.threshold)

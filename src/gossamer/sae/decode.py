@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks, tuning
-from gossamer._core.ops import directly, register, shortcut
+from gossamer._core.ops import directly, needs_gradient, register, shortcut
 from gossamer.rowsparse import pack
 from gossamer.rowsparse.formats import Rows, _RowSparse
 from gossamer.rowsparse.matmul import _matmul, _sampled, check_dtypes, check_weight, gradients, multiply
@@ -117,7 +117,7 @@ def decode(
             checks.no_sync(operator, "validate=True", 'Use method="auto", which is exact without a sync.')
             out, _, _, nnz = _sae_decode_lists(flat, W_dec, b_dec, slots, True, out_dtype)
             _check_counts(operator, nnz, capacity)
-        elif torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (acts, W_dec, b_dec)):
+        elif needs_gradient(acts, W_dec, b_dec):
             out = _sae_decode_lists(flat, W_dec, b_dec, slots, truncate, out_dtype)[0]
         else:
             out = _sae_decode(flat, W_dec, b_dec, slots, truncate, out_dtype)

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer._core import autocast, checks
-from gossamer._core.ops import directly, register
+from gossamer._core import autocast, checks, tuning
+from gossamer._core.ops import directly, needs_gradient, register
+from gossamer.gemm import linear_pack
 from gossamer.rowsparse import ELL
 from gossamer.rowsparse.dense_transpose import dense_transpose
 from gossamer.rowsparse.formats import made, threshold_dtype
@@ -18,8 +19,10 @@ from gossamer.sae._torch import encode as _cpu
 
 _ACTIVATIONS = ("relu", "jumprelu", "topk", "batchtopk")
 _GPU = "gossamer.sae._triton.encode"
-_Known = tuple[str, int, int, bool]
-"""What a call comes to: activation, k or 0, capacity, and whether a row may overflow it."""
+_SLOTS = 16
+"""Entries that a row may have in a tile of 256 columns where it is packed tile by tile."""
+_Known = tuple[str, int, int, bool, bool]
+"""What a call comes to: activation, k or 0, capacity, whether a row may overflow it, whether to pack tile by tile."""
 _seen: dict[tuple[Any, ...], _Known] = {}
 
 
@@ -56,7 +59,8 @@ def encode(
             gradients are enabled, entries with threshold - bandwidth / 2 < z <= threshold are stored as well, with
             value 0. None: the threshold is a constant.
         capacity: slots per row. None takes k for `"topk"` and what `rowsparse.pack` takes otherwise. A row with more
-            entries stays exact: the container keeps its dense activation.
+            entries stays exact: the container keeps its dense activation, or what it is computed from: W_enc, b_enc
+            and threshold, which must then not change before the rows are read.
         scale: `[d_sae]`, above 0, or None: `"topk"` and `"batchtopk"` then keep what is largest of z * scale, for
             instance with the norms of decoder rows that are not 1. What is stored is z all the same, and scale has no
             gradient.
@@ -117,7 +121,8 @@ def encode_with_l0(
     [2.0]
     """
     options = (activation, threshold, k, b_dec, bandwidth, capacity, scale, ste_to_input)
-    return _encode("sae.encode_with_l0", x, W_enc, b_enc, *options)
+    rows, l0 = _encode("sae.encode_with_l0", x, W_enc, b_enc, *options)
+    return rows, l0.to(threshold_dtype(rows.dtype))
 
 
 def _encode(
@@ -151,12 +156,16 @@ def _encode(
         if not autocasts or torch.float64 in (x.dtype, W_enc.dtype):
             check_dtypes(operator, "x", x, "W_enc", W_enc)
         options = (activation, threshold, k, bandwidth, capacity, scale, ste_to_input)
-        known = _check_options(operator, *options, W_enc.shape[1])
+        found = _check_options(operator, *options, W_enc.shape[1])
+        # With more slots than that the tiles' own would be what overflows.
+        fits = found[0] in ("relu", "jumprelu") and _SLOTS * found[2] <= W_enc.shape[1]
+        packs = fits and tuning.encode_packs(math.prod(x.shape[:-1]), W_enc)
+        known = (*found, packs)
         if seen is not None:
             if len(_seen) >= 1024:
                 _seen.clear()
             _seen[seen] = known
-    activation, k, capacity, keep_source = known
+    activation, k, capacity, keep_source, packs = known
     n, leading = W_enc.shape[1], x.shape[:-1]
     if threshold is not None and (threshold.dim() == 0 or threshold.dtype is not threshold_dtype(W_enc.dtype)):
         threshold = threshold.to(threshold_dtype(W_enc.dtype)).expand(n)
@@ -167,6 +176,22 @@ def _encode(
         scale = scale.detach()
     window = bandwidth if bandwidth is not None and torch.is_grad_enabled() else 0.0
     flat = x if x.dim() == 2 else x.reshape(math.prod(leading), x.shape[-1])
+    if packs and not window and not needs_gradient(x, W_enc, b_enc, b_dec, threshold):
+        # Without gradients nobody needs the pre-activations, and they are never written. x is copied: the caller may
+        # change it before the rows that overflowed are read.
+        inner = flat.to(W_enc.dtype, copy=True) if b_dec is None else (flat - b_dec).to(W_enc.dtype)
+        packed, l0 = linear_pack(
+            inner.view(x.shape),
+            W_enc.t(),
+            b_enc,
+            activation=activation,
+            threshold=threshold,
+            format="ell",
+            capacity=capacity,
+            slots=_SLOTS,
+        )
+        assert isinstance(packed, ELL)
+        return packed, l0
     call = _sae_encode if autocasts else directly(_sae_encode, flat, W_enc, b_enc, b_dec, threshold)
     values, indices, nnz, source, l0 = call(
         flat, W_enc, b_enc, b_dec, threshold, activation, k, window, capacity, keep_source, scale, ste_to_input
@@ -218,7 +243,7 @@ def _check_options(
     scale: Tensor | None,
     ste_to_input: bool,
     n: int,
-) -> "_Known":
+) -> tuple[str, int, int, bool]:
     activation = _check_activation(operator, activation, threshold, k, bandwidth, n)
     if scale is not None and activation not in ("topk", "batchtopk"):
         raise ValueError(f'{operator}: scale belongs to activation="topk" and "batchtopk", got one for {activation!r}.')

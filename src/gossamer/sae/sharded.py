@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gossamer._core import autocast, checks
 from gossamer.rowsparse import ELL, Rows
+from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.rowsparse.matmul import check_dtypes
 from gossamer.rowsparse.pack import _pack_ell, check_container, default_capacity
 from gossamer.sae.decode import _check_rest, _decode_rows
@@ -263,7 +264,8 @@ def _sharded(
         threshold = copy_to_ranks(threshold, group)
     if activation in ("relu", "jumprelu"):
         options = (activation, threshold, None, b_dec, bandwidth, capacity, scale, ste_to_input)
-        return _encode(operator, x, W_enc, b_enc, *options)
+        rows, l0 = _encode(operator, x, W_enc, b_enc, *options)
+        return rows, l0.to(threshold_dtype(rows.dtype))
     assert k is not None
     if activation == "batchtopk":
         return _batch_topk(operator, x, W_enc, b_enc, k, b_dec, capacity, scale, group)

@@ -6,7 +6,6 @@ import re
 import shlex
 import sys
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +17,7 @@ from gossamer.cli.bench import report
 from gossamer.cli.bench.case import find_benchmarks, load_cases
 from gossamer.cli.bench.runner import CaseResult, Settings, run_case
 from gossamer.cli.bench.timing import measure_ceilings
-from gossamer.cli.environment import commit, describe, versions
+from gossamer.cli.environment import describe, provenance
 from gossamer.cli.folder import make_folder
 
 
@@ -94,11 +93,7 @@ def bench(
             task = bar.add_task("ceilings", total=len(cases))
             ceilings = measure_ceilings(where, quick)
             content: dict[str, Any] = {
-                "command": command_line("gossamer", sys.argv[1:]),
-                "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                "commit": commit(folder.parent),
-                "versions": versions(),
-                "device": hardware,
+                **provenance(command_line("gossamer", sys.argv[1:]), folder.parent, where),
                 "ceilings": {"bandwidth": ceilings.bandwidth, "gemm": ceilings.gemm},
                 "settings": {"rounds": settings.rounds, "burst": settings.burst, "seed": seed, "quick": quick},
                 "cases": [],

@@ -113,12 +113,13 @@ def find_piece(piece, alone, program, programs, tiles, whole, steps, abreast):
 
 
 @gluon.jit
-def origin_of(tile, tiles_m, tiles_n, BLOCK_M: gl.constexpr, GROUP_M: gl.constexpr):
-    """Row and column of a tile; GROUP_M rows of tiles are passed at a time, so that the L2 gives the weights again."""
+def origin_of(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
+    """Row and column of a tile, in tiles; GROUP_M rows of tiles are passed at a time, so that the L2 gives the weights
+    again."""
     group = tile // (GROUP_M * tiles_n)
     height = gl.minimum(tiles_m - group * GROUP_M, GROUP_M)
     inside = tile - group * GROUP_M * tiles_n
-    return (group * GROUP_M + inside % height) * BLOCK_M, (inside // height) * BLOCK_N
+    return group * GROUP_M + inside % height, inside // height
 
 
 @gluon.jit
@@ -134,7 +135,8 @@ def produce(inputs, ring, extent, BLOCK_M: gl.constexpr, GROUP_M: gl.constexpr, 
     count = 0
     for piece in range(pieces):
         tile, first, last = find_piece(piece, alone, program, programs, tiles, whole, steps, abreast)
-        row, column = origin_of(tile, tiles_m, tiles_n, BLOCK_M, GROUP_M)
+        tile_m, tile_n = origin_of(tile, tiles_m, tiles_n, GROUP_M)
+        row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         for step in range(first, last):
             stage = count % STAGES
             full = ready.index(stage)
@@ -251,8 +253,8 @@ def consume(
                     gate += from_slot(gl.load(slot + offsets, cache_modifier=".cg"), half)
                     up += from_slot(gl.load(slot + HALF + offsets, cache_modifier=".cg"), half)
         if last == steps:
-            row, column = origin_of(tile, tiles_m, tiles_n, GROUPS * ROWS, GROUP_M)
-            row += GROUP * ROWS
+            tile_m, tile_n = origin_of(tile, tiles_m, tiles_n, GROUP_M)
+            row, column = tile_m * (GROUPS * ROWS) + GROUP * ROWS, tile_n * BLOCK_N
             gate = add_bias(gate, gate_bias_ptr, column, N, half)
             up = add_bias(up, up_bias_ptr, column, N, half)
             active, slope = activated(gate, ACTIVATION)
@@ -337,9 +339,9 @@ def launch_linear_glu(
     activation: str,
     grad: Tensor | None,
     out: Tensor | None,
-    gates: Tensor | None,
+    gates: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Fills out and gates, or with grad the gradients of gate and up in the place of gates."""
+    """Fills out and gates, which are gate and up, or with grad their gradients."""
     (m, k), n = x.shape, gate_weight.shape[0]
     block_m, stages = tuning.glu_stages(m)
     tiles_m, tiles_n, steps = launch.cdiv(m, block_m), launch.cdiv(n, 128), launch.cdiv(k, 64)
@@ -358,9 +360,7 @@ def launch_linear_glu(
         _descriptor(up_weight, n, k, strides[2], 128, 64),
     )
     written = None if out is None else _descriptor(out, m, n, n, 64, 128)
-    first, second = None, None
-    if gates is not None:
-        first, second = (_descriptor(half, m, n, 2 * n, 64, 128) for half in (gates[:, :n], gates[:, n:]))
+    first, second = (None if half is None else _descriptor(half, m, n, n, 64, 128) for half in gates or (None, None))
     args = (*inputs, written, first, second, gate_bias, up_bias, grad, partial, flags, epoch, *grad_strides, m, n)
     meta = {"GROUP_M": GROUP_M, "STAGES": stages, "ACTIVATION": activation}
     sizes = (tiles_m, tiles_n, whole, steps, abreast)

@@ -38,16 +38,16 @@ def linear_glu(
     up_bias: Tensor | None,
     activation: str,
     keep: bool,
-) -> tuple[Tensor, Tensor]:
-    """Operator `linear_glu` -> (out [M, N], gates [M, 2N] or [0, 2N])."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Operator `linear_glu` -> (out, gate, up), [M, N] or, without `keep`, the latter two [0, N]."""
     gate, up = _products(x, gate_weight, up_weight, gate_bias, up_bias)
-    gates = torch.cat((gate, up), 1) if keep else gate.new_empty(0, 2 * gate.shape[1])
+    kept = (gate, up) if keep else (gate.new_empty(0, gate.shape[1]), up.new_empty(0, up.shape[1]))
     dtype = gate.dtype
     if dtype.itemsize == 2:
         gate, up = gate.float(), up.float()
-    # Both factors are ours alone.
-    out = GATES[activation](gate).mul_(up)
-    return out.to(dtype) if dtype.itemsize == 2 else out, gates
+    active = GATES[activation](gate)
+    out = active * up if active is kept[0] else active.mul_(up)
+    return out.to(dtype) if dtype.itemsize == 2 else out, *kept
 
 
 def linear_glu_bwd(
@@ -58,28 +58,29 @@ def linear_glu_bwd(
     gate_bias: Tensor | None,
     up_bias: Tensor | None,
     activation: str,
-) -> Tensor:
-    """Operator `linear_glu_bwd` -> gradients of gate and up side by side, [M, 2N], computing the two again."""
-    return glu_bwd(grad, torch.cat(_products(x, gate_weight, up_weight, gate_bias, up_bias), 1), activation)
+) -> tuple[Tensor, Tensor]:
+    """Operator `linear_glu_bwd` -> gradients of gate and up, [M, N], computing the two again."""
+    return glu_bwd(grad, *_products(x, gate_weight, up_weight, gate_bias, up_bias), activation)
 
 
-def glu_bwd(grad: Tensor, gates: Tensor, activation: str) -> Tensor:
-    """Operator `glu_bwd` -> gradients of gate and up side by side, [M, 2N], from the two as they were kept."""
-    wide = torch.promote_types(gates.dtype, torch.float32)
-    gate, up = gates.to(wide).chunk(2, 1)
-    grad = grad.to(wide)
-    return torch.cat((SLOPES[activation](grad * up, gate), grad * GATES[activation](gate)), 1).to(gates.dtype)
+def glu_bwd(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Operator `glu_bwd` -> gradients of gate and up, [M, N], from the two as they were kept."""
+    grad_gate, grad_up, _ = _gradients(grad, gate, up, activation)
+    return grad_gate.to(gate.dtype), grad_up.to(up.dtype)
 
 
-def glu_bwd_hidden(grad: Tensor, gates: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Operator `glu_bwd_hidden` -> (gradient of gate, what was gated), [M, N]; that of up replaces grad."""
-    wide = torch.promote_types(gates.dtype, torch.float32)
-    gate, up = gates.to(wide).chunk(2, 1)
-    active, flow = GATES[activation](gate), grad.to(wide)
-    out = SLOPES[activation](flow * up, gate).to(gates.dtype)
-    grad.copy_(flow * active)
-    # A new tensor, whatever the activation is: nothing returned may be an input.
-    return out, (active * up).to(gates.dtype)
+def glu_bwd_(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
+    """Operator `glu_bwd_`: the gradients of gate and up replace the two, and what they gated replaces grad."""
+    for old, new in zip((gate, up, grad), _gradients(grad, gate, up, activation)):
+        old.copy_(new)
+
+
+def _gradients(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
+    """(gradient of gate, that of up, what they gated), new tensors in float32 or wider."""
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    grad, gate, up = grad.to(wide), gate.to(wide), up.to(wide)
+    active = GATES[activation](gate)
+    return SLOPES[activation](grad * up, gate), grad * active, active * up
 
 
 def _products(

@@ -47,13 +47,13 @@ def load_bias(bias_ptr, columns, N):
 
 @triton.jit
 def _linear_glu_kernel(
-    x_ptr, gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, grad_ptr, out_ptr, gates_ptr,
+    x_ptr, gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, grad_ptr, out_ptr, first_ptr, second_ptr,
     stride_xm, stride_xk, stride_gn, stride_gk, stride_un, stride_uk, stride_dm, stride_dn, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     ACTIVATION: tl.constexpr, GRADIENT: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile). With GRADIENT it writes the gradients of gate and up, [M, 2N], otherwise out and, where there is
-    a `gates_ptr`, gate and up."""
+    """Program (tile). With GRADIENT it writes the gradients of gate and up, otherwise out and, where there is a
+    `first_ptr`, gate and up; all of them [M, N]."""
     rows, columns = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
     first = pid // (GROUP_M * columns) * GROUP_M
@@ -85,58 +85,57 @@ def _linear_glu_kernel(
         up += load_bias(up_bias_ptr, n, N)
     mask = (m < M)[:, None] & (n < N)[None, :]
     active, slope = activated(gate, ACTIVATION)
-    at = m[:, None] * 2 * N + n[None, :]
+    at = m[:, None] * N + n[None, :]
     if GRADIENT:
         grad = tl.load(grad_ptr + m[:, None] * stride_dm + n[None, :] * stride_dn, mask=mask, other=0.0).to(tl.float32)
-        tl.store(gates_ptr + at, grad * up * slope, mask=mask)
-        tl.store(gates_ptr + at + N, grad * active, mask=mask)
+        tl.store(first_ptr + at, grad * up * slope, mask=mask)
+        tl.store(second_ptr + at, grad * active, mask=mask)
     else:
-        if gates_ptr is not None:
-            tl.store(gates_ptr + at, gate, mask=mask)
-            tl.store(gates_ptr + at + N, up, mask=mask)
-        tl.store(out_ptr + m[:, None] * N + n[None, :], active * up, mask=mask)
+        if first_ptr is not None:
+            tl.store(first_ptr + at, gate, mask=mask)
+            tl.store(second_ptr + at, up, mask=mask)
+        tl.store(out_ptr + at, active * up, mask=mask)
 
 
 @triton.jit
 def _glu_fwd_kernel(
-    gates_ptr, gate_bias_ptr, up_bias_ptr, out_ptr, N, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
+    gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, out_ptr, N, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
 ):  # fmt: skip
-    """Program (row, block of columns): the gated product of gate and up, [M, 2N], to which it adds their biases."""
-    row = tl.program_id(0).to(tl.int64)
+    """Program (row, block of columns): the gated product of gate and up, [M, N], to which it adds their biases."""
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < N
-    gates_ptr += row * 2 * N
-    gate = tl.load(gates_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gates_ptr + N + columns, mask=mask, other=0.0).to(tl.float32)
+    at = tl.program_id(0).to(tl.int64) * N + columns
+    gate = tl.load(gate_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + at, mask=mask, other=0.0).to(tl.float32)
     if gate_bias_ptr is not None:
         gate += tl.load(gate_bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-        tl.store(gates_ptr + columns, gate, mask=mask)
+        tl.store(gate_ptr + at, gate, mask=mask)
     if up_bias_ptr is not None:
         up += tl.load(up_bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-        tl.store(gates_ptr + N + columns, up, mask=mask)
+        tl.store(up_ptr + at, up, mask=mask)
     active, _ = activated(gate, ACTIVATION)
-    tl.store(out_ptr + row * N + columns, active * up, mask=mask)
+    tl.store(out_ptr + at, active * up, mask=mask)
 
 
 @triton.jit
 def _glu_bwd_kernel(
-    grad_ptr, gates_ptr, gate_out_ptr, up_out_ptr, hidden_ptr, stride_dm, stride_dn, stride_gm, stride_um, N,
+    grad_ptr, gate_ptr, up_ptr, first_ptr, second_ptr, hidden_ptr, stride_dm, stride_dn, N,
     BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block of columns): the gradients of gate and up, and where there is a `hidden_ptr` what they gated.
-    The gradient of up may take the place of `grad_ptr`."""
+    """Program (row, block of columns): the gradients of gate and up, and where there is a `hidden_ptr` what they gated,
+    [M, N]. Each may take the place of what is read, element by element."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < N
-    gates_ptr += row * 2 * N
+    at = row * N + columns
     grad = tl.load(grad_ptr + row * stride_dm + columns * stride_dn, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(gates_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gates_ptr + N + columns, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + at, mask=mask, other=0.0).to(tl.float32)
     active, slope = activated(gate, ACTIVATION)
-    tl.store(gate_out_ptr + row * stride_gm + columns, grad * up * slope, mask=mask)
-    tl.store(up_out_ptr + row * stride_um + columns, grad * active, mask=mask)
+    tl.store(first_ptr + at, grad * up * slope, mask=mask)
+    tl.store(second_ptr + at, grad * active, mask=mask)
     if hidden_ptr is not None:
-        tl.store(hidden_ptr + row * N + columns, active * up, mask=mask)
+        tl.store(hidden_ptr + at, active * up, mask=mask)
 
 
 _linear_glu = launch.Kernel(_linear_glu_kernel)
@@ -152,14 +151,15 @@ def linear_glu(
     up_bias: Tensor | None,
     activation: str,
     keep: bool,
-) -> tuple[Tensor, Tensor]:
-    """Operator `linear_glu` -> (out [M, N], gates [M, 2N] or [0, 2N])."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Operator `linear_glu` -> (out, gate, up), [M, N] or, without `keep`, the latter two [0, N]."""
     m, n = x.shape[0], gate_weight.shape[0] // (2 if up_weight is None else 1)
-    out, gates = x.new_empty(m, n), x.new_empty(m if keep else 0, 2 * n)
+    out = x.new_empty(m, n)
+    kept = (torch.empty_like(out), torch.empty_like(out)) if keep else (x.new_empty(0, n), x.new_empty(0, n))
     if m and n:
         operands = _operands(x, gate_weight, up_weight, gate_bias, up_bias)
-        _launch_linear_glu(*operands, activation, None, out, gates if keep else None)
-    return out, gates
+        _launch_linear_glu(*operands, activation, None, out, kept if keep else None)
+    return out, *kept
 
 
 def linear_glu_bwd(
@@ -170,30 +170,25 @@ def linear_glu_bwd(
     gate_bias: Tensor | None,
     up_bias: Tensor | None,
     activation: str,
-) -> Tensor:
-    """Operator `linear_glu_bwd` -> [M, 2N]."""
-    gates = x.new_empty(x.shape[0], 2 * grad.shape[1])
-    if gates.numel():
+) -> tuple[Tensor, Tensor]:
+    """Operator `linear_glu_bwd` -> gradients of gate and up, [M, N]."""
+    out = x.new_empty(grad.shape), x.new_empty(grad.shape)
+    if grad.numel():
         operands = _operands(x, gate_weight, up_weight, gate_bias, up_bias)
-        _launch_linear_glu(*operands, activation, grad, None, gates)
-    return gates
-
-
-def glu_bwd(grad: Tensor, gates: Tensor, activation: str) -> Tensor:
-    """Operator `glu_bwd` -> [M, 2N]."""
-    out = gates.new_empty(gates.shape)
-    if out.numel():
-        n = grad.shape[1]
-        _launch_glu_bwd(grad, gates, out[:, :n], out[:, n:], None, activation)
+        _launch_linear_glu(*operands, activation, grad, None, out)
     return out
 
 
-def glu_bwd_hidden(grad: Tensor, gates: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Operator `glu_bwd_hidden` -> (gradient of gate, what was gated), [M, N]; that of up replaces grad."""
-    out, hidden = gates.new_empty(grad.shape), gates.new_empty(grad.shape)
-    if out.numel():
-        _launch_glu_bwd(grad, gates, out, grad, hidden, activation)
-    return out, hidden
+def glu_bwd(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Operator `glu_bwd` -> gradients of gate and up, [M, N]."""
+    out = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    _launch_glu_bwd(grad, gate.contiguous(), up.contiguous(), out, None, activation)
+    return out
+
+
+def glu_bwd_(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
+    """Operator `glu_bwd_`: the gradients of gate and up replace the two, and what they gated replaces grad."""
+    _launch_glu_bwd(grad, gate, up, (gate, up), grad, activation)
 
 
 def _operands(
@@ -214,9 +209,9 @@ def _launch_linear_glu(
     activation: str,
     grad: Tensor | None,
     out: Tensor | None,
-    gates: Tensor | None,
+    gates: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Fills out and gates, or with grad the gradients of gate and up in the place of gates."""
+    """Fills out and gates, which are gate and up, or with grad their gradients."""
     if x.dtype is torch.float32 and not launch.INTERPRET:
         _launch_float32(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
         return
@@ -232,7 +227,7 @@ def _launch_linear_glu(
     meta = {**tile, "ACTIVATION": activation, "GRADIENT": grad is not None, "UPCAST": launch.INTERPRET}
     key = (m, n, k, x.dtype, strides, gate_bias is None or gate_bias.dtype, up_bias is None or up_bias.dtype)
     key += (activation, None if grad is None else grad.dtype, out is None, gates is None)
-    args = (x, gate_weight, up_weight, gate_bias, up_bias, grad, out, gates, *strides, m, n, k)
+    args = (x, gate_weight, up_weight, gate_bias, up_bias, grad, out, *(gates or (None, None)), *strides, m, n, k)
     grid = (launch.cdiv(m, tile["BLOCK_M"]) * launch.cdiv(n, tile["BLOCK_N"]), 1, 1)
     _linear_glu(key, grid, args, meta, num_warps=warps, num_stages=stages)
 
@@ -246,42 +241,44 @@ def _launch_float32(
     activation: str,
     grad: Tensor | None,
     out: Tensor | None,
-    gates: Tensor | None,
+    gates: tuple[Tensor, Tensor] | None,
 ) -> None:
     m, n = x.shape[0], gate_weight.shape[0]
     # Rows that still fill the GPU, and whose gate and up are small beside the result.
     block = m if out is None or gates is not None else max(1024, launch.cdiv(m, 16))
     for first in range(0, m, block):
         rows = slice(first, first + block)
-        both = x.new_empty(x[rows].shape[0], 2 * n) if gates is None or grad is not None else gates[rows]
-        torch.mm(x[rows], gate_weight.t(), out=both[:, :n])
-        torch.mm(x[rows], up_weight.t(), out=both[:, n:])
+        given = x[rows]
+        gate, up = (place[rows] for place in gates) if gates else (x.new_empty(len(given), n) for _ in range(2))
+        torch.mm(given, gate_weight.t(), out=gate)
+        torch.mm(given, up_weight.t(), out=up)
         if out is not None:
-            _launch_glu_fwd(both, gate_bias, up_bias, out[rows], activation)
-        elif grad is not None and gates is not None:
-            for half, bias in ((both[:, :n], gate_bias), (both[:, n:], up_bias)):
+            _launch_glu_fwd(gate, up, gate_bias, up_bias, out[rows], activation)
+        elif grad is not None:
+            for half, bias in ((gate, gate_bias), (up, up_bias)):
                 if bias is not None:
                     half += bias
-            _launch_glu_bwd(grad, both, gates[:, :n], gates[:, n:], None, activation)
+            _launch_glu_bwd(grad, gate, up, (gate, up), None, activation)
 
 
 def _launch_glu_fwd(
-    gates: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor, activation: str
+    gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor, activation: str
 ) -> None:
     m, n = out.shape
-    key = (m, n, gates.dtype, gate_bias is None or gate_bias.dtype, up_bias is None or up_bias.dtype, activation)
+    key = (m, n, gate.dtype, gate_bias is None or gate_bias.dtype, up_bias is None or up_bias.dtype, activation)
     meta = {"BLOCK": 2048, "ACTIVATION": activation}
-    _glu_fwd(key, (m, launch.cdiv(n, 2048), 1), (gates, gate_bias, up_bias, out, n), meta)
+    _glu_fwd(key, (m, launch.cdiv(n, 2048), 1), (gate, up, gate_bias, up_bias, out, n), meta)
 
 
 def _launch_glu_bwd(
-    grad: Tensor, gates: Tensor, gate_out: Tensor, up_out: Tensor, hidden: Tensor | None, activation: str
+    grad: Tensor, gate: Tensor, up: Tensor, out: tuple[Tensor, Tensor], hidden: Tensor | None, activation: str
 ) -> None:
     m, n = grad.shape
-    strides = (*grad.stride(), gate_out.stride(0), up_out.stride(0))
-    key = (m, n, grad.dtype, gates.dtype, strides, hidden is None, activation)
+    if m == 0 or n == 0:
+        return
+    key = (m, n, grad.dtype, gate.dtype, grad.stride(), hidden is None, activation)
     meta = {"BLOCK": 2048, "ACTIVATION": activation}
-    args = (grad, gates, gate_out, up_out, hidden, *strides, n)
+    args = (grad, gate, up, *out, hidden, *grad.stride(), n)
     _glu_bwd(key, (m, launch.cdiv(n, 2048), 1), args, meta)
 
 
@@ -292,7 +289,8 @@ EXAMPLES = {
     _linear_glu_kernel: {
         "signature": {
             "x_ptr": "*bf16", "gate_ptr": "*bf16", "up_ptr": "*bf16", **_OPTIONAL, "grad_ptr": None,
-            "out_ptr": "*bf16", "gates_ptr": "*bf16", **dict.fromkeys((*_STRIDES, "M", "N", "K"), "i32"),
+            "out_ptr": "*bf16", "first_ptr": "*bf16", "second_ptr": "*bf16",
+            **dict.fromkeys((*_STRIDES, "M", "N", "K"), "i32"),
         },
         "constexprs": {
             "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 64, "GROUP_M": 8, "ACTIVATION": "silu", "GRADIENT": False,
@@ -302,15 +300,14 @@ EXAMPLES = {
         "num_stages": 3,
     },
     _glu_fwd_kernel: {
-        "signature": {"gates_ptr": "*fp32", **_OPTIONAL, "out_ptr": "*fp32", "N": "i32"},
+        "signature": {"gate_ptr": "*fp32", "up_ptr": "*fp32", **_OPTIONAL, "out_ptr": "*fp32", "N": "i32"},
         "constexprs": {"BLOCK": 2048, "ACTIVATION": "gelu"},
         "num_warps": 4,
     },
     _glu_bwd_kernel: {
         "signature": {
-            "grad_ptr": "*bf16", "gates_ptr": "*bf16", "gate_out_ptr": "*bf16", "up_out_ptr": "*bf16",
-            "hidden_ptr": "*bf16", "stride_dm": "i32", "stride_dn": "i32", "stride_gm": "i32", "stride_um": "i32",
-            "N": "i32",
+            "grad_ptr": "*bf16", "gate_ptr": "*bf16", "up_ptr": "*bf16", "first_ptr": "*bf16", "second_ptr": "*bf16",
+            "hidden_ptr": "*bf16", "stride_dm": "i32", "stride_dn": "i32", "N": "i32",
         },
         "constexprs": {"BLOCK": 2048, "ACTIVATION": "gelu_tanh"},
         "num_warps": 4,

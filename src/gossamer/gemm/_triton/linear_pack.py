@@ -2,13 +2,14 @@
 
 The library's product fills a buffer with the pre-activations of a block of rows, and a kernel packs them from there:
 a block is small enough to be in the L2 still, where that leaves rows enough for a fast product. So the dense matrix
-never exists, the product runs at the library's speed in every dtype and layout, and the packing reads the L2.
+never exists, the product runs at the library's speed in every dtype and layout, and the packing reads the L2. Hopper
+has a kernel of its own for 16-bit operands, in `_gluon`.
 """
 
 import torch
 from torch import Tensor
 
-from gossamer._core import tuning
+from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton.twell import _launch_pack_twell, twell_to_ell
 from gossamer.rowsparse.formats import tile_index_dtype
 
@@ -28,25 +29,43 @@ def linear_pack(
     indices = torch.empty_like(values, dtype=tile_index_dtype(tile))
     counts = torch.empty(values.shape[:2], dtype=torch.int16, device=x.device)
     if counts.numel():
-        # Once, and not for every block.
-        threshold = None if threshold is None else threshold.contiguous()
-        right = weight.t() if 1 in weight.stride() else weight.t().contiguous()
-        step = tuning.pack_rows(m, n, x.element_size())
-        buffer = x.new_empty(step, n)
-        for first in range(0, m, step):
-            rows = slice(first, first + step)
-            z = buffer[: values[rows].shape[0]]
-            if bias is not None and bias.dtype is x.dtype:
-                torch.addmm(bias, x[rows], right, out=z)
-            else:
-                torch.mm(x[rows], right, out=z)
-                if bias is not None:
-                    z += bias
-            _launch_pack_twell(z, threshold, True, tile, values[rows], indices[rows], counts[rows])
+        _launch_linear_pack(x, weight, bias, threshold, tile, (values, indices, counts))
     nnz = counts.sum(1, dtype=torch.int32)
     if capacity is None:
         return values, indices, counts, nnz
     return *twell_to_ell(values, indices, counts, tile, capacity), nnz
+
+
+def _launch_linear_pack(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    threshold: Tensor | None,
+    tile: int,
+    out: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    if not launch.INTERPRET and tuning.hopper(x.device):
+        from gossamer.gemm._gluon import linear_pack as hopper
+
+        if hopper.fits(x, weight, tile, out[0].shape[2]):
+            hopper.launch_linear_pack(x, weight, bias, threshold, out)
+            return
+    m, n = x.shape[0], weight.shape[0]
+    # Once, and not for every block.
+    threshold = None if threshold is None else threshold.contiguous()
+    right = weight.t() if 1 in weight.stride() else weight.t().contiguous()
+    step = tuning.pack_rows(m, n, x.element_size())
+    buffer = x.new_empty(step, n)
+    for first in range(0, m, step):
+        rows = slice(first, first + step)
+        z = buffer[: out[0][rows].shape[0]]
+        if bias is not None and bias.dtype is x.dtype:
+            torch.addmm(bias, x[rows], right, out=z)
+        else:
+            torch.mm(x[rows], right, out=z)
+            if bias is not None:
+                z += bias
+        _launch_pack_twell(z, threshold, True, tile, *(part[rows] for part in out))
 
 
 EXAMPLES: dict[object, dict[str, object]] = {}

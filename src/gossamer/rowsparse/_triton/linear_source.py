@@ -2,7 +2,7 @@
 
 The dense matrix of such a source never existed, and which of its rows are wanted only the device knows. So the kernel
 is always launched and leaves at once where a block of rows has none. To multiply them, blocks of rows take turns in a
-buffer of an eighth of the matrix: the rows are computed there, and `overflow` multiplies them from there.
+buffer of an eighth of the matrix, or 64 MiB: the rows are computed there, and `overflow` multiplies them from there.
 """
 
 import torch
@@ -22,27 +22,36 @@ def _linear_source_kernel(
     x_ptr, w_ptr, bias_ptr, threshold_ptr, counts_ptr, out_ptr, arrived_ptr, limit, tiles,
     stride_xm, stride_xk, stride_wn, stride_wk, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, APART: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Program (row block, share of the column tiles): max(x @ w + bias, 0), or 0 up to the threshold, at rows whose
-    count exceeds `limit`. APART sums blocks of K on their own, as exact in float32 as the library's dense product."""
+    count exceeds `limit`. APART sums blocks of K on their own, as exact in float32 as the library's dense product.
+    EVEN says that K needs no mask. Rows beyond the last read the first, and are not stored."""
     if arrived_ptr is not None:
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             overflow.clear_arrived(arrived_ptr, tiles)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     flagged = tl.load(counts_ptr + rows, mask=rows < M, other=0) > limit
     if tl.max(flagged.to(tl.int32), axis=0) > 0:
-        x_rows = x_ptr + rows.to(tl.int64)[:, None] * stride_xm
+        inner = tl.arange(0, BLOCK_K)
+        x_first = x_ptr + tl.where(rows < M, rows, 0).to(tl.int64)[:, None] * stride_xm
+        x_first += inner.to(tl.int64)[None, :] * stride_xk
         for tile in range(tl.program_id(1), tl.cdiv(N, BLOCK_N), tl.num_programs(1)):
             columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             inside = columns < N
-            w_columns = w_ptr + columns.to(tl.int64)[None, :] * stride_wn
+            w_ptrs = w_ptr + columns.to(tl.int64)[None, :] * stride_wn
+            w_ptrs += inner.to(tl.int64)[:, None] * stride_wk
+            x_ptrs = x_first
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for first in range(0, K, BLOCK_K):
-                inner = (first + tl.arange(0, BLOCK_K)).to(tl.int64)
-                held = inner < K
-                x = tl.load(x_rows + inner[None, :] * stride_xk, mask=flagged[:, None] & held[None, :], other=0.0)
-                w = tl.load(w_columns + inner[:, None] * stride_wk, mask=held[:, None] & inside[None, :], other=0.0)
+                if EVEN:
+                    x = tl.load(x_ptrs)
+                    w = tl.load(w_ptrs, mask=inside[None, :], other=0.0)
+                else:
+                    x = tl.load(x_ptrs, mask=(inner < K - first)[None, :], other=0.0)
+                    w = tl.load(w_ptrs, mask=(inner < K - first)[:, None] & inside[None, :], other=0.0)
+                x_ptrs += BLOCK_K * stride_xk
+                w_ptrs += BLOCK_K * stride_wk
                 if APART:
                     acc += dot(x, w, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION, UPCAST)
                 else:
@@ -89,8 +98,9 @@ def _launch_linear_source(
     if m == 0 or n == 0:
         return
     half = weight.element_size() == 2
-    tile = {"BLOCK_M": 128 if m > 64 and half else 64, "BLOCK_N": 128 if half else 64, "BLOCK_K": 32}
-    meta = {**tile, "APART": not half and not tuning.tf32(), **tuning.dot_precision(weight, k)}
+    tile, warps = tuning.linear_source_tile(m, weight)
+    meta = {**tile, "APART": not half and not tuning.tf32(), "EVEN": k % tile["BLOCK_K"] == 0}
+    meta |= tuning.dot_precision(weight, k)
     strides = (*x.stride(), *weight.stride())
     key = (m, n, k, limit, x.dtype, counts.dtype, strides, bias is None or bias.dtype)
     key += (threshold is None or threshold.dtype, meta["PRECISION"], meta["APART"])
@@ -99,7 +109,6 @@ def _launch_linear_source(
     args = (x, weight, bias, threshold, counts, out, arrived, limit, tiles, *strides, m, n, k)
     row_blocks = launch.cdiv(m, meta["BLOCK_M"])
     share = min(launch.cdiv(n, meta["BLOCK_N"]), max(launch.cdiv(2 * tuning.programs(x.device), row_blocks), 16))
-    warps = 8 if meta["BLOCK_M"] == 128 else 4
     _linear_source(key, (row_blocks, share, 1), args, meta, num_warps=warps, num_stages=3)
 
 
@@ -123,7 +132,9 @@ def matmul_linear(
     _launch_matmul(values, indices, counts, None, weight, bias, out)
     if m == 0 or n == 0 or out.shape[1] == 0:
         return out
-    block = min(m, max(256, launch.cdiv(launch.cdiv(m, 8), 64) * 64))
+    # Few blocks, for each costs two launches, and of those no more than an eighth of the matrix where that is large.
+    blocks = min(8, launch.cdiv(m * n * x.element_size(), 64 << 20))
+    block = min(m, max(256, launch.cdiv(launch.cdiv(m, blocks), 128) * 128))
     source = x.new_empty(block, n)
     for first in range(0, m, block):
         rows = slice(first, min(first + block, m))
@@ -145,7 +156,8 @@ EXAMPLES = {
             ),
         },
         "constexprs": {
-            "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "APART": False, "PRECISION": "ieee", "UPCAST": False,
+            "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "APART": False, "EVEN": True, "PRECISION": "ieee",
+            "UPCAST": False,
         },
         "num_warps": 8,
         "num_stages": 3,

@@ -1,0 +1,26 @@
+"""What `sae.encode` is compared with."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def selected(z: Tensor, activation: str, k: int | None = None, threshold: Tensor | None = None) -> Tensor:
+    """Which pre-activations [..., N] an activation keeps: bool [..., N]."""
+    positive = ~(z <= 0)
+    if threshold is not None:
+        return positive & ~(z <= threshold.double())
+    if k is None:
+        return positive
+    groups = z.reshape(1 if activation == "batchtopk" else -1, -1 if activation == "batchtopk" else z.shape[-1])
+    count = k * (math.prod(z.shape[:-1]) if activation == "batchtopk" else 1)
+    # A stable sort leaves ties in the order of their index; NaN counts as largest.
+    order = groups.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    return positive & torch.zeros_like(groups, dtype=torch.bool).scatter_(1, order, True).view_as(z)
+
+
+def whole(shape: tuple[int, ...], limit: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Small whole numbers: no dtype rounds their products and sums, and many of them tie."""
+    drawn = torch.randint(-limit, limit + 1, shape, device=generator.device, generator=generator)
+    return drawn.to(dtype)
