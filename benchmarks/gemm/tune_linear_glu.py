@@ -31,25 +31,37 @@ SMALL = [(m, 4096, 14336) for m in (1, 16, 64, 128, 256, 512, 1024, 2048)] + [(1
 SUSTAINED = [(4096, 4096, 14336), (16384, 4096, 14336), (65536, 4096, 14336), (16384, 8192, 28672)]
 
 
+def _alone(rows: int, columns: int, steps: int, device: torch.device) -> tuple[int, int, int]:
+    return min(tuning.programs(device), rows * columns), rows * columns, 1
+
+
+def _spread(rows: int, columns: int, steps: int, device: torch.device) -> tuple[int, int, int]:
+    return tuning.programs(device), 0, 1
+
+
+_usual = tuning.glu_schedule
+SCHEDULES: dict[str, Callable[..., tuple[int, int, int]]] = {
+    "alone": _alone,
+    "shared": _usual,
+    "shared, 1 abreast": lambda *tiles: (*_usual(*tiles)[:2], 1),
+    "spread": _spread,
+}
+"""Tiles computed by one program each; shared along K as they are; the same with one program at a step of K at a time;
+all of them shared by all programs."""
+
+
 @contextmanager
-def variant(stages: int, group: int, schedule: str) -> Iterator[None]:
-    """The kernel with so many stages and rows of tiles at a time, and tiles computed alone, shared along K as they are,
-    or shared with one program at a step of K at a time."""
-    before = kernel.GROUP_M, tuning.glu_stages, tuning.glu_schedule
+def variant(stages: int, group: int, schedule: str, follows: bool) -> Iterator[None]:
+    """The kernel with so many stages and rows of tiles at a time, a schedule, and an early start or none."""
+    before = kernel.GROUP_M, tuning.glu_stages, tuning.glu_schedule, tuning.starts_early
     kernel.GROUP_M = group
     tuning.glu_stages = lambda m: (64, 5) if m <= 64 else (128, stages)
-    if schedule == "alone":
-        tuning.glu_schedule = lambda rows, columns, steps, device: (
-            min(tuning.programs(device), rows * columns),
-            rows * columns,
-            1,
-        )
-    elif schedule == "shared, 1 abreast":
-        tuning.glu_schedule = lambda *tiles: (*before[2](*tiles)[:2], 1)
+    tuning.glu_schedule = SCHEDULES[schedule]
+    tuning.starts_early = lambda: follows
     try:
         yield
     finally:
-        kernel.GROUP_M, tuning.glu_stages, tuning.glu_schedule = before
+        kernel.GROUP_M, tuning.glu_stages, tuning.glu_schedule, tuning.starts_early = before
 
 
 def candidates(m: int, k: int, n: int) -> dict[str, Callable[[], Any]]:
@@ -63,9 +75,12 @@ def candidates(m: int, k: int, n: int) -> dict[str, Callable[[], Any]]:
             return gemm.linear_glu(x, gate, up)
 
     found: dict[str, Callable[[], Any]] = {"as it is": lambda: gemm.linear_glu(x, gate, up)}
-    schedules = ("alone", "shared", "shared, 1 abreast")
-    for stages, group, schedule in itertools.product((3, 4), (8, 16) if m > 1024 else (16,), schedules):
-        found[f"{stages} stages, {group} rows, {schedule}"] = lambda o=(stages, group, schedule): ours(*o)
+    stages, groups = ((4,), (16,)) if m <= 1024 else ((3, 4), (8, 16))
+    tiles = -(-m // (64 if m <= 64 else 128)) * -(-n // 128)
+    schedules = [name for name in SCHEDULES if name != "spread" or tiles <= 4 * tuning.programs(x.device)]
+    for options in itertools.product(stages, groups, schedules, (False, True)):
+        name = "{} stages, {} rows, {}{}".format(*options[:3], ", starts early" if options[3] else "")
+        found[name] = lambda options=options: ours(*options)
     found["GEMM alone"] = lambda: x @ both.t()
     try:
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction

@@ -58,7 +58,7 @@ class Kernel:
                 bits |= arg
             pointers.append(arg)
         misaligned = bits % 16 != 0
-        key = (key, device, misaligned, num_warps, num_stages, maxnreg)
+        key = (key, device, misaligned, num_warps, num_stages, maxnreg, follows)
         previous = torch._C._cuda_getDevice()
         guard = device != previous
         if guard:
@@ -144,16 +144,28 @@ class Flags:
 
     A program signals by writing the launch's epoch; a word that holds an older epoch is not yet set, so nothing has to
     be cleared between calls. One buffer serves one stream, because launches on one stream never overlap. A graph
-    freezes the epoch, so there a fresh buffer is zeroed inside the graph instead.
+    freezes the epoch, so there a fresh buffer is zeroed inside the graph instead, unless the kernel itself leaves its
+    words at 0: such a launch of a graph gets words of its own that were zeroed ahead, by a call outside of graphs.
     """
+
+    _AHEAD, _WORDS = 128, 512
+    """Launches in graphs to have words for, and how many of them each gets."""
 
     def __init__(self) -> None:
         self._streams: dict[tuple[torch.device, int], tuple[Tensor, Epochs]] = {}
+        self._ahead: dict[torch.device, list[Tensor]] = {}
+        self._blocks: list[Tensor] = []
 
-    def get(self, words: int, device: torch.device) -> tuple[Tensor, int]:
-        """(int64 buffer of at least `words`, epoch of this launch)."""
+    def get(self, words: int, device: torch.device, resets: bool = False) -> tuple[Tensor, int]:
+        """(int64 buffer of at least `words`, epoch of this launch); with `resets` the kernel leaves all words at 0."""
+        ahead = self._ahead.setdefault(device, []) if resets and words <= self._WORDS else None
         if transient(device):
-            return torch.zeros(words, dtype=torch.int64, device=device), 1
+            return ahead.pop() if ahead else torch.zeros(words, dtype=torch.int64, device=device), 1
+        if ahead is not None and len(ahead) < self._AHEAD:
+            block = torch.zeros(self._AHEAD, self._WORDS, dtype=torch.int64, device=device)
+            ahead += block.unbind()
+            # For good: nobody tells when a graph is gone.
+            self._blocks.append(block)
         key = (device, torch._C._cuda_getCurrentRawStream(device.index))
         buffer, epochs = self._streams.get(key, (None, None))
         if buffer is None or epochs is None or buffer.numel() < words:

@@ -174,6 +174,18 @@ def glu_schedule(tiles_m: int, tiles_n: int, steps: int, device: torch.device) -
     return count, whole, abreast
 
 
+def starts_early() -> bool:
+    """Whether Hopper's kernels of `gemm` start while the kernel before them on the stream drains (programmatic
+    dependent launch), and in a graph without a memset of their flags. Not measured yet."""
+    return False
+
+
+def gates_beside(d: int) -> bool:
+    """Whether a tile of a product of d along K takes longer on Hopper than one warp a warpgroup needs to gate it, so
+    that the backward pass of a gated block is one kernel up to its gate. Not measured yet."""
+    return False
+
+
 @torch.compiler.assume_constant_result
 def tf32() -> bool:
     """Whether float32 products may use TF32, by `torch.set_float32_matmul_precision`."""

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer._core.ops import directly, needs_gradient
+from gossamer._core.ops import directly, needs_gradient, register
+from gossamer.gemm._torch import gated_mlp as _cpu
 from gossamer.gemm._torch.linear_glu import linear
 from gossamer.gemm.linear_glu import (
     _linear_glu,
     check_dtypes,
     check_operands,
-    glu_bwd_,
     linear_glu,
     products_bwd,
     refuse_second,
@@ -117,23 +117,18 @@ class _GatedMLP(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             if ctx.recompute:
                 operands = (x, gate_weight, up_weight, first, second)
-                hidden, gate, up = directly(_linear_glu, *operands)(*operands, ctx.activation, True)
-                grad_down = grad.t() @ hidden if need_down else None
-                del hidden
-                flow = grad @ down_weight
+                gate, up = directly(_linear_glu, *operands)(*operands, ctx.activation, True)[1:]
             elif ctx.hooked or _retained():
                 gate, up = (kept.clone(memory_format=torch.contiguous_format) for kept in (first, second))
-                flow = grad @ down_weight
             else:
                 gate, up = first, second
-                flow = grad @ down_weight
                 # Nothing that is kept outlives its last use.
                 ctx.maybe_clear_saved_tensors()
             del first, second
-            directly(glu_bwd_, flow, gate, up)(flow, gate, up, ctx.activation)
-            if need_down and not ctx.recompute:
-                grad_down = grad.t() @ flow
-            del flow
+            hidden = directly(_gated_mlp_bwd_, grad, down_weight, gate, up)(grad, down_weight, gate, up, ctx.activation)
+            if need_down:
+                grad_down = grad.t() @ hidden
+            del hidden
             grads = [gate, up]
             del gate, up
             found = products_bwd(ctx, grads, x, gate_weight, up_weight)
@@ -150,3 +145,11 @@ def _hooks() -> Any:
 def _retained() -> bool:
     """Whether the backward pass that is at work leaves the graph for another one; a compiled one may."""
     return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+_gated_mlp_bwd_ = register(
+    "gated_mlp_bwd_(Tensor grad, Tensor down_weight, Tensor(a!) gate, Tensor(b!) up, str activation) -> Tensor",
+    cpu=_cpu.gated_mlp_bwd_,
+    gpu="gossamer.gemm._triton.gated_mlp:gated_mlp_bwd_",
+    fake=lambda grad, down_weight, gate, up, activation: torch.empty_like(gate),
+)

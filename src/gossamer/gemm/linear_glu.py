@@ -229,12 +229,6 @@ _linear_glu_bwd = register(
     setup_context=_refuse,
     backward=_no_gradients,
 )
-glu_bwd_ = register(
-    "glu_bwd_(Tensor(a!) grad, Tensor(b!) gate, Tensor(c!) up, str activation) -> ()",
-    cpu=_cpu.glu_bwd_,
-    gpu=f"{_GPU}:glu_bwd_",
-    fake=lambda grad, gate, up, activation: None,
-)
 _glu_bwd = register(
     "glu_bwd(Tensor grad, Tensor gate, Tensor up, str activation) -> (Tensor, Tensor)",
     cpu=_cpu.glu_bwd,

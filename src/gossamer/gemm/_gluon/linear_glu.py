@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gossamer._core import launch, tuning
 
@@ -288,6 +289,9 @@ def _linear_glu_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=GROUPS)
+    # Launched while the kernel before it may be at work: what is above does not touch what that one reads or writes.
+    gdc_wait()
+    gdc_launch_dependents()
     inputs = (x_desc, gate_desc, up_desc)
     outputs = (out_desc, first_desc, second_desc, buffers, gate_bias_ptr, up_bias_ptr)
     grads = (grad_ptr, stride_dm, stride_dn, M, N)
@@ -347,7 +351,7 @@ def launch_linear_glu(
     tiles_m, tiles_n, steps = launch.cdiv(m, block_m), launch.cdiv(n, 128), launch.cdiv(k, 64)
     programs, whole, abreast = tuning.glu_schedule(tiles_m, tiles_n, steps, x.device)
     shared = whole < tiles_m * tiles_n
-    flags, epoch = launch.flags.get(2 * programs, x.device) if shared else (None, 0)
+    flags, epoch = launch.flags.get(2 * programs, x.device, resets=tuning.starts_early()) if shared else (None, 0)
     partial = launch.scratch.get(programs * block_m * 256, x.device) if shared else None
     grad_strides = (0, 0) if grad is None else grad.stride()
     strides = (x.stride(0), gate_weight.stride(0), up_weight.stride(0))
@@ -364,7 +368,7 @@ def launch_linear_glu(
     args = (*inputs, written, first, second, gate_bias, up_bias, grad, partial, flags, epoch, *grad_strides, m, n)
     meta = {"GROUP_M": GROUP_M, "STAGES": stages, "ACTIVATION": activation}
     sizes = (tiles_m, tiles_n, whole, steps, abreast)
-    _linear_glu(key, (programs, 1, 1), (*args, *sizes), meta, num_warps=4, maxnreg=168)
+    _linear_glu(key, (programs, 1, 1), (*args, *sizes), meta, num_warps=4, maxnreg=168, follows=tuning.starts_early())
 
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}

@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gossamer._core import launch, tuning
 from gossamer.gemm._gluon.linear_glu import _barrier, _descriptor, origin_of
@@ -238,6 +239,9 @@ def _linear_pack_kernel(
     for group in gl.static_range(GROUPS):
         mbarrier.init(full.index(group), count=1)
         mbarrier.init(free.index(group), count=1)
+    # As in linear_glu.
+    gdc_wait()
+    gdc_launch_dependents()
     inputs = (x_desc, w_desc)
     outputs = (values_ptr, indices_ptr, counts_ptr)
     ring = (x_bufs, w_bufs, ready, empty)
@@ -293,7 +297,7 @@ def launch_linear_pack(
     meta = {"TRANSPOSED": transposed, "SLOTS": slots, "GROUP_M": GROUP_M, "STAGES": STAGES}
     args = (*inputs, bias, threshold, *out, m, n, tiles_m, tiles_n, steps)
     grid = (min(tuning.programs(x.device), tiles_m * tiles_n), 1, 1)
-    _linear_pack(key, grid, args, meta, num_warps=4, maxnreg=168)
+    _linear_pack(key, grid, args, meta, num_warps=4, maxnreg=168, follows=tuning.starts_early())
 
 
 _TILES = {"x_desc": [128, 64], "w_desc": [64, 256]}

@@ -65,17 +65,11 @@ def linear_glu_bwd(
 
 def glu_bwd(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """Operator `glu_bwd` -> gradients of gate and up, [M, N], from the two as they were kept."""
-    grad_gate, grad_up, _ = _gradients(grad, gate, up, activation)
+    grad_gate, grad_up, _ = gradients(grad, gate, up, activation)
     return grad_gate.to(gate.dtype), grad_up.to(up.dtype)
 
 
-def glu_bwd_(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    """Operator `glu_bwd_`: the gradients of gate and up replace the two, and what they gated replaces grad."""
-    for old, new in zip((gate, up, grad), _gradients(grad, gate, up, activation)):
-        old.copy_(new)
-
-
-def _gradients(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
+def gradients(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of gate, that of up, what they gated), new tensors in float32 or wider."""
     wide = torch.promote_types(gate.dtype, torch.float32)
     grad, gate, up = grad.to(wide), gate.to(wide), up.to(wide)

@@ -182,13 +182,8 @@ def linear_glu_bwd(
 def glu_bwd(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """Operator `glu_bwd` -> gradients of gate and up, [M, N]."""
     out = gate.new_empty(gate.shape), up.new_empty(up.shape)
-    _launch_glu_bwd(grad, gate.contiguous(), up.contiguous(), out, None, activation)
+    launch_glu_bwd(grad, gate.contiguous(), up.contiguous(), out, None, activation)
     return out
-
-
-def glu_bwd_(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    """Operator `glu_bwd_`: the gradients of gate and up replace the two, and what they gated replaces grad."""
-    _launch_glu_bwd(grad, gate, up, (gate, up), grad, activation)
 
 
 def _operands(
@@ -258,7 +253,7 @@ def _launch_float32(
             for half, bias in ((gate, gate_bias), (up, up_bias)):
                 if bias is not None:
                     half += bias
-            _launch_glu_bwd(grad, gate, up, (gate, up), None, activation)
+            launch_glu_bwd(grad, gate, up, (gate, up), None, activation)
 
 
 def _launch_glu_fwd(
@@ -270,9 +265,10 @@ def _launch_glu_fwd(
     _glu_fwd(key, (m, launch.cdiv(n, 2048), 1), (gate, up, gate_bias, up_bias, out, n), meta)
 
 
-def _launch_glu_bwd(
+def launch_glu_bwd(
     grad: Tensor, gate: Tensor, up: Tensor, out: tuple[Tensor, Tensor], hidden: Tensor | None, activation: str
 ) -> None:
+    """Fills out with the gradients of gate and up, and hidden with what they gated; any may be what is read."""
     m, n = grad.shape
     if m == 0 or n == 0:
         return

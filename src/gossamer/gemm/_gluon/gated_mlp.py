@@ -1,0 +1,203 @@
+"""The backward pass of a gated block up to its gate on Hopper: one product, and what becomes of gate and up.
+
+The gradient of what gate and up made is grad @ down_weight. A program computes tiles of it as `linear_pack` does, of
+128 rows by 256 columns, with a warp that loads and two warpgroups that multiply and hand their half of a tile over in
+shared memory, rounded. A warp a warpgroup takes it from there: it reads gate and up, 8 rows at a time with 16 bytes a
+lane, and writes their gradients in their places and what they gated. It has the time of a whole tile, so that six
+passes over matrices of that size cost nothing beside the product, where that is long enough.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from gossamer._core import launch, tuning
+from gossamer.gemm._gluon import linear_glu, linear_pack
+from gossamer.gemm._gluon.linear_glu import _barrier, _descriptor, activated, origin_of
+from gossamer.gemm._gluon.linear_pack import (
+    BLOCK_K,
+    BLOCK_N,
+    GROUP_M,
+    GROUPS,
+    PIECE,
+    ROWS,
+    STAGES,
+    TILE,
+    consume,
+    produce,
+)
+
+UNPACK_BF16 = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
+UNPACK_FP16 = gl.constexpr("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }")
+
+
+@gluon.jit
+def halves_of(rows, layout: gl.constexpr):
+    """The first and the second half of rows that a lane holds. No data moves."""
+    COUNT: gl.constexpr = rows.shape[0]
+    first, second = rows.reshape([2, COUNT // 2, rows.shape[1]]).permute((1, 2, 0)).split()
+    first = gl.convert_layout(first, layout, assert_trivial=True)
+    return first, gl.convert_layout(second, layout, assert_trivial=True)
+
+
+@gluon.jit
+def unpack(pairs, DTYPE: gl.constexpr):
+    """Pairs of 16-bit numbers as (first, second) in float32."""
+    ASM: gl.constexpr = UNPACK_BF16 if DTYPE == gl.bfloat16 else UNPACK_FP16
+    return gl.inline_asm_elementwise(ASM, "=f,=f,r", [pairs], (gl.float32, gl.float32), True, 1)
+
+
+@gluon.jit
+def pack(first, second, DTYPE: gl.constexpr):
+    ASM: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if DTYPE == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(ASM, "=r,f,f", [first, second], gl.int32, True, 1)
+
+
+@gluon.jit
+def gated(flow, gate, up, DTYPE: gl.constexpr, ACTIVATION: gl.constexpr):
+    """Pairs of (gradient of gate, that of up, what they gated)."""
+    flow_0, flow_1 = unpack(flow, DTYPE)
+    gate_0, gate_1 = unpack(gate, DTYPE)
+    up_0, up_1 = unpack(up, DTYPE)
+    active_0, slope_0 = activated(gate_0, ACTIVATION)
+    active_1, slope_1 = activated(gate_1, ACTIVATION)
+    grad_gate = pack(flow_0 * up_0 * slope_0, flow_1 * up_1 * slope_1, DTYPE)
+    grad_up = pack(flow_0 * active_0, flow_1 * active_1, DTYPE)
+    return grad_gate, grad_up, pack(active_0 * up_0, active_1 * up_1, DTYPE)
+
+
+@gluon.jit
+def gate(matrices, handover, extent, GROUP: gl.constexpr, GROUP_M: gl.constexpr, ACTIVATION: gl.constexpr):
+    """The warp that gates what warpgroup GROUP hands over. A row is spread over the lanes, 8 columns in each, in pairs
+    of 16 bits: the compiler would give each number a register."""
+    gate_ptr, up_ptr, hidden_ptr, M, N = matrices
+    halves, full, free = handover
+    tiles_m, tiles_n, _ = extent
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
+    swizzle: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    pieces = halves._reinterpret(gl.int32, [GROUPS * ROWS // PIECE, PIECE, BLOCK_N // 2], swizzle)
+    columns = gl.expand_dims(gl.arange(0, BLOCK_N // 2, layout=gl.SliceLayout(0, layout)), 0)
+    turn = 0
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        tile_m, tile_n = origin_of(tile, tiles_m, tiles_n, GROUP_M)
+        row = (tile_m * GROUPS + GROUP) * ROWS
+        column = tile_n * (BLOCK_N // 2) + columns
+        # Within a tile 32 bits do for an offset.
+        first = row.to(gl.int64) * (N // 2)
+        mbarrier.wait(full.index(GROUP), turn & 1)
+        for piece in range(ROWS // PIECE):
+            upper, lower = halves_of(pieces.index(GROUP * (ROWS // PIECE) + piece).load(layout), layout)
+            for half in gl.static_range(2):
+                a, b = halves_of(lower if half else upper, layout)
+                a0, a1 = halves_of(a, layout)
+                b0, b1 = halves_of(b, layout)
+                flows = (a0, a1, b0, b1)
+                line = piece * PIECE + half * (PIECE // 2)
+                # All rows are asked for before the first is waited for.
+                gates = ()
+                ups = ()
+                for i in gl.static_range(PIECE // 2):
+                    inside = (row + line + i < M) & (column < N // 2)
+                    at = first + ((line + i) * (N // 2) + column)
+                    gates = gates + (gl.load(gate_ptr + at, mask=inside, other=0),)
+                    ups = ups + (gl.load(up_ptr + at, mask=inside, other=0),)
+                for i in gl.static_range(PIECE // 2):
+                    inside = (row + line + i < M) & (column < N // 2)
+                    at = first + ((line + i) * (N // 2) + column)
+                    grad_gate, grad_up, hidden = gated(flows[i], gates[i], ups[i], halves.dtype, ACTIVATION)
+                    gl.store(gate_ptr + at, grad_gate, mask=inside)
+                    gl.store(up_ptr + at, grad_up, mask=inside)
+                    gl.store(hidden_ptr + at, hidden, mask=inside)
+        # All lanes must have read before the one that arrives says so.
+        _barrier()
+        mbarrier.arrive(free.index(GROUP), count=1)
+        turn += 1
+
+
+@gluon.jit(do_not_specialize=["M", "tiles_m", "tiles_n", "steps"])
+def _gated_mlp_bwd_kernel(
+    grad_desc, down_desc, gate_ptr, up_ptr, hidden_ptr, M, N, tiles_m, tiles_n, steps,
+    GROUP_M: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    grad_bufs = gl.allocate_shared_memory(grad_desc.dtype, [STAGES, GROUPS * ROWS, BLOCK_K], grad_desc.layout)
+    down_bufs = gl.allocate_shared_memory(grad_desc.dtype, [STAGES, BLOCK_K, BLOCK_N], down_desc.layout)
+    half_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    halves = gl.allocate_shared_memory(grad_desc.dtype, [GROUPS, ROWS, BLOCK_N], half_layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    for group in gl.static_range(GROUPS):
+        mbarrier.init(full.index(group), count=1)
+        mbarrier.init(free.index(group), count=1)
+    # As in linear_glu.
+    gdc_wait()
+    gdc_launch_dependents()
+    inputs = (grad_desc, down_desc)
+    matrices = (gate_ptr, up_ptr, hidden_ptr, M, N)
+    ring = (grad_bufs, down_bufs, ready, empty)
+    handover = (halves, full, free)
+    extent = (tiles_m, tiles_n, steps)
+    # The three warps that do not multiply share a warpgroup, and so its registers: 120 a thread, for 192 of the others.
+    gl.warp_specialize(
+        [
+            (consume, (None, N, ring, handover, extent, 0, False, GROUP_M, STAGES)),
+            (consume, (None, N, ring, handover, extent, 1, False, GROUP_M, STAGES)),
+            (produce, (inputs, ring, extent, False, GROUP_M, STAGES)),
+            (gate, (matrices, handover, extent, 0, GROUP_M, ACTIVATION)),
+            (gate, (matrices, handover, extent, 1, GROUP_M, ACTIVATION)),
+        ],
+        [4, 1, 1, 1],
+        [192, 120, 120, 120],
+    )
+
+
+_gated_mlp_bwd = launch.Kernel(_gated_mlp_bwd_kernel)
+
+
+def fits(grad: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor) -> bool:
+    """Whether the copy engine can read the operands, and the time of a tile covers what is gated."""
+    d, n = down_weight.shape
+    return tuning.gates_beside(d) and n % 16 == 0 and linear_glu.fits(n, grad, down_weight, gate, up)
+
+
+def launch_gated_mlp_bwd(
+    grad: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor, hidden: Tensor, activation: str
+) -> None:
+    """Fills hidden, and puts the gradients of gate and up in their places; all of them [M, N]."""
+    (m, d), n = grad.shape, down_weight.shape[1]
+    tiles_m, tiles_n, steps = launch.cdiv(m, 128), launch.cdiv(n, TILE), launch.cdiv(d, 64)
+    strides = (grad.stride(0), down_weight.stride(0))
+    inputs = (
+        _descriptor(grad, m, d, strides[0], 128, 64),
+        _descriptor(down_weight, d, n, strides[1], 64, TILE),
+    )
+    key = (m, n, d, grad.dtype, strides, activation)
+    meta = {"GROUP_M": linear_pack.GROUP_M, "STAGES": linear_pack.STAGES, "ACTIVATION": activation}
+    matrices = (matrix.view(torch.int32) for matrix in (gate, up, hidden))
+    args = (*inputs, *matrices, m, n, tiles_m, tiles_n, steps)
+    grid = (min(tuning.programs(grad.device), tiles_m * tiles_n), 1, 1)
+    _gated_mlp_bwd(key, grid, args, meta, num_warps=4, maxnreg=168, follows=tuning.starts_early())
+
+
+_TILES = {"grad_desc": [128, 64], "down_desc": [64, 256]}
+
+EXAMPLES = {
+    _gated_mlp_bwd_kernel: {
+        "signature": {
+            **{name: f"tensordesc<bf16{block},{gl.NVMMASharedLayout(128, 16, 2)!r}>" for name, block in _TILES.items()},
+            "gate_ptr": "*i32", "up_ptr": "*i32", "hidden_ptr": "*i32",
+            **dict.fromkeys(("M", "N", "tiles_m", "tiles_n", "steps"), "i32"),
+        },
+        "constexprs": {"GROUP_M": GROUP_M, "STAGES": STAGES, "ACTIVATION": "silu"},
+        "num_warps": 4,
+        "maxnreg": 168,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

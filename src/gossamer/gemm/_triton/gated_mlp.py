@@ -1,0 +1,28 @@
+"""The backward pass of a gated block: a product of the library's, and a kernel of `linear_glu` after it. Hopper has one
+for both, in `_gluon`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer._core import launch, tuning
+from gossamer.gemm._triton.linear_glu import launch_glu_bwd
+
+
+def gated_mlp_bwd_(grad: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """Operator `gated_mlp_bwd_` -> what gate and up made, [M, N]; their gradients take their places."""
+    if gate.numel() and not launch.INTERPRET and tuning.hopper(grad.device):
+        from gossamer.gemm._gluon import gated_mlp as hopper
+
+        if hopper.fits(grad, down_weight, gate, up):
+            hidden = torch.empty_like(gate)
+            hopper.launch_gated_mlp_bwd(grad, down_weight, gate, up, hidden, activation)
+            return hidden
+    hidden = grad @ down_weight
+    launch_glu_bwd(hidden, gate, up, (gate, up), hidden, activation)
+    return hidden
+
+
+EXAMPLES: dict[Any, dict[str, Any]] = {}
+"""No kernel of its own."""
