@@ -91,9 +91,9 @@ def candidates(m: int, k: int, n: int) -> dict[str, Callable[[], Any]]:
     return found
 
 
-def small(shape: tuple[int, int, int], rounds: int = 25, calls: int = 10) -> dict[str, float]:
+def small(candidates: dict[str, Callable[[], Any]], rounds: int = 25, calls: int = 10) -> dict[str, float]:
     graphs = {}
-    for name, call in candidates(*shape).items():
+    for name, call in candidates.items():
         call()
         torch.cuda.synchronize()
         graphs[name] = torch.cuda.CUDAGraph()
@@ -112,8 +112,7 @@ def small(shape: tuple[int, int, int], rounds: int = 25, calls: int = 10) -> dic
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def sustained(shape: tuple[int, int, int], rounds: int = 2, seconds: float = 0.6) -> dict[str, float]:
-    calls = candidates(*shape)
+def sustained(calls: dict[str, Callable[[], Any]], rounds: int = 2, seconds: float = 0.6) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name in random.sample(list(calls), len(calls)):
@@ -142,7 +141,7 @@ def main() -> None:
         for part in parts:
             measure, shapes = (small, SMALL) if part == "small" else (sustained, SUSTAINED)
             for shape in given or shapes:
-                found = measure(shape)  # type: ignore[arg-type]
+                found = measure(candidates(*shape))
                 results[f"{part} {shape}"] = found
                 print(f"\n{part} {shape}")
                 for name, ms in sorted(found.items(), key=lambda item: item[1]):
