@@ -18,7 +18,6 @@ from gossamer._core import launch, tuning
 from gossamer.gemm._gluon import linear_glu, linear_pack
 from gossamer.gemm._gluon.linear_glu import _barrier, _descriptor, activated, origin_of
 from gossamer.gemm._gluon.linear_pack import (
-    BLOCK_K,
     BLOCK_N,
     GROUP_M,
     GROUPS,
@@ -27,6 +26,7 @@ from gossamer.gemm._gluon.linear_pack import (
     STAGES,
     TILE,
     consume,
+    prepare,
     produce,
 )
 
@@ -122,27 +122,12 @@ def _gated_mlp_bwd_kernel(
     grad_desc, down_desc, gate_ptr, up_ptr, hidden_ptr, M, N, tiles_m, tiles_n, steps,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    grad_bufs = gl.allocate_shared_memory(grad_desc.dtype, [STAGES, GROUPS * ROWS, BLOCK_K], grad_desc.layout)
-    down_bufs = gl.allocate_shared_memory(grad_desc.dtype, [STAGES, BLOCK_K, BLOCK_N], down_desc.layout)
-    half_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    halves = gl.allocate_shared_memory(grad_desc.dtype, [GROUPS, ROWS, BLOCK_N], half_layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=GROUPS)
-    for group in gl.static_range(GROUPS):
-        mbarrier.init(full.index(group), count=1)
-        mbarrier.init(free.index(group), count=1)
+    ring, handover = prepare(grad_desc, down_desc, STAGES)
     # As in linear_glu.
     gdc_wait()
     gdc_launch_dependents()
     inputs = (grad_desc, down_desc)
     matrices = (gate_ptr, up_ptr, hidden_ptr, M, N)
-    ring = (grad_bufs, down_bufs, ready, empty)
-    handover = (halves, full, free)
     extent = (tiles_m, tiles_n, steps)
     # The three warps that do not multiply share a warpgroup, and so its registers: 120 a thread, for 192 of the others.
     gl.warp_specialize(

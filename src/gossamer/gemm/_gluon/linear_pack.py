@@ -219,12 +219,9 @@ def pack(
         turn += 1
 
 
-@gluon.jit(do_not_specialize=["M", "tiles_m", "tiles_n", "steps"])
-def _linear_pack_kernel(
-    x_desc, w_desc, bias_ptr, threshold_ptr, values_ptr, indices_ptr, counts_ptr, M, N, tiles_m, tiles_n, steps,
-    TRANSPOSED: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """With TRANSPOSED W is [N, K], as in nn.Linear, otherwise [K, N]."""
+@gluon.jit
+def prepare(x_desc, w_desc, STAGES: gl.constexpr):
+    """(the ring of stages, the place where warpgroups hand over their halves of a tile), with their barriers."""
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, GROUPS * ROWS, BLOCK_K], x_desc.layout)
     w_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     half_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
@@ -239,13 +236,21 @@ def _linear_pack_kernel(
     for group in gl.static_range(GROUPS):
         mbarrier.init(full.index(group), count=1)
         mbarrier.init(free.index(group), count=1)
+    return (x_bufs, w_bufs, ready, empty), (halves, full, free)
+
+
+@gluon.jit(do_not_specialize=["M", "tiles_m", "tiles_n", "steps"])
+def _linear_pack_kernel(
+    x_desc, w_desc, bias_ptr, threshold_ptr, values_ptr, indices_ptr, counts_ptr, M, N, tiles_m, tiles_n, steps,
+    TRANSPOSED: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """With TRANSPOSED W is [N, K], as in nn.Linear, otherwise [K, N]."""
+    ring, handover = prepare(x_desc, w_desc, STAGES)
     # As in linear_glu.
     gdc_wait()
     gdc_launch_dependents()
     inputs = (x_desc, w_desc)
     outputs = (values_ptr, indices_ptr, counts_ptr)
-    ring = (x_bufs, w_bufs, ready, empty)
-    handover = (halves, full, free)
     extent = (tiles_m, tiles_n, steps)
     # The three warps that do not multiply share a warpgroup, and so its registers: 88 a thread, for 208 of the others.
     gl.warp_specialize(
