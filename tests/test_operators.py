@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gossamer import gemm, rowsparse, sae
 from gossamer._core import ops
+from gossamer.sae.smallest import smallest
 from gossamer.testing import random_rows
 
 N, D = 90, 12
@@ -87,6 +88,7 @@ def _encode(device: torch.device) -> None:
         scale = torch.rand(N, device=device, requires_grad=True)
         (rows.to_dense().sum() + l0.sum() + sae.tanh_l0(rows, scale).sum()).backward()
         sae.count_fired(rows)
+        smallest(rows, torch.ones(rows.num_columns, device=device))
 
 
 def _gemm(device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """SAELens's own autoencoders, patched and not."""
 
 import copy
+import math
 import threading
 import warnings
 from collections.abc import Callable
@@ -326,6 +327,69 @@ def test_check(device: torch.device) -> None:
     assert report.check is not None and report.check.error is None
     text = str(report)
     assert "l0: " in text and "relative difference" in text and "stay packed" in text
+
+
+def test_check_of_heads_and_with_an_error_term(device: torch.device) -> None:
+    options = {"reshape_activations": "hook_z", "metadata": SAEMetadata(hook_name="blocks.0.attn.hook_z")}
+    rows = activations(device) + 3 * torch.arange(D_IN, device=device)
+    by_rows = patch(make("jumprelu", device), check=rows).check
+    by_heads = patch(make("jumprelu", device, **options), check=rows.reshape(*rows.shape[:-1], 4, D_IN // 4)).check
+    assert by_rows is not None and by_rows.error is not None and by_heads is not None
+    assert by_heads.error == pytest.approx(by_rows.error, rel=1e-4)
+    sae = make("jumprelu", device)
+    sae.use_error_term = True
+    found = patch(sae, check=rows).check
+    assert found is not None and found.error == pytest.approx(by_rows.error, rel=1e-4) and sae.use_error_term
+
+
+@pytest.mark.parametrize(
+    "check, error, message",
+    [
+        ([1.0], TypeError, "check must be a tensor of activations, got list"),
+        (torch.ones(3, 5), ValueError, r"check must have shape \[..., d_in\] with d_in = .* got \[3, 5\]"),
+        (torch.ones(0, D_IN), ValueError, r"check must have .* at least one row, got \[0, "),
+        (torch.full((2, D_IN), math.nan), ValueError, "check must be finite"),
+    ],
+)
+def test_check_errors(check: Any, error: type[Exception], message: str, device: torch.device) -> None:
+    sae = make("jumprelu", device)
+    with pytest.raises(error, match=f"integrations.sae_lens.patch: {message}"):
+        patch(sae, check=check)
+    assert "forward" not in sae.__dict__
+
+
+def test_a_hook_on_the_activation_fires(device: torch.device) -> None:
+    sae = make("jumprelu", device)
+    patch(sae)
+    fired: list[int] = []
+    sae.activation_fn.register_forward_hook(lambda *_: fired.append(1))
+    sae(activations(device))
+    assert fired == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_error_term_beside_a_hook_gives_the_input(dtype: torch.dtype, device: torch.device) -> None:
+    """What is added with the error term goes the way that the output went, or both differ where selections do."""
+    sae = saes.TopKSAE(saes.TopKSAEConfig(d_in=64, d_sae=2048, k=16, dtype=str(dtype)[6:], device=str(device)))
+    sae.b_enc.data.normal_(std=0.3)
+    sae.use_error_term = True
+    x = torch.randn(64, 64, device=device).to(dtype)
+    patch(sae)
+    with torch.no_grad():
+        for out in (sae(x), sae.run_with_cache(x)[0]):
+            assert float((out - x).abs().max()) < (1e-5 if dtype is torch.float32 else 0.1)
+
+
+@pytest.mark.native
+def test_compiled_before_any_eager_call(device: torch.device) -> None:
+    sae = make("jumprelu", device)
+    x = activations(device)
+    with torch.no_grad():
+        expected = sae(x)
+        patch(sae)
+        compiled = torch.compile(sae, backend="aot_eager", fullgraph=True)
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), expected)
 
 
 def test_a_check_that_fails_leaves_the_sae_as_it_was(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

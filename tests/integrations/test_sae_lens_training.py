@@ -123,6 +123,18 @@ def test_losses_and_gradients(kind: str, dead: int, device: torch.device, materi
         assert patched.topk_threshold > 0
 
 
+@pytest.mark.parametrize("kind", ["batchtopk", "batchtopk, rescaled"])
+def test_the_threshold_where_every_row_overflows(kind: str, device: torch.device, materialized: list[str]) -> None:
+    plain = make(kind, device, k=150)
+    plain.b_enc.data += 5
+    patched = copy.deepcopy(plain)
+    patch(patched)
+    for sae in (plain, patched):
+        step(sae, activations(device))
+    assert plain.topk_threshold > 0 and not materialized
+    torch.testing.assert_close(patched.topk_threshold, plain.topk_threshold, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_reads_the_latents_gets_them(kind: str, device: torch.device) -> None:
     """As numbers, and as a part of the graph: a loss of one's own on them has the gradients that it had."""

@@ -111,9 +111,9 @@ class ShardedBatchTopKSAE(Sharded, BatchTopKSAE):
     """See `shard`."""
 
     def _smallest(self, rows: ELL) -> Tensor:
-        smallest = super()._smallest(rows)
-        dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self.group)
-        return smallest
+        least = super()._smallest(rows)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
+        return least
 
 
 class ShardedJumpReLUSAE(Sharded, JumpReLUSAE):

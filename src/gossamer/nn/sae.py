@@ -10,6 +10,7 @@ from gossamer import sae
 from gossamer._core import checks
 from gossamer.nn._silence import Silence
 from gossamer.rowsparse import ELL
+from gossamer.sae.smallest import smallest
 
 
 class SAELoss(NamedTuple):
@@ -341,8 +342,7 @@ class BatchTopKSAE(_Reviving):
 
     Attributes:
         W_enc, W_dec, b_enc, b_dec: as in `TopKSAE`.
-        threshold: float32 `[]`, the running mean of the smallest value kept; 0 before the first batch. Rows that
-            overflowed do not count for it.
+        threshold: float32 `[]`, the running mean of the smallest value kept; 0 before the first batch.
         firing_counts, steps_since_fired: as in `TopKSAE`.
 
     Source: Bussmann et al. 2024, "BatchTopK Sparse Autoencoders".
@@ -393,15 +393,13 @@ class BatchTopKSAE(_Reviving):
 
     def _follow(self, rows: ELL) -> None:
         """Moves the threshold towards the smallest value kept, without waiting for the device."""
-        smallest = self._smallest(rows)
-        moved = torch.where(self.threshold > 0, torch.lerp(self.threshold, smallest, self.threshold_rate), smallest)
-        self.threshold.copy_(torch.where(smallest.isfinite(), moved, self.threshold))
+        least = self._smallest(rows)
+        moved = torch.where(self.threshold > 0, torch.lerp(self.threshold, least, self.threshold_rate), least)
+        self.threshold.copy_(torch.where(least.isfinite(), moved, self.threshold))
 
     def _smallest(self, rows: ELL) -> Tensor:
         """[], inf where nothing is held."""
-        held = (rows.values > 0) & (rows.nnz_per_row <= rows.capacity)[:, None]
-        smallest = torch.where(held, rows.values, torch.inf).to(self._wide).amin() if rows.values.numel() else torch.inf
-        return torch.as_tensor(smallest, dtype=self._wide, device=self.threshold.device)
+        return smallest(rows)
 
     def loss(self, x: Tensor) -> SAELoss:
         """The loss of x `[..., d_in]`; the L0 penalty is 0."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gossamer import sae as operators
 from gossamer.integrations.sae_lens._latents import HiddenPre, Latents, Lazy
+from gossamer.sae.smallest import smallest
 
 FORWARD_PASSES = (
     TrainingSAE.training_forward_pass,
@@ -167,21 +168,13 @@ def calculate_aux_loss(
 
 @torch.no_grad()
 def update_topk_threshold(self: Any, acts_topk: Tensor) -> None:
-    """SAELens's of BatchTopK, without a sync. Rows that overflowed their slots do not count: the smallest value that
-    a batch keeps hardly ever stands in one of them."""
+    """SAELens's of BatchTopK, without a sync."""
     if not isinstance(acts_topk, Latents) or not acts_topk.packed:
         type(self).update_topk_threshold(self, acts_topk.dense() if isinstance(acts_topk, Lazy) else acts_topk)
         return
-    rows, kept = acts_topk.rows, self.topk_threshold
-    if not rows.values.numel():
-        return
-    values = rows.values
-    if acts_topk.scale is not None:
-        values = values * acts_topk.scale[rows.indices.clamp(min=0)]
-    held = (rows.values > 0) & (rows.nnz_per_row <= rows.capacity)[:, None]
-    smallest = torch.where(held, values, torch.inf).amin().to(kept.dtype)
-    rate = self.cfg.topk_threshold_lr
-    self.topk_threshold = torch.where(smallest.isfinite(), (1 - rate) * kept + rate * smallest, kept)
+    kept, rate = self.topk_threshold, self.cfg.topk_threshold_lr
+    least = smallest(acts_topk.rows, acts_topk.scale).to(kept.dtype)
+    self.topk_threshold = torch.where(least.isfinite(), (1 - rate) * kept + rate * least, kept)
 
 
 METHODS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {

@@ -1,0 +1,66 @@
+"""The smallest value of each row: a warp a row, over its slots or, where it overflowed, over its dense activation."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch
+from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+
+
+@triton.jit
+def _smallest_kernel(
+    values_ptr, indices_ptr, nnz_ptr, source_ptr, scale_ptr, out_ptr, stride_sm, N, capacity, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Program (row)."""
+    row = tl.program_id(0).to(tl.int64)
+    count = tl.load(nnz_ptr + row)
+    least = tl.full([BLOCK], float("inf"), tl.float32)
+    if count <= capacity:
+        for first in range(0, count, BLOCK):
+            slots = first + tl.arange(0, BLOCK)
+            index = tl.load(indices_ptr + row * capacity + slots, mask=slots < count, other=-1)
+            value = tl.load(values_ptr + row * capacity + slots, mask=index >= 0, other=0.0).to(tl.float32)
+            if scale_ptr is not None:
+                value *= tl.load(scale_ptr + index, mask=index >= 0, other=0.0).to(tl.float32)
+            least = tl.where(value > 0, tl.minimum(least, value), least)
+    elif source_ptr is not None:
+        for first in range(0, N, BLOCK):
+            columns = first + tl.arange(0, BLOCK)
+            value = tl.load(source_ptr + row * stride_sm + columns, mask=columns < N, other=0.0).to(tl.float32)
+            if scale_ptr is not None:
+                value *= tl.load(scale_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
+            least = tl.where(value > 0, tl.minimum(least, value), least)
+    tl.store(out_ptr + row, tl.min(least, 0))
+
+
+_smallest = launch.Kernel(_smallest_kernel)
+
+
+def smallest(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None, scale: Tensor | None) -> Tensor:
+    """Operator `sae_smallest` -> float32 [M], inf where a row has no value above 0."""
+    m, capacity = values.shape
+    out = torch.empty(m, dtype=torch.float32, device=values.device)
+    if m:
+        values, indices = values.contiguous(), indices.contiguous()
+        source = None if source is None else rows_contiguous(source)
+        scale = None if scale is None else scale.contiguous()
+        n, stride = (0, 0) if source is None else (source.shape[1], source.stride(0))
+        key = (n, capacity, values.dtype, source is None or source.dtype, scale is None or scale.dtype, stride)
+        args = (values, indices, nnz, source, scale, out, stride, n, capacity)
+        _smallest(key, (m, 1, 1), args, {"BLOCK": 128}, num_warps=1)
+    return out
+
+
+EXAMPLES = {
+    _smallest_kernel: {
+        "signature": {
+            "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "source_ptr": "*bf16",
+            "scale_ptr": "*bf16", "out_ptr": "*fp32", "stride_sm": "i32", "N": "i32", "capacity": "i32",
+        },
+        "constexprs": {"BLOCK": 128},
+        "num_warps": 1,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

@@ -1,0 +1,38 @@
+"""The smallest value that a batch keeps, which the threshold of a BatchTopK SAE follows."""
+
+import torch
+from torch import Tensor
+
+from gossamer._core.ops import register
+from gossamer.rowsparse import ELL
+from gossamer.rowsparse.formats import threshold_dtype
+from gossamer.rowsparse.pack import parts
+from gossamer.sae._torch.smallest import smallest as _cpu
+
+
+def smallest(rows: ELL, scale: Tensor | None = None) -> Tensor:
+    """The smallest value above 0 in rows, without a host sync; inf where there is none.
+
+    Args:
+        rows: `ELL` of shape `(..., d_sae)`; of rows that overflowed, what they are read from.
+        scale: `[d_sae]`, what each value is multiplied by first, or None.
+
+    Returns:
+        `[]` in float32, float64 if rows is, without a gradient.
+
+    >>> from gossamer import rowsparse
+    >>> smallest(rowsparse.pack(torch.tensor([[0.0, 3.0], [2.0, 4.0]]))).item()
+    2.0
+    """
+    values, indices, nnz, source = parts("sae.smallest", rows.detach())
+    if not nnz.numel():
+        return values.new_full((), torch.inf, dtype=threshold_dtype(values.dtype))
+    return _smallest(values, indices, nnz, source, None if scale is None else scale.detach()).amin()
+
+
+_smallest = register(
+    "sae_smallest(Tensor values, Tensor indices, Tensor nnz, Tensor? source, Tensor? scale) -> Tensor",
+    cpu=_cpu,
+    gpu="gossamer.sae._triton.smallest:smallest",
+    fake=lambda values, indices, nnz, *_: nnz.new_empty(nnz.shape, dtype=threshold_dtype(values.dtype)),
+)

@@ -1,0 +1,42 @@
+"""The smallest value kept, against the dense tensor."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gossamer import nn
+from gossamer.rowsparse import pack
+from gossamer.sae.smallest import smallest
+from tests import strategies
+
+
+@given(data=st.data())
+def test_smallest(data: st.DataObject, dtype: torch.dtype, device: torch.device) -> None:
+    acts = data.draw(strategies.dense(dtype, device))
+    rows = pack(acts, capacity=data.draw(st.one_of(st.none(), st.integers(1, 70))))
+    wide = torch.promote_types(dtype, torch.float32)
+    for scale in (None, torch.linspace(0.5, 2, acts.shape[-1], device=device).to(dtype)):
+        scaled = acts.to(wide) if scale is None else acts.to(wide) * scale.to(wide)
+        positive = scaled[scaled > 0]
+        found = smallest(rows, scale)
+        assert found.dtype is wide and found.shape == ()
+        assert found.item() == (positive.min().item() if positive.numel() else math.inf)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("k", [3, 200])
+def test_the_threshold_of_batchtopk(k: int, device: torch.device) -> None:
+    """Also where every row has more entries than slots."""
+    torch.manual_seed(0)
+    model = nn.BatchTopKSAE(64, 1024, k, device=device)
+    x = torch.nn.functional.normalize(torch.randn(40, 64), dim=1).to(device)
+    model(x)
+    with torch.no_grad():
+        z = ((x - model.b_dec) @ model.W_enc + model.b_enc).relu().flatten()
+        kept = z.topk(min(40 * k, int((z > 0).sum()))).values
+        torch.testing.assert_close(model.threshold, kept.min(), rtol=1e-5, atol=0)
+        fired = (model.eval().encode(x).to_dense() > 0).sum() / 40
+    assert abs(fired.item() - k) <= 0.05 * k
