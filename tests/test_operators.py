@@ -154,3 +154,34 @@ def test_no_output_is_an_input(name: str, device: torch.device) -> None:
         taken = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor) and arg.numel()}
         for tensor in out if isinstance(out, tuple | list) else () if out is None else (out,):
             assert tensor.numel() == 0 or tensor.untyped_storage().data_ptr() not in taken
+
+
+@pytest.mark.parametrize("transform", [False, True])
+@pytest.mark.parametrize(
+    "name, call",
+    [
+        ("gemm.linear_glu: .* x ", lambda x: gemm.linear_glu(x, torch.ones(4, 6), torch.ones(4, 6))),
+        ("gemm.gated_mlp: .* gate_weight ", lambda x: gemm.gated_mlp(torch.ones(5, 6), x, x, torch.ones(6, 3))),
+        ("gemm.linear_pack: .* x ", lambda x: gemm.linear_pack(x, torch.ones(4, 6))[0].values),
+        ("rowsparse.pack: .* x ", lambda x: rowsparse.pack(x).values),
+        ("rowsparse.matmul: .* weight ", lambda x: rowsparse.matmul(rowsparse.pack(torch.ones(2, 3)), x)),
+        ("rowsparse.ELL: .* values ", lambda x: rowsparse.matmul(_tangled(x), torch.ones(9, 2))),
+        ("sae.encode: .* W_enc ", lambda x: sae.encode(torch.ones(2, 3), x, activation="relu").values),
+        ("sae.decode: .* W_dec ", lambda x: sae.decode(rowsparse.pack(torch.ones(2, 3)), x)),
+    ],
+)
+def test_forward_mode_is_refused(name: str, call: Any, transform: bool) -> None:
+    """PyTorch would drop tangents, and give zeros; also after a call that was checked."""
+    x = torch.ones(3, 6)
+    call(x)
+    with pytest.raises(NotImplementedError, match=name + "has a tangent. Use reverse mode"):
+        if transform:
+            torch.func.jvp(call, (x,), (x,))
+        else:
+            with torch.autograd.forward_ad.dual_level():
+                call(torch.autograd.forward_ad.make_dual(x, x))
+
+
+def _tangled(values: Tensor) -> rowsparse.ELL:
+    indices = torch.arange(6, dtype=torch.int32).expand(3, 6).contiguous()
+    return rowsparse.ELL(values, indices, torch.full((3,), 6, dtype=torch.int32), (3, 9))

@@ -265,8 +265,12 @@ OK = {"x": X4, "gate_weight": W64, "up_weight": W64}
         ({"up_weight": W64.half()}, TypeError, r"x and up_weight must have one dtype, got float32 and float16"),
         ({"activation": "tanh"}, ValueError, r"activation must be one of silu, gelu, .* got 'tanh'"),
         ({"activation": None}, ValueError, r"activation must be one of"),
+        ({"activation": ["silu"]}, ValueError, r"activation must be one of .* got \['silu'\]"),
+        ({"x": X4.to_sparse()}, TypeError, r"x must be a strided tensor, got layout sparse_coo"),
     ],
 )
 def test_errors(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    """Also after a call of the same shapes that was right."""
+    gemm.linear_glu(**OK)
     with pytest.raises(error, match=message):
         gemm.linear_glu(**(OK | change))

@@ -67,3 +67,10 @@ def test_errors(kind: type) -> None:
         kind(4, 4.0)
     with pytest.raises(ValueError, match=rf"{name}: activation must be one of silu, .* got 'tanh'"):
         kind(4, 4, "tanh")
+
+
+def test_on_the_meta_device() -> None:
+    block = nn.GatedMLP(8, 24, device="meta")
+    x = torch.empty(2, 8, device="meta", requires_grad=True)
+    block(x).sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape

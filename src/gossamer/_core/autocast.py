@@ -1,5 +1,8 @@
 """Autocast for public functions: operands of a product take the autocast dtype, everything else stays as it is."""
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,3 +19,8 @@ def cast(*operands: Tensor | None) -> tuple[Tensor | None, ...]:
 def enabled(device: torch.device) -> bool:
     """Whether autocast is on for the device; the meta device has none."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+def disabled(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which autocast is off for the device."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MAX_COLUMNS = 2**31 - 1
@@ -42,6 +43,12 @@ def floating(operator: str, **given: Tensor) -> None:
             raise TypeError(
                 f"{operator}: {argument} is float64 on {tensor.device}; float64 runs on the CPU only. "
                 f"Use {argument}.float(), or move it with {argument}.cpu()."
+            )
+        # Where PyTorch has no formula for tangents it drops them, and gives zeros.
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                f"{operator}: forward-mode derivatives are not implemented, and {argument} has a tangent. Use reverse "
+                "mode: torch.autograd.grad, or backward()."
             )
 
 
@@ -104,9 +111,12 @@ _PLAIN = (Tensor, torch.nn.Parameter, type(None))
 def signature(*operands: Tensor | None) -> tuple[Any, ...] | None:
     """What checks of shapes, dtypes and devices depend on, for callers that keep the calls they have checked.
 
-    None under `torch.compile`, and where an operand is anything but a tensor or a parameter: then each call is checked.
+    None under `torch.compile`, in forward-mode differentiation, and where an operand is anything but a strided tensor
+    or parameter: then each call is checked.
     """
-    if torch.compiler.is_compiling() or not all(type(t) in _PLAIN for t in operands):
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return None
+    if not all(type(t) in _PLAIN and (t is None or t.layout is torch.strided) for t in operands):
         return None
     return tuple([None if t is None else (t.shape, t.dtype, t.device) for t in operands])
 

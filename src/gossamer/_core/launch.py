@@ -8,6 +8,7 @@ key must therefore determine every argument that is not a pointer, and the dtype
 import itertools
 import sys
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -160,7 +161,11 @@ class Flags:
         """(int64 buffer of at least `words`, epoch of this launch); with `resets` the kernel leaves all words at 0."""
         ahead = self._ahead.setdefault(device, []) if resets and words <= self._WORDS else None
         if transient(device):
-            return ahead.pop() if ahead else torch.zeros(words, dtype=torch.int64, device=device), 1
+            # Not in the eager run with which Inductor warms up, for those words would be gone for good.
+            if ahead and torch._C._cuda_isCurrentStreamCapturing():
+                with suppress(IndexError):  # another thread took the last
+                    return ahead.pop(), 1
+            return torch.zeros(words, dtype=torch.int64, device=device), 1
         if ahead is not None and len(ahead) < self._AHEAD:
             block = torch.zeros(self._AHEAD, self._WORDS, dtype=torch.int64, device=device)
             ahead += block.unbind()

@@ -105,7 +105,7 @@ class _GatedMLP(torch.autograd.Function):
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (gate_bias, up_bias, down_bias)]
         ctx.activation, ctx.recompute = activation, recompute
         ctx.hooked = not torch.compiler.is_compiling() and _hooks() is not None
-        with torch.autocast(x.device.type, enabled=False):
+        with autocast.disabled(x.device):
             return linear(hidden, down_weight, down_bias)
 
     @staticmethod
@@ -114,7 +114,7 @@ class _GatedMLP(torch.autograd.Function):
         x, gate_weight, up_weight, down_weight, first, second = ctx.saved_tensors
         need_down, need_down_bias = ctx.needs_input_grad[5:7]
         grad_down = grad_bias = None
-        with torch.autocast(grad.device.type, enabled=False):
+        with autocast.disabled(grad.device):
             if ctx.recompute:
                 operands = (x, gate_weight, up_weight, first, second)
                 gate, up = directly(_linear_glu, *operands)(*operands, ctx.activation, True)[1:]

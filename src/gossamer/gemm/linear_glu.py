@@ -43,7 +43,7 @@ def linear_glu(
 
     Returns:
         `[..., N]` in the dtype of the weights, differentiable in x, weights and biases. Sums and gating are float32
-        (float64 for float64), rounded once.
+        (float64 for float64), rounded once; on the CPU PyTorch's products are rounded before they are gated.
 
     Raises:
         ValueError: shapes or devices do not fit, or an unknown activation.
@@ -126,7 +126,7 @@ def check_operands(
 
 def activation_name(operator: str, activation: str) -> str:
     """What an activation is called here; ValueError where it is none that a gate may have."""
-    name = ALIASES.get(activation, activation) if isinstance(activation, str) else activation
+    name = ALIASES.get(activation, activation) if isinstance(activation, str) else None
     if name not in GATES:
         known = ", ".join((*GATES, *ALIASES))
         raise ValueError(f"{operator}: activation must be one of {known}, got {activation!r}.")

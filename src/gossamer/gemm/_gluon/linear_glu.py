@@ -79,7 +79,7 @@ def activated(z, ACTIVATION: gl.constexpr):
         s = sigmoid(z)
         return s, s * (1 - s)
     else:
-        return z, z * 0 + 1
+        return z, gl.full(z.shape, 1.0, gl.float32, layout=z.type.layout)
 
 
 @gluon.jit
