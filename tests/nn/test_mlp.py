@@ -1,11 +1,16 @@
 """nn.GatedMLP and nn.MLP, against plain PyTorch."""
 
 import copy
+from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrize, prune
 
 from gossamer import nn
 from gossamer.gemm.linear_glu import GATES
@@ -74,3 +79,114 @@ def test_on_the_meta_device() -> None:
     x = torch.empty(2, 8, device="meta", requires_grad=True)
     block(x).sum().backward()
     assert x.grad is not None and x.grad.shape == x.shape
+
+
+class Adapted(torch.nn.Module):
+    """A layer with an adapter, that shows the weight of its base as PEFT's do."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.adapter = torch.nn.Linear(base.in_features, base.out_features, False, base.weight.device)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.adapter(x)
+
+
+class Twice(torch.nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def adapt(model: Any, name: str) -> None:
+    setattr(model, name, Adapted(getattr(model, name)))
+
+
+def replace_forward(model: Any, name: str) -> None:
+    layer = getattr(model, name)
+    layer.forward = MethodType(lambda self, x: 2 * type(self).forward(self, x), layer)
+
+
+PUT_ON: dict[str, Callable[[Any, str], Any]] = {
+    "adapter": adapt,
+    "forward": replace_forward,
+    "forward hook": lambda model, name: getattr(model, name).register_forward_hook(lambda layer, args, out: out * 2),
+    "pre-hook": lambda model, name: getattr(model, name).register_forward_pre_hook(lambda layer, args: (args[0] * 2,)),
+    "backward hook": lambda model, name: getattr(model, name).register_full_backward_hook(
+        lambda layer, grads, _: (grads[0] * 2,)
+    ),
+    "prune": lambda model, name: prune.random_unstructured(getattr(model, name), "weight", 0.5),
+    "parametrization": lambda model, name: parametrize.register_parametrization(
+        getattr(model, name), "weight", Twice()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
+@pytest.mark.parametrize("what", PUT_ON)
+def test_what_is_put_on_a_layer_is_heeded(what: str, name: str, device: torch.device) -> None:
+    torch.manual_seed(0)
+    model, x = nn.GatedMLP(8, 24, bias=True, device=device), torch.randn(3, 8, device=device)
+    PUT_ON[what](model, name)
+    grads = []
+    # Twice, for a second backward pass must find a graph of its own.
+    for forward in (nn.GatedMLP.forward, nn.GatedMLP.forward, plain):
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        out = forward(model, leaf)
+        out.square().sum().backward()
+        grads.append([out.detach(), leaf.grad, *(p.grad for p in model.parameters() if p.requires_grad)])
+    for first, second, third in zip(*grads, strict=True):
+        torch.testing.assert_close(first, third)
+        torch.testing.assert_close(second, third)
+
+
+def test_all_modules_hooked(device: torch.device) -> None:
+    model, seen = nn.GatedMLP(8, 24, device=device), []
+    handle = register_module_forward_hook(lambda module, args, out: seen.append(module))
+    try:
+        model(torch.ones(1, 8, device=device))
+    finally:
+        handle.remove()
+    assert seen == [model.gate_proj, model.up_proj, model.down_proj, model]
+
+
+def test_hooked_and_compiled(device: torch.device, compiled: Any) -> None:
+    model, x = nn.GatedMLP(8, 24, device=device), torch.randn(3, 8, device=device)
+    adapt(model, "up_proj")
+    torch.testing.assert_close(compiled(model)(x), plain(model, x))
+
+
+def test_exported(device: torch.device, compiled: Any) -> None:
+    """torch.export traces with parameters of another type; that is no reason to call the layers."""
+    for strict in (False, True):
+        with torch.no_grad():
+            program = torch.export.export(
+                nn.GatedMLP(8, 24, device=device), (torch.ones(3, 8, device=device),), strict=strict
+            )
+        assert "linear_glu" in program.graph_module.code
+
+
+@pytest.mark.native
+def test_layers_sharded_one_by_one() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        model, x = nn.GatedMLP(8, 24), torch.randn(3, 8)
+        expected = model(x)
+        for layer in (model.up_proj, model.down_proj):
+            fully_shard(layer, mesh=mesh)
+        model(x).sum().backward()
+        torch.testing.assert_close(model(x), expected)
+        whole = fully_shard(nn.GatedMLP(8, 24), mesh=mesh)
+        whole(x).sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()

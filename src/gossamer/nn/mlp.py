@@ -6,10 +6,15 @@ from torch import Tensor, nn
 from gossamer import gemm
 from gossamer._core import checks
 from gossamer.gemm.linear_glu import GATES, activation_name
+from gossamer.nn._plain import why_called
 
 
 class GatedMLP(nn.Module):
     """down_proj(activation(gate_proj(x)) * up_proj(x)), gate and up in one product.
+
+    Whatever is put on the layers is heeded: where one of them is not a plain `nn.Linear` (an adapter, a quantised or
+    parametrized layer), has a hook, or parameters of another type (DTensor), or where a hook listens to all modules,
+    they are called one after the other. This is looked at in every call.
 
     Args:
         hidden_size: of x and of the result.
@@ -56,15 +61,18 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., hidden_size]` -> `[..., hidden_size]`."""
+        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        if why_called(gate_proj=gate, up_proj=up, down_proj=down) is not None:
+            return down(GATES[self.activation](gate(x)) * up(x))
         return gemm.gated_mlp(
             x,
-            self.gate_proj.weight,
-            self.up_proj.weight,
-            self.down_proj.weight,
+            gate.weight,
+            up.weight,
+            down.weight,
             activation=self.activation,
-            gate_bias=self.gate_proj.bias,
-            up_bias=self.up_proj.bias,
-            down_bias=self.down_proj.bias,
+            gate_bias=gate.bias,
+            up_bias=up.bias,
+            down_bias=down.bias,
             recompute=self.recompute,
         )
 
