@@ -1,7 +1,13 @@
 """integrations.transformers.patch on models of transformers with small random configurations."""
 
 import copy
+import io
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -9,6 +15,10 @@ import torch
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
+
+import torch.distributed  # noqa: E402
+from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: E402
+from torch.nn.modules.module import register_module_forward_hook  # noqa: E402
 
 from gossamer.integrations.transformers import patch, unpatch  # noqa: E402
 from gossamer.testing import assert_close  # noqa: E402
@@ -117,7 +127,24 @@ def test_compiled(device: torch.device, compiled: Any) -> None:
     torch.testing.assert_close(torch.compile(model, backend="aot_eager")(input_ids=ids).logits, logits(model, ids))
 
 
-class Adapter(nn.Linear):
+def test_compiled_before(device: torch.device) -> None:
+    """What was compiled is compiled again when a module is patched or not any more."""
+    mlp, x, graphs = make("Llama", device).model.layers[0].mlp, torch.randn(3, 32, device=device), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append("linear_glu" in graph.code)
+        return graph.forward
+
+    torch._dynamo.reset()
+    run = torch.compile(mlp, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        for change in (lambda: None, lambda: patch(mlp), lambda: unpatch(mlp), lambda: patch(mlp)):
+            change()
+            torch.testing.assert_close(run(x), mlp(x))
+    assert graphs == [False, True]
+
+
+class Linear(nn.Linear):
     """Stands for the layers of adapters and quantisers, which are no plain `nn.Linear` either."""
 
 
@@ -126,17 +153,17 @@ def test_what_is_left(device: torch.device) -> None:
     plain = logits(model, ids)
     first, second = (layer.mlp for layer in model.model.layers)
     first.up_proj.register_forward_hook(lambda module, args, out: out * 2)
-    adapter = Adapter(32, 72, bias=False, device=device)
+    adapter = Linear(32, 72, bias=False, device=device)
     second.gate_proj, kept = adapter, second.gate_proj
     report = patch(model)
     assert report.left == {
         "model.layers.0.mlp": "up_proj has a hook",
-        "model.layers.1.mlp": "gate_proj is a Adapter, not a plain nn.Linear",
+        "model.layers.1.mlp": f"gate_proj is {__name__}.Linear, not a plain nn.Linear",
     }
     assert not report.replaced and "left as it is, up_proj has a hook" in str(report)
     second.gate_proj = kept
     second.act_fn, kept_act = transformers.activations.ACT2FN["quick_gelu"], second.act_fn
-    assert "its activation is QuickGELUActivation" in patch(model).left["model.layers.1.mlp"]
+    assert "its activation is transformers.activations.QuickGELUActivation" in patch(model).left["model.layers.1.mlp"]
     second.act_fn = kept_act
     first.up_proj._forward_hooks.clear()
     assert len(patch(model).replaced) == 2
@@ -155,5 +182,168 @@ def test_what_is_not_known(device: torch.device) -> None:
 
     assert patch(nn.Sequential(Other())).left == {"0": "Other is no class that is known here"}
     assert str(patch(nn.Linear(2, 2))) == "no gated MLP found"
-    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got str"):
-        patch("model")
+    for function in (patch, unpatch):
+        name = f"integrations.transformers.{function.__name__}"
+        with pytest.raises(TypeError, match=rf"{name}: model must be a torch.nn.Module, got str"):
+            function("model")
+
+
+def test_an_activation_is_known_by_where_it_comes_from(device: torch.device) -> None:
+    class SiLU(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 3 * x
+
+    model, ids = make("Llama", device), tokens(device)
+    first, second = (layer.mlp for layer in model.model.layers)
+    patch(model)
+    first.act_fn = SiLU()
+    second.act_fn.forward = MethodType(lambda self, x: 2 * x, second.act_fn)
+    got = logits(model, ids)
+    unpatch(model)
+    assert torch.equal(got, logits(model, ids))
+    assert patch(model).left == {
+        "model.layers.0.mlp": f"its activation is {__name__}.{SiLU.__qualname__}, which linear_glu does not have",
+        "model.layers.1.mlp": "act_fn has a hook",
+    }
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Phi3", "T5"])
+def test_called_as_the_class_is(kind: str, device: torch.device) -> None:
+    model = make(kind, device)
+    name = next(iter(patch(model).replaced))
+    mlp, x = model.get_submodule(name), torch.randn(3, 32, device=device)
+    argument = "x" if kind == "Llama" else "hidden_states"
+    assert torch.equal(mlp(**{argument: x}), mlp(x))
+    for args, named in (((), {}), ((x, x), {}), ((x,), {argument: x}), ((), {"other": x})):
+        with pytest.raises(TypeError, match=r"forward\(\) "):
+            mlp(*args, **named)
+
+
+def test_pickled(device: torch.device) -> None:
+    model, ids = make("Llama", device), tokens(device)
+    kind, shown, plain = type(model.model.layers[0].mlp), repr(model), logits(model, ids)
+    patch(model, recompute=True)
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    loaded = [torch.load(saved, weights_only=False), copy.deepcopy(model)]
+    loaded += [pickle.loads(pickle.dumps(model, protocol)) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    for other in loaded:
+        mlp = other.model.layers[0].mlp
+        assert repr(other) == shown and isinstance(mlp, kind) and type(mlp) is type(model.model.layers[0].mlp)
+        torch.testing.assert_close(logits(other, ids), plain)
+        unpatch(other)
+        assert type(mlp) is kind and torch.equal(logits(other, ids), plain)
+
+
+def test_a_pickle_is_read_in_another_process(tmp_path: Path) -> None:
+    mlp, x = make("Llama", torch.device("cpu")).model.layers[0].mlp, torch.randn(3, 32)
+    expected = mlp(x)
+    patch(mlp)
+    torch.save((mlp, x), tmp_path / "mlp.pt")
+    program = """
+import sys, torch
+mlp, x = torch.load(sys.argv[1], weights_only=False)
+out = mlp(x)
+from gossamer.integrations.transformers import unpatch
+unpatch(mlp)
+torch.save(out, sys.argv[1])
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "mlp.pt")], check=True)
+    torch.testing.assert_close(torch.load(tmp_path / "mlp.pt"), expected)
+
+
+def test_copies_compute_with_what_is_theirs(device: torch.device) -> None:
+    mlp, x = make("Llama", device).model.layers[0].mlp, torch.randn(3, 32, device=device)
+    patch(mlp)
+    for other in (copy.copy(mlp), mlp._replicate_for_data_parallel()):
+        other._modules = dict(other._modules)
+        other.down_proj = copy.deepcopy(mlp.down_proj)
+        with torch.no_grad():
+            other.down_proj.weight.mul_(2)
+        torch.testing.assert_close(other(x), 2 * mlp(x))
+    # What DataParallel makes of a layer has its parameters as attributes.
+    replica = mlp._replicate_for_data_parallel()
+    for name, layer in mlp._modules.items():
+        setattr(replica, name, layer._replicate_for_data_parallel())
+        if name != "act_fn":
+            getattr(replica, name).weight, getattr(replica, name).bias = layer.weight * 1, None
+    replica(x).sum().backward()
+    assert mlp.gate_proj.weight.grad is not None
+
+
+def test_all_modules_hooked(device: torch.device) -> None:
+    model, ids = make("Llama", device), tokens(device)
+    patch(model)
+    seen: list[nn.Module] = []
+    handle = register_module_forward_hook(lambda module, args, out: seen.append(module))
+    try:
+        logits(model, ids)
+        assert set(patch(make("Llama", device)).left.values()) == {"a hook listens to all modules"}
+    finally:
+        handle.remove()
+    assert all(layer.mlp.up_proj in seen for layer in model.model.layers)
+
+
+def test_what_is_put_on_a_forward_is_removed_first(device: torch.device) -> None:
+    model = make("Llama", device)
+    patch(model)
+    first, second = (layer.mlp for layer in model.model.layers)
+    # As accelerate adds a hook, and removes it.
+    first._old_forward = first.forward
+    first.forward = MethodType(lambda self, x: self._old_forward(x), first)
+    with pytest.raises(ValueError, match=r"unpatch: .* model\.layers\.0\.mlp got another forward\. Remove that first"):
+        unpatch(model)
+    first.forward = first._old_forward
+    del first._old_forward
+    unpatch(model)
+    assert "forward" not in first.__dict__ and type(second).__mro__[1] is type(first).__mro__[1] is nn.Module
+    first.forward = first.forward
+    assert patch(model).left == {"model.layers.0.mlp": "its forward has been replaced on this instance"}
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.native
+@pytest.mark.usefixtures("group")
+def test_fully_sharded() -> None:
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    mlp, x = make("Llama", torch.device("cpu")).model.layers[0].mlp, torch.randn(3, 32)
+    expected = mlp(x)
+    before, after, forward = copy.deepcopy(mlp), copy.deepcopy(mlp), copy.deepcopy(mlp)
+    patch(before)
+    fully_shard(before, mesh=mesh)
+    assert isinstance(before, FSDPModule)
+    before(x).sum().backward()
+    torch.testing.assert_close(before(x), expected)
+    with pytest.raises(ValueError, match=r"model got the class FSDPLlamaMLP\. Remove that first .* new model"):
+        unpatch(before)
+    fully_shard(after, mesh=mesh)
+    assert "a __new__ of its own" in patch(after).left[""]
+    torch.testing.assert_close(after(x), expected)
+    # A layer for itself.
+    patch(forward)
+    fully_shard(forward.up_proj, mesh=mesh)
+    forward(x).sum().backward()
+    torch.testing.assert_close(forward(x), expected)
+    unpatch(forward)
+
+
+def test_gradient_checkpointing(device: torch.device) -> None:
+    model, ids = make("Llama", device).train(), tokens(device)
+    model(input_ids=ids, labels=ids).loss.backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    patch(model)
+    model.gradient_checkpointing_enable()
+    model(input_ids=ids, labels=ids).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-6, msg=name)

@@ -1,26 +1,27 @@
 """Gated MLPs of Hugging Face models with gate and up in one product, in place and undone as easily.
 
-`patch` binds a forward to each MLP that it knows to compute down(act(gate(x)) * up(x)) with plain layers; parameters,
-state dict and classes stay what they are. Whether the layers are still plain is looked at in every call, for hooks and
-adapters may come later: then the MLP computes as its class does.
+`patch` gives each MLP that it knows to compute down(act(gate(x)) * up(x)) with plain layers a subclass of its class,
+with the same name and another forward; parameters and state dict stay what they are. Whether the layers are still plain
+is looked at in every call, for hooks and adapters may come later: then the MLP computes as its class does.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gossamer import gemm
-from gossamer._core import checks
 from gossamer.gemm.linear_glu import ALIASES, GATES
+from gossamer.nn._plain import hooked, why_called
 
-_OPERATOR = "integrations.transformers.patch"
+_PATCH, _UNPATCH = "integrations.transformers.patch", "integrations.transformers.unpatch"
 
 
 class _Layout(NamedTuple):
@@ -48,18 +49,23 @@ _CLASSES = {
     "MT5DenseGatedActDense": _T5,
     "UMT5DenseGatedActDense": _T5,
 }
-# Classes of activation modules -> what linear_glu calls them, or what tells.
-_ACTIVATIONS: dict[str, str | Callable[[Any], str]] = {
-    "SiLU": "silu",
-    "SiLUActivation": "silu",
-    "GELU": lambda module: "gelu_tanh" if module.approximate == "tanh" else "gelu",
-    "GELUActivation": "gelu",
-    "GELUTanh": "gelu_tanh",
-    "PytorchGELUTanh": "gelu_tanh",
-    "NewGELUActivation": "gelu_tanh",
-    "ReLU": "relu",
-    "Sigmoid": "sigmoid",
-    "LinearActivation": "identity",
+# Where activations are defined -> names of their classes -> what linear_glu calls them, or what tells. The name alone
+# would not do: a SiLU from elsewhere may compute something else.
+_ACTIVATIONS: dict[str, dict[str, str | Callable[[Any], str]]] = {
+    "torch.nn.modules.activation": {
+        "SiLU": "silu",
+        "GELU": lambda module: "gelu_tanh" if module.approximate == "tanh" else "gelu",
+        "ReLU": "relu",
+        "Sigmoid": "sigmoid",
+    },
+    "transformers.activations": {
+        "SiLUActivation": "silu",
+        "GELUActivation": "gelu",
+        "GELUTanh": "gelu_tanh",
+        "PytorchGELUTanh": "gelu_tanh",
+        "NewGELUActivation": "gelu_tanh",
+        "LinearActivation": "identity",
+    },
 }
 
 
@@ -89,7 +95,7 @@ def patch(model: nn.Module, *, recompute: bool = False) -> Report:
     Args:
         model: a model of transformers, or a module that contains one. Llama, Mistral, Qwen2, Qwen3, Gemma 1 to 3, Phi3
             and the gated T5 models are known. An MLP with an adapter, quantised or distributed parameters, a hook on a
-            part of it, or another activation is left, and so is one that gets such a thing later.
+            part of it or on all modules, or another activation is left, and so is one that gets such a thing later.
         recompute: as in `gemm.linear_glu`: whether training computes gate and up again instead of keeping them.
 
     Returns:
@@ -104,26 +110,27 @@ def patch(model: nn.Module, *, recompute: bool = False) -> Report:
     >>> print(patch(model))  # doctest: +SKIP
     LlamaMLP: 32 with gate and up in one product
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{_OPERATOR}: model must be a torch.nn.Module, got {type(model).__name__}.")
-    if any(True for _ in _patched(model)):
-        raise ValueError(f"{_OPERATOR}: model is patched already. Call unpatch first.")
+    _check(_PATCH, model)
+    if any(isinstance(module, _Fused) for module in model.modules()):
+        raise ValueError(f"{_PATCH}: model is patched already. Call unpatch first.")
     report = Report()
     for name, module in model.named_modules():
-        layout = _layout_of(module)
+        kind: Any = type(module)
+        layout = _layout_of(kind)
         if layout is None:
             if _looks_gated(module):
-                report.left[name] = f"{type(module).__name__} is no class that is known here"
+                report.left[name] = f"{kind.__name__} is no class that is known here"
             continue
         why = _why_not(module, layout)
         if "forward" in module.__dict__:
             why = "its forward has been replaced on this instance"
+        elif kind.__new__ is not object.__new__:
+            why = f"{kind.__name__} has a __new__ of its own, as classes that fully_shard makes: patch before it"
         if why is not None:
             report.left[name] = why
             continue
-        module.__dict__["_gossamer"] = (layout, recompute)
-        module.__dict__["forward"] = MethodType(_forward, module)
-        report.replaced[name] = type(module).__name__
+        module.__class__ = _fused(kind, recompute)
+        report.replaced[name] = kind.__name__
     return report
 
 
@@ -134,28 +141,89 @@ def unpatch(model: nn.Module) -> None:
         model: what was patched.
 
     Raises:
-        ValueError: nothing in it is patched.
+        TypeError: model is no module.
+        ValueError: nothing in it is patched, or something has replaced the forward or the class of what is since, and
+            has to be removed first. Nothing is changed then.
 
     >>> unpatch(model)  # doctest: +SKIP
     """
-    found = list(_patched(model))
+    _check(_UNPATCH, model)
+    found = {name: module for name, module in model.named_modules() if isinstance(module, _Fused)}
     if not found:
-        raise ValueError("integrations.transformers.unpatch: model is not patched.")
-    for module in found:
-        del module.__dict__["forward"], module.__dict__["_gossamer"]
+        raise ValueError(f"{_UNPATCH}: model is not patched.")
+    later = {name or "model": what for name, module in found.items() if (what := _put_on(module)) is not None}
+    if later:
+        raise ValueError(
+            f"{_UNPATCH}: what patch has replaced must be as patch left it, but since then "
+            f"{'; '.join(f'{name} got {what}' for name, what in later.items())}. Remove that first (a hook of "
+            "accelerate with accelerate.hooks.remove_hook_from_module); where it cannot be, as fully_shard, load the "
+            "state dict into a new model."
+        )
+    for module in found.values():
+        module.__dict__.pop("forward", None)
+        module.__class__ = module._gossamer[0]
 
 
-def _patched(model: nn.Module) -> Iterator[nn.Module]:
-    for module in model.modules():
-        if getattr(module.__dict__.get("forward"), "__func__", None) is _forward:
-            yield module
+class _Fused(nn.Module):
+    """What the class of a patched MLP inherits from, beside the class that it had."""
+
+    _gossamer: ClassVar[tuple[Any, bool]]
+    """The class that it had, and recompute."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if "_gossamer" not in type(self).__dict__:
+            return super().__reduce_ex__(protocol)
+        # The class is found under no name, for its own is that of the class that it had.
+        return _rebuild, self._gossamer, self.__getstate__()
 
 
-def _layout_of(module: nn.Module) -> _Layout | None:
-    """The layout of an MLP of transformers, or of a subclass that leaves its forward alone."""
-    for kind in type(module).__mro__:
-        if kind.__module__.startswith("transformers.models.") and kind.__name__ in _CLASSES:
-            return _CLASSES[kind.__name__] if type(module).forward is kind.__dict__.get("forward") else None
+@functools.cache
+def _fused(kind: type[nn.Module], recompute: bool) -> type[nn.Module]:
+    """A class of MLPs with another forward, and the same name."""
+    layout = _layout_of(kind)
+    assert layout is not None
+    argument = list(inspect.signature(kind.forward).parameters)[1]
+
+    @functools.wraps(kind.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        given = (*args, *kwargs.values())
+        # A call that the class refuses is left to it, too.
+        if len(given) != 1 or (kwargs and argument not in kwargs) or _why_not(self, layout) is not None:
+            return kind.forward(self, *args, **kwargs)
+        return _compute(self, given[0], layout, recompute)
+
+    same = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (_Fused, kind), {**same, "_gossamer": (kind, recompute), "forward": forward})
+
+
+def _rebuild(kind: Any, recompute: bool) -> nn.Module:
+    """A patched MLP from a pickle, still without its state."""
+    # Where a pickle is read, another version of the class may have a forward that is not known here.
+    made = kind if _layout_of(kind) is None else _fused(kind, recompute)
+    return made.__new__(made)
+
+
+def _put_on(module: _Fused) -> str | None:
+    """What came onto a patched MLP after `patch` and would keep it from being undone."""
+    if "_gossamer" not in type(module).__dict__:
+        return f"the class {type(module).__name__}"
+    forward = module.__dict__.get("forward")
+    # accelerate, when its hook is removed, leaves on the instance what it found: the forward of the class.
+    if forward is None or getattr(forward, "__func__", None) is type(module).forward:
+        return None
+    return "another forward"
+
+
+def _check(operator: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{operator}: model must be a torch.nn.Module, got {type(model).__name__}.")
+
+
+def _layout_of(kind: type[nn.Module]) -> _Layout | None:
+    """The layout of a class of MLPs of transformers, or of a subclass that leaves its forward alone."""
+    for base in kind.__mro__:
+        if base.__module__.startswith("transformers.models.") and base.__name__ in _CLASSES:
+            return _CLASSES[base.__name__] if kind.forward is base.__dict__.get("forward") else None
     return None
 
 
@@ -166,46 +234,25 @@ def _looks_gated(module: nn.Module) -> bool:
 
 def _why_not(module: nn.Module, layout: _Layout) -> str | None:
     """Why an MLP cannot be computed by `linear_glu` now, or None where it can."""
-    for name in (layout.gate, layout.up):
-        why = None if name is None else _not_plain(module._modules.get(name), name)
-        if why is not None:
-            return why
+    names = (layout.gate,) if layout.up is None else (layout.gate, layout.up)
+    why = why_called(**{name: module._modules.get(name) for name in names})
+    if why is not None:
+        return why
     activation = module._modules.get(layout.activation)
     if activation is None or _name_of(activation) is None:
-        return f"its activation is {type(activation).__name__}, which linear_glu does not have"
-    return f"{layout.activation} has a hook" if _hooked(activation) else None
-
-
-def _not_plain(layer: nn.Module | None, name: str) -> str | None:
-    """Why the weight of a layer is not all there is to it, or None where it is."""
-    if type(layer) is not nn.Linear:
-        return f"{name} is a {type(layer).__name__}, not a plain nn.Linear"
-    if _hooked(layer) or "forward" in layer.__dict__:
-        return f"{name} has a hook"
-    for tensor in (layer.weight, layer.bias):
-        if tensor is not None and (type(tensor) not in _PLAIN or tensor.dtype not in checks.FLOATS):
-            return f"{name} has parameters of type {type(tensor).__name__}, {checks.name_of(tensor.dtype)}"
-    return None
-
-
-_PLAIN = (Tensor, nn.Parameter)
-
-
-def _hooked(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks)
+        kind = type(activation)
+        return f"its activation is {kind.__module__}.{kind.__qualname__}, which linear_glu does not have"
+    return f"{layout.activation} has a hook" if hooked(activation) else None
 
 
 def _name_of(activation: nn.Module) -> str | None:
-    found = _ACTIVATIONS.get(type(activation).__name__)
+    kind = type(activation)
+    found = _ACTIVATIONS.get(kind.__module__, {}).get(kind.__qualname__)
     name = found(activation) if callable(found) else found
     return name if ALIASES.get(name or "", name) in GATES else None
 
 
-def _forward(self: Any, x: Tensor) -> Tensor:
-    layout, recompute = self._gossamer
-    if _why_not(self, layout) is not None:
-        return type(self).forward(self, x)
+def _compute(self: Any, x: Tensor, layout: _Layout, recompute: bool) -> Tensor:
     gate, up = getattr(self, layout.gate), None if layout.up is None else getattr(self, layout.up)
     biases = (gate.bias, None if up is None else up.bias)
     if up is None and gate.bias is not None:
@@ -218,7 +265,7 @@ def _forward(self: Any, x: Tensor) -> Tensor:
     }
     weights = (gate.weight, None if up is None else up.weight)
     down = getattr(self, layout.down)
-    if layout is not _T5 and _not_plain(down, layout.down) is None:
+    if layout is not _T5 and why_called(**{layout.down: down}) is None:
         return gemm.gated_mlp(x, *weights, down.weight, down_bias=down.bias, **options)
     hidden = gemm.linear_glu(x, *weights, **options)
     if layout is _T5:
