@@ -85,6 +85,9 @@ def test_an_index_outside_its_tile(device: torch.device) -> None:
         ({"format": "twell", "slots": 1}, ValueError, "slots must be at least 2, the entries of the fullest, got 1"),
         ({"format": "twell", "slots": 1.5}, TypeError, "slots must be an int, got float"),
         ({"format": "twell", "tile": 0}, ValueError, "tile must be at least 1, got 0"),
+        ({"format": "csr", "capacity": 1}, ValueError, 'capacity belongs to format="ell"'),
+        ({"format": "ell", "slots": 1}, ValueError, 'tile and slots belong to format="twell"'),
+        ({"format": "csr", "tile": 16}, ValueError, 'tile and slots belong to format="twell"'),
     ],
 )
 def test_errors(change: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -27,8 +27,8 @@ def convert(rows: Rows, format: str, *, capacity: int | None = None, tile: int =
 
     Raises:
         TypeError: rows is not a container, or capacity, tile or slots is not an int.
-        ValueError: an unknown format, entries that capacity or slots leave no room for, more than 32,767 of them in a
-            row's tile, or a TwELL with an index outside its tile.
+        ValueError: an unknown format, an argument that belongs to another one, entries that capacity or slots leave no
+            room for, more than 32,767 of them in a row's tile, or a TwELL with an index outside its tile.
         NotImplementedError: under CUDA-graph capture.
 
     Source: the seed on sparse feed-forward blocks, section 3.1, for the conversion of tiles to one list a row.
@@ -40,6 +40,10 @@ def convert(rows: Rows, format: str, *, capacity: int | None = None, tile: int =
     check_container(operator, rows)
     if format not in ("ell", "csr", "twell"):
         raise ValueError(f'{operator}: format must be "ell", "csr" or "twell", got {format!r}.')
+    if format != "ell" and capacity is not None:
+        raise ValueError(f'{operator}: capacity belongs to format="ell". A TwELL takes tile and slots, a CSR neither.')
+    if format != "twell" and (slots is not None or tile != 256):
+        raise ValueError(f'{operator}: tile and slots belong to format="twell". An ELL takes capacity, a CSR neither.')
     check_tile(operator, tile)
     for name, size in (("capacity", capacity), ("slots", slots)):
         if size is not None:
