@@ -3,15 +3,18 @@
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 from gossamer import nn
 from gossamer.cli import main
 from gossamer.sae import Extraction, extract
+from gossamer.sae._extract import folder as disk
 from gossamer.sae._extract.text import Text
 
 
@@ -48,6 +51,26 @@ def test_extract_and_show(files: Path) -> None:
     if dead.numel():
         code, output = run("show", files / "out", "--feature", int(dead[0]))
         assert code == 0 and "fired in 0 of 100 rows" in output
+
+
+def test_a_full_disk(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = ("--batch-size", 16, "--shard-rows", 32, "--device", "cpu")
+    original = disk.save_file
+
+    def full(tensors: Any, path: Path) -> None:
+        if path.name.startswith("shard-000002"):
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        original(tensors, path)
+
+    monkeypatch.setattr(disk, "save_file", full)
+    code, output = run("extract", files / "model", files / "acts.npy", "--out", files / "out", *sizes)
+    monkeypatch.undo()
+    output = " ".join(output.split())
+    assert code == 1 and "shard-000002.safetensors could not be written: No space left on device. " in output, output
+    assert f"Whole files in {files / 'out'} are kept" in output
+    assert Extraction(files / "out").rows == 64
+    code, output = run("extract", files / "model", files / "acts.npy", "--out", files / "out", *sizes)
+    assert code == 0 and "100 rows, " in output
 
 
 def test_errors(files: Path) -> None:

@@ -1,11 +1,13 @@
 """Autoencoders on disk: there and back, and to and from the libraries whose layouts they have."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -194,11 +196,14 @@ def test_a_failing_disk_leaves_the_old_files(
 
     def full(tensors: Any, path: Path, metadata: Any) -> None:
         path.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
+        # As safetensors says it, in an error that is no OSError.
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("gossamer.nn.checkpoint.save_file", full)
-    with pytest.raises(OSError, match="No space left"):
+    message = r"nn\.save: .*sae_weights\.safetensors could not be written: No space left on device\. Finished files are"
+    with pytest.raises(OSError, match=message) as raised:
         nn.save(model, tmp_path)
+    assert raised.value.errno == errno.ENOSPC
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -343,7 +344,18 @@ def test_a_source_that_says_where_it_begins(device: torch.device, tmp_path: Path
         extract(Rows(tokens=299), sae, tmp_path / "tokens", **SIZES)
 
 
-def test_a_full_disk_leaves_whole_shards(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "failure",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        # As safetensors says it, in an error that is no OSError.
+        SafetensorError('Error while serializing: I/O error: No space left on device (os error 28) at path "a/.tmpb"'),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_leaves_whole_shards(
+    failure: Exception, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sae, x = model(device), activations()
     original, calls = disk.save_file, []
 
@@ -351,12 +363,14 @@ def test_a_full_disk_leaves_whole_shards(device: torch.device, tmp_path: Path, m
         calls.append(path)
         if len(calls) == 5:
             path.write_bytes(b"half")
-            raise OSError(28, "No space left on device")
+            raise failure
         original(tensors, path)
 
     monkeypatch.setattr(disk, "save_file", full)
-    with pytest.raises(OSError, match="No space left"):
+    message = r"sae\.extract: .*out/shard-000002\.safetensors could not be written: No space left on device\. Finished "
+    with pytest.raises(OSError, match=message + "files are kept: free space") as raised:
         extract(x, sae, tmp_path / "out", **SIZES)
+    assert raised.value.errno == errno.ENOSPC
     monkeypatch.undo()
     found = Extraction(tmp_path / "out")
     assert found.rows == 128 and "unfinished" in repr(found)
@@ -365,6 +379,17 @@ def test_a_full_disk_leaves_whole_shards(device: torch.device, tmp_path: Path, m
     extract(x, sae, tmp_path / "out", **SIZES)
     extract(x, sae, tmp_path / "expected", **SIZES)
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
+def test_an_error_of_safetensors_without_a_number(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise SafetensorError("Error while serializing: something else")
+
+    monkeypatch.setattr(disk, "save_file", fails)
+    with pytest.raises(OSError, match="could not be written: Error while serializing: something else"):
+        extract(activations(), model(device), tmp_path, **SIZES)
 
 
 def test_errors(device: torch.device, tmp_path: Path) -> None:
@@ -428,6 +453,86 @@ def test_another_run_in_the_same_folder(device: torch.device, tmp_path: Path) ->
     (tmp_path / "manifest.json").write_text(json.dumps({"version": 99}))
     with pytest.raises(ValueError, match="is no manifest of version 1"):
         Extraction(tmp_path)
+
+
+def test_a_finished_run_and_another_source(device: torch.device, tmp_path: Path) -> None:
+    """As many rows, and others: never the latents of the first. What has been read to its end is no other source."""
+    sae, x = model(device), activations(128)
+    found = extract(x, sae, tmp_path / "a", **SIZES)
+    before = contents(tmp_path / "a")
+    for other in (x + 5, iter((x + 5).split(50)), [x.flip(0)]):
+        with pytest.raises(ValueError, match="a was begun with another source: its first batch differs"):
+            extract(other, sae, tmp_path / "a", **SIZES)
+    generator = iter(x.split(50))
+    extract(generator, sae, tmp_path / "b", **SIZES)
+    for again in (generator, x.split(31), x):
+        assert repr(extract(again, sae, tmp_path / "b", **SIZES)) == repr(found)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b") == before
+    for empty in ([], x[:0], iter(())):
+        assert extract(empty, sae, tmp_path / "empty", **SIZES).rows == 0
+    with pytest.raises(ValueError, match="empty was begun with another source"):
+        extract(iter(x.split(50)), sae, tmp_path / "empty", **SIZES)
+    assert not threads()
+
+
+def test_files_that_are_gone(device: torch.device, tmp_path: Path) -> None:
+    sae, x = model(device), activations(300)
+
+    def stop(done: int, _: int | None) -> None:
+        if done >= 200:
+            raise Killed
+
+    for name in ("shard-000001.safetensors", "statistics-000002.safetensors"):
+        out = tmp_path / name
+        with pytest.raises(Killed):
+            extract(x, sae, out, progress=stop, **SIZES)
+        kept = (out / name).read_bytes()
+        (out / name).unlink()
+        before = contents(out)
+        with pytest.raises(ValueError, match=rf"{out} lacks {name}, which .* as finished\. Put the file back, or remove"):
+            extract(x, sae, out, **SIZES)
+        assert contents(out) == before
+        (out / name).write_bytes(kept)
+        assert extract(x, sae, out, **SIZES).rows == 300
+    (tmp_path / "shard-000001.safetensors" / "shard-000001.safetensors").unlink()
+    found = Extraction(tmp_path / "shard-000001.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"sae\.Extraction: .*shard-000001\.safetensors is gone\. Put it back, or"):
+        found.read(1)
+    with pytest.raises(ValueError, match=r"lacks shard-000001\.safetensors"):
+        extract(x, sae, found.folder, **SIZES)
+
+
+def test_a_damaged_manifest(device: torch.device, tmp_path: Path) -> None:
+    sae, x = model(device), activations(100)
+    extract(x, sae, tmp_path, **SIZES)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    for change in ({"settings": {}}, {"settings": 1}, {"shards": None}, {"shards": [{}]}, {"complete": 1}):
+        (tmp_path / "manifest.json").write_text(json.dumps(manifest | change))
+        for call in (lambda: Extraction(tmp_path), lambda: extract(x, sae, tmp_path, **SIZES)):
+            with pytest.raises(ValueError, match=r"manifest\.json is damaged: .* Remove its folder and extract again"):
+                call()
+    for content in (json.dumps({"version": 1, "settings": {}}).encode(), b"\xff\xfe"):
+        (tmp_path / "manifest.json").write_bytes(content)
+        with pytest.raises(ValueError, match=r"manifest\.json is damaged: .* Remove its folder and extract again"):
+            Extraction(tmp_path)
+
+
+def test_a_shard_that_is_not_there(device: torch.device, tmp_path: Path) -> None:
+    found = extract(activations(100), model(device), tmp_path, **SIZES)
+    assert found.read(-1).shape == found.read(1).shape == (36, D_SAE)
+    for shard in (2, 99, -3):
+        with pytest.raises(IndexError, match=rf"shard must be below 2, the number of shards, got {shard}\."):
+            found.read(shard)
+
+
+def test_out_that_is_a_file(device: torch.device, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ValueError, match=rf"sae\.extract: out must be a folder, .* got {out}: .* Name another one"):
+            extract(activations(100), model(device), out, **SIZES)
+        with pytest.raises(ValueError, match=rf"nn\.save: folder must be a folder, .* got {out}: "):
+            nn.save(model(device), out)
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_files_of_others_are_left_alone(device: torch.device, tmp_path: Path) -> None:

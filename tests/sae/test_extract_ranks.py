@@ -223,6 +223,9 @@ print(message(Fails(300), model, out + "/b"))
 print(Extraction(out + "/b"))
 print(message(x, model, out + "/b"))
 print(message(x, model, out + "/b", top=7))
+print(message(x + 5, model, out + "/b"))
+print(message(x if rank == 0 else x + 5, model, out + "/b"))
+print(message(x, model, out + "/b"))
 """
     extract(source(), model(), tmp_path / "whole", **SIZES)
     first, second = (output.splitlines() for output in finish(start(code, tmp_path)))
@@ -234,13 +237,15 @@ print(message(x, model, out + "/b", top=7))
         (second[4], first[4], 1, "TypeError: sae.extract: sae must have encode(x)"),
         (second[5], first[5], 1, "OSError: the disk of rank 1 is gone"),
         (first[8], second[8], 0, "ValueError: sae.extract: "),
+        (first[10], second[10], 0, "ValueError: sae.extract: every rank must get the same arguments, and rank 1 has"),
     ):
         assert mine.startswith(message), mine
         assert other.startswith(elsewhere.format(rank) + message), other
     for output in (first, second):
         assert "source must be one that can be read from any row on, for 2 processes share its rows" in output[0]
         assert output[6].startswith("Extraction(rows=256,") and "unfinished" in output[6]
-        assert output[7] == "no error"
+        assert output[7] == output[11] == "no error"
+        assert "was begun with another source: its first batch differs" in output[9]
     assert "another top than rank 0: 6, not 5" in first[1] and "another rows than rank 0: 599, not 600" in first[2]
     assert "another source than rank 0" in first[3] and "was begun with top = 5, not 7" in first[8]
     assert contents(tmp_path / "b") == contents(tmp_path / "whole")

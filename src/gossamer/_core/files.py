@@ -1,16 +1,33 @@
 """Files that are whole or not there."""
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 
-def write_whole(file: Path, partial: Path, write: Callable[[Path], Any]) -> None:
+
+def make_folder(operator: str, argument: str, folder: Path) -> None:
+    """Makes a folder, if it is not there; raises ValueError where a file is in its way."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ValueError(
+            f"{operator}: {argument} must be a folder, or free to become one, got {folder}: {error.strerror}. "
+            "Name another one."
+        ) from error
+
+
+def write_whole(operator: str, file: Path, partial: Path, write: Callable[[Path], Any]) -> None:
     """Has `write` fill a file in a folder of its own, `partial`, and moves it to its place once the disk has it: even a
     power cut leaves the old file or the new one. In a folder, because what `write` calls may begin with a file of
-    another name beside the one that it is asked for, as safetensors does."""
+    another name beside the one that it is asked for, as safetensors does.
+
+    Raises OSError that names the file, with the errno of what the system refused.
+    """
     inside = partial / file.name
     try:
         partial.mkdir(exist_ok=True)
@@ -20,6 +37,8 @@ def write_whole(file: Path, partial: Path, write: Callable[[Path], Any]) -> None
         if inside.stat().st_mode & 0o666 != mode:
             inside.chmod(mode)
         _settle(inside, file)
+    except (OSError, SafetensorError) as error:
+        raise _unwritten(operator, file, error) from error
     finally:
         remove(partial)
 
@@ -30,6 +49,20 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _unwritten(operator: str, file: Path, error: OSError | SafetensorError) -> OSError:
+    """safetensors raises an error of its own, that has the system's in its text alone."""
+    reason, number = str(error), None
+    if isinstance(error, OSError):
+        reason, number = error.strerror or reason, error.errno
+    elif found := re.search(r"([^:]+) \(os error (\d+)\)", reason):
+        reason, number = found[1].strip(), int(found[2])
+    message = (
+        f"{operator}: {file} could not be written: {reason}. Finished files are kept: free space, or mend what the "
+        "system refuses, and make the same call again."
+    )
+    return OSError(message) if number is None else OSError(number, message)
 
 
 def _settle(inside: Path, file: Path) -> None:

@@ -112,7 +112,8 @@ def extract(
     except (ValueError, TypeError, FileNotFoundError) as error:
         raise typer.BadParameter(str(error)) from error
     except OSError as error:
-        console.print(f"gossamer sae extract: {error}; whole files in {out} are kept", style="bold red", markup=False)
+        console.print(f"gossamer sae extract: {error}", style="bold red", markup=False)
+        console.print(f"Whole files in {out} are kept; the same command goes on from there.", markup=False)
         raise typer.Exit(1) from None
     console.print(f"{found.rows:,} rows, {found.nnz:,} entries, {len(found)} files in {out}", markup=False)
     console.print(f"{found.nnz / max(found.rows, 1):.1f} latents a row; {_dead(found)} of {found.d_sae:,} never fired")

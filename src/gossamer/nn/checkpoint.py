@@ -50,7 +50,8 @@ def save(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
 
     Raises:
         TypeError: model is no autoencoder of this package, or a slice of one (`shard`).
-        ValueError: an unknown layout, or one that has no place for the model.
+        ValueError: an unknown layout, or one that has no place for the model; a folder that is a file.
+        OSError: the disk is full, say: errno is what the system says.
 
     Source: SAELens's `save_model` and sparsify's `save_to_disk`.
 
@@ -78,7 +79,7 @@ def save(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
                 f"and d_out = {model.d_out}. Write model.state_dict() with safetensors.torch.save_file instead."
             )
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    files.make_folder(operator, "folder", folder)
     tensors = {name: t.detach() for name, t in model.state_dict().items() if name not in _STATISTICS}
     kept = next(names for kind, names in _SETTINGS.items() if isinstance(model, kind))
     training = {name: getattr(model, name) for name in kept}
@@ -287,4 +288,4 @@ def _write(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | No
 
 
 def _replace(file: Path, write: Callable[[Path], Any]) -> None:
-    files.write_whole(file, file.with_name(f".{file.name}.{os.getpid()}"), write)
+    files.write_whole("nn.save", file, file.with_name(f".{file.name}.{os.getpid()}"), write)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gossamer import rowsparse
-from gossamer._core import checks
+from gossamer._core import checks, files
 from gossamer._core.modes import evaluating
 from gossamer.rowsparse import CSR, ELL
 from gossamer.sae._extract import folder as disk
@@ -95,8 +95,14 @@ class Extraction:
         return len(self.manifest["shards"])
 
     def read(self, shard: int) -> CSR:
-        """One shard as a `CSR` `(rows, d_sae)` on the CPU."""
-        described = self.manifest["shards"][shard]
+        """One shard as a `CSR` `(rows, d_sae)` on the CPU.
+
+        Raises:
+            IndexError: no such shard.
+            FileNotFoundError: its file is gone.
+            ValueError: its file is damaged.
+        """
+        described = self._described(shard)
         tensors = disk.load("sae.Extraction", self.folder / described["file"])
         shape = (described["rows"], self.d_sae)
         return CSR(tensors["row_offsets"], tensors["indices"], tensors["values"], shape)
@@ -106,9 +112,11 @@ class Extraction:
 
         Raises:
             ValueError: the source had no tokens, or a file is damaged.
+            IndexError: no such shard.
+            FileNotFoundError: its file is gone.
         """
         self._check_text()
-        return disk.load("sae.Extraction", self.folder / self.manifest["shards"][shard]["file"])["tokens"]
+        return disk.load("sae.Extraction", self.folder / self._described(shard)["file"])["tokens"]
 
     def context(self, row: int, before: int = 24, after: int = 12) -> tuple[str, str, str]:
         """What stands before the token of a row, the token, and what stands after it.
@@ -144,6 +152,16 @@ class Extraction:
     def magnitude(bin: int) -> float:
         """Where a bin of the histogram begins."""
         return 2.0 ** (bin + LOWEST)
+
+    def _described(self, shard: int) -> dict[str, Any]:
+        """What the manifest says about a shard; negative numbers count from the end."""
+        try:
+            described: dict[str, Any] = self.manifest["shards"][shard]
+        except IndexError:
+            raise IndexError(
+                f"sae.Extraction: shard must be below {len(self)}, the number of shards, got {shard}."
+            ) from None
+        return described
 
     def _check_text(self) -> None:
         if not self.has_text:
@@ -202,7 +220,7 @@ def extract(
             them, which are mapped; `integrations.transformers.Activations`, or another object with `len(source)` rows
             and `rows_from(start)`, which gives the batches from a row on; or an iterable of batches `[..., d_in]`,
             which must come again from the start when a run is resumed. The first batch is compared with that of the
-            first run. Where a source knows its tokens, they are written beside the rows.
+            first run, also where that is finished. Where a source knows its tokens, they are written beside the rows.
         sae: what has `encode(x)` to row-sparse or dense latents, and `W_enc` `[d_in, d_sae]`: `nn.TopKSAE`,
             `nn.JumpReLUSAE`, or an SAE of SAELens. Batches go to its device and dtype.
         out: the folder of shards. Made if it is not there.
@@ -218,11 +236,11 @@ def extract(
 
     Raises:
         ValueError: sizes that do not fit, a damaged file, or an `out` that was begun with other settings, another SAE,
-            another source or more rows, that another run writes to, or that holds the source or files that only look
-            like shards.
+            another source or more rows, that another run writes to, that lacks a file it had finished, that holds the
+            source or files that only look like shards, or that is a file.
         TypeError: a source or an sae of another kind.
         FileNotFoundError: no such file.
-        OSError: the disk is full, say; whole shards stay as they are.
+        OSError: the disk is full, say: errno is what the system says. Whole shards stay as they are.
         RuntimeError: another rank failed, or is gone.
 
     Source: streaming extraction, as interpretability work needs it over billions of tokens.
@@ -237,7 +255,7 @@ def extract(
         rows, settings = _prepare(operator, ranks, source, sae, key, batch_size, shard_rows, top)
         stack.enter_context(rows)
         folder = Path(out)
-        folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(operator, "out", folder)
         for array in rows.arrays or ():
             if array.path is not None and array.path.resolve().parent == folder.resolve():
                 raise ValueError(f"{operator}: out must be another folder than that of the source, got {folder}.")
@@ -248,9 +266,9 @@ def extract(
             ranks.share(lambda: lock.take(shared=True))
         manifest = disk.read_manifest(folder)
         assert manifest is not None
+        _same_source(operator, folder, ranks, manifest, rows)
         if manifest["complete"]:
             return Extraction(folder)
-        _same_source(operator, folder, ranks, manifest, rows)
         device = sae.W_enc.device
         totals = Statistics(sae.W_enc.shape[1], top, torch.device("cpu"))
         if manifest["statistics"] is not None:
@@ -403,7 +421,10 @@ def _same_source(operator: str, folder: Path, ranks: Ranks, manifest: dict[str, 
     batch = rows.first()
     digest = None if batch is None else hashlib.sha256(_bytes(batch)).hexdigest()
     _alike(operator, ranks, {"source": digest})
-    if digest is not None and manifest["source"] not in (None, digest):
+    # A finished run without a digest had no rows; in one that has just begun, the digest is not known yet.
+    known = manifest["complete"] or manifest["source"] is not None
+    # An iterator that gives nothing has perhaps given everything before: of a finished run nothing more is needed.
+    if digest is not None and known and manifest["source"] != digest:
         raise ValueError(
             f"{operator}: {folder} was begun with another source: its first batch differs. Name another folder, or "
             "give the same rows from the start."

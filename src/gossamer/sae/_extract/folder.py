@@ -13,8 +13,13 @@ from torch import Tensor
 
 from gossamer._core import files
 
+_OPERATOR = "sae.extract"
 MANIFEST, VOCABULARY = "manifest.json", "vocabulary.json"
 _VERSION = 1
+# What is read of a manifest. Other settings are compared, and may be missing on either side.
+_MANIFEST = {"settings": dict, "shards": list, "statistics": str | None, "source": str | None}
+_MANIFEST |= {"nonfinite": int, "complete": bool}
+_SETTINGS, _SHARD = {"d_sae": int, "top": int}, {"file": str, "rows": int, "nnz": int}
 _OURS = re.compile(r"((shard|statistics)-\d{6}\.safetensors|vocabulary\.json)(\.partial)?|manifest\.json\.partial")
 
 
@@ -41,8 +46,15 @@ def begin(operator: str, folder: Path, settings: dict[str, Any]) -> dict[str, An
             raise ValueError(
                 f"{operator}: {folder} was begun with {name} = {shown}. Name another folder, or remove this one."
             )
-    known = {shard["file"] for shard in manifest["shards"]} | {manifest["statistics"], VOCABULARY}
-    for file in folder.iterdir():
+    finished = {shard["file"] for shard in manifest["shards"]} | ({manifest["statistics"]} - {None})
+    there = list(folder.iterdir())
+    if lost := sorted(finished - {file.name for file in there}):
+        raise ValueError(
+            f"{operator}: {folder} lacks {lost[0]}, which its {MANIFEST} has as finished. Put the file back, or remove "
+            "the folder and extract again."
+        )
+    known = finished | {VOCABULARY}
+    for file in there:
         if _OURS.fullmatch(file.name) and file.name not in known and (file.is_file() or file.suffix == ".partial"):
             files.remove(file)
     return manifest
@@ -53,9 +65,22 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if manifest is None:
         return None
     version = manifest.get("version") if isinstance(manifest, dict) else None
-    if version != _VERSION or "settings" not in manifest:
+    if version != _VERSION:
         raise ValueError(f"sae.extract: {folder / MANIFEST} is no manifest of version {_VERSION}.")
-    return manifest
+    if not (
+        _has(manifest, _MANIFEST)
+        and _has(manifest["settings"], _SETTINGS)
+        and all(_has(shard, _SHARD) for shard in manifest["shards"])
+    ):
+        raise ValueError(
+            f"sae.extract: {folder / MANIFEST} is damaged: it does not say all that a manifest says. Remove its folder "
+            "and extract again."
+        )
+    return dict(manifest)
+
+
+def _has(found: Any, kinds: dict[str, Any]) -> bool:
+    return isinstance(found, dict) and all(isinstance(found.get(name, ...), kind) for name, kind in kinds.items())
 
 
 def read_json(file: Path) -> Any:
@@ -64,20 +89,24 @@ def read_json(file: Path) -> Any:
         return None
     try:
         return json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"sae.extract: {file} is damaged: {error}.") from error
+    except ValueError as error:
+        raise ValueError(f"sae.extract: {file} is damaged: {error}. Remove its folder and extract again.") from error
 
 
 def load(operator: str, file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{operator}: {file} is gone. Put it back, or remove its folder and extract again."
+        ) from error
     except SafetensorError as error:
         raise ValueError(f"{operator}: {file} is damaged: {error}. Remove its folder and extract again.") from error
 
 
 def write(file: Path, tensors: dict[str, Tensor]) -> None:
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    files.write_whole(file, _partial(file), lambda path: save_file(whole, path))
+    files.write_whole(_OPERATOR, file, _partial(file), lambda path: save_file(whole, path))
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
@@ -85,7 +114,8 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def write_json(file: Path, content: dict[Any, Any]) -> None:
-    files.write_whole(file, _partial(file), lambda path: path.write_text(json.dumps(content, indent=1) + "\n"))
+    text = json.dumps(content, indent=1) + "\n"
+    files.write_whole(_OPERATOR, file, _partial(file), lambda path: path.write_text(text))
 
 
 def _partial(file: Path) -> Path:
