@@ -489,14 +489,18 @@ def test_files_that_are_gone(device: torch.device, tmp_path: Path) -> None:
         kept = (out / name).read_bytes()
         (out / name).unlink()
         before = contents(out)
-        with pytest.raises(ValueError, match=rf"{out} lacks {name}, which .* as finished\. Put the file back, or remove"):
+        with pytest.raises(
+            ValueError, match=rf"{out} lacks {name}, which .* as finished\. Put the file back, or remove"
+        ):
             extract(x, sae, out, **SIZES)
         assert contents(out) == before
         (out / name).write_bytes(kept)
         assert extract(x, sae, out, **SIZES).rows == 300
     (tmp_path / "shard-000001.safetensors" / "shard-000001.safetensors").unlink()
     found = Extraction(tmp_path / "shard-000001.safetensors")
-    with pytest.raises(FileNotFoundError, match=r"sae\.Extraction: .*shard-000001\.safetensors is gone\. Put it back, or"):
+    with pytest.raises(
+        FileNotFoundError, match=r"sae\.Extraction: .*shard-000001\.safetensors is gone\. Put it back, or"
+    ):
         found.read(1)
     with pytest.raises(ValueError, match=r"lacks shard-000001\.safetensors"):
         extract(x, sae, found.folder, **SIZES)

@@ -17,7 +17,7 @@ _OPERATOR = "sae.extract"
 MANIFEST, VOCABULARY = "manifest.json", "vocabulary.json"
 _VERSION = 1
 # What is read of a manifest. Other settings are compared, and may be missing on either side.
-_MANIFEST = {"settings": dict, "shards": list, "statistics": str | None, "source": str | None}
+_MANIFEST: dict[str, Any] = {"settings": dict, "shards": list, "statistics": str | None, "source": str | None}
 _MANIFEST |= {"nonfinite": int, "complete": bool}
 _SETTINGS, _SHARD = {"d_sae": int, "top": int}, {"file": str, "rows": int, "nnz": int}
 _OURS = re.compile(r"((shard|statistics)-\d{6}\.safetensors|vocabulary\.json)(\.partial)?|manifest\.json\.partial")
