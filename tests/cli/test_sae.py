@@ -1,5 +1,6 @@
 """`gossamer sae extract`, `gossamer sae show` and `gossamer sae report`."""
 
+import json
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -188,6 +189,35 @@ def test_a_model_of_sae_lens(files: Path) -> None:
     code, output = run("extract", files / "standard", files / "acts.npy", "--out", files / "out", "--device", "cpu")
     assert code == 0, output
     assert Extraction(files / "out").rows == 100
+
+
+@pytest.mark.parametrize("architecture", ["batchtopk", "matryoshka_batchtopk"])
+def test_a_model_that_sae_lens_has_in_training_alone(architecture: str, files: Path) -> None:
+    """Its latents are SAELens's own: those of a batch of as many rows."""
+    pytest.importorskip("sae_lens")
+    from sae_lens.registry import get_sae_training_class
+
+    sae_class, config_class = get_sae_training_class(architecture)
+    options = {"matryoshka_widths": [10, 40]} if architecture == "matryoshka_batchtopk" else {}
+    sae = sae_class(config_class(d_in=8, d_sae=40, k=2.5, decoder_init_norm=0.7, **options))
+    sae.save_model(files / "training")
+    sizes = ("--batch-size", 16, "--shard-rows", 32, "--device", "cpu")
+    code, output = run("extract", files / "training", files / "acts.npy", "--out", files / "out", *sizes)
+    assert code == 0, output
+    with torch.no_grad():
+        batches = [sae.eval().encode(x) for x in torch.from_numpy(np.load(files / "acts.npy")).split(16)]
+    found = Extraction(files / "out")
+    assert found.nnz == 250
+    assert torch.equal(torch.cat([shard.to_dense() for shard in found]), torch.cat(batches))
+
+
+def test_an_architecture_that_nothing_has(files: Path) -> None:
+    pytest.importorskip("sae_lens")
+    config = json.loads((files / "model" / "cfg.json").read_text())
+    (files / "model" / "cfg.json").write_text(json.dumps(config | {"architecture": "other"}))
+    code, output = run("extract", files / "model", files / "acts.npy", "--out", files / "out", "--device", "cpu")
+    output = " ".join(output.replace("│", "").split())
+    assert code == 2 and "architecture = 'other', which neither gossamer.nn nor the installed SAELens has" in output
 
 
 def test_help() -> None:

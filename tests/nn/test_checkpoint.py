@@ -174,7 +174,7 @@ def test_it_loads_what_sae_lens_saves(kind: str, subtract: bool, device: torch.d
 
 def test_it_loads_a_batchtopk_sae(device: torch.device, tmp_path: Path) -> None:
     pytest.importorskip("sae_lens")
-    from sae_lens import SAE, BatchTopKTrainingSAE, BatchTopKTrainingSAEConfig
+    from sae_lens import SAE, BatchTopKTrainingSAE, BatchTopKTrainingSAEConfig, TrainingSAE
 
     config = BatchTopKTrainingSAEConfig(d_in=D_IN, d_sae=D_SAE, k=K, device=str(device))
     sae = BatchTopKTrainingSAE(config)
@@ -184,6 +184,84 @@ def test_it_loads_a_batchtopk_sae(device: torch.device, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = SAE.load_from_disk(tmp_path, device=str(device))(x)
         torch.testing.assert_close(nn.load(tmp_path, device=device)(x), expected, rtol=1e-4, atol=1e-5)
+    # What is saved in training is refused, and what the error says to do about it works.
+    sae.save_model(tmp_path / "training")
+    with pytest.raises(ValueError, match=r"'batchtopk'.*TrainingSAE\.load_from_disk\(folder\)\.save_inference_model\("):
+        nn.load(tmp_path / "training")
+    TrainingSAE.load_from_disk(tmp_path / "training", device=str(device)).save_inference_model(tmp_path / "again")
+    with torch.no_grad():
+        torch.testing.assert_close(nn.load(tmp_path / "again", device=device)(x), expected, rtol=1e-4, atol=1e-5)
+
+
+TRAINED = {
+    "jumprelu_bandwidth": 0.07,
+    "l0_coefficient": 5,
+    "jumprelu_tanh_scale": 3.0,
+    "jumprelu_ste_to_input": True,
+    "pre_act_loss_coefficient": 3e-6,
+}
+LOADED = {"bandwidth": 0.07, "l0_coefficient": 5, "tanh_scale": 3.0, "ste_to_input": True, "pre_act_coefficient": 3e-6}
+
+
+@pytest.mark.parametrize("save", ["save_model", "save_inference_model"])
+@pytest.mark.parametrize(
+    "architecture, trained, loaded",
+    [
+        ("jumprelu", TRAINED | {"jumprelu_sparsity_loss_mode": "tanh"}, LOADED | {"penalty": "tanh"}),
+        # SAELens has a target that it does not look at.
+        (
+            "jumprelu",
+            {"target_l0": 9.0},
+            {"bandwidth": 0.05, "penalty": "step", "target_l0": None, "l0_coefficient": 1},
+        ),
+        ("jumprelu", {"pre_act_loss_coefficient": None}, {"pre_act_coefficient": 0.0, "ste_to_input": False}),
+        (
+            "jumprelu",
+            {"target_l0": 9.0, "jumprelu_sparsity_loss_mode": "quadratic"},
+            {"target_l0": 9.0, "penalty": "quadratic"},
+        ),
+        ("topk", {"k": K, "aux_loss_coefficient": 0.7}, {"aux_coefficient": 0.7}),
+        ("topk", {"k": K}, {"aux_coefficient": 1.0}),
+    ],
+)
+def test_settings_of_sae_lens(
+    architecture: str, trained: dict[str, Any], loaded: dict[str, Any], save: str, tmp_path: Path
+) -> None:
+    """What SAELens trained with is what its file is gone on with, and comes back from ours."""
+    pytest.importorskip("sae_lens")
+    from sae_lens import TrainingSAE
+    from sae_lens.registry import get_sae_training_class
+
+    sae_class, config_class = get_sae_training_class(architecture)
+    sae = sae_class(config_class(d_in=D_IN, d_sae=D_SAE, device="cpu", **trained))
+    getattr(sae, save)(tmp_path / "theirs")
+    model = nn.load(tmp_path / "theirs")
+    assert {name: getattr(model, name) for name in loaded} == loaded
+    nn.save(model, tmp_path / "ours")
+    assert {name: getattr(nn.load(tmp_path / "ours"), name) for name in loaded} == loaded
+    # SAELens knows nothing of our settings: from here on it trains with those of its own, and its file says so.
+    TrainingSAE.load_from_disk(tmp_path / "ours").save_model(tmp_path / "last")
+    again, default = nn.load(tmp_path / "last"), config_class(d_in=D_IN, d_sae=D_SAE)
+    if architecture == "topk":
+        assert again.aux_coefficient == default.aux_loss_coefficient
+    else:
+        assert again.bandwidth == default.jumprelu_bandwidth and again.pre_act_coefficient == 0.0
+        assert again.penalty == "step" and again.target_l0 is None
+
+
+def test_statistics_that_are_cut_short(device: torch.device, tmp_path: Path) -> None:
+    """Not the zeros that there would be without the file."""
+    model = make("topk", device)
+    model.train()(inputs(device))
+    nn.save(model, tmp_path)
+    statistics = tmp_path / "training_state.safetensors"
+    whole = statistics.read_bytes()
+    for size in (0, 5, 100, len(whole) - 1):
+        statistics.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"training_state\.safetensors is not a whole .* Remove it to begin with"):
+            nn.load(tmp_path)
+    statistics.unlink()
+    assert int(nn.load(tmp_path).firing_counts.sum()) == 0
 
 
 def test_a_failing_disk_leaves_the_old_files(

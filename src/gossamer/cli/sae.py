@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -230,13 +231,24 @@ def _load(folder: Path, device: str) -> Any:
     try:
         return nn.load(folder, device=device).eval()
     except ValueError as error:
-        try:
-            from sae_lens import SAE
-        except ImportError:
-            raise error from None
         if "integrations.sae_lens" not in str(error):
             raise
-        return SAE.load_from_disk(folder, device=device).eval()
+        try:
+            from sae_lens import SAE, TrainingSAE
+            from sae_lens.registry import SAE_CLASS_REGISTRY, SAE_TRAINING_CLASS_REGISTRY
+        except ImportError:
+            raise error from None
+        # Before version 6 SAELens wrote none for its standard SAEs.
+        architecture = json.loads((folder / "cfg.json").read_text()).get("architecture", "standard")
+        if architecture in SAE_CLASS_REGISTRY:
+            return SAE.load_from_disk(folder, device=device).eval()
+        if architecture in SAE_TRAINING_CLASS_REGISTRY:
+            return TrainingSAE.load_from_disk(folder, device=device).eval()
+        raise ValueError(
+            f"gossamer sae extract: {folder / 'cfg.json'} has architecture = {architecture!r}, which neither "
+            "gossamer.nn nor the installed SAELens has. SAELens has "
+            f"{', '.join(SAE_CLASS_REGISTRY | SAE_TRAINING_CLASS_REGISTRY)}."
+        ) from error
 
 
 @contextmanager

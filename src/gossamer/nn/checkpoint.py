@@ -36,6 +36,20 @@ _SETTINGS: dict[type[Model], tuple[str, ...]] = {
 }
 """What only training needs and neither layout has a place for: it is written under the name of this package."""
 
+_SETTINGS_OF_SAE_LENS: dict[type[Model], dict[str, str]] = {
+    TopKSAE: {"aux_loss_coefficient": "aux_coefficient"},
+    JumpReLUSAE: {
+        "jumprelu_bandwidth": "bandwidth",
+        "jumprelu_sparsity_loss_mode": "penalty",
+        "jumprelu_tanh_scale": "tanh_scale",
+        "jumprelu_ste_to_input": "ste_to_input",
+        "l0_coefficient": "l0_coefficient",
+        "pre_act_loss_coefficient": "pre_act_coefficient",
+        "target_l0": "target_l0",
+    },
+}
+"""What SAELens calls those of them that its trainable SAEs have too."""
+
 
 def save(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
     """Writes an autoencoder where `load`, and the library whose layout it is, find it.
@@ -121,12 +135,13 @@ def load(folder: str | Path, *, device: torch.device | str | None = None, dtype:
         `TopKSAE`; `JumpReLUSAE`, which is also what SAELens makes of a BatchTopK SAE; `BatchTopKSAE`, where `save`
         wrote one; or `Transcoder`, for what sparsify calls one, or gave a skip connection. Whether b_dec is subtracted
         from the input, and decoder norms that rescale the selection, are folded into b_enc and the weights: the
-        function is the same. What only training needs (bandwidth, statistics) is what the files say, or the default.
+        function is the same. What only training needs is what the files say, or the default: settings that `save` or
+        SAELens's trainable SAEs wrote, as far as these modules have them (docs/sae.md lists them), and statistics.
 
     Raises:
         FileNotFoundError: no such files.
         ValueError: an architecture or setting that these modules do not have, sizes that differ between the files, or
-            a file that is cut short.
+            a file that is cut short, that of the statistics too.
         TypeError: a dtype that is not floating.
 
     Source: SAELens's `load_from_disk` and sparsify's `load_from_disk`.
@@ -164,7 +179,7 @@ def load(folder: str | Path, *, device: torch.device | str | None = None, dtype:
     model = make(dtype=dtype, device=device)
     model.load_state_dict(_folded(model, config, tensors), strict=False)
     statistics = folder / _TRAINING
-    if statistics.is_file() and _written_with(statistics, weights):
+    if statistics.is_file() and _written_with(operator, statistics, weights):
         model.load_state_dict(_read(operator, statistics), strict=False)
     return model
 
@@ -173,13 +188,16 @@ def _digest(weights: Path) -> str:
     return hashlib.sha256(weights.read_bytes()).hexdigest()
 
 
-def _written_with(statistics: Path, weights: Path) -> bool:
+def _written_with(operator: str, statistics: Path, weights: Path) -> bool:
     """Whether the weights beside the statistics are those that they were counted with."""
     try:
         with safe_open(statistics, framework="pt") as file:
             return (file.metadata() or {}).get("weights") == _digest(weights)
-    except SafetensorError:
-        return False
+    except SafetensorError as error:
+        raise ValueError(
+            f"{operator}: {statistics} is not a whole safetensors file: {error}. Remove it to begin with statistics of "
+            "0."
+        ) from error
 
 
 _Made = tuple[Callable[..., Model], dict[str, tuple[int, ...]]]
@@ -199,16 +217,23 @@ def _from_sae_lens(operator: str, folder: Path, config: dict[str, Any], tensors:
     wanted |= {"b_enc": (d_sae,), "b_dec": (d_in,)}
     if architecture == "topk":
         (k,) = _sizes(operator, folder, config, "k")
-        given = _given(TopKSAE, metadata)
+        given = _given(TopKSAE, metadata) | _given_by_sae_lens(TopKSAE, config)
         return lambda **options: TopKSAE(d_in, d_sae, k, **given, **options), wanted
     if architecture == "jumprelu":
         given = _given(BatchTopKSAE, metadata)
         kind: Any = BatchTopKSAE if "k" in given else JumpReLUSAE
-        given = _given(kind, metadata)
+        given = _given(kind, metadata) | _given_by_sae_lens(kind, config)
         return lambda **options: kind(d_in, d_sae, **given, **options), wanted | {"threshold": (d_sae,)}
+    way = "Load it with SAELens and use integrations.sae_lens.patch."
+    if architecture in ("batchtopk", "matryoshka_batchtopk"):
+        way = (
+            "SAELens has it in training alone: TrainingSAE.load_from_disk(folder).save_inference_model(another) writes "
+            "the JumpReLU that it is afterwards, which nn.load reads. To go on training, load it with "
+            "TrainingSAE.load_from_disk and use integrations.sae_lens.patch."
+        )
     raise ValueError(
         f'{operator}: {folder / _CONFIG} has architecture = {architecture!r}; these modules are "topk" and "jumprelu". '
-        "Load it with SAELens and use integrations.sae_lens.patch."
+        + way
     )
 
 
@@ -242,6 +267,21 @@ def _given(kind: type[Model], metadata: dict[str, Any] | None) -> dict[str, Any]
     """Of the settings that `save` wrote those that the module has: older files have fewer."""
     found = (metadata or {}).get("gossamer") or {}
     return {name: found[name] for name in _SETTINGS[kind] if name in found}
+
+
+def _given_by_sae_lens(kind: type[Model], config: dict[str, Any]) -> dict[str, Any]:
+    """Of the settings that SAELens trained with those that the module has. They go before those that `save` wrote:
+    where a file has both, SAELens wrote it last, for `save` keeps none of SAELens's."""
+    # A file for inference has them in the metadata alone.
+    trained = ((config.get("metadata") or {}).get("training_architecture_details") or {}) | config
+    names = _SETTINGS_OF_SAE_LENS.get(kind, {})
+    found = {ours: trained[theirs] for theirs, ours in names.items() if theirs in trained}
+    if "pre_act_coefficient" in found:
+        found["pre_act_coefficient"] = found["pre_act_coefficient"] or 0.0
+    if found.get("penalty", "quadratic") != "quadratic":
+        # SAELens does not look at it then, and the module takes none.
+        found["target_l0"] = None
+    return found
 
 
 def _sizes(operator: str, folder: Path, config: dict[str, Any], *names: str) -> list[int]:
