@@ -6,8 +6,6 @@ training does: a GPU then holds its power limit. Then one pass of each, kernel b
 """
 
 import itertools
-import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,12 +18,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from gossamer import gemm
 from gossamer._core import tuning
-from gossamer.cli.bench.command import command_line
-from gossamer.cli.environment import provenance
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.gemm.tune_linear_glu import sustained
+from benchmarks.gemm.tune_linear_glu import keep, sustained
 
 SHAPES = [(1024, 4096, 14336), (4096, 4096, 14336), (16384, 4096, 14336), (4096, 2048, 5632), (4096, 3072, 8192)]
 
@@ -95,10 +91,7 @@ def main() -> None:
         print(f"\n{shape}, microseconds")
         for name, events in result["kernels"].items():
             print(f"  {name}: " + ", ".join(f"{us:.0f} {kernel[:32]}" for us, kernel in events))
-    if folder := os.environ.get("OUT"):
-        command = command_line("python benchmarks/gemm/tune_gated_mlp.py", sys.argv[1:])
-        record = provenance(command, Path(__file__).parent, torch.device("cuda", 0)) | {"results": results}
-        Path(folder, "tune-gated-mlp.json").write_text(json.dumps(record, indent=1))
+    keep("tune_gated_mlp", {"results": results})
 
 
 if __name__ == "__main__":

@@ -133,6 +133,14 @@ def sustained(calls: dict[str, Callable[[], Any]], rounds: int = 2, seconds: flo
     return {name: statistics.median(found) for name, found in times.items()}
 
 
+def keep(script: str, results: dict[str, Any]) -> None:
+    """Writes results where OUT says, if it does."""
+    if folder := os.environ.get("OUT"):
+        command = command_line(f"python benchmarks/gemm/{script}.py", sys.argv[1:])
+        record = provenance(command, Path(__file__).parent, torch.device("cuda", 0)) | results
+        Path(folder, f"{script.replace('_', '-')}.json").write_text(json.dumps(record, indent=1))
+
+
 def main() -> None:
     given = [tuple(map(int, argument.split(","))) for argument in sys.argv[1:] if "," in argument]
     parts = [part for part in ("small", "sustained") if part in sys.argv[1:]] or ["small", "sustained"]
@@ -145,11 +153,8 @@ def main() -> None:
                 results[f"{part} {shape}"] = found
                 print(f"\n{part} {shape}")
                 for name, ms in sorted(found.items(), key=lambda item: item[1]):
-                    print(f"  {name:38s} {1000 * ms:9.1f} us  GEMM alone / {found['GEMM alone'] / ms:.3f}", flush=True)
-    if folder := os.environ.get("OUT"):
-        command = command_line("python benchmarks/gemm/tune_linear_glu.py", sys.argv[1:])
-        record = provenance(command, Path(__file__).parent, torch.device("cuda", 0)) | {"milliseconds": results}
-        Path(folder, "tune-linear-glu.json").write_text(json.dumps(record, indent=1))
+                    print(f"  {name:54s} {1000 * ms:9.1f} us  GEMM alone / {found['GEMM alone'] / ms:.3f}", flush=True)
+    keep("tune_linear_glu", {"milliseconds": results})
 
 
 if __name__ == "__main__":

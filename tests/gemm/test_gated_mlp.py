@@ -150,12 +150,19 @@ def test_gated_beside_the_product(
 ) -> None:
     """Tiles that are not full, and more of them than programs, so that buffers and barriers come round."""
     monkeypatch.setattr(tuning, "gates_beside", lambda d: True)
+    launched: list[int] = []
+    if tuning.hopper(generator.device):
+        from gossamer.gemm._gluon import gated_mlp as hopper
+
+        original = hopper.launch_gated_mlp_bwd
+        monkeypatch.setattr(hopper, "launch_gated_mlp_bwd", lambda *args: launched.append(1) or original(*args))
     draw = lambda *size: torch.randn(*size, device="cuda", generator=generator)  # noqa: E731
     grad, down = draw(m, d).to(dtype), (draw(d, n) / d**0.5).to(dtype)
     gates = draw(m, n).to(dtype), draw(m, n).to(dtype)
     found, plainly, exact = ([gate.to(kind, copy=True) for gate in gates] for kind in (dtype, dtype, torch.float64))
     operator = torch.ops.gossamer.gated_mlp_bwd_
     found.append(operator(grad, down, *found, activation))
+    assert bool(launched) == tuning.hopper(generator.device)
     plainly.append(usual.gated_mlp_bwd_(grad, down, *plainly, activation))
     exact.append(usual.gated_mlp_bwd_(grad.double(), down.double(), *exact, activation))
     for got, want, by_torch in zip(found, exact, plainly):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gossamer import gemm
+from gossamer._core import tuning
 from gossamer.gemm._torch.linear_glu import GATES
 from gossamer.testing import assert_close
 from tests import strategies
@@ -108,9 +109,19 @@ def test_gradients(
     "m, n, k",
     [(1, 1000, 4096), (64, 640, 4096), (65, 14336, 256), (256, 14336, 2048), (500, 9008, 4096), (2000, 3000, 1024)],
 )
-def test_shared_tiles(m: int, n: int, k: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_shared_tiles(
+    m: int,
+    n: int,
+    k: int,
+    early: bool,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Tiles that do not fill a wave of programs, which cut them along K: again and again, from a graph, and on streams
     that overlap, with the same bits each time."""
+    monkeypatch.setattr(tuning, "starts_early", lambda: early)
     leaves = leaves_of(m, n, k, generator, dtype)
     usual = plain("silu", leaves)
     first = gemm.linear_glu(**leaves)

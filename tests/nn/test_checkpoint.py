@@ -278,7 +278,7 @@ def test_a_failing_disk_leaves_the_old_files(
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("gossamer.nn.checkpoint.save_file", full)
-    message = r"nn\.save: .*sae_weights\.safetensors could not be written: No space left on device\. Finished files are"
+    message = r"nn\.save: .*sae_weights\.safetensors could not be written: No space left on device\. Free space"
     with pytest.raises(OSError, match=message) as raised:
         nn.save(model, tmp_path)
     assert raised.value.errno == errno.ENOSPC

@@ -26,6 +26,11 @@ def test_smallest(data: st.DataObject, dtype: torch.dtype, device: torch.device)
         assert found.item() == (positive.min().item() if positive.numel() else math.inf)
 
 
+def test_error(device: torch.device) -> None:
+    with pytest.raises(TypeError, match=r"sae.smallest: rows must be a rowsparse.ELL, got Tensor"):
+        smallest(torch.ones(2, 3, device=device))  # type: ignore[arg-type]
+
+
 @pytest.mark.native
 @pytest.mark.parametrize("k", [3, 200])
 def test_the_threshold_of_batchtopk(k: int, device: torch.device) -> None:

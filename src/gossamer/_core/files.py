@@ -59,8 +59,8 @@ def _unwritten(operator: str, file: Path, error: OSError | SafetensorError) -> O
     elif found := re.search(r"([^:]+) \(os error (\d+)\)", reason):
         reason, number = found[1].strip(), int(found[2])
     message = (
-        f"{operator}: {file} could not be written: {reason}. Finished files are kept: free space, or mend what the "
-        "system refuses, and make the same call again."
+        f"{operator}: {file} could not be written: {reason}. Free space, or mend what the system refuses, and "
+        "make the same call again."
     )
     return OSError(message) if number is None else OSError(number, message)
 

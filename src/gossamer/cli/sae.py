@@ -21,6 +21,7 @@ from gossamer import sae as operators
 from gossamer.cli.environment import resolve_device
 from gossamer.cli.folder import make_folder
 from gossamer.cli.page import visible
+from gossamer.nn.checkpoint import OnlyInSAELens
 
 sae = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Extract a sparse autoencoder's latents to disk, and look at them."
@@ -230,9 +231,7 @@ def _load(folder: Path, device: str) -> Any:
     """The SAE as a module of `nn`, or, for an architecture that is not there, of SAELens."""
     try:
         return nn.load(folder, device=device).eval()
-    except ValueError as error:
-        if "integrations.sae_lens" not in str(error):
-            raise
+    except OnlyInSAELens as error:
         try:
             from sae_lens import SAE, TrainingSAE
             from sae_lens.registry import SAE_CLASS_REGISTRY, SAE_TRAINING_CLASS_REGISTRY

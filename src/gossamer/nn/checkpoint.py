@@ -200,6 +200,10 @@ def _written_with(operator: str, statistics: Path, weights: Path) -> bool:
         ) from error
 
 
+class OnlyInSAELens(ValueError):
+    """A checkpoint that SAELens can load, and these modules cannot be."""
+
+
 _Made = tuple[Callable[..., Model], dict[str, tuple[int, ...]]]
 
 
@@ -208,7 +212,7 @@ def _from_sae_lens(operator: str, folder: Path, config: dict[str, Any], tensors:
     architecture, metadata = config.get("architecture"), config.get("metadata")
     for name, value in {**_NEUTRAL, "finetuning_scaling_factor": False}.items():
         if config.get(name, value) != value:
-            raise ValueError(
+            raise OnlyInSAELens(
                 f"{operator}: {folder / _CONFIG} has {name} = {config[name]!r}, which these modules do not do. "
                 "Load it with SAELens and use integrations.sae_lens.patch."
             )
@@ -231,7 +235,7 @@ def _from_sae_lens(operator: str, folder: Path, config: dict[str, Any], tensors:
             "the JumpReLU that it is afterwards, which nn.load reads. To go on training, load it with "
             "TrainingSAE.load_from_disk and use integrations.sae_lens.patch."
         )
-    raise ValueError(
+    raise OnlyInSAELens(
         f'{operator}: {folder / _CONFIG} has architecture = {architecture!r}; these modules are "topk" and "jumprelu". '
         + way
     )
@@ -243,7 +247,7 @@ def _from_sparsify(operator: str, folder: Path, config: dict[str, Any], tensors:
         "signed": False,
     }.items():
         if config.get(name, neutral) != neutral:
-            raise ValueError(
+            raise OnlyInSAELens(
                 f"{operator}: {folder / _CONFIG} has {name} = {config[name]!r}, which these modules do not do."
             )
     d_in, k = _sizes(operator, folder, config, "d_in", "k")

@@ -20,10 +20,17 @@ def smallest(rows: ELL, scale: Tensor | None = None) -> Tensor:
     Returns:
         `[]` in float32, float64 if rows is, without a gradient.
 
+    Raises:
+        TypeError: rows is no `ELL`.
+
+    Source: Bussmann et al. 2024, "BatchTopK Sparse Autoencoders", for the threshold that is estimated from it.
+
     >>> from gossamer import rowsparse
     >>> smallest(rowsparse.pack(torch.tensor([[0.0, 3.0], [2.0, 4.0]]))).item()
     2.0
     """
+    if not isinstance(rows, ELL):
+        raise TypeError(f"sae.smallest: rows must be a rowsparse.ELL, got {type(rows).__name__}.")
     values, indices, nnz, source = parts("sae.smallest", rows.detach())
     if not nnz.numel():
         return values.new_full((), torch.inf, dtype=threshold_dtype(values.dtype))

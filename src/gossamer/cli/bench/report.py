@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from gossamer._core import files
 from gossamer.cli.bench.case import Provider
 from gossamer.cli.bench.runner import CaseResult, Outcome
 from gossamer.cli.bench.timing import Ceilings, Timing
@@ -148,9 +148,8 @@ def record(result: CaseResult, ceilings: Ceilings) -> dict[str, Any]:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write `content`, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(partial, path)
+    text = json.dumps(content, indent=1) + "\n"
+    files.write_whole("gossamer bench", path, path.with_suffix(".partial"), lambda partial: partial.write_text(text))
 
 
 def make_console() -> Console:

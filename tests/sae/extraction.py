@@ -1,0 +1,37 @@
+"""What tests of `sae.extract` run it with, and look at."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer import nn
+
+D_IN, D_SAE = 16, 192
+SIZES = {"batch_size": 32, "shard_rows": 64, "top": 5}
+
+
+def model(device: torch.device, kind: str = "topk", dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    if kind == "topk":
+        return nn.TopKSAE(D_IN, D_SAE, 6, dtype=dtype, device=device)
+    return nn.JumpReLUSAE(D_IN, D_SAE, initial_threshold=0.8, capacity=20, dtype=dtype, device=device)
+
+
+def activations(rows: int = 300) -> Tensor:
+    return torch.randn(rows, D_IN, generator=torch.Generator().manual_seed(1))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+def threads() -> list[str]:
+    """Ours that live."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("gossamer")]
+
+
+class Killed(BaseException):
+    pass
