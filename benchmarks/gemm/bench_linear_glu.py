@@ -1,4 +1,4 @@
-"""`gemm.linear_glu`: the gated half of an MLP, for inference, at the shapes of Llama 3's three sizes."""
+"""`gemm.linear_glu`: the gated half of an MLP, for inference, at the shapes of Llama 3's sizes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from gossamer.cli.bench import Case, Provider, random_matrix
 
 # Tokens, hidden size, intermediate size. 256 and 512 are chunks of a prefill, 1 to 128 tokens a step of decoding.
 LLAMA = [
+    *((tokens, 2048, 8192) for tokens in (1, 16, 128)),
     *((tokens, 4096, 14336) for tokens in (1, 16, 128, 256, 512, 1024, 4096, 16384, 32768, 65536)),
     (4096, 8192, 28672),
     (16384, 8192, 28672),

@@ -5,10 +5,8 @@ training does: a GPU then holds its power limit. Then one pass of each, kernel b
 `gossamer bench gemm`. Set OUT to a folder to keep the numbers as JSON.
 """
 
-import itertools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +19,9 @@ from gossamer._core import tuning
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.gemm.tune_linear_glu import keep, sustained
+from benchmarks.gemm.tune_linear_glu import keep, replaced, sustained
 
 SHAPES = [(1024, 4096, 14336), (4096, 4096, 14336), (16384, 4096, 14336), (4096, 2048, 5632), (4096, 3072, 8192)]
-
-
-@contextmanager
-def variant(early: bool, beside: bool) -> Iterator[None]:
-    """Kernels that start early or not, and gate beside the product or after it."""
-    before = tuning.starts_early, tuning.gates_beside
-    tuning.starts_early, tuning.gates_beside = lambda: early, lambda d: beside
-    try:
-        yield
-    finally:
-        tuning.starts_early, tuning.gates_beside = before
 
 
 def candidates(m: int, k: int, n: int) -> dict[str, Callable[[], Any]]:
@@ -47,14 +34,14 @@ def candidates(m: int, k: int, n: int) -> dict[str, Callable[[], Any]]:
     def step(out: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, (x, gate, up, down), grad)
 
-    def ours(*options: bool) -> tuple[Tensor, ...]:
-        with variant(*options):
+    def ours(beside: bool) -> tuple[Tensor, ...]:
+        with replaced((tuning, "gates_beside", lambda d: beside)):
             return step(gemm.gated_mlp(x, gate, up, down))
 
-    found: dict[str, Callable[[], Any]] = {}
-    for early, beside in itertools.product((False, True), repeat=2):
-        name = ", ".join(["starts early"] * early + ["gates beside"] * beside) or "neither"
-        found[name] = lambda options=(early, beside): ours(*options)
+    found: dict[str, Callable[[], Any]] = {
+        "gates beside": lambda: ours(True),
+        "gates after": lambda: ours(False),
+    }
     found["forward alone"] = lambda: gemm.gated_mlp(x, gate, up, down)
     try:
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction

@@ -20,12 +20,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from gossamer import gemm
-from gossamer._core import tuning
+from gossamer._core import launch, tuning
 from gossamer.cli.bench.command import command_line
 from gossamer.cli.environment import provenance
 from gossamer.gemm._gluon import linear_glu as kernel
+from gossamer.gemm._triton import linear_glu as usual
 
 SMALL = [(m, 4096, 14336) for m in (1, 16, 64, 128, 256, 512, 1024, 2048)] + [(128, 2048, 5632), (512, 2048, 5632)]
 SUSTAINED = [(4096, 4096, 14336), (16384, 4096, 14336), (65536, 4096, 14336), (16384, 8192, 28672)]
@@ -35,33 +37,72 @@ def _alone(rows: int, columns: int, steps: int, device: torch.device) -> tuple[i
     return min(tuning.programs(device), rows * columns), rows * columns, 1
 
 
-def _spread(rows: int, columns: int, steps: int, device: torch.device) -> tuple[int, int, int]:
-    return tuning.programs(device), 0, 1
-
-
 _usual = tuning.glu_schedule
 SCHEDULES: dict[str, Callable[..., tuple[int, int, int]]] = {
     "alone": _alone,
     "shared": _usual,
     "shared, 1 abreast": lambda *tiles: (*_usual(*tiles)[:2], 1),
-    "spread": _spread,
 }
-"""Tiles computed by one program each; shared along K as they are; the same with one program at a step of K at a time;
-all of them shared by all programs."""
+"""Tiles computed by one program each; shared along K as they are; the same with one program at a step of K at a
+time."""
+
+ROW_TILES = [(256, 1), (512, 1), (1024, 1), (1024, 2), (2048, 1), (2048, 2), (4096, 4)]
+"""Steps of K at a time and warps of the kernel for a single row."""
+
+POINTER_TILES = {
+    16: [(16, 256, 2, 4), (32, 128, 4, 3), (32, 256, 4, 3), (32, 256, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4)],
+    32: [(32, 128, 4, 3), (64, 64, 4, 4), (64, 64, 4, 5), (64, 128, 4, 3)],
+    64: [(32, 128, 4, 3), (32, 64, 4, 4), (64, 64, 4, 4), (64, 64, 4, 5)],
+    128: [(32, 64, 4, 4), (32, 64, 4, 5), (64, 64, 8, 3), (64, 64, 8, 4)],
+}
+"""By rows of a tile: columns, steps of K at a time, warps and stages of the kernel that reads through pointers."""
 
 
 @contextmanager
-def variant(stages: int, group: int, schedule: str, follows: bool) -> Iterator[None]:
-    """The kernel with so many stages and rows of tiles at a time, a schedule, and an early start or none."""
-    before = kernel.GROUP_M, tuning.glu_stages, tuning.glu_schedule, tuning.starts_early
-    kernel.GROUP_M = group
-    tuning.glu_stages = lambda m: (64, 5) if m <= 64 else (128, stages)
-    tuning.glu_schedule = SCHEDULES[schedule]
-    tuning.starts_early = lambda: follows
+def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """With other attributes: (of what, name, value)."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    for change in changes:
+        setattr(*change)
     try:
         yield
     finally:
-        kernel.GROUP_M, tuning.glu_stages, tuning.glu_schedule, tuning.starts_early = before
+        for change in before:
+            setattr(*change)
+
+
+def variants(m: int, n: int, device: torch.device) -> dict[str, tuple[tuple[Any, str, Any], ...]]:
+    """What to replace for each variant at m rows."""
+    found: dict[str, tuple[tuple[Any, str, Any], ...]] = {"as it is": ()}
+    if m == 1:
+        for inner, warps in ROW_TILES:
+            tile = {"BLOCK_K": inner, "VEC": 8}
+            changes = (
+                (tuning, "glu_row_tile", lambda k, size, tile=tile, warps=warps: (tile, warps)),
+                (usual, "_linear_glu_row", launch.Kernel(usual._linear_glu_row_kernel)),
+            )
+            found[f"row: {inner} of K, {warps} warps"] = changes
+    no_row = (tuning, "one_row", lambda *_: False)
+    height = next((height for height in POINTER_TILES if m <= height), 0)
+    if height:
+        for columns, inner, warps, stages in POINTER_TILES[height]:
+            tile = {"BLOCK_M": height, "BLOCK_N": columns, "BLOCK_K": inner, "GROUP_M": 8}
+            changes = (
+                (tuning, "glu_tile", lambda m, device, tile=tile, rest=(warps, stages): (tile, *rest)),
+                (usual, "_linear_glu", launch.Kernel(usual._linear_glu_kernel)),
+                (tuning, "glu_on_hopper", lambda *_: False),
+                no_row,
+            )
+            found[f"pointers: {columns} columns, {inner} of K, {warps} warps, {stages} stages"] = changes
+    for stages, group, schedule in itertools.product(*(((4,), (16,)) if m <= 1024 else ((3, 4), (8, 16))), SCHEDULES):
+        found[f"{stages} stages, {group} rows, {schedule}"] = (
+            (kernel, "GROUP_M", group),
+            (tuning, "glu_stages", lambda m, stages=stages: (64, 5) if m <= 64 else (128, stages)),
+            (tuning, "glu_schedule", SCHEDULES[schedule]),
+            (tuning, "glu_on_hopper", lambda *_: True),
+            no_row,
+        )
+    return found
 
 
 def candidates(m: int, k: int, n: int) -> dict[str, Callable[[], Any]]:
@@ -69,19 +110,22 @@ def candidates(m: int, k: int, n: int) -> dict[str, Callable[[], Any]]:
     draw = lambda *size: torch.randn(*size, device="cuda", generator=generator)  # noqa: E731
     x, both = draw(m, k).bfloat16(), (draw(2 * n, k) / k**0.5).bfloat16()
     gate, up = both[:n].clone(), both[n:].clone()
+    plain = lambda: F.silu(F.linear(x, gate)) * F.linear(x, up)  # noqa: E731
+    wanted = plain().float()
 
-    def ours(*options: Any) -> Tensor:
-        with variant(*options):
+    def ours(changes: tuple[tuple[Any, str, Any], ...]) -> Tensor:
+        with replaced(*changes):
             return gemm.linear_glu(x, gate, up)
 
-    found: dict[str, Callable[[], Any]] = {"as it is": lambda: gemm.linear_glu(x, gate, up)}
-    stages, groups = ((4,), (16,)) if m <= 1024 else ((3, 4), (8, 16))
-    tiles = -(-m // (64 if m <= 64 else 128)) * -(-n // 128)
-    schedules = [name for name in SCHEDULES if name != "spread" or tiles <= 4 * tuning.programs(x.device)]
-    for options in itertools.product(stages, groups, schedules, (False, True)):
-        name = "{} stages, {} rows, {}{}".format(*options[:3], ", starts early" if options[3] else "")
-        found[name] = lambda options=options: ours(*options)
+    found: dict[str, Callable[[], Any]] = {}
+    for name, changes in variants(m, n, x.device).items():
+        found[name] = lambda changes=changes: ours(changes)
+        error = (found[name]().float() - wanted).norm() / wanted.norm()
+        if not error < 0.01:
+            raise AssertionError(f"{name}: wrong by {error:.3g} at M {m}, K {k}, N {n}")
     found["GEMM alone"] = lambda: x @ both.t()
+    if m <= 256:
+        found["torch.compile"] = torch.compile(plain, fullgraph=True, dynamic=False)
     try:
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
@@ -114,6 +158,8 @@ def small(candidates: dict[str, Callable[[], Any]], rounds: int = 25, calls: int
 
 def sustained(calls: dict[str, Callable[[], Any]], rounds: int = 2, seconds: float = 0.6) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
     for _ in range(rounds):
         for name in random.sample(list(calls), len(calls)):
             events: list[tuple[Any, Any]] = []
@@ -149,6 +195,7 @@ def main() -> None:
         for part in parts:
             measure, shapes = (small, SMALL) if part == "small" else (sustained, SUSTAINED)
             for shape in given or shapes:
+                torch._dynamo.reset()
                 found = measure(candidates(*shape))
                 results[f"{part} {shape}"] = found
                 print(f"\n{part} {shape}")

@@ -4,16 +4,17 @@ import importlib
 from typing import Any
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 
-from gossamer._core import aot  # noqa: E402
+from gossamer._core import aot, tuning  # noqa: E402
 
 pytestmark = pytest.mark.native
 
 # Bytes of stack a kernel may have on sm_90: what ptxas moves there, outside every loop over data, to fit one more
 # program on an SM. Here it is four words, read once a row.
-STACK = {"_row_kth_kernel": 16}
+STACK = {"_triton._row_kth_kernel": 16}
 KERNELS = aot.examples()
 
 
@@ -30,6 +31,23 @@ def test_compiles(name: str, target: str) -> None:
         assert used["REG"] <= 255
         assert used["LOCAL"] == 0, f"spills: {used}"
         assert used["STACK"] <= STACK.get(name, 0), f"stack: {used}"
+
+
+@pytest.mark.parametrize("hopper, targets", [(True, ["sm_90"]), (False, list(aot.TARGETS))])
+@pytest.mark.parametrize("m", [16, 32, 64, 128, 129])
+def test_every_tile_of_linear_glu_fits(
+    m: int, hopper: bool, targets: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "hopper", lambda device: hopper)
+    tile, warps, stages = tuning.glu_tile(m, torch.device("cuda", 0))
+    kernel, example = KERNELS["_triton._linear_glu_kernel"]
+    example = example | {"constexprs": example["constexprs"] | tile, "num_warps": warps, "num_stages": stages}
+    for target in targets:
+        compiled = aot.compile_kernel(kernel, example, target)
+        assert compiled.metadata.shared <= aot.SHARED_MEMORY_LIMIT[target]
+        if "cubin" in compiled.asm:
+            used = aot.resources(compiled)
+            assert used["LOCAL"] == used["STACK"] == 0, f"spills: {used}"
 
 
 @pytest.mark.parametrize("module", aot.kernel_modules())

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gossamer import gemm
-from gossamer._core import tuning
 from gossamer.gemm._torch.linear_glu import GATES
 from gossamer.testing import assert_close
 from tests import strategies
@@ -50,6 +49,18 @@ def gradients(function: Callable[[Leaves], Tensor], leaves: Leaves, grad: Tensor
     return out.detach(), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 
+def quartered(leaves: Leaves) -> Leaves:
+    """Rounded to quarters, whose sums no order of addition rounds: few numbers of plain PyTorch may be right by
+    luck."""
+    return {name: (4 * leaf).round().clamp(-8, 8) / 4 for name, leaf in leaves.items()}
+
+
+def luckless(usual: Tensor) -> Tensor:
+    """With few elements plain PyTorch may be right by luck even where an activation is rounded in float32: four of its
+    steps more."""
+    return usual.double() * (1 + 4 * torch.finfo(torch.float32).eps)
+
+
 def doubled(leaves: Leaves) -> Leaves:
     return {name: leaf.double() for name, leaf in leaves.items()}
 
@@ -62,16 +73,18 @@ def test_forward(activation: str, data: st.DataObject, dtype: torch.dtype, devic
     generator = strategies.seeded(data.draw(strategies.SEEDS), device)
     leaves = leaves_of(7, n, k, generator, dtype, bias=data.draw(st.booleans()), stacked=data.draw(st.booleans()))
     leaves["x"] = torch.randn(*leading, k, device=device, generator=generator).to(dtype)
-    # Quarters, whose sums no order of addition rounds: a single number of plain PyTorch may be right by luck.
-    leaves = {name: (4 * leaf).round().clamp(-8, 8) / 4 for name, leaf in leaves.items()}
-    leaves = {name: strategies.laid_out(leaf, data.draw(strategies.LAYOUTS)) for name, leaf in leaves.items()}
+    leaves = {
+        name: strategies.laid_out(leaf, data.draw(strategies.LAYOUTS)) for name, leaf in quartered(leaves).items()
+    }
     out = gemm.linear_glu(**leaves, activation=activation)
     assert out.dtype is dtype and out.is_contiguous()
-    # With few elements plain PyTorch's largest error may be small by luck.
-    assert_close(out, reference64=plain(activation, doubled(leaves)), plain=plain(activation, leaves), factor=4.0)
+    assert_close(out, reference64=plain(activation, doubled(leaves)), plain=luckless(plain(activation, leaves)))
 
 
-@pytest.mark.parametrize("m, n, k", [(1, 130, 300), (17, 129, 64), (70, 72, 200), (300, 260, 129), (130, 256, 512)])
+@pytest.mark.parametrize(
+    "m, n, k",
+    [(1, 130, 300), (9, 40, 328), (17, 129, 64), (33, 136, 264), (70, 72, 200), (300, 260, 129), (130, 256, 512)],
+)
 @pytest.mark.parametrize("stacked", [False, True])
 def test_every_way_through_the_tiles(
     m: int, n: int, k: int, stacked: bool, dtype: torch.dtype, device: torch.device, generator: torch.Generator
@@ -82,6 +95,15 @@ def test_every_way_through_the_tiles(
             leaf = leaves | {"x": leaves["x"].clone().requires_grad_()}
             out = gemm.linear_glu(**leaf, recompute=recompute)
             assert_close(out, reference64=plain("silu", doubled(leaves)), plain=plain("silu", leaves))
+
+
+@pytest.mark.parametrize("k", [1, 300, 1100, 4096, 8192])
+def test_a_single_row(k: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    """In one step along K and in several, and where only some layouts have a kernel of their own."""
+    leaves = quartered(leaves_of(1, 37, k, generator, dtype))
+    for layout in ("contiguous", "strided", "misaligned", "transposed"):
+        out = gemm.linear_glu(**{name: strategies.laid_out(leaf, layout) for name, leaf in leaves.items()})
+        assert_close(out, reference64=plain("silu", doubled(leaves)), plain=luckless(plain("silu", leaves)))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -107,21 +129,11 @@ def test_gradients(
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "m, n, k",
-    [(1, 1000, 4096), (64, 640, 4096), (65, 14336, 256), (256, 14336, 2048), (500, 9008, 4096), (2000, 3000, 1024)],
+    [(20, 1000, 4096), (64, 640, 4096), (65, 14336, 256), (256, 14336, 2048), (500, 9008, 4096), (2000, 3000, 1024)],
 )
-@pytest.mark.parametrize("early", [False, True])
-def test_shared_tiles(
-    m: int,
-    n: int,
-    k: int,
-    early: bool,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_shared_tiles(m: int, n: int, k: int, dtype: torch.dtype, generator: torch.Generator) -> None:
     """Tiles that do not fill a wave of programs, which cut them along K: again and again, from a graph, and on streams
     that overlap, with the same bits each time."""
-    monkeypatch.setattr(tuning, "starts_early", lambda: early)
     leaves = leaves_of(m, n, k, generator, dtype)
     usual = plain("silu", leaves)
     first = gemm.linear_glu(**leaves)
@@ -129,7 +141,7 @@ def test_shared_tiles(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         # In one case more than there are flags for that were zeroed ahead.
-        captured = [gemm.linear_glu(**leaves) for _ in range(200 if m == 1 else 3)]
+        captured = [gemm.linear_glu(**leaves) for _ in range(200 if m == 20 else 3)]
     streams = [torch.cuda.Stream() for _ in range(3)]
     torch.cuda.synchronize()
     for _ in range(10):

@@ -31,11 +31,14 @@ def kernel_modules() -> list[str]:
 
 
 def examples() -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Kernel name -> (kernel, its example), from the EXAMPLES of every kernel module."""
+    """`_triton._name_kernel` or `_gluon._name_kernel` -> (kernel, its example), from every kernel module."""
     found = {}
     for module in kernel_modules():
         for kernel, example in importlib.import_module(module).EXAMPLES.items():
-            found[kernel.fn.__name__] = (kernel, example)
+            name = f"{module.split('.')[-2]}.{kernel.fn.__name__}"
+            if name in found:
+                raise RuntimeError(f"Two kernels of the name {name}, the second in {module}: give it another.")
+            found[name] = (kernel, example)
     return found
 
 

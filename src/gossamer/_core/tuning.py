@@ -141,10 +141,38 @@ def linear_source_tile(m: int, weight: Tensor) -> tuple[dict[str, int], int]:
     return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64 if hopper(weight.device) else 32}, 8
 
 
-def glu_tile(m: int) -> tuple[dict[str, Any], int, int]:
+def one_row(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> bool:
+    """Whether a gated product is of a single row and weights with contiguous rows."""
+    return x.shape[0] == 1 and gate_weight.stride(1) == up_weight.stride(1) == 1
+
+
+def glu_row_tile(k: int, element_size: int) -> Tile:
+    """Tile of the gated product of a single row, which takes as long as reading the weights: a program a column, of
+    one warp where rows of weights are not cut evenly by more."""
+    vector = 16 // element_size
+    warps = 4 if k * element_size % 8192 == 0 else 1
+    return {"BLOCK_K": (128 * warps if warps > 1 else 64) * vector, "VEC": vector}, warps
+
+
+def glu_tile(m: int, device: torch.device) -> tuple[dict[str, Any], int, int]:
     """(tile, warps, stages) of the gated product through pointers; two accumulators of BLOCK_M x BLOCK_N."""
-    block_m = 16 if m <= 16 else 64 if m <= 64 else 128
-    return {"BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": 64, "GROUP_M": 8}, 8 if block_m == 128 else 4, 3
+    if m <= 16:
+        return {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 256 if hopper(device) else 128, "GROUP_M": 8}, 4, 3
+    block_m = 32 if m <= 32 else 64 if m <= 64 else 128
+    stages = 4 if m <= 128 and hopper(device) else 3
+    return {"BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": 64, "GROUP_M": 8}, 8 if block_m == 128 else 4, stages
+
+
+def glu_on_hopper(m: int, n: int, k: int, device: torch.device) -> bool:
+    """Whether the kernel written for Hopper is for a gated product [m, k] to [m, n].
+
+    With few rows many small programs read the weights faster. With up to 128, too, where tiles of 128 columns would
+    keep less than half of the GPU at work, unless K is long enough for programs to share them.
+    """
+    if not hopper(device) or m <= 16:
+        return False
+    tiles = -(-n // 128)
+    return m > 128 or 2 * tiles > programs(device) or glu_cuts(tiles, -(-k // 64), device) > 1
 
 
 def glu_stages(m: int) -> tuple[int, int]:
@@ -152,16 +180,22 @@ def glu_stages(m: int) -> tuple[int, int]:
     return (64, 5) if m <= 64 else (128, 4 if m <= 2048 else 3)
 
 
+def glu_cuts(tiles: int, steps: int, device: torch.device) -> int:
+    """Into how many runs the gated product on Hopper cuts the steps along K of few tiles."""
+    cuts = max(1, min(4, programs(device) // tiles, steps // 10))
+    return cuts if steps - steps // cuts >= 40 else 1
+
+
 def glu_schedule(tiles_m: int, tiles_n: int, steps: int, device: torch.device) -> tuple[int, int, int]:
     """(programs, tiles that one program computes alone, programs abreast) of the gated product's tiles on Hopper.
 
-    The other tiles are shared along K, which costs as much as some 10 steps: a partial sum out and in again, and one
-    more start.
+    The other tiles are shared along K, which costs as much as some 10 steps where all programs are at work, and 40
+    where most were idle: a partial sum out and in again, and one more start.
     """
     units, tiles = programs(device), tiles_m * tiles_n
     if tiles <= units:
-        cuts = max(1, min(4, units // tiles, steps // 10))
-        if steps - steps // cuts < 12:
+        cuts = glu_cuts(tiles, steps, device)
+        if cuts == 1:
             return tiles, tiles, 1
         count, whole = tiles * cuts, 0
     else:
@@ -174,16 +208,10 @@ def glu_schedule(tiles_m: int, tiles_n: int, steps: int, device: torch.device) -
     return count, whole, abreast
 
 
-def starts_early() -> bool:
-    """Whether Hopper's kernels of `gemm` start while the kernel before them on the stream drains (programmatic
-    dependent launch), and in a graph without a memset of their flags. Not measured yet."""
-    return False
-
-
 def gates_beside(d: int) -> bool:
     """Whether a tile of a product of d along K takes longer on Hopper than one warp a warpgroup needs to gate it, so
-    that the backward pass of a gated block is one kernel up to its gate. Not measured yet."""
-    return False
+    that the backward pass of a gated block is one kernel up to its gate."""
+    return d >= 3072
 
 
 @torch.compiler.assume_constant_result

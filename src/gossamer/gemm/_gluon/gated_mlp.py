@@ -12,7 +12,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gossamer._core import launch, tuning
 from gossamer.gemm._gluon import linear_glu, linear_pack
@@ -123,9 +122,6 @@ def _gated_mlp_bwd_kernel(
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     ring, handover = prepare(grad_desc, down_desc, STAGES)
-    # As in linear_glu.
-    gdc_wait()
-    gdc_launch_dependents()
     inputs = (grad_desc, down_desc)
     matrices = (gate_ptr, up_ptr, hidden_ptr, M, N)
     extent = (tiles_m, tiles_n, steps)
@@ -168,7 +164,7 @@ def launch_gated_mlp_bwd(
     matrices = (matrix.view(torch.int32) for matrix in (gate, up, hidden))
     args = (*inputs, *matrices, m, n, tiles_m, tiles_n, steps)
     grid = (min(tuning.programs(grad.device), tiles_m * tiles_n), 1, 1)
-    _gated_mlp_bwd(key, grid, args, meta, num_warps=4, maxnreg=168, follows=tuning.starts_early())
+    _gated_mlp_bwd(key, grid, args, meta, num_warps=4, maxnreg=168)
 
 
 _TILES = {"grad_desc": [128, 64], "down_desc": [64, 256]}

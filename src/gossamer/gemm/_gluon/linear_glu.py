@@ -5,7 +5,8 @@ two halves of one shared tile, from two tensors, so that a single 64 x 256 x 16 
 that asks least of shared memory, serves both; columns j and j + 128 of the accumulator then lie in one thread, and
 gating is arithmetic on registers. The ring of stages runs on across tiles, and the warpgroups share nothing else:
 while one gates and stores, the other may multiply. With at most 64 rows the time goes into reading the weights: one
-warpgroup, and five stages.
+warpgroup, and five stages; programs begin at different steps of K, or all of them would ask for the same columns of
+the weights, which lie a power of two apart, at the same time.
 
 There is room for four stages of 48 KiB, but three are faster with many rows: programs that run ahead by less stay
 together, ask for the same rows of x and of the weights at the same time, and so ask the L2 for less, which at the power
@@ -33,7 +34,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gossamer._core import launch, tuning
 
@@ -138,7 +138,8 @@ def produce(inputs, ring, extent, BLOCK_M: gl.constexpr, GROUP_M: gl.constexpr, 
         tile, first, last = find_piece(piece, alone, program, programs, tiles, whole, steps, abreast)
         tile_m, tile_n = origin_of(tile, tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
-        for step in range(first, last):
+        for turn in range(first, last):
+            step = first + (turn - first + tile * 5) % (last - first) if BLOCK_M == ROWS else turn
             stage = count % STAGES
             full = ready.index(stage)
             weights = w_bufs.index(stage)
@@ -289,9 +290,6 @@ def _linear_glu_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=GROUPS)
-    # Launched while the kernel before it may be at work: what is above does not touch what that one reads or writes.
-    gdc_wait()
-    gdc_launch_dependents()
     inputs = (x_desc, gate_desc, up_desc)
     outputs = (out_desc, first_desc, second_desc, buffers, gate_bias_ptr, up_bias_ptr)
     grads = (grad_ptr, stride_dm, stride_dn, M, N)
@@ -351,7 +349,7 @@ def launch_linear_glu(
     tiles_m, tiles_n, steps = launch.cdiv(m, block_m), launch.cdiv(n, 128), launch.cdiv(k, 64)
     programs, whole, abreast = tuning.glu_schedule(tiles_m, tiles_n, steps, x.device)
     shared = whole < tiles_m * tiles_n
-    flags, epoch = launch.flags.get(2 * programs, x.device, resets=tuning.starts_early()) if shared else (None, 0)
+    flags, epoch = launch.flags.get(2 * programs, x.device, resets=True) if shared else (None, 0)
     partial = launch.scratch.get(programs * block_m * 256, x.device) if shared else None
     grad_strides = (0, 0) if grad is None else grad.stride()
     strides = (x.stride(0), gate_weight.stride(0), up_weight.stride(0))
@@ -368,7 +366,7 @@ def launch_linear_glu(
     args = (*inputs, written, first, second, gate_bias, up_bias, grad, partial, flags, epoch, *grad_strides, m, n)
     meta = {"GROUP_M": GROUP_M, "STAGES": stages, "ACTIVATION": activation}
     sizes = (tiles_m, tiles_n, whole, steps, abreast)
-    _linear_glu(key, (programs, 1, 1), (*args, *sizes), meta, num_warps=4, maxnreg=168, follows=tuning.starts_early())
+    _linear_glu(key, (programs, 1, 1), (*args, *sizes), meta, num_warps=4, maxnreg=168)
 
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}

@@ -14,7 +14,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gossamer._core import launch, tuning
 from gossamer.gemm._gluon.linear_glu import _barrier, _descriptor, origin_of
@@ -246,9 +245,6 @@ def _linear_pack_kernel(
 ):  # fmt: skip
     """With TRANSPOSED W is [N, K], as in nn.Linear, otherwise [K, N]."""
     ring, handover = prepare(x_desc, w_desc, STAGES)
-    # As in linear_glu.
-    gdc_wait()
-    gdc_launch_dependents()
     inputs = (x_desc, w_desc)
     outputs = (values_ptr, indices_ptr, counts_ptr)
     extent = (tiles_m, tiles_n, steps)
@@ -302,7 +298,7 @@ def launch_linear_pack(
     meta = {"TRANSPOSED": transposed, "SLOTS": slots, "GROUP_M": GROUP_M, "STAGES": STAGES}
     args = (*inputs, bias, threshold, *out, m, n, tiles_m, tiles_n, steps)
     grid = (min(tuning.programs(x.device), tiles_m * tiles_n), 1, 1)
-    _linear_pack(key, grid, args, meta, num_warps=4, maxnreg=168, follows=tuning.starts_early())
+    _linear_pack(key, grid, args, meta, num_warps=4, maxnreg=168)
 
 
 _TILES = {"x_desc": [128, 64], "w_desc": [64, 256]}

@@ -98,6 +98,33 @@ def _linear_glu_kernel(
 
 
 @triton.jit
+def _linear_glu_row_kernel(
+    x_ptr, gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, out_ptr, stride_xk, stride_gn, stride_un, K,
+    BLOCK_K: tl.constexpr, VEC: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Program (column) of the only row of out: a lane sums VEC numbers, 16 bytes, of a row of either weight at a
+    time."""
+    n = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    gate = tl.zeros([BLOCK_K // VEC], tl.float32)
+    up = tl.zeros([BLOCK_K // VEC], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        inside = k < K - start
+        x = tl.load(x_ptr + (start + k).to(tl.int64) * stride_xk, mask=inside, other=0.0).to(tl.float32)
+        w_gate = tl.load(gate_ptr + n * stride_gn + start + k, mask=inside, other=0.0).to(tl.float32)
+        w_up = tl.load(up_ptr + n * stride_un + start + k, mask=inside, other=0.0).to(tl.float32)
+        gate += tl.sum(tl.reshape(w_gate * x, [BLOCK_K // VEC, VEC]), 1)
+        up += tl.sum(tl.reshape(w_up * x, [BLOCK_K // VEC, VEC]), 1)
+    gate, up = tl.sum(gate, 0), tl.sum(up, 0)
+    if gate_bias_ptr is not None:
+        gate += tl.load(gate_bias_ptr + n).to(tl.float32)
+    if up_bias_ptr is not None:
+        up += tl.load(up_bias_ptr + n).to(tl.float32)
+    active, _ = activated(gate, ACTIVATION)
+    tl.store(out_ptr + n, active * up)
+
+
+@triton.jit
 def _glu_fwd_kernel(
     gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, out_ptr, N, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
 ):  # fmt: skip
@@ -139,6 +166,7 @@ def _glu_bwd_kernel(
 
 
 _linear_glu = launch.Kernel(_linear_glu_kernel)
+_linear_glu_row = launch.Kernel(_linear_glu_row_kernel)
 _glu_fwd = launch.Kernel(_glu_fwd_kernel)
 _glu_bwd = launch.Kernel(_glu_bwd_kernel)
 
@@ -207,17 +235,20 @@ def _launch_linear_glu(
     gates: tuple[Tensor, Tensor] | None,
 ) -> None:
     """Fills out and gates, which are gate and up, or with grad their gradients."""
+    if out is not None and gates is None and tuning.one_row(x, gate_weight, up_weight):
+        _launch_row(x, gate_weight, up_weight, gate_bias, up_bias, activation, out)
+        return
     if x.dtype is torch.float32 and not launch.INTERPRET:
         _launch_float32(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
         return
-    if not launch.INTERPRET and tuning.hopper(x.device):
+    if not launch.INTERPRET and tuning.glu_on_hopper(len(x), len(gate_weight), x.shape[1], x.device):
         from gossamer.gemm._gluon import linear_glu as hopper
 
         if hopper.fits(gate_weight.shape[0], x, gate_weight, up_weight):
             hopper.launch_linear_glu(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
             return
     (m, k), n = x.shape, gate_weight.shape[0]
-    tile, warps, stages = tuning.glu_tile(m)
+    tile, warps, stages = tuning.glu_tile(m, x.device)
     strides = (*x.stride(), *gate_weight.stride(), *up_weight.stride(), *((0, 0) if grad is None else grad.stride()))
     meta = {**tile, "ACTIVATION": activation, "GRADIENT": grad is not None, "UPCAST": launch.INTERPRET}
     key = (m, n, k, x.dtype, strides, gate_bias is None or gate_bias.dtype, up_bias is None or up_bias.dtype)
@@ -225,6 +256,23 @@ def _launch_linear_glu(
     args = (x, gate_weight, up_weight, gate_bias, up_bias, grad, out, *(gates or (None, None)), *strides, m, n, k)
     grid = (launch.cdiv(m, tile["BLOCK_M"]) * launch.cdiv(n, tile["BLOCK_N"]), 1, 1)
     _linear_glu(key, grid, args, meta, num_warps=warps, num_stages=stages)
+
+
+def _launch_row(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    activation: str,
+    out: Tensor,
+) -> None:
+    k, n = x.shape[1], gate_weight.shape[0]
+    tile, warps = tuning.glu_row_tile(k, x.element_size())
+    strides = (x.stride(1), gate_weight.stride(0), up_weight.stride(0))
+    key = (n, k, x.dtype, strides, gate_bias is None or gate_bias.dtype, up_bias is None or up_bias.dtype, activation)
+    args = (x, gate_weight, up_weight, gate_bias, up_bias, out, *strides, k)
+    _linear_glu_row(key, (n, 1, 1), args, {**tile, "ACTIVATION": activation}, num_warps=warps)
 
 
 def _launch_float32(
@@ -289,11 +337,19 @@ EXAMPLES = {
             **dict.fromkeys((*_STRIDES, "M", "N", "K"), "i32"),
         },
         "constexprs": {
-            "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 64, "GROUP_M": 8, "ACTIVATION": "silu", "GRADIENT": False,
-            "UPCAST": False,
+            **dict.fromkeys(("stride_xk", "stride_gk", "stride_uk"), 1), "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 64,
+            "GROUP_M": 8, "ACTIVATION": "silu", "GRADIENT": False, "UPCAST": False,
         },
         "num_warps": 8,
         "num_stages": 3,
+    },
+    _linear_glu_row_kernel: {
+        "signature": {
+            "x_ptr": "*bf16", "gate_ptr": "*bf16", "up_ptr": "*bf16", **_OPTIONAL, "out_ptr": "*bf16",
+            **dict.fromkeys(("stride_xk", "stride_gn", "stride_un", "K"), "i32"),
+        },
+        "constexprs": {"stride_xk": 1, "BLOCK_K": 4096, "VEC": 8, "ACTIVATION": "silu"},
+        "num_warps": 4,
     },
     _glu_fwd_kernel: {
         "signature": {"gate_ptr": "*fp32", "up_ptr": "*fp32", **_OPTIONAL, "out_ptr": "*fp32", "N": "i32"},
