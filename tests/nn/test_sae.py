@@ -234,6 +234,23 @@ def test_batchtopk(device: torch.device, generator: torch.Generator) -> None:
     assert torch.equal(model.threshold, fixed)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cast_leaves_the_threshold_wide(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    """In 16 bits a running mean that moves by a hundredth would stand still."""
+    model = nn.BatchTopKSAE(D_IN, D_SAE, 4, device=device)
+    x = sample(50, generator)
+    model(x)
+    first = model.threshold.clone()
+    model.to(dtype)
+    assert model.W_enc.dtype is dtype and torch.equal(model.threshold, first) and model.threshold.dtype is torch.float32
+    for scale in (1.0, 1.05, 1.1):
+        before = model.threshold.clone()
+        model.loss((scale * x).to(dtype)).loss.backward()
+        assert 0 < (model.threshold - before).abs() < 0.02 * before
+    model.float().loss(x)
+    assert model.threshold.dtype is torch.float32
+
+
 def test_batchtopk_without_anything_to_follow(device: torch.device) -> None:
     model = nn.BatchTopKSAE(D_IN, D_SAE, 4, capacity=2, device=device)
     model(torch.zeros(3, D_IN, device=device))

@@ -191,7 +191,7 @@ def products_bwd(
         # One after the other: what is used is let go. The sum over both is made in the second product's accumulators.
         grad = grads.pop(0)
         if need_x:
-            grad_x = grad @ weight if grad_x is None else torch.addmm(grad_x, grad, weight)
+            grad_x = grad @ weight if grad_x is None else grad_x.addmm_(grad, weight)
         found.append(torch.mm(grad.t(), x, out=place) if needed else None)
         biases.append(grad.sum(0, dtype=wide).to(dtype) if need_bias else None)
         del grad

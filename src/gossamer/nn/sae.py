@@ -1,6 +1,7 @@
 """Sparse autoencoders as modules."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -377,6 +378,14 @@ class BatchTopKSAE(_Reviving):
         self.threshold_rate, self.capacity = threshold_rate, capacity
         self.register_buffer("threshold", torch.zeros((), dtype=self._wide, device=device))
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "BatchTopKSAE":
+        """A cast to 16 bits leaves the threshold out: there a running mean would stand still."""
+        before = self.threshold
+        super()._apply(fn, recurse)
+        if self.threshold.itemsize < 4:
+            self.threshold = before.to(self.threshold.device)
+        return self
+
     def _encode(self, x: Tensor) -> tuple[ELL, Tensor]:
         chosen = {"k": self.k} if self.training else {"threshold": self.threshold}
         rows, l0 = self._latents(
@@ -393,7 +402,7 @@ class BatchTopKSAE(_Reviving):
 
     def _follow(self, rows: ELL) -> None:
         """Moves the threshold towards the smallest value kept, without waiting for the device."""
-        least = self._smallest(rows)
+        least = self._smallest(rows).to(self.threshold.dtype)
         moved = torch.where(self.threshold > 0, torch.lerp(self.threshold, least, self.threshold_rate), least)
         self.threshold.copy_(torch.where(least.isfinite(), moved, self.threshold))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -53,6 +54,8 @@ def bench(
     if not budget > 0:
         _fail(f"gossamer bench: --budget must be positive, got {budget:g}; leave it out to run every case.")
     where = _device(device)
+    # Processes that compile ahead would take the host's time from what is measured.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if saelens:
         if room not in (None, "sae"):
             _fail(f"gossamer bench: --saelens belongs to the room sae, got {room!r}.")
