@@ -15,7 +15,7 @@ from gossamer.cli.bench import Case, Provider, command, copies, random_rows, rel
 from gossamer.cli.bench.case import find_benchmarks, load_cases
 from gossamer.cli.bench.report import duration, summary_table
 from gossamer.cli.bench.runner import CaseResult, Settings, run_case
-from gossamer.cli.bench.timing import Ceilings, Timing
+from gossamer.cli.bench.timing import Ceilings, Timing, burst, energy
 
 CPU = torch.device("cpu")
 SETTINGS = Settings(rounds=2, burst=1e-4)
@@ -244,6 +244,18 @@ def test_best_peer_does_all_of_the_work() -> None:
 )
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_energy_is_that_of_the_calls() -> None:
+    """Of short ones, too: what a GPU takes while the counter is read would be most of it."""
+    device = torch.device("cuda")
+    a = torch.randn(2048, 2048, device=device).bfloat16()
+    joules = energy(lambda _: a @ a, 100, 0.4, device)
+    if joules is None:
+        pytest.skip("the driver has no counter")
+    assert 20 < joules / burst(lambda _: a @ a, 100, device) < 1200  # watts
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -105,25 +106,32 @@ def burst(call: Callable[[int], Any], calls: int, device: torch.device) -> float
     return first.elapsed_time(last) * 1e-3 / calls
 
 
-def energy(call: Callable[[int], Any], seconds: float, device: torch.device) -> float | None:
+def energy(call: Callable[[int], Any], calls: int, seconds: float, device: torch.device) -> float | None:
     """Joules per call at a steady state, by the driver's own counter; None where it has none.
 
     The counter moves in steps of up to 0.1 s, so that calls are counted from one step to another, at least `seconds`
-    apart; as long again goes before, in which the GPU finds the power that it will hold.
+    apart; as long again goes before, in which the GPU finds the power that it will hold. Two bursts of `calls` calls
+    are ahead of the one that is waited for: while the counter is read the GPU must not rest, for that takes energy.
     """
     counter = _energy_counter(device)
     if counter is None:
         return None
     begin = time.perf_counter()
-    calls, last = 0, counter()
+    done, last = 0, counter()
+    ahead: deque[torch.cuda.Event] = deque()
     marks: list[tuple[float, int, int]] = []
     while len(marks) < 2 or marks[-1][0] - marks[0][0] < seconds:
-        call(calls)
-        calls += 1
-        torch.cuda.synchronize(device)
+        for i in range(calls):
+            call(i)
+        ahead.append(torch.cuda.Event())
+        ahead[-1].record()
+        if len(ahead) < 3:
+            continue
+        ahead.popleft().synchronize()
+        done += calls
         now, read = time.perf_counter(), counter()
         if read != last and now - begin > seconds:
-            marks.append((now, calls, read))
+            marks.append((now, done, read))
         if now - begin > 20 * seconds:
             return None
         last = read
