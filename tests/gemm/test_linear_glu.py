@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gossamer import gemm
+from gossamer._core import tuning
 from gossamer.gemm._torch.linear_glu import GATES
 from gossamer.testing import assert_close
 from tests import strategies
@@ -83,7 +84,16 @@ def test_forward(activation: str, data: st.DataObject, dtype: torch.dtype, devic
 
 @pytest.mark.parametrize(
     "m, n, k",
-    [(1, 130, 300), (9, 40, 328), (17, 129, 64), (33, 136, 264), (70, 72, 200), (300, 260, 129), (130, 256, 512)],
+    [
+        (1, 130, 300),
+        (9, 40, 328),
+        (17, 129, 64),
+        (33, 136, 264),
+        (70, 72, 200),
+        (300, 260, 129),
+        (130, 256, 512),
+        pytest.param(64, 14336, 512, marks=pytest.mark.gpu),
+    ],
 )
 @pytest.mark.parametrize("stacked", [False, True])
 def test_every_way_through_the_tiles(
@@ -100,7 +110,10 @@ def test_every_way_through_the_tiles(
 @pytest.mark.parametrize("k", [1, 300, 1100, 4096, 8192])
 def test_a_single_row(k: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
     """In one step along K and in several, and where only some layouts have a kernel of their own."""
-    leaves = quartered(leaves_of(1, 37, k, generator, dtype))
+    leaves = leaves_of(1, 37, k, generator, dtype)
+    # Weights of a size that leaves quarters other than 0.
+    leaves = quartered(leaves | {name: leaves[name] * k**0.5 / 4 for name in ("gate_weight", "up_weight")})
+    assert k == 1 or leaves["gate_weight"].count_nonzero() > 0.3 * leaves["gate_weight"].numel()
     for layout in ("contiguous", "strided", "misaligned", "transposed"):
         out = gemm.linear_glu(**{name: strategies.laid_out(leaf, layout) for name, leaf in leaves.items()})
         assert_close(out, reference64=plain("silu", doubled(leaves)), plain=luckless(plain("silu", leaves)))
@@ -126,14 +139,38 @@ def test_gradients(
             assert_close(gradient, reference64=wanted[name], plain=usual[name], name=name)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_backward_pass_under_another_autocast(
+    stacked: bool, recompute: bool, device: torch.device, generator: torch.Generator
+) -> None:
+    """It computes in the dtype of the forward pass."""
+    leaves = leaves_of(9, 24, 16, generator, torch.float32, stacked=stacked)
+    grad = torch.randn(9, 24, device=device, generator=generator)
+    ours = lambda a: gemm.linear_glu(**a, recompute=recompute)  # noqa: E731
+    _, wanted = gradients(ours, leaves, grad)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+
+        def outside(a: Leaves) -> Tensor:
+            with torch.autocast(device.type, enabled=False):
+                return ours(a)
+
+        _, got = gradients(outside, leaves, grad)
+    for name, gradient in got.items():
+        assert torch.equal(gradient, wanted[name]), name
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "m, n, k",
-    [(20, 1000, 4096), (64, 640, 4096), (65, 14336, 256), (256, 14336, 2048), (500, 9008, 4096), (2000, 3000, 1024)],
+    [(20, 1000, 4096), (64, 640, 4096), (300, 1024, 8192), (257, 14336, 4096), (500, 9008, 4096), (2100, 9000, 2048)],
 )
 def test_shared_tiles(m: int, n: int, k: int, dtype: torch.dtype, generator: torch.Generator) -> None:
     """Tiles that do not fill a wave of programs, which cut them along K: again and again, from a graph, and on streams
     that overlap, with the same bits each time."""
+    if tuning.hopper(generator.device):
+        tiles = -(-m // tuning.glu_stages(m)[0]), -(-n // 128)
+        assert tuning.glu_schedule(*tiles, -(-k // 64), generator.device)[1] < tiles[0] * tiles[1]
     leaves = leaves_of(m, n, k, generator, dtype)
     usual = plain("silu", leaves)
     first = gemm.linear_glu(**leaves)

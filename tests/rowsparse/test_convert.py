@@ -62,6 +62,18 @@ def test_repeated_columns_all_have_a_slot(device: torch.device) -> None:
         convert(many, "twell", tile=2)
 
 
+@pytest.mark.parametrize("column", [300, 5000, -5])
+@pytest.mark.parametrize("format", KINDS)
+@pytest.mark.parametrize("kind", ["ell", "csr"])
+def test_an_index_outside_the_row(kind: str, format: str, column: int, device: torch.device) -> None:
+    """Is no column of another row."""
+    rows: Any = pack(torch.eye(2, 300, device=device), format=kind)
+    rows.indices.view(-1)[0] = column
+    if format != kind:
+        with pytest.raises(ValueError, match=rf"rowsparse\.convert: indices must lie in \[0, N\).* got .*{column}"):
+            convert(rows, format)
+
+
 def test_an_index_outside_its_tile(device: torch.device) -> None:
     """Is no column of another tile."""
     rows = pack(torch.eye(8, device=device), format="twell", tile=4, slots=2)

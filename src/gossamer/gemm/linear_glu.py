@@ -163,12 +163,14 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
         return (None,) * 7
     refuse_second("gemm.linear_glu")
     x, gate_weight, up_weight, *rest = ctx.saved_tensors
-    if ctx.keep:
-        grads = list(directly(_glu_bwd, grad, *rest)(grad, *rest, ctx.activation))
-    else:
-        call = directly(_linear_glu_bwd, grad, x, gate_weight, up_weight)
-        grads = list(call(grad, x, gate_weight, up_weight, *rest, ctx.activation))
-    return *products_bwd(ctx, grads, x, gate_weight, up_weight), None, None
+    # The forward pass has chosen the dtype, whatever a backward pass runs under.
+    with autocast.disabled(grad.device):
+        if ctx.keep:
+            grads = list(directly(_glu_bwd, grad, *rest)(grad, *rest, ctx.activation))
+        else:
+            call = directly(_linear_glu_bwd, grad, x, gate_weight, up_weight)
+            grads = list(call(grad, x, gate_weight, up_weight, *rest, ctx.activation))
+        return *products_bwd(ctx, grads, x, gate_weight, up_weight), None, None
 
 
 def products_bwd(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer.rowsparse.formats import CSR, ELL, Rows, TwELL, check_tile, tile_index_dtype
+from gossamer.rowsparse.formats import CSR, ELL, Rows, TwELL, check_indices, check_tile, tile_index_dtype
 from gossamer.rowsparse.pack import check_container, pack, unpack
 
 
@@ -98,8 +98,10 @@ def _entries(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
         held = torch.arange(rows.slots, device=device) < rows.nnz_per_tile[..., None]
         row = torch.arange(rows.num_rows, device=device)[:, None, None].expand_as(held)
         columns = rows.indices.long() + tiles * rows.tile
-    held = held & (columns >= 0)
-    return row[held], columns[held], rows.values[held]
+    held = held & (columns != -1)
+    columns = columns[held]
+    check_indices("rowsparse.convert", columns, rows.num_columns)
+    return row[held], columns, rows.values[held]
 
 
 def _places(operator: str, cell: Tensor, cells: int, name: str, size: int | None) -> tuple[Tensor, Tensor, int]:

@@ -216,7 +216,7 @@ class ELL(_RowSparse):
         Raises:
             ValueError: an index outside [-1, N), a count below 0, or an overflowed row without a source.
         """
-        _check_indices("rowsparse.ELL", self.indices, self.num_columns)
+        check_indices("rowsparse.ELL", self.indices, self.num_columns)
         if bool((self.nnz_per_row < 0).any()):
             raise ValueError(f"rowsparse.ELL: nnz_per_row must be at least 0, got {int(self.nnz_per_row.min())}.")
         if self.source is None and bool(self.overflowed):
@@ -300,7 +300,7 @@ class CSR(_RowSparse):
         nnz = int(self.row_offsets[-1])
         if int(self.row_offsets[0]) != 0 or bool((self.row_offsets.diff() < 0).any()):
             raise ValueError("rowsparse.CSR: row_offsets must start at 0 and never decrease.")
-        _check_indices("rowsparse.CSR", self.indices[:nnz], self.num_columns)
+        check_indices("rowsparse.CSR", self.indices[:nnz], self.num_columns)
         if self.source is None and nnz > self.max_nnz:
             raise ValueError(
                 f"rowsparse.CSR: row_offsets[-1] must be at most len(values) = {self.max_nnz} without a source, "
@@ -478,7 +478,8 @@ def _check_source(operator: str, rows: Any) -> None:
             )
 
 
-def _check_indices(operator: str, indices: Tensor, n: int) -> None:
+def check_indices(operator: str, indices: Tensor, n: int) -> None:
+    """Raises where a column is outside [0, n) and not -1. Waits for the device."""
     if indices.numel() == 0:
         return
     low, high = (int(bound) for bound in indices.aminmax())

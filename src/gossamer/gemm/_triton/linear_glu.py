@@ -3,11 +3,13 @@
 One program computes a tile of the gate and the same tile of up, from one tile of x: two accumulators that meet in
 registers, so that in inference only their gated product is written. It reads through pointers and masks, and takes any
 size and stride; 128 rows by 2 x 64 columns is what 8 warps hold without spilling. Tiles are ordered so that those at
-work at one time share rows of x and columns of the weights in the L2. Hopper has a kernel of its own, in `_gluon`.
+work at one time share rows of x and columns of the weights in the L2. Hopper has a kernel of its own, in `_gluon`, for
+more than a few rows. A single row is not worth a product: there a program a column reads the weights, as many as there
+are, and so as fast as memory gives them, in any dtype.
 
 A backward pass that kept nothing runs the same product again and ends it with the gradients of gate and up
 (`GRADIENT`); one that kept the two reads them (`_glu_bwd_kernel`). Float32 is left to cuBLAS, in blocks of rows that
-bound what is in memory at one time: no kernel of Triton's multiplies float32 as fast.
+bound what is in memory at one time: no kernel of Triton's multiplies float32 as fast, but for a single row.
 """
 
 import torch
@@ -65,6 +67,8 @@ def _linear_glu_kernel(
     x_ptrs = x_ptr + m[:, None] * stride_xm + k[None, :] * stride_xk
     gate_ptrs = gate_ptr + n[None, :] * stride_gn + k[:, None] * stride_gk
     up_ptrs = up_ptr + n[None, :] * stride_un + k[:, None] * stride_uk
+    # The rows of a transposed weight may lie 2^24 apart.
+    step = tl.full([], BLOCK_K, tl.int64)
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -76,9 +80,9 @@ def _linear_glu_kernel(
             x, w_gate, w_up = x.to(tl.float32), w_gate.to(tl.float32), w_up.to(tl.float32)
         gate = tl.dot(x, w_gate, gate, input_precision="ieee")
         up = tl.dot(x, w_up, up, input_precision="ieee")
-        x_ptrs += BLOCK_K * stride_xk
-        gate_ptrs += BLOCK_K * stride_gk
-        up_ptrs += BLOCK_K * stride_uk
+        x_ptrs += step * stride_xk
+        gate_ptrs += step * stride_gk
+        up_ptrs += step * stride_uk
     if gate_bias_ptr is not None:
         gate += load_bias(gate_bias_ptr, n, N)
     if up_bias_ptr is not None:

@@ -43,6 +43,8 @@ def _linear_source_kernel(
             w_ptrs += inner.to(tl.int64)[:, None] * stride_wk
             x_ptrs = x_first
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            # The rows of a transposed weight may lie 2^25 apart.
+            step = tl.full([], BLOCK_K, tl.int64)
             for first in range(0, K, BLOCK_K):
                 if EVEN:
                     x = tl.load(x_ptrs)
@@ -50,8 +52,8 @@ def _linear_source_kernel(
                 else:
                     x = tl.load(x_ptrs, mask=(inner < K - first)[None, :], other=0.0)
                     w = tl.load(w_ptrs, mask=(inner < K - first)[:, None] & inside[None, :], other=0.0)
-                x_ptrs += BLOCK_K * stride_xk
-                w_ptrs += BLOCK_K * stride_wk
+                x_ptrs += step * stride_xk
+                w_ptrs += step * stride_wk
                 if APART:
                     acc += dot(x, w, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION, UPCAST)
                 else:
