@@ -122,6 +122,17 @@ def test_same_outputs(kind: str, shape: tuple[int, ...], dtype: torch.dtype, dev
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_nan_stays_nan(kind: str, device: torch.device) -> None:
+    plain = make(kind, device)
+    patched = copy.deepcopy(plain)
+    patch(patched)
+    x = activations(device)
+    x[3] = torch.nan
+    with torch.no_grad():
+        assert torch.equal(patched(x).isnan(), plain(x).isnan()) and plain(x)[3].isnan().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_latents_stay_packed(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     patched = make(kind, device)
     assert "forward" in patch(patched).accelerated

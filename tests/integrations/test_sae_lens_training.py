@@ -180,6 +180,61 @@ def test_what_is_read_after_the_optimizer(kind: str, device: torch.device) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_an_input_that_is_overwritten(kind: str, device: torch.device) -> None:
+    sae, x = make(kind, device), activations(device)
+    patch(sae)
+    output = step(sae, x)
+    x.copy_(activations(device, seed=3))
+    with pytest.raises(RuntimeError, match=r"hidden_pre is computed when it is read.*next batch"):
+        output.hidden_pre.sum()
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["feature_acts", "hidden_pre"])
+def test_no_gradient_is_lost_silently(kind: str, name: str, device: torch.device) -> None:
+    """In what goes round the dense tensor, as `autograd.Function.apply` does, or waits for what never comes."""
+    plain, x = make(kind, device), activations(device)
+    patched = copy.deepcopy(plain)
+    patch(patched)
+
+    def output(sae: TrainingSAE[Any]) -> Tensor:
+        found: Tensor = getattr(sae.training_forward_pass(TrainStepInput(x, {"l0": 0.1}, None, 0, False)), name)
+        return found
+
+    with pytest.raises(RuntimeError, match=r"a way that goes round.*tensor\.clone\(\)"):
+        Doubled.apply(output(patched)).sum().backward()
+    for sae in (plain, patched):
+        sae.zero_grad()
+        Doubled.apply(output(sae).clone()).sum().backward()
+    for parameter, grad in gradients(plain).items():
+        torch.testing.assert_close(gradients(patched)[parameter], grad, rtol=1e-4, atol=1e-5)
+    for call in (lambda t: t.retain_grad(), lambda t: t.register_hook(print)):
+        with pytest.raises(RuntimeError, match=r"would see no gradient.*hook_sae_acts_post"):
+            call(output(patched))
+    with torch.no_grad():
+        assert not Doubled.apply(output(patched)).requires_grad
+
+
+def test_a_check_names_negative_thresholds(device: torch.device) -> None:
+    sae, x = make("jumprelu", device), activations(device)
+    sae.threshold.data.fill_(-0.1)
+    with pytest.raises(ValueError, match=r"some thresholds are below 0.*clamp_"):
+        patch(sae, check=x)
+    sae.threshold.data.clamp_(min=0)
+    patch(sae, check=x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("point", ["hook_sae_acts_pre", "hook_sae_acts_post", "hook_sae_input", "hook_sae_recons"])
 def test_hooks(kind: str, point: str, device: torch.device) -> None:
     plain, x = make(kind, device), activations(device)

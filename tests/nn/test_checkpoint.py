@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.utils import prune
 
 from gossamer import nn
 
@@ -191,6 +192,36 @@ def test_it_loads_a_batchtopk_sae(device: torch.device, tmp_path: Path) -> None:
     TrainingSAE.load_from_disk(tmp_path / "training", device=str(device)).save_inference_model(tmp_path / "again")
     with torch.no_grad():
         torch.testing.assert_close(nn.load(tmp_path / "again", device=device)(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_it_loads_a_batchtopk_sae_of_folded_norms(device: torch.device, tmp_path: Path) -> None:
+    """Whose latents have a threshold each, while SAELens keeps what `save` said of it."""
+    pytest.importorskip("sae_lens")
+    from sae_lens import SAE
+
+    model, x = make("batchtopk", device).eval(), inputs(device)
+    with torch.no_grad():
+        model.W_dec.mul_(torch.linspace(0.3, 3, D_SAE, device=device)[:, None])
+    nn.save(model, tmp_path)
+    SAE.load_from_disk(tmp_path, device=str(device), fold_W_dec_norm=True).save_model(tmp_path / "folded")
+    again = nn.load(tmp_path / "folded", device=device).eval()
+    assert isinstance(again, nn.JumpReLUSAE)
+    with torch.no_grad():
+        torch.testing.assert_close(again(x), model(x), rtol=1e-4, atol=1e-4)
+    assert isinstance(nn.load(tmp_path), nn.BatchTopKSAE)
+
+
+def test_tensors_without_a_place_are_refused(device: torch.device, tmp_path: Path) -> None:
+    parametrized, pruned, larger = (make("topk", device) for _ in range(3))
+    torch.nn.utils.parametrizations.weight_norm(parametrized, "W_dec")
+    prune.random_unstructured(pruned, "W_enc", 0.5)
+    larger.register_buffer("mean", torch.zeros(D_IN, device=device))
+    for model, name in ((parametrized, "W_dec"), (pruned, "W_enc_mask"), (larger, "mean")):
+        with pytest.raises(TypeError, match=rf"nn\.save: the layouts have no place for .*{name}"):
+            nn.save(model, tmp_path / "new")
+        assert not (tmp_path / "new").exists()
+    prune.remove(pruned, "W_enc")
+    nn.save(pruned, tmp_path / "new")
 
 
 TRAINED = {

@@ -36,6 +36,14 @@ _SETTINGS: dict[type[Model], tuple[str, ...]] = {
 }
 """What only training needs and neither layout has a place for: it is written under the name of this package."""
 
+_OWN: dict[type[Model], set[str]] = {
+    TopKSAE: set(),
+    Transcoder: {"W_skip"},
+    BatchTopKSAE: {"threshold"},
+    JumpReLUSAE: {"log_threshold"},
+}
+"""Tensors beside the two weights and biases."""
+
 _SETTINGS_OF_SAE_LENS: dict[type[Model], dict[str, str]] = {
     TopKSAE: {"aux_loss_coefficient": "aux_coefficient"},
     JumpReLUSAE: {
@@ -63,7 +71,8 @@ def save(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
             with the firing statistics, which those libraries do not read.
 
     Raises:
-        TypeError: model is no autoencoder of this package, or a slice of one (`shard`).
+        TypeError: model is no autoencoder of this package, a slice of one (`shard`), or one with other tensors than
+            its class has (a parametrization, pruning).
         ValueError: an unknown layout, or one that has no place for the model; a folder that is a file.
         OSError: the disk is full, say: errno is what the system says.
 
@@ -92,9 +101,16 @@ def save(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
                 f'{operator}: layout="sparsify" has one size for what goes in and comes out, got d_in = {model.d_in} '
                 f"and d_out = {model.d_out}. Write model.state_dict() with safetensors.torch.save_file instead."
             )
+    tensors = {name: t.detach() for name, t in model.state_dict().items() if name not in _STATISTICS}
+    own = {"W_enc", "b_enc", "W_dec", "b_dec"} | next(names for kind, names in _OWN.items() if isinstance(model, kind))
+    if strange := sorted(tensors.keys() - own | own - tensors.keys() - {"W_skip"}):
+        raise TypeError(
+            f"{operator}: the layouts have no place for {', '.join(strange)} of model: it is parametrized, pruned or a "
+            "subclass with tensors of its own. Remove the parametrization (remove_parametrizations, prune.remove), or "
+            "write model.state_dict() with torch.save."
+        )
     folder = Path(folder)
     files.make_folder(operator, "folder", folder)
-    tensors = {name: t.detach() for name, t in model.state_dict().items() if name not in _STATISTICS}
     kept = next(names for kind, names in _SETTINGS.items() if isinstance(model, kind))
     training = {name: getattr(model, name) for name in kept}
     if layout == "sparsify":
@@ -224,8 +240,10 @@ def _from_sae_lens(operator: str, folder: Path, config: dict[str, Any], tensors:
         given = _given(TopKSAE, metadata) | _given_by_sae_lens(TopKSAE, config)
         return lambda **options: TopKSAE(d_in, d_sae, k, **given, **options), wanted
     if architecture == "jumprelu":
-        given = _given(BatchTopKSAE, metadata)
-        kind: Any = BatchTopKSAE if "k" in given else JumpReLUSAE
+        # SAELens keeps what `save` wrote, also of thresholds into which it has folded the norms of the decoder since.
+        threshold = tensors.get("threshold", torch.zeros(1))
+        alike = bool((threshold == threshold.flatten()[:1]).all())
+        kind: Any = BatchTopKSAE if alike and "k" in _given(BatchTopKSAE, metadata) else JumpReLUSAE
         given = _given(kind, metadata) | _given_by_sae_lens(kind, config)
         return lambda **options: kind(d_in, d_sae, **given, **options), wanted | {"threshold": (d_sae,)}
     way = "Load it with SAELens and use integrations.sae_lens.patch."

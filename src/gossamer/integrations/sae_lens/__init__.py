@@ -125,6 +125,13 @@ def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
     limit = 0.25 if expected.dtype in (torch.float16, torch.bfloat16) else 1e-4
     if not difference <= limit:
         unpatch(sae)
+        threshold = getattr(sae, "threshold", None)
+        if isinstance(threshold, Tensor) and bool((threshold < 0).any()):
+            raise ValueError(
+                f"{operator}: the patched output differs by {difference:.1e} of the norm of the unpatched one: some "
+                "thresholds are below 0, which counts as 0 here. SAELens's training makes it 0 at the next step: call "
+                "sae.threshold.data.clamp_(min=0) before. The SAE is unpatched again."
+            )
         raise ValueError(
             f"{operator}: the patched output differs by {difference:.1e} of the norm of the unpatched one, more than "
             f"{limit:g}. The SAE is unpatched again; please report its architecture and cfg."
@@ -332,8 +339,8 @@ def _encode_gated(self: Any, x: Tensor) -> rowsparse.Rows:
     # Both paths share W_enc up to a factor a latent: one product serves the two.
     product = x @ self.W_enc
     gate = product + self.b_gate > 0
-    magnitude = torch.relu(product * self.r_mag.exp() + self.b_mag)
-    return rowsparse.pack(torch.where(gate, magnitude, 0))
+    # A product, as in SAELens: NaN stays NaN.
+    return rowsparse.pack(gate * torch.relu(product * self.r_mag.exp() + self.b_mag))
 
 
 def _decode(self: Any, feature_acts: Tensor | rowsparse.Rows) -> Tensor:

@@ -21,11 +21,23 @@ _KNOWN = {
 }
 
 
+# What waits for a gradient that goes past the dense tensor.
+_WATCHES = {Tensor.retain_grad, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
+
+
+def _no_way_back(grad: Tensor) -> None:
+    raise RuntimeError(
+        "integrations.sae_lens: a gradient arrived at latents or pre-activations that are computed when they are read, "
+        "by a way that goes round them (autograd.Function, checkpoint, vmap). Give it tensor.clone() instead."
+    )
+
+
 class Lazy(Tensor):
     """A tensor of a shape, dtype and device whose elements are computed when an operation needs them.
 
     Every operation of PyTorch that is not told otherwise gets the dense tensor, with its gradient. One that changes it
-    in place changes the dense one, which is from then on all that counts.
+    in place changes the dense one, which is from then on all that counts. What goes round `__torch_function__`
+    (`autograd.Function.apply`, reentrant checkpoints, vmap) gets the values; the gradient has no way back, and raises.
     """
 
     _make: Callable[[], Tensor]
@@ -33,9 +45,19 @@ class Lazy(Tensor):
     _modes: tuple[bool, bool, torch.dtype]
 
     @staticmethod
-    def __new__(cls, make: Callable[[], Tensor], shape: Any, dtype: torch.dtype, device: torch.device) -> Any:
-        lazy = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+    def __new__(
+        cls,
+        make: Callable[[], Tensor],
+        shape: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+        differentiable: bool = False,
+    ) -> Any:
+        lazy = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=differentiable)
         lazy._make, lazy._dense = make, None
+        if differentiable:
+            with torch._C.DisableTorchFunctionSubclass():
+                Tensor.register_hook(lazy, _no_way_back)
         kind = device.type
         lazy._modes = (
             torch.is_grad_enabled(),
@@ -60,6 +82,12 @@ class Lazy(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _WATCHES and args and isinstance(args[0], Lazy):
+            raise RuntimeError(
+                f"integrations.sae_lens: {func.__name__} on what training_forward_pass returns would see no gradient, "
+                "because the latents are decoded packed. Add a hook at hook_sae_acts_post, which makes them dense, or "
+                "unpatch the SAE."
+            )
         if func in _KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -105,10 +133,13 @@ class Latents(Lazy):
             if W_dec is None or scale is None:
                 return dense
             # An optimizer may have changed the decoder since: then the latents are still what they were.
-            norms = W_dec.norm(dim=-1) if W_dec._version == version else scale
+            norms = scale
+            if W_dec._version == version:
+                norm = W_dec.norm(dim=-1)
+                norms = scale + (norm - norm.detach())
             return (dense * norms).to(dtype)
 
-        latents = Lazy.__new__(cls, make, rows.shape, dtype, rows.device)
+        latents = Lazy.__new__(cls, make, rows.shape, dtype, rows.device, rows.requires_grad)
         latents.rows, latents.l0, latents.scale = rows, l0, scale
         return latents
 
@@ -169,14 +200,17 @@ class HiddenPre(Lazy):
 
     @staticmethod
     def __new__(cls, sae: Any, x: Tensor, b_dec: Tensor | None, scaled: bool) -> Any:
-        weights = [sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec]
-        versions = [weight._version for weight in weights]
+        operands = [sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec]
+        if not x.is_inference():
+            operands.append(x)
+        versions = [operand._version for operand in operands]
 
         def make() -> Tensor:
-            if [weight._version for weight in weights] != versions:
+            if [operand._version for operand in operands] != versions:
                 raise RuntimeError(
-                    "integrations.sae_lens: hidden_pre is computed when it is read, and the weights that it follows "
-                    "from have been changed since. Read it before optimizer.step(), or unpatch the SAE."
+                    "integrations.sae_lens: hidden_pre is computed when it is read, and the input or the weights that "
+                    "it follows from have been changed since. Read it before optimizer.step() and before the next "
+                    "batch takes the place of this one, or unpatch the SAE."
                 )
             pre = hidden._inner() @ sae.W_enc + sae.b_enc
             return pre * sae.W_dec.norm(dim=-1) if scaled else pre
@@ -185,7 +219,8 @@ class HiddenPre(Lazy):
         with torch.no_grad():
             empty = x.new_empty(0, 1) @ sae.W_enc[:1, :1] + sae.b_enc[:1]
             dtype = (empty * sae.W_dec[:1, :0].norm(dim=-1)).dtype if scaled else empty.dtype
-        hidden = Lazy.__new__(cls, make, (*x.shape[:-1], sae.W_enc.shape[1]), dtype, x.device)
+        needed = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *operands))
+        hidden = Lazy.__new__(cls, make, (*x.shape[:-1], sae.W_enc.shape[1]), dtype, x.device, needed)
         hidden.sae, hidden.x, hidden.b_dec = sae, x, b_dec
         return hidden
 
