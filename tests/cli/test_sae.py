@@ -1,6 +1,8 @@
 """`gossamer sae extract`, `gossamer sae show` and `gossamer sae report`."""
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -175,6 +177,72 @@ def test_report_of_text(files: Path) -> None:
     assert set(Tags(page).marked) == {"<b>&", "⏎\\u202e", "\N{REPLACEMENT CHARACTER}"}
 
 
+def test_show_of_text(files: Path) -> None:
+    """A token is shown where no space lets a line end before it; files that are not whole are named."""
+    source = Tokens(files)
+    source.text = Text(source.text.tokens, source.text.starts, {0: "解" * 30, 1: "释" * 30, 2: "言" * 30})
+    found = extract(source, nn.load(files / "model"), files / "out", batch_size=16, shard_rows=32)
+    busiest = int(found.firing_counts.argmax())
+    result = CliRunner().invoke(
+        main, ["sae", "show", str(files / "out"), "--feature", str(busiest)], env={"COLUMNS": "60"}
+    )
+    assert result.exit_code == 0 and result.output.count("«") == result.output.count("»") == 10
+    (files / "out" / "vocabulary.json").write_text("[1]")
+    code, output = run("show", files / "out", "--feature", busiest)
+    assert code == 2 and "vocabulary.json is damaged" in output
+    (files / "out" / "vocabulary.json").unlink()
+    code, output = run("show", files / "out", "--feature", busiest)
+    assert code == 2 and "vocabulary.json is gone" in output
+    shards = sorted((files / "out").glob("shard-*"))
+    for shard in shards:
+        shard.write_bytes(shard.read_bytes()[:-5])
+    code, output = run("show", files / "out", "--feature", busiest)
+    assert code == 2 and "is damaged" in output
+    for shard in shards:
+        shard.unlink()
+    code, output = run("show", files / "out", "--feature", busiest)
+    assert code == 2 and "is gone. Put it back" in output
+
+
+def test_a_report_that_cannot_be_written(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    extract(torch.randn(100, 8), nn.load(files / "model"), files / "out")
+    (files / "out" / "index.html").write_text("before")
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    code, output = run("report", files / "out")
+    assert code == 1 and "index.html could not be written: No space left on device" in output
+    assert (files / "out" / "index.html").read_text() == "before"
+    assert not (files / "out" / "index.html.partial").exists()
+
+
+def test_what_may_not_be_read(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is not gone: nobody is told to extract again."""
+    extract(torch.randn(100, 8), nn.load(files / "model"), files / "out")
+
+    def refuse(file: Path) -> Any:
+        raise FileNotFoundError(f"No such file or directory: {file}")  # so safetensors says
+
+    monkeypatch.setattr(disk, "load_file", refuse)
+    code, output = run("show", files / "out")
+    assert code == 1 and "may not be read" in output and "gone" not in output
+
+
+def test_values_that_are_not_finite_are_told(files: Path) -> None:
+    x = torch.randn(100, 8)
+    x[3] = torch.nan
+    np.save(files / "acts.npy", x.numpy())
+    code, output = run("extract", files / "model", files / "acts.npy", "--out", files / "out", "--device", "cpu")
+    assert code == 0 and "values are not finite, and are left out" in output
+    l0 = output.split(" latents a row")[0].split()[-1]
+    assert f"{l0} latents a row" in run("show", files / "out")[1]
+    # A run that is finished reads no batch, and shows no bar.
+    code, output = run("extract", files / "model", files / "acts.npy", "--out", files / "out", "--device", "cpu")
+    assert code == 0 and "/?" not in output
+
+
 def test_report_of_nothing(files: Path) -> None:
     extract(torch.zeros(0, 8), nn.load(files / "model"), files / "out")
     assert run("report", files / "out", "--out", files / "a")[0] == 0
@@ -189,6 +257,28 @@ def test_a_model_of_sae_lens(files: Path) -> None:
     code, output = run("extract", files / "standard", files / "acts.npy", "--out", files / "out", "--device", "cpu")
     assert code == 0, output
     assert Extraction(files / "out").rows == 100
+
+
+def test_heads_are_rows_in_files(files: Path) -> None:
+    sae_lens = pytest.importorskip("sae_lens")
+    config = sae_lens.StandardSAEConfig(d_in=8, d_sae=40, reshape_activations="hook_z")
+    sae_lens.StandardSAE(config).save_model(files / "heads")
+    code, output = run("extract", files / "heads", files / "acts.npy", "--out", files / "out", "--device", "cpu")
+    assert code == 0 and "100 rows, " in output, output
+
+
+def test_models_that_do_not_fit(files: Path) -> None:
+    sae_lens = pytest.importorskip("sae_lens")
+    sae_lens.StandardSAE(sae_lens.StandardSAEConfig(d_in=8, d_sae=40)).save_model(files / "standard")
+    nn.save(nn.TopKSAE(8, 40, 3), files / "sparsify", layout="sparsify")
+    for folder, name, value, message in (
+        ("standard", "d_sae", 41, "SAELens cannot load"),
+        ("sparsify", "activation", "groupmax", "activation = 'groupmax', which these modules do not do"),
+    ):
+        file = files / folder / "cfg.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+        code, output = run("extract", files / folder, files / "acts.npy", "--out", files / "out", "--device", "cpu")
+        assert code == 2 and message in " ".join(output.replace("│", " ").split()), output
 
 
 @pytest.mark.parametrize("architecture", ["batchtopk", "matryoshka_batchtopk"])

@@ -142,6 +142,16 @@ def test_two_runs_at_once(device: torch.device, tmp_path: Path, monkeypatch: pyt
         extract(x, sae, tmp_path / "out", **SIZES)
 
 
+def test_a_first_try_that_read_nothing(device: torch.device, tmp_path: Path) -> None:
+    """Leaves the folder to whatever comes next."""
+    wrong, right = nn.TopKSAE(12, 40, 3, device=device), model(device)
+    with pytest.raises(ValueError, match="d_in = 12"):
+        extract(activations(100), wrong, tmp_path, **SIZES)
+    assert extract(activations(100), right, tmp_path, **SIZES).d_sae == right.d_sae
+    with pytest.raises(ValueError, match="was begun with"):
+        extract(activations(100), wrong, tmp_path, **SIZES)
+
+
 @pytest.mark.parametrize(
     "failure",
     [
@@ -258,6 +268,12 @@ def test_files_that_are_gone(device: torch.device, tmp_path: Path) -> None:
         assert contents(out) == before
         (out / name).write_bytes(kept)
         assert extract(x, sae, out, **SIZES).rows == 300
+    cut = tmp_path / "shard-000001.safetensors" / "shard-000000.safetensors"
+    kept = cut.read_bytes()
+    cut.write_bytes(kept[:-5])
+    with pytest.raises(ValueError, match=r"sae\.extract: .*shard-000000\.safetensors is damaged: "):
+        extract(x, sae, cut.parent, **SIZES)
+    cut.write_bytes(kept)
     (tmp_path / "shard-000001.safetensors" / "shard-000001.safetensors").unlink()
     found = Extraction(tmp_path / "shard-000001.safetensors")
     with pytest.raises(

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from gossamer import rowsparse, sae
+from gossamer import gemm, rowsparse, sae
 from gossamer.cli.environment import describe, devices, versions
 
 # What a float32 result may differ from float64 at these sizes, relative to the largest element.
@@ -26,7 +26,7 @@ Check = tuple[str, Callable[[], Tensor], Tensor]
 def doctor() -> None:
     """Show versions and devices, say which kernels run where, and check every operator.
 
-    The check computes each public function on small random data on every device, within ten seconds, and compares
+    The check computes the public functions on small random data on every device, within ten seconds, and compares
     with float64. The exit code is 1 if anything differs or raises.
     """
     console = Console()
@@ -101,7 +101,7 @@ def _difference(got: Tensor, want: Tensor) -> float:
 
 
 def _checks(device: torch.device) -> Iterator[Check]:
-    """(name, the function under test, its result in dense float64) of every public function."""
+    """(name, the function under test, its result in dense float64) of the public functions."""
     M, N, D, k = 7, 300, 40, 5
     generator = torch.Generator().manual_seed(0)
 
@@ -129,6 +129,9 @@ def _checks(device: torch.device) -> Iterator[Check]:
     def encoded(**options: Any) -> Tensor:
         return rowsparse.unpack(sae.encode(x, W_enc, b_enc, **options))
 
+    def activated(format: str) -> Tensor:
+        return rowsparse.unpack(gemm.linear_pack(x, W_enc.t(), b_enc, format=format)[0])
+
     packs: dict[str, dict[str, Any]] = {"ELL": {}, "ELL, overflowing": {"capacity": 2}, "CSR": {"format": "csr"}}
     for name, options in packs.items():
         yield f"rowsparse.pack ({name})", partial(packed, **options), dense
@@ -151,6 +154,16 @@ def _checks(device: torch.device) -> Iterator[Check]:
     yield "sae.encode (topk)", partial(encoded, activation="topk", k=k), _largest(z, k)
     batchtopk = partial(encoded, activation="batchtopk", k=k)
     yield "sae.encode (batchtopk)", batchtopk, _largest(z.flatten(), k * M).view_as(z)
+    scale = W_enc.norm(dim=0)
+    tanh = torch.tanh(scale.double() * dense).sum(-1)
+    yield "sae.tanh_l0", lambda: sae.tanh_l0(rowsparse.pack(acts), scale), tanh
+    # In weights of a layer rows are what comes out.
+    gate, up = W_enc.t() / D**0.5, randn(N, D) / D**0.5
+    hidden = torch.nn.functional.silu(x.double() @ gate.double().t()) * (x.double() @ up.double().t())
+    yield "gemm.linear_glu", partial(gemm.linear_glu, x, gate, up), hidden
+    yield "gemm.gated_mlp", partial(gemm.gated_mlp, x, gate, up, weight.t()), hidden @ weight.double()
+    for format in ("twell", "ell"):
+        yield f"gemm.linear_pack ({format})", partial(activated, format), z.relu()
 
 
 def _largest(z: Tensor, k: int) -> Tensor:

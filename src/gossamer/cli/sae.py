@@ -14,10 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+from safetensors import SafetensorError
 from torch import distributed
 
 from gossamer import nn
 from gossamer import sae as operators
+from gossamer._core.files import write_whole
 from gossamer.cli.environment import resolve_device
 from gossamer.cli.folder import make_folder
 from gossamer.cli.page import visible
@@ -89,13 +91,13 @@ def extract(
         if model is not None and hook is not None:
             rows = _activations(model, hook, rows, where, context_size, contexts)
         with _ranks(by_torchrun), bar:
-            task = bar.add_task("rows", total=None)
+            task = bar.add_task("rows", total=None, visible=False)
 
             def progress(finished: int, total: int | None) -> None:
                 nonlocal done
                 if not done:
                     # What an earlier run has done says nothing about the speed of this one.
-                    bar.reset(task, completed=max(finished - batch_size, 0), total=total)
+                    bar.reset(task, completed=max(finished - batch_size, 0), total=total, visible=True)
                 done = finished
                 bar.update(task, completed=finished, total=total)
 
@@ -113,12 +115,16 @@ def extract(
         raise KeyboardInterrupt(f"stopped at row {done}; the same command goes on from the last whole file") from None
     except (ValueError, TypeError, FileNotFoundError) as error:
         raise typer.BadParameter(str(error)) from error
-    except OSError as error:
-        console.print(f"gossamer sae extract: {error}", style="bold red", markup=False)
-        console.print(f"Whole files in {out} are kept; the same command goes on from there.", markup=False)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not str(error).startswith("sae.extract: rank"):
+            raise
+        _complain("extract", error)
+        if (out / "manifest.json").exists():
+            kept = f"Whole files in {out} are kept; the same command goes on from there."
+            Console(stderr=True).print(kept, markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
     console.print(f"{found.rows:,} rows, {found.nnz:,} entries, {len(found)} files in {out}", markup=False)
-    console.print(f"{found.nnz / max(found.rows, 1):.1f} latents a row; {_dead(found)} of {found.d_sae:,} never fired")
+    console.print(_summary(found))
 
 
 @sae.command()
@@ -130,40 +136,14 @@ def show(
     rows: int = typer.Option(10, min=1, help="How many lines of the table at most."),
 ) -> None:
     """Show how often, how strongly and where latents fire."""
-    console = Console()
-    try:
+    with _told("show"):
         found = operators.Extraction(folder)
-    except (ValueError, FileNotFoundError) as error:
-        raise typer.BadParameter(str(error)) from error
-    if feature is None:
-        _show_all(console, found, rows)
-        return
-    if feature >= found.d_sae:
-        raise typer.BadParameter(f"gossamer sae show: --feature must be below d_sae = {found.d_sae}, got {feature}.")
-    fired = int(found.firing_counts[feature])
-    console.print(f"latent {feature}: fired in {fired:,} of {found.rows:,} rows ({fired / max(found.rows, 1):.3%})")
-    if not fired:
-        return
-    console.print(f"largest magnitude {float(found.maximum[feature]):.4g}")
-    table = Table(title="magnitudes", title_justify="left")
-    table.add_column("from", justify="right")
-    table.add_column("rows", justify="right")
-    table.add_column("")
-    counts = found.histogram[feature].tolist()
-    for octave, count in enumerate(counts):
-        if count:
-            length = round(40 * count / max(counts))
-            table.add_row(f"{found.magnitude(octave):.3g}", f"{count:,}", "#" * max(length, 1))
-    console.print(table)
-    table = Table(title="where it is largest", title_justify="left")
-    table.add_column("row", justify="right")
-    table.add_column("magnitude", justify="right")
-    if found.has_text:
-        table.add_column("text")
-    for position, value in list(zip(found.top_positions[feature].tolist(), found.top_values[feature].tolist()))[:rows]:
-        if position >= 0:
-            table.add_row(f"{position:,}", f"{value:.4g}", *_marked(found, position))
-    console.print(table)
+        if feature is None:
+            _show_all(Console(), found, rows)
+        elif feature < found.d_sae:
+            _show_one(Console(), found, feature, rows)
+        else:
+            raise ValueError(f"gossamer sae show: --feature must be below d_sae = {found.d_sae}, got {feature}.")
 
 
 @sae.command()
@@ -179,15 +159,34 @@ def report(
     """Write a page on what latents do: how often, how strongly and, where the text is known, on what they fire."""
     from gossamer.cli._sae_report import choose, render
 
-    try:
+    with _told("report"):
         found, out = operators.Extraction(folder), out or folder
         chosen = choose(found) if features is None else {"The latents asked for": _latents(features, found.d_sae)}
         make_folder(out, "sae report")
-        content = render(found, chosen)
+        content, file = render(found, chosen), out / "index.html"
+        write_whole(
+            "gossamer sae report", file, out / "index.html.partial", lambda path: path.write_text(content, "utf-8")
+        )
+    Console().print(f"{sum(map(len, chosen.values()))} latents in {file}", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _told(command: str) -> Iterator[None]:
+    """What may be wrong with what is on the disk, without a traceback."""
+    try:
+        yield
     except (ValueError, FileNotFoundError) as error:
         raise typer.BadParameter(str(error)) from error
-    (out / "index.html").write_text(content, encoding="utf-8")
-    Console().print(f"{sum(map(len, chosen.values()))} latents in {out / 'index.html'}", markup=False, soft_wrap=True)
+    except OSError as error:
+        _complain(command, error)
+        raise typer.Exit(1) from None
+
+
+def _complain(command: str, error: Exception) -> None:
+    """Says what the system refused, and of what."""
+    reason, file = getattr(error, "strerror", None) or str(error), getattr(error, "filename", None)
+    said = f"{reason}: {file}" if file and str(file) not in reason else reason
+    Console(stderr=True, soft_wrap=True).print(f"gossamer sae {command}: {said}", style="bold red", markup=False)
 
 
 def _latents(features: str, d_sae: int) -> list[int]:
@@ -208,9 +207,38 @@ def _marked(found: operators.Extraction, row: int) -> list[Text]:
     return [Text.assemble(before, ("«" + token + "»", "bold reverse"), after)]
 
 
+def _show_one(console: Console, found: operators.Extraction, feature: int, rows: int) -> None:
+    fired = int(found.firing_counts[feature])
+    console.print(f"latent {feature}: fired in {fired:,} of {found.rows:,} rows ({fired / max(found.rows, 1):.3%})")
+    if not fired:
+        return
+    console.print(f"largest magnitude {float(found.maximum[feature]):.4g}")
+    table = Table(title="magnitudes", title_justify="left")
+    table.add_column("from", justify="right")
+    table.add_column("rows", justify="right")
+    table.add_column("")
+    counts = found.histogram[feature].tolist()
+    for octave, count in enumerate(counts):
+        if count:
+            length = round(40 * count / max(counts))
+            table.add_row(f"{found.magnitude(octave):.3g}", f"{count:,}", "#" * max(length, 1))
+    console.print(table)
+    table = Table(title="where it is largest", title_justify="left")
+    table.add_column("row", justify="right")
+    table.add_column("magnitude", justify="right")
+    if found.has_text:
+        # Folded: text without spaces would be cut off before the token.
+        table.add_column("text", overflow="fold")
+    for position, value in list(zip(found.top_positions[feature].tolist(), found.top_values[feature].tolist()))[:rows]:
+        if position >= 0:
+            table.add_row(f"{position:,}", f"{value:.4g}", *_marked(found, position))
+    if table.row_count:
+        console.print(table)
+
+
 def _show_all(console: Console, found: operators.Extraction, rows: int) -> None:
     console.print(repr(found))
-    console.print(f"{found.nnz / max(found.rows, 1):.1f} latents a row; {_dead(found)} of {found.d_sae:,} never fired")
+    console.print(_summary(found))
     table = Table(title="the latents that fire most", title_justify="left")
     for name in ("latent", "rows", "share", "largest"):
         table.add_column(name, justify="right")
@@ -223,8 +251,11 @@ def _show_all(console: Console, found: operators.Extraction, rows: int) -> None:
     console.print(table)
 
 
-def _dead(found: operators.Extraction) -> str:
-    return f"{int((found.firing_counts == 0).sum()):,}"
+def _summary(found: operators.Extraction) -> str:
+    fired, nonfinite = found.firing_counts, found.manifest["nonfinite"]
+    left_out = f"; {nonfinite:,} values are not finite, and are left out" if nonfinite else ""
+    latents = f"{int(fired.sum()) / max(found.rows, 1):.1f} latents a row"
+    return f"{latents}; {int((fired == 0).sum()):,} of {found.d_sae:,} never fired{left_out}"
 
 
 def _load(folder: Path, device: str) -> Any:
@@ -239,10 +270,16 @@ def _load(folder: Path, device: str) -> Any:
             raise error from None
         # Before version 6 SAELens wrote none for its standard SAEs.
         architecture = json.loads((folder / "cfg.json").read_text()).get("architecture", "standard")
-        if architecture in SAE_CLASS_REGISTRY:
-            return SAE.load_from_disk(folder, device=device).eval()
-        if architecture in SAE_TRAINING_CLASS_REGISTRY:
-            return TrainingSAE.load_from_disk(folder, device=device).eval()
+        kind: Any = SAE if architecture in SAE_CLASS_REGISTRY else TrainingSAE
+        if architecture in SAE_CLASS_REGISTRY | SAE_TRAINING_CLASS_REGISTRY:
+            try:
+                loaded = kind.load_from_disk(folder, device=device).eval()
+            except RuntimeError as unfit:
+                raise ValueError(f"gossamer sae extract: SAELens cannot load {folder}: {unfit}") from unfit
+            if getattr(loaded, "hook_z_reshaping_mode", False):
+                # Files hold rows, and not heads of them.
+                loaded.turn_off_forward_pass_hook_z_reshaping()
+            return loaded
         raise ValueError(
             f"gossamer sae extract: {folder / 'cfg.json'} has architecture = {architecture!r}, which neither "
             "gossamer.nn nor the installed SAELens has. SAELens has "
@@ -275,8 +312,8 @@ def _activations(model: str, hook: str, texts: list[Path], device: str, context_
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
         network: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
-    except OSError as error:
-        raise ValueError(f"gossamer sae extract: --model: {error}") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"gossamer sae extract: --model = {model!r}: {error}") from error
     return Activations(
         network.to(device).eval(), tokenizer, texts, hook, context_size=context_size, batch_size=contexts
     )

@@ -265,7 +265,7 @@ def _from_sparsify(operator: str, folder: Path, config: dict[str, Any], tensors:
         "signed": False,
     }.items():
         if config.get(name, neutral) != neutral:
-            raise OnlyInSAELens(
+            raise ValueError(
                 f"{operator}: {folder / _CONFIG} has {name} = {config[name]!r}, which these modules do not do."
             )
     d_in, k = _sizes(operator, folder, config, "d_in", "k")

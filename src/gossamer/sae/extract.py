@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from gossamer import rowsparse
@@ -126,10 +126,13 @@ class Extraction:
             before, after: tokens at most; fewer where the text that the model read as one begins or ends.
 
         Raises:
-            ValueError: the source had no tokens, or a file is damaged.
+            ValueError: the source had no tokens, a file is damaged, or before or after is negative.
             IndexError: no such row.
+            FileNotFoundError: a file is gone.
         """
         self._check_text()
+        if min(before, after) < 0:
+            raise ValueError(f"sae.Extraction: before and after must be at least 0, got {before} and {after}.")
         if not 0 <= row < self.rows:
             raise IndexError(f"sae.Extraction: row must be at least 0 and below {self.rows}, got {row}.")
         first = max(row - before, 0)
@@ -138,7 +141,16 @@ class Extraction:
         first_kept = max([first, *begins[begins <= row].tolist()])
         last_kept = min([first + len(tokens), *begins[begins > row].tolist()])
         if self._vocabulary is None:
-            found = disk.read_json(self.folder / disk.VOCABULARY) or {}
+            file = self.folder / disk.VOCABULARY
+            found = disk.read_json(file)
+            if found is None:
+                raise FileNotFoundError(
+                    f"sae.Extraction: {file} is gone. The same call of sae.extract writes it again."
+                )
+            if not isinstance(found, dict):
+                raise ValueError(
+                    f"sae.Extraction: {file} is damaged. Remove it; the same call of sae.extract writes it."
+                )
             self._vocabulary = {int(token): piece for token, piece in found.items()}
         pieces = [self._vocabulary.get(token, "") for token in tokens.tolist()]
         at = row - first
@@ -176,12 +188,10 @@ class Extraction:
         for shard in self.manifest["shards"]:
             low, high = max(first - at, 0), min(end - at, shard["rows"])
             if low < high:
-                try:
-                    with safe_open(self.folder / shard["file"], framework="pt") as file:
-                        tokens.append(file.get_slice("tokens")[low:high])
-                        starts.append(file.get_slice("starts")[low:high])
-                except SafetensorError as error:
-                    raise ValueError(f"sae.Extraction: {self.folder / shard['file']} is damaged: {error}.") from error
+                path = self.folder / shard["file"]
+                with disk.reading("sae.Extraction", path), safe_open(path, framework="pt") as file:
+                    tokens.append(file.get_slice("tokens")[low:high])
+                    starts.append(file.get_slice("starts")[low:high])
             at += shard["rows"]
         return torch.cat(tokens), torch.cat(starts)
 
@@ -412,7 +422,8 @@ def _check_rows(operator: str, shard: Shard, shard_rows: int, length: int | None
     if length is not None and shard.rows != max(min(shard_rows, length - shard.first), 0):
         raise ValueError(
             f"{operator}: the source has {length} rows by its length, and gave {shard.rows} from row {shard.first} on, "
-            f"where a file has {shard_rows}. Give a source whose length is the number of its rows."
+            f"where {max(min(shard_rows, length - shard.first), 0)} were due. Give a source whose length is the number "
+            "of its rows."
         )
 
 

@@ -248,9 +248,9 @@ def _files(path: Path) -> list[Path]:
 def _read(file: Path) -> Iterator[str]:
     try:
         if file.suffix != ".jsonl":
-            yield file.read_text(encoding="utf-8")
+            yield file.read_text(encoding="utf-8-sig")
             return
-        with file.open(encoding="utf-8") as lines:
+        with file.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue

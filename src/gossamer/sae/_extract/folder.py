@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -39,6 +42,12 @@ def begin(operator: str, folder: Path, settings: dict[str, Any]) -> dict[str, An
         manifest |= {"nonfinite": 0, "complete": False}
         # First of all, so that whatever is named like a file of ours is one from here on.
         write_manifest(folder, manifest)
+    began = manifest["shards"] or manifest["complete"] or manifest["source"] is not None
+    if not began and manifest["settings"] != settings:
+        # Begun, and refused before the first row: nothing of those settings is there.
+        files.remove(folder / VOCABULARY)
+        manifest["settings"] = settings
+        write_manifest(folder, manifest)
     for name in settings | manifest["settings"]:
         before, now = manifest["settings"].get(name), settings.get(name)
         if before != now:
@@ -53,6 +62,10 @@ def begin(operator: str, folder: Path, settings: dict[str, Any]) -> dict[str, An
             f"{operator}: {folder} lacks {lost[0]}, which its {MANIFEST} has as finished. Put the file back, or remove "
             "the folder and extract again."
         )
+    for name in sorted(finished):
+        # The header says how long a file has to be.
+        with reading(operator, folder / name), safe_open(folder / name, framework="pt"):
+            pass
     known = finished | {VOCABULARY}
     for file in there:
         if _OURS.fullmatch(file.name) and file.name not in known and (file.is_file() or file.suffix == ".partial"):
@@ -94,9 +107,19 @@ def read_json(file: Path) -> Any:
 
 
 def load(operator: str, file: Path) -> dict[str, Tensor]:
-    try:
+    with reading(operator, file):
         return load_file(file)
+
+
+@contextmanager
+def reading(operator: str, file: Path) -> Iterator[None]:
+    """What may be wrong with a file of safetensors that is read, as an error that says what to do."""
+    try:
+        yield
     except FileNotFoundError as error:
+        if file.exists():
+            # safetensors finds no file where it may not read one.
+            raise PermissionError(errno.EACCES, f"{operator}: {file} may not be read", str(file)) from error
         raise FileNotFoundError(
             f"{operator}: {file} is gone. Put it back, or remove its folder and extract again."
         ) from error
