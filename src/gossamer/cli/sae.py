@@ -313,7 +313,7 @@ def _activations(model: str, hook: str, texts: list[Path], device: str, context_
         tokenizer = AutoTokenizer.from_pretrained(model)
         network: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"gossamer sae extract: --model = {model!r}: {error}") from error
+        raise ValueError(f"gossamer sae extract: --model: transformers cannot load {model!r}: {error}") from error
     return Activations(
         network.to(device).eval(), tokenizer, texts, hook, context_size=context_size, batch_size=contexts
     )
