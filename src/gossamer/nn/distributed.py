@@ -256,6 +256,7 @@ def data_parallel(model: Kind, group: Any = None) -> DataParallel:
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> trained = torch.nn.parallel.DistributedDataParallel(data_parallel(TopKSAE(4, 16, k=2)))
     >>> trained(torch.randn(3, 4)).loss.backward()
+    >>> del trained  # before its group: the other way round PyTorch may wait for itself for ever
     >>> torch.distributed.destroy_process_group()
     """
     operator = "nn.data_parallel"
