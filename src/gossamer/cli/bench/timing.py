@@ -109,33 +109,41 @@ def burst(call: Callable[[int], Any], calls: int, device: torch.device) -> float
 def energy(call: Callable[[int], Any], calls: int, seconds: float, device: torch.device) -> float | None:
     """Joules per call at a steady state, by the driver's own counter; None where it has none.
 
-    The counter moves in steps of up to 0.1 s, so that calls are counted from one step to another, at least `seconds`
-    apart; as long again goes before, in which the GPU finds the power that it will hold. Two bursts of `calls` calls
-    are ahead of the one that is waited for: while the counter is read the GPU must not rest, for that takes energy.
+    Watts times the time of a call: the counter moves in steps of up to 0.1 s, which rarely are a call's, so that it is
+    polled, and power is taken from one step to another, at least `seconds` apart. As long again goes before, in which
+    the GPU finds the power that it will hold. Two bursts of `calls` calls are always ahead: a GPU that rests while the
+    counter is read takes energy, too.
     """
     counter = _energy_counter(device)
     if counter is None:
         return None
     begin = time.perf_counter()
-    done, last = 0, counter()
+    last = counter()
     ahead: deque[torch.cuda.Event] = deque()
-    marks: list[tuple[float, int, int]] = []
-    while len(marks) < 2 or marks[-1][0] - marks[0][0] < seconds:
+    ends: list[float] = []
+    steps: list[tuple[float, int]] = []
+    while len(steps) < 2 or steps[-1][0] - steps[0][0] < seconds:
         for i in range(calls):
             call(i)
         ahead.append(torch.cuda.Event())
         ahead[-1].record()
         if len(ahead) < 3:
             continue
-        ahead.popleft().synchronize()
-        done += calls
-        now, read = time.perf_counter(), counter()
-        if read != last and now - begin > seconds:
-            marks.append((now, done, read))
+        over = False
+        while not over:
+            over = ahead[0].query()
+            now, read = time.perf_counter(), counter()
+            if read != last and now - begin > seconds:
+                steps.append((now, read))
+            last = read
+            time.sleep(0 if over else 1e-4)
+        ahead.popleft()
+        ends.append(now)
         if now - begin > 20 * seconds:
             return None
-        last = read
-    return (marks[-1][2] - marks[0][2]) / 1000 / (marks[-1][1] - marks[0][1])
+    inside = [end for end in ends if end - begin > seconds]
+    watts = (steps[-1][1] - steps[0][1]) / 1000 / (steps[-1][0] - steps[0][0])
+    return watts * (inside[-1] - inside[0]) / (len(inside) - 1) / calls
 
 
 def _energy_counter(device: torch.device) -> Callable[[], int] | None:
@@ -172,10 +180,16 @@ def capture(call: Callable[[int], Any], calls: int, device: torch.device) -> tup
         call(0)
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(1, calls):
-            call(i)
-        output = call(0)
+    try:
+        with torch.cuda.graph(graph):
+            for i in range(1, calls):
+                call(i)
+            output = call(0)
+    except Exception:
+        # The generator would stay in the capture, and refuse to give random numbers outside of it.
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
+        raise
     return graph, output
 
 
