@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import pstats
+import random
 import statistics
 import sys
 import time
@@ -87,6 +88,22 @@ def graphed(call: Callable[..., Any], copies: list[Any] | None = None) -> Callab
         for argument in arguments:
             call(*argument)
     return graph.replay
+
+
+def replayed(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Median microseconds of each in a graph of ten calls, in another order in each round."""
+    replays = {name: graphed(call) for name, call in calls.items()}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 1):
+        for name in random.sample(list(replays), len(replays)):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            replays[name]()
+            end.record()
+            end.synchronize()
+            if turn:
+                times[name].append(begin.elapsed_time(end) * 100)
+    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def timed(

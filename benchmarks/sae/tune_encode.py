@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +23,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gemm.bench_linear_pack import _operands
-from benchmarks.sae.tune_decode import graphed
+from benchmarks.sae.tune_decode import replayed
 from gossamer import sae
 from gossamer._core import tuning
 from gossamer.cli.bench.command import command_line
@@ -75,23 +73,11 @@ def measure(shape: tuple[int, int, int, int], rounds: int) -> dict[str, float]:
     W_dec = torch.randn(d_sae, d_in, device="cuda", generator=generator).bfloat16() / d_in**0.5
     calls = ways(x, weight.t(), b_enc, threshold, W_dec)
     want = calls["dense both"]().float()
-    replays, times = {}, {}
     for name, call in calls.items():
         if "both" in name:
             error = (call().float() - want).norm() / want.norm()
             assert error < 0.01, f"{shape} {name}: {error}"
-        replays[name] = graphed(call)
-        times[name] = []
-    for turn in range(rounds + 1):
-        for name in random.sample(list(replays), len(replays)):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            replays[name]()
-            end.record()
-            end.synchronize()
-            if turn:
-                times[name].append(begin.elapsed_time(end) * 100)
-    return {name: statistics.median(found) for name, found in times.items()}
+    return replayed(calls, rounds)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ operations over its rates, and `gossamer doctor` says that they are unmeasured. 
 kernel compiles once per dtype and tile.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -130,6 +131,43 @@ def encode_packs(m: int, weight: Tensor) -> bool:
     are what memory is full of, and the product takes longer than the launches that follow."""
     # The device comes first: on others a dynamic m is none of a compiled graph's business.
     return hopper(weight.device) and weight.element_size() == 2 and m >= 512 and m * weight.shape[1] >= 1 << 25
+
+
+TOPK_TILE, TOPK_SLOTS = 256, 32
+"""Columns of a tile, and slots for its entries, of a TopK encoder that packs tile by tile."""
+
+
+def topk_run(d_in: int) -> int:
+    """How many columns of a tile are a sample: more leave fewer entries to pack, for which a short product has no
+    time, and take a larger part of a long one."""
+    return 8 if d_in >= 2048 else 16
+
+
+def topk_rank(k: int, run: int) -> int:
+    """Which of a sample's largest numbers has fewer than k of the row's above it in one of some 100,000 rows."""
+    expected = k * run / TOPK_TILE
+    return math.ceil(expected + 4.6 * math.sqrt(expected) + 3)
+
+
+def topk_list(k: int, run: int, factor: float = 3) -> int:
+    """Room for `factor` times the entries that exceed that number on average. One of some 100,000 rows has more than
+    three times as many."""
+    return 1 << int(factor * topk_rank(k, run) * TOPK_TILE // run - 1).bit_length()
+
+
+def topk_tile(tiles: int, k: int, run: int) -> Tile:
+    """Tile of the search for the k largest in tiles: most rows' entries are in registers, of one warp, and few of what
+    else there is, so that many rows are."""
+    held = max(256, topk_list(k, run, 1.5))
+    return {"BLOCK": min(128, 1 << (tiles - 1).bit_length()), "LIST": held, "CHUNK": 128}, 1
+
+
+def topk_packs(m: int, k: int, weight: Tensor) -> bool:
+    """Whether a TopK encoder packs tile by tile what exceeds a bound from a sample: where that pays for a product, and
+    a tile has few entries, on average, beside its slots."""
+    run, tiles = topk_run(weight.shape[0]), weight.shape[1] // TOPK_TILE
+    entries = topk_rank(k, run) * TOPK_TILE // run
+    return encode_packs(m, weight) and topk_list(k, run) <= 4096 and 5 * entries <= TOPK_SLOTS * tiles
 
 
 def linear_source_tile(m: int, weight: Tensor) -> tuple[dict[str, int], int]:

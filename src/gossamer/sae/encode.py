@@ -40,7 +40,7 @@ def encode(
     scale: Tensor | None = None,
     ste_to_input: bool = False,
 ) -> ELL:
-    """activation((x - b_dec) @ W_enc + b_enc) as row-sparse latents: one product, then one pass that packs.
+    """activation((x - b_dec) @ W_enc + b_enc) as row-sparse latents: a product, and a pass that packs, or both in one.
 
     z below is the pre-activation, in the dtype of W_enc.
 

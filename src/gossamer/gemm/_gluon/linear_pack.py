@@ -83,6 +83,14 @@ def load_bound(threshold_ptr, column, N, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def load_row_bound(bounds_ptr, row, M, DTYPE: gl.constexpr):
+    """As `load_bound`, of a row and twice."""
+    bound = gl.load(bounds_ptr + row, mask=row < M, other=0.0)
+    ASM: gl.constexpr = "cvt.rz.bf16x2.f32 $0, $1, $1;" if DTYPE == gl.bfloat16 else "cvt.rz.f16x2.f32 $0, $1, $1;"
+    return gl.inline_asm_elementwise(ASM, "=r,r", [bound], gl.int32, True, 1)
+
+
+@gluon.jit
 def count_bits(bits):
     return gl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [bits], gl.int32, True, 1)
 
@@ -163,7 +171,8 @@ def consume(
 
 @gluon.jit
 def pack(
-    outputs, threshold_ptr, M, N, handover, extent, GROUP: gl.constexpr, GROUP_M: gl.constexpr, SLOTS: gl.constexpr,
+    outputs, threshold_ptr, bounds_ptr, M, N, handover, extent, GROUP: gl.constexpr, GROUP_M: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):  # fmt: skip
     """The warp that packs what warpgroup GROUP hands over. A row is spread over the lanes, 8 columns in each."""
     values_ptr, indices_ptr, counts_ptr = outputs
@@ -194,10 +203,14 @@ def pack(
         mbarrier.wait(full.index(GROUP), turn & 1)
         for piece in range(ROWS // PIECE):
             pairs = split_pairs(pieces.index(GROUP * (ROWS // PIECE) + piece).load(wide), layout)
-            bits = bits_above(pairs, (b0, b1, b2, b3), halves.dtype) & inside
+            line = piece * PIECE + lines
+            if bounds_ptr is None:
+                bits = bits_above(pairs, (b0, b1, b2, b3), halves.dtype) & inside
+            else:
+                bound = load_row_bound(bounds_ptr, row + line, M, halves.dtype)
+                bits = bits_above(pairs, (bound, bound, bound, bound), halves.dtype) & inside
             held = count_bits(bits)
             upto = gl.associative_scan(held, 1, add)
-            line = piece * PIECE + lines
             exists = row + line < M
             gl.store(counts_ptr + first + (line * tiles_n + lane * 0), upto.to(gl.int16), mask=exists & (lane == 31))
             rank = upto - held
@@ -240,10 +253,10 @@ def prepare(x_desc, w_desc, STAGES: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["M", "tiles_m", "tiles_n", "steps"])
 def _linear_pack_kernel(
-    x_desc, w_desc, bias_ptr, threshold_ptr, values_ptr, indices_ptr, counts_ptr, M, N, tiles_m, tiles_n, steps,
-    TRANSPOSED: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    x_desc, w_desc, bias_ptr, threshold_ptr, bounds_ptr, values_ptr, indices_ptr, counts_ptr, M, N, tiles_m, tiles_n,
+    steps, TRANSPOSED: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """With TRANSPOSED W is [N, K], as in nn.Linear, otherwise [K, N]."""
+    """With TRANSPOSED W is [N, K], as in nn.Linear, otherwise [K, N]. Thresholds are of columns, or bounds of rows."""
     ring, handover = prepare(x_desc, w_desc, STAGES)
     inputs = (x_desc, w_desc)
     outputs = (values_ptr, indices_ptr, counts_ptr)
@@ -254,8 +267,8 @@ def _linear_pack_kernel(
             (consume, (bias_ptr, N, ring, handover, extent, 0, TRANSPOSED, GROUP_M, STAGES)),
             (consume, (bias_ptr, N, ring, handover, extent, 1, TRANSPOSED, GROUP_M, STAGES)),
             (produce, (inputs, ring, extent, TRANSPOSED, GROUP_M, STAGES)),
-            (pack, (outputs, threshold_ptr, M, N, handover, extent, 0, GROUP_M, SLOTS)),
-            (pack, (outputs, threshold_ptr, M, N, handover, extent, 1, GROUP_M, SLOTS)),
+            (pack, (outputs, threshold_ptr, bounds_ptr, M, N, handover, extent, 0, GROUP_M, SLOTS)),
+            (pack, (outputs, threshold_ptr, bounds_ptr, M, N, handover, extent, 1, GROUP_M, SLOTS)),
         ],
         [4, 1, 1, 1],
         [208, 88, 88, 88],
@@ -280,7 +293,12 @@ def fits(x: Tensor, weight: Tensor, tile: int, slots: int) -> bool:
 
 
 def launch_linear_pack(
-    x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor | None, out: tuple[Tensor, Tensor, Tensor]
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    threshold: Tensor | None,
+    out: tuple[Tensor, Tensor, Tensor],
+    bounds: Tensor | None = None,
 ) -> None:
     """Fills out: values and indices [M, T, slots], counts [M, T]; slots without an entry are not written."""
     (m, k), n, slots = x.shape, weight.shape[0], out[0].shape[2]
@@ -290,13 +308,13 @@ def launch_linear_pack(
     stride = weight.stride(0 if transposed else 1)
     bias, threshold = (None if t is None else t.contiguous() for t in (bias, threshold))
     key = (m, n, k, x.dtype, x.stride(0), stride, transposed, slots)
-    key += (bias is None or bias.dtype, threshold is None or threshold.dtype)
+    key += (bias is None or bias.dtype, threshold is None or threshold.dtype, bounds is None)
     inputs = (
         _descriptor(x, m, k, x.stride(0), 128, 64),
         _descriptor(weight if transposed else weight.t(), *rows, stride, *((TILE, 64) if transposed else (64, TILE))),
     )
     meta = {"TRANSPOSED": transposed, "SLOTS": slots, "GROUP_M": GROUP_M, "STAGES": STAGES}
-    args = (*inputs, bias, threshold, *out, m, n, tiles_m, tiles_n, steps)
+    args = (*inputs, bias, threshold, bounds, *out, m, n, tiles_m, tiles_n, steps)
     grid = (min(tuning.programs(x.device), tiles_m * tiles_n), 1, 1)
     _linear_pack(key, grid, args, meta, num_warps=4, maxnreg=168)
 
@@ -307,8 +325,9 @@ EXAMPLES = {
     _linear_pack_kernel: {
         "signature": {
             **{name: f"tensordesc<bf16{block},{gl.NVMMASharedLayout(128, 16, 2)!r}>" for name, block in _TILES.items()},
-            "bias_ptr": "*bf16", "threshold_ptr": "*fp32", "values_ptr": "*bf16", "indices_ptr": "*u8",
-            "counts_ptr": "*i16", **dict.fromkeys(("M", "N", "tiles_m", "tiles_n", "steps"), "i32"),
+            "bias_ptr": "*bf16", "threshold_ptr": "*fp32", "bounds_ptr": None, "values_ptr": "*bf16",
+            "indices_ptr": "*u8", "counts_ptr": "*i16",
+            **dict.fromkeys(("M", "N", "tiles_m", "tiles_n", "steps"), "i32"),
         },
         "constexprs": {"TRANSPOSED": False, "SLOTS": 16, "GROUP_M": GROUP_M, "STAGES": STAGES},
         "num_warps": 4,

@@ -43,12 +43,14 @@ def _launch_linear_pack(
     threshold: Tensor | None,
     tile: int,
     out: tuple[Tensor, Tensor, Tensor],
+    bounds: Tensor | None = None,
 ) -> None:
+    """With `bounds`, float32 [M] from 0 on, an entry exceeds that of its row, and not the threshold of its column."""
     if not launch.INTERPRET and tuning.hopper(x.device):
         from gossamer.gemm._gluon import linear_pack as hopper
 
         if hopper.fits(x, weight, tile, out[0].shape[2]):
-            hopper.launch_linear_pack(x, weight, bias, threshold, out)
+            hopper.launch_linear_pack(x, weight, bias, threshold, out, bounds)
             return
     m, n = x.shape[0], weight.shape[0]
     # Once, and not for every block.
@@ -65,7 +67,9 @@ def _launch_linear_pack(
             torch.mm(x[rows], right, out=z)
             if bias is not None:
                 z += bias
-        _launch_pack_twell(z, threshold, True, tile, *(part[rows] for part in out))
+        values, indices, counts = (part[rows] for part in out)
+        limits = None if bounds is None else bounds[rows]
+        _launch_pack_twell(z, threshold, True, tile, values, indices, counts, limits)
 
 
 EXAMPLES: dict[object, dict[str, object]] = {}

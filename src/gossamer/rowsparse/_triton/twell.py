@@ -25,10 +25,11 @@ from gossamer.rowsparse.formats import tile_index_dtype
 
 @triton.jit
 def _pack_twell_kernel(
-    x_ptr, threshold_ptr, values_ptr, indices_ptr, counts_ptr, stride_xm, N, tiles, tile, slots,
+    x_ptr, threshold_ptr, bounds_ptr, values_ptr, indices_ptr, counts_ptr, stride_xm, N, tiles, tile, slots,
     BLOCK: tl.constexpr, VEC: tl.constexpr, ABOVE: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, share of its tiles). ABOVE keeps what is not up to max(threshold, 0), otherwise what is not 0."""
+    """Program (row, share of its tiles). ABOVE keeps what is not up to max(threshold, 0), the threshold of the column
+    or, from `bounds_ptr`, of the row; otherwise what is not 0."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_xm
     for at in range(tl.program_id(1), tiles, tl.num_programs(1)):
@@ -41,6 +42,8 @@ def _pack_twell_kernel(
             if ABOVE:
                 columns = start + tl.arange(0, BLOCK // VEC)[:, None] * VEC + tl.arange(0, VEC)[None, :]
                 bound = 0.0
+                if bounds_ptr is not None:
+                    bound = tl.load(bounds_ptr + row)
                 if threshold_ptr is not None:
                     bound = tl.load(threshold_ptr + begin + columns, mask=columns < width, other=0.0)
                     bound = bound.to(tl.float32)
@@ -118,7 +121,14 @@ def pack_twell(x: Tensor, tile: int, slots: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def _launch_pack_twell(
-    x: Tensor, threshold: Tensor | None, above: bool, tile: int, values: Tensor, indices: Tensor, counts: Tensor
+    x: Tensor,
+    threshold: Tensor | None,
+    above: bool,
+    tile: int,
+    values: Tensor,
+    indices: Tensor,
+    counts: Tensor,
+    bounds: Tensor | None = None,
 ) -> None:
     if counts.numel() == 0:
         return
@@ -126,8 +136,8 @@ def _launch_pack_twell(
     (m, tiles, slots), n = values.shape, x.shape[1]
     scan, warps = tuning.scan_tile(m, n, x.element_size())
     meta = {**fit_block(scan, tile), "ABOVE": above}
-    key = (m, n, tile, slots, x.dtype, x.stride(0), threshold is None or threshold.dtype, above)
-    args = (x, threshold, values, indices, counts, x.stride(0), n, tiles, tile, slots)
+    key = (m, n, tile, slots, x.dtype, x.stride(0), threshold is None or threshold.dtype, above, bounds is None)
+    args = (x, threshold, bounds, values, indices, counts, x.stride(0), n, tiles, tile, slots)
     # Rows alone fill the GPU, or tiles of a row go to programs of their own.
     share = 1 if tuning.one_program_a_row(m, n) else min(tiles, 64)
     _pack_twell(key, (m, share, 1), args, meta, num_warps=warps)
@@ -154,8 +164,8 @@ def twell_to_ell(
 EXAMPLES = {
     _pack_twell_kernel: {
         "signature": {
-            "x_ptr": "*bf16", "threshold_ptr": "*fp32", "values_ptr": "*bf16", "indices_ptr": "*u8",
-            "counts_ptr": "*i16", "stride_xm": "i32", "N": "i32", "tiles": "i32", "tile": "i32",
+            "x_ptr": "*bf16", "threshold_ptr": "*fp32", "bounds_ptr": None, "values_ptr": "*bf16",
+            "indices_ptr": "*u8", "counts_ptr": "*i16", "stride_xm": "i32", "N": "i32", "tiles": "i32", "tile": "i32",
             "slots": "i32",
         },
         "constexprs": {"BLOCK": 256, "VEC": 8, "ABOVE": True},

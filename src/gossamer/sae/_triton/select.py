@@ -175,14 +175,69 @@ def emit_largest(
 
 
 @triton.jit
+def settle_row(
+    row, z_ptr, bias_ptr, scale_ptr, list_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, N, k,
+    length, BLOCK: tl.constexpr, VEC: tl.constexpr, LIST: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """What `_row_kth_kernel` does for a row."""
+    z_row = z_ptr + row * N
+    largest = group_maxima(z_row, bias_ptr, scale_ptr, N, BLOCK, VEC, SHIFT)
+    bound = kth_largest(largest, list_ptr, 0, k, 0, LIST)
+    # Of what equals the bound no more than the first k can be wanted.
+    floor = tl.maximum(bound, 1)
+    count = 0
+    seen = 0
+    z = load_pre(z_row, chunk_columns(0, BLOCK, VEC), N)
+    for start in range(0, N, BLOCK):
+        columns = chunk_columns(start, BLOCK, VEC)
+        following = load_pre(z_row, columns + BLOCK, N)
+        key = rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT)
+        bits = word_bits(key >= floor, VEC)
+        counts = count_bits(bits)
+        found = tl.sum(counts, axis=0)
+        if found > 0:
+            ties, seen = settle_ties(word_bits(key == floor, VEC), k, seen, VEC)
+            bits = word_bits(key > floor, VEC) | ties
+            counts = count_bits(bits)
+            found = tl.sum(counts, axis=0)
+            if values_ptr is None:
+                list_keys(bits, counts, z_row, bias_ptr, scale_ptr, list_ptr + count, None, start, N, BLOCK, VEC, SHIFT)
+            else:
+                list_keys(
+                    bits, counts, z_row, bias_ptr, scale_ptr, list_ptr + count, list_ptr + length + count, start, N,
+                    BLOCK, VEC, SHIFT,
+                )  # fmt: skip
+        count += found
+        z = following
+    # The list is read by other threads than those that wrote it.
+    tl.debug_barrier()
+    slots = tl.arange(0, LIST)
+    keys = tl.load(list_ptr + slots, mask=slots < count, other=0)
+    kth = tl.maximum(kth_largest(keys, list_ptr, count, k, bound, LIST), 1)
+    need = k - count_above(keys, list_ptr, count, kth, LIST)
+    if values_ptr is None:
+        tl.store(kth_ptr + row, kth)
+        tl.store(need_ptr + row, need)
+    else:
+        held = emit_largest(
+            z_row, bias_ptr, scale_ptr, list_ptr, list_ptr + length, count, kth, need, values_ptr + row * k,
+            indices_ptr + row * k, N, LIST, SHIFT,
+        )  # fmt: skip
+        tl.store(nnz_ptr + row, held)
+        tl.store(l0_ptr + row, held)
+        clear_slots(values_ptr + row * k, indices_ptr + row * k, held, k, 256, 256)
+    tl.debug_barrier()
+
+
+@triton.jit
 def _row_kth_kernel(
-    z_ptr, bias_ptr, scale_ptr, list_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, M, N, k, length,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, LIST: tl.constexpr, SHIFT: tl.constexpr,
+    z_ptr, bias_ptr, scale_ptr, some_ptr, list_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, M, N,
+    k, length, BLOCK: tl.constexpr, VEC: tl.constexpr, LIST: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Program p takes rows p, p + programs, ...: rows in flight, and their lists, fit the L2.
 
     With `values_ptr` it writes the rows' entries, k slots a row, otherwise kth and need. A list is `length` keys, and
-    then for entries as many columns.
+    then for entries as many columns. With `some_ptr` only rows where that is not 0 are done.
     """
     if values_ptr is None:
         list_ptr += tl.program_id(0).to(tl.int64) * length
@@ -190,55 +245,14 @@ def _row_kth_kernel(
         list_ptr += tl.program_id(0).to(tl.int64) * 2 * length
     row = tl.program_id(0).to(tl.int64)
     while row < M:
-        z_row = z_ptr + row * N
-        largest = group_maxima(z_row, bias_ptr, scale_ptr, N, BLOCK, VEC, SHIFT)
-        bound = kth_largest(largest, list_ptr, 0, k, 0, LIST)
-        # Of what equals the bound no more than the first k can be wanted.
-        floor = tl.maximum(bound, 1)
-        count = 0
-        seen = 0
-        z = load_pre(z_row, chunk_columns(0, BLOCK, VEC), N)
-        for start in range(0, N, BLOCK):
-            columns = chunk_columns(start, BLOCK, VEC)
-            following = load_pre(z_row, columns + BLOCK, N)
-            key = rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT)
-            bits = word_bits(key >= floor, VEC)
-            counts = count_bits(bits)
-            found = tl.sum(counts, axis=0)
-            if found > 0:
-                ties, seen = settle_ties(word_bits(key == floor, VEC), k, seen, VEC)
-                bits = word_bits(key > floor, VEC) | ties
-                counts = count_bits(bits)
-                found = tl.sum(counts, axis=0)
-                if values_ptr is None:
-                    list_keys(
-                        bits, counts, z_row, bias_ptr, scale_ptr, list_ptr + count, None, start, N, BLOCK, VEC, SHIFT
-                    )
-                else:
-                    list_keys(
-                        bits, counts, z_row, bias_ptr, scale_ptr, list_ptr + count, list_ptr + length + count, start, N,
-                        BLOCK, VEC, SHIFT,
-                    )  # fmt: skip
-            count += found
-            z = following
-        # The list is read by other threads than those that wrote it.
-        tl.debug_barrier()
-        slots = tl.arange(0, LIST)
-        keys = tl.load(list_ptr + slots, mask=slots < count, other=0)
-        kth = tl.maximum(kth_largest(keys, list_ptr, count, k, bound, LIST), 1)
-        need = k - count_above(keys, list_ptr, count, kth, LIST)
-        if values_ptr is None:
-            tl.store(kth_ptr + row, kth)
-            tl.store(need_ptr + row, need)
-        else:
-            held = emit_largest(
-                z_row, bias_ptr, scale_ptr, list_ptr, list_ptr + length, count, kth, need, values_ptr + row * k,
-                indices_ptr + row * k, N, LIST, SHIFT,
+        wanted = True
+        if some_ptr is not None:
+            wanted = tl.load(some_ptr + row) != 0
+        if wanted:
+            settle_row(
+                row, z_ptr, bias_ptr, scale_ptr, list_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr,
+                N, k, length, BLOCK, VEC, LIST, SHIFT,
             )  # fmt: skip
-            tl.store(nnz_ptr + row, held)
-            tl.store(l0_ptr + row, held)
-            clear_slots(values_ptr + row * k, indices_ptr + row * k, held, k, 256, 256)
-        tl.debug_barrier()
         row += tl.num_programs(0)
 
 
@@ -326,8 +340,18 @@ def row_topk(
     return values, indices, nnz, l0
 
 
+def some_topk(z: Tensor, k: int, some: Tensor, out: tuple[Tensor, ...]) -> None:
+    """Fills out as `row_topk` does, at rows where `some` [M] is not 0."""
+    _largest_of_rows(z, None, None, k, (None, None, *out), some)
+
+
 def _largest_of_rows(
-    z: Tensor, bias: Tensor | None, scale: Tensor | None, k: int, results: tuple[Tensor | None, ...]
+    z: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    k: int,
+    results: tuple[Tensor | None, ...],
+    some: Tensor | None = None,
 ) -> None:
     """Launches for `results`: kth and need, or values, indices, nnz and l0."""
     m, n = z.shape
@@ -347,8 +371,8 @@ def _largest_of_rows(
     meta["LIST"] = max(256, min(launch.next_power_of_2(2 * k), 4096))
     entries = results[0] is None
     lists = torch.empty(programs, 1 + entries, length, dtype=torch.int32, device=z.device)
-    key = (m, n, k, z.dtype, _dtypes(bias, scale), entries)
-    _row_kth(key, (programs, 1, 1), (z, bias, scale, lists, *results, m, n, k, length), meta, num_warps=warps)
+    key = (m, n, k, z.dtype, _dtypes(bias, scale), entries, some is None)
+    _row_kth(key, (programs, 1, 1), (z, bias, scale, some, lists, *results, m, n, k, length), meta, num_warps=warps)
 
 
 def batch_kth(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -386,7 +410,7 @@ EXAMPLES = {
     _row_kth_kernel: {
         **_example(
             {
-                "list_ptr": "*i32", "kth_ptr": None, "need_ptr": None, "values_ptr": "*bf16",
+                "some_ptr": "*i32", "list_ptr": "*i32", "kth_ptr": None, "need_ptr": None, "values_ptr": "*bf16",
                 "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32",
             },
             ("M", "N", "k", "length"), BLOCK=2048, LIST=256,

@@ -1,0 +1,189 @@
+"""The k largest entries of each row of pre-activations that are never in memory.
+
+A sample of the columns, some of each tile, is multiplied first, and the number below its r-th largest is a row's
+*bound*; its columns fall into groups, and with hardly a difference it is the r-th largest of their maxima. The whole
+product then leaves tile-wise lists of what exceeds the bound (`gemm.linear_pack`): a few times k entries a row, among
+which the k largest are found. r is so large that fewer than k are left in one of some 100,000 rows of columns in no
+order: the number of k largest among the sampled is Poisson's.
+
+Nothing is left to chance but time: a row with fewer than k entries above a bound that is not 0, with more than a tile
+has slots for, or with more than a list holds is computed again, all of it. As only the device knows which, the kernels
+that do it are always launched, and leave at once where no row wants it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch, tuning
+from gossamer.gemm._triton.linear_pack import _launch_linear_pack
+from gossamer.rowsparse._triton.linear_source import _launch_linear_source
+from gossamer.rowsparse._triton.pack import clear_slots
+from gossamer.sae._triton import select
+from gossamer.sae._triton.select import SHIFT, count_above, emit_largest, group_maxima, kth_largest, order_key
+
+
+@triton.jit
+def _row_bound_kernel(
+    z_ptr, bias_ptr, out_ptr, N, rank, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr
+):  # fmt: skip
+    """Program (row): the number below the rank-th largest of its BLOCK group maxima, or 0."""
+    row = tl.program_id(0).to(tl.int64)
+    largest = group_maxima(z_ptr + row * N, bias_ptr, None, N, BLOCK, VEC, SHIFT)
+    kth = tl.maximum(kth_largest(largest, z_ptr, 0, rank, 0, BLOCK), 1)
+    tl.store(out_ptr + row, ((kth - 1) << SHIFT).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _topk_of_tiles_kernel(
+    values_ptr, indices_ptr, counts_ptr, bounds_ptr, list_ptr, out_ptr, columns_ptr, nnz_ptr, l0_ptr, again_ptr,
+    M, tiles, slots, tile, k, length,
+    BLOCK: tl.constexpr, LIST: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Program p takes rows p, p + programs, ...: it brings their tiles together, an entry of each of BLOCK tiles at a
+    time, in a list of `length` keys and as many columns, and writes the k largest as entries. `again` says which rows
+    could not be settled."""
+    list_ptr += tl.program_id(0).to(tl.int64) * (2 * length)
+    row = tl.program_id(0).to(tl.int64)
+    while row < M:
+        base = 0
+        most = 0
+        for first in range(0, tiles, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            counts = tl.load(counts_ptr + row * tiles + at, mask=at < tiles, other=0).to(tl.int32)
+            slot = base + tl.cumsum(counts, axis=0) - counts
+            largest = tl.max(counts, axis=0)
+            for rank in range(0, tl.minimum(largest, slots)):
+                held = (rank < counts) & (slot + rank < length)
+                entry = (row * tiles + at) * slots + rank
+                value = tl.load(values_ptr + entry, mask=held, other=0.0).to(tl.float32)
+                column = at * tile + tl.load(indices_ptr + entry, mask=held, other=0).to(tl.int32)
+                tl.store(list_ptr + slot + rank, order_key(value, SHIFT), mask=held)
+                tl.store(list_ptr + length + slot + rank, column, mask=held)
+            base += tl.sum(counts, axis=0)
+            most = tl.maximum(most, largest)
+        # A bound that is NaN is not 0.
+        settled = (most <= slots) & (base <= length) & ((base >= k) | (tl.load(bounds_ptr + row) == 0))
+        tl.store(again_ptr + row, (~settled).to(tl.int32))
+        if settled:
+            # The list is read by other threads than those that wrote it.
+            tl.debug_barrier()
+            lanes = tl.arange(0, LIST)
+            keys = tl.load(list_ptr + lanes, mask=lanes < base, other=0)
+            # All of them exceed the bound.
+            low = tl.load(bounds_ptr + row).to(tl.int32, bitcast=True) >> SHIFT
+            kth = tl.maximum(kth_largest(keys, list_ptr, base, k, low, LIST), 1)
+            need = k - count_above(keys, list_ptr, base, kth, LIST)
+            held = emit_largest(
+                None, None, None, list_ptr, list_ptr + length, base, kth, need, out_ptr + row * k,
+                columns_ptr + row * k, 0, CHUNK, SHIFT,
+            )  # fmt: skip
+            tl.store(nnz_ptr + row, held)
+            tl.store(l0_ptr + row, held)
+            clear_slots(out_ptr + row * k, columns_ptr + row * k, held, k, 256, 256)
+            tl.debug_barrier()
+        row += tl.num_programs(0)
+
+
+_row_bound = launch.Kernel(_row_bound_kernel)
+_topk_of_tiles = launch.Kernel(_topk_of_tiles_kernel)
+
+
+def row_topk(x: Tensor, weight: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `select.row_topk`, of x @ weight + bias, where `tuning.topk_packs`."""
+    m = x.shape[0]
+    values, indices = x.new_empty(m, k), torch.empty(m, k, dtype=torch.int32, device=x.device)
+    nnz, l0 = (torch.empty(m, dtype=dtype, device=x.device) for dtype in (torch.int32, torch.float32))
+    again = torch.empty_like(nnz)
+    run = tuning.topk_run(x.shape[1])
+    bounds = _bounds(*_sample(x, weight, bias, run), tuning.topk_rank(k, run))
+    _pack_and_select(x, weight, bias, k, run, bounds, (values, indices, nnz, l0, again))
+    _settle(x, weight, bias, k, again, (values, indices, nnz, l0))
+    return values, indices, nnz, l0
+
+
+def _sample(x: Tensor, weight: Tensor, bias: Tensor | None, run: int) -> tuple[Tensor, Tensor | None]:
+    """(pre-activations of the sampled columns, bias that is still to be added)."""
+    tile = tuning.TOPK_TILE
+    whole = weight.shape[1] // tile * tile
+    runs = weight[:, :whole].unflatten(1, (-1, tile))[:, :, :run]
+    # Copied in the order in which it lies, and where that can be, 16 bytes at a time.
+    if weight.stride(1) != 1:
+        columns = _wide(runs.permute(1, 2, 0)).contiguous().flatten(0, 1).view(x.dtype).t()
+    else:
+        columns = _wide(runs).contiguous().flatten(1).view(x.dtype)
+    if bias is None:
+        return x @ columns, None
+    part = bias[:whole].view(-1, tile)[:, :run].flatten()
+    return (torch.addmm(part, x, columns), None) if bias.dtype is x.dtype else (x @ columns, part)
+
+
+def _wide(runs: Tensor) -> Tensor:
+    """Views numbers as words of 16 bytes where all of them are whole."""
+    size = 16 // runs.element_size()
+    sizes = (runs.storage_offset(), runs.shape[-1], *runs.stride()[:-1])
+    return runs.view(torch.complex128) if runs.stride(-1) == 1 and not any(s % size for s in sizes) else runs
+
+
+def _bounds(z: Tensor, bias: Tensor | None, rank: int) -> Tensor:
+    """What an entry of each row has to exceed, float32 [M], from 0 on."""
+    m, n = z.shape
+    bounds = torch.empty(m, dtype=torch.float32, device=z.device)
+    vector = 16 // z.element_size()
+    meta = {"BLOCK": max(min(launch.next_power_of_2(n), 512), 32 * vector), "VEC": vector, "SHIFT": SHIFT[z.dtype]}
+    key = (m, n, rank, z.dtype, None if bias is None else bias.dtype)
+    _row_bound(key, (m, 1, 1), (z, bias, bounds, n, rank), meta, num_warps=1)
+    return bounds
+
+
+def _pack_and_select(
+    x: Tensor, weight: Tensor, bias: Tensor | None, k: int, run: int, bounds: Tensor, out: tuple[Tensor, ...]
+) -> None:
+    """Fills values, indices, nnz and l0 of the rows that `again`, the last of out, does not name."""
+    (m, _), n = x.shape, weight.shape[1]
+    tile, slots = tuning.TOPK_TILE, tuning.TOPK_SLOTS
+    tiles, length = launch.cdiv(n, tile), tuning.topk_list(k, run)
+    values = x.new_empty(m, tiles, slots)
+    indices = torch.empty(m, tiles, slots, dtype=torch.uint8, device=x.device)
+    counts = torch.empty(m, tiles, dtype=torch.int16, device=x.device)
+    _launch_linear_pack(x, weight.t(), bias, None, tile, (values, indices, counts), bounds)
+    programs = min(m, 16 * tuning.programs(x.device))
+    lists = torch.empty(programs, 2, length, dtype=torch.int32, device=x.device)
+    args = (values, indices, counts, bounds, lists, *out, m, tiles, slots, tile, k, length)
+    meta, warps = tuning.topk_tile(tiles, k, run)
+    _topk_of_tiles(
+        (m, tiles, k, run, x.dtype), (programs, 1, 1), args, {**meta, "SHIFT": SHIFT[x.dtype]}, num_warps=warps
+    )
+
+
+def _settle(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, again: Tensor, out: tuple[Tensor, ...]) -> None:
+    """Writes the rows that `again` names, from all of their pre-activations."""
+    m, n = x.shape[0], weight.shape[1]
+    # Few blocks, for each costs two launches, and of those no more than a quarter of the matrix where that is large.
+    block = launch.cdiv(m, min(4, launch.cdiv(m * n * x.element_size(), 64 << 20)))
+    z = x.new_empty(block, n)
+    for first in range(0, m, block):
+        rows = slice(first, first + block)
+        part = z[: len(again[rows])]
+        _launch_linear_source(x[rows], weight.t(), bias, None, again[rows], 0, part)
+        select.some_topk(part, k, again[rows], tuple(tensor[rows] for tensor in out))
+
+
+EXAMPLES = {
+    _row_bound_kernel: {
+        "signature": {"z_ptr": "*bf16", "bias_ptr": "*fp32", "out_ptr": "*fp32", "N": "i32", "rank": "i32"},
+        "constexprs": {"BLOCK": 512, "VEC": 8, "SHIFT": 16},
+        "num_warps": 1,
+    },
+    _topk_of_tiles_kernel: {
+        "signature": {
+            "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16", "bounds_ptr": "*fp32",
+            "list_ptr": "*i32", "out_ptr": "*bf16", "columns_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32",
+            "again_ptr": "*i32", **dict.fromkeys(("M", "tiles", "slots", "tile", "k", "length"), "i32"),
+        },
+        "constexprs": {"BLOCK": 128, "LIST": 1024, "CHUNK": 128, "SHIFT": 16},
+        "num_warps": 1,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

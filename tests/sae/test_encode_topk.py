@@ -1,0 +1,144 @@
+"""sae.encode's TopK where the pre-activations are never in memory: above a bound from a sample, on Hopper."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from gossamer._core import tuning
+from gossamer.rowsparse import ELL
+from gossamer.sae import encode, encode_with_l0
+from gossamer.testing import assert_exact, dense64
+from tests.sae.dense import selected, whole
+
+NAN, INF = math.nan, math.inf
+M, D, N, K = 5, 12, 4 * 256 + 40, 7
+
+
+@pytest.fixture
+def packs(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Chooses the way, whichever device this is."""
+    return lambda choice: monkeypatch.setattr(tuning, "topk_packs", lambda m, k, weight: choice)
+
+
+def both(packs: Callable[[bool], None], *operands: Tensor | None, k: int = K) -> tuple[ELL, ELL]:
+    rows = []
+    for choice in (False, True):
+        packs(choice)
+        rows.append(encode(*operands, activation="topk", k=k))  # type: ignore[arg-type]
+    return rows[0], rows[1]
+
+
+def check_same(packs: Callable[[bool], None], *operands: Tensor | None, k: int = K) -> ELL:
+    wanted, got = both(packs, *operands, k=k)
+    assert got.nnz_per_row.tolist() == wanted.nnz_per_row.tolist()
+    assert got.indices.tolist() == wanted.indices.tolist()
+    assert torch.equal(got.values.nan_to_num(77), wanted.values.nan_to_num(77))
+    return got
+
+
+@pytest.mark.parametrize("k", [1, 100])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_k_largest(
+    k: int,
+    transposed: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+    packs: Callable[[bool], None],
+) -> None:
+    """Whole numbers, many of which tie; k of 100 is more than the sample's bound leaves in a row."""
+    packs(True)
+    x, W = whole((2, 3, D), 2, generator, dtype), whole((N, D) if transposed else (D, N), 2, generator, dtype)
+    W = W.t() if transposed else W
+    for b_enc in (None, whole((N,), 3, generator, dtype), whole((2 * N,), 3, generator, torch.float32)[::2]):
+        b_dec = whole((D,), 1, generator, dtype)
+        rows, l0 = encode_with_l0(x, W, b_enc, activation="topk", k=k, b_dec=b_dec)
+        z = (x.double() - b_dec.double()) @ W.double() + (0 if b_enc is None else b_enc.double())
+        acts = torch.where(selected(z, "topk", k), z, 0)
+        assert rows.source is None and rows.capacity == k
+        assert l0.dtype is torch.float32 and torch.equal(l0, (acts != 0).sum(-1).float())
+        assert_exact(dense64(rows), acts)
+
+
+@pytest.mark.parametrize("run", [8, 16])
+def test_rows_that_have_to_be_computed_again(
+    run: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+    packs: Callable[[bool], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever a sample may say: too much in one tile, nothing but what is sampled, a bound that too few exceed."""
+    monkeypatch.setattr(tuning, "topk_run", lambda d_in: run)
+    x = torch.eye(8, D, device=device, dtype=dtype)
+    W = torch.zeros(D, N, device=device, dtype=dtype)
+    W[0, 300:400] = torch.arange(100, device=device).to(dtype)  # one tile
+    W[1, 256 : 256 + run] = 2  # two runs of the sample
+    W[1, :run] = 3
+    W[2, : 4 * 256].view(4, 256)[:, :run] = 5  # all that is sampled and no more
+    W[3] = 1  # everything, and all ties
+    W[4] = -1  # nothing
+    W[5, 100] = 4  # fewer than k, and not in the sample
+    W[6] = whole((N,), 9, generator, dtype)
+    W[7, 4 * 256 :] = 1  # beyond the last whole tile
+    for k in (1, 40):
+        check_same(packs, x, W, None, k=k)
+
+
+def test_not_a_number_and_infinity(dtype: torch.dtype, device: torch.device, packs: Callable[[bool], None]) -> None:
+    x, W = torch.zeros(2, D, device=device, dtype=dtype), torch.zeros(D, N, device=device, dtype=dtype)
+    for columns in (slice(3, 5), slice(250, 260), slice(0, N)):
+        for value in (NAN, INF):
+            bias = torch.arange(N, device=device).remainder(50).to(torch.float32) - 40
+            bias[columns] = value
+            bias[columns.stop - 1] *= -1
+            check_same(packs, x, W, bias)
+
+
+@pytest.mark.native
+def test_it_has_the_same_gradients(
+    dtype: torch.dtype, device: torch.device, generator: torch.Generator, packs: Callable[[bool], None]
+) -> None:
+    operands = [whole(shape, 2, generator, dtype) for shape in ((M, D), (D, N), (N,), (M, K))]
+    found = []
+    for choice in (False, True):
+        packs(choice)
+        leaves = [operand.clone().requires_grad_() for operand in operands[:3]]
+        rows = encode(*leaves, activation="topk", k=K)
+        found.append(torch.autograd.grad(rows.values, leaves, operands[3]))
+    for wanted, got in zip(*found):
+        assert torch.equal(wanted, got)
+
+
+@pytest.mark.parametrize("d_in", [768, 4096])
+@pytest.mark.parametrize("k", [8, 32, 64, 128, 256, 600])
+def test_how_often_rows_are_computed_again(k: int, d_in: int) -> None:
+    """Where the largest lie anywhere, the rank leaves fewer than k, and the list has not room enough, hardly ever."""
+    run = tuning.topk_run(d_in)
+    share = run / tuning.TOPK_TILE
+
+    def below(count: int, mean: float) -> float:
+        """Of Poisson's distribution: fewer than `count`."""
+        return sum(math.exp(i * math.log(mean) - mean - math.lgamma(i + 1)) for i in range(count))
+
+    rank = tuning.topk_rank(k, run)
+    assert 1 - below(rank, k * share) < 2e-5
+    assert below(rank, tuning.topk_list(k, run) * share) < 2e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m, d, n, k", [(600, 512, 65536, 64), (4000, 768, 24576, 32), (1030, 256, 131072 + 8, 256)])
+def test_of_real_sizes(
+    m: int, d: int, n: int, k: int, generator: torch.Generator, packs: Callable[[bool], None]
+) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        x, W = whole((m, d), 1, generator, dtype), whole((d, n), 1, generator, dtype)
+        check_same(packs, x, W, None, k=k)
+        check_same(packs, x, W, whole((n,), 4, generator, torch.float32) / 4, k=k)
+        # Rows of one column in all have to be computed again, others not.
+        x[::7, :] = 0
+        check_same(packs, x, W, torch.arange(n, device=W.device).div(n).to(dtype), k=k)
