@@ -68,7 +68,7 @@ def ways(x: Tensor, W_enc: Tensor, b_enc: Tensor, k: int) -> dict[str, Callable[
 def again(x: Tensor, W_enc: Tensor, b_enc: Tensor, k: int) -> int:
     """How many rows are computed a second time."""
     found, settle = [], topk._settle
-    topk._settle = lambda *arguments: found.append(int(arguments[5].sum())) or settle(*arguments)  # type: ignore
+    topk._settle = lambda *arguments: found.append(int(arguments[4].sum())) or settle(*arguments)  # type: ignore
     ways(x, W_enc, b_enc, k)["bound"]()
     topk._settle = settle
     return found[0]

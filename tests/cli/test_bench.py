@@ -252,10 +252,11 @@ def test_energy_is_that_of_the_calls() -> None:
     """Of short ones, too: what a GPU takes while the counter is read would be most of it."""
     device = torch.device("cuda")
     a = torch.randn(2048, 2048, device=device).bfloat16()
-    joules = energy(lambda _: a @ a, 100, 0.4, device)
-    if joules is None:
+    few, many = (energy(lambda _: a @ a, calls, 0.4, device) for calls in (4, 4000))
+    if few is None or many is None:
         pytest.skip("the driver has no counter")
-    assert 20 < joules / burst(lambda _: a @ a, 100, device) < 1200  # watts
+    assert 20 < many / burst(lambda _: a @ a, 100, device) < 1200  # watts
+    assert abs(few / many - 1) < 0.1
 
 
 @pytest.mark.gpu

@@ -23,12 +23,16 @@ def packs(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     return lambda choice: monkeypatch.setattr(tuning, "topk_packs", lambda m, k, weight: choice)
 
 
-def check_same(packs: Callable[[bool], None], *operands: Tensor | None, k: int = K, scale: Tensor | None = None) -> ELL:
+def both(packs: Callable[[bool], None], *operands: Tensor | None, k: int = K) -> tuple[ELL, ELL]:
     rows = []
     for choice in (False, True):
         packs(choice)
-        rows.append(encode(*operands, activation="topk", k=k, scale=scale))  # type: ignore[arg-type]
-    wanted, got = rows
+        rows.append(encode(*operands, activation="topk", k=k))  # type: ignore[arg-type]
+    return rows[0], rows[1]
+
+
+def check_same(packs: Callable[[bool], None], *operands: Tensor | None, k: int = K) -> ELL:
+    wanted, got = both(packs, *operands, k=k)
     assert got.nnz_per_row.tolist() == wanted.nnz_per_row.tolist()
     assert got.indices.tolist() == wanted.indices.tolist()
     assert torch.equal(got.values.nan_to_num(77), wanted.values.nan_to_num(77))
@@ -85,32 +89,6 @@ def test_rows_that_have_to_be_computed_again(
         check_same(packs, x, W, None, k=k)
 
 
-@pytest.mark.parametrize("run", [8, 16])
-def test_what_is_ranked_by_a_scale(
-    run: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    generator: torch.Generator,
-    packs: Callable[[bool], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of all sizes, on numbers that round: entries at the bound are not lost."""
-    monkeypatch.setattr(tuning, "topk_run", lambda d_in: run)
-    x, W, b_enc = (
-        whole((M, D), 2, generator, dtype),
-        whole((D, N), 2, generator, dtype),
-        whole((N,), 3, generator, dtype),
-    )
-    for scale in (
-        torch.rand(N, device=device, generator=generator) + 0.5,
-        torch.exp2(torch.randint(-6, 7, (N,), device=device, generator=generator).float()).to(dtype),
-        torch.full((N,), 1 / 3, device=device, dtype=dtype),
-        torch.full((N,), 1e-30, device=device),  # below what 16 bits hold
-        torch.rand(2 * N, device=device, generator=generator)[::2] ** 8 + 1e-3,
-    ):
-        check_same(packs, x, W, b_enc, k=20, scale=scale)
-
-
 def test_not_a_number_and_infinity(dtype: torch.dtype, device: torch.device, packs: Callable[[bool], None]) -> None:
     x, W = torch.zeros(2, D, device=device, dtype=dtype), torch.zeros(D, N, device=device, dtype=dtype)
     for columns in (slice(3, 5), slice(250, 260), slice(0, N)):
@@ -161,7 +139,6 @@ def test_of_real_sizes(
         x, W = whole((m, d), 1, generator, dtype), whole((d, n), 1, generator, dtype)
         check_same(packs, x, W, None, k=k)
         check_same(packs, x, W, whole((n,), 4, generator, torch.float32) / 4, k=k)
-        check_same(packs, x, W, None, k=k, scale=torch.rand(n, device=W.device, generator=generator) + 0.5)
         # Rows of one column in all have to be computed again, others not.
         x[::7, :] = 0
         check_same(packs, x, W, torch.arange(n, device=W.device).div(n).to(dtype), k=k)

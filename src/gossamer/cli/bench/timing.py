@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -111,12 +112,13 @@ def energy(call: Callable[[int], Any], calls: int, seconds: float, device: torch
 
     Watts times the time of a call: the counter moves in steps of up to 0.1 s, which rarely are a call's, so that it is
     polled, and power is taken from one step to another, at least `seconds` apart. As long again goes before, in which
-    the GPU finds the power that it will hold. Two bursts of `calls` calls are always ahead: a GPU that rests while the
-    counter is read takes energy, too.
+    the GPU finds the power that it will hold. Reading the counter takes its time, and a GPU that rests meanwhile
+    takes energy, too: two bursts of several `calls` calls, 30 ms or more each, are always ahead.
     """
     counter = _energy_counter(device)
     if counter is None:
         return None
+    calls *= math.ceil(0.03 / (calls * burst(call, calls, device)))
     begin = time.perf_counter()
     last = counter()
     ahead: deque[torch.cuda.Event] = deque()
