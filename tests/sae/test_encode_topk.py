@@ -14,12 +14,14 @@ from gossamer.testing import assert_exact, dense64
 from tests.sae.dense import selected, whole
 
 NAN, INF = math.nan, math.inf
-M, D, N, K = 5, 12, 4 * 256 + 40, 7
+M, D, N, K = 5, 16, 4 * 256 + 40, 7  # what the copy engine can read
 
 
 @pytest.fixture
-def packs(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Chooses the way, whichever device this is."""
+def packs(monkeypatch: pytest.MonkeyPatch, mode: str) -> Callable[[bool], None]:
+    """Chooses the way, whichever GPU this is."""
+    if mode == "cpu":
+        pytest.skip("about the kernels, which run on a GPU or in the interpreter")
     return lambda choice: monkeypatch.setattr(tuning, "topk_packs", lambda m, k, weight: choice)
 
 
@@ -99,6 +101,36 @@ def test_not_a_number_and_infinity(dtype: torch.dtype, device: torch.device, pac
             check_same(packs, x, W, bias)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_bounds_of_rows(
+    transposed: bool, dtype: torch.dtype, device: torch.device, generator: torch.Generator, mode: str
+) -> None:
+    """What lies above its row's bound is packed, in every tile: of that all where the bound is NaN."""
+    if mode == "cpu":
+        pytest.skip("about the kernels, which run on a GPU or in the interpreter")
+    from gossamer.gemm._triton.linear_pack import _launch_linear_pack
+
+    bounds = torch.tensor([0, 2.5, 3, torch.finfo(dtype).max, INF, NAN, 3.4e38, 2**-24], device=device)
+    x, W = whole((8, D), 2, generator, dtype), whole((N, D), 2, generator, dtype)
+    x[:, 0], W[:100, 0], W[100:103, 0] = 1, 0, INF
+    x[7, 1] = NAN
+    tiles = -(-N // 256)
+    values = torch.zeros(8, tiles, 64, device=device, dtype=dtype)
+    indices, counts = values.to(torch.uint8), torch.zeros(8, tiles, device=device, dtype=torch.int16)
+    weight = W if transposed else W.t().contiguous().t()
+    _launch_linear_pack(x, weight, None, None, 256, (values, indices, counts), bounds)
+    z = (x.double() @ W.double().t()).to(dtype)
+    keep = ~(z.double() <= bounds.double()[:, None])
+    keep = torch.nn.functional.pad(keep, (0, tiles * 256 - N)).view(8, tiles, 256)
+    assert counts.tolist() == keep.sum(2).tolist()
+    for row in range(8):
+        for tile in range(tiles):
+            columns = keep[row, tile].nonzero().squeeze(1)[:64]
+            assert indices[row, tile, : len(columns)].tolist() == columns.tolist()
+            wanted = z[row, tile * 256 + columns]
+            assert torch.equal(values[row, tile, : len(columns)].nan_to_num(77), wanted.nan_to_num(77))
+
+
 @pytest.mark.native
 def test_it_has_the_same_gradients(
     dtype: torch.dtype, device: torch.device, generator: torch.Generator, packs: Callable[[bool], None]
@@ -133,12 +165,25 @@ def test_how_often_rows_are_computed_again(k: int, d_in: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("m, d, n, k", [(600, 512, 65536, 64), (4000, 768, 24576, 32), (1030, 256, 131072 + 8, 256)])
 def test_of_real_sizes(
-    m: int, d: int, n: int, k: int, generator: torch.Generator, packs: Callable[[bool], None]
+    m: int,
+    d: int,
+    n: int,
+    k: int,
+    generator: torch.Generator,
+    packs: Callable[[bool], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """And which rows are computed again: none of columns in no order, all of what fires side by side."""
+    from gossamer.sae._triton import topk
+
+    found, settle = [], topk._settle
+    monkeypatch.setattr(topk, "_settle", lambda *a: (found.append(a[4].bool()), settle(*a)))
     for dtype in (torch.bfloat16, torch.float16):
         x, W = whole((m, d), 1, generator, dtype), whole((d, n), 1, generator, dtype)
         check_same(packs, x, W, None, k=k)
         check_same(packs, x, W, whole((n,), 4, generator, torch.float32) / 4, k=k)
-        # Rows of one column in all have to be computed again, others not.
+        assert not torch.stack(found).any()
         x[::7, :] = 0
         check_same(packs, x, W, torch.arange(n, device=W.device).div(n).to(dtype), k=k)
+        assert found[-1].nonzero().squeeze(1).tolist() == list(range(0, m, 7))
+        found.clear()

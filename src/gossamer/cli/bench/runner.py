@@ -159,7 +159,8 @@ class _Run:
             self.outcome.eager = Timing.of(self.eager_times, self.calls)
             self.outcome.graph = Timing.of(self.graph_times, self.calls) if self.graph_times else None
             if self.energy:
-                self.outcome.joules = energy(self, self.calls, 0.4, self.device)
+                with _reported(self.outcome):
+                    self.outcome.joules = energy(self, self.calls, 0.4, self.device)
 
     def _check(self, case: Case, output: Any, inputs: Inputs, reference: Tensors, how: str = "") -> None:
         provider = self.outcome.provider

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -110,42 +111,52 @@ def burst(call: Callable[[int], Any], calls: int, device: torch.device) -> float
 def energy(call: Callable[[int], Any], calls: int, seconds: float, device: torch.device) -> float | None:
     """Joules per call at a steady state, by the driver's own counter; None where it has none.
 
-    Watts times the time of a call: the counter moves in steps of up to 0.1 s, which rarely are a call's, so that it is
-    polled, and power is taken from one step to another, at least `seconds` apart. As long again goes before, in which
-    the GPU finds the power that it will hold. Reading the counter takes its time, and a GPU that rests meanwhile
-    takes energy, too: two bursts of several `calls` calls, 30 ms or more each, are always ahead.
+    Watts times the time of a call: the counter moves in steps of up to 0.1 s, which rarely are a call's, so that power
+    is taken from one step to another, at least `seconds` apart. As long again goes before, in which the GPU finds the
+    power that it will hold. A thread reads the counter, which takes its time, and two bursts of several `calls` calls,
+    30 ms or more each, are always ahead: a GPU that rests takes energy, too.
     """
     counter = _energy_counter(device)
     if counter is None:
         return None
     calls *= math.ceil(0.03 / (calls * burst(call, calls, device)))
-    begin = time.perf_counter()
-    last = counter()
-    ahead: deque[torch.cuda.Event] = deque()
-    ends: list[float] = []
     steps: list[tuple[float, int]] = []
-    while len(steps) < 2 or steps[-1][0] - steps[0][0] < seconds:
-        for i in range(calls):
-            call(i)
-        ahead.append(torch.cuda.Event())
-        ahead[-1].record()
-        if len(ahead) < 3:
-            continue
-        over = False
-        while not over:
-            over = ahead[0].query()
+    ends: list[float] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        last = counter()
+        while not over.is_set():
             now, read = time.perf_counter(), counter()
-            if read != last and now - begin > seconds:
+            if read != last and now > warm:
                 steps.append((now, read))
             last = read
-            time.sleep(0 if over else 1e-4)
-        ahead.popleft()
-        ends.append(now)
-        if now - begin > 20 * seconds:
-            return None
-    inside = [end for end in ends if end - begin > seconds]
+            time.sleep(1e-3)
+
+    begin = time.perf_counter()
+    warm = begin + seconds
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    ahead: deque[torch.cuda.Event] = deque()
+    try:
+        while len(ends) < 2 or len(steps) < 2 or steps[-1][0] - steps[0][0] < seconds:
+            for i in range(calls):
+                call(i)
+            ahead.append(torch.cuda.Event())
+            ahead[-1].record()
+            if len(ahead) < 3:
+                continue
+            ahead.popleft().synchronize()
+            now = time.perf_counter()
+            if now > warm:
+                ends.append(now)
+            if len(ends) > 2 and now - begin > 20 * seconds:
+                return None
+    finally:
+        over.set()
+        watcher.join()
     watts = (steps[-1][1] - steps[0][1]) / 1000 / (steps[-1][0] - steps[0][0])
-    return watts * (inside[-1] - inside[0]) / (len(inside) - 1) / calls
+    return watts * (ends[-1] - ends[0]) / (len(ends) - 1) / calls
 
 
 def _energy_counter(device: torch.device) -> Callable[[], int] | None:

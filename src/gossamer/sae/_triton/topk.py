@@ -82,7 +82,7 @@ def _topk_of_tiles_kernel(
             tl.store(nnz_ptr + row, held)
             tl.store(l0_ptr + row, held)
             clear_slots(out_ptr + row * k, columns_ptr + row * k, held, k, 256, 256)
-            tl.debug_barrier()
+        tl.debug_barrier()
         row += tl.num_programs(0)
 
 
@@ -123,7 +123,8 @@ def _wide(runs: Tensor) -> Tensor:
     """Views numbers as words of 16 bytes where all of them are whole."""
     size = 16 // runs.element_size()
     sizes = (runs.storage_offset(), runs.shape[-1], *runs.stride()[:-1])
-    return runs.view(torch.complex128) if runs.stride(-1) == 1 and not any(s % size for s in sizes) else runs
+    whole = runs.stride(-1) == 1 and runs.data_ptr() % 16 == 0 and not any(s % size for s in sizes)
+    return runs.view(torch.complex128) if whole else runs
 
 
 def _bounds(z: Tensor, bias: Tensor | None, rank: int) -> Tensor:
@@ -161,7 +162,8 @@ def _settle(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, again: Tenso
     """Writes the rows that `again` names, from all of their pre-activations."""
     m, n = x.shape[0], weight.shape[1]
     # Few blocks, for each costs two launches, and of those no more than a quarter of the matrix where that is large.
-    block = launch.cdiv(m, min(4, launch.cdiv(m * n * x.element_size(), 64 << 20)))
+    blocks = min(4, launch.cdiv(m * n * x.element_size(), 64 << 20))
+    block = min(m, launch.cdiv(launch.cdiv(m, blocks), 128) * 128)
     z = x.new_empty(block, n)
     for first in range(0, m, block):
         rows = slice(first, first + block)
