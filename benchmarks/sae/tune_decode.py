@@ -80,6 +80,7 @@ def graphed(call: Callable[..., Any], copies: list[Any] | None = None) -> Callab
     """Ten calls in a graph; with copies, each on another of them, so that none finds its input in the cache."""
     arguments = [(copies[i % len(copies)],) if copies else () for i in range(10)]
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         call(*arguments[0])
     torch.cuda.synchronize()

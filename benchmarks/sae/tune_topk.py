@@ -2,9 +2,10 @@
 
 Usage: python benchmarks/sae/tune_topk.py [--rounds N] [--parts]. Needs a Hopper GPU. For each shape: a TopK encoder in
 bfloat16 that selects from dense pre-activations, or packs what exceeds a bound from a sample of the columns, beside
-the product alone. Latents fire evenly, or are sorted by how often they fire; or all that fire are in one tile, so that
-every row is computed a second time. Each is replayed from a CUDA graph of ten calls, in random order; the table has
-medians in microseconds. --parts lists the kernels of the first shape. Set OUT to a folder to keep the numbers as JSON.
+the product alone. Latents fire evenly, are ranked by a scale, or are sorted by how often they fire; or all that fire
+are in one tile, so that every row is computed a second time. Each is replayed from a CUDA graph of ten calls, in random
+order; the table has medians in microseconds. --parts lists the kernels of the first shape. Set OUT to a folder to keep
+the numbers as JSON.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from gossamer import sae
 from gossamer._core import tuning
 from gossamer.cli.bench.command import command_line
 from gossamer.cli.environment import provenance
+from gossamer.rowsparse import ELL
 from gossamer.sae._triton import topk
 
 # M, d_in, d_sae, k, how latents fire
 SHAPES = [
-    *((4096, 2304, 65536, 64, how) for how in ("evenly", "sorted", "one tile")),
+    *((4096, 2304, 65536, 64, how) for how in ("evenly", "scaled", "sorted", "one tile")),
     *((m, 2304, 65536, 64, "evenly") for m in (512, 1024, 2048, 16384)),
     *((4096, 2304, 65536, k, "evenly") for k in (16, 32, 128, 256)),
     *((m, 768, 24576, 32, "evenly") for m in (1024, 2048, 4096, 16384)),
@@ -40,23 +42,24 @@ SHAPES = [
 ]
 
 
-def operands(m: int, d_in: int, d_sae: int, how: str) -> tuple[Tensor, Tensor, Tensor]:
-    """x, W_enc, b_enc; pre-activations of standard deviation 1, but for the bias."""
+def operands(m: int, d_in: int, d_sae: int, how: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """x, W_enc, b_enc, scale; pre-activations of standard deviation 1, but for the bias."""
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(m, d_in, device="cuda", generator=generator).bfloat16()
     W_enc = torch.empty(d_in, d_sae, device="cuda", dtype=torch.bfloat16)
     for part in W_enc.split(256):
         part.copy_(torch.randn(part.shape, device="cuda", generator=generator) / d_in**0.5)
     place = torch.arange(d_sae, device="cuda") / d_sae
-    bias = {"evenly": 0 * place, "sorted": -3 * place, "one tile": -100.0 * (place >= 256 / d_sae)}[how]
-    return x, W_enc, bias.bfloat16()
+    bias = {"sorted": -3 * place, "one tile": -100.0 * (place >= 256 / d_sae)}.get(how, 0 * place)
+    scale = 0.5 + torch.rand(d_sae, device="cuda", generator=generator) if how == "scaled" else None
+    return x, W_enc, bias.bfloat16(), scale
 
 
-def ways(x: Tensor, W_enc: Tensor, b_enc: Tensor, k: int) -> dict[str, Callable[[], Any]]:
+def ways(x: Tensor, W_enc: Tensor, b_enc: Tensor, scale: Tensor | None, k: int) -> dict[str, Callable[[], Any]]:
     def encoded(packs: bool) -> Callable[[], Any]:
         def call() -> Any:
             choice, tuning.topk_packs = tuning.topk_packs, lambda *_: packs
-            rows = sae.encode(x, W_enc, b_enc, activation="topk", k=k)
+            rows = sae.encode(x, W_enc, b_enc, activation="topk", k=k, scale=scale)
             tuning.topk_packs = choice
             return rows
 
@@ -65,13 +68,18 @@ def ways(x: Tensor, W_enc: Tensor, b_enc: Tensor, k: int) -> dict[str, Callable[
     return {"product": lambda: torch.addmm(b_enc, x, W_enc), "dense": encoded(False), "bound": encoded(True)}
 
 
-def again(x: Tensor, W_enc: Tensor, b_enc: Tensor, k: int) -> int:
+def again(*given: Any) -> int:
     """How many rows are computed a second time."""
     found, settle = [], topk._settle
-    topk._settle = lambda *arguments: found.append(int(arguments[4].sum())) or settle(*arguments)  # type: ignore
-    ways(x, W_enc, b_enc, k)["bound"]()
+    topk._settle = lambda *arguments: found.append(int(arguments[5].sum())) or settle(*arguments)  # type: ignore
+    ways(*given)["bound"]()
     topk._settle = settle
     return found[0]
+
+
+def smallest(rows: ELL, scale: Tensor | None) -> Tensor:
+    """The k-th largest of what each row was ranked by."""
+    return (rows.values.float() * (1 if scale is None else scale[rows.indices.long()])).amin(1)
 
 
 def measure(shape: tuple[int, int, int, int, str], rounds: int) -> dict[str, float]:
@@ -79,7 +87,7 @@ def measure(shape: tuple[int, int, int, int, str], rounds: int) -> dict[str, flo
     given = operands(*sizes, how)
     calls = ways(*given, k)
     wanted, got = calls["dense"](), calls["bound"]()
-    near = wanted.values.float().amin(1) - got.values.float().amin(1)
+    near = smallest(wanted, given[3]) - smallest(got, given[3])
     assert torch.equal(wanted.nnz_per_row, got.nnz_per_row) and near.abs().max() <= 2**-5, (
         f"{shape}: {near.abs().max()}"
     )

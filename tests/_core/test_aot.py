@@ -50,13 +50,14 @@ def test_every_tile_of_linear_glu_fits(
             assert used["LOCAL"] == used["STACK"] == 0, f"spills: {used}"
 
 
+@pytest.mark.parametrize("factors", [None, "*fp32"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_linear_pack_with_bounds_of_rows_fits(dtype: str, transposed: bool) -> None:
+def test_linear_pack_with_bounds_of_rows_fits(dtype: str, transposed: bool, factors: str | None) -> None:
     """As TopK encoders launch it."""
     kernel, example = KERNELS["_gluon._linear_pack_kernel"]
     signature = {name: kind and kind.replace("bf16", dtype) for name, kind in example["signature"].items()}
-    signature |= {"threshold_ptr": None, "bounds_ptr": "*fp32"}
+    signature |= {"threshold_ptr": None, "bounds_ptr": "*fp32", "factors_ptr": factors}
     if transposed:
         signature["w_desc"] = signature["w_desc"].replace("[64, 256]", "[256, 64]")
     constexprs = example["constexprs"] | {"TRANSPOSED": transposed, "SLOTS": tuning.TOPK_SLOTS}

@@ -25,16 +25,12 @@ def packs(monkeypatch: pytest.MonkeyPatch, mode: str) -> Callable[[bool], None]:
     return lambda choice: monkeypatch.setattr(tuning, "topk_packs", lambda m, k, weight: choice)
 
 
-def both(packs: Callable[[bool], None], *operands: Tensor | None, k: int = K) -> tuple[ELL, ELL]:
+def check_same(packs: Callable[[bool], None], *operands: Tensor | None, k: int = K, scale: Tensor | None = None) -> ELL:
     rows = []
     for choice in (False, True):
         packs(choice)
-        rows.append(encode(*operands, activation="topk", k=k))  # type: ignore[arg-type]
-    return rows[0], rows[1]
-
-
-def check_same(packs: Callable[[bool], None], *operands: Tensor | None, k: int = K) -> ELL:
-    wanted, got = both(packs, *operands, k=k)
+        rows.append(encode(*operands, activation="topk", k=k, scale=scale))  # type: ignore[arg-type]
+    wanted, got = rows
     assert got.nnz_per_row.tolist() == wanted.nnz_per_row.tolist()
     assert got.indices.tolist() == wanted.indices.tolist()
     assert torch.equal(got.values.nan_to_num(77), wanted.values.nan_to_num(77))
@@ -89,6 +85,40 @@ def test_rows_that_have_to_be_computed_again(
     W[7, 4 * 256 :] = 1  # beyond the last whole tile
     for k in (1, 40):
         check_same(packs, x, W, None, k=k)
+
+
+@pytest.mark.parametrize("run", [8, 16])
+def test_what_is_ranked_by_a_scale(
+    run: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+    packs: Callable[[bool], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of all sizes, on numbers that round: entries at the bound are not lost. In tiles enough to settle most rows."""
+    from gossamer.sae._triton import topk
+
+    again, settle = [], topk._settle
+    monkeypatch.setattr(topk, "_settle", lambda *a: (again.append(a[5].bool()), settle(*a)))
+    monkeypatch.setattr(tuning, "topk_run", lambda d_in: run)
+    n = 24 * 256 + 40
+    x, W, b_enc = (
+        whole((M, D), 2, generator, dtype),
+        whole((D, n), 2, generator, dtype),
+        whole((n,), 3, generator, dtype),
+    )
+    for scale in (
+        None,
+        torch.rand(n, device=device, generator=generator) + 0.5,
+        torch.rand(n, device=device, generator=generator).to(dtype) + 0.5,
+        torch.exp2(torch.randint(-6, 7, (n,), device=device, generator=generator).float()).to(dtype),
+        torch.full((n,), 1 / 3, device=device, dtype=dtype),
+        torch.full((n,), 1e-30, device=device),  # below what 16 bits hold
+        torch.rand(2 * n, device=device, generator=generator)[::2] ** 8 + 1e-3,
+    ):
+        check_same(packs, x, W, b_enc, k=20, scale=scale)
+    assert torch.stack(again).float().mean() < 0.5
 
 
 def test_not_a_number_and_infinity(dtype: torch.dtype, device: torch.device, packs: Callable[[bool], None]) -> None:
@@ -174,11 +204,12 @@ def test_of_real_sizes(
     from gossamer.sae._triton import topk
 
     found, settle = [], topk._settle
-    monkeypatch.setattr(topk, "_settle", lambda *a: (found.append(a[4].bool()), settle(*a)))
+    monkeypatch.setattr(topk, "_settle", lambda *a: (found.append(a[5].bool()), settle(*a)))
     for dtype in (torch.bfloat16, torch.float16):
         x, W = whole((m, d), 1, generator, dtype), whole((d, n), 1, generator, dtype)
         check_same(packs, x, W, None, k=k)
         check_same(packs, x, W, whole((n,), 4, generator, torch.float32) / 4, k=k)
+        check_same(packs, x, W, None, k=k, scale=torch.rand(n, device=W.device, generator=generator) + 0.5)
         assert not torch.stack(found).any()
         x[::7, :] = 0
         check_same(packs, x, W, torch.arange(n, device=W.device).div(n).to(dtype), k=k)

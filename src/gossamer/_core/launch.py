@@ -48,6 +48,7 @@ class Kernel:
         launch); it must then call `gdc_wait` before it reads what that kernel writes.
         """
         if INTERPRET:
+            self._check_key((key, num_warps, num_stages, maxnreg, follows), args, meta)
             self.fn[grid](*args, **meta)
             return None
         # A tensor descriptor names its tensor `base`.
@@ -85,6 +86,16 @@ class Kernel:
                 torch.cuda.set_device(previous)
         return None if misaligned or not head else Bound(launch, grid, (*args[head:], *meta.values()))
 
+    def _check_key(self, key: Hashable, args: Sequence[Any], meta: dict[str, Any]) -> None:
+        """Raises where a compiled kernel kept under `key` would be another one. The interpreter compiles nothing, and
+        would never show it."""
+        loose = self.fn.kwargs["do_not_specialize"] or ()
+        assumed = (*map(_assumed, args, (name in loose for name in self.fn.arg_names)), *meta.items())
+        if self._compiled.setdefault(key, assumed) != assumed:
+            raise AssertionError(
+                f"{self.fn.fn.__name__}: one key, {key}, for two kernels: {self._compiled[key]} and {assumed}."
+            )
+
 
 class Bound:
     """A compiled launch that takes a stream and its leading arguments, pointers as integers: 4 us instead of 18."""
@@ -98,6 +109,15 @@ class Bound:
     def __call__(self, stream: int, *head: Any) -> None:
         grid, tail = self._tail
         self._run(*grid, stream, *self._arguments, *head, *tail)
+
+
+def _assumed(arg: Any, loose: bool) -> Any:
+    """What a compiled kernel takes for granted of an argument."""
+    if isinstance(arg, Tensor):
+        return arg.dtype
+    if isinstance(arg, int):
+        return None if loose else (arg == 1, arg % 16 == 0, arg >= 1 << 31)
+    return type(arg)
 
 
 def ready(index: int, addresses: int) -> bool:

@@ -71,23 +71,44 @@ def bits_above(pairs, bounds, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def load_bound(threshold_ptr, column, N, DTYPE: gl.constexpr):
-    """max(threshold, 0) of two columns, rounded towards zero to the dtype of z: an entry lies above both or neither."""
-    low = gl.load(threshold_ptr + column, mask=column < N, other=0.0).to(gl.float32)
-    high = gl.load(threshold_ptr + column + 1, mask=column + 1 < N, other=0.0).to(gl.float32)
-    # Below 0 it acts as 0; NaN stays, and keeps everything.
-    low = gl.where(low < 0, 0.0, low)
-    high = gl.where(high < 0, 0.0, high)
+def pair_below(low, high, DTYPE: gl.constexpr):
+    """Two float32 numbers rounded towards zero to the dtype of z: an entry lies above both or neither."""
     ASM: gl.constexpr = "cvt.rz.bf16x2.f32 $0, $2, $1;" if DTYPE == gl.bfloat16 else "cvt.rz.f16x2.f32 $0, $2, $1;"
     return gl.inline_asm_elementwise(ASM, "=r,r,r", [low, high], gl.int32, True, 1)
 
 
 @gluon.jit
-def load_row_bound(bounds_ptr, row, M, DTYPE: gl.constexpr):
-    """As `load_bound`, of a row and twice."""
-    bound = gl.load(bounds_ptr + row, mask=row < M, other=0.0)
-    ASM: gl.constexpr = "cvt.rz.bf16x2.f32 $0, $1, $1;" if DTYPE == gl.bfloat16 else "cvt.rz.f16x2.f32 $0, $1, $1;"
-    return gl.inline_asm_elementwise(ASM, "=r,r", [bound], gl.int32, True, 1)
+def load_bound(threshold_ptr, column, N, DTYPE: gl.constexpr):
+    """max(threshold, 0) of two columns."""
+    low = gl.load(threshold_ptr + column, mask=column < N, other=0.0).to(gl.float32)
+    high = gl.load(threshold_ptr + column + 1, mask=column + 1 < N, other=0.0).to(gl.float32)
+    # Below 0 it acts as 0; NaN stays, and keeps everything.
+    low = gl.where(low < 0, 0.0, low)
+    high = gl.where(high < 0, 0.0, high)
+    return pair_below(low, high, DTYPE)
+
+
+@gluon.jit
+def load_factors(factors_ptr, column, N):
+    """What multiplies the bound of a row in two columns."""
+    low = gl.load(factors_ptr + column, mask=column < N, other=0.0)
+    return low, gl.load(factors_ptr + column + 1, mask=column + 1 < N, other=0.0)
+
+
+@gluon.jit
+def row_bounds(bound, factors, DTYPE: gl.constexpr):
+    """The bounds of rows, [PIECE, 1], in a lane's 8 columns."""
+    if factors is None:
+        pair = pair_below(bound, bound, DTYPE)
+        return pair, pair, pair, pair
+    else:
+        f0, f1, f2, f3 = factors
+        return (
+            pair_below(bound * f0[0], bound * f0[1], DTYPE),
+            pair_below(bound * f1[0], bound * f1[1], DTYPE),
+            pair_below(bound * f2[0], bound * f2[1], DTYPE),
+            pair_below(bound * f3[0], bound * f3[1], DTYPE),
+        )
 
 
 @gluon.jit
@@ -171,8 +192,8 @@ def consume(
 
 @gluon.jit
 def pack(
-    outputs, threshold_ptr, bounds_ptr, M, N, handover, extent, GROUP: gl.constexpr, GROUP_M: gl.constexpr,
-    SLOTS: gl.constexpr,
+    outputs, threshold_ptr, bounds_ptr, factors_ptr, M, N, handover, extent, GROUP: gl.constexpr,
+    GROUP_M: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """The warp that packs what warpgroup GROUP hands over. A row is spread over the lanes, 8 columns in each."""
     values_ptr, indices_ptr, counts_ptr = outputs
@@ -197,6 +218,13 @@ def pack(
             b1 = load_bound(threshold_ptr, column + 2, N, halves.dtype)
             b2 = load_bound(threshold_ptr, column + 4, N, halves.dtype)
             b3 = load_bound(threshold_ptr, column + 6, N, halves.dtype)
+        factors = None
+        if factors_ptr is not None:
+            f0 = load_factors(factors_ptr, column, N)
+            f1 = load_factors(factors_ptr, column + 2, N)
+            f2 = load_factors(factors_ptr, column + 4, N)
+            f3 = load_factors(factors_ptr, column + 6, N)
+            factors = (f0, f1, f2, f3)
         row = (tile_m * GROUPS + GROUP) * ROWS
         # Within a tile 32 bits do for an offset.
         first = row.to(gl.int64) * tiles_n + tile_n
@@ -207,8 +235,8 @@ def pack(
             if bounds_ptr is None:
                 bits = bits_above(pairs, (b0, b1, b2, b3), halves.dtype) & inside
             else:
-                bound = load_row_bound(bounds_ptr, row + line, M, halves.dtype)
-                bits = bits_above(pairs, (bound, bound, bound, bound), halves.dtype) & inside
+                bound = gl.load(bounds_ptr + row + line, mask=row + line < M, other=0.0)
+                bits = bits_above(pairs, row_bounds(bound, factors, halves.dtype), halves.dtype) & inside
             held = count_bits(bits)
             upto = gl.associative_scan(held, 1, add)
             exists = row + line < M
@@ -253,10 +281,11 @@ def prepare(x_desc, w_desc, STAGES: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["M", "tiles_m", "tiles_n", "steps"])
 def _linear_pack_kernel(
-    x_desc, w_desc, bias_ptr, threshold_ptr, bounds_ptr, values_ptr, indices_ptr, counts_ptr, M, N, tiles_m, tiles_n,
-    steps, TRANSPOSED: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    x_desc, w_desc, bias_ptr, threshold_ptr, bounds_ptr, factors_ptr, values_ptr, indices_ptr, counts_ptr, M, N,
+    tiles_m, tiles_n, steps, TRANSPOSED: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """With TRANSPOSED W is [N, K], as in nn.Linear, otherwise [K, N]. Thresholds are of columns, or bounds of rows."""
+    """With TRANSPOSED W is [N, K], as in nn.Linear, otherwise [K, N]. An entry exceeds the
+    threshold of its column, or the bound of its row, times the factor of its column if there is one."""
     ring, handover = prepare(x_desc, w_desc, STAGES)
     inputs = (x_desc, w_desc)
     outputs = (values_ptr, indices_ptr, counts_ptr)
@@ -267,8 +296,8 @@ def _linear_pack_kernel(
             (consume, (bias_ptr, N, ring, handover, extent, 0, TRANSPOSED, GROUP_M, STAGES)),
             (consume, (bias_ptr, N, ring, handover, extent, 1, TRANSPOSED, GROUP_M, STAGES)),
             (produce, (inputs, ring, extent, TRANSPOSED, GROUP_M, STAGES)),
-            (pack, (outputs, threshold_ptr, bounds_ptr, M, N, handover, extent, 0, GROUP_M, SLOTS)),
-            (pack, (outputs, threshold_ptr, bounds_ptr, M, N, handover, extent, 1, GROUP_M, SLOTS)),
+            (pack, (outputs, threshold_ptr, bounds_ptr, factors_ptr, M, N, handover, extent, 0, GROUP_M, SLOTS)),
+            (pack, (outputs, threshold_ptr, bounds_ptr, factors_ptr, M, N, handover, extent, 1, GROUP_M, SLOTS)),
         ],
         [4, 1, 1, 1],
         [208, 88, 88, 88],
@@ -299,6 +328,7 @@ def launch_linear_pack(
     threshold: Tensor | None,
     out: tuple[Tensor, Tensor, Tensor],
     bounds: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> None:
     """Fills out: values and indices [M, T, slots], counts [M, T]; slots without an entry are not written."""
     (m, k), n, slots = x.shape, weight.shape[0], out[0].shape[2]
@@ -308,13 +338,13 @@ def launch_linear_pack(
     stride = weight.stride(0 if transposed else 1)
     bias, threshold = (None if t is None else t.contiguous() for t in (bias, threshold))
     key = (m, n, k, x.dtype, x.stride(0), stride, transposed, slots)
-    key += (bias is None or bias.dtype, threshold is None or threshold.dtype, bounds is None)
+    key += (bias is None or bias.dtype, threshold is None or threshold.dtype, bounds is None, factors is None)
     inputs = (
         _descriptor(x, m, k, x.stride(0), 128, 64),
         _descriptor(weight if transposed else weight.t(), *rows, stride, *((TILE, 64) if transposed else (64, TILE))),
     )
     meta = {"TRANSPOSED": transposed, "SLOTS": slots, "GROUP_M": GROUP_M, "STAGES": STAGES}
-    args = (*inputs, bias, threshold, bounds, *out, m, n, tiles_m, tiles_n, steps)
+    args = (*inputs, bias, threshold, bounds, factors, *out, m, n, tiles_m, tiles_n, steps)
     grid = (min(tuning.programs(x.device), tiles_m * tiles_n), 1, 1)
     _linear_pack(key, grid, args, meta, num_warps=4, maxnreg=168)
 
@@ -325,8 +355,8 @@ EXAMPLES = {
     _linear_pack_kernel: {
         "signature": {
             **{name: f"tensordesc<bf16{block},{gl.NVMMASharedLayout(128, 16, 2)!r}>" for name, block in _TILES.items()},
-            "bias_ptr": "*bf16", "threshold_ptr": "*fp32", "bounds_ptr": None, "values_ptr": "*bf16",
-            "indices_ptr": "*u8", "counts_ptr": "*i16",
+            "bias_ptr": "*bf16", "threshold_ptr": "*fp32", "bounds_ptr": None, "factors_ptr": None,
+            "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16",
             **dict.fromkeys(("M", "N", "tiles_m", "tiles_n", "steps"), "i32"),
         },
         "constexprs": {"TRANSPOSED": False, "SLOTS": 16, "GROUP_M": GROUP_M, "STAGES": STAGES},

@@ -44,13 +44,15 @@ def _launch_linear_pack(
     tile: int,
     out: tuple[Tensor, Tensor, Tensor],
     bounds: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> None:
-    """With `bounds`, float32 [M] from 0 on, an entry exceeds that of its row, and not the threshold of its column."""
+    """With `bounds`, float32 [M] from 0 on, an entry exceeds that of its row, and not the threshold of its column; with
+    `factors`, float32 [N], that of its row times the factor of its column."""
     if not launch.INTERPRET and tuning.hopper(x.device):
         from gossamer.gemm._gluon import linear_pack as hopper
 
         if hopper.fits(x, weight, tile, out[0].shape[2]):
-            hopper.launch_linear_pack(x, weight, bias, threshold, out, bounds)
+            hopper.launch_linear_pack(x, weight, bias, threshold, out, bounds, factors)
             return
     m, n = x.shape[0], weight.shape[0]
     # Once, and not for every block.
@@ -69,7 +71,7 @@ def _launch_linear_pack(
                 z += bias
         values, indices, counts = (part[rows] for part in out)
         limits = None if bounds is None else bounds[rows]
-        _launch_pack_twell(z, threshold, True, tile, values, indices, counts, limits)
+        _launch_pack_twell(z, threshold, True, tile, values, indices, counts, limits, factors)
 
 
 EXAMPLES: dict[object, dict[str, object]] = {}

@@ -25,11 +25,11 @@ from gossamer.rowsparse.formats import tile_index_dtype
 
 @triton.jit
 def _pack_twell_kernel(
-    x_ptr, threshold_ptr, bounds_ptr, values_ptr, indices_ptr, counts_ptr, stride_xm, N, tiles, tile, slots,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, ABOVE: tl.constexpr,
+    x_ptr, threshold_ptr, bounds_ptr, factors_ptr, values_ptr, indices_ptr, counts_ptr, stride_xm, N, tiles, tile,
+    slots, BLOCK: tl.constexpr, VEC: tl.constexpr, ABOVE: tl.constexpr,
 ):  # fmt: skip
     """Program (row, share of its tiles). ABOVE keeps what is not up to max(threshold, 0), the threshold of the column
-    or, from `bounds_ptr`, of the row; otherwise what is not 0."""
+    or the bound of the row, times the factor of the column if there is one; otherwise what is not 0."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_xm
     for at in range(tl.program_id(1), tiles, tl.num_programs(1)):
@@ -44,6 +44,8 @@ def _pack_twell_kernel(
                 bound = 0.0
                 if bounds_ptr is not None:
                     bound = tl.load(bounds_ptr + row)
+                    if factors_ptr is not None:
+                        bound *= tl.load(factors_ptr + begin + columns, mask=columns < width, other=0.0)
                 if threshold_ptr is not None:
                     bound = tl.load(threshold_ptr + begin + columns, mask=columns < width, other=0.0)
                     bound = bound.to(tl.float32)
@@ -129,6 +131,7 @@ def _launch_pack_twell(
     indices: Tensor,
     counts: Tensor,
     bounds: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> None:
     if counts.numel() == 0:
         return
@@ -136,8 +139,9 @@ def _launch_pack_twell(
     (m, tiles, slots), n = values.shape, x.shape[1]
     scan, warps = tuning.scan_tile(m, n, x.element_size())
     meta = {**fit_block(scan, tile), "ABOVE": above}
-    key = (m, n, tile, slots, x.dtype, x.stride(0), threshold is None or threshold.dtype, above, bounds is None)
-    args = (x, threshold, bounds, values, indices, counts, x.stride(0), n, tiles, tile, slots)
+    key = (m, n, tile, slots, x.dtype, x.stride(0), above)
+    key += (threshold is None or threshold.dtype, bounds is None, factors is None)
+    args = (x, threshold, bounds, factors, values, indices, counts, x.stride(0), n, tiles, tile, slots)
     # Rows alone fill the GPU, or tiles of a row go to programs of their own.
     share = 1 if tuning.one_program_a_row(m, n) else min(tiles, 64)
     _pack_twell(key, (m, share, 1), args, meta, num_warps=warps)
@@ -164,9 +168,9 @@ def twell_to_ell(
 EXAMPLES = {
     _pack_twell_kernel: {
         "signature": {
-            "x_ptr": "*bf16", "threshold_ptr": "*fp32", "bounds_ptr": None, "values_ptr": "*bf16",
-            "indices_ptr": "*u8", "counts_ptr": "*i16", "stride_xm": "i32", "N": "i32", "tiles": "i32", "tile": "i32",
-            "slots": "i32",
+            "x_ptr": "*bf16", "threshold_ptr": "*fp32", "bounds_ptr": None, "factors_ptr": None,
+            "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16",
+            **dict.fromkeys(("stride_xm", "N", "tiles", "tile", "slots"), "i32"),
         },
         "constexprs": {"BLOCK": 256, "VEC": 8, "ABOVE": True},
         "num_warps": 1,

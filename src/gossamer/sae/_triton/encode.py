@@ -343,8 +343,9 @@ def encode(
     With few rows host time is most of it, so as in `decode` what follows from shapes is done once and kept as a plan.
     """
     x = (x if b_dec is None else x - b_dec).to(weight.dtype)
-    if activation == "topk" and not keep_source and scale is None and tuning.topk_packs(len(x), k, weight):
-        values, indices, nnz, l0 = topk.row_topk(x, weight, None if bias is None else bias.contiguous(), k)
+    if activation == "topk" and not keep_source and tuning.topk_packs(len(x), k, weight):
+        bias, scale = (None if vector is None else vector.contiguous() for vector in (bias, scale))
+        values, indices, nnz, l0 = topk.row_topk(x, weight, bias, scale, k)
         return values, indices, nnz, x.new_empty(0, weight.shape[1]), l0
     if bias is not None and bias.dtype is weight.dtype:
         # The product's own epilogue adds in float32 as well, and rounds once.

@@ -150,10 +150,11 @@ def group_maxima(z_ptr, bias_ptr, scale_ptr, N, BLOCK: tl.constexpr, VEC: tl.con
 
 @triton.jit
 def emit_largest(
-    z_ptr, bias_ptr, scale_ptr, list_ptr, columns_ptr, count, kth, need, values_ptr, indices_ptr, N,
+    z_ptr, bias_ptr, scale_ptr, list_ptr, columns_ptr, own_ptr, count, kth, need, values_ptr, indices_ptr, N,
     LIST: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Writes what has the listed keys above kth, and the first `need` that equal it, as entries; how many."""
+    """Writes what has the listed keys above kth, and the first `need` that equal it, as entries; how many. With a scale
+    their own keys are listed at `own_ptr`, or they are read from z again."""
     slots = tl.arange(0, LIST)
     held = 0
     seen = 0
@@ -165,6 +166,9 @@ def emit_largest(
         slot = held + tl.cumsum(keep, axis=0) - keep
         if scale_ptr is None:
             value = (key << SHIFT).to(tl.float32, bitcast=True)
+        elif own_ptr is not None:
+            own = tl.load(own_ptr + first + slots, mask=keep != 0, other=0)
+            value = (own << SHIFT).to(tl.float32, bitcast=True)
         else:
             value = add_bias(tl.load(z_ptr + column, mask=keep != 0, other=0.0), bias_ptr, column, N)
         tl.store(values_ptr + slot, value, mask=keep != 0)
@@ -220,7 +224,7 @@ def settle_row(
         tl.store(need_ptr + row, need)
     else:
         held = emit_largest(
-            z_row, bias_ptr, scale_ptr, list_ptr, list_ptr + length, count, kth, need, values_ptr + row * k,
+            z_row, bias_ptr, scale_ptr, list_ptr, list_ptr + length, None, count, kth, need, values_ptr + row * k,
             indices_ptr + row * k, N, LIST, SHIFT,
         )  # fmt: skip
         tl.store(nnz_ptr + row, held)
@@ -340,9 +344,9 @@ def row_topk(
     return values, indices, nnz, l0
 
 
-def some_topk(z: Tensor, k: int, some: Tensor, out: tuple[Tensor, ...]) -> None:
+def some_topk(z: Tensor, k: int, scale: Tensor | None, some: Tensor, out: tuple[Tensor, ...]) -> None:
     """Fills out as `row_topk` does, at rows where `some` [M] is not 0."""
-    _largest_of_rows(z, None, None, k, (None, None, *out), some)
+    _largest_of_rows(z, None, scale, k, (None, None, *out), some)
 
 
 def _largest_of_rows(

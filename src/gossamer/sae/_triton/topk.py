@@ -26,25 +26,27 @@ from gossamer.sae._triton.select import SHIFT, count_above, emit_largest, group_
 
 @triton.jit
 def _row_bound_kernel(
-    z_ptr, bias_ptr, out_ptr, N, rank, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr
+    z_ptr, bias_ptr, scale_ptr, out_ptr, N, rank, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr
 ):  # fmt: skip
     """Program (row): the number below the rank-th largest of its BLOCK group maxima, or 0."""
     row = tl.program_id(0).to(tl.int64)
-    largest = group_maxima(z_ptr + row * N, bias_ptr, None, N, BLOCK, VEC, SHIFT)
+    largest = group_maxima(z_ptr + row * N, bias_ptr, scale_ptr, N, BLOCK, VEC, SHIFT)
     kth = tl.maximum(kth_largest(largest, z_ptr, 0, rank, 0, BLOCK), 1)
     tl.store(out_ptr + row, ((kth - 1) << SHIFT).to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def _topk_of_tiles_kernel(
-    values_ptr, indices_ptr, counts_ptr, bounds_ptr, list_ptr, out_ptr, columns_ptr, nnz_ptr, l0_ptr, again_ptr,
-    M, tiles, slots, tile, k, length,
+    values_ptr, indices_ptr, counts_ptr, scale_ptr, bounds_ptr, list_ptr, out_ptr, columns_ptr, nnz_ptr, l0_ptr,
+    again_ptr, M, tiles, slots, tile, k, length,
     BLOCK: tl.constexpr, LIST: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Program p takes rows p, p + programs, ...: it brings their tiles together, an entry of each of BLOCK tiles at a
-    time, in a list of `length` keys and as many columns, and writes the k largest as entries. `again` says which rows
-    could not be settled."""
-    list_ptr += tl.program_id(0).to(tl.int64) * (2 * length)
+    time, in a list of `length` keys, as many columns and, if what is ranked is scaled, keys without the scale. The k
+    largest are written as entries. `again` says which rows could not be settled."""
+    columns_of = list_ptr + tl.program_id(0).to(tl.int64) * (3 * length)
+    keys_of = columns_of + length
+    own_of = keys_of + length
     row = tl.program_id(0).to(tl.int64)
     while row < M:
         base = 0
@@ -57,26 +59,32 @@ def _topk_of_tiles_kernel(
             for rank in range(0, tl.minimum(largest, slots)):
                 held = (rank < counts) & (slot + rank < length)
                 entry = (row * tiles + at) * slots + rank
-                value = tl.load(values_ptr + entry, mask=held, other=0.0).to(tl.float32)
+                value = tl.load(values_ptr + entry, mask=held, other=0.0)
                 column = at * tile + tl.load(indices_ptr + entry, mask=held, other=0).to(tl.int32)
-                tl.store(list_ptr + slot + rank, order_key(value, SHIFT), mask=held)
-                tl.store(list_ptr + length + slot + rank, column, mask=held)
+                tl.store(columns_of + slot + rank, column, mask=held)
+                key = order_key(value.to(tl.float32), SHIFT)
+                if scale_ptr is not None:
+                    tl.store(own_of + slot + rank, key, mask=held)
+                    scale = tl.load(scale_ptr + column, mask=held, other=0.0).to(tl.float32)
+                    key = order_key((value.to(tl.float32) * scale).to(value.dtype).to(tl.float32), SHIFT)
+                tl.store(keys_of + slot + rank, key, mask=held)
             base += tl.sum(counts, axis=0)
             most = tl.maximum(most, largest)
-        # A bound that is NaN is not 0.
-        settled = (most <= slots) & (base <= length) & ((base >= k) | (tl.load(bounds_ptr + row) == 0))
+        # Lists are read by other threads than those that wrote them.
+        tl.debug_barrier()
+        count = tl.minimum(base, length)
+        lanes = tl.arange(0, LIST)
+        keys = tl.load(keys_of + lanes, mask=lanes < count, other=0)
+        # What is not listed does not exceed the bound: the k-th largest is found if it does.
+        bound = tl.load(bounds_ptr + row).to(tl.int32, bitcast=True) >> SHIFT
+        kth = kth_largest(keys, keys_of, count, k, bound, LIST)
+        settled = (most <= slots) & (base <= length) & ((kth > bound) | (bound == 0))
         tl.store(again_ptr + row, (~settled).to(tl.int32))
         if settled:
-            # The list is read by other threads than those that wrote it.
-            tl.debug_barrier()
-            lanes = tl.arange(0, LIST)
-            keys = tl.load(list_ptr + lanes, mask=lanes < base, other=0)
-            # All of them exceed the bound.
-            low = tl.load(bounds_ptr + row).to(tl.int32, bitcast=True) >> SHIFT
-            kth = tl.maximum(kth_largest(keys, list_ptr, base, k, low, LIST), 1)
-            need = k - count_above(keys, list_ptr, base, kth, LIST)
+            kth = tl.maximum(kth, 1)
+            need = k - count_above(keys, keys_of, count, kth, LIST)
             held = emit_largest(
-                None, None, None, list_ptr, list_ptr + length, base, kth, need, out_ptr + row * k,
+                None, None, scale_ptr, keys_of, columns_of, own_of, count, kth, need, out_ptr + row * k,
                 columns_ptr + row * k, 0, CHUNK, SHIFT,
             )  # fmt: skip
             tl.store(nnz_ptr + row, held)
@@ -90,21 +98,25 @@ _row_bound = launch.Kernel(_row_bound_kernel)
 _topk_of_tiles = launch.Kernel(_topk_of_tiles_kernel)
 
 
-def row_topk(x: Tensor, weight: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def row_topk(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `select.row_topk`, of x @ weight + bias, where `tuning.topk_packs`."""
     m = x.shape[0]
     values, indices = x.new_empty(m, k), torch.empty(m, k, dtype=torch.int32, device=x.device)
     nnz, l0 = (torch.empty(m, dtype=dtype, device=x.device) for dtype in (torch.int32, torch.float32))
     again = torch.empty_like(nnz)
     run = tuning.topk_run(x.shape[1])
-    bounds = _bounds(*_sample(x, weight, bias, run), tuning.topk_rank(k, run))
-    _pack_and_select(x, weight, bias, k, run, bounds, (values, indices, nnz, l0, again))
-    _settle(x, weight, bias, k, again, (values, indices, nnz, l0))
+    bounds = _bounds(*_sample(x, weight, bias, scale, run), tuning.topk_rank(k, run))
+    _pack_and_select(x, weight, bias, scale, k, run, bounds, (values, indices, nnz, l0, again))
+    _settle(x, weight, bias, scale, k, again, (values, indices, nnz, l0))
     return values, indices, nnz, l0
 
 
-def _sample(x: Tensor, weight: Tensor, bias: Tensor | None, run: int) -> tuple[Tensor, Tensor | None]:
-    """(pre-activations of the sampled columns, bias that is still to be added)."""
+def _sample(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, run: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(pre-activations of the sampled columns, bias that is still to be added, scale)."""
     tile = tuning.TOPK_TILE
     whole = weight.shape[1] // tile * tile
     runs = weight[:, :whole].unflatten(1, (-1, tile))[:, :, :run]
@@ -113,10 +125,12 @@ def _sample(x: Tensor, weight: Tensor, bias: Tensor | None, run: int) -> tuple[T
         columns = _wide(runs.permute(1, 2, 0)).contiguous().flatten(0, 1).view(x.dtype).t()
     else:
         columns = _wide(runs).contiguous().flatten(1).view(x.dtype)
-    if bias is None:
-        return x @ columns, None
-    part = bias[:whole].view(-1, tile)[:, :run].flatten()
-    return (torch.addmm(part, x, columns), None) if bias.dtype is x.dtype else (x @ columns, part)
+    bias, scale = (
+        None if vector is None else vector[:whole].view(-1, tile)[:, :run].flatten() for vector in (bias, scale)
+    )
+    if bias is not None and bias.dtype is x.dtype:
+        return torch.addmm(bias, x, columns), None, scale
+    return x @ columns, bias, scale
 
 
 def _wide(runs: Tensor) -> Tensor:
@@ -127,19 +141,26 @@ def _wide(runs: Tensor) -> Tensor:
     return runs.view(torch.complex128) if whole else runs
 
 
-def _bounds(z: Tensor, bias: Tensor | None, rank: int) -> Tensor:
+def _bounds(z: Tensor, bias: Tensor | None, scale: Tensor | None, rank: int) -> Tensor:
     """What an entry of each row has to exceed, float32 [M], from 0 on."""
     m, n = z.shape
     bounds = torch.empty(m, dtype=torch.float32, device=z.device)
     vector = 16 // z.element_size()
     meta = {"BLOCK": max(min(launch.next_power_of_2(n), 512), 32 * vector), "VEC": vector, "SHIFT": SHIFT[z.dtype]}
-    key = (m, n, rank, z.dtype, None if bias is None else bias.dtype)
-    _row_bound(key, (m, 1, 1), (z, bias, bounds, n, rank), meta, num_warps=1)
+    key = (m, n, rank, z.dtype, bias is None or bias.dtype, scale is None or scale.dtype)
+    _row_bound(key, (m, 1, 1), (z, bias, scale, bounds, n, rank), meta, num_warps=1)
     return bounds
 
 
 def _pack_and_select(
-    x: Tensor, weight: Tensor, bias: Tensor | None, k: int, run: int, bounds: Tensor, out: tuple[Tensor, ...]
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    k: int,
+    run: int,
+    bounds: Tensor,
+    out: tuple[Tensor, ...],
 ) -> None:
     """Fills values, indices, nnz and l0 of the rows that `again`, the last of out, does not name."""
     (m, _), n = x.shape, weight.shape[1]
@@ -148,17 +169,26 @@ def _pack_and_select(
     values = x.new_empty(m, tiles, slots)
     indices = torch.empty(m, tiles, slots, dtype=torch.uint8, device=x.device)
     counts = torch.empty(m, tiles, dtype=torch.int16, device=x.device)
-    _launch_linear_pack(x, weight.t(), bias, None, tile, (values, indices, counts), bounds)
+    # Little enough below the quotient that rounding loses nothing that exceeds the bound.
+    factors = None if scale is None else (1 - 2**-20) / scale.float()
+    _launch_linear_pack(x, weight.t(), bias, None, tile, (values, indices, counts), bounds, factors)
     programs = min(m, 16 * tuning.programs(x.device))
-    lists = torch.empty(programs, 2, length, dtype=torch.int32, device=x.device)
-    args = (values, indices, counts, bounds, lists, *out, m, tiles, slots, tile, k, length)
+    lists = torch.empty(programs, 3, length, dtype=torch.int32, device=x.device)
+    args = (values, indices, counts, scale, bounds, lists, *out, m, tiles, slots, tile, k, length)
     meta, warps = tuning.topk_tile(tiles, k, run)
-    _topk_of_tiles(
-        (m, tiles, k, run, x.dtype), (programs, 1, 1), args, {**meta, "SHIFT": SHIFT[x.dtype]}, num_warps=warps
-    )
+    key = (m, tiles, k, run, x.dtype, scale is None or scale.dtype)
+    _topk_of_tiles(key, (programs, 1, 1), args, {**meta, "SHIFT": SHIFT[x.dtype]}, num_warps=warps)
 
 
-def _settle(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, again: Tensor, out: tuple[Tensor, ...]) -> None:
+def _settle(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    k: int,
+    again: Tensor,
+    out: tuple[Tensor, ...],
+) -> None:
     """Writes the rows that `again` names, from all of their pre-activations."""
     m, n = x.shape[0], weight.shape[1]
     # Few blocks, for each costs two launches, and of those no more than a quarter of the matrix where that is large.
@@ -169,20 +199,23 @@ def _settle(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, again: Tenso
         rows = slice(first, first + block)
         part = z[: len(again[rows])]
         _launch_linear_source(x[rows], weight.t(), bias, None, again[rows], 0, part)
-        select.some_topk(part, k, again[rows], tuple(tensor[rows] for tensor in out))
+        select.some_topk(part, k, scale, again[rows], tuple(tensor[rows] for tensor in out))
 
 
 EXAMPLES = {
     _row_bound_kernel: {
-        "signature": {"z_ptr": "*bf16", "bias_ptr": "*fp32", "out_ptr": "*fp32", "N": "i32", "rank": "i32"},
+        "signature": {
+            "z_ptr": "*bf16", "bias_ptr": "*fp32", "scale_ptr": None, "out_ptr": "*fp32", "N": "i32", "rank": "i32",
+        },
         "constexprs": {"BLOCK": 512, "VEC": 8, "SHIFT": 16},
         "num_warps": 1,
     },
     _topk_of_tiles_kernel: {
         "signature": {
-            "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16", "bounds_ptr": "*fp32",
-            "list_ptr": "*i32", "out_ptr": "*bf16", "columns_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32",
-            "again_ptr": "*i32", **dict.fromkeys(("M", "tiles", "slots", "tile", "k", "length"), "i32"),
+            "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16", "scale_ptr": "*bf16",
+            "bounds_ptr": "*fp32", "list_ptr": "*i32", "out_ptr": "*bf16", "columns_ptr": "*i32", "nnz_ptr": "*i32",
+            "l0_ptr": "*fp32", "again_ptr": "*i32",
+            **dict.fromkeys(("M", "tiles", "slots", "tile", "k", "length"), "i32"),
         },
         "constexprs": {"BLOCK": 128, "LIST": 1024, "CHUNK": 128, "SHIFT": 16},
         "num_warps": 1,
