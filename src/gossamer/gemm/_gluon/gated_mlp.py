@@ -4,7 +4,8 @@ The gradient of what gate and up made is grad @ down_weight. A program computes 
 128 rows by 256 columns, with a warp that loads and two warpgroups that multiply and hand their half of a tile over in
 shared memory, rounded. A warp a warpgroup takes it from there: it reads gate and up, 8 rows at a time with 16 bytes a
 lane, and writes their gradients in their places and what they gated. It has the time of a whole tile, so that six
-passes over matrices of that size cost nothing beside the product, where that is long enough.
+passes over matrices of that size cost nothing beside the product, where that is long enough. A program's last tile has
+no other beside it, and is gated by the warpgroups themselves.
 """
 
 import torch
@@ -25,6 +26,7 @@ from gossamer.gemm._gluon.linear_pack import (
     STAGES,
     TILE,
     consume,
+    last_of,
     prepare,
     produce,
 )
@@ -69,51 +71,75 @@ def gated(flow, gate, up, DTYPE: gl.constexpr, ACTIVATION: gl.constexpr):
 
 
 @gluon.jit
-def gate(matrices, handover, extent, GROUP: gl.constexpr, GROUP_M: gl.constexpr, ACTIVATION: gl.constexpr):
-    """The warp that gates what warpgroup GROUP hands over. A row is spread over the lanes, 8 columns in each, in pairs
+def gate_tile(
+    matrices, halves, tile, extent, GROUP: gl.constexpr, GROUP_M: gl.constexpr, ACTIVATION: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Gates what warpgroup GROUP has handed over. A row is spread over the lanes of a warp, 8 columns in each, in pairs
     of 16 bits: the compiler would give each number a register."""
     gate_ptr, up_ptr, hidden_ptr, M, N = matrices
+    tiles_m, tiles_n, _ = extent
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
+    swizzle: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    LINES: gl.constexpr = PIECE * WARPS
+    pieces = halves._reinterpret(gl.int32, [GROUPS * ROWS // LINES, LINES, BLOCK_N // 2], swizzle)
+    columns = gl.expand_dims(gl.arange(0, BLOCK_N // 2, layout=gl.SliceLayout(0, layout)), 0)
+    warp = gl.expand_dims(gl.arange(0, WARPS, layout=gl.SliceLayout(1, layout)), 1)
+    tile_m, tile_n = origin_of(tile, tiles_m, tiles_n, GROUP_M)
+    row = (tile_m * GROUPS + GROUP) * ROWS
+    column = tile_n * (BLOCK_N // 2) + columns
+    # Within a tile 32 bits do for an offset.
+    first = row.to(gl.int64) * (N // 2)
+    for piece in range(ROWS // LINES):
+        upper, lower = halves_of(pieces.index(GROUP * (ROWS // LINES) + piece).load(layout), layout)
+        for half in gl.static_range(2):
+            a, b = halves_of(lower if half else upper, layout)
+            a0, a1 = halves_of(a, layout)
+            b0, b1 = halves_of(b, layout)
+            flows = (a0, a1, b0, b1)
+            line = piece * LINES + half * (LINES // 2) + warp
+            # All rows are asked for before the first is waited for.
+            gates = ()
+            ups = ()
+            for i in gl.static_range(PIECE // 2):
+                inside = (row + line + i * WARPS < M) & (column < N // 2)
+                at = first + ((line + i * WARPS) * (N // 2) + column)
+                gates = gates + (gl.load(gate_ptr + at, mask=inside, other=0),)
+                ups = ups + (gl.load(up_ptr + at, mask=inside, other=0),)
+            for i in gl.static_range(PIECE // 2):
+                inside = (row + line + i * WARPS < M) & (column < N // 2)
+                at = first + ((line + i * WARPS) * (N // 2) + column)
+                grad_gate, grad_up, hidden = gated(flows[i], gates[i], ups[i], halves.dtype, ACTIVATION)
+                gl.store(gate_ptr + at, grad_gate, mask=inside)
+                gl.store(up_ptr + at, grad_up, mask=inside)
+                gl.store(hidden_ptr + at, hidden, mask=inside)
+
+
+@gluon.jit
+def gate(matrices, handover, extent, GROUP: gl.constexpr, GROUP_M: gl.constexpr, ACTIVATION: gl.constexpr):
+    """The warp that gates what warpgroup GROUP hands over, but for the last tile."""
     halves, full, free = handover
     tiles_m, tiles_n, _ = extent
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
-    swizzle: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-    pieces = halves._reinterpret(gl.int32, [GROUPS * ROWS // PIECE, PIECE, BLOCK_N // 2], swizzle)
-    columns = gl.expand_dims(gl.arange(0, BLOCK_N // 2, layout=gl.SliceLayout(0, layout)), 0)
     turn = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = origin_of(tile, tiles_m, tiles_n, GROUP_M)
-        row = (tile_m * GROUPS + GROUP) * ROWS
-        column = tile_n * (BLOCK_N // 2) + columns
-        # Within a tile 32 bits do for an offset.
-        first = row.to(gl.int64) * (N // 2)
+    for tile in range(gl.program_id(0), tiles_m * tiles_n - gl.num_programs(0), gl.num_programs(0)):
         mbarrier.wait(full.index(GROUP), turn & 1)
-        for piece in range(ROWS // PIECE):
-            upper, lower = halves_of(pieces.index(GROUP * (ROWS // PIECE) + piece).load(layout), layout)
-            for half in gl.static_range(2):
-                a, b = halves_of(lower if half else upper, layout)
-                a0, a1 = halves_of(a, layout)
-                b0, b1 = halves_of(b, layout)
-                flows = (a0, a1, b0, b1)
-                line = piece * PIECE + half * (PIECE // 2)
-                # All rows are asked for before the first is waited for.
-                gates = ()
-                ups = ()
-                for i in gl.static_range(PIECE // 2):
-                    inside = (row + line + i < M) & (column < N // 2)
-                    at = first + ((line + i) * (N // 2) + column)
-                    gates = gates + (gl.load(gate_ptr + at, mask=inside, other=0),)
-                    ups = ups + (gl.load(up_ptr + at, mask=inside, other=0),)
-                for i in gl.static_range(PIECE // 2):
-                    inside = (row + line + i < M) & (column < N // 2)
-                    at = first + ((line + i) * (N // 2) + column)
-                    grad_gate, grad_up, hidden = gated(flows[i], gates[i], ups[i], halves.dtype, ACTIVATION)
-                    gl.store(gate_ptr + at, grad_gate, mask=inside)
-                    gl.store(up_ptr + at, grad_up, mask=inside)
-                    gl.store(hidden_ptr + at, hidden, mask=inside)
+        gate_tile(matrices, halves, tile, extent, GROUP, GROUP_M, ACTIVATION, 1)
         # All lanes must have read before the one that arrives says so.
         _barrier()
         mbarrier.arrive(free.index(GROUP), count=1)
         turn += 1
+
+
+@gluon.jit
+def multiply(
+    matrices, ring, handover, extent, GROUP: gl.constexpr, GROUP_M: gl.constexpr, ACTIVATION: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup GROUP, which gates its half of the last tile itself: nobody else is at work then, and four warps take a
+    quarter of the time."""
+    consume(None, matrices[4], ring, handover, extent, GROUP, False, GROUP_M, STAGES)
+    last, _ = last_of(extent)
+    gate_tile(matrices, handover[0], last, extent, GROUP, GROUP_M, ACTIVATION, 4)
 
 
 @gluon.jit(do_not_specialize=["M", "tiles_m", "tiles_n", "steps"])
@@ -128,8 +154,8 @@ def _gated_mlp_bwd_kernel(
     # The three warps that do not multiply share a warpgroup, and so its registers: 120 a thread, for 192 of the others.
     gl.warp_specialize(
         [
-            (consume, (None, N, ring, handover, extent, 0, False, GROUP_M, STAGES)),
-            (consume, (None, N, ring, handover, extent, 1, False, GROUP_M, STAGES)),
+            (multiply, (matrices, ring, handover, extent, 0, GROUP_M, ACTIVATION, STAGES)),
+            (multiply, (matrices, ring, handover, extent, 1, GROUP_M, ACTIVATION, STAGES)),
             (produce, (inputs, ring, extent, False, GROUP_M, STAGES)),
             (gate, (matrices, handover, extent, 0, GROUP_M, ACTIVATION)),
             (gate, (matrices, handover, extent, 1, GROUP_M, ACTIVATION)),

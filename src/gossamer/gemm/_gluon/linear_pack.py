@@ -7,7 +7,8 @@ them. 256 columns are the widest wgmma, which asks least of shared memory, and l
 
 The warpgroups hand their half of a tile over in shared memory, rounded, and go on with the next tile at once: packing
 takes far longer than storing a tile would, but it has the time of a whole tile, and so little of the SM that two warps
-do it. That takes 64 KiB, so that the ring has three stages of 48 KiB.
+do it. That takes 64 KiB, so that the ring has three stages of 48 KiB. A program's last tile has no other beside it, and
+is packed by the warpgroups themselves.
 """
 
 from torch import Tensor
@@ -39,7 +40,7 @@ def add(a, b):
 @gluon.jit
 def split_pairs(pairs, layout: gl.constexpr):
     """A piece as the four registers in which a lane holds 8 columns of a row, two in each."""
-    even, odd = pairs.reshape([PIECE, 32, 2, 2]).split()
+    even, odd = pairs.reshape([pairs.shape[0], 32, 2, 2]).split()
     first, third = even.split()
     second, fourth = odd.split()
     first = gl.convert_layout(first, layout, assert_trivial=True)
@@ -191,72 +192,101 @@ def consume(
 
 
 @gluon.jit
-def pack(
-    outputs, threshold_ptr, bounds_ptr, factors_ptr, M, N, handover, extent, GROUP: gl.constexpr,
-    GROUP_M: gl.constexpr, SLOTS: gl.constexpr,
+def pack_tile(
+    target, handover, tile, turn, extent, GROUP: gl.constexpr, GROUP_M: gl.constexpr, SLOTS: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The warp that packs what warpgroup GROUP hands over. A row is spread over the lanes, 8 columns in each."""
+    """Packs what warpgroup GROUP hands over. A row is spread over the lanes of a warp, 8 columns in each."""
+    outputs, limits, M, N = target
     values_ptr, indices_ptr, counts_ptr = outputs
-    halves, full, free = handover
+    threshold_ptr, bounds_ptr, factors_ptr = limits
+    halves, full, _ = handover
     tiles_m, tiles_n, _ = extent
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 1], [1, 0])
-    wide: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
+    wide: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
     swizzle: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-    pieces = halves._reinterpret(gl.int32, [GROUPS * ROWS // PIECE, PIECE, BLOCK_N // 2], swizzle)
+    LINES: gl.constexpr = PIECE * WARPS
+    pieces = halves._reinterpret(gl.int32, [GROUPS * ROWS // LINES, LINES, BLOCK_N // 2], swizzle)
     lane = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, layout)), 0)
-    lines = gl.expand_dims(gl.arange(0, PIECE, layout=gl.SliceLayout(1, layout)), 1)
+    lines = gl.expand_dims(gl.arange(0, LINES, layout=gl.SliceLayout(1, layout)), 1)
+    tile_m, tile_n = origin_of(tile, tiles_m, tiles_n, GROUP_M)
+    column = tile_n * BLOCK_N + lane * 8
+    # Not by an infinite bound: where x has a NaN so has every column, even one that W has not.
+    inside = 0xFF00 >> gl.minimum(gl.maximum(N - column, 0), 8) & 0xFF
+    b0 = gl.zeros([1, 32], gl.int32, layout)
+    b1, b2, b3 = b0, b0, b0
+    if threshold_ptr is not None:
+        b0 = load_bound(threshold_ptr, column, N, halves.dtype)
+        b1 = load_bound(threshold_ptr, column + 2, N, halves.dtype)
+        b2 = load_bound(threshold_ptr, column + 4, N, halves.dtype)
+        b3 = load_bound(threshold_ptr, column + 6, N, halves.dtype)
+    factors = None
+    if factors_ptr is not None:
+        f0 = load_factors(factors_ptr, column, N)
+        f1 = load_factors(factors_ptr, column + 2, N)
+        f2 = load_factors(factors_ptr, column + 4, N)
+        f3 = load_factors(factors_ptr, column + 6, N)
+        factors = (f0, f1, f2, f3)
+    row = (tile_m * GROUPS + GROUP) * ROWS
+    # Within a tile 32 bits do for an offset.
+    first = row.to(gl.int64) * tiles_n + tile_n
+    mbarrier.wait(full.index(GROUP), turn & 1)
+    for piece in range(ROWS // LINES):
+        pairs = split_pairs(pieces.index(GROUP * (ROWS // LINES) + piece).load(wide), layout)
+        line = piece * LINES + lines
+        if bounds_ptr is None:
+            bits = bits_above(pairs, (b0, b1, b2, b3), halves.dtype) & inside
+        else:
+            bound = gl.load(bounds_ptr + row + line, mask=row + line < M, other=0.0)
+            bits = bits_above(pairs, row_bounds(bound, factors, halves.dtype), halves.dtype) & inside
+        held = count_bits(bits)
+        upto = gl.associative_scan(held, 1, add)
+        exists = row + line < M
+        gl.store(counts_ptr + first + (line * tiles_n + lane * 0), upto.to(gl.int16), mask=exists & (lane == 31))
+        rank = upto - held
+        slot = line * (tiles_n * SLOTS) + rank
+        bits = gl.where(exists & (rank < SLOTS), bits, 0)
+        # A lane that holds an entry seldom holds a second one.
+        while gl.max(gl.max(bits, 0), 0) > 0:
+            at = leading_zeros(bits) - 24
+            pair = gl.where(at < 4, gl.where(at < 2, pairs[0], pairs[1]), gl.where(at < 6, pairs[2], pairs[3]))
+            value = (pair >> (at & 1) * 16).to(gl.int16).to(halves.dtype, bitcast=True)
+            gl.store(values_ptr + first * SLOTS + slot, value, mask=bits > 0)
+            gl.store(indices_ptr + first * SLOTS + slot, (lane * 8 + at).to(gl.uint8), mask=bits > 0)
+            slot += 1
+            bits = gl.where((slot & (SLOTS - 1)) > 0, bits & (0x7F >> at), 0)
+
+
+@gluon.jit
+def pack(target, handover, extent, GROUP: gl.constexpr, GROUP_M: gl.constexpr, SLOTS: gl.constexpr):
+    """The warp that packs what warpgroup GROUP hands over, but for the last tile."""
+    tiles_m, tiles_n, _ = extent
     turn = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = origin_of(tile, tiles_m, tiles_n, GROUP_M)
-        column = tile_n * BLOCK_N + lane * 8
-        # Not by an infinite bound: where x has a NaN so has every column, even one that W has not.
-        inside = 0xFF00 >> gl.minimum(gl.maximum(N - column, 0), 8) & 0xFF
-        b0 = gl.zeros([1, 32], gl.int32, layout)
-        b1, b2, b3 = b0, b0, b0
-        if threshold_ptr is not None:
-            b0 = load_bound(threshold_ptr, column, N, halves.dtype)
-            b1 = load_bound(threshold_ptr, column + 2, N, halves.dtype)
-            b2 = load_bound(threshold_ptr, column + 4, N, halves.dtype)
-            b3 = load_bound(threshold_ptr, column + 6, N, halves.dtype)
-        factors = None
-        if factors_ptr is not None:
-            f0 = load_factors(factors_ptr, column, N)
-            f1 = load_factors(factors_ptr, column + 2, N)
-            f2 = load_factors(factors_ptr, column + 4, N)
-            f3 = load_factors(factors_ptr, column + 6, N)
-            factors = (f0, f1, f2, f3)
-        row = (tile_m * GROUPS + GROUP) * ROWS
-        # Within a tile 32 bits do for an offset.
-        first = row.to(gl.int64) * tiles_n + tile_n
-        mbarrier.wait(full.index(GROUP), turn & 1)
-        for piece in range(ROWS // PIECE):
-            pairs = split_pairs(pieces.index(GROUP * (ROWS // PIECE) + piece).load(wide), layout)
-            line = piece * PIECE + lines
-            if bounds_ptr is None:
-                bits = bits_above(pairs, (b0, b1, b2, b3), halves.dtype) & inside
-            else:
-                bound = gl.load(bounds_ptr + row + line, mask=row + line < M, other=0.0)
-                bits = bits_above(pairs, row_bounds(bound, factors, halves.dtype), halves.dtype) & inside
-            held = count_bits(bits)
-            upto = gl.associative_scan(held, 1, add)
-            exists = row + line < M
-            gl.store(counts_ptr + first + (line * tiles_n + lane * 0), upto.to(gl.int16), mask=exists & (lane == 31))
-            rank = upto - held
-            slot = line * (tiles_n * SLOTS) + rank
-            bits = gl.where(exists & (rank < SLOTS), bits, 0)
-            # A lane that holds an entry seldom holds a second one.
-            while gl.max(gl.max(bits, 0), 0) > 0:
-                at = leading_zeros(bits) - 24
-                pair = gl.where(at < 4, gl.where(at < 2, pairs[0], pairs[1]), gl.where(at < 6, pairs[2], pairs[3]))
-                value = (pair >> (at & 1) * 16).to(gl.int16).to(halves.dtype, bitcast=True)
-                gl.store(values_ptr + first * SLOTS + slot, value, mask=bits > 0)
-                gl.store(indices_ptr + first * SLOTS + slot, (lane * 8 + at).to(gl.uint8), mask=bits > 0)
-                slot += 1
-                bits = gl.where((slot & (SLOTS - 1)) > 0, bits & (0x7F >> at), 0)
+    for tile in range(gl.program_id(0), tiles_m * tiles_n - gl.num_programs(0), gl.num_programs(0)):
+        pack_tile(target, handover, tile, turn, extent, GROUP, GROUP_M, SLOTS, 1)
         # All lanes must have read before the one that arrives says so.
         _barrier()
-        mbarrier.arrive(free.index(GROUP), count=1)
+        mbarrier.arrive(handover[2].index(GROUP), count=1)
         turn += 1
+
+
+@gluon.jit
+def last_of(extent):
+    """(the last tile of a program, and how many came before it)."""
+    ahead = (extent[0] * extent[1] - 1 - gl.program_id(0)) // gl.num_programs(0)
+    return gl.program_id(0) + ahead * gl.num_programs(0), ahead
+
+
+@gluon.jit
+def multiply(
+    bias_ptr, target, ring, handover, extent, GROUP: gl.constexpr, TRANSPOSED: gl.constexpr, GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup GROUP, which packs its half of the last tile itself: nobody multiplies then, and four warps take a
+    quarter of the time."""
+    consume(bias_ptr, target[3], ring, handover, extent, GROUP, TRANSPOSED, GROUP_M, STAGES)
+    tile, turn = last_of(extent)
+    pack_tile(target, handover, tile, turn, extent, GROUP, GROUP_M, SLOTS, 4)
 
 
 @gluon.jit
@@ -284,20 +314,20 @@ def _linear_pack_kernel(
     x_desc, w_desc, bias_ptr, threshold_ptr, bounds_ptr, factors_ptr, values_ptr, indices_ptr, counts_ptr, M, N,
     tiles_m, tiles_n, steps, TRANSPOSED: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """With TRANSPOSED W is [N, K], as in nn.Linear, otherwise [K, N]. An entry exceeds the
-    threshold of its column, or the bound of its row, times the factor of its column if there is one."""
+    """With TRANSPOSED W is [N, K], as in nn.Linear, otherwise [K, N]. An entry exceeds the threshold of its column, or
+    the bound of its row, times the factor of its column if there is one."""
     ring, handover = prepare(x_desc, w_desc, STAGES)
     inputs = (x_desc, w_desc)
-    outputs = (values_ptr, indices_ptr, counts_ptr)
+    target = ((values_ptr, indices_ptr, counts_ptr), (threshold_ptr, bounds_ptr, factors_ptr), M, N)
     extent = (tiles_m, tiles_n, steps)
     # The three warps that do not multiply share a warpgroup, and so its registers: 88 a thread, for 208 of the others.
     gl.warp_specialize(
         [
-            (consume, (bias_ptr, N, ring, handover, extent, 0, TRANSPOSED, GROUP_M, STAGES)),
-            (consume, (bias_ptr, N, ring, handover, extent, 1, TRANSPOSED, GROUP_M, STAGES)),
+            (multiply, (bias_ptr, target, ring, handover, extent, 0, TRANSPOSED, GROUP_M, STAGES, SLOTS)),
+            (multiply, (bias_ptr, target, ring, handover, extent, 1, TRANSPOSED, GROUP_M, STAGES, SLOTS)),
             (produce, (inputs, ring, extent, TRANSPOSED, GROUP_M, STAGES)),
-            (pack, (outputs, threshold_ptr, bounds_ptr, factors_ptr, M, N, handover, extent, 0, GROUP_M, SLOTS)),
-            (pack, (outputs, threshold_ptr, bounds_ptr, factors_ptr, M, N, handover, extent, 1, GROUP_M, SLOTS)),
+            (pack, (target, handover, extent, 0, GROUP_M, SLOTS)),
+            (pack, (target, handover, extent, 1, GROUP_M, SLOTS)),
         ],
         [4, 1, 1, 1],
         [208, 88, 88, 88],
