@@ -119,6 +119,24 @@ def test_a_single_row(k: int, dtype: torch.dtype, device: torch.device, generato
         assert_close(out, reference64=plain("silu", doubled(leaves)), plain=luckless(plain("silu", leaves)))
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("m", [1, 5])
+def test_calls_of_one_shape(
+    m: int, stacked: bool, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    """A GPU keeps launches of few rows: the next call may have other tensors, layouts and activations."""
+    for layout in ("contiguous", "contiguous", "misaligned", "contiguous", "strided", "contiguous"):
+        for activation in ("silu", "relu"):
+            for bias in (None, torch.float32, dtype):
+                leaves = quartered(leaves_of(m, 40, 64, generator, dtype, stacked=stacked, bias=bias is not None))
+                given = {name: strategies.laid_out(leaf, layout) for name, leaf in leaves.items()}
+                if bias is not None:
+                    given |= {name: given[name].to(bias) for name in ("gate_bias", "up_bias")}
+                out = gemm.linear_glu(**given, activation=activation)
+                usual = luckless(plain(activation, leaves))
+                assert_close(out, reference64=plain(activation, doubled(leaves)), plain=usual)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("activation", GATES)
 def test_gradients(

@@ -49,7 +49,7 @@ def load_bias(bias_ptr, columns, N):
 
 @triton.jit
 def _linear_glu_kernel(
-    x_ptr, gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, grad_ptr, out_ptr, first_ptr, second_ptr,
+    x_ptr, gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, out_ptr, grad_ptr, first_ptr, second_ptr,
     stride_xm, stride_xk, stride_gn, stride_gk, stride_un, stride_uk, stride_dm, stride_dn, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     ACTIVATION: tl.constexpr, GRADIENT: tl.constexpr, UPCAST: tl.constexpr,
@@ -189,9 +189,46 @@ def linear_glu(
     out = x.new_empty(m, n)
     kept = (torch.empty_like(out), torch.empty_like(out)) if keep else (x.new_empty(0, n), x.new_empty(0, n))
     if m and n:
-        operands = _operands(x, gate_weight, up_weight, gate_bias, up_bias)
-        _launch_linear_glu(*operands, activation, None, out, kept if keep else None)
+        if m <= 16 and not keep and not launch.INTERPRET:
+            _launch_few_rows(x, gate_weight, up_weight, gate_bias, up_bias, activation, out)
+        else:
+            operands = _operands(x, gate_weight, up_weight, gate_bias, up_bias)
+            _launch_linear_glu(*operands, activation, None, out, kept if keep else None)
     return out, *kept
+
+
+_plans: dict[tuple[object, ...], launch.Bound] = {}
+
+
+def _launch_few_rows(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor | None,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    activation: str,
+    out: Tensor,
+) -> None:
+    """Fills out. Host time is most of a step of decoding: what follows from shapes is done once and kept as a plan."""
+    index = x.get_device()
+    key = (x.shape, x.stride(), x.dtype, gate_weight.shape, gate_weight.stride(), activation, index)
+    key += (None if up_weight is None else up_weight.stride(),)
+    key += tuple([None if bias is None else (bias.dtype, bias.stride()) for bias in (gate_bias, up_bias)])
+    plan = _plans.get(key)
+    if plan is not None:
+        gate = gate_weight.data_ptr()
+        half = out.shape[1] * gate_weight.stride(0) * gate_weight.element_size()
+        up = gate + half if up_weight is None else up_weight.data_ptr()
+        biases = [None if bias is None else bias.data_ptr() for bias in (gate_bias, up_bias)]
+        pointers = (x.data_ptr(), gate, up, *biases, out.data_ptr())
+        if launch.ready(index, pointers[0] | gate | up | (biases[0] or 0) | (biases[1] or 0)):
+            plan(torch._C._cuda_getCurrentRawStream(index), *pointers)
+            return
+    operands = _operands(x, gate_weight, up_weight, gate_bias, up_bias)
+    plan = _launch_linear_glu(*operands, activation, None, out, None)
+    # Not where biases had to be copied.
+    if plan is not None and operands[3] is gate_bias and operands[4] is up_bias and launch.may_keep(x.device):
+        launch.keep(_plans, key, plan)
 
 
 def linear_glu_bwd(
@@ -237,29 +274,29 @@ def _launch_linear_glu(
     grad: Tensor | None,
     out: Tensor | None,
     gates: tuple[Tensor, Tensor] | None,
-) -> None:
-    """Fills out and gates, which are gate and up, or with grad their gradients."""
+) -> launch.Bound | None:
+    """Fills out and gates, which are gate and up, or with grad their gradients. Returns the launch with all but the
+    operands and out bound, where it is one of Triton's."""
     if out is not None and gates is None and tuning.one_row(x, gate_weight, up_weight):
-        _launch_row(x, gate_weight, up_weight, gate_bias, up_bias, activation, out)
-        return
+        return _launch_row(x, gate_weight, up_weight, gate_bias, up_bias, activation, out)
     if x.dtype is torch.float32 and not launch.INTERPRET:
         _launch_float32(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
-        return
+        return None
     if not launch.INTERPRET and tuning.glu_on_hopper(len(x), len(gate_weight), x.shape[1], x.device):
         from gossamer.gemm._gluon import linear_glu as hopper
 
         if hopper.fits(gate_weight.shape[0], x, gate_weight, up_weight):
             hopper.launch_linear_glu(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
-            return
+            return None
     (m, k), n = x.shape, gate_weight.shape[0]
     tile, warps, stages = tuning.glu_tile(m, x.device)
     strides = (*x.stride(), *gate_weight.stride(), *up_weight.stride(), *((0, 0) if grad is None else grad.stride()))
     meta = {**tile, "ACTIVATION": activation, "GRADIENT": grad is not None, "UPCAST": launch.INTERPRET}
     key = (m, n, k, x.dtype, strides, gate_bias is None or gate_bias.dtype, up_bias is None or up_bias.dtype)
     key += (activation, None if grad is None else grad.dtype, out is None, gates is None)
-    args = (x, gate_weight, up_weight, gate_bias, up_bias, grad, out, *(gates or (None, None)), *strides, m, n, k)
+    args = (x, gate_weight, up_weight, gate_bias, up_bias, out, grad, *(gates or (None, None)), *strides, m, n, k)
     grid = (launch.cdiv(m, tile["BLOCK_M"]) * launch.cdiv(n, tile["BLOCK_N"]), 1, 1)
-    _linear_glu(key, grid, args, meta, num_warps=warps, num_stages=stages)
+    return _linear_glu(key, grid, args, meta, num_warps=warps, num_stages=stages, head=6)
 
 
 def _launch_row(
@@ -270,13 +307,14 @@ def _launch_row(
     up_bias: Tensor | None,
     activation: str,
     out: Tensor,
-) -> None:
+) -> launch.Bound | None:
     k, n = x.shape[1], gate_weight.shape[0]
     tile, warps = tuning.glu_row_tile(k, x.element_size())
     strides = (x.stride(1), gate_weight.stride(0), up_weight.stride(0))
     key = (n, k, x.dtype, strides, gate_bias is None or gate_bias.dtype, up_bias is None or up_bias.dtype, activation)
     args = (x, gate_weight, up_weight, gate_bias, up_bias, out, *strides, k)
-    _linear_glu_row(key, (n, 1, 1), args, {**tile, "ACTIVATION": activation}, num_warps=warps)
+    meta = {**tile, "ACTIVATION": activation}
+    return _linear_glu_row(key, (n, 1, 1), args, meta, num_warps=warps, head=6)
 
 
 def _launch_float32(
@@ -336,8 +374,8 @@ _STRIDES = ("stride_xm", "stride_xk", "stride_gn", "stride_gk", "stride_un", "st
 EXAMPLES = {
     _linear_glu_kernel: {
         "signature": {
-            "x_ptr": "*bf16", "gate_ptr": "*bf16", "up_ptr": "*bf16", **_OPTIONAL, "grad_ptr": None,
-            "out_ptr": "*bf16", "first_ptr": "*bf16", "second_ptr": "*bf16",
+            "x_ptr": "*bf16", "gate_ptr": "*bf16", "up_ptr": "*bf16", **_OPTIONAL,
+            "out_ptr": "*bf16", "grad_ptr": None, "first_ptr": "*bf16", "second_ptr": "*bf16",
             **dict.fromkeys((*_STRIDES, "M", "N", "K"), "i32"),
         },
         "constexprs": {
