@@ -50,20 +50,26 @@ def test_every_tile_of_linear_glu_fits(
             assert used["LOCAL"] == used["STACK"] == 0, f"spills: {used}"
 
 
+@pytest.mark.parametrize("bias", [None, "*bf16", "*fp32"])
 @pytest.mark.parametrize("factors", [None, "*fp32"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_linear_pack_with_bounds_of_rows_fits(dtype: str, transposed: bool, factors: str | None) -> None:
+def test_linear_pack_with_bounds_of_rows_fits(
+    dtype: str, transposed: bool, factors: str | None, bias: str | None
+) -> None:
     """As TopK encoders launch it."""
     kernel, example = KERNELS["_gluon._linear_pack_kernel"]
-    signature = {name: kind and kind.replace("bf16", dtype) for name, kind in example["signature"].items()}
-    signature |= {"threshold_ptr": None, "bounds_ptr": "*fp32", "factors_ptr": factors}
+    signature = example["signature"] | {"bias_ptr": bias, "threshold_ptr": None}
+    signature |= {"bounds_ptr": "*fp32", "factors_ptr": factors}
+    signature = {name: kind and kind.replace("bf16", dtype) for name, kind in signature.items()}
     if transposed:
         signature["w_desc"] = signature["w_desc"].replace("[64, 256]", "[256, 64]")
     constexprs = example["constexprs"] | {"TRANSPOSED": transposed, "SLOTS": tuning.TOPK_SLOTS}
     compiled = aot.compile_kernel(kernel, example | {"signature": signature, "constexprs": constexprs}, "sm_90")
     used = aot.resources(compiled)
-    assert used["LOCAL"] == used["STACK"] == 0, f"spills: {used}"
+    # Four words outside of the loop along K, where a bias in float32 is added as well.
+    stack = 16 if factors and bias == "*fp32" else 0
+    assert used["LOCAL"] == 0 and used["STACK"] <= stack, f"spills: {used}"
 
 
 @pytest.mark.parametrize("module", aot.kernel_modules())

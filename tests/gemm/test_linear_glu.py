@@ -125,16 +125,52 @@ def test_calls_of_one_shape(
     m: int, stacked: bool, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
     """A GPU keeps launches of few rows: the next call may have other tensors, layouts and activations."""
-    for layout in ("contiguous", "contiguous", "misaligned", "contiguous", "strided", "contiguous"):
+    alive = []
+    for odd, layout in (
+        (None, "contiguous"),
+        (None, "contiguous"),
+        *((name, "misaligned") for name in ("x", "gate_weight", "up_weight", "gate_bias")),
+        *((name, "strided") for name in ("x", "gate_weight", "up_weight", "gate_bias", "up_bias")),
+        (None, "contiguous"),
+    ):
         for activation in ("silu", "relu"):
             for bias in (None, torch.float32, dtype):
                 leaves = quartered(leaves_of(m, 40, 64, generator, dtype, stacked=stacked, bias=bias is not None))
-                given = {name: strategies.laid_out(leaf, layout) for name, leaf in leaves.items()}
+                given = dict(leaves)
                 if bias is not None:
                     given |= {name: given[name].to(bias) for name in ("gate_bias", "up_bias")}
+                if odd in given:
+                    given[odd] = strategies.laid_out(given[odd], layout)
                 out = gemm.linear_glu(**given, activation=activation)
                 usual = luckless(plain(activation, leaves))
                 assert_close(out, reference64=plain(activation, doubled(leaves)), plain=usual)
+                # What is freed would come back at the same addresses.
+                alive.append((given, out))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 5])
+def test_a_launch_is_kept(m: int, device: torch.device, generator: torch.Generator, monkeypatch: Any) -> None:
+    """Once for each stream's calls alike, and not in a graph; after it nothing is worked out anew."""
+    from gossamer.gemm._triton import linear_glu
+
+    made, make = [], linear_glu._launch_linear_glu
+    monkeypatch.setattr(linear_glu, "_launch_linear_glu", lambda *a: made.append(m) or make(*a))
+    monkeypatch.setattr(linear_glu, "_plans", {})
+    sets = [leaves_of(m, 40, 64, generator, torch.bfloat16) for _ in range(4)]
+    outs = [gemm.linear_glu(**leaves) for leaves in sets]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        outs.append(gemm.linear_glu(**sets[0]))
+    torch.cuda.synchronize()
+    assert len(made) == 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs.append(gemm.linear_glu(**sets[1]))
+    graph.replay()
+    for leaves, out in zip([*sets, sets[0], sets[1]], outs):
+        assert_close(out, reference64=plain("silu", doubled(leaves)), plain=plain("silu", leaves))
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -96,7 +96,7 @@ def test_what_is_ranked_by_a_scale(
     packs: Callable[[bool], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of all sizes, on numbers that round: entries at the bound are not lost. In tiles enough to settle most rows."""
+    """Of all sizes, in tiles enough to settle most rows."""
     from gossamer.sae._triton import topk
 
     again, settle = [], topk._settle
@@ -114,14 +114,36 @@ def test_what_is_ranked_by_a_scale(
         torch.rand(n, device=device, generator=generator).to(dtype) + 0.5,
         torch.exp2(torch.randint(-6, 7, (n,), device=device, generator=generator).float()).to(dtype),
         torch.full((n,), 1 / 3, device=device, dtype=dtype),
-        torch.full((n,), 1e-30, device=device),  # below what 16 bits hold
+        torch.full((n,), 1e-30, device=device),  # below what float16 holds
         torch.rand(2 * n, device=device, generator=generator)[::2] ** 8 + 1e-3,
     ):
         check_same(packs, x, W, b_enc, k=20, scale=scale)
     assert torch.stack(again).float().mean() < 0.5
 
 
+@pytest.mark.parametrize("run", [8, 16])
+def test_what_ties_at_the_bound_by_a_scale(
+    run: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+    packs: Callable[[bool], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Numbers that a scale makes the same, up to rounding: none that equals the k-th largest is lost."""
+    monkeypatch.setattr(tuning, "topk_run", lambda d_in: run)
+    n = 24 * 256 + 40
+    scale = torch.rand(n, device=device, generator=generator) + 0.5
+    sampled = torch.arange(n, device=device) % 256 < run
+    for _ in range(4):
+        kept = torch.rand(n, device=device, generator=generator) < torch.where(sampled, 0.3, 0.03)
+        x, W = torch.eye(1, D, device=device, dtype=dtype), torch.zeros(D, n, device=device, dtype=dtype)
+        W[0] = torch.where(kept, 3 / scale, 0).to(dtype)
+        check_same(packs, x, W, None, k=20, scale=scale)
+
+
 def test_not_a_number_and_infinity(dtype: torch.dtype, device: torch.device, packs: Callable[[bool], None]) -> None:
+    """Also where a bound over a scale is more than float32 holds."""
     x, W = torch.zeros(2, D, device=device, dtype=dtype), torch.zeros(D, N, device=device, dtype=dtype)
     for columns in (slice(3, 5), slice(250, 260), slice(0, N)):
         for value in (NAN, INF):
@@ -129,6 +151,10 @@ def test_not_a_number_and_infinity(dtype: torch.dtype, device: torch.device, pac
             bias[columns] = value
             bias[columns.stop - 1] *= -1
             check_same(packs, x, W, bias)
+            for tiny in (1e-37, 1e-38, 1e-39):
+                scale = torch.ones(N, device=device)
+                scale[columns] = tiny
+                check_same(packs, x, W, bias, scale=scale)
 
 
 @pytest.mark.usefixtures("packs")

@@ -116,7 +116,7 @@ def _assumed(arg: Any, loose: bool) -> Any:
     if isinstance(arg, Tensor):
         return arg.dtype
     if isinstance(arg, int):
-        return None if loose else (arg == 1, arg % 16 == 0, arg >= 1 << 31)
+        return loose or arg == 1, loose or arg % 16 == 0, arg >= 1 << 31
     return type(arg)
 
 

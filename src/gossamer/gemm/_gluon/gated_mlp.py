@@ -135,8 +135,8 @@ def multiply(
     matrices, ring, handover, extent, GROUP: gl.constexpr, GROUP_M: gl.constexpr, ACTIVATION: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup GROUP, which gates its half of the last tile itself: nobody else is at work then, and four warps take a
-    quarter of the time."""
+    """Warpgroup GROUP, which gates its half of the last tile itself: it has nothing left to multiply, and four warps
+    take a quarter of the time."""
     consume(None, matrices[4], ring, handover, extent, GROUP, False, GROUP_M, STAGES)
     last, _ = last_of(extent)
     gate_tile(matrices, handover[0], last, extent, GROUP, GROUP_M, ACTIVATION, 4)

@@ -26,7 +26,7 @@ ROWS = gl.constexpr(64)
 """Rows of a warpgroup."""
 GROUPS = gl.constexpr(2)
 PIECE = gl.constexpr(8)
-"""Rows that a packer reads at a time: eight, over which the swizzle of the halves repeats."""
+"""Rows that a warp reads at a time: eight, over which the swizzle of the halves repeats."""
 
 STAGES = 3
 GROUP_M = 16
@@ -97,18 +97,25 @@ def load_factors(factors_ptr, column, N):
 
 
 @gluon.jit
+def scaled_pair(bound, factors, DTYPE: gl.constexpr):
+    """Finite where the product is not, for infinity exceeds it then, too."""
+    LARGEST: gl.constexpr = 3.4028234663852886e38
+    return pair_below(gl.minimum(bound * factors[0], LARGEST), gl.minimum(bound * factors[1], LARGEST), DTYPE)
+
+
+@gluon.jit
 def row_bounds(bound, factors, DTYPE: gl.constexpr):
-    """The bounds of rows, [PIECE, 1], in a lane's 8 columns."""
+    """The bounds of a piece's rows, a column of them, in a lane's 8 columns."""
     if factors is None:
         pair = pair_below(bound, bound, DTYPE)
         return pair, pair, pair, pair
     else:
         f0, f1, f2, f3 = factors
         return (
-            pair_below(bound * f0[0], bound * f0[1], DTYPE),
-            pair_below(bound * f1[0], bound * f1[1], DTYPE),
-            pair_below(bound * f2[0], bound * f2[1], DTYPE),
-            pair_below(bound * f3[0], bound * f3[1], DTYPE),
+            scaled_pair(bound, f0, DTYPE),
+            scaled_pair(bound, f1, DTYPE),
+            scaled_pair(bound, f2, DTYPE),
+            scaled_pair(bound, f3, DTYPE),
         )
 
 
@@ -282,11 +289,11 @@ def multiply(
     bias_ptr, target, ring, handover, extent, GROUP: gl.constexpr, TRANSPOSED: gl.constexpr, GROUP_M: gl.constexpr,
     STAGES: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup GROUP, which packs its half of the last tile itself: nobody multiplies then, and four warps take a
-    quarter of the time."""
+    """Warpgroup GROUP, which packs its half of the last tile itself: it has nothing left to multiply, and four warps
+    take a quarter of the time."""
     consume(bias_ptr, target[3], ring, handover, extent, GROUP, TRANSPOSED, GROUP_M, STAGES)
-    tile, turn = last_of(extent)
-    pack_tile(target, handover, tile, turn, extent, GROUP, GROUP_M, SLOTS, 4)
+    last, turn = last_of(extent)
+    pack_tile(target, handover, last, turn, extent, GROUP, GROUP_M, SLOTS, 4)
 
 
 @gluon.jit
@@ -315,7 +322,7 @@ def _linear_pack_kernel(
     tiles_m, tiles_n, steps, TRANSPOSED: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """With TRANSPOSED W is [N, K], as in nn.Linear, otherwise [K, N]. An entry exceeds the threshold of its column, or
-    the bound of its row, times the factor of its column if there is one."""
+    the bound of its row, which a factor of its column may multiply."""
     ring, handover = prepare(x_desc, w_desc, STAGES)
     inputs = (x_desc, w_desc)
     target = ((values_ptr, indices_ptr, counts_ptr), (threshold_ptr, bounds_ptr, factors_ptr), M, N)

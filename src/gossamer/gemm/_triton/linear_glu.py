@@ -189,7 +189,8 @@ def linear_glu(
     out = x.new_empty(m, n)
     kept = (torch.empty_like(out), torch.empty_like(out)) if keep else (x.new_empty(0, n), x.new_empty(0, n))
     if m and n:
-        if m <= 16 and not keep and not launch.INTERPRET:
+        few = m <= 16 and not keep and not launch.INTERPRET
+        if few and (x.element_size() == 2 or m == 1):
             _launch_few_rows(x, gate_weight, up_weight, gate_bias, up_bias, activation, out)
         else:
             operands = _operands(x, gate_weight, up_weight, gate_bias, up_bias)
@@ -276,7 +277,7 @@ def _launch_linear_glu(
     gates: tuple[Tensor, Tensor] | None,
 ) -> launch.Bound | None:
     """Fills out and gates, which are gate and up, or with grad their gradients. Returns the launch with all but the
-    operands and out bound, where it is one of Triton's."""
+    operands and out bound, where that is possible: it is one of Triton's, and what it points to is aligned."""
     if out is not None and gates is None and tuning.one_row(x, gate_weight, up_weight):
         return _launch_row(x, gate_weight, up_weight, gate_bias, up_bias, activation, out)
     if x.dtype is torch.float32 and not launch.INTERPRET:

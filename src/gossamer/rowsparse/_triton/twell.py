@@ -29,7 +29,7 @@ def _pack_twell_kernel(
     slots, BLOCK: tl.constexpr, VEC: tl.constexpr, ABOVE: tl.constexpr,
 ):  # fmt: skip
     """Program (row, share of its tiles). ABOVE keeps what is not up to max(threshold, 0), the threshold of the column
-    or the bound of the row, times the factor of the column if there is one; otherwise what is not 0."""
+    or the bound of the row, which a factor of the column may multiply; otherwise what is not 0."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_xm
     for at in range(tl.program_id(1), tiles, tl.num_programs(1)):
@@ -46,6 +46,8 @@ def _pack_twell_kernel(
                     bound = tl.load(bounds_ptr + row)
                     if factors_ptr is not None:
                         bound *= tl.load(factors_ptr + begin + columns, mask=columns < width, other=0.0)
+                        # Infinity exceeds what is finite, and is not lost.
+                        bound = tl.where(bound == float("inf"), 3.4028234663852886e38, bound)
                 if threshold_ptr is not None:
                     bound = tl.load(threshold_ptr + begin + columns, mask=columns < width, other=0.0)
                     bound = bound.to(tl.float32)

@@ -42,9 +42,10 @@ def _topk_of_tiles_kernel(
     BLOCK: tl.constexpr, LIST: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Program p takes rows p, p + programs, ...: it brings their tiles together, an entry of each of BLOCK tiles at a
-    time, in a list of `length` keys, as many columns and, if what is ranked is scaled, keys without the scale. The k
+    time, in a list of `length` keys, as many columns and, if what is ranked is scaled, numbers without the scale. The k
     largest are written as entries. `again` says which rows could not be settled."""
-    columns_of = list_ptr + tl.program_id(0).to(tl.int64) * (3 * length)
+    lists = 2 if scale_ptr is None else 3
+    columns_of = list_ptr + tl.program_id(0).to(tl.int64) * (lists * length)
     keys_of = columns_of + length
     own_of = keys_of + length
     row = tl.program_id(0).to(tl.int64)
@@ -64,7 +65,7 @@ def _topk_of_tiles_kernel(
                 tl.store(columns_of + slot + rank, column, mask=held)
                 key = order_key(value.to(tl.float32), SHIFT)
                 if scale_ptr is not None:
-                    tl.store(own_of + slot + rank, key, mask=held)
+                    tl.store(own_of + slot + rank, value.to(tl.float32).to(tl.int32, bitcast=True) >> SHIFT, mask=held)
                     scale = tl.load(scale_ptr + column, mask=held, other=0.0).to(tl.float32)
                     key = order_key((value.to(tl.float32) * scale).to(value.dtype).to(tl.float32), SHIFT)
                 tl.store(keys_of + slot + rank, key, mask=held)
@@ -75,7 +76,7 @@ def _topk_of_tiles_kernel(
         count = tl.minimum(base, length)
         lanes = tl.arange(0, LIST)
         keys = tl.load(keys_of + lanes, mask=lanes < count, other=0)
-        # What is not listed does not exceed the bound: the k-th largest is found if it does.
+        # What is not listed does not exceed the bound, so that a k-th largest of the list that does is the row's.
         bound = tl.load(bounds_ptr + row).to(tl.int32, bitcast=True) >> SHIFT
         kth = kth_largest(keys, keys_of, count, k, bound, LIST)
         settled = (most <= slots) & (base <= length) & ((kth > bound) | (bound == 0))
@@ -169,11 +170,13 @@ def _pack_and_select(
     values = x.new_empty(m, tiles, slots)
     indices = torch.empty(m, tiles, slots, dtype=torch.uint8, device=x.device)
     counts = torch.empty(m, tiles, dtype=torch.int16, device=x.device)
-    # Little enough below the quotient that rounding loses nothing that exceeds the bound.
-    factors = None if scale is None else (1 - 2**-20) / scale.float()
+    # So little below the quotient that rounding loses nothing that exceeds the bound, and finite: a bound may be 0.
+    factors = None
+    if scale is not None:
+        factors = ((1 - 2**-20) / scale.float()).clamp_(max=torch.finfo(torch.float32).max)
     _launch_linear_pack(x, weight.t(), bias, None, tile, (values, indices, counts), bounds, factors)
     programs = min(m, 16 * tuning.programs(x.device))
-    lists = torch.empty(programs, 3, length, dtype=torch.int32, device=x.device)
+    lists = torch.empty(programs, 2 if scale is None else 3, length, dtype=torch.int32, device=x.device)
     args = (values, indices, counts, scale, bounds, lists, *out, m, tiles, slots, tile, k, length)
     meta, warps = tuning.topk_tile(tiles, k, run)
     key = (m, tiles, k, run, x.dtype, scale is None or scale.dtype)
