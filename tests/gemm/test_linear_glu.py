@@ -151,7 +151,7 @@ def test_calls_of_one_shape(
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 5])
 def test_a_launch_is_kept(m: int, device: torch.device, generator: torch.Generator, monkeypatch: Any) -> None:
-    """Once for each stream's calls alike, and not in a graph; after it nothing is worked out anew."""
+    """For calls of its shape on any stream, of any tensors; a graph gets one of its own."""
     from gossamer.gemm._triton import linear_glu
 
     made, make = [], linear_glu._launch_linear_glu
@@ -170,7 +170,7 @@ def test_a_launch_is_kept(m: int, device: torch.device, generator: torch.Generat
         outs.append(gemm.linear_glu(**sets[1]))
     graph.replay()
     for leaves, out in zip([*sets, sets[0], sets[1]], outs):
-        assert_close(out, reference64=plain("silu", doubled(leaves)), plain=plain("silu", leaves))
+        assert_close(out, reference64=plain("silu", doubled(leaves)), plain=luckless(plain("silu", leaves)))
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -25,6 +25,24 @@ def packs(monkeypatch: pytest.MonkeyPatch, mode: str) -> Callable[[bool], None]:
     return lambda choice: monkeypatch.setattr(tuning, "topk_packs", lambda m, k, weight: choice)
 
 
+@pytest.fixture(params=[8, 16])
+def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Columns of a tile that are a sample."""
+    monkeypatch.setattr(tuning, "topk_run", lambda d_in: request.param)
+    return request.param
+
+
+@pytest.fixture
+def again(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Which rows each call computes again."""
+    from gossamer.sae._triton import topk
+
+    found: list[Tensor] = []
+    settle = topk._settle
+    monkeypatch.setattr(topk, "_settle", lambda *a: (found.append(a[5].bool()), settle(*a)))
+    return found
+
+
 def check_same(packs: Callable[[bool], None], *operands: Tensor | None, k: int = K, scale: Tensor | None = None) -> ELL:
     rows = []
     for choice in (False, True):
@@ -61,17 +79,14 @@ def test_the_k_largest(
         assert_exact(dense64(rows), acts)
 
 
-@pytest.mark.parametrize("run", [8, 16])
 def test_rows_that_have_to_be_computed_again(
     run: int,
     dtype: torch.dtype,
     device: torch.device,
     generator: torch.Generator,
     packs: Callable[[bool], None],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever a sample may say: too much in one tile, nothing but what is sampled, a bound that too few exceed."""
-    monkeypatch.setattr(tuning, "topk_run", lambda d_in: run)
     x = torch.eye(8, D, device=device, dtype=dtype)
     W = torch.zeros(D, N, device=device, dtype=dtype)
     W[0, 300:400] = torch.arange(100, device=device).to(dtype)  # one tile
@@ -87,21 +102,15 @@ def test_rows_that_have_to_be_computed_again(
         check_same(packs, x, W, None, k=k)
 
 
-@pytest.mark.parametrize("run", [8, 16])
+@pytest.mark.usefixtures("run")
 def test_what_is_ranked_by_a_scale(
-    run: int,
     dtype: torch.dtype,
     device: torch.device,
     generator: torch.Generator,
     packs: Callable[[bool], None],
-    monkeypatch: pytest.MonkeyPatch,
+    again: list[Tensor],
 ) -> None:
     """Of all sizes, in tiles enough to settle most rows."""
-    from gossamer.sae._triton import topk
-
-    again, settle = [], topk._settle
-    monkeypatch.setattr(topk, "_settle", lambda *a: (again.append(a[5].bool()), settle(*a)))
-    monkeypatch.setattr(tuning, "topk_run", lambda d_in: run)
     n = 24 * 256 + 40
     x, W, b_enc = (
         whole((M, D), 2, generator, dtype),
@@ -121,17 +130,14 @@ def test_what_is_ranked_by_a_scale(
     assert torch.stack(again).float().mean() < 0.5
 
 
-@pytest.mark.parametrize("run", [8, 16])
 def test_what_ties_at_the_bound_by_a_scale(
     run: int,
     dtype: torch.dtype,
     device: torch.device,
     generator: torch.Generator,
     packs: Callable[[bool], None],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Numbers that a scale makes the same, up to rounding: none that equals the k-th largest is lost."""
-    monkeypatch.setattr(tuning, "topk_run", lambda d_in: run)
     n = 24 * 256 + 40
     scale = torch.rand(n, device=device, generator=generator) + 0.5
     sampled = torch.arange(n, device=device) % 256 < run
@@ -224,20 +230,16 @@ def test_of_real_sizes(
     k: int,
     generator: torch.Generator,
     packs: Callable[[bool], None],
-    monkeypatch: pytest.MonkeyPatch,
+    again: list[Tensor],
 ) -> None:
     """And which rows are computed again: none of columns in no order, all of what fires side by side."""
-    from gossamer.sae._triton import topk
-
-    found, settle = [], topk._settle
-    monkeypatch.setattr(topk, "_settle", lambda *a: (found.append(a[5].bool()), settle(*a)))
     for dtype in (torch.bfloat16, torch.float16):
         x, W = whole((m, d), 1, generator, dtype), whole((d, n), 1, generator, dtype)
         check_same(packs, x, W, None, k=k)
         check_same(packs, x, W, whole((n,), 4, generator, torch.float32) / 4, k=k)
         check_same(packs, x, W, None, k=k, scale=torch.rand(n, device=W.device, generator=generator) + 0.5)
-        assert not torch.stack(found).any()
+        assert not torch.stack(again).any()
         x[::7, :] = 0
         check_same(packs, x, W, torch.arange(n, device=W.device).div(n).to(dtype), k=k)
-        assert found[-1].nonzero().squeeze(1).tolist() == list(range(0, m, 7))
-        found.clear()
+        assert again[-1].nonzero().squeeze(1).tolist() == list(range(0, m, 7))
+        again.clear()
