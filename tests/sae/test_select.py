@@ -52,67 +52,45 @@ def check_entries(z: Tensor, k: int, bias: Tensor | None, keys: Tensor, kth: Ten
         assert not values[row, columns.numel() :].any()
 
 
-def check_batch(z: Tensor, k: int, bias: Tensor | None = None) -> None:
-    kth, need = select.batch_kth(z, bias, k)
-    keys = keys_of(z if bias is None else (z.float() + bias.float()).to(z.dtype))
-    wanted, room = definition(keys.view(1, -1), k * z.shape[0])
-    equal = (keys == wanted).sum(1)
-    assert kth.tolist() == wanted.expand(z.shape[0]).tolist()
-    # How many ties a row takes; what it could take beyond those does not matter.
-    taken = (room - (equal.cumsum(0) - equal)).clamp(min=0).minimum(equal)
-    assert need.minimum(equal).tolist() == taken.tolist()
-
-
-CHECKS = pytest.mark.parametrize("check", [check_rows, check_batch])
-
-
-@CHECKS
 @pytest.mark.parametrize("m, n, k", [(3, 1, 1), (2, 37, 5), (2, 37, 37), (3, 1000, 1), (12, 300, 20), (2, 2500, 300)])
 def test_random_rows(
-    check, m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+    m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
-    check(torch.randn(m, n, device=device, generator=generator).to(dtype), k)
+    check_rows(torch.randn(m, n, device=device, generator=generator).to(dtype), k)
 
 
-@CHECKS
-def test_bias_is_added_and_rounded(check, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+def test_bias_is_added_and_rounded(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
     z, bias = (torch.randn(shape, device=device, generator=generator) for shape in ((3, 400), (400,)))
-    check(z.to(dtype), 9, bias)
+    check_rows(z.to(dtype), 9, bias)
 
 
-@CHECKS
-def test_ties_and_what_is_not_a_number(check, dtype: torch.dtype, device: torch.device) -> None:
+def test_ties_and_what_is_not_a_number(dtype: torch.dtype, device: torch.device) -> None:
     tiny = torch.finfo(dtype).smallest_normal
     z = torch.tensor([0.0, -0.0, tiny, 1, 1, 1, -1, INF, -INF, NAN, -NAN, 2, 1, -2], device=device).to(dtype)
     rows = torch.stack([z, z.flip(0), torch.zeros_like(z), torch.ones_like(z), -torch.ones_like(z)])
     for k in (1, 2, 3, 4, 5, 8, 9, 14):
-        check(rows, k)
+        check_rows(rows, k)
 
 
-@CHECKS
 @pytest.mark.parametrize("k", [200, 700])
-def test_everything_large_lies_in_few_groups(check, k: int, device: torch.device) -> None:
+def test_everything_large_lies_in_few_groups(k: int, device: torch.device) -> None:
     """A group of columns counts once towards the bound however many large elements it holds."""
-    groups, n = 2048 if check is check_batch else 8192, 20_000
+    groups, n = 8192, 20_000
     z = torch.arange(n, device=device).remainder(7).float().repeat(2, 1)
     inside = torch.arange(n, device=device) % groups < 100
     z[:, inside] += 100 + torch.arange(int(inside.sum()), device=device)
-    check(z, k)
+    check_rows(z, k)
 
 
-@CHECKS
-def test_more_than_groups(check, device: torch.device, generator: torch.Generator, mode: str) -> None:
+def test_more_than_groups(device: torch.device, generator: torch.Generator, mode: str) -> None:
     """With k above the number of groups there is no bound, and the list takes every positive element."""
-    n, k = (12_000, 9_000) if check is check_rows else (5_000, 2_100)
+    n, k = 12_000, 9_000
     z = torch.randn(1 if mode == "interpreter" else 5, n, device=device, generator=generator)
-    check(z, k)
-    check(z.abs(), k)
+    check_rows(z, k)
+    check_rows(z.abs(), k)
 
 
-@CHECKS
 @pytest.mark.gpu
 @pytest.mark.parametrize("m, n, k", [(700, 65536, 64), (32, 131_072, 100), (4096, 16_384, 32), (3, 1 << 20, 5000)])
-def test_large(
-    check, m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> None:
-    check(torch.randn(m, n, device=device, generator=generator).to(dtype), k)
+def test_large(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    check_rows(torch.randn(m, n, device=device, generator=generator).to(dtype), k)

@@ -162,6 +162,28 @@ def topk_tile(tiles: int, k: int, run: int) -> Tile:
     return {"BLOCK": min(128, 1 << (tiles - 1).bit_length()), "LIST": held, "CHUNK": 128}, 1
 
 
+BATCH_RUN, BATCH_STEP = 16, 2048
+"""Neighbouring columns of a sample of a batch, 32 or 64 bytes, and how far apart the next ones are."""
+
+
+def batch_sample(n: int) -> tuple[int, int]:
+    """(columns of a sample of n, columns from one run of them to the next)."""
+    runs = max(1, n // BATCH_STEP)
+    return min(n, runs * BATCH_RUN), BATCH_STEP
+
+
+def batch_rank(total: int, share: float) -> int:
+    """Which of a sample's largest numbers hardly ever has fewer than `total` of the batch's above it: half as many more
+    than expected, for some latents fire more often than others, and a few."""
+    expected = total * share
+    return math.ceil(1.5 * expected + 4.6 * math.sqrt(expected) + 3)
+
+
+def batch_list(n: int, k: int) -> int:
+    """Room for a row's numbers above that, of which there are 1.5 k on average."""
+    return min(n, max(1024, 16 * k))
+
+
 def topk_packs(m: int, k: int, weight: Tensor) -> bool:
     """Whether a TopK encoder packs tile by tile what exceeds a bound from a sample: where that pays for a product, and
     a tile has few entries, on average, beside its slots."""

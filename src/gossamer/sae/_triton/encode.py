@@ -16,7 +16,7 @@ from torch import Tensor
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import pack
 from gossamer.rowsparse._triton.pack import DONE, clear_slots, count_bits, wait_and_sum
-from gossamer.sae._triton import select, topk
+from gossamer.sae._triton import batchtopk, select, topk
 from gossamer.sae._triton.select import (
     add_bias,
     chunk_columns,
@@ -101,15 +101,19 @@ def activate_row(
 
 @triton.jit
 def _encode_row_kernel(
-    z_ptr, bias_ptr, scale_ptr, threshold_ptr, limits_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr,
-    stride_t, half, N, capacity,
+    z_ptr, bias_ptr, scale_ptr, threshold_ptr, limits_ptr, kth_ptr, need_ptr, reach_ptr, values_ptr, indices_ptr,
+    nnz_ptr, l0_ptr, length, stride_t, half, N, capacity,
     BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, RANKED: tl.constexpr, WINDOW: tl.constexpr,
     MAY_OVERFLOW: tl.constexpr,
 ):  # fmt: skip
     """Program (row). RANKED keeps by `kth` and `need` (see `select`); otherwise what exceeds the threshold, or with
     WINDOW what lies less than `half` below it as well. `limits_ptr` may stand in for both (see `_limits_kernel`): with
-    many rows, thresholds in float32 would be most of what the rows read."""
+    many rows, thresholds in float32 would be most of what the rows read. With `reach_ptr` only rows are done where that
+    exceeds `length`."""
     row = tl.program_id(0).to(tl.int64)
+    if reach_ptr is not None:
+        if tl.load(reach_ptr + row) <= length:
+            return
     z_ptr += row * N
     values_ptr += row * capacity
     indices_ptr += row * capacity
@@ -370,11 +374,16 @@ def encode(
     if split:
         _encode_in_chunks(z, bias, threshold, (values, indices, nnz, l0), bandwidth, keep_source)
         return values, indices, nnz, source, l0
-    kth = need = None
+    kth = need = reach = None
+    length = 0
     tile, warps = tuning.encode_tile(m, z.element_size())
     if ranked:
-        find = select.row_kth if activation == "topk" else select.batch_kth
-        kth, need = find(z, bias, k, scale)
+        if activation == "topk":
+            kth, need = select.row_kth(z, bias, k, scale)
+        else:
+            found = batchtopk.find(z, bias, k, scale)
+            batchtopk.emit(z, bias, scale, found, (values, indices, nnz, l0), keep_source)
+            kth, need, reach, length = found.kth, found.need, found.reach, found.length
         if m < 512:
             # Few rows, each in the hands of one program: more warps keep more of it in flight.
             tile, warps = {**tile, "BLOCK": 8 * tile["BLOCK"]}, 8
@@ -386,10 +395,10 @@ def encode(
         _limits((n, z.dtype, stride_t, bandwidth), (launch.cdiv(n, 1024), 1, 1), args, {"BLOCK": 1024})
     meta = {**pack.fit_block(tile, n), "SHIFT": select.SHIFT[z.dtype], "RANKED": ranked}
     meta |= {"WINDOW": window, "MAY_OVERFLOW": keep_source}
-    args = (z, bias, scale, threshold, limits, kth, need, values, indices, nnz, l0)
-    args += (stride_t, bandwidth / 2, n, capacity)
+    args = (z, bias, scale, threshold, limits, kth, need, reach, values, indices, nnz, l0)
+    args += (length, stride_t, bandwidth / 2, n, capacity)
     key = (m, n, capacity, z.dtype, bias is None or bias.dtype, threshold is None, stride_t, bandwidth, keep_source)
-    _encode_row((*key, ranked, scale is None or scale.dtype), (m, 1, 1), args, meta, num_warps=warps)
+    _encode_row((*key, ranked, length, scale is None or scale.dtype), (m, 1, 1), args, meta, num_warps=warps)
     return values, indices, nnz, source, l0
 
 
@@ -519,7 +528,7 @@ EXAMPLES = {
         "num_warps": 4,
     },
     _encode_row_kernel: {
-        "signature": _ENCODE,
+        "signature": {**_ENCODE, "reach_ptr": None, "length": "i32"},
         "constexprs": {
             "BLOCK": 1024, "VEC": 8, "SHIFT": 16, "RANKED": False, "WINDOW": True, "MAY_OVERFLOW": True,
         },

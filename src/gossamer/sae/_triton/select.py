@@ -1,4 +1,4 @@
-"""The k-th largest pre-activation, of each row or of a whole batch, exactly and without a host sync.
+"""The k-th largest pre-activation of each row, exactly and without a host sync.
 
 Positive floats are ordered like their bit patterns, so the search runs on integer keys; what ReLU zeroes has key 0 and
 is never selected, NaN has the largest. Almost nothing of a long row is near its k-th largest element, and one pass
@@ -9,7 +9,7 @@ are selected, those of lowest index.
 
 A row is one program's work: it keeps the maxima in registers and halves the range of keys by counting, and it walks
 the row again while the row is still in the L2. Where the row's entries are what is wanted, the list names the columns
-as well, and is all that is left to read. A batch shares its maxima and its list through memory.
+as well, and is all that is left to read. For the largest of a batch see `batchtopk`.
 """
 
 import torch
@@ -150,11 +150,11 @@ def group_maxima(z_ptr, bias_ptr, scale_ptr, N, BLOCK: tl.constexpr, VEC: tl.con
 
 @triton.jit
 def emit_largest(
-    z_ptr, bias_ptr, scale_ptr, list_ptr, columns_ptr, own_ptr, count, kth, need, values_ptr, indices_ptr, N,
+    z_ptr, bias_ptr, scale_ptr, list_ptr, columns_ptr, own_ptr, count, kth, need, values_ptr, indices_ptr, N, capacity,
     LIST: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Writes what has the listed keys above kth, and the first `need` that equal it, as entries; how many. With a scale
-    their own keys are listed at `own_ptr`, or they are read from z again."""
+    """Writes what has the listed keys above kth, and the first `need` that equal it, as entries, up to `capacity`; how
+    many there are. With a scale their own keys are listed at `own_ptr`, or they are read from z again."""
     slots = tl.arange(0, LIST)
     held = 0
     seen = 0
@@ -164,15 +164,16 @@ def emit_largest(
         tie = (key == kth).to(tl.int32)
         keep = ((key > kth) | ((tie != 0) & (seen + tl.cumsum(tie, axis=0) <= need))).to(tl.int32)
         slot = held + tl.cumsum(keep, axis=0) - keep
+        room = (keep != 0) & (slot < capacity)
         if scale_ptr is None:
             value = (key << SHIFT).to(tl.float32, bitcast=True)
         elif own_ptr is not None:
-            own = tl.load(own_ptr + first + slots, mask=keep != 0, other=0)
+            own = tl.load(own_ptr + first + slots, mask=room, other=0)
             value = (own << SHIFT).to(tl.float32, bitcast=True)
         else:
-            value = add_bias(tl.load(z_ptr + column, mask=keep != 0, other=0.0), bias_ptr, column, N)
-        tl.store(values_ptr + slot, value, mask=keep != 0)
-        tl.store(indices_ptr + slot, column, mask=keep != 0)
+            value = add_bias(tl.load(z_ptr + column, mask=room, other=0.0), bias_ptr, column, N)
+        tl.store(values_ptr + slot, value, mask=room)
+        tl.store(indices_ptr + slot, column, mask=room)
         held += tl.sum(keep, axis=0)
         seen += tl.sum(tie, axis=0)
     return held
@@ -225,7 +226,7 @@ def settle_row(
     else:
         held = emit_largest(
             z_row, bias_ptr, scale_ptr, list_ptr, list_ptr + length, None, count, kth, need, values_ptr + row * k,
-            indices_ptr + row * k, N, LIST, SHIFT,
+            indices_ptr + row * k, N, k, LIST, SHIFT,
         )  # fmt: skip
         tl.store(nnz_ptr + row, held)
         tl.store(l0_ptr + row, held)
@@ -260,55 +261,7 @@ def _row_kth_kernel(
         row += tl.num_programs(0)
 
 
-@triton.jit
-def _group_max_kernel(
-    z_ptr, bias_ptr, scale_ptr, out_ptr, N, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr
-):  # fmt: skip
-    """Program (row): its group maxima, BLOCK of them."""
-    row = tl.program_id(0).to(tl.int64)
-    largest = group_maxima(z_ptr + row * N, bias_ptr, scale_ptr, N, BLOCK, VEC, SHIFT)
-    tl.store(out_ptr + row * BLOCK + chunk_columns(0, BLOCK, VEC), largest)
-
-
-@triton.jit
-def _list_above_kernel(
-    z_ptr, bias_ptr, scale_ptr, bound_ptr, list_ptr, cursor_ptr, N,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr,
-):  # fmt: skip
-    """Program (row): appends the keys above the bound to one list for all rows, whose order does not matter."""
-    row = tl.program_id(0).to(tl.int64)
-    z_ptr += row * N
-    bound = tl.load(bound_ptr)
-    for start in range(0, N, BLOCK):
-        columns = chunk_columns(start, BLOCK, VEC)
-        key = rank_key(load_pre(z_ptr, columns, N), bias_ptr, scale_ptr, columns, N, SHIFT)
-        bits = word_bits(key > bound, VEC)
-        counts = count_bits(bits)
-        found = tl.sum(counts, axis=0)
-        if found > 0:
-            at = tl.atomic_add(cursor_ptr, found.to(tl.int64), sem="relaxed")
-            list_keys(bits, counts, z_ptr, bias_ptr, scale_ptr, list_ptr + at, None, start, N, BLOCK, VEC, SHIFT)
-
-
-@triton.jit
-def _count_equal_kernel(
-    z_ptr, bias_ptr, scale_ptr, kth_ptr, out_ptr, N, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr
-):  # fmt: skip
-    """Program (row): how many of its keys equal the k-th largest."""
-    row = tl.program_id(0).to(tl.int64)
-    kth = tl.load(kth_ptr)
-    equal = tl.zeros([BLOCK // VEC], tl.int32)
-    for start in range(0, N, BLOCK):
-        columns = chunk_columns(start, BLOCK, VEC)
-        key = rank_key(load_pre(z_ptr + row * N, columns, N), bias_ptr, scale_ptr, columns, N, SHIFT)
-        equal += count_bits(word_bits(key == kth, VEC))
-    tl.store(out_ptr + row, tl.sum(equal, axis=0))
-
-
 _row_kth = launch.Kernel(_row_kth_kernel)
-_group_max = launch.Kernel(_group_max_kernel)
-_list_above = launch.Kernel(_list_above_kernel)
-_count_equal = launch.Kernel(_count_equal_kernel)
 
 
 def _tile(z: Tensor, block: int, warps: int) -> tuple[dict[str, int], int]:
@@ -379,31 +332,6 @@ def _largest_of_rows(
     _row_kth(key, (programs, 1, 1), (z, bias, scale, some, lists, *results, m, n, k, length), meta, num_warps=warps)
 
 
-def batch_kth(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As `row_kth`, for the k * M largest of the whole batch; ties go to the lowest flat index."""
-    m, n = z.shape
-    total = k * m
-    meta, warps = _tile(z, 2048, 8)
-    key = (m, n, z.dtype, _dtypes(bias, scale))
-    grid = (m, 1, 1)
-    bound = torch.zeros(1, dtype=torch.int32, device=z.device)
-    length = n
-    if k <= meta["BLOCK"]:
-        maxima = torch.empty(m, meta["BLOCK"], dtype=torch.int32, device=z.device)
-        _group_max(key, grid, (z, bias, scale, maxima, n), meta, num_warps=warps)
-        bound = maxima.view(-1).topk(total, sorted=False).values.min().view(1)
-        length = min(n, k * launch.cdiv(n, meta["BLOCK"]))
-    keys = torch.zeros(m * length, dtype=torch.int32, device=z.device)
-    cursor = torch.zeros(1, dtype=torch.int64, device=z.device)
-    _list_above(key, grid, (z, bias, scale, bound, keys, cursor, n), meta, num_warps=warps)
-    kth = torch.maximum(keys.topk(total, sorted=False).values.min(), bound).clamp(min=1)
-    need = total - (keys > kth).sum()
-    equal = torch.empty(m, dtype=torch.int32, device=z.device)
-    _count_equal(key, grid, (z, bias, scale, kth, equal, n), meta, num_warps=warps)
-    before = equal.cumsum(0) - equal
-    return kth.expand(m).contiguous(), (need - before).clamp(0, n).int()
-
-
 def _example(pointers: dict[str, str | None], integers: tuple[str, ...], **constexprs: int) -> dict[str, object]:
     operands = {"z_ptr": "*bf16", "bias_ptr": "*fp32", "scale_ptr": "*bf16"}
     signature = {**operands, **pointers, **dict.fromkeys(integers, "i32")}
@@ -420,15 +348,6 @@ EXAMPLES = {
             ("M", "N", "k", "length"), BLOCK=2048, LIST=256,
         ),
         "num_warps": 4,
-    },
-    _group_max_kernel: {**_example({"out_ptr": "*i32"}, ("N",), BLOCK=2048), "num_warps": 8},
-    _list_above_kernel: {
-        **_example({"bound_ptr": "*i32", "list_ptr": "*i32", "cursor_ptr": "*i64"}, ("N",), BLOCK=2048),
-        "num_warps": 8,
-    },
-    _count_equal_kernel: {
-        **_example({"kth_ptr": "*i32", "out_ptr": "*i32"}, ("N",), BLOCK=2048),
-        "num_warps": 8,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

@@ -86,7 +86,7 @@ def _topk_of_tiles_kernel(
             need = k - count_above(keys, keys_of, count, kth, LIST)
             held = emit_largest(
                 None, None, scale_ptr, keys_of, columns_of, own_of, count, kth, need, out_ptr + row * k,
-                columns_ptr + row * k, 0, CHUNK, SHIFT,
+                columns_ptr + row * k, 0, k, CHUNK, SHIFT,
             )  # fmt: skip
             tl.store(nnz_ptr + row, held)
             tl.store(l0_ptr + row, held)

@@ -1,0 +1,343 @@
+"""The k * M largest pre-activations of a batch as entries of its rows: exact, without a host sync, in one reading.
+
+A sample of the columns, 16 of each 2,048, is counted by key (see `select`), and the number that 1.5 times the sample's
+share exceeds is the *bound*. One pass over the rows lists what reaches it, with columns, and counts it by key: the
+k-th largest of the batch is found in those counts, and a row's entries in its list. Keys of more than 16 bits are
+counted by their upper 16 first, and where those are the k-th largest's by the rest.
+
+A row with more than its list holds is read again. So is everything where the sample has misled, so that fewer than
+k * M numbers reach the bound: the passes that do it are always launched, and leave at once where no row wants them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch, tuning
+from gossamer.rowsparse._triton.pack import clear_slots, count_bits
+from gossamer.sae._triton.select import (
+    SHIFT,
+    _dtypes,
+    _example,
+    _tile,
+    chunk_columns,
+    emit_largest,
+    load_pre,
+    lowest_column,
+    rank_key,
+    word_bits,
+)
+
+BOUND, LISTED, KTH, NEED = (tl.constexpr(word) for word in range(4))
+"""Words of what the launches tell each other: the bound, how many numbers reach it, the k-th largest key of the batch,
+and how many of those that equal it are wanted."""
+
+
+@triton.jit
+def _count_sample_kernel(
+    z_ptr, bias_ptr, scale_ptr, counts_ptr, N, size,
+    RUN: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    """Program (row): counts the keys above 0 of the first RUN of each STEP columns, `size` in all."""
+    z_ptr += tl.program_id(0).to(tl.int64) * N
+    for start in range(0, size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        columns = tl.where(at < size, at // RUN * STEP + at % RUN, N)
+        key = rank_key(load_pre(z_ptr, columns, N), bias_ptr, scale_ptr, columns, N, SHIFT)
+        tl.atomic_add(counts_ptr + (key >> LOW), tl.full([BLOCK], 1, tl.int64), mask=key > 0, sem="relaxed")
+
+
+@triton.jit
+def _find_kernel(counts_ptr, words_ptr, rank, PART: tl.constexpr, BINS: tl.constexpr, LOW: tl.constexpr):
+    """The bin in which the rank-th largest is counted: of the sample (PART 0), of what is listed (1), or, for the rank
+    that is left, by the low bits of the keys (2). Bin 0 where fewer are counted."""
+    CHUNK: tl.constexpr = 4096 if BINS > 4096 else BINS
+    wanted = tl.full([], rank, tl.int64)
+    if PART == 2:
+        wanted = tl.load(words_ptr + NEED)
+    above = tl.zeros([], tl.int64)
+    found = tl.full([], -1, tl.int32)
+    beyond = tl.zeros([], tl.int64)
+    for chunk in range(0, BINS // CHUNK):
+        first = BINS - (chunk + 1) * CHUNK
+        bins = first + tl.arange(0, CHUNK)
+        counts = tl.load(counts_ptr + bins)
+        total = tl.sum(counts, axis=0)
+        upto = above + total - tl.cumsum(counts, axis=0) + counts
+        here = tl.max(tl.where(upto >= wanted, bins, -1), axis=0)
+        if (found < 0) & (here >= 0):
+            found = here
+            beyond = tl.sum(tl.where(bins == here, upto - counts, 0), axis=0)
+        above += total
+    if found < 0:
+        beyond = above - tl.load(counts_ptr)
+    key = tl.maximum(found, 0).to(tl.int64) << LOW
+    if PART == 0:
+        tl.store(words_ptr + BOUND, tl.maximum(key, 1))
+    else:
+        if PART == 2:
+            key += tl.load(words_ptr + KTH)
+        tl.store(words_ptr + KTH, key)
+        tl.store(words_ptr + NEED, wanted - beyond)
+
+
+@triton.jit
+def list_candidates(
+    bits, found, z_ptr, bias_ptr, scale_ptr, counts_ptr, list_ptr, columns_ptr, base, length, start, N,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    """Counts a chunk's kept keys, and lists them with their columns as far as there is room."""
+    slot = base + tl.cumsum(found, axis=0) - found
+    while tl.max(bits, axis=0) > 0:
+        low = bits & -bits
+        column = lowest_column(low, start, BLOCK, VEC)
+        z = tl.load(z_ptr + column, mask=low > 0, other=0.0)
+        key = rank_key(z, bias_ptr, scale_ptr, column, N, SHIFT)
+        tl.atomic_add(counts_ptr + (key >> LOW), tl.full([BLOCK // VEC], 1, tl.int64), mask=low > 0, sem="relaxed")
+        held = (low > 0) & (slot < length)
+        tl.store(list_ptr + slot, key, mask=held)
+        tl.store(columns_ptr + slot, column, mask=held)
+        slot += (low > 0).to(tl.int32)
+        bits = bits & (bits - 1)
+
+
+@triton.jit
+def _list_row_kernel(
+    z_ptr, bias_ptr, scale_ptr, counts_ptr, words_ptr, list_ptr, columns_ptr, reach_ptr, N, length,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    """Program (row): what reaches the bound, in order of columns; how many are in `reach_ptr`."""
+    row = tl.program_id(0).to(tl.int64)
+    z_ptr += row * N
+    list_ptr += row * length
+    columns_ptr += row * length
+    bound = tl.load(words_ptr + BOUND)
+    base = 0
+    z = load_pre(z_ptr, chunk_columns(0, BLOCK, VEC), N)
+    for start in range(0, N, BLOCK):
+        columns = chunk_columns(start, BLOCK, VEC)
+        following = load_pre(z_ptr, columns + BLOCK, N)
+        bits = word_bits(rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT) >= bound, VEC)
+        found = count_bits(bits)
+        count = tl.sum(found, axis=0)
+        if count > 0:
+            list_candidates(
+                bits, found, z_ptr, bias_ptr, scale_ptr, counts_ptr, list_ptr, columns_ptr, base, length, start, N,
+                BLOCK, VEC, SHIFT, LOW,
+            )  # fmt: skip
+        base += count
+        z = following
+    tl.store(reach_ptr + row, base)
+    tl.atomic_add(words_ptr + LISTED, base.to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def _count_rest_kernel(
+    z_ptr, bias_ptr, scale_ptr, counts_ptr, words_ptr, reach_ptr, wanted, N, length,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    """Program (row): where the bound was too high, what lies below it is counted too, and no list is to be used."""
+    bound = tl.load(words_ptr + BOUND)
+    if (tl.load(words_ptr + LISTED) < wanted) & (bound > 1):
+        row = tl.program_id(0).to(tl.int64)
+        for start in range(0, N, BLOCK):
+            columns = chunk_columns(start, BLOCK, VEC)
+            key = rank_key(load_pre(z_ptr + row * N, columns, N), bias_ptr, scale_ptr, columns, N, SHIFT)
+            ones = tl.full([BLOCK // VEC, VEC], 1, tl.int64)
+            tl.atomic_add(counts_ptr + (key >> LOW), ones, mask=(key > 0) & (key < bound), sem="relaxed")
+        tl.store(reach_ptr + row, length + 1)
+
+
+@triton.jit
+def _count_low_kernel(
+    z_ptr, bias_ptr, scale_ptr, counts_ptr, words_ptr, list_ptr, reach_ptr, N, length,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    """Program (row): the low bits of the keys that have the k-th largest's upper bits."""
+    row = tl.program_id(0).to(tl.int64)
+    upper = tl.load(words_ptr + KTH).to(tl.int32) >> LOW
+    reach = tl.load(reach_ptr + row)
+    if reach <= length:
+        for first in range(0, reach, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            key = tl.load(list_ptr + row * length + at, mask=at < reach, other=0)
+            ones = tl.full([BLOCK], 1, tl.int64)
+            tl.atomic_add(counts_ptr + (key & ((1 << LOW) - 1)), ones, mask=(key > 0) & (key >> LOW == upper))
+    else:
+        for start in range(0, N, BLOCK):
+            columns = chunk_columns(start, BLOCK, VEC)
+            key = rank_key(load_pre(z_ptr + row * N, columns, N), bias_ptr, scale_ptr, columns, N, SHIFT)
+            ones = tl.full([BLOCK // VEC, VEC], 1, tl.int64)
+            tl.atomic_add(counts_ptr + (key & ((1 << LOW) - 1)), ones, mask=(key > 0) & (key >> LOW == upper))
+
+
+@triton.jit
+def _count_ties_kernel(
+    z_ptr, bias_ptr, scale_ptr, words_ptr, list_ptr, reach_ptr, ties_ptr, N, length,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Program (row): how many of its keys equal the k-th largest."""
+    row = tl.program_id(0).to(tl.int64)
+    kth = tl.maximum(tl.load(words_ptr + KTH).to(tl.int32), 1)
+    reach = tl.load(reach_ptr + row)
+    ties = 0
+    if reach <= length:
+        for first in range(0, reach, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            key = tl.load(list_ptr + row * length + at, mask=at < reach, other=0)
+            ties += tl.sum((key == kth).to(tl.int32), axis=0)
+    else:
+        for start in range(0, N, BLOCK):
+            columns = chunk_columns(start, BLOCK, VEC)
+            key = rank_key(load_pre(z_ptr + row * N, columns, N), bias_ptr, scale_ptr, columns, N, SHIFT)
+            ties += tl.sum(count_bits(word_bits(key == kth, VEC)), axis=0)
+    tl.store(ties_ptr + row, ties)
+
+
+@triton.jit
+def _emit_row_kernel(
+    z_ptr, bias_ptr, scale_ptr, list_ptr, columns_ptr, reach_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, nnz_ptr,
+    l0_ptr, N, length, capacity, SHIFT: tl.constexpr, LIST: tl.constexpr, MAY_OVERFLOW: tl.constexpr,
+):  # fmt: skip
+    """Program (row): its entries from its list, if that has them all and, with MAY_OVERFLOW, the capacity suffices."""
+    row = tl.program_id(0).to(tl.int64)
+    reach = tl.load(reach_ptr + row)
+    if reach <= length:
+        kth = tl.load(kth_ptr + row)
+        need = tl.load(need_ptr + row)
+        values_ptr += row * capacity
+        indices_ptr += row * capacity
+        held = emit_largest(
+            z_ptr + row * N, bias_ptr, scale_ptr, list_ptr + row * length, columns_ptr + row * length, None, reach, kth,
+            need, values_ptr, indices_ptr, N, capacity, LIST, SHIFT,
+        )  # fmt: skip
+        tl.store(nnz_ptr + row, held)
+        tl.store(l0_ptr + row, held)
+        clear_slots(values_ptr, indices_ptr, held, capacity, 256, 256)
+        if MAY_OVERFLOW:
+            if held > capacity:
+                tl.store(reach_ptr + row, length + 1)
+
+
+_count_sample = launch.Kernel(_count_sample_kernel)
+_find = launch.Kernel(_find_kernel)
+_list_row = launch.Kernel(_list_row_kernel)
+_count_rest = launch.Kernel(_count_rest_kernel)
+_count_low = launch.Kernel(_count_low_kernel)
+_count_ties = launch.Kernel(_count_ties_kernel)
+_emit_row = launch.Kernel(_emit_row_kernel)
+
+
+class Found:
+    """What is above the bound, and where among it a row's entries end."""
+
+    __slots__ = ("columns", "keys", "kth", "length", "need", "reach")
+
+    def __init__(self, m: int, length: int, device: torch.device) -> None:
+        self.length = length
+        self.keys, self.columns = torch.empty(2, m, length, dtype=torch.int32, device=device)
+        self.reach = torch.empty(m, dtype=torch.int32, device=device)
+        self.kth = self.need = self.reach
+
+
+def find(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None) -> Found:
+    """The k * M largest keys of z [M, N] + bias [N], times scale [N]: a row selects every key above kth[row] and the
+    first need[row] that equal it. Rows of which more than `length` keys are in `reach` are not in the lists."""
+    m, n = z.shape
+    shift = SHIFT[z.dtype]
+    low = max(31 - shift - 16, 0)
+    bins = 1 << 31 - shift - low
+    size, step = tuning.batch_sample(n)
+    found = Found(m, tuning.batch_list(n, k), z.device)
+    memory = torch.zeros(2 * bins + (1 << low) + 4, dtype=torch.int64, device=z.device)
+    sample, counts, rest, words = memory.split([bins, bins, 1 << low, 4])
+    operands, grid = (z, bias, scale), (m, 1, 1)
+    meta, warps = _tile(z, 2048, 8)
+    key = (m, n, k, z.dtype, _dtypes(bias, scale))
+    bits = {"SHIFT": shift, "LOW": low}
+    run = tuning.BATCH_RUN
+    part = {"RUN": run, "STEP": step, "BLOCK": min(1024, launch.next_power_of_2(size)), **bits}
+    _count_sample(key, grid, (*operands, sample, n, size), part)
+    rank = tuning.batch_rank(k * m, size / n)
+    _find((*key, 0), (1, 1, 1), (sample, words, rank), {"PART": 0, "BINS": bins, "LOW": low}, num_warps=8)
+    lists = (found.keys, found.columns, found.reach, n, found.length)
+    _list_row(key, grid, (*operands, counts, words, *lists), {**meta, **bits}, num_warps=warps)
+    args = (*operands, counts, words, found.reach, k * m, n, found.length)
+    _count_rest(key, grid, args, {**meta, **bits}, num_warps=warps)
+    _find((*key, 1), (1, 1, 1), (counts, words, k * m), {"PART": 1, "BINS": bins, "LOW": low}, num_warps=8)
+    listed = (words, found.keys, found.reach)
+    if low:
+        args = (*operands, rest, *listed, n, found.length)
+        _count_low(key, grid, args, {**meta, **bits}, num_warps=warps)
+        _find((*key, 2), (1, 1, 1), (rest, words, 0), {"PART": 2, "BINS": 1 << low, "LOW": 0}, num_warps=8)
+    ties = torch.empty(m, dtype=torch.int32, device=z.device)
+    _count_ties(key, grid, (*operands, *listed, ties, n, found.length), {**meta, "SHIFT": shift}, num_warps=warps)
+    found.kth = words[2].clamp(min=1).int().expand(m).contiguous()
+    # In order of rows; a row takes what those before it have left.
+    found.need = (words[3] - (ties.cumsum(0) - ties)).clamp(0, n).int()
+    return found
+
+
+def emit(
+    z: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    found: Found,
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
+    may_overflow: bool,
+) -> None:
+    """Fills values, indices, nnz and l0 of rows whose list has all their entries; `found.reach` exceeds `found.length`
+    for the others then, and with `may_overflow` for rows of more entries than there are slots."""
+    (m, n), capacity = z.shape, out[0].shape[1]
+    meta = {"SHIFT": SHIFT[z.dtype], "LIST": 256, "MAY_OVERFLOW": may_overflow}
+    key = (m, n, capacity, found.length, z.dtype, _dtypes(bias, scale))
+    args = (z, bias, scale, found.keys, found.columns, found.reach, found.kth, found.need, *out)
+    _emit_row(key, (m, 1, 1), (*args, n, found.length, capacity), meta, num_warps=4)
+
+
+_LISTS = {"words_ptr": "*i64", "list_ptr": "*i32"}
+_ROWS = {"BLOCK": 2048, "LOW": 0}
+_SIZES = ("N", "length")
+
+EXAMPLES = {
+    _count_sample_kernel: {
+        "signature": {
+            "z_ptr": "*bf16", "bias_ptr": "*fp32", "scale_ptr": "*bf16", "counts_ptr": "*i64", "N": "i32",
+            "size": "i32",
+        },
+        "constexprs": {"RUN": 16, "STEP": 2048, "BLOCK": 512, "SHIFT": 16, "LOW": 0},
+        "num_warps": 4,
+    },
+    _count_ties_kernel: {
+        **_example({**_LISTS, "reach_ptr": "*i32", "ties_ptr": "*i32"}, _SIZES, BLOCK=2048),
+        "num_warps": 8,
+    },
+    _find_kernel: {
+        "signature": {"counts_ptr": "*i64", "words_ptr": "*i64", "rank": "i32"},
+        "constexprs": {"PART": 1, "BINS": 32768, "LOW": 0},
+        "num_warps": 8,
+    },
+    _emit_row_kernel: {
+        "signature": {
+            "z_ptr": "*bf16", "bias_ptr": "*fp32", "scale_ptr": "*bf16", "list_ptr": "*i32", "columns_ptr": "*i32",
+            "reach_ptr": "*i32", "kth_ptr": "*i32", "need_ptr": "*i32", "values_ptr": "*bf16", "indices_ptr": "*i32",
+            "nnz_ptr": "*i32", "l0_ptr": "*fp32", **dict.fromkeys(("N", "length", "capacity"), "i32"),
+        },
+        "constexprs": {"SHIFT": 16, "LIST": 256, "MAY_OVERFLOW": True},
+        "num_warps": 4,
+    },
+    _list_row_kernel: {
+        **_example({"counts_ptr": "*i64", **_LISTS, "columns_ptr": "*i32", "reach_ptr": "*i32"}, _SIZES, **_ROWS),
+        "num_warps": 8,
+    },
+    _count_rest_kernel: {
+        **_example({"counts_ptr": "*i64", "words_ptr": "*i64", "reach_ptr": "*i32"}, ("wanted", *_SIZES), **_ROWS),
+        "num_warps": 8,
+    },
+    _count_low_kernel: {
+        **_example({"counts_ptr": "*i64", **_LISTS, "reach_ptr": "*i32"}, _SIZES, BLOCK=2048, LOW=2),
+        "num_warps": 8,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""
