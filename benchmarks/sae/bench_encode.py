@@ -1,4 +1,4 @@
-"""`sae.encode`: from the model's activations to row-sparse latents, JumpReLU and top-k."""
+"""`sae.encode`: from the model's activations to row-sparse latents, JumpReLU, TopK and BatchTopK."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         shape, k, dtype = (64, 256, 4096), 16, torch.float32
     else:
         shape, k, dtype = (4096, 2304, 65536), 64, torch.bfloat16
-    yield _encode("encode_jumprelu", *shape, k, dtype, _jumprelu, threshold=THRESHOLD)
-    yield _encode("encode_topk", *shape, k, dtype, lambda z: _topk(z, k), threshold=None)
+    yield _encode("jumprelu", *shape, k, dtype, _jumprelu)
+    yield _encode("topk", *shape, k, dtype, lambda z: _topk(z, k))
+    yield _encode("batchtopk", *shape, k, dtype, lambda z: _topk(z.view(1, -1), k * len(z)).view_as(z))
 
 
 def _encode(
-    name: str,
+    activation: str,
     B: int,
     D: int,
     F: int,
     k: int,
     dtype: torch.dtype,
-    activation: Callable[[Tensor], Tensor],
-    threshold: float | None,
+    activate: Callable[[Tensor], Tensor],
 ) -> Case:
     """Dense peers end in dense latents, as SAE libraries' encoders do."""
 
@@ -48,38 +48,43 @@ def _encode(
         ]
 
     def ours(x: Tensor, W_enc: Tensor, b_enc: Tensor, thresholds: Tensor) -> object:
-        if threshold is None:
-            return sae.encode(x, W_enc, b_enc, activation="topk", k=k)
-        return sae.encode(x, W_enc, b_enc, activation="jumprelu", threshold=thresholds)
+        if activation == "jumprelu":
+            return sae.encode(x, W_enc, b_enc, activation=activation, threshold=thresholds)
+        return sae.encode(x, W_enc, b_enc, activation=activation, k=k)
 
     def gemm(x: Tensor, W_enc: Tensor, b_enc: Tensor, _: Tensor) -> Tensor:
         return torch.addmm(b_enc, x, W_enc)
 
     def dense(x: Tensor, W_enc: Tensor, b_enc: Tensor, _: Tensor) -> Tensor:
-        return activation(torch.addmm(b_enc, x, W_enc))
+        return activate(torch.addmm(b_enc, x, W_enc))
 
     def error(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> float:
         """Largest deviation from float64 pre-activations (which have norm 1) of what is kept, and largest distance
         to the boundary of what is kept or left out wrongly: near it, rounding decides."""
         acts, z = got[0].double(), want[0]
-        boundary = THRESHOLD if threshold is not None else z.topk(k, dim=1).values[:, -1:]
         kept = acts != 0
-        if threshold is None and (kept.sum(1) > k).any():
+        if activation == "jumprelu":
+            boundary, most = THRESHOLD, kept.numel()
+        elif activation == "topk":
+            boundary, most = z.topk(k, dim=1).values[:, -1:], k
+        else:
+            boundary, most = z.view(-1).topk(k * len(z)).values[-1], kept.numel()
+        if (kept.sum(1) > most).any() or (activation == "batchtopk" and kept.sum() > k * len(z)):
             return float("inf")
         worst = torch.where(kept, (acts - z).abs().maximum(boundary - z), z - boundary).max().item()
         return float("inf") if worst != worst else worst
 
     return Case(
         room="sae",
-        name=name,
-        parameters={"B": B, "D": D, "F": F, "k" if threshold is None else "L0": k},
+        name=f"encode_{activation}",
+        parameters={"B": B, "D": D, "F": F, "L0" if activation == "jumprelu" else "k": k},
         dtype=dtype,
         make=make,
         providers=(
             Provider("gossamer", ours, ours=True, result=lambda rows, *_: (rows.to_dense(),), capturable=True),
             Provider("dense", dense, capturable=True),
             Provider("torch.compile", torch.compile(dense, fullgraph=True, dynamic=False), capturable=True),
-            Provider("GEMM alone", gemm, result=lambda z, *_: (activation(z),), capturable=True, partial=True),
+            Provider("GEMM alone", gemm, result=lambda z, *_: (activate(z),), capturable=True, partial=True),
         ),
         reference=lambda x, W_enc, b_enc, _: (torch.addmm(b_enc.double(), x.double(), W_enc.double()),),
         bytes=(B * D + D * F + F) * dtype.itemsize + B * k * (dtype.itemsize + 4),

@@ -196,6 +196,20 @@ def _count_ties_kernel(
 
 
 @triton.jit
+def _share_ties_kernel(words_ptr, ties_ptr, kth_ptr, need_ptr, M, N, BLOCK: tl.constexpr):
+    """The one program: in order of rows, a row may take what of the wanted ties those before it have left."""
+    kth = tl.maximum(tl.load(words_ptr + KTH), 1).to(tl.int32)
+    left = tl.load(words_ptr + NEED)
+    for first in range(0, M, BLOCK):
+        rows = first + tl.arange(0, BLOCK)
+        ties = tl.load(ties_ptr + rows, mask=rows < M, other=0).to(tl.int64)
+        need = left - (tl.cumsum(ties, axis=0) - ties)
+        tl.store(kth_ptr + rows, tl.full([BLOCK], 0, tl.int32) + kth, mask=rows < M)
+        tl.store(need_ptr + rows, tl.minimum(tl.maximum(need, 0), N).to(tl.int32), mask=rows < M)
+        left -= tl.sum(ties, axis=0)
+
+
+@triton.jit
 def _emit_row_kernel(
     z_ptr, bias_ptr, scale_ptr, list_ptr, columns_ptr, reach_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, nnz_ptr,
     l0_ptr, N, length, capacity, SHIFT: tl.constexpr, LIST: tl.constexpr, MAY_OVERFLOW: tl.constexpr,
@@ -226,6 +240,7 @@ _list_row = launch.Kernel(_list_row_kernel)
 _count_rest = launch.Kernel(_count_rest_kernel)
 _count_low = launch.Kernel(_count_low_kernel)
 _count_ties = launch.Kernel(_count_ties_kernel)
+_share_ties = launch.Kernel(_share_ties_kernel)
 _emit_row = launch.Kernel(_emit_row_kernel)
 
 
@@ -236,9 +251,9 @@ class Found:
 
     def __init__(self, m: int, length: int, device: torch.device) -> None:
         self.length = length
-        self.keys, self.columns = torch.empty(2, m, length, dtype=torch.int32, device=device)
-        self.reach = torch.empty(m, dtype=torch.int32, device=device)
-        self.kth = self.need = self.reach
+        # Each by itself, for kernels want them on 16 bytes.
+        self.keys, self.columns = (torch.empty(m, length, dtype=torch.int32, device=device) for _ in range(2))
+        self.reach, self.kth, self.need = (torch.empty(m, dtype=torch.int32, device=device) for _ in range(3))
 
 
 def find(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None) -> Found:
@@ -251,7 +266,7 @@ def find(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None) -> Found:
     size, step = tuning.batch_sample(n)
     found = Found(m, tuning.batch_list(n, k), z.device)
     memory = torch.zeros(2 * bins + (1 << low) + 4, dtype=torch.int64, device=z.device)
-    sample, counts, rest, words = memory.split([bins, bins, 1 << low, 4])
+    words, sample, counts, rest = memory.split([4, bins, bins, 1 << low])
     operands, grid = (z, bias, scale), (m, 1, 1)
     meta, warps = _tile(z, 2048, 8)
     key = (m, n, k, z.dtype, _dtypes(bias, scale))
@@ -273,9 +288,8 @@ def find(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None) -> Found:
         _find((*key, 2), (1, 1, 1), (rest, words, 0), {"PART": 2, "BINS": 1 << low, "LOW": 0}, num_warps=8)
     ties = torch.empty(m, dtype=torch.int32, device=z.device)
     _count_ties(key, grid, (*operands, *listed, ties, n, found.length), {**meta, "SHIFT": shift}, num_warps=warps)
-    found.kth = words[2].clamp(min=1).int().expand(m).contiguous()
-    # In order of rows; a row takes what those before it have left.
-    found.need = (words[3] - (ties.cumsum(0) - ties)).clamp(0, n).int()
+    args = (words, ties, found.kth, found.need, m, n)
+    _share_ties(key, (1, 1, 1), args, {"BLOCK": min(4096, launch.next_power_of_2(m))}, num_warps=8)
     return found
 
 
@@ -311,6 +325,13 @@ EXAMPLES = {
     },
     _count_ties_kernel: {
         **_example({**_LISTS, "reach_ptr": "*i32", "ties_ptr": "*i32"}, _SIZES, BLOCK=2048),
+        "num_warps": 8,
+    },
+    _share_ties_kernel: {
+        "signature": {
+            "words_ptr": "*i64", "ties_ptr": "*i32", "kth_ptr": "*i32", "need_ptr": "*i32", "M": "i32", "N": "i32",
+        },
+        "constexprs": {"BLOCK": 4096},
         "num_warps": 8,
     },
     _find_kernel: {
