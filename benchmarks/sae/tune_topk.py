@@ -4,8 +4,8 @@ Usage: python benchmarks/sae/tune_topk.py [--rounds N] [--parts]. Needs a Hopper
 bfloat16 that selects from dense pre-activations, or packs what exceeds a bound from a sample of the columns, beside
 the product alone. Latents fire evenly, are ranked by a scale, or are sorted by how often they fire; or all that fire
 are in one tile, so that every row is computed a second time. Each is replayed from a CUDA graph of ten calls, in random
-order; the table has medians in microseconds. --parts lists the kernels of the first shape. Set OUT to a folder to keep
-the numbers as JSON.
+order; the table has medians in microseconds. --parts lists the kernels of the first two shapes. Set OUT to a folder to
+keep the numbers as JSON.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def list_parts(shape: tuple[int, int, int, int, str]) -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(10):
                 call()
-        print(name)
+        print(name, how)
         for event in profile.key_averages():
             print(f"  {event.self_device_time_total / 10:9.1f} us {event.count / 10:5.1f} x {event.key[:90]}")
 
@@ -112,7 +112,7 @@ def list_parts(shape: tuple[int, int, int, int, str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="timings of each graph (default 5)")
-    parser.add_argument("--parts", action="store_true", help="list the kernels of the first shape")
+    parser.add_argument("--parts", action="store_true", help="list the kernels of the first two shapes")
     arguments = parser.parse_args()
     results: dict[str, dict[str, float]] = {}
     print(torch.cuda.get_device_name(), torch.__version__)
@@ -123,7 +123,8 @@ def main() -> None:
         print(f"{shape!s:38}", *(f"{value:14.10g}" if value < 1 else f"{value:14.1f}" for value in found.values()))
         torch.cuda.empty_cache()
     if arguments.parts:
-        list_parts(SHAPES[0])
+        for shape in SHAPES[:2]:
+            list_parts(shape)
     if "OUT" in os.environ:
         command = command_line("python benchmarks/sae/tune_topk.py", sys.argv[1:])
         record = provenance(command, Path(__file__).parent, torch.device("cuda", 0)) | {"microseconds": results}
