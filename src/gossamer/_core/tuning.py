@@ -181,7 +181,7 @@ def batch_rank(total: int, share: float) -> int:
 
 def batch_list(n: int, k: int) -> int:
     """Room for a row's numbers above that, of which there are 1.5 k on average."""
-    return min(n, max(1024, 16 * k))
+    return min(n, max(1024, 8 * k))
 
 
 def topk_packs(m: int, k: int, weight: Tensor) -> bool:
