@@ -8,6 +8,7 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 
+from gossamer._core import tuning  # noqa: E402
 from gossamer.sae._triton import batchtopk  # noqa: E402
 from tests.sae.test_select import definition, keys_of  # noqa: E402
 
@@ -89,6 +90,17 @@ def test_what_a_sample_may_say(dtype: torch.dtype, device: torch.device, generat
     found = check(torch.where(sampled, -noise, noise).to(dtype), 50)
     assert (found.reach > found.length).all()
     found = check(torch.where(noise > 0.9, noise, -noise).to(dtype), 50)
+    assert (found.reach <= found.length).all()
+
+
+def test_what_a_sample_of_rows_may_say(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    """Of many rows some are sampled, and what is large may be in those alone."""
+    sampled = torch.arange(600, device=device) % 3 == 0
+    noise = torch.rand(600, 64, device=device, generator=generator)
+    assert tuning.batch_sample(600, 64, 22) == tuning.batch_sample(600, 64, 12) == (3, 16)
+    found = check((noise + 100 * sampled[:, None]).to(dtype), 22)
+    assert (found.reach > found.length).all()
+    found = check((noise - 0.8).to(dtype), 12)
     assert (found.reach <= found.length).all()
 
 

@@ -166,10 +166,12 @@ BATCH_RUN, BATCH_STEP = 16, 2048
 """Neighbouring columns of a sample of a batch, 32 or 64 bytes, and how far apart the next ones are."""
 
 
-def batch_sample(n: int) -> tuple[int, int]:
-    """(columns of a sample of n, columns from one run of them to the next)."""
-    runs = max(1, n // BATCH_STEP)
-    return min(n, runs * BATCH_RUN), BATCH_STEP
+def batch_sample(m: int, n: int, k: int) -> tuple[int, int]:
+    """(rows from one that is sampled to the next, columns of each): some 256 of the k * m largest or more, of at least
+    128 rows. An odd number of rows, lest they all be at one place of texts of the same length."""
+    columns = min(n, max(1, n // BATCH_STEP) * BATCH_RUN)
+    rows = max(1, min(m // 128, k * m * columns // n // 256))
+    return rows - 1 + rows % 2, columns
 
 
 def batch_rank(total: int, share: float) -> int:
@@ -177,6 +179,12 @@ def batch_rank(total: int, share: float) -> int:
     than expected, for some latents fire more often than others, and a few."""
     expected = total * share
     return math.ceil(1.5 * expected + 4.6 * math.sqrt(expected) + 3)
+
+
+def batch_tile(m: int, element_size: int) -> Tile:
+    """Tile of the pass over a batch: rows that do not fill the GPU get more threads each."""
+    vector = 16 // element_size
+    return ({"BLOCK": 256 * vector, "VEC": vector}, 8) if m < 512 else ({"BLOCK": 64 * vector, "VEC": vector}, 1)
 
 
 def batch_list(n: int, k: int) -> int:

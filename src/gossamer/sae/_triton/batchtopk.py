@@ -1,9 +1,9 @@
 """The k * M largest pre-activations of a batch as entries of its rows: exact, without a host sync, in one reading.
 
-A sample of the columns, 16 of each 2,048, is counted by key (see `select`), and the number that 1.5 times the sample's
-share exceeds is the *bound*. One pass over the rows lists what reaches it, with columns, and counts it by key: the
-k-th largest of the batch is found in those counts, and a row's entries in its list. Keys of more than 16 bits are
-counted by their upper 16 first, and where those are the k-th largest's by the rest.
+A sample, 16 of each 2,048 columns of some of the rows, is counted by key (see `select`), and the number that 1.5 times
+the sample's share exceeds is the *bound*. One pass over the rows lists what reaches it, with columns, and counts it by
+key: the k-th largest of the batch is found in those counts, and a row's entries in its list. Keys of more than 16 bits
+are counted by their upper 16 first, and where those are the k-th largest's by the rest.
 
 A row with more than its list holds is read again. So is everything where the sample has misled, so that fewer than
 k * M numbers reach the bound: the passes that do it are always launched, and leave at once where no row wants them.
@@ -15,17 +15,18 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
+from gossamer.rowsparse._triton import pack
 from gossamer.rowsparse._triton.pack import clear_slots, count_bits
 from gossamer.sae._triton.select import (
     SHIFT,
     _dtypes,
     _example,
-    _tile,
     chunk_columns,
     emit_largest,
     load_pre,
     lowest_column,
     rank_key,
+    ranked,
     word_bits,
 )
 
@@ -36,11 +37,11 @@ and how many of those that equal it are wanted."""
 
 @triton.jit
 def _count_sample_kernel(
-    z_ptr, bias_ptr, scale_ptr, counts_ptr, N, size,
+    z_ptr, bias_ptr, scale_ptr, counts_ptr, every, N, size,
     RUN: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): counts the keys above 0 of the first RUN of each STEP columns, `size` in all."""
-    z_ptr += tl.program_id(0).to(tl.int64) * N
+    """Program p: counts the keys above 0 of the first RUN of each STEP columns, `size` in all, of row p * every."""
+    z_ptr += tl.program_id(0).to(tl.int64) * every * N
     for start in range(0, size, BLOCK):
         at = start + tl.arange(0, BLOCK)
         columns = tl.where(at < size, at // RUN * STEP + at % RUN, N)
@@ -49,7 +50,9 @@ def _count_sample_kernel(
 
 
 @triton.jit
-def _find_kernel(counts_ptr, words_ptr, rank, PART: tl.constexpr, BINS: tl.constexpr, LOW: tl.constexpr):
+def _find_kernel(
+    counts_ptr, words_ptr, rank, PART: tl.constexpr, BINS: tl.constexpr, SHIFT: tl.constexpr, LOW: tl.constexpr
+):  # fmt: skip
     """The bin in which the rank-th largest is counted: of the sample (PART 0), of what is listed (1), or, for the rank
     that is left, by the low bits of the keys (2). Bin 0 where fewer are counted."""
     CHUNK: tl.constexpr = 4096 if BINS > 4096 else BINS
@@ -59,22 +62,24 @@ def _find_kernel(counts_ptr, words_ptr, rank, PART: tl.constexpr, BINS: tl.const
     above = tl.zeros([], tl.int64)
     found = tl.full([], -1, tl.int32)
     beyond = tl.zeros([], tl.int64)
-    for chunk in range(0, BINS // CHUNK):
-        first = BINS - (chunk + 1) * CHUNK
-        bins = first + tl.arange(0, CHUNK)
-        counts = tl.load(counts_ptr + bins)
+    bins = BINS - CHUNK + tl.arange(0, CHUNK)
+    counts = tl.load(counts_ptr + bins)
+    for _ in range(0, BINS // CHUNK):
+        following = tl.load(counts_ptr + bins - CHUNK, mask=bins >= CHUNK, other=0)
         total = tl.sum(counts, axis=0)
-        upto = above + total - tl.cumsum(counts, axis=0) + counts
-        here = tl.max(tl.where(upto >= wanted, bins, -1), axis=0)
-        if (found < 0) & (here >= 0):
-            found = here
-            beyond = tl.sum(tl.where(bins == here, upto - counts, 0), axis=0)
+        if (found < 0) & (above + total >= wanted):
+            upto = above + total - tl.cumsum(counts, axis=0) + counts
+            found = tl.max(tl.where(upto >= wanted, bins, -1), axis=0)
+            beyond = tl.sum(tl.where(bins == found, upto - counts, 0), axis=0)
         above += total
+        bins -= CHUNK
+        counts = following
     if found < 0:
         beyond = above - tl.load(counts_ptr)
     key = tl.maximum(found, 0).to(tl.int64) << LOW
     if PART == 0:
-        tl.store(words_ptr + BOUND, tl.maximum(key, 1))
+        # Up to infinity, for the bound is compared as a number.
+        tl.store(words_ptr + BOUND, tl.minimum(tl.maximum(key, 1), 0x7F800000 >> SHIFT))
     else:
         if PART == 2:
             key += tl.load(words_ptr + KTH)
@@ -83,70 +88,122 @@ def _find_kernel(counts_ptr, words_ptr, rank, PART: tl.constexpr, BINS: tl.const
 
 
 @triton.jit
-def list_candidates(
-    bits, found, z_ptr, bias_ptr, scale_ptr, counts_ptr, list_ptr, columns_ptr, base, length, start, N,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, LOW: tl.constexpr,
-):  # fmt: skip
-    """Counts a chunk's kept keys, and lists them with their columns as far as there is room."""
-    slot = base + tl.cumsum(found, axis=0) - found
-    while tl.max(bits, axis=0) > 0:
-        low = bits & -bits
-        column = lowest_column(low, start, BLOCK, VEC)
-        z = tl.load(z_ptr + column, mask=low > 0, other=0.0)
-        key = rank_key(z, bias_ptr, scale_ptr, column, N, SHIFT)
-        tl.atomic_add(counts_ptr + (key >> LOW), tl.full([BLOCK // VEC], 1, tl.int64), mask=low > 0, sem="relaxed")
-        held = (low > 0) & (slot < length)
-        tl.store(list_ptr + slot, key, mask=held)
-        tl.store(columns_ptr + slot, column, mask=held)
-        slot += (low > 0).to(tl.int32)
-        bits = bits & (bits - 1)
-
-
-@triton.jit
 def _list_row_kernel(
-    z_ptr, bias_ptr, scale_ptr, counts_ptr, words_ptr, list_ptr, columns_ptr, reach_ptr, N, length,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, LOW: tl.constexpr,
+    z_ptr, bias_ptr, scale_ptr, words_ptr, columns_ptr, reach_ptr, N, length,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): what reaches the bound, in order of columns; how many are in `reach_ptr`."""
+    """Program (row): the columns of what reaches the bound, as far as there is room; how many are in `reach_ptr`.
+
+    Nothing else is done here, where hardly a thread of those that do it has one of them at hand."""
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * N
-    list_ptr += row * length
     columns_ptr += row * length
-    bound = tl.load(words_ptr + BOUND)
+    bound = (tl.load(words_ptr + BOUND).to(tl.int32) << SHIFT).to(tl.float32, bitcast=True)
+    # Of the dtype of z, so that 16-bit numbers are compared as they are.
+    bound = bound.to(z_ptr.dtype.element_ty).to(tl.float32)
     base = 0
     z = load_pre(z_ptr, chunk_columns(0, BLOCK, VEC), N)
     for start in range(0, N, BLOCK):
         columns = chunk_columns(start, BLOCK, VEC)
         following = load_pre(z_ptr, columns + BLOCK, N)
-        bits = word_bits(rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT) >= bound, VEC)
-        found = count_bits(bits)
-        count = tl.sum(found, axis=0)
-        if count > 0:
-            list_candidates(
-                bits, found, z_ptr, bias_ptr, scale_ptr, counts_ptr, list_ptr, columns_ptr, base, length, start, N,
-                BLOCK, VEC, SHIFT, LOW,
-            )  # fmt: skip
-        base += count
+        # NaN is not below.
+        bits = word_bits(~(ranked(z, bias_ptr, scale_ptr, columns, N) < bound), VEC)
+        if tl.max(bits, axis=0) > 0:
+            found = count_bits(bits)
+            slot = base + tl.cumsum(found, axis=0) - found
+            base += tl.sum(found, axis=0)
+            left = 1
+            while left > 0:
+                low = bits & -bits
+                column = lowest_column(low, start, BLOCK, VEC)
+                tl.store(columns_ptr + slot, column, mask=(low > 0) & (slot < length))
+                slot += (low > 0).to(tl.int32)
+                bits = bits & (bits - 1)
+                left = tl.max(bits, axis=0)
         z = following
     tl.store(reach_ptr + row, base)
-    tl.atomic_add(words_ptr + LISTED, base.to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def count_in_window(bins, mask, window, first, counts_ptr, WINDOW: tl.constexpr):
+    """Counts bins: from `first` on in the window, which is returned, and others at once. Numbers that compete for a
+    few bins would wait for each other in memory."""
+    inside = mask & (bins >= first) & (bins < first + WINDOW)
+    ones = tl.full(bins.shape, 1, tl.int64)
+    tl.atomic_add(counts_ptr + bins, ones, mask=mask & ~inside, sem="relaxed")
+    return window + tl.histogram(tl.where(inside, bins - first, 0), WINDOW, mask=inside)
+
+
+@triton.jit
+def add_window(window, first, counts_ptr, WINDOW: tl.constexpr):
+    bins = first + tl.arange(0, WINDOW)
+    tl.atomic_add(counts_ptr + bins, window.to(tl.int64), mask=window > 0, sem="relaxed")
+
+
+@triton.jit
+def _count_listed_kernel(
+    z_ptr, bias_ptr, scale_ptr, counts_ptr, words_ptr, list_ptr, columns_ptr, reach_ptr, M, N, length,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    """Program p takes ROWS rows at a time, from p * ROWS on: it lists and counts the keys of the listed columns, and
+    how many numbers reach the bound. Rows that do not fit are left to `_count_rest`."""
+    first = tl.load(words_ptr + BOUND).to(tl.int32) >> LOW
+    window = tl.zeros([WINDOW], tl.int32)
+    total = tl.zeros([], tl.int64)
+    block = tl.program_id(0)
+    while block * ROWS < M:
+        rows = block * ROWS + tl.arange(0, ROWS)
+        reach = tl.load(reach_ptr + rows, mask=rows < M, other=0)
+        total += tl.sum(reach.to(tl.int64), axis=0)
+        listed = tl.where(reach <= length, reach, 0)
+        row = rows.to(tl.int64)[:, None]
+        for start in range(0, tl.max(listed, axis=0), BLOCK):
+            at = start + tl.arange(0, BLOCK)[None, :]
+            held = at < listed[:, None]
+            column = tl.load(columns_ptr + row * length + at, mask=held, other=0)
+            z = tl.load(z_ptr + row * N + column, mask=held, other=0.0)
+            key = rank_key(z, bias_ptr, scale_ptr, column, N, SHIFT)
+            tl.store(list_ptr + row * length + at, key, mask=held)
+            bins, mask = tl.reshape(key >> LOW, [ROWS * BLOCK]), tl.reshape(held, [ROWS * BLOCK])
+            window = count_in_window(bins, mask, window, first, counts_ptr, WINDOW)
+        block += tl.num_programs(0)
+    add_window(window, first, counts_ptr, WINDOW)
+    tl.atomic_add(words_ptr + LISTED, total, sem="relaxed")
 
 
 @triton.jit
 def _count_rest_kernel(
-    z_ptr, bias_ptr, scale_ptr, counts_ptr, words_ptr, reach_ptr, wanted, N, length,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, LOW: tl.constexpr,
+    z_ptr, bias_ptr, scale_ptr, counts_ptr, words_ptr, reach_ptr, wanted, M, N, length,
+    BLOCK: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): where the bound was too high, what lies below it is counted too, and no list is to be used."""
-    bound = tl.load(words_ptr + BOUND)
-    if (tl.load(words_ptr + LISTED) < wanted) & (bound > 1):
-        row = tl.program_id(0).to(tl.int64)
-        for start in range(0, N, BLOCK):
-            columns = chunk_columns(start, BLOCK, VEC)
-            key = rank_key(load_pre(z_ptr + row * N, columns, N), bias_ptr, scale_ptr, columns, N, SHIFT)
-            ones = tl.full([BLOCK // VEC, VEC], 1, tl.int64)
-            tl.atomic_add(counts_ptr + (key >> LOW), ones, mask=(key > 0) & (key < bound), sem="relaxed")
-        tl.store(reach_ptr + row, length + 1)
+    """Program p takes rows p, p + programs, ...: it counts the keys of rows that do not fit their lists, and where the
+    bound was too high, what lies below it as well; no list is to be used then."""
+    bound = tl.load(words_ptr + BOUND).to(tl.int32)
+    misled = (tl.load(words_ptr + LISTED) < wanted) & (bound > 1)
+    window = tl.zeros([WINDOW], tl.int32)
+    first = tl.full([], -1, tl.int32)
+    row = tl.program_id(0).to(tl.int64)
+    while row < M:
+        reach = tl.load(reach_ptr + row)
+        if misled | (reach > length):
+            lowest = bound
+            highest = 0x7FFFFFFF
+            if misled:
+                lowest = tl.full([], 1, tl.int32)
+                if reach <= length:
+                    highest = bound - 1
+                tl.store(reach_ptr + row, length + 1)
+            for start in range(0, N, BLOCK):
+                columns = start + tl.arange(0, BLOCK)
+                z = load_pre(z_ptr + row * N, columns, N)
+                key = rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT)
+                mask = (key >= lowest) & (key <= highest)
+                if first < 0:
+                    # Where most of what is counted is: what is not much smaller than the largest.
+                    first = tl.maximum((tl.max(tl.where(mask, key, 0), axis=0) >> LOW) + 65 - WINDOW, 0)
+                window = count_in_window(key >> LOW, mask, window, first, counts_ptr, WINDOW)
+        row += tl.num_programs(0)
+    add_window(window, tl.maximum(first, 0), counts_ptr, WINDOW)
 
 
 @triton.jit
@@ -237,6 +294,7 @@ def _emit_row_kernel(
 _count_sample = launch.Kernel(_count_sample_kernel)
 _find = launch.Kernel(_find_kernel)
 _list_row = launch.Kernel(_list_row_kernel)
+_count_listed = launch.Kernel(_count_listed_kernel)
 _count_rest = launch.Kernel(_count_rest_kernel)
 _count_low = launch.Kernel(_count_low_kernel)
 _count_ties = launch.Kernel(_count_ties_kernel)
@@ -263,29 +321,36 @@ def find(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None) -> Found:
     shift = SHIFT[z.dtype]
     low = max(31 - shift - 16, 0)
     bins = 1 << 31 - shift - low
-    size, step = tuning.batch_sample(n)
+    every, size = tuning.batch_sample(m, n, k)
     found = Found(m, tuning.batch_list(n, k), z.device)
     memory = torch.zeros(2 * bins + (1 << low) + 4, dtype=torch.int64, device=z.device)
     words, sample, counts, rest = memory.split([4, bins, bins, 1 << low])
     operands, grid = (z, bias, scale), (m, 1, 1)
-    meta, warps = _tile(z, 2048, 8)
+    meta, warps = tuning.batch_tile(m, z.element_size())
+    meta = {**pack.fit_block(meta, n), "SHIFT": shift}
     key = (m, n, k, z.dtype, _dtypes(bias, scale))
     bits = {"SHIFT": shift, "LOW": low}
-    run = tuning.BATCH_RUN
-    part = {"RUN": run, "STEP": step, "BLOCK": min(1024, launch.next_power_of_2(size)), **bits}
-    _count_sample(key, grid, (*operands, sample, n, size), part)
-    rank = tuning.batch_rank(k * m, size / n)
-    _find((*key, 0), (1, 1, 1), (sample, words, rank), {"PART": 0, "BINS": bins, "LOW": low}, num_warps=8)
-    lists = (found.keys, found.columns, found.reach, n, found.length)
-    _list_row(key, grid, (*operands, counts, words, *lists), {**meta, **bits}, num_warps=warps)
-    args = (*operands, counts, words, found.reach, k * m, n, found.length)
-    _count_rest(key, grid, args, {**meta, **bits}, num_warps=warps)
-    _find((*key, 1), (1, 1, 1), (counts, words, k * m), {"PART": 1, "BINS": bins, "LOW": low}, num_warps=8)
+    part = {"RUN": tuning.BATCH_RUN, "STEP": tuning.BATCH_STEP, "BLOCK": min(1024, launch.next_power_of_2(size))}
+    rows = launch.cdiv(m, every)
+    _count_sample(key, (rows, 1, 1), (*operands, sample, every, n, size), {**part, **bits})
+    rank = tuning.batch_rank(k * m, rows / m * size / n)
+    _find((*key, 0), (1, 1, 1), (sample, words, rank), {"PART": 0, "BINS": bins, **bits}, num_warps=16)
+    args = (*operands, words, found.columns, found.reach, n, found.length)
+    _list_row(key, grid, args, meta, num_warps=warps)
+    cores = tuning.programs(z.device)
+    part = {"WINDOW": 1024, **bits}
+    args = (*operands, counts, words, found.keys, found.columns, found.reach, m, n, found.length)
+    programs = min(launch.cdiv(m, 8), cores)
+    _count_listed(key, (programs, 1, 1), args, {"ROWS": 8, "BLOCK": 256, **part}, num_warps=8)
+    args = (*operands, counts, words, found.reach, k * m, m, n, found.length)
+    _count_rest(key, (min(m, 4 * cores), 1, 1), args, {"BLOCK": 2048, **part}, num_warps=8)
+    _find((*key, 1), (1, 1, 1), (counts, words, k * m), {"PART": 1, "BINS": bins, **bits}, num_warps=16)
     listed = (words, found.keys, found.reach)
     if low:
         args = (*operands, rest, *listed, n, found.length)
         _count_low(key, grid, args, {**meta, **bits}, num_warps=warps)
-        _find((*key, 2), (1, 1, 1), (rest, words, 0), {"PART": 2, "BINS": 1 << low, "LOW": 0}, num_warps=8)
+        part = {"PART": 2, "BINS": 1 << low, "SHIFT": shift, "LOW": 0}
+        _find((*key, 2), (1, 1, 1), (rest, words, 0), part, num_warps=16)
     ties = torch.empty(m, dtype=torch.int32, device=z.device)
     _count_ties(key, grid, (*operands, *listed, ties, n, found.length), {**meta, "SHIFT": shift}, num_warps=warps)
     args = (words, ties, found.kth, found.need, m, n)
@@ -311,21 +376,22 @@ def emit(
 
 
 _LISTS = {"words_ptr": "*i64", "list_ptr": "*i32"}
-_ROWS = {"BLOCK": 2048, "LOW": 0}
 _SIZES = ("N", "length")
+_Z = {"z_ptr": "*bf16", "bias_ptr": "*fp32", "scale_ptr": "*bf16"}
+_N = dict.fromkeys(_SIZES, "i32")
 
 EXAMPLES = {
     _count_sample_kernel: {
         "signature": {
-            "z_ptr": "*bf16", "bias_ptr": "*fp32", "scale_ptr": "*bf16", "counts_ptr": "*i64", "N": "i32",
-            "size": "i32",
+            "z_ptr": "*bf16", "bias_ptr": "*fp32", "scale_ptr": "*bf16", "counts_ptr": "*i64", "every": "i32",
+            "N": "i32", "size": "i32",
         },
         "constexprs": {"RUN": 16, "STEP": 2048, "BLOCK": 512, "SHIFT": 16, "LOW": 0},
         "num_warps": 4,
     },
     _count_ties_kernel: {
-        **_example({**_LISTS, "reach_ptr": "*i32", "ties_ptr": "*i32"}, _SIZES, BLOCK=2048),
-        "num_warps": 8,
+        **_example({**_LISTS, "reach_ptr": "*i32", "ties_ptr": "*i32"}, _SIZES, BLOCK=1024),
+        "num_warps": 1,
     },
     _share_ties_kernel: {
         "signature": {
@@ -336,8 +402,8 @@ EXAMPLES = {
     },
     _find_kernel: {
         "signature": {"counts_ptr": "*i64", "words_ptr": "*i64", "rank": "i32"},
-        "constexprs": {"PART": 1, "BINS": 32768, "LOW": 0},
-        "num_warps": 8,
+        "constexprs": {"PART": 1, "BINS": 32768, "SHIFT": 16, "LOW": 0},
+        "num_warps": 16,
     },
     _emit_row_kernel: {
         "signature": {
@@ -349,16 +415,26 @@ EXAMPLES = {
         "num_warps": 4,
     },
     _list_row_kernel: {
-        **_example({"counts_ptr": "*i64", **_LISTS, "columns_ptr": "*i32", "reach_ptr": "*i32"}, _SIZES, **_ROWS),
+        **_example({"words_ptr": "*i64", "columns_ptr": "*i32", "reach_ptr": "*i32"}, _SIZES, BLOCK=512),
+        "num_warps": 1,
+    },
+    _count_listed_kernel: {
+        "signature": {
+            **_Z, "counts_ptr": "*i64", **_LISTS, "columns_ptr": "*i32", "reach_ptr": "*i32", "M": "i32", **_N,
+        },
+        "constexprs": {"ROWS": 8, "BLOCK": 256, "WINDOW": 1024, "SHIFT": 16, "LOW": 0},
         "num_warps": 8,
     },
     _count_rest_kernel: {
-        **_example({"counts_ptr": "*i64", "words_ptr": "*i64", "reach_ptr": "*i32"}, ("wanted", *_SIZES), **_ROWS),
+        "signature": {
+            **_Z, "counts_ptr": "*i64", "words_ptr": "*i64", "reach_ptr": "*i32", "wanted": "i32", "M": "i32", **_N,
+        },
+        "constexprs": {"BLOCK": 2048, "WINDOW": 1024, "SHIFT": 16, "LOW": 0},
         "num_warps": 8,
     },
     _count_low_kernel: {
-        **_example({"counts_ptr": "*i64", **_LISTS, "reach_ptr": "*i32"}, _SIZES, BLOCK=2048, LOW=2),
-        "num_warps": 8,
+        **_example({"counts_ptr": "*i64", **_LISTS, "reach_ptr": "*i32"}, _SIZES, BLOCK=1024, LOW=2),
+        "num_warps": 1,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

@@ -55,13 +55,19 @@ def order_key(pre, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT: tl.constexpr):
-    """The key of z + bias, or of that times scale, which is rounded once more, as a product of two tensors is."""
+def ranked(z, bias_ptr, scale_ptr, columns, N):
+    """z + bias, or that times scale, which is rounded once more, as a product of two tensors is."""
     pre = add_bias(z, bias_ptr, columns, N)
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + columns, mask=columns < N, other=1.0).to(tl.float32)
         pre = (pre * scale).to(z.dtype).to(tl.float32)
-    return order_key(pre, SHIFT)
+    return pre
+
+
+@triton.jit
+def rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT: tl.constexpr):
+    """The key of what is ranked."""
+    return order_key(ranked(z, bias_ptr, scale_ptr, columns, N), SHIFT)
 
 
 @triton.jit
