@@ -188,8 +188,9 @@ def batch_tile(m: int, element_size: int) -> Tile:
 
 
 def batch_list(n: int, k: int) -> int:
-    """Room for a row's numbers above that, of which there are 1.5 k on average."""
-    return min(n, max(1024, 8 * k))
+    """Room for a row's numbers above that, of which there are 1.5 to 2 k on average: no more memory than a row of
+    16-bit numbers takes, except for a very large k."""
+    return min(n, max(1024, min(8 * k, n // 4), 3 * k))
 
 
 def topk_packs(m: int, k: int, weight: Tensor) -> bool:

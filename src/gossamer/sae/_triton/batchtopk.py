@@ -192,7 +192,6 @@ def _count_rest_kernel(
                 lowest = tl.full([], 1, tl.int32)
                 if reach <= length:
                     highest = bound - 1
-                tl.store(reach_ptr + row, length + 1)
             for start in range(0, N, BLOCK):
                 columns = start + tl.arange(0, BLOCK)
                 z = load_pre(z_ptr + row * N, columns, N)
@@ -202,6 +201,10 @@ def _count_rest_kernel(
                     # Where most of what is counted is: what is not much smaller than the largest.
                     first = tl.maximum((tl.max(tl.where(mask, key, 0), axis=0) >> LOW) + 65 - WINDOW, 0)
                 window = count_in_window(key >> LOW, mask, window, first, counts_ptr, WINDOW)
+            if misled:
+                # By now every thread has read it.
+                tl.debug_barrier()
+                tl.store(reach_ptr + row, length + 1)
         row += tl.num_programs(0)
     add_window(window, tl.maximum(first, 0), counts_ptr, WINDOW)
 
@@ -338,12 +341,14 @@ def find(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None) -> Found:
     args = (*operands, words, found.columns, found.reach, n, found.length)
     _list_row(key, grid, args, meta, num_warps=warps)
     cores = tuning.programs(z.device)
-    part = {"WINDOW": 1024, **bits}
     args = (*operands, counts, words, found.keys, found.columns, found.reach, m, n, found.length)
-    programs = min(launch.cdiv(m, 8), cores)
-    _count_listed(key, (programs, 1, 1), args, {"ROWS": 8, "BLOCK": 256, **part}, num_warps=8)
+    # What exceeds the bound is hardly more than a few times as large, unless that is a good part of all numbers; of
+    # those, hardly any is below 1/256 of the largest.
+    part = {"ROWS": 8, "BLOCK": 256, "WINDOW": 256 if 64 * k <= n else 1024, **bits}
+    _count_listed(key, (min(launch.cdiv(m, 8), 2 * cores), 1, 1), args, part, num_warps=8)
     args = (*operands, counts, words, found.reach, k * m, m, n, found.length)
-    _count_rest(key, (min(m, 4 * cores), 1, 1), args, {"BLOCK": 2048, **part}, num_warps=8)
+    part = {"BLOCK": 2048, "WINDOW": 1024, **bits}
+    _count_rest(key, (min(m, 4 * cores), 1, 1), args, part, num_warps=8)
     _find((*key, 1), (1, 1, 1), (counts, words, k * m), {"PART": 1, "BINS": bins, **bits}, num_warps=16)
     listed = (words, found.keys, found.reach)
     if low:
@@ -422,7 +427,7 @@ EXAMPLES = {
         "signature": {
             **_Z, "counts_ptr": "*i64", **_LISTS, "columns_ptr": "*i32", "reach_ptr": "*i32", "M": "i32", **_N,
         },
-        "constexprs": {"ROWS": 8, "BLOCK": 256, "WINDOW": 1024, "SHIFT": 16, "LOW": 0},
+        "constexprs": {"ROWS": 8, "BLOCK": 256, "WINDOW": 256, "SHIFT": 16, "LOW": 0},
         "num_warps": 8,
     },
     _count_rest_kernel: {
