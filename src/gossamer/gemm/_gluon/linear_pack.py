@@ -97,13 +97,6 @@ def load_factors(factors_ptr, column, N):
 
 
 @gluon.jit
-def scaled_pair(bound, factors, DTYPE: gl.constexpr):
-    """Finite where the product is not, for infinity exceeds it then, too."""
-    LARGEST: gl.constexpr = 3.4028234663852886e38
-    return pair_below(gl.minimum(bound * factors[0], LARGEST), gl.minimum(bound * factors[1], LARGEST), DTYPE)
-
-
-@gluon.jit
 def row_bounds(bound, factors, DTYPE: gl.constexpr):
     """The bounds of a piece's rows, a column of them, in a lane's 8 columns."""
     if factors is None:
@@ -112,10 +105,10 @@ def row_bounds(bound, factors, DTYPE: gl.constexpr):
     else:
         f0, f1, f2, f3 = factors
         return (
-            scaled_pair(bound, f0, DTYPE),
-            scaled_pair(bound, f1, DTYPE),
-            scaled_pair(bound, f2, DTYPE),
-            scaled_pair(bound, f3, DTYPE),
+            pair_below(bound * f0[0], bound * f0[1], DTYPE),
+            pair_below(bound * f1[0], bound * f1[1], DTYPE),
+            pair_below(bound * f2[0], bound * f2[1], DTYPE),
+            pair_below(bound * f3[0], bound * f3[1], DTYPE),
         )
 
 

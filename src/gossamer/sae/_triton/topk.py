@@ -23,16 +23,24 @@ from gossamer.rowsparse._triton.pack import clear_slots
 from gossamer.sae._triton import select
 from gossamer.sae._triton.select import SHIFT, count_above, emit_largest, group_maxima, kth_largest, order_key
 
+LARGEST = tl.constexpr(2.0**62)
+"""Of a bound and of what multiplies it: their product is finite, for infinity has to exceed it. What is lowered for
+that only lets more through."""
+
 
 @triton.jit
 def _row_bound_kernel(
     z_ptr, bias_ptr, scale_ptr, out_ptr, N, rank, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr
 ):  # fmt: skip
-    """Program (row): the number below the rank-th largest of its BLOCK group maxima, or 0."""
+    """Program (row): the number below the rank-th largest of its BLOCK group maxima, or 0; with a scale, at most
+    LARGEST."""
     row = tl.program_id(0).to(tl.int64)
     largest = group_maxima(z_ptr + row * N, bias_ptr, scale_ptr, N, BLOCK, VEC, SHIFT)
     kth = tl.maximum(kth_largest(largest, z_ptr, 0, rank, 0, BLOCK), 1)
-    tl.store(out_ptr + row, ((kth - 1) << SHIFT).to(tl.float32, bitcast=True))
+    bound = ((kth - 1) << SHIFT).to(tl.float32, bitcast=True)
+    if scale_ptr is not None:
+        bound = tl.minimum(bound, LARGEST)
+    tl.store(out_ptr + row, bound)
 
 
 @triton.jit
@@ -170,10 +178,8 @@ def _pack_and_select(
     values = x.new_empty(m, tiles, slots)
     indices = torch.empty(m, tiles, slots, dtype=torch.uint8, device=x.device)
     counts = torch.empty(m, tiles, dtype=torch.int16, device=x.device)
-    # So little below the quotient that rounding loses nothing that exceeds the bound, and finite: a bound may be 0.
-    factors = None
-    if scale is not None:
-        factors = ((1 - 2**-20) / scale.float()).clamp_(max=torch.finfo(torch.float32).max)
+    # So little below the quotient that rounding loses nothing that exceeds the bound.
+    factors = None if scale is None else ((1 - 2**-20) / scale.float()).clamp_(max=LARGEST.value)
     _launch_linear_pack(x, weight.t(), bias, None, tile, (values, indices, counts), bounds, factors)
     programs = min(m, 16 * tuning.programs(x.device))
     lists = torch.empty(programs, 2 if scale is None else 3, length, dtype=torch.int32, device=x.device)
