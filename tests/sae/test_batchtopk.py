@@ -21,8 +21,8 @@ def kernels_run(mode: str) -> None:
         pytest.skip("about the kernels, which run on a GPU or in the interpreter")
 
 
-def check(z: Tensor, k: int, bias: Tensor | None = None, scale: Tensor | None = None) -> batchtopk.Found:
-    """kth and need by definition, and the entries of the rows that have lists."""
+def check(z: Tensor, k: int, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
+    """kth and need by definition, and the entries of the rows that have lists, which it returns."""
     before = z.clone()
     found = batchtopk.find(z, bias, k, scale)
     pre = z if bias is None else (z.float() + bias.float()).to(z.dtype)
@@ -42,6 +42,9 @@ def check(z: Tensor, k: int, bias: Tensor | None = None, scale: Tensor | None = 
         found.columns.new_empty(m, capacity),
     )
     nnz, l0 = torch.full_like(found.kth, -7), torch.full((m,), NAN, device=z.device)
+    # With and without word of the rows whose entries do not all fit.
+    batchtopk.emit(z, bias, scale, found, tuple(map(torch.clone, (values, indices, nnz, l0))), False)
+    assert torch.equal(found.reach <= found.length, listed)
     batchtopk.emit(z, bias, scale, found, (values, indices, nnz, l0), True)
     assert torch.equal(z.nan_to_num(77), before.nan_to_num(77))
     for row in range(0, m, -(-m // 64)):
@@ -55,7 +58,7 @@ def check(z: Tensor, k: int, bias: Tensor | None = None, scale: Tensor | None = 
         assert indices[row].tolist() == columns.tolist() + [-1] * (capacity - len(columns))
         assert torch.equal(values[row, : len(columns)].nan_to_num(77), pre[row, columns].nan_to_num(77))
         assert not values[row, len(columns) :].any()
-    return found
+    return listed
 
 
 @pytest.mark.parametrize("m, n, k", [(3, 1, 1), (1, 50, 1), (2, 37, 37), (3, 1000, 1), (12, 300, 20), (5, 5000, 30)])
@@ -81,34 +84,59 @@ def test_ties_and_what_is_not_a_number(dtype: torch.dtype, device: torch.device)
         check(rows, k)
 
 
+def test_the_smallest_and_nothing(dtype: torch.dtype, device: torch.device) -> None:
+    """Fewer numbers above 0 than wanted, down to the smallest there is: none is lost, and no 0 is listed."""
+    smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+    z = torch.zeros(2, 2000, device=device, dtype=dtype)
+    z[:, 3:11] = smallest
+    z[1, 1999] = 3 * smallest
+    assert (z > 0).sum() == 17
+    for k in (1, 5, 8, 9, 1000):
+        assert check(z, k).all()
+
+
 def test_what_a_sample_may_say(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
     """All that is large is in the sample, and the bound too high, or nothing is, and everything is listed."""
     sampled = torch.arange(4100, device=device) % 2048 < 16
-    noise = torch.rand(6, 4100, device=device, generator=generator)
-    found = check(torch.where(sampled, 100 + noise, noise).to(dtype), 50)
-    assert (found.reach > found.length).all()
-    found = check(torch.where(sampled, -noise, noise).to(dtype), 50)
-    assert (found.reach > found.length).all()
-    found = check(torch.where(noise > 0.9, noise, -noise).to(dtype), 50)
-    assert (found.reach <= found.length).all()
+    assert tuning.batch_sample(16, 4100, 512) == (1, 32, 2048)
+    noise = torch.rand(16, 4100, device=device, generator=generator)
+    assert not check(torch.where(sampled, 100 + noise, noise).to(dtype), 512).any()
+    assert not check(torch.where(sampled, -noise, noise).to(dtype), 512).any()
+    assert check(torch.where(noise > 0.8, noise, -noise).to(dtype), 512).all()
+    # NaN, which no bound can be: what is not listed for it is counted.
+    assert not check(torch.where(sampled, NAN, noise - 0.5).to(dtype), 512).any()
+    # Too high, and exceeded by more than a list holds: what lies above is counted once.
+    z = torch.where(sampled, 100 + noise, noise)
+    z[0, :4099] = 200 + noise[0, :4099]
+    assert not check(z.to(dtype), 512).any()
 
 
 def test_what_a_sample_of_rows_may_say(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
     """Of many rows some are sampled, and what is large may be in those alone."""
-    sampled = torch.arange(600, device=device) % 3 == 0
-    noise = torch.rand(600, 64, device=device, generator=generator)
-    assert tuning.batch_sample(600, 64, 22) == tuning.batch_sample(600, 64, 12) == (3, 16)
-    found = check((noise + 100 * sampled[:, None]).to(dtype), 22)
-    assert (found.reach > found.length).all()
-    found = check((noise - 0.8).to(dtype), 12)
-    assert (found.reach <= found.length).all()
+    sampled = torch.arange(384, device=device) % 3 == 0
+    noise = torch.rand(384, 64, device=device, generator=generator)
+    assert tuning.batch_sample(384, 64, 22) == (3, 16, 2048) and tuning.batch_sample(384, 64, 12) == (3, 16, 1024)
+    assert not check((noise + 100 * sampled[:, None]).to(dtype), 22).any()
+    assert check((noise - 0.8).to(dtype), 12).all()
 
 
 def test_a_row_with_more_than_its_list(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    """It alone is read again, though without it fewer than wanted would be listed."""
     z = torch.rand(40, 2500, device=device, generator=generator) - 0.9
     z[7] += 2
-    found = check(z.to(dtype), 32)
-    assert (found.reach > found.length).nonzero().squeeze(1).tolist() == [7]
+    assert (~check(z.to(dtype), 32)).nonzero().squeeze(1).tolist() == [7]
+
+
+@pytest.mark.parametrize("m", [4096, 4097, 9000])
+def test_ties_of_many_rows(m: int, device: torch.device, generator: torch.Generator) -> None:
+    ties = torch.randint(0, 3, (m,), device=device, generator=generator, dtype=torch.int32)
+    before = ties.cumsum(0) - ties
+    for left in (0, 1, 5000, 5_000_000_000):
+        words = torch.tensor([1, 0, 7, left], device=device)
+        kth, need = torch.full((2, m), -1, device=device, dtype=torch.int32)
+        batchtopk._share_ties((m,), (1, 1, 1), (words, ties, kth, need, m, 2), {"BLOCK": 4096}, num_warps=8)
+        assert (kth == 7).all()
+        assert torch.equal(need, (left - before).clamp(0, 2).to(torch.int32))
 
 
 @pytest.mark.gpu

@@ -162,21 +162,25 @@ def topk_tile(tiles: int, k: int, run: int) -> Tile:
     return {"BLOCK": min(128, 1 << (tiles - 1).bit_length()), "LIST": held, "CHUNK": 128}, 1
 
 
-BATCH_RUN, BATCH_STEP = 16, 2048
-"""Neighbouring columns of a sample of a batch, 32 or 64 bytes, and how far apart the next ones are."""
+BATCH_RUN = 16
+"""Neighbouring columns of a sample of a batch: 32 or 64 bytes."""
 
 
-def batch_sample(m: int, n: int, k: int) -> tuple[int, int]:
-    """(rows from one that is sampled to the next, columns of each): some 256 of the k * m largest or more, of at least
-    128 rows. An odd number of rows, lest they all be at one place of texts of the same length."""
-    columns = min(n, max(1, n // BATCH_STEP) * BATCH_RUN)
+def batch_sample(m: int, n: int, k: int) -> tuple[int, int, int]:
+    """(rows from one that is sampled to the next, columns of each, columns from one run of them to the next).
+
+    Among them are 64 of the k * m largest, or more, as far as half of the columns will do for that. Of many rows some
+    are taken, 128 or more that have 256 of those; an odd number lies between them, lest all be at one place of texts of
+    the same length."""
+    step = max(2 * BATCH_RUN, min(2048, 1 << (k * m // 4 | 1).bit_length() - 1))
+    columns = min(n, max(1, n // step) * BATCH_RUN)
     rows = max(1, min(m // 128, k * m * columns // n // 256))
-    return rows - 1 + rows % 2, columns
+    return rows - 1 + rows % 2, columns, step
 
 
 def batch_rank(total: int, share: float) -> int:
-    """Which of a sample's largest numbers hardly ever has fewer than `total` of the batch's above it: half as many more
-    than expected, for some latents fire more often than others, and a few."""
+    """Which of a sample's largest numbers is hardly ever larger than the `total`-th largest of the batch: half as many
+    more than expected, for some latents fire more often than others, and a few."""
     expected = total * share
     return math.ceil(1.5 * expected + 4.6 * math.sqrt(expected) + 3)
 
@@ -188,8 +192,8 @@ def batch_tile(m: int, element_size: int) -> Tile:
 
 
 def batch_list(n: int, k: int) -> int:
-    """Room for a row's numbers above that, of which there are 1.5 to 2 k on average: no more memory than a row of
-    16-bit numbers takes, except for a very large k."""
+    """Room for what of a row reaches the bound, 1.5 to 2 k on average in a large batch. Where that is little, no more
+    memory than a row of 16-bit numbers takes."""
     return min(n, max(1024, min(8 * k, n // 4), 3 * k))
 
 

@@ -1,12 +1,13 @@
 """The k * M largest pre-activations of a batch as entries of its rows: exact, without a host sync, in one reading.
 
-A sample, 16 of each 2,048 columns of some of the rows, is counted by key (see `select`), and the number that 1.5 times
-the sample's share exceeds is the *bound*. One pass over the rows lists what reaches it, with columns, and counts it by
-key: the k-th largest of the batch is found in those counts, and a row's entries in its list. Keys of more than 16 bits
-are counted by their upper 16 first, and where those are the k-th largest's by the rest.
+A sample, 16 of each 2,048 columns of some of the rows, is counted by key (see `select`). Its r-th largest is the
+*bound*, r being half as many again as the sample's share of the k * M largest, and a margin. One pass over the rows
+lists the columns of what reaches the bound, and what they hold is counted by key: the k-th largest of the batch is
+found in those counts, and a row's entries in its list. Keys of more than 16 bits are counted by their upper 16 first,
+and where those are the k-th largest's by the rest.
 
 A row with more than its list holds is read again. So is everything where the sample has misled, so that fewer than
-k * M numbers reach the bound: the passes that do it are always launched, and leave at once where no row wants them.
+k * M numbers reach the bound. As only the device knows, the passes that do it are always launched.
 """
 
 import torch
@@ -78,7 +79,7 @@ def _find_kernel(
         beyond = above - tl.load(counts_ptr)
     key = tl.maximum(found, 0).to(tl.int64) << LOW
     if PART == 0:
-        # Up to infinity, for the bound is compared as a number.
+        # Not NaN, for the bound is compared as a number.
         tl.store(words_ptr + BOUND, tl.minimum(tl.maximum(key, 1), 0x7F800000 >> SHIFT))
     else:
         if PART == 2:
@@ -94,13 +95,16 @@ def _list_row_kernel(
 ):  # fmt: skip
     """Program (row): the columns of what reaches the bound, as far as there is room; how many are in `reach_ptr`.
 
-    Nothing else is done here, where hardly a thread of those that do it has one of them at hand."""
+    Whatever else is to be done for them is left to `_count_listed`: here one thread of a warp would do it at a time."""
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * N
     columns_ptr += row * length
     bound = (tl.load(words_ptr + BOUND).to(tl.int32) << SHIFT).to(tl.float32, bitcast=True)
     # Of the dtype of z, so that 16-bit numbers are compared as they are.
     bound = bound.to(z_ptr.dtype.element_ty).to(tl.float32)
+    if z_ptr.dtype.element_ty == tl.float16:
+        # The smallest float16, where key 1 was rounded to 0.
+        bound = tl.maximum(bound, 2.0**-24)
     base = 0
     z = load_pre(z_ptr, chunk_columns(0, BLOCK, VEC), N)
     for start in range(0, N, BLOCK):
@@ -135,6 +139,12 @@ def count_in_window(bins, mask, window, first, counts_ptr, WINDOW: tl.constexpr)
 
 
 @triton.jit
+def window_below(key, LOW: tl.constexpr, WINDOW: tl.constexpr):
+    """Where a window begins that reaches to a little above the largest of these keys."""
+    return tl.maximum((tl.max(key, axis=0) >> LOW) + 65 - WINDOW, 0)
+
+
+@triton.jit
 def add_window(window, first, counts_ptr, WINDOW: tl.constexpr):
     bins = first + tl.arange(0, WINDOW)
     tl.atomic_add(counts_ptr + bins, window.to(tl.int64), mask=window > 0, sem="relaxed")
@@ -147,7 +157,9 @@ def _count_listed_kernel(
 ):  # fmt: skip
     """Program p takes ROWS rows at a time, from p * ROWS on: it lists and counts the keys of the listed columns, and
     how many numbers reach the bound. Rows that do not fit are left to `_count_rest`."""
-    first = tl.load(words_ptr + BOUND).to(tl.int32) >> LOW
+    bound = tl.load(words_ptr + BOUND).to(tl.int32)
+    # Most of what reaches a bound is close to it, but anything may exceed 0.
+    first = tl.where(bound > 1, bound >> LOW, -1)
     window = tl.zeros([WINDOW], tl.int32)
     total = tl.zeros([], tl.int64)
     block = tl.program_id(0)
@@ -164,10 +176,12 @@ def _count_listed_kernel(
             z = tl.load(z_ptr + row * N + column, mask=held, other=0.0)
             key = rank_key(z, bias_ptr, scale_ptr, column, N, SHIFT)
             tl.store(list_ptr + row * length + at, key, mask=held)
-            bins, mask = tl.reshape(key >> LOW, [ROWS * BLOCK]), tl.reshape(held, [ROWS * BLOCK])
-            window = count_in_window(bins, mask, window, first, counts_ptr, WINDOW)
+            key, mask = tl.reshape(key, [ROWS * BLOCK]), tl.reshape(held, [ROWS * BLOCK])
+            if first < 0:
+                first = window_below(tl.where(mask, key, 0), LOW, WINDOW)
+            window = count_in_window(key >> LOW, mask, window, first, counts_ptr, WINDOW)
         block += tl.num_programs(0)
-    add_window(window, first, counts_ptr, WINDOW)
+    add_window(window, tl.maximum(first, 0), counts_ptr, WINDOW)
     tl.atomic_add(words_ptr + LISTED, total, sem="relaxed")
 
 
@@ -198,8 +212,7 @@ def _count_rest_kernel(
                 key = rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT)
                 mask = (key >= lowest) & (key <= highest)
                 if first < 0:
-                    # Where most of what is counted is: what is not much smaller than the largest.
-                    first = tl.maximum((tl.max(tl.where(mask, key, 0), axis=0) >> LOW) + 65 - WINDOW, 0)
+                    first = window_below(tl.where(mask, key, 0), LOW, WINDOW)
                 window = count_in_window(key >> LOW, mask, window, first, counts_ptr, WINDOW)
             if misled:
                 # By now every thread has read it.
@@ -223,13 +236,17 @@ def _count_low_kernel(
             at = first + tl.arange(0, BLOCK)
             key = tl.load(list_ptr + row * length + at, mask=at < reach, other=0)
             ones = tl.full([BLOCK], 1, tl.int64)
-            tl.atomic_add(counts_ptr + (key & ((1 << LOW) - 1)), ones, mask=(key > 0) & (key >> LOW == upper))
+            tl.atomic_add(
+                counts_ptr + (key & ((1 << LOW) - 1)), ones, mask=(key > 0) & (key >> LOW == upper), sem="relaxed"
+            )
     else:
         for start in range(0, N, BLOCK):
             columns = chunk_columns(start, BLOCK, VEC)
             key = rank_key(load_pre(z_ptr + row * N, columns, N), bias_ptr, scale_ptr, columns, N, SHIFT)
             ones = tl.full([BLOCK // VEC, VEC], 1, tl.int64)
-            tl.atomic_add(counts_ptr + (key & ((1 << LOW) - 1)), ones, mask=(key > 0) & (key >> LOW == upper))
+            tl.atomic_add(
+                counts_ptr + (key & ((1 << LOW) - 1)), ones, mask=(key > 0) & (key >> LOW == upper), sem="relaxed"
+            )
 
 
 @triton.jit
@@ -257,9 +274,11 @@ def _count_ties_kernel(
 
 @triton.jit
 def _share_ties_kernel(words_ptr, ties_ptr, kth_ptr, need_ptr, M, N, BLOCK: tl.constexpr):
-    """The one program: in order of rows, a row may take what of the wanted ties those before it have left."""
-    kth = tl.maximum(tl.load(words_ptr + KTH), 1).to(tl.int32)
-    left = tl.load(words_ptr + NEED)
+    """The one program: in order of rows, a row may take what of the wanted ties those before it have left. Where fewer
+    numbers than wanted are above 0, the smallest key is the k-th largest, and wanted wherever it is."""
+    key = tl.load(words_ptr + KTH)
+    kth = tl.maximum(key, 1).to(tl.int32)
+    left = tl.where(key > 0, tl.load(words_ptr + NEED), 1 << 62)
     for first in range(0, M, BLOCK):
         rows = first + tl.arange(0, BLOCK)
         ties = tl.load(ties_ptr + rows, mask=rows < M, other=0).to(tl.int64)
@@ -306,7 +325,7 @@ _emit_row = launch.Kernel(_emit_row_kernel)
 
 
 class Found:
-    """What is above the bound, and where among it a row's entries end."""
+    """What reaches the bound, and where among it a row's entries end."""
 
     __slots__ = ("columns", "keys", "kth", "length", "need", "reach")
 
@@ -319,12 +338,12 @@ class Found:
 
 def find(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None) -> Found:
     """The k * M largest keys of z [M, N] + bias [N], times scale [N]: a row selects every key above kth[row] and the
-    first need[row] that equal it. Rows of which more than `length` keys are in `reach` are not in the lists."""
+    first need[row] that equal it. Rows whose `reach` exceeds `length` are not in the lists."""
     m, n = z.shape
     shift = SHIFT[z.dtype]
     low = max(31 - shift - 16, 0)
     bins = 1 << 31 - shift - low
-    every, size = tuning.batch_sample(m, n, k)
+    every, size, step = tuning.batch_sample(m, n, k)
     found = Found(m, tuning.batch_list(n, k), z.device)
     memory = torch.zeros(2 * bins + (1 << low) + 4, dtype=torch.int64, device=z.device)
     words, sample, counts, rest = memory.split([4, bins, bins, 1 << low])
@@ -333,7 +352,7 @@ def find(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None) -> Found:
     meta = {**pack.fit_block(meta, n), "SHIFT": shift}
     key = (m, n, k, z.dtype, _dtypes(bias, scale))
     bits = {"SHIFT": shift, "LOW": low}
-    part = {"RUN": tuning.BATCH_RUN, "STEP": tuning.BATCH_STEP, "BLOCK": min(1024, launch.next_power_of_2(size))}
+    part = {"RUN": tuning.BATCH_RUN, "STEP": step, "BLOCK": min(1024, launch.next_power_of_2(size))}
     rows = launch.cdiv(m, every)
     _count_sample(key, (rows, 1, 1), (*operands, sample, every, n, size), {**part, **bits})
     rank = tuning.batch_rank(k * m, rows / m * size / n)
@@ -342,12 +361,11 @@ def find(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None) -> Found:
     _list_row(key, grid, args, meta, num_warps=warps)
     cores = tuning.programs(z.device)
     args = (*operands, counts, words, found.keys, found.columns, found.reach, m, n, found.length)
-    # What exceeds the bound is hardly more than a few times as large, unless that is a good part of all numbers; of
-    # those, hardly any is below 1/256 of the largest.
+    # An octave is 128 bins of bfloat16, and 256 of others.
     part = {"ROWS": 8, "BLOCK": 256, "WINDOW": 256 if 64 * k <= n else 1024, **bits}
     _count_listed(key, (min(launch.cdiv(m, 8), 2 * cores), 1, 1), args, part, num_warps=8)
     args = (*operands, counts, words, found.reach, k * m, m, n, found.length)
-    part = {"BLOCK": 2048, "WINDOW": 1024, **bits}
+    part = {"BLOCK": 4096 // z.element_size(), "WINDOW": 1024, **bits}
     _count_rest(key, (min(m, 4 * cores), 1, 1), args, part, num_warps=8)
     _find((*key, 1), (1, 1, 1), (counts, words, k * m), {"PART": 1, "BINS": bins, **bits}, num_warps=16)
     listed = (words, found.keys, found.reach)
@@ -375,7 +393,7 @@ def emit(
     for the others then, and with `may_overflow` for rows of more entries than there are slots."""
     (m, n), capacity = z.shape, out[0].shape[1]
     meta = {"SHIFT": SHIFT[z.dtype], "LIST": 256, "MAY_OVERFLOW": may_overflow}
-    key = (m, n, capacity, found.length, z.dtype, _dtypes(bias, scale))
+    key = (m, n, capacity, found.length, z.dtype, _dtypes(bias, scale), may_overflow)
     args = (z, bias, scale, found.keys, found.columns, found.reach, found.kth, found.need, *out)
     _emit_row(key, (m, 1, 1), (*args, n, found.length, capacity), meta, num_warps=4)
 
@@ -387,15 +405,12 @@ _N = dict.fromkeys(_SIZES, "i32")
 
 EXAMPLES = {
     _count_sample_kernel: {
-        "signature": {
-            "z_ptr": "*bf16", "bias_ptr": "*fp32", "scale_ptr": "*bf16", "counts_ptr": "*i64", "every": "i32",
-            "N": "i32", "size": "i32",
-        },
+        "signature": {**_Z, "counts_ptr": "*i64", "every": "i32", "N": "i32", "size": "i32"},
         "constexprs": {"RUN": 16, "STEP": 2048, "BLOCK": 512, "SHIFT": 16, "LOW": 0},
         "num_warps": 4,
     },
     _count_ties_kernel: {
-        **_example({**_LISTS, "reach_ptr": "*i32", "ties_ptr": "*i32"}, _SIZES, BLOCK=1024),
+        **_example({**_LISTS, "reach_ptr": "*i32", "ties_ptr": "*i32"}, _SIZES, BLOCK=512),
         "num_warps": 1,
     },
     _share_ties_kernel: {
@@ -412,9 +427,8 @@ EXAMPLES = {
     },
     _emit_row_kernel: {
         "signature": {
-            "z_ptr": "*bf16", "bias_ptr": "*fp32", "scale_ptr": "*bf16", "list_ptr": "*i32", "columns_ptr": "*i32",
-            "reach_ptr": "*i32", "kth_ptr": "*i32", "need_ptr": "*i32", "values_ptr": "*bf16", "indices_ptr": "*i32",
-            "nnz_ptr": "*i32", "l0_ptr": "*fp32", **dict.fromkeys(("N", "length", "capacity"), "i32"),
+            **_Z, "list_ptr": "*i32", "columns_ptr": "*i32", "reach_ptr": "*i32", "kth_ptr": "*i32", "need_ptr": "*i32",
+            "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32", **_N, "capacity": "i32",
         },
         "constexprs": {"SHIFT": 16, "LIST": 256, "MAY_OVERFLOW": True},
         "num_warps": 4,
@@ -438,7 +452,10 @@ EXAMPLES = {
         "num_warps": 8,
     },
     _count_low_kernel: {
-        **_example({"counts_ptr": "*i64", **_LISTS, "reach_ptr": "*i32"}, _SIZES, BLOCK=1024, LOW=2),
+        **_example(
+            {"z_ptr": "*fp32", "counts_ptr": "*i64", **_LISTS, "reach_ptr": "*i32"}, _SIZES, BLOCK=256, VEC=4, SHIFT=0,
+            LOW=15,
+        ),
         "num_warps": 1,
     },
 }  # fmt: skip

@@ -528,7 +528,7 @@ EXAMPLES = {
         "num_warps": 4,
     },
     _encode_row_kernel: {
-        "signature": {**_ENCODE, "reach_ptr": None, "length": "i32"},
+        "signature": {**_ENCODE, "reach_ptr": "*i32", "length": "i32"},
         "constexprs": {
             "BLOCK": 1024, "VEC": 8, "SHIFT": 16, "RANKED": False, "WINDOW": True, "MAY_OVERFLOW": True,
         },
