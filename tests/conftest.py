@@ -58,6 +58,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "native: about the product path; skipped in the interpreter")
+    config.addinivalue_line("markers", "kernels: about the kernels; skipped where neither a GPU nor the interpreter is")
     # The interpreter computes with NumPy, which warns where a GPU makes NaN and Inf without a word.
     config.addinivalue_line("filterwarnings", "ignore:.* encountered in .*:RuntimeWarning")
 
@@ -74,6 +75,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("Triton's interpreter before 3.7 fails on NumPy 2.4 and newer in loops with run-time bounds")
         if item.get_closest_marker("native"):
             pytest.skip("about the product path, not about the kernels")
+    if item.get_closest_marker("kernels") and MODE == "cpu":
+        pytest.skip("about the kernels, which run on a GPU or in the interpreter")
     if item.get_closest_marker("gpu") and MODE != "gpu":
         pytest.skip("needs a GPU")
 

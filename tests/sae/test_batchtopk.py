@@ -12,13 +12,8 @@ from gossamer._core import tuning  # noqa: E402
 from gossamer.sae._triton import batchtopk  # noqa: E402
 from tests.sae.test_select import definition, keys_of  # noqa: E402
 
+pytestmark = pytest.mark.kernels
 NAN, INF = math.nan, math.inf
-
-
-@pytest.fixture(autouse=True)
-def kernels_run(mode: str) -> None:
-    if mode == "cpu":
-        pytest.skip("about the kernels, which run on a GPU or in the interpreter")
 
 
 def check(z: Tensor, k: int, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:

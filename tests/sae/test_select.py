@@ -10,13 +10,8 @@ triton = pytest.importorskip("triton")
 
 from gossamer.sae._triton import select  # noqa: E402
 
+pytestmark = pytest.mark.kernels
 NAN, INF = math.nan, math.inf
-
-
-@pytest.fixture(autouse=True)
-def kernels_run(mode: str) -> None:
-    if mode == "cpu":
-        pytest.skip("about the kernels, which run on a GPU or in the interpreter")
 
 
 def keys_of(z: Tensor) -> Tensor:

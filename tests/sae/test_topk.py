@@ -149,7 +149,6 @@ def test_what_ties_at_the_bound_by_a_scale(
 
 
 def test_not_a_number_and_infinity(dtype: torch.dtype, device: torch.device, packs: Callable[[bool], None]) -> None:
-    """Also where a bound over a scale is more than float32 holds."""
     x, W = torch.zeros(2, D, device=device, dtype=dtype), torch.zeros(D, N, device=device, dtype=dtype)
     for columns in (slice(3, 5), slice(250, 260), slice(0, N)):
         for value in (NAN, INF):
@@ -157,10 +156,26 @@ def test_not_a_number_and_infinity(dtype: torch.dtype, device: torch.device, pac
             bias[columns] = value
             bias[columns.stop - 1] *= -1
             check_same(packs, x, W, bias)
-            for tiny in (1e-37, 1e-38, 1e-39):
-                scale = torch.ones(N, device=device)
-                scale[columns] = tiny
-                check_same(packs, x, W, bias, scale=scale)
+
+
+@pytest.mark.usefixtures("run")
+def test_infinity_by_a_tiny_scale(
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+    packs: Callable[[bool], None],
+    again: list[Tensor],
+) -> None:
+    """It is kept where the bound over the scale is more than float32 holds, in rows that have enough without it."""
+    n = 24 * 256 + 40
+    x, W = whole((M, D), 2, generator, dtype), whole((D, n), 2, generator, dtype)
+    b_enc, scale = torch.zeros(n, device=device, dtype=dtype), torch.ones(n, device=device)
+    b_enc[200] = INF
+    for tiny in (1e-37, 1e-38, 1e-39):
+        scale[200] = tiny
+        got = check_same(packs, x, W, b_enc, k=20, scale=scale)
+        assert got.values.isinf().sum() == M
+    assert not torch.stack(again).all()
 
 
 @pytest.mark.usefixtures("packs")

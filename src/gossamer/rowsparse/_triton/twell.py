@@ -46,8 +46,6 @@ def _pack_twell_kernel(
                     bound = tl.load(bounds_ptr + row)
                     if factors_ptr is not None:
                         bound *= tl.load(factors_ptr + begin + columns, mask=columns < width, other=0.0)
-                        # Infinity exceeds what is finite, and is not lost.
-                        bound = tl.where(bound == float("inf"), 3.4028234663852886e38, bound)
                 if threshold_ptr is not None:
                     bound = tl.load(threshold_ptr + begin + columns, mask=columns < width, other=0.0)
                     bound = bound.to(tl.float32)
