@@ -357,6 +357,21 @@ def encode(
     else:
         z = x @ weight
         bias = None if bias is None else bias.contiguous()
+    return activate(z, bias, threshold, activation, k, bandwidth, capacity, keep_source, scale)
+
+
+def activate(
+    z: Tensor,
+    bias: Tensor | None,
+    threshold: Tensor | None,
+    activation: str,
+    k: int,
+    bandwidth: float,
+    capacity: int,
+    keep_source: bool,
+    scale: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `encode` returns, from the pre-activations z [M, N] + bias [N]."""
     scale = None if scale is None else scale.contiguous()
     m, n = z.shape
     if activation == "topk" and not keep_source and z.numel():
