@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gossamer import gemm, rowsparse, sae
 from gossamer._core import ops
 from gossamer.sae.smallest import smallest
+from gossamer.sae.squared_error import squared_error
 from gossamer.testing import random_rows
 
 N, D = 90, 12
@@ -89,6 +90,9 @@ def _encode(device: torch.device) -> None:
         (rows.to_dense().sum() + l0.sum() + sae.tanh_l0(rows, scale).sum()).backward()
         sae.count_fired(rows)
         smallest(rows, torch.ones(rows.num_columns, device=device))
+    y = torch.randn(3, D, device=device, requires_grad=True)
+    (grad,) = torch.autograd.grad(squared_error(x, y).sum(), y, create_graph=True)
+    grad.square().sum().backward()
 
 
 def _gemm(device: torch.device) -> None:

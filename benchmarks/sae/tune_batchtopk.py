@@ -33,7 +33,7 @@ SHAPES = [
     *((4096, 65536, k, torch.bfloat16, "normal") for k in (16, 64, 256, 1024, 4096, 16384)),
     (4096, 65536, 64, torch.float16, "normal"),
     (4096, 65536, 64, torch.float32, "normal"),
-    *((m, 65536, 64, torch.bfloat16, "normal") for m in (1, 64, 512, 16384)),
+    *((m, 65536, 64, torch.bfloat16, "normal") for m in (1, 4, 16, 64, 512, 16384)),
     (4096, 24576, 32, torch.bfloat16, "normal"),
     (16384, 16384, 32, torch.bfloat16, "normal"),
     *(

@@ -173,6 +173,20 @@ def test_k_may_be_all(dtype: torch.dtype, device: torch.device, generator: torch
         assert_exact(rows.to_dense(), reference)
 
 
+@pytest.mark.parametrize("capacity", [None, 3])
+def test_batchtopk_of_one_row_is_topk(
+    capacity: int | None, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    x, W, b = (whole(shape, 2, generator, dtype) for shape in ((1, 4), (4, 300), (300,)))
+    for scale in (None, torch.linspace(0.5, 2, 300, device=device, dtype=dtype)):
+        by_row, by_batch = (
+            encode(x, W, b, activation=activation, k=7, capacity=capacity, scale=scale)
+            for activation in ("topk", "batchtopk")
+        )
+        assert torch.equal(by_row.to_dense(), by_batch.to_dense())
+        assert torch.equal(by_row.nnz_per_row, by_batch.nnz_per_row)
+
+
 def test_batchtopk_with_a_threshold_is_jumprelu(device: torch.device, generator: torch.Generator) -> None:
     x, W = (whole(shape, 2, generator, torch.float32) for shape in ((5, 8), (8, 60)))
     threshold = torch.tensor(3.0, device=device)
@@ -380,6 +394,23 @@ def test_each_gradient_alone(wanted: str, device: torch.device, generator: torch
     leaves[wanted].requires_grad_()
     (alone,) = torch.autograd.grad(loss(**leaves), leaves[wanted])
     torch.testing.assert_close(alone, together[wanted].to(alone.dtype))
+
+
+@pytest.mark.parametrize("activation", ["jumprelu", "topk", "batchtopk"])
+def test_gradient_in_the_layout_of_the_weight(
+    activation: str, device: torch.device, generator: torch.Generator
+) -> None:
+    """W_enc as it is, or a `nn.Linear` weight's transpose: autograd has nothing to copy into another order."""
+    leaves, weights, _ = jumprelu_case((6,), 20, 90, torch.float32, generator)
+    W_enc, options = leaves.pop("W_enc"), options_for(activation, 90, 5, leaves.pop("threshold"))
+    found, linear = [], W_enc.t().contiguous()
+    for weight in (W_enc, linear.t()):
+        weight = weight.detach().requires_grad_()
+        rows = encode(W_enc=weight, capacity=4, **leaves, **options)
+        (grad,) = torch.autograd.grad((rows.to_dense() * weights).sum(), weight)
+        assert grad.stride() == weight.stride()
+        found.append(grad)
+    torch.testing.assert_close(*found)
 
 
 def test_gradient_of_l0_alone(device: torch.device, generator: torch.Generator) -> None:

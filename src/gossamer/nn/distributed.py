@@ -124,10 +124,9 @@ class ShardedJumpReLUSAE(Sharded, JumpReLUSAE):
         # L0 is that of all ranks; the other sum over latents has been taken over this rank's.
         return add_parts(penalty, self.group) if self.penalty == "tanh" else penalty
 
-    def _dead_loss(self, x: Tensor, residual: Tensor) -> Tensor:
-        if not self.pre_act_coefficient:
-            return residual.new_zeros(())
-        return add_parts(super()._dead_loss(copy_to_ranks(x, self.group), residual), self.group)
+    def _dead_loss(self, x: Tensor, target: Tensor, reconstruction: Tensor) -> Tensor | None:
+        loss = super()._dead_loss(copy_to_ranks(x, self.group), target, reconstruction)
+        return None if loss is None else add_parts(loss, self.group)
 
 
 _SHARDED: dict[type, type[Sharded]] = {

@@ -12,6 +12,7 @@ from gossamer._core import checks
 from gossamer.nn._silence import Silence
 from gossamer.rowsparse import ELL
 from gossamer.sae.smallest import smallest
+from gossamer.sae.squared_error import squared_error
 
 
 class SAELoss(NamedTuple):
@@ -143,21 +144,25 @@ class _SAE(torch.nn.Module):
     def _loss(self, x: Tensor, target: Tensor) -> SAELoss:
         rows, l0 = self._encode(x)
         reconstruction = self._output(x, rows)
-        residual = target.to(self._wide) - reconstruction.to(self._wide)
-        mse = residual.square().sum(-1).mean()
-        penalty, dead = self._penalty(rows, l0), mse.new_zeros(())
-        if self.training:
-            dead = self._dead_loss(x, residual.detach())
-        return SAELoss(mse + penalty + dead, mse, penalty, l0.detach().mean(), reconstruction, dead)
+        mse = squared_error(target, reconstruction).mean()
+        penalty = self._penalty(rows, l0)
+        dead = self._dead_loss(x, target, reconstruction) if self.training else None
+        # What is left out costs no launch but that of the 0 which stands for it.
+        loss, zero = mse, mse.new_zeros(())
+        for part in (penalty, dead):
+            loss = loss if part is None else loss + part
+        penalty, dead = (zero if part is None else part for part in (penalty, dead))
+        return SAELoss(loss, mse, penalty, l0.detach().mean(), reconstruction, dead)
 
     def _output(self, x: Tensor, rows: ELL) -> Tensor:
         return self.decode(rows)
 
-    def _penalty(self, rows: ELL, l0: Tensor) -> Tensor:
-        return l0.new_zeros(())
+    def _penalty(self, rows: ELL, l0: Tensor) -> Tensor | None:
+        return None
 
-    def _dead_loss(self, x: Tensor, residual: Tensor) -> Tensor:
-        return residual.new_zeros(())
+    def _dead_loss(self, x: Tensor, target: Tensor, reconstruction: Tensor) -> Tensor | None:
+        """None while it is 0."""
+        return None
 
     def _longest_silent(self, count: int) -> tuple[Tensor, Tensor]:
         """(which latents, whether each is dead), of the equally silent the first: how many are dead only the device
@@ -197,16 +202,17 @@ class _Reviving(_SAE):
     def _encode(self, x: Tensor) -> tuple[ELL, Tensor]:
         return self._counted(*self._latents(x, activation="topk", k=self.k, b_dec=self._centre))
 
-    def _dead_loss(self, x: Tensor, residual: Tensor) -> Tensor:
+    def _dead_loss(self, x: Tensor, target: Tensor, reconstruction: Tensor) -> Tensor | None:
         if not self.aux_coefficient or self._none_is_dead():
-            return residual.new_zeros(())
+            return None
         which, dead = self._longest_silent(2 * self.aux_k)
         # No index is there twice, so that the gradient of index_select has nothing to add up, or to sort for that.
         biases = torch.where(dead, self.b_enc.index_select(0, which), -torch.inf)
         W_enc = self.W_enc.index_select(1, which)
         rows, _ = self._latents(x, W_enc=W_enc, b_enc=biases, activation="topk", k=self.aux_k, b_dec=self._centre)
         estimate = self._estimate(rows, self.W_dec.index_select(0, which))
-        loss = (estimate.to(residual.dtype) - residual).square().sum(-1).mean()
+        residual = target.detach().to(self._wide) - reconstruction.detach().to(self._wide)
+        loss = squared_error(residual, estimate).mean()
         return self.aux_coefficient * torch.where(self._any(dead), loss, 0)
 
     def _estimate(self, rows: ELL, W_dec: Tensor) -> Tensor:
@@ -530,9 +536,9 @@ class JumpReLUSAE(_SAE):
             l0 = sae.tanh_l0(rows, self.tanh_scale * self._decoder_norms(self.W_dec))
         return self.l0_coefficient * l0.mean()
 
-    def _dead_loss(self, x: Tensor, residual: Tensor) -> Tensor:
+    def _dead_loss(self, x: Tensor, target: Tensor, reconstruction: Tensor) -> Tensor | None:
         if not self.pre_act_coefficient:
-            return residual.new_zeros(())
+            return None
         which, dead = self._longest_silent(2 * self.d_in)
         pre = x @ self.W_enc.index_select(1, which).to(x.dtype) + self.b_enc.index_select(0, which)
         norms = self._decoder_norms(self.W_dec.index_select(0, which))

@@ -363,7 +363,8 @@ def _backward(
         inner = (x if b_dec is None else x - b_dec).to(weight.dtype)
         grad_weight = gradients(inner, indices, columns, grad_pre, counts, dense, None, weight.dtype)[0]
         # In the layout of the parameter, or autograd would copy it into that, at a fifth of the speed.
-        grad_weight = directly(dense_transpose, grad_weight)(grad_weight)
+        by_latent = weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]
+        grad_weight = grad_weight.t() if by_latent else directly(dense_transpose, grad_weight)(grad_weight)
     if need_bias or need_threshold or (need_b_dec and not need_x):
         if grad_source is None:
             grad_source = values.new_zeros(1, 1).expand_as(source)

@@ -1,0 +1,137 @@
+"""A training step of `nn.TopKSAE`, `nn.BatchTopKSAE` and `nn.JumpReLUSAE`: the loss and all gradients.
+
+Beside them the same in plain PyTorch, as SAE libraries write it: dense latents, `torch.topk`, and for JumpReLU the
+straight-through estimates as autograd functions. The optimizer and the loss for dead latents are left out, for they are
+the same or missing there. SAELens's own trainer is in `bench sae --saelens`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from statistics import NormalDist
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer import nn
+from gossamer.cli.bench import Case, Provider, random_matrix
+
+NAMES = ("W_enc", "W_dec", "b_enc", "b_dec", "log_threshold")
+BANDWIDTH, L0_COEFFICIENT = 0.25, 1e-3
+
+
+class JumpReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, threshold: Tensor) -> Tensor:
+        ctx.save_for_backward(z, threshold)
+        return z * (z > threshold)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        z, threshold = ctx.saved_tensors
+        near = ((z - threshold).abs() < BANDWIDTH / 2) * grad
+        return grad * (z > threshold), -threshold / BANDWIDTH * near.sum(0, dtype=threshold.dtype)
+
+
+class Step(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, threshold: Tensor) -> Tensor:
+        ctx.save_for_backward(z, threshold)
+        return (z > threshold).to(threshold.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+        z, threshold = ctx.saved_tensors
+        return None, -(((z - threshold).abs() < BANDWIDTH / 2) * grad).sum(0) / BANDWIDTH
+
+
+def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    """The article's large batch in bfloat16; a small float32 one for `quick` and on the CPU."""
+    if quick or device.type == "cpu":
+        shape, k, dtype = (64, 256, 4096), 16, torch.float32
+    else:
+        shape, k, dtype = (4096, 2304, 65536), 64, torch.bfloat16
+    for kind in ("topk", "batchtopk", "jumprelu"):
+        yield _train(kind, *shape, k, dtype)
+
+
+def _train(kind: str, B: int, D: int, F: int, k: int, dtype: torch.dtype) -> Case:
+    def make(device: torch.device, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
+        """x and the parameters; one copy, for the weights alone exceed any cache."""
+        wide = torch.float32
+        made = [
+            random_matrix(B, D, dtype, device, generator),
+            random_matrix(D, F, wide, device, generator).mul_(D**-0.5).to(dtype),
+            torch.nn.functional.normalize(random_matrix(F, D, wide, device, generator)).to(dtype),
+            random_matrix(1, F, wide, device, generator)[0] * 0.1,
+            random_matrix(1, D, wide, device, generator)[0] * 0.1,
+        ]
+        if kind == "jumprelu":
+            # Pre-activations are standard normal, but for the biases.
+            made.append(torch.full((F,), math.log(NormalDist().inv_cdf(1 - k / F)), device=device))
+        return [tuple(tensor.requires_grad_(at > 0) for at, tensor in enumerate(made))]
+
+    def module(x: Tensor, *parameters: Tensor) -> tuple[Any, ...]:
+        options: dict[str, Any] = {"dtype": dtype, "device": x.device}
+        model: Any
+        if kind == "jumprelu":
+            model = nn.JumpReLUSAE(D, F, bandwidth=BANDWIDTH, l0_coefficient=L0_COEFFICIENT, **options)
+        else:
+            model = (nn.TopKSAE if kind == "topk" else nn.BatchTopKSAE)(D, F, k, aux_coefficient=0, **options)
+        for name, parameter in zip(NAMES, parameters):
+            setattr(model, name, torch.nn.Parameter(parameter.detach()))
+        return model, x, [getattr(model, name) for name, _ in zip(NAMES, parameters)]
+
+    def ours(model: Any, x: Tensor, parameters: list[Tensor]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(model.loss(x).loss, parameters)
+
+    def loss(x: Tensor, W_enc: Tensor, W_dec: Tensor, b_enc: Tensor, b_dec: Tensor, *log_threshold: Tensor) -> Tensor:
+        penalty: Tensor | float = 0.0
+        if kind == "jumprelu":
+            z = torch.addmm(b_enc.to(x.dtype), x, W_enc)
+            threshold = log_threshold[0].exp()
+            acts = JumpReLU.apply(z, threshold).to(x.dtype)
+            penalty = L0_COEFFICIENT * Step.apply(z, threshold).sum(1).mean()
+        else:
+            z = torch.addmm(b_enc.to(x.dtype), x - b_dec.to(x.dtype), W_enc)
+            flat = z if kind == "topk" else z.view(1, -1)
+            values, indices = flat.topk(k * B // len(flat), dim=-1, sorted=False)
+            acts = torch.zeros_like(flat).scatter(-1, indices, values.relu()).view_as(z)
+        residual = x - torch.addmm(b_dec.to(x.dtype), acts, W_dec)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return residual.to(wide).square().sum(1).mean() + penalty
+
+    def gradients(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+        return lambda x, *parameters: torch.autograd.grad(function(x, *parameters), parameters)
+
+    def reference(*given: Tensor) -> tuple[Tensor, ...]:
+        x, *parameters = (tensor.detach().double() for tensor in given)
+        return gradients(loss)(x, *(tensor.requires_grad_() for tensor in parameters))
+
+    def error(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> float:
+        """Of the norm of each gradient. In 16 bits another latent is chosen here and there, for rounding makes ties."""
+        return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(got, want, strict=True))
+
+    l0 = {"L0" if kind == "jumprelu" else "k": k}
+    return Case(
+        room="nn",
+        name=f"train_{kind}",
+        parameters={"B": B, "D": D, "F": F, **l0},
+        dtype=dtype,
+        make=make,
+        providers=(
+            Provider("gossamer", ours, ours=True, prepare=module, capturable=True),
+            Provider("dense", gradients(loss), capturable=True),
+            Provider("torch.compile", gradients(torch.compile(loss, fullgraph=True, dynamic=False)), capturable=True),
+        ),
+        reference=reference,
+        # Both weights read, both gradients written; x read for the encoder, its reconstruction and both gradients.
+        bytes=(4 * D * F + 4 * B * D) * dtype.itemsize,
+        # The encoder's product; of the sparse ones the decoder's, and gradients of W_dec, the latents and W_enc.
+        flops=2 * B * D * (F + 4 * k),
+        grad=True,
+        error=error,
+        budget=0.3 if dtype == torch.bfloat16 else 1e-3,
+    )
