@@ -90,6 +90,7 @@ def _encode(device: torch.device) -> None:
         (rows.to_dense().sum() + l0.sum() + sae.tanh_l0(rows, scale).sum()).backward()
         sae.count_fired(rows)
         smallest(rows, torch.ones(rows.num_columns, device=device))
+    sae.encode(x.detach(), W, activation="relu", capacity=3).to_dense().sum().backward()
     y = torch.randn(3, D, device=device, requires_grad=True)
     (grad,) = torch.autograd.grad(squared_error(x, y).sum(), y, create_graph=True)
     grad.square().sum().backward()

@@ -148,19 +148,23 @@ def gradients(
     source: Tensor | None,
     weight: Tensor | None,
     dtype: torch.dtype,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(weight gradient [N, D], float32 gradient of values) of rows @ weight, with `columns` from `transpose_keys`.
 
-    Without `weight` there is no gradient of values. It is 0 at overflowed rows.
+    Without `weight` there is no gradient of values. It is 0 at overflowed rows. With a `mask` [M, N] those have entries
+    where it differs from 0, whatever the source holds elsewhere.
     """
     col_offsets, keys, _ = columns
     call = directly(_matmul_bwd, grad, values, source, weight)
-    grad_weight, products = call(grad, indices, keys, col_offsets, values, offsets, source, weight, dtype)
+    grad_weight, products = call(grad, indices, keys, col_offsets, values, offsets, source, weight, dtype, mask)
     return grad_weight, None if weight is None else products
 
 
 def _bwd_context(ctx: Any, inputs: Any, output: Any) -> None:
-    grad, indices, keys, col_offsets, values, offsets, source, weight, _ = inputs
+    grad, indices, keys, col_offsets, values, offsets, source, weight, _, mask = inputs
+    if mask is not None:
+        raise NotImplementedError("rowsparse: second derivatives under a mask are not implemented.")
     ctx.save_for_backward(grad, indices, keys, col_offsets, values, offsets, source, weight)
 
 
@@ -184,7 +188,7 @@ def _bwd_backward(ctx: Any, grad_weight: Tensor, grad_products: Tensor) -> tuple
         if needs[7]:
             dtype = weight.dtype
             grad_factor = _matmul_bwd(grad, indices, keys, col_offsets, factors, offsets, None, None, dtype)[0]
-    return grad_grad, None, None, None, grad_values, None, grad_source, grad_factor, None
+    return grad_grad, None, None, None, grad_values, None, grad_source, grad_factor, None, None
 
 
 def _fake_bwd(
@@ -197,6 +201,7 @@ def _fake_bwd(
     source: Tensor | None,
     weight: Tensor | None,
     dtype: torch.dtype,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     working = torch.promote_types(grad.dtype, torch.float32)
     products = grad.new_empty((0,) if weight is None else values.shape, dtype=working)
@@ -266,7 +271,7 @@ _matmul = register(
 )
 _matmul_bwd = register(
     "matmul_bwd(Tensor grad, Tensor indices, Tensor keys, Tensor col_offsets, Tensor values, Tensor offsets, "
-    "Tensor? source, Tensor? weight, ScalarType dtype) -> (Tensor, Tensor)",
+    "Tensor? source, Tensor? weight, ScalarType dtype, Tensor? mask=None) -> (Tensor, Tensor)",
     cpu=_cpu.matmul_bwd,
     gpu=f"{_GPU}.matmul:matmul_bwd",
     fake=_fake_bwd,

@@ -349,8 +349,11 @@ def _backward(
         grad_pre = (grad_pre + torch.where(near, slope, 0)).to(values.dtype)
         if ctx.keep_source and grad_source is None:
             grad_source = values.new_zeros(1, 1).expand_as(source)
-    dense, counts = None, nnz
-    if grad_source is not None:
+    dense, mask, counts = None, None, nnz
+    if grad_source is not None and not need_x and estimate is None:
+        # Nothing but the product for W_enc reads it, and masks it there.
+        dense, mask = grad_source, source
+    elif grad_source is not None:
         dense = _bwd_source(grad_source, source, nnz, values.shape[1], grad_l0, estimate, ctx.bandwidth)
     elif ctx.keep_source:
         counts = torch.where(nnz > values.shape[1], 0, nnz)
@@ -361,7 +364,7 @@ def _backward(
         columns = directly(transpose_keys, indices, nnz)(indices, nnz, weight.shape[1])
     if need_weight:
         inner = (x if b_dec is None else x - b_dec).to(weight.dtype)
-        grad_weight = gradients(inner, indices, columns, grad_pre, counts, dense, None, weight.dtype)[0]
+        grad_weight = gradients(inner, indices, columns, grad_pre, counts, dense, None, weight.dtype, mask)[0]
         # In the layout of the parameter, or autograd would copy it into that, at a fifth of the speed.
         by_latent = weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]
         grad_weight = grad_weight.t() if by_latent else directly(dense_transpose, grad_weight)(grad_weight)

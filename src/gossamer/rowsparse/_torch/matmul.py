@@ -92,6 +92,7 @@ def matmul_bwd(
     source: Tensor | None,
     weight: Tensor | None,
     dtype: torch.dtype,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Operator `matmul_bwd` -> (weight gradient [N, D], float32 gradient of values), from transposed entries."""
     nnz = int(col_offsets[-1])
@@ -103,7 +104,8 @@ def matmul_bwd(
         over = (offsets > values.shape[1] if values.dim() == 2 else offsets[1:] > values.shape[0]).nonzero().squeeze(1)
         if over.numel():
             working = torch.promote_types(source.dtype, grad.dtype)
-            out += (source[over].t().to(working) @ grad[over].to(working)).to(out.dtype)
+            held = source[over] if mask is None else torch.where(mask[over] != 0, source[over], 0)
+            out += (held.t().to(working) @ grad[over].to(working)).to(out.dtype)
     working = torch.promote_types(grad.dtype, torch.float32)
     products = torch.zeros(0 if weight is None else values.numel(), dtype=working)
     if weight is not None:

@@ -336,10 +336,11 @@ def matmul_bwd(
     source: Tensor | None,
     weight: Tensor | None,
     dtype: torch.dtype,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Operator `matmul_bwd` -> (weight gradient [N, D] of `dtype`, float32 gradient of values), by transposed entries.
 
-    Without `weight` the second is empty, and with it, 0 at rows that overflowed.
+    Without `weight` the second is empty, and with it, 0 at rows that overflowed. Those count where `mask` is not 0.
     """
     is_csr = values.dim() == 1
     n, d, capacity = col_offsets.shape[0] - 1, grad.shape[1], values.shape[-1]
@@ -369,7 +370,7 @@ def matmul_bwd(
         grid = (min(2 * long * launch.cdiv(d, 128), 4 * tuning.programs(grad.device)), 1, 1)
         _matmul_bwd_long(key, grid, (*operands, *listed, *scalars, d), {**wide, "IS_CSR": is_csr}, num_warps=wide_warps)
     if source is not None:
-        overflow.backward_weight(source, grad, grad_weight, offsets[is_csr:], noted[4:], capacity)
+        overflow.backward_weight(source, mask, grad, grad_weight, offsets[is_csr:], noted[4:], capacity)
     return grad_weight, grad_values
 
 

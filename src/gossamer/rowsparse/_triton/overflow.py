@@ -172,11 +172,12 @@ def _overflow_bwd_source_kernel(
 
 @triton.jit
 def _overflow_bwd_weight_kernel(
-    x_ptr, grad_ptr, out_ptr, counts_ptr, any_ptr, limit, stride_xm, M, N, D,
+    x_ptr, mask_ptr, grad_ptr, out_ptr, counts_ptr, any_ptr, limit, stride_xm, stride_km, M, N, D,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Programs share the tiles of the weight: adds source.T @ grad over flagged rows to what is there."""
+    """Programs share the tiles of the weight: adds source.T @ grad over flagged rows to what is there. A mask leaves
+    out what of the source lies where it is 0."""
     if tl.load(any_ptr) != 0:
         tiles_d = tl.cdiv(D, BLOCK_D)
         for tile in range(tl.program_id(0), tiles_d * tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
@@ -188,11 +189,11 @@ def _overflow_bwd_weight_kernel(
                 rows = first + tl.arange(0, BLOCK_M)
                 flagged = tl.load(counts_ptr + rows, mask=rows < M, other=0) > limit
                 if tl.max(flagged.to(tl.int32), axis=0) > 0:
-                    x = tl.load(
-                        x_ptr + rows.to(tl.int64)[None, :] * stride_xm + inner[:, None],
-                        mask=flagged[None, :] & (inner < N)[:, None],
-                        other=0.0,
-                    )
+                    held = flagged[None, :] & (inner < N)[:, None]
+                    if mask_ptr is not None:
+                        at = mask_ptr + rows.to(tl.int64)[None, :] * stride_km + inner[:, None]
+                        held = held & (tl.load(at, mask=held, other=0.0) != 0)
+                    x = tl.load(x_ptr + rows.to(tl.int64)[None, :] * stride_xm + inner[:, None], mask=held, other=0.0)
                     grad = tl.load(
                         grad_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :],
                         mask=flagged[:, None] & (columns < D)[None, :],
@@ -275,14 +276,28 @@ def backward_source(
     _overflow_bwd_source(key, grid, args, meta, num_warps=4, num_stages=3)
 
 
-def backward_weight(source: Tensor, grad: Tensor, out: Tensor, counts: Tensor, any_flagged: Tensor, limit: int) -> None:
-    """Adds source.T @ grad over the rows whose count exceeds `limit` to `out` [N, D]; `any_flagged` [1], 0 if none."""
+def backward_weight(
+    source: Tensor,
+    mask: Tensor | None,
+    grad: Tensor,
+    out: Tensor,
+    counts: Tensor,
+    any_flagged: Tensor,
+    limit: int,
+) -> None:
+    """Adds source.T @ grad over the rows whose count exceeds `limit` to `out` [N, D]; `any_flagged` [1], 0 if none.
+
+    Of the source counts what lies where `mask` [M, N] differs from 0, if there is one.
+    """
     source, grad = rows_contiguous(source), grad.contiguous()
+    mask = None if mask is None else rows_contiguous(mask)
+    strides = source.stride(0), 0 if mask is None else mask.stride(0)
     m, n = source.shape
     d = grad.shape[1]
     meta = {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_D": 128, **tuning.dot_precision(grad, m)}
-    key = (m, n, d, limit, source.dtype, grad.dtype, out.dtype, counts.dtype, source.stride(0), meta["PRECISION"])
-    args = (source, grad, out, counts, any_flagged, limit, source.stride(0), m, n, d)
+    key = (m, n, d, limit, source.dtype, grad.dtype, out.dtype, counts.dtype, *strides, meta["PRECISION"])
+    key += (None if mask is None else mask.dtype,)
+    args = (source, mask, grad, out, counts, any_flagged, limit, *strides, m, n, d)
     tiles = launch.cdiv(d, meta["BLOCK_D"]) * launch.cdiv(n, meta["BLOCK_N"])
     grid = (min(tiles, 4 * tuning.programs(grad.device)), 1, 1)
     _overflow_bwd_weight(key, grid, args, meta, num_warps=4, num_stages=2)
@@ -314,8 +329,9 @@ EXAMPLES = {
     },
     _overflow_bwd_weight_kernel: {
         "signature": {
-            "x_ptr": "*bf16", "grad_ptr": "*bf16", "out_ptr": "*bf16", "counts_ptr": "*i32", "any_ptr": "*i32",
-            "limit": "i32", "stride_xm": "i32", "M": "i32", "N": "i32", "D": "i32",
+            "x_ptr": "*bf16", "mask_ptr": "*bf16", "grad_ptr": "*bf16", "out_ptr": "*bf16", "counts_ptr": "*i32",
+            "any_ptr": "*i32", "limit": "i32", "stride_xm": "i32", "stride_km": "i32", "M": "i32", "N": "i32",
+            "D": "i32",
         },
         "constexprs": {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_D": 128, "PRECISION": "ieee", "UPCAST": False},
         "num_warps": 4,

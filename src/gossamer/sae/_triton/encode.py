@@ -58,19 +58,23 @@ def append_active(
     bits, counts, z_ptr, bias_ptr, threshold_ptr, stride_t, values_ptr, indices_ptr, base, limit, start, N,
     BLOCK: tl.constexpr, VEC: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """As `pack.append_entries`, writing activations."""
+    """As `pack.append_entries`, writing activations. With WINDOW returns how many exceed the threshold, by thread."""
+    active = tl.zeros_like(bits)
     slot = base + tl.cumsum(counts, axis=0) - counts
     while tl.max(bits, axis=0) > 0:
         low = bits & -bits
         column = lowest_column(low, start, BLOCK, VEC)
-        mask = (low > 0) & (slot < limit)
-        value = add_bias(tl.load(z_ptr + column, mask=mask, other=0.0), bias_ptr, column, N)
+        held = low > 0
+        value = add_bias(tl.load(z_ptr + column, mask=held, other=0.0), bias_ptr, column, N)
         if WINDOW:
-            value = tl.where(value <= load_threshold(threshold_ptr, stride_t, column, N), 0.0, value)
-        tl.store(values_ptr + slot, value, mask=mask)
-        tl.store(indices_ptr + slot, column, mask=mask)
-        slot += (low > 0).to(tl.int32)
+            below = value <= load_threshold(threshold_ptr, stride_t, column, N)
+            active += (held & ~below).to(tl.int32)
+            value = tl.where(below, 0.0, value)
+        tl.store(values_ptr + slot, value, mask=held & (slot < limit))
+        tl.store(indices_ptr + slot, column, mask=held & (slot < limit))
+        slot += held.to(tl.int32)
         bits = bits & (bits - 1)
+    return active
 
 
 @triton.jit
@@ -149,14 +153,16 @@ def _encode_row_kernel(
                 bits = word_bits(key > kth, VEC) | ties
                 counts = count_bits(bits)
                 count = tl.sum(counts, axis=0)
-            if WINDOW:
-                above = ~(pre <= load_threshold(threshold_ptr, stride_t, columns, N))
-                active += tl.sum((above & (columns < N)).to(tl.int32))
             if base < capacity:
-                append_active(
+                found = append_active(
                     bits, counts, z_ptr, bias_ptr, threshold_ptr, stride_t, values_ptr, indices_ptr, base, capacity,
                     start, N, BLOCK, VEC, WINDOW,
                 )  # fmt: skip
+                if WINDOW:
+                    active += tl.sum(found, axis=0)
+            elif WINDOW:
+                above = ~(pre <= load_threshold(threshold_ptr, stride_t, columns, N))
+                active += tl.sum((above & (columns < N)).to(tl.int32))
         base += count
         z = following
     tl.store(nnz_ptr + row, base)
