@@ -399,7 +399,7 @@ def activate(
     length = 0
     tile, warps = tuning.encode_tile(m, z.element_size())
     if ranked:
-        if activation == "topk" or m == 1:
+        if activation == "topk":
             kth, need = select.row_kth(z, bias, k, scale)
         else:
             found = batchtopk.find(z, bias, k, scale)
