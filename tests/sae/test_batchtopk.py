@@ -126,12 +126,16 @@ def test_a_row_with_more_than_its_list(dtype: torch.dtype, device: torch.device,
 def test_ties_of_many_rows(m: int, device: torch.device, generator: torch.Generator) -> None:
     ties = torch.randint(0, 3, (m,), device=device, generator=generator, dtype=torch.int32)
     before = ties.cumsum(0) - ties
+    above = torch.randint(0, 3, (m,), device=device, generator=generator, dtype=torch.int32)
     for left in (0, 1, 5000, 5_000_000_000):
         words = torch.tensor([1, 0, 7, left], device=device)
         kth, need = torch.full((2, m), -1, device=device, dtype=torch.int32)
-        batchtopk._share_ties((m,), (1, 1, 1), (words, ties, kth, need, m, 2), {"BLOCK": 4096}, num_warps=8)
+        offsets = torch.full((m + 1,), -1, device=device)
+        args = (words, ties, above, kth, need, offsets, m, 2)
+        batchtopk._share_ties((m,), (1, 1, 1), args, {"BLOCK": 4096}, num_warps=8)
         assert (kth == 7).all()
         assert torch.equal(need, (left - before).clamp(0, 2).to(torch.int32))
+        assert torch.equal(offsets, torch.nn.functional.pad((above + need.minimum(ties)).cumsum(0), (1, 0)))
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from torch import Tensor
 from gossamer import sae
 from gossamer.nn.sae import _SAE, BatchTopKSAE, JumpReLUSAE, SAELoss, TopKSAE
 from gossamer.nn.transcoder import Transcoder
-from gossamer.rowsparse import ELL
+from gossamer.rowsparse import ELL, Rows
 from gossamer.sae.sharded import add_parts, check_group, copy_to_ranks, sum_over
 
 _DIMENSION = {"W_enc": 1, "W_dec": 0, "b_enc": 0, "log_threshold": 0, "firing_counts": 0, "steps_since_fired": 0}
@@ -69,7 +69,7 @@ class Sharded(_SAE):
         # What one rank knows another may not, and all of them have to take part.
         return False
 
-    def decode(self, rows: ELL) -> Tensor:
+    def decode(self, rows: Rows) -> Tensor:
         """This rank's latents `(..., d_sae_r)` -> the reconstruction `[..., d_in]`; see `sae.decode_sharded`."""
         return sae.decode_sharded(rows, self.W_dec, self.b_dec, group=self.group)
 
@@ -109,6 +109,10 @@ class ShardedTranscoder(Sharded, Transcoder):
 
 class ShardedBatchTopKSAE(Sharded, BatchTopKSAE):
     """See `shard`."""
+
+    def _entries(self, x: Tensor) -> tuple[Rows, Tensor]:
+        # How many entries this rank has is not known.
+        return self._encode(x)
 
     def _smallest(self, rows: ELL) -> Tensor:
         least = super()._smallest(rows)

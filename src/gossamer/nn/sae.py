@@ -10,7 +10,7 @@ from torch import Tensor
 from gossamer import sae
 from gossamer._core import checks
 from gossamer.nn._silence import Silence
-from gossamer.rowsparse import ELL
+from gossamer.rowsparse import ELL, Rows
 from gossamer.sae.smallest import smallest
 from gossamer.sae.squared_error import squared_error
 
@@ -76,7 +76,7 @@ class _SAE(torch.nn.Module):
         """x `[..., d_in]` -> latents `(..., d_sae)`; see `sae.encode`. In training mode it counts what fires."""
         return self._encode(x)[0]
 
-    def decode(self, rows: ELL) -> Tensor:
+    def decode(self, rows: Rows) -> Tensor:
         """Latents `(..., d_sae)` -> reconstruction `[..., d_in]`; see `sae.decode`."""
         return sae.decode(rows, self.W_dec, self.b_dec)
 
@@ -126,6 +126,10 @@ class _SAE(torch.nn.Module):
         """(latents, l0 of each row)"""
         raise NotImplementedError
 
+    def _entries(self, x: Tensor) -> tuple[Rows, Tensor]:
+        """The same where nobody but `loss` sees the latents, in the format that keeps least."""
+        return self._encode(x)
+
     def _latents(
         self, x: Tensor, *, W_enc: Tensor | None = None, b_enc: Tensor | None = None, **options: Any
     ) -> tuple[ELL, Tensor]:
@@ -142,7 +146,7 @@ class _SAE(torch.nn.Module):
         return rows, l0
 
     def _loss(self, x: Tensor, target: Tensor) -> SAELoss:
-        rows, l0 = self._encode(x)
+        rows, l0 = self._entries(x)
         reconstruction = self._output(x, rows)
         mse = squared_error(target, reconstruction).mean()
         penalty = self._penalty(rows, l0)
@@ -154,10 +158,10 @@ class _SAE(torch.nn.Module):
         penalty, dead = (zero if part is None else part for part in (penalty, dead))
         return SAELoss(loss, mse, penalty, l0.detach().mean(), reconstruction, dead)
 
-    def _output(self, x: Tensor, rows: ELL) -> Tensor:
+    def _output(self, x: Tensor, rows: Rows) -> Tensor:
         return self.decode(rows)
 
-    def _penalty(self, rows: ELL, l0: Tensor) -> Tensor | None:
+    def _penalty(self, rows: Any, l0: Tensor) -> Tensor | None:
         return None
 
     def _dead_loss(self, x: Tensor, target: Tensor, reconstruction: Tensor) -> Tensor | None:
@@ -405,6 +409,19 @@ class BatchTopKSAE(_Reviving):
             with torch.no_grad():
                 self._follow(rows)
         return self._counted(rows, l0)
+
+    def _entries(self, x: Tensor) -> tuple[Rows, Tensor]:
+        if not self.training:
+            return self._encode(x)
+        rows, l0 = sae.encode_csr_with_l0(x, self.W_enc, self.b_enc, k=self.k, b_dec=self.b_dec)
+        with torch.no_grad():
+            # For what does not ask which row an entry is in: k of them a row, in their order.
+            held = {"values": rows.values.detach().view(-1, self.k), "indices": rows.indices.view(-1, self.k)}
+            count = torch.full((rows.num_rows,), self.k, dtype=torch.int32, device=x.device)
+            lists = ELL(**held, nnz_per_row=count, shape=(rows.num_rows, self.d_sae))
+            self._follow(lists)
+            self._counted(lists, l0)
+        return rows, l0
 
     def _follow(self, rows: ELL) -> None:
         """Moves the threshold towards the smallest value kept, without waiting for the device."""

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from gossamer._core import checks
 from gossamer.nn.sae import SAELoss, _Reviving
-from gossamer.rowsparse import ELL
+from gossamer.rowsparse import Rows
 
 
 class Transcoder(_Reviving):
@@ -68,7 +68,7 @@ class Transcoder(_Reviving):
     def _centre(self) -> None:
         """Nothing: b_dec is of the other space."""
 
-    def decode(self, rows: ELL) -> Tensor:
+    def decode(self, rows: Rows) -> Tensor:
         """Latents `(..., d_sae)` -> what they add to the output, and b_dec: `[..., d_out]`, without the skip."""
         return super().decode(rows)
 
@@ -88,7 +88,7 @@ class Transcoder(_Reviving):
         checks.same_device("nn.Transcoder", "x", x.device, y=y)
         return self._loss(x, y)
 
-    def _output(self, x: Tensor, rows: ELL) -> Tensor:
+    def _output(self, x: Tensor, rows: Rows) -> Tensor:
         out = self.decode(rows)
         return out if self.W_skip is None else out + torch.nn.functional.linear(x, self.W_skip)
 

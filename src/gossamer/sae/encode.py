@@ -9,7 +9,7 @@ from torch import Tensor
 from gossamer._core import autocast, checks, tuning
 from gossamer._core.ops import directly, needs_gradient, register
 from gossamer.gemm import linear_pack
-from gossamer.rowsparse import ELL
+from gossamer.rowsparse import CSR, ELL
 from gossamer.rowsparse.dense_transpose import dense_transpose
 from gossamer.rowsparse.formats import made, threshold_dtype
 from gossamer.rowsparse.matmul import _matmul, check_dtypes, gradients
@@ -125,6 +125,53 @@ def encode_with_l0(
     return rows, l0.to(threshold_dtype(rows.dtype))
 
 
+def encode_csr(
+    x: Tensor,
+    W_enc: Tensor,
+    b_enc: Tensor | None = None,
+    *,
+    k: int,
+    b_dec: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> CSR:
+    """`encode` with `"batchtopk"`, as `CSR`: a batch of M rows has k * M entries, so that no row can overflow.
+
+    For training: the pre-activations are freed, where `ELL` keeps them, and their gradient, for rows with more entries
+    than slots.
+
+    Args:
+        x, W_enc, b_enc, k, b_dec, scale: as in `encode`.
+
+    Returns:
+        `CSR` of shape `(..., d_sae)` with k * M slots. Slots past `row_offsets[-1]` hold 0 at index -1, for what is not
+        above 0 is not stored.
+
+    Raises:
+        ValueError, TypeError: as `encode`.
+
+    Source: Bussmann et al. 2024, "BatchTopK Sparse Autoencoders".
+
+    >>> encode_csr(torch.tensor([[1.0, 3.0], [2.0, -1.0]]), torch.eye(2), k=1).row_offsets.tolist()
+    [0, 1, 2]
+    """
+    return encode_csr_with_l0(x, W_enc, b_enc, k=k, b_dec=b_dec, scale=scale)[0]
+
+
+def encode_csr_with_l0(
+    x: Tensor,
+    W_enc: Tensor,
+    b_enc: Tensor | None = None,
+    *,
+    k: int,
+    b_dec: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> tuple[CSR, Tensor]:
+    """As `encode_csr`, with the number of entries of each row, `[...]` in float32."""
+    options = (None, k, b_dec, None, None, scale, False)
+    rows, l0 = _encode("sae.encode_csr", x, W_enc, b_enc, "batchtopk", *options, csr=True)
+    return rows, l0.to(threshold_dtype(rows.dtype))
+
+
 def _encode(
     operator: str,
     x: Tensor,
@@ -138,13 +185,15 @@ def _encode(
     capacity: int | None,
     scale: Tensor | None,
     ste_to_input: bool,
-) -> tuple[ELL, Tensor]:
+    csr: bool = False,
+) -> tuple[Any, Tensor]:
+    """(`ELL`, or with `csr` the `CSR` of BatchTopK, l0)"""
     autocasts = autocast.enabled(x.device) if isinstance(x, Tensor) else False
     # What follows from shapes is checked once: host time is most of a small encode.
     known: _Known | None = None
     seen = None if autocasts else checks.signature(x, W_enc, b_enc, b_dec, threshold, scale)
     if seen is not None:
-        seen += (activation, k, bandwidth, capacity, ste_to_input)
+        seen += (activation, k, bandwidth, capacity, ste_to_input, csr)
         try:
             known = _seen.get(seen)
         except TypeError:  # an argument that no call may have, such as a list: the checks below say which
@@ -157,6 +206,8 @@ def _encode(
             check_dtypes(operator, "x", x, "W_enc", W_enc)
         options = (activation, threshold, k, bandwidth, capacity, scale, ste_to_input)
         found = _check_options(operator, *options, W_enc.shape[1])
+        if csr:
+            found = (*found[:2], -1, False)
         # With more slots than that the tiles' own would be what overflows.
         fits = found[0] in ("relu", "jumprelu") and _SLOTS * found[2] <= W_enc.shape[1]
         packs = fits and tuning.encode_packs(math.prod(x.shape[:-1]), W_enc)
@@ -196,8 +247,8 @@ def _encode(
     values, indices, nnz, source, l0 = call(
         flat, W_enc, b_enc, b_dec, threshold, activation, k, window, capacity, keep_source, scale, ste_to_input
     )
-    source = source if keep_source else None
-    rows = made(ELL, values=values, indices=indices, nnz_per_row=nnz, shape=(*leading, n), source=source)
+    entries = {"values": values, "indices": indices, "shape": (*leading, n), "source": source if keep_source else None}
+    rows = made(CSR, row_offsets=nnz, **entries) if csr else made(ELL, nnz_per_row=nnz, **entries)
     return rows, l0 if x.dim() == 2 else l0.view(leading)
 
 
@@ -306,6 +357,14 @@ def _fake(
     ste_to_input: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     m, n = x.shape[0], weight.shape[1]
+    if isinstance(capacity, int) and capacity < 0:
+        return (
+            weight.new_empty(m * k),
+            weight.new_empty(m * k, dtype=torch.int32),
+            weight.new_empty(m + 1, dtype=torch.int64),
+            weight.new_empty(0, n),
+            weight.new_empty(m, dtype=threshold_dtype(weight.dtype)),
+        )
     return (
         weight.new_empty(m, capacity),
         weight.new_empty(m, capacity, dtype=torch.int32),

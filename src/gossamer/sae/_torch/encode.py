@@ -25,7 +25,10 @@ def encode(
     scale: Tensor | None = None,
     ste_to_input: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Operator `sae_encode` -> (values, indices, nnz, source or [0, N], l0)."""
+    """Operator `sae_encode` -> (values, indices, nnz, source or [0, N], l0).
+
+    A capacity of -1 asks for CSR of BatchTopK's k * M entries, with offsets in place of nnz.
+    """
     x = (x if b_dec is None else x - b_dec).to(weight.dtype)
     if bias is not None and bias.dtype is weight.dtype:
         pre = torch.addmm(bias, x, weight)
@@ -36,6 +39,9 @@ def encode(
     m, n = pre.shape
     l0 = torch.zeros(m, dtype=threshold_dtype(weight.dtype))
     source = pre if keep_source else pre.new_empty(0, n)
+    if capacity < 0 and (m == 0 or n == 0):
+        empty = torch.full((m * k,), -1, dtype=torch.int32)
+        return pre.new_zeros(m * k), empty, torch.zeros(m + 1, dtype=torch.int64), source, l0
     if m == 0 or n == 0:
         empty = torch.full((m, capacity), -1, dtype=torch.int32)
         return pre.new_zeros(m, capacity), empty, torch.zeros(m, dtype=torch.int32), source, l0
@@ -59,6 +65,10 @@ def encode(
         l0 += torch.bincount(rows[values != 0], minlength=m)
     else:
         l0 += counts
+    if capacity < 0:
+        padding = m * k - len(positions)
+        indices = torch.nn.functional.pad((positions % n).int(), (0, padding), value=-1)
+        return torch.nn.functional.pad(values, (0, padding)), indices, row_offsets, source, l0
     if keep_source:
         flagged = counts > capacity
         if bool(flagged.any()):
@@ -114,7 +124,8 @@ def bwd_columns(
     held = int(col_offsets[-1])
     rows, slots = keys[:held] >> 32, keys[:held] & 0xFFFFFFFF
     columns = columns[:held].long()
-    value, grad = values[rows, slots], grad_values[rows, slots].to(dtype)
+    at = (nnz[rows] + slots,) if values.dim() == 1 else (rows, slots)
+    value, grad = values[at], grad_values[at].to(dtype)
     over = (nnz > values.shape[1]).nonzero().squeeze(1) if source.shape[0] else nnz.new_empty(0)
     if over.numel():
         dense = source[over]

@@ -251,63 +251,88 @@ def _count_low_kernel(
 
 @triton.jit
 def _count_ties_kernel(
-    z_ptr, bias_ptr, scale_ptr, words_ptr, list_ptr, reach_ptr, ties_ptr, N, length,
+    z_ptr, bias_ptr, scale_ptr, words_ptr, list_ptr, reach_ptr, ties_ptr, above_ptr, N, length,
     BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): how many of its keys equal the k-th largest."""
+    """Program (row): how many of its keys equal the k-th largest, and how many are above it if that is asked for."""
     row = tl.program_id(0).to(tl.int64)
     kth = tl.maximum(tl.load(words_ptr + KTH).to(tl.int32), 1)
     reach = tl.load(reach_ptr + row)
     ties = 0
+    above = 0
     if reach <= length:
         for first in range(0, reach, BLOCK):
             at = first + tl.arange(0, BLOCK)
             key = tl.load(list_ptr + row * length + at, mask=at < reach, other=0)
             ties += tl.sum((key == kth).to(tl.int32), axis=0)
+            above += tl.sum((key > kth).to(tl.int32), axis=0)
     else:
         for start in range(0, N, BLOCK):
             columns = chunk_columns(start, BLOCK, VEC)
             key = rank_key(load_pre(z_ptr + row * N, columns, N), bias_ptr, scale_ptr, columns, N, SHIFT)
             ties += tl.sum(count_bits(word_bits(key == kth, VEC)), axis=0)
+            above += tl.sum(count_bits(word_bits(key > kth, VEC)), axis=0)
     tl.store(ties_ptr + row, ties)
+    if above_ptr is not None:
+        tl.store(above_ptr + row, above)
 
 
 @triton.jit
-def _share_ties_kernel(words_ptr, ties_ptr, kth_ptr, need_ptr, M, N, BLOCK: tl.constexpr):
+def _share_ties_kernel(
+    words_ptr, ties_ptr, above_ptr, kth_ptr, need_ptr, offsets_ptr, M, N, BLOCK: tl.constexpr
+):  # fmt: skip
     """The one program: in order of rows, a row may take what of the wanted ties those before it have left. Where fewer
-    numbers than wanted are above 0, the smallest key is the k-th largest, and wanted wherever it is."""
+    numbers than wanted are above 0, the smallest key is the k-th largest, and wanted wherever it is. With `offsets_ptr`
+    also where each row's entries begin."""
     key = tl.load(words_ptr + KTH)
     kth = tl.maximum(key, 1).to(tl.int32)
     left = tl.where(key > 0, tl.load(words_ptr + NEED), 1 << 62)
+    begin = tl.zeros([], tl.int64)
+    if offsets_ptr is not None:
+        tl.store(offsets_ptr, begin)
     for first in range(0, M, BLOCK):
         rows = first + tl.arange(0, BLOCK)
         ties = tl.load(ties_ptr + rows, mask=rows < M, other=0).to(tl.int64)
         need = left - (tl.cumsum(ties, axis=0) - ties)
         tl.store(kth_ptr + rows, tl.full([BLOCK], 0, tl.int32) + kth, mask=rows < M)
-        tl.store(need_ptr + rows, tl.minimum(tl.maximum(need, 0), N).to(tl.int32), mask=rows < M)
+        need = tl.minimum(tl.maximum(need, 0), N)
+        tl.store(need_ptr + rows, need.to(tl.int32), mask=rows < M)
         left -= tl.sum(ties, axis=0)
+        if offsets_ptr is not None:
+            kept = tl.load(above_ptr + rows, mask=rows < M, other=0) + tl.minimum(ties, need)
+            tl.store(offsets_ptr + rows + 1, begin + tl.cumsum(kept, axis=0), mask=rows < M)
+            begin += tl.sum(kept, axis=0)
 
 
 @triton.jit
 def _emit_row_kernel(
-    z_ptr, bias_ptr, scale_ptr, list_ptr, columns_ptr, reach_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, nnz_ptr,
-    l0_ptr, N, length, capacity, SHIFT: tl.constexpr, LIST: tl.constexpr, MAY_OVERFLOW: tl.constexpr,
+    z_ptr, bias_ptr, scale_ptr, list_ptr, columns_ptr, reach_ptr, kth_ptr, need_ptr, offsets_ptr, values_ptr,
+    indices_ptr, nnz_ptr, l0_ptr, N, length, capacity,
+    SHIFT: tl.constexpr, LIST: tl.constexpr, MAY_OVERFLOW: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): its entries from its list, if that has them all and, with MAY_OVERFLOW, the capacity suffices."""
+    """Program (row): its entries from its list, if that has them all and, with MAY_OVERFLOW, the capacity suffices.
+    With `offsets_ptr` they are those of CSR, and the programs share what is padding among `capacity` slots in all."""
     row = tl.program_id(0).to(tl.int64)
     reach = tl.load(reach_ptr + row)
+    begin = row * capacity
+    if offsets_ptr is not None:
+        begin = tl.load(offsets_ptr + row)
+        rows = tl.num_programs(0).to(tl.int64)
+        clear_slots(values_ptr, indices_ptr, tl.load(offsets_ptr + rows) + row * 256, capacity, rows * 256, 256)
+        capacity = (tl.load(offsets_ptr + row + 1) - begin).to(tl.int32)
     if reach <= length:
         kth = tl.load(kth_ptr + row)
         need = tl.load(need_ptr + row)
-        values_ptr += row * capacity
-        indices_ptr += row * capacity
+        values_ptr += begin
+        indices_ptr += begin
         held = emit_largest(
             z_ptr + row * N, bias_ptr, scale_ptr, list_ptr + row * length, columns_ptr + row * length, None, reach, kth,
             need, values_ptr, indices_ptr, N, capacity, LIST, SHIFT,
         )  # fmt: skip
-        tl.store(nnz_ptr + row, held)
         tl.store(l0_ptr + row, held)
-        clear_slots(values_ptr, indices_ptr, held, capacity, 256, 256)
+        if offsets_ptr is None:
+            tl.store(nnz_ptr + row, held)
+            clear_slots(values_ptr, indices_ptr, held, capacity, 256, 256)
         if MAY_OVERFLOW:
             if held > capacity:
                 tl.store(reach_ptr + row, length + 1)
@@ -336,9 +361,10 @@ class Found:
         self.reach, self.kth, self.need = (torch.empty(m, dtype=torch.int32, device=device) for _ in range(3))
 
 
-def find(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None) -> Found:
+def find(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None, offsets: Tensor | None = None) -> Found:
     """The k * M largest keys of z [M, N] + bias [N], times scale [N]: a row selects every key above kth[row] and the
-    first need[row] that equal it. Rows whose `reach` exceeds `length` are not in the lists."""
+    first need[row] that equal it. Rows whose `reach` exceeds `length` are not in the lists. `offsets` [M + 1] is filled
+    with where the rows of CSR begin and end."""
     m, n = z.shape
     shift = SHIFT[z.dtype]
     low = max(31 - shift - 16, 0)
@@ -375,8 +401,11 @@ def find(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None) -> Found:
         part = {"PART": 2, "BINS": 1 << low, "SHIFT": shift, "LOW": 0}
         _find((*key, 2), (1, 1, 1), (rest, words, 0), part, num_warps=16)
     ties = torch.empty(m, dtype=torch.int32, device=z.device)
-    _count_ties(key, grid, (*operands, *listed, ties, n, found.length), {**meta, "SHIFT": shift}, num_warps=warps)
-    args = (words, ties, found.kth, found.need, m, n)
+    above = None if offsets is None else torch.empty_like(ties)
+    key = (*key, offsets is None)
+    args = (*operands, *listed, ties, above, n, found.length)
+    _count_ties(key, grid, args, {**meta, "SHIFT": shift}, num_warps=warps)
+    args = (words, ties, above, found.kth, found.need, offsets, m, n)
     _share_ties(key, (1, 1, 1), args, {"BLOCK": min(4096, launch.next_power_of_2(m))}, num_warps=8)
     return found
 
@@ -386,15 +415,17 @@ def emit(
     bias: Tensor | None,
     scale: Tensor | None,
     found: Found,
-    out: tuple[Tensor, Tensor, Tensor, Tensor],
+    out: tuple[Tensor, Tensor, Tensor | None, Tensor],
     may_overflow: bool,
+    offsets: Tensor | None = None,
 ) -> None:
     """Fills values, indices, nnz and l0 of rows whose list has all their entries; `found.reach` exceeds `found.length`
-    for the others then, and with `may_overflow` for rows of more entries than there are slots."""
-    (m, n), capacity = z.shape, out[0].shape[1]
+    for the others then, and with `may_overflow` for rows of more entries than there are slots. With the `offsets` that
+    `find` has filled, values and indices are those of CSR, and there is no nnz."""
+    (m, n), capacity = z.shape, out[0].shape[-1]
     meta = {"SHIFT": SHIFT[z.dtype], "LIST": 256, "MAY_OVERFLOW": may_overflow}
-    key = (m, n, capacity, found.length, z.dtype, _dtypes(bias, scale), may_overflow)
-    args = (z, bias, scale, found.keys, found.columns, found.reach, found.kth, found.need, *out)
+    key = (m, n, capacity, found.length, z.dtype, _dtypes(bias, scale), may_overflow, offsets is None)
+    args = (z, bias, scale, found.keys, found.columns, found.reach, found.kth, found.need, offsets, *out)
     _emit_row(key, (m, 1, 1), (*args, n, found.length, capacity), meta, num_warps=4)
 
 
@@ -410,12 +441,13 @@ EXAMPLES = {
         "num_warps": 4,
     },
     _count_ties_kernel: {
-        **_example({**_LISTS, "reach_ptr": "*i32", "ties_ptr": "*i32"}, _SIZES, BLOCK=512),
+        **_example({**_LISTS, "reach_ptr": "*i32", "ties_ptr": "*i32", "above_ptr": "*i32"}, _SIZES, BLOCK=512),
         "num_warps": 1,
     },
     _share_ties_kernel: {
         "signature": {
-            "words_ptr": "*i64", "ties_ptr": "*i32", "kth_ptr": "*i32", "need_ptr": "*i32", "M": "i32", "N": "i32",
+            "words_ptr": "*i64", **dict.fromkeys(("ties_ptr", "above_ptr", "kth_ptr", "need_ptr"), "*i32"),
+            "offsets_ptr": "*i64", "M": "i32", "N": "i32",
         },
         "constexprs": {"BLOCK": 4096},
         "num_warps": 8,
@@ -428,9 +460,10 @@ EXAMPLES = {
     _emit_row_kernel: {
         "signature": {
             **_Z, "list_ptr": "*i32", "columns_ptr": "*i32", "reach_ptr": "*i32", "kth_ptr": "*i32", "need_ptr": "*i32",
-            "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32", **_N, "capacity": "i32",
+            "offsets_ptr": "*i64", "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": None, "l0_ptr": "*fp32",
+            **_N, "capacity": "i32",
         },
-        "constexprs": {"SHIFT": 16, "LIST": 256, "MAY_OVERFLOW": True},
+        "constexprs": {"SHIFT": 16, "LIST": 256, "MAY_OVERFLOW": False},
         "num_warps": 4,
     },
     _list_row_kernel: {

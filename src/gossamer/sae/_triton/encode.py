@@ -105,22 +105,26 @@ def activate_row(
 
 @triton.jit
 def _encode_row_kernel(
-    z_ptr, bias_ptr, scale_ptr, threshold_ptr, limits_ptr, kth_ptr, need_ptr, reach_ptr, values_ptr, indices_ptr,
-    nnz_ptr, l0_ptr, length, stride_t, half, N, capacity,
+    z_ptr, bias_ptr, scale_ptr, threshold_ptr, limits_ptr, kth_ptr, need_ptr, reach_ptr, offsets_ptr, values_ptr,
+    indices_ptr, nnz_ptr, l0_ptr, length, stride_t, half, N, capacity,
     BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, RANKED: tl.constexpr, WINDOW: tl.constexpr,
     MAY_OVERFLOW: tl.constexpr,
 ):  # fmt: skip
     """Program (row). RANKED keeps by `kth` and `need` (see `select`); otherwise what exceeds the threshold, or with
     WINDOW what lies less than `half` below it as well. `limits_ptr` may stand in for both (see `_limits_kernel`): with
     many rows, thresholds in float32 would be most of what the rows read. With `reach_ptr` only rows are done where that
-    exceeds `length`."""
+    exceeds `length`, and with `offsets_ptr` their entries are those of CSR, which has a place for each."""
     row = tl.program_id(0).to(tl.int64)
     if reach_ptr is not None:
         if tl.load(reach_ptr + row) <= length:
             return
     z_ptr += row * N
-    values_ptr += row * capacity
-    indices_ptr += row * capacity
+    begin = row * capacity
+    if offsets_ptr is not None:
+        begin = tl.load(offsets_ptr + row)
+        capacity = (tl.load(offsets_ptr + row + 1) - begin).to(tl.int32)
+    values_ptr += begin
+    indices_ptr += begin
     kth = 0
     need = 0
     if RANKED:
@@ -165,9 +169,10 @@ def _encode_row_kernel(
                 active += tl.sum((above & (columns < N)).to(tl.int32))
         base += count
         z = following
-    tl.store(nnz_ptr + row, base)
     tl.store(l0_ptr + row, active if WINDOW else base)
-    clear_slots(values_ptr, indices_ptr, base, capacity, 256, 256)
+    if offsets_ptr is None:
+        tl.store(nnz_ptr + row, base)
+        clear_slots(values_ptr, indices_ptr, base, capacity, 256, 256)
     if MAY_OVERFLOW:
         if base > capacity:
             # A warp may still read what another is about to overwrite.
@@ -236,10 +241,10 @@ def _encode_split_kernel(
 
 @triton.jit
 def _encode_bwd_columns_kernel(
-    keys_ptr, offsets_ptr, values_ptr, grad_ptr, grad_l0_ptr, threshold_ptr, bias_out_ptr, threshold_out_ptr,
-    stride_gm, stride_gs, stride_l, stride_t, half, capacity, BLOCK: tl.constexpr,
+    keys_ptr, offsets_ptr, values_ptr, starts_ptr, grad_ptr, grad_l0_ptr, threshold_ptr, bias_out_ptr,
+    threshold_out_ptr, stride_gm, stride_gs, stride_l, stride_t, half, capacity, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (column): sums over its entries, in order of row."""
+    """Program (column): sums over its entries, in order of row. `starts_ptr`: where rows of CSR begin."""
     column = tl.program_id(0)
     begin = tl.load(offsets_ptr + column)
     end = tl.load(offsets_ptr + column + 1)
@@ -254,6 +259,8 @@ def _encode_bwd_columns_kernel(
         key = tl.load(keys_ptr + entry, mask=held, other=0)
         row = key >> 32
         slot = key & 0xFFFFFFFF
+        if starts_ptr is not None:
+            slot += tl.load(starts_ptr + row, mask=held, other=0)
         value = tl.load(values_ptr + row * capacity + slot, mask=held, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + row * stride_gm + slot * stride_gs, mask=held, other=0.0).to(tl.float32)
         bias += tl.where(value != 0, grad, 0.0)
@@ -377,24 +384,28 @@ def activate(
     keep_source: bool,
     scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What `encode` returns, from the pre-activations z [M, N] + bias [N]."""
+    """What `encode` returns, from the pre-activations z [M, N] + bias [N]. A capacity of -1 asks for CSR of BatchTopK's
+    k * M entries, with offsets in place of nnz."""
     scale = None if scale is None else scale.contiguous()
     m, n = z.shape
     if activation == "topk" and not keep_source and z.numel():
         values, indices, nnz, l0 = select.row_topk(z, bias, k, scale)
         return values, indices, nnz, z.new_empty(0, n), l0
-    values = z.new_empty(m, capacity)
-    indices = torch.empty(m, capacity, dtype=torch.int32, device=z.device)
-    nnz = torch.empty(m, dtype=torch.int32, device=z.device)
+    csr = capacity < 0
+    slots = (m * k,) if csr else (m, capacity)
+    values, indices = z.new_empty(slots), torch.empty(slots, dtype=torch.int32, device=z.device)
+    nnz = None if csr else torch.empty(m, dtype=torch.int32, device=z.device)
+    offsets = torch.empty(m + 1, dtype=torch.int64, device=z.device) if csr else None
+    counts = offsets if nnz is None else nnz
     source = z if keep_source else z.new_empty(0, n)
     ranked, window = activation in ("topk", "batchtopk"), bandwidth > 0
     split = not ranked and not tuning.one_program_a_row(m, n)
     l0 = (torch.zeros if split and window else torch.empty)(m, dtype=torch.float32, device=z.device)
     if m == 0 or n == 0:
-        return values.zero_(), indices.fill_(-1), nnz.zero_(), source, l0.zero_()
+        return values.zero_(), indices.fill_(-1), counts.zero_(), source, l0.zero_()
     if split:
         _encode_in_chunks(z, bias, threshold, (values, indices, nnz, l0), bandwidth, keep_source)
-        return values, indices, nnz, source, l0
+        return values, indices, counts, source, l0
     kth = need = reach = None
     length = 0
     tile, warps = tuning.encode_tile(m, z.element_size())
@@ -402,8 +413,8 @@ def activate(
         if activation == "topk":
             kth, need = select.row_kth(z, bias, k, scale)
         else:
-            found = batchtopk.find(z, bias, k, scale)
-            batchtopk.emit(z, bias, scale, found, (values, indices, nnz, l0), keep_source)
+            found = batchtopk.find(z, bias, k, scale, offsets)
+            batchtopk.emit(z, bias, scale, found, (values, indices, nnz, l0), keep_source, offsets)
             kth, need, reach, length = found.kth, found.need, found.reach, found.length
         if m < 512:
             # Few rows, each in the hands of one program: more warps keep more of it in flight.
@@ -416,11 +427,11 @@ def activate(
         _limits((n, z.dtype, stride_t, bandwidth), (launch.cdiv(n, 1024), 1, 1), args, {"BLOCK": 1024})
     meta = {**pack.fit_block(tile, n), "SHIFT": select.SHIFT[z.dtype], "RANKED": ranked}
     meta |= {"WINDOW": window, "MAY_OVERFLOW": keep_source}
-    args = (z, bias, scale, threshold, limits, kth, need, reach, values, indices, nnz, l0)
+    args = (z, bias, scale, threshold, limits, kth, need, reach, offsets, values, indices, nnz, l0)
     args += (length, stride_t, bandwidth / 2, n, capacity)
     key = (m, n, capacity, z.dtype, bias is None or bias.dtype, threshold is None, stride_t, bandwidth, keep_source)
     _encode_row((*key, ranked, length, scale is None or scale.dtype), (m, 1, 1), args, meta, num_warps=warps)
-    return values, indices, nnz, source, l0
+    return values, indices, counts, source, l0
 
 
 class _Plan:
@@ -485,7 +496,8 @@ def bwd_columns(
     bandwidth: float,
 ) -> tuple[Tensor, Tensor]:
     """Operator `sae_encode_bwd_columns` -> float32 (grad_bias [N], grad_threshold [N], or [0] without a threshold)."""
-    n, capacity = col_offsets.shape[0] - 1, values.shape[1]
+    n, is_csr = col_offsets.shape[0] - 1, values.dim() == 1
+    capacity, starts = (0, nnz) if is_csr else (values.shape[1], None)
     bias_out = torch.zeros(n, dtype=torch.float32, device=values.device)
     threshold_out = torch.zeros(0 if threshold is None else n, dtype=torch.float32, device=values.device)
     if n == 0 or nnz.shape[0] == 0:
@@ -493,9 +505,10 @@ def bwd_columns(
     stride_t = 0 if threshold is None else threshold.stride(0)
     tail = (grad_l0.stride(0), stride_t, bandwidth / 2)
     dtypes = (grad_values.dtype, values.dtype, threshold is None)
-    key = (n, capacity, grad_values.stride(), tail, dtypes)
-    args = (keys, col_offsets, values, grad_values, grad_l0, threshold, bias_out, threshold_out)
-    args += (*grad_values.stride(), *tail, capacity)
+    strides = (0, *grad_values.stride()) if is_csr else grad_values.stride()
+    key = (n, capacity, strides, tail, dtypes, is_csr)
+    args = (keys, col_offsets, values, starts, grad_values, grad_l0, threshold, bias_out, threshold_out)
+    args += (*strides, *tail, capacity)
     _encode_bwd_columns(key, (n, 1, 1), args, {"BLOCK": 128}, num_warps=1)
     if source.shape[0]:
         m = source.shape[0]
@@ -549,7 +562,7 @@ EXAMPLES = {
         "num_warps": 4,
     },
     _encode_row_kernel: {
-        "signature": {**_ENCODE, "reach_ptr": "*i32", "length": "i32"},
+        "signature": {**_ENCODE, "reach_ptr": "*i32", "offsets_ptr": None, "length": "i32"},
         "constexprs": {
             "BLOCK": 1024, "VEC": 8, "SHIFT": 16, "RANKED": False, "WINDOW": True, "MAY_OVERFLOW": True,
         },
@@ -565,7 +578,8 @@ EXAMPLES = {
     },
     _encode_bwd_columns_kernel: {
         "signature": {
-            **_COLUMNS, "keys_ptr": "*i64", "offsets_ptr": "*i64", "values_ptr": "*bf16", "stride_gs": "i32",
+            **_COLUMNS, "keys_ptr": "*i64", "offsets_ptr": "*i64", "values_ptr": "*bf16", "starts_ptr": None,
+            "stride_gs": "i32",
         },
         "constexprs": {"BLOCK": 128},
         "num_warps": 1,

@@ -1,0 +1,188 @@
+"""BatchTopK as CSR, against `encode` with slots for all of d_sae: no row can overflow, and no order differs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gossamer import nn
+from gossamer.rowsparse import CSR
+from gossamer.sae import decode, encode, encode_csr, encode_csr_with_l0
+from gossamer.testing import assert_close
+from tests.sae.test_encode import gradients, jumprelu_case, whole
+
+
+def operands(m: int, n: int, dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Small integers, so that sums are exact and ties abound."""
+    x, W, b = (whole(shape, 2, generator, dtype) for shape in ((m, 4), (4, n), (n,)))
+    return x, W, b
+
+
+def check(x: Tensor, W: Tensor, b: Tensor | None, k: int, scale: Tensor | None = None) -> CSR:
+    got, l0 = encode_csr_with_l0(x, W, b, k=k, scale=scale)
+    want = encode(x, W, b, activation="batchtopk", k=k, capacity=W.shape[1], scale=scale)
+    assert isinstance(got, CSR) and got.shape == want.shape and got.source is None
+    assert torch.equal(got.row_offsets.diff(), want.nnz_per_row) and got.row_offsets[0] == 0
+    assert torch.equal(l0.flatten(), want.nnz_per_row.to(l0.dtype)) and l0.shape == x.shape[:-1]
+    held = torch.arange(W.shape[1], device=x.device) < want.nnz_per_row[:, None]
+    total = int(got.row_offsets[-1])
+    assert got.max_nnz == k * want.num_rows
+    assert torch.equal(got.indices[:total], want.indices[held])
+    assert torch.equal(got.values[:total].nan_to_num(77), want.values[held].nan_to_num(77))
+    # What is padding says so: those who do not ask for rows may read all slots.
+    assert (got.indices[total:] == -1).all() and not got.values[total:].any()
+    return got
+
+
+@pytest.mark.parametrize("m, n, k", [(1, 1, 1), (1, 300, 7), (3, 37, 37), (12, 300, 20), (5, 2500, 30), (70, 90, 2)])
+def test_rows(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    x, W, b = operands(m, n, dtype, generator)
+    check(x, W, b, k)
+    check(x, W, b.float() - 20, k)
+    check(x, W, None, k, torch.linspace(0.5, 2, n, device=device, dtype=dtype))
+
+
+def test_rows_with_more_than_a_list(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    """One row takes nearly everything, and is read again; the last rows have nothing."""
+    x, W = torch.zeros(40, 1, device=device, dtype=dtype), torch.rand(1, 2500, device=device, generator=generator)
+    x[7] = 1
+    rows = check(x, (W + 1).to(dtype), None, 60)
+    assert rows.nnz_per_row[7] == 2400
+    # Fewer than wanted are above 0: a hundred slots are padding.
+    check(x, (W + 1).to(dtype), None, 65)
+    x[7, 0] = torch.nan
+    check(x, (W + 1).to(dtype), None, 60)
+
+
+def test_nothing(dtype: torch.dtype, device: torch.device) -> None:
+    W = torch.ones(4, 50, device=device, dtype=dtype)
+    for shape in ((3, 4), (0, 4), (2, 0, 4), (2, 3, 4)):
+        rows = check(torch.zeros(shape, device=device, dtype=dtype), W, None, 5)
+        assert not rows.to_dense().any() and rows.to_dense().shape == (*shape[:-1], 50)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("m, n, k", [(512, 4096, 32), (4096, 16384, 64)])
+def test_large(m: int, n: int, k: int, device: torch.device, generator: torch.Generator, mode: str) -> None:
+    m = m if mode == "gpu" else m // 16
+    x = torch.randn(m, 64, device=device, generator=generator).bfloat16()
+    check(x, torch.randn(64, n, device=device, generator=generator).bfloat16(), None, k)
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_gradients(linear: bool, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    """Of x, both weights and biases, against float64."""
+    leaves, weights, _ = jumprelu_case((2, 3), 20, 90, dtype, generator)
+    del leaves["threshold"]
+    leaves["W_dec"] = (torch.randn(90, 16, device=device, generator=generator) / 4).to(dtype)
+    if linear:
+        leaves["W_enc"] = leaves["W_enc"].t().contiguous().t()
+    masks = []
+
+    def ours(x: Tensor, W_enc: Tensor, b_enc: Tensor, b_dec: Tensor, W_dec: Tensor) -> Tensor:
+        rows = encode_csr(x.to(dtype), W_enc.to(dtype), b_enc, b_dec=b_dec, k=5)
+        masks.append(rows.to_dense().detach() != 0)
+        return (decode(rows, W_dec.to(dtype)).float() * weights[..., :16]).sum()
+
+    def dense(x: Tensor, W_enc: Tensor, b_enc: Tensor, b_dec: Tensor, W_dec: Tensor) -> Tensor:
+        narrow = x.dtype if x.dtype is torch.float64 else dtype
+        z = ((x - b_dec).to(narrow) @ W_enc.to(narrow) + b_enc).to(narrow)
+        out = torch.where(masks[0], z, 0) @ W_dec.to(narrow)
+        return (out.to(x.dtype) * weights[..., :16].to(x.dtype)).sum()
+
+    got = gradients(leaves, torch.float32, ours)
+    exact, plain = gradients(leaves, torch.float64, dense), gradients(leaves, torch.float32, dense)
+    for name in leaves:
+        assert_close(got[name], reference64=exact[name], plain=plain[name], name=name)
+
+
+@pytest.mark.parametrize("wanted", ["x", "W_enc", "b_enc", "b_dec"])
+def test_each_gradient_alone(wanted: str, device: torch.device, generator: torch.Generator) -> None:
+    leaves, weights, _ = jumprelu_case((6,), 20, 90, torch.float32, generator)
+    del leaves["threshold"]
+
+    def loss(**leaves: Tensor) -> Tensor:
+        return (encode_csr(k=4, **leaves).to_dense() * weights).sum()
+
+    together = gradients(leaves, torch.float32, loss)
+    leaves[wanted].requires_grad_()
+    (alone,) = torch.autograd.grad(loss(**leaves), leaves[wanted])
+    torch.testing.assert_close(alone, together[wanted].to(alone.dtype))
+
+
+@pytest.mark.native
+def test_training_keeps_no_pre_activations(device: torch.device, generator: torch.Generator) -> None:
+    """What lives between the passes is of the size of the entries, and the loss and gradients are those of ELL."""
+    torch.manual_seed(0)
+    model = nn.BatchTopKSAE(16, 3000, 8, device=device)
+    x = torch.randn(50, 16, device=device, generator=generator)
+    saved: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model.loss(x)
+    assert max(saved) == 16 * 3000
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    loss.loss.backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    model.threshold.zero_()
+    model.firing_counts.zero_()
+    model.steps_since_fired.zero_()
+    reconstruction = model(x)
+    assert torch.equal(loss.reconstruction, reconstruction)
+    (x - reconstruction).square().sum(-1).mean().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, grads[name])
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+
+
+def test_compile(device: torch.device, generator: torch.Generator, compiled: Callable[[Any], Any]) -> None:
+    x, W, b = operands(6, 90, torch.float32, generator)
+    W.requires_grad_()
+
+    def run(x: Tensor) -> Tensor:
+        return encode_csr(x, W, b, k=4).to_dense().square().sum()
+
+    (want,) = torch.autograd.grad(run(x), W)
+    (got,) = torch.autograd.grad(compiled(run)(x), W)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.gpu
+def test_capture_without_a_sync(device: torch.device, generator: torch.Generator) -> None:
+    x, W, b = operands(600, 4096, torch.bfloat16, generator)
+    W.requires_grad_()
+
+    def run() -> tuple[Tensor, ...]:
+        rows = encode_csr(x, W, b, k=20)
+        return rows.values, *torch.autograd.grad(rows.values.float().square().sum(), W)
+
+    want = run()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run()
+    graph.replay()
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_errors(device: torch.device) -> None:
+    x, W = torch.ones(2, 3, device=device), torch.ones(3, 5, device=device)
+    with pytest.raises(ValueError, match=r"sae.encode_csr: k must be at most d_sae = 5, got 6"):
+        encode_csr(x, W, k=6)
+    with pytest.raises(TypeError, match=r"sae.encode_csr: k must be an int"):
+        encode_csr(x, W, k=2.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"sae.encode_csr: x must have shape"):
+        encode_csr(x, W[:2], k=1)
