@@ -161,14 +161,20 @@ def test_capture_without_a_sync(device: torch.device, generator: torch.Generator
     W.requires_grad_()
 
     def run() -> tuple[Tensor, ...]:
+        # Nothing that is kept may hold on to the gradient of W, which belongs to the stream it was first wanted on.
         rows = encode_csr(x, W, b, k=20)
-        return rows.values, *torch.autograd.grad(rows.values.float().square().sum(), W)
+        grads = torch.autograd.grad(rows.values.float().square().sum(), W)
+        return rows.row_offsets, rows.indices, rows.values.detach(), *grads
 
-    want = run()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            want = run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

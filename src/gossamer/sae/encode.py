@@ -166,7 +166,22 @@ def encode_csr_with_l0(
     b_dec: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> tuple[CSR, Tensor]:
-    """As `encode_csr`, with the number of entries of each row, `[...]` in float32."""
+    """As `encode_csr`, with the number of entries of each row.
+
+    Args:
+        x, W_enc, b_enc, k, b_dec, scale: as in `encode`.
+
+    Returns:
+        `(rows, l0)`, l0 `[...]` in float32, float64 if rows is, without a gradient.
+
+    Raises:
+        ValueError, TypeError: as `encode`.
+
+    Source: Bussmann et al. 2024, "BatchTopK Sparse Autoencoders".
+
+    >>> encode_csr_with_l0(torch.tensor([[1.0, 3.0], [2.0, -1.0]]), torch.eye(2), k=1)[1].tolist()
+    [1.0, 1.0]
+    """
     options = (None, k, b_dec, None, None, scale, False)
     rows, l0 = _encode("sae.encode_csr", x, W_enc, b_enc, "batchtopk", *options, csr=True)
     return rows, l0.to(threshold_dtype(rows.dtype))
