@@ -342,8 +342,8 @@ class BatchTopKSAE(_Reviving):
         d_sae: number of latents.
         k: latents to keep per row, on average.
         threshold_rate: how much of a batch goes into the running mean. The first batch sets it.
-        capacity: slots per row of what `encode` returns, as in `sae.encode`. Rows beyond it stay exact but cost as much as
-            dense. `loss` takes `sae.encode_csr` in training, which needs none.
+        capacity: slots per row of what `encode` returns, as in `sae.encode`. Rows beyond it stay exact but cost as much
+            as dense. `loss` takes `sae.encode_csr` in training, which needs none.
         aux_coefficient, aux_k, dead_after: as in `TopKSAE`.
         dtype: of the weights; None takes PyTorch's default.
         device: of the parameters.
