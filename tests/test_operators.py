@@ -92,7 +92,7 @@ def _encode(device: torch.device) -> None:
         smallest(rows, torch.ones(rows.num_columns, device=device))
     sae.encode(x.detach(), W, activation="relu", capacity=3).to_dense().sum().backward()
     sae.encode_csr(x, W, b, k=4).to_dense().sum().backward()
-    y = torch.randn(3, D, device=device, requires_grad=True)
+    y = torch.randn(D, 3, device=device).t().requires_grad_()
     (grad,) = torch.autograd.grad(squared_error(x, y).sum(), y, create_graph=True)
     grad.square().sum().backward()
 

@@ -155,6 +155,30 @@ def test_autocast(device: torch.device, generator: torch.Generator) -> None:
         torch.testing.assert_close(got.loss, model.loss(x).loss, rtol=0.05, atol=0)
 
 
+def test_terms_of_the_loss_are_apart(device: torch.device, generator: torch.Generator) -> None:
+    """What is done to one in place, as in accumulating over batches, does not show in another."""
+    x = sample(30, generator)
+    for model in models(device=device):
+        for terms in (model.loss(x), model.eval().loss(x)):
+            before = [term.detach().clone() for term in terms]
+            for term in (terms.loss, terms.l0_penalty, terms.dead_loss):
+                with torch.no_grad():
+                    term += 1
+            after = [term.detach() for term in terms]
+            moved = [not torch.equal(*pair) for pair in zip(before, after, strict=True)]
+            assert moved == [name in ("loss", "l0_penalty", "dead_loss") for name in terms._fields]
+
+
+def test_rows_that_lie_apart(device: torch.device, generator: torch.Generator) -> None:
+    """Transposed dimensions change nothing but the order."""
+    x = sample(30, generator).view(5, 6, -1)
+    for model in models(device=device):
+        want = model.loss(x)
+        got = model.loss(x.transpose(0, 1).contiguous().transpose(0, 1))
+        torch.testing.assert_close(got.loss, want.loss)
+        torch.testing.assert_close(got.reconstruction, want.reconstruction)
+
+
 def test_compile(device: torch.device, generator: torch.Generator, compiled: Any) -> None:
     x = sample(30, generator)
     for model in models(device=device):

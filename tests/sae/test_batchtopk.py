@@ -110,6 +110,7 @@ def test_what_a_sample_of_rows_may_say(dtype: torch.dtype, device: torch.device,
     """Of many rows some are sampled, and what is large may be in those alone."""
     sampled = torch.arange(384, device=device) % 3 == 0
     noise = torch.rand(384, 64, device=device, generator=generator)
+    assert [tuning.batch_sample(m, 65536, 16)[0] for m in (1, 255, 4096, 16384)] == [1, 1, 3, 9]
     assert tuning.batch_sample(384, 64, 22) == (3, 16, 2048) and tuning.batch_sample(384, 64, 12) == (3, 16, 1024)
     assert not check((noise + 100 * sampled[:, None]).to(dtype), 22).any()
     assert check((noise - 0.8).to(dtype), 12).all()

@@ -508,9 +508,13 @@ def test_capture_without_a_sync(activation: str, m: int, device: torch.device, g
 
 def test_second_derivatives_are_refused(device: torch.device) -> None:
     x, W, b = (torch.randn(shape, device=device).requires_grad_() for shape in ((3, 4), (4, 40), (40,)))
-    with pytest.raises(NotImplementedError, match=r"sae.encode: second derivatives are not implemented"):
+    refused = r"sae.encode: second derivatives are not implemented"
+    with pytest.raises(NotImplementedError, match=refused):
         out = encode(x, W, b, activation="relu").values.pow(2).sum()
         torch.autograd.grad(out, (x, W, b), create_graph=True)
+    with pytest.raises(NotImplementedError, match=refused):
+        out = encode(x.detach(), W, activation="relu", capacity=3).to_dense().pow(2).sum()
+        torch.autograd.grad(out, W, create_graph=True)
 
 
 @pytest.mark.native

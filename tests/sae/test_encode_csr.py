@@ -190,5 +190,5 @@ def test_errors(device: torch.device) -> None:
         encode_csr(x, W, k=6)
     with pytest.raises(TypeError, match=r"sae.encode_csr: k must be an int"):
         encode_csr(x, W, k=2.0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"sae.encode_csr: x must have shape"):
-        encode_csr(x, W[:2], k=1)
+    with pytest.raises(ValueError, match=r"sae.encode_csr_with_l0: x must have shape"):
+        encode_csr_with_l0(x, W[:2], k=1)

@@ -170,7 +170,7 @@ def batch_sample(m: int, n: int, k: int) -> tuple[int, int, int]:
     """(rows from one that is sampled to the next, columns of each, columns from one run of them to the next).
 
     Among them are 64 of the k * m largest, or more, as far as half of the columns will do for that. Of many rows some
-    are taken, some 128 or more that have some 256 of those; the step is odd, lest all be at one place of texts of the
+    are taken, some 90 or more that have some 256 of those; the step is odd, lest all be at one place of texts of the
     same length."""
     step = max(2 * BATCH_RUN, min(2048, 1 << (k * m // 4 | 1).bit_length() - 1))
     columns = min(n, max(1, n // step) * BATCH_RUN)

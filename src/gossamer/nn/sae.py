@@ -16,7 +16,8 @@ from gossamer.sae.squared_error import squared_error
 
 
 class SAELoss(NamedTuple):
-    """What `loss` returns; every tensor on the device, none of them waited for.
+    """What `loss` returns; every tensor on the device, none of them waited for. Backward reads the reconstruction and
+    what it is of again: they must not be changed in place before.
 
     Args:
         loss: `[]`, mse + l0_penalty + dead_loss: call `backward()` on it.
@@ -146,17 +147,15 @@ class _SAE(torch.nn.Module):
         return rows, l0
 
     def _loss(self, x: Tensor, target: Tensor) -> SAELoss:
+        if target is x and x.dim() > 2:
+            # The encoder and the error would both make a copy where rows lie apart.
+            x = target = x.contiguous()
         rows, l0 = self._entries(x)
         reconstruction = self._output(x, rows)
         mse = squared_error(target, reconstruction).mean()
-        penalty = self._penalty(rows, l0)
-        dead = self._dead_loss(x, target, reconstruction) if self.training else None
-        # What is left out costs no launch but that of the 0 which stands for it.
-        loss, zero = mse, mse.new_zeros(())
-        for part in (penalty, dead):
-            loss = loss if part is None else loss + part
-        penalty, dead = (zero if part is None else part for part in (penalty, dead))
-        return SAELoss(loss, mse, penalty, l0.detach().mean(), reconstruction, dead)
+        parts = self._penalty(rows, l0), self._dead_loss(x, target, reconstruction) if self.training else None
+        penalty, dead = (zero if part is None else part for part, zero in zip(parts, mse.new_zeros(2).unbind()))
+        return SAELoss(mse + penalty + dead, mse, penalty, l0.detach().mean(), reconstruction, dead)
 
     def _output(self, x: Tensor, rows: Rows) -> Tensor:
         return self.decode(rows)
@@ -343,7 +342,7 @@ class BatchTopKSAE(_Reviving):
         k: latents to keep per row, on average.
         threshold_rate: how much of a batch goes into the running mean. The first batch sets it.
         capacity: slots per row of what `encode` returns, as in `sae.encode`. Rows beyond it stay exact but cost as much
-            as dense. `loss` takes `sae.encode_csr` in training, which needs none.
+            as dense. `loss` takes `sae.encode_csr` in training, unless sharded, which needs none.
         aux_coefficient, aux_k, dead_after: as in `TopKSAE`.
         dtype: of the weights; None takes PyTorch's default.
         device: of the parameters.

@@ -164,7 +164,8 @@ def gradients(
 def _bwd_context(ctx: Any, inputs: Any, output: Any) -> None:
     grad, indices, keys, col_offsets, values, offsets, source, weight, _, mask = inputs
     if mask is not None:
-        raise NotImplementedError("rowsparse: second derivatives under a mask are not implemented.")
+        # Only there is one given.
+        raise NotImplementedError("sae.encode: second derivatives are not implemented. Use create_graph=False.")
     ctx.save_for_backward(grad, indices, keys, col_offsets, values, offsets, source, weight)
 
 

@@ -134,10 +134,10 @@ def encode_csr(
     b_dec: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> CSR:
-    """`encode` with `"batchtopk"`, as `CSR`: a batch of M rows has k * M entries, so that no row can overflow.
+    """`encode` with `"batchtopk"`, as `CSR`: a batch of M rows has k * M entries at most, so that no row can overflow.
 
     For training: the pre-activations are freed, where `ELL` keeps them, and their gradient, for rows with more entries
-    than slots.
+    than slots. `decode` takes it; `count_fired` and `tanh_l0` want an `ELL`.
 
     Args:
         x, W_enc, b_enc, k, b_dec, scale: as in `encode`.
@@ -154,7 +154,8 @@ def encode_csr(
     >>> encode_csr(torch.tensor([[1.0, 3.0], [2.0, -1.0]]), torch.eye(2), k=1).row_offsets.tolist()
     [0, 1, 2]
     """
-    return encode_csr_with_l0(x, W_enc, b_enc, k=k, b_dec=b_dec, scale=scale)[0]
+    options = (None, k, b_dec, None, None, scale, False)
+    return _encode("sae.encode_csr", x, W_enc, b_enc, "batchtopk", *options, csr=True)[0]
 
 
 def encode_csr_with_l0(
@@ -183,7 +184,7 @@ def encode_csr_with_l0(
     [1.0, 1.0]
     """
     options = (None, k, b_dec, None, None, scale, False)
-    rows, l0 = _encode("sae.encode_csr", x, W_enc, b_enc, "batchtopk", *options, csr=True)
+    rows, l0 = _encode("sae.encode_csr_with_l0", x, W_enc, b_enc, "batchtopk", *options, csr=True)
     return rows, l0.to(threshold_dtype(rows.dtype))
 
 

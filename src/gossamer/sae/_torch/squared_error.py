@@ -15,4 +15,4 @@ def squared_error(x: Tensor, y: Tensor) -> Tensor:
 def bwd(grad: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Operator `sae_squared_error_bwd` -> the gradient [M, D] of y."""
     residual = y.to(grad.dtype) - x.to(grad.dtype)
-    return residual.mul_(2 * grad[:, None]).to(y.dtype)
+    return residual.mul_(2 * grad[:, None]).to(y.dtype).contiguous()
