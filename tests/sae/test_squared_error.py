@@ -82,6 +82,12 @@ def test_only_what_is_asked_for(device: torch.device) -> None:
     torch.testing.assert_close(y.grad, 4 * (y - x).detach())
 
 
+def test_layout_is_what_is_promised(device: torch.device) -> None:
+    """What Inductor takes for granted: the gradient of a transposed tensor is contiguous."""
+    x, y = torch.randn(4, 6, device=device), torch.randn(6, 4, device=device).t()
+    assert torch.ops.gossamer.sae_squared_error_bwd(torch.ones(4, device=device), x, y).is_contiguous()
+
+
 def test_nan_and_infinity_pass(device: torch.device) -> None:
     x = torch.tensor([[1.0, torch.nan], [torch.inf, 0.0], [1.0, 2.0]], device=device)
     out, _, grad = with_gradients(squared_error, x, torch.zeros_like(x), torch.ones(3, device=device))
