@@ -134,7 +134,7 @@ class _SAE(torch.nn.Module):
     def _latents(
         self, x: Tensor, *, W_enc: Tensor | None = None, b_enc: Tensor | None = None, **options: Any
     ) -> tuple[ELL, Tensor]:
-        """The one place that encodes: where the latents are spread over processes, it is another function."""
+        """What encodes, but for `_entries`: where the latents are spread over processes, both are others."""
         weights = (self.W_enc, self.b_enc) if W_enc is None else (W_enc, b_enc)
         return sae.encode_with_l0(x, *weights, **options)
 

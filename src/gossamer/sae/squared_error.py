@@ -27,6 +27,8 @@ def squared_error(x: Tensor, y: Tensor) -> Tensor:
         ValueError: x and y differ in shape or device, or are scalars.
         TypeError: one is not floating.
 
+    Source: Bricken et al. 2023, "Towards Monosemanticity", the reconstruction error of an autoencoder.
+
     >>> squared_error(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 4.0]])).tolist()
     [5.0]
     """
