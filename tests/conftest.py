@@ -16,11 +16,13 @@ import numpy
 import pytest
 import torch
 
+import gossamer
 from gossamer._core.ops import INTERPRET
 from gossamer.cli import environment
 
 MODE = "interpreter" if INTERPRET else "gpu" if torch.cuda.is_available() else "cpu"
-INTERPRETED = ("rowsparse", "gemm", "sae")
+SOURCES = Path(gossamer.__file__).parent
+INTERPRETED = {folder.parent.name for folder in SOURCES.glob("*/_triton")}
 DTYPES = (torch.float32, torch.float16) if INTERPRET else (torch.float32, torch.float16, torch.bfloat16)
 
 hypothesis.settings.register_profile(

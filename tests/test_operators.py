@@ -3,6 +3,8 @@
 import functools
 import itertools
 from collections import defaultdict
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,14 +119,17 @@ def _gemm(device: torch.device) -> None:
     rows = gemm.linear_pack(x.detach(), weight.detach(), tile=300)
 
 
-SCENARIOS = {"gemm": _gemm, "rowsparse": _rowsparse, "decode": _decode, "encode": _encode}
+# A room keeps its own in tests/<room>/operator_calls.py.
+ROOMS = sorted(file.parent.name for file in Path(__file__).parent.glob("*/operator_calls.py"))
+CALLS = [import_module(f"tests.{room}.operator_calls").calls for room in ROOMS]
+SCENARIOS = [_gemm, _rowsparse, _decode, _encode, *CALLS]
 
 
 @functools.cache
 def recorded(device: torch.device) -> dict[str, list[tuple[Any, ...]]]:
     """Operator -> its calls in all scenarios, one for each kind of arguments."""
     calls: dict[str, dict[Any, tuple[Any, ...]]] = defaultdict(dict)
-    for scenario in SCENARIOS.values():
+    for scenario in SCENARIOS:
         torch.manual_seed(0)
         with Recorder() as recorder:
             scenario(device)
@@ -145,7 +150,7 @@ def registered() -> list[str]:
 @pytest.mark.parametrize("name", registered())
 def test_opcheck(name: str, device: torch.device) -> None:
     calls = recorded(device).get(name)
-    assert calls, f"no scenario calls {name}: add one to SCENARIOS"
+    assert calls, f"no scenario calls {name}: add one to tests/<room>/operator_calls.py"
     operator = getattr(torch.ops.gossamer, name.split("::")[1]).default
     for args in calls:
         torch.library.opcheck(operator, args)

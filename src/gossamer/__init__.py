@@ -1,11 +1,12 @@
 """gossamer: sparse and fused transformer operators for PyTorch."""
 
 from importlib import import_module
+from pkgutil import iter_modules
 from types import ModuleType
 
 __version__ = "0.1.0.dev0"
 
-_ROOMS = ("rowsparse", "gemm", "sae", "nn", "integrations", "testing")
+_ROOMS = tuple(sorted(m.name for m in iter_modules(__path__) if not m.name.startswith("_") and m.name != "cli"))
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -19,14 +19,13 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 SHARED_MEMORY_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
-ROOMS = ("rowsparse", "gemm", "sae", "ffn", "attention", "blocksparse")
 
 
 def kernel_modules() -> list[str]:
     """Every kernel module of the package, by dotted name."""
     root = Path(__file__).resolve().parent.parent
-    found = [f for room in ROOMS for kind in ("_triton", "_gluon") for f in sorted((root / room).glob(f"{kind}/*.py"))]
-    files = [f for f in found if not f.stem.startswith("_")]
+    found = [*root.glob("*/_triton/*.py"), *root.glob("*/_gluon/*.py")]
+    files = sorted(f for f in found if not f.stem.startswith("_"))
     return [".".join(("gossamer", *f.relative_to(root).with_suffix("").parts)) for f in files]
 
 

@@ -54,6 +54,20 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def refuse_second(function: str) -> None:
+    """Raises in a backward pass that is to be differentiated; `function` is the public name."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        _refuse(function)
+
+
+def _refuse(function: str, *_: Any) -> None:
+    raise NotImplementedError(f"{function}: second derivatives are not implemented. Use create_graph=False.")
+
+
+def _unreached(ctx: Any, *grads: Any) -> None:
+    """The backward of an operator whose `_refuse` raises first."""
+
+
 def register(
     schema: str,
     *,
@@ -62,12 +76,16 @@ def register(
     fake: Callable[..., Any],
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
+    once_differentiable: str | None = None,
 ) -> Any:
     """Registers `schema` ("name(Tensor x, ...) -> Tensor") and returns the operator's overload, ready to call.
 
     `cpu` is the PyTorch implementation; `gpu` names the Triton launcher as "module:function"; `fake` gives shapes
-    and dtypes; `backward` and `setup_context` are as in `torch.library.register_autograd`.
+    and dtypes; `backward` and `setup_context` are as in `torch.library.register_autograd`. An operator that is a step
+    of a backward pass names its public function in `once_differentiable`, and then refuses to be differentiated.
     """
+    if once_differentiable is not None:
+        setup_context, backward = functools.partial(_refuse, once_differentiable), _unreached
     name = schema.split("(", 1)[0]
     qualified = f"{NAMESPACE}::{name}"
     launcher = _lazily(gpu)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer._core.ops import directly, needs_gradient, register
+from gossamer._core.ops import directly, needs_gradient, refuse_second, register
 from gossamer.gemm._torch import gated_mlp as _cpu
 from gossamer.gemm._torch.linear_glu import linear
 from gossamer.gemm.linear_glu import (
@@ -16,7 +16,6 @@ from gossamer.gemm.linear_glu import (
     check_operands,
     linear_glu,
     products_bwd,
-    refuse_second,
 )
 
 

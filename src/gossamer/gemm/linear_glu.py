@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer._core.ops import directly, needs_gradient, register
+from gossamer._core.ops import directly, needs_gradient, refuse_second, register
 from gossamer.gemm._torch import linear_glu as _cpu
 from gossamer.gemm._torch.linear_glu import GATES as GATES
 
@@ -200,20 +200,6 @@ def products_bwd(
     return grad_x, *((both, None) if up_weight is None else found), *biases
 
 
-def refuse_second(operator: str) -> None:
-    """Raises in a backward pass that is to be differentiated."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise NotImplementedError(f"{operator}: second derivatives are not implemented. Use create_graph=False.")
-
-
-def _refuse(ctx: Any, inputs: Any, output: Any) -> None:
-    raise NotImplementedError("gemm.linear_glu: second derivatives are not implemented. Use create_graph=False.")
-
-
-def _no_gradients(ctx: Any, *grads: Any) -> None:
-    """Never reached: `_refuse` raises first."""
-
-
 _OPERANDS = "Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor? gate_bias, Tensor? up_bias, str activation"
 _linear_glu = register(
     f"linear_glu({_OPERANDS}, bool keep) -> (Tensor, Tensor, Tensor)",
@@ -228,14 +214,12 @@ _linear_glu_bwd = register(
     cpu=_cpu.linear_glu_bwd,
     gpu=f"{_GPU}:linear_glu_bwd",
     fake=lambda grad, x, *_: (x.new_empty(grad.shape), x.new_empty(grad.shape)),
-    setup_context=_refuse,
-    backward=_no_gradients,
+    once_differentiable="gemm.linear_glu",
 )
 _glu_bwd = register(
     "glu_bwd(Tensor grad, Tensor gate, Tensor up, str activation) -> (Tensor, Tensor)",
     cpu=_cpu.glu_bwd,
     gpu=f"{_GPU}:glu_bwd",
     fake=lambda grad, gate, up, activation: (torch.empty_like(gate), torch.empty_like(up)),
-    setup_context=_refuse,
-    backward=_no_gradients,
+    once_differentiable="gemm.linear_glu",
 )

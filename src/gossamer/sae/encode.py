@@ -463,14 +463,6 @@ def _backward(
     return grad_x, grad_weight, grad_bias, grad_b_dec, grad_threshold, *(None,) * 7
 
 
-def _refuse(ctx: Any, inputs: Any, output: Any) -> None:
-    raise NotImplementedError("sae.encode: second derivatives are not implemented. Use create_graph=False.")
-
-
-def _no_gradients(ctx: Any, *grads: Any) -> None:
-    """Never reached: `_refuse` raises first."""
-
-
 def _fake_bwd_columns(
     grad_values: Tensor,
     grad_source: Tensor,
@@ -505,8 +497,7 @@ _bwd_columns = register(
     cpu=_cpu.bwd_columns,
     gpu=f"{_GPU}:bwd_columns",
     fake=_fake_bwd_columns,
-    setup_context=_refuse,
-    backward=_no_gradients,
+    once_differentiable="sae.encode",
 )
 _bwd_source = register(
     "sae_encode_bwd_source(Tensor grad, Tensor source, Tensor nnz, SymInt capacity, Tensor? grad_l0, "
@@ -514,6 +505,5 @@ _bwd_source = register(
     cpu=_cpu.bwd_source,
     gpu=f"{_GPU}:bwd_source",
     fake=lambda grad, source, *_: torch.empty_like(source),
-    setup_context=_refuse,
-    backward=_no_gradients,
+    once_differentiable="sae.encode",
 )

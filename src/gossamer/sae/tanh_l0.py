@@ -70,14 +70,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_values, None, None, None if source is None else grad_source, grad_scale
 
 
-def _refuse(ctx: Any, inputs: Any, output: Any) -> None:
-    raise NotImplementedError("sae.tanh_l0: second derivatives are not implemented. Use create_graph=False.")
-
-
-def _no_gradients(ctx: Any, *grads: Any) -> None:
-    """Never reached: `_refuse` raises first."""
-
-
 def _fake_bwd(
     grad: Tensor, values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -99,6 +91,5 @@ _tanh_l0_bwd = register(
     cpu=_cpu.tanh_l0_bwd,
     gpu=f"{_GPU}:tanh_l0_bwd",
     fake=_fake_bwd,
-    setup_context=_refuse,
-    backward=_no_gradients,
+    once_differentiable="sae.tanh_l0",
 )
