@@ -6,6 +6,7 @@
 """
 
 from gossamer.rowsparse.convert import convert
+from gossamer.rowsparse.density import Density, DensityTracker
 from gossamer.rowsparse.formats import CSR, ELL, LinearSource, Rows, TwELL
 from gossamer.rowsparse.matmul import matmul
 from gossamer.rowsparse.pack import pack, unpack
@@ -14,6 +15,8 @@ from gossamer.rowsparse.transpose import transpose
 
 __all__ = [
     "CSR",
+    "Density",
+    "DensityTracker",
     "ELL",
     "LinearSource",
     "Rows",

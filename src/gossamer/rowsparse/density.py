@@ -1,0 +1,201 @@
+"""How dense what one layer packs has been, known without waiting for the device."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer._core import checks
+from gossamer._core.ops import INTERPRET
+from gossamer.rowsparse._torch import density as _cpu
+
+PARTS = 64
+"""Parts into which the device sums up counts; the host adds them."""
+
+
+@dataclass(frozen=True)
+class Density:
+    """What the rows of one call held.
+
+    Args:
+        rows: how many there were.
+        mean: entries of a row, on average; 0 of no rows.
+        largest: entries of the fullest.
+        over: rows with more entries than the limit that their counts were recorded with.
+    """
+
+    rows: int
+    mean: float
+    largest: int
+    over: int
+
+
+class DensityTracker:
+    """Follows how many entries the rows of one layer have, and which way the layer goes.
+
+    Statistics of a call are written to pinned memory behind it. Call t reads those of call t - lag: the host waits only
+    where it is that far ahead, so that the device always has work, and the same calls take the same ways whatever the
+    host was doing. Training and inference have a history each, and the first `lag` calls of each know nothing.
+
+    A way changes only while no earlier call waits for its backward pass, so that what a checkpoint computes again goes
+    the way it went the first time; it is not counted. Calls that a CUDA graph captures or `torch.compile` traces go the
+    way that was last taken, and record nothing. Copies and pickles keep `lag` and `pinned`, and start anew.
+
+    Args:
+        lag: how many calls late statistics are read.
+        pinned: the name of a way that is always taken, or None.
+
+    Attributes:
+        last_path: the name of the way last taken, or None.
+        pinned: may be set at any time.
+
+    Raises:
+        ValueError, TypeError: lag is no int of at least 1.
+
+    >>> tracker = DensityTracker(lag=1)
+    >>> tracker.path(lambda known: "sparse" if known is None else "dense", training=False)
+    'sparse'
+    """
+
+    def __init__(self, lag: int = 4, pinned: str | None = None) -> None:
+        checks.positive("rowsparse.DensityTracker", "lag", lag, "It is a number of calls.")
+        self.lag, self.pinned = lag, pinned
+        self.last_path: str | None = None
+        self._histories = {True: _History(lag), False: _History(lag)}
+        self._in_flight: weakref.WeakSet[_Ticket] = weakref.WeakSet()
+        self._recomputes, self._without_graph = False, 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DensityTracker:
+        return DensityTracker(self.lag, self.pinned)
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return DensityTracker, (self.lag, self.pinned)
+
+    def __repr__(self) -> str:
+        known = self.known(training=True) or self.known(training=False)
+        seen = f", {known.mean:.4g} entries a row" if known else ""
+        pinned = ", pinned" if self.pinned else ""
+        return f"DensityTracker(lag={self.lag}, last_path={self.last_path!r}{pinned}{seen})"
+
+    def known(self, *, training: bool) -> Density | None:
+        """What was last read, or None before anything was."""
+        return self._histories[training].known
+
+    def path(self, choose: Callable[[Density | None], str], *, training: bool) -> str:
+        """The name of the way this call goes; one call of this and one of `record` belong to each call of the layer.
+
+        Args:
+            choose: from what is known, or None, to the name of a way; pure.
+            training: which history the call belongs to.
+        """
+        history = self._histories[training]
+        if self.pinned is not None:
+            chosen = self.pinned
+        elif torch.compiler.is_compiling():
+            # A string is a guard that rarely changes; statistics would be one that always does.
+            return history.path or choose(None)
+        elif _captured():
+            chosen = history.path or choose(history.known)
+        elif _in_backward():
+            self._recomputes, self._without_graph = True, max(0, self._without_graph - 1)
+            return history.path or choose(history.known)
+        else:
+            history.read()
+            chosen = choose(history.known)
+            if training and history.path is not None and self._waiting():
+                chosen = history.path
+            if training and not torch.is_grad_enabled():
+                self._without_graph += 1
+        history.path = self.last_path = chosen
+        return chosen
+
+    def record(self, counts: Tensor, *, training: bool, limit: int = 2**31 - 1, result: Tensor | None = None) -> None:
+        """Takes the counts of the call whose way was chosen last.
+
+        Args:
+            counts: `[...]`, int or float, the entries of each row.
+            training: as in `path`.
+            limit: above which a row counts as `over`.
+            result: what a backward pass will come through, if there is to be one: the way does not change before.
+        """
+        if torch.compiler.is_compiling() or _captured() or _in_backward() or type(counts) is not Tensor:
+            return
+        self._histories[training].add(counts.detach().reshape(-1), limit)
+        if training and result is not None and result.grad_fn is not None:
+            ticket = _Ticket()
+            self._in_flight.add(ticket)
+            result.grad_fn.register_prehook(ticket.spend)
+
+    def _waiting(self) -> bool:
+        return any(not ticket.spent for ticket in self._in_flight) or (self._recomputes and self._without_graph > 0)
+
+
+class _Ticket:
+    """Lives as long as a graph, and is spent when a backward pass comes through."""
+
+    spent = False
+
+    def spend(self, grads: Any) -> None:
+        self.spent = True
+
+
+class _History:
+    """The statistics on their way, oldest first, and the last to arrive."""
+
+    def __init__(self, lag: int) -> None:
+        self.known: Density | None = None
+        self.path: str | None = None
+        self._lag = lag
+        self._pending: deque[tuple[Tensor, Any, int]] = deque()
+        self._free: list[tuple[Tensor, Any]] = []
+        self._device: torch.device | None = None
+
+    def read(self) -> None:
+        if len(self._pending) < self._lag:
+            return
+        sums, event, rows = self._pending.popleft()
+        if event is not None:
+            event.synchronize()
+        total, largest, over = sums[:, 0].sum().item(), sums[:, 1].max().item(), sums[:, 2].sum().item()
+        self.known = Density(rows, total / max(rows, 1), int(largest), int(over))
+        self._free.append((sums, event))
+
+    def add(self, counts: Tensor, limit: int) -> None:
+        device = counts.device
+        if self._device != device:
+            # A module that was moved: an event belongs to its device.
+            self._device = device
+            self._pending.clear()
+            self._free.clear()
+        if self._free:
+            sums, event = self._free.pop()
+        else:
+            sums = torch.zeros(PARTS, 3, dtype=torch.int64, pin_memory=counts.is_cuda)
+            event = torch.cuda.Event() if counts.is_cuda else None
+        _summing(counts.is_cuda)(counts, sums, limit)
+        if event is not None:
+            event.record(torch.cuda.current_stream(device))
+        self._pending.append((sums, event, counts.numel()))
+
+
+def _summing(on_gpu: bool) -> Callable[[Tensor, Tensor, int], None]:
+    if not (on_gpu or INTERPRET):
+        return _cpu.row_density
+    from gossamer.rowsparse._triton.density import row_density
+
+    return row_density
+
+
+def _captured() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _in_backward() -> bool:
+    """Whether this runs inside of a backward pass, where a forward pass can only be one that runs again."""
+    return torch._C._current_graph_task_id() != -1

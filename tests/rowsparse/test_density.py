@@ -1,0 +1,144 @@
+"""Statistics that arrive late, and the ways chosen from them."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from gossamer.rowsparse import Density, DensityTracker
+
+
+def dense_above(limit: float) -> Any:
+    return lambda known: "sparse" if known is None or known.mean <= limit else "dense"
+
+
+class Layer:
+    """x in, x out: its rows have as many entries as they are told."""
+
+    def __init__(self, lag: int = 2) -> None:
+        self.tracker, self.paths = DensityTracker(lag), []
+
+    def __call__(self, x: Tensor, count: int, training: bool = True) -> Tensor:
+        self.paths.append(self.tracker.path(dense_above(10), training=training))
+        out = x * x
+        counts = torch.full((3,), count, dtype=torch.int32, device=x.device)
+        self.tracker.record(counts, training=training, result=out)
+        return out
+
+
+@pytest.mark.parametrize("counts", [[0, 3, 7, 7, 100], [], [5], list(range(700))])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32])
+def test_what_is_known(counts: list[int], dtype: torch.dtype, device: torch.device) -> None:
+    tracker = DensityTracker(lag=1)
+    tracker.record(torch.tensor(counts, dtype=dtype, device=device), training=False, limit=6)
+    tracker.path(dense_above(1), training=False)
+    mean = sum(counts) / max(len(counts), 1)
+    want = Density(len(counts), mean, max(counts, default=0), sum(c > 6 for c in counts))
+    assert tracker.known(training=False) == want
+    assert tracker.known(training=True) is None
+
+
+@pytest.mark.parametrize("lag", [1, 2, 5])
+def test_a_call_knows_what_was_lag_calls_before(lag: int, device: torch.device) -> None:
+    layer = Layer(lag)
+    for count in [100, 1, 100, 100, 1, 1, 1, 100, 1, 1]:
+        layer(torch.ones(3, device=device), count, training=False)
+    told = ["sparse"] * lag + ["dense" if c > 10 else "sparse" for c in [100, 1, 100, 100, 1, 1, 1, 100, 1, 1]]
+    assert layer.paths == told[:10]
+
+
+def test_training_and_inference_have_a_history_each(device: torch.device) -> None:
+    layer, x = Layer(1), torch.ones(3, device=device)
+    for _ in range(3):
+        layer(x, 100, training=False)
+        layer(x, 1, training=True)
+    assert layer.paths == ["sparse", "sparse", "dense", "sparse", "dense", "sparse"]
+
+
+def test_the_way_changes_once_backward_has_come_through(device: torch.device) -> None:
+    layer, x = Layer(1), torch.ones(3, device=device, requires_grad=True)
+    first, second = layer(x, 100), layer(x, 100)
+    first.sum().backward()
+    third = layer(x, 100)
+    assert layer.paths == ["sparse"] * 3, "the second call still waits"
+    (second + third).sum().backward()
+    layer(x, 100)
+    assert layer.paths[-1] == "dense"
+
+
+def test_a_graph_that_is_dropped_waits_no_longer(device: torch.device) -> None:
+    layer, x = Layer(1), torch.ones(3, device=device, requires_grad=True)
+    layer(x, 100)
+    layer(x, 100)
+    assert layer.paths[-1] == "dense"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_what_is_computed_again_goes_the_same_way_uncounted(
+    reentrant: bool, micro_batches: int, device: torch.device
+) -> None:
+    layer, x = Layer(2), torch.ones(3, device=device, requires_grad=True)
+    for step in range(6):
+        count = 1 if step < 2 else 100
+        outs = [checkpoint(layer, x, count, use_reentrant=reentrant) for _ in range(micro_batches)]
+        seen = len(layer.paths)
+        for out in reversed(outs):
+            out.sum().backward()
+        first, again = layer.paths[seen - micro_batches : seen], layer.paths[seen:]
+        assert again == list(reversed(first))
+    assert layer.paths[-1] == "dense" and layer.paths[0] == "sparse"
+    assert len(layer.tracker._histories[True]._pending) == layer.tracker.lag
+
+
+def test_pinned_and_shown(device: torch.device) -> None:
+    tracker = DensityTracker(pinned="dense")
+    assert tracker.path(dense_above(1), training=False) == tracker.last_path == "dense"
+    tracker.pinned = None
+    assert tracker.path(dense_above(1), training=False) == "sparse"
+    assert repr(tracker) == "DensityTracker(lag=4, last_path='sparse')"
+
+
+def test_copies_start_anew(device: torch.device) -> None:
+    tracker = DensityTracker(lag=1, pinned="dense")
+    tracker.record(torch.ones(3, device=device), training=True)
+    tracker.path(dense_above(1), training=True)
+    for other in (copy.deepcopy(tracker), pickle.loads(pickle.dumps(tracker))):
+        assert (other.lag, other.pinned, other.last_path, other.known(training=True)) == (1, "dense", None, None)
+
+
+def test_compiled_calls_record_nothing(device: torch.device, compiled) -> None:
+    layer, x = Layer(1), torch.ones(3, device=device)
+    layer(x, 100, training=False)
+    layer(x, 100, training=False)
+    pending = len(layer.tracker._histories[False]._pending)
+
+    def call(x: Tensor) -> Tensor:
+        way = layer.tracker.path(dense_above(10), training=False)
+        layer.tracker.record(torch.ones(3, device=x.device), training=False)
+        return x * (2 if way == "dense" else 3)
+
+    assert compiled(call)(x).tolist() == [2.0] * 3
+    assert len(layer.tracker._histories[False]._pending) == pending
+
+
+@pytest.mark.gpu
+def test_captured_calls_record_nothing(device: torch.device) -> None:
+    layer, x = Layer(1), torch.ones(3, device=device)
+    layer(x, 100, training=False)
+    layer(x, 100, training=False)
+    pending = len(layer.tracker._histories[False]._pending)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer(x, 1, training=False)
+    assert layer.paths[-1] == "dense" and len(layer.tracker._histories[False]._pending) == pending
+
+
+@pytest.mark.parametrize("lag, error", [(0, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_bad_lag(lag: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"rowsparse\.DensityTracker: lag must"):
+        DensityTracker(lag)
