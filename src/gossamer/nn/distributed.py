@@ -49,6 +49,13 @@ class Sharded(_SAE):
         weights = (self.W_enc, self.b_enc) if W_enc is None else (W_enc, b_enc)
         return sae.encode_sharded_with_l0(x, *weights, **options, group=self.group)
 
+    def _way(self, x: Tensor) -> str:
+        # The sum over ranks takes packed latents.
+        return "sparse"
+
+    def _record(self, nnz: Tensor | None, result: Tensor) -> None:
+        """Nothing to choose by it."""
+
     def _longest_silent(self, count: int) -> tuple[Tensor, Tensor]:
         """Of this rank's latents, those that all ranks' would be chosen from, and whether they are chosen and dead."""
         _, size = check_group("nn.shard", self.group)
@@ -114,7 +121,7 @@ class ShardedBatchTopKSAE(Sharded, BatchTopKSAE):
         # How many entries this rank has is not known.
         return self._encode(x)
 
-    def _smallest(self, rows: ELL) -> Tensor:
+    def _smallest(self, rows: ELL | Tensor) -> Tensor:
         least = super()._smallest(rows)
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
         return least
@@ -123,7 +130,7 @@ class ShardedBatchTopKSAE(Sharded, BatchTopKSAE):
 class ShardedJumpReLUSAE(Sharded, JumpReLUSAE):
     """See `shard`."""
 
-    def _penalty(self, rows: ELL, l0: Tensor) -> Tensor:
+    def _penalty(self, rows: ELL | Tensor, l0: Tensor) -> Tensor:
         penalty = super()._penalty(rows, l0)
         # L0 is that of all ranks; the other sum over latents has been taken over this rank's.
         return add_parts(penalty, self.group) if self.penalty == "tanh" else penalty

@@ -10,7 +10,10 @@ from torch import Tensor
 from gossamer import sae
 from gossamer._core import checks
 from gossamer.nn._silence import Silence
-from gossamer.rowsparse import ELL, Rows
+from gossamer.rowsparse import ELL, Density, DensityTracker, Rows
+from gossamer.rowsparse.pack import default_capacity
+from gossamer.sae.decode import decode_dense
+from gossamer.sae.encode_dense import break_even, encode_dense
 from gossamer.sae.smallest import smallest
 from gossamer.sae.squared_error import squared_error
 
@@ -67,6 +70,14 @@ class _SAE(torch.nn.Module):
         self.register_buffer("firing_counts", torch.zeros(d_sae, dtype=torch.int64, device=device))
         self.register_buffer("steps_since_fired", torch.zeros(d_sae, dtype=torch.int64, device=device))
         self._silence_known = Silence()
+        self._density = DensityTracker()
+
+    @property
+    def density(self) -> DensityTracker:
+        """How many latents rows have had, and the way that calls go: `"sparse"`, or `"dense"` where that is faster.
+
+        `density.pinned = "sparse"` stays with one; `density.last_path` is the way of the last call."""
+        return self._density
 
     @property
     def _wide(self) -> torch.dtype:
@@ -83,7 +94,10 @@ class _SAE(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., d_in]` -> reconstruction `[..., d_in]`."""
-        return self._output(x, self.encode(x))
+        rows, _, nnz = self._chosen(x, self._encode)
+        out = self._output(x, rows)
+        self._record(nnz, out)
+        return out
 
     def dead(self) -> Tensor:
         """Bool `[d_sae]`, on the device: which latents have been silent for `dead_after` calls of `encode` or more."""
@@ -125,7 +139,54 @@ class _SAE(torch.nn.Module):
 
     def _encode(self, x: Tensor) -> tuple[ELL, Tensor]:
         """(latents, l0 of each row)"""
+        return self._counted(*self._latents(x, capacity=self._capacity, **self._options()))
+
+    def _options(self) -> dict[str, Any]:
+        """What `sae.encode` and `encode_dense` are told in this mode."""
         raise NotImplementedError
+
+    @property
+    def _capacity(self) -> int | None:
+        return getattr(self, "capacity", None)
+
+    @property
+    def _expected(self) -> int | None:
+        """How many entries a row has, where that is known without looking."""
+        return None
+
+    def _chosen(
+        self, x: Tensor, sparse: Callable[[Tensor], tuple[Rows, Tensor]]
+    ) -> tuple[Rows | Tensor, Tensor, Tensor | None]:
+        """(latents as a container or dense, l0, the counts of entries where they have to be followed)"""
+        if self._way(x) == "sparse":
+            rows, l0 = sparse(x)
+            return rows, l0, None if self._expected is not None else rows.nnz_per_row
+        acts, l0, fired, nnz = encode_dense(x, self.W_enc, self.b_enc, **self._options())
+        if self.training:
+            with torch.no_grad():
+                self._count(acts, fired)
+        return acts, l0, nnz
+
+    def _way(self, x: Tensor) -> str:
+        limit = break_even(x.shape[:-1].numel(), self.W_dec.shape[1], self.d_sae, self.W_dec, training=self.training)
+
+        def choose(known: Density | None) -> str:
+            if self._expected is not None:
+                entries: float = self._expected
+            elif known is None:
+                return "dense" if self.training else "sparse"
+            else:
+                # A row that overflows its slots is a row of a dense product, beside the work that found that out.
+                share = known.over / max(known.rows, 1)
+                entries = (1 - share) * known.mean + share * 1.5 * limit
+            return "dense" if entries > limit else "sparse"
+
+        return self._density.path(choose, training=self.training)
+
+    def _record(self, nnz: Tensor | None, result: Tensor) -> None:
+        if nnz is not None and self._expected is None:
+            capacity = self._capacity or default_capacity(self.d_sae)
+            self._density.record(nnz, training=self.training, limit=capacity, result=result)
 
     def _entries(self, x: Tensor) -> tuple[Rows, Tensor]:
         """The same where nobody but `loss` sees the latents, in the format that keeps least."""
@@ -141,24 +202,29 @@ class _SAE(torch.nn.Module):
     def _counted(self, rows: ELL, l0: Tensor) -> tuple[ELL, Tensor]:
         if self.training:
             with torch.no_grad():
-                fired = sae.count_fired(rows)
-                self.firing_counts += fired
-                self._silence_known.update_(self.steps_since_fired, fired)
+                self._count(rows, sae.count_fired(rows))
         return rows, l0
+
+    def _count(self, rows: ELL | Tensor, fired: Tensor) -> None:
+        """Takes what a call in training has shown; without gradients."""
+        self.firing_counts += fired
+        self._silence_known.update_(self.steps_since_fired, fired)
 
     def _loss(self, x: Tensor, target: Tensor) -> SAELoss:
         if target is x and x.dim() > 2:
             # The encoder and the error would both make a copy where rows lie apart.
             x = target = x.contiguous()
-        rows, l0 = self._entries(x)
+        rows, l0, nnz = self._chosen(x, self._entries)
         reconstruction = self._output(x, rows)
         mse = squared_error(target, reconstruction).mean()
         parts = self._penalty(rows, l0), self._dead_loss(x, target, reconstruction) if self.training else None
         penalty, dead = (zero if part is None else part for part, zero in zip(parts, mse.new_zeros(2).unbind()))
-        return SAELoss(mse + penalty + dead, mse, penalty, l0.detach().mean(), reconstruction, dead)
+        loss = mse + penalty + dead
+        self._record(nnz, loss)
+        return SAELoss(loss, mse, penalty, l0.detach().mean(), reconstruction, dead)
 
-    def _output(self, x: Tensor, rows: Rows) -> Tensor:
-        return self.decode(rows)
+    def _output(self, x: Tensor, rows: Rows | Tensor) -> Tensor:
+        return decode_dense(rows, self.W_dec, self.b_dec) if isinstance(rows, Tensor) else self.decode(rows)
 
     def _penalty(self, rows: Any, l0: Tensor) -> Tensor | None:
         return None
@@ -202,8 +268,12 @@ class _Reviving(_SAE):
         self.k, self.aux_coefficient, self.dead_after = k, aux_coefficient, dead_after
         self.aux_k = min(aux_k or max(len(self.b_dec) // 2, 1), self.d_sae)
 
-    def _encode(self, x: Tensor) -> tuple[ELL, Tensor]:
-        return self._counted(*self._latents(x, activation="topk", k=self.k, b_dec=self._centre))
+    def _options(self) -> dict[str, Any]:
+        return {"activation": "topk", "k": self.k, "b_dec": self._centre}
+
+    @property
+    def _expected(self) -> int | None:
+        return self.k
 
     def _dead_loss(self, x: Tensor, target: Tensor, reconstruction: Tensor) -> Tensor | None:
         if not self.aux_coefficient or self._none_is_dead():
@@ -396,19 +466,14 @@ class BatchTopKSAE(_Reviving):
             self.threshold = before.to(self.threshold.device)
         return self
 
-    def _encode(self, x: Tensor) -> tuple[ELL, Tensor]:
-        chosen = {"k": self.k} if self.training else {"threshold": self.threshold}
-        rows, l0 = self._latents(
-            x,
-            activation="batchtopk" if self.training else "jumprelu",
-            b_dec=self.b_dec,
-            capacity=self.capacity,
-            **chosen,
-        )
+    def _options(self) -> dict[str, Any]:
         if self.training:
-            with torch.no_grad():
-                self._follow(rows)
-        return self._counted(rows, l0)
+            return {"activation": "batchtopk", "k": self.k, "b_dec": self.b_dec}
+        return {"activation": "jumprelu", "threshold": self.threshold, "b_dec": self.b_dec}
+
+    @property
+    def _expected(self) -> int | None:
+        return self.k if self.training else None
 
     def _entries(self, x: Tensor) -> tuple[Rows, Tensor]:
         if not self.training:
@@ -419,18 +484,20 @@ class BatchTopKSAE(_Reviving):
             held = {"values": rows.values.detach().view(-1, self.k), "indices": rows.indices.view(-1, self.k)}
             count = torch.full((rows.num_rows,), self.k, dtype=torch.int32, device=x.device)
             lists = ELL(**held, nnz_per_row=count, shape=(rows.num_rows, self.d_sae))
-            self._follow(lists)
             self._counted(lists, l0)
         return rows, l0
 
-    def _follow(self, rows: ELL) -> None:
-        """Moves the threshold towards the smallest value kept, without waiting for the device."""
+    def _count(self, rows: ELL | Tensor, fired: Tensor) -> None:
+        """Moves the threshold towards the smallest value kept, too, without waiting for the device."""
+        super()._count(rows, fired)
         least = self._smallest(rows).to(self.threshold.dtype)
         moved = torch.where(self.threshold > 0, torch.lerp(self.threshold, least, self.threshold_rate), least)
         self.threshold.copy_(torch.where(least.isfinite(), moved, self.threshold))
 
-    def _smallest(self, rows: ELL) -> Tensor:
+    def _smallest(self, rows: ELL | Tensor) -> Tensor:
         """[], inf where nothing is held."""
+        if isinstance(rows, Tensor):
+            return torch.where(rows > 0, rows, torch.inf).amin() if rows.numel() else rows.new_full((), torch.inf)
         return smallest(rows)
 
     def loss(self, x: Tensor) -> SAELoss:
@@ -530,27 +597,24 @@ class JumpReLUSAE(_SAE):
         """`[d_sae]`, above 0."""
         return self.log_threshold.exp()
 
-    def _encode(self, x: Tensor) -> tuple[ELL, Tensor]:
-        return self._counted(
-            *self._latents(
-                x,
-                activation="jumprelu",
-                threshold=self.threshold,
-                bandwidth=self.bandwidth,
-                capacity=self.capacity,
-                ste_to_input=self.ste_to_input,
-            )
-        )
+    def _options(self) -> dict[str, Any]:
+        return {
+            "activation": "jumprelu",
+            "threshold": self.threshold,
+            "bandwidth": self.bandwidth,
+            "ste_to_input": self.ste_to_input,
+        }
 
     def loss(self, x: Tensor) -> SAELoss:
         """Reconstruction loss plus penalties of x `[..., d_in]`."""
         return self._loss(x, x)
 
-    def _penalty(self, rows: ELL, l0: Tensor) -> Tensor:
+    def _penalty(self, rows: ELL | Tensor, l0: Tensor) -> Tensor:
         if self.target_l0 is not None:
             l0 = 2 / self.target_l0 * (l0 - self.target_l0).square()
         elif self.penalty == "tanh":
-            l0 = sae.tanh_l0(rows, self.tanh_scale * self._decoder_norms(self.W_dec))
+            scale = self.tanh_scale * self._decoder_norms(self.W_dec)
+            l0 = (rows * scale).tanh().sum(-1) if isinstance(rows, Tensor) else sae.tanh_l0(rows, scale)
         return self.l0_coefficient * l0.mean()
 
     def _dead_loss(self, x: Tensor, target: Tensor, reconstruction: Tensor) -> Tensor | None:

@@ -88,8 +88,8 @@ class Transcoder(_Reviving):
         checks.same_device("nn.Transcoder", "x", x.device, y=y)
         return self._loss(x, y)
 
-    def _output(self, x: Tensor, rows: Rows) -> Tensor:
-        out = self.decode(rows)
+    def _output(self, x: Tensor, rows: Rows | Tensor) -> Tensor:
+        out = super()._output(x, rows)
         return out if self.W_skip is None else out + torch.nn.functional.linear(x, self.W_skip)
 
     def extra_repr(self) -> str:

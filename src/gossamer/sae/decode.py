@@ -126,6 +126,13 @@ def decode(
     return out if acts.dim() == 2 else out.view(*acts.shape[:-1], d)
 
 
+def decode_dense(acts: Tensor, W_dec: Tensor, b_dec: Tensor | None) -> Tensor:
+    """acts `[..., d_sae]` @ W_dec + b_dec by the plain product, with the gradient of every latent, 0 or not."""
+    if autocast.enabled(acts.device):
+        acts, W_dec = autocast.cast(acts, W_dec)  # type: ignore[assignment]
+    return _dense(acts, W_dec, b_dec, None)
+
+
 def _decode_rows(
     operator: str,
     rows: Rows,

@@ -1,0 +1,94 @@
+"""Dense latents on the CPU."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gossamer.rowsparse.formats import threshold_dtype
+from gossamer.sae._torch.encode import encode
+
+
+def pre_activations(x: Tensor, weight: Tensor, bias: Tensor | None, b_dec: Tensor | None) -> Tensor:
+    """(x - b_dec) @ weight + bias, in the dtype of weight."""
+    x = (x if b_dec is None else x - b_dec).to(weight.dtype)
+    if bias is not None and bias.dtype is weight.dtype:
+        return torch.addmm(bias, x, weight)
+    pre = x @ weight
+    return pre if bias is None else pre.add_(bias)
+
+
+def scattered(values: Tensor, indices: Tensor, m: int, n: int) -> Tensor:
+    """Entries of CSR or ELL, whose columns are distinct, as a dense [m, n]."""
+    # One element more takes what the padding holds.
+    acts = values.new_zeros(m * n + 1)
+    acts.scatter_(0, indices, values)
+    return acts[:-1].view(m, n)
+
+
+def ranked(
+    x: Tensor, weight: Tensor, bias: Tensor | None, b_dec: Tensor | None, activation: str, k: int, scale: Tensor | None,
+    call: Callable[..., tuple[Tensor, ...]] = encode,
+) -> Tensor:  # fmt: skip
+    """The k largest of each row, or k * M of the batch, among zeros; `call` implements the operator `sae_encode`."""
+    m, n = x.shape[0], weight.shape[1]
+    csr = activation == "batchtopk"
+    values, indices, counts, _, _ = call(
+        x, weight, bias, b_dec, None, activation, k, 0.0, -1 if csr else k, False, scale
+    )
+    if csr:
+        slots = torch.arange(values.shape[0], device=x.device)
+        rows = torch.searchsorted(counts, slots, right=True) - 1
+    else:
+        rows = torch.arange(m, device=x.device)[:, None].expand_as(indices).reshape(-1)
+    columns = indices.reshape(-1).long()
+    return scattered(values.reshape(-1), torch.where(columns < 0, m * n, rows * n + columns), m, n)
+
+
+def encode_dense(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    b_dec: Tensor | None,
+    threshold: Tensor | None,
+    activation: str,
+    k: int,
+    bandwidth: float,
+    scale: Tensor | None,
+    ste_to_input: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Operator `sae_encode_dense` -> (acts, l0, fired, nnz)."""
+    wide = threshold_dtype(weight.dtype)
+    if activation in ("topk", "batchtopk"):
+        acts = ranked(x, weight, bias, b_dec, activation, k, scale)
+    else:
+        acts = pre_activations(x, weight, bias, b_dec)
+        limit = acts.new_zeros(1, dtype=wide) if threshold is None else threshold.clamp(min=0)
+        below = acts <= limit
+        if bandwidth:
+            marks = torch.where(acts > limit - bandwidth / 2, -0.0, 0.0).to(acts.dtype)
+            acts = torch.where(below, marks, acts)
+        else:
+            acts.masked_fill_(below, 0)
+    fires = acts != 0
+    l0 = fires.sum(1)
+    nnz = (fires | acts.signbit()).sum(1) if bandwidth else l0
+    return acts, l0.to(wide), fires.sum(0), nnz.int()
+
+
+def encode_dense_bwd(
+    grad: Tensor, acts: Tensor, grad_l0: Tensor, threshold: Tensor | None, bandwidth: float, ste_to_input: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Operator `sae_encode_dense_bwd` -> (gradient of the pre-activations, its sums, gradient of the threshold)."""
+    wide = threshold_dtype(acts.dtype)
+    grad_pre = torch.where(acts != 0, grad, 0)
+    sums = grad_pre.sum(0, dtype=wide)
+    if threshold is None:
+        return grad_pre, sums, sums.new_empty(0)
+    near = ((acts != 0) | acts.signbit()) & (acts - threshold < bandwidth / 2) & (threshold >= 0)
+    slope = torch.where(near, (threshold * grad + grad_l0[:, None]) / bandwidth, 0)
+    grad_threshold = -slope.sum(0)
+    if ste_to_input:
+        grad_pre = (grad_pre + slope).to(acts.dtype)
+        sums = sums - grad_threshold
+    return grad_pre, sums, grad_threshold

@@ -1,0 +1,183 @@
+"""Dense latents: one pass over the pre-activations after the product, and one over the latents' gradients.
+
+A program owns a block of COLUMNS columns and a run of rows. It loads the columns' bias and threshold once, goes down
+the rows ROWS at a time, and keeps sums over its rows in registers: that is why it takes columns and not rows, for a
+threshold a number would be twice what the numbers themselves are to read. Sums over the runs of rows are partial and
+added up after it in order; l0, which sums the other way, is a whole number, and no order of atomic additions shows.
+What lies in the window below its threshold becomes -0.0: nothing to a product, and all that the backward pass has to
+know of it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch, tuning
+from gossamer.rowsparse.formats import threshold_dtype
+from gossamer.sae._torch.encode_dense import ranked
+from gossamer.sae._triton.encode import encode, load_threshold
+
+TILE = {"ROWS": 4, "COLUMNS": 1024}
+
+
+@triton.jit
+def _encode_dense_kernel(
+    z_ptr, bias_ptr, threshold_ptr, l0_ptr, nnz_ptr, fired_ptr, half, M, N, length,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Program (block of columns, run of `length` rows): z by its activation, in place."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    run = tl.program_id(1)
+    threshold = load_threshold(threshold_ptr, 1, columns, N)
+    bias = tl.zeros([COLUMNS], tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
+    fired = tl.zeros([COLUMNS], tl.int32)
+    for first in range(run * length, min(M, run * length + length), ROWS):
+        rows = first + tl.arange(0, ROWS)
+        inside = (rows < M)[:, None] & (columns < N)[None, :]
+        at = z_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
+        z = tl.load(at, mask=inside, other=0.0)
+        # Rounded as the other ways round it, and compared as it is stored.
+        z = (z.to(tl.float32) + bias[None, :]).to(z.dtype).to(tl.float32)
+        below = z <= threshold
+        out = tl.where(below, 0.0, z)
+        if WINDOW:
+            # A literal -0.0 would become +0.0 on its way through the compiler.
+            minus_zero = tl.full([], -0x80000000, tl.int32).to(tl.float32, bitcast=True)
+            near = below & (z > threshold - half) & inside
+            out = tl.where(near, minus_zero, out)
+            tl.atomic_add(nnz_ptr + rows, tl.sum(near.to(tl.int32), axis=1), mask=rows < M, sem="relaxed")
+        tl.store(at, out.to(z_ptr.dtype.element_ty), mask=inside)
+        fires = (~below & inside).to(tl.int32)
+        fired += tl.sum(fires, axis=0)
+        tl.atomic_add(l0_ptr + rows, tl.sum(fires, axis=1), mask=rows < M, sem="relaxed")
+    tl.store(fired_ptr + run * N + columns, fired, mask=columns < N)
+
+
+@triton.jit
+def _encode_dense_bwd_kernel(
+    grad_ptr, acts_ptr, grad_l0_ptr, threshold_ptr, out_ptr, sums_ptr, stride_gm, stride_gn, stride_l, half, M, N,
+    length, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TO_INPUT: tl.constexpr,
+):  # fmt: skip
+    """Program (block of columns, run of `length` rows): the gradient of the pre-activations, and its sums over the
+    run; behind these, with thresholds, the sums of theirs."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    run = tl.program_id(1)
+    threshold = tl.zeros([COLUMNS], tl.float32)
+    if threshold_ptr is not None:
+        threshold = tl.load(threshold_ptr + columns, mask=columns < N, other=-1.0)
+    sums = tl.zeros([COLUMNS], tl.float32)
+    slopes = tl.zeros([COLUMNS], tl.float32)
+    for first in range(run * length, min(M, run * length + length), ROWS):
+        rows = (first + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (rows < M)[:, None] & (columns < N)[None, :]
+        place = rows[:, None] * N + columns[None, :]
+        act = tl.load(acts_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        from_grad = grad_ptr + rows[:, None] * stride_gm + columns.to(tl.int64)[None, :] * stride_gn
+        grad = tl.load(from_grad, mask=inside, other=0.0).to(tl.float32)
+        flow = tl.where(act != 0, grad, 0.0)
+        if threshold_ptr is not None:
+            stored = (act != 0) | (act.to(tl.int32, bitcast=True) < 0)
+            near = stored & inside & (act - threshold[None, :] < half) & (threshold >= 0)[None, :]
+            grad_l0 = tl.load(grad_l0_ptr + rows * stride_l, mask=rows < M, other=0.0)
+            slope = tl.where(near, (threshold[None, :] * grad + grad_l0[:, None]) * (0.5 / half), 0.0)
+            slopes += tl.sum(slope, axis=0)
+            if TO_INPUT:
+                flow += slope
+        sums += tl.sum(flow, axis=0)
+        tl.store(out_ptr + place, flow.to(out_ptr.dtype.element_ty), mask=inside)
+    sums_ptr += run * N + columns
+    tl.store(sums_ptr, sums, mask=columns < N)
+    if threshold_ptr is not None:
+        tl.store(sums_ptr + tl.num_programs(1) * N, -slopes, mask=columns < N)
+
+
+_activate = launch.Kernel(_encode_dense_kernel)
+_activate_bwd = launch.Kernel(_encode_dense_bwd_kernel)
+
+
+def encode_dense(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    b_dec: Tensor | None,
+    threshold: Tensor | None,
+    activation: str,
+    k: int,
+    bandwidth: float,
+    scale: Tensor | None,
+    ste_to_input: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Operator `sae_encode_dense` -> (acts, l0, fired, nnz)."""
+    m, n = x.shape[0], weight.shape[1]
+    if activation in ("topk", "batchtopk"):
+        acts = ranked(x, weight, bias, b_dec, activation, k, scale, encode)
+        bias = threshold = None
+    else:
+        acts = (x if b_dec is None else x - b_dec).to(weight.dtype) @ weight
+    # How many fire, and how many lie in the window.
+    l0, near = torch.zeros(2, m, dtype=torch.int32, device=x.device)
+    length, grid = _runs(m, n, acts)
+    fired = torch.empty(grid[1], n, dtype=torch.int32, device=x.device)
+    if acts.numel():
+        bias, threshold = (None if vector is None else vector.contiguous() for vector in (bias, threshold))
+        key = (m, n, acts.dtype, bias is None or bias.dtype, threshold is None, bandwidth)
+        args = (acts, bias, threshold, l0, near, fired, bandwidth / 2, m, n, length)
+        _activate(key, grid, args, {**TILE, "WINDOW": bandwidth > 0})
+    else:
+        fired.zero_()
+    return acts, l0.to(threshold_dtype(weight.dtype)), fired.sum(0), l0 + near
+
+
+def encode_dense_bwd(
+    grad: Tensor, acts: Tensor, grad_l0: Tensor, threshold: Tensor | None, bandwidth: float, ste_to_input: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Operator `sae_encode_dense_bwd` -> (gradient of the pre-activations, its sums, gradient of the threshold)."""
+    (m, n), wide = acts.shape, threshold_dtype(acts.dtype)
+    out = torch.empty_like(acts)
+    length, grid = _runs(m, n, acts)
+    sums = torch.empty(1 if threshold is None else 2, grid[1], n, dtype=torch.float32, device=acts.device)
+    if acts.numel():
+        threshold = None if threshold is None else threshold.contiguous()
+        strides = *grad.stride(), grad_l0.stride(0)
+        key = (m, n, acts.dtype, grad.dtype, grad_l0.dtype, strides, threshold is None, bandwidth, ste_to_input)
+        args = (grad, acts, grad_l0, threshold, out, sums, *strides, bandwidth / 2, m, n, length)
+        _activate_bwd(key, grid, args, {**TILE, "TO_INPUT": ste_to_input})
+    else:
+        sums.zero_()
+    total = sums.sum(1).to(wide)
+    return out, total[0], total[1] if len(total) == 2 else total.new_empty(0)
+
+
+def _runs(m: int, n: int, acts: Tensor) -> tuple[int, tuple[int, int, int]]:
+    """(rows of a run, grid): runs as long as leaves 16 programs a multiprocessor."""
+    blocks, rows = launch.cdiv(n, TILE["COLUMNS"]), launch.cdiv(max(m, 1), TILE["ROWS"])
+    runs = min(rows, launch.cdiv(16 * tuning.programs(acts.device), max(blocks, 1)))
+    length = launch.cdiv(rows, runs) * TILE["ROWS"]
+    return length, (blocks, launch.cdiv(max(m, 1), length), 1)
+
+
+_SIZES = {"half": "fp32", "M": "i32", "N": "i32", "length": "i32"}
+EXAMPLES = {
+    _encode_dense_kernel: {
+        "signature": {
+            "z_ptr": "*bf16", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "l0_ptr": "*i32", "nnz_ptr": "*i32",
+            "fired_ptr": "*i32",
+            **_SIZES,
+        },
+        "constexprs": {**TILE, "WINDOW": True},
+        "num_warps": 4,
+    },
+    _encode_dense_bwd_kernel: {
+        "signature": {
+            "grad_ptr": "*bf16", "acts_ptr": "*bf16", "grad_l0_ptr": "*fp32", "threshold_ptr": "*fp32",
+            "out_ptr": "*bf16", "sums_ptr": "*fp32", "stride_gm": "i32", "stride_gn": "i32", "stride_l": "i32",
+            **_SIZES,
+        },
+        "constexprs": {**TILE, "TO_INPUT": False},
+        "num_warps": 4,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

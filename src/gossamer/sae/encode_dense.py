@@ -1,0 +1,168 @@
+"""Encoding to dense latents, for layers whose rows are too full for sparse products to pay."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer._core import autocast, tuning
+from gossamer._core.ops import directly, refuse_second, register
+from gossamer.rowsparse.formats import threshold_dtype
+from gossamer.rowsparse.matmul import check_dtypes
+from gossamer.sae._torch import encode_dense as _cpu
+from gossamer.sae.encode import _check_operands, _check_options
+
+_GPU = "gossamer.sae._triton.encode_dense"
+
+
+def encode_dense(
+    x: Tensor,
+    W_enc: Tensor,
+    b_enc: Tensor | None = None,
+    *,
+    activation: str,
+    threshold: Tensor | None = None,
+    k: int | None = None,
+    b_dec: Tensor | None = None,
+    bandwidth: float | None = None,
+    scale: Tensor | None = None,
+    ste_to_input: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `encode` computes, as a dense tensor: plain products, and one pass over the latents each way.
+
+    Args:
+        x, W_enc, b_enc, activation, threshold, k, b_dec, bandwidth, scale, ste_to_input: as in `encode`.
+
+    Returns:
+        `(acts, l0, fired, nnz)`: acts `[..., d_sae]` in the dtype of W_enc; l0 `[...]` and its gradient as those of
+        `encode_with_l0`; fired int64 `[d_sae]`, how many rows each latent fires in; nnz int32 `[...]`, the entries
+        that `encode` would store. Differentiable as `encode` is: the gradient of acts counts where a latent fired.
+        With a bandwidth -0.0 marks what lies in the window below its threshold.
+
+    Raises:
+        ValueError, TypeError: as `encode`.
+
+    Source: as `encode`.
+
+    >>> encode_dense(torch.tensor([[1.0, -3.0, 2.0]]), torch.eye(3), activation="relu")[0].tolist()
+    [[1.0, 0.0, 2.0]]
+    """
+    operator = "sae.encode_dense"
+    _check_operands(operator, x, W_enc, b_enc, b_dec, threshold, scale)
+    if autocast.enabled(x.device):
+        (W_enc,) = autocast.cast(W_enc)  # type: ignore[assignment]
+    else:
+        check_dtypes(operator, "x", x, "W_enc", W_enc)
+    n, leading = W_enc.shape[1], x.shape[:-1]
+    checked = _check_options(operator, activation, threshold, k, bandwidth, None, scale, ste_to_input, n)
+    if threshold is not None:
+        threshold = threshold.to(threshold_dtype(W_enc.dtype)).expand(n)
+    window = bandwidth if bandwidth is not None and torch.is_grad_enabled() else 0.0
+    scale = None if scale is None else scale.detach()
+    flat = x.reshape(math.prod(leading), x.shape[-1])
+    options = (*checked[:2], window, scale, ste_to_input)
+    acts, l0, fired, nnz = _encode_dense(flat, W_enc, b_enc, b_dec, threshold, *options)
+    return acts.view(*leading, n), l0.view(leading), fired, nnz.view(leading)
+
+
+def break_even(m: int, d_in: int, d_sae: int, weight: Tensor, *, training: bool) -> float:
+    """The mean number of entries a row from which on dense products are faster than sparse ones.
+
+    In inference the decoder is what differs: an entry costs a row of the decoder, read from the L2. A training step
+    reads such rows four times (the decoder, the gradients of both weights and of the latents), where the dense way
+    computes three products more.
+    """
+    if weight.device.type != "cuda":
+        return (
+            0.5 * tuning.break_even(m, d_sae, d_in, weight) if training else tuning.break_even(m, d_sae, d_in, weight)
+        )
+    return 2.0 * tuning.break_even(m, d_sae, d_in, weight)
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    b_dec: Tensor | None,
+    threshold: Tensor | None,
+    activation: str,
+    k: int,
+    bandwidth: float,
+    scale: Tensor | None,
+    ste_to_input: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (m, _), n = x.shape, weight.shape[1]
+    l0 = weight.new_empty(m, dtype=threshold_dtype(weight.dtype))
+    fired, nnz = weight.new_empty(n, dtype=torch.int64), weight.new_empty(m, dtype=torch.int32)
+    return weight.new_empty(m, n), l0, fired, nnz
+
+
+def _context(ctx: Any, inputs: Any, output: Any) -> None:
+    x, weight, bias, b_dec, threshold, _, _, ctx.bandwidth, _, ctx.ste_to_input = inputs
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, weight, b_dec, threshold, output[0])
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, grad: Tensor | None, grad_l0: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    x, weight, b_dec, threshold, acts = ctx.saved_tensors
+    if ctx.bandwidth == 0:
+        threshold = None
+    if grad is None and (grad_l0 is None or threshold is None):
+        return (None,) * 10
+    refuse_second("sae.encode_dense")
+    if grad is None:
+        grad = torch.zeros_like(acts)
+    if grad_l0 is None:
+        grad_l0 = grad.new_zeros(1, dtype=threshold_dtype(acts.dtype)).expand(len(acts))
+    need_x, need_weight, need_bias, need_b_dec, need_threshold = ctx.needs_input_grad[:5]
+    call = directly(_bwd, grad, acts, grad_l0, threshold)
+    grad_pre, sums, grad_threshold = call(grad, acts, grad_l0, threshold, ctx.bandwidth, ctx.ste_to_input)
+    grad_x = grad_weight = grad_b_dec = None
+    with autocast.disabled(grad.device):
+        if need_x:
+            grad_x = (grad_pre @ weight.t()).to(x.dtype)
+        if need_weight:
+            inner = (x if b_dec is None else x - b_dec).to(weight.dtype)
+            # In the layout of the parameter, or autograd would copy it into that.
+            by_latent = weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]
+            grad_weight = (grad_pre.t() @ inner).t() if by_latent else inner.t() @ grad_pre
+        if need_b_dec:
+            # Every row passes through the one W_enc: the sum over rows comes first.
+            grad_b_dec = -torch.mv(weight, sums.to(weight.dtype)).to(b_dec.dtype)
+    return (
+        grad_x,
+        grad_weight,
+        sums.to(ctx.bias_dtype) if need_bias else None,
+        grad_b_dec,
+        grad_threshold if need_threshold and threshold is not None else None,
+        *(None,) * 5,
+    )
+
+
+def _fake_bwd(
+    grad: Tensor, acts: Tensor, grad_l0: Tensor, threshold: Tensor | None, bandwidth: float, ste_to_input: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    n, dtype = acts.shape[1], threshold_dtype(acts.dtype)
+    return torch.empty_like(acts), acts.new_empty(n, dtype=dtype), acts.new_empty(n * bool(bandwidth), dtype=dtype)
+
+
+_encode_dense = register(
+    "sae_encode_dense(Tensor x, Tensor weight, Tensor? bias, Tensor? b_dec, Tensor? threshold, str activation, int k, "
+    "float bandwidth, Tensor? scale, bool ste_to_input) -> (Tensor, Tensor, Tensor, Tensor)",
+    cpu=_cpu.encode_dense,
+    gpu=f"{_GPU}:encode_dense",
+    fake=_fake,
+    setup_context=_context,
+    backward=_backward,
+)
+_bwd = register(
+    "sae_encode_dense_bwd(Tensor grad, Tensor acts, Tensor grad_l0, Tensor? threshold, float bandwidth, "
+    "bool ste_to_input) -> (Tensor, Tensor, Tensor)",
+    cpu=_cpu.encode_dense_bwd,
+    gpu=f"{_GPU}:encode_dense_bwd",
+    fake=_fake_bwd,
+    once_differentiable="sae.encode_dense",
+)

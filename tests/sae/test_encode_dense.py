@@ -1,0 +1,150 @@
+"""Dense latents and their gradients, beside dense float64 and beside what the sparse way stores."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gossamer import sae
+from gossamer.sae.decode import decode_dense
+from gossamer.sae.encode_dense import encode_dense
+from gossamer.testing import assert_close
+
+FULL = pytest.mark.full
+SHAPES = [(7, 12, 90), pytest.param((1, 5, 1030), marks=FULL), pytest.param((70, 8, 33), marks=FULL)]
+CASES: list[dict[str, Any]] = [
+    {"activation": "relu"},
+    {"activation": "jumprelu"},
+    {"activation": "jumprelu", "bandwidth": 0.6},
+    {"activation": "jumprelu", "bandwidth": 0.6, "ste_to_input": True},
+    {"activation": "topk", "k": 5},
+    {"activation": "batchtopk", "k": 5},
+    {"activation": "topk", "k": 5, "scale": True},
+]
+
+
+def operands(
+    m: int, d: int, n: int, device: torch.device, generator: torch.Generator, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, ...]:
+    wide = torch.promote_types(dtype, torch.float32)
+    made = [
+        torch.randn(m, d, device=device, generator=generator).to(dtype),
+        (torch.randn(d, n, device=device, generator=generator) * d**-0.5).to(dtype),
+        torch.randn(n, device=device, generator=generator).to(wide) * 0.1,
+        torch.randn(d, device=device, generator=generator).to(wide) * 0.1,
+        torch.rand(n, device=device, generator=generator).to(wide) - 0.2,
+    ]
+    return tuple(t.requires_grad_() for t in made)
+
+
+def options_of(options: dict[str, Any], threshold: Tensor, n: int) -> dict[str, Any]:
+    options = dict(options)
+    if options["activation"] == "jumprelu":
+        options["threshold"] = threshold
+    if options.pop("scale", False):
+        options["scale"] = torch.linspace(0.5, 2, n, device=threshold.device)
+    return options
+
+
+@pytest.mark.parametrize("options", CASES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_same_as_the_sparse_way(
+    options: dict[str, Any], shape: tuple[int, int, int], device: torch.device, generator: torch.Generator
+) -> None:
+    """Latents, L0, counts and every gradient: of what is stored, with a capacity for all."""
+    m, d, n = shape
+    if "k" in options and m == 70:
+        options = {**options, "k": 20}
+    results = []
+    for dense in (True, False):
+        generator.manual_seed(1)
+        x, W, b, b_dec, threshold = operands(m, d, n, device, generator)
+        weight = torch.randn(n, 4, device=device, generator=generator)
+        given = options_of(options, threshold, n)
+        if dense:
+            acts, l0, fired, nnz = encode_dense(x, W, b, b_dec=b_dec, **given)
+            out = decode_dense(acts, weight, None)
+        else:
+            rows, l0 = (
+                sae.encode_with_l0(x, W, b, b_dec=b_dec, capacity=n, **given)
+                if "k" not in given
+                else (sae.encode_with_l0(x, W, b, b_dec=b_dec, **given))
+            )
+            acts, fired, nnz = rows.to_dense(), sae.count_fired(rows), rows.nnz_per_row
+            out = sae.decode(rows, weight)
+        total = out.square().sum() + (l0 * torch.arange(1.0, m + 1, device=device)).sum() * 0.1
+        grads = torch.autograd.grad(total, (x, W, b, b_dec, threshold), allow_unused=True)
+        results.append((acts.detach(), l0.detach(), fired, nnz, *grads))
+    for got, want in zip(*results):
+        if want is None:
+            assert got is None or not got.any()
+        else:
+            torch.testing.assert_close(got, want.to(got.dtype), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("options", CASES[:4], ids=str)
+def test_against_float64(
+    options: dict[str, Any], dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    m, d, n = 40, 24, 120
+    x, W, b, b_dec, threshold = operands(m, d, n, device, generator, dtype)
+    given = options_of(options, threshold, n)
+    acts, *_ = encode_dense(x, W, b, b_dec=b_dec, **given)
+    inner = (x - b_dec).to(dtype)
+    pre = ((inner @ W) + b).to(dtype)
+    kept = acts != 0
+    # Which side of the threshold a latent is on is rounding's choice; what it is worth there is not.
+    exact = (x.double() - b_dec.double()) @ W.double() + b.double()
+    assert_close(acts, reference64=torch.where(kept, exact, 0), plain=torch.where(kept, pre, 0))
+    limit = 0 if options["activation"] == "relu" else threshold.clamp(min=0)
+    assert bool((kept == ~(pre <= limit))[(exact - limit).abs() > 0.05].all())
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("options", CASES[:2], ids=str)
+def test_gradcheck(options: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, W, b, b_dec, threshold = operands(3, 4, 6, torch.device("cpu"), generator, torch.float64)
+    given = options_of(options, threshold.detach(), 6)
+
+    def call(x: Tensor, W: Tensor, b: Tensor, b_dec: Tensor) -> Tensor:
+        return encode_dense(x, W, b, b_dec=b_dec, **given)[0]
+
+    assert torch.autograd.gradcheck(call, (x, W, b, b_dec))
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 6), (3, 4, 0), (0, 4, 0)], ids=str)
+def test_empty(shape: tuple[int, int, int], device: torch.device, generator: torch.Generator) -> None:
+    x, W, b, b_dec, threshold = operands(*shape, device, generator)
+    acts, l0, fired, nnz = encode_dense(x, W, b, b_dec=b_dec, activation="jumprelu", threshold=threshold, bandwidth=0.5)
+    (acts.sum() + l0.sum()).backward()
+    assert (
+        acts.shape == (shape[0], shape[2]) and not l0.any() and not fired.any() and not nnz.any() and not W.grad.any()
+    )
+
+
+def test_nan_is_kept_and_the_window_is_marked(device: torch.device) -> None:
+    x = torch.tensor([[float("nan")], [1.0]], device=device)
+    W = torch.tensor([[1.0, 0.4, -1.0]], device=device, requires_grad=True)
+    threshold = torch.full((3,), 0.5, device=device)
+    acts, l0, fired, nnz = encode_dense(x, W, activation="jumprelu", threshold=threshold, bandwidth=0.5)
+    assert acts[0].isnan().all() and acts[1].tolist() == [1.0, 0.0, 0.0]
+    assert acts[1].signbit().tolist() == [False, True, False]
+    assert l0.tolist() == [3.0, 1.0] and fired.tolist() == [2, 1, 1] and nnz.tolist() == [3, 2]
+
+
+def test_strides_and_leading_dimensions(device: torch.device, generator: torch.Generator) -> None:
+    x = torch.randn(6, 3, 4, device=device, generator=generator).transpose(0, 1)
+    W = torch.randn(20, 6, device=device, generator=generator).t()[:, ::2]
+    b = torch.randn(20, device=device, generator=generator)[::2]
+    acts, l0, *_ = encode_dense(x.transpose(1, 2), W, b, activation="relu")
+    torch.testing.assert_close(acts, (x.transpose(1, 2) @ W + b).relu())
+    assert l0.shape == (3, 4)
+
+
+def test_a_layout_by_latent_gets_its_gradient_in_it(device: torch.device, generator: torch.Generator) -> None:
+    W = torch.randn(9, 4, device=device, generator=generator).t().requires_grad_()
+    acts, *_ = encode_dense(torch.randn(5, 4, device=device, generator=generator), W, activation="relu")
+    acts.sum().backward()
+    assert W.grad.stride() == W.stride()
