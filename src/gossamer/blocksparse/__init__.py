@@ -1,0 +1,5 @@
+"""Matrices of which only some blocks are stored: layouts, tensors, and their operators."""
+
+from gossamer.blocksparse.layout import Layout
+
+__all__ = ["Layout"]
