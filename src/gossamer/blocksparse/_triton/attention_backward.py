@@ -282,6 +282,10 @@ def launch_attention_bwd(
     tiles = p.rows * (p.block[0] // tile.block_m)
     args = (*inputs, dq, row_offsets, col_indices, lengths, *steps, tiles, *sizes, p.matrices * p.rows, key[-1])
     _attention_dq(key, (tiles * p.b * p.h, 1, 1), args, meta, num_warps=tile.warps, num_stages=tile.stages)
+    # The kernel over keys holds two sums: at full width half as many queries a step, or they spill.
+    if launch.next_power_of_2(p.d) * q.element_size() >= 256:
+        meta = {**meta, "BLOCK_M": max(16, tile.block_m // 2)}
+    key = (meta["BLOCK_M"], *key)
     tiles = p.columns * (p.block[1] // tile.block_n)
     args = (*inputs, dk, dv, col_offsets, order, row_indices, lengths, *steps, p.columns, tiles, *sizes)
     args += (p.matrices * p.columns, key[-1])
@@ -357,10 +361,12 @@ _CONSTANTS = {
 }  # fmt: skip
 
 
-def _example(outputs: tuple[str, ...], lists: tuple[str, ...], integers: tuple[str, ...]) -> dict[str, Any]:
+def _example(
+    outputs: tuple[str, ...], lists: tuple[str, ...], integers: tuple[str, ...], **tile: int
+) -> dict[str, Any]:
     signature = {**_POINTERS, **dict.fromkeys(outputs, "*bf16"), **dict.fromkeys((*lists, "lengths_ptr"), "*i32")}
     kinds = {name: "fp32" if name in ("scale", "factor") else "i32" for name in (*_STEPS, *integers)}
-    return {"signature": signature | kinds, "constexprs": _CONSTANTS, "num_warps": 4, "num_stages": 1}
+    return {"signature": signature | kinds, "constexprs": _CONSTANTS | tile, "num_warps": 4, "num_stages": 1}
 
 
 _SIZES = ("Tq", "Tk", "D", "scale")
@@ -382,6 +388,7 @@ EXAMPLES = {
         ("dk_ptr", "dv_ptr"),
         ("offsets_ptr", "order_ptr", "rows_ptr"),
         ("columns", "tiles", *_SIZES, "factor", "padded", "last", "capacity"),
+        BLOCK_M=32,
     ),
     _attention_dbias_kernel: _example(
         ("dbias_ptr",),
