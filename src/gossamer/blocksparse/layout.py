@@ -42,7 +42,7 @@ class Layout:
         positions: `[Z * rows * cols]`: each block's number, -1 where it is absent. True numbers, which may lie beyond
             the capacity.
 
-    Source: the seed on block-sparse matrices, Definitions 1 to 4 (lookup table and reverse lookup table).
+    Source: Schön and Tompits, blksprs, Definitions 1 to 4 (lookup table and reverse lookup table).
 
     >>> Layout.from_mask(torch.tensor([[True, False], [True, True]]), 16).col_indices.tolist()
     [0, 0, 1]
