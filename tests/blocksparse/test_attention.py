@@ -206,7 +206,7 @@ def test_gradcheck() -> None:
 @pytest.mark.native
 def test_second_derivatives_are_refused(device: torch.device) -> None:
     q, k, v, _, layout = problem(device, torch.float32, (), (16, 16), (32, 32), (1, 1), 8)
-    with pytest.raises(NotImplementedError, match="blocksparse.attention: second derivatives"):
+    with pytest.raises(NotImplementedError, match=r"blocksparse\.attention: second derivatives"):
         torch.autograd.grad(attention(q.requires_grad_(), k, v, layout).sum(), q, create_graph=True)
 
 

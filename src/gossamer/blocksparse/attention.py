@@ -87,7 +87,7 @@ def attention(
         raise ValueError(f"{_NAME}: scale must be a finite number, got {scale!r}. None takes D^-0.5.")
     lists = layout.row_offsets, layout.col_indices, layout.row_indices, layout.col_offsets, layout.transpose_order
     out, lse = _attention(
-        q, k, v, extra, valid_lengths, *lists, layout.positions, list(z), list(layout.block_size), causal, float(scale)
+        q, k, v, extra, valid_lengths, *lists, layout.positions, *z, *layout.block_size, causal, float(scale)
     )
     return (out, lse) if return_lse else out
 
@@ -133,7 +133,7 @@ def steps_of(layout: Layout, b: int, h: int) -> tuple[int, int]:
 
 
 def _extra(q: Tensor, k: Tensor, layout: Layout, mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """What is added to the scores, or says which take part: `[1 or B, 1 or H, Tq, Tk]` or `[capacity, height, width]`."""
+    """What is added to the scores or says which take part: `[1 or B, 1 or H, Tq, Tk]`, or the layout's blocks."""
     checks.tensors(_NAME, mask=mask, bias=bias)
     checks.same_device(_NAME, "q", q.device, mask=mask, bias=bias)
     if mask is not None and mask.dtype is not torch.bool:
@@ -181,8 +181,8 @@ def _fake_bwd(
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.z, ctx.block, ctx.causal, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output)
+    ctx.settings = inputs[11:]
+    ctx.save_for_backward(*inputs[:11], *output)
     ctx.set_materialize_grads(False)
 
 
@@ -190,18 +190,17 @@ def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[A
     refuse_second(_NAME)
     *tensors, out, lse = ctx.saved_tensors
     if grad is None and grad_lse is None:
-        return (None,) * 15
+        return (None,) * 17
     grad = torch.zeros_like(out) if grad is None else grad
     call = directly(_attention_bwd, grad, grad_lse, *tensors[:3])
-    *grads, dbias = call(
-        grad, grad_lse, out, lse, *tensors, ctx.z, ctx.block, ctx.causal, ctx.scale, ctx.needs_input_grad[3]
-    )
-    return *grads, dbias if ctx.needs_input_grad[3] else None, *(None,) * 11
+    *grads, dbias = call(grad, grad_lse, out, lse, *tensors, *ctx.settings, ctx.needs_input_grad[3])
+    return *grads, dbias if ctx.needs_input_grad[3] else None, *(None,) * 13
 
 
 _OPERANDS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? lengths, Tensor row_offsets, Tensor col_indices, "
-    "Tensor row_indices, Tensor col_offsets, Tensor transpose_order, Tensor positions, int[] z, int[] block, "
+    "Tensor row_indices, Tensor col_offsets, Tensor transpose_order, Tensor positions, int z_batch, int z_head, "
+    "int height, int width, "
     "bool causal, float scale"
 )
 _attention = register(

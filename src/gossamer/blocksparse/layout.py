@@ -42,7 +42,7 @@ class Layout:
         positions: `[Z * rows * cols]`: each block's number, -1 where it is absent. True numbers, which may lie beyond
             the capacity.
 
-    Source: the seed on block-sparse matrices, Definitions 1 to 4 (lookup table and reverse lookup table).
+    Source: Schön and Tompits, blksprs, Definitions 1 to 4 (lookup table and reverse lookup table).
 
     >>> Layout.from_mask(torch.tensor([[True, False], [True, True]]), 16).col_indices.tolist()
     [0, 0, 1]
@@ -118,8 +118,8 @@ class Layout:
             size: `(M, N)` in elements, where the last row or column of blocks is cut; None takes whole blocks.
             capacity: how many blocks to make room for. An int costs no sync: the host need not know the count, and
                 `mask.numel()` is enough for any mask. Where more are present, `overflowed` is set and whatever is
-                computed with the layout is NaN. None makes room for just those present, which costs one
-                device-to-host sync.
+                computed with the layout is NaN. None makes room for just those present, and for one at
+                least, which costs one device-to-host sync.
 
         Raises:
             ValueError: mask has fewer than two dimensions or 2^31 blocks, or sizes do not fit each other.
@@ -147,9 +147,9 @@ class Layout:
             mask = mask != 0
         if capacity is None:
             checks.no_sync(operator, "capacity=None", "Give a capacity; mask.numel() is enough for any mask.")
-            capacity = int(mask.sum())
-        elif isinstance(capacity, bool) or not isinstance(capacity, int | torch.SymInt) or capacity < 0:
-            raise ValueError(f"{operator}: capacity must be an int of at least 0, or None, got {capacity!r}.")
+            capacity = max(int(mask.sum()), 1)
+        else:
+            checks.positive(operator, "capacity", capacity, "It is the number of blocks to make room for.")
         parts = _layout(mask.reshape(math.prod(mask.shape[:-2]), rows, cols).contiguous(), capacity)
         return Layout(tuple(mask.shape), block, (int(size[0]), int(size[1])), *parts)
 

@@ -119,18 +119,21 @@ def attention(
     col_offsets: Tensor,
     transpose_order: Tensor,
     positions: Tensor,
-    z: list[int],
-    block: list[int],
+    z_batch: int,
+    z_head: int,
+    height: int,
+    width: int,
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Operator `blocksparse_attention` -> (out like q, float32 log-sum-exp `[B, H, Tq]`)."""
-    given = Attention(q, k, v, bias, lengths, row_offsets, col_indices, (z[0], z[1]), (block[0], block[1]), causal, scale)
-    (b, h, tq, d), height = q.shape, block[0]
+    sides = (z_batch, z_head), (height, width)
+    given = Attention(q, k, v, bias, lengths, row_offsets, col_indices, *sides, causal, scale)
+    b, h, tq, _ = q.shape
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     if given.overflowed:
         return torch.full_like(q, torch.nan), q.new_full((b, h, tq), torch.nan, dtype=lse_dtype)
-    q_blocks, k_blocks, v_blocks = given.blocks(q, height), given.blocks(k, block[1]), given.blocks(v, block[1])
+    q_blocks, k_blocks, v_blocks = given.blocks(q, height), given.blocks(k, width), given.blocks(v, width)
     out = torch.zeros_like(q_blocks)
     lse = q_blocks.new_full(q_blocks.shape[:-1], -torch.inf)
     for chunk in given.chunks():
@@ -161,19 +164,22 @@ def attention_bwd(
     col_offsets: Tensor,
     transpose_order: Tensor,
     positions: Tensor,
-    z: list[int],
-    block: list[int],
+    z_batch: int,
+    z_head: int,
+    height: int,
+    width: int,
     causal: bool,
     scale: float,
     with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Operator `blocksparse_attention_bwd` -> gradients of q, k, v and the bias, the last empty unless asked for."""
-    given = Attention(q, k, v, bias, lengths, row_offsets, col_indices, (z[0], z[1]), (block[0], block[1]), causal, scale)
-    tq, tk, (height, width) = q.shape[2], k.shape[2], block
+    sides = (z_batch, z_head), (height, width)
+    given = Attention(q, k, v, bias, lengths, row_offsets, col_indices, *sides, causal, scale)
+    tq, tk = q.shape[2], k.shape[2]
     dbias = torch.zeros_like(bias, dtype=lse.dtype) if with_bias and bias is not None else q.new_empty(0)
     if given.overflowed:
-        lost = (torch.full_like(x, torch.nan) for x in (q, k, v))
-        return (*lost, dbias.fill_(torch.nan) if bias is None else dbias.fill_(torch.nan).to(bias.dtype))
+        dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
+        return dq, dk, dv, dbias.fill_(torch.nan).to(q.dtype if bias is None else bias.dtype)
     q_blocks, k_blocks, v_blocks = given.blocks(q, height), given.blocks(k, width), given.blocks(v, width)
     grad_blocks = given.blocks(grad, height)
     delta = (grad_blocks * given.blocks(out, height)).sum(-1)
@@ -196,5 +202,5 @@ def attention_bwd(
                 dbias.index_put_((chunk.entry,), inside.unflatten(2, (-1, width)).transpose(1, 2), accumulate=True)
             else:
                 dbias.index_put_(given.bias_at(chunk), inside, accumulate=True)
-    grads = [x.flatten(2, 3)[:, :, :t].to(q.dtype).contiguous() for x, t in ((dq, tq), (dk, tk), (dv, tk))]
-    return (*grads, dbias if bias is None else dbias.to(bias.dtype))
+    dq, dk, dv = (x.flatten(2, 3)[:, :, :t].to(q.dtype).contiguous() for x, t in ((dq, tq), (dk, tk), (dv, tk)))
+    return dq, dk, dv, dbias if bias is None else dbias.to(bias.dtype)

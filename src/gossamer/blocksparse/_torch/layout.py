@@ -19,7 +19,8 @@ def layout(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor,
     found = (
         present % max(cols, 1),
         present // max(cols, 1),
-        by_column[by_column >= 0],
+        # Where there are more blocks than room nothing is right, but whoever follows the order stays inside.
+        by_column[by_column >= 0].clamp(max=capacity - 1),
     )
     padded = [torch.full((capacity,), -1, dtype=torch.int32) for _ in found]
     for buffer, entries in zip(padded, found):

@@ -93,7 +93,7 @@ def _attention_fwd_kernel(
     if BIAS == "dense":
         bias_ptr += batch.to(tl.int64) * stride_bb + head.to(tl.int64) * stride_bh
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for first in range(part * BLOCK_N, count * BLOCK_K, SPLITS * BLOCK_N):
         at = first + tl.arange(0, BLOCK_N)
@@ -110,14 +110,14 @@ def _attention_fwd_kernel(
         base = tl.where(most == float("-inf"), 0.0, most)
         p = tl.exp2(s - base[:, None])
         factor = tl.exp2(m - base)
-        l = l * factor + tl.sum(p, 1)
+        total = total * factor + tl.sum(p, 1)
         m = most
         v = tl.load(v_ptr + rows_at, mask=some, other=0.0)
         acc = acc * factor[:, None] + dot(p.to(v.dtype), v, PRECISION, UPCAST)
     # A row without keys has zeros; one with NaN keeps it.
-    l = tl.where(lost, float("nan"), l)
-    out = acc * tl.where(l == 0, 0.0, 1.0 / l)[:, None]
-    lse = tl.where(l == 0, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)
+    total = tl.where(lost, float("nan"), total)
+    out = acc * tl.where(total == 0, 0.0, 1.0 / total)[:, None]
+    lse = tl.where(total == 0, float("-inf"), (m + tl.log2(total)) * 0.6931471805599453)
     line = (pair * SPLITS + part).to(tl.int64) * Tq + lines
     tl.store(out_ptr + line[:, None] * D + inner[None, :], out, mask=keep)
     tl.store(lse_ptr + line, lse, mask=exists)
@@ -253,30 +253,28 @@ def launch_attention_fwd(
 
 
 def problem_of(
-    q: Tensor, k: Tensor, z: list[int], block: list[int], causal: bool, scale: float
+    q: Tensor, k: Tensor, z_batch: int, z_head: int, height: int, width: int, causal: bool, scale: float
 ) -> Problem:
     """The problem of an operator's arguments."""
     (b, h, tq, d), (_, hk, tk, _) = q.shape, k.shape
-    return Problem(b, h, max(hk, 1), tq, tk, d, (z[0], z[1]), (block[0], block[1]), causal, scale)
+    return Problem(b, h, max(hk, 1), tq, tk, d, (z_batch, z_head), (height, width), causal, scale)
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lengths: Tensor | None, row_offsets: Tensor,
     col_indices: Tensor, row_indices: Tensor, col_offsets: Tensor, transpose_order: Tensor, positions: Tensor,
-    z: list[int], block: list[int], causal: bool, scale: float,
+    z_batch: int, z_head: int, height: int, width: int, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Operator `blocksparse_attention` -> (out like q, float32 log-sum-exp `[B, H, Tq]`)."""
     if q.numel() == 0:
         # Weights of heads without columns sum up all the same: their scores are 0.
         if q.shape[-1] == 0 and q.shape[:3].numel():
-            wide = (x.new_zeros(*x.shape[:3], 1) for x in (q, k, v))
-            out, lse = attention(
-                *wide, bias, lengths, row_offsets, col_indices, row_indices, col_offsets, transpose_order, positions,
-                z, block, causal, scale,
-            )  # fmt: skip
+            q_wide, k_wide = (x.new_zeros(*x.shape[:3], 1) for x in (q, k))
+            problem = problem_of(q_wide, k_wide, z_batch, z_head, height, width, causal, scale)
+            _, lse = launch_attention_fwd(problem, q_wide, k_wide, k_wide, bias, lengths, row_offsets, col_indices)
             return q.new_empty(q.shape), lse
         return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
-    problem = problem_of(q, k, z, block, causal, scale)
+    problem = problem_of(q, k, z_batch, z_head, height, width, causal, scale)
     return launch_attention_fwd(problem, q, k, v, bias, lengths, row_offsets, col_indices)
 
 

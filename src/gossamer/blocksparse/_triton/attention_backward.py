@@ -14,7 +14,17 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.blocksparse._triton.attention import INV_LN2, Problem, Tile, bias_of, dot, listed, problem_of, scores, span
+from gossamer.blocksparse._triton.attention import (
+    INV_LN2,
+    Problem,
+    Tile,
+    bias_of,
+    dot,
+    listed,
+    problem_of,
+    scores,
+    span,
+)
 
 ROWS = 64
 """Queries of a program that makes statistics, and what their number is padded to."""
@@ -25,8 +35,8 @@ def _attention_stats_kernel(
     out_ptr, grad_ptr, lse_ptr, grad_lse_ptr, stats_ptr, stride_gb, stride_gh, stride_gt, H, T, D, tiles,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """`stats`, `[B, H, 2, tiles * ROWS]`: the log-sum-exp in base 2, +inf where a row has no keys or is padding, so that
-    weights are 0 there; and the row sums of grad * out, less the gradient of the log-sum-exp."""
+    """`stats`, `[B, H, 2, tiles * ROWS]`: the log-sum-exp in base 2, +inf where a row has no keys or is padding, so
+    that weights are 0 there; and the row sums of grad * out, less the gradient of the log-sum-exp."""
     pair = tl.program_id(0) // tiles
     lines = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     inner = tl.arange(0, BLOCK_D)
@@ -334,8 +344,8 @@ def _common(p: Problem, q: Tensor, bias: Tensor | None, lengths: Tensor | None, 
 def attention_bwd(
     grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
     bias: Tensor | None, lengths: Tensor | None, row_offsets: Tensor, col_indices: Tensor, row_indices: Tensor,
-    col_offsets: Tensor, transpose_order: Tensor, positions: Tensor, z: list[int], block: list[int], causal: bool,
-    scale: float, with_bias: bool,
+    col_offsets: Tensor, transpose_order: Tensor, positions: Tensor, z_batch: int, z_head: int, height: int,
+    width: int, causal: bool, scale: float, with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Operator `blocksparse_attention_bwd` -> gradients of q, k, v and the bias, the last empty unless asked for."""
     wanted = bias is not None and with_bias
@@ -343,7 +353,7 @@ def attention_bwd(
     if q.numel() == 0 or k.numel() == 0:
         dbias = bias.new_zeros(bias.shape) if bias is not None and with_bias else none
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), dbias
-    problem = problem_of(q, k, z, block, causal, scale)
+    problem = problem_of(q, k, z_batch, z_head, height, width, causal, scale)
     lists = row_offsets, col_indices, row_indices, col_offsets, transpose_order, positions
     grad = grad.contiguous()
     stats = attention_stats(out, grad, lse, grad_lse)

@@ -52,7 +52,7 @@ def _layout_count_kernel(
         tl.store(counts_ptr + 1 + ZR + z * C + col, column_count, mask=col < C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def _layout_fill_kernel(
     positions_ptr, offsets_ptr, col_indices_ptr, row_indices_ptr, col_offsets_ptr, order_ptr, ZR, R, C, capacity,
     DOWN: tl.constexpr, ACROSS: tl.constexpr,
@@ -79,7 +79,8 @@ def _layout_fill_kernel(
         tl.store(col_indices_ptr + place, tl.zeros_like(place) + col[None, :], mask=inside)
         tl.store(row_indices_ptr + place, tl.zeros_like(place) + (z * R + row)[:, None], mask=inside)
         by_column = begin[None, :] + tl.cumsum(present, 0) - present
-        tl.store(order_ptr + by_column, place, mask=(rank >= 0) & (by_column < capacity))
+        # Where there are more blocks than room nothing is right, but whoever follows the order stays inside.
+        tl.store(order_ptr + by_column, tl.minimum(place, capacity - 1), mask=(rank >= 0) & (by_column < capacity))
         begin += tl.sum(present, 0)
     for first in range(nnz + pid * DOWN, capacity, tl.num_programs(0) * DOWN):
         at = first + tl.arange(0, DOWN)
@@ -115,7 +116,7 @@ def layout(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor,
     col_indices, row_indices, order, col_offsets = ints(capacity), ints(capacity), ints(capacity), ints(z * cols + 1)
     args = (positions, offsets, col_indices, row_indices, col_offsets, order, z * rows, rows, cols, capacity)
     tile = {"DOWN": TILE["DOWN"], "ACROSS": TILE["ACROSS"]}
-    _layout_fill((z, rows, cols, capacity), (col_programs, 1, 1), args, tile, num_warps=8)
+    _layout_fill((z, rows, cols), (col_programs, 1, 1), args, tile, num_warps=8)
     return offsets[: z * rows + 1], col_indices, row_indices, col_offsets, order, positions
 
 
