@@ -1,0 +1,1 @@
+"""CPU implementations of the block-sparse operators."""

@@ -1,0 +1,206 @@
+"""Block-sparse attention on the CPU: block rows in chunks, each with the blocks that it lists gathered side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_CHUNK = 1 << 22
+"""Scores that are held at once."""
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Block rows `[n]` of heads, and the L blocks that each may list."""
+
+    batch: Tensor
+    head: Tensor
+    key_head: Tensor
+    row: Tensor
+    entry: Tensor
+    column: Tensor
+    query: Tensor
+    key: Tensor
+    inside: Tensor
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The operands of one attention that its passes share. `z` is what batch and head step in the layout's matrices."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    lengths: Tensor | None
+    row_offsets: Tensor
+    col_indices: Tensor
+    z: tuple[int, int]
+    block: tuple[int, int]
+    causal: bool
+    scale: float
+
+    @property
+    def overflowed(self) -> bool:
+        return int(self.row_offsets[-1]) > self.col_indices.shape[0]
+
+    def chunks(self) -> Iterator[_Chunk]:
+        (b, h, tq, _), (_, hk, tk, _) = self.q.shape, self.k.shape
+        height, width = self.block
+        rows = -(-tq // height)
+        triples = torch.arange(b * h * rows)
+        batch, head, row = triples // (h * rows), triples // rows % h, triples % rows
+        listed = (batch * self.z[0] + head * self.z[1]) * rows + row
+        begin, counts = self.row_offsets[:-1].long()[listed], self.row_offsets.diff().long()[listed]
+        most = int(counts.max()) if counts.numel() else 0
+        step = max(1, _CHUNK // max(1, height * width * most))
+        limits = torch.full((b,), tk) if self.lengths is None else self.lengths.long().clamp(max=tk)
+        for first in range(0, triples.shape[0] if most else 0, step):
+            at = slice(first, first + step)
+            slots = torch.arange(most)
+            present = slots < counts[at, None]
+            entry = torch.where(present, begin[at, None] + slots, 0)
+            column = self.col_indices.long()[entry]
+            query = row[at, None] * height + torch.arange(height)
+            key = (column[..., None] * width + torch.arange(width)).flatten(1)
+            inside = present.repeat_interleave(width, 1) & (key < limits[batch[at], None])
+            inside = inside[:, None] & (query < tq)[..., None]
+            if self.causal:
+                inside = inside & (key[:, None] <= query[..., None] + (tk - tq))
+            key_head = head[at] * hk // h
+            yield _Chunk(batch[at], head[at], key_head, row[at], entry, column, query, key, inside)
+
+    def blocks(self, x: Tensor, size: int) -> Tensor:
+        """x `[B, H, T, D]` in blocks of rows, in the working dtype: `[B, H, T / size, size, D]`."""
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        missing = -x.shape[2] % size
+        return torch.nn.functional.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, size))
+
+    def scores(self, chunk: _Chunk, q: Tensor, k: Tensor) -> Tensor:
+        """Scaled scores `[n, height, L * width]` with their bias, -inf where query and key do not meet."""
+        s = q @ k.transpose(1, 2) * self.scale
+        inside = chunk.inside
+        if self.bias is not None:
+            if self.bias.dim() == 3:
+                bias = self.bias[chunk.entry].transpose(1, 2).flatten(2)
+            else:
+                bias = self.bias[self.bias_at(chunk)]
+            if bias.dtype is torch.bool:
+                inside = inside & bias
+            else:
+                s = s + bias
+        return s.masked_fill(~inside, -torch.inf)
+
+    def bias_at(self, chunk: _Chunk) -> tuple[Tensor, ...]:
+        """Where a dense bias holds the chunk's scores; what does not exist reads the last."""
+        assert self.bias is not None
+        batch = chunk.batch if self.bias.shape[0] > 1 else torch.zeros_like(chunk.batch)
+        head = chunk.head if self.bias.shape[1] > 1 else torch.zeros_like(chunk.head)
+        query = chunk.query.clamp(max=self.q.shape[2] - 1)[..., None]
+        return batch[:, None, None], head[:, None, None], query, chunk.key.clamp(max=self.k.shape[2] - 1)[:, None]
+
+
+def _gathered(blocks: Tensor, chunk: _Chunk) -> Tensor:
+    return blocks[chunk.batch[:, None], chunk.key_head[:, None], chunk.column].flatten(1, 2)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    lengths: Tensor | None,
+    row_offsets: Tensor,
+    col_indices: Tensor,
+    row_indices: Tensor,
+    col_offsets: Tensor,
+    transpose_order: Tensor,
+    positions: Tensor,
+    z_batch: int,
+    z_head: int,
+    height: int,
+    width: int,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Operator `blocksparse_attention` -> (out like q, float32 log-sum-exp `[B, H, Tq]`)."""
+    sides = (z_batch, z_head), (height, width)
+    given = Attention(q, k, v, bias, lengths, row_offsets, col_indices, *sides, causal, scale)
+    b, h, tq, _ = q.shape
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    if given.overflowed:
+        return torch.full_like(q, torch.nan), q.new_full((b, h, tq), torch.nan, dtype=lse_dtype)
+    q_blocks, k_blocks, v_blocks = given.blocks(q, height), given.blocks(k, width), given.blocks(v, width)
+    out = torch.zeros_like(q_blocks)
+    lse = q_blocks.new_full(q_blocks.shape[:-1], -torch.inf)
+    for chunk in given.chunks():
+        at = chunk.batch, chunk.head, chunk.row
+        s = given.scores(chunk, q_blocks[at], _gathered(k_blocks, chunk))
+        most = s.amax(2, keepdim=True)
+        p = torch.exp(s - torch.where(most == -torch.inf, 0, most))
+        total = p.sum(2, keepdim=True)
+        out[at] = p @ _gathered(v_blocks, chunk) / torch.where(total == 0, 1, total)
+        lse[at] = (most + total.log()).squeeze(2)
+    out, lse = out.flatten(2, 3)[:, :, :tq], lse.flatten(2, 3)[:, :, :tq]
+    return out.to(q.dtype).contiguous(), lse.contiguous()
+
+
+def attention_bwd(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    lengths: Tensor | None,
+    row_offsets: Tensor,
+    col_indices: Tensor,
+    row_indices: Tensor,
+    col_offsets: Tensor,
+    transpose_order: Tensor,
+    positions: Tensor,
+    z_batch: int,
+    z_head: int,
+    height: int,
+    width: int,
+    causal: bool,
+    scale: float,
+    with_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Operator `blocksparse_attention_bwd` -> gradients of q, k, v and the bias, the last empty unless asked for."""
+    sides = (z_batch, z_head), (height, width)
+    given = Attention(q, k, v, bias, lengths, row_offsets, col_indices, *sides, causal, scale)
+    tq, tk = q.shape[2], k.shape[2]
+    dbias = torch.zeros_like(bias, dtype=lse.dtype) if with_bias and bias is not None else q.new_empty(0)
+    if given.overflowed:
+        dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
+        return dq, dk, dv, dbias.fill_(torch.nan).to(q.dtype if bias is None else bias.dtype)
+    q_blocks, k_blocks, v_blocks = given.blocks(q, height), given.blocks(k, width), given.blocks(v, width)
+    grad_blocks = given.blocks(grad, height)
+    delta = (grad_blocks * given.blocks(out, height)).sum(-1)
+    if grad_lse is not None:
+        delta = delta - given.blocks(grad_lse[..., None], height)[..., 0]
+    lse_blocks = given.blocks(lse.masked_fill(lse == -torch.inf, torch.inf)[..., None], height)
+    dq, dk, dv = torch.zeros_like(q_blocks), torch.zeros_like(k_blocks), torch.zeros_like(v_blocks)
+    for chunk in given.chunks():
+        at = chunk.batch, chunk.head, chunk.row
+        keys, values = _gathered(k_blocks, chunk), _gathered(v_blocks, chunk)
+        p = torch.exp(given.scores(chunk, q_blocks[at], keys) - lse_blocks[at])
+        ds = p * (grad_blocks[at] @ values.transpose(1, 2) - delta[at][..., None])
+        dq[at] = ds @ keys * scale
+        to = chunk.batch[:, None], chunk.key_head[:, None], chunk.column
+        dk.index_put_(to, (ds.transpose(1, 2) @ q_blocks[at] * scale).unflatten(1, (-1, width)), accumulate=True)
+        dv.index_put_(to, (p.transpose(1, 2) @ grad_blocks[at]).unflatten(1, (-1, width)), accumulate=True)
+        if dbias.numel():
+            inside = ds.masked_fill(~chunk.inside, 0)
+            if dbias.dim() == 3:
+                dbias.index_put_((chunk.entry,), inside.unflatten(2, (-1, width)).transpose(1, 2), accumulate=True)
+            else:
+                dbias.index_put_(given.bias_at(chunk), inside, accumulate=True)
+    dq, dk, dv = (x.flatten(2, 3)[:, :, :t].to(q.dtype).contiguous() for x, t in ((dq, tq), (dk, tk), (dv, tk)))
+    return dq, dk, dv, dbias if bias is None else dbias.to(bias.dtype)

@@ -1,0 +1,124 @@
+"""Dense to blocks and back: bound by memory, each element is read once and written once.
+
+A program owns one block: a stored one where blocks are taken from a dense matrix, one of the grid, stored or not, where
+they are put into one. A block's elements lie side by side in memory and so do a row's in the matrix, so that both sides
+move whole sectors. Where a layout has more blocks than room nothing but NaN is written.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def _from_dense_kernel(
+    x_ptr, out_ptr, nnz_ptr, row_indices_ptr, col_indices_ptr, R, M, N, capacity,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Program (stored block), those behind the last included, which become zeros."""
+    block = tl.program_id(0)
+    nnz = tl.load(nnz_ptr)
+    row = tl.load(row_indices_ptr + block)
+    i = row % R * HEIGHT + tl.arange(0, HEIGHT)
+    j = tl.load(col_indices_ptr + block) * WIDTH + tl.arange(0, WIDTH)
+    held = ((i < M) & (block < nnz))[:, None] & (j < N)[None, :]
+    at = (row // R).to(tl.int64) * M * N + i.to(tl.int64)[:, None] * N + j[None, :]
+    x = tl.load(x_ptr + at, mask=held, other=0)
+    if nnz > capacity:
+        x = tl.full(x.shape, float("nan"), x.dtype)
+    to = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    tl.store(out_ptr + block.to(tl.int64) * (HEIGHT * WIDTH) + to, x)
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def _to_dense_kernel(
+    values_ptr, out_ptr, nnz_ptr, positions_ptr, R, C, M, N, capacity, fill,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Program (block of the grid)."""
+    at = tl.program_id(0)
+    block = tl.load(positions_ptr + at)
+    overflowed = tl.load(nnz_ptr) > capacity
+    i = at // C % R * HEIGHT + tl.arange(0, HEIGHT)
+    j = at % C * WIDTH + tl.arange(0, WIDTH)
+    inside = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    present = (inside >= 0) & (block >= 0) & (block < capacity)
+    x = tl.load(values_ptr + block.to(tl.int64) * (HEIGHT * WIDTH) + inside, mask=present, other=0)
+    x = tl.where(present, x.to(tl.float32), fill)
+    if overflowed:
+        x = tl.full(x.shape, float("nan"), x.dtype)
+    to = (at // (R * C)).to(tl.int64) * M * N + i.to(tl.int64)[:, None] * N + j[None, :]
+    tl.store(out_ptr + to, x, mask=(i < M)[:, None] & (j < N)[None, :])
+
+
+_from_dense = launch.Kernel(_from_dense_kernel)
+_to_dense = launch.Kernel(_to_dense_kernel)
+
+
+def from_dense(
+    x: Tensor, nnz: Tensor, row_indices: Tensor, col_indices: Tensor, positions: Tensor, height: int, width: int
+) -> Tensor:
+    """Operator `blocksparse_from_dense`."""
+    x = x.contiguous()
+    m, n = x.shape[1:]
+    capacity = col_indices.shape[0]
+    out = torch.empty(capacity, height, width, dtype=x.dtype, device=x.device)
+    rows = max(launch.cdiv(m, height), 1)
+    args = (x, out, nnz, row_indices, col_indices, rows, m, n, capacity)
+    meta = {"HEIGHT": height, "WIDTH": width}
+    _from_dense((x.dtype, rows, m, n, height, width), (capacity, 1, 1), args, meta, num_warps=_warps(height * width))
+    return out
+
+
+def to_dense(
+    values: Tensor,
+    nnz: Tensor,
+    row_indices: Tensor,
+    col_indices: Tensor,
+    positions: Tensor,
+    z: int,
+    m: int,
+    n: int,
+    fill: float,
+) -> Tensor:
+    """Operator `blocksparse_to_dense`."""
+    values = values.contiguous()
+    capacity, height, width = values.shape
+    out = torch.empty(z, m, n, dtype=values.dtype, device=values.device)
+    if out.numel():
+        rows, cols = launch.cdiv(m, height), launch.cdiv(n, width)
+        args = (values, out, nnz, positions, rows, cols, m, n, capacity, float(fill))
+        meta = {"HEIGHT": height, "WIDTH": width}
+        key = (values.dtype, rows, cols, m, n, height, width)
+        _to_dense(key, (z * rows * cols, 1, 1), args, meta, num_warps=_warps(height * width))
+    return out
+
+
+def _warps(elements: int) -> int:
+    """Some 32 elements a thread, four 16-byte accesses of 16-bit numbers."""
+    return max(1, min(8, elements // 1024))
+
+
+_SIZES = {"M": "i32", "N": "i32", "capacity": "i32"}
+EXAMPLES = {
+    _from_dense_kernel: {
+        "signature": {
+            "x_ptr": "*bf16", "out_ptr": "*bf16", "nnz_ptr": "*i32", "row_indices_ptr": "*i32",
+            "col_indices_ptr": "*i32", "R": "i32", **_SIZES,
+        },
+        "constexprs": {"HEIGHT": 64, "WIDTH": 64},
+        "num_warps": 4,
+    },
+    _to_dense_kernel: {
+        "signature": {
+            "values_ptr": "*bf16", "out_ptr": "*bf16", "nnz_ptr": "*i32", "positions_ptr": "*i32", "R": "i32",
+            "C": "i32", **_SIZES, "fill": "fp32",
+        },
+        "constexprs": {"HEIGHT": 64, "WIDTH": 64},
+        "num_warps": 4,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

@@ -1,0 +1,139 @@
+"""Adjacency of a block mask [Z, R, C], by rows and by columns, without a host sync.
+
+Two launches with a prefix sum between them. The first has two kinds of programs: those of rows write each present
+block's rank within its row and the row's count, those of columns the column's count. One sum over both lists of counts
+gives row and column offsets. The second walks down columns: a block's rank in its column is a running count, its place
+in CSR order is the row's offset plus the rank that the first left, so that everything about a block is written by the
+one program that owns its column, and nothing depends on timing. Tiles hold some thousand mask bytes: a layout of
+[16, 128, 128] blocks is 1,088 short programs and 64, bound by the latency of a few loads.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch
+
+TILE = {"ROWS": 16, "COLS": 128, "DOWN": 128, "ACROSS": 32}
+"""Tile of programs of rows, [ROWS, COLS], and of programs of columns, [DOWN, ACROSS]."""
+
+
+@triton.jit
+def _layout_count_kernel(
+    mask_ptr, positions_ptr, counts_ptr, ZR, R, C, row_programs,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
+):  # fmt: skip
+    """Program (ROWS rows), and then (matrix, ACROSS columns). counts is a 0, those of rows, those of columns."""
+    pid = tl.program_id(0)
+    if pid < row_programs:
+        row = pid * ROWS + tl.arange(0, ROWS)
+        count = tl.zeros([ROWS], tl.int32)
+        for first in range(0, C, COLS):
+            col = first + tl.arange(0, COLS)
+            held = (row < ZR)[:, None] & (col < C)[None, :]
+            at = row[:, None] * C + col[None, :]
+            present = (tl.load(mask_ptr + at, mask=held, other=0) != 0).to(tl.int32)
+            rank = count[:, None] + tl.cumsum(present, 1) - present
+            tl.store(positions_ptr + at, tl.where(present != 0, rank, -1), mask=held)
+            count += tl.sum(present, 1)
+        tl.store(counts_ptr + 1 + row, count, mask=row < ZR)
+        tl.store(counts_ptr, 0, mask=pid == 0)
+    else:
+        tiles = tl.cdiv(C, ACROSS)
+        z = (pid - row_programs) // tiles
+        col = (pid - row_programs) % tiles * ACROSS + tl.arange(0, ACROSS)
+        column_count = tl.zeros([ACROSS], tl.int32)
+        for first in range(0, R, DOWN):
+            row = first + tl.arange(0, DOWN)
+            held = (row < R)[:, None] & (col < C)[None, :]
+            present = tl.load(mask_ptr + (z * R + row)[:, None] * C + col[None, :], mask=held, other=0)
+            column_count += tl.sum((present != 0).to(tl.int32), 0)
+        tl.store(counts_ptr + 1 + ZR + z * C + col, column_count, mask=col < C)
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def _layout_fill_kernel(
+    positions_ptr, offsets_ptr, col_indices_ptr, row_indices_ptr, col_offsets_ptr, order_ptr, ZR, R, C, capacity,
+    DOWN: tl.constexpr, ACROSS: tl.constexpr,
+):  # fmt: skip
+    """Program (matrix, ACROSS columns). Ranks within rows become places in CSR order; padding is -1."""
+    pid = tl.program_id(0)
+    tiles = tl.cdiv(C, ACROSS)
+    z = pid // tiles
+    col = pid % tiles * ACROSS + tl.arange(0, ACROSS)
+    nnz = tl.load(offsets_ptr + ZR)
+    begin = tl.load(offsets_ptr + ZR + z * C + col, mask=col < C, other=0) - nnz
+    tl.store(col_offsets_ptr + z * C + col, begin, mask=col < C)
+    tl.store(col_offsets_ptr + tl.num_programs(0) // tiles * C, nnz, mask=pid == 0)
+    for first in range(0, R, DOWN):
+        row = first + tl.arange(0, DOWN)
+        held = (row < R)[:, None] & (col < C)[None, :]
+        at = (z * R + row)[:, None] * C + col[None, :]
+        rank = tl.load(positions_ptr + at, mask=held, other=-1)
+        start = tl.load(offsets_ptr + z * R + row, mask=row < R, other=0)
+        present = (rank >= 0).to(tl.int32)
+        place = start[:, None] + rank
+        tl.store(positions_ptr + at, place, mask=rank >= 0)
+        inside = (rank >= 0) & (place < capacity)
+        tl.store(col_indices_ptr + place, tl.zeros_like(place) + col[None, :], mask=inside)
+        tl.store(row_indices_ptr + place, tl.zeros_like(place) + (z * R + row)[:, None], mask=inside)
+        by_column = begin[None, :] + tl.cumsum(present, 0) - present
+        # Where there are more blocks than room nothing is right, but whoever follows the order stays inside.
+        tl.store(order_ptr + by_column, tl.minimum(place, capacity - 1), mask=(rank >= 0) & (by_column < capacity))
+        begin += tl.sum(present, 0)
+    for first in range(nnz + pid * DOWN, capacity, tl.num_programs(0) * DOWN):
+        at = first + tl.arange(0, DOWN)
+        tl.store(col_indices_ptr + at, -1, mask=at < capacity)
+        tl.store(row_indices_ptr + at, -1, mask=at < capacity)
+        tl.store(order_ptr + at, -1, mask=at < capacity)
+
+
+_layout_count = launch.Kernel(_layout_count_kernel)
+_layout_fill = launch.Kernel(_layout_fill_kernel)
+
+
+def layout(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Operator `blocksparse_layout` -> (row_offsets, col_indices, row_indices, col_offsets, transpose_order, positions)
+    of a contiguous bool mask [Z, R, C]; int32 all."""
+    z, rows, cols = mask.shape
+    device = mask.device
+
+    def ints(n: int) -> Tensor:
+        return torch.empty(n, dtype=torch.int32, device=device)
+
+    positions = ints(mask.numel())
+    if mask.numel() == 0:
+        row_offsets, col_offsets = (torch.zeros(z * n + 1, dtype=torch.int32, device=device) for n in (rows, cols))
+        absent = (torch.full((capacity,), -1, dtype=torch.int32, device=device) for _ in range(3))
+        col_indices, row_indices, order = absent
+        return row_offsets, col_indices, row_indices, col_offsets, order, positions
+    counts = ints(1 + z * rows + z * cols)
+    row_programs, col_programs = launch.cdiv(z * rows, TILE["ROWS"]), z * launch.cdiv(cols, TILE["ACROSS"])
+    args = (mask.view(torch.uint8), positions, counts, z * rows, rows, cols, row_programs)
+    _layout_count((z, rows, cols), (row_programs + col_programs, 1, 1), args, TILE, num_warps=4)
+    offsets = torch.cumsum(counts, 0, dtype=torch.int32)
+    col_indices, row_indices, order, col_offsets = ints(capacity), ints(capacity), ints(capacity), ints(z * cols + 1)
+    args = (positions, offsets, col_indices, row_indices, col_offsets, order, z * rows, rows, cols, capacity)
+    tile = {"DOWN": TILE["DOWN"], "ACROSS": TILE["ACROSS"]}
+    _layout_fill((z, rows, cols), (col_programs, 1, 1), args, tile, num_warps=8)
+    return offsets[: z * rows + 1], col_indices, row_indices, col_offsets, order, positions
+
+
+_INTS = dict.fromkeys(("ZR", "R", "C"), "i32")
+EXAMPLES = {
+    _layout_count_kernel: {
+        "signature": {"mask_ptr": "*u8", "positions_ptr": "*i32", "counts_ptr": "*i32", **_INTS, "row_programs": "i32"},
+        "constexprs": TILE,
+        "num_warps": 4,
+    },
+    _layout_fill_kernel: {
+        "signature": {
+            **dict.fromkeys(("positions_ptr", "offsets_ptr", "col_indices_ptr", "row_indices_ptr"), "*i32"),
+            "col_offsets_ptr": "*i32", "order_ptr": "*i32", **_INTS, "capacity": "i32",
+        },
+        "constexprs": {"DOWN": 128, "ACROSS": 32},
+        "num_warps": 8,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

@@ -1,0 +1,221 @@
+"""Block-sparse flash attention."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer._core import autocast, checks
+from gossamer._core.ops import directly, refuse_second, register
+from gossamer.blocksparse._torch import attention as _cpu
+from gossamer.blocksparse.layout import Layout
+
+_NAME = "blocksparse.attention"
+_MAX_HEAD = 256
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    *,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    valid_lengths: Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(q k^T * scale + bias) v over the blocks of keys that a layout lists for each block of queries.
+
+    Scores of absent blocks are never computed, nor is a matrix of scores kept; the backward pass computes them again.
+    It adds nothing in an order that could vary, so gradients are the same bits in each run. The last query is aligned
+    with the last key: query i is at the position i + Tk - Tq of keys. A query that meets no key gives zeros, a
+    log-sum-exp of -inf, and gradients of zero.
+
+    Args:
+        q: `[B, H, Tq, D]`, float, any strides, D up to 256.
+        k: `[B, Hk, Tk, D]`, the dtype and device of q; Hk divides H, and H / Hk neighbouring heads of q share a head.
+        v: like k.
+        layout: of `[..., rows, cols]` blocks of Tq x Tk elements, with leading dimensions that broadcast to `[B, H]`.
+            A layout with fewer matrices is shared, not copied. Its `capacity` may be larger than its count; one that
+            overflowed gives NaN.
+        mask: bool, True takes part: dense, broadcasting to `[B, H, Tq, Tk]`, or values of blocks `[capacity, height,
+            width]` in the order of the layout.
+        bias: added to the scores, float, differentiable, in the same two forms; on the GPU it is read in its dtype.
+        causal: whether a query meets no key behind its own position.
+        valid_lengths: int `[B]`: keys from there on take no part.
+        scale: of the scores; None takes D^-0.5.
+        return_lse: whether to return the log-sum-exp of each query's scores too, float32 `[B, H, Tq]` (float64 for
+            float64), differentiable.
+
+    Returns:
+        `[B, H, Tq, D]` in the dtype of q, or a pair with the log-sum-exp.
+
+    Raises:
+        ValueError: shapes, devices or the layout do not fit.
+        TypeError: dtypes differ, or something is no tensor or layout.
+        NotImplementedError: D above 256 on the GPU.
+
+    Source: Dao 2023, "FlashAttention-2"; the seed on block-sparse matrices (attention by blocks).
+
+    >>> layout = Layout.from_mask(torch.ones(2, 2), 16)
+    >>> attention(*torch.ones(3, 1, 1, 32, 8), layout).shape
+    torch.Size([1, 1, 32, 8])
+    """
+    _check(q, k, v, layout)
+    q, k, v = autocast.cast(q, k, v)  # type: ignore[assignment]
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(
+            f"{_NAME}: q, k and v must have one dtype, got {', '.join(checks.name_of(x.dtype) for x in (q, k, v))}. "
+            "Convert with .to(q.dtype)."
+        )
+    z = steps_of(layout, q.shape[0], q.shape[1])
+    extra = _extra(q, k, layout, mask, bias)
+    if valid_lengths is not None:
+        checks.tensors(_NAME, valid_lengths=valid_lengths)
+        checks.same_device(_NAME, "q", q.device, valid_lengths=valid_lengths)
+        checks.shape(_NAME, "valid_lengths", valid_lengths, (q.shape[0],), "[B]", "like q")
+        valid_lengths = valid_lengths.to(torch.int32)
+    if scale is None:
+        scale = 1.0 if q.shape[-1] == 0 else q.shape[-1] ** -0.5
+    elif isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise ValueError(f"{_NAME}: scale must be a finite number, got {scale!r}. None takes D^-0.5.")
+    lists = layout.row_offsets, layout.col_indices, layout.row_indices, layout.col_offsets, layout.transpose_order
+    out, lse = _attention(
+        q, k, v, extra, valid_lengths, *lists, layout.positions, *z, *layout.block_size, causal, float(scale)
+    )
+    return (out, lse) if return_lse else out
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
+    checks.floating(_NAME, q=q, k=k, v=v)
+    if not isinstance(layout, Layout):
+        raise TypeError(
+            f"{_NAME}: layout must be a Layout of blocksparse, got {type(layout).__name__}. Use Layout.from_mask."
+        )
+    checks.same_device(_NAME, "q", q.device, k=k, v=v, layout=layout.positions)
+    if q.dim() != 4 or k.dim() != 4:
+        raise ValueError(
+            f"{_NAME}: q and k must have shape [B, H, T, D], got {list(q.shape)} and {list(k.shape)}. "
+            "Add dimensions of 1 with unsqueeze."
+        )
+    (b, h, tq, d), (bk, hk, tk, dk) = q.shape, k.shape
+    checks.shape(_NAME, "v", v, tuple(k.shape), "[B, Hk, Tk, D]", "like k")
+    if (bk, dk) != (b, d):
+        raise ValueError(
+            f"{_NAME}: k must have shape [B, Hk, Tk, D] with B = {b} and D = {d} like q, got {list(k.shape)}."
+        )
+    if hk != h and (hk == 0 or h % hk):
+        raise ValueError(f"{_NAME}: the heads of k must divide the {h} heads of q, got {hk}.")
+    if q.is_cuda and d > _MAX_HEAD:
+        raise NotImplementedError(f"{_NAME}: on the GPU q must have D of at most {_MAX_HEAD}, got {d}.")
+    if layout.size != (tq, tk):
+        raise ValueError(
+            f"{_NAME}: layout must be of {tq} x {tk} elements like q and k, got {layout.size[0]} x {layout.size[1]}. "
+            f"Make it with size=({tq}, {tk})."
+        )
+
+
+def steps_of(layout: Layout, b: int, h: int) -> tuple[int, int]:
+    """What a batch and a head step in the matrices of a layout whose leading dimensions broadcast to `[B, H]`."""
+    lead = layout.shape[:-2]
+    wide = (1,) * (2 - len(lead)) + tuple(lead)
+    if len(wide) != 2 or wide[0] not in (1, b) or wide[1] not in (1, h):
+        raise ValueError(
+            f"{_NAME}: layout must have leading dimensions that broadcast to [B, H] = [{b}, {h}], got {list(lead)}."
+        )
+    return (wide[1] if wide[0] > 1 else 0), int(wide[1] > 1)
+
+
+def _extra(q: Tensor, k: Tensor, layout: Layout, mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """What is added to the scores or says which take part: `[1 or B, 1 or H, Tq, Tk]`, or the layout's blocks."""
+    checks.tensors(_NAME, mask=mask, bias=bias)
+    checks.same_device(_NAME, "q", q.device, mask=mask, bias=bias)
+    if mask is not None and mask.dtype is not torch.bool:
+        raise TypeError(
+            f"{_NAME}: mask must be bool, True takes part, got {checks.name_of(mask.dtype)}. Give numbers as bias."
+        )
+    if bias is not None:
+        checks.floating(_NAME, bias=bias)
+    mask, bias = (_shaped(q, k, layout, name, x) for name, x in (("mask", mask), ("bias", bias)))
+    if mask is None or bias is None:
+        return bias if mask is None else mask
+    if mask.dim() != bias.dim():
+        raise ValueError(
+            f"{_NAME}: mask and bias must both be dense or both hold blocks, got {list(mask.shape)} and "
+            f"{list(bias.shape)}."
+        )
+    return torch.where(mask, bias, -torch.inf)
+
+
+def _shaped(q: Tensor, k: Tensor, layout: Layout, name: str, x: Tensor | None) -> Tensor | None:
+    if x is None or tuple(x.shape) == (layout.capacity, *layout.block_size):
+        return x
+    full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    wide = (1,) * (4 - x.dim()) + tuple(x.shape)
+    if len(wide) != 4 or any(n not in (1, m) for n, m in zip(wide, full)):
+        raise ValueError(
+            f"{_NAME}: {name} must broadcast to [B, H, Tq, Tk] = {list(full)}, or have shape [capacity, height, width] "
+            f"= {[layout.capacity, *layout.block_size]} like layout, got {list(x.shape)}."
+        )
+    return x.reshape(wide).expand(*wide[:2], *full[2:])
+
+
+def _fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    lse = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
+
+
+def _fake_bwd(
+    grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    bias: Tensor | None, *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    wanted = bias is not None and rest[-1]
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+    return (*grads, bias.new_empty(bias.shape) if wanted and bias is not None else q.new_empty(0))
+
+
+def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.settings = inputs[11:]
+    ctx.save_for_backward(*inputs[:11], *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    refuse_second(_NAME)
+    *tensors, out, lse = ctx.saved_tensors
+    if grad is None and grad_lse is None:
+        return (None,) * 17
+    grad = torch.zeros_like(out) if grad is None else grad
+    call = directly(_attention_bwd, grad, grad_lse, *tensors[:3])
+    *grads, dbias = call(grad, grad_lse, out, lse, *tensors, *ctx.settings, ctx.needs_input_grad[3])
+    return *grads, dbias if ctx.needs_input_grad[3] else None, *(None,) * 13
+
+
+_OPERANDS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? lengths, Tensor row_offsets, Tensor col_indices, "
+    "Tensor row_indices, Tensor col_offsets, Tensor transpose_order, Tensor positions, int z_batch, int z_head, "
+    "int height, int width, "
+    "bool causal, float scale"
+)
+_attention = register(
+    f"blocksparse_attention({_OPERANDS}) -> (Tensor, Tensor)",
+    cpu=_cpu.attention,
+    gpu="gossamer.blocksparse._triton.attention:attention",
+    fake=_fake,
+    setup_context=_context,
+    backward=_backward,
+)
+_attention_bwd = register(
+    f"blocksparse_attention_bwd(Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, {_OPERANDS}, bool with_bias)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    cpu=_cpu.attention_bwd,
+    gpu="gossamer.blocksparse._triton.attention_backward:attention_bwd",
+    fake=_fake_bwd,
+    once_differentiable=_NAME,
+)

@@ -1,0 +1,169 @@
+"""Block-sparse tensors: values of present blocks and the layout that says which these are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from gossamer._core import checks
+from gossamer._core.ops import register
+from gossamer.blocksparse._torch import dense as _cpu
+from gossamer.blocksparse.layout import Layout
+
+_GPU = "gossamer.blocksparse._triton.dense"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockSparseTensor:
+    """Matrices of which only the blocks of a layout are stored.
+
+    Args:
+        values: `[capacity, height, width]`, float: an ordinary tensor, differentiable, the blocks in the layout's
+            order. What stands behind the last block, or beyond the matrix in a block that it cuts, takes no part.
+        layout: which blocks these are; shared between tensors.
+
+    Raises:
+        ValueError: values have another shape than the layout asks for, or live on another device.
+        TypeError: values are not floating, or layout is no `Layout`.
+
+    Source: Schön and Tompits, blksprs, Definition 3 (compressed representation).
+
+    >>> layout = Layout.from_mask(torch.eye(2), 16)
+    >>> BlockSparseTensor(torch.ones(2, 16, 16), layout).to_dense().sum().item()
+    512.0
+    """
+
+    values: Tensor
+    layout: Layout
+
+    def __post_init__(self) -> None:
+        operator = "blocksparse.BlockSparseTensor"
+        check_layout(operator, self.layout)
+        checks.floating(operator, values=self.values)
+        expected = (self.layout.capacity, *self.layout.block_size)
+        checks.shape(operator, "values", self.values, expected, "[capacity, height, width]", "like layout")
+        checks.same_device(operator, "layout", self.layout.device, values=self.values)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`(..., M, N)`: the shape of the matrices in elements."""
+        return self.layout.dense_shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.values.requires_grad
+
+    def detach(self) -> BlockSparseTensor:
+        """The same blocks, cut from the autograd graph."""
+        return replace(self, values=self.values.detach())
+
+    def to_dense(self, fill: float = 0.0) -> Tensor:
+        """The dense `[..., M, N]` tensor, with `fill` where no block is; differentiable in values."""
+        layout, (m, n) = self.layout, self.layout.size
+        out = _to_dense(self.values, *_parts(layout), layout.batch, m, n, fill)
+        return out.view(self.shape)
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockSparseTensor(shape={self.shape}, dtype={checks.name_of(self.dtype)}, device={self.device}, "
+            f"layout={self.layout!r})"
+        )
+
+
+def from_dense(x: Tensor, layout: Layout) -> BlockSparseTensor:
+    """The blocks of a dense tensor that a layout names.
+
+    Args:
+        x: `[..., M, N]`, float32, float16 or bfloat16 (float64 on the CPU), any strides.
+        layout: of shape `(..., rows, cols)` and size `(M, N)`.
+
+    Returns:
+        `BlockSparseTensor`, differentiable in x: elements outside of the layout's blocks get no gradient. Beyond M or
+        N a block is filled with zeros. If the layout overflowed, every value is NaN.
+
+    Raises:
+        ValueError: x has another shape or device than the layout.
+        TypeError: x is not floating, or layout is no `Layout`.
+
+    Source: Schön and Tompits, blksprs, Definition 3.
+
+    >>> blocks = from_dense(torch.ones(20, 20), Layout.from_mask(torch.eye(2), 16, size=(20, 20)))
+    >>> blocks.values.sum(dim=(1, 2)).tolist()
+    [256.0, 16.0]
+    """
+    operator = "blocksparse.from_dense"
+    check_layout(operator, layout)
+    checks.floating(operator, x=x)
+    checks.shape(operator, "x", x, layout.dense_shape, "[..., M, N]", "like layout")
+    checks.same_device(operator, "layout", layout.device, x=x)
+    flat = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+    return BlockSparseTensor(_from_dense(flat, *_parts(layout), *layout.block_size), layout)
+
+
+def check_layout(operator: str, layout: Any) -> None:
+    """`layout` is one."""
+    if not isinstance(layout, Layout):
+        raise TypeError(
+            f"{operator}: layout must be a blocksparse.Layout, got {type(layout).__name__}. "
+            "Make one with Layout.from_mask."
+        )
+
+
+def _parts(layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """nnz `[1]`, and where blocks are: what both operators and their gradients read."""
+    return layout.row_offsets[-1:], layout.row_indices, layout.col_indices, layout.positions
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:5])
+    ctx.shape = inputs[0].shape
+
+
+def _from_dense_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return (_to_dense(grad, *ctx.saved_tensors, *ctx.shape, 0.0), *[None] * 6)
+
+
+def _to_dense_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return (_from_dense(grad, *ctx.saved_tensors, *ctx.shape[1:]), *[None] * 8)
+
+
+_from_dense = register(
+    "blocksparse_from_dense(Tensor x, Tensor nnz, Tensor row_indices, Tensor col_indices, Tensor positions, "
+    "SymInt height, SymInt width) -> Tensor",
+    cpu=_cpu.from_dense,
+    gpu=f"{_GPU}:from_dense",
+    fake=lambda x, nnz, row_indices, col_indices, positions, height, width: x.new_empty(
+        col_indices.shape[0], height, width
+    ),
+    setup_context=_keep,
+    backward=_from_dense_backward,
+)
+_to_dense = register(
+    "blocksparse_to_dense(Tensor values, Tensor nnz, Tensor row_indices, Tensor col_indices, Tensor positions, "
+    "SymInt z, SymInt m, SymInt n, float fill) -> Tensor",
+    cpu=_cpu.to_dense,
+    gpu=f"{_GPU}:to_dense",
+    fake=lambda values, nnz, row_indices, col_indices, positions, z, m, n, fill: values.new_empty(z, m, n),
+    setup_context=_keep,
+    backward=_to_dense_backward,
+)
+
+_pytree.register_pytree_node(
+    BlockSparseTensor,
+    lambda tensor: ([tensor.values, tensor.layout], None),
+    lambda parts, _: BlockSparseTensor(*parts),
+    serialized_type_name="gossamer.blocksparse.BlockSparseTensor",
+)

@@ -1,0 +1,264 @@
+"""`blocksparse.attention` against dense float64."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from gossamer.blocksparse.attention import attention
+from gossamer.blocksparse.layout import Layout
+from gossamer.testing import assert_close
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, present: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention over the scores that `present` names, and its log-sum-exp; rows without any give zeros and -inf."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    # Plain PyTorch takes the softmax of 16-bit scores in float32.
+    s = (q @ k.transpose(2, 3) * scale).to(torch.promote_types(q.dtype, torch.float32))
+    s = s if bias is None else s + bias
+    s = s.masked_fill(~present, -math.inf)
+    # In this form rows without keys have gradients, of zero.
+    most = s.detach().amax(-1, keepdim=True).clamp(min=-1e30)
+    p = torch.exp(s - most)
+    total = p.sum(-1, keepdim=True)
+    lse = (most + total.clamp(min=1e-30).log()).squeeze(-1)
+    return (p / torch.where(total == 0, 1, total)).to(v.dtype) @ v, torch.where(total.squeeze(-1) == 0, -math.inf, lse)
+
+
+def elements(layout: Layout, b: int, h: int) -> Tensor:
+    """Bool `[B, H, Tq, Tk]`: the scores in present blocks."""
+    mask = layout.to_dense()
+    height, width = layout.block_size
+    wide = mask.repeat_interleave(height, -2).repeat_interleave(width, -1)[..., : layout.size[0], : layout.size[1]]
+    return wide.expand(b, h, *layout.size)
+
+
+def problem(
+    device: torch.device, dtype: torch.dtype, lead: tuple[int, ...], block: tuple[int, int], size: tuple[int, int],
+    heads: tuple[int, int], d: int, density: float = 0.5, capacity: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Layout]:  # fmt: skip
+    """q, k, v, a gradient, and a random layout whose first row is empty; B is 2."""
+    g = torch.Generator(device).manual_seed(0)
+    rows, cols = -(-size[0] // block[0]), -(-size[1] // block[1])
+    mask = torch.rand(*lead, rows, cols, device=device, generator=g) < density
+    mask[..., 0, :] = density == 1
+    layout = Layout.from_mask(mask, block, size=size, capacity=capacity)
+    shapes = ((heads[0], size[0]), (heads[1], size[1]), (heads[1], size[1]), (heads[0], size[0]))
+    q, k, v, grad = (torch.randn(2, n, t, d, device=device, generator=g).to(dtype) for n, t in shapes)
+    return q, k, v, grad, layout
+
+
+def check(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layout: Layout, *, mask: Tensor | None = None,
+    bias: Tensor | None = None, dense_bias: Tensor | None = None, causal: bool = False, lengths: Tensor | None = None,
+    scale: float | None = None,
+) -> None:  # fmt: skip
+    """Result, log-sum-exp and every gradient, against float64 and beside plain PyTorch."""
+    (b, h, tq, d), tk = q.shape, k.shape[2]
+    present = elements(layout, b, h)
+    i, j = torch.arange(tq, device=q.device)[:, None], torch.arange(tk, device=q.device)
+    if causal:
+        present = present & (j <= i + tk - tq)
+    if lengths is not None:
+        present = present & (j < lengths[:, None, None, None])
+    if mask is not None:
+        present = present & mask
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)] + ([] if bias is None else [bias])
+    out, lse = attention(
+        *leaves[:3], layout, mask=mask, bias=bias, causal=causal, valid_lengths=lengths, scale=scale, return_lse=True
+    )
+    met = present.any(-1)
+    towards = torch.linspace(-1, 1, lse.numel(), device=q.device, dtype=lse.dtype).view_as(lse)
+    ours = torch.autograd.grad([out, lse.masked_fill(~met, 0)], leaves, [grad, towards])
+    results = []
+    for dtype in (torch.float64, q.dtype):
+        others = [x.detach().to(dtype).requires_grad_() for x in leaves]
+        added = None if bias is None else (others[3] if dense_bias is None else dense_bias(others[3]))
+        expected, sums = dense(*others[:3], present, added, d**-0.5 if scale is None else scale)
+        sums = torch.where(met, sums, 0)
+        grads = torch.autograd.grad([expected, sums], others, [grad.to(dtype), towards.to(dtype)])
+        results.append((expected, sums.to(lse.dtype), *grads))
+    assert bool((lse.isneginf() == ~met).all())
+    names = ("out", "lse", "q", "k", "v", "bias")
+    for name, a, want, plain in zip(names, (out, torch.where(met, lse, 0), *ours), *results):
+        want = want.double()
+        assert_close(a, reference64=want, plain=plain, factor=3.0, name=name)
+
+
+SHAPES = [
+    # leading dimensions of the layout, block, (Tq, Tk), (H, Hk), D
+    ((), (16, 16), (48, 48), (1, 1), 16),
+    ((2,), (16, 32), (40, 70), (2, 1), 20),
+    ((2, 1), (32, 16), (33, 50), (2, 2), 8),
+    ((2, 2), (64, 64), (64, 130), (2, 2), 32),
+    ((1, 4), (16, 16), (16, 90), (4, 2), 5),
+]
+
+
+@pytest.mark.parametrize("lead, block, size, heads, d", SHAPES, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_error_budget(lead, block, size, heads, d, causal: bool, dtype: torch.dtype, device: torch.device) -> None:
+    check(*problem(device, dtype, lead, block, size, heads, d), causal=causal)
+
+
+@pytest.mark.parametrize("density", [0.0, 1.0])
+def test_empty_and_full_layouts(density: float, dtype: torch.dtype, device: torch.device) -> None:
+    check(*problem(device, dtype, (2,), (16, 16), (40, 40), (2, 2), 16, density=density))
+
+
+def test_lengths_scale_and_room(dtype: torch.dtype, device: torch.device) -> None:
+    lengths = torch.tensor([37, 0], device=device)
+    given = problem(device, dtype, (2, 2), (16, 16), (40, 50), (2, 2), 16, capacity=60)
+    check(*given, lengths=lengths, scale=-0.3)
+    check(*given, lengths=lengths, causal=True)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 40, 50), (2, 2, 40, 50), (2, 1, 1, 50), (40, 50)], ids=str)
+def test_dense_mask_and_bias(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    given = problem(device, dtype, (2,), (16, 16), (40, 50), (2, 2), 16)
+    g = torch.Generator(device).manual_seed(1)
+    mask = torch.rand(shape, device=device, generator=g) < 0.7
+    bias = torch.randn(shape, device=device, generator=g).to(dtype).requires_grad_()
+    check(*given, mask=mask)
+    check(*given, bias=bias)
+    check(*given, bias=bias, mask=mask, causal=True)
+
+
+@pytest.mark.parametrize("lead", [(), (2,), (2, 1), (2, 2)], ids=str)
+def test_bias_of_blocks(lead: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    q, k, v, grad, layout = problem(device, dtype, lead, (16, 32), (40, 50), (2, 2), 16)
+    g = torch.Generator(device).manual_seed(1)
+    bias = torch.randn(layout.capacity, 16, 32, device=device, generator=g).to(dtype).requires_grad_()
+
+    def spread(values: Tensor) -> Tensor:
+        numbers = layout.positions.long().view(layout.shape)
+        tiles = torch.where((numbers >= 0)[..., None, None], values[numbers.clamp(min=0)], 0)
+        return tiles.transpose(-3, -2).flatten(-4, -3).flatten(-2)[..., :40, :50]
+
+    check(q, k, v, grad, layout, bias=bias, dense_bias=spread)
+
+
+def test_few_queries_meet_many_keys(dtype: torch.dtype, device: torch.device, scale: int) -> None:
+    """Their keys are split on the GPU and in the interpreter."""
+    check(*problem(device, dtype, (), (16, 64), (3, 1200 * scale), (1, 1), 16, density=0.9), causal=True)
+
+
+def test_any_strides(device: torch.device) -> None:
+    q, k, v, _, layout = problem(device, torch.float32, (2,), (16, 16), (40, 50), (2, 2), 16)
+    wanted = attention(q, k, v, layout)
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    assert torch.equal(attention(*turned, layout), wanted)
+    turned = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v)]
+    assert torch.equal(attention(*turned, layout), wanted)
+
+
+def test_overflow_gives_nan(device: torch.device) -> None:
+    q, k, v, _, layout = problem(device, torch.float32, (2,), (16, 16), (40, 50), (2, 2), 16, capacity=3)
+    assert bool(layout.overflowed)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = attention(*leaves, layout, return_lse=True)
+    assert bool(out.isnan().all() and lse.isnan().all())
+    for grad in torch.autograd.grad(out.sum(), leaves):
+        assert bool(grad.isnan().all())
+
+
+def test_special_values(device: torch.device) -> None:
+    """NaN and Inf reach the queries that meet them, and no other."""
+    q, k, v, _, layout = problem(device, torch.float32, (), (16, 16), (48, 48), (1, 1), 16)
+    q[0, 0, 20, 3] = math.nan
+    v[0, 0, 5, 7] = math.inf
+    out, lse = attention(q, k, v, layout, return_lse=True)
+    met = elements(layout, 2, 1)
+    alone = torch.arange(48, device=device) == 20
+    assert bool((lse[0, 0].isnan() == alone).all()) and bool(out[0, 0, 20].isnan().all())
+    reached = met[0, 0, :, 5] & ~alone
+    assert bool((out[0, 0, :, 7].isposinf() == reached).all())
+    assert bool(out[1].isfinite().all())
+
+
+@pytest.mark.parametrize("b, h, tq, tk, d", [(0, 2, 8, 8, 4), (2, 2, 0, 8, 4), (2, 2, 8, 0, 4), (1, 1, 8, 8, 0)])
+def test_empty_input(b: int, h: int, tq: int, tk: int, d: int, device: torch.device) -> None:
+    layout = Layout.from_mask(torch.ones(-(-tq // 16), -(-tk // 16), device=device), 16, size=(tq, tk))
+    q = torch.randn(b, h, tq, d, device=device, requires_grad=True)
+    k = torch.randn(b, h, tk, d, device=device, requires_grad=True)
+    out, lse = attention(q, k, k, layout, return_lse=True)
+    assert out.shape == q.shape and lse.shape == q.shape[:-1]
+    assert bool((out == 0).all()) and bool((lse == (math.log(tk) if tk else -math.inf)).all())
+    out.sum().backward()
+    assert bool((q.grad == 0).all() and (k.grad == 0).all())
+
+
+@pytest.mark.native
+def test_gradcheck() -> None:
+    q, k, v, _, layout = problem(torch.device("cpu"), torch.float64, (2,), (16, 16), (20, 18), (2, 1), 3)
+    bias = torch.randn(1, 2, 20, 18, dtype=torch.float64, requires_grad=True)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = attention(q, k, v, layout, bias=bias, causal=True, return_lse=True)
+        return out, lse.nan_to_num(0, 0, 0)
+
+    assert torch.autograd.gradcheck(call, (*leaves, bias), fast_mode=True)
+
+
+@pytest.mark.native
+def test_second_derivatives_are_refused(device: torch.device) -> None:
+    q, k, v, _, layout = problem(device, torch.float32, (), (16, 16), (32, 32), (1, 1), 8)
+    with pytest.raises(NotImplementedError, match=r"blocksparse\.attention: second derivatives"):
+        torch.autograd.grad(attention(q.requires_grad_(), k, v, layout).sum(), q, create_graph=True)
+
+
+@pytest.mark.native
+def test_compiles(compiled, device: torch.device) -> None:
+    q, k, v, grad, layout = problem(device, torch.float32, (2,), (16, 16), (40, 50), (2, 2), 16)
+    fast = compiled(lambda q, k, v, layout: attention(q, k, v, layout, causal=True))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    ours = torch.autograd.grad(fast(*leaves, layout), leaves, grad)
+    for a, b in zip(ours, torch.autograd.grad(attention(*leaves, layout, causal=True), leaves, grad)):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.native
+def test_autocast(device: torch.device) -> None:
+    q, k, v, _, layout = problem(device, torch.float32, (2,), (16, 16), (40, 50), (2, 2), 16)
+    with torch.autocast(device.type, torch.bfloat16):
+        out = attention(q, k, v, layout)
+    assert torch.equal(out, attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), layout))
+
+
+def test_bitwise_reproducible(device: torch.device) -> None:
+    q, k, v, grad, layout = problem(device, torch.float32, (2,), (16, 16), (40, 50), (2, 1), 16)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    first, second = (torch.autograd.grad(attention(*leaves, layout), leaves, grad) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in itertools.zip_longest(first, second))
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"layout": torch.ones(2, 2)}, TypeError, "layout must be a Layout of blocksparse, got Tensor"),
+        ({"q": torch.ones(2, 32, 8)}, ValueError, r"q and k must have shape \[B, H, T, D\]"),
+        ({"k": torch.ones(1, 2, 32, 4), "v": torch.ones(1, 2, 32, 4)}, ValueError, "with B = 1 and D = 8 like q"),
+        ({"v": torch.ones(1, 2, 31, 8)}, ValueError, r"v must have shape \[B, Hk, Tk, D\] .* got \[1, 2, 31, 8\]"),
+        ({"q": torch.ones(1, 3, 32, 8)}, ValueError, "heads of k must divide the 3 heads of q, got 2"),
+        ({"q": torch.ones(1, 2, 33, 8)}, ValueError, "layout must be of 33 x 32 elements like q and k, got 32 x 32"),
+        ({"q": torch.ones(1, 2, 32, 8).half()}, TypeError, "q, k and v must have one dtype, got float16, float32"),
+        ({"mask": torch.ones(32, 32)}, TypeError, "mask must be bool, True takes part, got float32"),
+        ({"bias": torch.ones(3, 32)}, ValueError, r"bias must broadcast to .* = \[1, 2, 32, 32\]"),
+        ({"scale": math.inf}, ValueError, "scale must be a finite number, got inf"),
+        ({"valid_lengths": torch.ones(3)}, ValueError, r"valid_lengths must have shape \[B\]"),
+        (
+            {"layout": Layout.from_mask(torch.ones(3, 2, 2), 16)},
+            ValueError,
+            r"broadcast to \[B, H\] = \[1, 2\], got \[3\]",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_errors(change, error: type[Exception], message: str) -> None:
+    q, k, v = torch.ones(3, 1, 2, 32, 8)
+    arguments = {"q": q, "k": k, "v": v, "layout": Layout.from_mask(torch.ones(2, 2), 16), **change}
+    with pytest.raises(error, match=f"blocksparse.attention: .*{message}"):
+        attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), arguments.pop("layout"), **arguments)
