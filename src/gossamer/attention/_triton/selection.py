@@ -5,6 +5,7 @@ integers have 32 bits. To list a block's keys, one program walks its words, `BLO
 has found: the only place where the order of keys matters, and a 64th of the selection's size.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -81,20 +82,20 @@ _union_of_words = launch.Kernel(_union_of_words_kernel)
 def words_of_mask(mask: Tensor) -> Tensor:
     """Operator `words_of_mask`: bool [B, S, Tq, Tk] -> int64 [B, S, ceil(Tq / 64), Tk]."""
     b, s, tq, tk = mask.shape
-    words = mask.new_empty((b, s, launch.cdiv(tq, 64), tk), dtype=_INT64)
+    words = mask.new_empty((b, s, launch.cdiv(tq, 64), tk), dtype=torch.int64)
     if words.numel():
         grid = (launch.cdiv(tk, 128), words.shape[2], b * s)
-        _words_of_mask((tq, tk), grid, (mask.contiguous().view(_INT8), words, tq, tk), {"BLOCK": 128})
+        _words_of_mask((tq, tk), grid, (mask.contiguous().view(torch.int8), words, tq, tk), {"BLOCK": 128})
     return words
 
 
 def mask_of_words(words: Tensor, num_queries: int) -> Tensor:
     """Operator `mask_of_words`: the inverse of `words_of_mask`."""
     b, s, blocks, tk = words.shape
-    mask = words.new_empty((b, s, num_queries, tk), dtype=_BOOL)
+    mask = words.new_empty((b, s, num_queries, tk), dtype=torch.bool)
     if mask.numel():
         grid = (launch.cdiv(tk, 128), blocks, b * s)
-        args = (words.contiguous(), mask.view(_INT8), num_queries, tk)
+        args = (words.contiguous(), mask.view(torch.int8), num_queries, tk)
         _mask_of_words((num_queries, tk), grid, args, {"BLOCK": 128})
     return mask
 
@@ -102,10 +103,32 @@ def mask_of_words(words: Tensor, num_queries: int) -> Tensor:
 def union_of_words(words: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     """Operator `union_of_words` -> (counts, indices): the columns of words that are not 0, as far as there are slots."""
     *scope, tk = words.shape
-    counts = words.new_empty(scope, dtype=_INT32)
-    indices = words.new_empty((*scope, capacity), dtype=_INT32)
+    counts = words.new_empty(scope, dtype=torch.int32)
+    indices = words.new_empty((*scope, capacity), dtype=torch.int32)
     if counts.numel():
         block = min(4096, launch.next_power_of_2(tk))
         args = (words.contiguous(), counts, indices, tk, capacity)
         _union_of_words((tk, capacity), (counts.numel(), 1, 1), args, {"BLOCK": block}, num_warps=8)
     return counts, indices
+
+
+EXAMPLES = {
+    _words_of_mask_kernel: {
+        "signature": {"mask_ptr": "*i8", "words_ptr": "*i64", "Tq": "i32", "Tk": "i32"},
+        "constexprs": {"BLOCK": 128},
+        "num_warps": 4,
+    },
+    _mask_of_words_kernel: {
+        "signature": {"words_ptr": "*i64", "mask_ptr": "*i8", "Tq": "i32", "Tk": "i32"},
+        "constexprs": {"BLOCK": 128},
+        "num_warps": 4,
+    },
+    _union_of_words_kernel: {
+        "signature": {
+            "words_ptr": "*i64", "counts_ptr": "*i32", "indices_ptr": "*i32", "Tk": "i32", "capacity": "i32",
+        },
+        "constexprs": {"BLOCK": 4096},
+        "num_warps": 8,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""
