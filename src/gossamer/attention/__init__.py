@@ -5,6 +5,7 @@
 torch.Size([1, 1, 3, 4])
 """
 
+from gossamer.attention.indexer_scores import indexer_scores
 from gossamer.attention.selection import Selection
 
-__all__ = ["Selection"]
+__all__ = ["Selection", "indexer_scores"]
