@@ -6,6 +6,7 @@ torch.Size([1, 1, 3, 4])
 """
 
 from gossamer.attention.indexer_scores import indexer_scores
+from gossamer.attention.select_topk import AdaptiveK, select_topk
 from gossamer.attention.selection import Selection
 
-__all__ = ["Selection", "indexer_scores"]
+__all__ = ["AdaptiveK", "Selection", "indexer_scores", "select_topk"]
