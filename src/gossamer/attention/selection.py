@@ -13,13 +13,14 @@ from gossamer._core import checks
 from gossamer._core.ops import register
 from gossamer.attention._torch import selection as _cpu
 
+_TENSORS = ("words", "counts", "indices")
 QUERIES = 64
 """Queries that share a word, and a list of keys."""
 
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The keys that each query attends to: 64 queries share a word a key, and a list of the keys that any of them takes.
+    """The keys that each query attends to: 64 queries share a word a key, and a list of the keys any of them takes.
 
     The words alone say everything, in Tq * Tk / 8 bytes a scope; counts and indices are an index over them, from which
     attention gathers. A block of queries whose keys are more than the U slots of its list is served by scanning its
@@ -277,7 +278,7 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
 _pytree.register_pytree_node(
     Selection,
     lambda selection: (list(selection._tensors()), selection.num_queries),
-    lambda tensors, num_queries: Selection(*tensors, num_queries),
+    lambda tensors, num_queries: Selection(**dict(zip(_TENSORS, tensors, strict=True)), num_queries=num_queries),
     serialized_type_name="gossamer.attention.Selection",
 )
 

@@ -233,7 +233,9 @@ def _row_threshold_kernel(
             upto = tl.cumsum(ties, axis=0)
             group = tl.sum((upto < need).to(tl.int32), axis=0)
             before = tl.sum(tl.where(upto < need, ties, 0), axis=0)
-            last = group * 64 + column_of_tie(row_ptr, group * 64, visible, low, need - before, window, sinks, 64, FORCED)
+            last = group * 64 + column_of_tie(
+                row_ptr, group * 64, visible, low, need - before, window, sinks, 64, FORCED
+            )
     tl.store(threshold_ptr + first + row, low)
     tl.store(last_ptr + first + row, last)
 
@@ -320,7 +322,9 @@ def _long_threshold_kernel(
             reach_high = tl.where(
                 na < take, na, tl.where(nb < take, nb, tl.where(nc < take, nc, tl.where(nd < take, nd, reach_high)))
             )
-            low = tl.where(nd >= take, d, tl.where(nc >= take, c, tl.where(nb >= take, b, tl.where(na >= take, a, low))))
+            low = tl.where(
+                nd >= take, d, tl.where(nc >= take, c, tl.where(nb >= take, b, tl.where(na >= take, a, low)))
+            )
             reach_low = tl.where(
                 nd >= take, nd, tl.where(nc >= take, nc, tl.where(nb >= take, nb, tl.where(na >= take, na, reach_low)))
             )
@@ -586,7 +590,7 @@ EXAMPLES = {
             **dict.fromkeys(("stride_qb", "stride_qh", "stride_qt", "stride_kb", "stride_kt"), "i32"),
             **_SIZES, "scale": "fp32",
         },
-        "constexprs": {"HEADS": 4, "D": 64, "BLOCK_M": 64, "BLOCK_N": 128, "PRECISION": "ieee", "FAST": False},
+        "constexprs": {"HEADS": 4, "D": 64, "BLOCK_M": 64, "BLOCK_N": 64, "PRECISION": "ieee", "FAST": False},
         "num_warps": 4,
         "num_stages": 3,
     },
