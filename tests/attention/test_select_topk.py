@@ -11,6 +11,7 @@ from torch import Tensor
 from gossamer._core.ops import INTERPRET
 from gossamer.attention import AdaptiveK, Selection, select_topk
 from gossamer.attention._torch import select_topk as cpu
+from gossamer.attention.levels import LEVELS
 from tests.attention.indexer import dense, inputs, visible
 
 NO_SCORE, KEPT = 0, 31744
@@ -83,7 +84,7 @@ def test_stored_scores_are_the_scores(dtype: torch.dtype, device: torch.device) 
     case = (2, 3, 40, 60, 32, True, None)
     q, k, w, bias = inputs(case, dtype, device)
     total = w.double().sigmoid().sum(-1, keepdim=True)
-    wanted = dense(q.double(), k.double(), w.double(), bias.double(), 32**-0.5) / total * cpu.LEVELS + 1
+    wanted = dense(q.double(), k.double(), w.double(), bias.double(), 32**-0.5) / total * LEVELS + 1
     off = (stored(case, q, k, w, bias) - wanted).where(visible(case).to(device), 0).abs().max()
     assert off <= 1.5
 
@@ -176,7 +177,7 @@ def test_adaptive_k_is_of_each_query_alone(rule: AdaptiveK, device: torch.device
     found = select_topk(q, k, w, bias, adaptive=rule, lengths=lengths_of(case, device), window=2, sinks=1).to_mask()
     seen = visible(case).to(device)
     keys = stored(case, q, k, w, bias)
-    scores = (keys - 1).double() * (w.double().sigmoid().sum(-1, keepdim=True) / cpu.LEVELS)
+    scores = (keys - 1).double() * (w.double().sigmoid().sum(-1, keepdim=True) / LEVELS)
     exact = adaptive64(rule, scores, seen)
     counts = found.sum(-1)[:, 0]
     wanted = torch.minimum(exact.floor().long(), seen.sum(-1))

@@ -12,6 +12,7 @@ from gossamer._core import autocast, checks
 from gossamer._core.ops import directly, register
 from gossamer.attention._torch import select_topk as _cpu
 from gossamer.attention.indexer_scores import check_dtypes, check_inputs, scale_of
+from gossamer.attention.levels import RULES
 from gossamer.attention.selection import QUERIES, Selection
 
 WORKSPACE = 32 << 20
@@ -57,8 +58,8 @@ class AdaptiveK:
 
     def __post_init__(self) -> None:
         operator = "attention.AdaptiveK"
-        if self.rule not in _cpu.RULES:
-            raise ValueError(f"{operator}: rule must be one of {', '.join(_cpu.RULES)}, got {self.rule!r}.")
+        if self.rule not in RULES:
+            raise ValueError(f"{operator}: rule must be one of {', '.join(RULES)}, got {self.rule!r}.")
         checks.positive(operator, "k_min", self.k_min, "It is the fewest keys that a query takes.")
         if not self.k_min <= self.k_base <= self.k_max:
             raise ValueError(

@@ -26,13 +26,13 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer._core.ops import INTERPRET
+from gossamer.attention import levels
 from gossamer.attention._triton import selection as lists
 from gossamer.attention._triton._indexer import load_bias, load_gates, load_tile, valid_keys, visible_keys
 from gossamer.attention._triton.adaptive import rows_k
 from gossamer.attention._triton.indexer_scores import check_width, fast, tile
 
-LEVELS = tl.constexpr(31741)
-"""Steps between the smallest and the largest score of a query."""
+LEVELS = tl.constexpr(levels.LEVELS)
 KEPT_KEY = tl.constexpr(31744)
 MAX_REGISTERS = 32768
 """Keys of a row that a program holds."""
