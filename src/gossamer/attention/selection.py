@@ -261,12 +261,12 @@ def _capacity(operator: str, capacity: int | None, num_keys: int) -> int:
 
 def _blocks(selection: Selection, size: int) -> tuple[Tensor, Tensor]:
     """(blocks of which some keys are taken, blocks of which all are): bool [B, S, ceil(Tq / size), ceil(Tk / size)]."""
-    tq, tk = selection.num_queries, selection.num_keys
-    mask = torch.nn.functional.pad(selection.to_mask(), (0, -tk % size, 0, -tq % size))
-    b, s, rows, columns = mask.shape
-    taken = mask.view(b, s, rows // size, size, columns // size, size).sum((3, 5))
-    full = taken == size * size
-    return (taken > 0) & ~full, full
+    padding = (0, -selection.num_keys % size, 0, -selection.words.shape[2] % (size // QUERIES))
+    words = torch.nn.functional.pad(selection.words, padding)
+    b, s, rows, columns = words.shape
+    words = words.view(b, s, rows * QUERIES // size, size // QUERIES, columns // size, size)
+    full = (words == -1).all(5).all(3)
+    return (words != 0).any(5).any(3) & ~full, full
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """From the indexer's inputs to words of selected keys, slab by slab, never holding [Tq, Tk].
 
 A score is stored as a *key*: an int16 from 1 to 31,742 that divides the range from 0 to the sum of the query's gates
-evenly, 15 times as fine as a float16 of the same size. 0 is a key that the query does not see, 31,743 is NaN, and
+evenly, 8 to 15 times as fine as a float16 near the largest. 0 is a key that the query does not see, 31,743 is NaN, and
 31,744 stands for the always-kept keys. As bit patterns of float16 these order like the integers they are (the largest
 is infinity), so that one `set.ge.f16x2` compares two. A slab of rows is written once and stays in the L2 while
 
