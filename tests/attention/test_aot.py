@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from gossamer._core import aot  # noqa: E402
-from gossamer.attention._triton import indexer_scores, select_topk  # noqa: E402
+from gossamer._core import aot
+from gossamer.attention._triton import indexer_scores, select_topk
 
 pytestmark = pytest.mark.native
 

@@ -184,7 +184,8 @@ def interpolate(low, high, reach_low, reach_high, k):
 def wanted(k_ptr, k, row):
     """How many keys a row of the slab takes."""
     if k_ptr is None:
-        return k
+        # A tensor, also where k is the constant 1.
+        return tl.full([], 0, tl.int32) + k
     else:
         return tl.load(k_ptr + row)
 
