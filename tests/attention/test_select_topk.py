@@ -228,7 +228,7 @@ def test_one_query_at_a_time_selects_as_all_at_once(device: torch.device) -> Non
 
 
 def test_any_strides(device: torch.device) -> None:
-    q, k, w, bias = inputs((2, 3, 30, 50, 16), torch.float32, device)
+    q, k, w, bias = inputs((2, 3, 9, 50, 16), torch.float32, device)
     odd = (
         q.transpose(1, 2).contiguous().transpose(1, 2), k.transpose(1, 2).contiguous().transpose(1, 2),
         w.transpose(1, 2).contiguous().transpose(1, 2), bias,
