@@ -1,0 +1,319 @@
+"""Which keys each query attends to: the `Selection` container and its conversions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils import _pytree
+
+from gossamer._core import checks
+from gossamer._core.ops import register
+from gossamer.attention._torch import selection as _cpu
+
+_TENSORS = ("words", "counts", "indices")
+QUERIES = 64
+"""Queries that share a word, and a list of keys."""
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """The keys that each query attends to: 64 queries share a word a key, and a list of the keys any of them takes.
+
+    The words alone say everything, in Tq * Tk / 8 bytes a scope; counts and indices are an index over them, from which
+    attention gathers. A block of queries whose keys are more than the U slots of its list is served by scanning its
+    words: exact, nothing is dropped. One object can serve many layers.
+
+    Args:
+        words: int64 `[B, S, n, Tk]` with n = ceil(Tq / 64): bit i of `words[b, s, m, j]` says that query 64 m + i takes
+            key j. S is 1 where all heads share the selection, or one for each group or head. Bits of queries from Tq on
+            are 0.
+        counts: int32 `[B, S, n]`, how many keys the block's queries take in union, also where that exceeds U.
+        indices: int32 `[B, S, n, U]`, those keys, ascending, and -1 behind the last. Where counts > U they are the
+            first U.
+        num_queries: Tq.
+
+    Raises:
+        ValueError: shapes or devices do not fit each other.
+        TypeError: a dtype is another.
+
+    Source: the seed on gated sparse attention; the order of bits is what a tile of 64 queries by some keys wants.
+
+    >>> Selection.from_mask(torch.tensor([[[True, False], [True, True]]])).words.tolist()
+    [[[[3, 2]]]]
+    """
+
+    words: Tensor
+    counts: Tensor
+    indices: Tensor
+    num_queries: int
+
+    def __post_init__(self) -> None:
+        operator = "attention.Selection"
+        given = {"words": self.words, "counts": self.counts, "indices": self.indices}
+        if not all(isinstance(tensor, Tensor) for tensor in given.values()):
+            return  # PyTorch rebuilds nodes of a pytree with what is no tensor
+        for (name, tensor), dtype in zip(given.items(), (torch.int64, torch.int32, torch.int32), strict=True):
+            if tensor.dtype is not dtype:
+                raise TypeError(
+                    f"{operator}: {name} must be {checks.name_of(dtype)}, got {checks.name_of(tensor.dtype)}. "
+                    "Build a selection with Selection.from_mask or Selection.from_indices."
+                )
+        checks.same_device(operator, "words", self.words.device, counts=self.counts, indices=self.indices)
+        blocks = -(-self.num_queries // QUERIES)
+        if self.words.dim() != 4 or self.words.shape[2] != blocks:
+            raise ValueError(
+                f"{operator}: words must have shape [B, S, n, Tk] with n = ceil(num_queries / 64) = {blocks}, "
+                f"got {list(self.words.shape)}."
+            )
+        checks.shape(operator, "counts", self.counts, tuple(self.words.shape[:3]), "[B, S, n]", "like words")
+        expected = (*self.words.shape[:3], self.indices.shape[-1] if self.indices.dim() else 0)
+        checks.shape(operator, "indices", self.indices, expected, "[B, S, n, U]", "like words")
+
+    @property
+    def num_keys(self) -> int:
+        """Tk."""
+        return self.words.shape[3]
+
+    @property
+    def capacity(self) -> int:
+        """U: slots of each list of keys."""
+        return self.indices.shape[3]
+
+    @property
+    def device(self) -> torch.device:
+        return self.words.device
+
+    @property
+    def overflowed(self) -> Tensor:
+        """bool `[B, S, n]`, on the device: blocks of queries whose keys do not fit their list."""
+        return self.counts > self.capacity
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Selection:
+        """The same selection on another device."""
+        words, counts, indices = (t.to(device, non_blocking=non_blocking) for t in self._tensors())
+        return Selection(words, counts, indices, self.num_queries)
+
+    def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.words, self.counts, self.indices
+
+    @classmethod
+    def from_words(cls, words: Tensor, num_queries: int, capacity: int | None = None) -> Selection:
+        """Counts and lists from words.
+
+        Args:
+            words: int64 `[B, S, n, Tk]`, as above.
+            num_queries: Tq.
+            capacity: U, or None for Tk: then every list is whole.
+
+        Raises:
+            ValueError, TypeError: as `Selection`; a capacity below 0.
+
+        >>> Selection.from_words(torch.tensor([[[[3, 0, 2]]]]), 2).indices.tolist()
+        [[[[0, 2, -1]]]]
+        """
+        operator = "attention.Selection.from_words"
+        checks.tensors(operator, words=words)
+        if words.dtype is not torch.int64 or words.dim() != 4:
+            raise ValueError(
+                f"{operator}: words must be int64 of shape [B, S, n, Tk], got {checks.name_of(words.dtype)} of shape "
+                f"{list(words.shape)}."
+            )
+        slots = _capacity(operator, capacity, words.shape[3])
+        counts, indices = union_of_words(words.contiguous(), slots)
+        return cls(words.contiguous(), counts, indices, num_queries)
+
+    @classmethod
+    def from_mask(cls, mask: Tensor, capacity: int | None = None) -> Selection:
+        """From a dense mask, True where a query takes a key.
+
+        Args:
+            mask: bool `[B, Tq, Tk]`, or `[B, S, Tq, Tk]` with a mask for each group or head; any strides.
+            capacity: U, or None for Tk.
+
+        Raises:
+            ValueError: mask has another number of dimensions.
+            TypeError: mask is not bool.
+
+        >>> Selection.from_mask(torch.ones(1, 3, 4, dtype=torch.bool)).counts.tolist()
+        [[[4]]]
+        """
+        operator = "attention.Selection.from_mask"
+        checks.tensors(operator, mask=mask)
+        if mask.dtype is not torch.bool:
+            raise TypeError(
+                f"{operator}: mask must be bool, True where a query takes a key, got {checks.name_of(mask.dtype)}. "
+                "Use mask != 0."
+            )
+        if mask.dim() not in (3, 4):
+            raise ValueError(f"{operator}: mask must have shape [B, Tq, Tk] or [B, S, Tq, Tk], got {list(mask.shape)}.")
+        mask = mask[:, None] if mask.dim() == 3 else mask
+        words = words_of_mask(mask.contiguous())
+        return cls.from_words(words, mask.shape[2], capacity)
+
+    def to_mask(self) -> Tensor:
+        """Dense bool `[B, S, Tq, Tk]`."""
+        return mask_of_words(self.words.contiguous(), self.num_queries)
+
+    @classmethod
+    def from_indices(
+        cls, indices: Tensor, num_keys: int, mask: Tensor | None = None, capacity: int | None = None
+    ) -> Selection:
+        """From the keys of each query, in any order.
+
+        Args:
+            indices: int `[B, Tq, k]` or `[B, S, Tq, k]`; -1 is no key, and a repeated key counts once.
+            num_keys: Tk. On the CPU an index outside [-1, Tk) raises; on the GPU, where looking would make the host
+                wait, it is left out.
+            mask: bool like indices, False where an index is to be left out, or None.
+            capacity: U, or None for Tk.
+
+        Raises:
+            ValueError: shapes do not fit; on the CPU, an index outside [-1, Tk).
+            TypeError: indices is no integer tensor, or mask not bool.
+
+        >>> Selection.from_indices(torch.tensor([[[2, 0], [1, -1]]]), 3).words.tolist()
+        [[[[1, 2, 1]]]]
+        """
+        operator = "attention.Selection.from_indices"
+        checks.tensors(operator, indices=indices, mask=mask)
+        if indices.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{operator}: indices must be int32 or int64, got {checks.name_of(indices.dtype)}.")
+        if indices.dim() not in (3, 4):
+            raise ValueError(
+                f"{operator}: indices must have shape [B, Tq, k] or [B, S, Tq, k], got {list(indices.shape)}."
+            )
+        if mask is not None:
+            if mask.dtype is not torch.bool:
+                raise TypeError(f"{operator}: mask must be bool, got {checks.name_of(mask.dtype)}. Use mask != 0.")
+            checks.shape(operator, "mask", mask, tuple(indices.shape), "[B, Tq, k]", "like indices")
+            indices = torch.where(mask, indices, -1)
+        if indices.device.type == "cpu" and indices.numel():
+            low, high = (int(bound) for bound in indices.aminmax())
+            if low < -1 or high >= num_keys:
+                raise ValueError(
+                    f"{operator}: indices must lie in [0, Tk) with Tk = {num_keys}, or be -1 for no key, got {low} to "
+                    f"{high}."
+                )
+        indices = (indices[:, None] if indices.dim() == 3 else indices).long()
+        # One column more than Tk takes what is no key.
+        at = torch.where((indices < 0) | (indices >= num_keys), num_keys, indices)
+        dense = torch.zeros(*indices.shape[:3], num_keys + 1, dtype=torch.bool, device=indices.device)
+        dense.scatter_(3, at, True)
+        return cls.from_mask(dense[..., :num_keys], capacity)
+
+    def to_indices(self, k: int | None = None) -> tuple[Tensor, Tensor]:
+        """(indices int64 `[B, S, Tq, k]`, ascending and -1 behind the last; mask bool, True where there is a key).
+
+        k is the number of slots; None looks for the most keys that a query has, which makes the host wait. A query of
+        more than k keys gives the first k.
+        """
+        mask = self.to_mask()
+        if k is None:
+            checks.no_sync("attention.Selection.to_indices", "k=None", "Give k.")
+            k = int(mask.sum(-1).max()) if mask.numel() else 0
+        place = mask.cumsum(-1) - 1
+        out = torch.full((*mask.shape[:3], k + 1), -1, dtype=torch.int64, device=mask.device)
+        keys = torch.arange(mask.shape[3], device=mask.device).expand_as(mask)
+        out.scatter_(3, torch.where(mask & (place < k), place, k), keys)
+        indices = out[..., :k]
+        return indices, indices >= 0
+
+    def to_block_mask(self, block_size: int = 128) -> BlockMask:
+        """FlexAttention's `BlockMask` of the same selection, for heads in as many scopes as there are.
+
+        `block_size` is the edge of its blocks, a multiple of 64. The mask's function reads the words. Where S > 1, head
+        h of FlexAttention must be scope h.
+        """
+        if block_size % QUERIES or block_size < QUERIES:
+            raise ValueError(
+                f"attention.Selection.to_block_mask: block_size must be a multiple of {QUERIES}, got {block_size}."
+            )
+        words, scopes = self.words, self.words.shape[1]
+        heads = scopes if scopes > 1 else None
+
+        def takes(b: Tensor, h: Tensor, q: Tensor, j: Tensor) -> Tensor:
+            return (words[b, h if heads else 0, q // QUERIES, j] >> (q % QUERIES)) & 1 != 0
+
+        partial, full = _blocks(self, block_size)
+        kv_num, kv_indices = _ordered(partial)
+        full_num, full_indices = _ordered(full)
+        return BlockMask.from_kv_blocks(
+            kv_num,
+            kv_indices,
+            full_num,
+            full_indices,
+            BLOCK_SIZE=block_size,
+            mask_mod=takes,
+            seq_lengths=(self.num_queries, self.num_keys),
+        )
+
+
+def _capacity(operator: str, capacity: int | None, num_keys: int) -> int:
+    if capacity is None:
+        return num_keys
+    if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 0:
+        raise ValueError(f"{operator}: capacity must be an int of at least 0, or None, got {capacity!r}.")
+    return min(capacity, num_keys)
+
+
+def _blocks(selection: Selection, size: int) -> tuple[Tensor, Tensor]:
+    """(blocks of which some keys are taken, blocks of which all are): bool [B, S, ceil(Tq / size), ceil(Tk / size)]."""
+    padding = (0, -selection.num_keys % size, 0, -selection.words.shape[2] % (size // QUERIES))
+    words = torch.nn.functional.pad(selection.words, padding)
+    b, s, rows, columns = words.shape
+    words = words.view(b, s, rows * QUERIES // size, size // QUERIES, columns // size, size)
+    full = (words == -1).all(5).all(3)
+    return (words != 0).any(5).any(3) & ~full, full
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """(how many of each row are set, their columns first and ascending), as FlexAttention has them."""
+    order = torch.argsort((~blocks).to(torch.int8), dim=-1, stable=True)
+    return blocks.sum(-1).int(), order.int()
+
+
+_pytree.register_pytree_node(
+    Selection,
+    lambda selection: (list(selection._tensors()), selection.num_queries),
+    lambda tensors, num_queries: Selection(**dict(zip(_TENSORS, tensors, strict=True)), num_queries=num_queries),
+    serialized_type_name="gossamer.attention.Selection",
+)
+
+
+def _fake_words(mask: Tensor) -> Tensor:
+    b, s, tq, tk = mask.shape
+    return mask.new_empty((b, s, -(-tq // QUERIES), tk), dtype=torch.int64)
+
+
+def _fake_mask(words: Tensor, num_queries: int) -> Tensor:
+    return words.new_empty((*words.shape[:2], num_queries, words.shape[3]), dtype=torch.bool)
+
+
+def _fake_union(words: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    return (
+        words.new_empty(words.shape[:3], dtype=torch.int32),
+        words.new_empty((*words.shape[:3], capacity), dtype=torch.int32),
+    )
+
+
+words_of_mask = register(
+    "words_of_mask(Tensor mask) -> Tensor",
+    cpu=_cpu.words_of_mask,
+    gpu="gossamer.attention._triton.selection:words_of_mask",
+    fake=_fake_words,
+)
+mask_of_words = register(
+    "mask_of_words(Tensor words, SymInt num_queries) -> Tensor",
+    cpu=_cpu.mask_of_words,
+    gpu="gossamer.attention._triton.selection:mask_of_words",
+    fake=_fake_mask,
+)
+union_of_words = register(
+    "union_of_words(Tensor words, SymInt capacity) -> (Tensor, Tensor)",
+    cpu=_cpu.union_of_words,
+    gpu="gossamer.attention._triton.selection:union_of_words",
+    fake=_fake_union,
+)
