@@ -6,5 +6,6 @@ torch.Size([1, 1, 3, 4])
 """
 
 from gossamer.attention.selection import Selection
+from gossamer.attention.sparse_attention import sparse_attention
 
-__all__ = ["Selection"]
+__all__ = ["Selection", "sparse_attention"]
