@@ -7,5 +7,6 @@ torch.Size([1, 1, 3, 4])
 
 from gossamer.attention.selection import Selection
 from gossamer.attention.sparse_attention import sparse_attention
+from gossamer.attention.sparse_decode import sparse_decode
 
-__all__ = ["Selection", "sparse_attention"]
+__all__ = ["Selection", "sparse_attention", "sparse_decode"]
