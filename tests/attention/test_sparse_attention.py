@@ -12,10 +12,10 @@ from gossamer.testing import assert_close
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float | None = None, causal: bool = True, lengths: Any = None
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None, causal: bool = True, lengths: Any = None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) by dense PyTorch in the dtype of q; mask bool [B, S, Tq, Tk]."""
-    (b, h, tq, d), (_, g, tk, _) = q.shape, k.shape
+    (_, h, tq, d), (_, g, tk, _) = q.shape, k.shape
     mask = visible(mask, tq, tk, causal, lengths).repeat_interleave(h // mask.shape[1], 1)
     k, v = (x.repeat_interleave(h // g, 1) for x in (k, v))
     s = (q @ k.transpose(2, 3)) * (d**-0.5 if scale is None else scale)
@@ -37,7 +37,7 @@ def visible(mask: Tensor, tq: int, tk: int, causal: bool, lengths: Any) -> Tenso
 
 
 def inputs(
-    b: int, h: int, g: int, tq: int, tk: int, d: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+    b: int, h: int, g: int, tq: int, tk: int, d: int, dtype: torch.dtype, device: torch.device, generator: Any
 ) -> list[Tensor]:
     shapes = ((b, h, tq, d), (b, g, tk, d), (b, g, tk, d))
     return [torch.randn(s, device=device, generator=generator).to(dtype).requires_grad_() for s in shapes]
@@ -96,7 +96,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, selection: Selection, mask: Tensor, g
 @pytest.mark.parametrize("scopes", ["one", "groups", "heads"])
 @pytest.mark.parametrize(
     "b, h, g, tq, tk, d",
-    [(1, 1, 1, 64, 64, 16), (2, 4, 2, 70, 70, 16), (1, 6, 2, 33, 200, 24), (1, 2, 2, 130, 90, 64), (1, 3, 1, 1, 77, 32)],
+    [(1, 1, 1, 64, 64, 16), (2, 4, 2, 70, 70, 16), (1, 6, 2, 33, 200, 24), (1, 2, 2, 130, 90, 64), (1, 3, 1, 2, 77, 8)],
 )
 def test_against_dense(
     b: int, h: int, g: int, tq: int, tk: int, d: int, scopes: str, dtype: torch.dtype, device: torch.device,

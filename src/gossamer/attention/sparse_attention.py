@@ -89,6 +89,13 @@ def sparse_attention(
 
 
 OPERATOR = "attention.sparse_attention"
+FEW_QUERIES = 16
+
+
+def choose_path(num_queries: int) -> Literal["decode", "lists"]:
+    """How the GPU goes about it: "decode" cuts the keys of a few queries among programs, "lists" gathers the keys of
+    each group of neighbouring queries by a list."""
+    return "decode" if num_queries <= FEW_QUERIES else "lists"
 
 
 def scale_of(operator: str, scale: float | None, q: Tensor) -> float:
@@ -119,7 +126,7 @@ def check(operator: str, q: Tensor, k: Tensor, v: Tensor, selection: Selection, 
     checks.shape(operator, "k", k, expected, "[B, G, Tk, D]", "like q and selection")
     checks.shape(operator, "v", v, expected, "[B, G, Tk, D]", "like k")
     if groups == 0 or heads % groups:
-        raise ValueError(f"{operator}: k must have a number of heads G that divides the H = {heads} of q, got {groups}.")
+        raise ValueError(f"{operator}: k must have a number of heads that divides the H = {heads} of q, got {groups}.")
     if q.dtype != k.dtype or q.dtype != v.dtype:
         got = ", ".join(checks.name_of(x.dtype) for x in (q, k, v))
         raise TypeError(f"{operator}: q, k and v must have one dtype, got {got}. Convert with k.to(q.dtype).")

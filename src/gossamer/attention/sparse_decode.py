@@ -9,9 +9,7 @@ from gossamer._core import autocast, checks
 from gossamer._core.ops import needs_gradient, register
 from gossamer.attention._torch import sparse_decode as _cpu
 from gossamer.attention.selection import Selection
-from gossamer.attention.sparse_attention import check, scale_of
-
-MAX_QUERIES = 16
+from gossamer.attention.sparse_attention import FEW_QUERIES, check, scale_of
 
 
 def sparse_decode(
@@ -55,9 +53,9 @@ def sparse_decode(
         check(OPERATOR, q, k, v, selection, lengths)
     else:
         _check_pages(q, k, v, selection, page_table, lengths)
-    if q.shape[2] > MAX_QUERIES:
+    if q.shape[2] > FEW_QUERIES:
         raise ValueError(
-            f"{OPERATOR}: q must have at most {MAX_QUERIES} queries, got {q.shape[2]}. Use attention.sparse_attention."
+            f"{OPERATOR}: q must have at most {FEW_QUERIES} queries, got {q.shape[2]}. Use attention.sparse_attention."
         )
     if needs_gradient(q, k, v):
         raise NotImplementedError(
@@ -90,7 +88,8 @@ def _check_pages(
             f"{OPERATOR}: k must have shape [P, page_size, G, D], page_size being a power of two, got {list(k.shape)}."
         )
     checks.shape(OPERATOR, "v", v, tuple(k.shape), "[P, page_size, G, D]", "like k")
-    if page_table.dim() != 2 or page_table.shape[0] != q.shape[0] or page_table.shape[1] * k.shape[1] < selection.num_keys:
+    pages = page_table.shape[1] if page_table.dim() == 2 else 0
+    if page_table.shape[:1] != q.shape[:1] or pages * k.shape[1] < selection.num_keys:
         raise ValueError(
             f"{OPERATOR}: page_table must have shape [B, n] with B = {q.shape[0]} and room for the Tk = "
             f"{selection.num_keys} keys of selection in pages of {k.shape[1]}, got {list(page_table.shape)}."

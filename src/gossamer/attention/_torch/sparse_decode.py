@@ -20,7 +20,7 @@ def sparse_decode(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Operator `sparse_decode` -> (out [B, H, Tq, D], lse [B, H, Tq]). Of the cache, only rows that are taken are read."""
+    """Operator `sparse_decode` -> (out [B, H, Tq, D], lse [B, H, Tq]). Of the cache, only what is taken is read."""
     b, h, tq, d = q.shape
     out = q.new_empty(b, tq, h, d).transpose(1, 2)
     lse = q.new_empty((b, h, tq), dtype=torch.promote_types(q.dtype, torch.float32))
@@ -32,12 +32,13 @@ def sparse_decode(
             row &= _not_before(tq, row.shape[3])
         keys = (row != 0).any(2).any(1)[0].nonzero().squeeze(1)
         if table is None:
-            some = (k[i : i + 1, :, keys], v[i : i + 1, :, keys])
+            some = [x[i : i + 1, :, keys] for x in (k, v)]
         else:
             page = table[i, keys // k.shape[1]].long()
-            some = tuple(x[page, keys % k.shape[1]].transpose(0, 1)[None] for x in (k, v))
+            some = [x[page, keys % k.shape[1]].transpose(0, 1)[None] for x in (k, v)]
         row = row[..., keys]
-        out[i], lse[i] = (x[0] for x in sparse_attention(q[i : i + 1], *some, row, counts, indices, None, scale, False))
+        one = sparse_attention(q[i : i + 1], some[0], some[1], row, counts, indices, None, scale, False)
+        out[i], lse[i] = one[0][0], one[1][0]
     return out, lse
 
 

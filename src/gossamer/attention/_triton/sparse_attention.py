@@ -20,6 +20,8 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.attention._triton.key_lists import QUERIES, key_lists
+from gossamer.attention._triton.sparse_decode import sparse_decode
+from gossamer.attention.sparse_attention import choose_path
 
 LISTS = 1 << 28
 """Bytes that the lists of one launch may take; more blocks of queries are served by more launches."""
@@ -34,6 +36,10 @@ class Tile:
     warps: int
     stages: int
     registers: int | None = None
+
+    def options(self) -> dict[str, Any]:
+        """What a launch takes."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
 def fwd_tile(d: int, element_size: int) -> Tile:
@@ -63,7 +69,7 @@ def _sparse_attention_fwd_kernel(
 ):  # fmt: skip
     """Program (group of queries, the last first; head; batch)."""
     BLOCK_M: tl.constexpr = 64 * PARTS
-    BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(max(16, D))
     group = tl.num_programs(0) - 1 - tl.program_id(0)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1)
@@ -81,7 +87,7 @@ def _sparse_attention_fwd_kernel(
     lists_ptr += listed * (1 + 2 * PARTS) * capacity
     log2_scale = scale * 1.4426950408889634
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(0, count, BLOCK_N):
         slot = start + tl.arange(0, BLOCK_N)
@@ -97,13 +103,13 @@ def _sparse_attention_fwd_kernel(
         p = tl.exp2(s * log2_scale - finite[:, None])
         shrink = tl.exp2(m - finite)
         v = tl.load(v_ptr + at, mask=(column < D)[None, :], other=0.0)
-        l = l * shrink + tl.sum(p, 1)
+        total = total * shrink + tl.sum(p, 1)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         m = most
-    out = acc / tl.where(l == 0, 1.0, l)[:, None]
-    token = batch * Tq + query
-    tl.store(out_ptr + (token * heads + head)[:, None] * D + column[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
-    lse = tl.where(l == 0, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)
+    out = acc / tl.where(total == 0, 1.0, total)[:, None]
+    out_ptr += ((batch * Tq + query) * heads + head)[:, None] * D + column[None, :]
+    tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=inside)
+    lse = tl.where(total == 0, float("-inf"), (m + tl.log2(total)) * 0.6931471805599453)
     tl.store(lse_ptr + (batch * heads + head) * Tq + query, lse, mask=query < Tq)
 
 
@@ -141,6 +147,8 @@ def sparse_attention(
     """Operator `sparse_attention` -> (out [B, H, Tq, D] in memory as [B, Tq, H, D], lse [B, H, Tq])."""
     b, h, tq, d = q.shape
     g, tk = k.shape[1:3]
+    if choose_path(tq) == "decode":
+        return sparse_decode(q, k, v, None, words, counts, indices, lengths, scale, causal)
     out = q.new_empty(b, tq, h, d)
     lse = q.new_empty((b, h, tq), dtype=torch.float32)
     if tk == 0 or d == 0 or out.numel() == 0:
@@ -155,18 +163,16 @@ def sparse_attention(
         lists, listed = key_lists(words, lengths, tq, causal, tile.parts, first, step)
         args = (q, k, v, out, lse, lists, listed, *q.stride()[:3], *k.stride()[:3], first, tq, lists.shape[-1], scale)
         key = (q.dtype, *args[7:-1], *meta.values())
-        _sparse_attention_fwd(
-            key, (lists.shape[0], h, b), args, meta, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers
-        )
+        _sparse_attention_fwd(key, (lists.shape[0], h, b), args, meta, **tile.options())
     return out.transpose(1, 2), lse
 
 
-_STRIDES: dict[str, Any] = dict.fromkeys(("stride_qb", "stride_qh", "stride_qt", "stride_kb", "stride_kh", "stride_kt"), "i32")
+STRIDES = dict.fromkeys(("stride_qb", "stride_qh", "stride_qt", "stride_kb", "stride_kh", "stride_kt"), "i32")
 EXAMPLES = {
     _sparse_attention_fwd_kernel: {
         "signature": {
             **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16"), "lse_ptr": "*fp32",
-            "lists_ptr": "*i32", "counts_ptr": "*i32", **_STRIDES, "first": "i32", "Tq": "i32", "capacity": "i32",
+            "lists_ptr": "*i32", "counts_ptr": "*i32", **STRIDES, "first": "i32", "Tq": "i32", "capacity": "i32",
             "scale": "fp32",
         },
         "constexprs": {"GROUP": 1, "SCOPES": 1, "D": 128, "BLOCK_N": 64, "PARTS": 2, "PRECISION": "ieee"},

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.attention._triton.key_lists import QUERIES, key_lists
-from gossamer.attention._triton.sparse_attention import Tile, alike, group_chunk, listed_bits, strided
+from gossamer.attention._triton.sparse_attention import STRIDES, Tile, alike, group_chunk, listed_bits
 
 
 def query_tile(d: int, element_size: int) -> Tile:
@@ -42,7 +42,7 @@ def _row_statistics_kernel(
     D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Program (BLOCK_M queries, head, batch): (lse in base 2, grad * out summed - gradient of lse) of each query."""
-    BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(max(16, D))
     head, batch, heads = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64), tl.num_programs(1)
     query = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_D)
@@ -69,7 +69,7 @@ def _sparse_attention_bwd_q_kernel(
 ):  # fmt: skip
     """Program (group of queries, the last first; head; batch)."""
     BLOCK_M: tl.constexpr = 64 * PARTS
-    BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(max(16, D))
     group = tl.num_programs(0) - 1 - tl.program_id(0)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1)
@@ -117,9 +117,9 @@ def _sparse_attention_bwd_kv_kernel(
 
     The plan is int32: the ticket, entries + 1 offsets of tiles, and how many tiles of each (entry, head) are done.
     """
-    BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(max(16, D))
     G = H // GROUP
-    # Heads of k that one entry serves; heads of q whose gradients it sums into each; entries in a row for one head of k.
+    # Heads of k that an entry serves; heads of q whose gradients it sums into each; entries in a row for one head of k.
     serves = tl.maximum(G // SCOPES, 1)
     heads = tl.minimum(H // SCOPES, GROUP)
     turns = tl.maximum(SCOPES // G, 1)
@@ -216,7 +216,6 @@ def sparse_attention_bwd(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Operator `sparse_attention_bwd` -> gradients of q, k and v, contiguous."""
-    b, h, tq, d = q.shape
     if q.numel() == 0 or k.numel() == 0:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     words = words.contiguous()
@@ -262,10 +261,7 @@ def _query_gradient(
         strides = (*q.stride()[:3], *k.stride()[:3])
         args = (q, k, v, grad, dq, rows, lists, listed, *strides, first, tq, lists.shape[-1], scale)
         key = (q.dtype, *args[8:-1], *meta.values())
-        grid = (lists.shape[0], h, b)
-        _sparse_attention_bwd_q(
-            key, grid, args, meta, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers
-        )
+        _sparse_attention_bwd_q(key, (lists.shape[0], h, b), args, meta, **tile.options())
     return dq
 
 
@@ -281,7 +277,7 @@ def _key_gradients(
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """In float32."""
-    b, h, tq, d = q.shape
+    _, h, tq, d = q.shape
     g, tk = k.shape[1:3]
     k, v = k.contiguous(), v.contiguous()
     dk, dv = torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)
@@ -299,9 +295,7 @@ def _key_gradients(
     )  # fmt: skip
     key = (q.dtype, *args[10:-1], *meta.values())
     grid = (2 * tuning.programs(q.device), 1, 1)
-    _sparse_attention_bwd_kv(
-        key, grid, args, meta, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers
-    )
+    _sparse_attention_bwd_kv(key, grid, args, meta, **tile.options())
     return dk, dv
 
 
@@ -322,8 +316,7 @@ EXAMPLES = {
     },
     _sparse_attention_bwd_q_kernel: {
         "signature": {
-            **_QUERIES_KEYS, "dq_ptr": "*bf16",
-            **dict.fromkeys(("stride_qb", "stride_qh", "stride_qt", "stride_kb", "stride_kh", "stride_kt", "first"), "i32"),
+            **_QUERIES_KEYS, "dq_ptr": "*bf16", **STRIDES, "first": "i32",
         },
         "constexprs": {**_SIZES, "BLOCK_N": 64, "PARTS": 1},
         "num_warps": 4,

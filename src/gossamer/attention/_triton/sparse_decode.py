@@ -52,7 +52,7 @@ def _sparse_decode_parts_kernel(
     each = tl.cdiv(tl.cdiv(count, BLOCK_N), parts) * BLOCK_N
     log2_scale = scale * 1.4426950408889634
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(part * each, tl.minimum(part * each + each, count), BLOCK_N):
         slot = start + tl.arange(0, BLOCK_N)
@@ -79,19 +79,17 @@ def _sparse_decode_parts_kernel(
         finite = tl.where(most == float("-inf"), 0.0, most)
         p = tl.exp2(s * log2_scale - finite[:, None])
         shrink = tl.exp2(m - finite)
-        l = l * shrink + tl.sum(p, 1)
+        total = total * shrink + tl.sum(p, 1)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         m = most
     out_ptr = parts_ptr + (token * parts + part) * (D + 2)
     tl.store(out_ptr[:, None] + column[None, :], acc, mask=inside)
     tl.store(out_ptr + D, m, mask=row < HEADS * TQ)
-    tl.store(out_ptr + D + 1, l, mask=row < HEADS * TQ)
+    tl.store(out_ptr + D + 1, total, mask=row < HEADS * TQ)
 
 
 @triton.jit
-def _sparse_decode_kernel(
-    parts_ptr, out_ptr, lse_ptr, H, Tq, parts, D: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _sparse_decode_kernel(parts_ptr, out_ptr, lse_ptr, H, Tq, parts, D: tl.constexpr, BLOCK: tl.constexpr):
     """Program (query of one head and batch): weighs its parts."""
     BLOCK_D: tl.constexpr = triton.next_power_of_2(max(16, D))
     token = tl.program_id(0).to(tl.int64)
@@ -99,11 +97,12 @@ def _sparse_decode_kernel(
     part, column = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     parts_ptr += (token * parts + part) * (D + 2)
     m = tl.load(parts_ptr + D, mask=part < parts, other=float("-inf"))
-    l = tl.load(parts_ptr + D + 1, mask=part < parts, other=0.0)
-    acc = tl.load(parts_ptr[:, None] + column[None, :], mask=(part < parts)[:, None] & (column < D)[None, :], other=0.0)
+    sums = tl.load(parts_ptr + D + 1, mask=part < parts, other=0.0)
+    inside = (part < parts)[:, None] & (column < D)[None, :]
+    acc = tl.load(parts_ptr[:, None] + column[None, :], mask=inside, other=0.0)
     most = tl.max(m, 0)
     weight = tl.exp2(m - tl.where(most == float("-inf"), 0.0, most))
-    total = tl.sum(l * weight, 0)
+    total = tl.sum(sums * weight, 0)
     out = tl.sum(acc * weight[:, None], 0) / tl.where(total == 0, 1.0, total)
     at = ((batch * Tq + query) * H + head) * D + column
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=column < D)
@@ -152,8 +151,8 @@ def sparse_decode(
     key = (q.dtype, *sizes, *meta.values(), *(None if t is None else t.dtype for t in (lengths, table)))
     args = (q.contiguous(), k, v, parts, words, counts.contiguous(), indices, lengths, table, *sizes, scale)
     _sparse_decode_parts(key, (cuts, h // heads, b), args, meta, num_warps=4, num_stages=2)
-    block = launch.next_power_of_2(cuts)
-    _sparse_decode((q.dtype, h, tq, cuts, d), (b * h * tq, 1, 1), (parts, out, lse, h, tq, cuts), {"D": d, "BLOCK": block})
+    meta = {"D": d, "BLOCK": launch.next_power_of_2(cuts)}
+    _sparse_decode((q.dtype, h, tq, cuts, d), (b * h * tq, 1, 1), (parts, out, lse, h, tq, cuts), meta)
     return out.transpose(1, 2), lse
 
 
