@@ -90,7 +90,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, selection: Selection, mask: Tensor, g
 
         other = by_formula(*usual, mask, towards, of_lse if through else None, **options)
         for name, a, b, c in zip("qkv", grads(*got, leaves), grads(*wanted, exact), other):
-            assert_close(a, reference64=b, plain=c, name=f"gradient of {name}")
+            # Of few numbers the largest error of plain PyTorch is a matter of luck.
+            assert_close(a, reference64=b, plain=c, factor=2 if a.numel() > 1000 else 4, name=f"gradient of {name}")
 
 
 @pytest.mark.parametrize("scopes", ["one", "groups", "heads"])
