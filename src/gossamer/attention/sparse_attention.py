@@ -98,11 +98,11 @@ def choose_path(num_queries: int) -> Literal["decode", "lists"]:
     return "decode" if num_queries <= FEW_QUERIES else "lists"
 
 
-def scale_of(operator: str, scale: float | None, q: Tensor) -> float:
+def scale_of(operator: str, scale: float | None, q: Tensor, argument: str = "scale") -> float:
     """A factor above 0, D ** -0.5 by default."""
     if scale is None:
         return 1.0 / math.sqrt(max(q.shape[-1], 1))
-    checks.number(operator, "scale", scale, "For another sign negate q.")
+    checks.number(operator, argument, scale, "For another sign negate q.")
     return float(scale)
 
 
