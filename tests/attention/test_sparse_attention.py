@@ -78,7 +78,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, selection: Selection, mask: Tensor, g
     assert got[0].dtype is q.dtype and got[1].dtype is torch.promote_types(q.dtype, torch.float32)
     assert_close(got[0], reference64=wanted[0], plain=plain[0], name="out")
     # Plain PyTorch rounds the scores to the inputs' dtype before it sums.
-    assert_close(got[1].to(q.dtype), reference64=wanted[1], plain=plain[1], name="lse")
+    assert_close(got[1].to(q.dtype), reference64=wanted[1], plain=plain[1], factor=4, name="lse")
     towards = torch.randn(q.shape, device=q.device, generator=generator).to(q.dtype)
     some = wanted[1].isfinite()
     of_lse = torch.randn(some.shape, device=q.device, generator=generator).to(q.dtype) * some
@@ -96,17 +96,38 @@ def check(q: Tensor, k: Tensor, v: Tensor, selection: Selection, mask: Tensor, g
             assert_close(a, reference64=b, plain=c, factor=4, name=f"gradient of {name}")
 
 
-@pytest.mark.parametrize("scopes", ["one", "groups", "heads"])
-@pytest.mark.parametrize(
-    "b, h, g, tq, tk, d",
-    [(1, 1, 1, 64, 64, 16), (2, 4, 2, 70, 70, 16), (1, 6, 2, 33, 200, 24), (1, 2, 2, 130, 90, 64), (1, 3, 1, 2, 77, 8)],
-)
+CASES = [
+    (1, 1, 1, 64, 64, 16, 1),
+    (2, 4, 2, 70, 70, 16, 2),
+    (1, 4, 2, 33, 200, 24, 4),
+    (1, 6, 2, 33, 150, 16, 1),
+    (1, 2, 2, 130, 90, 64, 2),
+    (1, 3, 1, 2, 77, 8, 3),
+]
+"""B, H, G, Tq, Tk, D, S."""
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_dense(
-    b: int, h: int, g: int, tq: int, tk: int, d: int, scopes: str, dtype: torch.dtype, device: torch.device,
+    case: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    b, h, g, tq, tk, d, s = case
+    q, k, v = inputs(b, h, g, tq, tk, d, dtype, device, generator)
+    mask = random_mask((b, s, tq, tk), 0.3, generator)
+    check(q, k, v, Selection.from_mask(mask), mask, generator)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("h, g, s", [(4, 4, 1), (4, 4, 4), (8, 2, 1), (8, 2, 2), (8, 2, 8), (5, 1, 1)])
+@pytest.mark.parametrize("tq, tk", [(1, 400), (63, 64), (65, 513), (200, 131), (600, 600)])
+@pytest.mark.parametrize("d", [16, 80, 128, 256])
+@pytest.mark.parametrize("density", [0.02, 0.5, 1.1])
+def test_grid(
+    h: int, g: int, s: int, tq: int, tk: int, d: int, density: float, dtype: torch.dtype, device: torch.device,
     generator: torch.Generator,
 ) -> None:  # fmt: skip
-    q, k, v = inputs(b, h, g, tq, tk, d, dtype, device, generator)
-    mask = random_mask((b, {"one": 1, "groups": g, "heads": h}[scopes], tq, tk), 0.3, generator)
+    q, k, v = inputs(2, h, g, tq, tk, d, dtype, device, generator)
+    mask = random_mask((2, s, tq, tk), density, generator)
     check(q, k, v, Selection.from_mask(mask), mask, generator)
 
 
@@ -115,30 +136,32 @@ def test_against_dense(
     [{"causal": False}, {"scale": 0.7}, {"lengths": (1, 70)}, {"lengths": (0, 33), "causal": False}],
     ids=str,
 )
-@pytest.mark.parametrize("tq", [70, 40])
 def test_options(
-    options: dict[str, Any], tq: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+    options: dict[str, Any], dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
-    q, k, v = inputs(2, 2, 1, tq, 70, 16, dtype, device, generator)
-    mask = random_mask((2, 1, tq, 70), 0.2, generator)
+    q, k, v = inputs(2, 2, 1, 66, 70, 16, dtype, device, generator)
+    mask = random_mask((2, 1, 66, 70), 0.2, generator)
     if "lengths" in options:
         options = {**options, "lengths": torch.tensor(options["lengths"], device=device)}
     check(q, k, v, Selection.from_mask(mask), mask, generator, **options)
 
 
-@pytest.mark.parametrize("d", [3, 96, 200, 256])
+@pytest.mark.parametrize("d", [3, 96, 256])
 def test_head_dims(d: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
     q, k, v = inputs(1, 2, 1, 40, 40, d, dtype, device, generator)
     mask = random_mask((1, 1, 40, 40), 0.3, generator)
     check(q, k, v, Selection.from_mask(mask), mask, generator)
 
 
-@pytest.mark.parametrize("layout", ["transposed", "strided", "misaligned", "expanded", "tokens"])
-@pytest.mark.parametrize("which", ["q", "k", "v", "words"])
-def test_any_layout(
-    which: str, layout: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> None:
-    leaves = dict(zip("qkv", inputs(2, 4, 2, 70, 70, 16, dtype, device, generator)))
+@pytest.mark.parametrize(
+    "which, layout",
+    [
+        ("qkv", "transposed"), ("qkv", "strided"), ("qkv", "tokens"), ("qk", "misaligned"), ("v", "tokens"),
+        ("k", "expanded"), ("words", "transposed"), ("words", "expanded"),
+    ],
+)  # fmt: skip
+def test_any_layout(which: str, layout: str, device: torch.device, generator: torch.Generator) -> None:
+    leaves = dict(zip("qkv", inputs(2, 4, 2, 70, 70, 16, torch.float32, device, generator)))
     mask = random_mask((2, 1, 70, 70), 0.3, generator)
     selection = Selection.from_mask(mask)
 
@@ -148,11 +171,10 @@ def test_any_layout(
         return strategies.laid_out(x, layout)
 
     if which == "words":
-        words = arranged(selection.words)
-        selection = replace(selection, words=words)
+        selection = replace(selection, words=arranged(selection.words))
         mask = selection.to_mask()
     else:
-        leaves[which] = arranged(leaves[which].detach()).requires_grad_()
+        leaves |= {name: arranged(leaves[name].detach()).requires_grad_() for name in which}
     check(*leaves.values(), selection, mask, generator)
 
 
@@ -162,8 +184,8 @@ def test_lists_in_pieces(
 ) -> None:
     """What memory lists may take decides how many launches there are, and nothing else."""
     kernels = pytest.importorskip("gossamer.attention._triton.sparse_attention")
-    q, k, v = inputs(2, 2, 1, 300, 300, 16, torch.float32, device, generator)
-    selection = Selection.from_mask(random_mask((2, 1, 300, 300), 0.1, generator))
+    q, k, v = inputs(2, 1, 1, 200, 200, 16, torch.float32, device, generator)
+    selection = Selection.from_mask(random_mask((2, 1, 200, 200), 0.1, generator))
 
     def results() -> tuple[Tensor, ...]:
         out = sparse_attention(q, k, v, selection)
