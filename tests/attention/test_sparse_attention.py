@@ -311,7 +311,7 @@ def test_compiled(compiled: Any, device: torch.device, generator: torch.Generato
         ({"q": torch.ones(1, 2, 5, 300)}, ValueError, "D at most 256"),
         ({"k": torch.ones(1, 2, 7, 4)}, ValueError, r"k must have shape \[B, G, Tk, D\] = \[1, 2, 6, 4\] like q"),
         ({"v": torch.ones(1, 1, 6, 4)}, ValueError, r"v must have shape \[B, G, Tk, D\] = \[1, 2, 6, 4\] like k"),
-        ({"q": torch.ones(1, 3, 5, 4)}, ValueError, r"k must have a number of heads that divides the H = 3 of q, got 2"),
+        ({"q": torch.ones(1, 3, 5, 4)}, ValueError, r"k must have a number of heads that divides the H = 3 of q, got"),
         ({"k": torch.ones(1, 2, 6, 4).half()}, TypeError, "q, k and v must have one dtype, got float32, float16"),
         ({"k": torch.ones(1, 2, 6, 4, device="meta")}, ValueError, "k must be on cpu like q, got meta"),
         ({"q": torch.ones(1, 2, 4, 4)}, ValueError, r"selection must be of \[B, Tq\] = \[1, 4\] like q, got \[1, 5\]"),
