@@ -1,11 +1,11 @@
-"""Attention over selected keys, on the CPU: block of 64 queries by block, over the keys that any of them takes."""
+"""Attention over selected keys, on the CPU: 128 queries at a time, over the keys that any of them takes."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-QUERIES = 64
+QUERIES, PARTS = 64, 2
 
 
 def selected_blocks(
@@ -14,18 +14,19 @@ def selected_blocks(
     """(batch, queries, their heads, heads of keys, keys of the block, which query takes which key) of every block."""
     (batch, heads, tq, _), (_, groups, tk, _) = q.shape, k.shape
     scopes = words.shape[1]
-    bits = torch.arange(QUERIES)
+    bits = torch.arange(QUERIES)[:, None]
     for b in range(batch):
         end = tk if lengths is None else int(lengths[b])
         for s in range(scopes):
             first = s * heads // scopes
             those = slice(first, first + heads // scopes)
             theirs = slice(first * groups // heads, -(-those.stop * groups // heads))
-            for m, row in enumerate(words[b, s]):
-                queries = slice(m * QUERIES, min(m * QUERIES + QUERIES, tq))
-                keys = row[:end].nonzero().squeeze(1)
-                at = bits[: queries.stop - queries.start]
-                keep = ((row[keys][None, :] >> at[:, None]) & 1).bool()
+            for m in range(0, words.shape[2], PARTS):
+                rows = words[b, s, m : m + PARTS, :end]
+                queries = slice(m * QUERIES, min((m + PARTS) * QUERIES, tq))
+                keys = rows.any(0).nonzero().squeeze(1)
+                at = torch.arange(queries.stop - queries.start)
+                keep = ((rows[:, None, keys] >> bits) & 1).flatten(0, 1)[: len(at)].bool()
                 if causal:
                     keep &= keys <= (queries.start + at + tk - tq)[:, None]
                 yield b, queries, those, theirs, keys, keep
@@ -54,11 +55,28 @@ def sparse_attention(
     out = q.new_zeros(batch, tq, heads, d).transpose(1, 2)
     lse = torch.full((batch, heads, tq), -torch.inf, dtype=working)
     for b, queries, those, theirs, keys, keep in selected_blocks(q, k, words, lengths, causal):
-        s, p = probabilities(q, k, b, queries, those, theirs, keys, keep, scale)
-        o = p.flatten(1, 2) @ v[b, theirs][:, keys].to(working)
-        out[b, those, queries] = o.view(*out[b, those, queries].shape).to(q.dtype)
-        lse[b, those, queries] = s.logsumexp(-1).flatten(0, 1)
+        if not len(keys):
+            continue
+        s = scores(q, k, b, queries, those, theirs, keys, keep, scale)
+        most = s.amax(-1, keepdim=True)
+        # A row without keys: anything finite will do.
+        most.masked_fill_(most == -torch.inf, 0)
+        p = s.sub_(most).exp_()
+        total = p.sum(-1, keepdim=True)
+        o = (p.flatten(1, 2) @ v[b, theirs][:, keys].to(working)).view(*p.shape[:3], d)
+        out[b, those, queries] = (o / total.masked_fill(total == 0, 1)).flatten(0, 1).to(q.dtype)
+        lse[b, those, queries] = (most + total.log()).flatten(0, 1)[..., 0]
     return out, lse
+
+
+def scores(
+    q: Tensor, k: Tensor, b: int, queries: slice, those: slice, theirs: slice, keys: Tensor, keep: Tensor, scale: float
+) -> Tensor:
+    """Scores of a block, [groups, heads of a group, queries, keys], -inf where a query does not take a key."""
+    groups = theirs.stop - theirs.start
+    working = torch.promote_types(q.dtype, torch.float32)
+    s = _folded(q, b, those, queries, groups, working) @ k[b, theirs][:, keys].to(working).transpose(1, 2)
+    return s.view(groups, (those.stop - those.start) // groups, *keep.shape).mul_(scale).masked_fill_(~keep, -torch.inf)
 
 
 def probabilities(
@@ -71,19 +89,12 @@ def probabilities(
     keys: Tensor,
     keep: Tensor,
     scale: float,
-    lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(scores, probabilities) of a block, [groups, heads of a group, queries, keys]."""
-    groups = theirs.stop - theirs.start
-    each = (those.stop - those.start) // groups
-    working = torch.promote_types(q.dtype, torch.float32)
-    s = _folded(q, b, those, queries, groups, working) @ k[b, theirs][:, keys].to(working).transpose(1, 2)
-    s = (s.view(groups, each, *keep.shape) * scale).masked_fill(~keep, -torch.inf)
-    if lse is None:
-        total = s.logsumexp(-1, keepdim=True)
-    else:
-        total = lse[b, those, queries].view(groups, each, keep.shape[0], 1)
-    return s, torch.where(keep, (s - total).exp(), 0)
+    lse: Tensor,
+) -> Tensor:
+    """Probabilities of a block, laid out like `scores`, from the logarithm of the softmax's denominator."""
+    s = scores(q, k, b, queries, those, theirs, keys, keep, scale)
+    total = lse[b, those, queries].view(*s.shape[:3], 1)
+    return s.sub_(total.masked_fill(total == -torch.inf, 0)).exp_()
 
 
 def sparse_attention_bwd(
@@ -110,7 +121,7 @@ def sparse_attention_bwd(
         delta -= grad_lse
     for b, queries, those, theirs, keys, keep in selected_blocks(q, k, words, lengths, causal):
         groups = theirs.stop - theirs.start
-        _, p = probabilities(q, k, b, queries, those, theirs, keys, keep, scale, lse)
+        p = probabilities(q, k, b, queries, those, theirs, keys, keep, scale, lse)
         do, qb = (_folded(x, b, those, queries, groups, working) for x in (grad, q))
         dp = (do @ v[b, theirs][:, keys].to(working).transpose(1, 2)).view_as(p)
         ds = p * (dp - delta[b, those, queries].view(*p.shape[:3], 1)) * scale
