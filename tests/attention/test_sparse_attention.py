@@ -1,7 +1,9 @@
 """Attention over selected keys and its gradients, against dense float64."""
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -328,3 +330,13 @@ def test_errors(change: dict[str, Any], error: type[Exception], message: str) ->
     given |= {"selection": Selection.from_mask(mask), **{key: x for key, x in change.items() if key != "scopes"}}
     with pytest.raises(error, match=f"attention.sparse_attention: .*{message}"):
         sparse_attention(**given)
+
+
+@pytest.mark.native
+def test_docs() -> None:
+    """The examples of the page, one after the other."""
+    page = Path(__file__).parents[2] / "docs" / "sparse-attention.md"
+    names: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.S | re.M):
+        exec(block, names)
+    assert names["out"].shape == (1, 8, 200, 64) and names["k_idx"].grad.isfinite().all()
