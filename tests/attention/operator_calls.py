@@ -2,7 +2,7 @@
 
 import torch
 
-from gossamer.attention import Selection, indexer_loss, sparse_attention, sparse_decode
+from gossamer.attention import Selection, indexer_loss, rotary_gates, sparse_attention, sparse_decode
 
 
 def calls(device: torch.device) -> None:
@@ -27,6 +27,10 @@ def sparse_calls(device: torch.device) -> None:
     for given in (None, lengths):
         operands = (leaf(2, 3, 33, 8), leaf(2, 33, 8), leaf(2, 33, 3), leaf(3))
         indexer_loss(q, k, *operands, selection=selection, lengths=given).backward()
+    for gates in (True, False):
+        y, angles = leaf(2, 5, 8 * (12 if gates else 7)), torch.randn(5, 8, device=device)
+        made = rotary_gates(y, angles, angles, 3, 2, value_gate=gates, output_gate=gates)
+        sum(x.sum() for x in made if x is not None).backward()
     one = Selection.from_mask(torch.rand(2, 1, 33, device=device) < 0.3)
     pages, table = torch.randn(8, 16, 2, 16, device=device), torch.randperm(8, device=device)[:6].view(2, 3)
     q, k, v = (x.detach() for x in (q, k, v))

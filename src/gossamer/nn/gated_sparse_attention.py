@@ -20,12 +20,17 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, head_dim: int, theta: float, device: torch.device | str | None = None) -> None:
         super().__init__()
-        powers = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-        self.register_buffer("inv_freq", theta**-powers)
+        self.head_dim, self.theta = head_dim, theta
+        self.register_buffer("inv_freq", self._frequencies(device))
+
+    def _frequencies(self, device: torch.device | str | None) -> Tensor:
+        return self.theta ** -(torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) in float32, `[..., D]`, of integer positions `[...]`."""
-        angles = positions[..., None].float() * self.inv_freq.float()
+        # A module that was cast to 16 bits has frequencies that are of no use at large positions.
+        wide = self.inv_freq.dtype in (torch.float32, torch.float64)
+        angles = positions[..., None].float() * (self.inv_freq if wide else self._frequencies(positions.device)).float()
         angles = torch.cat([angles, angles], -1)
         return angles.cos(), angles.sin()
 
@@ -118,7 +123,7 @@ class GatedSparseAttention(nn.Module):
                 f"{num_heads} and {head_dim}."
             )
         if not k_min <= k_base <= k_max:
-            raise ValueError(f"{OPERATOR}: k_min <= k_base <= k_max must hold, got {k_min}, {k_base} and {k_max}.")
+            raise ValueError(f"{OPERATOR}: k_min, k_base and k_max must ascend, got {k_min}, {k_base} and {k_max}.")
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.k_base, self.k_min, self.k_max, self.adaptive = k_base, k_min, k_max, adaptive
         self.dense = False
@@ -166,15 +171,18 @@ class GatedSparseAttention(nn.Module):
         for name, gate in (("value_gate", self.value_gate), ("output_gate", self.output_gate)):
             if gate is not None:
                 layers[name] = gate.gate_proj
-        made = dict(zip(layers, _products(x, layers)))
-        q, k, v = (made[name].unflatten(-1, (-1, self.head_dim)) for name in ("q_proj", "k_proj", "v_proj"))
         if position_ids is None:
             position_ids = torch.arange(x.shape[1], device=x.device)
-        cos, sin = (t[..., None, :] for t in self.rotary_emb(position_ids))
-        q, k = _turned(q, cos, sin), _turned(k, cos, sin)
-        if "value_gate" in made:
-            v = v * made["value_gate"].sigmoid().view_as(v)
-        out_gate = made["output_gate"].sigmoid() if "output_gate" in made else None
+        cos, sin = self.rotary_emb(position_ids)
+        q, k, v, out_gate = attention.rotary_gates(
+            _products(x, layers),
+            cos,
+            sin,
+            self.num_heads,
+            self.num_kv_heads,
+            value_gate=self.value_gate is not None,
+            output_gate=self.output_gate is not None,
+        )
         index = self.index(x) if indexer else (x.new_empty(0),) * 3
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out_gate, index
 
@@ -182,7 +190,8 @@ class GatedSparseAttention(nn.Module):
         """What the indexer scores by: q `[B, n, T, d]`, k `[B, T, d]` and w `[B, T, n]`."""
         of = self.indexer
         layers = {"idx_q_proj": of.idx_q_proj, "idx_k_proj": of.idx_k_proj, "idx_w_proj": of.idx_w_proj}
-        q, k, w = _products(x, layers)
+        widths = [layer.out_features for layer in layers.values()]
+        q, k, w = _products(x, layers).split(widths, -1)
         return q.unflatten(-1, (of.num_heads, of.head_dim)).transpose(1, 2), k, w
 
     @torch.no_grad()
@@ -199,23 +208,72 @@ class GatedSparseAttention(nn.Module):
         return text if self.adaptive is None else f"{text}, adaptive={self.adaptive!r}"
 
 
+class GatedSparseAttentionReference(GatedSparseAttention):
+    """`GatedSparseAttention` by plain PyTorch, with matrices of T by T: for checks, and for a small T.
+
+    Parameters, and so its `state_dict`, are the same. The number of keys is `k_base` for each query.
+
+    >>> GatedSparseAttentionReference(32, 4, k_base=8, k_min=4, k_max=16, d_indexer=16)(torch.randn(2, 20, 32)).shape
+    torch.Size([2, 20, 32])
+    """
+
+    def forward(
+        self, x: Tensor, position_ids: Tensor | None = None, selection: attention.Selection | None = None
+    ) -> Tensor:
+        """As `GatedSparseAttention.forward`."""
+        if self.adaptive is not None:
+            raise NotImplementedError(f"{OPERATOR}Reference: adaptive numbers of keys are not implemented. Use None.")
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        length = x.shape[1]
+        cos, sin = self.rotary_emb(torch.arange(length, device=x.device) if position_ids is None else position_ids)
+        q, k = (_turned(t, cos[..., None, :], sin[..., None, :]) for t in (q, k))
+        if self.value_gate is not None:
+            v = v * self.value_gate.gate_proj(x).sigmoid().view_as(v)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        seen = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+        if selection is not None:
+            taken = selection.to_mask() & seen
+        elif self.dense or length <= self.k_base:
+            taken = seen
+        else:
+            # Sorted stably: of equal scores the first ones win.
+            best = self.scores(*self.index(x)).sort(dim=-1, descending=True, stable=True).indices[..., : self.k_base]
+            taken = torch.zeros_like(seen).expand(x.shape[0], -1, -1).scatter(2, best, True)[:, None] & seen
+        shared = self.num_heads // self.num_kv_heads
+        k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
+        s = (q @ k.transpose(2, 3)) * self.head_dim**-0.5
+        out = (s.masked_fill(~taken, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        if self.output_gate is not None:
+            out = out * self.output_gate.gate_proj(x).sigmoid()
+        return self.o_proj(out)
+
+    @torch.no_grad()
+    def scores(self, q: Tensor, k: Tensor, w: Tensor) -> Tensor:
+        """What the indexer makes of each query and key, `[B, T, T]`, -inf where a key stands behind the query."""
+        z = q @ k[:, None].transpose(2, 3) * self.indexer.head_dim**-0.5
+        z = (z + self.indexer.idx_bias[:, None, None]).sigmoid() * w.sigmoid().transpose(1, 2)[..., None]
+        seen = torch.ones(z.shape[2:], dtype=torch.bool, device=z.device).tril()
+        return z.sum(1).masked_fill(~seen, -torch.inf)
+
+
 OPERATOR = "nn.GatedSparseAttention"
 
 
-def _products(x: Tensor, layers: dict[str, nn.Linear]) -> tuple[Tensor, ...]:
-    """What the layers make of x, by one product where they are plain."""
+def _products(x: Tensor, layers: dict[str, nn.Linear]) -> Tensor:
+    """What the layers make of x, side by side; by one product where they are plain."""
     if why_called(**layers) is not None:
-        return tuple(layer(x) for layer in layers.values())
-    weight = torch.cat([layer.weight for layer in layers.values()])
+        return torch.cat([layer(x) for layer in layers.values()], -1)
     biases = [layer.bias for layer in layers.values()]
-    widths = [layer.out_features for layer in layers.values()]
+    weight = torch.cat([layer.weight for layer in layers.values()])
     bias = None
     if any(each is not None for each in biases):
+        widths = [layer.out_features for layer in layers.values()]
         bias = torch.cat([weight.new_zeros(n) if each is None else each for each, n in zip(biases, widths)])
-    return F.linear(x, weight, bias).split(widths, -1)
+    return F.linear(x, weight, bias)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x `[B, T, heads, D]` in rotary embeddings, computed in float32."""
-    low, high = x.float().chunk(2, -1)
-    return torch.cat([low, high], -1).mul(cos).add(torch.cat([-high, low], -1).mul(sin)).to(x.dtype)
+    """x `[B, T, heads, D]` in rotary embeddings, computed in float32 at least."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    low, high = wide.chunk(2, -1)
+    return (wide * cos + torch.cat([-high, low], -1) * sin).to(x.dtype)
