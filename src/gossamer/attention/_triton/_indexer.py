@@ -1,0 +1,57 @@
+"""What the kernels of the indexer share: its gates, and which keys a query sees."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sigmoid(x, FAST: tl.constexpr):
+    """1 / (1 + exp(-x)); FAST takes the GPU's own tanh, half the work, with an error of 1e-5."""
+    if FAST:
+        half = tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [0.5 * x], dtype=tl.float32, is_pure=True, pack=1
+        )
+        return 0.5 * half + 0.5
+    else:
+        return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def valid_keys(lengths_ptr, batch, Tk):
+    """How many keys a batch element has."""
+    if lengths_ptr is None:
+        return Tk
+    else:
+        return tl.minimum(tl.maximum(tl.load(lengths_ptr + batch).to(tl.int32), 0), Tk)
+
+
+@triton.jit
+def visible_keys(rows, length, Tq, ahead):
+    """How many keys, from the first on, queries see: the last query is aligned with the last key, or the first with
+    the first where there are fewer keys than queries. `ahead` is 1, or more than Tk where queries see all keys."""
+    seen = tl.minimum(rows + tl.maximum(length - Tq, 0) + ahead, length)
+    return tl.where(rows < Tq, seen, 0)
+
+
+@triton.jit
+def load_gates(w_ptr, rows, h, Tq, HEADS: tl.constexpr):
+    """sigmoid of a head's weights at queries of one batch element; 0 past the last query."""
+    w = tl.load(w_ptr + rows.to(tl.int64) * HEADS + h, mask=rows < Tq, other=float("-inf"))
+    return 1.0 / (1.0 + tl.exp(-w.to(tl.float32)))
+
+
+@triton.jit
+def load_bias(bias_ptr, h):
+    """A head's bias in float32."""
+    if bias_ptr is None:
+        return 0.0
+    else:
+        return tl.load(bias_ptr + h).to(tl.float32)
+
+
+@triton.jit
+def load_tile(x_ptr, rows, stride, limit, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[rows, BLOCK_D] of a matrix with contiguous rows of D; 0 past its end."""
+    columns = tl.arange(0, BLOCK_D)
+    at = rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    return tl.load(x_ptr + at, mask=(rows < limit)[:, None] & (columns < D)[None, :], other=0.0)

@@ -1,0 +1,234 @@
+"""The indexer's scores as a matrix, and their gradients.
+
+A score is the sum over heads of sigmoid(w) * sigmoid(q . k * scale + bias). Forward, a program owns a tile of queries
+by keys and adds up the heads in registers, so that nothing of size [heads, Tq, Tk] exists. Backward, nothing of that
+size does either: one kernel owns (queries, head) and walks the keys for the gradients of q, w and bias, the other owns
+keys and walks heads and queries for the gradient of k. Both compute the products again. No sum's order depends on
+timing. Tiles are small where D is large: a tile of queries and two of keys share the SM's memory.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch, tuning
+from gossamer._core.ops import INTERPRET
+from gossamer.attention._triton._indexer import (
+    load_bias,
+    load_gates,
+    load_tile,
+    sigmoid,
+    valid_keys,
+    visible_keys,
+)
+
+
+def fast(x: Tensor) -> bool:
+    """Whether the GPU's own tanh is exact enough: where numbers have 16 bits."""
+    return x.element_size() == 2 and not INTERPRET and not torch.version.hip
+
+
+def tile(d: int, element_size: int, most: int = 128) -> dict[str, int]:
+    """BLOCK_D, and how many queries and keys of that width share a program."""
+    block_d = max(16, launch.next_power_of_2(d))
+    wide = block_d * element_size
+    rows, keys = (64, most) if wide <= 256 else (64, 64) if wide <= 512 else (32, 32) if wide <= 1024 else (16, 16)
+    return {"BLOCK_D": block_d, "BLOCK_M": rows, "BLOCK_N": keys}
+
+
+def check_width(operator: str, d: int, element_size: int) -> None:
+    """Raises where a tile of queries and keys exceeds the SM's memory."""
+    if launch.next_power_of_2(d) * element_size > 2048:
+        raise NotImplementedError(
+            f"{operator}: on the GPU q_idx may have at most {2048 // element_size} columns in this dtype, got {d}. "
+            "Split the width over more heads."
+        )
+
+
+@triton.jit
+def _indexer_scores_fwd_kernel(
+    q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, out_ptr, Tq, Tk, ahead, scale,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of keys, tile of queries, batch)."""
+    keys = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    batch = tl.program_id(2).to(tl.int64)
+    visible = visible_keys(rows, valid_keys(lengths_ptr, batch, Tk), Tq, ahead)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if tl.program_id(0) * BLOCK_N < tl.max(visible, axis=0):
+        k = load_tile(k_ptr + batch * Tk * D, keys, D, Tk, D, BLOCK_D)
+        for h in range(HEADS):
+            q = load_tile(q_ptr + (batch * HEADS + h) * Tq * D, rows, D, Tq, D, BLOCK_D)
+            x = tl.dot(q, k.T, input_precision=PRECISION) * scale + load_bias(bias_ptr, h)
+            gate = load_gates(w_ptr + batch * Tq * HEADS, rows, h, Tq, HEADS)
+            total += gate[:, None] * sigmoid(x, FAST)
+    out = tl.where(keys[None, :] < visible[:, None], total, float("-inf"))
+    at = (batch * Tq + rows)[:, None] * Tk + keys[None, :]
+    tl.store(out_ptr + at, out, mask=(rows < Tq)[:, None] & (keys < Tk)[None, :])
+
+
+@triton.jit
+def head_terms(
+    q, k, grad_ptr, rows, keys, visible, gate, bias, Tq, Tk, scale, PRECISION: tl.constexpr, FAST: tl.constexpr
+):
+    """(grad * sigmoid, gradient with respect to what the sigmoid is taken of), both float32 [rows, keys]."""
+    active = sigmoid(tl.dot(q, k.T, input_precision=PRECISION) * scale + bias, FAST)
+    inside = (keys[None, :] < visible[:, None]) & (rows < Tq)[:, None]
+    at = rows.to(tl.int64)[:, None] * Tk + keys[None, :]
+    grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    through = tl.where(inside, grad * active, 0.0)
+    return through, gate[:, None] * through * (1.0 - active)
+
+
+@triton.jit
+def _indexer_scores_bwd_q_kernel(
+    q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, grad_ptr, dq_ptr, dw_ptr, dbias_ptr, Tq, Tk, ahead, scale,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of queries, head, batch)."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    visible = visible_keys(rows, valid_keys(lengths_ptr, batch, Tk), Tq, ahead)
+    plane = (batch * HEADS + head) * Tq
+    q = load_tile(q_ptr + plane * D, rows, D, Tq, D, BLOCK_D)
+    gate = load_gates(w_ptr + batch * Tq * HEADS, rows, head, Tq, HEADS)
+    bias = load_bias(bias_ptr, head)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    dgate = tl.zeros([BLOCK_M], tl.float32)
+    dbias = tl.zeros([BLOCK_M], tl.float32)
+    for first in range(0, tl.max(visible, axis=0), BLOCK_N):
+        keys = first + tl.arange(0, BLOCK_N)
+        k = load_tile(k_ptr + batch * Tk * D, keys, D, Tk, D, BLOCK_D)
+        through, dx = head_terms(
+            q, k, grad_ptr + batch * Tq * Tk, rows, keys, visible, gate, bias, Tq, Tk, scale, PRECISION, FAST
+        )
+        dgate += tl.sum(through, axis=1)
+        dbias += tl.sum(dx, axis=1)
+        dq += tl.dot(dx.to(k.dtype), k, input_precision=PRECISION)
+    columns = tl.arange(0, BLOCK_D)
+    at = (plane + rows)[:, None] * D + columns[None, :]
+    tl.store(dq_ptr + at, dq * scale, mask=(rows < Tq)[:, None] & (columns < D)[None, :])
+    tl.store(dw_ptr + (batch * Tq + rows) * HEADS + head, dgate * gate * (1.0 - gate), mask=rows < Tq)
+    part = (batch * HEADS + head) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(dbias_ptr + part, tl.sum(dbias, axis=0))
+
+
+@triton.jit
+def _indexer_scores_bwd_k_kernel(
+    q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, grad_ptr, dk_ptr, Tq, Tk, ahead, scale,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of keys, batch)."""
+    keys = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    batch = tl.program_id(1).to(tl.int64)
+    length = valid_keys(lengths_ptr, batch, Tk)
+    k = load_tile(k_ptr + batch * Tk * D, keys, D, Tk, D, BLOCK_D)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    # The first query that sees a key of this tile.
+    begin = tl.maximum(tl.program_id(0) * BLOCK_N + 1 - ahead - tl.maximum(length - Tq, 0), 0) // BLOCK_M * BLOCK_M
+    for head in range(HEADS):
+        bias = load_bias(bias_ptr, head)
+        for first in range(begin, Tq, BLOCK_M):
+            rows = first + tl.arange(0, BLOCK_M)
+            q = load_tile(q_ptr + (batch * HEADS + head) * Tq * D, rows, D, Tq, D, BLOCK_D)
+            gate = load_gates(w_ptr + batch * Tq * HEADS, rows, head, Tq, HEADS)
+            visible = visible_keys(rows, length, Tq, ahead)
+            _, dx = head_terms(
+                q, k, grad_ptr + batch * Tq * Tk, rows, keys, visible, gate, bias, Tq, Tk, scale, PRECISION, FAST
+            )
+            dk += tl.dot(dx.T.to(q.dtype), q, input_precision=PRECISION)
+    columns = tl.arange(0, BLOCK_D)
+    at = (batch * Tk + keys)[:, None] * D + columns[None, :]
+    tl.store(dk_ptr + at, dk * scale, mask=(keys < Tk)[:, None] & (columns < D)[None, :])
+
+
+_fwd = launch.Kernel(_indexer_scores_fwd_kernel)
+_bwd_q = launch.Kernel(_indexer_scores_bwd_q_kernel)
+_bwd_k = launch.Kernel(_indexer_scores_bwd_k_kernel)
+
+
+def _options(q: Tensor, most: int) -> dict[str, object]:
+    precision = tuning.dot_precision(q, q.shape[3])["PRECISION"]
+    return {"HEADS": q.shape[1], "D": q.shape[3], **tile(q.shape[3], q.element_size(), most), "PRECISION": precision}
+
+
+def _key(*tensors: Tensor | None) -> tuple[object, ...]:
+    return tuple(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors)
+
+
+def _ahead(causal: bool, tk: int) -> int:
+    return 1 if causal else tk + 1
+
+
+def indexer_scores(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    causal: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Operator `indexer_scores` -> [B, Tq, Tk]."""
+    check_width("attention.indexer_scores", q.shape[3], q.element_size())
+    b, _, tq, _ = q.shape
+    tk = k.shape[1]
+    out = q.new_empty((b, tq, tk), dtype=out_dtype)
+    if out.numel() and q.shape[1] and q.shape[3]:
+        meta = {**_options(q, 128), "FAST": fast(q)}
+        grid = (launch.cdiv(tk, meta["BLOCK_N"]), launch.cdiv(tq, meta["BLOCK_M"]), b)
+        tensors = (q.contiguous(), k.contiguous(), w.contiguous(), bias, lengths, out)
+        key = (_key(*tensors), causal, scale)
+        _fwd(key, grid, (*tensors, tq, tk, _ahead(causal, tk), scale), meta)
+    return out
+
+
+def indexer_scores_backward(
+    grad: Tensor, q: Tensor, k: Tensor, w: Tensor, bias: Tensor | None, lengths: Tensor | None, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Operator `indexer_scores_backward` -> gradients of q, k, w and bias (float32 [Hi])."""
+    b, heads, tq, d = q.shape
+    tk = k.shape[1]
+    dq, dk, dw = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, w))
+    if not (grad.numel() and heads and d):
+        return dq, dk, dw, torch.zeros(heads, dtype=torch.float32, device=q.device)
+    meta = {**_options(q, 64), "FAST": fast(q)}
+    blocks = launch.cdiv(tq, meta["BLOCK_M"])
+    dbias = torch.empty(b, heads, blocks, dtype=torch.float32, device=q.device)
+    tensors = (q.contiguous(), k.contiguous(), w.contiguous(), bias, lengths, grad.contiguous())
+    key, sizes = (_key(*tensors), causal, scale), (tq, tk, _ahead(causal, tk), scale)
+    _bwd_q(key, (blocks, heads, b), (*tensors, dq, dw, dbias, *sizes), meta)
+    _bwd_k(key, (launch.cdiv(tk, meta["BLOCK_N"]), b, 1), (*tensors, dk, *sizes), meta)
+    return dq, dk, dw, dbias.sum((0, 2))
+
+
+_INPUTS = {"q_ptr": "*bf16", "k_ptr": "*bf16", "w_ptr": "*bf16", "bias_ptr": "*fp32", "lengths_ptr": "*i32"}
+_SIZES = {"Tq": "i32", "Tk": "i32", "ahead": "i32", "scale": "fp32"}
+_TILE = {"HEADS": 4, "D": 64, "BLOCK_D": 64, "BLOCK_M": 64, "BLOCK_N": 64, "PRECISION": "ieee", "FAST": False}
+
+EXAMPLES = {
+    _indexer_scores_fwd_kernel: {
+        "signature": {**_INPUTS, "out_ptr": "*bf16", **_SIZES},
+        "constexprs": {**_TILE, "BLOCK_N": 128},
+        "num_warps": 4,
+    },
+    _indexer_scores_bwd_q_kernel: {
+        "signature": {
+            **_INPUTS, "grad_ptr": "*bf16", "dq_ptr": "*bf16", "dw_ptr": "*bf16", "dbias_ptr": "*fp32", **_SIZES,
+        },
+        "constexprs": _TILE,
+        "num_warps": 4,
+    },
+    _indexer_scores_bwd_k_kernel: {
+        "signature": {**_INPUTS, "grad_ptr": "*bf16", "dk_ptr": "*bf16", **_SIZES},
+        "constexprs": _TILE,
+        "num_warps": 4,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""
