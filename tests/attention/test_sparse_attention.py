@@ -34,7 +34,10 @@ def dense(
 def visible(mask: Tensor, tq: int, tk: int, causal: bool, lengths: Any) -> Tensor:
     keys = torch.arange(tk, device=mask.device)
     if causal:
-        mask = mask & (keys <= torch.arange(tk - tq, tk, device=mask.device)[:, None])
+        offset = mask.new_full((len(mask),), tk - tq, dtype=torch.int64)
+        offset = offset if lengths is None else (lengths - tq).clamp(min=0)
+        queries = torch.arange(tq, device=mask.device) + offset[:, None]
+        mask = mask & (keys <= queries[:, None, :, None])
     if lengths is not None:
         mask = mask & (keys < lengths[:, None, None, None])
     return mask

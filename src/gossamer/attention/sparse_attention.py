@@ -51,8 +51,10 @@ def sparse_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v over the keys that each query takes.
 
-    Query i stands at key i + Tk - Tq: the last query beside the last key. A query that takes no key gives zeros, and
-    has no gradient. A value that is NaN or infinite reaches each query of a block of 128 that has one who takes it.
+    The last query stands beside the last key: beside key Tk - 1, or with `lengths` beside key lengths[b] - 1; where a
+    sequence has fewer keys than there are queries, the first stands beside the first. A query that takes no key gives
+    zeros, and has no gradient. A value that is NaN or infinite reaches each query of a block of 128 that has one who
+    takes it.
 
     Args:
         q: `[B, H, Tq, D]`, float, D at most 256; any strides.

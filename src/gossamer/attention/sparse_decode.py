@@ -32,8 +32,7 @@ def sparse_decode(
         selection: of Tq queries and Tk keys, its scopes S being 1, G or H.
         page_table: int `[B, n]` with n * page_size at least Tk: key j of a sequence is row j % page_size of page
             page_table[b, j // page_size]. Pages of keys that nobody takes are not read.
-        scale, causal, lengths, return_lse: as in `sparse_attention`. Where sequences differ in length, and the last
-            query stands beside key lengths[b] - 1, let the selection say what is visible, and causal be False.
+        scale, causal, lengths, return_lse: as in `sparse_attention`.
 
     Returns:
         As `sparse_attention`.

@@ -16,7 +16,8 @@ def selected_blocks(
     scopes = words.shape[1]
     bits = torch.arange(QUERIES)[:, None]
     for b in range(batch):
-        end = tk if lengths is None else int(lengths[b])
+        end = tk if lengths is None else max(0, min(tk, int(lengths[b])))
+        offset = tk - tq if lengths is None else max(end - tq, 0)
         for s in range(scopes):
             first = s * heads // scopes
             those = slice(first, first + heads // scopes)
@@ -28,7 +29,7 @@ def selected_blocks(
                 at = torch.arange(queries.stop - queries.start)
                 keep = ((rows[:, None, keys] >> bits) & 1).flatten(0, 1)[: len(at)].bool()
                 if causal:
-                    keep &= keys <= (queries.start + at + tk - tq)[:, None]
+                    keep &= keys <= (queries.start + at + offset)[:, None]
                 yield b, queries, those, theirs, keys, keep
 
 

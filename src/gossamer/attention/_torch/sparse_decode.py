@@ -26,10 +26,13 @@ def sparse_decode(
     lse = q.new_empty((b, h, tq), dtype=torch.promote_types(q.dtype, torch.float32))
     for i in range(b):
         row = words[i : i + 1].clone()
+        offset = row.shape[3] - tq
         if lengths is not None:
-            row[..., int(lengths[i]) :] = 0
+            end = max(0, min(row.shape[3], int(lengths[i])))
+            row[..., end:] = 0
+            offset = max(end - tq, 0)
         if causal:
-            row &= _not_before(tq, row.shape[3])
+            row &= _not_before(tq, row.shape[3], offset)
         keys = (row != 0).any(2).any(1)[0].nonzero().squeeze(1)
         if table is None:
             some = [x[i : i + 1, :, keys] for x in (k, v)]
@@ -42,8 +45,8 @@ def sparse_decode(
     return out, lse
 
 
-def _not_before(tq: int, tk: int) -> Tensor:
-    """int64 [blocks, Tk]: the bits of queries that do not stand before the key."""
-    first = torch.arange(0, tq, QUERIES)[:, None] + tk - tq
+def _not_before(tq: int, tk: int, offset: int) -> Tensor:
+    """int64 [blocks, Tk]: the bits of queries that do not stand before the key; query i stands at key i + offset."""
+    first = torch.arange(0, tq, QUERIES)[:, None] + offset
     before = torch.arange(tk) - first
     return torch.where(before > 63, 0, torch.full((), -1) << before.clamp(0, 63))

@@ -20,18 +20,22 @@ QUERIES = 64
 
 @triton.jit
 def _key_lists_kernel(
-    words_ptr, lengths_ptr, lists_ptr, counts_ptr, N, Tk, offset, first, capacity, SCOPES: tl.constexpr,
+    words_ptr, lengths_ptr, lists_ptr, counts_ptr, N, Tq, Tk, first, capacity, SCOPES: tl.constexpr,
     CAUSAL: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (batch and scope, group from `first` on). Query i stands at key i + offset."""
+    """Program (batch and scope, group from `first` on)."""
     scope, group = tl.program_id(0), tl.program_id(1)
     part = (first + group) * PARTS + tl.arange(0, PARTS)
     out = group.to(tl.int64) * tl.num_programs(0) + scope
     words_ptr += (scope.to(tl.int64) * N + part)[:, None] * Tk
     lists_ptr += out * (1 + 2 * PARTS) * capacity
     end = tl.minimum(capacity, Tk)
+    # Query i stands at key i + offset.
+    offset = Tk - Tq
     if lengths_ptr is not None:
-        end = tl.minimum(end, tl.load(lengths_ptr + scope // SCOPES).to(tl.int32))
+        length = tl.load(lengths_ptr + scope // SCOPES).to(tl.int32)
+        end = tl.minimum(end, length)
+        offset = tl.maximum(tl.minimum(length, Tk) - Tq, 0)
     if CAUSAL:
         end = tl.minimum(end, (first + group + 1) * (64 * PARTS) + offset)
     found = 0
@@ -56,10 +60,12 @@ def _key_lists_kernel(
 _key_lists = launch.Kernel(_key_lists_kernel)
 
 
-def slots(words: Tensor, offset: int, causal: bool, last: int) -> int:
+def slots(words: Tensor, num_queries: int, lengths: Tensor | None, causal: bool, last: int) -> int:
     """Keys that any query before `last` may see, in whole cache lines."""
     tk = words.shape[3]
-    seen = min(tk, last + offset) if causal else tk
+    offset = tk - num_queries
+    # With lengths no query stands further back, but for those of a sequence that is shorter than there are queries.
+    seen = min(tk, last + (offset if lengths is None else max(offset, 0))) if causal else tk
     return launch.cdiv(max(seen, 1), 32) * 32
 
 
@@ -73,13 +79,12 @@ def key_lists(
     b, s, n, tk = words.shape
     groups = launch.cdiv(n, parts) - first
     groups = min(groups, most) if most else groups
-    offset = tk - num_queries
-    capacity = slots(words, offset, causal, (first + groups) * parts * QUERIES)
+    capacity = slots(words, num_queries, lengths, causal, (first + groups) * parts * QUERIES)
     lists = torch.empty(groups, b * s, 1 + 2 * parts, capacity, dtype=torch.int32, device=words.device)
     counts = torch.empty(groups, b * s, dtype=torch.int32, device=words.device)
     meta = {"SCOPES": s, "CAUSAL": causal, "PARTS": parts, "BLOCK": 4096 // parts}
-    key = (n, tk, offset, first, capacity, s, causal, parts, None if lengths is None else lengths.dtype)
-    args = (words, lengths, lists, counts, n, tk, offset, first, capacity)
+    key = (n, num_queries, tk, first, capacity, s, causal, parts, None if lengths is None else lengths.dtype)
+    args = (words, lengths, lists, counts, n, num_queries, tk, first, capacity)
     _key_lists(key, (b * s, groups, 1), args, meta, num_warps=8)
     return lists, counts
 
@@ -88,7 +93,7 @@ EXAMPLES = {
     _key_lists_kernel: {
         "signature": {
             "words_ptr": "*i64", "lengths_ptr": "*i32", "lists_ptr": "*i32", "counts_ptr": "*i32", "N": "i32",
-            "Tk": "i32", "offset": "i32", "first": "i32", "capacity": "i32",
+            "Tq": "i32", "Tk": "i32", "first": "i32", "capacity": "i32",
         },
         "constexprs": {"SCOPES": 1, "CAUSAL": True, "PARTS": 2, "BLOCK": 2048},
         "num_warps": 8,

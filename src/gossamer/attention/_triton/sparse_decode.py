@@ -45,8 +45,10 @@ def _sparse_decode_parts_kernel(
     indices_ptr += listed * capacity
     count = tl.load(counts_ptr + listed)
     end = Tk
+    offset = Tk - TQ
     if lengths_ptr is not None:
         end = tl.minimum(end, tl.load(lengths_ptr + batch).to(tl.int32))
+        offset = tl.maximum(end - TQ, 0)
     whole = count > capacity
     count = tl.where(whole, end, count)
     each = tl.cdiv(tl.cdiv(count, BLOCK_N), parts) * BLOCK_N
@@ -64,7 +66,7 @@ def _sparse_decode_parts_kernel(
         word = tl.load(words_ptr + key, mask=held, other=0)
         keep = ((word[None, :] >> query.to(tl.int64)[:, None]) & 1) != 0
         if CAUSAL:
-            keep = keep & (key[None, :] <= (query + (Tk - TQ))[:, None])
+            keep = keep & (key[None, :] <= (query + offset)[:, None])
         if PAGE > 0:
             page = tl.load(table_ptr + batch * pages + key // PAGE, mask=held, other=0).to(tl.int64)
             at = page * stride_kb + (key % PAGE) * stride_kt
