@@ -212,7 +212,7 @@ def _indexer_loss_keys_kernel(
                 pass
         mask = (slot < count)[:, None] & (column < DI)[None, :]
         at = dki_ptr + (batch * T + key)[:, None] * DI + column[None, :]
-        tl.store(at, dki * scale_idx + tl.load(at, mask=mask, other=0.0, cache_modifier=".cg"), mask=mask)
+        tl.atomic_add(at, dki * scale_idx, mask=mask, sem="relaxed")
         tl.debug_barrier()
         tl.atomic_add(done_ptr + entry, 1, sem="release")
         tile = tl.atomic_add(plan_ptr, 1, sem="relaxed")

@@ -1,4 +1,4 @@
-"""Gradients of attention over selected keys, from the logarithm of the softmax's denominator, without atomics.
+"""Gradients of attention over selected keys, from the logarithm of the softmax's denominator, in a fixed order.
 
 Three kernels. The first keeps, for each query, that logarithm in base 2 beside the product of the output and its
 gradient. The second is the forward pass's twin: the same program walks the same list and sums the gradient of q.
@@ -7,9 +7,9 @@ The third sums those of k and v. Turning the lists around would give each key it
 the same one: nothing that a tensor core could share. So it keeps the lists, but of longer groups of queries (PARTS
 blocks), whose keys are not many more than a block's. An item of work is BLOCK_K keys of one group's list: the tile of k
 and v is gathered once, the group's queries stream past it, and only the sums go to memory, once a group instead of once
-a block. There they are added, in float32, to what the groups before have left: items are drawn in order, and an item
-adds when all of the group before are done. It has hardly ever to wait, for they were drawn long before; and as the
-order of additions is fixed, so are the bits.
+a block. There they are added, in float32, by atomics that need no order of their own, for it is given: items are drawn
+in order, a key is in one item of a group, and an item adds when all items of the group before are done. It has hardly
+ever to wait, for they were drawn long before.
 """
 
 import torch
@@ -186,10 +186,8 @@ def _sparse_attention_bwd_kv_kernel(
             while tl.atomic_add(flag, 0, sem="acquire") < tiles:
                 pass
         mask = held[:, None] & wide
-        dv += tl.load(dv_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
-        tl.store(dv_ptr + at, dv, mask=mask)
-        dk = dk * scale + tl.load(dk_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
-        tl.store(dk_ptr + at, dk, mask=mask)
+        tl.atomic_add(dv_ptr + at, dv, mask=mask, sem="relaxed")
+        tl.atomic_add(dk_ptr + at, dk * scale, mask=mask, sem="relaxed")
         tl.debug_barrier()
         tl.atomic_add(done_ptr + entry * serves + served, 1, sem="release")
         item = tl.atomic_add(plan_ptr, 1, sem="relaxed")
