@@ -92,7 +92,7 @@ def _sparse_attention_fwd_kernel(
     for start in range(0, count, BLOCK_N):
         slot = start + tl.arange(0, BLOCK_N)
         # Past the end the last key once more, with no bit set: a key that nobody lists is never read.
-        key = tl.load(lists_ptr + tl.minimum(slot, count - 1)).to(tl.int64)
+        key = tl.load(lists_ptr + tl.minimum(slot, count - 1))
         keep = listed_bits(lists_ptr, slot, count, capacity, bit, PARTS, BLOCK_N)
         at = key[:, None] * stride_kt + column[None, :]
         k = tl.load(k_ptr + at, mask=(column < D)[None, :], other=0.0)
@@ -122,9 +122,10 @@ def strided(x: Tensor) -> Tensor:
 
 
 def alike(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v with the same strides."""
+    """k and v with the same strides, in which 32 bits reach every row of a head."""
     k, v = strided(k), strided(v)
-    return (k, v) if k.stride() == v.stride() else (k.contiguous(), v.contiguous())
+    near = k.shape[2] * k.stride(2) < 1 << 31
+    return (k, v) if near and k.stride() == v.stride() else (k.contiguous(), v.contiguous())
 
 
 def group_chunk(words: Tensor, parts: int) -> int:

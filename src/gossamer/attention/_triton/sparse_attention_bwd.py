@@ -93,7 +93,7 @@ def _sparse_attention_bwd_q_kernel(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(0, count, BLOCK_N):
         slot = start + tl.arange(0, BLOCK_N)
-        key = tl.load(lists_ptr + tl.minimum(slot, count - 1)).to(tl.int64)
+        key = tl.load(lists_ptr + tl.minimum(slot, count - 1))
         keep = listed_bits(lists_ptr, slot, count, capacity, bit, PARTS, BLOCK_N)
         at = key[:, None] * stride_kt + column[None, :]
         k = tl.load(k_ptr + at, mask=(column < D)[None, :], other=0.0)
@@ -148,10 +148,11 @@ def _sparse_attention_bwd_kv_kernel(
         held = slot < count
         list_ptr = lists_ptr + entry.to(tl.int64) * (1 + 2 * PARTS) * capacity
         key = tl.load(list_ptr + tl.minimum(slot, count - 1))
-        at = ((batch * G + kv_head) * Tk + key)[:, None] * D + column[None, :]
+        of_head = (batch * G + kv_head) * Tk * D
+        at = key[:, None] * D + column[None, :]
         wide = (column < D)[None, :]
-        k = tl.load(k_ptr + at, mask=wide, other=0.0)
-        v = tl.load(v_ptr + at, mask=wide, other=0.0)
+        k = tl.load(k_ptr + of_head + at, mask=wide, other=0.0)
+        v = tl.load(v_ptr + of_head + at, mask=wide, other=0.0)
         dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
         head = (scope % SCOPES) * H // SCOPES + served * heads
@@ -186,8 +187,8 @@ def _sparse_attention_bwd_kv_kernel(
             while tl.atomic_add(flag, 0, sem="acquire") < tiles:
                 pass
         mask = held[:, None] & wide
-        tl.atomic_add(dv_ptr + at, dv, mask=mask, sem="relaxed")
-        tl.atomic_add(dk_ptr + at, dk * scale, mask=mask, sem="relaxed")
+        tl.atomic_add(dv_ptr + of_head + at, dv, mask=mask, sem="relaxed")
+        tl.atomic_add(dk_ptr + of_head + at, dk * scale, mask=mask, sem="relaxed")
         tl.debug_barrier()
         tl.atomic_add(done_ptr + entry * serves + served, 1, sem="release")
         item = tl.atomic_add(plan_ptr, 1, sem="relaxed")
