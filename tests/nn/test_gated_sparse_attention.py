@@ -67,6 +67,27 @@ def test_given_selection(scopes: int, device: torch.device) -> None:
         torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("adaptive", [None, "entropy"])
+def test_selects(adaptive: str | None, device: torch.device) -> None:
+    ours, reference = pair(torch.float32, device, adaptive=adaptive)
+    x = torch.randn(2, 100, 64, device=device)
+    selection = ours.select(*ours.index(x))
+    taken = selection.to_mask()
+    counts = taken.sum(-1)
+    least, most = (24, 24) if adaptive is None else (8, 40)
+    seen = torch.arange(1, 101, device=device)
+    assert bool((counts >= seen.clamp(max=least)).all()) and bool((counts <= seen.clamp(max=most)).all())
+    if adaptive is None:
+        # Scores are stored in steps: keys whose scores are nearly equal may be taken for each other.
+        best = reference.scores(*reference.index(x.double())).sort(dim=-1, descending=True, stable=True).indices[..., :24]
+        wanted = torch.zeros_like(taken[:, 0]).scatter(2, best, True).tril()
+        assert int((wanted & taken[:, 0]).sum()) > 0.99 * int(wanted.sum())
+        torch.testing.assert_close(ours(x).double(), reference(x.double()), rtol=0.05, atol=0.05)
+    reference.adaptive = None
+    wanted = reference(x.double(), selection=selection)
+    torch.testing.assert_close(ours(x).double(), wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_hooks_are_heeded(device: torch.device) -> None:
     ours, _ = pair(torch.float32, device)
     x = torch.randn(1, 20, 64, device=device)

@@ -71,7 +71,8 @@ class GatedSparseAttention(nn.Module):
         k_min, k_max: bounds of the keys of a query where they are `adaptive`.
         d_indexer, n_idx_heads: size and number of the indexer's heads.
         head_dim: None for hidden_size // num_heads.
-        adaptive: None, or how the number of keys follows from a query's scores, as in `attention.select_topk`.
+        adaptive: None for k_base keys, or how their number follows from a query's scores: an `attention.AdaptiveK`, or
+            the name of a rule that needs nothing but k_min, k_base and k_max.
         value_gate, output_gate: whether there is such a gate.
         rope_theta: base of the rotary embeddings.
         dtype, device: of the parameters.
@@ -102,7 +103,7 @@ class GatedSparseAttention(nn.Module):
         d_indexer: int = 64,
         n_idx_heads: int = 4,
         head_dim: int | None = None,
-        adaptive: str | None = None,
+        adaptive: attention.AdaptiveK | str | None = None,
         value_gate: bool = True,
         output_gate: bool = True,
         rope_theta: float = 10000.0,
@@ -125,7 +126,10 @@ class GatedSparseAttention(nn.Module):
         if not k_min <= k_base <= k_max:
             raise ValueError(f"{OPERATOR}: k_min, k_base and k_max must ascend, got {k_min}, {k_base} and {k_max}.")
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.k_base, self.k_min, self.k_max, self.adaptive = k_base, k_min, k_max, adaptive
+        self.k_base = k_base
+        if isinstance(adaptive, str):
+            adaptive = attention.AdaptiveK(adaptive, k_min, k_base, k_max)
+        self.adaptive = adaptive
         self.dense = False
         options = {"dtype": dtype, "device": device}
         width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
@@ -160,7 +164,7 @@ class GatedSparseAttention(nn.Module):
 
     def selects_all(self, num_keys: int) -> bool:
         """Whether each query of a sequence takes every key that it sees."""
-        return self.dense or num_keys <= (self.k_base if self.adaptive is None else self.k_min)
+        return self.dense or num_keys <= (self.k_base if self.adaptive is None else self.adaptive.k_min)
 
     def project(
         self, x: Tensor, position_ids: Tensor | None = None, indexer: bool = True
@@ -197,15 +201,12 @@ class GatedSparseAttention(nn.Module):
     @torch.no_grad()
     def select(self, q: Tensor, k: Tensor, w: Tensor) -> attention.Selection:
         """The keys of each query, from what the indexer scores by."""
-        options = {}
-        if self.adaptive is not None:
-            options = {"adaptive": self.adaptive, "k_min": self.k_min, "k_max": self.k_max}
-        scale = self.indexer.head_dim**-0.5
-        return attention.select_topk(q, k, w, self.indexer.idx_bias, k=self.k_base, scale=scale, **options)
+        given: dict[str, Any] = {"k": self.k_base} if self.adaptive is None else {"adaptive": self.adaptive}
+        return attention.select_topk(q, k, w, self.indexer.idx_bias, **given)
 
     def extra_repr(self) -> str:
         text = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, k_base={self.k_base}"
-        return text if self.adaptive is None else f"{text}, adaptive={self.adaptive!r}"
+        return text if self.adaptive is None else f"{text}, adaptive={self.adaptive.rule!r}"
 
 
 class GatedSparseAttentionReference(GatedSparseAttention):

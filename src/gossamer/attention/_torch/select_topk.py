@@ -1,0 +1,117 @@
+"""From the indexer's inputs to words of selected keys, on the CPU: a slab of queries at a time.
+
+The definition that the kernels share. A query's scores are stored as *keys*, integers from 1 to 31,742 that divide the
+range from 0 to the sum of its gates evenly; 31,743 is NaN. Always-kept keys count as 31,744. A query takes the k first
+in descending order of keys, ties in ascending order of columns.
+"""
+
+import torch
+from torch import Tensor
+
+from gossamer.attention._torch.indexer_scores import score_rows, visible_keys, working
+from gossamer.attention._torch.selection import union_of_words, words_of_mask
+
+LEVELS = 31741
+RULES = ("variance", "entropy", "learned")
+
+
+def index_keys(q: Tensor, k: Tensor, gates: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """Keys [R, Tk] of one batch element's queries, int64."""
+    total = gates.sum(1, keepdim=True)
+    gates = torch.where(total == 0, torch.zeros_like(gates), gates * (LEVELS / total))
+    scores = score_rows(q, k, gates, bias, scale)
+    return (scores + 1).round_().nan_to_num_(nan=LEVELS + 2).long()
+
+
+def rows_k(
+    keys: Tensor,
+    visible: Tensor,
+    gates: Tensor,
+    mean: Tensor | None,
+    predictor: Tensor | None,
+    bounds: tuple[int, int, int],
+    rule: str,
+    temperature: float,
+) -> Tensor:
+    """How many keys each query takes, int64 [R]: from its visible keys [R, Tk], and constants."""
+    k_min, k_base, k_max = bounds
+    inside = torch.arange(keys.shape[1], device=keys.device) < visible[:, None]
+    step = gates.sum(1).float() / LEVELS
+    level = torch.where(inside, keys - 1, 0)
+    n = visible.clamp(min=1).float()
+    average = level.sum(1).float() / n
+    top = level.amax(1) if level.shape[1] else torch.zeros_like(visible)
+    if rule == "entropy":
+        below = (level - top[:, None]).float() * step[:, None]
+        parts = torch.where(inside, below.exp(), 0)
+        partition = parts.sum(1)
+        entropy = partition.log() - (parts * below).sum(1) / partition
+        k = k_base * (0.5 + temperature * entropy / (n + 1).log())
+    else:
+        off = torch.where(inside, (level.float() - average[:, None]) * step[:, None], 0)
+        variance = off.square().sum(1) / (n - 1).clamp(min=1)
+        assert mean is not None
+        if rule == "variance":
+            k = k_base * (0.5 + 1 / (1 + temperature * variance / mean.float()))
+        else:
+            assert predictor is not None
+            seen = torch.stack([average * step, variance.sqrt(), top.float() * step], 1)
+            hidden = (seen @ predictor[:, :3].t() + predictor[:, 3]).relu()
+            k = k_min + (hidden @ predictor[:, 4] + mean.float()).sigmoid() * (k_max - k_min)
+    # Not a number takes the fewest.
+    return torch.where(k >= k_min, k.clamp(max=k_max), float(k_min)).long()
+
+
+def take(keys: Tensor, visible: Tensor, k: Tensor, window: int, sinks: int) -> Tensor:
+    """Mask [R, Tk] of what each query takes of keys [R, Tk], of which the first `visible` count."""
+    columns = torch.arange(keys.shape[1], device=keys.device)
+    kept = (columns < sinks) | (columns >= visible[:, None] - window)
+    keys = torch.where(kept, LEVELS + 3, keys)
+    # Distinct integers, in order of keys and then of columns: no sort has to be stable.
+    order = torch.where(columns < visible[:, None], keys, 0) * keys.shape[1] + columns.flip(0)
+    k = torch.minimum(k, visible)
+    most = int(k.max()) if k.numel() else 0
+    found = order.topk(most, dim=1).indices
+    mask = torch.zeros_like(keys, dtype=torch.bool)
+    return mask.scatter_(1, found, torch.arange(most, device=keys.device) < k[:, None])
+
+
+def select_topk(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    lengths: Tensor | None,
+    mean: Tensor | None,
+    predictor: Tensor | None,
+    top: int,
+    k_min: int,
+    k_max: int,
+    rule: str,
+    temperature: float,
+    scale: float,
+    causal: bool,
+    window: int,
+    sinks: int,
+    workspace: int,
+    capacity: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Operator `select_topk` -> words, counts and lists of a `Selection` of one scope."""
+    (b, _, tq, _), tk, dtype = q.shape, k.shape[1], working(q.dtype)
+    visible = visible_keys(tq, tk, causal, lengths, b, q.device)
+    mask = torch.zeros(b, 1, tq, tk, dtype=torch.bool, device=q.device)
+    bias = None if bias is None else bias.to(dtype)
+    # A key and its order are 64-bit integers here.
+    rows = max(1, workspace // max(16 * tk, 1))
+    for i in range(b):
+        keys_of, gates_of = k[i].to(dtype), w[i].to(dtype).sigmoid()
+        for first in range(0, tq, rows):
+            part = slice(first, first + rows)
+            gates, seen = gates_of[part], visible[i, part]
+            keys = index_keys(q[i, :, part].to(dtype), keys_of, gates, bias, scale)
+            wanted = torch.full_like(seen, top)
+            if rule:
+                wanted = rows_k(keys, seen, gates, mean, predictor, (k_min, top, k_max), rule, temperature)
+            mask[i, 0, part] = take(keys, seen, wanted, window, sinks)
+    words = words_of_mask(mask)
+    return (words, *union_of_words(words, capacity))

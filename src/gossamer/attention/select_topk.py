@@ -1,0 +1,226 @@
+"""Exact top-k of the indexer's scores, without the matrix of scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from gossamer._core import autocast, checks
+from gossamer._core.ops import directly, register
+from gossamer.attention._torch import select_topk as _cpu
+from gossamer.attention.indexer_scores import check_dtypes, check_inputs, scale_of
+from gossamer.attention.selection import QUERIES, Selection
+
+WORKSPACE = 32 << 20
+"""Bytes of scores at a time by default: what stays in the L2 of a Hopper GPU."""
+
+
+@dataclass(frozen=True, eq=False)
+class AdaptiveK:
+    """How many keys a query takes, from its own visible scores: k_min to k_max, and k_base where they are usual.
+
+    With s the query's scores of the n keys it sees, before the always-kept ones are marked:
+
+    - `"variance"`: k_base * (0.5 + 1 / (1 + temperature * var(s) / mean)).
+    - `"entropy"`: k_base * (0.5 + temperature * entropy(softmax(s)) / log(n + 1)).
+    - `"learned"`: k_min + (k_max - k_min) * sigmoid(v . relu(U [mean(s), std(s), max(s)] + b) + mean).
+
+    Rounded down, and clamped. The published rule divides the variance by its mean over batch and queries, which looks
+    into the future and cannot decode; `mean` is a constant here, for instance a running mean of training.
+
+    Args:
+        rule: `"variance"`, `"entropy"` or `"learned"`.
+        k_min, k_base, k_max: 1 <= k_min <= k_base <= k_max.
+        temperature: a number above 0.
+        mean: float32 tensor of one element: the usual variance, or for `"learned"` the output's bias.
+        predictor: float32 `[hidden, 5]`, hidden a power of two, for `"learned"`: U in columns 0 to 2, b in 3, v in 4.
+
+    Raises:
+        ValueError: an unknown rule, bounds out of order, or a tensor that a rule needs and has not.
+
+    Source: the seed on gated sparse attention, its adaptive selector; the constant mean is this package's.
+
+    >>> AdaptiveK("entropy", k_min=256, k_base=2048, k_max=4096).k_base
+    2048
+    """
+
+    rule: str
+    k_min: int = 256
+    k_base: int = 2048
+    k_max: int = 4096
+    temperature: float = 1.0
+    mean: Tensor | None = None
+    predictor: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        operator = "attention.AdaptiveK"
+        if self.rule not in _cpu.RULES:
+            raise ValueError(f"{operator}: rule must be one of {', '.join(_cpu.RULES)}, got {self.rule!r}.")
+        checks.positive(operator, "k_min", self.k_min, "It is the fewest keys that a query takes.")
+        if not self.k_min <= self.k_base <= self.k_max:
+            raise ValueError(
+                f"{operator}: k_min <= k_base <= k_max must hold, got {self.k_min}, {self.k_base}, {self.k_max}."
+            )
+        checks.number(operator, "temperature", self.temperature, "1.0 is the published one.")
+        if self.rule != "entropy" and self.mean is None:
+            raise ValueError(f"{operator}: the rule {self.rule!r} needs mean, a float32 tensor of one element.")
+        if (self.rule == "learned") != (self.predictor is not None):
+            raise ValueError(f"{operator}: predictor is for the rule 'learned', and needed there; got {self.rule!r}.")
+        for name, tensor in (("mean", self.mean), ("predictor", self.predictor)):
+            if isinstance(tensor, Tensor) and tensor.dtype is not torch.float32:
+                raise TypeError(f"{operator}: {name} must be float32, got {checks.name_of(tensor.dtype)}.")
+        if isinstance(self.mean, Tensor) and self.mean.numel() != 1:
+            raise ValueError(f"{operator}: mean must have one element, got {list(self.mean.shape)}.")
+        if isinstance(self.predictor, Tensor):
+            hidden = self.predictor.shape[0] if self.predictor.dim() == 2 else 0
+            if hidden < 1 or hidden & (hidden - 1) or self.predictor.shape[1] != 5:
+                raise ValueError(
+                    f"{operator}: predictor must have shape [hidden, 5] with hidden a power of two, got "
+                    f"{list(self.predictor.shape)}. Pad it with rows of zeros."
+                )
+
+
+_pytree.register_pytree_node(
+    AdaptiveK,
+    lambda a: ([a.mean, a.predictor], (a.rule, a.k_min, a.k_base, a.k_max, a.temperature)),
+    lambda tensors, given: AdaptiveK(*given, *tensors),
+    serialized_type_name="gossamer.attention.AdaptiveK",
+)
+
+
+def select_topk(
+    q_idx: Tensor,
+    k_idx: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    *,
+    k: int | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    adaptive: AdaptiveK | None = None,
+    lengths: Tensor | None = None,
+    window: int = 0,
+    sinks: int = 0,
+    workspace: int | None = None,
+    capacity: int | None = None,
+) -> Selection:
+    """The k keys of highest `indexer_scores` for each query; the scores exist only in slabs of `workspace` bytes.
+
+    Exact: the selection is what a stable descending sort of the stored scores gives, ties to the lowest index, whatever
+    the workspace, the batch and the run. Scores are stored as integers that divide the range from 0 to the sum of the
+    query's gates, sigmoid(w), into 31,741 equal steps; NaN ranks highest.
+
+    Args:
+        q_idx, k_idx, w, bias, scale, causal, lengths: as in `indexer_scores`. No gradient passes.
+        k: how many keys a query takes, if it sees as many; in place of `adaptive`.
+        adaptive: an `AdaptiveK`, which finds k query by query; in place of `k`.
+        window: the most recent keys that a query always takes, itself among them. They count among the k.
+        sinks: the first keys that a query always takes. window + sinks may be at most k, or k_min.
+        workspace: bytes for scores; None for 32 MiB, or what one block of 64 queries needs: 128 * Tk bytes, Tk rounded
+            up to 128, which is the least.
+        capacity: slots of the lists of a block's keys, as in `Selection`; None for 4 k, at most Tk.
+
+    Returns:
+        A `Selection` of one scope, for all heads.
+
+    Raises:
+        ValueError: shapes or devices do not fit; neither or both of k and adaptive; window, sinks or workspace out of
+            range.
+        TypeError: dtypes differ or are not floating.
+        NotImplementedError: on the GPU, Di above 1,024 (512 for float32).
+
+    Source: the seed on gated sparse attention, its top-k selector; this package's own algorithm.
+
+    >>> one = torch.ones(1, 1, 3, 1)
+    >>> select_topk(one, one[0], one[0], k=2).to_indices()[0].tolist()
+    [[[[0, -1], [0, 1], [0, 1]]]]
+    """
+    operator = "attention.select_topk"
+    check_inputs(operator, q_idx, k_idx, w, bias, lengths, causal)
+    if autocast.enabled(q_idx.device):
+        q_idx, k_idx = autocast.cast(q_idx, k_idx)  # type: ignore[assignment]
+    check_dtypes(operator, q_idx, k_idx)
+    rule = _rule(operator, k, adaptive, q_idx.device)
+    top, least, most = rule[2], rule[3] if adaptive else rule[2], rule[4] if adaptive else rule[2]
+    _check_kept(operator, window, sinks, least)
+    tk = k_idx.shape[1]
+    given = (q_idx, k_idx, w, None if bias is None else bias.float(), lengths)
+    options = (causal, window, sinks, _workspace(operator, workspace, tk), _capacity(operator, capacity, most, tk))
+    detached = tuple(None if tensor is None else tensor.detach() for tensor in given)
+    call = directly(_select_topk, *detached)
+    words, counts, indices = call(*detached, *rule, scale_of(operator, scale, q_idx.shape[3]), *options)
+    del top
+    return Selection(words, counts, indices, q_idx.shape[2])
+
+
+def _rule(
+    operator: str, k: int | None, adaptive: AdaptiveK | None, device: torch.device
+) -> tuple[Tensor | None, Tensor | None, int, int, int, str, float]:
+    """mean, predictor, k, k_min, k_max, rule and temperature."""
+    if (k is None) == (adaptive is None):
+        raise ValueError(f"{operator}: give either k or adaptive.")
+    if adaptive is None:
+        assert k is not None
+        checks.positive(operator, "k", k, "It is how many keys a query takes.")
+        return None, None, k, k, k, "", 1.0
+    if not isinstance(adaptive, AdaptiveK):
+        raise TypeError(f"{operator}: adaptive must be an AdaptiveK, got {type(adaptive).__name__}.")
+    checks.same_device(operator, "q_idx", device, mean=adaptive.mean, predictor=adaptive.predictor)
+    tensors = (adaptive.mean, adaptive.predictor)
+    mean, predictor = (None if t is None else t.detach().contiguous() for t in tensors)
+    bounds = (adaptive.k_base, adaptive.k_min, adaptive.k_max)
+    return mean, predictor, *bounds, adaptive.rule, float(adaptive.temperature)
+
+
+def _check_kept(operator: str, window: int, sinks: int, least: int) -> None:
+    for name, value in (("window", window), ("sinks", sinks)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{operator}: {name} must be an int of at least 0, got {value!r}.")
+    if window + sinks > least:
+        raise ValueError(
+            f"{operator}: window + sinks must be at most k (k_min where it is adaptive), for they count among the k, got "
+            f"{window} + {sinks} and {least}."
+        )
+
+
+def _workspace(operator: str, workspace: int | None, tk: int) -> int:
+    least = 2 * QUERIES * (-(-tk // 128) * 128)
+    if workspace is None:
+        return max(WORKSPACE, least)
+    checks.positive(operator, "workspace", workspace, "It is bytes; None for 32 MiB.")
+    if workspace < least:
+        raise ValueError(
+            f"{operator}: workspace must be at least {least} bytes, the scores of {QUERIES} queries by {tk} keys, "
+            f"got {workspace}."
+        )
+    return workspace
+
+
+def _capacity(operator: str, capacity: int | None, k: int, tk: int) -> int:
+    if capacity is None:
+        return min(tk, 4 * k)
+    if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 0:
+        raise ValueError(f"{operator}: capacity must be an int of at least 0, or None, got {capacity!r}.")
+    return min(capacity, tk)
+
+
+def _fake(q: Tensor, k: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
+    scope = (q.shape[0], 1, -(-q.shape[2] // QUERIES))
+    return (
+        q.new_empty((*scope, k.shape[1]), dtype=torch.int64),
+        q.new_empty(scope, dtype=torch.int32),
+        q.new_empty((*scope, rest[-1]), dtype=torch.int32),  # type: ignore[arg-type]
+    )
+
+
+_select_topk = register(
+    "select_topk(Tensor q, Tensor k, Tensor w, Tensor? bias, Tensor? lengths, Tensor? mean, Tensor? predictor, "
+    "SymInt top, SymInt k_min, SymInt k_max, str rule, float temperature, float scale, bool causal, SymInt window, "
+    "SymInt sinks, SymInt workspace, SymInt capacity) -> (Tensor, Tensor, Tensor)",
+    cpu=_cpu.select_topk,
+    gpu="gossamer.attention._triton.select_topk:select_topk",
+    fake=_fake,
+)
