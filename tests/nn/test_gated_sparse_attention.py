@@ -79,7 +79,8 @@ def test_selects(adaptive: str | None, device: torch.device) -> None:
     assert bool((counts >= seen.clamp(max=least)).all()) and bool((counts <= seen.clamp(max=most)).all())
     if adaptive is None:
         # Scores are stored in steps: keys whose scores are nearly equal may be taken for each other.
-        best = reference.scores(*reference.index(x.double())).sort(dim=-1, descending=True, stable=True).indices[..., :24]
+        scores = reference.scores(*reference.index(x.double()))
+        best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :24]
         wanted = torch.zeros_like(taken[:, 0]).scatter(2, best, True).tril()
         assert int((wanted & taken[:, 0]).sum()) > 0.99 * int(wanted.sum())
         torch.testing.assert_close(ours(x).double(), reference(x.double()), rtol=0.05, atol=0.05)

@@ -7,8 +7,6 @@ torch.Size([1, 1, 3, 4])
 
 from gossamer.attention.indexer_loss import indexer_loss
 from gossamer.attention.indexer_scores import indexer_scores
-from gossamer.attention.indexer_loss import indexer_loss
-from gossamer.attention.indexer_scores import indexer_scores
 from gossamer.attention.rotary_gates import rotary_gates
 from gossamer.attention.select_topk import AdaptiveK, select_topk
 from gossamer.attention.selection import Selection
