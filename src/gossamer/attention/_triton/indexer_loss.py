@@ -89,7 +89,7 @@ def slopes(g, u, w, NI: tl.constexpr, M: tl.constexpr):
     return g * u, g * w[:, None] * u * (1 - u)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _indexer_lse_kernel(
     qi_ptr, ki_ptr, w_ptr, bias_ptr, lse_ptr, lists_ptr, counts_ptr, first, T, heads, capacity, scale,
     NI: tl.constexpr, DI: tl.constexpr,
@@ -115,7 +115,7 @@ def _indexer_lse_kernel(
     tl.store(lse_ptr + batch * T + query, tl.log(total), mask=query < T)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _indexer_loss_rows_kernel(
     q_ptr, k_ptr, lse_ptr, qi_ptr, ki_ptr, w_ptr, bias_ptr, lse_idx_ptr, lists_ptr, counts_ptr, loss_ptr, dqi_ptr,
     rows_ptr, first, T, H, heads, capacity, scale, scale_idx,
@@ -164,7 +164,7 @@ def _indexer_loss_rows_kernel(
     tl.store(dqi_ptr + at[:, None] * DI + column[None, :], dqi * scale_idx, mask=held[:, None] & (column < DI)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries", "batches"])
 def _indexer_loss_keys_kernel(
     q_ptr, k_ptr, lse_ptr, qi_ptr, ki_ptr, w_ptr, bias_ptr, lse_idx_ptr, lists_ptr, counts_ptr, dki_ptr, plan_ptr,
     T, H, heads, capacity, entries, batches, scale, scale_idx,

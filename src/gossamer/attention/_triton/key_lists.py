@@ -18,7 +18,7 @@ from gossamer._core import launch
 QUERIES = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "first"])
 def _key_lists_kernel(
     words_ptr, lengths_ptr, lists_ptr, counts_ptr, N, Tq, Tk, first, capacity, SCOPES: tl.constexpr,
     CAUSAL: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,

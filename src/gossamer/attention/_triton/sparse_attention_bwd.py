@@ -60,7 +60,7 @@ def _row_statistics_kernel(
     tl.store(rows_ptr + 2 * row + 1, delta, mask=query < Tq)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _sparse_attention_bwd_q_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, dq_ptr, rows_ptr, lists_ptr, counts_ptr,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, first, Tq, capacity, scale,
@@ -106,7 +106,7 @@ def _sparse_attention_bwd_q_kernel(
     tl.store(dq_ptr + here, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries", "scopes"])
 def _sparse_attention_bwd_kv_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, rows_ptr, lists_ptr, counts_ptr, plan_ptr,
     Tq, Tk, capacity, H, entries, scopes, scale,
