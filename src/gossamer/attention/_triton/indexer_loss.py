@@ -18,9 +18,10 @@ from torch import Tensor
 from gossamer._core import launch, tuning
 from gossamer.attention._triton.key_lists import QUERIES, key_lists
 from gossamer.attention._triton.sparse_attention import group_chunk
+from gossamer.attention._triton.sparse_attention_bwd import await_entry
 
 BLOCK_N: tl.constexpr = tl.constexpr(32)
-PARTS = 8
+PARTS: tl.constexpr = tl.constexpr(8)
 """Blocks of queries whose gradient of a key is summed before it goes to memory."""
 
 
@@ -168,7 +169,7 @@ def _indexer_loss_rows_kernel(
 def _indexer_loss_keys_kernel(
     q_ptr, k_ptr, lse_ptr, qi_ptr, ki_ptr, w_ptr, bias_ptr, lse_idx_ptr, lists_ptr, counts_ptr, dki_ptr, plan_ptr,
     T, H, heads, capacity, entries, batches, scale, scale_idx,
-    GROUP: tl.constexpr, D: tl.constexpr, NI: tl.constexpr, DI: tl.constexpr, PARTS: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, NI: tl.constexpr, DI: tl.constexpr,
 ):  # fmt: skip
     """Programs draw items (entry: group of queries and batch; tile of its keys) from a ticket, as in
     `_sparse_attention_bwd_kv_kernel`."""
@@ -205,11 +206,7 @@ def _indexer_loss_keys_kernel(
             g = tl.where(keep, tl.exp(scores - lse_idx[:, None]), 0.0) - wanted
             _, of_argument = slopes(g, u, w, NI, M)
             dki = tl.dot(tl.trans(of_argument).to(qi.dtype), qi, dki, input_precision="ieee")
-        if entry >= batches:
-            before = entry - batches
-            tiles = tl.load(plan_ptr + 2 + before) - tl.load(plan_ptr + 1 + before)
-            while tl.atomic_add(done_ptr + before, 0, sem="acquire") < tiles:
-                pass
+        await_entry(plan_ptr, done_ptr + entry - batches, entry - batches)
         mask = (slot < count)[:, None] & (column < DI)[None, :]
         at = dki_ptr + (batch * T + key)[:, None] * DI + column[None, :]
         tl.atomic_add(at, dki * scale_idx, mask=mask, sem="relaxed")
@@ -288,12 +285,11 @@ def _key_gradient(
     q, q_idx, k_idx = operands[0], operands[3], operands[4]
     b, h, t, _ = q.shape
     dki = torch.zeros(k_idx.shape, dtype=torch.float32, device=q.device)
-    lists, listed = key_lists(words, lengths, t, causal, PARTS)
+    lists, listed = key_lists(words, lengths, t, causal, PARTS.value)
     entries = listed.numel()
     plan = torch.zeros(2 + 2 * entries, dtype=torch.int32, device=q.device)
     tiles = (listed.view(-1) + (BLOCK_N.value - 1)) // BLOCK_N.value
     torch.cumsum(tiles, 0, dtype=torch.int32, out=plan[2 : 2 + entries])
-    meta = {**meta, "PARTS": PARTS}
     sizes = (t, h, q_idx.shape[1], lists.shape[-1], entries, b)
     args = (*operands, lists, listed, dki, plan, *sizes, scale, scale_idx)
     grid = (2 * tuning.programs(q.device), 1, 1)
@@ -323,7 +319,7 @@ EXAMPLES = {
     },
     _indexer_loss_keys_kernel: {
         "signature": {**_BOTH, "dki_ptr": "*fp32", "plan_ptr": "*i32", "entries": "i32", "batches": "i32"},
-        "constexprs": {**_SIZES, "PARTS": 8},
+        "constexprs": _SIZES,
         "num_warps": 8,
     },
 }

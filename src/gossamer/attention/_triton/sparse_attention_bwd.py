@@ -106,6 +106,15 @@ def _sparse_attention_bwd_q_kernel(
     tl.store(dq_ptr + here, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def await_entry(plan_ptr, flag_ptr, entry):
+    """Returns when all tiles of an entry of the plan are done; there is nothing to wait for before the first."""
+    if entry >= 0:
+        tiles = tl.load(plan_ptr + 2 + entry) - tl.load(plan_ptr + 1 + entry)
+        while tl.atomic_add(flag_ptr, 0, sem="acquire") < tiles:
+            pass
+
+
 @triton.jit(do_not_specialize=["entries", "scopes"])
 def _sparse_attention_bwd_kv_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, rows_ptr, lists_ptr, counts_ptr, plan_ptr,
@@ -179,13 +188,8 @@ def _sparse_attention_bwd_kv_kernel(
             ds = p * (dp - delta[None, :])
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
         # The entry before this one that adds to the same head of k.
-        turn = scope % turns
-        before = tl.where(turn > 0, entry - 1, entry - scopes + turns - 1)
-        if before >= 0:
-            tiles = tl.load(plan_ptr + 2 + before) - tl.load(plan_ptr + 1 + before)
-            flag = done_ptr + before * serves + served
-            while tl.atomic_add(flag, 0, sem="acquire") < tiles:
-                pass
+        before = tl.where(scope % turns > 0, entry - 1, entry - scopes + turns - 1)
+        await_entry(plan_ptr, done_ptr + before * serves + served, before)
         mask = held[:, None] & wide
         tl.atomic_add(dv_ptr + of_head + at, dv, mask=mask, sem="relaxed")
         tl.atomic_add(dk_ptr + of_head + at, dk * scale, mask=mask, sem="relaxed")
