@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer._core.ops import directly, register
+from gossamer._core.ops import directly, refuse_second, register
 from gossamer.attention._torch import indexer_scores as _cpu
 
 _GPU = "gossamer.attention._triton.indexer_scores"
@@ -126,7 +126,14 @@ def _fake(
 
 
 def _fake_backward(
-    grad: Tensor, q: Tensor, k: Tensor, w: Tensor, bias: Tensor | None, lengths: Tensor | None, scale: float, causal: bool
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dw = (x.new_empty(x.shape) for x in (q, k, w))
     return dq, dk, dw, q.new_empty((q.shape[1],), dtype=torch.promote_types(q.dtype, torch.float32))
@@ -138,8 +145,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    refuse_second("attention.indexer_scores")
     q, k, w, bias, lengths = ctx.saved_tensors
-    dq, dk, dw, dbias = _indexer_scores_backward(grad, q, k, w, bias, lengths, ctx.scale, ctx.causal)
+    # The forward pass has chosen the dtype, whatever a backward pass runs under.
+    with autocast.disabled(grad.device):
+        call = directly(_indexer_scores_backward, grad, q, k, w)
+        dq, dk, dw, dbias = call(grad, q, k, w, bias, lengths, ctx.scale, ctx.causal)
     dbias = None if bias is None else dbias.to(bias.dtype)
     return dq, dk, dw, dbias, None, None, None, None
 

@@ -12,6 +12,7 @@ from gossamer._core import autocast, checks
 from gossamer._core.ops import directly, register
 from gossamer.attention._torch import select_topk as _cpu
 from gossamer.attention.indexer_scores import check_dtypes, check_inputs, scale_of
+from gossamer.attention.levels import RULES
 from gossamer.attention.selection import QUERIES, Selection
 
 WORKSPACE = 32 << 20
@@ -57,8 +58,8 @@ class AdaptiveK:
 
     def __post_init__(self) -> None:
         operator = "attention.AdaptiveK"
-        if self.rule not in _cpu.RULES:
-            raise ValueError(f"{operator}: rule must be one of {', '.join(_cpu.RULES)}, got {self.rule!r}.")
+        if self.rule not in RULES:
+            raise ValueError(f"{operator}: rule must be one of {', '.join(RULES)}, got {self.rule!r}.")
         checks.positive(operator, "k_min", self.k_min, "It is the fewest keys that a query takes.")
         if not self.k_min <= self.k_base <= self.k_max:
             raise ValueError(
@@ -144,7 +145,7 @@ def select_topk(
         q_idx, k_idx = autocast.cast(q_idx, k_idx)  # type: ignore[assignment]
     check_dtypes(operator, q_idx, k_idx)
     rule = _rule(operator, k, adaptive, q_idx.device)
-    top, least, most = rule[2], rule[3] if adaptive else rule[2], rule[4] if adaptive else rule[2]
+    _, _, _, least, most, *_ = rule
     _check_kept(operator, window, sinks, least)
     tk = k_idx.shape[1]
     given = (q_idx, k_idx, w, None if bias is None else bias.float(), lengths)
@@ -152,7 +153,6 @@ def select_topk(
     detached = tuple(None if tensor is None else tensor.detach() for tensor in given)
     call = directly(_select_topk, *detached)
     words, counts, indices = call(*detached, *rule, scale_of(operator, scale, q_idx.shape[3]), *options)
-    del top
     return Selection(words, counts, indices, q_idx.shape[2])
 
 
@@ -181,8 +181,8 @@ def _check_kept(operator: str, window: int, sinks: int, least: int) -> None:
             raise ValueError(f"{operator}: {name} must be an int of at least 0, got {value!r}.")
     if window + sinks > least:
         raise ValueError(
-            f"{operator}: window + sinks must be at most k (k_min where it is adaptive), for they count among the k, got "
-            f"{window} + {sinks} and {least}."
+            f"{operator}: window + sinks must be at most k (k_min where it is adaptive), for they count among the k, "
+            f"got {window} + {sinks} and {least}."
         )
 
 

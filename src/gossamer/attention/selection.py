@@ -13,13 +13,14 @@ from gossamer._core import checks
 from gossamer._core.ops import register
 from gossamer.attention._torch import selection as _cpu
 
+_TENSORS = ("words", "counts", "indices")
 QUERIES = 64
 """Queries that share a word, and a list of keys."""
 
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The keys that each query attends to: 64 queries share a word a key, and a list of the keys that any of them takes.
+    """The keys that each query attends to: 64 queries share a word a key, and a list of the keys any of them takes.
 
     The words alone say everything, in Tq * Tk / 8 bytes a scope; counts and indices are an index over them, from which
     attention gathers. A block of queries whose keys are more than the U slots of its list is served by scanning its
@@ -260,12 +261,12 @@ def _capacity(operator: str, capacity: int | None, num_keys: int) -> int:
 
 def _blocks(selection: Selection, size: int) -> tuple[Tensor, Tensor]:
     """(blocks of which some keys are taken, blocks of which all are): bool [B, S, ceil(Tq / size), ceil(Tk / size)]."""
-    tq, tk = selection.num_queries, selection.num_keys
-    mask = torch.nn.functional.pad(selection.to_mask(), (0, -tk % size, 0, -tq % size))
-    b, s, rows, columns = mask.shape
-    taken = mask.view(b, s, rows // size, size, columns // size, size).sum((3, 5))
-    full = taken == size * size
-    return (taken > 0) & ~full, full
+    padding = (0, -selection.num_keys % size, 0, -selection.words.shape[2] % (size // QUERIES))
+    words = torch.nn.functional.pad(selection.words, padding)
+    b, s, rows, columns = words.shape
+    words = words.view(b, s, rows * QUERIES // size, size // QUERIES, columns // size, size)
+    full = (words == -1).all(5).all(3)
+    return (words != 0).any(5).any(3) & ~full, full
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -277,7 +278,7 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
 _pytree.register_pytree_node(
     Selection,
     lambda selection: (list(selection._tensors()), selection.num_queries),
-    lambda tensors, num_queries: Selection(*tensors, num_queries),
+    lambda tensors, num_queries: Selection(**dict(zip(_TENSORS, tensors, strict=True)), num_queries=num_queries),
     serialized_type_name="gossamer.attention.Selection",
 )
 

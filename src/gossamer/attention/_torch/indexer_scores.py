@@ -56,7 +56,14 @@ def indexer_scores(
 
 
 def indexer_scores_backward(
-    grad: Tensor, q: Tensor, k: Tensor, w: Tensor, bias: Tensor | None, lengths: Tensor | None, scale: float, causal: bool
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Operator `indexer_scores_backward` -> gradients of q, k, w and bias (in the dtype that is computed in)."""
     (b, heads, tq, _), tk, dtype = q.shape, k.shape[1], working(q.dtype)

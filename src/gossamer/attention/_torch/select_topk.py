@@ -10,9 +10,7 @@ from torch import Tensor
 
 from gossamer.attention._torch.indexer_scores import score_rows, visible_keys, working
 from gossamer.attention._torch.selection import union_of_words, words_of_mask
-
-LEVELS = 31741
-RULES = ("variance", "entropy", "learned")
+from gossamer.attention.levels import LEVELS
 
 
 def index_keys(q: Tensor, k: Tensor, gates: Tensor, bias: Tensor | None, scale: float) -> Tensor:

@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.attention._torch.select_topk import LEVELS, RULES
 from gossamer.attention._triton._indexer import load_gates, valid_keys, visible_keys
+from gossamer.attention.levels import LEVELS, RULES
 
 
 @triton.jit

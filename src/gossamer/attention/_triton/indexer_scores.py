@@ -7,6 +7,8 @@ keys and walks heads and queries for the gradient of k. Both compute the product
 timing. Tiles are small where D is large: a tile of queries and two of keys share the SM's memory.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -29,12 +31,12 @@ def fast(x: Tensor) -> bool:
     return x.element_size() == 2 and not INTERPRET and not torch.version.hip
 
 
-def tile(d: int, element_size: int, most: int = 128) -> dict[str, int]:
+def tile(d: int, element_size: int) -> dict[str, int]:
     """BLOCK_D, and how many queries and keys of that width share a program."""
     block_d = max(16, launch.next_power_of_2(d))
     wide = block_d * element_size
-    rows, keys = (64, most) if wide <= 256 else (64, 64) if wide <= 512 else (32, 32) if wide <= 1024 else (16, 16)
-    return {"BLOCK_D": block_d, "BLOCK_M": rows, "BLOCK_N": keys}
+    edge = 64 if wide <= 512 else 32 if wide <= 1024 else 16
+    return {"BLOCK_D": block_d, "BLOCK_M": edge, "BLOCK_N": edge}
 
 
 def check_width(operator: str, d: int, element_size: int) -> None:
@@ -152,9 +154,10 @@ _bwd_q = launch.Kernel(_indexer_scores_bwd_q_kernel)
 _bwd_k = launch.Kernel(_indexer_scores_bwd_k_kernel)
 
 
-def _options(q: Tensor, most: int) -> dict[str, object]:
+def _options(q: Tensor) -> dict[str, Any]:
     precision = tuning.dot_precision(q, q.shape[3])["PRECISION"]
-    return {"HEADS": q.shape[1], "D": q.shape[3], **tile(q.shape[3], q.element_size(), most), "PRECISION": precision}
+    sizes = {"HEADS": q.shape[1], "D": q.shape[3], **tile(q.shape[3], q.element_size())}
+    return {**sizes, "PRECISION": precision, "FAST": fast(q)}
 
 
 def _key(*tensors: Tensor | None) -> tuple[object, ...]:
@@ -181,7 +184,7 @@ def indexer_scores(
     tk = k.shape[1]
     out = q.new_empty((b, tq, tk), dtype=out_dtype)
     if out.numel() and q.shape[1] and q.shape[3]:
-        meta = {**_options(q, 128), "FAST": fast(q)}
+        meta = _options(q)
         grid = (launch.cdiv(tk, meta["BLOCK_N"]), launch.cdiv(tq, meta["BLOCK_M"]), b)
         tensors = (q.contiguous(), k.contiguous(), w.contiguous(), bias, lengths, out)
         key = (_key(*tensors), causal, scale)
@@ -190,7 +193,14 @@ def indexer_scores(
 
 
 def indexer_scores_backward(
-    grad: Tensor, q: Tensor, k: Tensor, w: Tensor, bias: Tensor | None, lengths: Tensor | None, scale: float, causal: bool
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Operator `indexer_scores_backward` -> gradients of q, k, w and bias (float32 [Hi])."""
     b, heads, tq, d = q.shape
@@ -198,7 +208,7 @@ def indexer_scores_backward(
     dq, dk, dw = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, w))
     if not (grad.numel() and heads and d):
         return dq, dk, dw, torch.zeros(heads, dtype=torch.float32, device=q.device)
-    meta = {**_options(q, 64), "FAST": fast(q)}
+    meta = _options(q)
     blocks = launch.cdiv(tq, meta["BLOCK_M"])
     dbias = torch.empty(b, heads, blocks, dtype=torch.float32, device=q.device)
     tensors = (q.contiguous(), k.contiguous(), w.contiguous(), bias, lengths, grad.contiguous())
@@ -215,7 +225,7 @@ _TILE = {"HEADS": 4, "D": 64, "BLOCK_D": 64, "BLOCK_M": 64, "BLOCK_N": 64, "PREC
 EXAMPLES = {
     _indexer_scores_fwd_kernel: {
         "signature": {**_INPUTS, "out_ptr": "*bf16", **_SIZES},
-        "constexprs": {**_TILE, "BLOCK_N": 128},
+        "constexprs": _TILE,
         "num_warps": 4,
     },
     _indexer_scores_bwd_q_kernel: {

@@ -1,7 +1,7 @@
 """From the indexer's inputs to words of selected keys, slab by slab, never holding [Tq, Tk].
 
 A score is stored as a *key*: an int16 from 1 to 31,742 that divides the range from 0 to the sum of the query's gates
-evenly, 15 times as fine as a float16 of the same size. 0 is a key that the query does not see, 31,743 is NaN, and
+evenly, 8 to 15 times as fine as a float16 near the largest. 0 is a key that the query does not see, 31,743 is NaN, and
 31,744 stands for the always-kept keys. As bit patterns of float16 these order like the integers they are (the largest
 is infinity), so that one `set.ge.f16x2` compares two. A slab of rows is written once and stays in the L2 while
 
@@ -26,13 +26,13 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer._core.ops import INTERPRET
+from gossamer.attention import levels
 from gossamer.attention._triton import selection as lists
 from gossamer.attention._triton._indexer import load_bias, load_gates, load_tile, valid_keys, visible_keys
 from gossamer.attention._triton.adaptive import rows_k
 from gossamer.attention._triton.indexer_scores import check_width, fast, tile
 
-LEVELS = tl.constexpr(31741)
-"""Steps between the smallest and the largest score of a query."""
+LEVELS = tl.constexpr(levels.LEVELS)
 KEPT_KEY = tl.constexpr(31744)
 MAX_REGISTERS = 32768
 """Keys of a row that a program holds."""
@@ -233,7 +233,9 @@ def _row_threshold_kernel(
             upto = tl.cumsum(ties, axis=0)
             group = tl.sum((upto < need).to(tl.int32), axis=0)
             before = tl.sum(tl.where(upto < need, ties, 0), axis=0)
-            last = group * 64 + column_of_tie(row_ptr, group * 64, visible, low, need - before, window, sinks, 64, FORCED)
+            last = group * 64 + column_of_tie(
+                row_ptr, group * 64, visible, low, need - before, window, sinks, 64, FORCED
+            )
     tl.store(threshold_ptr + first + row, low)
     tl.store(last_ptr + first + row, last)
 
@@ -320,7 +322,9 @@ def _long_threshold_kernel(
             reach_high = tl.where(
                 na < take, na, tl.where(nb < take, nb, tl.where(nc < take, nc, tl.where(nd < take, nd, reach_high)))
             )
-            low = tl.where(nd >= take, d, tl.where(nc >= take, c, tl.where(nb >= take, b, tl.where(na >= take, a, low))))
+            low = tl.where(
+                nd >= take, d, tl.where(nc >= take, c, tl.where(nb >= take, b, tl.where(na >= take, a, low)))
+            )
             reach_low = tl.where(
                 nd >= take, nd, tl.where(nc >= take, nc, tl.where(nb >= take, nb, tl.where(na >= take, na, reach_low)))
             )
@@ -586,7 +590,7 @@ EXAMPLES = {
             **dict.fromkeys(("stride_qb", "stride_qh", "stride_qt", "stride_kb", "stride_kt"), "i32"),
             **_SIZES, "scale": "fp32",
         },
-        "constexprs": {"HEADS": 4, "D": 64, "BLOCK_M": 64, "BLOCK_N": 128, "PRECISION": "ieee", "FAST": False},
+        "constexprs": {"HEADS": 4, "D": 64, "BLOCK_M": 64, "BLOCK_N": 64, "PRECISION": "ieee", "FAST": False},
         "num_warps": 4,
         "num_stages": 3,
     },

@@ -101,7 +101,7 @@ def mask_of_words(words: Tensor, num_queries: int) -> Tensor:
 
 
 def union_of_words(words: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Operator `union_of_words` -> (counts, indices): the columns of words that are not 0, as far as there are slots."""
+    """Operator `union_of_words` -> (counts, indices): the columns of words that differ from 0, if they fit."""
     *scope, tk = words.shape
     counts = words.new_empty(scope, dtype=torch.int32)
     indices = words.new_empty((*scope, capacity), dtype=torch.int32)

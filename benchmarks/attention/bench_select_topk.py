@@ -1,0 +1,138 @@
+"""`attention.select_topk` from the indexer's inputs, and `attention.indexer_scores`, at the shapes of one layer.
+
+Queries, keys and weights are correlated from position to position, as hidden states are. A selection is judged by the
+sum of its exact scores, row by row, for rows 64 apart: a key taken instead of a better one shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gossamer import attention
+from gossamer.cli.bench import Case, Provider
+
+HEADS, D = 4, 64
+_SLAB = 1 << 23
+"""Scores that the plain way holds at a time."""
+
+
+def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    """4 heads of 64 columns, k 2,048, in bfloat16; a small float32 one for `quick` and on the CPU."""
+    if quick or device.type == "cpu":
+        yield _select(512, 64, torch.float32)
+        yield _scores(512, torch.float32)
+        return
+    for T in (4096, 8192, 32768, 131072):
+        yield _select(T, 2048, torch.bfloat16)
+    yield _scores(4096, torch.bfloat16)
+
+
+def drifting(shape: tuple[int, ...], dim: int, device: torch.device, generator: torch.Generator) -> Tensor:
+    """Standard normal numbers, each 0.98 of its neighbour along `dim` and the rest new."""
+    x = torch.randn(shape, device=device, generator=generator) * (1 - 0.98**2) ** 0.5
+    reach = 1
+    while reach < min(shape[dim], 1024):
+        older = torch.zeros_like(x)
+        older.narrow(dim, reach, shape[dim] - reach).copy_(x.narrow(dim, 0, shape[dim] - reach))
+        x, reach = x + 0.98**reach * older, 2 * reach
+    return x
+
+
+def _inputs(T: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
+    q = drifting((1, HEADS, T, D), 2, device, generator).to(dtype)
+    k = drifting((1, T, D), 1, device, generator).to(dtype)
+    w = drifting((1, T, HEADS), 1, device, generator).to(dtype)
+    return q, k, w, torch.randn(HEADS, device=device, generator=generator)
+
+
+def _rows(q: Tensor, k: Tensor, w: Tensor, bias: Tensor, rows: Tensor) -> Tensor:
+    """Scores [rows, T] in the dtype of q, -inf where a key is not seen."""
+    x = torch.einsum("hqd,kd->hqk", q[0, :, rows], k[0]) * D**-0.5 + bias[:, None, None].to(q.dtype)
+    scores = (w[0, rows].sigmoid().t()[..., None] * x.sigmoid()).sum(0)
+    return scores.masked_fill(torch.arange(k.shape[1], device=k.device) > rows[:, None], -torch.inf)
+
+
+def _sample(q: Tensor) -> Tensor:
+    return torch.arange(63, q.shape[2], 64, device=q.device)
+
+
+def _sums(selection: attention.Selection, q: Tensor, k: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor]:
+    """Exact scores of what is selected, summed, at the sampled rows."""
+    rows = _sample(q)
+    out = torch.empty(1, len(rows), dtype=torch.float64, device=q.device)
+    for part, words in zip(rows.split(64), selection.words[0, 0].split(64)):
+        scores = _rows(q.double(), k.double(), w.double(), bias.double(), part)
+        # Row 63 of a block is its words' sign.
+        out[0, part // 64] = scores.where(words < 0, 0).sum(1)
+    return (out,)
+
+
+def _plain(k_top: int, q: Tensor, k: Tensor, w: Tensor, bias: Tensor) -> attention.Selection:
+    """Scores and `torch.topk`, a slab of rows at a time, into a dense mask."""
+    T = q.shape[2]
+    mask = torch.zeros(1, T, T + 1, dtype=torch.bool, device=q.device)
+    for rows in torch.arange(T, device=q.device).split(max(1, _SLAB // T)):
+        values, indices = _rows(q, k, w, bias, rows).topk(min(k_top, T))
+        mask[0, rows[0] : rows[-1] + 1].scatter_(1, indices.where(values.isfinite(), T), True)
+    return attention.Selection.from_mask(mask[..., :T], 4 * k_top)
+
+
+def _select(T: int, k_top: int, dtype: torch.dtype) -> Case:
+    def reference(q: Tensor, k: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor]:
+        wide = (q.double(), k.double(), w.double(), bias.double())
+        best = [_rows(*wide, part).topk(min(k_top, T)).values for part in _sample(q).split(64)]
+        return (torch.cat([scores.where(scores.isfinite(), 0).sum(1) for scores in best])[None],)
+
+    return Case(
+        room="attention",
+        name="select_topk",
+        parameters={"T": T, "k": k_top, "Hi": HEADS, "Di": D},
+        dtype=dtype,
+        make=lambda device, generator: [_inputs(T, dtype, device, generator)],
+        providers=(
+            Provider(
+                "gossamer",
+                lambda *inputs: attention.select_topk(*inputs, k=k_top),
+                ours=True,
+                result=_sums,
+                capturable=True,
+            ),
+            Provider(
+                "torch.topk",
+                lambda *inputs: _plain(k_top, *inputs),
+                result=_sums,
+                devices=("cpu", "cuda") if T <= 32768 else (),
+            ),
+        ),
+        reference=reference,
+        bytes=T * T // 8 + (HEADS + 1) * T * D * dtype.itemsize,
+        flops=HEADS * T * T * D,
+        sweep="T",
+        budget=1e-3,
+    )
+
+
+def _scores(T: int, dtype: torch.dtype) -> Case:
+    def finite(scores: Tensor, *_: Tensor) -> tuple[Tensor]:
+        return (scores.where(scores.isfinite(), 0),)
+
+    def every(q: Tensor, *rest: Tensor) -> Tensor:
+        return _rows(q, *rest, torch.arange(T, device=q.device))[None]
+
+    return Case(
+        room="attention",
+        name="indexer_scores",
+        parameters={"T": T, "Hi": HEADS, "Di": D},
+        dtype=dtype,
+        make=lambda device, generator: [_inputs(T, dtype, device, generator)],
+        providers=(
+            Provider("gossamer", attention.indexer_scores, ours=True, result=finite, capturable=True),
+            Provider("torch", every, result=finite, capturable=True),
+        ),
+        reference=lambda *inputs: finite(every(*(x.double() for x in inputs))),
+        bytes=T * T * dtype.itemsize,
+        flops=HEADS * T * T * D,
+    )

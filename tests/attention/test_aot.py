@@ -1,0 +1,35 @@
+"""The kernels with NVIDIA's own instructions, which the examples leave to the other GPUs' sake, compile as well."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from gossamer._core import aot  # noqa: E402
+from gossamer.attention._triton import indexer_scores, select_topk  # noqa: E402
+
+pytestmark = pytest.mark.native
+
+EXAMPLES = {**indexer_scores.EXAMPLES, **select_topk.EXAMPLES}
+KERNELS = {
+    kernel.fn.__name__: (kernel, example)
+    for kernel, example in EXAMPLES.items()
+    if {"FAST", "PACKED"} & example["constexprs"].keys()
+}
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("name", KERNELS)
+def test_with_instructions_of_nvidia(name: str, forced: bool, target: str) -> None:
+    kernel, example = KERNELS[name]
+    given = {flag: value for flag, value in (("FAST", True), ("PACKED", True), ("FORCED", forced))}
+    own = {flag: value for flag, value in given.items() if flag in example["constexprs"]}
+    if forced and "FORCED" not in own:
+        pytest.skip("keeps nothing")
+    compiled = aot.compile_kernel(kernel, {**example, "constexprs": example["constexprs"] | own}, target)
+    assert compiled.metadata.shared <= aot.SHARED_MEMORY_LIMIT[target]
+    text = compiled.asm["ptx"]
+    assert ("tanh.approx.f32" in text) == ("FAST" in own) and ("set.ge.u32.f16x2" in text) == ("PACKED" in own)
+    if target == "sm_90":
+        used = aot.resources(compiled)
+        assert used["LOCAL"] == used["STACK"] == 0, f"spills: {used}"

@@ -1,0 +1,302 @@
+"""`select_topk` against a stable sort of the scores that the same backend stores."""
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+from gossamer._core.ops import INTERPRET
+from gossamer.attention import AdaptiveK, Selection, select_topk
+from gossamer.attention._torch import select_topk as cpu
+from gossamer.attention.levels import LEVELS
+from tests.attention.indexer import dense, inputs, visible
+
+NO_SCORE, KEPT = 0, 31744
+# B, Hi, Tq, Tk, Di, causal, lengths
+CASES = [
+    (1, 2, 40, 140, 16, True, None),
+    (2, 3, 18, 130, 20, True, [130, 50]),
+    (2, 1, 5, 300, 64, True, [300, 3]),
+    (1, 9, 20, 90, 64, False, None),
+    (1, 1, 1, 1, 1, True, None),
+]
+
+
+def stored(case: tuple[Any, ...], q: Tensor, k: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """The keys [B, Tq, Tk] that the backend under test stores for scores, 0 where a query does not see."""
+    b, _, tq, tk, d, causal, lengths = case
+    seen = visible(case).to(q.device)
+    if not (q.is_cuda or INTERPRET):
+        wide = torch.promote_types(q.dtype, torch.float32)
+        rows = [
+            cpu.index_keys(
+                q[i].to(wide), k[i].to(wide), w[i].to(wide).sigmoid(), None if bias is None else bias.to(wide), d**-0.5
+            )
+            for i in range(b)
+        ]
+        return torch.stack(rows).where(seen, NO_SCORE)
+    from gossamer.attention._triton import select_topk as gpu
+
+    lengths = None if lengths is None else torch.tensor(lengths, device=q.device)
+    call = gpu._Call((q, k, w, None if bias is None else bias.float(), lengths), d**-0.5, causal, 1, 0, 0)
+    slab = gpu.Slab(0, b * call.padded, gpu.round_up(tk, gpu.COLUMNS))
+    keys = torch.zeros(slab.rows, slab.columns, dtype=torch.int16, device=q.device)
+    call.score(slab, keys)
+    return keys.view(b, call.padded, slab.columns)[:, :tq, :tk].long().where(seen, NO_SCORE)
+
+
+def sorted_first(keys: Tensor, seen: Tensor, k: Tensor | int, window: int = 0, sinks: int = 0) -> Tensor:
+    """Mask [B, 1, Tq, Tk] of the first k in a stable descending sort, the always-kept first of all."""
+    n = seen.sum(-1, keepdim=True)
+    columns = torch.arange(keys.shape[2], device=keys.device)
+    keys = torch.where((columns < sinks) | (columns >= n - window), KEPT, keys).where(seen, -1)
+    order = torch.sort(keys, dim=-1, descending=True, stable=True).indices
+    k = k[..., None] if isinstance(k, Tensor) else k
+    first = (columns < k).expand_as(order)
+    return (torch.zeros_like(seen).scatter_(2, order, first) & seen)[:, None]
+
+
+def lengths_of(case: tuple[Any, ...], device: torch.device) -> Tensor | None:
+    return None if case[6] is None else torch.tensor(case[6], device=device)
+
+
+@pytest.mark.parametrize("window, sinks", [(0, 0), (4, 3)])
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_a_stable_sort(
+    case: tuple[Any, ...], window: int, sinks: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    q, k, w, bias = inputs(case, dtype, device)
+    # Runs of equal keys: the k-th has ties nearly everywhere.
+    k = k.repeat_interleave(4, 1)[:, : case[3]]
+    found = select_topk(
+        q, k, w, bias, k=25, causal=case[5], lengths=lengths_of(case, device), window=window, sinks=sinks
+    )
+    wanted = sorted_first(stored(case, q, k, w, bias), visible(case).to(device), 25, window, sinks)
+    assert torch.equal(found.to_mask(), wanted)
+    assert torch.equal(found.counts, Selection.from_mask(wanted).counts)
+    assert torch.equal(found.indices, Selection.from_mask(wanted, found.capacity).indices)
+
+
+def test_stored_scores_are_the_scores(dtype: torch.dtype, device: torch.device) -> None:
+    case = (2, 3, 40, 60, 32, True, None)
+    q, k, w, bias = inputs(case, dtype, device)
+    total = w.double().sigmoid().sum(-1, keepdim=True)
+    wanted = dense(q.double(), k.double(), w.double(), bias.double(), 32**-0.5) / total * LEVELS + 1
+    off = (stored(case, q, k, w, bias) - wanted).where(visible(case).to(device), 0).abs().max()
+    assert off <= 1.5
+
+
+@pytest.mark.parametrize("case", [(1, 2, 70, 70, 16, True, None), (3, 1, 17, 40, 8, True, [40, 36, 10])])
+def test_the_workspace_and_the_batch_change_nothing(case: tuple[Any, ...], device: torch.device) -> None:
+    q, k, w, bias = inputs(case, torch.float32, device)
+    given, lengths = (q, k, w, bias), lengths_of(case, device)
+    usual = select_topk(*given, k=20, lengths=lengths)
+    for workspace in (2 * 64 * 128, 3 * 64 * 128):
+        assert torch.equal(select_topk(*given, k=20, lengths=lengths, workspace=workspace).words, usual.words)
+    for i in range(case[0]):
+        alone = select_topk(
+            q[i : i + 1],
+            k[i : i + 1],
+            w[i : i + 1],
+            bias,
+            k=20,
+            lengths=None if lengths is None else lengths[i : i + 1],
+        )
+        assert torch.equal(alone.words, usual.words[i : i + 1])
+
+
+@given(
+    tq=st.integers(1, 30),
+    more=st.integers(0, 80),
+    k=st.integers(1, 60),
+    levels=st.integers(1, 40),
+    heads=st.integers(1, 3),
+    window=st.integers(0, 5),
+)
+def test_ties_everywhere(tq: int, more: int, k: int, levels: int, heads: int, window: int) -> None:
+    """Few distinct keys, down to a single one."""
+    device = torch.device("cuda" if torch.cuda.is_available() and not INTERPRET else "cpu")
+    case = (1, heads, tq, tq + more, 4, True, None)
+    q, keys, w, bias = inputs(case, torch.float32, device)
+    keys = keys[:, torch.arange(tq + more, device=device) * 7 % min(levels, tq + more)]
+    window = min(window, k)
+    found = select_topk(q, keys, w, bias, k=k, window=window)
+    wanted = sorted_first(stored(case, q, keys, w, bias), visible(case).to(device), k, window)
+    assert torch.equal(found.to_mask(), wanted)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("window", [pytest.param(0, marks=pytest.mark.full), 9])
+def test_rows_longer_than_registers(window: int, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    from gossamer.attention._triton import select_topk as gpu
+
+    monkeypatch.setattr(gpu, "MAX_REGISTERS", 64)
+    case = (1, 1, 20, 300, 16, True, None)
+    for repeat in (1, 7):
+        q, k, w, bias = inputs(case, torch.float32, device)
+        k = k.repeat_interleave(repeat, 1)[:, :300]
+        found = select_topk(q, k, w, bias, k=40, window=window)
+        wanted = sorted_first(stored(case, q, k, w, bias), visible(case).to(device), 40, window)
+        assert torch.equal(found.to_mask(), wanted)
+
+
+def test_nan_ranks_first_and_closed_gates_rank_by_column(device: torch.device) -> None:
+    case = (1, 2, 30, 50, 16, False, None)
+    q, k, w, bias = inputs(case, torch.float32, device)
+    k[0, 41] = torch.nan
+    w[0, 3] = -torch.inf
+    q[0, 0, 5, 2] = torch.inf
+    w[0, 7, 1] = torch.nan
+    mask = select_topk(q, k, w, bias, k=4, causal=False).to_mask()[0, 0]
+    assert torch.equal(mask.sum(-1).cpu(), torch.full((30,), 4))
+    assert bool(mask[[0, 1, 2, 4, 6], 41].all())
+    # All scores are 0, or all are NaN: ties go to the lowest columns.
+    assert mask[7, :4].all()
+    wanted = sorted_first(stored(case, q, k, w, bias), visible(case).to(device), 4)
+    assert torch.equal(mask, wanted[0, 0])
+
+
+RULES = [
+    AdaptiveK("variance", 5, 20, 40, temperature=0.7, mean=torch.tensor(0.02)),
+    AdaptiveK("entropy", 5, 20, 40, temperature=0.9),
+    AdaptiveK("learned", 5, 20, 40, mean=torch.tensor([0.3]), predictor=torch.linspace(-1, 1, 20).view(4, 5)),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.rule)
+def test_adaptive_k_is_of_each_query_alone(rule: AdaptiveK, device: torch.device) -> None:
+    case = (2, 3, 40, 70, 16, True, [70, 55])
+    q, k, w, bias = inputs(case, torch.float32, device)
+    move = {
+        name: None if t is None else t.to(device) for name, t in (("mean", rule.mean), ("predictor", rule.predictor))
+    }
+    rule = AdaptiveK(rule.rule, rule.k_min, rule.k_base, rule.k_max, rule.temperature, **move)
+    found = select_topk(q, k, w, bias, adaptive=rule, lengths=lengths_of(case, device), window=2, sinks=1).to_mask()
+    seen = visible(case).to(device)
+    keys = stored(case, q, k, w, bias)
+    scores = (keys - 1).double() * (w.double().sigmoid().sum(-1, keepdim=True) / LEVELS)
+    exact = adaptive64(rule, scores, seen)
+    counts = found.sum(-1)[:, 0]
+    wanted = torch.minimum(exact.floor().long(), seen.sum(-1))
+    # Next to an integer the two may round apart.
+    near = (exact - exact.round()).abs() < 1e-3
+    assert torch.equal(counts.where(~near, 0), wanted.where(~near, 0)) and not near.all()
+    assert torch.equal(found, sorted_first(keys, seen, counts, 2, 1))
+    assert counts.unique().numel() > 3
+
+
+def adaptive64(rule: AdaptiveK, scores: Tensor, seen: Tensor) -> Tensor:
+    """The documented formulas in float64, query by query."""
+    out = torch.zeros(seen.shape[:2], dtype=torch.float64)
+    for i, t in torch.cartesian_prod(torch.arange(seen.shape[0]), torch.arange(seen.shape[1])).tolist():
+        s = scores[i, t][seen[i, t]].cpu()
+        n = len(s)
+        variance = s.var() if n > 1 else torch.zeros((), dtype=torch.float64)
+        if rule.rule == "variance":
+            assert rule.mean is not None
+            k = rule.k_base * (0.5 + 1 / (1 + rule.temperature * variance / rule.mean.cpu().double()))
+        elif rule.rule == "entropy":
+            p = s.softmax(0)
+            k = rule.k_base * (0.5 - rule.temperature * (p * p.log()).sum() / torch.log(torch.tensor(n + 1.0)))
+        else:
+            assert rule.mean is not None and rule.predictor is not None
+            net = rule.predictor.cpu().double()
+            hidden = (net[:, :3] @ torch.stack([s.mean(), variance.sqrt(), s.max()]) + net[:, 3]).relu()
+            k = rule.k_min + (rule.k_max - rule.k_min) * (net[:, 4] @ hidden + rule.mean.cpu().double()).sigmoid()
+        out[i, t] = k.clamp(rule.k_min, rule.k_max)
+    return out.to(scores.device)
+
+
+def test_one_query_at_a_time_selects_as_all_at_once(device: torch.device) -> None:
+    """Decoding against a cache, contiguous or a slice of a longer one."""
+    case = (2, 2, 40, 40, 16, True, None)
+    q, k, w, bias = inputs(case, torch.float32, device)
+    whole = select_topk(q, k, w, bias, k=9, window=2).to_mask()
+    cache = torch.full((2, 64, 16), torch.nan, device=device)
+    cache[:, :40] = k
+    for t in (0, 7, 39):
+        step = (q[:, :, t : t + 1], cache[:, : t + 1], w[:, t : t + 1], bias)
+        assert torch.equal(select_topk(*step, k=9, window=2).to_mask()[:, :, 0], whole[:, :, t, : t + 1])
+        step = (q[:, :, t : t + 1], cache, w[:, t : t + 1], bias)
+        padded = select_topk(*step, k=9, window=2, lengths=torch.tensor([t + 1, t + 1], device=device)).to_mask()
+        assert torch.equal(padded[:, :, 0, : t + 1], whole[:, :, t, : t + 1]) and not padded[..., t + 1 :].any()
+
+
+def test_any_strides(device: torch.device) -> None:
+    q, k, w, bias = inputs((2, 3, 30, 50, 16), torch.float32, device)
+    odd = (
+        q.transpose(1, 2).contiguous().transpose(1, 2), k.transpose(1, 2).contiguous().transpose(1, 2),
+        w.transpose(1, 2).contiguous().transpose(1, 2), bias,
+    )  # fmt: skip
+    assert torch.equal(select_topk(*odd, k=9).words, select_topk(q, k, w, bias, k=9).words)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 3, 4), (1, 2, 0, 3, 4), (1, 0, 2, 3, 4)])
+def test_empty(shape: tuple[int, ...], device: torch.device) -> None:
+    given = inputs(shape, torch.float32, device)
+    mask = select_topk(*given, k=2).to_mask()
+    assert mask.shape == (shape[0], 1, shape[2], shape[3])
+    # Without heads all scores are equal.
+    assert mask.sum() == (3 + 1 if shape[1] == 0 else 0)
+
+
+@pytest.mark.native
+def test_compile_and_autocast(compiled: Any, device: torch.device) -> None:
+    given = inputs((1, 2, 70, 70, 16), torch.float32, device)
+    usual = select_topk(*given, k=9).words
+    assert torch.equal(compiled(lambda *a: select_topk(*a, k=9))(*given).words, usual)
+    with torch.autocast(device.type, torch.bfloat16):
+        cast = select_topk(*given, k=9).words
+    halves = [x.bfloat16() for x in given[:2]]
+    assert torch.equal(cast, select_topk(*halves, *given[2:], k=9).words)
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_on_new_inputs(device: torch.device) -> None:
+    given = inputs((1, 4, 3000, 3000, 64), torch.bfloat16, device)
+    select_topk(*given, k=500)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = select_topk(*given, k=500)
+    given[1].copy_(torch.randn_like(given[1]))
+    graph.replay()
+    assert torch.equal(out.words, select_topk(*given, k=500).words)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2, 4, 3000, 3000, 64), (1, 4, 500, 40000, 64), (1, 2, 70, 140000, 128)])
+def test_real_sizes(shape: tuple[int, ...], device: torch.device) -> None:
+    case = (*shape, True, None)
+    q, k, w, bias = inputs(case, torch.bfloat16, device)
+    keys, seen = stored(case, q, k, w, bias), visible(case).to(device)
+    for window, sinks in ((0, 0), (64, 4)):
+        found = select_topk(q, k, w, bias, k=2048, window=window, sinks=sinks)
+        assert torch.equal(found.to_mask(), sorted_first(keys, seen, 2048, window, sinks))
+
+
+@pytest.mark.native
+def test_bad_input(device: torch.device) -> None:
+    given = inputs((1, 2, 3, 4, 8), torch.float32, device)
+    with pytest.raises(ValueError, match="select_topk: give either k or adaptive"):
+        select_topk(*given)
+    with pytest.raises(ValueError, match="k must be at least 1, got 0"):
+        select_topk(*given, k=0)
+    with pytest.raises(ValueError, match=r"window \+ sinks must be at most k .* got 2 \+ 1 and 2"):
+        select_topk(*given, k=2, window=2, sinks=1)
+    with pytest.raises(ValueError, match="window must be an int of at least 0, got -1"):
+        select_topk(*given, k=2, window=-1)
+    with pytest.raises(ValueError, match="workspace must be at least 16384 bytes, the scores of 64 queries by 4 keys"):
+        select_topk(*given, k=2, workspace=100)
+    with pytest.raises(TypeError, match="adaptive must be an AdaptiveK, got str"):
+        select_topk(*given, adaptive="variance")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="AdaptiveK: rule must be one of variance, entropy, learned, got 'mean'"):
+        AdaptiveK("mean")
+    with pytest.raises(ValueError, match="the rule 'variance' needs mean"):
+        AdaptiveK("variance")
+    with pytest.raises(ValueError, match="k_min <= k_base <= k_max must hold, got 5, 4, 6"):
+        AdaptiveK("entropy", 5, 4, 6)
+    with pytest.raises(ValueError, match=r"hidden a power of two, got \[3, 5\]"):
+        AdaptiveK("learned", mean=torch.zeros(1), predictor=torch.zeros(3, 5))

@@ -1,0 +1,136 @@
+"""`Selection` against dense masks."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from gossamer.attention import Selection
+
+SHAPES = [(2, 3, 130, 77), (1, 1, 1, 200), (1, 2, 64, 64), (1, 1, 65, 1)]
+
+
+def random_mask(shape: tuple[int, ...], density: float, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (torch.rand(shape, generator=generator) < density).to(device)
+
+
+def lists(mask: Tensor, capacity: int) -> tuple[list[int], list[list[int]]]:
+    """Counts and lists, block by block, from a dense mask."""
+    b, s, tq, _ = mask.shape
+    found = [
+        torch.nonzero(mask[i, j, m : m + 64].any(0)).flatten().tolist()
+        for i in range(b)
+        for j in range(s)
+        for m in range(0, tq, 64)
+    ]
+    return [len(keys) for keys in found], [(keys + [-1] * capacity)[:capacity] for keys in found]
+
+
+@pytest.mark.parametrize("density", [0.0, 0.03, 1.0])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_mask_comes_back(shape: tuple[int, ...], density: float, device: torch.device) -> None:
+    mask = random_mask(shape, density, device)
+    selection = Selection.from_mask(mask)
+    assert torch.equal(selection.to_mask(), mask)
+    assert (selection.num_queries, selection.num_keys) == shape[2:]
+
+
+@pytest.mark.parametrize("capacity", [None, 0, 10])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_lists_hold_the_union_of_a_block(shape: tuple[int, ...], capacity: int | None, device: torch.device) -> None:
+    mask = random_mask(shape, 0.03, device)
+    selection = Selection.from_mask(mask, capacity)
+    counts, indices = lists(mask, selection.capacity)
+    assert selection.counts.flatten().tolist() == counts
+    assert selection.indices.reshape(len(counts), -1).tolist() == indices
+    assert selection.overflowed.flatten().tolist() == [count > selection.capacity for count in counts]
+    assert torch.equal(selection.to_mask(), mask)
+
+
+def test_the_bit_of_a_query_in_the_word_of_a_key(device: torch.device) -> None:
+    mask = torch.zeros(1, 70, 3, dtype=torch.bool, device=device)
+    mask[0, 63, 1] = mask[0, 0, 1] = mask[0, 69, 2] = True
+    words = Selection.from_mask(mask).words
+    assert words.tolist() == [[[[0, 1 - (1 << 63), 0], [0, 0, 1 << 5]]]]
+
+
+def test_indices_in_any_order_repeated_and_masked(device: torch.device) -> None:
+    indices = torch.tensor([[[4, 0, 4, -1], [2, 1, -1, -1]]], device=device)
+    taken = torch.tensor([[[True, True, True, True], [True, False, True, True]]], device=device)
+    selection = Selection.from_indices(indices, 6, taken)
+    got, mask = selection.to_indices()
+    assert got.tolist() == [[[[0, 4], [2, -1]]]]
+    assert mask.tolist() == [[[[True, True], [True, False]]]]
+    assert selection.to_indices(1)[0].tolist() == [[[[0], [2]]]]
+
+
+def test_indices_come_back(device: torch.device) -> None:
+    mask = random_mask((2, 2, 70, 50), 0.2, device)
+    selection = Selection.from_mask(mask)
+    indices, _ = selection.to_indices()
+    assert torch.equal(Selection.from_indices(indices, 50).words, selection.words)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("scopes", [1, 2])
+def test_flex_attention_sees_the_same_keys(scopes: int, block_size: int, device: torch.device) -> None:
+    mask = random_mask((2, scopes, 130, 200), 0.02, device)
+    mask[:, :, :128, 64:192] = True
+    mask[0, :, :, 192:] = False
+    block_mask = Selection.from_mask(mask).to_block_mask(block_size)
+    b, h, q, k = torch.meshgrid(*(torch.arange(n, device=device) for n in mask.shape), indexing="ij")
+    assert torch.equal(block_mask.mask_mod(b, h, q, k), mask)
+    rows, columns = (-(-n // block_size) for n in (130, 200))
+    padded = torch.zeros(2, scopes, rows * block_size, columns * block_size, dtype=torch.bool, device=device)
+    padded[:, :, :130, :200] = mask
+    taken = padded.view(2, scopes, rows, block_size, columns, block_size).sum((3, 5)).cpu()
+    for i, (nums, found) in enumerate(
+        ((block_mask.kv_num_blocks, block_mask.kv_indices), (block_mask.full_kv_num_blocks, block_mask.full_kv_indices))
+    ):
+        full = taken == block_size**2
+        wanted = full if i else (taken > 0) & ~full
+        held = torch.arange(columns) < nums[..., None].cpu()
+        got = torch.zeros_like(wanted).scatter_(3, found.cpu().long(), held)
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.native
+def test_it_crosses_a_compiled_region_and_devices(compiled: object, device: torch.device) -> None:
+    mask = random_mask((1, 1, 70, 30), 0.2, device)
+    selection = Selection.from_mask(mask)
+    assert torch.equal(compiled(lambda s: s.to_mask())(selection), mask)  # type: ignore[operator]
+    leaves, spec = _pytree.tree_flatten(selection)
+    assert len(leaves) == 3 and torch.equal(_pytree.tree_unflatten(leaves, spec).to_mask(), mask)
+    assert torch.equal(selection.to("cpu").to_mask(), mask.cpu())
+
+
+@pytest.mark.parametrize("shape", [(0, 1, 3, 4), (1, 1, 0, 4), (1, 1, 3, 0)])
+def test_empty(shape: tuple[int, ...], device: torch.device) -> None:
+    mask = torch.zeros(shape, dtype=torch.bool, device=device)
+    selection = Selection.from_mask(mask)
+    assert selection.to_mask().shape == shape
+    assert int(selection.counts.sum()) == 0
+
+
+@pytest.mark.native
+def test_bad_input(device: torch.device) -> None:
+    mask = torch.ones(1, 3, 4, dtype=torch.bool, device=device)
+    with pytest.raises(TypeError, match=r"Selection.from_mask: mask must be bool, .* got float32"):
+        Selection.from_mask(mask.float())
+    with pytest.raises(ValueError, match=r"Selection.from_mask: mask must have shape .* got \[3, 4\]"):
+        Selection.from_mask(mask[0])
+    with pytest.raises(ValueError, match="capacity must be an int of at least 0, or None, got -1"):
+        Selection.from_mask(mask, -1)
+    with pytest.raises(TypeError, match="indices must be int32 or int64, got float32"):
+        Selection.from_indices(mask.float(), 4)
+    with pytest.raises(ValueError, match=r"indices must lie in \[0, Tk\) with Tk = 4"):
+        Selection.from_indices(torch.tensor([[[4]]]), 4)
+    with pytest.raises(ValueError, match="block_size must be a multiple of 64, got 32"):
+        Selection.from_mask(mask).to_block_mask(32)
+    good = Selection.from_mask(mask)
+    with pytest.raises(ValueError, match=r"words must have shape .* = 2, got \[1, 1, 1, 4\]"):
+        Selection(good.words, good.counts, good.indices, 65)
+    with pytest.raises(TypeError, match="counts must be int32, got int64"):
+        Selection(good.words, good.counts.long(), good.indices, 3)
