@@ -2,6 +2,7 @@
 
 from gossamer.nn.checkpoint import load, save
 from gossamer.nn.distributed import data_parallel, shard
+from gossamer.nn.gated_sparse_attention import GatedSparseAttention, GatedSparseAttentionReference
 from gossamer.nn.mlp import MLP, GatedMLP
 from gossamer.nn.sae import BatchTopKSAE, JumpReLUSAE, SAELoss, TopKSAE, geometric_median
 from gossamer.nn.transcoder import Transcoder
@@ -10,6 +11,8 @@ __all__ = [
     "MLP",
     "BatchTopKSAE",
     "GatedMLP",
+    "GatedSparseAttention",
+    "GatedSparseAttentionReference",
     "JumpReLUSAE",
     "SAELoss",
     "TopKSAE",

@@ -1,0 +1,102 @@
+"""The keys that a group of neighbouring queries takes, listed, with the bits of who takes them beside each.
+
+A group is PARTS blocks of 64 queries. Its list is one buffer of 1 + 2 * PARTS rows of int32: the keys, ascending, and
+below each the bits of the group's queries, 32 a row, in which keys behind a query (with `causal`) and from a length on
+are cleared. Whoever gathers by the list therefore knows no other rule than the bits, and reads them side by side.
+
+One program walks the words of a group, BLOCK keys at a time, and carries how many it has listed. A list has as many
+slots as there are visible keys, so that it cannot overflow.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch
+
+QUERIES = 64
+
+
+@triton.jit(do_not_specialize=["N", "first"])
+def _key_lists_kernel(
+    words_ptr, lengths_ptr, lists_ptr, counts_ptr, N, Tq, Tk, first, capacity, SCOPES: tl.constexpr,
+    CAUSAL: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (batch and scope, group from `first` on)."""
+    scope, group = tl.program_id(0), tl.program_id(1)
+    part = (first + group) * PARTS + tl.arange(0, PARTS)
+    out = group.to(tl.int64) * tl.num_programs(0) + scope
+    words_ptr += (scope.to(tl.int64) * N + part)[:, None] * Tk
+    lists_ptr += out * (1 + 2 * PARTS) * capacity
+    end = tl.minimum(capacity, Tk)
+    # Query i stands at key i + offset.
+    offset = Tk - Tq
+    if lengths_ptr is not None:
+        length = tl.load(lengths_ptr + scope // SCOPES).to(tl.int32)
+        end = tl.minimum(end, length)
+        offset = tl.maximum(tl.minimum(length, Tk) - Tq, 0)
+    if CAUSAL:
+        end = tl.minimum(end, (first + group + 1) * (64 * PARTS) + offset)
+    found = 0
+    for start in tl.range(0, end, BLOCK, num_stages=2):
+        key = start + tl.arange(0, BLOCK)
+        word = tl.load(words_ptr + key[None, :], mask=(part < N)[:, None] & (key < end)[None, :], other=0)
+        if CAUSAL:
+            # Bit i of a part is query 64 * part + i: those before the key are cleared.
+            before = key[None, :] - (part * 64 + offset)[:, None]
+            seen = tl.full([PARTS, BLOCK], -1, tl.int64) << tl.maximum(tl.minimum(before, 63), 0).to(tl.int64)
+            word = tl.where(before > 63, 0, word & seen)
+        taken = tl.max((word != 0).to(tl.int32), axis=0)
+        slot = found + tl.cumsum(taken, axis=0) - taken
+        tl.store(lists_ptr + slot, key, mask=taken != 0)
+        at = lists_ptr + slot[None, :] + ((1 + 2 * tl.arange(0, PARTS)) * capacity)[:, None]
+        tl.store(at, word.to(tl.int32), mask=(taken != 0)[None, :])
+        tl.store(at + capacity, (word >> 32).to(tl.int32), mask=(taken != 0)[None, :])
+        found += tl.sum(taken, axis=0)
+    tl.store(counts_ptr + out, found)
+
+
+_key_lists = launch.Kernel(_key_lists_kernel)
+
+
+def slots(words: Tensor, num_queries: int, lengths: Tensor | None, causal: bool, last: int) -> int:
+    """Keys that any query before `last` may see, in whole cache lines."""
+    tk = words.shape[3]
+    offset = tk - num_queries
+    # With lengths no query stands further back, but for those of a sequence that is shorter than there are queries.
+    seen = min(tk, last + (offset if lengths is None else max(offset, 0))) if causal else tk
+    return launch.cdiv(max(seen, 1), 32) * 32
+
+
+def key_lists(
+    words: Tensor, lengths: Tensor | None, num_queries: int, causal: bool, parts: int, first: int = 0, most: int = 0
+) -> tuple[Tensor, Tensor]:
+    """(lists int32 [groups, B * S, 1 + 2 * parts, capacity], counts int32 [groups, B * S]) of groups from `first` on.
+
+    `most` bounds the groups, 0 does not.
+    """
+    b, s, n, tk = words.shape
+    groups = launch.cdiv(n, parts) - first
+    groups = min(groups, most) if most else groups
+    capacity = slots(words, num_queries, lengths, causal, (first + groups) * parts * QUERIES)
+    lists = torch.empty(groups, b * s, 1 + 2 * parts, capacity, dtype=torch.int32, device=words.device)
+    counts = torch.empty(groups, b * s, dtype=torch.int32, device=words.device)
+    meta = {"SCOPES": s, "CAUSAL": causal, "PARTS": parts, "BLOCK": 4096 // parts}
+    key = (n, num_queries, tk, first, capacity, s, causal, parts, None if lengths is None else lengths.dtype)
+    args = (words, lengths, lists, counts, n, num_queries, tk, first, capacity)
+    _key_lists(key, (b * s, groups, 1), args, meta, num_warps=8)
+    return lists, counts
+
+
+EXAMPLES = {
+    _key_lists_kernel: {
+        "signature": {
+            "words_ptr": "*i64", "lengths_ptr": "*i32", "lists_ptr": "*i32", "counts_ptr": "*i32", "N": "i32",
+            "Tq": "i32", "Tk": "i32", "first": "i32", "capacity": "i32",
+        },
+        "constexprs": {"SCOPES": 1, "CAUSAL": True, "PARTS": 2, "BLOCK": 2048},
+        "num_warps": 8,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

@@ -1,0 +1,336 @@
+"""Gradients of attention over selected keys, from the logarithm of the softmax's denominator, in a fixed order.
+
+Three kernels. The first keeps, for each query, that logarithm in base 2 beside the product of the output and its
+gradient. The second is the forward pass's twin: the same program walks the same list and sums the gradient of q.
+
+The third sums those of k and v. Turning the lists around would give each key its own list of queries, and no two keys
+the same one: nothing that a tensor core could share. So it keeps the lists, but of longer groups of queries (PARTS
+blocks), whose keys are not many more than a block's. An item of work is BLOCK_K keys of one group's list: the tile of k
+and v is gathered once, the group's queries stream past it, and only the sums go to memory, once a group instead of once
+a block. There they are added, in float32, by atomics that need no order of their own, for it is given: items are drawn
+in order, a key is in one item of a group, and an item adds when all items of the group before are done. It has hardly
+ever to wait, for they were drawn long before.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch, tuning
+from gossamer.attention._triton.key_lists import QUERIES, key_lists
+from gossamer.attention._triton.sparse_attention import STRIDES, Tile, alike, group_chunk, listed_bits
+
+
+def query_tile(d: int, element_size: int) -> Tile:
+    """Tile of the gradient of q."""
+    if element_size > 2 or d > 128:
+        return Tile(parts=1, keys=32, warps=4, stages=1)
+    return Tile(parts=1, keys=64, warps=4, stages=2)
+
+
+def key_tile(d: int, element_size: int) -> Tile:
+    """Tile of the gradients of k and v."""
+    if element_size > 2 or d > 128:
+        return Tile(parts=8, keys=32, warps=4, stages=1)
+    return Tile(parts=8, keys=64, warps=8, stages=2)
+
+
+@triton.jit
+def _row_statistics_kernel(
+    grad_ptr, out_ptr, lse_ptr, grad_lse_ptr, rows_ptr, stride_gb, stride_gh, stride_gt, Tq,
+    D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Program (BLOCK_M queries, head, batch): (lse in base 2, grad * out summed - gradient of lse) of each query."""
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(max(16, D))
+    head, batch, heads = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64), tl.num_programs(1)
+    query = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_D)
+    inside = (query < Tq)[:, None] & (column < D)[None, :]
+    grad_ptr += batch * stride_gb + head * stride_gh
+    grad = tl.load(grad_ptr + query.to(tl.int64)[:, None] * stride_gt + column[None, :], mask=inside, other=0.0)
+    at = ((batch * Tq + query) * heads + head)[:, None] * D + column[None, :]
+    out = tl.load(out_ptr + at, mask=inside, other=0.0)
+    delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)
+    row = (batch * heads + head) * Tq + query
+    if grad_lse_ptr is not None:
+        delta -= tl.load(grad_lse_ptr + row, mask=query < Tq, other=0.0)
+    lse = tl.load(lse_ptr + row, mask=query < Tq, other=0.0) * 1.4426950408889634
+    tl.store(rows_ptr + 2 * row, lse, mask=query < Tq)
+    tl.store(rows_ptr + 2 * row + 1, delta, mask=query < Tq)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _sparse_attention_bwd_q_kernel(
+    q_ptr, k_ptr, v_ptr, grad_ptr, dq_ptr, rows_ptr, lists_ptr, counts_ptr,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, first, Tq, capacity, scale,
+    GROUP: tl.constexpr, SCOPES: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (group of queries, the last first; head; batch)."""
+    BLOCK_M: tl.constexpr = 64 * PARTS
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(max(16, D))
+    group = tl.num_programs(0) - 1 - tl.program_id(0)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    heads = tl.num_programs(1)
+    row = tl.arange(0, BLOCK_M)
+    query = (first + group) * BLOCK_M + row
+    bit = tl.full([BLOCK_M], 1, tl.int32) << (row & 31)
+    column = tl.arange(0, BLOCK_D)
+    inside = (query < Tq)[:, None] & (column < D)[None, :]
+    here = batch * stride_qb + head * stride_qh + query[:, None] * stride_qt + column[None, :]
+    q = tl.load(q_ptr + here, mask=inside, other=0.0)
+    grad = tl.load(grad_ptr + here, mask=inside, other=0.0)
+    rows_ptr += 2 * ((batch * heads + head) * Tq + query)
+    lse = tl.load(rows_ptr, mask=query < Tq, other=0.0)
+    delta = tl.load(rows_ptr + 1, mask=query < Tq, other=0.0)
+    k_ptr += batch * stride_kb + (head // GROUP) * stride_kh
+    v_ptr += batch * stride_kb + (head // GROUP) * stride_kh
+    listed = group.to(tl.int64) * (tl.num_programs(2) * SCOPES) + batch * SCOPES + head * SCOPES // heads
+    count = tl.load(counts_ptr + listed)
+    lists_ptr += listed * (1 + 2 * PARTS) * capacity
+    log2_scale = scale * 1.4426950408889634
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(0, count, BLOCK_N):
+        slot = start + tl.arange(0, BLOCK_N)
+        key = tl.load(lists_ptr + tl.minimum(slot, count - 1))
+        keep = listed_bits(lists_ptr, slot, count, capacity, bit, PARTS, BLOCK_N)
+        at = key[:, None] * stride_kt + column[None, :]
+        k = tl.load(k_ptr + at, mask=(column < D)[None, :], other=0.0)
+        v = tl.load(v_ptr + at, mask=(column < D)[None, :], other=0.0)
+        s = tl.dot(q, k.T, input_precision=PRECISION)
+        dp = tl.dot(grad, v.T, input_precision=PRECISION)
+        p = tl.where(keep, tl.exp2(s * log2_scale - lse[:, None]), 0.0)
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    tl.store(dq_ptr + here, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def await_entry(plan_ptr, flag_ptr, entry):
+    """Returns when all tiles of an entry of the plan are done; there is nothing to wait for before the first."""
+    if entry >= 0:
+        tiles = tl.load(plan_ptr + 2 + entry) - tl.load(plan_ptr + 1 + entry)
+        while tl.atomic_add(flag_ptr, 0, sem="acquire") < tiles:
+            pass
+
+
+@triton.jit(do_not_specialize=["entries", "scopes"])
+def _sparse_attention_bwd_kv_kernel(
+    q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, rows_ptr, lists_ptr, counts_ptr, plan_ptr,
+    Tq, Tk, capacity, H, entries, scopes, scale,
+    GROUP: tl.constexpr, SCOPES: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Programs draw items (entry: group of queries, batch and scope; tile of its keys; head of k) from a ticket.
+
+    The plan is int32: the ticket, entries + 1 offsets of tiles, and how many tiles of each (entry, head) are done.
+    """
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(max(16, D))
+    G = H // GROUP
+    # Heads of k that an entry serves; heads of q whose gradients it sums into each; entries in a row for one head of k.
+    serves = tl.maximum(G // SCOPES, 1)
+    heads = tl.minimum(H // SCOPES, GROUP)
+    turns = tl.maximum(SCOPES // G, 1)
+    done_ptr = plan_ptr + 2 + entries
+    total = tl.load(plan_ptr + 1 + entries) * serves
+    column = tl.arange(0, BLOCK_D)
+    lane = tl.arange(0, 64)
+    bit = tl.full([64], 1, tl.int32) << (lane & 31)
+    log2_scale = scale * 1.4426950408889634
+    entry = 0
+    begin = tl.load(plan_ptr + 1)
+    end = tl.load(plan_ptr + 2)
+    item = tl.atomic_add(plan_ptr, 1, sem="relaxed")
+    while item < total:
+        tile = item // serves
+        while tile >= end:
+            entry += 1
+            begin = end
+            end = tl.load(plan_ptr + 2 + entry)
+        group, scope = entry // scopes, entry % scopes
+        batch = (scope // SCOPES).to(tl.int64)
+        served = item % serves
+        kv_head = (scope % SCOPES) * G // SCOPES + served
+        count = tl.load(counts_ptr + entry)
+        slot = (tile - begin) * BLOCK_K + tl.arange(0, BLOCK_K)
+        held = slot < count
+        list_ptr = lists_ptr + entry.to(tl.int64) * (1 + 2 * PARTS) * capacity
+        key = tl.load(list_ptr + tl.minimum(slot, count - 1))
+        of_head = (batch * G + kv_head) * Tk * D
+        at = key[:, None] * D + column[None, :]
+        wide = (column < D)[None, :]
+        k = tl.load(k_ptr + of_head + at, mask=wide, other=0.0)
+        v = tl.load(v_ptr + of_head + at, mask=wide, other=0.0)
+        dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+        dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+        head = (scope % SCOPES) * H // SCOPES + served * heads
+        blocks = tl.minimum(PARTS, tl.cdiv(Tq, 64) - group * PARTS)
+        for step in range(0, blocks * heads):
+            part = step // heads
+            here = head + step % heads
+            query = (group * PARTS + part) * 64 + lane
+            inside = (query < Tq)[:, None] & wide
+            word_ptr = list_ptr + (1 + 2 * part + tl.arange(0, 2))[None, :] * capacity + slot[:, None]
+            word = tl.load(word_ptr, mask=held[:, None], other=0)
+            word = tl.reshape(tl.broadcast_to(word[:, :, None], (BLOCK_K, 2, 32)), (BLOCK_K, 64))
+            keep = (word & bit[None, :]) != 0
+            row = (batch * H + here) * Tq + query
+            token = row[:, None] * D + column[None, :]
+            q = tl.load(q_ptr + token, mask=inside, other=0.0)
+            grad = tl.load(grad_ptr + token, mask=inside, other=0.0)
+            lse = tl.load(rows_ptr + 2 * row, mask=query < Tq, other=0.0)
+            delta = tl.load(rows_ptr + 2 * row + 1, mask=query < Tq, other=0.0)
+            s = tl.dot(k, q.T, input_precision=PRECISION)
+            p = tl.where(keep, tl.exp2(s * log2_scale - lse[None, :]), 0.0)
+            dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
+            dp = tl.dot(v, grad.T, input_precision=PRECISION)
+            ds = p * (dp - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        # The entry before this one that adds to the same head of k.
+        before = tl.where(scope % turns > 0, entry - 1, entry - scopes + turns - 1)
+        await_entry(plan_ptr, done_ptr + before * serves + served, before)
+        mask = held[:, None] & wide
+        tl.atomic_add(dv_ptr + of_head + at, dv, mask=mask, sem="relaxed")
+        tl.atomic_add(dk_ptr + of_head + at, dk * scale, mask=mask, sem="relaxed")
+        tl.debug_barrier()
+        tl.atomic_add(done_ptr + entry * serves + served, 1, sem="release")
+        item = tl.atomic_add(plan_ptr, 1, sem="relaxed")
+
+
+_row_statistics = launch.Kernel(_row_statistics_kernel)
+_sparse_attention_bwd_q = launch.Kernel(_sparse_attention_bwd_q_kernel)
+_sparse_attention_bwd_kv = launch.Kernel(_sparse_attention_bwd_kv_kernel)
+
+
+def sparse_attention_bwd(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    words: Tensor,
+    counts: Tensor,
+    indices: Tensor,
+    lengths: Tensor | None,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Operator `sparse_attention_bwd` -> gradients of q, k and v, contiguous."""
+    if q.numel() == 0 or k.numel() == 0:
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    words = words.contiguous()
+    grad, q = grad.contiguous(), q.contiguous()
+    rows = _rows(grad, out, lse, grad_lse)
+    dq = _query_gradient(grad, q, k, v, rows, words, lengths, scale, causal)
+    dk, dv = _key_gradients(grad, q, k, v, rows, words, lengths, scale, causal)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _rows(grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """float32 [B, H, Tq, 2]: lse in base 2, and what a softmax's gradient subtracts."""
+    b, h, tq, d = grad.shape
+    rows = torch.empty(b, h, tq, 2, dtype=torch.float32, device=grad.device)
+    out = out.transpose(1, 2).contiguous()
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    key = (grad.dtype, grad.stride(), tq, d, grad_lse is None)
+    args = (grad, out, lse.contiguous(), grad_lse, rows, *grad.stride()[:3], tq)
+    _row_statistics(key, (launch.cdiv(tq, 32), h, b), args, {"D": d, "BLOCK_M": 32}, num_warps=4)
+    return rows
+
+
+def _query_gradient(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    words: Tensor,
+    lengths: Tensor | None,
+    scale: float,
+    causal: bool,
+) -> Tensor:
+    b, h, tq, d = q.shape
+    k, v = alike(k, v)
+    dq = torch.empty_like(q)
+    tile = query_tile(d, q.element_size())
+    step = group_chunk(words, tile.parts)
+    meta = {"GROUP": h // k.shape[1], "SCOPES": words.shape[1], "D": d, "BLOCK_N": tile.keys, "PARTS": tile.parts}
+    meta["PRECISION"] = tuning.dot_precision(q, d)["PRECISION"]
+    for first in range(0, launch.cdiv(tq, tile.parts * QUERIES), step):
+        lists, listed = key_lists(words, lengths, tq, causal, tile.parts, first, step)
+        strides = (*q.stride()[:3], *k.stride()[:3])
+        args = (q, k, v, grad, dq, rows, lists, listed, *strides, first, tq, lists.shape[-1], scale)
+        key = (q.dtype, *args[8:-1], *meta.values())
+        _sparse_attention_bwd_q(key, (lists.shape[0], h, b), args, meta, **tile.options())
+    return dq
+
+
+def _key_gradients(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    words: Tensor,
+    lengths: Tensor | None,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """In float32."""
+    _, h, tq, d = q.shape
+    g, tk = k.shape[1:3]
+    k, v = k.contiguous(), v.contiguous()
+    dk, dv = torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)
+    tile = key_tile(d, q.element_size())
+    lists, listed = key_lists(words, lengths, tq, causal, tile.parts)
+    entries, scopes = listed.numel(), listed.shape[1]
+    serves = max(1, g // words.shape[1])
+    plan = torch.zeros(2 + entries * (1 + serves), dtype=torch.int32, device=k.device)
+    tiles = (listed.view(-1) + (tile.keys - 1)) // tile.keys
+    torch.cumsum(tiles, 0, dtype=torch.int32, out=plan[2 : 2 + entries])
+    meta = {"GROUP": h // g, "SCOPES": words.shape[1], "D": d, "BLOCK_K": tile.keys, "PARTS": tile.parts}
+    meta["PRECISION"] = tuning.dot_precision(q, d)["PRECISION"]
+    args = (
+        q, k, v, grad, dk, dv, rows, lists, listed, plan, tq, tk, lists.shape[-1], h, entries, scopes, scale,
+    )  # fmt: skip
+    key = (q.dtype, *args[10:-1], *meta.values())
+    grid = (2 * tuning.programs(q.device), 1, 1)
+    _sparse_attention_bwd_kv(key, grid, args, meta, **tile.options())
+    return dk, dv
+
+
+_QUERIES_KEYS = {
+    **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "grad_ptr"), "*bf16"), "rows_ptr": "*fp32", "lists_ptr": "*i32",
+    "counts_ptr": "*i32", "Tq": "i32", "capacity": "i32", "scale": "fp32",
+}  # fmt: skip
+_SIZES = {"GROUP": 1, "SCOPES": 1, "D": 128, "PRECISION": "ieee"}
+EXAMPLES = {
+    _row_statistics_kernel: {
+        "signature": {
+            **dict.fromkeys(("grad_ptr", "out_ptr"), "*bf16"),
+            **dict.fromkeys(("lse_ptr", "grad_lse_ptr", "rows_ptr"), "*fp32"),
+            **dict.fromkeys(("stride_gb", "stride_gh", "stride_gt", "Tq"), "i32"),
+        },
+        "constexprs": {"D": 128, "BLOCK_M": 32},
+        "num_warps": 4,
+    },
+    _sparse_attention_bwd_q_kernel: {
+        "signature": {
+            **_QUERIES_KEYS, "dq_ptr": "*bf16", **STRIDES, "first": "i32",
+        },
+        "constexprs": {**_SIZES, "BLOCK_N": 64, "PARTS": 1},
+        "num_warps": 4,
+    },
+    _sparse_attention_bwd_kv_kernel: {
+        "signature": {
+            **_QUERIES_KEYS, "dk_ptr": "*fp32", "dv_ptr": "*fp32", "plan_ptr": "*i32",
+            **dict.fromkeys(("Tk", "H", "entries", "scopes"), "i32"),
+        },
+        "constexprs": {**_SIZES, "BLOCK_K": 64, "PARTS": 8},
+        "num_warps": 8,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

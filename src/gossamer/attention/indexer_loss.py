@@ -1,0 +1,153 @@
+"""How far an indexer's scores are from attention."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer._core import autocast, checks
+from gossamer._core.ops import refuse_second, register
+from gossamer.attention._torch import indexer_loss as _cpu
+from gossamer.attention.selection import Selection
+from gossamer.attention.sparse_attention import check, scale_of, sparse_attention
+
+
+def indexer_loss(
+    q: Tensor,
+    k: Tensor,
+    q_idx: Tensor,
+    k_idx: Tensor,
+    w: Tensor,
+    bias: Tensor,
+    *,
+    selection: Selection | None = None,
+    lse: Tensor | None = None,
+    scale: float | None = None,
+    scale_idx: float | None = None,
+    causal: bool = True,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """What an indexer learns from attention: the Kullback-Leibler divergence of its distribution over keys.
+
+    For each query, attention's probabilities, averaged over heads, are what is wanted, and the softmax of the scores
+    sum_i sigmoid(w_i) sigmoid(q_idx_i . k_idx * scale_idx + bias_i) is what there is; both over the same keys: those
+    that the query takes, or all that it sees, for a warm-up. Nothing of the size T * T is in memory but the bits of a
+    selection, T * T / 8 bytes.
+
+    Args:
+        q: `[B, H, T, D]`, float, D at most 256. No gradient goes to q and k.
+        k: `[B, G, T, D]`, dtype and device of q; G divides H.
+        q_idx: `[B, n, T, d]`, dtype of q.
+        k_idx: `[B, T, d]`, dtype of q.
+        w: `[B, T, n]`, before its sigmoid.
+        bias: `[n]`.
+        selection: of T queries and T keys, with one scope; None for all visible keys.
+        lse: float32 `[B, H, T]`, of attention over these very keys, as `sparse_attention` returns it; None computes it.
+        scale: of attention; above 0; None for D ** -0.5.
+        scale_idx: of the indexer; above 0; None for d ** -0.5.
+        causal, lengths: as in `sparse_attention`; queries from lengths[b] on are left out, too.
+
+    Returns:
+        float32 (float64 for float64), the mean over all queries that take a key. Differentiable in q_idx, k_idx, w and
+        bias once, deterministically; the gradients are computed together with the loss.
+
+    Raises:
+        ValueError: shapes or devices do not fit.
+        TypeError: dtypes differ.
+        NotImplementedError: a second derivative, or on the GPU more than 16 heads of the indexer.
+
+    Source: DeepSeek-V3.2, section 2.1 (2512.02556), with the scores of Gated Sparse Attention (arXiv 2601.15305).
+
+    >>> q, q_idx, w = torch.ones(1, 2, 3, 8), torch.ones(1, 4, 3, 8), torch.zeros(1, 3, 4)
+    >>> abs(indexer_loss(q, q, q_idx, q_idx[:, 0], w, torch.zeros(4)).item()) < 1e-6
+    True
+    """
+    checks.floating(OPERATOR, q=q, k=k, q_idx=q_idx, k_idx=k_idx, w=w, bias=bias)
+    if q.dim() != 4 or q_idx.dim() != 4:
+        raise ValueError(
+            f"{OPERATOR}: q must have shape [B, H, T, D] and q_idx [B, n, T, d], got {list(q.shape)} and "
+            f"{list(q_idx.shape)}."
+        )
+    if selection is None:
+        selection = _everything(q.shape[0], q.shape[2], q.device)
+    _check(q, k, q_idx, k_idx, w, bias, selection, lengths)
+    scale, scale_idx = scale_of(OPERATOR, scale, q), scale_of(OPERATOR, scale_idx, q_idx, "scale_idx")
+    q, k = q.detach(), k.detach()
+    if autocast.enabled(q.device):
+        q, k, q_idx, k_idx = autocast.cast(q, k, q_idx, k_idx)  # type: ignore[assignment]
+    if lse is None:
+        with torch.no_grad():
+            _, lse = sparse_attention(q, k, k, selection, scale=scale, causal=causal, lengths=lengths, return_lse=True)
+    else:
+        checks.shape(OPERATOR, "lse", lse, tuple(q.shape[:3]), "[B, H, T]", "like q")
+    words = selection.words
+    return _indexer_loss(q, k, lse.detach(), q_idx, k_idx, w, bias, words, lengths, scale, scale_idx, causal)[0]
+
+
+OPERATOR = "attention.indexer_loss"
+MAX_HEADS = 16
+
+
+def _everything(batch: int, num_queries: int, device: torch.device) -> Selection:
+    """The selection in which each query takes each key."""
+    blocks = -(-num_queries // 64)
+    words = torch.full((batch, 1, blocks, num_queries), -1, dtype=torch.int64, device=device)
+    if num_queries % 64:
+        words[:, :, -1] = (1 << num_queries % 64) - 1
+    counts = torch.full((batch, 1, blocks), num_queries, dtype=torch.int32, device=device)
+    return Selection(words, counts, counts.new_empty(batch, 1, blocks, 0), num_queries)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    q_idx: Tensor,
+    k_idx: Tensor,
+    w: Tensor,
+    bias: Tensor,
+    selection: Selection,
+    lengths: Tensor | None,
+) -> None:
+    check(OPERATOR, q, k, k, selection, lengths)
+    b, _, t, _ = q.shape
+    checks.same_device(OPERATOR, "q", q.device, q_idx=q_idx, k_idx=k_idx, w=w, bias=bias)
+    n, d = q_idx.shape[1], q_idx.shape[3]
+    checks.shape(OPERATOR, "q_idx", q_idx, (b, n, t, d), "[B, n, T, d]", "like q")
+    checks.shape(OPERATOR, "k_idx", k_idx, (b, t, d), "[B, T, d]", "like q_idx")
+    checks.shape(OPERATOR, "w", w, (b, t, n), "[B, T, n]", "like q_idx")
+    checks.shape(OPERATOR, "bias", bias, (n,), "[n]", "like q_idx")
+    if selection.words.shape[1] != 1 or selection.num_keys != t:
+        raise ValueError(
+            f"{OPERATOR}: selection must have one scope and T = {t} keys, got {selection.words.shape[1]} and "
+            f"{selection.num_keys}."
+        )
+    if q.is_cuda and n > MAX_HEADS:
+        raise NotImplementedError(f"{OPERATOR}: at most {MAX_HEADS} heads of the indexer run on the GPU, got {n}.")
+
+
+def _fake(q: Tensor, k: Tensor, lse: Tensor, q_idx: Tensor, k_idx: Tensor, w: Tensor, bias: Tensor, *_: Any) -> Any:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty((), dtype=wide), *(x.new_empty(x.shape) for x in (q_idx, k_idx, w, bias))
+
+
+def _context(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, *of_gradients: Tensor | None) -> tuple[Any, ...]:
+    if any(g is not None for g in of_gradients):
+        refuse_second(OPERATOR)
+    grads = (None if grad is None else (grad * g).to(g.dtype) for g in ctx.saved_tensors)
+    return (None, None, None, *grads, *(None,) * 5)
+
+
+_indexer_loss = register(
+    "indexer_loss(Tensor q, Tensor k, Tensor lse, Tensor q_idx, Tensor k_idx, Tensor w, Tensor bias, Tensor words, "
+    "Tensor? lengths, float scale, float scale_idx, bool causal) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    cpu=_cpu.indexer_loss,
+    gpu="gossamer.attention._triton.indexer_loss:indexer_loss",
+    fake=_fake,
+    setup_context=_context,
+    backward=_backward,
+)

@@ -1,0 +1,102 @@
+"""What lies between an attention layer's one big projection and attention."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer._core import checks
+from gossamer._core.ops import directly, register
+from gossamer.attention._torch import rotary_gates as _cpu
+
+
+def rotary_gates(
+    y: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    value_gate: bool = True,
+    output_gate: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Rotary embeddings of q and k, v times its gate, and the gate of the output, out of one projection.
+
+    Args:
+        y: `[B, T, N]`, float: side by side q (H heads of D columns), k and v (G heads each), with value_gate what v is
+            gated by (G heads), and with output_gate what the output is gated by (H heads), both before their sigmoid.
+        cos, sin: float32 `[T, D]` or `[B, T, D]`, D even, of the angles; the second half of the columns repeats the
+            first.
+        num_heads, num_kv_heads: H and G.
+        value_gate, output_gate: whether y has these sections.
+
+    Returns:
+        q `[B, T, H, D]`, k and v `[B, T, G, D]`, and the gate `[B, T, H * D]` after its sigmoid, or None; the dtype of
+        y. Differentiable in y once.
+
+    Raises:
+        ValueError: shapes or devices do not fit.
+        TypeError: y is not floating, or cos and sin are not float32.
+        NotImplementedError: a second derivative.
+
+    Source: Su et al. 2021 (RoFormer), in the halves of Hugging Face's models; the seed on gated sparse attention.
+
+    >>> angles = torch.zeros(3, 4)
+    >>> _, _, v, _ = rotary_gates(torch.zeros(1, 3, 28) + 2, angles.cos(), angles.sin(), 2, 1)
+    >>> round(v[0, 0, 0, 0].item(), 4)
+    1.7616
+    """
+    checks.floating(OPERATOR, y=y, cos=cos, sin=sin)
+    checks.same_device(OPERATOR, "y", y.device, cos=cos, sin=sin)
+    if y.dim() != 3 or cos.dim() not in (2, 3) or cos.shape[-1] % 2 or cos.shape[-1] == 0:
+        raise ValueError(
+            f"{OPERATOR}: y must have shape [B, T, N], and cos [T, D] or [B, T, D] with an even D, got {list(y.shape)} "
+            f"and {list(cos.shape)}."
+        )
+    d = cos.shape[-1]
+    checks.shape(OPERATOR, "cos", cos, (*y.shape[3 - cos.dim() : 2], d), "[T, D] or [B, T, D]", "like y")
+    checks.shape(OPERATOR, "sin", sin, tuple(cos.shape), "[T, D] or [B, T, D]", "like cos")
+    if cos.dtype is not torch.float32 or sin.dtype is not torch.float32:
+        raise TypeError(f"{OPERATOR}: cos and sin must be float32, got {checks.name_of(cos.dtype)}.")
+    columns = d * (num_heads * (1 + output_gate) + num_kv_heads * (2 + value_gate))
+    checks.shape(OPERATOR, "y", y, (*y.shape[:2], columns), "[B, T, N]", "by the heads and gates")
+    q, k, v, gate = _rotary_gates(y, cos.detach(), sin.detach(), num_heads, num_kv_heads, value_gate, output_gate)
+    return q, k, v, gate if output_gate else None
+
+
+OPERATOR = "attention.rotary_gates"
+
+
+def _fake(y: Tensor, cos: Tensor, sin: Tensor, heads: int, groups: int, value_gate: bool, output_gate: bool) -> Any:
+    b, t, d = *y.shape[:2], cos.shape[-1]
+    q, k, v = (y.new_empty(b, t, n, d) for n in (heads, groups, groups))
+    return q, k, v, y.new_empty(b, t, heads * d if output_gate else 0)
+
+
+def _context(ctx: Any, inputs: Any, output: Any) -> None:
+    y, cos, sin, *_, ctx.value_gate, _ = inputs
+    ctx.save_for_backward(y, cos, sin)
+
+
+def _backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    call = directly(_rotary_gates_bwd, *grads, *ctx.saved_tensors)
+    return (call(*grads, *ctx.saved_tensors, ctx.value_gate), *(None,) * 6)
+
+
+_rotary_gates = register(
+    "rotary_gates(Tensor y, Tensor cos, Tensor sin, SymInt heads, SymInt groups, bool value_gate, bool output_gate) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+    cpu=_cpu.rotary_gates,
+    gpu="gossamer.attention._triton.rotary_gates:rotary_gates",
+    fake=_fake,
+    setup_context=_context,
+    backward=_backward,
+)
+_rotary_gates_bwd = register(
+    "rotary_gates_bwd(Tensor dq, Tensor dk, Tensor dv, Tensor dgate, Tensor y, Tensor cos, Tensor sin, "
+    "bool value_gate) -> Tensor",
+    cpu=_cpu.rotary_gates_bwd,
+    gpu="gossamer.attention._triton.rotary_gates:rotary_gates_bwd",
+    fake=lambda dq, dk, dv, dgate, y, *_: y.new_empty(y.shape),
+    once_differentiable=OPERATOR,
+)

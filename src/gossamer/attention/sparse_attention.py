@@ -1,0 +1,195 @@
+"""Attention over the keys of a selection."""
+
+import math
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from gossamer._core import autocast, checks
+from gossamer._core.ops import directly, register
+from gossamer.attention._torch import sparse_attention as _cpu
+from gossamer.attention.selection import Selection
+
+MAX_HEAD_DIM = 256
+
+
+@overload
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    lengths: Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    lengths: Tensor | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    lengths: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(q k^T * scale) v over the keys that each query takes.
+
+    The last query stands beside the last key: beside key Tk - 1, or with `lengths` beside key lengths[b] - 1; where a
+    sequence has fewer keys than there are queries, the first stands beside the first. A query that takes no key gives
+    zeros, and has no gradient. A value that is NaN or infinite reaches each query of a block of 128 that has one who
+    takes it.
+
+    Args:
+        q: `[B, H, Tq, D]`, float, D at most 256; any strides.
+        k, v: `[B, G, Tk, D]`, dtype and device of q. G divides H: heads h * H / G to (h + 1) * H / G - 1 of q share
+            head h of k and v.
+        selection: of Tq queries and Tk keys, its scopes S being 1, G or H.
+        scale: above 0; None for D ** -0.5.
+        causal: whether a query takes only those of its keys that do not stand behind it.
+        lengths: int `[B]`, keys from lengths[b] on take part nowhere; None where all do.
+        return_lse: whether to return the logarithm of the softmax's denominator as well.
+
+    Returns:
+        `[B, H, Tq, D]`, the dtype of q, in memory as `[B, Tq, H, D]`; with return_lse also the float32 `[B, H, Tq]`,
+        -inf where a query takes no key. Differentiable in q, k and v once, deterministically.
+
+    Raises:
+        ValueError: shapes or devices do not fit, D is above 256, or scale is not above 0.
+        TypeError: dtypes differ, or selection is no `Selection`.
+        NotImplementedError: a second derivative.
+
+    Source: the seed on gated sparse attention; queries that share a gather are FlashInfer's union of neighbours.
+
+    >>> q, k, v = (torch.ones(1, 2, 3, 8) for _ in range(3))
+    >>> sparse_attention(q, k, v, Selection.from_mask(torch.eye(3, dtype=torch.bool)[None])).shape
+    torch.Size([1, 2, 3, 8])
+    """
+    check(OPERATOR, q, k, v, selection, lengths)
+    scale = scale_of(OPERATOR, scale, q)
+    if autocast.enabled(q.device):
+        q, k, v = autocast.cast(q, k, v)  # type: ignore[assignment]
+    words, counts, indices = selection.words, selection.counts, selection.indices
+    out, lse = _sparse_attention(q, k, v, words, counts, indices, lengths, scale, causal)
+    return (out, lse) if return_lse else out
+
+
+OPERATOR = "attention.sparse_attention"
+FEW_QUERIES = 16
+
+
+def choose_path(num_queries: int) -> Literal["decode", "lists"]:
+    """How the GPU goes about it: "decode" cuts the keys of a few queries among programs, "lists" gathers the keys of
+    each group of neighbouring queries by a list."""
+    return "decode" if num_queries <= FEW_QUERIES else "lists"
+
+
+def scale_of(operator: str, scale: float | None, q: Tensor, argument: str = "scale") -> float:
+    """A factor above 0, D ** -0.5 by default."""
+    if scale is None:
+        return 1.0 / math.sqrt(max(q.shape[-1], 1))
+    checks.number(operator, argument, scale, "For another sign negate q.")
+    return float(scale)
+
+
+def check(operator: str, q: Tensor, k: Tensor, v: Tensor, selection: Selection, lengths: Tensor | None) -> None:
+    """Shapes, dtypes and devices fit together."""
+    checks.floating(operator, q=q, k=k, v=v)
+    checks.same_device(operator, "q", q.device, k=k, v=v, lengths=lengths)
+    if not isinstance(selection, Selection):
+        raise TypeError(
+            f"{operator}: selection must be an attention.Selection, got {type(selection).__name__}. Build one with "
+            "attention.select_topk or Selection.from_mask."
+        )
+    checks.same_device(operator, "q", q.device, selection=selection.words)
+    if q.dim() != 4 or k.dim() != 4 or q.shape[3] > MAX_HEAD_DIM:
+        raise ValueError(
+            f"{operator}: q must have shape [B, H, Tq, D], and k [B, G, Tk, D], with D at most {MAX_HEAD_DIM}, got "
+            f"{list(q.shape)} and {list(k.shape)}."
+        )
+    (batch, heads, tq, d), groups = q.shape, k.shape[1]
+    expected = (batch, groups, selection.num_keys, d)
+    checks.shape(operator, "k", k, expected, "[B, G, Tk, D]", "like q and selection")
+    checks.shape(operator, "v", v, expected, "[B, G, Tk, D]", "like k")
+    if groups == 0 or heads % groups:
+        raise ValueError(f"{operator}: k must have a number of heads that divides the H = {heads} of q, got {groups}.")
+    if q.dtype != k.dtype or q.dtype != v.dtype:
+        got = ", ".join(checks.name_of(x.dtype) for x in (q, k, v))
+        raise TypeError(f"{operator}: q, k and v must have one dtype, got {got}. Convert with k.to(q.dtype).")
+    if selection.num_queries != tq or selection.words.shape[0] != batch:
+        raise ValueError(
+            f"{operator}: selection must be of [B, Tq] = {[batch, tq]} like q, got "
+            f"{[selection.words.shape[0], selection.num_queries]}."
+        )
+    scopes = selection.words.shape[1]
+    if scopes not in (1, groups, heads):
+        raise ValueError(
+            f"{operator}: selection must have S = 1 scope, one for each of the G = {groups} heads of k, or one for "
+            f"each of the H = {heads} of q, got {scopes}."
+        )
+    if lengths is not None:
+        if lengths.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{operator}: lengths must be int32 or int64, got {checks.name_of(lengths.dtype)}.")
+        checks.shape(operator, "lengths", lengths, (batch,), "[B]", "like q")
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, words: Tensor, counts: Tensor, indices: Tensor, *_: Any) -> Any:
+    b, h, tq, d = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(b, tq, h, d).transpose(1, 2), q.new_empty((b, h, tq), dtype=wide)
+
+
+def _context(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, words, counts, indices, lengths, ctx.scale, ctx.causal = inputs
+    ctx.save_for_backward(q, k, v, *output, words, counts, indices, lengths)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse, *selected = ctx.saved_tensors
+    if grad is None and grad_lse is None:
+        return (None,) * 9
+    if grad is None:
+        grad = torch.zeros_like(out)
+    call = directly(_sparse_attention_bwd, grad, grad_lse, q, k, v)
+    grads = call(grad, grad_lse, q, k, v, out, lse, *selected, ctx.scale, ctx.causal)
+    return (*(g if needed else None for g, needed in zip(grads, ctx.needs_input_grad)), *(None,) * 6)
+
+
+def _fake_bwd(grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+_SELECTED = "Tensor words, Tensor counts, Tensor indices, Tensor? lengths, float scale, bool causal"
+_sparse_attention = register(
+    f"sparse_attention(Tensor q, Tensor k, Tensor v, {_SELECTED}) -> (Tensor, Tensor)",
+    cpu=_cpu.sparse_attention,
+    gpu="gossamer.attention._triton.sparse_attention:sparse_attention",
+    fake=_fake,
+    setup_context=_context,
+    backward=_backward,
+)
+_sparse_attention_bwd = register(
+    "sparse_attention_bwd(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_SELECTED}) -> (Tensor, Tensor, Tensor)",
+    cpu=_cpu.sparse_attention_bwd,
+    gpu="gossamer.attention._triton.sparse_attention_bwd:sparse_attention_bwd",
+    fake=_fake_bwd,
+    once_differentiable=OPERATOR,
+)

@@ -1,0 +1,280 @@
+"""Gated sparse attention: an indexer selects the keys of each query; values and outputs are gated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gossamer import attention
+from gossamer._core import checks
+from gossamer.nn._plain import why_called
+
+
+class RotaryEmbedding(nn.Module):
+    """Angles of rotary position embeddings; `inv_freq` `[D / 2]` is a buffer."""
+
+    inv_freq: Tensor
+
+    def __init__(self, head_dim: int, theta: float, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.head_dim, self.theta = head_dim, theta
+        self.register_buffer("inv_freq", self._frequencies(device))
+
+    def _frequencies(self, device: torch.device | str | None) -> Tensor:
+        return self.theta ** -(torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(cos, sin) in float32, `[..., D]`, of integer positions `[...]`."""
+        # A module that was cast to 16 bits has frequencies that are of no use at large positions.
+        wide = self.inv_freq.dtype in (torch.float32, torch.float64)
+        angles = positions[..., None].float() * (self.inv_freq if wide else self._frequencies(positions.device)).float()
+        angles = torch.cat([angles, angles], -1)
+        return angles.cos(), angles.sin()
+
+
+class LightningIndexer(nn.Module):
+    """Projections of x to the queries, keys, and weights of heads that score keys."""
+
+    def __init__(self, hidden_size: int, num_heads: int, head_dim: int, **options: Any) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self.idx_q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False, **options)
+        self.idx_k_proj = nn.Linear(hidden_size, head_dim, bias=False, **options)
+        self.idx_w_proj = nn.Linear(hidden_size, num_heads, **options)
+        self.idx_bias = nn.Parameter(torch.zeros(num_heads, **options))
+
+
+class Gate(nn.Module):
+    """sigmoid(gate_proj(x)), one half everywhere at first."""
+
+    def __init__(self, hidden_size: int, width: int, **options: Any) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, width, **options)
+        nn.init.zeros_(self.gate_proj.weight)
+        nn.init.zeros_(self.gate_proj.bias)
+
+
+class GatedSparseAttention(nn.Module):
+    """Causal self-attention in which each query takes the keys that an indexer scores highest.
+
+    v is gated by a sigmoid of x before attention, and what attention returns by another after it. As long as a
+    sequence is no longer than the fewest keys that a query takes, attention is dense, and the indexer is not asked.
+    The indexer gets no gradient from here: selecting has none. Its own loss is `attention.indexer_loss`.
+
+    Args:
+        hidden_size: of x and of the result.
+        num_heads, num_kv_heads: heads of queries, and of keys and values; None for as many.
+        k_base: keys of each query.
+        k_min, k_max: bounds of the keys of a query where they are `adaptive`.
+        d_indexer, n_idx_heads: size and number of the indexer's heads.
+        head_dim: None for hidden_size // num_heads.
+        adaptive: None for k_base keys, or how their number follows from a query's scores: an `attention.AdaptiveK`, or
+            the name of a rule that needs nothing but k_min, k_base and k_max.
+        value_gate, output_gate: whether there is such a gate.
+        rope_theta: base of the rotary embeddings.
+        dtype, device: of the parameters.
+
+    Raises:
+        ValueError: a size below 1, heads that do not divide, an odd head_dim, or k_min, k_base and k_max do not ascend.
+        TypeError: a size that is no int.
+
+    Attributes:
+        q_proj, k_proj, v_proj, o_proj, indexer.idx_q_proj, indexer.idx_k_proj, indexer.idx_w_proj, indexer.idx_bias,
+        value_gate.gate_proj, output_gate.gate_proj, rotary_emb.inv_freq: as in the published models.
+        dense: True attends to every visible key, for a warm-up of the indexer.
+
+    Source: Gated Sparse Attention (arXiv 2601.15305); the seed on gated sparse attention.
+
+    >>> GatedSparseAttention(32, 4, k_base=8, k_min=4, k_max=16, d_indexer=16)(torch.randn(2, 20, 32)).shape
+    torch.Size([2, 20, 32])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        k_base: int = 2048,
+        k_min: int = 256,
+        k_max: int = 4096,
+        d_indexer: int = 64,
+        n_idx_heads: int = 4,
+        head_dim: int | None = None,
+        adaptive: attention.AdaptiveK | str | None = None,
+        value_gate: bool = True,
+        output_gate: bool = True,
+        rope_theta: float = 10000.0,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "k_min": k_min}
+        sizes |= {"d_indexer": d_indexer, "n_idx_heads": n_idx_heads}
+        for name, size in sizes.items():
+            checks.positive(OPERATOR, name, size, "It is a size.")
+        head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        if num_heads % num_kv_heads or head_dim < 2 or head_dim % 2:
+            raise ValueError(
+                f"{OPERATOR}: num_kv_heads must divide num_heads, and head_dim be even, got {num_kv_heads}, "
+                f"{num_heads} and {head_dim}."
+            )
+        if not k_min <= k_base <= k_max:
+            raise ValueError(f"{OPERATOR}: k_min, k_base and k_max must ascend, got {k_min}, {k_base} and {k_max}.")
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.k_base = k_base
+        if isinstance(adaptive, str):
+            adaptive = attention.AdaptiveK(adaptive, k_min, k_base, k_max)
+        self.adaptive = adaptive
+        self.dense = False
+        options = {"dtype": dtype, "device": device}
+        width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
+        self.q_proj = nn.Linear(hidden_size, width, bias=False, dtype=dtype, device=device)
+        self.k_proj = nn.Linear(hidden_size, kv_width, bias=False, dtype=dtype, device=device)
+        self.v_proj = nn.Linear(hidden_size, kv_width, bias=False, dtype=dtype, device=device)
+        self.o_proj = nn.Linear(width, hidden_size, bias=False, dtype=dtype, device=device)
+        self.indexer = LightningIndexer(hidden_size, n_idx_heads, d_indexer, **options)
+        self.value_gate = Gate(hidden_size, kv_width, **options) if value_gate else None
+        self.output_gate = Gate(hidden_size, width, **options) if output_gate else None
+        self.rotary_emb = RotaryEmbedding(head_dim, rope_theta, device)
+
+    def forward(
+        self, x: Tensor, position_ids: Tensor | None = None, selection: attention.Selection | None = None
+    ) -> Tensor:
+        """x `[B, T, hidden_size]` -> `[B, T, hidden_size]`.
+
+        position_ids int `[B, T]` or `[T]`, None for 0 to T - 1, turn the rotary embeddings; what is visible is a matter
+        of order. A given selection, of another layer for instance, is used instead of the indexer's.
+        """
+        whole = selection is None and self.selects_all(x.shape[1])
+        q, k, v, gate, index = self.project(x, position_ids, indexer=selection is None and not whole)
+        if whole:
+            grouped = self.num_heads != self.num_kv_heads
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        else:
+            if selection is None:
+                selection = self.select(*index)
+            out = attention.sparse_attention(q, k, v, selection)
+        out = out.transpose(1, 2).flatten(2)
+        return self.o_proj(out if gate is None else out * gate)
+
+    def selects_all(self, num_keys: int) -> bool:
+        """Whether each query of a sequence takes every key that it sees."""
+        return self.dense or num_keys <= (self.k_base if self.adaptive is None else self.adaptive.k_min)
+
+    def project(
+        self, x: Tensor, position_ids: Tensor | None = None, indexer: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor]]:
+        """(q, k, v `[B, heads, T, D]`, q and k turned and v gated; the output's gate or None; what the indexer scores
+        by: q `[B, n, T, d]`, k `[B, T, d]` and w `[B, T, n]`, empty without `indexer`)."""
+        layers = {"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj}
+        for name, gate in (("value_gate", self.value_gate), ("output_gate", self.output_gate)):
+            if gate is not None:
+                layers[name] = gate.gate_proj
+        if position_ids is None:
+            position_ids = torch.arange(x.shape[1], device=x.device)
+        cos, sin = self.rotary_emb(position_ids)
+        q, k, v, out_gate = attention.rotary_gates(
+            _products(x, layers),
+            cos,
+            sin,
+            self.num_heads,
+            self.num_kv_heads,
+            value_gate=self.value_gate is not None,
+            output_gate=self.output_gate is not None,
+        )
+        index = self.index(x) if indexer else (x.new_empty(0),) * 3
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out_gate, index
+
+    def index(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the indexer scores by: q `[B, n, T, d]`, k `[B, T, d]` and w `[B, T, n]`."""
+        of = self.indexer
+        layers = {"idx_q_proj": of.idx_q_proj, "idx_k_proj": of.idx_k_proj, "idx_w_proj": of.idx_w_proj}
+        widths = [layer.out_features for layer in layers.values()]
+        q, k, w = _products(x, layers).split(widths, -1)
+        return q.unflatten(-1, (of.num_heads, of.head_dim)).transpose(1, 2), k, w
+
+    @torch.no_grad()
+    def select(self, q: Tensor, k: Tensor, w: Tensor) -> attention.Selection:
+        """The keys of each query, from what the indexer scores by."""
+        given: dict[str, Any] = {"k": self.k_base} if self.adaptive is None else {"adaptive": self.adaptive}
+        return attention.select_topk(q, k, w, self.indexer.idx_bias, **given)
+
+    def extra_repr(self) -> str:
+        text = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, k_base={self.k_base}"
+        return text if self.adaptive is None else f"{text}, adaptive={self.adaptive.rule!r}"
+
+
+class GatedSparseAttentionReference(GatedSparseAttention):
+    """`GatedSparseAttention` by plain PyTorch, with matrices of T by T: for checks, and for a small T.
+
+    Parameters, and so its `state_dict`, are the same. The number of keys is `k_base` for each query.
+
+    >>> GatedSparseAttentionReference(32, 4, k_base=8, k_min=4, k_max=16, d_indexer=16)(torch.randn(2, 20, 32)).shape
+    torch.Size([2, 20, 32])
+    """
+
+    def forward(
+        self, x: Tensor, position_ids: Tensor | None = None, selection: attention.Selection | None = None
+    ) -> Tensor:
+        """As `GatedSparseAttention.forward`."""
+        if self.adaptive is not None:
+            raise NotImplementedError(f"{OPERATOR}Reference: adaptive numbers of keys are not implemented. Use None.")
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        length = x.shape[1]
+        cos, sin = self.rotary_emb(torch.arange(length, device=x.device) if position_ids is None else position_ids)
+        q, k = (_turned(t, cos[..., None, :], sin[..., None, :]) for t in (q, k))
+        if self.value_gate is not None:
+            v = v * self.value_gate.gate_proj(x).sigmoid().view_as(v)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        seen = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+        if selection is not None:
+            taken = selection.to_mask() & seen
+        elif self.dense or length <= self.k_base:
+            taken = seen
+        else:
+            # Sorted stably: of equal scores the first ones win.
+            best = self.scores(*self.index(x)).sort(dim=-1, descending=True, stable=True).indices[..., : self.k_base]
+            taken = torch.zeros_like(seen).expand(x.shape[0], -1, -1).scatter(2, best, True)[:, None] & seen
+        shared = self.num_heads // self.num_kv_heads
+        k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
+        s = (q @ k.transpose(2, 3)) * self.head_dim**-0.5
+        out = (s.masked_fill(~taken, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        if self.output_gate is not None:
+            out = out * self.output_gate.gate_proj(x).sigmoid()
+        return self.o_proj(out)
+
+    @torch.no_grad()
+    def scores(self, q: Tensor, k: Tensor, w: Tensor) -> Tensor:
+        """What the indexer makes of each query and key, `[B, T, T]`, -inf where a key stands behind the query."""
+        z = q @ k[:, None].transpose(2, 3) * self.indexer.head_dim**-0.5
+        z = (z + self.indexer.idx_bias[:, None, None]).sigmoid() * w.sigmoid().transpose(1, 2)[..., None]
+        seen = torch.ones(z.shape[2:], dtype=torch.bool, device=z.device).tril()
+        return z.sum(1).masked_fill(~seen, -torch.inf)
+
+
+OPERATOR = "nn.GatedSparseAttention"
+
+
+def _products(x: Tensor, layers: dict[str, nn.Linear]) -> Tensor:
+    """What the layers make of x, side by side; by one product where they are plain."""
+    if why_called(**layers) is not None:
+        return torch.cat([layer(x) for layer in layers.values()], -1)
+    biases = [layer.bias for layer in layers.values()]
+    weight = torch.cat([layer.weight for layer in layers.values()])
+    bias = None
+    if any(each is not None for each in biases):
+        widths = [layer.out_features for layer in layers.values()]
+        bias = torch.cat([weight.new_zeros(n) if each is None else each for each, n in zip(biases, widths)])
+    return F.linear(x, weight, bias)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x `[B, T, heads, D]` in rotary embeddings, computed in float32 at least."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    low, high = wide.chunk(2, -1)
+    return (wide * cos + torch.cat([-high, low], -1) * sin).to(x.dtype)

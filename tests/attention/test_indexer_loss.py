@@ -1,0 +1,66 @@
+"""An indexer's distance from attention and its gradients, against dense float64."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from gossamer.attention import Selection, indexer_loss
+from gossamer.testing import assert_close
+from tests.attention.test_sparse_attention import dense, random_mask, visible
+
+
+def reference(
+    q: Tensor, k: Tensor, q_idx: Tensor, k_idx: Tensor, w: Tensor, bias: Tensor, mask: Tensor,
+    lengths: Tensor | None = None, scale: float | None = None, scale_idx: float | None = None,
+) -> Tensor:  # fmt: skip
+    """By dense PyTorch; mask bool [B, T, T], causality included."""
+    h, t, d = q.shape[1:]
+    keep = visible(mask[:, None], t, t, True, lengths)
+    _, lse = dense(q, k, k, mask[:, None], scale, True, lengths)
+    s = q @ k.repeat_interleave(h // k.shape[1], 1).transpose(2, 3) * (scale or d**-0.5)
+    wanted = torch.where(keep, (s - lse[..., None]).exp(), 0).mean(1)
+    z = q_idx @ k_idx[:, None].transpose(2, 3) * (scale_idx or q_idx.shape[3] ** -0.5) + bias[:, None, None]
+    scores = (z.sigmoid() * w.sigmoid().transpose(1, 2)[..., None]).sum(1)
+    keep, some = keep[:, 0], keep[:, 0].any(-1)
+    if lengths is not None:
+        some = some & (torch.arange(t, device=q.device) < lengths[:, None])
+    logs = torch.where(keep, scores, -math.inf).masked_fill(~keep.any(-1, keepdim=True), 0).log_softmax(-1)
+    parts = torch.where(wanted > 0, wanted * (wanted.clamp(min=1e-300).log() - torch.where(keep, logs, 0)), 0)
+    return (parts.sum(-1) * some).sum() / some.sum()
+
+
+def operands(
+    b: int, h: int, g: int, t: int, d: int, n: int, di: int, dtype: torch.dtype, device: torch.device, generator
+) -> list[Tensor]:
+    shapes = ((b, h, t, d), (b, g, t, d), (b, n, t, di), (b, t, di), (b, t, n), (n,))
+    return [torch.randn(s, device=device, generator=generator).to(dtype).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize("of", ["all", "selected"])
+@pytest.mark.parametrize(
+    "b, h, g, t, d, n, di",
+    [(1, 2, 2, 64, 16, 4, 16), (2, 4, 2, 70, 24, 3, 8), (1, 1, 1, 90, 32, 1, 64), (1, 2, 1, 40, 16, 9, 16)],
+)
+def test_against_dense(
+    b: int, h: int, g: int, t: int, d: int, n: int, di: int, of: str, dtype: torch.dtype, device: torch.device,
+    generator: torch.Generator,
+) -> None:  # fmt: skip
+    leaves = operands(b, h, g, t, d, n, di, dtype, device, generator)
+    mask = random_mask((b, t, t), 0.3 if of == "selected" else 2, generator)
+    selection = Selection.from_mask(mask) if of == "selected" else None
+    lengths = torch.randint(t // 2, t + 1, (b,), device=device, generator=generator)
+    for options in ({}, {"lengths": lengths, "scale": 0.2, "scale_idx": 0.7}):
+        exact, usual = ([x.detach().to(to).requires_grad_() for x in leaves] for to in (torch.float64, torch.float32))
+        wanted, plain = (reference(*x, mask, **options) for x in (exact, usual))
+        loss = indexer_loss(*leaves, selection=selection, **options)
+        # One number, which plain PyTorch gets exactly by luck; its terms are logarithms, rounded in float32.
+        torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=1e-6)
+        ours = torch.autograd.grad(loss, leaves[2:])
+        # Plain PyTorch computes in float32 from the same numbers; 16-bit products round the slopes of the sigmoids,
+        # and sums of thousands of terms of either sign lose some bits.
+        others = (torch.autograd.grad(result, given[2:]) for result, given in ((wanted, exact), (plain, usual)))
+        for name, a, c, other in zip(("q_idx", "k_idx", "w", "bias"), ours, *others):
+            rounded = other + (c.abs().max() * max(torch.finfo(dtype).eps, 1e-6) + 1e-9).to(other.dtype)
+            assert_close(a, reference64=c, plain=rounded, factor=8, name=f"gradient of {name}")

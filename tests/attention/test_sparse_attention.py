@@ -1,0 +1,344 @@
+"""Attention over selected keys and its gradients, against dense float64."""
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gossamer.attention import Selection, sparse_attention
+from gossamer.testing import assert_close, random_selection
+from tests import strategies
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None, causal: bool = True, lengths: Any = None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) by dense PyTorch in the dtype of q; mask bool [B, S, Tq, Tk]."""
+    (_, h, tq, d), (_, g, tk, _) = q.shape, k.shape
+    mask = visible(mask, tq, tk, causal, lengths).repeat_interleave(h // mask.shape[1], 1)
+    k, v = (x.repeat_interleave(h // g, 1) for x in (k, v))
+    s = (q @ k.transpose(2, 3)) * (d**-0.5 if scale is None else scale)
+    s = s.masked_fill(~mask, -math.inf)
+    # A row without keys would be NaN: it is computed over all and cleared.
+    some = mask.any(-1, keepdim=True)
+    p = torch.where(some, s, 0).softmax(-1)
+    out = torch.where(mask, p, 0) @ v
+    return torch.where(some, out, 0), torch.where(some, s, 0).logsumexp(-1).where(some[..., 0], -math.inf)
+
+
+def visible(mask: Tensor, tq: int, tk: int, causal: bool, lengths: Any) -> Tensor:
+    keys = torch.arange(tk, device=mask.device)
+    if causal:
+        offset = mask.new_full((len(mask),), tk - tq, dtype=torch.int64)
+        offset = offset if lengths is None else (lengths - tq).clamp(min=0)
+        queries = torch.arange(tq, device=mask.device) + offset[:, None]
+        mask = mask & (keys <= queries[:, None, :, None])
+    if lengths is not None:
+        mask = mask & (keys < lengths[:, None, None, None])
+    return mask
+
+
+def inputs(
+    b: int, h: int, g: int, tq: int, tk: int, d: int, dtype: torch.dtype, device: torch.device, generator: Any
+) -> list[Tensor]:
+    shapes = ((b, h, tq, d), (b, g, tk, d), (b, g, tk, d))
+    return [torch.randn(s, device=device, generator=generator).to(dtype).requires_grad_() for s in shapes]
+
+
+def random_mask(shape: tuple[int, ...], density: float, generator: torch.Generator) -> Tensor:
+    return torch.rand(shape, device=generator.device, generator=generator) < density
+
+
+def by_formula(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, grad: Tensor, grad_lse: Tensor | None, **options: Any
+) -> tuple[Tensor, ...]:
+    """Gradients by dense PyTorch in the dtype of q, as every attention without a matrix of probabilities has them:
+    softmax's own sum is the product of the output and its gradient. Autograd, which sums the probabilities times their
+    gradients, gets exact zeros where a query has one key."""
+    (b, h, tq, d), (_, g, tk, _) = q.shape, k.shape
+    out, lse = dense(q, k, v, mask, **options)
+    scale = options.get("scale") or d**-0.5
+    mask = visible(mask, tq, tk, options.get("causal", True), options.get("lengths"))
+    mask = mask.repeat_interleave(h // mask.shape[1], 1)
+    k, v = (x.repeat_interleave(h // g, 1) for x in (k, v))
+    p = torch.where(mask, ((q @ k.transpose(2, 3)) * scale - lse[..., None]).exp(), 0)
+    delta = (grad * out).sum(-1) - (0 if grad_lse is None else grad_lse)
+    ds = p * (grad @ v.transpose(2, 3) - delta[..., None]) * scale
+    dk, dv = (x.view(b, g, h // g, tk, d).sum(2) for x in (ds.transpose(2, 3) @ q, p.transpose(2, 3) @ grad))
+    return ds @ k, dk, dv
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, selection: Selection, mask: Tensor, generator: Any, **options: Any) -> None:
+    """Results, lse and gradients, also those that come through the lse."""
+    leaves = (q, k, v)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    usual = [x.detach() for x in leaves]
+    wanted, plain = dense(*exact, mask, **options), dense(*usual, mask, **options)
+    got = sparse_attention(q, k, v, selection, return_lse=True, **options)
+    assert got[0].dtype is q.dtype and got[1].dtype is torch.promote_types(q.dtype, torch.float32)
+    # The largest error of few numbers is a matter of luck.
+    assert_close(got[0], reference64=wanted[0], plain=plain[0], factor=2 if q.numel() > 10000 else 4, name="out")
+    # Plain PyTorch rounds the scores to the inputs' dtype before it sums.
+    assert_close(got[1].to(q.dtype), reference64=wanted[1], plain=plain[1], factor=4, name="lse")
+    towards = torch.randn(q.shape, device=q.device, generator=generator).to(q.dtype)
+    some = wanted[1].isfinite()
+    of_lse = torch.randn(some.shape, device=q.device, generator=generator).to(q.dtype) * some
+    for through in (False, True):
+
+        def grads(out: Tensor, lse: Tensor, leaves: Any, through: bool = through) -> tuple[Tensor, ...]:
+            total = (out * towards.to(out.dtype)).sum()
+            if through:
+                total = total + torch.where(some, lse * of_lse.to(lse.dtype), 0).sum()
+            return torch.autograd.grad(total, leaves, retain_graph=True)
+
+        other = by_formula(*usual, mask, towards, of_lse if through else None, **options)
+        for name, a, b, c in zip("qkv", grads(*got, leaves), grads(*wanted, exact), other):
+            # A probability's gradient is a difference that cancels, and sums of few of those err by luck.
+            assert_close(a, reference64=b, plain=c, factor=4, name=f"gradient of {name}")
+
+
+CASES = [
+    (1, 1, 1, 64, 64, 16, 1),
+    (2, 4, 2, 70, 70, 16, 2),
+    (1, 4, 2, 33, 200, 24, 4),
+    (1, 6, 2, 33, 150, 16, 1),
+    (1, 2, 2, 130, 90, 64, 2),
+    (1, 3, 1, 2, 77, 8, 3),
+]
+"""B, H, G, Tq, Tk, D, S."""
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_dense(
+    case: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    b, h, g, tq, tk, d, s = case
+    q, k, v = inputs(b, h, g, tq, tk, d, dtype, device, generator)
+    mask = random_mask((b, s, tq, tk), 0.3, generator)
+    check(q, k, v, Selection.from_mask(mask), mask, generator)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("h, g, s", [(4, 4, 4), (8, 2, 1), (8, 2, 2), (5, 1, 1)])
+@pytest.mark.parametrize("tq, tk", [(1, 400), (65, 513), (200, 131), (600, 600)])
+@pytest.mark.parametrize("d", [80, 256])
+@pytest.mark.parametrize("density", [0.02, 0.5])
+def test_grid(
+    h: int, g: int, s: int, tq: int, tk: int, d: int, density: float, dtype: torch.dtype, device: torch.device,
+    generator: torch.Generator,
+) -> None:  # fmt: skip
+    q, k, v = inputs(2, h, g, tq, tk, d, dtype, device, generator)
+    mask = random_mask((2, s, tq, tk), density, generator)
+    check(q, k, v, Selection.from_mask(mask), mask, generator)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": False}, {"scale": 0.7}, {"lengths": (1, 70)}, {"lengths": (0, 33), "causal": False}],
+    ids=str,
+)
+def test_options(options: dict[str, Any], device: torch.device, generator: torch.Generator) -> None:
+    q, k, v = inputs(2, 2, 1, 66, 70, 16, torch.float32, device, generator)
+    mask = random_mask((2, 1, 66, 70), 0.2, generator)
+    if "lengths" in options:
+        options = {**options, "lengths": torch.tensor(options["lengths"], device=device)}
+    check(q, k, v, Selection.from_mask(mask), mask, generator, **options)
+
+
+@pytest.mark.parametrize("d", [3, 96, 256])
+def test_head_dims(d: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    q, k, v = inputs(1, 2, 1, 40, 40, d, dtype, device, generator)
+    mask = random_mask((1, 1, 40, 40), 0.3, generator)
+    check(q, k, v, Selection.from_mask(mask), mask, generator)
+
+
+@pytest.mark.parametrize(
+    "which, layout",
+    [
+        ("qkv", "transposed"), ("qkv", "strided"), ("qkv", "tokens"), ("qk", "misaligned"), ("v", "tokens"),
+        ("k", "expanded"), ("words", "transposed"), ("words", "expanded"),
+    ],
+)  # fmt: skip
+def test_any_layout(which: str, layout: str, device: torch.device, generator: torch.Generator) -> None:
+    leaves = dict(zip("qkv", inputs(2, 4, 2, 70, 70, 16, torch.float32, device, generator)))
+    mask = random_mask((2, 1, 70, 70), 0.3, generator)
+    selection = Selection.from_mask(mask)
+
+    def arranged(x: Tensor) -> Tensor:
+        if layout == "tokens":  # as a projection leaves them: [B, T, H, D]
+            return x.transpose(1, 2).contiguous().transpose(1, 2)
+        return strategies.laid_out(x, layout)
+
+    if which == "words":
+        selection = replace(selection, words=arranged(selection.words))
+        mask = selection.to_mask()
+    else:
+        leaves |= {name: arranged(leaves[name].detach()).requires_grad_() for name in which}
+    check(*leaves.values(), selection, mask, generator)
+
+
+@pytest.mark.parametrize("lists", [1 << 13])
+def test_lists_in_pieces(
+    lists: int, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What memory lists may take decides how many launches there are, and nothing else."""
+    kernels = pytest.importorskip("gossamer.attention._triton.sparse_attention")
+    q, k, v = inputs(2, 1, 1, 200, 200, 16, torch.float32, device, generator)
+    selection = Selection.from_mask(random_mask((2, 1, 200, 200), 0.1, generator))
+
+    def results() -> tuple[Tensor, ...]:
+        out = sparse_attention(q, k, v, selection)
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    whole = results()
+    monkeypatch.setattr(kernels, "LISTS", lists)
+    for a, b in zip(whole, results()):
+        assert torch.equal(a, b)
+
+
+def test_queries_without_keys(device: torch.device, generator: torch.Generator) -> None:
+    q, k, v = inputs(1, 2, 2, 200, 200, 16, torch.float32, device, generator)
+    mask = random_mask((1, 1, 200, 200), 0.3, generator)
+    mask[:, :, 3:20], mask[:, :, 64:150] = False, False
+    check(q, k, v, Selection.from_mask(mask), mask, generator)
+    out, lse = sparse_attention(q, k, v, Selection.from_mask(mask), return_lse=True)
+    dq = torch.autograd.grad(out.sum(), q)[0]
+    for rows in (slice(3, 20), slice(64, 150)):
+        assert not out[:, :, rows].any() and not dq[:, :, rows].any() and bool((lse[:, :, rows] == -math.inf).all())
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 5, 5), (1, 2, 0, 5), (1, 2, 5, 0)])
+def test_empty(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    b, h, tq, tk = shape
+    q, k, v = inputs(b, h, h, tq, tk, 16, dtype, device, generator)
+    mask = torch.ones(b, 1, tq, tk, dtype=torch.bool, device=device)
+    out, lse = sparse_attention(q, k, v, Selection.from_mask(mask), return_lse=True, causal=False)
+    assert out.shape == q.shape and lse.shape == q.shape[:3] and not out.any()
+    for x, gradient in zip((q, k, v), torch.autograd.grad(out.sum() + lse.sum() * 0, (q, k, v))):
+        assert gradient.shape == x.shape and not gradient.any()
+
+
+def test_special_values(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    """NaN in a query stays in its row; in a key it reaches those who take it; nobody else notices."""
+    q, k, v = (x.detach() for x in inputs(1, 1, 1, 300, 300, 16, dtype, device, generator))
+    mask = random_mask((1, 1, 300, 300), 0.3, generator)
+    mask[..., 7], mask[..., 250] = False, False
+    q[0, 0, 5, 3], k[0, 0, 100, 2], k[0, 0, 40, 1] = math.nan, math.nan, math.inf
+    # Keys that nobody takes are never read.
+    k[0, 0, 7], v[0, 0, 7], k[0, 0, 250], v[0, 0, 250] = math.nan, math.nan, math.inf, math.nan
+    out = sparse_attention(q, k, v, Selection.from_mask(mask))[0, 0]
+    keep = visible(mask, 300, 300, True, None)[0, 0]
+    touched = keep[:, 100] | (torch.arange(300, device=device) == 5)
+    assert bool(out[touched & keep.any(1)].isnan().all())
+    rest = ~touched & ~keep[:, 40]
+    assert bool(out[rest].isfinite().all())
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("scopes, lengths", [(1, None), (2, [9]), (4, None)])
+def test_gradcheck(scopes: int, lengths: list[int] | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, 4, 7, 3), (1, 2, 9, 3), (1, 2, 9, 3))
+    leaves = [torch.randn(s, dtype=torch.float64, generator=generator, requires_grad=True) for s in shapes]
+    mask = random_mask((1, scopes, 7, 9), 0.6, generator)
+    mask[..., 0] = True
+    options = {"lengths": None if lengths is None else torch.tensor(lengths), "return_lse": True}
+    selection = Selection.from_mask(mask)
+    torch.autograd.gradcheck(lambda q, k, v: sparse_attention(q, k, v, selection, **options), leaves)
+
+
+def test_second_derivatives_are_refused(device: torch.device, generator: torch.Generator) -> None:
+    q, k, v = inputs(1, 1, 1, 20, 20, 16, torch.float32, device, generator)
+    out = sparse_attention(q, k, v, Selection.from_mask(torch.ones(1, 20, 20, dtype=torch.bool, device=device)))
+    with pytest.raises(NotImplementedError, match=r"attention.sparse_attention: second derivatives .* create_graph"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+@pytest.mark.native
+def test_bitwise_reproducible(device: torch.device, generator: torch.Generator, scale: int) -> None:
+    t = 128 * scale
+    q, k, v = inputs(1, 4, 2, t, t, 32, torch.float32, device, generator)
+    selection = random_selection(t, 40, device=device, generator=generator)
+
+    def results() -> tuple[Tensor, ...]:
+        out = sparse_attention(q, k, v, selection)
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    first = results()
+    for _ in range(3):
+        for a, b in zip(first, results()):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.native
+def test_autocast(device: torch.device, generator: torch.Generator) -> None:
+    q, k, v = inputs(1, 2, 2, 70, 70, 16, torch.float32, device, generator)
+    mask = random_mask((1, 1, 70, 70), 0.4, generator)
+    with torch.autocast(device.type, torch.bfloat16):
+        out = sparse_attention(q, k, v, Selection.from_mask(mask))
+    assert out.dtype is torch.bfloat16
+    rounded = [x.detach().bfloat16() for x in (q, k, v)]
+    exact, plain = dense(*(x.double() for x in rounded), mask)[0], dense(*rounded, mask)[0]
+    assert_close(out, reference64=exact, plain=plain)
+    assert all(g.dtype is torch.float32 for g in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+@pytest.mark.native
+def test_compiled(compiled: Any, device: torch.device, generator: torch.Generator) -> None:
+    """In one graph, with a selection that goes in and comes out of it."""
+    q, k, v = inputs(1, 2, 2, 70, 70, 16, torch.float32, device, generator)
+    selection = Selection.from_mask(random_mask((1, 1, 70, 70), 0.4, generator))
+
+    def run(q: Tensor, k: Tensor, v: Tensor, selection: Selection) -> tuple[Tensor, Tensor]:
+        out, lse = sparse_attention(q * 1.5, k, v, selection, return_lse=True)
+        return out * 2, lse
+
+    for a, b in zip(compiled(run)(q, k, v, selection), run(q, k, v, selection)):
+        assert torch.equal(a, b)
+    ours, wanted = (torch.autograd.grad(f(q, k, v, selection)[0].sum(), (q, k, v)) for f in (compiled(run), run))
+    for a, b in zip(ours, wanted):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"selection": torch.ones(1, 5, 6)}, TypeError, "selection must be an attention.Selection, got Tensor"),
+        ({"q": torch.ones(1, 2, 5)}, ValueError, r"q must have shape \[B, H, Tq, D\]"),
+        ({"q": torch.ones(1, 2, 5, 300)}, ValueError, "D at most 256"),
+        ({"k": torch.ones(1, 2, 7, 4)}, ValueError, r"k must have shape \[B, G, Tk, D\] = \[1, 2, 6, 4\] like q"),
+        ({"v": torch.ones(1, 1, 6, 4)}, ValueError, r"v must have shape \[B, G, Tk, D\] = \[1, 2, 6, 4\] like k"),
+        ({"q": torch.ones(1, 3, 5, 4)}, ValueError, r"k must have a number of heads that divides the H = 3 of q, got"),
+        ({"k": torch.ones(1, 2, 6, 4).half()}, TypeError, "q, k and v must have one dtype, got float32, float16"),
+        ({"k": torch.ones(1, 2, 6, 4, device="meta")}, ValueError, "k must be on cpu like q, got meta"),
+        ({"q": torch.ones(1, 2, 4, 4)}, ValueError, r"selection must be of \[B, Tq\] = \[1, 4\] like q, got \[1, 5\]"),
+        ({"q": torch.ones(1, 4, 5, 4), "scopes": 3}, ValueError, "S = 1 scope, one for each of the G = 2 heads"),
+        ({"lengths": torch.ones(2).long()}, ValueError, r"lengths must have shape \[B\] = \[1\] like q, got \[2\]"),
+        ({"lengths": torch.ones(1)}, TypeError, "lengths must be int32 or int64, got float32"),
+        ({"scale": 0.0}, ValueError, "scale must be above 0 and finite, got 0.0. For another sign negate q"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_errors(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    mask = torch.ones(1, change.get("scopes", 1), 5, 6, dtype=torch.bool)
+    given = {"q": torch.ones(1, 2, 5, 4), "k": torch.ones(1, 2, 6, 4), "v": torch.ones(1, 2, 6, 4)}
+    given |= {"selection": Selection.from_mask(mask), **{key: x for key, x in change.items() if key != "scopes"}}
+    with pytest.raises(error, match=f"attention.sparse_attention: .*{message}"):
+        sparse_attention(**given)
+
+
+@pytest.mark.native
+def test_docs() -> None:
+    """The examples of the page, one after the other."""
+    page = Path(__file__).parents[2] / "docs" / "sparse-attention.md"
+    names: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.S | re.M):
+        exec(block, names)
+    assert names["y"].shape == (2, 100, 64) and names["loss"].isfinite()

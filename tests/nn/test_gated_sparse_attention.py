@@ -1,0 +1,131 @@
+"""Gated sparse attention against its plain reference."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gossamer import attention
+from gossamer.nn import GatedSparseAttention, GatedSparseAttentionReference
+from gossamer.testing import assert_close
+
+NAMES = {
+    "q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", "indexer.idx_q_proj.weight",
+    "indexer.idx_k_proj.weight", "indexer.idx_w_proj.weight", "indexer.idx_w_proj.bias", "indexer.idx_bias",
+    "value_gate.gate_proj.weight", "value_gate.gate_proj.bias", "output_gate.gate_proj.weight",
+    "output_gate.gate_proj.bias", "rotary_emb.inv_freq",
+}  # fmt: skip
+
+
+def pair(dtype: torch.dtype, device: torch.device, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """A module and its reference with the same random parameters, gates and biases included."""
+    torch.manual_seed(0)
+    given = {"k_base": 24, "k_min": 8, "k_max": 40, "d_indexer": 16, **options}
+    made = [kind(64, 4, 2, **given) for kind in (GatedSparseAttention, GatedSparseAttentionReference)]
+    for parameter in made[0].parameters():
+        nn.init.normal_(parameter, std=0.2)
+    made[1].load_state_dict(made[0].state_dict(), strict=True)
+    ours, reference = (module.to(device) for module in made)
+    return ours.to(dtype), reference.double()
+
+
+def test_parameters() -> None:
+    module = GatedSparseAttention(64, 4)
+    assert set(module.state_dict()) == NAMES
+    assert "rotary_emb.inv_freq" in dict(module.named_buffers())
+    x = torch.randn(1, 3, 64)
+    for gate in (module.value_gate, module.output_gate):
+        assert bool((gate.gate_proj(x).sigmoid() == 0.5).all())
+    without = GatedSparseAttention(64, 4, value_gate=False, output_gate=False)
+    assert set(without.state_dict()) == {name for name in NAMES if "gate" not in name}
+
+
+@pytest.mark.parametrize("options", [{}, {"value_gate": False}, {"output_gate": False}], ids=str)
+@pytest.mark.parametrize("length, dense", [(20, False), (70, True)])
+def test_dense(options: dict[str, bool], length: int, dense: bool, device: torch.device) -> None:
+    """Where all keys are taken: short sequences, and a warm-up."""
+    ours, reference = pair(torch.float32, device, **options)
+    ours.dense = reference.dense = dense
+    x = torch.randn(2, length, 64, device=device)
+    _compare(ours, reference, x)
+
+
+@pytest.mark.parametrize("scopes", [1, 2])
+def test_given_selection(scopes: int, device: torch.device) -> None:
+    ours, reference = pair(torch.float32, device)
+    mask = torch.rand(2, scopes, 50, 50, device=device) < 0.3
+    mask |= torch.eye(50, dtype=torch.bool, device=device)
+    selection = attention.Selection.from_mask(mask)
+    taken = mask.repeat_interleave(4 // scopes, 1)
+    x = torch.randn(2, 50, 64, device=device)
+    positions = torch.randint(0, 1000, (2, 50), device=device)
+    of_reference = attention.Selection.from_mask(taken)
+    for given in (None, positions):
+        out = ours(x, position_ids=given, selection=selection)
+        wanted = reference(x.double(), position_ids=given, selection=of_reference)
+        torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("adaptive", [None, "entropy"])
+def test_selects(adaptive: str | None, device: torch.device) -> None:
+    ours, reference = pair(torch.float32, device, adaptive=adaptive)
+    x = torch.randn(2, 100, 64, device=device)
+    selection = ours.select(*ours.index(x))
+    taken = selection.to_mask()
+    counts = taken.sum(-1)
+    least, most = (24, 24) if adaptive is None else (8, 40)
+    seen = torch.arange(1, 101, device=device)
+    assert bool((counts >= seen.clamp(max=least)).all()) and bool((counts <= seen.clamp(max=most)).all())
+    if adaptive is None:
+        # Scores are stored in steps: keys whose scores are nearly equal may be taken for each other.
+        scores = reference.scores(*reference.index(x.double()))
+        best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :24]
+        wanted = torch.zeros_like(taken[:, 0]).scatter(2, best, True).tril()
+        assert int((wanted & taken[:, 0]).sum()) > 0.99 * int(wanted.sum())
+        torch.testing.assert_close(ours(x).double(), reference(x.double()), rtol=0.05, atol=0.05)
+    reference.adaptive = None
+    wanted = reference(x.double(), selection=selection)
+    torch.testing.assert_close(ours(x).double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_hooks_are_heeded(device: torch.device) -> None:
+    ours, _ = pair(torch.float32, device)
+    x = torch.randn(1, 20, 64, device=device)
+    plain = ours(x)
+    seen: list[Tensor] = []
+    ours.v_proj.register_forward_hook(lambda module, args, out: seen.append(out))
+    torch.testing.assert_close(ours(x), plain)
+    assert len(seen) == 1
+
+
+def _compare(ours: nn.Module, reference: nn.Module, x: Tensor) -> None:
+    """Results, and gradients of x and of all parameters that have one."""
+    single = GatedSparseAttentionReference.__new__(GatedSparseAttentionReference)
+    single.__dict__ = {**ours.__dict__}
+    leaf, exact, usual = x.clone().requires_grad_(), x.double().requires_grad_(), x.clone().requires_grad_()
+    out, wanted, plain = ours(leaf), reference(exact), single(usual)
+    assert_close(out, reference64=wanted, plain=plain, factor=4)
+    towards = torch.randn(out.shape, device=x.device)
+    names = [name for name, _ in ours.named_parameters() if not name.startswith("indexer")]
+    found = []
+    for module, result, start in ((ours, out, leaf), (reference, wanted, exact), (single, plain, usual)):
+        leaves = [start, *(module.get_parameter(name) for name in names)]
+        found.append(torch.autograd.grad(result, leaves, towards.to(result.dtype)))
+    for name, a, b, c in zip(["x", *names], *found):
+        assert_close(a, reference64=b, plain=c, factor=4, name=f"gradient of {name}")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads, and head_dim be even, got 3, 4 and 16"),
+        ({"head_dim": 7}, "head_dim be even, got 4, 4 and 7"),
+        ({"k_base": 100}, "k_min, k_base and k_max must ascend, got 256, 100 and 4096"),
+        ({"d_indexer": 0}, "d_indexer must be at least 1, got 0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_errors(change: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=f"nn.GatedSparseAttention: .*{message}"):
+        GatedSparseAttention(64, 4, **change)
