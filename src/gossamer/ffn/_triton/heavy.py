@@ -1,0 +1,192 @@
+"""Rows with too many entries to gather, through dense tiles: gate and up as one product over them alone, and down.
+
+Which rows these are only the device knows: `gather` lists them. So these kernels are always launched, with a grid that
+fills the GPU and no more, and share the tiles of as many rows as the list has; where it is empty they leave at once.
+The rows of x are gathered by the list, 128 to a tile, the rows between the two products stand in the list's order, and
+the result's rows go where the list says. The gate is computed again, for the slots of such rows do not hold all of it.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch, tuning
+from gossamer.rowsparse._triton.overflow import dot
+
+
+@triton.jit
+def tile_of(number, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """(row tile, column tile): GROUP_M row tiles take turns with a column tile, so that both stay in the L2."""
+    per_group = GROUP_M * tiles_n
+    first = number // per_group * GROUP_M
+    size = tl.minimum(tiles_m - first, GROUP_M)
+    return first + number % per_group % size, number % per_group // size
+
+
+@triton.jit
+def product(
+    a_rows, b_rows, length, inside, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Rows of a, [BLOCK_M, 1] pointers, times rows of b, [1, BLOCK_N]: float32 [BLOCK_M, BLOCK_N]."""
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    k = tl.arange(0, BLOCK_K)
+    for first in range(0, length, BLOCK_K):
+        if EVEN:
+            a = tl.load(a_rows + (first + k)[None, :])
+            b = tl.load(b_rows + (first + k)[:, None], mask=inside[None, :], other=0.0)
+        else:
+            a = tl.load(a_rows + (first + k)[None, :], mask=(k < length - first)[None, :], other=0.0)
+            b = tl.load(b_rows + (first + k)[:, None], mask=(k < length - first)[:, None] & inside[None, :], other=0.0)
+        if APART:
+            acc += dot(a, b, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION, UPCAST)
+        else:
+            acc = dot(a, b, acc, PRECISION, UPCAST)
+    return acc
+
+
+@triton.jit
+def _ffn_heavy_hidden_kernel(
+    heavy_ptr, x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, hidden_ptr,
+    stride_xm, stride_gn, stride_un, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN: tl.constexpr,
+    APART: tl.constexpr, SQUARED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Programs share the tiles of the listed rows: what lies between the block's products, the gated activations."""
+    count = tl.load(heavy_ptr)
+    tiles_m, tiles_n = tl.cdiv(count, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    for number in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        tile_m, tile_n = tile_of(number, tiles_m, tiles_n, GROUP_M)
+        at = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        row = tl.load(heavy_ptr + 1 + at, mask=at < count, other=0)
+        n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = n < N
+        x_rows = x_ptr + row.to(tl.int64)[:, None] * stride_xm
+        gate_rows = gate_ptr + n.to(tl.int64)[None, :] * stride_gn
+        acc = product(x_rows, gate_rows, K, inside, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, APART, PRECISION, UPCAST)
+        if gate_bias_ptr is not None:
+            acc += tl.load(gate_bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+        # An entry is kept or not as it is where entries are packed: after it was rounded.
+        z = acc.to(hidden_ptr.dtype.element_ty).to(tl.float32)
+        bound = tl.zeros([BLOCK_N], tl.float32)
+        if threshold_ptr is not None:
+            bound = tl.load(threshold_ptr + n, mask=inside, other=0.0).to(tl.float32)
+            bound = tl.where(bound < 0, 0.0, bound)
+        z = tl.where(z <= bound[None, :], 0.0, z)
+        if SQUARED:
+            z *= z
+        if up_ptr is not None:
+            up_rows = up_ptr + n.to(tl.int64)[None, :] * stride_un
+            up = product(x_rows, up_rows, K, inside, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, APART, PRECISION, UPCAST)
+            if up_bias_ptr is not None:
+                up += tl.load(up_bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+            z *= up
+        tl.store(
+            hidden_ptr + at.to(tl.int64)[:, None] * N + n[None, :], z, mask=(at < count)[:, None] & inside[None, :]
+        )
+
+
+@triton.jit
+def _ffn_heavy_down_kernel(
+    heavy_ptr, hidden_ptr, down_ptr, bias_ptr, out_ptr, stride_dn, N, D,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GROUP_M: tl.constexpr, EVEN: tl.constexpr,
+    APART: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Programs share the tiles of the listed rows: hidden @ down, down [N, D], into the rows of the result."""
+    count = tl.load(heavy_ptr)
+    tiles_m, tiles_d = tl.cdiv(count, BLOCK_M), tl.cdiv(D, BLOCK_D)
+    for number in range(tl.program_id(0), tiles_m * tiles_d, tl.num_programs(0)):
+        tile_m, tile_d = tile_of(number, tiles_m, tiles_d, GROUP_M)
+        at = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        d = tile_d * BLOCK_D + tl.arange(0, BLOCK_D)
+        inside = d < D
+        h_rows = hidden_ptr + tl.where(at < count, at, 0).to(tl.int64)[:, None] * N
+        step = tl.full([], BLOCK_N, tl.int64) * stride_dn
+        n = tl.arange(0, BLOCK_N)
+        down_ptrs = down_ptr + n.to(tl.int64)[:, None] * stride_dn + d[None, :]
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for first in range(0, N, BLOCK_N):
+            if EVEN:
+                h = tl.load(h_rows + (first + n)[None, :])
+                w = tl.load(down_ptrs, mask=inside[None, :], other=0.0)
+            else:
+                h = tl.load(h_rows + (first + n)[None, :], mask=(n < N - first)[None, :], other=0.0)
+                w = tl.load(down_ptrs, mask=(n < N - first)[:, None] & inside[None, :], other=0.0)
+            down_ptrs += step
+            if APART:
+                acc += dot(h, w, tl.zeros([BLOCK_M, BLOCK_D], tl.float32), PRECISION, UPCAST)
+            else:
+                acc = dot(h, w, acc, PRECISION, UPCAST)
+        if bias_ptr is not None:
+            acc += tl.load(bias_ptr + d, mask=inside, other=0.0).to(tl.float32)[None, :]
+        row = tl.load(heavy_ptr + 1 + at, mask=at < count, other=0)
+        tl.store(
+            out_ptr + row.to(tl.int64)[:, None] * D + d[None, :], acc, mask=(at < count)[:, None] & inside[None, :]
+        )
+
+
+_ffn_heavy_hidden = launch.Kernel(_ffn_heavy_hidden_kernel)
+_ffn_heavy_down = launch.Kernel(_ffn_heavy_down_kernel)
+
+
+def tile_for(m: int, k: int, weight: Tensor, pair: bool) -> tuple[dict[str, object], int, int]:
+    """(tile, warps, stages): the inner dimension is k; `pair` says that there are two accumulators."""
+    half = weight.element_size() == 2
+    wide = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64 if tuning.hopper(weight.device) else 32}
+    tile = wide if half and m > 64 else {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}
+    meta = {**tile, "GROUP_M": 8, "EVEN": k % tile["BLOCK_K"] == 0, "APART": not half and not tuning.tf32()}
+    return {**meta, **tuning.dot_precision(weight, k)}, 8 if tile is wide else 4, 3
+
+
+def project(
+    heavy: Tensor,
+    x: Tensor,
+    gate: tuple[Tensor, Tensor | None, Tensor | None],
+    up: tuple[Tensor, Tensor | None] | None,
+    down: tuple[Tensor, Tensor | None],
+    out: Tensor,
+    squared: bool,
+) -> None:
+    """Writes the rows of `out` that `heavy` lists. gate: weight [N, K], bias, threshold; down: weight [N, D], bias."""
+    (m, k), n, d = x.shape, gate[0].shape[0], out.shape[1]
+    hidden = x.new_empty(m, n)
+    up_weight, up_bias = up or (None, None)
+    meta, warps, stages = tile_for(m, k, gate[0], up is not None)
+    args = (heavy, x, *gate, up_weight, up_bias, hidden, x.stride(0), gate[0].stride(0))
+    args += (0 if up_weight is None else up_weight.stride(0), n, k)
+    key = (m, *args[8:], x.dtype, *(None if t is None else t.dtype for t in (*gate[1:], up_bias)), up is None, squared)
+    key += (meta["PRECISION"], meta["APART"])
+    grid = (2 * tuning.programs(x.device), 1, 1)
+    _ffn_heavy_hidden(key, grid, args, {**meta, "SQUARED": squared}, num_warps=warps, num_stages=stages)
+    meta, warps, stages = tile_for(m, n, down[0], False)
+    inner = meta.pop("BLOCK_K")
+    meta = {"BLOCK_M": meta.pop("BLOCK_M"), "BLOCK_D": meta.pop("BLOCK_N"), "BLOCK_N": inner, **meta}
+    args = (heavy, hidden, *down, out, down[0].stride(0), n, d)
+    key = (m, *args[5:], x.dtype, out.dtype, None if down[1] is None else down[1].dtype)
+    key += (meta["PRECISION"], meta["APART"])
+    _ffn_heavy_down(key, grid, args, meta, num_warps=warps, num_stages=stages)
+
+
+_TILE = {"GROUP_M": 8, "EVEN": True, "APART": False, "PRECISION": "ieee", "UPCAST": False}
+EXAMPLES = {
+    _ffn_heavy_hidden_kernel: {
+        "signature": {
+            "heavy_ptr": "*i32", "x_ptr": "*bf16", "gate_ptr": "*bf16", "gate_bias_ptr": "*bf16",
+            "threshold_ptr": "*fp32", "up_ptr": "*bf16", "up_bias_ptr": "*bf16", "hidden_ptr": "*bf16",
+            **dict.fromkeys(("stride_xm", "stride_gn", "stride_un", "N", "K"), "i32"),
+        },
+        "constexprs": {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "SQUARED": True, **_TILE},
+        "num_warps": 8,
+        "num_stages": 3,
+    },
+    _ffn_heavy_down_kernel: {
+        "signature": {
+            "heavy_ptr": "*i32", "hidden_ptr": "*bf16", "down_ptr": "*bf16", "bias_ptr": "*bf16", "out_ptr": "*bf16",
+            **dict.fromkeys(("stride_dn", "N", "D"), "i32"),
+        },
+        "constexprs": {"BLOCK_M": 128, "BLOCK_N": 32, "BLOCK_D": 128, **_TILE},
+        "num_warps": 8,
+        "num_stages": 3,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

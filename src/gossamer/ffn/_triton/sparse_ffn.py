@@ -1,0 +1,95 @@
+"""A feed-forward block whose gate is packed as it is computed, and what its rows need after that.
+
+The gate is packed tile by tile (`gemm.linear_pack`). Then every row takes one of three ways, by counts that only the
+device knows: the weights of its entries are gathered (`gather`), or those of the union of its group's entries
+(`union`), or it goes through dense tiles (`heavy`). All kernels are launched, and leave at once where nothing is left
+to them. Few rows have kernels of their own (`few`).
+"""
+
+import torch
+from torch import Tensor
+
+from gossamer._core import launch
+from gossamer.ffn._triton import few, gather, heavy, union
+from gossamer.ffn._triton.packed import Packed
+from gossamer.ffn.costs import GROUP, costs_of, sampled_groups
+from gossamer.gemm._triton.linear_pack import _launch_linear_pack
+from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+
+TILE, SLOTS = 256, 32
+BLOCK = 1 << 16
+"""Rows that are on their way at one time."""
+
+
+def sparse_ffn(
+    x: Tensor,
+    gate_weight: Tensor,
+    gate_bias: Tensor | None,
+    threshold: Tensor | None,
+    up_weight: Tensor | None,
+    up_bias: Tensor | None,
+    down_weight: Tensor,
+    down_bias: Tensor | None,
+    squared: bool,
+    united: bool,
+    step: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Operator `sparse_ffn` -> (out [M, D], entries of each row [M], columns that groups of rows have in all)."""
+    m, n, d = x.shape[0], gate_weight.shape[0], down_weight.shape[0]
+    out = x.new_empty(m, d)
+    nnz = torch.empty(m, dtype=torch.int32, device=x.device)
+    sizes = nnz.new_empty(sampled_groups(m, step))
+    if m == 0 or d == 0 or n == 0:
+        return out.copy_(out.new_zeros(d) if down_bias is None else down_bias), nnz.zero_(), sizes.zero_()
+    x, gate_weight = rows_contiguous(x), rows_contiguous(gate_weight)
+    gate_bias, threshold, up_bias, down_bias = (
+        None if t is None else t.contiguous() for t in (gate_bias, threshold, up_bias, down_bias)
+    )
+    up = None if up_weight is None else (rows_contiguous(up_weight), up_bias)
+    gate = (gate_weight, gate_bias, threshold)
+    if m <= few.ROWS:
+        few.project(x, gate, up, down_weight, down_bias, out, nnz, squared)
+        return out, nnz, sizes.zero_()
+    down = (rows_contiguous(down_weight.t()), down_bias)
+    for first in range(0, m, BLOCK):
+        part = slice(first, min(first + BLOCK, m))
+        some = slice(sampled_groups(first, step), sampled_groups(part.stop, step))
+        _block(x[part], gate, up, down, squared, united, step, (out[part], nnz[part], sizes[some]))
+    return out, nnz, sizes
+
+
+def _block(
+    x: Tensor,
+    gate: tuple[Tensor, Tensor | None, Tensor | None],
+    up: tuple[Tensor, Tensor | None] | None,
+    down: tuple[Tensor, Tensor | None],
+    squared: bool,
+    united: bool,
+    step: int,
+    results: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    (m, k), n, (out, nnz, sizes) = x.shape, gate[0].shape[0], results
+    packed = pack(x, *gate, costs_of(n, k, out.shape[1], up is not None, x).limit)
+    listed = torch.empty(m + 1, dtype=torch.int32, device=x.device)
+    listed[:1].zero_()
+    unions = taken = None
+    if step:
+        found = union.count(packed, step)
+        torch.sum(found, 1, dtype=torch.int32, out=sizes)
+    if united:
+        unions = union.unite(packed, found if step == 1 else union.count(packed, 1), n, squared)
+        taken = unions.sizes
+    gather.gather(packed, x, up, down, out, nnz, listed, taken, GROUP, squared)
+    if unions is not None:
+        union.project(unions, packed, x, up, down, out)
+    heavy.project(listed, x, gate, up, down, out, squared)
+
+
+def pack(x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor | None, limit: int) -> Packed:
+    """The active entries of act(x @ weight.T + bias)."""
+    m, n = x.shape[0], weight.shape[0]
+    values = x.new_empty(m, launch.cdiv(n, TILE), SLOTS)
+    indices = torch.empty_like(values, dtype=torch.uint8)
+    counts = torch.empty(values.shape[:2], dtype=torch.int16, device=x.device)
+    _launch_linear_pack(x, weight, bias, threshold, TILE, (values, indices, counts))
+    return Packed(values, indices, counts, TILE, limit)
