@@ -14,6 +14,7 @@ from gossamer._core.ops import directly, needs_gradient
 from gossamer.ffn.costs import FEW, GROUP, choose, costs_of
 from gossamer.ffn.sparse_ffn import sparse_ffn
 from gossamer.ffn.tracker import BlockTracker
+from gossamer.ffn.transposed import Transposed
 from gossamer.gemm._torch.linear_glu import linear
 from gossamer.gemm.linear_glu import check_dtypes
 from gossamer.rowsparse.formats import threshold_dtype
@@ -27,7 +28,8 @@ SAMPLE = 8
 @dataclass(frozen=True)
 class Block:
     """A block's operands: gate_weight [N, K] is what the activation follows, up_weight [N, K] is None in a plain one;
-    down_weight [D, N]; threshold [N] or None."""
+    down_weight [D, N]; threshold [N] or None; `transposed` keeps a copy of down_weight for ways that gather its
+    columns."""
 
     x: Tensor
     gate_weight: Tensor
@@ -38,6 +40,7 @@ class Block:
     down_weight: Tensor
     down_bias: Tensor | None
     activation: str
+    transposed: Transposed | None = None
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -52,6 +55,8 @@ def run(operator: str, block: Block, method: str, density: BlockTracker | None) 
     check(operator, block, method, density)
     x, leading = block.x, block.x.shape[:-1]
     if autocast.enabled(x.device):
+        # What autocast makes of a weight is gone after the call.
+        block = replace(block, transposed=None)
         cast = autocast.cast(x, block.gate_weight, block.up_weight, block.down_weight)
         names = ("x", "gate_weight", "up_weight", "down_weight")
         block = replace(block, **dict(zip(names, cast)))  # type: ignore[arg-type]
@@ -95,6 +100,8 @@ def _inferred(block: Block, method: str, density: BlockTracker | None) -> Tensor
             method = choose(None, m, cost)
     if method in ("gather", "union"):
         squared = block.activation == "relu2"
+        if block.transposed is not None and m > FEW:
+            block = replace(block, down_weight=block.transposed(block.down_weight).t())
         # The unions of a few groups tell whether it would pay.
         step = min(2048, 1 << (m // (GROUP * SAMPLE) | 1).bit_length() - 1) if tracked and m > FEW else 0
         operands = (*block.tensors, squared, method == "union", step)
