@@ -11,7 +11,7 @@ from torch import Tensor
 from gossamer import gemm
 from gossamer._core import autocast, checks
 from gossamer._core.ops import directly, needs_gradient
-from gossamer.ffn.costs import FEW, GROUP, choose, costs_of
+from gossamer.ffn.costs import FEW, GROUP, choose, costs_of, few
 from gossamer.ffn.sparse_ffn import sparse_ffn
 from gossamer.ffn.tracker import BlockTracker
 from gossamer.ffn.transposed import Transposed
@@ -89,31 +89,27 @@ def _differentiable(block: Block) -> Tensor:
 def _inferred(block: Block, method: str, density: BlockTracker | None) -> Tensor:
     (m, k), n, d = block.x.shape, block.gate_weight.shape[0], block.down_weight.shape[0]
     cost = costs_of(n, k, d, block.up_weight is not None, block.x)
-    tracked = density is not None and method == "auto"
-    if method == "auto":
-        if m <= FEW or not block.x.is_cuda:
-            # The CPU chooses when it has the gate.
-            method = density.path(lambda known: "gather") if density is not None else "gather"
-        elif density is not None:
-            method = density.path(lambda known: choose(known, m, cost))
-        else:
-            method = choose(None, m, cost)
+    tracker = density if method == "auto" else None
+    grouped = m > FEW and block.x.is_cuda
+    if tracker is not None:
+        method = tracker.path(lambda known: choose(known, m, cost) if grouped else few(known, n), grouped=grouped)
+    elif method == "auto":
+        method = choose(None, m, cost) if grouped else few(None, n)
     if method in ("gather", "union"):
         squared = block.activation == "relu2"
         if block.transposed is not None and m > FEW:
             block = replace(block, down_weight=block.transposed(block.down_weight).t())
         # The unions of a few groups tell whether it would pay.
-        step = min(2048, 1 << (m // (GROUP * SAMPLE) | 1).bit_length() - 1) if tracked and m > FEW else 0
+        step = 0 if tracker is None else min(2048, 1 << (m // (GROUP * SAMPLE) | 1).bit_length() - 1)
         operands = (*block.tensors, squared, method == "union", step)
         out, nnz, sizes = directly(sparse_ffn, *block.tensors)(*operands)
     else:
         hidden = _fused(block) if method == "fused" else _hidden(block)
         out = linear(hidden, block.down_weight, block.down_bias)
-        if tracked:
+        if tracker is not None:
             nnz, sizes = sampled(hidden)
-    if tracked:
-        assert density is not None
-        density.record(nnz, sizes, cost.limit)
+    if tracker is not None:
+        tracker.record(nnz, sizes if grouped else None, cost.limit)
     return out
 
 

@@ -61,6 +61,12 @@ def choose(known: Known | None, m: int, cost: Costs) -> str:
     return min(ways, key=ways.__getitem__)
 
 
+def few(known: Known | None, n: int) -> str:
+    """The same where weights are read once whatever is in them, and on the CPU, which looks at what it packs: that it
+    looks at all is what costs, where most is dense."""
+    return "fused" if known is not None and 4 * known.rows.mean > n else "gather"
+
+
 def sampled_groups(m: int, step: int) -> int:
     """How many groups of m rows are looked at where one of every `step` is; with 0 none is."""
     return 0 if step == 0 else (m + GROUP * step - 1) // (GROUP * step)

@@ -22,8 +22,8 @@ def _fake(
     step: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     m = x.shape[0]
-    counts = x.new_empty(m, dtype=torch.int32)
-    return x.new_empty(m, down_weight.shape[0]), counts, counts.new_empty(sampled_groups(m, step))
+    nnz = x.new_empty(m if step else 0, dtype=torch.int32)
+    return x.new_empty(m, down_weight.shape[0]), nnz, nnz.new_empty(sampled_groups(m, step))
 
 
 sparse_ffn = register(

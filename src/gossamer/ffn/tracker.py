@@ -43,9 +43,11 @@ class BlockTracker:
         self.rows, self.unions = DensityTracker(lag, pinned), DensityTracker(lag)
         self.last_path: str | None = None
 
-    def path(self, choose: Callable[[Known | None], str]) -> str:
-        """The name of the way this call goes, from what is known; one call of `record` belongs to each call."""
-        self.unions.path(lambda _: "", training=False)
+    def path(self, choose: Callable[[Known | None], str], *, grouped: bool = True) -> str:
+        """The name of the way this call goes, from what is known; one call of `record` belongs to each call. Not
+        `grouped` are few rows, of whose unions nothing is recorded."""
+        if grouped:
+            self.unions.path(lambda _: "", training=False)
         unions = self.unions.known(training=False)
         self.last_path = self.rows.path(
             lambda known: choose(None if known is None else Known(known, unions)), training=False
@@ -56,10 +58,12 @@ class BlockTracker:
         """Always takes this way from now on; None follows what is known."""
         self.rows.pinned = path
 
-    def record(self, nnz: Tensor, sizes: Tensor, limit: int) -> None:
-        """Takes the entries of rows and the columns of groups, of all or of some; rows over `limit` are counted."""
+    def record(self, nnz: Tensor, sizes: Tensor | None, limit: int) -> None:
+        """Takes the entries of rows and, where they are grouped, the columns of groups, of all or of some; rows over
+        `limit` are counted."""
         self.rows.record(nnz, training=False, limit=limit)
-        self.unions.record(sizes, training=False)
+        if sizes is not None:
+            self.unions.record(sizes, training=False)
 
     def __repr__(self) -> str:
         return f"BlockTracker(rows={self.rows!r}, unions={self.unions!r})"

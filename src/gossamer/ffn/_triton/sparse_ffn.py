@@ -34,13 +34,15 @@ def sparse_ffn(
     united: bool,
     step: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Operator `sparse_ffn` -> (out [M, D], entries of each row [M], columns that groups of rows have in all)."""
+    """Operator `sparse_ffn` -> (out [M, D], entries of each row [M], columns that groups of rows have in all), the
+    latter two [0] where step is 0."""
     m, n, d = x.shape[0], gate_weight.shape[0], down_weight.shape[0]
     out = x.new_empty(m, d)
     nnz = torch.empty(m, dtype=torch.int32, device=x.device)
     sizes = nnz.new_empty(sampled_groups(m, step))
     if m == 0 or d == 0 or n == 0:
-        return out.copy_(out.new_zeros(d) if down_bias is None else down_bias), nnz.zero_(), sizes.zero_()
+        out.copy_(out.new_zeros(d) if down_bias is None else down_bias)
+        return out, nnz.zero_() if step else nnz.new_empty(0), sizes.zero_()
     x, gate_weight = rows_contiguous(x), rows_contiguous(gate_weight)
     gate_bias, threshold, up_bias, down_bias = (
         None if t is None else t.contiguous() for t in (gate_bias, threshold, up_bias, down_bias)
@@ -49,13 +51,13 @@ def sparse_ffn(
     gate = (gate_weight, gate_bias, threshold)
     if m <= few.ROWS:
         few.project(x, gate, up, down_weight, down_bias, out, nnz, squared)
-        return out, nnz, sizes.zero_()
+        return out, nnz if step else nnz.new_empty(0), sizes.zero_()
     down = (rows_contiguous(down_weight.t()), down_bias)
     for first in range(0, m, BLOCK):
         part = slice(first, min(first + BLOCK, m))
         some = slice(sampled_groups(first, step), sampled_groups(part.stop, step))
         _block(x[part], gate, up, down, squared, united, step, (out[part], nnz[part], sizes[some]))
-    return out, nnz, sizes
+    return out, nnz if step else nnz.new_empty(0), sizes
 
 
 def _block(
