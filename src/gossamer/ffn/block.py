@@ -96,13 +96,14 @@ def _inferred(block: Block, method: str, density: BlockTracker | None) -> Tensor
     elif method == "auto":
         method = choose(None, m, cost) if grouped else few(None, n)
     if method in ("gather", "union"):
-        squared = block.activation == "relu2"
-        if block.transposed is not None and m > FEW:
-            block = replace(block, down_weight=block.transposed(block.down_weight).t())
         # The unions of a few groups tell whether it would pay.
         step = 0 if tracker is None else min(2048, 1 << (m // (GROUP * SAMPLE) | 1).bit_length() - 1)
-        operands = (*block.tensors, squared, method == "union", step)
-        out, nnz, sizes = directly(sparse_ffn, *block.tensors)(*operands)
+        rows = None
+        if block.transposed is not None and (m > FEW or not block.x.is_cuda):
+            rows = block.transposed(block.down_weight)
+        operands = (*block.tensors[:-1], rows, block.down_bias)
+        options = (block.activation == "relu2", method == "union", step)
+        out, nnz, sizes = directly(sparse_ffn, *operands)(*operands, *options)
     else:
         hidden = _fused(block) if method == "fused" else _hidden(block)
         out = linear(hidden, block.down_weight, block.down_bias)

@@ -16,6 +16,7 @@ def _fake(
     up_weight: Tensor | None,
     up_bias: Tensor | None,
     down_weight: Tensor,
+    down_rows: Tensor | None,
     down_bias: Tensor | None,
     squared: bool,
     united: bool,
@@ -28,8 +29,8 @@ def _fake(
 
 sparse_ffn = register(
     "sparse_ffn(Tensor x, Tensor gate_weight, Tensor? gate_bias, Tensor? threshold, Tensor? up_weight, "
-    "Tensor? up_bias, Tensor down_weight, Tensor? down_bias, bool squared, bool united, SymInt step) -> "
-    "(Tensor, Tensor, Tensor)",
+    "Tensor? up_bias, Tensor down_weight, Tensor? down_rows, Tensor? down_bias, bool squared, bool united, "
+    "SymInt step) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu.sparse_ffn,
     gpu="gossamer.ffn._triton.sparse_ffn:sparse_ffn",
     fake=_fake,

@@ -16,7 +16,7 @@ class Transposed:
 
     A change is what PyTorch counts: operations in place, other memory, another tensor. What is written through
     `weight.data` is not counted. Nothing is kept of a weight without a count (an inference tensor), under
-    `torch.compile`, and in a CUDA graph, which could not notice a change: then the transpose is a view.
+    `torch.compile`, and in a CUDA graph, which could not notice a change: then the answer is None.
 
     Attributes:
         nbytes: how much memory the copy takes.
@@ -30,9 +30,9 @@ class Transposed:
         self._version: tuple[int, int] | None = None
         self._copy: Tensor | None = None
 
-    def __call__(self, weight: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or weight.is_inference() or weight.stride(0) == 1 or _transient(weight):
-            return weight.detach().t()
+    def __call__(self, weight: Tensor) -> Tensor | None:
+        if torch.compiler.is_compiling() or weight.is_inference() or _transient(weight):
+            return None
         version = weight.data_ptr(), weight._version
         if self._copy is None or self._of is None or self._of() is not weight or self._version != version:
             self._copy = None

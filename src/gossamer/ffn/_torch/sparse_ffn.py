@@ -22,6 +22,7 @@ def sparse_ffn(
     up_weight: Tensor | None,
     up_bias: Tensor | None,
     down_weight: Tensor,
+    down_rows: Tensor | None,
     down_bias: Tensor | None,
     squared: bool,
     united: bool,
@@ -33,7 +34,9 @@ def sparse_ffn(
     out = x.new_empty(m, down_weight.shape[0])
     nnz = torch.empty(m if step else 0, dtype=torch.int32)
     # Columns of a weight are as far apart as its rows are long: of many groups, all of them take no longer.
-    strided = down_weight.stride(0) != 1 and m > _GROUP
+    if down_rows is None and down_weight.stride(0) == 1:
+        down_rows = down_weight.t()
+    strided = down_rows is None and m > _GROUP
     span = max(_GROUP, _BLOCK // max(n, 1) // _GROUP * _GROUP)
     for start in range(0, m, span):
         block = slice(start, min(start + span, m))
@@ -58,9 +61,8 @@ def sparse_ffn(
                 hidden *= linear(x[rows], up_weight.index_select(0, columns), bias)
             if strided:
                 z[inner].index_copy_(1, columns, hidden)
-            elif down_weight.stride(0) == 1:
-                # The dimension whose neighbours lie together is copied whole.
-                out[rows] = linear(hidden, down_weight.t().index_select(0, columns).t(), down_bias)
+            elif down_rows is not None:
+                out[rows] = linear(hidden, down_rows.index_select(0, columns).t(), down_bias)
             else:
                 out[rows] = linear(hidden, down_weight.index_select(1, columns), down_bias)
         if strided:

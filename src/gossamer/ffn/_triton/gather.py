@@ -21,40 +21,50 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
+from gossamer.ffn._triton.packed import _SLOTS as SLOTS
+from gossamer.ffn._triton.packed import _TILE as TILE
 from gossamer.ffn._triton.packed import Packed
+from gossamer.ffn.costs import GROUP
 
 
 @triton.jit
-def locate(values_ptr, indices_ptr, entry, total, counts, ends, slots, tile):
+def locate(values_ptr, indices_ptr, entry, total, counts, ends, TILE: tl.constexpr, SLOTS: tl.constexpr):
     """(column, value) of a row's entries by their numbers; `ends` are the running sums of its counts by tile."""
     before = ends[None, :] <= entry[:, None]
     at = tl.sum(before.to(tl.int32), axis=1)
     slot = entry - tl.sum(tl.where(before, counts[None, :], 0), axis=1)
-    index = tl.load(indices_ptr + at * slots + slot, mask=entry < total, other=0).to(tl.int32) + at * tile
-    return index, tl.load(values_ptr + at * slots + slot, mask=entry < total, other=0.0).to(tl.float32)
+    index = tl.load(indices_ptr + at * SLOTS + slot, mask=entry < total, other=0).to(tl.int32) + at * TILE
+    return index, tl.load(values_ptr + at * SLOTS + slot, mask=entry < total, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _ffn_gather_kernel(
     values_ptr, indices_ptr, counts_ptr, x_ptr, up_ptr, up_bias_ptr, down_ptr, down_bias_ptr, out_ptr, nnz_ptr,
-    heavy_ptr, taken_ptr, limit, tiles, slots, tile, stride_xm, stride_un, stride_dn, K, D,
-    BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
-    PARTS: tl.constexpr, SQUARED: tl.constexpr, STAGES: tl.constexpr,
+    heavy_ptr, heavy_x_ptr, taken_ptr, limit, tiles, K, D,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    SQUARED: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Program (row, slice of the columns, part of its entries). Without `up_ptr` an entry is its own factor. heavy_ptr:
-    how many rows are listed, then the rows. Where `taken_ptr` is not 0 for a group of GROUP rows, others see to it."""
+    how many rows are listed, then the rows; heavy_x_ptr takes the rows of x in that order. Where `taken_ptr` is not 0
+    for a group of GROUP rows, others see to it."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(2)
     t = tl.arange(0, BLOCK_T)
     counts = tl.load(counts_ptr + row * tiles + t, mask=t < tiles, other=0).to(tl.int32)
     total = tl.sum(counts, axis=0)
-    heavy = (tl.max(counts, axis=0) > slots) | (total > limit)
+    heavy = (tl.max(counts, axis=0) > SLOTS) | (total > limit)
     first_program = (tl.program_id(1) == 0) & (part == 0)
     if first_program:
         tl.store(nnz_ptr + row, total)
     if heavy:
         if first_program:
-            tl.store(heavy_ptr + 1 + tl.atomic_add(heavy_ptr, 1, sem="relaxed"), row.to(tl.int32))
+            place = tl.atomic_add(heavy_ptr, 1, sem="relaxed")
+            tl.store(heavy_ptr + 1 + place, row.to(tl.int32))
+            if heavy_x_ptr is not None:
+                for first in range(0, K, 1024):
+                    k = first + tl.arange(0, 1024)
+                    x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
+                    tl.store(heavy_x_ptr + place.to(tl.int64) * K + k, x, mask=k < K)
     else:
         mine = True
         if taken_ptr is not None:
@@ -64,24 +74,24 @@ def _ffn_gather_kernel(
             d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
             if up_ptr is not None:
                 k = tl.arange(0, BLOCK_K)
-                x = tl.load(x_ptr + row * stride_xm + k, mask=k < K, other=0.0)
+                x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
             acc = tl.zeros([BLOCK_D], tl.float32)
-            values_ptr += row * tiles * slots
-            indices_ptr += row * tiles * slots
+            values_ptr += row * tiles * SLOTS
+            indices_ptr += row * tiles * SLOTS
             entry = part * BLOCK_E + tl.arange(0, BLOCK_E)
-            index, value = locate(values_ptr, indices_ptr, entry, total, counts, ends, slots, tile)
-            for _ in tl.range(part * BLOCK_E, total, PARTS * BLOCK_E, num_stages=STAGES):
+            index, value = locate(values_ptr, indices_ptr, entry, total, counts, ends, TILE, SLOTS)
+            for _ in range(part * BLOCK_E, total, PARTS * BLOCK_E):
                 held = (entry < total)[:, None]
                 at = index.to(tl.int64)
-                down = tl.load(down_ptr + at[:, None] * stride_dn + d[None, :], mask=held & (d < D)[None, :], other=0.0)
+                down = tl.load(down_ptr + at[:, None] * D + d[None, :], mask=held & (d < D)[None, :], other=0.0)
                 factor = value * value if SQUARED else value
                 if up_ptr is not None:
-                    up = tl.load(up_ptr + at[:, None] * stride_un + k[None, :], mask=held & (k < K)[None, :], other=0.0)
+                    up = tl.load(up_ptr + at[:, None] * K + k[None, :], mask=held & (k < K)[None, :], other=0.0)
                     if up_bias_ptr is not None:
                         bias = tl.load(up_bias_ptr + at, mask=entry < total, other=0.0).to(tl.float32)
                 # The next entries are found while these weights are on their way.
                 entry += PARTS * BLOCK_E
-                index, value = locate(values_ptr, indices_ptr, entry, total, counts, ends, slots, tile)
+                index, value = locate(values_ptr, indices_ptr, entry, total, counts, ends, TILE, SLOTS)
                 if up_ptr is not None:
                     product = tl.sum(up.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
                     if up_bias_ptr is not None:
@@ -115,15 +125,14 @@ _ffn_sum = launch.Kernel(_ffn_sum_kernel)
 
 
 @dataclass(frozen=True)
-class Tile:
-    """How a row is gathered: entries at a time, columns to a warp, and whether weights are prefetched."""
+class Choice:
+    """How a row is gathered: entries at a time, and columns to a warp."""
 
     entries: int = 2
     width: int = 1024
-    stages: int = 1
 
 
-TILE = Tile()
+CHOICE = Choice()
 
 
 def gather(
@@ -133,37 +142,34 @@ def gather(
     down: tuple[Tensor, Tensor | None],
     out: Tensor,
     nnz: Tensor,
-    heavy: Tensor,
+    heavy: tuple[Tensor, Tensor | None],
     taken: Tensor | None,
-    group: int,
     squared: bool,
-    tile: Tile = TILE,
+    choice: Choice = CHOICE,
 ) -> None:
     """Writes the rows of `out` that are neither heavy nor taken, lists the heavy ones and counts all entries.
 
-    up and down: (weight [N, K] and [N, D] with contiguous rows, bias). heavy: int32 [M + 1], its first 0.
+    x, up and down, (weight [N, K] and [N, D], bias), are contiguous. heavy: int32 [M + 1], its first 0, and where the
+    rows of x are wanted as well, [M, K].
     """
-    (m, tiles, slots), (down_weight, down_bias) = packed.values.shape, down
+    (m, tiles, _), (down_weight, down_bias) = packed.values.shape, down
     up_weight, up_bias = up or (None, None)
-    k, d = 0 if up_weight is None else x.shape[1], out.shape[1]
-    block_k = 0 if up_weight is None else launch.next_power_of_2(k)
+    k, d = x.shape[1], out.shape[1]
+    block_k = 1 if up_weight is None else launch.next_power_of_2(k)
     # Without x to multiply by, slices of a row have nothing in common.
-    block_d = launch.next_power_of_2(d) if block_k else min(launch.next_power_of_2(d), tile.width)
+    block_d = launch.next_power_of_2(d) if up_weight is not None else min(launch.next_power_of_2(d), choice.width)
     slices = launch.cdiv(d, block_d)
-    warps = min(16, max(1, max(block_k, block_d) // tile.width))
+    warps = min(16, max(1, max(block_k, block_d) // choice.width))
     parts = 1 if taken is not None else max(1, min(8, 8 * tuning.programs(x.device) // max(1, m * slices)))
     meta = {
-        "BLOCK_E": tile.entries, "BLOCK_T": launch.next_power_of_2(tiles), "BLOCK_K": block_k, "BLOCK_D": block_d,
-        "GROUP": group, "PARTS": parts, "SQUARED": squared, "STAGES": tile.stages,
+        "BLOCK_E": choice.entries, "BLOCK_K": block_k, "BLOCK_D": block_d, "GROUP": GROUP, "PARTS": parts,
+        "SQUARED": squared, "BLOCK_T": launch.next_power_of_2(tiles),
     }  # fmt: skip
     whole = out if parts == 1 else torch.empty(m, parts, d, dtype=torch.float32, device=x.device)
-    strides = (x.stride(0), 0 if up_weight is None else up_weight.stride(0), down_weight.stride(0))
-    sizes = (packed.limit, tiles, slots, packed.tile)
-    biases = tuple(None if bias is None else bias.dtype for bias in (up_bias, down_bias))
-    key = (m, *sizes, *strides, k, d, packed.values.dtype, packed.indices.dtype, packed.counts.dtype, biases)
-    key += (up_weight is None, taken is None, group, squared, parts, out.dtype)
     args = (packed.values, packed.indices, packed.counts, x, up_weight, up_bias, down_weight, down_bias, whole, nnz)
-    args += (heavy, taken, *sizes, *strides, k, d)
+    args += (*heavy, taken, packed.limit, tiles, k, d)
+    key = (m, packed.limit, tiles, k, d, x.dtype, up_weight is None, heavy[1] is None, taken is None, squared, parts)
+    key += tuple(None if bias is None else bias.dtype for bias in (up_bias, down_bias))
     _ffn_gather(key, (m, slices, parts), args, meta, num_warps=warps)
     if parts > 1:
         block = min(1024, launch.next_power_of_2(d))
@@ -177,14 +183,11 @@ EXAMPLES = {
         "signature": {
             "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16", "x_ptr": "*bf16", "up_ptr": "*bf16",
             "up_bias_ptr": "*bf16", "down_ptr": "*bf16", "down_bias_ptr": "*bf16", "out_ptr": "*bf16",
-            "nnz_ptr": "*i32", "heavy_ptr": "*i32", "taken_ptr": "*i32",
-            **dict.fromkeys(
-                ("limit", "tiles", "slots", "tile", "stride_xm", "stride_un", "stride_dn", "K", "D"), "i32"
-            ),
+            "nnz_ptr": "*i32", "heavy_ptr": "*i32", "heavy_x_ptr": "*bf16", "taken_ptr": "*i32",
+            **dict.fromkeys(("limit", "tiles", "K", "D"), "i32"),
         },
         "constexprs": {
-            "BLOCK_E": 2, "BLOCK_T": 32, "BLOCK_K": 2048, "BLOCK_D": 2048, "GROUP": 32, "PARTS": 1, "SQUARED": False,
-            "STAGES": 1,
+            "BLOCK_E": 2, "BLOCK_K": 2048, "BLOCK_D": 2048, "GROUP": 32, "PARTS": 1, "SQUARED": False, "BLOCK_T": 32,
         },
         "num_warps": 2,
     },

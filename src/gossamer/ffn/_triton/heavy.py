@@ -4,6 +4,8 @@ Which rows these are only the device knows: `gather` lists them. So these kernel
 fills the GPU and no more, and share the tiles of as many rows as the list has; where it is empty they leave at once.
 The rows of x are gathered by the list, 128 to a tile, the rows between the two products stand in the list's order, and
 the result's rows go where the list says. The gate is computed again, for the slots of such rows do not hold all of it.
+On Hopper `gather` copies the rows of x as it lists them, and the gated product of `gemm` multiplies them at its speed,
+as many as there are.
 """
 
 import triton
@@ -48,7 +50,7 @@ def product(
 @triton.jit
 def _ffn_heavy_hidden_kernel(
     heavy_ptr, x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, hidden_ptr,
-    stride_xm, stride_gn, stride_un, N, K,
+    N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN: tl.constexpr,
     APART: tl.constexpr, SQUARED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -61,8 +63,8 @@ def _ffn_heavy_hidden_kernel(
         row = tl.load(heavy_ptr + 1 + at, mask=at < count, other=0)
         n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = n < N
-        x_rows = x_ptr + row.to(tl.int64)[:, None] * stride_xm
-        gate_rows = gate_ptr + n.to(tl.int64)[None, :] * stride_gn
+        x_rows = x_ptr + row.to(tl.int64)[:, None] * K
+        gate_rows = gate_ptr + n.to(tl.int64)[None, :] * K
         acc = product(x_rows, gate_rows, K, inside, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, APART, PRECISION, UPCAST)
         if gate_bias_ptr is not None:
             acc += tl.load(gate_bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -76,7 +78,7 @@ def _ffn_heavy_hidden_kernel(
         if SQUARED:
             z *= z
         if up_ptr is not None:
-            up_rows = up_ptr + n.to(tl.int64)[None, :] * stride_un
+            up_rows = up_ptr + n.to(tl.int64)[None, :] * K
             up = product(x_rows, up_rows, K, inside, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, APART, PRECISION, UPCAST)
             if up_bias_ptr is not None:
                 up += tl.load(up_bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -88,7 +90,7 @@ def _ffn_heavy_hidden_kernel(
 
 @triton.jit
 def _ffn_heavy_down_kernel(
-    heavy_ptr, hidden_ptr, down_ptr, bias_ptr, out_ptr, stride_dn, N, D,
+    heavy_ptr, hidden_ptr, down_ptr, bias_ptr, out_ptr, N, D,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GROUP_M: tl.constexpr, EVEN: tl.constexpr,
     APART: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -101,9 +103,9 @@ def _ffn_heavy_down_kernel(
         d = tile_d * BLOCK_D + tl.arange(0, BLOCK_D)
         inside = d < D
         h_rows = hidden_ptr + tl.where(at < count, at, 0).to(tl.int64)[:, None] * N
-        step = tl.full([], BLOCK_N, tl.int64) * stride_dn
+        step = tl.full([], BLOCK_N, tl.int64) * D
         n = tl.arange(0, BLOCK_N)
-        down_ptrs = down_ptr + n.to(tl.int64)[:, None] * stride_dn + d[None, :]
+        down_ptrs = down_ptr + n.to(tl.int64)[:, None] * D + d[None, :]
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for first in range(0, N, BLOCK_N):
             if EVEN:
@@ -125,12 +127,24 @@ def _ffn_heavy_down_kernel(
         )
 
 
+@triton.jit
+def _ffn_put_rows_kernel(heavy_ptr, rows_ptr, out_ptr, D, BLOCK: tl.constexpr):
+    """Programs share the listed rows, which go where they belong."""
+    for at in range(tl.program_id(0), tl.load(heavy_ptr), tl.num_programs(0)):
+        row = tl.load(heavy_ptr + 1 + at).to(tl.int64)
+        for first in range(0, D, BLOCK):
+            d = first + tl.arange(0, BLOCK)
+            values = tl.load(rows_ptr + tl.cast(at, tl.int64) * D + d, mask=d < D, other=0.0)
+            tl.store(out_ptr + row * D + d, values, mask=d < D)
+
+
+_ffn_put_rows = launch.Kernel(_ffn_put_rows_kernel)
 _ffn_heavy_hidden = launch.Kernel(_ffn_heavy_hidden_kernel)
 _ffn_heavy_down = launch.Kernel(_ffn_heavy_down_kernel)
 
 
-def tile_for(m: int, k: int, weight: Tensor, pair: bool) -> tuple[dict[str, object], int, int]:
-    """(tile, warps, stages): the inner dimension is k; `pair` says that there are two accumulators."""
+def tile_for(m: int, k: int, weight: Tensor) -> tuple[dict[str, object], int, int]:
+    """(tile, warps, stages) of a product along k."""
     half = weight.element_size() == 2
     wide = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64 if tuning.hopper(weight.device) else 32}
     tile = wide if half and m > 64 else {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}
@@ -139,41 +153,79 @@ def tile_for(m: int, k: int, weight: Tensor, pair: bool) -> tuple[dict[str, obje
 
 
 def project(
-    heavy: Tensor,
+    heavy: tuple[Tensor, Tensor | None],
     x: Tensor,
     gate: tuple[Tensor, Tensor | None, Tensor | None],
     up: tuple[Tensor, Tensor | None] | None,
     down: tuple[Tensor, Tensor | None],
+    down_weight: Tensor,
     out: Tensor,
     squared: bool,
 ) -> None:
-    """Writes the rows of `out` that `heavy` lists. gate: weight [N, K], bias, threshold; down: weight [N, D], bias."""
+    """Writes the rows of `out` that `heavy` lists, with their rows of x if `wants_rows`.
+
+    gate: weight [N, K], bias, threshold; down: weight [N, D], bias; all contiguous. down_weight: [D, N], any strides.
+    """
     (m, k), n, d = x.shape, gate[0].shape[0], out.shape[1]
+    listed, rows = heavy
     hidden = x.new_empty(m, n)
+    if rows is not None and up is not None:
+        from gossamer.gemm._gluon import linear_glu as hopper
+
+        activation = "relu2" if squared else "relu"
+        hopper.launch_linear_glu(rows, gate[0], up[0], gate[1], up[1], activation, None, hidden, None, listed)
+        # A product of one weight, whose rows are taken for two, each with half of the result.
+        half, bias = d // 2, down[1]
+        result = x.new_empty(m, d)
+        first, second = (None, None) if bias is None else (bias[:half], bias[half:])
+        weights, halves = (down_weight[:half], down_weight[half:]), (result[:, :half], result[:, half:])
+        hopper.launch_linear_glu(hidden, *weights, first, second, "identity", None, None, halves, listed)
+        grid = (min(m, 16 * tuning.programs(x.device)), 1, 1)
+        _ffn_put_rows((m, d, x.dtype), grid, (listed, result, out, d), {"BLOCK": 1024}, num_warps=4)
+        return
     up_weight, up_bias = up or (None, None)
-    meta, warps, stages = tile_for(m, k, gate[0], up is not None)
-    args = (heavy, x, *gate, up_weight, up_bias, hidden, x.stride(0), gate[0].stride(0))
-    args += (0 if up_weight is None else up_weight.stride(0), n, k)
-    key = (m, *args[8:], x.dtype, *(None if t is None else t.dtype for t in (*gate[1:], up_bias)), up is None, squared)
+    meta, warps, stages = tile_for(m, k, gate[0])
+    args = (listed, x, *gate, up_weight, up_bias, hidden, n, k)
+    key = (m, n, k, x.dtype, *(None if t is None else t.dtype for t in (*gate[1:], up_bias)), up is None, squared)
     key += (meta["PRECISION"], meta["APART"])
     grid = (2 * tuning.programs(x.device), 1, 1)
-    _ffn_heavy_hidden(key, grid, args, {**meta, "SQUARED": squared}, num_warps=warps, num_stages=stages)
-    meta, warps, stages = tile_for(m, n, down[0], False)
-    inner = meta.pop("BLOCK_K")
-    meta = {"BLOCK_M": meta.pop("BLOCK_M"), "BLOCK_D": meta.pop("BLOCK_N"), "BLOCK_N": inner, **meta}
-    args = (heavy, hidden, *down, out, down[0].stride(0), n, d)
-    key = (m, *args[5:], x.dtype, out.dtype, None if down[1] is None else down[1].dtype)
-    key += (meta["PRECISION"], meta["APART"])
-    _ffn_heavy_down(key, grid, args, meta, num_warps=warps, num_stages=stages)
+    flags = {name: meta[name] for name in ("GROUP_M", "EVEN", "APART")}
+    blocks = {name: meta[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K")}
+    precision = {name: meta[name] for name in ("PRECISION", "UPCAST")}
+    meta = {**blocks, **flags, "SQUARED": squared, **precision}
+    _ffn_heavy_hidden(key, grid, args, meta, num_warps=warps, num_stages=stages)
+    meta, warps, stages = tile_for(m, n, down[0])
+    flags = {name: meta[name] for name in ("GROUP_M", "EVEN", "APART", "PRECISION", "UPCAST")}
+    blocks = {"BLOCK_M": meta["BLOCK_M"], "BLOCK_N": meta["BLOCK_K"], "BLOCK_D": meta["BLOCK_N"]}
+    args = (listed, hidden, *down, out, n, d)
+    key = (m, n, d, x.dtype, out.dtype, None if down[1] is None else down[1].dtype, meta["PRECISION"], meta["APART"])
+    _ffn_heavy_down(key, grid, args, {**blocks, **flags}, num_warps=warps, num_stages=stages)
+
+
+def wants_rows(
+    x: Tensor, gate: tuple[Tensor, Tensor | None, Tensor | None], up_weight: Tensor | None, down_weight: Tensor
+) -> bool:
+    """Whether Hopper's kernel of a gated product computes heavy rows, which takes a copy of their rows of x."""
+    if launch.INTERPRET or not tuning.hopper(x.device) or up_weight is None or gate[2] is not None:
+        return False
+    from gossamer.gemm._gluon import linear_glu as hopper
+
+    d, n = down_weight.shape
+    return d % 16 == 0 and hopper.fits(n, x, gate[0], up_weight) and hopper.fits(d // 2, down_weight)
 
 
 _TILE = {"GROUP_M": 8, "EVEN": True, "APART": False, "PRECISION": "ieee", "UPCAST": False}
 EXAMPLES = {
+    _ffn_put_rows_kernel: {
+        "signature": {"heavy_ptr": "*i32", "rows_ptr": "*bf16", "out_ptr": "*bf16", "D": "i32"},
+        "constexprs": {"BLOCK": 1024},
+        "num_warps": 4,
+    },
     _ffn_heavy_hidden_kernel: {
         "signature": {
             "heavy_ptr": "*i32", "x_ptr": "*bf16", "gate_ptr": "*bf16", "gate_bias_ptr": "*bf16",
             "threshold_ptr": "*fp32", "up_ptr": "*bf16", "up_bias_ptr": "*bf16", "hidden_ptr": "*bf16",
-            **dict.fromkeys(("stride_xm", "stride_gn", "stride_un", "N", "K"), "i32"),
+            **dict.fromkeys(("N", "K"), "i32"),
         },
         "constexprs": {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "SQUARED": True, **_TILE},
         "num_warps": 8,
@@ -182,7 +234,7 @@ EXAMPLES = {
     _ffn_heavy_down_kernel: {
         "signature": {
             "heavy_ptr": "*i32", "hidden_ptr": "*bf16", "down_ptr": "*bf16", "bias_ptr": "*bf16", "out_ptr": "*bf16",
-            **dict.fromkeys(("stride_dn", "N", "D"), "i32"),
+            **dict.fromkeys(("N", "D"), "i32"),
         },
         "constexprs": {"BLOCK_M": 128, "BLOCK_N": 32, "BLOCK_D": 128, **_TILE},
         "num_warps": 8,

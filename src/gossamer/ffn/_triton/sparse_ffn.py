@@ -11,12 +11,11 @@ from torch import Tensor
 
 from gossamer._core import launch
 from gossamer.ffn._triton import few, gather, heavy, union
-from gossamer.ffn._triton.packed import Packed
-from gossamer.ffn.costs import GROUP, costs_of, sampled_groups
+from gossamer.ffn._triton.packed import SLOTS, TILE, Packed
+from gossamer.ffn.costs import costs_of, sampled_groups
 from gossamer.gemm._triton.linear_pack import _launch_linear_pack
-from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+from gossamer.rowsparse._triton.dense_transpose import dense_transpose, rows_contiguous
 
-TILE, SLOTS = 256, 32
 BLOCK = 1 << 16
 """Rows that are on their way at one time."""
 
@@ -29,6 +28,7 @@ def sparse_ffn(
     up_weight: Tensor | None,
     up_bias: Tensor | None,
     down_weight: Tensor,
+    down_rows: Tensor | None,
     down_bias: Tensor | None,
     squared: bool,
     united: bool,
@@ -43,21 +43,27 @@ def sparse_ffn(
     if m == 0 or d == 0 or n == 0:
         out.copy_(out.new_zeros(d) if down_bias is None else down_bias)
         return out, nnz.zero_() if step else nnz.new_empty(0), sizes.zero_()
-    x, gate_weight = rows_contiguous(x), rows_contiguous(gate_weight)
-    gate_bias, threshold, up_bias, down_bias = (
-        None if t is None else t.contiguous() for t in (gate_bias, threshold, up_bias, down_bias)
-    )
-    up = None if up_weight is None else (rows_contiguous(up_weight), up_bias)
-    gate = (gate_weight, gate_bias, threshold)
+    gate_bias, threshold, up_bias, down_bias = (_contiguous(t) for t in (gate_bias, threshold, up_bias, down_bias))
     if m <= few.ROWS:
-        few.project(x, gate, up, down_weight, down_bias, out, nnz, squared)
+        gate = (rows_contiguous(gate_weight), gate_bias, threshold)
+        up = None if up_weight is None else (rows_contiguous(up_weight), up_bias)
+        weight = down_weight if down_rows is None else down_rows.t()
+        few.project(rows_contiguous(x), gate, up, weight, down_bias, out, nnz, squared)
         return out, nnz if step else nnz.new_empty(0), sizes.zero_()
-    down = (rows_contiguous(down_weight.t()), down_bias)
+    gate = (gate_weight.contiguous(), gate_bias, threshold)
+    up = None if up_weight is None else (up_weight.contiguous(), up_bias)
+    down = (dense_transpose(down_weight) if down_rows is None else down_rows.contiguous(), down_bias)
+    x = x.contiguous()
     for first in range(0, m, BLOCK):
         part = slice(first, min(first + BLOCK, m))
         some = slice(sampled_groups(first, step), sampled_groups(part.stop, step))
-        _block(x[part], gate, up, down, squared, united, step, (out[part], nnz[part], sizes[some]))
+        results = (out[part], nnz[part], sizes[some])
+        _block(x[part], gate, up, down, down_weight, squared, united, step, results)
     return out, nnz if step else nnz.new_empty(0), sizes
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
 
 
 def _block(
@@ -65,6 +71,7 @@ def _block(
     gate: tuple[Tensor, Tensor | None, Tensor | None],
     up: tuple[Tensor, Tensor | None] | None,
     down: tuple[Tensor, Tensor | None],
+    down_weight: Tensor,
     squared: bool,
     united: bool,
     step: int,
@@ -74,6 +81,8 @@ def _block(
     packed = pack(x, *gate, costs_of(n, k, out.shape[1], up is not None, x).limit)
     listed = torch.empty(m + 1, dtype=torch.int32, device=x.device)
     listed[:1].zero_()
+    copied = heavy.wants_rows(x, gate, None if up is None else up[0], down_weight)
+    rows = (listed, torch.empty_like(x) if copied else None)
     unions = taken = None
     if step:
         found = union.count(packed, step)
@@ -81,10 +90,10 @@ def _block(
     if united:
         unions = union.unite(packed, found if step == 1 else union.count(packed, 1), n, squared)
         taken = unions.sizes
-    gather.gather(packed, x, up, down, out, nnz, listed, taken, GROUP, squared)
+    gather.gather(packed, x, up, down, out, nnz, rows, taken, squared)
     if unions is not None:
         union.project(unions, packed, x, up, down, out)
-    heavy.project(listed, x, gate, up, down, out, squared)
+    heavy.project(rows, x, gate, up, down, down_weight, out, squared)
 
 
 def pack(x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor | None, limit: int) -> Packed:
@@ -94,4 +103,8 @@ def pack(x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor | Non
     indices = torch.empty_like(values, dtype=torch.uint8)
     counts = torch.empty(values.shape[:2], dtype=torch.int16, device=x.device)
     _launch_linear_pack(x, weight, bias, threshold, TILE, (values, indices, counts))
-    return Packed(values, indices, counts, TILE, limit)
+    return Packed(values, indices, counts, limit)
+
+
+EXAMPLES: dict[object, dict[str, object]] = {}
+"""The kernels are those of `few`, `gather`, `union` and `heavy`."""

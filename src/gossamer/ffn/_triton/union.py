@@ -18,58 +18,58 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
+from gossamer.ffn._triton.packed import _SLOTS as SLOTS
+from gossamer.ffn._triton.packed import _TILE as TILE
 from gossamer.ffn._triton.packed import Packed
-from gossamer.ffn.costs import GROUP, PRICE
+from gossamer.ffn.costs import GROUP, PRICE, sampled_groups
 from gossamer.rowsparse._triton.overflow import dot
 
 
 @triton.jit
-def light_rows(counts_ptr, rows, M, tiles, slots, limit, BLOCK_T: tl.constexpr):
+def light_rows(counts_ptr, rows, M, tiles, limit, BLOCK_T: tl.constexpr):
     """(whether rows are there and not heavy, how many entries each has)."""
     t = tl.arange(0, BLOCK_T)
     mask = (rows < M)[:, None] & (t < tiles)[None, :]
     counts = tl.load(counts_ptr + rows.to(tl.int64)[:, None] * tiles + t[None, :], mask=mask, other=0).to(tl.int32)
     total = tl.sum(counts, axis=1)
-    return (rows < M) & (tl.max(counts, axis=1) <= slots) & (total <= limit), total
+    return (rows < M) & (tl.max(counts, axis=1) <= SLOTS) & (total <= limit), total
 
 
 @triton.jit
-def load_columns(indices_ptr, counts_ptr, rows, light, at, tiles, slots, GROUP: tl.constexpr, SLOTS: tl.constexpr):
+def load_columns(indices_ptr, counts_ptr, rows, light, at, tiles):
     """(offsets of a tile's slots, which of them hold an entry, its column), all [GROUP, SLOTS]."""
     cell = rows.to(tl.int64) * tiles + at
     count = tl.load(counts_ptr + cell, mask=light, other=0).to(tl.int32)
     s = tl.arange(0, SLOTS)
-    place = cell[:, None] * slots + s[None, :]
+    place = cell[:, None] * SLOTS + s[None, :]
     held = s[None, :] < count[:, None]
     return place, held, tl.load(indices_ptr + place, mask=held, other=0).to(tl.int32)
 
 
 @triton.jit
 def _union_count_kernel(
-    indices_ptr, counts_ptr, sizes_ptr, limit, tiles, slots, step, M,
-    GROUP: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, BLOCK_T: tl.constexpr,
+    indices_ptr, counts_ptr, sizes_ptr, limit, tiles, step, M, GROUP: tl.constexpr, BLOCK_T: tl.constexpr
 ):  # fmt: skip
     """Program (one of every `step` groups, tile): how many columns of the tile the group's light rows have."""
     group, at = tl.program_id(0), tl.program_id(1)
     rows = group * step * GROUP + tl.arange(0, GROUP)
-    light, _ = light_rows(counts_ptr, rows, M, tiles, slots, limit, BLOCK_T)
-    _, held, column = load_columns(indices_ptr, counts_ptr, rows, light, at, tiles, slots, GROUP, SLOTS)
+    light, _ = light_rows(counts_ptr, rows, M, tiles, limit, BLOCK_T)
+    _, held, column = load_columns(indices_ptr, counts_ptr, rows, light, at, tiles)
     found = tl.histogram(tl.reshape(column, [GROUP * SLOTS]), TILE, mask=tl.reshape(held, [GROUP * SLOTS]))
     tl.store(sizes_ptr + group.to(tl.int64) * tiles + at, tl.sum((found > 0).to(tl.int32), axis=0))
 
 
 @triton.jit
 def _union_fill_kernel(
-    values_ptr, indices_ptr, counts_ptr, sizes_ptr, columns_ptr, dense_ptr, union_ptr, limit, tiles, slots, M, room,
-    price, GROUP: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, BLOCK_T: tl.constexpr, SQUARED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    values_ptr, indices_ptr, counts_ptr, sizes_ptr, columns_ptr, dense_ptr, union_ptr, limit, tiles, M, room, price,
+    GROUP: tl.constexpr, BLOCK_T: tl.constexpr, SQUARED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (group, tile): the tile's share of the list and of the values. union_ptr: the size of a group's union, or
     0 where its entries are fewer than `price` times that, and rows are gathered one by one. room: columns of `dense`
     and of the list."""
     group, at = tl.program_id(0), tl.program_id(1)
     rows = group * GROUP + tl.arange(0, GROUP)
-    light, total = light_rows(counts_ptr, rows, M, tiles, slots, limit, BLOCK_T)
+    light, total = light_rows(counts_ptr, rows, M, tiles, limit, BLOCK_T)
     t = tl.arange(0, BLOCK_T)
     sizes = tl.load(sizes_ptr + group.to(tl.int64) * tiles + t, mask=t < tiles, other=0)
     union = tl.sum(sizes, axis=0)
@@ -80,7 +80,7 @@ def _union_fill_kernel(
     size = tl.sum(tl.where(t == at, sizes, 0), axis=0)
     if pays & (size > 0):
         base = tl.sum(tl.where(t < at, sizes, 0), axis=0)
-        place, held, column = load_columns(indices_ptr, counts_ptr, rows, light, at, tiles, slots, GROUP, SLOTS)
+        place, held, column = load_columns(indices_ptr, counts_ptr, rows, light, at, tiles)
         value = tl.load(values_ptr + place, mask=held, other=0.0)
         if SQUARED:
             value = (value.to(tl.float32) * value.to(tl.float32)).to(value.dtype)
@@ -100,7 +100,7 @@ def _union_fill_kernel(
 
 @triton.jit
 def _union_up_kernel(
-    x_ptr, up_ptr, up_bias_ptr, columns_ptr, union_ptr, dense_ptr, room, stride_xm, stride_un, M, K,
+    x_ptr, up_ptr, up_bias_ptr, columns_ptr, union_ptr, dense_ptr, room, M, K,
     GROUP: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -110,11 +110,11 @@ def _union_up_kernel(
     rows = group * GROUP + tl.arange(0, GROUP)
     exists = rows < M
     k = tl.arange(0, BLOCK_K)
-    x_rows = x_ptr + tl.where(exists, rows, 0).to(tl.int64)[None, :] * stride_xm + k[:, None]
+    x_rows = x_ptr + tl.where(exists, rows, 0).to(tl.int64)[None, :] * K + k[:, None]
     for first in range(tl.program_id(1) * BLOCK_U, union, tl.num_programs(1) * BLOCK_U):
         u = first + tl.arange(0, BLOCK_U)
         column = tl.load(columns_ptr + group.to(tl.int64) * room + u, mask=u < union, other=0)
-        up_rows = up_ptr + column.to(tl.int64)[:, None] * stride_un + k[None, :]
+        up_rows = up_ptr + column.to(tl.int64)[:, None] * K + k[None, :]
         acc = tl.zeros([BLOCK_U, GROUP], tl.float32)
         for step in range(0, K, BLOCK_K):
             if EVEN:
@@ -134,8 +134,7 @@ def _union_up_kernel(
 
 @triton.jit
 def _union_down_kernel(
-    dense_ptr, down_ptr, down_bias_ptr, columns_ptr, union_ptr, counts_ptr, out_ptr, limit, tiles, slots, room,
-    stride_dn, M, D,
+    dense_ptr, down_ptr, down_bias_ptr, columns_ptr, union_ptr, counts_ptr, out_ptr, limit, tiles, room, M, D,
     GROUP: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, FLIP: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -144,7 +143,7 @@ def _union_down_kernel(
     union = tl.load(union_ptr + group)
     if union > 0:
         rows = group * GROUP + tl.arange(0, GROUP)
-        light, _ = light_rows(counts_ptr, rows, M, tiles, slots, limit, BLOCK_T)
+        light, _ = light_rows(counts_ptr, rows, M, tiles, limit, BLOCK_T)
         d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
         inside = d < D
         row_start = rows.to(tl.int64) * room
@@ -157,7 +156,7 @@ def _union_down_kernel(
             u = first + tl.arange(0, BLOCK_U)
             held = u < union
             column = tl.load(columns_ptr + u, mask=held, other=0).to(tl.int64)
-            down = tl.load(down_ptr + column[:, None] * stride_dn + d[None, :], mask=inside[None, :], other=0.0)
+            down = tl.load(down_ptr + column[:, None] * D + d[None, :], mask=inside[None, :], other=0.0)
             p = tl.load(dense_ptr + row_start[:, None] + u[None, :], mask=light[:, None] & held[None, :], other=0.0)
             if FLIP:
                 acc = dot(tl.trans(down), tl.trans(p), acc, PRECISION, UPCAST)
@@ -181,21 +180,21 @@ _union_down = launch.Kernel(_union_down_kernel)
 
 
 @dataclass(frozen=True)
-class Tile:
-    """GROUP rows share a union; the two products take `up` = (columns of the union, of x) and `down` = (columns of the
-    union, of the result) at a time. price: entries that are gathered one by one in the time of a union's column."""
+class Choice:
+    """The two products take `up` = (columns of the union, of x) and `down` = (columns of the union, of the result) at a
+    time, with so many warps and stages; FLIP transposes the latter. `shares` programs share a group's union in the
+    first. price: entries that are gathered one by one in the time of a union's column."""
 
-    group: int = GROUP
     up: tuple[int, int] = (64, 128)
     up_launch: tuple[int, int] = (4, 3)
     down: tuple[int, int] = (32, 256)
-    down_launch: tuple[int, int] = (8, 3)
+    down_launch: tuple[int, int] = (8, 4)
     flip: bool = False
     shares: int = 8
     price: float = PRICE
 
 
-TILE = Tile()
+CHOICE = Choice()
 
 
 @dataclass(frozen=True)
@@ -208,33 +207,30 @@ class Unions:
     values: Tensor
 
 
-def count(packed: Packed, step: int, tile: Tile = TILE) -> Tensor:
+def count(packed: Packed, step: int) -> Tensor:
     """How many columns of each tile the light rows of one of every `step` groups have: int32 [groups, tiles]."""
-    m, tiles, slots = packed.values.shape
-    groups = launch.cdiv(launch.cdiv(m, tile.group), step)
-    found = torch.empty(groups, tiles, dtype=torch.int32, device=packed.values.device)
-    args = (packed.indices, packed.counts, found, packed.limit, tiles, slots, step, m)
-    key = (*args[3:], packed.indices.dtype, packed.tile, tile.group)
-    _union_count(key, (groups, tiles, 1), args, _meta(packed, tile), num_warps=4)
+    m, tiles, _ = packed.values.shape
+    found = torch.empty(sampled_groups(m, step), tiles, dtype=torch.int32, device=packed.values.device)
+    args = (packed.indices, packed.counts, found, packed.limit, tiles, step, m)
+    _union_count(args[3:], (*found.shape, 1), args, _meta(tiles), num_warps=4)
     return found
 
 
-def unite(packed: Packed, found: Tensor, n: int, squared: bool, tile: Tile = TILE) -> Unions:
+def unite(packed: Packed, found: Tensor, n: int, squared: bool, choice: Choice = CHOICE) -> Unions:
     """The unions of groups of rows, of which `count` found so many columns, and the values at them."""
-    m, tiles, slots = packed.values.shape
+    m, tiles, _ = packed.values.shape
     groups, room = found.shape[0], launch.cdiv(n, 16) * 16
     unions = Unions(found.new_empty(groups), found.new_empty(groups, room), packed.values.new_empty(m, room))
     args = (packed.values, packed.indices, packed.counts, found, unions.columns, unions.values, unions.sizes)
-    args += (packed.limit, tiles, slots, m, room, tile.price)
-    key = (*args[7:], squared, packed.values.dtype, packed.indices.dtype, packed.tile, tile.group)
-    meta = {**_meta(packed, tile), "SQUARED": squared, "BLOCK": 32}
+    args += (packed.limit, tiles, m, room, choice.price)
+    key = (*args[7:], squared, packed.values.dtype)
+    meta = {**_meta(tiles), "SQUARED": squared, "BLOCK": 32}
     _union_fill(key, (groups, tiles, 1), args, meta, num_warps=4)
     return unions
 
 
-def _meta(packed: Packed, tile: Tile) -> dict[str, int]:
-    _, tiles, slots = packed.values.shape
-    return {"GROUP": tile.group, "SLOTS": slots, "TILE": packed.tile, "BLOCK_T": launch.next_power_of_2(tiles)}
+def _meta(tiles: int) -> dict[str, int]:
+    return {"GROUP": GROUP, "BLOCK_T": launch.next_power_of_2(tiles)}
 
 
 def project(
@@ -244,73 +240,67 @@ def project(
     up: tuple[Tensor, Tensor | None] | None,
     down: tuple[Tensor, Tensor | None],
     out: Tensor,
-    tile: Tile = TILE,
+    choice: Choice = CHOICE,
 ) -> None:
-    """Writes the light rows of `out` whose group has a union; overwrites the values of `unions`."""
-    (m, room), (_, tiles, slots) = unions.values.shape, packed.values.shape
-    groups, d, (down_weight, down_bias) = unions.sizes.shape[0], out.shape[1], down
+    """Writes the light rows of `out` whose group has a union; overwrites the values of `unions`. x, up and down as in
+    `gather`."""
+    (m, room), tiles, d, (down_weight, down_bias) = unions.values.shape, packed.values.shape[1], out.shape[1], down
+    groups = unions.sizes.shape[0]
     if up is not None:
         (weight, bias), k = up, x.shape[1]
-        block_u, block_k = tile.up
-        meta = {"GROUP": tile.group, "BLOCK_U": block_u, "BLOCK_K": block_k, "EVEN": k % block_k == 0}
+        block_u, block_k = choice.up
+        meta = {"GROUP": GROUP, "BLOCK_U": block_u, "BLOCK_K": block_k, "EVEN": k % block_k == 0}
         meta |= tuning.dot_precision(x, k)
-        args = (x, weight, bias, unions.columns, unions.sizes, unions.values, room, x.stride(0), weight.stride(0), m, k)
-        key = (m, k, room, x.dtype, x.stride(0), weight.stride(0), None if bias is None else bias.dtype)
-        key += (tile, meta["PRECISION"])
-        shares = min(tile.shares, launch.cdiv(room, block_u))
-        warps, stages = tile.up_launch
+        args = (x, weight, bias, unions.columns, unions.sizes, unions.values, room, m, k)
+        key = (room, m, k, x.dtype, None if bias is None else bias.dtype, choice, meta["PRECISION"])
+        shares = min(choice.shares, launch.cdiv(room, block_u))
+        warps, stages = choice.up_launch
         _union_up(key, (groups, shares, 1), args, meta, num_warps=warps, num_stages=stages)
-    block_u, block_d = tile.down
-    meta = {
-        "GROUP": tile.group, "BLOCK_U": block_u, "BLOCK_D": block_d, "BLOCK_T": launch.next_power_of_2(tiles),
-        "FLIP": tile.flip, **tuning.dot_precision(down_weight, 1024),
-    }  # fmt: skip
+    block_u, block_d = choice.down
+    meta = {**_meta(tiles), "BLOCK_U": block_u, "BLOCK_D": block_d, "FLIP": choice.flip}
+    # As if sums were long, for the union may be.
+    meta = {**meta, **tuning.dot_precision(down_weight, room)}
+    meta = {name: meta[name] for name in ("GROUP", "BLOCK_U", "BLOCK_D", "BLOCK_T", "FLIP", "PRECISION", "UPCAST")}
     args = (unions.values, down_weight, down_bias, unions.columns, unions.sizes, packed.counts, out)
-    args += (packed.limit, tiles, slots, room, down_weight.stride(0), m, d)
-    key = (m, d, packed.limit, tiles, slots, room, down_weight.stride(0), down_weight.dtype, out.dtype)
-    key += (None if down_bias is None else down_bias.dtype, tile, meta["PRECISION"])
-    warps, stages = tile.down_launch
+    args += (packed.limit, tiles, room, m, d)
+    key = (*args[7:], x.dtype, out.dtype, None if down_bias is None else down_bias.dtype, choice, meta["PRECISION"])
+    warps, stages = choice.down_launch
     _union_down(key, (groups, launch.cdiv(d, block_d), 1), args, meta, num_warps=warps, num_stages=stages)
 
 
-_LIGHT = {"counts_ptr": "*i16", **dict.fromkeys(("limit", "tiles", "slots", "M"), "i32")}
-_TILE = {"GROUP": 32, "SLOTS": 16, "TILE": 256, "BLOCK_T": 32}
+_LIGHT = {"counts_ptr": "*i16", **dict.fromkeys(("limit", "tiles", "M"), "i32")}
 _LIST = {"columns_ptr": "*i32", "union_ptr": "*i32", "dense_ptr": "*bf16", "room": "i32"}
 EXAMPLES = {
     _union_count_kernel: {
         "signature": {"indices_ptr": "*u8", "sizes_ptr": "*i32", "step": "i32", **_LIGHT},
-        "constexprs": _TILE,
+        "constexprs": {"GROUP": GROUP, "BLOCK_T": 32},
         "num_warps": 4,
     },
     _union_fill_kernel: {
         "signature": {
             "values_ptr": "*bf16", "indices_ptr": "*u8", "sizes_ptr": "*i32", **_LIGHT, **_LIST, "price": "fp32",
         },
-        "constexprs": {**_TILE, "SQUARED": False, "BLOCK": 32},
+        "constexprs": {"GROUP": GROUP, "BLOCK_T": 32, "SQUARED": False, "BLOCK": 32},
         "num_warps": 4,
     },
     _union_up_kernel: {
         "signature": {
-            "x_ptr": "*bf16", "up_ptr": "*bf16", "up_bias_ptr": "*bf16", **_LIST,
-            **dict.fromkeys(("stride_xm", "stride_un", "M", "K"), "i32"),
+            "x_ptr": "*bf16", "up_ptr": "*bf16", "up_bias_ptr": "*bf16", **_LIST, **dict.fromkeys(("M", "K"), "i32"),
         },
         "constexprs": {
-            "GROUP": 32, "BLOCK_U": 64, "BLOCK_K": 128, "EVEN": True, "PRECISION": "ieee", "UPCAST": False,
+            "GROUP": GROUP, "BLOCK_U": 64, "BLOCK_K": 128, "EVEN": True, "PRECISION": "ieee", "UPCAST": False,
         },
         "num_warps": 4,
         "num_stages": 3,
     },
     _union_down_kernel: {
-        "signature": {
-            **_LIST, **_LIGHT, "down_ptr": "*bf16", "down_bias_ptr": "*bf16", "out_ptr": "*bf16", "stride_dn": "i32",
-            "D": "i32",
-        },
+        "signature": {**_LIST, **_LIGHT, "down_ptr": "*bf16", "down_bias_ptr": "*bf16", "out_ptr": "*bf16", "D": "i32"},
         "constexprs": {
-            "GROUP": 32, "BLOCK_U": 32, "BLOCK_D": 256, "BLOCK_T": 32, "FLIP": False, "PRECISION": "ieee",
+            "GROUP": GROUP, "BLOCK_U": 32, "BLOCK_D": 256, "BLOCK_T": 32, "FLIP": False, "PRECISION": "ieee",
             "UPCAST": False,
         },
         "num_warps": 8,
-        "num_stages": 3,
+        "num_stages": 4,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""
