@@ -141,7 +141,8 @@ def _source64(source: Tensor | LinearSource | None) -> Tensor | None:
     x, weight, bias, threshold = (None if t is None else t.detach().cpu().double() for t in given)
     assert x is not None and weight is not None
     z = x @ weight.t() + (0 if bias is None else bias)
-    return torch.where(z <= (0 if threshold is None else threshold.clamp(min=0)), 0, z)
+    kept = torch.where(z <= (0 if threshold is None else threshold.clamp(min=0)), 0, z)
+    return kept * kept if source.squared else kept
 
 
 def random_rows(

@@ -22,6 +22,7 @@ def linear_pack(
     tile: int,
     slots: int,
     capacity: int | None,
+    squared: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Operator `linear_pack`."""
     m, n = x.shape[0], weight.shape[0]
@@ -31,9 +32,11 @@ def linear_pack(
     if counts.numel():
         _launch_linear_pack(x, weight, bias, threshold, tile, (values, indices, counts))
     nnz = counts.sum(1, dtype=torch.int32)
-    if capacity is None:
-        return values, indices, counts, nnz
-    return *twell_to_ell(values, indices, counts, tile, capacity), nnz
+    if capacity is not None:
+        values, indices, counts = twell_to_ell(values, indices, counts, tile, capacity)
+    if squared:
+        values *= values
+    return values, indices, counts, nnz
 
 
 def _launch_linear_pack(
