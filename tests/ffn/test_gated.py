@@ -100,7 +100,7 @@ def test_unions_of_neighbours(shared: float, device: torch.device, generator: to
     z = a["x"] @ a["gate"].t() + a["gate_bias"]
     kept = z > 0
     parts = (a["x"], a["gate"], a["gate_bias"], None, a["up"], a["up_bias"], a["down"], None, a["down_bias"])
-    out, nnz, sizes = sparse_ffn(*parts, False, True, 1)
+    out, nnz, sizes = sparse_ffn(*parts, False, True, 1, False)
     check(a, out)
     assert nnz.tolist() == kept.sum(1).tolist()
     limit = costs.costs_of(600, 24, 20, True, a["x"]).limit
@@ -108,7 +108,7 @@ def test_unions_of_neighbours(shared: float, device: torch.device, generator: to
     assert sizes.tolist() == [int(light[i : i + costs.GROUP].any(0).sum()) for i in range(0, 70, costs.GROUP)]
     # Sharing pays, and strangers' unions do not.
     assert bool((sizes[:2] * costs.PRICE <= light.sum(1)[:64].view(2, -1).sum(1)).all()) == (shared > 0)
-    assert sparse_ffn(*parts, False, False, 2)[2].tolist() == sizes[::2].tolist()
+    assert sparse_ffn(*parts, False, False, 2, False)[2].tolist() == sizes[::2].tolist()
 
 
 @pytest.mark.parametrize("m", [0, 1, 16, 17])

@@ -21,6 +21,8 @@ from gossamer.rowsparse.formats import threshold_dtype
 
 ACTIVATIONS = ("relu", "relu2", "jumprelu")
 METHODS = ("auto", "gather", "union", "fused", "dense")
+MANY = 4096
+"""Rows from which on a sample of them takes little of the time that it may save."""
 SAMPLE = 8
 """Groups of rows whose unions are counted where they are not needed."""
 
@@ -93,8 +95,9 @@ def _inferred(block: Block, method: str, density: BlockTracker | None) -> Tensor
     grouped = m > FEW and block.x.is_cuda
     if tracker is not None:
         method = tracker.path(lambda known: choose(known, m, cost) if grouped else few(known, n), grouped=grouped)
-    elif method == "auto":
-        method = choose(None, m, cost) if grouped else few(None, n)
+    unknown = tracker is None and method == "auto"
+    if unknown:
+        method = few(None, n) if not grouped else "gather" if m >= MANY and _samples(block) else choose(None, m, cost)
     if method in ("gather", "union"):
         # The unions of a few groups tell whether it would pay.
         step = 0 if tracker is None else min(2048, 1 << (m // (GROUP * SAMPLE) | 1).bit_length() - 1)
@@ -102,7 +105,7 @@ def _inferred(block: Block, method: str, density: BlockTracker | None) -> Tensor
         if block.transposed is not None and (m > FEW or not block.x.is_cuda):
             rows = block.transposed(block.down_weight)
         operands = (*block.tensors[:-1], rows, block.down_bias)
-        options = (block.activation == "relu2", method == "union", step)
+        options = (block.activation == "relu2", method == "union", step, unknown)
         out, nnz, sizes = directly(sparse_ffn, *operands)(*operands, *options)
     else:
         hidden = _fused(block) if method == "fused" else _hidden(block)
@@ -112,6 +115,14 @@ def _inferred(block: Block, method: str, density: BlockTracker | None) -> Tensor
     if tracker is not None:
         tracker.record(nnz, sizes if grouped else None, cost.limit)
     return out
+
+
+def _samples(block: Block) -> bool:
+    """Whether the device can choose between the sparse and the fused way by a sample of rows."""
+    from gossamer.ffn._triton.heavy import wants_rows
+
+    gate = (block.gate_weight, block.gate_bias, block.threshold)
+    return wants_rows(block.x, gate, block.up_weight, block.down_weight)
 
 
 def sampled(hidden: Tensor) -> tuple[Tensor, Tensor]:

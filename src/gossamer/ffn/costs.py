@@ -29,6 +29,10 @@ class Costs:
     fused: float
     start: float = 25e-6
 
+    def break_even(self, m: int) -> float:
+        """Entries of a row, on average, from which on the fused block takes less time than gathering for m rows."""
+        return (self.fused - self.gate - self.start / m) / self.entry
+
     @property
     def limit(self) -> int:
         """Entries of a row from which on dense tiles take less time than gathering."""

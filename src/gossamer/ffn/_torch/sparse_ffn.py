@@ -27,6 +27,7 @@ def sparse_ffn(
     squared: bool,
     united: bool,
     step: int,
+    unknown: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Operator `sparse_ffn` -> (out [M, D], entries of each row [M], zeros for groups of rows), the latter two [0]
     where step is 0."""

@@ -40,26 +40,26 @@ def locate(values_ptr, indices_ptr, entry, total, counts, ends, TILE: tl.constex
 @triton.jit
 def _ffn_gather_kernel(
     values_ptr, indices_ptr, counts_ptr, x_ptr, up_ptr, up_bias_ptr, down_ptr, down_bias_ptr, out_ptr, nnz_ptr,
-    heavy_ptr, heavy_x_ptr, taken_ptr, limit, tiles, K, D,
+    heavy_ptr, heavy_x_ptr, taken_ptr, tiles, K, D,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     SQUARED: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Program (row, slice of the columns, part of its entries). Without `up_ptr` an entry is its own factor. heavy_ptr:
-    how many rows are listed, then the rows; heavy_x_ptr takes the rows of x in that order. Where `taken_ptr` is not 0
-    for a group of GROUP rows, others see to it."""
+    how many rows are listed, how many entries a row has that is not, then the rows; heavy_x_ptr takes the rows of x in
+    that order. Where `taken_ptr` is not 0 for a group of GROUP rows, others see to it."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(2)
     t = tl.arange(0, BLOCK_T)
     counts = tl.load(counts_ptr + row * tiles + t, mask=t < tiles, other=0).to(tl.int32)
     total = tl.sum(counts, axis=0)
-    heavy = (tl.max(counts, axis=0) > SLOTS) | (total > limit)
+    heavy = (tl.max(counts, axis=0) > SLOTS) | (total > tl.load(heavy_ptr + 1))
     first_program = (tl.program_id(1) == 0) & (part == 0)
     if first_program:
         tl.store(nnz_ptr + row, total)
     if heavy:
         if first_program:
             place = tl.atomic_add(heavy_ptr, 1, sem="relaxed")
-            tl.store(heavy_ptr + 1 + place, row.to(tl.int32))
+            tl.store(heavy_ptr + 2 + place, row.to(tl.int32))
             if heavy_x_ptr is not None:
                 for first in range(0, K, 1024):
                     k = first + tl.arange(0, 1024)
@@ -149,8 +149,8 @@ def gather(
 ) -> None:
     """Writes the rows of `out` that are neither heavy nor taken, lists the heavy ones and counts all entries.
 
-    x, up and down, (weight [N, K] and [N, D], bias), are contiguous. heavy: int32 [M + 1], its first 0, and where the
-    rows of x are wanted as well, [M, K].
+    x, up and down, (weight [N, K] and [N, D], bias), are contiguous. heavy: int32 [M + 2], 0 and the limit, and where
+    the rows of x are wanted as well, [M, K].
     """
     (m, tiles, _), (down_weight, down_bias) = packed.values.shape, down
     up_weight, up_bias = up or (None, None)
@@ -167,8 +167,8 @@ def gather(
     }  # fmt: skip
     whole = out if parts == 1 else torch.empty(m, parts, d, dtype=torch.float32, device=x.device)
     args = (packed.values, packed.indices, packed.counts, x, up_weight, up_bias, down_weight, down_bias, whole, nnz)
-    args += (*heavy, taken, packed.limit, tiles, k, d)
-    key = (m, packed.limit, tiles, k, d, x.dtype, up_weight is None, heavy[1] is None, taken is None, squared, parts)
+    args += (*heavy, taken, tiles, k, d)
+    key = (m, tiles, k, d, x.dtype, up_weight is None, heavy[1] is None, taken is None, squared, parts)
     key += tuple(None if bias is None else bias.dtype for bias in (up_bias, down_bias))
     _ffn_gather(key, (m, slices, parts), args, meta, num_warps=warps)
     if parts > 1:
@@ -184,7 +184,7 @@ EXAMPLES = {
             "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16", "x_ptr": "*bf16", "up_ptr": "*bf16",
             "up_bias_ptr": "*bf16", "down_ptr": "*bf16", "down_bias_ptr": "*bf16", "out_ptr": "*bf16",
             "nnz_ptr": "*i32", "heavy_ptr": "*i32", "heavy_x_ptr": "*bf16", "taken_ptr": "*i32",
-            **dict.fromkeys(("limit", "tiles", "K", "D"), "i32"),
+            **dict.fromkeys(("tiles", "K", "D"), "i32"),
         },
         "constexprs": {
             "BLOCK_E": 2, "BLOCK_K": 2048, "BLOCK_D": 2048, "GROUP": 32, "PARTS": 1, "SQUARED": False, "BLOCK_T": 32,

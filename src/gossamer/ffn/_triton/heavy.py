@@ -8,6 +8,7 @@ On Hopper `gather` copies the rows of x as it lists them, and the gated product 
 as many as there are.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -60,7 +61,7 @@ def _ffn_heavy_hidden_kernel(
     for number in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         tile_m, tile_n = tile_of(number, tiles_m, tiles_n, GROUP_M)
         at = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        row = tl.load(heavy_ptr + 1 + at, mask=at < count, other=0)
+        row = tl.load(heavy_ptr + 2 + at, mask=at < count, other=0)
         n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = n < N
         x_rows = x_ptr + row.to(tl.int64)[:, None] * K
@@ -121,23 +122,37 @@ def _ffn_heavy_down_kernel(
                 acc = dot(h, w, acc, PRECISION, UPCAST)
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + d, mask=inside, other=0.0).to(tl.float32)[None, :]
-        row = tl.load(heavy_ptr + 1 + at, mask=at < count, other=0)
+        row = tl.load(heavy_ptr + 2 + at, mask=at < count, other=0)
         tl.store(
             out_ptr + row.to(tl.int64)[:, None] * D + d[None, :], acc, mask=(at < count)[:, None] & inside[None, :]
         )
 
 
 @triton.jit
+def _ffn_start_kernel(heavy_ptr, counts_ptr, limit, most, count, BLOCK: tl.constexpr):
+    """An empty list and its limit; below any count where a sample of `count` counts adds up to more than `most`."""
+    if counts_ptr is not None:
+        total = tl.zeros([BLOCK], tl.int32)
+        for first in range(0, count, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            total += tl.load(counts_ptr + at, mask=at < count, other=0).to(tl.int32)
+        limit = tl.where(tl.sum(total, axis=0) > most, -(1 << 30), limit)
+    tl.store(heavy_ptr, 0)
+    tl.store(heavy_ptr + 1, limit)
+
+
+@triton.jit
 def _ffn_put_rows_kernel(heavy_ptr, rows_ptr, out_ptr, D, BLOCK: tl.constexpr):
     """Programs share the listed rows, which go where they belong."""
     for at in range(tl.program_id(0), tl.load(heavy_ptr), tl.num_programs(0)):
-        row = tl.load(heavy_ptr + 1 + at).to(tl.int64)
+        row = tl.load(heavy_ptr + 2 + at).to(tl.int64)
         for first in range(0, D, BLOCK):
             d = first + tl.arange(0, BLOCK)
             values = tl.load(rows_ptr + tl.cast(at, tl.int64) * D + d, mask=d < D, other=0.0)
             tl.store(out_ptr + row * D + d, values, mask=d < D)
 
 
+_ffn_start = launch.Kernel(_ffn_start_kernel)
 _ffn_put_rows = launch.Kernel(_ffn_put_rows_kernel)
 _ffn_heavy_hidden = launch.Kernel(_ffn_heavy_hidden_kernel)
 _ffn_heavy_down = launch.Kernel(_ffn_heavy_down_kernel)
@@ -150,6 +165,16 @@ def tile_for(m: int, k: int, weight: Tensor) -> tuple[dict[str, object], int, in
     tile = wide if half and m > 64 else {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}
     meta = {**tile, "GROUP_M": 8, "EVEN": k % tile["BLOCK_K"] == 0, "APART": not half and not tuning.tf32()}
     return {**meta, **tuning.dot_precision(weight, k)}, 8 if tile is wide else 4, 3
+
+
+def start(m: int, limit: int, counts: Tensor | None, most: int, like: Tensor) -> Tensor:
+    """int32 [M + 2]: 0 rows are listed, and the limit, below 0 where the counts of a sample add up to more than
+    `most`."""
+    listed = torch.empty(m + 2, dtype=torch.int32, device=like.device)
+    size = 0 if counts is None else counts.numel()
+    args = (listed, counts, limit, most, size)
+    _ffn_start((counts is None, *args[2:]), (1, 1, 1), args, {"BLOCK": 1024}, num_warps=4)
+    return listed
 
 
 def project(
@@ -216,6 +241,13 @@ def wants_rows(
 
 _TILE = {"GROUP_M": 8, "EVEN": True, "APART": False, "PRECISION": "ieee", "UPCAST": False}
 EXAMPLES = {
+    _ffn_start_kernel: {
+        "signature": {
+            "heavy_ptr": "*i32", "counts_ptr": "*i16", **dict.fromkeys(("limit", "most", "count"), "i32"),
+        },
+        "constexprs": {"BLOCK": 1024},
+        "num_warps": 4,
+    },
     _ffn_put_rows_kernel: {
         "signature": {"heavy_ptr": "*i32", "rows_ptr": "*bf16", "out_ptr": "*bf16", "D": "i32"},
         "constexprs": {"BLOCK": 1024},

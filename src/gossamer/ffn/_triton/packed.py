@@ -12,18 +12,16 @@ _TILE, _SLOTS = tl.constexpr(TILE), tl.constexpr(SLOTS)
 
 @dataclass(frozen=True)
 class Packed:
-    """Entries tile by tile, as in a `TwELL`, and how many a row may have before it is heavy.
+    """Entries tile by tile, as in a `TwELL`. A row with a count above SLOTS, or too many in all, is heavy.
 
     Args:
         values, indices: `[M, T, SLOTS]`.
-        counts: `[M, T]`, int16; a row with a count above SLOTS is heavy as well.
-        limit: entries of a row.
+        counts: `[M, T]`, int16.
     """
 
     values: Tensor
     indices: Tensor
     counts: Tensor
-    limit: int
 
 
 EXAMPLES: dict[object, dict[str, object]] = {}

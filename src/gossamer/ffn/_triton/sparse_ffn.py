@@ -18,6 +18,8 @@ from gossamer.rowsparse._triton.dense_transpose import dense_transpose, rows_con
 
 BLOCK = 1 << 16
 """Rows that are on their way at one time."""
+SAMPLE = 256
+"""Rows whose gate tells how dense the others are."""
 
 
 def sparse_ffn(
@@ -33,9 +35,10 @@ def sparse_ffn(
     squared: bool,
     united: bool,
     step: int,
+    unknown: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Operator `sparse_ffn` -> (out [M, D], entries of each row [M], columns that groups of rows have in all), the
-    latter two [0] where step is 0."""
+    latter two [0] where step is 0. `unknown`: a sample of rows decides whether all of them go through dense tiles."""
     m, n, d = x.shape[0], gate_weight.shape[0], down_weight.shape[0]
     out = x.new_empty(m, d)
     nnz = torch.empty(m, dtype=torch.int32, device=x.device)
@@ -58,7 +61,7 @@ def sparse_ffn(
         part = slice(first, min(first + BLOCK, m))
         some = slice(sampled_groups(first, step), sampled_groups(part.stop, step))
         results = (out[part], nnz[part], sizes[some])
-        _block(x[part], gate, up, down, down_weight, squared, united, step, results)
+        _block(x[part], gate, up, down, down_weight, squared, united, step, unknown, results)
     return out, nnz if step else nnz.new_empty(0), sizes
 
 
@@ -75,35 +78,40 @@ def _block(
     squared: bool,
     united: bool,
     step: int,
+    unknown: bool,
     results: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     (m, k), n, (out, nnz, sizes) = x.shape, gate[0].shape[0], results
-    packed = pack(x, *gate, costs_of(n, k, out.shape[1], up is not None, x).limit)
-    listed = torch.empty(m + 1, dtype=torch.int32, device=x.device)
-    listed[:1].zero_()
+    cost = costs_of(n, k, out.shape[1], up is not None, x)
     copied = heavy.wants_rows(x, gate, None if up is None else up[0], down_weight)
-    rows = (listed, torch.empty_like(x) if copied else None)
+    sample, most = None, 0
+    if unknown and copied and step == 0:
+        some = x[:: m // SAMPLE][:SAMPLE]
+        sample, most = pack(some, *gate, None).counts, int(SAMPLE * cost.break_even(m))
+    listed = heavy.start(m, cost.limit, sample, most, x)
+    packed = pack(x, *gate, None if sample is None else listed[1:])
     unions = taken = None
     if step:
-        found = union.count(packed, step)
+        found = union.count(packed, cost.limit, step)
         torch.sum(found, 1, dtype=torch.int32, out=sizes)
     if united:
-        unions = union.unite(packed, found if step == 1 else union.count(packed, 1), n, squared)
+        unions = union.unite(packed, cost.limit, found if step == 1 else union.count(packed, cost.limit, 1), n, squared)
         taken = unions.sizes
+    rows = (listed, torch.empty_like(x) if copied else None)
     gather.gather(packed, x, up, down, out, nnz, rows, taken, squared)
     if unions is not None:
-        union.project(unions, packed, x, up, down, out)
+        union.project(unions, packed, cost.limit, x, up, down, out)
     heavy.project(rows, x, gate, up, down, down_weight, out, squared)
 
 
-def pack(x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor | None, limit: int) -> Packed:
-    """The active entries of act(x @ weight.T + bias)."""
+def pack(x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor | None, skip: Tensor | None) -> Packed:
+    """The active entries of act(x @ weight.T + bias); on Hopper none where `skip` is below 0."""
     m, n = x.shape[0], weight.shape[0]
     values = x.new_empty(m, launch.cdiv(n, TILE), SLOTS)
     indices = torch.empty_like(values, dtype=torch.uint8)
     counts = torch.empty(values.shape[:2], dtype=torch.int16, device=x.device)
-    _launch_linear_pack(x, weight, bias, threshold, TILE, (values, indices, counts))
-    return Packed(values, indices, counts, limit)
+    _launch_linear_pack(x, weight, bias, threshold, TILE, (values, indices, counts), skip=skip)
+    return Packed(values, indices, counts)
 
 
 EXAMPLES: dict[object, dict[str, object]] = {}

@@ -207,22 +207,23 @@ class Unions:
     values: Tensor
 
 
-def count(packed: Packed, step: int) -> Tensor:
-    """How many columns of each tile the light rows of one of every `step` groups have: int32 [groups, tiles]."""
+def count(packed: Packed, limit: int, step: int) -> Tensor:
+    """How many columns of each tile the rows of one of every `step` groups have, int32 [groups, tiles]; not counting
+    rows of more than `limit` entries."""
     m, tiles, _ = packed.values.shape
     found = torch.empty(sampled_groups(m, step), tiles, dtype=torch.int32, device=packed.values.device)
-    args = (packed.indices, packed.counts, found, packed.limit, tiles, step, m)
+    args = (packed.indices, packed.counts, found, limit, tiles, step, m)
     _union_count(args[3:], (*found.shape, 1), args, _meta(tiles), num_warps=4)
     return found
 
 
-def unite(packed: Packed, found: Tensor, n: int, squared: bool, choice: Choice = CHOICE) -> Unions:
+def unite(packed: Packed, limit: int, found: Tensor, n: int, squared: bool, choice: Choice = CHOICE) -> Unions:
     """The unions of groups of rows, of which `count` found so many columns, and the values at them."""
     m, tiles, _ = packed.values.shape
     groups, room = found.shape[0], launch.cdiv(n, 16) * 16
     unions = Unions(found.new_empty(groups), found.new_empty(groups, room), packed.values.new_empty(m, room))
     args = (packed.values, packed.indices, packed.counts, found, unions.columns, unions.values, unions.sizes)
-    args += (packed.limit, tiles, m, room, choice.price)
+    args += (limit, tiles, m, room, choice.price)
     key = (*args[7:], squared, packed.values.dtype)
     meta = {**_meta(tiles), "SQUARED": squared, "BLOCK": 32}
     _union_fill(key, (groups, tiles, 1), args, meta, num_warps=4)
@@ -236,6 +237,7 @@ def _meta(tiles: int) -> dict[str, int]:
 def project(
     unions: Unions,
     packed: Packed,
+    limit: int,
     x: Tensor,
     up: tuple[Tensor, Tensor | None] | None,
     down: tuple[Tensor, Tensor | None],
@@ -262,7 +264,7 @@ def project(
     meta = {**meta, **tuning.dot_precision(down_weight, room)}
     meta = {name: meta[name] for name in ("GROUP", "BLOCK_U", "BLOCK_D", "BLOCK_T", "FLIP", "PRECISION", "UPCAST")}
     args = (unions.values, down_weight, down_bias, unions.columns, unions.sizes, packed.counts, out)
-    args += (packed.limit, tiles, room, m, d)
+    args += (limit, tiles, room, m, d)
     key = (*args[7:], x.dtype, out.dtype, None if down_bias is None else down_bias.dtype, choice, meta["PRECISION"])
     warps, stages = choice.down_launch
     _union_down(key, (groups, launch.cdiv(d, block_d), 1), args, meta, num_warps=warps, num_stages=stages)
