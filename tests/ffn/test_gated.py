@@ -17,8 +17,8 @@ from tests.ffn.dense import dense, dense64
 
 SPARSE = ("gather", "union")
 METHODS = (*SPARSE, "fused", "dense")
-SMALL = (37, 24, 300, 40)
-"""Rows, K, N, D: two groups of rows and two tiles, none of them full."""
+SMALL = (34, 24, 300, 40)
+"""Rows, K, N, D: two groups of rows and two tiles, not full."""
 
 
 def operands(
@@ -86,8 +86,8 @@ def test_any_density(method: str, shift: float, device: torch.device, generator:
 
 @pytest.mark.parametrize("method", SPARSE)
 def test_rows_of_very_different_density(method: str, device: torch.device, generator: torch.Generator) -> None:
-    a = operands((40, 24, 600, 20), torch.float32, device, generator)
-    a["x"][[3, 17, 39]] *= 64
+    a = operands((33, 24, 600, 20), torch.float32, device, generator)
+    a["x"][[3, 17, 32]] *= 64
     a["x"][20] = 0
     check(a, call(a, method=method))
 
@@ -96,7 +96,7 @@ def test_rows_of_very_different_density(method: str, device: torch.device, gener
 @pytest.mark.parametrize("shared", [0.0, 0.9])
 def test_unions_of_neighbours(shared: float, device: torch.device, generator: torch.Generator) -> None:
     """What the operator says of itself: entries of rows, columns of groups."""
-    a = operands((70, 24, 600, 20), torch.float32, device, generator, shared=shared)
+    a = operands((36, 24, 600, 20), torch.float32, device, generator, shared=shared)
     z = a["x"] @ a["gate"].t() + a["gate_bias"]
     kept = z > 0
     parts = (a["x"], a["gate"], a["gate_bias"], None, a["up"], a["up_bias"], a["down"], None, a["down_bias"])
@@ -105,21 +105,20 @@ def test_unions_of_neighbours(shared: float, device: torch.device, generator: to
     assert nnz.tolist() == kept.sum(1).tolist()
     limit = costs.costs_of(600, 24, 20, True, a["x"]).limit
     light = kept & (kept.sum(1) <= limit)[:, None]
-    assert sizes.tolist() == [int(light[i : i + costs.GROUP].any(0).sum()) for i in range(0, 70, costs.GROUP)]
+    assert sizes.tolist() == [int(light[i : i + costs.GROUP].any(0).sum()) for i in range(0, 36, costs.GROUP)]
     # Sharing pays, and strangers' unions do not.
-    assert bool((sizes[:2] * costs.PRICE <= light.sum(1)[:64].view(2, -1).sum(1)).all()) == (shared > 0)
-    assert sparse_ffn(*parts, False, False, 2, False)[2].tolist() == sizes[::2].tolist()
+    assert bool(sizes[0] * costs.PRICE <= light[: costs.GROUP].sum()) == (shared > 0)
 
 
 @pytest.mark.parametrize("m", [0, 1, 16, 17])
 @pytest.mark.parametrize("n", [0, 5, 300])
 def test_few_rows(m: int, n: int, device: torch.device, generator: torch.Generator) -> None:
     a = operands((m, 24, n, 33), torch.float32, device, generator, shift=1.0)
-    for method in SPARSE:
+    for method in SPARSE if m > 16 else SPARSE[:1]:
         check(a, call(a, method=method))
 
 
-@pytest.mark.parametrize("m", [3, 40])
+@pytest.mark.parametrize("m", [3, 20])
 def test_no_biases_and_any_strides(
     m: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
@@ -142,7 +141,7 @@ def test_leading_dimensions(method: str, device: torch.device, generator: torch.
     assert call(a | {"x": a["x"][0]}, method="dense").shape == (40,)
 
 
-@pytest.mark.parametrize("m", [5, 35])
+@pytest.mark.parametrize("m", [5, 20])
 @pytest.mark.parametrize("method", SPARSE)
 def test_nan_and_inf(m: int, method: str, device: torch.device, generator: torch.Generator) -> None:
     a = operands((m, 24, 300, 40), torch.float32, device, generator)
@@ -162,7 +161,7 @@ def test_nan_and_inf(m: int, method: str, device: torch.device, generator: torch
     assert out[:, torch.arange(40, device=device) != 7].isfinite().all()
 
 
-@pytest.mark.parametrize("m", [4, 40])
+@pytest.mark.parametrize("m", [4, 33])
 def test_bitwise_the_same_twice(m: int, device: torch.device, generator: torch.Generator) -> None:
     a = operands((m, 24, 300, 40), torch.float32, device, generator, shared=0.8)
     for method in SPARSE:
@@ -206,8 +205,8 @@ def test_autocast(device: torch.device, generator: torch.Generator) -> None:
 
 
 def test_the_way_is_followed(device: torch.device, generator: torch.Generator) -> None:
-    a, tracker = operands(SMALL, torch.float32, device, generator), ffn.BlockTracker(lag=1)
-    for _ in range(3):
+    a, tracker = operands((18, 24, 300, 40), torch.float32, device, generator), ffn.BlockTracker(lag=1)
+    for _ in range(2):
         check(a, call(a, density=tracker))
         assert tracker.last_path in METHODS
     known = tracker.rows.known(training=False)
@@ -273,3 +272,46 @@ def test_bad_input(change: dict[str, Any], error: type[Exception], message: str)
     tensors = {name: change.pop(name) for name in list(change) if name in a}
     with pytest.raises(error, match=f"^ffn.gated: .*{message}"):
         call(a | tensors, **change)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shared", [0.0, 0.9])
+@pytest.mark.parametrize("shift", [0.0, 1.0, 2.5])
+def test_many_rows(shift: float, shared: float, device: torch.device, generator: torch.Generator) -> None:
+    """Every way at a size at which Hopper has kernels of its own: all rows heavy, some, and none."""
+    a = operands((4500, 256, 1032, 272), torch.bfloat16, device, generator, shift, shared)
+    a["x"][7::50] *= 16
+    a["x"][4000] = 0
+    for method in ("auto", *METHODS):
+        for activation in ("relu", "relu2"):
+            out = call(a, method=method, activation=activation)
+            check(a, out, activation)
+            assert out.equal(call(a, method=method, activation=activation))
+
+
+@pytest.mark.gpu
+def test_captured(device: torch.device, generator: torch.Generator) -> None:
+    for m in (5, 300, 4500):
+        a = operands((m, 256, 1032, 272), torch.bfloat16, device, generator, 1.5)
+        for method in ("auto", *METHODS):
+            call(a, method=method)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = call(a, method=method)
+            a["x"].neg_()
+            graph.replay()
+            check(a, out)
+
+
+@pytest.mark.gpu
+def test_no_wait(device: torch.device, generator: torch.Generator) -> None:
+    a, tracker = operands((300, 256, 1032, 272), torch.bfloat16, device, generator, 1.5), ffn.BlockTracker(lag=50)
+    for method in ("auto", *METHODS):
+        call(a, method=method)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for method in ("auto", *METHODS):
+            call(a, method=method)
+        call(a, density=tracker)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
