@@ -25,6 +25,10 @@ from gossamer.ffn.costs import GROUP, PRICE, sampled_groups
 from gossamer.rowsparse._triton.overflow import dot
 
 
+PAD = tl.constexpr(128)
+"""Columns of a union that are computed together, at most."""
+
+
 @triton.jit
 def light_rows(counts_ptr, rows, M, tiles, limit, BLOCK_T: tl.constexpr):
     """(whether rows are there and not heavy, how many entries each has)."""
@@ -96,6 +100,12 @@ def _union_fill_kernel(
         tl.debug_barrier()
         slot = tl.reshape(tl.gather(rank, flat, axis=0), [GROUP, SLOTS])
         tl.store(dense_ptr + start + slot, value, mask=held)
+    if pays & (at == 0):
+        # Up to a whole block there are zeros, so that the products need no masks.
+        u = union // PAD * PAD + tl.arange(0, PAD)
+        here = dense_ptr + rows.to(tl.int64)[:, None] * room + u[None, :]
+        zeros = tl.zeros([GROUP, PAD], dense_ptr.dtype.element_ty)
+        tl.store(here, zeros, mask=(rows < M)[:, None] & (u >= union)[None, :])
 
 
 @triton.jit
@@ -126,10 +136,10 @@ def _union_up_kernel(
             acc = dot(up, x, acc, PRECISION, UPCAST)
         if up_bias_ptr is not None:
             acc += tl.load(up_bias_ptr + column).to(tl.float32)[:, None]
+        # What the list is filled up with is multiplied by 0.
         at = dense_ptr + rows.to(tl.int64)[None, :] * room + u[:, None]
-        mask = exists[None, :] & (u < union)[:, None]
-        value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(at, tl.where(value == 0, 0.0, acc * value), mask=mask)
+        value = tl.load(at, mask=exists[None, :], other=0.0).to(tl.float32)
+        tl.store(at, tl.where(value == 0, 0.0, acc * value), mask=exists[None, :])
 
 
 @triton.jit
@@ -152,12 +162,13 @@ def _union_down_kernel(
             acc = tl.zeros([BLOCK_D, GROUP], tl.float32)
         else:
             acc = tl.zeros([GROUP, BLOCK_D], tl.float32)
+        u = tl.arange(0, BLOCK_U)
         for first in range(0, union, BLOCK_U):
-            u = first + tl.arange(0, BLOCK_U)
-            held = u < union
-            column = tl.load(columns_ptr + u, mask=held, other=0).to(tl.int64)
-            down = tl.load(down_ptr + column[:, None] * D + d[None, :], mask=inside[None, :], other=0.0)
-            p = tl.load(dense_ptr + row_start[:, None] + u[None, :], mask=light[:, None] & held[None, :], other=0.0)
+            held = first + u < union
+            column = tl.load(columns_ptr + first + u, mask=held, other=0).to(tl.int64)
+            mask = held[:, None] & inside[None, :]
+            down = tl.load(down_ptr + column[:, None] * D + d[None, :], mask=mask, other=0.0)
+            p = tl.load(dense_ptr + row_start[:, None] + (first + u)[None, :], mask=light[:, None], other=0.0)
             if FLIP:
                 acc = dot(tl.trans(down), tl.trans(p), acc, PRECISION, UPCAST)
             else:
@@ -220,7 +231,7 @@ def count(packed: Packed, limit: int, step: int) -> Tensor:
 def unite(packed: Packed, limit: int, found: Tensor, n: int, squared: bool, choice: Choice = CHOICE) -> Unions:
     """The unions of groups of rows, of which `count` found so many columns, and the values at them."""
     m, tiles, _ = packed.values.shape
-    groups, room = found.shape[0], launch.cdiv(n, 16) * 16
+    groups, room = found.shape[0], launch.cdiv(n + 1, PAD.value) * PAD.value
     unions = Unions(found.new_empty(groups), found.new_empty(groups, room), packed.values.new_empty(m, room))
     args = (packed.values, packed.indices, packed.counts, found, unions.columns, unions.values, unions.sizes)
     args += (limit, tiles, m, room, choice.price)
