@@ -21,9 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.ffn._triton.packed import _SLOTS as SLOTS
-from gossamer.ffn._triton.packed import _TILE as TILE
-from gossamer.ffn._triton.packed import Packed
+from gossamer.ffn._triton.packed import SLOTS, TILE, Packed
 from gossamer.ffn.costs import GROUP
 
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from triton import language as tl
 
-TILE, SLOTS = 256, 32
+TILE, SLOTS = tl.constexpr(256), tl.constexpr(32)
 """Columns of a tile, and slots that a row has for a tile's entries."""
-_TILE, _SLOTS = tl.constexpr(TILE), tl.constexpr(SLOTS)
 
 
 @dataclass(frozen=True)

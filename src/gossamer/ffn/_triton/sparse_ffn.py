@@ -107,10 +107,10 @@ def _block(
 def pack(x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor | None, skip: Tensor | None) -> Packed:
     """The active entries of act(x @ weight.T + bias); on Hopper none where `skip` is below 0."""
     m, n = x.shape[0], weight.shape[0]
-    values = x.new_empty(m, launch.cdiv(n, TILE), SLOTS)
+    values = x.new_empty(m, launch.cdiv(n, TILE.value), SLOTS.value)
     indices = torch.empty_like(values, dtype=torch.uint8)
     counts = torch.empty(values.shape[:2], dtype=torch.int16, device=x.device)
-    _launch_linear_pack(x, weight, bias, threshold, TILE, (values, indices, counts), skip=skip)
+    _launch_linear_pack(x, weight, bias, threshold, TILE.value, (values, indices, counts), skip=skip)
     return Packed(values, indices, counts)
 
 

@@ -18,12 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.ffn._triton.packed import _SLOTS as SLOTS
-from gossamer.ffn._triton.packed import _TILE as TILE
-from gossamer.ffn._triton.packed import Packed
+from gossamer.ffn._triton.packed import SLOTS, TILE, Packed
 from gossamer.ffn.costs import GROUP, PRICE, sampled_groups
 from gossamer.rowsparse._triton.overflow import dot
-
 
 PAD = tl.constexpr(128)
 """Columns of a union that are computed together, at most."""
