@@ -280,13 +280,16 @@ def last_of(extent):
 @gluon.jit
 def multiply(
     bias_ptr, target, ring, handover, extent, GROUP: gl.constexpr, TRANSPOSED: gl.constexpr, GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr, SLOTS: gl.constexpr,
+    STAGES: gl.constexpr, SLOTS: gl.constexpr, MAY_SKIP: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup GROUP, which packs its half of the last tile itself: it has nothing left to multiply, and four warps
     take a quarter of the time."""
     consume(bias_ptr, target[3], ring, handover, extent, GROUP, TRANSPOSED, GROUP_M, STAGES)
-    if extent[0] > 0:
-        last, turn = last_of(extent)
+    last, turn = last_of(extent)
+    if MAY_SKIP:
+        if extent[0] > 0:
+            pack_tile(target, handover, last, turn, extent, GROUP, GROUP_M, SLOTS, 4)
+    else:
         pack_tile(target, handover, last, turn, extent, GROUP, GROUP_M, SLOTS, 4)
 
 
@@ -318,7 +321,8 @@ def _linear_pack_kernel(
 ):  # fmt: skip
     """With TRANSPOSED W is [N, K], as in nn.Linear, otherwise [K, N]. An entry exceeds the threshold of its column, or
     the bound of its row, which a factor of its column may multiply. Nothing is done where `skip_ptr` is below 0."""
-    if skip_ptr is not None:
+    MAY_SKIP: gl.constexpr = skip_ptr is not None
+    if MAY_SKIP:
         tiles_m = gl.where(gl.load(skip_ptr) < 0, 0, tiles_m)
     ring, handover = prepare(x_desc, w_desc, STAGES)
     inputs = (x_desc, w_desc)
@@ -327,8 +331,8 @@ def _linear_pack_kernel(
     # The three warps that do not multiply share a warpgroup, and so its registers: 88 a thread, for 208 of the others.
     gl.warp_specialize(
         [
-            (multiply, (bias_ptr, target, ring, handover, extent, 0, TRANSPOSED, GROUP_M, STAGES, SLOTS)),
-            (multiply, (bias_ptr, target, ring, handover, extent, 1, TRANSPOSED, GROUP_M, STAGES, SLOTS)),
+            (multiply, (bias_ptr, target, ring, handover, extent, 0, TRANSPOSED, GROUP_M, STAGES, SLOTS, MAY_SKIP)),
+            (multiply, (bias_ptr, target, ring, handover, extent, 1, TRANSPOSED, GROUP_M, STAGES, SLOTS, MAY_SKIP)),
             (produce, (inputs, ring, extent, TRANSPOSED, GROUP_M, STAGES)),
             (pack, (target, handover, extent, 0, GROUP_M, SLOTS)),
             (pack, (target, handover, extent, 1, GROUP_M, SLOTS)),
