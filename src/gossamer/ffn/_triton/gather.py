@@ -166,7 +166,7 @@ def gather(
     whole = out if parts == 1 else torch.empty(m, parts, d, dtype=torch.float32, device=x.device)
     args = (packed.values, packed.indices, packed.counts, x, up_weight, up_bias, down_weight, down_bias, whole, nnz)
     args += (*heavy, taken, tiles, k, d)
-    key = (m, tiles, k, d, x.dtype, up_weight is None, heavy[1] is None, taken is None, squared, parts)
+    key = (m, tiles, k, d, x.dtype, up_weight is None, heavy[1] is None, taken is None, squared, parts, choice)
     key += tuple(None if bias is None else bias.dtype for bias in (up_bias, down_bias))
     _ffn_gather(key, (m, slices, parts), args, meta, num_warps=warps)
     if parts > 1:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from triton import language as tl
 
-TILE, SLOTS = tl.constexpr(256), tl.constexpr(32)
+TILE, SLOTS = tl.constexpr(256), tl.constexpr(16)
 """Columns of a tile, and slots that a row has for a tile's entries."""
 
 

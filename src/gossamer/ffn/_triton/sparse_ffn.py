@@ -91,11 +91,10 @@ def _block(
     listed = heavy.start(m, cost.limit, sample, most, x)
     packed = pack(x, *gate, None if sample is None else listed[1:])
     unions = taken = None
-    if step:
-        found = union.count(packed, cost.limit, step)
-        torch.sum(found, 1, dtype=torch.int32, out=sizes)
+    if step and not (united and step == 1):
+        union.count(packed, cost.limit, step, n, sizes)
     if united:
-        unions = union.unite(packed, cost.limit, found if step == 1 else union.count(packed, cost.limit, 1), n, squared)
+        unions = union.unite(packed, cost.limit, n, squared, sizes if step == 1 else None)
         taken = unions.sizes
     rows = (listed, torch.empty_like(x) if copied else None)
     gather.gather(packed, x, up, down, out, nnz, rows, taken, squared)

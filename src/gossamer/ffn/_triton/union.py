@@ -2,12 +2,13 @@
 
 Gathering reads a weight row for each row of x that has its entry. Where neighbours have the same entries, a group of
 GROUP rows reads it once: its union of columns is a short list, and up and down are two products over gathered weight
-rows. `count` finds how many columns of each tile a group has in all. What the group costs as a union and row by row is
-known then, so `fill` decides which, and where the union is cheaper writes its list, ascending, and the entries' values
-as a dense [GROUP, union] with zeros between. `up` multiplies them in place by x times the gathered rows of up, `down`
-multiplies the result by the gathered rows of down. The list and the values have room for every column there is.
+rows. `unite` marks the columns that a group has, counts them, and so knows what the group costs as a union and row by
+row; where the union is cheaper it writes the list, ascending, and the entries' values as a dense [GROUP, union] with
+zeros between. `up` multiplies them in place by x times the gathered rows of up, `down` multiplies the result by the
+gathered rows of down. The list and the values have room for every column there is.
 
-A tile's columns are told apart by a histogram of as many bins, so programs need nothing but their tile.
+Marks go through memory that the program alone writes, between barriers. Programs of one tile each, which told columns
+apart by a masked `tl.histogram`, took 150 us for 16,384 rows, and found too few columns on an H200 (Triton 3.6).
 """
 
 from dataclasses import dataclass
@@ -37,72 +38,65 @@ def light_rows(counts_ptr, rows, M, tiles, limit, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
-def load_columns(indices_ptr, counts_ptr, rows, light, at, tiles):
-    """(offsets of a tile's slots, which of them hold an entry, its column), all [GROUP, SLOTS]."""
-    cell = rows.to(tl.int64) * tiles + at
-    count = tl.load(counts_ptr + cell, mask=light, other=0).to(tl.int32)
-    s = tl.arange(0, SLOTS)
-    place = cell[:, None] * SLOTS + s[None, :]
-    held = s[None, :] < count[:, None]
-    return place, held, tl.load(indices_ptr + place, mask=held, other=0).to(tl.int32)
+def load_columns(indices_ptr, counts_ptr, rows, light, first, tiles, BLOCK_S: tl.constexpr):
+    """(offsets of BLOCK_S of a row's slots, which of them hold an entry, its column), all [GROUP, BLOCK_S]."""
+    slot = first + tl.arange(0, BLOCK_S)
+    at = slot // SLOTS
+    mask = light[:, None] & (at < tiles)[None, :]
+    count = tl.load(counts_ptr + rows.to(tl.int64)[:, None] * tiles + at[None, :], mask=mask, other=0).to(tl.int32)
+    place = rows.to(tl.int64)[:, None] * (tiles * SLOTS) + slot[None, :]
+    held = (slot % SLOTS)[None, :] < count
+    return place, held, tl.load(indices_ptr + place, mask=held, other=0).to(tl.int32) + (at * TILE)[None, :]
 
 
 @triton.jit
-def _union_count_kernel(
-    indices_ptr, counts_ptr, sizes_ptr, limit, tiles, step, M, GROUP: tl.constexpr, BLOCK_T: tl.constexpr
+def _unite_kernel(
+    values_ptr, indices_ptr, counts_ptr, ranks_ptr, sizes_ptr, columns_ptr, dense_ptr, union_ptr,
+    limit, tiles, step, M, N, room, price,
+    GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, SQUARED: tl.constexpr,
 ):  # fmt: skip
-    """Program (one of every `step` groups, tile): how many columns of the tile the group's light rows have."""
-    group, at = tl.program_id(0), tl.program_id(1)
+    """Program (one of every `step` groups): the size of its union, and with `dense_ptr` the list and the values where
+    the group's entries are at least `price` times as many; union_ptr: the size, or 0. ranks_ptr: int32 of every column,
+    first whether a row has it, then its place in the list. room: columns of `dense`, of the list and of the ranks."""
+    group = tl.program_id(0)
     rows = group * step * GROUP + tl.arange(0, GROUP)
-    light, _ = light_rows(counts_ptr, rows, M, tiles, limit, BLOCK_T)
-    _, held, column = load_columns(indices_ptr, counts_ptr, rows, light, at, tiles)
-    found = tl.histogram(tl.reshape(column, [GROUP * SLOTS]), TILE, mask=tl.reshape(held, [GROUP * SLOTS]))
-    tl.store(sizes_ptr + group.to(tl.int64) * tiles + at, tl.sum((found > 0).to(tl.int32), axis=0))
-
-
-@triton.jit
-def _union_fill_kernel(
-    values_ptr, indices_ptr, counts_ptr, sizes_ptr, columns_ptr, dense_ptr, union_ptr, limit, tiles, M, room, price,
-    GROUP: tl.constexpr, BLOCK_T: tl.constexpr, SQUARED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Program (group, tile): the tile's share of the list and of the values. union_ptr: the size of a group's union, or
-    0 where its entries are fewer than `price` times that, and rows are gathered one by one. room: columns of `dense`
-    and of the list."""
-    group, at = tl.program_id(0), tl.program_id(1)
-    rows = group * GROUP + tl.arange(0, GROUP)
     light, total = light_rows(counts_ptr, rows, M, tiles, limit, BLOCK_T)
-    t = tl.arange(0, BLOCK_T)
-    sizes = tl.load(sizes_ptr + group.to(tl.int64) * tiles + t, mask=t < tiles, other=0)
-    union = tl.sum(sizes, axis=0)
-    entries = tl.sum(tl.where(light, total, 0), axis=0)
-    pays = union.to(tl.float32) * price <= entries.to(tl.float32)
-    if at == 0:
-        tl.store(union_ptr + group, tl.where(pays, union, 0))
-    size = tl.sum(tl.where(t == at, sizes, 0), axis=0)
-    if pays & (size > 0):
-        base = tl.sum(tl.where(t < at, sizes, 0), axis=0)
-        place, held, column = load_columns(indices_ptr, counts_ptr, rows, light, at, tiles)
-        value = tl.load(values_ptr + place, mask=held, other=0.0)
-        if SQUARED:
-            value = (value.to(tl.float32) * value.to(tl.float32)).to(value.dtype)
-        flat = tl.reshape(column, [GROUP * SLOTS])
-        found = tl.histogram(flat, TILE, mask=tl.reshape(held, [GROUP * SLOTS])) > 0
-        rank = tl.cumsum(found.to(tl.int32), axis=0) - 1
-        tl.store(columns_ptr + group.to(tl.int64) * room + base + rank, at * TILE + tl.arange(0, TILE), mask=found)
-        start = rows.to(tl.int64)[:, None] * room + base
-        for first in range(0, size, BLOCK):
-            u = first + tl.arange(0, BLOCK)
-            zeros = tl.zeros([GROUP, BLOCK], dense_ptr.dtype.element_ty)
-            tl.store(dense_ptr + start + u[None, :], zeros, mask=(rows < M)[:, None] & (u < size)[None, :])
-        tl.debug_barrier()
-        slot = tl.reshape(tl.gather(rank, flat, axis=0), [GROUP, SLOTS])
-        tl.store(dense_ptr + start + slot, value, mask=held)
-    if pays & (at == 0):
-        # Up to a whole block there are zeros, so that the products need no masks.
-        u = union // PAD * PAD + tl.arange(0, PAD)
-        here = dense_ptr + rows.to(tl.int64)[:, None] * room + u[None, :]
-        zeros = tl.zeros([GROUP, PAD], dense_ptr.dtype.element_ty)
-        tl.store(here, zeros, mask=(rows < M)[:, None] & (u >= union)[None, :])
+    ranks_ptr += group.to(tl.int64) * room
+    n = tl.arange(0, BLOCK_N)
+    for first in range(0, N, BLOCK_N):
+        tl.store(ranks_ptr + first + n, tl.zeros([BLOCK_N], tl.int32), mask=first + n < N)
+    tl.debug_barrier()
+    for first in range(0, tiles * SLOTS, BLOCK_S):
+        _, held, column = load_columns(indices_ptr, counts_ptr, rows, light, first, tiles, BLOCK_S)
+        tl.store(ranks_ptr + column, tl.full([GROUP, BLOCK_S], 1, tl.int32), mask=held)
+    tl.debug_barrier()
+    size = 0
+    for first in range(0, N, BLOCK_N):
+        found = tl.load(ranks_ptr + first + n, mask=first + n < N, other=0)
+        if dense_ptr is not None:
+            rank = size + tl.cumsum(found, axis=0) - found
+            tl.store(ranks_ptr + first + n, rank, mask=first + n < N)
+            tl.store(columns_ptr + group.to(tl.int64) * room + rank, first + n, mask=found > 0)
+        size += tl.sum(found, axis=0)
+    tl.store(sizes_ptr + group, size)
+    if dense_ptr is not None:
+        entries = tl.sum(tl.where(light, total, 0), axis=0)
+        pays = size * price <= entries.to(tl.float32)
+        tl.store(union_ptr + group, tl.where(pays, size, 0))
+        if pays:
+            dense_rows = dense_ptr + rows.to(tl.int64)[:, None] * room
+            # Up to a whole block there are zeros, so that the products need no masks.
+            for first in range(0, size, PAD):
+                zeros = tl.zeros([GROUP, PAD], dense_ptr.dtype.element_ty)
+                tl.store(dense_rows + (first + tl.arange(0, PAD))[None, :], zeros, mask=(rows < M)[:, None])
+            tl.debug_barrier()
+            for first in range(0, tiles * SLOTS, BLOCK_S):
+                place, held, column = load_columns(indices_ptr, counts_ptr, rows, light, first, tiles, BLOCK_S)
+                value = tl.load(values_ptr + place, mask=held, other=0.0)
+                if SQUARED:
+                    value = (value.to(tl.float32) * value.to(tl.float32)).to(value.dtype)
+                rank = tl.load(ranks_ptr + column, mask=held, other=0)
+                tl.store(dense_rows + rank, value, mask=held)
 
 
 @triton.jit
@@ -181,8 +175,7 @@ def _union_down_kernel(
             tl.store(out_ptr + at, acc, mask=light[:, None] & inside[None, :])
 
 
-_union_count = launch.Kernel(_union_count_kernel)
-_union_fill = launch.Kernel(_union_fill_kernel)
+_unite = launch.Kernel(_unite_kernel)
 _union_up = launch.Kernel(_union_up_kernel)
 _union_down = launch.Kernel(_union_down_kernel)
 
@@ -197,7 +190,7 @@ class Choice:
     up_launch: tuple[int, int] = (4, 3)
     down: tuple[int, int] = (32, 256)
     down_launch: tuple[int, int] = (8, 4)
-    flip: bool = False
+    flip: bool = True
     shares: int = 8
     price: float = PRICE
 
@@ -215,27 +208,38 @@ class Unions:
     values: Tensor
 
 
-def count(packed: Packed, limit: int, step: int) -> Tensor:
-    """How many columns of each tile the rows of one of every `step` groups have, int32 [groups, tiles]; not counting
-    rows of more than `limit` entries."""
-    m, tiles, _ = packed.values.shape
-    found = torch.empty(sampled_groups(m, step), tiles, dtype=torch.int32, device=packed.values.device)
-    args = (packed.indices, packed.counts, found, limit, tiles, step, m)
-    _union_count(args[3:], (*found.shape, 1), args, _meta(tiles), num_warps=4)
-    return found
+def count(packed: Packed, limit: int, step: int, n: int, sizes: Tensor) -> None:
+    """Fills sizes, int32 [groups], with how many columns the rows of one of every `step` groups have, not counting rows
+    of more than `limit` entries."""
+    _launch_unite(packed, limit, step, n, sizes, None, False, CHOICE)
 
 
-def unite(packed: Packed, limit: int, found: Tensor, n: int, squared: bool, choice: Choice = CHOICE) -> Unions:
-    """The unions of groups of rows, of which `count` found so many columns, and the values at them."""
-    m, tiles, _ = packed.values.shape
-    groups, room = found.shape[0], launch.cdiv(n + 1, PAD.value) * PAD.value
-    unions = Unions(found.new_empty(groups), found.new_empty(groups, room), packed.values.new_empty(m, room))
-    args = (packed.values, packed.indices, packed.counts, found, unions.columns, unions.values, unions.sizes)
-    args += (limit, tiles, m, room, choice.price)
-    key = (*args[7:], squared, packed.values.dtype)
-    meta = {**_meta(tiles), "SQUARED": squared, "BLOCK": 32}
-    _union_fill(key, (groups, tiles, 1), args, meta, num_warps=4)
+def unite(packed: Packed, limit: int, n: int, squared: bool, sizes: Tensor | None, choice: Choice = CHOICE) -> Unions:
+    """The unions of all groups, and the values at them; `sizes` is filled as by `count`."""
+    (m, _, _), room = packed.values.shape, _room(n)
+    groups = sampled_groups(m, 1)
+    taken = torch.empty(groups, dtype=torch.int32, device=packed.values.device)
+    unions = Unions(taken, taken.new_empty(groups, room), packed.values.new_empty(m, room))
+    sizes = torch.empty_like(taken) if sizes is None else sizes
+    _launch_unite(packed, limit, 1, n, sizes, unions, squared, choice)
     return unions
+
+
+def _room(n: int) -> int:
+    return launch.cdiv(n, PAD.value) * PAD.value
+
+
+def _launch_unite(
+    packed: Packed, limit: int, step: int, n: int, sizes: Tensor, unions: Unions | None, squared: bool, choice: Choice
+) -> None:
+    (m, tiles, _), room = packed.values.shape, _room(n)
+    ranks = sizes.new_empty(sizes.shape[0], room)
+    lists = (None, None, None) if unions is None else (unions.columns, unions.values, unions.sizes)
+    args = (packed.values, packed.indices, packed.counts, ranks, sizes, *lists)
+    args += (limit, tiles, step, m, n, room, choice.price)
+    key = (*args[8:], unions is None, squared, packed.values.dtype)
+    meta = {**_meta(tiles), "BLOCK_S": 64, "BLOCK_N": 1024, "SQUARED": squared}
+    _unite(key, (sizes.shape[0], 1, 1), args, meta, num_warps=8)
 
 
 def _meta(tiles: int) -> dict[str, int]:
@@ -281,17 +285,13 @@ def project(
 _LIGHT = {"counts_ptr": "*i16", **dict.fromkeys(("limit", "tiles", "M"), "i32")}
 _LIST = {"columns_ptr": "*i32", "union_ptr": "*i32", "dense_ptr": "*bf16", "room": "i32"}
 EXAMPLES = {
-    _union_count_kernel: {
-        "signature": {"indices_ptr": "*u8", "sizes_ptr": "*i32", "step": "i32", **_LIGHT},
-        "constexprs": {"GROUP": GROUP, "BLOCK_T": 32},
-        "num_warps": 4,
-    },
-    _union_fill_kernel: {
+    _unite_kernel: {
         "signature": {
-            "values_ptr": "*bf16", "indices_ptr": "*u8", "sizes_ptr": "*i32", **_LIGHT, **_LIST, "price": "fp32",
+            "values_ptr": "*bf16", "indices_ptr": "*u8", "ranks_ptr": "*i32", "sizes_ptr": "*i32", **_LIGHT, **_LIST,
+            "step": "i32", "N": "i32", "price": "fp32",
         },
-        "constexprs": {"GROUP": GROUP, "BLOCK_T": 32, "SQUARED": False, "BLOCK": 32},
-        "num_warps": 4,
+        "constexprs": {"GROUP": GROUP, "BLOCK_T": 32, "BLOCK_S": 64, "BLOCK_N": 1024, "SQUARED": False},
+        "num_warps": 8,
     },
     _union_up_kernel: {
         "signature": {
@@ -306,7 +306,7 @@ EXAMPLES = {
     _union_down_kernel: {
         "signature": {**_LIST, **_LIGHT, "down_ptr": "*bf16", "down_bias_ptr": "*bf16", "out_ptr": "*bf16", "D": "i32"},
         "constexprs": {
-            "GROUP": GROUP, "BLOCK_U": 32, "BLOCK_D": 256, "BLOCK_T": 32, "FLIP": False, "PRECISION": "ieee",
+            "GROUP": GROUP, "BLOCK_U": 32, "BLOCK_D": 256, "BLOCK_T": 32, "FLIP": True, "PRECISION": "ieee",
             "UPCAST": False,
         },
         "num_warps": 8,
