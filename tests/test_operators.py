@@ -117,6 +117,7 @@ def _gemm(device: torch.device) -> None:
         rowsparse.matmul(rows, W).sum().backward()
         rowsparse.matmul(rows.detach(), W.detach())
     rows = gemm.linear_pack(x.detach(), weight.detach(), tile=300)
+    rowsparse.matmul(gemm.linear_pack(x, weight, activation="relu2", tile=16, slots=2)[0], W).sum().backward()
 
 
 # A room keeps its own in tests/<room>/operator_calls.py.

@@ -125,3 +125,26 @@ def test_dense64_follows_the_definition() -> None:
     assert testing.dense64(csr).tolist() == [[[0, 0, 5]], [[1, 1, 1]]]
     x = testing.random_rows((3, 20), l0=4)
     assert torch.equal(testing.dense64(pack(x, capacity=2)), x.double())
+
+
+@pytest.mark.parametrize("counts", [12, [3, 12, 0, 7] * 4])
+def test_neighbours_share_entries(counts: int | list[int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = testing.random_rows((16, 400), l0=counts, group=8, shared=0.5, generator=generator) != 0
+    each = [counts] * 16 if isinstance(counts, int) else counts
+    assert rows.sum(1).tolist() == each
+    for first in (0, 8):
+        group, alike = rows[first : first + 8], [c // 2 for c in each[first : first + 8]]
+        for i in range(8):
+            for j in range(i):
+                both = int((group[i] & group[j]).sum())
+                assert min(alike[i], alike[j]) <= both < min(alike[i], alike[j]) + 4
+
+
+def test_inputs_for_a_pattern() -> None:
+    generator = torch.Generator().manual_seed(0)
+    pattern, weight = testing.random_rows((20, 300), l0=12, generator=generator), torch.randn(300, 128)
+    for dtype in (torch.float32, torch.bfloat16):
+        x, bias = testing.inputs_for(pattern, weight.to(dtype))
+        assert x.dtype is bias.dtype is dtype
+        assert torch.equal(x.float() @ weight.to(dtype).float().t() + bias.float() > 0, pattern != 0)

@@ -15,7 +15,16 @@ from torch import Tensor
 from gossamer.attention import Selection
 from gossamer.rowsparse import CSR, ELL, LinearSource, Rows, TwELL
 
-__all__ = ["assert_close", "assert_exact", "dense64", "random_csr", "random_ell", "random_rows", "random_selection"]
+__all__ = [
+    "assert_close",
+    "assert_exact",
+    "dense64",
+    "inputs_for",
+    "random_csr",
+    "random_ell",
+    "random_rows",
+    "random_selection",
+]
 
 
 def assert_close(actual: Tensor, *, reference64: Tensor, plain: Tensor, factor: float = 2.0, name: str = "") -> None:
@@ -143,7 +152,8 @@ def _source64(source: Tensor | LinearSource | None) -> Tensor | None:
     x, weight, bias, threshold = (None if t is None else t.detach().cpu().double() for t in given)
     assert x is not None and weight is not None
     z = x @ weight.t() + (0 if bias is None else bias)
-    return torch.where(z <= (0 if threshold is None else threshold.clamp(min=0)), 0, z)
+    kept = torch.where(z <= (0 if threshold is None else threshold.clamp(min=0)), 0, z)
+    return kept * kept if source.squared else kept
 
 
 def random_rows(
@@ -157,6 +167,8 @@ def random_rows(
     positive: bool = False,
     integers: bool = False,
     distinct: bool = True,
+    group: int = 1,
+    shared: float = 0.0,
 ) -> Tensor:
     """A dense `[..., N]` tensor that is zero but for a few random entries per row.
 
@@ -169,6 +181,9 @@ def random_rows(
         integers: True draws entries of magnitude 1, 2 or 3. Products and sums of such numbers are exact in every
             dtype, so that results can be compared for equality.
         distinct: False draws columns with replacement: a row has at most `l0` entries, which is cheap in wide rows.
+        group, shared: every `group` neighbouring rows have this share of their entries in the same columns, drawn for
+            the group, as neighbouring tokens do; with `l0`. Of rows with different counts the shorter one's are among
+            the longer one's.
 
     Returns:
         `[..., N]`, contiguous. No entry is smaller than 0.1 in magnitude.
@@ -191,6 +206,15 @@ def random_rows(
         raise ValueError(f"testing.random_rows: l0 must have one count for each of {m} rows, got {len(counts)}.")
     most = min(n, max(counts, default=0))
     columns = _columns(m, n, most, distinct, device, generator)
+    if shared:
+        alike = (torch.tensor(counts, device=device).clamp(max=n) * shared).long()[:, None]
+        common = _columns(-(-m // group), n, most, True, device, generator).repeat_interleave(group, 0)[:m]
+        keys = torch.rand(m, n, device=device, generator=generator)
+        slots = torch.arange(most, device=device)
+        # A row's own columns are none of those that it shares.
+        keys.scatter_(1, torch.where(slots < alike, common, common[:, :1]), -1.0)
+        own = keys.topk(most, 1).indices
+        columns = torch.where(slots < alike, common, own.gather(1, (slots - alike).clamp(min=0)))
     held = torch.arange(most, device=device) < torch.tensor(counts, device=device, dtype=torch.int64)[:, None]
     drawn = _values((m, most), dtype, device, generator, positive, integers)
     # One column more than N takes what a row does not hold.
@@ -349,6 +373,36 @@ def random_selection(
         words[:, block, :last] = (seen.long() << at[: len(queries), None]).sum(-2)
         score = torch.where(moment < 64, new, score)
     return Selection.from_words(words.view(batch, scopes, blocks, t), t, 2 * k if capacity is None else capacity)
+
+
+def inputs_for(pattern: Tensor, weight: Tensor, *, steps: int = 20) -> tuple[Tensor, Tensor]:
+    """Inputs of a layer whose ReLU lets through a given pattern: `relu(x @ weight.T + bias)` has its entries there.
+
+    A step adds to x the weight rows of entries that are missing, and takes away those of entries too many. It works as
+    long as the pattern is one that x can make at all, roughly for up to K / 10 entries a row; count what came out.
+
+    Args:
+        pattern: `[M, N]`, not 0 where there is to be an entry.
+        weight: `[N, K]`, float, rows of about the same norm.
+        steps: of the search, two products each.
+
+    Returns:
+        `(x, bias)`: `[M, K]` and `[N]` in the dtype of weight.
+
+    >>> weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+    >>> x, bias = inputs_for(torch.eye(40), weight)
+    >>> torch.equal(x @ weight.T + bias > 0, torch.eye(40) > 0)
+    True
+    """
+    wanted, wide = pattern != 0, weight.float()
+    norm = wide.square().sum(1).mean()
+    # The largest eigenvalue of the product of a random matrix and its transpose bounds a step.
+    rate = 1.0 / (norm * (1 + (weight.shape[0] / weight.shape[1]) ** 0.5) ** 2)
+    x = wanted.float() @ wide / norm
+    for _ in range(steps):
+        z = (x.to(weight.dtype) @ weight.t()).float() - 0.5
+        x += rate * torch.where(wanted, (0.25 - z).clamp(min=0), -(z + 0.25).clamp(min=0)) @ wide
+    return x.to(weight.dtype), torch.full_like(weight[:, 0], -0.5)
 
 
 def _columns(

@@ -256,8 +256,8 @@ def test_compile(device: torch.device, compiled: Callable[..., Any]) -> None:
             ValueError,
             r"threshold must have shape \[N\] or \[\]",
         ),
-        ({"activation": "topk"}, ValueError, "activation must be one of relu, jumprelu, got 'topk'"),
-        ({"activation": ["relu"]}, ValueError, r"activation must be one of relu, jumprelu, got \['relu'\]"),
+        ({"activation": "topk"}, ValueError, "activation must be one of relu, relu2, jumprelu, got 'topk'"),
+        ({"activation": ["relu"]}, ValueError, r"activation must be one of relu, relu2, jumprelu, got \['relu'\]"),
         ({"format": "csr"}, ValueError, 'format must be "twell" or "ell", got \'csr\''),
         ({"capacity": 4}, ValueError, 'capacity belongs to format="ell"'),
         ({"format": "ell", "capacity": 0}, ValueError, "capacity must be at least 1, got 0"),
@@ -288,3 +288,33 @@ def test_without_gradients(options: dict[str, Any], device: torch.device, genera
     torch.testing.assert_close(
         rowsparse.matmul(rows, right.detach()), rows.to_dense() @ right.detach(), rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.parametrize(
+    "options", [{"tile": 16, "slots": 2}, {"format": "ell", "capacity": 4}, {"tile": 64, "slots": 64}]
+)
+def test_squares(options: dict[str, Any], dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    """Of what fits its slots, and of rows that overflow."""
+    x, weight = (torch.randn(s, 20, device=device, generator=generator).to(dtype) for s in (9, 64))
+    x = x - 0.2
+    down = torch.randn(64, 7, device=device, generator=generator).to(dtype)
+    z = x @ weight.t()
+    plain = torch.relu(z).square()
+    wide = torch.relu(x.double() @ weight.double().t()).square()
+    rows, nnz = gemm.linear_pack(x, weight, activation="relu2", **options)
+    assert (nnz - (z > 0).sum(1)).abs().max() <= 1
+    assert_close(rows.to_dense(), reference64=wide, plain=plain)
+    assert_close(rowsparse.matmul(rows, down), reference64=wide @ down.double(), plain=plain @ down)
+
+
+@pytest.mark.native
+def test_gradient_of_squares() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(s, 5, generator=generator, dtype=torch.float64).requires_grad_() for s in (4, 24))
+    down = torch.randn(24, 3, generator=generator, dtype=torch.float64)
+    for slots in (1, 8):
+
+        def product(x: Tensor, weight: Tensor, slots: int = slots) -> Tensor:
+            return rowsparse.matmul(gemm.linear_pack(x, weight, activation="relu2", tile=8, slots=slots)[0], down)
+
+        assert torch.autograd.gradcheck(product, (x, weight))

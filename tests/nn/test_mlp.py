@@ -1,6 +1,7 @@
 """nn.GatedMLP and nn.MLP, against plain PyTorch."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -190,3 +191,71 @@ def test_layers_sharded_one_by_one() -> None:
         whole(x).sum().backward()
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", [nn.GatedMLP, nn.MLP])
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize("method", ["auto", "gather", "union", "fused", "dense"])
+def test_sparse(kind: type, activation: str, method: str, device: torch.device, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = kind(48, 136, activation, bias=True, method=method, dtype=dtype, device=device)
+    active = model.gate_proj if kind is nn.GatedMLP else model.up_proj
+    torch.nn.init.constant_(active.bias, -1.0)
+    x = torch.randn(2, 20, 48, device=device).to(dtype)
+    exact = copy.deepcopy(model).double()
+    assert model.last_path is None
+    for _ in range(6):
+        with torch.no_grad():
+            assert_close(model(x), reference64=plain(exact, x.double()), plain=plain(model, x))
+    assert model.last_path == method if method != "auto" else model.last_path in ("gather", "union", "fused")
+    # A gradient is that of the dense block.
+    leaf = x.clone().requires_grad_()
+    model(leaf).sum().backward()
+    usual = x.clone().requires_grad_()
+    plain(model, usual).sum().backward()
+    torch.testing.assert_close(leaf.grad, usual.grad, rtol=3e-2 if dtype.itemsize == 2 else 1e-4, atol=3e-2)
+    assert pickle.loads(pickle.dumps(copy.deepcopy(model))).method == method
+
+
+@pytest.mark.parametrize("kind", [nn.GatedMLP, nn.MLP])
+def test_a_changed_weight_is_seen(kind: type, device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = kind(16, 64, "relu", bias=True, method="gather", device=device)
+    x = torch.randn(40, 16, device=device)
+
+    def check() -> None:
+        want = plain(copy.deepcopy(model).double(), x.double())
+        assert_close(model(x), reference64=want, plain=plain(model, x))
+
+    with torch.no_grad():
+        check()
+        assert model.copied_bytes == 4 * 16 * 64
+        model.down_proj.weight.mul_(2)
+        check()
+        model.load_state_dict({name: t + 1 for name, t in model.state_dict().items()})
+        check()
+        model.down_proj.weight = torch.nn.Parameter(torch.randn(16, 64, device=device))
+        check()
+        model.down_proj.weight.data = torch.randn(16, 64, device=device)
+        check()
+        torch.nn.init.zeros_(model.down_proj.weight)
+        check()
+        model.double()
+        if device.type == "cpu":
+            check_double = model(x.double())
+            torch.testing.assert_close(check_double, plain(model, x.double()))
+    with torch.inference_mode():
+        model.float()
+        model(x)
+
+
+@pytest.mark.parametrize("kind", [nn.GatedMLP, nn.MLP])
+def test_sparse_calls_hooked_layers(kind: type, device: torch.device) -> None:
+    model, seen = kind(16, 64, "relu", device=device), []
+    with torch.no_grad():
+        model(torch.randn(3, 16, device=device))
+        model.down_proj.register_forward_hook(lambda *_: seen.append(1))
+        model(torch.randn(3, 16, device=device))
+    assert seen == [1]
+    with pytest.raises(ValueError, match=rf"nn.{kind.__name__}: method must be one of auto, .*, got 'fast'"):
+        kind(16, 64, "relu", method="fast")

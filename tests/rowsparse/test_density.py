@@ -142,3 +142,11 @@ def test_captured_calls_record_nothing(device: torch.device) -> None:
 def test_bad_lag(lag: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"rowsparse\.DensityTracker: lag must"):
         DensityTracker(lag)
+
+
+def test_inference_mode_comes_and_goes(device: torch.device) -> None:
+    layer, x = Layer(1), torch.ones(3, device=device)
+    for inference in (True, False, True, False):
+        with torch.inference_mode(inference):
+            layer(x, 100, training=False)
+    assert layer.paths == ["sparse", "dense", "dense", "dense"]

@@ -35,8 +35,8 @@ def linear_glu(
         gate_weight: `[N, K]` as in `nn.Linear`, any strides; the dtype and device of x. `[2N, K]` without up_weight:
             the gate's rows, then the rows of up.
         up_weight: `[N, K]`, or None where gate_weight has both. Nothing is copied to bring two parameters together.
-        activation: of the gate: `"silu"`, `"gelu"`, `"gelu_tanh"`, `"relu"`, `"sigmoid"`, `"identity"`, or Hugging
-            Face's names `"swish"`, `"gelu_new"`, `"gelu_pytorch_tanh"`, `"linear"`.
+        activation: of the gate: `"silu"`, `"gelu"`, `"gelu_tanh"`, `"relu"`, `"relu2"` (squared), `"sigmoid"`,
+            `"identity"`, or Hugging Face's names `"swish"`, `"gelu_new"`, `"gelu_pytorch_tanh"`, `"linear"`.
         gate_bias, up_bias: `[N]`, added in float32, or None.
         recompute: what a backward pass finds. False keeps gate and up, twice the size of the result; True keeps
             nothing but x and the weights, and computes the two again.

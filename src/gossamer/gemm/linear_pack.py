@@ -16,7 +16,7 @@ from gossamer.rowsparse.pack import default_capacity, tile_slots
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.rowsparse.twell import lists
 
-_ACTIVATIONS = ("relu", "jumprelu")
+_ACTIVATIONS = ("relu", "relu2", "jumprelu")
 _seen: dict[tuple[Any, ...], tuple[int, int | None]] = {}
 
 
@@ -43,7 +43,7 @@ def linear_pack(
         x: `[..., K]`, float, any strides.
         weight: `[N, K]` as in `nn.Linear`, any strides (so `W_enc.T` as well); the dtype and device of x.
         bias: `[N]`, added in float32, or None.
-        activation: `"relu"` keeps z > 0, `"jumprelu"` keeps z > threshold. NaN is kept.
+        activation: `"relu"` keeps z > 0, `"relu2"` its square, `"jumprelu"` keeps z > threshold. NaN is kept.
         threshold: `[N]` or `[]`, compared in float32; below 0 it acts as 0. It has no gradient.
         format: `"twell"`, or `"ell"`, which is what the entries are multiplied from: a TwELL brought together.
         capacity: slots per row of an ELL; None takes what `rowsparse.pack` takes.
@@ -98,13 +98,14 @@ def linear_pack(
     flat = x if x.dim() == 2 else x.reshape(math.prod(leading), x.shape[-1])
     operands = (flat, weight, bias, threshold)
     call = _linear_pack if autocasts else directly(_linear_pack, *operands)
-    values, indices, counts, nnz = call(*operands, tile, slots, capacity)
+    squared = activation == "relu2"
+    values, indices, counts, nnz = call(*operands, tile, slots, capacity, squared)
     shape, source = (*leading, n), None
     if slots < min(tile, n) or (capacity is not None and capacity < n):
         if not torch.is_grad_enabled():
             # What overflowed has a gradient where the rest has one.
             flat, weight, bias = flat.detach(), weight.detach(), None if bias is None else bias.detach()
-        source = made(LinearSource, x=flat, weight=weight, bias=bias, threshold=threshold)
+        source = made(LinearSource, x=flat, weight=weight, bias=bias, threshold=threshold, squared=squared)
     if capacity is None:
         parts = {"values": values, "indices": indices, "nnz_per_tile": counts, "shape": shape, "tile": tile}
         rows = made(TwELL, **parts, source=source)
@@ -167,6 +168,7 @@ def _fake(
     tile: int,
     slots: int,
     capacity: int | None,
+    squared: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     m, nnz = x.shape[0], x.new_empty(x.shape[0], dtype=torch.int32)
     if capacity is not None:
@@ -178,11 +180,11 @@ def _fake(
 
 
 def _context(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, bias, _, ctx.tile, _, ctx.capacity = inputs
-    _, indices, counts, nnz = output
+    x, weight, bias, _, ctx.tile, _, ctx.capacity, squared = inputs
+    values, indices, counts, nnz = output
     ctx.mark_non_differentiable(indices, counts, nnz)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weight, indices, counts)
+    ctx.save_for_backward(x, weight, indices, counts, values if squared else None)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
@@ -190,8 +192,11 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
     """Every stored entry is active: the gradient of z is that of the values. Rows that overflowed are read from the
     source, which has a gradient of its own."""
     if grad is None:
-        return (None,) * 7
-    x, weight, indices, counts = ctx.saved_tensors
+        return (None,) * 8
+    x, weight, indices, counts, squares = ctx.saved_tensors
+    if squares is not None:
+        # Slots without an entry hold anything, a NaN or a number below 0 as well; they are not read.
+        grad = 2 * grad * squares.sqrt()
     need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
     n = weight.shape[0]
     if ctx.capacity is None:
@@ -208,12 +213,12 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
     if need_bias:
         ones, wide = x.new_ones(x.shape[0], 1), threshold_dtype(weight.dtype)
         grad_bias = gradients(ones, indices, columns, grad, counts, None, None, wide)[0][:, 0].to(ctx.bias_dtype)
-    return grad_x, grad_weight, grad_bias, *(None,) * 4
+    return grad_x, grad_weight, grad_bias, *(None,) * 5
 
 
 _linear_pack = register(
-    "linear_pack(Tensor x, Tensor weight, Tensor? bias, Tensor? threshold, int tile, int slots, SymInt? capacity) -> "
-    "(Tensor, Tensor, Tensor, Tensor)",
+    "linear_pack(Tensor x, Tensor weight, Tensor? bias, Tensor? threshold, int tile, int slots, SymInt? capacity, "
+    "bool squared) -> (Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.linear_pack,
     gpu="gossamer.gemm._triton.linear_pack:linear_pack",
     fake=_fake,

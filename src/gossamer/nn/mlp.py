@@ -5,11 +5,51 @@ from torch import Tensor, nn
 
 from gossamer import gemm
 from gossamer._core import checks
+from gossamer._core.ops import needs_gradient
+from gossamer.ffn.block import ACTIVATIONS, METHODS, Block, run
+from gossamer.ffn.tracker import BlockTracker
+from gossamer.ffn.transposed import Transposed
 from gossamer.gemm.linear_glu import GATES, activation_name
 from gossamer.nn._plain import why_called
 
 
-class GatedMLP(nn.Module):
+class _Sparse(nn.Module):
+    """What blocks share whose activation leaves most entries 0: which way they go where no gradient is needed."""
+
+    down_proj: nn.Linear
+
+    def __init__(self, operator: str, activation: str, method: str) -> None:
+        super().__init__()
+        self.activation = activation_name(operator, activation)
+        if method not in METHODS:
+            raise ValueError(f"{operator}: method must be one of {', '.join(METHODS)}, got {method!r}.")
+        self.method = method
+        self.density = BlockTracker()
+        self._transposed = Transposed()
+
+    @property
+    def copied_bytes(self) -> int:
+        """Memory that a transposed copy of down_proj's weight takes, which ways that gather its columns read."""
+        return self._transposed.nbytes
+
+    @property
+    def last_path(self) -> str | None:
+        """The way last taken of those that `ffn.gated` names, or None before there was a call without gradients."""
+        return self.density.last_path
+
+    def _sparse(self, x: Tensor, gate: nn.Linear, up: nn.Linear | None) -> Tensor | None:
+        """The result, or None where the activation is not sparse or a gradient is needed."""
+        down = self.down_proj
+        up_weight, up_bias = (None, None) if up is None else (up.weight, up.bias)
+        operands = (x, gate.weight, gate.bias, None, up_weight, up_bias, down.weight, down.bias)
+        if self.activation not in ACTIVATIONS or needs_gradient(*operands):
+            return None
+        block = Block(*operands, self.activation, self._transposed)
+        self.density.pin(None if self.method == "auto" else self.method)
+        return run("nn." + type(self).__name__, block, "auto", self.density)
+
+
+class GatedMLP(_Sparse):
     """down_proj(activation(gate_proj(x)) * up_proj(x)), gate and up in one product.
 
     Whatever is put on the layers is heeded: where one of them is not a plain `nn.Linear` (an adapter, a quantised or
@@ -23,16 +63,21 @@ class GatedMLP(nn.Module):
         bias: whether the three layers have one.
         recompute: as in `gemm.gated_mlp`: whether a backward pass computes gate and up again instead of keeping them,
             and so keeps nothing.
+        method: the way of a block with `"relu"` or `"relu2"` where no gradient is needed, as in `ffn.gated`. `"auto"`
+            follows how sparse the block was a few calls ago; captured in a CUDA graph it stays with the way last taken.
         dtype: of the parameters; None takes PyTorch's default.
         device: of the parameters.
 
     Raises:
-        ValueError: a size below 1, or an unknown activation.
+        ValueError: a size below 1, or an unknown activation or method.
         TypeError: a size that is no int.
 
     Attributes:
         gate_proj, up_proj: `nn.Linear(hidden_size, intermediate_size)`.
         down_proj: `nn.Linear(intermediate_size, hidden_size)`.
+        density: the `ffn.BlockTracker` that `method="auto"` follows.
+        last_path: the way last taken without gradients, or None.
+        copied_bytes: what a transposed copy of down_proj's weight takes; it is renewed when that changes in place.
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer"; the seed on fused gated MLPs.
 
@@ -48,11 +93,11 @@ class GatedMLP(nn.Module):
         bias: bool = False,
         *,
         recompute: bool = False,
+        method: str = "auto",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__()
-        self.activation = activation_name("nn.GatedMLP", activation)
+        super().__init__("nn.GatedMLP", activation, method)
         _check_sizes("nn.GatedMLP", hidden_size, intermediate_size)
         self.recompute = recompute
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias, device, dtype)
@@ -64,6 +109,9 @@ class GatedMLP(nn.Module):
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
         if why_called(gate_proj=gate, up_proj=up, down_proj=down) is not None:
             return down(GATES[self.activation](gate(x)) * up(x))
+        out = self._sparse(x, gate, up)
+        if out is not None:
+            return out
         return gemm.gated_mlp(
             x,
             gate.weight,
@@ -80,17 +128,17 @@ class GatedMLP(nn.Module):
         return f"activation={self.activation!r}" + (", recompute=True" if self.recompute else "")
 
 
-class MLP(nn.Module):
+class MLP(_Sparse):
     """down_proj(activation(up_proj(x))).
 
     Args:
-        hidden_size, intermediate_size, activation, bias, dtype, device: as in `GatedMLP`.
+        hidden_size, intermediate_size, activation, bias, method, dtype, device: as in `GatedMLP`.
 
     Raises:
         ValueError, TypeError: as `GatedMLP`.
 
     Attributes:
-        up_proj, down_proj: as in `GatedMLP`.
+        up_proj, down_proj, density, last_path, copied_bytes: as in `GatedMLP`.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.3.
 
@@ -105,18 +153,20 @@ class MLP(nn.Module):
         activation: str = "gelu",
         bias: bool = False,
         *,
+        method: str = "auto",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__()
-        self.activation = activation_name("nn.MLP", activation)
+        super().__init__("nn.MLP", activation, method)
         _check_sizes("nn.MLP", hidden_size, intermediate_size)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias, device, dtype)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., hidden_size]` -> `[..., hidden_size]`."""
-        return self.down_proj(GATES[self.activation](self.up_proj(x)))
+        up, down = self.up_proj, self.down_proj
+        out = self._sparse(x, up, None) if why_called(up_proj=up, down_proj=down) is None else None
+        return down(GATES[self.activation](up(x))) if out is None else out
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"

@@ -176,7 +176,9 @@ class _History:
         if self._free:
             sums, event = self._free.pop()
         else:
-            sums = torch.zeros(PARTS, 3, dtype=torch.int64, pin_memory=counts.is_cuda)
+            # Made in inference mode it could be written in no other.
+            with torch.inference_mode(False):
+                sums = torch.zeros(PARTS, 3, dtype=torch.int64, pin_memory=counts.is_cuda)
             event = torch.cuda.Event() if counts.is_cuda else None
         _summing(counts.is_cuda)(counts, sums, limit)
         if event is not None:

@@ -20,7 +20,7 @@ from gossamer._core import checks
 
 @dataclass(frozen=True, eq=False)
 class LinearSource:
-    """The rows max(x @ weight.T + bias, 0), or 0 up to a threshold, by what they are computed from.
+    """The rows max(x @ weight.T + bias, 0), or 0 up to a threshold, or squared, by what they are computed from.
 
     The source of a container that was packed while the product was computed: the dense matrix never existed. Operators
     compute the rows that overflowed again, and no others.
@@ -30,6 +30,7 @@ class LinearSource:
         weight: `[N, K]`, any strides; the dtype and device of x.
         bias: `[N]`, added in float32, or None.
         threshold: `[N]`, compared in float32, or None for 0. z is kept where not z <= max(threshold, 0).
+        squared: whether what is kept is z squared.
 
     Raises:
         ValueError: the tensors' shapes or devices do not fit each other.
@@ -45,6 +46,7 @@ class LinearSource:
     weight: Tensor
     bias: Tensor | None = None
     threshold: Tensor | None = None
+    squared: bool = False
 
     def __post_init__(self) -> None:
         operator = "rowsparse.LinearSource"
@@ -491,7 +493,7 @@ def check_indices(operator: str, indices: Tensor, n: int) -> None:
 
 def _register(cls: type) -> None:
     # As a pytree node a container can enter and leave a compiled region.
-    sizes = [f.name for f in fields(cls) if f.name in ("shape", "tile")]
+    sizes = [f.name for f in fields(cls) if f.name in ("shape", "tile", "squared")]
     names = [f.name for f in fields(cls) if f.name not in sizes]
     _pytree.register_pytree_node(
         cls,

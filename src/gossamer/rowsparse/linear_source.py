@@ -15,7 +15,8 @@ _GPU = "gossamer.rowsparse._triton.linear_source"
 def dense_rows(source: LinearSource, counts: Tensor, limit: int) -> Tensor:
     """`[M, N]`, right at rows whose count exceeds `limit`, differentiable in x, weight and bias of the source."""
     parts = (source.x, source.weight, source.bias, source.threshold)
-    return directly(_linear_source, *parts)(*parts, counts, limit)
+    out = directly(_linear_source, *parts)(*parts, counts, limit)
+    return out * out if source.squared else out
 
 
 def _fake(

@@ -61,6 +61,7 @@ def multiply(
     if (
         isinstance(source, LinearSource)
         and source.dtype is rows.dtype
+        and not source.squared
         and not (autocasts or needs_gradient(rows, weight, bias))
     ):
         check_dtypes(operator, argument, rows.values, name, weight)

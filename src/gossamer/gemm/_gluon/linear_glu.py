@@ -75,6 +75,9 @@ def activated(z, ACTIVATION: gl.constexpr):
         return z * s, s * (1 + z * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * z * z))
     elif ACTIVATION == "relu":
         return gl.where(z <= 0, 0.0, z), gl.where(z <= 0, 0.0, 1.0)
+    elif ACTIVATION == "relu2":
+        z = gl.where(z <= 0, 0.0, z)
+        return z * z, 2 * z
     elif ACTIVATION == "sigmoid":
         s = sigmoid(z)
         return s, s * (1 - s)
@@ -265,22 +268,28 @@ def consume(
                 emit(first_desc, buffer, grad * up * slope, row, column)
                 emit(second_desc, buffer, grad * active, row, column)
             else:
-                emit(out_desc, buffer, active * up, row, column)
+                if out_desc is not None:
+                    emit(out_desc, buffer, active * up, row, column)
                 if first_desc is not None:
                     emit(first_desc, buffer, gate, row, column)
                     emit(second_desc, buffer, up, row, column)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["epoch", "M", "N", "tiles_m", "tiles_n", "whole", "steps", "abreast"])
+@gluon.jit(do_not_specialize=["epoch", "M", "N", "tiles_m", "whole", "steps", "abreast"])
 def _linear_glu_kernel(
     x_desc, gate_desc, up_desc, out_desc, first_desc, second_desc, gate_bias_ptr, up_bias_ptr, grad_ptr, partial_ptr,
-    flags_ptr, epoch, stride_dm, stride_dn, M, N, tiles_m, tiles_n, whole, steps, abreast,
+    flags_ptr, count_ptr, epoch, stride_dm, stride_dn, M, N, tiles_m, whole, steps, abreast,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """`first_desc` and `second_desc` take gate and up, or with `grad_ptr` their gradients, or are None."""
+    """`first_desc` and `second_desc` take gate and up, or with `grad_ptr` their gradients, or are None. `count_ptr`
+    says how many of the rows there are, if only the device knows."""
     GROUPS: gl.constexpr = x_desc.block_type.shape[0] // ROWS
     BLOCK_M: gl.constexpr = GROUPS * ROWS
+    tiles_n = gl.cdiv(N, BLOCK_N)
+    if count_ptr is not None:
+        tiles_m = gl.cdiv(gl.load(count_ptr), BLOCK_M)
+        whole = tiles_m * tiles_n
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     w_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, 2 * BLOCK_N, BLOCK_K], gate_desc.layout)
     out_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -342,12 +351,16 @@ def launch_linear_glu(
     grad: Tensor | None,
     out: Tensor | None,
     gates: tuple[Tensor, Tensor] | None,
+    count: Tensor | None = None,
 ) -> None:
-    """Fills out and gates, which are gate and up, or with grad their gradients."""
+    """Fills out and gates, which are gate and up, or with grad their gradients; with `count`, int32 [1], its first rows
+    alone."""
     (m, k), n = x.shape, gate_weight.shape[0]
     block_m, stages = tuning.glu_stages(m)
     tiles_m, tiles_n, steps = launch.cdiv(m, block_m), launch.cdiv(n, 128), launch.cdiv(k, 64)
     programs, whole, abreast = tuning.glu_schedule(tiles_m, tiles_n, steps, x.device)
+    if count is not None:
+        programs, whole, abreast = tuning.programs(x.device), tiles_m * tiles_n, 1
     shared = whole < tiles_m * tiles_n
     flags, epoch = launch.flags.get(2 * programs, x.device, resets=True) if shared else (None, 0)
     partial = launch.scratch.get(programs * block_m * 256, x.device) if shared else None
@@ -355,17 +368,32 @@ def launch_linear_glu(
     strides = (x.stride(0), gate_weight.stride(0), up_weight.stride(0))
     key = (m, n, k, x.dtype, strides, grad_strides, activation)
     key += (gate_bias is None or gate_bias.dtype, up_bias is None or up_bias.dtype, grad is None or grad.dtype)
-    key += (out is None, gates is None, GROUP_M, stages, shared)
+    key += (out is None, None if gates is None else gates[0].stride(0), GROUP_M, stages, shared, count is None)
     inputs = (
         _descriptor(x, m, k, strides[0], block_m, 64),
         _descriptor(gate_weight, n, k, strides[1], 128, 64),
         _descriptor(up_weight, n, k, strides[2], 128, 64),
     )
     written = None if out is None else _descriptor(out, m, n, n, 64, 128)
-    first, second = (None if half is None else _descriptor(half, m, n, n, 64, 128) for half in gates or (None, None))
-    args = (*inputs, written, first, second, gate_bias, up_bias, grad, partial, flags, epoch, *grad_strides, m, n)
+    first, second = (None if t is None else _descriptor(t, m, n, t.stride(0), 64, 128) for t in gates or (None, None))
+    args = (
+        *inputs,
+        written,
+        first,
+        second,
+        gate_bias,
+        up_bias,
+        grad,
+        partial,
+        flags,
+        count,
+        epoch,
+        *grad_strides,
+        m,
+        n,
+    )
     meta = {"GROUP_M": GROUP_M, "STAGES": stages, "ACTIVATION": activation}
-    sizes = (tiles_m, tiles_n, whole, steps, abreast)
+    sizes = (tiles_m, whole, steps, abreast)
     _linear_glu(key, (programs, 1, 1), (*args, *sizes), meta, num_warps=4, maxnreg=168)
 
 
@@ -392,14 +420,14 @@ def _descriptor(
 
 
 _TILES = {"x_desc": [128, 64], "gate_desc": [128, 64], "up_desc": [128, 64], "out_desc": [64, 128]}
-_INTEGERS = ("epoch", "stride_dm", "stride_dn", "M", "N", "tiles_m", "tiles_n", "whole", "steps", "abreast")
+_INTEGERS = ("epoch", "stride_dm", "stride_dn", "M", "N", "tiles_m", "whole", "steps", "abreast")
 
 EXAMPLES = {
     _linear_glu_kernel: {
         "signature": {
             **{name: f"tensordesc<bf16{block},{gl.NVMMASharedLayout(128, 16, 2)!r}>" for name, block in _TILES.items()},
             "first_desc": None, "second_desc": None, "gate_bias_ptr": None, "up_bias_ptr": None, "grad_ptr": None,
-            "partial_ptr": "*fp32", "flags_ptr": "*i64", **dict.fromkeys(_INTEGERS, "i32"),
+            "partial_ptr": "*fp32", "flags_ptr": "*i64", "count_ptr": None, **dict.fromkeys(_INTEGERS, "i32"),
         },
         "constexprs": {"GROUP_M": GROUP_M, "STAGES": 4, "ACTIVATION": "silu"},
         "num_warps": 4,

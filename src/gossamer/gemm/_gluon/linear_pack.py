@@ -280,13 +280,17 @@ def last_of(extent):
 @gluon.jit
 def multiply(
     bias_ptr, target, ring, handover, extent, GROUP: gl.constexpr, TRANSPOSED: gl.constexpr, GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr, SLOTS: gl.constexpr,
+    STAGES: gl.constexpr, SLOTS: gl.constexpr, MAY_SKIP: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup GROUP, which packs its half of the last tile itself: it has nothing left to multiply, and four warps
     take a quarter of the time."""
     consume(bias_ptr, target[3], ring, handover, extent, GROUP, TRANSPOSED, GROUP_M, STAGES)
     last, turn = last_of(extent)
-    pack_tile(target, handover, last, turn, extent, GROUP, GROUP_M, SLOTS, 4)
+    if MAY_SKIP:
+        if extent[0] > 0:
+            pack_tile(target, handover, last, turn, extent, GROUP, GROUP_M, SLOTS, 4)
+    else:
+        pack_tile(target, handover, last, turn, extent, GROUP, GROUP_M, SLOTS, 4)
 
 
 @gluon.jit
@@ -311,11 +315,15 @@ def prepare(x_desc, w_desc, STAGES: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["M", "tiles_m", "tiles_n", "steps"])
 def _linear_pack_kernel(
-    x_desc, w_desc, bias_ptr, threshold_ptr, bounds_ptr, factors_ptr, values_ptr, indices_ptr, counts_ptr, M, N,
-    tiles_m, tiles_n, steps, TRANSPOSED: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    x_desc, w_desc, bias_ptr, threshold_ptr, bounds_ptr, factors_ptr, skip_ptr, values_ptr, indices_ptr, counts_ptr,
+    M, N, tiles_m, tiles_n, steps,
+    TRANSPOSED: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """With TRANSPOSED W is [N, K], as in nn.Linear, otherwise [K, N]. An entry exceeds the threshold of its column, or
-    the bound of its row, which a factor of its column may multiply."""
+    the bound of its row, which a factor of its column may multiply. Nothing is done where `skip_ptr` is below 0."""
+    MAY_SKIP: gl.constexpr = skip_ptr is not None
+    if MAY_SKIP:
+        tiles_m = gl.where(gl.load(skip_ptr) < 0, 0, tiles_m)
     ring, handover = prepare(x_desc, w_desc, STAGES)
     inputs = (x_desc, w_desc)
     target = ((values_ptr, indices_ptr, counts_ptr), (threshold_ptr, bounds_ptr, factors_ptr), M, N)
@@ -323,8 +331,8 @@ def _linear_pack_kernel(
     # The three warps that do not multiply share a warpgroup, and so its registers: 88 a thread, for 208 of the others.
     gl.warp_specialize(
         [
-            (multiply, (bias_ptr, target, ring, handover, extent, 0, TRANSPOSED, GROUP_M, STAGES, SLOTS)),
-            (multiply, (bias_ptr, target, ring, handover, extent, 1, TRANSPOSED, GROUP_M, STAGES, SLOTS)),
+            (multiply, (bias_ptr, target, ring, handover, extent, 0, TRANSPOSED, GROUP_M, STAGES, SLOTS, MAY_SKIP)),
+            (multiply, (bias_ptr, target, ring, handover, extent, 1, TRANSPOSED, GROUP_M, STAGES, SLOTS, MAY_SKIP)),
             (produce, (inputs, ring, extent, TRANSPOSED, GROUP_M, STAGES)),
             (pack, (target, handover, extent, 0, GROUP_M, SLOTS)),
             (pack, (target, handover, extent, 1, GROUP_M, SLOTS)),
@@ -359,8 +367,10 @@ def launch_linear_pack(
     out: tuple[Tensor, Tensor, Tensor],
     bounds: Tensor | None = None,
     factors: Tensor | None = None,
+    skip: Tensor | None = None,
 ) -> None:
-    """Fills out: values and indices [M, T, slots], counts [M, T]; slots without an entry are not written."""
+    """Fills out: values and indices [M, T, slots], counts [M, T]; slots without an entry are not written. Nothing is
+    where the int32 `skip` is below 0."""
     (m, k), n, slots = x.shape, weight.shape[0], out[0].shape[2]
     transposed = weight.stride(1) == 1
     tiles_m, tiles_n, steps = launch.cdiv(m, 128), launch.cdiv(n, TILE), launch.cdiv(k, 64)
@@ -369,12 +379,13 @@ def launch_linear_pack(
     bias, threshold = (None if t is None else t.contiguous() for t in (bias, threshold))
     key = (m, n, k, x.dtype, x.stride(0), stride, transposed, slots)
     key += (bias is None or bias.dtype, threshold is None or threshold.dtype, bounds is None, factors is None)
+    key += (skip is None,)
     inputs = (
         _descriptor(x, m, k, x.stride(0), 128, 64),
         _descriptor(weight if transposed else weight.t(), *rows, stride, *((TILE, 64) if transposed else (64, TILE))),
     )
     meta = {"TRANSPOSED": transposed, "SLOTS": slots, "GROUP_M": GROUP_M, "STAGES": STAGES}
-    args = (*inputs, bias, threshold, bounds, factors, *out, m, n, tiles_m, tiles_n, steps)
+    args = (*inputs, bias, threshold, bounds, factors, skip, *out, m, n, tiles_m, tiles_n, steps)
     grid = (min(tuning.programs(x.device), tiles_m * tiles_n), 1, 1)
     _linear_pack(key, grid, args, meta, num_warps=4, maxnreg=168)
 
@@ -385,7 +396,7 @@ EXAMPLES = {
     _linear_pack_kernel: {
         "signature": {
             **{name: f"tensordesc<bf16{block},{gl.NVMMASharedLayout(128, 16, 2)!r}>" for name, block in _TILES.items()},
-            "bias_ptr": "*bf16", "threshold_ptr": "*fp32", "bounds_ptr": None, "factors_ptr": None,
+            "bias_ptr": "*bf16", "threshold_ptr": "*fp32", "bounds_ptr": None, "factors_ptr": None, "skip_ptr": None,
             "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16",
             **dict.fromkeys(("M", "N", "tiles_m", "tiles_n", "steps"), "i32"),
         },

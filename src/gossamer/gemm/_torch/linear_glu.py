@@ -13,6 +13,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
     "relu": torch.relu,
+    "relu2": lambda z: torch.relu(z).square(),
     "sigmoid": torch.sigmoid,
     "identity": lambda z: z,
 }
@@ -24,6 +25,7 @@ SLOPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gelu": _aten.gelu_backward,
     "gelu_tanh": lambda grad, z: _aten.gelu_backward(grad, z, approximate="tanh"),
     "relu": lambda grad, z: torch.where(z <= 0, 0, grad),
+    "relu2": lambda grad, z: torch.where(z <= 0, 0, 2 * grad * z),
     "sigmoid": lambda grad, z: _aten.sigmoid_backward(grad, torch.sigmoid(z)),
     "identity": lambda grad, z: grad,
 }

@@ -21,6 +21,7 @@ def linear_pack(
     tile: int,
     slots: int,
     capacity: int | None,
+    squared: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Operator `linear_pack` -> (values, indices, nnz_per_tile, nnz), or with a capacity (values, indices,
     nnz_per_row, nnz), which needs no tiles here."""
@@ -34,6 +35,8 @@ def linear_pack(
         else:
             packed = _pack_ell(z, threshold, capacity)
             nnz = packed[2].clone()
+        if squared:
+            packed[0].square_()
         blocks.append((*packed, nnz))
     if len(blocks) == 1:
         return blocks[0]

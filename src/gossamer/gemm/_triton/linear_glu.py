@@ -35,6 +35,9 @@ def activated(z, ACTIVATION: tl.constexpr):
         return z * s, s * (1 + z * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * z * z))
     elif ACTIVATION == "relu":
         return tl.where(z <= 0, 0.0, z), tl.where(z <= 0, 0.0, 1.0)
+    elif ACTIVATION == "relu2":
+        z = tl.where(z <= 0, 0.0, z)
+        return z * z, 2 * z
     elif ACTIVATION == "sigmoid":
         s = tl.sigmoid(z)
         return s, s * (1 - s)

@@ -22,6 +22,7 @@ def linear_pack(
     tile: int,
     slots: int,
     capacity: int | None,
+    squared: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Operator `linear_pack`."""
     m, n = x.shape[0], weight.shape[0]
@@ -31,9 +32,11 @@ def linear_pack(
     if counts.numel():
         _launch_linear_pack(x, weight, bias, threshold, tile, (values, indices, counts))
     nnz = counts.sum(1, dtype=torch.int32)
-    if capacity is None:
-        return values, indices, counts, nnz
-    return *twell_to_ell(values, indices, counts, tile, capacity), nnz
+    if capacity is not None:
+        values, indices, counts = twell_to_ell(values, indices, counts, tile, capacity)
+    if squared:
+        values *= values
+    return values, indices, counts, nnz
 
 
 def _launch_linear_pack(
@@ -45,14 +48,16 @@ def _launch_linear_pack(
     out: tuple[Tensor, Tensor, Tensor],
     bounds: Tensor | None = None,
     factors: Tensor | None = None,
+    skip: Tensor | None = None,
 ) -> None:
     """With `bounds`, float32 [M] from 0 on, an entry exceeds that of its row, and not the threshold of its column; with
-    `factors`, float32 [N], that of its row times the factor of its column."""
+    `factors`, float32 [N], that of its row times the factor of its column. Where the int32 `skip` is below 0 nothing
+    need be done."""
     if not launch.INTERPRET and tuning.hopper(x.device):
         from gossamer.gemm._gluon import linear_pack as hopper
 
         if hopper.fits(x, weight, tile, out[0].shape[2]):
-            hopper.launch_linear_pack(x, weight, bias, threshold, out, bounds, factors)
+            hopper.launch_linear_pack(x, weight, bias, threshold, out, bounds, factors, skip)
             return
     m, n = x.shape[0], weight.shape[0]
     # Once, and not for every block.

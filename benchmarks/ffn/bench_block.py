@@ -1,0 +1,132 @@
+"""`ffn.gated` and `ffn.plain`: a block of the paper's 1.5B model, by how sparse it is and what neighbours share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gossamer import nn
+from gossamer.cli.bench import Case, Provider, copies
+from gossamer.testing import inputs_for, random_rows
+
+K, N, PLAIN = 2048, 5632, 8192
+GROUP = 64
+
+
+def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    """bfloat16 on a GPU; float32 on the CPU, and small for `quick`."""
+    if quick:
+        sizes, dtype = (64, 96, 256, 256), torch.float32
+        yield _block("gated", 40, 8, 0.0, sizes, dtype)
+        yield _block("plain", 40, 8, 0.0, sizes, dtype)
+        return
+    if device.type == "cpu":
+        for m in (1, 2, 4, 8):
+            yield _block("gated", m, 29, 0.0, (K, N), torch.float32)
+        return
+    gated, plain, half = (K, N), (K, PLAIN), torch.bfloat16
+    for m in (1, 4, 16):
+        yield _block("gated", m, 29, 0.0, gated, half)
+    for m in (2048, 65536, 16384):
+        yield _block("gated", m, 29, 0.0, gated, half)
+    for nnz in (1, 10, 100, 300, 900):
+        yield _block("gated", 16384, nnz, 0.0, gated, half)
+    for nnz, shared in ((29, 0.9), (29, 0.7), (100, 0.9)):
+        yield _block("gated", 16384, nnz, shared, gated, half)
+    yield _block("gated", 16384, "40, 440 in 15%", 0.0, gated, half)
+    for nnz in (29, 100, 900):
+        yield _block("plain", 16384, nnz, 0.0, plain, half)
+
+
+def _counts(M: int, nnz: int | str) -> int | list[int]:
+    if isinstance(nnz, int):
+        return nnz
+    # Every row's place is as likely as any other's: 15 of 100, spread by a step that divides nothing.
+    return [440 if i * 61 % 100 < 15 else 40 for i in range(M)]
+
+
+def _block(kind: str, M: int, nnz: int | str, shared: float, sizes: tuple[int, ...], dtype: torch.dtype) -> Case:
+    k, n = sizes[-2:]
+    gated = kind == "gated"
+
+    def make(device: torch.device, generator: torch.Generator) -> list[tuple[Any, ...]]:
+        """Several blocks where a single one would stay in the cache."""
+        made = []
+        for _ in range(min(4, copies(device, (M * n + 3 * n * k) * dtype.itemsize))):
+            cls: Any = nn.GatedMLP if gated else nn.MLP
+            block = cls(k, n, "relu", bias=True, dtype=dtype, device=device).requires_grad_(False)
+            for parameter in block.parameters():
+                if parameter.dim() == 2:
+                    drawn = torch.randn(parameter.shape, device=device, generator=generator)
+                    parameter.copy_(drawn * parameter.shape[1] ** -0.5)
+                else:
+                    parameter.zero_()
+            active = block.gate_proj if gated else block.up_proj
+            parts = []
+            for first in range(0, M, 16384):
+                rows = min(16384, M - first)
+                l0 = _counts(rows, nnz)
+                options = {"dtype": dtype, "device": device, "generator": generator, "group": GROUP, "shared": shared}
+                x, bias = inputs_for(random_rows((rows, n), l0=l0, **options), active.weight)
+                parts.append(x)
+            active.bias.copy_(bias)
+            made.append((torch.cat(parts), block))
+        return made
+
+    def dense(x: Tensor, block: Any) -> Tensor:
+        if not gated:
+            return block.down_proj(F.relu(block.up_proj(x)))
+        return block.down_proj(F.relu(block.gate_proj(x)) * block.up_proj(x))
+
+    def pinned(method: str) -> Callable[..., Tensor]:
+        def call(x: Tensor, block: Any) -> Tensor:
+            block.method = method
+            return block(x)
+
+        return call
+
+    def steady(x: Tensor, block: Any) -> tuple[Tensor, Any]:
+        """A module knows how sparse it was some calls ago."""
+        for _ in range(2 * block.density.rows.lag):
+            pinned("auto")(x, block)
+        return x, block
+
+    def few(out: Tensor, *_: Any) -> tuple[Tensor]:
+        """256 rows tell what all do, and float64 takes its time."""
+        return (out[:: max(1, M // 256)],)
+
+    def reference(x: Tensor, block: Any) -> tuple[Tensor]:
+        exact = {name: p.double() for name, p in block.named_parameters()}
+        x = few(x)[0].double()
+        up = F.linear(x, exact["up_proj.weight"], exact["up_proj.bias"])
+        if gated:
+            up *= F.relu(F.linear(x, exact["gate_proj.weight"], exact["gate_proj.bias"]))
+        else:
+            up = F.relu(up)
+        return (F.linear(up, exact["down_proj.weight"], exact["down_proj.bias"]),)
+
+    ways = ("gather", "union", "fused") if gated else ("gather", "union")
+    if M <= 16:
+        ways = ("fused",) if gated else ()
+    options = {"result": few, "capturable": True}
+    compiled = torch.compile(dense, fullgraph=True, dynamic=False)
+    return Case(
+        room="ffn",
+        name=kind,
+        parameters={"M": M, "K": k, "N": n, "nnz": nnz, "shared": f"{shared:.0%}"},
+        dtype=dtype,
+        make=make,
+        providers=(
+            Provider("gossamer", pinned("auto"), ours=True, prepare=steady, **options),
+            *(Provider(f"gossamer, {way}", pinned(way), ours=True, **options) for way in ways),
+            Provider("dense", dense, **options),
+            Provider("torch.compile", compiled, **options),
+        ),
+        reference=reference,
+        bytes=(2 * M * k + n * k) * dtype.itemsize,
+        flops=2 * M * n * k,
+    )

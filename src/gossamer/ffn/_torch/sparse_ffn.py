@@ -1,0 +1,84 @@
+"""A feed-forward block whose gate is sparse, on the CPU: neighbouring rows share the products over their columns."""
+
+import torch
+from torch import Tensor
+
+from gossamer.ffn.costs import sampled_groups
+from gossamer.rowsparse._torch.linear_source import activate_, linear
+
+_BLOCK = 1 << 24
+"""Pre-activations in memory at one time."""
+_GROUP = 16
+"""Rows that share a union: weights are copied for a product once a group, and a product of few rows is slow."""
+_DENSE = 0.25
+"""Share of the columns from which on nothing is copied."""
+
+
+def sparse_ffn(
+    x: Tensor,
+    gate_weight: Tensor,
+    gate_bias: Tensor | None,
+    threshold: Tensor | None,
+    up_weight: Tensor | None,
+    up_bias: Tensor | None,
+    down_weight: Tensor,
+    down_rows: Tensor | None,
+    down_bias: Tensor | None,
+    squared: bool,
+    united: bool,
+    step: int,
+    unknown: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Operator `sparse_ffn` -> (out [M, D], entries of each row [M], zeros for groups of rows), the latter two [0]
+    where step is 0."""
+    m, n = x.shape[0], gate_weight.shape[0]
+    out = x.new_empty(m, down_weight.shape[0])
+    nnz = torch.empty(m if step else 0, dtype=torch.int32)
+    # Columns of a weight are as far apart as its rows are long: of many groups, all of them take no longer.
+    if down_rows is None and down_weight.stride(0) == 1:
+        down_rows = down_weight.t()
+    strided = down_rows is None and m > _GROUP
+    span = max(_GROUP, _BLOCK // max(n, 1) // _GROUP * _GROUP)
+    for start in range(0, m, span):
+        block = slice(start, min(start + span, m))
+        z = linear(x[block], gate_weight, gate_bias)
+        z = torch.relu_(z) if threshold is None else activate_(z, threshold)
+        if step:
+            torch.sum(z != 0, 1, dtype=torch.int32, out=nnz[block])
+        if squared:
+            z *= z
+        if _is_dense(z):
+            if up_weight is not None:
+                z *= linear(x[block], up_weight, up_bias)
+            out[block] = linear(z, down_weight, down_bias)
+            continue
+        for first in range(0, z.shape[0], _GROUP):
+            inner = slice(first, min(first + _GROUP, z.shape[0]))
+            rows = slice(start + inner.start, start + inner.stop)
+            columns = _columns(z[inner])
+            hidden = z[inner].index_select(1, columns)
+            if up_weight is not None:
+                bias = None if up_bias is None else up_bias[columns]
+                hidden *= linear(x[rows], up_weight.index_select(0, columns), bias)
+            if strided:
+                z[inner].index_copy_(1, columns, hidden)
+            elif down_rows is not None:
+                out[rows] = linear(hidden, down_rows.index_select(0, columns).t(), down_bias)
+            else:
+                out[rows] = linear(hidden, down_weight.index_select(1, columns), down_bias)
+        if strided:
+            out[block] = linear(z, down_weight, down_bias)
+    return out, nnz, nnz.new_zeros(sampled_groups(m, step))
+
+
+def _columns(z: Tensor) -> Tensor:
+    """The columns, ascending, in which any row differs from 0."""
+    return (z.amax(0) != 0).nonzero().squeeze(1)
+
+
+def _is_dense(z: Tensor) -> bool:
+    """Whether most of a few groups are dense. What the others are is then not worth a look."""
+    groups = -(-z.shape[0] // _GROUP)
+    some = range(0, groups, -(-groups // 4))
+    dense = [_columns(z[g * _GROUP : (g + 1) * _GROUP]).numel() > _DENSE * z.shape[1] for g in some]
+    return 2 * sum(dense) >= len(dense)

@@ -1,0 +1,200 @@
+"""The rest of a sparse feed-forward block in one pass: every program owns a row and gathers the weights of its entries.
+
+A program reads how many entries each tile of its row has, and then takes BLOCK_E entries at a time, wherever in the
+tiles they stand: it loads their rows of up and of down at once, multiplies the row of x, which stays in registers, by
+the rows of up, and adds the products, times the entries, times the rows of down, to the row of the result, which stays
+in registers as well, in float32. Nothing that is as wide as the block is written. A row costs (K + D) elements an
+entry, out of the L2: one warp has enough of them in flight where rows are short, and barriers are what it does not
+have; wider rows take more warps, 2,048 elements each.
+
+Rows that overflowed their slots, or have more entries than pays, are left out and listed for `heavy`. The order of the
+list is that of arrival, which nothing shows: a row's products do not depend on its neighbours.
+
+With few rows the entries of one are shared by PARTS programs, whose float32 sums a second kernel adds in fixed order.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch, tuning
+from gossamer.ffn._triton.packed import SLOTS, TILE, Packed
+from gossamer.ffn.costs import GROUP
+
+
+@triton.jit
+def locate(values_ptr, indices_ptr, entry, total, counts, ends, TILE: tl.constexpr, SLOTS: tl.constexpr):
+    """(column, value) of a row's entries by their numbers; `ends` are the running sums of its counts by tile."""
+    before = ends[None, :] <= entry[:, None]
+    at = tl.sum(before.to(tl.int32), axis=1)
+    slot = entry - tl.sum(tl.where(before, counts[None, :], 0), axis=1)
+    index = tl.load(indices_ptr + at * SLOTS + slot, mask=entry < total, other=0).to(tl.int32) + at * TILE
+    return index, tl.load(values_ptr + at * SLOTS + slot, mask=entry < total, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _ffn_gather_kernel(
+    values_ptr, indices_ptr, counts_ptr, x_ptr, up_ptr, up_bias_ptr, down_ptr, down_bias_ptr, out_ptr, nnz_ptr,
+    heavy_ptr, heavy_x_ptr, taken_ptr, tiles, K, D,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    SQUARED: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Program (row, slice of the columns, part of its entries). Without `up_ptr` an entry is its own factor. heavy_ptr:
+    how many rows are listed, how many entries a row has that is not, then the rows; heavy_x_ptr takes the rows of x in
+    that order. Where `taken_ptr` is not 0 for a group of GROUP rows, others see to it."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(2)
+    t = tl.arange(0, BLOCK_T)
+    counts = tl.load(counts_ptr + row * tiles + t, mask=t < tiles, other=0).to(tl.int32)
+    total = tl.sum(counts, axis=0)
+    heavy = (tl.max(counts, axis=0) > SLOTS) | (total > tl.load(heavy_ptr + 1))
+    first_program = (tl.program_id(1) == 0) & (part == 0)
+    if first_program:
+        tl.store(nnz_ptr + row, total)
+    if heavy:
+        if first_program:
+            place = tl.atomic_add(heavy_ptr, 1, sem="relaxed")
+            tl.store(heavy_ptr + 2 + place, row.to(tl.int32))
+            if heavy_x_ptr is not None:
+                for first in range(0, K, 1024):
+                    k = first + tl.arange(0, 1024)
+                    x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
+                    tl.store(heavy_x_ptr + place.to(tl.int64) * K + k, x, mask=k < K)
+    else:
+        mine = True
+        if taken_ptr is not None:
+            mine = tl.load(taken_ptr + row // GROUP) == 0
+        if mine:
+            ends = tl.cumsum(counts, axis=0)
+            d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+            if up_ptr is not None:
+                k = tl.arange(0, BLOCK_K)
+                x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
+            acc = tl.zeros([BLOCK_D], tl.float32)
+            values_ptr += row * tiles * SLOTS
+            indices_ptr += row * tiles * SLOTS
+            entry = part * BLOCK_E + tl.arange(0, BLOCK_E)
+            index, value = locate(values_ptr, indices_ptr, entry, total, counts, ends, TILE, SLOTS)
+            for _ in range(part * BLOCK_E, total, PARTS * BLOCK_E):
+                held = (entry < total)[:, None]
+                at = index.to(tl.int64)
+                down = tl.load(down_ptr + at[:, None] * D + d[None, :], mask=held & (d < D)[None, :], other=0.0)
+                factor = value * value if SQUARED else value
+                if up_ptr is not None:
+                    up = tl.load(up_ptr + at[:, None] * K + k[None, :], mask=held & (k < K)[None, :], other=0.0)
+                    if up_bias_ptr is not None:
+                        bias = tl.load(up_bias_ptr + at, mask=entry < total, other=0.0).to(tl.float32)
+                # The next entries are found while these weights are on their way.
+                entry += PARTS * BLOCK_E
+                index, value = locate(values_ptr, indices_ptr, entry, total, counts, ends, TILE, SLOTS)
+                if up_ptr is not None:
+                    product = tl.sum(up.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
+                    if up_bias_ptr is not None:
+                        product += bias
+                    factor *= product
+                acc += tl.sum(factor[:, None] * down.to(tl.float32), axis=0)
+            if PARTS > 1:
+                out_ptr += (row * PARTS + part) * D
+            else:
+                out_ptr += row * D
+                if down_bias_ptr is not None:
+                    acc += tl.load(down_bias_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+            tl.store(out_ptr + d, acc, mask=d < D)
+
+
+@triton.jit
+def _ffn_sum_kernel(parts_ptr, bias_ptr, out_ptr, D, BLOCK_D: tl.constexpr, PARTS: tl.constexpr):
+    """Program (row, slice of the columns): the sums of a row's parts, in their order."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for part in range(PARTS):
+        acc += tl.load(parts_ptr + (row * PARTS + part) * D + d, mask=d < D, other=0.0)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * D + d, acc, mask=d < D)
+
+
+_ffn_gather = launch.Kernel(_ffn_gather_kernel)
+_ffn_sum = launch.Kernel(_ffn_sum_kernel)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a row is gathered: entries at a time, and columns to a warp."""
+
+    entries: int
+    width: int
+
+
+GATED, PLAIN = Choice(1, 1024), Choice(4, 256)
+"""H200, 16,384 rows of 29 entries, K = D = 2,048: 504 us with two warps a row, 543 with one, 721 with four."""
+
+
+def gather(
+    packed: Packed,
+    x: Tensor,
+    up: tuple[Tensor, Tensor | None] | None,
+    down: tuple[Tensor, Tensor | None],
+    out: Tensor,
+    nnz: Tensor,
+    heavy: tuple[Tensor, Tensor | None],
+    taken: Tensor | None,
+    squared: bool,
+    choice: Choice | None = None,
+) -> None:
+    """Writes the rows of `out` that are neither heavy nor taken, lists the heavy ones and counts all entries.
+
+    x, up and down, (weight [N, K] and [N, D], bias), are contiguous. heavy: int32 [M + 2], 0 and the limit, and where
+    the rows of x are wanted as well, [M, K].
+    """
+    (m, tiles, _), (down_weight, down_bias) = packed.values.shape, down
+    up_weight, up_bias = up or (None, None)
+    choice = choice or (PLAIN if up is None else GATED)
+    k, d = x.shape[1], out.shape[1]
+    block_k = 1 if up_weight is None else launch.next_power_of_2(k)
+    # Without x to multiply by, slices of a row have nothing in common.
+    block_d = launch.next_power_of_2(d) if up_weight is not None else min(launch.next_power_of_2(d), choice.width)
+    slices = launch.cdiv(d, block_d)
+    warps = min(16, max(1, max(block_k, block_d) // choice.width))
+    parts = 1 if taken is not None else max(1, min(8, 8 * tuning.programs(x.device) // max(1, m * slices)))
+    meta = {
+        "BLOCK_E": choice.entries, "BLOCK_K": block_k, "BLOCK_D": block_d, "GROUP": GROUP, "PARTS": parts,
+        "SQUARED": squared, "BLOCK_T": launch.next_power_of_2(tiles),
+    }  # fmt: skip
+    whole = out if parts == 1 else torch.empty(m, parts, d, dtype=torch.float32, device=x.device)
+    args = (packed.values, packed.indices, packed.counts, x, up_weight, up_bias, down_weight, down_bias, whole, nnz)
+    args += (*heavy, taken, tiles, k, d)
+    key = (m, tiles, k, d, x.dtype, up_weight is None, heavy[1] is None, taken is None, squared, parts, choice)
+    key += tuple(None if bias is None else bias.dtype for bias in (up_bias, down_bias))
+    _ffn_gather(key, (m, slices, parts), args, meta, num_warps=warps)
+    if parts > 1:
+        block = min(1024, launch.next_power_of_2(d))
+        key = (m, d, None if down_bias is None else down_bias.dtype, out.dtype, parts)
+        grid = (m, launch.cdiv(d, block), 1)
+        _ffn_sum(key, grid, (whole, down_bias, out, d), {"BLOCK_D": block, "PARTS": parts}, num_warps=4)
+
+
+EXAMPLES = {
+    _ffn_gather_kernel: {
+        "signature": {
+            "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16", "x_ptr": "*bf16", "up_ptr": "*bf16",
+            "up_bias_ptr": "*bf16", "down_ptr": "*bf16", "down_bias_ptr": "*bf16", "out_ptr": "*bf16",
+            "nnz_ptr": "*i32", "heavy_ptr": "*i32", "heavy_x_ptr": "*bf16", "taken_ptr": "*i32",
+            **dict.fromkeys(("tiles", "K", "D"), "i32"),
+        },
+        "constexprs": {
+            "BLOCK_E": 1, "BLOCK_K": 2048, "BLOCK_D": 2048, "GROUP": 32, "PARTS": 1, "SQUARED": False, "BLOCK_T": 32,
+        },
+        "num_warps": 2,
+    },
+    _ffn_sum_kernel: {
+        "signature": {"parts_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16", "D": "i32"},
+        "constexprs": {"BLOCK_D": 1024, "PARTS": 8},
+        "num_warps": 4,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

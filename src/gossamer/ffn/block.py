@@ -1,0 +1,211 @@
+"""The two kinds of feed-forward block, gated and plain, and the ways through them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gossamer import gemm
+from gossamer._core import autocast, checks
+from gossamer._core.ops import directly, needs_gradient
+from gossamer.ffn.costs import FEW, GROUP, choose, costs_of, few
+from gossamer.ffn.sparse_ffn import sparse_ffn
+from gossamer.ffn.tracker import BlockTracker
+from gossamer.ffn.transposed import Transposed
+from gossamer.gemm._torch.linear_glu import linear
+from gossamer.gemm.linear_glu import check_dtypes
+from gossamer.rowsparse.formats import threshold_dtype
+
+ACTIVATIONS = ("relu", "relu2", "jumprelu")
+METHODS = ("auto", "gather", "union", "fused", "dense")
+MANY = 4096
+"""Rows from which on a sample of them takes little of the time that it may save."""
+SAMPLE = 8
+"""Groups of rows whose unions are counted where they are not needed."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block's operands: gate_weight [N, K] is what the activation follows, up_weight [N, K] is None in a plain one;
+    down_weight [D, N]; threshold [N] or None; `transposed` keeps a copy of down_weight for ways that gather its
+    columns."""
+
+    x: Tensor
+    gate_weight: Tensor
+    gate_bias: Tensor | None
+    threshold: Tensor | None
+    up_weight: Tensor | None
+    up_bias: Tensor | None
+    down_weight: Tensor
+    down_bias: Tensor | None
+    activation: str
+    transposed: Transposed | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return (
+            self.x, self.gate_weight, self.gate_bias, self.threshold, self.up_weight, self.up_bias, self.down_weight,
+            self.down_bias,
+        )  # fmt: skip
+
+
+def run(operator: str, block: Block, method: str, density: BlockTracker | None) -> Tensor:
+    """The block's result, `[..., D]`; `operator` and the block's names are those of the public function."""
+    check(operator, block, method, density)
+    x, leading = block.x, block.x.shape[:-1]
+    if autocast.enabled(x.device):
+        # What autocast makes of a weight is gone after the call.
+        block = replace(block, transposed=None)
+        cast = autocast.cast(x, block.gate_weight, block.up_weight, block.down_weight)
+        names = ("x", "gate_weight", "up_weight", "down_weight")
+        block = replace(block, **dict(zip(names, cast)))  # type: ignore[arg-type]
+    weights = {"gate_weight": block.gate_weight, "up_weight": block.up_weight, "down_weight": block.down_weight}
+    check_dtypes(operator, block.x, **weights)
+    if block.threshold is not None:
+        n, dtype = block.gate_weight.shape[0], threshold_dtype(block.gate_weight.dtype)
+        block = replace(block, threshold=block.threshold.detach().to(dtype).expand(n))
+    block = replace(block, x=block.x.reshape(math.prod(leading), x.shape[-1]))
+    with autocast.disabled(x.device):
+        out = _differentiable(block) if needs_gradient(*block.tensors) else _inferred(block, method, density)
+    return out.view(*leading, out.shape[1])
+
+
+def _differentiable(block: Block) -> Tensor:
+    if block.up_weight is None or block.threshold is not None:
+        return _dense(block)
+    return gemm.gated_mlp(
+        block.x,
+        block.gate_weight,
+        block.up_weight,
+        block.down_weight,
+        activation=block.activation,
+        gate_bias=block.gate_bias,
+        up_bias=block.up_bias,
+        down_bias=block.down_bias,
+    )
+
+
+def _inferred(block: Block, method: str, density: BlockTracker | None) -> Tensor:
+    (m, k), n, d = block.x.shape, block.gate_weight.shape[0], block.down_weight.shape[0]
+    cost = costs_of(n, k, d, block.up_weight is not None, block.x)
+    tracker = density if method == "auto" else None
+    grouped = m > FEW and block.x.is_cuda
+    if tracker is not None:
+        method = tracker.path(lambda known: choose(known, m, cost) if grouped else few(known, n), grouped=grouped)
+    unknown = tracker is None and method == "auto"
+    if unknown:
+        method = few(None, n) if not grouped else "gather" if m >= MANY and _samples(block) else choose(None, m, cost)
+    if method in ("gather", "union"):
+        # The unions of a few groups tell whether it would pay.
+        step = 0 if tracker is None else min(2048, 1 << (m // (GROUP * SAMPLE) | 1).bit_length() - 1)
+        rows = None
+        if block.transposed is not None and (m > FEW or not block.x.is_cuda):
+            rows = block.transposed(block.down_weight)
+        operands = (*block.tensors[:-1], rows, block.down_bias)
+        options = (block.activation == "relu2", method == "union", step, unknown)
+        out, nnz, sizes = directly(sparse_ffn, *operands)(*operands, *options)
+    else:
+        hidden = _fused(block) if method == "fused" else _hidden(block)
+        out = linear(hidden, block.down_weight, block.down_bias)
+        if tracker is not None:
+            nnz, sizes = sampled(hidden)
+    if tracker is not None:
+        tracker.record(nnz, sizes if grouped else None, cost.limit)
+    return out
+
+
+def _samples(block: Block) -> bool:
+    """Whether the device can choose between the sparse and the fused way by a sample of rows."""
+    from gossamer.ffn._triton.heavy import wants_rows
+
+    gate = (block.gate_weight, block.gate_bias, block.threshold)
+    return wants_rows(block.x, gate, block.up_weight, block.down_weight)
+
+
+def sampled(hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """(entries of rows, columns that groups of rows have in all), of up to SAMPLE groups spread over hidden."""
+    groups = hidden.shape[0] // GROUP
+    if groups == 0:
+        return (hidden != 0).sum(1), hidden.new_zeros(0, dtype=torch.int64)
+    step = -(-groups // SAMPLE)
+    some = hidden[: groups * GROUP].view(groups, GROUP, hidden.shape[1])[::step] != 0
+    return some.sum(2).view(-1), some.any(1).sum(1)
+
+
+def _activated(block: Block) -> Tensor:
+    z = linear(block.x, block.gate_weight, block.gate_bias)
+    if block.threshold is not None:
+        return torch.where(z <= block.threshold.clamp(min=0), 0, z)
+    return torch.relu(z).square() if block.activation == "relu2" else torch.relu(z)
+
+
+def _hidden(block: Block) -> Tensor:
+    active = _activated(block)
+    return active if block.up_weight is None else active * linear(block.x, block.up_weight, block.up_bias)
+
+
+def _fused(block: Block) -> Tensor:
+    if block.up_weight is None or block.threshold is not None:
+        return _hidden(block)
+    return gemm.linear_glu(
+        block.x,
+        block.gate_weight,
+        block.up_weight,
+        activation=block.activation,
+        gate_bias=block.gate_bias,
+        up_bias=block.up_bias,
+    )
+
+
+def _dense(block: Block) -> Tensor:
+    return linear(_hidden(block), block.down_weight, block.down_bias)
+
+
+def check(operator: str, block: Block, method: str, density: BlockTracker | None) -> None:
+    """Raises where an operand does not fit. The weight that the activation follows is `up_weight` in a plain block."""
+    plain = block.up_weight is None
+    gate, gate_bias = ("up_weight", "up_bias") if plain else ("gate_weight", "gate_bias")
+    optional = {gate_bias: block.gate_bias, "threshold": block.threshold, "down_bias": block.down_bias}
+    if not plain:
+        optional |= {"up_weight": block.up_weight, "up_bias": block.up_bias}
+    given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+    operands = {gate: block.gate_weight, "down_weight": block.down_weight, **given}
+    checks.floating(operator, x=block.x, **operands)
+    if block.x.dim() == 0:
+        raise ValueError(f"{operator}: x must have shape [..., K], got a scalar.")
+    if block.gate_weight.dim() != 2 or block.gate_weight.shape[1] != block.x.shape[-1]:
+        raise ValueError(
+            f"{operator}: {gate} must have shape [N, K] with K = {block.x.shape[-1]} like x, "
+            f"got {list(block.gate_weight.shape)}."
+        )
+    n, k = block.gate_weight.shape
+    checks.columns(operator, f"{gate}.t()", n)
+    if block.up_weight is not None:
+        checks.shape(operator, "up_weight", block.up_weight, (n, k), "[N, K]", "like gate_weight")
+    if block.down_weight.dim() != 2 or block.down_weight.shape[1] != n:
+        raise ValueError(
+            f"{operator}: down_weight must have shape [D, N] with N = {n} like {gate}, "
+            f"got {list(block.down_weight.shape)}."
+        )
+    for name, tensor in given.items():
+        if name == "down_bias":
+            checks.shape(operator, name, tensor, (block.down_weight.shape[0],), "[D]", "like down_weight")
+        elif name != "up_weight" and not (name == "threshold" and tensor.dim() == 0):
+            letters = "[N] or []" if name == "threshold" else "[N]"
+            checks.shape(operator, name, tensor, (n,), letters, f"like {gate}")
+    checks.same_device(operator, "x", block.x.device, **operands)
+    if block.activation not in ACTIVATIONS:
+        raise ValueError(
+            f"{operator}: activation must be one of {', '.join(ACTIVATIONS)}, which leave most entries 0, "
+            f"got {block.activation!r}. For others there is gemm.gated_mlp."
+        )
+    if (block.activation == "jumprelu") != (block.threshold is not None):
+        got = "none" if block.threshold is None else f"one for {block.activation!r}"
+        raise ValueError(f'{operator}: activation="jumprelu" takes a threshold [N] or [], no other does, got {got}.')
+    if method not in METHODS:
+        raise ValueError(f"{operator}: method must be one of {', '.join(METHODS)}, got {method!r}.")
+    if density is not None and not isinstance(density, BlockTracker):
+        raise TypeError(f"{operator}: density must be an ffn.BlockTracker or None, got {type(density).__name__}.")

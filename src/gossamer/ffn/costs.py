@@ -1,0 +1,84 @@
+"""What the ways of a sparse feed-forward block cost, and which costs the least."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gossamer._core import tuning
+from gossamer._core.ops import INTERPRET
+from gossamer.ffn.tracker import Known
+
+GROUP = 32
+"""Neighbouring rows that may share the union of their entries on a GPU."""
+PRICE = 2.0
+"""Entries that are gathered one by one in the time that a column of a union of GROUP rows takes."""
+FEW = 16
+"""Rows up to which the time goes into reading weights: a sparse block reads no more than a dense one at any density."""
+
+HOPPER = 770e12, 815e12, 8.5e12
+"""FLOP/s of a gate that is packed and of the fused block, bytes/s of gathered weights: H200, bfloat16, 16,384 rows of
+K = D = 2,048 and N = 5,632, where that is 0.49, 1.39 and 0.50 ms (29 entries a row)."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds that a row takes through the gate alone, an entry that is gathered, a row in dense tiles after its gate,
+    a row of the fused block, and a sparse way's launches."""
+
+    gate: float
+    entry: float
+    heavy: float
+    fused: float
+    start: float = 25e-6
+
+    def break_even(self, m: int) -> float:
+        """Entries of a row, on average, from which on the fused block takes less time than gathering for m rows."""
+        return (self.fused - self.gate - self.start / m) / self.entry
+
+    @property
+    def limit(self) -> int:
+        """Entries of a row from which on dense tiles take less time than gathering."""
+        return max(1, int(self.heavy / self.entry))
+
+
+def costs_of(n: int, k: int, d: int, gated: bool, x: Tensor) -> Costs:
+    """From bytes and operations over what the device sustains, for K = k, intermediate size n and D = d."""
+    if INTERPRET or not x.is_cuda:
+        return Costs(1.0, 8.0 / max(n, 1), 1.0, 1.0)
+    rates, size = tuning.rates(x.get_device()), x.element_size()
+    inner, half = k if gated else 0, size == 2
+    if half and tuning.hopper(x.device):
+        packs, fused, gathers = HOPPER
+    else:
+        packs = fused = rates.half if half else rates.tf32 if tuning.tf32() else rates.ieee
+        gathers = rates.gather
+    total = 2 * n * (k + inner + d) / fused
+    return Costs(2 * n * k / packs, (inner + d) * size / gathers, 1.3 * total, total)
+
+
+def choose(known: Known | None, m: int, cost: Costs) -> str:
+    """The name of the way that takes the least time for m rows, by what is known; some other way has to do until
+    something is."""
+    if known is None:
+        return "fused"
+    over = known.rows.over / max(known.rows.rows, 1)
+    light = max(0.0, known.rows.mean - over * cost.limit)
+    sparse = cost.gate + over * cost.heavy
+    ways = {"fused": m * cost.fused, "gather": m * (sparse + light * cost.entry) + cost.start}
+    if known.unions is not None and known.unions.rows:
+        union = known.unions.mean / GROUP * PRICE
+        ways["union"] = m * (sparse + min(light, union) * cost.entry) + 2 * cost.start
+    return min(ways, key=ways.__getitem__)
+
+
+def few(known: Known | None, n: int) -> str:
+    """The same where weights are read once whatever is in them, and on the CPU, which looks at what it packs: that it
+    looks at all is what costs, where most is dense."""
+    return "fused" if known is not None and 4 * known.rows.mean > n else "gather"
+
+
+def sampled_groups(m: int, step: int) -> int:
+    """How many groups of m rows are looked at where one of every `step` is; with 0 none is."""
+    return 0 if step == 0 else (m + GROUP * step - 1) // (GROUP * step)

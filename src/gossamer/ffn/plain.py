@@ -1,0 +1,45 @@
+"""The feed-forward block without a gate, sparse where its activation is."""
+
+from torch import Tensor
+
+from gossamer.ffn.block import Block, run
+from gossamer.ffn.tracker import BlockTracker
+
+
+def plain(
+    x: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    *,
+    activation: str = "relu",
+    threshold: Tensor | None = None,
+    method: str = "auto",
+    density: BlockTracker | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
+    """activation(x @ up_weight.T) @ down_weight.T, multiplying down what the activation lets through.
+
+    The block of OPT, of T5 version 1.0 and of the original transformer. Exact in every way, as `gated`.
+
+    Args:
+        x: `[..., K]`, float, any strides.
+        up_weight: `[N, K]` as in `nn.Linear`, any strides; the dtype and device of x.
+        down_weight, activation, threshold, method, density: as in `gated`; `"fused"` is `"dense"` here.
+        up_bias: `[N]`, added in float32, or None.
+        down_bias: `[D]`, or None.
+
+    Returns:
+        `[..., D]` in the dtype of the weights, differentiable in x, weights and biases.
+
+    Raises:
+        ValueError, TypeError: as `gated`.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.3; the seed on sparse feed-forward blocks,
+    section C.2.
+
+    >>> plain(torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 4)).tolist()
+    [[12.0, 12.0], [12.0, 12.0]]
+    """
+    block = Block(x, up_weight, up_bias, threshold, None, None, down_weight, down_bias, activation)
+    return run("ffn.plain", block, method, density)

@@ -1,0 +1,38 @@
+"""A feed-forward block whose gate is sparse, as an operator."""
+
+import torch
+from torch import Tensor
+
+from gossamer._core.ops import register
+from gossamer.ffn._torch import sparse_ffn as _cpu
+from gossamer.ffn.costs import sampled_groups
+
+
+def _fake(
+    x: Tensor,
+    gate_weight: Tensor,
+    gate_bias: Tensor | None,
+    threshold: Tensor | None,
+    up_weight: Tensor | None,
+    up_bias: Tensor | None,
+    down_weight: Tensor,
+    down_rows: Tensor | None,
+    down_bias: Tensor | None,
+    squared: bool,
+    united: bool,
+    step: int,
+    unknown: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    m = x.shape[0]
+    nnz = x.new_empty(m if step else 0, dtype=torch.int32)
+    return x.new_empty(m, down_weight.shape[0]), nnz, nnz.new_empty(sampled_groups(m, step))
+
+
+sparse_ffn = register(
+    "sparse_ffn(Tensor x, Tensor gate_weight, Tensor? gate_bias, Tensor? threshold, Tensor? up_weight, "
+    "Tensor? up_bias, Tensor down_weight, Tensor? down_rows, Tensor? down_bias, bool squared, bool united, "
+    "SymInt step, bool unknown) -> (Tensor, Tensor, Tensor)",
+    cpu=_cpu.sparse_ffn,
+    gpu="gossamer.ffn._triton.sparse_ffn:sparse_ffn",
+    fake=_fake,
+)

@@ -1,0 +1,60 @@
+"""The transposed copy of a weight that a module keeps."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.rowsparse.dense_transpose import dense_transpose
+
+
+class Transposed:
+    """weight.t() with contiguous rows, made when it is first asked for, and again when the weight has changed.
+
+    A change is what PyTorch counts: operations in place, other memory, another tensor. What is written through
+    `weight.data` is not counted. Nothing is kept of a weight without a count (an inference tensor), under
+    `torch.compile`, and in a CUDA graph, which could not notice a change: then the answer is None.
+
+    Attributes:
+        nbytes: how much memory the copy takes.
+
+    >>> Transposed()(torch.ones(2, 3)).shape
+    torch.Size([3, 2])
+    """
+
+    def __init__(self) -> None:
+        self._of: weakref.ref[Tensor] | None = None
+        self._version: tuple[int, int] | None = None
+        self._copy: Tensor | None = None
+
+    def __call__(self, weight: Tensor) -> Tensor | None:
+        if torch.compiler.is_compiling() or weight.is_inference() or _transient(weight):
+            return None
+        version = weight.data_ptr(), weight._version
+        if self._copy is None or self._of is None or self._of() is not weight or self._version != version:
+            self._copy = None
+            with torch.no_grad():
+                self._copy = dense_transpose(weight)
+            self._of, self._version = weakref.ref(weight), version
+        return self._copy
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._copy is None else self._copy.nbytes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Transposed:
+        return Transposed()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Transposed, ()
+
+
+def _transient(weight: Tensor) -> bool:
+    if not weight.is_cuda:
+        return False
+    from gossamer._core.launch import transient
+
+    return transient(weight.device)

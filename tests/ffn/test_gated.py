@@ -1,0 +1,317 @@
+"""The gated block in all its ways."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gossamer import ffn
+from gossamer._core.ops import INTERPRET
+from gossamer.ffn import costs
+from gossamer.ffn.sparse_ffn import sparse_ffn
+from gossamer.testing import assert_close
+from tests.ffn.dense import dense, dense64
+
+SPARSE = ("gather", "union")
+METHODS = (*SPARSE, "fused", "dense")
+SMALL = (34, 24, 300, 40)
+"""Rows, K, N, D: two groups of rows and two tiles, not full."""
+
+
+def operands(
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+    shift: float = 2.0,
+    shared: float = 0.0,
+) -> dict[str, Tensor]:
+    """Small integers over a power of two, so that every pre-activation is exact and no rounding decides what is kept.
+    The rows of x have `shared` of what they are made of in common."""
+    m, k, n, d = shape
+
+    def draw(*size: int, least: int = -1) -> Tensor:
+        return torch.randint(least, 2, size, device=device, generator=generator)
+
+    own = torch.rand(m, k, device=device, generator=generator) >= shared
+    x = torch.where(own, draw(m, k), draw(1, k))
+    scale = 2.0 ** -(k.bit_length() // 2)
+    made = {
+        "x": x,
+        "gate": draw(n, k) * scale,
+        "up": torch.randn(n, k, device=device, generator=generator) * scale,
+        "down": torch.randn(d, n, device=device, generator=generator) * max(n, 1) ** -0.5,
+        "gate_bias": torch.full((n,), -shift, device=device),
+        "up_bias": torch.randn(n, device=device, generator=generator),
+        "down_bias": torch.randn(d, device=device, generator=generator),
+    }
+    return {name: tensor.to(dtype) for name, tensor in made.items()}
+
+
+def call(a: dict[str, Tensor], **options: Any) -> Tensor:
+    biases = {name: a[name] for name in ("gate_bias", "up_bias", "down_bias") if name in a}
+    return ffn.gated(a["x"], a["gate"], a["up"], a["down"], **biases, **options)
+
+
+def check(a: dict[str, Tensor], out: Tensor, activation: str = "relu", threshold: Tensor | None = None) -> None:
+    more = {name: a.get(name) for name in ("gate_bias", "up_bias", "down_bias")} | {"threshold": threshold}
+    parts = (a["x"], a["gate"], a["up"], a["down"], activation)
+    assert_close(out, reference64=dense64(*parts, **more), plain=dense(*parts, **more))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("activation", ["relu", "relu2", "jumprelu"])
+def test_matches_dense(
+    method: str, activation: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    if INTERPRET and dtype is torch.float16 and activation != "relu2":
+        pytest.skip("one activation tells what a dtype does")
+    a = operands(SMALL, dtype, device, generator)
+    threshold = torch.full((300,), 0.6, device=device) if activation == "jumprelu" else None
+    out = call(a, activation=activation, threshold=threshold, method=method)
+    assert out.dtype is dtype
+    check(a, out, activation, threshold)
+
+
+@pytest.mark.parametrize("method", SPARSE)
+@pytest.mark.parametrize("shift", [0.0, 1.0, 9.0])
+def test_any_density(method: str, shift: float, device: torch.device, generator: torch.Generator) -> None:
+    """Half of the entries, so that every row is heavy; some heavy rows; none has an entry."""
+    a = operands(SMALL, torch.float32, device, generator, shift)
+    check(a, call(a, method=method))
+
+
+@pytest.mark.parametrize("method", SPARSE)
+def test_rows_of_very_different_density(method: str, device: torch.device, generator: torch.Generator) -> None:
+    a = operands((33, 24, 600, 20), torch.float32, device, generator)
+    a["x"][[3, 17, 32]] *= 64
+    a["x"][20] = 0
+    check(a, call(a, method=method))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("shared", [0.0, 0.9])
+def test_unions_of_neighbours(shared: float, device: torch.device, generator: torch.Generator) -> None:
+    """What the operator says of itself: entries of rows, columns of groups."""
+    a = operands((36, 24, 600, 20), torch.float32, device, generator, shared=shared)
+    z = a["x"] @ a["gate"].t() + a["gate_bias"]
+    kept = z > 0
+    parts = (a["x"], a["gate"], a["gate_bias"], None, a["up"], a["up_bias"], a["down"], None, a["down_bias"])
+    out, nnz, sizes = sparse_ffn(*parts, False, True, 1, False)
+    check(a, out)
+    assert nnz.tolist() == kept.sum(1).tolist()
+    limit = costs.costs_of(600, 24, 20, True, a["x"]).limit
+    light = kept & (kept.sum(1) <= limit)[:, None]
+    assert sizes.tolist() == [int(light[i : i + costs.GROUP].any(0).sum()) for i in range(0, 36, costs.GROUP)]
+    # Sharing pays, and strangers' unions do not.
+    assert bool(sizes[0] * costs.PRICE <= light[: costs.GROUP].sum()) == (shared > 0)
+
+
+@pytest.mark.parametrize("m", [0, 1, 16, 17])
+@pytest.mark.parametrize("n", [0, 5, 300])
+def test_few_rows(m: int, n: int, device: torch.device, generator: torch.Generator) -> None:
+    a = operands((m, 24, n, 33), torch.float32, device, generator, shift=1.0)
+    for method in SPARSE if m > 16 else SPARSE[:1]:
+        check(a, call(a, method=method))
+
+
+@pytest.mark.parametrize("m", [3, 20])
+def test_no_biases_and_any_strides(
+    m: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    a = operands((m, 25, 301, 39), dtype, device, generator)
+    a = {name: a[name] for name in ("x", "gate", "up", "down")}
+    a["x"] = a["x"] - 0.25
+    strided = {name: t.t().contiguous().t() for name, t in a.items()}
+    assert not strided["x"].is_contiguous()
+    for method in ("gather",) if INTERPRET else METHODS:
+        check(a, call(strided, method=method))
+        apart = {name: torch.stack([t, t], 1)[:, 0] for name, t in a.items()}
+        check(a, call(apart, method=method))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_leading_dimensions(method: str, device: torch.device, generator: torch.Generator) -> None:
+    a = operands((18, 24, 300, 40), torch.float32, device, generator)
+    flat = call(a, method=method)
+    assert call(a | {"x": a["x"].view(3, 6, 24)}, method=method).equal(flat.view(3, 6, 40))
+    assert call(a | {"x": a["x"][0]}, method="dense").shape == (40,)
+
+
+@pytest.mark.parametrize("m", [5, 20])
+@pytest.mark.parametrize("method", SPARSE)
+def test_nan_and_inf(m: int, method: str, device: torch.device, generator: torch.Generator) -> None:
+    a = operands((m, 24, 300, 40), torch.float32, device, generator)
+    whole = call(a, method=method)
+    a["x"][1, 3] = float("nan")
+    out = call(a, method=method)
+    assert out[1].isnan().all()
+    rest = torch.arange(m, device=device) != 1
+    torch.testing.assert_close(out[rest], whole[rest])
+    a["x"][1, 3] = 0
+    z = a["x"] @ a["gate"].t() + a["gate_bias"]
+    column = int((z > 0).sum(0).argmax())
+    a["down"][7, column] = float("inf")
+    out = call(a, method=method)
+    hit = (z > 0)[:, column]
+    assert not out[hit, 7].isfinite().any()
+    assert out[:, torch.arange(40, device=device) != 7].isfinite().all()
+
+
+@pytest.mark.parametrize("m", [4, 33])
+def test_bitwise_the_same_twice(m: int, device: torch.device, generator: torch.Generator) -> None:
+    a = operands((m, 24, 300, 40), torch.float32, device, generator, shared=0.8)
+    for method in SPARSE:
+        assert call(a, method=method).equal(call(a, method=method))
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("activation", ["relu", "relu2", "jumprelu"])
+def test_gradients(activation: str, device: torch.device, generator: torch.Generator) -> None:
+    a = operands((6, 8, 30, 5), torch.float32, device, generator, shift=0.5)
+    threshold = torch.tensor(0.3, device=device) if activation == "jumprelu" else None
+    leaves = {name: t.clone().requires_grad_() for name, t in a.items()}
+    want = {name: t.double().requires_grad_() for name, t in a.items()}
+    weight = torch.randn(6, 5, device=device, generator=generator)
+    for method in METHODS:
+        (call(leaves, activation=activation, threshold=threshold, method=method) * weight).sum().backward()
+    names = ("gate_bias", "up_bias", "down_bias")
+    more = {name: want[name] for name in names} | {"threshold": None if threshold is None else threshold.double()}
+    out = dense(want["x"], want["gate"], want["up"], want["down"], activation, **more)
+    (out * weight).sum().backward()
+    for name in a:
+        torch.testing.assert_close(leaves[name].grad.double(), len(METHODS) * want[name].grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.native
+def test_gradcheck() -> None:
+    a = operands((3, 4, 6, 3), torch.float64, torch.device("cpu"), torch.Generator().manual_seed(0), shift=0.3)
+    leaves = [a[name].requires_grad_() for name in ("x", "gate", "up", "down")]
+    assert torch.autograd.gradcheck(lambda *t: ffn.gated(*t, gate_bias=a["gate_bias"]), leaves)
+
+
+@pytest.mark.native
+def test_autocast(device: torch.device, generator: torch.Generator) -> None:
+    a = operands(SMALL, torch.float32, device, generator)
+    for method in METHODS:
+        with torch.autocast(device.type, torch.bfloat16):
+            out = call(a, method=method)
+        assert out.dtype is torch.bfloat16
+        half = {name: t if name.endswith("bias") else t.bfloat16() for name, t in a.items()}
+        torch.testing.assert_close(out, call(half, method=method), rtol=0, atol=0)
+
+
+def test_the_way_is_followed(device: torch.device, generator: torch.Generator) -> None:
+    a, tracker = operands((18, 24, 300, 40), torch.float32, device, generator), ffn.BlockTracker(lag=1)
+    for _ in range(2):
+        check(a, call(a, density=tracker))
+        assert tracker.last_path in METHODS
+    known = tracker.rows.known(training=False)
+    assert known is not None and known.rows > 0
+    kept = (a["x"] @ a["gate"].t() + a["gate_bias"] > 0).sum(1)
+    assert kept.min() <= known.mean <= kept.max()
+    pinned = ffn.BlockTracker(pinned="union")
+    check(a, call(a, density=pinned))
+    assert pinned.last_path == "union"
+
+
+def test_the_cheapest_way() -> None:
+    cost = costs.Costs(gate=1.0, entry=0.01, heavy=3.0, fused=2.5, start=10.0)
+
+    def known(mean: float, union: float | None = None, over: int = 0) -> Any:
+        from gossamer.ffn.tracker import Known
+        from gossamer.rowsparse import Density
+
+        unions = None if union is None else Density(10, union, 0, 0)
+        return Known(Density(1000, mean, 0, over), unions)
+
+    assert costs.choose(None, 1000, cost) == "fused"
+    assert costs.choose(known(29), 1000, cost) == "gather"
+    assert costs.choose(known(200), 1000, cost) == "fused"
+    assert costs.choose(known(29), 1, cost) == "fused"
+    assert costs.choose(known(140, 16 * costs.PRICE * 20), 1000, cost) == "union" if costs.GROUP == 32 else True
+    assert costs.choose(known(400, over=900), 1000, cost) == "fused"
+    assert replace(cost, entry=0.001).limit == 3000
+
+
+@pytest.mark.native
+def test_compiles(compiled: Callable[..., Any], device: torch.device, generator: torch.Generator) -> None:
+    a = operands(SMALL, torch.float32, device, generator)
+    for method in ("auto", *METHODS):
+        out = compiled(lambda a, method=method: call(a, method=method))(a)
+        check(a, out)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"x": torch.ones(3, 7)}, ValueError, r"gate_weight must have shape \[N, K\] with K = 7 like x, got \[300, 24"),
+        ({"up": torch.ones(4, 24)}, ValueError, r"up_weight must have shape \[N, K\] = \[300, 24\] like gate_weight"),
+        (
+            {"down": torch.ones(4, 24)},
+            ValueError,
+            r"down_weight must have shape \[D, N\] with N = 300 like gate_weight",
+        ),
+        ({"down_bias": torch.ones(4)}, ValueError, r"down_bias must have shape \[D\] = \[40\] like down_weight"),
+        ({"up_bias": torch.ones(4)}, ValueError, r"up_bias must have shape \[N\] = \[300\] like gate_weight"),
+        ({"down": torch.ones(40, 300).half()}, TypeError, "x and down_weight must have one dtype, got float32 and"),
+        ({"gate": torch.ones(300, 24).int()}, TypeError, "gate_weight must be float32, float16 or bfloat16"),
+        ({"activation": "silu"}, ValueError, "activation must be one of relu, relu2, jumprelu.*gemm.gated_mlp"),
+        ({"activation": "jumprelu"}, ValueError, "takes a threshold .*, got none"),
+        ({"threshold": torch.ones(())}, ValueError, "takes a threshold .*, got one for 'relu'"),
+        ({"method": "fast"}, ValueError, "method must be one of auto, gather, union, fused, dense, got 'fast'"),
+        ({"density": 3}, TypeError, "density must be an ffn.BlockTracker or None, got int"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    a = operands(SMALL, torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0))
+    tensors = {name: change.pop(name) for name in list(change) if name in a}
+    with pytest.raises(error, match=f"^ffn.gated: .*{message}"):
+        call(a | tensors, **change)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shared", [0.0, 0.9])
+@pytest.mark.parametrize("shift", [0.0, 1.0, 2.5])
+def test_many_rows(shift: float, shared: float, device: torch.device, generator: torch.Generator) -> None:
+    """Every way at a size at which Hopper has kernels of its own: all rows heavy, some, and none."""
+    a = operands((4500, 256, 1032, 272), torch.bfloat16, device, generator, shift, shared)
+    a["x"][7::50] *= 16
+    a["x"][4000] = 0
+    for method in ("auto", *METHODS):
+        for activation in ("relu", "relu2"):
+            out = call(a, method=method, activation=activation)
+            check(a, out, activation)
+            assert out.equal(call(a, method=method, activation=activation))
+
+
+@pytest.mark.gpu
+def test_captured(device: torch.device, generator: torch.Generator) -> None:
+    for m in (5, 300, 4500):
+        a = operands((m, 256, 1032, 272), torch.bfloat16, device, generator, 1.5)
+        for method in ("auto", *METHODS):
+            call(a, method=method)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = call(a, method=method)
+            a["x"].neg_()
+            graph.replay()
+            check(a, out)
+
+
+@pytest.mark.gpu
+def test_no_wait(device: torch.device, generator: torch.Generator) -> None:
+    a, tracker = operands((300, 256, 1032, 272), torch.bfloat16, device, generator, 1.5), ffn.BlockTracker(lag=50)
+    for method in ("auto", *METHODS):
+        call(a, method=method)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for method in ("auto", *METHODS):
+            call(a, method=method)
+        call(a, density=tracker)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

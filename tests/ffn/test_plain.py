@@ -1,0 +1,64 @@
+"""The block without a gate in all its ways."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from gossamer import ffn
+from gossamer._core.ops import INTERPRET
+from gossamer.testing import assert_close
+from tests.ffn.dense import dense, dense64
+from tests.ffn.test_gated import METHODS, SMALL, SPARSE, operands
+
+
+@pytest.mark.parametrize("method", SPARSE if INTERPRET else METHODS)
+@pytest.mark.parametrize("activation", ["relu", "relu2", "jumprelu"])
+@pytest.mark.parametrize("m", [5, 34])
+def test_matches_dense(
+    m: int, method: str, activation: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    if INTERPRET and dtype is torch.float16 and activation != "relu2":
+        pytest.skip("one activation tells what a dtype does")
+    # Two slices of the result's columns.
+    shared = 0.9 if method == "union" else 0.0
+    a = operands((m, 24, 300, 1040 if m == 5 else 40), dtype, device, generator, shared=shared)
+    threshold = torch.rand(300, device=device, generator=generator) * 0.2 + 0.55 if activation == "jumprelu" else None
+    biases = {"up_bias": a["gate_bias"], "down_bias": a["down_bias"]}
+    out = ffn.plain(a["x"], a["gate"], a["down"], activation=activation, threshold=threshold, method=method, **biases)
+    more = {"gate_bias": a["gate_bias"], "down_bias": a["down_bias"], "threshold": threshold}
+    parts = (a["x"], a["gate"], None, a["down"], activation)
+    assert_close(out, reference64=dense64(*parts, **more), plain=dense(*parts, **more))
+
+
+@pytest.mark.parametrize("method", SPARSE)
+def test_any_density(method: str, device: torch.device, generator: torch.Generator) -> None:
+    for shift in (0.0, 9.0):
+        a = operands(SMALL, torch.float32, device, generator, shift)
+        a["x"][5] *= 64
+        out = ffn.plain(a["x"], a["gate"], a["down"], up_bias=a["gate_bias"], method=method)
+        more = {"gate_bias": a["gate_bias"]}
+        parts = (a["x"], a["gate"], None, a["down"], "relu")
+        assert_close(out, reference64=dense64(*parts, **more), plain=dense(*parts, **more))
+
+
+@pytest.mark.native
+def test_gradcheck() -> None:
+    a = operands((3, 4, 6, 3), torch.float64, torch.device("cpu"), torch.Generator().manual_seed(0), shift=0.3)
+    leaves = [a[name].requires_grad_() for name in ("x", "gate", "down", "gate_bias")]
+    assert torch.autograd.gradcheck(lambda x, up, down, bias: ffn.plain(x, up, down, up_bias=bias), leaves)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"up_weight": torch.ones(4, 9)}, r"up_weight must have shape \[N, K\] with K = 8 like x, got \[4, 9\]"),
+        ({"down_weight": torch.ones(5, 9)}, r"down_weight must have shape \[D, N\] with N = 4 like up_weight"),
+        ({"up_bias": torch.ones(5)}, r"up_bias must have shape \[N\] = \[4\] like up_weight"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], message: str) -> None:
+    given = {"x": torch.ones(2, 8), "up_weight": torch.ones(4, 8), "down_weight": torch.ones(5, 4)} | change
+    with pytest.raises(ValueError, match=f"^ffn.plain: {message}"):
+        ffn.plain(**given)

@@ -1,0 +1,44 @@
+"""The transposed copy of a weight follows the weight."""
+
+import copy
+import pickle
+
+import torch
+
+from gossamer.ffn.tracker import BlockTracker
+from gossamer.ffn.transposed import Transposed
+
+
+def test_it_is_renewed_when_the_weight_changes(device: torch.device) -> None:
+    kept, weight = Transposed(), torch.nn.Parameter(torch.randn(5, 7, device=device))
+    first = kept(weight)
+    assert first is not None and first.is_contiguous() and first.equal(weight.t())
+    assert kept(weight) is first and kept.nbytes == 4 * 5 * 7
+    with torch.no_grad():
+        weight.add_(1)
+    second = kept(weight)
+    assert second is not None and second is not first and second.equal(weight.t())
+    weight.data = torch.randn(5, 7, device=device)
+    assert kept(weight).equal(weight.t())  # type: ignore[union-attr]
+    other = torch.nn.Parameter(weight.detach().clone())
+    assert kept(other).equal(other.t()) and kept(weight).equal(weight.t())  # type: ignore[union-attr]
+
+
+def test_nothing_is_kept_of_what_cannot_be_followed(device: torch.device) -> None:
+    kept = Transposed()
+    with torch.inference_mode():
+        assert kept(torch.randn(5, 7, device=device)) is None
+    if device.type == "cuda":
+        weight = torch.randn(5, 7, device=device)
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            assert kept(weight) is None
+    assert kept.nbytes == 0
+
+
+def test_copies_start_anew() -> None:
+    kept, tracker = Transposed(), BlockTracker(lag=2, pinned="gather")
+    kept(torch.randn(3, 4))
+    for copied in (copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))):
+        assert copied.nbytes == 0
+    for other in (copy.deepcopy(tracker), pickle.loads(pickle.dumps(tracker))):
+        assert (other.rows.lag, other.rows.pinned) == (2, "gather")
