@@ -63,8 +63,9 @@ class GatedMLP(_Sparse):
         bias: whether the three layers have one.
         recompute: as in `gemm.gated_mlp`: whether a backward pass computes gate and up again instead of keeping them,
             and so keeps nothing.
-        method: the way of a block with `"relu"` or `"relu2"` where no gradient is needed, as in `ffn.gated`. `"auto"`
-            follows how sparse the block was a few calls ago; captured in a CUDA graph it stays with the way last taken.
+        method: the way of a block with `"relu"` or `"relu2"` where no gradient is needed, as in `ffn.gated`. `"fused"`
+            computes everything, gate and up in one product; `"auto"` follows how sparse the block was a few calls ago,
+            and captured in a CUDA graph stays with the way last taken.
         dtype: of the parameters; None takes PyTorch's default.
         device: of the parameters.
 
@@ -93,7 +94,7 @@ class GatedMLP(_Sparse):
         bias: bool = False,
         *,
         recompute: bool = False,
-        method: str = "auto",
+        method: str = "fused",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -153,7 +154,7 @@ class MLP(_Sparse):
         activation: str = "gelu",
         bias: bool = False,
         *,
-        method: str = "auto",
+        method: str = "fused",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:

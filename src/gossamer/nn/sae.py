@@ -70,13 +70,14 @@ class _SAE(torch.nn.Module):
         self.register_buffer("firing_counts", torch.zeros(d_sae, dtype=torch.int64, device=device))
         self.register_buffer("steps_since_fired", torch.zeros(d_sae, dtype=torch.int64, device=device))
         self._silence_known = Silence()
-        self._density = DensityTracker()
+        self._density = DensityTracker(pinned="sparse")
 
     @property
     def density(self) -> DensityTracker:
-        """How many latents rows have had, and the way that calls go: `"sparse"`, or `"dense"` where that is faster.
+        """How many latents rows have had, and the way that calls go: `"sparse"`, or `"dense"` by plain products.
 
-        `density.pinned = "sparse"` stays with one; `density.last_path` is the way of the last call."""
+        `density.pinned` is the way that is always taken, at first `"sparse"`; None leaves it to what is known of the
+        rows. `density.last_path` is the way of the last call."""
         return self._density
 
     @property

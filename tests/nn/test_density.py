@@ -1,0 +1,80 @@
+"""Autoencoders that take plain dense products: the same losses and gradients, and when they take them."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from gossamer import nn
+from tests.nn import dense
+
+KINDS = ("topk", "batchtopk", "jumprelu", "transcoder")
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "jumprelu": [{}, {"penalty": "quadratic", "target_l0": 3}, {"penalty": "tanh", "ste_to_input": True}],
+    "transcoder": [{}, {"skip": True}],
+}
+
+
+@pytest.mark.parametrize("kind, options", [(kind, o) for kind in KINDS for o in OPTIONS.get(kind, [{}])], ids=str)
+def test_both_ways_agree(kind: str, options: dict[str, Any], device: torch.device, generator: torch.Generator) -> None:
+    """Terms of the loss, every gradient, and what a step in training counts."""
+    x, found = dense.sample(40, generator), []
+    model = dense.make(kind, device, **options)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for way in ("sparse", "dense"):
+        model.load_state_dict(before)
+        model.density.pinned = way
+        model.zero_grad()
+        loss = model.loss(*dense.given(model, x))
+        loss.loss.backward()
+        assert model.density.last_path == way
+        grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+        found.append((loss._asdict(), grads, dict(model.named_buffers())))
+        found[-1] = tuple({k: v.detach().clone() for k, v in part.items() if v is not None} for part in found[-1])
+    for sparse, plain in zip(*found):
+        assert sparse.keys() == plain.keys()
+        for name in sparse:
+            torch.testing.assert_close(
+                plain[name], sparse[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n} {m}"
+            )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inference_both_ways(kind: str, device: torch.device, generator: torch.Generator) -> None:
+    x, outs = dense.sample(40, generator), []
+    model = dense.make(kind, device)
+    model.loss(*dense.given(model, x))
+    model.eval()
+    for way in ("sparse", "dense"):
+        model.density.pinned = way
+        with torch.no_grad():
+            outs.append(model(x))
+    torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-5)
+
+
+def test_the_way_follows_the_rows(device: torch.device, generator: torch.Generator) -> None:
+    """Half of 512 latents fire: dense from the first call in training on; in inference once that is known."""
+    model, x = nn.JumpReLUSAE(32, 512, device=device), torch.randn(200, 32, device=device, generator=generator)
+    model.density.pinned = None
+    paths = []
+    for _ in range(7):
+        with torch.no_grad():
+            model.eval()(x)
+            paths.append(model.density.last_path)
+        model.train().loss(x).loss.backward()
+        assert model.density.last_path == "dense"
+    assert paths == ["sparse"] * 4 + ["dense"] * 3
+    with torch.no_grad():
+        model.log_threshold.fill_(10.0)
+    for _ in range(6):
+        model.loss(x).loss.backward()
+    assert model.density.last_path == "sparse"
+
+
+def test_k_is_known_without_looking(device: torch.device, generator: torch.Generator) -> None:
+    x = torch.randn(200, 32, device=device, generator=generator)
+    for k, way in ((2, "sparse"), (500, "dense")):
+        model = nn.TopKSAE(32, 512, k, device=device, aux_coefficient=0)
+        model.density.pinned = None
+        model.loss(x).loss.backward()
+        assert model.density.last_path == way and model.density.known(training=True) is None
