@@ -1,12 +1,11 @@
 """Dense latents on the CPU."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.sae._torch.encode import encode
+from gossamer.sae.ranked import ranked
 
 
 def pre_activations(x: Tensor, weight: Tensor, bias: Tensor | None, b_dec: Tensor | None) -> Tensor:
@@ -16,33 +15,6 @@ def pre_activations(x: Tensor, weight: Tensor, bias: Tensor | None, b_dec: Tenso
         return torch.addmm(bias, x, weight)
     pre = x @ weight
     return pre if bias is None else pre.add_(bias)
-
-
-def scattered(values: Tensor, indices: Tensor, m: int, n: int) -> Tensor:
-    """Entries of CSR or ELL, whose columns are distinct, as a dense [m, n]."""
-    # One element more takes what the padding holds.
-    acts = values.new_zeros(m * n + 1)
-    acts.scatter_(0, indices, values)
-    return acts[:-1].view(m, n)
-
-
-def ranked(
-    x: Tensor, weight: Tensor, bias: Tensor | None, b_dec: Tensor | None, activation: str, k: int, scale: Tensor | None,
-    call: Callable[..., tuple[Tensor, ...]] = encode,
-) -> Tensor:  # fmt: skip
-    """The k largest of each row, or k * M of the batch, among zeros; `call` implements the operator `sae_encode`."""
-    m, n = x.shape[0], weight.shape[1]
-    csr = activation == "batchtopk"
-    values, indices, counts, _, _ = call(
-        x, weight, bias, b_dec, None, activation, k, 0.0, -1 if csr else k, False, scale
-    )
-    if csr:
-        slots = torch.arange(values.shape[0], device=x.device)
-        rows = torch.searchsorted(counts, slots, right=True) - 1
-    else:
-        rows = torch.arange(m, device=x.device)[:, None].expand_as(indices).reshape(-1)
-    columns = indices.reshape(-1).long()
-    return scattered(values.reshape(-1), torch.where(columns < 0, m * n, rows * n + columns), m, n)
 
 
 def encode_dense(
@@ -60,7 +32,7 @@ def encode_dense(
     """Operator `sae_encode_dense` -> (acts, l0, fired, nnz)."""
     wide = threshold_dtype(weight.dtype)
     if activation in ("topk", "batchtopk"):
-        acts = ranked(x, weight, bias, b_dec, activation, k, scale)
+        acts = ranked(x, weight, bias, b_dec, activation, k, scale, encode)
     else:
         acts = pre_activations(x, weight, bias, b_dec)
         limit = acts.new_zeros(1, dtype=wide) if threshold is None else threshold.clamp(min=0)
