@@ -60,7 +60,7 @@ def refuse_second(function: str) -> None:
         _refuse(function)
 
 
-def _refuse(function: str, *_: Any) -> None:
+def _refuse(function: str, *_: Any, **__: Any) -> None:
     raise NotImplementedError(f"{function}: second derivatives are not implemented. Use create_graph=False.")
 
 

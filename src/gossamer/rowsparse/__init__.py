@@ -5,8 +5,10 @@
 [[0.0, 2.0, 0.0]]
 """
 
-from gossamer.rowsparse.convert import convert
-from gossamer.rowsparse.formats import CSR, ELL, LinearSource, Rows, TwELL
+from gossamer.rowsparse.container import LinearSource, Packed
+from gossamer.rowsparse.convert import convert, from_torch_sparse
+from gossamer.rowsparse.edit import cat
+from gossamer.rowsparse.formats import CSR, ELL, Rows, TwELL
 from gossamer.rowsparse.matmul import matmul
 from gossamer.rowsparse.pack import pack, unpack
 from gossamer.rowsparse.sampled_matmul import sampled_matmul
@@ -16,9 +18,12 @@ __all__ = [
     "CSR",
     "ELL",
     "LinearSource",
+    "Packed",
     "Rows",
     "TwELL",
+    "cat",
     "convert",
+    "from_torch_sparse",
     "matmul",
     "pack",
     "sampled_matmul",
