@@ -152,10 +152,10 @@ class _SAE(torch.nn.Module):
             x = target = x.contiguous()
         rows, l0 = self._entries(x)
         reconstruction = self._output(x, rows)
-        mse = squared_error(target, reconstruction).mean()
+        mse = _mean(squared_error(target, reconstruction))
         parts = self._penalty(rows, l0), self._dead_loss(x, target, reconstruction) if self.training else None
         penalty, dead = (zero if part is None else part for part, zero in zip(parts, mse.new_zeros(2).unbind()))
-        return SAELoss(mse + penalty + dead, mse, penalty, l0.detach().mean(), reconstruction, dead)
+        return SAELoss(mse + penalty + dead, mse, penalty, _mean(l0.detach()), reconstruction, dead)
 
     def _output(self, x: Tensor, rows: Rows) -> Tensor:
         return self.decode(rows)
@@ -236,6 +236,11 @@ class _Reviving(_SAE):
 
     def extra_repr(self) -> str:
         return f"d_in={self.d_in}, d_sae={self.d_sae}, k={self.k}"
+
+
+def _mean(terms: Tensor) -> Tensor:
+    """Over all rows; 0 where there are none."""
+    return terms.mean() if terms.numel() else terms.sum()
 
 
 def geometric_median(x: Tensor, iterations: int = 100) -> Tensor:
