@@ -123,18 +123,19 @@ def dense64(rows: Rows) -> Tensor:
     torch.Size([2, 5])
     """
     out = torch.zeros(rows.num_rows, rows.num_columns, dtype=torch.float64)
-    source = _source64(rows.source)
-    indices, values = rows.indices.cpu(), rows.values.detach().cpu().double()
+    values, indices, counts, kept = rows.packed
+    source = _source64(kept)
+    indices, values, counts = indices.cpu(), values.detach().cpu().double(), counts.cpu()
     for row in range(rows.num_rows):
         if isinstance(rows, TwELL):
-            counts = rows.nnz_per_tile[row].tolist()
-            lists = [(indices[row, t, :c].long() + t * rows.tile, values[row, t, :c]) for t, c in enumerate(counts)]
-            over = max(counts, default=0) > rows.slots
+            found = counts[row].tolist()
+            lists = [(indices[row, t, :c].long() + t * rows.tile, values[row, t, :c]) for t, c in enumerate(found)]
+            over = max(found, default=0) > rows.slots
         elif isinstance(rows, ELL):
-            count = int(rows.nnz_per_row[row])
+            count = int(counts[row])
             lists, over = [(indices[row, :count], values[row, :count])], count > rows.capacity
         else:
-            first, last = rows.row_offsets[row : row + 2].tolist()
+            first, last = counts[row : row + 2].tolist()
             lists, over = [(indices[first:last], values[first:last])], last > rows.max_nnz
         if over and source is not None:
             out[row] = source[row]

@@ -482,9 +482,9 @@ class BatchTopKSAE(_Reviving):
         rows, l0 = sae.encode_csr_with_l0(x, self.W_enc, self.b_enc, k=self.k, b_dec=self.b_dec)
         with torch.no_grad():
             # For what does not ask which row an entry is in: k of them a row, in their order.
-            held = {"values": rows.values.detach().view(-1, self.k), "indices": rows.indices.view(-1, self.k)}
+            values, indices, _, _ = rows.packed
             count = torch.full((rows.num_rows,), self.k, dtype=torch.int32, device=x.device)
-            lists = ELL(**held, nnz_per_row=count, shape=(rows.num_rows, self.d_sae))
+            lists = ELL(values.detach().view(-1, self.k), indices.view(-1, self.k), count, (rows.num_rows, self.d_sae))
             self._counted(lists, l0)
         return rows, l0
 

@@ -1,7 +1,6 @@
 """(x @ weight.T) at a pattern."""
 
 import math
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -46,4 +45,5 @@ def sampled_matmul(x: Tensor, weight: Tensor, pattern: Rows) -> Rows:
     check_dtypes(operator, "x", x, "weight", weight)
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     values, dense = _sampled(flat, weight, indices, offsets, source, False, True, None)
-    return replace(pattern, values=values, source=None if source is None else dense)
+    counts = pattern.packed.counts
+    return pattern.rebuilt(values, pattern.packed.indices, counts, None if source is None else dense)

@@ -386,13 +386,15 @@ def _entries(latents: Any) -> CSR:
     if isinstance(latents, Tensor):
         latents = latents.to_dense() if latents.is_sparse else latents
         return rowsparse.pack(latents.reshape(-1, latents.shape[-1]), format="csr")
-    if not isinstance(latents, ELL) or bool(latents.overflowed.any()):
-        return rowsparse.pack(latents.to_dense().reshape(-1, latents.num_columns), format="csr")
-    held = torch.arange(latents.capacity, device=latents.device) < latents.nnz_per_row[:, None]
-    held &= latents.indices >= 0
+    shape = (latents.num_rows, latents.num_columns)
+    if not isinstance(latents, ELL):
+        return rowsparse.convert(latents.reshape(shape), "csr")  # type: ignore[return-value]
+    values, indices, nnz, _ = latents.settle().packed
+    held = torch.arange(latents.capacity, device=latents.device) < nnz[:, None]
+    held &= indices >= 0
     offsets = torch.zeros(latents.num_rows + 1, dtype=torch.int64, device=latents.device)
     torch.cumsum(held.sum(1), 0, out=offsets[1:])
-    return CSR(offsets, latents.indices[held], latents.values[held], (latents.num_rows, latents.num_columns))
+    return CSR(offsets, indices[held], values[held], shape)
 
 
 def _fingerprint(sae: Any) -> str:
