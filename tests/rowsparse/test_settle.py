@@ -176,3 +176,15 @@ def test_compile_refuses_to_look(compiled: Any) -> None:
 def test_validate_finds_more(rows: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rows.validate()
+
+
+@pytest.mark.parametrize("use", [lambda rows: rows.to_dense(), lambda rows: rows @ torch.ones(4, 3).to(rows.device)])
+def test_overflow_without_a_source_is_never_zero(use: Any, device: torch.device, mode: str) -> None:
+    """It raises where the host can see it, and is NaN where it cannot."""
+    counts = torch.tensor([1, 3], device=device).int()
+    rows = ELL(torch.ones(2, 1, device=device), torch.zeros(2, 1, device=device).int(), counts, (2, 4))
+    if mode == "cpu":
+        with pytest.raises(ValueError, match="more entries than slots, and the container no source"):
+            use(rows)
+    else:
+        assert use(rows).isnan().any(1).tolist() == [False, True]

@@ -161,7 +161,7 @@ class _SAE(torch.nn.Module):
         """(latents as a container or dense, l0, the counts of entries where they have to be followed)"""
         if self._way(x) == "sparse":
             rows, l0 = sparse(x)
-            return rows, l0, None if self._expected is not None else rows.nnz_per_row
+            return rows, l0, None if self._expected is not None else rows.packed.counts
         acts, l0, fired, nnz = encode_dense(x, self.W_enc, self.b_enc, **self._options())
         if self.training:
             with torch.no_grad():
@@ -217,12 +217,12 @@ class _SAE(torch.nn.Module):
             x = target = x.contiguous()
         rows, l0, nnz = self._chosen(x, self._entries)
         reconstruction = self._output(x, rows)
-        mse = squared_error(target, reconstruction).mean()
+        mse = _mean(squared_error(target, reconstruction))
         parts = self._penalty(rows, l0), self._dead_loss(x, target, reconstruction) if self.training else None
         penalty, dead = (zero if part is None else part for part, zero in zip(parts, mse.new_zeros(2).unbind()))
         loss = mse + penalty + dead
         self._record(nnz, loss)
-        return SAELoss(loss, mse, penalty, l0.detach().mean(), reconstruction, dead)
+        return SAELoss(loss, mse, penalty, _mean(l0.detach()), reconstruction, dead)
 
     def _output(self, x: Tensor, rows: Rows | Tensor) -> Tensor:
         return decode_dense(rows, self.W_dec, self.b_dec) if isinstance(rows, Tensor) else self.decode(rows)
@@ -307,6 +307,11 @@ class _Reviving(_SAE):
 
     def extra_repr(self) -> str:
         return f"d_in={self.d_in}, d_sae={self.d_sae}, k={self.k}"
+
+
+def _mean(terms: Tensor) -> Tensor:
+    """Over all rows; 0 where there are none."""
+    return terms.mean() if terms.numel() else terms.sum()
 
 
 def geometric_median(x: Tensor, iterations: int = 100) -> Tensor:
