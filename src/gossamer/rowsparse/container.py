@@ -116,11 +116,11 @@ class RowSparse:
     shape: tuple[int, ...]
     source: Any
     _packed: Packed
-    _versions: tuple[int | None, ...]
+    _watched: tuple[tuple[Tensor, int], ...]
 
     def _hold(self, values: Tensor, indices: Tensor, counts: Tensor, source: Tensor | LinearSource | None) -> None:
         object.__setattr__(self, "_packed", Packed(values, indices, counts, source))
-        object.__setattr__(self, "_versions", _versions(source))
+        object.__setattr__(self, "_watched", _watched(source))
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise FrozenInstanceError(f"cannot assign to field {name!r}: dataclasses.replace makes another container.")
@@ -136,12 +136,14 @@ class RowSparse:
             RuntimeError: a tensor of the source has been changed in place since the container was made. Nothing
                 counts changes under `torch.compile`, of inference tensors, and by replays of a CUDA graph.
         """
-        if self._versions and _versions(self._packed.source) not in ((), self._versions):
-            raise RuntimeError(
-                f"rowsparse.{type(self).__name__}: a tensor that rows which overflowed are read from has been changed "
-                "in place since they were packed. Call rows.settle() before the change, which takes those entries "
-                "over, or pack a copy."
-            )
+        if self._watched and not torch.compiler.is_compiling():
+            for tensor, version in self._watched:
+                if tensor._version != version:
+                    raise RuntimeError(
+                        f"rowsparse.{type(self).__name__}: a tensor that rows which overflowed are read from has been "
+                        "changed in place since they were packed. Call rows.settle() before the change, which takes "
+                        "those entries over, or pack a copy."
+                    )
         return self._packed
 
     def settle(self: Self) -> Self:
@@ -363,12 +365,12 @@ class RowSparse:
         )
 
 
-def _versions(source: "Tensor | LinearSource | None") -> tuple[int | None, ...]:
-    """How often each tensor of a source has been changed in place; () where nobody counts."""
+def _watched(source: "Tensor | LinearSource | None") -> tuple[tuple[Tensor, int], ...]:
+    """Each tensor of a source beside how often it has been changed in place; () where nobody counts."""
     if source is None or torch.compiler.is_compiling():
         return ()
     tensors = (source,) if isinstance(source, Tensor) else (source.x, source.weight, source.bias, source.threshold)
-    return tuple([None if t is None or t.is_inference() else t._version for t in tensors])
+    return tuple([(t, t._version) for t in tensors if t is not None and not t.is_inference()])
 
 
 def made(
@@ -385,7 +387,7 @@ def made(
     if torch.compiler.is_compiling():
         return cls(values=values, indices=indices, source=source, **{cls.COUNTS_NAME: counts}, **given)
     rows: Any = object.__new__(cls)
-    rows.__dict__.update(given, _packed=Packed(values, indices, counts, source), _versions=_versions(source))
+    rows.__dict__.update(given, _packed=Packed(values, indices, counts, source), _watched=_watched(source))
     return rows
 
 
