@@ -29,7 +29,7 @@ class LinearSource:
         ValueError: the tensors' shapes or devices do not fit each other.
         TypeError: a tensor is not floating, or x and weight have two dtypes.
 
-    Source: this package's own; "Sparser, Faster, Lighter Transformer Language Models" keeps such rows in a dense backup.
+    Source: this package's own; "Sparser, Faster, Lighter Transformer Language Models" keeps a dense backup of them.
 
     >>> LinearSource(torch.ones(2, 3), torch.ones(5, 3)).requires_grad
     False
