@@ -118,9 +118,12 @@ def test_out_dtype(
     out = matmul(pack(x, capacity=capacity), weight, out_dtype=out_dtype)
     assert out.dtype is out_dtype
     reference = x.double() @ weight.double()
+    magnitude = (x.double().square() @ weight.double().square()).sqrt()
     for row in range(4):
         plain = (x[row].float() @ weight.float()).to(out_dtype)
-        assert_close(out[row], reference64=reference[row], plain=plain, name=f"row {row}")
+        # One row of a dense product may be nearly exact by luck, and is on some CPUs.
+        sums = {"length": int(x[row].count_nonzero()), "magnitude": magnitude[row]}
+        assert_close(out[row], reference64=reference[row], plain=plain, name=f"row {row}", **sums)
 
 
 @pytest.mark.parametrize("format", ["ell", "csr"])
