@@ -228,6 +228,15 @@ def test_errors(make: Any, error: type[Exception], message: str) -> None:
         make()
 
 
+@pytest.mark.parametrize("use", ["encode", "forward", "loss"])
+def test_what_does_not_fit_is_told_by_the_module(use: str) -> None:
+    model = nn.TopKSAE(D_IN, D_SAE, 4)
+    with pytest.raises(ValueError, match=rf"nn\.TopKSAE: x must have shape \[\.\.\., d_in\] with d_in = {D_IN}, got"):
+        getattr(model, use)(torch.ones(2, D_IN + 1))
+    with pytest.raises(TypeError, match=r"nn\.TopKSAE: x must be float32.* got int64"):
+        getattr(model, use)(torch.ones(2, D_IN).long())
+
+
 def test_batchtopk(device: torch.device, generator: torch.Generator) -> None:
     """A batch shares its entries, and the gradients are those of the dense product at them."""
     torch.manual_seed(0)

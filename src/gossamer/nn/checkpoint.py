@@ -27,7 +27,7 @@ Model = TopKSAE | BatchTopKSAE | JumpReLUSAE | Transcoder
 _AUX = ("aux_coefficient", "aux_k", "dead_after")
 _SETTINGS: dict[type[Model], tuple[str, ...]] = {
     TopKSAE: _AUX,
-    Transcoder: _AUX,
+    Transcoder: ("d_out", *_AUX),
     BatchTopKSAE: ("k", "threshold_rate", "capacity", *_AUX),
     JumpReLUSAE: (
         *("bandwidth", "l0_coefficient", "capacity", "penalty", "target_l0", "tanh_scale"),
@@ -67,8 +67,9 @@ def save(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
         folder: made if it is not there; files of the same names are replaced, each whole or not at all.
         layout: `"sae_lens"` writes `cfg.json`, `sae_weights.safetensors` (`log_threshold` as `threshold`; BatchTopK as
             the JumpReLU that it is when it is not trained). `"sparsify"` writes `cfg.json` and `sae.safetensors`, and
-            is for `TopKSAE` and for `Transcoder` with d_in = d_out. Beside either lies `training_state.safetensors`
-            with the firing statistics, which those libraries do not read.
+            is for `TopKSAE` and for `Transcoder`; one with d_in other than d_out `load` reads, and sparsify does not.
+            Beside either lies `training_state.safetensors` with the firing statistics, which those libraries do not
+            read.
 
     Raises:
         TypeError: model is no autoencoder of this package, a slice of one (`shard`), or one with other tensors than
@@ -90,17 +91,11 @@ def save(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
         raise ValueError(f'{operator}: layout must be "sae_lens" or "sparsify", got {layout!r}.')
     if layout == "sparsify" and not isinstance(model, TopKSAE | Transcoder):
         raise ValueError(f'{operator}: layout="sparsify" has no place for thresholds. Use layout="sae_lens".')
-    if isinstance(model, Transcoder):
-        if layout == "sae_lens":
-            raise ValueError(
-                f'{operator}: layout="sae_lens" has no place for a TopK Transcoder, and SAELens has no such module. '
-                'Use layout="sparsify".'
-            )
-        if model.d_in != model.d_out:
-            raise ValueError(
-                f'{operator}: layout="sparsify" has one size for what goes in and comes out, got d_in = {model.d_in} '
-                f"and d_out = {model.d_out}. Write model.state_dict() with safetensors.torch.save_file instead."
-            )
+    if isinstance(model, Transcoder) and layout == "sae_lens":
+        raise ValueError(
+            f'{operator}: layout="sae_lens" has no place for a TopK Transcoder, and SAELens has no such module. '
+            'Use layout="sparsify".'
+        )
     tensors = {name: t.detach() for name, t in model.state_dict().items() if name not in _STATISTICS}
     own = {"W_enc", "b_enc", "W_dec", "b_dec"} | next(names for kind, names in _OWN.items() if isinstance(model, kind))
     if strange := sorted(tensors.keys() - own | own - tensors.keys() - {"W_skip"}):
@@ -276,11 +271,13 @@ def _from_sparsify(operator: str, folder: Path, config: dict[str, Any], tensors:
     transcode, skip = bool(config.get("transcode")), bool(config.get("skip_connection"))
     # As sparsify does it: b_dec is subtracted from what is reconstructed, and not from what something else is from.
     config["apply_b_dec_to_input"] = not transcode
-    wanted = {"W_enc": (d_in, d_sae), "W_dec": (d_sae, d_in), "b_enc": (d_sae,), "b_dec": (d_in,)}
+    given = {"skip": skip} | _given(Transcoder, config)
+    # sparsify has one size for what goes in and comes out.
+    d_out = given.pop("d_out", d_in) if transcode or skip else d_in
+    wanted = {"W_enc": (d_in, d_sae), "W_dec": (d_sae, d_out), "b_enc": (d_sae,), "b_dec": (d_out,)}
     if transcode or skip:
-        given = {"skip": skip} | _given(Transcoder, config)
-        wanted |= {"W_skip": (d_in, d_in)} if skip else {}
-        return lambda **options: Transcoder(d_in, d_in, d_sae, k, **given, **options), wanted
+        wanted |= {"W_skip": (d_out, d_in)} if skip else {}
+        return lambda **options: Transcoder(d_in, d_out, d_sae, k, **given, **options), wanted
     given = _given(TopKSAE, config)
     return lambda **options: TopKSAE(d_in, d_sae, k, **given, **options), wanted
 

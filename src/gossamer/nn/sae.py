@@ -87,6 +87,7 @@ class _SAE(torch.nn.Module):
 
     def encode(self, x: Tensor) -> ELL:
         """x `[..., d_in]` -> latents `(..., d_sae)`; see `sae.encode`. In training mode it counts what fires."""
+        self._check(x)
         return self._encode(x)[0]
 
     def decode(self, rows: Rows) -> Tensor:
@@ -99,6 +100,12 @@ class _SAE(torch.nn.Module):
         out = self._output(x, rows)
         self._record(nnz, out)
         return out
+
+    def _check(self, x: Tensor) -> None:
+        operator = f"nn.{type(self).__name__}"
+        checks.floating(operator, x=x)
+        if x.shape[-1:] != (self.d_in,):
+            raise ValueError(f"{operator}: x must have shape [..., d_in] with d_in = {self.d_in}, got {list(x.shape)}.")
 
     def dead(self) -> Tensor:
         """Bool `[d_sae]`, on the device: which latents have been silent for `dead_after` calls of `encode` or more."""
@@ -159,6 +166,7 @@ class _SAE(torch.nn.Module):
         self, x: Tensor, sparse: Callable[[Tensor], tuple[Rows, Tensor]]
     ) -> tuple[Rows | Tensor, Tensor, Tensor | None]:
         """(latents as a container or dense, l0, the counts of entries where they have to be followed)"""
+        self._check(x)
         if self._way(x) == "sparse":
             rows, l0 = sparse(x)
             return rows, l0, None if self._expected is not None else rows.packed.counts

@@ -135,22 +135,20 @@ def patch(model: nn.Module, *, recompute: bool = False) -> Report:
 
 
 def unpatch(model: nn.Module) -> None:
-    """Undoes `patch`.
+    """Undoes `patch`; does nothing where nothing is patched, as after a `patch` that found nothing.
 
     Args:
         model: what was patched.
 
     Raises:
         TypeError: model is no module.
-        ValueError: nothing in it is patched, or something has replaced the forward or the class of what is since, and
-            has to be removed first. Nothing is changed then.
+        ValueError: something has replaced the forward or the class of what is patched since, and has to be removed
+            first. Nothing is changed then.
 
     >>> unpatch(model)  # doctest: +SKIP
     """
     _check(_UNPATCH, model)
     found = {name: module for name, module in model.named_modules() if isinstance(module, _Fused)}
-    if not found:
-        raise ValueError(f"{_UNPATCH}: model is not patched.")
     later = {name or "model": what for name, module in found.items() if (what := _put_on(module)) is not None}
     if later:
         raise ValueError(
