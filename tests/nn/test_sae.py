@@ -220,7 +220,7 @@ def test_loss_without_a_sync(device: torch.device, generator: torch.Generator) -
         (lambda: nn.TopKSAE(4, 8, 2, dtype="float32"), TypeError, "dtype must be torch.float32, .* got str"),
         (lambda: nn.JumpReLUSAE(4, 8, capacity=0), ValueError, "capacity must be at least 1, got 0"),
         (lambda: nn.JumpReLUSAE(4, 8, initial_threshold=-1.0), ValueError, "initial_threshold must be above 0"),
-        (lambda: nn.TopKSAE(4, 8, 2)(torch.ones(3, 5)), ValueError, r"x must have shape .* d_in = 4 like W_enc"),
+        (lambda: nn.TopKSAE(4, 8, 2)(torch.ones(3, 5)), ValueError, r"x must have shape .* d_in = 4, got"),
     ],
 )  # fmt: skip
 def test_errors(make: Any, error: type[Exception], message: str) -> None:
