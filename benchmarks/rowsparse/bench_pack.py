@@ -19,11 +19,11 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     else:
         shapes = [(32, 65536, 64, torch.float32), (4096, 65536, 72, torch.bfloat16)]
     for shape in shapes:
-        yield _pack(*shape)
+        yield pack(*shape)
         yield _transpose(*shape)
 
 
-def _pack(M: int, N: int, nnz: int, dtype: torch.dtype) -> Case:
+def pack(M: int, N: int, nnz: int, dtype: torch.dtype) -> Case:
     capacity = max(128, 1 << nnz.bit_length())
 
     def seed_fixed(x: Tensor) -> Any:

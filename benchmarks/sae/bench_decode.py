@@ -26,34 +26,34 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     """Small shapes for `quick` and on the CPU, beside the article's first shape, which is always there."""
     bf16, fp32 = torch.bfloat16, torch.float32
     small = quick or device.type == "cpu"
-    yield _decode("decode", 32, 65536, 768, 64, fp32, compiled=True)
+    yield decode("decode", 32, 65536, 768, 64, fp32, compiled=True)
     if small:
-        yield _decode("decode", 64, 4096, 256, 32, fp32)
-        yield _ready(32, 16384, 256, 64, fp32)
+        yield decode("decode", 64, 4096, 256, 32, fp32)
+        yield ready(32, 16384, 256, 64, fp32)
     else:
         for shape in ((256, 65536, 768, 64, fp32), (32, 131072, 512, 128, fp32)):
-            yield _decode("decode", *shape, compiled=True)
+            yield decode("decode", *shape, compiled=True)
         for dtype in (bf16, fp32):
-            yield _decode("decode", 4096, 65536, 2304, 72, dtype, compiled=True)
+            yield decode("decode", 4096, 65536, 2304, 72, dtype, compiled=True)
         for shape in ((32, 65536, 768, 64, fp32), (256, 65536, 768, 64, fp32)):
-            yield _ready(*shape)
+            yield ready(*shape)
         for dtype in (bf16, fp32):
-            yield _ready(4096, 65536, 2304, 72, dtype)
+            yield ready(4096, 65536, 2304, 72, dtype)
 
     for name, F, D, l0 in REAL:
         if not small:
-            yield _decode("decode_real", 32, F, D, l0, fp32, compiled=True, SAE=name)
+            yield decode("decode_real", 32, F, D, l0, fp32, compiled=True, SAE=name)
     F, D = (4096, 256) if small else (65536, 768)
     for l0 in (16, 128, 1024) if small else [1 << i for i in range(4, 15)]:
-        yield _decode("sweep_l0", 32, F, D, l0, fp32, sweep="L0")
+        yield decode("sweep_l0", 32, F, D, l0, fp32, sweep="L0")
     for width in (1024, 4096, 16384) if small else [1 << i for i in range(12, 18)]:
-        yield _decode("sweep_features", 32, width, D, 64, fp32, sweep="F")
+        yield decode("sweep_features", 32, width, D, 64, fp32, sweep="F")
     for B in (1, 16, 256) if small else (1, 4, 16, 64, 256, 1024, 4096):
-        yield _decode("sweep_batch", B, F, D, 64, fp32, sweep="B")
+        yield decode("sweep_batch", B, F, D, 64, fp32, sweep="B")
     if device.type == "cuda":
         for B in (32, 256) if small else (32, 256, 1024):
             for capacity in (512, 1024):
-                yield _decode("memory", B, F, D, 64, fp32, capacity=capacity)
+                yield decode("memory", B, F, D, 64, fp32, capacity=capacity)
     shape = (64, 4096, 256, 32) if small else (4096, 65536, 2304, 72)
     for dtype in (fp32,) if device.type == "cpu" else (bf16, fp32):
         for forward in (False, True):
@@ -61,7 +61,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         yield _backward(*shape, dtype, False, always=8)
 
 
-def _decode(
+def decode(
     name: str,
     B: int,
     F: int,
@@ -123,7 +123,7 @@ def _decode(
     )
 
 
-def _ready(B: int, F: int, D: int, l0: int, dtype: torch.dtype) -> Case:
+def ready(B: int, F: int, D: int, l0: int, dtype: torch.dtype) -> Case:
     capacity = max(512, 1 << (l0 - 1).bit_length())
     return Case(
         room="sae",

@@ -147,8 +147,7 @@ def load_cases(folder: Path, room: str | None, pattern: str | None, device: torc
     rooms = sorted({file.parent.name for file in files})
     if room is not None and room not in rooms:
         raise ValueError(f"gossamer bench: ROOM must be one of {', '.join(rooms)}, got {room!r}.")
-    if str(folder.parent) not in sys.path:
-        sys.path.insert(0, str(folder.parent))
+    import_path(folder)
     found: list[Case] = []
     for file in files:
         if room in (None, file.parent.name):
@@ -163,6 +162,12 @@ def load_cases(folder: Path, room: str | None, pattern: str | None, device: torc
             f"gossamer bench: --case must match a name ({', '.join(names)}) or an id (see --list), got {pattern!r}."
         )
     return chosen
+
+
+def import_path(folder: Path) -> None:
+    """Lets the files of `benchmarks` be imported."""
+    if str(folder.parent) not in sys.path:
+        sys.path.insert(0, str(folder.parent))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
