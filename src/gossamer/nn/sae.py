@@ -13,7 +13,7 @@ from gossamer.nn._silence import Silence
 from gossamer.rowsparse import ELL, Density, DensityTracker, Rows
 from gossamer.rowsparse.pack import default_capacity
 from gossamer.sae.decode import decode_dense
-from gossamer.sae.encode_dense import break_even, encode_dense
+from gossamer.sae.encode_dense import MEASURED, break_even, encode_dense
 from gossamer.sae.smallest import smallest
 from gossamer.sae.squared_error import squared_error
 
@@ -70,14 +70,15 @@ class _SAE(torch.nn.Module):
         self.register_buffer("firing_counts", torch.zeros(d_sae, dtype=torch.int64, device=device))
         self.register_buffer("steps_since_fired", torch.zeros(d_sae, dtype=torch.int64, device=device))
         self._silence_known = Silence()
-        self._density = DensityTracker(pinned="sparse")
+        self._density = DensityTracker()
 
     @property
     def density(self) -> DensityTracker:
         """How many latents rows have had, and the way that calls go: `"sparse"`, or `"dense"` by plain products.
 
-        `density.pinned` is the way that is always taken, at first `"sparse"`; None leaves it to what is known of the
-        rows. `density.last_path` is the way of the last call."""
+        The CPU goes the way that is faster at the density of a few calls ago; on a GPU, where the break-even has not been
+        measured, it is `"sparse"`. `density.pinned` names a way that is always taken, `density.last_path` the last one.
+        """
         return self._density
 
     @property
@@ -169,14 +170,21 @@ class _SAE(torch.nn.Module):
         self._check(x)
         if self._way(x) == "sparse":
             rows, l0 = sparse(x)
-            return rows, l0, None if self._expected is not None else rows.packed.counts
+            return rows, l0, rows.packed.counts if self._follows(x) else None
         acts, l0, fired, nnz = encode_dense(x, self.W_enc, self.b_enc, **self._options())
         if self.training:
             with torch.no_grad():
                 self._count(acts, fired)
         return acts, l0, nnz
 
+    def _follows(self, x: Tensor) -> bool:
+        """Whether the way depends on counts that only the device knows."""
+        return self._expected is None and x.device.type in MEASURED
+
     def _way(self, x: Tensor) -> str:
+        if self._density.pinned is None and x.device.type not in MEASURED:
+            self._density.last_path = "sparse"
+            return "sparse"
         limit = break_even(x.shape[:-1].numel(), self.W_dec.shape[1], self.d_sae, self.W_dec, training=self.training)
 
         def choose(known: Density | None) -> str:
@@ -193,7 +201,7 @@ class _SAE(torch.nn.Module):
         return self._density.path(choose, training=self.training)
 
     def _record(self, nnz: Tensor | None, result: Tensor) -> None:
-        if nnz is not None and self._expected is None:
+        if nnz is not None and self._follows(nnz):
             capacity = self._capacity or default_capacity(self.d_sae)
             self._density.record(nnz, training=self.training, limit=capacity, result=result)
 
