@@ -76,8 +76,9 @@ class _SAE(torch.nn.Module):
     def density(self) -> DensityTracker:
         """How many latents rows have had, and the way that calls go: `"sparse"`, or `"dense"` by plain products.
 
-        The CPU goes the way that is faster at the density of a few calls ago; on a GPU, where the break-even has not been
-        measured, it is `"sparse"`. `density.pinned` names a way that is always taken, `density.last_path` the last one.
+        The CPU goes the way that is faster at the density of a few calls ago; on a GPU, where the break-even has not
+        been measured, it is `"sparse"`. `density.pinned` names a way that is always taken, `density.last_path` the
+        last one.
         """
         return self._density
 
