@@ -62,7 +62,7 @@ def linear_pack(
             belongs to another activation or format, or sizes out of range.
         TypeError: dtypes differ or are not floating, or a size is not an int.
 
-    Source: the seed on sparse feed-forward blocks, sections 3.1 to 3.3.
+    Source: Cetin et al., "Sparser, Faster, Lighter Transformer Language Models", sections 3.1 to 3.3.
 
     >>> rows, nnz = linear_pack(torch.tensor([[1.0, -1.0]]), torch.eye(2), tile=2, slots=1)
     >>> rows.values.tolist(), rows.indices.tolist(), nnz.tolist()

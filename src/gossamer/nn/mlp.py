@@ -80,7 +80,7 @@ class GatedMLP(_Sparse):
         last_path: the way last taken without gradients, or None.
         copied_bytes: what a transposed copy of down_proj's weight takes; it is renewed when that changes in place.
 
-    Source: Shazeer 2020, "GLU Variants Improve Transformer"; the seed on fused gated MLPs.
+    Source: Shazeer 2020, "GLU Variants Improve Transformer"; Tantaru 2025, "Towards Better Kernels for Gated MLP".
 
     >>> GatedMLP(8, 24)(torch.ones(2, 5, 8)).shape
     torch.Size([2, 5, 8])

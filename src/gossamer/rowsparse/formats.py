@@ -238,7 +238,7 @@ class TwELL(RowSparse):
     An operator that reads a TwELL brings its entries together first, as `rowsparse.convert` does: it is a format to
     write.
 
-    Source: the seed on sparse feed-forward blocks, sections 3.1 to 3.3.
+    Source: Cetin et al., "Sparser, Faster, Lighter Transformer Language Models", sections 3.1 to 3.3.
 
     >>> rows = pack(torch.tensor([[0.0, 2.0, 0.0, 3.0]]), format="twell", tile=2, slots=1)
     >>> rows.indices.tolist(), rows.nnz_per_tile.tolist()

@@ -34,7 +34,7 @@ def matmul(rows: Rows, weight: Tensor, *, out_dtype: torch.dtype | None = None) 
         ValueError: weight's shape or device does not fit; on the CPU, an index outside [0, N).
         TypeError: rows is no container, or the dtypes differ.
 
-    Source: the seed on sparse decoding, `sparse_decode_kernel`.
+    Source: the package jumprelu-sae-kernels, `sparse_decode_kernel`.
 
     >>> matmul(pack(torch.tensor([0.0, 2.0])), torch.eye(2)).tolist()
     [0.0, 2.0]

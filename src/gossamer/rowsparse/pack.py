@@ -57,8 +57,8 @@ def pack(
         ValueError: x has no dimension, an unknown format, or an argument that belongs to the other format.
         NotImplementedError: `max_nnz=None` under CUDA-graph capture.
 
-    Source: the seed on sparse decoding, "Exact Allocation Kernel" (CSR) and "Fixed Allocation Kernel" (ELL); the seed
-    on sparse feed-forward blocks, section 3.1 (TwELL).
+    Source: the package jumprelu-sae-kernels, its exact (CSR) and fixed (ELL) allocation; Cetin et al., "Sparser,
+        Faster, Lighter Transformer Language Models", section 3.1 (TwELL).
 
     >>> pack(torch.tensor([[0.0, 2.0], [3.0, 4.0]]), capacity=2).indices.tolist()
     [[1, -1], [0, 1]]

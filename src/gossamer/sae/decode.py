@@ -55,7 +55,7 @@ def decode(
         TypeError: dtypes differ or are not floating.
         NotImplementedError: `"exact"`, or `"fixed"` with `validate`, under CUDA-graph capture.
 
-    Source: the seed on sparse decoding (exact, fixed and validated kernels); `"auto"` is new.
+    Source: the package jumprelu-sae-kernels (exact, fixed and validated kernels); `"auto"` is new.
 
     >>> decode(torch.tensor([[0.0, 2.0]]), torch.eye(2), torch.ones(2)).tolist()
     [[1.0, 3.0]]

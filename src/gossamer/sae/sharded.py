@@ -145,7 +145,7 @@ def decode_sharded(rows: Rows, W_dec: Tensor, b_dec: Tensor | None = None, *, gr
         ValueError: shapes or devices do not fit, or no process group.
         TypeError: rows is no container, or dtypes differ or are not floating.
 
-    Source: the seed on sparse decoding; the sum over ranks is new.
+    Source: the package jumprelu-sae-kernels; the sum over ranks is new.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> decode_sharded(rowsparse.pack(torch.tensor([[0.0, 2.0]])), torch.eye(2), torch.ones(2)).tolist()

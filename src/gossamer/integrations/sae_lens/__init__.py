@@ -102,7 +102,7 @@ def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
             patched and unpatched disagree on it by more than rounding (relative difference above 1e-4, in half
             precision 0.25), in which case the SAE is left unpatched.
 
-    Source: the seed on sparse decoding, its end-to-end table over SAELens.
+    Source: the package jumprelu-sae-kernels, its end-to-end table over SAELens.
 
     >>> print(patch(sae, check=activations))  # doctest: +SKIP
     >>> reconstruction = sae(activations)  # doctest: +SKIP

@@ -105,7 +105,7 @@ def patch(model: nn.Module, *, recompute: bool = False) -> Report:
         TypeError: model is no module.
         ValueError: something in it is patched already.
 
-    Source: the seed on fused gated MLPs.
+    Source: Tantaru 2025, "Towards Better Kernels for Gated MLP".
 
     >>> print(patch(model))  # doctest: +SKIP
     LlamaMLP: 32 with gate and up in one product
