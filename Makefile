@@ -45,9 +45,10 @@ test-full: $(INSTALLED) ## every test
 test-avx2: $(INSTALLED) ## the numerical tests once more, on this CPU's AVX2 alone: sums come out otherwise
 	$(AVX2) $(PYTEST) -m "not full" $(NUMERICAL) $(ARGS) || $(NONE_CHOSEN)
 
-lint: $(INSTALLED) ## ruff and mypy
+lint: $(INSTALLED) ## ruff, mypy, and whether docs show what benchmarks/results holds
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
+	$(BIN)/python benchmarks/tables.py --check
 
 bench: $(PEERS) ## the benchmarks, beside their peers; writes benchmarks/results/
 	$(BIN)/gossamer bench $(ARGS)

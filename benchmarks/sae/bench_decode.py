@@ -106,7 +106,7 @@ def decode(
     providers += [
         Provider("torch.sparse", torch_peers.sparse_csr),
         Provider("nonzero + embedding_bag", torch_peers.embedding_bag),
-        *_seed_pipelines(slots),
+        *_published_pipelines(slots),
     ]
     limit = {"capacity": capacity} if capacity else {}
     return Case(
@@ -154,7 +154,7 @@ def ready(B: int, F: int, D: int, l0: int, dtype: torch.dtype) -> Case:
                 prepare=lambda acts, W_dec: (*torch_peers.to_bags(acts), W_dec),
                 capturable=True,
             ),
-            *_seed_ready(capacity),
+            *_published_ready(capacity),
         ),
         reference=_reference,
         bytes=_moved(2 * B * l0, B, F, D, l0, dtype),
@@ -229,43 +229,48 @@ def _backward(B: int, F: int, D: int, l0: int, dtype: torch.dtype, forward: bool
     )
 
 
-def _seed_pipelines(max_l0: int) -> list[Provider]:
+def _published_pipelines(max_l0: int) -> list[Provider]:
     def decode(acts: Tensor, W_dec: Tensor, validate: bool) -> Tensor:
-        from benchmarks.peers import seed_decode
+        from benchmarks.peers import jumprelu_sae_kernels
 
-        return seed_decode.decode_fixed(acts, W_dec, max_l0, validate)
+        return jumprelu_sae_kernels.decode_fixed(acts, W_dec, max_l0, validate)
 
     def exact(acts: Tensor, W_dec: Tensor) -> Tensor:
-        from benchmarks.peers import seed_decode
+        from benchmarks.peers import jumprelu_sae_kernels
 
-        return seed_decode.decode_exact(acts, W_dec)
+        return jumprelu_sae_kernels.decode_exact(acts, W_dec)
 
     return [
-        Provider("seed exact", exact, devices=("cuda",)),
-        Provider("seed fixed, validated", lambda *x: decode(*x, validate=True), devices=("cuda",)),
-        Provider("seed fixed, unsafe", lambda *x: decode(*x, validate=False), devices=("cuda",), capturable=True),
+        Provider("jumprelu-sae-kernels, exact", exact, devices=("cuda",)),
+        Provider("jumprelu-sae-kernels, fixed, validated", lambda *x: decode(*x, validate=True), devices=("cuda",)),
+        Provider(
+            "jumprelu-sae-kernels, fixed, unsafe",
+            lambda *x: decode(*x, validate=False),
+            devices=("cuda",),
+            capturable=True,
+        ),
     ]
 
 
-def _seed_ready(max_l0: int) -> list[Provider]:
+def _published_ready(max_l0: int) -> list[Provider]:
     def exact(acts: Tensor, W_dec: Tensor) -> tuple[Any, Tensor]:
-        from benchmarks.peers import seed_decode
+        from benchmarks.peers import jumprelu_sae_kernels
 
-        return seed_decode.pack_exact(acts), W_dec
+        return jumprelu_sae_kernels.pack_exact(acts), W_dec
 
     def fixed(acts: Tensor, W_dec: Tensor) -> tuple[Any, Tensor]:
-        from benchmarks.peers import seed_decode
+        from benchmarks.peers import jumprelu_sae_kernels
 
-        return seed_decode.pack_fixed(acts, max_l0), W_dec
+        return jumprelu_sae_kernels.pack_fixed(acts, max_l0), W_dec
 
     def decode(rows: Any, W_dec: Tensor) -> Tensor:
-        from benchmarks.peers import seed_decode
+        from benchmarks.peers import jumprelu_sae_kernels
 
-        return seed_decode.decode_packed(rows, W_dec)
+        return jumprelu_sae_kernels.decode_packed(rows, W_dec)
 
     return [
-        Provider("seed exact", decode, prepare=exact, devices=("cuda",), capturable=True),
-        Provider("seed fixed", decode, prepare=fixed, devices=("cuda",), capturable=True),
+        Provider("jumprelu-sae-kernels, exact", decode, prepare=exact, devices=("cuda",), capturable=True),
+        Provider("jumprelu-sae-kernels, fixed", decode, prepare=fixed, devices=("cuda",), capturable=True),
     ]
 
 
