@@ -35,7 +35,8 @@ _STATISTICS = ("firing_counts", "steps_since_fired")
 
 
 class Extraction:
-    """What `extract` has written, read shard by shard.
+    """What `extract` has written, read shard by shard. What is read whole is verified by its checksum: the statistics
+    here, a shard when it is first read, everything by `check`.
 
     Args:
         folder: the `out` of an `extract`, finished or not.
@@ -53,7 +54,7 @@ class Extraction:
 
     Raises:
         FileNotFoundError: no manifest there.
-        ValueError: a file of it is damaged.
+        ValueError: a file of it is damaged. The same call of `extract` makes a damaged manifest again.
 
     >>> import tempfile; folder = tempfile.mkdtemp()
     >>> extract(torch.randn(10, 4), gossamer.nn.TopKSAE(4, 16, k=2), folder) and Extraction(folder).read(0).shape
@@ -259,10 +260,11 @@ def extract(
 ) -> Extraction:
     """Encodes rows of activations and writes the latents to safetensors, with what each latent did.
 
-    It can be killed at any moment: the same call goes on where the last whole shard ended, and the files are in the end
-    byte for byte those of a run that was never interrupted (on the same kind of device, versions and number of
-    threads). Memory holds two batches and the entries of two shards, whatever the source's size: one is read, and one
-    written, while another is encoded.
+    It can be killed at any moment: the same call verifies what is there by its checksums, goes on where the last whole
+    shard ended, and the files are in the end byte for byte those of a run that was never interrupted (on the same kind
+    of device, versions and number of threads). A manifest that is damaged or gone it makes again from the shards.
+    Memory holds two batches and the entries of two shards, whatever the source's size: one is read, and one written,
+    while another is encoded.
 
     Where `torch.distributed` is initialised, all ranks call it with the same arguments, on a file system that they
     share, and divide the rows by whole shards. The files are those of one process, and a run that was stopped goes on
@@ -524,8 +526,9 @@ def _same_source(
         places = places[-1:] if rows.length is not None else places[:0]
 
     def look() -> None:
-        for first in places[ranks.rank :: ranks.size]:
-            compare(first, rows.head(first))
+        for first in places:
+            if first // shard_rows % ranks.size == ranks.rank:
+                compare(first, rows.head(first))
         if ranks.rank == 0:
             source_files.note(folder, rows.arrays, len(known))
 
