@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,20 @@ def test_a_flipped_bit(name: str, at: float, device: torch.device, tmp_path: Pat
     extract(x, sae, tmp_path / "expected", **SIZES)
     shutil.move(tmp_path / "expected", tmp_path.with_name(tmp_path.name + "-expected"))
     assert contents(tmp_path) == contents(tmp_path.with_name(tmp_path.name + "-expected"))
+
+
+def test_any_flipped_bit(device: torch.device, tmp_path: Path) -> None:
+    extract(activations(100), model(device), tmp_path, **SIZES)
+    rng = random.Random(0)
+    for name in ("shard-000000.safetensors", "statistics-000001.safetensors", MANIFEST):
+        whole = (tmp_path / name).read_bytes()
+        # As many in the header as behind it.
+        for at in [rng.randrange(min(len(whole), limit)) / len(whole) for limit in (600, 2**40) for _ in range(40)]:
+            flip(tmp_path / name, at, rng.randrange(8))
+            with pytest.raises(ValueError, match=rf"sae\.Extraction: .*{name.replace('.', '[.]')} is damaged"):
+                Extraction.check(tmp_path)
+            (tmp_path / name).write_bytes(whole)
+    assert Extraction.check(tmp_path).rows == 100
 
 
 def test_a_flipped_bit_before_a_run_goes_on(device: torch.device, tmp_path: Path) -> None:
