@@ -7,6 +7,15 @@
 
 from gossamer.blocksparse.attention import attention
 from gossamer.blocksparse.layout import Layout
+from gossamer.blocksparse.patterns import causal, global_tokens, sliding_window
 from gossamer.blocksparse.tensor import BlockSparseTensor, from_dense
 
-__all__ = ["BlockSparseTensor", "Layout", "attention", "from_dense"]
+__all__ = [
+    "BlockSparseTensor",
+    "Layout",
+    "attention",
+    "causal",
+    "from_dense",
+    "global_tokens",
+    "sliding_window",
+]

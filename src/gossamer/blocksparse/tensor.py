@@ -13,7 +13,7 @@ from torch.utils import _pytree
 from gossamer._core import checks
 from gossamer._core.ops import register
 from gossamer.blocksparse._torch import dense as _cpu
-from gossamer.blocksparse.layout import Layout
+from gossamer.blocksparse.layout import Layout, check_layouts
 
 _GPU = "gossamer.blocksparse._triton.dense"
 
@@ -43,7 +43,7 @@ class BlockSparseTensor:
 
     def __post_init__(self) -> None:
         operator = "blocksparse.BlockSparseTensor"
-        check_layout(operator, self.layout)
+        check_layouts(operator, layout=self.layout)
         checks.floating(operator, values=self.values)
         expected = (self.layout.capacity, *self.layout.block_size)
         checks.shape(operator, "values", self.values, expected, "[capacity, height, width]", "like layout")
@@ -79,7 +79,7 @@ class BlockSparseTensor:
     def __repr__(self) -> str:
         return (
             f"BlockSparseTensor(shape={self.shape}, dtype={checks.name_of(self.dtype)}, device={self.device}, "
-            f"layout={self.layout!r})"
+            f"layout={self.layout.summary()})"
         )
 
 
@@ -105,21 +105,12 @@ def from_dense(x: Tensor, layout: Layout) -> BlockSparseTensor:
     [256.0, 16.0]
     """
     operator = "blocksparse.from_dense"
-    check_layout(operator, layout)
+    check_layouts(operator, layout=layout)
     checks.floating(operator, x=x)
     checks.shape(operator, "x", x, layout.dense_shape, "[..., M, N]", "like layout")
     checks.same_device(operator, "layout", layout.device, x=x)
     flat = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
     return BlockSparseTensor(_from_dense(flat, *_parts(layout), *layout.block_size), layout)
-
-
-def check_layout(operator: str, layout: Any) -> None:
-    """`layout` is one."""
-    if not isinstance(layout, Layout):
-        raise TypeError(
-            f"{operator}: layout must be a blocksparse.Layout, got {type(layout).__name__}. "
-            "Make one with Layout.from_mask."
-        )
 
 
 def _parts(layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
