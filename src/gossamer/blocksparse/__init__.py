@@ -7,6 +7,7 @@
 
 from gossamer.blocksparse.attention import attention
 from gossamer.blocksparse.layout import Layout
+from gossamer.blocksparse.matmul import matmul
 from gossamer.blocksparse.patterns import causal, global_tokens, sliding_window
 from gossamer.blocksparse.tensor import BlockSparseTensor, from_dense
 
@@ -17,5 +18,6 @@ __all__ = [
     "causal",
     "from_dense",
     "global_tokens",
+    "matmul",
     "sliding_window",
 ]
