@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -244,7 +245,8 @@ class Layout:
         return Layout.from_mask(mask, block, size=(a.size[0], b.size[1]), capacity=capacity)
 
     def transpose(self) -> Layout:
-        """The layout of the transposed matrices, with the same capacity. It costs no sync.
+        """The layout of the transposed matrices, with the same capacity. It costs no sync, and is made once: what the
+        layout gives again is the same object, and the transposed one's transpose is the layout.
 
         >>> Layout.from_mask(torch.tensor([[1, 1, 0], [0, 0, 1]]), (16, 32)).transpose()
         Layout(shape=(3, 2), block_size=(32, 16), size=(96, 32), capacity=3, device=cpu)
@@ -252,8 +254,34 @@ class Layout:
         #.
         .#
         """
+        kept = None if torch.compiler.is_compiling() else self.__dict__.get("_transposed")
+        layout = kept() if isinstance(kept, weakref.ref) else kept
+        if layout is not None:
+            return layout
         block, size = self.block_size[::-1], self.size[::-1]
-        return Layout.from_mask(self.to_dense().mT, block, size=size, capacity=self.capacity)
+        layout = Layout.from_mask(self.to_dense().mT, block, size=size, capacity=self.capacity)
+        # What a graph makes is there only when it is replayed.
+        captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if not torch.compiler.is_compiling() and not captured:
+            self.__dict__["_transposed"] = layout
+            # No cycle: it would hold device memory until the garbage collector comes.
+            layout.__dict__["_transposed"] = weakref.ref(self)
+        return layout
+
+    def is_same(self, other: Layout) -> bool:
+        """Whether both are one layout, or share its metadata; equal masks are not compared."""
+        if self is other:
+            return True
+        if (self.shape, self.block_size, self.size) != (other.shape, other.block_size, other.size):
+            return False
+        if self.positions is other.positions and self.capacity == other.capacity:
+            return True
+        if torch.compiler.is_compiling() or self.capacity != other.capacity:
+            return False
+        return self.device == other.device and self.positions.data_ptr() == other.positions.data_ptr() != 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def union(self, *others: Layout, capacity: int | None = None) -> Layout:
         """The blocks of any of the layouts; leading dimensions broadcast. `capacity` is as in `from_mask`.
@@ -328,6 +356,8 @@ class Layout:
             f"size={self.size}, capacity={self.capacity}, device={self.device})"
         )
 
+
+torch.serialization.add_safe_globals([Layout])
 
 _STATIC = ("shape", "block_size", "size")
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
@@ -18,7 +17,7 @@ from gossamer.blocksparse.tensor import BlockSparseTensor
 
 _NAME = "blocksparse.matmul"
 _PARTS = [field.name for field in fields(Layout) if field.name not in ("shape", "block_size", "size")]
-_NO_PARTS = [None] * len(_PARTS)
+_NO_PARTS: list[Tensor | None] = [None] * len(_PARTS)
 
 
 def matmul(
@@ -126,9 +125,7 @@ def _sizes(left: _Operand, right: _Operand, out_layout: Layout | None) -> tuple[
     return m, k, n, bm, bk, bn
 
 
-def _agree(
-    found: dict[str, tuple[str, int]], name: str, letters: str, lengths: Sequence[int], rule: str
-) -> None:
+def _agree(found: dict[str, tuple[str, int]], name: str, letters: str, lengths: Sequence[int], rule: str) -> None:
     """Notes who first said how long a dimension is; later ones must say the same."""
     for letter, length in zip(letters, lengths):
         first, expected = found.setdefault(letter, (name, length))

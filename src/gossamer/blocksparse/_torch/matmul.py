@@ -21,7 +21,7 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     of_a, of_b, of_out = rest[:6], rest[6:12], rest[12:18]
     z, m, k, n, bm, bk, bn, trans_a, trans_b = rest[18:]
     bm, bk, bn = bm or max(m, 1), bk or max(k, 1), bn or max(n, 1)
-    rows, inner, cols = -(-m // bm), -(-k // bk), -(-n // bn)
+    rows, _inner, cols = -(-m // bm), -(-k // bk), -(-n // bn)
     capacity = None if of_out[0] is None else of_out[1].shape[0]
     shape = (z, m, n) if capacity is None else (capacity, bm, bn)
     if any(parts[0] is not None and int(parts[0][-1]) > parts[1].shape[0] for parts in (of_a, of_b, of_out)):
