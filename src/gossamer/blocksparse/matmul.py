@@ -52,6 +52,7 @@ def matmul(
     Raises:
         ValueError: sizes, blocks, leading dimensions or devices do not fit.
         TypeError: dtypes differ, or an argument is neither a tensor nor a `BlockSparseTensor`.
+        NotImplementedError: a matrix on the GPU is 2^24 elements long or wide.
 
     Source: Schön and Tompits, blksprs, section 3.2.1; Gale et al. 2022, MegaBlocks (arXiv 2211.15841), for products of
     transposed operands by reordered lists.
@@ -175,6 +176,11 @@ def _folded(left: _Operand, right: _Operand, sizes: tuple[int, int, int, int, in
 
 
 def _product(left: _Operand, right: _Operand, out_layout: Layout | None, sizes: tuple[int, ...]) -> Tensor:
+    if left.values.is_cuda and max(sizes[1:4]) >= 1 << 24:
+        raise NotImplementedError(
+            f"{_NAME}: on the GPU M, K and N must be less than 2^24 (a batch of dense matrices beside one block-sparse "
+            f"counts as one wide matrix), got {list(sizes[1:4])}. Split the operands."
+        )
     parts = (_parts(layout) for layout in (left.layout, right.layout, out_layout))
     given = [part for three in parts for part in three]
     out: Tensor = _matmul(left.values, right.values, *given, *sizes, left.transposed, right.transposed)

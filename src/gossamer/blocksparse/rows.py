@@ -104,7 +104,9 @@ def mul(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
     >>> mul(x, torch.arange(32.0)).to_dense()[31, 30:].tolist()
     [30.0, 31.0]
     """
-    return replace(x, values=x.values * _vector("blocksparse.mul", x, vector))
+    check_blocks("blocksparse.mul", x=x)
+    # What stands beyond the matrix must not reach the gradient of vector.
+    return replace(x, values=_held(x, 0.0) * _vector("blocksparse.mul", x, vector))
 
 
 def broadcast_add(x: Tensor, y: Tensor, layout: Layout) -> BlockSparseTensor:
@@ -198,28 +200,32 @@ def _spread_out(operator: str, name: str, vector: Tensor, layout: Layout, dim: i
     return at[:, :, None] if dim == -1 else at[:, None, :]
 
 
+def _held(x: BlockSparseTensor, absent: float) -> Tensor:
+    """The values, with `absent` for what stands beyond the matrix and takes no part."""
+    values = x.values
+    for dim in (-1, -2):
+        line, _, limit, block = _lines(x.layout, dim)
+        if limit % block:
+            at = (line % -(-limit // block))[:, None] * block + torch.arange(block, device=x.device)
+            inside = (at < limit)[:, :, None] if dim == -1 else (at < limit)[:, None, :]
+            values = torch.where(inside, values, absent)
+    return values
+
+
 def _reduced(operator: str, x: BlockSparseTensor, dim: int, how: str) -> Tensor:
     check_blocks(operator, x=x)
     if dim not in (-1, -2):
         raise ValueError(f"{operator}: dim must be -1, a number for each row, or -2, one for each column, got {dim}.")
     layout = x.layout
-    index, grid, length, _ = _lines(layout, dim)
+    index, grid, length, block = _lines(layout, dim)
     lead = layout.shape[:-2]
     absent = 0.0 if how == "sum" else -math.inf
-    values = x.values.to(torch.promote_types(x.dtype, torch.float32))
-    for other in (-1, -2):
-        # What stands beyond the matrix takes no part.
-        across, _, limit, width = _lines(layout, other)
-        if limit % width:
-            count = -(-limit // width)
-            at = (across % count)[:, None] * width + torch.arange(width, device=x.device)
-            inside = (at < limit)[:, :, None] if other == -1 else (at < limit)[:, None, :]
-            values = torch.where(inside, values, absent)
+    values = _held(x, absent).to(torch.promote_types(x.dtype, torch.float32))
     if how == "sum":
         out = _collect(values.sum(dim), index, grid)
     else:
         out = _most(values, index, grid, dim)
-    out = torch.where(layout.overflowed, torch.nan, out.view(layout.batch, -1)[:, :length])
+    out = torch.where(layout.overflowed, torch.nan, out.view(layout.batch, -(-length // block) * block)[:, :length])
     return out.reshape(*lead, length).to(x.dtype)
 
 

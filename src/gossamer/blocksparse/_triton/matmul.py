@@ -170,8 +170,10 @@ def _blocksparse_matmul_kernel(
                 k = k_block * BK + inside
                 a = tl.load(a_ptr + a_at, mask=(k < K)[None, :], other=0.0)
             else:
+                # From the tile's corner on, 32 bits are enough.
+                corner = wide(z) * M * K + cell(wide(m) * BM, wide(k_block) * BK, M, K, TRANS[0])
                 k = k_block * BK + inside
-                a_at = wide(z) * M * K + cell(row.to(tl.int64)[:, None], k.to(tl.int64)[None, :], M, K, TRANS[0])
+                a_at = corner + cell(i[:, None], inside[None, :], M, K, TRANS[0])
                 a = tl.load(a_ptr + a_at, mask=(row < M)[:, None] & (k < K)[None, :], other=0.0)
             if b_positions_ptr is not None:
                 at_b = b_positions_ptr + place(z, k_block, col, inner, cols, TRANS[1])
@@ -186,7 +188,8 @@ def _blocksparse_matmul_kernel(
                 b_at = base + cell(inside[:, None], (j % BN)[None, :], BK, BN, TRANS[1])
                 b = tl.load(b_ptr + b_at, mask=present, other=0.0)
             else:
-                b_at = wide(z) * K * N + cell(k.to(tl.int64)[:, None], n.to(tl.int64)[None, :], K, N, TRANS[1])
+                corner = wide(z) * K * N + cell(wide(k_block) * BK, 0, K, N, TRANS[1])
+                b_at = corner + cell(inside[:, None], n.to(tl.int64 if TRANS[1] else tl.int32)[None, :], K, N, TRANS[1])
                 b = tl.load(b_ptr + b_at, mask=(k < K)[:, None] & (held & (n < N))[None, :], other=0.0)
             acc += dot(a, b, PRECISION, UPCAST)
         real = (row < M)[:, None] & (n < N)[None, :]
