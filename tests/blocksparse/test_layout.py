@@ -89,6 +89,7 @@ def test_product(density: float, device: torch.device) -> None:
     assert product.block_size == (16, 64) and product.size == (100, 570)
 
 
+@pytest.mark.native
 def test_product_counts_beyond_what_16_bits_hold(device: torch.device) -> None:
     a = Layout.full((1, 70_000), 16, device=device)
     assert Layout.product(a, a.transpose()).to_dense().all()

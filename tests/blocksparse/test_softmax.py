@@ -63,10 +63,14 @@ def check(
     assert_close(grad, reference64=results[0][1], plain=results[1][1], factor=3.0, name="gradient")
 
 
-@pytest.mark.parametrize("density", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("lead, size, block", SHAPES, ids=str)
-def test_error_budget(lead, size, block, density: float, dtype: torch.dtype, device: torch.device) -> None:
-    check(*problem(lead, size, block, density, dtype, device), scale=0.7)
+def test_error_budget(lead, size, block, dtype: torch.dtype, device: torch.device) -> None:
+    check(*problem(lead, size, block, 0.6, dtype, device), scale=0.7)
+
+
+@pytest.mark.parametrize("density", [0.0, 1.0])
+def test_empty_and_full_layouts(density: float, device: torch.device) -> None:
+    check(*problem((2,), (20, 40), (16, 16), density, torch.float32, device))
 
 
 @pytest.mark.full
@@ -77,12 +81,11 @@ def test_wide_grid(size, block, density: float, dtype: torch.dtype, device: torc
     check(*problem((3,), size, block, density, dtype, device), scale=-0.2)
 
 
-@pytest.mark.parametrize("shape", [(40, 70), (2, 40, 1), (1, 1, 70), (2, 40, 70)], ids=str)
+@pytest.mark.parametrize("shape", [(40, 70), (2, 40, 1), (1, 1, 70)], ids=str)
 def test_masks(shape: tuple[int, ...], device: torch.device) -> None:
     x, layout = problem((2,), (40, 70), (16, 32), 0.6, torch.float32, device)
     mask = torch.rand(shape, device=device, generator=seeded(1, device)) < 0.6
-    check(x, layout, mask)
-    check(x, layout, mask.expand(shape).clone().mT.contiguous().mT)
+    check(x, layout, mask, given=mask.mT.contiguous().mT)
 
 
 def test_a_mask_of_blocks(device: torch.device) -> None:
