@@ -26,16 +26,19 @@ def _operators(device: torch.device) -> None:
     x, y = (torch.randn(2, 32, 96, device=device, requires_grad=True) for _ in range(2))
     a, b = (blocksparse.from_dense(matrix, layout) for matrix, layout in zip((x, y), layouts))
     square = blocksparse.Layout.product(layouts[0], layouts[1].transpose())
-    blocksparse.matmul(a, b, transpose_b=True).sum().backward()
-    blocksparse.matmul(a, b, transpose_a=True).sum().backward()
-    blocksparse.matmul(a, y.mT).sum().backward()
-    blocksparse.matmul(x, b, transpose_b=True).sum().backward()
-    blocksparse.matmul(a, b, square, transpose_b=True).values.sum().backward()
-    blocksparse.matmul(x, y, square, transpose_b=True).values.sum().backward()
+    results = [
+        blocksparse.matmul(a, b, transpose_b=True),
+        blocksparse.matmul(a, b, transpose_a=True),
+        blocksparse.matmul(a, y.mT),
+        blocksparse.matmul(x, b, transpose_b=True),
+        blocksparse.matmul(a, b, square, transpose_b=True).values,
+        blocksparse.matmul(x, y, square, transpose_b=True).values,
+        blocksparse.transpose(a).values,
+        blocksparse.sum(a),
+        blocksparse.max(a, -2),
+        blocksparse.max(a),
+        blocksparse.add(a, torch.ones(32, 1, device=device, requires_grad=True)).values,
+    ]
     mask = torch.ones(32, 96, dtype=torch.bool, device=device)
-    for given in (None, mask, a.values > 0):
-        blocksparse.softmax(a, mask=given, scale=0.5).values.sum().backward()
-    blocksparse.transpose(a).values.sum().backward()
-    for reduced in (blocksparse.sum(a), blocksparse.max(a, -2), blocksparse.max(a)):
-        reduced.sum().backward()
-    blocksparse.add(a, torch.ones(32, 1, device=device, requires_grad=True)).values.sum().backward()
+    results += [blocksparse.softmax(a, mask=given, scale=0.5).values for given in (None, mask, a.values > 0)]
+    torch.cat([result.flatten() for result in results]).sum().backward()
