@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-WORKSPACE = 1 << 22
-"""Elements that are gathered at one time."""
+WORKSPACE = 1 << 18
+"""Elements that are gathered at one time: they stay in the cache."""
 
 
 def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
