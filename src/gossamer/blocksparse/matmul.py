@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer._core.ops import register
+from gossamer._core.ops import directly, register
 from gossamer.blocksparse._torch import matmul as _cpu
 from gossamer.blocksparse.layout import Layout, check_layouts
 from gossamer.blocksparse.tensor import BlockSparseTensor
@@ -61,52 +61,81 @@ def matmul(
     >>> matmul(x, torch.ones(32, 4)).shape, matmul(x, x, x.layout, transpose_a=True).values[0, 0, 0].item()
     (torch.Size([32, 4]), 16.0)
     """
+    (x, a_layout), (y, b_layout) = _taken(a), _taken(b)
+    autocasts = isinstance(x, Tensor) and autocast.enabled(x.device)
+    # What follows from shapes is checked once: small products are bound by the host.
+    seen = None if autocasts else checks.signature(x, y)
+    if seen is not None:
+        seen = (*seen, _facts(a_layout), _facts(b_layout), _facts(out_layout), transpose_a, transpose_b)
+    found = _seen.get(seen)
+    if found is None:
+        _check(a, b, x, y, out_layout)
+        if autocasts:
+            x, y = autocast.cast(x, y)
+        if x.dtype != y.dtype:
+            raise TypeError(
+                f"{_NAME}: b must have the dtype of a, {checks.name_of(x.dtype)}, got {checks.name_of(y.dtype)}. "
+                "Convert it with .to(a.dtype)."
+            )
+    left, right = _Operand("a", x, a_layout, transpose_a), _Operand("b", y, b_layout, transpose_b)
+    # A dense operand is transposed by a view.
+    left, right = (
+        op._replace(values=op.values.mT, transposed=False) if op.transposed and op.layout is None else op
+        for op in (left, right)
+    )
+    if found is None:
+        found = _sizes(left, right, out_layout), _leading([op for op in (a_layout, b_layout, out_layout) if op])
+        if seen is not None:
+            if len(_seen) >= 1024:
+                _seen.clear()
+            _seen[seen] = found
+    sizes, lead = found
+    if lead is None:
+        return left.values @ right.values
+    if not lead and out_layout is None and (a_layout is None or b_layout is None):
+        return _folded(left, right, sizes)
+    left, right = _batched(left, lead), _batched(right, lead)
+    out = _product(left, right, out_layout, (math.prod(lead), *sizes))
+    return out.view(*lead, *out.shape[1:]) if out_layout is None else BlockSparseTensor(out, out_layout)
+
+
+_seen: dict[Any, tuple[tuple[int, int, int, int, int, int], tuple[int, ...] | None]] = {}
+
+
+def _taken(operand: Any) -> tuple[Any, Layout | None]:
+    return (operand.values, operand.layout) if isinstance(operand, BlockSparseTensor) else (operand, None)
+
+
+def _facts(layout: Any) -> tuple[Any, ...] | None:
+    """What checks of a layout depend on."""
+    if not isinstance(layout, Layout):
+        return layout
+    return layout.shape, layout.block_size, layout.size, layout.col_indices.shape[0], layout.positions.device
+
+
+def _check(a: Any, b: Any, x: Any, y: Any, out_layout: Layout | None) -> None:
     for name, operand in (("a", a), ("b", b)):
         if not isinstance(operand, Tensor | BlockSparseTensor):
             raise TypeError(
                 f"{_NAME}: {name} must be a torch.Tensor or a BlockSparseTensor, got {type(operand).__name__}."
             )
-    x, y = (operand.values if isinstance(operand, BlockSparseTensor) else operand for operand in (a, b))
     checks.floating(_NAME, a=x, b=y)
     checks.same_device(_NAME, "a", x.device, b=y)
+    for name, operand in (("a", x), ("b", y)):
+        if operand.dim() < 2:
+            raise ValueError(f"{_NAME}: {name} must have two dimensions or more, got shape {list(operand.shape)}.")
     if out_layout is not None:
         check_layouts(_NAME, out_layout=out_layout)
         checks.same_device(_NAME, "a", x.device, out_layout=out_layout.positions)
-    x, y = autocast.cast(x, y)  # type: ignore[assignment]
-    if x.dtype != y.dtype:
-        raise TypeError(
-            f"{_NAME}: b must have the dtype of a, {checks.name_of(x.dtype)}, got {checks.name_of(y.dtype)}. "
-            "Convert it with .to(a.dtype)."
-        )
-    left = _operand("a", a, x, transpose_a)
-    right = _operand("b", b, y, transpose_b)
-    sizes = _sizes(left, right, out_layout)
-    layouts = [layout for layout in (left.layout, right.layout, out_layout) if layout is not None]
-    if not layouts:
-        return left.values @ right.values
-    lead = _leading(layouts)
-    if len(layouts) == 1 and not lead and out_layout is None:
-        return _folded(left, right, sizes)
-    left, right = (_batched(operand, lead) for operand in (left, right))
-    out = _product(left, right, out_layout, (math.prod(lead), *sizes))
-    return out.view(*lead, *out.shape[1:]) if out_layout is None else BlockSparseTensor(out, out_layout)
 
 
 class _Operand(NamedTuple):
-    """A dense operand, transposed by a view; or the blocks of a sparse one, which may be stored transposed."""
+    """A dense operand, or the blocks of a sparse one, which may be stored transposed."""
 
     name: str
     values: Tensor
     layout: Layout | None
     transposed: bool
-
-
-def _operand(name: str, given: Tensor | BlockSparseTensor, values: Tensor, transpose: bool) -> _Operand:
-    if isinstance(given, BlockSparseTensor):
-        return _Operand(name, values, given.layout, transpose)
-    if values.dim() < 2:
-        raise ValueError(f"{_NAME}: {name} must have two dimensions or more, got shape {list(values.shape)}.")
-    return _Operand(name, values.mT if transpose else values, None, False)
 
 
 def _sizes(left: _Operand, right: _Operand, out_layout: Layout | None) -> tuple[int, int, int, int, int, int]:
@@ -135,7 +164,10 @@ def _agree(found: dict[str, tuple[str, int]], name: str, letters: str, lengths: 
             raise ValueError(f"{_NAME}: {name} must have {must} like {first}, got {length}.")
 
 
-def _leading(layouts: list[Layout]) -> tuple[int, ...]:
+def _leading(layouts: list[Layout]) -> tuple[int, ...] | None:
+    """The leading dimensions of all layouts; None where there are no layouts."""
+    if not layouts:
+        return None
     leads = {layout.shape[:-2] for layout in layouts}
     if len(leads) > 1:
         raise ValueError(
@@ -148,7 +180,7 @@ def _leading(layouts: list[Layout]) -> tuple[int, ...]:
 def _batched(operand: _Operand, lead: tuple[int, ...]) -> _Operand:
     """A dense operand as `[Z, rows, columns]`."""
     name, values, layout, _ = operand
-    if layout is not None:
+    if layout is not None or (len(lead) == 1 and values.dim() == 3 and values.shape[0] == lead[0]):
         return operand
     own = (1,) * (len(lead) + 2 - values.dim()) + tuple(values.shape[:-2])
     if len(own) != len(lead) or any(n not in (1, m) for n, m in zip(own, lead)):
@@ -183,7 +215,8 @@ def _product(left: _Operand, right: _Operand, out_layout: Layout | None, sizes: 
         )
     parts = (_parts(layout) for layout in (left.layout, right.layout, out_layout))
     given = [part for three in parts for part in three]
-    out: Tensor = _matmul(left.values, right.values, *given, *sizes, left.transposed, right.transposed)
+    call = directly(_matmul, left.values, right.values)
+    out: Tensor = call(left.values, right.values, *given, *sizes, left.transposed, right.transposed)
     return out
 
 
@@ -211,18 +244,19 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     other_a, other_b = (x if of_x[0] is not None else x.mT for x, of_x in ((a, of_a), (b, of_b)))
     flip_out, flip_a, flip_b = of_out[0] is not None, of_a[0] is not None, of_b[0] is not None
     grads: list[Tensor | None] = [None, None]
+    call = directly(_matmul, grad, a, b)
     if ctx.needs_input_grad[0]:
         if trans_a:
-            grads[0] = _matmul(b, turned, *of_b, *of_out, *of_a, z, k, n, m, bk, bn, bm, trans_b, flip_out)
+            grads[0] = call(b, turned, *of_b, *of_out, *of_a, z, k, n, m, bk, bn, bm, trans_b, flip_out)
         else:
             flag = flip_b and not trans_b
-            grads[0] = _matmul(grad, other_b, *of_out, *of_b, *of_a, z, m, n, k, bm, bn, bk, False, flag)
+            grads[0] = call(grad, other_b, *of_out, *of_b, *of_a, z, m, n, k, bm, bn, bk, False, flag)
     if ctx.needs_input_grad[1]:
         if trans_b:
-            grads[1] = _matmul(turned, a, *of_out, *of_a, *of_b, z, n, m, k, bn, bm, bk, flip_out, trans_a)
+            grads[1] = call(turned, a, *of_out, *of_a, *of_b, z, n, m, k, bn, bm, bk, flip_out, trans_a)
         else:
             flag = flip_a and not trans_a
-            grads[1] = _matmul(other_a, grad, *of_a, *of_out, *of_b, z, k, m, n, bk, bm, bn, flag, False)
+            grads[1] = call(other_a, grad, *of_a, *of_out, *of_b, z, k, m, n, bk, bm, bn, flag, False)
     return (*grads, *[None] * 27)
 
 
