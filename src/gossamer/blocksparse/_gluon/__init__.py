@@ -1,0 +1,1 @@
+"""Hopper kernels of the block-sparse operators, in Gluon."""
