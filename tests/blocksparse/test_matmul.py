@@ -200,6 +200,13 @@ def test_what_is_not_finite_stays(device: torch.device) -> None:
     torch.testing.assert_close(got, want, equal_nan=True)
 
 
+def test_nothing_reaches_beyond_the_matrix(device: torch.device) -> None:
+    x = torch.full((20, 20), math.nan, device=device)
+    layout = Layout.full((2, 2), 16, size=(20, 20), device=device)
+    for out in (matmul(x, x, layout), matmul(from_dense(x, layout), x, layout)):
+        assert out.to_dense().isnan().all() and int(out.values.isnan().sum()) == 400
+
+
 def test_the_same_bits(dtype: torch.dtype, device: torch.device) -> None:
     generator = seeded(0, device)
     a, _ = draw((2,), (32, 64), (16, 16), True, False, 0.7, dtype, generator)

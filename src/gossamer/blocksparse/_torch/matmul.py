@@ -3,8 +3,12 @@
 A dense operand is a grid of blocks of which every one is present; where no block-sparse matrix cuts a dimension it is
 a single block. Every present block of A is joined with the present blocks of B in the row that its column names. What
 does not fall into the result is dropped before anything is multiplied.
+
+Where only one of the three is block-sparse each of its block rows, or columns, is a plain product instead: its blocks
+side by side, and the rows or columns of a dense matrix that they meet.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,6 +30,12 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     shape = (z, m, n) if capacity is None else (capacity, bm, bn)
     if any(parts[0] is not None and int(parts[0][-1]) > parts[1].shape[0] for parts in (of_a, of_b, of_out)):
         return a.new_full(shape, float("nan"))
+    if of_out[0] is None and of_b[0] is None:
+        return _by_rows(a, of_a, trans_a, b, (z, m, k, n), (bm, bk))
+    if of_out[0] is None and of_a[0] is None:
+        return _by_columns(a, b, of_b, trans_b, (z, m, k, n), (bk, bn))
+    if of_a[0] is None and of_b[0] is None:
+        return _sampled(a, b, of_out, (z, m, k, n), (bm, bn))
     left, of_left = _blocks(a, of_a, trans_a, (z, m, k), (bm, bk))
     right, of_right = _blocks(b, of_b, trans_b, (z, k, n), (bk, bn))
     total = z * rows * cols if capacity is None else capacity
@@ -39,6 +49,66 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
         return _trimmed(out, of_out, (m, n), (bm, bn)).to(a.dtype)
     whole = out.view(z, rows, cols, bm, bn).transpose(2, 3).reshape(z, rows * bm, cols * bn)
     return whole[:, :m, :n].to(a.dtype, memory_format=torch.contiguous_format, copy=True)
+
+
+def _by_rows(
+    a: Tensor, of_a: tuple[Any, ...], trans_a: bool, b: Tensor, size: tuple[int, int, int, int], block: tuple[int, int]
+) -> Tensor:
+    """Block-sparse a times dense b `[Z, K, N]`."""
+    (z, m, k, n), (bm, bk) = size, block
+    rows, inner = -(-m // bm), -(-k // bk)
+    wide = torch.promote_types(a.dtype, torch.float32)
+    left, of_left = _blocks(a, of_a, trans_a, (z, m, k), (bm, bk))
+    right = pad(b.to(wide), (0, 0, 0, inner * bk - k)).reshape(z, inner, bk, n)
+    out = torch.zeros(z, rows, bm, n, dtype=wide)
+    for batch, row in (of_left >= 0).any(2).nonzero().tolist():
+        numbers = of_left[batch, row]
+        met = (numbers >= 0).nonzero().squeeze(1)
+        count = len(met)
+        strip = left[numbers[met]].to(wide).transpose(0, 1).reshape(bm, count * bk)
+        below = right[batch] if count == inner else right[batch, met]
+        torch.mm(strip, below.reshape(count * bk, n), out=out[batch, row])
+    return out.view(z, rows * bm, n)[:, :m].to(a.dtype, memory_format=torch.contiguous_format, copy=True)
+
+
+def _by_columns(
+    a: Tensor, b: Tensor, of_b: tuple[Any, ...], trans_b: bool, size: tuple[int, int, int, int], block: tuple[int, int]
+) -> Tensor:
+    """Dense a `[Z, M, K]` times block-sparse b."""
+    (z, m, k, n), (bk, bn) = size, block
+    inner, cols = -(-k // bk), -(-n // bn)
+    wide = torch.promote_types(a.dtype, torch.float32)
+    right, of_right = _blocks(b, of_b, trans_b, (z, k, n), (bk, bn))
+    left = pad(a.to(wide), (0, inner * bk - k)).reshape(z, m, inner, bk)
+    out = torch.zeros(z, m, cols, bn, dtype=wide)
+    for batch, col in (of_right >= 0).any(1).nonzero().tolist():
+        numbers = of_right[batch, :, col]
+        met = (numbers >= 0).nonzero().squeeze(1)
+        count = len(met)
+        strip = right[numbers[met]].to(wide).reshape(count * bk, bn)
+        beside = left[batch] if count == inner else left[batch][:, met]
+        out[batch, :, col] = beside.reshape(m, count * bk) @ strip
+    return out.view(z, m, cols * bn)[:, :, :n].to(a.dtype, memory_format=torch.contiguous_format, copy=True)
+
+
+def _sampled(
+    a: Tensor, b: Tensor, of_out: tuple[Any, ...], size: tuple[int, int, int, int], block: tuple[int, int]
+) -> Tensor:
+    """Dense a times dense b, at the blocks of the result."""
+    (z, m, k, n), (bm, bn) = size, block
+    rows, cols = -(-m // bm), -(-n // bn)
+    wide = torch.promote_types(a.dtype, torch.float32)
+    left = pad(a.to(wide), (0, 0, 0, rows * bm - m)).view(z, rows, bm, k)
+    right = pad(b.to(wide), (0, cols * bn - n)).view(z, k, cols, bn)
+    out = torch.zeros(of_out[1].shape[0], bm, bn, dtype=wide)
+    offsets = of_out[0].tolist()
+    for line, (first, last) in enumerate(pairwise(offsets)):
+        if first < last:
+            batch, row, met = line // rows, line % rows, of_out[1][first:last].long()
+            beside = right[batch] if last - first == cols else right[batch][:, met]
+            strip = left[batch, row] @ beside.reshape(k, (last - first) * bn)
+            out[first:last] = strip.view(bm, last - first, bn).transpose(0, 1)
+    return _trimmed(out, of_out, (m, n), (bm, bn)).to(a.dtype)
 
 
 def _blocks(

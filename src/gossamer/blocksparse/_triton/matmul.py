@@ -24,6 +24,7 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.blocksparse._triton.attention import dot
+from gossamer.blocksparse._triton.softmax import fill_rest
 
 WAVES = 16
 """Programs for each multiprocessor where programs keep lists."""
@@ -54,7 +55,7 @@ def cell(i, j, height, width, TRANS: tl.constexpr):
 
 
 @triton.jit
-def listed(order_ptr, index_ptr, entry, has, count):
+def in_list(order_ptr, index_ptr, entry, has, count):
     """(block, its column) of an entry of a list of rows, or of one of columns, which has an order."""
     block = entry
     if order_ptr is not None:
@@ -75,13 +76,13 @@ def meetings(
     for start in range(0, count, 128):
         entry = start + tl.arange(0, 128)
         has = entry < count
-        block, k = listed(order_ptr, index_ptr, begin + entry, has, inner)
+        block, k = in_list(order_ptr, index_ptr, begin + entry, has, inner)
         meets = tl.zeros([128], tl.int32)
         for c in tl.static_range(COLUMNS):
             col = first + c
             exists = col < end
             if out_index_ptr is not None:
-                _, col = listed(out_order_ptr, out_index_ptr, col, exists, cols)
+                _, col = in_list(out_order_ptr, out_index_ptr, col, exists, cols)
             found = tl.load(b_positions_ptr + place(z, k, col, inner, cols, TRANS), mask=has & exists, other=-1)
             meets |= (found >= 0).to(tl.int32)
         rank = kept + tl.cumsum(meets, 0) - meets
@@ -139,7 +140,7 @@ def _blocksparse_matmul_kernel(
         held = col < end
         target = col
         if out_offsets_ptr is not None:
-            target, col = listed(out_order_ptr, out_index_ptr, col, held, cols)
+            target, col = in_list(out_order_ptr, out_index_ptr, col, held, cols)
         n = col * BN + j % BN
         row = m * BM + i
         if a_offsets_ptr is not None:
@@ -165,7 +166,7 @@ def _blocksparse_matmul_kernel(
                     block = tl.load(pairs + 2 * k_block)
                     k_block = tl.load(pairs + 2 * k_block + 1)
                 else:
-                    block, k_block = listed(a_order_ptr, a_index_ptr, begin_a + k_block, True, inner)
+                    block, k_block = in_list(a_order_ptr, a_index_ptr, begin_a + k_block, True, inner)
                 a_at = block.to(tl.int64) * (BM * BK) + cell(i[:, None], inside[None, :], BM, BK, TRANS[0])
                 k = k_block * BK + inside
                 a = tl.load(a_ptr + a_at, mask=(k < K)[None, :], other=0.0)
@@ -202,13 +203,8 @@ def _blocksparse_matmul_kernel(
             to = wide(z) * M * N + cell(row.to(tl.int64)[:, None], n.to(tl.int64)[None, :], M, N, TRANS[2])
             tl.store(out_ptr + to, acc.to(out_ptr.dtype.element_ty), mask=real)
     if out_offsets_ptr is not None:
-        # Zeros behind the last block; NaN everywhere where blocks are lost, for a list of columns may miss some.
-        nnz = tl.where(lost, 0, tl.load(out_offsets_ptr + Z * rows))
-        fill = tl.zeros([BM, BN], tl.float32) + tl.where(lost, float("nan"), 0.0)
-        flat = i[:, None] * BN + tl.arange(0, BN)[None, :]
-        for block in range(nnz + tl.program_id(0), out_capacity, tl.num_programs(0)):
-            at_out = wide(block) * (BM * BN) + flat
-            tl.store(out_ptr + at_out, fill.to(out_ptr.dtype.element_ty))
+        # Where blocks are lost a list of columns may miss some, so that the tiles alone would not reach every block.
+        fill_rest(out_ptr, tl.load(out_offsets_ptr + Z * rows), out_capacity, lost, BM, BN)
 
 
 _blocksparse_matmul = launch.Kernel(_blocksparse_matmul_kernel)
