@@ -64,12 +64,9 @@ def in_list(order_ptr, index_ptr, entry, has, count):
 
 
 @triton.jit
-def meetings(
-    lists, columns, b_positions_ptr, pairs_ptr, z, inner, cols, COLUMNS: tl.constexpr, TRANS: tl.constexpr
-):  # fmt: skip
+def meetings(lists, b_positions_ptr, pairs_ptr, z, inner, cols, COLUMNS: tl.constexpr, TRANS: tl.constexpr):
     """Writes (block, its column) of the entries of A that meet a block of B in any of the columns; how many."""
-    order_ptr, index_ptr, begin, count = lists
-    out_order_ptr, out_index_ptr, first, end = columns
+    order_ptr, index_ptr, begin, count, out_order_ptr, out_index_ptr, first, end = lists
     # Other warps may still read the list of the tile before.
     tl.debug_barrier()
     kept = 0
@@ -91,6 +88,62 @@ def meetings(
         kept += tl.sum(meets, 0)
     tl.debug_barrier()
     return kept
+
+
+@triton.jit
+def load_blocks(
+    b_ptr, at_ptr, held, i, exists, j, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    TRANS: tl.constexpr,
+):  # fmt: skip
+    """A tile of stored blocks side by side, whose numbers stand at at_ptr; absent ones are zeros."""
+    if COLUMNS == 1:
+        present = exists[:, None] & held[None, :]
+        base = tl.load(at_ptr).to(tl.int64) * (HEIGHT * WIDTH)
+    else:
+        found = tl.load(at_ptr, mask=held, other=-1)
+        present = exists[:, None] & (found >= 0)[None, :]
+        base = found.to(tl.int64)[None, :] * (HEIGHT * WIDTH)
+    return tl.load(b_ptr + base + cell(i[:, None], j[None, :], HEIGHT, WIDTH, TRANS), mask=present, other=0.0)
+
+
+@triton.jit
+def load_tile(ptr, i, j, exists, height, width, TRANS: tl.constexpr):
+    """Elements (i, j) of a matrix, from its origin or that of a part on."""
+    return tl.load(ptr + cell(i[:, None], j[None, :], height, width, TRANS), mask=exists, other=0.0)
+
+
+@triton.jit
+def find_tile(tile, rows, across, GROUP: tl.constexpr):
+    """(matrix, block row, which tile of it): in bands of GROUP block rows, column by column."""
+    at = tile % (rows * across)
+    band = at // (GROUP * across)
+    height = tl.minimum(rows - band * GROUP, GROUP)
+    within = at % (GROUP * across)
+    return tile // (rows * across), band * GROUP + within % height, within // height
+
+
+@triton.jit
+def columns_of(lists, row, first, cols, capacity, j):
+    """(first column of a tile or first entry of the row's list, the end of either, blocks of the result, their columns)
+    of the tile's j-th columns."""
+    offsets_ptr, order_ptr, index_ptr = lists
+    if offsets_ptr is not None:
+        first += tl.load(offsets_ptr + row)
+        end = tl.minimum(tl.load(offsets_ptr + row + 1), capacity)
+        block, col = in_list(order_ptr, index_ptr, first + j, first + j < end, cols)
+        return first, end, block, col
+    else:
+        return first, cols, first + j, first + j
+
+
+@triton.jit
+def entries_of(offsets_ptr, row, inner):
+    """(first entry, number of entries) of A's block row; of a dense matrix, all columns of blocks."""
+    if offsets_ptr is not None:
+        begin = tl.load(offsets_ptr + row)
+        return begin, tl.load(offsets_ptr + row + 1) - begin
+    else:
+        return 0, inner
 
 
 @triton.jit
@@ -125,36 +178,20 @@ def _blocksparse_matmul_kernel(
     across = tl.cdiv(cols, COLUMNS)
     i, j, step_k = tl.arange(0, BM), tl.arange(0, TILE_N), tl.arange(0, STEP)
     for tile in range(tl.program_id(0), Z * rows * across, tl.num_programs(0)):
-        z = tile // (rows * across)
-        at = tile % (rows * across)
-        band = at // (GROUP * across)
-        height = tl.minimum(rows - band * GROUP, GROUP)
-        m = band * GROUP + at % (GROUP * across) % height
-        first = at % (GROUP * across) // height * COLUMNS
-        end = cols
-        if out_offsets_ptr is not None:
-            begin = tl.load(out_offsets_ptr + z * rows + m)
-            end = tl.minimum(tl.load(out_offsets_ptr + z * rows + m + 1), out_capacity)
-            first += begin
-        col = first + j // BN
-        held = col < end
-        target = col
-        if out_offsets_ptr is not None:
-            target, col = in_list(out_order_ptr, out_index_ptr, col, held, cols)
+        z, m, first = find_tile(tile, rows, across, GROUP)
+        first *= COLUMNS
+        out_lists = (out_offsets_ptr, out_order_ptr, out_index_ptr)
+        first, end, target, col = columns_of(out_lists, z * rows + m, first, cols, out_capacity, j // BN)
+        held = first + j // BN < end
         n = col * BN + j % BN
         row = m * BM + i
-        if a_offsets_ptr is not None:
-            begin_a = tl.load(a_offsets_ptr + z * rows + m)
-            count = tl.load(a_offsets_ptr + z * rows + m + 1) - begin_a
-        else:
-            begin_a, count = 0, inner
+        begin_a, count = entries_of(a_offsets_ptr, z * rows + m, inner)
         # A program without columns has nothing to do, and without all blocks nothing can be right.
         count = tl.where((first < end) & (lost == 0), count, 0)
         if b_positions_ptr is not None:
             pairs = pairs_ptr + tl.program_id(0).to(tl.int64) * 2 * inner
-            lists = (a_order_ptr, a_index_ptr, begin_a, count)
-            columns = (out_order_ptr, out_index_ptr, first, end)
-            count = meetings(lists, columns, b_positions_ptr, pairs, z, inner, cols, COLUMNS, TRANS[1])
+            lists = (a_order_ptr, a_index_ptr, begin_a, count, out_order_ptr, out_index_ptr, first, end)
+            count = meetings(lists, b_positions_ptr, pairs, z, inner, cols, COLUMNS, TRANS[1])
             if COLUMNS == 1:
                 col = tl.max(col, 0)
         acc = tl.zeros([BM, TILE_N], tl.float32)
@@ -167,31 +204,22 @@ def _blocksparse_matmul_kernel(
                     k_block = tl.load(pairs + 2 * k_block + 1)
                 else:
                     block, k_block = in_list(a_order_ptr, a_index_ptr, begin_a + k_block, True, inner)
-                a_at = block.to(tl.int64) * (BM * BK) + cell(i[:, None], inside[None, :], BM, BK, TRANS[0])
-                k = k_block * BK + inside
-                a = tl.load(a_ptr + a_at, mask=(k < K)[None, :], other=0.0)
+                block_ptr = a_ptr + block.to(tl.int64) * (BM * BK)
+                a = load_tile(block_ptr, i, inside, (k_block * BK + inside < K)[None, :], BM, BK, TRANS[0])
             else:
                 # From the tile's corner on, 32 bits are enough.
                 corner = wide(z) * M * K + cell(wide(m) * BM, wide(k_block) * BK, M, K, TRANS[0])
-                k = k_block * BK + inside
-                a_at = corner + cell(i[:, None], inside[None, :], M, K, TRANS[0])
-                a = tl.load(a_ptr + a_at, mask=(row < M)[:, None] & (k < K)[None, :], other=0.0)
+                exists = (row < M)[:, None] & (k_block * BK + inside < K)[None, :]
+                a = load_tile(a_ptr + corner, i, inside, exists, M, K, TRANS[0])
+            exists = k_block * BK + inside < K
             if b_positions_ptr is not None:
                 at_b = b_positions_ptr + place(z, k_block, col, inner, cols, TRANS[1])
-                if COLUMNS == 1:
-                    found = tl.load(at_b)
-                    present = (k < K)[:, None] & held[None, :]
-                    base = found.to(tl.int64) * (BK * BN)
-                else:
-                    found = tl.load(at_b, mask=held, other=-1)
-                    present = (k < K)[:, None] & (found >= 0)[None, :]
-                    base = found.to(tl.int64)[None, :] * (BK * BN)
-                b_at = base + cell(inside[:, None], (j % BN)[None, :], BK, BN, TRANS[1])
-                b = tl.load(b_ptr + b_at, mask=present, other=0.0)
+                b = load_blocks(b_ptr, at_b, held, inside, exists, j % BN, BK, BN, COLUMNS, TRANS[1])
             else:
                 corner = wide(z) * K * N + cell(wide(k_block) * BK, 0, K, N, TRANS[1])
-                b_at = corner + cell(inside[:, None], n.to(tl.int64 if TRANS[1] else tl.int32)[None, :], K, N, TRANS[1])
-                b = tl.load(b_ptr + b_at, mask=(k < K)[:, None] & (held & (n < N))[None, :], other=0.0)
+                exists = exists[:, None] & (held & (n < N))[None, :]
+                # Stored transposed, columns are far apart.
+                b = load_tile(b_ptr + corner, inside, n.to(tl.int64 if TRANS[1] else tl.int32), exists, K, N, TRANS[1])
             acc += dot(a, b, PRECISION, UPCAST)
         real = (row < M)[:, None] & (n < N)[None, :]
         acc = tl.where(lost, float("nan"), acc)
