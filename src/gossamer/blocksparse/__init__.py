@@ -7,6 +7,30 @@
 
 from gossamer.blocksparse.attention import attention
 from gossamer.blocksparse.layout import Layout
+from gossamer.blocksparse.matmul import matmul
+from gossamer.blocksparse.patterns import causal, global_tokens, sliding_window
+from gossamer.blocksparse.rows import add, broadcast_add, broadcast_sub, max, mean, mul, sub, sum
+from gossamer.blocksparse.softmax import softmax
 from gossamer.blocksparse.tensor import BlockSparseTensor, from_dense
+from gossamer.blocksparse.transpose import transpose
 
-__all__ = ["BlockSparseTensor", "Layout", "attention", "from_dense"]
+__all__ = [
+    "BlockSparseTensor",
+    "Layout",
+    "add",
+    "attention",
+    "broadcast_add",
+    "broadcast_sub",
+    "causal",
+    "from_dense",
+    "global_tokens",
+    "matmul",
+    "max",
+    "mean",
+    "mul",
+    "sliding_window",
+    "softmax",
+    "sub",
+    "sum",
+    "transpose",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,13 +13,14 @@ from torch.utils import _pytree
 from gossamer._core import checks
 from gossamer._core.ops import register
 from gossamer.blocksparse._torch import dense as _cpu
-from gossamer.blocksparse.layout import Layout
+from gossamer.blocksparse.arithmetic import Arithmetic
+from gossamer.blocksparse.layout import Layout, check_layouts
 
 _GPU = "gossamer.blocksparse._triton.dense"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class BlockSparseTensor:
+class BlockSparseTensor(Arithmetic):
     """Matrices of which only the blocks of a layout are stored.
 
     Args:
@@ -43,7 +44,7 @@ class BlockSparseTensor:
 
     def __post_init__(self) -> None:
         operator = "blocksparse.BlockSparseTensor"
-        check_layout(operator, self.layout)
+        check_layouts(operator, layout=self.layout)
         checks.floating(operator, values=self.values)
         expected = (self.layout.capacity, *self.layout.block_size)
         checks.shape(operator, "values", self.values, expected, "[capacity, height, width]", "like layout")
@@ -66,10 +67,6 @@ class BlockSparseTensor:
     def requires_grad(self) -> bool:
         return self.values.requires_grad
 
-    def detach(self) -> BlockSparseTensor:
-        """The same blocks, cut from the autograd graph."""
-        return replace(self, values=self.values.detach())
-
     def to_dense(self, fill: float = 0.0) -> Tensor:
         """The dense `[..., M, N]` tensor, with `fill` where no block is; differentiable in values."""
         layout, (m, n) = self.layout, self.layout.size
@@ -79,7 +76,7 @@ class BlockSparseTensor:
     def __repr__(self) -> str:
         return (
             f"BlockSparseTensor(shape={self.shape}, dtype={checks.name_of(self.dtype)}, device={self.device}, "
-            f"layout={self.layout!r})"
+            f"layout={self.layout.summary()})"
         )
 
 
@@ -105,7 +102,7 @@ def from_dense(x: Tensor, layout: Layout) -> BlockSparseTensor:
     [256.0, 16.0]
     """
     operator = "blocksparse.from_dense"
-    check_layout(operator, layout)
+    check_layouts(operator, layout=layout)
     checks.floating(operator, x=x)
     checks.shape(operator, "x", x, layout.dense_shape, "[..., M, N]", "like layout")
     checks.same_device(operator, "layout", layout.device, x=x)
@@ -113,13 +110,14 @@ def from_dense(x: Tensor, layout: Layout) -> BlockSparseTensor:
     return BlockSparseTensor(_from_dense(flat, *_parts(layout), *layout.block_size), layout)
 
 
-def check_layout(operator: str, layout: Any) -> None:
-    """`layout` is one."""
-    if not isinstance(layout, Layout):
-        raise TypeError(
-            f"{operator}: layout must be a blocksparse.Layout, got {type(layout).__name__}. "
-            "Make one with Layout.from_mask."
-        )
+def check_blocks(operator: str, **given: Any) -> None:
+    """Every argument is a block-sparse tensor."""
+    for argument, value in given.items():
+        if not isinstance(value, BlockSparseTensor):
+            raise TypeError(
+                f"{operator}: {argument} must be a BlockSparseTensor, got {type(value).__name__}. "
+                "Make one with from_dense."
+            )
 
 
 def _parts(layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -160,6 +158,8 @@ _to_dense = register(
     setup_context=_keep,
     backward=_to_dense_backward,
 )
+
+torch.serialization.add_safe_globals([BlockSparseTensor])
 
 _pytree.register_pytree_node(
     BlockSparseTensor,
