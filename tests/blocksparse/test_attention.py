@@ -2,21 +2,32 @@
 
 import itertools
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from gossamer.blocksparse.attention import attention
-from gossamer.blocksparse.layout import Layout
+from gossamer._core import tuning
+from gossamer.blocksparse import BlockSparseTensor, Layout, Relative, attention, attention_path, from_dense
 from gossamer.testing import assert_close
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, present: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, present: Tensor, bias: Tensor | None, scale: float,
+    terms: Sequence[Relative] = (),
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over the scores that `present` names, and its log-sum-exp; rows without any give zeros and -inf."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    s = q @ k.transpose(2, 3)
+    for term in terms:
+        apart = term.key_positions[..., None, :] - term.query_positions[..., None]
+        row = apart.clamp(-term.clip, term.clip) + term.clip
+        row = row.view(-1, 1, *row.shape[-2:]).expand(*s.shape[:2], -1, -1)
+        s = s + (q @ term.table.transpose(1, 2)).gather(3, row)
     # Plain PyTorch takes the softmax of 16-bit scores in float32.
-    s = (q @ k.transpose(2, 3) * scale).to(torch.promote_types(q.dtype, torch.float32))
+    s = (s * scale).to(torch.promote_types(q.dtype, torch.float32))
     s = s if bias is None else s + bias
     s = s.masked_fill(~present, -math.inf)
     # In this form rows without keys have gradients, of zero.
@@ -53,7 +64,7 @@ def problem(
 def check(
     q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layout: Layout, *, mask: Tensor | None = None,
     bias: Tensor | None = None, dense_bias: Tensor | None = None, causal: bool = False, lengths: Tensor | None = None,
-    scale: float | None = None,
+    scale: float | None = None, terms: Sequence[Relative] = (),
 ) -> None:  # fmt: skip
     """Result, log-sum-exp and every gradient, against float64 and beside plain PyTorch."""
     (b, h, tq, d), tk = q.shape, k.shape[2]
@@ -65,26 +76,33 @@ def check(
         present = present & (j < lengths[:, None, None, None])
     if mask is not None:
         present = present & mask
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)] + ([] if bias is None else [bias])
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, *(term.table for term in terms))]
+    leaves += [] if bias is None else [bias]
+
+    def with_tables(tables: Sequence[Tensor]) -> list[Relative]:
+        return [replace(term, table=table) for term, table in zip(terms, tables)]
+
     out, lse = attention(
-        *leaves[:3], layout, mask=mask, bias=bias, causal=causal, valid_lengths=lengths, scale=scale, return_lse=True
-    )
+        *leaves[:3], layout, mask=mask, bias=bias, relative=with_tables(leaves[3:]), causal=causal,
+        valid_lengths=lengths, scale=scale, return_lse=True,
+    )  # fmt: skip
     met = present.any(-1)
     towards = torch.linspace(-1, 1, lse.numel(), device=q.device, dtype=lse.dtype).view_as(lse)
     ours = torch.autograd.grad([out, lse.masked_fill(~met, 0)], leaves, [grad, towards])
     results = []
     for dtype in (torch.float64, q.dtype):
         others = [x.detach().to(dtype).requires_grad_() for x in leaves]
-        added = None if bias is None else (others[3] if dense_bias is None else dense_bias(others[3]))
-        expected, sums = dense(*others[:3], present, added, d**-0.5 if scale is None else scale)
+        added = None if bias is None else (others[-1] if dense_bias is None else dense_bias(others[-1]))
+        factor = d**-0.5 if scale is None else scale
+        expected, sums = dense(*others[:3], present, added, factor, with_tables(others[3:]))
         sums = torch.where(met, sums, 0)
         grads = torch.autograd.grad([expected, sums], others, [grad.to(dtype), towards.to(dtype)])
         results.append((expected, sums.to(lse.dtype), *grads))
     assert bool((lse.isneginf() == ~met).all())
-    names = ("out", "lse", "q", "k", "v", "bias")
+    names = ("out", "lse", "q", "k", "v", *("table" for _ in terms), "bias")
     for name, a, want, plain in zip(names, (out, torch.where(met, lse, 0), *ours), *results):
         want = want.double()
-        assert_close(a, reference64=want, plain=plain, factor=3.0, name=name)
+        assert_close(a, reference64=want, plain=plain, name=name)
 
 
 SHAPES = [
@@ -138,6 +156,98 @@ def test_bias_of_blocks(lead: tuple[int, ...], dtype: torch.dtype, device: torch
         return tiles.transpose(-3, -2).flatten(-4, -3).flatten(-2)[..., :40, :50]
 
     check(q, k, v, grad, layout, bias=bias, dense_bias=spread)
+
+
+def terms_for(device: torch.device, dtype: torch.dtype, tq: int, tk: int, d: int, heads: int) -> list[Relative]:
+    """Places in a sequence, and another term whose positions repeat, differ between batches and do not ascend."""
+    g = torch.Generator(device).manual_seed(2)
+    pitch_q, pitch_k = (torch.randint(-9, 9, (2, t), device=device, generator=g) for t in (tq, tk))
+    tables = torch.randn(heads, 9, d, device=device, generator=g), torch.randn(1, 25, d, device=device, generator=g)
+    order = torch.arange(tk, device=device)
+    return [
+        Relative(tables[0].to(dtype), order[tk - tq :] if tk >= tq else torch.arange(tq, device=device), order),
+        Relative(tables[1].to(dtype), pitch_q, pitch_k.int()),
+    ]
+
+
+@pytest.mark.parametrize("size, heads", [((40, 50), (2, 2)), ((40, 40), (4, 2)), ((20, 16), (1, 1))], ids=str)
+def test_relative_positions(size, heads, dtype: torch.dtype, device: torch.device) -> None:
+    given = problem(device, dtype, (2,) if heads[0] == 2 else (), (16, 16), size, heads, 16)
+    first, second = terms_for(device, dtype, *size, 16, heads[0])
+    check(*given, terms=[first])
+    check(*given, terms=[second, first], causal=True, lengths=torch.tensor([size[1], 7], device=device))
+
+
+def test_relative_positions_beside_a_bias(dtype: torch.dtype, device: torch.device) -> None:
+    given = problem(device, dtype, (2, 1), (16, 32), (40, 50), (2, 1), 16)
+    bias = torch.randn(2, 1, 40, 50, device=device).to(dtype).requires_grad_()
+    check(*given, terms=terms_for(device, dtype, 40, 50, 16, 2), bias=bias, scale=0.3)
+
+
+def test_one_relative_term_needs_no_list(device: torch.device) -> None:
+    q, k, v, _, layout = problem(device, torch.float32, (2,), (16, 16), (40, 50), (2, 2), 16)
+    term = terms_for(device, torch.float32, 40, 50, 16, 2)[0]
+    assert torch.equal(attention(q, k, v, layout, relative=term), attention(q, k, v, layout, relative=[term]))
+
+
+def test_compressed_operands(device: torch.device) -> None:
+    """Absent blocks of q, k and v are zeros; gradients reach the values of those present."""
+    *_, layout = problem(device, torch.float32, (), (16, 16), (40, 50), (2, 2), 32)
+    g = torch.Generator(device).manual_seed(3)
+    given = []
+    for t in (40, 50, 50):
+        present = torch.rand(2, 2, -(-t // 16), 2, device=device, generator=g) < 0.6
+        x = torch.randn(2, 2, t, 32, device=device, generator=g)
+        values = from_dense(x, Layout.from_mask(present, 16, size=(t, 32)))
+        given.append(BlockSparseTensor(values.values.detach().requires_grad_(), values.layout))
+    out = attention(*given, layout)
+    plain = [x.to_dense().detach().requires_grad_() for x in given]
+    assert torch.equal(out, attention(*plain, layout))
+    out.square().sum().backward()
+    attention(*plain, layout).square().sum().backward()
+    for x, other in zip(given, plain):
+        assert torch.equal(x.values.grad, from_dense(other.grad, x.layout).values)
+
+
+def test_padding_behind_a_length_is_not_read(device: torch.device) -> None:
+    """Keys behind a length may be anything, in a tile that other keys share."""
+    q, k, v, grad, layout = problem(device, torch.float32, (2,), (16, 64), (40, 128), (2, 2), 16, density=1)
+    lengths = torch.tensor([70, 3], device=device)
+    behind = (torch.arange(128, device=device) >= lengths[:, None])[:, None, :, None]
+    wanted = attention(q, k.masked_fill(behind, 0), v.masked_fill(behind, 0), layout, valid_lengths=lengths)
+    leaves = [x.requires_grad_() for x in (q, k.masked_fill(behind, math.nan), v.masked_fill(behind, math.inf))]
+    out = attention(*leaves, layout, valid_lengths=lengths)
+    assert torch.equal(out, wanted)
+    dq, dk, dv = torch.autograd.grad(out, leaves, grad)
+    assert bool(dq.isfinite().all())
+    for x in (dk, dv):
+        assert bool(x.isfinite().all()) and bool((x.masked_select(behind.expand_as(x)) == 0).all())
+
+
+PROBLEM = attention_path.Problem(1, 16, 16, 8192, 8192, 64, (False, True), (64, 64), False, 0.125)
+
+
+@pytest.mark.parametrize(
+    "change, dtype, plain, path",
+    [
+        ({}, torch.bfloat16, True, "hopper"),
+        ({"d": 128, "block": (128, 64)}, torch.float16, True, "hopper"),
+        ({}, torch.float32, True, "tiles"),
+        ({}, torch.bfloat16, False, "tiles"),
+        ({"d": 68}, torch.bfloat16, True, "tiles"),
+        ({"d": 136}, torch.bfloat16, True, "tiles"),
+        ({"block": (64, 32)}, torch.bfloat16, True, "tiles"),
+        ({"tq": 1}, torch.bfloat16, True, "split"),
+    ],
+)
+def test_choose_path(change, dtype: torch.dtype, plain: bool, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_path, "INTERPRET", False)
+    monkeypatch.setattr(tuning, "programs", lambda device: 132)
+    device = torch.device("cpu")
+    for hopper in (True, False):
+        monkeypatch.setattr(tuning, "hopper", lambda device, hopper=hopper: hopper)
+        wanted = path if hopper or path == "split" else "tiles"
+        assert attention_path.choose_path(replace(PROBLEM, **change), dtype, device, plain) == wanted
 
 
 def test_few_queries_meet_many_keys(dtype: torch.dtype, device: torch.device, scale: int) -> None:
@@ -194,10 +304,12 @@ def test_empty_input(b: int, h: int, tq: int, tk: int, d: int, device: torch.dev
 def test_gradcheck() -> None:
     q, k, v, _, layout = problem(torch.device("cpu"), torch.float64, (2,), (16, 16), (20, 18), (2, 1), 3)
     bias = torch.randn(1, 2, 20, 18, dtype=torch.float64, requires_grad=True)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    term = Relative(torch.randn(1, 5, 3, dtype=torch.float64), torch.arange(20), torch.arange(18))
+    leaves = [x.requires_grad_() for x in (q, k, v, term.table)]
 
-    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = attention(q, k, v, layout, bias=bias, causal=True, return_lse=True)
+    def call(q: Tensor, k: Tensor, v: Tensor, table: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        relative = replace(term, table=table)
+        out, lse = attention(q, k, v, layout, bias=bias, relative=relative, causal=True, return_lse=True)
         return out, lse.nan_to_num(0, 0, 0)
 
     assert torch.autograd.gradcheck(call, (*leaves, bias), fast_mode=True)
@@ -213,10 +325,15 @@ def test_second_derivatives_are_refused(device: torch.device) -> None:
 @pytest.mark.native
 def test_compiles(compiled, device: torch.device) -> None:
     q, k, v, grad, layout = problem(device, torch.float32, (2,), (16, 16), (40, 50), (2, 2), 16)
-    fast = compiled(lambda q, k, v, layout: attention(q, k, v, layout, causal=True))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    ours = torch.autograd.grad(fast(*leaves, layout), leaves, grad)
-    for a, b in zip(ours, torch.autograd.grad(attention(*leaves, layout, causal=True), leaves, grad)):
+    term = terms_for(device, torch.float32, 40, 50, 16, 2)[1]
+    leaves = [x.requires_grad_() for x in (q, k, v, term.table)]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, table: Tensor, layout: Layout) -> Tensor:
+        relative = Relative(table, term.query_positions, term.key_positions)
+        return attention(q, k, v, layout, relative=relative, causal=True)
+
+    ours = torch.autograd.grad(compiled(call)(*leaves, layout), leaves, grad)
+    for a, b in zip(ours, torch.autograd.grad(call(*leaves, layout), leaves, grad)):
         torch.testing.assert_close(a, b)
 
 
@@ -247,6 +364,27 @@ def test_bitwise_reproducible(device: torch.device) -> None:
         ({"q": torch.ones(1, 2, 32, 8).half()}, TypeError, "q, k and v must have one dtype, got float16, float32"),
         ({"mask": torch.ones(32, 32)}, TypeError, "mask must be bool, True takes part, got float32"),
         ({"bias": torch.ones(3, 32)}, ValueError, r"bias must broadcast to .* = \[1, 2, 32, 32\]"),
+        (
+            {"relative": Relative(torch.ones(3, 5, 8), torch.arange(32), torch.arange(32))},
+            ValueError,
+            r"table of relative must have shape \[H or 1, R, D\] with H = 2 and D = 8 like q, got \[3, 5, 8\]",
+        ),
+        (
+            {"relative": [Relative(torch.ones(1, 5, 8), torch.arange(31), torch.arange(32))]},
+            ValueError,
+            r"query_positions of relative must have shape \[Tq\] or \[B, Tq\] = \[1, 32\], got \[31\]",
+        ),
+        (
+            {"relative": Relative(torch.ones(1, 5, 8).half(), torch.arange(32), torch.arange(32))},
+            TypeError,
+            "table of relative must have the dtype of q, float32, got float16",
+        ),
+        ({"relative": torch.ones(5, 8)}, TypeError, "relative must hold blocksparse.Relative terms, got Tensor"),
+        (
+            {"bias": from_dense(torch.ones(32, 32), Layout.from_mask(torch.ones(2, 2), 16))},
+            ValueError,
+            "bias must have the layout that is given as layout",
+        ),
         ({"scale": math.inf}, ValueError, "scale must be a finite number, got inf"),
         ({"valid_lengths": torch.ones(3)}, ValueError, r"valid_lengths must have shape \[B\]"),
         (
@@ -262,3 +400,11 @@ def test_errors(change, error: type[Exception], message: str) -> None:
     arguments = {"q": q, "k": k, "v": v, "layout": Layout.from_mask(torch.ones(2, 2), 16), **change}
     with pytest.raises(error, match=f"blocksparse.attention: .*{message}"):
         attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), arguments.pop("layout"), **arguments)
+
+
+def test_errors_of_relative() -> None:
+    places = torch.arange(4)
+    with pytest.raises(ValueError, match=r"blocksparse\.Relative: table must have shape \[H, R, D\] with an odd R"):
+        Relative(torch.ones(1, 4, 8), places, places)
+    with pytest.raises(TypeError, match=r"blocksparse\.Relative: key_positions must be integers, got float32"):
+        Relative(torch.ones(1, 5, 8), places, places.float())

@@ -7,6 +7,8 @@
 
 from gossamer.blocksparse.attention import attention
 from gossamer.blocksparse.layout import Layout
+from gossamer.blocksparse.relative import Relative
+from gossamer.blocksparse.select_blocks import select_blocks
 from gossamer.blocksparse.tensor import BlockSparseTensor, from_dense
 
-__all__ = ["BlockSparseTensor", "Layout", "attention", "from_dense"]
+__all__ = ["BlockSparseTensor", "Layout", "Relative", "attention", "from_dense", "select_blocks"]

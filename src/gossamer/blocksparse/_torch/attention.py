@@ -35,6 +35,8 @@ class Attention:
     k: Tensor
     v: Tensor
     bias: Tensor | None
+    relative: Tensor | None
+    places: Tensor | None
     lengths: Tensor | None
     row_offsets: Tensor
     col_indices: Tensor
@@ -73,6 +75,13 @@ class Attention:
             key_head = head[at] * hk // h
             yield _Chunk(batch[at], head[at], key_head, row[at], entry, column, query, key, inside)
 
+    def keys(self, x: Tensor) -> Tensor:
+        """k or v in blocks; whatever stands behind a length is 0."""
+        if self.lengths is not None:
+            behind = torch.arange(x.shape[2]) >= self.lengths[:, None]
+            x = x.masked_fill(behind[:, None, :, None], 0)
+        return self.blocks(x, self.block[1])
+
     def blocks(self, x: Tensor, size: int) -> Tensor:
         """x `[B, H, T, D]` in blocks of rows, in the working dtype: `[B, H, T / size, size, D]`."""
         x = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -81,7 +90,12 @@ class Attention:
 
     def scores(self, chunk: _Chunk, q: Tensor, k: Tensor) -> Tensor:
         """Scaled scores `[n, height, L * width]` with their bias, -inf where query and key do not meet."""
-        s = q @ k.transpose(1, 2) * self.scale
+        s = q @ k.transpose(1, 2)
+        if self.relative is not None:
+            of_queries = self.relative[chunk.batch[:, None], chunk.head[:, None], self.query_at(chunk)].to(s.dtype)
+            for step in self.steps(chunk):
+                s = s + of_queries.gather(2, step)
+        s = s * self.scale
         inside = chunk.inside
         if self.bias is not None:
             if self.bias.dim() == 3:
@@ -94,12 +108,26 @@ class Attention:
                 s = s + bias
         return s.masked_fill(~inside, -torch.inf)
 
+    def query_at(self, chunk: _Chunk) -> Tensor:
+        """`[n, height]`: the chunk's queries; what does not exist reads the last."""
+        return chunk.query.clamp(max=self.q.shape[2] - 1)
+
+    def steps(self, chunk: _Chunk) -> Iterator[Tensor]:
+        """For each term of relative positions, which number of a query's each key picks, `[n, height, L * width]`."""
+        assert self.relative is not None and self.places is not None
+        window, tq = self.relative.shape[-1] // self.places.shape[0], self.q.shape[2]
+        key = chunk.key.clamp(max=self.k.shape[2] - 1)
+        for term, places in enumerate(self.places.long()):
+            of_query, of_key = (places[chunk.batch[:, None], at] for at in (self.query_at(chunk), tq + key))
+            step = of_key[:, None] - of_query[..., None] + window // 2
+            yield step.clamp(0, window - 1) + term * window
+
     def bias_at(self, chunk: _Chunk) -> tuple[Tensor, ...]:
         """Where a dense bias holds the chunk's scores; what does not exist reads the last."""
         assert self.bias is not None
         batch = chunk.batch if self.bias.shape[0] > 1 else torch.zeros_like(chunk.batch)
         head = chunk.head if self.bias.shape[1] > 1 else torch.zeros_like(chunk.head)
-        query = chunk.query.clamp(max=self.q.shape[2] - 1)[..., None]
+        query = self.query_at(chunk)[..., None]
         return batch[:, None, None], head[:, None, None], query, chunk.key.clamp(max=self.k.shape[2] - 1)[:, None]
 
 
@@ -112,6 +140,8 @@ def attention(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    relative: Tensor | None,
+    places: Tensor | None,
     lengths: Tensor | None,
     row_offsets: Tensor,
     col_indices: Tensor,
@@ -128,12 +158,12 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Operator `blocksparse_attention` -> (out like q, float32 log-sum-exp `[B, H, Tq]`)."""
     sides = (z_batch, z_head), (height, width)
-    given = Attention(q, k, v, bias, lengths, row_offsets, col_indices, *sides, causal, scale)
+    given = Attention(q, k, v, bias, relative, places, lengths, row_offsets, col_indices, *sides, causal, scale)
     b, h, tq, _ = q.shape
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     if given.overflowed:
         return torch.full_like(q, torch.nan), q.new_full((b, h, tq), torch.nan, dtype=lse_dtype)
-    q_blocks, k_blocks, v_blocks = given.blocks(q, height), given.blocks(k, width), given.blocks(v, width)
+    q_blocks, k_blocks, v_blocks = given.blocks(q, height), given.keys(k), given.keys(v)
     out = torch.zeros_like(q_blocks)
     lse = q_blocks.new_full(q_blocks.shape[:-1], -torch.inf)
     for chunk in given.chunks():
@@ -157,6 +187,8 @@ def attention_bwd(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    relative: Tensor | None,
+    places: Tensor | None,
     lengths: Tensor | None,
     row_offsets: Tensor,
     col_indices: Tensor,
@@ -171,16 +203,20 @@ def attention_bwd(
     causal: bool,
     scale: float,
     with_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Operator `blocksparse_attention_bwd` -> gradients of q, k, v and the bias, the last empty unless asked for."""
+    with_relative: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Operator `blocksparse_attention_bwd` -> gradients of q, k, v, the bias and what queries make of relative
+    positions, the last two empty unless asked for."""
     sides = (z_batch, z_head), (height, width)
-    given = Attention(q, k, v, bias, lengths, row_offsets, col_indices, *sides, causal, scale)
+    given = Attention(q, k, v, bias, relative, places, lengths, row_offsets, col_indices, *sides, causal, scale)
     tq, tk = q.shape[2], k.shape[2]
+    added = q.dtype if bias is None else bias.dtype
     dbias = torch.zeros_like(bias, dtype=lse.dtype) if with_bias and bias is not None else q.new_empty(0)
+    drelative = torch.zeros_like(relative, dtype=lse.dtype) if with_relative and relative is not None else lse[:0]
     if given.overflowed:
         dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
-        return dq, dk, dv, dbias.fill_(torch.nan).to(q.dtype if bias is None else bias.dtype)
-    q_blocks, k_blocks, v_blocks = given.blocks(q, height), given.blocks(k, width), given.blocks(v, width)
+        return dq, dk, dv, dbias.fill_(torch.nan).to(added), drelative.new_full(drelative.shape, torch.nan).to(q.dtype)
+    q_blocks, k_blocks, v_blocks = given.blocks(q, height), given.keys(k), given.keys(v)
     grad_blocks = given.blocks(grad, height)
     delta = (grad_blocks * given.blocks(out, height)).sum(-1)
     if grad_lse is not None:
@@ -196,6 +232,13 @@ def attention_bwd(
         to = chunk.batch[:, None], chunk.key_head[:, None], chunk.column
         dk.index_put_(to, (ds.transpose(1, 2) @ q_blocks[at] * scale).unflatten(1, (-1, width)), accumulate=True)
         dv.index_put_(to, (p.transpose(1, 2) @ grad_blocks[at]).unflatten(1, (-1, width)), accumulate=True)
+        if drelative.numel():
+            rows = chunk.batch[:, None], chunk.head[:, None], given.query_at(chunk)
+            sums = ds.new_zeros(*ds.shape[:2], drelative.shape[-1])
+            for step in given.steps(chunk):
+                sums.scatter_add_(2, step, ds * scale)
+            # Queries beyond the last have weights of 0.
+            drelative.index_put_(rows, sums, accumulate=True)
         if dbias.numel():
             inside = ds.masked_fill(~chunk.inside, 0)
             if dbias.dim() == 3:
@@ -203,4 +246,4 @@ def attention_bwd(
             else:
                 dbias.index_put_(given.bias_at(chunk), inside, accumulate=True)
     dq, dk, dv = (x.flatten(2, 3)[:, :, :t].to(q.dtype).contiguous() for x, t in ((dq, tq), (dk, tk), (dv, tk)))
-    return dq, dk, dv, dbias if bias is None else dbias.to(bias.dtype)
+    return dq, dk, dv, dbias.to(added), drelative.to(q.dtype)
