@@ -136,7 +136,9 @@ class BlockSparseAttention(nn.Module):
             q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
         else:
             if context is not None:
-                raise ValueError(f"{OPERATOR}: context must be None with rotary embeddings: x and it share no positions.")
+                raise ValueError(
+                    f"{OPERATOR}: context must be None with rotary embeddings: x and it share no positions."
+                )
             if position_ids is None:
                 position_ids = torch.arange(x.shape[1], device=x.device)
             cos, sin = self.rotary_emb(position_ids)
