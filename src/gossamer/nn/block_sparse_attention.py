@@ -191,8 +191,8 @@ class BlockSparseAttention(nn.Module):
             names = ", ".join(name for name, given in refused.items() if given)
             raise ValueError(f"{OPERATOR}: module must be a plain nn.MultiheadAttention, got one with {names}.")
         weight, bias, out = module.in_proj_weight, module.in_proj_bias, module.out_proj
-        where = {"dtype": weight.dtype, "device": weight.device}
-        made = cls(module.embed_dim, module.num_heads, layout=layout, causal=causal, bias=bias is not None, **where)
+        made = cls(module.embed_dim, module.num_heads, layout=layout, causal=causal, bias=bias is not None)
+        made.to(device=weight.device, dtype=weight.dtype)
         with torch.no_grad():
             for projection, part in zip((made.q_proj, made.k_proj, made.v_proj), weight.chunk(3)):
                 projection.weight.copy_(part)
