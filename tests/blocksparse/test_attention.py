@@ -131,6 +131,38 @@ def test_empty_and_full_layouts(density: float, dtype: torch.dtype, device: torc
     check(*problem(device, dtype, (2,), (16, 16), (40, 40), (2, 2), 16, density=density))
 
 
+HOPPER = [
+    # block, (Tq, Tk), (H, Hk), D: what its own kernels take
+    ((64, 64), (300, 300), (4, 4), 64),
+    ((128, 128), (500, 711), (4, 2), 128),
+    ((64, 128), (700, 650), (4, 1), 72),
+    ((128, 64), (333, 901), (2, 2), 40),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block, size, heads, d", HOPPER, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_hopper(block, size, heads, d, causal: bool, dtype: torch.dtype, device: torch.device) -> None:
+    """In 16 bits on Hopper; elsewhere the general kernels take the same."""
+    given = problem(device, dtype, (2, heads[0]), block, size, heads, d, density=0.4)
+    check(*given, causal=causal)
+    check(*given, causal=causal, lengths=torch.tensor([size[1] - 77, 130], device=device))
+    projected = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given[:4]]
+    check(*projected, given[4], causal=causal)
+
+
+@pytest.mark.full
+@pytest.mark.native
+@pytest.mark.parametrize("density", [0.0, 0.02, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("height", [16, 32, 64, 128])
+@pytest.mark.parametrize("width", [16, 32, 64, 128])
+@pytest.mark.parametrize("d", [1, 24, 128])
+def test_wide_grid(height: int, width: int, density: float, d: int, dtype: torch.dtype, device: torch.device) -> None:
+    given = problem(device, dtype, (2, 1), (height, width), (3 * height - 5, 4 * width - 7), (4, 2), d, density)
+    check(*given, causal=d % 3 == 0, lengths=torch.tensor([2 * width + 1, 3 * width], device=device))
+
+
 def test_lengths_scale_and_room(dtype: torch.dtype, device: torch.device) -> None:
     lengths = torch.tensor([37, 0], device=device)
     given = problem(device, dtype, (2, 2), (16, 16), (40, 50), (2, 2), 16, capacity=60)

@@ -1,4 +1,8 @@
-"""Block-sparse attention on the CPU: block rows in chunks, each with the blocks that it lists gathered side by side."""
+"""Block-sparse attention on the CPU: block rows in chunks, each with the blocks that it lists gathered side by side.
+
+Rows of one chunk list equally many blocks, so that nothing is padded, and its scores fit into a core's cache, for the
+softmax goes over them several times. Where nothing is cut off a block, nothing is masked.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 22
-"""Scores that are held at once."""
+_CHUNK = 1 << 18
+"""Scores that are held at once: 1 MiB in float32."""
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Block rows `[n]` of heads, and the L blocks that each may list."""
+    """Block rows `[n]` of heads, and the L blocks that each lists. `inside`, `[n, height, L * width]`, says which
+    queries and keys meet; None where all do."""
 
     batch: Tensor
     head: Tensor
@@ -24,7 +29,7 @@ class _Chunk:
     column: Tensor
     query: Tensor
     key: Tensor
-    inside: Tensor
+    inside: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -57,23 +62,27 @@ class Attention:
         batch, head, row = triples // (h * rows), triples // rows % h, triples % rows
         listed = (batch * self.z[0] + head * self.z[1]) * rows + row
         begin, counts = self.row_offsets[:-1].long()[listed], self.row_offsets.diff().long()[listed]
-        most = int(counts.max()) if counts.numel() else 0
-        step = max(1, _CHUNK // max(1, height * width * most))
         limits = torch.full((b,), tk) if self.lengths is None else self.lengths.long().clamp(max=tk)
-        for first in range(0, triples.shape[0] if most else 0, step):
-            at = slice(first, first + step)
-            slots = torch.arange(most)
-            present = slots < counts[at, None]
-            entry = torch.where(present, begin[at, None] + slots, 0)
-            column = self.col_indices.long()[entry]
-            query = row[at, None] * height + torch.arange(height)
-            key = (column[..., None] * width + torch.arange(width)).flatten(1)
-            inside = present.repeat_interleave(width, 1) & (key < limits[batch[at], None])
-            inside = inside[:, None] & (query < tq)[..., None]
-            if self.causal:
-                inside = inside & (key[:, None] <= query[..., None] + (tk - tq))
-            key_head = head[at] * hk // h
-            yield _Chunk(batch[at], head[at], key_head, row[at], entry, column, query, key, inside)
+        cut = self.causal or self.lengths is not None or tq % height or tk % width
+        order = counts.argsort(stable=True)
+        # Where runs of rows with equal counts end.
+        ends = torch.cat([counts[order].diff().nonzero().flatten() + 1, torch.tensor([order.numel()])]).tolist()
+        for first, end in zip([0, *ends], ends):
+            most = int(counts[order[first]]) if first < end else 0
+            step = max(1, _CHUNK // max(1, height * width * most))
+            for start in range(first, end if most else first, step):
+                at = order[start : min(start + step, end)]
+                entry = begin[at, None] + torch.arange(most)
+                column = self.col_indices.long()[entry]
+                query = row[at, None] * height + torch.arange(height)
+                key = (column[..., None] * width + torch.arange(width)).flatten(1)
+                inside = None
+                if cut:
+                    inside = (key < limits[batch[at], None])[:, None] & (query < tq)[..., None]
+                    if self.causal:
+                        inside &= key[:, None] <= query[..., None] + (tk - tq)
+                key_head = head[at] * hk // h
+                yield _Chunk(batch[at], head[at], key_head, row[at], entry, column, query, key, inside)
 
     def keys(self, x: Tensor) -> Tensor:
         """k or v in blocks; whatever stands behind a length is 0."""
@@ -94,8 +103,8 @@ class Attention:
         if self.relative is not None:
             of_queries = self.relative[chunk.batch[:, None], chunk.head[:, None], self.query_at(chunk)].to(s.dtype)
             for step in self.steps(chunk):
-                s = s + of_queries.gather(2, step)
-        s = s * self.scale
+                s += of_queries.gather(2, step)
+        s *= self.scale
         inside = chunk.inside
         if self.bias is not None:
             if self.bias.dim() == 3:
@@ -103,10 +112,10 @@ class Attention:
             else:
                 bias = self.bias[self.bias_at(chunk)]
             if bias.dtype is torch.bool:
-                inside = inside & bias
+                inside = bias if inside is None else inside & bias
             else:
-                s = s + bias
-        return s.masked_fill(~inside, -torch.inf)
+                s += bias
+        return s if inside is None else s.masked_fill_(~inside, -torch.inf)
 
     def query_at(self, chunk: _Chunk) -> Tensor:
         """`[n, height]`: the chunk's queries; what does not exist reads the last."""
@@ -131,8 +140,20 @@ class Attention:
         return batch[:, None, None], head[:, None, None], query, chunk.key.clamp(max=self.k.shape[2] - 1)[:, None]
 
 
+def _flat(blocks: Tensor, chunk: _Chunk) -> Tensor:
+    """Where the chunk's blocks of keys stand with `[B, Hk, columns]` as one dimension: whole blocks are copied fastest."""
+    return (((chunk.batch * blocks.shape[1] + chunk.key_head) * blocks.shape[2])[:, None] + chunk.column).flatten()
+
+
 def _gathered(blocks: Tensor, chunk: _Chunk) -> Tensor:
-    return blocks[chunk.batch[:, None], chunk.key_head[:, None], chunk.column].flatten(1, 2)
+    found = blocks.flatten(0, 2).index_select(0, _flat(blocks, chunk))
+    return found.view(*chunk.column.shape, *found.shape[1:]).flatten(1, 2)
+
+
+def _scattered(blocks: Tensor, chunk: _Chunk, values: Tensor) -> None:
+    """Adds `[n, L * width, D]` to the chunk's blocks of keys, one after the other."""
+    values = values.unflatten(1, (-1, blocks.shape[3])).flatten(0, 1)
+    blocks.flatten(0, 2).index_add_(0, _flat(blocks, chunk), values)
 
 
 def attention(
@@ -170,7 +191,7 @@ def attention(
         at = chunk.batch, chunk.head, chunk.row
         s = given.scores(chunk, q_blocks[at], _gathered(k_blocks, chunk))
         most = s.amax(2, keepdim=True)
-        p = torch.exp(s - torch.where(most == -torch.inf, 0, most))
+        p = s.sub_(most.masked_fill(most == -torch.inf, 0)).exp_()
         total = p.sum(2, keepdim=True)
         out[at] = p @ _gathered(v_blocks, chunk) / torch.where(total == 0, 1, total)
         lse[at] = (most + total.log()).squeeze(2)
@@ -226,12 +247,11 @@ def attention_bwd(
     for chunk in given.chunks():
         at = chunk.batch, chunk.head, chunk.row
         keys, values = _gathered(k_blocks, chunk), _gathered(v_blocks, chunk)
-        p = torch.exp(given.scores(chunk, q_blocks[at], keys) - lse_blocks[at])
-        ds = p * (grad_blocks[at] @ values.transpose(1, 2) - delta[at][..., None])
+        p = given.scores(chunk, q_blocks[at], keys).sub_(lse_blocks[at]).exp_()
+        ds = (grad_blocks[at] @ values.transpose(1, 2)).sub_(delta[at][..., None]).mul_(p)
         dq[at] = ds @ keys * scale
-        to = chunk.batch[:, None], chunk.key_head[:, None], chunk.column
-        dk.index_put_(to, (ds.transpose(1, 2) @ q_blocks[at] * scale).unflatten(1, (-1, width)), accumulate=True)
-        dv.index_put_(to, (p.transpose(1, 2) @ grad_blocks[at]).unflatten(1, (-1, width)), accumulate=True)
+        _scattered(dk, chunk, ds.transpose(1, 2) @ q_blocks[at] * scale)
+        _scattered(dv, chunk, p.transpose(1, 2) @ grad_blocks[at])
         if drelative.numel():
             rows = chunk.batch[:, None], chunk.head[:, None], given.query_at(chunk)
             sums = ds.new_zeros(*ds.shape[:2], drelative.shape[-1])
@@ -240,7 +260,7 @@ def attention_bwd(
             # Queries beyond the last have weights of 0.
             drelative.index_put_(rows, sums, accumulate=True)
         if dbias.numel():
-            inside = ds.masked_fill(~chunk.inside, 0)
+            inside = ds if chunk.inside is None else ds.masked_fill(~chunk.inside, 0)
             if dbias.dim() == 3:
                 dbias.index_put_((chunk.entry,), inside.unflatten(2, (-1, width)).transpose(1, 2), accumulate=True)
             else:
