@@ -141,7 +141,7 @@ class Attention:
 
 
 def _flat(blocks: Tensor, chunk: _Chunk) -> Tensor:
-    """Where the chunk's blocks of keys stand with `[B, Hk, columns]` as one dimension: whole blocks are copied fastest."""
+    """Where the chunk's blocks of keys stand with `[B, Hk, columns]` as one dimension: whole blocks copy fastest."""
     return (((chunk.batch * blocks.shape[1] + chunk.key_head) * blocks.shape[2])[:, None] + chunk.column).flatten()
 
 
@@ -233,7 +233,9 @@ def attention_bwd(
     tq, tk = q.shape[2], k.shape[2]
     added = q.dtype if bias is None else bias.dtype
     dbias = torch.zeros_like(bias, dtype=lse.dtype) if with_bias and bias is not None else q.new_empty(0)
-    drelative = torch.zeros_like(relative, dtype=lse.dtype) if with_relative and relative is not None else lse[:0]
+    drelative = (
+        torch.zeros_like(relative, dtype=lse.dtype) if with_relative and relative is not None else q.new_empty(0)
+    )
     if given.overflowed:
         dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
         return dq, dk, dv, dbias.fill_(torch.nan).to(added), drelative.new_full(drelative.shape, torch.nan).to(q.dtype)
