@@ -197,6 +197,68 @@ def test_bias_of_blocks(lead: tuple[int, ...], dtype: torch.dtype, device: torch
     check(q, k, v, grad, layout, bias=bias, dense_bias=spread)
 
 
+def test_mask_and_bias_in_two_forms(dtype: torch.dtype, device: torch.device) -> None:
+    """What is dense gives its blocks where the other holds blocks."""
+    *given, layout = problem(device, dtype, (2, 1), (16, 32), (40, 50), (2, 2), 16)
+    g = torch.Generator(device).manual_seed(1)
+    mask = torch.rand(1, 1, 40, 50, device=device, generator=g) < 0.7
+    bias = torch.randn(2, 1, 40, 50, device=device, generator=g).to(dtype)
+    mask_blocks = from_dense(mask.float().expand(2, 1, -1, -1), layout).values > 0
+    bias_blocks = from_dense(bias, layout)
+    wanted = attention(*given[:3], layout, mask=mask, bias=bias)
+    assert torch.equal(attention(*given[:3], layout, mask=mask, bias=bias_blocks), wanted)
+    leaf = bias.clone().requires_grad_()
+    out = attention(*given[:3], layout, mask=mask_blocks, bias=leaf)
+    assert torch.equal(out, wanted)
+    (ours,) = torch.autograd.grad(out, leaf, given[3])
+    other = bias.clone().requires_grad_()
+    (theirs,) = torch.autograd.grad(attention(*given[:3], layout, mask=mask, bias=other), other, given[3])
+    torch.testing.assert_close(ours, theirs)
+    with pytest.raises(ValueError, match=r"bias must be the same wherever layout is, .* for a layout of"):
+        attention(*given[:3], layout, mask=mask_blocks, bias=bias.repeat(1, 2, 1, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("half", [False, True])
+def test_graph_capture(half: bool, device: torch.device) -> None:
+    dtype = torch.bfloat16 if half else torch.float32
+    q, k, v, grad, layout = problem(device, dtype, (2,), (64, 64), (256, 256), (2, 2), 64)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def step() -> tuple[Tensor, ...]:
+        out = attention(*leaves, layout, causal=True)
+        return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    grad.normal_()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, step()))
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+@pytest.mark.parametrize("half", [False, True])
+def test_more_than_2_31_elements(half: bool, device: torch.device) -> None:
+    """The last of so many heads are as they would be alone."""
+    heads, length, d = (131, 1 << 18, 64) if half else (130, 1 << 17, 128)
+    dtype = torch.bfloat16 if half else torch.float32
+    layout = Layout.from_mask(torch.eye(length // 128, device=device), 128)
+    q = torch.randn(1, heads, length, d, device=device, dtype=dtype).requires_grad_()
+    assert q.numel() > 1 << 31
+    out = attention(q, q, q, layout)
+    (grad,) = torch.autograd.grad(out, q, out.detach())
+    alone = q.detach()[:, -1:].clone().requires_grad_()
+    wanted = attention(alone, alone, alone, layout)
+    assert torch.equal(out[:, -1:], wanted)
+    assert torch.equal(grad[:, -1:], torch.autograd.grad(wanted, alone, wanted.detach())[0])
+
+
 def terms_for(device: torch.device, dtype: torch.dtype, tq: int, tk: int, d: int, heads: int) -> list[Relative]:
     """Places in a sequence, and another term whose positions repeat, differ between batches and do not ascend."""
     g = torch.Generator(device).manual_seed(2)

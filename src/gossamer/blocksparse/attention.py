@@ -14,7 +14,7 @@ from gossamer._core.ops import directly, refuse_second, register
 from gossamer.blocksparse._torch import attention as _cpu
 from gossamer.blocksparse.layout import Layout
 from gossamer.blocksparse.relative import Relative, prepare
-from gossamer.blocksparse.tensor import BlockSparseTensor
+from gossamer.blocksparse.tensor import BlockSparseTensor, from_dense
 
 _NAME = "blocksparse.attention"
 _MAX_HEAD = 256
@@ -50,7 +50,8 @@ def attention(
             A layout with fewer matrices is shared, not copied. Its `capacity` may be larger than its count; one that
             overflowed gives NaN.
         mask: bool, True takes part: dense, broadcasting to `[B, H, Tq, Tk]`, or values of blocks `[capacity, height,
-            width]` in the order of the layout.
+            width]` in the order of the layout. Where one of mask and bias is dense and the other holds blocks, the
+            layout's blocks of the dense one are taken.
         bias: added to the scores, float, differentiable, in the same two forms, or a `BlockSparseTensor` of this
             layout; on the GPU it is read in its dtype.
         relative: one or several `Relative`, tables by relative positions: what a query makes of them is added to its
@@ -159,12 +160,22 @@ def _extra(q: Tensor, k: Tensor, layout: Layout, mask: Tensor | None, bias: Tens
     mask, bias = (_shaped(q, k, layout, name, x) for name, x in (("mask", mask), ("bias", bias)))
     if mask is None or bias is None:
         return bias if mask is None else mask
-    if mask.dim() != bias.dim():
-        raise ValueError(
-            f"{_NAME}: mask and bias must both be dense or both hold blocks, got {list(mask.shape)} and "
-            f"{list(bias.shape)}."
-        )
+    if mask.dim() > bias.dim():
+        mask = _blocks(layout, "mask", mask.to(bias.dtype)) != 0
+    elif mask.dim() < bias.dim():
+        bias = _blocks(layout, "bias", bias)
     return torch.where(mask, bias, -torch.inf)
+
+
+def _blocks(layout: Layout, name: str, x: Tensor) -> Tensor:
+    """The layout's blocks of a dense `[1 or B, 1 or H, Tq, Tk]`, beside something that holds blocks already."""
+    lead = (1,) * (4 - len(layout.shape)) + layout.shape[:-2]
+    if any(n not in (1, m) for n, m in zip(x.shape, lead)):
+        raise ValueError(
+            f"{_NAME}: {name} must be the same wherever layout is, beside blocks, got leading dimensions "
+            f"{list(x.shape[:2])} for a layout of {list(lead)}. Expand layout, or give both mask and bias dense."
+        )
+    return from_dense(x.expand(*lead, -1, -1).reshape(layout.dense_shape), layout).values
 
 
 def _shaped(q: Tensor, k: Tensor, layout: Layout, name: str, x: Tensor | None) -> Tensor | None:
