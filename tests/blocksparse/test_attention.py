@@ -1,8 +1,6 @@
 """`blocksparse.attention` against dense float64."""
 
-import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,104 +9,7 @@ from torch import Tensor
 
 from gossamer._core import tuning
 from gossamer.blocksparse import BlockSparseTensor, Layout, Relative, attention, attention_path, from_dense
-from gossamer.testing import assert_close
-
-
-def dense(
-    q: Tensor, k: Tensor, v: Tensor, present: Tensor, bias: Tensor | None, scale: float,
-    terms: Sequence[Relative] = (),
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention over the scores that `present` names, and its log-sum-exp; rows without any give zeros and -inf."""
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    s = q @ k.transpose(2, 3)
-    for term in terms:
-        apart = term.key_positions[..., None, :] - term.query_positions[..., None]
-        row = apart.clamp(-term.clip, term.clip) + term.clip
-        row = row.view(-1, 1, *row.shape[-2:]).expand(*s.shape[:2], -1, -1)
-        s = s + (q @ term.table.transpose(1, 2)).gather(3, row)
-    # Plain PyTorch takes the softmax of 16-bit scores in float32.
-    s = (s * scale).to(torch.promote_types(q.dtype, torch.float32))
-    s = s if bias is None else s + bias
-    s = s.masked_fill(~present, -math.inf)
-    # In this form rows without keys have gradients, of zero.
-    most = s.detach().amax(-1, keepdim=True).clamp(min=-1e30)
-    total = torch.exp(s - most).sum(-1, keepdim=True)
-    lse = most + total.clamp(min=1e-30).log()
-    # Without a matrix of weights a backward pass has them from scores and log-sum-exps, in base 2. Their difference
-    # rounds more than a softmax that subtracts its maximum, and weights are rounded for the products: here as there.
-    p = torch.exp2(s / math.log(2) - lse / math.log(2))
-    return p.to(v.dtype) @ v, lse.masked_fill(total == 0, -math.inf).squeeze(-1)
-
-
-def elements(layout: Layout, b: int, h: int) -> Tensor:
-    """Bool `[B, H, Tq, Tk]`: the scores in present blocks."""
-    mask = layout.to_dense()
-    height, width = layout.block_size
-    wide = mask.repeat_interleave(height, -2).repeat_interleave(width, -1)[..., : layout.size[0], : layout.size[1]]
-    return wide.expand(b, h, *layout.size)
-
-
-def problem(
-    device: torch.device, dtype: torch.dtype, lead: tuple[int, ...], block: tuple[int, int], size: tuple[int, int],
-    heads: tuple[int, int], d: int, density: float = 0.5, capacity: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Layout]:  # fmt: skip
-    """q, k, v, a gradient, and a random layout whose first row is empty; B is 2."""
-    g = torch.Generator(device).manual_seed(0)
-    rows, cols = -(-size[0] // block[0]), -(-size[1] // block[1])
-    mask = torch.rand(*lead, rows, cols, device=device, generator=g) < density
-    mask[..., 0, :] = density == 1
-    layout = Layout.from_mask(mask, block, size=size, capacity=capacity)
-    shapes = ((heads[0], size[0]), (heads[1], size[1]), (heads[1], size[1]), (heads[0], size[0]))
-    q, k, v, grad = (torch.randn(2, n, t, d, device=device, generator=g).to(dtype) for n, t in shapes)
-    return q, k, v, grad, layout
-
-
-def check(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layout: Layout, *, mask: Tensor | None = None,
-    bias: Tensor | None = None, dense_bias: Tensor | None = None, causal: bool = False, lengths: Tensor | None = None,
-    scale: float | None = None, terms: Sequence[Relative] = (),
-) -> None:  # fmt: skip
-    """Result, log-sum-exp and every gradient, against float64 and beside plain PyTorch."""
-    (b, h, tq, d), tk = q.shape, k.shape[2]
-    present = elements(layout, b, h)
-    i, j = torch.arange(tq, device=q.device)[:, None], torch.arange(tk, device=q.device)
-    if causal:
-        present = present & (j <= i + tk - tq)
-    if lengths is not None:
-        present = present & (j < lengths[:, None, None, None])
-    if mask is not None:
-        present = present & mask
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, *(term.table for term in terms))]
-    leaves += [] if bias is None else [bias]
-
-    def with_tables(tables: Sequence[Tensor]) -> list[Relative]:
-        return [replace(term, table=table) for term, table in zip(terms, tables)]
-
-    out, lse = attention(
-        *leaves[:3], layout, mask=mask, bias=bias, relative=with_tables(leaves[3:]), causal=causal,
-        valid_lengths=lengths, scale=scale, return_lse=True,
-    )  # fmt: skip
-    met = present.any(-1)
-    towards = torch.linspace(-1, 1, lse.numel(), device=q.device, dtype=lse.dtype).view_as(lse)
-    ours = torch.autograd.grad([out, lse.masked_fill(~met, 0)], leaves, [grad, towards])
-    results = []
-    for dtype in (torch.float64, q.dtype):
-        others = [x.detach().to(dtype).requires_grad_() for x in leaves]
-        added = None if bias is None else (others[-1] if dense_bias is None else dense_bias(others[-1]))
-        factor = d**-0.5 if scale is None else scale
-        expected, sums = dense(*others[:3], present, added, factor, with_tables(others[3:]))
-        sums = torch.where(met, sums, 0)
-        grads = torch.autograd.grad([expected, sums], others, [grad.to(dtype), towards.to(dtype)])
-        results.append((expected, sums.to(lse.dtype), *grads))
-    assert bool((lse.isneginf() == ~met).all())
-    # In 16 bits both ways round the same weights, and that is all that shows. In float32 the largest of some thousand
-    # rounding errors of sums of some dozen terms is a matter of luck: it differs by half between orders of summation.
-    factor = 3.0 if q.dtype is torch.float32 else 2.0
-    names = ("out", "lse", "q", "k", "v", *("table" for _ in terms), "bias")
-    for name, a, want, plain in zip(names, (out, torch.where(met, lse, 0), *ours), *results):
-        want = want.double()
-        assert_close(a, reference64=want, plain=plain, factor=factor, name=name)
-
+from tests.blocksparse.attention_oracle import check, elements, problem, terms_for
 
 SHAPES = [
     # leading dimensions of the layout, block, (Tq, Tk), (H, Hk), D
@@ -170,54 +71,6 @@ def test_lengths_scale_and_room(dtype: torch.dtype, device: torch.device) -> Non
     check(*given, lengths=lengths, causal=True)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [(2, 2, 40, 50), (2, 1, 1, 50), *(pytest.param(s, marks=pytest.mark.full) for s in ((1, 40, 50), (40, 50)))],
-)
-def test_dense_mask_and_bias(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    given = problem(device, dtype, (2,), (16, 16), (40, 50), (2, 2), 16)
-    g = torch.Generator(device).manual_seed(1)
-    mask = torch.rand(shape, device=device, generator=g) < 0.7
-    bias = torch.randn(shape, device=device, generator=g).to(dtype).requires_grad_()
-    check(*given, mask=mask)
-    check(*given, bias=bias, mask=None if shape[0] == 40 else mask, causal=True)
-
-
-@pytest.mark.parametrize("lead", [(), (2,), (2, 1), (2, 2)], ids=str)
-def test_bias_of_blocks(lead: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    q, k, v, grad, layout = problem(device, dtype, lead, (16, 32), (40, 50), (2, 2), 16)
-    g = torch.Generator(device).manual_seed(1)
-    bias = torch.randn(layout.capacity, 16, 32, device=device, generator=g).to(dtype).requires_grad_()
-
-    def spread(values: Tensor) -> Tensor:
-        numbers = layout.positions.long().view(layout.shape)
-        tiles = torch.where((numbers >= 0)[..., None, None], values[numbers.clamp(min=0)], 0)
-        return tiles.transpose(-3, -2).flatten(-4, -3).flatten(-2)[..., :40, :50]
-
-    check(q, k, v, grad, layout, bias=bias, dense_bias=spread)
-
-
-def test_mask_and_bias_in_two_forms(dtype: torch.dtype, device: torch.device) -> None:
-    """What is dense gives its blocks where the other holds blocks."""
-    *given, layout = problem(device, dtype, (2, 1), (16, 32), (40, 50), (2, 2), 16)
-    g = torch.Generator(device).manual_seed(1)
-    mask = torch.rand(1, 1, 40, 50, device=device, generator=g) < 0.7
-    bias = torch.randn(2, 1, 40, 50, device=device, generator=g).to(dtype)
-    mask_blocks = from_dense(mask.float().expand(2, 1, -1, -1), layout).values > 0
-    bias_blocks = from_dense(bias, layout)
-    wanted = attention(*given[:3], layout, mask=mask, bias=bias)
-    assert torch.equal(attention(*given[:3], layout, mask=mask, bias=bias_blocks), wanted)
-    leaf = bias.clone().requires_grad_()
-    out = attention(*given[:3], layout, mask=mask_blocks, bias=leaf)
-    assert torch.equal(out, wanted)
-    (ours,) = torch.autograd.grad(out, leaf, given[3])
-    other = bias.clone().requires_grad_()
-    (theirs,) = torch.autograd.grad(attention(*given[:3], layout, mask=mask, bias=other), other, given[3])
-    torch.testing.assert_close(ours, theirs)
-    with pytest.raises(ValueError, match=r"bias must be the same wherever layout is, .* for a layout of"):
-        attention(*given[:3], layout, mask=mask_blocks, bias=bias.repeat(1, 2, 1, 1))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("half", [False, True])
 def test_graph_capture(half: bool, device: torch.device) -> None:
@@ -257,38 +110,6 @@ def test_more_than_2_31_elements(half: bool, device: torch.device) -> None:
     wanted = attention(alone, alone, alone, layout)
     assert torch.equal(out[:, -1:], wanted)
     assert torch.equal(grad[:, -1:], torch.autograd.grad(wanted, alone, wanted.detach())[0])
-
-
-def terms_for(device: torch.device, dtype: torch.dtype, tq: int, tk: int, d: int, heads: int) -> list[Relative]:
-    """Places in a sequence, and another term whose positions repeat, differ between batches and do not ascend."""
-    g = torch.Generator(device).manual_seed(2)
-    pitch_q, pitch_k = (torch.randint(-9, 9, (2, t), device=device, generator=g) for t in (tq, tk))
-    tables = torch.randn(heads, 9, d, device=device, generator=g), torch.randn(1, 25, d, device=device, generator=g)
-    order = torch.arange(tk, device=device)
-    return [
-        Relative(tables[0].to(dtype), order[tk - tq :] if tk >= tq else torch.arange(tq, device=device), order),
-        Relative(tables[1].to(dtype), pitch_q, pitch_k.int()),
-    ]
-
-
-@pytest.mark.parametrize("size, heads", [((40, 50), (2, 2)), ((40, 40), (4, 2)), ((20, 16), (1, 1))], ids=str)
-def test_relative_positions(size, heads, dtype: torch.dtype, device: torch.device) -> None:
-    given = problem(device, dtype, (2,) if heads[0] == 2 else (), (16, 16), size, heads, 16)
-    first, second = terms_for(device, dtype, *size, 16, heads[0])
-    check(*given, terms=[first])
-    check(*given, terms=[second, first], causal=True, lengths=torch.tensor([size[1], 7], device=device))
-
-
-def test_relative_positions_beside_a_bias(dtype: torch.dtype, device: torch.device) -> None:
-    given = problem(device, dtype, (2, 1), (16, 32), (40, 50), (2, 1), 16)
-    bias = torch.randn(2, 1, 40, 50, device=device).to(dtype).requires_grad_()
-    check(*given, terms=terms_for(device, dtype, 40, 50, 16, 2), bias=bias, scale=0.3)
-
-
-def test_one_relative_term_needs_no_list(device: torch.device) -> None:
-    q, k, v, _, layout = problem(device, torch.float32, (2,), (16, 16), (40, 50), (2, 2), 16)
-    term = terms_for(device, torch.float32, 40, 50, 16, 2)[0]
-    assert torch.equal(attention(q, k, v, layout, relative=term), attention(q, k, v, layout, relative=[term]))
 
 
 def test_compressed_operands(device: torch.device) -> None:
@@ -402,28 +223,6 @@ def test_empty_input(b: int, h: int, tq: int, tk: int, d: int, device: torch.dev
 
 
 @pytest.mark.native
-def test_gradcheck() -> None:
-    q, k, v, _, layout = problem(torch.device("cpu"), torch.float64, (2,), (16, 16), (20, 18), (2, 1), 3)
-    bias = torch.randn(1, 2, 20, 18, dtype=torch.float64, requires_grad=True)
-    term = Relative(torch.randn(1, 5, 3, dtype=torch.float64), torch.arange(20), torch.arange(18))
-    leaves = [x.requires_grad_() for x in (q, k, v, term.table)]
-
-    def call(q: Tensor, k: Tensor, v: Tensor, table: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        relative = replace(term, table=table)
-        out, lse = attention(q, k, v, layout, bias=bias, relative=relative, causal=True, return_lse=True)
-        return out, lse.nan_to_num(0, 0, 0)
-
-    assert torch.autograd.gradcheck(call, (*leaves, bias), fast_mode=True)
-
-
-@pytest.mark.native
-def test_second_derivatives_are_refused(device: torch.device) -> None:
-    q, k, v, _, layout = problem(device, torch.float32, (), (16, 16), (32, 32), (1, 1), 8)
-    with pytest.raises(NotImplementedError, match=r"blocksparse\.attention: second derivatives"):
-        torch.autograd.grad(attention(q.requires_grad_(), k, v, layout).sum(), q, create_graph=True)
-
-
-@pytest.mark.native
 def test_compiles(compiled, device: torch.device) -> None:
     q, k, v, grad, layout = problem(device, torch.float32, (2,), (16, 16), (40, 50), (2, 2), 16)
     term = terms_for(device, torch.float32, 40, 50, 16, 2)[1]
@@ -444,13 +243,6 @@ def test_autocast(device: torch.device) -> None:
     with torch.autocast(device.type, torch.bfloat16):
         out = attention(q, k, v, layout)
     assert torch.equal(out, attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), layout))
-
-
-def test_bitwise_reproducible(device: torch.device) -> None:
-    q, k, v, grad, layout = problem(device, torch.float32, (2,), (16, 16), (40, 50), (2, 1), 16)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    first, second = (torch.autograd.grad(attention(*leaves, layout), leaves, grad) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in itertools.zip_longest(first, second))
 
 
 @pytest.mark.parametrize(
@@ -501,11 +293,3 @@ def test_errors(change, error: type[Exception], message: str) -> None:
     arguments = {"q": q, "k": k, "v": v, "layout": Layout.from_mask(torch.ones(2, 2), 16), **change}
     with pytest.raises(error, match=f"blocksparse.attention: .*{message}"):
         attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), arguments.pop("layout"), **arguments)
-
-
-def test_errors_of_relative() -> None:
-    places = torch.arange(4)
-    with pytest.raises(ValueError, match=r"blocksparse\.Relative: table must have shape \[H, R, D\] with an odd R"):
-        Relative(torch.ones(1, 4, 8), places, places)
-    with pytest.raises(TypeError, match=r"blocksparse\.Relative: key_positions must be integers, got float32"):
-        Relative(torch.ones(1, 5, 8), places, places.float())

@@ -116,8 +116,10 @@ def _attention_dq_kernel(
     last = gl.minimum(lines + (Tk - Tq + 1), limit) if CAUSAL else gl.zeros_like(lines) + limit
     whole = gl.minimum(first + (Tk - Tq + 1), limit) if CAUSAL else limit
     stats_ptr += pair.to(gl.int64) * (2 * padded)
-    lse = gl.expand_dims(gl.load(stats_ptr + lines), 1)
-    delta = gl.expand_dims(gl.load(stats_ptr + padded + lines), 1)
+    # The last tiles of a block may lie beyond all statistics.
+    known = lines < padded
+    lse = gl.expand_dims(gl.load(stats_ptr + lines, mask=known, other=float("inf")), 1)
+    delta = gl.expand_dims(gl.load(stats_ptr + padded + lines, mask=known, other=0.0), 1)
     dq = gl.zeros([BLOCK, D], gl.float32, sums)
     none = gl.zeros([BLOCK, BLOCK], gl.float32, scores)
     ds = gl.zeros([BLOCK, BLOCK], q_desc.dtype, operand)
