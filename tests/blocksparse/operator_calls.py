@@ -14,7 +14,10 @@ def calls(device: torch.device) -> None:
     bias = torch.randn(2, 20, 40, device=device, requires_grad=True)
     lengths = torch.tensor([40, 3], device=device)
     blocksparse.attention(q, k, k, layout).sum().backward()
-    out, lse = blocksparse.attention(q, k, k, layout, bias=bias, causal=True, valid_lengths=lengths, return_lse=True)
+    places = torch.arange(40, device=device)
+    relative = blocksparse.Relative(torch.randn(2, 5, 8, device=device, requires_grad=True), places[20:], places)
+    added = {"bias": bias, "relative": relative}
+    out, lse = blocksparse.attention(q, k, k, layout, **added, causal=True, valid_lengths=lengths, return_lse=True)
     (out.sum() + lse.exp().sum()).backward()
     _operators(device)
 

@@ -9,7 +9,9 @@ from gossamer.blocksparse.attention import attention
 from gossamer.blocksparse.layout import Layout
 from gossamer.blocksparse.matmul import matmul
 from gossamer.blocksparse.patterns import causal, global_tokens, sliding_window
+from gossamer.blocksparse.relative import Relative
 from gossamer.blocksparse.rows import add, broadcast_add, broadcast_sub, max, mean, mul, sub, sum
+from gossamer.blocksparse.select_blocks import select_blocks
 from gossamer.blocksparse.softmax import softmax
 from gossamer.blocksparse.tensor import BlockSparseTensor, from_dense
 from gossamer.blocksparse.transpose import transpose
@@ -17,6 +19,7 @@ from gossamer.blocksparse.transpose import transpose
 __all__ = [
     "BlockSparseTensor",
     "Layout",
+    "Relative",
     "add",
     "attention",
     "broadcast_add",
@@ -28,6 +31,7 @@ __all__ = [
     "max",
     "mean",
     "mul",
+    "select_blocks",
     "sliding_window",
     "softmax",
     "sub",

@@ -1,5 +1,6 @@
 """Modules: they hold parameters and call the functions of the rooms below."""
 
+from gossamer.nn.block_sparse_attention import BlockSparseAttention
 from gossamer.nn.block_sparse_linear import BlockSparseLinear
 from gossamer.nn.checkpoint import load, save
 from gossamer.nn.distributed import data_parallel, shard
@@ -9,13 +10,14 @@ from gossamer.nn.sae import BatchTopKSAE, JumpReLUSAE, SAELoss, TopKSAE, geometr
 from gossamer.nn.transcoder import Transcoder
 
 __all__ = [
-    "MLP",
     "BatchTopKSAE",
+    "BlockSparseAttention",
     "BlockSparseLinear",
     "GatedMLP",
     "GatedSparseAttention",
     "GatedSparseAttentionReference",
     "JumpReLUSAE",
+    "MLP",
     "SAELoss",
     "TopKSAE",
     "Transcoder",
