@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from torch.utils import _pytree
 from gossamer._core import checks
 from gossamer._core.ops import register
 from gossamer.blocksparse._torch.layout import layout as _cpu
+
+if TYPE_CHECKING:
+    from gossamer.blocksparse.tensor import BlockSparseTensor
 
 BLOCKS = (16, 32, 64, 128)
 """Rows or columns that a block may have."""
@@ -339,6 +342,48 @@ class Layout:
         """
         grid = self.to_dense().reshape(-1, *self.shape[-2:])[:1, :64, :64].tolist()
         return "\n".join("".join(".#"[block] for block in row) for matrix in grid for row in matrix)
+
+    def adapt(self, block_size: BlockSize, *, capacity: int | None = None) -> Layout:
+        """The layout in blocks of another size that covers this one; `adapt_layout` takes values there.
+
+        Args:
+            block_size: 16, 32, 64 or 128, or `(height, width)`.
+            capacity: as in `from_mask`, but for smaller blocks None makes room for all that there can be, and costs no
+                sync.
+
+        >>> Layout.from_mask(torch.eye(4), 16).adapt(32).to_dense().tolist()
+        [[True, False], [False, True]]
+        """
+        from gossamer.blocksparse.rearrange import adapted
+
+        return adapted(self, check_block_size("blocksparse.Layout.adapt", block_size), capacity)
+
+    @staticmethod
+    def from_indices(indices: BlockSparseTensor, dim: int, size: int, *, capacity: int | None = None) -> Layout:
+        """The layout that a gather reads, and a scatter writes: the blocks in which there are elements that indices
+        name.
+
+        Args:
+            indices: `[..., M, N]`, int32 or int64, a `BlockSparseTensor`; what is out of range names nothing.
+            dim: the dimension along which they point, a leading one too.
+            size: of that dimension; the others are those of indices.
+            capacity: as in `from_mask`.
+
+        Raises:
+            ValueError: dim is none of the dimensions, or size is below 1.
+            TypeError: indices are not int32 or int64.
+            NotImplementedError: `capacity=None` under CUDA-graph capture.
+
+        Source: Schön and Tompits, blksprs, section 3.3 (sparsity layout creation).
+
+        >>> from gossamer.blocksparse import from_dense
+        >>> indices = from_dense(torch.full((16, 16), 40), Layout.from_mask(torch.ones(1, 1), 16))
+        >>> Layout.from_indices(indices, -1, 64).to_dense().tolist()
+        [[False, False, True, False]]
+        """
+        from gossamer.blocksparse.indexed import layout_of
+
+        return layout_of(indices, dim, size, capacity)
 
     def __repr__(self) -> str:
         """The summary, and below it a small layout's first matrix, which waits for the device as a tensor's does."""

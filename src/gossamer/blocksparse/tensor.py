@@ -24,13 +24,14 @@ class BlockSparseTensor(Arithmetic):
     """Matrices of which only the blocks of a layout are stored.
 
     Args:
-        values: `[capacity, height, width]`, float: an ordinary tensor, differentiable, the blocks in the layout's
-            order. What stands behind the last block, or beyond the matrix in a block that it cuts, takes no part.
+        values: `[capacity, height, width]`, float, or integer or bool for what moves data: an ordinary tensor,
+            differentiable, the blocks in the layout's order. What stands behind the last block, or beyond the matrix
+            in a block that it cuts, takes no part.
         layout: which blocks these are; shared between tensors.
 
     Raises:
         ValueError: values have another shape than the layout asks for, or live on another device.
-        TypeError: values are not floating, or layout is no `Layout`.
+        TypeError: values are neither floating, integer nor bool, or layout is no `Layout`.
 
     Source: Schön and Tompits, blksprs, Definition 3 (compressed representation).
 
@@ -45,7 +46,7 @@ class BlockSparseTensor(Arithmetic):
     def __post_init__(self) -> None:
         operator = "blocksparse.BlockSparseTensor"
         check_layouts(operator, layout=self.layout)
-        checks.floating(operator, values=self.values)
+        check_values(operator, values=self.values)
         expected = (self.layout.capacity, *self.layout.block_size)
         checks.shape(operator, "values", self.values, expected, "[capacity, height, width]", "like layout")
         checks.same_device(operator, "layout", self.layout.device, values=self.values)
@@ -84,16 +85,17 @@ def from_dense(x: Tensor, layout: Layout) -> BlockSparseTensor:
     """The blocks of a dense tensor that a layout names.
 
     Args:
-        x: `[..., M, N]`, float32, float16 or bfloat16 (float64 on the CPU), any strides.
+        x: `[..., M, N]`, float32, float16 or bfloat16 (float64 on the CPU), integer or bool, any strides.
         layout: of shape `(..., rows, cols)` and size `(M, N)`.
 
     Returns:
         `BlockSparseTensor`, differentiable in x: elements outside of the layout's blocks get no gradient. Beyond M or
-        N a block is filled with zeros. If the layout overflowed, every value is NaN.
+        N a block is filled with zeros. If the layout overflowed, every value is NaN; integers, which have none, are
+        their lowest number.
 
     Raises:
         ValueError: x has another shape or device than the layout.
-        TypeError: x is not floating, or layout is no `Layout`.
+        TypeError: x is neither floating, integer nor bool, or layout is no `Layout`.
 
     Source: Schön and Tompits, blksprs, Definition 3.
 
@@ -103,7 +105,7 @@ def from_dense(x: Tensor, layout: Layout) -> BlockSparseTensor:
     """
     operator = "blocksparse.from_dense"
     check_layouts(operator, layout=layout)
-    checks.floating(operator, x=x)
+    check_values(operator, x=x)
     checks.shape(operator, "x", x, layout.dense_shape, "[..., M, N]", "like layout")
     checks.same_device(operator, "layout", layout.device, x=x)
     flat = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
@@ -118,6 +120,16 @@ def check_blocks(operator: str, **given: Any) -> None:
                 f"{operator}: {argument} must be a BlockSparseTensor, got {type(value).__name__}. "
                 "Make one with from_dense."
             )
+
+
+def check_values(operator: str, **given: Tensor) -> None:
+    """Every tensor has a dtype that blocks may have."""
+    for argument, tensor in given.items():
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.dtype not in _WHOLE:
+            checks.floating(operator, **{argument: tensor})
+
+
+_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def _parts(layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
