@@ -84,8 +84,11 @@ class SparseBlock:
         block = Block(*operands, activation, self._transposed)
         if self.observer is not None:
             self.observer(block)
-        self.density.pin(None if self.method == "auto" else self.method)
-        return run(self.operator, block, "auto", self.density)
+        if self.method == "auto":
+            return run(self.operator, block, "auto", self.density)
+        # Nothing follows the counts then, and small blocks would feel them.
+        self.density.last_path = self.method
+        return run(self.operator, block, self.method, None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "observer": None}
