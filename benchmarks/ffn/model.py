@@ -99,7 +99,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def profile(layers: int, mean: float) -> list[float]:
-    """Mean entries of each layer: the first two the least, and a hump in the first half, around a fifth of the depth."""
+    """Mean entries of each layer: the first two have the least; there is a hump at a fifth of the depth."""
     shape = [
         0.35 if layer < 2 else 0.6 + 1.4 * math.exp(-(((layer / layers - 0.22) / 0.18) ** 2)) for layer in range(layers)
     ]
