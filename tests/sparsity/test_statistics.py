@@ -193,3 +193,18 @@ def test_bad_input(device: torch.device) -> None:
         sparsity.Recorder("model")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"sparsity\.report: batches must reach a sparse block"):
         sparsity.report(Model(device), [])
+
+
+@pytest.mark.gpu
+def test_no_wait(device: torch.device) -> None:
+    model, given = Model(device), batches(device)
+    sparsity.statistics(model, given)
+    with sparsity.Recorder(model) as recorder, torch.no_grad():
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for ids in given:
+                recorder.read({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+                model(ids)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert recorder.layers["first"].tokens == 295
