@@ -31,6 +31,7 @@ PHI3 = Layout("gate_up_proj", None, "down_proj", "activation_fn")
 T5_GATED = Layout("wi_0", "wi_1", "wo", "act", "dropout")
 T5 = Layout("wi", None, "wo", "act", "dropout", plain=True)
 NEMOTRON = Layout("up_proj", None, "down_proj", "act_fn", plain=True)
+NANOCHAT = Layout("fc1", None, "fc2", "activation_fn", plain=True)
 OPT = Layout("fc1", None, "fc2", "activation_fn", plain=True, inline=True)
 _CLASSES = {
     "LlamaMLP": LLAMA,
@@ -49,6 +50,8 @@ _CLASSES = {
     "UMT5DenseActDense": T5,
     "ArceeMLP": NEMOTRON,
     "NemotronMLP": NEMOTRON,
+    "Jais2MLP": NEMOTRON,
+    "NanoChatMLP": NANOCHAT,
     "OPTDecoderLayer": OPT,
 }
 # Where activations are defined -> names of their classes -> what linear_glu calls them, or what tells. The name alone

@@ -67,8 +67,8 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
             part of it or on all modules, or another activation is left, and so is one that gets such a thing later.
         recompute: as in `gemm.linear_glu`: whether training computes gate and up again instead of keeping them.
         sparse: whether blocks with a ReLU or squared ReLU multiply what it lets through, where no gradient is needed
-            and nothing drops out. Then blocks without a gate are taken as well: OPT, T5 version 1.0, Arcee, Nemotron.
-            True goes `method="auto"` of `ffn.gated`; the name of a way pins that.
+            and nothing drops out. Then blocks without a gate are taken as well: OPT, T5 version 1.0, Arcee, Nemotron,
+            Jais2 and NanoChat. True goes `method="auto"` of `ffn.gated`; the name of a way pins that.
 
     Returns:
         What is replaced, and what is left and why. `print` it. What is sparse has a `ffn.SparseBlock` as
