@@ -60,6 +60,9 @@ def _model(sizes: Sizes, batch: int, gated: bool, activation: str, entries: int,
             pinned("auto")(ids, model)
         return ids, model
 
+    def sparse(ids: Tensor, model: Decoder) -> Tensor:
+        return model(ids)
+
     def first(out: Tensor, *_: Any) -> tuple[Tensor]:
         """The first sequence, every 16th position: float64 takes its time."""
         return (out[0, ::16],)
@@ -85,9 +88,10 @@ def _model(sizes: Sizes, batch: int, gated: bool, activation: str, entries: int,
         make=inputs,
         providers=(
             Provider("gossamer", pinned("auto"), ours=True, prepare=steady, result=first),
+            Provider("gossamer, torch.compile", _compiled(sparse), ours=True, prepare=steady, result=first),
             *(Provider(f"gossamer, {way}", pinned(way), ours=True, result=first) for way in ours),
             Provider("dense", dense, result=first),
-            Provider("torch.compile", torch.compile(dense, fullgraph=True, dynamic=False), result=first),
+            Provider("torch.compile", _compiled(dense), result=first),
         ),
         reference=reference,
         bytes=weights * dtype.itemsize,
@@ -97,3 +101,8 @@ def _model(sizes: Sizes, batch: int, gated: bool, activation: str, entries: int,
         budget=BUDGET if dtype.itemsize == 2 else None,
         tokens=tokens,
     )
+
+
+def _compiled(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """What is compiled goes the way that each block took last."""
+    return torch.compile(call, fullgraph=True, dynamic=False)

@@ -118,10 +118,10 @@ def _sparse_section(sparse: dict[str, Any]) -> str:
     ]
     return (
         "<h2>The feed-forward, sparse</h2>"
-        "<p>The same nn.GatedMLP with method=&quot;auto&quot; follows how many neurons its gate lets through, and where "
-        "these are few it multiplies the weights of no others. The model goes on with "
-        f"{sparse['generated_alike']} of the {sparse['generated']} bytes that it goes on with layer by layer. A byte of "
-        f"{GENERATED} texts takes {_time(sparse['seconds_a_byte'])} so, and "
+        "<p>The same nn.GatedMLP with method=&quot;auto&quot; follows how many neurons its gate lets through, and "
+        "where these are few it multiplies the weights of no others. The model goes on with "
+        f"{sparse['generated_alike']} of the {sparse['generated']} bytes that it goes on with layer by layer. A byte "
+        f"of {GENERATED} texts takes {_time(sparse['seconds_a_byte'])} so, and "
         f"{_time(sparse['seconds_a_byte_layer_by_layer'])} layer by layer, attention included "
         f"({_ratio(sparse['speed_up'])}).</p>"
         + table(
