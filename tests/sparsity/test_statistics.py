@@ -176,6 +176,17 @@ def test_what_a_layer_gets_is_what_is_timed(device: torch.device, monkeypatch: p
     assert not report.measured and math.isnan(report.correlation) and "way" not in report.table()[0] and len(ways) == 2
 
 
+def test_what_is_not_seen_is_said(device: torch.device) -> None:
+    model = Model(device)
+    model.second.up_proj.register_forward_hook(lambda *_: None)
+    report = sparsity.report(model, batches(device), measure=False)
+    assert list(report.layers) == ["first"] and report.missed == ("second",)
+    assert str(report).endswith("\nnot called, or not as a sparse block: second")
+    proposal = sparsity.coactivation(model, batches(device), measure=False)
+    assert list(proposal.layers) == ["first"] and proposal.missed == ("second",)
+    assert str(proposal).endswith("\nnothing proposed for: second")
+
+
 def test_of_floats_no_tokens_are_known(device: torch.device, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     torch.manual_seed(0)

@@ -70,13 +70,19 @@ class Coactivation:
     Attributes:
         layers: `NeuronOrder` by the name of the block's module.
         tile: neurons of a tile.
+        missed: blocks for which nothing is proposed: not called, or not as sparse ones, or with too few tokens.
         applied: whether the model's neurons are in these orders.
     """
 
     def __init__(
-        self, model: nn.Module, layers: dict[str, NeuronOrder], places: dict[str, list[_Place]], tile: int
+        self,
+        model: nn.Module,
+        layers: dict[str, NeuronOrder],
+        places: dict[str, list[_Place]],
+        tile: int,
+        missed: tuple[str, ...] = (),
     ) -> None:
-        self.layers, self.tile, self.applied = layers, tile, False
+        self.layers, self.tile, self.missed, self.applied = layers, tile, missed, False
         self._model, self._places = model, places
 
     def apply(self) -> None:
@@ -134,6 +140,8 @@ class Coactivation:
                 f"{found.path or '-':>8} {found.seconds_before * 1e6:>8.1f} us {found.seconds_after * 1e6:>8.1f} us "
                 f"{found.measured:>8.2f}x"
             )
+        if self.missed:
+            lines.append(f"nothing proposed for: {', '.join(self.missed)}")
         return "\n".join(lines)
 
 
@@ -214,7 +222,7 @@ def coactivation(
             progress(number, steps)
     if not layers:
         raise ValueError(f"{_OPERATOR}: batches must bring {2 * GROUP} tokens to a block, but none got as many.")
-    return Coactivation(model, layers, places, tile)
+    return Coactivation(model, layers, places, tile, tuple(name for name in blocks if name not in layers))
 
 
 def _proposed(bits: np.ndarray, tile: int) -> NeuronOrder:

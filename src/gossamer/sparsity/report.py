@@ -55,11 +55,13 @@ class Report:
         layers: `LayerStatistics` by the name of the block's module.
         measured: times by the same names; empty where none were taken.
         names: of tokens, by their numbers.
+        missed: blocks that were not called, or not as sparse ones, as those with a hook are not.
     """
 
     layers: dict[str, LayerStatistics]
     measured: dict[str, Measured]
     names: Callable[[int], str] = str
+    missed: tuple[str, ...] = ()
 
     def table(self) -> list[dict[str, Any]]:
         """A row for each layer: its name, what `LayerStatistics` says of it, and times in seconds."""
@@ -158,6 +160,8 @@ class Report:
             if some:
                 said = ", ".join(f"{self.names(token)!r} {mean:.1f}" for token, _, mean in some)
                 lines.append(f"tokens with the {title} entries: {said}")
+        if self.missed:
+            lines.append(f"not called, or not as a sparse block: {', '.join(self.missed)}")
         return "\n".join(lines)
 
     def _layers(self, layer: str | None, tokens: bool = True) -> list[LayerStatistics]:
@@ -211,9 +215,10 @@ def report(
         run_batches(model, batches, before, progress)
     if not recorder.layers:
         raise ValueError("sparsity.report: batches must reach a sparse block without gradients, but none was called.")
-    blocks = {name: block for name, block in sparse_blocks("sparsity.report", model).items() if name in recorder.layers}
+    every = sparse_blocks("sparsity.report", model)
+    blocks = {name: block for name, block in every.items() if name in recorder.layers}
     measured = time_blocks(model, blocks, last[0]) if measure else {}
-    return Report(recorder.layers, measured, names)
+    return Report(recorder.layers, measured, names, tuple(name for name in every if name not in blocks))
 
 
 def time_blocks(model: nn.Module, blocks: dict[str, SparseBlock], batch: Batch) -> dict[str, Measured]:
