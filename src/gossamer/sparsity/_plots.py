@@ -33,21 +33,20 @@ def plots(report: Report) -> dict[str, Figure]:
 def _layers(report: Report) -> Figure:
     """Mean and largest number of entries, gain in time, and dead neurons by layer."""
     rows = report.table()
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    entries, rest = figure.subplots(2, 1, sharex=True)
+    figure = Figure(figsize=(8, 7 if report.measured else 5), layout="constrained")
+    panels = list(figure.subplots(3 if report.measured else 2, 1, sharex=True))
+    entries, dead = panels[0], panels[-1]
     x = np.arange(len(rows))
     entries.bar(x, [row["mean"] for row in rows], color=MEAN, label="mean")
     entries.plot(x, [row["max"] for row in rows], "v", color=MAX, label="max")
     entries.set(ylabel="entries a token", yscale="symlog", ylim=(0, None))
-    entries.legend(loc="upper left", fontsize=8)
+    figure.legend(*entries.get_legend_handles_labels(), loc="outside upper right", ncols=2, fontsize=8)
     if report.measured:
-        gain = entries.twinx()
-        gain.plot(x, [row.get("speed-up", np.nan) for row in rows], "o-", color=GAIN, label="speed-up")
-        gain.axhline(1, color=GAIN, linewidth=0.8, linestyle=":")
-        gain.set(ylabel="dense time over sparse time", ylim=(0, None))
-        gain.legend(loc="upper right", fontsize=8)
-    rest.bar(x, [100 * row["dead"] / row["neurons"] for row in rows], color=DEAD)
-    rest.set(ylabel="neurons that never fired (%)", xlabel="layer", ylim=(0, None))
+        panels[1].plot(x, [row.get("speed-up", np.nan) for row in rows], "o-", color=GAIN)
+        panels[1].axhline(1, color=GAIN, linewidth=0.8, linestyle=":")
+        panels[1].set(ylabel="dense time over\nsparse time", ylim=(0, None))
+    dead.bar(x, [100 * row["dead"] / row["neurons"] for row in rows], color=DEAD)
+    dead.set(ylabel="neurons that\nnever fired (%)", xlabel="layer", ylim=(0, None))
     return figure
 
 
@@ -79,7 +78,7 @@ def _positions(report: Report) -> Figure:
         axes.plot(np.arange(1, len(means) + 1), means, color=MEAN, alpha=0.15, linewidth=0.8)
     means = report.positions().numpy()
     axes.plot(np.arange(1, len(means) + 1), means, color=MEAN, linewidth=2, label="all layers")
-    axes.set(xscale="log", yscale="symlog", xlabel="position", ylabel="mean entries")
+    axes.set(xscale="log", yscale="symlog", ylim=(0, None), xlabel="position", ylabel="mean entries")
     axes.legend(fontsize=8)
     return figure
 
@@ -91,7 +90,8 @@ def _tokens(report: Report) -> Figure:
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     y = np.arange(len(few) + len(many))
-    axes.barh(y, [mean for *_, mean in few + many], color=[MEAN] * len(few) + [MAX] * len(many))
+    means = [mean for *_, mean in few + many]
+    axes.bar_label(axes.barh(y, means, color=[MEAN] * len(few) + [MAX] * len(many)), fmt="%.1f", padding=3, fontsize=8)
     # What a token says may hold a dollar sign, which matplotlib would take for mathematics.
     axes.set_yticks(y, [repr(report.names(token)).replace("$", r"\$") for token, *_ in few + many])
     axes.set(xlabel="mean entries")
