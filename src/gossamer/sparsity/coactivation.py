@@ -44,8 +44,8 @@ class NeuronOrder:
         before, after: tiles of neighbouring neurons in which these lie, on average, as the neurons are and in the
             order. Groups of tokens that the order was made from are not among those that are counted.
         path: the way that the block goes, and was measured, or None.
-        seconds_before, seconds_after: that it takes on up to 4,096 rows of its input in the last batch; NaN where it was not
-            measured.
+        seconds_before, seconds_after: of the block on up to 4,096 rows of its input in the last batch; NaN where it was
+            not measured.
     """
 
     order: Tensor
