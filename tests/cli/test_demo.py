@@ -115,6 +115,27 @@ def test_the_fused_feed_forward_keeps_the_model(results: dict) -> None:
     assert "256 of the 256 bytes that each goes on with are the same" in results["html"]
 
 
+def test_the_sparse_feed_forward_keeps_the_model(results: dict) -> None:
+    """The same bytes, and entries of each block that are those of its gate."""
+    model, sparse = results["model"], results["model"]["sparse"]
+    assert sparse["generated_alike"] == sparse["generated"] == 8 * 32
+    assert 0 < sparse["seconds_a_byte"] == pytest.approx(sparse["seconds_a_byte_layer_by_layer"] / sparse["speed_up"])
+    assert len(sparse["layers"]) == 2
+    for layer, share in zip(sparse["layers"], model["active_fraction_per_block"], strict=True):
+        assert layer["neurons"] == 64 and layer["mean"] == pytest.approx(64 * share, rel=1e-4)
+        assert layer["mean"] <= layer["p99"] + 1 and layer["p99"] <= layer["max"] <= 64
+        assert layer["mean"] <= layer["union"] <= 64 and 0 <= layer["dead"] < 64
+        assert layer["way"] in ("gather", "fused")
+    assert "goes on with 256 of the 256 bytes that it goes on with layer by layer" in results["html"]
+
+
+def test_the_sparse_way_is_not_kept() -> None:
+    torch.manual_seed(0)
+    model, tokens = ByteModel(SMALL), torch.randint(256, (4, 33))
+    measure.sparse_feed_forward(model, tokens, seconds=0.01)
+    assert all(block.mlp.method == "fused" for block in model.blocks)
+
+
 def test_results_say_how_they_were_made(results: dict, folder: Path) -> None:
     assert results["seed"] == 0
     assert results["settings"]["d_sae"] == 256

@@ -6,6 +6,7 @@ from html import escape
 from typing import Any
 
 from gossamer.cli._demo import plots
+from gossamer.cli._demo.measure import GENERATED
 from gossamer.cli.page import context, line, page, table, tiles
 
 
@@ -54,6 +55,7 @@ def render(results: dict[str, Any]) -> str:
             tiles(headline(results)),
             _model_section(results),
             _mlp_section(results["model"]),
+            _sparse_section(results["model"]["sparse"]),
             _sae_section(results),
             _loss_section(results["loss"]),
             _comparison_section(results["comparison"]),
@@ -97,6 +99,35 @@ def _mlp_section(model: dict[str, Any]) -> str:
             f"The feed-forward of the middle block on {case['tokens']:,} bytes, {case['dtype']}",
             ("layer by layer", "fused", "speed-up", *names, "largest difference"),
             [(*times, _ratio(case["speed_up"]), *memory, f"{case['largest_difference']:.1e}")],
+        )
+    )
+
+
+def _sparse_section(sparse: dict[str, Any]) -> str:
+    rows = [
+        (
+            f"block {number}",
+            f"{layer['mean']:.1f}",
+            f"{layer['p99']}",
+            f"{layer['max']}",
+            f"{layer['union']:.1f}",
+            f"{layer['dead']}",
+            layer["way"],
+        )
+        for number, layer in enumerate(sparse["layers"], start=1)
+    ]
+    return (
+        "<h2>The feed-forward, sparse</h2>"
+        "<p>The same nn.GatedMLP with method=&quot;auto&quot; follows how many neurons its gate lets through, and "
+        "where these are few it multiplies the weights of no others. The model goes on with "
+        f"{sparse['generated_alike']} of the {sparse['generated']} bytes that it goes on with layer by layer. A byte "
+        f"of {GENERATED} texts takes {_time(sparse['seconds_a_byte'])} so, and "
+        f"{_time(sparse['seconds_a_byte_layer_by_layer'])} layer by layer, attention included "
+        f"({_ratio(sparse['speed_up'])}).</p>"
+        + table(
+            f"Of the {sparse['layers'][0]['neurons']:,} neurons of each block, on unseen text",
+            ("", "active, mean", "99%", "most", "of 32 neighbours in all", "never active", "way"),
+            rows,
         )
     )
 

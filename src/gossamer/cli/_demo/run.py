@@ -162,6 +162,9 @@ def _experiment(
             active = plain["active_fraction_per_block"]
             mlp = measure.compare_mlp(model, tokens[:, :-1], seconds=min(2.0, settings.seconds_compare / 3))
             show(1.0, f"{plain['generated_alike']} of {plain['generated']} bytes generated alike")
+        with stages("sparse feed-forward") as show:
+            sparse = measure.sparse_feed_forward(model, tokens, seconds=min(1.0, settings.seconds_compare / 6))
+            show(1.0, f"{sparse['generated_alike']} of {sparse['generated']} bytes generated alike")
         with stages("sparse autoencoder") as show:
             sample = activations(model, train, n_contexts=64, scale=1.0, generator=generator)
             scale = 1 / sample.norm(dim=-1).mean().item()
@@ -215,6 +218,7 @@ def _experiment(
             "history": model_history,
             "layer_by_layer": plain,
             "feed_forward": mlp,
+            "sparse": sparse,
         },
         "sae": {
             **quality,

@@ -72,7 +72,8 @@ class Case:
     `make` returns as many independent copies of the inputs as it takes to exceed the cache (see `copies`); calls
     rotate among them. `bytes` and `flops` are the least that must be moved and computed. `reference` computes in
     float64, and `error` measures a result against it. `sweep` names the parameter along which cases of this name
-    are plotted. With `energy` what a call takes from the power supply is measured as well.
+    are plotted. With `energy` what a call takes from the power supply is measured as well. With `tokens`, of which a
+    call takes so many, rate and energy are those of tokens.
     """
 
     room: str
@@ -89,6 +90,7 @@ class Case:
     energy: bool = False
     error: Callable[[Tensors, Tensors], float] = field(default=relative_error)
     budget: float | None = None
+    tokens: int | None = None
 
     @property
     def id(self) -> str:
