@@ -133,9 +133,9 @@ def test_ties_everywhere(tq: int, more: int, k: int, levels: int, heads: int, wi
 @pytest.mark.kernels
 @pytest.mark.parametrize("window", [pytest.param(0, marks=pytest.mark.full), 9])
 def test_rows_longer_than_registers(window: int, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    from gossamer.attention._triton import select_topk as gpu
+    from gossamer.attention._triton import threshold
 
-    monkeypatch.setattr(gpu, "MAX_REGISTERS", 64)
+    monkeypatch.setattr(threshold, "MAX_REGISTERS", 64)
     case = (1, 1, 20, 300, 16, True, None)
     for repeat in (1, 7):
         q, k, w, bias = inputs(case, torch.float32, device)
