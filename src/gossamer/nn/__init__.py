@@ -1,5 +1,6 @@
 """Modules: they hold parameters and call the functions of the rooms below."""
 
+from gossamer.nn.attention_cache import AttentionCache
 from gossamer.nn.checkpoint import load, save
 from gossamer.nn.distributed import data_parallel, shard
 from gossamer.nn.gated_sparse_attention import GatedSparseAttention, GatedSparseAttentionReference
@@ -9,6 +10,7 @@ from gossamer.nn.transcoder import Transcoder
 
 __all__ = [
     "MLP",
+    "AttentionCache",
     "BatchTopKSAE",
     "GatedMLP",
     "GatedSparseAttention",
