@@ -38,7 +38,7 @@ def test_like_one_call(options: dict[str, Any], page_size: int | None, device: t
     for first, last in ((0, 30), (30, 31), (31, 32), (32, 40), (40, 70), (70, 71), (71, 100)):
         close(module(x[:, first:last], cache=cache), whole[:, first:last])
     assert cache.longest == 100 and cache.lengths.tolist() == [100, 100]
-    with pytest.raises(ValueError, match="AttentionCache: the cache has room for 1.. tokens, .* up to 100 are taken"):
+    with pytest.raises(ValueError, match=r"AttentionCache: the cache has room for 1.. tokens, .* up to 100 are taken"):
         module(x[:, :5], cache=cache)
     cache.clear()
     close(module(x[:, :50], cache=cache), whole[:, :50])

@@ -79,8 +79,10 @@ def _context(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    call = directly(_rotary_gates_bwd, *grads, *ctx.saved_tensors)
-    return (call(*grads, *ctx.saved_tensors, ctx.value_gate), *(None,) * 6)
+    # Once: what unpacks them for a checkpoint does so a single time.
+    saved = ctx.saved_tensors
+    call = directly(_rotary_gates_bwd, *grads, *saved)
+    return (call(*grads, *saved, ctx.value_gate), *(None,) * 6)
 
 
 _rotary_gates = register(

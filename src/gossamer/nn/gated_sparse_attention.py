@@ -244,13 +244,13 @@ class GatedSparseAttention(nn.Module):
         heads, width, d = self.num_kv_heads, self.head_dim, self.indexer.head_dim
         new = functools.partial(self.k_proj.weight.new_zeros, dtype=dtype)
         if page_size is None:
-            pieces = (new((batch, heads, capacity, width)) for _ in range(2))
-            return AttentionCache(*pieces, new((batch, capacity, d)))
+            k, v = (new((batch, heads, capacity, width)) for _ in range(2))
+            return AttentionCache(k, v, new((batch, capacity, d)))
         checks.positive(OPERATOR, "page_size", page_size, "It is the number of tokens of a page.")
         each = -(-capacity // page_size)
         table = torch.arange(batch * each, device=self.k_proj.weight.device).view(batch, each)
-        pools = (new((batch * each, page_size, heads, width)) for _ in range(2))
-        return AttentionCache(*pools, new((batch * each, page_size, d)), table)
+        k, v = (new((batch * each, page_size, heads, width)) for _ in range(2))
+        return AttentionCache(k, v, new((batch * each, page_size, d)), table)
 
     def selects_all(self, num_keys: int) -> bool:
         """Whether each query of a sequence takes every key that it sees."""
