@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from gossamer import attention
 from gossamer._core import checks
 from gossamer._core.ops import needs_gradient
+from gossamer._core.ranges import span
 from gossamer.attention.sparse_attention import FEW_QUERIES
 from gossamer.nn._plain import why_called
 from gossamer.nn.attention_cache import AttentionCache
@@ -173,8 +174,16 @@ class GatedSparseAttention(nn.Module):
             out = self.attend(q, k, v, index, selection)
         else:
             out = self._attend_with_cache(q, k, v, index, selection, cache, lengths)
+        return self.finish(out, gate)
+
+    def finish(self, out: Tensor, gate: Tensor | None) -> Tensor:
+        """What attention returns, `[B, H, T, D]`, gated and projected: `[B, T, hidden_size]`."""
         out = out.transpose(1, 2).flatten(2)
-        return self.o_proj(out if gate is None else out * gate)
+        if gate is not None:
+            with span("gsa/output_gate"):
+                out = out * gate
+        with span("gsa/o_proj"):
+            return self.o_proj(out)
 
     def attend(
         self,
@@ -196,10 +205,12 @@ class GatedSparseAttention(nn.Module):
                 at = torch.arange(q.shape[2] - 1, -1, -1, device=q.device)
                 last = k.shape[2] if lengths is None else lengths[:, None, None, None]
                 mask = torch.arange(k.shape[2], device=q.device) < last - at[:, None]
-            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
+            with span("gsa/dense_attn"):
+                return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
         if selection is None:
             selection = self.select(*index, lengths=lengths)
-        return attention.sparse_attention(q, k, v, selection, lengths=lengths)
+        with span("gsa/sparse_attn"):
+            return attention.sparse_attention(q, k, v, selection, lengths=lengths)
 
     def _attend_with_cache(
         self,
@@ -231,7 +242,8 @@ class GatedSparseAttention(nn.Module):
         if selection is None:
             selection = self.select(*index, lengths=lengths)
         table = cache.page_table
-        out = attention.sparse_decode(q, cache.k, cache.v, selection, page_table=table, lengths=lengths)
+        with span("gsa/sparse_attn"):
+            out = attention.sparse_decode(q, cache.k, cache.v, selection, page_table=table, lengths=lengths)
         assert isinstance(out, Tensor)
         return out
 
@@ -268,15 +280,18 @@ class GatedSparseAttention(nn.Module):
         if position_ids is None:
             position_ids = torch.arange(x.shape[1], device=x.device)
         cos, sin = self.rotary_emb(position_ids)
-        q, k, v, out_gate = attention.rotary_gates(
-            _products(x, layers),
-            cos,
-            sin,
-            self.num_heads,
-            self.num_kv_heads,
-            value_gate=self.value_gate is not None,
-            output_gate=self.output_gate is not None,
-        )
+        with span("gsa/qkv_proj"):
+            y = _products(x, layers)
+        with span("gsa/value_gate, rotary_emb"):
+            q, k, v, out_gate = attention.rotary_gates(
+                y,
+                cos,
+                sin,
+                self.num_heads,
+                self.num_kv_heads,
+                value_gate=self.value_gate is not None,
+                output_gate=self.output_gate is not None,
+            )
         index = self.index(x) if indexer else (x.new_empty(0),) * 3
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out_gate, index
 
@@ -285,14 +300,16 @@ class GatedSparseAttention(nn.Module):
         of = self.indexer
         layers = {"idx_q_proj": of.idx_q_proj, "idx_k_proj": of.idx_k_proj, "idx_w_proj": of.idx_w_proj}
         widths = [layer.out_features for layer in layers.values()]
-        q, k, w = _products(x, layers).split(widths, -1)
+        with span("gsa/indexer"):
+            q, k, w = _products(x, layers).split(widths, -1)
         return q.unflatten(-1, (of.num_heads, of.head_dim)).transpose(1, 2), k, w
 
     @torch.no_grad()
     def select(self, q: Tensor, k: Tensor, w: Tensor, lengths: Tensor | None = None) -> attention.Selection:
         """The keys of each query, from what the indexer scores by; lengths as in `attention.select_topk`."""
         given: dict[str, Any] = {"k": self.k_base} if self.adaptive is None else {"adaptive": self.adaptive}
-        return attention.select_topk(q, k, w, self.indexer.idx_bias, lengths=lengths, **given)
+        with span("gsa/topk_select"):
+            return attention.select_topk(q, k, w, self.indexer.idx_bias, lengths=lengths, **given)
 
     def extra_repr(self) -> str:
         text = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, k_base={self.k_base}"
@@ -322,12 +339,15 @@ class GatedSparseAttentionReference(GatedSparseAttention):
             raise NotImplementedError(f"{OPERATOR}Reference: a cache is not implemented. Use {OPERATOR}.")
         if self.adaptive is not None:
             raise NotImplementedError(f"{OPERATOR}Reference: adaptive numbers of keys are not implemented. Use None.")
-        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        with span("gsa_ref/qkv_proj"):
+            q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj))
         length = x.shape[1]
-        cos, sin = self.rotary_emb(torch.arange(length, device=x.device) if position_ids is None else position_ids)
-        q, k = (_turned(t, cos[..., None, :], sin[..., None, :]) for t in (q, k))
+        with span("gsa_ref/rotary_emb"):
+            positions = torch.arange(length, device=x.device) if position_ids is None else position_ids
+            q, k = (_turned(t, *(angle[..., None, :] for angle in self.rotary_emb(positions))) for t in (q, k))
         if self.value_gate is not None:
-            v = v * self.value_gate.gate_proj(x).sigmoid().view_as(v)
+            with span("gsa_ref/value_gate"):
+                v = v * self.value_gate.gate_proj(x).sigmoid().view_as(v)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         seen = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
         if selection is not None:
@@ -335,16 +355,22 @@ class GatedSparseAttentionReference(GatedSparseAttention):
         elif self.dense or length <= self.k_base:
             taken = seen
         else:
-            # Sorted stably: of equal scores the first ones win.
-            best = self.scores(*self.index(x)).sort(dim=-1, descending=True, stable=True).indices[..., : self.k_base]
-            taken = torch.zeros_like(seen).expand(x.shape[0], -1, -1).scatter(2, best, True)[:, None] & seen
-        shared = self.num_heads // self.num_kv_heads
-        k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
-        s = (q @ k.transpose(2, 3)) * self.head_dim**-0.5
-        out = (s.masked_fill(~taken, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
+            with span("gsa_ref/indexer"):
+                scores = self.scores(*self.index(x))
+            with span("gsa_ref/topk_select"):
+                # Sorted stably: of equal scores the first ones win.
+                best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.k_base]
+                taken = torch.zeros_like(seen).expand(x.shape[0], -1, -1).scatter(2, best, True)[:, None] & seen
+        with span("gsa_ref/sparse_attn"):
+            shared = self.num_heads // self.num_kv_heads
+            k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
+            s = (q @ k.transpose(2, 3)) * self.head_dim**-0.5
+            out = (s.masked_fill(~taken, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
         if self.output_gate is not None:
-            out = out * self.output_gate.gate_proj(x).sigmoid()
-        return self.o_proj(out)
+            with span("gsa_ref/output_gate"):
+                out = out * self.output_gate.gate_proj(x).sigmoid()
+        with span("gsa_ref/o_proj"):
+            return self.o_proj(out)
 
     @torch.no_grad()
     def scores(self, q: Tensor, k: Tensor, w: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer._core.ops import INTERPRET
+from gossamer._core.ranges import span
 from gossamer.attention import levels
 from gossamer.attention._triton import selection as lists
 from gossamer.attention._triton._indexer import load_bias, load_gates, load_tile, valid_keys, visible_keys
@@ -299,14 +300,17 @@ def select_topk(
             if not slab.columns:
                 call.take(slab, None)
                 continue
-            call.score(slab, keys)
+            with span("select_topk/scores"):
+                call.score(slab, keys)
             wanted = None
             if rule:
                 wanted = torch.empty(slab.rows, dtype=torch.int32, device=q.device)
                 bounds = (k_min, top, k_max)
                 rows_k(keys, call.w, lengths, mean, predictor, wanted, call.sizes(slab), bounds, rule, temperature)
-            call.find(slab, keys, wanted)
-            call.take(slab, keys)
+            with span("select_topk/thresholds"):
+                call.find(slab, keys, wanted)
+            with span("select_topk/words"):
+                call.take(slab, keys)
     return (call.words, *lists.union_of_words(call.words, capacity))
 
 

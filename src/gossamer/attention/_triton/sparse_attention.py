@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
+from gossamer._core.ranges import span
 from gossamer.attention._triton.key_lists import QUERIES, key_lists
 from gossamer.attention._triton.sparse_decode import sparse_decode
 
@@ -213,7 +214,8 @@ def walks(
         return
     step = group_chunk(words, parts)
     for first in range(0, groups, step):
-        lists, counts = key_lists(words, lengths, num_queries, causal, parts, first, step)
+        with span("sparse_attention/key_lists"):
+            lists, counts = key_lists(words, lengths, num_queries, causal, parts, first, step)
         yield first, lists.shape[0], lists, counts, lists.shape[-1], LISTS
 
 
@@ -233,7 +235,8 @@ def sparse_attention(
     b, h, tq, d = q.shape
     g, tk = k.shape[1:3]
     if path == "decode":
-        return sparse_decode(q, k, v, None, words, counts, indices, lengths, scale, causal)
+        with span("sparse_attention/decode"):
+            return sparse_decode(q, k, v, None, words, counts, indices, lengths, scale, causal)
     out = q.new_empty(b, tq, h, d)
     lse = q.new_empty((b, h, tq), dtype=torch.float32)
     if tk == 0 or d == 0 or out.numel() == 0:
@@ -246,7 +249,8 @@ def sparse_attention(
         args = (q, k, v, out, lse, walked, ends, *q.stride()[:3], *k.stride()[:3], first, tq, capacity, scale)
         meta |= {"WALK": walk, "PRECISION": tuning.dot_precision(q, d)["PRECISION"]}
         key = (q.dtype, None if ends is None else ends.dtype, *args[7:-1], *meta.values())
-        _sparse_attention_fwd(key, (groups, h, b), args, meta, **tile.options())
+        with span(f"sparse_attention/{path}"):
+            _sparse_attention_fwd(key, (groups, h, b), args, meta, **tile.options())
     return out.transpose(1, 2), lse
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer import attention
+from gossamer._core.ranges import span
 from gossamer.integrations.transformers._mlp import Report
 from gossamer.nn import GatedSparseAttention
 from gossamer.nn._plain import hooked
@@ -259,8 +260,7 @@ class SparseSelfAttention(GatedSparseAttention):
         out = self._attend(q, k, v, index, lengths, learns=self.learns and cache is None)
         if runs is not None:
             out = runs.back(out)
-        out = out.transpose(1, 2).flatten(2)
-        return self.o_proj(out if gate is None else out * gate), None
+        return self.finish(out, gate), None
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, index: Any, lengths: Tensor | None, learns: bool) -> Tensor:
         selection: attention.Selection | None = None
@@ -269,7 +269,8 @@ class SparseSelfAttention(GatedSparseAttention):
             out = self.attend(q, k, v, index, None, lengths)
         else:
             selection = self.select(index[0], index[1], index[2], lengths)
-            out, lse = attention.sparse_attention(q, k, v, selection, lengths=lengths, return_lse=True)
+            with span("gsa/sparse_attn"):
+                out, lse = attention.sparse_attention(q, k, v, selection, lengths=lengths, return_lse=True)
             lse = lse.detach()
         if learns:
             given = (q.detach(), k.detach(), *index, self.indexer.idx_bias)
