@@ -294,14 +294,14 @@ def sparse_attention_bwd(
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     words = words.contiguous()
     grad, q = grad.contiguous(), q.contiguous()
-    rows = _rows(grad, out, lse, grad_lse)
+    rows = row_statistics(grad, out, lse, grad_lse)
     dq = query_gradient(grad, q, k, v, rows, words, lengths, scale, causal, path)
     of_keys = key_gradients_of_tiles if path == "tiles" else key_gradients
     dk, dv = of_keys(grad, q, k, v, rows, words, lengths, scale, causal)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _rows(grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
+def row_statistics(grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
     """float32 [B, H, Tq, 2]: lse in base 2, and what a softmax's gradient subtracts."""
     b, h, tq, d = grad.shape
     rows = torch.empty(b, h, tq, 2, dtype=torch.float32, device=grad.device)

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gossamer.cli.bench import report
 from gossamer.cli.bench.case import find_benchmarks, load_cases
+from gossamer.cli.bench.profiling import profile_case
 from gossamer.cli.bench.runner import CaseResult, Settings, run_case
 from gossamer.cli.bench.timing import measure_ceilings
 from gossamer.cli.environment import describe, provenance
@@ -39,6 +40,15 @@ def bench(
     saelens: bool = typer.Option(
         False, "--saelens", help="SAELens as it is against SAELens patched, instead of the room sae; needs sae-lens."
     ),
+    length: list[int] = typer.Option([], min=64, help="Lengths of sequences instead of the usual ones; repeatable."),
+    dtype: str | None = typer.Option(None, help="float32, float16 or bfloat16, where a case leaves the choice."),
+    batch: int | None = typer.Option(None, min=1, help="Sequences at a time, where a case leaves the choice."),
+    provider: str | None = typer.Option(None, metavar="GLOB", help="Only providers whose name matches, as 'goss*'."),
+    skip_verify: bool = typer.Option(False, "--skip-verify", help="Time results that nobody has checked."),
+    profile: bool = typer.Option(
+        False, "--profile", help="Three calls of each provider for nsys --capture-range=cudaProfilerApi; no timing."
+    ),
+    ncu: bool = typer.Option(False, "--ncu", help="One call of each provider for ncu --profile-from-start off."),
 ) -> None:
     """Measure gossamer beside its peers.
 
@@ -61,11 +71,15 @@ def bench(
             _fail(f"gossamer bench: --saelens belongs to the room sae, got {room!r}.")
         room = "integrations"
     try:
-        cases = load_cases(folder, room, case, where, quick)
+        cases = load_cases(folder, room, case, where, quick, _given(length, dtype, batch), provider)
     except ValueError as error:
         _fail(str(error))
     if list_cases:
         typer.echo("\n".join(c.id for c in cases))
+        return
+    if profile or ncu:
+        for item in cases:
+            profile_case(item, where, seed, 1 if ncu else 3, typer.echo)
         return
     target = out or folder / "results"
     try:
@@ -76,8 +90,8 @@ def bench(
     started = time.monotonic()
     console = report.make_console()
     hardware = describe(where)
-    usual, length = (10, 0.003) if where.type == "cuda" else (5, 0.02)
-    settings = Settings(rounds or (3 if quick else usual), length, started + budget)
+    usual, seconds = (10, 0.003) if where.type == "cuda" else (5, 0.02)
+    settings = Settings(rounds or (3 if quick else usual), seconds, started + budget, not skip_verify)
     chosen = "saelens" if saelens and not case else slug(case or "")
     parts = [room or "all", chosen, slug(hardware["name"]), "quick" if quick else ""]
     stem = "-".join(part for part in parts if part)
@@ -134,6 +148,15 @@ def bench(
         console.print(f"budget of {budget:g} s spent, {len(missing)} cases not run: {', '.join(missing)}", markup=False)
     if any(result.failed for result in results):
         raise typer.Exit(1)
+
+
+def _given(lengths: list[int], dtype: str | None, batch: int | None) -> dict[str, Any]:
+    """What a file's `cases` are asked for beyond their usual shapes."""
+    dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    if dtype is not None and dtype not in dtypes:
+        _fail(f"gossamer bench: --dtype must be one of {', '.join(dtypes)}, got {dtype!r}.")
+    given = {"lengths": tuple(lengths) or None, "dtype": dtypes[dtype] if dtype else None, "batch": batch}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _plots(results: list[CaseResult], *rest: Any) -> list[Path]:

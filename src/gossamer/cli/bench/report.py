@@ -65,7 +65,7 @@ def case_table(result: CaseResult, ceilings: Ceilings) -> Table:
             f"{floor_of(result, outcome, ceilings) / best.median:.0%}",
             *((f"{_digits(outcome.joules * 1e3)} mJ" if outcome.joules else "",) if metered else ()),
             "" if outcome.peak is None else f"{outcome.peak / 2**20:,.1f} MiB",
-            f"{outcome.error:.1e}",
+            "" if outcome.error is None else f"{outcome.error:.1e}",
         )
     return table
 
