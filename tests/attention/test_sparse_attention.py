@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gossamer.attention import Selection, sparse_attention
 from gossamer.attention.sparse_attention import choose_path
-from gossamer.testing import assert_close, random_selection
+from gossamer.testing import assert_close
 from tests import strategies
 from tests.attention.budget import no_luck, spread
 
@@ -273,42 +273,6 @@ def test_special_values(path: str, dtype: torch.dtype, device: torch.device, gen
     assert bool(out[touched & keep.any(1)].isnan().all())
     rest = ~touched & ~keep[:, 40]
     assert bool(out[rest].isfinite().all())
-
-
-@pytest.mark.native
-@pytest.mark.parametrize("scopes, lengths", [(1, None), (2, [9]), (4, None)])
-def test_gradcheck(scopes: int, lengths: list[int] | None) -> None:
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((1, 4, 7, 3), (1, 2, 9, 3), (1, 2, 9, 3))
-    leaves = [torch.randn(s, dtype=torch.float64, generator=generator, requires_grad=True) for s in shapes]
-    mask = random_mask((1, scopes, 7, 9), 0.6, generator)
-    mask[..., 0] = True
-    options = {"lengths": None if lengths is None else torch.tensor(lengths), "return_lse": True}
-    selection = Selection.from_mask(mask)
-    torch.autograd.gradcheck(lambda q, k, v: sparse_attention(q, k, v, selection, **options), leaves)
-
-
-def test_second_derivatives_are_refused(device: torch.device, generator: torch.Generator) -> None:
-    q, k, v = inputs(1, 1, 1, 20, 20, 16, torch.float32, device, generator)
-    out = sparse_attention(q, k, v, Selection.from_mask(torch.ones(1, 20, 20, dtype=torch.bool, device=device)))
-    with pytest.raises(NotImplementedError, match=r"attention.sparse_attention: second derivatives .* create_graph"):
-        torch.autograd.grad(out.sum(), q, create_graph=True)
-
-
-@pytest.mark.native
-def test_bitwise_reproducible(device: torch.device, generator: torch.Generator, scale: int) -> None:
-    t = 128 * scale
-    q, k, v = inputs(1, 4, 2, t, t, 32, torch.float32, device, generator)
-    selection = random_selection(t, 40, device=device, generator=generator)
-
-    def results() -> tuple[Tensor, ...]:
-        out = sparse_attention(q, k, v, selection)
-        return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
-
-    first = results()
-    for _ in range(3):
-        for a, b in zip(first, results()):
-            assert torch.equal(a, b)
 
 
 @pytest.mark.native

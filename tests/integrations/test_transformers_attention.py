@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -231,3 +233,13 @@ def test_a_given_selection(device: torch.device) -> None:
     model.model.layers[0].self_attn.attention_dropout = 0.5
     with pytest.raises(NotImplementedError, match="dropout of attention is not implemented"):
         logits(model, ids, selection=Selection.from_mask(mask))
+
+
+def test_docs() -> None:
+    """The examples of the page, one after the other."""
+    page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    section = page.split("## Hugging Face models: attention over selected keys")[1]
+    for block in re.findall(r"^```python\n(.*?)^```$", section, re.S | re.M):
+        exec(block, names)
+    assert names["text"].shape == (1, 68) and names["logits"].shape == (1, 64, 97)

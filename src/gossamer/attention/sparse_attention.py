@@ -82,7 +82,7 @@ def sparse_attention(
         TypeError: dtypes differ, or selection is no `Selection`.
         NotImplementedError: a second derivative.
 
-    Source: the seed on gated sparse attention; queries that share a gather are FlashInfer's union of neighbours.
+    Source: Gated Sparse Attention (arXiv 2601.15305); queries that share a gather are FlashInfer's union of neighbours.
 
     >>> q, k, v = (torch.ones(1, 2, 3, 8) for _ in range(3))
     >>> sparse_attention(q, k, v, Selection.from_mask(torch.eye(3, dtype=torch.bool)[None])).shape
