@@ -168,7 +168,7 @@ def test_a_sweep_at_random(toys: Path) -> None:
     "arguments, message",
     [
         (("toy", "--cases", "3"), "--room and --cases belong to gossamer bench sweep"),
-        (("sweep", "--case", "x*"), "--case and --saelens choose among fixed cases"),
+        (("sweep", "--case", "x*"), "shapes choose among fixed cases"),
         (("sweep", "--room", "attic"), "--room must be one of"),
     ],
 )
@@ -443,3 +443,42 @@ def test_shipped_cases_have_unique_ids() -> None:
     for quick in (True, False):
         ids = [case.id for case in load_cases(folder, None, None, CPU, quick)]
         assert len(ids) == len(set(ids)) and any(i.startswith("sae/decode/") for i in ids)
+
+
+def test_shapes_and_providers_of_your_own(toys: Path) -> None:
+    code, text = bench("toy", "--out", toys, "--provider", "goss*", "--case", "*n=4*")
+    assert code == 0 and "dense" not in text.split("summary")[0]
+    code, text = bench("toy", "--out", toys, "--provider", "nobody")
+    assert code == 2 and "--provider must match one of broken, dense, elsewhere, gossamer, got 'nobody'" in text
+    code, text = bench("toy", "--out", toys, "--length", 128)
+    assert code == 2 and "no case takes lengths. The room attention does." in text
+    code, text = bench("toy", "--out", toys, "--dtype", "int8")
+    assert code == 2 and "--dtype must be one of float32, float16, bfloat16, got 'int8'" in text
+
+
+def test_results_that_nobody_checks(toys: Path) -> None:
+    code, _ = bench("toy", "--out", toys, "--skip-verify", "--provider", "dense")
+    found = json.loads(next(toys.glob("*.json")).read_text())
+    assert code == 0 and found["cases"][0]["providers"][0]["error"] is None
+    assert found["cases"][0]["providers"][0]["eager"]["median"] > 0
+
+
+@pytest.mark.parametrize("option, calls", [("--profile", 3), ("--ncu", 1)])
+def test_calls_for_a_profiler(toys: Path, option: str, calls: int) -> None:
+    code, text = bench("toy", "--out", toys, option, "--provider", "dense", "--case", "*n=4*")
+    assert code == 0 and "toy/product/n=4,float32: dense" in text and not toys.exists()
+    row = next(line for line in text.splitlines() if line.strip().startswith("aten::mm"))
+    assert row.split()[-1] == str(calls)
+
+
+def test_lengths_of_attention() -> None:
+    folder = find_benchmarks()
+    assert folder is not None
+    given = {"lengths": (128,), "dtype": torch.float16, "batch": 2}
+    cases = load_cases(folder, "attention", None, CPU, True, given, "gossamer")
+    named = [case for case in cases if case.name.startswith("sparse_attention")]
+    assert {case.name for case in named} == {
+        "sparse_attention", "sparse_attention_training", "sparse_attention_random",
+    }  # fmt: skip
+    assert all(case.parameters["T"] == 128 and case.parameters["B"] == 2 for case in named)
+    assert all(case.dtype is torch.float16 for case in cases)

@@ -1,5 +1,6 @@
 """Modules: they hold parameters and call the functions of the rooms below."""
 
+from gossamer.nn.attention_cache import AttentionCache
 from gossamer.nn.block_sparse_attention import BlockSparseAttention
 from gossamer.nn.block_sparse_linear import BlockSparseLinear
 from gossamer.nn.checkpoint import load, save
@@ -10,6 +11,7 @@ from gossamer.nn.sae import BatchTopKSAE, JumpReLUSAE, SAELoss, TopKSAE, geometr
 from gossamer.nn.transcoder import Transcoder
 
 __all__ = [
+    "AttentionCache",
     "BatchTopKSAE",
     "BlockSparseAttention",
     "BlockSparseLinear",

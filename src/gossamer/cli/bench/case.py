@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -140,10 +141,19 @@ def find_benchmarks() -> Path | None:
     return None
 
 
-def load_cases(folder: Path, room: str | None, pattern: str | None, device: torch.device, quick: bool) -> list[Case]:
+def load_cases(
+    folder: Path,
+    room: str | None,
+    pattern: str | None,
+    device: torch.device,
+    quick: bool,
+    given: Mapping[str, Any] | None = None,
+    provider: str | None = None,
+) -> list[Case]:
     """The cases of `folder/<room>/bench_*.py`, each file giving `cases(device, quick)`, that match `pattern`.
 
-    Raises ValueError where there is no such room or no such case.
+    With `given`, such as lengths or dtype, only files whose `cases` take these; with `provider`, only providers whose
+    name matches, and cases that have one. Raises ValueError where there is no such room, case, option or provider.
     """
     files = sorted(folder.glob("*/bench_*.py"))
     rooms = sorted({file.parent.name for file in files})
@@ -154,7 +164,14 @@ def load_cases(folder: Path, room: str | None, pattern: str | None, device: torc
     for file in files:
         if room in (None, file.parent.name):
             module = import_module(f"{folder.name}.{file.parent.name}.{file.stem}")
-            found += module.cases(device, quick)
+            if not given:
+                found += module.cases(device, quick)
+            elif given.keys() <= signature(module.cases).parameters.keys():
+                found += module.cases(device, quick, **given)
+    if given and not found:
+        raise ValueError(f"gossamer bench: no case takes {', '.join(given)}. The room attention does.")
+    if provider is not None:
+        found = _by_provider(found, provider)
     if pattern is None:
         return found
     chosen = [c for c in found if any(fnmatchcase(name, pattern) for name in (c.name, c.id, c.id.split("/", 1)[1]))]
@@ -170,6 +187,17 @@ def import_path(folder: Path) -> None:
     """Lets the files of `benchmarks` be imported."""
     if str(folder.parent) not in sys.path:
         sys.path.insert(0, str(folder.parent))
+
+
+def _by_provider(cases: list[Case], pattern: str) -> list[Case]:
+    """The cases with those of their providers whose name matches, without those that have none."""
+    fewer = [
+        replace(case, providers=tuple(p for p in case.providers if fnmatchcase(p.name, pattern))) for case in cases
+    ]
+    if not any(case.providers for case in fewer):
+        names = sorted({provider.name for case in cases for provider in case.providers})
+        raise ValueError(f"gossamer bench: --provider must match one of {', '.join(names)}, got {pattern!r}.")
+    return [case for case in fewer if case.providers]
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gossamer.cli.bench import report, sweep
 from gossamer.cli.bench.case import Case, find_benchmarks, load_cases
+from gossamer.cli.bench.profiling import profile_case
 from gossamer.cli.bench.runner import CaseResult, Settings, run_case
 from gossamer.cli.bench.sweep import draw_cases
 from gossamer.cli.bench.timing import Ceilings, measure_ceilings
@@ -44,6 +45,15 @@ def bench(
     ),
     swept: str | None = typer.Option(None, "--room", help="Of a sweep: the room to sweep. All that can be by default."),
     count: int | None = typer.Option(None, "--cases", min=1, help="Of a sweep: cases of each room. 200 by default."),
+    length: list[int] = typer.Option([], min=64, help="Lengths of sequences instead of the usual ones; repeatable."),
+    dtype: str | None = typer.Option(None, help="float32, float16 or bfloat16, where a case leaves the choice."),
+    batch: int | None = typer.Option(None, min=1, help="Sequences at a time, where a case leaves the choice."),
+    provider: str | None = typer.Option(None, metavar="GLOB", help="Only providers whose name matches, as 'goss*'."),
+    skip_verify: bool = typer.Option(False, "--skip-verify", help="Time results that nobody has checked."),
+    profile: bool = typer.Option(
+        False, "--profile", help="Three calls of each provider for nsys --capture-range=cudaProfilerApi; no timing."
+    ),
+    ncu: bool = typer.Option(False, "--ncu", help="One call of each provider for ncu --profile-from-start off."),
 ) -> None:
     """Measure gossamer beside its peers.
 
@@ -64,8 +74,12 @@ def bench(
     sweeps = room == "sweep"
     if not sweeps and (swept is not None or count is not None):
         _fail("gossamer bench: --room and --cases belong to gossamer bench sweep. Name the room itself otherwise.")
-    if sweeps and (case is not None or saelens):
-        _fail("gossamer bench sweep: --case and --saelens choose among fixed cases; a sweep takes --room and --cases.")
+    given = _given(length, dtype, batch)
+    if sweeps and (case is not None or provider is not None or saelens or given):
+        _fail(
+            "gossamer bench sweep: --case, --saelens, --provider and shapes choose among fixed cases; a sweep takes "
+            "--room and --cases."
+        )
     where = _device(device)
     # Processes that compile ahead would take the host's time from what is measured.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -77,11 +91,15 @@ def bench(
         if sweeps:
             cases = draw_cases(folder, swept, count or (5 if quick else 200), seed, where, quick)
         else:
-            cases = load_cases(folder, room, case, where, quick)
+            cases = load_cases(folder, room, case, where, quick, given, provider)
     except ValueError as error:
         _fail(str(error))
     if list_cases:
         typer.echo("\n".join(c.id for c in cases))
+        return
+    if profile or ncu:
+        for item in cases:
+            profile_case(item, where, seed, 1 if ncu else 3, typer.echo)
         return
     target = out or folder / "results"
     try:
@@ -89,9 +107,9 @@ def bench(
     except ValueError as error:
         _fail(str(error))
 
-    usual, length = (10, 0.003) if where.type == "cuda" else (5, 0.02)
+    usual, seconds = (10, 0.003) if where.type == "cuda" else (5, 0.02)
     most = rounds or (3 if quick else min(usual, 5) if sweeps else usual)
-    settings = Settings(most, length, time.monotonic() + budget)
+    settings = Settings(most, seconds, time.monotonic() + budget, not skip_verify)
     chosen = swept if sweeps else "saelens" if saelens and not case else slug(case or "")
     parts = [room or "all", chosen, slug(describe(where)["name"]), "quick" if quick else ""]
     path = target / f"{'-'.join(part for part in parts if part)}.json"
@@ -167,6 +185,15 @@ def _measured(
     if missing := content.get("not_run"):
         console.print(f"budget spent, {len(missing)} cases not run: {', '.join(missing)}", markup=False)
     return results
+
+
+def _given(lengths: list[int], dtype: str | None, batch: int | None) -> dict[str, Any]:
+    """What a file's `cases` are asked for beyond their usual shapes."""
+    dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    if dtype is not None and dtype not in dtypes:
+        _fail(f"gossamer bench: --dtype must be one of {', '.join(dtypes)}, got {dtype!r}.")
+    given = {"lengths": tuple(lengths) or None, "dtype": dtypes[dtype] if dtype else None, "batch": batch}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _plots(

@@ -67,7 +67,7 @@ def case_table(result: CaseResult, ceilings: Ceilings) -> Table:
             f"{floor_of(result, outcome, ceilings) / best.median:.0%}",
             *((_energy(case, outcome.joules),) if metered else ()),
             "" if outcome.peak is None else f"{outcome.peak / 2**20:,.1f} MiB",
-            f"{outcome.error:.1e}",
+            "" if outcome.error is None else f"{outcome.error:.1e}",
         )
     return table
 
