@@ -124,6 +124,9 @@ def case_sharded_training(rank: int, world: int, device: torch.device) -> None:
 def case_sharded_and_saved(rank: int, world: int, device: torch.device) -> None:
     for kind in KINDS:
         one = make(kind, device, dtype=torch.bfloat16)
+        if kind.endswith("steered"):
+            # What is loaded has begun, whatever it was before.
+            one.initialize_(batches(12, device)[0].bfloat16())
         model = nn.shard(one)
         gathered = model.gathered(rank=world - 1)
         if rank < world - 1:

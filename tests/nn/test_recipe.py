@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.nn.recover_dictionary import KINDS, SETTINGS, SHORT, Outcome, Setting, rows, train
 from gossamer import nn
-from tests.nn.dictionary import SETTINGS, SHORT, Outcome, Setting, rows, train
 
-KINDS = ("topk", "batchtopk", "jumprelu")
 D_IN, D_SAE, TARGET = 24, 96, 3.0
 
 
@@ -142,6 +141,14 @@ def test_the_scale_is_part_of_the_weights_on_disk(device: torch.device, tmp_path
     model = make(device)
     steps(model, x)
     model.eval()
+    folded = copy.deepcopy(model)
+    folded.fold_scale_()
+    assert folded.input_scale == 1
+    assert torch.equal(folded(x[0]), model(x[0])) and torch.equal(
+        folded.encode(x[0]).to_dense(), model.encode(x[0]).to_dense()
+    )
+    dense = (x[0] @ folded.W_enc + folded.b_enc) * (x[0] @ folded.W_enc + folded.b_enc > folded.threshold)
+    torch.testing.assert_close(dense @ folded.W_dec + folded.b_dec, model(x[0]), rtol=1e-4, atol=1e-3)
     nn.save(model, tmp_path)
     (tmp_path / "training_state.safetensors").unlink()
     plain: Any = nn.load(tmp_path, device=device).eval()

@@ -27,7 +27,7 @@ from gossamer.nn.median import geometric_median
 BANDWIDTH = 0.2
 START = 8.0
 """How many times its target L0 is where training starts, if that is not more than a quarter of the latents."""
-WEIGHT = 10.0
+WEIGHT = 2.0
 """Of the penalty, where 1 is the share of an entry in the squared error of a row of which nothing is explained."""
 WEIGHT_BY_FACTOR, LIGHTEST, HEAVIEST = 4.0, 3e-4, 4.0
 """The power of the thresholds' factor that the weight is multiplied with, and its bounds."""
@@ -71,8 +71,9 @@ def measured(x: Tensor, W_enc: Tensor, W_dec: Tensor, share: float, total: Calla
     # In parts: all pre-activations at once would be the largest tensor of a run.
     for up, down in zip(W_enc.split(4096, dim=1), W_dec.split(4096)):
         pre = rows @ up.to(rows.dtype)
-        thresholds.append(pre.topk(rank, dim=0).values[-1])
-        explained += torch.where(pre >= thresholds[-1], pre, 0) @ down.to(rows.dtype)
+        # Between two numbers, so that rounding does not decide about either.
+        thresholds.append(pre.topk(min(rank + 1, len(rows)), dim=0).values[-2:].mean(0))
+        explained += torch.where(pre > thresholds[-1], pre, 0) @ down.to(rows.dtype)
     explained = total(explained)
     gain = (rows * explained).sum() / explained.square().sum()
     gain = torch.where(gain.isfinite(), gain, 1).clamp(0.01, 1)

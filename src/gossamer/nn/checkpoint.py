@@ -125,7 +125,7 @@ def save(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
     else:
         if isinstance(model, JumpReLUSAE):
             del tensors["log_threshold"]
-            tensors |= {"threshold": model.threshold.detach()} | _without_scale(model)
+            tensors |= {"threshold": model.threshold.detach()} | model.without_scale()
             config = {"architecture": "jumprelu", "apply_b_dec_to_input": False}
         elif isinstance(model, BatchTopKSAE):
             tensors["threshold"] = model.threshold.expand(model.d_sae)
@@ -210,19 +210,9 @@ def load(folder: str | Path, *, device: torch.device | str | None = None, dtype:
     return model
 
 
-def _without_scale(model: JumpReLUSAE) -> dict[str, Tensor]:
-    """What makes the input scale part of the weights. It is a power of 2, so nothing is rounded."""
-    if not model.steered:
-        return {}
-    scale = model.input_scale
-    return {"W_enc": model.W_enc.detach() * scale} | {
-        name: model.get_parameter(name).detach() / scale for name in ("W_dec", "b_dec")
-    }
-
-
 @torch.no_grad()
 def _scale_again(model: Model) -> None:
-    """What `_without_scale` did, undone."""
+    """What `without_scale` did, undone."""
     if isinstance(model, JumpReLUSAE) and model.steered:
         model.W_enc.div_(model.input_scale)
         model.W_dec.mul_(model.input_scale)

@@ -208,6 +208,22 @@ class JumpReLUSAE(_SAE):
         for name, start in self.begin_(self.W_enc, self.measured(x, self.W_enc, self.W_dec)).items():
             self.get_parameter(name).copy_(start)
 
+    @torch.no_grad()
+    def fold_scale_(self) -> None:
+        """Makes input_scale part of the weights: encode, decode and forward stay what they are, to the bit, and x and
+        the latents are in the units of W_enc, W_dec and b_dec. For a model whose training is over."""
+        if self.steered:
+            for name, tensor in self.without_scale().items():
+                self.get_parameter(name).copy_(tensor)
+            self.input_scale.fill_(1)
+
+    def without_scale(self) -> dict[str, Tensor]:
+        """The parameters of the same function of x itself. The scale is a power of 2, so nothing is rounded."""
+        if not self.steered:
+            return {}
+        scale, found = self.input_scale, {"W_enc": self.W_enc.detach() * self.input_scale}
+        return found | {name: self.get_parameter(name).detach() / scale for name in ("W_dec", "b_dec")}
+
     def measured(self, x: Tensor, W_enc: Tensor, W_dec: Tensor) -> _recipe.Sample:
         """What a sample x `[..., d_in]` says of where to start with these weights."""
         return _recipe.measured(self._sample(x), W_enc, W_dec, self._course[1] / self.d_sae, self._total)

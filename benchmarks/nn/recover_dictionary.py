@@ -1,13 +1,27 @@
-"""Rows that are sums of few atoms of a known dictionary, and autoencoders trained on them with their defaults."""
+"""Autoencoders trained with their defaults on rows that are sums of few atoms of a known dictionary: what they find.
 
+Usage: python benchmarks/nn/recover_dictionary.py [--kinds jumprelu ...] [--settings "96 atoms" ...] [--seeds 3]
+[--rates 1e-3 ...] --out FILE.json. What the file has already is kept, and not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gossamer import nn
+from gossamer.cli import environment
+
+KINDS = ("topk", "batchtopk", "jumprelu")
 
 
 @dataclass(frozen=True)
@@ -102,3 +116,40 @@ def train(
         share = ((atoms(setting, seed).to(device) @ learnt.t()).amax(1) > 0.9).float().mean()
         dead = (model.steps_since_fired > 100).float().mean()
     return Outcome(*(value.item() for value in (share, found.l0, left, dead)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3])
+    parser.add_argument("--penalties", nargs="+", default=["step"], help="of jumprelu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    made: dict[str, Any] = {"runs": []}
+    if options.out.exists():
+        made = json.loads(options.out.read_text())
+    made |= environment.provenance(" ".join(["python", *sys.argv]), Path(__file__).parents[2], device)
+    made["settings"] = {name: asdict(setting) for name, setting in SETTINGS.items()}
+    names = ("kind", "setting", "seed", "rate", "penalty")
+    for rate in options.rates:
+        for name in options.settings:
+            for kind in options.kinds:
+                for penalty in options.penalties if kind == "jumprelu" else [None]:
+                    for seed in range(options.seeds):
+                        case = dict(zip(names, (kind, name, seed, rate, penalty)))
+                        if any(run.items() >= case.items() for run in made["runs"]):
+                            continue
+                        more = {} if penalty is None else {"penalty": penalty}
+                        begun = time.perf_counter()
+                        found = train(kind, SETTINGS[name], seed=seed, device=device, rate=rate, **more)
+                        made["runs"].append(case | asdict(found) | {"seconds": time.perf_counter() - begun})
+                        options.out.write_text(json.dumps(made, indent=1) + "\n")
+                        print(made["runs"][-1], flush=True)
+
+
+if __name__ == "__main__":
+    main()
