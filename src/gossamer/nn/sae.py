@@ -1,6 +1,5 @@
 """Sparse autoencoders as modules."""
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,7 +9,9 @@ from torch import Tensor
 from gossamer import sae
 from gossamer._core import checks
 from gossamer.nn._silence import Silence
+from gossamer.nn.median import geometric_median
 from gossamer.rowsparse import ELL, Density, DensityTracker, Rows
+from gossamer.rowsparse.density import recomputed
 from gossamer.rowsparse.pack import default_capacity
 from gossamer.sae.decode import decode_dense
 from gossamer.sae.encode_dense import MEASURED, break_even, encode_dense
@@ -45,6 +46,7 @@ class _SAE(torch.nn.Module):
     firing_counts: Tensor
     steps_since_fired: Tensor
     dead_after: int
+    _wide_buffers: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -72,6 +74,15 @@ class _SAE(torch.nn.Module):
         self._silence_known = Silence()
         self._density = DensityTracker()
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "_SAE":
+        """A cast to 16 bits leaves out what moves by small steps, and would stand still there."""
+        before = {name: getattr(self, name) for name in self._wide_buffers if name in self._buffers}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            if getattr(self, name).itemsize < 4:
+                setattr(self, name, buffer.to(getattr(self, name).device))
+        return self
+
     @property
     def density(self) -> DensityTracker:
         """How many latents rows have had, and the way that calls go: `"sparse"`, or `"dense"` by plain products.
@@ -94,6 +105,9 @@ class _SAE(torch.nn.Module):
 
     def decode(self, rows: Rows) -> Tensor:
         """Latents `(..., d_sae)` -> reconstruction `[..., d_in]`; see `sae.decode`."""
+        return self._decoded(rows)
+
+    def _decoded(self, rows: Rows) -> Tensor:
         return sae.decode(rows, self.W_dec, self.b_dec)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,12 +136,16 @@ class _SAE(torch.nn.Module):
 
         Source: Bricken et al. 2023, "Towards Monosemanticity", on initialisation.
         """
+        self.b_dec.copy_(geometric_median(self._sample(x)))
+
+    def _sample(self, x: Tensor) -> Tensor:
+        """The rows of a sample `[M, d_in]`."""
         if x.shape[-1:] != self.b_dec.shape:
             raise ValueError(
                 f"nn.{type(self).__name__}: x must be a sample of what is reconstructed, with shape "
                 f"[..., {len(self.b_dec)}] like b_dec, got {list(x.shape)}."
             )
-        self.b_dec.copy_(geometric_median(x.flatten(0, -2) if x.dim() > 1 else x[None]))
+        return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
     @torch.no_grad()
     def normalize_decoder_(self) -> None:
@@ -224,7 +242,9 @@ class _SAE(torch.nn.Module):
         return rows, l0
 
     def _count(self, rows: ELL | Tensor, fired: Tensor) -> None:
-        """Takes what a call in training has shown; without gradients."""
+        """Takes what a call in training has shown; without gradients. What a checkpoint computes again has counted."""
+        if recomputed():
+            return
         self.firing_counts += fired
         self._silence_known.update_(self.steps_since_fired, fired)
 
@@ -242,7 +262,7 @@ class _SAE(torch.nn.Module):
         return SAELoss(loss, mse, penalty, _mean(l0.detach()), reconstruction, dead)
 
     def _output(self, x: Tensor, rows: Rows | Tensor) -> Tensor:
-        return decode_dense(rows, self.W_dec, self.b_dec) if isinstance(rows, Tensor) else self.decode(rows)
+        return decode_dense(rows, self.W_dec, self.b_dec) if isinstance(rows, Tensor) else self._decoded(rows)
 
     def _penalty(self, rows: Any, l0: Tensor) -> Tensor | None:
         return None
@@ -329,44 +349,6 @@ class _Reviving(_SAE):
 def _mean(terms: Tensor) -> Tensor:
     """Over all rows; 0 where there are none."""
     return terms.mean() if terms.numel() else terms.sum()
-
-
-def geometric_median(x: Tensor, iterations: int = 100) -> Tensor:
-    """The point with the smallest sum of distances to the rows of x: a mean that outliers do not drag along.
-
-    Args:
-        x: `[M, D]`, float, M at least 1.
-        iterations: of Weiszfeld's algorithm.
-
-    Returns:
-        `[D]`, in float32 at least, without a host sync or a gradient.
-
-    Raises:
-        ValueError: x is no matrix, or has no row.
-
-    Source: Weiszfeld 1937, with what Vardi and Zhang 2000 do where the point is one of the rows; for autoencoders
-    Bricken et al. 2023, "Towards Monosemanticity".
-
-    >>> geometric_median(torch.tensor([[0.0], [1.0], [100.0]])).round().tolist()
-    [1.0]
-    """
-    if x.dim() != 2 or not x.shape[0]:
-        raise ValueError(f"nn.geometric_median: x must have shape [M, D] with M of at least 1, got {list(x.shape)}.")
-    rows = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-    # Around the mean, because far from 0 the distances would be lost to rounding.
-    mean = rows.mean(0)
-    rows = rows - mean
-    median = torch.zeros_like(mean)
-    for _ in range(iterations):
-        distances = torch.linalg.vector_norm(rows - median, dim=1)
-        weights = torch.where(distances > 0, 1 / distances, 0)
-        total = weights.sum()
-        towards = torch.where(total > 0, weights @ rows / total, median)
-        # Rows at the very point pull neither way, but hold it back: by as much as they are many.
-        pull = total * torch.linalg.vector_norm(towards - median)
-        held = ((distances == 0).sum() / pull).nan_to_num().clamp(max=1)
-        median = torch.lerp(towards, median, held)
-    return mean + median
 
 
 class TopKSAE(_Reviving):
@@ -456,6 +438,7 @@ class BatchTopKSAE(_Reviving):
     """
 
     threshold: Tensor
+    _wide_buffers = ("threshold",)
 
     def __init__(
         self,
@@ -481,14 +464,6 @@ class BatchTopKSAE(_Reviving):
         self.threshold_rate, self.capacity = threshold_rate, capacity
         self.register_buffer("threshold", torch.zeros((), dtype=self._wide, device=device))
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "BatchTopKSAE":
-        """A cast to 16 bits leaves the threshold out: there a running mean would stand still."""
-        before = self.threshold
-        super()._apply(fn, recurse)
-        if self.threshold.itemsize < 4:
-            self.threshold = before.to(self.threshold.device)
-        return self
-
     def _options(self) -> dict[str, Any]:
         if self.training:
             return {"activation": "batchtopk", "k": self.k, "b_dec": self.b_dec}
@@ -513,6 +488,8 @@ class BatchTopKSAE(_Reviving):
     def _count(self, rows: ELL | Tensor, fired: Tensor) -> None:
         """Moves the threshold towards the smallest value kept, too, without waiting for the device."""
         super()._count(rows, fired)
+        if recomputed():
+            return
         least = self._smallest(rows).to(self.threshold.dtype)
         moved = torch.where(self.threshold > 0, torch.lerp(self.threshold, least, self.threshold_rate), least)
         self.threshold.copy_(torch.where(least.isfinite(), moved, self.threshold))
@@ -526,128 +503,3 @@ class BatchTopKSAE(_Reviving):
     def loss(self, x: Tensor) -> SAELoss:
         """The loss of x `[..., d_in]`; the L0 penalty is 0."""
         return self._loss(x, x)
-
-
-class JumpReLUSAE(_SAE):
-    """A sparse autoencoder that keeps latents above a threshold each latent learns.
-
-    Thresholds are trained by straight-through estimates with a rectangle of width `bandwidth` as kernel, towards a
-    small reconstruction error and a small L0. Initialisation and dtypes are those of `TopKSAE`. Three published recipes
-    are `penalty="step"` (Rajamanoharan et al. 2024), `penalty="quadratic"` (Gemma Scope 2) and
-    `penalty="tanh", ste_to_input=True, pre_act_coefficient=3e-6` (Conerly et al. 2025).
-
-    Args:
-        d_in: size of the vectors to encode.
-        d_sae: number of latents.
-        bandwidth: width of the window around its threshold in which a latent trains it.
-        l0_coefficient: weight of the penalty in the loss, where the squared error is summed over d_in.
-        penalty: `"step"` is L0; `"quadratic"` 2 / target_l0 * (L0 - target_l0)^2 of each row; `"tanh"` the sum over
-            latents of tanh(tanh_scale * value * norm of its decoder row).
-        target_l0: for `"quadratic"`.
-        tanh_scale: for `"tanh"`.
-        ste_to_input: whether the straight-through estimate reaches the pre-activations too, not the threshold alone.
-        pre_act_coefficient: weight of what pulls dead latents towards their thresholds: the sum over them of
-            relu(threshold - pre-activation) * norm of the decoder row, among the 2 * d_in that were silent longest.
-        dead_after: for how many calls of `encode` in training a latent is silent before it counts as dead.
-        initial_threshold: of every latent.
-        capacity: slots per row of the latents, as in `sae.encode`. Rows beyond it stay exact but cost as much as dense.
-        dtype: of the weights; None takes PyTorch's default.
-        device: of the parameters.
-
-    Raises:
-        ValueError: a size below 1, a bandwidth, scale or initial threshold that is not above 0, a coefficient below 0,
-            an unknown penalty, or `"quadratic"` without a target.
-        TypeError: a size that is no int, or a dtype that is not floating.
-
-    Attributes:
-        W_enc, W_dec, b_enc, b_dec: `[d_in, d_sae]`, `[d_sae, d_in]`, `[d_sae]`, `[d_in]`. b_dec is not subtracted
-            from x.
-        log_threshold: `[d_sae]`, the parameter behind `threshold`.
-        firing_counts, steps_since_fired: as in `TopKSAE`.
-
-    Source: Rajamanoharan et al. 2024, "Jumping Ahead: Improving Reconstruction Fidelity with JumpReLU Sparse
-    Autoencoders"; Google DeepMind 2025, "Gemma Scope 2"; Conerly et al. 2025, "Dictionary Learning Optimization
-    Techniques".
-
-    >>> JumpReLUSAE(4, 16).loss(torch.randn(3, 4)).loss.backward()
-    """
-
-    def __init__(
-        self,
-        d_in: int,
-        d_sae: int,
-        *,
-        bandwidth: float = 0.001,
-        l0_coefficient: float = 0.001,
-        penalty: str = "step",
-        target_l0: float | None = None,
-        tanh_scale: float = 4.0,
-        ste_to_input: bool = False,
-        pre_act_coefficient: float = 0.0,
-        dead_after: int = 2500,
-        initial_threshold: float = 0.001,
-        capacity: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(d_in, d_sae, dtype, device)
-        checks.number("nn.JumpReLUSAE", "bandwidth", bandwidth, "It is the width of a window.")
-        checks.number("nn.JumpReLUSAE", "initial_threshold", initial_threshold, "Its logarithm is trained.")
-        checks.number("nn.JumpReLUSAE", "l0_coefficient", l0_coefficient, "0 leaves L0 alone.", zero=True)
-        checks.number("nn.JumpReLUSAE", "tanh_scale", tanh_scale, "It is what values are multiplied with.")
-        checks.number("nn.JumpReLUSAE", "pre_act_coefficient", pre_act_coefficient, "0 leaves it out.", zero=True)
-        checks.positive("nn.JumpReLUSAE", "dead_after", dead_after, "It is a number of calls of encode.")
-        if capacity is not None:
-            checks.positive("nn.JumpReLUSAE", "capacity", capacity, "It is the number of slots per row.")
-        if penalty not in ("step", "quadratic", "tanh"):
-            raise ValueError(f'nn.JumpReLUSAE: penalty must be "step", "quadratic" or "tanh", got {penalty!r}.')
-        if (target_l0 is not None) != (penalty == "quadratic"):
-            raise ValueError(
-                f'nn.JumpReLUSAE: target_l0 belongs to penalty="quadratic", got {target_l0} for {penalty!r}.'
-            )
-        if target_l0 is not None:
-            checks.number("nn.JumpReLUSAE", "target_l0", target_l0, "It is the number of latents a row should have.")
-            if target_l0 > d_sae:
-                raise ValueError(f"nn.JumpReLUSAE: target_l0 must be at most d_sae = {d_sae}, got {target_l0}.")
-        self.bandwidth, self.l0_coefficient, self.capacity = bandwidth, l0_coefficient, capacity
-        self.penalty, self.target_l0, self.tanh_scale = penalty, target_l0, tanh_scale
-        self.ste_to_input, self.pre_act_coefficient, self.dead_after = ste_to_input, pre_act_coefficient, dead_after
-        start = torch.full((d_sae,), math.log(initial_threshold), dtype=self._wide, device=device)
-        self.log_threshold = torch.nn.Parameter(start)
-
-    @property
-    def threshold(self) -> Tensor:
-        """`[d_sae]`, above 0."""
-        return self.log_threshold.exp()
-
-    def _options(self) -> dict[str, Any]:
-        return {
-            "activation": "jumprelu",
-            "threshold": self.threshold,
-            "bandwidth": self.bandwidth,
-            "ste_to_input": self.ste_to_input,
-        }
-
-    def loss(self, x: Tensor) -> SAELoss:
-        """Reconstruction loss plus penalties of x `[..., d_in]`."""
-        return self._loss(x, x)
-
-    def _penalty(self, rows: ELL | Tensor, l0: Tensor) -> Tensor:
-        if self.target_l0 is not None:
-            l0 = 2 / self.target_l0 * (l0 - self.target_l0).square()
-        elif self.penalty == "tanh":
-            scale = self.tanh_scale * self._decoder_norms(self.W_dec)
-            l0 = (rows * scale).tanh().sum(-1) if isinstance(rows, Tensor) else sae.tanh_l0(rows, scale)
-        return self.l0_coefficient * l0.mean()
-
-    def _dead_loss(self, x: Tensor, target: Tensor, reconstruction: Tensor) -> Tensor | None:
-        if not self.pre_act_coefficient:
-            return None
-        which, dead = self._longest_silent(2 * self.d_in)
-        pre = x @ self.W_enc.index_select(1, which).to(x.dtype) + self.b_enc.index_select(0, which)
-        norms = self._decoder_norms(self.W_dec.index_select(0, which))
-        below = (self.threshold.index_select(0, which) - pre).relu() * norms
-        return self.pre_act_coefficient * torch.where(dead, below, 0).sum(-1).mean()
-
-    def extra_repr(self) -> str:
-        return f"d_in={self.d_in}, d_sae={self.d_sae}, bandwidth={self.bandwidth}, l0_coefficient={self.l0_coefficient}"

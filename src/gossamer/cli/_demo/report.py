@@ -139,10 +139,10 @@ def _sae_section(results: dict[str, Any]) -> str:
     return (
         "<h2>The sparse autoencoder</h2>"
         f"<p>A JumpReLU autoencoder of {sae['d_sae']:,} latents on the residual stream after block {middle} of "
-        f"{sizes['n_layers']}, trained on it scaled to a mean norm of 1; {last['step']:,} steps over "
-        f"{last['tokens']:,} bytes in {last['seconds']:.0f} s. The L0 penalty rises over the first half. A latent is "
-        f"dead if it has not fired on the last 100,000 bytes, and is then pulled towards its threshold: "
-        f"{sae['dead_fraction']:.0%} are dead at the end. The scale is folded into the weights saved in sae/.</p>"
+        f"{sizes['n_layers']}, trained with a target L0 of {results['settings']['target_l0']:g} and no other setting; "
+        f"{last['step']:,} steps over {last['tokens']:,} bytes in {last['seconds']:.0f} s. L0 starts at several "
+        f"times its target and comes down in the first steps. A latent is dead if it has not fired on the last 100,000 "
+        f"bytes: {sae['dead_fraction']:.0%} are at the end. Its input scale is folded into the weights in sae/.</p>"
         f"<figure>{plots.sae_plot(sae['history'])}</figure>"
         + table(
             f"On {sae['tokens']:,} bytes of unseen text",
