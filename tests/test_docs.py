@@ -62,6 +62,9 @@ def test_snippets(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             if "transformers" in content:
                 pytest.importorskip("transformers")
             exec(content, names)
+            # What the page says of shapes.
+            for name, shape in re.findall(r"^(\w+) = .*# \[([\d, ]+)\]$", content, re.M):
+                assert list(names[name].shape) == [int(size) for size in shape.split(",")]  # type: ignore[attr-defined]
 
 
 def _blocks(page: str) -> list[tuple[str, str]]:
