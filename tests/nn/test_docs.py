@@ -1,4 +1,4 @@
-"""The examples of docs/sae.md run, each as it stands."""
+"""The examples of docs/sae.md and docs/training.md run, each as it stands."""
 
 import re
 from pathlib import Path
@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-PAGE = (Path(__file__).parents[2] / "docs" / "sae.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.S | re.M)
+FOLDER = Path(__file__).parents[2] / "docs"
+PAGES = [(FOLDER / name).read_text(encoding="utf-8") for name in ("sae.md", "training.md")]
+BLOCKS = [block for page in PAGES for block in re.findall(r"^```python\n(.*?)^```$", page, re.S | re.M)]
 
 
 @pytest.mark.parametrize("block", range(len(BLOCKS)))
