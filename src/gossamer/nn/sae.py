@@ -387,7 +387,10 @@ class BatchTopKSAE(_Reviving):
 
     In training mode a batch competes for its k * M entries, and a running mean follows the smallest value that gets
     one. In evaluation mode that mean is a threshold, and what a row keeps does not depend on the others.
-    Initialisation and dtypes are those of `TopKSAE`.
+
+    Initialisation and dtypes are those of `TopKSAE`, but the encoder begins at 0.4 times the decoder. At 1 the rows with
+    the largest norms take all entries of an untrained batch and are explained several times over; what learns from that
+    is slow to learn. What learns fast leaves more latents dead: hence other defaults for the loss that revives them.
 
     Args:
         d_in: size of the vectors to encode.
@@ -396,7 +399,9 @@ class BatchTopKSAE(_Reviving):
         threshold_rate: how much of a batch goes into the running mean. The first batch sets it.
         capacity: slots per row of what `encode` returns, as in `sae.encode`. Rows beyond it stay exact but cost as much
             as dense. `loss` takes `sae.encode_csr` in training, unless sharded, which needs none.
-        aux_coefficient, aux_k, dead_after: as in `TopKSAE`.
+        aux_coefficient: as in `TopKSAE`. Where Adam remembers what latents had learnt from, 1/32 comes to nothing.
+        aux_k: as in `TopKSAE`, but None is k: among half of d_in none has a part of its own.
+        dead_after: as in `TopKSAE`.
         dtype: of the weights; None takes PyTorch's default.
         device: of the parameters.
 
@@ -426,14 +431,16 @@ class BatchTopKSAE(_Reviving):
         *,
         threshold_rate: float = 0.01,
         capacity: int | None = None,
-        aux_coefficient: float = 1 / 32,
+        aux_coefficient: float = 1.0,
         aux_k: int | None = None,
-        dead_after: int = 2500,
+        dead_after: int = 20,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(d_in, d_sae, dtype, device)
-        self._set_k(k, aux_coefficient, aux_k, dead_after)
+        self._set_k(k, aux_coefficient, k if aux_k is None else aux_k, dead_after)
+        with torch.no_grad():
+            self.W_enc.mul_(0.4)
         checks.number("nn.BatchTopKSAE", "threshold_rate", threshold_rate, "It is the share of one batch.")
         if threshold_rate > 1:
             raise ValueError(f"nn.BatchTopKSAE: threshold_rate must be at most 1, got {threshold_rate}.")
