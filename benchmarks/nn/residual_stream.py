@@ -1,8 +1,8 @@
 """TopK and JumpReLU with their defaults on the residual stream of the demo's byte model: what they explain at one L0.
 
 Usage: python benchmarks/nn/residual_stream.py [--seconds-model 60] [--d-sae 1024] [--steps 600] [--l0 10 20 40]
---out FILE.json. Trains the model of `gossamer demo` once, then each autoencoder with Adam on the same rows in the same
-order, at one rate that falls over the last quarter.
+--out FILE.json [--plot FILE.png]. Trains the model of `gossamer demo` once, then each autoencoder with Adam on the same
+rows in the same order, at one rate that falls over the last quarter.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from gossamer import nn
@@ -75,6 +76,22 @@ def train_one(kind: str, l0: int, rows: Tensor, unseen: Tensor, options: argpars
     }
 
 
+def plot(runs: list[dict[str, Any]], file: Path) -> None:
+    """L0 and explained variance of the training batches, of each run."""
+    figure = Figure(figsize=(9, 3), layout="constrained")
+    l0, explained = figure.subplots(1, 2)
+    for run in runs:
+        style = {"color": f"C{sorted({r['target'] for r in runs}).index(run['target'])}", "linewidth": 1.5}
+        style |= {"linestyle": "-" if run["kind"] == "jumprelu" else ":", "label": f"{run['kind']}, {run['target']}"}
+        steps = [record["step"] for record in run["course"]]
+        l0.plot(steps, [record["l0"] for record in run["course"]], **style)
+        explained.plot(steps, [record["variance_explained"] for record in run["course"]], **style)
+    l0.set(title="L0", xlabel="step", yscale="log")
+    explained.set(title="Variance explained", xlabel="step", ylim=(0.3, 1))
+    explained.legend(fontsize=8)
+    figure.savefig(file, dpi=120)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds-model", type=float, default=60.0)
@@ -85,6 +102,7 @@ def main() -> None:
     parser.add_argument("--l0", type=int, nargs="+", default=[10, 20, 40])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     device = torch.device(options.device)
     made = environment.provenance(" ".join(["python", *sys.argv]), Path(__file__).parents[2], device)
@@ -95,6 +113,8 @@ def main() -> None:
             made["runs"].append(train_one(kind, l0, rows, unseen, options))
             options.out.write_text(json.dumps(made, indent=1) + "\n")
             print({name: value for name, value in made["runs"][-1].items() if name != "course"}, flush=True)
+    if options.plot:
+        plot(made["runs"], options.plot)
 
 
 if __name__ == "__main__":

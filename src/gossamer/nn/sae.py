@@ -299,7 +299,7 @@ class _Reviving(_SAE):
     def _dead_loss(self, x: Tensor, target: Tensor, reconstruction: Tensor) -> Tensor | None:
         if not self.aux_coefficient or self._none_is_dead():
             return None
-        which, dead = self._longest_silent(2 * self.aux_k)
+        which, dead = self._longest_silent(max(2 * self.aux_k, len(self.b_dec)))
         # No index is there twice, so that the gradient of index_select has nothing to add up, or to sort for that.
         biases = torch.where(dead, self.b_enc.index_select(0, which), -torch.inf)
         W_enc = self.W_enc.index_select(1, which)
@@ -340,8 +340,8 @@ class TopKSAE(_Reviving):
         d_sae: number of latents.
         k: latents to keep per row.
         aux_coefficient: weight of the loss that lets dead latents explain what the others leave over; 0: none.
-        aux_k: how many dead latents a row takes for that; None is half of d_in. They are chosen among the 2 * aux_k
-            that have been silent longest, so that no size depends on how many are dead.
+        aux_k: how many dead latents a row takes for that; None is half of d_in. They are chosen among the d_in, or
+            2 * aux_k, that have been silent longest, so that no size depends on how many are dead.
         dead_after: for how many calls of `encode` in training a latent is silent before it counts as dead.
         dtype: of the weights; None takes PyTorch's default.
         device: of the parameters.
@@ -388,9 +388,9 @@ class BatchTopKSAE(_Reviving):
     In training mode a batch competes for its k * M entries, and a running mean follows the smallest value that gets
     one. In evaluation mode that mean is a threshold, and what a row keeps does not depend on the others.
 
-    Initialisation and dtypes are those of `TopKSAE`, but the encoder begins at 0.4 times the decoder. At 1 the rows with
-    the largest norms take all entries of an untrained batch and are explained several times over; what learns from that
-    is slow to learn. What learns fast leaves more latents dead: hence other defaults for the loss that revives them.
+    Initialisation and dtypes are those of `TopKSAE`, but the encoder begins at 0.4 times the decoder. At 1 the rows
+    with the largest norms take all entries of an untrained batch and are explained several times over, and what has to
+    unlearn that is slow. What learns fast leaves more latents dead: hence other defaults of what revives them.
 
     Args:
         d_in: size of the vectors to encode.
@@ -433,7 +433,7 @@ class BatchTopKSAE(_Reviving):
         capacity: int | None = None,
         aux_coefficient: float = 1.0,
         aux_k: int | None = None,
-        dead_after: int = 20,
+        dead_after: int = 10,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
