@@ -48,7 +48,8 @@ SETTINGS = {
     "192 atoms": Setting(192, 48, 5, 256, 384, 1500, 0.9),
     "96 correlated atoms": Setting(96, 48, 4, 1024, 192, 2000, 0.95, groups=2),
 }
-SHORT = Setting(48, 24, 3, 256, 96, 700, 0.9)
+SHORT = Setting(48, 24, 3, 256, 96, 500, 0.85)
+"""For a quick look, at a rate of 3e-3."""
 
 
 @dataclass(frozen=True)

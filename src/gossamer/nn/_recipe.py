@@ -114,7 +114,7 @@ def weight(state: Tensor, d_in: int, target: float, warm_up: int) -> Tensor:
 class Watch:
     """Says once, and without waiting for the device, that L0 stays away from its target."""
 
-    PATIENCE, TOLERANCE, RATE = 1000, 0.25, 0.02
+    PATIENCE, TOLERANCE, RATE, EVERY = 1000, 0.25, 0.02, 50
 
     def __init__(self, operator: str, target: float, warm_up: int) -> None:
         """Within PATIENCE calls after the warm-up L0 is to be within TOLERANCE of its target; the mean of L0 takes RATE
@@ -139,7 +139,8 @@ class Watch:
         self._calls += 1
         known = self._mean is not None and self._mean.device == l0.device
         self._mean = self._mean.lerp(l0, self.RATE) if known else l0.clone()  # type: ignore[union-attr]
-        if self._calls < self._warm_up + self.PATIENCE:
+        late = self._calls - self._warm_up - self.PATIENCE
+        if late < 0 or (late % self.EVERY and self._copy is None):
             return
         if not l0.is_cuda:
             self._judge(float(self._mean))

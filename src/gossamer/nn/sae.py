@@ -316,7 +316,7 @@ class _Reviving(_SAE):
     def _dead_loss(self, x: Tensor, target: Tensor, reconstruction: Tensor) -> Tensor | None:
         if not self.aux_coefficient or self._none_is_dead():
             return None
-        which, dead = self._longest_silent(2 * self.aux_k)
+        which, dead = self._longest_silent(max(2 * self.aux_k, len(self.b_dec)))
         # No index is there twice, so that the gradient of index_select has nothing to add up, or to sort for that.
         biases = torch.where(dead, self.b_enc.index_select(0, which), -torch.inf)
         W_enc = self.W_enc.index_select(1, which)
@@ -362,8 +362,8 @@ class TopKSAE(_Reviving):
         d_sae: number of latents.
         k: latents to keep per row.
         aux_coefficient: weight of the loss that lets dead latents explain what the others leave over; 0: none.
-        aux_k: how many dead latents a row takes for that; None is half of d_in. They are chosen among the 2 * aux_k
-            that have been silent longest, so that no size depends on how many are dead.
+        aux_k: how many dead latents a row takes for that; None is half of d_in. They are chosen among the d_in, or
+            2 * aux_k, that have been silent longest, so that no size depends on how many are dead.
         dead_after: for how many calls of `encode` in training a latent is silent before it counts as dead.
         dtype: of the weights; None takes PyTorch's default.
         device: of the parameters.
@@ -409,7 +409,10 @@ class BatchTopKSAE(_Reviving):
 
     In training mode a batch competes for its k * M entries, and a running mean follows the smallest value that gets
     one. In evaluation mode that mean is a threshold, and what a row keeps does not depend on the others.
-    Initialisation and dtypes are those of `TopKSAE`.
+
+    Initialisation and dtypes are those of `TopKSAE`, but the encoder begins at 0.4 times the decoder. At 1 the rows
+    with the largest norms take all entries of an untrained batch and are explained several times over, and what has to
+    unlearn that is slow. What learns fast leaves more latents dead: hence other defaults of what revives them.
 
     Args:
         d_in: size of the vectors to encode.
@@ -418,7 +421,9 @@ class BatchTopKSAE(_Reviving):
         threshold_rate: how much of a batch goes into the running mean. The first batch sets it.
         capacity: slots per row of what `encode` returns, as in `sae.encode`. Rows beyond it stay exact but cost as much
             as dense. `loss` takes `sae.encode_csr` in training, unless sharded, which needs none.
-        aux_coefficient, aux_k, dead_after: as in `TopKSAE`.
+        aux_coefficient: as in `TopKSAE`. Where Adam remembers what latents had learnt from, 1/32 comes to nothing.
+        aux_k: as in `TopKSAE`, but None is k: among half of d_in none has a part of its own.
+        dead_after: as in `TopKSAE`.
         dtype: of the weights; None takes PyTorch's default.
         device: of the parameters.
 
@@ -448,14 +453,16 @@ class BatchTopKSAE(_Reviving):
         *,
         threshold_rate: float = 0.01,
         capacity: int | None = None,
-        aux_coefficient: float = 1 / 32,
+        aux_coefficient: float = 1.0,
         aux_k: int | None = None,
-        dead_after: int = 2500,
+        dead_after: int = 10,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(d_in, d_sae, dtype, device)
-        self._set_k(k, aux_coefficient, aux_k, dead_after)
+        self._set_k(k, aux_coefficient, k if aux_k is None else aux_k, dead_after)
+        with torch.no_grad():
+            self.W_enc.mul_(0.4)
         checks.number("nn.BatchTopKSAE", "threshold_rate", threshold_rate, "It is the share of one batch.")
         if threshold_rate > 1:
             raise ValueError(f"nn.BatchTopKSAE: threshold_rate must be at most 1, got {threshold_rate}.")
