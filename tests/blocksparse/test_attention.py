@@ -177,13 +177,16 @@ def test_few_queries_meet_many_keys(dtype: torch.dtype, device: torch.device, sc
     check(*problem(device, dtype, (), (16, 64), (3, 1200 * scale), (1, 1), 16, density=0.9), causal=True)
 
 
-def test_any_strides(device: torch.device) -> None:
-    q, k, v, _, layout = problem(device, torch.float32, (2,), (16, 16), (40, 50), (2, 2), 16)
-    wanted = attention(q, k, v, layout)
-    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    assert torch.equal(attention(*turned, layout), wanted)
-    turned = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v)]
-    assert torch.equal(attention(*turned, layout), wanted)
+@pytest.mark.parametrize("dims", [(1, 2), (2, 3)], ids=str)
+def test_any_strides(dims: tuple[int, int], device: torch.device) -> None:
+    *given, grad, layout = problem(device, torch.float32, (2,), (16, 16), (40, 50), (2, 2), 16)
+    arranged = [x.transpose(*dims).contiguous().transpose(*dims) for x in (*given, grad)]
+    results = []
+    for *leaves, towards in ((*given, grad), arranged):
+        leaves = [x.requires_grad_() for x in leaves]
+        out = attention(*leaves, layout)
+        results.append((out, *torch.autograd.grad(out, leaves, towards)))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
 def test_overflow_gives_nan(device: torch.device) -> None:
@@ -193,6 +196,11 @@ def test_overflow_gives_nan(device: torch.device) -> None:
     out, lse = attention(*leaves, layout, return_lse=True)
     assert bool(out.isnan().all() and lse.isnan().all())
     for grad in torch.autograd.grad(out.sum(), leaves):
+        assert bool(grad.isnan().all())
+    term = terms_for(device, torch.float32, 40, 50, 16, 2)[0]
+    added = [term.table.requires_grad_(), torch.zeros(2, 1, 40, 50, device=device, requires_grad=True)]
+    out = attention(*leaves, layout, relative=term, bias=added[1])
+    for grad in torch.autograd.grad(out.sum(), added):
         assert bool(grad.isnan().all())
 
 

@@ -324,12 +324,14 @@ def attention_bwd(
     path = choose_path(problem, q.dtype, q.device, bias is None and relative is None)
     dbias = drelative = none = q.new_empty(0)
     with named(path):
-        grad = grad.contiguous()
+        # Statistics, and the copy engine, read rows wherever they stand.
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
         stats = attention_stats(out, grad, lse, grad_lse)
         if path == "hopper":
             from gossamer.blocksparse._gluon import attention_backward as hopper
 
             return *hopper.launch_attention_bwd(problem, q, k, v, grad, stats, lists, lengths), none, none
+        grad = grad.contiguous()
         tile = tile_of(problem.d, q.element_size(), problem.block, 0 if places is None else places.shape[0])
         given = operands(problem, q, k, v, bias, relative, places, lengths, tile, problem.d)
         grads = launch_attention_bwd(problem, given, grad, stats, lists)
