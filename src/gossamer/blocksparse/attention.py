@@ -12,6 +12,7 @@ from torch import Tensor
 from gossamer._core import autocast, checks
 from gossamer._core.ops import directly, refuse_second, register
 from gossamer.blocksparse._torch import attention as _cpu
+from gossamer.blocksparse.attention_path import empty_like
 from gossamer.blocksparse.layout import Layout
 from gossamer.blocksparse.relative import Relative, prepare
 from gossamer.blocksparse.tensor import BlockSparseTensor, from_dense
@@ -63,7 +64,7 @@ def attention(
             float64), differentiable.
 
     Returns:
-        `[B, H, Tq, D]` in the dtype of q, or a pair with the log-sum-exp.
+        `[B, H, Tq, D]` in the dtype of q, in memory as `[B, Tq, H, D]`, or a pair with the log-sum-exp.
 
     Raises:
         ValueError: shapes, devices or the layout do not fit.
@@ -193,14 +194,14 @@ def _shaped(q: Tensor, k: Tensor, layout: Layout, name: str, x: Tensor | None) -
 
 def _fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
-    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
+    return empty_like(q), lse
 
 
 def _fake_bwd(
     grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
     bias: Tensor | None, relative: Tensor | None, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+    grads = [empty_like(x) for x in (q, k, v)]
     for x, wanted in zip((bias, relative), rest[-2:]):
         grads.append(x.new_empty(x.shape) if x is not None and wanted else q.new_empty(0))
     return tuple(grads)

@@ -74,6 +74,12 @@ def on_hopper(problem: Problem, dtype: torch.dtype, device: torch.device, plain:
     return plain and half and fits and not INTERPRET and tuning.hopper(device)
 
 
+def empty_like(x: Tensor) -> Tensor:
+    """`[B, H, T, D]` that lies as `[B, T, H, D]` in memory, as results do."""
+    b, h, t, d = x.shape
+    return x.new_empty(b, t, h, d).transpose(1, 2)
+
+
 ROWS, KEYS = 64, 64
 """Queries of a program, and keys of a step, by which the work of "split" is measured."""
 

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch
-from gossamer.blocksparse.attention_path import Problem
+from gossamer.blocksparse.attention_path import Problem, empty_like
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7, 3.6
 INV_LN2 = 1.4426950408889634
@@ -297,7 +297,7 @@ def launch_attention_fwd(
     p = problem
     tile = tile_of(p.d, p.block) if tile is None else tile
     q, k, v = readable(q), without_padding(k, lengths), without_padding(v, lengths)
-    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    out, lse = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     config = config_of(p, tile)
     key = (p, config, tile, q.dtype, *(x.stride() for x in (q, k, v)), lengths is None)
     tiles = [descriptor(x, rows) for x, rows in ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n))]

@@ -45,7 +45,7 @@ from gossamer.blocksparse._gluon.attention import (
     tile_at,
     without_padding,
 )
-from gossamer.blocksparse.attention_path import Problem
+from gossamer.blocksparse.attention_path import Problem, empty_like
 
 LN2 = gl.constexpr(0.6931471805599453)
 
@@ -301,7 +301,7 @@ def launch_attention_bwd(
     tiles = tiles_of(p.d) if tiles is None else tiles
     row_offsets, col_indices, row_indices, col_offsets, order, _ = lists
     q, grad, k, v = readable(q), readable(grad), without_padding(k, lengths), without_padding(v, lengths)
-    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    dq, dk, dv = (empty_like(x) for x in (q, k, v))
     inputs = [descriptor(t, SIDE) for t in (q, grad, k, v)]
     dq_desc, dk_desc, dv_desc = (descriptor(t, SIDE) for t in (dq, dk, dv))
     padded, capacity = stats.shape[-1], col_indices.shape[0]

@@ -33,9 +33,10 @@ from gossamer.blocksparse._triton.attention import (
     scores,
     span,
     store_rows,
+    token_major,
 )
 from gossamer.blocksparse._triton.attention_relative import launch_attention_drelative
-from gossamer.blocksparse.attention_path import Problem, choose_path, named, problem_of
+from gossamer.blocksparse.attention_path import Problem, choose_path, empty_like, named, problem_of
 
 ROWS = 64
 """Queries of a program that makes statistics, and what their number is padded to."""
@@ -53,8 +54,9 @@ def _attention_stats_kernel(
     inner = tl.arange(0, BLOCK_D)
     exists = lines < T
     inside = exists[:, None] & (inner < D)[None, :]
+    base, rows = token_major(pair // H, pair % H, T, H, lines)
+    out = tl.load(out_ptr + (base + rows)[:, None] * D + inner[None, :], mask=inside, other=0.0)
     line = pair.to(tl.int64) * T + lines
-    out = tl.load(out_ptr + line[:, None] * D + inner[None, :], mask=inside, other=0.0)
     grad_ptr += (pair // H).to(tl.int64) * stride_gb + (pair % H).to(tl.int64) * stride_gh
     grad = tl.load(grad_ptr + lines.to(tl.int64)[:, None] * stride_gt + inner[None, :], mask=inside, other=0.0)
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
@@ -109,7 +111,8 @@ def _attention_dq_kernel(
         ds = p * (dot(grad, tl.trans(v), CONFIG) - delta[:, None])
         dq += dot(ds.to(k.dtype), k, CONFIG)
     dq = tl.where(lost, float("nan"), dq * (scale * 0.6931471805599453))
-    store_rows(dq_ptr, queries, lines, exists, D, dq, BLOCK_D)
+    base, rows_at = token_major(batch, head, Tq, H, lines)
+    store_rows(dq_ptr, base, rows_at, exists, D, dq, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -162,8 +165,9 @@ def _attention_dkdv_kernel(
             dk += dot(ds.to(q.dtype), q, CONFIG)
         dk = tl.where(lost, float("nan"), dk)
         dv = tl.where(lost, float("nan"), dv)
-    store_rows(dk_ptr, keys, key, exists, D, dk * (scale * 0.6931471805599453), BLOCK_D)
-    store_rows(dv_ptr, keys, key, exists, D, dv, BLOCK_D)
+    base, rows_at = token_major(batch, pair % (H // GROUP), Tk, H // GROUP, key)
+    store_rows(dk_ptr, base, rows_at, exists, D, dk * (scale * 0.6931471805599453), BLOCK_D)
+    store_rows(dv_ptr, base, rows_at, exists, D, dv, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -253,8 +257,9 @@ def tile_of(d: int, size: int, block: tuple[int, int], terms: int = 0) -> Tile:
 
 
 def attention_stats(out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """What the backward kernels keep of each query; out and lse are contiguous, grad has contiguous rows."""
+    """What the backward kernels keep of each query; lse is contiguous, grad has contiguous rows."""
     b, h, t, d = out.shape
+    out = out.transpose(1, 2).contiguous()
     tiles = launch.cdiv(t, ROWS)
     stats = lse.new_empty(b, h, 2, tiles * ROWS)
     sizes = (*grad.stride()[:3], h, t, d, tiles)
@@ -272,7 +277,7 @@ def launch_attention_bwd(
     transpose_order, positions."""
     p, q, k, v = problem, given.q, given.k, given.v
     row_offsets, col_indices, row_indices, col_offsets, order, _ = lists
-    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    dq, dk, dv = (empty_like(x) for x in (q, k, v))
     config, inputs = given.config, (*given.tensors(), grad, stats)
     sizes = (*given.sizes(p), col_indices.shape[0], p.scale * INV_LN2)
     grid = (p.rows * (p.block[0] // config.block_m) * p.b * p.h, 1, 1)
@@ -314,7 +319,7 @@ def attention_bwd(
     """Operator `blocksparse_attention_bwd` -> gradients of q, k, v, the bias and what queries make of relative
     positions, the last two empty unless asked for."""
     if q.numel() == 0 or k.numel() == 0:
-        zeros = [x.new_zeros(x.shape) for x in (q, k, v)]
+        zeros = [empty_like(x).zero_() for x in (q, k, v)]
         for x, wanted in ((bias, with_bias), (relative, with_relative)):
             zeros.append(x.new_zeros(x.shape) if x is not None and wanted else q.new_empty(0))
         dq, dk, dv, dbias, drelative = zeros
