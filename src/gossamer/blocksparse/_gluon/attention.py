@@ -85,6 +85,22 @@ def span(offsets_ptr, row, B, H, lines, capacity, CONFIG: gl.constexpr):
 
 
 @gluon.jit
+def met(columns_ptr, lengths_ptr, begin, count, end, limit, CAUSAL: gl.constexpr, BLOCK: gl.constexpr):
+    """How many of a row's blocks of keys, in ascending order, are met at all: those that begin before `end`, where the
+    diagonal leaves the tile of queries, and before the length."""
+    if CAUSAL or lengths_ptr is not None:
+        if CAUSAL:
+            limit = gl.minimum(limit, gl.maximum(end, 0))
+        low = count * 0
+        while low < count:
+            middle = (low + count) // 2
+            before = gl.load(columns_ptr + begin + middle) * BLOCK < limit
+            low = gl.where(before, middle + 1, low)
+            count = gl.where(before, count, middle)
+    return count
+
+
+@gluon.jit
 def key_limit(lengths_ptr, batch, Tk):
     limit = Tk
     if lengths_ptr is not None:
@@ -175,8 +191,10 @@ def _attention_fwd_kernel(
     first = tile * BLOCK_M
     row = matrix_of(batch, head, H, CONFIG) * rows + tile // SPLIT_Q
     begin, count, lost = span(offsets_ptr, row, B, H, rows, capacity, CONFIG)
-    steps = count * SPLIT_K
     limit = key_limit(lengths_ptr, batch, Tk)
+    end = first + BLOCK_M + (Tk - Tq)
+    count = met(columns_ptr, lengths_ptr, begin, count, end, limit, CAUSAL, SPLIT_K * BLOCK_N)
+    steps = count * SPLIT_K
 
     fetch(q_desc, q_buf, q_ready, 0, batch, head, first, True)
     for i in gl.static_range(STAGES):

@@ -40,6 +40,7 @@ from gossamer.blocksparse._gluon.attention import (
     key_limit,
     matrix,
     matrix_of,
+    met,
     readable,
     span,
     tile_at,
@@ -100,8 +101,9 @@ def _attention_dq_kernel(
     first = tile * BLOCK
     row = matrix_of(batch, head, H, CONFIG) * rows + tile // SPLIT_Q
     begin, listed, lost = span(offsets_ptr, row, B, H, rows, capacity, CONFIG)
-    steps = listed * SPLIT_K
     limit = key_limit(lengths_ptr, batch, Tk)
+    end = first + BLOCK + (Tk - Tq)
+    steps = met(columns_ptr, lengths_ptr, begin, listed, end, limit, CAUSAL, SPLIT_K * BLOCK) * SPLIT_K
 
     fetch(q_desc, q_bufs, q_ready, 0, batch, head, first, True)
     fetch(grad_desc, g_bufs, g_ready, 0, batch, head, first, True)
@@ -162,6 +164,18 @@ def _attention_dq_kernel(
 
 
 @gluon.jit
+def passed(order_ptr, rows_ptr, begin, count, bound):
+    """How many of a column's blocks, from top to bottom, stand before row `bound`."""
+    low = count * 0
+    while low < count:
+        middle = (low + count) // 2
+        above = gl.load(rows_ptr + gl.load(order_ptr + begin + middle)) < bound
+        low = gl.where(above, middle + 1, low)
+        count = gl.where(above, count, middle)
+    return low
+
+
+@gluon.jit
 def fetch_with(desc, buffers, stats_desc, stats, ready, slot, batch, head, H, row, pred):
     """`fetch`, with the statistics of the rows."""
     bar = ready.index(slot)
@@ -200,6 +214,7 @@ def _attention_dkdv_kernel(
     key_head = pair % key_heads
     first = tile * BLOCK
     limit = key_limit(lengths_ptr, batch, Tk)
+    before = gl.maximum(first - (Tk - Tq), 0)
     fetch(k_desc, k_bufs, k_ready, 0, batch, key_head, first, True)
     fetch(v_desc, v_bufs, v_ready, 0, batch, key_head, first, True)
 
@@ -217,6 +232,12 @@ def _attention_dkdv_kernel(
         head = key_head * GROUP + member
         z = matrix_of(batch, head, H, CONFIG)
         begin, listed, lost = span(offsets_ptr, z * columns + tile // SPLIT_K, B, H, columns, capacity, CONFIG)
+        listed = gl.where(first < limit, listed, 0)
+        if CAUSAL:
+            # Block rows that end before these keys come first in the list, and meet none of them.
+            past = passed(order_ptr, rows_ptr, begin, listed, z * rows + before // (SPLIT_Q * BLOCK))
+            begin += past
+            listed -= past
         steps = listed * SPLIT_Q
         for i in gl.static_range(STAGES):
             start = row_at(order_ptr, rows_ptr, begin, i, steps, z * rows, SPLIT_Q, BLOCK)

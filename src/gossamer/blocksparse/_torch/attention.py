@@ -65,6 +65,15 @@ class Attention:
         listed = (batch * self.z[0] + head * self.z[1]) * rows + row
         begin, counts = self.row_offsets[:-1].long()[listed], self.row_offsets.diff().long()[listed]
         limits = torch.full((b,), tk) if self.lengths is None else self.lengths.long().clamp(max=tk)
+        if self.causal or self.lengths is not None:
+            # Blocks behind the diagonal or a length meet no query; a row's blocks are in order.
+            end = limits[batch]
+            if self.causal:
+                end = torch.minimum(end, (row + 1) * height + (tk - tq)).clamp(min=0)
+            cols = -(-tk // width)
+            of_row = torch.arange(self.row_offsets.numel() - 1).repeat_interleave(self.row_offsets.diff())
+            places = of_row * cols + self.col_indices[: of_row.numel()]
+            counts = torch.searchsorted(places, listed * cols + -(-end // width)) - begin
         cut = self.causal or self.lengths is not None or tq % height or tk % width
         order = counts.argsort(stable=True)
         # Where runs of rows with equal counts end.

@@ -101,6 +101,30 @@ def span(offsets_ptr, row, last, capacity):
 
 
 @triton.jit
+def reach(columns_ptr, begin, count, bound):
+    """How many of a row's blocks, in ascending order, stand before column `bound`."""
+    low = count * 0
+    high = count
+    while low < high:
+        middle = (low + high) // 2
+        before = tl.load(columns_ptr + begin + middle) < bound
+        low = tl.where(before, middle + 1, low)
+        high = tl.where(before, high, middle)
+    return low
+
+
+@triton.jit
+def met(columns_ptr, lengths_ptr, begin, count, tile, limit, Tq, Tk, CONFIG: tl.constexpr):
+    """How many of a row's blocks any query of a tile meets: those behind the diagonal or a length are left out."""
+    if CONFIG.causal or lengths_ptr is not None:
+        end = limit
+        if CONFIG.causal:
+            end = tl.minimum(end, tl.maximum((tile + 1) * CONFIG.block_m + (Tk - Tq), 0))
+        count = reach(columns_ptr, begin, count, tl.cdiv(end, CONFIG.block_k))
+    return count
+
+
+@triton.jit
 def key_limit(lengths_ptr, batch, Tk):
     limit = Tk
     if lengths_ptr is not None:
@@ -226,6 +250,7 @@ def _attention_fwd_kernel(
     row = matrix_of(batch, head, H, CONFIG) * rows + tile * BLOCK_M // BLOCK_Q
     begin, count, lost = span(offsets_ptr, row, last_of(B, H, rows, CONFIG), capacity)
     limit = key_limit(lengths_ptr, batch, Tk)
+    count = met(columns_ptr, lengths_ptr, begin, count, tile, limit, Tq, Tk, CONFIG)
     q = load_rows(q_ptr, pair.to(tl.int64) * Tq, lines, exists, D, BLOCK_D)
     keys = (batch * (H // GROUP) + head // GROUP).to(tl.int64) * Tk
     bias_ptr = bias_start(bias_ptr, batch, head, H, Tq, Tk, CONFIG)

@@ -29,6 +29,7 @@ from gossamer.blocksparse._triton.attention import (
     load_rows,
     load_stats,
     matrix_of,
+    met,
     operands,
     scores,
     span,
@@ -90,6 +91,7 @@ def _attention_dq_kernel(
     row = matrix_of(batch, head, H, CONFIG) * rows + tile * BLOCK_M // BLOCK_Q
     begin, count, lost = span(offsets_ptr, row, last_of(B, H, rows, CONFIG), capacity)
     limit = key_limit(lengths_ptr, batch, Tk)
+    count = met(columns_ptr, lengths_ptr, begin, count, tile, limit, Tq, Tk, CONFIG)
     queries = pair.to(tl.int64) * Tq
     keys = (batch * (H // GROUP) + head // GROUP).to(tl.int64) * Tk
     bias_ptr = bias_start(bias_ptr, batch, head, H, Tq, Tk, CONFIG)
@@ -115,6 +117,19 @@ def _attention_dq_kernel(
     store_rows(dq_ptr, base, rows_at, exists, D, dq, BLOCK_D)
 
 
+@triton.jit
+def passed(order_ptr, rows_ptr, begin, count, bound):
+    """How many of a column's blocks, from top to bottom, stand before row `bound`."""
+    low = count * 0
+    high = count
+    while low < high:
+        middle = (low + high) // 2
+        above = tl.load(rows_ptr + tl.load(order_ptr + begin + middle)) < bound
+        low = tl.where(above, middle + 1, low)
+        high = tl.where(above, high, middle)
+    return low
+
+
 @triton.jit(do_not_specialize=["capacity"])
 def _attention_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, grad_ptr, stats_ptr, dk_ptr, dv_ptr, offsets_ptr,
@@ -137,6 +152,7 @@ def _attention_dkdv_kernel(
     keys = pair.to(tl.int64) * Tk
     k = load_rows(k_ptr, keys, key, key < limit, D, BLOCK_D)
     v = load_rows(v_ptr, keys, key, key < limit, D, BLOCK_D)
+    before = tl.maximum(tile * BLOCK_N - (Tk - Tq), 0)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for member in range(0, GROUP):
@@ -144,6 +160,12 @@ def _attention_dkdv_kernel(
         z = matrix_of(batch, head, H, CONFIG)
         column = z * columns + tile * BLOCK_N // BLOCK_K
         begin, count, lost = span(offsets_ptr, column, last_of(B, H, columns, CONFIG), capacity)
+        count = tl.where(tile * BLOCK_N < limit, count, 0)
+        if CONFIG.causal:
+            # Block rows that end before these keys come first in the list, and meet none of them.
+            past = passed(order_ptr, rows_ptr, begin, count, z * rows + before // BLOCK_Q)
+            begin += past
+            count -= past
         queries = (batch * H + head).to(tl.int64) * Tq
         bias_at = bias_start(bias_ptr, batch, head, H, Tq, Tk, CONFIG)
         for first in range(0, count * BLOCK_Q, BLOCK_M):
