@@ -93,19 +93,25 @@ def attention(
         bias = bias.values
     extra = _extra(q, k, layout, mask, bias)
     queried, places = prepare(_NAME, q, k, relative)
+    valid_lengths, scale = _settings(q, valid_lengths, scale)
+    lists = layout.row_offsets, layout.col_indices, layout.row_indices, layout.col_offsets, layout.transpose_order
+    settings = *z, *layout.block_size, causal, scale
+    out, lse = _attention(q, k, v, extra, queried, places, valid_lengths, *lists, layout.positions, *settings)
+    return (out, lse) if return_lse else out
+
+
+def _settings(q: Tensor, valid_lengths: Tensor | None, scale: float | None) -> tuple[Tensor | None, float]:
+    """Lengths and scale as the operator takes them."""
     if valid_lengths is not None:
         checks.tensors(_NAME, valid_lengths=valid_lengths)
         checks.same_device(_NAME, "q", q.device, valid_lengths=valid_lengths)
         checks.shape(_NAME, "valid_lengths", valid_lengths, (q.shape[0],), "[B]", "like q")
         valid_lengths = valid_lengths.to(torch.int32)
     if scale is None:
-        scale = 1.0 if q.shape[-1] == 0 else q.shape[-1] ** -0.5
-    elif isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+        return valid_lengths, 1.0 if q.shape[-1] == 0 else q.shape[-1] ** -0.5
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
         raise ValueError(f"{_NAME}: scale must be a finite number, got {scale!r}. None takes D^-0.5.")
-    lists = layout.row_offsets, layout.col_indices, layout.row_indices, layout.col_offsets, layout.transpose_order
-    settings = *z, *layout.block_size, causal, float(scale)
-    out, lse = _attention(q, k, v, extra, queried, places, valid_lengths, *lists, layout.positions, *settings)
-    return (out, lse) if return_lse else out
+    return valid_lengths, float(scale)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
