@@ -42,6 +42,12 @@ def _copied(arg: Any, with_grad: bool) -> Any:
     return arg.detach().clone().requires_grad_(with_grad and arg.requires_grad)
 
 
+def _kind(arg: Any) -> Any:
+    if isinstance(arg, Tensor):
+        return arg.dim(), arg.dtype, arg.requires_grad
+    return tuple(arg) if isinstance(arg, list) else arg
+
+
 def _leaves(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     acts = random_rows((3, N), l0=[2, 20, 0], device=device).requires_grad_()
     W, b = (torch.randn(shape, device=device).requires_grad_() for shape in ((N, D), (D,)))
@@ -136,9 +142,7 @@ def recorded(device: torch.device) -> dict[str, list[tuple[Any, ...]]]:
             scenario(device)
         for name, found in recorder.calls.items():
             for args in found:
-                kind = tuple(
-                    (arg.dim(), arg.dtype, arg.requires_grad) if isinstance(arg, Tensor) else arg for arg in args
-                )
+                kind = tuple(map(_kind, args))
                 calls[name].setdefault(kind, args)
     return {name: list(kinds.values()) for name, kinds in calls.items()}
 

@@ -19,3 +19,49 @@ def calls(device: torch.device) -> None:
     added = {"bias": bias, "relative": relative}
     out, lse = blocksparse.attention(q, k, k, layout, **added, causal=True, valid_lengths=lengths, return_lse=True)
     (out.sum() + lse.exp().sum()).backward()
+    _operators(device)
+    _moves(device)
+
+
+def _operators(device: torch.device) -> None:
+    # Whole blocks and exact capacities, for what stands behind the last block is nobody's.
+    generator = torch.Generator(device).manual_seed(0)
+    layouts = [blocksparse.Layout.random((2, 2, 3), (16, 32), 0.5, generator=generator, device=device) for _ in "ab"]
+    x, y = (torch.randn(2, 32, 96, device=device, requires_grad=True) for _ in range(2))
+    a, b = (blocksparse.from_dense(matrix, layout) for matrix, layout in zip((x, y), layouts))
+    square = blocksparse.Layout.product(layouts[0], layouts[1].transpose())
+    results = [
+        blocksparse.matmul(a, b, transpose_b=True),
+        blocksparse.matmul(a, b, transpose_a=True),
+        blocksparse.matmul(a, y.mT),
+        blocksparse.matmul(x, b, transpose_b=True),
+        blocksparse.matmul(a, b, square, transpose_b=True).values,
+        blocksparse.matmul(x, y, square, transpose_b=True).values,
+        blocksparse.transpose(a).values,
+        blocksparse.sum(a),
+        blocksparse.max(a, -2),
+        blocksparse.max(a),
+        blocksparse.add(a, torch.ones(32, 1, device=device, requires_grad=True)).values,
+    ]
+    mask = torch.ones(32, 96, dtype=torch.bool, device=device)
+    results += [blocksparse.softmax(a, mask=given, scale=0.5).values for given in (None, mask, a.values > 0)]
+    torch.cat([result.flatten() for result in results]).sum().backward()
+
+
+def _moves(device: torch.device) -> None:
+    """What moves data, and its gradients. Every block of what is indexed is present: the rest is left as it was."""
+    layout = blocksparse.Layout.from_mask(torch.ones(2, 2, 2, device=device), (16, 32), size=(20, 40), capacity=8)
+    x, y = (torch.randn(2, 20, 40, device=device, requires_grad=True) for _ in range(2))
+    a, b = blocksparse.from_dense(x, layout), blocksparse.from_dense(y, layout)
+    outs = []
+    for dim, bound in enumerate(x.shape):
+        index = blocksparse.from_dense(torch.randint(-1, bound, x.shape, device=device), layout)
+        outs += [blocksparse.gather(a, dim, index), blocksparse.scatter(a, dim, index, b)]
+        for reduce in ("sum", "mean", "amax", "amin", "prod"):
+            for include_self in (True, False):
+                outs.append(blocksparse.scatter_reduce(a, dim, index, b, reduce, include_self=include_self))
+        blocksparse.Layout.from_indices(index, dim, bound)
+        outs += [blocksparse.repeat_interleave(a, 2, dim), blocksparse.cat([a, b], dim), *blocksparse.split(a, 11, dim)]
+    outs += [blocksparse.repeat(a, (2, 1, 2)), blocksparse.adapt_layout(a, layout.adapt(64))]
+    sum(out.to_dense().sum() for out in outs).backward()
+    blocksparse.adapt_layout(a.detach(), layout.adapt(16))

@@ -89,7 +89,7 @@ def test_compile(compiled, device: torch.device) -> None:
     [
         (lambda x, layout: from_dense(x[:5], layout), ValueError, r"x must have shape \[..., M, N\] = \[32, 32\]"),
         (lambda x, layout: from_dense(x, x), TypeError, "layout must be a blocksparse.Layout, got Tensor"),
-        (lambda x, layout: from_dense(x.int(), layout), TypeError, "x must be float32.* got int32"),
+        (lambda x, layout: from_dense(x.cfloat(), layout), TypeError, "x must be float32.* got complex64"),
         (lambda x, layout: BlockSparseTensor(x, layout), ValueError, r"values must have shape .* = \[2, 16, 16\]"),
     ],
 )
@@ -97,3 +97,16 @@ def test_errors(call, error: type[Exception], message: str) -> None:
     layout = Layout.from_mask(torch.eye(2), 16)
     with pytest.raises(error, match=message):
         call(torch.ones(32, 32), layout)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.uint8, torch.int8, torch.int64])
+def test_integers(kind: torch.dtype, device: torch.device) -> None:
+    """They are moved as they are; too many of them are the lowest there is."""
+    x, layout, named = make((2, 3, 2), (16, 32), (40, 50), torch.float32, device)
+    x = (100 * x).to(kind)
+    for fill in (0, 1):
+        assert torch.equal(from_dense(x, layout).to_dense(fill), torch.where(named, x, fill).to(kind))
+    short = Layout.from_mask(layout.to_dense(), (16, 32), size=(40, 50), capacity=1)
+    lowest = 0 if kind is torch.bool else torch.iinfo(kind).min
+    blocks = from_dense(x, short)
+    assert (blocks.values == lowest).all() and (blocks.to_dense() == lowest).all()

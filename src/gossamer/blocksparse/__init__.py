@@ -6,9 +6,46 @@
 """
 
 from gossamer.blocksparse.attention import attention
+from gossamer.blocksparse.gather import gather
 from gossamer.blocksparse.layout import Layout
+from gossamer.blocksparse.matmul import matmul
+from gossamer.blocksparse.patterns import causal, global_tokens, sliding_window
+from gossamer.blocksparse.rearrange import adapt_layout, cat, repeat, repeat_interleave, split
 from gossamer.blocksparse.relative import Relative
+from gossamer.blocksparse.rows import add, broadcast_add, broadcast_sub, max, mean, mul, sub, sum
+from gossamer.blocksparse.scatter_reduce import scatter, scatter_reduce
 from gossamer.blocksparse.select_blocks import select_blocks
+from gossamer.blocksparse.softmax import softmax
 from gossamer.blocksparse.tensor import BlockSparseTensor, from_dense
+from gossamer.blocksparse.transpose import transpose
 
-__all__ = ["BlockSparseTensor", "Layout", "Relative", "attention", "from_dense", "select_blocks"]
+__all__ = [
+    "BlockSparseTensor",
+    "Layout",
+    "Relative",
+    "adapt_layout",
+    "add",
+    "attention",
+    "broadcast_add",
+    "broadcast_sub",
+    "cat",
+    "causal",
+    "from_dense",
+    "gather",
+    "global_tokens",
+    "matmul",
+    "max",
+    "mean",
+    "mul",
+    "repeat",
+    "repeat_interleave",
+    "scatter",
+    "scatter_reduce",
+    "select_blocks",
+    "sliding_window",
+    "softmax",
+    "split",
+    "sub",
+    "sum",
+    "transpose",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,23 +13,25 @@ from torch.utils import _pytree
 from gossamer._core import checks
 from gossamer._core.ops import register
 from gossamer.blocksparse._torch import dense as _cpu
-from gossamer.blocksparse.layout import Layout
+from gossamer.blocksparse.arithmetic import Arithmetic
+from gossamer.blocksparse.layout import Layout, check_layouts
 
 _GPU = "gossamer.blocksparse._triton.dense"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class BlockSparseTensor:
+class BlockSparseTensor(Arithmetic):
     """Matrices of which only the blocks of a layout are stored.
 
     Args:
-        values: `[capacity, height, width]`, float: an ordinary tensor, differentiable, the blocks in the layout's
-            order. What stands behind the last block, or beyond the matrix in a block that it cuts, takes no part.
+        values: `[capacity, height, width]`, float, or integer or bool for what moves data: an ordinary tensor,
+            differentiable, the blocks in the layout's order. What stands behind the last block, or beyond the matrix
+            in a block that it cuts, takes no part.
         layout: which blocks these are; shared between tensors.
 
     Raises:
         ValueError: values have another shape than the layout asks for, or live on another device.
-        TypeError: values are not floating, or layout is no `Layout`.
+        TypeError: values are neither floating, integer nor bool, or layout is no `Layout`.
 
     Source: Schön and Tompits, blksprs, Definition 3 (compressed representation).
 
@@ -43,8 +45,8 @@ class BlockSparseTensor:
 
     def __post_init__(self) -> None:
         operator = "blocksparse.BlockSparseTensor"
-        check_layout(operator, self.layout)
-        checks.floating(operator, values=self.values)
+        check_layouts(operator, layout=self.layout)
+        check_values(operator, values=self.values)
         expected = (self.layout.capacity, *self.layout.block_size)
         checks.shape(operator, "values", self.values, expected, "[capacity, height, width]", "like layout")
         checks.same_device(operator, "layout", self.layout.device, values=self.values)
@@ -66,10 +68,6 @@ class BlockSparseTensor:
     def requires_grad(self) -> bool:
         return self.values.requires_grad
 
-    def detach(self) -> BlockSparseTensor:
-        """The same blocks, cut from the autograd graph."""
-        return replace(self, values=self.values.detach())
-
     def to_dense(self, fill: float = 0.0) -> Tensor:
         """The dense `[..., M, N]` tensor, with `fill` where no block is; differentiable in values."""
         layout, (m, n) = self.layout, self.layout.size
@@ -79,7 +77,7 @@ class BlockSparseTensor:
     def __repr__(self) -> str:
         return (
             f"BlockSparseTensor(shape={self.shape}, dtype={checks.name_of(self.dtype)}, device={self.device}, "
-            f"layout={self.layout!r})"
+            f"layout={self.layout.summary()})"
         )
 
 
@@ -87,16 +85,17 @@ def from_dense(x: Tensor, layout: Layout) -> BlockSparseTensor:
     """The blocks of a dense tensor that a layout names.
 
     Args:
-        x: `[..., M, N]`, float32, float16 or bfloat16 (float64 on the CPU), any strides.
+        x: `[..., M, N]`, float32, float16 or bfloat16 (float64 on the CPU), integer or bool, any strides.
         layout: of shape `(..., rows, cols)` and size `(M, N)`.
 
     Returns:
         `BlockSparseTensor`, differentiable in x: elements outside of the layout's blocks get no gradient. Beyond M or
-        N a block is filled with zeros. If the layout overflowed, every value is NaN.
+        N a block is filled with zeros. If the layout overflowed, every value is NaN; integers, which have none, are
+        their lowest number.
 
     Raises:
         ValueError: x has another shape or device than the layout.
-        TypeError: x is not floating, or layout is no `Layout`.
+        TypeError: x is neither floating, integer nor bool, or layout is no `Layout`.
 
     Source: Schön and Tompits, blksprs, Definition 3.
 
@@ -105,21 +104,32 @@ def from_dense(x: Tensor, layout: Layout) -> BlockSparseTensor:
     [256.0, 16.0]
     """
     operator = "blocksparse.from_dense"
-    check_layout(operator, layout)
-    checks.floating(operator, x=x)
+    check_layouts(operator, layout=layout)
+    check_values(operator, x=x)
     checks.shape(operator, "x", x, layout.dense_shape, "[..., M, N]", "like layout")
     checks.same_device(operator, "layout", layout.device, x=x)
     flat = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
     return BlockSparseTensor(_from_dense(flat, *_parts(layout), *layout.block_size), layout)
 
 
-def check_layout(operator: str, layout: Any) -> None:
-    """`layout` is one."""
-    if not isinstance(layout, Layout):
-        raise TypeError(
-            f"{operator}: layout must be a blocksparse.Layout, got {type(layout).__name__}. "
-            "Make one with Layout.from_mask."
-        )
+def check_blocks(operator: str, **given: Any) -> None:
+    """Every argument is a block-sparse tensor."""
+    for argument, value in given.items():
+        if not isinstance(value, BlockSparseTensor):
+            raise TypeError(
+                f"{operator}: {argument} must be a BlockSparseTensor, got {type(value).__name__}. "
+                "Make one with from_dense."
+            )
+
+
+def check_values(operator: str, **given: Tensor) -> None:
+    """Every tensor has a dtype that blocks may have."""
+    for argument, tensor in given.items():
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.dtype not in _WHOLE:
+            checks.floating(operator, **{argument: tensor})
+
+
+_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def _parts(layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -160,6 +170,8 @@ _to_dense = register(
     setup_context=_keep,
     backward=_to_dense_backward,
 )
+
+torch.serialization.add_safe_globals([BlockSparseTensor])
 
 _pytree.register_pytree_node(
     BlockSparseTensor,

@@ -4,6 +4,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gossamer._core import checks
+
+
+def lost(dtype: torch.dtype) -> float | int:
+    """What stands for a value that is not there for want of room: NaN, or the lowest of integers."""
+    return float("nan") if dtype in checks.FLOATS else 0 if dtype is torch.bool else torch.iinfo(dtype).min
+
 
 def from_dense(
     x: Tensor, nnz: Tensor, row_indices: Tensor, col_indices: Tensor, positions: Tensor, height: int, width: int
@@ -12,7 +19,7 @@ def from_dense(
     z, m, n = x.shape
     rows, cols, capacity = -(-m // height), -(-n // width), col_indices.shape[0]
     if int(nnz) > capacity:
-        return x.new_full((capacity, height, width), float("nan"))
+        return x.new_full((capacity, height, width), lost(x.dtype))
     out = x.new_zeros(capacity, height, width)
     grid = pad(x, (0, cols * width - n, 0, rows * height - m)).view(z, rows, height, cols, width)
     held = row_indices[: int(nnz)].long()
@@ -35,7 +42,7 @@ def to_dense(
     capacity, height, width = values.shape
     rows, cols = -(-m // height), -(-n // width)
     if int(nnz) > capacity:
-        return values.new_full((z, m, n), float("nan"))
+        return values.new_full((z, m, n), lost(values.dtype))
     present = (positions >= 0).nonzero().squeeze(1)
     grid = values.new_full((z * rows, cols, height, width), fill)
     grid.view(z * rows * cols, height, width)[present] = values[positions[present].long()]

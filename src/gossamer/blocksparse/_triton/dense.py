@@ -13,6 +13,17 @@ from torch import Tensor
 from gossamer._core import launch
 
 
+@triton.jit
+def lost(x):
+    """What stands for values that are not there for want of room: NaN, or the lowest of integers."""
+    if x.dtype.is_floating():
+        return tl.full(x.shape, float("nan"), x.dtype)
+    elif x.dtype.is_int_signed():
+        return tl.full(x.shape, -(1 << (x.dtype.primitive_bitwidth - 1)), x.dtype)
+    else:
+        return tl.zeros(x.shape, x.dtype)
+
+
 @triton.jit(do_not_specialize=["capacity"])
 def _from_dense_kernel(
     x_ptr, out_ptr, nnz_ptr, row_indices_ptr, col_indices_ptr, R, M, N, capacity,
@@ -28,7 +39,7 @@ def _from_dense_kernel(
     at = (row // R).to(tl.int64) * M * N + i.to(tl.int64)[:, None] * N + j[None, :]
     x = tl.load(x_ptr + at, mask=held, other=0)
     if nnz > capacity:
-        x = tl.full(x.shape, float("nan"), x.dtype)
+        x = lost(x)
     to = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     tl.store(out_ptr + block.to(tl.int64) * (HEIGHT * WIDTH) + to, x)
 
@@ -47,9 +58,9 @@ def _to_dense_kernel(
     inside = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     present = (inside >= 0) & (block >= 0) & (block < capacity)
     x = tl.load(values_ptr + block.to(tl.int64) * (HEIGHT * WIDTH) + inside, mask=present, other=0)
-    x = tl.where(present, x.to(tl.float32), fill)
+    x = tl.where(present, x, tl.full(x.shape, fill, tl.float32).to(x.dtype))
     if overflowed:
-        x = tl.full(x.shape, float("nan"), x.dtype)
+        x = lost(x)
     to = (at // (R * C)).to(tl.int64) * M * N + i.to(tl.int64)[:, None] * N + j[None, :]
     tl.store(out_ptr + to, x, mask=(i < M)[:, None] & (j < N)[None, :])
 
@@ -66,8 +77,9 @@ def from_dense(
     m, n = x.shape[1:]
     capacity = col_indices.shape[0]
     out = torch.empty(capacity, height, width, dtype=x.dtype, device=x.device)
+    x, to = plain(x), plain(out)
     rows = max(launch.cdiv(m, height), 1)
-    args = (x, out, nnz, row_indices, col_indices, rows, m, n, capacity)
+    args = (x, to, nnz, row_indices, col_indices, rows, m, n, capacity)
     meta = {"HEIGHT": height, "WIDTH": width}
     _from_dense((x.dtype, rows, m, n, height, width), (capacity, 1, 1), args, meta, num_warps=_warps(height * width))
     return out
@@ -90,11 +102,16 @@ def to_dense(
     out = torch.empty(z, m, n, dtype=values.dtype, device=values.device)
     if out.numel():
         rows, cols = launch.cdiv(m, height), launch.cdiv(n, width)
-        args = (values, out, nnz, positions, rows, cols, m, n, capacity, float(fill))
+        args = (plain(values), plain(out), nnz, positions, rows, cols, m, n, capacity, float(fill))
         meta = {"HEIGHT": height, "WIDTH": width}
         key = (values.dtype, rows, cols, m, n, height, width)
         _to_dense(key, (z * rows * cols, 1, 1), args, meta, num_warps=_warps(height * width))
     return out
+
+
+def plain(x: Tensor) -> Tensor:
+    """Bool as the bytes that it is."""
+    return x.view(torch.uint8) if x.dtype is torch.bool else x
 
 
 def _warps(elements: int) -> int:

@@ -1,0 +1,71 @@
+"""Blocks and parts of blocks moved, on the CPU."""
+
+import torch
+from torch import Tensor
+
+from gossamer.blocksparse._torch.dense import lost
+
+
+def rearrange(
+    values: Tensor,
+    nnz: Tensor,
+    row_indices: Tensor,
+    col_indices: Tensor,
+    positions: Tensor,
+    out_nnz: Tensor,
+    out_rows: Tensor,
+    out_cols: Tensor,
+    out_positions: Tensor,
+    z_map: Tensor | None,
+    i_map: Tensor | None,
+    j_map: Tensor | None,
+    z_inverse: Tensor | None,
+    i_inverse: Tensor | None,
+    j_inverse: Tensor | None,
+    sizes: list[int],
+    block: list[int],
+    tile: list[int],
+) -> Tensor:
+    """Operator `blocksparse_rearrange`."""
+    m, n, m_out, n_out = sizes
+    (height, width), (th, tw) = block, tile
+    shape = (out_rows.shape[0], height, width)
+    if int(nnz) > values.shape[0] or int(out_nnz) > shape[0]:
+        return values.new_full(shape, lost(values.dtype))
+    out = values.new_zeros(shape)
+    if min(m, n, m_out, n_out) == 0:
+        return out
+    capacity, h, w = values.shape
+    rows, cols, rows_out = -(-m // h), -(-n // w), -(-m_out // height)
+    held = (out_rows >= 0).nonzero().squeeze(1)
+    z, r, c = out_rows[held].long() // rows_out, out_rows[held].long() % rows_out, out_cols[held].long()
+    # The first row and column of each tile of each block.
+    i = r[:, None] * height + torch.arange(0, height, th)
+    j = c[:, None] * width + torch.arange(0, width, tw)
+    tiles = values.reshape(capacity, h // th, th, w // tw, tw)
+    numbers = positions.view(-1, rows, cols)
+    total = None
+    for k in range(max(1 if x is None else x.shape[1] for x in (z_map, i_map, j_map))):
+        z_in = z if z_map is None else z_map[z, k]
+        i_in, j_in = _sources(i_map, k, i, min(m, m_out)), _sources(j_map, k, j, min(n, n_out))
+        found = (z_in >= 0)[:, None, None] & (i_in >= 0)[:, :, None] & (j_in >= 0)[:, None, :]
+        z_in, i_in, j_in = z_in.clamp(min=0), i_in.clamp(min=0), j_in.clamp(min=0)
+        number = numbers[z_in[:, None, None], (i_in // h)[:, :, None], (j_in // w)[:, None, :]].long()
+        found &= number >= 0
+        # [blocks, tiles down, tiles across, th, tw]
+        taken = tiles[number.clamp(min=0), (i_in % h // th)[:, :, None], :, (j_in % w // tw)[:, None, :]]
+        taken = torch.where(found[..., None, None], taken, 0)
+        if total is None:
+            total = taken
+        else:
+            total = total.to(torch.promote_types(taken.dtype, torch.float32)) + taken
+    assert total is not None
+    out[held] = total.transpose(2, 3).reshape(len(held), height, width).to(out.dtype)
+    return out
+
+
+def _sources(sources: Tensor | None, k: int, at: Tensor, most: int) -> Tensor:
+    if sources is None:
+        return torch.where(at < most, at, -1)
+    chosen = sources[:, k]
+    return torch.where(at < len(chosen), chosen[at.clamp(max=len(chosen) - 1)], -1)

@@ -1,0 +1,164 @@
+"""Elements taken through indices: bound by memory, and by how many sectors the indices touch.
+
+A program owns a tile of one block of indices, of some 2,048 elements: it reads the indices in whole sectors, finds for
+each the block that it points into, through the table of positions (a few kilobytes that stay in the cache), and fetches
+the element. Along rows and columns all of a tile's elements lie in one row or column of blocks; indices that are close
+to each other share sectors. The result is written where the indices lay.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch
+from gossamer.blocksparse._triton.dense import lost, plain
+
+
+@triton.jit
+def located(
+    target, zr, c, i, j, D, INNER, D_INDEX, R_INDEX, R, C,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, AXIS: tl.constexpr,
+):  # fmt: skip
+    """(cell of the grid, element of the block) that indices point at; i and j are the indices' places in their block,
+    which stands in row zr of the blocks of all matrices and in column c. `target` is a valid index, or 0."""
+    z = zr // R_INDEX
+    r = zr % R_INDEX
+    if AXIS == 0:
+        cell = (((z // (INNER * D_INDEX)) * D + target) * INNER + z % INNER) * (R * C) + r * C + c
+        element = i * WIDTH + j
+    elif AXIS == 1:
+        cell = (z * R + target // HEIGHT) * C + c
+        element = target % HEIGHT * WIDTH + j
+    else:
+        cell = (z * R + r) * C + target // WIDTH
+        element = i * WIDTH + target % WIDTH
+    return cell, element
+
+
+@triton.jit(do_not_specialize=["capacity", "index_capacity", "D", "INNER", "D_INDEX"])
+def _gather_kernel(
+    values_ptr, index_ptr, out_ptr, nnz_ptr, positions_ptr, index_nnz_ptr, rows_ptr, cols_ptr,
+    D, INNER, D_INDEX, R_INDEX, R, C, M_INDEX, N_INDEX, BOUND, capacity, index_capacity,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, AXIS: tl.constexpr,
+):  # fmt: skip
+    """Program (block of indices, TILE of its rows)."""
+    block = tl.program_id(0)
+    index_nnz = tl.load(index_nnz_ptr)
+    overflowed = (index_nnz > index_capacity) | (tl.load(nnz_ptr) > capacity)
+    zr = tl.maximum(tl.load(rows_ptr + block), 0)
+    c = tl.maximum(tl.load(cols_ptr + block), 0)
+    i = (tl.program_id(1) * TILE + tl.arange(0, TILE))[:, None]
+    j = tl.arange(0, WIDTH)[None, :]
+    at = block.to(tl.int64) * (HEIGHT * WIDTH) + i * WIDTH + j
+    held = (zr % R_INDEX * HEIGHT + i < M_INDEX) & (c * WIDTH + j < N_INDEX) & (block < index_nnz)
+    target = tl.load(index_ptr + at, mask=held, other=-1)
+    found = (target >= 0) & (target < BOUND) & (overflowed == 0)
+    wrong = (target < -1) | (target >= BOUND) | overflowed
+    target = tl.where(found, target, 0).to(tl.int32)
+    cell, element = located(target, zr, c, i, j, D, INNER, D_INDEX, R_INDEX, R, C, HEIGHT, WIDTH, AXIS)
+    number = tl.load(positions_ptr + cell, mask=found, other=-1)
+    x = tl.load(values_ptr + number.to(tl.int64) * (HEIGHT * WIDTH) + element, mask=number >= 0, other=0)
+    x = tl.where(wrong, lost(x), x)
+    tl.store(out_ptr + at, x)
+
+
+@triton.jit(do_not_specialize=["D", "INNER", "D_INDEX"])
+def _gather_reach_kernel(
+    index_ptr, mask_ptr, index_nnz_ptr, rows_ptr, cols_ptr,
+    D, INNER, D_INDEX, R_INDEX, R, C, M_INDEX, N_INDEX, BOUND,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, AXIS: tl.constexpr,
+):  # fmt: skip
+    """Program (block of indices, TILE of its rows). Marks the cells that indices point into; all write the same."""
+    block = tl.program_id(0)
+    zr = tl.maximum(tl.load(rows_ptr + block), 0)
+    c = tl.maximum(tl.load(cols_ptr + block), 0)
+    i = (tl.program_id(1) * TILE + tl.arange(0, TILE))[:, None]
+    j = tl.arange(0, WIDTH)[None, :]
+    held = (zr % R_INDEX * HEIGHT + i < M_INDEX) & (c * WIDTH + j < N_INDEX) & (block < tl.load(index_nnz_ptr))
+    target = tl.load(index_ptr + block.to(tl.int64) * (HEIGHT * WIDTH) + i * WIDTH + j, mask=held, other=-1)
+    found = (target >= 0) & (target < BOUND)
+    target = tl.where(found, target, 0).to(tl.int32)
+    cell, _ = located(target, zr, c, i, j, D, INNER, D_INDEX, R_INDEX, R, C, HEIGHT, WIDTH, AXIS)
+    cell = tl.broadcast_to(cell, [TILE, WIDTH])
+    # Few cells are named by many: most find theirs marked, and leave it alone.
+    new = found & (tl.load(mask_ptr + cell, mask=found, other=1) == 0)
+    tl.store(mask_ptr + cell, tl.full([TILE, WIDTH], 1, tl.uint8), mask=new)
+
+
+_gather = launch.Kernel(_gather_kernel)
+_gather_reach = launch.Kernel(_gather_reach_kernel)
+
+
+def gather(
+    values: Tensor,
+    nnz: Tensor,
+    row_indices: Tensor,
+    col_indices: Tensor,
+    positions: Tensor,
+    index: Tensor,
+    index_nnz: Tensor,
+    index_rows: Tensor,
+    index_cols: Tensor,
+    index_row_offsets: Tensor,
+    index_col_offsets: Tensor,
+    index_order: Tensor,
+    index_positions: Tensor,
+    sizes: list[int],
+) -> Tensor:
+    """Operator `blocksparse_gather`."""
+    values, index = values.contiguous(), index.contiguous()
+    axis, inner, d_index, d, m_index, n_index, m, n = sizes
+    capacity, height, width = index.shape
+    out = torch.empty(index.shape, dtype=values.dtype, device=index.device)
+    tile = min(height, 2048 // width)
+    rows_index, rows, cols = launch.cdiv(m_index, height), launch.cdiv(m, height), launch.cdiv(n, width)
+    grid = (max(rows_index, 1), max(rows, 1), max(cols, 1))
+    bound = (d, m, n)[axis]
+    args = (
+        plain(values), index, plain(out), nnz, positions, index_nnz, index_rows, index_cols,
+        d, inner, d_index, *grid, m_index, n_index, bound, values.shape[0], capacity,
+    )  # fmt: skip
+    meta = {"HEIGHT": height, "WIDTH": width, "TILE": tile, "AXIS": axis}
+    key = (values.dtype, index.dtype, grid, m_index, n_index, bound, *meta.values())
+    _gather(key, (capacity, height // tile, 1), args, meta, num_warps=max(1, tile * width // 512))
+    return out
+
+
+def reach(index: Tensor, index_nnz: Tensor, index_rows: Tensor, index_cols: Tensor, sizes: list[int]) -> Tensor:
+    """Operator `blocksparse_gather_reach`."""
+    index = index.contiguous()
+    axis, inner, d_index, d, m_index, n_index, m, n, z = sizes
+    capacity, height, width = index.shape
+    tile = min(height, 2048 // width)
+    rows_index, rows, cols = launch.cdiv(m_index, height), launch.cdiv(m, height), launch.cdiv(n, width)
+    mask = torch.zeros(z, rows, cols, dtype=torch.uint8, device=index.device)
+    grid, bound = (max(rows_index, 1), max(rows, 1), max(cols, 1)), (d, m, n)[axis]
+    args = (index, mask, index_nnz, index_rows, index_cols, d, inner, d_index, *grid, m_index, n_index, bound)
+    meta = {"HEIGHT": height, "WIDTH": width, "TILE": tile, "AXIS": axis}
+    key = (index.dtype, grid, m_index, n_index, bound, *meta.values())
+    _gather_reach(key, (capacity, height // tile, 1), args, meta, num_warps=max(1, tile * width // 512))
+    return mask.view(torch.bool)
+
+
+_POINTERS = ("nnz_ptr", "positions_ptr", "index_nnz_ptr", "rows_ptr", "cols_ptr")
+_SIZES = ("D", "INNER", "D_INDEX", "R_INDEX", "R", "C", "M_INDEX", "N_INDEX", "BOUND", "capacity", "index_capacity")
+EXAMPLES = {
+    _gather_kernel: {
+        "signature": {
+            "values_ptr": "*bf16", "index_ptr": "*i64", "out_ptr": "*bf16",
+            **dict.fromkeys(_POINTERS, "*i32"), **dict.fromkeys(_SIZES, "i32"),
+        },
+        "constexprs": {"HEIGHT": 64, "WIDTH": 64, "TILE": 32, "AXIS": 2},
+        "num_warps": 4,
+    },
+    _gather_reach_kernel: {
+        "signature": {
+            "index_ptr": "*i64", "mask_ptr": "*u8", **dict.fromkeys(_POINTERS[2:], "*i32"),
+            **dict.fromkeys(_SIZES[:-2], "i32"),
+        },
+        "constexprs": {"HEIGHT": 64, "WIDTH": 64, "TILE": 32, "AXIS": 2},
+        "num_warps": 4,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

@@ -1,0 +1,137 @@
+"""Blocks and parts of blocks moved: a copy, bound by memory.
+
+Each row, column and matrix of the result names its source in a short map, and some have several, which are added (what
+the gradient of a repetition is). A program owns a tile of one block of the result. Where the maps keep whole tiles
+together (host code knows: repeats of whole blocks, parts that begin with a block, blocks of another size) a tile has
+one source, found by four scalar loads, and is copied in whole sectors. Otherwise each element finds its own: a row and
+a column of map entries, and block numbers out of the table of positions, which stays in the cache.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch
+from gossamer.blocksparse._triton.dense import lost, plain
+
+ELEMENTS = 2048
+"""Elements of a tile, at most."""
+
+
+@triton.jit
+def _source(map_ptr, k, K, at, length, most):
+    """Where elements `at` come from; -1 where from nowhere."""
+    if map_ptr is None:
+        return tl.where(at < most, at, -1)
+    else:
+        return tl.load(map_ptr + at * K + k, mask=at < length, other=-1).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["capacity", "K"])
+def _rearrange_kernel(
+    values_ptr, out_ptr, nnz_ptr, positions_ptr, out_nnz_ptr, rows_ptr, cols_ptr, z_map_ptr, i_map_ptr, j_map_ptr,
+    M, N, M_OUT, N_OUT, K, capacity,
+    H: tl.constexpr, W: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TH: tl.constexpr, TW: tl.constexpr,
+    WHOLE: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """Program (block of the result, tile of it)."""
+    block = tl.program_id(0)
+    dtype: tl.constexpr = values_ptr.dtype.element_ty
+    R, C = tl.cdiv(M, H), tl.cdiv(N, W)
+    zr = tl.load(rows_ptr + block)
+    rows_out = tl.cdiv(M_OUT, HEIGHT)
+    in_i = tl.program_id(1) // (WIDTH // TW) * TH
+    in_j = tl.program_id(1) % (WIDTH // TW) * TW
+    i = zr % rows_out * HEIGHT + in_i
+    j = tl.load(cols_ptr + block) * WIDTH + in_j
+    down, across = tl.arange(0, TH)[:, None], tl.arange(0, TW)[None, :]
+    if not WHOLE:
+        i, j = i + down, j + across
+    x = tl.zeros([TH, TW], tl.float32 if SUM else dtype)
+    for k in range(0, K):
+        z_in = zr // rows_out if z_map_ptr is None else tl.load(z_map_ptr + zr // rows_out * K + k, mask=zr >= 0)
+        z_in = z_in.to(tl.int32)
+        i_in = _source(i_map_ptr, k, K, i, M_OUT, tl.minimum(M, M_OUT))
+        j_in = _source(j_map_ptr, k, K, j, N_OUT, tl.minimum(N, N_OUT))
+        found = (zr >= 0) & (z_in >= 0) & (i_in >= 0) & (j_in >= 0)
+        number = tl.load(positions_ptr + (z_in * R + i_in // H) * C + j_in // W, mask=found, other=-1)
+        found = (number >= 0) & (number < capacity)
+        base = number.to(tl.int64) * (H * W)
+        if WHOLE:
+            at = base + tl.multiple_of(i_in % H * W, W) + tl.multiple_of(j_in % W, TW) + down * W + across
+            found = found & (down >= 0) & (across >= 0)
+        else:
+            at = base + i_in % H * W + j_in % W
+        taken = tl.load(values_ptr + at, mask=found, other=0)
+        x = x + taken.to(tl.float32) if SUM else taken
+    if (tl.load(nnz_ptr) > capacity) | (tl.load(out_nnz_ptr) > tl.num_programs(0)):
+        x = lost(x)
+    to = block.to(tl.int64) * (HEIGHT * WIDTH) + (in_i + down) * WIDTH + in_j + across
+    tl.store(out_ptr + to, x.to(dtype))
+
+
+_rearrange = launch.Kernel(_rearrange_kernel)
+
+
+def rearrange(
+    values: Tensor,
+    nnz: Tensor,
+    row_indices: Tensor,
+    col_indices: Tensor,
+    positions: Tensor,
+    out_nnz: Tensor,
+    out_rows: Tensor,
+    out_cols: Tensor,
+    out_positions: Tensor,
+    z_map: Tensor | None,
+    i_map: Tensor | None,
+    j_map: Tensor | None,
+    z_inverse: Tensor | None,
+    i_inverse: Tensor | None,
+    j_inverse: Tensor | None,
+    sizes: list[int],
+    block: list[int],
+    tile: list[int],
+) -> Tensor:
+    """Operator `blocksparse_rearrange`."""
+    values = values.contiguous()
+    capacity, h, w = values.shape
+    height, width = block
+    out = torch.empty(out_rows.shape[0], height, width, dtype=values.dtype, device=values.device)
+    if 0 in sizes:
+        return out.zero_()
+    copies = max(1 if x is None else x.shape[1] for x in (z_map, i_map, j_map))
+    whole = min(tile) > 1
+    # Tiles of whole blocks may be cut into as many as keep enough programs busy.
+    tw = tile[1] if whole else width
+    th = min(tile[0] if whole else height, ELEMENTS // tw)
+    args = (
+        plain(values), plain(out), nnz, positions, out_nnz, out_rows, out_cols, z_map, i_map, j_map, *sizes, copies,
+        capacity,
+    )  # fmt: skip
+    meta = {
+        "H": h, "W": w, "HEIGHT": height, "WIDTH": width, "TH": th, "TW": tw, "WHOLE": whole, "SUM": copies > 1
+    }  # fmt: skip
+    kinds = tuple(x is None for x in (z_map, i_map, j_map))
+    grid = (out.shape[0], height // th * (width // tw), 1)
+    key = (values.dtype, kinds, tuple(sizes), *meta.values())
+    _rearrange(key, grid, args, meta, num_warps=max(1, th * tw // 512))
+    return out
+
+
+_POINTERS = ("nnz_ptr", "positions_ptr", "out_nnz_ptr", "rows_ptr", "cols_ptr")
+_MAPS = dict.fromkeys(("z_map_ptr", "i_map_ptr", "j_map_ptr"), "*i64")
+EXAMPLES = {
+    _rearrange_kernel: {
+        "signature": {
+            "values_ptr": "*bf16", "out_ptr": "*bf16", **dict.fromkeys(_POINTERS, "*i32"), **_MAPS,
+            **dict.fromkeys(("M", "N", "M_OUT", "N_OUT", "K", "capacity"), "i32"),
+        },
+        "constexprs": {
+            "H": 64, "W": 64, "HEIGHT": 64, "WIDTH": 64, "TH": 32, "TW": 64, "WHOLE": True, "SUM": False,
+        },
+        "num_warps": 4,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

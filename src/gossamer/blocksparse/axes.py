@@ -1,0 +1,161 @@
+"""Where each row, column or matrix of a rearranged tensor comes from, and what becomes of the mask of its blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Map = Callable[[torch.device], Tensor]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension of a rearrangement. Whatever it does is known to the host.
+
+    Args:
+        length: of the result.
+        forward: int64 `[length]`, each element's source; None where that is its own number.
+        inverse: int64 `[K, source's length]`, each source's K elements, -1 where there is none; None as above.
+        step: what the starts of whatever stays together are multiples of; 0 divides nothing up.
+        copies: how often a source occurs, at most.
+    """
+
+    length: int
+    forward: Map | None = None
+    inverse: Map | None = None
+    step: int = 0
+    copies: int = 1
+
+    def tile(self, *blocks: int) -> int:
+        """The largest of what stays together within blocks of both sizes; 1 where that is less than a block may be."""
+        tile = math.gcd(self.step, *blocks)
+        return tile if tile >= 16 else 1
+
+    def spread(self, source: int, target: int) -> int:
+        """How many blocks of `target` elements one block of `source` elements reaches, at most."""
+        whole = self.tile(source, target) == min(source, target) or self.step == 0
+        return self.copies * (max(source // target, 1) if whole else -(-source // target) + 1)
+
+    def reach(self, mask: Tensor, dim: int, source: int, target: int) -> Tensor:
+        """The mask of the blocks of `target` elements that hold any of a present block of `source` elements."""
+        if self.forward is None and source == target:
+            return mask.narrow(dim, 0, -(-self.length // target))
+        tile = self.tile(source, target)
+        at = torch.arange(self.length, device=mask.device) if self.forward is None else self.forward(mask.device)
+        found = mask.index_select(dim, at[::tile] // source)
+        blocks = -(-self.length // target)
+        missing = blocks * (target // tile) - found.shape[dim]
+        shape = list(found.shape)
+        shape[dim] = missing
+        found = torch.cat([found, found.new_zeros(shape)], dim) if missing else found
+        return found.unflatten(dim, (blocks, target // tile)).any(dim + 1) if target > tile else found
+
+
+def whole(length: int) -> Axis:
+    """All of it, as it is."""
+    return Axis(length)
+
+
+def part(total: int, start: int, length: int) -> Axis:
+    """From `start` on."""
+    if (start, length) == (0, total):
+        return whole(total)
+
+    def inverse(device: torch.device) -> Tensor:
+        at = torch.arange(-start, total - start, device=device)
+        return torch.where((at >= 0) & (at < length), at, -1)[None]
+
+    return Axis(length, lambda device: torch.arange(start, start + length, device=device), inverse, start)
+
+
+def repeated(length: int, times: int) -> Axis:
+    """All of it, several times."""
+    if times == 1:
+        return whole(length)
+    return Axis(
+        length * times,
+        lambda device: torch.arange(length, device=device).repeat(times),
+        lambda device: torch.arange(length * times, device=device).view(times, length),
+        length,
+        times,
+    )
+
+
+def interleaved(length: int, times: int) -> Axis:
+    """Each several times."""
+    if times == 1:
+        return whole(length)
+    return Axis(
+        length * times,
+        lambda device: torch.arange(length * times, device=device) // times,
+        lambda device: torch.arange(length * times, device=device).view(length, times).t(),
+        1,
+        times,
+    )
+
+
+def joined(lengths: Sequence[int], block: int) -> Axis:
+    """Several one after the other, of which each begins with a block of its own."""
+    starts = [sum(lengths[:k]) for k in range(len(lengths))]
+    padded = [-(-length // block) * block for length in lengths]
+    begins = [sum(padded[:k]) for k in range(len(padded))]
+    step = math.gcd(*starts)
+    if math.gcd(step, block) == block:
+        return whole(sum(lengths))
+
+    def forward(device: torch.device) -> Tensor:
+        return torch.cat([torch.arange(b, b + n, device=device) for b, n in zip(begins, lengths)])
+
+    def inverse(device: torch.device) -> Tensor:
+        at = torch.full((sum(padded),), -1, device=device)
+        for b, s, n in zip(begins, starts, lengths):
+            at[b : b + n] = torch.arange(s, s + n, device=device)
+        return at[None]
+
+    return Axis(sum(lengths), forward, inverse, step)
+
+
+def along(lead: Sequence[int], dim: int, axis: Axis) -> Axis:
+    """What happens to one of the leading dimensions, for matrices counted through."""
+    if axis.forward is None:
+        return whole(math.prod(lead))
+    forward, inverse = axis.forward, axis.inverse
+    assert inverse is not None
+    result = [*lead[:dim], axis.length, *lead[dim + 1 :]]
+
+    def forwards(device: torch.device) -> Tensor:
+        numbers = torch.arange(math.prod(lead), device=device).view(*lead)
+        return numbers.index_select(dim, forward(device)).reshape(-1)
+
+    def inverses(device: torch.device) -> Tensor:
+        numbers = torch.arange(math.prod(result), device=device).view(result)
+        lists = inverse(device)
+        found = [numbers.index_select(dim, at.clamp(min=0)) for at in lists]
+        shape = [1] * len(lead)
+        shape[dim] = -1
+        kept = [torch.where(at.view(shape) >= 0, n, -1).reshape(-1) for at, n in zip(lists, found)]
+        return torch.stack(kept)
+
+    return Axis(math.prod(result), forwards, inverses, 1, axis.copies)
+
+
+def tiled(lead: Sequence[int], times: Sequence[int]) -> Axis:
+    """Leading dimensions of which each is repeated, for matrices counted through."""
+    if all(t == 1 for t in times):
+        return whole(math.prod(lead))
+    number, copies = math.prod(lead) * math.prod(times), math.prod(times)
+
+    def forward(device: torch.device) -> Tensor:
+        return torch.arange(math.prod(lead), device=device).view(*lead).repeat(*times).reshape(-1)
+
+    def inverse(device: torch.device) -> Tensor:
+        pairs = [size for pair in zip(times, lead) for size in pair]
+        numbers = torch.arange(number, device=device).view(pairs)
+        dims = len(lead)
+        return numbers.permute(*range(0, 2 * dims, 2), *range(1, 2 * dims, 2)).reshape(copies, -1)
+
+    return Axis(number, forward, inverse, 1, copies)

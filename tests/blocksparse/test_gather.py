@@ -1,0 +1,232 @@
+"""`blocksparse.gather` and `Layout.from_indices` against `torch.gather` of dense float64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gossamer._core.ops import INTERPRET
+from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, gather
+from gossamer.testing import assert_close
+from tests.blocksparse.blocks import dense_index, elements, random_blocks, random_index, random_layout
+
+# leading dimensions, size and block of input; dim; leading dimensions and size of index
+CASES = [
+    ((2,), (20, 50), (16, 32), -1, (2,), (18, 70)),
+    ((2,), (20, 40), (32, 16), -2, (2,), (70, 40)),
+    ((3, 2), (20, 33), (16, 16), 0, (2, 2), (20, 17)),
+    ((2, 3), (20, 33), (32, 16), 1, (2, 4), (20, 33)),
+]
+
+
+def padded(x: Tensor, dim: int) -> Tensor:
+    """One more at the end of a dimension, of zeros: what names nothing finds it."""
+    shape = list(x.shape)
+    shape[dim] = 1
+    return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+def expected(x: Tensor, dim: int, index: BlockSparseTensor) -> Tensor:
+    at = dense_index(index, x.shape[dim])
+    for k in range(x.dim()):
+        if k != dim % x.dim():
+            x = x.narrow(k, 0, at.shape[k])
+    return padded(x, dim).gather(dim, at)
+
+
+@pytest.mark.parametrize("lead, size, block, dim, index_lead, index_size", CASES, ids=str)
+def test_gather(lead, size, block, dim, index_lead, index_size, device: torch.device) -> None:
+    check(lead, size, block, dim, index_lead, index_size, torch.float32, torch.int64, device)
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_dtypes(index_dtype: torch.dtype, dtype: torch.dtype, device: torch.device) -> None:
+    check((), (20, 40), (16, 16), -1, (), (20, 50), dtype, index_dtype, device)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lead", [(1,), (16,)], ids=str)
+@pytest.mark.parametrize("block", [(16, 16), (32, 32), (64, 64), (128, 128), (16, 128)], ids=str)
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_wide_grid(lead, block, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    size = 3 * block[0] - 5, 3 * block[1]
+    check(lead, size, block, dim, lead, size, dtype, torch.int64, device)
+
+
+def check(
+    lead, size, block, dim, index_lead, index_size, dtype: torch.dtype, index_dtype: torch.dtype, device: torch.device
+) -> None:
+    layout = random_layout(lead, size, block, device)
+    other = random_layout(index_lead, index_size, block, device, seed=1)
+    x = random_blocks(layout, dtype).requires_grad_()
+    index = random_index(other, x.shape[dim], dtype=index_dtype)
+    out = gather(from_dense(x, layout), dim, index)
+    assert out.layout is other
+    assert torch.equal(out.to_dense(), expected(x, dim, index))
+    # What nothing takes part in is zero here: no garbage spreads.
+    assert not out.values[~from_dense(torch.ones_like(out.to_dense(), dtype=torch.bool), other).values].any()
+    grad = torch.randn(out.shape, device=device).to(dtype)
+    (ours,) = torch.autograd.grad(out.to_dense(), x, grad)
+    wide = x.detach().double().requires_grad_()
+    plain = x.detach().clone().requires_grad_()
+    (want,) = torch.autograd.grad(expected(wide, dim, index), wide, grad.double())
+    (usual,) = torch.autograd.grad(expected(plain, dim, index), plain, grad)
+    named = elements(layout)
+    assert_close(ours, reference64=want * named, plain=usual * named)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.uint8, torch.int16, torch.int64])
+def test_integers(kind: torch.dtype, device: torch.device) -> None:
+    layout = random_layout((), (20, 40), (16, 16), device)
+    x = random_blocks(layout, kind)
+    index = random_index(random_layout((), (20, 40), (16, 16), device, seed=1), 40)
+    assert torch.equal(gather(from_dense(x, layout), -1, index).to_dense(), expected(x, -1, index))
+
+
+@given(data=st.data())
+def test_property(data: st.DataObject) -> None:
+    """Any shape, block, density and dimension."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    most = 40 if INTERPRET else 130
+    block = data.draw(st.sampled_from([(16, 16), (32, 16), (16, 64)]))
+    lead = data.draw(st.lists(st.integers(0, 3), max_size=1 if INTERPRET else 2).map(tuple))
+    size = data.draw(st.tuples(st.integers(0, most), st.integers(0, most)))
+    dims = len(lead) + 2
+    dim = data.draw(st.integers(-dims, dims - 1))
+    shape = [*lead, *size]
+    shape[dim] = data.draw(st.integers(0, 3 if dim % dims < len(lead) else most))
+    density = data.draw(st.sampled_from([0.0, 0.5, 1.0]))
+    layout = random_layout(lead, size, block, device, density=density)
+    other = random_layout(tuple(shape[:-2]), (shape[-2], shape[-1]), block, device, seed=1, density=density)
+    x = random_blocks(layout, torch.float32)
+    index = random_index(other, x.shape[dim])
+    out = gather(from_dense(x, layout), dim, index)
+    assert torch.equal(out.to_dense(), expected(x, dim, index))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_layout_of_indices(dim: int, device: torch.device) -> None:
+    """It has a block exactly where there is an element that an index names."""
+    other = random_layout((2,), (40, 50), (16, 32), device, density=0.3)
+    bound = (3, 100, 200)[dim]
+    index = random_index(other, bound)
+    layout = Layout.from_indices(index, dim, bound, capacity=10000)
+    shape = [2, 40, 50]
+    shape[dim] = bound
+    assert layout.dense_shape == tuple(shape) and layout.block_size == (16, 32)
+    named = torch.zeros(shape, dtype=torch.bool, device=device)
+    named = padded(named, dim).scatter_(dim, dense_index(index, bound), True).narrow(dim, 0, bound)
+    assert torch.equal(layout.to_dense(), Layout.from_mask(_blocks(named, 16, 32), (16, 32)).to_dense())
+    x = random_blocks(layout, torch.float32)
+    assert torch.equal(gather(from_dense(x, layout), dim, index).to_dense(), expected(x, dim, index))
+
+
+def _blocks(named: Tensor, height: int, width: int) -> Tensor:
+    m, n = named.shape[1:]
+    wide = torch.nn.functional.pad(named, (0, -n % width, 0, -m % height))
+    return wide.unflatten(2, (-1, width)).unflatten(1, (-1, height)).any(-1).any(2)
+
+
+def test_special_values(device: torch.device) -> None:
+    layout = Layout.from_mask(torch.ones(1, 1, device=device), 16)
+    x = torch.zeros(16, 16, device=device)
+    x[0, 3], x[1, 3] = math.nan, math.inf
+    index = from_dense(torch.full((16, 16), 3, device=device), layout)
+    out = gather(from_dense(x, layout), 1, index).to_dense()
+    assert out[0].isnan().all() and out[1].isposinf().all() and not out[2:].any()
+
+
+def test_overflow_is_nan(device: torch.device) -> None:
+    mask = torch.ones(2, 2, device=device)
+    whole, short = Layout.from_mask(mask, 16), Layout.from_mask(mask, 16, capacity=3)
+    x, index = torch.ones(32, 32, device=device), torch.zeros(32, 32, dtype=torch.int64, device=device)
+    for a, b in ((whole, short), (short, whole)):
+        values = from_dense(x, whole).values[: a.capacity].requires_grad_()
+        out = gather(BlockSparseTensor(values, a), 0, from_dense(index, b)).values
+        assert out.isnan().all()
+        (grad,) = torch.autograd.grad(out.sum(), values)
+        assert grad.isnan().all()
+
+
+@pytest.mark.kernels
+def test_out_of_range_is_nan_on_a_gpu(device: torch.device) -> None:
+    layout = Layout.from_mask(torch.ones(1, 1, device=device), 16)
+    index = torch.zeros(16, 16, dtype=torch.int64, device=device)
+    index[3, 4], index[5, 6] = 16, -2
+    blocks = from_dense(index, layout)
+    out = gather(from_dense(torch.ones(16, 16, device=device), layout), 0, blocks).to_dense()
+    assert torch.equal(out.isnan(), (index == 16) | (index == -2))
+    whole = gather(from_dense(torch.ones(16, 16, dtype=torch.int32, device=device), layout), 0, blocks).to_dense()
+    assert whole[3, 4] == whole[5, 6] == torch.iinfo(torch.int32).min
+    assert Layout.from_indices(blocks, 0, 16).to_dense().all()
+
+
+@pytest.mark.native
+def test_gradcheck() -> None:
+    device = torch.device("cpu")
+    layout = random_layout((2,), (17, 20), (16, 16), device)
+    values = from_dense(random_blocks(layout, torch.float64), layout).values.requires_grad_()
+    for dim in range(3):
+        shape = [2, 17, 20]
+        index = random_index(random_layout((2,), (17, 20), (16, 16), device, seed=1), shape[dim])
+
+        def call(values: Tensor, dim: int = dim, index: BlockSparseTensor = index) -> Tensor:
+            return gather(BlockSparseTensor(values, layout), dim, index).values
+
+        assert torch.autograd.gradcheck(call, values, fast_mode=True)
+        assert torch.autograd.gradgradcheck(call, values, fast_mode=True)
+
+
+@pytest.mark.native
+def test_compiles(compiled, device: torch.device) -> None:
+    layout = random_layout((2,), (40, 50), (16, 32), device)
+    x = random_blocks(layout, torch.float32).requires_grad_()
+    index = random_index(random_layout((2,), (40, 50), (16, 32), device, seed=1), 50)
+
+    def call(x: Tensor, index: BlockSparseTensor) -> Tensor:
+        other = Layout.from_indices(index, -1, 50, capacity=layout.capacity)
+        return gather(from_dense(x, layout), -1, index).to_dense() + other.to_dense().sum()
+
+    ours = compiled(call)(x, index)
+    assert torch.equal(ours, call(x, index))
+    (grad,) = torch.autograd.grad(ours.sum(), x)
+    assert torch.equal(grad, torch.autograd.grad(call(x, index).sum(), x)[0])
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"input": torch.ones(32, 32)}, TypeError, "input must be a BlockSparseTensor, got Tensor"),
+        ({"index": torch.ones(32, 32)}, TypeError, "index must be a BlockSparseTensor, got Tensor"),
+        ({"dtype": torch.float32}, TypeError, "index must be int32 or int64, got float32"),
+        ({"dim": 2}, ValueError, "dim must be from -2 to 1, got 2"),
+        ({"size": (33, 32)}, ValueError, r"but for dim 1 index must have .* input is \[32, 32\], index \[33, 32\]"),
+        (
+            {"block": (32, 16)},
+            ValueError,
+            "index must have blocks of 16 x 16 like input, got 32 x 16. Use adapt_layout",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_errors(change, error: type[Exception], message: str) -> None:
+    device = torch.device("cpu")
+    layout = random_layout((), (32, 32), (16, 16), device)
+    other = random_layout((), change.get("size", (32, 32)), change.get("block", (16, 16)), device)
+    index = from_dense(torch.zeros(other.dense_shape, dtype=change.get("dtype", torch.int64)), other)
+    x = change.get("input", from_dense(torch.ones(32, 32), layout))
+    with pytest.raises(error, match=f"blocksparse.gather: {message}"):
+        gather(x, change.get("dim", 1), change.get("index", index))
+
+
+@pytest.mark.native
+def test_out_of_range_raises_on_the_cpu() -> None:
+    layout = Layout.from_mask(torch.ones(1, 1), 16)
+    x = from_dense(torch.ones(16, 16), layout)
+    for wrong in (16, -2):
+        index = from_dense(torch.full((16, 16), wrong), layout)
+        with pytest.raises(ValueError, match=f"index of a gather must be -1, for none, or from 0 to 15, got {wrong}"):
+            gather(x, 0, index)

@@ -1,0 +1,246 @@
+"""Repeats, pieces, joins and other blocks, against PyTorch's on dense tensors: these are moves, and exact."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gossamer._core.ops import INTERPRET
+from gossamer.blocksparse import (
+    BlockSparseTensor,
+    Layout,
+    adapt_layout,
+    cat,
+    from_dense,
+    repeat,
+    repeat_interleave,
+    split,
+)
+from tests.blocksparse.blocks import elements, random_blocks, random_layout
+
+# Whole blocks, and cut ones.
+SIZES = [(32, 64), (20, 40)]
+BLOCK = (16, 32)
+
+
+def operand(
+    size: tuple[int, int], dtype: torch.dtype, device: torch.device, *, lead: tuple[int, ...] = (2, 2), seed: int = 0
+) -> tuple[Tensor, BlockSparseTensor]:
+    layout = random_layout(lead, size, BLOCK, device, seed=seed)
+    x = random_blocks(layout, dtype, seed=seed)
+    if dtype.is_floating_point:
+        x.requires_grad_()
+    return x, from_dense(x, layout)
+
+
+def check(out: BlockSparseTensor, want: Tensor, leaves: Sequence[Tensor], stored: Sequence[Tensor]) -> None:
+    """Equal, and so are gradients, sums of small integers; elements that are not `stored` have none."""
+    got = out.to_dense()
+    assert out.layout.nnz <= out.layout.capacity and torch.equal(got, want)
+    if leaves:
+        grad = torch.randint(-3, 4, want.shape, device=want.device).to(want.dtype)
+        ours, theirs = (torch.autograd.grad(t, leaves, grad, retain_graph=True) for t in (got, want))
+        for a, b, named in zip(ours, theirs, stored):
+            assert torch.equal(a, torch.where(named, b, 0))
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("sizes", [(1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (2, 2, 1, 3), (2, 1, 1, 2, 2)], ids=str)
+def test_repeat(size, sizes, device: torch.device) -> None:
+    x, blocks = operand(size, torch.float32, device)
+    check(repeat(blocks, sizes), x.repeat(sizes), [x], [elements(blocks.layout)])
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dim", [0, 1, 2, 3, -3])
+def test_repeat_interleave(size, dim: int, device: torch.device) -> None:
+    x, blocks = operand(size, torch.float32, device)
+    check(repeat_interleave(blocks, 3, dim), x.repeat_interleave(3, dim), [x], [elements(blocks.layout)])
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dim, parts", [(0, 1), (1, 2), (-2, 16), (2, (4, 0, 16)), (3, (32, 8)), (-1, 15)], ids=str)
+def test_split(size, dim: int, parts, device: torch.device) -> None:
+    x, blocks = operand(size, torch.float32, device)
+    if not isinstance(parts, int):
+        parts = [*parts[:-1], x.shape[dim] - sum(parts[:-1])]
+    pieces, wanted = split(blocks, parts, dim), x.split(parts, dim)
+    assert len(pieces) == len(wanted)
+    for piece, want in zip(pieces, wanted):
+        check(piece, want, [x], [elements(blocks.layout)])
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dim", [0, 1, 2, 3])
+def test_cat(size, dim: int, device: torch.device) -> None:
+    x, a = operand(size, torch.float32, device)
+    shape = [2, 2, *size]
+    shape[dim] += 5
+    y, b = operand((shape[2], shape[3]), torch.float32, device, lead=(shape[0], shape[1]), seed=1)
+    stored = [elements(t.layout) for t in (a, b)]
+    check(cat([a, b, a], dim), torch.cat([x, y, x], dim), [x, y], stored)
+    check(cat([b], dim), y * 1, [y], stored[1:])
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("block", [16, 32, 64, (64, 16), (16, 128)], ids=str)
+def test_adapt_layout(size, block, device: torch.device) -> None:
+    x, blocks = operand(size, torch.float32, device)
+    layout = blocks.layout.adapt(block)
+    check(adapt_layout(blocks, layout), x * 1, [x], [elements(blocks.layout)])
+    # It covers the old one, and no block of it is without any of the old one's.
+    height, width = layout.block_size
+    grid = torch.nn.functional.pad(elements(blocks.layout), (0, -size[1] % width, 0, -size[0] % height))
+    grid = grid.unflatten(-1, (-1, width)).any(-1).unflatten(-2, (-1, height)).any(-2)
+    assert torch.equal(layout.to_dense(), grid)
+
+
+def test_fewer_blocks(device: torch.device) -> None:
+    """What a given layout lacks is left out; what it has besides is zero."""
+    x, blocks = operand((40, 70), torch.float32, device)
+    other = random_layout((2, 2), (40, 70), (32, 16), device, seed=3)
+    check(adapt_layout(blocks, other), x * elements(other), [x], [elements(blocks.layout)])
+    target = random_layout((4, 2), (40, 70), BLOCK, device, seed=4)
+    out = repeat(blocks, (2, 1, 1, 1), layout=target)
+    assert out.layout is target
+    check(out, x.repeat(2, 1, 1, 1) * elements(target), [x], [elements(blocks.layout)])
+    out = cat([blocks, blocks], 0, layout=target)
+    check(out, torch.cat([x, x]) * elements(target), [x], [elements(blocks.layout)])
+
+
+def test_dtypes(dtype: torch.dtype, device: torch.device) -> None:
+    x, blocks = operand((20, 40), dtype, device, lead=())
+    stored = [elements(blocks.layout)]
+    check(repeat(blocks, (2, 2)), x.repeat(2, 2), [x], stored)
+    check(adapt_layout(blocks, blocks.layout.adapt(64)), x * 1, [x], stored)
+    for piece, want in zip(split(blocks, 17, capacity=9), x.split(17)):
+        assert piece.layout.capacity == 9
+        check(piece, want, [x], stored)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.uint8, torch.int16, torch.int64])
+def test_integers(kind: torch.dtype, device: torch.device) -> None:
+    x, blocks = operand((20, 40), kind, device, lead=(1, 1))
+    check(repeat(blocks, (1, 1, 2, 2)), x.repeat(1, 1, 2, 2), [], [])
+    check(cat([blocks, blocks], -1), torch.cat([x, x], -1), [], [])
+    check(adapt_layout(blocks, blocks.layout.adapt(64)), x, [], [])
+
+
+@given(data=st.data())
+def test_property(data: st.DataObject) -> None:
+    """Any shape, block and dimension: pieces, joined again, are what they were; and repeats are repeats."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    most = 40 if INTERPRET else 130
+    block = data.draw(st.sampled_from([(16, 16), (32, 16), (16, 64)]))
+    lead = data.draw(st.lists(st.integers(0, 3), max_size=1 if INTERPRET else 2).map(tuple))
+    size = data.draw(st.tuples(st.integers(0, most), st.integers(0, most)))
+    dim = data.draw(st.integers(0, len(lead) + 1))
+    layout = random_layout(lead, size, block, device, density=data.draw(st.sampled_from([0.0, 0.5, 1.0])))
+    x = random_blocks(layout, torch.float32)
+    blocks = from_dense(x, layout)
+    at = data.draw(st.integers(0, x.shape[dim]))
+    pieces = split(blocks, [at, x.shape[dim] - at], dim)
+    for piece, want in zip(pieces, x.split([at, x.shape[dim] - at], dim)):
+        assert torch.equal(piece.to_dense(), want)
+    again = cat(pieces, dim)
+    assert torch.equal(again.to_dense(), x) and not (layout.to_dense() & ~again.layout.to_dense()).any()
+    times = data.draw(st.integers(1, 3))
+    assert torch.equal(repeat_interleave(blocks, times, dim).to_dense(), x.repeat_interleave(times, dim))
+    sizes = [times if k == dim else 1 for k in range(x.dim())]
+    assert torch.equal(repeat(blocks, sizes).to_dense(), x.repeat(sizes))
+    other = data.draw(st.sampled_from([16, 64, (128, 32)]))
+    assert torch.equal(adapt_layout(blocks, layout.adapt(other)).to_dense(), x)
+
+
+def test_overflow_is_nan(device: torch.device) -> None:
+    mask = torch.ones(2, 2, device=device)
+    short = Layout.from_mask(mask, 16, capacity=3)
+    values = torch.ones(3, 16, 16, device=device).requires_grad_()
+    blocks = BlockSparseTensor(values, short)
+    outs = [
+        repeat(blocks, (2, 1)),
+        repeat_interleave(blocks, 2, 0),
+        cat([blocks, from_dense(torch.ones(32, 32, device=device), Layout.from_mask(mask, 16))]),
+        adapt_layout(blocks, Layout.from_mask(mask, 16)),
+        *split(blocks, 16),
+    ]
+    for out in outs:
+        assert out.values.isnan().all()
+        assert torch.autograd.grad(out.values.sum(), values)[0].isnan().all()
+    whole = from_dense(torch.ones(32, 32, device=device), Layout.from_mask(mask, 16))
+    assert adapt_layout(whole, short).values.isnan().all()
+    assert split(whole, 16, capacity=1)[0].values.isnan().all()
+
+
+def test_bitwise_reproducible(device: torch.device) -> None:
+    x, blocks = operand((20, 40), torch.float32, device)
+    grad = torch.randn(2, 2, 60, 40, device=device)
+    out = repeat(blocks, (1, 1, 3, 1)).to_dense()
+    first, second = (torch.autograd.grad(out, x, grad, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.native
+def test_gradcheck() -> None:
+    layout = random_layout((2,), (17, 20), (16, 16), torch.device("cpu"))
+    values = from_dense(random_blocks(layout, torch.float64), layout).values.requires_grad_()
+
+    def call(values: Tensor) -> tuple[Tensor, ...]:
+        x = BlockSparseTensor(values, layout)
+        outs = repeat(x, (2, 1, 3)), repeat_interleave(x, 2, 1), cat([x, x], 1), *split(x, 9, 2)
+        return tuple(out.to_dense() for out in (*outs, adapt_layout(x, layout.adapt(32))))
+
+    assert torch.autograd.gradcheck(call, values, fast_mode=True)
+    assert torch.autograd.gradgradcheck(call, values, fast_mode=True)
+
+
+@pytest.mark.native
+def test_compiles(compiled, device: torch.device) -> None:
+    x, _ = operand((20, 40), torch.float32, device)
+    layout = random_layout((2, 2), (20, 40), BLOCK, device)
+
+    def call(x: Tensor) -> Tensor:
+        blocks = from_dense(x, layout)
+        wide = cat([repeat(blocks, (1, 1, 2, 1)), repeat_interleave(blocks, 2, 2)], 1)
+        first, _ = split(wide, [30, 10], 2, capacity=100)
+        return adapt_layout(first, first.layout.adapt(16)).to_dense()
+
+    ours = compiled(call)(x)
+    assert torch.equal(ours, call(x))
+    grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in (ours, call(x))]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda x: repeat(x, (2,)), ValueError, r"repeat: sizes must name each of the 2 dimensions of x, got \(2,\)"),
+        (lambda x: repeat(x, (0, 1)), ValueError, "repeat: sizes must be at least 1, got 0"),
+        (lambda x: repeat(x.values, (1, 1)), TypeError, "repeat: x must be a BlockSparseTensor, got Tensor"),
+        (lambda x: repeat(x, (2, 1), layout=x.layout), ValueError, r"repeat: layout must be of \[64, 32\] elements"),
+        (lambda x: repeat_interleave(x, 2, 2), ValueError, "repeat_interleave: dim must be from -2 to 1, got 2"),
+        (lambda x: repeat_interleave(x, 1.5, 0), TypeError, "repeat_interleave: repeats must be an int, got float"),
+        (
+            lambda x: split(x, (3, 4)),
+            ValueError,
+            r"split: split_size must add up to 32, the size of dim 0, got \[3, 4\]",
+        ),
+        (lambda x: cat([]), ValueError, "cat: tensors must hold at least one"),
+        (lambda x: cat([x, BlockSparseTensor(x.values.half(), x.layout)]), TypeError, r"tensors\[1\] must be float32"),
+        (
+            lambda x: cat([x, repeat(x, (1, 2))]),
+            ValueError,
+            r"cat: tensors\[1\] must be like tensors\[0\] but for dim 0",
+        ),
+        (lambda x: adapt_layout(x, x), TypeError, "adapt_layout: layout must be a blocksparse.Layout"),
+        (lambda x: adapt_layout(x, repeat(x, (1, 2)).layout), ValueError, r"must be of \[32, 32\] elements like x"),
+        (lambda x: x.layout.adapt(48), ValueError, "Layout.adapt: block_size must be 16, 32, 64 or 128"),
+    ],
+)
+def test_errors(call, error: type[Exception], message: str) -> None:
+    x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2), 16))
+    with pytest.raises(error, match=message):
+        call(x)
