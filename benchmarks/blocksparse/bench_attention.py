@@ -147,7 +147,8 @@ def _flex(run: Callable[..., Any], result: Callable[..., Tensors]) -> list[Provi
         from torch.nn.attention.flex_attention import BlockMask
 
         mask = layout.to_dense()[None]
-        counts, order = mask.sum(-1, dtype=torch.int32), mask.int().argsort(-1, descending=True, stable=True).int()
+        counts = mask.sum(-1, dtype=torch.int32)
+        order = torch.argsort(mask.int(), dim=-1, descending=True, stable=True).int()
         none = torch.zeros_like(counts), order
         given = {"BLOCK_SIZE": layout.block_size, "seq_lengths": layout.size}
         return q, k, v, grad, BlockMask.from_kv_blocks(*none, counts, order, **given)
