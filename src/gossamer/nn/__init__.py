@@ -1,5 +1,6 @@
 """Modules: they hold parameters and call the functions of the rooms below."""
 
+from gossamer.nn.block_sparse_rowwise import BlockSparseRowwise
 from gossamer.nn.checkpoint import load, save
 from gossamer.nn.distributed import data_parallel, shard
 from gossamer.nn.gated_sparse_attention import GatedSparseAttention, GatedSparseAttentionReference
@@ -10,6 +11,7 @@ from gossamer.nn.transcoder import Transcoder
 __all__ = [
     "MLP",
     "BatchTopKSAE",
+    "BlockSparseRowwise",
     "GatedMLP",
     "GatedSparseAttention",
     "GatedSparseAttentionReference",

@@ -1,0 +1,67 @@
+"""Random block-sparse matrices for benchmarks, and the peers that are installed: blksprs and PyTorch's BSR."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer import blocksparse
+from gossamer.cli.bench import Provider
+
+BATCH = 4
+SPARSITIES = (0, 25, 50, 75)
+
+
+def random_mask(n: int, block: int, sparsity: int, device: torch.device, generator: torch.Generator) -> Tensor:
+    """Bool `[BATCH, n / block, n / block]`; every row of blocks has one."""
+    shape = (BATCH, n // block, n // block)
+    mask = torch.rand(shape, device=device, generator=generator) >= sparsity / 100
+    mask.diagonal(dim1=1, dim2=2).fill_(True)
+    return mask
+
+
+def random_dense(n: int, mask: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """`[BATCH, n, n]` of normal numbers, zeros in absent blocks."""
+    x = torch.randn(BATCH, n, n, device=mask.device, generator=generator)
+    return (x * elements(mask, n)).to(dtype)
+
+
+def elements(mask: Tensor, n: int) -> Tensor:
+    """A mask of blocks, element by element."""
+    block = n // mask.shape[-1]
+    return mask.repeat_interleave(block, 1).repeat_interleave(block, 2)
+
+
+def layout_of(mask: Tensor, n: int) -> blocksparse.Layout:
+    return blocksparse.Layout.from_mask(mask, n // mask.shape[-1])
+
+
+def from_dense(x: Tensor, mask: Tensor) -> blocksparse.BlockSparseTensor:
+    return blocksparse.from_dense(x, layout_of(mask, x.shape[-1]))
+
+
+def to_dense(output: blocksparse.BlockSparseTensor, *_: Any) -> tuple[Tensor, ...]:
+    return (output.to_dense(),)
+
+
+def blksprs(
+    name: str, prepare: Callable[..., tuple[Any, ...]], call: Callable[..., Any], result: Callable[..., Any]
+) -> tuple[Provider, ...]:
+    """The provider of an operator of blksprs where it is installed; the three functions take its module first."""
+    if find_spec("blksprs") is None:
+        return ()
+    import blksprs as module
+
+    return (
+        Provider(
+            name,
+            lambda *given: call(module, *given),
+            prepare=lambda *inputs: prepare(module, *inputs),
+            result=lambda output, *inputs: (result(module, output, *inputs),),
+            devices=("cuda",),
+        ),
+    )
