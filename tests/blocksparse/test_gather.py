@@ -112,7 +112,7 @@ def test_layout_of_indices(dim: int, device: torch.device) -> None:
     other = random_layout((2,), (20, 40), (16, 32), device, density=0.4)
     bound = (3, 50, 100)[dim]
     index = random_index(other, bound)
-    layout = Layout.from_indices(index, dim, bound, capacity=10000)
+    layout = Layout.from_indices(index, dim, bound, capacity=40)
     shape = [2, 20, 40]
     shape[dim] = bound
     assert layout.dense_shape == tuple(shape) and layout.block_size == (16, 32)

@@ -223,6 +223,43 @@ def test_compiles(compiled, device: torch.device) -> None:
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.gpu
+def test_capture() -> None:
+    """All but what has to count is captured, and follows its input."""
+    device = torch.device("cuda")
+    x, _ = operand((20, 40), torch.float32, device)
+    layout = random_layout((2, 1), (20, 40), BLOCK, device)
+    x = x.detach()
+
+    def call(x: Tensor) -> Tensor:
+        blocks = from_dense(x, layout)
+        wide = cat([repeat(blocks, (1, 1, 2, 1)), repeat_interleave(blocks, 2, 2)], 1)
+        return adapt_layout(split(wide, 30, 2, capacity=100)[0], wanted).to_dense()
+
+    wanted = random_layout((2, 2), (30, 40), (16, 16), device, density=1)
+    call(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(x)
+        with pytest.raises(NotImplementedError, match="capacity=None waits for the device"):
+            split(from_dense(x, layout), 16, 2)
+    x.mul_(2)
+    graph.replay()
+    assert torch.equal(out, call(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+def test_more_than_2_to_the_31_elements() -> None:
+    device = torch.device("cuda")
+    layout = Layout.from_mask(torch.ones(3, 256, 256, device=device), 128)
+    x = BlockSparseTensor(torch.zeros(layout.capacity, 128, 128, dtype=torch.float16, device=device), layout)
+    x.values[-1, -1] = torch.arange(128, device=device)
+    for out in (repeat_interleave(x, 1, 0), cat([x], 1), adapt_layout(x, layout.adapt(64))):
+        last, _ = out.values.view(3, -1, *out.values.shape[1:])[2, -1, -1].max(0)
+        assert int(last) == 127 and out.values.count_nonzero() == 127
+
+
 @pytest.mark.parametrize(
     "call, error, message",
     [
