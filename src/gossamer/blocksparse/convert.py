@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer.blocksparse.layout import Layout, check_block_size
-from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks, check_layout
+from gossamer.blocksparse.layout import Layout, check_block_size, check_layouts
+from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -165,7 +165,7 @@ def to_block_mask(layout: Layout, mask_mod: Callable[..., Any] | None = None) ->
     [[[[1, 0], [1, 1]]]]
     """
     operator = "blocksparse.to_block_mask"
-    check_layout(operator, layout)
+    check_layouts(operator, layout=layout)
     if len(layout.shape) > 4:
         raise ValueError(f"{operator}: layout must be (B, H, rows, cols) at most, got {layout.shape}.")
     from torch.nn.attention.flex_attention import BlockMask, and_masks

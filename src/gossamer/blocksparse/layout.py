@@ -109,6 +109,48 @@ class Layout:
         moved = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _STATIC}
         return replace(self, **{name: tensor.to(device, non_blocking=non_blocking) for name, tensor in moved.items()})
 
+    def adapt(self, block_size: BlockSize, *, capacity: int | None = None) -> Layout:
+        """The layout in blocks of another size that covers this one; `adapt_layout` takes values there.
+
+        Args:
+            block_size: 16, 32, 64 or 128, or `(height, width)`.
+            capacity: as in `from_mask`, but for smaller blocks None makes room for all that there can be, and costs no
+                sync.
+
+        >>> Layout.from_mask(torch.eye(4), 16).adapt(32).to_dense().tolist()
+        [[True, False], [False, True]]
+        """
+        from gossamer.blocksparse.rearrange import adapted
+
+        return adapted(self, check_block_size("blocksparse.Layout.adapt", block_size), capacity)
+
+    @staticmethod
+    def from_indices(indices: BlockSparseTensor, dim: int, size: int, *, capacity: int | None = None) -> Layout:
+        """The layout that a gather reads, and a scatter writes: the blocks in which there are elements that indices
+        name.
+
+        Args:
+            indices: `[..., M, N]`, int32 or int64, a `BlockSparseTensor`; what is out of range names nothing.
+            dim: the dimension along which they point, a leading one too.
+            size: of that dimension; the others are those of indices.
+            capacity: as in `from_mask`.
+
+        Raises:
+            ValueError: dim is none of the dimensions, or size is below 1.
+            TypeError: indices are not int32 or int64.
+            NotImplementedError: `capacity=None` under CUDA-graph capture.
+
+        Source: Schön and Tompits, blksprs, section 3.3 (sparsity layout creation).
+
+        >>> from gossamer.blocksparse import from_dense
+        >>> indices = from_dense(torch.full((16, 16), 40), Layout.from_mask(torch.ones(1, 1), 16))
+        >>> Layout.from_indices(indices, -1, 64).to_dense().tolist()
+        [[False, False, True, False]]
+        """
+        from gossamer.blocksparse.indexed import layout_of
+
+        return layout_of(indices, dim, size, capacity)
+
     @staticmethod
     def from_mask(
         mask: Tensor, block_size: BlockSize, *, size: tuple[int, int] | None = None, capacity: int | None = None
@@ -156,48 +198,6 @@ class Layout:
         parts = _layout(mask.reshape(math.prod(mask.shape[:-2]), rows, cols).contiguous(), capacity)
         return Layout(tuple(mask.shape), block, (int(size[0]), int(size[1])), *parts)
 
-    def adapt(self, block_size: BlockSize, *, capacity: int | None = None) -> Layout:
-        """The layout in blocks of another size that covers this one; `adapt_layout` takes values there.
-
-        Args:
-            block_size: 16, 32, 64 or 128, or `(height, width)`.
-            capacity: as in `from_mask`, but for smaller blocks None makes room for all that there can be, and costs no
-                sync.
-
-        >>> Layout.from_mask(torch.eye(4), 16).adapt(32).to_dense().tolist()
-        [[True, False], [False, True]]
-        """
-        from gossamer.blocksparse.rearrange import adapted
-
-        return adapted(self, check_block_size("blocksparse.Layout.adapt", block_size), capacity)
-
-    @staticmethod
-    def from_indices(indices: BlockSparseTensor, dim: int, size: int, *, capacity: int | None = None) -> Layout:
-        """The layout that a gather reads, and a scatter writes: the blocks in which there are elements that indices
-        name.
-
-        Args:
-            indices: `[..., M, N]`, int32 or int64, a `BlockSparseTensor`; what is out of range names nothing.
-            dim: the dimension along which they point, a leading one too.
-            size: of that dimension; the others are those of indices.
-            capacity: as in `from_mask`.
-
-        Raises:
-            ValueError: dim is none of the dimensions, or size is below 1.
-            TypeError: indices are not int32 or int64.
-            NotImplementedError: `capacity=None` under CUDA-graph capture.
-
-        Source: Schön and Tompits, blksprs, section 3.3 (sparsity layout creation).
-
-        >>> from gossamer.blocksparse import from_dense
-        >>> indices = from_dense(torch.full((16, 16), 40), Layout.from_mask(torch.ones(1, 1), 16))
-        >>> Layout.from_indices(indices, -1, 64).to_dense().tolist()
-        [[False, False, True, False]]
-        """
-        from gossamer.blocksparse.indexed import layout_of
-
-        return layout_of(indices, dim, size, capacity)
-
     def __repr__(self) -> str:
         height, width = self.block_size
         return (
@@ -215,6 +215,18 @@ def check_block_size(operator: str, block_size: BlockSize) -> tuple[int, int]:
     if len(pair) != 2 or any(b not in BLOCKS for b in pair):
         raise ValueError(f"{operator}: block_size must be 16, 32, 64 or 128, or a pair of these, got {block_size!r}.")
     return pair
+
+
+def check_layouts(operator: str, **given: Any) -> None:
+    """Every argument is a layout, on the device of the first."""
+    first = next(iter(given))
+    for argument, layout in given.items():
+        if not isinstance(layout, Layout):
+            raise TypeError(
+                f"{operator}: {argument} must be a blocksparse.Layout, got {type(layout).__name__}. "
+                "Make one with Layout.from_mask."
+            )
+        checks.same_device(operator, first, given[first].device, **{argument: layout.positions})
 
 
 def grid_of(size: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:

@@ -14,8 +14,8 @@ from gossamer._core.ops import needs_gradient, register
 from gossamer.blocksparse import axes
 from gossamer.blocksparse._torch.rearrange import rearrange as _cpu
 from gossamer.blocksparse.axes import Axis
-from gossamer.blocksparse.layout import Layout
-from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks, check_layout
+from gossamer.blocksparse.layout import Layout, check_layouts
+from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
 
 Axes = tuple[Axis, Axis, Axis]
 """What happens to matrices, to rows and to columns."""
@@ -214,7 +214,7 @@ def adapt_layout(x: BlockSparseTensor, layout: Layout) -> BlockSparseTensor:
     """
     operator = "blocksparse.adapt_layout"
     check_blocks(operator, x=x)
-    check_layout(operator, layout)
+    check_layouts(operator, layout=layout)
     if layout.dense_shape != x.shape:
         raise ValueError(
             f"{operator}: layout must be of {list(x.shape)} elements like x, got {list(layout.dense_shape)}."
@@ -292,7 +292,7 @@ def _at(x: BlockSparseTensor, dim: int, axis: Axis) -> tuple[Axes, tuple[int, ..
 
 
 def _check_result(operator: str, layout: Layout, shape: tuple[int, ...], x: BlockSparseTensor) -> None:
-    check_layout(operator, layout)
+    check_layouts(operator, layout=layout)
     if layout.dense_shape != shape or layout.block_size != x.layout.block_size:
         raise ValueError(
             f"{operator}: layout must be of {list(shape)} elements in blocks of {x.layout.block_size}, got "

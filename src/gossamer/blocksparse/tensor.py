@@ -13,7 +13,7 @@ from torch.utils import _pytree
 from gossamer._core import checks
 from gossamer._core.ops import register
 from gossamer.blocksparse._torch import dense as _cpu
-from gossamer.blocksparse.layout import Layout
+from gossamer.blocksparse.layout import Layout, check_layouts
 
 _GPU = "gossamer.blocksparse._triton.dense"
 
@@ -44,7 +44,7 @@ class BlockSparseTensor:
 
     def __post_init__(self) -> None:
         operator = "blocksparse.BlockSparseTensor"
-        check_layout(operator, self.layout)
+        check_layouts(operator, layout=self.layout)
         check_values(operator, values=self.values)
         expected = (self.layout.capacity, *self.layout.block_size)
         checks.shape(operator, "values", self.values, expected, "[capacity, height, width]", "like layout")
@@ -107,7 +107,7 @@ def from_dense(x: Tensor, layout: Layout) -> BlockSparseTensor:
     [256.0, 16.0]
     """
     operator = "blocksparse.from_dense"
-    check_layout(operator, layout)
+    check_layouts(operator, layout=layout)
     check_values(operator, x=x)
     checks.shape(operator, "x", x, layout.dense_shape, "[..., M, N]", "like layout")
     checks.same_device(operator, "layout", layout.device, x=x)
@@ -115,22 +115,13 @@ def from_dense(x: Tensor, layout: Layout) -> BlockSparseTensor:
     return BlockSparseTensor(_from_dense(flat, *_parts(layout), *layout.block_size), layout)
 
 
-def check_layout(operator: str, layout: Any) -> None:
-    """`layout` is one."""
-    if not isinstance(layout, Layout):
-        raise TypeError(
-            f"{operator}: layout must be a blocksparse.Layout, got {type(layout).__name__}. "
-            "Make one with Layout.from_mask."
-        )
-
-
 def check_blocks(operator: str, **given: Any) -> None:
-    """Every argument is a `BlockSparseTensor`."""
+    """Every argument is a block-sparse tensor."""
     for argument, value in given.items():
         if not isinstance(value, BlockSparseTensor):
             raise TypeError(
                 f"{operator}: {argument} must be a BlockSparseTensor, got {type(value).__name__}. "
-                "Make one with blocksparse.from_dense."
+                "Make one with from_dense."
             )
 
 
