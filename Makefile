@@ -15,12 +15,20 @@ PYTEST    := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 # tests/conftest.py leaves out what has no kernels; pytest ends with 5 where ARGS then choose no test at all.
 INTERPRET := GOSSAMER_INTERPRET=1
 NONE_CHOSEN := [ $$? -eq 5 ]
+# Both halves run, whatever the first one finds.
+halves = @$(PYTEST) $(1) $(ARGS); plain=$$?; \
+	$(INTERPRET) $(PYTEST) $(1) $(ARGS) || $(NONE_CHOSEN); interpreted=$$?; \
+	say() { [ $$2 -eq 0 ] && echo "$$1: passed" || echo "$$1: FAILED"; }; \
+	say "the product path" $$plain; say "the kernels, interpreted" $$interpreted; [ $$plain -eq 0 ] && [ $$interpreted -eq 0 ]
+# Where three libraries choose instructions, each is asked for the same.
+AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
+NUMERICAL := $(addprefix tests/,rowsparse gemm sae nn ffn attention blocksparse)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full lint bench clean
+.PHONY: help install demo test test-full test-avx2 lint bench clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) JOBS=$(JOBS) ARGS=\"$(ARGS)\""
 
 install: $(INSTALLED) ## make .venv and install gossamer in it, with the pinned versions
@@ -29,16 +37,18 @@ demo: $(INSTALLED) ## train, decode and compare on real text; writes report/inde
 	$(BIN)/gossamer demo --out report $(ARGS)
 
 test: $(INSTALLED) ## the tests, without the slow ones; then again with the kernels in Triton's interpreter
-	$(PYTEST) -m "not full" $(ARGS)
-	$(INTERPRET) $(PYTEST) -m "not full" $(ARGS) || $(NONE_CHOSEN)
+	$(call halves,-m "not full")
 
 test-full: $(INSTALLED) ## every test
-	$(PYTEST) $(ARGS)
-	$(INTERPRET) $(PYTEST) $(ARGS) || $(NONE_CHOSEN)
+	$(call halves,)
 
-lint: $(INSTALLED) ## ruff and mypy
+test-avx2: $(INSTALLED) ## the numerical tests once more, on this CPU's AVX2 alone: sums come out otherwise
+	$(AVX2) $(PYTEST) -m "not full" $(NUMERICAL) $(ARGS) || $(NONE_CHOSEN)
+
+lint: $(INSTALLED) ## ruff, mypy, and whether docs show what benchmarks/results holds
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
+	$(BIN)/python benchmarks/tables.py --check
 
 bench: $(PEERS) ## the benchmarks, beside their peers; writes benchmarks/results/
 	$(BIN)/gossamer bench $(ARGS)

@@ -5,7 +5,7 @@ Numbers are small integers, so that sums are exact in every dtype and results ar
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -99,9 +99,18 @@ def tiled(draw: Draw, dtype: torch.dtype, device: torch.device) -> TwELL:
     x = draw(dense(dtype, device))
     tile = draw(st.sampled_from([1, 3, 16, 64, 300]))
     rows = pack(x, format="twell", tile=tile, slots=draw(st.one_of(st.none(), st.integers(1, 8))))
-    held = torch.arange(rows.slots, device=device) < rows.nnz_per_tile[..., None]
+    values, indices, counts, _ = rows.packed
+    held = torch.arange(rows.slots, device=device) < counts[..., None]
     # Where nobody may look.
-    return replace(rows, values=torch.where(held, rows.values, math.nan), indices=torch.where(held, rows.indices, 99))
+    return changed(rows, values=torch.where(held, values, math.nan), indices=torch.where(held, indices, 99))
+
+
+def changed(rows: Any, **parts: Any) -> Any:
+    """A container with other buffers, by their names in `packed`; nothing settles."""
+    given = {**rows.packed._asdict(), **parts}
+    given[rows.COUNTS_NAME] = given.pop("counts")
+    given |= {"tile": rows.tile} if isinstance(rows, TwELL) else {}
+    return type(rows)(**given, shape=rows.shape)
 
 
 def containers(dtype: torch.dtype, device: torch.device) -> st.SearchStrategy[Rows]:

@@ -1,4 +1,4 @@
-"""The examples in public docstrings run and print what they say, and those of the worked example run."""
+"""The examples in public docstrings run and print what they say, and those of README and of the pages run."""
 
 import doctest
 import importlib
@@ -43,9 +43,33 @@ def test_examples(name: str) -> None:
     assert runner.failures == 0, "".join(report)
 
 
+HOUSE = Path(__file__).parents[1]
+# The worked example has a test of its own, and what several processes run has those of tests/distributed.
+PAGES = ["README.md", *(f"docs/{p.name}" for p in sorted((HOUSE / "docs").glob("*.md")))]
+PAGES = [page for page in PAGES if page not in ("docs/worked-example.md", "docs/distributed.md")]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_snippets(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block of Python, one after the other as a reader pastes them; without those that download a model."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    names: dict[str, object] = {}
+    for language, content in _blocks(page):
+        if language == "python" and 'from_pretrained("' not in content:
+            if "sae_lens" in content:
+                pytest.importorskip("sae_lens")
+            if "transformers" in content:
+                pytest.importorskip("transformers")
+            exec(content, names)
+            # What the page says of shapes.
+            for name, shape in re.findall(r"^(\w+) = .*# \[([\d, ]+)\]$", content, re.M):
+                assert list(names[name].shape) == [int(size) for size in shape.split(",")]  # type: ignore[attr-defined]
+
+
 def _blocks(page: str) -> list[tuple[str, str]]:
     """(language, content) of the blocks of a page that are meant to be run, in order."""
-    text = (Path(__file__).parents[1] / "docs" / page).read_text(encoding="utf-8")
+    text = (HOUSE / page).read_text(encoding="utf-8")
     return re.findall(r"^```(sh|python)\n(.*?)^```$", text, re.S | re.M)
 
 
@@ -64,7 +88,7 @@ def test_the_worked_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     Path("corpus.txt").write_text("A cat sat on the mat, and the hat. " * 400)
     names: dict[str, object] = {}
     languages = []
-    for language, content in _blocks("worked-example.md"):
+    for language, content in _blocks("docs/worked-example.md"):
         languages.append(language)
         if language == "python":
             exec(content, names)

@@ -23,6 +23,21 @@ def test_budget() -> None:
         testing.assert_close(torch.tensor([1.0199, 2.0, 1000.0]), reference64=want, plain=plain, factor=1)
 
 
+def test_budget_of_a_sum() -> None:
+    """Where plain PyTorch is exact by luck, what a good order of 16 additions may leave is allowed."""
+    want = torch.tensor([0.0, 0.0], dtype=torch.float64)
+    plain = want.float()
+    magnitude = torch.tensor([1.0, 0.5])
+    testing.assert_close(torch.tensor([2**-20, 2**-21]), reference64=want, plain=plain, length=16, magnitude=magnitude)
+    with pytest.raises(AssertionError, match=r"worst is at \(1,\)(.|\n)*\(a sum of 16\)"):
+        off = torch.tensor([2**-20, 2**-20])
+        testing.assert_close(off, reference64=want, plain=plain, length=16, magnitude=magnitude)
+    with pytest.raises(AssertionError):
+        testing.assert_close(off.double(), reference64=want, plain=plain, length=16, magnitude=magnitude)
+    with pytest.raises(ValueError, match="length and magnitude belong together"):
+        testing.assert_close(plain, reference64=want, plain=plain, length=16)
+
+
 def test_the_message_shows_the_worst_place() -> None:
     want = torch.ones(2, 3, dtype=torch.float64)
     actual, plain = want.float(), want.float()

@@ -6,7 +6,7 @@ sum of its exact scores, row by row, for rows 64 apart: a key taken instead of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -19,15 +19,18 @@ _SLAB = 1 << 23
 """Scores that the plain way holds at a time."""
 
 
-def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+def cases(
+    device: torch.device, quick: bool, *, lengths: Sequence[int] | None = None, dtype: torch.dtype | None = None
+) -> Iterator[Case]:
     """4 heads of 64 columns, k 2,048, in bfloat16; a small float32 one for `quick` and on the CPU."""
     if quick or device.type == "cpu":
-        yield _select(512, 64, torch.float32)
-        yield _scores(512, torch.float32)
+        for T in lengths or (512,):
+            yield _select(T, min(64, T // 2), dtype or torch.float32)
+            yield _scores(T, dtype or torch.float32)
         return
-    for T in (4096, 8192, 32768, 131072):
-        yield _select(T, 2048, torch.bfloat16)
-    yield _scores(4096, torch.bfloat16)
+    for T in lengths or (4096, 8192, 32768, 131072):
+        yield _select(T, min(2048, T // 2), dtype or torch.bfloat16)
+    yield _scores(4096, dtype or torch.bfloat16)
 
 
 def drifting(shape: tuple[int, ...], dim: int, device: torch.device, generator: torch.Generator) -> Tensor:

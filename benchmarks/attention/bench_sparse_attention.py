@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,25 +16,57 @@ from gossamer.cli.bench import Case, Provider
 from gossamer.testing import random_selection
 
 
-def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    """B 1, 16 heads of 128, 2,048 keys a query, bfloat16; small float32 cases for `quick` and on the CPU."""
-    if quick or device.type == "cpu":
-        yield _attention(256, 4, 2, 32, 64, torch.float32, False)
-        yield _attention(256, 4, 2, 32, 64, torch.float32, True)
-        yield _decode(2048, 4, 2, 32, 64, torch.float32)
+def cases(
+    device: torch.device,
+    quick: bool,
+    *,
+    lengths: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    batch: int = 1,
+) -> Iterator[Case]:
+    """16 heads of 128, 2,048 keys a query or half of what there is, bfloat16; small float32 cases for `quick` and on
+    the CPU. Selections drift as real ones do, or are drawn for each query by itself."""
+    small = quick or device.type == "cpu"
+    dtype = dtype or (torch.float32 if small else torch.bfloat16)
+    if small:
+        for T in lengths or (256,):
+            for training in (False, True):
+                yield _attention(T, 4, 2, 32, min(64, T // 2), dtype, training, batch)
+            yield _attention(T, 4, 2, 32, min(64, T // 2), dtype, False, batch, "random")
+        yield _decode(2048, 4, 2, 32, 64, dtype, batch)
         return
-    for T in (4096, 8192, 32768, 131072):
-        yield _attention(T, 16, 16, 128, 2048, torch.bfloat16, False)
-    for T, G in ((4096, 16), (8192, 16), (32768, 16), (32768, 4)):
-        yield _attention(T, 16, G, 128, 2048, torch.bfloat16, True)
+    for T in lengths or (1024, 2048, 4096, 8192, 32768, 131072):
+        yield _attention(T, 16, 16, 128, min(2048, T // 2), dtype, False, batch)
+        if T <= 32768:
+            yield _attention(T, 16, 16, 128, min(2048, T // 2), dtype, True, batch)
+            yield _attention(T, 16, 16, 128, min(2048, T // 2), dtype, False, batch, "random")
+    yield _attention(32768, 16, 4, 128, 2048, dtype, True, batch)
     for G in (16, 4):
-        yield _decode(131072, 16, G, 128, 2048, torch.bfloat16)
+        yield _decode(131072, 16, G, 128, 2048, dtype, batch)
 
 
-def _attention(T: int, H: int, G: int, D: int, k: int, dtype: torch.dtype, training: bool) -> Case:
+def scattered(T: int, k: int, batch: int, device: torch.device, generator: torch.Generator) -> Selection:
+    """A causal selection of k keys for each query, all drawn by themselves: neighbours share what chance gives."""
+    words = torch.zeros(batch, 1, -(-T // 64), T, dtype=torch.int64, device=device)
+    for first in range(0, T, 64):
+        rows = torch.arange(first, min(first + 64, T), device=device)[:, None]
+        last = int(rows[-1]) + 1
+        drawn = torch.rand(batch, len(rows), last, device=device, generator=generator)
+        drawn.masked_fill_(torch.arange(last, device=device) > rows, -1)
+        best = drawn.topk(min(k, last), -1)
+        taken = torch.zeros_like(drawn, dtype=torch.bool).scatter_(2, best.indices, best.values >= 0)
+        words[:, 0, first // 64, :last] = (taken.long() << torch.arange(len(rows), device=device)[:, None]).sum(1)
+    return Selection.from_words(words, T, min(T, 4 * k))
+
+
+def _attention(
+    T: int, H: int, G: int, D: int, k: int, dtype: torch.dtype, training: bool, B: int, kind: str = "drifting"
+) -> Case:
     def make(device: torch.device, generator: torch.Generator) -> list[tuple[Any, ...]]:
-        drawn = (torch.randn(1, n, T, D, device=device, generator=generator).to(dtype) for n in (H, G, G, H))
-        return [(*drawn, random_selection(T, k, device=device, generator=generator))]
+        drawn = (torch.randn(B, n, T, D, device=device, generator=generator).to(dtype) for n in (H, G, G, H))
+        if kind == "random":
+            return [(*drawn, scattered(T, k, B, device, generator))]
+        return [(*drawn, random_selection(T, k, batch=B, device=device, generator=generator))]
 
     run = _trained if training else _inferred
     # Head 0 of everything is looked at: float64 for all of them would take longer than everything that is timed.
@@ -47,21 +79,27 @@ def _attention(T: int, H: int, G: int, D: int, k: int, dtype: torch.dtype, train
             result=_first_head,
         ),
     )
+    # Each way by itself shows where the choice between them should change.
+    paths = [
+        Provider(f"gossamer, {path}", run(partial(sparse_attention, path=path)), result=_first_head, devices=("cuda",))
+        for path in ("tiles", "lists")
+    ]
     products = 7 if training else 2
     return Case(
         room="attention",
-        name="sparse_attention_training" if training else "sparse_attention",
-        parameters={"T": T, "H": H, "G": G, "D": D, "k": k},
+        name=f"sparse_attention{'_training' if training else ''}{'_random' if kind == 'random' else ''}",
+        parameters={"B": B, "T": T, "H": H, "G": G, "D": D, "k": k},
         dtype=dtype,
         make=make,
         providers=(
             Provider("gossamer", run(sparse_attention), ours=True, result=_first_head),
+            *(paths if T <= 8192 else ()),
             Provider("dense SDPA", run(_dense), result=partial(_dense_result, training=training)),
             *(masked if T <= 8192 else ()),
         ),
         reference=reference,
-        bytes=(2 * H + 2 * G) * T * D * dtype.itemsize * (2 if training else 1) + T * T // 8,
-        flops=products * 2 * H * D * sum(min(t + 1, k) for t in range(T)),
+        bytes=B * ((2 * H + 2 * G) * T * D * dtype.itemsize * (2 if training else 1) + T * T // 8),
+        flops=B * products * 2 * H * D * sum(min(t + 1, k) for t in range(T)),
         grad=training,
         sweep="T",
         error=_error,
@@ -98,7 +136,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, selection: Any) -> Tensor:
 
 
 def _first_head(output: tuple[Tensor, ...], *_: Any) -> tuple[Tensor, ...]:
-    return tuple(x[:, 0] for x in output)
+    return tuple(x[:1, 0] for x in output)
 
 
 def _dense_result(
@@ -140,12 +178,12 @@ def _exact(
     return (*whole, torch.cat(dqs)[None], dk[None], dv[None]) if training else whole
 
 
-def _decode(T: int, H: int, G: int, D: int, k: int, dtype: torch.dtype) -> Case:
+def _decode(T: int, H: int, G: int, D: int, k: int, dtype: torch.dtype, B: int) -> Case:
     def make(device: torch.device, generator: torch.Generator) -> list[tuple[Any, ...]]:
         q, keys, values = (
-            torch.randn(1, *n, D, device=device, generator=generator).to(dtype) for n in ((H, 1), (G, T), (G, T))
+            torch.randn(B, *n, D, device=device, generator=generator).to(dtype) for n in ((H, 1), (G, T), (G, T))
         )
-        taken = torch.rand(1, 1, T, device=device, generator=generator).topk(k, -1).indices
+        taken = torch.rand(B, 1, T, device=device, generator=generator).topk(k, -1).indices
         return [(q, keys, values, Selection.from_indices(taken, T, capacity=k))]
 
     def reference(q: Tensor, keys: Tensor, values: Tensor, selection: Selection | None) -> tuple[Tensor]:
@@ -165,7 +203,7 @@ def _decode(T: int, H: int, G: int, D: int, k: int, dtype: torch.dtype) -> Case:
     return Case(
         room="attention",
         name="sparse_decode",
-        parameters={"T": T, "H": H, "G": G, "D": D, "k": k},
+        parameters={"B": B, "T": T, "H": H, "G": G, "D": D, "k": k},
         dtype=dtype,
         make=make,
         providers=(
@@ -173,6 +211,6 @@ def _decode(T: int, H: int, G: int, D: int, k: int, dtype: torch.dtype) -> Case:
             Provider("dense SDPA", dense, result=dense_result, capturable=True),
         ),
         reference=reference,
-        bytes=2 * G * k * D * dtype.itemsize,
-        flops=4 * H * k * D,
+        bytes=B * 2 * G * k * D * dtype.itemsize,
+        flops=B * 4 * H * k * D,
     )

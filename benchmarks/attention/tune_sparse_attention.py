@@ -1,10 +1,10 @@
 """Tiles of `attention.sparse_attention` beside each other and dense attention, for the tables beside the kernels.
 
 Usage: python benchmarks/attention/tune_sparse_attention.py [--compile] [--lengths T ...]. Needs a GPU. B 1, 16 heads of
-128, 2,048 keys a query in a drifting selection, bfloat16. Each tile is checked against masked SDPA in float32 at a
-small length first; then come medians in milliseconds, of the forward pass, of the gradient of q, and of those of k and
-v, their lists included. --compile fills Triton's cache from eight processes and measures nothing. Set OUT to a folder
-to keep the numbers as JSON.
+128, 2,048 keys a query or half of what there is, in a drifting selection, bfloat16. Each tile is checked against masked
+SDPA in float32 at a small length first. Then come medians in milliseconds: of the forward pass, of the gradient of q,
+and of those of k and v, by lists, whose making is included, and up to 8,192 keys by tiles. --compile fills Triton's
+cache from eight processes and measures nothing. Set OUT to a folder to keep the numbers as JSON.
 """
 
 from __future__ import annotations
@@ -30,21 +30,24 @@ from gossamer.attention import Selection, indexer_loss, sparse_attention, sparse
 from gossamer.attention._triton import sparse_attention as forward
 from gossamer.attention._triton import sparse_attention_bwd as backward
 from gossamer.attention._triton.sparse_attention import Tile
+from gossamer.attention.sparse_attention import Path as Way
 from gossamer.testing import random_selection
 
 HEADS, D = 16, 128
+PATHS: tuple[Way, ...] = ("lists", "tiles")
 TILES = {
     "forward": [
-        Tile(2, 64, 8, 2, 128), Tile(1, 64, 4, 2), Tile(1, 64, 4, 3), Tile(2, 64, 8, 2), Tile(2, 64, 8, 3),
-        Tile(2, 32, 8, 3, 128), Tile(1, 32, 4, 3), Tile(2, 128, 8, 2), Tile(1, 64, 4, 3, 168), Tile(1, 32, 4, 4, 128),
+        Tile(2, 64, 8, 2, 128), Tile(2, 64, 8, 3, 128), Tile(1, 64, 4, 2), Tile(1, 64, 4, 3), Tile(2, 64, 8, 2),
+        Tile(2, 64, 8, 3), Tile(2, 32, 8, 3, 128), Tile(1, 32, 4, 3), Tile(2, 128, 8, 2), Tile(1, 64, 4, 3, 168),
+        Tile(1, 32, 4, 4, 128),
     ],
     "gradient of q": [
         Tile(1, 64, 4, 2), Tile(2, 64, 8, 2), Tile(1, 32, 4, 3), Tile(2, 64, 8, 3), Tile(2, 32, 8, 3),
         Tile(1, 32, 4, 3, 168),
     ],
     "gradients of k, v": [
-        Tile(8, 64, 8, 2), Tile(8, 128, 8, 2), Tile(4, 64, 8, 2), Tile(16, 64, 8, 2), Tile(8, 64, 8, 3),
-        Tile(8, 64, 8, 2, 128), Tile(8, 32, 4, 3), Tile(4, 128, 8, 2),
+        Tile(8, 128, 8, 3), Tile(8, 128, 8, 2), Tile(8, 64, 4, 2), Tile(8, 64, 4, 3), Tile(16, 128, 8, 3),
+        Tile(4, 128, 8, 3), Tile(8, 64, 8, 3),
     ],
 }  # fmt: skip
 NAMES = {
@@ -64,19 +67,21 @@ class Inputs:
         self.selection = random_selection(t, k, device="cuda", generator=generator)
         with torch.no_grad():
             self.out, self.lse = sparse_attention(self.q, self.k, self.v, self.selection, return_lse=True)
-        self.rows = backward._rows(self.grad, self.out, self.lse, None)
+        self.rows = backward.row_statistics(self.grad, self.out, self.lse, None)
 
-    def run(self, kind: str, tile: Tile) -> Any:
+    def run(self, kind: str, tile: Tile, path: Way = "lists") -> Any:
         module, name = NAMES[kind]
         shipped = getattr(module, name)
-        setattr(module, name, lambda d, size: tile)
+        setattr(module, name, lambda *_: tile)
+        given = (self.grad, self.q, self.k, self.v, self.rows, self.selection.words, None, D**-0.5, True)
         try:
             if kind == "forward":
                 with torch.no_grad():
-                    return sparse_attention(self.q, self.k, self.v, self.selection)
-            made = backward._query_gradient if kind == "gradient of q" else backward._key_gradients
-            words = self.selection.words
-            return made(self.grad, self.q, self.k, self.v, self.rows, words, None, D**-0.5, True)
+                    return sparse_attention(self.q, self.k, self.v, self.selection, path=path)
+            if kind == "gradient of q":
+                return backward.query_gradient(*given, path)
+            of_keys = backward.key_gradients if path == "lists" else backward.key_gradients_of_tiles
+            return of_keys(*given)
         finally:
             setattr(module, name, shipped)
 
@@ -98,7 +103,8 @@ def timed(call: Callable[[], Any], rounds: int = 5) -> float:
 def compiled(job: tuple[str, Tile]) -> str:
     start = time.time()
     try:
-        Inputs(2048, 256).run(*job)
+        for path in PATHS:
+            Inputs(2048, 256).run(*job, path)
         torch.cuda.synchronize()
         return f"{job} {time.time() - start:.1f} s"
     except Exception as error:
@@ -119,8 +125,9 @@ def check(jobs: list[tuple[str, Tile]]) -> list[tuple[str, Tile]]:
     good = []
     for kind, tile in jobs:
         try:
-            got = x.run(kind, tile)
-            errors = [relative(a, b) for a, b in zip(got if isinstance(got, tuple) else (got,), wanted[kind])]
+            runs = [x.run(kind, tile, path) for path in PATHS]
+            pairs = [(got if isinstance(got, tuple) else (got,), wanted[kind]) for got in runs]
+            errors = [relative(a, b) for got, want in pairs for a, b in zip(got, want)]
         except Exception as error:
             print(f"{kind} {tile}: {type(error).__name__}: {str(error)[:200]}", flush=True)
             continue
@@ -133,7 +140,7 @@ def check(jobs: list[tuple[str, Tile]]) -> list[tuple[str, Tile]]:
 
 def whole(t: int) -> dict[str, float]:
     """As shipped, and dense."""
-    x = Inputs(t, 2048)
+    x = Inputs(t, min(2048, t // 2))
     leaves = [y.detach().requires_grad_() for y in (x.q, x.k, x.v)]
     found = {}
 
@@ -181,7 +188,7 @@ def others() -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--lengths", type=int, nargs="*", default=[32768, 8192, 4096])
+    parser.add_argument("--lengths", type=int, nargs="*", default=[32768, 8192, 4096, 2048])
     arguments = parser.parse_args()
     jobs = [(kind, tile) for kind, tiles in TILES.items() for tile in tiles]
     if arguments.compile:
@@ -194,10 +201,12 @@ def main() -> None:
     for t in arguments.lengths:
         numbers[f"T {t}"] = found = whole(t)
         print(f"T {t}: " + ", ".join(f"{name} {value:.3f}" for name, value in found.items()), flush=True)
-        x = Inputs(t, 2048)
-        for kind, tile in jobs:
-            found[f"{kind} {tile}"] = timed(lambda: x.run(kind, tile))
-            print(f"   {kind} {tile}: {found[f'{kind} {tile}']:.3f}", flush=True)
+        x = Inputs(t, min(2048, t // 2))
+        for path in PATHS if t <= 8192 else PATHS[:1]:
+            for kind, tile in jobs:
+                name = f"{path}, {kind} {tile}"
+                found[name] = timed(lambda: x.run(kind, tile, path))
+                print(f"   {name}: {found[name]:.3f}", flush=True)
         if t == arguments.lengths[0]:
             numbers["others"] = found = others()
             print("\n".join(f"   {name}: {value:.4f}" for name, value in found.items()), flush=True)

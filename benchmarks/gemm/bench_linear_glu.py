@@ -24,13 +24,13 @@ LLAMA = [
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     """bfloat16; one small float32 case for `quick` and on the CPU."""
     if quick or device.type == "cpu":
-        yield _linear_glu(64, 256, 704, torch.float32)
+        yield linear_glu(64, 256, 704, torch.float32)
     else:
         for shape in LLAMA:
-            yield _linear_glu(*shape, torch.bfloat16)
+            yield linear_glu(*shape, torch.bfloat16)
 
 
-def _linear_glu(M: int, K: int, N: int, dtype: torch.dtype) -> Case:
+def linear_glu(M: int, K: int, N: int, dtype: torch.dtype) -> Case:
     def make(device: torch.device, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
         stacked = random_matrix(2 * N, K, dtype, device, generator).mul_(K**-0.5)
         return [(random_matrix(M, K, dtype, device, generator), stacked[:N].clone(), stacked[N:].clone(), stacked)]

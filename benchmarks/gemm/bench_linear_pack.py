@@ -20,8 +20,8 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         encoder, layer, dtype = (64, 256, 4096, 16), (64, 256, 704, 8), torch.float32
     else:
         encoder, layer, dtype = (4096, 2304, 65536, 64), (16384, 2048, 5632, 29), torch.bfloat16
-    yield _linear_pack("linear_pack_jumprelu", *encoder, dtype, jump=True)
-    yield _linear_pack("linear_pack_relu", *layer, dtype, jump=False)
+    yield linear_pack("linear_pack_jumprelu", *encoder, dtype, jump=True)
+    yield linear_pack("linear_pack_relu", *layer, dtype, jump=False)
     yield _forward(*encoder, dtype)
 
 
@@ -45,7 +45,7 @@ def _activated(x: Tensor, weight: Tensor, bias: Tensor, threshold: Tensor | None
     return torch.relu(z) if threshold is None else torch.where(z > threshold, z, 0)
 
 
-def _linear_pack(name: str, M: int, K: int, N: int, l0: int, dtype: torch.dtype, jump: bool) -> Case:
+def linear_pack(name: str, M: int, K: int, N: int, l0: int, dtype: torch.dtype, jump: bool) -> Case:
     options = {"activation": "jumprelu" if jump else "relu"}
 
     def make(device: torch.device, generator: torch.Generator) -> list[tuple[Tensor | None, ...]]:

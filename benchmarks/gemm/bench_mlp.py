@@ -17,13 +17,13 @@ from gossamer.cli.bench import Case, Provider, random_matrix
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     """bfloat16; one small float32 case for `quick` and on the CPU."""
     if quick or device.type == "cpu":
-        yield _mlp(64, 256, 704, torch.float32)
+        yield mlp(64, 256, 704, torch.float32)
     else:
         for tokens in (1024, 4096, 16384):
-            yield _mlp(tokens, 4096, 14336, torch.bfloat16)
+            yield mlp(tokens, 4096, 14336, torch.bfloat16)
 
 
-def _mlp(M: int, K: int, N: int, dtype: torch.dtype) -> Case:
+def mlp(M: int, K: int, N: int, dtype: torch.dtype) -> Case:
     def make(device: torch.device, generator: torch.Generator) -> list[tuple[Any, ...]]:
         block = nn.GatedMLP(K, N, dtype=dtype, device=device)
         for parameter in block.parameters():

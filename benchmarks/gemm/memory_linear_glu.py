@@ -33,7 +33,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.gemm.bench_linear_glu import _linear_glu
+from benchmarks.gemm.bench_linear_glu import linear_glu
 from gossamer.cli.bench import report
 from gossamer.cli.bench.command import command_line, slug
 from gossamer.cli.bench.runner import CaseResult, Settings, run_case
@@ -92,7 +92,7 @@ def from_shapes(shape: Shape) -> Peaks:
 
 def run(shape: Shape, device: torch.device, seed: int) -> tuple[CaseResult, Peaks, int]:
     """The benchmark's case of this shape, checked and hardly timed; bytes of each way, and gossamer's workspace."""
-    case = _linear_glu(*shape, torch.bfloat16)
+    case = linear_glu(*shape, torch.bfloat16)
     ways = WAYS if find_spec("liger_kernel") else WAYS.keys() - {"Liger"}
     chosen = tuple(replace(p, name=WAYS[p.name], capturable=False) for p in case.providers if p.name in ways)
     case, settings = replace(case, providers=chosen, energy=False), Settings(rounds=1, burst=0.0)

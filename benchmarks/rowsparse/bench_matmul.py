@@ -15,13 +15,13 @@ from gossamer.cli.bench import Case, Provider, copies, random_matrix, random_row
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     """The feed-forward shapes of N 5632, D 2048 in bfloat16; a small float32 one for `quick` and on the CPU."""
     if quick or device.type == "cpu":
-        yield _matmul(256, 1024, 256, 29, torch.float32)
+        yield matmul(256, 1024, 256, 29, torch.float32)
         return
     for M, nnz in ((2048, 29), (16384, 29), (16384, 98)):
-        yield _matmul(M, 5632, 2048, nnz, torch.bfloat16)
+        yield matmul(M, 5632, 2048, nnz, torch.bfloat16)
 
 
-def _matmul(M: int, N: int, D: int, nnz: int, dtype: torch.dtype) -> Case:
+def matmul(M: int, N: int, D: int, nnz: int, dtype: torch.dtype) -> Case:
     capacity = 2 * nnz
 
     def make(device: torch.device, generator: torch.Generator) -> list[tuple[Tensor, ...]]:

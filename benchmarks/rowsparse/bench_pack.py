@@ -19,22 +19,22 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     else:
         shapes = [(32, 65536, 64, torch.float32), (4096, 65536, 72, torch.bfloat16)]
     for shape in shapes:
-        yield _pack(*shape)
+        yield pack(*shape)
         yield _transpose(*shape)
 
 
-def _pack(M: int, N: int, nnz: int, dtype: torch.dtype) -> Case:
+def pack(M: int, N: int, nnz: int, dtype: torch.dtype) -> Case:
     capacity = max(128, 1 << nnz.bit_length())
 
-    def seed_fixed(x: Tensor) -> Any:
-        from benchmarks.peers import seed_decode
+    def published_fixed(x: Tensor) -> Any:
+        from benchmarks.peers import jumprelu_sae_kernels
 
-        return seed_decode.pack_fixed(x, capacity, validate=False)
+        return jumprelu_sae_kernels.pack_fixed(x, capacity, validate=False)
 
-    def seed_exact(x: Tensor) -> Any:
-        from benchmarks.peers import seed_decode
+    def published_exact(x: Tensor) -> Any:
+        from benchmarks.peers import jumprelu_sae_kernels
 
-        return seed_decode.pack_exact(x)
+        return jumprelu_sae_kernels.pack_exact(x)
 
     def from_fixed(rows: Any, x: Tensor) -> tuple[Tensor]:
         columns, values = rows.indices.view(M, capacity), rows.values.view(M, capacity)
@@ -70,8 +70,14 @@ def _pack(M: int, N: int, nnz: int, dtype: torch.dtype) -> Case:
             Provider("gossamer CSR", lambda x: rowsparse.pack(x, format="csr"), ours=True, result=_dense_of_rows),
             Provider("to_sparse_csr", Tensor.to_sparse_csr, result=_dense_of_rows),
             Provider("nonzero + gather", _nonzero, result=lambda out, x: (torch.zeros_like(x).index_put_(*out),)),
-            Provider("seed fixed, unsafe", seed_fixed, result=from_fixed, devices=("cuda",), capturable=True),
-            Provider("seed exact", seed_exact, result=from_exact, devices=("cuda",)),
+            Provider(
+                "jumprelu-sae-kernels, fixed, unsafe",
+                published_fixed,
+                result=from_fixed,
+                devices=("cuda",),
+                capturable=True,
+            ),
+            Provider("jumprelu-sae-kernels, exact", published_exact, result=from_exact, devices=("cuda",)),
         ),
         reference=lambda x: (x.double(),),
         bytes=M * N * dtype.itemsize + M * nnz * (dtype.itemsize + 4),

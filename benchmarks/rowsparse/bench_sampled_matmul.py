@@ -15,13 +15,13 @@ from gossamer.cli.bench import Case, Provider, copies, random_matrix, random_row
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     """The value gradient of a 65,536-wide SAE at batch 4,096; a small one for `quick` and on the CPU."""
     if quick or device.type == "cpu":
-        yield _sampled(64, 4096, 256, 32, torch.float32)
+        yield sampled_matmul(64, 4096, 256, 32, torch.float32)
         return
     for dtype in (torch.bfloat16, torch.float32):
-        yield _sampled(4096, 65536, 2304, 72, dtype)
+        yield sampled_matmul(4096, 65536, 2304, 72, dtype)
 
 
-def _sampled(M: int, N: int, D: int, nnz: int, dtype: torch.dtype) -> Case:
+def sampled_matmul(M: int, N: int, D: int, nnz: int, dtype: torch.dtype) -> Case:
     capacity = max(128, 1 << nnz.bit_length())
 
     def make(device: torch.device, generator: torch.Generator) -> list[tuple[Tensor, ...]]:

@@ -26,34 +26,34 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     """Small shapes for `quick` and on the CPU, beside the article's first shape, which is always there."""
     bf16, fp32 = torch.bfloat16, torch.float32
     small = quick or device.type == "cpu"
-    yield _decode("decode", 32, 65536, 768, 64, fp32, compiled=True)
+    yield decode("decode", 32, 65536, 768, 64, fp32, compiled=True)
     if small:
-        yield _decode("decode", 64, 4096, 256, 32, fp32)
-        yield _ready(32, 16384, 256, 64, fp32)
+        yield decode("decode", 64, 4096, 256, 32, fp32)
+        yield ready(32, 16384, 256, 64, fp32)
     else:
         for shape in ((256, 65536, 768, 64, fp32), (32, 131072, 512, 128, fp32)):
-            yield _decode("decode", *shape, compiled=True)
+            yield decode("decode", *shape, compiled=True)
         for dtype in (bf16, fp32):
-            yield _decode("decode", 4096, 65536, 2304, 72, dtype, compiled=True)
+            yield decode("decode", 4096, 65536, 2304, 72, dtype, compiled=True)
         for shape in ((32, 65536, 768, 64, fp32), (256, 65536, 768, 64, fp32)):
-            yield _ready(*shape)
+            yield ready(*shape)
         for dtype in (bf16, fp32):
-            yield _ready(4096, 65536, 2304, 72, dtype)
+            yield ready(4096, 65536, 2304, 72, dtype)
 
     for name, F, D, l0 in REAL:
         if not small:
-            yield _decode("decode_real", 32, F, D, l0, fp32, compiled=True, SAE=name)
+            yield decode("decode_real", 32, F, D, l0, fp32, compiled=True, SAE=name)
     F, D = (4096, 256) if small else (65536, 768)
     for l0 in (16, 128, 1024) if small else [1 << i for i in range(4, 15)]:
-        yield _decode("sweep_l0", 32, F, D, l0, fp32, sweep="L0")
+        yield decode("sweep_l0", 32, F, D, l0, fp32, sweep="L0")
     for width in (1024, 4096, 16384) if small else [1 << i for i in range(12, 18)]:
-        yield _decode("sweep_features", 32, width, D, 64, fp32, sweep="F")
+        yield decode("sweep_features", 32, width, D, 64, fp32, sweep="F")
     for B in (1, 16, 256) if small else (1, 4, 16, 64, 256, 1024, 4096):
-        yield _decode("sweep_batch", B, F, D, 64, fp32, sweep="B")
+        yield decode("sweep_batch", B, F, D, 64, fp32, sweep="B")
     if device.type == "cuda":
         for B in (32, 256) if small else (32, 256, 1024):
             for capacity in (512, 1024):
-                yield _decode("memory", B, F, D, 64, fp32, capacity=capacity)
+                yield decode("memory", B, F, D, 64, fp32, capacity=capacity)
     shape = (64, 4096, 256, 32) if small else (4096, 65536, 2304, 72)
     for dtype in (fp32,) if device.type == "cpu" else (bf16, fp32):
         for forward in (False, True):
@@ -61,7 +61,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         yield _backward(*shape, dtype, False, always=8)
 
 
-def _decode(
+def decode(
     name: str,
     B: int,
     F: int,
@@ -106,7 +106,7 @@ def _decode(
     providers += [
         Provider("torch.sparse", torch_peers.sparse_csr),
         Provider("nonzero + embedding_bag", torch_peers.embedding_bag),
-        *_seed_pipelines(slots),
+        *_published_pipelines(slots),
     ]
     limit = {"capacity": capacity} if capacity else {}
     return Case(
@@ -123,7 +123,7 @@ def _decode(
     )
 
 
-def _ready(B: int, F: int, D: int, l0: int, dtype: torch.dtype) -> Case:
+def ready(B: int, F: int, D: int, l0: int, dtype: torch.dtype) -> Case:
     capacity = max(512, 1 << (l0 - 1).bit_length())
     return Case(
         room="sae",
@@ -154,7 +154,7 @@ def _ready(B: int, F: int, D: int, l0: int, dtype: torch.dtype) -> Case:
                 prepare=lambda acts, W_dec: (*torch_peers.to_bags(acts), W_dec),
                 capturable=True,
             ),
-            *_seed_ready(capacity),
+            *_published_ready(capacity),
         ),
         reference=_reference,
         bytes=_moved(2 * B * l0, B, F, D, l0, dtype),
@@ -229,43 +229,48 @@ def _backward(B: int, F: int, D: int, l0: int, dtype: torch.dtype, forward: bool
     )
 
 
-def _seed_pipelines(max_l0: int) -> list[Provider]:
+def _published_pipelines(max_l0: int) -> list[Provider]:
     def decode(acts: Tensor, W_dec: Tensor, validate: bool) -> Tensor:
-        from benchmarks.peers import seed_decode
+        from benchmarks.peers import jumprelu_sae_kernels
 
-        return seed_decode.decode_fixed(acts, W_dec, max_l0, validate)
+        return jumprelu_sae_kernels.decode_fixed(acts, W_dec, max_l0, validate)
 
     def exact(acts: Tensor, W_dec: Tensor) -> Tensor:
-        from benchmarks.peers import seed_decode
+        from benchmarks.peers import jumprelu_sae_kernels
 
-        return seed_decode.decode_exact(acts, W_dec)
+        return jumprelu_sae_kernels.decode_exact(acts, W_dec)
 
     return [
-        Provider("seed exact", exact, devices=("cuda",)),
-        Provider("seed fixed, validated", lambda *x: decode(*x, validate=True), devices=("cuda",)),
-        Provider("seed fixed, unsafe", lambda *x: decode(*x, validate=False), devices=("cuda",), capturable=True),
+        Provider("jumprelu-sae-kernels, exact", exact, devices=("cuda",)),
+        Provider("jumprelu-sae-kernels, fixed, validated", lambda *x: decode(*x, validate=True), devices=("cuda",)),
+        Provider(
+            "jumprelu-sae-kernels, fixed, unsafe",
+            lambda *x: decode(*x, validate=False),
+            devices=("cuda",),
+            capturable=True,
+        ),
     ]
 
 
-def _seed_ready(max_l0: int) -> list[Provider]:
+def _published_ready(max_l0: int) -> list[Provider]:
     def exact(acts: Tensor, W_dec: Tensor) -> tuple[Any, Tensor]:
-        from benchmarks.peers import seed_decode
+        from benchmarks.peers import jumprelu_sae_kernels
 
-        return seed_decode.pack_exact(acts), W_dec
+        return jumprelu_sae_kernels.pack_exact(acts), W_dec
 
     def fixed(acts: Tensor, W_dec: Tensor) -> tuple[Any, Tensor]:
-        from benchmarks.peers import seed_decode
+        from benchmarks.peers import jumprelu_sae_kernels
 
-        return seed_decode.pack_fixed(acts, max_l0), W_dec
+        return jumprelu_sae_kernels.pack_fixed(acts, max_l0), W_dec
 
     def decode(rows: Any, W_dec: Tensor) -> Tensor:
-        from benchmarks.peers import seed_decode
+        from benchmarks.peers import jumprelu_sae_kernels
 
-        return seed_decode.decode_packed(rows, W_dec)
+        return jumprelu_sae_kernels.decode_packed(rows, W_dec)
 
     return [
-        Provider("seed exact", decode, prepare=exact, devices=("cuda",), capturable=True),
-        Provider("seed fixed", decode, prepare=fixed, devices=("cuda",), capturable=True),
+        Provider("jumprelu-sae-kernels, exact", decode, prepare=exact, devices=("cuda",), capturable=True),
+        Provider("jumprelu-sae-kernels, fixed", decode, prepare=fixed, devices=("cuda",), capturable=True),
     ]
 
 

@@ -24,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.peers import seed_decode
+from benchmarks.peers import jumprelu_sae_kernels
 from gossamer import sae
 from gossamer._core import tuning
 from gossamer.rowsparse._triton import matmul, overflow, pack, sampled_matmul, transpose
@@ -183,7 +183,7 @@ def host() -> None:
         "auto": lambda: sae.decode(acts, w),
         "op": lambda: torch.ops.gossamer.sae_decode.default(acts, w, None, capacity, False, None),
         "launcher": lambda: decode.decode(acts, w, None, capacity, False, None),
-        "seed": lambda: seed_decode.decode_fixed(acts, w, 512, validate=False),
+        "jumprelu-sae-kernels": lambda: jumprelu_sae_kernels.decode_fixed(acts, w, 512, validate=False),
     }
     with torch.inference_mode():
         for attempt in range(4):
@@ -251,14 +251,14 @@ def small() -> None:
         turn = itertools.cycle(copies)
         calls: dict[str, Callable[..., Any]] = {
             "dense": lambda x: x @ w,
-            "seed": lambda x: seed_decode.decode_fixed(x, w, 512, validate=False),
+            "jumprelu-sae-kernels": lambda x: jumprelu_sae_kernels.decode_fixed(x, w, 512, validate=False),
             "auto": lambda x: sae.decode(x, w),
             "fused": lambda x: decode.decode(x, w, None, n, False, None),
         }
         row = timed({name: lambda call=call: call(next(turn)) for name, call in calls.items()})
-        show("small", f"eager {m},{n},{d},{l0}", row | {"ratio": row["seed"] / row["auto"]})
-        row = timed({k: graphed(calls[k], copies) for k in ("seed", "auto", "fused")}, div=10)
-        show("small", f"graph {m},{n},{d},{l0}", row | {"ratio": row["seed"] / row["auto"]})
+        show("small", f"eager {m},{n},{d},{l0}", row | {"ratio": row["jumprelu-sae-kernels"] / row["auto"]})
+        row = timed({k: graphed(calls[k], copies) for k in ("jumprelu-sae-kernels", "auto", "fused")}, div=10)
+        show("small", f"graph {m},{n},{d},{l0}", row | {"ratio": row["jumprelu-sae-kernels"] / row["auto"]})
         if not SEARCH:
             continue
         original, variants = tuning.decode_tile, {}
@@ -284,7 +284,7 @@ def large() -> None:
         acts, w = acts_of(m, n, l0, dtype), torch.randn(n, d, device=DEVICE, dtype=dtype)
         values, indices, nnz = pack.pack_ell(acts, 1024, False)
         calls: dict[str, Callable[[], Any]] = {
-            "seed": lambda: seed_decode.decode_fixed(acts, w, 512, validate=False),
+            "jumprelu-sae-kernels": lambda: jumprelu_sae_kernels.decode_fixed(acts, w, 512, validate=False),
             "auto": lambda: sae.decode(acts, w),
             "pack": lambda: pack.pack_ell(acts, 1024, False),
             "count": lambda: pack.count_rows(acts),
@@ -292,7 +292,7 @@ def large() -> None:
             "clone": lambda: acts.clone(),
         }
         row = timed(calls)
-        show("large", str(dtype)[6:], row | {"ratio": row["seed"] / row["auto"]})
+        show("large", str(dtype)[6:], row | {"ratio": row["jumprelu-sae-kernels"] / row["auto"]})
         if not SEARCH:
             continue
         original, variants = tuning.gather_tile, {}

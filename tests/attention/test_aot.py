@@ -5,11 +5,11 @@ import pytest
 pytest.importorskip("triton")
 
 from gossamer._core import aot
-from gossamer.attention._triton import indexer_scores, select_topk
+from gossamer.attention._triton import indexer_scores, select_topk, threshold
 
 pytestmark = pytest.mark.native
 
-EXAMPLES = {**indexer_scores.EXAMPLES, **select_topk.EXAMPLES}
+EXAMPLES = {**indexer_scores.EXAMPLES, **select_topk.EXAMPLES, **threshold.EXAMPLES}
 KERNELS = {
     kernel.fn.__name__: (kernel, example)
     for kernel, example in EXAMPLES.items()

@@ -14,9 +14,38 @@ def calls(device: torch.device) -> None:
     bias = torch.randn(2, 20, 40, device=device, requires_grad=True)
     lengths = torch.tensor([40, 3], device=device)
     blocksparse.attention(q, k, k, layout).sum().backward()
-    out, lse = blocksparse.attention(q, k, k, layout, bias=bias, causal=True, valid_lengths=lengths, return_lse=True)
+    places = torch.arange(40, device=device)
+    relative = blocksparse.Relative(torch.randn(2, 5, 8, device=device, requires_grad=True), places[20:], places)
+    added = {"bias": bias, "relative": relative}
+    out, lse = blocksparse.attention(q, k, k, layout, **added, causal=True, valid_lengths=lengths, return_lse=True)
     (out.sum() + lse.exp().sum()).backward()
+    _operators(device)
     _moves(device)
+
+
+def _operators(device: torch.device) -> None:
+    # Whole blocks and exact capacities, for what stands behind the last block is nobody's.
+    generator = torch.Generator(device).manual_seed(0)
+    layouts = [blocksparse.Layout.random((2, 2, 3), (16, 32), 0.5, generator=generator, device=device) for _ in "ab"]
+    x, y = (torch.randn(2, 32, 96, device=device, requires_grad=True) for _ in range(2))
+    a, b = (blocksparse.from_dense(matrix, layout) for matrix, layout in zip((x, y), layouts))
+    square = blocksparse.Layout.product(layouts[0], layouts[1].transpose())
+    results = [
+        blocksparse.matmul(a, b, transpose_b=True),
+        blocksparse.matmul(a, b, transpose_a=True),
+        blocksparse.matmul(a, y.mT),
+        blocksparse.matmul(x, b, transpose_b=True),
+        blocksparse.matmul(a, b, square, transpose_b=True).values,
+        blocksparse.matmul(x, y, square, transpose_b=True).values,
+        blocksparse.transpose(a).values,
+        blocksparse.sum(a),
+        blocksparse.max(a, -2),
+        blocksparse.max(a),
+        blocksparse.add(a, torch.ones(32, 1, device=device, requires_grad=True)).values,
+    ]
+    mask = torch.ones(32, 96, dtype=torch.bool, device=device)
+    results += [blocksparse.softmax(a, mask=given, scale=0.5).values for given in (None, mask, a.values > 0)]
+    torch.cat([result.flatten() for result in results]).sum().backward()
 
 
 def _moves(device: torch.device) -> None:

@@ -1,91 +1,15 @@
 """`blocksparse.attention` against dense float64."""
 
-import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from gossamer.blocksparse.attention import attention
-from gossamer.blocksparse.layout import Layout
-from gossamer.testing import assert_close
-
-
-def dense(q: Tensor, k: Tensor, v: Tensor, present: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention over the scores that `present` names, and its log-sum-exp; rows without any give zeros and -inf."""
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    # Plain PyTorch takes the softmax of 16-bit scores in float32.
-    s = (q @ k.transpose(2, 3) * scale).to(torch.promote_types(q.dtype, torch.float32))
-    s = s if bias is None else s + bias
-    s = s.masked_fill(~present, -math.inf)
-    # In this form rows without keys have gradients, of zero.
-    most = s.detach().amax(-1, keepdim=True).clamp(min=-1e30)
-    p = torch.exp(s - most)
-    total = p.sum(-1, keepdim=True)
-    lse = (most + total.clamp(min=1e-30).log()).squeeze(-1)
-    return (p / torch.where(total == 0, 1, total)).to(v.dtype) @ v, torch.where(total.squeeze(-1) == 0, -math.inf, lse)
-
-
-def elements(layout: Layout, b: int, h: int) -> Tensor:
-    """Bool `[B, H, Tq, Tk]`: the scores in present blocks."""
-    mask = layout.to_dense()
-    height, width = layout.block_size
-    wide = mask.repeat_interleave(height, -2).repeat_interleave(width, -1)[..., : layout.size[0], : layout.size[1]]
-    return wide.expand(b, h, *layout.size)
-
-
-def problem(
-    device: torch.device, dtype: torch.dtype, lead: tuple[int, ...], block: tuple[int, int], size: tuple[int, int],
-    heads: tuple[int, int], d: int, density: float = 0.5, capacity: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Layout]:  # fmt: skip
-    """q, k, v, a gradient, and a random layout whose first row is empty; B is 2."""
-    g = torch.Generator(device).manual_seed(0)
-    rows, cols = -(-size[0] // block[0]), -(-size[1] // block[1])
-    mask = torch.rand(*lead, rows, cols, device=device, generator=g) < density
-    mask[..., 0, :] = density == 1
-    layout = Layout.from_mask(mask, block, size=size, capacity=capacity)
-    shapes = ((heads[0], size[0]), (heads[1], size[1]), (heads[1], size[1]), (heads[0], size[0]))
-    q, k, v, grad = (torch.randn(2, n, t, d, device=device, generator=g).to(dtype) for n, t in shapes)
-    return q, k, v, grad, layout
-
-
-def check(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layout: Layout, *, mask: Tensor | None = None,
-    bias: Tensor | None = None, dense_bias: Tensor | None = None, causal: bool = False, lengths: Tensor | None = None,
-    scale: float | None = None,
-) -> None:  # fmt: skip
-    """Result, log-sum-exp and every gradient, against float64 and beside plain PyTorch."""
-    (b, h, tq, d), tk = q.shape, k.shape[2]
-    present = elements(layout, b, h)
-    i, j = torch.arange(tq, device=q.device)[:, None], torch.arange(tk, device=q.device)
-    if causal:
-        present = present & (j <= i + tk - tq)
-    if lengths is not None:
-        present = present & (j < lengths[:, None, None, None])
-    if mask is not None:
-        present = present & mask
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)] + ([] if bias is None else [bias])
-    out, lse = attention(
-        *leaves[:3], layout, mask=mask, bias=bias, causal=causal, valid_lengths=lengths, scale=scale, return_lse=True
-    )
-    met = present.any(-1)
-    towards = torch.linspace(-1, 1, lse.numel(), device=q.device, dtype=lse.dtype).view_as(lse)
-    ours = torch.autograd.grad([out, lse.masked_fill(~met, 0)], leaves, [grad, towards])
-    results = []
-    for dtype in (torch.float64, q.dtype):
-        others = [x.detach().to(dtype).requires_grad_() for x in leaves]
-        added = None if bias is None else (others[3] if dense_bias is None else dense_bias(others[3]))
-        expected, sums = dense(*others[:3], present, added, d**-0.5 if scale is None else scale)
-        sums = torch.where(met, sums, 0)
-        grads = torch.autograd.grad([expected, sums], others, [grad.to(dtype), towards.to(dtype)])
-        results.append((expected, sums.to(lse.dtype), *grads))
-    assert bool((lse.isneginf() == ~met).all())
-    names = ("out", "lse", "q", "k", "v", "bias")
-    for name, a, want, plain in zip(names, (out, torch.where(met, lse, 0), *ours), *results):
-        want = want.double()
-        assert_close(a, reference64=want, plain=plain, factor=3.0, name=name)
-
+from gossamer._core import tuning
+from gossamer.blocksparse import BlockSparseTensor, Layout, Relative, attention, attention_path, from_dense
+from tests.blocksparse.attention_oracle import check, elements, problem, terms_for
 
 SHAPES = [
     # leading dimensions of the layout, block, (Tq, Tk), (H, Hk), D
@@ -108,6 +32,38 @@ def test_empty_and_full_layouts(density: float, dtype: torch.dtype, device: torc
     check(*problem(device, dtype, (2,), (16, 16), (40, 40), (2, 2), 16, density=density))
 
 
+HOPPER = [
+    # block, (Tq, Tk), (H, Hk), D: what its own kernels take
+    ((64, 64), (300, 300), (4, 4), 64),
+    ((128, 128), (500, 711), (4, 2), 128),
+    ((64, 128), (700, 650), (4, 1), 72),
+    ((128, 64), (333, 901), (2, 2), 40),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block, size, heads, d", HOPPER, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_hopper(block, size, heads, d, causal: bool, dtype: torch.dtype, device: torch.device) -> None:
+    """In 16 bits on Hopper; elsewhere the general kernels take the same."""
+    given = problem(device, dtype, (2, heads[0]), block, size, heads, d, density=0.4)
+    check(*given, causal=causal)
+    check(*given, causal=causal, lengths=torch.tensor([size[1] - 77, 130], device=device))
+    projected = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given[:4]]
+    check(*projected, given[4], causal=causal)
+
+
+@pytest.mark.full
+@pytest.mark.native
+@pytest.mark.parametrize("density", [0.0, 0.02, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("height", [16, 32, 64, 128])
+@pytest.mark.parametrize("width", [16, 32, 64, 128])
+@pytest.mark.parametrize("d", [1, 24, 128])
+def test_wide_grid(height: int, width: int, density: float, d: int, dtype: torch.dtype, device: torch.device) -> None:
+    given = problem(device, dtype, (2, 1), (height, width), (3 * height - 5, 4 * width - 7), (4, 2), d, density)
+    check(*given, causal=d % 3 == 0, lengths=torch.tensor([2 * width + 1, 3 * width], device=device))
+
+
 def test_lengths_scale_and_room(dtype: torch.dtype, device: torch.device) -> None:
     lengths = torch.tensor([37, 0], device=device)
     given = problem(device, dtype, (2, 2), (16, 16), (40, 50), (2, 2), 16, capacity=60)
@@ -115,29 +71,105 @@ def test_lengths_scale_and_room(dtype: torch.dtype, device: torch.device) -> Non
     check(*given, lengths=lengths, causal=True)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 40, 50), (2, 2, 40, 50), (2, 1, 1, 50), (40, 50)], ids=str)
-def test_dense_mask_and_bias(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    given = problem(device, dtype, (2,), (16, 16), (40, 50), (2, 2), 16)
-    g = torch.Generator(device).manual_seed(1)
-    mask = torch.rand(shape, device=device, generator=g) < 0.7
-    bias = torch.randn(shape, device=device, generator=g).to(dtype).requires_grad_()
-    check(*given, mask=mask)
-    check(*given, bias=bias)
-    check(*given, bias=bias, mask=mask, causal=True)
+@pytest.mark.gpu
+@pytest.mark.parametrize("half", [False, True])
+def test_graph_capture(half: bool, device: torch.device) -> None:
+    dtype = torch.bfloat16 if half else torch.float32
+    q, k, v, grad, layout = problem(device, dtype, (2,), (64, 64), (256, 256), (2, 2), 64)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def step() -> tuple[Tensor, ...]:
+        out = attention(*leaves, layout, causal=True)
+        return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    grad.normal_()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, step()))
 
 
-@pytest.mark.parametrize("lead", [(), (2,), (2, 1), (2, 2)], ids=str)
-def test_bias_of_blocks(lead: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    q, k, v, grad, layout = problem(device, dtype, lead, (16, 32), (40, 50), (2, 2), 16)
-    g = torch.Generator(device).manual_seed(1)
-    bias = torch.randn(layout.capacity, 16, 32, device=device, generator=g).to(dtype).requires_grad_()
+@pytest.mark.gpu
+@pytest.mark.full
+@pytest.mark.parametrize("half", [False, True])
+def test_more_than_2_31_elements(half: bool, device: torch.device) -> None:
+    """The last of so many heads are as they would be alone."""
+    heads, length, d = (131, 1 << 18, 64) if half else (130, 1 << 17, 128)
+    dtype = torch.bfloat16 if half else torch.float32
+    layout = Layout.from_mask(torch.eye(length // 128, device=device), 128)
+    q = torch.randn(1, heads, length, d, device=device, dtype=dtype).requires_grad_()
+    assert q.numel() > 1 << 31
+    out = attention(q, q, q, layout)
+    (grad,) = torch.autograd.grad(out, q, out.detach())
+    alone = q.detach()[:, -1:].clone().requires_grad_()
+    wanted = attention(alone, alone, alone, layout)
+    assert torch.equal(out[:, -1:], wanted)
+    assert torch.equal(grad[:, -1:], torch.autograd.grad(wanted, alone, wanted.detach())[0])
 
-    def spread(values: Tensor) -> Tensor:
-        numbers = layout.positions.long().view(layout.shape)
-        tiles = torch.where((numbers >= 0)[..., None, None], values[numbers.clamp(min=0)], 0)
-        return tiles.transpose(-3, -2).flatten(-4, -3).flatten(-2)[..., :40, :50]
 
-    check(q, k, v, grad, layout, bias=bias, dense_bias=spread)
+def test_compressed_operands(device: torch.device) -> None:
+    """Absent blocks of q, k and v are zeros; gradients reach the values of those present."""
+    *_, layout = problem(device, torch.float32, (), (16, 16), (40, 50), (2, 2), 32)
+    g = torch.Generator(device).manual_seed(3)
+    given = []
+    for t in (40, 50, 50):
+        present = torch.rand(2, 2, -(-t // 16), 2, device=device, generator=g) < 0.6
+        x = torch.randn(2, 2, t, 32, device=device, generator=g)
+        values = from_dense(x, Layout.from_mask(present, 16, size=(t, 32)))
+        given.append(BlockSparseTensor(values.values.detach().requires_grad_(), values.layout))
+    out = attention(*given, layout)
+    plain = [x.to_dense().detach().requires_grad_() for x in given]
+    assert torch.equal(out, attention(*plain, layout))
+    out.square().sum().backward()
+    attention(*plain, layout).square().sum().backward()
+    for x, other in zip(given, plain):
+        assert torch.equal(x.values.grad, from_dense(other.grad, x.layout).values)
+
+
+def test_padding_behind_a_length_is_not_read(device: torch.device) -> None:
+    """Keys behind a length may be anything, in a tile that other keys share."""
+    q, k, v, grad, layout = problem(device, torch.float32, (2,), (16, 64), (40, 128), (2, 2), 16, density=1)
+    lengths = torch.tensor([70, 3], device=device)
+    behind = (torch.arange(128, device=device) >= lengths[:, None])[:, None, :, None]
+    wanted = attention(q, k.masked_fill(behind, 0), v.masked_fill(behind, 0), layout, valid_lengths=lengths)
+    leaves = [x.requires_grad_() for x in (q, k.masked_fill(behind, math.nan), v.masked_fill(behind, math.inf))]
+    out = attention(*leaves, layout, valid_lengths=lengths)
+    assert torch.equal(out, wanted)
+    dq, dk, dv = torch.autograd.grad(out, leaves, grad)
+    assert bool(dq.isfinite().all())
+    for x in (dk, dv):
+        assert bool(x.isfinite().all()) and bool((x.masked_select(behind.expand_as(x)) == 0).all())
+
+
+PROBLEM = attention_path.Problem(1, 16, 16, 8192, 8192, 64, (False, True), (64, 64), False, 0.125)
+
+
+@pytest.mark.parametrize(
+    "change, dtype, plain, path",
+    [
+        ({}, torch.bfloat16, True, "hopper"),
+        ({"d": 128, "block": (128, 64)}, torch.float16, True, "hopper"),
+        ({}, torch.float32, True, "tiles"),
+        ({}, torch.bfloat16, False, "tiles"),
+        ({"d": 68}, torch.bfloat16, True, "tiles"),
+        ({"d": 136}, torch.bfloat16, True, "tiles"),
+        ({"block": (64, 32)}, torch.bfloat16, True, "tiles"),
+        ({"tq": 1}, torch.bfloat16, True, "split"),
+    ],
+)
+def test_choose_path(change, dtype: torch.dtype, plain: bool, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_path, "INTERPRET", False)
+    monkeypatch.setattr(tuning, "programs", lambda device: 132)
+    device = torch.device("cpu")
+    for hopper in (True, False):
+        monkeypatch.setattr(tuning, "hopper", lambda device, hopper=hopper: hopper)
+        wanted = path if hopper or path == "split" else "tiles"
+        assert attention_path.choose_path(replace(PROBLEM, **change), dtype, device, plain) == wanted
 
 
 def test_few_queries_meet_many_keys(dtype: torch.dtype, device: torch.device, scale: int) -> None:
@@ -191,32 +223,17 @@ def test_empty_input(b: int, h: int, tq: int, tk: int, d: int, device: torch.dev
 
 
 @pytest.mark.native
-def test_gradcheck() -> None:
-    q, k, v, _, layout = problem(torch.device("cpu"), torch.float64, (2,), (16, 16), (20, 18), (2, 1), 3)
-    bias = torch.randn(1, 2, 20, 18, dtype=torch.float64, requires_grad=True)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-
-    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = attention(q, k, v, layout, bias=bias, causal=True, return_lse=True)
-        return out, lse.nan_to_num(0, 0, 0)
-
-    assert torch.autograd.gradcheck(call, (*leaves, bias), fast_mode=True)
-
-
-@pytest.mark.native
-def test_second_derivatives_are_refused(device: torch.device) -> None:
-    q, k, v, _, layout = problem(device, torch.float32, (), (16, 16), (32, 32), (1, 1), 8)
-    with pytest.raises(NotImplementedError, match=r"blocksparse\.attention: second derivatives"):
-        torch.autograd.grad(attention(q.requires_grad_(), k, v, layout).sum(), q, create_graph=True)
-
-
-@pytest.mark.native
 def test_compiles(compiled, device: torch.device) -> None:
     q, k, v, grad, layout = problem(device, torch.float32, (2,), (16, 16), (40, 50), (2, 2), 16)
-    fast = compiled(lambda q, k, v, layout: attention(q, k, v, layout, causal=True))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    ours = torch.autograd.grad(fast(*leaves, layout), leaves, grad)
-    for a, b in zip(ours, torch.autograd.grad(attention(*leaves, layout, causal=True), leaves, grad)):
+    term = terms_for(device, torch.float32, 40, 50, 16, 2)[1]
+    leaves = [x.requires_grad_() for x in (q, k, v, term.table)]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, table: Tensor, layout: Layout) -> Tensor:
+        relative = Relative(table, term.query_positions, term.key_positions)
+        return attention(q, k, v, layout, relative=relative, causal=True)
+
+    ours = torch.autograd.grad(compiled(call)(*leaves, layout), leaves, grad)
+    for a, b in zip(ours, torch.autograd.grad(call(*leaves, layout), leaves, grad)):
         torch.testing.assert_close(a, b)
 
 
@@ -226,13 +243,6 @@ def test_autocast(device: torch.device) -> None:
     with torch.autocast(device.type, torch.bfloat16):
         out = attention(q, k, v, layout)
     assert torch.equal(out, attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), layout))
-
-
-def test_bitwise_reproducible(device: torch.device) -> None:
-    q, k, v, grad, layout = problem(device, torch.float32, (2,), (16, 16), (40, 50), (2, 1), 16)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    first, second = (torch.autograd.grad(attention(*leaves, layout), leaves, grad) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in itertools.zip_longest(first, second))
 
 
 @pytest.mark.parametrize(
@@ -247,6 +257,27 @@ def test_bitwise_reproducible(device: torch.device) -> None:
         ({"q": torch.ones(1, 2, 32, 8).half()}, TypeError, "q, k and v must have one dtype, got float16, float32"),
         ({"mask": torch.ones(32, 32)}, TypeError, "mask must be bool, True takes part, got float32"),
         ({"bias": torch.ones(3, 32)}, ValueError, r"bias must broadcast to .* = \[1, 2, 32, 32\]"),
+        (
+            {"relative": Relative(torch.ones(3, 5, 8), torch.arange(32), torch.arange(32))},
+            ValueError,
+            r"table of relative must have shape \[H or 1, R, D\] with H = 2 and D = 8 like q, got \[3, 5, 8\]",
+        ),
+        (
+            {"relative": [Relative(torch.ones(1, 5, 8), torch.arange(31), torch.arange(32))]},
+            ValueError,
+            r"query_positions of relative must have shape \[Tq\] or \[B, Tq\] = \[1, 32\], got \[31\]",
+        ),
+        (
+            {"relative": Relative(torch.ones(1, 5, 8).half(), torch.arange(32), torch.arange(32))},
+            TypeError,
+            "table of relative must have the dtype of q, float32, got float16",
+        ),
+        ({"relative": torch.ones(5, 8)}, TypeError, "relative must hold blocksparse.Relative terms, got Tensor"),
+        (
+            {"bias": from_dense(torch.ones(32, 32), Layout.from_mask(torch.ones(2, 2), 16))},
+            ValueError,
+            "bias must have the layout that is given as layout",
+        ),
         ({"scale": math.inf}, ValueError, "scale must be a finite number, got inf"),
         ({"valid_lengths": torch.ones(3)}, ValueError, r"valid_lengths must have shape \[B\]"),
         (

@@ -61,6 +61,76 @@ def test_overflow(device: torch.device) -> None:
     assert torch.equal(short.transpose_order, full.transpose_order[:30].clamp(max=29))
 
 
+@pytest.mark.parametrize("size, block", [((48, 64), (16, 16)), ((50, 70), (16, 32)), ((1, 1), (64, 16))], ids=str)
+def test_from_dense_keeps_what_is_not_zero(size, block, device: torch.device) -> None:
+    x = torch.zeros(2, *size, device=device)
+    x[0, size[0] - 1, 0], x[1, 0, size[1] - 1] = 1, math.nan
+    layout = Layout.from_dense(x, block)
+    rows, cols = layout.shape[-2:]
+    assert layout.to_dense().nonzero().tolist() == [[0, rows - 1, 0], [1, 0, cols - 1]]
+    assert layout.size == size and int(Layout.from_dense(x.isnan(), block).nnz) == 1
+
+
+def test_full_and_random(generator: torch.Generator, device: torch.device) -> None:
+    full = Layout.full((2, 3, 5), (16, 32), size=(40, 150), device=device)
+    assert full.to_dense().all() and full.capacity == 30 and full.size == (40, 150)
+    drawn = Layout.random((4, 50, 50), 16, 0.25, generator=generator, device=device)
+    assert 0.2 < int(drawn.nnz) / 10_000 < 0.3 and drawn.capacity == int(drawn.nnz)
+    assert not Layout.random((3, 3), 16, 0.0, device=device).to_dense().any()
+
+
+@pytest.mark.parametrize("density", [0.0, 0.1, 0.5, 1.0])
+def test_product(density: float, device: torch.device) -> None:
+    a = Layout.from_mask(random_mask((2, 7, 5), density, device), (16, 32), size=(100, 150))
+    b = Layout.from_mask(random_mask((1, 5, 9), density, device), (32, 64), size=(150, 570))
+    product = Layout.product(a, b)
+    expected = (a.to_dense()[..., None] & b.to_dense()[:, None]).any(-2)
+    assert torch.equal(product.to_dense(), expected)
+    assert product.block_size == (16, 64) and product.size == (100, 570)
+
+
+@pytest.mark.native
+def test_product_counts_beyond_what_16_bits_hold(device: torch.device) -> None:
+    a = Layout.full((1, 70_000), 16, device=device)
+    assert Layout.product(a, a.transpose()).to_dense().all()
+
+
+@pytest.mark.parametrize("capacity", [None, 100, 2])
+def test_transpose(capacity: int | None, device: torch.device) -> None:
+    mask = random_mask((2, 4, 3), 0.6, device)
+    layout = Layout.from_mask(mask, (16, 32), size=(60, 70), capacity=capacity)
+    turned = layout.transpose()
+    assert torch.equal(turned.to_dense(), mask.mT) and turned.size == (70, 60) and turned.block_size == (32, 16)
+    assert turned.capacity == layout.capacity and bool(turned.overflowed) == bool(layout.overflowed)
+    if not layout.overflowed:
+        nnz = int(layout.nnz)
+        assert turned.transpose_order[:nnz][layout.transpose_order[:nnz].long()].tolist() == list(range(nnz))
+
+
+def test_union_and_intersection(device: torch.device) -> None:
+    masks = [random_mask(shape, 0.5, device) for shape in ((2, 3, 4), (3, 4), (1, 3, 4))]
+    a, b, c = (Layout.from_mask(mask, 16) for mask in masks)
+    assert torch.equal(a.union(b, c).to_dense(), masks[0] | masks[1] | masks[2])
+    assert torch.equal(b.intersection(a, capacity=24).to_dense(), masks[0] & masks[1])
+    with pytest.raises(ValueError, match=r"Layout.union: layouts must have one size and block size, got \(48, 64\)"):
+        a.union(Layout.from_mask(masks[1], 32))
+    with pytest.raises(ValueError, match=r"Layout.product: b must have 64 rows in blocks of 16 like the columns of a"):
+        Layout.product(a, b)
+
+
+def test_what_is_drawn(device: torch.device) -> None:
+    layout = Layout.from_mask(torch.ones(3, 3, device=device).tril(), 16)
+    assert layout.draw() == "#..\n##.\n###"
+    assert repr(layout) == f"{layout.summary()}\n{layout.draw()}"
+    assert repr(Layout.full((100, 100), 16)) == Layout.full((100, 100), 16).summary()
+    assert repr(Layout.full((0, 3, 3), 16)) == Layout.full((0, 3, 3), 16).summary()
+    axis = pytest.importorskip("matplotlib.axes")
+    import matplotlib
+
+    matplotlib.use("agg")
+    assert isinstance(layout.plot(), axis.Axes)
+
+
 @pytest.mark.native
 def test_compile(compiled, device: torch.device) -> None:
     mask = random_mask((2, 9, 9), 0.5, device)

@@ -4,6 +4,7 @@ import io
 import json
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from gossamer.cli.bench import Case, Provider, command, copies, random_rows, rel
 from gossamer.cli.bench.case import find_benchmarks, load_cases
 from gossamer.cli.bench.report import duration, summary_table
 from gossamer.cli.bench.runner import CaseResult, Settings, run_case
+from gossamer.cli.bench.sweep import draw_cases
 from gossamer.cli.bench.timing import Ceilings, Timing, burst, energy
 
 CPU = torch.device("cpu")
@@ -113,6 +115,81 @@ def test_exit_code_is_1(toys: Path, extra: str, status: str) -> None:
     file.write_text(TOY.format(extra=extra))
     code, output = bench("toy", "--out", toys)
     assert code == 1 and status in output
+
+
+SWEEP = """
+import torch
+from gossamer.cli.bench import Case, Provider, log_uniform
+
+RANGES = "n 2-64"
+
+def draw(random, device, quick):
+    n = log_uniform(random, 2, 64)
+    return Case(
+        room="toy", name="product", parameters={"n": n}, dtype=torch.float32,
+        make=lambda d, g: [tuple(torch.randn(2, n, n, generator=g, device=d))],
+        providers=(
+            Provider("gossamer", torch.matmul, ours=True), Provider("gossamer, another", torch.matmul, ours=True),
+            Provider("dense", lambda a, b: torch.matmul(a, b)), Provider("torch.compile", torch.matmul),
+            Provider("no product", lambda a, b: a @ b, partial=True),
+        ),
+        reference=lambda a, b: (a.double() @ b.double(),), bytes=12 * n * n, flops=2 * n**3,
+    )
+"""
+
+
+def test_a_sweep_at_random(toys: Path) -> None:
+    (folder,) = toys.parent.glob("toys_*")
+    (folder / "toy" / "sweep.py").write_text(SWEEP)
+    code, output = bench("sweep", "--out", toys, "--cases", 7, "--seed", 3)
+    assert code == 0, output
+    assert "below 1.00" in output and "worst, beside dense PyTorch" in output
+    (file,) = toys.glob("*.json")
+    content = json.loads(file.read_text())
+    assert len(content["cases"]) == 7 and content["settings"]["seed"] == 3 and file.stem.startswith("sweep-")
+    sizes = [case["parameters"]["n"] for case in content["cases"]]
+    assert all(2 <= n <= 64 for n in sizes) and len(set(sizes)) > 1
+    # Ours, and the peers that need not compile.
+    assert [p["name"] for p in content["cases"][0]["providers"]] == ["gossamer", "dense"]
+    figures = content["summary"]["dense"]["all"]
+    found = [case["ratios"]["eager"]["gossamer"]["dense"] for case in content["cases"]]
+    assert figures["cases"] == 7 and figures["below_1.00"] == sum(ratio < 1 for ratio in found) / 7
+    assert figures["worst"][0]["ratio"] == min(found) and figures["worst"][-1]["ratio"] == max(found)
+    assert figures["geometric_mean"] == pytest.approx(torch.tensor(found).log().mean().exp().item())
+    (picture,) = toys.glob("*.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    # The same seed draws the same shapes.
+    again = bench("sweep", "--cases", 7, "--seed", 3, "--list")[1]
+    assert again.split() == [case["id"] for case in content["cases"]]
+    assert bench("sweep", "--cases", 7, "--seed", 4, "--list")[1] != again
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("toy", "--cases", "3"), "--room and --cases belong to gossamer bench sweep"),
+        (("sweep", "--case", "x*"), "shapes choose among fixed cases"),
+        (("sweep", "--room", "attic"), "--room must be one of"),
+    ],
+)
+def test_arguments_of_a_sweep(arguments: tuple[str, ...], message: str, toys: Path) -> None:
+    code, output = bench(*arguments)
+    assert code == 2 and message in output
+
+
+def test_shipped_ranges_draw_what_runs() -> None:
+    """Of every room a case that is right; that ranges are stated; that a GPU's are drawn, too."""
+    folder = find_benchmarks()
+    assert folder is not None
+    cases = draw_cases(folder, None, 1, 0, CPU, True)
+    assert {case.room for case in cases} >= {"sae", "gemm", "rowsparse"}
+    for case in cases:
+        result = run_case(case, CPU, Settings(1, 1e-4), 0)
+        assert not result.failed, (case.id, result)
+    for file in folder.glob("*/sweep.py"):
+        assert "log-uniform" in import_module(f"benchmarks.{file.parent.name}.sweep").RANGES
+        drawn = draw_cases(folder, file.parent.name, 50, 1, torch.device("cuda"), False)
+        assert len({case.id for case in drawn}) > 40 and len({case.dtype for case in drawn}) == 3
 
 
 def test_a_spent_budget_is_said(toys: Path) -> None:
@@ -366,3 +443,42 @@ def test_shipped_cases_have_unique_ids() -> None:
     for quick in (True, False):
         ids = [case.id for case in load_cases(folder, None, None, CPU, quick)]
         assert len(ids) == len(set(ids)) and any(i.startswith("sae/decode/") for i in ids)
+
+
+def test_shapes_and_providers_of_your_own(toys: Path) -> None:
+    code, text = bench("toy", "--out", toys, "--provider", "goss*", "--case", "*n=4*")
+    assert code == 0 and "dense" not in text.split("summary")[0]
+    code, text = bench("toy", "--out", toys, "--provider", "nobody")
+    assert code == 2 and "--provider must match one of broken, dense, elsewhere, gossamer, got 'nobody'" in text
+    code, text = bench("toy", "--out", toys, "--length", 128)
+    assert code == 2 and "no case takes lengths. The room attention does." in text
+    code, text = bench("toy", "--out", toys, "--dtype", "int8")
+    assert code == 2 and "--dtype must be one of float32, float16, bfloat16, got 'int8'" in text
+
+
+def test_results_that_nobody_checks(toys: Path) -> None:
+    code, _ = bench("toy", "--out", toys, "--skip-verify", "--provider", "dense")
+    found = json.loads(next(toys.glob("*.json")).read_text())
+    assert code == 0 and found["cases"][0]["providers"][0]["error"] is None
+    assert found["cases"][0]["providers"][0]["eager"]["median"] > 0
+
+
+@pytest.mark.parametrize("option, calls", [("--profile", 3), ("--ncu", 1)])
+def test_calls_for_a_profiler(toys: Path, option: str, calls: int) -> None:
+    code, text = bench("toy", "--out", toys, option, "--provider", "dense", "--case", "*n=4*")
+    assert code == 0 and "toy/product/n=4,float32: dense" in text and not toys.exists()
+    row = next(line for line in text.splitlines() if line.strip().startswith("aten::mm"))
+    assert row.split()[-1] == str(calls)
+
+
+def test_lengths_of_attention() -> None:
+    folder = find_benchmarks()
+    assert folder is not None
+    given = {"lengths": (128,), "dtype": torch.float16, "batch": 2}
+    cases = load_cases(folder, "attention", None, CPU, True, given, "gossamer")
+    named = [case for case in cases if case.name.startswith("sparse_attention")]
+    assert {case.name for case in named} == {
+        "sparse_attention", "sparse_attention_training", "sparse_attention_random",
+    }  # fmt: skip
+    assert all(case.parameters["T"] == 128 and case.parameters["B"] == 2 for case in named)
+    assert all(case.dtype is torch.float16 for case in cases)

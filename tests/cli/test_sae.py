@@ -1,4 +1,4 @@
-"""`gossamer sae extract`, `gossamer sae show` and `gossamer sae report`."""
+"""`gossamer sae extract`, `show`, `report` and `check`."""
 
 import errno
 import json
@@ -19,6 +19,7 @@ from gossamer.cli import main
 from gossamer.sae import Extraction, extract
 from gossamer.sae._extract import folder as disk
 from gossamer.sae._extract.text import Text
+from tests.sae.extraction import flip
 
 
 def run(*arguments: object) -> tuple[int, str]:
@@ -60,10 +61,10 @@ def test_a_full_disk(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = ("--batch-size", 16, "--shard-rows", 32, "--device", "cpu")
     original = disk.save_file
 
-    def full(tensors: Any, path: Path) -> None:
+    def full(tensors: Any, path: Path, *metadata: Any) -> None:
         if path.name.startswith("shard-000002"):
             raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-        original(tensors, path)
+        original(tensors, path, *metadata)
 
     monkeypatch.setattr(disk, "save_file", full)
     code, output = run("extract", files / "model", files / "acts.npy", "--out", files / "out", *sizes)
@@ -201,7 +202,7 @@ def test_show_of_text(files: Path) -> None:
     for shard in shards:
         shard.unlink()
     code, output = run("show", files / "out", "--feature", busiest)
-    assert code == 2 and "is gone. Put it back" in output
+    assert code == 2 and "is gone. Put a whole copy back" in output
 
 
 def test_a_report_that_cannot_be_written(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,12 +223,56 @@ def test_what_may_not_be_read(files: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """Is not gone: nobody is told to extract again."""
     extract(torch.randn(100, 8), nn.load(files / "model"), files / "out")
 
-    def refuse(file: Path) -> Any:
+    def refuse(file: Path, **_: Any) -> Any:
         raise FileNotFoundError(f"No such file or directory: {file}")  # so safetensors says
 
-    monkeypatch.setattr(disk, "load_file", refuse)
+    monkeypatch.setattr(disk, "safe_open", refuse)
     code, output = run("show", files / "out")
     assert code == 1 and "may not be read" in output and "gone" not in output
+
+
+def test_check(files: Path) -> None:
+    """Exit 0 where all is whole, 1 with what is not, and 2 where there is nothing to look at."""
+    extract(Tokens(files), nn.load(files / "model"), files / "out", batch_size=16, shard_rows=32)
+    code, output = run("check", files / "out")
+    assert code == 0 and "rows=100" in output and "4 shards, their statistics and the manifest hold" in output, output
+    flip(files / "out" / "shard-000001.safetensors")
+    (files / "out" / "shard-000002.safetensors").unlink()
+    code, output = run("check", files / "out")
+    output = " ".join(output.split())
+    assert code == 1 and f"gossamer sae check: in {files / 'out'}, shard-000001.safetensors is damaged" in output
+    assert "shard-000002.safetensors is gone. Put a whole copy back; or remove it and manifest.json" in output
+    (files / "out" / "manifest.json").write_text('{"version": 2, "sett')
+    code, output = run("check", files / "out")
+    output = " ".join(output.split())
+    assert code == 1 and "gossamer sae check: " in output and "The same call of sae.extract makes it again" in output
+    code, output = run("check", files / "model")
+    assert code == 2 and "gossamer sae check: " in output and "holds no manifest.json" in output
+
+
+def test_a_manifest_that_is_made_again(files: Path) -> None:
+    arguments = ("extract", files / "model", files / "acts.npy", "--out", files / "out", "--device", "cpu")
+    arguments += ("--batch-size", 16, "--shard-rows", 32)
+    assert run(*arguments)[0] == 0
+    kept = (files / "out" / "manifest.json").read_bytes()
+    (files / "out" / "manifest.json").write_bytes(kept[:200])
+    for command in ("show", "report"):
+        code, output = run(command, files / "out")
+        assert code == 2 and "makes it again from the shards" in output.replace("\n", " "), output
+    assert run(*arguments)[0] == 0 and (files / "out" / "manifest.json").read_bytes() == kept
+
+
+def test_errors_begin_with_the_command(files: Path) -> None:
+    """And not with the function that it calls."""
+    (files / "out").mkdir()
+    (files / "out" / "manifest.json").write_text("{")
+    for folder in ("model", "out"):
+        for command in ("show", "report", "check"):
+            output = " ".join(run(command, files / folder)[1].replace("│", " ").split())
+            assert f"gossamer sae {command}: " in output and "sae.Extraction" not in output, output
+            assert "sae.extract: " not in output, output
+    code, output = run("extract", files / "model", files / "none.npy", "--out", files / "out")
+    assert code == 2 and "gossamer sae extract: there is no file" in output and "sae.extract" not in output
 
 
 def test_values_that_are_not_finite_are_told(files: Path) -> None:
@@ -238,13 +283,13 @@ def test_values_that_are_not_finite_are_told(files: Path) -> None:
     assert code == 0 and "values are not finite, and are left out" in output
     l0 = output.split(" latents a row")[0].split()[-1]
     assert f"{l0} latents a row" in run("show", files / "out")[1]
-    # A run that is finished reads no batch, and shows no bar.
+    # A run that is finished reads no batch: the bar is that of what it verifies.
     code, output = run("extract", files / "model", files / "acts.npy", "--out", files / "out", "--device", "cpu")
-    assert code == 0 and "/?" not in output
+    assert code == 0 and "/?" not in output and "100/100" in output
 
 
 def test_report_of_nothing(files: Path) -> None:
-    extract(torch.zeros(0, 8), nn.load(files / "model"), files / "out")
+    extract(torch.zeros(9, 8), nn.JumpReLUSAE(8, 40, initial_threshold=1.0), files / "out")
     assert run("report", files / "out", "--out", files / "a")[0] == 0
     assert "No latent fired." in (files / "a" / "index.html").read_text(encoding="utf-8")
     assert run("report", files / "out", "--out", files / "a", "--features", "3")[0] == 0

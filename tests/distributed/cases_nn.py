@@ -17,7 +17,7 @@ from gossamer import nn
 
 D_IN, D_OUT, D_SAE, STEPS = 9, 5, 31, 6
 ROWS = 4  # of a rank: few enough that latents stay silent for a step
-KINDS = ("topk", "batchtopk", "jumprelu", "transcoder")
+KINDS = ("topk", "batchtopk", "jumprelu", "transcoder", "jumprelu steered")
 # With what sums over latents, or over the dead of them: few enough steps to die in, and more dead than are taken.
 VARIANTS: dict[str, dict[str, Any]] = {
     "topk": {"aux_coefficient": 0.3, "aux_k": 2, "dead_after": 1},
@@ -31,7 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def make(kind: str, device: torch.device, seed: int = 0, **options: Any) -> Any:
     torch.manual_seed(seed)
     options = {"dtype": torch.float64 if device.type == "cpu" else torch.float32} | options
-    kind = kind.split()[0]
+    kind, steered = kind.split()[0], kind.endswith("steered")
     if kind == "topk":
         return nn.TopKSAE(D_IN, D_SAE, 4, **options).to(device)
     if kind == "batchtopk":
@@ -41,7 +41,11 @@ def make(kind: str, device: torch.device, seed: int = 0, **options: Any) -> Any:
         # From 0 nothing but the decoder would train in the first steps.
         torch.nn.init.normal_(model.W_dec, std=0.3)
         return model
-    options |= {"bandwidth": 0.3, "initial_threshold": 0.5, "l0_coefficient": 0.05}
+    if steered:
+        # Fresh: each way of training looks at its data by itself.
+        options |= {"target_l0": 3.0, "warm_up": 4}
+    else:
+        options |= {"bandwidth": 0.3, "initial_threshold": 0.5, "l0_coefficient": 0.05}
     return nn.JumpReLUSAE(D_IN, D_SAE, **options).to(device)
 
 
@@ -57,7 +61,9 @@ def given(model: torch.nn.Module, x: Tensor) -> tuple[Tensor, ...]:
 
 def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
     """As sensitive to gradients as to their direction: Adam would divide rounding errors by themselves."""
-    return torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
+    # The penalty that is steered begins heavy.
+    steered = any("steering" in name for name, _ in model.named_buffers())
+    return torch.optim.SGD(model.parameters(), lr=3e-4 if steered else 0.03, momentum=0.9)
 
 
 def train(model: Any, loss: Any, x: Tensor) -> list[Tensor]:
@@ -118,6 +124,9 @@ def case_sharded_training(rank: int, world: int, device: torch.device) -> None:
 def case_sharded_and_saved(rank: int, world: int, device: torch.device) -> None:
     for kind in KINDS:
         one = make(kind, device, dtype=torch.bfloat16)
+        if kind.endswith("steered"):
+            # What is loaded has begun, whatever it was before.
+            one.initialize_(batches(12, device)[0].bfloat16())
         model = nn.shard(one)
         gathered = model.gathered(rank=world - 1)
         if rank < world - 1:
@@ -160,6 +169,12 @@ def case_shard_errors(rank: int, world: int, device: torch.device) -> None:
 def one_process(kind: str, x: Tensor, world: int, device: torch.device) -> tuple[Any, list[Tensor]]:
     """What data parallelism has to come to: for BatchTopK, batches that share a step."""
     one = make(kind, device)
+    if kind == "jumprelu steered":
+        # Each rank looks at its own rows, and they start at the mean of what they see.
+        seen = [one.measured(piece, one.W_enc, one.W_dec) for piece in x[0].chunk(world)]
+        mean = type(seen[0])(*(torch.stack(found).mean(0) for found in zip(*seen)))
+        for name, start in one.begin_(one.W_enc, mean).items():
+            one.get_parameter(name).data.copy_(start)
     if kind != "batchtopk":
         return one, train(one, lambda batch: one.loss(*given(one, batch)).loss, x)
     # The statistics of each batch from the same begin, as the ranks have them.

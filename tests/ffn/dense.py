@@ -1,8 +1,18 @@
-"""The feed-forward block by its definition."""
+"""The feed-forward block by its definition, and operands of which no rounding decides what is active."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from gossamer import ffn
+from gossamer.testing import assert_close
+
+SPARSE = ("gather", "union")
+METHODS = (*SPARSE, "fused", "dense")
+SMALL = (34, 24, 300, 40)
+"""Rows, K, N, D: two groups of rows and two tiles, not full."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -24,3 +34,44 @@ def dense(x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor, activation: 
 def dense64(*operands: Tensor | str | None, **more: Tensor | None) -> Tensor:
     wide = [t.detach().double() if isinstance(t, Tensor) else t for t in operands]
     return dense(*wide, **{k: None if t is None else t.detach().double() for k, t in more.items()})  # type: ignore[arg-type]
+
+
+def operands(
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+    shift: float = 2.0,
+    shared: float = 0.0,
+) -> dict[str, Tensor]:
+    """Small integers over a power of two, so that every pre-activation is exact and no rounding decides what is kept.
+    The rows of x have `shared` of what they are made of in common."""
+    m, k, n, d = shape
+
+    def draw(*size: int, least: int = -1) -> Tensor:
+        return torch.randint(least, 2, size, device=device, generator=generator)
+
+    own = torch.rand(m, k, device=device, generator=generator) >= shared
+    x = torch.where(own, draw(m, k), draw(1, k))
+    scale = 2.0 ** -(k.bit_length() // 2)
+    made = {
+        "x": x,
+        "gate": draw(n, k) * scale,
+        "up": torch.randn(n, k, device=device, generator=generator) * scale,
+        "down": torch.randn(d, n, device=device, generator=generator) * max(n, 1) ** -0.5,
+        "gate_bias": torch.full((n,), -shift, device=device),
+        "up_bias": torch.randn(n, device=device, generator=generator),
+        "down_bias": torch.randn(d, device=device, generator=generator),
+    }
+    return {name: tensor.to(dtype) for name, tensor in made.items()}
+
+
+def call(a: dict[str, Tensor], **options: Any) -> Tensor:
+    biases = {name: a[name] for name in ("gate_bias", "up_bias", "down_bias") if name in a}
+    return ffn.gated(a["x"], a["gate"], a["up"], a["down"], **biases, **options)
+
+
+def check(a: dict[str, Tensor], out: Tensor, activation: str = "relu", threshold: Tensor | None = None) -> None:
+    more = {name: a.get(name) for name in ("gate_bias", "up_bias", "down_bias")} | {"threshold": threshold}
+    parts = (a["x"], a["gate"], a.get("up"), a["down"], activation)
+    assert_close(out, reference64=dense64(*parts, **more), plain=dense(*parts, **more))

@@ -6,60 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from gossamer import ffn
 from gossamer._core.ops import INTERPRET
 from gossamer.ffn import costs
-from gossamer.ffn.sparse_ffn import sparse_ffn
-from gossamer.testing import assert_close
-from tests.ffn.dense import dense, dense64
-
-SPARSE = ("gather", "union")
-METHODS = (*SPARSE, "fused", "dense")
-SMALL = (34, 24, 300, 40)
-"""Rows, K, N, D: two groups of rows and two tiles, not full."""
-
-
-def operands(
-    shape: tuple[int, int, int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    generator: torch.Generator,
-    shift: float = 2.0,
-    shared: float = 0.0,
-) -> dict[str, Tensor]:
-    """Small integers over a power of two, so that every pre-activation is exact and no rounding decides what is kept.
-    The rows of x have `shared` of what they are made of in common."""
-    m, k, n, d = shape
-
-    def draw(*size: int, least: int = -1) -> Tensor:
-        return torch.randint(least, 2, size, device=device, generator=generator)
-
-    own = torch.rand(m, k, device=device, generator=generator) >= shared
-    x = torch.where(own, draw(m, k), draw(1, k))
-    scale = 2.0 ** -(k.bit_length() // 2)
-    made = {
-        "x": x,
-        "gate": draw(n, k) * scale,
-        "up": torch.randn(n, k, device=device, generator=generator) * scale,
-        "down": torch.randn(d, n, device=device, generator=generator) * max(n, 1) ** -0.5,
-        "gate_bias": torch.full((n,), -shift, device=device),
-        "up_bias": torch.randn(n, device=device, generator=generator),
-        "down_bias": torch.randn(d, device=device, generator=generator),
-    }
-    return {name: tensor.to(dtype) for name, tensor in made.items()}
-
-
-def call(a: dict[str, Tensor], **options: Any) -> Tensor:
-    biases = {name: a[name] for name in ("gate_bias", "up_bias", "down_bias") if name in a}
-    return ffn.gated(a["x"], a["gate"], a["up"], a["down"], **biases, **options)
-
-
-def check(a: dict[str, Tensor], out: Tensor, activation: str = "relu", threshold: Tensor | None = None) -> None:
-    more = {name: a.get(name) for name in ("gate_bias", "up_bias", "down_bias")} | {"threshold": threshold}
-    parts = (a["x"], a["gate"], a["up"], a["down"], activation)
-    assert_close(out, reference64=dense64(*parts, **more), plain=dense(*parts, **more))
+from tests.ffn.dense import METHODS, SMALL, SPARSE, call, check, dense, operands
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -74,48 +25,6 @@ def test_matches_dense(
     out = call(a, activation=activation, threshold=threshold, method=method)
     assert out.dtype is dtype
     check(a, out, activation, threshold)
-
-
-@pytest.mark.parametrize("method", SPARSE)
-@pytest.mark.parametrize("shift", [0.0, 1.0, 9.0])
-def test_any_density(method: str, shift: float, device: torch.device, generator: torch.Generator) -> None:
-    """Half of the entries, so that every row is heavy; some heavy rows; none has an entry."""
-    a = operands(SMALL, torch.float32, device, generator, shift)
-    check(a, call(a, method=method))
-
-
-@pytest.mark.parametrize("method", SPARSE)
-def test_rows_of_very_different_density(method: str, device: torch.device, generator: torch.Generator) -> None:
-    a = operands((33, 24, 600, 20), torch.float32, device, generator)
-    a["x"][[3, 17, 32]] *= 64
-    a["x"][20] = 0
-    check(a, call(a, method=method))
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("shared", [0.0, 0.9])
-def test_unions_of_neighbours(shared: float, device: torch.device, generator: torch.Generator) -> None:
-    """What the operator says of itself: entries of rows, columns of groups."""
-    a = operands((36, 24, 600, 20), torch.float32, device, generator, shared=shared)
-    z = a["x"] @ a["gate"].t() + a["gate_bias"]
-    kept = z > 0
-    parts = (a["x"], a["gate"], a["gate_bias"], None, a["up"], a["up_bias"], a["down"], None, a["down_bias"])
-    out, nnz, sizes = sparse_ffn(*parts, False, True, 1, False)
-    check(a, out)
-    assert nnz.tolist() == kept.sum(1).tolist()
-    limit = costs.costs_of(600, 24, 20, True, a["x"]).limit
-    light = kept & (kept.sum(1) <= limit)[:, None]
-    assert sizes.tolist() == [int(light[i : i + costs.GROUP].any(0).sum()) for i in range(0, 36, costs.GROUP)]
-    # Sharing pays, and strangers' unions do not.
-    assert bool(sizes[0] * costs.PRICE <= light[: costs.GROUP].sum()) == (shared > 0)
-
-
-@pytest.mark.parametrize("m", [0, 1, 16, 17])
-@pytest.mark.parametrize("n", [0, 5, 300])
-def test_few_rows(m: int, n: int, device: torch.device, generator: torch.Generator) -> None:
-    a = operands((m, 24, n, 33), torch.float32, device, generator, shift=1.0)
-    for method in SPARSE if m > 16 else SPARSE[:1]:
-        check(a, call(a, method=method))
 
 
 @pytest.mark.parametrize("m", [3, 20])

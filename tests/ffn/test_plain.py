@@ -8,8 +8,7 @@ import torch
 from gossamer import ffn
 from gossamer._core.ops import INTERPRET
 from gossamer.testing import assert_close
-from tests.ffn.dense import dense, dense64
-from tests.ffn.test_gated import METHODS, SMALL, SPARSE, operands
+from tests.ffn.dense import METHODS, SMALL, SPARSE, dense, dense64, operands
 
 
 @pytest.mark.parametrize("method", SPARSE if INTERPRET else METHODS)

@@ -61,6 +61,20 @@ def test_any_shape(data: st.DataObject, dtype: torch.dtype, device: torch.device
     assert rows.validate() is rows
 
 
+@pytest.mark.parametrize("m", [1, 3, 16])
+@pytest.mark.parametrize("capacity", [8, None], ids=["overflowed", "all fit"])
+def test_few_rows_in_float32(m: int, capacity: int | None, device: torch.device, scale: int) -> None:
+    """A long sum in one chain would be ten times less exact than the library's, which has few rows in several."""
+    generator = strategies.seeded(0, device)
+    k, n = 256 * scale, 256 * scale
+    x, weight = (torch.randn(*size, device=device, generator=generator) for size in ((m, k), (n, k)))
+    rows, _ = gemm.linear_pack(x, weight, format="ell", capacity=capacity or n)
+    wanted = activated(x.double(), weight.double())
+    magnitude = (x.double().square() @ weight.double().square().t()).sqrt()
+    plain = activated(x, weight)
+    assert_close(rows.to_dense(), reference64=wanted, plain=plain, length=k, magnitude=magnitude)
+
+
 @EACH
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("bound", [False, True])

@@ -246,7 +246,9 @@ def test_files(tmp_path: Path) -> None:
 
 def test_nothing_to_read(tmp_path: Path) -> None:
     source = Activations(language_model(), byte_level(), ["", ""], "transformer.h.1", context_size=12)
-    assert len(source) == 0 and extract(source, autoencoder(), tmp_path, **SIZES).rows == 0
+    assert len(source) == 0
+    with pytest.raises(ValueError, match="source has no rows"):
+        extract(source, autoencoder(), tmp_path, **SIZES)
 
 
 def test_errors(tmp_path: Path) -> None:

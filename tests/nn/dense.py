@@ -74,7 +74,7 @@ def loss(model: Any, x: Tensor, y: Tensor | None = None) -> Terms:
             "tanh": lambda: torch.tanh(model.tanh_scale * acts * norms).sum(-1),
         }[model.penalty]()
         penalty = model.l0_coefficient * sparsity.mean()
-    count = 2 * model.d_in if jump else 2 * model.aux_k
+    count = 2 * model.d_in if jump else max(2 * model.aux_k, len(model.b_dec))
     # A stable sort leaves those that are equally silent in their order.
     chosen = torch.zeros_like(silent, dtype=torch.bool)
     chosen[silent.sort(descending=True, stable=True).indices[:count]] = True

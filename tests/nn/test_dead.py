@@ -42,10 +42,11 @@ def test_loss_and_gradients(kind: str, dead: int, device: torch.device, generato
 
 
 @pytest.mark.parametrize("kind", ["topk", "batchtopk"])
-def test_defaults_take_half_of_d_in(kind: str, device: torch.device, generator: torch.Generator) -> None:
+def test_how_many_are_taken_by_default(kind: str, device: torch.device, generator: torch.Generator) -> None:
+    """Half of d_in; of BatchTopK as many as a row has."""
     x = dense.sample(40, generator)
     model = model_with_dead(kind, x, 30, aux_k=None, aux_coefficient=1 / 32)
-    assert model.aux_k == dense.D_IN // 2
+    assert model.aux_k == (dense.D_IN // 2 if kind == "topk" else model.k)
     dense.compare(model, x)
     assert nn.Transcoder(9, 5, 30, 2).aux_k == 2 and nn.TopKSAE(9, 3, 2).aux_k == 3 and nn.TopKSAE(1, 3, 2).aux_k == 1
 

@@ -139,6 +139,7 @@ def test_frozen_parts_cost_nothing(
     x = dense.sample(40, generator)
     options: dict[str, Any] = {"transcoder": {"skip": True}, "jumprelu": {"penalty": "tanh", "ste_to_input": True}}
     model = dense.make(kind, device, **options.get(kind, {}))
+    model.density.pinned = "sparse"
     dense.kill(model, x, 5)
     whole = copy.deepcopy(model)
     whole.loss(*dense.given(model, x)).loss.backward()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gossamer import nn
+from gossamer.nn import sae as module
 from tests.nn import dense
 
 KINDS = ("topk", "batchtopk", "jumprelu", "transcoder")
@@ -52,10 +53,24 @@ def test_inference_both_ways(kind: str, device: torch.device, generator: torch.G
     torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules choose on a GPU, too."""
+    monkeypatch.setattr(module, "MEASURED", ("cpu", "cuda"))
+
+
+def test_where_the_break_even_is_not_measured(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    monkeypatch.setattr(module, "MEASURED", ())
+    model, x = nn.JumpReLUSAE(32, 512, device=device), torch.randn(200, 32, device=device)
+    for _ in range(6):
+        model.loss(x).loss.backward()
+        assert model.density.last_path == "sparse" and model.density.known(training=True) is None
+
+
+@pytest.mark.usefixtures("everywhere")
 def test_the_way_follows_the_rows(device: torch.device, generator: torch.Generator) -> None:
     """Half of 512 latents fire: dense from the first call in training on; in inference once that is known."""
     model, x = nn.JumpReLUSAE(32, 512, device=device), torch.randn(200, 32, device=device, generator=generator)
-    model.density.pinned = None
     paths = []
     for _ in range(7):
         with torch.no_grad():
@@ -71,10 +86,10 @@ def test_the_way_follows_the_rows(device: torch.device, generator: torch.Generat
     assert model.density.last_path == "sparse"
 
 
+@pytest.mark.usefixtures("everywhere")
 def test_k_is_known_without_looking(device: torch.device, generator: torch.Generator) -> None:
     x = torch.randn(200, 32, device=device, generator=generator)
     for k, way in ((2, "sparse"), (500, "dense")):
         model = nn.TopKSAE(32, 512, k, device=device, aux_coefficient=0)
-        model.density.pinned = None
         model.loss(x).loss.backward()
         assert model.density.last_path == way and model.density.known(training=True) is None

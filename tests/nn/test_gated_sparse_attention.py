@@ -105,7 +105,7 @@ def _compare(ours: nn.Module, reference: nn.Module, x: Tensor) -> None:
     single.__dict__ = {**ours.__dict__}
     leaf, exact, usual = x.clone().requires_grad_(), x.double().requires_grad_(), x.clone().requires_grad_()
     out, wanted, plain = ours(leaf), reference(exact), single(usual)
-    assert_close(out, reference64=wanted, plain=plain, factor=4)
+    assert_close(out, reference64=wanted, plain=plain)
     towards = torch.randn(out.shape, device=x.device)
     names = [name for name, _ in ours.named_parameters() if not name.startswith("indexer")]
     found = []
@@ -113,7 +113,7 @@ def _compare(ours: nn.Module, reference: nn.Module, x: Tensor) -> None:
         leaves = [start, *(module.get_parameter(name) for name in names)]
         found.append(torch.autograd.grad(result, leaves, towards.to(result.dtype)))
     for name, a, b, c in zip(["x", *names], *found):
-        assert_close(a, reference64=b, plain=c, factor=4, name=f"gradient of {name}")
+        assert_close(a, reference64=b, plain=c, name=f"gradient of {name}")
 
 
 @pytest.mark.parametrize(

@@ -114,8 +114,13 @@ def test_loss_without_a_sync(device: torch.device, generator: torch.Generator) -
     "options, error, message",
     [
         ({"penalty": "l1"}, ValueError, 'penalty must be "step", "quadratic" or "tanh", got \'l1\''),
-        ({"penalty": "quadratic"}, ValueError, "target_l0 belongs to penalty=\"quadratic\", got None for 'quadratic'"),
-        ({"target_l0": 3.0}, ValueError, "target_l0 belongs to penalty=\"quadratic\", got 3.0 for 'step'"),
+        ({"penalty": "quadratic"}, ValueError, 'penalty="quadratic" needs a target_l0, got None'),
+        (
+            {"target_l0": 3.0, "l0_coefficient": 0.1},
+            ValueError,
+            "with a target_l0 the l0_coefficient of penalty='step' is steered, got 0.1. Leave out one",
+        ),
+        ({"warm_up": 0}, ValueError, "warm_up must be at least 1, got 0"),
         ({"penalty": "quadratic", "target_l0": 0.0}, ValueError, "target_l0 must be above 0 and finite, got 0.0"),
         ({"penalty": "quadratic", "target_l0": 9.0}, ValueError, "target_l0 must be at most d_sae = 8, got 9.0"),
         ({"tanh_scale": 0.0}, ValueError, "tanh_scale must be above 0 and finite, got 0.0"),

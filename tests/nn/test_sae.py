@@ -220,12 +220,21 @@ def test_loss_without_a_sync(device: torch.device, generator: torch.Generator) -
         (lambda: nn.TopKSAE(4, 8, 2, dtype="float32"), TypeError, "dtype must be torch.float32, .* got str"),
         (lambda: nn.JumpReLUSAE(4, 8, capacity=0), ValueError, "capacity must be at least 1, got 0"),
         (lambda: nn.JumpReLUSAE(4, 8, initial_threshold=-1.0), ValueError, "initial_threshold must be above 0"),
-        (lambda: nn.TopKSAE(4, 8, 2)(torch.ones(3, 5)), ValueError, r"x must have shape .* d_in = 4 like W_enc"),
+        (lambda: nn.TopKSAE(4, 8, 2)(torch.ones(3, 5)), ValueError, r"x must have shape .* d_in = 4, got"),
     ],
 )  # fmt: skip
 def test_errors(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize("use", ["encode", "forward", "loss"])
+def test_what_does_not_fit_is_told_by_the_module(use: str) -> None:
+    model = nn.TopKSAE(D_IN, D_SAE, 4)
+    with pytest.raises(ValueError, match=rf"nn\.TopKSAE: x must have shape \[\.\.\., d_in\] with d_in = {D_IN}, got"):
+        getattr(model, use)(torch.ones(2, D_IN + 1))
+    with pytest.raises(TypeError, match=r"nn\.TopKSAE: x must be float32.* got int64"):
+        getattr(model, use)(torch.ones(2, D_IN).long())
 
 
 def test_batchtopk(device: torch.device, generator: torch.Generator) -> None:
@@ -294,3 +303,11 @@ def test_batchtopk_without_anything_to_follow(device: torch.device) -> None:
     ):
         with pytest.raises(error, match=message):
             nn.BatchTopKSAE(D_IN, D_SAE, **options)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", [nn.TopKSAE, nn.BatchTopKSAE])
+def test_the_loss_of_no_rows_is_0(kind, training: bool, device: torch.device) -> None:
+    model = kind(8, 32, 4).to(device).train(training)
+    loss = model.loss(torch.empty(0, 8, device=device))
+    assert loss.loss.item() == 0 and loss.mse.item() == 0 and loss.l0.item() == 0

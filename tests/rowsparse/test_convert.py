@@ -1,6 +1,5 @@
 """Containers into each other."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,7 +43,7 @@ def test_columns_out_of_order() -> None:
     rows = pack(torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]]))
     indices = torch.tensor([[4, 0, 3, 0, 2]], dtype=torch.int32)
     values = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]])
-    out = convert(replace(rows, indices=indices, values=values), "twell", tile=2)
+    out = convert(strategies.changed(rows, indices=indices, values=values), "twell", tile=2)
     assert out.nnz_per_tile.tolist() == [[2, 2, 1]]
     assert out.to_dense().tolist() == [[6, 0, 5, 3, 1]]
 
@@ -68,7 +67,7 @@ def test_repeated_columns_all_have_a_slot(device: torch.device) -> None:
 def test_an_index_outside_the_row(kind: str, format: str, column: int, device: torch.device) -> None:
     """Is no column of another row."""
     rows: Any = pack(torch.eye(2, 300, device=device), format=kind)
-    rows.indices.view(-1)[0] = column
+    rows.packed.indices.view(-1)[0] = column
     if format != kind:
         with pytest.raises(ValueError, match=rf"rowsparse\.convert: indices must lie in \[0, N\).* got .*{column}"):
             convert(rows, format)
@@ -77,7 +76,7 @@ def test_an_index_outside_the_row(kind: str, format: str, column: int, device: t
 def test_an_index_outside_its_tile(device: torch.device) -> None:
     """Is no column of another tile."""
     rows = pack(torch.eye(8, device=device), format="twell", tile=4, slots=2)
-    rows.indices[0, 0, 0] = 5
+    rows.packed.indices[0, 0, 0] = 5
     with pytest.raises(ValueError, match=r"indices must lie in \[0, tile\) with tile = 4, .* got 5"):
         convert(rows, "csr")
     if device.type == "cpu":

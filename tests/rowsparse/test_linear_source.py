@@ -1,7 +1,5 @@
 """Containers whose overflowed rows are computed again from a linear layer."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +7,7 @@ from torch import Tensor
 from gossamer import sae
 from gossamer.rowsparse import ELL, LinearSource, matmul, pack, sampled_matmul, transpose, unpack
 from gossamer.testing import assert_close, assert_exact, random_rows
+from tests import strategies
 
 
 def layer(
@@ -27,10 +26,10 @@ def layer(
 def packed(source: LinearSource, dense: Tensor, over: Tensor, dtype: torch.dtype) -> ELL:
     """The rows of `dense`, of which those of the bool [M] `over` have no slots to hold them."""
     rows = pack(dense.to(dtype), capacity=dense.shape[1])
-    counts = torch.where(over, dense.shape[1] + 1, rows.nnz_per_row).int()
+    counts = torch.where(over, dense.shape[1] + 1, rows.packed.counts).int()
     # What is in their slots must not be read.
-    values = torch.where(over[:, None], float("nan"), rows.values)
-    return replace(rows, values=values, nnz_per_row=counts, source=source)
+    values = torch.where(over[:, None], float("nan"), rows.packed.values)
+    return strategies.changed(rows, values=values, counts=counts, source=source)
 
 
 @pytest.mark.parametrize("m, k, n, d", [(1, 3, 20, 5), (5, 40, 130, 17), (70, 24, 90, 64)])
@@ -92,15 +91,15 @@ def test_any_layout(dtype: torch.dtype, device: torch.device, generator: torch.G
             assert_exact(matmul(packed(laid, dense, over, dtype), weight), dense)
 
 
-@pytest.mark.parametrize("part", ["values", "indices", "nnz_per_row"])
+@pytest.mark.parametrize("part", ["values", "indices", "counts"])
 def test_any_layout_of_the_lists(
     part: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
     source, dense = layer(6, 20, 50, dtype, device, generator)
     rows = packed(source, dense, torch.arange(6, device=device) % 2 == 0, dtype)
-    held = getattr(rows, part)
+    held = getattr(rows.packed, part)
     for laid in (held.t().contiguous().t(), held.repeat_interleave(2, -1)[..., ::2]):
-        given = replace(rows, **{part: laid})
+        given = strategies.changed(rows, **{part: laid})
         with torch.no_grad():
             assert_exact(matmul(given, torch.eye(50, dtype=dtype, device=device)), dense)
             assert_exact(unpack(given), dense)

@@ -40,24 +40,25 @@ def test_any_shape_backward(data: st.DataObject, dtype: torch.dtype, device: tor
     depth = data.draw(strategies.DEPTHS)
     leaf = data.draw(strategies.matrix(rows.num_columns, depth, dtype, device)).requires_grad_()
     grad = data.draw(strategies.matrix(rows.num_rows, depth, dtype, device)).reshape(*rows.shape[:-1], depth)
-    values = rows.values.detach().requires_grad_()
+    values = rows.packed.values.detach().requires_grad_()
     source = None if rows.source is None else rows.source.detach().clone().requires_grad_()
-    matmul(replace(rows, values=values, source=source), leaf).backward(grad)
+    matmul(strategies.changed(rows, values=values, source=source), leaf).backward(grad)
     flat = grad.double().reshape(rows.num_rows, depth)
     dense = dense64(rows).reshape(rows.num_rows, rows.num_columns)
     assert_exact(leaf.grad, dense.t() @ flat, name="weight")
     wanted = flat @ leaf.detach().double().t()
     if isinstance(rows, ELL):
-        over = rows.nnz_per_row > rows.capacity
+        over = rows.packed.counts > rows.capacity
     else:
-        over = rows.row_offsets[1:] > rows.max_nnz
+        over = rows.packed.counts[1:] > rows.max_nnz
     if source is not None:
         assert_exact(source.grad, wanted * over[:, None], name="source")
-    expected = torch.zeros_like(rows.values, dtype=torch.float64)
-    for row, count in enumerate(rows.nnz_per_row.tolist()):
+    expected = torch.zeros_like(rows.packed.values, dtype=torch.float64)
+    _, indices, counts, _ = rows.packed
+    for row, count in enumerate((counts if isinstance(rows, ELL) else counts.diff()).tolist()):
         if not over[row]:
-            first = 0 if isinstance(rows, ELL) else int(rows.row_offsets[row])
-            at = (rows.indices[row] if isinstance(rows, ELL) else rows.indices)[first : first + count].long()
+            first = 0 if isinstance(rows, ELL) else int(counts[row])
+            at = (indices[row] if isinstance(rows, ELL) else indices)[first : first + count].long()
             slots = expected[row] if isinstance(rows, ELL) else expected
             if rows.num_columns:
                 slots[first : first + count] = torch.where(at >= 0, wanted[row, at.clamp(min=0)], 0)
@@ -117,9 +118,12 @@ def test_out_dtype(
     out = matmul(pack(x, capacity=capacity), weight, out_dtype=out_dtype)
     assert out.dtype is out_dtype
     reference = x.double() @ weight.double()
+    magnitude = (x.double().square() @ weight.double().square()).sqrt()
     for row in range(4):
         plain = (x[row].float() @ weight.float()).to(out_dtype)
-        assert_close(out[row], reference64=reference[row], plain=plain, name=f"row {row}")
+        # One row of a dense product may be nearly exact by luck, and is on some CPUs.
+        sums = {"length": int(x[row].count_nonzero()), "magnitude": magnitude[row]}
+        assert_close(out[row], reference64=reference[row], plain=plain, name=f"row {row}", **sums)
 
 
 @pytest.mark.parametrize("format", ["ell", "csr"])
@@ -140,9 +144,8 @@ def test_any_layout(
         if part == "weight":
             assert_exact(matmul(rows, strategies.laid_out(weight, layout)), reference, name=layout)
             continue
-        field = ("nnz_per_row" if format == "ell" else "row_offsets") if part == "counts" else part
-        tensor = getattr(rows, field)
-        changed = replace(rows, **{field: strategies.laid_out(tensor, layout)})
+        tensor = rows.source if part == "source" else getattr(rows.packed, part)
+        changed = strategies.changed(rows, **{part: strategies.laid_out(tensor, layout)})
         assert_exact(matmul(changed, weight), reference, name=layout)
 
 
@@ -177,9 +180,9 @@ def test_source_may_be_wrong_where_nothing_overflowed(dtype: torch.dtype, device
     """A container's source is right at least for overflowed rows; elsewhere it is not read."""
     x = random_rows((4, 30), l0=[2, 9, 0, 30], dtype=dtype, device=device, integers=True)
     rows = pack(x, capacity=4)
-    source = x.masked_fill((rows.nnz_per_row <= 4)[:, None], NAN)
+    source = x.masked_fill((rows.packed.counts <= 4)[:, None], NAN)
     weight = random_rows((30, 8), l0=8, dtype=dtype, device=device, integers=True).requires_grad_()
-    out = matmul(replace(rows, source=source), weight)
+    out = matmul(strategies.changed(rows, source=source), weight)
     assert_exact(out, x.double() @ weight.double())
     out.backward(torch.ones_like(out))
     assert_exact(weight.grad, x.double().t() @ torch.ones_like(out).double())
@@ -252,12 +255,12 @@ def test_second_derivatives_without_a_source(device: torch.device, generator: to
     rows = pack(random_rows((6, 30), l0=[1, 2, 0, 9, 3, 4], device=device, generator=generator), capacity=3)
     weight = torch.randn(30, 5, device=device, generator=generator)
     for packed in (rows, pack(random_rows((4, 30), l0=5, device=device), format="csr", max_nnz=12)):
-        values = packed.values.detach().requires_grad_()
+        values = packed.packed.values.detach().requires_grad_()
         grad = torch.randn(packed.num_rows, 5, device=device, generator=generator).requires_grad_()
-        out = matmul(replace(packed, values=values), weight)
+        out = matmul(strategies.changed(packed, values=values), weight)
         (first,) = torch.autograd.grad(out, values, grad, create_graph=True)
         (second,) = torch.autograd.grad(first.nan_to_num().square().sum(), grad)
-        over = packed.nnz_per_row.cumsum(0) > 12 if packed is not rows else packed.nnz_per_row > 3
+        over = packed.packed.counts[1:] > 12 if packed is not rows else packed.packed.counts > 3
         assert second.isfinite().all() and (second[over] == 0).all() and (second[~over] != 0).any()
 
 

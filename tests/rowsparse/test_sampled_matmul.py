@@ -1,7 +1,6 @@
 """(x @ weight.T) at a pattern and its gradients, against dense float64."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -25,18 +24,20 @@ PACKINGS = [
 
 def overflowed(rows: Rows) -> Tensor:
     """Bool [M]."""
-    return rows.nnz_per_row > rows.capacity if isinstance(rows, ELL) else rows.row_offsets[1:] > rows.max_nnz
+    counts = rows.packed.counts
+    return counts > rows.capacity if isinstance(rows, ELL) else counts[1:] > rows.max_nnz
 
 
 def at_entries(dense: Tensor, rows: Rows) -> Tensor:
     """What the values of `rows` are if every entry holds the element of `dense` [M, N] in its place; else 0."""
-    out = torch.zeros_like(rows.values, dtype=torch.float64)
+    values, indices, counts, _ = rows.packed
+    out = torch.zeros_like(values, dtype=torch.float64)
     over = overflowed(rows).tolist()
-    for row, count in enumerate(rows.nnz_per_row.tolist()):
+    for row, count in enumerate((counts if isinstance(rows, ELL) else counts.diff()).tolist()):
         if over[row] or rows.num_columns == 0:
             continue
-        first = 0 if isinstance(rows, ELL) else int(rows.row_offsets[row])
-        at = (rows.indices[row] if isinstance(rows, ELL) else rows.indices)[first : first + count].long()
+        first = 0 if isinstance(rows, ELL) else int(counts[row])
+        at = (indices[row] if isinstance(rows, ELL) else indices)[first : first + count].long()
         slots = out[row] if isinstance(rows, ELL) else out
         slots[first : first + count] = torch.where(at >= 0, dense[row, at.clamp(min=0)], 0)
     return out
@@ -53,15 +54,17 @@ def test_any_shape(data: st.DataObject, dtype: torch.dtype, device: torch.device
     assert type(out) is type(pattern) and out.shape == pattern.shape and out.dtype is dtype
     flat, w = x.detach().double().reshape(m, depth), weight.detach().double()
     product = flat @ w.t()
-    assert_exact(out.values, at_entries(product, pattern), name="values")
+    assert_exact(out.packed.values, at_entries(product, pattern), name="values")
     over, mask = overflowed(pattern)[:, None], None
     if pattern.source is not None:
         mask = over & (pattern.source != 0)
         assert_exact(torch.where(over, out.source, 0), product * mask, name="source")
-    grad = random_rows(out.values.shape, l0=out.values.shape[-1], dtype=dtype, device=device, integers=True)
-    torch.autograd.backward(out.values, grad, retain_graph=mask is not None)
+    grad = random_rows(
+        out.packed.values.shape, l0=out.packed.values.shape[-1], dtype=dtype, device=device, integers=True
+    )
+    torch.autograd.backward(out.packed.values, grad, retain_graph=mask is not None)
     # A matrix with the gradient at the entries: in float64, by the definition of the format.
-    dense = dense64(replace(pattern, values=grad, source=None, **_without(pattern, over.squeeze(1))))
+    dense = dense64(strategies.changed(pattern, values=grad, source=None, **_without(pattern, over.squeeze(1))))
     dense = dense.reshape(m, n)
     if mask is not None:
         grad_source = random_rows((m, n), l0=n, dtype=dtype, device=device, integers=True)
@@ -74,12 +77,12 @@ def test_any_shape(data: st.DataObject, dtype: torch.dtype, device: torch.device
 def _without(rows: Rows, over: Tensor) -> dict[str, Tensor]:
     """Indices in which the entries of overflowed rows are none, and counts that fit the buffers."""
     if isinstance(rows, ELL):
-        counts = rows.nnz_per_row.clamp(max=rows.capacity)
-        return {"indices": rows.indices.masked_fill(over[:, None], -1), "nnz_per_row": counts}
-    indices, first = rows.indices.clone(), rows.row_offsets[:-1]
+        counts = rows.packed.counts.clamp(max=rows.capacity)
+        return {"indices": rows.packed.indices.masked_fill(over[:, None], -1), "counts": counts}
+    indices, first = rows.packed.indices.clone(), rows.packed.counts[:-1]
     if bool(over.any()):
         indices[int(first[over].min()) :] = -1
-    return {"indices": indices, "row_offsets": rows.row_offsets.clamp(max=rows.max_nnz)}
+    return {"indices": indices, "counts": rows.packed.counts.clamp(max=rows.max_nnz)}
 
 
 @pytest.mark.parametrize("options", PACKINGS, ids=str)
@@ -97,7 +100,7 @@ def test_error_budget(
     result = dense64(out)
     assert_close(result.to(dtype), reference64=reference, plain=plain)
     grad = torch.randn(m, n, device=device, generator=generator).to(dtype)
-    held, grads_at = [out.values], [at_entries(grad, pattern).to(dtype)]
+    held, grads_at = [out.packed.values], [at_entries(grad, pattern).to(dtype)]
     if out.source is not None:
         held.append(out.source)
         grads_at.append(grad)
@@ -115,17 +118,15 @@ def test_any_layout(part: str, make, dtype: torch.dtype, device: torch.device, g
     pattern = make((4, 30), 6, **options)
     x, weight = random_rows((4, 8), l0=8, **options), random_rows((30, 8), l0=8, **options)
     reference = at_entries(x.double() @ weight.double().t(), pattern)
-    counts = "nnz_per_row" if make is random_ell else "row_offsets"
     for layout in ("transposed", "strided", "misaligned"):
         if part == "x":
             out = sampled_matmul(strategies.laid_out(x, layout), weight, pattern)
         elif part == "weight":
             out = sampled_matmul(x, strategies.laid_out(weight, layout), pattern)
         else:
-            field = counts if part == "counts" else part
-            changed = replace(pattern, **{field: strategies.laid_out(getattr(pattern, field), layout)})
+            changed = strategies.changed(pattern, **{part: strategies.laid_out(getattr(pattern.packed, part), layout)})
             out = sampled_matmul(x, weight, changed)
-        assert_exact(out.values, reference, name=layout)
+        assert_exact(out.packed.values, reference, name=layout)
 
 
 def test_special_values(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
@@ -161,7 +162,7 @@ def test_gradcheck(options: dict[str, int]) -> None:
 
     def results(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         out = sampled_matmul(x, weight, pattern)
-        return (out.values,) if out.source is None else (out.values, out.source)
+        return (out.packed.values,) if out.source is None else (out.packed.values, out.source)
 
     torch.autograd.gradcheck(results, (x, weight))
 
@@ -193,8 +194,8 @@ def test_bitwise_reproducible(device: torch.device, generator: torch.Generator, 
     results = []
     for _ in range(2):
         out = sampled_matmul(x, weight, pattern)
-        grads = torch.autograd.grad([out.values, out.source], (x, weight), [out.values, out.source])
-        results.append((out.values, out.source, *grads))
+        grads = torch.autograd.grad([out.packed.values, out.source], (x, weight), [out.packed.values, out.source])
+        results.append((out.packed.values, out.source, *grads))
     for first, second in zip(*results):
         assert torch.equal(first, second)
 
@@ -206,7 +207,7 @@ def test_autocast(device: torch.device, generator: torch.Generator) -> None:
     with torch.autocast(device.type, torch.bfloat16):
         out = sampled_matmul(x, weight, pattern)
     assert out.dtype is torch.bfloat16
-    out.values.sum().backward()
+    out.packed.values.sum().backward()
     assert x.grad.dtype is weight.grad.dtype is torch.float32
     mask = (dense64(pattern) != 0).double()
     wanted = mask @ weight.detach().bfloat16().double()
@@ -239,4 +240,4 @@ def test_the_pattern_may_be_a_csr(device: torch.device) -> None:
     pattern = CSR(torch.tensor([0, 0, 3, 3], device=device), indices, torch.zeros(3, device=device), (3, 4))
     x = torch.arange(6.0, device=device).view(3, 2)
     out = sampled_matmul(x, torch.arange(8.0, device=device).view(4, 2), pattern)
-    assert out.values.tolist() == [13, 13, 33] and out.source is None
+    assert out.packed.values.tolist() == [13, 13, 33] and out.source is None

@@ -1,7 +1,6 @@
 """Tile-wise lists: packing, and every operator that reads them, against the definition of the format."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -25,21 +24,23 @@ def test_pack_and_unpack(data: st.DataObject, dtype: torch.dtype, device: torch.
     flat = x.reshape(m, n)
     assert isinstance(rows, TwELL) and rows.shape == tuple(x.shape) and rows.tile == tile
     assert rows.slots == (max(1, tile // 16) if slots is None else min(slots, tile))
-    assert rows.indices.dtype is (torch.uint8 if tile <= 256 else torch.int16)
+    assert rows.packed.indices.dtype is (torch.uint8 if tile <= 256 else torch.int16)
+    values, indices, counts, _ = rows.packed
     for row in range(m):
         for at in range(-(-n // tile)):
             inside = flat[row, at * tile : (at + 1) * tile]
             columns = inside.nonzero().squeeze(1)
             held = min(len(columns), rows.slots)
-            assert int(rows.nnz_per_tile[row, at]) == len(columns)
-            assert rows.indices[row, at, :held].tolist() == columns[:held].tolist()
-            assert_exact(rows.values[row, at, :held], inside[columns[:held]].double())
-    assert torch.equal(rows.nnz_per_row.long(), (flat != 0).sum(1))
-    assert bool(rows.overflowed) == bool((rows.nnz_per_tile > rows.slots).any())
+            assert int(counts[row, at]) == len(columns)
+            assert indices[row, at, :held].tolist() == columns[:held].tolist()
+            assert_exact(values[row, at, :held], inside[columns[:held]].double())
+    assert bool(rows.overflowed) == bool((counts > rows.slots).any())
     assert (rows.source is None) == (rows.slots == tile)
     assert rows.validate() is rows
     assert_exact(dense64(rows), x.double())
     assert_exact(unpack(rows), x.double())
+    assert torch.equal(rows.nnz_per_row.long(), (flat != 0).sum(1)) and rows.source is None
+    assert_exact(dense64(rows.validate()), x.double(), name="settled")
 
 
 @given(data=st.data())
@@ -66,17 +67,18 @@ def test_as_one_list_a_row(
     """Slots without an entry say so, and so does a row of which a tile or the whole overflowed."""
     counts = [0, 1, 3, 7, 30, 100]
     x = random_rows((6, 100), l0=counts, dtype=dtype, device=device, generator=generator)
-    rows = replace(pack(x, format="twell", tile=tile, slots=slots), source=x)
+    rows = strategies.changed(pack(x, format="twell", tile=tile, slots=slots), source=x)
     ell = to_ell(rows, capacity)
-    over = (rows.nnz_per_tile > slots).any(1)
+    values, indices, nnz, _ = ell.packed
+    over = (rows.packed.counts > slots).any(1)
     for row, count in enumerate(counts):
         if over[row] or count > capacity:
-            assert ell.nnz_per_row[row] == max(count, capacity + 1)
+            assert nnz[row] == max(count, capacity + 1)
             count = 0
         columns = x[row].nonzero().squeeze(1)[:count]
-        assert ell.indices[row].tolist() == [*columns.tolist(), *[-1] * (capacity - count)]
-        assert_exact(ell.values[row, :count], x[row, columns].double())
-        assert (ell.values[row, count:] == 0).all()
+        assert indices[row].tolist() == [*columns.tolist(), *[-1] * (capacity - count)]
+        assert_exact(values[row, :count], x[row, columns].double())
+        assert (values[row, count:] == 0).all()
     assert_exact(unpack(ell), x.double())
 
 
@@ -96,7 +98,7 @@ def test_special_values_are_kept_and_negative_zero_is_not(dtype: torch.dtype, de
     x[1, 89] = NAN
     for slots in (1, 5, 30):
         rows = pack(x, format="twell", tile=30, slots=slots)
-        assert rows.nnz_per_tile.tolist() == [[5, 0, 0], [0, 0, 1]]
+        assert rows.packed.counts.tolist() == [[5, 0, 0], [0, 0, 1]]
         assert_exact(unpack(rows), x.double())
 
 
@@ -132,7 +134,7 @@ def test_gradcheck() -> None:
 
         def values(v: torch.Tensor, entries=entries) -> torch.Tensor:
             rows = entries(v)
-            stored = torch.arange(rows.slots) < rows.nnz_per_tile[..., None]
+            stored = torch.arange(rows.settle().slots) < rows.nnz_per_tile[..., None]
             return rows.values[stored]
 
         torch.autograd.gradcheck(values, x[held].requires_grad_())
@@ -149,7 +151,7 @@ def test_a_linear_source(slots: int, dtype: torch.dtype, device: torch.device, g
     )
     dense = (x.double() @ weight.double().t()).clamp(min=0)
     packed = pack(dense.to(dtype), format="twell", tile=64, slots=slots)
-    rows = replace(packed, source=LinearSource(x, weight))
+    rows = strategies.changed(packed, source=LinearSource(x, weight))
     right = random_rows((n, 5), l0=5, dtype=dtype, device=device, generator=generator, integers=True)
     assert_exact(unpack(rows), dense)
     with torch.no_grad():

@@ -1,5 +1,7 @@
 """unpack, against the definition of the formats; the way there and back is in test_pack."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -23,7 +25,7 @@ def test_gradient(data: st.DataObject, dtype: torch.dtype, device: torch.device)
     """At an entry, the gradient of its column; nothing at slots that no entry stands in."""
     rows = data.draw(strategies.built(dtype, device))
     values = rows.values.nan_to_num(0).requires_grad_()
-    replaced = type(rows)(**{**vars(rows), "values": values})
+    replaced = replace(rows, values=values)
     weight = random_rows(rows.shape, l0=rows.num_columns, dtype=dtype, device=device, integers=True)
     (unpack(replaced) * weight).sum().backward()
     flat, expected = weight.reshape(rows.num_rows, rows.num_columns), torch.zeros_like(values)

@@ -25,7 +25,25 @@ def activations(rows: int = 300) -> Tensor:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+    """What follows from the rows, wherever they came from: all but what files of them looked like."""
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.name != "source-files.json"}
+
+
+def stop_at(rows: int) -> Any:
+    """A `progress` that kills the run."""
+
+    def progress(done: int, _: int | None) -> None:
+        if done >= rows:
+            raise Killed
+
+    return progress
+
+
+def flip(file: Path, at: float = 0.5, bit: int = 0) -> None:
+    """Another bit at some share of a file's length, as a disk may do it."""
+    content = bytearray(file.read_bytes())
+    content[int(at * len(content))] ^= 1 << bit
+    file.write_bytes(content)
 
 
 def threads() -> list[str]:

@@ -24,13 +24,14 @@ def check(rows: ELL, acts: Tensor, capacity: int) -> None:
     flat = acts.reshape(math.prod(acts.shape[:-1]), acts.shape[-1])
     counts = (flat != 0).sum(1)
     assert rows.shape == tuple(acts.shape) and rows.capacity == capacity
-    assert rows.nnz_per_row.tolist() == counts.tolist()
+    values, indices, nnz, _ = rows.packed
+    assert nnz.tolist() == counts.tolist()
     for row, count in enumerate(counts.tolist()):
         held = min(count, capacity)
         columns = flat[row].nonzero().squeeze(1)[:held]
-        assert rows.indices[row, :held].tolist() == columns.tolist()
-        assert_exact(rows.values[row, :held], flat[row, columns])
-        assert (rows.indices[row, held:] == -1).all() and (rows.values[row, held:] == 0).all()
+        assert indices[row, :held].tolist() == columns.tolist()
+        assert_exact(values[row, :held], flat[row, columns])
+        assert (indices[row, held:] == -1).all() and (values[row, held:] == 0).all()
     assert_exact(dense64(rows), acts)
     assert_exact(rows.to_dense(), acts)
     assert count_fired(rows).tolist() == (flat != 0).sum(0).tolist()
@@ -278,7 +279,7 @@ def test_jumprelu_gradients(
             capacity=capacity, ste_to_input=to_input,
         )  # fmt: skip
         z = (x - b_dec).double() @ W_enc.double() + b_enc.double()
-        assert rows.nnz_per_row.tolist() == (z > threshold - BANDWIDTH / 2).flatten(0, -2).sum(-1).tolist()
+        assert rows.packed.counts.tolist() == (z > threshold - BANDWIDTH / 2).flatten(0, -2).sum(-1).tolist()
         assert l0.tolist() == (z > threshold).sum(-1).tolist()
         assert bool(rows.overflowed) or capacity != 4
         if consumer == "to_dense":

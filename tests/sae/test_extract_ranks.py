@@ -100,7 +100,7 @@ def finish(processes: list[subprocess.Popen[str]], codes: tuple[int, ...] = (0, 
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.name != "source-files.json"}
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +135,6 @@ print(repr(extract(x, model, out + "/a", progress=lambda *done: seen.append(done
 extract(x, model, out + "/b", **sizes)
 for rows in (1, 64, 128, 130, 600):
     extract(x[:rows], model, f"{out}/{rows}", **sizes)
-extract(x[:0], model, out + "/0", **sizes)
 assert (rank or seen[-1] == (600, 600)) and all(a < b for (a, _), (b, _) in zip(seen, seen[1:])), seen
 """
     outputs = finish(start(code, tmp_path))
@@ -144,7 +143,7 @@ assert (rank or seen[-1] == (600, 600)) and all(a < b for (a, _), (b, _) in zip(
     whole = contents(tmp_path / "whole")
     for name in ("a", "b", "c", "600"):
         assert contents(tmp_path / name) == whole, name
-    for rows in (0, *sizes):
+    for rows in sizes:
         extract(x[:rows], sae, tmp_path / f"one, {rows}", **SIZES)
         assert contents(tmp_path / f"one, {rows}") == contents(tmp_path / str(rows)), rows
     found = Extraction(tmp_path / "a")
@@ -211,6 +210,52 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+def test_damage_and_changes(tmp_path: Path) -> None:
+    """Each rank verifies its shards, and its part of the source; a manifest is made again for all of them."""
+    code = """
+import pathlib
+from tests.sae.extraction import flip
+
+def together(act):
+    dist.barrier()
+    if rank == 0:
+        act()
+    dist.barrier()
+
+
+folder, seen = pathlib.Path(out), []
+print(message(x, model, out, progress=lambda *done: seen.append(done)))
+kept = (folder / "manifest.json").read_bytes()
+shard, other = folder / "shard-000003.safetensors", x.clone()
+other[3 * 64] += 1
+together(lambda: flip(shard))
+print(message(x, model, out))
+together(lambda: flip(shard))
+print(message(other, model, out))
+seen.clear()
+said = message(x, model, out, progress=lambda *done: seen.append(done))
+print(said, seen[-1], all(a < b for a, b in zip(seen, seen[1:])))
+together(lambda: (folder / "manifest.json").write_bytes(kept[:500]))
+print(message(other, model, out))
+print(message(x, model, out))
+together(lambda: (folder / "manifest.json").write_bytes(b""))
+together(lambda: (folder / "shard-000007.safetensors").unlink())
+print(message(x, model, out))
+print(message(x[:0], model, out))
+"""
+    extract(source(), model(), tmp_path / "whole", **SIZES)
+    first, second = (output.splitlines() for output in finish(start(code, tmp_path / "out")))
+    for number, said in ((1, "shard-000003.safetensors is damaged"), (2, "its rows from 192 on differ")):
+        # Of rank 1, whose shard it is.
+        assert second[number].startswith("ValueError: sae.extract: ") and said in second[number], second[number]
+        assert first[number].startswith("RuntimeError: sae.extract: rank 1 of 2 failed with ValueError: sae.extract: ")
+        assert said in first[number]
+    for output in (first, second):
+        assert output[0] == output[5] == output[6] == "no error" and output[3] == "no error (600, 600) True", output
+        assert "its rows from 192 on differ" in output[4] and "source has no rows" in output[7]
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
 def test_errors_reach_all(tmp_path: Path) -> None:
     """Wrong arguments on both or on one, and an error half-way on one: nobody waits for ever, all say why."""
     code = """
@@ -245,7 +290,7 @@ print(message(x, model, out + "/b"))
         assert "source must be one that can be read from any row on, for 2 processes share its rows" in output[0]
         assert output[6].startswith("Extraction(rows=256,") and "unfinished" in output[6]
         assert output[7] == output[11] == "no error"
-        assert "was begun with another source: its first batch differs" in output[9]
+        assert "was begun with another source: its rows from" in output[9]
     assert "another top than rank 0: 6, not 5" in first[1] and "another rows than rank 0: 599, not 600" in first[2]
     assert "another source than rank 0" in first[3] and "was begun with top = 5, not 7" in first[8]
     assert contents(tmp_path / "b") == contents(tmp_path / "whole")

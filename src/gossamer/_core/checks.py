@@ -121,9 +121,14 @@ def signature(*operands: Tensor | None) -> tuple[Any, ...] | None:
     return tuple([None if t is None else (t.shape, t.dtype, t.device) for t in operands])
 
 
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured, where nothing may wait for the device."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def no_sync(operator: str, what: str, instead: str) -> None:
     """Raises under CUDA-graph capture, where `what` cannot run because it waits for the device."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if capturing():
         raise NotImplementedError(
             f"{operator}: {what} waits for the device, which a CUDA graph cannot capture. {instead}"
         )

@@ -329,7 +329,8 @@ def break_even(m: int, n: int, d: int, weight: Tensor) -> int:
     size = weight.element_size()
     flops = r.half if size == 2 else r.tf32 if tf32() else r.ieee
     dense = max(2.0 * m * n * d / flops, n * d * size / r.copy)
-    per_entry = m * d * size / r.gather
+    # An empty batch, or rows without columns, take any.
+    per_entry = max(m * d, 1) * size / r.gather
     return max(32, min(n, int(0.5 * dense / per_entry)))
 
 

@@ -48,7 +48,7 @@ def indexer_scores(
         TypeError: dtypes differ or are not floating.
         NotImplementedError: on the GPU, Di above 1,024 (512 for float32).
 
-    Source: the seed on gated sparse attention, its gated indexer.
+    Source: Gated Sparse Attention (arXiv 2601.15305), its gated indexer.
 
     >>> one = torch.zeros(1, 1, 1, 1)
     >>> indexer_scores(one, one[0], one[0]).tolist()

@@ -39,7 +39,8 @@ def rotary_gates(
         TypeError: y is not floating, or cos and sin are not float32.
         NotImplementedError: a second derivative.
 
-    Source: Su et al. 2021 (RoFormer), in the halves of Hugging Face's models; the seed on gated sparse attention.
+    Source: Su et al. 2021 (RoFormer), in the halves of Hugging Face's models; Gated Sparse Attention
+        (arXiv 2601.15305).
 
     >>> angles = torch.zeros(3, 4)
     >>> _, _, v, _ = rotary_gates(torch.zeros(1, 3, 28) + 2, angles.cos(), angles.sin(), 2, 1)
@@ -79,8 +80,10 @@ def _context(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    call = directly(_rotary_gates_bwd, *grads, *ctx.saved_tensors)
-    return (call(*grads, *ctx.saved_tensors, ctx.value_gate), *(None,) * 6)
+    # Once: what unpacks them for a checkpoint does so a single time.
+    saved = ctx.saved_tensors
+    call = directly(_rotary_gates_bwd, *grads, *saved)
+    return (call(*grads, *saved, ctx.value_gate), *(None,) * 6)
 
 
 _rotary_gates = register(

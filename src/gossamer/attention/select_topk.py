@@ -42,7 +42,7 @@ class AdaptiveK:
     Raises:
         ValueError: an unknown rule, bounds out of order, or a tensor that a rule needs and has not.
 
-    Source: the seed on gated sparse attention, its adaptive selector; the constant mean is this package's.
+    Source: Gated Sparse Attention (arXiv 2601.15305), its adaptive selector; the constant mean is this package's.
 
     >>> AdaptiveK("entropy", k_min=256, k_base=2048, k_max=4096).k_base
     2048
@@ -133,7 +133,7 @@ def select_topk(
         TypeError: dtypes differ or are not floating.
         NotImplementedError: on the GPU, Di above 1,024 (512 for float32).
 
-    Source: the seed on gated sparse attention, its top-k selector; this package's own algorithm.
+    Source: Gated Sparse Attention (arXiv 2601.15305), its top-k selector; this package's own algorithm.
 
     >>> one = torch.ones(1, 1, 3, 1)
     >>> select_topk(one, one[0], one[0], k=2).to_indices()[0].tolist()

@@ -39,7 +39,7 @@ class Selection:
         ValueError: shapes or devices do not fit each other.
         TypeError: a dtype is another.
 
-    Source: the seed on gated sparse attention; the order of bits is what a tile of 64 queries by some keys wants.
+    Source: Gated Sparse Attention (arXiv 2601.15305); the order of bits is what a tile of 64 queries by keys wants.
 
     >>> Selection.from_mask(torch.tensor([[[True, False], [True, True]]])).words.tolist()
     [[[[3, 2]]]]

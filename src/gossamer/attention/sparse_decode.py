@@ -42,7 +42,7 @@ def sparse_decode(
         TypeError: dtypes differ, or selection is no `Selection`.
         NotImplementedError: a gradient is wanted.
 
-    Source: the seed on gated sparse attention; cutting the keys is FlashDecoding's (Dao et al. 2023).
+    Source: Gated Sparse Attention (arXiv 2601.15305); cutting the keys is FlashDecoding's (Dao et al. 2023).
 
     >>> q, cache = torch.ones(1, 2, 1, 8), torch.ones(1, 2, 40, 8)
     >>> sparse_decode(q, cache, cache, Selection.from_indices(torch.tensor([[[3, 39]]]), 40)).shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,19 +13,22 @@ from gossamer._core import autocast, checks
 from gossamer._core.ops import directly, refuse_second, register
 from gossamer.blocksparse._torch import attention as _cpu
 from gossamer.blocksparse.layout import Layout
+from gossamer.blocksparse.relative import Relative, prepare
+from gossamer.blocksparse.tensor import BlockSparseTensor, from_dense
 
 _NAME = "blocksparse.attention"
 _MAX_HEAD = 256
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | BlockSparseTensor,
+    k: Tensor | BlockSparseTensor,
+    v: Tensor | BlockSparseTensor,
     layout: Layout,
     *,
     mask: Tensor | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | BlockSparseTensor | None = None,
+    relative: Relative | Sequence[Relative] | None = None,
     causal: bool = False,
     valid_lengths: Tensor | None = None,
     scale: float | None = None,
@@ -38,15 +42,20 @@ def attention(
     log-sum-exp of -inf, and gradients of zero.
 
     Args:
-        q: `[B, H, Tq, D]`, float, any strides, D up to 256.
+        q: `[B, H, Tq, D]`, float, any strides, D up to 256. It, k and v may each be a `BlockSparseTensor`, whose absent
+            blocks are zeros; it is made dense first, for its size is small beside that of the scores.
         k: `[B, Hk, Tk, D]`, the dtype and device of q; Hk divides H, and H / Hk neighbouring heads of q share a head.
         v: like k.
         layout: of `[..., rows, cols]` blocks of Tq x Tk elements, with leading dimensions that broadcast to `[B, H]`.
             A layout with fewer matrices is shared, not copied. Its `capacity` may be larger than its count; one that
             overflowed gives NaN.
         mask: bool, True takes part: dense, broadcasting to `[B, H, Tq, Tk]`, or values of blocks `[capacity, height,
-            width]` in the order of the layout.
-        bias: added to the scores, float, differentiable, in the same two forms; on the GPU it is read in its dtype.
+            width]` in the order of the layout. Where one of mask and bias is dense and the other holds blocks, the
+            layout's blocks of the dense one are taken.
+        bias: added to the scores, float, differentiable, in the same two forms, or a `BlockSparseTensor` of this
+            layout; on the GPU it is read in its dtype.
+        relative: one or several `Relative`, tables by relative positions: what a query makes of them is added to its
+            scores, before these are scaled. Differentiable in the tables. R numbers a query and term are kept.
         causal: whether a query meets no key behind its own position.
         valid_lengths: int `[B]`: keys from there on take no part.
         scale: of the scores; None takes D^-0.5.
@@ -61,12 +70,14 @@ def attention(
         TypeError: dtypes differ, or something is no tensor or layout.
         NotImplementedError: D above 256 on the GPU.
 
-    Source: Dao 2023, "FlashAttention-2"; the seed on block-sparse matrices (attention by blocks).
+    Source: Dao 2023, "FlashAttention-2"; Schön and Tompits, blksprs (attention by blocks, on compressed operands, with
+    relative information).
 
     >>> layout = Layout.from_mask(torch.ones(2, 2), 16)
     >>> attention(*torch.ones(3, 1, 1, 32, 8), layout).shape
     torch.Size([1, 1, 32, 8])
     """
+    q, k, v = (x.to_dense() if isinstance(x, BlockSparseTensor) else x for x in (q, k, v))
     _check(q, k, v, layout)
     q, k, v = autocast.cast(q, k, v)  # type: ignore[assignment]
     if not q.dtype == k.dtype == v.dtype:
@@ -75,7 +86,12 @@ def attention(
             "Convert with .to(q.dtype)."
         )
     z = steps_of(layout, q.shape[0], q.shape[1])
+    if isinstance(bias, BlockSparseTensor):
+        if bias.layout is not layout:
+            raise ValueError(f"{_NAME}: bias must have the layout that is given as layout, got another one.")
+        bias = bias.values
     extra = _extra(q, k, layout, mask, bias)
+    queried, places = prepare(_NAME, q, k, relative)
     if valid_lengths is not None:
         checks.tensors(_NAME, valid_lengths=valid_lengths)
         checks.same_device(_NAME, "q", q.device, valid_lengths=valid_lengths)
@@ -86,9 +102,8 @@ def attention(
     elif isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
         raise ValueError(f"{_NAME}: scale must be a finite number, got {scale!r}. None takes D^-0.5.")
     lists = layout.row_offsets, layout.col_indices, layout.row_indices, layout.col_offsets, layout.transpose_order
-    out, lse = _attention(
-        q, k, v, extra, valid_lengths, *lists, layout.positions, *z, *layout.block_size, causal, float(scale)
-    )
+    settings = *z, *layout.block_size, causal, float(scale)
+    out, lse = _attention(q, k, v, extra, queried, places, valid_lengths, *lists, layout.positions, *settings)
     return (out, lse) if return_lse else out
 
 
@@ -145,12 +160,22 @@ def _extra(q: Tensor, k: Tensor, layout: Layout, mask: Tensor | None, bias: Tens
     mask, bias = (_shaped(q, k, layout, name, x) for name, x in (("mask", mask), ("bias", bias)))
     if mask is None or bias is None:
         return bias if mask is None else mask
-    if mask.dim() != bias.dim():
-        raise ValueError(
-            f"{_NAME}: mask and bias must both be dense or both hold blocks, got {list(mask.shape)} and "
-            f"{list(bias.shape)}."
-        )
+    if mask.dim() > bias.dim():
+        mask = _blocks(layout, "mask", mask.to(bias.dtype)) != 0
+    elif mask.dim() < bias.dim():
+        bias = _blocks(layout, "bias", bias)
     return torch.where(mask, bias, -torch.inf)
+
+
+def _blocks(layout: Layout, name: str, x: Tensor) -> Tensor:
+    """The layout's blocks of a dense `[1 or B, 1 or H, Tq, Tk]`, beside something that holds blocks already."""
+    lead = (1,) * (4 - len(layout.shape)) + layout.shape[:-2]
+    if any(n not in (1, m) for n, m in zip(x.shape, lead)):
+        raise ValueError(
+            f"{_NAME}: {name} must be the same wherever layout is, beside blocks, got leading dimensions "
+            f"{list(x.shape[:2])} for a layout of {list(lead)}. Expand layout, or give both mask and bias dense."
+        )
+    return from_dense(x.expand(*lead, -1, -1).reshape(layout.dense_shape), layout).values
 
 
 def _shaped(q: Tensor, k: Tensor, layout: Layout, name: str, x: Tensor | None) -> Tensor | None:
@@ -173,16 +198,17 @@ def _fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 def _fake_bwd(
     grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    bias: Tensor | None, *rest: Any,
+    bias: Tensor | None, relative: Tensor | None, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    wanted = bias is not None and rest[-1]
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-    return (*grads, bias.new_empty(bias.shape) if wanted and bias is not None else q.new_empty(0))
+    for x, wanted in zip((bias, relative), rest[-2:]):
+        grads.append(x.new_empty(x.shape) if x is not None and wanted else q.new_empty(0))
+    return tuple(grads)
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.settings = inputs[11:]
-    ctx.save_for_backward(*inputs[:11], *output)
+    ctx.settings = inputs[13:]
+    ctx.save_for_backward(*inputs[:13], *output)
     ctx.set_materialize_grads(False)
 
 
@@ -190,18 +216,18 @@ def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[A
     refuse_second(_NAME)
     *tensors, out, lse = ctx.saved_tensors
     if grad is None and grad_lse is None:
-        return (None,) * 17
+        return (None,) * 19
     grad = torch.zeros_like(out) if grad is None else grad
     call = directly(_attention_bwd, grad, grad_lse, *tensors[:3])
-    *grads, dbias = call(grad, grad_lse, out, lse, *tensors, *ctx.settings, ctx.needs_input_grad[3])
-    return *grads, dbias if ctx.needs_input_grad[3] else None, *(None,) * 13
+    asked = ctx.needs_input_grad[3:5]
+    *grads, dbias, drelative = call(grad, grad_lse, out, lse, *tensors, *ctx.settings, *asked)
+    return *grads, dbias if asked[0] else None, drelative if asked[1] else None, *(None,) * 14
 
 
 _OPERANDS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? lengths, Tensor row_offsets, Tensor col_indices, "
-    "Tensor row_indices, Tensor col_offsets, Tensor transpose_order, Tensor positions, int z_batch, int z_head, "
-    "int height, int width, "
-    "bool causal, float scale"
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? relative, Tensor? places, Tensor? lengths, "
+    "Tensor row_offsets, Tensor col_indices, Tensor row_indices, Tensor col_offsets, Tensor transpose_order, "
+    "Tensor positions, int z_batch, int z_head, int height, int width, bool causal, float scale"
 )
 _attention = register(
     f"blocksparse_attention({_OPERANDS}) -> (Tensor, Tensor)",
@@ -212,8 +238,8 @@ _attention = register(
     backward=_backward,
 )
 _attention_bwd = register(
-    f"blocksparse_attention_bwd(Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, {_OPERANDS}, bool with_bias)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    f"blocksparse_attention_bwd(Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, {_OPERANDS}, bool with_bias, "
+    "bool with_relative) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.attention_bwd,
     gpu="gossamer.blocksparse._triton.attention_backward:attention_bwd",
     fake=_fake_bwd,

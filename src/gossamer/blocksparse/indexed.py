@@ -167,8 +167,7 @@ def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     else:
         grads = _extremum_backward(back, ctx.include_self, grad, given, src, out)
     wanted = zip(grads, ctx.dtypes, ctx.needs_input_grad)
-    found = [g.to(dtype) if needed and g is not None else None for g, dtype, needed in wanted]
-    return (*found, *[None] * 16)
+    return (*[g.to(dtype) if needed and g is not None else None for g, dtype, needed in wanted], *[None] * 16)
 
 
 def _last_backward(back: Indexed, grad: Tensor) -> tuple[Tensor, Tensor]:

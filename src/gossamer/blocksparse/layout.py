@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -109,48 +110,6 @@ class Layout:
         moved = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _STATIC}
         return replace(self, **{name: tensor.to(device, non_blocking=non_blocking) for name, tensor in moved.items()})
 
-    def adapt(self, block_size: BlockSize, *, capacity: int | None = None) -> Layout:
-        """The layout in blocks of another size that covers this one; `adapt_layout` takes values there.
-
-        Args:
-            block_size: 16, 32, 64 or 128, or `(height, width)`.
-            capacity: as in `from_mask`, but for smaller blocks None makes room for all that there can be, and costs no
-                sync.
-
-        >>> Layout.from_mask(torch.eye(4), 16).adapt(32).to_dense().tolist()
-        [[True, False], [False, True]]
-        """
-        from gossamer.blocksparse.rearrange import adapted
-
-        return adapted(self, check_block_size("blocksparse.Layout.adapt", block_size), capacity)
-
-    @staticmethod
-    def from_indices(indices: BlockSparseTensor, dim: int, size: int, *, capacity: int | None = None) -> Layout:
-        """The layout that a gather reads, and a scatter writes: the blocks in which there are elements that indices
-        name.
-
-        Args:
-            indices: `[..., M, N]`, int32 or int64, a `BlockSparseTensor`; what is out of range names nothing.
-            dim: the dimension along which they point, a leading one too.
-            size: of that dimension; the others are those of indices.
-            capacity: as in `from_mask`.
-
-        Raises:
-            ValueError: dim is none of the dimensions, or size is below 1.
-            TypeError: indices are not int32 or int64.
-            NotImplementedError: `capacity=None` under CUDA-graph capture.
-
-        Source: Schön and Tompits, blksprs, section 3.3 (sparsity layout creation).
-
-        >>> from gossamer.blocksparse import from_dense
-        >>> indices = from_dense(torch.full((16, 16), 40), Layout.from_mask(torch.ones(1, 1), 16))
-        >>> Layout.from_indices(indices, -1, 64).to_dense().tolist()
-        [[False, False, True, False]]
-        """
-        from gossamer.blocksparse.indexed import layout_of
-
-        return layout_of(indices, dim, size, capacity)
-
     @staticmethod
     def from_mask(
         mask: Tensor, block_size: BlockSize, *, size: tuple[int, int] | None = None, capacity: int | None = None
@@ -198,13 +157,252 @@ class Layout:
         parts = _layout(mask.reshape(math.prod(mask.shape[:-2]), rows, cols).contiguous(), capacity)
         return Layout(tuple(mask.shape), block, (int(size[0]), int(size[1])), *parts)
 
+    @staticmethod
+    def from_dense(x: Tensor, block_size: BlockSize, *, capacity: int | None = None) -> Layout:
+        """The layout of the blocks of x that hold anything but zeros; NaN is kept.
+
+        Args:
+            x: `[..., M, N]`, of any dtype; sizes that the block does not divide are padded.
+            block_size, capacity: as in `from_mask`.
+
+        Raises:
+            ValueError: x has fewer than two dimensions, or as `from_mask`.
+
+        >>> Layout.from_dense(torch.eye(48), 16).to_dense().sum().item()
+        3
+        """
+        operator = "blocksparse.Layout.from_dense"
+        checks.tensors(operator, x=x)
+        height, width = block = check_block_size(operator, block_size)
+        if x.dim() < 2:
+            raise ValueError(f"{operator}: x must have shape [..., M, N], got {list(x.shape)}.")
+        m, n = x.shape[-2:]
+        rows, cols = grid_of((m, n), block)
+        # NaN differs from everything.
+        kept = torch.nn.functional.pad(x != 0, (0, cols * width - n, 0, rows * height - m))
+        mask = kept.view(*x.shape[:-2], rows, height, cols, width).any(-1).any(-2)
+        return Layout.from_mask(mask, block, size=(m, n), capacity=capacity)
+
+    @staticmethod
+    def full(
+        shape: tuple[int, ...],
+        block_size: BlockSize,
+        *,
+        size: tuple[int, int] | None = None,
+        device: torch.device | str | None = None,
+    ) -> Layout:
+        """The layout `(..., rows, cols)` in which every block is present. It costs no sync.
+
+        >>> int(Layout.full((2, 3), 32).nnz)
+        6
+        """
+        mask = torch.ones(shape, dtype=torch.bool, device=device)
+        return Layout.from_mask(mask, block_size, size=size, capacity=max(mask.numel(), 1))
+
+    @staticmethod
+    def random(
+        shape: tuple[int, ...],
+        block_size: BlockSize,
+        density: float,
+        *,
+        size: tuple[int, int] | None = None,
+        capacity: int | None = None,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+    ) -> Layout:
+        """A layout `(..., rows, cols)` in which each block is present with the probability `density`.
+
+        >>> Layout.random((2, 8, 8), 16, 0.5).shape
+        (2, 8, 8)
+        """
+        checks.number("blocksparse.Layout.random", "density", density, "It is a probability.", zero=True)
+        mask = torch.rand(shape, generator=generator, device=device) < density
+        return Layout.from_mask(mask, block_size, size=size, capacity=capacity)
+
+    @staticmethod
+    def product(a: Layout, b: Layout, *, capacity: int | None = None) -> Layout:
+        """The layout of a @ b: the blocks to which at least one pair of present blocks contributes, exactly these.
+
+        Args:
+            a: `(..., rows, inner)` of blocks, b: `(..., inner, cols)`; the leading dimensions broadcast.
+            capacity: as in `from_mask`.
+
+        Raises:
+            ValueError: the inner sizes or blocks differ.
+
+        >>> a = Layout.from_mask(torch.eye(3), 16)
+        >>> Layout.product(a, a).col_indices.tolist()
+        [0, 1, 2]
+        """
+        operator = "blocksparse.Layout.product"
+        check_layouts(operator, a=a, b=b)
+        if a.size[1] != b.size[0] or a.block_size[1] != b.block_size[0]:
+            raise ValueError(
+                f"{operator}: b must have {a.size[1]} rows in blocks of {a.block_size[1]} like the columns of a, got "
+                f"{b.size[0]} in blocks of {b.block_size[0]}."
+            )
+        # A sum of zeros and ones is 0 only if all are, whatever the precision; 16 bits are the fastest there.
+        dtype = torch.float16 if a.device.type == "cuda" else torch.float32
+        mask = a.to_dense().to(dtype) @ b.to_dense().to(dtype) != 0
+        block = a.block_size[0], b.block_size[1]
+        return Layout.from_mask(mask, block, size=(a.size[0], b.size[1]), capacity=capacity)
+
+    def transpose(self) -> Layout:
+        """The layout of the transposed matrices, with the same capacity. It costs no sync, and is made once: what the
+        layout gives again is the same object, and the transposed one's transpose is the layout.
+
+        >>> Layout.from_mask(torch.tensor([[1, 1, 0], [0, 0, 1]]), (16, 32)).transpose()
+        Layout(shape=(3, 2), block_size=(32, 16), size=(96, 32), capacity=3, device=cpu)
+        #.
+        #.
+        .#
+        """
+        kept = None if torch.compiler.is_compiling() else self.__dict__.get("_transposed")
+        layout = kept() if isinstance(kept, weakref.ref) else kept
+        if layout is not None:
+            return layout
+        block, size = self.block_size[::-1], self.size[::-1]
+        layout = Layout.from_mask(self.to_dense().mT, block, size=size, capacity=self.capacity)
+        # What a graph makes is there only when it is replayed.
+        captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if not torch.compiler.is_compiling() and not captured:
+            self.__dict__["_transposed"] = layout
+            # No cycle: it would hold device memory until the garbage collector comes.
+            layout.__dict__["_transposed"] = weakref.ref(self)
+        return layout
+
+    def is_same(self, other: Layout) -> bool:
+        """Whether both are one layout, or share its metadata; equal masks are not compared."""
+        if self is other:
+            return True
+        if (self.shape, self.block_size, self.size) != (other.shape, other.block_size, other.size):
+            return False
+        if self.positions is other.positions and self.capacity == other.capacity:
+            return True
+        if torch.compiler.is_compiling() or self.capacity != other.capacity:
+            return False
+        return self.device == other.device and self.positions.data_ptr() == other.positions.data_ptr() != 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def union(self, *others: Layout, capacity: int | None = None) -> Layout:
+        """The blocks of any of the layouts; leading dimensions broadcast. `capacity` is as in `from_mask`.
+
+        >>> causal = Layout.from_mask(torch.ones(3, 3).tril(), 16)
+        >>> int(causal.union(causal.transpose()).nnz)
+        9
+        """
+        return self._joined("union", torch.logical_or, others, capacity)
+
+    def intersection(self, *others: Layout, capacity: int | None = None) -> Layout:
+        """The blocks that all of the layouts have; leading dimensions broadcast. `capacity` is as in `from_mask`.
+
+        >>> causal = Layout.from_mask(torch.ones(3, 3).tril(), 16)
+        >>> int(causal.intersection(causal.transpose()).nnz)
+        3
+        """
+        return self._joined("intersection", torch.logical_and, others, capacity)
+
+    def _joined(self, name: str, join: Any, others: tuple[Layout, ...], capacity: int | None) -> Layout:
+        operator, mask = f"blocksparse.Layout.{name}", self.to_dense()
+        for other in others:
+            check_layouts(operator, other=other)
+            if (other.size, other.block_size) != (self.size, self.block_size):
+                raise ValueError(
+                    f"{operator}: layouts must have one size and block size, got {self.size} in blocks of "
+                    f"{self.block_size}, and {other.size} in blocks of {other.block_size}."
+                )
+            mask = join(mask, other.to_dense())
+        return Layout.from_mask(mask, self.block_size, size=self.size, capacity=capacity)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draws the first matrix, present blocks dark, into a Matplotlib axis, a new one if None, and returns it.
+
+        Raises:
+            ImportError: Matplotlib is not installed (`pip install gossamer[cli]` installs it).
+        """
+        import matplotlib.pyplot as plt
+
+        ax = plt.subplots()[1] if ax is None else ax
+        (m, n), (rows, cols), (height, width) = self.size, self.shape[-2:], self.block_size
+        grid = self.to_dense().reshape(-1, rows, cols)[0].cpu().numpy()
+        extent = (0, cols * width, rows * height, 0)
+        ax.imshow(grid, cmap="Greys", vmin=0, vmax=1, interpolation="nearest", extent=extent, aspect="auto")
+        ax.set(xlim=(0, n), ylim=(m, 0), xlabel=f"{n} columns", ylabel=f"{m} rows")
+        return ax
+
+    def draw(self) -> str:
+        """The first matrix as text, a character a block, `#` where it is present; at most 64 x 64 of its blocks.
+
+        >>> print(Layout.from_mask(torch.ones(3, 3).tril(), 16).draw())
+        #..
+        ##.
+        ###
+        """
+        grid = self.to_dense().reshape(-1, *self.shape[-2:])[:1, :64, :64].tolist()
+        return "\n".join("".join(".#"[block] for block in row) for matrix in grid for row in matrix)
+
+    def adapt(self, block_size: BlockSize, *, capacity: int | None = None) -> Layout:
+        """The layout in blocks of another size that covers this one; `adapt_layout` takes values there.
+
+        Args:
+            block_size: 16, 32, 64 or 128, or `(height, width)`.
+            capacity: as in `from_mask`, but for smaller blocks None makes room for all that there can be, and costs no
+                sync.
+
+        >>> Layout.from_mask(torch.eye(4), 16).adapt(32).to_dense().tolist()
+        [[True, False], [False, True]]
+        """
+        from gossamer.blocksparse.rearrange import adapted
+
+        return adapted(self, check_block_size("blocksparse.Layout.adapt", block_size), capacity)
+
+    @staticmethod
+    def from_indices(indices: BlockSparseTensor, dim: int, size: int, *, capacity: int | None = None) -> Layout:
+        """The layout that a gather reads, and a scatter writes: the blocks in which there are elements that indices
+        name.
+
+        Args:
+            indices: `[..., M, N]`, int32 or int64, a `BlockSparseTensor`; what is out of range names nothing.
+            dim: the dimension along which they point, a leading one too.
+            size: of that dimension; the others are those of indices.
+            capacity: as in `from_mask`.
+
+        Raises:
+            ValueError: dim is none of the dimensions, or size is below 1.
+            TypeError: indices are not int32 or int64.
+            NotImplementedError: `capacity=None` under CUDA-graph capture.
+
+        Source: Schön and Tompits, blksprs, section 3.3 (sparsity layout creation).
+
+        >>> from gossamer.blocksparse import from_dense
+        >>> indices = from_dense(torch.full((16, 16), 40), Layout.from_mask(torch.ones(1, 1), 16))
+        >>> Layout.from_indices(indices, -1, 64).to_dense().tolist()
+        [[False, False, True, False]]
+        """
+        from gossamer.blocksparse.indexed import layout_of
+
+        return layout_of(indices, dim, size, capacity)
+
     def __repr__(self) -> str:
+        """The summary, and below it a small layout's first matrix, which waits for the device as a tensor's does."""
+        rows, cols = self.shape[-2:]
+        drawn = 0 < rows <= 32 and 0 < cols <= 64 and self.batch and type(self.positions) is Tensor
+        if not drawn or (self.positions.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return self.summary()
+        return f"{self.summary()}\n{self.draw()}"
+
+    def summary(self) -> str:
+        """One line, for which nothing is asked of the device."""
         height, width = self.block_size
         return (
             f"Layout(shape={self.shape}, block_size={height if height == width else self.block_size}, "
             f"size={self.size}, capacity={self.capacity}, device={self.device})"
         )
 
+
+torch.serialization.add_safe_globals([Layout])
 
 _STATIC = ("shape", "block_size", "size")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,13 +13,14 @@ from torch.utils import _pytree
 from gossamer._core import checks
 from gossamer._core.ops import register
 from gossamer.blocksparse._torch import dense as _cpu
+from gossamer.blocksparse.arithmetic import Arithmetic
 from gossamer.blocksparse.layout import Layout, check_layouts
 
 _GPU = "gossamer.blocksparse._triton.dense"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class BlockSparseTensor:
+class BlockSparseTensor(Arithmetic):
     """Matrices of which only the blocks of a layout are stored.
 
     Args:
@@ -67,10 +68,6 @@ class BlockSparseTensor:
     def requires_grad(self) -> bool:
         return self.values.requires_grad
 
-    def detach(self) -> BlockSparseTensor:
-        """The same blocks, cut from the autograd graph."""
-        return replace(self, values=self.values.detach())
-
     def to_dense(self, fill: float = 0.0) -> Tensor:
         """The dense `[..., M, N]` tensor, with `fill` where no block is; differentiable in values."""
         layout, (m, n) = self.layout, self.layout.size
@@ -80,7 +77,7 @@ class BlockSparseTensor:
     def __repr__(self) -> str:
         return (
             f"BlockSparseTensor(shape={self.shape}, dtype={checks.name_of(self.dtype)}, device={self.device}, "
-            f"layout={self.layout!r})"
+            f"layout={self.layout.summary()})"
         )
 
 
@@ -173,6 +170,8 @@ _to_dense = register(
     setup_context=_keep,
     backward=_to_dense_backward,
 )
+
+torch.serialization.add_safe_globals([BlockSparseTensor])
 
 _pytree.register_pytree_node(
     BlockSparseTensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,14 +67,7 @@ def extract(
     """
     by_torchrun = distributed.is_torchelastic_launched()
     console = Console(quiet=by_torchrun and os.environ["RANK"] != "0")
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        _Speed(),
-        TimeRemainingColumn(),
-        console=console,
-    )
+    bar = _bar(console)
     done = 0
     try:
         if (model is None) != (hook is None):
@@ -114,7 +108,7 @@ def extract(
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"stopped at row {done}; the same command goes on from the last whole file") from None
     except (ValueError, TypeError, FileNotFoundError) as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(f"gossamer sae extract: {_bare(str(error))}") from error
     except (OSError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not str(error).startswith("sae.extract: rank"):
             raise
@@ -170,13 +164,46 @@ def report(
     Console().print(f"{sum(map(len, chosen.values()))} latents in {file}", markup=False, soft_wrap=True)
 
 
+@sae.command()
+def check(folder: Path = typer.Argument(help="What extract wrote, finished or not.")) -> None:
+    """Verify that every file holds what was written to it, by its checksum."""
+    with _told("check"):
+        try:
+            with _bar(Console()) as bar:
+                task = bar.add_task("rows", total=None, visible=False)
+                found = operators.Extraction.check(
+                    folder, lambda done, rows: bar.update(task, completed=done, total=rows, visible=True)
+                )
+        except ValueError as error:
+            # What was asked is right, and what was found is not.
+            _complain("check", error)
+            raise typer.Exit(1) from None
+    Console().print(repr(found), markup=False, soft_wrap=True)
+    if found.manifest["version"] == 1:
+        said = "An earlier version of gossamer wrote it, without checksums: its files are whole, and no more is known."
+    else:
+        said = f"{len(found)} shards, their statistics and the manifest hold what was written."
+    Console().print(said, markup=False, soft_wrap=True)
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        _Speed(),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
 @contextmanager
 def _told(command: str) -> Iterator[None]:
-    """What may be wrong with what is on the disk, without a traceback."""
+    """What may be wrong with what is on the disk, without a traceback, and in the name of the command."""
     try:
         yield
     except (ValueError, FileNotFoundError) as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(f"gossamer sae {command}: {_bare(str(error))}") from error
     except OSError as error:
         _complain(command, error)
         raise typer.Exit(1) from None
@@ -185,8 +212,13 @@ def _told(command: str) -> Iterator[None]:
 def _complain(command: str, error: Exception) -> None:
     """Says what the system refused, and of what."""
     reason, file = getattr(error, "strerror", None) or str(error), getattr(error, "filename", None)
-    said = f"{reason}: {file}" if file and str(file) not in reason else reason
+    said = _bare(f"{reason}: {file}" if file and str(file) not in reason else reason)
     Console(stderr=True, soft_wrap=True).print(f"gossamer sae {command}: {said}", style="bold red", markup=False)
+
+
+def _bare(message: str) -> str:
+    """Without the name of the function that it comes from."""
+    return re.sub(r"^(gossamer )?sae[. ]\w+: ", "", message)
 
 
 def _latents(features: str, d_sae: int) -> list[int]:

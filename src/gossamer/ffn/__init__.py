@@ -6,6 +6,7 @@ torch.Size([2, 8])
 
 from gossamer.ffn.gated import gated
 from gossamer.ffn.plain import plain
+from gossamer.ffn.sparse_block import SparseBlock
 from gossamer.ffn.tracker import BlockTracker
 
-__all__ = ["BlockTracker", "gated", "plain"]
+__all__ = ["BlockTracker", "SparseBlock", "gated", "plain"]

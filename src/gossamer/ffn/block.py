@@ -135,7 +135,8 @@ def sampled(hidden: Tensor) -> tuple[Tensor, Tensor]:
     return some.sum(2).view(-1), some.any(1).sum(1)
 
 
-def _activated(block: Block) -> Tensor:
+def activated(block: Block) -> Tensor:
+    """What the activation lets through, dense `[..., N]`."""
     z = linear(block.x, block.gate_weight, block.gate_bias)
     if block.threshold is not None:
         return torch.where(z <= block.threshold.clamp(min=0), 0, z)
@@ -143,7 +144,7 @@ def _activated(block: Block) -> Tensor:
 
 
 def _hidden(block: Block) -> Tensor:
-    active = _activated(block)
+    active = activated(block)
     return active if block.up_weight is None else active * linear(block.x, block.up_weight, block.up_bias)
 
 

@@ -54,10 +54,6 @@ class BlockTracker:
         )
         return self.last_path
 
-    def pin(self, path: str | None) -> None:
-        """Always takes this way from now on; None follows what is known."""
-        self.rows.pinned = path
-
     def record(self, nnz: Tensor, sizes: Tensor | None, limit: int) -> None:
         """Takes the entries of rows and, where they are grouped, the columns of groups, of all or of some; rows over
         `limit` are counted."""

@@ -49,7 +49,7 @@ def linear_glu(
         ValueError: shapes or devices do not fit, or an unknown activation.
         TypeError: dtypes differ or are not floating.
 
-    Source: Shazeer 2020, "GLU Variants Improve Transformer"; the seed on fused gated MLPs.
+    Source: Shazeer 2020, "GLU Variants Improve Transformer"; Tantaru 2025, "Towards Better Kernels for Gated MLP".
 
     >>> linear_glu(torch.tensor([[2.0, 3.0]]), torch.eye(2), activation="relu").tolist()
     [[6.0]]

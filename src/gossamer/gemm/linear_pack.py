@@ -10,7 +10,8 @@ from gossamer._core import autocast, checks
 from gossamer._core.ops import directly, register
 from gossamer.gemm._torch import linear_pack as _cpu
 from gossamer.gemm.linear_glu import check_dtypes
-from gossamer.rowsparse.formats import ELL, LinearSource, TwELL, made, threshold_dtype, tile_index_dtype
+from gossamer.rowsparse.container import made, made_source
+from gossamer.rowsparse.formats import ELL, TwELL, threshold_dtype, tile_index_dtype
 from gossamer.rowsparse.matmul import _matmul, gradients
 from gossamer.rowsparse.pack import default_capacity, tile_slots
 from gossamer.rowsparse.transpose import transpose_keys
@@ -61,7 +62,7 @@ def linear_pack(
             belongs to another activation or format, or sizes out of range.
         TypeError: dtypes differ or are not floating, or a size is not an int.
 
-    Source: the seed on sparse feed-forward blocks, sections 3.1 to 3.3.
+    Source: Cetin et al., "Sparser, Faster, Lighter Transformer Language Models", sections 3.1 to 3.3.
 
     >>> rows, nnz = linear_pack(torch.tensor([[1.0, -1.0]]), torch.eye(2), tile=2, slots=1)
     >>> rows.values.tolist(), rows.indices.tolist(), nnz.tolist()
@@ -105,12 +106,11 @@ def linear_pack(
         if not torch.is_grad_enabled():
             # What overflowed has a gradient where the rest has one.
             flat, weight, bias = flat.detach(), weight.detach(), None if bias is None else bias.detach()
-        source = made(LinearSource, x=flat, weight=weight, bias=bias, threshold=threshold, squared=squared)
+        source = made_source(x=flat, weight=weight, bias=bias, threshold=threshold, squared=squared)
     if capacity is None:
-        parts = {"values": values, "indices": indices, "nnz_per_tile": counts, "shape": shape, "tile": tile}
-        rows = made(TwELL, **parts, source=source)
+        rows = made(TwELL, values, indices, counts, shape, source, tile)
     else:
-        rows = made(ELL, values=values, indices=indices, nnz_per_row=counts, shape=shape, source=source)
+        rows = made(ELL, values, indices, counts, shape, source)
     return rows, nnz if x.dim() == 2 else nnz.view(leading)
 
 

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from gossamer._core import checks, files
 from gossamer.nn.distributed import Sharded
-from gossamer.nn.sae import _SAE, BatchTopKSAE, JumpReLUSAE, TopKSAE
+from gossamer.nn.jumprelu import JumpReLUSAE
+from gossamer.nn.sae import _SAE, BatchTopKSAE, TopKSAE
 from gossamer.nn.transcoder import Transcoder
 
 _CONFIG = "cfg.json"
 _SAE_LENS, _SPARSIFY, _TRAINING = "sae_weights.safetensors", "sae.safetensors", "training_state.safetensors"
 _STATISTICS = ("firing_counts", "steps_since_fired")
+_STEERING = ("input_scale", "steering")
 _NEUTRAL = {"normalize_activations": "none", "reshape_activations": "none"}
 
 Model = TopKSAE | BatchTopKSAE | JumpReLUSAE | Transcoder
@@ -27,11 +29,11 @@ Model = TopKSAE | BatchTopKSAE | JumpReLUSAE | Transcoder
 _AUX = ("aux_coefficient", "aux_k", "dead_after")
 _SETTINGS: dict[type[Model], tuple[str, ...]] = {
     TopKSAE: _AUX,
-    Transcoder: _AUX,
+    Transcoder: ("d_out", *_AUX),
     BatchTopKSAE: ("k", "threshold_rate", "capacity", *_AUX),
     JumpReLUSAE: (
         *("bandwidth", "l0_coefficient", "capacity", "penalty", "target_l0", "tanh_scale"),
-        *("ste_to_input", "pre_act_coefficient", "dead_after"),
+        *("ste_to_input", "pre_act_coefficient", "dead_after", "warm_up", "initial_threshold"),
     ),
 }
 """What only training needs and neither layout has a place for: it is written under the name of this package."""
@@ -67,8 +69,9 @@ def save(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
         folder: made if it is not there; files of the same names are replaced, each whole or not at all.
         layout: `"sae_lens"` writes `cfg.json`, `sae_weights.safetensors` (`log_threshold` as `threshold`; BatchTopK as
             the JumpReLU that it is when it is not trained). `"sparsify"` writes `cfg.json` and `sae.safetensors`, and
-            is for `TopKSAE` and for `Transcoder` with d_in = d_out. Beside either lies `training_state.safetensors`
-            with the firing statistics, which those libraries do not read.
+            is for `TopKSAE` and for `Transcoder`; one with d_in other than d_out `load` reads, and sparsify does not.
+            Beside either lies `training_state.safetensors` with the firing statistics, which those libraries do not
+            read.
 
     Raises:
         TypeError: model is no autoencoder of this package, a slice of one (`shard`), or one with other tensors than
@@ -90,18 +93,13 @@ def save(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
         raise ValueError(f'{operator}: layout must be "sae_lens" or "sparsify", got {layout!r}.')
     if layout == "sparsify" and not isinstance(model, TopKSAE | Transcoder):
         raise ValueError(f'{operator}: layout="sparsify" has no place for thresholds. Use layout="sae_lens".')
-    if isinstance(model, Transcoder):
-        if layout == "sae_lens":
-            raise ValueError(
-                f'{operator}: layout="sae_lens" has no place for a TopK Transcoder, and SAELens has no such module. '
-                'Use layout="sparsify".'
-            )
-        if model.d_in != model.d_out:
-            raise ValueError(
-                f'{operator}: layout="sparsify" has one size for what goes in and comes out, got d_in = {model.d_in} '
-                f"and d_out = {model.d_out}. Write model.state_dict() with safetensors.torch.save_file instead."
-            )
-    tensors = {name: t.detach() for name, t in model.state_dict().items() if name not in _STATISTICS}
+    if isinstance(model, Transcoder) and layout == "sae_lens":
+        raise ValueError(
+            f'{operator}: layout="sae_lens" has no place for a TopK Transcoder, and SAELens has no such module. '
+            'Use layout="sparsify".'
+        )
+    beside = (*_STATISTICS, *_STEERING)
+    tensors = {name: t.detach() for name, t in model.state_dict().items() if name not in beside}
     own = {"W_enc", "b_enc", "W_dec", "b_dec"} | next(names for kind, names in _OWN.items() if isinstance(model, kind))
     if strange := sorted(tensors.keys() - own | own - tensors.keys() - {"W_skip"}):
         raise TypeError(
@@ -111,8 +109,8 @@ def save(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
         )
     folder = Path(folder)
     files.make_folder(operator, "folder", folder)
-    kept = next(names for kind, names in _SETTINGS.items() if isinstance(model, kind))
-    training = {name: getattr(model, name) for name in kept}
+    settings = next(names for kind, names in _SETTINGS.items() if isinstance(model, kind))
+    training = {name: getattr(model, name) for name in settings}
     if layout == "sparsify":
         tensors["encoder.weight"], tensors["encoder.bias"] = tensors.pop("W_enc").t(), tensors.pop("b_enc")
         config = {"activation": "topk", "d_in": model.d_in, "expansion_factor": model.d_sae / model.d_in}
@@ -122,7 +120,7 @@ def save(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
     else:
         if isinstance(model, JumpReLUSAE):
             del tensors["log_threshold"]
-            tensors["threshold"] = model.threshold.detach()
+            tensors |= {"threshold": model.threshold.detach()} | model.without_scale()
             config = {"architecture": "jumprelu", "apply_b_dec_to_input": False}
         elif isinstance(model, BatchTopKSAE):
             tensors["threshold"] = model.threshold.expand(model.d_sae)
@@ -135,7 +133,11 @@ def save(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
         config |= {"device": "cpu", **_NEUTRAL, "metadata": {"sae_lens_version": "6.49.0", "gossamer": training}}
     weights = folder / (_SAE_LENS if layout == "sae_lens" else _SPARSIFY)
     _write(weights, tensors)
-    _write(folder / _TRAINING, {name: getattr(model, name) for name in _STATISTICS}, {"weights": _digest(weights)})
+    kept: tuple[str, ...] = _STATISTICS
+    if isinstance(model, JumpReLUSAE) and model.steered:
+        # Of the logarithm of a threshold's exponential the last bits would be others.
+        kept += (*_STEERING, "log_threshold")
+    _write(folder / _TRAINING, {name: getattr(model, name).detach() for name in kept}, {"weights": _digest(weights)})
     _replace(folder / _CONFIG, lambda path: path.write_text(json.dumps(config, indent=1) + "\n"))
 
 
@@ -197,7 +199,19 @@ def load(folder: str | Path, *, device: torch.device | str | None = None, dtype:
     statistics = folder / _TRAINING
     if statistics.is_file() and _written_with(operator, statistics, weights):
         model.load_state_dict(_read(operator, statistics), strict=False)
+        _scale_again(model)
+    if isinstance(model, JumpReLUSAE):
+        model.go_on()
     return model
+
+
+@torch.no_grad()
+def _scale_again(model: Model) -> None:
+    """What `without_scale` did, undone."""
+    if isinstance(model, JumpReLUSAE) and model.steered:
+        model.W_enc.div_(model.input_scale)
+        model.W_dec.mul_(model.input_scale)
+        model.b_dec.mul_(model.input_scale)
 
 
 def _digest(weights: Path) -> str:
@@ -276,11 +290,13 @@ def _from_sparsify(operator: str, folder: Path, config: dict[str, Any], tensors:
     transcode, skip = bool(config.get("transcode")), bool(config.get("skip_connection"))
     # As sparsify does it: b_dec is subtracted from what is reconstructed, and not from what something else is from.
     config["apply_b_dec_to_input"] = not transcode
-    wanted = {"W_enc": (d_in, d_sae), "W_dec": (d_sae, d_in), "b_enc": (d_sae,), "b_dec": (d_in,)}
+    given = {"skip": skip} | _given(Transcoder, config)
+    # sparsify has one size for what goes in and comes out.
+    d_out = given.pop("d_out", d_in) if transcode or skip else d_in
+    wanted = {"W_enc": (d_in, d_sae), "W_dec": (d_sae, d_out), "b_enc": (d_sae,), "b_dec": (d_out,)}
     if transcode or skip:
-        given = {"skip": skip} | _given(Transcoder, config)
-        wanted |= {"W_skip": (d_in, d_in)} if skip else {}
-        return lambda **options: Transcoder(d_in, d_in, d_sae, k, **given, **options), wanted
+        wanted |= {"W_skip": (d_out, d_in)} if skip else {}
+        return lambda **options: Transcoder(d_in, d_out, d_sae, k, **given, **options), wanted
     given = _given(TopKSAE, config)
     return lambda **options: TopKSAE(d_in, d_sae, k, **given, **options), wanted
 

@@ -6,16 +6,20 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gossamer import sae
-from gossamer.nn.sae import _SAE, BatchTopKSAE, JumpReLUSAE, SAELoss, TopKSAE
+from gossamer.nn import _recipe
+from gossamer.nn.jumprelu import JumpReLUSAE
+from gossamer.nn.sae import _SAE, BatchTopKSAE, SAELoss, TopKSAE
 from gossamer.nn.transcoder import Transcoder
 from gossamer.rowsparse import ELL, Rows
+from gossamer.rowsparse.density import recomputed
 from gossamer.sae.sharded import add_parts, check_group, copy_to_ranks, sum_over
 
 _DIMENSION = {"W_enc": 1, "W_dec": 0, "b_enc": 0, "log_threshold": 0, "firing_counts": 0, "steps_since_fired": 0}
 """Along which dimension a tensor of an autoencoder lists the latents."""
-_WHOLE = ("b_dec", "threshold", "W_skip")
+_WHOLE = ("b_dec", "threshold", "W_skip", "input_scale", "steering")
 """What all ranks hold whole."""
 _SETTINGS = {"d_in", "d_out", "d_sae", "k", "threshold_rate", "capacity", "aux_coefficient", "aux_k", "dead_after"}
 _SETTINGS |= {
@@ -26,6 +30,8 @@ _SETTINGS |= {
     "tanh_scale",
     "ste_to_input",
     "pre_act_coefficient",
+    "initial_threshold",
+    "warm_up",
 }
 """What `shard` may copy. A term of the loss that sums over latents has to sum over ranks; a new setting may be one."""
 
@@ -78,6 +84,9 @@ class Sharded(_SAE):
 
     def decode(self, rows: Rows) -> Tensor:
         """This rank's latents `(..., d_sae_r)` -> the reconstruction `[..., d_in]`; see `sae.decode_sharded`."""
+        return super().decode(rows)
+
+    def _decoded(self, rows: Rows) -> Tensor:
         return sae.decode_sharded(rows, self.W_dec, self.b_dec, group=self.group)
 
     def gathered(self, rank: int | None = None) -> Any:
@@ -129,6 +138,9 @@ class ShardedBatchTopKSAE(Sharded, BatchTopKSAE):
 
 class ShardedJumpReLUSAE(Sharded, JumpReLUSAE):
     """See `shard`."""
+
+    def _total(self, part: Tensor) -> Tensor:
+        return sum_over(part, self.group)
 
     def _penalty(self, rows: ELL | Tensor, l0: Tensor) -> Tensor:
         penalty = super()._penalty(rows, l0)
@@ -213,11 +225,17 @@ class DataParallel(torch.nn.Module):
         super().__init__()
         self.model, self.group = model, group
 
+    def __call__(self, x: Tensor, *args: Any, **options: Any) -> SAELoss:
+        """Before what wraps this module has its turn, which may be to put parameters together from slices."""
+        if self.training and isinstance(self.model, JumpReLUSAE) and self.model.is_fresh:
+            _initialize_together(self.model, x, self.group)
+        return super().__call__(x, *args, **options)
+
     def forward(self, x: Tensor, *args: Any, **options: Any) -> SAELoss:
         """`model.loss` of this rank's rows, and the statistics of those of all ranks."""
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         loss = self.model.loss(x, *args, **options)  # type: ignore[operator]
-        if self.training:
+        if self.training and not recomputed():
             with torch.no_grad():
                 self._merge(before)
         return loss
@@ -230,7 +248,11 @@ class DataParallel(torch.nn.Module):
             elif name == "steps_since_fired":
                 # 0 where a latent fired and one more than before where not: on all ranks, if on none it fired.
                 dist.all_reduce(buffer, dist.ReduceOp.MIN, group=self.group)
-            else:
+            elif name == "steering":
+                # But for the L0 that it will act upon, every rank has steered alike.
+                l0 = buffer[_recipe.L0]
+                l0.copy_(sum_over(l0, self.group) / dist.get_world_size(self.group))
+            elif name != "input_scale":
                 buffer.copy_(sum_over(buffer, self.group) / dist.get_world_size(self.group))
 
 
@@ -274,11 +296,30 @@ def data_parallel(model: Kind, group: Any = None) -> DataParallel:
         raise TypeError(f"{operator}: model must be an autoencoder of gossamer.nn, got {type(model).__name__}.")
     check_group(operator, group)
     for name, _ in model.named_buffers():
-        if name not in ("firing_counts", "steps_since_fired", "threshold"):
+        if name not in ("firing_counts", "steps_since_fired", "threshold", "input_scale", "steering"):
             raise NotImplementedError(f"{operator}: model has the buffer {name}, on which ranks cannot agree here.")
     for _, tensor in _tensors(model):
         dist.broadcast(_bytes(tensor.detach()), group=group, group_src=0)
+    if isinstance(model, JumpReLUSAE):
+        model.look_up_whether_fresh()
     return DataParallel(model, group)
+
+
+@torch.no_grad()
+def _initialize_together(model: JumpReLUSAE, x: Tensor, group: Any) -> None:
+    """`model.initialize_` of the rows of all ranks; where parameters are spread over ranks, slices of the same."""
+    W_enc, W_dec = _full(model.W_enc), _full(model.W_dec)
+    found = model.measured(x, W_enc, W_dec)
+    mean = type(found)(*(sum_over(part, group) / dist.get_world_size(group) for part in found))
+    for name, start in model.begin_(W_enc, mean).items():
+        parameter = model.get_parameter(name)
+        if isinstance(parameter, DTensor):
+            start = distribute_tensor(start, parameter.device_mesh, parameter.placements)
+        parameter.copy_(start)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:

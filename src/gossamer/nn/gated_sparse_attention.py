@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,7 +11,11 @@ from torch.nn import functional as F
 
 from gossamer import attention
 from gossamer._core import checks
+from gossamer._core.ops import needs_gradient
+from gossamer._core.ranges import span
+from gossamer.attention.sparse_attention import FEW_QUERIES
 from gossamer.nn._plain import why_called
+from gossamer.nn.attention_cache import AttentionCache
 
 
 class RotaryEmbedding(nn.Module):
@@ -86,7 +91,7 @@ class GatedSparseAttention(nn.Module):
         value_gate.gate_proj, output_gate.gate_proj, rotary_emb.inv_freq: as in the published models.
         dense: True attends to every visible key, for a warm-up of the indexer.
 
-    Source: Gated Sparse Attention (arXiv 2601.15305); the seed on gated sparse attention.
+    Source: Gated Sparse Attention (arXiv 2601.15305).
 
     >>> GatedSparseAttention(32, 4, k_base=8, k_min=4, k_max=16, d_indexer=16)(torch.randn(2, 20, 32)).shape
     torch.Size([2, 20, 32])
@@ -143,24 +148,121 @@ class GatedSparseAttention(nn.Module):
         self.rotary_emb = RotaryEmbedding(head_dim, rope_theta, device)
 
     def forward(
-        self, x: Tensor, position_ids: Tensor | None = None, selection: attention.Selection | None = None
+        self,
+        x: Tensor,
+        position_ids: Tensor | None = None,
+        selection: attention.Selection | None = None,
+        *,
+        cache: AttentionCache | None = None,
+        lengths: Tensor | None = None,
     ) -> Tensor:
         """x `[B, T, hidden_size]` -> `[B, T, hidden_size]`.
 
-        position_ids int `[B, T]` or `[T]`, None for 0 to T - 1, turn the rotary embeddings; what is visible is a matter
-        of order. A given selection, of another layer for instance, is used instead of the indexer's.
+        position_ids int `[B, T]` or `[T]`, None for 0 to T - 1, or behind what is in the cache, turn the rotary
+        embeddings; what is visible is a matter of order. A given selection, of another layer for instance, is used
+        instead of the indexer's.
+
+        With a cache, x are the next tokens of each sequence, which are added to it and see all that is in it; lengths
+        int `[B]` says how many of the T are tokens, where the rest pads x. The result is that of one call over the
+        whole sequences. No gradients pass.
         """
-        whole = selection is None and self.selects_all(x.shape[1])
-        q, k, v, gate, index = self.project(x, position_ids, indexer=selection is None and not whole)
-        if whole:
-            grouped = self.num_heads != self.num_kv_heads
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        if cache is not None and position_ids is None:
+            position_ids = cache.positions(x.shape[1])
+        scored = cache is not None or (selection is None and not self.selects_all(x.shape[1]))
+        q, k, v, gate, index = self.project(x, position_ids, indexer=scored)
+        if cache is None:
+            out = self.attend(q, k, v, index, selection)
         else:
-            if selection is None:
-                selection = self.select(*index)
-            out = attention.sparse_attention(q, k, v, selection)
+            out = self._attend_with_cache(q, k, v, index, selection, cache, lengths)
+        return self.finish(out, gate)
+
+    def finish(self, out: Tensor, gate: Tensor | None) -> Tensor:
+        """What attention returns, `[B, H, T, D]`, gated and projected: `[B, T, hidden_size]`."""
         out = out.transpose(1, 2).flatten(2)
-        return self.o_proj(out if gate is None else out * gate)
+        if gate is not None:
+            with span("gsa/output_gate"):
+                out = out * gate
+        with span("gsa/o_proj"):
+            return self.o_proj(out)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        index: tuple[Tensor, Tensor, Tensor],
+        selection: attention.Selection | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of what `project` returns, `[B, H, T, D]`: dense where each query takes every key that it sees.
+
+        k, v and the indexer's keys may be more than the queries, which stand last, or with lengths int `[B]` end beside
+        key lengths[b] - 1.
+        """
+        if selection is None and self.selects_all(k.shape[2]):
+            grouped, mask = self.num_heads != self.num_kv_heads, None
+            if lengths is not None or q.shape[2] != k.shape[2]:
+                at = torch.arange(q.shape[2] - 1, -1, -1, device=q.device)
+                last = k.shape[2] if lengths is None else lengths[:, None, None, None]
+                mask = torch.arange(k.shape[2], device=q.device) < last - at[:, None]
+            with span("gsa/dense_attn"):
+                return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
+        if selection is None:
+            selection = self.select(*index, lengths=lengths)
+        with span("gsa/sparse_attn"):
+            return attention.sparse_attention(q, k, v, selection, lengths=lengths)
+
+    def _attend_with_cache(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        index: tuple[Tensor, Tensor, Tensor],
+        selection: attention.Selection | None,
+        cache: AttentionCache,
+        new: Tensor | None,
+    ) -> Tensor:
+        """Of tokens that come behind those of the cache, and of which new[b] are added to it."""
+        if needs_gradient(q, k, v):
+            raise NotImplementedError(
+                f"{OPERATOR}: gradients with a cache are not implemented. Use torch.no_grad(), or no cache."
+            )
+        empty, tokens = cache.longest == 0, q.shape[2]
+        # What pads x stands behind all tokens, so that none of them sees it.
+        lengths = cache.lengths + tokens
+        cache.append(k, v, index[1], new)
+        if empty:
+            return self.attend(q, k, v, index, selection)
+        num_keys = cache.read_to if selection is None else selection.num_keys
+        whole = selection is None and self.selects_all(num_keys)
+        if not whole:
+            index = (index[0], cache.index_keys(num_keys), index[2])
+        if cache.page_table is None or tokens > FEW_QUERIES or whole:
+            return self.attend(q, *cache.keys_and_values(num_keys), index, selection, lengths)
+        if selection is None:
+            selection = self.select(*index, lengths=lengths)
+        table = cache.page_table
+        with span("gsa/sparse_attn"):
+            out = attention.sparse_decode(q, cache.k, cache.v, selection, page_table=table, lengths=lengths)
+        assert isinstance(out, Tensor)
+        return out
+
+    def cache(
+        self, batch: int, capacity: int, page_size: int | None = None, *, dtype: torch.dtype | None = None
+    ) -> AttentionCache:
+        """An empty cache for `batch` sequences of up to `capacity` tokens, in pages of page_size, a power of two, or in
+        one piece; dtype None for that of the parameters."""
+        checks.positive(OPERATOR, "capacity", capacity, "It is the number of tokens that a sequence can have.")
+        heads, width, d = self.num_kv_heads, self.head_dim, self.indexer.head_dim
+        new = functools.partial(self.k_proj.weight.new_zeros, dtype=dtype)
+        if page_size is None:
+            k, v = (new((batch, heads, capacity, width)) for _ in range(2))
+            return AttentionCache(k, v, new((batch, capacity, d)))
+        checks.positive(OPERATOR, "page_size", page_size, "It is the number of tokens of a page.")
+        each = -(-capacity // page_size)
+        table = torch.arange(batch * each, device=self.k_proj.weight.device).view(batch, each)
+        k, v = (new((batch * each, page_size, heads, width)) for _ in range(2))
+        return AttentionCache(k, v, new((batch * each, page_size, d)), table)
 
     def selects_all(self, num_keys: int) -> bool:
         """Whether each query of a sequence takes every key that it sees."""
@@ -178,15 +280,18 @@ class GatedSparseAttention(nn.Module):
         if position_ids is None:
             position_ids = torch.arange(x.shape[1], device=x.device)
         cos, sin = self.rotary_emb(position_ids)
-        q, k, v, out_gate = attention.rotary_gates(
-            _products(x, layers),
-            cos,
-            sin,
-            self.num_heads,
-            self.num_kv_heads,
-            value_gate=self.value_gate is not None,
-            output_gate=self.output_gate is not None,
-        )
+        with span("gsa/qkv_proj"):
+            y = _products(x, layers)
+        with span("gsa/value_gate, rotary_emb"):
+            q, k, v, out_gate = attention.rotary_gates(
+                y,
+                cos,
+                sin,
+                self.num_heads,
+                self.num_kv_heads,
+                value_gate=self.value_gate is not None,
+                output_gate=self.output_gate is not None,
+            )
         index = self.index(x) if indexer else (x.new_empty(0),) * 3
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out_gate, index
 
@@ -195,14 +300,16 @@ class GatedSparseAttention(nn.Module):
         of = self.indexer
         layers = {"idx_q_proj": of.idx_q_proj, "idx_k_proj": of.idx_k_proj, "idx_w_proj": of.idx_w_proj}
         widths = [layer.out_features for layer in layers.values()]
-        q, k, w = _products(x, layers).split(widths, -1)
+        with span("gsa/indexer"):
+            q, k, w = _products(x, layers).split(widths, -1)
         return q.unflatten(-1, (of.num_heads, of.head_dim)).transpose(1, 2), k, w
 
     @torch.no_grad()
-    def select(self, q: Tensor, k: Tensor, w: Tensor) -> attention.Selection:
-        """The keys of each query, from what the indexer scores by."""
+    def select(self, q: Tensor, k: Tensor, w: Tensor, lengths: Tensor | None = None) -> attention.Selection:
+        """The keys of each query, from what the indexer scores by; lengths as in `attention.select_topk`."""
         given: dict[str, Any] = {"k": self.k_base} if self.adaptive is None else {"adaptive": self.adaptive}
-        return attention.select_topk(q, k, w, self.indexer.idx_bias, **given)
+        with span("gsa/topk_select"):
+            return attention.select_topk(q, k, w, self.indexer.idx_bias, lengths=lengths, **given)
 
     def extra_repr(self) -> str:
         text = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, k_base={self.k_base}"
@@ -219,17 +326,28 @@ class GatedSparseAttentionReference(GatedSparseAttention):
     """
 
     def forward(
-        self, x: Tensor, position_ids: Tensor | None = None, selection: attention.Selection | None = None
+        self,
+        x: Tensor,
+        position_ids: Tensor | None = None,
+        selection: attention.Selection | None = None,
+        *,
+        cache: AttentionCache | None = None,
+        lengths: Tensor | None = None,
     ) -> Tensor:
-        """As `GatedSparseAttention.forward`."""
+        """As `GatedSparseAttention.forward`, without a cache."""
+        if cache is not None:
+            raise NotImplementedError(f"{OPERATOR}Reference: a cache is not implemented. Use {OPERATOR}.")
         if self.adaptive is not None:
             raise NotImplementedError(f"{OPERATOR}Reference: adaptive numbers of keys are not implemented. Use None.")
-        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        with span("gsa_ref/qkv_proj"):
+            q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj))
         length = x.shape[1]
-        cos, sin = self.rotary_emb(torch.arange(length, device=x.device) if position_ids is None else position_ids)
-        q, k = (_turned(t, cos[..., None, :], sin[..., None, :]) for t in (q, k))
+        with span("gsa_ref/rotary_emb"):
+            positions = torch.arange(length, device=x.device) if position_ids is None else position_ids
+            q, k = (_turned(t, *(angle[..., None, :] for angle in self.rotary_emb(positions))) for t in (q, k))
         if self.value_gate is not None:
-            v = v * self.value_gate.gate_proj(x).sigmoid().view_as(v)
+            with span("gsa_ref/value_gate"):
+                v = v * self.value_gate.gate_proj(x).sigmoid().view_as(v)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         seen = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
         if selection is not None:
@@ -237,16 +355,22 @@ class GatedSparseAttentionReference(GatedSparseAttention):
         elif self.dense or length <= self.k_base:
             taken = seen
         else:
-            # Sorted stably: of equal scores the first ones win.
-            best = self.scores(*self.index(x)).sort(dim=-1, descending=True, stable=True).indices[..., : self.k_base]
-            taken = torch.zeros_like(seen).expand(x.shape[0], -1, -1).scatter(2, best, True)[:, None] & seen
-        shared = self.num_heads // self.num_kv_heads
-        k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
-        s = (q @ k.transpose(2, 3)) * self.head_dim**-0.5
-        out = (s.masked_fill(~taken, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
+            with span("gsa_ref/indexer"):
+                scores = self.scores(*self.index(x))
+            with span("gsa_ref/topk_select"):
+                # Sorted stably: of equal scores the first ones win.
+                best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.k_base]
+                taken = torch.zeros_like(seen).expand(x.shape[0], -1, -1).scatter(2, best, True)[:, None] & seen
+        with span("gsa_ref/sparse_attn"):
+            shared = self.num_heads // self.num_kv_heads
+            k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
+            s = (q @ k.transpose(2, 3)) * self.head_dim**-0.5
+            out = (s.masked_fill(~taken, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
         if self.output_gate is not None:
-            out = out * self.output_gate.gate_proj(x).sigmoid()
-        return self.o_proj(out)
+            with span("gsa_ref/output_gate"):
+                out = out * self.output_gate.gate_proj(x).sigmoid()
+        with span("gsa_ref/o_proj"):
+            return self.o_proj(out)
 
     @torch.no_grad()
     def scores(self, q: Tensor, k: Tensor, w: Tensor) -> Tensor:

@@ -5,10 +5,7 @@ from torch import Tensor, nn
 
 from gossamer import gemm
 from gossamer._core import checks
-from gossamer._core.ops import needs_gradient
-from gossamer.ffn.block import ACTIVATIONS, METHODS, Block, run
-from gossamer.ffn.tracker import BlockTracker
-from gossamer.ffn.transposed import Transposed
+from gossamer.ffn import BlockTracker, SparseBlock
 from gossamer.gemm.linear_glu import GATES, activation_name
 from gossamer.nn._plain import why_called
 
@@ -21,32 +18,38 @@ class _Sparse(nn.Module):
     def __init__(self, operator: str, activation: str, method: str) -> None:
         super().__init__()
         self.activation = activation_name(operator, activation)
-        if method not in METHODS:
-            raise ValueError(f"{operator}: method must be one of {', '.join(METHODS)}, got {method!r}.")
-        self.method = method
-        self.density = BlockTracker()
-        self._transposed = Transposed()
+        self.sparse_block = SparseBlock(method, operator)
+
+    @property
+    def method(self) -> str:
+        """The way of a sparse block, as in `ffn.gated`; may be set at any time."""
+        return self.sparse_block.method
+
+    @method.setter
+    def method(self, method: str) -> None:
+        self.sparse_block.method = method
+
+    @property
+    def density(self) -> BlockTracker:
+        """What `method="auto"` follows."""
+        return self.sparse_block.density
 
     @property
     def copied_bytes(self) -> int:
         """Memory that a transposed copy of down_proj's weight takes, which ways that gather its columns read."""
-        return self._transposed.nbytes
+        return self.sparse_block.copied_bytes
 
     @property
     def last_path(self) -> str | None:
         """The way last taken of those that `ffn.gated` names, or None before there was a call without gradients."""
-        return self.density.last_path
+        return self.sparse_block.last_path
 
     def _sparse(self, x: Tensor, gate: nn.Linear, up: nn.Linear | None) -> Tensor | None:
         """The result, or None where the activation is not sparse or a gradient is needed."""
         down = self.down_proj
         up_weight, up_bias = (None, None) if up is None else (up.weight, up.bias)
-        operands = (x, gate.weight, gate.bias, None, up_weight, up_bias, down.weight, down.bias)
-        if self.activation not in ACTIVATIONS or needs_gradient(*operands):
-            return None
-        block = Block(*operands, self.activation, self._transposed)
-        self.density.pin(None if self.method == "auto" else self.method)
-        return run("nn." + type(self).__name__, block, "auto", self.density)
+        weights = (gate.weight, gate.bias, up_weight, up_bias, down.weight, down.bias)
+        return self.sparse_block(x, *weights, activation=self.activation)
 
 
 class GatedMLP(_Sparse):
@@ -76,11 +79,13 @@ class GatedMLP(_Sparse):
     Attributes:
         gate_proj, up_proj: `nn.Linear(hidden_size, intermediate_size)`.
         down_proj: `nn.Linear(intermediate_size, hidden_size)`.
+        method: the way, which may be set at any time.
         density: the `ffn.BlockTracker` that `method="auto"` follows.
+        sparse_block: the `ffn.SparseBlock` that has both, and by which `sparsity` finds the block.
         last_path: the way last taken without gradients, or None.
         copied_bytes: what a transposed copy of down_proj's weight takes; it is renewed when that changes in place.
 
-    Source: Shazeer 2020, "GLU Variants Improve Transformer"; the seed on fused gated MLPs.
+    Source: Shazeer 2020, "GLU Variants Improve Transformer"; Tantaru 2025, "Towards Better Kernels for Gated MLP".
 
     >>> GatedMLP(8, 24)(torch.ones(2, 5, 8)).shape
     torch.Size([2, 5, 8])
@@ -139,7 +144,7 @@ class MLP(_Sparse):
         ValueError, TypeError: as `GatedMLP`.
 
     Attributes:
-        up_proj, down_proj, density, last_path, copied_bytes: as in `GatedMLP`.
+        up_proj, down_proj, method, density, sparse_block, last_path, copied_bytes: as in `GatedMLP`.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.3.
 

@@ -1,6 +1,5 @@
 """Sparse autoencoders as modules."""
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,10 +9,12 @@ from torch import Tensor
 from gossamer import sae
 from gossamer._core import checks
 from gossamer.nn._silence import Silence
+from gossamer.nn.median import geometric_median
 from gossamer.rowsparse import ELL, Density, DensityTracker, Rows
+from gossamer.rowsparse.density import recomputed
 from gossamer.rowsparse.pack import default_capacity
 from gossamer.sae.decode import decode_dense
-from gossamer.sae.encode_dense import break_even, encode_dense
+from gossamer.sae.encode_dense import MEASURED, break_even, encode_dense
 from gossamer.sae.smallest import smallest
 from gossamer.sae.squared_error import squared_error
 
@@ -45,6 +46,7 @@ class _SAE(torch.nn.Module):
     firing_counts: Tensor
     steps_since_fired: Tensor
     dead_after: int
+    _wide_buffers: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -70,14 +72,25 @@ class _SAE(torch.nn.Module):
         self.register_buffer("firing_counts", torch.zeros(d_sae, dtype=torch.int64, device=device))
         self.register_buffer("steps_since_fired", torch.zeros(d_sae, dtype=torch.int64, device=device))
         self._silence_known = Silence()
-        self._density = DensityTracker(pinned="sparse")
+        self._density = DensityTracker()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "_SAE":
+        """A cast to 16 bits leaves out what moves by small steps, and would stand still there."""
+        before = {name: getattr(self, name) for name in self._wide_buffers if name in self._buffers}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            if getattr(self, name).itemsize < 4:
+                setattr(self, name, buffer.to(getattr(self, name).device))
+        return self
 
     @property
     def density(self) -> DensityTracker:
         """How many latents rows have had, and the way that calls go: `"sparse"`, or `"dense"` by plain products.
 
-        `density.pinned` is the way that is always taken, at first `"sparse"`; None leaves it to what is known of the
-        rows. `density.last_path` is the way of the last call."""
+        The CPU goes the way that is faster at the density of a few calls ago; on a GPU, where the break-even has not
+        been measured, it is `"sparse"`. `density.pinned` names a way that is always taken, `density.last_path` the
+        last one.
+        """
         return self._density
 
     @property
@@ -87,10 +100,14 @@ class _SAE(torch.nn.Module):
 
     def encode(self, x: Tensor) -> ELL:
         """x `[..., d_in]` -> latents `(..., d_sae)`; see `sae.encode`. In training mode it counts what fires."""
+        self._check(x)
         return self._encode(x)[0]
 
     def decode(self, rows: Rows) -> Tensor:
         """Latents `(..., d_sae)` -> reconstruction `[..., d_in]`; see `sae.decode`."""
+        return self._decoded(rows)
+
+    def _decoded(self, rows: Rows) -> Tensor:
         return sae.decode(rows, self.W_dec, self.b_dec)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -99,6 +116,12 @@ class _SAE(torch.nn.Module):
         out = self._output(x, rows)
         self._record(nnz, out)
         return out
+
+    def _check(self, x: Tensor) -> None:
+        operator = f"nn.{type(self).__name__}"
+        checks.floating(operator, x=x)
+        if x.shape[-1:] != (self.d_in,):
+            raise ValueError(f"{operator}: x must have shape [..., d_in] with d_in = {self.d_in}, got {list(x.shape)}.")
 
     def dead(self) -> Tensor:
         """Bool `[d_sae]`, on the device: which latents have been silent for `dead_after` calls of `encode` or more."""
@@ -113,12 +136,16 @@ class _SAE(torch.nn.Module):
 
         Source: Bricken et al. 2023, "Towards Monosemanticity", on initialisation.
         """
+        self.b_dec.copy_(geometric_median(self._sample(x)))
+
+    def _sample(self, x: Tensor) -> Tensor:
+        """The rows of a sample `[M, d_in]`."""
         if x.shape[-1:] != self.b_dec.shape:
             raise ValueError(
                 f"nn.{type(self).__name__}: x must be a sample of what is reconstructed, with shape "
                 f"[..., {len(self.b_dec)}] like b_dec, got {list(x.shape)}."
             )
-        self.b_dec.copy_(geometric_median(x.flatten(0, -2) if x.dim() > 1 else x[None]))
+        return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
     @torch.no_grad()
     def normalize_decoder_(self) -> None:
@@ -159,16 +186,24 @@ class _SAE(torch.nn.Module):
         self, x: Tensor, sparse: Callable[[Tensor], tuple[Rows, Tensor]]
     ) -> tuple[Rows | Tensor, Tensor, Tensor | None]:
         """(latents as a container or dense, l0, the counts of entries where they have to be followed)"""
+        self._check(x)
         if self._way(x) == "sparse":
             rows, l0 = sparse(x)
-            return rows, l0, None if self._expected is not None else rows.nnz_per_row
+            return rows, l0, rows.packed.counts if self._follows(x) else None
         acts, l0, fired, nnz = encode_dense(x, self.W_enc, self.b_enc, **self._options())
         if self.training:
             with torch.no_grad():
                 self._count(acts, fired)
         return acts, l0, nnz
 
+    def _follows(self, x: Tensor) -> bool:
+        """Whether the way depends on counts that only the device knows."""
+        return self._expected is None and x.device.type in MEASURED
+
     def _way(self, x: Tensor) -> str:
+        if self._density.pinned is None and x.device.type not in MEASURED:
+            self._density.last_path = "sparse"
+            return "sparse"
         limit = break_even(x.shape[:-1].numel(), self.W_dec.shape[1], self.d_sae, self.W_dec, training=self.training)
 
         def choose(known: Density | None) -> str:
@@ -185,7 +220,7 @@ class _SAE(torch.nn.Module):
         return self._density.path(choose, training=self.training)
 
     def _record(self, nnz: Tensor | None, result: Tensor) -> None:
-        if nnz is not None and self._expected is None:
+        if nnz is not None and self._follows(nnz):
             capacity = self._capacity or default_capacity(self.d_sae)
             self._density.record(nnz, training=self.training, limit=capacity, result=result)
 
@@ -207,7 +242,9 @@ class _SAE(torch.nn.Module):
         return rows, l0
 
     def _count(self, rows: ELL | Tensor, fired: Tensor) -> None:
-        """Takes what a call in training has shown; without gradients."""
+        """Takes what a call in training has shown; without gradients. What a checkpoint computes again has counted."""
+        if recomputed():
+            return
         self.firing_counts += fired
         self._silence_known.update_(self.steps_since_fired, fired)
 
@@ -217,15 +254,15 @@ class _SAE(torch.nn.Module):
             x = target = x.contiguous()
         rows, l0, nnz = self._chosen(x, self._entries)
         reconstruction = self._output(x, rows)
-        mse = squared_error(target, reconstruction).mean()
+        mse = _mean(squared_error(target, reconstruction))
         parts = self._penalty(rows, l0), self._dead_loss(x, target, reconstruction) if self.training else None
         penalty, dead = (zero if part is None else part for part, zero in zip(parts, mse.new_zeros(2).unbind()))
         loss = mse + penalty + dead
         self._record(nnz, loss)
-        return SAELoss(loss, mse, penalty, l0.detach().mean(), reconstruction, dead)
+        return SAELoss(loss, mse, penalty, _mean(l0.detach()), reconstruction, dead)
 
     def _output(self, x: Tensor, rows: Rows | Tensor) -> Tensor:
-        return decode_dense(rows, self.W_dec, self.b_dec) if isinstance(rows, Tensor) else self.decode(rows)
+        return decode_dense(rows, self.W_dec, self.b_dec) if isinstance(rows, Tensor) else self._decoded(rows)
 
     def _penalty(self, rows: Any, l0: Tensor) -> Tensor | None:
         return None
@@ -279,7 +316,7 @@ class _Reviving(_SAE):
     def _dead_loss(self, x: Tensor, target: Tensor, reconstruction: Tensor) -> Tensor | None:
         if not self.aux_coefficient or self._none_is_dead():
             return None
-        which, dead = self._longest_silent(2 * self.aux_k)
+        which, dead = self._longest_silent(max(2 * self.aux_k, len(self.b_dec)))
         # No index is there twice, so that the gradient of index_select has nothing to add up, or to sort for that.
         biases = torch.where(dead, self.b_enc.index_select(0, which), -torch.inf)
         W_enc = self.W_enc.index_select(1, which)
@@ -309,42 +346,9 @@ class _Reviving(_SAE):
         return f"d_in={self.d_in}, d_sae={self.d_sae}, k={self.k}"
 
 
-def geometric_median(x: Tensor, iterations: int = 100) -> Tensor:
-    """The point with the smallest sum of distances to the rows of x: a mean that outliers do not drag along.
-
-    Args:
-        x: `[M, D]`, float, M at least 1.
-        iterations: of Weiszfeld's algorithm.
-
-    Returns:
-        `[D]`, in float32 at least, without a host sync or a gradient.
-
-    Raises:
-        ValueError: x is no matrix, or has no row.
-
-    Source: Weiszfeld 1937, with what Vardi and Zhang 2000 do where the point is one of the rows; for autoencoders
-    Bricken et al. 2023, "Towards Monosemanticity".
-
-    >>> geometric_median(torch.tensor([[0.0], [1.0], [100.0]])).round().tolist()
-    [1.0]
-    """
-    if x.dim() != 2 or not x.shape[0]:
-        raise ValueError(f"nn.geometric_median: x must have shape [M, D] with M of at least 1, got {list(x.shape)}.")
-    rows = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-    # Around the mean, because far from 0 the distances would be lost to rounding.
-    mean = rows.mean(0)
-    rows = rows - mean
-    median = torch.zeros_like(mean)
-    for _ in range(iterations):
-        distances = torch.linalg.vector_norm(rows - median, dim=1)
-        weights = torch.where(distances > 0, 1 / distances, 0)
-        total = weights.sum()
-        towards = torch.where(total > 0, weights @ rows / total, median)
-        # Rows at the very point pull neither way, but hold it back: by as much as they are many.
-        pull = total * torch.linalg.vector_norm(towards - median)
-        held = ((distances == 0).sum() / pull).nan_to_num().clamp(max=1)
-        median = torch.lerp(towards, median, held)
-    return mean + median
+def _mean(terms: Tensor) -> Tensor:
+    """Over all rows; 0 where there are none."""
+    return terms.mean() if terms.numel() else terms.sum()
 
 
 class TopKSAE(_Reviving):
@@ -358,8 +362,8 @@ class TopKSAE(_Reviving):
         d_sae: number of latents.
         k: latents to keep per row.
         aux_coefficient: weight of the loss that lets dead latents explain what the others leave over; 0: none.
-        aux_k: how many dead latents a row takes for that; None is half of d_in. They are chosen among the 2 * aux_k
-            that have been silent longest, so that no size depends on how many are dead.
+        aux_k: how many dead latents a row takes for that; None is half of d_in. They are chosen among the d_in, or
+            2 * aux_k, that have been silent longest, so that no size depends on how many are dead.
         dead_after: for how many calls of `encode` in training a latent is silent before it counts as dead.
         dtype: of the weights; None takes PyTorch's default.
         device: of the parameters.
@@ -405,7 +409,10 @@ class BatchTopKSAE(_Reviving):
 
     In training mode a batch competes for its k * M entries, and a running mean follows the smallest value that gets
     one. In evaluation mode that mean is a threshold, and what a row keeps does not depend on the others.
-    Initialisation and dtypes are those of `TopKSAE`.
+
+    Initialisation and dtypes are those of `TopKSAE`, but the encoder begins at 0.4 times the decoder. At 1 the rows
+    with the largest norms take all entries of an untrained batch and are explained several times over, and what has to
+    unlearn that is slow. What learns fast leaves more latents dead: hence other defaults of what revives them.
 
     Args:
         d_in: size of the vectors to encode.
@@ -414,7 +421,9 @@ class BatchTopKSAE(_Reviving):
         threshold_rate: how much of a batch goes into the running mean. The first batch sets it.
         capacity: slots per row of what `encode` returns, as in `sae.encode`. Rows beyond it stay exact but cost as much
             as dense. `loss` takes `sae.encode_csr` in training, unless sharded, which needs none.
-        aux_coefficient, aux_k, dead_after: as in `TopKSAE`.
+        aux_coefficient: as in `TopKSAE`. Where Adam remembers what latents had learnt from, 1/32 comes to nothing.
+        aux_k: as in `TopKSAE`, but None is k: among half of d_in none has a part of its own.
+        dead_after: as in `TopKSAE`.
         dtype: of the weights; None takes PyTorch's default.
         device: of the parameters.
 
@@ -434,6 +443,7 @@ class BatchTopKSAE(_Reviving):
     """
 
     threshold: Tensor
+    _wide_buffers = ("threshold",)
 
     def __init__(
         self,
@@ -443,14 +453,16 @@ class BatchTopKSAE(_Reviving):
         *,
         threshold_rate: float = 0.01,
         capacity: int | None = None,
-        aux_coefficient: float = 1 / 32,
+        aux_coefficient: float = 1.0,
         aux_k: int | None = None,
-        dead_after: int = 2500,
+        dead_after: int = 10,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(d_in, d_sae, dtype, device)
-        self._set_k(k, aux_coefficient, aux_k, dead_after)
+        self._set_k(k, aux_coefficient, k if aux_k is None else aux_k, dead_after)
+        with torch.no_grad():
+            self.W_enc.mul_(0.4)
         checks.number("nn.BatchTopKSAE", "threshold_rate", threshold_rate, "It is the share of one batch.")
         if threshold_rate > 1:
             raise ValueError(f"nn.BatchTopKSAE: threshold_rate must be at most 1, got {threshold_rate}.")
@@ -458,14 +470,6 @@ class BatchTopKSAE(_Reviving):
             checks.positive("nn.BatchTopKSAE", "capacity", capacity, "It is the number of slots per row.")
         self.threshold_rate, self.capacity = threshold_rate, capacity
         self.register_buffer("threshold", torch.zeros((), dtype=self._wide, device=device))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "BatchTopKSAE":
-        """A cast to 16 bits leaves the threshold out: there a running mean would stand still."""
-        before = self.threshold
-        super()._apply(fn, recurse)
-        if self.threshold.itemsize < 4:
-            self.threshold = before.to(self.threshold.device)
-        return self
 
     def _options(self) -> dict[str, Any]:
         if self.training:
@@ -482,15 +486,17 @@ class BatchTopKSAE(_Reviving):
         rows, l0 = sae.encode_csr_with_l0(x, self.W_enc, self.b_enc, k=self.k, b_dec=self.b_dec)
         with torch.no_grad():
             # For what does not ask which row an entry is in: k of them a row, in their order.
-            held = {"values": rows.values.detach().view(-1, self.k), "indices": rows.indices.view(-1, self.k)}
+            values, indices, _, _ = rows.packed
             count = torch.full((rows.num_rows,), self.k, dtype=torch.int32, device=x.device)
-            lists = ELL(**held, nnz_per_row=count, shape=(rows.num_rows, self.d_sae))
+            lists = ELL(values.detach().view(-1, self.k), indices.view(-1, self.k), count, (rows.num_rows, self.d_sae))
             self._counted(lists, l0)
         return rows, l0
 
     def _count(self, rows: ELL | Tensor, fired: Tensor) -> None:
         """Moves the threshold towards the smallest value kept, too, without waiting for the device."""
         super()._count(rows, fired)
+        if recomputed():
+            return
         least = self._smallest(rows).to(self.threshold.dtype)
         moved = torch.where(self.threshold > 0, torch.lerp(self.threshold, least, self.threshold_rate), least)
         self.threshold.copy_(torch.where(least.isfinite(), moved, self.threshold))
@@ -504,128 +510,3 @@ class BatchTopKSAE(_Reviving):
     def loss(self, x: Tensor) -> SAELoss:
         """The loss of x `[..., d_in]`; the L0 penalty is 0."""
         return self._loss(x, x)
-
-
-class JumpReLUSAE(_SAE):
-    """A sparse autoencoder that keeps latents above a threshold each latent learns.
-
-    Thresholds are trained by straight-through estimates with a rectangle of width `bandwidth` as kernel, towards a
-    small reconstruction error and a small L0. Initialisation and dtypes are those of `TopKSAE`. Three published recipes
-    are `penalty="step"` (Rajamanoharan et al. 2024), `penalty="quadratic"` (Gemma Scope 2) and
-    `penalty="tanh", ste_to_input=True, pre_act_coefficient=3e-6` (Conerly et al. 2025).
-
-    Args:
-        d_in: size of the vectors to encode.
-        d_sae: number of latents.
-        bandwidth: width of the window around its threshold in which a latent trains it.
-        l0_coefficient: weight of the penalty in the loss, where the squared error is summed over d_in.
-        penalty: `"step"` is L0; `"quadratic"` 2 / target_l0 * (L0 - target_l0)^2 of each row; `"tanh"` the sum over
-            latents of tanh(tanh_scale * value * norm of its decoder row).
-        target_l0: for `"quadratic"`.
-        tanh_scale: for `"tanh"`.
-        ste_to_input: whether the straight-through estimate reaches the pre-activations too, not the threshold alone.
-        pre_act_coefficient: weight of what pulls dead latents towards their thresholds: the sum over them of
-            relu(threshold - pre-activation) * norm of the decoder row, among the 2 * d_in that were silent longest.
-        dead_after: for how many calls of `encode` in training a latent is silent before it counts as dead.
-        initial_threshold: of every latent.
-        capacity: slots per row of the latents, as in `sae.encode`. Rows beyond it stay exact but cost as much as dense.
-        dtype: of the weights; None takes PyTorch's default.
-        device: of the parameters.
-
-    Raises:
-        ValueError: a size below 1, a bandwidth, scale or initial threshold that is not above 0, a coefficient below 0,
-            an unknown penalty, or `"quadratic"` without a target.
-        TypeError: a size that is no int, or a dtype that is not floating.
-
-    Attributes:
-        W_enc, W_dec, b_enc, b_dec: `[d_in, d_sae]`, `[d_sae, d_in]`, `[d_sae]`, `[d_in]`. b_dec is not subtracted
-            from x.
-        log_threshold: `[d_sae]`, the parameter behind `threshold`.
-        firing_counts, steps_since_fired: as in `TopKSAE`.
-
-    Source: Rajamanoharan et al. 2024, "Jumping Ahead: Improving Reconstruction Fidelity with JumpReLU Sparse
-    Autoencoders"; Google DeepMind 2025, "Gemma Scope 2"; Conerly et al. 2025, "Dictionary Learning Optimization
-    Techniques".
-
-    >>> JumpReLUSAE(4, 16).loss(torch.randn(3, 4)).loss.backward()
-    """
-
-    def __init__(
-        self,
-        d_in: int,
-        d_sae: int,
-        *,
-        bandwidth: float = 0.001,
-        l0_coefficient: float = 0.001,
-        penalty: str = "step",
-        target_l0: float | None = None,
-        tanh_scale: float = 4.0,
-        ste_to_input: bool = False,
-        pre_act_coefficient: float = 0.0,
-        dead_after: int = 2500,
-        initial_threshold: float = 0.001,
-        capacity: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(d_in, d_sae, dtype, device)
-        checks.number("nn.JumpReLUSAE", "bandwidth", bandwidth, "It is the width of a window.")
-        checks.number("nn.JumpReLUSAE", "initial_threshold", initial_threshold, "Its logarithm is trained.")
-        checks.number("nn.JumpReLUSAE", "l0_coefficient", l0_coefficient, "0 leaves L0 alone.", zero=True)
-        checks.number("nn.JumpReLUSAE", "tanh_scale", tanh_scale, "It is what values are multiplied with.")
-        checks.number("nn.JumpReLUSAE", "pre_act_coefficient", pre_act_coefficient, "0 leaves it out.", zero=True)
-        checks.positive("nn.JumpReLUSAE", "dead_after", dead_after, "It is a number of calls of encode.")
-        if capacity is not None:
-            checks.positive("nn.JumpReLUSAE", "capacity", capacity, "It is the number of slots per row.")
-        if penalty not in ("step", "quadratic", "tanh"):
-            raise ValueError(f'nn.JumpReLUSAE: penalty must be "step", "quadratic" or "tanh", got {penalty!r}.')
-        if (target_l0 is not None) != (penalty == "quadratic"):
-            raise ValueError(
-                f'nn.JumpReLUSAE: target_l0 belongs to penalty="quadratic", got {target_l0} for {penalty!r}.'
-            )
-        if target_l0 is not None:
-            checks.number("nn.JumpReLUSAE", "target_l0", target_l0, "It is the number of latents a row should have.")
-            if target_l0 > d_sae:
-                raise ValueError(f"nn.JumpReLUSAE: target_l0 must be at most d_sae = {d_sae}, got {target_l0}.")
-        self.bandwidth, self.l0_coefficient, self.capacity = bandwidth, l0_coefficient, capacity
-        self.penalty, self.target_l0, self.tanh_scale = penalty, target_l0, tanh_scale
-        self.ste_to_input, self.pre_act_coefficient, self.dead_after = ste_to_input, pre_act_coefficient, dead_after
-        start = torch.full((d_sae,), math.log(initial_threshold), dtype=self._wide, device=device)
-        self.log_threshold = torch.nn.Parameter(start)
-
-    @property
-    def threshold(self) -> Tensor:
-        """`[d_sae]`, above 0."""
-        return self.log_threshold.exp()
-
-    def _options(self) -> dict[str, Any]:
-        return {
-            "activation": "jumprelu",
-            "threshold": self.threshold,
-            "bandwidth": self.bandwidth,
-            "ste_to_input": self.ste_to_input,
-        }
-
-    def loss(self, x: Tensor) -> SAELoss:
-        """Reconstruction loss plus penalties of x `[..., d_in]`."""
-        return self._loss(x, x)
-
-    def _penalty(self, rows: ELL | Tensor, l0: Tensor) -> Tensor:
-        if self.target_l0 is not None:
-            l0 = 2 / self.target_l0 * (l0 - self.target_l0).square()
-        elif self.penalty == "tanh":
-            scale = self.tanh_scale * self._decoder_norms(self.W_dec)
-            l0 = (rows * scale).tanh().sum(-1) if isinstance(rows, Tensor) else sae.tanh_l0(rows, scale)
-        return self.l0_coefficient * l0.mean()
-
-    def _dead_loss(self, x: Tensor, target: Tensor, reconstruction: Tensor) -> Tensor | None:
-        if not self.pre_act_coefficient:
-            return None
-        which, dead = self._longest_silent(2 * self.d_in)
-        pre = x @ self.W_enc.index_select(1, which).to(x.dtype) + self.b_enc.index_select(0, which)
-        norms = self._decoder_norms(self.W_dec.index_select(0, which))
-        below = (self.threshold.index_select(0, which) - pre).relu() * norms
-        return self.pre_act_coefficient * torch.where(dead, below, 0).sum(-1).mean()
-
-    def extra_repr(self) -> str:
-        return f"d_in={self.d_in}, d_sae={self.d_sae}, bandwidth={self.bandwidth}, l0_coefficient={self.l0_coefficient}"

@@ -5,9 +5,11 @@
 [[0.0, 2.0, 0.0]]
 """
 
-from gossamer.rowsparse.convert import convert
+from gossamer.rowsparse.container import LinearSource, Packed
+from gossamer.rowsparse.convert import convert, from_torch_sparse
 from gossamer.rowsparse.density import Density, DensityTracker
-from gossamer.rowsparse.formats import CSR, ELL, LinearSource, Rows, TwELL
+from gossamer.rowsparse.edit import cat
+from gossamer.rowsparse.formats import CSR, ELL, Rows, TwELL
 from gossamer.rowsparse.matmul import matmul
 from gossamer.rowsparse.pack import pack, unpack
 from gossamer.rowsparse.sampled_matmul import sampled_matmul
@@ -19,9 +21,12 @@ __all__ = [
     "DensityTracker",
     "ELL",
     "LinearSource",
+    "Packed",
     "Rows",
     "TwELL",
+    "cat",
     "convert",
+    "from_torch_sparse",
     "matmul",
     "pack",
     "sampled_matmul",

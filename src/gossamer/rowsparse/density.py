@@ -102,7 +102,7 @@ class DensityTracker:
             return history.path or choose(None)
         elif _captured():
             chosen = history.path or choose(history.known)
-        elif _in_backward():
+        elif recomputed():
             self._recomputes, self._without_graph = True, max(0, self._without_graph - 1)
             return history.path or choose(history.known)
         else:
@@ -124,7 +124,7 @@ class DensityTracker:
             limit: above which a row counts as `over`.
             result: what a backward pass will come through, if there is to be one: the way does not change before.
         """
-        if torch.compiler.is_compiling() or _captured() or _in_backward() or type(counts) is not Tensor:
+        if torch.compiler.is_compiling() or _captured() or recomputed() or type(counts) is not Tensor:
             return
         self._histories[training].add(counts.detach().reshape(-1), limit)
         if training and result is not None and result.grad_fn is not None:
@@ -198,6 +198,6 @@ def _captured() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _in_backward() -> bool:
+def recomputed() -> bool:
     """Whether this runs inside of a backward pass, where a forward pass can only be one that runs again."""
-    return torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -1,158 +1,30 @@
-"""Containers for matrices with few stored entries per row.
+"""The containers for matrices with few stored entries per row.
 
 All hold what they were packed from as `[M, N]`, remember its leading dimensions in `shape`, and own everything an
 operator needs. An *entry* is a stored slot: explicit zeros are legal, repeated indices add up, and an index of -1
 means "no entry". A row that holds more entries than there are slots has *overflowed*: it stays exact, because the
 container keeps the `source` of such rows, and every operator reads it there, without asking the host. The source is
 the dense matrix, or a `LinearSource`: what a linear layer computed it from.
+
+Operators take the buffers of `rows.packed`. Whoever looks at `values`, `indices` or counts sees every entry: a
+container that has a source settles first, after which its buffers hold the rows that overflowed as well, and are all
+there is.
 """
 
 import math
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree
 
 from gossamer._core import checks
+from gossamer.rowsparse.container import COUNTS, INDICES, SOURCE, VALUES, LinearSource, Packed, RowSparse
 
 
-@dataclass(frozen=True, eq=False)
-class LinearSource:
-    """The rows max(x @ weight.T + bias, 0), or 0 up to a threshold, or squared, by what they are computed from.
-
-    The source of a container that was packed while the product was computed: the dense matrix never existed. Operators
-    compute the rows that overflowed again, and no others.
-
-    Args:
-        x: `[M, K]`, float, any strides.
-        weight: `[N, K]`, any strides; the dtype and device of x.
-        bias: `[N]`, added in float32, or None.
-        threshold: `[N]`, compared in float32, or None for 0. z is kept where not z <= max(threshold, 0).
-        squared: whether what is kept is z squared.
-
-    Raises:
-        ValueError: the tensors' shapes or devices do not fit each other.
-        TypeError: a tensor is not floating, or x and weight have two dtypes.
-
-    Source: this package's own; the seed on sparse feed-forward blocks keeps such rows in a dense backup.
-
-    >>> LinearSource(torch.ones(2, 3), torch.ones(5, 3)).requires_grad
-    False
-    """
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
-    threshold: Tensor | None = None
-    squared: bool = False
-
-    def __post_init__(self) -> None:
-        operator = "rowsparse.LinearSource"
-        optional = {"bias": self.bias, "threshold": self.threshold}
-        given = {name: tensor for name, tensor in optional.items() if tensor is not None}
-        checks.floating(operator, x=self.x, weight=self.weight, **given)
-        if self.x.dim() != 2 or self.weight.dim() != 2 or self.x.shape[1] != self.weight.shape[1]:
-            raise ValueError(
-                f"{operator}: x and weight must have shapes [M, K] and [N, K], got {list(self.x.shape)} and "
-                f"{list(self.weight.shape)}."
-            )
-        for name, tensor in given.items():
-            checks.shape(operator, name, tensor, (self.weight.shape[0],), "[N]", "like weight")
-        checks.same_device(operator, "weight", self.weight.device, x=self.x, **given)
-        if self.x.dtype is not self.dtype:
-            raise TypeError(
-                f"{operator}: x must be {checks.name_of(self.dtype)} like weight, got {checks.name_of(self.x.dtype)}. "
-                "Convert it with x.to(weight.dtype)."
-            )
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(M, N)."""
-        return self.x.shape[0], self.weight.shape[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.weight.device
-
-    @property
-    def requires_grad(self) -> bool:
-        return any(t is not None and t.requires_grad for t in (self.x, self.weight, self.bias))
-
-
-class _RowSparse:
-    """What the formats share."""
-
-    values: Tensor
-    indices: Tensor
-    shape: tuple[int, ...]
-    source: "Tensor | LinearSource | None"
-
-    @property
-    def num_rows(self) -> int:
-        """M: the product of the leading dimensions."""
-        return math.prod(self.shape[:-1])
-
-    @property
-    def num_columns(self) -> int:
-        """N: the size of the last dimension."""
-        return self.shape[-1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
-
-    @property
-    def requires_grad(self) -> bool:
-        return self.values.requires_grad or (self.source is not None and self.source.requires_grad)
-
-    def detach(self) -> "Any":
-        """The same entries, cut from the autograd graph."""
-        return _map(self, lambda tensor: tensor.detach())
-
-    def to(self, *args: Any, **kwargs: Any) -> "Any":
-        """As `torch.Tensor.to`: a dtype converts values and a dense source, a device moves every tensor.
-
-        A `LinearSource` stays in its dtype: in another it would keep other entries. What it gives is converted.
-        """
-        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
-
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=non_blocking)
-
-        def convert(tensor: Tensor) -> Tensor:
-            return tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking)
-
-        if not isinstance(self.source, LinearSource):
-            return _map(self, convert)
-        rest = _map(replace(self, source=None), convert)  # type: ignore[type-var]
-        return replace(rest, source=_map(self.source, move))
-
-    def to_dense(self) -> Tensor:
-        """The dense `[..., N]` tensor; repeated indices are added up."""
-        from gossamer.rowsparse.pack import unpack
-
-        return unpack(self)  # type: ignore[arg-type]
-
-    def _describe(self, size: str) -> str:
-        overflow = "none possible" if self.source is None else "kept exact through source"
-        return (
-            f"{type(self).__name__}(shape={self.shape}, {size}, dtype={checks.name_of(self.dtype)}, "
-            f"device={self.device}, overflow={overflow})"
-        )
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class ELL(_RowSparse):
+@dataclass(init=False, eq=False, repr=False)
+class ELL(RowSparse):
     """ELLPACK: the same number of slots for every row.
 
     Args:
@@ -178,62 +50,76 @@ class ELL(_RowSparse):
     [0.0, 0.0, 0.0, 1.0]
     """
 
-    values: Tensor
-    indices: Tensor
-    nnz_per_row: Tensor
-    shape: tuple[int, ...]
-    source: Tensor | LinearSource | None = None
+    COUNTS_NAME: ClassVar[str] = "nnz_per_row"
 
-    def __post_init__(self) -> None:
-        _check_parts("rowsparse.ELL", self, nnz_per_row=self.nnz_per_row)
-        m = self.num_rows
-        if self.values.dim() != 2 or self.values.shape[0] != m:
+    shape: tuple[int, ...]
+    values: Tensor = VALUES
+    indices: Tensor = INDICES
+    nnz_per_row: Tensor = COUNTS
+    source: Tensor | LinearSource | None = SOURCE
+
+    def __init__(
+        self,
+        values: Tensor,
+        indices: Tensor,
+        nnz_per_row: Tensor,
+        shape: tuple[int, ...],
+        source: Tensor | LinearSource | None = None,
+    ) -> None:
+        operator = "rowsparse.ELL"
+        m = _check_parts(operator, shape, values, indices, source, nnz_per_row=nnz_per_row)
+        if values.dim() != 2 or values.shape[0] != m:
             raise ValueError(
-                f"rowsparse.ELL: values must have shape [M, capacity] with M = {m} from shape {self.shape}, "
-                f"got {list(self.values.shape)}."
+                f"{operator}: values must have shape [M, capacity] with M = {m} from shape {shape}, "
+                f"got {list(values.shape)}."
             )
-        checks.shape("rowsparse.ELL", "indices", self.indices, tuple(self.values.shape), "[M, capacity]", "like values")
-        checks.shape("rowsparse.ELL", "nnz_per_row", self.nnz_per_row, (m,), "[M]", "like values")
-        for name in ("indices", "nnz_per_row"):
-            if getattr(self, name).dtype is not torch.int32:
-                raise TypeError(
-                    f"rowsparse.ELL: {name} must be int32, got {checks.name_of(getattr(self, name).dtype)}. "
-                    f"Convert it with {name}.int()."
-                )
-        _check_source("rowsparse.ELL", self)
+        checks.shape(operator, "indices", indices, tuple(values.shape), "[M, capacity]", "like values")
+        checks.shape(operator, "nnz_per_row", nnz_per_row, (m,), "[M]", "like values")
+        _check_dtypes(operator, "", indices=(indices, torch.int32), nnz_per_row=(nnz_per_row, torch.int32))
+        _check_source(operator, shape, values, source, indices=indices, nnz_per_row=nnz_per_row)
+        object.__setattr__(self, "shape", shape)
+        self._hold(values, indices, nnz_per_row, source)
 
     @property
     def capacity(self) -> int:
-        """Slots per row."""
-        return self.values.shape[1]
+        """Slots per row; after `settle` as many as the fullest row needs."""
+        return self._packed.values.shape[1]
 
     @property
     def overflowed(self) -> Tensor:
         """Bool `[]` on the device: whether any row has more entries than slots."""
-        return (self.nnz_per_row > self.capacity).any()
+        return (self._packed.counts > self.capacity).any()
 
     def validate(self) -> "ELL":
         """Looks at the contents, which costs one sync, and returns self.
 
         Raises:
-            ValueError: an index outside [-1, N), a count below 0, or an overflowed row without a source.
+            ValueError: an index outside [-1, N), columns that do not ascend, a count below 0 or of more entries than a
+                row can have, or an overflowed row without a source.
         """
-        check_indices("rowsparse.ELL", self.indices, self.num_columns)
-        if bool((self.nnz_per_row < 0).any()):
-            raise ValueError(f"rowsparse.ELL: nnz_per_row must be at least 0, got {int(self.nnz_per_row.min())}.")
-        if self.source is None and bool(self.overflowed):
+        operator = "rowsparse.ELL"
+        _, indices, counts, source = self.packed
+        check_indices(operator, indices, self.num_columns)
+        if bool((counts < 0).any()):
+            raise ValueError(f"{operator}: nnz_per_row must be at least 0, got {int(counts.min())}.")
+        if source is None and bool(self.overflowed):
             raise ValueError(
-                f"rowsparse.ELL: nnz_per_row must be at most capacity = {self.capacity} without a source, "
-                f"got {int(self.nnz_per_row.max())}. Give the dense source or more slots."
+                f"{operator}: nnz_per_row must be at most capacity = {self.capacity} without a source, "
+                f"got {int(counts.max())}. Give the dense source or more slots."
             )
+        # A row that overflowed holds every column once at most, but is marked by capacity + 1 at least.
+        _check_counts(operator, "nnz_per_row", counts, max(self.num_columns, self.capacity + 1))
+        fits = (counts <= self.capacity)[:, None]
+        held = fits & (torch.arange(self.capacity, device=self.device) < counts[:, None])
+        _check_ascending(operator, indices, held)
         return self
 
     def __repr__(self) -> str:
         return self._describe(f"capacity={self.capacity}")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class CSR(_RowSparse):
+@dataclass(init=False, eq=False, repr=False)
+class CSR(RowSparse):
     """Compressed sparse rows.
 
     Args:
@@ -254,33 +140,38 @@ class CSR(_RowSparse):
     [[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
     """
 
-    row_offsets: Tensor
-    indices: Tensor
-    values: Tensor
-    shape: tuple[int, ...]
-    source: Tensor | None = None
+    COUNTS_NAME: ClassVar[str] = "row_offsets"
 
-    def __post_init__(self) -> None:
-        _check_parts("rowsparse.CSR", self, row_offsets=self.row_offsets)
-        checks.tensors("rowsparse.CSR", source=self.source)
-        checks.shape(
-            "rowsparse.CSR", "row_offsets", self.row_offsets, (self.num_rows + 1,), "[M + 1]", f"for shape {self.shape}"
-        )
-        if self.values.dim() != 1:
-            raise ValueError(f"rowsparse.CSR: values must have shape [nnz], got {list(self.values.shape)}.")
-        checks.shape("rowsparse.CSR", "indices", self.indices, tuple(self.values.shape), "[nnz]", "like values")
-        for name, dtype in (("row_offsets", torch.int64), ("indices", torch.int32)):
-            if getattr(self, name).dtype is not dtype:
-                raise TypeError(
-                    f"rowsparse.CSR: {name} must be {checks.name_of(dtype)}, "
-                    f"got {checks.name_of(getattr(self, name).dtype)}. Convert it with {name}.to({dtype})."
-                )
-        _check_source("rowsparse.CSR", self)
+    shape: tuple[int, ...]
+    row_offsets: Tensor = COUNTS
+    indices: Tensor = INDICES
+    values: Tensor = VALUES
+    source: Tensor | None = SOURCE
+
+    def __init__(
+        self,
+        row_offsets: Tensor,
+        indices: Tensor,
+        values: Tensor,
+        shape: tuple[int, ...],
+        source: Tensor | None = None,
+    ) -> None:
+        operator = "rowsparse.CSR"
+        m = _check_parts(operator, shape, values, indices, source, row_offsets=row_offsets)
+        checks.tensors(operator, source=source)
+        checks.shape(operator, "row_offsets", row_offsets, (m + 1,), "[M + 1]", f"for shape {shape}")
+        if values.dim() != 1:
+            raise ValueError(f"{operator}: values must have shape [nnz], got {list(values.shape)}.")
+        checks.shape(operator, "indices", indices, tuple(values.shape), "[nnz]", "like values")
+        _check_dtypes(operator, "", row_offsets=(row_offsets, torch.int64), indices=(indices, torch.int32))
+        _check_source(operator, shape, values, source, row_offsets=row_offsets, indices=indices)
+        object.__setattr__(self, "shape", shape)
+        self._hold(values, indices, row_offsets, source)
 
     @property
     def max_nnz(self) -> int:
         """Length of the buffers; the true count is `row_offsets[-1]`, on the device."""
-        return self.values.shape[0]
+        return self._packed.values.shape[0]
 
     @property
     def nnz_per_row(self) -> Tensor:
@@ -290,32 +181,41 @@ class CSR(_RowSparse):
     @property
     def overflowed(self) -> Tensor:
         """Bool `[]` on the device: whether any row ends beyond the buffer."""
-        return self.row_offsets[-1] > self.max_nnz
+        return self._packed.counts[-1] > self.max_nnz
 
     def validate(self) -> "CSR":
         """Looks at the contents, which costs one sync, and returns self.
 
         Raises:
-            ValueError: offsets that do not start at 0 or that decrease, an index outside [-1, N), or an overflowed
-                row without a source.
+            ValueError: offsets that do not start at 0 or that decrease, an index outside [-1, N), columns that do not
+                ascend in a row, a count of more entries than a row can have, or an overflowed row without a source.
         """
-        nnz = int(self.row_offsets[-1])
-        if int(self.row_offsets[0]) != 0 or bool((self.row_offsets.diff() < 0).any()):
-            raise ValueError("rowsparse.CSR: row_offsets must start at 0 and never decrease.")
-        check_indices("rowsparse.CSR", self.indices[:nnz], self.num_columns)
-        if self.source is None and nnz > self.max_nnz:
+        operator = "rowsparse.CSR"
+        _, indices, offsets, source = self.packed
+        nnz, counts = int(offsets[-1]), offsets.diff()
+        if int(offsets[0]) != 0 or bool((counts < 0).any()):
+            raise ValueError(f"{operator}: row_offsets must start at 0 and never decrease.")
+        check_indices(operator, indices[:nnz], self.num_columns)
+        if source is None and nnz > self.max_nnz:
             raise ValueError(
-                f"rowsparse.CSR: row_offsets[-1] must be at most len(values) = {self.max_nnz} without a source, "
+                f"{operator}: row_offsets[-1] must be at most len(values) = {self.max_nnz} without a source, "
                 f"got {nnz}. Give the dense source or longer buffers."
             )
+        over = offsets[1:] > self.max_nnz
+        _check_counts(operator, "row_offsets.diff()", torch.where(over, counts, 0), self.num_columns)
+        slots = torch.arange(self.max_nnz, device=self.device)
+        # Whatever lies behind the last row that fits belongs to none.
+        kept = torch.where(over, 0, offsets[1:]).max() if over.numel() else 0
+        held, row = slots < kept, torch.searchsorted(offsets, slots, right=True)
+        _check_ascending(operator, indices, held, row)
         return self
 
     def __repr__(self) -> str:
         return self._describe(f"max_nnz={self.max_nnz}")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class TwELL(_RowSparse):
+@dataclass(init=False, eq=False, repr=False)
+class TwELL(RowSparse):
     """Tile-wise ELLPACK: the columns are cut into tiles, and every row has the same number of slots in each tile.
 
     A kernel that computes a tile of the matrix can write its entries without knowing about the other tiles.
@@ -338,44 +238,53 @@ class TwELL(_RowSparse):
     An operator that reads a TwELL brings its entries together first, as `rowsparse.convert` does: it is a format to
     write.
 
-    Source: the seed on sparse feed-forward blocks, sections 3.1 to 3.3.
+    Source: Cetin et al., "Sparser, Faster, Lighter Transformer Language Models", sections 3.1 to 3.3.
 
     >>> rows = pack(torch.tensor([[0.0, 2.0, 0.0, 3.0]]), format="twell", tile=2, slots=1)
     >>> rows.indices.tolist(), rows.nnz_per_tile.tolist()
     ([[[1], [1]]], [[1, 1]])
     """
 
-    values: Tensor
-    indices: Tensor
-    nnz_per_tile: Tensor
+    COUNTS_NAME: ClassVar[str] = "nnz_per_tile"
+
     shape: tuple[int, ...]
     tile: int
-    source: Tensor | LinearSource | None = None
+    values: Tensor = VALUES
+    indices: Tensor = INDICES
+    nnz_per_tile: Tensor = COUNTS
+    source: Tensor | LinearSource | None = SOURCE
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        values: Tensor,
+        indices: Tensor,
+        nnz_per_tile: Tensor,
+        shape: tuple[int, ...],
+        tile: int,
+        source: Tensor | LinearSource | None = None,
+    ) -> None:
         operator = "rowsparse.TwELL"
-        _check_parts(operator, self, nnz_per_tile=self.nnz_per_tile)
-        check_tile(operator, self.tile)
-        m, tiles = self.num_rows, -(-self.num_columns // self.tile)
-        if self.values.dim() != 3 or tuple(self.values.shape[:2]) != (m, tiles):
+        m = _check_parts(operator, shape, values, indices, source, nnz_per_tile=nnz_per_tile)
+        check_tile(operator, tile)
+        tiles = -(-shape[-1] // tile)
+        if values.dim() != 3 or tuple(values.shape[:2]) != (m, tiles):
             raise ValueError(
                 f"{operator}: values must have shape [M, T, slots] with M = {m} and T = {tiles} from shape "
-                f"{self.shape} in tiles of {self.tile}, got {list(self.values.shape)}."
+                f"{shape} in tiles of {tile}, got {list(values.shape)}."
             )
-        checks.shape(operator, "indices", self.indices, tuple(self.values.shape), "[M, T, slots]", "like values")
-        checks.shape(operator, "nnz_per_tile", self.nnz_per_tile, (m, tiles), "[M, T]", "like values")
-        for name, dtype in (("indices", tile_index_dtype(self.tile)), ("nnz_per_tile", torch.int16)):
-            if getattr(self, name).dtype is not dtype:
-                raise TypeError(
-                    f"{operator}: {name} must be {checks.name_of(dtype)} for tiles of {self.tile}, "
-                    f"got {checks.name_of(getattr(self, name).dtype)}. Convert it with {name}.to({dtype})."
-                )
-        _check_source(operator, self)
+        checks.shape(operator, "indices", indices, tuple(values.shape), "[M, T, slots]", "like values")
+        checks.shape(operator, "nnz_per_tile", nnz_per_tile, (m, tiles), "[M, T]", "like values")
+        wanted = {"indices": (indices, tile_index_dtype(tile)), "nnz_per_tile": (nnz_per_tile, torch.int16)}
+        _check_dtypes(operator, f" for tiles of {tile}", **wanted)
+        _check_source(operator, shape, values, source, indices=indices, nnz_per_tile=nnz_per_tile)
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "tile", tile)
+        self._hold(values, indices, nnz_per_tile, source)
 
     @property
     def slots(self) -> int:
-        """Slots per row and tile."""
-        return self.values.shape[2]
+        """Slots per row and tile; after `settle` as many as the fullest tile of a row needs."""
+        return self._packed.values.shape[2]
 
     @property
     def nnz_per_row(self) -> Tensor:
@@ -385,31 +294,28 @@ class TwELL(_RowSparse):
     @property
     def overflowed(self) -> Tensor:
         """Bool `[]` on the device: whether any row has more entries in a tile than slots."""
-        return (self.nnz_per_tile > self.slots).any()
+        return (self._packed.counts > self.slots).any()
 
     def validate(self) -> "TwELL":
         """Looks at the contents, which costs one sync, and returns self.
 
         Raises:
-            ValueError: an index outside its tile or beyond N, a count below 0, or an overflowed row without a source.
+            ValueError: an index outside its tile or beyond N, columns that do not ascend, a count below 0 or of more
+                entries than a tile can have, or an overflowed row without a source.
         """
         operator = "rowsparse.TwELL"
-        if bool((self.nnz_per_tile < 0).any()):
-            raise ValueError(f"{operator}: nnz_per_tile must be at least 0, got {int(self.nnz_per_tile.min())}.")
-        if self.source is None and bool(self.overflowed):
+        _, indices, counts, source = self.packed
+        if bool((counts < 0).any()):
+            raise ValueError(f"{operator}: nnz_per_tile must be at least 0, got {int(counts.min())}.")
+        if source is None and bool(self.overflowed):
             raise ValueError(
                 f"{operator}: nnz_per_tile must be at most slots = {self.slots} without a source, "
-                f"got {int(self.nnz_per_tile.max())}. Give the source or more slots."
+                f"got {int(counts.max())}. Give the source or more slots."
             )
-        held = torch.arange(self.slots, device=self.device) < self.nnz_per_tile[..., None]
-        first = torch.arange(self.values.shape[1], device=self.device)[:, None] * self.tile
-        width = (self.num_columns - first).clamp(max=self.tile)
-        wrong = held & ((self.indices < 0) | (self.indices >= width))
-        if bool(wrong.any()):
-            raise ValueError(
-                f"{operator}: indices must lie in [0, tile) with tile = {self.tile}, and below N = "
-                f"{self.num_columns} in the last tile, got {int(self.indices[wrong][0])}."
-            )
+        _check_counts(operator, "nnz_per_tile", counts, max(self.tile, self.slots))
+        held = torch.arange(self.slots, device=self.device) < counts[..., None]
+        check_tile_indices(operator, self, held)
+        _check_ascending(operator, indices, held)
         return self
 
     def __repr__(self) -> str:
@@ -436,48 +342,57 @@ def threshold_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def made(cls: type, **parts: Any) -> Any:
-    """A container or source of what an operator has returned: its parts fit, and to look again would cost host time."""
-    if torch.compiler.is_compiling():
-        return cls(**parts)
-    found: Any = object.__new__(cls)
-    found.__dict__.update(parts)
-    return found
-
-
-def _map(rows: Any, function: Any) -> Any:
-    """The same with a function of each tensor."""
-
-    def apply(value: Any) -> Any:
-        if isinstance(value, LinearSource):
-            return _map(value, function)
-        return function(value) if isinstance(value, Tensor) else value
-
-    return replace(rows, **{f.name: apply(getattr(rows, f.name)) for f in fields(rows)})
-
-
-def _check_parts(operator: str, rows: Any, **counts: Tensor) -> None:
-    checks.tensors(operator, indices=rows.indices, **counts)
-    if not isinstance(rows.source, LinearSource):
-        checks.tensors(operator, source=rows.source)
-    checks.floating(operator, values=rows.values)
-    shape = rows.shape
+def _check_parts(operator: str, shape: Any, values: Any, indices: Any, source: Any, **counts: Tensor) -> int:
+    """M, once the parts are what they should be."""
+    checks.tensors(operator, indices=indices, **counts)
+    if not isinstance(source, LinearSource):
+        checks.tensors(operator, source=source)
+    checks.floating(operator, values=values)
     if not isinstance(shape, tuple) or not shape or not all(isinstance(size, int | torch.SymInt) for size in shape):
         raise ValueError(f"{operator}: shape must be a tuple (..., N) of ints, got {shape!r}.")
     checks.columns(operator, "shape", shape[-1])
+    return math.prod(shape[:-1])
 
 
-def _check_source(operator: str, rows: Any) -> None:
-    tensors = {f.name: getattr(rows, f.name) for f in fields(rows) if f.name not in ("shape", "values", "tile")}
-    checks.same_device(operator, "values", rows.values.device, **tensors)
-    if rows.source is not None:
-        expected = (rows.num_rows, rows.num_columns)
-        checks.shape(operator, "source", rows.source, expected, "[M, N]", f"for shape {rows.shape}")
-        if isinstance(rows.source, Tensor) and rows.source.dtype is not rows.values.dtype:
+def _check_dtypes(operator: str, why: str, **given: tuple[Tensor, torch.dtype]) -> None:
+    for name, (tensor, dtype) in given.items():
+        if tensor.dtype is not dtype:
             raise TypeError(
-                f"{operator}: source must be {checks.name_of(rows.values.dtype)} like values, "
-                f"got {checks.name_of(rows.source.dtype)}. Convert it with source.to(values.dtype)."
+                f"{operator}: {name} must be {checks.name_of(dtype)}{why}, got {checks.name_of(tensor.dtype)}. "
+                f"Convert it with {name}.to({dtype})."
             )
+
+
+def _check_source(
+    operator: str, shape: tuple[int, ...], values: Tensor, source: Tensor | LinearSource | None, **others: Tensor
+) -> None:
+    checks.same_device(operator, "values", values.device, **others, source=source)  # type: ignore[arg-type]
+    if source is not None:
+        expected = (math.prod(shape[:-1]), shape[-1])
+        checks.shape(operator, "source", source, expected, "[M, N]", f"for shape {shape}")  # type: ignore[arg-type]
+        if isinstance(source, Tensor) and source.dtype is not values.dtype:
+            raise TypeError(
+                f"{operator}: source must be {checks.name_of(values.dtype)} like values, "
+                f"got {checks.name_of(source.dtype)}. Convert it with source.to(values.dtype)."
+            )
+
+
+def _check_counts(operator: str, name: str, counts: Tensor, most: int) -> None:
+    if counts.numel() and int(counts.max()) > most:
+        raise ValueError(f"{operator}: {name} must be at most {most}, the entries that fit, got {int(counts.max())}.")
+
+
+def _check_ascending(operator: str, indices: Tensor, held: Tensor, cell: Tensor | None = None) -> None:
+    """Raises where columns of a cell descend: those along the last dimension, or with the same number in `cell`.
+    Holes count for nothing."""
+    held = held & (indices >= 0)
+    # The largest column so far, which the next must not go below.
+    columns = torch.where(held, indices.long(), -1)
+    if cell is not None:
+        # One cell after another, each far above the one before.
+        columns = torch.where(held, columns + cell * (checks.MAX_COLUMNS + 1), -1)
+    if columns.numel() and bool((held & (columns < columns.cummax(-1).values)).any()):
+        raise ValueError(f"{operator}: indices must ascend within a row. Sort them, with their values.")
 
 
 def check_indices(operator: str, indices: Tensor, n: int) -> None:
@@ -491,13 +406,33 @@ def check_indices(operator: str, indices: Tensor, n: int) -> None:
         )
 
 
+def check_tile_indices(operator: str, rows: TwELL, held: Tensor) -> None:
+    """Raises where an entry, of which `held` has the slots, is outside its tile or beyond N. Waits for the device."""
+    indices = rows.packed.indices
+    first = torch.arange(indices.shape[1], device=indices.device)[:, None] * rows.tile
+    wrong = held & ((indices < 0) | (indices >= (rows.num_columns - first).clamp(max=rows.tile)))
+    if bool(wrong.any()):
+        raise ValueError(
+            f"{operator}: indices must lie in [0, tile) with tile = {rows.tile}, and below N = {rows.num_columns} in "
+            f"the last tile, got {int(indices[wrong][0])}."
+        )
+
+
 def _register(cls: type) -> None:
-    # As a pytree node a container can enter and leave a compiled region.
+    # As a pytree node a container can enter and leave a compiled region; its leaves are the buffers as they are.
     sizes = [f.name for f in fields(cls) if f.name in ("shape", "tile", "squared")]
     names = [f.name for f in fields(cls) if f.name not in sizes]
+
+    def flatten(rows: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        if isinstance(rows, RowSparse):
+            held = rows.packed._asdict()
+            held[rows.COUNTS_NAME] = held.pop("counts")
+            return [held[name] for name in names], tuple(getattr(rows, size) for size in sizes)
+        return [getattr(rows, name) for name in names], tuple(getattr(rows, size) for size in sizes)
+
     _pytree.register_pytree_node(
         cls,
-        lambda rows: ([getattr(rows, name) for name in names], tuple(getattr(rows, size) for size in sizes)),
+        flatten,
         lambda tensors, given: cls(**dict(zip(names, tensors, strict=True)), **dict(zip(sizes, given, strict=True))),
         serialized_type_name=f"gossamer.rowsparse.{cls.__name__}",
     )
@@ -505,3 +440,5 @@ def _register(cls: type) -> None:
 
 for _cls in (LinearSource, ELL, CSR, TwELL):
     _register(_cls)
+# What `torch.load` may make with its default, weights_only=True.
+torch.serialization.add_safe_globals([ELL, CSR, TwELL, Packed])

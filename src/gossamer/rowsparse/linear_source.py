@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gossamer._core.ops import directly, register
 from gossamer.rowsparse._torch import linear_source as _cpu
-from gossamer.rowsparse.formats import LinearSource
+from gossamer.rowsparse.container import LinearSource
 
 _GPU = "gossamer.rowsparse._triton.linear_source"
 

@@ -9,7 +9,8 @@ from gossamer._core import autocast, checks
 from gossamer._core.ops import directly, needs_gradient, register
 from gossamer.rowsparse._torch import matmul as _cpu
 from gossamer.rowsparse._torch.sampled_matmul import sampled_matmul as _cpu_sampled
-from gossamer.rowsparse.formats import LinearSource, Rows
+from gossamer.rowsparse.container import LinearSource
+from gossamer.rowsparse.formats import Rows
 from gossamer.rowsparse.linear_source import matmul_linear
 from gossamer.rowsparse.pack import check_container, gathered, parts
 from gossamer.rowsparse.transpose import transpose_keys
@@ -33,7 +34,7 @@ def matmul(rows: Rows, weight: Tensor, *, out_dtype: torch.dtype | None = None) 
         ValueError: weight's shape or device does not fit; on the CPU, an index outside [0, N).
         TypeError: rows is no container, or the dtypes differ.
 
-    Source: the seed on sparse decoding, `sparse_decode_kernel`.
+    Source: the package jumprelu-sae-kernels, `sparse_decode_kernel`.
 
     >>> matmul(pack(torch.tensor([0.0, 2.0])), torch.eye(2)).tolist()
     [0.0, 2.0]
@@ -57,17 +58,17 @@ def multiply(
     """rows @ weight + bias, `[M, D]`, of checked shapes; the names are those of the caller's signature."""
     autocasts = autocast.enabled(weight.device)
     rows = gathered(rows)
-    source = rows.source
+    *lists, source = rows.packed
     if (
         isinstance(source, LinearSource)
         and source.dtype is rows.dtype
         and not source.squared
         and not (autocasts or needs_gradient(rows, weight, bias))
     ):
-        check_dtypes(operator, argument, rows.values, name, weight)
-        lists = (rows.values.contiguous(), rows.indices.contiguous(), rows.nnz_per_row.contiguous())
+        check_dtypes(operator, argument, lists[0], name, weight)
+        lists = [part.contiguous() for part in lists]
         given = (source.x, source.weight, source.bias, source.threshold)
-        return directly(matmul_linear, rows.values, *given, weight, bias)(*lists, *given, weight, bias, out_dtype)
+        return directly(matmul_linear, lists[0], *given, weight, bias)(*lists, *given, weight, bias, out_dtype)
     values, indices, offsets, dense = parts(operator, rows, argument)
     if autocasts:
         values, dense, weight = autocast.cast(values, dense, weight)  # type: ignore[assignment]
@@ -85,7 +86,7 @@ def check_weight(
     if weight.dim() != 2 or weight.shape[0] != n:
         rule = f"{letters} with {letters[1:].split(',')[0]} = {n} like {container}"
         raise ValueError(f"{operator}: {name} must have shape {rule}, got {list(weight.shape)}.")
-    checks.same_device(operator, name, weight.device, **{container: rows.values})
+    checks.same_device(operator, name, weight.device, **{container: rows.packed.values})
 
 
 def check_dtypes(operator: str, first: str, a: Tensor, second: str, b: Tensor) -> None:

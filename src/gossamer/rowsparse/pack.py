@@ -1,7 +1,6 @@
 """Dense to row-sparse and back."""
 
 import math
-from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
@@ -12,7 +11,8 @@ from gossamer._core.ops import register
 from gossamer.rowsparse import twell
 from gossamer.rowsparse._torch import pack as _cpu
 from gossamer.rowsparse._torch.twell import pack_twell as _cpu_pack_twell
-from gossamer.rowsparse.formats import CSR, ELL, LinearSource, Rows, TwELL, check_tile, tile_index_dtype
+from gossamer.rowsparse.container import LinearSource, made
+from gossamer.rowsparse.formats import CSR, ELL, Rows, TwELL, check_tile, tile_index_dtype
 from gossamer.rowsparse.linear_source import dense_rows
 
 _GPU = "gossamer.rowsparse._triton.pack"
@@ -57,8 +57,8 @@ def pack(
         ValueError: x has no dimension, an unknown format, or an argument that belongs to the other format.
         NotImplementedError: `max_nnz=None` under CUDA-graph capture.
 
-    Source: the seed on sparse decoding, "Exact Allocation Kernel" (CSR) and "Fixed Allocation Kernel" (ELL); the seed
-    on sparse feed-forward blocks, section 3.1 (TwELL).
+    Source: the package jumprelu-sae-kernels, its exact (CSR) and fixed (ELL) allocation; Cetin et al., "Sparser,
+        Faster, Lighter Transformer Language Models", section 3.1 (TwELL).
 
     >>> pack(torch.tensor([[0.0, 2.0], [3.0, 4.0]]), capacity=2).indices.tolist()
     [[1, -1], [0, 1]]
@@ -82,7 +82,7 @@ def pack(
     if format == "twell":
         slots = tile_slots(operator, tile, slots)
         values, indices, counts = _pack_twell(flat, tile, slots)
-        return TwELL(values, indices, counts, tuple(x.shape), tile, None if slots == tile else source)
+        return made(TwELL, values, indices, counts, tuple(x.shape), None if slots == tile else source, tile)
     if format == "ell":
         if capacity is None:
             capacity = default_capacity(n)
@@ -90,7 +90,7 @@ def pack(
             checks.positive(operator, "capacity", capacity, "It is the number of slots per row.")
             capacity = min(capacity, n)
         values, indices, nnz = _pack_ell(flat, capacity)
-        return ELL(values, indices, nnz, tuple(x.shape), None if capacity == n else source)
+        return made(ELL, values, indices, nnz, tuple(x.shape), None if capacity == n else source)
     row_offsets = torch.zeros(flat.shape[0] + 1, dtype=torch.int64, device=flat.device)
     torch.cumsum(_count_rows(flat), 0, dtype=torch.int64, out=row_offsets[1:])
     if max_nnz is None:
@@ -99,7 +99,7 @@ def pack(
     elif not isinstance(max_nnz, int) or max_nnz < 0:
         raise ValueError(f"{operator}: max_nnz must be an int of at least 0, got {max_nnz!r}.")
     values, indices = _pack_csr(flat, row_offsets, max_nnz)
-    return CSR(row_offsets, indices, values, tuple(x.shape), source)
+    return made(CSR, values, indices, row_offsets, tuple(x.shape), source)
 
 
 def unpack(rows: Rows) -> Tensor:
@@ -148,26 +148,26 @@ def gathered(rows: Any) -> Any:
     if not isinstance(rows, TwELL):
         return rows
     # Without a source every entry needs a slot, also those of a user who repeats columns.
-    capacity = max(1, rows.values.shape[1] * rows.slots)
-    return twell.to_ell(rows, capacity if rows.source is None else min(capacity, default_capacity(rows.num_columns)))
+    values, _, _, source = rows.packed
+    capacity = max(1, values.shape[1] * values.shape[2])
+    return twell.to_ell(rows, capacity if source is None else min(capacity, default_capacity(rows.num_columns)))
 
 
 def listed(operator: str, rows: Any, argument: str = "rows") -> ELL | CSR:
     """The container with one list of entries a row, and with a dense source if any."""
     check_container(operator, rows, argument)
     rows = gathered(rows)
-    if isinstance(rows.source, LinearSource):
-        assert isinstance(rows, ELL)
-        dense = dense_rows(rows.source, rows.nnz_per_row.contiguous(), rows.capacity)
-        return replace(rows, source=dense.to(rows.dtype))
+    values, indices, counts, source = rows.packed
+    if isinstance(source, LinearSource):
+        dense = dense_rows(source, counts.contiguous(), values.shape[1]).to(values.dtype)
+        return made(ELL, values, indices, counts, rows.shape, dense)
     return rows
 
 
 def parts(operator: str, rows: Any, argument: str = "rows") -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(values, indices, offsets, source): the plain tensors an operator takes, contiguous but for the source."""
-    rows = listed(operator, rows, argument)
-    offsets = rows.nnz_per_row if isinstance(rows, ELL) else rows.row_offsets
-    return rows.values.contiguous(), rows.indices.contiguous(), offsets.contiguous(), rows.source
+    values, indices, offsets, source = listed(operator, rows, argument).packed
+    return values.contiguous(), indices.contiguous(), offsets.contiguous(), source
 
 
 class _EntriesOnly(torch.autograd.Function):

@@ -1,7 +1,6 @@
 """(x @ weight.T) at a pattern."""
 
 import math
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -28,7 +27,7 @@ def sampled_matmul(x: Tensor, weight: Tensor, pattern: Rows) -> Rows:
         ValueError: shapes or devices do not fit; on the CPU, an index outside [0, N).
         TypeError: pattern is no container, or the dtypes differ.
 
-    Source: the seed on sparse feed-forward blocks, the fused up projection.
+    Source: Cetin et al., "Sparser, Faster, Lighter Transformer Language Models", the fused up projection.
 
     >>> pattern = pack(torch.tensor([[0.0, 1.0]]), capacity=1)
     >>> sampled_matmul(torch.tensor([[2.0, 3.0]]), torch.eye(2), pattern).values.tolist()
@@ -46,4 +45,5 @@ def sampled_matmul(x: Tensor, weight: Tensor, pattern: Rows) -> Rows:
     check_dtypes(operator, "x", x, "weight", weight)
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     values, dense = _sampled(flat, weight, indices, offsets, source, False, True, None)
-    return replace(pattern, values=values, source=None if source is None else dense)
+    counts = pattern.packed.counts
+    return pattern.rebuilt(values, pattern.packed.indices, counts, None if source is None else dense)

@@ -7,16 +7,17 @@ from torch import Tensor
 
 from gossamer._core.ops import directly, register
 from gossamer.rowsparse._torch import twell as _cpu
-from gossamer.rowsparse.formats import ELL, TwELL, made
+from gossamer.rowsparse.container import made
+from gossamer.rowsparse.formats import ELL, TwELL
 
 _GPU = "gossamer.rowsparse._triton.twell"
 
 
 def to_ell(rows: TwELL, capacity: int) -> ELL:
     """The same rows with `capacity` slots each; what has more entries is marked, and read from the source."""
-    parts = (rows.values, rows.indices, rows.nnz_per_tile)
+    *parts, source = rows.packed
     values, indices, nnz = directly(twell_to_ell, *parts)(*parts, rows.tile, capacity)
-    return made(ELL, values=values, indices=indices, nnz_per_row=nnz, shape=rows.shape, source=rows.source)
+    return made(ELL, values, indices, nnz, rows.shape, source)
 
 
 def lists(values: Tensor, indices: Tensor, counts: Tensor, tile: int, n: int) -> tuple[Tensor, Tensor, Tensor]:

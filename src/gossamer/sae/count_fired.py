@@ -20,7 +20,8 @@ def count_fired(rows: ELL) -> Tensor:
 
     Raises:
         TypeError: rows is no `ELL`.
-        ValueError: on the CPU, an index outside [0, d_sae).
+        ValueError: on the CPU, an index outside [0, d_sae), or a row with more entries than slots and no source to
+            read them from; on a GPU counts are far below 0 then.
 
     >>> from gossamer import rowsparse
     >>> count_fired(rowsparse.pack(torch.tensor([[0.0, 1.0], [2.0, 3.0]]))).tolist()

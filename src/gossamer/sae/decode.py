@@ -9,7 +9,8 @@ from torch import Tensor
 from gossamer._core import autocast, checks, tuning
 from gossamer._core.ops import directly, needs_gradient, register, shortcut
 from gossamer.rowsparse import pack
-from gossamer.rowsparse.formats import Rows, _RowSparse
+from gossamer.rowsparse.container import RowSparse
+from gossamer.rowsparse.formats import Rows
 from gossamer.rowsparse.matmul import _matmul, _sampled, check_dtypes, check_weight, gradients, multiply
 from gossamer.rowsparse.pack import check_container
 from gossamer.rowsparse.transpose import transpose_keys
@@ -54,7 +55,7 @@ def decode(
         TypeError: dtypes differ or are not floating.
         NotImplementedError: `"exact"`, or `"fixed"` with `validate`, under CUDA-graph capture.
 
-    Source: the seed on sparse decoding (exact, fixed and validated kernels); `"auto"` is new.
+    Source: the package jumprelu-sae-kernels (exact, fixed and validated kernels); `"auto"` is new.
 
     >>> decode(torch.tensor([[0.0, 2.0]]), torch.eye(2), torch.ones(2)).tolist()
     [[1.0, 3.0]]
@@ -79,7 +80,7 @@ def decode(
             out = call(acts.reshape(-1, acts.shape[-1]), W_dec, b_dec, slots, truncate, out_dtype)
             return out.view(*acts.shape[:-1], W_dec.shape[1])
     operator = "sae.decode"
-    if isinstance(acts, _RowSparse):
+    if isinstance(acts, RowSparse):
         return _decode_rows(operator, acts, W_dec, b_dec, method, capacity, out_dtype)
     checks.floating(operator, acts=acts, W_dec=W_dec)
     if acts.dim() == 0 or W_dec.dim() != 2 or W_dec.shape[0] != acts.shape[-1]:
@@ -102,8 +103,7 @@ def decode(
         return _dense(torch.where(acts != 0, acts, 0) if masked else acts, W_dec, b_dec, out_dtype)
     flat = acts.reshape(m, n)
     if method == "exact":
-        rows = pack(flat, format="csr")
-        out = _matmul(rows.values, rows.indices, rows.row_offsets, None, W_dec, b_dec, out_dtype)
+        out = _matmul(*pack(flat, format="csr").packed, W_dec, b_dec, out_dtype)
     else:
         truncate = method == "fixed"
         if capacity is None:

@@ -10,8 +10,9 @@ from gossamer._core import autocast, checks, tuning
 from gossamer._core.ops import directly, needs_gradient, register
 from gossamer.gemm import linear_pack
 from gossamer.rowsparse import CSR, ELL
+from gossamer.rowsparse.container import made
 from gossamer.rowsparse.dense_transpose import dense_transpose
-from gossamer.rowsparse.formats import made, threshold_dtype
+from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.rowsparse.matmul import _matmul, check_dtypes, gradients
 from gossamer.rowsparse.pack import default_capacity
 from gossamer.rowsparse.transpose import transpose_keys
@@ -263,8 +264,7 @@ def _encode(
     values, indices, nnz, source, l0 = call(
         flat, W_enc, b_enc, b_dec, threshold, activation, k, window, capacity, keep_source, scale, ste_to_input
     )
-    entries = {"values": values, "indices": indices, "shape": (*leading, n), "source": source if keep_source else None}
-    rows = made(CSR, row_offsets=nnz, **entries) if csr else made(ELL, nnz_per_row=nnz, **entries)
+    rows = made(CSR if csr else ELL, values, indices, nnz, (*leading, n), source if keep_source else None)
     return rows, l0 if x.dim() == 2 else l0.view(leading)
 
 

@@ -15,6 +15,9 @@ from gossamer.sae.encode import _check_operands, _check_options
 
 _GPU = "gossamer.sae._triton.encode_dense"
 
+MEASURED = ("cpu",)
+"""The devices on which `break_even` has been compared with what both ways take; elsewhere it is a model."""
+
 
 def encode_dense(
     x: Tensor,

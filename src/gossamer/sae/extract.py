@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,15 @@ from gossamer._core import checks, files
 from gossamer._core.modes import evaluating
 from gossamer.rowsparse import CSR, ELL
 from gossamer.sae._extract import folder as disk
+from gossamer.sae._extract import source_files
+from gossamer.sae._extract.begin import begin
 from gossamer.sae._extract.lock import Lock
 from gossamer.sae._extract.ranks import Ranks
-from gossamer.sae._extract.source import Source
+from gossamer.sae._extract.seal import checksum, raw
+from gossamer.sae._extract.source import Source, head
 from gossamer.sae._extract.statistics import LOWEST, Statistics
 from gossamer.sae._extract.text import mark, spell
+from gossamer.sae._extract.verify import complain, faults
 from gossamer.sae._extract.writer import Shard, Writer
 
 # Of a module's state, what follows from the rows that it has seen, and not the other way round.
@@ -30,7 +35,8 @@ _STATISTICS = ("firing_counts", "steps_since_fired")
 
 
 class Extraction:
-    """What `extract` has written, read shard by shard.
+    """What `extract` has written, read shard by shard. What is read whole is verified by its checksum: the statistics
+    here, a shard when it is first read, everything by `check`.
 
     Args:
         folder: the `out` of an `extract`, finished or not.
@@ -48,7 +54,7 @@ class Extraction:
 
     Raises:
         FileNotFoundError: no manifest there.
-        ValueError: a file of it is damaged.
+        ValueError: a file of it is damaged. The same call of `extract` makes a damaged manifest again.
 
     >>> import tempfile; folder = tempfile.mkdtemp()
     >>> extract(torch.randn(10, 4), gossamer.nn.TopKSAE(4, 16, k=2), folder) and Extraction(folder).read(0).shape
@@ -63,6 +69,7 @@ class Extraction:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self._verified: set[str] = set()
         manifest, state = self._look()
         self.manifest: dict[str, Any] = manifest
         self.d_sae: int = manifest["settings"]["d_sae"]
@@ -76,26 +83,58 @@ class Extraction:
     def _look(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The manifest and the statistics that it names."""
         for attempt in range(5):
-            manifest = disk.read_manifest(self.folder)
-            if manifest is None:
-                raise FileNotFoundError(f"sae.Extraction: {self.folder} holds no {disk.MANIFEST}.")
+            manifest = _manifest(self.folder)
             if manifest["statistics"] is None:
                 settings = manifest["settings"]
                 return manifest, Statistics(settings["d_sae"], settings["top"], torch.device("cpu")).state()
+            named = manifest["statistics"]
             try:
-                return manifest, disk.load("sae.Extraction", self.folder / manifest["statistics"])
+                return manifest, disk.load("sae.Extraction", self.folder / named["file"], named["sha256"])
             except FileNotFoundError:
                 # An extraction that goes on meanwhile has replaced it: the manifest names the next one by now.
                 if attempt == 4:
                     raise
         raise AssertionError
 
+    @classmethod
+    def check(cls, folder: str | Path, progress: Callable[[int, int], Any] | None = None) -> Extraction:
+        """The extraction in a folder, once every file of it is known to hold what was written to it.
+
+        Args:
+            folder: the `out` of an `extract`, finished or not.
+            progress: called after each shard with (rows verified, rows in all).
+
+        Raises:
+            FileNotFoundError: no manifest there.
+            ValueError: files that are damaged or gone, all of them named in one error.
+
+        >>> import tempfile; folder = tempfile.mkdtemp()
+        >>> extract(torch.randn(10, 4), gossamer.nn.TopKSAE(4, 16, k=2), folder) and Extraction.check(folder)
+        Extraction(rows=10, d_sae=16, nnz=..., shards=1, complete)
+        """
+        path, found = Path(folder), None
+        manifest, wrong = _manifest(path), []
+        try:
+            found = cls(path)
+            manifest = found.manifest
+        except FileNotFoundError:
+            wrong.append(f"{manifest['statistics']['file']} is gone")
+        except disk.Damaged as error:
+            wrong.append(f"{manifest['statistics']['file']} is damaged ({error.reason})")
+        wrong += _wrong_vocabulary(path, manifest["settings"])
+        done = list(accumulate(shard["rows"] for shard in manifest["shards"]))
+        tell = progress or (lambda done, rows: None)
+        wrong += faults("sae.Extraction", path, manifest["shards"], lambda number: tell(done[number], done[-1]))
+        if found is None or wrong:
+            complain("sae.Extraction", path, wrong)
+        return found
+
     def __len__(self) -> int:
         """The number of shards."""
         return len(self.manifest["shards"])
 
     def read(self, shard: int) -> CSR:
-        """One shard as a `CSR` `(rows, d_sae)` on the CPU.
+        """One shard as a `CSR` `(rows, d_sae)` on the CPU. The first time its checksum is verified.
 
         Raises:
             IndexError: no such shard.
@@ -103,7 +142,7 @@ class Extraction:
             ValueError: its file is damaged.
         """
         described = self._described(shard)
-        tensors = disk.load("sae.Extraction", self.folder / described["file"])
+        tensors = self._load(described)
         shape = (described["rows"], self.d_sae)
         return CSR(tensors["row_offsets"], tensors["indices"], tensors["values"], shape)
 
@@ -116,7 +155,7 @@ class Extraction:
             FileNotFoundError: its file is gone.
         """
         self._check_text()
-        return disk.load("sae.Extraction", self.folder / self._described(shard)["file"])["tokens"]
+        return self._load(self._described(shard))["tokens"]
 
     def context(self, row: int, before: int = 24, after: int = 12) -> tuple[str, str, str]:
         """What stands before the token of a row, the token, and what stands after it.
@@ -142,15 +181,12 @@ class Extraction:
         last_kept = min([first + len(tokens), *begins[begins > row].tolist()])
         if self._vocabulary is None:
             file = self.folder / disk.VOCABULARY
-            found = disk.read_json(file)
+            way_out = "The same call of sae.extract writes it again."
+            found = disk.read_json("sae.Extraction", file, way_out)
             if found is None:
-                raise FileNotFoundError(
-                    f"sae.Extraction: {file} is gone. The same call of sae.extract writes it again."
-                )
-            if not isinstance(found, dict):
-                raise ValueError(
-                    f"sae.Extraction: {file} is damaged. Remove it; the same call of sae.extract writes it."
-                )
+                raise FileNotFoundError(f"sae.Extraction: {file} is gone. {way_out}")
+            if not isinstance(found, dict) or _wrong_vocabulary(self.folder, self.manifest["settings"]):
+                raise disk.Damaged("sae.Extraction", file, "its checksum differs", way_out)
             self._vocabulary = {int(token): piece for token, piece in found.items()}
         pieces = [self._vocabulary.get(token, "") for token in tokens.tolist()]
         at = row - first
@@ -174,6 +210,14 @@ class Extraction:
                 f"sae.Extraction: shard must be below {len(self)}, the number of shards, got {shard}."
             ) from None
         return described
+
+    def _load(self, shard: dict[str, Any]) -> dict[str, Tensor]:
+        """The tensors of a shard, verified once."""
+        name = shard["file"]
+        sha256 = None if name in self._verified else shard.get("sha256")
+        tensors = disk.load("sae.Extraction", self.folder / name, sha256)
+        self._verified.add(name)
+        return tensors
 
     def _check_text(self) -> None:
         if not self.has_text:
@@ -216,10 +260,11 @@ def extract(
 ) -> Extraction:
     """Encodes rows of activations and writes the latents to safetensors, with what each latent did.
 
-    It can be killed at any moment: the same call goes on where the last whole shard ended, and the files are in the end
-    byte for byte those of a run that was never interrupted (on the same kind of device, versions and number of
-    threads). Memory holds two batches and the entries of two shards, whatever the source's size: one is read, and one
-    written, while another is encoded.
+    It can be killed at any moment: the same call verifies what is there by its checksums, goes on where the last whole
+    shard ended, and the files are in the end byte for byte those of a run that was never interrupted (on the same kind
+    of device, versions and number of threads). A manifest that is damaged or gone it makes again from the shards.
+    Memory holds two batches and the entries of two shards, whatever the source's size: one is read, and one written,
+    while another is encoded.
 
     Where `torch.distributed` is initialised, all ranks call it with the same arguments, on a file system that they
     share, and divide the rows by whole shards. The files are those of one process, and a run that was stopped goes on
@@ -229,8 +274,9 @@ def extract(
         source: a tensor or array `[..., d_in]`; a path or paths of `.safetensors` and `.npy` files, or a folder of
             them, which are mapped; `integrations.transformers.Activations`, or another object with `len(source)` rows
             and `rows_from(start)`, which gives the batches from a row on; or an iterable of batches `[..., d_in]`,
-            which must come again from the start when a run is resumed. The first batch is compared with that of the
-            first run, also where that is finished. Where a source knows its tokens, they are written beside the rows.
+            which must come again from the start when a run is resumed. Rows at the beginning of finished shards are
+            compared with those of the first run, also where that is finished; of files, sizes and times too. Where a
+            source knows its tokens, they are written beside the rows.
         sae: what has `encode(x)` to row-sparse or dense latents, and `W_enc` `[d_in, d_sae]`: `nn.TopKSAE`,
             `nn.JumpReLUSAE`, or an SAE of SAELens. Batches go to its device and dtype.
         out: the folder of shards. Made if it is not there.
@@ -238,16 +284,16 @@ def extract(
         batch_size: rows at once. Batches are cut alike in every run.
         shard_rows: rows a file; a multiple of batch_size.
         top: how many of its largest values to keep of each latent.
-        progress: called after each batch with (rows done, rows in all or None). With several ranks each
-            estimates from its own.
+        progress: called after each batch with (rows done, rows in all or None), and before that after each file of an
+            earlier run that is verified. With several ranks each estimates from its own.
 
     Returns:
         The finished `Extraction`.
 
     Raises:
-        ValueError: sizes that do not fit, a damaged file, or an `out` that was begun with other settings, another SAE,
-            another source or more rows, that another run writes to, that lacks a file it had finished, that holds the
-            source or files that only look like shards, or that is a file.
+        ValueError: sizes that do not fit, a source without rows, a damaged file, or an `out` that was begun with other
+            settings, another SAE, another source or more rows, that another run writes to, that lacks a file it had
+            finished, that holds the source or files that only look like shards, or that is a file.
         TypeError: a source or an sae of another kind.
         FileNotFoundError: no such file.
         OSError: the disk is full, say: errno is what the system says. Whole shards stay as they are.
@@ -274,25 +320,26 @@ def extract(
         if ranks.size > 1:
             # Held by each of them, for one that lives on after the others still writes.
             ranks.share(lambda: lock.take(shared=True))
-        manifest = disk.read_manifest(folder)
+        manifest = disk.read_manifest(operator, folder)
         assert manifest is not None
-        _same_source(operator, folder, ranks, manifest, rows)
+        ranks.share(lambda: _verify(operator, folder, ranks, manifest, rows.length, progress))
+        _same_source(operator, folder, ranks, manifest, rows, shard_rows)
         if manifest["complete"]:
             return Extraction(folder)
         device = sae.W_enc.device
         totals = Statistics(sae.W_enc.shape[1], top, torch.device("cpu"))
-        if manifest["statistics"] is not None:
-            totals.restore(disk.load(operator, folder / manifest["statistics"]))
+        if (named := manifest["statistics"]) is not None:
+            totals.restore(disk.load(operator, folder / named["file"], named["sha256"]))
         statistics, number, complete = totals.following(device), len(manifest["shards"]), False
         stack.enter_context(evaluating(sae))
         writer = stack.enter_context(Writer(folder, manifest, totals, rows.text, ranks))
         while not complete:
             # Round by round, a shard each, so that whatever a round is stopped at, whole rounds are left.
             begun = number * shard_rows
-            shard = Shard(number + ranks.rank, begun + ranks.rank * shard_rows, statistics)
+            shard = Shard(number + ranks.rank, begun + ranks.rank * shard_rows, statistics, writer.hashing)
             for batch in rows.read(shard.first, shard_rows):
                 with torch.no_grad():
-                    shard.append(_entries(sae.encode(batch)))
+                    shard.append(batch, _entries(sae.encode(batch)))
                 if progress is not None:
                     done = begun + shard.rows * ranks.size
                     progress(done if rows.length is None else min(done, rows.length), rows.length)
@@ -345,6 +392,9 @@ def _prepare(
     }
     if rows.text is not None:
         settings["text"] = rows.text.fingerprint()
+        settings["vocabulary"] = hashlib.sha256(rows.text.spelling()).hexdigest()
+    if rows.length == 0:
+        raise _without_rows(operator)
     _alike(operator, ranks, settings | {"rows": rows.length})
     return rows, settings
 
@@ -368,15 +418,14 @@ def _alike(operator: str, ranks: Ranks, mine: dict[str, Any]) -> None:
 def _begin(operator: str, folder: Path, lock: Lock, ranks: Ranks, settings: dict[str, Any], rows: Source) -> None:
     """Takes the folder and clears it of what an interrupted run left unfinished, or finds that it is another run's."""
     lock.take()
-    manifest = disk.begin(operator, folder, settings)
-    if rows.text is not None and not (folder / disk.VOCABULARY).exists():
-        disk.write_json(folder / disk.VOCABULARY, dict(sorted(rows.text.vocabulary.items())))
+    manifest = begin(operator, folder, settings, rows.text)
     done = sum(shard["rows"] for shard in manifest["shards"])
     if rows.length is not None and (done > rows.length or (manifest["complete"] and done != rows.length)):
         state = "is complete with" if manifest["complete"] else "holds"
         raise ValueError(
             f"{operator}: {folder} {state} {done} rows, and the source has {rows.length}. Name another folder for it."
         )
+    source_files.compare(operator, folder, rows.arrays or (), done)
     if ranks.size > 1:
         lock.take(shared=True)
 
@@ -386,13 +435,15 @@ def _entries(latents: Any) -> CSR:
     if isinstance(latents, Tensor):
         latents = latents.to_dense() if latents.is_sparse else latents
         return rowsparse.pack(latents.reshape(-1, latents.shape[-1]), format="csr")
-    if not isinstance(latents, ELL) or bool(latents.overflowed.any()):
-        return rowsparse.pack(latents.to_dense().reshape(-1, latents.num_columns), format="csr")
-    held = torch.arange(latents.capacity, device=latents.device) < latents.nnz_per_row[:, None]
-    held &= latents.indices >= 0
+    shape = (latents.num_rows, latents.num_columns)
+    if not isinstance(latents, ELL):
+        return rowsparse.convert(latents.reshape(shape), "csr")  # type: ignore[return-value]
+    values, indices, nnz, _ = latents.settle().packed
+    held = torch.arange(latents.capacity, device=latents.device) < nnz[:, None]
+    held &= indices >= 0
     offsets = torch.zeros(latents.num_rows + 1, dtype=torch.int64, device=latents.device)
     torch.cumsum(held.sum(1), 0, out=offsets[1:])
-    return CSR(offsets, latents.indices[held], latents.values[held], (latents.num_rows, latents.num_columns))
+    return CSR(offsets, indices[held], values[held], shape)
 
 
 def _fingerprint(sae: Any) -> str:
@@ -409,12 +460,8 @@ def _fingerprint(sae: Any) -> str:
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=repr).encode())
     for name, tensor in sorted({"W_enc": sae.W_enc, **named}.items()):
         digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(_bytes(tensor))
+        digest.update(raw(tensor))
     return digest.hexdigest()
-
-
-def _bytes(tensor: Tensor) -> Any:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _check_rows(operator: str, shard: Shard, shard_rows: int, length: int | None) -> None:
@@ -427,17 +474,86 @@ def _check_rows(operator: str, shard: Shard, shard_rows: int, length: int | None
         )
 
 
-def _same_source(operator: str, folder: Path, ranks: Ranks, manifest: dict[str, Any], rows: Source) -> None:
-    """Notes the first batch, or compares it with that of the run that is gone on with."""
+def _verify(
+    operator: str,
+    folder: Path,
+    ranks: Ranks,
+    manifest: dict[str, Any],
+    length: int | None,
+    progress: Callable[[int, int | None], Any] | None,
+) -> None:
+    """Each rank looks at its shards of earlier runs."""
+    shards = manifest["shards"]
+    done = list(accumulate(shard["rows"] for shard in shards))
+
+    def verified(number: int) -> None:
+        if progress is not None:
+            progress(done[min((number + 1) * ranks.size, len(done)) - 1], length)
+
+    if wrong := faults(operator, folder, shards[ranks.rank :: ranks.size], verified):
+        complain(operator, folder, wrong)
+
+
+def _same_source(
+    operator: str, folder: Path, ranks: Ranks, manifest: dict[str, Any], rows: Source, shard_rows: int
+) -> None:
+    """Compares rows at the beginning of finished shards with those that they were made of.
+
+    Of every shard where rows lie in memory or in files; of the first and the last where a model has to make them; of an
+    iterator as they pass.
+    """
     batch = rows.first()
-    digest = None if batch is None else hashlib.sha256(_bytes(batch)).hexdigest()
-    _alike(operator, ranks, {"source": digest})
-    # A finished run without a digest had no rows; in one that has just begun, the digest is not known yet.
-    known = manifest["complete"] or manifest["source"] is not None
+    _alike(operator, ranks, {"source": None if batch is None else checksum(head(batch))})
+    known = [shard["source"] for shard in manifest["shards"]]
+    if batch is None and not known and rows.length is None:
+        raise _without_rows(operator)
+
+    def compare(first: int, found: Tensor | None) -> None:
+        if first % shard_rows or first // shard_rows >= len(known):
+            return
+        if found is None or checksum(head(found)) != known[first // shard_rows]:
+            raise ValueError(
+                f"{operator}: {folder} was begun with another source: its rows from {first} on differ. Name another "
+                "folder, or give the same rows from the start."
+            )
+
     # An iterator that gives nothing has perhaps given everything before: of a finished run nothing more is needed.
-    if digest is not None and known and manifest["source"] != digest:
-        raise ValueError(
-            f"{operator}: {folder} was begun with another source: its first batch differs. Name another folder, or "
-            "give the same rows from the start."
-        )
-    manifest["source"] = digest
+    if batch is not None or rows.length is not None:
+        ranks.share(lambda: compare(0, batch))
+    rows.passing = compare
+    places = range(shard_rows, len(known) * shard_rows, shard_rows)
+    if rows.arrays is None:
+        places = places[-1:] if rows.length is not None else places[:0]
+
+    def look() -> None:
+        for first in places:
+            if first // shard_rows % ranks.size == ranks.rank:
+                compare(first, rows.head(first))
+        if ranks.rank == 0:
+            source_files.note(folder, rows.arrays, len(known))
+
+    ranks.share(look)
+
+
+def _without_rows(operator: str) -> ValueError:
+    return ValueError(
+        f"{operator}: source has no rows. Give at least one; a generator that was read to its end gives no row again."
+    )
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    manifest = disk.read_manifest("sae.Extraction", folder)
+    if manifest is None:
+        raise FileNotFoundError(f"sae.Extraction: {folder} holds no {disk.MANIFEST}.")
+    return manifest
+
+
+def _wrong_vocabulary(folder: Path, settings: dict[str, Any]) -> list[str]:
+    """What is wrong with the vocabulary of an extraction that has one."""
+    file, sha256 = folder / disk.VOCABULARY, settings.get("vocabulary")
+    if sha256 is None:
+        return []
+    if not file.is_file():
+        return [f"{file.name} is gone"]
+    found = hashlib.sha256(file.read_bytes()).hexdigest()
+    return [] if found == sha256 else [f"{file.name} is damaged (its checksum differs)"]

@@ -145,7 +145,7 @@ def decode_sharded(rows: Rows, W_dec: Tensor, b_dec: Tensor | None = None, *, gr
         ValueError: shapes or devices do not fit, or no process group.
         TypeError: rows is no container, or dtypes differ or are not floating.
 
-    Source: the seed on sparse decoding; the sum over ranks is new.
+    Source: the package jumprelu-sae-kernels; the sum over ranks is new.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> decode_sharded(rowsparse.pack(torch.tensor([[0.0, 2.0]])), torch.eye(2), torch.ones(2)).tolist()
@@ -283,10 +283,10 @@ def _keep_largest(rows: ELL, k: int, scale: Tensor | None, group: Any) -> tuple[
     """
     slots = rows.capacity
     with torch.no_grad():
-        ranked = rows.values
+        ranked, indices, nnz, _ = rows.packed
         if scale is not None and slots:
-            ranked = (ranked * scale[rows.indices.clamp(min=0)]).to(ranked.dtype)
-        held = torch.arange(slots, device=rows.device) < rows.nnz_per_row[:, None]
+            ranked = (ranked * scale[indices.clamp(min=0)]).to(ranked.dtype)
+        held = torch.arange(slots, device=rows.device) < nnz[:, None]
         ranked = torch.nn.functional.pad(torch.where(held, ranked, 0), (0, k - slots))
         gathered = _gather(ranked, group).movedim(0, 1).flatten(1)
         order = gathered.sort(dim=1, descending=True, stable=True).indices[:, :k]
@@ -296,9 +296,9 @@ def _keep_largest(rows: ELL, k: int, scale: Tensor | None, group: Any) -> tuple[
         counts = mine.sum(1, dtype=torch.int32)
         moved = (~mine).to(torch.uint8).sort(dim=1, stable=True).indices
         filled = torch.arange(slots, device=rows.device) < counts[:, None]
-        indices = torch.where(filled, rows.indices.gather(1, moved), -1)
+        indices = torch.where(filled, indices.gather(1, moved), -1)
         l0 = counts.to(torch.promote_types(rows.dtype, torch.float32)).view(rows.shape[:-1])
-    values = torch.where(filled, rows.values.gather(1, moved), 0)
+    values = torch.where(filled, rows.packed.values.gather(1, moved), 0)
     return ELL(values, indices, counts, rows.shape), l0
 
 

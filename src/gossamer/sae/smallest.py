@@ -22,6 +22,7 @@ def smallest(rows: ELL, scale: Tensor | None = None) -> Tensor:
 
     Raises:
         TypeError: rows is no `ELL`.
+        ValueError: on the CPU, a row with more entries than slots and no source; on a GPU the result is NaN then.
 
     Source: Bussmann et al. 2024, "BatchTopK Sparse Autoencoders", for the threshold that is estimated from it.
 

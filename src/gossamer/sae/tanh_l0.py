@@ -30,7 +30,8 @@ def tanh_l0(rows: ELL, scale: Tensor) -> Tensor:
 
     Raises:
         TypeError: rows is no `ELL`, or scale not floating.
-        ValueError: shapes or devices do not fit.
+        ValueError: shapes or devices do not fit; on the CPU, a row with more entries than slots and no source (on a GPU
+            it gives NaN).
 
     Source: Conerly et al. 2025, "Dictionary Learning Optimization Techniques", the sparsity penalty.
 

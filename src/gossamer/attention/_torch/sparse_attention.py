@@ -49,8 +49,9 @@ def sparse_attention(
     lengths: Tensor | None,
     scale: float,
     causal: bool,
+    path: str,
 ) -> tuple[Tensor, Tensor]:
-    """Operator `sparse_attention` -> (out [B, H, Tq, D], lse [B, H, Tq]); it reads the words alone."""
+    """Operator `sparse_attention` -> (out [B, H, Tq, D], lse [B, H, Tq]); it reads the words alone, and has one way."""
     batch, heads, tq, d = q.shape
     working = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(batch, tq, heads, d).transpose(1, 2)
@@ -112,6 +113,7 @@ def sparse_attention_bwd(
     lengths: Tensor | None,
     scale: float,
     causal: bool,
+    path: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Operator `sparse_attention_bwd` -> gradients of q, k and v."""
     working = torch.promote_types(q.dtype, torch.float32)

@@ -40,7 +40,7 @@ def sparse_decode(
             page = table[i, keys // k.shape[1]].long()
             some = [x[page, keys % k.shape[1]].transpose(0, 1)[None] for x in (k, v)]
         row = row[..., keys]
-        one = sparse_attention(q[i : i + 1], some[0], some[1], row, counts, indices, None, scale, False)
+        one = sparse_attention(q[i : i + 1], some[0], some[1], row, counts, indices, None, scale, False, "decode")
         out[i], lse[i] = one[0][0], one[1][0]
     return out, lse
 

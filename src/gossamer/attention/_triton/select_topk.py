@@ -7,12 +7,10 @@ is infinity), so that one `set.ge.f16x2` compares two. A slab of rows is written
 
 1. `_index_keys_kernel` scores it: a program owns (64 queries, every PARTS-th tile of keys), the heads' queries held,
    and is bound by one `tanh.approx` a head and key.
-2. `_row_threshold_kernel` finds each row's k-th largest key and, for ties, the last column at which that key is taken.
-   A program holds a row in registers and narrows a bracket of keys by counting: a guess first (the row before the
-   slab's, which saves rounds and cannot change the result), then by interpolation on the counts, every third time the
-   middle. It is done when exactly k keys reach the bracket's lower end. Rows beyond the registers are counted from the
-   L2 (`_long_threshold_kernel`), at four places at once, which a sample of the row brackets.
-3. `_take_kernel` compares a tile of 64 queries by some keys with the thresholds and sums the bits into words.
+2. `threshold` finds each row's k-th largest key and, for ties, the last column at which that key is taken.
+3. `_take_kernel` compares 64 queries' keys with their thresholds, two keys an instruction: a thread owns some columns
+   and walks the rows, 16 bytes of each at a time, so that nothing passes between threads, and 16 rows of a pair of
+   columns fill an integer.
 
 Whatever the slab, a row's result depends on that row alone.
 """
@@ -26,16 +24,15 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer._core.ops import INTERPRET
+from gossamer._core.ranges import span
 from gossamer.attention import levels
 from gossamer.attention._triton import selection as lists
 from gossamer.attention._triton._indexer import load_bias, load_gates, load_tile, valid_keys, visible_keys
 from gossamer.attention._triton.adaptive import rows_k
 from gossamer.attention._triton.indexer_scores import check_width, fast, tile
+from gossamer.attention._triton.threshold import find_thresholds, load_words, reaching_both
 
 LEVELS = tl.constexpr(levels.LEVELS)
-KEPT_KEY = tl.constexpr(31744)
-MAX_REGISTERS = 32768
-"""Keys of a row that a program holds."""
 COLUMNS = 128
 """A slab's rows are this many keys apart, or a multiple: what a tile of scores writes."""
 
@@ -115,318 +112,60 @@ def _index_keys_kernel(
 
 
 @triton.jit
-def reaching(words, key, PACKED: tl.constexpr):
-    """For both halves of a word: 0xFFFF where the half is at least `key`."""
-    both = key | (key << 16)
-    if PACKED:
-        return tl.inline_asm_elementwise(
-            "set.ge.u32.f16x2 $0, $1, $2;", "=r,r,r", [words, both], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        return tl.where((words & 0xFFFF) >= key, 0xFFFF, 0) | tl.where((words >> 16) >= key, -0x10000, 0)
-
-
-@triton.jit
-def equalling(words, key, PACKED: tl.constexpr):
-    """For both halves of a word: 0xFFFF where the half equals `key`."""
-    both = key | (key << 16)
-    if PACKED:
-        return tl.inline_asm_elementwise(
-            "set.eq.u32.f16x2 $0, $1, $2;", "=r,r,r", [words, both], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        return tl.where((words & 0xFFFF) == key, 0xFFFF, 0) | tl.where((words >> 16) == key, -0x10000, 0)
-
-
-@triton.jit
-def how_many(masks):
-    """Of the sum of words of such masks, how many halves were set: up to 65,535 of each kind.
-
-    A set low half adds 65,535, a set high one takes 65,536 away; both are read off modulo 2^16.
-    """
-    low = (-masks) & 0xFFFF
-    return low + ((low - ((masks + low) >> 16)) & 0xFFFF)
-
-
-@triton.jit
-def count(words, key, PACKED: tl.constexpr):
-    """How many halves of the words are at least `key`."""
-    return how_many(tl.sum(reaching(words, key, PACKED)))
-
-
-@triton.jit
-def keep_always(words, at, visible, window, sinks):
-    """The words at word `at` of a row, with the key of what is always kept in place of its score's."""
-    column = 2 * at
-    low = (column < visible) & ((column < sinks) | (column >= visible - window))
-    high = (column + 1 < visible) & ((column + 1 < sinks) | (column + 1 >= visible - window))
-    words = tl.where(low, (words & -0x10000) | KEPT_KEY, words)
-    return tl.where(high, (words & 0xFFFF) | (KEPT_KEY << 16), words)
-
-
-@triton.jit
-def load_words(row_ptr, at, visible, window, sinks, FORCED: tl.constexpr):
-    """Words `at` of a row, of two keys each; 0 behind what is visible, up to the 16 bytes that one load takes."""
-    words = tl.load(row_ptr.to(tl.pointer_type(tl.int32)) + at, mask=at < (visible + 7) // 8 * 4, other=0)
-    if FORCED:
-        words = keep_always(words, at, visible, window, sinks)
-    return words
-
-
-@triton.jit
-def interpolate(low, high, reach_low, reach_high, k):
-    """The key between low and high at which k keys would be reached if the keys between lay evenly."""
-    part = ((reach_low - k).to(tl.float32) + 0.5) / (reach_low - reach_high).to(tl.float32)
-    return low + ((high - low).to(tl.float32) * part).to(tl.int32)
-
-
-@triton.jit
-def wanted(k_ptr, k, row):
-    """How many keys a row of the slab takes."""
-    if k_ptr is None:
-        # A tensor, also where k is the constant 1.
-        return tl.full([], 0, tl.int32) + k
-    else:
-        return tl.load(k_ptr + row)
-
-
-@triton.jit
-def _row_threshold_kernel(
-    keys_ptr, lengths_ptr, k_ptr, threshold_ptr, last_ptr, first, Tq, padded, Tk, stride, ahead, k, window, sinks,
-    WORDS: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr,
+def take_halves(
+    keys_ptr, threshold_ptr, last_ptr, row, t, begin, at, stride, length, Tq, ahead, window, sinks,
+    FORCED: tl.constexpr, PACKED: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
-    """Program (row of the slab), the longest first. A row takes its keys above threshold, and those equal to it up to
-    column last. The slab's rows are `first` and following of all rows of thresholds."""
-    row = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch = (first + row) // padded
-    visible = visible_keys((first + row) % padded, valid_keys(lengths_ptr, batch, Tk), Tq, ahead)
-    take = wanted(k_ptr, k, row)
-    low = tl.full([], 1, tl.int32)
-    last = visible - 1
-    if visible > take:
-        row_ptr = keys_ptr + row.to(tl.int64) * stride
-        at = tl.arange(0, WORDS // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
-        words = load_words(row_ptr, at, visible, window, sinks, FORCED)
-        high = tl.full([], KEPT_KEY + 1, tl.int32)
-        reach_low = visible
-        reach_high = tl.full([], 0, tl.int32)
-        probe = tl.load(threshold_ptr + tl.maximum(first - 1, 0), mask=first > 0, other=KEPT_KEY // 2)
-        probe = tl.minimum(tl.maximum(probe, 2), KEPT_KEY)
-        step = 512
-        rounds = 0
-        while (high - low > 1) & (reach_low != take):
-            reach = count(words, probe, PACKED)
-            enough = reach >= take
-            low = tl.where(enough, probe, low)
-            reach_low = tl.where(enough, reach, reach_low)
-            high = tl.where(enough, high, probe)
-            reach_high = tl.where(enough, reach_high, reach)
-            rounds += 1
-            between = interpolate(low, high, reach_low, reach_high, take)
-            probe = tl.where(rounds % 3 == 2, (low + high) >> 1, between)
-            # Until the bracket has two ends it grows from the guess.
-            probe = tl.where(low == 1, high - step, tl.where(high > KEPT_KEY, low + step, probe))
-            step = tl.minimum(step * 4, 1 << 20)
-            probe = tl.minimum(tl.maximum(probe, low + 1), high - 1)
-        need = take - reach_high
-        if (reach_low != take) & (need < reach_low - reach_high):
-            ties = how_many(tl.sum(equalling(words, low, PACKED), axis=1))
-            upto = tl.cumsum(ties, axis=0)
-            group = tl.sum((upto < need).to(tl.int32), axis=0)
-            before = tl.sum(tl.where(upto < need, ties, 0), axis=0)
-            last = group * 64 + column_of_tie(
-                row_ptr, group * 64, visible, low, need - before, window, sinks, 64, FORCED
-            )
-    tl.store(threshold_ptr + first + row, low)
-    tl.store(last_ptr + first + row, last)
-
-
-@triton.jit
-def column_of_tie(
-    row_ptr, start, visible, key, need, window, sinks, BLOCK: tl.constexpr, FORCED: tl.constexpr
-):  # fmt: skip
-    """Counted from `start`, the column of the need-th key that equals `key`, which is among the next BLOCK."""
-    column = start + tl.arange(0, BLOCK)
-    found = tl.load(row_ptr + column, mask=column < visible, other=0).to(tl.int32)
-    if FORCED:
-        kept = (column < visible) & ((column < sinks) | (column >= visible - window))
-        found = tl.where(kept, KEPT_KEY, found)
-    return tl.sum((tl.cumsum((found == key).to(tl.int32), axis=0) < need).to(tl.int32), axis=0)
-
-
-@triton.jit
-def count_at_four(
-    row_ptr, visible, window, sinks, a, b, c, d, BLOCK: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr
-):
-    """How many keys of a row are at least a, b, c, d."""
-    na = tl.zeros([BLOCK], tl.int32)
-    nb = tl.zeros([BLOCK], tl.int32)
-    nc = tl.zeros([BLOCK], tl.int32)
-    nd = tl.zeros([BLOCK], tl.int32)
-    for start in tl.range(0, (visible + 1) // 2, BLOCK, num_stages=3):
-        words = load_words(row_ptr, start + tl.arange(0, BLOCK), visible, window, sinks, FORCED)
-        na += reaching(words, a, PACKED)
-        nb += reaching(words, b, PACKED)
-        nc += reaching(words, c, PACKED)
-        nd += reaching(words, d, PACKED)
-    return tl.sum(how_many(na)), tl.sum(how_many(nb)), tl.sum(how_many(nc)), tl.sum(how_many(nd))
-
-
-@triton.jit
-def kth_of_sample(words, k, PACKED: tl.constexpr):
-    """The k-th largest key of the words, by halves."""
-    low = tl.full([], 1, tl.int32)
-    high = tl.full([], KEPT_KEY + 1, tl.int32)
-    while high - low > 1:
-        middle = (low + high) >> 1
-        enough = count(words, middle, PACKED) >= k
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
-    return low
-
-
-@triton.jit
-def _long_threshold_kernel(
-    keys_ptr, lengths_ptr, k_ptr, threshold_ptr, last_ptr, first, Tq, padded, Tk, stride, ahead, k, window, sinks,
-    SAMPLE: tl.constexpr, BLOCK: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """As `_row_threshold_kernel`, for rows of any length."""
-    row = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch = (first + row) // padded
-    visible = visible_keys((first + row) % padded, valid_keys(lengths_ptr, batch, Tk), Tq, ahead)
-    take = wanted(k_ptr, k, row)
-    low = tl.full([], 1, tl.int32)
-    last = visible - 1
-    if visible > take:
-        row_ptr = keys_ptr + row.to(tl.int64) * stride
-        # Runs of 16 bytes, evenly over the row; of a short row the first.
-        i = tl.arange(0, SAMPLE)
-        apart = tl.maximum(visible // 8 // (SAMPLE // 4), 1)
-        sample = load_words(row_ptr, i // 4 * apart * 4 + i % 4, visible, 0, 0, False)
-        sampled = tl.minimum(2 * SAMPLE, visible).to(tl.float32)
-        expected = take.to(tl.float32) * sampled / visible.to(tl.float32)
-        off = 3.0 * tl.sqrt(expected) + 1.0
-        a = kth_of_sample(sample, (expected + off).to(tl.int32), PACKED)
-        d = kth_of_sample(sample, tl.maximum(expected - off, 1.0).to(tl.int32), PACKED)
-        a = tl.minimum(tl.maximum(a, 2), KEPT_KEY)
-        d = tl.minimum(tl.maximum(d, a), KEPT_KEY)
-        b = a + (d - a) // 3
-        c = a + (d - a) * 2 // 3
-        high = tl.full([], KEPT_KEY + 1, tl.int32)
-        reach_low = visible
-        reach_high = tl.full([], 0, tl.int32)
-        rounds = 0
-        while (high - low > 1) & (reach_low != take):
-            na, nb, nc, nd = count_at_four(row_ptr, visible, window, sinks, a, b, c, d, BLOCK, FORCED, PACKED)
-            # The bracket's ends are the largest of the four that enough keys reach, and the next.
-            high = tl.where(na < take, a, tl.where(nb < take, b, tl.where(nc < take, c, tl.where(nd < take, d, high))))
-            reach_high = tl.where(
-                na < take, na, tl.where(nb < take, nb, tl.where(nc < take, nc, tl.where(nd < take, nd, reach_high)))
-            )
-            low = tl.where(
-                nd >= take, d, tl.where(nc >= take, c, tl.where(nb >= take, b, tl.where(na >= take, a, low)))
-            )
-            reach_low = tl.where(
-                nd >= take, nd, tl.where(nc >= take, nc, tl.where(nb >= take, nb, tl.where(na >= take, na, reach_low)))
-            )
-            width = high - low
-            halves = rounds % 2 == 1
-            middle = tl.where(halves, low + width // 2, interpolate(low, high, reach_low, reach_high, take))
-            apart = tl.maximum(tl.where(halves, width // 5, width // 16), 1)
-            b = tl.minimum(tl.maximum(middle, low + 1), high - 1)
-            a = tl.maximum(b - apart, low + 1)
-            c = tl.minimum(b + tl.maximum(apart // 2, 1), high - 1)
-            d = tl.minimum(c + apart, high - 1)
-            rounds += 1
-        need = take - reach_high
-        if (reach_low != take) & (need < reach_low - reach_high):
-            seen = 0
-            found = 0
-            start = -BLOCK
-            while seen < need:
-                start += BLOCK
-                words = load_words(row_ptr, start + tl.arange(0, BLOCK), visible, window, sinks, FORCED)
-                found = tl.sum(how_many(equalling(words, low, PACKED)))
-                seen += found
-            need -= seen - found
-            last = 2 * start + column_of_tie(
-                row_ptr, 2 * start, visible, low, need, window, sinks, 2 * BLOCK, FORCED
-            )  # fmt: skip
-    tl.store(threshold_ptr + first + row, low)
-    tl.store(last_ptr + first + row, last)
-
-
-@triton.jit
-def take_bits(
-    keys_ptr, threshold_ptr, last_ptr, row, t, columns, end, stride, length, Tq, ahead, window, sinks,
-    ROWS: tl.constexpr, FORCED: tl.constexpr,
-):  # fmt: skip
-    """int32: bit i says that query t + i, row `row` + i of the slab, takes a column. What it does not see has key 0."""
-    i = tl.arange(0, ROWS)
-    threshold = tl.load(threshold_ptr + i)
-    last = tl.load(last_ptr + i)
-    at = (row + i).to(tl.int64)[:, None] * stride + columns[None, :]
-    key = tl.load(keys_ptr + at, mask=(columns < end)[None, :], other=0).to(tl.int32)
-    keep = key >= threshold[:, None] + (columns[None, :] > last[:, None]).to(tl.int32)
-    if FORCED:
+    """int32 of pairs `at` of columns: bit i says that query t + i, row `row` + i of the slab, takes the first column of
+    the pair, bit 16 + i that it takes the second."""
+    bits = tl.zeros(at.shape, tl.int32)
+    bit = tl.full(at.shape, 0x10001, tl.int32)
+    for i in range(16):
         visible = visible_keys(t + i, length, Tq, ahead)
-        keep |= (columns < sinks)[None, :] | (columns[None, :] >= (visible - window)[:, None])
-        keep &= columns[None, :] < visible[:, None]
-    return tl.sum(tl.where(keep, (1 << i)[:, None], 0), axis=0)
-
-
-@triton.jit
-def see_bits(t, columns, length, Tq, ahead, ROWS: tl.constexpr):
-    """int32: bit i says that query t + i sees a column."""
-    i = tl.arange(0, ROWS)
-    keep = columns[None, :] < visible_keys(t + i, length, Tq, ahead)[:, None]
-    return tl.sum(tl.where(keep, (1 << i)[:, None], 0), axis=0)
+        if EVERY:
+            taken = tl.where(2 * at < visible, 0xFFFF, 0) | tl.where(2 * at + 1 < visible, -0x10000, 0)
+        else:
+            words = load_words(keys_ptr + (row + i).to(tl.int64) * stride, at, visible, window, sinks, FORCED)
+            last = tl.load(last_ptr + i)
+            # Behind the last column at which the threshold itself is taken it is one higher.
+            threshold = tl.load(threshold_ptr + i) + (begin > last).to(tl.int32)
+            both = tl.zeros(at.shape, tl.int32) + (threshold | (threshold << 16))
+            if (last >= begin) & (last < begin + 2 * at.shape[0]):
+                both += tl.where(2 * at > last, 0x10001, tl.where(2 * at == last, 0x10000, 0))
+            taken = reaching_both(words, both, PACKED)
+        bits |= taken & bit
+        bit <<= 1
+    return bits
 
 
 @triton.jit
 def _take_kernel(
     words_ptr, keys_ptr, lengths_ptr, threshold_ptr, last_ptr, first, Tq, padded, Tk, stride, ahead, window, sinks,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, FORCED: tl.constexpr, EVERY: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
     """Program (BLOCK keys, ROWS rows of the slab). With EVERY the rows take whatever they see, and have no keys."""
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.program_id(0) * BLOCK
+    at = begin // 2 + tl.arange(0, BLOCK // 2)
     row = tl.program_id(1) * ROWS
     block = ((first + row) // ROWS).to(tl.int64)
     batch = (first + row) // padded
     t = (first + row) % padded
     length = valid_keys(lengths_ptr, batch, Tk)
-    most = tl.max(visible_keys(t + tl.arange(0, ROWS), length, Tq, ahead), axis=0)
-    low = tl.zeros([BLOCK], tl.int32)
-    high = tl.zeros([BLOCK], tl.int32)
-    if EVERY:
-        low = see_bits(t, columns, length, Tq, ahead, 32 if ROWS == 64 else ROWS)
-        if ROWS == 64:
-            high = see_bits(t + 32, columns, length, Tq, ahead, 32)
-    elif tl.program_id(0) * BLOCK < most:
-        # The scores' tiles end at a multiple of 16, and so may a load.
-        end = tl.cdiv(most, 16) * 16
-        threshold_ptr += first + row
-        last_ptr += first + row
-        if ROWS == 64:
-            low = take_bits(
-                keys_ptr, threshold_ptr, last_ptr, row, t, columns, end, stride, length, Tq, ahead, window, sinks,
-                32, FORCED,
+    even = tl.zeros([BLOCK // 2], tl.int64)
+    odd = tl.zeros([BLOCK // 2], tl.int64)
+    if begin < tl.max(visible_keys(t + tl.arange(0, ROWS), length, Tq, ahead), axis=0):
+        for part in tl.static_range(ROWS // 16):
+            bits = take_halves(
+                keys_ptr, threshold_ptr + first + row + part * 16, last_ptr + first + row + part * 16, row + part * 16,
+                t + part * 16, begin, at, stride, length, Tq, ahead, window, sinks, FORCED, PACKED, EVERY,
             )  # fmt: skip
-            high = take_bits(
-                keys_ptr, threshold_ptr + 32, last_ptr + 32, row + 32, t + 32, columns, end, stride, length, Tq, ahead,
-                window, sinks, 32, FORCED,
-            )  # fmt: skip
-        else:
-            low = take_bits(
-                keys_ptr, threshold_ptr, last_ptr, row, t, columns, end, stride, length, Tq, ahead, window, sinks,
-                ROWS, FORCED,
-            )  # fmt: skip
-    tl.store(words_ptr + block * Tk + columns, lists.join_halves(low, high), mask=columns < Tk)
+            even |= (bits & 0xFFFF).to(tl.int64) << (16 * part)
+            odd |= ((bits >> 16) & 0xFFFF).to(tl.int64) << (16 * part)
+    column = 2 * at[:, None] + tl.arange(0, 2)[None, :]
+    tl.store(words_ptr + block * Tk + column, tl.join(even, odd), mask=column < Tk)
 
 
 _index_keys = launch.Kernel(_index_keys_kernel)
-_row_threshold = launch.Kernel(_row_threshold_kernel)
-_long_threshold = launch.Kernel(_long_threshold_kernel)
 _take = launch.Kernel(_take_kernel)
 
 
@@ -499,7 +238,7 @@ class _Call:
         self.words = torch.empty(self.b, 1, self.padded // self.unit, self.tk, dtype=torch.int64, device=q.device)
         strides = (*self.q.stride()[:3], *self.k.stride()[:2])
         self.key = (q.shape, self.tk, strides, causal, scale, self.rule, _dtypes(q, k, w, bias, lengths))
-        self.packed = {"FORCED": window > 0 or sinks > 0, "PACKED": not INTERPRET and not torch.version.hip}
+        self.packed = not INTERPRET and not torch.version.hip
 
     def sizes(self, slab: Slab) -> tuple[int, ...]:
         return slab.first, self.tq, self.padded, self.tk, slab.columns, self.ahead
@@ -518,22 +257,15 @@ class _Call:
         _index_keys(self.key, (parts, blocks, 1), args, meta, num_warps=4, num_stages=3)
 
     def find(self, slab: Slab, keys: Tensor, wanted: Tensor | None) -> None:
-        args = (keys, self.lengths, wanted, self.threshold, self.last, *self.sizes(slab), *self.rule)
-        grid = (slab.rows, 1, 1)
-        key = (self.key, slab.columns, wanted is None)
-        if slab.columns <= MAX_REGISTERS:
-            words = max(64, launch.next_power_of_2(slab.columns) // 2)
-            # 32 words of a row to a thread.
-            warps = max(1, min(32, words // 1024))
-            _row_threshold(key, grid, args, {"WORDS": words, **self.packed}, num_warps=warps)
-        else:
-            _long_threshold(key, grid, args, {"SAMPLE": 4096, "BLOCK": 2048, **self.packed}, num_warps=8)
+        given = (keys, self.lengths, wanted, self.threshold, self.last)
+        find_thresholds(*given, slab.rows, self.sizes(slab), self.rule, self.packed)
 
     def take(self, slab: Slab, keys: Tensor | None) -> None:
         _, window, sinks = self.rule
         args = (self.words, keys, self.lengths, self.threshold, self.last, *self.sizes(slab), window, sinks)
-        meta = {"ROWS": self.unit, "BLOCK": 256, "FORCED": self.packed["FORCED"], "EVERY": keys is None}
-        _take((self.key, keys is None), (launch.cdiv(self.tk, 256), slab.rows // self.unit, 1), args, meta, num_warps=4)
+        meta = {"ROWS": self.unit, "BLOCK": 512, "FORCED": window > 0 or sinks > 0, "PACKED": self.packed}
+        meta["EVERY"] = keys is None
+        _take((self.key, keys is None), (launch.cdiv(self.tk, 512), slab.rows // self.unit, 1), args, meta, num_warps=2)
 
 
 def select_topk(
@@ -568,20 +300,21 @@ def select_topk(
             if not slab.columns:
                 call.take(slab, None)
                 continue
-            call.score(slab, keys)
+            with span("select_topk/scores"):
+                call.score(slab, keys)
             wanted = None
             if rule:
                 wanted = torch.empty(slab.rows, dtype=torch.int32, device=q.device)
                 bounds = (k_min, top, k_max)
                 rows_k(keys, call.w, lengths, mean, predictor, wanted, call.sizes(slab), bounds, rule, temperature)
-            call.find(slab, keys, wanted)
-            call.take(slab, keys)
+            with span("select_topk/thresholds"):
+                call.find(slab, keys, wanted)
+            with span("select_topk/words"):
+                call.take(slab, keys)
     return (call.words, *lists.union_of_words(call.words, capacity))
 
 
-_ROWS = {"keys_ptr": "*i16", "lengths_ptr": "*i32", "k_ptr": "*i32", "threshold_ptr": "*i32", "last_ptr": "*i32"}
 _SIZES = dict.fromkeys(("first", "Tq", "padded", "Tk", "stride", "ahead"), "i32")
-_RULE = dict.fromkeys(("k", "window", "sinks"), "i32")
 
 EXAMPLES = {
     _index_keys_kernel: {
@@ -595,23 +328,14 @@ EXAMPLES = {
         "num_warps": 4,
         "num_stages": 3,
     },
-    _row_threshold_kernel: {
-        "signature": {**_ROWS, **_SIZES, **_RULE},
-        "constexprs": {"WORDS": 16384, "FORCED": True, "PACKED": False},
-        "num_warps": 16,
-    },
-    _long_threshold_kernel: {
-        "signature": {**_ROWS, **_SIZES, **_RULE},
-        "constexprs": {"SAMPLE": 4096, "BLOCK": 2048, "FORCED": True, "PACKED": False},
-        "num_warps": 8,
-    },
     _take_kernel: {
         "signature": {
-            "words_ptr": "*i64", **{name: kind for name, kind in _ROWS.items() if name != "k_ptr"}, **_SIZES,
-            "window": "i32", "sinks": "i32",
+            "words_ptr": "*i64", "keys_ptr": "*i16",
+            **dict.fromkeys(("lengths_ptr", "threshold_ptr", "last_ptr"), "*i32"),
+            **_SIZES, "window": "i32", "sinks": "i32",
         },
-        "constexprs": {"ROWS": 64, "BLOCK": 256, "FORCED": True, "EVERY": False},
-        "num_warps": 4,
+        "constexprs": {"ROWS": 64, "BLOCK": 512, "FORCED": True, "PACKED": False, "EVERY": False},
+        "num_warps": 2,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

@@ -1,15 +1,17 @@
 """Attention over selected keys.
 
-A program takes PARTS blocks of 64 neighbouring queries of one head, and walks the list of the keys that any of them
-takes (see `key_lists`), BLOCK_N at a time. It gathers their rows of k and v, which lie anywhere, scores all of its
-queries with them on the tensor cores, and keeps a score where the query's bit is set. The softmax is online and in
-base 2. The bits come as rows of 32 queries, so that a warp, whose rows of the accumulator belong to one such row, reads
-a word for each of its keys and tests one bit of it: the mask costs two instructions a score.
+A program takes PARTS blocks of 64 neighbouring queries of one head, and walks keys, BLOCK_N at a time: those that any
+of its queries takes, by a list (see `key_lists`), or where keys are few, all of them. It gathers their rows of k and v,
+scores all of its queries with them on the tensor cores, and keeps a score where the query's bit is set. The softmax is
+online and in base 2. The bits come as rows of 32 queries, so that a warp, whose rows of the accumulator belong to one
+such row, reads a word for each of its keys and tests one bit of it: the mask costs two instructions a score. Which keys
+stand behind a query is settled on the words, a 32nd of the scores; a list's words have it settled.
 
 Where D is no power of two the tile is padded with zeros.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
+from gossamer._core.ranges import span
 from gossamer.attention._triton.key_lists import QUERIES, key_lists
 from gossamer.attention._triton.sparse_decode import sparse_decode
-from gossamer.attention.sparse_attention import choose_path
 
-LISTS = 1 << 28
+LIST_BYTES = 1 << 28
 """Bytes that the lists of one launch may take; more blocks of queries are served by more launches."""
 
 
@@ -42,30 +44,95 @@ class Tile:
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
-def fwd_tile(d: int, element_size: int) -> Tile:
-    """Tile of the forward pass."""
-    if element_size > 2:
+def fwd_tile(q: Tensor, path: str) -> Tile:
+    """Tile of the forward pass.
+
+    At D = 128 on an H200, 128 queries in two programs an SM, for which a thread has 128 registers and spills 13, took
+    1.88 ms at 32,768 keys, 64 queries 2.11, and 128 in one program 2.72. At 4,096 keys 64 queries were the fastest.
+    """
+    if q.element_size() > 2:
         return Tile(parts=1, keys=32, warps=4, stages=2)
-    if d > 128:
-        return Tile(parts=1, keys=32, warps=4, stages=2)
-    return Tile(parts=1, keys=64, warps=4, stages=3)
+    if q.shape[3] > 128:
+        return Tile(parts=2, keys=32, warps=8, stages=2)
+    if path == "tiles" or not tuning.hopper(q.device):
+        return Tile(parts=1, keys=64, warps=4, stages=3)
+    return Tile(parts=2, keys=64, warps=8, stages=2, registers=128)
+
+
+LISTS, TILES, TILES_CAUSAL = 0, 1, 2
+"""How a kernel walks the keys of a group of queries: by a list, or all of them, or all up to the last query."""
 
 
 @triton.jit
-def listed_bits(lists_ptr, slot, count, capacity, bit, PARTS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """bool [64 * PARTS, BLOCK_N]: which query takes which of the listed keys."""
-    row = 1 + tl.arange(0, 2 * PARTS)
-    word = tl.load(lists_ptr + row[:, None] * capacity + slot[None, :], mask=(slot < count)[None, :], other=0)
+def begin_walk(
+    from_ptr, counts_ptr, first, group, batch, scope, batches, Tq, capacity,
+    SCOPES: tl.constexpr, PARTS: tl.constexpr, WALK: tl.constexpr,
+):  # fmt: skip
+    """(where the list, or the words, of a group of queries begin; how many keys to walk; where query 0 stands).
+
+    Of tiles `from_ptr` has words as pairs of int32, `capacity` is Tk, and `counts_ptr` has lengths, or is None.
+    """
+    if WALK == 0:
+        listed = group.to(tl.int64) * (batches * SCOPES) + batch * SCOPES + scope
+        return from_ptr + listed * (1 + 2 * PARTS) * capacity, tl.load(counts_ptr + listed), 0
+    else:
+        end = capacity
+        offset = capacity - Tq
+        if counts_ptr is not None:
+            end = tl.minimum(end, tl.maximum(tl.load(counts_ptr + batch).to(tl.int32), 0))
+            offset = tl.maximum(end - Tq, 0)
+        if WALK == 2:
+            end = tl.minimum(end, (first + group + 1) * (64 * PARTS) + offset)
+        block = (batch * SCOPES + scope) * ((Tq + 63) // 64) + (first + group) * PARTS
+        return from_ptr + block * 2 * capacity, end, offset
+
+
+@triton.jit
+def walk_keys(
+    from_ptr, start, count, offset, query, row, Tq, capacity, PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
+    WALK: tl.constexpr,
+):  # fmt: skip
+    """(the next BLOCK_N keys; which of them are read at all; bool [64 * PARTS, BLOCK_N], which query takes which)."""
+    slot = start + tl.arange(0, BLOCK_N)
+    half = tl.arange(0, 2 * PARTS)
+    if WALK == 0:
+        # Past the end the last key once more, with no bit set: a key that nobody lists is never read.
+        key = tl.load(from_ptr + tl.minimum(slot, count - 1))
+        some = tl.full([BLOCK_N], 1, tl.int1)
+        at = from_ptr + (1 + half)[:, None] * capacity + slot[None, :]
+        word = tl.load(at, mask=(slot < count)[None, :], other=0)
+    else:
+        key = slot
+        # By load, too, for a row of k is read by other threads than those that test its bits.
+        some = tl.zeros([BLOCK_N], tl.int1)
+        for part in tl.static_range(PARTS):
+            inside = (slot < count) & (query + part * 64 < Tq)
+            both = tl.load((from_ptr + part * 2 * capacity).to(tl.pointer_type(tl.int64)) + slot, mask=inside, other=0)
+            if WALK == 2:
+                both = not_behind(both, slot - (query + part * 64 + offset), 63)
+            some = some | (both != 0)
+        at = from_ptr + (half // 2 * 2 * capacity + half % 2)[:, None] + 2 * slot[None, :]
+        inside = (query + half * 32 < Tq)[:, None] & (slot < count)[None, :]
+        word = tl.load(at, mask=inside, other=0)
+        if WALK == 2:
+            word = not_behind(word, slot[None, :] - (query + half * 32 + offset)[:, None], 31)
     word = tl.reshape(tl.broadcast_to(word[:, None, :], (2 * PARTS, 32, BLOCK_N)), (64 * PARTS, BLOCK_N))
-    return (word & bit[:, None]) != 0
+    return key, some, (word & (tl.full([64 * PARTS], 1, tl.int32) << (row & 31))[:, None]) != 0
+
+
+@triton.jit
+def not_behind(word, before, LAST: tl.constexpr):
+    """word without the bits of queries that stand before the key: the lowest `before` of LAST + 1."""
+    kept = word & (tl.full(word.shape, -1, word.dtype) << tl.minimum(tl.maximum(before, 0), LAST).to(word.dtype))
+    return tl.where(before > LAST, 0, kept)
 
 
 @triton.jit(do_not_specialize=["first"])
 def _sparse_attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, lists_ptr, counts_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, from_ptr, counts_ptr,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, first, Tq, capacity, scale,
     GROUP: tl.constexpr, SCOPES: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    WALK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (group of queries, the last first; head; batch)."""
     BLOCK_M: tl.constexpr = 64 * PARTS
@@ -74,35 +141,37 @@ def _sparse_attention_fwd_kernel(
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1)
     row = tl.arange(0, BLOCK_M)
-    query = (first + group) * BLOCK_M + row
-    bit = tl.full([BLOCK_M], 1, tl.int32) << (row & 31)
+    begin = (first + group) * BLOCK_M
+    query = begin + row
     column = tl.arange(0, BLOCK_D)
-    inside = (query < Tq)[:, None] & (column < D)[None, :]
+    wide = (column < D)[None, :]
+    inside = (query < Tq)[:, None] & wide
     q_ptr += batch * stride_qb + head * stride_qh
     q = tl.load(q_ptr + query[:, None] * stride_qt + column[None, :], mask=inside, other=0.0)
     k_ptr += batch * stride_kb + (head // GROUP) * stride_kh
     v_ptr += batch * stride_kb + (head // GROUP) * stride_kh
-    listed = group.to(tl.int64) * (tl.num_programs(2) * SCOPES) + batch * SCOPES + head * SCOPES // heads
-    count = tl.load(counts_ptr + listed)
-    lists_ptr += listed * (1 + 2 * PARTS) * capacity
+    from_ptr, count, offset = begin_walk(
+        from_ptr, counts_ptr, first, group, batch, head * SCOPES // heads, tl.num_programs(2), Tq, capacity,
+        SCOPES, PARTS, WALK,
+    )  # fmt: skip
     log2_scale = scale * 1.4426950408889634
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(0, count, BLOCK_N):
-        slot = start + tl.arange(0, BLOCK_N)
-        # Past the end the last key once more, with no bit set: a key that nobody lists is never read.
-        key = tl.load(lists_ptr + tl.minimum(slot, count - 1))
-        keep = listed_bits(lists_ptr, slot, count, capacity, bit, PARTS, BLOCK_N)
+        key, some, keep = walk_keys(
+            from_ptr, start, count, offset, begin, row, Tq, capacity, PARTS, BLOCK_N, WALK
+        )  # fmt: skip
         at = key[:, None] * stride_kt + column[None, :]
-        k = tl.load(k_ptr + at, mask=(column < D)[None, :], other=0.0)
+        read = some[:, None] & wide
+        k = tl.load(k_ptr + at, mask=read, other=0.0)
         s = tl.dot(q, k.T, input_precision=PRECISION)
         s = tl.where(keep, s, float("-inf"))
         most = tl.maximum(m, tl.max(s, 1) * log2_scale)
         finite = tl.where(most == float("-inf"), 0.0, most)
         p = tl.exp2(s * log2_scale - finite[:, None])
         shrink = tl.exp2(m - finite)
-        v = tl.load(v_ptr + at, mask=(column < D)[None, :], other=0.0)
+        v = tl.load(v_ptr + at, mask=read, other=0.0)
         total = total * shrink + tl.sum(p, 1)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         m = most
@@ -129,9 +198,25 @@ def alike(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def group_chunk(words: Tensor, parts: int) -> int:
-    """How many groups of `parts` blocks have lists of LISTS bytes."""
+    """How many groups of `parts` blocks have lists of LIST_BYTES bytes."""
     each = words.shape[0] * words.shape[1] * (1 + 2 * parts) * (words.shape[3] + 32) * 4
-    return max(1, LISTS // each)
+    return max(1, LIST_BYTES // each)
+
+
+def walks(
+    words: Tensor, lengths: Tensor | None, num_queries: int, causal: bool, parts: int, path: str
+) -> Iterator[tuple[int, int, Tensor, Tensor | None, int, int]]:
+    """For each launch: its first group of queries, how many groups, what the kernel walks, counts or lengths, capacity,
+    and the way of walking. Lists take memory, and so may take several launches."""
+    groups = launch.cdiv(num_queries, parts * QUERIES)
+    if path == "tiles":
+        yield 0, groups, words.view(torch.int32), lengths, words.shape[3], TILES_CAUSAL if causal else TILES
+        return
+    step = group_chunk(words, parts)
+    for first in range(0, groups, step):
+        with span("sparse_attention/key_lists"):
+            lists, counts = key_lists(words, lengths, num_queries, causal, parts, first, step)
+        yield first, lists.shape[0], lists, counts, lists.shape[-1], LISTS
 
 
 def sparse_attention(
@@ -144,27 +229,28 @@ def sparse_attention(
     lengths: Tensor | None,
     scale: float,
     causal: bool,
+    path: str,
 ) -> tuple[Tensor, Tensor]:
     """Operator `sparse_attention` -> (out [B, H, Tq, D] in memory as [B, Tq, H, D], lse [B, H, Tq])."""
     b, h, tq, d = q.shape
     g, tk = k.shape[1:3]
-    if choose_path(tq) == "decode":
-        return sparse_decode(q, k, v, None, words, counts, indices, lengths, scale, causal)
+    if path == "decode":
+        with span("sparse_attention/decode"):
+            return sparse_decode(q, k, v, None, words, counts, indices, lengths, scale, causal)
     out = q.new_empty(b, tq, h, d)
     lse = q.new_empty((b, h, tq), dtype=torch.float32)
     if tk == 0 or d == 0 or out.numel() == 0:
         return out.zero_().transpose(1, 2), lse.fill_(-math.inf)
     q, words = strided(q), words.contiguous()
     k, v = alike(k, v)
-    tile = fwd_tile(d, q.element_size())
-    step = group_chunk(words, tile.parts)
+    tile = fwd_tile(q, path)
     meta = {"GROUP": h // g, "SCOPES": words.shape[1], "D": d, "BLOCK_N": tile.keys, "PARTS": tile.parts}
-    meta["PRECISION"] = tuning.dot_precision(q, d)["PRECISION"]
-    for first in range(0, launch.cdiv(tq, tile.parts * QUERIES), step):
-        lists, listed = key_lists(words, lengths, tq, causal, tile.parts, first, step)
-        args = (q, k, v, out, lse, lists, listed, *q.stride()[:3], *k.stride()[:3], first, tq, lists.shape[-1], scale)
-        key = (q.dtype, *args[7:-1], *meta.values())
-        _sparse_attention_fwd(key, (lists.shape[0], h, b), args, meta, **tile.options())
+    for first, groups, walked, ends, capacity, walk in walks(words, lengths, tq, causal, tile.parts, path):
+        args = (q, k, v, out, lse, walked, ends, *q.stride()[:3], *k.stride()[:3], first, tq, capacity, scale)
+        meta |= {"WALK": walk, "PRECISION": tuning.dot_precision(q, d)["PRECISION"]}
+        key = (q.dtype, None if ends is None else ends.dtype, *args[7:-1], *meta.values())
+        with span(f"sparse_attention/{path}"):
+            _sparse_attention_fwd(key, (groups, h, b), args, meta, **tile.options())
     return out.transpose(1, 2), lse
 
 
@@ -173,12 +259,15 @@ EXAMPLES = {
     _sparse_attention_fwd_kernel: {
         "signature": {
             **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16"), "lse_ptr": "*fp32",
-            "lists_ptr": "*i32", "counts_ptr": "*i32", **STRIDES, "first": "i32", "Tq": "i32", "capacity": "i32",
+            "from_ptr": "*i32", "counts_ptr": "*i32", **STRIDES, "first": "i32", "Tq": "i32", "capacity": "i32",
             "scale": "fp32",
         },
-        "constexprs": {"GROUP": 1, "SCOPES": 1, "D": 128, "BLOCK_N": 64, "PARTS": 1, "PRECISION": "ieee"},
-        "num_warps": 4,
-        "num_stages": 3,
+        "constexprs": {
+            "GROUP": 1, "SCOPES": 1, "D": 128, "BLOCK_N": 64, "PARTS": 2, "WALK": LISTS, "PRECISION": "ieee",
+        },
+        "num_warps": 8,
+        "num_stages": 2,
+        "maxnreg": 128,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

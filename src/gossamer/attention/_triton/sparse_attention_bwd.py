@@ -1,6 +1,6 @@
 """Gradients of attention over selected keys, from the logarithm of the softmax's denominator, in a fixed order.
 
-Three kernels. The first keeps, for each query, that logarithm in base 2 beside the product of the output and its
+The first kernel keeps, for each query, that logarithm in base 2 beside the product of the output and its
 gradient. The second is the forward pass's twin: the same program walks the same list and sums the gradient of q.
 
 The third sums those of k and v. Turning the lists around would give each key its own list of queries, and no two keys
@@ -10,6 +10,9 @@ and v is gathered once, the group's queries stream past it, and only the sums go
 a block. There they are added, in float32, by atomics that need no order of their own, for it is given: items are drawn
 in order, a key is in one item of a group, and an item adds when all items of the group before are done. It has hardly
 ever to wait, for they were drawn long before.
+
+Where keys are few there are no lists (see `choose_path`): a program owns a tile of neighbouring keys, all queries that
+may see one of them stream past it with their words, and it writes its sums once, in the dtype of k.
 """
 
 import torch
@@ -18,8 +21,16 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.attention._triton.key_lists import QUERIES, key_lists
-from gossamer.attention._triton.sparse_attention import STRIDES, Tile, alike, group_chunk, listed_bits
+from gossamer.attention._triton.key_lists import key_lists
+from gossamer.attention._triton.sparse_attention import (
+    LISTS,
+    Tile,
+    alike,
+    begin_walk,
+    not_behind,
+    walk_keys,
+    walks,
+)
 
 
 def query_tile(d: int, element_size: int) -> Tile:
@@ -30,10 +41,10 @@ def query_tile(d: int, element_size: int) -> Tile:
 
 
 def key_tile(d: int, element_size: int) -> Tile:
-    """Tile of the gradients of k and v."""
+    """Tile of the gradients of k and v. 32 queries a step leave room for 128 keys in registers."""
     if element_size > 2 or d > 128:
-        return Tile(parts=8, keys=32, warps=4, stages=1)
-    return Tile(parts=8, keys=64, warps=8, stages=2)
+        return Tile(parts=8, keys=32, warps=8 if d > 128 else 4, stages=1)
+    return Tile(parts=8, keys=128, warps=8, stages=3)
 
 
 @triton.jit
@@ -62,10 +73,10 @@ def _row_statistics_kernel(
 
 @triton.jit(do_not_specialize=["first"])
 def _sparse_attention_bwd_q_kernel(
-    q_ptr, k_ptr, v_ptr, grad_ptr, dq_ptr, rows_ptr, lists_ptr, counts_ptr,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, first, Tq, capacity, scale,
+    q_ptr, k_ptr, v_ptr, grad_ptr, dq_ptr, rows_ptr, from_ptr, counts_ptr,
+    stride_kb, stride_kh, stride_kt, first, Tq, capacity, scale,
     GROUP: tl.constexpr, SCOPES: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    WALK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (group of queries, the last first; head; batch)."""
     BLOCK_M: tl.constexpr = 64 * PARTS
@@ -74,36 +85,109 @@ def _sparse_attention_bwd_q_kernel(
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1)
     row = tl.arange(0, BLOCK_M)
-    query = (first + group) * BLOCK_M + row
-    bit = tl.full([BLOCK_M], 1, tl.int32) << (row & 31)
+    begin = (first + group) * BLOCK_M
+    query = begin + row
     column = tl.arange(0, BLOCK_D)
-    inside = (query < Tq)[:, None] & (column < D)[None, :]
-    here = batch * stride_qb + head * stride_qh + query[:, None] * stride_qt + column[None, :]
+    wide = (column < D)[None, :]
+    inside = (query < Tq)[:, None] & wide
+    token = (batch * heads + head) * Tq + query
+    here = token[:, None] * D + column[None, :]
     q = tl.load(q_ptr + here, mask=inside, other=0.0)
     grad = tl.load(grad_ptr + here, mask=inside, other=0.0)
-    rows_ptr += 2 * ((batch * heads + head) * Tq + query)
-    lse = tl.load(rows_ptr, mask=query < Tq, other=0.0)
-    delta = tl.load(rows_ptr + 1, mask=query < Tq, other=0.0)
+    lse = tl.load(rows_ptr + 2 * token, mask=query < Tq, other=0.0)
+    delta = tl.load(rows_ptr + 2 * token + 1, mask=query < Tq, other=0.0)
     k_ptr += batch * stride_kb + (head // GROUP) * stride_kh
     v_ptr += batch * stride_kb + (head // GROUP) * stride_kh
-    listed = group.to(tl.int64) * (tl.num_programs(2) * SCOPES) + batch * SCOPES + head * SCOPES // heads
-    count = tl.load(counts_ptr + listed)
-    lists_ptr += listed * (1 + 2 * PARTS) * capacity
+    from_ptr, count, offset = begin_walk(
+        from_ptr, counts_ptr, first, group, batch, head * SCOPES // heads, tl.num_programs(2), Tq, capacity,
+        SCOPES, PARTS, WALK,
+    )  # fmt: skip
     log2_scale = scale * 1.4426950408889634
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(0, count, BLOCK_N):
-        slot = start + tl.arange(0, BLOCK_N)
-        key = tl.load(lists_ptr + tl.minimum(slot, count - 1))
-        keep = listed_bits(lists_ptr, slot, count, capacity, bit, PARTS, BLOCK_N)
+        key, some, keep = walk_keys(
+            from_ptr, start, count, offset, begin, row, Tq, capacity, PARTS, BLOCK_N, WALK
+        )  # fmt: skip
         at = key[:, None] * stride_kt + column[None, :]
-        k = tl.load(k_ptr + at, mask=(column < D)[None, :], other=0.0)
-        v = tl.load(v_ptr + at, mask=(column < D)[None, :], other=0.0)
+        read = some[:, None] & wide
+        k = tl.load(k_ptr + at, mask=read, other=0.0)
+        v = tl.load(v_ptr + at, mask=read, other=0.0)
         s = tl.dot(q, k.T, input_precision=PRECISION)
         dp = tl.dot(grad, v.T, input_precision=PRECISION)
         p = tl.where(keep, tl.exp2(s * log2_scale - lse[:, None]), 0.0)
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     tl.store(dq_ptr + here, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_queries(
+    dk, dv, k, v, q_ptr, grad_ptr, rows_ptr, row, column, inside, word, log2_scale,
+    D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of a tile of keys, with what 32 queries add: rows `row` of all tokens and heads, bits of word."""
+    keep = (word[:, None] & (tl.full([32], 1, tl.int32) << tl.arange(0, 32))[None, :]) != 0
+    token = row[:, None] * D + column[None, :]
+    wide = inside[:, None] & (column < D)[None, :]
+    q = tl.load(q_ptr + token, mask=wide, other=0.0)
+    grad = tl.load(grad_ptr + token, mask=wide, other=0.0)
+    lse = tl.load(rows_ptr + 2 * row, mask=inside, other=0.0)
+    delta = tl.load(rows_ptr + 2 * row + 1, mask=inside, other=0.0)
+    s = tl.dot(k, q.T, input_precision=PRECISION)
+    p = tl.where(keep, tl.exp2(s * log2_scale - lse[None, :]), 0.0)
+    dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
+    dp = tl.dot(v, grad.T, input_precision=PRECISION)
+    ds = p * (dp - delta[None, :])
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def _sparse_attention_bwd_kv_tiles_kernel(
+    q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, rows_ptr, words_ptr, lengths_ptr, Tq, Tk, H, scale,
+    GROUP: tl.constexpr, SCOPES: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (BLOCK_K keys, the first ones, which most queries see, first; head of k; batch)."""
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(max(16, D))
+    kv_head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    key = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    column = tl.arange(0, BLOCK_D)
+    mask = (key < Tk)[:, None] & (column < D)[None, :]
+    at = ((batch * tl.num_programs(1) + kv_head) * Tk + key)[:, None] * D + column[None, :]
+    k = tl.load(k_ptr + at, mask=mask, other=0.0)
+    v = tl.load(v_ptr + at, mask=mask, other=0.0)
+    end = Tk
+    offset = Tk - Tq
+    if lengths_ptr is not None:
+        end = tl.minimum(end, tl.maximum(tl.load(lengths_ptr + batch).to(tl.int32), 0))
+        offset = tl.maximum(end - Tq, 0)
+    steps = tl.cdiv(Tq, 32)
+    begin = 0
+    if CAUSAL:
+        begin = tl.maximum(tl.program_id(0) * BLOCK_K - offset, 0) // 32
+    if tl.program_id(0) * BLOCK_K >= end:
+        begin = steps
+    some = tl.zeros([BLOCK_K], tl.int32)
+    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    for step in range(begin * GROUP, steps * GROUP):
+        half = step // GROUP
+        head = kv_head * GROUP + step % GROUP
+        words = words_ptr + ((batch * SCOPES + head * SCOPES // H) * tl.cdiv(Tq, 64) + half // 2) * 2 * Tk + half % 2
+        word = tl.load(words + 2 * key, mask=key < end, other=0)
+        if CAUSAL:
+            word = not_behind(word, key - (half * 32 + offset), 31)
+        some |= word
+        query = half * 32 + tl.arange(0, 32)
+        dk, dv = add_queries(
+            dk, dv, k, v, q_ptr, grad_ptr, rows_ptr, (batch * H + head) * Tq + query, column, query < Tq, word,
+            scale * 1.4426950408889634, D, PRECISION,
+        )  # fmt: skip
+    # A key that nobody takes may be NaN, and has no gradient.
+    some = (some != 0)[:, None]
+    tl.store(dk_ptr + at, tl.where(some, dk * scale, 0.0).to(dk_ptr.dtype.element_ty), mask=mask)
+    tl.store(dv_ptr + at, tl.where(some, dv, 0.0).to(dv_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -135,9 +219,6 @@ def _sparse_attention_bwd_kv_kernel(
     done_ptr = plan_ptr + 2 + entries
     total = tl.load(plan_ptr + 1 + entries) * serves
     column = tl.arange(0, BLOCK_D)
-    lane = tl.arange(0, 64)
-    bit = tl.full([64], 1, tl.int32) << (lane & 31)
-    log2_scale = scale * 1.4426950408889634
     entry = 0
     begin = tl.load(plan_ptr + 1)
     end = tl.load(plan_ptr + 2)
@@ -165,28 +246,16 @@ def _sparse_attention_bwd_kv_kernel(
         dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
         head = (scope % SCOPES) * H // SCOPES + served * heads
-        blocks = tl.minimum(PARTS, tl.cdiv(Tq, 64) - group * PARTS)
-        for step in range(0, blocks * heads):
-            part = step // heads
+        halves = tl.minimum(2 * PARTS, tl.cdiv(Tq, 32) - 2 * group * PARTS)
+        for step in range(0, halves * heads):
+            half = step // heads
             here = head + step % heads
-            query = (group * PARTS + part) * 64 + lane
-            inside = (query < Tq)[:, None] & wide
-            word_ptr = list_ptr + (1 + 2 * part + tl.arange(0, 2))[None, :] * capacity + slot[:, None]
-            word = tl.load(word_ptr, mask=held[:, None], other=0)
-            word = tl.reshape(tl.broadcast_to(word[:, :, None], (BLOCK_K, 2, 32)), (BLOCK_K, 64))
-            keep = (word & bit[None, :]) != 0
-            row = (batch * H + here) * Tq + query
-            token = row[:, None] * D + column[None, :]
-            q = tl.load(q_ptr + token, mask=inside, other=0.0)
-            grad = tl.load(grad_ptr + token, mask=inside, other=0.0)
-            lse = tl.load(rows_ptr + 2 * row, mask=query < Tq, other=0.0)
-            delta = tl.load(rows_ptr + 2 * row + 1, mask=query < Tq, other=0.0)
-            s = tl.dot(k, q.T, input_precision=PRECISION)
-            p = tl.where(keep, tl.exp2(s * log2_scale - lse[None, :]), 0.0)
-            dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
-            dp = tl.dot(v, grad.T, input_precision=PRECISION)
-            ds = p * (dp - delta[None, :])
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+            query = (2 * group * PARTS + half) * 32 + tl.arange(0, 32)
+            word = tl.load(list_ptr + (1 + half) * capacity + slot, mask=held, other=0)
+            dk, dv = add_queries(
+                dk, dv, k, v, q_ptr, grad_ptr, rows_ptr, (batch * H + here) * Tq + query, column, query < Tq, word,
+                scale * 1.4426950408889634, D, PRECISION,
+            )  # fmt: skip
         # The entry before this one that adds to the same head of k.
         before = tl.where(scope % turns > 0, entry - 1, entry - scopes + turns - 1)
         await_entry(plan_ptr, done_ptr + before * serves + served, before)
@@ -201,6 +270,7 @@ def _sparse_attention_bwd_kv_kernel(
 _row_statistics = launch.Kernel(_row_statistics_kernel)
 _sparse_attention_bwd_q = launch.Kernel(_sparse_attention_bwd_q_kernel)
 _sparse_attention_bwd_kv = launch.Kernel(_sparse_attention_bwd_kv_kernel)
+_sparse_attention_bwd_kv_tiles = launch.Kernel(_sparse_attention_bwd_kv_tiles_kernel)
 
 
 def sparse_attention_bwd(
@@ -217,19 +287,21 @@ def sparse_attention_bwd(
     lengths: Tensor | None,
     scale: float,
     causal: bool,
+    path: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Operator `sparse_attention_bwd` -> gradients of q, k and v, contiguous."""
     if q.numel() == 0 or k.numel() == 0:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     words = words.contiguous()
     grad, q = grad.contiguous(), q.contiguous()
-    rows = _rows(grad, out, lse, grad_lse)
-    dq = _query_gradient(grad, q, k, v, rows, words, lengths, scale, causal)
-    dk, dv = _key_gradients(grad, q, k, v, rows, words, lengths, scale, causal)
+    rows = row_statistics(grad, out, lse, grad_lse)
+    dq = query_gradient(grad, q, k, v, rows, words, lengths, scale, causal, path)
+    of_keys = key_gradients_of_tiles if path == "tiles" else key_gradients
+    dk, dv = of_keys(grad, q, k, v, rows, words, lengths, scale, causal)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _rows(grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
+def row_statistics(grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
     """float32 [B, H, Tq, 2]: lse in base 2, and what a softmax's gradient subtracts."""
     b, h, tq, d = grad.shape
     rows = torch.empty(b, h, tq, 2, dtype=torch.float32, device=grad.device)
@@ -241,7 +313,7 @@ def _rows(grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Te
     return rows
 
 
-def _query_gradient(
+def query_gradient(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -251,24 +323,23 @@ def _query_gradient(
     lengths: Tensor | None,
     scale: float,
     causal: bool,
+    path: str,
 ) -> Tensor:
+    """Of contiguous grad, q and words."""
     b, h, tq, d = q.shape
     k, v = alike(k, v)
     dq = torch.empty_like(q)
     tile = query_tile(d, q.element_size())
-    step = group_chunk(words, tile.parts)
     meta = {"GROUP": h // k.shape[1], "SCOPES": words.shape[1], "D": d, "BLOCK_N": tile.keys, "PARTS": tile.parts}
-    meta["PRECISION"] = tuning.dot_precision(q, d)["PRECISION"]
-    for first in range(0, launch.cdiv(tq, tile.parts * QUERIES), step):
-        lists, listed = key_lists(words, lengths, tq, causal, tile.parts, first, step)
-        strides = (*q.stride()[:3], *k.stride()[:3])
-        args = (q, k, v, grad, dq, rows, lists, listed, *strides, first, tq, lists.shape[-1], scale)
-        key = (q.dtype, *args[8:-1], *meta.values())
-        _sparse_attention_bwd_q(key, (lists.shape[0], h, b), args, meta, **tile.options())
+    for first, groups, walked, ends, capacity, walk in walks(words, lengths, tq, causal, tile.parts, path):
+        args = (q, k, v, grad, dq, rows, walked, ends, *k.stride()[:3], first, tq, capacity, scale)
+        meta |= {"WALK": walk, "PRECISION": tuning.dot_precision(q, d)["PRECISION"]}
+        key = (q.dtype, None if ends is None else ends.dtype, *args[8:-1], *meta.values())
+        _sparse_attention_bwd_q(key, (groups, h, b), args, meta, **tile.options())
     return dq
 
 
-def _key_gradients(
+def key_gradients(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -279,7 +350,7 @@ def _key_gradients(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """In float32."""
+    """Of contiguous grad, q and words, by lists, in float32."""
     _, h, tq, d = q.shape
     g, tk = k.shape[1:3]
     k, v = k.contiguous(), v.contiguous()
@@ -302,10 +373,36 @@ def _key_gradients(
     return dk, dv
 
 
+def key_gradients_of_tiles(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    words: Tensor,
+    lengths: Tensor | None,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """Of contiguous grad, q and words, by tiles of neighbouring keys, in the dtype of k."""
+    _, h, tq, d = q.shape
+    b, g, tk, _ = k.shape
+    k, v = k.contiguous(), v.contiguous()
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    tile = key_tile(d, q.element_size())
+    meta = {"GROUP": h // g, "SCOPES": words.shape[1], "D": d, "BLOCK_K": tile.keys, "CAUSAL": causal}
+    meta |= {"PRECISION": tuning.dot_precision(q, d)["PRECISION"]}
+    args = (q, k, v, grad, dk, dv, rows, words.view(torch.int32), lengths, tq, tk, h, scale)
+    key = (q.dtype, None if lengths is None else lengths.dtype, tq, tk, h, *meta.values())
+    _sparse_attention_bwd_kv_tiles(key, (launch.cdiv(tk, tile.keys), g, b), args, meta, **tile.options())
+    return dk, dv
+
+
 _QUERIES_KEYS = {
-    **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "grad_ptr"), "*bf16"), "rows_ptr": "*fp32", "lists_ptr": "*i32",
-    "counts_ptr": "*i32", "Tq": "i32", "capacity": "i32", "scale": "fp32",
+    **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "grad_ptr"), "*bf16"), "rows_ptr": "*fp32", "Tq": "i32",
+    "scale": "fp32",
 }  # fmt: skip
+_LISTED = {"counts_ptr": "*i32", "capacity": "i32"}
 _SIZES = {"GROUP": 1, "SCOPES": 1, "D": 128, "PRECISION": "ieee"}
 EXAMPLES = {
     _row_statistics_kernel: {
@@ -319,18 +416,29 @@ EXAMPLES = {
     },
     _sparse_attention_bwd_q_kernel: {
         "signature": {
-            **_QUERIES_KEYS, "dq_ptr": "*bf16", **STRIDES, "first": "i32",
+            **_QUERIES_KEYS, "dq_ptr": "*bf16", "from_ptr": "*i32", **_LISTED,
+            **dict.fromkeys(("stride_kb", "stride_kh", "stride_kt", "first"), "i32"),
         },
-        "constexprs": {**_SIZES, "BLOCK_N": 64, "PARTS": 1},
+        "constexprs": {**_SIZES, "BLOCK_N": 64, "PARTS": 1, "WALK": LISTS},
         "num_warps": 4,
     },
     _sparse_attention_bwd_kv_kernel: {
         "signature": {
-            **_QUERIES_KEYS, "dk_ptr": "*fp32", "dv_ptr": "*fp32", "plan_ptr": "*i32",
+            **_QUERIES_KEYS, "dk_ptr": "*fp32", "dv_ptr": "*fp32", "lists_ptr": "*i32", **_LISTED, "plan_ptr": "*i32",
             **dict.fromkeys(("Tk", "H", "entries", "scopes"), "i32"),
         },
-        "constexprs": {**_SIZES, "BLOCK_K": 64, "PARTS": 8},
+        "constexprs": {**_SIZES, "BLOCK_K": 128, "PARTS": 8},
         "num_warps": 8,
+        "num_stages": 3,
+    },
+    _sparse_attention_bwd_kv_tiles_kernel: {
+        "signature": {
+            **_QUERIES_KEYS, **dict.fromkeys(("dk_ptr", "dv_ptr"), "*bf16"), "words_ptr": "*i32",
+            "lengths_ptr": "*i32", "Tk": "i32", "H": "i32",
+        },
+        "constexprs": {**_SIZES, "BLOCK_K": 128, "CAUSAL": True},
+        "num_warps": 8,
+        "num_stages": 3,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

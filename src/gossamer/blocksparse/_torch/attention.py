@@ -1,4 +1,8 @@
-"""Block-sparse attention on the CPU: block rows in chunks, each with the blocks that it lists gathered side by side."""
+"""Block-sparse attention on the CPU: block rows in chunks, each with the blocks that it lists gathered side by side.
+
+Rows of one chunk list equally many blocks, so that nothing is padded, and its scores fit into a core's cache, for the
+softmax goes over them several times. Where nothing is cut off a block, nothing is masked.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 22
-"""Scores that are held at once."""
+_CHUNK = 1 << 18
+"""Scores that are held at once: 1 MiB in float32."""
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Block rows `[n]` of heads, and the L blocks that each may list."""
+    """Block rows `[n]` of heads, and the L blocks that each lists. `inside`, `[n, height, L * width]`, says which
+    queries and keys meet; None where all do."""
 
     batch: Tensor
     head: Tensor
@@ -24,7 +29,7 @@ class _Chunk:
     column: Tensor
     query: Tensor
     key: Tensor
-    inside: Tensor
+    inside: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,8 @@ class Attention:
     k: Tensor
     v: Tensor
     bias: Tensor | None
+    relative: Tensor | None
+    places: Tensor | None
     lengths: Tensor | None
     row_offsets: Tensor
     col_indices: Tensor
@@ -55,23 +62,34 @@ class Attention:
         batch, head, row = triples // (h * rows), triples // rows % h, triples % rows
         listed = (batch * self.z[0] + head * self.z[1]) * rows + row
         begin, counts = self.row_offsets[:-1].long()[listed], self.row_offsets.diff().long()[listed]
-        most = int(counts.max()) if counts.numel() else 0
-        step = max(1, _CHUNK // max(1, height * width * most))
         limits = torch.full((b,), tk) if self.lengths is None else self.lengths.long().clamp(max=tk)
-        for first in range(0, triples.shape[0] if most else 0, step):
-            at = slice(first, first + step)
-            slots = torch.arange(most)
-            present = slots < counts[at, None]
-            entry = torch.where(present, begin[at, None] + slots, 0)
-            column = self.col_indices.long()[entry]
-            query = row[at, None] * height + torch.arange(height)
-            key = (column[..., None] * width + torch.arange(width)).flatten(1)
-            inside = present.repeat_interleave(width, 1) & (key < limits[batch[at], None])
-            inside = inside[:, None] & (query < tq)[..., None]
-            if self.causal:
-                inside = inside & (key[:, None] <= query[..., None] + (tk - tq))
-            key_head = head[at] * hk // h
-            yield _Chunk(batch[at], head[at], key_head, row[at], entry, column, query, key, inside)
+        cut = self.causal or self.lengths is not None or tq % height or tk % width
+        order = counts.argsort(stable=True)
+        # Where runs of rows with equal counts end.
+        ends = torch.cat([counts[order].diff().nonzero().flatten() + 1, torch.tensor([order.numel()])]).tolist()
+        for first, end in zip([0, *ends], ends):
+            most = int(counts[order[first]]) if first < end else 0
+            step = max(1, _CHUNK // max(1, height * width * most))
+            for start in range(first, end if most else first, step):
+                at = order[start : min(start + step, end)]
+                entry = begin[at, None] + torch.arange(most)
+                column = self.col_indices.long()[entry]
+                query = row[at, None] * height + torch.arange(height)
+                key = (column[..., None] * width + torch.arange(width)).flatten(1)
+                inside = None
+                if cut:
+                    inside = (key < limits[batch[at], None])[:, None] & (query < tq)[..., None]
+                    if self.causal:
+                        inside &= key[:, None] <= query[..., None] + (tk - tq)
+                key_head = head[at] * hk // h
+                yield _Chunk(batch[at], head[at], key_head, row[at], entry, column, query, key, inside)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """k or v in blocks; whatever stands behind a length is 0."""
+        if self.lengths is not None:
+            behind = torch.arange(x.shape[2]) >= self.lengths[:, None]
+            x = x.masked_fill(behind[:, None, :, None], 0)
+        return self.blocks(x, self.block[1])
 
     def blocks(self, x: Tensor, size: int) -> Tensor:
         """x `[B, H, T, D]` in blocks of rows, in the working dtype: `[B, H, T / size, size, D]`."""
@@ -81,7 +99,12 @@ class Attention:
 
     def scores(self, chunk: _Chunk, q: Tensor, k: Tensor) -> Tensor:
         """Scaled scores `[n, height, L * width]` with their bias, -inf where query and key do not meet."""
-        s = q @ k.transpose(1, 2) * self.scale
+        s = q @ k.transpose(1, 2)
+        if self.relative is not None:
+            of_queries = self.relative[chunk.batch[:, None], chunk.head[:, None], self.query_at(chunk)].to(s.dtype)
+            for step in self.steps(chunk):
+                s += of_queries.gather(2, step)
+        s *= self.scale
         inside = chunk.inside
         if self.bias is not None:
             if self.bias.dim() == 3:
@@ -89,22 +112,48 @@ class Attention:
             else:
                 bias = self.bias[self.bias_at(chunk)]
             if bias.dtype is torch.bool:
-                inside = inside & bias
+                inside = bias if inside is None else inside & bias
             else:
-                s = s + bias
-        return s.masked_fill(~inside, -torch.inf)
+                s += bias
+        return s if inside is None else s.masked_fill_(~inside, -torch.inf)
+
+    def query_at(self, chunk: _Chunk) -> Tensor:
+        """`[n, height]`: the chunk's queries; what does not exist reads the last."""
+        return chunk.query.clamp(max=self.q.shape[2] - 1)
+
+    def steps(self, chunk: _Chunk) -> Iterator[Tensor]:
+        """For each term of relative positions, which number of a query's each key picks, `[n, height, L * width]`."""
+        assert self.relative is not None and self.places is not None
+        window, tq = self.relative.shape[-1] // self.places.shape[0], self.q.shape[2]
+        key = chunk.key.clamp(max=self.k.shape[2] - 1)
+        for term, places in enumerate(self.places.long()):
+            of_query, of_key = (places[chunk.batch[:, None], at] for at in (self.query_at(chunk), tq + key))
+            step = of_key[:, None] - of_query[..., None] + window // 2
+            yield step.clamp(0, window - 1) + term * window
 
     def bias_at(self, chunk: _Chunk) -> tuple[Tensor, ...]:
         """Where a dense bias holds the chunk's scores; what does not exist reads the last."""
         assert self.bias is not None
         batch = chunk.batch if self.bias.shape[0] > 1 else torch.zeros_like(chunk.batch)
         head = chunk.head if self.bias.shape[1] > 1 else torch.zeros_like(chunk.head)
-        query = chunk.query.clamp(max=self.q.shape[2] - 1)[..., None]
+        query = self.query_at(chunk)[..., None]
         return batch[:, None, None], head[:, None, None], query, chunk.key.clamp(max=self.k.shape[2] - 1)[:, None]
 
 
+def _flat(blocks: Tensor, chunk: _Chunk) -> Tensor:
+    """Where the chunk's blocks of keys stand with `[B, Hk, columns]` as one dimension: whole blocks copy fastest."""
+    return (((chunk.batch * blocks.shape[1] + chunk.key_head) * blocks.shape[2])[:, None] + chunk.column).flatten()
+
+
 def _gathered(blocks: Tensor, chunk: _Chunk) -> Tensor:
-    return blocks[chunk.batch[:, None], chunk.key_head[:, None], chunk.column].flatten(1, 2)
+    found = blocks.flatten(0, 2).index_select(0, _flat(blocks, chunk))
+    return found.view(*chunk.column.shape, *found.shape[1:]).flatten(1, 2)
+
+
+def _scattered(blocks: Tensor, chunk: _Chunk, values: Tensor) -> None:
+    """Adds `[n, L * width, D]` to the chunk's blocks of keys, one after the other."""
+    values = values.unflatten(1, (-1, blocks.shape[3])).flatten(0, 1)
+    blocks.flatten(0, 2).index_add_(0, _flat(blocks, chunk), values)
 
 
 def attention(
@@ -112,6 +161,8 @@ def attention(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    relative: Tensor | None,
+    places: Tensor | None,
     lengths: Tensor | None,
     row_offsets: Tensor,
     col_indices: Tensor,
@@ -128,19 +179,19 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Operator `blocksparse_attention` -> (out like q, float32 log-sum-exp `[B, H, Tq]`)."""
     sides = (z_batch, z_head), (height, width)
-    given = Attention(q, k, v, bias, lengths, row_offsets, col_indices, *sides, causal, scale)
+    given = Attention(q, k, v, bias, relative, places, lengths, row_offsets, col_indices, *sides, causal, scale)
     b, h, tq, _ = q.shape
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     if given.overflowed:
         return torch.full_like(q, torch.nan), q.new_full((b, h, tq), torch.nan, dtype=lse_dtype)
-    q_blocks, k_blocks, v_blocks = given.blocks(q, height), given.blocks(k, width), given.blocks(v, width)
+    q_blocks, k_blocks, v_blocks = given.blocks(q, height), given.keys(k), given.keys(v)
     out = torch.zeros_like(q_blocks)
     lse = q_blocks.new_full(q_blocks.shape[:-1], -torch.inf)
     for chunk in given.chunks():
         at = chunk.batch, chunk.head, chunk.row
         s = given.scores(chunk, q_blocks[at], _gathered(k_blocks, chunk))
         most = s.amax(2, keepdim=True)
-        p = torch.exp(s - torch.where(most == -torch.inf, 0, most))
+        p = s.sub_(most.masked_fill(most == -torch.inf, 0)).exp_()
         total = p.sum(2, keepdim=True)
         out[at] = p @ _gathered(v_blocks, chunk) / torch.where(total == 0, 1, total)
         lse[at] = (most + total.log()).squeeze(2)
@@ -157,6 +208,8 @@ def attention_bwd(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    relative: Tensor | None,
+    places: Tensor | None,
     lengths: Tensor | None,
     row_offsets: Tensor,
     col_indices: Tensor,
@@ -171,16 +224,22 @@ def attention_bwd(
     causal: bool,
     scale: float,
     with_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Operator `blocksparse_attention_bwd` -> gradients of q, k, v and the bias, the last empty unless asked for."""
+    with_relative: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Operator `blocksparse_attention_bwd` -> gradients of q, k, v, the bias and what queries make of relative
+    positions, the last two empty unless asked for."""
     sides = (z_batch, z_head), (height, width)
-    given = Attention(q, k, v, bias, lengths, row_offsets, col_indices, *sides, causal, scale)
+    given = Attention(q, k, v, bias, relative, places, lengths, row_offsets, col_indices, *sides, causal, scale)
     tq, tk = q.shape[2], k.shape[2]
+    added = q.dtype if bias is None else bias.dtype
     dbias = torch.zeros_like(bias, dtype=lse.dtype) if with_bias and bias is not None else q.new_empty(0)
+    drelative = (
+        torch.zeros_like(relative, dtype=lse.dtype) if with_relative and relative is not None else q.new_empty(0)
+    )
     if given.overflowed:
         dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
-        return dq, dk, dv, dbias.fill_(torch.nan).to(q.dtype if bias is None else bias.dtype)
-    q_blocks, k_blocks, v_blocks = given.blocks(q, height), given.blocks(k, width), given.blocks(v, width)
+        return dq, dk, dv, dbias.fill_(torch.nan).to(added), drelative.new_full(drelative.shape, torch.nan).to(q.dtype)
+    q_blocks, k_blocks, v_blocks = given.blocks(q, height), given.keys(k), given.keys(v)
     grad_blocks = given.blocks(grad, height)
     delta = (grad_blocks * given.blocks(out, height)).sum(-1)
     if grad_lse is not None:
@@ -190,17 +249,23 @@ def attention_bwd(
     for chunk in given.chunks():
         at = chunk.batch, chunk.head, chunk.row
         keys, values = _gathered(k_blocks, chunk), _gathered(v_blocks, chunk)
-        p = torch.exp(given.scores(chunk, q_blocks[at], keys) - lse_blocks[at])
-        ds = p * (grad_blocks[at] @ values.transpose(1, 2) - delta[at][..., None])
+        p = given.scores(chunk, q_blocks[at], keys).sub_(lse_blocks[at]).exp_()
+        ds = (grad_blocks[at] @ values.transpose(1, 2)).sub_(delta[at][..., None]).mul_(p)
         dq[at] = ds @ keys * scale
-        to = chunk.batch[:, None], chunk.key_head[:, None], chunk.column
-        dk.index_put_(to, (ds.transpose(1, 2) @ q_blocks[at] * scale).unflatten(1, (-1, width)), accumulate=True)
-        dv.index_put_(to, (p.transpose(1, 2) @ grad_blocks[at]).unflatten(1, (-1, width)), accumulate=True)
+        _scattered(dk, chunk, ds.transpose(1, 2) @ q_blocks[at] * scale)
+        _scattered(dv, chunk, p.transpose(1, 2) @ grad_blocks[at])
+        if drelative.numel():
+            rows = chunk.batch[:, None], chunk.head[:, None], given.query_at(chunk)
+            sums = ds.new_zeros(*ds.shape[:2], drelative.shape[-1])
+            for step in given.steps(chunk):
+                sums.scatter_add_(2, step, ds * scale)
+            # Queries beyond the last have weights of 0.
+            drelative.index_put_(rows, sums, accumulate=True)
         if dbias.numel():
-            inside = ds.masked_fill(~chunk.inside, 0)
+            inside = ds if chunk.inside is None else ds.masked_fill(~chunk.inside, 0)
             if dbias.dim() == 3:
                 dbias.index_put_((chunk.entry,), inside.unflatten(2, (-1, width)).transpose(1, 2), accumulate=True)
             else:
                 dbias.index_put_(given.bias_at(chunk), inside, accumulate=True)
     dq, dk, dv = (x.flatten(2, 3)[:, :, :t].to(q.dtype).contiguous() for x, t in ((dq, tq), (dk, tk), (dv, tk)))
-    return dq, dk, dv, dbias if bias is None else dbias.to(bias.dtype)
+    return dq, dk, dv, dbias.to(added), drelative.to(q.dtype)

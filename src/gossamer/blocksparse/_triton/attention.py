@@ -1,15 +1,20 @@
-"""Block-sparse attention, forward, through pointers: every dtype, GPU, head and block size, with a mask or a bias.
+"""Block-sparse attention, forward, through pointers: every dtype, GPU, head and block size, with whatever is added to
+the scores.
 
 A program owns BLOCK_M queries of one head and walks the keys of the blocks that their block row lists, laid end to end,
 BLOCK_N a step: small blocks share a step, large ones take several. A step gathers its keys and values by row, scores
 them, and folds them into a running softmax in base 2. A bias (added; or boolean, True takes part) is read tile by tile,
-from a dense tensor that may be broadcast, or from blocks in the order of the lists.
+from a dense tensor that may be broadcast, or from blocks in the order of the lists. What a query makes of relative
+positions comes ready, R numbers a term, from which each score picks one.
 
 Few queries that meet many keys are split: program (tile, part) takes every SPLITS-th step and leaves its weighted mean
 and log-sum-exp in float32; `_attention_join_kernel` joins them in order.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -17,17 +22,74 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
+from gossamer.blocksparse.attention_path import Problem, choose_path, named, problem_of, splits_of
 
 INV_LN2 = 1.4426950408889634
 
 
+@dataclass(frozen=True)
+class Config:
+    """What the kernels of one attention are compiled for, as one constexpr.
+
+    Blocks of the layout (`block_q` by `block_k`), the tile of a step, whether layout and bias have a matrix of their
+    own for each batch and head (and the bias a row for each query), and what is added to the scores.
+    """
+
+    block_q: int
+    block_k: int
+    block_m: int
+    block_n: int
+    block_d: int
+    warps: int
+    stages: int
+    causal: bool
+    layout_batch: bool
+    layout_head: bool
+    bias: str = "none"
+    bias_batch: bool = False
+    bias_head: bool = False
+    bias_query: bool = False
+    terms: int = 0
+    splits: int = 1
+    precision: str = "ieee"
+    upcast: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the launch."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
 @triton.jit
-def listed(blocks_ptr, base, begin, count, at, BLOCK: tl.constexpr):
+def listed(blocks_ptr, begin, count, at, BLOCK: tl.constexpr):
     """(row in the matrix, entry of the list, whether there is one) of positions in listed blocks laid end to end."""
     exists = at < count * BLOCK
     entry = begin + at // BLOCK
-    block = tl.load(blocks_ptr + entry, mask=exists, other=0) - base
+    block = tl.load(blocks_ptr + entry, mask=exists, other=0)
     return block * BLOCK + at % BLOCK, entry, exists
+
+
+@triton.jit
+def matrix_of(batch, head, H, CONFIG: tl.constexpr):
+    """Which matrix of the layout a batch and a head read."""
+    z = head * 0
+    if CONFIG.layout_head:
+        z += head
+        if CONFIG.layout_batch:
+            z += batch * H
+    elif CONFIG.layout_batch:
+        z += batch
+    return z
+
+
+@triton.jit
+def last_of(B, H, lines, CONFIG: tl.constexpr):
+    """Where the offsets of a layout end, which is their total; `lines` are the rows or columns of a matrix."""
+    if CONFIG.layout_head:
+        lines *= H
+    if CONFIG.layout_batch:
+        lines *= B
+    return lines
 
 
 @triton.jit
@@ -39,26 +101,93 @@ def span(offsets_ptr, row, last, capacity):
 
 
 @triton.jit
-def dot(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    if UPCAST:
+def key_limit(lengths_ptr, batch, Tk):
+    limit = Tk
+    if lengths_ptr is not None:
+        limit = tl.minimum(tl.load(lengths_ptr + batch), Tk)
+    return limit
+
+
+@triton.jit
+def load_rows(x_ptr, base, rows, exists, D, BLOCK_D: tl.constexpr):
+    """Rows of a matrix with D contiguous columns."""
+    inner = tl.arange(0, BLOCK_D)
+    at = (base + rows)[:, None] * D + inner[None, :]
+    return tl.load(x_ptr + at, mask=exists[:, None] & (inner < D)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(x_ptr, base, rows, exists, D, x, BLOCK_D: tl.constexpr):
+    inner = tl.arange(0, BLOCK_D)
+    at = (base + rows)[:, None] * D + inner[None, :]
+    tl.store(x_ptr + at, x, mask=exists[:, None] & (inner < D)[None, :])
+
+
+@triton.jit
+def load_stats(stats_ptr, pair, lines, exists, Tq, ROWS: tl.constexpr):
+    """(log-sum-exp in base 2, row sum) of queries."""
+    padded = tl.cdiv(Tq, ROWS) * ROWS
+    stats_ptr += pair.to(tl.int64) * (2 * padded) + lines
+    lse = tl.load(stats_ptr, mask=exists, other=float("inf"))
+    return lse, tl.load(stats_ptr + padded, mask=exists, other=0.0)
+
+
+@triton.jit
+def dot(a, b, CONFIG: tl.constexpr):
+    PRECISION: tl.constexpr = CONFIG.precision
+    if CONFIG.upcast:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit
+def bias_start(bias_ptr, batch, head, H, Tq, Tk, CONFIG: tl.constexpr):
+    """Where a dense bias, contiguous, begins for a batch and a head."""
+    if CONFIG.bias == "dense":
+        matrix = head.to(tl.int64) * 0
+        if CONFIG.bias_head:
+            matrix += head
+            if CONFIG.bias_batch:
+                matrix += batch.to(tl.int64) * H
+        elif CONFIG.bias_batch:
+            matrix += batch
+        bias_ptr += matrix * Tk * (Tq if CONFIG.bias_query else 1)
+    return bias_ptr
+
+
+@triton.jit
+def relation(places_ptr, term, batch, B, query, key, Tq, Tk, R):
+    """Which of R relative positions a key has to a query, the outermost for all beyond."""
+    at = places_ptr + (term * B + batch).to(tl.int64) * (Tq + Tk)
+    of_query = tl.load(at + query, mask=query < Tq, other=0)
+    of_key = tl.load(at + Tq + key, mask=key < Tk, other=0)
+    return tl.minimum(tl.maximum(of_key - of_query + R // 2, 0), R - 1)
+
+
+@triton.jit
 def scores(
-    s, bias_ptr, stride_bq, query, key, entry, inside, shift,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr, BIAS: tl.constexpr,
+    s, bias_ptr, relative_ptr, places_ptr, pair, B, H, query, key, entry, inside, Tq, Tk, R, scale,
+    CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Scores, in base 2, with their bias; -inf where query and key do not meet. Queries and keys lie along either
-    axis."""
-    if CAUSAL:
-        inside = inside & (key <= query + shift)
-    if BIAS != "none":
-        if BIAS == "dense":
-            at = query.to(tl.int64) * stride_bq + key
-        else:
+    """Scores, in base 2, with what is added to them; -inf where query and key do not meet. Queries and keys lie along
+    either axis."""
+    TERMS: tl.constexpr = CONFIG.terms
+    BLOCK_Q: tl.constexpr = CONFIG.block_q
+    BLOCK_K: tl.constexpr = CONFIG.block_k
+    if CONFIG.causal:
+        inside = inside & (key <= query + (Tk - Tq))
+    for term in tl.static_range(TERMS):
+        step = relation(places_ptr, term, pair // H, B, query, key, Tq, Tk, R)
+        at = (pair.to(tl.int64) * Tq + query) * (TERMS * R) + (term * R + step)
+        s += tl.load(relative_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    s *= scale
+    if CONFIG.bias != "none":
+        if CONFIG.bias == "blocks":
             at = entry.to(tl.int64) * (BLOCK_Q * BLOCK_K) + (query % BLOCK_Q * BLOCK_K + key % BLOCK_K)
+        elif CONFIG.bias_query:
+            at = query.to(tl.int64) * Tk + key
+        else:
+            at = query * 0 + key
         bias = tl.load(bias_ptr + at, mask=inside, other=0)
         if bias_ptr.dtype.element_ty == tl.int8:
             inside = inside & (bias != 0)
@@ -67,44 +196,43 @@ def scores(
     return tl.where(inside, s, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def _attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_ptr, offsets_ptr, columns_ptr, lengths_ptr,
-    stride_zb, stride_zh, stride_bb, stride_bh, stride_bq, H, GROUP, rows, tiles, Tq, Tk, D, scale, last, capacity,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    CAUSAL: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, out_ptr, lse_ptr, offsets_ptr, columns_ptr, lengths_ptr,
+    B, H, GROUP, Tq, Tk, D, R, capacity, scale, CONFIG: tl.constexpr,
 ):  # fmt: skip
+    BLOCK_Q: tl.constexpr = CONFIG.block_q
+    BLOCK_K: tl.constexpr = CONFIG.block_k
+    BLOCK_M: tl.constexpr = CONFIG.block_m
+    BLOCK_N: tl.constexpr = CONFIG.block_n
+    BLOCK_D: tl.constexpr = CONFIG.block_d
+    SPLITS: tl.constexpr = CONFIG.splits
+    rows = tl.cdiv(Tq, BLOCK_Q)
+    tiles = rows * (BLOCK_Q // BLOCK_M)
     part = tl.program_id(0) % SPLITS
     tile = tl.program_id(0) // SPLITS % tiles
     pair = tl.program_id(0) // (SPLITS * tiles)
     batch = pair // H
     head = pair % H
     lines = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    inner = tl.arange(0, BLOCK_D)
     exists = lines < Tq
-    row = (batch * stride_zb + head * stride_zh) * rows + tile * BLOCK_M // BLOCK_Q
-    begin, count, lost = span(offsets_ptr, row, last, capacity)
-    limit = Tk
-    if lengths_ptr is not None:
-        limit = tl.minimum(tl.load(lengths_ptr + batch), Tk)
-    keep = exists[:, None] & (inner < D)[None, :]
-    q = tl.load(q_ptr + (pair.to(tl.int64) * Tq + lines[:, None]) * D + inner[None, :], mask=keep, other=0.0)
+    row = matrix_of(batch, head, H, CONFIG) * rows + tile * BLOCK_M // BLOCK_Q
+    begin, count, lost = span(offsets_ptr, row, last_of(B, H, rows, CONFIG), capacity)
+    limit = key_limit(lengths_ptr, batch, Tk)
+    q = load_rows(q_ptr, pair.to(tl.int64) * Tq, lines, exists, D, BLOCK_D)
     keys = (batch * (H // GROUP) + head // GROUP).to(tl.int64) * Tk
-    if BIAS == "dense":
-        bias_ptr += batch.to(tl.int64) * stride_bb + head.to(tl.int64) * stride_bh
+    bias_ptr = bias_start(bias_ptr, batch, head, H, Tq, Tk, CONFIG)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for first in range(part * BLOCK_N, count * BLOCK_K, SPLITS * BLOCK_N):
         at = first + tl.arange(0, BLOCK_N)
-        key, entry, present = listed(columns_ptr, 0, begin, count, at, BLOCK_K)
+        key, entry, present = listed(columns_ptr, begin, count, at, BLOCK_K)
         present = present & (key < limit)
-        rows_at = (keys + key)[:, None] * D + inner[None, :]
-        some = present[:, None] & (inner < D)[None, :]
-        k = tl.load(k_ptr + rows_at, mask=some, other=0.0)
+        k = load_rows(k_ptr, keys, key, present, D, BLOCK_D)
         s = scores(
-            dot(q, tl.trans(k), PRECISION, UPCAST) * scale, bias_ptr, stride_bq, lines[:, None], key[None, :],
-            entry[None, :], exists[:, None] & present[None, :], Tk - Tq, BLOCK_Q, BLOCK_K, CAUSAL, BIAS,
+            dot(q, tl.trans(k), CONFIG), bias_ptr, relative_ptr, places_ptr, pair, B, H, lines[:, None], key[None, :],
+            entry[None, :], exists[:, None] & present[None, :], Tq, Tk, R, scale, CONFIG,
         )  # fmt: skip
         most = tl.maximum(m, tl.max(s, 1))
         base = tl.where(most == float("-inf"), 0.0, most)
@@ -112,15 +240,15 @@ def _attention_fwd_kernel(
         factor = tl.exp2(m - base)
         total = total * factor + tl.sum(p, 1)
         m = most
-        v = tl.load(v_ptr + rows_at, mask=some, other=0.0)
-        acc = acc * factor[:, None] + dot(p.to(v.dtype), v, PRECISION, UPCAST)
+        v = load_rows(v_ptr, keys, key, present, D, BLOCK_D)
+        acc = acc * factor[:, None] + dot(p.to(v.dtype), v, CONFIG)
     # A row without keys has zeros; one with NaN keeps it.
     total = tl.where(lost, float("nan"), total)
     out = acc * tl.where(total == 0, 0.0, 1.0 / total)[:, None]
     lse = tl.where(total == 0, float("-inf"), (m + tl.log2(total)) * 0.6931471805599453)
-    line = (pair * SPLITS + part).to(tl.int64) * Tq + lines
-    tl.store(out_ptr + line[:, None] * D + inner[None, :], out, mask=keep)
-    tl.store(lse_ptr + line, lse, mask=exists)
+    line = (pair * SPLITS + part).to(tl.int64) * Tq
+    store_rows(out_ptr, line, lines, exists, D, out, BLOCK_D)
+    tl.store(lse_ptr + (line + lines), lse, mask=exists)
 
 
 @triton.jit
@@ -157,142 +285,133 @@ class Tile:
     stages: int
 
 
-def tile_of(d: int, size: int, block: tuple[int, int]) -> Tile:
-    """Tile of the forward pass: what registers and the smallest shared memory, 64 KiB on gfx942, hold."""
+def tile_of(d: int, size: int, block: tuple[int, int], terms: int = 0) -> Tile:
+    """What registers and the smallest shared memory, 64 KiB on gfx942, hold."""
     wide = launch.next_power_of_2(d) * size
     if wide <= 256:
         return Tile(min(64, block[0]), 64, 4, 2)
-    return Tile(min(32 if wide > 512 else 64, block[0]), 32 if wide <= 512 else 16, 4, 1)
-
-
-def splits_of(programs: int, steps: int, device: torch.device) -> int:
-    """Into how many parts the keys of few queries are split: two programs an SM, of eight steps at least."""
-    most = min(2 * tuning.programs(device) // max(programs, 1), steps // 8, 64)
-    return 1 << max(most, 1).bit_length() - 1
+    return Tile(min(32 if wide > 512 or terms else 64, block[0]), 32 if wide <= 512 else 16, 4, 1)
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What the kernels of one attention are compiled and launched for."""
+class Operands:
+    """What the kernels of one attention read, contiguous, and the config that this gives."""
 
-    b: int
-    h: int
-    key_heads: int
-    tq: int
-    tk: int
-    d: int
-    z: tuple[int, int]
-    block: tuple[int, int]
-    causal: bool
-    scale: float
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    relative: Tensor | None
+    places: Tensor | None
+    lengths: Tensor | None
+    config: Config
 
     @property
-    def group(self) -> int:
-        """Query heads that share a head of keys."""
-        return self.h // self.key_heads
+    def window(self) -> int:
+        """R: relative positions of a term."""
+        return 0 if self.relative is None else self.relative.shape[-1] // self.config.terms
 
-    @property
-    def rows(self) -> int:
-        """Block rows of a head."""
-        return launch.cdiv(self.tq, self.block[0])
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What kernels take first."""
+        return self.q, self.k, self.v, self.bias, self.relative, self.places
 
-    @property
-    def columns(self) -> int:
-        """Block columns of a head."""
-        return launch.cdiv(self.tk, self.block[1])
+    def sizes(self, p: Problem) -> tuple[int, ...]:
+        """What kernels take as SIZES."""
+        return p.b, p.h, p.group, p.tq, p.tk, p.d, self.window
 
-    @property
-    def matrices(self) -> int:
-        """Matrices of the layout."""
-        return 1 + (self.b - 1) * self.z[0] + (self.h - 1) * self.z[1]
+    def key(self, problem: Problem) -> tuple[Any, ...]:
+        """What decides a kernel, beside its config."""
+        given = (self.q, self.bias, self.relative, self.lengths)
+        return self.config, problem, self.window, *(None if tensor is None else tensor.dtype for tensor in given)
 
 
-def bias_of(bias: Tensor | None) -> tuple[Tensor | None, str, tuple[int, int, int]]:
-    """(what the kernels read, its kind, its strides by batch, head and query) of a bias or boolean mask."""
-    if bias is None:
-        return None, "none", (0, 0, 0)
-    bias = bias.view(torch.int8) if bias.dtype is torch.bool else bias
-    if bias.dim() == 3:
-        return bias.contiguous(), "blocks", (0, 0, 0)
-    if bias.stride(-1) != 1:
+def operands(
+    p: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, relative: Tensor | None, places: Tensor | None,
+    lengths: Tensor | None, tile: Tile, inner: int,
+) -> Operands:  # fmt: skip
+    """The operands of an attention as its kernels read them; `inner` is how long the sums are that they make."""
+    kind, own = "none", (False, False, False)
+    if bias is not None:
+        bias = bias.view(torch.int8) if bias.dtype is torch.bool else bias
+        kind = "blocks" if bias.dim() == 3 else "dense"
+        if kind == "dense":
+            # A bias that is broadcast over queries is read from one row.
+            bias = bias[:, :, :1] if bias.stride(2) == 0 else bias
+            own = bias.shape[0] > 1, bias.shape[1] > 1, bias.shape[2] > 1
         bias = bias.contiguous()
-    b, h, q = (0 if n == 1 else s for n, s in zip(bias.shape[:3], bias.stride()[:3]))
-    return bias, "dense", (b, h, q)
+    precision = tuning.dot_precision(q, inner)
+    config = Config(
+        *p.block, tile.block_m, tile.block_n, launch.next_power_of_2(max(p.d, 16)), tile.warps, tile.stages, p.causal,
+        *p.own, kind, *own, 0 if places is None else places.shape[0], 1, precision["PRECISION"], precision["UPCAST"],
+    )  # fmt: skip
+    relative = None if relative is None else relative.contiguous()
+    return Operands(q.contiguous(), k.contiguous(), v.contiguous(), bias, relative, places, lengths, config)
 
 
 def launch_attention_fwd(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lengths: Tensor | None, offsets: Tensor,
-    columns: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, log-sum-exp)."""
-    p, size = problem, q.element_size()
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    tile = tile_of(p.d, size, p.block)
-    tiles = p.rows * (p.block[0] // tile.block_m)
-    splits = splits_of(tiles * p.b * p.h, p.columns * p.block[1] // tile.block_n, q.device)
+    problem: Problem, given: Operands, offsets: Tensor, columns: Tensor, splits: int = 1
+) -> tuple[Tensor, Tensor]:
+    """(out, log-sum-exp); the keys split into as many parts as asked for, a power of two."""
+    p, q = problem, given.q
+    config = replace(given.config, splits=splits)
+    given = replace(given, config=config)
+    tiles = p.rows * (p.block[0] // config.block_m)
     out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    into: tuple[Tensor, ...] = out, lse
     if splits > 1:
-        partial = q.new_empty((p.b * p.h * splits, p.tq, p.d), dtype=torch.float32)
-        partial_lse = q.new_empty((p.b * p.h * splits, p.tq), dtype=torch.float32)
-    bias, kind, strides = bias_of(bias)
-    sizes = (*p.z, *strides, p.h, p.group, p.rows, tiles, p.tq, p.tk, p.d, p.scale * INV_LN2)
-    sizes += (p.matrices * p.rows, columns.shape[0])
-    wide = launch.next_power_of_2(max(p.d, 16))
-    meta = {"BLOCK_Q": p.block[0], "BLOCK_K": p.block[1], "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-    meta |= {"BLOCK_D": wide, "CAUSAL": p.causal, "BIAS": kind, "SPLITS": splits, **tuning.dot_precision(q, p.tk)}
-    key = (p, strides, q.dtype, bias is None or bias.dtype, lengths is None, splits, columns.shape[0], *meta.values())
-    into = (partial, partial_lse) if splits > 1 else (out, lse)
-    args = (q, k, v, bias, *into, offsets, columns, lengths, *sizes)
+        parts = p.b * p.h * splits
+        into = tuple(q.new_empty(size, dtype=torch.float32) for size in ((parts, p.tq, p.d), (parts, p.tq)))
+    args = (*given.tensors(), *into, offsets, columns, given.lengths, *given.sizes(p), columns.shape[0])
     grid = (tiles * splits * p.b * p.h, 1, 1)
-    _attention_fwd(key, grid, args, meta, num_warps=tile.warps, num_stages=tile.stages)
+    _attention_fwd(given.key(p), grid, (*args, p.scale * INV_LN2), {"CONFIG": config}, **config.options)
     if splits > 1:
-        meta = {"SPLITS": splits, "BLOCK_D": wide}
-        args = (partial, partial_lse, out, lse, p.tq, p.d)
+        meta = {"SPLITS": splits, "BLOCK_D": config.block_d}
+        args = (*into, out, lse, p.tq, p.d)
         _attention_join((q.dtype, p.tq, p.d, splits), (p.b * p.h * p.tq, 1, 1), args, meta, num_warps=1)
     return out, lse
 
 
-def problem_of(
-    q: Tensor, k: Tensor, z_batch: int, z_head: int, height: int, width: int, causal: bool, scale: float
-) -> Problem:
-    """The problem of an operator's arguments."""
-    (b, h, tq, d), (_, hk, tk, _) = q.shape, k.shape
-    return Problem(b, h, max(hk, 1), tq, tk, d, (z_batch, z_head), (height, width), causal, scale)
-
-
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lengths: Tensor | None, row_offsets: Tensor,
-    col_indices: Tensor, row_indices: Tensor, col_offsets: Tensor, transpose_order: Tensor, positions: Tensor,
-    z_batch: int, z_head: int, height: int, width: int, causal: bool, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, relative: Tensor | None, places: Tensor | None,
+    lengths: Tensor | None, row_offsets: Tensor, col_indices: Tensor, row_indices: Tensor, col_offsets: Tensor,
+    transpose_order: Tensor, positions: Tensor, z_batch: int, z_head: int, height: int, width: int, causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Operator `blocksparse_attention` -> (out like q, float32 log-sum-exp `[B, H, Tq]`)."""
-    if q.numel() == 0:
-        # Weights of heads without columns sum up all the same: their scores are 0.
-        if q.shape[-1] == 0 and q.shape[:3].numel():
-            q_wide, k_wide = (x.new_zeros(*x.shape[:3], 1) for x in (q, k))
-            problem = problem_of(q_wide, k_wide, z_batch, z_head, height, width, causal, scale)
-            _, lse = launch_attention_fwd(problem, q_wide, k_wide, k_wide, bias, lengths, row_offsets, col_indices)
-            return q.new_empty(q.shape), lse
+    if q.shape[:3].numel() == 0:
         return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    if q.shape[-1] == 0:
+        # Weights of heads without columns sum up all the same: their scores are 0.
+        narrow, (q, k, v) = q.new_empty(q.shape), (x.new_zeros(*x.shape[:3], 1) for x in (q, k, v))
+        settings = z_batch, z_head, height, width, causal, scale
+        lists = row_offsets, col_indices, row_indices, col_offsets, transpose_order, positions
+        return narrow, attention(q, k, v, bias, relative, places, lengths, *lists, *settings)[1]
     problem = problem_of(q, k, z_batch, z_head, height, width, causal, scale)
-    return launch_attention_fwd(problem, q, k, v, bias, lengths, row_offsets, col_indices)
+    path = choose_path(problem, q.dtype, q.device, bias is None and relative is None)
+    with named(path):
+        if path == "hopper":
+            from gossamer.blocksparse._gluon import attention as hopper
+
+            return hopper.launch_attention_fwd(problem, q, k, v, row_offsets, col_indices, lengths)
+        tile = tile_of(problem.d, q.element_size(), problem.block, 0 if places is None else places.shape[0])
+        given = operands(problem, q, k, v, bias, relative, places, lengths, tile, problem.tk)
+        splits = splits_of(problem, q.device) if path == "split" else 1
+        return launch_attention_fwd(problem, given, row_offsets, col_indices, splits)
 
 
-_INTEGERS = (
-    "stride_zb", "stride_zh", "stride_bb", "stride_bh", "stride_bq", "H", "GROUP", "rows", "tiles", "Tq", "Tk", "D",
-)  # fmt: skip
+SIZES = ("B", "H", "GROUP", "Tq", "Tk", "D", "R")
+EXAMPLE = Config(64, 64, 64, 64, 128, 4, 2, True, True, True, "dense", True, True, True, 1)
+"""What the kernels are compiled for in the ahead-of-time test: everything that can be added to the scores."""
 
 EXAMPLES = {
     _attention_fwd_kernel: {
         "signature": {
-            **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "bias_ptr", "out_ptr"), "*bf16"), "lse_ptr": "*fp32",
+            **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "bias_ptr", "relative_ptr"), "*bf16"), "places_ptr": "*i32",
+            "out_ptr": "*bf16", "lse_ptr": "*fp32",
             **dict.fromkeys(("offsets_ptr", "columns_ptr", "lengths_ptr"), "*i32"),
-            **dict.fromkeys(_INTEGERS, "i32"), "scale": "fp32", "last": "i32", "capacity": "i32",
+            **dict.fromkeys((*SIZES, "capacity"), "i32"), "scale": "fp32",
         },
-        "constexprs": {
-            "BLOCK_Q": 64, "BLOCK_K": 64, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 128, "CAUSAL": True,
-            "BIAS": "dense", "SPLITS": 1, "PRECISION": "ieee", "UPCAST": False,
-        },
+        "constexprs": {"CONFIG": EXAMPLE},
         "num_warps": 4,
         "num_stages": 2,
     },

@@ -7,24 +7,35 @@ the bias and walks the heads and batches that share it. Each recomputes the weig
 sums once, so that results do not depend on the order in which programs run.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer._core import launch, tuning
+from gossamer._core import launch
 from gossamer.blocksparse._triton.attention import (
+    EXAMPLE,
     INV_LN2,
-    Problem,
+    SIZES,
+    Operands,
     Tile,
-    bias_of,
+    bias_start,
     dot,
+    key_limit,
+    last_of,
     listed,
-    problem_of,
+    load_rows,
+    load_stats,
+    matrix_of,
+    operands,
     scores,
     span,
+    store_rows,
 )
+from gossamer.blocksparse._triton.attention_relative import launch_attention_drelative
+from gossamer.blocksparse.attention_path import Problem, choose_path, named, problem_of
 
 ROWS = 64
 """Queries of a program that makes statistics, and what their number is padded to."""
@@ -56,86 +67,64 @@ def _attention_stats_kernel(
     tl.store(stats_ptr + tiles * ROWS, delta)
 
 
-@triton.jit
-def load_rows(x_ptr, base, rows, exists, D, BLOCK_D: tl.constexpr):
-    """Rows of a matrix with D contiguous columns."""
-    inner = tl.arange(0, BLOCK_D)
-    at = (base + rows)[:, None] * D + inner[None, :]
-    return tl.load(x_ptr + at, mask=exists[:, None] & (inner < D)[None, :], other=0.0)
-
-
-@triton.jit
-def store_rows(x_ptr, base, rows, exists, D, x, BLOCK_D: tl.constexpr):
-    inner = tl.arange(0, BLOCK_D)
-    at = (base + rows)[:, None] * D + inner[None, :]
-    tl.store(x_ptr + at, x, mask=exists[:, None] & (inner < D)[None, :])
-
-
-@triton.jit
-def load_stats(stats_ptr, pair, lines, exists, padded):
-    """(log-sum-exp in base 2, row sum) of queries."""
-    stats_ptr += pair.to(tl.int64) * (2 * padded) + lines
-    lse = tl.load(stats_ptr, mask=exists, other=float("inf"))
-    return lse, tl.load(stats_ptr + padded, mask=exists, other=0.0)
-
-
-@triton.jit
-def key_limit(lengths_ptr, batch, Tk):
-    limit = Tk
-    if lengths_ptr is not None:
-        limit = tl.minimum(tl.load(lengths_ptr + batch), Tk)
-    return limit
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def _attention_dq_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, grad_ptr, stats_ptr, dq_ptr, offsets_ptr, columns_ptr, lengths_ptr,
-    stride_zb, stride_zh, stride_bb, stride_bh, stride_bq, H, GROUP, rows, tiles, Tq, Tk, D, scale, factor, padded,
-    last, capacity,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    CAUSAL: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, grad_ptr, stats_ptr, dq_ptr, offsets_ptr, columns_ptr,
+    lengths_ptr, B, H, GROUP, Tq, Tk, D, R, capacity, scale, CONFIG: tl.constexpr,
 ):  # fmt: skip
+    BLOCK_Q: tl.constexpr = CONFIG.block_q
+    BLOCK_K: tl.constexpr = CONFIG.block_k
+    BLOCK_M: tl.constexpr = CONFIG.block_m
+    BLOCK_N: tl.constexpr = CONFIG.block_n
+    BLOCK_D: tl.constexpr = CONFIG.block_d
+    rows = tl.cdiv(Tq, BLOCK_Q)
+    tiles = rows * (BLOCK_Q // BLOCK_M)
     tile = tl.program_id(0) % tiles
     pair = tl.program_id(0) // tiles
     batch = pair // H
     head = pair % H
     lines = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = lines < Tq
-    row = (batch * stride_zb + head * stride_zh) * rows + tile * BLOCK_M // BLOCK_Q
-    begin, count, lost = span(offsets_ptr, row, last, capacity)
+    row = matrix_of(batch, head, H, CONFIG) * rows + tile * BLOCK_M // BLOCK_Q
+    begin, count, lost = span(offsets_ptr, row, last_of(B, H, rows, CONFIG), capacity)
     limit = key_limit(lengths_ptr, batch, Tk)
     queries = pair.to(tl.int64) * Tq
     keys = (batch * (H // GROUP) + head // GROUP).to(tl.int64) * Tk
-    if BIAS == "dense":
-        bias_ptr += batch.to(tl.int64) * stride_bb + head.to(tl.int64) * stride_bh
+    bias_ptr = bias_start(bias_ptr, batch, head, H, Tq, Tk, CONFIG)
     q = load_rows(q_ptr, queries, lines, exists, D, BLOCK_D)
     grad = load_rows(grad_ptr, queries, lines, exists, D, BLOCK_D)
-    lse, delta = load_stats(stats_ptr, pair, lines, exists, padded)
+    lse, delta = load_stats(stats_ptr, pair, lines, exists, Tq, 64)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for first in range(0, count * BLOCK_K, BLOCK_N):
         at = first + tl.arange(0, BLOCK_N)
-        key, entry, present = listed(columns_ptr, 0, begin, count, at, BLOCK_K)
+        key, entry, present = listed(columns_ptr, begin, count, at, BLOCK_K)
         present = present & (key < limit)
         k = load_rows(k_ptr, keys, key, present, D, BLOCK_D)
         v = load_rows(v_ptr, keys, key, present, D, BLOCK_D)
         s = scores(
-            dot(q, tl.trans(k), PRECISION, UPCAST) * scale, bias_ptr, stride_bq, lines[:, None], key[None, :],
-            entry[None, :], exists[:, None] & present[None, :], Tk - Tq, BLOCK_Q, BLOCK_K, CAUSAL, BIAS,
+            dot(q, tl.trans(k), CONFIG), bias_ptr, relative_ptr, places_ptr, pair, B, H, lines[:, None], key[None, :],
+            entry[None, :], exists[:, None] & present[None, :], Tq, Tk, R, scale, CONFIG,
         )  # fmt: skip
         p = tl.exp2(s - lse[:, None])
-        ds = p * (dot(grad, tl.trans(v), PRECISION, UPCAST) - delta[:, None])
-        dq += dot(ds.to(k.dtype), k, PRECISION, UPCAST)
-    store_rows(dq_ptr, queries, lines, exists, D, tl.where(lost, float("nan"), dq * factor), BLOCK_D)
+        ds = p * (dot(grad, tl.trans(v), CONFIG) - delta[:, None])
+        dq += dot(ds.to(k.dtype), k, CONFIG)
+    dq = tl.where(lost, float("nan"), dq * (scale * 0.6931471805599453))
+    store_rows(dq_ptr, queries, lines, exists, D, dq, BLOCK_D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def _attention_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, grad_ptr, stats_ptr, dk_ptr, dv_ptr, offsets_ptr, order_ptr, rows_ptr, lengths_ptr,
-    stride_zb, stride_zh, stride_bb, stride_bh, stride_bq, H, GROUP, rows, columns, tiles, Tq, Tk, D, scale, factor,
-    padded, last, capacity,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    CAUSAL: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, grad_ptr, stats_ptr, dk_ptr, dv_ptr, offsets_ptr,
+    order_ptr, rows_ptr, lengths_ptr, B, H, GROUP, Tq, Tk, D, R, capacity, scale, CONFIG: tl.constexpr,
 ):  # fmt: skip
+    BLOCK_Q: tl.constexpr = CONFIG.block_q
+    BLOCK_K: tl.constexpr = CONFIG.block_k
+    BLOCK_M: tl.constexpr = CONFIG.block_m
+    BLOCK_N: tl.constexpr = CONFIG.block_n
+    BLOCK_D: tl.constexpr = CONFIG.block_d
+    rows = tl.cdiv(Tq, BLOCK_Q)
+    columns = tl.cdiv(Tk, BLOCK_K)
+    tiles = columns * (BLOCK_K // BLOCK_N)
     tile = tl.program_id(0) % tiles
     pair = tl.program_id(0) // tiles
     batch = pair // (H // GROUP)
@@ -143,18 +132,17 @@ def _attention_dkdv_kernel(
     key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     exists = key < Tk
     keys = pair.to(tl.int64) * Tk
-    k = load_rows(k_ptr, keys, key, exists, D, BLOCK_D)
-    v = load_rows(v_ptr, keys, key, exists, D, BLOCK_D)
+    k = load_rows(k_ptr, keys, key, key < limit, D, BLOCK_D)
+    v = load_rows(v_ptr, keys, key, key < limit, D, BLOCK_D)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for member in range(0, GROUP):
         head = pair % (H // GROUP) * GROUP + member
-        z = batch * stride_zb + head * stride_zh
-        begin, count, lost = span(offsets_ptr, z * columns + tile * BLOCK_N // BLOCK_K, last, capacity)
+        z = matrix_of(batch, head, H, CONFIG)
+        column = z * columns + tile * BLOCK_N // BLOCK_K
+        begin, count, lost = span(offsets_ptr, column, last_of(B, H, columns, CONFIG), capacity)
         queries = (batch * H + head).to(tl.int64) * Tq
-        bias_at = bias_ptr
-        if BIAS == "dense":
-            bias_at = bias_ptr + (batch.to(tl.int64) * stride_bb + head.to(tl.int64) * stride_bh)
+        bias_at = bias_start(bias_ptr, batch, head, H, Tq, Tk, CONFIG)
         for first in range(0, count * BLOCK_Q, BLOCK_M):
             at = first + tl.arange(0, BLOCK_M)
             present = at < count * BLOCK_Q
@@ -163,85 +151,86 @@ def _attention_dkdv_kernel(
             present = present & (query < Tq)
             q = load_rows(q_ptr, queries, query, present, D, BLOCK_D)
             grad = load_rows(grad_ptr, queries, query, present, D, BLOCK_D)
-            lse, delta = load_stats(stats_ptr, batch * H + head, query, present, padded)
+            lse, delta = load_stats(stats_ptr, batch * H + head, query, present, Tq, 64)
             s = scores(
-                dot(k, tl.trans(q), PRECISION, UPCAST) * scale, bias_at, stride_bq, query[None, :], key[:, None],
-                entry[None, :], (key < limit)[:, None] & present[None, :], Tk - Tq, BLOCK_Q, BLOCK_K, CAUSAL, BIAS,
+                dot(k, tl.trans(q), CONFIG), bias_at, relative_ptr, places_ptr, batch * H + head, B, H, query[None, :],
+                key[:, None], entry[None, :], (key < limit)[:, None] & present[None, :], Tq, Tk, R, scale, CONFIG,
             )  # fmt: skip
             p = tl.exp2(s - lse[None, :])
-            dv += dot(p.to(grad.dtype), grad, PRECISION, UPCAST)
-            ds = p * (dot(v, tl.trans(grad), PRECISION, UPCAST) - delta[None, :])
-            dk += dot(ds.to(q.dtype), q, PRECISION, UPCAST)
+            dv += dot(p.to(grad.dtype), grad, CONFIG)
+            ds = p * (dot(v, tl.trans(grad), CONFIG) - delta[None, :])
+            dk += dot(ds.to(q.dtype), q, CONFIG)
         dk = tl.where(lost, float("nan"), dk)
         dv = tl.where(lost, float("nan"), dv)
-    store_rows(dk_ptr, keys, key, exists, D, dk * factor, BLOCK_D)
+    store_rows(dk_ptr, keys, key, exists, D, dk * (scale * 0.6931471805599453), BLOCK_D)
     store_rows(dv_ptr, keys, key, exists, D, dv, BLOCK_D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def _attention_dbias_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, grad_ptr, stats_ptr, dbias_ptr, offsets_ptr, blocks_ptr, columns_ptr, lengths_ptr,
-    stride_zb, stride_zh, stride_bb, stride_bh, stride_bq, H, GROUP, rows, columns, Tq, Tk, D, scale, padded, last,
-    capacity, batches, heads, groups,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    CAUSAL: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, grad_ptr, stats_ptr, dbias_ptr, offsets_ptr, blocks_ptr,
+    columns_ptr, lengths_ptr, B, H, GROUP, Tq, Tk, D, R, capacity, scale, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the bias lies within one block. `batches` and `heads` are how many of each share it, `groups` how many
-    sets of heads a dense bias tells apart; `blocks_ptr` holds the number of each block for a dense one, else its row.
-    """
+    """A tile of the bias lies within one block, and is the sum over the batches and heads that share it. `blocks_ptr`
+    holds the number of each block for a dense bias, else its row."""
+    BLOCK_Q: tl.constexpr = CONFIG.block_q
+    BLOCK_K: tl.constexpr = CONFIG.block_k
+    BLOCK_M: tl.constexpr = CONFIG.block_m
+    BLOCK_N: tl.constexpr = CONFIG.block_n
+    BLOCK_D: tl.constexpr = CONFIG.block_d
     SIDE_Q: tl.constexpr = BLOCK_Q // BLOCK_M
     SIDE_K: tl.constexpr = BLOCK_K // BLOCK_N
+    DENSE: tl.constexpr = CONFIG.bias == "dense"
+    OWN_BATCH: tl.constexpr = CONFIG.bias_batch if DENSE else CONFIG.layout_batch
+    OWN_HEAD: tl.constexpr = CONFIG.bias_head if DENSE else CONFIG.layout_head
+    rows = tl.cdiv(Tq, BLOCK_Q)
+    columns = tl.cdiv(Tk, BLOCK_K)
     part = tl.program_id(0) % (SIDE_Q * SIDE_K)
     block = tl.program_id(0) // (SIDE_Q * SIDE_K)
-    total = tl.load(offsets_ptr + last)
-    if BIAS == "dense":
+    total = tl.load(offsets_ptr + last_of(B, H, rows, CONFIG))
+    if DENSE:
         r = block // columns % rows
         c = block % columns
         owner = block // (columns * rows)
-        batch0 = tl.where(batches > 1, 0, owner // groups)
-        head0 = tl.where(heads > 1, 0, owner % groups)
     else:
         listed_row = tl.load(blocks_ptr + block, mask=block < total, other=0)
         c = tl.load(columns_ptr + block, mask=block < total, other=0)
         r = listed_row % rows
-        z = listed_row // rows
-        owner = 0
-        batch0 = tl.where(stride_zb > 0, z // tl.maximum(stride_zb, 1), 0)
-        head0 = tl.where(stride_zh > 0, z - batch0 * stride_zb, 0)
+        owner = listed_row // rows
+    heads = 1 if OWN_HEAD else H
+    members = heads if OWN_BATCH else heads * B
     row_in = part // SIDE_K * BLOCK_M + tl.arange(0, BLOCK_M)
     column_in = part % SIDE_K * BLOCK_N + tl.arange(0, BLOCK_N)
     lines = r * BLOCK_Q + row_in
     key = c * BLOCK_K + column_in
     exists = lines < Tq
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for share in range(0, batches * heads):
-        batch = batch0 + share // heads
-        head = head0 + share % heads
+    for member in range(0, members):
+        batch = (owner // H if OWN_HEAD else owner) if OWN_BATCH else member // heads
+        head = (owner % H if OWN_BATCH else owner) if OWN_HEAD else member % heads
         entry = block
-        if BIAS == "dense":
-            z_of = batch * stride_zb + head * stride_zh
-            entry = tl.load(blocks_ptr + (z_of * rows + r).to(tl.int64) * columns + c)
+        if DENSE:
+            z = matrix_of(batch, head, H, CONFIG)
+            entry = tl.load(blocks_ptr + (z * rows + r).to(tl.int64) * columns + c)
         if (entry >= 0) & (entry < total):
-            limit = key_limit(lengths_ptr, batch, Tk)
-            present = key < limit
-            queries = (batch * H + head).to(tl.int64) * Tq
+            present = key < key_limit(lengths_ptr, batch, Tk)
+            pair = batch * H + head
+            queries = pair.to(tl.int64) * Tq
             keys = (batch * (H // GROUP) + head // GROUP).to(tl.int64) * Tk
-            bias_at = bias_ptr
-            if BIAS == "dense":
-                bias_at = bias_ptr + (batch.to(tl.int64) * stride_bb + head.to(tl.int64) * stride_bh)
+            bias_at = bias_start(bias_ptr, batch, head, H, Tq, Tk, CONFIG)
             q = load_rows(q_ptr, queries, lines, exists, D, BLOCK_D)
             grad = load_rows(grad_ptr, queries, lines, exists, D, BLOCK_D)
             k = load_rows(k_ptr, keys, key, present, D, BLOCK_D)
             v = load_rows(v_ptr, keys, key, present, D, BLOCK_D)
-            lse, delta = load_stats(stats_ptr, batch * H + head, lines, exists, padded)
+            lse, delta = load_stats(stats_ptr, pair, lines, exists, Tq, 64)
             s = scores(
-                dot(q, tl.trans(k), PRECISION, UPCAST) * scale, bias_at, stride_bq, lines[:, None], key[None, :],
-                entry, exists[:, None] & present[None, :], Tk - Tq, BLOCK_Q, BLOCK_K, CAUSAL, BIAS,
+                dot(q, tl.trans(k), CONFIG), bias_at, relative_ptr, places_ptr, pair, B, H, lines[:, None],
+                key[None, :], entry, exists[:, None] & present[None, :], Tq, Tk, R, scale, CONFIG,
             )  # fmt: skip
             p = tl.exp2(s - lse[:, None])
-            acc += p * (dot(grad, tl.trans(v), PRECISION, UPCAST) - delta[:, None])
+            acc += p * (dot(grad, tl.trans(v), CONFIG) - delta[:, None])
     acc = tl.where(total > capacity, float("nan"), acc)
-    if BIAS == "dense":
+    if DENSE:
         at = (owner.to(tl.int64) * Tq + lines)[:, None] * Tk + key[None, :]
         tl.store(dbias_ptr + at, acc, mask=exists[:, None] & (key < Tk)[None, :])
     else:
@@ -255,11 +244,12 @@ _attention_dkdv = launch.Kernel(_attention_dkdv_kernel)
 _attention_dbias = launch.Kernel(_attention_dbias_kernel)
 
 
-def tile_of(d: int, size: int, block: tuple[int, int]) -> Tile:
-    """Tile of the backward kernels, which hold twice what the forward one does."""
+def tile_of(d: int, size: int, block: tuple[int, int], terms: int = 0) -> Tile:
+    """Tile of the backward kernels, which hold twice what the forward one does, and more with relative positions."""
     wide = launch.next_power_of_2(d) * size
     side = 64 if wide <= 256 else 32 if wide <= 512 else 16
-    return Tile(min(side, block[0]), min(side, block[1]), 4, 1)
+    keys = max(16, side // 2) if terms and wide >= 256 else side
+    return Tile(min(side, block[0]), min(keys, block[1]), 4, 1)
 
 
 def attention_stats(out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
@@ -276,110 +266,89 @@ def attention_stats(out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | N
 
 
 def launch_attention_bwd(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lengths: Tensor | None, grad: Tensor,
-    stats: Tensor, lists: tuple[Tensor, ...],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    problem: Problem, given: Operands, grad: Tensor, stats: Tensor, lists: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. `lists` are a layout's: row_offsets, col_indices, row_indices, col_offsets,
     transpose_order, positions."""
-    p = problem
+    p, q, k, v = problem, given.q, given.k, given.v
     row_offsets, col_indices, row_indices, col_offsets, order, _ = lists
-    q, k, v, grad = q.contiguous(), k.contiguous(), v.contiguous(), grad.contiguous()
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    tile, meta, key, strides, bias, scale = _common(p, q, bias, lengths, col_indices)
-    steps = (*p.z, *strides, p.h, p.group, p.rows)
-    sizes = (p.tq, p.tk, p.d, scale, p.scale, stats.shape[-1])
-    inputs = (q, k, v, bias, grad, stats)
-    tiles = p.rows * (p.block[0] // tile.block_m)
-    args = (*inputs, dq, row_offsets, col_indices, lengths, *steps, tiles, *sizes, p.matrices * p.rows, key[-1])
-    _attention_dq(key, (tiles * p.b * p.h, 1, 1), args, meta, num_warps=tile.warps, num_stages=tile.stages)
+    config, inputs = given.config, (*given.tensors(), grad, stats)
+    sizes = (*given.sizes(p), col_indices.shape[0], p.scale * INV_LN2)
+    grid = (p.rows * (p.block[0] // config.block_m) * p.b * p.h, 1, 1)
+    args = (*inputs, dq, row_offsets, col_indices, given.lengths, *sizes)
+    _attention_dq(given.key(p), grid, args, {"CONFIG": config}, **config.options)
     # The kernel over keys holds two sums: at full width half as many queries a step, or they spill.
-    if launch.next_power_of_2(p.d) * q.element_size() >= 256:
-        meta = {**meta, "BLOCK_M": max(16, tile.block_m // 2)}
-    key = (meta["BLOCK_M"], *key)
-    tiles = p.columns * (p.block[1] // tile.block_n)
-    args = (*inputs, dk, dv, col_offsets, order, row_indices, lengths, *steps, p.columns, tiles, *sizes)
-    args += (p.matrices * p.columns, key[-1])
-    grid = (tiles * p.b * p.key_heads, 1, 1)
-    _attention_dkdv(key, grid, args, meta, num_warps=tile.warps, num_stages=tile.stages)
+    if config.block_d * q.element_size() >= 256:
+        config = replace(config, block_m=max(16, config.block_m // 2))
+    grid = (p.columns * (p.block[1] // config.block_n) * p.b * p.key_heads, 1, 1)
+    args = (*inputs, dk, dv, col_offsets, order, row_indices, given.lengths, *sizes)
+    _attention_dkdv(given.key(p), grid, args, {"CONFIG": config}, **config.options)
     return dq, dk, dv
 
 
 def launch_attention_dbias(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, lengths: Tensor | None, grad: Tensor,
-    stats: Tensor, lists: tuple[Tensor, ...],
-) -> Tensor:  # fmt: skip
-    """Gradient of the bias."""
-    p = problem
+    problem: Problem, given: Operands, bias: Tensor, grad: Tensor, stats: Tensor, lists: tuple[Tensor, ...]
+) -> Tensor:
+    """Gradient of a bias, in the shape in which the operator has it."""
+    p, config = problem, given.config
     row_offsets, col_indices, row_indices, _, _, positions = lists
-    q, k, v, grad = q.contiguous(), k.contiguous(), v.contiguous(), grad.contiguous()
     dbias = bias.new_empty(bias.shape)
     dense = bias.dim() == 4
-    if dense:
-        batches, heads = p.b // bias.shape[0], p.h // bias.shape[1]
-        blocks, groups = bias.shape[0] * bias.shape[1] * p.rows * p.columns, bias.shape[1]
-    else:
-        batches, heads = (1 if step else n for step, n in zip(p.z, (p.b, p.h)))
-        blocks, groups = col_indices.shape[0], 1
-    tile, meta, key, strides, bias, scale = _common(p, q, bias, lengths, col_indices)
-    steps = (*p.z, *strides, p.h, p.group, p.rows, p.columns)
-    sizes = (p.tq, p.tk, p.d, scale, stats.shape[-1], p.matrices * p.rows, key[-1], batches, heads, groups)
-    args = (q, k, v, bias, grad, stats, dbias, row_offsets, positions if dense else row_indices, col_indices, lengths)
-    grid = (blocks * (p.block[0] // tile.block_m) * (p.block[1] // tile.block_n), 1, 1)
-    key = (batches, heads, groups, *key)
-    _attention_dbias(key, grid, (*args, *steps, *sizes), meta, num_warps=tile.warps, num_stages=tile.stages)
+    blocks = bias.shape[0] * bias.shape[1] * p.rows * p.columns if dense else col_indices.shape[0]
+    which = positions if dense else row_indices
+    sizes = (*given.sizes(p), col_indices.shape[0], p.scale * INV_LN2)
+    args = (*given.tensors(), grad, stats, dbias, row_offsets, which, col_indices, given.lengths, *sizes)
+    grid = (blocks * (p.block[0] // config.block_m) * (p.block[1] // config.block_n), 1, 1)
+    _attention_dbias(given.key(p), grid, args, {"CONFIG": config}, **config.options)
     return dbias
-
-
-def _common(p: Problem, q: Tensor, bias: Tensor | None, lengths: Tensor | None, col_indices: Tensor) -> tuple:
-    """What the backward kernels share: tile, meta, key (capacity last), strides, bias and scale in base 2."""
-    tile = tile_of(p.d, q.element_size(), p.block)
-    bias, kind, strides = bias_of(bias)
-    wide = launch.next_power_of_2(max(p.d, 16))
-    meta = {"BLOCK_Q": p.block[0], "BLOCK_K": p.block[1], "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-    meta |= {"BLOCK_D": wide, "CAUSAL": p.causal, "BIAS": kind, **tuning.dot_precision(q, p.d)}
-    key = (p, strides, q.dtype, bias is None or bias.dtype, lengths is None, *meta.values(), col_indices.shape[0])
-    return tile, meta, key, strides, bias, p.scale * INV_LN2
 
 
 def attention_bwd(
     grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    bias: Tensor | None, lengths: Tensor | None, row_offsets: Tensor, col_indices: Tensor, row_indices: Tensor,
-    col_offsets: Tensor, transpose_order: Tensor, positions: Tensor, z_batch: int, z_head: int, height: int,
-    width: int, causal: bool, scale: float, with_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Operator `blocksparse_attention_bwd` -> gradients of q, k, v and the bias, the last empty unless asked for."""
-    wanted = bias is not None and with_bias
-    none = q.new_empty(0)
+    bias: Tensor | None, relative: Tensor | None, places: Tensor | None, lengths: Tensor | None, row_offsets: Tensor,
+    col_indices: Tensor, row_indices: Tensor, col_offsets: Tensor, transpose_order: Tensor, positions: Tensor,
+    z_batch: int, z_head: int, height: int, width: int, causal: bool, scale: float, with_bias: bool,
+    with_relative: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Operator `blocksparse_attention_bwd` -> gradients of q, k, v, the bias and what queries make of relative
+    positions, the last two empty unless asked for."""
     if q.numel() == 0 or k.numel() == 0:
-        dbias = bias.new_zeros(bias.shape) if bias is not None and with_bias else none
-        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), dbias
+        zeros = [x.new_zeros(x.shape) for x in (q, k, v)]
+        for x, wanted in ((bias, with_bias), (relative, with_relative)):
+            zeros.append(x.new_zeros(x.shape) if x is not None and wanted else q.new_empty(0))
+        dq, dk, dv, dbias, drelative = zeros
+        return dq, dk, dv, dbias, drelative
     problem = problem_of(q, k, z_batch, z_head, height, width, causal, scale)
     lists = row_offsets, col_indices, row_indices, col_offsets, transpose_order, positions
-    grad = grad.contiguous()
-    stats = attention_stats(out, grad, lse, grad_lse)
-    grads = launch_attention_bwd(problem, q, k, v, bias, lengths, grad, stats, lists)
-    if not wanted or bias is None:
-        return *grads, none
-    return *grads, launch_attention_dbias(problem, q, k, v, bias, lengths, grad, stats, lists)
+    path = choose_path(problem, q.dtype, q.device, bias is None and relative is None)
+    dbias = drelative = none = q.new_empty(0)
+    with named(path):
+        grad = grad.contiguous()
+        stats = attention_stats(out, grad, lse, grad_lse)
+        if path == "hopper":
+            from gossamer.blocksparse._gluon import attention_backward as hopper
+
+            return *hopper.launch_attention_bwd(problem, q, k, v, grad, stats, lists, lengths), none, none
+        tile = tile_of(problem.d, q.element_size(), problem.block, 0 if places is None else places.shape[0])
+        given = operands(problem, q, k, v, bias, relative, places, lengths, tile, problem.d)
+        grads = launch_attention_bwd(problem, given, grad, stats, lists)
+        if bias is not None and with_bias:
+            dbias = launch_attention_dbias(problem, given, bias, grad, stats, lists)
+        if relative is not None and with_relative:
+            drelative = launch_attention_drelative(problem, given, grad, stats, lists)
+    return *grads, dbias, drelative
 
 
-_POINTERS = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "bias_ptr", "grad_ptr"), "*bf16") | {"stats_ptr": "*fp32"}
-_STEPS = ("stride_zb", "stride_zh", "stride_bb", "stride_bh", "stride_bq", "H", "GROUP", "rows")
-_CONSTANTS = {
-    "BLOCK_Q": 64, "BLOCK_K": 64, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 128, "CAUSAL": True, "BIAS": "dense",
-    "PRECISION": "ieee", "UPCAST": False,
-}  # fmt: skip
+def _example(*names: str, **tile: Any) -> dict[str, Any]:
+    """Of a kernel that takes `names` between its inputs and its sizes: what it writes, and the lists that it reads."""
+    inputs = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "bias_ptr", "relative_ptr"), "*bf16")
+    inputs |= {"places_ptr": "*i32", "grad_ptr": "*bf16", "stats_ptr": "*fp32"}
+    others = {name: "*bf16" if name.startswith("d") else "*i32" for name in (*names, "lengths_ptr")}
+    sizes = dict.fromkeys((*SIZES, "capacity"), "i32") | {"scale": "fp32"}
+    config = replace(EXAMPLE, block_n=32, **tile)
+    return {"signature": inputs | others | sizes, "constexprs": {"CONFIG": config}, "num_warps": 4, "num_stages": 1}
 
-
-def _example(
-    outputs: tuple[str, ...], lists: tuple[str, ...], integers: tuple[str, ...], **tile: int
-) -> dict[str, Any]:
-    signature = {**_POINTERS, **dict.fromkeys(outputs, "*bf16"), **dict.fromkeys((*lists, "lengths_ptr"), "*i32")}
-    kinds = {name: "fp32" if name in ("scale", "factor") else "i32" for name in (*_STEPS, *integers)}
-    return {"signature": signature | kinds, "constexprs": _CONSTANTS | tile, "num_warps": 4, "num_stages": 1}
-
-
-_SIZES = ("Tq", "Tk", "D", "scale")
 
 EXAMPLES = {
     _attention_stats_kernel: {
@@ -391,19 +360,8 @@ EXAMPLES = {
         "constexprs": {"ROWS": ROWS, "BLOCK_D": 128},
         "num_warps": 4,
     },
-    _attention_dq_kernel: _example(
-        ("dq_ptr",), ("offsets_ptr", "columns_ptr"), ("tiles", *_SIZES, "factor", "padded", "last", "capacity")
-    ),
-    _attention_dkdv_kernel: _example(
-        ("dk_ptr", "dv_ptr"),
-        ("offsets_ptr", "order_ptr", "rows_ptr"),
-        ("columns", "tiles", *_SIZES, "factor", "padded", "last", "capacity"),
-        BLOCK_M=32,
-    ),
-    _attention_dbias_kernel: _example(
-        ("dbias_ptr",),
-        ("offsets_ptr", "blocks_ptr", "columns_ptr"),
-        ("columns", *_SIZES, "padded", "last", "capacity", "batches", "heads", "groups"),
-    ),
+    _attention_dq_kernel: _example("dq_ptr", "offsets_ptr", "columns_ptr"),
+    _attention_dkdv_kernel: _example("dk_ptr", "dv_ptr", "offsets_ptr", "order_ptr", "rows_ptr", block_m=32),
+    _attention_dbias_kernel: _example("dbias_ptr", "offsets_ptr", "blocks_ptr", "columns_ptr"),
 }
 """Example signatures for the ahead-of-time compile test."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gossamer import sae as sae_ops
+from gossamer import sparsity
 from gossamer.cli._demo.model import Block, ByteModel
 from gossamer.cli._demo.model import layer_by_layer as plain_mlp
 from gossamer.cli._demo.train import Clock, Show, bits_per_byte, variance_explained
@@ -22,6 +23,7 @@ BURST_SECONDS = 0.02
 MAX_ROUNDS = 50
 MEMORY_SHARE = 0.5
 GENERATED, GENERATED_BYTES = 8, 32
+TIMED_BYTES = 4
 
 Splice = Callable[[Tensor], Tensor]
 
@@ -82,6 +84,49 @@ def compare_mlp(model: ByteModel, tokens: Tensor, *, seconds: float) -> dict[str
         "fused": _row(fused, calls[1], x.device),
         "speed_up": plain.median / fused.median,
         "largest_difference": difference,
+    }
+
+
+@torch.inference_mode()
+def sparse_feed_forward(model: ByteModel, tokens: Tensor, *, seconds: float) -> dict[str, Any]:
+    """The model with its feed-forward computed sparse on tokens `[B, T + 1]`, beside layer by layer.
+
+    How many of the likeliest bytes that both go on with are the same, the seconds that one of them takes, and of each
+    block its entries a byte and the way that it goes in the end.
+    """
+    mlps = [block.mlp for block in model.blocks if isinstance(block, Block)]
+    begun = tokens[:GENERATED, : tokens.shape[1] // 2]
+    for mlp in mlps:
+        mlp.method = "auto"
+    try:
+        ours = model.generate(begun, GENERATED_BYTES)[:, begun.shape[1] :]
+        theirs = model.generate(begun, GENERATED_BYTES, gates=[])[:, begun.shape[1] :]
+        calls = (lambda: model.generate(begun, TIMED_BYTES, gates=[]), lambda: model.generate(begun, TIMED_BYTES))
+        plain, sparse = _interleaved(calls, tokens.device, seconds)
+        found = sparsity.statistics(model, list(tokens[:, :-1].split(32)))
+        layers = [
+            {
+                "neurons": layer.num_neurons,
+                "mean": layer.mean,
+                "p99": layer.quantile(0.99),
+                "max": layer.max,
+                "union": layer.mean_union,
+                "dead": layer.dead,
+                "way": mlp.last_path,
+            }
+            for layer, mlp in zip(found.values(), mlps, strict=True)
+        ]
+    finally:
+        for mlp in mlps:
+            mlp.method = "fused"
+    made = len(begun) * TIMED_BYTES
+    return {
+        "generated": ours.numel(),
+        "generated_alike": int((ours == theirs).sum()),
+        "seconds_a_byte": sparse.median / made,
+        "seconds_a_byte_layer_by_layer": plain.median / made,
+        "speed_up": plain.median / sparse.median,
+        "layers": layers,
     }
 
 

@@ -6,6 +6,7 @@ from html import escape
 from typing import Any
 
 from gossamer.cli._demo import plots
+from gossamer.cli._demo.measure import GENERATED
 from gossamer.cli.page import context, line, page, table, tiles
 
 
@@ -54,6 +55,7 @@ def render(results: dict[str, Any]) -> str:
             tiles(headline(results)),
             _model_section(results),
             _mlp_section(results["model"]),
+            _sparse_section(results["model"]["sparse"]),
             _sae_section(results),
             _loss_section(results["loss"]),
             _comparison_section(results["comparison"]),
@@ -101,6 +103,35 @@ def _mlp_section(model: dict[str, Any]) -> str:
     )
 
 
+def _sparse_section(sparse: dict[str, Any]) -> str:
+    rows = [
+        (
+            f"block {number}",
+            f"{layer['mean']:.1f}",
+            f"{layer['p99']}",
+            f"{layer['max']}",
+            f"{layer['union']:.1f}",
+            f"{layer['dead']}",
+            layer["way"],
+        )
+        for number, layer in enumerate(sparse["layers"], start=1)
+    ]
+    return (
+        "<h2>The feed-forward, sparse</h2>"
+        "<p>The same nn.GatedMLP with method=&quot;auto&quot; follows how many neurons its gate lets through, and "
+        "where these are few it multiplies the weights of no others. The model goes on with "
+        f"{sparse['generated_alike']} of the {sparse['generated']} bytes that it goes on with layer by layer. A byte "
+        f"of {GENERATED} texts takes {_time(sparse['seconds_a_byte'])} so, and "
+        f"{_time(sparse['seconds_a_byte_layer_by_layer'])} layer by layer, attention included "
+        f"({_ratio(sparse['speed_up'])}).</p>"
+        + table(
+            f"Of the {sparse['layers'][0]['neurons']:,} neurons of each block, on unseen text",
+            ("", "active, mean", "99%", "most", "of 32 neighbours in all", "never active", "way"),
+            rows,
+        )
+    )
+
+
 def _sae_section(results: dict[str, Any]) -> str:
     sae, last = results["sae"], results["sae"]["history"][-1]
     sizes = results["settings"]["model"]
@@ -108,10 +139,10 @@ def _sae_section(results: dict[str, Any]) -> str:
     return (
         "<h2>The sparse autoencoder</h2>"
         f"<p>A JumpReLU autoencoder of {sae['d_sae']:,} latents on the residual stream after block {middle} of "
-        f"{sizes['n_layers']}, trained on it scaled to a mean norm of 1; {last['step']:,} steps over "
-        f"{last['tokens']:,} bytes in {last['seconds']:.0f} s. The L0 penalty rises over the first half. A latent is "
-        f"dead if it has not fired on the last 100,000 bytes, and is then pulled towards its threshold: "
-        f"{sae['dead_fraction']:.0%} are dead at the end. The scale is folded into the weights saved in sae/.</p>"
+        f"{sizes['n_layers']}, trained with a target L0 of {results['settings']['target_l0']:g} and no other setting; "
+        f"{last['step']:,} steps over {last['tokens']:,} bytes in {last['seconds']:.0f} s. L0 starts at several "
+        f"times its target and comes down in the first steps. A latent is dead if it has not fired on the last 100,000 "
+        f"bytes: {sae['dead_fraction']:.0%} are at the end. Its input scale is folded into the weights in sae/.</p>"
         f"<figure>{plots.sae_plot(sae['history'])}</figure>"
         + table(
             f"On {sae['tokens']:,} bytes of unseen text",

@@ -28,7 +28,7 @@ from gossamer.cli import environment
 from gossamer.cli._demo import features, measure, report
 from gossamer.cli._demo.model import ByteModel, ModelConfig
 from gossamer.cli._demo.text import Corpus, load_corpus
-from gossamer.cli._demo.train import DEAD_AFTER_BYTES, Clock, Show, activations, fold_scale, train_model, train_sae
+from gossamer.cli._demo.train import DEAD_AFTER_BYTES, Clock, Show, train_model, train_sae
 from gossamer.cli.folder import make_folder
 from gossamer.integrations.transformers import Activations
 from gossamer.sae import Extraction, extract
@@ -64,8 +64,6 @@ class Settings:
     seed: int = 0
     model: ModelConfig = field(default_factory=ModelConfig)
     d_sae: int = 4096
-    bandwidth: float = 0.03
-    pre_act_coefficient: float = 3e-4
     target_l0: float = 32.0
     batch_model: int = 8
     batch_sae: int = 512
@@ -162,15 +160,15 @@ def _experiment(
             active = plain["active_fraction_per_block"]
             mlp = measure.compare_mlp(model, tokens[:, :-1], seconds=min(2.0, settings.seconds_compare / 3))
             show(1.0, f"{plain['generated_alike']} of {plain['generated']} bytes generated alike")
+        with stages("sparse feed-forward") as show:
+            sparse = measure.sparse_feed_forward(model, tokens, seconds=min(1.0, settings.seconds_compare / 6))
+            show(1.0, f"{sparse['generated_alike']} of {sparse['generated']} bytes generated alike")
         with stages("sparse autoencoder") as show:
-            sample = activations(model, train, n_contexts=64, scale=1.0, generator=generator)
-            scale = 1 / sample.norm(dim=-1).mean().item()
             batch_sae = settings.batch_sae * larger
             sae = nn.JumpReLUSAE(
                 settings.model.d_model,
                 settings.d_sae,
-                bandwidth=settings.bandwidth,
-                pre_act_coefficient=settings.pre_act_coefficient,
+                target_l0=settings.target_l0,
                 dead_after=math.ceil(DEAD_AFTER_BYTES / batch_sae),
                 device=device,
             )
@@ -180,12 +178,11 @@ def _experiment(
                 train,
                 clock=Clock(settings.seconds_sae, settings.steps_sae),
                 batch_size=batch_sae,
-                scale=scale,
-                target_l0=settings.target_l0,
                 generator=generator,
                 show=show,
             )
-            fold_scale(sae.eval(), scale)
+            scale = sae.input_scale.item()
+            sae.eval().fold_scale_()
             nn.save(sae, out / SAE)
         with stages("reconstruction") as show:
             x = model.residual(tokens[:, :-1]).flatten(0, 1)[:QUALITY_ROWS]
@@ -215,6 +212,7 @@ def _experiment(
             "history": model_history,
             "layer_by_layer": plain,
             "feed_forward": mlp,
+            "sparse": sparse,
         },
         "sae": {
             **quality,

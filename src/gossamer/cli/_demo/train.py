@@ -26,14 +26,9 @@ MODEL_LEARNING_RATE = 3e-3
 MODEL_WARM_UP_STEPS = 20
 
 SAE_LEARNING_RATE = 1e-3
-THRESHOLD_LEARNING_RATE = 1e-2
-L0_COEFFICIENT = 1e-3
-L0_WARM_UP = 0.5
-LEARNING_WARM_UP = 0.1
-INITIAL_FIRING_RATE = 0.01
+LEARNING_DECAY = 0.25
 INITIAL_CONTEXTS = 32
 DEAD_AFTER_BYTES = 100_000
-READ_EVERY = 10
 RECORDS = 100
 
 
@@ -103,39 +98,18 @@ def train_model(
 
 
 @torch.no_grad()
-def activations(model: ByteModel, text: Tensor, *, n_contexts: int, scale: float, generator: torch.Generator) -> Tensor:
-    """The scaled residual stream at random places of a text: `[n_contexts * context, d_model]`."""
-    return model.residual(sample(text, n_contexts, model.config.context, generator)).flatten(0, 1) * scale
+def activations(model: ByteModel, text: Tensor, *, n_contexts: int, generator: torch.Generator) -> Tensor:
+    """The residual stream at random places of a text: `[n_contexts * context, d_model]`."""
+    return model.residual(sample(text, n_contexts, model.config.context, generator)).flatten(0, 1)
 
 
-def _shuffled(
-    model: ByteModel, text: Tensor, *, batch_size: int, scale: float, generator: torch.Generator
-) -> Iterator[Tensor]:
+def _shuffled(model: ByteModel, text: Tensor, *, batch_size: int, generator: torch.Generator) -> Iterator[Tensor]:
     """Endless batches, each drawn from eight batches' worth of contexts so that neighbours do not come together."""
     n_contexts = max(1, 8 * batch_size // model.config.context)
     while True:
-        pool = activations(model, text, n_contexts=n_contexts, scale=scale, generator=generator)
+        pool = activations(model, text, n_contexts=n_contexts, generator=generator)
         order = torch.randperm(len(pool), generator=generator).to(pool.device)
         yield from pool[order].split(batch_size)
-
-
-@torch.no_grad()
-def initialise(sae: JumpReLUSAE, acts: Tensor) -> None:
-    """Start near a solution for acts `[M, d_in]`.
-
-    b_dec is their geometric median, each latent fires on 1% of them, and the encoder's scale is the one that fits them
-    best: with a worse one the first steps silence many latents for good.
-    """
-    sae.initialize_(acts)
-    centred = acts - sae.b_dec
-    pre = centred @ sae.W_enc
-    rank = max(1, round(len(acts) * (1 - INITIAL_FIRING_RATE)))
-    threshold = pre.kthvalue(rank, dim=0).values.clamp_min(1e-3)
-    reconstruction = torch.where(pre > threshold, pre, 0) @ sae.W_dec
-    scale = (centred * reconstruction).sum() / reconstruction.square().sum()
-    sae.W_enc.mul_(scale)
-    sae.b_enc.copy_(-sae.b_dec @ sae.W_enc)
-    sae.log_threshold.copy_((threshold * scale).log())
 
 
 def train_sae(
@@ -145,38 +119,25 @@ def train_sae(
     *,
     clock: Clock,
     batch_size: int,
-    scale: float,
-    target_l0: float,
     generator: torch.Generator,
     show: Show,
 ) -> list[Record]:
-    """Train with Adam until the clock has run down; returns the training's course.
-
-    The L0 coefficient rises over the first half, and is scaled by how far L0 lies from `target_l0`, so that L0 lands
-    in the tens on any text.
-    """
-    batches = _shuffled(model, text, batch_size=batch_size, scale=scale, generator=generator)
-    initialise(sae, activations(model, text, n_contexts=INITIAL_CONTEXTS, scale=scale, generator=generator))
-    thresholds = [p for name, p in sae.named_parameters() if "threshold" in name]
-    others = [p for name, p in sae.named_parameters() if "threshold" not in name]
-    optimizer = torch.optim.Adam([{"params": others}, {"params": thresholds}], betas=(0.9, 0.99))
+    """Train with Adam until the clock has run down; returns the training's course. Its L0 finds the module by itself;
+    the rate falls towards the end."""
+    batches = _shuffled(model, text, batch_size=batch_size, generator=generator)
+    sae.initialize_(activations(model, text, n_contexts=INITIAL_CONTEXTS, generator=generator))
+    optimizer = torch.optim.Adam(sae.parameters())
     history: list[Record] = []
-    step, l0 = 0, target_l0
+    step = 0
     while True:
         done = clock.share(step)
-        decay = min(1.0, 0.05 + done / LEARNING_WARM_UP, 0.05 + 4 * (1 - done))
-        _set_learning_rates(optimizer, SAE_LEARNING_RATE * decay, THRESHOLD_LEARNING_RATE * decay)
-        pressure = min(max(l0 / target_l0, 0.25), 4.0) ** 2
-        sae.l0_coefficient = L0_COEFFICIENT * min(1.0, done / L0_WARM_UP) * pressure
+        _set_learning_rates(optimizer, SAE_LEARNING_RATE * min(1.0, 0.05 + (1 - done) / LEARNING_DECAY))
         x = next(batches)
         result = sae.loss(x)
         optimizer.zero_grad(set_to_none=True)
         result.loss.backward()
         optimizer.step()
-        sae.normalize_decoder_()
         step += 1
-        if step % READ_EVERY == 0:
-            l0 = result.l0.item()
         if done == 1.0 or done * RECORDS >= len(history):
             dead = sae.dead().float().mean().item()
             record = {
@@ -186,20 +147,11 @@ def train_sae(
                 "l0": result.l0.item(),
                 "variance_explained": variance_explained(x, result.reconstruction.detach()).item(),
                 "dead_fraction": dead,
-                "l0_coefficient": sae.l0_coefficient,
             }
             history.append(record)
             show(done, f"L0 {record['l0']:.1f}, {record['variance_explained']:.1%} explained, {dead:.0%} dead")
         if done == 1.0:
             return history
-
-
-@torch.no_grad()
-def fold_scale(sae: JumpReLUSAE, scale: float) -> None:
-    """Make an autoencoder of scaled activations, `scale * x`, one of x itself, with the same latents."""
-    sae.W_enc.mul_(scale)
-    sae.W_dec.div_(scale)
-    sae.b_dec.div_(scale)
 
 
 def variance_explained(x: Tensor, reconstruction: Tensor) -> Tensor:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ class Case:
     `make` returns as many independent copies of the inputs as it takes to exceed the cache (see `copies`); calls
     rotate among them. `bytes` and `flops` are the least that must be moved and computed. `reference` computes in
     float64, and `error` measures a result against it. `sweep` names the parameter along which cases of this name
-    are plotted. With `energy` what a call takes from the power supply is measured as well.
+    are plotted. With `energy` what a call takes from the power supply is measured as well. With `tokens`, of which a
+    call takes so many, rate and energy are those of tokens.
     """
 
     room: str
@@ -89,6 +91,7 @@ class Case:
     energy: bool = False
     error: Callable[[Tensors, Tensors], float] = field(default=relative_error)
     budget: float | None = None
+    tokens: int | None = None
 
     @property
     def id(self) -> str:
@@ -138,22 +141,37 @@ def find_benchmarks() -> Path | None:
     return None
 
 
-def load_cases(folder: Path, room: str | None, pattern: str | None, device: torch.device, quick: bool) -> list[Case]:
+def load_cases(
+    folder: Path,
+    room: str | None,
+    pattern: str | None,
+    device: torch.device,
+    quick: bool,
+    given: Mapping[str, Any] | None = None,
+    provider: str | None = None,
+) -> list[Case]:
     """The cases of `folder/<room>/bench_*.py`, each file giving `cases(device, quick)`, that match `pattern`.
 
-    Raises ValueError where there is no such room or no such case.
+    With `given`, such as lengths or dtype, only files whose `cases` take these; with `provider`, only providers whose
+    name matches, and cases that have one. Raises ValueError where there is no such room, case, option or provider.
     """
     files = sorted(folder.glob("*/bench_*.py"))
     rooms = sorted({file.parent.name for file in files})
     if room is not None and room not in rooms:
         raise ValueError(f"gossamer bench: ROOM must be one of {', '.join(rooms)}, got {room!r}.")
-    if str(folder.parent) not in sys.path:
-        sys.path.insert(0, str(folder.parent))
+    import_path(folder)
     found: list[Case] = []
     for file in files:
         if room in (None, file.parent.name):
             module = import_module(f"{folder.name}.{file.parent.name}.{file.stem}")
-            found += module.cases(device, quick)
+            if not given:
+                found += module.cases(device, quick)
+            elif given.keys() <= signature(module.cases).parameters.keys():
+                found += module.cases(device, quick, **given)
+    if given and not found:
+        raise ValueError(f"gossamer bench: no case takes {', '.join(given)}. The room attention does.")
+    if provider is not None:
+        found = _by_provider(found, provider)
     if pattern is None:
         return found
     chosen = [c for c in found if any(fnmatchcase(name, pattern) for name in (c.name, c.id, c.id.split("/", 1)[1]))]
@@ -163,6 +181,23 @@ def load_cases(folder: Path, room: str | None, pattern: str | None, device: torc
             f"gossamer bench: --case must match a name ({', '.join(names)}) or an id (see --list), got {pattern!r}."
         )
     return chosen
+
+
+def import_path(folder: Path) -> None:
+    """Lets the files of `benchmarks` be imported."""
+    if str(folder.parent) not in sys.path:
+        sys.path.insert(0, str(folder.parent))
+
+
+def _by_provider(cases: list[Case], pattern: str) -> list[Case]:
+    """The cases with those of their providers whose name matches, without those that have none."""
+    fewer = [
+        replace(case, providers=tuple(p for p in case.providers if fnmatchcase(p.name, pattern))) for case in cases
+    ]
+    if not any(case.providers for case in fewer):
+        names = sorted({provider.name for case in cases for provider in case.providers})
+        raise ValueError(f"gossamer bench: --provider must match one of {', '.join(names)}, got {pattern!r}.")
+    return [case for case in fewer if case.providers]
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -14,36 +14,54 @@ import torch
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from gossamer.cli.bench import report
-from gossamer.cli.bench.case import find_benchmarks, load_cases
+from gossamer.cli.bench import report, sweep
+from gossamer.cli.bench.case import Case, find_benchmarks, load_cases
+from gossamer.cli.bench.profiling import profile_case
 from gossamer.cli.bench.runner import CaseResult, Settings, run_case
-from gossamer.cli.bench.timing import measure_ceilings
+from gossamer.cli.bench.sweep import draw_cases
+from gossamer.cli.bench.timing import Ceilings, measure_ceilings
 from gossamer.cli.environment import describe, provenance
 from gossamer.cli.folder import make_folder
 
 
 def bench(
-    room: str | None = typer.Argument(None, help="The room to measure: a folder of benchmarks/. All rooms by default."),
+    room: str | None = typer.Argument(
+        None, help="The room to measure: a folder of benchmarks/. All rooms by default; sweep draws shapes at random."
+    ),
     case: str | None = typer.Option(None, metavar="GLOB", help="Only cases whose name or id matches, as 'decode*'."),
     device: str = typer.Option("auto", help="auto (the GPU if there is one), cpu, cuda, cuda:1, ..."),
     quick: bool = typer.Option(False, "--quick", help="Small sizes and few rounds: does it run, not how fast it is."),
     rounds: int | None = typer.Option(
-        None, min=1, help="Rounds over all providers. 10 by default, 5 on the CPU, 3 with --quick."
+        None, min=1, help="Rounds over all providers. 10 by default, 5 on the CPU and in a sweep, 3 with --quick."
     ),
     out: Path | None = typer.Option(None, metavar="DIR", help="Where results go. benchmarks/results by default."),
     budget: float = typer.Option(
         float("inf"), metavar="SECONDS", help="Start no further case after this time; the first always runs."
     ),
-    seed: int = typer.Option(0, help="Seed of the random inputs."),
+    seed: int = typer.Option(0, help="Seed of the random inputs, and of the shapes of a sweep."),
     list_cases: bool = typer.Option(False, "--list", help="Print the ids of the cases and leave."),
     saelens: bool = typer.Option(
         False, "--saelens", help="SAELens as it is against SAELens patched, instead of the room sae; needs sae-lens."
     ),
+    swept: str | None = typer.Option(None, "--room", help="Of a sweep: the room to sweep. All that can be by default."),
+    count: int | None = typer.Option(None, "--cases", min=1, help="Of a sweep: cases of each room. 200 by default."),
+    length: list[int] = typer.Option([], min=64, help="Lengths of sequences instead of the usual ones; repeatable."),
+    dtype: str | None = typer.Option(None, help="float32, float16 or bfloat16, where a case leaves the choice."),
+    batch: int | None = typer.Option(None, min=1, help="Sequences at a time, where a case leaves the choice."),
+    provider: str | None = typer.Option(None, metavar="GLOB", help="Only providers whose name matches, as 'goss*'."),
+    skip_verify: bool = typer.Option(False, "--skip-verify", help="Time results that nobody has checked."),
+    profile: bool = typer.Option(
+        False, "--profile", help="Three calls of each provider for nsys --capture-range=cudaProfilerApi; no timing."
+    ),
+    ncu: bool = typer.Option(False, "--ncu", help="One call of each provider for ncu --profile-from-start off."),
 ) -> None:
     """Measure gossamer beside its peers.
 
     Every provider is checked against float64 before it is timed; all are timed in turn. Writes JSON and a plot per
     sweep. The exit code is 1 if any provider is wrong or one of ours fails. Needs a checkout of the repository.
+
+    gossamer bench sweep draws shapes, dtypes and densities at random, over ranges that each room states, and says how
+    often, how far and where gossamer is slower than dense PyTorch and the best peer.
     """
     folder = find_benchmarks()
     if folder is None:
@@ -53,6 +71,15 @@ def bench(
         )
     if not budget > 0:
         _fail(f"gossamer bench: --budget must be positive, got {budget:g}; leave it out to run every case.")
+    sweeps = room == "sweep"
+    if not sweeps and (swept is not None or count is not None):
+        _fail("gossamer bench: --room and --cases belong to gossamer bench sweep. Name the room itself otherwise.")
+    given = _given(length, dtype, batch)
+    if sweeps and (case is not None or provider is not None or saelens or given):
+        _fail(
+            "gossamer bench sweep: --case, --saelens, --provider and shapes choose among fixed cases; a sweep takes "
+            "--room and --cases."
+        )
     where = _device(device)
     # Processes that compile ahead would take the host's time from what is measured.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -61,11 +88,18 @@ def bench(
             _fail(f"gossamer bench: --saelens belongs to the room sae, got {room!r}.")
         room = "integrations"
     try:
-        cases = load_cases(folder, room, case, where, quick)
+        if sweeps:
+            cases = draw_cases(folder, swept, count or (5 if quick else 200), seed, where, quick)
+        else:
+            cases = load_cases(folder, room, case, where, quick, given, provider)
     except ValueError as error:
         _fail(str(error))
     if list_cases:
         typer.echo("\n".join(c.id for c in cases))
+        return
+    if profile or ncu:
+        for item in cases:
+            profile_case(item, where, seed, 1 if ncu else 3, typer.echo)
         return
     target = out or folder / "results"
     try:
@@ -73,15 +107,29 @@ def bench(
     except ValueError as error:
         _fail(str(error))
 
-    started = time.monotonic()
+    usual, seconds = (10, 0.003) if where.type == "cuda" else (5, 0.02)
+    most = rounds or (3 if quick else min(usual, 5) if sweeps else usual)
+    settings = Settings(most, seconds, time.monotonic() + budget, not skip_verify)
+    chosen = swept if sweeps else "saelens" if saelens and not case else slug(case or "")
+    parts = [room or "all", chosen, slug(describe(where)["name"]), "quick" if quick else ""]
+    path = target / f"{'-'.join(part for part in parts if part)}.json"
+    results = _measured(cases, path, folder.parent, where, settings, seed, quick, sweeps)
+    if any(result.failed for result in results):
+        raise typer.Exit(1)
+
+
+def _measured(
+    cases: list[Case],
+    path: Path,
+    root: Path,
+    where: torch.device,
+    settings: Settings,
+    seed: int,
+    quick: bool,
+    sweeps: bool,
+) -> list[CaseResult]:
+    """Runs the cases, each told and written as soon as it is done; then what they come to."""
     console = report.make_console()
-    hardware = describe(where)
-    usual, length = (10, 0.003) if where.type == "cuda" else (5, 0.02)
-    settings = Settings(rounds or (3 if quick else usual), length, started + budget)
-    chosen = "saelens" if saelens and not case else slug(case or "")
-    parts = [room or "all", chosen, slug(hardware["name"]), "quick" if quick else ""]
-    stem = "-".join(part for part in parts if part)
-    path = target / f"{stem}.json"
     results: list[CaseResult] = []
     bar = Progress(
         TextColumn("[progress.description]{task.description}"),
@@ -96,14 +144,15 @@ def bench(
             task = bar.add_task("ceilings", total=len(cases))
             ceilings = measure_ceilings(where, quick)
             content: dict[str, Any] = {
-                **provenance(command_line("gossamer", sys.argv[1:]), folder.parent, where),
+                **provenance(command_line("gossamer", sys.argv[1:]), root, where),
                 "ceilings": {"bandwidth": ceilings.bandwidth, "gemm": ceilings.gemm},
                 "settings": {"rounds": settings.rounds, "burst": settings.burst, "seed": seed, "quick": quick},
                 "cases": [],
             }
+            name = describe(where)["name"]
             console.print(
-                f"{hardware['name']}: copy {ceilings.bandwidth * 1e-9:,.0f} GB/s; "
-                + "; ".join(f"{name} GEMM {rate * 1e-12:,.2f} TFLOP/s" for name, rate in ceilings.gemm.items())
+                f"{name}: copy {ceilings.bandwidth * 1e-9:,.0f} GB/s; "
+                + "; ".join(f"{kind} GEMM {rate * 1e-12:,.2f} TFLOP/s" for kind, rate in ceilings.gemm.items())
             )
             for number, item in enumerate(cases):
                 if results and time.monotonic() > settings.deadline:
@@ -118,28 +167,43 @@ def bench(
                 content["cases"].append(report.record(result, ceilings))
                 report.write_json(path, content)
                 results.append(result)
-                console.print(report.case_table(result, ceilings))
+                console.print(sweep.line(result) if sweeps else report.case_table(result, ceilings))
                 for note in report.notes(result):
                     console.print(f"  {note}", style="red", markup=False)
                 bar.advance(task)
             bar.update(task, description="done")
-        console.print(report.summary_table(results))
+        if sweeps:
+            content["summary"] = sweep.summary(results)
+            console.print(*sweep.tables(results), sep="\n")
+        else:
+            console.print(report.summary_table(results))
         report.write_json(path, content)
-        for written in (path, *_plots(results, ceilings, hardware["name"], target, stem)):
+        for written in (path, *_plots(results, ceilings, name, path.parent, path.stem, sweeps)):
             console.print(f"wrote {written}", markup=False)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"the finished cases are in {path}" if results else "nothing was written") from None
-    if "not_run" in content:
-        missing = content["not_run"]
-        console.print(f"budget of {budget:g} s spent, {len(missing)} cases not run: {', '.join(missing)}", markup=False)
-    if any(result.failed for result in results):
-        raise typer.Exit(1)
+    if missing := content.get("not_run"):
+        console.print(f"budget spent, {len(missing)} cases not run: {', '.join(missing)}", markup=False)
+    return results
 
 
-def _plots(results: list[CaseResult], *rest: Any) -> list[Path]:
-    from gossamer.cli.bench.plot import plot_sweeps
+def _given(lengths: list[int], dtype: str | None, batch: int | None) -> dict[str, Any]:
+    """What a file's `cases` are asked for beyond their usual shapes."""
+    dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    if dtype is not None and dtype not in dtypes:
+        _fail(f"gossamer bench: --dtype must be one of {', '.join(dtypes)}, got {dtype!r}.")
+    given = {"lengths": tuple(lengths) or None, "dtype": dtypes[dtype] if dtype else None, "batch": batch}
+    return {name: value for name, value in given.items() if value is not None}
 
-    return plot_sweeps(results, *rest)
+
+def _plots(
+    results: list[CaseResult], ceilings: Ceilings, device: str, folder: Path, stem: str, sweeps: bool
+) -> list[Path]:
+    from gossamer.cli.bench.plot import plot_ratios, plot_sweeps
+
+    if sweeps:
+        return plot_ratios(sweep.ratios(results), device, folder / f"{stem}.png")
+    return plot_sweeps(results, ceilings, device, folder, stem)
 
 
 def _device(name: str) -> torch.device:

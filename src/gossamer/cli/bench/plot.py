@@ -1,4 +1,4 @@
-"""One picture per sweep: time per call against the swept parameter, every provider a line, beside the floor."""
+"""Pictures: time per call against one parameter, every provider a line; and ratios at random shapes, each a point."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from matplotlib import pyplot as plt
 
 from gossamer.cli.bench.report import floor_of
 from gossamer.cli.bench.runner import CaseResult
+from gossamer.cli.bench.sweep import Ratio
 from gossamer.cli.bench.timing import Ceilings
 
 
@@ -66,3 +67,25 @@ def _plot(group: list[CaseResult], sweep: str, ceilings: Ceilings, device: str, 
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return path
+
+
+def plot_ratios(ratios: Sequence[Ratio], device: str, path: Path) -> list[Path]:
+    """Every case of a random sweep a point: dense PyTorch's time over ours against dense PyTorch's time."""
+    timed = [(r.dense * r.ours * 1e6, r.dense, f"{r.case.room} {r.case.name}") for r in ratios if r.dense is not None]
+    if not timed:
+        return []
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for number, name in enumerate(dict.fromkeys(label for *_, label in timed)):
+        x, y = zip(*[(time, ratio) for time, ratio, label in timed if label == name])
+        axes.scatter(x, y, s=14, color=f"C{number}", alpha=0.7, label=f"{name} ({len(x)})")
+    axes.axhline(1, color="black", linewidth=1)
+    axes.axhline(0.95, color="black", linewidth=0.8, linestyle=":")
+    axes.set(xscale="log", yscale="log", xlabel="dense PyTorch, time per call (us)")
+    axes.set_ylabel("dense PyTorch's time over gossamer's")
+    axes.set_title(f"shapes, dtypes and densities drawn at random: above 1 gossamer is faster\n{device}", fontsize=10)
+    axes.grid(True, which="both", alpha=0.25)
+    axes.legend(fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return [path]

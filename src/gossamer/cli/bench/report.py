@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gossamer._core import files
-from gossamer.cli.bench.case import Provider
+from gossamer.cli.bench.case import Case, Provider
 from gossamer.cli.bench.runner import CaseResult, Outcome
 from gossamer.cli.bench.timing import Ceilings, Timing
 
@@ -59,13 +59,15 @@ def case_table(result: CaseResult, ceilings: Ceilings) -> Table:
             _spread(outcome.eager),
             _ratio(outcome.eager, ours.eager if ours else None),
             *((_spread(outcome.graph), _ratio(outcome.graph, ours.graph if ours else None)) if graphs else ()),
-            f"{case.bytes / best.median * 1e-9:,.1f} GB/s"
+            f"{case.tokens / best.median * 1e-3:,.1f} tokens/ms"
+            if case.tokens
+            else f"{case.bytes / best.median * 1e-9:,.1f} GB/s"
             if by_bytes
             else f"{case.flops / best.median * 1e-12:,.2f} TF/s",
             f"{floor_of(result, outcome, ceilings) / best.median:.0%}",
-            *((f"{_digits(outcome.joules * 1e3)} mJ" if outcome.joules else "",) if metered else ()),
+            *((_energy(case, outcome.joules),) if metered else ()),
             "" if outcome.peak is None else f"{outcome.peak / 2**20:,.1f} MiB",
-            f"{outcome.error:.1e}",
+            "" if outcome.error is None else f"{outcome.error:.1e}",
         )
     return table
 
@@ -138,6 +140,7 @@ def record(result: CaseResult, ceilings: Ceilings) -> dict[str, Any]:
         "sweep": case.sweep,
         "bytes": case.bytes,
         "flops": case.flops,
+        "tokens": case.tokens,
         "input_bytes": result.input_bytes,
         "message": result.message,
         "providers": providers,
@@ -170,6 +173,12 @@ def _unit(seconds: float) -> tuple[float, str]:
 
 def _digits(number: float) -> str:
     return f"{number:.{max(0, 2 - math.floor(math.log10(number))) if number > 0 else 0}f}"
+
+
+def _energy(case: Case, joules: float | None) -> str:
+    if not joules:
+        return ""
+    return f"{_digits(joules / case.tokens * 1e3)} mJ/token" if case.tokens else f"{_digits(joules * 1e3)} mJ"
 
 
 def _spread(timing: Timing | None) -> str:

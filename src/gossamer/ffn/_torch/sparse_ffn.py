@@ -10,6 +10,9 @@ _BLOCK = 1 << 24
 """Pre-activations in memory at one time."""
 _GROUP = 16
 """Rows that share a union: weights are copied for a product once a group, and a product of few rows is slow."""
+_CHUNK = 128
+"""Rows of a weight that one of several products takes, in which few rows of x are multiplied: of a whole weight the
+product copies all before it begins, and takes up to twice as long."""
 _DENSE = 0.25
 """Share of the columns from which on nothing is copied."""
 
@@ -41,7 +44,7 @@ def sparse_ffn(
     span = max(_GROUP, _BLOCK // max(n, 1) // _GROUP * _GROUP)
     for start in range(0, m, span):
         block = slice(start, min(start + span, m))
-        z = linear(x[block], gate_weight, gate_bias)
+        z = _gate(x[block], gate_weight, gate_bias)
         z = torch.relu_(z) if threshold is None else activate_(z, threshold)
         if step:
             torch.sum(z != 0, 1, dtype=torch.int32, out=nnz[block])
@@ -65,10 +68,25 @@ def sparse_ffn(
             elif down_rows is not None:
                 out[rows] = linear(hidden, down_rows.index_select(0, columns).t(), down_bias)
             else:
-                out[rows] = linear(hidden, down_weight.index_select(1, columns), down_bias)
+                # Row by row: `index_select` goes from column to column, and through all of the weight for each.
+                held = down_weight.gather(1, columns.expand(down_weight.shape[0], -1))
+                out[rows] = linear(hidden, held, down_bias)
         if strided:
             out[block] = linear(z, down_weight, down_bias)
     return out, nnz, nnz.new_zeros(sampled_groups(m, step))
+
+
+def _gate(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias."""
+    (m, k), chunks = x.shape, weight.shape[0] // _CHUNK
+    if not (1 < m <= _GROUP and chunks > 1 and k and x.dtype is torch.float32 and weight.is_contiguous()):
+        return linear(x, weight, bias)
+    whole = chunks * _CHUNK
+    parts = weight[:whole].view(chunks, _CHUNK, k).transpose(1, 2)
+    out = torch.bmm(x.expand(chunks, m, k), parts).transpose(0, 1).reshape(m, whole)
+    if whole < weight.shape[0]:
+        out = torch.cat((out, x @ weight[whole:].t()), 1)
+    return out if bias is None else out.add_(bias)
 
 
 def _columns(z: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
             patched and unpatched disagree on it by more than rounding (relative difference above 1e-4, in half
             precision 0.25), in which case the SAE is left unpatched.
 
-    Source: the seed on sparse decoding, its end-to-end table over SAELens.
+    Source: the package jumprelu-sae-kernels, its end-to-end table over SAELens.
 
     >>> print(patch(sae, check=activations))  # doctest: +SKIP
     >>> reconstruction = sae(activations)  # doctest: +SKIP
@@ -144,18 +144,15 @@ def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
 
 
 def unpatch(sae: SAE[Any]) -> None:
-    """Undoes `patch`.
+    """Undoes `patch`; does nothing to an SAE that is not patched.
 
     Args:
         sae: what was patched.
 
-    Raises:
-        ValueError: it is not patched.
-
     >>> unpatch(sae)  # doctest: +SKIP
     """
     if not _is_patched(sae):
-        raise ValueError("integrations.sae_lens.unpatch: sae is not patched.")
+        return
     for name, function in _BOUND:
         if getattr(sae.__dict__.get(name), "__func__", None) is function:
             del sae.__dict__[name]

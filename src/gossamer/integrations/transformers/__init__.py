@@ -1,6 +1,25 @@
-"""Hugging Face models: their gated MLPs on fused products, and their activations as a source of rows."""
+"""Hugging Face models: gated MLPs on fused products, attention over selected keys, activations as a source of rows."""
 
 from gossamer.integrations.transformers._activations import Activations
+from gossamer.integrations.transformers._attention import (
+    AttentionReport,
+    indexer_loss,
+    patch_attention,
+    register_selection,
+    unpatch_attention,
+    warm_up,
+)
 from gossamer.integrations.transformers._mlp import Report, patch, unpatch
 
-__all__ = ["Activations", "Report", "patch", "unpatch"]
+__all__ = [
+    "Activations",
+    "AttentionReport",
+    "Report",
+    "indexer_loss",
+    "patch",
+    "patch_attention",
+    "register_selection",
+    "unpatch",
+    "unpatch_attention",
+    "warm_up",
+]

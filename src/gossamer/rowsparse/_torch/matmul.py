@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gossamer.rowsparse._torch.pack import overflowed_rows, stored
+from gossamer.rowsparse._torch.pack import overflowed_rows, refuse_overflow, stored
 
 _CHUNK = 1 << 22
 _RUN = 64
@@ -67,6 +67,21 @@ def matmul(
     out_dtype: torch.dtype | None,
 ) -> Tensor:
     """Operator `matmul`."""
+    if source is None:
+        refuse_overflow("rowsparse", indices.shape[-1], offsets)
+    return multiply(values, indices, offsets, source, weight, bias, out_dtype)
+
+
+def multiply(
+    values: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    source: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """The same, with nothing but the bias in rows that overflowed without a source."""
     dtype = out_dtype or weight.dtype
     working = dtype if bias is None else torch.promote_types(dtype, torch.float32)
     slots, rows = stored(indices, offsets, weight.shape[0])

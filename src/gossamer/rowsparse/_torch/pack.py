@@ -136,9 +136,20 @@ def overflowed_rows(indices: Tensor, offsets: Tensor) -> Tensor:
     return flagged.nonzero().squeeze(1)
 
 
+def refuse_overflow(operator: str, limit: int, counts: Tensor) -> None:
+    """Raises where a row has more entries than slots, and nothing to read them from; the kernels write NaN instead."""
+    if bool((counts > limit).any()):
+        raise ValueError(
+            f"{operator}: a row has more entries than slots, and the container no source to read them from. "
+            "Pack the dense tensor again, or build the container with slots for all; rows.validate() checks it."
+        )
+
+
 def unpack(values: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, n: int) -> Tensor:
     """Operator `unpack`: dense [M, N]; repeated indices add up in the order of their slots."""
     m = indices.shape[0] if indices.dim() == 2 else offsets.shape[0] - 1
+    if source is None:
+        refuse_overflow("rowsparse", indices.shape[-1], offsets)
     slots, rows = stored(indices, offsets, n)
     out = values.new_zeros(m * n)
     out.index_add_(0, rows * n + indices.reshape(-1)[slots], values.reshape(-1)[slots])

@@ -79,9 +79,9 @@ def gather_rows(
 def _matmul_fwd_kernel(
     values_ptr, indices_ptr, offsets_ptr, w_ptr, bias_ptr, out_ptr, arrived_ptr, stride_wn, N, D, capacity, tiles,
     BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr, IS_CSR: tl.constexpr,
-    LEADS: tl.constexpr,
+    LEADS: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, column slice)."""
+    """Program (row, column slice). ALONE says that nobody computes rows that overflowed: they become NaN."""
     if LEADS:
         # The kernel for overflowed rows may start as soon as every program here has: it waits for our results itself.
         gdc_launch_dependents()
@@ -100,6 +100,9 @@ def _matmul_fwd_kernel(
         if bias_ptr is not None:
             out += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         tl.store(out_ptr + row.to(tl.int64) * D + columns, out, mask=inside)
+    elif ALONE:
+        nothing = tl.full([BLOCK_D], float("nan"), tl.float32)
+        tl.store(out_ptr + row.to(tl.int64) * D + columns, nothing, mask=inside)
 
 
 @triton.jit
@@ -313,6 +316,7 @@ def _launch_matmul(
     # Half-precision results round far above what a running float32 sum loses.
     run = 64 * tile["BLOCK_E"] if out.dtype is torch.float32 else 0
     meta = {**tile, "RUN": run, "IS_CSR": is_csr}
+    meta["ALONE"] = source is None
     meta["LEADS"] = source is not None and tuning.dependent_launch(weight.device)
     key = (m, n, d, capacity, values.dtype, weight.dtype, weight.stride(0), out.dtype, bias is None or bias.dtype)
     key += (is_csr, source is None)
@@ -386,7 +390,7 @@ EXAMPLES = {
             "out_ptr": "*fp32", "arrived_ptr": "*i32", "stride_wn": "i32", "N": "i32", "D": "i32", "capacity": "i32",
             "tiles": "i32",
         },
-        "constexprs": {"BLOCK_E": 4, "BLOCK_D": 128, "RUN": 64, "IS_CSR": False, "LEADS": False},
+        "constexprs": {"BLOCK_E": 4, "BLOCK_D": 128, "RUN": 64, "IS_CSR": False, "LEADS": False, "ALONE": False},
         "num_warps": 1,
     },
     _matmul_bwd_kernel: {

@@ -29,6 +29,11 @@ def _unpack_kernel(
                 columns = first + tl.arange(0, COPY)
                 x = tl.load(source_ptr + row.to(tl.int64) * stride_sm + columns, mask=columns < N, other=0.0)
                 tl.store(out_ptr + columns, x, mask=columns < N)
+        else:
+            # What nothing restores must not pass for zeros.
+            for first in range(0, N, COPY):
+                columns = first + tl.arange(0, COPY)
+                tl.store(out_ptr + columns, tl.full([COPY], float("nan"), tl.float32), mask=columns < N)
     else:
         for at in range(0, count, BLOCK):
             entry = at + tl.arange(0, BLOCK)

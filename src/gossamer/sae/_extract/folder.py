@@ -4,91 +4,79 @@ from __future__ import annotations
 
 import errno
 import json
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from gossamer._core import files
+from gossamer.sae._extract.seal import of_json, seal
 
 _OPERATOR = "sae.extract"
 MANIFEST, VOCABULARY = "manifest.json", "vocabulary.json"
-_VERSION = 1
+VERSION, _WITHOUT_CHECKSUMS = 2, 1
 # What is read of a manifest. Other settings are compared, and may be missing on either side.
-_MANIFEST: dict[str, Any] = {"settings": dict, "shards": list, "statistics": str | None, "source": str | None}
-_MANIFEST |= {"nonfinite": int, "complete": bool}
+_MANIFEST: dict[str, Any] = {"settings": dict, "shards": list, "nonfinite": int, "complete": bool}
 _SETTINGS, _SHARD = {"d_sae": int, "top": int}, {"file": str, "rows": int, "nnz": int}
-_OURS = re.compile(r"((shard|statistics)-\d{6}\.safetensors|vocabulary\.json)(\.partial)?|manifest\.json\.partial")
+_SEALED, _STATISTICS = {"source": str, "sha256": str}, {"file": str, "sha256": str}
+# The one key of a file's metadata: safetensors writes several in an order that differs from run to run.
+_METADATA = "gossamer"
+WAY_OUT = (
+    f"Put a whole copy back; or remove it and {MANIFEST}, and the same call of sae.extract goes on from the whole "
+    "shards before it."
+)
+_REBUILT = "The same call of sae.extract makes it again from the shards."
 
 
-def begin(operator: str, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The manifest to go on with; what an interrupted run left unfinished beside it is removed."""
-    manifest = read_manifest(folder)
-    if manifest is None:
-        # A run that was killed as it began leaves a manifest that is not in its place yet, and nothing else.
-        files.remove(_partial(folder / MANIFEST))
-        strangers = sorted(file.name for file in folder.iterdir() if _OURS.fullmatch(file.name))
-        if strangers:
-            raise ValueError(
-                f"{operator}: {folder} holds {strangers[0]}, but no {MANIFEST} that says whose it is. Name another "
-                "folder."
-            )
-        manifest = {"version": _VERSION, "settings": settings, "shards": [], "statistics": None, "source": None}
-        manifest |= {"nonfinite": 0, "complete": False}
-        # First of all, so that whatever is named like a file of ours is one from here on.
-        write_manifest(folder, manifest)
-    began = manifest["shards"] or manifest["complete"] or manifest["source"] is not None
-    if not began and manifest["settings"] != settings:
-        # Begun, and refused before the first row: nothing of those settings is there.
-        files.remove(folder / VOCABULARY)
-        manifest["settings"] = settings
-        write_manifest(folder, manifest)
-    for name in settings | manifest["settings"]:
-        before, now = manifest["settings"].get(name), settings.get(name)
-        if before != now:
-            shown = "another one" if name in ("sae", "text") else f"{before!r}, not {now!r}"
-            raise ValueError(
-                f"{operator}: {folder} was begun with {name} = {shown}. Name another folder, or remove this one."
-            )
-    finished = {shard["file"] for shard in manifest["shards"]} | ({manifest["statistics"]} - {None})
-    there = list(folder.iterdir())
-    if lost := sorted(finished - {file.name for file in there}):
-        raise ValueError(
-            f"{operator}: {folder} lacks {lost[0]}, which its {MANIFEST} has as finished. Put the file back, or remove "
-            "the folder and extract again."
-        )
-    for name in sorted(finished):
-        # The header says how long a file has to be.
-        with reading(operator, folder / name), safe_open(folder / name, framework="pt"):
-            pass
-    known = finished | {VOCABULARY}
-    for file in there:
-        if _OURS.fullmatch(file.name) and file.name not in known and (file.is_file() or file.suffix == ".partial"):
-            files.remove(file)
-    return manifest
+class Damaged(ValueError):
+    """A file that does not hold what was written to it, or is not there."""
+
+    def __init__(self, operator: str, file: Path, reason: str, way_out: str = WAY_OUT) -> None:
+        super().__init__(f"{operator}: {file} is damaged: {reason}. {way_out}")
+        self.reason = reason
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    manifest = read_json(folder / MANIFEST)
+def shard_name(number: int) -> str:
+    return f"shard-{number:06d}.safetensors"
+
+
+def statistics_name(number: int) -> str:
+    """Of the rows up to the end of shard `number`."""
+    return f"statistics-{number:06d}.safetensors"
+
+
+def read_manifest(operator: str, folder: Path) -> dict[str, Any] | None:
+    """None where there is none; raises Damaged where it is not what was written."""
+    file = folder / MANIFEST
+    manifest = read_json(operator, file, _REBUILT)
     if manifest is None:
         return None
     version = manifest.get("version") if isinstance(manifest, dict) else None
-    if version != _VERSION:
-        raise ValueError(f"sae.extract: {folder / MANIFEST} is no manifest of version {_VERSION}.")
+    if not isinstance(version, int):
+        raise Damaged(operator, file, "it is no manifest of an extraction", _REBUILT)
+    if version not in (VERSION, _WITHOUT_CHECKSUMS):
+        raise ValueError(
+            f"{operator}: {file} is no manifest of version {VERSION}, but of {version}. Read it with the version of "
+            "gossamer that wrote it, or a later one."
+        )
+    sha256 = manifest.pop("sha256", None)
+    if version == VERSION and sha256 != of_json(manifest):
+        raise Damaged(operator, file, "its checksum differs", _REBUILT)
+    if version == _WITHOUT_CHECKSUMS and isinstance(manifest.get("statistics"), str):
+        manifest["statistics"] = {"file": manifest["statistics"], "sha256": None}
+    shard_has = _SHARD | (_SEALED if version == VERSION else {})
+    statistics_has = _STATISTICS if version == VERSION else {"file": str}
     if not (
         _has(manifest, _MANIFEST)
         and _has(manifest["settings"], _SETTINGS)
-        and all(_has(shard, _SHARD) for shard in manifest["shards"])
+        and all(_has(shard, shard_has) for shard in manifest["shards"])
+        and (manifest.get("statistics", ...) is None or _has(manifest["statistics"], statistics_has))
     ):
-        raise ValueError(
-            f"sae.extract: {folder / MANIFEST} is damaged: it does not say all that a manifest says. Remove its folder "
-            "and extract again."
-        )
+        raise Damaged(operator, file, "it does not say all that a manifest says", _REBUILT)
     return dict(manifest)
 
 
@@ -96,19 +84,54 @@ def _has(found: Any, kinds: dict[str, Any]) -> bool:
     return isinstance(found, dict) and all(isinstance(found.get(name, ...), kind) for name, kind in kinds.items())
 
 
-def read_json(file: Path) -> Any:
+def read_json(operator: str, file: Path, way_out: str) -> Any:
     """None where there is no such file."""
     if not file.is_file():
         return None
     try:
         return json.loads(file.read_text())
     except ValueError as error:
-        raise ValueError(f"sae.extract: {file} is damaged: {error}. Remove its folder and extract again.") from error
+        raise Damaged(operator, file, str(error), way_out) from error
 
 
-def load(operator: str, file: Path) -> dict[str, Tensor]:
-    with reading(operator, file):
-        return load_file(file)
+def load(operator: str, file: Path, sha256: str | None) -> dict[str, Tensor]:
+    """The tensors of a file, once they are known to be those of this seal; None for a file that has none."""
+    described, tensors = open_sealed(operator, file)
+    if sha256 is not None and sealed(operator, file, described, tensors) != sha256:
+        raise Damaged(operator, file, "its checksum differs")
+    return tensors
+
+
+def open_sealed(operator: str, file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What a file says of itself, and its tensors, which are mapped."""
+    with reading(operator, file), safe_open(file, framework="pt") as opened:
+        names, described = opened.keys(), _described(operator, file, opened.metadata())
+        return described, {name: opened.get_tensor(name) for name in names}
+
+
+def describe(operator: str, file: Path) -> dict[str, Any]:
+    """What a file says of itself; nothing, if it says nothing."""
+    with reading(operator, file), safe_open(file, framework="pt") as opened:
+        return _described(operator, file, opened.metadata())
+
+
+def _described(operator: str, file: Path, metadata: dict[str, str] | None) -> dict[str, Any]:
+    try:
+        described = json.loads((metadata or {}).get(_METADATA, "{}"))
+    except ValueError:
+        described = None
+    if not isinstance(described, dict):
+        raise Damaged(operator, file, "what it says of itself cannot be read")
+    return described
+
+
+def sealed(operator: str, file: Path, described: dict[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """The seal of what was read; raises Damaged where the file has another one in it."""
+    said = {name: value for name, value in described.items() if name != "sha256"}
+    found = seal(said, tensors)
+    if described.get("sha256", found) != found:
+        raise Damaged(operator, file, "its checksum differs")
+    return found
 
 
 @contextmanager
@@ -120,27 +143,29 @@ def reading(operator: str, file: Path) -> Iterator[None]:
         if file.exists():
             # safetensors finds no file where it may not read one.
             raise PermissionError(errno.EACCES, f"{operator}: {file} may not be read", str(file)) from error
-        raise FileNotFoundError(
-            f"{operator}: {file} is gone. Put it back, or remove its folder and extract again."
-        ) from error
+        raise FileNotFoundError(f"{operator}: {file} is gone. {WAY_OUT}") from error
     except SafetensorError as error:
-        raise ValueError(f"{operator}: {file} is damaged: {error}. Remove its folder and extract again.") from error
+        raise Damaged(operator, file, str(error)) from error
 
 
-def write(file: Path, tensors: dict[str, Tensor]) -> None:
+def write(file: Path, tensors: dict[str, Tensor], described: dict[str, Any] | None = None) -> None:
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    files.write_whole(_OPERATOR, file, _partial(file), lambda path: save_file(whole, path))
+    metadata = None if described is None else {_METADATA: json.dumps(described, sort_keys=True)}
+    files.write_whole(_OPERATOR, file, partial(file), lambda path: save_file(whole, path, metadata))
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    write_json(folder / MANIFEST, manifest)
+    write_json(folder / MANIFEST, manifest | {"sha256": of_json(manifest)})
 
 
-def write_json(file: Path, content: dict[Any, Any]) -> None:
-    text = json.dumps(content, indent=1) + "\n"
-    files.write_whole(_OPERATOR, file, _partial(file), lambda path: path.write_text(text))
+def write_json(file: Path, content: Any) -> None:
+    write_bytes(file, (json.dumps(content, indent=1) + "\n").encode())
 
 
-def _partial(file: Path) -> Path:
+def write_bytes(file: Path, content: bytes) -> None:
+    files.write_whole(_OPERATOR, file, partial(file), lambda path: path.write_bytes(content))
+
+
+def partial(file: Path) -> Path:
     """Where a file is written."""
     return file.with_name(file.name + ".partial")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gossamer.sae._extract.text import Text
+
+# Rows that tell one source from another, of each shard: enough that no two sources agree in them by chance, and few
+# enough that bringing them to the host, and reading them again before a run goes on, costs next to nothing.
+_HEAD = 1024
+
+
+def head(batch: Tensor) -> Tensor:
+    """What is compared of the first batch of a shard."""
+    return batch[:_HEAD]
 
 
 class Array:
@@ -62,8 +72,10 @@ class Source:
     """Rows of a source as batches `[size, d_in]` with the device and dtype of `like` `[d_in, ...]`, cut alike always.
 
     `length` is the number of rows, None where only an iterator knows; `text` the tokens that the rows belong to, or
-    None. The end of a `with` ends the thread that reads ahead. The garbage collector must not be left to do that: it
-    would wait for the thread at any moment, even while a lock is held that the thread needs to end.
+    None. `passing`, if it is set, is called with each batch that is passed over, and its first row, where an iterator
+    has to be read from its start. The end of a `with` ends the thread that reads ahead. The garbage collector must not
+    be left to do that: it would wait for the thread at any moment, even while a lock is held that the thread needs to
+    end.
     """
 
     def __init__(self, source: Any, key: str | None, size: int, like: Tensor) -> None:
@@ -99,6 +111,7 @@ class Source:
             )
         # Of a source on a GPU there is nothing to read ahead.
         self._is_read_ahead = self.arrays is not None and not (isinstance(source, Tensor) and source.is_cuda)
+        self.passing: Callable[[int, Tensor], Any] | None = None
         self._at = 0
         self._opened = self._open(source if self._rows_from is None else self._rows_from(0))
         self._batches: Iterator[Tensor] = self._opened
@@ -117,6 +130,14 @@ class Source:
             self._batches = chain([batch], self._batches)
         return batch
 
+    def head(self, first: int) -> Tensor | None:
+        """The head of the batch at `first`, read apart from what `read` gives; None if there is none."""
+        assert self._rows_from is not None
+        found = self._rows_from(first) if self.arrays is None else self._read(first, min(self.size, _HEAD))
+        with closing(self._cut(found)) as batches:
+            batch = next(batches, None)
+        return None if batch is None else head(batch)
+
     def read(self, first: int, count: int) -> Iterator[Tensor]:
         """The batches of rows `first` to `first + count`, both multiples of `size`, as far as there are any."""
         self._seek(first)
@@ -131,6 +152,8 @@ class Source:
             self._at = first
         while self._at < first:
             batch = next(self._batches, None)
+            if batch is not None and self.passing is not None:
+                self.passing(self._at, batch)
             self._at += 0 if batch is None else batch.shape[0]
             if batch is None or self._at > first:
                 raise ValueError(
@@ -166,16 +189,18 @@ class Source:
         if held:
             yield torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
-    def _read(self, start: int) -> Iterator[Tensor]:
+    def _read(self, start: int, limit: int | None = None) -> Iterator[Tensor]:
+        """The rows from `start` on, at most `limit`."""
         assert self.arrays is not None
         for array in self.arrays:
             _check_width(array.d, self.like.shape[0], array.name)
         for array in self.arrays:
             first, start = min(start, array.length), max(start - array.length, 0)
-            while first < array.length:
-                count = min(self.size, array.length - first)
+            while first < array.length and limit != 0:
+                count = min(self.size, array.length - first, limit or self.size)
                 yield array.read(first, count)
                 first += count
+                limit = None if limit is None else limit - count
 
 
 def _ahead(batches: Iterator[Tensor], device: torch.device) -> Generator[Tensor]:

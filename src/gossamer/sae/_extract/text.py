@@ -32,6 +32,10 @@ class Text:
             digest.update(tensor.numpy().data)
         return digest.hexdigest()
 
+    def spelling(self) -> bytes:
+        """The vocabulary as JSON, token by token."""
+        return (json.dumps(dict(sorted(self.vocabulary.items())), indent=1) + "\n").encode()
+
 
 def spell(pieces: Iterable[str]) -> bytes:
     """The bytes of what tokens say, in UTF-8 as far as they make whole characters."""

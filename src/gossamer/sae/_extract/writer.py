@@ -12,26 +12,42 @@ from torch import Tensor
 from gossamer.rowsparse import CSR
 from gossamer.sae._extract import folder as disk
 from gossamer.sae._extract.ranks import Ranks
+from gossamer.sae._extract.seal import Growing, checksum, seal
+from gossamer.sae._extract.source import head
 from gossamer.sae._extract.statistics import Statistics
 from gossamer.sae._extract.text import Text
 
 
 class Shard:
-    """The entries of the rows from `first` on, on the host, and the statistics of these rows alone."""
+    """The entries of the rows from `first` on, on the host, and the statistics of these rows alone.
 
-    def __init__(self, number: int, first: int, statistics: Statistics) -> None:
+    `hashing` computes checksums of what is appended, so that writing does not wait for them.
+    """
+
+    def __init__(self, number: int, first: int, statistics: Statistics, hashing: ThreadPoolExecutor) -> None:
         self.number, self.first, self.rows, self.nonfinite = number, first, 0, 0
         self.statistics = statistics
+        self.head: Tensor | None = None
         self._counts: list[Tensor] = []
         self._indices: list[Tensor] = []
         self._values: list[Tensor] = []
+        self._checksums = Growing(hashing)
 
-    def append(self, latents: CSR) -> None:
+    def append(self, batch: Tensor, latents: CSR) -> None:
+        """The latents of a batch of rows."""
+        if self.head is None:
+            # A copy: who gave the batch may fill it again.
+            self.head = head(batch).to("cpu", copy=True)
         self.nonfinite += self.statistics.update(latents, self.first + self.rows)
         self.rows += latents.num_rows
         self._counts.append(latents.row_offsets.diff().cpu())
         self._indices.append(latents.indices.cpu())
         self._values.append(latents.values.cpu())
+        self._checksums.append({"indices": self._indices[-1], "values": self._values[-1]})
+
+    def checksums(self) -> dict[str, str]:
+        """Of its largest tensors."""
+        return self._checksums.checksums()
 
     def tensors(self) -> dict[str, Tensor]:
         offsets = torch.zeros(self.rows + 1, dtype=torch.int64)
@@ -51,6 +67,7 @@ class Writer:
     ) -> None:
         self._folder, self._manifest, self._totals, self._text, self._ranks = folder, manifest, totals, text, ranks
         self._thread = ThreadPoolExecutor(1, "gossamer-write")
+        self.hashing = ThreadPoolExecutor(1, "gossamer-hash")
         self._pending: Future[None] | None = None
 
     def __enter__(self) -> Writer:
@@ -58,6 +75,7 @@ class Writer:
 
     def __exit__(self, *_: object) -> None:
         self._thread.shutdown()
+        self.hashing.shutdown(cancel_futures=True)
 
     def put(self, shard: Shard, complete: bool) -> None:
         """This rank's part of a round: a shard, or one without rows; `complete` if it is the last round."""
@@ -83,9 +101,13 @@ class Writer:
         if self._text is not None:
             tensors["tokens"] = self._text.tokens[shard.first : shard.first + shard.rows]
             tensors["starts"] = self._text.starts[shard.first : shard.first + shard.rows]
-        name = f"shard-{shard.number:06d}.safetensors"
-        disk.write(self._folder / name, tensors)
-        return {"file": name, "rows": shard.rows, "nnz": tensors["indices"].shape[0]}
+        assert shard.head is not None
+        described = {"number": shard.number, "settings": self._manifest["settings"], "source": checksum(shard.head)}
+        described["sha256"] = seal(described, tensors, shard.checksums())
+        name = disk.shard_name(shard.number)
+        disk.write(self._folder / name, tensors, described)
+        found = {"file": name, "rows": shard.rows, "nnz": tensors["indices"].shape[0]}
+        return found | {"source": described["source"], "sha256": described["sha256"]}
 
     def _settle(self, found: list[tuple[dict[str, Any] | None, dict[str, Tensor], int]], complete: bool) -> None:
         """The statistics up to the end of a round. The manifest is what makes them count, and is replaced last."""
@@ -95,11 +117,13 @@ class Writer:
                 self._totals.add(state)
                 self._manifest["shards"].append(described)
                 self._manifest["nonfinite"] += nonfinite
-        if number := len(self._manifest["shards"]):
-            self._manifest["statistics"] = f"statistics-{number - 1:06d}.safetensors"
-        if self._manifest["statistics"] != before:
-            disk.write(self._folder / self._manifest["statistics"], self._totals.state())
+        number = len(self._manifest["shards"]) - 1
+        if number >= 0 and (before is None or before["file"] != disk.statistics_name(number)):
+            state, name = self._totals.state(), disk.statistics_name(number)
+            sha256 = self.hashing.submit(seal, {}, state)
+            disk.write(self._folder / name, state)
+            self._manifest["statistics"] = {"file": name, "sha256": sha256.result()}
         self._manifest["complete"] = complete
         disk.write_manifest(self._folder, self._manifest)
         if before not in (None, self._manifest["statistics"]):
-            (self._folder / before).unlink(missing_ok=True)
+            (self._folder / before["file"]).unlink(missing_ok=True)

@@ -3,12 +3,14 @@
 import torch
 from torch import Tensor
 
-from gossamer.rowsparse._torch.pack import overflowed_rows
+from gossamer.rowsparse._torch.pack import overflowed_rows, refuse_overflow
 from gossamer.rowsparse.formats import threshold_dtype
 
 
 def smallest(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None, scale: Tensor | None) -> Tensor:
     """Operator `sae_smallest` -> [M], inf where a row has no value above 0."""
+    if source is None:
+        refuse_overflow("sae.smallest", values.shape[1], nnz)
     wide = threshold_dtype(values.dtype)
     held = (torch.arange(values.shape[1]) < nnz[:, None]) & (nnz <= values.shape[1])[:, None] & (indices >= 0)
     scaled = values.to(wide)

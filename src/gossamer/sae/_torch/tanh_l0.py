@@ -3,9 +3,13 @@
 import torch
 from torch import Tensor
 
+from gossamer.rowsparse._torch.pack import refuse_overflow
+
 
 def tanh_l0(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None, scale: Tensor) -> Tensor:
     """Operator `sae_tanh_l0` -> [M]."""
+    if source is None:
+        refuse_overflow("sae.tanh_l0", values.shape[1], nnz)
     steep, held = _at(values, indices, nnz, scale)
     out = torch.where(held, torch.tanh(values * steep), 0).sum(1)
     if source is not None:

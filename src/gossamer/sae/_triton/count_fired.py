@@ -13,7 +13,7 @@ from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 def _count_fired_kernel(
     values_ptr, indices_ptr, nnz_ptr, source_ptr, out_ptr, stride_sm, N, capacity, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Program (row)."""
+    """Program (row). Where nothing restores a row that overflowed, every column's count falls far below 0."""
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(nnz_ptr + row)
     if count <= capacity:
@@ -28,6 +28,10 @@ def _count_fired_kernel(
             columns = first + tl.arange(0, BLOCK)
             value = tl.load(source_ptr + row * stride_sm + columns, mask=columns < N, other=0.0)
             tl.atomic_add(out_ptr + columns, tl.full([BLOCK], 1, tl.int64), mask=value != 0, sem="relaxed")
+    else:
+        for first in range(0, N, BLOCK):
+            columns = first + tl.arange(0, BLOCK)
+            tl.atomic_add(out_ptr + columns, tl.full([BLOCK], -(1 << 40), tl.int64), mask=columns < N, sem="relaxed")
 
 
 _count_fired = launch.Kernel(_count_fired_kernel)

@@ -32,7 +32,11 @@ def _smallest_kernel(
             if scale_ptr is not None:
                 value *= tl.load(scale_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
             least = tl.where(value > 0, tl.minimum(least, value), least)
-    tl.store(out_ptr + row, tl.min(least, 0))
+    found = tl.min(least, 0)
+    if source_ptr is None:
+        # Nothing restores a row that overflowed.
+        found = tl.where(count <= capacity, found, float("nan"))
+    tl.store(out_ptr + row, found)
 
 
 _smallest = launch.Kernel(_smallest_kernel)

@@ -58,6 +58,9 @@ def _tanh_l0_fwd_kernel(
         for first in range(0, N, BLOCK):
             value, scale = load_columns(source_ptr, scale_ptr, row, stride_sm, first, N, BLOCK)
             total += tanh(value * scale)
+    else:
+        # Nothing restores a row that overflowed.
+        total += float("nan")
     tl.store(out_ptr + row, tl.sum(total, axis=0))
 
 

@@ -124,7 +124,9 @@ def pack_fixed(acts: Tensor, max_l0: int = 512, validate: bool = True) -> Fixed:
     cursors = torch.zeros(B, dtype=torch.int32, device=acts.device)
     _fill_fixed_kernel[(B, triton.cdiv(F, BLOCK_F))](acts, cursors, indices, values, F, max_l0, BLOCK_F=BLOCK_F)
     if validate and (largest := int(cursors.max().item())) > max_l0:
-        raise ValueError(f"seed_decode.pack_fixed: max_l0 must be at least the largest count {largest}, got {max_l0}.")
+        raise ValueError(
+            f"jumprelu_sae_kernels.pack_fixed: max_l0 must be at least the largest count {largest}, got {max_l0}."
+        )
     return Fixed(indices, values, cursors, max_l0)
 
 

@@ -1,0 +1,137 @@
+"""`nn.GatedSparseAttention` as a whole: with its indexer, dense, by plain PyTorch, and one token behind a cache.
+
+Results are checked at the last 64 tokens, in float64, over the keys that each way selects itself; dense attention over
+all of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.cli.bench import Case, Provider
+from gossamer.nn import GatedSparseAttention, GatedSparseAttentionReference
+
+ROWS = 64
+
+
+def cases(
+    device: torch.device,
+    quick: bool,
+    *,
+    lengths: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    batch: int = 1,
+) -> Iterator[Case]:
+    """The published layer: hidden size 2,048, 16 heads, k 2,048; a small one for `quick` and on the CPU."""
+    if quick or device.type == "cpu":
+        for T in lengths or (256,):
+            yield _layer(T, 64, 4, min(32, T // 2), dtype or torch.float32, batch)
+        return
+    for T in lengths or (4096, 8192, 32768, 131072):
+        yield _layer(T, 2048, 16, min(2048, T // 2), dtype or torch.bfloat16, batch)
+
+
+def _layer(T: int, width: int, heads: int, k: int, dtype: torch.dtype, B: int) -> Case:
+    def make(device: torch.device, generator: torch.Generator) -> list[tuple[Any, ...]]:
+        torch.manual_seed(0)
+        layer = GatedSparseAttention(width, heads, k_base=k, k_min=min(k, 256), k_max=2 * k)
+        plain = GatedSparseAttentionReference(width, heads, k_base=k, k_min=min(k, 256), k_max=2 * k)
+        plain.load_state_dict(layer.state_dict())
+        layer, plain = (each.to(device, dtype) for each in (layer, plain))
+        dense = copy.copy(layer)
+        dense.dense = True
+        x = torch.randn(B, T, width, device=device, generator=generator).to(dtype)
+        return [(layer, dense, plain, x)]
+
+    def run(which: int, *inputs: Any) -> Tensor:
+        return inputs[which](inputs[3])
+
+    def decode(layer: GatedSparseAttention, x: Tensor, cache: Any) -> Tensor:
+        # The same token again and again: the cache forgets it.
+        cache.lengths.fill_(T - 1)
+        cache.longest = T - 1
+        return layer(x, cache=cache)
+
+    def prepare_decode(layer: GatedSparseAttention, _: Any, __: Any, x: Tensor) -> tuple[Any, ...]:
+        cache = layer.cache(B, T)
+        layer(x[:, :-1], cache=cache)
+        return layer, x[:, -1:], cache
+
+    def reference(layer: GatedSparseAttention, dense: Any, plain: Any, x: Tensor) -> tuple[Tensor]:
+        return (_exact(layer, x, layer.select(*layer.index(x)).to_mask() if T <= 4096 else _last(layer, x)),)
+
+    def result(which: int, out: Tensor, *inputs: Any) -> tuple[Tensor]:
+        layer, x = inputs[0], inputs[3]
+        wanted = reference(*inputs)[0]
+        if which == 0:
+            return (out[:1, -ROWS:],)
+        taken = None if which == 1 else _best(inputs[2], x)
+        # Over other keys: what counts is the error against the same in float64.
+        return (wanted + (out[:1, -ROWS:].double() - _exact(layer, x, taken)),)
+
+    def decoded(out: Tensor, *inputs: Any) -> tuple[Tensor]:
+        wanted = reference(*inputs)[0].clone()
+        wanted[:, -1:] = out[:1].double()
+        return (wanted,)
+
+    return Case(
+        room="attention",
+        name="gated_sparse_attention",
+        parameters={"B": B, "T": T, "hidden": width, "H": heads, "k": k},
+        dtype=dtype,
+        make=make,
+        providers=(
+            Provider("gossamer", partial(run, 0), ours=True, result=partial(result, 0)),
+            Provider("gossamer, dense", partial(run, 1), result=partial(result, 1)),
+            Provider(
+                "plain PyTorch", partial(run, 2), result=partial(result, 2),
+                devices=("cpu", "cuda") if T <= 4096 else (),
+            ),
+            Provider("gossamer, one token behind a cache", decode, ours=True, prepare=prepare_decode, result=decoded,
+                     partial=True),
+        ),
+        reference=reference,
+        bytes=B * (2 * T * width + 6 * width * width) * dtype.itemsize,
+        flops=B * (12 * T * width * width + 4 * width * sum(min(t + 1, k) for t in range(T))),
+        sweep="T",
+    )  # fmt: skip
+
+
+def _last(layer: GatedSparseAttention, x: Tensor) -> Tensor:
+    """Mask of what the last tokens select, which depends on none before them."""
+    q, k, w = layer.index(x)
+    return layer.select(q[:, :, -ROWS:], k, w[:, -ROWS:]).to_mask()
+
+
+def _best(plain: GatedSparseAttentionReference, x: Tensor) -> Tensor:
+    """Mask of what the plain layer's last tokens select."""
+    scores = plain.scores(*plain.index(x))[:, -ROWS:]
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : plain.k_base]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(2, best, True)[:, None]
+
+
+def _exact(layer: GatedSparseAttention, x: Tensor, taken: Tensor | None) -> Tensor:
+    """The last tokens of the first sequence in float64, over taken keys [B, 1, >= ROWS, T] or all."""
+    wide = copy.deepcopy(layer).double()
+    x = x[:1].double()
+    T, rows = x.shape[1], slice(x.shape[1] - ROWS, x.shape[1])
+    split = (1, -1, layer.num_heads, layer.head_dim)
+    q, k, v = (p(part).view(split) for p, part in ((wide.q_proj, x[:, rows]), (wide.k_proj, x), (wide.v_proj, x)))
+    v = v * wide.value_gate.gate_proj(x).sigmoid().view(split)
+    cos, sin = (angle[:, None].double() for angle in layer.rotary_emb(torch.arange(T, device=x.device)))
+    q, k = (
+        t * c + torch.cat([-t.chunk(2, -1)[1], t.chunk(2, -1)[0]], -1) * s
+        for t, c, s in ((q, cos[rows], sin[rows]), (k, cos, sin))
+    )
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * layer.head_dim**-0.5
+    seen = torch.ones(ROWS, T, dtype=torch.bool, device=x.device).tril(T - ROWS)
+    if taken is not None:
+        seen = seen & taken[:1, :, -ROWS:]
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v).flatten(2)
+    return wide.o_proj(out * wide.output_gate.gate_proj(x[:, rows]).sigmoid())

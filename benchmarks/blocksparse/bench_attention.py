@@ -1,0 +1,192 @@
+"""`blocksparse.attention` beside dense attention and the peers, on random layouts, a different one for each head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gossamer.blocksparse import Layout, attention
+from gossamer.cli.bench import Case, Provider
+
+Tensors = tuple[Tensor, ...]
+
+
+def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    """B 1, T 8,192, 16 heads, bfloat16, not causal; small float32 cases for `quick` and on the CPU."""
+    if quick or device.type == "cpu":
+        for training in (False, True):
+            yield _attention(256, 2, 64, 64, 50, torch.float32, training)
+        return
+    for training in (False, True):
+        for D in (64, 128):
+            for block in (64, 128):
+                for density in (50, 25, 10):
+                    yield _attention(8192, 16, D, block, density, torch.bfloat16, training)
+
+
+def _attention(T: int, H: int, D: int, block: int, density: int, dtype: torch.dtype, training: bool) -> Case:
+    def make(device: torch.device, generator: torch.Generator) -> list[tuple[Any, ...]]:
+        drawn = [torch.randn(1, H, T, D, device=device, generator=generator).to(dtype) for _ in range(4)]
+        mask = torch.rand(H, T // block, T // block, device=device, generator=generator) * 100 < density
+        # Dense attention has no empty rows, either.
+        mask[..., 0] = True
+        return [(*drawn, Layout.from_mask(mask, block))]
+
+    run = _trained if training else _inferred
+    result = partial(_first_head, training=training)
+    share = density / 100
+    # Blocks of the layout: two products of the forward pass, and five more of the backward pass.
+    flops = int((7 if training else 2) * 2 * H * T * T * D * share)
+    return Case(
+        room="blocksparse",
+        name="attention_training" if training else "attention",
+        parameters={"T": T, "H": H, "D": D, "block": block, "density": density},
+        dtype=dtype,
+        make=make,
+        providers=(
+            Provider("gossamer", run(attention), ours=True, result=result, capturable=not training),
+            Provider("dense SDPA, cuDNN", run(_dense), result=partial(_dense_result, training=training)),
+            *_flex(run, result),
+            *_blksprs(run, training, block, D),
+        ),
+        reference=partial(_exact, training=training),
+        bytes=(8 if training else 4) * H * T * D * dtype.itemsize,
+        flops=flops,
+        grad=training,
+        sweep="density",
+        error=_error,
+    )
+
+
+def _error(got: Tensors, want: Tensors) -> float:
+    """Largest error of a row, over the mean norm of rows."""
+    errors = [(a.double() - b).norm(dim=-1).max() / b.norm(dim=-1).mean() for a, b in zip(got, want, strict=True)]
+    return float(torch.stack(errors).max().nan_to_num(nan=torch.inf))
+
+
+def _inferred(forward: Callable[..., Tensor]) -> Callable[..., Tensors]:
+    def call(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layout: Any) -> Tensors:
+        return (forward(q, k, v, layout),)
+
+    return call
+
+
+def _trained(forward: Callable[..., Tensor]) -> Callable[..., Tensors]:
+    def call(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layout: Any) -> Tensors:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = forward(*leaves, layout)
+        return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+    return call
+
+
+def _first_head(output: Tensors, *_: Any, training: bool) -> Tensors:
+    """Head 0 is looked at: float64 for all of them would take longer than everything that is timed."""
+    return tuple(x[:, 0] for x in output)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, layout: Any) -> Tensor:
+    """Every block, by cuDNN on the GPU: PyTorch's own choice can be half as fast on Hopper."""
+    if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
+        return F.scaled_dot_product_attention(q, k, v)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def _dense_result(
+    output: Tensors, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layout: Layout, training: bool
+) -> Tensors:
+    """Dense attention attends to every block, so its error is that against its own reference."""
+    own, wanted = (_exact(q, k, v, grad, which, training) for which in (None, layout))
+    got = _first_head(output, training=training)
+    return tuple(a + (b.double() - c) for a, b, c in zip(wanted, got, own))
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layout: Layout | None, training: bool) -> Tensors:
+    """Head 0 in float64, some queries at a time."""
+    step, scale = 1024, q.shape[3] ** -0.5
+    queries, keys, values, grads = (x[0, 0].double() for x in (q, k, v, grad))
+    outs, dqs, dk, dv = [], [], torch.zeros_like(keys), torch.zeros_like(values)
+    for first in range(0, len(queries), step):
+        x, g = queries[first : first + step], grads[first : first + step]
+        s = x @ keys.t() * scale
+        if layout is not None:
+            block = layout.block_size[0]
+            rows = torch.arange(first, first + len(x), device=q.device) // block
+            s = s.masked_fill(~layout.to_dense()[0, rows].repeat_interleave(block, 1), -torch.inf)
+        p = s.softmax(-1)
+        out = p @ values
+        outs.append(out)
+        if training:
+            ds = p * (g @ values.t() - (g * out).sum(-1, keepdim=True)) * scale
+            dqs.append(ds @ keys)
+            dk += ds.t() @ x
+            dv += p.t() @ g
+    whole = (torch.cat(outs)[None],)
+    return (*whole, torch.cat(dqs)[None], dk[None], dv[None]) if training else whole
+
+
+@cache
+def _compiled_flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, fullgraph=True, dynamic=False)
+
+
+def _flex(run: Callable[..., Any], result: Callable[..., Tensors]) -> list[Provider]:
+    """FlexAttention with every present block as a full one; its second backend where FlashAttention's is installed."""
+
+    def prepare(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layout: Layout) -> tuple[Any, ...]:
+        from torch.nn.attention.flex_attention import BlockMask
+
+        mask = layout.to_dense()[None]
+        counts, order = mask.sum(-1, dtype=torch.int32), mask.int().argsort(-1, descending=True, stable=True).int()
+        none = torch.zeros_like(counts), order
+        given = {"BLOCK_SIZE": layout.block_size, "seq_lengths": layout.size}
+        return q, k, v, grad, BlockMask.from_kv_blocks(*none, counts, order, **given)
+
+    def flex(q: Tensor, k: Tensor, v: Tensor, mask: Any, backend: str) -> Any:
+        return _compiled_flex()(q, k, v, block_mask=mask, kernel_options={"BACKEND": backend})
+
+    backends = ["TRITON", *(["FLASH"] if find_spec("flash_attn") and find_spec("flash_attn.cute") else [])]
+    return [
+        Provider(
+            f"FlexAttention, {b}", run(partial(flex, backend=b)), prepare=prepare, result=result, devices=("cuda",)
+        )
+        for b in backends
+    ]
+
+
+def _blksprs(run: Callable[..., Any], training: bool, block: int, d: int) -> list[Provider]:
+    """blksprs on compressed operands, its lookup tables made beforehand; its blocks are square in heads, too."""
+    if find_spec("blksprs") is None or d % block:
+        return []
+    from blksprs.ops.conversion import to_dense, to_sparse  # type: ignore[import-not-found]
+    from blksprs.ops.flash_attention import (  # type: ignore[import-not-found]
+        flash_attention,
+        flash_attention_build_layout_cache,
+    )
+
+    def prepare(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layout: Layout) -> tuple[Any, ...]:
+        whole = torch.ones(q.shape[1], q.shape[2] // block, d // block, device=q.device, dtype=torch.bool)
+        given = [to_sparse(x[0].contiguous(), whole, block) for x in (q, k, v, grad)]
+        mask = layout.to_dense()
+        sizes = whole.shape[1], whole.shape[1], whole.shape[2]
+        tables = flash_attention_build_layout_cache(mask, whole, whole, whole, *sizes, whole, whole.shape[2])
+        return *given, (whole, mask, tables)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, given: Any) -> Any:
+        whole, mask, tables = given
+        return flash_attention(q, whole, k, whole, v, whole, mask, block, layout_cache=tables)
+
+    def result(output: Tensors, q: Any, k: Any, v: Any, grad: Any, given: Any) -> Tensors:
+        return tuple(to_dense(x, given[0], block)[:1] for x in output)
+
+    return [Provider("blksprs", run(forward), prepare=prepare, result=result, devices=("cuda",))]

@@ -1,0 +1,132 @@
+"""`blocksparse.matmul` at the published sizes: batch 4, n x n, inputs 25% sparse, the result 0 to 75%."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.peers import block_sparse as peers
+from gossamer import blocksparse
+from gossamer.cli.bench import Case, Provider, copies
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    """n 1,024 to 8,192, blocks of 64, float32 and bfloat16; a small float32 one for `quick` and on the CPU."""
+    if quick or device.type == "cpu":
+        yield _sparse(256, 32, 50, torch.float32)
+        yield _with_dense(256, 32, 75, torch.float32)
+        return
+    for dtype in (torch.bfloat16, torch.float32):
+        for n in (1024, 2048, 4096, 8192):
+            for sparsity in peers.SPARSITIES:
+                yield _sparse(n, 64, sparsity, dtype)
+    for block in (16, 32, 128):
+        yield _sparse(4096, block, 50, torch.bfloat16)
+    for sparsity in (2, 50, 75, 90):
+        yield _with_dense(8192, 64, sparsity, torch.bfloat16)
+
+
+def _sparse(n: int, block: int, sparsity: int, dtype: torch.dtype) -> Case:
+    """All three block-sparse; where nothing of the result is missing, nothing of the inputs is."""
+    inputs = 25 if sparsity else 0
+    present = (1 - sparsity / 100, 1 - inputs / 100)
+
+    def make(device: torch.device, generator: torch.Generator) -> list[Inputs]:
+        def draw() -> Inputs:
+            of_x, of_y, of_out = (peers.random_mask(n, block, s, device, generator) for s in (inputs, inputs, sparsity))
+            x, y = (peers.random_dense(n, mask, dtype, generator) for mask in (of_x, of_y))
+            return x, y, of_x, of_y, of_out
+
+        return [draw() for _ in range(copies(device, 3 * peers.BATCH * n * n * dtype.itemsize))]
+
+    return Case(
+        room="blocksparse",
+        name="matmul",
+        parameters={"n": n, "block": block, "sparsity": sparsity},
+        dtype=dtype,
+        make=make,
+        providers=(
+            Provider(
+                "gossamer",
+                blocksparse.matmul,
+                ours=True,
+                prepare=lambda x, y, of_x, of_y, of_out: (
+                    peers.from_dense(x, of_x),
+                    peers.from_dense(y, of_y),
+                    peers.layout_of(of_out, n),
+                ),
+                result=peers.to_dense,
+                capturable=True,
+                precision="high",
+            ),
+            Provider(
+                "dense",
+                torch.matmul,
+                prepare=lambda x, y, *masks: (x, y),
+                result=lambda out, x, y, of_x, of_y, of_out: (out * peers.elements(of_out, n),),
+                capturable=True,
+                precision="high",
+            ),
+            *peers.blksprs(
+                "blksprs",
+                prepare=lambda bs, x, y, of_x, of_y, of_out: (
+                    bs.ops.to_sparse(x, of_x, block), of_x, bs.ops.to_sparse(y, of_y, block), of_y, of_out, block, {},
+                ),
+                call=lambda bs, *given: bs.ops.matmul(*given[:-1], layout_cache=given[-1]),
+                result=lambda bs, out, x, y, of_x, of_y, of_out: bs.ops.to_dense(out, of_out, block),
+            ),
+        ),
+        reference=lambda x, y, of_x, of_y, of_out: (x.double() @ y.double() * peers.elements(of_out, n),),
+        bytes=int(peers.BATCH * n * n * dtype.itemsize * (present[0] + 2 * present[1])),
+        flops=int(2 * peers.BATCH * n**3 * present[0] * present[1] ** 2),
+        sweep="n",
+    )  # fmt: skip
+
+
+def _with_dense(n: int, block: int, sparsity: int, dtype: torch.dtype) -> Case:
+    """Block-sparse times dense, as a sparse layer computes."""
+
+    def make(device: torch.device, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
+        def draw() -> tuple[Tensor, ...]:
+            mask = peers.random_mask(n, block, sparsity, device, generator)
+            y = torch.randn(peers.BATCH, n, n, device=device, generator=generator).to(dtype)
+            return peers.random_dense(n, mask, dtype, generator), y, mask
+
+        return [draw() for _ in range(copies(device, 3 * peers.BATCH * n * n * dtype.itemsize))]
+
+    def bsr(x: Tensor, y: Tensor, mask: Tensor) -> tuple[Any, ...]:
+        return [matrix.to_sparse_bsr((block, block)) for matrix in x], y
+
+    present = 1 - sparsity / 100
+    return Case(
+        room="blocksparse",
+        name="matmul_with_dense",
+        parameters={"n": n, "block": block, "sparsity": sparsity},
+        dtype=dtype,
+        make=make,
+        providers=(
+            Provider(
+                "gossamer",
+                blocksparse.matmul,
+                ours=True,
+                prepare=lambda x, y, mask: (peers.from_dense(x, mask), y),
+                capturable=True,
+                precision="high",
+            ),
+            Provider("dense", torch.matmul, prepare=lambda x, y, mask: (x, y), capturable=True, precision="high"),
+            Provider(
+                "torch BSR",
+                lambda xs, y: torch.stack([x @ matrix for x, matrix in zip(xs, y)]),
+                prepare=bsr,
+                precision="high",
+            ),
+        ),
+        reference=lambda x, y, mask: (x.double() @ y.double(),),
+        bytes=int(peers.BATCH * n * n * dtype.itemsize * (2 + present)),
+        flops=int(2 * peers.BATCH * n**3 * present),
+    )

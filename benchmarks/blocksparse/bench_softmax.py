@@ -1,0 +1,136 @@
+"""`blocksparse.softmax` and `transpose` at the published sizes: batch 4, n x n, 0 to 75% sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from benchmarks.peers import block_sparse as peers
+from gossamer import blocksparse
+from gossamer.cli.bench import Case, Provider, copies
+
+
+def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    """n 1,024 to 8,192, blocks of 64, float32 and bfloat16; small float32 ones for `quick` and on the CPU."""
+    if quick or device.type == "cpu":
+        yield _softmax(256, 32, 50, torch.float32, False)
+        yield _softmax(256, 32, 50, torch.float32, True)
+        yield _transpose(256, 32, 50, torch.float32)
+        return
+    for dtype in (torch.bfloat16, torch.float32):
+        for n in (1024, 2048, 4096, 8192):
+            for sparsity in peers.SPARSITIES:
+                yield _softmax(n, 64, sparsity, dtype, False)
+                yield _transpose(n, 64, sparsity, dtype)
+            yield _softmax(n, 64, 50, dtype, True)
+
+
+def _make(n: int, block: int, sparsity: int, dtype: torch.dtype):
+    def make(device: torch.device, generator: torch.Generator) -> list[tuple[Tensor, Tensor]]:
+        def draw() -> tuple[Tensor, Tensor]:
+            mask = peers.random_mask(n, block, sparsity, device, generator)
+            return peers.random_dense(n, mask, dtype, generator), mask
+
+        return [draw() for _ in range(copies(device, 2 * peers.BATCH * n * n * dtype.itemsize))]
+
+    return make
+
+
+def _softmax(n: int, block: int, sparsity: int, dtype: torch.dtype, training: bool) -> Case:
+    def dense(x: Tensor) -> Tensor:
+        return x.softmax(-1)
+
+    def reference(x: Tensor, mask: Tensor) -> Tensor:
+        return x.double().masked_fill(~peers.elements(mask, n), -torch.inf).softmax(-1)
+
+    def trained(x: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        x = x.double().requires_grad_()
+        return (torch.autograd.grad(reference(x, mask).square().sum() / 2, x)[0],)
+
+    def ours(x: blocksparse.BlockSparseTensor) -> blocksparse.BlockSparseTensor:
+        x = x.detach().requires_grad_()
+        out = blocksparse.softmax(x).values
+        (grad,) = torch.autograd.grad(out, x.values, out.detach())
+        return blocksparse.BlockSparseTensor(grad, x.layout)
+
+    def theirs(x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        out = x.softmax(-1)
+        return torch.autograd.grad(out, x, out.detach())[0]
+
+    kept = peers.BATCH * n * n * (1 - sparsity / 100)
+    products = () if training else peers.blksprs(
+        "blksprs",
+        prepare=lambda bs, x, mask: (bs.ops.to_sparse(x.float(), mask, block), mask, block, {}),
+        call=lambda bs, *given: bs.ops.softmax(*given[:-1], layout_cache=given[-1]),
+        result=lambda bs, out, x, mask: bs.ops.to_dense(out, mask, block),
+    )  # fmt: skip
+    return Case(
+        room="blocksparse",
+        name="softmax_training" if training else "softmax",
+        parameters={"n": n, "block": block, "sparsity": sparsity},
+        dtype=dtype,
+        make=_make(n, block, sparsity, dtype),
+        providers=(
+            Provider(
+                "gossamer",
+                ours if training else blocksparse.softmax,
+                ours=True,
+                prepare=lambda x, mask: (peers.from_dense(x, mask),),
+                result=peers.to_dense,
+                capturable=not training,
+            ),
+            Provider(
+                "dense, -inf in absent blocks",
+                theirs if training else dense,
+                prepare=lambda x, mask: (x.masked_fill(~peers.elements(mask, n), -torch.inf),),
+                result=lambda out, *_: (out,),
+                capturable=not training,
+            ),
+            *products,
+        ),
+        reference=trained if training else lambda x, mask: (reference(x, mask),),
+        bytes=int(kept * dtype.itemsize * (5 if training else 2)),
+        flops=0,
+        sweep="n",
+        grad=training,
+    )
+
+
+def _transpose(n: int, block: int, sparsity: int, dtype: torch.dtype) -> Case:
+    return Case(
+        room="blocksparse",
+        name="transpose",
+        parameters={"n": n, "block": block, "sparsity": sparsity},
+        dtype=dtype,
+        make=_make(n, block, sparsity, dtype),
+        providers=(
+            Provider(
+                "gossamer",
+                blocksparse.transpose,
+                ours=True,
+                prepare=lambda x, mask: (peers.from_dense(x, mask),),
+                result=peers.to_dense,
+                capturable=True,
+            ),
+            Provider(
+                "dense, contiguous",
+                lambda x: x.mT.contiguous(),
+                prepare=lambda x, mask: (x,),
+                result=lambda out, *_: (out,),
+                capturable=True,
+            ),
+            *peers.blksprs(
+                "blksprs",
+                prepare=lambda bs, x, mask: (bs.ops.to_sparse(x, mask, block), mask, block),
+                call=lambda bs, *given: bs.ops.transpose(*given)[0],
+                result=lambda bs, out, x, mask: bs.ops.to_dense(out, mask.mT.contiguous(), block),
+            ),
+        ),
+        reference=lambda x, mask: (x.double().mT,),
+        bytes=int(2 * peers.BATCH * n * n * (1 - sparsity / 100) * dtype.itemsize),
+        flops=0,
+        sweep="n",
+    )

@@ -1,0 +1,32 @@
+"""`rowsparse` at random: the product of packed rows, their packing, and products at the entries of a pattern."""
+
+from __future__ import annotations
+
+from random import Random
+
+import torch
+
+from benchmarks.rowsparse import bench_matmul, bench_pack, bench_sampled_matmul
+from gossamer.cli.bench import Case, log_uniform
+
+RANGES = (
+    "M 1-32,768, N 64-131,072, D 64-8,192, entries a row 1 to all, log-uniform; at most 2^29 elements and 2^40 "
+    "products; bfloat16, float16, float32"
+)
+
+
+def draw(random: Random, device: torch.device, quick: bool) -> Case:
+    """One shape, dtype and density of one operator."""
+    small = quick or device.type == "cpu"
+    while True:
+        M, D = log_uniform(random, 1, 256 if small else 32768), log_uniform(random, 64, 256 if small else 8192)
+        N = log_uniform(random, 64, 4096 if small else 131072)
+        if M * N <= 2**29 and M * N * D <= 2**40:
+            break
+    dtype = torch.float32 if small else random.choice([torch.bfloat16, torch.float16, torch.float32])
+    nnz = log_uniform(random, 1, N)
+    kind = random.choice(["matmul", "sampled_matmul", "pack"])
+    if kind == "pack":
+        return bench_pack.pack(M, N, nnz, dtype)
+    case = bench_matmul.matmul if kind == "matmul" else bench_sampled_matmul.sampled_matmul
+    return case(M, N, D, nnz, dtype)

@@ -1,0 +1,31 @@
+"""`sae` at random: encode and decode, by activation, size and density."""
+
+from __future__ import annotations
+
+from random import Random
+
+import torch
+
+from benchmarks.sae import bench_decode, bench_encode
+from gossamer.cli.bench import Case, log_uniform
+
+RANGES = (
+    "B 1-32,768, d_in 64-8,192, d_sae 512-131,072, L0 1 to all (encode: to half), log-uniform; at most 2^29 latents "
+    "and 2^40 products; bfloat16, float16, float32"
+)
+
+
+def draw(random: Random, device: torch.device, quick: bool) -> Case:
+    """One shape, dtype and density of one operator."""
+    small = quick or device.type == "cpu"
+    while True:
+        B, D = log_uniform(random, 1, 256 if small else 32768), log_uniform(random, 64, 256 if small else 8192)
+        F = log_uniform(random, 512, 4096 if small else 131072)
+        if B * F <= 2**29 and B * F * D <= 2**40:
+            break
+    dtype = torch.float32 if small else random.choice([torch.bfloat16, torch.float16, torch.float32])
+    kind = random.choice(["decode", "decode_ready", "jumprelu", "topk", "batchtopk"])
+    if kind.startswith("decode"):
+        shape = (B, F, D, log_uniform(random, 1, F), dtype)
+        return bench_decode.decode(kind, *shape) if kind == "decode" else bench_decode.ready(*shape)
+    return bench_encode.encode(kind, B, D, F, log_uniform(random, 1, F // 2), dtype)

@@ -1,0 +1,252 @@
+"""docs/benchmarks.md, and README's table and plot, from the files of `benchmarks/results/`.
+
+`python benchmarks/tables.py` writes them; with `--check` it only says whether they are what it would write, as
+`make lint` asks. The plot is drawn, and not compared: other versions of matplotlib draw other bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PAGE, README, PLOT = (
+    ROOT / "benchmarks" / "results",
+    ROOT / "docs" / "benchmarks.md",
+    ROOT / "README.md",
+    ROOT / "docs" / "decode.png",
+)
+BEGIN, END = "<!-- measured: python benchmarks/tables.py -->", "<!-- /measured -->"
+
+PAGES = {
+    "sae-nvidia-h200.json": (
+        "Autoencoders: decode",
+        "From dense activations (`decode`, and its sweeps), from ready containers (`decode_ready`), and backward. With "
+        "a batch of 32 eager times are those of the host, which launches; a CUDA graph shows the device. `gossamer` is "
+        "the default, exact for every input. *jumprelu-sae-kernels* are the published kernels, written anew; *unsafe* "
+        "drops what does not fit. Where most latents fire and TF32 is allowed, gossamer is **slower than dense**.",
+    ),
+    "sae-encode-nvidia-h200.json": (
+        "Autoencoders: encode",
+        "*GEMM alone* is the product without an activation, the least that any encoder needs.",
+    ),
+    "nn-nvidia-h200.json": (
+        "Autoencoders: training steps",
+        "The loss and all gradients, without an optimizer. JumpReLU keeps pre-activations for rows with more latents "
+        "than slots: it takes **more memory** than a compiled dense step.",
+    ),
+    "integrations-saelens-nvidia-h200.json": (
+        "SAELens, as it is and patched",
+        "Eager, a patched decode is bound by the host, whatever the shape: two launches and SAELens's own hooks. A "
+        "training step is SAELens's own trainer's, optimizer included.",
+    ),
+    "gemm-nvidia-h200.json": (
+        "Gated layers, and layers that pack what they activate",
+        "*GEMM alone* is one product to both halves, without gating. `mlp` is a block, forward and backward.",
+    ),
+}
+"""Files of results, the title of each, and what a reader has to know."""
+
+_GRAPH = ", CUDA graph"
+HEADLINES = (
+    (f"decode, 64 of 65,536 latents, batch 32{_GRAPH}", "sae", "sae/decode/B=32,F=65536,D=768,L0=64,float32"),
+    ("encode and decode, JumpReLU, batch 4,096", "gemm", "linear_pack_decode/B=4096,D=2304,F=65536,L0=64,bfloat16"),
+    (f"training step, TopK, batch 4,096{_GRAPH}", "nn", "nn/train_topk/B=4096,D=2304,F=65536,k=64,bfloat16"),
+    ("SAELens's training step, JumpReLU, patched", "integrations-saelens", "training_step/SAE=jumprelu"),
+    ("gated layer, 4,096 tokens, Llama 3 8B", "gemm", "gemm/linear_glu/M=4096,K=4096,N=14336,bfloat16"),
+    ("gated block, forward and backward, 16,384 tokens", "gemm", "gemm/mlp/M=16384,K=4096,N=14336,bfloat16"),
+)
+"""README's rows: what is measured, the file, and what the case's id holds."""
+
+
+def read(file: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((RESULTS / file).read_text())
+    return content
+
+
+def provenance(content: dict[str, Any]) -> str:
+    device, versions = content["device"], content["versions"]
+    return (
+        f"{device['name']} ({device['runtime']}, driver {device['driver']}), PyTorch {versions['torch']}, Triton "
+        f"{versions['triton']}, commit {content['commit']}, `{content['command']}`"
+    )
+
+
+def page() -> str:
+    parts = [
+        "# Benchmarks",
+        "",
+        "`python benchmarks/tables.py` makes every table from a file in [benchmarks/results](../benchmarks/results).",
+        "A file names hardware, versions, commit and command. All providers of a case are checked",
+        "against float64 and timed in turn in one run, on inputs that rotate beyond the cache.",
+        "",
+        "Times are microseconds, medians: eager, and in parentheses replayed from a CUDA graph. Memory is what a call",
+        "allocates at its peak, in MiB. The last column is the fastest peer's time over gossamer's, by graphs where",
+        "both have one.",
+    ]
+    for file, (title, text) in PAGES.items():
+        content = read(file)
+        parts += ["", f"## {title}", "", text, "", f"{provenance(content)}: [{file}](../benchmarks/results/{file})."]
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for case in content["cases"]:
+            groups.setdefault(case["name"], []).append(case)
+        for name, cases in groups.items():
+            parts += ["", f"### {name}", "", *times(cases)]
+            if any(provider["peak_bytes"] for case in cases for provider in case["providers"]):
+                parts += ["", *memory(cases)]
+    return "\n".join(parts) + "\n"
+
+
+def times(cases: list[dict[str, Any]]) -> list[str]:
+    names = columns(cases)
+    rows = []
+    for case in cases:
+        found = {p["name"]: p for p in case["providers"] if p["eager"]}
+        ratio = best(case, found)
+        rows.append([label(case), *(clock(found.get(name)) for name in names), "" if ratio is None else f"{ratio:.2f}"])
+    return table(["time", *names, "best peer over gossamer"], rows)
+
+
+def memory(cases: list[dict[str, Any]]) -> list[str]:
+    names = columns(cases)
+    rows = []
+    for case in cases:
+        found = {p["name"]: p["peak_bytes"] for p in case["providers"] if p["peak_bytes"] is not None}
+        rows.append([label(case), *(f"{found[n] / 2**20:,.1f}" if n in found else "" for n in names)])
+    return table(["memory", *names], rows)
+
+
+def columns(cases: list[dict[str, Any]]) -> list[str]:
+    timed = [p["name"] for case in cases for p in case["providers"] if p["eager"]]
+    return list(dict.fromkeys(timed))
+
+
+def label(case: dict[str, Any]) -> str:
+    shown = [
+        f"{name} {value:,}" if isinstance(value, int) else str(value) for name, value in case["parameters"].items()
+    ]
+    return ", ".join([*shown, case["dtype"]])
+
+
+def clock(provider: dict[str, Any] | None) -> str:
+    if provider is None:
+        return ""
+    graph = f" ({micro(provider['graph'])})" if provider["graph"] else ""
+    return micro(provider["eager"]) + graph
+
+
+def micro(timing: dict[str, Any]) -> str:
+    number = timing["median"] * 1e6
+    return f"{number:,.{max(0, 2 - math.floor(math.log10(number)))}f}"
+
+
+def best(case: dict[str, Any], found: dict[str, Any]) -> float | None:
+    """Of the peers that do all that the case asks, at the precision of our first provider."""
+    ours = next((p for p in found.values() if p["ours"]), None)
+    peers = [p for p in found.values() if is_peer(p, ours)] if ours else []
+    return min((over(p, ours) for p in peers), default=None)
+
+
+def is_peer(provider: dict[str, Any], ours: dict[str, Any]) -> bool:
+    return not provider["ours"] and provider["precision"] == ours["precision"] and provider["name"] != "GEMM alone"
+
+
+def over(peer: dict[str, Any], ours: dict[str, Any]) -> float:
+    kind = "graph" if peer["graph"] and ours["graph"] else "eager"
+    ratio: float = peer[kind]["median"] / ours[kind]["median"]
+    return ratio
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    return [f"| {' | '.join(line)} |" for line in (head, ["---"] + ["---:"] * (len(head) - 1), *rows)]
+
+
+def headlines() -> str:
+    """README's table: ratios alone."""
+    rows = []
+    for what, file, wanted in HEADLINES:
+        (case,) = [case for case in read(f"{file}-nvidia-h200.json")["cases"] if wanted in case["id"]]
+        kind = "graph" if what.endswith(_GRAPH) else "eager"
+        found = {p["name"]: p for p in case["providers"] if p[kind]}
+        ours = next(p for p in found.values() if p["ours"])
+        peers = [p for p in found.values() if is_peer(p, ours)]
+        first = next(p for p in peers if p["name"] in ("dense", "SAELens"))
+        peer = min(peers, key=lambda p: p[kind]["median"])
+        rows.append(
+            [
+                what,
+                f"{first[kind]['median'] / ours[kind]['median']:.2g}",
+                f"{peer[kind]['median'] / ours[kind]['median']:.3g} ({peer['name']})",
+                f"{ours['peak_bytes'] / first['peak_bytes']:.0%}",
+            ]
+        )
+    dense = "the dense way's"
+    head = ["on one NVIDIA H200", f"{dense} time over gossamer's", "the fastest peer's", f"memory, of {dense}"]
+    lines = table(head, rows)
+    return "\n".join([BEGIN, *lines, END])
+
+
+def readme() -> str:
+    text = README.read_text()
+    before, rest = text.split(BEGIN)
+    return before + headlines() + rest.split(END)[1]
+
+
+def draw() -> None:
+    """Time against how many latents fire, from CUDA graphs where a provider has them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    content = read("sae-nvidia-h200.json")
+    cases = sorted((c for c in content["cases"] if c["name"] == "sweep_l0"), key=lambda c: c["parameters"]["L0"])
+    figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    lines = {
+        "dense": "dense PyTorch", "torch.sparse": "torch.sparse",
+        "jumprelu-sae-kernels, fixed, validated": "jumprelu-sae-kernels (fixed, validated)", "gossamer": "gossamer",
+    }  # fmt: skip
+    for name, shown in lines.items():
+        points = []
+        for case in cases:
+            provider = next((p for p in case["providers"] if p["name"] == name and p["eager"]), None)
+            if provider is not None:
+                timing = provider["graph"] or provider["eager"]
+                points.append((case["parameters"]["L0"], timing["median"] * 1e6))
+        axes.plot(*zip(*points), "o-", label=shown, linewidth=3 if name == "gossamer" else 1.5)
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="latents that fire, of 65,536",
+        ylabel="microseconds, by CUDA graph where it can",
+    )
+    shape = cases[0]["parameters"]
+    axes.set_title(f"decode a batch of {shape['B']} to d_in {shape['D']}, float32, {content['device']['name']}")
+    axes.grid(True, which="both", alpha=0.25)
+    axes.legend()
+    figure.savefig(PLOT, dpi=120)
+    plt.close(figure)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a file is out of date")
+    options = parser.parse_args(arguments)
+    wanted = {PAGE: page(), README: readme()}
+    if options.check:
+        stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
+        for path in stale:
+            print(f"{path.relative_to(ROOT)} is not what benchmarks/results/ says: run python benchmarks/tables.py")
+        return int(bool(stale) or not PLOT.is_file())
+    for path, text in wanted.items():
+        path.write_text(text)
+    draw()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

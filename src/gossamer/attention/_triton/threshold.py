@@ -1,0 +1,316 @@
+"""The key down to which each row of a slab takes its keys, and for ties, the last column at which that one is taken.
+
+A program owns a row. `_row_threshold_kernel` holds it in registers and narrows a bracket of keys by counting: a guess
+first (the row before the slab's, which saves rounds and cannot change the result), then by interpolation on the counts,
+every third time the middle. It is done when exactly k keys reach the bracket's lower end. Keys are 15-bit integers that
+order as the float16 numbers of the same bits do, so that one `set.ge.f16x2` compares two. Rows beyond the registers are
+counted from the L2 (`_long_threshold_kernel`), at four places at once, which a sample of the row brackets.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch
+from gossamer.attention._triton._indexer import valid_keys, visible_keys
+
+KEPT_KEY = tl.constexpr(31744)
+MAX_REGISTERS = 32768
+"""Keys of a row that a program holds."""
+
+
+@triton.jit
+def reaching_both(words, both, PACKED: tl.constexpr):
+    """For both halves of a word: 0xFFFF where the half is at least the same half of `both`."""
+    if PACKED:
+        return tl.inline_asm_elementwise(
+            "set.ge.u32.f16x2 $0, $1, $2;", "=r,r,r", [words, both], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        low = tl.where((words & 0xFFFF) >= (both & 0xFFFF), 0xFFFF, 0)
+        return low | tl.where((words >> 16) >= (both >> 16), -0x10000, 0)
+
+
+@triton.jit
+def reaching(words, key, PACKED: tl.constexpr):
+    """For both halves of a word: 0xFFFF where the half is at least `key`."""
+    return reaching_both(words, key | (key << 16), PACKED)
+
+
+@triton.jit
+def equalling(words, key, PACKED: tl.constexpr):
+    """For both halves of a word: 0xFFFF where the half equals `key`."""
+    both = key | (key << 16)
+    if PACKED:
+        return tl.inline_asm_elementwise(
+            "set.eq.u32.f16x2 $0, $1, $2;", "=r,r,r", [words, both], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return tl.where((words & 0xFFFF) == key, 0xFFFF, 0) | tl.where((words >> 16) == key, -0x10000, 0)
+
+
+@triton.jit
+def how_many(masks):
+    """Of the sum of words of such masks, how many halves were set: up to 65,535 of each kind.
+
+    A set low half adds 65,535, a set high one takes 65,536 away; both are read off modulo 2^16.
+    """
+    low = (-masks) & 0xFFFF
+    return low + ((low - ((masks + low) >> 16)) & 0xFFFF)
+
+
+@triton.jit
+def count(words, key, PACKED: tl.constexpr):
+    """How many halves of the words are at least `key`."""
+    return how_many(tl.sum(reaching(words, key, PACKED)))
+
+
+@triton.jit
+def keep_always(words, at, visible, window, sinks):
+    """The words at word `at` of a row, with the key of what is always kept in place of its score's."""
+    column = 2 * at
+    low = (column < visible) & ((column < sinks) | (column >= visible - window))
+    high = (column + 1 < visible) & ((column + 1 < sinks) | (column + 1 >= visible - window))
+    words = tl.where(low, (words & -0x10000) | KEPT_KEY, words)
+    return tl.where(high, (words & 0xFFFF) | (KEPT_KEY << 16), words)
+
+
+@triton.jit
+def load_words(row_ptr, at, visible, window, sinks, FORCED: tl.constexpr):
+    """Words `at` of a row, of two keys each; 0 behind what is visible, up to the 16 bytes that one load takes."""
+    words = tl.load(row_ptr.to(tl.pointer_type(tl.int32)) + at, mask=at < (visible + 7) // 8 * 4, other=0)
+    if FORCED:
+        words = keep_always(words, at, visible, window, sinks)
+    return words
+
+
+@triton.jit
+def interpolate(low, high, reach_low, reach_high, k):
+    """The key between low and high at which k keys would be reached if the keys between lay evenly."""
+    part = ((reach_low - k).to(tl.float32) + 0.5) / (reach_low - reach_high).to(tl.float32)
+    return low + ((high - low).to(tl.float32) * part).to(tl.int32)
+
+
+@triton.jit
+def wanted(k_ptr, k, row):
+    """How many keys a row of the slab takes."""
+    if k_ptr is None:
+        # A tensor, also where k is the constant 1.
+        return tl.full([], 0, tl.int32) + k
+    else:
+        return tl.load(k_ptr + row)
+
+
+@triton.jit
+def _row_threshold_kernel(
+    keys_ptr, lengths_ptr, k_ptr, threshold_ptr, last_ptr, first, Tq, padded, Tk, stride, ahead, k, window, sinks,
+    WORDS: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Program (row of the slab), the longest first. A row takes its keys above threshold, and those equal to it up to
+    column last. The slab's rows are `first` and following of all rows of thresholds."""
+    row = tl.num_programs(0) - 1 - tl.program_id(0)
+    batch = (first + row) // padded
+    visible = visible_keys((first + row) % padded, valid_keys(lengths_ptr, batch, Tk), Tq, ahead)
+    take = wanted(k_ptr, k, row)
+    low = tl.full([], 1, tl.int32)
+    last = visible - 1
+    if visible > take:
+        row_ptr = keys_ptr + row.to(tl.int64) * stride
+        at = tl.arange(0, WORDS // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
+        words = load_words(row_ptr, at, visible, window, sinks, FORCED)
+        high = tl.full([], KEPT_KEY + 1, tl.int32)
+        reach_low = visible
+        reach_high = tl.full([], 0, tl.int32)
+        probe = tl.load(threshold_ptr + tl.maximum(first - 1, 0), mask=first > 0, other=KEPT_KEY // 2)
+        probe = tl.minimum(tl.maximum(probe, 2), KEPT_KEY)
+        step = 512
+        rounds = 0
+        while (high - low > 1) & (reach_low != take):
+            reach = count(words, probe, PACKED)
+            enough = reach >= take
+            low = tl.where(enough, probe, low)
+            reach_low = tl.where(enough, reach, reach_low)
+            high = tl.where(enough, high, probe)
+            reach_high = tl.where(enough, reach_high, reach)
+            rounds += 1
+            between = interpolate(low, high, reach_low, reach_high, take)
+            probe = tl.where(rounds % 3 == 2, (low + high) >> 1, between)
+            # Until the bracket has two ends it grows from the guess.
+            probe = tl.where(low == 1, high - step, tl.where(high > KEPT_KEY, low + step, probe))
+            step = tl.minimum(step * 4, 1 << 20)
+            probe = tl.minimum(tl.maximum(probe, low + 1), high - 1)
+        need = take - reach_high
+        if (reach_low != take) & (need < reach_low - reach_high):
+            ties = how_many(tl.sum(equalling(words, low, PACKED), axis=1))
+            upto = tl.cumsum(ties, axis=0)
+            group = tl.sum((upto < need).to(tl.int32), axis=0)
+            before = tl.sum(tl.where(upto < need, ties, 0), axis=0)
+            last = group * 64 + column_of_tie(
+                row_ptr, group * 64, visible, low, need - before, window, sinks, 64, FORCED
+            )
+    tl.store(threshold_ptr + first + row, low)
+    tl.store(last_ptr + first + row, last)
+
+
+@triton.jit
+def column_of_tie(
+    row_ptr, start, visible, key, need, window, sinks, BLOCK: tl.constexpr, FORCED: tl.constexpr
+):  # fmt: skip
+    """Counted from `start`, the column of the need-th key that equals `key`, which is among the next BLOCK."""
+    column = start + tl.arange(0, BLOCK)
+    found = tl.load(row_ptr + column, mask=column < visible, other=0).to(tl.int32)
+    if FORCED:
+        kept = (column < visible) & ((column < sinks) | (column >= visible - window))
+        found = tl.where(kept, KEPT_KEY, found)
+    return tl.sum((tl.cumsum((found == key).to(tl.int32), axis=0) < need).to(tl.int32), axis=0)
+
+
+@triton.jit
+def count_at_four(
+    row_ptr, visible, window, sinks, a, b, c, d, BLOCK: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr
+):
+    """How many keys of a row are at least a, b, c, d."""
+    na = tl.zeros([BLOCK], tl.int32)
+    nb = tl.zeros([BLOCK], tl.int32)
+    nc = tl.zeros([BLOCK], tl.int32)
+    nd = tl.zeros([BLOCK], tl.int32)
+    for start in tl.range(0, (visible + 1) // 2, BLOCK, num_stages=3):
+        words = load_words(row_ptr, start + tl.arange(0, BLOCK), visible, window, sinks, FORCED)
+        na += reaching(words, a, PACKED)
+        nb += reaching(words, b, PACKED)
+        nc += reaching(words, c, PACKED)
+        nd += reaching(words, d, PACKED)
+    return tl.sum(how_many(na)), tl.sum(how_many(nb)), tl.sum(how_many(nc)), tl.sum(how_many(nd))
+
+
+@triton.jit
+def kth_of_sample(words, k, PACKED: tl.constexpr):
+    """The k-th largest key of the words, by halves."""
+    low = tl.full([], 1, tl.int32)
+    high = tl.full([], KEPT_KEY + 1, tl.int32)
+    while high - low > 1:
+        middle = (low + high) >> 1
+        enough = count(words, middle, PACKED) >= k
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    return low
+
+
+@triton.jit
+def _long_threshold_kernel(
+    keys_ptr, lengths_ptr, k_ptr, threshold_ptr, last_ptr, first, Tq, padded, Tk, stride, ahead, k, window, sinks,
+    SAMPLE: tl.constexpr, BLOCK: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """As `_row_threshold_kernel`, for rows of any length."""
+    row = tl.num_programs(0) - 1 - tl.program_id(0)
+    batch = (first + row) // padded
+    visible = visible_keys((first + row) % padded, valid_keys(lengths_ptr, batch, Tk), Tq, ahead)
+    take = wanted(k_ptr, k, row)
+    low = tl.full([], 1, tl.int32)
+    last = visible - 1
+    if visible > take:
+        row_ptr = keys_ptr + row.to(tl.int64) * stride
+        # Runs of 16 bytes, evenly over the row; of a short row the first.
+        i = tl.arange(0, SAMPLE)
+        apart = tl.maximum(visible // 8 // (SAMPLE // 4), 1)
+        sample = load_words(row_ptr, i // 4 * apart * 4 + i % 4, visible, 0, 0, False)
+        sampled = tl.minimum(2 * SAMPLE, visible).to(tl.float32)
+        expected = take.to(tl.float32) * sampled / visible.to(tl.float32)
+        off = 3.0 * tl.sqrt(expected) + 1.0
+        a = kth_of_sample(sample, (expected + off).to(tl.int32), PACKED)
+        d = kth_of_sample(sample, tl.maximum(expected - off, 1.0).to(tl.int32), PACKED)
+        a = tl.minimum(tl.maximum(a, 2), KEPT_KEY)
+        d = tl.minimum(tl.maximum(d, a), KEPT_KEY)
+        b = a + (d - a) // 3
+        c = a + (d - a) * 2 // 3
+        high = tl.full([], KEPT_KEY + 1, tl.int32)
+        reach_low = visible
+        reach_high = tl.full([], 0, tl.int32)
+        rounds = 0
+        while (high - low > 1) & (reach_low != take):
+            na, nb, nc, nd = count_at_four(row_ptr, visible, window, sinks, a, b, c, d, BLOCK, FORCED, PACKED)
+            # The bracket's ends are the largest of the four that enough keys reach, and the next.
+            high = tl.where(na < take, a, tl.where(nb < take, b, tl.where(nc < take, c, tl.where(nd < take, d, high))))
+            reach_high = tl.where(
+                na < take, na, tl.where(nb < take, nb, tl.where(nc < take, nc, tl.where(nd < take, nd, reach_high)))
+            )
+            low = tl.where(
+                nd >= take, d, tl.where(nc >= take, c, tl.where(nb >= take, b, tl.where(na >= take, a, low)))
+            )
+            reach_low = tl.where(
+                nd >= take, nd, tl.where(nc >= take, nc, tl.where(nb >= take, nb, tl.where(na >= take, na, reach_low)))
+            )
+            width = high - low
+            halves = rounds % 2 == 1
+            middle = tl.where(halves, low + width // 2, interpolate(low, high, reach_low, reach_high, take))
+            apart = tl.maximum(tl.where(halves, width // 5, width // 16), 1)
+            b = tl.minimum(tl.maximum(middle, low + 1), high - 1)
+            a = tl.maximum(b - apart, low + 1)
+            c = tl.minimum(b + tl.maximum(apart // 2, 1), high - 1)
+            d = tl.minimum(c + apart, high - 1)
+            rounds += 1
+        need = take - reach_high
+        if (reach_low != take) & (need < reach_low - reach_high):
+            seen = 0
+            found = 0
+            start = -BLOCK
+            while seen < need:
+                start += BLOCK
+                words = load_words(row_ptr, start + tl.arange(0, BLOCK), visible, window, sinks, FORCED)
+                found = tl.sum(how_many(equalling(words, low, PACKED)))
+                seen += found
+            need -= seen - found
+            last = 2 * start + column_of_tie(
+                row_ptr, 2 * start, visible, low, need, window, sinks, 2 * BLOCK, FORCED
+            )  # fmt: skip
+    tl.store(threshold_ptr + first + row, low)
+    tl.store(last_ptr + first + row, last)
+
+
+_row_threshold = launch.Kernel(_row_threshold_kernel)
+_long_threshold = launch.Kernel(_long_threshold_kernel)
+
+
+def find_thresholds(
+    keys: Tensor,
+    lengths: Tensor | None,
+    wanted: Tensor | None,
+    threshold: Tensor,
+    last: Tensor,
+    rows: int,
+    sizes: tuple[int, ...],
+    rule: tuple[int, int, int],
+    packed: bool,
+) -> None:
+    """Fills threshold and last, int32, for `rows` rows of keys; `sizes` are first, Tq, padded, Tk, stride and ahead,
+    `rule` is k, window and sinks, and `wanted` int32 `[rows]` takes the place of k."""
+    args = (keys, lengths, wanted, threshold, last, *sizes, *rule)
+    meta = {"FORCED": rule[1] > 0 or rule[2] > 0, "PACKED": packed}
+    key = (*sizes[1:], rule, wanted is None, None if lengths is None else lengths.dtype, packed)
+    stride = sizes[4]
+    if stride <= MAX_REGISTERS:
+        words = max(64, launch.next_power_of_2(stride) // 2)
+        # 32 words of a row to a thread.
+        warps = max(1, min(32, words // 1024))
+        _row_threshold(key, (rows, 1, 1), args, {"WORDS": words, **meta}, num_warps=warps)
+    else:
+        _long_threshold(key, (rows, 1, 1), args, {"SAMPLE": 4096, "BLOCK": 2048, **meta}, num_warps=8)
+
+
+_ROWS = {"keys_ptr": "*i16", "lengths_ptr": "*i32", "k_ptr": "*i32", "threshold_ptr": "*i32", "last_ptr": "*i32"}
+_SIZES = dict.fromkeys(
+    ("first", "Tq", "padded", "Tk", "stride", "ahead", "k", "window", "sinks"), "i32"
+)  # fmt: skip
+EXAMPLES = {
+    _row_threshold_kernel: {
+        "signature": {**_ROWS, **_SIZES},
+        "constexprs": {"WORDS": 16384, "FORCED": True, "PACKED": False},
+        "num_warps": 16,
+    },
+    _long_threshold_kernel: {
+        "signature": {**_ROWS, **_SIZES},
+        "constexprs": {"SAMPLE": 4096, "BLOCK": 2048, "FORCED": True, "PACKED": False},
+        "num_warps": 8,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

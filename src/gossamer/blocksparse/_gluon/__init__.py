@@ -1,0 +1,1 @@
+"""GPU kernels of `blocksparse` for Hopper, in Gluon."""

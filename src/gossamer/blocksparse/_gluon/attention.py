@@ -1,0 +1,330 @@
+"""Block-sparse attention on Hopper, forward: one warpgroup a tile of BLOCK_M queries, several programs an SM.
+
+A program walks the key blocks that the layout lists for its block row, BLOCK_N keys a step. Blocks of keys and values
+are contiguous tiles, which the copy engine brings into a ring of STAGES each; queries stay in shared memory. A step
+starts the product of the scores and behind it that of the step before's weights and values, and computes its softmax
+while the latter is at work. What one program leaves idle the others on the SM fill: programs of a single warpgroup need
+no warp that loads, and rows of unequal length even out. The base-2 softmax has the scale folded into its exponent.
+
+Steps are masked one by one: only those that reach past the last key, past a sequence's length or past the diagonal.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from gossamer._core import launch
+from gossamer.blocksparse.attention_path import Problem
+
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7, 3.6
+INV_LN2 = 1.4426950408889634
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries and keys of a step, depth of the rings, warps, and registers a thread (None: as many as it takes)."""
+
+    block_m: int
+    block_n: int
+    stages: int
+    warps: int = 4
+    registers: int | None = None
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a kernel is compiled for, as one constexpr: tiles of a block of queries and of a block of keys, the depth of
+    its rings, and whether each batch, and each head, has a matrix of the layout."""
+
+    split_q: int
+    split_k: int
+    stages: int
+    causal: bool
+    layout_batch: bool
+    layout_head: bool
+
+
+@gluon.jit
+def matrix_of(batch, head, H, CONFIG: gl.constexpr):
+    """Which matrix of the layout a batch and a head read."""
+    z = head * 0
+    if CONFIG.layout_head:
+        z += head
+        if CONFIG.layout_batch:
+            z += batch * H
+    elif CONFIG.layout_batch:
+        z += batch
+    return z
+
+
+@gluon.jit
+def span(offsets_ptr, row, B, H, lines, capacity, CONFIG: gl.constexpr):
+    """(first entry, number of entries, whether the lists are incomplete) of a row or column of a layout whose matrices
+    have `lines` of them; no entries where they are."""
+    last = lines
+    if CONFIG.layout_head:
+        last *= H
+    if CONFIG.layout_batch:
+        last *= B
+    begin = gl.load(offsets_ptr + row)
+    lost = gl.load(offsets_ptr + last) > capacity
+    return begin, gl.where(lost, 0, gl.load(offsets_ptr + row + 1) - begin), lost
+
+
+@gluon.jit
+def key_limit(lengths_ptr, batch, Tk):
+    limit = Tk
+    if lengths_ptr is not None:
+        limit = gl.minimum(gl.load(lengths_ptr + batch), Tk)
+    return limit
+
+
+@gluon.jit
+def exp2(x):
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+
+
+@gluon.jit
+def tile_at(blocks_ptr, begin, step, steps, SPLIT: gl.constexpr, TILE: gl.constexpr):
+    """First row of the tile of `step`: listed blocks of SPLIT tiles of TILE rows."""
+    block = gl.load(blocks_ptr + begin + step // SPLIT, mask=step < steps, other=0)
+    return (block * SPLIT + step % SPLIT) * TILE
+
+
+@gluon.jit
+def fetch(desc, buffers, ready, slot, batch, head, row, pred):
+    """Asks for a tile of rows of one head."""
+    bar = ready.index(slot)
+    mbarrier.expect(bar, desc.block_type.nbytes, pred=pred)
+    tma.async_copy_global_to_shared(desc, [batch, head, row, 0], bar, buffers.index(slot), pred=pred)
+
+
+@gluon.jit
+def matrix(buffers, slot):
+    """A tile of the ring as a matrix."""
+    ROWS: gl.constexpr = buffers.shape[3]
+    D: gl.constexpr = buffers.shape[4]
+    return buffers.index(slot).reshape([ROWS, D])
+
+
+@gluon.jit
+def masked(s, at, whole, last, keys):
+    """Scores of keys from `at` on; those past `last` of their row are none. Up to `whole` none is."""
+    if at + s.shape[1] > whole:
+        s = gl.where(gl.expand_dims(at + keys, 0) < gl.expand_dims(last, 1), s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def soften(s, m, total, scale):
+    """(weights, factor for what was summed before, largest score, sum of weights): a step of the softmax, base 2."""
+    most = gl.maximum(m, gl.max(s, 1) * scale)
+    base = gl.where(most == float("-inf"), 0.0, most)
+    weight = exp2(s * scale - gl.expand_dims(base, 1))
+    factor = exp2(m - base)
+    return weight, factor, most, total * factor + gl.sum(weight, 1)
+
+
+@gluon.jit(do_not_specialize=["capacity"])
+def _attention_fwd_kernel(
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, offsets_ptr, columns_ptr, lengths_ptr,
+    B, H, GROUP, rows, Tq, Tk, capacity, scale, CONFIG: gl.constexpr,
+):  # fmt: skip
+    SPLIT_Q: gl.constexpr = CONFIG.split_q
+    SPLIT_K: gl.constexpr = CONFIG.split_k
+    STAGES: gl.constexpr = CONFIG.stages
+    CAUSAL: gl.constexpr = CONFIG.causal
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    WARPS: gl.constexpr = gl.num_warps()
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
+    values: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
+    weights: gl.constexpr = gl.DotOperandLayout(0, values, 2)
+
+    q_buf = gl.allocate_shared_memory(q_desc.dtype, [1, 1, 1, BLOCK_M, D], q_desc.layout)
+    k_bufs = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
+    v_bufs = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
+    q_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_ready.index(0), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(v_ready.index(i), count=1)
+    fence_async_shared()
+    _barrier()
+
+    tile = gl.program_id(0) % (rows * SPLIT_Q)
+    pair = gl.program_id(0) // (rows * SPLIT_Q)
+    batch = pair // H
+    head = pair % H
+    first = tile * BLOCK_M
+    row = matrix_of(batch, head, H, CONFIG) * rows + tile // SPLIT_Q
+    begin, count, lost = span(offsets_ptr, row, B, H, rows, capacity, CONFIG)
+    steps = count * SPLIT_K
+    limit = key_limit(lengths_ptr, batch, Tk)
+
+    fetch(q_desc, q_buf, q_ready, 0, batch, head, first, True)
+    for i in gl.static_range(STAGES):
+        start = tile_at(columns_ptr, begin, i, steps, SPLIT_K, BLOCK_N)
+        fetch(k_desc, k_bufs, k_ready, i, batch, head // GROUP, start, i < steps)
+        fetch(v_desc, v_bufs, v_ready, i, batch, head // GROUP, start, i < steps)
+
+    lines = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, scores))
+    keys = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores))
+    last = gl.minimum(lines + (Tk - Tq + 1), limit) if CAUSAL else gl.zeros_like(lines) + limit
+    whole = gl.minimum(first + (Tk - Tq + 1), limit) if CAUSAL else limit
+    m = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
+    total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, scores))
+    o = gl.zeros([BLOCK_M, D], gl.float32, values)
+    none = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
+    q = matrix(q_buf, 0)
+    mbarrier.wait(q_ready.index(0), 0)
+    if steps > 0:
+        at = tile_at(columns_ptr, begin, 0, steps, SPLIT_K, BLOCK_N)
+        ahead = tile_at(columns_ptr, begin, STAGES, steps, SPLIT_K, BLOCK_N)
+        mbarrier.wait(k_ready.index(0), 0)
+        s = warpgroup_mma(q, matrix(k_bufs, 0).permute((1, 0)), none, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        _barrier()
+        fetch(k_desc, k_bufs, k_ready, 0, batch, head // GROUP, ahead, STAGES < steps)
+        s = masked(s, at, whole, last, keys)
+        weight, _, m, total = soften(s, m, total, scale)
+        p = gl.convert_layout(weight.to(q_desc.dtype), weights)
+        behind = ahead
+        for step in range(1, steps):
+            slot = step % STAGES
+            before = (step - 1) % STAGES
+            at = tile_at(columns_ptr, begin, step, steps, SPLIT_K, BLOCK_N)
+            ahead = tile_at(columns_ptr, begin, step + STAGES, steps, SPLIT_K, BLOCK_N)
+            mbarrier.wait(k_ready.index(slot), step // STAGES & 1)
+            s = warpgroup_mma(q, matrix(k_bufs, slot).permute((1, 0)), none, use_acc=False, is_async=True)
+            mbarrier.wait(v_ready.index(before), (step - 1) // STAGES & 1)
+            o = warpgroup_mma(p, matrix(v_bufs, before), o, is_async=True)
+            s = warpgroup_mma_wait(1, deps=(s,))
+            # Every warp has read these keys, and the values of the step before last.
+            _barrier()
+            fetch(k_desc, k_bufs, k_ready, slot, batch, head // GROUP, ahead, step + STAGES < steps)
+            if step > 1:
+                second = (step - 2) % STAGES
+                fetch(v_desc, v_bufs, v_ready, second, batch, head // GROUP, behind, step - 2 + STAGES < steps)
+                behind = tile_at(columns_ptr, begin, step - 1 + STAGES, steps, SPLIT_K, BLOCK_N)
+            s = masked(s, at, whole, last, keys)
+            weight, factor, m, total = soften(s, m, total, scale)
+            o = warpgroup_mma_wait(0, deps=(o,))
+            o = o * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, values)), 1)
+            p = gl.convert_layout(weight.to(q_desc.dtype), weights)
+        before = (steps - 1) % STAGES
+        mbarrier.wait(v_ready.index(before), (steps - 1) // STAGES & 1)
+        o = warpgroup_mma(p, matrix(v_bufs, before), o, is_async=True)
+        o = warpgroup_mma_wait(0, deps=(o,))
+    total = gl.where(lost, float("nan"), total)
+    inverse = gl.where(total > 0, 1.0 / total, gl.where(total == 0, 0.0, total))
+    o = o * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, values)), 1)
+    lse = gl.where(total == 0, float("-inf"), (m + gl.log2(total)) * LN2)
+    gl.store(lse_ptr + pair.to(gl.int64) * Tq + lines, lse, mask=lines < Tq)
+    # The queries have been read by all warps: the result takes their place.
+    _barrier()
+    q.store(o.to(q_desc.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out_desc, [batch, head, first, 0], q_buf.index(0))
+    tma.store_wait(0)
+
+
+_attention_fwd = launch.Kernel(_attention_fwd_kernel)
+
+
+def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
+    """Tiles of `rows` rows of `[B, H, T, D]`, whole spans of 128 bytes wide: what lies outside reads as 0."""
+    block = [1, 1, rows, width(tensor.shape[3])]
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, LAYOUT)
+
+
+LAYOUT = gl.NVMMASharedLayout(128, 16, 4)
+
+
+def width(d: int) -> int:
+    """Columns of a tile for heads of d."""
+    return 64 if d <= 64 else 128
+
+
+def readable(x: Tensor) -> Tensor:
+    """x `[B, H, T, D]`, or a copy where the copy engine could not read it: it wants rows on 16 bytes."""
+    *strides, step = x.stride()
+    united = x.data_ptr()
+    for stride in strides:
+        united |= 2 * stride
+    return x if step == 1 and united % 16 == 0 and min(strides) > 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def without_padding(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """k or v with zeros behind its lengths: tiles are read whole, and zero times what is there may be NaN."""
+    if lengths is None:
+        return readable(x)
+    behind = torch.arange(x.shape[2], device=x.device) >= lengths[:, None]
+    return readable(x.masked_fill(behind[:, None, :, None], 0))
+
+
+def tile_of(d: int, block: tuple[int, int]) -> Tile:
+    """As measured on one H200 at D 64 (T 8,192, 16 heads, densities of 50, 25 and 10%), the fastest of three tiles at
+    blocks of 64 and of eight at blocks of 128; at D 128 the one that lets two programs share an SM, not measured."""
+    return Tile(64, 128, 2, registers=168) if d <= 64 and block[1] == 128 else Tile(64, 64, 2)
+
+
+def config_of(p: Problem, tile: Tile) -> Config:
+    return Config(p.block[0] // tile.block_m, p.block[1] // tile.block_n, tile.stages, p.causal, *p.own)
+
+
+def launch_attention_fwd(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, columns: Tensor, lengths: Tensor | None,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, log-sum-exp), with the tile that was measured best unless another is given."""
+    p = problem
+    tile = tile_of(p.d, p.block) if tile is None else tile
+    q, k, v = readable(q), without_padding(k, lengths), without_padding(v, lengths)
+    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    config = config_of(p, tile)
+    key = (p, config, tile, q.dtype, *(x.stride() for x in (q, k, v)), lengths is None)
+    tiles = [descriptor(x, rows) for x, rows in ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n))]
+    sizes = p.b, p.h, p.group, p.rows, p.tq, p.tk, columns.shape[0], p.scale * INV_LN2
+    args = (*tiles, descriptor(out, tile.block_m), lse, offsets, columns, lengths, *sizes)
+    grid = (p.rows * config.split_q * p.b * p.h, 1, 1)
+    _attention_fwd(key, grid, args, {"CONFIG": config}, num_warps=tile.warps, maxnreg=tile.registers)
+    return out, lse
+
+
+def example(descriptors: dict[str, int], others: dict[str, str], d: int, tile: Tile) -> dict[str, Any]:
+    """Of a kernel with descriptors of so many rows of heads of d, pointers to int32 and sizes."""
+    kinds = {name: f"tensordesc<bf16[1, 1, {rows}, {d}],{LAYOUT!r}>" for name, rows in descriptors.items()}
+    config = Config(2, 128 // tile.block_n, tile.stages, True, True, True)
+    given = {"constexprs": {"CONFIG": config}, "num_warps": tile.warps}
+    return {"signature": kinds | others, **given, **({} if tile.registers is None else {"maxnreg": tile.registers})}
+
+
+LISTS = dict.fromkeys(("offsets_ptr", "columns_ptr", "lengths_ptr"), "*i32")
+SIZES = dict.fromkeys(("B", "H", "GROUP", "rows", "Tq", "Tk", "capacity"), "i32") | {"scale": "fp32"}
+_TILE = tile_of(64, (128, 128))
+EXAMPLES = {
+    _attention_fwd_kernel: example(
+        {"q_desc": _TILE.block_m, "k_desc": _TILE.block_n, "v_desc": _TILE.block_n, "out_desc": _TILE.block_m},
+        {"lse_ptr": "*fp32", **LISTS, **SIZES},
+        64,
+        _TILE,
+    ),
+}
+"""Example signatures for the ahead-of-time compile test."""

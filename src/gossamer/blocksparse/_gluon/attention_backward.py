@@ -1,0 +1,341 @@
+"""Block-sparse attention on Hopper, backward: two kernels of one warpgroup a tile, several programs an SM.
+
+`_attention_dq_kernel` owns BLOCK queries and walks the key blocks that their block row lists; `_attention_dkdv_kernel`
+owns BLOCK keys and walks the block rows that list their block, head by head of the group that shares the keys. Each
+recomputes the weights from the log-sum-exp, holds its sums in registers and writes them once, so that nothing is added
+in an order that could vary. That takes seven products where one kernel with atomics takes five.
+
+The weights and their gradients go from accumulators into the next products as register operands: the kernel over keys
+computes the transposed scores for that. Statistics, `[B, H, 2, padded]`, are the log-sum-exp in base 2, +inf where a
+row has no keys or does not exist, and the row sums of grad * out.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from gossamer._core import launch
+from gossamer.blocksparse._gluon.attention import (
+    INV_LN2,
+    LISTS,
+    SIZES,
+    Tile,
+    _barrier,
+    config_of,
+    descriptor,
+    example,
+    exp2,
+    fetch,
+    key_limit,
+    matrix,
+    matrix_of,
+    readable,
+    span,
+    tile_at,
+    without_padding,
+)
+from gossamer.blocksparse.attention_path import Problem
+
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def ring_of(desc, STAGES: gl.constexpr):
+    """Buffers for tiles, each with a barrier."""
+    shape: gl.constexpr = [STAGES, 1, 1, desc.block_type.shape[2], desc.block_type.shape[3]]
+    buffers = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+    return buffers, ready
+
+
+@gluon.jit
+def emit(desc, buffer, tile, batch, head, row):
+    """Stores a tile by way of shared memory that nobody reads any more."""
+    ROWS: gl.constexpr = buffer.shape[2]
+    D: gl.constexpr = buffer.shape[3]
+    buffer.reshape([ROWS, D]).store(tile.to(desc.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(desc, [batch, head, row, 0], buffer)
+
+
+@gluon.jit(do_not_specialize=["capacity"])
+def _attention_dq_kernel(
+    q_desc, grad_desc, k_desc, v_desc, dq_desc, stats_ptr, offsets_ptr, columns_ptr, lengths_ptr,
+    B, H, GROUP, rows, Tq, Tk, padded, capacity, scale, CONFIG: gl.constexpr,
+):  # fmt: skip
+    SPLIT_Q: gl.constexpr = CONFIG.split_q
+    SPLIT_K: gl.constexpr = CONFIG.split_k
+    STAGES: gl.constexpr = CONFIG.stages
+    CAUSAL: gl.constexpr = CONFIG.causal
+    BLOCK: gl.constexpr = q_desc.block_type.shape[2]
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
+
+    q_bufs, q_ready = ring_of(q_desc, 1)
+    g_bufs, g_ready = ring_of(grad_desc, 1)
+    k_bufs, k_ready = ring_of(k_desc, STAGES + 1)
+    v_bufs, v_ready = ring_of(v_desc, STAGES)
+    fence_async_shared()
+    _barrier()
+
+    tile = gl.program_id(0) % (rows * SPLIT_Q)
+    pair = gl.program_id(0) // (rows * SPLIT_Q)
+    batch = pair // H
+    head = pair % H
+    first = tile * BLOCK
+    row = matrix_of(batch, head, H, CONFIG) * rows + tile // SPLIT_Q
+    begin, listed, lost = span(offsets_ptr, row, B, H, rows, capacity, CONFIG)
+    steps = listed * SPLIT_K
+    limit = key_limit(lengths_ptr, batch, Tk)
+
+    fetch(q_desc, q_bufs, q_ready, 0, batch, head, first, True)
+    fetch(grad_desc, g_bufs, g_ready, 0, batch, head, first, True)
+    for i in gl.static_range(STAGES + 1):
+        start = tile_at(columns_ptr, begin, i, steps, SPLIT_K, BLOCK)
+        fetch(k_desc, k_bufs, k_ready, i, batch, head // GROUP, start, i < steps)
+        if i < STAGES:
+            fetch(v_desc, v_bufs, v_ready, i, batch, head // GROUP, start, i < steps)
+
+    lines = first + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, scores))
+    keys = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, scores))
+    last = gl.minimum(lines + (Tk - Tq + 1), limit) if CAUSAL else gl.zeros_like(lines) + limit
+    whole = gl.minimum(first + (Tk - Tq + 1), limit) if CAUSAL else limit
+    stats_ptr += pair.to(gl.int64) * (2 * padded)
+    # The last tiles of a block may lie beyond all statistics.
+    known = lines < padded
+    lse = gl.expand_dims(gl.load(stats_ptr + lines, mask=known, other=float("inf")), 1)
+    delta = gl.expand_dims(gl.load(stats_ptr + padded + lines, mask=known, other=0.0), 1)
+    dq = gl.zeros([BLOCK, D], gl.float32, sums)
+    none = gl.zeros([BLOCK, BLOCK], gl.float32, scores)
+    ds = gl.zeros([BLOCK, BLOCK], q_desc.dtype, operand)
+    q = matrix(q_bufs, 0)
+    grad = matrix(g_bufs, 0)
+    mbarrier.wait(q_ready.index(0), 0)
+    mbarrier.wait(g_ready.index(0), 0)
+    for step in range(steps):
+        k_slot = step % (STAGES + 1)
+        v_slot = step % STAGES
+        before = (step + STAGES) % (STAGES + 1)
+        at = tile_at(columns_ptr, begin, step, steps, SPLIT_K, BLOCK)
+        ahead_k = tile_at(columns_ptr, begin, step + STAGES - 1, steps, SPLIT_K, BLOCK)
+        ahead_v = tile_at(columns_ptr, begin, step + STAGES, steps, SPLIT_K, BLOCK)
+        mbarrier.wait(k_ready.index(k_slot), step // (STAGES + 1) & 1)
+        s = warpgroup_mma(q, matrix(k_bufs, k_slot).permute((1, 0)), none, use_acc=False, is_async=True)
+        mbarrier.wait(v_ready.index(v_slot), step // STAGES & 1)
+        dp = warpgroup_mma(grad, matrix(v_bufs, v_slot).permute((1, 0)), none, use_acc=False, is_async=True)
+        # What this computes in the first step is zero times what may be NaN: the second starts afresh.
+        dq = warpgroup_mma(ds, matrix(k_bufs, before), dq, use_acc=step > 1, is_async=True)
+        s, dp = warpgroup_mma_wait(1, deps=(s, dp))
+        # Every warp has read these values, and the keys of the step before last.
+        _barrier()
+        fetch(v_desc, v_bufs, v_ready, v_slot, batch, head // GROUP, ahead_v, step + STAGES < steps)
+        free = (step + STAGES - 1) % (STAGES + 1)
+        later = (step > 1) & (step + STAGES - 1 < steps)
+        fetch(k_desc, k_bufs, k_ready, free, batch, head // GROUP, ahead_k, later)
+        p = exp2(s * scale - lse)
+        if at + BLOCK > whole:
+            p = gl.where(gl.expand_dims(at + keys, 0) < gl.expand_dims(last, 1), p, 0.0)
+            dp = gl.where(gl.expand_dims(at + keys, 0) < gl.expand_dims(last, 1), dp, 0.0)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        ds = gl.convert_layout((p * (dp - delta)).to(q_desc.dtype), operand)
+    if steps > 0:
+        dq = warpgroup_mma(ds, matrix(k_bufs, (steps - 1) % (STAGES + 1)), dq, use_acc=steps > 1, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+    _barrier()
+    emit(dq_desc, q_bufs.index(0), gl.where(lost, float("nan"), dq * (scale * LN2)), batch, head, first)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def fetch_with(desc, buffers, stats_desc, stats, ready, slot, batch, head, H, row, pred):
+    """`fetch`, with the statistics of the rows."""
+    bar = ready.index(slot)
+    mbarrier.expect(bar, desc.block_type.nbytes + stats_desc.block_type.nbytes, pred=pred)
+    tma.async_copy_global_to_shared(desc, [batch, head, row, 0], bar, buffers.index(slot), pred=pred)
+    tma.async_copy_global_to_shared(stats_desc, [2 * (batch * H + head), row], bar, stats.index(slot), pred=pred)
+
+
+@gluon.jit(do_not_specialize=["capacity"])
+def _attention_dkdv_kernel(
+    q_desc, grad_desc, k_desc, v_desc, dk_desc, dv_desc, stats_desc, offsets_ptr, order_ptr, rows_ptr, lengths_ptr,
+    B, H, GROUP, rows, columns, Tq, Tk, capacity, scale, CONFIG: gl.constexpr,
+):  # fmt: skip
+    SPLIT_Q: gl.constexpr = CONFIG.split_q
+    SPLIT_K: gl.constexpr = CONFIG.split_k
+    STAGES: gl.constexpr = CONFIG.stages
+    CAUSAL: gl.constexpr = CONFIG.causal
+    BLOCK: gl.constexpr = q_desc.block_type.shape[2]
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
+
+    k_bufs, k_ready = ring_of(k_desc, 1)
+    v_bufs, v_ready = ring_of(v_desc, 1)
+    q_bufs, q_ready = ring_of(q_desc, STAGES)
+    g_bufs, g_ready = ring_of(grad_desc, STAGES)
+    stats = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK], stats_desc.layout)
+    fence_async_shared()
+    _barrier()
+
+    tile = gl.program_id(0) % (columns * SPLIT_K)
+    pair = gl.program_id(0) // (columns * SPLIT_K)
+    key_heads = H // GROUP
+    batch = pair // key_heads
+    key_head = pair % key_heads
+    first = tile * BLOCK
+    limit = key_limit(lengths_ptr, batch, Tk)
+    fetch(k_desc, k_bufs, k_ready, 0, batch, key_head, first, True)
+    fetch(v_desc, v_bufs, v_ready, 0, batch, key_head, first, True)
+
+    keys = gl.expand_dims(first + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, scores)), 1)
+    inner = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, scores))
+    dk = gl.zeros([BLOCK, D], gl.float32, sums)
+    dv = gl.zeros([BLOCK, D], gl.float32, sums)
+    none = gl.zeros([BLOCK, BLOCK], gl.float32, scores)
+    k = matrix(k_bufs, 0)
+    v = matrix(v_bufs, 0)
+    mbarrier.wait(k_ready.index(0), 0)
+    mbarrier.wait(v_ready.index(0), 0)
+    count = 0
+    for member in range(GROUP):
+        head = key_head * GROUP + member
+        z = matrix_of(batch, head, H, CONFIG)
+        begin, listed, lost = span(offsets_ptr, z * columns + tile // SPLIT_K, B, H, columns, capacity, CONFIG)
+        steps = listed * SPLIT_Q
+        for i in gl.static_range(STAGES):
+            start = row_at(order_ptr, rows_ptr, begin, i, steps, z * rows, SPLIT_Q, BLOCK)
+            place = (count + i) % STAGES
+            fetch_with(q_desc, q_bufs, stats_desc, stats, q_ready, place, batch, head, H, start, i < steps)
+            fetch(grad_desc, g_bufs, g_ready, place, batch, head, start, i < steps)
+        dk = warpgroup_mma_init(dk)
+        dv = warpgroup_mma_init(dv)
+        for step in range(steps):
+            slot = count % STAGES
+            at = row_at(order_ptr, rows_ptr, begin, step, steps, z * rows, SPLIT_Q, BLOCK)
+            ahead = row_at(order_ptr, rows_ptr, begin, step - 1 + STAGES, steps, z * rows, SPLIT_Q, BLOCK)
+            mbarrier.wait(q_ready.index(slot), count // STAGES & 1)
+            s = warpgroup_mma(k, matrix(q_bufs, slot).permute((1, 0)), none, use_acc=False, is_async=True)
+            mbarrier.wait(g_ready.index(slot), count // STAGES & 1)
+            dp = warpgroup_mma(v, matrix(g_bufs, slot).permute((1, 0)), none, use_acc=False, is_async=True)
+            s, dk, dv = warpgroup_mma_wait(1, deps=(s, dk, dv))
+            # Every warp has read the queries of the step before, and what belongs to them.
+            _barrier()
+            free = (count + STAGES - 1) % STAGES
+            later = (step > 0) & (step - 1 + STAGES < steps)
+            fetch_with(q_desc, q_bufs, stats_desc, stats, q_ready, free, batch, head, H, ahead, later)
+            fetch(grad_desc, g_bufs, g_ready, free, batch, head, ahead, later)
+            lse = stats.index(slot).slice(0, 1).load(scores)
+            p = exp2(s * scale - lse)
+            if CAUSAL:
+                if gl.minimum(at + (Tk - Tq + 1), limit) < first + BLOCK:
+                    p = gl.where(keys < gl.minimum(gl.expand_dims(at + inner, 0) + (Tk - Tq + 1), limit), p, 0.0)
+            elif limit < first + BLOCK:
+                p = gl.where(keys < limit, p, 0.0)
+            dv = warpgroup_mma(gl.convert_layout(p.to(q_desc.dtype), operand), matrix(g_bufs, slot), dv, is_async=True)
+            dp = warpgroup_mma_wait(1, deps=(dp,))
+            delta = stats.index(slot).slice(1, 1).load(scores)
+            ds = gl.convert_layout((p * (dp - delta)).to(q_desc.dtype), operand)
+            dk = warpgroup_mma(ds, matrix(q_bufs, slot), dk, is_async=True)
+            count += 1
+        dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+        dk = gl.where(lost, float("nan"), dk)
+        dv = gl.where(lost, float("nan"), dv)
+        _barrier()
+    emit(dk_desc, k_bufs.index(0), dk * (scale * LN2), batch, key_head, first)
+    emit(dv_desc, v_bufs.index(0), dv, batch, key_head, first)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def row_at(order_ptr, rows_ptr, begin, step, steps, base, SPLIT: gl.constexpr, TILE: gl.constexpr):
+    """First query of the tile of `step` in a column's list; `base` is the layout's first block row."""
+    entry = gl.load(order_ptr + begin + step // SPLIT, mask=step < steps, other=0)
+    block = gl.load(rows_ptr + entry, mask=step < steps, other=0) - base
+    return (block * SPLIT + step % SPLIT) * TILE
+
+
+_attention_dq = launch.Kernel(_attention_dq_kernel)
+_attention_dkdv = launch.Kernel(_attention_dkdv_kernel)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Of the two kernels. Both have as many queries as keys in a step."""
+
+    dq: Tile
+    dkdv: Tile
+
+
+SIDE = 64
+
+
+def tiles_of(d: int) -> Tiles:
+    """As measured on one H200 at D 64 (T 8,192, 16 heads, densities of 50, 25 and 10%, blocks of 64 and 128), the
+    fastest of four depths of the rings and bounds of registers; taken over for D 128, where nothing was measured."""
+    return Tiles(Tile(SIDE, SIDE, 2), Tile(SIDE, SIDE, 2))
+
+
+def launch_attention_bwd(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, stats: Tensor, lists: tuple[Tensor, ...],
+    lengths: Tensor | None, tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v. `lists` are a layout's: row_offsets, col_indices, row_indices, col_offsets,
+    transpose_order, positions."""
+    p = problem
+    tiles = tiles_of(p.d) if tiles is None else tiles
+    row_offsets, col_indices, row_indices, col_offsets, order, _ = lists
+    q, grad, k, v = readable(q), readable(grad), without_padding(k, lengths), without_padding(v, lengths)
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    inputs = [descriptor(t, SIDE) for t in (q, grad, k, v)]
+    dq_desc, dk_desc, dv_desc = (descriptor(t, SIDE) for t in (dq, dk, dv))
+    padded, capacity = stats.shape[-1], col_indices.shape[0]
+    stats_desc = TensorDescriptor(stats, [2 * p.b * p.h, padded], [padded, 1], [2, SIDE], STATS)
+    key = (p, q.dtype, *(x.stride() for x in (q, grad, k, v)), lengths is None)
+    tile, config = tiles.dkdv, config_of(p, tiles.dkdv)
+    args = (*inputs, dk_desc, dv_desc, stats_desc, col_offsets, order, row_indices, lengths, p.b, p.h, p.group, p.rows)
+    args += (p.columns, p.tq, p.tk, capacity, p.scale * INV_LN2)
+    grid = (p.columns * config.split_k * p.b * p.key_heads, 1, 1)
+    _attention_dkdv((key, tile), grid, args, {"CONFIG": config}, num_warps=tile.warps, maxnreg=tile.registers)
+    tile, config = tiles.dq, config_of(p, tiles.dq)
+    args = (*inputs, dq_desc, stats, row_offsets, col_indices, lengths, p.b, p.h, p.group, p.rows)
+    args += (p.tq, p.tk, padded, capacity, p.scale * INV_LN2)
+    grid = (p.rows * config.split_q * p.b * p.h, 1, 1)
+    _attention_dq((key, tile), grid, args, {"CONFIG": config}, num_warps=tile.warps, maxnreg=tile.registers)
+    return dq, dk, dv
+
+
+STATS = gl.NVMMASharedLayout(0, 32, 2)
+_INPUTS = dict.fromkeys(("q_desc", "grad_desc", "k_desc", "v_desc"), SIDE)
+EXAMPLES = {
+    _attention_dq_kernel: example(
+        {**_INPUTS, "dq_desc": SIDE}, {"stats_ptr": "*fp32", **LISTS, **SIZES, "padded": "i32"}, 64, tiles_of(64).dq
+    ),
+    _attention_dkdv_kernel: example(
+        {**_INPUTS, "dk_desc": SIDE, "dv_desc": SIDE},
+        {
+            "stats_desc": f"tensordesc<fp32[2, {SIDE}],{STATS!r}>",
+            **dict.fromkeys(("offsets_ptr", "order_ptr", "rows_ptr", "lengths_ptr"), "*i32"),
+            **SIZES,
+            "columns": "i32",
+        },
+        64,
+        tiles_of(64).dkdv,
+    ),
+}
+"""Example signatures for the ahead-of-time compile test."""

@@ -1,0 +1,32 @@
+"""Vectors of rows of blocks to each block and back, in plain PyTorch, which is bound by memory on the GPU as well.
+
+`index` `[capacity]` is the row of blocks that each block stands in, -1 behind the last, and `grid` `[rows, E]` the
+blocks of each row, -1 for none. A row's blocks are gathered and added up in order, so that nothing depends on timing.
+"""
+
+import torch
+from torch import Tensor
+
+
+def spread(vectors: Tensor, index: Tensor, grid: Tensor) -> Tensor:
+    """Operator `blocksparse_spread`: `[rows, b]` -> `[capacity, b]`, zeros behind the last block."""
+    if not vectors.shape[0]:
+        return vectors.new_zeros(index.shape[0], vectors.shape[1])
+    return torch.where((index >= 0)[:, None], vectors[index.clamp(min=0).long()], 0)
+
+
+def collect(parts: Tensor, index: Tensor, grid: Tensor) -> Tensor:
+    """Operator `blocksparse_collect`: `[capacity, b]` -> `[rows, b]`, their sums."""
+    return _gathered(parts, grid, 0.0).sum(1)
+
+
+def most(values: Tensor, index: Tensor, grid: Tensor, dim: int) -> Tensor:
+    """Operator `blocksparse_most`: the maxima of values `[capacity, height, width]` along `dim` of whole rows."""
+    found = _gathered(values.amax(dim), grid, float("-inf"))
+    return found.amax(1) if grid.shape[1] else found.new_full((grid.shape[0], found.shape[2]), float("-inf"))
+
+
+def _gathered(parts: Tensor, grid: Tensor, absent: float) -> Tensor:
+    """`[rows, E, b]`; numbers beyond the capacity are nobody's."""
+    held = (grid >= 0) & (grid < parts.shape[0])
+    return torch.where(held[:, :, None], parts[grid.clamp(0, parts.shape[0] - 1).long()], absent)

@@ -1,0 +1,330 @@
+"""op(A) @ op(B), each of A, B and the result dense or block-sparse, through pointers: every dtype, block and GPU.
+
+A program owns a tile of the result: one block row of it by TILE_N columns. These are neighbours where the result is
+dense, and the next present blocks of the row, gathered, where it is sparse, so that small blocks still fill a wide
+product and a tile of A is read once for all of them. The steps along K follow the list of A's block row, which is that
+of its columns where A is stored transposed; only two dense operands are walked from end to end. The launcher turns
+a product with a dense left and a sparse right operand around: the transposed product has its list on the left.
+
+Where both operands are sparse, the program first goes through A's list and keeps the entries that meet a present block
+of B in any of the tile's columns, in a list of its own in global memory; for a tile of one block this is exactly
+the pairs to be multiplied. What is missing of B in the other columns is read as zeros. These programs are as many as
+the GPU holds a few times over and walk the tiles, so that the lists stay small.
+
+Tiles are ordered in bands of 1,024 rows by column: programs at work at one time share rows of A and columns of B.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch, tuning
+from gossamer.blocksparse._triton.attention import dot
+from gossamer.blocksparse._triton.softmax import fill_rest
+
+WAVES = 16
+"""Programs for each multiprocessor where programs keep lists."""
+
+
+@triton.jit
+def wide(number):
+    """int64 of what the interpreter may hold as a plain number."""
+    return tl.full([], 0, tl.int64) + number
+
+
+@triton.jit
+def place(z, r, c, rows, cols, TRANS: tl.constexpr):
+    """Where the number of block (r, c) of op(B) stands."""
+    if TRANS:
+        return (z * cols + c) * rows + r
+    else:
+        return (z * rows + r) * cols + c
+
+
+@triton.jit
+def cell(i, j, height, width, TRANS: tl.constexpr):
+    """Element (i, j) of a height x width matrix, which may be stored transposed."""
+    if TRANS:
+        return j * height + i
+    else:
+        return i * width + j
+
+
+@triton.jit
+def in_list(order_ptr, index_ptr, entry, has, count):
+    """(block, its column) of an entry of a list of rows, or of one of columns, which has an order."""
+    block = entry
+    if order_ptr is not None:
+        block = tl.load(order_ptr + entry, mask=has, other=0)
+    return block, tl.load(index_ptr + block, mask=has, other=0) % count
+
+
+@triton.jit
+def meetings(lists, b_positions_ptr, pairs_ptr, z, inner, cols, COLUMNS: tl.constexpr, TRANS: tl.constexpr):
+    """Writes (block, its column) of the entries of A that meet a block of B in any of the columns; how many."""
+    order_ptr, index_ptr, begin, count, out_order_ptr, out_index_ptr, first, end = lists
+    # Other warps may still read the list of the tile before.
+    tl.debug_barrier()
+    kept = 0
+    for start in range(0, count, 128):
+        entry = start + tl.arange(0, 128)
+        has = entry < count
+        block, k = in_list(order_ptr, index_ptr, begin + entry, has, inner)
+        meets = tl.zeros([128], tl.int32)
+        for c in tl.static_range(COLUMNS):
+            col = first + c
+            exists = col < end
+            if out_index_ptr is not None:
+                _, col = in_list(out_order_ptr, out_index_ptr, col, exists, cols)
+            found = tl.load(b_positions_ptr + place(z, k, col, inner, cols, TRANS), mask=has & exists, other=-1)
+            meets |= (found >= 0).to(tl.int32)
+        rank = kept + tl.cumsum(meets, 0) - meets
+        tl.store(pairs_ptr + 2 * rank, block, mask=meets != 0)
+        tl.store(pairs_ptr + 2 * rank + 1, k, mask=meets != 0)
+        kept += tl.sum(meets, 0)
+    tl.debug_barrier()
+    return kept
+
+
+@triton.jit
+def load_blocks(
+    b_ptr, at_ptr, held, i, exists, j, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    TRANS: tl.constexpr,
+):  # fmt: skip
+    """A tile of stored blocks side by side, whose numbers stand at at_ptr; absent ones are zeros."""
+    if COLUMNS == 1:
+        present = exists[:, None] & held[None, :]
+        base = tl.load(at_ptr).to(tl.int64) * (HEIGHT * WIDTH)
+    else:
+        found = tl.load(at_ptr, mask=held, other=-1)
+        present = exists[:, None] & (found >= 0)[None, :]
+        base = found.to(tl.int64)[None, :] * (HEIGHT * WIDTH)
+    return tl.load(b_ptr + base + cell(i[:, None], j[None, :], HEIGHT, WIDTH, TRANS), mask=present, other=0.0)
+
+
+@triton.jit
+def load_tile(ptr, i, j, exists, height, width, TRANS: tl.constexpr):
+    """Elements (i, j) of a matrix, from its origin or that of a part on."""
+    return tl.load(ptr + cell(i[:, None], j[None, :], height, width, TRANS), mask=exists, other=0.0)
+
+
+@triton.jit
+def find_tile(tile, rows, across, GROUP: tl.constexpr):
+    """(matrix, block row, which tile of it): in bands of GROUP block rows, column by column."""
+    at = tile % (rows * across)
+    band = at // (GROUP * across)
+    height = tl.minimum(rows - band * GROUP, GROUP)
+    within = at % (GROUP * across)
+    return tile // (rows * across), band * GROUP + within % height, within // height
+
+
+@triton.jit
+def columns_of(lists, row, first, cols, capacity, j):
+    """(first column of a tile or first entry of the row's list, the end of either, blocks of the result, their columns)
+    of the tile's j-th columns."""
+    offsets_ptr, order_ptr, index_ptr = lists
+    if offsets_ptr is not None:
+        first += tl.load(offsets_ptr + row)
+        end = tl.minimum(tl.load(offsets_ptr + row + 1), capacity)
+        block, col = in_list(order_ptr, index_ptr, first + j, first + j < end, cols)
+        return first, end, block, col
+    else:
+        return first, cols, first + j, first + j
+
+
+@triton.jit
+def entries_of(offsets_ptr, row, inner):
+    """(first entry, number of entries) of A's block row; of a dense matrix, all columns of blocks."""
+    if offsets_ptr is not None:
+        begin = tl.load(offsets_ptr + row)
+        return begin, tl.load(offsets_ptr + row + 1) - begin
+    else:
+        return 0, inner
+
+
+@triton.jit
+def lost_blocks(offsets_ptr, last, capacity):
+    """Whether a layout has more blocks than room."""
+    lost = False
+    if offsets_ptr is not None:
+        lost = tl.load(offsets_ptr + last) > capacity
+    return lost
+
+
+@triton.jit(do_not_specialize=["a_capacity", "b_capacity", "out_capacity"])
+def _blocksparse_matmul_kernel(
+    a_ptr, b_ptr, out_ptr, a_offsets_ptr, a_order_ptr, a_index_ptr, b_offsets_ptr, b_positions_ptr, out_offsets_ptr,
+    out_order_ptr, out_index_ptr, pairs_ptr, Z, M, K, N, a_capacity, b_capacity, out_capacity,
+    BLOCK: tl.constexpr, TRANS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """BLOCK is the blocks along M, K and N; TRANS what of A, B and the result is stored transposed; TILE the columns
+    and the step along K of a tile. A matrix is dense where its offsets are None."""
+    BM: tl.constexpr = BLOCK[0]
+    BK: tl.constexpr = BLOCK[1]
+    BN: tl.constexpr = BLOCK[2]
+    TILE_N: tl.constexpr = TILE[0]
+    STEP: tl.constexpr = TILE[1]
+    SUB: tl.constexpr = BK // STEP
+    COLUMNS: tl.constexpr = TILE_N // BN
+    GROUP: tl.constexpr = 1024 // BM
+    rows, inner, cols = tl.cdiv(M, BM), tl.cdiv(K, BK), tl.cdiv(N, BN)
+    lost = lost_blocks(a_offsets_ptr, Z * rows, a_capacity)
+    lost |= lost_blocks(b_offsets_ptr, Z * (cols if TRANS[1] else inner), b_capacity)
+    lost |= lost_blocks(out_offsets_ptr, Z * rows, out_capacity)
+    across = tl.cdiv(cols, COLUMNS)
+    i, j, step_k = tl.arange(0, BM), tl.arange(0, TILE_N), tl.arange(0, STEP)
+    for tile in range(tl.program_id(0), Z * rows * across, tl.num_programs(0)):
+        z, m, first = find_tile(tile, rows, across, GROUP)
+        first *= COLUMNS
+        out_lists = (out_offsets_ptr, out_order_ptr, out_index_ptr)
+        first, end, target, col = columns_of(out_lists, z * rows + m, first, cols, out_capacity, j // BN)
+        held = first + j // BN < end
+        n = col * BN + j % BN
+        row = m * BM + i
+        begin_a, count = entries_of(a_offsets_ptr, z * rows + m, inner)
+        # A program without columns has nothing to do, and without all blocks nothing can be right.
+        count = tl.where((first < end) & (lost == 0), count, 0)
+        if b_positions_ptr is not None:
+            pairs = pairs_ptr + tl.program_id(0).to(tl.int64) * 2 * inner
+            lists = (a_order_ptr, a_index_ptr, begin_a, count, out_order_ptr, out_index_ptr, first, end)
+            count = meetings(lists, b_positions_ptr, pairs, z, inner, cols, COLUMNS, TRANS[1])
+            if COLUMNS == 1:
+                col = tl.max(col, 0)
+        acc = tl.zeros([BM, TILE_N], tl.float32)
+        for step in range(0, count * SUB):
+            inside = step % SUB * STEP + step_k
+            k_block = step // SUB
+            if a_offsets_ptr is not None:
+                if b_positions_ptr is not None:
+                    block = tl.load(pairs + 2 * k_block)
+                    k_block = tl.load(pairs + 2 * k_block + 1)
+                else:
+                    block, k_block = in_list(a_order_ptr, a_index_ptr, begin_a + k_block, True, inner)
+                block_ptr = a_ptr + block.to(tl.int64) * (BM * BK)
+                a = load_tile(block_ptr, i, inside, (k_block * BK + inside < K)[None, :], BM, BK, TRANS[0])
+            else:
+                # From the tile's corner on, 32 bits are enough.
+                corner = wide(z) * M * K + cell(wide(m) * BM, wide(k_block) * BK, M, K, TRANS[0])
+                exists = (row < M)[:, None] & (k_block * BK + inside < K)[None, :]
+                a = load_tile(a_ptr + corner, i, inside, exists, M, K, TRANS[0])
+            exists = k_block * BK + inside < K
+            if b_positions_ptr is not None:
+                at_b = b_positions_ptr + place(z, k_block, col, inner, cols, TRANS[1])
+                b = load_blocks(b_ptr, at_b, held, inside, exists, j % BN, BK, BN, COLUMNS, TRANS[1])
+            else:
+                corner = wide(z) * K * N + cell(wide(k_block) * BK, 0, K, N, TRANS[1])
+                exists = exists[:, None] & (held & (n < N))[None, :]
+                # Stored transposed, columns are far apart.
+                b = load_tile(b_ptr + corner, inside, n.to(tl.int64 if TRANS[1] else tl.int32), exists, K, N, TRANS[1])
+            acc += dot(a, b, PRECISION, UPCAST)
+        real = (row < M)[:, None] & (n < N)[None, :]
+        acc = tl.where(lost, float("nan"), acc)
+        if out_offsets_ptr is not None:
+            to = target.to(tl.int64)[None, :] * (BM * BN) + cell(i[:, None], (j % BN)[None, :], BM, BN, TRANS[2])
+            acc = tl.where(real | lost, acc, 0.0)
+            tl.store(out_ptr + to, acc.to(out_ptr.dtype.element_ty), mask=held[None, :])
+        else:
+            to = wide(z) * M * N + cell(row.to(tl.int64)[:, None], n.to(tl.int64)[None, :], M, N, TRANS[2])
+            tl.store(out_ptr + to, acc.to(out_ptr.dtype.element_ty), mask=real)
+    if out_offsets_ptr is not None:
+        # Where blocks are lost a list of columns may miss some, so that the tiles alone would not reach every block.
+        fill_rest(out_ptr, tl.load(out_offsets_ptr + Z * rows), out_capacity, lost, BM, BN)
+
+
+_blocksparse_matmul = launch.Kernel(_blocksparse_matmul_kernel)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Columns and step along K of a tile, warps, and stages of loads ahead."""
+
+    columns: int
+    step: int
+    warps: int
+    stages: int
+
+
+def tile_of(bm: int, bk: int, bn: int, n: int, element_size: int, device: torch.device) -> Tile:
+    """The tile for blocks along M, K and N; 0 where nothing cuts that dimension.
+
+    Tiles of 64 x 256 and 128 x 128 were the fastest of pointers on one H200 (strips of four blocks of 64; one of 128).
+    Elsewhere shared memory holds no more than half as wide ones.
+    """
+    half = element_size == 2
+    step = min(bk or 64, 64 if half and tuning.hopper(device) else 32)
+    columns = 256 if bm == 64 and half and tuning.hopper(device) else 128
+    columns = max(bn, min(columns, launch.next_power_of_2(max(n, 16))))
+    return Tile(columns, step, 8 if bm * columns >= 128 * 128 and bm >= 128 else 4, 3)
+
+
+def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    """Operator `blocksparse_matmul`."""
+    of_a, of_b, of_out = rest[:6], rest[6:12], rest[12:18]
+    z, m, k, n, bm, bk, bn, trans_a, trans_b = rest[18:]
+    capacity = 0 if of_out[0] is None else of_out[1].shape[0]
+    out = torch.empty((z, m, n) if of_out[0] is None else (capacity, bm, bn), dtype=a.dtype, device=a.device)
+    if out.numel() == 0:
+        return out
+    turned = of_a[0] is None and of_b[0] is not None
+    if turned:
+        a, b, of_a, of_b, m, n, bm, bn = b, a.mT, of_b, of_a, n, m, bn, bm
+        trans_a, trans_b = not trans_b, False
+    a, trans_a = (a.contiguous(), trans_a) if of_a[0] is not None else _stored(a)
+    b, trans_b = (b.contiguous(), trans_b) if of_b[0] is not None else _stored(b)
+    tile = tile_of(bm, bk, bn, n, a.element_size(), a.device)
+    block = bm, bk or tile.step, bn or tile.columns
+    tiles = z * launch.cdiv(m, bm) * launch.cdiv(n, tile.columns)
+    pairs = None
+    if of_b[0] is not None:
+        inner = launch.cdiv(k, bk)
+        tiles = min(tiles, WAVES * tuning.programs(a.device))
+        pairs = launch.scratch.get(max(tiles, 1) * 2 * inner, a.device).view(torch.int32)
+    lists = (*_lists(of_a, trans_a), of_b[0], of_b[5], *_lists(of_out, turned), pairs)
+    capacities = [0 if parts[0] is None else parts[1].shape[0] for parts in (of_a, of_b, of_out)]
+    meta = {
+        "BLOCK": block,
+        "TRANS": (trans_a, trans_b, turned),
+        "TILE": (tile.columns, tile.step),
+        **tuning.dot_precision(a, k),
+    }
+    key = (a.dtype, z, m, k, n, *meta.values(), *(part is None for part in lists))
+    args = (a, b, out, *lists, z, m, k, n, *capacities)
+    _blocksparse_matmul(key, (max(tiles, 1), 1, 1), args, meta, num_warps=tile.warps, num_stages=tile.stages)
+    return out
+
+
+def _lists(parts: tuple[Any, ...], by_columns: bool) -> tuple[Any, Any, Any]:
+    """(offsets, order, index) of a layout's rows, or of its columns."""
+    row_offsets, col_indices, row_indices, col_offsets, transpose_order, _ = parts
+    return (col_offsets, transpose_order, row_indices) if by_columns else (row_offsets, None, col_indices)
+
+
+def _stored(x: Tensor) -> tuple[Tensor, bool]:
+    """(contiguous `[Z, rows, columns]`, whether it is stored transposed)."""
+    if not x.is_contiguous() and x.mT.is_contiguous():
+        return x, True
+    return x.contiguous(), False
+
+
+_LIST = dict.fromkeys(("a_offsets_ptr", "a_order_ptr", "a_index_ptr", "b_offsets_ptr", "b_positions_ptr"), "*i32")
+_OUT = dict.fromkeys(("out_offsets_ptr", "out_order_ptr", "out_index_ptr"), "*i32")
+_SIZES = dict.fromkeys(("Z", "M", "K", "N", "a_capacity", "b_capacity", "out_capacity"), "i32")
+EXAMPLES = {
+    _blocksparse_matmul_kernel: {
+        "signature": {
+            "a_ptr": "*bf16", "b_ptr": "*bf16", "out_ptr": "*bf16", **_LIST, "a_order_ptr": None, **_OUT,
+            "out_order_ptr": None, "pairs_ptr": "*i32", **_SIZES,
+        },
+        "constexprs": {
+            "BLOCK": (64, 64, 64), "TRANS": (False, False, False), "TILE": (128, 32), "PRECISION": "ieee",
+            "UPCAST": False,
+        },
+        "num_warps": 4,
+        "num_stages": 3,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test: all three sparse, the longest chain of lists."""

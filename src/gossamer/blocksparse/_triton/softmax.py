@@ -1,0 +1,219 @@
+"""Softmax along the rows of block-sparse matrices: bound by memory.
+
+A program owns BLOCK_M lines of a block row and reads them across all of its blocks, laid end to end, BLOCK_N elements a
+step. Where a line can have no more than LONGEST elements, which the host knows from the matrix, there is one step and
+nothing is read twice; longer ones are walked twice, first for the running maximum and sum, then to write. The backward
+pass has the same form. Programs also fill what stands behind the last block: with zeros, or NaN where blocks are lost.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch
+from gossamer.blocksparse._triton.attention import listed, span
+
+LONGEST, STEP = 16384, 4096
+"""Elements of a line that one program holds at once, and elements of a step where it does not."""
+
+
+@triton.jit
+def fill_rest(out_ptr, total, capacity, lost, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Zeros behind the last block, or NaN everywhere."""
+    flat = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    fill = tl.zeros([HEIGHT, WIDTH], tl.float32) + tl.where(lost, float("nan"), 0.0)
+    for block in range(tl.where(lost, 0, total) + tl.program_id(0), capacity, tl.num_programs(0)):
+        at = tl.full([], 0, tl.int64) + block
+        tl.store(out_ptr + at * (HEIGHT * WIDTH) + flat, fill.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def load_scores(
+    x_ptr, mask_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line, i, first, M, N,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """(scores, -inf for what takes no part, what does, where it is stored)."""
+    at = first + tl.arange(0, BLOCK_N)
+    n, entry, exists = listed(columns_ptr, 0, begin, count, at, WIDTH)
+    place = entry.to(tl.int64)[None, :] * (HEIGHT * WIDTH) + (i[:, None] * WIDTH + (at % WIDTH)[None, :])
+    part = (line < M)[:, None] & (exists & (n < N))[None, :]
+    if MASK == "blocks":
+        part = part & (tl.load(mask_ptr + place, mask=part, other=0) != 0)
+    if MASK == "dense":
+        at_mask = line.to(tl.int64)[:, None] * stride_mm + n.to(tl.int64)[None, :] * stride_mn
+        part = part & (tl.load(mask_ptr + at_mask, mask=part, other=0) != 0)
+    x = tl.load(x_ptr + place, mask=part, other=0.0).to(tl.float32)
+    return tl.where(part, x * scale, float("-inf")), part, place, exists
+
+
+@triton.jit(do_not_specialize=["last", "capacity"])
+def _blocksparse_softmax_fwd_kernel(
+    x_ptr, mask_ptr, out_ptr, offsets_ptr, columns_ptr, stride_mz, stride_mm, stride_mn, rows, last, capacity, M, N,
+    scale, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ONCE: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Program (block row, lines of it)."""
+    parts: tl.constexpr = HEIGHT // BLOCK_M
+    row = tl.program_id(0) // parts
+    i = tl.program_id(0) % parts * BLOCK_M + tl.arange(0, BLOCK_M)
+    line = row % rows * HEIGHT + i
+    begin, count, lost = span(offsets_ptr, row, last, capacity)
+    if MASK == "dense":
+        mask_ptr += (row // rows).to(tl.int64) * stride_mz
+    if ONCE:
+        x, part, place, exists = load_scores(
+            x_ptr, mask_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line, i, 0, M, N,
+            HEIGHT, WIDTH, BLOCK_N, MASK,
+        )  # fmt: skip
+        weights = tl.where(part, tl.exp(x - tl.max(x, 1)[:, None]), 0.0)
+        y = tl.where(part, weights / tl.sum(weights, 1)[:, None], 0.0)
+        tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=exists[None, :])
+    else:
+        most = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        for first in range(0, count * WIDTH, BLOCK_N):
+            x, part, _, _ = load_scores(
+                x_ptr, mask_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line, i, first, M, N,
+                HEIGHT, WIDTH, BLOCK_N, MASK,
+            )  # fmt: skip
+            now = tl.maximum(most, tl.max(x, 1))
+            # As long as there is nothing but -inf, nothing is added up, nor to be scaled.
+            base = tl.where(now == float("-inf"), 0.0, now)
+            total *= tl.exp(most - base)
+            total += tl.sum(tl.where(part, tl.exp(x - base[:, None]), 0.0), 1)
+            most = now
+        for first in range(0, count * WIDTH, BLOCK_N):
+            x, part, place, exists = load_scores(
+                x_ptr, mask_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line, i, first, M, N,
+                HEIGHT, WIDTH, BLOCK_N, MASK,
+            )  # fmt: skip
+            y = tl.where(part, tl.exp(x - most[:, None]) / total[:, None], 0.0)
+            tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=exists[None, :])
+    fill_rest(out_ptr, tl.load(offsets_ptr + last), capacity, lost, HEIGHT, WIDTH)
+
+
+@triton.jit
+def load_products(
+    grad_ptr, out_ptr, begin, count, i, first, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """(results, their products with the gradient, where these are stored, whether they are)."""
+    at = first + tl.arange(0, BLOCK_N)
+    exists = (at < count * WIDTH)[None, :]
+    entry = (begin + at // WIDTH).to(tl.int64)
+    place = entry[None, :] * (HEIGHT * WIDTH) + (i[:, None] * WIDTH + (at % WIDTH)[None, :])
+    y = tl.load(out_ptr + place, mask=exists, other=0.0).to(tl.float32)
+    grad = tl.load(grad_ptr + place, mask=exists, other=0.0).to(tl.float32)
+    return y, tl.where(y == 0, 0.0, y * grad), place, exists
+
+
+@triton.jit(do_not_specialize=["last", "capacity"])
+def _blocksparse_softmax_bwd_kernel(
+    grad_ptr, out_ptr, dx_ptr, offsets_ptr, last, capacity, scale,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONCE: tl.constexpr,
+):  # fmt: skip
+    """Program (block row, lines of it)."""
+    parts: tl.constexpr = HEIGHT // BLOCK_M
+    row = tl.program_id(0) // parts
+    i = tl.program_id(0) % parts * BLOCK_M + tl.arange(0, BLOCK_M)
+    begin, count, lost = span(offsets_ptr, row, last, capacity)
+    if ONCE:
+        y, product, place, exists = load_products(grad_ptr, out_ptr, begin, count, i, 0, HEIGHT, WIDTH, BLOCK_N)
+        dx = tl.where(y == 0, 0.0, scale * (product - y * tl.sum(product, 1)[:, None]))
+        tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=exists)
+    else:
+        inner = tl.zeros([BLOCK_M], tl.float32)
+        for first in range(0, count * WIDTH, BLOCK_N):
+            _, product, _, _ = load_products(grad_ptr, out_ptr, begin, count, i, first, HEIGHT, WIDTH, BLOCK_N)
+            inner += tl.sum(product, 1)
+        for first in range(0, count * WIDTH, BLOCK_N):
+            y, product, place, exists = load_products(
+                grad_ptr, out_ptr, begin, count, i, first, HEIGHT, WIDTH, BLOCK_N
+            )  # fmt: skip
+            dx = tl.where(y == 0, 0.0, scale * (product - y * inner[:, None]))
+            tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=exists)
+    fill_rest(dx_ptr, tl.load(offsets_ptr + last), capacity, lost, HEIGHT, WIDTH)
+
+
+_softmax_fwd = launch.Kernel(_blocksparse_softmax_fwd_kernel)
+_softmax_bwd = launch.Kernel(_blocksparse_softmax_bwd_kernel)
+
+
+def softmax(
+    values: Tensor,
+    mask: Tensor | None,
+    row_offsets: Tensor,
+    row_indices: Tensor,
+    col_indices: Tensor,
+    z: int,
+    m: int,
+    n: int,
+    scale: float,
+) -> Tensor:
+    """Operator `blocksparse_softmax`."""
+    values = values.contiguous()
+    capacity, height, width = values.shape
+    out = torch.empty_like(values)
+    rows, last = max(launch.cdiv(m, height), 1), row_offsets.shape[0] - 1
+    kind, strides = "none", (0, 0, 0)
+    if mask is not None and mask.dim() == 4:
+        kind, mask = "blocks", mask.contiguous().view(torch.uint8)
+    elif mask is not None:
+        kind = "dense"
+        strides = tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride()))
+        mask = mask.view(torch.uint8)
+    meta, warps = _tile(height, width, n)
+    args = (values, mask, out, row_offsets, col_indices, *strides, rows, last, capacity, m, n, scale)
+    key = (values.dtype, strides, rows, m, n, *meta.values(), kind)
+    grid = (max(last * height // meta["BLOCK_M"], 1), 1, 1)
+    if last:
+        _softmax_fwd(key, grid, args, meta | {"MASK": kind}, num_warps=warps)
+    return out if last else out.zero_()
+
+
+def softmax_bwd(grad: Tensor, out: Tensor, row_offsets: Tensor, row_indices: Tensor, n: int, scale: float) -> Tensor:
+    """Operator `blocksparse_softmax_bwd`."""
+    grad = grad.contiguous()
+    capacity, height, width = out.shape
+    dx, last = torch.empty_like(out), row_offsets.shape[0] - 1
+    if not last:
+        return dx.zero_()
+    meta, warps = _tile(height, width, n)
+    args = (grad, out, dx, row_offsets, last, capacity, scale)
+    grid = (last * height // meta["BLOCK_M"], 1, 1)
+    _softmax_bwd((grad.dtype, out.dtype, *meta.values()), grid, args, meta, num_warps=warps)
+    return dx
+
+
+def _tile(height: int, width: int, n: int) -> tuple[dict[str, int | bool], int]:
+    """(meta, warps) for lines of up to n elements, rounded up to whole blocks: some 4,096 elements a program where
+    lines are short, and 32 a thread."""
+    longest = launch.cdiv(n, width) * width
+    once = longest <= LONGEST
+    block_n = launch.next_power_of_2(longest) if once else STEP
+    block_m = max(1, min(height, 4096 // block_n))
+    meta = {"HEIGHT": height, "WIDTH": width, "BLOCK_M": block_m, "BLOCK_N": block_n, "ONCE": once}
+    return meta, max(4, min(16, block_m * block_n // 1024))
+
+
+_SHAPE = {"HEIGHT": 64, "WIDTH": 64, "BLOCK_M": 1, "BLOCK_N": 8192, "ONCE": True}
+EXAMPLES = {
+    _blocksparse_softmax_fwd_kernel: {
+        "signature": {
+            "x_ptr": "*bf16", "mask_ptr": "*u8", "out_ptr": "*bf16", "offsets_ptr": "*i32", "columns_ptr": "*i32",
+            **dict.fromkeys(("stride_mz", "stride_mm", "stride_mn", "rows", "last", "capacity", "M", "N"), "i32"),
+            "scale": "fp32",
+        },
+        "constexprs": {**_SHAPE, "MASK": "blocks"},
+        "num_warps": 8,
+    },
+    _blocksparse_softmax_bwd_kernel: {
+        "signature": {
+            "grad_ptr": "*bf16", "out_ptr": "*bf16", "dx_ptr": "*bf16", "offsets_ptr": "*i32", "last": "i32",
+            "capacity": "i32", "scale": "fp32",
+        },
+        "constexprs": _SHAPE,
+        "num_warps": 8,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

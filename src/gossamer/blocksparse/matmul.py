@@ -1,0 +1,272 @@
+"""Products of which operands or result are block-sparse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from gossamer._core import autocast, checks
+from gossamer._core.ops import directly, register
+from gossamer.blocksparse._torch import matmul as _cpu
+from gossamer.blocksparse.layout import Layout, check_layouts
+from gossamer.blocksparse.tensor import BlockSparseTensor
+
+_NAME = "blocksparse.matmul"
+_PARTS = [field.name for field in fields(Layout) if field.name not in ("shape", "block_size", "size")]
+_NO_PARTS: list[Tensor | None] = [None] * len(_PARTS)
+
+
+def matmul(
+    a: Tensor | BlockSparseTensor,
+    b: Tensor | BlockSparseTensor,
+    out_layout: Layout | None = None,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+) -> Any:
+    """a @ b, where each of a, b and the result is dense or block-sparse.
+
+    Absent blocks are zeros, and no product with one is computed: what is not finite in b vanishes where it would meet
+    an absent block of a. Which pairs of blocks meet the device finds out by itself.
+
+    Args:
+        a: `[..., M, K]`, a tensor with any strides or a `BlockSparseTensor`; float32, float16 or bfloat16 (float64 on
+            the CPU).
+        b: `[..., K, N]`, like a and of its dtype. The leading dimensions of dense operands broadcast; those of
+            block-sparse ones and of `out_layout` are equal, or there are none at all.
+        out_layout: which blocks of the result to compute; the result is a `BlockSparseTensor` then, and everything
+            else of the product is left out. `Layout.product` gives the layout of all that can differ from 0.
+        transpose_a: whether a is stored as `[..., K, M]`. A block-sparse operand is not copied for it. A dense one is
+            better given as `a.mT`; both ways cost nothing.
+        transpose_b: whether b is stored as `[..., N, K]`.
+
+    Returns:
+        `[..., M, N]` dense, or a `BlockSparseTensor` of `out_layout`; in the dtype of a, or of autocast. Differentiable
+        in a and b, any number of times; the gradient of a block-sparse operand is one of its present blocks. If a
+        layout overflowed every element is NaN.
+
+    Raises:
+        ValueError: sizes, blocks, leading dimensions or devices do not fit.
+        TypeError: dtypes differ, or an argument is neither a tensor nor a `BlockSparseTensor`.
+        NotImplementedError: a matrix on the GPU is 2^24 elements long or wide.
+
+    Source: Schön and Tompits, blksprs, section 3.2.1; Gale et al. 2022, MegaBlocks (arXiv 2211.15841), for products of
+    transposed operands by reordered lists.
+
+    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2), 16))
+    >>> matmul(x, torch.ones(32, 4)).shape, matmul(x, x, x.layout, transpose_a=True).values[0, 0, 0].item()
+    (torch.Size([32, 4]), 16.0)
+    """
+    (x, a_layout), (y, b_layout) = _taken(a), _taken(b)
+    autocasts = isinstance(x, Tensor) and autocast.enabled(x.device)
+    # What follows from shapes is checked once: small products are bound by the host.
+    seen = None if autocasts else checks.signature(x, y)
+    if seen is not None:
+        seen = (*seen, _facts(a_layout), _facts(b_layout), _facts(out_layout), transpose_a, transpose_b)
+    found = _seen.get(seen)
+    if found is None:
+        _check(a, b, x, y, out_layout)
+        if autocasts:
+            x, y = autocast.cast(x, y)
+        if x.dtype != y.dtype:
+            raise TypeError(
+                f"{_NAME}: b must have the dtype of a, {checks.name_of(x.dtype)}, got {checks.name_of(y.dtype)}. "
+                "Convert it with .to(a.dtype)."
+            )
+    left, right = _Operand("a", x, a_layout, transpose_a), _Operand("b", y, b_layout, transpose_b)
+    # A dense operand is transposed by a view.
+    left, right = (
+        op._replace(values=op.values.mT, transposed=False) if op.transposed and op.layout is None else op
+        for op in (left, right)
+    )
+    if found is None:
+        found = _sizes(left, right, out_layout), _leading([op for op in (a_layout, b_layout, out_layout) if op])
+        if seen is not None:
+            if len(_seen) >= 1024:
+                _seen.clear()
+            _seen[seen] = found
+    sizes, lead = found
+    if lead is None:
+        return left.values @ right.values
+    if not lead and out_layout is None and (a_layout is None or b_layout is None):
+        return _folded(left, right, sizes)
+    left, right = _batched(left, lead), _batched(right, lead)
+    out = _product(left, right, out_layout, (math.prod(lead), *sizes))
+    return out.view(*lead, *out.shape[1:]) if out_layout is None else BlockSparseTensor(out, out_layout)
+
+
+_seen: dict[Any, tuple[tuple[int, int, int, int, int, int], tuple[int, ...] | None]] = {}
+
+
+def _taken(operand: Any) -> tuple[Any, Layout | None]:
+    return (operand.values, operand.layout) if isinstance(operand, BlockSparseTensor) else (operand, None)
+
+
+def _facts(layout: Any) -> tuple[Any, ...] | None:
+    """What checks of a layout depend on."""
+    if not isinstance(layout, Layout):
+        return layout
+    return layout.shape, layout.block_size, layout.size, layout.col_indices.shape[0], layout.positions.device
+
+
+def _check(a: Any, b: Any, x: Any, y: Any, out_layout: Layout | None) -> None:
+    for name, operand in (("a", a), ("b", b)):
+        if not isinstance(operand, Tensor | BlockSparseTensor):
+            raise TypeError(
+                f"{_NAME}: {name} must be a torch.Tensor or a BlockSparseTensor, got {type(operand).__name__}."
+            )
+    checks.floating(_NAME, a=x, b=y)
+    checks.same_device(_NAME, "a", x.device, b=y)
+    for name, operand in (("a", x), ("b", y)):
+        if operand.dim() < 2:
+            raise ValueError(f"{_NAME}: {name} must have two dimensions or more, got shape {list(operand.shape)}.")
+    if out_layout is not None:
+        check_layouts(_NAME, out_layout=out_layout)
+        checks.same_device(_NAME, "a", x.device, out_layout=out_layout.positions)
+
+
+class _Operand(NamedTuple):
+    """A dense operand, or the blocks of a sparse one, which may be stored transposed."""
+
+    name: str
+    values: Tensor
+    layout: Layout | None
+    transposed: bool
+
+
+def _sizes(left: _Operand, right: _Operand, out_layout: Layout | None) -> tuple[int, int, int, int, int, int]:
+    """(M, K, N, and the blocks along them: 0 where only dense matrices have that dimension)."""
+    lengths: dict[str, tuple[str, int]] = {}
+    blocks: dict[str, tuple[str, int]] = {}
+    for name, values, layout, transposed, letters in ((*left, "MK"), (*right, "KN")):
+        letters = letters[::-1] if transposed else letters
+        _agree(lengths, name, letters, values.shape[-2:] if layout is None else layout.size, "{letter} = {length}")
+        if layout is not None:
+            _agree(blocks, name, letters, layout.block_size, "blocks of {length} along {letter}")
+    if out_layout is not None:
+        _agree(lengths, "out_layout", "MN", out_layout.size, "{letter} = {length}")
+        _agree(blocks, "out_layout", "MN", out_layout.block_size, "blocks of {length} along {letter}")
+    m, k, n = (lengths[letter][1] for letter in "MKN")
+    bm, bk, bn = (blocks.get(letter, ("", 0))[1] for letter in "MKN")
+    return m, k, n, bm, bk, bn
+
+
+def _agree(found: dict[str, tuple[str, int]], name: str, letters: str, lengths: Sequence[int], rule: str) -> None:
+    """Notes who first said how long a dimension is; later ones must say the same."""
+    for letter, length in zip(letters, lengths):
+        first, expected = found.setdefault(letter, (name, length))
+        if length != expected:
+            must = rule.format(letter=letter, length=expected)
+            raise ValueError(f"{_NAME}: {name} must have {must} like {first}, got {length}.")
+
+
+def _leading(layouts: list[Layout]) -> tuple[int, ...] | None:
+    """The leading dimensions of all layouts; None where there are no layouts."""
+    if not layouts:
+        return None
+    leads = {layout.shape[:-2] for layout in layouts}
+    if len(leads) > 1:
+        raise ValueError(
+            f"{_NAME}: block-sparse operands and out_layout must have equal leading dimensions, got "
+            f"{' and '.join(str(list(lead)) for lead in sorted(leads))}."
+        )
+    return leads.pop()
+
+
+def _batched(operand: _Operand, lead: tuple[int, ...]) -> _Operand:
+    """A dense operand as `[Z, rows, columns]`."""
+    name, values, layout, _ = operand
+    if layout is not None or (len(lead) == 1 and values.dim() == 3 and values.shape[0] == lead[0]):
+        return operand
+    own = (1,) * (len(lead) + 2 - values.dim()) + tuple(values.shape[:-2])
+    if len(own) != len(lead) or any(n not in (1, m) for n, m in zip(own, lead)):
+        raise ValueError(
+            f"{_NAME}: {name} must have leading dimensions that broadcast to {list(lead)} like the layouts, got "
+            f"{list(values.shape[:-2])}."
+        )
+    wide = values.expand(*lead, *values.shape[-2:])
+    return operand._replace(values=wide.reshape(math.prod(lead), *values.shape[-2:]))
+
+
+def _folded(left: _Operand, right: _Operand, sizes: tuple[int, int, int, int, int, int]) -> Tensor:
+    """One block-sparse matrix times a batch of dense ones: a single product with all of them side by side."""
+    m, k, n, *block = sizes
+    if left.layout is None:
+        lead = left.values.shape[:-2]
+        left = left._replace(values=left.values.reshape(1, -1, k))
+        out = _product(left, right, None, (1, left.values.shape[1], k, n, *block))
+        return out.view(*lead, m, n)
+    lead = right.values.shape[:-2]
+    count = math.prod(lead)
+    beside = right.values.reshape(count, k, n).transpose(0, 1).reshape(1, k, count * n)
+    out = _product(left, right._replace(values=beside), None, (1, m, k, count * n, *block))
+    return out.view(m, count, n).transpose(0, 1).reshape(*lead, m, n)
+
+
+def _product(left: _Operand, right: _Operand, out_layout: Layout | None, sizes: tuple[int, ...]) -> Tensor:
+    if left.values.is_cuda and max(sizes[1:4]) >= 1 << 24:
+        raise NotImplementedError(
+            f"{_NAME}: on the GPU M, K and N must be less than 2^24 (a batch of dense matrices beside one block-sparse "
+            f"counts as one wide matrix), got {list(sizes[1:4])}. Split the operands."
+        )
+    parts = (_parts(layout) for layout in (left.layout, right.layout, out_layout))
+    given = [part for three in parts for part in three]
+    call = directly(_matmul, left.values, right.values)
+    out: Tensor = call(left.values, right.values, *given, *sizes, left.transposed, right.transposed)
+    return out
+
+
+def _parts(layout: Layout | None) -> list[Tensor | None]:
+    return _NO_PARTS if layout is None else [getattr(layout, name) for name in _PARTS]
+
+
+def _fake(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    z, m, _, n, bm, _, bn = rest[18:25]
+    return a.new_empty(z, m, n) if rest[12] is None else a.new_empty(rest[13].shape[0], bm, bn)
+
+
+def _context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:20])
+    ctx.settings = inputs[20:]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients are products again: of the result's gradient with the other operand, taken at what is stored."""
+    a, b, *lists = ctx.saved_tensors
+    of_a, of_b, of_out = lists[:6], lists[6:12], lists[12:]
+    z, m, k, n, bm, bk, bn, trans_a, trans_b = ctx.settings
+    # A dense matrix is transposed by a view, blocks by a flag.
+    turned = grad if of_out[0] is not None else grad.mT
+    other_a, other_b = (x if of_x[0] is not None else x.mT for x, of_x in ((a, of_a), (b, of_b)))
+    flip_out, flip_a, flip_b = of_out[0] is not None, of_a[0] is not None, of_b[0] is not None
+    grads: list[Tensor | None] = [None, None]
+    call = directly(_matmul, grad, a, b)
+    if ctx.needs_input_grad[0]:
+        if trans_a:
+            grads[0] = call(b, turned, *of_b, *of_out, *of_a, z, k, n, m, bk, bn, bm, trans_b, flip_out)
+        else:
+            flag = flip_b and not trans_b
+            grads[0] = call(grad, other_b, *of_out, *of_b, *of_a, z, m, n, k, bm, bn, bk, False, flag)
+    if ctx.needs_input_grad[1]:
+        if trans_b:
+            grads[1] = call(turned, a, *of_out, *of_a, *of_b, z, n, m, k, bn, bm, bk, flip_out, trans_a)
+        else:
+            flag = flip_a and not trans_a
+            grads[1] = call(other_a, grad, *of_a, *of_out, *of_b, z, k, m, n, bk, bm, bn, flag, False)
+    return (*grads, *[None] * 27)
+
+
+_LISTS = ", ".join(f"Tensor? {operand}_{part}" for operand in ("a", "b", "out") for part in _PARTS)
+_matmul = register(
+    f"blocksparse_matmul(Tensor a, Tensor b, {_LISTS}, SymInt z, SymInt m, SymInt k, SymInt n, int bm, int bk, int bn, "
+    "bool trans_a, bool trans_b) -> Tensor",
+    cpu=_cpu.matmul,
+    gpu="gossamer.blocksparse._triton.matmul:matmul",
+    fake=_fake,
+    setup_context=_context,
+    backward=_backward,
+)

@@ -1,0 +1,280 @@
+"""Rows and columns of block-sparse matrices: their sums and maxima, and vectors added to all of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer._core import checks
+from gossamer._core.ops import register
+from gossamer.blocksparse._torch import rows as _impl
+from gossamer.blocksparse.layout import Layout, check_layouts
+from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
+
+
+def sum(x: BlockSparseTensor, dim: int = -1) -> Tensor:
+    """The sum of each row (`dim=-1`) or of each column (`dim=-2`); absent blocks are zeros.
+
+    Args:
+        x: `[..., M, N]`.
+        dim: -1 or -2.
+
+    Returns:
+        `[..., M]`, or `[..., N]`, in x's dtype, added up in float32; differentiable, the same bits in each run.
+
+    Raises:
+        ValueError: dim is another one.
+        TypeError: x is no `BlockSparseTensor`.
+
+    Source: Schön and Tompits, blksprs (row-wise operations).
+
+    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2), 16))
+    >>> sum(x)[0].item(), mean(x)[0].item(), max(x - 3)[0].item()
+    (16.0, 0.5, -2.0)
+    """
+    return _reduced("blocksparse.sum", x, dim, "sum")
+
+
+def mean(x: BlockSparseTensor, dim: int = -1) -> Tensor:
+    """The mean of each row (`dim=-1`) or of each column (`dim=-2`), absent blocks counted as zeros; as `sum`.
+
+    >>> mean(from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2), 16)))[0].item()
+    0.5
+    """
+    total = _reduced("blocksparse.mean", x, dim, "sum")
+    return total / x.shape[dim]
+
+
+def max(x: BlockSparseTensor, dim: int = -1) -> Tensor:
+    """The largest stored element of each row (`dim=-1`) or of each column (`dim=-2`).
+
+    Absent blocks take no part, as in `softmax`: a row without blocks gives -inf. Elements that share the maximum share
+    the gradient, as in `torch.amax`.
+
+    Args, Raises: as in `sum`.
+
+    >>> max(from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2), 16)) - 3)[0].item()
+    -2.0
+    """
+    return _reduced("blocksparse.max", x, dim, "max")
+
+
+def add(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
+    """x + vector on the present blocks, for a vector of columns or rows.
+
+    Args:
+        x: `[..., M, N]`.
+        vector: `[..., M, 1]`, a number for each row, or `[..., 1, N]`, one for each column; leading dimensions
+            broadcast to x's. It is converted to x's dtype.
+
+    Returns:
+        `BlockSparseTensor` with x's layout; differentiable in both.
+
+    Raises:
+        ValueError: vector has another shape or device.
+        TypeError: x is no `BlockSparseTensor`, or vector is not floating.
+
+    Source: Schön and Tompits, blksprs (row-wise operations).
+
+    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2), 16))
+    >>> add(x, torch.arange(32.0)[:, None]).to_dense()[31, 30:].tolist()
+    [32.0, 32.0]
+    """
+    return replace(x, values=x.values + _vector("blocksparse.add", x, vector))
+
+
+def sub(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
+    """x - vector on the present blocks; as `add`.
+
+    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2), 16))
+    >>> sub(x, max(x)[:, None]).values.abs().max().item()
+    0.0
+    """
+    return replace(x, values=x.values - _vector("blocksparse.sub", x, vector))
+
+
+def mul(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
+    """x * vector on the present blocks; as `add`.
+
+    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2), 16))
+    >>> mul(x, torch.arange(32.0)).to_dense()[31, 30:].tolist()
+    [30.0, 31.0]
+    """
+    check_blocks("blocksparse.mul", x=x)
+    # What stands beyond the matrix must not reach the gradient of vector.
+    return replace(x, values=_held(x, 0.0) * _vector("blocksparse.mul", x, vector))
+
+
+def broadcast_add(x: Tensor, y: Tensor, layout: Layout) -> BlockSparseTensor:
+    """x[..., :, None] + y[..., None, :] on the blocks of a layout.
+
+    Args:
+        x: `[..., M]`, float. y: `[..., N]`, of the same dtype. Leading dimensions broadcast to those of the layout.
+        layout: of `(..., M, N)`.
+
+    Returns:
+        `BlockSparseTensor`, differentiable in both.
+
+    Raises:
+        ValueError: shapes or devices do not fit.
+        TypeError: dtypes differ or are not floating, or layout is no `Layout`.
+
+    Source: Schön and Tompits, blksprs (broadcast operations).
+
+    >>> layout = Layout.from_mask(torch.eye(2), 16)
+    >>> broadcast_add(torch.arange(32.0), torch.arange(32.0), layout).values.max().item()
+    62.0
+    """
+    rows, columns = _two("blocksparse.broadcast_add", x, y, layout)
+    return BlockSparseTensor(rows + columns, layout)
+
+
+def broadcast_sub(x: Tensor, y: Tensor, layout: Layout) -> BlockSparseTensor:
+    """x[..., :, None] - y[..., None, :] on the blocks of a layout; as `broadcast_add`.
+
+    >>> layout = Layout.from_mask(torch.eye(2), 16)
+    >>> broadcast_sub(torch.arange(32.0), torch.arange(32.0), layout).values.max().item()
+    15.0
+    """
+    rows, columns = _two("blocksparse.broadcast_sub", x, y, layout)
+    return BlockSparseTensor(rows - columns, layout)
+
+
+def _two(operator: str, x: Tensor, y: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    check_layouts(operator, layout=layout)
+    checks.floating(operator, x=x, y=y)
+    checks.same_device(operator, "layout", layout.device, x=x, y=y)
+    if x.dtype != y.dtype:
+        raise TypeError(
+            f"{operator}: y must have the dtype of x, {checks.name_of(x.dtype)}, got {checks.name_of(y.dtype)}."
+        )
+    return _spread_out(operator, "x", x, layout, -1), _spread_out(operator, "y", y, layout, -2)
+
+
+def _vector(operator: str, x: BlockSparseTensor, vector: Tensor) -> Tensor:
+    """`[capacity, height, 1]` or `[capacity, 1, width]` of a vector for x's rows or columns."""
+    check_blocks(operator, x=x)
+    checks.floating(operator, vector=vector)
+    checks.same_device(operator, "x", x.device, vector=vector)
+    m, n = x.layout.size
+    vector = vector.to(x.dtype)
+    if vector.dim() >= 2 and tuple(vector.shape[-2:]) == (m, 1):
+        return _spread_out(operator, "vector", vector[..., 0], x.layout, -1)
+    if vector.dim() >= 1 and tuple(vector.shape[-2:]) in ((1, n), (n,)):
+        return _spread_out(operator, "vector", vector[..., 0, :] if vector.dim() > 1 else vector, x.layout, -2)
+    raise ValueError(
+        f"{operator}: vector must have shape [..., M, 1] with M = {m}, or [..., 1, N] with N = {n}, got "
+        f"{list(vector.shape)}."
+    )
+
+
+def _lines(layout: Layout, dim: int) -> tuple[Tensor, Tensor, int, int]:
+    """(each block's row of blocks, the blocks of rows of blocks, elements of the dimension, those of a block), or the
+    same of columns."""
+    z, rows, cols = layout.batch, layout.rows, layout.cols
+    grid = layout.positions.view(z, rows, cols)
+    if dim == -1:
+        return layout.row_indices, grid.view(z * rows, cols), layout.size[0], layout.block_size[0]
+    base = layout.row_indices.div(rows or 1, rounding_mode="floor") * cols
+    column = torch.where(layout.row_indices < 0, -1, base + layout.col_indices)
+    return column, grid.mT.reshape(z * cols, rows), layout.size[1], layout.block_size[1]
+
+
+def _spread_out(operator: str, name: str, vector: Tensor, layout: Layout, dim: int) -> Tensor:
+    """A vector `[..., L]` of rows or columns at each block."""
+    index, grid, length, block = _lines(layout, dim)
+    lead = layout.shape[:-2]
+    own = (1,) * (len(lead) + 1 - vector.dim()) + tuple(vector.shape)
+    if len(own) != len(lead) + 1 or own[-1] != length or any(n not in (1, m) for n, m in zip(own, lead)):
+        raise ValueError(
+            f"{operator}: {name} must broadcast to {[*lead, length]} like the layout, got {list(vector.shape)}."
+        )
+    flat = vector.expand(*lead, length).reshape(layout.batch, length)
+    padded = torch.nn.functional.pad(flat, (0, -length % block))
+    at = _spread(padded.reshape(-1, block), index, grid)
+    at = torch.where(layout.overflowed, torch.nan, at)
+    return at[:, :, None] if dim == -1 else at[:, None, :]
+
+
+def _held(x: BlockSparseTensor, absent: float) -> Tensor:
+    """The values, with `absent` for what stands beyond the matrix and takes no part."""
+    values = x.values
+    for dim in (-1, -2):
+        line, _, limit, block = _lines(x.layout, dim)
+        if limit % block:
+            at = (line % -(-limit // block))[:, None] * block + torch.arange(block, device=x.device)
+            inside = (at < limit)[:, :, None] if dim == -1 else (at < limit)[:, None, :]
+            values = torch.where(inside, values, absent)
+    return values
+
+
+def _reduced(operator: str, x: BlockSparseTensor, dim: int, how: str) -> Tensor:
+    check_blocks(operator, x=x)
+    if dim not in (-1, -2):
+        raise ValueError(f"{operator}: dim must be -1, a number for each row, or -2, one for each column, got {dim}.")
+    layout = x.layout
+    index, grid, length, block = _lines(layout, dim)
+    lead = layout.shape[:-2]
+    absent = 0.0 if how == "sum" else -math.inf
+    values = _held(x, absent).to(torch.promote_types(x.dtype, torch.float32))
+    if how == "sum":
+        out = _collect(values.sum(dim), index, grid)
+    else:
+        out = _most(values, index, grid, dim)
+    out = torch.where(layout.overflowed, torch.nan, out.view(layout.batch, -(-length // block) * block)[:, :length])
+    return out.reshape(*lead, length).to(x.dtype)
+
+
+def _spread_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _collect(grad, *ctx.saved_tensors), None, None
+
+
+def _collect_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _spread(grad, *ctx.saved_tensors), None, None
+
+
+def _context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _most_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3], output)
+    ctx.dim = inputs[3]
+
+
+def _most_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    values, index, grid, most = ctx.saved_tensors
+    best = values == _spread(most, index, grid).unsqueeze(ctx.dim)
+    share = grad / _collect(best.to(grad.dtype).sum(ctx.dim), index, grid)
+    return torch.where(best, _spread(share, index, grid).unsqueeze(ctx.dim), 0), None, None, None
+
+
+_HERE = "gossamer.blocksparse._torch.rows"
+_spread = register(
+    "blocksparse_spread(Tensor vectors, Tensor index, Tensor grid) -> Tensor",
+    cpu=_impl.spread,
+    gpu=f"{_HERE}:spread",
+    fake=lambda vectors, index, grid: vectors.new_empty(index.shape[0], vectors.shape[1]),
+    setup_context=_context,
+    backward=_spread_backward,
+)
+_collect = register(
+    "blocksparse_collect(Tensor parts, Tensor index, Tensor grid) -> Tensor",
+    cpu=_impl.collect,
+    gpu=f"{_HERE}:collect",
+    fake=lambda parts, index, grid: parts.new_empty(grid.shape[0], parts.shape[1]),
+    setup_context=_context,
+    backward=_collect_backward,
+)
+_most = register(
+    "blocksparse_most(Tensor values, Tensor index, Tensor grid, int dim) -> Tensor",
+    cpu=_impl.most,
+    gpu=f"{_HERE}:most",
+    fake=lambda values, index, grid, dim: values.new_empty(grid.shape[0], values.shape[-3 - dim]),
+    setup_context=_most_context,
+    backward=_most_backward,
+)

@@ -1,0 +1,104 @@
+"""Softmax along the rows of block-sparse matrices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer._core import checks
+from gossamer._core.ops import directly, refuse_second, register
+from gossamer.blocksparse._torch import softmax as _cpu
+from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
+
+_NAME = "blocksparse.softmax"
+
+
+def softmax(x: BlockSparseTensor, *, mask: Tensor | None = None, scale: float = 1.0) -> BlockSparseTensor:
+    """softmax(scale * x) along each row; absent blocks take no part, as if they held -inf.
+
+    Args:
+        x: `[..., M, N]` with any layout; float32, float16 or bfloat16 (float64 on the CPU).
+        mask: bool, True takes part: dense, broadcasting to `[..., M, N]`, or for the layout's blocks `[capacity,
+            height, width]`. Elements that take no part are 0 in the result.
+        scale: what x is multiplied with first.
+
+    Returns:
+        `BlockSparseTensor` with x's layout and dtype, computed in float32. A row in which nothing takes part is zeros.
+        Differentiable once in x; the same bits in each run.
+
+    Raises:
+        ValueError: mask has another shape or device, or scale is not finite.
+        TypeError: x is no `BlockSparseTensor`, or mask is not bool.
+
+    Source: Schön and Tompits, blksprs, section 3.2.2.
+
+    >>> x = from_dense(torch.zeros(32, 32), Layout.from_mask(torch.eye(2), 16))
+    >>> softmax(x).to_dense()[0].sum().item(), softmax(x).values[0, 0, 0].item()
+    (1.0, 0.0625)
+    """
+    check_blocks(_NAME, x=x)
+    layout = x.layout
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise ValueError(f"{_NAME}: scale must be a finite number, got {scale!r}.")
+    if mask is not None:
+        mask = _mask(x, mask)
+    out = _softmax(
+        x.values, mask, layout.row_offsets, layout.row_indices, layout.col_indices, layout.batch, *layout.size,
+        float(scale),
+    )  # fmt: skip
+    return replace(x, values=out)
+
+
+def _mask(x: BlockSparseTensor, mask: Tensor) -> Tensor:
+    """`[1 or Z, 1 or M, 1 or N]`, or blocks with one dimension more, `[1, capacity, height, width]`."""
+    checks.tensors(_NAME, mask=mask)
+    checks.same_device(_NAME, "x", x.device, mask=mask)
+    if mask.dtype is not torch.bool:
+        raise TypeError(f"{_NAME}: mask must be bool, True takes part, got {checks.name_of(mask.dtype)}.")
+    if mask.shape == x.values.shape:
+        return mask[None]
+    own = (1,) * (len(x.shape) - mask.dim()) + tuple(mask.shape)
+    if len(own) != len(x.shape) or any(n not in (1, m) for n, m in zip(own, x.shape)):
+        raise ValueError(
+            f"{_NAME}: mask must broadcast to [..., M, N] = {list(x.shape)}, or have shape [capacity, height, width] = "
+            f"{list(x.values.shape)} like x's values, got {list(mask.shape)}."
+        )
+    mask = mask.reshape(own)
+    if any(n > 1 for n in own[:-2]):
+        mask = mask.expand(*x.shape[:-2], *own[-2:])
+    return mask.reshape(math.prod(mask.shape[:-2]), *own[-2:])
+
+
+def _context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(output, inputs[2], inputs[3])
+    ctx.columns, ctx.scale = inputs[7], inputs[8]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    refuse_second(_NAME)
+    out, row_offsets, row_indices = ctx.saved_tensors
+    call = directly(_softmax_bwd, grad, out)
+    return call(grad, out, row_offsets, row_indices, ctx.columns, ctx.scale), *[None] * 8
+
+
+_softmax = register(
+    "blocksparse_softmax(Tensor values, Tensor? mask, Tensor row_offsets, Tensor row_indices, Tensor col_indices, "
+    "SymInt z, SymInt m, SymInt n, float scale) -> Tensor",
+    cpu=_cpu.softmax,
+    gpu="gossamer.blocksparse._triton.softmax:softmax",
+    fake=lambda values, *rest: torch.empty_like(values, memory_format=torch.contiguous_format),
+    setup_context=_context,
+    backward=_backward,
+)
+_softmax_bwd = register(
+    "blocksparse_softmax_bwd(Tensor grad, Tensor out, Tensor row_offsets, Tensor row_indices, SymInt n, float scale) "
+    "-> Tensor",
+    cpu=_cpu.softmax_bwd,
+    gpu="gossamer.blocksparse._triton.softmax:softmax_bwd",
+    fake=lambda grad, out, *rest: torch.empty_like(out, memory_format=torch.contiguous_format),
+    once_differentiable=_NAME,
+)

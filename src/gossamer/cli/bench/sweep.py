@@ -1,0 +1,167 @@
+"""Cases drawn at random, and how often, how far and where gossamer is slower there.
+
+Tables are tuned on some shapes, and claims that rest on those shapes break on others. So each room states ranges in
+`benchmarks/<room>/sweep.py`: a text, `RANGES`, and `draw(random, device, quick)`, which gives a case.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+
+from gossamer.cli.bench import report
+from gossamer.cli.bench.case import Case, import_path
+from gossamer.cli.bench.runner import CaseResult, Outcome
+
+_COMPILED = "torch.compile"
+"""Compiles for each shape anew, which takes longer than all the rest of a sweep."""
+_WORST = 10
+
+
+def log_uniform(random: Random, low: int, high: int, step: int = 1) -> int:
+    """A multiple of `step` in [low, high] whose logarithm is about uniform; low itself where step is larger."""
+    drawn = math.exp(random.uniform(math.log(low), math.log(high + 1)))
+    return min(max(int(drawn) // step * step, low), high)
+
+
+def draw_cases(folder: Path, room: str | None, count: int, seed: int, device: torch.device, quick: bool) -> list[Case]:
+    """`count` cases of each room that has ranges, or of one; the same for the same seed.
+
+    Raises ValueError where there is no such room.
+    """
+    files = sorted(folder.glob("*/sweep.py"))
+    rooms = [file.parent.name for file in files]
+    if room is not None and room not in rooms:
+        raise ValueError(f"gossamer bench sweep: --room must be one of {', '.join(rooms)}, got {room!r}.")
+    import_path(folder)
+    found: list[Case] = []
+    for name in rooms if room is None else [room]:
+        module = import_module(f"{folder.name}.{name}.sweep")
+        random = Random(f"{name} {seed}")
+        drawn = (module.draw(random, device, quick) for _ in range(count))
+        found += [replace(case, sweep=None, energy=False, providers=tuple(_shown(case))) for case in drawn]
+    return found
+
+
+def _shown(case: Case) -> Iterator[Any]:
+    """Our first provider, which ratios speak of, and its peers."""
+    ours = next(provider for provider in case.providers if provider.ours)
+    for provider in case.providers:
+        peer = not provider.ours and not provider.partial and provider.precision == ours.precision
+        if provider is ours or (peer and provider.name != _COMPILED):
+            yield provider
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A case's times over ours: the dense way's, and the best peer's (which may be the dense way), by CUDA graphs where
+    both have one."""
+
+    case: Case
+    dense: float | None
+    best: float
+    peer: str
+    ours: float
+    """Seconds."""
+
+
+def ratios(results: list[CaseResult]) -> list[Ratio]:
+    """Of every case in which we and a peer were timed."""
+    found = []
+    for result in results:
+        ours = report.headline(result)
+        peers = {o.provider.name: _over(o, ours) for o in result.outcomes if not o.provider.ours and o.eager}
+        if ours is None or not peers:
+            continue
+        peer = min(peers, key=peers.__getitem__)
+        clock = ours.graph or ours.eager
+        assert clock is not None
+        found.append(Ratio(result.case, peers.get("dense"), peers[peer], peer, clock.median))
+    return found
+
+
+def _over(peer: Outcome, ours: Outcome | None) -> float:
+    if ours is None:
+        return math.nan
+    above, below = (peer.graph, ours.graph) if peer.graph and ours.graph else (peer.eager, ours.eager)
+    assert above is not None and below is not None
+    return above.median / below.median
+
+
+def line(result: CaseResult) -> str:
+    """A case in one line."""
+    found = ratios([result])
+    if not found:
+        return f"{escape(result.case.id)}: [red]not timed[/]"
+    (ratio,) = found
+    dense = "" if ratio.dense is None else f"dense {ratio.dense:.2f}x"
+    best = "" if ratio.peer == "dense" else f", {escape(ratio.peer)} {ratio.best:.2f}x"
+    return f"{escape(result.case.id)}: {dense}{best}"
+
+
+def summary(results: list[CaseResult]) -> dict[str, Any]:
+    """For each name of a case and each kind of peer: how many, geometric mean, shares below 1.00 and 0.95 and of those
+    slower by more than 5% and 3 us, and the worst."""
+    found = ratios(results)
+    return {
+        kind: {name: _figures(name, found, kind) for name in dict.fromkeys(r.case.name for r in found)}
+        | {"all": _figures(None, found, kind)}
+        for kind in ("dense", "best")
+    }
+
+
+def _figures(name: str | None, found: list[Ratio], kind: str) -> dict[str, Any]:
+    chosen = [r for r in found if name in (None, r.case.name) and getattr(r, kind) is not None]
+    values = sorted((getattr(r, kind), r.case.id) for r in chosen)
+    slower = [r for r in chosen if r.ours > 1.05 * getattr(r, kind) * r.ours + 3e-6]
+    if not values:
+        return {"cases": 0}
+    logs = [math.log(value) for value, _ in values]
+    return {
+        "cases": len(values),
+        "geometric_mean": math.exp(sum(logs) / len(logs)),
+        "below_1.00": sum(value < 1.0 for value, _ in values) / len(values),
+        "below_0.95": sum(value < 0.95 for value, _ in values) / len(values),
+        "slower_by_5%_and_3us": len(slower) / len(values),
+        "worst": [{"id": case, "ratio": value} for value, case in values[:_WORST]],
+    }
+
+
+def tables(results: list[CaseResult]) -> list[Table]:
+    """What a sweep comes to, and the ten cases in which we are slowest beside the dense way."""
+    told = summary(results)
+    table = Table(title="peers' times over gossamer's, at random shapes", title_justify="left")
+    for column in (
+        "cases of",
+        "beside",
+        "cases",
+        "geometric mean",
+        "below 1.00",
+        "below 0.95",
+        "by 5% + 3 us",
+        "worst",
+    ):
+        table.add_column(column, justify="left" if column in ("cases of", "beside") else "right")
+    for kind, label in (("dense", "dense PyTorch"), ("best", "the best peer")):
+        for name, figures in told[kind].items():
+            if figures["cases"]:
+                table.add_row(
+                    escape(name), label, str(figures["cases"]), f"{figures['geometric_mean']:.2f}x",
+                    f"{figures['below_1.00']:.1%}", f"{figures['below_0.95']:.1%}",
+                    f"{figures['slower_by_5%_and_3us']:.1%}", f"{figures['worst'][0]['ratio']:.2f}x",
+                )  # fmt: skip
+    worst = Table(title=f"the {_WORST} worst, beside dense PyTorch", title_justify="left")
+    worst.add_column("ratio", justify="right")
+    worst.add_column("case", overflow="fold")
+    for entry in told["dense"]["all"].get("worst", []):
+        worst.add_row(f"{entry['ratio']:.2f}x", escape(entry["id"]))
+    return [table, worst]

@@ -1,0 +1,97 @@
+"""What a module keeps of its sparse feed-forward block from one call to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from gossamer._core.ops import needs_gradient
+from gossamer.ffn.block import ACTIVATIONS, METHODS, Block, run
+from gossamer.ffn.tracker import BlockTracker
+from gossamer.ffn.transposed import Transposed
+
+
+class SparseBlock:
+    """The way that a module's block goes where no gradient is needed, and what it keeps for that.
+
+    A module has one as an attribute and calls it with its weights, which stay the module's own. Modules of `nn` and
+    models that `integrations.transformers.patch` has changed have one; `sparsity` finds them by it. Copies and pickles
+    keep the way, and start anew.
+
+    Args:
+        method: the way, as in `gated`.
+        operator: the name that errors begin with.
+
+    Attributes:
+        density: the `BlockTracker` that `"auto"` follows.
+        observer: called with the operands of each call before it is computed, or None.
+
+    Raises:
+        ValueError: an unknown method.
+
+    >>> weights = torch.ones(4, 3), None, torch.ones(4, 3), None, torch.ones(5, 4), None
+    >>> SparseBlock("gather")(torch.ones(2, 3), *weights, activation="relu").shape
+    torch.Size([2, 5])
+    """
+
+    def __init__(self, method: str = "auto", operator: str = "ffn.SparseBlock") -> None:
+        self.operator = operator
+        self.method = method
+        self.density = BlockTracker()
+        self.observer: Callable[[Block], Any] | None = None
+        self._transposed = Transposed()
+
+    @property
+    def method(self) -> str:
+        """The way, as in `gated`; may be set at any time."""
+        return self._method
+
+    @method.setter
+    def method(self, method: str) -> None:
+        if method not in METHODS:
+            raise ValueError(f"{self.operator}: method must be one of {', '.join(METHODS)}, got {method!r}.")
+        self._method = method
+
+    @property
+    def last_path(self) -> str | None:
+        """The way last taken of those that `gated` names, or None before there was a call without gradients."""
+        return self.density.last_path
+
+    @property
+    def copied_bytes(self) -> int:
+        """Memory that a transposed copy of the down projection's weight takes."""
+        return self._transposed.nbytes
+
+    def __call__(
+        self,
+        x: Tensor,
+        gate_weight: Tensor,
+        gate_bias: Tensor | None,
+        up_weight: Tensor | None,
+        up_bias: Tensor | None,
+        down_weight: Tensor,
+        down_bias: Tensor | None,
+        *,
+        activation: str,
+    ) -> Tensor | None:
+        """The block's result `[..., D]` as of `gated`, or of `plain` where up_weight is None; None, and nothing
+        computed, where the activation is not sparse or a gradient is needed."""
+        operands = (x, gate_weight, gate_bias, None, up_weight, up_bias, down_weight, down_bias)
+        if activation not in ACTIVATIONS or needs_gradient(*operands):
+            return None
+        block = Block(*operands, activation, self._transposed)
+        if self.observer is not None:
+            self.observer(block)
+        if self.method == "auto":
+            return run(self.operator, block, "auto", self.density)
+        # Nothing follows the counts then, and small blocks would feel them.
+        self.density.last_path = self.method
+        return run(self.operator, block, self.method, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "observer": None}
+
+    def __repr__(self) -> str:
+        return f"SparseBlock(method={self.method!r}, last_path={self.last_path!r})"

@@ -1,0 +1,460 @@
+"""Self-attention of Hugging Face models in which each query takes the keys that an indexer selects.
+
+`patch_attention` replaces each `self_attn` that it knows by a `GatedSparseAttention` over the same projections, and an
+indexer of its own, which has to be trained: first beside dense attention, then beside the sparse one. The indexer's
+keys travel in the model's own cache, as further heads of keys, so that whatever handles that cache handles them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gossamer import attention
+from gossamer._core.ranges import span
+from gossamer.integrations.transformers._mlp import Report
+from gossamer.nn import GatedSparseAttention
+from gossamer.nn._plain import hooked
+
+_PATCH, _UNPATCH = "integrations.transformers.patch_attention", "integrations.transformers.unpatch_attention"
+_LOSS = "integrations.transformers.indexer_loss"
+_CLASSES = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "GemmaAttention")
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@dataclass(frozen=True)
+class AttentionReport(Report):
+    """What `patch_attention` did.
+
+    Args:
+        replaced: name of a module -> what it was.
+        left: name of a module that looks like self-attention -> why it computes as before.
+        parameters: how many parameters the new indexers and gates have.
+    """
+
+    parameters: int = field(default=0)
+
+    def __str__(self) -> str:
+        counts = Counter(self.replaced.values())
+        lines = [f"{kind}: {count} with selected keys" for kind, count in counts.items()]
+        lines += [f"{self.parameters} new parameters"] if lines else []
+        return "\n".join([*lines, *(f"{name}: left as it is, {why}" for name, why in self.left.items())]) or (
+            "no self-attention found"
+        )
+
+
+def patch_attention(
+    model: nn.Module,
+    *,
+    k_base: int = 2048,
+    k_min: int = 256,
+    k_max: int = 4096,
+    d_indexer: int = 64,
+    n_idx_heads: int = 4,
+    adaptive: attention.AdaptiveK | str | None = None,
+    gates: bool = False,
+) -> AttentionReport:
+    """Replaces a model's self-attention by `nn.GatedSparseAttention` with its weights; `unpatch_attention` undoes it.
+
+    Sequences of up to k_base tokens are attended to as before. Longer ones need a trained indexer: `warm_up(model)`
+    attends densely and gives `indexer_loss(model)` something to learn from, then `warm_up(model, "sparse")` goes on
+    with the selected keys; `warm_up(model, None)` ends the training. Everything else works as it did: generation with a
+    growing or a static cache, padding on either side, gradient checkpointing.
+
+    Args:
+        model: a model of transformers, or a module that contains one. Llama, Mistral, Qwen2 and Gemma are known.
+            Attention with a sliding window, dropout, hooks, adapters or quantised weights is left.
+        k_base, k_min, k_max, d_indexer, n_idx_heads, adaptive: as in `nn.GatedSparseAttention`.
+        gates: whether to add gates to values and outputs. They begin at one half, and v_proj and o_proj at twice what
+            they were, so that the model computes what it did. Without gates weights are shared with what was there.
+
+    Returns:
+        What is replaced, and what is left and why. `print` it.
+
+    Raises:
+        TypeError: model is no module.
+        ValueError: something in it is patched already, or sizes do not fit.
+
+    Source: Gated Sparse Attention (arXiv 2601.15305); the warm-up is DeepSeek-V3.2's (arXiv 2512.02556).
+
+    >>> print(patch_attention(model))  # doctest: +SKIP
+    LlamaAttention: 32 with selected keys
+    21041280 new parameters
+    """
+    _check(_PATCH, model)
+    if any(isinstance(module, SparseSelfAttention) for module in model.modules()):
+        raise ValueError(f"{_PATCH}: model is patched already. Call unpatch_attention first.")
+    options = {"k_base": k_base, "k_min": k_min, "k_max": k_max, "d_indexer": d_indexer, "n_idx_heads": n_idx_heads}
+    made: dict[str, SparseSelfAttention] = {}
+    left: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if not all(hasattr(module, projection) for projection in _PROJECTIONS):
+            continue
+        why = _why_not(module)
+        if why is not None:
+            left[name] = why
+        else:
+            made[name] = SparseSelfAttention(module, adaptive=adaptive, gates=gates, **options)
+    for name, new in made.items():
+        _put(model, name, new)
+    new_parameters = sum(p.numel() for new in made.values() for p in new.added())
+    replaced = {name: type(new.replaces).__name__ for name, new in made.items()}
+    return AttentionReport(replaced, left, parameters=new_parameters)
+
+
+def unpatch_attention(model: nn.Module) -> None:
+    """Undoes `patch_attention`; indexers and gates are gone.
+
+    Args:
+        model: what was patched.
+
+    Raises:
+        TypeError: model is no module.
+        ValueError: nothing in it is patched.
+
+    >>> unpatch_attention(model)  # doctest: +SKIP
+    """
+    for name, module in _patched(_UNPATCH, model).items():
+        weight = module.q_proj.weight
+        _put(model, name, module.replaces.to(weight.device, weight.dtype))
+
+
+def warm_up(model: nn.Module, stage: str | None = "dense") -> list[nn.Parameter]:
+    """Sets what a patched model trains: the indexers beside dense attention, beside the selected keys, or nothing.
+
+    Args:
+        model: what `patch_attention` has patched.
+        stage: "dense", "sparse" or None. The first two make each forward pass without a cache compute the indexers'
+            losses, for `indexer_loss`; "dense" attends to every key.
+
+    Returns:
+        The indexers' parameters, for an optimizer.
+
+    Raises:
+        TypeError: model is no module.
+        ValueError: nothing in it is patched, or another stage.
+
+    >>> optimizer = torch.optim.AdamW(warm_up(model))  # doctest: +SKIP
+    """
+    if stage not in ("dense", "sparse", None):
+        raise ValueError(f'integrations.transformers.warm_up: stage must be "dense", "sparse" or None, got {stage!r}.')
+    found = _patched("integrations.transformers.warm_up", model).values()
+    for module in found:
+        module.dense, module.learns, module.loss = stage == "dense", stage is not None, None
+    return [parameter for module in found for parameter in module.indexer.parameters()]
+
+
+def indexer_loss(model: nn.Module) -> Tensor:
+    """The mean of `attention.indexer_loss` over the layers of the last forward pass; no gradient goes to the rest.
+
+    Args:
+        model: what `patch_attention` has patched, and `warm_up` has set to learn.
+
+    Raises:
+        TypeError: model is no module.
+        ValueError: nothing in it is patched, or no forward pass has computed a loss.
+
+    >>> indexer_loss(model).backward()  # doctest: +SKIP
+    """
+    losses = [module.loss for module in _patched(_LOSS, model).values() if module.loss is not None]
+    if not losses:
+        raise ValueError(
+            f"{_LOSS}: no forward pass has computed a loss. Call warm_up(model), and then the model without a cache "
+            "(use_cache=False)."
+        )
+    return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
+
+
+class _GivenAngles(nn.Module):
+    """In place of a rotary embedding: cosines and sines come from the model."""
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        cos, sin = (angles[0] if angles.shape[0] == 1 else angles for angles in given)
+        return cos.float(), sin.float()
+
+
+class SparseSelfAttention(GatedSparseAttention):
+    """`GatedSparseAttention` with the signature of transformers' attention modules, made of one of these.
+
+    Attributes:
+        replaces: the module that it was made of.
+        learns: whether a forward pass computes the indexer's loss.
+        loss: that of the last forward pass, or None.
+    """
+
+    replaces: nn.Module
+    learns: bool
+    loss: Tensor | None
+
+    def __init__(self, module: Any, *, gates: bool, **options: Any) -> None:
+        weight = module.q_proj.weight
+        heads, width = weight.shape[0] // module.head_dim, module.head_dim
+        super().__init__(
+            weight.shape[1], heads, module.k_proj.weight.shape[0] // width, head_dim=width, value_gate=gates,
+            output_gate=gates, dtype=weight.dtype, device="meta", **options,
+        )  # fmt: skip
+        self.rotary_emb = _GivenAngles()  # type: ignore[assignment]
+        for name in _PROJECTIONS:
+            layer = getattr(module, name)
+            if gates and name in ("v_proj", "o_proj"):
+                layer = copy.deepcopy(layer)
+                with torch.no_grad():
+                    for parameter in layer.parameters() if name == "v_proj" else [layer.weight]:
+                        parameter.mul_(2)
+            setattr(self, name, layer)
+        for part in (self.indexer, self.value_gate, self.output_gate):
+            if part is not None:
+                part.to_empty(device=weight.device)
+        self._reset()
+        self.layer_idx, self.config = module.layer_idx, module.config
+        self.learns, self.loss = False, None
+        # No submodule: its parameters are this module's.
+        self.__dict__["replaces"] = module
+        self.train(module.training)
+
+    def _reset(self) -> None:
+        for layer in (self.indexer.idx_q_proj, self.indexer.idx_k_proj, self.indexer.idx_w_proj):
+            layer.reset_parameters()
+        nn.init.zeros_(self.indexer.idx_bias)
+        for gate in (self.value_gate, self.output_gate):
+            if gate is not None:
+                nn.init.zeros_(gate.gate_proj.weight)
+                nn.init.zeros_(gate.gate_proj.bias)
+
+    def added(self) -> list[nn.Parameter]:
+        """Parameters that the module before had not."""
+        parts = (self.indexer, self.value_gate, self.output_gate)
+        return [parameter for part in parts if part is not None for parameter in part.parameters()]
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """As transformers' modules; weights of attention are never in memory, and None."""
+        x, cache = hidden_states, past_key_values
+        given: Any = position_embeddings
+        q, k, v, gate, _ = self.project(x, given, indexer=False)
+        whole = cache is None and self.selects_all(x.shape[1])
+        # What trains an indexer is not to change what it reads.
+        index = None if whole and not self.learns else self.index(x.detach())
+        lengths = None
+        if cache is not None:
+            assert index is not None
+            k, v, index, lengths = self._through(cache, k, v, index)
+        runs = None
+        if attention_mask is not None:
+            runs = _Runs.of(attention_mask.expand(x.shape[0], *attention_mask.shape[1:]), q.shape[2], lengths)
+            lengths = runs.lengths
+            q, k, v = runs.queries(q), runs.keys(k), runs.keys(v)
+            if index is not None:
+                index = runs.queries(index[0]), runs.keys(index[1]), runs.queries(index[2], 1)
+        out = self._attend(q, k, v, index, lengths, learns=self.learns and cache is None)
+        if runs is not None:
+            out = runs.back(out)
+        return self.finish(out, gate), None
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, index: Any, lengths: Tensor | None, learns: bool) -> Tensor:
+        selection: attention.Selection | None = None
+        lse: Tensor | None = None
+        if self.selects_all(k.shape[2]):
+            out = self.attend(q, k, v, index, None, lengths)
+        else:
+            selection = self.select(index[0], index[1], index[2], lengths)
+            with span("gsa/sparse_attn"):
+                out, lse = attention.sparse_attention(q, k, v, selection, lengths=lengths, return_lse=True)
+            lse = lse.detach()
+        if learns:
+            given = (q.detach(), k.detach(), *index, self.indexer.idx_bias)
+            self.loss = attention.indexer_loss(*given, selection=selection, lse=lse, lengths=lengths)
+        return out
+
+    def _through(self, cache: Any, k: Tensor, v: Tensor, index: Any) -> tuple[Tensor, Tensor, Any, Tensor | None]:
+        """All keys, values and index keys of a cache to which these are added, and how many there are, if not all."""
+        b, heads, tokens, width = k.shape
+        d = index[1].shape[2]
+        more = -(-d // width)
+        extra = nn.functional.pad(index[1], (0, more * width - d)).view(b, tokens, more, width).transpose(1, 2)
+        # Values get as many heads as keys: some caches have one number for both.
+        keys, values = cache.update(
+            torch.cat([k, extra.to(k.dtype)], 1), torch.cat([v, v.new_zeros(extra.shape)], 1), self.layer_idx
+        )
+        seen = cache.get_seq_length(self.layer_idx)
+        lengths = None
+        if isinstance(seen, Tensor) or seen != keys.shape[2]:
+            lengths = torch.as_tensor(seen, device=k.device).expand(b)
+        k_idx = keys[:, heads:].transpose(1, 2).flatten(2)[..., :d]
+        return keys[:, :heads], values[:, :heads], (index[0], k_idx, index[2]), lengths
+
+
+class _Runs:
+    """Padded sequences moved to the front, for which `lengths` says what there is: made of an attention mask.
+
+    A mask must let each query see the tokens up to its own, of one run of tokens in each sequence, which padding
+    stands before or behind. Another one raises on the CPU; on a GPU, where looking would make the host wait, it gives
+    NaN.
+    """
+
+    def __init__(self, start: Tensor, lengths: Tensor, num_queries: int, num_keys: int, bad: Tensor) -> None:
+        self.start, self.lengths, self.bad = start, lengths, bad
+        self._keys = (torch.arange(num_keys, device=start.device) + start[:, None]) % num_keys
+        # Padding before all tokens may be among the queries.
+        ahead = (num_queries - lengths).clamp(min=0)
+        queries = torch.arange(num_queries, device=start.device)
+        self._queries = (queries + ahead[:, None]) % num_queries
+        self._back = (queries - ahead[:, None]) % num_queries
+
+    @classmethod
+    def of(cls, mask: Tensor, num_queries: int, lengths: Tensor | None) -> _Runs:
+        """Of bool `[B, Tk]` or `[B, 1, Tq, Tk]`, or a float of that shape that is added to scores; the last query
+        stands beside key lengths[b] - 1, or beside the last one."""
+        mask = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask != 0
+        seen = mask if mask.dim() == 2 else mask[:, 0, -1]
+        key = torch.arange(seen.shape[1], device=seen.device)
+        start, count = seen.int().argmax(1), seen.sum(1)
+        stop = start + count
+        wanted = (key >= start[:, None]) & (key < stop[:, None])
+        last = torch.full_like(stop, seen.shape[1]) if lengths is None else lengths
+        if mask.dim() == 4:
+            at = last[:, None] - num_queries + torch.arange(num_queries, device=seen.device)
+            wanted = wanted[:, None] & (key <= at[..., None])
+            given, some = mask[:, 0], mask[:, 0].any(-1)
+            # Padding sees nothing, or everything, where a row without keys has to be avoided.
+            outside = some & ~given.all(-1)
+            bad = torch.where(at < start[:, None], outside, (given != wanted).any(-1)).any(-1)
+        else:
+            bad = (seen != wanted).any(-1)
+        if bad.device.type == "cpu" and bool(bad.any()):
+            raise ValueError(
+                f"{_PATCH}: attention_mask must let each query see one run of tokens up to its own, as padding on "
+                "either side does; that of packed sequences or of a prefix does not. Call unpatch_attention, or give "
+                "the sequences as rows of a batch."
+            )
+        return cls(start, last - start, num_queries, seen.shape[1], bad)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """`[B, ..., Tk, D]` in order of the runs."""
+        return _taken(x, self._keys, x.dim() - 2)
+
+    def queries(self, x: Tensor, dim: int = 2) -> Tensor:
+        """`[B, H, Tq, D]`, or with dim 1 `[B, Tq, D]`, likewise."""
+        return _taken(x, self._queries, dim)
+
+    def back(self, x: Tensor) -> Tensor:
+        """Results `[B, H, Tq, D]` where their queries were."""
+        return _taken(x, self._back, 2).masked_fill(self.bad[:, None, None, None], torch.nan)
+
+
+def _taken(x: Tensor, at: Tensor, dim: int) -> Tensor:
+    """x at other positions of `dim`, by batch element: at `[B, T]`."""
+    shape = [1] * x.dim()
+    shape[0], shape[dim] = at.shape
+    return x.gather(dim, at.view(shape).expand(*x.shape[:dim], at.shape[1], *x.shape[dim + 1 :]))
+
+
+def register_selection(name: str = "gossamer_selection") -> str:
+    """Makes a given selection an implementation of attention for transformers' models: `model(ids, selection=...)`.
+
+    After `model.set_attn_implementation(name)` each layer's own attention, with its projections, embeddings and cache,
+    computes over the keys of the `attention.Selection` that the call is given, and over nothing else. It says what is
+    visible, so padding and windows have to be part of it; attention masks are not made.
+
+    Args:
+        name: what to call it.
+
+    Returns:
+        The name.
+
+    Raises:
+        ModuleNotFoundError: transformers is not installed.
+        ValueError, NotImplementedError: when the model is called, without a selection, or with dropout.
+
+    >>> model.set_attn_implementation(register_selection())  # doctest: +SKIP
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(name, _attend_to_selection)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, _no_mask)
+    return name
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """The selection is the mask."""
+
+
+def _attend_to_selection(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    selection: attention.Selection | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """As transformers calls it: q, k and v `[B, H, T, D]` -> `[B, T, H, D]`, and no weights."""
+    operator = "integrations.transformers.register_selection"
+    if selection is None:
+        raise ValueError(f"{operator}: the model must be called with selection=, an attention.Selection, got None.")
+    if dropout or attention_mask is not None:
+        what = "dropout of attention" if dropout else "an attention mask beside a selection"
+        raise NotImplementedError(
+            f"{operator}: {what} is not implemented. Use attention_dropout=0, and leave masked keys out of selection."
+        )
+    return attention.sparse_attention(query, key, value, selection, scale=scaling).transpose(1, 2), None
+
+
+def _why_not(module: Any) -> str | None:
+    """Why an attention module is left, or None."""
+    kind = type(module)
+    known = any(
+        base.__module__.startswith("transformers.models.") and base.__name__ in _CLASSES
+        and kind.forward is base.__dict__.get("forward")
+        for base in kind.__mro__
+    )  # fmt: skip
+    if not known:
+        return f"{kind.__name__} is no class that is known here"
+    if hooked(module):
+        return "it has a hook, or a forward of its own"
+    for name in _PROJECTIONS:
+        layer = getattr(module, name)
+        if type(layer) is not nn.Linear or not layer.weight.is_floating_point():
+            return f"{name} is {type(layer).__module__}.{type(layer).__qualname__}, not a plain nn.Linear"
+    window = getattr(module, "sliding_window", None)
+    if "MistralAttention" in {base.__name__ for base in kind.__mro__}:
+        window = getattr(module.config, "sliding_window", None)
+    if window is not None:
+        return f"it has a sliding window of {window} tokens"
+    if module.attention_dropout:
+        return f"it drops out {module.attention_dropout:g} of its weights"
+    if not module.is_causal or abs(module.scaling * module.head_dim**0.5 - 1) > 1e-6:
+        return "it is not causal, or scales its scores by another factor than head_dim ** -0.5"
+    return None
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, module)
+
+
+def _patched(operator: str, model: Any) -> dict[str, SparseSelfAttention]:
+    _check(operator, model)
+    found = {name: module for name, module in model.named_modules() if isinstance(module, SparseSelfAttention)}
+    if not found:
+        raise ValueError(f"{operator}: model is not patched. Call patch_attention first.")
+    return found
+
+
+def _check(operator: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{operator}: model must be a torch.nn.Module, got {type(model).__name__}.")

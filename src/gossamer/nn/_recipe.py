@@ -1,0 +1,165 @@
+"""What brings `JumpReLUSAE` to its target: where it starts, what steers it, and who says that it misses.
+
+Everything is in units of the input scale, in which an element of x has a variance of about 1. A direction that has
+learnt nothing sees a variance of about 1 then, and so does one number of bandwidth fit any data.
+
+All thresholds have a factor in common, which follows L0 from one call to the next and keeps it at its target whatever
+the rate of the optimizer is. Where training wants other thresholds than that, the factor pulls at them for ever; so the
+weight of the penalty rises with the factor and falls with it, until training wants by itself what the target asks for.
+
+The penalty begins heavy, at several times what it costs not to explain an entry. It lifts the thresholds of latents
+that fire much, while the factor lowers all of them: so those that are silent come to fire. Lighter ones left half of
+the latents of small dictionaries dead.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer.nn.median import geometric_median
+
+BANDWIDTH = 0.2
+START = 8.0
+"""How many times its target L0 is where training starts, if that is not more than a quarter of the latents."""
+WEIGHT = 2.0
+"""Of the penalty, where 1 is the share of an entry in the squared error of a row of which nothing is explained."""
+WEIGHT_BY_FACTOR, LIGHTEST, HEAVIEST = 4.0, 3e-4, 4.0
+"""The power of the thresholds' factor that the weight is multiplied with, and its bounds."""
+RATE = 0.05
+"""By how much of its logarithmic error in L0 a call moves the logarithm of the factor."""
+LEAST_THRESHOLD = 0.05
+
+CALLS, FACTOR, L0 = range(3)
+"""What the numbers of a state are: calls of loss; the logarithm of the thresholds' factor; and the L0 of the last call,
+which the next one acts upon, below 0 before there was any."""
+
+
+def fresh(dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
+    """`[3]`: the state of a module that has not seen its data."""
+    return torch.tensor([-1.0, 0.0, -1.0], dtype=dtype, device=device)
+
+
+class Sample(NamedTuple):
+    """What a sample of x says, in its own units.
+
+    Args:
+        centre: `[d_in]`.
+        size: `[]`, root of the mean squared distance of its rows to the centre.
+        gain: `[]`, the factor on the encoder with which the untrained latents explain the most.
+        thresholds: `[d_sae]`, of each latent the pre-activation that the share of rows exceed.
+    """
+
+    centre: Tensor
+    size: Tensor
+    gain: Tensor
+    thresholds: Tensor
+
+
+@torch.no_grad()
+def measured(x: Tensor, W_enc: Tensor, W_dec: Tensor, share: float, total: Callable[[Tensor], Tensor]) -> Sample:
+    """x `[M, d_in]`, M at least 1; total: a sum over ranks that have a slice of the latents each."""
+    centre = geometric_median(x)
+    rows = x.to(centre.dtype) - centre
+    rank = max(1, round(share * len(rows)))
+    explained, thresholds = torch.zeros_like(rows), []
+    # In parts: all pre-activations at once would be the largest tensor of a run.
+    for up, down in zip(W_enc.split(4096, dim=1), W_dec.split(4096)):
+        pre = rows @ up.to(rows.dtype)
+        # Between two numbers, so that rounding does not decide about either.
+        thresholds.append(pre.topk(min(rank + 1, len(rows)), dim=0).values[-2:].mean(0))
+        explained += torch.where(pre > thresholds[-1], pre, 0) @ down.to(rows.dtype)
+    explained = total(explained)
+    gain = (rows * explained).sum() / explained.square().sum()
+    gain = torch.where(gain.isfinite(), gain, 1).clamp(0.01, 1)
+    return Sample(centre, rows.square().sum(1).mean().sqrt(), gain, torch.cat(thresholds))
+
+
+def input_scale(size: Tensor, d_in: int) -> Tensor:
+    """The power of 2 that brings rows of that size nearest to the root of d_in: with it nothing is rounded."""
+    scale = (d_in**0.5 / size).log2().round().exp2()
+    return torch.where(scale.isfinite(), scale, 1)
+
+
+def wanted(calls: Tensor, target: float, start: float, warm_up: int) -> Tensor:
+    """L0 as it is to be at some call: from its start to its target in equal ratios."""
+    left = (1 - calls / warm_up).clamp(min=0)
+    return target * (start / target) ** left
+
+
+def begun(state: Tensor) -> Tensor:
+    """The state before the first call."""
+    return torch.cat([state.new_zeros(2), state.new_full((1,), -1)])
+
+
+def advanced(state: Tensor, target: float, start: float, warm_up: int) -> Tensor:
+    """The state of the next call, from the L0 of the last one."""
+    calls, factor, l0 = state.unbind()
+    ratio = l0 / wanted(calls, target, start, warm_up)
+    error = ratio.clamp(min=0.1).log().clamp(-1, 1).nan_to_num(0)
+    return torch.stack([calls + 1, factor + RATE * torch.where(l0 < 0, 0, error), l0])
+
+
+def weight(state: Tensor, d_in: int, target: float, warm_up: int) -> Tensor:
+    """`[]`: the weight of the penalty."""
+    heavy = (WEIGHT_BY_FACTOR * state[FACTOR]).clamp(math.log(LIGHTEST), math.log(HEAVIEST)).exp()
+    return WEIGHT * d_in / target * (state[CALLS] / warm_up).clamp(max=1) * heavy
+
+
+class Watch:
+    """Says once, and without waiting for the device, that L0 stays away from its target."""
+
+    PATIENCE, TOLERANCE, RATE, EVERY = 1000, 0.25, 0.02, 50
+
+    def __init__(self, operator: str, target: float, warm_up: int) -> None:
+        """Within PATIENCE calls after the warm-up L0 is to be within TOLERANCE of its target; the mean of L0 takes RATE
+        of each call."""
+        self._operator, self._target, self._warm_up = operator, target, warm_up
+        self._calls, self._said = 0, False
+        self._mean: Tensor | None = None
+        self._copy: tuple[Tensor, Any] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
+        return Watch(self._operator, self._target, self._warm_up)
+
+    def __reduce__(self) -> tuple[type[Watch], tuple[str, float, int]]:
+        return Watch, (self._operator, self._target, self._warm_up)
+
+    def see(self, l0: Tensor) -> None:
+        """Takes the L0 of a call, `[]`."""
+        if self._said or torch.compiler.is_compiling() or type(l0) is not Tensor or l0.is_meta:
+            return
+        if l0.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        self._calls += 1
+        known = self._mean is not None and self._mean.device == l0.device
+        self._mean = self._mean.lerp(l0, self.RATE) if known else l0.clone()  # type: ignore[union-attr]
+        late = self._calls - self._warm_up - self.PATIENCE
+        if late < 0 or (late % self.EVERY and self._copy is None):
+            return
+        if not l0.is_cuda:
+            self._judge(float(self._mean))
+        elif self._copy is None:
+            value, event = torch.empty((), dtype=l0.dtype, pin_memory=True), torch.cuda.Event()
+            value.copy_(self._mean, non_blocking=True)
+            event.record()
+            self._copy = value, event
+        elif self._copy[1].query():
+            self._judge(float(self._copy[0]))
+            self._copy = None
+
+    def _judge(self, l0: float) -> None:
+        if abs(l0 / self._target - 1) <= self.TOLERANCE:
+            return
+        self._said = True
+        warnings.warn(
+            f"{self._operator}: L0 is {l0:.3g} after {self._calls} calls of loss, and target_l0 is {self._target:g}. "
+            "Leave out l0_coefficient, bandwidth and initial_threshold, which are found for the target then, or look "
+            "at the learning rate and at model.dead(): a latent that never fires cannot be one of a row's.",
+            stacklevel=4,
+        )

@@ -1,0 +1,118 @@
+"""A linear layer whose weight has only some of its blocks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+
+import torch
+from torch import Tensor, nn
+
+from gossamer import blocksparse
+from gossamer._core import checks
+from gossamer.blocksparse import BlockSparseTensor, Layout
+
+_PARTS = tuple(f.name for f in fields(Layout) if f.name not in ("shape", "block_size", "size"))
+
+
+class BlockSparseLinear(nn.Module):
+    """x @ weight.T + bias, where weight has the blocks of a layout, fixed, and no others.
+
+    Args:
+        layout: of the weight `[out_features, in_features]`, without leading dimensions; the module keeps a copy.
+            A layout made with `capacity=None` has parameters for its blocks alone.
+        bias: whether there is one.
+        dtype: of the parameters; None takes PyTorch's default.
+        device: of the parameters; None takes the layout's.
+
+    Raises:
+        ValueError: layout has leading dimensions.
+        TypeError: layout is no `Layout`.
+
+    Attributes:
+        values: the weight's blocks, `[capacity, height, width]`, a parameter.
+        bias: `[out_features]`, a parameter, or None.
+        weight: `values` and the layout, a `BlockSparseTensor`.
+
+    Source: Gray et al. 2017, GPU Kernels for Block-Sparse Weights; the initial values are `nn.Linear`'s for as many
+    inputs as a row has on average.
+
+    >>> layer = BlockSparseLinear(gossamer.blocksparse.Layout.random((8, 4), 16, 0.5))
+    >>> layer(torch.randn(2, 5, 64)).shape
+    torch.Size([2, 5, 128])
+    """
+
+    values: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        layout: Layout,
+        bias: bool = True,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        operator = "nn.BlockSparseLinear"
+        if not isinstance(layout, Layout):
+            raise TypeError(f"{operator}: layout must be a blocksparse.Layout, got {type(layout).__name__}.")
+        checks.float_dtype(operator, "dtype", dtype, "It is the dtype of the parameters.")
+        if len(layout.shape) != 2:
+            raise ValueError(f"{operator}: layout must be (rows, cols) blocks of one matrix, got {layout.shape}.")
+        device = layout.device if device is None else torch.device(device)
+        self.out_features, self.in_features = layout.size
+        self._block_size, self._shape = layout.block_size, layout.shape
+        for name in _PARTS:
+            # Of its own: loading a state dict writes into them.
+            self.register_buffer(name, getattr(layout, name).to(device, copy=True))
+        options = {"dtype": dtype, "device": device}
+        self.values = nn.Parameter(torch.empty(layout.capacity, *layout.block_size, **options))  # type: ignore[arg-type]
+        if bias:
+            self.bias = nn.Parameter(torch.empty(self.out_features, **options))  # type: ignore[arg-type]
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    @staticmethod
+    def from_linear(linear: nn.Linear, layout: Layout) -> BlockSparseLinear:
+        """The layer with the blocks of `linear`'s weight that a layout names, and its bias."""
+        layer = BlockSparseLinear(
+            layout, linear.bias is not None, dtype=linear.weight.dtype, device=linear.weight.device
+        )
+        with torch.no_grad():
+            layer.values.copy_(blocksparse.from_dense(linear.weight, layer.layout).values)
+            if layer.bias is not None:
+                layer.bias.copy_(linear.bias)
+        return layer
+
+    def reset_parameters(self) -> None:
+        """Draws values and bias anew; asks the device how many blocks there are."""
+        share = 1.0 if self.values.is_meta else int(self.layout.nnz) / max(math.prod(self._shape), 1)
+        bound = 1 / math.sqrt(max(self.in_features * share, 1))
+        nn.init.uniform_(self.values, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    @property
+    def layout(self) -> Layout:
+        """Which blocks there are."""
+        parts = (getattr(self, name) for name in _PARTS)
+        return Layout(self._shape, self._block_size, (self.out_features, self.in_features), *parts)
+
+    @property
+    def weight(self) -> BlockSparseTensor:
+        return BlockSparseTensor(self.values, self.layout)
+
+    def forward(self, x: Tensor | BlockSparseTensor) -> Tensor:
+        """x `[..., in_features]`, or a block-sparse matrix `[M, in_features]` -> `[..., out_features]`."""
+        one = isinstance(x, Tensor) and x.dim() == 1
+        out: Tensor = blocksparse.matmul(x[None] if one else x, self.weight, transpose_b=True)  # type: ignore[index]
+        out = out[0] if one else out
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, blocks={self.values.shape[0]} of "
+            f"{math.prod(self._shape)}, block_size={self._block_size}, bias={self.bias is not None}"
+        )

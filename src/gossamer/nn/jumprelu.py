@@ -1,0 +1,322 @@
+"""Sparse autoencoders whose latents have thresholds that they learn."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer import sae
+from gossamer._core import checks
+from gossamer.nn import _recipe
+from gossamer.nn.sae import _SAE, SAELoss
+from gossamer.rowsparse import ELL, Rows
+from gossamer.rowsparse.density import recomputed
+
+
+class JumpReLUSAE(_SAE):
+    """A sparse autoencoder that keeps latents above a threshold each latent learns.
+
+    Thresholds are trained by straight-through estimates with a rectangle of width `bandwidth` as kernel, towards a
+    small reconstruction error and a small L0. Initialisation and dtypes are those of `TopKSAE`.
+
+    With a `target_l0` the module finds everything else. The first call of `loss` in training, or `initialize_`, looks
+    at x: it scales x so that one bandwidth fits any data, and starts thresholds where L0 is several times its target.
+    Then L0 comes down in `warm_up` calls and is held at the target from one call to the next, on the device. A run that
+    stays away from its target warns. Without a target every number is yours, and nothing moves but by the optimizer.
+
+    Three published penalties are `penalty="step"` (Rajamanoharan et al. 2024), `penalty="quadratic"` (Gemma Scope 2)
+    and `penalty="tanh", ste_to_input=True, pre_act_coefficient=3e-6` (Conerly et al. 2025).
+
+    Args:
+        d_in: size of the vectors to encode.
+        d_sae: number of latents.
+        target_l0: latents a row should have, on average. With an `l0_coefficient` it is that of `"quadratic"` alone,
+            and nothing is steered.
+        bandwidth: width of the window around its threshold in which a latent trains it; None is 0.2 with a target, in
+            units of the scaled x, and 0.001 without.
+        l0_coefficient: weight of the penalty in the loss, where the squared error is summed over d_in; None is steered
+            with a target, and 0.001 without.
+        penalty: `"step"` is L0; `"quadratic"` 2 / target_l0 * (L0 - target_l0)^2 of each row; `"tanh"` the sum over
+            latents of tanh(tanh_scale * value * norm of its decoder row).
+        warm_up: in how many calls of `loss` L0 comes down to its target and the penalty rises.
+        tanh_scale: for `"tanh"`.
+        ste_to_input: whether the straight-through estimate reaches the pre-activations too, not the threshold alone.
+        pre_act_coefficient: weight of what pulls dead latents towards their thresholds: the sum over them of
+            relu(threshold - pre-activation) * norm of the decoder row, among the 2 * d_in that were silent longest.
+        dead_after: for how many calls of `encode` in training a latent is silent before it counts as dead.
+        initial_threshold: of every latent; None takes it from the data with a target, and is 0.001 without.
+        capacity: slots per row of the latents, as in `sae.encode`. Rows beyond it stay exact but cost as much as dense.
+        dtype: of the weights; None takes PyTorch's default.
+        device: of the parameters.
+
+    Raises:
+        ValueError: a size below 1, a bandwidth, scale or initial threshold that is not above 0, a coefficient below 0,
+            an unknown penalty, `"quadratic"` without a target, or a target beside a coefficient of another penalty.
+        TypeError: a size that is no int, or a dtype that is not floating.
+
+    Attributes:
+        W_enc, W_dec, b_enc, b_dec: `[d_in, d_sae]`, `[d_sae, d_in]`, `[d_sae]`, `[d_in]`, of x times `input_scale`.
+            b_dec is not subtracted from x.
+        log_threshold: `[d_sae]`, the parameter behind `threshold`.
+        input_scale: float32 `[]`, a power of 2, with which x is multiplied and by which its reconstruction is divided;
+            there only if L0 is steered. `nn.save` folds it into the weights.
+        steering: float32 `[3]`, likewise: calls of `loss` (-1 before `initialize_`), the logarithm of a factor on all
+            thresholds, L0 of the last call.
+        firing_counts, steps_since_fired: as in `TopKSAE`.
+
+    Source: Rajamanoharan et al. 2024, "Jumping Ahead: Improving Reconstruction Fidelity with JumpReLU Sparse
+    Autoencoders"; Google DeepMind 2025, "Gemma Scope 2"; Conerly et al. 2025, "Dictionary Learning Optimization
+    Techniques". How L0 is steered is new.
+
+    >>> JumpReLUSAE(4, 16, target_l0=2).loss(torch.randn(32, 4)).loss.backward()
+    """
+
+    _wide_buffers = ("input_scale", "steering")
+    input_scale: Tensor
+    steering: Tensor
+
+    def __init__(
+        self,
+        d_in: int,
+        d_sae: int,
+        *,
+        target_l0: float | None = None,
+        bandwidth: float | None = None,
+        l0_coefficient: float | None = None,
+        penalty: str = "step",
+        warm_up: int = 300,
+        tanh_scale: float = 4.0,
+        ste_to_input: bool = False,
+        pre_act_coefficient: float = 0.0,
+        dead_after: int = 2500,
+        initial_threshold: float | None = None,
+        capacity: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(d_in, d_sae, dtype, device)
+        self.target_l0, self.l0_coefficient, self.penalty = target_l0, l0_coefficient, penalty
+        self._check_target()
+        found = _recipe.BANDWIDTH if self.steered else 0.001
+        self.bandwidth = found if bandwidth is None else bandwidth
+        if not self.steered and l0_coefficient is None:
+            self.l0_coefficient = 0.001
+        self.initial_threshold = 0.001 if initial_threshold is None and not self.steered else initial_threshold
+        self.warm_up, self.tanh_scale, self.capacity = warm_up, tanh_scale, capacity
+        self.ste_to_input, self.pre_act_coefficient, self.dead_after = ste_to_input, pre_act_coefficient, dead_after
+        self._check_numbers()
+        start = math.log(self.initial_threshold or 1.0)
+        self.log_threshold = torch.nn.Parameter(torch.full((d_sae,), start, dtype=self._wide, device=device))
+        self._watch = None if target_l0 is None else _recipe.Watch("nn.JumpReLUSAE", target_l0, warm_up)
+        self._is_fresh = self.steered
+        if self.steered:
+            self.register_buffer("input_scale", torch.ones((), dtype=self._wide, device=device))
+            self.register_buffer("steering", _recipe.fresh(self._wide, device))
+
+    def _check_target(self) -> None:
+        if self.penalty not in ("step", "quadratic", "tanh"):
+            raise ValueError(f'nn.JumpReLUSAE: penalty must be "step", "quadratic" or "tanh", got {self.penalty!r}.')
+        if self.target_l0 is None:
+            if self.penalty == "quadratic":
+                raise ValueError('nn.JumpReLUSAE: penalty="quadratic" needs a target_l0, got None.')
+            return
+        checks.number("nn.JumpReLUSAE", "target_l0", self.target_l0, "It is the number of latents a row should have.")
+        if self.target_l0 > self.d_sae:
+            raise ValueError(f"nn.JumpReLUSAE: target_l0 must be at most d_sae = {self.d_sae}, got {self.target_l0}.")
+        if self.l0_coefficient is not None and self.penalty != "quadratic":
+            raise ValueError(
+                f"nn.JumpReLUSAE: with a target_l0 the l0_coefficient of penalty={self.penalty!r} is steered, got "
+                f"{self.l0_coefficient}. Leave out one of the two."
+            )
+
+    def _check_numbers(self) -> None:
+        operator = "nn.JumpReLUSAE"
+        checks.number(operator, "bandwidth", self.bandwidth, "It is the width of a window.")
+        if self.initial_threshold is not None:
+            checks.number(operator, "initial_threshold", self.initial_threshold, "Its logarithm is trained.")
+        if self.l0_coefficient is not None:
+            checks.number(operator, "l0_coefficient", self.l0_coefficient, "0 leaves L0 alone.", zero=True)
+        checks.positive(operator, "warm_up", self.warm_up, "It is a number of calls of loss.")
+        checks.number(operator, "tanh_scale", self.tanh_scale, "It is what values are multiplied with.")
+        checks.number(operator, "pre_act_coefficient", self.pre_act_coefficient, "0 leaves it out.", zero=True)
+        checks.positive(operator, "dead_after", self.dead_after, "It is a number of calls of encode.")
+        if self.capacity is not None:
+            checks.positive(operator, "capacity", self.capacity, "It is the number of slots per row.")
+
+    @property
+    def steered(self) -> bool:
+        """Whether L0 follows `target_l0` by itself."""
+        return self.target_l0 is not None and self.l0_coefficient is None
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether `loss` will call `initialize_` before it trains for the first time."""
+        return self._is_fresh
+
+    @property
+    def threshold(self) -> Tensor:
+        """`[d_sae]`, above 0."""
+        if not self.steered:
+            return self.log_threshold.exp()
+        return (self.log_threshold + self.steering[_recipe.FACTOR]).exp()
+
+    def encode(self, x: Tensor) -> ELL:
+        """x `[..., d_in]` -> latents `(..., d_sae)`; see `sae.encode`. In training mode it counts what fires."""
+        return super().encode(self._scaled(x))
+
+    def decode(self, rows: Rows) -> Tensor:
+        """Latents `(..., d_sae)` -> reconstruction `[..., d_in]`; see `sae.decode`."""
+        return self._unscaled(super().decode(rows))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[..., d_in]` -> reconstruction `[..., d_in]`."""
+        return self._unscaled(super().forward(self._scaled(x)))
+
+    def loss(self, x: Tensor) -> SAELoss:
+        """Reconstruction loss plus penalties of x `[..., d_in]`, in units of `input_scale * x`; the reconstruction is
+        of x itself."""
+        # What a checkpoint computes again has been steered.
+        follows = self.training and self.target_l0 is not None and not recomputed()
+        if follows and self.steered:
+            if self.is_fresh and x.numel():
+                self.initialize_(x)
+            with torch.no_grad():
+                self.steering.copy_(_recipe.advanced(self.steering, *self._course))
+        scaled = self._scaled(x)
+        found = self._loss(scaled, scaled)
+        if follows and self.steered and x.numel():
+            with torch.no_grad():
+                self.steering[_recipe.L0] = found.l0
+        if follows and self._watch is not None and not self.is_fresh:
+            self._watch.see(found.l0)
+        return found._replace(reconstruction=self._unscaled(found.reconstruction)) if self.steered else found
+
+    @torch.no_grad()
+    def initialize_(self, x: Tensor) -> None:
+        """Sets b_dec to the geometric median of x `[..., d_in]`, a sample of what is to be reconstructed. If L0 is
+        steered, it also sets input_scale, b_enc and thresholds: give 1,000 rows or more.
+
+        Raises:
+            ValueError: x has another last dimension than b_dec, or no row.
+
+        Source: Bricken et al. 2023, "Towards Monosemanticity", on initialisation.
+        """
+        if not self.steered:
+            super().initialize_(x)
+            return
+        for name, start in self.begin_(self.W_enc, self.measured(x, self.W_enc, self.W_dec)).items():
+            self.get_parameter(name).copy_(start)
+
+    @torch.no_grad()
+    def fold_scale_(self) -> None:
+        """Makes input_scale part of the weights: encode, decode and forward stay what they are, to the bit, and x and
+        the latents are in the units of W_enc, W_dec and b_dec. For a model whose training is over."""
+        if self.steered:
+            for name, tensor in self.without_scale().items():
+                self.get_parameter(name).copy_(tensor)
+            self.input_scale.fill_(1)
+
+    def without_scale(self) -> dict[str, Tensor]:
+        """The parameters of the same function of x itself. The scale is a power of 2, so nothing is rounded."""
+        if not self.steered:
+            return {}
+        scale, found = self.input_scale, {"W_enc": self.W_enc.detach() * self.input_scale}
+        return found | {name: self.get_parameter(name).detach() / scale for name in ("W_dec", "b_dec")}
+
+    def measured(self, x: Tensor, W_enc: Tensor, W_dec: Tensor) -> _recipe.Sample:
+        """What a sample x `[..., d_in]` says of where to start with these weights."""
+        return _recipe.measured(self._sample(x), W_enc, W_dec, self._course[1] / self.d_sae, self._total)
+
+    def begin_(self, W_enc: Tensor, sample: _recipe.Sample) -> dict[str, Tensor]:
+        """Takes what a sample said, and says with what the parameters start: they may be in slices."""
+        scale = _recipe.input_scale(sample.size, self.d_in)
+        self.input_scale.copy_(scale)
+        self.steering.copy_(_recipe.begun(self.steering))
+        self._is_fresh = False
+        thresholds = (sample.thresholds * sample.gain * scale).clamp(min=_recipe.LEAST_THRESHOLD)
+        if self.initial_threshold is not None:
+            thresholds = torch.full_like(thresholds, self.initial_threshold)
+        b_dec, W_enc = sample.centre * scale, (W_enc.detach() * sample.gain).to(W_enc.dtype)
+        b_enc = -(b_dec @ W_enc.to(b_dec.dtype))
+        return {"W_enc": W_enc, "b_enc": b_enc, "b_dec": b_dec, "log_threshold": thresholds.log()}
+
+    def _total(self, part: Tensor) -> Tensor:
+        """The sum over all latents, where this module has those of one rank."""
+        return part
+
+    @property
+    def _course(self) -> tuple[float, float, int]:
+        """(target, where L0 starts, calls from there to the target)"""
+        assert self.target_l0 is not None
+        start = min(_recipe.START * self.target_l0, self.d_sae / 4)
+        return self.target_l0, max(start, self.target_l0), self.warm_up
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x * self.input_scale if self.steered else x
+
+    def _unscaled(self, x: Tensor) -> Tensor:
+        return x / self.input_scale if self.steered else x
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if f"{prefix}steering" in state_dict:
+            self.look_up_whether_fresh()
+        else:
+            self.go_on()
+
+    def look_up_whether_fresh(self) -> None:
+        """Reads it from the device."""
+        self._is_fresh = self.steered and bool(self.steering[_recipe.CALLS] < 0)
+
+    def go_on(self) -> None:
+        """From parameters that come from elsewhere: the next call finds L0 at its target, and looks at no data."""
+        self._is_fresh = False
+        if self.steered and self.steering[_recipe.CALLS] < 0:
+            self.steering.copy_(_recipe.begun(self.steering))
+            self.steering[_recipe.CALLS] = self.warm_up
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "activation": "jumprelu",
+            "threshold": self.threshold,
+            "bandwidth": self.bandwidth,
+            "ste_to_input": self.ste_to_input,
+        }
+
+    def _penalty(self, rows: ELL | Tensor, l0: Tensor) -> Tensor:
+        target, weight = self._aim()
+        if self.penalty == "quadratic":
+            l0 = 2 / target * (l0 - target).square()
+        elif self.penalty == "tanh":
+            scale = self.tanh_scale * self._decoder_norms(self.W_dec)
+            l0 = (rows * scale).tanh().sum(-1) if isinstance(rows, Tensor) else sae.tanh_l0(rows, scale)
+        return weight * l0.mean()
+
+    def _aim(self) -> tuple[Any, Any]:
+        """(the L0 that the quadratic penalty aims at, the weight of the penalty)"""
+        if not self.steered:
+            return self.target_l0, self.l0_coefficient
+        assert self.target_l0 is not None
+        calls, factor, _ = self.steering.unbind()
+        if self.penalty != "quadratic":
+            return None, _recipe.weight(self.steering, self.d_in, self.target_l0, self.warm_up)
+        # At its aim it has no slope, so that a weight would change nothing: the aim moves.
+        aim = _recipe.wanted(calls, *self._course) * (-factor).clamp(-0.5, 0.5).exp()
+        return aim, _recipe.weight(
+            torch.stack([calls, torch.zeros_like(factor)]), self.d_in, self.target_l0, self.warm_up
+        )
+
+    def _dead_loss(self, x: Tensor, target: Tensor, reconstruction: Tensor) -> Tensor | None:
+        if not self.pre_act_coefficient:
+            return None
+        which, dead = self._longest_silent(2 * self.d_in)
+        pre = x @ self.W_enc.index_select(1, which).to(x.dtype) + self.b_enc.index_select(0, which)
+        norms = self._decoder_norms(self.W_dec.index_select(0, which))
+        below = (self.threshold.index_select(0, which) - pre).relu() * norms
+        return self.pre_act_coefficient * torch.where(dead, below, 0).sum(-1).mean()
+
+    def extra_repr(self) -> str:
+        if self.steered:
+            return f"d_in={self.d_in}, d_sae={self.d_sae}, target_l0={self.target_l0:g}, penalty={self.penalty!r}"
+        return f"d_in={self.d_in}, d_sae={self.d_sae}, bandwidth={self.bandwidth}, l0_coefficient={self.l0_coefficient}"

@@ -1,0 +1,35 @@
+"""The key down to which rows of integers take their largest, and the column at which ties end."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from gossamer._core.ops import INTERPRET
+
+kernels = pytest.importorskip("gossamer.attention._triton.threshold")
+pytestmark = pytest.mark.kernels
+
+
+@pytest.mark.parametrize("registers", [32768, 64], ids=["in registers", "beyond them"])
+@pytest.mark.parametrize("levels", [31000, 5, 1])
+@pytest.mark.parametrize("k, each", [(1, False), (40, False), (40, True), (300, False)])
+def test_a_stable_sort_takes_the_same(
+    k: int, each: bool, levels: int, registers: int, device: torch.device, generator: torch.Generator, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(kernels, "MAX_REGISTERS", registers)
+    rows, columns = 3, 256
+    keys = torch.randint(1, levels + 1, (rows, columns), device=device, generator=generator, dtype=torch.int16)
+    found = [torch.empty(rows, dtype=torch.int32, device=device) for _ in range(2)]
+    wanted = torch.tensor([k, max(k // 2, 1), 1], dtype=torch.int32, device=device) if each else None
+    # Queries that see 254, 255 and 256 keys.
+    sizes = (0, rows, rows, columns, columns, 1)
+    packed = not (INTERPRET or torch.version.hip)
+    kernels.find_thresholds(keys, None, wanted, *found, rows, sizes, (k, 0, 0), packed)
+    for row in range(rows):
+        seen, take = columns - rows + 1 + row, k if wanted is None else int(wanted[row])
+        best = keys[row, :seen].sort(descending=True, stable=True).indices[:take]
+        column = torch.arange(seen, device=device)
+        threshold, last = (int(x[row]) for x in found)
+        taken = (keys[row, :seen] > threshold) | ((keys[row, :seen] == threshold) & (column <= last))
+        assert torch.equal(taken.nonzero().squeeze(1), best.sort().values)

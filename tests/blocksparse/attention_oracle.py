@@ -1,0 +1,119 @@
+"""Attention by a dense matrix of scores, and random problems for it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gossamer.blocksparse import Layout, Relative, attention
+from gossamer.testing import assert_close
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, present: Tensor, bias: Tensor | None, scale: float,
+    terms: Sequence[Relative] = (),
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention over the scores that `present` names, and its log-sum-exp; rows without any give zeros and -inf."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    s = q @ k.transpose(2, 3)
+    for term in terms:
+        apart = term.key_positions[..., None, :] - term.query_positions[..., None]
+        row = apart.clamp(-term.clip, term.clip) + term.clip
+        row = row.view(-1, 1, *row.shape[-2:]).expand(*s.shape[:2], -1, -1)
+        s = s + (q @ term.table.transpose(1, 2)).gather(3, row)
+    # Plain PyTorch takes the softmax of 16-bit scores in float32.
+    s = (s * scale).to(torch.promote_types(q.dtype, torch.float32))
+    s = s if bias is None else s + bias
+    s = s.masked_fill(~present, -math.inf)
+    # In this form rows without keys have gradients, of zero.
+    most = s.detach().amax(-1, keepdim=True).clamp(min=-1e30)
+    total = torch.exp(s - most).sum(-1, keepdim=True)
+    lse = most + total.clamp(min=1e-30).log()
+    # Without a matrix of weights a backward pass has them from scores and log-sum-exps, in base 2. Their difference
+    # rounds more than a softmax that subtracts its maximum, and weights are rounded for the products: here as there.
+    p = torch.exp2(s / math.log(2) - lse / math.log(2))
+    return p.to(v.dtype) @ v, lse.masked_fill(total == 0, -math.inf).squeeze(-1)
+
+
+def elements(layout: Layout, b: int, h: int) -> Tensor:
+    """Bool `[B, H, Tq, Tk]`: the scores in present blocks."""
+    mask = layout.to_dense()
+    height, width = layout.block_size
+    wide = mask.repeat_interleave(height, -2).repeat_interleave(width, -1)[..., : layout.size[0], : layout.size[1]]
+    return wide.expand(b, h, *layout.size)
+
+
+def problem(
+    device: torch.device, dtype: torch.dtype, lead: tuple[int, ...], block: tuple[int, int], size: tuple[int, int],
+    heads: tuple[int, int], d: int, density: float = 0.5, capacity: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Layout]:  # fmt: skip
+    """q, k, v, a gradient, and a random layout whose first row is empty; B is 2."""
+    g = torch.Generator(device).manual_seed(0)
+    rows, cols = -(-size[0] // block[0]), -(-size[1] // block[1])
+    mask = torch.rand(*lead, rows, cols, device=device, generator=g) < density
+    mask[..., 0, :] = density == 1
+    layout = Layout.from_mask(mask, block, size=size, capacity=capacity)
+    shapes = ((heads[0], size[0]), (heads[1], size[1]), (heads[1], size[1]), (heads[0], size[0]))
+    q, k, v, grad = (torch.randn(2, n, t, d, device=device, generator=g).to(dtype) for n, t in shapes)
+    return q, k, v, grad, layout
+
+
+def check(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layout: Layout, *, mask: Tensor | None = None,
+    bias: Tensor | None = None, dense_bias: Tensor | None = None, causal: bool = False, lengths: Tensor | None = None,
+    scale: float | None = None, terms: Sequence[Relative] = (),
+) -> None:  # fmt: skip
+    """Result, log-sum-exp and every gradient, against float64 and beside plain PyTorch."""
+    (b, h, tq, d), tk = q.shape, k.shape[2]
+    present = elements(layout, b, h)
+    i, j = torch.arange(tq, device=q.device)[:, None], torch.arange(tk, device=q.device)
+    if causal:
+        present = present & (j <= i + tk - tq)
+    if lengths is not None:
+        present = present & (j < lengths[:, None, None, None])
+    if mask is not None:
+        present = present & mask
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, *(term.table for term in terms))]
+    leaves += [] if bias is None else [bias]
+
+    def with_tables(tables: Sequence[Tensor]) -> list[Relative]:
+        return [replace(term, table=table) for term, table in zip(terms, tables)]
+
+    out, lse = attention(
+        *leaves[:3], layout, mask=mask, bias=bias, relative=with_tables(leaves[3:]), causal=causal,
+        valid_lengths=lengths, scale=scale, return_lse=True,
+    )  # fmt: skip
+    met = present.any(-1)
+    towards = torch.linspace(-1, 1, lse.numel(), device=q.device, dtype=lse.dtype).view_as(lse)
+    ours = torch.autograd.grad([out, lse.masked_fill(~met, 0)], leaves, [grad, towards])
+    results = []
+    for dtype in (torch.float64, q.dtype):
+        others = [x.detach().to(dtype).requires_grad_() for x in leaves]
+        added = None if bias is None else (others[-1] if dense_bias is None else dense_bias(others[-1]))
+        factor = d**-0.5 if scale is None else scale
+        expected, sums = dense(*others[:3], present, added, factor, with_tables(others[3:]))
+        sums = torch.where(met, sums, 0)
+        grads = torch.autograd.grad([expected, sums], others, [grad.to(dtype), towards.to(dtype)])
+        results.append((expected, sums.to(lse.dtype), *grads))
+    assert bool((lse.isneginf() == ~met).all())
+    # In 16 bits both ways round the same weights, and that is all that shows. In float32 the largest of some thousand
+    # rounding errors of sums of some dozen terms is a matter of luck: it differs by half between orders of summation.
+    factor = 3.0 if q.dtype is torch.float32 else 2.0
+    names = ("out", "lse", "q", "k", "v", *("table" for _ in terms), "bias")
+    for name, a, want, plain in zip(names, (out, torch.where(met, lse, 0), *ours), *results):
+        want = want.double()
+        assert_close(a, reference64=want, plain=plain, factor=factor, name=name)
+
+
+def terms_for(device: torch.device, dtype: torch.dtype, tq: int, tk: int, d: int, heads: int) -> list[Relative]:
+    """Places in a sequence, and another term whose positions repeat, differ between batches and do not ascend."""
+    g = torch.Generator(device).manual_seed(2)
+    pitch_q, pitch_k = (torch.randint(-9, 9, (2, t), device=device, generator=g) for t in (tq, tk))
+    tables = torch.randn(heads, 9, d, device=device, generator=g), torch.randn(1, 25, d, device=device, generator=g)
+    order = torch.arange(tk, device=device)
+    return [
+        Relative(tables[0].to(dtype), order[tk - tq :] if tk >= tq else torch.arange(tq, device=device), order),
+        Relative(tables[1].to(dtype), pitch_q, pitch_k.int()),
+    ]

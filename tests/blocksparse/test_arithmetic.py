@@ -1,0 +1,103 @@
+"""Element-wise functions of block-sparse tensors."""
+
+import io
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense
+from tests.strategies import seeded
+
+
+@pytest.fixture
+def pair(dtype: torch.dtype, device: torch.device) -> tuple[BlockSparseTensor, BlockSparseTensor]:
+    generator = seeded(0, device)
+    layout = Layout.from_mask(torch.rand(2, 3, 4, device=device, generator=generator) < 0.5, 16, size=(40, 64))
+    a, b = torch.rand(2, 2, 40, 64, device=device, generator=generator).to(dtype) + 0.5
+    return from_dense(a, layout), from_dense(b, layout)
+
+
+def test_operators(pair) -> None:
+    a, b = pair
+    x, y = a.values, b.values
+    one = torch.tensor(2.0, device=x.device)
+    for got, want in (
+        (a + b, x + y), (a - b, x - y), (a * b, x * y), (a / b, x / y), (a + 2, x + 2), (2 - a, 2 - x), (3 * a, 3 * x),
+        (1 / a, 1 / x), (a**2, x**2), (-a, -x), (abs(-a), x), (a * one, x * one), (a - 1.5, x - 1.5), (a / 3, x / 3),
+    ):  # fmt: skip
+        torch.testing.assert_close(got.values, want, equal_nan=True)
+        assert got.layout is a.layout
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["abs", "cos", "exp", "log", "neg", "reciprocal", "relu", "rsqrt", "sigmoid", "sin", "sqrt", "square", "tanh"],
+)
+def test_functions(name: str, pair) -> None:
+    got = getattr(pair[0], name)()
+    torch.testing.assert_close(got.values, getattr(torch, name)(pair[0].values), equal_nan=True)
+
+
+def test_functions_with_arguments(pair) -> None:
+    a, _ = pair
+    assert torch.equal(a.clamp(max=0.7).values, a.values.clamp(max=0.7))
+    assert torch.equal(a.gelu(approximate="tanh").values, torch.nn.functional.gelu(a.values, approximate="tanh"))
+    assert torch.equal(a.silu().values, torch.nn.functional.silu(a.values))
+    assert torch.equal(a.apply(torch.erf).values, a.values.erf())
+
+
+def test_absent_blocks_stay_absent(pair) -> None:
+    a, _ = pair
+    assert torch.equal(a.exp().to_dense() != 0, from_dense(torch.ones_like(a.to_dense()), a.layout).to_dense() != 0)
+
+
+def test_layouts_must_be_shared(pair) -> None:
+    a, b = pair
+    other = replace(b, layout=Layout.from_mask(a.layout.to_dense(), 16, size=(40, 64)))
+    with pytest.raises(
+        ValueError, match=r"__add__: both operands must share one Layout.*a\.layout\.union\(b\.layout\)"
+    ):
+        a + other
+    # A copy of the container shares the metadata.
+    copied = replace(a.layout)
+    assert torch.equal((a + replace(b, layout=copied)).values, a.values + b.values)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        a + "x"
+    with pytest.raises(TypeError, match="unsupported operand"):
+        a + torch.ones(3, 3)
+
+
+def test_gradients_and_leaves(pair) -> None:
+    a, b = (replace(x, values=x.values.float()) for x in pair)
+    a.requires_grad_()
+    assert a.requires_grad and a.values.requires_grad and not a.detach().requires_grad
+    (grad,) = torch.autograd.grad((a * b + a).exp().values.sum(), a.values)
+    torch.testing.assert_close(grad, (a.values * b.values + a.values).exp() * (b.values + 1))
+
+
+def test_to(pair, device: torch.device) -> None:
+    a, _ = pair
+    half = a.to(torch.float16)
+    assert half.dtype is torch.float16 and half.layout is a.layout
+    meta = a.to("meta")
+    assert meta.device.type == meta.layout.device.type == "meta"
+
+
+def test_save_and_load(pair) -> None:
+    a, _ = pair
+    a.layout.transpose()
+    file = io.BytesIO()
+    torch.save(a, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert torch.equal(loaded.to_dense(), a.to_dense()) and loaded.layout.size == (40, 64)
+    assert "BlockSparseTensor(shape=(2, 40, 64)" in repr(loaded)
+
+
+@pytest.mark.native
+def test_compile(compiled, device: torch.device) -> None:
+    layout = Layout.from_mask(torch.eye(2, device=device), 16)
+    x = from_dense(torch.rand(32, 32, device=device), layout)
+    got = compiled(lambda x: (x * 2 + x).relu().exp())(x)
+    torch.testing.assert_close(got.values, (3 * x.values).exp())

@@ -1,0 +1,359 @@
+"""`blocksparse.matmul` against dense float64, for every mix of dense and block-sparse."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gossamer import blocksparse
+from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, matmul
+from gossamer.testing import assert_close
+from tests.strategies import SEEDS, laid_out, seeded
+
+Operand = Tensor | BlockSparseTensor
+MIXES = [mix for mix in itertools.product((False, True), repeat=3) if any(mix)]
+TURNED = list(itertools.product((False, True), repeat=2))
+
+
+def layout_of(
+    lead: tuple[int, ...],
+    size: tuple[int, int],
+    block: tuple[int, int],
+    density: float,
+    generator: torch.Generator,
+    room: int | None = None,
+) -> Layout:
+    shape = (*lead, -(-size[0] // block[0]), -(-size[1] // block[1]))
+    mask = torch.rand(shape, device=generator.device, generator=generator) < density
+    return Layout.from_mask(mask, block, size=size, capacity=None if room is None else mask.numel() + room)
+
+
+def garbage(blocks: BlockSparseTensor) -> Tensor:
+    """Values with NaN where they stand for no element: beyond the matrix, and behind the last block."""
+    ones = from_dense(torch.ones(blocks.shape, device=blocks.device), blocks.layout)
+    return torch.where(ones.values == 0, math.nan, blocks.values)
+
+
+def draw(
+    lead: tuple[int, ...], size: tuple[int, int], block: tuple[int, int], sparse: bool, turned: bool, density: float,
+    dtype: torch.dtype, generator: torch.Generator,
+) -> tuple[Operand, Tensor]:  # fmt: skip
+    """An operand and its leaf. It is [rows, columns] of size, stored transposed if `turned`."""
+    if turned:
+        size, block = (size[1], size[0]), (block[1], block[0])
+    x = torch.randn(*lead, *size, device=generator.device, generator=generator).to(dtype)
+    if not sparse:
+        return (leaf := x.requires_grad_()), leaf
+    blocks = from_dense(x, layout_of(lead, size, block, density, generator, room=1))
+    leaf = garbage(blocks).requires_grad_()
+    return BlockSparseTensor(leaf, blocks.layout), leaf
+
+
+def dense_of(operand: Operand, leaf: Tensor, dtype: torch.dtype, turned: bool) -> tuple[Tensor, Tensor]:
+    """(dense [..., rows, columns] in a dtype, its leaf)."""
+    x = leaf.detach().to(dtype).requires_grad_()
+    wide = replace(operand, values=x.nan_to_num()).to_dense() if isinstance(operand, BlockSparseTensor) else x
+    return (wide.mT if turned else wide), x
+
+
+def check(
+    a: Operand, a_leaf: Tensor, b: Operand, b_leaf: Tensor, out_layout: Layout | None, turned: tuple[bool, bool],
+    generator: torch.Generator,
+) -> None:  # fmt: skip
+    """The result and both gradients."""
+    out = matmul(a, b, out_layout, transpose_a=turned[0], transpose_b=turned[1])
+    got = out if out_layout is None else out.values
+    towards = torch.randn(got.shape, device=got.device, generator=generator).to(got.dtype)
+    ours = (got, *torch.autograd.grad(got, [a_leaf, b_leaf], towards))
+    results = []
+    for dtype in (torch.float64, got.dtype):
+        x, x_leaf = dense_of(a, a_leaf, dtype, turned[0])
+        y, y_leaf = dense_of(b, b_leaf, dtype, turned[1])
+        result = x @ y if out_layout is None else from_dense(x @ y, out_layout).values
+        grads = torch.autograd.grad(result, [x_leaf, y_leaf], towards.to(dtype))
+        results.append((result, *grads))
+    for name, x, want, plain in zip(("result", "gradient of a", "gradient of b"), ours, *results):
+        assert_close(x, reference64=want, plain=plain, factor=3.0, name=name)
+
+
+def run(mix, turned, sizes, block, dtype, device: torch.device, lead=(2,), density=0.6) -> None:
+    generator = seeded(1, device)
+    (m, k, n), (bm, bk, bn) = sizes, block
+    a = draw(lead, (m, k), (bm, bk), mix[0], turned[0], density, dtype, generator)
+    b = draw(lead, (k, n), (bk, bn), mix[1], turned[1], density, dtype, generator)
+    out_layout = layout_of(lead, (m, n), (bm, bn), density, generator, room=2) if mix[2] else None
+    check(*a, *b, out_layout, turned, generator)
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "".join("DS"[sparse] for sparse in mix))
+@pytest.mark.parametrize("turned", [(False, False), (True, True)], ids=str)
+def test_error_budget(mix, turned, dtype: torch.dtype, device: torch.device) -> None:
+    run(mix, turned, (20, 33, 17), (16, 16, 16), dtype, device, lead=(1,))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "".join("DS"[sparse] for sparse in mix))
+@pytest.mark.parametrize("turned", TURNED, ids=str)
+@pytest.mark.parametrize("sizes, block", [
+    ((40, 100, 70), (32, 16, 64)), ((130, 70, 200), (64, 64, 64)), ((16, 300, 16), (16, 128, 16)),
+    ((140, 90, 33), (128, 32, 16)), ((64, 64, 64), (16, 16, 16)),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("density", [0.0, 0.02, 0.5, 1.0])
+def test_wide_grid(mix, turned, sizes, block, density: float, dtype: torch.dtype, device: torch.device) -> None:
+    run(mix, turned, sizes, block, dtype, device, lead=(2, 2), density=density)
+
+
+@pytest.mark.parametrize("block", [(16, 32, 16), (64, 16, 32), (32, 64, 128)], ids=str)
+def test_blocks_that_are_no_squares(block, device: torch.device) -> None:
+    sizes = tuple(b + b // 2 for b in block)
+    run((True, True, True), (False, True), sizes, block, torch.float32, device, lead=(1,))
+
+
+@pytest.mark.parametrize("density", [0.0, 1.0])
+@pytest.mark.parametrize("mix", [(True, False, False), (True, True, True)], ids=str)
+def test_empty_and_full(mix, density: float, device: torch.device) -> None:
+    run(mix, (False, False), (32, 32, 32), (16, 16, 16), torch.float32, device, lead=(1,), density=density)
+
+
+@pytest.mark.parametrize("sizes, lead", [((0, 16, 16), (2,)), ((16, 0, 16), (2,)), ((16, 16, 0), (2,)),
+                                         ((16, 16, 16), (0,)), ((16, 16, 16), (2, 0))], ids=str)  # fmt: skip
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "".join("DS"[sparse] for sparse in mix))
+def test_nothing(mix, sizes, lead, device: torch.device) -> None:
+    run(mix, (False, False), sizes, (16, 16, 16), torch.float32, device, lead=lead)
+
+
+@pytest.mark.kernels
+def test_programs_walk_many_tiles(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Each keeps a list, which the next tile overwrites."""
+    from gossamer.blocksparse._triton import matmul as kernels
+
+    monkeypatch.setattr(kernels, "WAVES", 1)
+    run((True, True, False), (True, False), (80, 32, 16), (16, 16, 16), torch.float32, device, lead=(1,))
+
+
+@pytest.mark.kernels
+def test_a_list_longer_than_one_step_looks_at(device: torch.device) -> None:
+    generator = seeded(0, device)
+    a, _ = draw((1,), (16, 16 * 132), (16, 16), True, False, 0.99, torch.float32, generator)
+    b, _ = draw((1,), (16 * 132, 16), (16, 16), True, False, 0.99, torch.float32, generator)
+    a, b = (replace(x, values=x.values.detach().nan_to_num()) for x in (a, b))
+    torch.testing.assert_close(matmul(a, b), a.to_dense() @ b.to_dense())
+
+
+def test_one_sparse_matrix_and_many_dense_ones(device: torch.device) -> None:
+    generator = seeded(0, device)
+    weight = from_dense(
+        torch.randn(40, 24, device=device, generator=generator), layout_of((), (40, 24), (16, 16), 0.5, generator)
+    )
+    x = torch.randn(2, 3, 24, device=device, generator=generator)
+    dense = weight.to_dense()
+    torch.testing.assert_close(matmul(x, weight, transpose_b=True), x @ dense.mT)
+    torch.testing.assert_close(matmul(weight, x, transpose_b=True), dense @ x.mT)
+    torch.testing.assert_close(matmul(weight, x.mT[0]), dense @ x.mT[0])
+    batch = from_dense(x, layout_of((2,), (3, 24), (16, 16), 0.5, generator))
+    torch.testing.assert_close(matmul(batch, dense.mT), batch.to_dense() @ dense.mT)
+
+
+@pytest.mark.parametrize("memory", ["transposed", "strided", "misaligned"])
+def test_memory_of_dense_operands(memory: str, device: torch.device) -> None:
+    generator = seeded(0, device)
+    a, _ = draw((2,), (20, 40), (16, 16), True, False, 0.5, torch.float32, generator)
+    a = replace(a, values=laid_out(a.values.detach().nan_to_num(), "strided"))
+    b = torch.randn(2, 40, 33, device=device, generator=generator)
+    torch.testing.assert_close(matmul(a, laid_out(b, memory)), a.to_dense() @ b)
+    torch.testing.assert_close(matmul(laid_out(b.mT, memory), a, transpose_b=True), b.mT @ a.to_dense().mT)
+
+
+@pytest.mark.parametrize("lost", ["a", "b", "out"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_overflow_is_nan(lost: str, turned: bool, device: torch.device) -> None:
+    def layout(name: str) -> Layout:
+        return Layout.from_mask(torch.ones(1, 3, 3, device=device), 16, capacity=4 if name == lost else 9)
+
+    a, b = (BlockSparseTensor(torch.ones(x.capacity, 16, 16, device=device), x) for x in (layout("a"), layout("b")))
+    out = matmul(a, b, layout("out"), transpose_a=turned, transpose_b=turned)
+    assert out.values.isnan().all()
+    if lost != "out":
+        assert matmul(a, b, transpose_a=turned, transpose_b=turned).isnan().all()
+    else:
+        dense = torch.ones(1, 48, 48, device=device)
+        assert matmul(dense, b, layout("out"), transpose_b=turned).values.isnan().all()
+
+
+def test_what_is_not_finite_stays(device: torch.device) -> None:
+    layout = Layout.from_mask(torch.eye(2, device=device), 16)
+    a = from_dense(torch.ones(32, 32, device=device), layout)
+    b = torch.ones(32, 32, device=device)
+    b[0, 0], b[20, 3], a.values[1, 0, 0] = math.nan, math.inf, -math.inf
+    got = matmul(a, b)
+    want = torch.full((32, 32), 16.0, device=device)
+    want[:16, 0] = math.nan
+    want[16] = -math.inf
+    want[16:, 3] = math.inf
+    # -inf of a meets inf of b.
+    want[16, 3] = math.nan
+    torch.testing.assert_close(got, want, equal_nan=True)
+
+
+def test_nothing_reaches_beyond_the_matrix(device: torch.device) -> None:
+    x = torch.full((20, 20), math.nan, device=device)
+    layout = Layout.full((2, 2), 16, size=(20, 20), device=device)
+    for out in (matmul(x, x, layout), matmul(from_dense(x, layout), x, layout)):
+        assert out.to_dense().isnan().all() and int(out.values.isnan().sum()) == 400
+
+
+def test_the_same_bits(dtype: torch.dtype, device: torch.device) -> None:
+    generator = seeded(0, device)
+    a, _ = draw((2,), (32, 64), (16, 16), True, False, 0.7, dtype, generator)
+    b, _ = draw((2,), (64, 32), (16, 16), True, False, 0.7, dtype, generator)
+    layout = Layout.product(a.layout, b.layout)
+    first, second = (matmul(a, b, layout).values for _ in range(2))
+    assert torch.equal(first, second)
+    dense = matmul(a, b)
+    assert torch.equal(dense, matmul(a, b)) and torch.count_nonzero(dense - matmul(a, b, layout).to_dense()) == 0
+
+
+@given(
+    st.sampled_from(MIXES), st.sampled_from(TURNED), st.tuples(*[st.integers(0, 70)] * 3),
+    st.tuples(*[st.sampled_from([16, 32, 64])] * 3), st.integers(1, 3), st.sampled_from([0.0, 0.2, 0.8, 1.0]), SEEDS,
+)  # fmt: skip
+@pytest.mark.native
+def test_any_sizes(device: torch.device, mix, turned, sizes, block, batch: int, density: float, seed: int) -> None:
+    """Small integers, so that every order of addition gives the same."""
+    generator = seeded(seed, device)
+    (m, k, n), (bm, bk, bn) = sizes, block
+    operands = []
+    for size, b, sparse, flag in (((m, k), (bm, bk), mix[0], turned[0]), ((k, n), (bk, bn), mix[1], turned[1])):
+        size, b = (size[::-1], b[::-1]) if flag else (size, b)
+        x = torch.randint(-3, 4, (batch, *size), device=device, generator=generator).float()
+        operands.append(from_dense(x, layout_of((batch,), size, b, density, generator)) if sparse else x)
+    out_layout = layout_of((batch,), (m, n), (bm, bn), density, generator, room=1) if mix[2] else None
+    got = matmul(*operands, out_layout, transpose_a=turned[0], transpose_b=turned[1])
+    a, b = (x.to_dense() if isinstance(x, BlockSparseTensor) else x for x in operands)
+    want = (a.mT if turned[0] else a) @ (b.mT if turned[1] else b)
+    if out_layout is None:
+        assert torch.equal(got, want)
+    else:
+        assert torch.equal(got.values, from_dense(want, out_layout).values)
+
+
+@pytest.mark.native
+def test_gradcheck_twice(device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("float64 runs on the CPU only")
+    generator = seeded(0, device)
+    a, x = draw((1,), (17, 20), (16, 16), True, True, 0.8, torch.float64, generator)
+    _b, y = draw((1,), (20, 3), (16, 16), False, False, 0.8, torch.float64, generator)
+    x = x.detach().nan_to_num()[:, :4, :4].requires_grad_()
+
+    def product(x: Tensor, y: Tensor) -> Tensor:
+        values = torch.nn.functional.pad(x, (0, 12, 0, 12))
+        return matmul(replace(a, values=values), y, transpose_a=True)
+
+    y = y.detach().requires_grad_()
+    assert torch.autograd.gradcheck(product, (x, y)) and torch.autograd.gradgradcheck(product, (x, y))
+
+
+@pytest.mark.native
+def test_autocast(device: torch.device) -> None:
+    layout = Layout.from_mask(torch.eye(2, device=device), 16)
+    a = from_dense(torch.rand(32, 32, device=device), layout)
+    with torch.autocast(device.type, torch.bfloat16):
+        out = matmul(a, torch.rand(32, 8, device=device, dtype=torch.float16))
+    assert out.dtype is torch.bfloat16
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "".join("DS"[sparse] for sparse in mix))
+def test_compile(mix, compiled, device: torch.device) -> None:
+    generator = seeded(0, device)
+    a, x = draw((2,), (20, 40), (16, 16), mix[0], False, 0.6, torch.float32, generator)
+    b, y = draw((2,), (40, 33), (16, 16), mix[1], False, 0.6, torch.float32, generator)
+    layout = layout_of((2,), (20, 33), (16, 16), 0.6, generator) if mix[2] else None
+
+    def loss(a: Operand, b: Operand) -> Tensor:
+        out = matmul(a, b, layout)
+        return (out if layout is None else out.values).square().sum()
+
+    want = torch.autograd.grad(loss(a, b), [x, y])
+    for got, expected in zip(torch.autograd.grad(compiled(loss)(a, b), [x, y]), want):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.gpu
+def test_capture() -> None:
+    device = torch.device("cuda")
+    generator = seeded(0, device)
+    mask = torch.rand(2, 8, 8, device=device, generator=generator) < 0.5
+    x = torch.randn(2, 512, 512, device=device, generator=generator)
+
+    def product() -> BlockSparseTensor:
+        layout = Layout.from_mask(mask, 64, capacity=mask.numel())
+        blocks = from_dense(x, layout)
+        return matmul(blocks, blocks, layout, transpose_b=True)
+
+    product()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = product()
+    mask.copy_(~mask)
+    graph.replay()
+    assert torch.equal(captured.values, product().values)
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+def test_more_than_2_to_the_31_elements() -> None:
+    device = torch.device("cuda")
+    n = 48 * 1024
+    mask = torch.zeros(n // 64, n // 64, dtype=torch.bool, device=device)
+    mask[-1, -1] = mask[0, 0] = True
+    a = from_dense(torch.ones(n, n, device=device, dtype=torch.bfloat16), Layout.from_mask(mask, 64))
+    b = torch.ones(n, n, device=device, dtype=torch.bfloat16)
+    out = matmul(a, b)
+    assert out[-1, -1] == 64 and out[0, 0] == 64 and out[64:-64].count_nonzero() == 0
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda a, x: matmul(a, x[:20]), ValueError, "b must have K = 32 like a, got 20"),
+        (lambda a, x: matmul(a, "x"), TypeError, "b must be a torch.Tensor or a BlockSparseTensor, got str"),
+        (lambda a, x: matmul(a, x.double()), TypeError, "b must have the dtype of a, float32, got float64"),
+        (lambda a, x: matmul(a, x[0]), ValueError, r"b must have two dimensions or more, got shape \[32\]"),
+        (
+            lambda a, x: matmul(a, from_dense(x, Layout.from_mask(torch.eye(1), 32))),
+            ValueError,
+            "b must have blocks of 16 along K like a, got 32",
+        ),
+        (
+            lambda a, x: matmul(a, a, Layout.full((3, 3), 16)),
+            ValueError,
+            "out_layout must have M = 32 like a, got 48",
+        ),
+        (
+            lambda a, x: matmul(a, x, Layout.full((2, 2, 2), 16)),
+            ValueError,
+            r"block-sparse operands and out_layout must have equal leading dimensions, got \[\] and \[2\]",
+        ),
+        (
+            lambda a, x: matmul(x.expand(3, 32, 32), x, Layout.full((2, 2, 2), 16)),
+            ValueError,
+            r"a must have leading dimensions that broadcast to \[2\] like the layouts, got \[3\]",
+        ),
+    ],
+)
+def test_errors(call, error: type[Exception], message: str) -> None:
+    x = torch.ones(32, 32)
+    with pytest.raises(error, match=f"blocksparse.matmul: {message}"):
+        call(from_dense(x, Layout.from_mask(torch.eye(2), 16)), x)
+
+
+def test_dense_operands_are_multiplied_as_ever(device: torch.device) -> None:
+    x = torch.randn(3, 4, 5, device=device)
+    assert torch.equal(blocksparse.matmul(x, x, transpose_b=True), x @ x.mT)

@@ -1,0 +1,68 @@
+"""Patterns against their definition, element by element."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from gossamer import blocksparse
+from gossamer.blocksparse import Layout
+
+SIZES = [((64, 64), (16, 16)), ((50, 90), (16, 32)), ((90, 50), (32, 16)), ((1, 200), (64, 16)), ((33, 33), (16, 16))]
+
+
+def blocks_of(elements: Tensor, block: tuple[int, int]) -> Tensor:
+    return Layout.from_dense(elements, block).to_dense()
+
+
+def apart(size: tuple[int, int]) -> Tensor:
+    """How far each query stands behind each key."""
+    return torch.arange(size[0])[:, None] + (size[1] - size[0]) - torch.arange(size[1])
+
+
+@pytest.mark.parametrize("size, block", SIZES, ids=str)
+def test_causal(size: tuple[int, int], block: tuple[int, int], device: torch.device) -> None:
+    layout = blocksparse.causal(size, block, device=device)
+    assert torch.equal(layout.to_dense().cpu(), blocks_of(apart(size) >= 0, block)) and layout.size == size
+
+
+@pytest.mark.parametrize("window", [(0, 0), (20, 0), (5, 40), (1000, 1000)], ids=str)
+@pytest.mark.parametrize("dilation", [1, 3, 48, 70])
+@pytest.mark.parametrize("size, block", SIZES, ids=str)
+def test_sliding_window(size, block, dilation: int, window: tuple[int, int], device: torch.device) -> None:
+    layout = blocksparse.sliding_window(size, block, window, dilation=dilation, device=device)
+    by = apart(size)
+    elements = (by >= -window[1]) & (by <= window[0]) & (by % dilation == 0)
+    assert torch.equal(layout.to_dense().cpu(), blocks_of(elements, block))
+
+
+@pytest.mark.parametrize("size, block", SIZES, ids=str)
+def test_global_tokens(size: tuple[int, int], block: tuple[int, int], device: torch.device) -> None:
+    m, n = size
+    for tokens in (0, 1, torch.tensor([[3, 40], [-1, -1]], device=device)):
+        layout = blocksparse.global_tokens(size, block, tokens, device=device)
+        chosen = (tokens if isinstance(tokens, Tensor) else torch.arange(tokens)[None]).cpu()
+        elements = torch.zeros(len(chosen), m, n, dtype=torch.bool)
+        for matrix, found in zip(elements, chosen.tolist()):
+            for key in found:
+                if 0 <= key < n:
+                    matrix[:, key] = True
+                if 0 <= key - (n - m) < m and key >= 0:
+                    matrix[key - (n - m)] = True
+        expected = blocks_of(elements, block)
+        assert torch.equal(layout.to_dense().cpu().view_as(expected), expected)
+
+
+def test_lengths(device: torch.device) -> None:
+    lengths = torch.tensor([64, 17, 0], device=device)
+    layout = blocksparse.causal((64, 64), 16, lengths=lengths)
+    held = torch.arange(64) < lengths.cpu()[:, None]
+    elements = (apart((64, 64)) >= 0) & held[:, :, None] & held[:, None, :]
+    assert torch.equal(layout.to_dense().cpu(), blocks_of(elements, (16, 16)))
+    assert layout.shape == (3, 4, 4)
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match=r"blocksparse.sliding_window: dilation must be at least 1, got 0"):
+        blocksparse.sliding_window((32, 32), 16, 3, dilation=0)
+    with pytest.raises(ValueError, match=r"blocksparse.causal: block_size must be 16, 32, 64 or 128"):
+        blocksparse.causal((32, 32), 8)

@@ -1,0 +1,146 @@
+"""Sums, maxima and vectors of rows and columns against dense PyTorch."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from gossamer import blocksparse
+from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense
+from gossamer.testing import assert_close
+from tests.strategies import seeded
+
+SHAPES = [
+    ((), (32, 48), (16, 16)),
+    ((2,), (40, 70), (16, 32)),
+    ((2, 2), (33, 20), (64, 16)),
+    ((0,), (16, 16), (16, 16)),
+]
+
+
+def problem(lead, size, block, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, BlockSparseTensor, Tensor]:
+    """(leaf, its blocks with NaN where they stand for no element, which elements are present)."""
+    generator = seeded(0, device)
+    mask = torch.rand(*lead, -(-size[0] // block[0]), -(-size[1] // block[1]), device=device, generator=generator) < 0.5
+    layout = Layout.from_mask(mask, block, size=size, capacity=mask.numel() + 2)
+    x = torch.randn(*lead, *size, device=device, generator=generator).to(dtype).requires_grad_()
+    whole = from_dense(torch.ones_like(x), layout).values
+    values = torch.where(whole == 0, math.nan, from_dense(x, layout).values)
+    present = mask.repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)[..., : size[0], : size[1]]
+    return x, BlockSparseTensor(values, layout), present
+
+
+def dense(name: str, x: Tensor, present: Tensor, dim: int) -> Tensor:
+    if name == "max":
+        return x.masked_fill(~present, -math.inf).amax(dim)
+    return getattr(torch, name)(torch.where(present, x, 0), dim)
+
+
+@pytest.mark.parametrize("dim", [-1, -2])
+@pytest.mark.parametrize("name", ["sum", "mean", "max"])
+@pytest.mark.parametrize("lead, size, block", SHAPES, ids=str)
+def test_reductions(lead, size, block, name: str, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    x, blocks, present = problem(lead, size, block, dtype, device)
+    got = getattr(blocksparse, name)(blocks, dim)
+    results = []
+    for leaf in (x.detach().double().requires_grad_(), x):
+        want = dense(name, leaf, present, dim)
+        kept = torch.where(want.isinf(), 0, want)
+        results.append((want, torch.autograd.grad(kept, leaf, torch.ones_like(kept))[0]))
+    (grad,) = torch.autograd.grad(torch.where(got.isinf(), 0, got), x, torch.ones_like(got))
+    assert_close(got, reference64=results[0][0], plain=results[1][0], factor=3.0, name=name)
+    assert_close(grad, reference64=results[0][1], plain=results[1][1], factor=3.0, name="gradient")
+
+
+def test_equal_maxima_share_the_gradient(device: torch.device) -> None:
+    layout = Layout.full((1, 2), 16, device=device)
+    x = torch.ones(16, 32, device=device, requires_grad=True)
+    (grad,) = torch.autograd.grad(blocksparse.max(from_dense(x, layout)).sum(), x)
+    assert torch.equal(grad, torch.full_like(x, 1 / 32))
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("name", ["add", "sub", "mul"])
+@pytest.mark.parametrize("lead, size, block", SHAPES, ids=str)
+def test_vectors(lead, size, block, name: str, axis: int, device: torch.device) -> None:
+    x, blocks, present = problem(lead, size, block, torch.float32, device)
+    shape = (*lead[1:], size[0], 1) if axis == -1 else (*lead[1:], 1, size[1])
+    vector = torch.randn(shape, device=device, requires_grad=True)
+    got = getattr(blocksparse, name)(blocks, vector).to_dense()
+    want = torch.where(present, getattr(torch, name)(x, vector), 0)
+    torch.testing.assert_close(got, want)
+    towards = torch.randn_like(want)
+    for a, b in zip(torch.autograd.grad(got, (x, vector), towards), torch.autograd.grad(want, (x, vector), towards)):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", ["add", "sub"])
+@pytest.mark.parametrize("lead, size, block", SHAPES, ids=str)
+def test_broadcast(lead, size, block, name: str, device: torch.device) -> None:
+    _, blocks, present = problem(lead, size, block, torch.float32, device)
+    x = torch.randn(*lead, size[0], device=device, requires_grad=True)
+    y = torch.randn(size[1], device=device, requires_grad=True)
+    got = getattr(blocksparse, f"broadcast_{name}")(x, y, blocks.layout).to_dense()
+    want = torch.where(present, getattr(torch, name)(x[..., :, None], y), 0)
+    torch.testing.assert_close(got, want)
+    towards = torch.randn_like(want)
+    for a, b in zip(torch.autograd.grad(got, (x, y), towards), torch.autograd.grad(want, (x, y), towards)):
+        torch.testing.assert_close(a, b)
+
+
+def test_overflow_is_nan(device: torch.device) -> None:
+    layout = Layout.from_mask(torch.ones(3, 3, device=device), 16, capacity=8)
+    x = BlockSparseTensor(torch.ones(8, 16, 16, device=device), layout)
+    for name in ("sum", "mean", "max"):
+        assert getattr(blocksparse, name)(x).isnan().all()
+    vector = torch.ones(48, device=device)
+    assert blocksparse.add(x, vector).values.isnan().all()
+    assert blocksparse.broadcast_add(vector, vector, layout).values.isnan().all()
+
+
+@pytest.mark.native
+def test_gradcheck(device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("float64 runs on the CPU only")
+    layout = Layout.from_mask(torch.tensor([[1, 0], [1, 1]]), 16, size=(18, 20))
+    x, v = torch.randn(18, 20, dtype=torch.float64), torch.randn(18, 1, dtype=torch.float64)
+
+    def call(x: Tensor, v: Tensor) -> Tensor:
+        y = blocksparse.mul(from_dense(x, layout), v)
+        return blocksparse.sum(y) + blocksparse.max(y).exp()
+
+    assert torch.autograd.gradcheck(call, (x.requires_grad_(), v.requires_grad_()))
+
+
+@pytest.mark.native
+def test_compile(compiled, device: torch.device) -> None:
+    _x, blocks, _ = problem((2,), (40, 70), (16, 32), torch.float32, device)
+    blocks = replace(blocks, values=blocks.values.detach().nan_to_num())
+
+    def call(blocks: BlockSparseTensor) -> Tensor:
+        return blocksparse.sum(blocksparse.sub(blocks, blocksparse.mean(blocks)[..., None]))
+
+    torch.testing.assert_close(compiled(call)(blocks), call(blocks))
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda x: blocksparse.sum(x, 0), ValueError, "blocksparse.sum: dim must be -1, .* or -2, .* got 0"),
+        (
+            lambda x: blocksparse.add(x, torch.ones(3)),
+            ValueError,
+            r"blocksparse.add: vector must have shape .*got \[3\]",
+        ),
+        (
+            lambda x: blocksparse.broadcast_add(torch.ones(32), torch.ones(31), x.layout),
+            ValueError,
+            r"blocksparse.broadcast_add: y must broadcast to \[32\] like the layout, got \[31\]",
+        ),
+    ],
+)
+def test_errors(call, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call(from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2), 16)))

@@ -1,0 +1,178 @@
+"""`blocksparse.softmax` against dense float64."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, softmax
+from gossamer.testing import assert_close
+from tests.strategies import seeded
+
+SHAPES = [
+    # leading dimensions, size, block
+    ((), (32, 48), (16, 16)),
+    ((2,), (40, 70), (16, 32)),
+    ((2, 1), (33, 20), (64, 16)),
+    ((0,), (32, 32), (16, 16)),
+]
+
+
+def elements(layout: Layout) -> Tensor:
+    wide = layout.to_dense().repeat_interleave(layout.block_size[0], -2).repeat_interleave(layout.block_size[1], -1)
+    return wide[..., : layout.size[0], : layout.size[1]]
+
+
+def dense(x: Tensor, part: Tensor, scale: float) -> Tensor:
+    # Plain PyTorch takes the softmax of 16-bit numbers in float32.
+    wide = (x.to(torch.promote_types(x.dtype, torch.float32)) * scale).masked_fill(~part, -math.inf)
+    return torch.where(part, wide.softmax(-1), 0).to(x.dtype)
+
+
+def problem(lead, size, block, density: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Layout]:
+    generator = seeded(0, device)
+    mask = torch.rand(*lead, -(-size[0] // block[0]), -(-size[1] // block[1]), device=device, generator=generator)
+    mask = mask < density
+    mask[..., :1, :] = density == 1
+    layout = Layout.from_mask(mask, block, size=size, capacity=mask.numel() + 2)
+    return 3 * torch.randn(*lead, *size, device=device, generator=generator).to(dtype), layout
+
+
+def check(
+    x: Tensor, layout: Layout, mask: Tensor | None = None, scale: float = 1.0, given: Tensor | None = None
+) -> None:
+    """`given` is the mask in another form."""
+    part = elements(layout) if mask is None else elements(layout) & mask
+    towards = torch.randn_like(x)
+    blocks = from_dense(x, layout)
+    # What stands for no element takes no part.
+    whole = from_dense(torch.ones_like(x), layout).values
+    values = torch.where(whole == 0, math.nan, blocks.values).requires_grad_()
+    out = softmax(replace(blocks, values=values), mask=mask if given is None else given, scale=scale)
+    assert torch.count_nonzero(out.values) == torch.count_nonzero(out.to_dense())
+    (grad,) = torch.autograd.grad(out.to_dense(), values, towards)
+    results = []
+    for dtype in (torch.float64, x.dtype):
+        leaf = x.to(dtype).requires_grad_()
+        want = dense(leaf, part, scale)
+        (back,) = torch.autograd.grad(want, leaf, towards.to(dtype))
+        results.append((want, from_dense(back, layout).values))
+    assert_close(out.to_dense(), reference64=results[0][0], plain=results[1][0], factor=3.0, name="out")
+    assert_close(grad, reference64=results[0][1], plain=results[1][1], factor=3.0, name="gradient")
+
+
+@pytest.mark.parametrize("lead, size, block", SHAPES, ids=str)
+def test_error_budget(lead, size, block, dtype: torch.dtype, device: torch.device) -> None:
+    check(*problem(lead, size, block, 0.6, dtype, device), scale=0.7)
+
+
+@pytest.mark.parametrize("density", [0.0, 1.0])
+def test_empty_and_full_layouts(density: float, device: torch.device) -> None:
+    check(*problem((2,), (20, 40), (16, 16), density, torch.float32, device))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("density", [0.02, 0.25, 0.5, 1.0])
+@pytest.mark.parametrize("block", [(16, 16), (32, 64), (64, 64), (128, 32), (128, 128)], ids=str)
+@pytest.mark.parametrize("size", [(256, 256), (100, 700), (1, 1000), (513, 130)], ids=str)
+def test_wide_grid(size, block, density: float, dtype: torch.dtype, device: torch.device) -> None:
+    check(*problem((3,), size, block, density, dtype, device), scale=-0.2)
+
+
+@pytest.mark.parametrize("shape", [(40, 70), (2, 40, 1), (1, 1, 70)], ids=str)
+def test_masks(shape: tuple[int, ...], device: torch.device) -> None:
+    x, layout = problem((2,), (40, 70), (16, 32), 0.6, torch.float32, device)
+    mask = torch.rand(shape, device=device, generator=seeded(1, device)) < 0.6
+    check(x, layout, mask, given=mask.mT.contiguous().mT)
+
+
+def test_a_mask_of_blocks(device: torch.device) -> None:
+    x, layout = problem((2,), (40, 70), (16, 32), 0.6, torch.float32, device)
+    mask = torch.rand(2, 40, 70, device=device, generator=seeded(1, device)) < 0.6
+    check(x, layout, mask, given=from_dense(mask.float(), layout).values != 0)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("mask", [None, True])
+def test_long_rows_are_walked_twice(mask, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    from gossamer.blocksparse._triton import softmax as kernels
+
+    monkeypatch.setattr(kernels, "LONGEST", 16)
+    monkeypatch.setattr(kernels, "STEP", 32)
+    x, layout = problem((2,), (33, 100), (16, 32), 0.6, torch.float32, device)
+    # The first step holds nothing but -inf.
+    x[:, :, :32] = -math.inf
+    blocks = from_dense(x, layout)
+    want = dense(x, elements(layout), 1.0)
+    torch.testing.assert_close(softmax(blocks).to_dense(), want, equal_nan=True)
+    x = x.nan_to_num(neginf=1.0)
+    check(x, layout, None if mask is None else torch.rand(33, 100, device=device) < 0.5)
+
+
+@pytest.mark.gpu
+def test_a_row_of_a_million(device: torch.device) -> None:
+    layout = Layout.full((1, 1 << 14), (16, 64), device=device)
+    check(torch.randn(layout.dense_shape, device=device), layout)
+
+
+def test_what_is_not_finite_stays(device: torch.device) -> None:
+    layout = Layout.from_mask(torch.eye(2, device=device), 16)
+    x = torch.zeros(32, 32, device=device)
+    x[0, 3], x[1, 3], x[2, :16], x[20, 20], x[3, 20] = math.nan, math.inf, -math.inf, -math.inf, math.nan
+    want = dense(x, elements(layout), 1.0)
+    assert want[0, :16].isnan().all() and want[2, :16].isnan().all() and not want[3].isnan().any()
+    torch.testing.assert_close(softmax(from_dense(x, layout)).to_dense(), want, equal_nan=True)
+
+
+def test_overflow_is_nan(device: torch.device) -> None:
+    layout = Layout.from_mask(torch.ones(3, 3, device=device), 16, capacity=8)
+    values = torch.ones(8, 16, 16, device=device, requires_grad=True)
+    out = softmax(BlockSparseTensor(values, layout)).values
+    assert out.isnan().all() and torch.autograd.grad(out.sum(), values)[0].isnan().all()
+
+
+def test_the_same_bits(dtype: torch.dtype, device: torch.device) -> None:
+    x, layout = problem((2,), (40, 70), (16, 32), 0.6, dtype, device)
+    first, second = (softmax(from_dense(x, layout)).values for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.native
+def test_gradcheck(device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("float64 runs on the CPU only")
+    x, layout = problem((1,), (2, 34), (16, 16), 1.0, torch.float64, device)
+    mask = torch.rand(2, 34) < 0.8
+    x.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: softmax(from_dense(x, layout), mask=mask, scale=0.3).to_dense(), x)
+    out = softmax(from_dense(x, layout)).values.sum()
+    with pytest.raises(NotImplementedError, match=r"blocksparse.softmax: second derivatives are not implemented"):
+        torch.autograd.grad(out, x, create_graph=True)
+
+
+@pytest.mark.native
+def test_compile(compiled, device: torch.device) -> None:
+    x, layout = problem((2,), (40, 70), (16, 32), 0.6, torch.float32, device)
+    x.requires_grad_()
+
+    def loss(x: Tensor) -> Tensor:
+        return softmax(from_dense(x, layout), scale=0.5).values.square().sum()
+
+    torch.testing.assert_close(torch.autograd.grad(compiled(loss)(x), x), torch.autograd.grad(loss(x), x))
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"mask": torch.ones(32, 32)}, TypeError, "mask must be bool, True takes part, got float32"),
+        ({"mask": torch.ones(3, 32, dtype=torch.bool)}, ValueError, r"mask must broadcast to .* = \[32, 32\]"),
+        ({"scale": math.inf}, ValueError, "scale must be a finite number, got inf"),
+        ({"x": torch.ones(3)}, TypeError, "x must be a BlockSparseTensor, got Tensor"),
+    ],
+)
+def test_errors(options, error: type[Exception], message: str) -> None:
+    x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2), 16))
+    with pytest.raises(error, match=f"blocksparse.softmax: {message}"):
+        softmax(**{"x": x, **options})

@@ -1,0 +1,42 @@
+"""Rows whose entries are gathered one by one, and what is left to others."""
+
+import pytest
+import torch
+
+from tests.ffn.dense import SPARSE, call, check, dense, operands
+
+
+@pytest.mark.parametrize("method", SPARSE)
+def test_rows_of_very_different_density(method: str, device: torch.device, generator: torch.Generator) -> None:
+    a = operands((33, 24, 600, 20), torch.float32, device, generator)
+    a["x"][[3, 17, 32]] *= 64
+    a["x"][20] = 0
+    check(a, call(a, method=method))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("gated", [True, False])
+def test_light_rows_alone(gated: bool, device: torch.device, generator: torch.Generator) -> None:
+    """Heavy rows are listed, in any order, and not written; entries are counted of all; of any number at a time."""
+    from gossamer.ffn._triton import gather, heavy
+    from gossamer.ffn._triton.sparse_ffn import pack
+
+    a = operands((21, 24, 600, 20), torch.float32, device, generator)
+    a["x"][[3, 17]] *= 64
+    a["x"][20] = 0
+    counts = (a["x"] @ a["gate"].t() + a["gate_bias"] > 0).sum(1)
+    limit = int(counts.sort().values[-3])
+    up = (a["up"], a["up_bias"]) if gated else None
+    want = dense(a["x"], a["gate"], up and up[0], a["down"], "relu", gate_bias=a["gate_bias"], up_bias=up and up[1])
+    packed = pack(a["x"], a["gate"], a["gate_bias"], None, None)
+    fits = (packed.counts <= 16).all(1)
+    light = fits & (counts <= limit)
+    assert light[20] and not light[3] and light.sum() > 10
+    for choice in (None, gather.Choice(1, 16), gather.Choice(8, 32)):
+        out, nnz = torch.full((21, 20), 7.0, device=device), torch.empty(21, dtype=torch.int32, device=device)
+        listed = heavy.start(21, limit, None, 0, out)
+        down = (a["down"].t().contiguous(), None)
+        gather.gather(packed, a["x"], up, down, out, nnz, (listed, None), None, False, choice)
+        torch.testing.assert_close(out[light], want[light], rtol=1e-4, atol=1e-4)
+        assert nnz.tolist() == counts.tolist() and listed[0] == (~light).sum()
+        assert sorted(listed[2 : 2 + int(listed[0])].tolist()) == (~light).nonzero().flatten().tolist()

@@ -1,0 +1,51 @@
+"""Rows with so many entries that dense tiles take less time."""
+
+import pytest
+import torch
+
+from tests.ffn.dense import SMALL, SPARSE, call, check, operands
+
+
+@pytest.mark.parametrize("method", SPARSE)
+@pytest.mark.parametrize("shift", [0.0, 1.0, 9.0])
+def test_any_density(method: str, shift: float, device: torch.device, generator: torch.Generator) -> None:
+    """Half of the entries, so that every row is heavy; some heavy rows; none has an entry."""
+    a = operands(SMALL, torch.float32, device, generator, shift)
+    check(a, call(a, method=method))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_rows_that_are_listed(
+    gated: bool, activation: str, device: torch.device, generator: torch.Generator
+) -> None:
+    """In the list's order, which may be any; the others are not written."""
+    from gossamer.ffn._triton import heavy
+
+    a = operands((70, 24, 130, 20), torch.float32, device, generator, shift=1.0)
+    a = a if gated else {name: t for name, t in a.items() if not name.startswith("up")}
+    rows = torch.randperm(70, generator=torch.Generator().manual_seed(0))[:66].to(device)
+    up, down = (a["up"], a["up_bias"]) if gated else None, (a["down"].t().contiguous(), a["down_bias"])
+    for some in (rows, rows[:3], rows[:0]):
+        listed = heavy.start(70, 5, None, 0, a["x"])
+        listed[0] = len(some)
+        listed[2 : 2 + len(some)] = some
+        out = torch.full((70, 20), 7.0, device=device)
+        gate = (a["gate"], a["gate_bias"], None)
+        heavy.project((listed, None), a["x"], gate, up, down, a["down"], out, activation == "relu2")
+        check({**a, "x": a["x"][some]}, out[some], activation)
+        others = torch.ones(70, dtype=torch.bool, device=device)
+        others[some] = False
+        assert (out[others] == 7).all()
+
+
+@pytest.mark.kernels
+def test_a_sample_decides(device: torch.device) -> None:
+    from gossamer.ffn._triton import heavy
+
+    x = torch.empty(9, 4, device=device)
+    counts = torch.full((5, 3), 2, dtype=torch.int16, device=device)
+    for most, limit in ((30, 6), (29, -1)):
+        listed = heavy.start(9, 6, counts, most, x)
+        assert listed[0] == 0 and (listed[1] < 0 if limit < 0 else listed[1] == 6)

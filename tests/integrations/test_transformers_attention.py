@@ -1,0 +1,245 @@
+"""integrations.transformers.patch_attention on models of transformers with small random configurations."""
+
+import copy
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+
+from gossamer.attention import Selection  # noqa: E402
+from gossamer.integrations.transformers import (  # noqa: E402
+    indexer_loss,
+    patch,
+    patch_attention,
+    register_selection,
+    unpatch_attention,
+    warm_up,
+)
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": None},
+    "Qwen2": {},
+    "Gemma": {"head_dim": 8},
+}
+SPARSE = {"k_base": 8, "k_min": 4, "k_max": 16, "d_indexer": 12, "n_idx_heads": 2}
+
+
+def make(kind: str, device: torch.device, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SMALL, **KINDS.get(kind, {}), **options)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(device).eval()
+    # The usual weights are so small that attention is nearly even, and one key as good as another.
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def tokens(device: torch.device, batch: int = 2, length: int = 20) -> Tensor:
+    return torch.randint(1, 97, (batch, length), generator=torch.Generator().manual_seed(1)).to(device)
+
+
+@torch.no_grad()
+def logits(model: nn.Module, ids: Tensor, **options: Any) -> Tensor:
+    return model(input_ids=ids, **options).logits
+
+
+def close(got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("gates", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_dense_until_k_and_undone(kind: str, gates: bool, device: torch.device) -> None:
+    model, ids = make(kind, device), tokens(device)
+    plain, keys = logits(model, ids), list(model.state_dict())
+    report = patch_attention(model, gates=gates)
+    assert len(report.replaced) == 2 and not report.left
+    assert f"{kind}Attention: 2 with selected keys" in str(report)
+    assert report.parameters == sum(p.numel() for p in model.parameters()) - sum(
+        p.numel() for p in make(kind, device).parameters()
+    )
+    close(logits(model, ids), plain)
+    with pytest.raises(ValueError, match="patched already"):
+        patch_attention(model)
+    unpatch_attention(model)
+    assert torch.equal(logits(model, ids), plain) and list(model.state_dict()) == keys
+    with pytest.raises(ValueError, match="not patched"):
+        unpatch_attention(model)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+def test_generation_with_and_without_a_cache(kind: str, implementation: str, device: torch.device) -> None:
+    """Greedy, past k_base keys, with a growing cache, a static one, and none."""
+    model, ids = make(kind, device), tokens(device)
+    model.set_attn_implementation(implementation)
+    dense = model.generate(ids, max_new_tokens=12, do_sample=False)
+    patch_attention(model, **SPARSE)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    text = model.generate(ids, **options, use_cache=False)
+    assert not torch.equal(text, dense)
+    assert torch.equal(model.generate(ids, **options), text)
+    assert torch.equal(model.generate(ids, **options, cache_implementation="static", disable_compile=True), text)
+    beams = [model.generate(ids, **options, num_beams=3, use_cache=cache) for cache in (False, True)]
+    assert torch.equal(*beams)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_padding_changes_nothing(implementation: str, device: torch.device) -> None:
+    model, ids = make("Llama", device), tokens(device, 3)
+    model.set_attn_implementation(implementation)
+    patch_attention(model, **SPARSE)
+    lengths = (20, 13, 5)
+    alone = [logits(model, ids[b : b + 1, :n]) for b, n in enumerate(lengths)]
+    for left in (True, False):
+        mask = torch.zeros_like(ids)
+        padded = ids.clone()
+        for b, n in enumerate(lengths):
+            there = slice(20 - n, 20) if left else slice(0, n)
+            mask[b, there] = 1
+            padded[b, there] = ids[b, :n]
+        places = (mask.cumsum(1) - 1).clamp(min=0)
+        out = logits(model, padded, attention_mask=mask, position_ids=places)
+        for b in range(3):
+            close(out[b][mask[b] == 1], alone[b][0])
+    # Left padding, as generation has it, with a cache.
+    mask, padded = torch.zeros_like(ids), torch.zeros_like(ids)
+    for b, n in enumerate(lengths):
+        mask[b, 20 - n :], padded[b, 20 - n :] = 1, ids[b, :n]
+    for cache in ({}, {"cache_implementation": "static", "disable_compile": True}):
+        text = model.generate(padded, attention_mask=mask, max_new_tokens=6, do_sample=False, **cache)
+        for b, n in enumerate(lengths):
+            single = model.generate(ids[b : b + 1, :n], max_new_tokens=6, do_sample=False)
+            assert torch.equal(text[b, 20:], single[0, n:])
+
+
+def test_other_masks_are_refused() -> None:
+    model, ids = make("Llama", torch.device("cpu")), tokens(torch.device("cpu"))
+    patch_attention(model, **SPARSE)
+    with pytest.raises(ValueError, match="attention_mask must let each query see one run of tokens up to its own"):
+        logits(model, ids, position_ids=torch.arange(10).repeat(2)[None].expand(2, -1), use_cache=False)
+    hole = torch.ones_like(ids)
+    hole[:, 7] = 0
+    with pytest.raises(ValueError, match="attention_mask must let"):
+        logits(model, ids, attention_mask=hole)
+
+
+def test_the_indexer_learns(device: torch.device) -> None:
+    """In a dense warm-up, then beside the selected keys; nothing else gets a gradient, and selections get better."""
+    model, ids = make("Llama", device), tokens(device, 4, 48)
+    dense = logits(model, ids)
+    patch_attention(model, **{**SPARSE, "d_indexer": 16, "n_idx_heads": 4})
+    before = (logits(model, ids) - dense).norm()
+    optimizer = torch.optim.Adam(warm_up(model), lr=1e-2)
+    others = [p for name, p in model.named_parameters() if "indexer" not in name]
+    close(logits(model, ids, use_cache=False), dense)
+    losses = []
+    for step in range(60):
+        if step == 40:
+            warm_up(model, "sparse")
+        model(input_ids=ids, use_cache=False)
+        loss = indexer_loss(model)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert all(parameter.grad is None for parameter in others)
+    assert losses[39] < 0.8 * losses[0]
+    warm_up(model, None)
+    assert (logits(model, ids) - dense).norm() < before
+    with pytest.raises(ValueError, match=r"no forward pass has computed a loss. Call warm_up"):
+        indexer_loss(model)
+
+
+def test_training_with_checkpoints(device: torch.device) -> None:
+    model, ids = make("Llama", device).train(), tokens(device)
+    patch_attention(model, **SPARSE)
+    grads = []
+    for _ in range(2):
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        model.gradient_checkpointing_enable()
+    assert len(grads[0]) == len(grads[1]) == sum("indexer" not in name for name, _ in model.named_parameters())
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_copies_and_mlps(device: torch.device) -> None:
+    model, ids = make("Llama", device), tokens(device)
+    plain = logits(model, ids)
+    patch_attention(model, **SPARSE)
+    patch(model)
+    sparse = logits(model, ids)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        close(logits(other, ids), sparse)
+        other.load_state_dict(model.state_dict(), strict=True)
+        unpatch_attention(other)
+        close(logits(other, ids), plain)
+
+
+def test_what_is_left(device: torch.device) -> None:
+    for options, why in (
+        ({"attention_dropout": 0.5}, "drops out 0.5"),
+        ({"sliding_window": 8}, "sliding window of 8 tokens"),
+    ):
+        model = make("Mistral", device) if "sliding" not in str(options) else None
+        config = transformers.MistralConfig(**{**SMALL, **KINDS["Mistral"], **options})
+        model = transformers.MistralForCausalLM(config)
+        report = patch_attention(model)
+        assert not report.replaced and len(report.left) == 2 and why in str(report)
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL, head_dim=8))
+    assert "Qwen3Attention is no class that is known here" in str(patch_attention(model))
+    model = make("Llama", device)
+    model.model.layers[0].self_attn.k_proj.weight.data = model.model.layers[0].self_attn.k_proj.weight.data.half()
+    model.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
+    report = patch_attention(model)
+    assert list(report.left) == ["model.layers.1.self_attn"]
+    assert str(patch_attention(nn.Linear(2, 2))) == "no self-attention found"
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got str"):
+        patch_attention("model")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="stage must be"):
+        warm_up(model, "wet")
+
+
+def test_a_given_selection(device: torch.device) -> None:
+    model, ids = make("Llama", device), tokens(device)
+    mask = (torch.rand(2, 20, 20, device=device) < 0.4).tril() | torch.eye(20, dtype=torch.bool, device=device)
+    wanted = logits(model, ids, attention_mask=mask[:, None])
+    model.set_attn_implementation(register_selection())
+    close(logits(model, ids, selection=Selection.from_mask(mask)), wanted)
+    with pytest.raises(ValueError, match="the model must be called with selection="):
+        logits(model, ids)
+    model.train()
+    model.model.layers[0].self_attn.attention_dropout = 0.5
+    with pytest.raises(NotImplementedError, match="dropout of attention is not implemented"):
+        logits(model, ids, selection=Selection.from_mask(mask))
+
+
+def test_docs() -> None:
+    """The examples of the page, one after the other."""
+    page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    section = page.split("## Hugging Face models: attention over selected keys")[1]
+    for block in re.findall(r"^```python\n(.*?)^```$", section, re.S | re.M):
+        exec(block, names)
+    assert names["text"].shape == (1, 68) and names["logits"].shape == (1, 64, 97)

@@ -1,0 +1,258 @@
+"""integrations.transformers.patch(model, sparse=True) on models of transformers with small random configurations."""
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+
+from gossamer.integrations.transformers import patch, unpatch  # noqa: E402
+from gossamer.testing import assert_close  # noqa: E402
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+MLP = {**SMALL, "intermediate_size": 72, "num_key_value_heads": 2}
+T5 = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 72, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.1}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("Llama", {**MLP, "hidden_act": "relu"}),
+    "Llama, biased": ("Llama", {**MLP, "hidden_act": "relu2", "mlp_bias": True}),
+    "Mistral": ("Mistral", {**MLP, "hidden_act": "relu"}),
+    "Gemma": ("Gemma", {**MLP, "hidden_act": "relu", "head_dim": 8}),
+    "Phi3": ("Phi3", {**MLP, "hidden_act": "relu"}),
+    "Arcee": ("Arcee", {**MLP, "hidden_act": "relu2"}),
+    "Nemotron": ("Nemotron", {**MLP, "hidden_act": "relu2", "mlp_bias": True}),
+    "Jais2": ("Jais2", {**MLP, "hidden_act": "relu2"}),
+    "NanoChat": ("NanoChat", {**MLP, "hidden_act": "relu2"}),
+    "OPT": ("OPT", {**SMALL, "ffn_dim": 72, "word_embed_proj_dim": 32}),
+    "OPT, norm after": ("OPT", {**SMALL, "ffn_dim": 32, "word_embed_proj_dim": 32, "do_layer_norm_before": False}),
+    "T5": ("T5", {**T5, "feed_forward_proj": "relu", "decoder_start_token_id": 0, "pad_token_id": 0}),
+    "T5, gated": ("T5", {**T5, "feed_forward_proj": "gated-relu", "decoder_start_token_id": 0, "pad_token_id": 0}),
+    "MT5": ("MT5", {**T5, "feed_forward_proj": "relu", "decoder_start_token_id": 0, "pad_token_id": 0}),
+}
+CLASSES = {"OPT": "OPTDecoderLayer", "T5": "T5DenseActDense", "T5, gated": "T5DenseGatedActDense"}
+
+
+def make(kind: str, device: torch.device, **more: Any) -> Any:
+    torch.manual_seed(0)
+    name, options = CONFIGS[kind]
+    suffix = "ForConditionalGeneration" if "T5" in name else "ForCausalLM"
+    config = getattr(transformers, f"{name}Config")(**{**options, **more})
+    model = getattr(transformers, f"{name}{suffix}")(config).to(device).eval()
+    with torch.no_grad():
+        # Blocks that make a difference to what is generated.
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(3)
+    return model
+
+
+def tokens(device: torch.device) -> Tensor:
+    return torch.randint(1, 97, (2, 9), generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def logits(model: Any, ids: Tensor) -> Tensor:
+    extra = {"decoder_input_ids": ids[:, :7]} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        return model(input_ids=ids, **extra).logits
+
+
+def blocks(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if "sparse_block" in module.__dict__]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_same_logits_and_generations(kind: str, device: torch.device) -> None:
+    if not hasattr(transformers, f"{CONFIGS[kind][0]}Config"):
+        pytest.skip("not in this version of transformers")
+    model, ids = make(kind, device), tokens(device)
+    plain, exact = logits(model, ids), logits(copy.deepcopy(model).cpu().double(), ids.cpu()).to(device)
+    text = model.generate(ids, max_new_tokens=12, do_sample=False)
+    keys = list(model.state_dict())
+    report = patch(model, sparse=True)
+    assert len(report.replaced) == len(report.sparse) == (4 if "T5" in kind else 2) and not report.left
+    name = CLASSES.get(kind, next(iter(report.replaced.values())))
+    assert str(report) == f"{name}: {len(report.replaced)} sparse where no gradient is needed"
+    for _ in range(6):
+        assert_close(logits(model, ids), reference64=exact, plain=plain)
+    assert {module.sparse_block.last_path for module in blocks(model)} <= {"gather", "fused"}
+    assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False), text)
+    assert list(model.state_dict()) == keys
+    unpatch(model)
+    assert torch.equal(logits(model, ids), plain) and not blocks(model)
+
+
+@pytest.mark.parametrize("method", ["gather", "union", "fused", "dense"])
+@pytest.mark.parametrize("kind", ["Llama", "OPT", "T5"])
+def test_16_bit(kind: str, method: str, device: torch.device) -> None:
+    """T5 keeps a layer in float32 in float16, and not in bfloat16."""
+    ids, model = tokens(device), make(kind, device).bfloat16()
+    plain, exact = logits(model, ids), logits(copy.deepcopy(model).cpu().double(), ids.cpu()).to(device)
+    patch(model, sparse=method)
+    assert_close(logits(model, ids), reference64=exact, plain=plain)
+    assert {module.sparse_block.last_path for module in blocks(model)} == {method}
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Phi3", "Arcee", "OPT", "T5", "T5, gated"])
+def test_training(kind: str, device: torch.device) -> None:
+    """The same dropout and the same gradients: a sparse block is for inference."""
+    model, ids = make(kind, device).train(), tokens(device)
+    grads = []
+    for turn in range(2):
+        model.zero_grad()
+        torch.manual_seed(3)
+        model(input_ids=ids, labels=ids).loss.backward()
+        grads.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        if not turn:
+            patch(model, sparse=True)
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-3, atol=1e-5, msg=name)
+    assert all(module.sparse_block.last_path is None for module in blocks(model))
+
+
+def test_dropout_without_gradients(device: torch.device) -> None:
+    """In training mode T5 drops out inside of its block, OPT behind it."""
+    for kind, paths in (("T5", {None}), ("OPT", {"gather"})):
+        model, ids = make(kind, device).train(), tokens(device)
+        torch.manual_seed(3)
+        plain = logits(model, ids)
+        patch(model, sparse=True)
+        torch.manual_seed(3)
+        torch.testing.assert_close(logits(model, ids), plain)
+        assert {module.sparse_block.last_path for module in blocks(model)} == paths
+
+
+class Adapter(nn.Linear):
+    """Stands for an adapted layer: it calls what it adapts, and adds to it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__(base.in_features, base.out_features, device=base.weight.device)
+        self.base = base
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + super().forward(x)
+
+
+PARTS = {
+    "Llama": ("gate_proj", "up_proj", "down_proj"),
+    "Arcee": ("up_proj", "down_proj"),
+    "OPT": ("fc1", "fc2"),
+    "T5": ("wi", "wo"),
+}
+ACTIVATIONS = {"Llama": "act_fn", "Arcee": "act_fn", "OPT": "activation_fn", "T5": "act"}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_hooks_and_adapters_are_heeded(kind: str, device: torch.device) -> None:
+    """Whatever comes to a part after patch, that block computes as its class does, and the others sparse."""
+    model, ids = make(kind, device), tokens(device)
+    patch(model, sparse=True)
+    block, other = blocks(model)[:2]
+    for name in (*PARTS[kind], ACTIVATIONS[kind]):
+        seen: list[torch.Size] = []
+        handle = getattr(block, name).register_forward_hook(lambda *args, seen=seen: seen.append(args[2].shape))
+        block.sparse_block.density.last_path = other.sparse_block.density.last_path = None
+        logits(model, ids)
+        handle.remove()
+        assert len(seen) == 1 and seen[0][-1] in (32, 72)
+        assert block.sparse_block.last_path is None and other.sparse_block.last_path is not None
+    for name in PARTS[kind]:
+        kept = getattr(block, name)
+        setattr(block, name, Adapter(kept))
+        adapted = logits(model, ids)
+        unpatch(model)
+        assert torch.allclose(adapted, logits(model, ids), rtol=1e-4, atol=1e-4)
+        patch(model, sparse=True)
+        setattr(block, name, kept)
+        assert not torch.allclose(adapted, logits(model, ids), rtol=1e-3, atol=1e-3)
+
+
+def test_the_parts_of_a_layer_stay_what_they_are(device: torch.device) -> None:
+    """fc1, the activation and fc2 of a patched OPT layer compute what they did when something else calls them."""
+    model, x = make("OPT", device), torch.randn(3, 32, device=device)
+    layer = model.model.decoder.layers[0]
+    expected = layer.fc2(layer.activation_fn(layer.fc1(x)))
+    patch(model, sparse=True)
+    logits(model, tokens(device))
+    assert torch.equal(layer.fc2(layer.activation_fn(layer.fc1(x))), expected)
+    # What is recorded of a layer is what it was.
+    states = model(tokens(device), output_hidden_states=True).hidden_states
+    unpatch(model)
+    for got, want in zip(states, model(tokens(device), output_hidden_states=True).hidden_states, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_what_is_left(device: torch.device) -> None:
+    model = make("OPT", device, activation_function="gelu")
+    why = "its activation is gelu, which leaves few entries 0"
+    assert patch(model, sparse=True).left == {f"model.decoder.layers.{i}": why for i in range(2)}
+    # Without `sparse`, and for a gate that lets everything through, nothing is new.
+    assert str(patch(make("OPT", device))) == "no feed-forward block found that can be replaced"
+    report = patch(make("Llama", device, hidden_act="silu"), sparse=True)
+    assert str(report) == "LlamaMLP: 2 with gate and up in one product" and not report.sparse
+    model = make("T5", device)
+    model.encoder.block[0].layer[-1].DenseReluDense.wo.double()
+    model.encoder.block[1].layer[-1].DenseReluDense.dropout.register_forward_hook(lambda *_: None)
+    left = patch(model, sparse=True).left
+    assert left == {
+        "encoder.block.0.layer.1.DenseReluDense": "wi is torch.float32 and wo is torch.float64",
+        "encoder.block.1.layer.1.DenseReluDense": "dropout has a hook or is not a plain nn.Dropout",
+    }
+    with pytest.raises(ValueError, match=r"transformers\.patch: method must be one of auto, .*, got 'fast'"):
+        patch(make("OPT", device), sparse="fast")
+
+
+@pytest.mark.parametrize("kind", ["Llama", "OPT", "T5"])
+def test_copied_and_pickled(kind: str, device: torch.device) -> None:
+    model, ids = make(kind, device), tokens(device)
+    plain = logits(model, ids)
+    patch(model, sparse="gather")
+    logits(model, ids)
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    for other in (copy.deepcopy(model), torch.load(saved, weights_only=False)):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        torch.testing.assert_close(logits(other, ids), plain)
+        assert {module.sparse_block.method for module in blocks(other)} == {"gather"}
+        unpatch(other)
+        torch.testing.assert_close(logits(other, ids), plain)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "OPT", "T5"])
+def test_compiled(kind: str, device: torch.device, compiled: Any) -> None:
+    model, ids = make(kind, device), tokens(device)
+    patch(model, sparse=True)
+    plain = logits(model, ids)
+    with torch.no_grad():
+        if kind == "OPT":
+            x = torch.randn(2, 5, 32, device=device)
+            layer = model.model.decoder.layers[0]
+            torch.testing.assert_close(compiled(layer)(x), layer(x))
+        else:
+            block, x = blocks(model)[0], torch.randn(3, 32, device=device)
+            torch.testing.assert_close(compiled(block)(x), block(x))
+    torch.testing.assert_close(logits(model, ids), plain)
+
+
+def test_a_weight_changed_in_place_is_seen(device: torch.device) -> None:
+    model, ids = make("OPT", device), tokens(device)
+    patch(model, sparse="gather")
+    logits(model, ids)
+    with torch.no_grad():
+        for layer in model.model.decoder.layers:
+            layer.fc2.weight.mul_(-1)
+    changed = logits(model, ids)
+    unpatch(model)
+    torch.testing.assert_close(changed, logits(model, ids))

@@ -1,0 +1,248 @@
+"""Autoencoders with their defaults alone, on rows of a known dictionary; and what steers JumpReLU there."""
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.nn.recover_dictionary import KINDS, SETTINGS, SHORT, Outcome, Setting, rows, train
+from gossamer import nn
+
+D_IN, D_SAE, TARGET = 24, 96, 3.0
+
+
+def make(device: torch.device, seed: int = 0, **options: Any) -> nn.JumpReLUSAE:
+    torch.manual_seed(seed)
+    return nn.JumpReLUSAE(D_IN, D_SAE, target_l0=TARGET, **options).to(device)
+
+
+def batches(count: int, device: torch.device, factor: float = 1.0) -> Tensor:
+    """`[count, 256, D_IN]`"""
+    draw = rows(SHORT, seed=1)
+    return torch.stack([draw(256) for _ in range(count)]).to(device) * factor
+
+
+def steps(model: Any, x: Tensor, optimizer: torch.optim.Optimizer | None = None) -> list[nn.SAELoss]:
+    optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=1e-3)
+    found = []
+    for batch in x:
+        loss = model.loss(batch)
+        optimizer.zero_grad()
+        loss.loss.backward()
+        optimizer.step()
+        found.append(loss)
+    return found
+
+
+def check(found: Outcome, setting: Setting) -> None:
+    assert found.recovered >= setting.recovered, found
+    assert abs(found.l0 / setting.active - 1) < 0.1, found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_small_dictionary_is_found(kind: str, device: torch.device) -> None:
+    check(train(kind, SHORT, seed=0, device=device, rate=3e-3), SHORT)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_dictionaries_are_found(kind: str, name: str, seed: int, device: torch.device) -> None:
+    check(train(kind, SETTINGS[name], seed=seed, device=device), SETTINGS[name])
+
+
+def test_it_looks_at_the_first_batch(device: torch.device) -> None:
+    """As `initialize_` does, in training, and once."""
+    (x, other), model = batches(2, device) + 3.0, make(device)
+    assert model.is_fresh and model.eval().loss(x).l0 > 10
+    assert model.is_fresh and model.input_scale.item() == 1 and not model.b_dec.any()
+    told = copy.deepcopy(model.train())
+    told.initialize_(x)
+    assert torch.equal(model.loss(x).loss, told.loss(x).loss) and not model.is_fresh
+    assert all(torch.equal(*pair) for pair in zip(model.state_dict().values(), told.state_dict().values()))
+    start = model.state_dict()
+    # Rows come out with a mean square of about d_in, thresholds where a quarter of the latents fires.
+    size = ((x * model.input_scale - model.b_dec).square().sum(1).mean() / D_IN).sqrt().item()
+    assert 0.7 <= size <= 1.42 and model.input_scale.log2() % 1 == 0
+    assert model.steering[2].item() == pytest.approx(8 * TARGET, rel=0.05)
+    begun = {name: start[name].clone() for name in ("input_scale", "b_dec", "log_threshold", "W_enc")}
+    model.loss(other)
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in begun.items())
+
+
+def test_a_scale_changes_nothing(device: torch.device) -> None:
+    """Of 2^k to the bit, in weights, losses and latents; of others within what the nearest power leaves."""
+    x = batches(30, device)
+    one, other, third = make(device), make(device), make(device)
+    losses = steps(one, x)
+    for model, factor in ((other, 2.0**-9), (third, 3000.0)):
+        for got, want in zip(steps(model, x * factor), losses):
+            if model is other:
+                assert torch.equal(got.loss, want.loss) and torch.equal(
+                    got.reconstruction, factor * want.reconstruction
+                )
+        torch.testing.assert_close(model.steering[2], one.steering[2], rtol=0.2, atol=0)
+    for name, tensor in one.state_dict().items():
+        if name == "input_scale":
+            assert other.input_scale == 2.0**9 * tensor
+        else:
+            assert torch.equal(other.state_dict()[name], tensor), name
+    one.eval(), other.eval()
+    assert torch.equal(one.encode(x[0]).to_dense(), other.encode(x[0] * 2.0**-9).to_dense())
+    assert torch.equal(one(x[0]) * 2.0**-9, other(x[0] * 2.0**-9))
+    latents = other.encode(x[0] * 2.0**-9)
+    torch.testing.assert_close(other.decode(latents), other(x[0] * 2.0**-9))
+
+
+@pytest.mark.parametrize("how", ["state_dict", "save"])
+def test_resumed_as_if_never_stopped(how: str, device: torch.device, tmp_path: Path) -> None:
+    x = batches(24, device, 0.01)
+    model = make(device, warm_up=10)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    steps(model, x[:12], optimizer)
+    if how == "save":
+        nn.save(model, tmp_path)
+        again: Any = nn.load(tmp_path, device=device)
+    else:
+        again = make(device, seed=1, warm_up=10)
+        again.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert not again.is_fresh and again.input_scale == model.input_scale > 1
+    resumed = torch.optim.Adam(again.parameters(), lr=1e-3)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for got, want in zip(steps(again, x[12:], resumed), steps(model, x[12:], optimizer)):
+        assert torch.equal(got.loss, want.loss) and torch.equal(got.l0, want.l0)
+    assert all(torch.equal(*pair) for pair in zip(again.state_dict().values(), model.state_dict().values()))
+
+
+def test_what_is_loaded_is_not_looked_for_again(device: torch.device, tmp_path: Path) -> None:
+    """Neither what was never trained nor what comes without the state of training."""
+    x = batches(2, device)
+    fresh = make(device)
+    again = make(device, seed=1)
+    again.load_state_dict(fresh.state_dict())
+    assert again.is_fresh
+    nn.save(fresh, tmp_path)
+    (tmp_path / "training_state.safetensors").unlink()
+    loaded: Any = nn.load(tmp_path, device=device)
+    before = {name: p.clone() for name, p in loaded.named_parameters()}
+    loaded.loss(x[0])
+    assert all(torch.equal(p, before[name]) for name, p in loaded.named_parameters())
+    assert loaded.steering[0] == loaded.warm_up + 1 and loaded.target_l0 == TARGET and loaded.steered
+
+
+def test_the_scale_is_part_of_the_weights_on_disk(device: torch.device, tmp_path: Path) -> None:
+    x = batches(3, device, 50.0)
+    model = make(device)
+    steps(model, x)
+    model.eval()
+    folded = copy.deepcopy(model)
+    folded.fold_scale_()
+    assert folded.input_scale == 1
+    assert torch.equal(folded(x[0]), model(x[0])) and torch.equal(
+        folded.encode(x[0]).to_dense(), model.encode(x[0]).to_dense()
+    )
+    dense = (x[0] @ folded.W_enc + folded.b_enc) * (x[0] @ folded.W_enc + folded.b_enc > folded.threshold)
+    torch.testing.assert_close(dense @ folded.W_dec + folded.b_dec, model(x[0]), rtol=1e-4, atol=1e-3)
+    nn.save(model, tmp_path)
+    (tmp_path / "training_state.safetensors").unlink()
+    plain: Any = nn.load(tmp_path, device=device).eval()
+    assert plain.input_scale == 1 and model.input_scale < 1
+    torch.testing.assert_close(plain(x[0]), model(x[0]), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(plain.encode(x[0]).to_dense(), model.encode(x[0]).to_dense(), rtol=1e-4, atol=1e-4)
+    sae = pytest.importorskip("sae_lens").SAE.load_from_disk(tmp_path, device=str(device))
+    with torch.no_grad():
+        torch.testing.assert_close(sae(x[0]), model(x[0]), rtol=1e-4, atol=1e-3)
+
+
+def test_what_is_computed_again_does_not_steer_again(device: torch.device) -> None:
+    x = batches(6, device)
+    plain, again = make(device), make(device)
+    wanted = steps(plain, x)
+    optimizer = torch.optim.Adam(again.parameters(), lr=1e-3)
+    for batch, want in zip(x, wanted):
+        loss = checkpoint(lambda x: again.loss(x).loss, batch, use_reentrant=False)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert torch.equal(loss, want.loss)
+    assert all(torch.equal(*pair) for pair in zip(again.state_dict().values(), plain.state_dict().values()))
+
+
+def test_compile(device: torch.device, compiled: Any) -> None:
+    """Of a fresh module too."""
+    x = batches(4, device)
+    model = make(device)
+    eager = copy.deepcopy(model)
+    step = compiled(lambda x: model.loss(x))
+    for batch in x:
+        got, want = step(batch), eager.loss(batch)
+        torch.testing.assert_close(got.loss, want.loss)
+        torch.testing.assert_close(
+            torch.autograd.grad(got.loss, model.W_enc),
+            torch.autograd.grad(want.loss, eager.W_enc),
+            rtol=1e-4,
+            atol=1e-4,
+        )
+    torch.testing.assert_close(model.state_dict(), eager.state_dict())
+
+
+@pytest.mark.parametrize("how", ["bfloat16", "autocast"])
+def test_half_precision_has_the_same_curve(how: str, device: torch.device) -> None:
+    x = batches(150, device)
+    wide = steps(make(device, warm_up=80), x)
+    dtype = torch.bfloat16 if how == "bfloat16" else None
+    model = make(device, warm_up=80, dtype=dtype)
+    with torch.autocast(device.type, torch.bfloat16, enabled=how == "autocast"):
+        found = steps(model, x.to(model.W_enc.dtype))
+    assert model.steering.dtype is model.input_scale.dtype is torch.float32
+    for part in (slice(60, 80), slice(130, 150)):
+        for name in ("l0", "mse"):
+            got, want = (torch.stack([getattr(loss, name) for loss in losses[part]]).mean() for losses in (found, wide))
+            torch.testing.assert_close(got, want, rtol=0.05, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_cast_leaves_what_steers_wide(device: torch.device) -> None:
+    model = make(device)
+    steps(model, batches(3, device))
+    before = model.steering.clone()
+    model.to(torch.bfloat16)
+    assert model.W_enc.dtype is torch.bfloat16 and torch.equal(model.steering, before)
+
+
+def test_a_miss_is_said_once(device: torch.device) -> None:
+    """By whoever has a target, and sets something by hand that does not reach it."""
+    x = batches(80, device)
+    by_hand = {"penalty": "quadratic", "target_l0": TARGET, "l0_coefficient": 1e-4, "warm_up": 1}
+    model: Any = nn.JumpReLUSAE(D_IN, D_SAE, **by_hand, device=device)
+    steered: Any = make(device, warm_up=20)
+    for each in (model, steered):
+        each._watch.PATIENCE, each._watch.RATE = 55, 0.5
+    with pytest.warns(UserWarning, match=r"nn.JumpReLUSAE: L0 is .* after \d+ calls of loss, and target_l0 is 3"):
+        steps(model, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        steps(model, x)
+        steps(steered, x)
+    assert abs(steered.steering[2].item() / TARGET - 1) < 0.25
+
+
+@pytest.mark.parametrize("penalty", ["quadratic", "tanh"])
+def test_published_penalties_reach_a_target(penalty: str, device: torch.device) -> None:
+    check(train("jumprelu", SHORT, seed=0, device=device, rate=3e-3, penalty=penalty), SHORT)
+
+
+@pytest.mark.gpu
+def test_loss_without_a_sync(device: torch.device) -> None:
+    x, model = batches(3, device), make(device)
+    steps(model, x[:1])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model.loss(x[1]).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,221 @@
+"""sparsity.statistics and sparsity.report, against counts by their definition."""
+
+import importlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gossamer import nn, sparsity
+from gossamer.sparsity import LayerStatistics
+
+
+class Model(torch.nn.Module):
+    """Two blocks over embedded tokens, the second without a gate."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(11, 16, device=device)
+        self.first = nn.GatedMLP(16, 40, activation="relu", bias=True, method="auto", device=device)
+        self.second = nn.MLP(16, 24, "relu2", bias=True, method="auto", device=device)
+        with torch.no_grad():
+            self.first.gate_proj.bias.fill_(-0.5)[7] = -100.0
+            self.second.up_proj.bias.fill_(-0.7)[:3] = -100.0
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x = self.embedding(input_ids)
+        return self.second(x + self.first(x))
+
+
+def active(model: Model, ids: Tensor) -> dict[str, Tensor]:
+    """Which neurons fire, `[B, T, N]`, by the layers themselves."""
+    x = model.embedding(ids)
+    first = F.relu(model.first.gate_proj(x))
+    y = x + model.first.down_proj(first * model.first.up_proj(x))
+    return {"first": first > 0, "second": model.second.up_proj(y) > 0}
+
+
+def batches(device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(11, shape, generator=generator).to(device) for shape in ((3, 50), (2, 70), (1, 5))]
+
+
+def test_counts(device: torch.device) -> None:
+    model, given, done = Model(device), batches(device), []
+    got = sparsity.statistics(model, given, progress=lambda *step: done.append(step))
+    assert done == [(1, 3), (2, 3), (3, 3)] and list(got) == ["first", "second"]
+    with torch.no_grad():
+        wanted = [active(model, ids) for ids in given]
+    for name, n in (("first", 40), ("second", 24)):
+        found, bits = got[name], [w[name] for w in wanted]
+        entries = torch.cat([b.sum(2).flatten() for b in bits])
+        assert found.num_neurons == n and found.tokens == 295 == found.position_tokens.sum()
+        assert torch.equal(found.histogram, torch.bincount(entries, minlength=n + 1))
+        assert found.mean == pytest.approx(entries.double().mean().item()) and found.max == entries.max()
+        assert found.quantile(0.5) == entries.sort().values[(295 + 1) // 2 - 1]
+        fired = sum(b.flatten(0, 1).sum(0) for b in bits)
+        assert torch.equal(found.fired, fired) and found.dead == (fired == 0).sum() >= (1 if n == 40 else 3)
+        unions = torch.cat(
+            [b.flatten(0, 1)[: b.shape[0] * b.shape[1] // 32 * 32].view(-1, 32, n).any(1).sum(1) for b in bits]
+        )
+        assert torch.equal(found.unions, torch.bincount(unions, minlength=n + 1))
+        assert found.mean_union == pytest.approx(unions.double().mean().item())
+        for position in (0, 4, 49, 69):
+            held = torch.cat([b[:, position].sum(1) for b in bits if b.shape[1] > position])
+            assert found.by_position()[position] == pytest.approx(held.double().mean().item())
+        ids = torch.cat([i.flatten() for i in given])
+        for token in range(11):
+            assert found.by_token()[token] == pytest.approx(entries[ids == token].double().mean().item())
+
+
+def test_what_a_mask_leaves_out_is_not_counted(device: torch.device) -> None:
+    model, ids = Model(device), batches(device)[0]
+    mask = torch.ones_like(ids)
+    mask[0, 20:] = mask[2] = 0
+    found = sparsity.statistics(model, [{"input_ids": ids, "attention_mask": mask}])["first"]
+    with torch.no_grad():
+        bits = active(model, ids)["first"][mask != 0]
+    assert found.tokens == 70 and torch.equal(found.fired, bits.sum(0))
+    assert found.position_tokens.tolist() == [2] * 20 + [1] * 30 and found.token_tokens.sum() == 70
+    assert torch.equal(found.histogram, torch.bincount(bits.sum(1), minlength=41))
+
+
+def test_many_rows_in_parts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = Model(device), batches(device)
+    whole = sparsity.statistics(model, given)
+    # The function has the name of its module.
+    monkeypatch.setattr(importlib.import_module("gossamer.sparsity.statistics"), "_ELEMENTS", 40 * 64)
+    for name, found in sparsity.statistics(model, given).items():
+        for got, want in zip(vars(found).values(), vars(whole[name]).values(), strict=True):
+            assert torch.equal(got, want)
+
+
+def test_recording_changes_nothing(device: torch.device) -> None:
+    model, ids = Model(device), batches(device)[0]
+    with torch.no_grad():
+        plain = model(ids)
+        with sparsity.Recorder(model) as recorder:
+            assert torch.equal(model(ids), plain)
+            with pytest.raises(ValueError, match=r"sparsity\.Recorder: nothing else may listen .* does to 'first'"):
+                sparsity.statistics(model, [ids])
+        # Positions are known of [B, T, K], tokens only of a batch.
+        assert recorder.layers["first"].position_tokens.tolist() == [3] * 50
+        assert not recorder.layers["first"].token_tokens.any()
+        with sparsity.Recorder(model) as other:
+            pass
+        assert not other.layers and model.first.sparse_block.observer is None
+    # Where a gradient is needed a block is dense, and not seen.
+    with sparsity.Recorder(model) as other:
+        model(ids)
+    assert not other.layers
+
+
+def test_empty() -> None:
+    found = LayerStatistics.empty(6, "cpu", 3)
+    assert math.isnan(found.mean) and found.tokens == found.max == 0 and found.dead == 6
+    found.add(torch.zeros(0, 6, dtype=torch.bool), None, None, None)
+    found.add(torch.zeros(2, 6, dtype=torch.bool), None, None, None)
+    assert found.mean == 0 and found.max == 0 and found.tokens == 2
+
+
+def test_report(device: torch.device, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    model, given = Model(device), batches(device)
+    report = sparsity.report(model, given, names=lambda token: f"<{token}$")
+    rows = report.table()
+    assert [row["layer"] for row in rows] == ["first", "second"]
+    for row, (name, found) in zip(rows, report.layers.items(), strict=True):
+        times = report.measured[name]
+        assert (row["mean"], row["max"], row["dead"]) == (found.mean, found.max, found.dead)
+        assert row["speed-up"] == times.dense / times.sparse > 0 and times.path == row["way"] in ("gather", "fused")
+    assert -1 <= report.correlation <= 1
+    tokens = report.tokens()
+    assert sorted(t for t, *_ in tokens) == list(range(11)) and [m for *_, m in tokens] == sorted(m for *_, m in tokens)
+    first = report.tokens("first")
+    for token, often, mean in first:
+        assert often == sum((ids == token).sum() for ids in given)
+        assert mean == pytest.approx(report.layers["first"].by_token()[token].item())
+    # Less than a tenth of the tokens is not common.
+    assert all(often >= 29.5 for _, often, _ in report.tokens(common=0.1)) and len(report.tokens(common=0.1)) < 11
+    both = torch.stack([report.positions(name) for name in report.layers]).mean(0)
+    torch.testing.assert_close(report.positions(), both)
+    written = report.save(tmp_path / "report")
+    assert sorted(p.name for p in written) == [
+        "entries.png", "layers.png", "positions.png", "report.json", "report.txt", "tokens.png"
+    ]  # fmt: skip
+    assert all(p.stat().st_size for p in written)
+    content = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert content["layers"][0]["mean"] == report.layers["first"].mean and len(content["tokens"]) == 11
+    text = (tmp_path / "report" / "report.txt").read_text()
+    assert f"tokens with the fewest entries: '<{tokens[0][0]}$' {tokens[0][2]:.1f}" in text
+    assert "correlation of mean entries and speed-up" in text
+    with pytest.raises(ValueError, match=r"layer must be one of 'first', 'second', got 'third'"):
+        report.tokens("third")
+
+
+def test_what_a_layer_gets_is_what_is_timed(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each block its own way and the dense one, on its own input; and nothing without `measure`."""
+    ways: list[Any] = []
+
+    def seconds(calls: Any, where: torch.device) -> list[float]:
+        outs = [call() for call in calls]
+        torch.testing.assert_close(outs[0], outs[1], rtol=1e-4, atol=1e-5)
+        ways.append(outs[0].shape)
+        return [1.0, 3.0]
+
+    monkeypatch.setattr(importlib.import_module("gossamer.sparsity.report"), "seconds", seconds)
+    report = sparsity.report(Model(device), batches(device))
+    assert [times.speed_up for times in report.measured.values()] == [3.0, 3.0] and ways == [(1, 5, 16)] * 2
+    report = sparsity.report(Model(device), batches(device), measure=False)
+    assert not report.measured and math.isnan(report.correlation) and "way" not in report.table()[0] and len(ways) == 2
+
+
+def test_what_is_not_seen_is_said(device: torch.device) -> None:
+    model = Model(device)
+    model.second.up_proj.register_forward_hook(lambda *_: None)
+    report = sparsity.report(model, batches(device), measure=False)
+    assert list(report.layers) == ["first"] and report.missed == ("second",)
+    assert str(report).endswith("\nnot called, or not as a sparse block: second")
+    proposal = sparsity.coactivation(model, batches(device), measure=False)
+    assert list(proposal.layers) == ["first"] and proposal.missed == ("second",)
+    assert str(proposal).endswith("\nnothing proposed for: second")
+
+
+def test_of_floats_no_tokens_are_known(device: torch.device, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    torch.manual_seed(0)
+    mlp = nn.GatedMLP(16, 40, activation="relu", method="gather", device=device)
+    report = sparsity.report(mlp, [(torch.randn(4, 8, 16, device=device),), torch.randn(6, 16, device=device)])
+    assert report.tokens() == [] and report.positions().shape == (8,)
+    assert report.layers[""].tokens == 38 and report.layers[""].position_tokens.sum() == 32
+    assert sorted(p.stem for p in report.save(tmp_path)) == ["entries", "layers", "positions", "report", "report"]
+
+
+def test_bad_input(device: torch.device) -> None:
+    with pytest.raises(ValueError, match=r"sparsity\.Recorder: model must have sparse blocks, got none\. nn\.GatedMLP"):
+        sparsity.statistics(torch.nn.Linear(2, 2), [])
+    with pytest.raises(TypeError, match=r"sparsity\.Recorder: model must be a torch\.nn\.Module, got str"):
+        sparsity.Recorder("model")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"sparsity\.report: batches must reach a sparse block"):
+        sparsity.report(Model(device), [])
+
+
+@pytest.mark.gpu
+def test_no_wait(device: torch.device) -> None:
+    model, given = Model(device), batches(device)
+    sparsity.statistics(model, given)
+    with sparsity.Recorder(model) as recorder, torch.no_grad():
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for ids in given:
+                recorder.read({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+                model(ids)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert recorder.layers["first"].tokens == 295

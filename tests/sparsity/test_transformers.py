@@ -1,0 +1,76 @@
+"""Statistics of patched models of transformers: positions and tokens, of whatever shape a block sees."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from gossamer import sparsity
+from gossamer.integrations.transformers import patch
+from tests.integrations.test_transformers_sparse import make, tokens
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Arcee", "OPT"])
+def test_decoders(kind: str, device: torch.device) -> None:
+    model, ids = make(kind, device), tokens(device)
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask}
+    fired: list[Tensor] = []
+    activation = {"OPT": "activation_fn"}.get(kind, "act_fn")
+    modules = [module for module in model.modules() if hasattr(module, activation)]
+    hooks = [
+        getattr(module, activation).register_forward_hook(lambda *args: fired.append((args[2] > 0).view(2, 9, 72)))
+        for module in modules
+    ]
+    with torch.no_grad():
+        model(**batch)
+    for hook in hooks:
+        hook.remove()
+    patch(model, sparse=True)
+    layers = sparsity.statistics(model, [batch])
+    assert len(layers) == len(fired) == 2
+    for found, bits in zip(layers.values(), fired, strict=True):
+        bits = bits[mask != 0]
+        assert torch.equal(found.fired, bits.sum(0)) and found.tokens == 15
+        assert found.position_tokens.tolist() == [2] * 6 + [1] * 3
+        assert torch.equal(found.token_tokens, torch.bincount(ids[mask != 0], minlength=97))
+        want = torch.zeros(97, dtype=torch.int64, device=device).index_add_(0, ids[mask != 0], bits.sum(1))
+        assert torch.equal(found.token_entries, want)
+
+
+def test_both_sides(device: torch.device) -> None:
+    """The encoder reads its own tokens and the decoder others."""
+    model, ids = make("T5", device), tokens(device)
+    patch(model, sparse=True)
+    other = ids[:, :4] // 2
+    layers = sparsity.statistics(model, [{"input_ids": ids, "decoder_input_ids": other}])
+    for name, found in layers.items():
+        read = other if name.startswith("decoder") else ids
+        assert torch.equal(found.token_tokens, torch.bincount(read.flatten(), minlength=97))
+        assert found.position_tokens.tolist() == [2] * read.shape[1]
+
+
+def test_a_model_in_another_order_is_the_same(device: torch.device) -> None:
+    ids = torch.randint(1, 97, (8, 32), generator=torch.Generator().manual_seed(1)).to(device)
+    for kind in ("Llama, biased", "Phi3", "OPT", "T5, gated"):
+        model = make(kind, device)
+        extra = {"decoder_input_ids": ids} if kind.startswith("T5") else {}
+        batch = {"input_ids": ids, **extra}
+        patch(model, sparse=True)
+        with torch.no_grad():
+            plain = model(**batch).logits
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        proposal = sparsity.coactivation(model, [batch], tile=8, measure=False)
+        for name, found in proposal.layers.items():
+            proposal.layers[name] = replace(found, order=torch.randperm(72))
+        proposal.apply()
+        with torch.no_grad():
+            torch.testing.assert_close(model(**batch).logits, plain, rtol=1e-4, atol=1e-4)
+        moved = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, state[name])]
+        assert len(moved) >= 2 * len(proposal.layers)
+        proposal.undo()
+        assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
