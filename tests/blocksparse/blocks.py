@@ -1,11 +1,19 @@
 """Random block-sparse tensors beside their dense selves."""
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
 from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense
 
 Block = tuple[int, int]
+
+
+def native(*values: Any) -> Any:
+    """Parameters that the slow interpreter leaves out, for its kernels see others like them."""
+    return pytest.param(*values, marks=pytest.mark.native)
 
 
 def random_layout(

@@ -6,6 +6,7 @@
 """
 
 from gossamer.blocksparse.attention import attention
+from gossamer.blocksparse.convert import from_block_mask, from_sparse_bsr, to_block_mask, to_sparse_bsr
 from gossamer.blocksparse.gather import gather
 from gossamer.blocksparse.layout import Layout
 from gossamer.blocksparse.matmul import matmul
@@ -13,11 +14,13 @@ from gossamer.blocksparse.patterns import causal, global_tokens, sliding_window
 from gossamer.blocksparse.rearrange import adapt_layout, cat, repeat, repeat_interleave, split
 from gossamer.blocksparse.relative import Relative
 from gossamer.blocksparse.rows import add, broadcast_add, broadcast_sub, max, mean, mul, sub, sum
+from gossamer.blocksparse.rowwise import apply_rowwise, layer_norm, rms_norm
 from gossamer.blocksparse.scatter_reduce import scatter, scatter_reduce
 from gossamer.blocksparse.select_blocks import select_blocks
 from gossamer.blocksparse.softmax import softmax
 from gossamer.blocksparse.tensor import BlockSparseTensor, from_dense
 from gossamer.blocksparse.transpose import transpose
+from gossamer.blocksparse.validate import validate
 
 __all__ = [
     "BlockSparseTensor",
@@ -25,20 +28,25 @@ __all__ = [
     "Relative",
     "adapt_layout",
     "add",
+    "apply_rowwise",
     "attention",
     "broadcast_add",
     "broadcast_sub",
     "cat",
     "causal",
+    "from_block_mask",
     "from_dense",
+    "from_sparse_bsr",
     "gather",
     "global_tokens",
+    "layer_norm",
     "matmul",
     "max",
     "mean",
     "mul",
     "repeat",
     "repeat_interleave",
+    "rms_norm",
     "scatter",
     "scatter_reduce",
     "select_blocks",
@@ -47,5 +55,8 @@ __all__ = [
     "split",
     "sub",
     "sum",
+    "to_block_mask",
+    "to_sparse_bsr",
     "transpose",
+    "validate",
 ]

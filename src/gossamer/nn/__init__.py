@@ -3,6 +3,7 @@
 from gossamer.nn.attention_cache import AttentionCache
 from gossamer.nn.block_sparse_attention import BlockSparseAttention
 from gossamer.nn.block_sparse_linear import BlockSparseLinear
+from gossamer.nn.block_sparse_rowwise import BlockSparseRowwise
 from gossamer.nn.checkpoint import load, save
 from gossamer.nn.distributed import data_parallel, shard
 from gossamer.nn.gated_sparse_attention import GatedSparseAttention, GatedSparseAttentionReference
@@ -17,6 +18,7 @@ __all__ = [
     "BatchTopKSAE",
     "BlockSparseAttention",
     "BlockSparseLinear",
+    "BlockSparseRowwise",
     "GatedMLP",
     "GatedSparseAttention",
     "GatedSparseAttentionReference",

@@ -25,53 +25,65 @@ def gather(
     """Operator `blocksparse_gather`."""
     if int(nnz) > values.shape[0] or int(index_nnz) > index.shape[0]:
         return values.new_full(index.shape, lost(values.dtype))
+    place = places(positions, index, index_nnz, index_rows, index_cols, sizes, "index of a gather")
     out = values.new_zeros(index.shape)
-    place, at = places(positions, values.shape[0], index, index_nnz, index_rows, index_cols, sizes, "index of a gather")
-    out.view(-1)[at] = values.reshape(-1)[place]
+    if place.numel() and values.numel():
+        found = values.reshape(-1).take(place.clamp(min=0))
+        torch.where(place < 0, found.new_zeros(()), found, out=out[: len(place)])
     return out
 
 
 def places(
     positions: Tensor,
-    capacity: int,
     index: Tensor,
     index_nnz: Tensor,
     index_rows: Tensor,
     index_cols: Tensor,
     sizes: list[int],
     what: str,
-) -> tuple[Tensor, Tensor]:
-    """(element of the indexed values, element of index) of each index that meets a stored element, in index's order.
+) -> Tensor:
+    """int64 `[nnz, height, width]`: which element of the indexed values each index names, below 0 for none.
 
     Raises where an index is out of range; -1 is none.
     """
     axis, inner, d_index, d, m_index, n_index, m, n = sizes
-    held, (_, height, width) = int(index_nnz), index.shape
+    held, (_, height, width) = min(int(index_nnz), index.shape[0]), index.shape
+    area, bound = height * width, (d, m, n)[axis]
     rows_index, rows, cols = (-(-a // b) for a, b in ((m_index, height), (m, height), (n, width)))
-    target = index[:held].long()
-    i = (index_rows[:held].long() % max(rows_index, 1))[:, None] * height + torch.arange(height)
-    j = index_cols[:held].long()[:, None] * width + torch.arange(width)
-    inside = (i < m_index)[:, :, None] & (j < n_index)[:, None, :]
-    bound = (d, m, n)[axis]
-    wrong = inside & ((target < -1) | (target >= bound))
-    if wrong.any():
-        raise ValueError(
-            f"blocksparse: each {what} must be -1, for none, or from 0 to {bound - 1}, got {int(target[wrong][0])}."
-        )
-    at = (inside & (target >= 0)).view(-1).nonzero().squeeze(1)
-    target = target.reshape(-1)[at]
-    block, inner_i, inner_j = at // (height * width), at // width % height, at % width
-    z, r, c = index_rows[block].long() // rows_index, index_rows[block] % rows_index, index_cols[block].long()
-    if axis == 0:
-        z = (z // (inner * d_index) * d + target) * inner + z % inner
+    target, zr, c = index[:held].long(), index_rows[:held].long(), index_cols[:held].long()
+    if held == 0:
+        return target
+    z, r = zr // rows_index, zr % rows_index
+    if m_index % height or n_index % width:
+        i = r[:, None] * height + torch.arange(height)
+        j = c[:, None] * width + torch.arange(width)
+        target = torch.where((i < m_index)[:, :, None] & (j < n_index)[:, None, :], target, -1)
+    # With nothing to point into each index is none.
+    low, high = target.aminmax()
+    if low < -1 or high >= bound:
+        wrong = int(low) if low < -1 else int(high)
+        raise ValueError(f"blocksparse: each {what} must be -1, for none, or from 0 to {bound - 1}, got {wrong}.")
+    if positions.numel() == 0:
+        return target
+    # Where the element begins that an index names, for each line that is indexed; one place more in front for -1.
+    # What a block lacks stays below 0, whatever is added for the place within it.
+    begins = torch.where(positions < 0, -1, positions).long().view(-1, rows, cols) * area
+    within_i, within_j = torch.arange(height)[:, None], torch.arange(width)
+    if axis == 2:
+        at = torch.arange(n)
+        lines = begins[:, :, at // width] + torch.where(begins[:, :, at // width] < 0, 0, at % width)
+        line, within = z * rows + r, within_i * width
     elif axis == 1:
-        r, inner_i = target // height, target % height
+        at = torch.arange(m)
+        lines = begins[:, at // height] + torch.where(begins[:, at // height] < 0, 0, (at % height * width)[:, None])
+        lines, line, within = lines.transpose(1, 2), z * cols + c, within_j
     else:
-        c, inner_j = target // width, target % width
-    number = positions[(z * rows + r) * cols + c].long()
-    stored = number >= 0
-    place = (number * height + inner_i) * width + inner_j
-    return place[stored], at[stored]
+        lines = begins.view(-1, d, inner, rows, cols).movedim(1, -1)
+        line = ((z // (inner * d_index) * inner + z % inner) * rows + r) * cols + c
+        within = within_i * width + within_j
+    table = torch.nn.functional.pad(lines.reshape(-1, bound), (1, 0), value=-area)
+    target = target + (line[:, None, None] * (bound + 1) + 1)
+    return table.view(-1).take(target).add_(within)
 
 
 def reach(index: Tensor, index_nnz: Tensor, index_rows: Tensor, index_cols: Tensor, sizes: list[int]) -> Tensor:
@@ -79,11 +91,10 @@ def reach(index: Tensor, index_nnz: Tensor, index_rows: Tensor, index_cols: Tens
     axis, _, _, _, _, _, m, n, z = sizes
     _, height, width = index.shape
     rows, cols = -(-m // height), -(-n // width)
-    # As if each block were one element, and had its own number.
+    # As if each block were stored, under its own number.
     cells = torch.arange(z * rows * cols, dtype=torch.int32)
     held = torch.where((index < 0) | (index >= (sizes[3], m, n)[axis]), -1, index)
-    room = min(int(index_nnz), index.shape[0])
-    place, _ = places(cells, len(cells), held, torch.tensor(room), index_rows, index_cols, sizes[:8], "index")
+    place = places(cells, held, index_nnz, index_rows, index_cols, sizes[:8], "index")
     mask = torch.zeros(z * rows * cols, dtype=torch.bool)
-    mask[place // (height * width)] = True
+    mask[place[place >= 0] // (height * width)] = True
     return mask.view(z, rows, cols)

@@ -1,5 +1,7 @@
 """Elements put where indices say, on the CPU."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -31,27 +33,23 @@ def scatter_reduce(
     shape = (col_indices.shape[0], *index.shape[1:])
     if int(nnz) > shape[0] or int(index_nnz) > index.shape[0]:
         return torch.full(shape, lost(dtype), dtype=dtype)
-    place, at = places(positions, shape[0], index, index_nnz, index_rows, index_cols, sizes, "index of a scatter")
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    if given is None:
-        out = torch.zeros(shape, dtype=wide)
-        # Beyond the matrix and behind the last block there is nothing to include.
-    else:
-        out = given.to(wide, copy=True, memory_format=torch.contiguous_format)
-    flat = out.view(-1)
+    place = places(positions, index, index_nnz, index_rows, index_cols, sizes, "index of a scatter").view(-1)
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else torch.uint8 if dtype is torch.bool else dtype
+    # One element more takes what has no place.
+    size = math.prod(shape)
+    place = torch.where(place < 0, size, place)
+    flat = torch.zeros(size + 1, dtype=wide)
+    if given is not None:
+        flat[:size] = given.reshape(-1)
     if src is None:
         flat.index_add_(0, place, torch.ones((), dtype=wide).expand(place.shape))
-    elif reduce == "last":
-        # The greatest of the positions, for a plain assignment leaves open which of equal indices is last.
-        order = torch.full(flat.shape, -1).scatter_reduce_(0, place, torch.arange(len(place)), "amax")
-        met = order >= 0
-        flat[met] = src.reshape(-1)[at[order[met]]].to(wide)
-    elif dtype is torch.bool:
-        # PyTorch reduces no bool.
-        narrow = flat.to(torch.uint8).scatter_reduce_(
-            0, place, src.reshape(-1)[at].to(torch.uint8), reduce, include_self=include_self
-        )
-        out = narrow.view(shape)
     else:
-        flat.scatter_reduce_(0, place, src.reshape(-1)[at].to(wide), reduce, include_self=include_self)
-    return out.to(dtype)
+        added = src.reshape(-1)[: len(place)]
+        if reduce == "last":
+            # The greatest of the positions, for a plain assignment leaves open which of equal indices is last.
+            order = torch.full(flat.shape, -1).scatter_reduce_(0, place, torch.arange(len(place)), "amax")
+            met = order >= 0
+            flat[met] = added[order[met]].to(wide)
+        else:
+            flat.scatter_reduce_(0, place, added.to(wide), reduce, include_self=include_self)
+    return flat[:size].view(shape).to(dtype, copy=True)

@@ -50,7 +50,9 @@ def _rearrange_kernel(
         i, j = i + down, j + across
     x = tl.zeros([TH, TW], tl.float32 if SUM else dtype)
     for k in range(0, K):
-        z_in = zr // rows_out if z_map_ptr is None else tl.load(z_map_ptr + zr // rows_out * K + k, mask=zr >= 0)
+        z_in = (
+            zr // rows_out if z_map_ptr is None else tl.load(z_map_ptr + zr // rows_out * K + k, mask=zr >= 0, other=-1)
+        )
         z_in = z_in.to(tl.int32)
         i_in = _source(i_map_ptr, k, K, i, M_OUT, tl.minimum(M, M_OUT))
         j_in = _source(j_map_ptr, k, K, j, N_OUT, tl.minimum(N, N_OUT))

@@ -1,0 +1,151 @@
+"""`blocksparse.repeat_interleave` at the published sizes (batch 4, n x n, 0 to 75% sparse), other blocks, and joins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from benchmarks.peers import block_sparse as peers
+from gossamer import blocksparse
+from gossamer.cli.bench import Case, Provider, copies
+
+REPEATS = 4
+Inputs = tuple[Tensor, Tensor]
+
+
+def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    """n 1,024 to 8,192, blocks of 64, float32 and bfloat16; small float32 ones for `quick` and on the CPU."""
+    if quick or device.type == "cpu":
+        yield _repeat_interleave(256, 32, 50, torch.float32)
+        yield _cat(256, 32, 50, torch.float32)
+        yield _adapt(256, 32, 64, 50, torch.float32)
+        return
+    for dtype in (torch.bfloat16, torch.float32):
+        for n in (1024, 2048, 4096, 8192):
+            for sparsity in peers.SPARSITIES:
+                yield _repeat_interleave(n, 64, sparsity, dtype)
+    for sparsity in (25, 75):
+        yield _cat(4096, 64, sparsity, torch.bfloat16)
+        for block, to in ((64, 128), (64, 16)):
+            yield _adapt(4096, block, to, sparsity, torch.bfloat16)
+
+
+def _make(n: int, block: int, sparsity: int, dtype: torch.dtype, results: int):
+    def make(device: torch.device, generator: torch.Generator) -> list[Inputs]:
+        def draw() -> Inputs:
+            mask = peers.random_mask(n, block, sparsity, device, generator)
+            return peers.random_dense(n, mask, dtype, generator), mask
+
+        return [draw() for _ in range(copies(device, (1 + results) * peers.BATCH * n * n * dtype.itemsize))]
+
+    return make
+
+
+def _repeat_interleave(n: int, block: int, sparsity: int, dtype: torch.dtype) -> Case:
+    def with_layout(x: Tensor, mask: Tensor) -> tuple:
+        return peers.from_dense(x, mask), peers.layout_of(mask.repeat_interleave(REPEATS, 0), n)
+
+    return Case(
+        room="blocksparse",
+        name="repeat_interleave",
+        parameters={"n": n, "block": block, "sparsity": sparsity},
+        dtype=dtype,
+        make=_make(n, block, sparsity, dtype, REPEATS),
+        providers=(
+            Provider(
+                "gossamer, layout given",
+                lambda x, layout: blocksparse.repeat_interleave(x, REPEATS, 0, layout=layout),
+                ours=True,
+                prepare=with_layout,
+                result=peers.to_dense,
+                capturable=True,
+            ),
+            Provider(
+                "gossamer",
+                lambda x: blocksparse.repeat_interleave(x, REPEATS, 0),
+                ours=True,
+                prepare=lambda x, mask: (peers.from_dense(x, mask),),
+                result=peers.to_dense,
+                capturable=True,
+            ),
+            Provider(
+                "dense",
+                lambda x: x.repeat_interleave(REPEATS, 0),
+                prepare=lambda x, mask: (x,),
+                result=lambda out, *_: (out,),
+                capturable=True,
+            ),
+            *peers.blksprs(
+                "blksprs",
+                prepare=lambda bs, x, mask: (bs.ops.to_sparse(x, mask, block), mask, REPEATS, block, {}),
+                call=lambda bs, x, mask, times, size, cache: bs.ops.repeat_interleave(
+                    x, mask, times, size, layout_cache=cache
+                )[0],
+                result=lambda bs, out, x, mask: bs.ops.to_dense(out, mask.repeat_interleave(REPEATS, 0), block),
+            ),
+        ),
+        reference=lambda x, mask: (x.double().repeat_interleave(REPEATS, 0),),
+        bytes=int((1 + REPEATS) * peers.BATCH * n * n * (1 - sparsity / 100) * dtype.itemsize),
+        flops=0,
+        sweep="n",
+    )
+
+
+def _cat(n: int, block: int, sparsity: int, dtype: torch.dtype) -> Case:
+    return Case(
+        room="blocksparse",
+        name="cat",
+        parameters={"n": n, "block": block, "sparsity": sparsity},
+        dtype=dtype,
+        make=_make(n, block, sparsity, dtype, 2),
+        providers=(
+            Provider(
+                "gossamer",
+                lambda x: blocksparse.cat([x, x], -1),
+                ours=True,
+                prepare=lambda x, mask: (peers.from_dense(x, mask),),
+                result=peers.to_dense,
+                capturable=True,
+            ),
+            Provider(
+                "dense",
+                lambda x: torch.cat([x, x], -1),
+                prepare=lambda x, mask: (x,),
+                result=lambda out, *_: (out,),
+                capturable=True,
+            ),
+        ),
+        reference=lambda x, mask: (torch.cat([x, x], -1).double(),),
+        bytes=int(3 * peers.BATCH * n * n * (1 - sparsity / 100) * dtype.itemsize),
+        flops=0,
+    )
+
+
+def _adapt(n: int, block: int, to: int, sparsity: int, dtype: torch.dtype) -> Case:
+    def prepare(x: Tensor, mask: Tensor) -> tuple:
+        blocks = peers.from_dense(x, mask)
+        return blocks, blocks.layout.adapt(to)
+
+    return Case(
+        room="blocksparse",
+        name="adapt_layout",
+        parameters={"n": n, "block": block, "to": to, "sparsity": sparsity},
+        dtype=dtype,
+        make=_make(n, block, sparsity, dtype, 1),
+        providers=(
+            Provider(
+                "gossamer", blocksparse.adapt_layout, ours=True, prepare=prepare, result=peers.to_dense, capturable=True
+            ),
+            *peers.blksprs(
+                "blksprs",
+                prepare=lambda bs, x, mask: (bs.ops.to_sparse(x, mask, block), mask, block, to),
+                call=lambda bs, *given: bs.ops.adapt_layout(*given),
+                result=lambda bs, out, x, mask: bs.ops.to_dense(*out, to),
+            ),
+        ),
+        reference=lambda x, mask: (x.double(),),
+        bytes=int(2 * peers.BATCH * n * n * (1 - sparsity / 100) * dtype.itemsize),
+        flops=0,
+    )

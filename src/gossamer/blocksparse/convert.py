@@ -1,0 +1,186 @@
+"""To and from PyTorch's block-sparse formats: BSR tensors, and the block masks of FlexAttention."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gossamer._core import checks
+from gossamer.blocksparse.layout import Layout, check_block_size, check_layouts
+from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+def from_sparse_bsr(x: Tensor) -> BlockSparseTensor:
+    """A `BlockSparseTensor` of a BSR tensor of PyTorch's, without a sync: it knows how many blocks it has.
+
+    Args:
+        x: `[..., M, N]`, of layout `torch.sparse_bsr`, in blocks of 16, 32, 64 or 128 rows and columns.
+
+    Returns:
+        `BlockSparseTensor`, differentiable in x.
+
+    Raises:
+        TypeError: x is no BSR tensor.
+        ValueError: its blocks are of another size, or have dimensions of their own.
+
+    Source: `torch.sparse_bsr`.
+
+    >>> from_sparse_bsr(torch.eye(32).to_sparse_bsr((16, 16))).layout.to_dense().tolist()
+    [[True, False], [False, True]]
+    """
+    operator = "blocksparse.from_sparse_bsr"
+    checks.tensors(operator, x=x)
+    if x.layout is not torch.sparse_bsr:
+        raise TypeError(
+            f"{operator}: x must be of layout sparse_bsr, got {checks.name_of(x.layout)}. Use from_dense, or "
+            "x.to_sparse_bsr."
+        )
+    crow, col, values = x.crow_indices(), x.col_indices(), x.values()
+    if values.dim() != col.dim() + 2:
+        raise ValueError(
+            f"{operator}: x must have no dense dimensions, got blocks of {list(values.shape[col.dim() :])}."
+        )
+    block = check_block_size(operator, (values.shape[-2], values.shape[-1]))
+    *lead, m, n = x.shape
+    shape = (*lead, m // block[0], n // block[1])
+    batch = math.prod(lead)
+    crow, col = crow.reshape(batch, shape[-2] + 1), col.reshape(batch, col.shape[-1])
+    place = torch.arange(col.shape[1], device=x.device).expand_as(col).contiguous()
+    row = torch.searchsorted(crow[:, 1:].contiguous().to(place.dtype), place, right=True)
+    mask = torch.zeros(batch, *shape[-2:], dtype=torch.bool, device=x.device)
+    matrix = torch.arange(batch, device=x.device)[:, None]
+    mask[matrix, row, col.long()] = True
+    if col.numel() == 0:
+        # A layout has room for one block at least.
+        values = values.reshape(-1, *block)
+        values = torch.cat([values, values.new_zeros(1, *block)])
+    layout = Layout.from_mask(mask.view(shape), block, size=(m, n), capacity=max(col.numel(), 1))
+    return BlockSparseTensor(values.reshape(-1, *block), layout)
+
+
+def to_sparse_bsr(x: BlockSparseTensor) -> Tensor:
+    """The BSR tensor of PyTorch's with the same blocks.
+
+    Args:
+        x: `[..., M, N]`, of whole blocks; the matrices of a batch need equally many, for BSR has no room for others.
+
+    Returns:
+        `[..., M, N]` of layout `torch.sparse_bsr`, differentiable in x. How many blocks there are is asked of the
+        device, which costs one sync.
+
+    Raises:
+        TypeError: x is no `BlockSparseTensor`.
+        ValueError: M or N is not of whole blocks, matrices have different numbers of them, or the layout overflowed.
+        NotImplementedError: under CUDA-graph capture.
+
+    Source: `torch.sparse_bsr`.
+
+    >>> x = from_dense(torch.eye(32), Layout.from_mask(torch.eye(2), 16))
+    >>> torch.equal(to_sparse_bsr(x).to_dense(), torch.eye(32))
+    True
+    """
+    operator = "blocksparse.to_sparse_bsr"
+    check_blocks(operator, x=x)
+    layout, (height, width) = x.layout, x.layout.block_size
+    if layout.size != (layout.rows * height, layout.cols * width):
+        raise ValueError(
+            f"{operator}: x must be of whole blocks of {height} x {width}, got {list(x.shape)}. BSR cuts none."
+        )
+    checks.no_sync(operator, "a BSR tensor", "Keep the BlockSparseTensor.")
+    starts = layout.row_offsets[:: max(layout.rows, 1)] if layout.rows else layout.row_offsets.expand(layout.batch + 1)
+    bounds = starts.tolist()
+    counts = sorted({b - a for a, b in itertools.pairwise(bounds)})
+    if bounds[-1] > layout.capacity:
+        raise ValueError(f"{operator}: x must not have overflowed: {bounds[-1]} blocks, room for {layout.capacity}.")
+    if len(counts) > 1:
+        raise ValueError(
+            f"{operator}: the matrices of x must have equally many blocks, got {counts[0]} to {counts[-1]}. "
+            "Convert each."
+        )
+    lead, count = layout.shape[:-2], counts[0] if counts else 0
+    within = layout.row_offsets[:-1].view(layout.batch, layout.rows) - starts[:-1, None]
+    crow = torch.cat([within, within.new_full((layout.batch, 1), count)], 1)
+    total = bounds[-1]
+    values = x.values[:total].reshape(*lead, count, height, width)
+    with warnings.catch_warnings():
+        # PyTorch says at the first one that they are in beta.
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.sparse_bsr_tensor(
+            crow.view(*lead, layout.rows + 1), layout.col_indices[:total].view(*lead, count), values, size=x.shape
+        )
+
+
+def from_block_mask(mask: BlockMask, *, capacity: int | None = None) -> Layout:
+    """The layout of the blocks that a block mask of FlexAttention's visits, full ones and partial ones.
+
+    Args:
+        mask: in blocks of 16, 32, 64 or 128. What its `mask_mod` does within partial blocks is not part of a layout:
+            give `attention` a mask for that.
+        capacity: as in `Layout.from_mask`.
+
+    Raises:
+        ValueError: its blocks are of another size.
+        NotImplementedError: `capacity=None` under CUDA-graph capture.
+
+    Source: `torch.nn.attention.flex_attention.BlockMask`.
+
+    >>> from torch.nn.attention.flex_attention import create_block_mask
+    >>> mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 256, 256, device="cpu")
+    >>> from_block_mask(mask).to_dense().tolist()
+    [[[[True, False], [True, True]]]]
+    """
+    operator = "blocksparse.from_block_mask"
+    block = check_block_size(operator, (mask.BLOCK_SIZE[0], mask.BLOCK_SIZE[1]))
+    m, n = mask.seq_lengths
+    dense = mask.to_dense()[..., : -(-m // block[0]), : -(-n // block[1])]
+    return Layout.from_mask(dense, block, size=(m, n), capacity=capacity)
+
+
+def to_block_mask(layout: Layout, mask_mod: Callable[..., Any] | None = None) -> BlockMask:
+    """The block mask of FlexAttention's that visits the layout's blocks; it costs no sync.
+
+    Args:
+        layout: `(B, H, rows, cols)` in blocks, or without H, or without both.
+        mask_mod: which elements of these blocks take part, as FlexAttention has it; None takes all, and makes the
+            blocks full ones, for which nothing is asked. The result's `mask_mod` knows the layout too: where
+            FlexAttention is not compiled it looks at nothing else.
+
+    Raises:
+        TypeError: layout is no `Layout`.
+        ValueError: it has more than two leading dimensions.
+
+    Source: `torch.nn.attention.flex_attention.BlockMask`.
+
+    >>> mask = to_block_mask(Layout.from_mask(torch.ones(2, 2).tril(), 128))
+    >>> mask.to_dense().tolist()
+    [[[[1, 0], [1, 1]]]]
+    """
+    operator = "blocksparse.to_block_mask"
+    check_layouts(operator, layout=layout)
+    if len(layout.shape) > 4:
+        raise ValueError(f"{operator}: layout must be (B, H, rows, cols) at most, got {layout.shape}.")
+    from torch.nn.attention.flex_attention import BlockMask, and_masks
+
+    dense = layout.to_dense().to(torch.int32)
+    dense = dense.view(*layout.shape[:-2], *[1] * (4 - len(layout.shape)), *layout.shape[-2:])
+    counts = dense.sum(-1, dtype=torch.int32)
+    indices = dense.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    (b, h), (height, width) = dense.shape[:2], layout.block_size
+    present = dense != 0
+
+    def stored(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return present[batch % b, head % h, query // height, key // width]
+
+    options: dict[str, Any] = {"BLOCK_SIZE": layout.block_size, "seq_lengths": layout.size}
+    if mask_mod is not None:
+        return BlockMask.from_kv_blocks(counts, indices, mask_mod=and_masks(stored, mask_mod), **options)
+    return BlockMask.from_kv_blocks(torch.zeros_like(counts), indices, counts, indices, mask_mod=stored, **options)

@@ -1,0 +1,84 @@
+"""Modules of PyTorch's on block-sparse tensors."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from gossamer.blocksparse import BlockSparseTensor, apply_rowwise, layer_norm, rms_norm
+
+ELEMENTWISE = (
+    nn.Dropout,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.LeakyReLU,
+    nn.ELU,
+    nn.SELU,
+    nn.CELU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Mish,
+    nn.Sigmoid,
+    nn.Tanh,
+    nn.Softplus,
+    nn.Softsign,
+    nn.Softshrink,
+    nn.Hardshrink,
+    nn.Hardtanh,
+    nn.Hardswish,
+    nn.Hardsigmoid,
+    nn.Threshold,
+    nn.Identity,
+)
+"""What works element by element: stored values are all it needs."""
+
+
+class BlockSparseRowwise(nn.Module):
+    """Lets a module that works on rows take a `BlockSparseTensor`, and return one of the same layout.
+
+    Absent blocks are zeros to it, and stay absent, also where the module would turn zeros into something else.
+    Activations and `nn.Dropout` run on the stored values; `nn.LayerNorm` and `nn.RMSNorm` over the last dimension on
+    stored blocks; any other module on rows made dense for the time of the call (`blocksparse.apply_rowwise`).
+
+    Args:
+        module: takes and returns `[..., M, N]`. It stays what it is: its parameters, state and mode are its own.
+
+    Raises:
+        TypeError: the input is no `BlockSparseTensor`.
+        ValueError: a norm is over more than the last dimension, or of another length.
+
+    Source: Schön and Tompits, blksprs, section 3.3 (wrappers for PyTorch modules).
+
+    >>> from gossamer import blocksparse
+    >>> x = blocksparse.from_dense(-torch.ones(32, 32), blocksparse.Layout.from_mask(torch.eye(2), 16))
+    >>> BlockSparseRowwise(torch.nn.ReLU())(x).values.sum().item()
+    0.0
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: BlockSparseTensor) -> BlockSparseTensor:
+        """x: `[..., M, N]`, floating -> the same."""
+        if not isinstance(x, BlockSparseTensor):
+            raise TypeError(
+                f"nn.BlockSparseRowwise: x must be a BlockSparseTensor, got {type(x).__name__}. Make one with "
+                "blocksparse.from_dense, or call the module itself."
+            )
+        module = self.module
+        hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+        # Whoever has hooked to it, or made another class of it, is to see rows.
+        plain = not any(hooks)
+        if plain and type(module) in ELEMENTWISE:
+            return BlockSparseTensor(module(x.values), x.layout)
+        if plain and type(module) in (nn.LayerNorm, nn.RMSNorm):
+            assert isinstance(module, nn.LayerNorm | nn.RMSNorm)
+            if tuple(module.normalized_shape) != x.shape[-1:]:
+                raise ValueError(
+                    f"nn.BlockSparseRowwise: the norm must be over rows of x, ({x.shape[-1]},), got "
+                    f"{tuple(module.normalized_shape)}."
+                )
+            if isinstance(module, nn.LayerNorm):
+                return layer_norm(x, module.weight, module.bias, module.eps)
+            return rms_norm(x, module.weight, module.eps)
+        return apply_rowwise(x, module)

@@ -1,0 +1,106 @@
+"""Norms, and any function of rows, of block-sparse tensors against PyTorch's on dense float64."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gossamer.blocksparse import BlockSparseTensor, Layout, apply_rowwise, from_dense, layer_norm, rms_norm
+from gossamer.testing import assert_close
+from tests.blocksparse.blocks import elements, random_blocks, random_layout
+
+pytestmark = pytest.mark.native
+CASES = [((2,), (40, 50), (16, 32), 0.5), ((), (33, 64), (32, 16), 1.0), ((2, 2), (16, 20), (16, 16), 0.0)]
+
+
+@pytest.mark.parametrize("lead, size, block, density", CASES, ids=str)
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("affine", [True, False])
+def test_norms(lead, size, block, density, norm: str, affine: bool, dtype: torch.dtype, device: torch.device) -> None:
+    layout = random_layout(lead, size, block, device, density=density)
+    named = elements(layout)
+    x = (random_blocks(layout, dtype) + 0.5 * named).to(dtype).requires_grad_()
+    generator = torch.Generator(device).manual_seed(1)
+    weight, bias = (torch.randn(size[1], device=device, generator=generator).to(dtype) for _ in range(2))
+    leaves = [x, *([weight.requires_grad_(), bias.requires_grad_()][: 2 if norm == "layer" else 1] if affine else [])]
+
+    def dense(x: Tensor, *given: Tensor) -> Tensor:
+        if norm == "layer":
+            return torch.where(named, functional.layer_norm(x * named, x.shape[-1:], *given, eps=1e-5), 0)
+        return torch.where(named, functional.rms_norm(x * named, x.shape[-1:], *given, eps=1e-5), 0)
+
+    # What takes no part is anything.
+    blocks = from_dense(x, layout)
+    inside = from_dense(torch.ones_like(x, dtype=torch.bool), layout).values
+    blocks = BlockSparseTensor(torch.where(inside, blocks.values, torch.nan), layout)
+    function = layer_norm if norm == "layer" else rms_norm
+    out = function(blocks, *leaves[1:], eps=1e-5)
+    assert out.layout is layout and out.dtype is dtype
+    got = out.to_dense()
+    grad = torch.randn(got.shape, device=device, generator=generator).to(dtype)
+    ours = got, *torch.autograd.grad(got, leaves, grad)
+    results = []
+    for kind in (torch.float64, dtype):
+        others = [t.detach().to(kind).requires_grad_() for t in leaves]
+        want = dense(*others)
+        results.append((want, *torch.autograd.grad(want, others, grad.to(kind))))
+    for name, a, want, plain in zip(("out", "x", "weight", "bias"), ours, *results):
+        assert_close(a, reference64=want, plain=plain, factor=4.0, name=name)
+
+
+def test_overflow_is_nan(device: torch.device) -> None:
+    short = Layout.from_mask(torch.ones(2, 2, device=device), 16, capacity=3)
+    blocks = BlockSparseTensor(torch.ones(3, 16, 16, device=device), short)
+    for out in (layer_norm(blocks), rms_norm(blocks), apply_rowwise(blocks, lambda rows: rows)):
+        assert out.values.isnan().all()
+
+
+def test_nan_spoils_its_row_alone(device: torch.device) -> None:
+    x = torch.ones(32, 32, device=device)
+    x[3, 4] = torch.nan
+    out = rms_norm(from_dense(x, Layout.from_mask(torch.ones(2, 2, device=device), 16))).to_dense()
+    assert torch.equal(out.isnan().any(1), torch.arange(32, device=device) == 3)
+
+
+def test_gradcheck() -> None:
+    layout = random_layout((), (17, 20), (16, 16), torch.device("cpu"), density=1)
+    values = from_dense(random_blocks(layout, torch.float64), layout).values.requires_grad_()
+    weight, bias = torch.randn(2, 20, dtype=torch.float64, requires_grad=True)
+
+    def call(values: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        x = BlockSparseTensor(values, layout)
+        return layer_norm(x, weight, bias).to_dense(), rms_norm(x, weight, 1e-3).to_dense()
+
+    assert torch.autograd.gradcheck(call, (values, weight, bias), fast_mode=True)
+    assert torch.autograd.gradgradcheck(call, (values, weight, bias), fast_mode=True)
+
+
+def test_compiles(compiled, device: torch.device) -> None:
+    layout = random_layout((2,), (40, 50), (16, 32), device)
+    x = random_blocks(layout, torch.float32).requires_grad_()
+
+    def call(x: Tensor) -> Tensor:
+        return apply_rowwise(layer_norm(rms_norm(from_dense(x, layout))), functional.relu).to_dense()
+
+    torch.testing.assert_close(compiled(call)(x), call(x))
+
+
+def test_any_function(device: torch.device) -> None:
+    layout = random_layout((2,), (40, 50), (16, 32), device)
+    x = random_blocks(layout, torch.float32)
+    out = apply_rowwise(from_dense(x, layout), lambda rows: rows.softmax(-1))
+    assert torch.equal(out.to_dense(), x.softmax(-1) * elements(layout))
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda x: layer_norm(x, torch.ones(3)), ValueError, r"layer_norm: weight must have shape \[N\] = \[32\]"),
+        (lambda x: rms_norm(x.values), TypeError, "rms_norm: x must be a BlockSparseTensor"),
+        (lambda x: apply_rowwise(x, lambda rows: rows[:1]), ValueError, r"what function returns must have shape"),
+    ],
+)
+def test_errors(call, error: type[Exception], message: str) -> None:
+    x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2), 16))
+    with pytest.raises(error, match=message):
+        call(x)

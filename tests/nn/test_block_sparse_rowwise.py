@@ -1,0 +1,66 @@
+"""`nn.BlockSparseRowwise` against the module itself on dense tensors."""
+
+import pytest
+import torch
+from torch import nn
+
+from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense
+from gossamer.nn import BlockSparseRowwise
+
+pytestmark = pytest.mark.native
+
+
+def operand(device: torch.device) -> tuple[torch.Tensor, BlockSparseTensor, torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    layout = Layout.from_mask(torch.rand(2, 3, 2, device=device, generator=generator) < 0.6, (16, 32), size=(40, 50))
+    x = from_dense(torch.randn(2, 40, 50, device=device, generator=generator), layout)
+    return x.to_dense().requires_grad_(), x, from_dense(torch.ones_like(x.to_dense()), layout).to_dense()
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.ReLU(), nn.GELU(), nn.LayerNorm(50), nn.LayerNorm(50, elementwise_affine=False), nn.RMSNorm(50), nn.Softmax(-1),
+     nn.Linear(50, 50), nn.Sequential(nn.LayerNorm(50), nn.Linear(50, 50))],
+    ids=str,
+)  # fmt: skip
+def test_is_the_module(module: nn.Module, device: torch.device) -> None:
+    module = module.to(device)
+    dense, _, named = operand(device)
+    _, x, _ = operand(device)
+    x = BlockSparseTensor(x.values.requires_grad_(), x.layout)
+    out = BlockSparseRowwise(module)(x)
+    want = module(dense) * named
+    torch.testing.assert_close(out.to_dense(), want)
+    grad = torch.randn_like(want)
+    parameters = list(module.parameters())
+    ours = torch.autograd.grad(out.to_dense(), [x.values, *parameters], grad)
+    theirs = torch.autograd.grad(want, [dense, *parameters], grad)
+    torch.testing.assert_close(BlockSparseTensor(ours[0], x.layout).to_dense(), theirs[0] * named)
+    for a, b in zip(ours[1:], theirs[1:]):
+        torch.testing.assert_close(a, b)
+
+
+def test_dropout(device: torch.device) -> None:
+    _, x, named = operand(device)
+    module = BlockSparseRowwise(nn.Dropout(0.5))
+    out, values = module(x).to_dense(), x.to_dense()
+    kept = out != 0
+    assert torch.equal(out[kept], 2 * values[kept]) and 0.4 < kept.sum() / named.sum() < 0.6
+    assert torch.equal(module.eval()(x).to_dense(), values)
+
+
+def test_hooks_are_called(device: torch.device) -> None:
+    """They have to see rows, and so they do."""
+    _, x, _ = operand(device)
+    norm, seen = nn.LayerNorm(50).to(device), []
+    norm.register_forward_hook(lambda module, given, result: seen.append(given[0].shape))
+    BlockSparseRowwise(norm)(x)
+    assert seen == [x.shape]
+
+
+def test_errors(device: torch.device) -> None:
+    _, x, _ = operand(device)
+    with pytest.raises(TypeError, match=r"nn\.BlockSparseRowwise: x must be a BlockSparseTensor, got Tensor"):
+        BlockSparseRowwise(nn.ReLU())(x.values)
+    with pytest.raises(ValueError, match=r"the norm must be over rows of x, \(50,\), got \(40, 50\)"):
+        BlockSparseRowwise(nn.LayerNorm((40, 50)))(x)
