@@ -36,6 +36,11 @@ def elements(mask: Tensor, n: int) -> Tensor:
     return mask.repeat_interleave(block, 1).repeat_interleave(block, 2)
 
 
+def sweep_of(block: int, sparsity: int, dtype: torch.dtype) -> str | None:
+    """One line a plot: the cases that differ in n alone."""
+    return "n" if (block, sparsity, dtype) == (64, 50, torch.bfloat16) else None
+
+
 def layout_of(mask: Tensor, n: int) -> blocksparse.Layout:
     return blocksparse.Layout.from_mask(mask, n // mask.shape[-1])
 
