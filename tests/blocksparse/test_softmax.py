@@ -111,6 +111,14 @@ def test_long_rows_are_walked_twice(mask, monkeypatch: pytest.MonkeyPatch, devic
     check(x, layout, None if mask is None else torch.rand(33, 100, device=device) < 0.5)
 
 
+@pytest.mark.parametrize("held", [0, 3, 7, 16])
+def test_steps_are_as_long_as_rows(held: int, device: torch.device) -> None:
+    mask = torch.zeros(1, 16, device=device)
+    mask[0, torch.randperm(16, generator=torch.Generator().manual_seed(0))[:held]] = 1
+    layout = Layout.from_mask(mask, (16, 64), size=(3, 1010), capacity=17)
+    check(torch.randn(3, 1010, device=device), layout)
+
+
 @pytest.mark.gpu
 def test_a_row_of_a_million(device: torch.device) -> None:
     layout = Layout.full((1, 1 << 14), (16, 64), device=device)
