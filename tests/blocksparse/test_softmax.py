@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, softmax
+from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, softmax, transpose
 from gossamer.testing import assert_close
 from tests.strategies import seeded
 
@@ -123,6 +123,37 @@ def test_steps_are_as_long_as_rows(held: int, device: torch.device) -> None:
 def test_a_row_of_a_million(device: torch.device) -> None:
     layout = Layout.full((1, 1 << 14), (16, 64), device=device)
     check(torch.randn(layout.dense_shape, device=device), layout)
+
+
+@pytest.mark.gpu
+def test_capture() -> None:
+    device = torch.device("cuda")
+    mask = torch.rand(2, 8, 8, device=device, generator=seeded(0, device)) < 0.5
+    x = torch.randn(2, 512, 512, device=device)
+
+    def call() -> Tensor:
+        layout = Layout.from_mask(mask, 64, capacity=mask.numel())
+        return transpose(softmax(from_dense(x, layout))).to_dense()
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    mask.copy_(~mask)
+    graph.replay()
+    assert torch.equal(captured, call())
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+def test_more_than_2_to_the_31_elements() -> None:
+    n = 48 * 1024
+    layout = Layout.full((n // 128, n // 128), 128, device="cuda")
+    values = torch.zeros(layout.capacity, 128, 128, device="cuda", dtype=torch.bfloat16)
+    values[-1, -1, -1] = 20.0
+    out = softmax(BlockSparseTensor(values, layout))
+    assert out.values[-1, -1, -1] > 0.99 and out.values[0].float().mean().item() * n == pytest.approx(1, rel=1e-2)
+    assert transpose(out).values[-1, -1, -1] == out.values[-1, -1, -1]
 
 
 def test_what_is_not_finite_stays(device: torch.device) -> None:
