@@ -35,9 +35,9 @@ DTYPE = torch.float32 if INTERPRET else torch.bfloat16
 def tiles(block: int) -> Iterator[Any]:
     """What is tried for square blocks: (columns, step along K, warps, stages)."""
     for columns in (64, 128, 256):
-        for step in (32, 64):
+        for step in sorted({min(step, block) for step in (32, 64)}):
             for warps, stages in ((4, 2), (4, 3), (4, 4), (8, 3), (8, 4)):
-                if columns >= block and step <= block and block * columns <= warps * 128 * 64:
+                if columns >= block and block * columns <= warps * 128 * 64:
                     yield Tile(columns, step, warps, stages)
 
 
