@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, softmax, transpose
 from gossamer.testing import assert_close
-from tests.strategies import seeded
+from tests.strategies import SEEDS, seeded
 
 SHAPES = [
     # leading dimensions, size, block
@@ -171,6 +173,24 @@ def test_overflow_is_nan(device: torch.device) -> None:
     values = torch.ones(8, 16, 16, device=device, requires_grad=True)
     out = softmax(BlockSparseTensor(values, layout)).values
     assert out.isnan().all() and torch.autograd.grad(out.sum(), values)[0].isnan().all()
+
+
+@given(
+    st.integers(0, 3), st.integers(0, 70), st.integers(0, 200), st.tuples(*[st.sampled_from([16, 32, 64])] * 2),
+    st.sampled_from([0.0, 0.2, 0.8, 1.0]), st.booleans(), SEEDS,
+)  # fmt: skip
+@pytest.mark.native
+def test_any_sizes(device, batch: int, m: int, n: int, block, density: float, masked: bool, seed: int) -> None:
+    generator = seeded(seed, device)
+    shape = (batch, -(-m // block[0]), -(-n // block[1]))
+    present = torch.rand(shape, device=device, generator=generator) < density
+    layout = Layout.from_mask(present, block, size=(m, n))
+    x = torch.randn(batch, m, n, device=device, generator=generator)
+    mask = torch.rand(m, n, device=device, generator=generator) < 0.7 if masked else None
+    part = elements(layout) if mask is None else elements(layout) & mask
+    out = softmax(from_dense(x, layout), mask=mask, scale=1.5)
+    torch.testing.assert_close(out.to_dense(), dense(x, part, 1.5))
+    assert torch.equal(transpose(out).to_dense(), out.to_dense().mT)
 
 
 def test_the_same_bits(dtype: torch.dtype, device: torch.device) -> None:
