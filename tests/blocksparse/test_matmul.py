@@ -139,14 +139,14 @@ def test_programs_walk_many_tiles(monkeypatch: pytest.MonkeyPatch, device: torch
 @pytest.mark.kernels
 def test_a_list_longer_than_one_step_looks_at(device: torch.device) -> None:
     generator = seeded(0, device)
-    a, b = (
-        from_dense(
-            torch.randint(-3, 4, size, device=device, generator=generator).float(),
-            layout_of((), size, (16, 16), 0.99, generator),
-        )
+    present = torch.zeros(132, 1, device=device)
+    present[[1, 127, 128, 131]] = 1
+    x, y = (
+        torch.randint(-3, 4, size, device=device, generator=generator).float()
         for size in ((16, 16 * 132), (16 * 132, 16))
     )
-    assert torch.equal(matmul(a, b), a.to_dense() @ b.to_dense())
+    a, b = from_dense(x, Layout.full((1, 132), 16, device=device)), from_dense(y, Layout.from_mask(present, 16))
+    assert torch.equal(matmul(a, b), x @ b.to_dense())
 
 
 def test_one_sparse_matrix_and_many_dense_ones(device: torch.device) -> None:
