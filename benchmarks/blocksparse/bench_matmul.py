@@ -84,7 +84,7 @@ def _sparse(n: int, block: int, sparsity: int, dtype: torch.dtype) -> Case:
         reference=lambda x, y, of_x, of_y, of_out: (x.double() @ y.double() * peers.elements(of_out, n),),
         bytes=int(peers.BATCH * n * n * dtype.itemsize * (present[0] + 2 * present[1])),
         flops=int(2 * peers.BATCH * n**3 * present[0] * present[1] ** 2),
-        sweep="n",
+        sweep=peers.sweep_of(block, sparsity, dtype),
     )  # fmt: skip
 
 

@@ -94,7 +94,7 @@ def _softmax(n: int, block: int, sparsity: int, dtype: torch.dtype, training: bo
         reference=trained if training else lambda x, mask: (reference(x, mask),),
         bytes=int(kept * dtype.itemsize * (5 if training else 2)),
         flops=0,
-        sweep="n",
+        sweep=peers.sweep_of(block, sparsity, dtype),
         grad=training,
     )
 
@@ -132,5 +132,5 @@ def _transpose(n: int, block: int, sparsity: int, dtype: torch.dtype) -> Case:
         reference=lambda x, mask: (x.double().mT,),
         bytes=int(2 * peers.BATCH * n * n * (1 - sparsity / 100) * dtype.itemsize),
         flops=0,
-        sweep="n",
+        sweep=peers.sweep_of(block, sparsity, dtype),
     )
