@@ -250,7 +250,6 @@ class Selection:
             seq_lengths=(self.num_queries, self.num_keys),
         )
 
-
     @classmethod
     def from_block_mask(cls, block_mask: BlockMask, capacity: int | None = None) -> Selection:
         """From FlexAttention's `BlockMask`, with a scope for each of its heads; its function is asked for every pair.
