@@ -15,7 +15,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gossamer.cli.bench import report
-from gossamer.cli.bench.case import find_benchmarks, load_cases
+from gossamer.cli.bench.case import Case, find_benchmarks, load_cases
 from gossamer.cli.bench.profiling import profile_case
 from gossamer.cli.bench.runner import CaseResult, Settings, run_case
 from gossamer.cli.bench.timing import measure_ceilings
@@ -88,13 +88,25 @@ def bench(
         _fail(str(error))
 
     started = time.monotonic()
-    console = report.make_console()
-    hardware = describe(where)
     usual, seconds = (10, 0.003) if where.type == "cuda" else (5, 0.02)
     settings = Settings(rounds or (3 if quick else usual), seconds, started + budget, not skip_verify)
     chosen = "saelens" if saelens and not case else slug(case or "")
-    parts = [room or "all", chosen, slug(hardware["name"]), "quick" if quick else ""]
-    stem = "-".join(part for part in parts if part)
+    own = [*map(str, length), dtype or "", f"batch-{batch}" if batch else "", slug(provider or "")]
+    stem = "-".join(part for part in (room or "all", chosen, *own, "" if settings.verify else "unverified") if part)
+    results, missing = _measure(cases, where, settings, seed, quick, target, stem)
+    if missing:
+        typer.echo(f"budget of {budget:g} s spent, {len(missing)} cases not run: {', '.join(missing)}")
+    if any(result.failed for result in results):
+        raise typer.Exit(1)
+
+
+def _measure(
+    cases: list[Case], where: torch.device, settings: Settings, seed: int, quick: bool, target: Path, stem: str
+) -> tuple[list[CaseResult], list[str]]:
+    """Runs, shows and writes the cases, and returns their results, and the ids of those that there was no time for."""
+    console = report.make_console()
+    hardware = describe(where)
+    stem = "-".join(part for part in (stem, slug(hardware["name"]), "quick" if quick else "") if part)
     path = target / f"{stem}.json"
     results: list[CaseResult] = []
     bar = Progress(
@@ -109,10 +121,11 @@ def bench(
         with bar:
             task = bar.add_task("ceilings", total=len(cases))
             ceilings = measure_ceilings(where, quick)
+            settled = {"rounds": settings.rounds, "burst": settings.burst, "verify": settings.verify}
             content: dict[str, Any] = {
-                **provenance(command_line("gossamer", sys.argv[1:]), folder.parent, where),
+                **provenance(command_line("gossamer", sys.argv[1:]), _checkout(), where),
                 "ceilings": {"bandwidth": ceilings.bandwidth, "gemm": ceilings.gemm},
-                "settings": {"rounds": settings.rounds, "burst": settings.burst, "seed": seed, "quick": quick},
+                "settings": {**settled, "seed": seed, "quick": quick},
                 "cases": [],
             }
             console.print(
@@ -143,11 +156,14 @@ def bench(
             console.print(f"wrote {written}", markup=False)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"the finished cases are in {path}" if results else "nothing was written") from None
-    if "not_run" in content:
-        missing = content["not_run"]
-        console.print(f"budget of {budget:g} s spent, {len(missing)} cases not run: {', '.join(missing)}", markup=False)
-    if any(result.failed for result in results):
-        raise typer.Exit(1)
+    return results, content.get("not_run", [])
+
+
+def _checkout() -> Path:
+    """Where the benchmarks' repository is."""
+    folder = find_benchmarks()
+    assert folder is not None
+    return folder.parent
 
 
 def _given(lengths: list[int], dtype: str | None, batch: int | None) -> dict[str, Any]:
