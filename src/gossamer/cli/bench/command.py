@@ -111,7 +111,9 @@ def bench(
     most = rounds or (3 if quick else min(usual, 5) if sweeps else usual)
     settings = Settings(most, seconds, time.monotonic() + budget, not skip_verify)
     chosen = swept if sweeps else "saelens" if saelens and not case else slug(case or "")
-    parts = [room or "all", chosen, slug(describe(where)["name"]), "quick" if quick else ""]
+    own = [*map(str, length), dtype or "", f"batch-{batch}" if batch else "", slug(provider or "")]
+    own.append("unverified" if skip_verify else "")
+    parts = [room or "all", chosen, *own, slug(describe(where)["name"]), "quick" if quick else ""]
     path = target / f"{'-'.join(part for part in parts if part)}.json"
     results = _measured(cases, path, folder.parent, where, settings, seed, quick, sweeps)
     if any(result.failed for result in results):
@@ -143,10 +145,11 @@ def _measured(
         with bar:
             task = bar.add_task("ceilings", total=len(cases))
             ceilings = measure_ceilings(where, quick)
+            settled = {"rounds": settings.rounds, "burst": settings.burst, "verify": settings.verify}
             content: dict[str, Any] = {
                 **provenance(command_line("gossamer", sys.argv[1:]), root, where),
                 "ceilings": {"bandwidth": ceilings.bandwidth, "gemm": ceilings.gemm},
-                "settings": {"rounds": settings.rounds, "burst": settings.burst, "seed": seed, "quick": quick},
+                "settings": {**settled, "seed": seed, "quick": quick},
                 "cases": [],
             }
             name = describe(where)["name"]
