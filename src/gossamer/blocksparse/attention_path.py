@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gossamer._core import tuning
 from gossamer._core.ops import INTERPRET
+from gossamer._core.ranges import span
 
 Path = Literal["hopper", "split", "tiles"]
 
@@ -94,7 +95,5 @@ def splits_of(problem: Problem, device: torch.device) -> int:
 
 
 def named(path: str) -> AbstractContextManager[Any]:
-    """A profiler's range that names the path; nothing where no profiler is at work."""
-    if torch.autograd._profiler_enabled():
-        return torch.profiler.record_function(f"gossamer::blocksparse.attention/{path}")
-    return nullcontext()
+    """A profiler's range that names the path."""
+    return span(f"gossamer::blocksparse.attention/{path}")  # type: ignore[no-any-return]
