@@ -96,4 +96,4 @@ def splits_of(problem: Problem, device: torch.device) -> int:
 
 def named(path: str) -> AbstractContextManager[Any]:
     """A profiler's range that names the path."""
-    return span(f"gossamer::blocksparse.attention/{path}")  # type: ignore[no-any-return]
+    return span(f"gossamer::blocksparse.attention/{path}")
