@@ -31,18 +31,18 @@ def cases(
     if small:
         for T in lengths or (256,):
             for training in (False, True):
-                yield _attention(T, 4, 2, 32, min(64, T // 2), dtype, training, batch)
-            yield _attention(T, 4, 2, 32, min(64, T // 2), dtype, False, batch, "random")
-        yield _decode(2048, 4, 2, 32, 64, dtype, batch)
+                yield attention_case(T, 4, 2, 32, min(64, T // 2), dtype, training, batch)
+            yield attention_case(T, 4, 2, 32, min(64, T // 2), dtype, False, batch, "random")
+        yield decode_case(2048, 4, 2, 32, 64, dtype, batch)
         return
     for T in lengths or (1024, 2048, 4096, 8192, 32768, 131072):
-        yield _attention(T, 16, 16, 128, min(2048, T // 2), dtype, False, batch)
+        yield attention_case(T, 16, 16, 128, min(2048, T // 2), dtype, False, batch)
         if T <= 32768:
-            yield _attention(T, 16, 16, 128, min(2048, T // 2), dtype, True, batch)
-            yield _attention(T, 16, 16, 128, min(2048, T // 2), dtype, False, batch, "random")
-    yield _attention(32768, 16, 4, 128, 2048, dtype, True, batch)
+            yield attention_case(T, 16, 16, 128, min(2048, T // 2), dtype, True, batch)
+            yield attention_case(T, 16, 16, 128, min(2048, T // 2), dtype, False, batch, "random")
+    yield attention_case(32768, 16, 4, 128, 2048, dtype, True, batch)
     for G in (16, 4):
-        yield _decode(131072, 16, G, 128, 2048, dtype, batch)
+        yield decode_case(131072, 16, G, 128, 2048, dtype, batch)
 
 
 def scattered(T: int, k: int, batch: int, device: torch.device, generator: torch.Generator) -> Selection:
@@ -59,7 +59,7 @@ def scattered(T: int, k: int, batch: int, device: torch.device, generator: torch
     return Selection.from_words(words, T, min(T, 4 * k))
 
 
-def _attention(
+def attention_case(
     T: int, H: int, G: int, D: int, k: int, dtype: torch.dtype, training: bool, B: int, kind: str = "drifting"
 ) -> Case:
     def make(device: torch.device, generator: torch.Generator) -> list[tuple[Any, ...]]:
@@ -178,7 +178,7 @@ def _exact(
     return (*whole, torch.cat(dqs)[None], dk[None], dv[None]) if training else whole
 
 
-def _decode(T: int, H: int, G: int, D: int, k: int, dtype: torch.dtype, B: int) -> Case:
+def decode_case(T: int, H: int, G: int, D: int, k: int, dtype: torch.dtype, B: int) -> Case:
     def make(device: torch.device, generator: torch.Generator) -> list[tuple[Any, ...]]:
         q, keys, values = (
             torch.randn(B, *n, D, device=device, generator=generator).to(dtype) for n in ((H, 1), (G, T), (G, T))

@@ -22,16 +22,16 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     """B 1, T 8,192, 16 heads, bfloat16, not causal; small float32 cases for `quick` and on the CPU."""
     if quick or device.type == "cpu":
         for training in (False, True):
-            yield _attention(256, 2, 64, 64, 50, torch.float32, training)
+            yield attention_case(256, 2, 64, 64, 50, torch.float32, training)
         return
     for training in (False, True):
         for D in (64, 128):
             for block in (64, 128):
                 for density in (50, 25, 10):
-                    yield _attention(8192, 16, D, block, density, torch.bfloat16, training)
+                    yield attention_case(8192, 16, D, block, density, torch.bfloat16, training)
 
 
-def _attention(T: int, H: int, D: int, block: int, density: int, dtype: torch.dtype, training: bool) -> Case:
+def attention_case(T: int, H: int, D: int, block: int, density: int, dtype: torch.dtype, training: bool) -> Case:
     def make(device: torch.device, generator: torch.Generator) -> list[tuple[Any, ...]]:
         drawn = [torch.randn(1, H, T, D, device=device, generator=generator).to(dtype) for _ in range(4)]
         mask = torch.rand(H, T // block, T // block, device=device, generator=generator) * 100 < density
@@ -147,7 +147,8 @@ def _flex(run: Callable[..., Any], result: Callable[..., Tensors]) -> list[Provi
         from torch.nn.attention.flex_attention import BlockMask
 
         mask = layout.to_dense()[None]
-        counts, order = mask.sum(-1, dtype=torch.int32), mask.int().argsort(-1, descending=True, stable=True).int()
+        counts = mask.sum(-1, dtype=torch.int32)
+        order = torch.argsort(mask.int(), dim=-1, descending=True, stable=True).int()
         none = torch.zeros_like(counts), order
         given = {"BLOCK_SIZE": layout.block_size, "seq_lengths": layout.size}
         return q, k, v, grad, BlockMask.from_kv_blocks(*none, counts, order, **given)

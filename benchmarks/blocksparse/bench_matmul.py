@@ -18,20 +18,20 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     """n 1,024 to 8,192, blocks of 64, float32 and bfloat16; a small float32 one for `quick` and on the CPU."""
     if quick or device.type == "cpu":
-        yield _sparse(256, 32, 50, torch.float32)
-        yield _with_dense(256, 32, 75, torch.float32)
+        yield matmul_case(256, 32, 50, torch.float32)
+        yield dense_case(256, 32, 75, torch.float32)
         return
     for dtype in (torch.bfloat16, torch.float32):
         for n in (1024, 2048, 4096, 8192):
             for sparsity in peers.SPARSITIES:
-                yield _sparse(n, 64, sparsity, dtype)
+                yield matmul_case(n, 64, sparsity, dtype)
     for block in (16, 32, 128):
-        yield _sparse(4096, block, 50, torch.bfloat16)
+        yield matmul_case(4096, block, 50, torch.bfloat16)
     for sparsity in (2, 50, 75, 90):
-        yield _with_dense(8192, 64, sparsity, torch.bfloat16)
+        yield dense_case(8192, 64, sparsity, torch.bfloat16)
 
 
-def _sparse(n: int, block: int, sparsity: int, dtype: torch.dtype) -> Case:
+def matmul_case(n: int, block: int, sparsity: int, dtype: torch.dtype) -> Case:
     """All three block-sparse; where nothing of the result is missing, nothing of the inputs is."""
     inputs = 25 if sparsity else 0
     present = (1 - sparsity / 100, 1 - inputs / 100)
@@ -84,11 +84,11 @@ def _sparse(n: int, block: int, sparsity: int, dtype: torch.dtype) -> Case:
         reference=lambda x, y, of_x, of_y, of_out: (x.double() @ y.double() * peers.elements(of_out, n),),
         bytes=int(peers.BATCH * n * n * dtype.itemsize * (present[0] + 2 * present[1])),
         flops=int(2 * peers.BATCH * n**3 * present[0] * present[1] ** 2),
-        sweep="n",
+        sweep=peers.sweep_of(block, sparsity, dtype),
     )  # fmt: skip
 
 
-def _with_dense(n: int, block: int, sparsity: int, dtype: torch.dtype) -> Case:
+def dense_case(n: int, block: int, sparsity: int, dtype: torch.dtype) -> Case:
     """Block-sparse times dense, as a sparse layer computes."""
 
     def make(device: torch.device, generator: torch.Generator) -> list[tuple[Tensor, ...]]:

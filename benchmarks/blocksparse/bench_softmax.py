@@ -15,16 +15,16 @@ from gossamer.cli.bench import Case, Provider, copies
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     """n 1,024 to 8,192, blocks of 64, float32 and bfloat16; small float32 ones for `quick` and on the CPU."""
     if quick or device.type == "cpu":
-        yield _softmax(256, 32, 50, torch.float32, False)
-        yield _softmax(256, 32, 50, torch.float32, True)
-        yield _transpose(256, 32, 50, torch.float32)
+        yield softmax_case(256, 32, 50, torch.float32, False)
+        yield softmax_case(256, 32, 50, torch.float32, True)
+        yield transpose_case(256, 32, 50, torch.float32)
         return
     for dtype in (torch.bfloat16, torch.float32):
         for n in (1024, 2048, 4096, 8192):
             for sparsity in peers.SPARSITIES:
-                yield _softmax(n, 64, sparsity, dtype, False)
-                yield _transpose(n, 64, sparsity, dtype)
-            yield _softmax(n, 64, 50, dtype, True)
+                yield softmax_case(n, 64, sparsity, dtype, False)
+                yield transpose_case(n, 64, sparsity, dtype)
+            yield softmax_case(n, 64, 50, dtype, True)
 
 
 def _make(n: int, block: int, sparsity: int, dtype: torch.dtype):
@@ -38,7 +38,7 @@ def _make(n: int, block: int, sparsity: int, dtype: torch.dtype):
     return make
 
 
-def _softmax(n: int, block: int, sparsity: int, dtype: torch.dtype, training: bool) -> Case:
+def softmax_case(n: int, block: int, sparsity: int, dtype: torch.dtype, training: bool) -> Case:
     def dense(x: Tensor) -> Tensor:
         return x.softmax(-1)
 
@@ -94,12 +94,12 @@ def _softmax(n: int, block: int, sparsity: int, dtype: torch.dtype, training: bo
         reference=trained if training else lambda x, mask: (reference(x, mask),),
         bytes=int(kept * dtype.itemsize * (5 if training else 2)),
         flops=0,
-        sweep="n",
+        sweep=peers.sweep_of(block, sparsity, dtype),
         grad=training,
     )
 
 
-def _transpose(n: int, block: int, sparsity: int, dtype: torch.dtype) -> Case:
+def transpose_case(n: int, block: int, sparsity: int, dtype: torch.dtype) -> Case:
     return Case(
         room="blocksparse",
         name="transpose",
@@ -132,5 +132,5 @@ def _transpose(n: int, block: int, sparsity: int, dtype: torch.dtype) -> Case:
         reference=lambda x, mask: (x.double().mT,),
         bytes=int(2 * peers.BATCH * n * n * (1 - sparsity / 100) * dtype.itemsize),
         flops=0,
-        sweep="n",
+        sweep=peers.sweep_of(block, sparsity, dtype),
     )

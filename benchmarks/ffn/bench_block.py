@@ -21,25 +21,25 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     """bfloat16 on a GPU; float32 on the CPU, and small for `quick`."""
     if quick:
         sizes, dtype = (64, 96, 256, 256), torch.float32
-        yield _block("gated", 40, 8, 0.0, sizes, dtype)
-        yield _block("plain", 40, 8, 0.0, sizes, dtype)
+        yield block_case("gated", 40, 8, 0.0, sizes, dtype)
+        yield block_case("plain", 40, 8, 0.0, sizes, dtype)
         return
     if device.type == "cpu":
         for m in (1, 2, 4, 8):
-            yield _block("gated", m, 29, 0.0, (K, N), torch.float32)
+            yield block_case("gated", m, 29, 0.0, (K, N), torch.float32)
         return
     gated, plain, half = (K, N), (K, PLAIN), torch.bfloat16
     for m in (1, 4, 16):
-        yield _block("gated", m, 29, 0.0, gated, half)
+        yield block_case("gated", m, 29, 0.0, gated, half)
     for m in (2048, 65536, 16384):
-        yield _block("gated", m, 29, 0.0, gated, half)
+        yield block_case("gated", m, 29, 0.0, gated, half)
     for nnz in (1, 10, 100, 300, 900):
-        yield _block("gated", 16384, nnz, 0.0, gated, half)
+        yield block_case("gated", 16384, nnz, 0.0, gated, half)
     for nnz, shared in ((29, 0.9), (29, 0.7), (100, 0.9)):
-        yield _block("gated", 16384, nnz, shared, gated, half)
-    yield _block("gated", 16384, "40, 440 in 15%", 0.0, gated, half)
+        yield block_case("gated", 16384, nnz, shared, gated, half)
+    yield block_case("gated", 16384, "40, 440 in 15%", 0.0, gated, half)
     for nnz in (29, 100, 900):
-        yield _block("plain", 16384, nnz, 0.0, plain, half)
+        yield block_case("plain", 16384, nnz, 0.0, plain, half)
 
 
 def _counts(M: int, nnz: int | str) -> int | list[int]:
@@ -49,7 +49,7 @@ def _counts(M: int, nnz: int | str) -> int | list[int]:
     return [440 if i * 61 % 100 < 15 else 40 for i in range(M)]
 
 
-def _block(kind: str, M: int, nnz: int | str, shared: float, sizes: tuple[int, ...], dtype: torch.dtype) -> Case:
+def block_case(kind: str, M: int, nnz: int | str, shared: float, sizes: tuple[int, ...], dtype: torch.dtype) -> Case:
     k, n = sizes[-2:]
     gated = kind == "gated"
 

@@ -52,6 +52,7 @@ def sparse_calls(device: torch.device) -> None:
     for given in (None, lengths):
         operands = (leaf(2, 3, 33, 8), leaf(2, 33, 8), leaf(2, 33, 3), leaf(3))
         indexer_loss(q, k, *operands, selection=selection, lengths=given).backward()
+        sparse_attention(q, k, v, selection, indexer=operands, lengths=given).sum().backward()
     for gates in (True, False):
         y, angles = leaf(2, 5, 8 * (12 if gates else 7)), torch.randn(5, 8, device=device)
         made = rotary_gates(y, angles, angles, 3, 2, value_gate=gates, output_gate=gates)

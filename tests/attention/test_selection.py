@@ -134,3 +134,23 @@ def test_bad_input(device: torch.device) -> None:
         Selection(good.words, good.counts, good.indices, 65)
     with pytest.raises(TypeError, match="counts must be int32, got int64"):
         Selection(good.words, good.counts.long(), good.indices, 3)
+
+
+@pytest.mark.parametrize("tq, tk, heads", [(130, 200, 1), (256, 256, 2), (40, 300, 1)])
+def test_from_block_mask(tq: int, tk: int, heads: int, device: torch.device) -> None:
+    """FlexAttention's own, with partial and full blocks, and back from what to_block_mask makes."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q + 20 * h >= k) & (k % 7 > b)
+
+    made = create_block_mask(near, 2, heads, tq, tk, device=str(device), BLOCK_SIZE=64)
+    b, h, q, k = (torch.arange(n, device=device) for n in (2, heads, tq, tk))
+    wanted = near(b[:, None, None, None], h[:, None, None], q[:, None], k)
+    found = Selection.from_block_mask(made)
+    assert torch.equal(found.to_mask(), wanted)
+    assert torch.equal(Selection.from_block_mask(found.to_block_mask(64)).words, found.words)
+    whole = create_block_mask(lambda b, h, q, k: q >= 0, None, None, tq, tk, device=str(device))
+    assert bool(Selection.from_block_mask(whole).to_mask().all())
+    with pytest.raises(TypeError, match=r"block_mask must be a BlockMask .* got Tensor. A dense mask goes to"):
+        Selection.from_block_mask(wanted)  # type: ignore[arg-type]

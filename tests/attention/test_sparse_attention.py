@@ -230,6 +230,25 @@ def test_lists_in_pieces(
         assert torch.equal(a, b)
 
 
+@pytest.mark.kernels
+@PATHS
+def test_two_blocks_of_queries_a_program(
+    path: str, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tile of Hopper, also where the second block is no more than begun, or not there."""
+    kernels = pytest.importorskip("gossamer.attention._triton.sparse_attention")
+    monkeypatch.setattr(kernels, "fwd_tile", lambda q, path: kernels.Tile(parts=2, keys=64, warps=8, stages=2))
+    for tq, lengths in ((150, [200, 90]), (60, None)):
+        q, k, v = inputs(2, 2, 1, tq, 200, 16, torch.float32, device, generator)
+        mask = random_mask((2, 1, tq, 200), 0.2, generator)
+        given = None if lengths is None else torch.tensor(lengths, device=device)
+        options = {"lengths": given, "path": path, "return_lse": True}
+        got = sparse_attention(q, k, v, Selection.from_mask(mask), **options)
+        wanted = dense(q.double(), k.double(), v.double(), mask, lengths=given)
+        torch.testing.assert_close(got[0].double(), wanted[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got[1].double(), wanted[1], rtol=1e-5, atol=1e-5)
+
+
 @PATHS
 def test_queries_without_keys(path: str, device: torch.device, generator: torch.Generator) -> None:
     q, k, v = inputs(1, 2, 2, 200, 200, 16, torch.float32, device, generator)

@@ -18,6 +18,7 @@ SHAPES = [
     ((2, 1), (32, 16), (33, 50), (2, 2), 8),
     ((2, 2), (64, 64), (64, 130), (2, 2), 32),
     ((1, 4), (16, 16), (16, 90), (4, 2), 5),
+    ((2,), (16, 32), (70, 40), (2, 1), 8),
 ]
 
 
@@ -158,6 +159,7 @@ PROBLEM = attention_path.Problem(1, 16, 16, 8192, 8192, 64, (False, True), (64, 
         ({}, torch.bfloat16, False, "tiles"),
         ({"d": 68}, torch.bfloat16, True, "tiles"),
         ({"d": 136}, torch.bfloat16, True, "tiles"),
+        ({"scale": -0.1}, torch.bfloat16, True, "tiles"),
         ({"block": (64, 32)}, torch.bfloat16, True, "tiles"),
         ({"tq": 1}, torch.bfloat16, True, "split"),
     ],
@@ -177,13 +179,16 @@ def test_few_queries_meet_many_keys(dtype: torch.dtype, device: torch.device, sc
     check(*problem(device, dtype, (), (16, 64), (3, 1200 * scale), (1, 1), 16, density=0.9), causal=True)
 
 
-def test_any_strides(device: torch.device) -> None:
-    q, k, v, _, layout = problem(device, torch.float32, (2,), (16, 16), (40, 50), (2, 2), 16)
-    wanted = attention(q, k, v, layout)
-    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    assert torch.equal(attention(*turned, layout), wanted)
-    turned = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v)]
-    assert torch.equal(attention(*turned, layout), wanted)
+@pytest.mark.parametrize("dims", [(1, 2), (2, 3)], ids=str)
+def test_any_strides(dims: tuple[int, int], device: torch.device) -> None:
+    *given, grad, layout = problem(device, torch.float32, (2,), (16, 16), (40, 50), (2, 2), 16)
+    arranged = [x.transpose(*dims).contiguous().transpose(*dims) for x in (*given, grad)]
+    results = []
+    for *leaves, towards in ((*given, grad), arranged):
+        leaves = [x.requires_grad_() for x in leaves]
+        out = attention(*leaves, layout)
+        results.append((out, *torch.autograd.grad(out, leaves, towards)))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
 def test_overflow_gives_nan(device: torch.device) -> None:
@@ -193,6 +198,11 @@ def test_overflow_gives_nan(device: torch.device) -> None:
     out, lse = attention(*leaves, layout, return_lse=True)
     assert bool(out.isnan().all() and lse.isnan().all())
     for grad in torch.autograd.grad(out.sum(), leaves):
+        assert bool(grad.isnan().all())
+    term = terms_for(device, torch.float32, 40, 50, 16, 2)[0]
+    added = [term.table.requires_grad_(), torch.zeros(2, 1, 40, 50, device=device, requires_grad=True)]
+    out = attention(*leaves, layout, relative=term, bias=added[1])
+    for grad in torch.autograd.grad(out.sum(), added):
         assert bool(grad.isnan().all())
 
 

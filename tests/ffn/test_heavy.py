@@ -15,8 +15,7 @@ def test_any_density(method: str, shift: float, device: torch.device, generator:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("activation", ["relu", "relu2"])
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("gated, activation", [(True, "relu2"), (False, "relu")])
 def test_the_rows_that_are_listed(
     gated: bool, activation: str, device: torch.device, generator: torch.Generator
 ) -> None:

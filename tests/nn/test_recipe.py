@@ -232,9 +232,14 @@ def test_a_miss_is_said_once(device: torch.device) -> None:
     assert abs(steered.steering[2].item() / TARGET - 1) < 0.25
 
 
-@pytest.mark.parametrize("penalty", ["quadratic", "tanh"])
-def test_published_penalties_reach_a_target(penalty: str, device: torch.device) -> None:
-    check(train("jumprelu", SHORT, seed=0, device=device, rate=3e-3, penalty=penalty), SHORT)
+@pytest.mark.parametrize(
+    "options",
+    [{"penalty": "quadratic"}, {"penalty": "tanh", "ste_to_input": True, "pre_act_coefficient": 3e-6}],
+    ids=["quadratic", "tanh"],
+)
+def test_published_recipes_reach_a_target(options: dict[str, Any], device: torch.device) -> None:
+    found = train("jumprelu", SHORT, seed=0, device=device, rate=3e-3, **options)
+    assert found.recovered > 0.75 and abs(found.l0 / SHORT.active - 1) < 0.1, found
 
 
 @pytest.mark.gpu

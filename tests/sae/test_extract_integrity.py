@@ -123,7 +123,17 @@ def test_a_run_stopped_while_it_verifies(device: torch.device, tmp_path: Path) -
 
 
 def test_check_names_all_that_is_wrong(device: torch.device, tmp_path: Path) -> None:
-    extract(Rows(activations(), text=True), model(device), tmp_path, **SIZES)
+    sae, source = model(device), Rows(activations(), text=True)
+    extract(source, sae, tmp_path, **SIZES)
+    flip(tmp_path / "vocabulary.json")
+    with pytest.raises(ValueError, match=r"in .*, vocabulary\.json is damaged \(its checksum differs\)\. "):
+        Extraction.check(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"vocabulary\.json is damaged: .* The same call of sae\.extract writes it again"
+    ):
+        Extraction(tmp_path).context(3)
+    extract(source, sae, tmp_path, **SIZES)
+    assert Extraction.check(tmp_path).context(3)[1] == "zero"
     seen: list[Any] = []
     assert Extraction.check(str(tmp_path), lambda *args: seen.append(args)).rows == 300
     assert seen == [(rows, 300) for rows in (64, 128, 192, 256, 300)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.utils import _pytree
 
 from gossamer._core import checks
@@ -249,6 +249,49 @@ class Selection:
             mask_mod=takes,
             seq_lengths=(self.num_queries, self.num_keys),
         )
+
+    @classmethod
+    def from_block_mask(cls, block_mask: BlockMask, capacity: int | None = None) -> Selection:
+        """From FlexAttention's `BlockMask`, with a scope for each of its heads; its function is asked for every pair.
+
+        Args:
+            block_mask: of B sequences, S heads, Tq queries and Tk keys. Where blocks are full, its function has no say,
+                as in FlexAttention.
+            capacity: U, or None for Tk.
+
+        Raises:
+            TypeError: block_mask is no `BlockMask`.
+
+        >>> mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 3, 4, device="cpu")  # doctest: +SKIP
+        >>> Selection.from_block_mask(mask).to_indices()[0].tolist()  # doctest: +SKIP
+        [[[[0, -1, -1], [0, 1, -1], [0, 1, 2]]]]
+        """
+        operator = "attention.Selection.from_block_mask"
+        if not isinstance(block_mask, BlockMask):
+            raise TypeError(
+                f"{operator}: block_mask must be a BlockMask of torch.nn.attention.flex_attention, got "
+                f"{type(block_mask).__name__}. A dense mask goes to Selection.from_mask."
+            )
+        b, heads, tq, tk = block_mask.shape
+        device = block_mask.kv_num_blocks.device
+        mask = _dense_blocks(block_mask.kv_num_blocks, block_mask.kv_indices, block_mask)
+        mask &= create_mask(block_mask.mask_mod, b, heads, tq, tk, device=str(device))
+        if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
+            mask |= _dense_blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, block_mask)
+        return cls.from_mask(mask, capacity)
+
+
+def _dense_blocks(counts: Tensor, indices: Tensor, block_mask: BlockMask) -> Tensor:
+    """bool `[B, S, Tq, Tk]`: the first counts of the listed blocks of a row."""
+    *_, tq, tk = block_mask.shape
+    rows, columns = block_mask.BLOCK_SIZE
+    width = max(indices.shape[3], -(-tk // columns))
+    listed = torch.arange(indices.shape[3], device=indices.device) < counts[..., None]
+    # One column more takes what is not listed.
+    blocks = torch.zeros(*indices.shape[:3], width + 1, dtype=torch.bool, device=indices.device)
+    blocks.scatter_(3, torch.where(listed, indices, width).long(), True)
+    whole = blocks[..., :width].repeat_interleave(rows, 2).repeat_interleave(columns, 3)
+    return whole[:, :, :tq, :tk].contiguous()
 
 
 def _capacity(operator: str, capacity: int | None, num_keys: int) -> int:

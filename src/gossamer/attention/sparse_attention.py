@@ -9,9 +9,12 @@ from torch import Tensor
 from gossamer._core import autocast, checks
 from gossamer._core.ops import directly, register
 from gossamer.attention._torch import sparse_attention as _cpu
+from gossamer.attention._torch import straight_through as _through
 from gossamer.attention.selection import Selection
 
 MAX_HEAD_DIM = 256
+IndexerInputs = tuple[Tensor, Tensor, Tensor, Tensor]
+"""q_idx, k_idx, w and bias, as `indexer_scores` takes them."""
 Path = Literal["decode", "tiles", "lists"]
 """Ways to go about it on the GPU; see `choose_path`."""
 
@@ -28,6 +31,7 @@ def sparse_attention(
     lengths: Tensor | None = None,
     return_lse: Literal[False] = False,
     path: Path | None = None,
+    indexer: IndexerInputs | None = None,
 ) -> Tensor: ...
 @overload
 def sparse_attention(
@@ -41,6 +45,7 @@ def sparse_attention(
     lengths: Tensor | None = None,
     return_lse: Literal[True],
     path: Path | None = None,
+    indexer: IndexerInputs | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 def sparse_attention(
     q: Tensor,
@@ -53,6 +58,7 @@ def sparse_attention(
     lengths: Tensor | None = None,
     return_lse: bool = False,
     path: Path | None = None,
+    indexer: IndexerInputs | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v over the keys that each query takes.
 
@@ -70,6 +76,10 @@ def sparse_attention(
         causal: whether a query takes only those of its keys that do not stand behind it.
         lengths: int `[B]`, keys from lengths[b] on take part nowhere; None where all do.
         return_lse: whether to return the logarithm of the softmax's denominator as well.
+        indexer: q_idx `[B, n, T, d]`, k_idx `[B, T, d]`, w `[B, T, n]` and bias `[n]` of the scores that selected, for
+            a gradient straight through the selection: that of the selected keys' logits, as if the scores, with a scale
+            of d ** -0.5, had been added to them. Nothing else changes. For a selection of one scope, T queries and T
+            keys.
         path: how the GPU goes about it, "decode", "tiles" or "lists"; None for what `choose_path` chooses.
 
     Returns:
@@ -80,7 +90,7 @@ def sparse_attention(
         ValueError: shapes or devices do not fit, D is above 256, scale is not above 0, or there is no such path, or
             "decode" is asked for with more than 16 queries.
         TypeError: dtypes differ, or selection is no `Selection`.
-        NotImplementedError: a second derivative.
+        NotImplementedError: a second derivative, or on the GPU more than 16 heads of the indexer.
 
     Source: Gated Sparse Attention (arXiv 2601.15305); queries that share a gather are FlashInfer's union of neighbours.
 
@@ -94,7 +104,12 @@ def sparse_attention(
         q, k, v = autocast.cast(q, k, v)  # type: ignore[assignment]
     words, counts, indices = selection.words, selection.counts, selection.indices
     chosen = _path(path, q.shape[2], selection)
-    out, lse = _sparse_attention(q, k, v, words, counts, indices, lengths, scale, causal, chosen)
+    if indexer is None:
+        out, lse = _sparse_attention(q, k, v, words, counts, indices, lengths, scale, causal, chosen)
+    else:
+        q_idx, k_idx, w, bias = _check_indexer(indexer, q, selection)
+        given = (q_idx, k_idx, w, bias, max(q_idx.shape[3], 1) ** -0.5)
+        out, lse = _sparse_attention_through(q, k, v, words, counts, indices, lengths, scale, causal, chosen, *given)
     return (out, lse) if return_lse else out
 
 
@@ -183,6 +198,41 @@ def check(operator: str, q: Tensor, k: Tensor, v: Tensor, selection: Selection, 
         checks.shape(operator, "lengths", lengths, (batch,), "[B]", "like q")
 
 
+MAX_INDEXER_HEADS = 16
+
+
+def _check_indexer(indexer: IndexerInputs, q: Tensor, selection: Selection) -> IndexerInputs:
+    """Shapes, dtypes and devices fit q; in the dtype of q where autocast is on."""
+    if not isinstance(indexer, tuple) or len(indexer) != 4:
+        raise TypeError(f"{OPERATOR}: indexer must be (q_idx, k_idx, w, bias), got {type(indexer).__name__}.")
+    q_idx, k_idx, w, bias = indexer
+    checks.floating(OPERATOR, q_idx=q_idx, k_idx=k_idx, w=w, bias=bias)
+    checks.same_device(OPERATOR, "q", q.device, q_idx=q_idx, k_idx=k_idx, w=w, bias=bias)
+    (b, _, t, _), n = q.shape, q_idx.shape[1] if q_idx.dim() == 4 else 0
+    d = q_idx.shape[-1]
+    checks.shape(OPERATOR, "q_idx", q_idx, (b, n, t, d), "[B, n, T, d]", "like q")
+    checks.shape(OPERATOR, "k_idx", k_idx, (b, t, d), "[B, T, d]", "like q_idx")
+    checks.shape(OPERATOR, "w", w, (b, t, n), "[B, T, n]", "like q_idx")
+    checks.shape(OPERATOR, "bias", bias, (n,), "[n]", "like q_idx")
+    if selection.words.shape[1] != 1 or selection.num_keys != t:
+        raise ValueError(
+            f"{OPERATOR}: with indexer, selection must have one scope and as many keys as queries, {t}, got "
+            f"{selection.words.shape[1]} and {selection.num_keys}."
+        )
+    if autocast.enabled(q.device):
+        q_idx, k_idx = autocast.cast(q_idx, k_idx)  # type: ignore[assignment]
+    if q_idx.dtype != q.dtype or k_idx.dtype != q.dtype:
+        raise TypeError(
+            f"{OPERATOR}: q_idx and k_idx must have the dtype of q, {checks.name_of(q.dtype)}, got "
+            f"{checks.name_of(q_idx.dtype)} and {checks.name_of(k_idx.dtype)}. Convert with q_idx.to(q.dtype)."
+        )
+    if q.is_cuda and n > MAX_INDEXER_HEADS:
+        raise NotImplementedError(
+            f"{OPERATOR}: at most {MAX_INDEXER_HEADS} heads of the indexer run on the GPU, got {n}."
+        )
+    return q_idx, k_idx, w, bias
+
+
 def _fake(q: Tensor, k: Tensor, v: Tensor, words: Tensor, counts: Tensor, indices: Tensor, *_: Any) -> Any:
     b, h, tq, d = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -226,4 +276,54 @@ _sparse_attention_bwd = register(
     gpu="gossamer.attention._triton.sparse_attention_bwd:sparse_attention_bwd",
     fake=_fake_bwd,
     once_differentiable=OPERATOR,
+)
+
+
+def _context_through(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, words, counts, indices, lengths, ctx.scale, ctx.causal, ctx.path, *indexer, ctx.scale_idx = inputs
+    ctx.save_for_backward(q, k, v, *output, words, counts, indices, lengths, *indexer)
+    ctx.set_materialize_grads(False)
+
+
+def _backward_through(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse, words, counts, indices, lengths, *indexer = ctx.saved_tensors
+    if grad is None and grad_lse is None:
+        return (None,) * 15
+    if grad is None:
+        grad = torch.zeros_like(out)
+    needed = ctx.needs_input_grad
+    grads: tuple[Any, ...] = (None,) * 3
+    if any(needed[:3]):
+        call = directly(_sparse_attention_bwd, grad, grad_lse, q, k, v)
+        selected = (words, counts, indices, lengths)
+        grads = call(grad, grad_lse, q, k, v, out, lse, *selected, ctx.scale, ctx.causal, ctx.path)
+    scores: tuple[Any, ...] = (None,) * 4
+    if any(needed[10:14]):
+        call = directly(_straight_through, grad, grad_lse, q, k, v, *indexer)
+        scores = call(grad, grad_lse, q, k, v, out, lse, *indexer, words, lengths, ctx.scale, ctx.scale_idx, ctx.causal)
+    grads = tuple(g if need else None for g, need in zip((*grads, *scores), (*needed[:3], *needed[10:14])))
+    return (*grads[:3], *(None,) * 7, *grads[3:], None)
+
+
+def _fake_through(grad: Tensor, grad_lse: Tensor | None, *rest: Any) -> Any:
+    return tuple(x.new_empty(x.shape) for x in rest[5:9])
+
+
+_straight_through = register(
+    "straight_through(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "Tensor q_idx, Tensor k_idx, Tensor w, Tensor bias, Tensor words, Tensor? lengths, float scale, float scale_idx, "
+    "bool causal) -> (Tensor, Tensor, Tensor, Tensor)",
+    cpu=_through.straight_through,
+    gpu="gossamer.attention._triton.straight_through:straight_through",
+    fake=_fake_through,
+    once_differentiable=OPERATOR,
+)
+_sparse_attention_through = register(
+    f"sparse_attention_through(Tensor q, Tensor k, Tensor v, {_SELECTED}, Tensor q_idx, Tensor k_idx, Tensor w, "
+    "Tensor bias, float scale_idx) -> (Tensor, Tensor)",
+    cpu=_through.sparse_attention_through,
+    gpu="gossamer.attention._triton.straight_through:sparse_attention_through",
+    fake=_fake,
+    setup_context=_context_through,
+    backward=_backward_through,
 )

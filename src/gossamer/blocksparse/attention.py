@@ -12,6 +12,7 @@ from torch import Tensor
 from gossamer._core import autocast, checks
 from gossamer._core.ops import directly, refuse_second, register
 from gossamer.blocksparse._torch import attention as _cpu
+from gossamer.blocksparse.attention_path import empty_like
 from gossamer.blocksparse.layout import Layout
 from gossamer.blocksparse.relative import Relative, prepare
 from gossamer.blocksparse.tensor import BlockSparseTensor, from_dense
@@ -63,7 +64,7 @@ def attention(
             float64), differentiable.
 
     Returns:
-        `[B, H, Tq, D]` in the dtype of q, or a pair with the log-sum-exp.
+        `[B, H, Tq, D]` in the dtype of q, in memory as `[B, Tq, H, D]`, or a pair with the log-sum-exp.
 
     Raises:
         ValueError: shapes, devices or the layout do not fit.
@@ -92,19 +93,25 @@ def attention(
         bias = bias.values
     extra = _extra(q, k, layout, mask, bias)
     queried, places = prepare(_NAME, q, k, relative)
+    valid_lengths, scale = _settings(q, valid_lengths, scale)
+    lists = layout.row_offsets, layout.col_indices, layout.row_indices, layout.col_offsets, layout.transpose_order
+    settings = *z, *layout.block_size, causal, scale
+    out, lse = _attention(q, k, v, extra, queried, places, valid_lengths, *lists, layout.positions, *settings)
+    return (out, lse) if return_lse else out
+
+
+def _settings(q: Tensor, valid_lengths: Tensor | None, scale: float | None) -> tuple[Tensor | None, float]:
+    """Lengths and scale as the operator takes them."""
     if valid_lengths is not None:
         checks.tensors(_NAME, valid_lengths=valid_lengths)
         checks.same_device(_NAME, "q", q.device, valid_lengths=valid_lengths)
         checks.shape(_NAME, "valid_lengths", valid_lengths, (q.shape[0],), "[B]", "like q")
         valid_lengths = valid_lengths.to(torch.int32)
     if scale is None:
-        scale = 1.0 if q.shape[-1] == 0 else q.shape[-1] ** -0.5
-    elif isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+        return valid_lengths, 1.0 if q.shape[-1] == 0 else q.shape[-1] ** -0.5
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
         raise ValueError(f"{_NAME}: scale must be a finite number, got {scale!r}. None takes D^-0.5.")
-    lists = layout.row_offsets, layout.col_indices, layout.row_indices, layout.col_offsets, layout.transpose_order
-    settings = *z, *layout.block_size, causal, float(scale)
-    out, lse = _attention(q, k, v, extra, queried, places, valid_lengths, *lists, layout.positions, *settings)
-    return (out, lse) if return_lse else out
+    return valid_lengths, float(scale)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
@@ -193,14 +200,14 @@ def _shaped(q: Tensor, k: Tensor, layout: Layout, name: str, x: Tensor | None) -
 
 def _fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
-    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
+    return empty_like(q), lse
 
 
 def _fake_bwd(
     grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
     bias: Tensor | None, relative: Tensor | None, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+    grads = [empty_like(x) for x in (q, k, v)]
     for x, wanted in zip((bias, relative), rest[-2:]):
         grads.append(x.new_empty(x.shape) if x is not None and wanted else q.new_empty(0))
     return tuple(grads)

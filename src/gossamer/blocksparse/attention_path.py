@@ -60,7 +60,7 @@ def choose_path(problem: Problem, dtype: torch.dtype, device: torch.device, plai
 
     "split" cuts the keys of few queries among programs, and joins what these find. "hopper" has kernels of its own for
     16-bit heads of up to 128 columns, a multiple of 8, in blocks from 64 on, where nothing is added to the scores
-    (`plain`). "tiles" takes the rest.
+    (`plain`) and their scale is positive. "tiles" takes the rest.
     """
     if splits_of(problem, device) > 1:
         return "split"
@@ -71,7 +71,14 @@ def on_hopper(problem: Problem, dtype: torch.dtype, device: torch.device, plain:
     """Whether the kernels written for Hopper can do it."""
     half = dtype in (torch.float16, torch.bfloat16)
     fits = problem.d % 8 == 0 and 0 < problem.d <= 128 and min(problem.block) >= 64 and problem.tk > 0
-    return plain and half and fits and not INTERPRET and tuning.hopper(device)
+    # A running maximum is kept of scores that are not yet scaled.
+    return plain and half and fits and problem.scale > 0 and not INTERPRET and tuning.hopper(device)
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """`[B, H, T, D]` that lies as `[B, T, H, D]` in memory, as results do."""
+    b, h, t, d = x.shape
+    return x.new_empty(b, t, h, d).transpose(1, 2)
 
 
 ROWS, KEYS = 64, 64

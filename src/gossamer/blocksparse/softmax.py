@@ -46,7 +46,7 @@ def softmax(x: BlockSparseTensor, *, mask: Tensor | None = None, scale: float = 
         raise ValueError(f"{_NAME}: scale must be a finite number, got {scale!r}.")
     if mask is not None:
         mask = _mask(x, mask)
-    out = _softmax(
+    out = directly(_softmax, x.values)(
         x.values, mask, layout.row_offsets, layout.row_indices, layout.col_indices, layout.batch, *layout.size,
         float(scale),
     )  # fmt: skip

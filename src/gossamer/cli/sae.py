@@ -68,7 +68,7 @@ def extract(
     by_torchrun = distributed.is_torchelastic_launched()
     console = Console(quiet=by_torchrun and os.environ["RANK"] != "0")
     bar = _bar(console)
-    done = 0
+    done = step = 0
     try:
         if (model is None) != (hook is None):
             raise ValueError(
@@ -88,11 +88,12 @@ def extract(
             task = bar.add_task("rows", total=None, visible=False)
 
             def progress(finished: int, total: int | None) -> None:
-                nonlocal done
-                if not done:
-                    # What an earlier run has done says nothing about the speed of this one.
+                nonlocal done, step
+                if not done or finished - done < step:
+                    # What an earlier run has done, and how fast whole files of it are verified, says nothing about the
+                    # speed of this one.
                     bar.reset(task, completed=max(finished - batch_size, 0), total=total, visible=True)
-                done = finished
+                done, step = finished, finished - done
                 bar.update(task, completed=finished, total=total)
 
             found = operators.extract(

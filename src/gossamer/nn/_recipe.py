@@ -27,8 +27,9 @@ from gossamer.nn.median import geometric_median
 BANDWIDTH = 0.2
 START = 8.0
 """How many times its target L0 is where training starts, if that is not more than a quarter of the latents."""
-WEIGHT = 2.0
-"""Of the penalty, where 1 is the share of an entry in the squared error of a row of which nothing is explained."""
+WEIGHT, WEIGHT_TO_INPUT = 2.0, 0.1
+"""Of the penalty, where 1 is the share of an entry in the squared error of a row of which nothing is explained; and
+where the penalty pulls at the encoder too, which a heavy one would silence."""
 WEIGHT_BY_FACTOR, LIGHTEST, HEAVIEST = 4.0, 3e-4, 4.0
 """The power of the thresholds' factor that the weight is multiplied with, and its bounds."""
 RATE = 0.05
@@ -105,10 +106,11 @@ def advanced(state: Tensor, target: float, start: float, warm_up: int) -> Tensor
     return torch.stack([calls + 1, factor + RATE * torch.where(l0 < 0, 0, error), l0])
 
 
-def weight(state: Tensor, d_in: int, target: float, warm_up: int) -> Tensor:
+def weight(state: Tensor, d_in: int, target: float, warm_up: int, to_input: bool) -> Tensor:
     """`[]`: the weight of the penalty."""
     heavy = (WEIGHT_BY_FACTOR * state[FACTOR]).clamp(math.log(LIGHTEST), math.log(HEAVIEST)).exp()
-    return WEIGHT * d_in / target * (state[CALLS] / warm_up).clamp(max=1) * heavy
+    begin = WEIGHT_TO_INPUT if to_input else WEIGHT
+    return begin * d_in / target * (state[CALLS] / warm_up).clamp(max=1) * heavy
 
 
 class Watch:

@@ -299,13 +299,12 @@ class JumpReLUSAE(_SAE):
             return self.target_l0, self.l0_coefficient
         assert self.target_l0 is not None
         calls, factor, _ = self.steering.unbind()
+        given = (self.d_in, self.target_l0, self.warm_up, self.ste_to_input)
         if self.penalty != "quadratic":
-            return None, _recipe.weight(self.steering, self.d_in, self.target_l0, self.warm_up)
+            return None, _recipe.weight(self.steering, *given)
         # At its aim it has no slope, so that a weight would change nothing: the aim moves.
         aim = _recipe.wanted(calls, *self._course) * (-factor).clamp(-0.5, 0.5).exp()
-        return aim, _recipe.weight(
-            torch.stack([calls, torch.zeros_like(factor)]), self.d_in, self.target_l0, self.warm_up
-        )
+        return aim, _recipe.weight(torch.stack([calls, torch.zeros_like(factor)]), *given)
 
     def _dead_loss(self, x: Tensor, target: Tensor, reconstruction: Tensor) -> Tensor | None:
         if not self.pre_act_coefficient:

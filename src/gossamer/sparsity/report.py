@@ -199,7 +199,8 @@ def report(
     Raises:
         ValueError: no sparse block in model, or no batch.
 
-    Source: the seed on sparse feed-forward blocks, section 4.3 and figures 6, 7, 10 and 11.
+    Source: Cetin et al., "Sparser, Faster, Lighter Transformer Language Models", section 4.3 and figures 6, 7, 10
+    and 11.
 
     >>> mlp = gossamer.nn.GatedMLP(8, 24, activation="relu")
     >>> report(mlp, [torch.ones(2, 5, 8)], measure=False).positions().shape

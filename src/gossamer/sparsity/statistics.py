@@ -212,7 +212,7 @@ def statistics(
     Raises:
         ValueError: no sparse block in model.
 
-    Source: the seed on sparse feed-forward blocks, section 4.3.
+    Source: Cetin et al., "Sparser, Faster, Lighter Transformer Language Models", section 4.3.
 
     >>> mlp = gossamer.nn.GatedMLP(8, 24, activation="relu")
     >>> statistics(mlp, [torch.ones(2, 5, 8)])[""].position_tokens.tolist()

@@ -3,7 +3,7 @@
 A score is stored as a *key*: an int16 from 1 to 31,742 that divides the range from 0 to the sum of the query's gates
 evenly, 8 to 15 times as fine as a float16 near the largest. 0 is a key that the query does not see, 31,743 is NaN, and
 31,744 stands for the always-kept keys. As bit patterns of float16 these order like the integers they are (the largest
-is infinity), so that one `set.ge.f16x2` compares two. A slab of rows is written once and stays in the L2 while
+is infinity), so that one `set.ge.f16x2` compares two. A slab of rows is taken through three kernels:
 
 1. `_index_keys_kernel` scores it: a program owns (64 queries, every PARTS-th tile of keys), the heads' queries held,
    and is bound by one `tanh.approx` a head and key.

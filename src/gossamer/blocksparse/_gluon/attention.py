@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch
-from gossamer.blocksparse.attention_path import Problem
+from gossamer.blocksparse.attention_path import Problem, empty_like
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7, 3.6
 INV_LN2 = 1.4426950408889634
@@ -85,6 +85,22 @@ def span(offsets_ptr, row, B, H, lines, capacity, CONFIG: gl.constexpr):
 
 
 @gluon.jit
+def met(columns_ptr, lengths_ptr, begin, count, end, limit, CAUSAL: gl.constexpr, BLOCK: gl.constexpr):
+    """How many of a row's blocks of keys, in ascending order, are met at all: those that begin before `end`, where the
+    diagonal leaves the tile of queries, and before the length."""
+    if CAUSAL or lengths_ptr is not None:
+        if CAUSAL:
+            limit = gl.minimum(limit, gl.maximum(end, 0))
+        low = count * 0
+        while low < count:
+            middle = (low + count) // 2
+            before = gl.load(columns_ptr + begin + middle) * BLOCK < limit
+            low = gl.where(before, middle + 1, low)
+            count = gl.where(before, count, middle)
+    return count
+
+
+@gluon.jit
 def key_limit(lengths_ptr, batch, Tk):
     limit = Tk
     if lengths_ptr is not None:
@@ -95,6 +111,17 @@ def key_limit(lengths_ptr, batch, Tk):
 @gluon.jit
 def exp2(x):
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+
+
+@gluon.jit
+def ring_of(desc, STAGES: gl.constexpr):
+    """Buffers for tiles, each with a barrier."""
+    shape: gl.constexpr = [STAGES, 1, 1, desc.block_type.shape[2], desc.block_type.shape[3]]
+    buffers = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+    return buffers, ready
 
 
 @gluon.jit
@@ -121,6 +148,23 @@ def matrix(buffers, slot):
 
 
 @gluon.jit
+def owned(buffers, ready):
+    """The one tile of a ring of one, as soon as it is there."""
+    mbarrier.wait(ready.index(0), 0)
+    return matrix(buffers, 0)
+
+
+@gluon.jit
+def emit(desc, buffer, tile, batch, head, row):
+    """Stores a tile by way of shared memory that nobody reads any more."""
+    ROWS: gl.constexpr = buffer.shape[2]
+    D: gl.constexpr = buffer.shape[3]
+    buffer.reshape([ROWS, D]).store(tile.to(desc.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(desc, [batch, head, row, 0], buffer)
+
+
+@gluon.jit
 def masked(s, at, whole, last, keys):
     """Scores of keys from `at` on; those past `last` of their row are none. Up to `whole` none is."""
     if at + s.shape[1] > whole:
@@ -138,15 +182,57 @@ def soften(s, m, total, scale):
     return weight, factor, most, total * factor + gl.sum(weight, 1)
 
 
+@gluon.jit
+def owner_of(tiles, H):
+    """(tile, head counted over batches, batch, head) of a program that owns a tile of one of H heads."""
+    tile = gl.program_id(0) % tiles
+    pair = gl.program_id(0) // tiles
+    return tile, pair, pair // H, pair % H
+
+
+@gluon.jit
+def row_of(
+    offsets_ptr, columns_ptr, lengths_ptr, tile, batch, head, B, H, rows, Tq, Tk, capacity, CONFIG: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """(first entry, steps, end of the keys, whether lists are incomplete) of a tile's row of blocks."""
+    row = matrix_of(batch, head, H, CONFIG) * rows + tile // CONFIG.split_q
+    begin, count, lost = span(offsets_ptr, row, B, H, rows, capacity, CONFIG)
+    limit = key_limit(lengths_ptr, batch, Tk)
+    end = (tile + 1) * BLOCK_M + (Tk - Tq)
+    count = met(columns_ptr, lengths_ptr, begin, count, end, limit, CONFIG.causal, CONFIG.split_k * BLOCK_N)
+    return begin, count * CONFIG.split_k, limit, lost
+
+
+@gluon.jit
+def ends_of(first, lines, limit, Tq, Tk, CAUSAL: gl.constexpr):
+    """(where each line's keys end, up to where all lines of the tile meet every key)."""
+    if CAUSAL:
+        last = gl.minimum(lines + (Tk - Tq + 1), limit)
+        whole = gl.minimum(first + (Tk - Tq + 1), limit)
+    else:
+        last = gl.zeros_like(lines) + limit
+        whole = limit
+    return last, whole
+
+
+@gluon.jit
+def finish(o, m, total, lost, lse_ptr, lines, Tq):
+    """The result of a tile; its log-sum-exps are stored."""
+    total = gl.where(lost, float("nan"), total)
+    inverse = gl.where(total > 0, 1.0 / total, gl.where(total == 0, 0.0, total))
+    lse = gl.where(total == 0, float("-inf"), (m + gl.log2(total)) * LN2)
+    gl.store(lse_ptr + lines, lse, mask=lines < Tq)
+    return o * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout)), 1)
+
+
 @gluon.jit(do_not_specialize=["capacity"])
 def _attention_fwd_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, offsets_ptr, columns_ptr, lengths_ptr,
     B, H, GROUP, rows, Tq, Tk, capacity, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    SPLIT_Q: gl.constexpr = CONFIG.split_q
     SPLIT_K: gl.constexpr = CONFIG.split_k
     STAGES: gl.constexpr = CONFIG.stages
-    CAUSAL: gl.constexpr = CONFIG.causal
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     D: gl.constexpr = q_desc.block_type.shape[3]
@@ -154,30 +240,16 @@ def _attention_fwd_kernel(
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
     values: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
     weights: gl.constexpr = gl.DotOperandLayout(0, values, 2)
-
-    q_buf = gl.allocate_shared_memory(q_desc.dtype, [1, 1, 1, BLOCK_M, D], q_desc.layout)
-    k_bufs = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
-    v_bufs = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
-    q_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_ready.index(0), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(i), count=1)
-        mbarrier.init(v_ready.index(i), count=1)
+    q_buf, q_ready = ring_of(q_desc, 1)
+    k_bufs, k_ready = ring_of(k_desc, STAGES)
+    v_bufs, v_ready = ring_of(v_desc, STAGES)
     fence_async_shared()
     _barrier()
-
-    tile = gl.program_id(0) % (rows * SPLIT_Q)
-    pair = gl.program_id(0) // (rows * SPLIT_Q)
-    batch = pair // H
-    head = pair % H
+    tile, pair, batch, head = owner_of(rows * CONFIG.split_q, H)
     first = tile * BLOCK_M
-    row = matrix_of(batch, head, H, CONFIG) * rows + tile // SPLIT_Q
-    begin, count, lost = span(offsets_ptr, row, B, H, rows, capacity, CONFIG)
-    steps = count * SPLIT_K
-    limit = key_limit(lengths_ptr, batch, Tk)
-
+    begin, steps, limit, lost = row_of(
+        offsets_ptr, columns_ptr, lengths_ptr, tile, batch, head, B, H, rows, Tq, Tk, capacity, CONFIG, BLOCK_M, BLOCK_N
+    )  # fmt: skip
     fetch(q_desc, q_buf, q_ready, 0, batch, head, first, True)
     for i in gl.static_range(STAGES):
         start = tile_at(columns_ptr, begin, i, steps, SPLIT_K, BLOCK_N)
@@ -186,14 +258,12 @@ def _attention_fwd_kernel(
 
     lines = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, scores))
     keys = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores))
-    last = gl.minimum(lines + (Tk - Tq + 1), limit) if CAUSAL else gl.zeros_like(lines) + limit
-    whole = gl.minimum(first + (Tk - Tq + 1), limit) if CAUSAL else limit
+    last, whole = ends_of(first, lines, limit, Tq, Tk, CONFIG.causal)
     m = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
     total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, scores))
     o = gl.zeros([BLOCK_M, D], gl.float32, values)
     none = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
-    q = matrix(q_buf, 0)
-    mbarrier.wait(q_ready.index(0), 0)
+    q = owned(q_buf, q_ready)
     if steps > 0:
         at = tile_at(columns_ptr, begin, 0, steps, SPLIT_K, BLOCK_N)
         ahead = tile_at(columns_ptr, begin, STAGES, steps, SPLIT_K, BLOCK_N)
@@ -232,16 +302,10 @@ def _attention_fwd_kernel(
         mbarrier.wait(v_ready.index(before), (steps - 1) // STAGES & 1)
         o = warpgroup_mma(p, matrix(v_bufs, before), o, is_async=True)
         o = warpgroup_mma_wait(0, deps=(o,))
-    total = gl.where(lost, float("nan"), total)
-    inverse = gl.where(total > 0, 1.0 / total, gl.where(total == 0, 0.0, total))
-    o = o * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, values)), 1)
-    lse = gl.where(total == 0, float("-inf"), (m + gl.log2(total)) * LN2)
-    gl.store(lse_ptr + pair.to(gl.int64) * Tq + lines, lse, mask=lines < Tq)
+    o = finish(o, m, total, lost, lse_ptr + pair.to(gl.int64) * Tq, lines, Tq)
     # The queries have been read by all warps: the result takes their place.
     _barrier()
-    q.store(o.to(q_desc.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [batch, head, first, 0], q_buf.index(0))
+    emit(out_desc, q_buf.index(0), o, batch, head, first)
     tma.store_wait(0)
 
 
@@ -297,7 +361,7 @@ def launch_attention_fwd(
     p = problem
     tile = tile_of(p.d, p.block) if tile is None else tile
     q, k, v = readable(q), without_padding(k, lengths), without_padding(v, lengths)
-    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    out, lse = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     config = config_of(p, tile)
     key = (p, config, tile, q.dtype, *(x.stride() for x in (q, k, v)), lengths is None)
     tiles = [descriptor(x, rows) for x, rows in ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n))]

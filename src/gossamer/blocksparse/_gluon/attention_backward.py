@@ -34,41 +34,26 @@ from gossamer.blocksparse._gluon.attention import (
     _barrier,
     config_of,
     descriptor,
+    emit,
+    ends_of,
     example,
     exp2,
     fetch,
     key_limit,
     matrix,
     matrix_of,
+    owned,
+    owner_of,
     readable,
+    ring_of,
+    row_of,
     span,
     tile_at,
     without_padding,
 )
-from gossamer.blocksparse.attention_path import Problem
+from gossamer.blocksparse.attention_path import Problem, empty_like
 
 LN2 = gl.constexpr(0.6931471805599453)
-
-
-@gluon.jit
-def ring_of(desc, STAGES: gl.constexpr):
-    """Buffers for tiles, each with a barrier."""
-    shape: gl.constexpr = [STAGES, 1, 1, desc.block_type.shape[2], desc.block_type.shape[3]]
-    buffers = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-    return buffers, ready
-
-
-@gluon.jit
-def emit(desc, buffer, tile, batch, head, row):
-    """Stores a tile by way of shared memory that nobody reads any more."""
-    ROWS: gl.constexpr = buffer.shape[2]
-    D: gl.constexpr = buffer.shape[3]
-    buffer.reshape([ROWS, D]).store(tile.to(desc.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(desc, [batch, head, row, 0], buffer)
 
 
 @gluon.jit(do_not_specialize=["capacity"])
@@ -76,10 +61,8 @@ def _attention_dq_kernel(
     q_desc, grad_desc, k_desc, v_desc, dq_desc, stats_ptr, offsets_ptr, columns_ptr, lengths_ptr,
     B, H, GROUP, rows, Tq, Tk, padded, capacity, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    SPLIT_Q: gl.constexpr = CONFIG.split_q
     SPLIT_K: gl.constexpr = CONFIG.split_k
     STAGES: gl.constexpr = CONFIG.stages
-    CAUSAL: gl.constexpr = CONFIG.causal
     BLOCK: gl.constexpr = q_desc.block_type.shape[2]
     D: gl.constexpr = q_desc.block_type.shape[3]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -93,16 +76,11 @@ def _attention_dq_kernel(
     fence_async_shared()
     _barrier()
 
-    tile = gl.program_id(0) % (rows * SPLIT_Q)
-    pair = gl.program_id(0) // (rows * SPLIT_Q)
-    batch = pair // H
-    head = pair % H
+    tile, pair, batch, head = owner_of(rows * CONFIG.split_q, H)
     first = tile * BLOCK
-    row = matrix_of(batch, head, H, CONFIG) * rows + tile // SPLIT_Q
-    begin, listed, lost = span(offsets_ptr, row, B, H, rows, capacity, CONFIG)
-    steps = listed * SPLIT_K
-    limit = key_limit(lengths_ptr, batch, Tk)
-
+    begin, steps, limit, lost = row_of(
+        offsets_ptr, columns_ptr, lengths_ptr, tile, batch, head, B, H, rows, Tq, Tk, capacity, CONFIG, BLOCK, BLOCK
+    )  # fmt: skip
     fetch(q_desc, q_bufs, q_ready, 0, batch, head, first, True)
     fetch(grad_desc, g_bufs, g_ready, 0, batch, head, first, True)
     for i in gl.static_range(STAGES + 1):
@@ -113,8 +91,7 @@ def _attention_dq_kernel(
 
     lines = first + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, scores))
     keys = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, scores))
-    last = gl.minimum(lines + (Tk - Tq + 1), limit) if CAUSAL else gl.zeros_like(lines) + limit
-    whole = gl.minimum(first + (Tk - Tq + 1), limit) if CAUSAL else limit
+    last, whole = ends_of(first, lines, limit, Tq, Tk, CONFIG.causal)
     stats_ptr += pair.to(gl.int64) * (2 * padded)
     # The last tiles of a block may lie beyond all statistics.
     known = lines < padded
@@ -123,10 +100,8 @@ def _attention_dq_kernel(
     dq = gl.zeros([BLOCK, D], gl.float32, sums)
     none = gl.zeros([BLOCK, BLOCK], gl.float32, scores)
     ds = gl.zeros([BLOCK, BLOCK], q_desc.dtype, operand)
-    q = matrix(q_bufs, 0)
-    grad = matrix(g_bufs, 0)
-    mbarrier.wait(q_ready.index(0), 0)
-    mbarrier.wait(g_ready.index(0), 0)
+    q = owned(q_bufs, q_ready)
+    grad = owned(g_bufs, g_ready)
     for step in range(steps):
         k_slot = step % (STAGES + 1)
         v_slot = step % STAGES
@@ -162,6 +137,47 @@ def _attention_dq_kernel(
 
 
 @gluon.jit
+def passed(order_ptr, rows_ptr, begin, count, bound):
+    """How many of a column's blocks, from top to bottom, stand before row `bound`."""
+    low = count * 0
+    while low < count:
+        middle = (low + count) // 2
+        above = gl.load(rows_ptr + gl.load(order_ptr + begin + middle)) < bound
+        low = gl.where(above, middle + 1, low)
+        count = gl.where(above, count, middle)
+    return low
+
+
+@gluon.jit
+def column_of(
+    offsets_ptr, order_ptr, rows_ptr, tile, batch, head, B, H, rows, columns, first, limit, Tq, Tk, capacity,
+    CONFIG: gl.constexpr, BLOCK: gl.constexpr,
+):  # fmt: skip
+    """(first entry, steps, whether lists are incomplete) of the column of blocks of a tile of keys, for one head."""
+    z = matrix_of(batch, head, H, CONFIG)
+    begin, count, lost = span(offsets_ptr, z * columns + tile // CONFIG.split_k, B, H, columns, capacity, CONFIG)
+    count = gl.where(first < limit, count, 0)
+    if CONFIG.causal:
+        # Block rows that end before these keys come first in the list, and meet none of them.
+        before = gl.maximum(first - (Tk - Tq), 0)
+        past = passed(order_ptr, rows_ptr, begin, count, z * rows + before // (CONFIG.split_q * BLOCK))
+        begin += past
+        count -= past
+    return begin, count * CONFIG.split_q, lost
+
+
+@gluon.jit
+def masked_columns(p, lines, keys, end, at, limit, Tq, Tk, CAUSAL: gl.constexpr):
+    """Weights of keys up to `end` by lines from `at` on; those of pairs that do not meet are 0."""
+    if CAUSAL:
+        if gl.minimum(at + (Tk - Tq + 1), limit) < end:
+            p = gl.where(keys < gl.minimum(gl.expand_dims(lines, 0) + (Tk - Tq + 1), limit), p, 0.0)
+    elif limit < end:
+        p = gl.where(keys < limit, p, 0.0)
+    return p
+
+
+@gluon.jit
 def fetch_with(desc, buffers, stats_desc, stats, ready, slot, batch, head, H, row, pred):
     """`fetch`, with the statistics of the rows."""
     bar = ready.index(slot)
@@ -176,9 +192,7 @@ def _attention_dkdv_kernel(
     B, H, GROUP, rows, columns, Tq, Tk, capacity, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     SPLIT_Q: gl.constexpr = CONFIG.split_q
-    SPLIT_K: gl.constexpr = CONFIG.split_k
     STAGES: gl.constexpr = CONFIG.stages
-    CAUSAL: gl.constexpr = CONFIG.causal
     BLOCK: gl.constexpr = q_desc.block_type.shape[2]
     D: gl.constexpr = q_desc.block_type.shape[3]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -193,11 +207,7 @@ def _attention_dkdv_kernel(
     fence_async_shared()
     _barrier()
 
-    tile = gl.program_id(0) % (columns * SPLIT_K)
-    pair = gl.program_id(0) // (columns * SPLIT_K)
-    key_heads = H // GROUP
-    batch = pair // key_heads
-    key_head = pair % key_heads
+    tile, _, batch, key_head = owner_of(columns * CONFIG.split_k, H // GROUP)
     first = tile * BLOCK
     limit = key_limit(lengths_ptr, batch, Tk)
     fetch(k_desc, k_bufs, k_ready, 0, batch, key_head, first, True)
@@ -208,18 +218,18 @@ def _attention_dkdv_kernel(
     dk = gl.zeros([BLOCK, D], gl.float32, sums)
     dv = gl.zeros([BLOCK, D], gl.float32, sums)
     none = gl.zeros([BLOCK, BLOCK], gl.float32, scores)
-    k = matrix(k_bufs, 0)
-    v = matrix(v_bufs, 0)
-    mbarrier.wait(k_ready.index(0), 0)
-    mbarrier.wait(v_ready.index(0), 0)
+    k = owned(k_bufs, k_ready)
+    v = owned(v_bufs, v_ready)
     count = 0
     for member in range(GROUP):
         head = key_head * GROUP + member
-        z = matrix_of(batch, head, H, CONFIG)
-        begin, listed, lost = span(offsets_ptr, z * columns + tile // SPLIT_K, B, H, columns, capacity, CONFIG)
-        steps = listed * SPLIT_Q
+        base = matrix_of(batch, head, H, CONFIG) * rows
+        begin, steps, lost = column_of(
+            offsets_ptr, order_ptr, rows_ptr, tile, batch, head, B, H, rows, columns, first, limit, Tq, Tk, capacity,
+            CONFIG, BLOCK,
+        )  # fmt: skip
         for i in gl.static_range(STAGES):
-            start = row_at(order_ptr, rows_ptr, begin, i, steps, z * rows, SPLIT_Q, BLOCK)
+            start = row_at(order_ptr, rows_ptr, begin, i, steps, base, SPLIT_Q, BLOCK)
             place = (count + i) % STAGES
             fetch_with(q_desc, q_bufs, stats_desc, stats, q_ready, place, batch, head, H, start, i < steps)
             fetch(grad_desc, g_bufs, g_ready, place, batch, head, start, i < steps)
@@ -227,8 +237,8 @@ def _attention_dkdv_kernel(
         dv = warpgroup_mma_init(dv)
         for step in range(steps):
             slot = count % STAGES
-            at = row_at(order_ptr, rows_ptr, begin, step, steps, z * rows, SPLIT_Q, BLOCK)
-            ahead = row_at(order_ptr, rows_ptr, begin, step - 1 + STAGES, steps, z * rows, SPLIT_Q, BLOCK)
+            at = row_at(order_ptr, rows_ptr, begin, step, steps, base, SPLIT_Q, BLOCK)
+            ahead = row_at(order_ptr, rows_ptr, begin, step - 1 + STAGES, steps, base, SPLIT_Q, BLOCK)
             mbarrier.wait(q_ready.index(slot), count // STAGES & 1)
             s = warpgroup_mma(k, matrix(q_bufs, slot).permute((1, 0)), none, use_acc=False, is_async=True)
             mbarrier.wait(g_ready.index(slot), count // STAGES & 1)
@@ -242,11 +252,7 @@ def _attention_dkdv_kernel(
             fetch(grad_desc, g_bufs, g_ready, free, batch, head, ahead, later)
             lse = stats.index(slot).slice(0, 1).load(scores)
             p = exp2(s * scale - lse)
-            if CAUSAL:
-                if gl.minimum(at + (Tk - Tq + 1), limit) < first + BLOCK:
-                    p = gl.where(keys < gl.minimum(gl.expand_dims(at + inner, 0) + (Tk - Tq + 1), limit), p, 0.0)
-            elif limit < first + BLOCK:
-                p = gl.where(keys < limit, p, 0.0)
+            p = masked_columns(p, at + inner, keys, first + BLOCK, at, limit, Tq, Tk, CONFIG.causal)
             dv = warpgroup_mma(gl.convert_layout(p.to(q_desc.dtype), operand), matrix(g_bufs, slot), dv, is_async=True)
             dp = warpgroup_mma_wait(1, deps=(dp,))
             delta = stats.index(slot).slice(1, 1).load(scores)
@@ -301,7 +307,7 @@ def launch_attention_bwd(
     tiles = tiles_of(p.d) if tiles is None else tiles
     row_offsets, col_indices, row_indices, col_offsets, order, _ = lists
     q, grad, k, v = readable(q), readable(grad), without_padding(k, lengths), without_padding(v, lengths)
-    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    dq, dk, dv = (empty_like(x) for x in (q, k, v))
     inputs = [descriptor(t, SIDE) for t in (q, grad, k, v)]
     dq_desc, dk_desc, dv_desc = (descriptor(t, SIDE) for t in (dq, dk, dv))
     padded, capacity = stats.shape[-1], col_indices.shape[0]

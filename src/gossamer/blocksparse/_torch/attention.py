@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gossamer.blocksparse.attention_path import empty_like
+
 _CHUNK = 1 << 18
 """Scores that are held at once: 1 MiB in float32."""
 
@@ -63,6 +65,15 @@ class Attention:
         listed = (batch * self.z[0] + head * self.z[1]) * rows + row
         begin, counts = self.row_offsets[:-1].long()[listed], self.row_offsets.diff().long()[listed]
         limits = torch.full((b,), tk) if self.lengths is None else self.lengths.long().clamp(max=tk)
+        if self.causal or self.lengths is not None:
+            # Blocks behind the diagonal or a length meet no query; a row's blocks are in order.
+            end = limits[batch]
+            if self.causal:
+                end = torch.minimum(end, (row + 1) * height + (tk - tq)).clamp(min=0)
+            cols = -(-tk // width)
+            of_row = torch.arange(self.row_offsets.numel() - 1).repeat_interleave(self.row_offsets.diff())
+            places = of_row * cols + self.col_indices[: of_row.numel()]
+            counts = torch.searchsorted(places, listed * cols + -(-end // width)) - begin
         cut = self.causal or self.lengths is not None or tq % height or tk % width
         order = counts.argsort(stable=True)
         # Where runs of rows with equal counts end.
@@ -140,6 +151,11 @@ class Attention:
         return batch[:, None, None], head[:, None, None], query, chunk.key.clamp(max=self.k.shape[2] - 1)[:, None]
 
 
+def _token_major(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A result as `empty_like` lays it out."""
+    return x.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def _flat(blocks: Tensor, chunk: _Chunk) -> Tensor:
     """Where the chunk's blocks of keys stand with `[B, Hk, columns]` as one dimension: whole blocks copy fastest."""
     return (((chunk.batch * blocks.shape[1] + chunk.key_head) * blocks.shape[2])[:, None] + chunk.column).flatten()
@@ -183,7 +199,7 @@ def attention(
     b, h, tq, _ = q.shape
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     if given.overflowed:
-        return torch.full_like(q, torch.nan), q.new_full((b, h, tq), torch.nan, dtype=lse_dtype)
+        return empty_like(q).fill_(torch.nan), q.new_full((b, h, tq), torch.nan, dtype=lse_dtype)
     q_blocks, k_blocks, v_blocks = given.blocks(q, height), given.keys(k), given.keys(v)
     out = torch.zeros_like(q_blocks)
     lse = q_blocks.new_full(q_blocks.shape[:-1], -torch.inf)
@@ -196,7 +212,7 @@ def attention(
         out[at] = p @ _gathered(v_blocks, chunk) / torch.where(total == 0, 1, total)
         lse[at] = (most + total.log()).squeeze(2)
     out, lse = out.flatten(2, 3)[:, :, :tq], lse.flatten(2, 3)[:, :, :tq]
-    return out.to(q.dtype).contiguous(), lse.contiguous()
+    return _token_major(out, q.dtype), lse.contiguous()
 
 
 def attention_bwd(
@@ -237,7 +253,7 @@ def attention_bwd(
         torch.zeros_like(relative, dtype=lse.dtype) if with_relative and relative is not None else q.new_empty(0)
     )
     if given.overflowed:
-        dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
+        dq, dk, dv = (empty_like(x).fill_(torch.nan) for x in (q, k, v))
         return dq, dk, dv, dbias.fill_(torch.nan).to(added), drelative.new_full(drelative.shape, torch.nan).to(q.dtype)
     q_blocks, k_blocks, v_blocks = given.blocks(q, height), given.keys(k), given.keys(v)
     grad_blocks = given.blocks(grad, height)
@@ -267,5 +283,5 @@ def attention_bwd(
                 dbias.index_put_((chunk.entry,), inside.unflatten(2, (-1, width)).transpose(1, 2), accumulate=True)
             else:
                 dbias.index_put_(given.bias_at(chunk), inside, accumulate=True)
-    dq, dk, dv = (x.flatten(2, 3)[:, :, :t].to(q.dtype).contiguous() for x, t in ((dq, tq), (dk, tk), (dv, tk)))
+    dq, dk, dv = (_token_major(x.flatten(2, 3)[:, :, :t], q.dtype) for x, t in ((dq, tq), (dk, tk), (dv, tk)))
     return dq, dk, dv, dbias.to(added), drelative.to(q.dtype)

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.blocksparse.attention_path import Problem, choose_path, named, problem_of, splits_of
+from gossamer.blocksparse.attention_path import Problem, choose_path, empty_like, named, problem_of, splits_of
 
 INV_LN2 = 1.4426950408889634
 
@@ -101,6 +101,30 @@ def span(offsets_ptr, row, last, capacity):
 
 
 @triton.jit
+def reach(columns_ptr, begin, count, bound):
+    """How many of a row's blocks, in ascending order, stand before column `bound`."""
+    low = count * 0
+    high = count
+    while low < high:
+        middle = (low + high) // 2
+        before = tl.load(columns_ptr + begin + middle) < bound
+        low = tl.where(before, middle + 1, low)
+        high = tl.where(before, high, middle)
+    return low
+
+
+@triton.jit
+def met(columns_ptr, lengths_ptr, begin, count, tile, limit, Tq, Tk, CONFIG: tl.constexpr):
+    """How many of a row's blocks any query of a tile meets: those behind the diagonal or a length are left out."""
+    if CONFIG.causal or lengths_ptr is not None:
+        end = limit
+        if CONFIG.causal:
+            end = tl.minimum(end, tl.maximum((tile + 1) * CONFIG.block_m + (Tk - Tq), 0))
+        count = reach(columns_ptr, begin, count, tl.cdiv(end, CONFIG.block_k))
+    return count
+
+
+@triton.jit
 def key_limit(lengths_ptr, batch, Tk):
     limit = Tk
     if lengths_ptr is not None:
@@ -114,6 +138,13 @@ def load_rows(x_ptr, base, rows, exists, D, BLOCK_D: tl.constexpr):
     inner = tl.arange(0, BLOCK_D)
     at = (base + rows)[:, None] * D + inner[None, :]
     return tl.load(x_ptr + at, mask=exists[:, None] & (inner < D)[None, :], other=0.0)
+
+
+@triton.jit
+def token_major(batch, head, T, H, lines):
+    """(base, rows) of lines of one head in `[B, T, H, D]`, which is how results lie in memory: a projection that
+    follows, or the gradient of one that came before, then has nothing to copy."""
+    return batch.to(tl.int64) * T * H + head, lines * H
 
 
 @triton.jit
@@ -219,6 +250,7 @@ def _attention_fwd_kernel(
     row = matrix_of(batch, head, H, CONFIG) * rows + tile * BLOCK_M // BLOCK_Q
     begin, count, lost = span(offsets_ptr, row, last_of(B, H, rows, CONFIG), capacity)
     limit = key_limit(lengths_ptr, batch, Tk)
+    count = met(columns_ptr, lengths_ptr, begin, count, tile, limit, Tq, Tk, CONFIG)
     q = load_rows(q_ptr, pair.to(tl.int64) * Tq, lines, exists, D, BLOCK_D)
     keys = (batch * (H // GROUP) + head // GROUP).to(tl.int64) * Tk
     bias_ptr = bias_start(bias_ptr, batch, head, H, Tq, Tk, CONFIG)
@@ -247,13 +279,17 @@ def _attention_fwd_kernel(
     out = acc * tl.where(total == 0, 0.0, 1.0 / total)[:, None]
     lse = tl.where(total == 0, float("-inf"), (m + tl.log2(total)) * 0.6931471805599453)
     line = (pair * SPLITS + part).to(tl.int64) * Tq
-    store_rows(out_ptr, line, lines, exists, D, out, BLOCK_D)
+    if SPLITS > 1:
+        store_rows(out_ptr, line, lines, exists, D, out, BLOCK_D)
+    else:
+        base, rows_at = token_major(batch, head, Tq, H, lines)
+        store_rows(out_ptr, base, rows_at, exists, D, out, BLOCK_D)
     tl.store(lse_ptr + (line + lines), lse, mask=exists)
 
 
 @triton.jit
 def _attention_join_kernel(
-    partial_ptr, partial_lse_ptr, out_ptr, lse_ptr, Tq, D, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr
+    partial_ptr, partial_lse_ptr, out_ptr, lse_ptr, H, Tq, D, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """Program (query, head): the mean of its parts' results, weighted by what their weights sum to."""
     pair = tl.program_id(0) // Tq
@@ -266,8 +302,9 @@ def _attention_join_kernel(
     inner = tl.arange(0, BLOCK_D)
     values = tl.load(partial_ptr + parts[:, None] * D + inner[None, :], mask=(inner < D)[None, :], other=0.0)
     out = tl.sum(values * weights[:, None], 0) * tl.where(total == 0, 0.0, 1.0 / total)
+    base, row = token_major(pair // H, pair % H, Tq, H, line)
+    tl.store(out_ptr + (base + row) * D + inner, out, mask=inner < D)
     at = pair.to(tl.int64) * Tq + line
-    tl.store(out_ptr + at * D + inner, out, mask=inner < D)
     tl.store(lse_ptr + at, tl.where(total == 0, float("-inf"), most + tl.log(total)))
 
 
@@ -356,7 +393,7 @@ def launch_attention_fwd(
     config = replace(given.config, splits=splits)
     given = replace(given, config=config)
     tiles = p.rows * (p.block[0] // config.block_m)
-    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    out, lse = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     into: tuple[Tensor, ...] = out, lse
     if splits > 1:
         parts = p.b * p.h * splits
@@ -366,8 +403,8 @@ def launch_attention_fwd(
     _attention_fwd(given.key(p), grid, (*args, p.scale * INV_LN2), {"CONFIG": config}, **config.options)
     if splits > 1:
         meta = {"SPLITS": splits, "BLOCK_D": config.block_d}
-        args = (*into, out, lse, p.tq, p.d)
-        _attention_join((q.dtype, p.tq, p.d, splits), (p.b * p.h * p.tq, 1, 1), args, meta, num_warps=1)
+        args = (*into, out, lse, p.h, p.tq, p.d)
+        _attention_join((q.dtype, p.h, p.tq, p.d, splits), (p.b * p.h * p.tq, 1, 1), args, meta, num_warps=1)
     return out, lse
 
 
@@ -379,10 +416,10 @@ def attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Operator `blocksparse_attention` -> (out like q, float32 log-sum-exp `[B, H, Tq]`)."""
     if q.shape[:3].numel() == 0:
-        return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
+        return empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     if q.shape[-1] == 0:
         # Weights of heads without columns sum up all the same: their scores are 0.
-        narrow, (q, k, v) = q.new_empty(q.shape), (x.new_zeros(*x.shape[:3], 1) for x in (q, k, v))
+        narrow, (q, k, v) = empty_like(q), (x.new_zeros(*x.shape[:3], 1) for x in (q, k, v))
         settings = z_batch, z_head, height, width, causal, scale
         lists = row_offsets, col_indices, row_indices, col_offsets, transpose_order, positions
         return narrow, attention(q, k, v, bias, relative, places, lengths, *lists, *settings)[1]
@@ -417,8 +454,8 @@ EXAMPLES = {
     },
     _attention_join_kernel: {
         "signature": {
-            "partial_ptr": "*fp32", "partial_lse_ptr": "*fp32", "out_ptr": "*bf16", "lse_ptr": "*fp32", "Tq": "i32",
-            "D": "i32",
+            "partial_ptr": "*fp32", "partial_lse_ptr": "*fp32", "out_ptr": "*bf16", "lse_ptr": "*fp32",
+            **dict.fromkeys(("H", "Tq", "D"), "i32"),
         },
         "constexprs": {"SPLITS": 8, "BLOCK_D": 128},
         "num_warps": 1,

@@ -29,13 +29,15 @@ from gossamer.blocksparse._triton.attention import (
     load_rows,
     load_stats,
     matrix_of,
+    met,
     operands,
     scores,
     span,
     store_rows,
+    token_major,
 )
 from gossamer.blocksparse._triton.attention_relative import launch_attention_drelative
-from gossamer.blocksparse.attention_path import Problem, choose_path, named, problem_of
+from gossamer.blocksparse.attention_path import Problem, choose_path, empty_like, named, problem_of
 
 ROWS = 64
 """Queries of a program that makes statistics, and what their number is padded to."""
@@ -53,8 +55,9 @@ def _attention_stats_kernel(
     inner = tl.arange(0, BLOCK_D)
     exists = lines < T
     inside = exists[:, None] & (inner < D)[None, :]
+    base, rows = token_major(pair // H, pair % H, T, H, lines)
+    out = tl.load(out_ptr + (base + rows)[:, None] * D + inner[None, :], mask=inside, other=0.0)
     line = pair.to(tl.int64) * T + lines
-    out = tl.load(out_ptr + line[:, None] * D + inner[None, :], mask=inside, other=0.0)
     grad_ptr += (pair // H).to(tl.int64) * stride_gb + (pair % H).to(tl.int64) * stride_gh
     grad = tl.load(grad_ptr + lines.to(tl.int64)[:, None] * stride_gt + inner[None, :], mask=inside, other=0.0)
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
@@ -88,6 +91,7 @@ def _attention_dq_kernel(
     row = matrix_of(batch, head, H, CONFIG) * rows + tile * BLOCK_M // BLOCK_Q
     begin, count, lost = span(offsets_ptr, row, last_of(B, H, rows, CONFIG), capacity)
     limit = key_limit(lengths_ptr, batch, Tk)
+    count = met(columns_ptr, lengths_ptr, begin, count, tile, limit, Tq, Tk, CONFIG)
     queries = pair.to(tl.int64) * Tq
     keys = (batch * (H // GROUP) + head // GROUP).to(tl.int64) * Tk
     bias_ptr = bias_start(bias_ptr, batch, head, H, Tq, Tk, CONFIG)
@@ -109,7 +113,21 @@ def _attention_dq_kernel(
         ds = p * (dot(grad, tl.trans(v), CONFIG) - delta[:, None])
         dq += dot(ds.to(k.dtype), k, CONFIG)
     dq = tl.where(lost, float("nan"), dq * (scale * 0.6931471805599453))
-    store_rows(dq_ptr, queries, lines, exists, D, dq, BLOCK_D)
+    base, rows_at = token_major(batch, head, Tq, H, lines)
+    store_rows(dq_ptr, base, rows_at, exists, D, dq, BLOCK_D)
+
+
+@triton.jit
+def passed(order_ptr, rows_ptr, begin, count, bound):
+    """How many of a column's blocks, from top to bottom, stand before row `bound`."""
+    low = count * 0
+    high = count
+    while low < high:
+        middle = (low + high) // 2
+        above = tl.load(rows_ptr + tl.load(order_ptr + begin + middle)) < bound
+        low = tl.where(above, middle + 1, low)
+        high = tl.where(above, high, middle)
+    return low
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -134,6 +152,7 @@ def _attention_dkdv_kernel(
     keys = pair.to(tl.int64) * Tk
     k = load_rows(k_ptr, keys, key, key < limit, D, BLOCK_D)
     v = load_rows(v_ptr, keys, key, key < limit, D, BLOCK_D)
+    before = tl.maximum(tile * BLOCK_N - (Tk - Tq), 0)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for member in range(0, GROUP):
@@ -141,6 +160,12 @@ def _attention_dkdv_kernel(
         z = matrix_of(batch, head, H, CONFIG)
         column = z * columns + tile * BLOCK_N // BLOCK_K
         begin, count, lost = span(offsets_ptr, column, last_of(B, H, columns, CONFIG), capacity)
+        count = tl.where(tile * BLOCK_N < limit, count, 0)
+        if CONFIG.causal:
+            # Block rows that end before these keys come first in the list, and meet none of them.
+            past = passed(order_ptr, rows_ptr, begin, count, z * rows + before // BLOCK_Q)
+            begin += past
+            count -= past
         queries = (batch * H + head).to(tl.int64) * Tq
         bias_at = bias_start(bias_ptr, batch, head, H, Tq, Tk, CONFIG)
         for first in range(0, count * BLOCK_Q, BLOCK_M):
@@ -162,8 +187,9 @@ def _attention_dkdv_kernel(
             dk += dot(ds.to(q.dtype), q, CONFIG)
         dk = tl.where(lost, float("nan"), dk)
         dv = tl.where(lost, float("nan"), dv)
-    store_rows(dk_ptr, keys, key, exists, D, dk * (scale * 0.6931471805599453), BLOCK_D)
-    store_rows(dv_ptr, keys, key, exists, D, dv, BLOCK_D)
+    base, rows_at = token_major(batch, pair % (H // GROUP), Tk, H // GROUP, key)
+    store_rows(dk_ptr, base, rows_at, exists, D, dk * (scale * 0.6931471805599453), BLOCK_D)
+    store_rows(dv_ptr, base, rows_at, exists, D, dv, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -253,8 +279,9 @@ def tile_of(d: int, size: int, block: tuple[int, int], terms: int = 0) -> Tile:
 
 
 def attention_stats(out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """What the backward kernels keep of each query; out and lse are contiguous, grad has contiguous rows."""
+    """What the backward kernels keep of each query; lse is contiguous, grad has contiguous rows."""
     b, h, t, d = out.shape
+    out = out.transpose(1, 2).contiguous()
     tiles = launch.cdiv(t, ROWS)
     stats = lse.new_empty(b, h, 2, tiles * ROWS)
     sizes = (*grad.stride()[:3], h, t, d, tiles)
@@ -272,7 +299,7 @@ def launch_attention_bwd(
     transpose_order, positions."""
     p, q, k, v = problem, given.q, given.k, given.v
     row_offsets, col_indices, row_indices, col_offsets, order, _ = lists
-    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    dq, dk, dv = (empty_like(x) for x in (q, k, v))
     config, inputs = given.config, (*given.tensors(), grad, stats)
     sizes = (*given.sizes(p), col_indices.shape[0], p.scale * INV_LN2)
     grid = (p.rows * (p.block[0] // config.block_m) * p.b * p.h, 1, 1)
@@ -314,7 +341,7 @@ def attention_bwd(
     """Operator `blocksparse_attention_bwd` -> gradients of q, k, v, the bias and what queries make of relative
     positions, the last two empty unless asked for."""
     if q.numel() == 0 or k.numel() == 0:
-        zeros = [x.new_zeros(x.shape) for x in (q, k, v)]
+        zeros = [empty_like(x).zero_() for x in (q, k, v)]
         for x, wanted in ((bias, with_bias), (relative, with_relative)):
             zeros.append(x.new_zeros(x.shape) if x is not None and wanted else q.new_empty(0))
         dq, dk, dv, dbias, drelative = zeros
@@ -324,12 +351,14 @@ def attention_bwd(
     path = choose_path(problem, q.dtype, q.device, bias is None and relative is None)
     dbias = drelative = none = q.new_empty(0)
     with named(path):
-        grad = grad.contiguous()
+        # Statistics, and the copy engine, read rows wherever they stand.
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
         stats = attention_stats(out, grad, lse, grad_lse)
         if path == "hopper":
             from gossamer.blocksparse._gluon import attention_backward as hopper
 
             return *hopper.launch_attention_bwd(problem, q, k, v, grad, stats, lists, lengths), none, none
+        grad = grad.contiguous()
         tile = tile_of(problem.d, q.element_size(), problem.block, 0 if places is None else places.shape[0])
         given = operands(problem, q, k, v, bias, relative, places, lengths, tile, problem.d)
         grads = launch_attention_bwd(problem, given, grad, stats, lists)

@@ -28,6 +28,7 @@ from gossamer.blocksparse._triton.attention import (
     load_rows,
     load_stats,
     matrix_of,
+    met,
     relation,
     scores,
     span,
@@ -63,6 +64,7 @@ def _attention_drelative_kernel(
     row = matrix_of(batch, head, H, CONFIG) * rows + tile * BLOCK_M // BLOCK_Q
     begin, count, lost = span(offsets_ptr, row, last_of(B, H, rows, CONFIG), capacity)
     limit = key_limit(lengths_ptr, batch, Tk)
+    count = met(columns_ptr, lengths_ptr, begin, count, tile, limit, Tq, Tk, CONFIG)
     queries = pair.to(tl.int64) * Tq
     keys = (batch * (H // GROUP) + head // GROUP).to(tl.int64) * Tk
     bias_ptr = bias_start(bias_ptr, batch, head, H, Tq, Tk, CONFIG)
@@ -76,15 +78,15 @@ def _attention_drelative_kernel(
         key, entry, present = listed(columns_ptr, begin, count, at, BLOCK_K)
         present = present & (key < limit)
         step = relation(places_ptr, term, batch, B, lines[:, None], key[None, :], Tq, Tk, R)
-        met = exists[:, None] & present[None, :]
-        low = tl.maximum(tl.min(tl.min(tl.where(met, step, R), 1), 0), first_of)
-        high = tl.minimum(tl.max(tl.max(tl.where(met, step, -1), 1), 0) + 1, first_of + BLOCK_R)
+        both = exists[:, None] & present[None, :]
+        low = tl.maximum(tl.min(tl.min(tl.where(both, step, R), 1), 0), first_of)
+        high = tl.minimum(tl.max(tl.max(tl.where(both, step, -1), 1), 0) + 1, first_of + BLOCK_R)
         if low < high:
             k = load_rows(k_ptr, keys, key, present, D, BLOCK_D)
             v = load_rows(v_ptr, keys, key, present, D, BLOCK_D)
             s = scores(
                 dot(q, tl.trans(k), CONFIG), bias_ptr, relative_ptr, places_ptr, pair, B, H, lines[:, None],
-                key[None, :], entry[None, :], met, Tq, Tk, R, scale, CONFIG,
+                key[None, :], entry[None, :], both, Tq, Tk, R, scale, CONFIG,
             )  # fmt: skip
             ds = tl.exp2(s - lse[:, None]) * (dot(grad, tl.trans(v), CONFIG) - delta[:, None])
             for position in range(low, high):

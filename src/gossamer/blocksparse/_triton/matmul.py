@@ -248,8 +248,8 @@ class Tile:
     stages: int
 
 
-def tile_of(bm: int, bk: int, bn: int, n: int, element_size: int, device: torch.device) -> Tile:
-    """The tile for blocks along M, K and N; 0 where nothing cuts that dimension.
+def tile_of(bm: int, bk: int, bn: int, width: int, element_size: int, device: torch.device) -> Tile:
+    """The tile for blocks along M, K and N, 0 where nothing cuts that dimension, no wider than `width` asks for.
 
     Tiles of 64 x 256 and 128 x 128 were the fastest of pointers on one H200 (strips of four blocks of 64; one of 128).
     Elsewhere shared memory holds no more than half as wide ones.
@@ -257,8 +257,16 @@ def tile_of(bm: int, bk: int, bn: int, n: int, element_size: int, device: torch.
     half = element_size == 2
     step = min(bk or 64, 64 if half and tuning.hopper(device) else 32)
     columns = 256 if bm == 64 and half and tuning.hopper(device) else 128
-    columns = max(bn, min(columns, launch.next_power_of_2(max(n, 16))))
+    columns = max(bn, min(columns, launch.next_power_of_2(max(width, 16))))
     return Tile(columns, step, 8 if bm * columns >= 128 * 128 and bm >= 128 else 4, 3)
+
+
+def width_of(of_b: tuple[Any, ...], of_out: tuple[Any, ...], rows: int, n: int, bn: int) -> int:
+    """How wide a tile may be of use, as far as the room of layouts tells: not wider than a row of the result, and one
+    block or 64 columns where most blocks of B are absent, for a tile multiplies with what any of its columns meets."""
+    width = n if of_out[0] is None else bn * launch.cdiv(of_out[1].shape[0], max(rows, 1))
+    few = of_b[0] is not None and 4 * of_b[1].shape[0] <= of_b[5].shape[0]
+    return min(width, max(bn, 64)) if few else width
 
 
 def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
@@ -275,7 +283,8 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
         trans_a, trans_b = not trans_b, False
     a, trans_a = (a.contiguous(), trans_a) if of_a[0] is not None else _stored(a)
     b, trans_b = (b.contiguous(), trans_b) if of_b[0] is not None else _stored(b)
-    tile = tile_of(bm, bk, bn, n, a.element_size(), a.device)
+    width = width_of(of_b, of_out, z * launch.cdiv(m, bm), n, bn)
+    tile = tile_of(bm, bk, bn, width, a.element_size(), a.device)
     block = bm, bk or tile.step, bn or tile.columns
     tiles = z * launch.cdiv(m, bm) * launch.cdiv(n, tile.columns)
     pairs = None

@@ -2,8 +2,9 @@
 
 A program owns BLOCK_M lines of a block row and reads them across all of its blocks, laid end to end, BLOCK_N elements a
 step. Where a line can have no more than LONGEST elements, which the host knows from the matrix, there is one step and
-nothing is read twice; longer ones are walked twice, first for the running maximum and sum, then to write. The backward
-pass has the same form. Programs also fill what stands behind the last block: with zeros, or NaN where blocks are lost.
+nothing is read twice; the step is cut to a half or a quarter where the row has no more, for idle lanes take their time
+too. Longer lines are walked twice, first for the running maximum and sum, then to write. The backward pass has the same
+form. Programs also fill what stands behind the last block: with zeros, or NaN where blocks are lost.
 """
 
 import torch
@@ -47,6 +48,21 @@ def load_scores(
     return tl.where(part, x * scale, float("-inf")), part, place, exists
 
 
+@triton.jit
+def softmax_at_once(
+    x_ptr, mask_ptr, out_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line, i, M, N,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Lines of up to BLOCK_N elements."""
+    x, part, place, exists = load_scores(
+        x_ptr, mask_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line, i, 0, M, N,
+        HEIGHT, WIDTH, BLOCK_N, MASK,
+    )  # fmt: skip
+    weights = tl.where(part, tl.exp(x - tl.max(x, 1)[:, None]), 0.0)
+    y = tl.where(part, weights / tl.sum(weights, 1)[:, None], 0.0)
+    tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=exists[None, :])
+
+
 @triton.jit(do_not_specialize=["last", "capacity"])
 def _blocksparse_softmax_fwd_kernel(
     x_ptr, mask_ptr, out_ptr, offsets_ptr, columns_ptr, stride_mz, stride_mm, stride_mn, rows, last, capacity, M, N,
@@ -62,13 +78,21 @@ def _blocksparse_softmax_fwd_kernel(
     if MASK == "dense":
         mask_ptr += (row // rows).to(tl.int64) * stride_mz
     if ONCE:
-        x, part, place, exists = load_scores(
-            x_ptr, mask_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line, i, 0, M, N,
-            HEIGHT, WIDTH, BLOCK_N, MASK,
-        )  # fmt: skip
-        weights = tl.where(part, tl.exp(x - tl.max(x, 1)[:, None]), 0.0)
-        y = tl.where(part, weights / tl.sum(weights, 1)[:, None], 0.0)
-        tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=exists[None, :])
+        if BLOCK_N >= 1024 and count * WIDTH <= BLOCK_N // 4:
+            softmax_at_once(
+                x_ptr, mask_ptr, out_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line, i, M, N,
+                HEIGHT, WIDTH, BLOCK_N // 4, MASK,
+            )  # fmt: skip
+        elif BLOCK_N >= 1024 and count * WIDTH <= BLOCK_N // 2:
+            softmax_at_once(
+                x_ptr, mask_ptr, out_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line, i, M, N,
+                HEIGHT, WIDTH, BLOCK_N // 2, MASK,
+            )  # fmt: skip
+        else:
+            softmax_at_once(
+                x_ptr, mask_ptr, out_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line, i, M, N,
+                HEIGHT, WIDTH, BLOCK_N, MASK,
+            )  # fmt: skip
     else:
         most = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -107,6 +131,17 @@ def load_products(
     return y, tl.where(y == 0, 0.0, y * grad), place, exists
 
 
+@triton.jit
+def gradient_at_once(
+    grad_ptr, out_ptr, dx_ptr, scale, begin, count, i,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Lines of up to BLOCK_N elements."""
+    y, product, place, exists = load_products(grad_ptr, out_ptr, begin, count, i, 0, HEIGHT, WIDTH, BLOCK_N)
+    dx = tl.where(y == 0, 0.0, scale * (product - y * tl.sum(product, 1)[:, None]))
+    tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=exists)
+
+
 @triton.jit(do_not_specialize=["last", "capacity"])
 def _blocksparse_softmax_bwd_kernel(
     grad_ptr, out_ptr, dx_ptr, offsets_ptr, last, capacity, scale,
@@ -118,9 +153,12 @@ def _blocksparse_softmax_bwd_kernel(
     i = tl.program_id(0) % parts * BLOCK_M + tl.arange(0, BLOCK_M)
     begin, count, lost = span(offsets_ptr, row, last, capacity)
     if ONCE:
-        y, product, place, exists = load_products(grad_ptr, out_ptr, begin, count, i, 0, HEIGHT, WIDTH, BLOCK_N)
-        dx = tl.where(y == 0, 0.0, scale * (product - y * tl.sum(product, 1)[:, None]))
-        tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=exists)
+        if BLOCK_N >= 1024 and count * WIDTH <= BLOCK_N // 4:
+            gradient_at_once(grad_ptr, out_ptr, dx_ptr, scale, begin, count, i, HEIGHT, WIDTH, BLOCK_N // 4)
+        elif BLOCK_N >= 1024 and count * WIDTH <= BLOCK_N // 2:
+            gradient_at_once(grad_ptr, out_ptr, dx_ptr, scale, begin, count, i, HEIGHT, WIDTH, BLOCK_N // 2)
+        else:
+            gradient_at_once(grad_ptr, out_ptr, dx_ptr, scale, begin, count, i, HEIGHT, WIDTH, BLOCK_N)
     else:
         inner = tl.zeros([BLOCK_M], tl.float32)
         for first in range(0, count * WIDTH, BLOCK_N):

@@ -72,14 +72,8 @@ def bench(
     if not budget > 0:
         _fail(f"gossamer bench: --budget must be positive, got {budget:g}; leave it out to run every case.")
     sweeps = room == "sweep"
-    if not sweeps and (swept is not None or count is not None):
-        _fail("gossamer bench: --room and --cases belong to gossamer bench sweep. Name the room itself otherwise.")
     given = _given(length, dtype, batch)
-    if sweeps and (case is not None or provider is not None or saelens or given):
-        _fail(
-            "gossamer bench sweep: --case, --saelens, --provider and shapes choose among fixed cases; a sweep takes "
-            "--room and --cases."
-        )
+    _refuse_mixed(sweeps, swept or count, case or provider or saelens or given)
     where = _device(device)
     # Processes that compile ahead would take the host's time from what is measured.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -111,7 +105,9 @@ def bench(
     most = rounds or (3 if quick else min(usual, 5) if sweeps else usual)
     settings = Settings(most, seconds, time.monotonic() + budget, not skip_verify)
     chosen = swept if sweeps else "saelens" if saelens and not case else slug(case or "")
-    parts = [room or "all", chosen, slug(describe(where)["name"]), "quick" if quick else ""]
+    own = [*map(str, length), dtype or "", f"batch-{batch}" if batch else "", slug(provider or "")]
+    own.append("unverified" if skip_verify else "")
+    parts = [room or "all", chosen, *own, slug(describe(where)["name"]), "quick" if quick else ""]
     path = target / f"{'-'.join(part for part in parts if part)}.json"
     results = _measured(cases, path, folder.parent, where, settings, seed, quick, sweeps)
     if any(result.failed for result in results):
@@ -143,10 +139,11 @@ def _measured(
         with bar:
             task = bar.add_task("ceilings", total=len(cases))
             ceilings = measure_ceilings(where, quick)
+            settled = {"rounds": settings.rounds, "burst": settings.burst, "verify": settings.verify}
             content: dict[str, Any] = {
                 **provenance(command_line("gossamer", sys.argv[1:]), root, where),
                 "ceilings": {"bandwidth": ceilings.bandwidth, "gemm": ceilings.gemm},
-                "settings": {"rounds": settings.rounds, "burst": settings.burst, "seed": seed, "quick": quick},
+                "settings": {**settled, "seed": seed, "quick": quick},
                 "cases": [],
             }
             name = describe(where)["name"]
@@ -185,6 +182,16 @@ def _measured(
     if missing := content.get("not_run"):
         console.print(f"budget spent, {len(missing)} cases not run: {', '.join(missing)}", markup=False)
     return results
+
+
+def _refuse_mixed(sweeps: bool, of_sweeps: Any, of_cases: Any) -> None:
+    if not sweeps and of_sweeps:
+        _fail("gossamer bench: --room and --cases belong to gossamer bench sweep. Name the room itself otherwise.")
+    if sweeps and of_cases:
+        _fail(
+            "gossamer bench sweep: --case, --saelens, --provider and shapes choose among fixed cases; a sweep takes "
+            "--room and --cases."
+        )
 
 
 def _given(lengths: list[int], dtype: str | None, batch: int | None) -> dict[str, Any]:

@@ -85,7 +85,8 @@ def ratios(results: list[CaseResult]) -> list[Ratio]:
         peer = min(peers, key=peers.__getitem__)
         clock = ours.graph or ours.eager
         assert clock is not None
-        found.append(Ratio(result.case, peers.get("dense"), peers[peer], peer, clock.median))
+        dense = min((ratio for name, ratio in peers.items() if name.startswith("dense")), default=None)
+        found.append(Ratio(result.case, dense, peers[peer], peer, clock.median))
     return found
 
 
@@ -103,9 +104,9 @@ def line(result: CaseResult) -> str:
     if not found:
         return f"{escape(result.case.id)}: [red]not timed[/]"
     (ratio,) = found
-    dense = "" if ratio.dense is None else f"dense {ratio.dense:.2f}x"
-    best = "" if ratio.peer == "dense" else f", {escape(ratio.peer)} {ratio.best:.2f}x"
-    return f"{escape(result.case.id)}: {dense}{best}"
+    told = [] if ratio.dense is None else [f"dense {ratio.dense:.2f}x"]
+    told += [] if ratio.peer == "dense" else [f"{escape(ratio.peer)} {ratio.best:.2f}x"]
+    return f"{escape(result.case.id)}: {', '.join(told)}"
 
 
 def summary(results: list[CaseResult]) -> dict[str, Any]:

@@ -249,7 +249,10 @@ class SparseSelfAttention(GatedSparseAttention):
         lengths = None
         if cache is not None:
             assert index is not None
-            k, v, index, lengths = self._through(cache, k, v, index)
+            # transformers before 5 tells a static cache where to write.
+            place = kwargs.get("cache_position")
+            options = () if place is None else ({"cache_position": place},)
+            k, v, index, lengths = self._through(cache, k, v, index, options)
         runs = None
         if attention_mask is not None:
             runs = _Runs.of(attention_mask.expand(x.shape[0], *attention_mask.shape[1:]), q.shape[2], lengths)
@@ -277,7 +280,9 @@ class SparseSelfAttention(GatedSparseAttention):
             self.loss = attention.indexer_loss(*given, selection=selection, lse=lse, lengths=lengths)
         return out
 
-    def _through(self, cache: Any, k: Tensor, v: Tensor, index: Any) -> tuple[Tensor, Tensor, Any, Tensor | None]:
+    def _through(
+        self, cache: Any, k: Tensor, v: Tensor, index: Any, options: tuple[dict[str, Tensor], ...]
+    ) -> tuple[Tensor, Tensor, Any, Tensor | None]:
         """All keys, values and index keys of a cache to which these are added, and how many there are, if not all."""
         b, heads, tokens, width = k.shape
         d = index[1].shape[2]
@@ -285,7 +290,7 @@ class SparseSelfAttention(GatedSparseAttention):
         extra = nn.functional.pad(index[1], (0, more * width - d)).view(b, tokens, more, width).transpose(1, 2)
         # Values get as many heads as keys: some caches have one number for both.
         keys, values = cache.update(
-            torch.cat([k, extra.to(k.dtype)], 1), torch.cat([v, v.new_zeros(extra.shape)], 1), self.layer_idx
+            torch.cat([k, extra.to(k.dtype)], 1), torch.cat([v, v.new_zeros(extra.shape)], 1), self.layer_idx, *options
         )
         seen = cache.get_seq_length(self.layer_idx)
         lengths = None

@@ -78,8 +78,8 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
         TypeError: model is no module.
         ValueError: something in it is patched already, or an unknown way.
 
-    Source: Tantaru 2025, "Towards Better Kernels for Gated MLP"; Cetin et al., "Sparser, Faster, Lighter Transformer
-        Language Models".
+    Source: Shazeer 2020, "GLU Variants Improve Transformer"; Cetin et al., "Sparser, Faster, Lighter Transformer
+    Language Models".
 
     >>> print(patch(model))  # doctest: +SKIP
     LlamaMLP: 32 with gate and up in one product

@@ -76,7 +76,7 @@ def _new(operator: str, folder: Path, settings: dict[str, Any], damage: disk.Dam
     if strangers:
         raise ValueError(
             f"{operator}: {folder} holds {strangers[0]}, but no {disk.MANIFEST} that says whose it is. Name another "
-            "folder."
+            "folder, or empty this one."
         )
     return _write_first(folder, settings, [], None, 0)
 

@@ -1,0 +1,38 @@
+"""`blocksparse` at random: products, softmax, transposition and attention, by size, block and sparsity."""
+
+from __future__ import annotations
+
+from random import Random
+
+import torch
+
+from benchmarks.blocksparse import bench_attention, bench_matmul, bench_softmax
+from gossamer.cli.bench import Case, log_uniform
+
+RANGES = (
+    "n 128-8,192 (attention: T to 16,384, heads 1-32, D 64 or 128), log-uniform, whole blocks of 16, 32, 64 or 128 "
+    "(attention: 64 or 128), 0 to 95% missing; bfloat16, float16, float32"
+)
+
+
+def draw(random: Random, device: torch.device, quick: bool) -> Case:
+    """One shape, block, sparsity and dtype of one operator."""
+    small = quick or device.type == "cpu"
+    dtype = torch.float32 if small else random.choice([torch.bfloat16, torch.float16, torch.float32])
+    kind = random.choice(["matmul", "dense", "softmax", "transpose", "attention"])
+    missing = random.choice([0, 2, 25, 50, 75, 90, 95])
+    if kind == "attention":
+        block = random.choice([64, 128])
+        T = log_uniform(random, 2 * block, 512 if small else 16384, block)
+        heads, D = log_uniform(random, 1, 2 if small else 32), random.choice([64, 128])
+        return bench_attention.attention_case(T, heads, D, block, 100 - missing, dtype, random.random() < 0.5)
+    block = random.choice([16, 32, 64, 128])
+    n = log_uniform(random, 128, 512 if small else 8192, block)
+    if kind == "softmax":
+        return bench_softmax.softmax_case(n, block, missing, dtype, random.random() < 0.5)
+    case = {
+        "matmul": bench_matmul.matmul_case,
+        "dense": bench_matmul.dense_case,
+        "transpose": bench_softmax.transpose_case,
+    }
+    return case[kind](n, block, missing, dtype)

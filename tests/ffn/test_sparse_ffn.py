@@ -1,0 +1,64 @@
+"""The operator: what it packs, what it says of rows and groups, and rows in several parts."""
+
+import pytest
+import torch
+
+from gossamer.ffn.costs import costs_of
+from gossamer.ffn.sparse_ffn import sparse_ffn
+from tests.ffn.dense import check, operands
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("kept", ["relu", "jumprelu"])
+def test_what_is_packed(kept: str, device: torch.device, generator: torch.Generator) -> None:
+    """Tile by tile the columns and values of what is active, ascending, up to the slots; and how many there are."""
+    from gossamer.ffn._triton.packed import SLOTS, TILE
+    from gossamer.ffn._triton.sparse_ffn import pack
+
+    tile, slots = TILE.value, SLOTS.value
+    a = operands((5, 24, 600, 20), torch.float32, device, generator)
+    a["x"][3] *= 64
+    a["x"][4] = 0
+    threshold = torch.full((600,), 0.6, device=device) if kept == "jumprelu" else None
+    z = a["x"] @ a["gate"].t() + a["gate_bias"]
+    z = torch.where(z > (0 if threshold is None else threshold), z, 0)
+    packed = pack(a["x"], a["gate"], a["gate_bias"], threshold, None)
+    assert packed.values.shape == (5, 3, slots) and packed.indices.shape == packed.values.shape
+    for row in range(5):
+        for number, part in enumerate(z[row].split(tile)):
+            columns = part.nonzero().flatten()
+            assert int(packed.counts[row, number]) == len(columns)
+            if len(columns) <= slots:
+                assert packed.indices[row, number, : len(columns)].tolist() == columns.tolist()
+                torch.testing.assert_close(packed.values[row, number, : len(columns)], part[columns])
+    assert (packed.counts[3] > slots).any() and not packed.counts[4].any()
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("united", [False, True])
+def test_rows_in_several_parts(
+    united: bool, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gossamer.ffn._triton import sparse_ffn as kernels
+
+    monkeypatch.setattr(kernels, "BLOCK", 32)
+    a = operands((40, 16, 260, 20), torch.float32, device, generator, shared=0.8)
+    kept = a["x"] @ a["gate"].t() + a["gate_bias"] > 0
+    parts = (a["x"], a["gate"], a["gate_bias"], None, a["up"], a["up_bias"], a["down"], None, a["down_bias"])
+    out, nnz, sizes = sparse_ffn(*parts, False, united, 1, False)
+    check(a, out)
+    assert nnz.tolist() == kept.sum(1).tolist()
+    limit = costs_of(260, 16, 20, True, a["x"]).limit
+    light = kept & (kept.sum(1) <= limit)[:, None]
+    assert sizes.tolist() == [int(light[:32].any(0).sum()), int(light[32:].any(0).sum())]
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("step", [0, 1])
+def test_entries_are_counted_where_asked(step: int, device: torch.device, generator: torch.Generator) -> None:
+    a = operands((21, 24, 300, 40), torch.float32, device, generator)
+    kept = a["x"] @ a["gate"].t() + a["gate_bias"] > 0
+    parts = (a["x"], a["gate"], a["gate_bias"], None, a["up"], a["up_bias"], a["down"], a["down"].t().contiguous())
+    out, nnz, sizes = sparse_ffn(*parts, a["down_bias"], False, False, step, False)
+    check(a, out)
+    assert nnz.tolist() == (kept.sum(1).tolist() if step else []) and len(sizes) == step
