@@ -97,6 +97,6 @@ def _gather(n: int, block: int, sparsity: int, dtype: torch.dtype, training: boo
         reference=reference,
         bytes=int(moved * (8 + 2 * dtype.itemsize) * (2 if training else 1)),
         flops=0,
-        sweep="n",
+        sweep=peers.sweep_of(block, sparsity, dtype),
         grad=training,
     )

@@ -89,7 +89,7 @@ def _repeat_interleave(n: int, block: int, sparsity: int, dtype: torch.dtype) ->
         reference=lambda x, mask: (x.double().repeat_interleave(REPEATS, 0),),
         bytes=int((1 + REPEATS) * peers.BATCH * n * n * (1 - sparsity / 100) * dtype.itemsize),
         flops=0,
-        sweep="n",
+        sweep=peers.sweep_of(block, sparsity, dtype),
     )
 
 

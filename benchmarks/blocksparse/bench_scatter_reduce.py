@@ -94,7 +94,7 @@ def _scatter(n: int, block: int, sparsity: int, dtype: torch.dtype, dim: int, re
         reference=reference,
         bytes=int(kept * (8 + dtype.itemsize) + all_of_it * dtype.itemsize),
         flops=0,
-        sweep="n",
+        sweep=peers.sweep_of(block, sparsity, dtype) if (dim, reduce) == (-1, "sum") else None,
         # 16-bit sums of several numbers, rounded once here and each time by the peers.
         budget=5e-2 if dtype is torch.bfloat16 else None,
     )

@@ -49,7 +49,14 @@ def check(out: BlockSparseTensor, want: Tensor, leaves: Sequence[Tensor], stored
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize(
     "sizes",
-    [native((1, 2, 1, 1)), native((1, 1, 2, 1)), native((1, 1, 1, 2)), (2, 2, 1, 3), native((2, 1, 1, 2, 2))],
+    [
+        native((1, 2, 1, 1)),
+        native((1, 1, 2, 1)),
+        native((1, 1, 1, 2)),
+        native((2, 2, 1, 3)),
+        (2, 1, 1, 2),
+        native((2, 1, 1, 2, 2)),
+    ],
     ids=str,
 )
 def test_repeat(size, sizes, device: torch.device) -> None:

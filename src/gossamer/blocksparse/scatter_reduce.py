@@ -111,7 +111,7 @@ def _operands(
             raise TypeError(f"{operator}: src must have the dtype of input, {names[0]}, got {names[1]}.")
     at = indexed(operator, layout, dim, index)
     checks.same_device(operator, "input", layout.device, src=src.values)
-    if src.layout is index.layout:
+    if src.layout.is_same(index.layout):
         return at, given, src.values, src.dtype
     (*lead, m, n), (*lead_src, m_src, n_src) = index.shape, src.shape
     if lead != lead_src or m_src < m or n_src < n:

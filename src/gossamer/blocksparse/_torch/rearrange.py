@@ -60,7 +60,7 @@ def rearrange(
     assert total is not None
     if (th, tw) != (height, width):
         total = total.transpose(2, 3)
-    return total.reshape(shape).to(values.dtype)
+    return total.reshape(shape).to(values.dtype).contiguous()
 
 
 def _tiles(values: Tensor, number: Tensor, down: Tensor, across: Tensor, th: int, tw: int) -> Tensor:
