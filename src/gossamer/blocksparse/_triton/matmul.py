@@ -23,7 +23,6 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.blocksparse._triton.attention import dot
 from gossamer.blocksparse._triton.softmax import fill_rest
 
 WAVES = 16
@@ -220,7 +219,9 @@ def _blocksparse_matmul_kernel(
                 exists = exists[:, None] & (held & (n < N))[None, :]
                 # Stored transposed, columns are far apart.
                 b = load_tile(b_ptr + corner, inside, n.to(tl.int64 if TRANS[1] else tl.int32), exists, K, N, TRANS[1])
-            acc += dot(a, b, PRECISION, UPCAST)
+            if UPCAST:
+                a, b = a.to(tl.float32), b.to(tl.float32)
+            acc += tl.dot(a, b, input_precision=PRECISION)
         real = (row < M)[:, None] & (n < N)[None, :]
         acc = tl.where(lost, float("nan"), acc)
         if out_offsets_ptr is not None:

@@ -36,7 +36,7 @@ def load_scores(
 ):  # fmt: skip
     """(scores, -inf for what takes no part, what does, where it is stored)."""
     at = first + tl.arange(0, BLOCK_N)
-    n, entry, exists = listed(columns_ptr, 0, begin, count, at, WIDTH)
+    n, entry, exists = listed(columns_ptr, begin, count, at, WIDTH)
     place = entry.to(tl.int64)[None, :] * (HEIGHT * WIDTH) + (i[:, None] * WIDTH + (at % WIDTH)[None, :])
     part = (line < M)[:, None] & (exists & (n < N))[None, :]
     if MASK == "blocks":
