@@ -145,6 +145,18 @@ def test_rows_longer_than_registers(window: int, monkeypatch: pytest.MonkeyPatch
         assert torch.equal(found.to_mask(), wanted)
 
 
+@pytest.mark.parametrize("window", [pytest.param(0, marks=pytest.mark.full), 5])
+def test_words_of_many_columns(window: int, device: torch.device) -> None:
+    """More keys than a program makes words of, an odd number, and ties that end in any of them."""
+    case = (1, 1, 5, 1101, 4, True, None)
+    for k_top, repeat in ((30, 300), (600, 300), (1000, 7)):
+        q, k, w, bias = inputs(case, torch.float32, device)
+        k = k.repeat_interleave(repeat, 1)[:, :1101]
+        found = select_topk(q, k, w, bias, k=k_top, window=window)
+        wanted = sorted_first(stored(case, q, k, w, bias), visible(case).to(device), k_top, window)
+        assert torch.equal(found.to_mask(), wanted)
+
+
 def test_nan_ranks_first_and_closed_gates_rank_by_column(device: torch.device) -> None:
     case = (1, 2, 30, 50, 16, False, None)
     q, k, w, bias = inputs(case, torch.float32, device)
