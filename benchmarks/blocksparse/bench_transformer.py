@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gossamer.blocksparse import Layout
+from gossamer.blocksparse import Layout, global_tokens, sliding_window
 from gossamer.cli.bench import Case, Provider
 from gossamer.nn import BlockSparseAttention
 
@@ -31,11 +31,9 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
 
 
 def longformer(T: int, block: int, device: torch.device) -> Layout:
-    """Blocks of a window around the diagonal, and of the first tokens by row and column."""
-    at = torch.arange(-(-T // block), device=device)
-    apart = (at[:, None] - at).abs()
-    mask = (apart <= WINDOW // block) | (at < -(-GLOBAL // block)) | (at < -(-GLOBAL // block))[:, None]
-    return Layout.from_mask(mask, block, size=(T, T))
+    """A window around the diagonal, and the first tokens by row and column."""
+    first = global_tokens((T, T), block, GLOBAL, device=device)
+    return sliding_window((T, T), block, WINDOW, device=device).union(first)
 
 
 class Layer(nn.Module):

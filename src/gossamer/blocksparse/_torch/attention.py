@@ -6,6 +6,7 @@ softmax goes over them several times. Where nothing is cut off a block, nothing 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -106,7 +107,8 @@ class Attention:
         """x `[B, H, T, D]` in blocks of rows, in the working dtype: `[B, H, T / size, size, D]`."""
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         missing = -x.shape[2] % size
-        return torch.nn.functional.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, size))
+        # Contiguous, for gradients are added to views of what is made like this.
+        return torch.nn.functional.pad(x, (0, 0, 0, missing)).contiguous().unflatten(2, (-1, size))
 
     def scores(self, chunk: _Chunk, q: Tensor, k: Tensor) -> Tensor:
         """Scaled scores `[n, height, L * width]` with their bias, -inf where query and key do not meet."""
@@ -169,7 +171,8 @@ def _gathered(blocks: Tensor, chunk: _Chunk) -> Tensor:
 def _scattered(blocks: Tensor, chunk: _Chunk, values: Tensor) -> None:
     """Adds `[n, L * width, D]` to the chunk's blocks of keys, one after the other."""
     values = values.unflatten(1, (-1, blocks.shape[3])).flatten(0, 1)
-    blocks.flatten(0, 2).index_add_(0, _flat(blocks, chunk), values)
+    # A view, not a reshape, which could be a copy.
+    blocks.view(math.prod(blocks.shape[:3]), *blocks.shape[3:]).index_add_(0, _flat(blocks, chunk), values)
 
 
 def attention(
