@@ -1,4 +1,4 @@
-"""Extraction of many rows on this machine: time, peak memory, and the same bytes after being killed.
+"""Extraction of many rows on this machine: time, peak memory, the time to verify it, and the same bytes after kills.
 
 Usage: python benchmarks/sae/extract_rows.py [--rows 1000000] [--d-sae 16384] [--kills 20] [--folder DIR]. Writes the
 activations to a .npy file, extracts them once without a break, then again while it kills the run at random moments.
@@ -35,7 +35,10 @@ def run(folder: Path, out: Path, d_sae: int) -> None:
     found = sae.extract(folder / "activations.npy", model, out, shard_rows=16384)
     seconds = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    result = {"seconds": seconds, "rows": found.rows, "nnz": found.nnz, "peak_mib": peak / 1024}
+    start = time.perf_counter()
+    sae.Extraction.check(out)
+    result = {"seconds": seconds, "check_seconds": time.perf_counter() - start}
+    result |= {"rows": found.rows, "nnz": found.nnz, "peak_mib": peak / 1024}
     print(json.dumps(result | {"before_mib": before / 1024}))
 
 

@@ -406,6 +406,22 @@ def test_shards_that_do_not_fit_are_no_manifest(device: torch.device, tmp_path: 
     refused(r"manifest\.json is damaged: .* There are no shards to make it again from\. Remove it")
 
 
+def test_any_flipped_bit_in_a_shard_without_a_manifest(device: torch.device, tmp_path: Path) -> None:
+    """Whatever part of what it says of itself is lost, it is an error that says what to do, and nothing is written."""
+    sae, x = model(device), activations(200)
+    extract(x, sae, tmp_path, **SIZES)
+    (tmp_path / MANIFEST).write_text("{")
+    rng, shard, before = random.Random(0), tmp_path / "shard-000001.safetensors", contents(tmp_path)
+    for limit in [700] * 60 + [2**40] * 20:
+        flip(shard, rng.randrange(min(len(before[shard.name]), limit)) / len(before[shard.name]), rng.randrange(8))
+        damaged = contents(tmp_path)
+        with pytest.raises(ValueError, match=r"sae\.extract: .* (Put a whole copy back|[Nn]ame another folder)"):
+            extract(x, sae, tmp_path, **SIZES)
+        assert contents(tmp_path) == damaged
+        shard.write_bytes(before[shard.name])
+    assert extract(x, sae, tmp_path, **SIZES).rows == 200
+
+
 def test_what_an_earlier_version_wrote(device: torch.device, tmp_path: Path) -> None:
     """Without checksums: it is read, and not gone on with."""
     sae, x = model(device), activations()

@@ -114,12 +114,13 @@ def _rebuild(operator: str, folder: Path, settings: dict[str, Any], there: set[s
     """
     for name in sorted(there):
         described = disk.describe(operator, folder / name)
-        if described.get("number") is None or disk.shard_name(described["number"]) != name:
+        number, written_with = described.get("number"), described.get("settings")
+        if not isinstance(number, int) or disk.shard_name(number) != name or not isinstance(written_with, dict):
             raise ValueError(
                 f"{operator}: {folder} has no whole {disk.MANIFEST}, and {name} does not say whose it is. Name another "
                 "folder."
             )
-        _same_settings(operator, folder, described["settings"], settings)
+        _same_settings(operator, folder, written_with, settings)
     d_sae = settings["d_sae"]
     totals, nonfinite = Statistics(d_sae, settings["top"], torch.device("cpu")), 0
     shards: list[dict[str, Any]] = []
