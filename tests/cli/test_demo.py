@@ -80,7 +80,7 @@ def test_training_learns(results: dict) -> None:
     assert model["validation_bits_per_byte"] == pytest.approx(loss["clean"])
     assert 0 < model["active_fraction"] < 0.5
     assert sae["history"][-1]["variance_explained"] > 0.5
-    assert sae["l0"] == pytest.approx(12, rel=0.5)  # the steps are half of those that L0 comes down in
+    assert sae["l0"] == pytest.approx(12, rel=0.25)
     assert loss["clean"] < loss["spliced"] < loss["zero"]
     expected = (loss["zero"] - loss["spliced"]) / (loss["zero"] - loss["clean"])
     assert loss["loss_recovered"] == pytest.approx(expected)
@@ -280,7 +280,7 @@ def test_what_is_saved_is_what_was_measured(results: dict, out: Path) -> None:
     for feature in described["top"]:
         assert feature["firings"] == found.firing_counts[feature["feature"]]
         assert feature["contexts"][0]["value"] == found.top_values[feature["feature"], 0]
-        assert sum(byte["share"] for byte in feature["fires_on"]) <= 1 + 1e-9
+        assert sum(byte["share"] for byte in feature["fires_on"]) <= 1 + 1e-6
     never = described["firing_rates"].count(0) / 256
     assert (f"of the latents fired on none of {found.rows:,} unseen bytes", f"{never:.1%}") in report.headline(results)
 

@@ -139,10 +139,10 @@ def _sae_section(results: dict[str, Any]) -> str:
     return (
         "<h2>The sparse autoencoder</h2>"
         f"<p>A JumpReLU autoencoder of {sae['d_sae']:,} latents on the residual stream after block {middle} of "
-        f"{sizes['n_layers']}, trained with a target L0 of {results['settings']['target_l0']:g} and no other setting; "
-        f"{last['step']:,} steps over {last['tokens']:,} bytes in {last['seconds']:.0f} s. L0 starts at several "
-        f"times its target and comes down in the first steps. A latent is dead if it has not fired on the last 100,000 "
-        f"bytes: {sae['dead_fraction']:.0%} are at the end. Its input scale is folded into the weights in sae/.</p>"
+        f"{sizes['n_layers']}, trained with a target L0 of {results['settings']['target_l0']:g}, to which it comes "
+        f"down in {results['settings']['warm_up']} steps; {last['step']:,} steps over {last['tokens']:,} bytes in "
+        f"{last['seconds']:.0f} s. A latent is dead if it has not fired on the last 100,000 bytes: "
+        f"{sae['dead_fraction']:.0%} are at the end. Its input scale is folded into the weights in sae/.</p>"
         f"<figure>{plots.sae_plot(sae['history'])}</figure>"
         + table(
             f"On {sae['tokens']:,} bytes of unseen text",

@@ -65,6 +65,7 @@ class Settings:
     model: ModelConfig = field(default_factory=ModelConfig)
     d_sae: int = 4096
     target_l0: float = 32.0
+    warm_up: int = 100
     batch_model: int = 8
     batch_sae: int = 512
     batch_compare: int = 1024
@@ -169,6 +170,8 @@ def _experiment(
                 settings.model.d_model,
                 settings.d_sae,
                 target_l0=settings.target_l0,
+                # On a CPU the whole training may be a few hundred steps.
+                warm_up=settings.warm_up,
                 dead_after=math.ceil(DEAD_AFTER_BYTES / batch_sae),
                 device=device,
             )
