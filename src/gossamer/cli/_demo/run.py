@@ -165,27 +165,7 @@ def _experiment(
             sparse = measure.sparse_feed_forward(model, tokens, seconds=min(1.0, settings.seconds_compare / 6))
             show(1.0, f"{sparse['generated_alike']} of {sparse['generated']} bytes generated alike")
         with stages("sparse autoencoder") as show:
-            batch_sae = settings.batch_sae * larger
-            sae = nn.JumpReLUSAE(
-                settings.model.d_model,
-                settings.d_sae,
-                target_l0=settings.target_l0,
-                # On a CPU the whole training may be a few hundred steps.
-                warm_up=settings.warm_up,
-                dead_after=math.ceil(DEAD_AFTER_BYTES / batch_sae),
-                device=device,
-            )
-            sae_history = train_sae(
-                sae,
-                model,
-                train,
-                clock=Clock(settings.seconds_sae, settings.steps_sae),
-                batch_size=batch_sae,
-                generator=generator,
-                show=show,
-            )
-            scale = sae.input_scale.item()
-            sae.eval().fold_scale_()
+            sae, scale, sae_history = _autoencoder(settings, model, train, generator, show)
             nn.save(sae, out / SAE)
         with stages("reconstruction") as show:
             x = model.residual(tokens[:, :-1]).flatten(0, 1)[:QUALITY_ROWS]
@@ -231,6 +211,34 @@ def _experiment(
             "top": top,
         },
     }
+
+
+def _autoencoder(
+    settings: Settings, model: ByteModel, text: torch.Tensor, generator: torch.Generator, show: Show
+) -> tuple[nn.JumpReLUSAE, float, list[dict[str, float]]]:
+    """(trained on the model's residual stream, with its input scale folded in; that scale; its history)"""
+    batch = settings.batch_sae * (GPU_BATCHES if text.is_cuda else 1)
+    sae = nn.JumpReLUSAE(
+        settings.model.d_model,
+        settings.d_sae,
+        target_l0=settings.target_l0,
+        # On a CPU the whole training may be a few hundred steps.
+        warm_up=settings.warm_up,
+        dead_after=math.ceil(DEAD_AFTER_BYTES / batch),
+        device=text.device,
+    )
+    history = train_sae(
+        sae,
+        model,
+        text,
+        clock=Clock(settings.seconds_sae, settings.steps_sae),
+        batch_size=batch,
+        generator=generator,
+        show=show,
+    )
+    scale = sae.input_scale.item()
+    sae.eval().fold_scale_()
+    return sae, scale, history
 
 
 def _extract(
