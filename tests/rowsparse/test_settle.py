@@ -1,6 +1,7 @@
 """Looking at entries settles them: what is edited, replaced, sliced or differentiated concerns every entry."""
 
 import copy
+import importlib
 import io
 import pickle
 from dataclasses import FrozenInstanceError, replace
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer import gemm, rowsparse, sae
+from gossamer import gemm, nn, rowsparse, sae
 from gossamer.rowsparse import CSR, ELL, TwELL, matmul, pack
 from gossamer.sae.smallest import smallest
 from gossamer.testing import dense64, random_rows
@@ -214,3 +215,42 @@ def test_nothing_is_counted_where_entries_are_missing(
     got = use(rows)
     wrong = got < -(1 << 39) if got.dtype is torch.int64 else got.isnan()
     assert wrong.all() if wrong.dim() != 1 or got.dtype is torch.int64 else wrong.tolist() == [False, True]
+
+
+@pytest.fixture
+def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may settle."""
+
+    def settled(rows: Any) -> None:
+        raise AssertionError("a hot path has settled a container")
+
+    monkeypatch.setattr(importlib.import_module("gossamer.rowsparse.settle"), "settled", settled)
+
+
+@pytest.mark.usefixtures("unsettled")
+def test_operators_settle_nothing(device: torch.device, generator: torch.Generator) -> None:
+    x, weight = dense(generator), torch.randn(40, 8, device=device, generator=generator, requires_grad=True)
+    with pytest.raises(AssertionError, match="a hot path has settled"):
+        pack(x, capacity=4).values  # noqa: B018
+    for options in PACKINGS:
+        rows = pack(x, **options)
+        (rows @ weight).sum().backward()
+        rows[0].reshape(-1, 40).clone().to_dense()
+        rowsparse.transpose(rows).to_dense()
+        rowsparse.sampled_matmul(torch.randn(2, 3, 8, device=device, generator=generator), weight, rows).to_dense()
+        torch.utils._pytree.tree_map(lambda tensor: tensor, rows).to_dense()
+    rows, _ = gemm.linear_pack(torch.randn(6, 8, device=device, generator=generator), weight)
+    rows.detach().to(torch.float16).to_dense()
+
+
+@pytest.mark.usefixtures("unsettled")
+def test_autoencoders_settle_nothing(device: torch.device, generator: torch.Generator) -> None:
+    x = torch.randn(6, 8, device=device, generator=generator)
+    for kind in (nn.TopKSAE, nn.BatchTopKSAE, nn.JumpReLUSAE):
+        options = {"capacity": 2} if kind is nn.JumpReLUSAE else {"k": 3}
+        model = kind(8, 40, device=device, **options)
+        model.density.pinned = "sparse"
+        for _ in range(2):
+            model.loss(x).loss.backward()
+        model.eval()(x)
+        model.decode(model.encode(x))
