@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 SEED_PEERS = """
 import torch
-from benchmarks.peers import seed_decode as seed
+from benchmarks.peers import jumprelu_sae_kernels as seed
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
@@ -48,7 +48,7 @@ print("seed peers agree with dense")
 """
 
 
-def test_seed_decoders_agree_with_dense() -> None:
+def test_jumprelu_sae_kernelsrs_agree_with_dense() -> None:
     """In a process of its own: Triton reads TRITON_INTERPRET when a kernel is decorated."""
     interpret = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
