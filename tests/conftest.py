@@ -7,6 +7,7 @@ computes rightly.
 
 import json
 import shlex
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,23 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """In the interpreter, only what has kernels."""
     parts = collection_path.relative_to(Path(__file__).parent).parts
     return True if INTERPRET and parts and parts[0] not in INTERPRETED else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The interpreter is slow: of a test's parameters it takes one in four in `make test`, and all with the marker
+    `full`. Which ones follows from the test's name, so that dtypes and ways take turns."""
+    if not INTERPRET:
+        return
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("full") is None:
+            groups.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for name, group in groups.items():
+        first = zlib.crc32(name.encode()) % min(len(group), 4)
+        for at, item in enumerate(group):
+            if at % 4 != first:
+                item.add_marker("full")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
