@@ -83,7 +83,8 @@ def compare(
 ) -> None:  # fmt: skip
     """Result and gradients of x and of every parameter."""
     ours = module(x.requires_grad_(), context, valid_lengths=lengths, **(given or {}))
-    towards = torch.linspace(-1, 1, ours.numel(), device=x.device, dtype=x.dtype).view_as(ours)
+    # All of one sign: sums that cancel have no scale by which their rounding could be judged.
+    towards = torch.linspace(0.5, 1.5, ours.numel(), device=x.device, dtype=x.dtype).view_as(ours)
     grads = torch.autograd.grad(ours, [x, *module.parameters()], towards)
     results = []
     for dtype in (torch.float64, x.dtype):
@@ -94,8 +95,12 @@ def compare(
         leaves = [leaf, *(names[name] for name, _ in module.named_parameters())]
         results.append((out, *torch.autograd.grad(out, leaves, towards.to(dtype))))
     labels = ["out", "x", *(name for name, _ in module.named_parameters())]
+    # Of one tensor plain PyTorch may be nearly exact by luck: what it errs by in its worst is allowed in each.
+    errors = [(plain - want).abs().max() / want.abs().max() for want, plain in zip(*results) if want.any()]
+    worst = torch.stack(errors).max()
     for name, a, want, plain in zip(labels, (ours, *grads), *results):
-        assert_close(a, reference64=want, plain=plain, name=name)
+        unlucky = want + (plain - want).abs().clamp(min=float(worst * want.abs().max()))
+        assert_close(a, reference64=want, plain=unlucky, name=name)
 
 
 def made(device: torch.device, **options: Any) -> BlockSparseAttention:
