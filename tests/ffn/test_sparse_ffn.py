@@ -12,7 +12,7 @@ from tests.ffn.dense import check, operands
 @pytest.mark.parametrize("kept", ["relu", "jumprelu"])
 def test_what_is_packed(kept: str, device: torch.device, generator: torch.Generator) -> None:
     """Tile by tile the columns and values of what is active, ascending, up to the slots; and how many there are."""
-    from gossamer.ffn._triton.packed import SLOTS, TILE
+    from gossamer.ffn._triton._packed import SLOTS, TILE
     from gossamer.ffn._triton.sparse_ffn import pack
 
     tile, slots = TILE.value, SLOTS.value

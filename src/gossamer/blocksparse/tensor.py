@@ -12,11 +12,11 @@ from torch.utils import _pytree
 
 from gossamer._core import checks
 from gossamer._core.ops import register
-from gossamer.blocksparse._torch import dense as _cpu
+from gossamer.blocksparse._torch import tensor as _cpu
 from gossamer.blocksparse.arithmetic import Arithmetic
 from gossamer.blocksparse.layout import Layout, check_layouts
 
-_GPU = "gossamer.blocksparse._triton.dense"
+_GPU = "gossamer.blocksparse._triton.tensor"
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from gossamer.blocksparse._torch.dense import lost
+from gossamer.blocksparse._torch.tensor import lost
 
 
 def gather(

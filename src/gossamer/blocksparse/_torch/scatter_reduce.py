@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from gossamer.blocksparse._torch.dense import lost
 from gossamer.blocksparse._torch.gather import places
+from gossamer.blocksparse._torch.tensor import lost
 
 
 def scatter_reduce(

@@ -24,8 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.blocksparse._triton.dense import lost, plain
 from gossamer.blocksparse._triton.gather import located
+from gossamer.blocksparse._triton.tensor import lost, plain
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gossamer._core import launch
 from gossamer.ffn._triton import few, gather, heavy, union
-from gossamer.ffn._triton.packed import SLOTS, TILE, Packed
+from gossamer.ffn._triton._packed import SLOTS, TILE, Packed
 from gossamer.ffn.costs import costs_of, sampled_groups
 from gossamer.gemm._triton.linear_pack import _launch_linear_pack
 from gossamer.rowsparse._triton.dense_transpose import dense_transpose, rows_contiguous

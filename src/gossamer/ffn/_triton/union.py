@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.ffn._triton.packed import SLOTS, TILE, Packed
+from gossamer.ffn._triton._packed import SLOTS, TILE, Packed
 from gossamer.ffn.costs import GROUP, PRICE, sampled_groups
 from gossamer.rowsparse._triton.overflow import dot
 
