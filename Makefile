@@ -26,7 +26,7 @@ AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA
 NUMERICAL := $(addprefix tests/,rowsparse gemm sae nn ffn attention blocksparse)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full test-avx2 lint docs bench clean
+.PHONY: help install demo test test-full test-avx2 lint docs dist bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -53,6 +53,10 @@ lint: $(INSTALLED) ## ruff, mypy, and whether docs show what benchmarks/results 
 
 docs: $(SITE) ## the site of the documents and the reference, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+dist: $(INSTALLED) ## wheel and source distribution, in dist/
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
 
 bench: $(PEERS) ## the benchmarks, beside their peers; writes benchmarks/results/
 	$(BIN)/gossamer bench $(ARGS)
