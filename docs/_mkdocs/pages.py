@@ -1,8 +1,8 @@
 """A hook of MkDocs: pages that are not in docs/, and links that hold in the repository made to hold in the site.
 
-README becomes the start page, CHANGELOG and CONTRIBUTING pages of their own, and each room gets a page of reference,
-filled by mkdocstrings. Documents link to one another as they lie in the repository, so that they can be read there.
-A link to a file that is no part of the site, such as a result, becomes its text.
+README becomes the start page. CHANGELOG, CONTRIBUTING and each script of the gallery get pages of their own, and each
+room gets a page of reference, filled by mkdocstrings. Documents link to one another as they lie in the repository, so
+that they can be read there. A link to a file that is no part of the site, such as a result, becomes its text.
 """
 
 import posixpath
@@ -29,7 +29,21 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for module in MODULES:
         content = f"# gossamer.{module}\n\n::: gossamer.{module}\n"
         files.append(File.generated(config, f"api/{module}.md", content=content))
+    for script in sorted((ROOT / "docs/gallery").glob("*.py")):
+        files.append(File.generated(config, f"gallery/{script.stem}.md", content=_gallery(script)))
     return files
+
+
+def _gallery(script: Path) -> str:
+    """A script of the gallery as a page: what it says of itself, what it draws, and all of it."""
+    source = script.read_text(encoding="utf-8")
+    _, said, code = source.split('"""', 2)
+    title, text = said.split("\n", 1)
+    return (
+        f"# {title.removesuffix('.')}\n{text}\n![what it draws]({script.stem}.png)\n\n"
+        f"`python docs/gallery/{script.name}` makes this picture, on two cores within two minutes.\n\n"
+        f"```python{code.rstrip()}\n```\n"
+    ).replace("```python\n\n", "```python\n")
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -44,6 +58,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[0]
         path = posixpath.normpath(posixpath.join(folder, path))
         there = BESIDE.get(path) or re.sub(r"^(docs|benchmarks(?=/results/.*\.png$))/", "", path)
+        there = re.sub(r"^(gallery/\w+)\.py$", r"\1.md", there)
         if files.get_file_from_path(there) is None:
             if path.startswith("docs/"):
                 return match[0]  # a page that is missing: MkDocs says so
