@@ -45,7 +45,7 @@ def test_examples(name: str) -> None:
 
 HOUSE = Path(__file__).parents[1]
 # The worked example has a test of its own, and what several processes run has those of tests/distributed.
-PAGES = ["README.md", *(f"docs/{p.name}" for p in sorted((HOUSE / "docs").glob("*.md")))]
+PAGES = ["README.md", *(str(page.relative_to(HOUSE)) for page in sorted((HOUSE / "docs").rglob("*.md")))]
 PAGES = [page for page in PAGES if page not in ("docs/worked-example.md", "docs/distributed.md")]
 
 
