@@ -105,8 +105,8 @@ def page() -> str:
         "against float64 and timed in turn in one run, on inputs that rotate beyond the cache.",
         "",
         "Times are microseconds, medians: eager, and in parentheses replayed from a CUDA graph. Memory is what a call",
-        "allocates at its peak, in MiB, energy what it takes from the power supply, in joules. The last column of times",
-        "is the fastest peer's over gossamer's, by graphs where both have one.",
+        "allocates at its peak, in MiB; energy is what it takes from the power supply, in joules. The last column of",
+        "times is the fastest peer's over gossamer's, by graphs where both have one.",
     ]
     for file, (title, text) in PAGES.items():
         content = read(file)
