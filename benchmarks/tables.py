@@ -1,4 +1,4 @@
-"""docs/benchmarks.md, and the tables of README and docs/choosing.md, from the files of `benchmarks/results/`.
+"""docs/benchmarks.md, and the tables of other documents, from the files of `benchmarks/results/`.
 
 `python benchmarks/tables.py` writes them; with `--check` it only says whether they are what it would write, as
 `make lint` asks. The plot is drawn, and not compared: other versions of matplotlib draw other bytes.
@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PAGE, CHOOSING, README, PLOT = (
+RESULTS, PAGE, CHOOSING, TRAINING, README, PLOT = (
     ROOT / "benchmarks" / "results",
     ROOT / "docs" / "benchmarks.md",
     ROOT / "docs" / "choosing.md",
+    ROOT / "docs" / "training.md",
     ROOT / "README.md",
     ROOT / "docs" / "decode.png",
 )
@@ -287,6 +288,38 @@ def sweeps() -> str:
     return "\n".join([BEGIN, *table(head, rows), END])
 
 
+def dictionaries() -> str:
+    """What autoencoders find of a known dictionary, seed by seed."""
+    content = read("nn-dictionary-cpu.json")
+    rows = []
+    for name, setting in sorted(content["settings"].items()):
+        groups = f" of {setting['groups']} groups" if setting["groups"] else ""
+        shape = f"{setting['atoms']} atoms, {setting['active']} a row{groups}, d_in {setting['d_in']}, d_sae "
+        shape += f"{setting['d_sae']:,}, {setting['batch']:,} rows, {setting['steps']:,} steps"
+        for kind, module in MODULES.items():
+            runs = [r for r in content["runs"] if (r["setting"], r["kind"], r["rate"]) == (name, kind, 1e-3)]
+            runs.sort(key=lambda run: run["seed"])
+            found = ", ".join(f"{run['recovered']:.1%}" for run in runs)
+            rows.append([shape, f"`{module}`", found, ", ".join(f"{run['l0']:.2f}" for run in runs)])
+    return "\n".join([BEGIN, *table(["rows", "", "found, of each seed", "L0"], rows), END])
+
+
+MODULES = {"jumprelu": "JumpReLUSAE", "batchtopk": "BatchTopKSAE", "topk": "TopKSAE"}
+
+
+def stream() -> str:
+    """What autoencoders explain of a residual stream."""
+    by: dict[int, dict[str, dict[str, Any]]] = {}
+    for run in read("nn-stream-cpu.json")["runs"]:
+        by.setdefault(run["target"], {})[run["kind"]] = run
+    rows = []
+    for target, runs in sorted(by.items()):
+        topk, jumprelu = runs["topk"], runs["jumprelu"]
+        explained = [f"{run['variance_explained']:.1%}" for run in (topk, jumprelu)]
+        rows.append([str(target), *explained, f"{jumprelu['l0']:.1f}"])
+    return "\n".join([BEGIN, *table(["target", "TopK explains", "JumpReLU explains", "at L0"], rows), END])
+
+
 def filled(text: str, *tables: str) -> str:
     """A page whose marked parts hold the given tables, in order."""
     before, *parts = text.split(BEGIN)
@@ -337,6 +370,7 @@ def main(arguments: list[str]) -> int:
         PAGE: page(),
         README: filled(README.read_text(), headlines()),
         CHOOSING: filled(CHOOSING.read_text(), break_evens(), sweeps()),
+        TRAINING: filled(TRAINING.read_text(), dictionaries(), stream()),
     }
     if options.check:
         stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
