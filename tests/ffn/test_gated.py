@@ -134,15 +134,17 @@ def test_the_cheapest_way() -> None:
         from gossamer.ffn.tracker import Known
         from gossamer.rowsparse import Density
 
-        unions = None if union is None else Density(10, union, 0, 0)
-        return Known(Density(1000, mean, 0, over), unions)
+        unions = None if union is None else Density(10, union, 0, 0, int(10 * union))
+        # Rows over the limit, 300, have 1,000 entries each.
+        return Known(Density(1000, mean, 0, over, int(1000 * mean) - 1000 * over), unions)
 
     assert costs.choose(None, 1000, cost) == "fused"
     assert costs.choose(known(29), 1000, cost) == "gather"
     assert costs.choose(known(200), 1000, cost) == "fused"
     assert costs.choose(known(29), 1, cost) == "fused"
     assert costs.choose(known(140, 16 * costs.PRICE * 20), 1000, cost) == "union" if costs.GROUP == 32 else True
-    assert costs.choose(known(400, over=900), 1000, cost) == "fused"
+    assert costs.choose(known(920, over=900), 1000, cost) == "fused"
+    assert costs.choose(known(180, over=150), 1000, cost) == "gather"
     assert replace(cost, entry=0.001).limit == 3000
 
 

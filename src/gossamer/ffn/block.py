@@ -103,9 +103,7 @@ def _inferred(block: Block, method: str, density: BlockTracker | None) -> Tensor
     if method in ("gather", "union"):
         # The unions of a few groups tell whether it would pay.
         step = 0 if not recorded else min(2048, 1 << (m // (GROUP * SAMPLE) | 1).bit_length() - 1)
-        rows = None
-        if block.transposed is not None and (m > FEW or not block.x.is_cuda):
-            rows = block.transposed(block.down_weight)
+        rows = None if block.transposed is None else block.transposed(block.down_weight)
         operands = (*block.tensors[:-1], rows, block.down_bias)
         options = (block.activation == "relu2", method == "union", step, unknown)
         out, nnz, sizes = directly(sparse_ffn, *operands)(*operands, *options)

@@ -64,7 +64,7 @@ def choose(known: Known | None, m: int, cost: Costs) -> str:
     if known is None:
         return "fused"
     over = known.rows.over / max(known.rows.rows, 1)
-    light = max(0.0, known.rows.mean - over * cost.limit)
+    light = known.rows.light / max(known.rows.rows, 1)
     sparse = cost.gate + over * cost.heavy
     ways = {"fused": m * cost.fused, "gather": m * (sparse + light * cost.entry) + cost.start}
     if known.unions is not None and known.unions.rows:

@@ -475,7 +475,7 @@ def rows_of(parts: Parts, by_columns: bool) -> Parts:
 
 
 def _descriptor(tensor: Tensor) -> TensorDescriptor:
-    """Boxes of a contiguous `[*, rows, columns]` as a matrix; what it checks the first time, `fits` has checked since."""
+    """Boxes of a contiguous `[*, rows, columns]` as a matrix. What is checked the first time, `fits` checks later."""
     columns = tensor.shape[-1]
     shape, strides = [tensor.numel() // columns, columns], [columns, 1]
     fields = _made.get(tensor.dtype)
