@@ -388,7 +388,8 @@ def _products(x: Tensor, layers: dict[str, nn.Linear]) -> Tensor:
     """What the layers make of x, side by side; by one product where they are plain."""
     if why_called(**layers) is not None:
         return torch.cat([layer(x) for layer in layers.values()], -1)
-    biases, weights = [layer.bias for layer in layers.values()], [layer.weight for layer in layers.values()]
+    biases: list[Tensor | None] = [layer.bias for layer in layers.values()]
+    weights: list[Tensor] = [layer.weight for layer in layers.values()]
     width = sum(layer.out_features for layer in layers.values())
     if over := -width % 8:
         # The fast kernels of 16-bit products want rows of 16 bytes.

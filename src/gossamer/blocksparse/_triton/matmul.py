@@ -328,12 +328,12 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
         from gossamer.blocksparse._gluon import matmul as hopper
 
         parts, block, trans = (of_a, of_b, of_out), (bm, bk, bn), (trans_a, trans_b, turned)
-        stored = [x.mT if of[0] is None and flip else x for x, of, flip in zip((a, b), parts, trans)]
+        left, right = (x.mT if of[0] is None and flip else x for x, of, flip in zip((a, b), parts, trans))
         walk = None
-        if hopper.fits(block, (m, k, n), *stored, out):
+        if hopper.fits(block, (m, k, n), left, right, out):
             walk = hopper.choose_walk(block, *parts)
         if walk is not None:
-            hopper.launch_matmul(walk, (*stored, out), parts, (z, m, k, n), block, trans)
+            hopper.launch_matmul(walk, (left, right, out), parts, (z, m, k, n), block, trans)
             if of_out[0] is not None:
                 _fill_unused(out, *parts)
             return out
