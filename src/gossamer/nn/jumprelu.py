@@ -193,8 +193,8 @@ class JumpReLUSAE(_SAE):
         if not self.steered:
             return found
         # Not by `_replace`, whose result PyTorch 2.11 cannot return from a compiled region.
-        *terms, reconstruction, dead_loss = found
-        return SAELoss(*terms, self._unscaled(reconstruction), dead_loss)
+        loss, mse, penalty, l0, reconstruction, dead = found
+        return SAELoss(loss, mse, penalty, l0, self._unscaled(reconstruction), dead)
 
     @torch.no_grad()
     def initialize_(self, x: Tensor) -> None:
