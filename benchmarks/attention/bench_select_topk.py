@@ -33,14 +33,17 @@ def cases(
     yield _scores(4096, dtype or torch.bfloat16)
 
 
-def drifting(shape: tuple[int, ...], dim: int, device: torch.device, generator: torch.Generator) -> Tensor:
-    """Standard normal numbers, each 0.98 of its neighbour along `dim` and the rest new."""
-    x = torch.randn(shape, device=device, generator=generator) * (1 - 0.98**2) ** 0.5
+def drifting(
+    shape: tuple[int, ...], dim: int, device: torch.device, generator: torch.Generator, share: float = 0.98
+) -> Tensor:
+    """Standard normal numbers, each `share` of its neighbour along `dim` and the rest new."""
+    x = torch.randn(shape, device=device, generator=generator) * (1 - share**2) ** 0.5
     reach = 1
-    while reach < min(shape[dim], 1024):
+    # What is left behind that many steps is less than a ten-thousandth.
+    while reach < min(shape[dim], 10 / (1 - share)):
         older = torch.zeros_like(x)
         older.narrow(dim, reach, shape[dim] - reach).copy_(x.narrow(dim, 0, shape[dim] - reach))
-        x, reach = x + 0.98**reach * older, 2 * reach
+        x, reach = x + share**reach * older, 2 * reach
     return x
 
 

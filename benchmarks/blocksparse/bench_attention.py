@@ -63,12 +63,18 @@ def attention_case(T: int, H: int, D: int, block: int, density: int, dtype: torc
         grad=training,
         sweep="density",
         error=_error,
+        # Weights and their gradients are rounded to 16 bits for the products of a backward pass.
+        budget=2e-2 if training and dtype.itemsize == 2 else None,
     )
 
 
 def _error(got: Tensors, want: Tensors) -> float:
-    """Largest error of a row, over the mean norm of rows."""
-    errors = [(a.double() - b).norm(dim=-1).max() / b.norm(dim=-1).mean() for a, b in zip(got, want, strict=True)]
+    """Largest error of a row, over its norm or the mean norm of rows, whichever is more: a short one may be a sum
+    that cancels, which no relative error can judge."""
+    errors = []
+    for a, b in zip(got, want, strict=True):
+        norm = b.norm(dim=-1)
+        errors.append(((a.double() - b).norm(dim=-1) / norm.clamp(min=norm.mean())).max())
     return float(torch.stack(errors).max().nan_to_num(nan=torch.inf))
 
 
@@ -134,6 +140,9 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layout: Layout | None,
     return (*whole, torch.cat(dqs)[None], dk[None], dv[None]) if training else whole
 
 
+_FLEX_TILES = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
+
+
 @cache
 def _compiled_flex() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
@@ -155,7 +164,9 @@ def _flex(run: Callable[..., Any], result: Callable[..., Tensors]) -> list[Provi
         return q, k, v, grad, BlockMask.from_kv_blocks(*none, counts, order, **given)
 
     def flex(q: Tensor, k: Tensor, v: Tensor, mask: Any, backend: str) -> Any:
-        return _compiled_flex()(q, k, v, block_mask=mask, kernel_options={"BACKEND": backend})
+        # Its tiles must divide the blocks, and for blocks of 64 it does not choose them so by itself.
+        small = dict.fromkeys(_FLEX_TILES, 64) if mask.BLOCK_SIZE[0] == 64 else {}
+        return _compiled_flex()(q, k, v, block_mask=mask, kernel_options={"BACKEND": backend, **small})
 
     backends = ["TRITON", *(["FLASH"] if find_spec("flash_attn") and find_spec("flash_attn.cute") else [])]
     return [
@@ -223,7 +234,8 @@ def _blksprs(run: Callable[..., Any], training: bool, block: int, d: int) -> lis
         whole, mask, tables = given
         return flash_attention(q, whole, k, whole, v, whole, mask, block, layout_cache=tables)
 
-    def result(output: Tensors, q: Any, k: Any, v: Any, grad: Any, given: Any) -> Tensors:
-        return tuple(to_dense(x, given[0], block)[:1] for x in output)
+    def result(output: Tensors, q: Tensor, *_: Any) -> Tensors:
+        whole = torch.ones(q.shape[1], q.shape[2] // block, d // block, device=q.device, dtype=torch.bool)
+        return tuple(to_dense(x, whole, block)[:1] for x in output)
 
     return [Provider("blksprs", run(forward), prepare=prepare, result=result, devices=("cuda",))]

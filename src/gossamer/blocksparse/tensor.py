@@ -147,11 +147,20 @@ def check_blocks(operator: str, **given: Any) -> None:
 def check_values(operator: str, **given: Tensor) -> None:
     """Every tensor has a dtype that blocks may have."""
     for argument, tensor in given.items():
-        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.dtype not in _WHOLE:
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.dtype not in _MOVED:
             checks.floating(operator, **{argument: tensor})
 
 
-_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+def check_computed(operator: str, **given: BlockSparseTensor) -> None:
+    """Every block-sparse tensor that holds floats holds some that kernels compute with."""
+    check_blocks(operator, **given)
+    for argument, x in given.items():
+        if x.dtype.is_floating_point:
+            checks.floating(operator, **{f"{argument}.values": x.values})
+
+
+# Whole numbers; and float64, in which blocks are held and moved on a GPU too.
+_MOVED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float64)
 
 
 def _parts(layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -95,12 +95,14 @@ def _inferred(block: Block, method: str, density: BlockTracker | None) -> Tensor
     grouped = m > FEW and block.x.is_cuda
     if tracker is not None:
         method = tracker.path(lambda known: choose(known, m, cost) if grouped else few(known, n), grouped=grouped)
+    # Nothing reads what a graph would record.
+    recorded = tracker is not None and not checks.capturing()
     unknown = tracker is None and method == "auto"
     if unknown:
         method = few(None, n) if not grouped else "gather" if m >= MANY and _samples(block) else choose(None, m, cost)
     if method in ("gather", "union"):
         # The unions of a few groups tell whether it would pay.
-        step = 0 if tracker is None else min(2048, 1 << (m // (GROUP * SAMPLE) | 1).bit_length() - 1)
+        step = 0 if not recorded else min(2048, 1 << (m // (GROUP * SAMPLE) | 1).bit_length() - 1)
         rows = None
         if block.transposed is not None and (m > FEW or not block.x.is_cuda):
             rows = block.transposed(block.down_weight)
@@ -110,10 +112,11 @@ def _inferred(block: Block, method: str, density: BlockTracker | None) -> Tensor
     else:
         hidden = _fused(block) if method == "fused" else _hidden(block)
         out = linear(hidden, block.down_weight, block.down_bias)
-        if tracker is not None:
+        recorded = recorded and tracker.due()  # type: ignore[union-attr]
+        if recorded:
             nnz, sizes = sampled(hidden)
-    if tracker is not None:
-        tracker.record(nnz, sizes if grouped else None, cost.limit)
+    if recorded:
+        tracker.record(nnz, sizes if grouped else None, cost.limit)  # type: ignore[union-attr]
     return out
 
 

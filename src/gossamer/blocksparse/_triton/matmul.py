@@ -160,8 +160,9 @@ def _blocksparse_matmul_kernel(
     out_order_ptr, out_index_ptr, pairs_ptr, Z, M, K, N, a_capacity, b_capacity, out_capacity,
     BLOCK: tl.constexpr, TRANS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK is the blocks along M, K and N; TRANS what of A, B and the result is stored transposed; TILE the columns
-    and the step along K of a tile. A matrix is dense where its offsets are None."""
+    """BLOCK is the blocks along M, K and N; TRANS what of A, B and the result is stored transposed, and the blocks
+    of A and B in themselves; TILE the columns and the step along K of a tile. A matrix is dense where its offsets are
+    None."""
     BM: tl.constexpr = BLOCK[0]
     BK: tl.constexpr = BLOCK[1]
     BN: tl.constexpr = BLOCK[2]
@@ -204,7 +205,7 @@ def _blocksparse_matmul_kernel(
                 else:
                     block, k_block = in_list(a_order_ptr, a_index_ptr, begin_a + k_block, True, inner)
                 block_ptr = a_ptr + block.to(tl.int64) * (BM * BK)
-                a = load_tile(block_ptr, i, inside, (k_block * BK + inside < K)[None, :], BM, BK, TRANS[0])
+                a = load_tile(block_ptr, i, inside, (k_block * BK + inside < K)[None, :], BM, BK, TRANS[3])
             else:
                 # From the tile's corner on, 32 bits are enough.
                 corner = wide(z) * M * K + cell(wide(m) * BM, wide(k_block) * BK, M, K, TRANS[0])
@@ -213,7 +214,7 @@ def _blocksparse_matmul_kernel(
             exists = k_block * BK + inside < K
             if b_positions_ptr is not None:
                 at_b = b_positions_ptr + place(z, k_block, col, inner, cols, TRANS[1])
-                b = load_blocks(b_ptr, at_b, held, inside, exists, j % BN, BK, BN, COLUMNS, TRANS[1])
+                b = load_blocks(b_ptr, at_b, held, inside, exists, j % BN, BK, BN, COLUMNS, TRANS[4])
             else:
                 corner = wide(z) * K * N + cell(wide(k_block) * BK, 0, K, N, TRANS[1])
                 exists = exists[:, None] & (held & (n < N))[None, :]
@@ -237,6 +238,21 @@ def _blocksparse_matmul_kernel(
 
 
 _blocksparse_matmul = launch.Kernel(_blocksparse_matmul_kernel)
+
+
+@triton.jit(do_not_specialize=["out_total_ptr", "a_total_ptr", "b_total_ptr", "capacity", "a_capacity", "b_capacity"])
+def _blocksparse_fill_kernel(
+    out_ptr, out_total_ptr, a_total_ptr, b_total_ptr, capacity, a_capacity, b_capacity,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """What a kernel that walks present blocks alone leaves of a result: a few programs for all blocks."""
+    lost = lost_blocks(out_total_ptr, 0, capacity)
+    lost |= lost_blocks(a_total_ptr, 0, a_capacity)
+    lost |= lost_blocks(b_total_ptr, 0, b_capacity)
+    fill_rest(out_ptr, tl.load(out_total_ptr), capacity, lost, HEIGHT, WIDTH)
+
+
+_blocksparse_fill = launch.Kernel(_blocksparse_fill_kernel)
 
 
 @dataclass(frozen=True)
@@ -284,6 +300,21 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
         trans_a, trans_b = not trans_b, False
     a, trans_a = (a.contiguous(), trans_a) if of_a[0] is not None else _stored(a)
     b, trans_b = (b.contiguous(), trans_b) if of_b[0] is not None else _stored(b)
+    if tuning.hopper(a.device) and a.element_size() == 2:
+        from gossamer.blocksparse._gluon import matmul as hopper
+
+        parts, block, trans = (of_a, of_b, of_out), (bm, bk, bn), (trans_a, trans_b, turned)
+        stored = [x.mT if of[0] is None and flip else x for x, of, flip in zip((a, b, out), parts, trans)]
+        walk = hopper.choose_walk(block, *parts)
+        if walk is not None and hopper.fits(block, (m, k, n), *stored):
+            hopper.launch_matmul(walk, tuple(stored), parts, (z, m, k, n), block, trans)
+            if of_out[0] is not None:
+                _fill_unused(out, *parts)
+            return out
+    precision = tuning.dot_precision(a, k)
+    order = trans_a, trans_b
+    if precision["PRECISION"].startswith("tf32") and tuning.hopper(a.device):
+        a, b, trans_a, trans_b, order = _by_inner(a, b, of_a, of_b, trans_a, trans_b)
     width = width_of(of_b, of_out, z * launch.cdiv(m, bm), n, bn)
     tile = tile_of(bm, bk, bn, width, a.element_size(), a.device)
     block = bm, bk or tile.step, bn or tile.columns
@@ -297,14 +328,38 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     capacities = [0 if parts[0] is None else parts[1].shape[0] for parts in (of_a, of_b, of_out)]
     meta = {
         "BLOCK": block,
-        "TRANS": (trans_a, trans_b, turned),
+        "TRANS": (trans_a, trans_b, turned, *order),
         "TILE": (tile.columns, tile.step),
-        **tuning.dot_precision(a, k),
+        **precision,
     }
     key = (a.dtype, z, m, k, n, *meta.values(), *(part is None for part in lists))
     args = (a, b, out, *lists, z, m, k, n, *capacities)
     _blocksparse_matmul(key, (max(tiles, 1), 1, 1), args, meta, num_warps=tile.warps, num_stages=tile.stages)
     return out
+
+
+def _by_inner(
+    a: Tensor, b: Tensor, of_a: tuple[Any, ...], of_b: tuple[Any, ...], trans_a: bool, trans_b: bool
+) -> tuple[Tensor, Tensor, bool, bool, tuple[bool, bool]]:
+    """Operands whose elements along the inner dimension are neighbours, as Hopper's TF32 products ask for: what is not
+    so is copied, for the compiler would otherwise turn each tile around, four bytes at a time."""
+    if trans_a:
+        a = a.mT.contiguous() if of_a[0] is not None else a.contiguous()
+    if not trans_b:
+        b = b.mT.contiguous() if of_b[0] is not None else b.mT.contiguous().mT
+    return a, b, trans_a and of_a[0] is not None, trans_b or of_b[0] is None, (False, True)
+
+
+def _fill_unused(out: Tensor, of_a: tuple[Any, ...], of_b: tuple[Any, ...], of_out: tuple[Any, ...]) -> None:
+    """Zeros behind the last block of a result, and NaN everywhere where a layout has lost blocks."""
+    capacity, height, width = out.shape
+    totals, rooms = [], []
+    for parts in (of_out, of_a, of_b):
+        totals.append(None if parts[0] is None else parts[0][-1:])
+        rooms.append(0 if parts[0] is None else parts[1].shape[0])
+    key = (out.dtype, height, width, *(t is None for t in totals))
+    grid = (max(1, min(capacity, 2 * tuning.programs(out.device))), 1, 1)
+    _blocksparse_fill(key, grid, (out, *totals, *rooms), {"HEIGHT": height, "WIDTH": width}, num_warps=4)
 
 
 def _lists(parts: tuple[Any, ...], by_columns: bool) -> tuple[Any, Any, Any]:
@@ -330,11 +385,19 @@ EXAMPLES = {
             "out_order_ptr": None, "pairs_ptr": "*i32", **_SIZES,
         },
         "constexprs": {
-            "BLOCK": (64, 64, 64), "TRANS": (False, False, False), "TILE": (128, 32), "PRECISION": "ieee",
+            "BLOCK": (64, 64, 64), "TRANS": (False,) * 5, "TILE": (128, 32), "PRECISION": "ieee",
             "UPCAST": False,
         },
         "num_warps": 4,
         "num_stages": 3,
+    },
+    _blocksparse_fill_kernel: {
+        "signature": {
+            "out_ptr": "*bf16", **dict.fromkeys(("out_total_ptr", "a_total_ptr", "b_total_ptr"), "*i32"),
+            **dict.fromkeys(("capacity", "a_capacity", "b_capacity"), "i32"),
+        },
+        "constexprs": {"HEIGHT": 64, "WIDTH": 64},
+        "num_warps": 4,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test: all three sparse, the longest chain of lists."""
