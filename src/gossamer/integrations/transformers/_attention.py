@@ -65,6 +65,7 @@ def patch_attention(
     adaptive: attention.AdaptiveK | str | None = None,
     gates: bool = False,
     share: int | Sequence[Sequence[int]] = 1,
+    granularity: int = 1,
 ) -> AttentionReport:
     """Replaces a model's self-attention by `nn.GatedSparseAttention` with its weights; `unpatch_attention` undoes it.
 
@@ -82,6 +83,7 @@ def patch_attention(
         share: how many layers in a row use the selection of the first of them, or which: `[[0, 1, 2], [3, 4]]` names
             two groups of layers, and every other layer selects for itself. Only the first layer of a group has an
             indexer, which learns from the attention of all of them.
+        granularity: 1, or 4 to select units of four neighbouring keys, as in `attention.select_topk`.
 
     Returns:
         What is replaced, and what is left and why. `print` it.
@@ -100,6 +102,7 @@ def patch_attention(
     if any(isinstance(module, SparseSelfAttention) for module in model.modules()):
         raise ValueError(f"{_PATCH}: model is patched already. Call unpatch_attention first.")
     options = {"k_base": k_base, "k_min": k_min, "k_max": k_max, "d_indexer": d_indexer, "n_idx_heads": n_idx_heads}
+    options["granularity"] = granularity
     found: dict[str, Any] = {}
     left: dict[str, str] = {}
     for name, module in model.named_modules():
