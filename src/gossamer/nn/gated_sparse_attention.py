@@ -286,7 +286,7 @@ class GatedSparseAttention(nn.Module):
             position_ids = torch.arange(x.shape[1], device=x.device)
         cos, sin = self.rotary_emb(position_ids)
         with span("gsa/qkv_proj"):
-            y = _products(x, layers)
+            y = self.normalise(_products(x, layers))
         with span("gsa/value_gate, rotary_emb"):
             q, k, v, out_gate = attention.rotary_gates(
                 y,
@@ -299,6 +299,10 @@ class GatedSparseAttention(nn.Module):
             )
         index = self.index(x) if indexer else (x.new_empty(0),) * 3
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out_gate, index
+
+    def normalise(self, y: Tensor) -> Tensor:
+        """The products of `project`, queries first and then keys, which a subclass may normalise."""
+        return y
 
     def index(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the indexer scores by: q `[B, n, T, d]`, k `[B, T, d]` and w `[B, T, n]`."""

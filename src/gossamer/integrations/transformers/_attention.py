@@ -25,7 +25,7 @@ from gossamer.nn._plain import hooked
 
 _PATCH, _UNPATCH = "integrations.transformers.patch_attention", "integrations.transformers.unpatch_attention"
 _LOSS = "integrations.transformers.indexer_loss"
-_CLASSES = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "GemmaAttention")
+_CLASSES = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "GemmaAttention")
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -75,8 +75,8 @@ def patch_attention(
     growing or a static cache, padding on either side, gradient checkpointing.
 
     Args:
-        model: a model of transformers, or a module that contains one. Llama, Mistral, Qwen2 and Gemma are known.
-            Attention with a sliding window, dropout, hooks, adapters or quantised weights is left.
+        model: a model of transformers, or a module that contains one. Llama, Mistral, Qwen2, Qwen3 and Gemma are
+            known. Attention with a sliding window, dropout, hooks, adapters or quantised weights is left.
         k_base, k_min, k_max, d_indexer, n_idx_heads, adaptive: as in `nn.GatedSparseAttention`.
         gates: whether to add gates to values and outputs. They begin at one half, and v_proj and o_proj at twice what
             they were, so that the model computes what it did. Without gates weights are shared with what was there.
@@ -236,6 +236,8 @@ class SparseSelfAttention(GatedSparseAttention):
                     for parameter in layer.parameters() if name == "v_proj" else [layer.weight]:
                         parameter.mul_(2)
             setattr(self, name, layer)
+        # Of queries and keys, head by head, as in Qwen3.
+        self.q_norm, self.k_norm = getattr(module, "q_norm", None), getattr(module, "k_norm", None)
         for part in (self.indexer, self.value_gate, self.output_gate):
             if part is not None:
                 part.to_empty(device=weight.device)
@@ -255,6 +257,15 @@ class SparseSelfAttention(GatedSparseAttention):
             if gate is not None:
                 nn.init.zeros_(gate.gate_proj.weight)
                 nn.init.zeros_(gate.gate_proj.bias)
+
+    def normalise(self, y: Tensor) -> Tensor:
+        """The norms of queries and keys, where the module had some."""
+        if self.q_norm is None or self.k_norm is None:
+            return y
+        widths = [self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim]
+        q, k, rest = y.split([*widths, y.shape[-1] - sum(widths)], -1)
+        normed = (norm(x.unflatten(-1, (-1, self.head_dim))) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+        return torch.cat([*(x.flatten(-2) for x in normed), rest], -1)
 
     def added(self) -> list[nn.Parameter]:
         """Parameters that the module before had not."""
