@@ -45,7 +45,7 @@ SPARSE = {"k_base": 8, "k_min": 4, "k_max": 16, "d_indexer": 12, "n_idx_heads": 
 
 def make(kind: str, device: torch.device, **options: Any) -> nn.Module:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SMALL, **KINDS.get(kind, {}), **options)
+    config = getattr(transformers, f"{kind}Config")(**{**SMALL, **KINDS.get(kind, {}), **options})
     model = getattr(transformers, f"{kind}ForCausalLM")(config).to(device).eval()
     # The usual weights are so small that attention is nearly even, and one key as good as another.
     for parameter in model.parameters():

@@ -17,38 +17,11 @@ from gossamer.integrations.transformers import (  # noqa: E402
     unpatch_attention,
     warm_up,
 )
-
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-}
-SPARSE: dict[str, Any] = {"k_base": 8, "k_min": 4, "k_max": 16, "d_indexer": 12, "n_idx_heads": 2}
+from tests.integrations.test_transformers_attention import SPARSE, logits, make, tokens  # noqa: E402
 
 
-def make(device: torch.device) -> nn.Module:
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).to(device).eval()
-    # The usual weights are so small that attention is nearly even, and one key as good as another.
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            nn.init.normal_(parameter, std=0.3)
-    return model
-
-
-def tokens(device: torch.device, batch: int = 2, length: int = 20) -> Tensor:
-    return torch.randint(1, 97, (batch, length), generator=torch.Generator().manual_seed(1)).to(device)
-
-
-@torch.no_grad()
-def logits(model: nn.Module, ids: Tensor, **options: Any) -> Tensor:
-    return model(input_ids=ids, **options).logits
+def five(device: torch.device) -> nn.Module:
+    return make("Llama", device, num_hidden_layers=5)
 
 
 def recorded(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> dict[int, attention.Selection]:
@@ -70,7 +43,7 @@ def test_against_dense_attention_with_the_masks(
     share: Any, groups: list[list[int]], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first of each group selects, and each layer of it attends to those keys: transformers' own, masked so."""
-    model, plain, ids = make(device), make(device), tokens(device)
+    model, plain, ids = five(device), five(device), tokens(device)
     report = patch_attention(model, share=share, granularity=4 if share == 5 else 1, **SPARSE)
     firsts = [group[0] for group in groups] + [n for n in range(5) if not any(n in group for group in groups)]
     assert report.selections == len(firsts) and f"{len(firsts)} selections, shared" in str(report)
@@ -95,7 +68,7 @@ def test_against_dense_attention_with_the_masks(
 
 
 def test_dense_until_k_and_undone(device: torch.device) -> None:
-    model, ids = make(device), tokens(device)
+    model, ids = five(device), tokens(device)
     plain, keys = logits(model, ids), list(model.state_dict())
     patch_attention(model, share=3)
     torch.testing.assert_close(logits(model, ids), plain, rtol=1e-3, atol=1e-4)
@@ -112,7 +85,7 @@ def test_dense_until_k_and_undone(device: torch.device) -> None:
 
 
 def test_generation_with_and_without_a_cache(device: torch.device) -> None:
-    model, ids = make(device), tokens(device)
+    model, ids = five(device), tokens(device)
     patch_attention(model, share=2, **SPARSE)
     options = {"max_new_tokens": 12, "do_sample": False}
     text = model.generate(ids, **options, use_cache=False)
@@ -126,7 +99,7 @@ def test_generation_with_and_without_a_cache(device: torch.device) -> None:
 
 
 def test_padding_changes_nothing(device: torch.device) -> None:
-    model, ids = make(device), tokens(device, 3)
+    model, ids = five(device), tokens(device, 3)
     patch_attention(model, share=4, **SPARSE)
     for left in (True, False):
         mask, padded = torch.zeros_like(ids), torch.zeros_like(ids)
@@ -143,7 +116,7 @@ def test_padding_changes_nothing(device: torch.device) -> None:
 @pytest.mark.parametrize("stage", ["dense", "sparse"])
 def test_an_indexer_learns_from_all_its_layers(stage: str, device: torch.device) -> None:
     """Its gradient is that of the mean of the layers' losses, each over the same keys."""
-    model, ids = make(device), tokens(device, 4, 30)
+    model, ids = five(device), tokens(device, 4, 30)
     patch_attention(model, share=[[0, 1, 2], [3, 4]], **SPARSE)
     parameters = warm_up(model, stage)
     assert len(parameters) == 2 * 5
@@ -175,7 +148,7 @@ def test_an_indexer_learns_from_all_its_layers(stage: str, device: torch.device)
 
 def test_training_with_checkpoints(device: torch.device) -> None:
     """Layers that are computed again, after another forward pass too, use the selection of their own pass."""
-    model, ids = make(device).train(), tokens(device)
+    model, ids = five(device).train(), tokens(device)
     patch_attention(model, share=3, **SPARSE)
     grads = []
     for _ in range(2):
@@ -190,7 +163,7 @@ def test_training_with_checkpoints(device: torch.device) -> None:
 
 
 def test_compiles(device: torch.device) -> None:
-    model, ids = make(device), tokens(device)
+    model, ids = five(device), tokens(device)
     patch_attention(model, share=2, **SPARSE)
     wanted = logits(model, ids, use_cache=False)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -198,7 +171,7 @@ def test_compiles(device: torch.device) -> None:
 
 
 def test_errors(device: torch.device) -> None:
-    model = make(device)
+    model = five(device)
     for share, why in (
         (0, "share must be how many layers in a row use one selection, at least 1, or a list of groups"),
         (True, "share must be how many layers in a row"),
