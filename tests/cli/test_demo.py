@@ -152,10 +152,10 @@ def test_attention_over_selected_keys(results: dict) -> None:
 
 def test_block_sparse_operations(results: dict) -> None:
     found = results["block_sparse"]
-    assert [case["operation"] for case in found["cases"]] == ["linear"] * 4 + ["attention"] * 4
+    assert [case["operation"] for case in found["cases"]] == ["linear"] * 4 + ["attention"] * 3
     assert found["cases"][0]["density"] == 1
-    # Of 4 rows of blocks a causal model sees 10 blocks; all but one window leave out block (3, 1).
-    assert [case["density"] for case in found["cases"][4:]] == [1.0, 0.9, 0.9, 0.9]
+    # Of 4 rows of blocks a causal model sees 10 blocks; the windows leave out block (3, 1).
+    assert [case["density"] for case in found["cases"][4:]] == [0.9, 0.9, 0.9]
     for case in found["cases"]:
         assert case["largest_difference"] < 1e-4 * max(case["largest_value"], 1)
         assert 0 < case["sparse_seconds"] == pytest.approx(case["dense_seconds"] / case["speed_up"])

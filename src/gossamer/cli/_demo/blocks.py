@@ -20,7 +20,7 @@ DENSITIES = (1.0, 0.5, 0.25, 0.1)
 """Shares of the blocks of a weight."""
 WIDTH, ROWS = 2048, 512
 LENGTH, HEADS, HEAD_DIM = 4096, 8, 64
-WINDOWS = (1 / 2, 1 / 4, 1 / 8, 1 / 32)
+WINDOWS = (1 / 4, 1 / 8, 1 / 32)
 """Of the sequence, how far behind its own a query's keys lie, beside those of the first block."""
 CHECKED = 256
 """Rows of a result that are compared with float64."""

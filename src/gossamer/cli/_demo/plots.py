@@ -108,13 +108,13 @@ def blocks_plot(found: dict[str, Any]) -> str:
             cases = [case for case in found["cases"] if case["operation"] == operation]
             shares = [case["sparse_seconds"] / case["dense_seconds"] for case in cases]
             axes.plot([case["density"] for case in cases], shares, color=colour, marker="o", label=operation)
-        axes.plot((0, 1), (0, 1), color=MUTED, linewidth=1, linestyle="--", label="as few blocks, as little time")
+        axes.plot((0, 1), (0, 1), color=MUTED, linewidth=1, linestyle="--", label="in proportion to the blocks")
         axes.axhline(1, color=MUTED, linewidth=0.8)
         axes.set(xlabel="share of the blocks that are present", xlim=(0, 1.02))
         axes.set_ylim(bottom=0)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(PercentFormatter(1, decimals=0))
-        axes.set_title("Time, of the dense operation's")
+        axes.set_title("Time, as a share of the dense operation's")
         axes.legend(fontsize=9)
 
     return svg(draw, 2.6)

@@ -62,9 +62,9 @@ class Settings:
     seconds_sae: float = 60.0
     steps_model: int | None = None
     steps_sae: int | None = None
-    seconds_needle: float = 12.0
+    seconds_needle: float = 10.0
     steps_needle: int | None = None
-    seconds_blocks: float = 6.0
+    seconds_blocks: float = 5.0
     attention_length: int = 4096
     linear_width: int = 2048
     seconds_compare: float = 12.0
