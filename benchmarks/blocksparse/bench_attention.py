@@ -54,6 +54,7 @@ def attention_case(T: int, H: int, D: int, block: int, density: int, dtype: torc
             Provider("gossamer", run(attention), ours=True, result=result, capturable=not training),
             Provider("dense SDPA, cuDNN", run(_dense), result=partial(_dense_result, training=training)),
             *_flex(run, result),
+            *_cudnn(result, training, block, D),
             *_blksprs(run, training, block, D),
         ),
         reference=partial(_exact, training=training),
@@ -173,6 +174,41 @@ def _flex(run: Callable[..., Any], result: Callable[..., Tensors]) -> list[Provi
             f"FlexAttention, {b}", run(partial(flex, backend=b)), prepare=prepare, result=result, devices=("cuda",)
         )
         for b in backends
+    ]
+
+
+def _cudnn(result: Callable[..., Tensors], training: bool, block: int, d: int) -> list[Provider]:
+    """cuDNN's block-sparse attention, from lists of keys made beforehand; blocks of 128 with heads of 128 alone."""
+    if block not in (64, 128) or d not in (64, 128) or (block, d) == (128, 64):
+        return []
+
+    def prepare(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layout: Layout) -> tuple[Any, ...]:
+        from cudnn import block_sparse_attention as bsa  # type: ignore[import-not-found]
+
+        mask = layout.to_dense()[None]
+        counts = mask.sum(-1, dtype=torch.int32)
+        # An even number of slots, which some of its kernels ask for.
+        slots = min(-(-int(counts.max()) // 2) * 2, mask.shape[-1])
+        order = torch.argsort(mask.int(), dim=-1, descending=True, stable=True).int()[..., :slots].contiguous()
+        given = {"block_sparse_num": slots, "q2k_block_nums": counts, "sparse_block_size": block}
+        return q, k, v, grad, bsa, order, given
+
+    def call(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, bsa: Any, order: Tensor, given: dict[str, Any]) -> Tensors:
+        out, lse = bsa.block_sparse_attention_forward(q, k, v, order, **given)
+        if not training:
+            return (out,)
+        found = bsa.block_sparse_attention_backward(grad, q, k, v, out, lse, order, **given)
+        return (out, *tuple(found)[:3])
+
+    return [
+        Provider(
+            "cuDNN block-sparse",
+            call,
+            prepare=prepare,
+            result=result,
+            devices=("cuda",),
+            needs="cudnn.block_sparse_attention",
+        )
     ]
 
 

@@ -36,6 +36,7 @@ def cases(device, quick):
         Provider("dense", torch.matmul),
         Provider("broken", broken),
         Provider("elsewhere", torch.matmul, devices=("cuda",)),
+        Provider("absent", torch.matmul, needs="no_such_package.part"),
     ]
     {extra}
     for n in (4, 8):
@@ -92,7 +93,9 @@ def test_tables_json_and_plot(toys: Path) -> None:
     assert content["ceilings"]["bandwidth"] > 0 and content["command"].split()[0] == "gossamer"
     first = content["cases"][0]
     by_name = {provider["name"]: provider for provider in first["providers"]}
-    assert [by_name[name]["status"] for name in ("gossamer", "broken", "elsewhere")] == ["ok", "error", "skipped"]
+    statuses = [by_name[name]["status"] for name in ("gossamer", "broken", "elsewhere", "absent")]
+    assert statuses == ["ok", "error", "skipped", "skipped"]
+    assert "left out: elsewhere (needs cuda); absent (not installed)" in " ".join(output.split())
     eager = by_name["gossamer"]["eager"]
     assert 0 < eager["p20"] <= eager["median"] <= eager["p80"] and eager["samples"] == 3
     assert by_name["dense"]["peak_bytes"] is None and by_name["broken"]["eager"] is None
@@ -449,7 +452,7 @@ def test_shapes_and_providers_of_your_own(toys: Path) -> None:
     code, text = bench("toy", "--out", toys, "--provider", "goss*", "--case", "*n=4*")
     assert code == 0 and "dense" not in text.split("summary")[0]
     code, text = bench("toy", "--out", toys, "--provider", "nobody")
-    assert code == 2 and "--provider must match one of broken, dense, elsewhere, gossamer, got 'nobody'" in text
+    assert code == 2 and "--provider must match one of absent, broken, dense, elsewhere, gossamer, got 'nobody'" in text
     code, text = bench("toy", "--out", toys, "--length", 128)
     assert code == 2 and "no case takes lengths. The room attention does." in text
     code, text = bench("toy", "--out", toys, "--dtype", "int8")

@@ -74,6 +74,28 @@ class BlockSparseTensor(Arithmetic):
         out = _to_dense(self.values, *_parts(layout), layout.batch, m, n, fill)
         return out.view(self.shape)
 
+    @property
+    def mT(self) -> BlockSparseTensor:
+        """The transposed matrices, `transpose(self)`. Products need no such copy: `matmul(..., transpose_a=True)`."""
+        from gossamer.blocksparse.transpose import transpose
+
+        return transpose(self)
+
+    def __matmul__(self, other: Any) -> Tensor:
+        """`matmul(self, other)` with a dense result, of a dense or a block-sparse other."""
+        if not isinstance(other, Tensor | BlockSparseTensor):
+            return NotImplemented
+        from gossamer.blocksparse.matmul import matmul
+
+        return matmul(self, other)
+
+    def __rmatmul__(self, other: Any) -> Tensor:
+        if not isinstance(other, Tensor):
+            return NotImplemented
+        from gossamer.blocksparse.matmul import matmul
+
+        return matmul(other, self)
+
     def __repr__(self) -> str:
         return (
             f"BlockSparseTensor(shape={self.shape}, dtype={checks.name_of(self.dtype)}, device={self.device}, "
