@@ -1,4 +1,4 @@
-"""docs/benchmarks.md, and README's table and plot, from the files of `benchmarks/results/`.
+"""docs/benchmarks.md, and the tables of README and docs/choosing.md, from the files of `benchmarks/results/`.
 
 `python benchmarks/tables.py` writes them; with `--check` it only says whether they are what it would write, as
 `make lint` asks. The plot is drawn, and not compared: other versions of matplotlib draw other bytes.
@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PAGE, README, PLOT = (
+RESULTS, PAGE, CHOOSING, README, PLOT = (
     ROOT / "benchmarks" / "results",
     ROOT / "docs" / "benchmarks.md",
+    ROOT / "docs" / "choosing.md",
     ROOT / "README.md",
     ROOT / "docs" / "decode.png",
 )
@@ -89,6 +90,25 @@ HEADLINES = (
 FIRST = ("dense", "dense SDPA", "dense SDPA, cuDNN", "SAELens")
 """Providers that do without gossamer what everybody does."""
 
+BREAK_EVENS = (
+    ("`sae.decode`", "sae", "sweep_l0", "gossamer"),
+    ("`sae.decode`, TF32 allowed", "sae", "sweep_l0", "gossamer at tf32"),
+    ("`gemm.linear_pack`, ReLU", "gemm", "linear_pack_relu", "gossamer"),
+    ("`gemm.linear_pack`, JumpReLU, and `sae.decode`", "gemm", "linear_pack_decode", "gossamer"),
+    ("step of `nn.TopKSAE`", "nn", "train_topk", "gossamer"),
+    ("step of `nn.BatchTopKSAE`", "nn", "train_batchtopk", "gossamer"),
+    ("step of `nn.JumpReLUSAE`", "nn", "train_jumprelu", "gossamer"),
+    ("`ffn.gated`", "ffn", "gated", "gossamer"),
+    ("`ffn.plain`", "ffn", "plain", "gossamer"),
+    ("`attention.sparse_attention`", "attention", "sparse_attention", "gossamer"),
+    ("the same, forward and backward", "attention", "sparse_attention_training", "gossamer"),
+    ("`attention.sparse_decode`", "attention", "sparse_decode", "gossamer"),
+    ("`blocksparse.attention`", "blocksparse", "attention", "gossamer"),
+    ("`blocksparse.matmul`, all block-sparse", "blocksparse", "matmul", "gossamer"),
+    ("`blocksparse.matmul` with a dense matrix", "blocksparse", "matmul_with_dense", "gossamer"),
+)
+"""The rows of docs/choosing.md: what is measured, the file, the name of its cases, and the provider of ours."""
+
 
 def read(file: str) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((RESULTS / file).read_text())
@@ -112,8 +132,8 @@ def page() -> str:
         "against float64 and timed in turn in one run, on inputs that rotate beyond the cache.",
         "",
         "Times are microseconds, medians: eager, and in parentheses replayed from a CUDA graph. Memory is what a call",
-        "allocates at its peak, in MiB. The last column is the fastest peer's time over gossamer's, by graphs where",
-        "both have one.",
+        "allocates at its peak, in MiB; energy is what it takes from the power supply, in joules. The last column of",
+        "times is the fastest peer's over gossamer's, by graphs where both have one.",
     ]
     for file, (title, text) in PAGES.items():
         content = read(file)
@@ -125,6 +145,8 @@ def page() -> str:
             parts += ["", f"### {name}", "", *times(cases)]
             if any(provider["peak_bytes"] for case in cases for provider in case["providers"]):
                 parts += ["", *memory(cases)]
+            if any(provider.get("joules") for case in cases for provider in case["providers"]):
+                parts += ["", *energy(cases)]
     return "\n".join(parts) + "\n"
 
 
@@ -145,6 +167,16 @@ def memory(cases: list[dict[str, Any]]) -> list[str]:
         found = {p["name"]: p["peak_bytes"] for p in case["providers"] if p["peak_bytes"] is not None}
         rows.append([label(case), *(f"{found[n] / 2**20:,.1f}" if n in found else "" for n in names)])
     return table(["memory", *names], rows)
+
+
+def energy(cases: list[dict[str, Any]]) -> list[str]:
+    names = columns(cases)
+    rows = []
+    for case in cases:
+        found = {p["name"]: p["joules"] for p in case["providers"] if p.get("joules")}
+        if found:
+            rows.append([label(case), *(f"{found[n]:#.3g}" if n in found else "" for n in names)])
+    return table(["energy", *names], rows)
 
 
 def columns(cases: list[dict[str, Any]]) -> list[str]:
@@ -217,10 +249,75 @@ def headlines() -> str:
     return "\n".join([BEGIN, *lines, END])
 
 
-def readme() -> str:
-    text = README.read_text()
-    before, rest = text.split(BEGIN)
-    return before + headlines() + rest.split(END)[1]
+def density(case: dict[str, Any]) -> tuple[str, float] | None:
+    """The parameter that says how much of a case is there, and the share that is."""
+    given = case["parameters"]
+    for part, whole in (("L0", "F"), ("L0", "N"), ("k", "F"), ("nnz", "N"), ("k", "T")):
+        if part in given and whole in given:
+            return part, given[part] / given[whole]
+    if "sparsity" in given:
+        return "sparsity", 1 - given["sparsity"] / 100
+    return ("density", given["density"] / 100) if "density" in given else None
+
+
+def break_evens() -> str:
+    """Of each problem, and each of its sizes, how gossamer's time compares with the dense way's by density."""
+    rows = []
+    for what, file, name, ours in BREAK_EVENS:
+        path = RESULTS / f"{file}-nvidia-h200.json"
+        cases = [c for c in json.loads(path.read_text())["cases"] if c["name"] == name] if path.is_file() else []
+        sizes: dict[str, list[tuple[float, float]]] = {}
+        for case in cases:
+            found = {p["name"]: p for p in case["providers"] if p["eager"]}
+            share, us = density(case), found.get(ours)
+            same = [p for n, p in found.items() if n.startswith("dense") and us and p["precision"] == us["precision"]]
+            if share and us and same:
+                others = {key: value for key, value in case["parameters"].items() if key != share[0]}
+                size = label({"parameters": others, "dtype": case["dtype"]})
+                sizes.setdefault(size, []).append((share[1], min(over(peer, us) for peer in same)))
+        rows += [[what, size, *_faster(sorted(ratios))] for size, ratios in sizes.items()]
+        rows += [] if sizes else [[what, f"not measured yet: `gossamer bench {file}`", "", "", ""]]
+    head = ["on one NVIDIA H200", "size", "dense time over gossamer's", "faster up to", "slower from"]
+    return "\n".join([BEGIN, *table(head, rows), END])
+
+
+def _faster(ratios: list[tuple[float, float]]) -> list[str]:
+    """The dense way's time over ours at the lowest density, the densest before which we are faster, the first after."""
+    first = f"{ratios[0][1]:.3g} at {percent(ratios[0][0])}"
+    slower = next((share for share, ratio in ratios if ratio < 1), None)
+    up_to = max((share for share, _ in ratios if slower is None or share < slower), default=None)
+    single = len(ratios) == 1
+    return [
+        first,
+        "" if up_to is None or single else percent(up_to),
+        "" if single and slower is None else "none measured" if slower is None else percent(slower),
+    ]
+
+
+def percent(share: float) -> str:
+    return f"{share:.2%}" if share < 0.01 else f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
+
+
+def sweeps() -> str:
+    """What sweeps at random shapes came to, of those that are committed: beside dense PyTorch."""
+    rows = []
+    for path in sorted(RESULTS.glob("sweep*.json")):
+        content = json.loads(path.read_text())
+        for name, found in content["summary"]["dense"].items():
+            if found["cases"]:
+                mean, slower = f"{found['geometric_mean']:.2f}", f"{found['slower_by_5%_and_3us']:.1%}"
+                worst = f"{found['worst'][0]['ratio']:.2f}"
+                rows.append([f"{content['device']['name']}: {name}", str(found["cases"]), mean, slower, worst])
+    if not rows:
+        return f"{BEGIN}\nNo sweep is committed yet. `gossamer bench sweep` makes one.\n{END}"
+    head = ["cases of", "how many", "dense time over gossamer's, geometric mean", "slower by 5% and 3 us", "worst"]
+    return "\n".join([BEGIN, *table(head, rows), END])
+
+
+def filled(text: str, *tables: str) -> str:
+    """A page whose marked parts hold the given tables, in order."""
+    before, *parts = text.split(BEGIN)
+    return before + "".join(made + part.split(END)[1] for made, part in zip(tables, parts, strict=True))
 
 
 def draw() -> None:
@@ -263,7 +360,11 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a file is out of date")
     options = parser.parse_args(arguments)
-    wanted = {PAGE: page(), README: readme()}
+    wanted = {
+        PAGE: page(),
+        README: filled(README.read_text(), headlines()),
+        CHOOSING: filled(CHOOSING.read_text(), break_evens(), sweeps()),
+    }
     if options.check:
         stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
         for path in stale:

@@ -89,8 +89,8 @@ class GatedSparseAttention(nn.Module):
         TypeError: a size that is no int.
 
     Attributes:
-        q_proj, k_proj, v_proj, o_proj, indexer.idx_q_proj, indexer.idx_k_proj, indexer.idx_w_proj, indexer.idx_bias,
-        value_gate.gate_proj, output_gate.gate_proj, rotary_emb.inv_freq: as in the published models.
+        q_proj, k_proj, v_proj, o_proj: as in the published models, and so are indexer.idx_q_proj, indexer.idx_k_proj,
+            indexer.idx_w_proj, indexer.idx_bias, value_gate.gate_proj, output_gate.gate_proj and rotary_emb.inv_freq.
         dense: True attends to every visible key, for a warm-up of the indexer.
 
     Source: Gated Sparse Attention (arXiv 2601.15305).
