@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.peers import jumprelu_sae_kernels
-from gossamer import sae
+from gossamer import gemm, sae
 from gossamer._core import tuning
 from gossamer.rowsparse._triton import matmul, overflow, pack, sampled_matmul, transpose
 from gossamer.sae._triton import decode
@@ -315,10 +315,10 @@ def encode() -> None:
     w, threshold = (torch.randn(d, n, device=DEVICE) * d**-0.5).bfloat16(), torch.full((n,), 3.1, device=DEVICE)
     calls: dict[str, Callable[[], Any]] = {
         "gemm": lambda: torch.addmm(bias, x, w),
-        "jumprelu": lambda: sae.encode(x, w, bias, activation="jumprelu", threshold=threshold),
+        "jumprelu": lambda: sae.encode(x, w, bias, activation=gemm.JumpReLU(threshold)),
         "relu": lambda: sae.encode(x, w, bias - 3.1, activation="relu"),
-        "topk": lambda: sae.encode(x, w, bias, activation="topk", k=k),
-        "batchtopk": lambda: sae.encode(x, w, bias, activation="batchtopk", k=k),
+        "topk": lambda: sae.encode(x, w, bias, activation=gemm.TopK(k)),
+        "batchtopk": lambda: sae.encode(x, w, bias, activation=gemm.BatchTopK(k)),
     }
     show("encode", f"{m},{d},{n}", timed(calls, rounds=5))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gemm.bench_linear_pack import _operands
 from benchmarks.sae.tune_decode import replayed
-from gossamer import sae
+from gossamer import gemm, sae
 from gossamer._core import tuning
 from gossamer.cli.bench.command import command_line
 from gossamer.cli.environment import provenance
@@ -47,7 +47,7 @@ def ways(x: Tensor, W_enc: Tensor, b_enc: Tensor, threshold: Tensor, W_dec: Tens
         def call() -> Any:
             choice, tuning.encode_packs = tuning.encode_packs, lambda m, weight: packs
             sys.modules["gossamer.sae.encode"]._seen.clear()  # type: ignore[attr-defined]
-            rows = sae.encode(x, W_enc, b_enc, activation="jumprelu", threshold=threshold)
+            rows = sae.encode(x, W_enc, b_enc, activation=gemm.JumpReLU(threshold))
             tuning.encode_packs = choice
             return sae.decode(rows, W_dec) if decodes else rows
 

@@ -24,7 +24,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.sae.tune_decode import replayed
-from gossamer import sae
+from gossamer import gemm, sae
 from gossamer._core import tuning
 from gossamer.cli.bench.command import command_line
 from gossamer.cli.environment import provenance
@@ -59,7 +59,7 @@ def ways(x: Tensor, W_enc: Tensor, b_enc: Tensor, scale: Tensor | None, k: int) 
     def encoded(packs: bool) -> Callable[[], Any]:
         def call() -> Any:
             choice, tuning.topk_packs = tuning.topk_packs, lambda *_: packs
-            rows = sae.encode(x, W_enc, b_enc, activation="topk", k=k, scale=scale)
+            rows = sae.encode(x, W_enc, b_enc, activation=gemm.TopK(k, scale))
             tuning.topk_packs = choice
             return rows
 

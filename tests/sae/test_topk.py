@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gossamer import gemm
 from gossamer._core import tuning
 from gossamer.rowsparse import ELL
 from gossamer.sae import encode, encode_with_l0
@@ -47,7 +48,7 @@ def check_same(packs: Callable[[bool], None], *operands: Tensor | None, k: int =
     rows = []
     for choice in (False, True):
         packs(choice)
-        rows.append(encode(*operands, activation="topk", k=k, scale=scale))  # type: ignore[arg-type]
+        rows.append(encode(*operands, activation=gemm.TopK(k, scale)))  # type: ignore[arg-type]
     wanted, got = rows
     assert got.nnz_per_row.tolist() == wanted.nnz_per_row.tolist()
     assert got.indices.tolist() == wanted.indices.tolist()
@@ -71,7 +72,7 @@ def test_the_k_largest(
     W = W.t() if transposed else W
     for b_enc in (None, whole((N,), 3, generator, dtype), whole((2 * N,), 3, generator, torch.float32)[::2]):
         b_dec = whole((D,), 1, generator, dtype)
-        rows, l0 = encode_with_l0(x, W, b_enc, activation="topk", k=k, b_dec=b_dec)
+        rows, l0 = encode_with_l0(x, W, b_enc, activation=gemm.TopK(k), b_dec=b_dec)
         z = (x.double() - b_dec.double()) @ W.double() + (0 if b_enc is None else b_enc.double())
         acts = torch.where(selected(z, "topk", k), z, 0)
         assert rows.source is None and rows.capacity == k
@@ -214,7 +215,7 @@ def test_it_has_the_same_gradients(
     for choice in (False, True):
         packs(choice)
         leaves = [operand.clone().requires_grad_() for operand in operands[:3]]
-        rows = encode(*leaves, activation="topk", k=K)
+        rows = encode(*leaves, activation=gemm.TopK(K))
         found.append(torch.autograd.grad(rows.values, leaves, operands[3]))
     for wanted, got in zip(*found):
         assert torch.equal(wanted, got)

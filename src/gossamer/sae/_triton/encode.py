@@ -350,7 +350,7 @@ def encode(
     activation: str,
     k: int,
     bandwidth: float,
-    capacity: int,
+    capacity: int | None,
     keep_source: bool,
     scale: Tensor | None = None,
     ste_to_input: bool = False,
@@ -380,19 +380,19 @@ def activate(
     activation: str,
     k: int,
     bandwidth: float,
-    capacity: int,
+    capacity: int | None,
     keep_source: bool,
     scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What `encode` returns, from the pre-activations z [M, N] + bias [N]. A capacity of -1 asks for CSR of BatchTopK's
+    """What `encode` returns, from the pre-activations z [M, N] + bias [N]. Without a capacity it is CSR of BatchTopK's
     k * M entries, with offsets in place of nnz."""
     scale = None if scale is None else scale.contiguous()
     m, n = z.shape
     if activation == "topk" and not keep_source and z.numel():
         values, indices, nnz, l0 = select.row_topk(z, bias, k, scale)
         return values, indices, nnz, z.new_empty(0, n), l0
-    csr = capacity < 0
-    slots = (m * k,) if csr else (m, capacity)
+    csr = capacity is None
+    slots = (m * k,) if capacity is None else (m, capacity)
     values, indices = z.new_empty(slots), torch.empty(slots, dtype=torch.int32, device=z.device)
     nnz = None if csr else torch.empty(m, dtype=torch.int32, device=z.device)
     offsets = torch.empty(m + 1, dtype=torch.int64, device=z.device) if csr else None
@@ -428,8 +428,9 @@ def activate(
     meta = {**pack.fit_block(tile, n), "SHIFT": select.SHIFT[z.dtype], "RANKED": ranked}
     meta |= {"WINDOW": window, "MAY_OVERFLOW": keep_source}
     args = (z, bias, scale, threshold, limits, kth, need, reach, offsets, values, indices, nnz, l0)
-    args += (length, stride_t, bandwidth / 2, n, capacity)
-    key = (m, n, capacity, z.dtype, bias is None or bias.dtype, threshold is None, stride_t, bandwidth, keep_source)
+    room = -1 if capacity is None else capacity
+    args += (length, stride_t, bandwidth / 2, n, room)
+    key = (m, n, room, z.dtype, bias is None or bias.dtype, threshold is None, stride_t, bandwidth, keep_source)
     _encode_row((*key, ranked, length, scale is None or scale.dtype), (m, 1, 1), args, meta, num_warps=warps)
     return values, indices, counts, source, l0
 
