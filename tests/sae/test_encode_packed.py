@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from gossamer import gemm
-from gossamer._core import tuning
 from gossamer.rowsparse import LinearSource
-from gossamer.sae import count_fired, decode, encode, encode_with_l0
+from gossamer.sae import count_fired, decode, encode, encode_path, encode_with_l0
 from gossamer.testing import assert_exact, dense64
 from tests.sae.dense import selected, valued, whole
 
@@ -28,7 +27,7 @@ def test_packed_tile_by_tile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The way without gradients on Hopper, whichever device this is; with them, and in a window, the other one."""
-    monkeypatch.setattr(tuning, "encode_packs", lambda m, weight: True)
+    monkeypatch.setattr(encode_path, "packs_in_product", lambda m, weight: True)
     monkeypatch.setattr(module, "_seen", {})
     n = 2304
     x, W, W_dec = (whole(shape, 2, generator, dtype) for shape in ((2, 3, 12), (12, n), (n, 5)))
@@ -62,7 +61,7 @@ def test_packed_tile_by_tile(
 def test_packed_tile_by_tile_compiled(
     device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch, compiled: Any
 ) -> None:
-    monkeypatch.setattr(tuning, "encode_packs", lambda m, weight: True)
+    monkeypatch.setattr(encode_path, "packs_in_product", lambda m, weight: True)
     monkeypatch.setattr(module, "_seen", {})
     x, W, W_dec = (whole(shape, 2, generator, torch.float32) for shape in ((7, 12), (12, 2304), (2304, 5)))
     threshold = torch.full((2304,), 9.0, device=device)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from gossamer import gemm
-from gossamer._core import tuning
 from gossamer.rowsparse import ELL
-from gossamer.sae import encode, encode_with_l0
+from gossamer.sae import encode, encode_path, encode_with_l0
 from gossamer.testing import assert_exact, dense64
 from tests.sae.dense import selected, whole
 
@@ -23,13 +22,13 @@ def packs(monkeypatch: pytest.MonkeyPatch, mode: str) -> Callable[[bool], None]:
     """Chooses the way, whichever GPU this is."""
     if mode == "cpu":
         pytest.skip("about the kernels, which run on a GPU or in the interpreter")
-    return lambda choice: monkeypatch.setattr(tuning, "topk_packs", lambda m, k, weight: choice)
+    return lambda choice: monkeypatch.setattr(encode_path, "has_bound", lambda m, k, weight: choice)
 
 
 @pytest.fixture(params=[8, 16])
 def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Columns of a tile that are a sample."""
-    monkeypatch.setattr(tuning, "topk_run", lambda d_in: request.param)
+    monkeypatch.setattr(encode_path, "topk_run", lambda d_in: request.param)
     return request.param
 
 
@@ -225,16 +224,16 @@ def test_it_has_the_same_gradients(
 @pytest.mark.parametrize("k", [8, 32, 64, 128, 256, 600])
 def test_how_often_rows_are_computed_again(k: int, d_in: int) -> None:
     """Where the largest lie anywhere, the rank leaves fewer than k, and the list has not room enough, hardly ever."""
-    run = tuning.topk_run(d_in)
-    share = run / tuning.TOPK_TILE
+    run = encode_path.topk_run(d_in)
+    share = run / encode_path.TOPK_TILE
 
     def below(count: int, mean: float) -> float:
         """Of Poisson's distribution: fewer than `count`."""
         return sum(math.exp(i * math.log(mean) - mean - math.lgamma(i + 1)) for i in range(count))
 
-    rank = tuning.topk_rank(k, run)
+    rank = encode_path.topk_rank(k, run)
     assert 1 - below(rank, k * share) < 2e-5
-    assert below(rank, tuning.topk_list(k, run) * share) < 2e-5
+    assert below(rank, encode_path.topk_list(k, run) * share) < 2e-5
 
 
 @pytest.mark.gpu

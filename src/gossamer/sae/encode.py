@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer._core import autocast, checks, tuning
+from gossamer._core import autocast, checks
 from gossamer._core.ops import directly, needs_gradient, register
 from gossamer.gemm import linear_pack
 from gossamer.gemm.activations import Activation, BatchTopK, JumpReLU, Parameters, ReLU, TopK, resolve
-from gossamer.rowsparse import CSR, ELL
+from gossamer.rowsparse import CSR, ELL, DensityTracker
 from gossamer.rowsparse.container import made
 from gossamer.rowsparse.dense_transpose import dense_transpose
 from gossamer.rowsparse.formats import threshold_dtype
@@ -18,13 +18,13 @@ from gossamer.rowsparse.matmul import _matmul, check_dtypes, gradients
 from gossamer.rowsparse.pack import default_capacity
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import encode as _cpu
+from gossamer.sae.encode_path import TILE_SLOTS, Path, choose_path, named
 
 ACTIVATIONS = (ReLU, JumpReLU, TopK, BatchTopK)
 _GPU = "gossamer.sae._triton.encode"
-_SLOTS = 16
-"""Entries that a row may have in a tile of 256 columns where it is packed tile by tile."""
-_Known = tuple[int | None, bool, bool]
-"""What a call comes to: capacity (None for CSR), whether a row may overflow it, whether to pack tile by tile."""
+_Known = tuple[int | None, bool, Path]
+"""What a call comes to: capacity (None for CSR), whether a row may overflow it, the path where nothing is kept for a
+backward pass."""
 _seen: dict[tuple[Any, ...], _Known] = {}
 
 
@@ -37,6 +37,7 @@ def encode(
     b_dec: Tensor | None = None,
     capacity: int | None = None,
     format: str = "ell",
+    density: DensityTracker | None = None,
 ) -> Any:
     """activation((x - b_dec) @ W_enc + b_enc) as row-sparse latents: a product, and a pass that packs, or both in one.
 
@@ -56,6 +57,8 @@ def encode(
         format: `"ell"`, or `"csr"` for BatchTopK: a batch of M rows has k * M entries at most, so that no row can
             overflow, and in training the pre-activations are freed, where an ELL keeps them and their gradient for
             rows with more entries than slots.
+        density: follows how many entries rows have from call to call, and names the path taken as its `last_path`;
+            where many rows have overflowed, a call without gradients keeps dense pre-activations for them.
 
     Returns:
         `ELL` or `CSR` of shape `(..., d_sae)` with positive values (and zeros in the window of a JumpReLU) sorted by
@@ -75,7 +78,7 @@ def encode(
     >>> encode(torch.tensor([[1.0, 3.0, 2.0]]), torch.eye(3), None, gemm.TopK(2)).indices.tolist()
     [[1, 2]]
     """
-    return run("sae.encode", x, W_enc, b_enc, activation, b_dec, capacity, format)[0]
+    return run("sae.encode", x, W_enc, b_enc, activation, b_dec, capacity, format, density)[0]
 
 
 def encode_with_l0(
@@ -87,11 +90,12 @@ def encode_with_l0(
     b_dec: Tensor | None = None,
     capacity: int | None = None,
     format: str = "ell",
+    density: DensityTracker | None = None,
 ) -> tuple[Any, Tensor]:
     """As `encode`, with the number of values of each row that differ from 0: what an L0 penalty is made of.
 
     Args:
-        x, W_enc, b_enc, activation, b_dec, capacity, format: as in `encode`.
+        x, W_enc, b_enc, activation, b_dec, capacity, format, density: as in `encode`.
 
     Returns:
         `(rows, l0)`, l0 `[...]` in float32, float64 if rows is. With the bandwidth of a JumpReLU l0 has a gradient for
@@ -106,7 +110,7 @@ def encode_with_l0(
     >>> encode_with_l0(torch.tensor([[1.0, -3.0, 2.0]]), torch.eye(3))[1].tolist()
     [2.0]
     """
-    rows, l0 = run("sae.encode_with_l0", x, W_enc, b_enc, activation, b_dec, capacity, format)
+    rows, l0 = run("sae.encode_with_l0", x, W_enc, b_enc, activation, b_dec, capacity, format, density)
     return rows, l0.to(threshold_dtype(rows.dtype))
 
 
@@ -119,8 +123,13 @@ def run(
     b_dec: Tensor | None,
     capacity: int | None,
     format: str = "ell",
+    density: DensityTracker | None = None,
 ) -> tuple[Any, Tensor]:
     """(container, l0)"""
+    if density is not None and not isinstance(density, DensityTracker):
+        raise TypeError(
+            f"{operator}: density must be a rowsparse.DensityTracker or None, got {type(density).__name__}."
+        )
     if type(activation) not in ACTIVATIONS:
         activation = resolve(operator, activation, ACTIVATIONS)
     parameters: Parameters = activation.parameters  # type: ignore[union-attr]
@@ -142,15 +151,14 @@ def run(
         if not autocasts or torch.float64 in (x.dtype, W_enc.dtype):
             check_dtypes(operator, "x", x, "W_enc", W_enc)
         slots, may_overflow = check_capacity(operator, parameters, capacity, format, W_enc.shape[1])
-        # With more slots than that the tiles' own would be what overflows.
-        fits = name in ("relu", "jumprelu") and slots is not None and _SLOTS * slots <= W_enc.shape[1]
-        packs = fits and tuning.encode_packs(math.prod(x.shape[:-1]), W_enc)
-        known = (slots, may_overflow, packs)
+        chosen = choose_path(name, math.prod(x.shape[:-1]), k, slots, may_overflow, W_enc, False)
+        known = (slots, may_overflow, chosen)
         if seen is not None:
             if len(_seen) >= 1024:
                 _seen.clear()
             _seen[seen] = known
-    capacity, may_overflow, packs = known
+    path: str
+    capacity, may_overflow, path = known
     n, leading = W_enc.shape[1], x.shape[:-1]
     if threshold is not None and (threshold.dim() == 0 or threshold.dtype is not threshold_dtype(W_enc.dtype)):
         threshold = threshold.to(threshold_dtype(W_enc.dtype)).expand(n)
@@ -161,22 +169,48 @@ def run(
         scale = scale.detach()
     window = bandwidth if bandwidth is not None and torch.is_grad_enabled() else 0.0
     flat = x if x.dim() == 2 else x.reshape(math.prod(leading), x.shape[-1])
-    if packs and not window and not needs_gradient(x, W_enc, b_enc, b_dec, threshold):
-        # Without gradients nobody needs the pre-activations, and they are never written. x is copied: the caller may
-        # change it before the rows that overflowed are read.
-        inner = flat.to(W_enc.dtype, copy=True) if b_dec is None else (flat - b_dec).to(W_enc.dtype)
-        fixed = "relu" if threshold is None else JumpReLU(threshold)
-        options: dict[str, Any] = {"format": "ell", "capacity": capacity, "slots": _SLOTS}
-        packed, l0 = linear_pack(inner.view(x.shape), W_enc.t(), b_enc, activation=fixed, **options)
-        assert isinstance(packed, ELL)
-        return packed, l0
+    if density is not None or path == "tiles":
+        differentiable = bool(window) or needs_gradient(x, W_enc, b_enc, b_dec, threshold)
+        if density is not None:
+            given = (name, flat.shape[0], k, capacity, may_overflow, W_enc, differentiable)
+            path = density.path(lambda known: choose_path(*given, known), training=differentiable)
+        if path == "tiles" and not differentiable:
+            with named(path):
+                packed, l0 = _in_tiles(flat, W_enc, b_enc, b_dec, threshold, capacity)
+            rows = packed if x.dim() == 2 else packed.reshape(*leading, n)
+            _follow(density, rows, differentiable)
+            return rows, l0.view(leading)
     call = _sae_encode if autocasts else directly(_sae_encode, flat, W_enc, b_enc, b_dec, threshold)
     values, indices, nnz, source, l0 = call(
         flat, W_enc, b_enc, b_dec, threshold, name, k, window, capacity, may_overflow, scale, ste_to_input
     )
     cls = CSR if capacity is None else ELL
     rows = made(cls, values, indices, nnz, (*leading, n), source if may_overflow else None)
+    if density is not None:
+        _follow(density, rows, differentiable)
     return rows, l0 if x.dim() == 2 else l0.view(leading)
+
+
+def _in_tiles(
+    x: Tensor,
+    W_enc: Tensor,
+    b_enc: Tensor | None,
+    b_dec: Tensor | None,
+    threshold: Tensor | None,
+    capacity: int | None,
+) -> tuple[Any, Tensor]:
+    """(ELL, nnz) of x [M, d_in]: without gradients nobody needs the pre-activations, and they are never written."""
+    # x is copied: the caller may change it before the rows that overflowed are read.
+    inner = x.to(W_enc.dtype, copy=True) if b_dec is None else (x - b_dec).to(W_enc.dtype)
+    fixed = "relu" if threshold is None else JumpReLU(threshold)
+    return linear_pack(inner, W_enc.t(), b_enc, fixed, format="ell", capacity=capacity, slots=TILE_SLOTS)
+
+
+def _follow(density: DensityTracker | None, rows: Any, differentiable: bool) -> None:
+    if density is not None:
+        values, _, counts, _ = rows.packed
+        counts, limit = (counts.diff(), rows.num_columns) if isinstance(rows, CSR) else (counts, rows.capacity)
+        density.record(counts, training=differentiable, limit=limit, result=values)
 
 
 def check_operands(
@@ -371,7 +405,7 @@ _bwd_columns = register(
     "Tensor keys, Tensor columns, Tensor values, Tensor nnz, Tensor source, Tensor? threshold, float bandwidth) "
     "-> (Tensor, Tensor)",
     cpu=_cpu.bwd_columns,
-    gpu=f"{_GPU}:bwd_columns",
+    gpu=f"{_GPU}_bwd:bwd_columns",
     fake=_fake_bwd_columns,
     once_differentiable="sae.encode",
 )
@@ -379,7 +413,7 @@ _bwd_source = register(
     "sae_encode_bwd_source(Tensor grad, Tensor source, Tensor nnz, SymInt capacity, Tensor? grad_l0, "
     "Tensor? threshold, float bandwidth) -> Tensor",
     cpu=_cpu.bwd_source,
-    gpu=f"{_GPU}:bwd_source",
+    gpu=f"{_GPU}_bwd:bwd_source",
     fake=lambda grad, source, *_: torch.empty_like(source),
     once_differentiable="sae.encode",
 )
