@@ -46,7 +46,7 @@ def ways(x: Tensor, W_enc: Tensor, b_enc: Tensor, threshold: Tensor, W_dec: Tens
     def encoded(packs: bool, decodes: bool) -> Callable[[], Any]:
         def call() -> Any:
             choice, encode_path.packs_in_product = encode_path.packs_in_product, lambda m, weight: packs
-            sys.modules["gossamer.sae.encode"]._seen.clear()  # type: ignore[attr-defined]
+            sys.modules["gossamer.sae.encode"]._checked.clear()  # type: ignore[attr-defined]
             rows = sae.encode(x, W_enc, b_enc, activation=gemm.JumpReLU(threshold))
             encode_path.packs_in_product = choice
             return sae.decode(rows, W_dec) if decodes else rows

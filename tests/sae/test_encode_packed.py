@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gossamer import gemm
+from gossamer._core.calls import Checked
 from gossamer.rowsparse import LinearSource
 from gossamer.sae import count_fired, decode, encode, encode_path, encode_with_l0
 from gossamer.testing import assert_exact, dense64
@@ -28,7 +29,7 @@ def test_packed_tile_by_tile(
 ) -> None:
     """The way without gradients on Hopper, whichever device this is; with them, and in a window, the other one."""
     monkeypatch.setattr(encode_path, "packs_in_product", lambda m, weight: True)
-    monkeypatch.setattr(module, "_seen", {})
+    monkeypatch.setattr(module, "_checked", Checked())
     n = 2304
     x, W, W_dec = (whole(shape, 2, generator, dtype) for shape in ((2, 3, 12), (12, n), (n, 5)))
     b_enc, b_dec, threshold = whole((n,), 3, generator, dtype) - 9, whole((12,), 1, generator, dtype), None
@@ -62,7 +63,7 @@ def test_packed_tile_by_tile_compiled(
     device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch, compiled: Any
 ) -> None:
     monkeypatch.setattr(encode_path, "packs_in_product", lambda m, weight: True)
-    monkeypatch.setattr(module, "_seen", {})
+    monkeypatch.setattr(module, "_checked", Checked())
     x, W, W_dec = (whole(shape, 2, generator, torch.float32) for shape in ((7, 12), (12, 2304), (2304, 5)))
     threshold = torch.full((2304,), 9.0, device=device)
     call = lambda x: decode(encode(x, W, activation=gemm.JumpReLU(threshold), capacity=40), W_dec)  # noqa: E731

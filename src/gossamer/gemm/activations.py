@@ -85,7 +85,9 @@ class JumpReLU:
 
     def __post_init__(self) -> None:
         operator = "gemm.JumpReLU"
-        checks.floating(operator, threshold=self.threshold)
+        # Values may be made for each call. What is rare is refused where they are used.
+        if not isinstance(self.threshold, Tensor) or self.threshold.dtype not in checks.FLOATS:
+            checks.floating(operator, threshold=self.threshold)
         if self.threshold.dim() > 1:
             raise ValueError(f"{operator}: threshold must have shape [N] or [], got {list(self.threshold.shape)}.")
         if self.bandwidth is not None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
+from gossamer._core.calls import Checked, key_of
 from gossamer._core.ops import directly, register
 from gossamer.gemm._torch import linear_pack as _cpu
 from gossamer.gemm.activations import Activation, resolve_fixed
@@ -18,7 +19,7 @@ from gossamer.rowsparse.pack import default_capacity, tile_slots
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.rowsparse.twell import lists
 
-_seen: dict[tuple[Any, ...], tuple[int, int | None]] = {}
+_checked: Checked[tuple[int, int | None]] = Checked()
 
 
 def linear_pack(
@@ -70,26 +71,15 @@ def linear_pack(
     operator = "gemm.linear_pack"
     name, _, _, _, threshold, _ = resolve_fixed(operator, activation).parameters
     autocasts = autocast.enabled(x.device) if isinstance(x, Tensor) else False
-    # What follows from shapes is checked once.
-    seen = None if autocasts else checks.signature(x, weight, bias, threshold)
-    known = None
-    if seen is not None:
-        # 2.0 equals 2.
-        seen += (name, format, capacity, tile, slots, type(capacity), type(tile), type(slots))
-        try:
-            known = _seen.get(seen)
-        except TypeError:  # an argument that no call may have, such as a list: the checks below say which
-            seen = None
+    key = None if autocasts else key_of((x, weight, bias, threshold), (name, format), (capacity, tile, slots))
+    known = _checked.get(key)
     if known is None:
         check_operands(operator, x, weight, bias, threshold)
         known = check_options(operator, weight.shape[0], format, capacity, tile, slots)
         if autocasts:
             x, weight = autocast.cast(x, weight)  # type: ignore[assignment]
         check_dtypes(operator, x, weight=weight)
-        if seen is not None:
-            if len(_seen) >= 1024:
-                _seen.clear()
-            _seen[seen] = known
+        _checked.keep(key, known)
     (n, _), leading = weight.shape, x.shape[:-1]
     slots, capacity = known
     if threshold is not None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
+from gossamer._core.calls import Checked, key_of
 from gossamer._core.ops import directly, needs_gradient, register
 from gossamer.gemm import linear_pack
 from gossamer.gemm.activations import Activation, BatchTopK, JumpReLU, Parameters, ReLU, TopK, resolve
@@ -25,7 +26,7 @@ _GPU = "gossamer.sae._triton.encode"
 _Known = tuple[int | None, bool, Path]
 """What a call comes to: capacity (None for CSR), whether a row may overflow it, the path where nothing is kept for a
 backward pass."""
-_seen: dict[tuple[Any, ...], _Known] = {}
+_checked: Checked[_Known] = Checked()
 
 
 def encode(
@@ -135,15 +136,10 @@ def run(
     parameters: Parameters = activation.parameters  # type: ignore[union-attr]
     name, k, bandwidth, ste_to_input, threshold, scale = parameters
     autocasts = autocast.enabled(x.device) if isinstance(x, Tensor) else False
-    # What follows from shapes is checked once: host time is most of a small encode.
-    known: _Known | None = None
-    seen = None if autocasts else checks.signature(x, W_enc, b_enc, b_dec, threshold, scale)
-    if seen is not None:
-        seen += (name, k, bandwidth, ste_to_input, capacity, format)
-        try:
-            known = _seen.get(seen)
-        except TypeError:  # an argument that no call may have, such as a list: the checks below say which
-            seen = None
+    operands = (x, W_enc, b_enc, b_dec, threshold, scale)
+    options = (name, k, bandwidth, ste_to_input, format)
+    key = None if autocasts else key_of(operands, options, (capacity,))
+    known = _checked.get(key)
     if known is None:
         check_operands(operator, x, W_enc, b_enc, b_dec, parameters)
         if autocasts:
@@ -153,10 +149,7 @@ def run(
         slots, may_overflow = check_capacity(operator, parameters, capacity, format, W_enc.shape[1])
         chosen = choose_path(name, math.prod(x.shape[:-1]), k, slots, may_overflow, W_enc, False)
         known = (slots, may_overflow, chosen)
-        if seen is not None:
-            if len(_seen) >= 1024:
-                _seen.clear()
-            _seen[seen] = known
+        _checked.keep(key, known)
     path: str
     capacity, may_overflow, path = known
     n, leading = W_enc.shape[1], x.shape[:-1]
