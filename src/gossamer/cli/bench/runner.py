@@ -99,8 +99,9 @@ def _measure(
         tell(provider.name)
         outcome = Outcome(provider)
         result.outcomes.append(outcome)
-        if device.type not in provider.devices:
-            outcome.status, outcome.message = "skipped", f"needs {' or '.join(provider.devices)}"
+        missing = provider.missing(device)
+        if missing is not None:
+            outcome.status, outcome.message = "skipped", missing
             continue
         with _reported(outcome):
             runs.append(_Run(result.case, outcome, inputs, reference, device, settings))

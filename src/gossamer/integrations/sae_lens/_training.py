@@ -12,6 +12,7 @@ from sae_lens.saes.sae import SAE, TrainingSAE, TrainStepInput
 from sae_lens.saes.topk_sae import TopK, TopKTrainingSAE
 from torch import Tensor
 
+from gossamer import gemm
 from gossamer import sae as operators
 from gossamer.integrations.sae_lens._latents import HiddenPre, Latents, Lazy
 from gossamer.sae.smallest import smallest
@@ -47,8 +48,11 @@ def why_not_packed(sae: Any) -> str | None:
 
 def training_forward_pass(self: Any, step_input: TrainStepInput) -> Any:
     """The class's own, with packed latents in it."""
-    with self._gossamer.wants(1):
-        return type(self).training_forward_pass(self, step_input)
+    state = self._gossamer
+    with state.wants(1, training=True):
+        output = type(self).training_forward_pass(self, step_input)
+        state.record(self.W_dec.shape[0], output.loss)
+    return output
 
 
 def encode_with_hidden_pre(self: Any, x: Tensor) -> tuple[Latents, HiddenPre]:
@@ -63,37 +67,34 @@ def encode_with_hidden_pre(self: Any, x: Tensor) -> tuple[Latents, HiddenPre]:
     return ENCODERS[kind.encode_with_hidden_pre](self, x, b_dec)
 
 
+def entries(self: Any, acts: Tensor, hidden_pre: Tensor) -> Tensor:
+    """`[...]`, how many entries packed latents of the same would have."""
+    if (
+        not torch.is_grad_enabled()
+        or type(self).encode_with_hidden_pre is not JumpReLUTrainingSAE.encode_with_hidden_pre
+    ):
+        return torch.count_nonzero(acts.detach(), -1)
+    window = self.threshold.detach().clamp(min=0) - self.bandwidth / 2
+    return torch.count_nonzero(hidden_pre.detach() > window, -1)
+
+
 def _encode_topk(self: Any, x: Tensor, b_dec: Tensor | None) -> tuple[Latents, HiddenPre]:
     scaled, scale = self.cfg.rescale_acts_by_decoder_norm, None
     hidden_pre = HiddenPre(self, x, b_dec, scaled)
     if scaled:
         with torch.no_grad():
             scale = self.W_dec.norm(dim=-1)
-    rows, l0 = operators.encode_with_l0(
-        x,
-        self.W_enc,
-        self.b_enc,
-        b_dec=b_dec,
-        activation="topk" if isinstance(self.activation_fn, TopK) else "batchtopk",
-        k=int(self.activation_fn.k),
-        scale=scale,
-    )
+    kind = gemm.TopK if isinstance(self.activation_fn, TopK) else gemm.BatchTopK
+    activation = kind(int(self.activation_fn.k), scale)
+    rows, l0 = operators.encode_with_l0(x, self.W_enc, self.b_enc, activation, b_dec=b_dec)
     # What SAELens scales before it decodes it scales back to decode: `rows` are what is in between.
     return Latents(rows, l0, hidden_pre.dtype, self.W_dec if scaled else None, scale), hidden_pre
 
 
 def _encode_jumprelu(self: Any, x: Tensor, b_dec: Tensor | None) -> tuple[Latents, HiddenPre]:
     hidden_pre = HiddenPre(self, x, b_dec, False)
-    rows, l0 = operators.encode_with_l0(
-        x,
-        self.W_enc,
-        self.b_enc,
-        b_dec=b_dec,
-        activation="jumprelu",
-        threshold=self.threshold,
-        bandwidth=self.bandwidth,
-        ste_to_input=self.cfg.jumprelu_ste_to_input,
-    )
+    activation = gemm.JumpReLU(self.threshold, self.bandwidth, self.cfg.jumprelu_ste_to_input)
+    rows, l0 = operators.encode_with_l0(x, self.W_enc, self.b_enc, activation, b_dec=b_dec)
     return Latents(rows, l0, hidden_pre.dtype), hidden_pre
 
 
