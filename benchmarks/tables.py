@@ -106,10 +106,11 @@ BREAK_EVENS = (
     ("the same, forward and backward", "attention", "sparse_attention_training", "gossamer"),
     ("`attention.sparse_decode`", "attention", "sparse_decode", "gossamer"),
     ("`blocksparse.attention`", "blocksparse", "attention", "gossamer"),
+    ("the same, forward and backward", "blocksparse", "attention_training", "gossamer"),
     ("`blocksparse.matmul`, all block-sparse", "blocksparse", "matmul", "gossamer"),
     ("`blocksparse.matmul` with a dense matrix", "blocksparse", "matmul_with_dense", "gossamer"),
 )
-"""The rows of docs/choosing.md: what is measured, the file, the name of its cases, and the provider of ours."""
+"""The rows of docs/choosing.md: what is measured, how files begin, the name of their cases, and the provider of ours."""
 
 
 def read(file: str) -> dict[str, Any]:
@@ -255,7 +256,7 @@ def density(case: dict[str, Any]) -> tuple[str, float] | None:
     """The parameter that says how much of a case is there, and the share that is."""
     given = case["parameters"]
     for part, whole in (("L0", "F"), ("L0", "N"), ("k", "F"), ("nnz", "N"), ("k", "T")):
-        if part in given and whole in given:
+        if isinstance(given.get(part), int) and whole in given:
             return part, given[part] / given[whole]
     if "sparsity" in given:
         return "sparsity", 1 - given["sparsity"] / 100
@@ -266,16 +267,21 @@ def break_evens() -> str:
     """Of each problem, and each of its sizes, how gossamer's time compares with the dense way's by density."""
     rows = []
     for what, file, name, ours in BREAK_EVENS:
-        path = RESULTS / f"{file}-nvidia-h200.json"
-        cases = [c for c in json.loads(path.read_text())["cases"] if c["name"] == name] if path.is_file() else []
+        cases = [
+            case
+            for path in sorted(RESULTS.glob(f"{file}-*nvidia-h200.json"))
+            for case in json.loads(path.read_text()).get("cases", ())
+            if case["name"] == name
+        ]
         sizes: dict[str, list[tuple[float, float]]] = {}
         for case in cases:
             found = {p["name"]: p for p in case["providers"] if p["eager"]}
             share, us = density(case), found.get(ours)
             same = [p for n, p in found.items() if n.startswith("dense") and us and p["precision"] == us["precision"]]
             if share and us and same:
-                others = {key: value for key, value in case["parameters"].items() if key != share[0]}
-                size = label({"parameters": others, "dtype": case["dtype"]})
+                given = [(key, value) for key, value in case["parameters"].items() if key != share[0]]
+                shown = [f"{key} {value:,}" if isinstance(value, int) else f"{key} {value}" for key, value in given]
+                size = ", ".join([*shown, case["dtype"]])
                 sizes.setdefault(size, []).append((share[1], min(over(peer, us) for peer in same)))
         rows += [[what, size, *_faster(sorted(ratios))] for size, ratios in sizes.items()]
         rows += [] if sizes else [[what, f"not measured yet: `gossamer bench {file}`", "", "", ""]]
