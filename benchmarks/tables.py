@@ -110,7 +110,7 @@ BREAK_EVENS = (
     ("`blocksparse.matmul`, all block-sparse", "blocksparse", "matmul", "gossamer"),
     ("`blocksparse.matmul` with a dense matrix", "blocksparse", "matmul_with_dense", "gossamer"),
 )
-"""The rows of docs/choosing.md: what is measured, how files begin, the name of their cases, and the provider of ours."""
+"""The rows of docs/choosing.md: what is measured, how files begin, the name of their cases, and our provider."""
 
 
 def read(file: str) -> dict[str, Any]:
