@@ -80,9 +80,9 @@ def patch_attention(
         k_base, k_min, k_max, d_indexer, n_idx_heads, adaptive: as in `nn.GatedSparseAttention`.
         gates: whether to add gates to values and outputs. They begin at one half, and v_proj and o_proj at twice what
             they were, so that the model computes what it did. Without gates weights are shared with what was there.
-        share: how many layers in a row use the selection of the first of them, or which: `[[0, 1, 2], [3, 4]]` names
-            two groups of layers, and every other layer selects for itself. Only the first layer of a group has an
-            indexer, which learns from the attention of all of them.
+        share: how many of the replaced layers in a row use the selection of the first of them, or which:
+            `[[0, 1, 2], [3, 4]]` names two groups of layers, and every other layer selects for itself. Only the first
+            layer of a group has an indexer, which learns from the attention of all of them.
         granularity: 1, or 4 to select units of four neighbouring keys, as in `attention.select_topk`.
 
     Returns:
