@@ -207,7 +207,6 @@ def _cudnn(result: Callable[..., Tensors], training: bool, block: int, d: int) -
             prepare=prepare,
             result=result,
             devices=("cuda",),
-            needs="cudnn.block_sparse_attention",
         )
     ]
 

@@ -57,7 +57,7 @@ def stk_dsd() -> Provider:
     """MegaBlocks' block-sparse times dense, a matrix of the batch at a time; its kernels know blocks of 128."""
 
     def prepare(x: Tensor, y: Tensor, mask: Tensor) -> tuple[Any, ...]:
-        import stk  # type: ignore[import-not-found]
+        import stk.ops  # type: ignore[import-not-found]
 
         return [stk.ops.to_sparse(matrix, 128) for matrix in x], y, stk.ops.dsd
 
@@ -66,7 +66,6 @@ def stk_dsd() -> Provider:
         lambda xs, y, dsd: torch.stack([dsd(x, matrix) for x, matrix in zip(xs, y)]),
         prepare=prepare,
         devices=("cuda",),
-        needs="stk.ops",
     )
 
 

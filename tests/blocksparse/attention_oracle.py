@@ -105,8 +105,8 @@ def check(
         results.append((expected, sums.to(lse.dtype), *grads))
     assert bool((lse.isneginf() == ~met).all())
     # In 16 bits both ways round the same weights, and that is all that shows. In float32 the largest of some thousand
-    # rounding errors of sums of some dozen terms is a matter of luck: it differs by half between orders of summation.
-    factor = 3.0 if q.dtype is torch.float32 else 2.0
+    # rounding errors of sums of some dozen terms is a matter of luck: it doubles between orders of summation.
+    factor = 4.0 if q.dtype is torch.float32 else 2.0
     names = ("out", "lse", "q", "k", "v", *("table" for _ in terms), "bias")
     for name, a, want, plain in zip(names, (out, torch.where(met, lse, 0), *ours), *results):
         want = want.double()

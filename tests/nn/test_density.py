@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gossamer import nn
-from gossamer.nn import sae as module
+from gossamer.sae import encode_dense as module
 from tests.nn import dense
 
 KINDS = ("topk", "batchtopk", "jumprelu", "transcoder")

@@ -89,8 +89,8 @@ class GatedSparseAttention(nn.Module):
         TypeError: a size that is no int.
 
     Attributes:
-        q_proj, k_proj, v_proj, o_proj, indexer.idx_q_proj, indexer.idx_k_proj, indexer.idx_w_proj, indexer.idx_bias,
-        value_gate.gate_proj, output_gate.gate_proj, rotary_emb.inv_freq: as in the published models.
+        q_proj, k_proj, v_proj, o_proj: as in the published models, and so are indexer.idx_q_proj, indexer.idx_k_proj,
+            indexer.idx_w_proj, indexer.idx_bias, value_gate.gate_proj, output_gate.gate_proj and rotary_emb.inv_freq.
         dense: True attends to every visible key, for a warm-up of the indexer.
 
     Source: Gated Sparse Attention (arXiv 2601.15305).
@@ -400,13 +400,18 @@ def _products(x: Tensor, layers: dict[str, nn.Linear]) -> Tensor:
     """What the layers make of x, side by side; by one product where they are plain."""
     if why_called(**layers) is not None:
         return torch.cat([layer(x) for layer in layers.values()], -1)
-    biases = [layer.bias for layer in layers.values()]
-    weight = torch.cat([layer.weight for layer in layers.values()])
+    biases: list[Tensor | None] = [layer.bias for layer in layers.values()]
+    weights: list[Tensor] = [layer.weight for layer in layers.values()]
+    width = sum(layer.out_features for layer in layers.values())
+    if over := -width % 8:
+        # The fast kernels of 16-bit products want rows of 16 bytes.
+        weights.append(weights[0].new_zeros(over, weights[0].shape[1]))
+        biases.append(None)
     bias = None
     if any(each is not None for each in biases):
-        widths = [layer.out_features for layer in layers.values()]
-        bias = torch.cat([weight.new_zeros(n) if each is None else each for each, n in zip(biases, widths)])
-    return F.linear(x, weight, bias)
+        zeros = weights[0].new_zeros
+        bias = torch.cat([zeros(len(weight)) if b is None else b for b, weight in zip(biases, weights)])
+    return F.linear(x, torch.cat(weights), bias)[..., :width]
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

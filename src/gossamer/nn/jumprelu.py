@@ -33,7 +33,7 @@ class JumpReLUSAE(_SAE):
         d_sae: number of latents.
         target_l0: latents a row should have, on average. With an `l0_coefficient` it is that of `"quadratic"` alone,
             and nothing is steered.
-        bandwidth: width of the window around its threshold in which a latent trains it; None is 0.2 with a target, in
+        bandwidth: width of the window around its threshold in which a latent trains it; None is 0.1 with a target, in
             units of the scaled x, and 0.001 without.
         l0_coefficient: weight of the penalty in the loss, where the squared error is summed over d_in; None is steered
             with a target, and 0.001 without.
@@ -190,7 +190,11 @@ class JumpReLUSAE(_SAE):
                 self.steering[_recipe.L0] = found.l0
         if follows and self._watch is not None and not self.is_fresh:
             self._watch.see(found.l0)
-        return found._replace(reconstruction=self._unscaled(found.reconstruction)) if self.steered else found
+        if not self.steered:
+            return found
+        # Not by `_replace`, whose result PyTorch 2.11 cannot return from a compiled region.
+        loss, mse, penalty, l0, reconstruction, dead = found
+        return SAELoss(loss, mse, penalty, l0, self._unscaled(reconstruction), dead)
 
     @torch.no_grad()
     def initialize_(self, x: Tensor) -> None:

@@ -10,11 +10,11 @@ from gossamer import sae
 from gossamer._core import checks
 from gossamer.nn._silence import Silence
 from gossamer.nn.median import geometric_median
-from gossamer.rowsparse import ELL, Density, DensityTracker, Rows
+from gossamer.rowsparse import ELL, DensityTracker, Rows
 from gossamer.rowsparse.density import recomputed
 from gossamer.rowsparse.pack import default_capacity
 from gossamer.sae.decode import decode_dense
-from gossamer.sae.encode_dense import MEASURED, break_even, encode_dense
+from gossamer.sae.encode_dense import choose_path, encode_dense, follows_counts
 from gossamer.sae.smallest import smallest
 from gossamer.sae.squared_error import squared_error
 
@@ -197,27 +197,11 @@ class _SAE(torch.nn.Module):
         return acts, l0, nnz
 
     def _follows(self, x: Tensor) -> bool:
-        """Whether the way depends on counts that only the device knows."""
-        return self._expected is None and x.device.type in MEASURED
+        return follows_counts(x.device, self._expected)
 
     def _way(self, x: Tensor) -> str:
-        if self._density.pinned is None and x.device.type not in MEASURED:
-            self._density.last_path = "sparse"
-            return "sparse"
-        limit = break_even(x.shape[:-1].numel(), self.W_dec.shape[1], self.d_sae, self.W_dec, training=self.training)
-
-        def choose(known: Density | None) -> str:
-            if self._expected is not None:
-                entries: float = self._expected
-            elif known is None:
-                return "dense" if self.training else "sparse"
-            else:
-                # A row that overflows its slots is a row of a dense product, beside the work that found that out.
-                share = known.over / max(known.rows, 1)
-                entries = (1 - share) * known.mean + share * 1.5 * limit
-            return "dense" if entries > limit else "sparse"
-
-        return self._density.path(choose, training=self.training)
+        rows = x.shape[:-1].numel()
+        return choose_path(self._density, rows, self.W_dec, self._expected, training=self.training)
 
     def _record(self, nnz: Tensor | None, result: Tensor) -> None:
         if nnz is not None and self._follows(nnz):

@@ -35,11 +35,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from gossamer._core import launch, tuning
 from gossamer.blocksparse._triton.strips import strips
 
-FEW = 0.25
-"""Share of B's blocks up to which the pairs to be multiplied are looked for."""
-LISTED_RATE, STRIPS_RATE = {64: 0.63, 128: 0.9}, {0: 1.0, 64: 0.9, 128: 0.95}
-"""How fast present blocks are multiplied, of the speed with which all are: by blocks of rows, where A's list is
-followed, and where A is dense."""
+FEW = 0.125
+MOST = 0.95
+"""Shares of the blocks: below the first of B's, pairs are looked for; above the second, absent ones are multiplied."""
+LISTED = {0: 1.0, 64: 0.5, 128: 0.95}
+"""How fast present blocks of a size are multiplied, of the speed with which all are: H200, n 4,096 and 8,192, four
+matrices, bfloat16, one of the operands or the result block-sparse."""
 BOX = gl.constexpr(64)
 COLUMNS = gl.constexpr(4)
 """Boxes across a tile."""
@@ -411,11 +412,12 @@ def density(parts: Parts) -> float:
 
 def choose_walk(block: tuple[int, int, int], of_a: Parts, of_b: Parts, of_out: Parts) -> Walk | None:
     """Every block, absent or not, in tiles of 128 x 256; or present ones alone, in tiles of a block row, which reach
-    less of the GPU's speed. None where B has so few blocks that a kernel which looks for the pairs is faster."""
-    if of_b[0] is not None and density(of_b) <= FEW:
-        return None
+    less of the GPU's speed. None where a kernel that looks for the pairs of two block-sparse operands is faster: that
+    of `_triton`, for blocks of 64 or very few."""
     present = density(of_a) * density(of_out)
-    if present > (LISTED_RATE if of_a[0] is not None else STRIPS_RATE)[block[0]]:
+    if of_b[0] is not None and min(present, density(of_b)) < MOST and (block[0] < 128 or density(of_b) < FEW):
+        return None
+    if present > LISTED[block[0]]:
         return Walk(128, False, False)
     return Walk(block[0] or 128, of_a[0] is not None, of_out[0] is not None)
 
@@ -473,7 +475,7 @@ def rows_of(parts: Parts, by_columns: bool) -> Parts:
 
 
 def _descriptor(tensor: Tensor) -> TensorDescriptor:
-    """Boxes of a contiguous `[*, rows, columns]` as a matrix; what it checks the first time, `fits` has checked since."""
+    """Boxes of a contiguous `[*, rows, columns]` as a matrix. What is checked the first time, `fits` checks later."""
     columns = tensor.shape[-1]
     shape, strides = [tensor.numel() // columns, columns], [columns, 1]
     fields = _made.get(tensor.dtype)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from importlib import import_module
-from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -46,13 +45,6 @@ def relative_error(got: Tensors, want: Tensors) -> float:
     return worst
 
 
-def installed(module: str) -> bool:
-    """Whether a module, which may lie in a package, can be imported."""
-    parts = module.split(".")
-    # Looking for what lies in a package imports it.
-    return find_spec(parts[0]) is not None and (len(parts) == 1 or find_spec(module) is not None)
-
-
 @dataclass(frozen=True)
 class Provider:
     """One way to compute a case.
@@ -60,8 +52,8 @@ class Provider:
     `call` takes as positional arguments what `prepare` makes of the case's inputs (the inputs themselves by
     default); only `call` is timed. `result(output, *inputs)` turns its output into the tensors that the reference
     gives. `capturable` providers are timed in a CUDA graph too. A `partial` provider does less than the case asks:
-    it is shown, but is no peer to be best. `precision` is the float32 matmul precision. Where the module `needs` is not
-    installed the provider is skipped, and the table says so.
+    it is shown, but is no peer to be best. `precision` is the float32 matmul precision. One that raises
+    `ModuleNotFoundError` is skipped, and the table says so.
     """
 
     name: str
@@ -73,12 +65,9 @@ class Provider:
     partial: bool = False
     precision: str = "highest"
     devices: tuple[str, ...] = ("cpu", "cuda")
-    needs: str | None = None
 
     def missing(self, device: torch.device) -> str | None:
         """Why it cannot run here, or None."""
-        if self.needs is not None and not installed(self.needs):
-            return "not installed"
         return None if device.type in self.devices else f"needs {' or '.join(self.devices)}"
 
 
