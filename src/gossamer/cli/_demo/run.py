@@ -62,8 +62,7 @@ class Settings:
     seconds_sae: float = 60.0
     steps_model: int | None = None
     steps_sae: int | None = None
-    seconds_needle: float = 10.0
-    steps_needle: int | None = None
+    steps_needle: int = 160
     seconds_blocks: float = 5.0
     attention_length: int = 4096
     linear_width: int = 2048
@@ -229,7 +228,7 @@ def _attention(settings: Settings, device: torch.device, stages: Any) -> dict[st
         needle = needle_stage(
             device,
             settings.seed,
-            Clock(settings.seconds_needle, settings.steps_needle),
+            Clock(0, settings.steps_needle),
             seconds=min(2.0, settings.seconds_compare / 6),
             length=settings.attention_length,
             show=show,
