@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer import rowsparse, sae
+from gossamer import gemm, rowsparse, sae
 from gossamer.testing import assert_close, assert_exact, random_rows
 
 pytestmark = pytest.mark.gpu
@@ -185,7 +185,7 @@ def test_threads_that_encode() -> None:
         with torch.inference_mode():
             for turn in range(300):
                 i = (turn + which) % 3
-                rows = sae.encode(batches[i], W, W.new_zeros(20000), activation="jumprelu", threshold=threshold)
+                rows = sae.encode(batches[i], W, W.new_zeros(20000), activation=gemm.JumpReLU(threshold))
                 if turn % 10 == 0 and not torch.equal(rows.to_dense(), wanted[i]):
                     wrong.append(f"thread {which}: turn {turn} is wrong")
 

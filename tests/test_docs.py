@@ -24,7 +24,7 @@ def public(room: ModuleType) -> list[str]:
 @pytest.mark.parametrize("name", ROOMS)
 def test_examples(name: str) -> None:
     names = {"torch": torch, "gossamer": gossamer}
-    for other in ("rowsparse", "testing", "sae", name):
+    for other in ("rowsparse", "testing", "gemm", "sae", name):
         room = importlib.import_module(f"gossamer.{other}")
         names |= {key: getattr(room, key) for key in room.__all__} | {other: room}
     room = names[name]

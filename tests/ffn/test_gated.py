@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from gossamer import ffn
+from gossamer import ffn, gemm
 from gossamer._core.ops import INTERPRET
 from gossamer.ffn import costs
-from tests.ffn.dense import METHODS, SMALL, SPARSE, call, check, dense, operands
+from tests.ffn.dense import METHODS, SMALL, SPARSE, call, check, dense, operands, value
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -22,7 +22,7 @@ def test_matches_dense(
         pytest.skip("one activation tells what a dtype does")
     a = operands(SMALL, dtype, device, generator)
     threshold = torch.full((300,), 0.6, device=device) if activation == "jumprelu" else None
-    out = call(a, activation=activation, threshold=threshold, method=method)
+    out = call(a, activation=value(activation, threshold), method=method)
     assert out.dtype is dtype
     check(a, out, activation, threshold)
 
@@ -86,7 +86,7 @@ def test_gradients(activation: str, device: torch.device, generator: torch.Gener
     want = {name: t.double().requires_grad_() for name, t in a.items()}
     weight = torch.randn(6, 5, device=device, generator=generator)
     for method in METHODS:
-        (call(leaves, activation=activation, threshold=threshold, method=method) * weight).sum().backward()
+        (call(leaves, activation=value(activation, threshold), method=method) * weight).sum().backward()
     names = ("gate_bias", "up_bias", "down_bias")
     more = {name: want[name] for name in names} | {"threshold": None if threshold is None else threshold.double()}
     out = dense(want["x"], want["gate"], want["up"], want["down"], activation, **more)
@@ -175,9 +175,9 @@ def test_compiles(compiled: Callable[..., Any], device: torch.device, generator:
         ({"up_bias": torch.ones(4)}, ValueError, r"up_bias must have shape \[N\] = \[300\] like gate_weight"),
         ({"down": torch.ones(40, 300).half()}, TypeError, "x and down_weight must have one dtype, got float32 and"),
         ({"gate": torch.ones(300, 24).int()}, TypeError, "gate_weight must be float32, float16 or bfloat16"),
-        ({"activation": "silu"}, ValueError, "activation must be one of relu, relu2, jumprelu.*gemm.gated_mlp"),
-        ({"activation": "jumprelu"}, ValueError, "takes a threshold .*, got none"),
-        ({"threshold": torch.ones(())}, ValueError, "takes a threshold .*, got one for 'relu'"),
+        ({"activation": "silu"}, ValueError, r'activation must be "relu", "relu2" or gemm.JumpReLU.*, got \'silu\''),
+        ({"activation": "jumprelu"}, ValueError, "activation must be .* got 'jumprelu'"),
+        ({"activation": gemm.JumpReLU(torch.ones(4), 0.1)}, ValueError, "JumpReLU without a bandwidth"),
         ({"method": "fast"}, ValueError, "method must be one of auto, gather, union, fused, dense, got 'fast'"),
         ({"density": 3}, TypeError, "density must be an ffn.BlockTracker or None, got int"),
     ],

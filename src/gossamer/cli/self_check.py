@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from gossamer import attention, blocksparse, ffn, gemm, rowsparse, sae
 from gossamer._core.ops import INTERPRET
+from gossamer.gemm.activations import Activation
 
 # What a result may differ from float64 at these sizes, relative to the largest element.
 BUDGETS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -126,15 +127,14 @@ def _sae(randn: Randn) -> Iterator[Check]:
     x, W_enc, b_enc = randn(M, D), randn(D, N), randn(N)
     z = x.double() @ W_enc.double() + b_enc.double()
     threshold = torch.full((N,), 2.0, device=x.device)
-    ways: dict[str, tuple[dict[str, Any], Tensor]] = {
-        "relu": ({}, z.relu()),
-        "jumprelu": ({"threshold": threshold}, torch.where(z > 2.0, z, 0)),
-        "topk": ({"k": k}, _largest(z, k)),
-        "batchtopk": ({"k": k}, _largest(z.flatten(), k * M).view_as(z)),
+    ways: dict[str, tuple[Activation, Tensor]] = {
+        "relu": (gemm.ReLU(), z.relu()),
+        "jumprelu": (gemm.JumpReLU(threshold), torch.where(z > 2.0, z, 0)),
+        "topk": (gemm.TopK(k), _largest(z, k)),
+        "batchtopk": (gemm.BatchTopK(k), _largest(z.flatten(), k * M).view_as(z)),
     }
-    for activation, (options, want) in ways.items():
-        encode = partial(sae.encode, x, W_enc, b_enc, activation=activation, **options)
-        yield Check("sae.encode", activation, encode, want)
+    for name, (activation, want) in ways.items():
+        yield Check("sae.encode", name, partial(sae.encode, x, W_enc, b_enc, activation), want)
     scale = W_enc.norm(dim=0)
     tanh = torch.tanh(scale.double() * dense).sum(-1)
     yield Check("sae.tanh_l0", "", lambda: sae.tanh_l0(rowsparse.pack(acts), scale), tanh)
@@ -206,6 +206,11 @@ def _blocksparse(randn: Randn) -> Iterator[Check]:
     present = mask.repeat_interleave(block, 0).repeat_interleave(block, 1)
     blocks, dense = blocksparse.from_dense(a, layout), a.double() * present
     yield Check("blocksparse.matmul", "", partial(blocksparse.matmul, blocks, b), dense @ b.double())
+    half = torch.bfloat16
+    x, y = randn(192, 192).to(half), randn(192, 128).to(half)
+    wide = mask.repeat_interleave(64, 0).repeat_interleave(64, 1)
+    multiply = partial(blocksparse.matmul, blocksparse.from_dense(x, blocksparse.Layout.from_mask(mask, 64)), y)
+    yield Check("blocksparse.matmul", "bfloat16", multiply, (x.double() * wide) @ y.double(), BUDGETS[half])
     soft = dense.masked_fill(~present, float("-inf")).softmax(-1)
     yield Check("blocksparse.softmax", "", partial(blocksparse.softmax, blocks), soft)
     yield Check("blocksparse.transpose", "", partial(blocksparse.transpose, blocks), dense.T)

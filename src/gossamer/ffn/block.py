@@ -19,7 +19,8 @@ from gossamer.gemm._torch.linear_glu import linear
 from gossamer.gemm.linear_glu import check_dtypes
 from gossamer.rowsparse.formats import threshold_dtype
 
-ACTIVATIONS = ("relu", "relu2", "jumprelu")
+NAMES = ("relu", "relu2")
+"""Of activations, as `gemm.linear_glu` calls them, those that leave most entries 0."""
 METHODS = ("auto", "gather", "union", "fused", "dense")
 MANY = 4096
 """Rows from which on a sample of them takes little of the time that it may save."""
@@ -204,14 +205,6 @@ def check(operator: str, block: Block, method: str, density: BlockTracker | None
             letters = "[N] or []" if name == "threshold" else "[N]"
             checks.shape(operator, name, tensor, (n,), letters, f"like {gate}")
     checks.same_device(operator, "x", block.x.device, **operands)
-    if block.activation not in ACTIVATIONS:
-        raise ValueError(
-            f"{operator}: activation must be one of {', '.join(ACTIVATIONS)}, which leave most entries 0, "
-            f"got {block.activation!r}. For others there is gemm.gated_mlp."
-        )
-    if (block.activation == "jumprelu") != (block.threshold is not None):
-        got = "none" if block.threshold is None else f"one for {block.activation!r}"
-        raise ValueError(f'{operator}: activation="jumprelu" takes a threshold [N] or [], no other does, got {got}.')
     if method not in METHODS:
         raise ValueError(f"{operator}: method must be one of {', '.join(METHODS)}, got {method!r}.")
     if density is not None and not isinstance(density, BlockTracker):

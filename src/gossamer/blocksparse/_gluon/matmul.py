@@ -33,7 +33,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch, tuning
-from gossamer.blocksparse._triton.strips import strips
 
 FEW = 0.125
 MOST = 0.95
@@ -44,6 +43,7 @@ matrices, bfloat16, one of the operands or the result block-sparse."""
 BOX = gl.constexpr(64)
 COLUMNS = gl.constexpr(4)
 """Boxes across a tile."""
+ACROSS = BOX.value * COLUMNS.value
 
 
 @gluon.jit
@@ -442,20 +442,19 @@ def launch_matmul(
     sizes: tuple[int, int, int, int],
     block: tuple[int, int, int],
     trans: tuple[bool, bool, bool],
+    tiles: tuple[Tensor, int] | None,
 ) -> None:
     """Fills the last of the operands, which are contiguous `[*, rows, columns]` as stored, blocks or dense matrices.
 
-    Sizes are Z, M, K and N. Behind the last block of a block-sparse result nothing is written.
+    Sizes are Z, M, K and N; tiles are the strips of a walk by strips, and how many there are at most. Behind the last
+    block of a block-sparse result nothing is written.
     """
     a, _b, _out = operands
     of_a, of_b, of_out = parts
     z, m, k, n = sizes
     block = block[0] or walk.tile_m, block[1] or BOX.value, block[2] or BOX.value
-    lists = rows_of(of_a, trans[0]), rows_of(of_out, trans[2])
-    tiles, most = None, z * launch.cdiv(m, walk.tile_m) * launch.cdiv(n, BOX.value * COLUMNS.value)
-    if walk.strips:
-        tiles, most = strips(lists[1][0], of_out[1].shape[0], BOX.value * COLUMNS.value // block[2])
-    given = (*lists[0], of_b[0], of_b[5], *lists[1], tiles)
+    strips, most = tiles or (None, z * launch.cdiv(m, walk.tile_m) * launch.cdiv(n, ACROSS))
+    given = (*rows_of(of_a, trans[0]), of_b[0], of_b[5], *rows_of(of_out, trans[2]), strips)
     descriptors = tuple(_descriptor(tensor) for tensor in operands)
     meta = {
         "BLOCK": block, "TRANS": trans, "TILE_M": walk.tile_m, "LIST": walk.listed, "STAGES": walk.stages,

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.blocksparse._triton.softmax import fill_rest
+from gossamer.blocksparse._triton.strips import strips
 
 WAVES = 16
 """Programs for each multiprocessor where programs keep lists."""
@@ -324,19 +325,9 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
         trans_a, trans_b = not trans_b, False
     a, trans_a = (a.contiguous(), trans_a) if of_a[0] is not None else _stored(a)
     b, trans_b = (b.contiguous(), trans_b) if of_b[0] is not None else _stored(b)
-    if tuning.hopper(a.device) and a.element_size() == 2:
-        from gossamer.blocksparse._gluon import matmul as hopper
-
-        parts, block, trans = (of_a, of_b, of_out), (bm, bk, bn), (trans_a, trans_b, turned)
-        left, right = (x.mT if of[0] is None and flip else x for x, of, flip in zip((a, b), parts, trans))
-        walk = None
-        if hopper.fits(block, (m, k, n), left, right, out):
-            walk = hopper.choose_walk(block, *parts)
-        if walk is not None:
-            hopper.launch_matmul(walk, (left, right, out), parts, (z, m, k, n), block, trans)
-            if of_out[0] is not None:
-                _fill_unused(out, *parts)
-            return out
+    parts, trans = (of_a, of_b, of_out), (trans_a, trans_b, turned)
+    if _on_hopper((a, b, out), parts, (z, m, k, n), (bm, bk, bn), trans):
+        return out
     precision = tuning.dot_precision(a, k)
     order = trans_a, trans_b
     if precision["PRECISION"].startswith("tf32") and tuning.hopper(a.device):
@@ -362,6 +353,34 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     args = (a, b, out, *lists, z, m, k, n, *capacities)
     _blocksparse_matmul(key, (max(tiles, 1), 1, 1), args, meta, num_warps=tile.warps, num_stages=tile.stages)
     return out
+
+
+def _on_hopper(
+    operands: tuple[Tensor, Tensor, Tensor],
+    parts: tuple[tuple[Any, ...], ...],
+    sizes: tuple[int, int, int, int],
+    block: tuple[int, int, int],
+    trans: tuple[bool, bool, bool],
+) -> bool:
+    """Fills the last of the operands where the kernel for Hopper can, and is faster; whether it has."""
+    a, b, out = operands
+    if not tuning.hopper(a.device) or a.element_size() != 2:
+        return False
+    from gossamer.blocksparse._gluon import matmul as hopper
+
+    # As they are stored.
+    a, b = (x.mT if of[0] is None and flip else x for x, of, flip in zip((a, b), parts, trans))
+    of_a, of_b, of_out = parts
+    walk = hopper.choose_walk(block, of_a, of_b, of_out) if hopper.fits(block, sizes[1:], a, b, out) else None
+    if walk is None:
+        return False
+    tiles = None
+    if walk.strips:
+        tiles = strips(_lists(of_out, trans[2])[0], of_out[1].shape[0], hopper.ACROSS // block[2])
+    hopper.launch_matmul(walk, (a, b, out), (of_a, of_b, of_out), sizes, block, trans, tiles)
+    if of_out[0] is not None:
+        _fill_unused(out, of_a, of_b, of_out)
+    return True
 
 
 def _by_inner(
