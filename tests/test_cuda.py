@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer import rowsparse, sae
+from gossamer import gemm, rowsparse, sae
 from gossamer.testing import assert_close, assert_exact, random_rows
 
 pytestmark = pytest.mark.gpu
@@ -124,7 +124,7 @@ def test_nothing_waits(m: int, n: int, d: int) -> None:
             rows = rowsparse.pack(acts, **options)
             rowsparse.matmul(rows, W).sum().backward()
             rowsparse.matmul(rowsparse.transpose(rows.detach()), x).sum().backward()
-            rowsparse.sampled_matmul(x, W, rows.detach()).values.sum().backward()
+            rowsparse.sampled_matmul(x, W, rows.detach()).packed.values.sum().backward()
             rowsparse.unpack(rowsparse.pack(acts, **options)).sum().backward()
             repr(rows), rows.overflowed
 
@@ -185,7 +185,7 @@ def test_threads_that_encode() -> None:
         with torch.inference_mode():
             for turn in range(300):
                 i = (turn + which) % 3
-                rows = sae.encode(batches[i], W, W.new_zeros(20000), activation="jumprelu", threshold=threshold)
+                rows = sae.encode(batches[i], W, W.new_zeros(20000), activation=gemm.JumpReLU(threshold))
                 if turn % 10 == 0 and not torch.equal(rows.to_dense(), wanted[i]):
                     wrong.append(f"thread {which}: turn {turn} is wrong")
 

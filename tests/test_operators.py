@@ -85,13 +85,13 @@ def _encode(device: torch.device) -> None:
     x, W, b = (torch.randn(shape, device=device).requires_grad_() for shape in ((3, D), (D, N), (N,)))
     threshold = torch.full((N,), 0.5, device=device, requires_grad=True)
     for options in (
-        {"activation": "relu"},
-        {"activation": "jumprelu", "threshold": threshold, "bandwidth": 0.5, "capacity": 3},
-        {"activation": "jumprelu", "threshold": threshold, "bandwidth": 0.5, "capacity": N},
-        {"activation": "jumprelu", "threshold": threshold, "bandwidth": 0.5, "capacity": 3, "ste_to_input": True},
-        {"activation": "topk", "k": 4},
-        {"activation": "batchtopk", "k": 4},
-        {"activation": "topk", "k": 4, "scale": torch.rand(N, device=device)},
+        {},
+        {"activation": gemm.JumpReLU(threshold, 0.5), "capacity": 3},
+        {"activation": gemm.JumpReLU(threshold, 0.5), "capacity": N},
+        {"activation": gemm.JumpReLU(threshold, 0.5, ste_to_input=True), "capacity": 3},
+        {"activation": gemm.TopK(4)},
+        {"activation": gemm.BatchTopK(4)},
+        {"activation": gemm.TopK(4, torch.rand(N, device=device))},
     ):
         rows, l0 = sae.encode_with_l0(x, W, b, **options)
         scale = torch.rand(N, device=device, requires_grad=True)
@@ -99,7 +99,7 @@ def _encode(device: torch.device) -> None:
         sae.count_fired(rows)
         smallest(rows, torch.ones(rows.num_columns, device=device))
     sae.encode(x.detach(), W, activation="relu", capacity=3).to_dense().sum().backward()
-    sae.encode_csr(x, W, b, k=4).to_dense().sum().backward()
+    sae.encode(x, W, b, gemm.BatchTopK(4), format="csr").to_dense().sum().backward()
     y = torch.randn(D, 3, device=device).t().requires_grad_()
     (grad,) = torch.autograd.grad(squared_error(x, y).sum(), y, create_graph=True)
     grad.square().sum().backward()
@@ -116,7 +116,7 @@ def _gemm(device: torch.device) -> None:
     gemm.linear_glu(x.detach(), gate.detach(), activation="gelu")
     gemm.gated_mlp(x, gate, up, torch.randn(D, 8, device=device)).sum().backward()
     x, weight, W, b = (torch.randn(s, device=device).requires_grad_() for s in ((3, D), (N, D), (N, D), (N,)))
-    jump = {"activation": "jumprelu", "threshold": torch.rand(N, device=device)}
+    jump = {"activation": gemm.JumpReLU(torch.rand(N, device=device))}
     # Every row overflows, for what does not is left unwritten in a source.
     for options in ({"tile": 16, "slots": 2}, {"format": "ell", "capacity": 5, "bias": b, **jump}):
         rows, _ = gemm.linear_pack(x, weight, **options)

@@ -103,13 +103,18 @@ def attention_case(
         grad=training,
         sweep="T",
         error=_error,
+        # Weights and their gradients are rounded to 16 bits for the products of a backward pass.
+        budget=2e-2 if training and dtype.itemsize == 2 else None,
     )
 
 
 def _error(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> float:
-    """Largest error of a row, over the mean norm of rows: the gradient of a query with one key is a zero that cancels,
-    which no relative error can judge."""
-    errors = [(a.double() - b).norm(dim=-1).max() / b.norm(dim=-1).mean() for a, b in zip(got, want, strict=True)]
+    """Largest error of a row, over its norm or the mean norm of rows, whichever is more: a row of few keys is long, and
+    the gradient of a query with one key is a zero that cancels, which no relative error can judge."""
+    errors = []
+    for a, b in zip(got, want, strict=True):
+        norm = b.norm(dim=-1)
+        errors.append(((a.double() - b).norm(dim=-1) / norm.clamp(min=norm.mean())).max())
     return float(torch.stack(errors).max().nan_to_num(nan=torch.inf))
 
 

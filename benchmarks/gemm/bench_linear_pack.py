@@ -45,9 +45,11 @@ def _activated(x: Tensor, weight: Tensor, bias: Tensor, threshold: Tensor | None
     return torch.relu(z) if threshold is None else torch.where(z > threshold, z, 0)
 
 
-def linear_pack(name: str, M: int, K: int, N: int, l0: int, dtype: torch.dtype, jump: bool) -> Case:
-    options = {"activation": "jumprelu" if jump else "relu"}
+def _value(threshold: Tensor | None) -> gemm.ReLU | gemm.JumpReLU:
+    return gemm.ReLU() if threshold is None else gemm.JumpReLU(threshold)
 
+
+def linear_pack(name: str, M: int, K: int, N: int, l0: int, dtype: torch.dtype, jump: bool) -> Case:
     def make(device: torch.device, generator: torch.Generator) -> list[tuple[Tensor | None, ...]]:
         count = copies(device, (M * K + K * N + M * N) * dtype.itemsize)
         return [_operands(M, K, N, l0, dtype, jump, device, generator) for _ in range(count)]
@@ -61,10 +63,10 @@ def linear_pack(name: str, M: int, K: int, N: int, l0: int, dtype: torch.dtype, 
         return float("inf") if worst != worst else worst
 
     def packed(format: str, x: Tensor, weight: Tensor, bias: Tensor, threshold: Tensor | None) -> object:
-        return gemm.linear_pack(x, weight, bias, threshold=threshold, format=format, **options)[0]
+        return gemm.linear_pack(x, weight, bias, _value(threshold), format=format)[0]
 
     def encode(x: Tensor, weight: Tensor, bias: Tensor, threshold: Tensor | None) -> object:
-        return sae.encode(x, weight.t(), bias, threshold=threshold, **options)
+        return sae.encode(x, weight.t(), bias, _value(threshold))
 
     def dense_of(rows: object, *_: Tensor | None) -> tuple[Tensor, ...]:
         return (rows.to_dense(),)  # type: ignore[attr-defined]
@@ -111,11 +113,10 @@ def _forward(B: int, D: int, N: int, l0: int, dtype: torch.dtype) -> Case:
         return _activated(x, weight, bias, threshold) @ W_dec
 
     def packed(x: Tensor, weight: Tensor, bias: Tensor, threshold: Tensor, W_dec: Tensor) -> Tensor:
-        options = {"activation": "jumprelu", "threshold": threshold, "format": "ell"}
-        return sae.decode(gemm.linear_pack(x, weight, bias, **options)[0], W_dec)
+        return sae.decode(gemm.linear_pack(x, weight, bias, gemm.JumpReLU(threshold), format="ell")[0], W_dec)
 
     def encoded(x: Tensor, weight: Tensor, bias: Tensor, threshold: Tensor, W_dec: Tensor) -> Tensor:
-        return sae.decode(sae.encode(x, weight.t(), bias, activation="jumprelu", threshold=threshold), W_dec)
+        return sae.decode(sae.encode(x, weight.t(), bias, activation=gemm.JumpReLU(threshold)), W_dec)
 
     def few(out: Tensor, *_: Tensor) -> tuple[Tensor]:
         """64 rows tell what all do, and float64 takes its time."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gossamer import sae
 from gossamer.cli.bench import Case, Provider, copies, random_matrix
+from gossamer.gemm import BatchTopK, JumpReLU, TopK
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
@@ -45,8 +46,8 @@ def encode(activation: str, B: int, D: int, F: int, k: int, dtype: torch.dtype) 
 
     def ours(x: Tensor, W_enc: Tensor, b_enc: Tensor, thresholds: Tensor) -> object:
         if activation == "jumprelu":
-            return sae.encode(x, W_enc, b_enc, activation=activation, threshold=thresholds)
-        return sae.encode(x, W_enc, b_enc, activation=activation, k=k)
+            return sae.encode(x, W_enc, b_enc, JumpReLU(thresholds))
+        return sae.encode(x, W_enc, b_enc, TopK(k) if activation == "topk" else BatchTopK(k))
 
     def gemm(x: Tensor, W_enc: Tensor, b_enc: Tensor, _: Tensor) -> Tensor:
         return torch.addmm(b_enc, x, W_enc)

@@ -22,7 +22,6 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.sae.tune_decode import replayed
-from gossamer._core import tuning
 from gossamer.cli.bench.command import command_line
 from gossamer.cli.environment import provenance
 from gossamer.sae._triton import batchtopk
@@ -57,8 +56,8 @@ def pre_activations(m: int, n: int, k: int, dtype: torch.dtype, how: str) -> Ten
     elif how.endswith("rows x 100"):
         z[:: m // int(how.split()[0])] *= 100
     elif how == "misled":
-        _, _, step = tuning.batch_sample(m, n, k)
-        z[:, torch.arange(n, device="cuda") % step < tuning.BATCH_RUN] *= 10
+        _, _, step = batchtopk.batch_sample(m, n, k)
+        z[:, torch.arange(n, device="cuda") % step < batchtopk.BATCH_RUN] *= 10
     return z
 
 
@@ -78,7 +77,7 @@ def measure(shape: tuple[int, int, int, torch.dtype, str], rounds: int, parts: b
     # Room for the row with the most entries.
     capacity = n if "rows" in how or how == "constant" else min(n, max(4 * k, 1024))
     calls = {
-        "rows": lambda: activate(z, None, None, "batchtopk", k, 0.0, capacity, False, None),
+        "rows": lambda: activate("batch", z, None, None, k, 0.0, capacity, False, None),
         "found": lambda: batchtopk.find(z, None, k, None),
         "torch.topk": lambda: z.view(-1).topk(k * m),
     }

@@ -25,11 +25,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.peers import jumprelu_sae_kernels
-from gossamer import sae
+from gossamer import gemm, sae
 from gossamer._core import tuning
 from gossamer.rowsparse._triton import matmul, overflow, pack, sampled_matmul, transpose
-from gossamer.sae._triton import decode
-from gossamer.sae._triton import encode as encode_kernels
+from gossamer.sae._triton import _entries as entries
+from gossamer.sae._triton import decode, encode_rows
 
 DEVICE = torch.device("cuda")
 SEARCH = "--search" in sys.argv
@@ -315,10 +315,10 @@ def encode() -> None:
     w, threshold = (torch.randn(d, n, device=DEVICE) * d**-0.5).bfloat16(), torch.full((n,), 3.1, device=DEVICE)
     calls: dict[str, Callable[[], Any]] = {
         "gemm": lambda: torch.addmm(bias, x, w),
-        "jumprelu": lambda: sae.encode(x, w, bias, activation="jumprelu", threshold=threshold),
+        "jumprelu": lambda: sae.encode(x, w, bias, activation=gemm.JumpReLU(threshold)),
         "relu": lambda: sae.encode(x, w, bias - 3.1, activation="relu"),
-        "topk": lambda: sae.encode(x, w, bias, activation="topk", k=k),
-        "batchtopk": lambda: sae.encode(x, w, bias, activation="batchtopk", k=k),
+        "topk": lambda: sae.encode(x, w, bias, activation=gemm.TopK(k)),
+        "batchtopk": lambda: sae.encode(x, w, bias, activation=gemm.BatchTopK(k)),
     }
     show("encode", f"{m},{d},{n}", timed(calls, rounds=5))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -327,14 +327,14 @@ def encode() -> None:
         torch.cuda.synchronize()
     kernels = {event.key[:40]: event.self_device_time_total / event.count for event in profile.key_averages()}
     show("encode", "kernels", dict(sorted(kernels.items(), key=lambda item: -item[1])[:14]))
-    original, variants = tuning.encode_tile, {}
+    original, variants = entries.tile_of, {}
     for words in (64, 128, 256) if SEARCH else ():
-        tuning.encode_tile = lambda *_, words=words: ({"BLOCK": words * 8, "VEC": 8}, 1)
-        encode_kernels._encode_row._compiled.clear()
+        entries.tile_of = lambda *_, words=words: ({"BLOCK": words * 8, "VEC": 8}, 1)
+        encode_rows._encode_row._compiled.clear()
         variants[str(words)] = graphed(calls["jumprelu"])
     if SEARCH:
         show("encode", "words a warp", timed(variants | {"gemm": graphed(calls["gemm"])}, rounds=3, div=10))
-    tuning.encode_tile = original
+    entries.tile_of = original
 
 
 def dense() -> None:

@@ -1,4 +1,4 @@
-"""The two ways of `sae.encode` without gradients beside each other, for `tuning.encode_packs`.
+"""The two ways of `sae.encode` without gradients beside each other, for `encode_path.packs_in_product`.
 
 Usage: python benchmarks/sae/tune_encode.py [--rounds N]. Needs a Hopper GPU. For each shape: a JumpReLU encoder in
 bfloat16 that packs from dense pre-activations or tile by tile (`gemm.linear_pack`), alone and followed by `sae.decode`,
@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gemm.bench_linear_pack import _operands
 from benchmarks.sae.tune_decode import replayed
-from gossamer import sae
-from gossamer._core import tuning
+from gossamer import gemm, sae
 from gossamer.cli.bench.command import command_line
 from gossamer.cli.environment import provenance
+from gossamer.sae import encode_path
 
 # M, d_in, d_sae, L0
 SHAPES = [
@@ -45,10 +45,10 @@ def ways(x: Tensor, W_enc: Tensor, b_enc: Tensor, threshold: Tensor, W_dec: Tens
 
     def encoded(packs: bool, decodes: bool) -> Callable[[], Any]:
         def call() -> Any:
-            choice, tuning.encode_packs = tuning.encode_packs, lambda m, weight: packs
-            sys.modules["gossamer.sae.encode"]._seen.clear()  # type: ignore[attr-defined]
-            rows = sae.encode(x, W_enc, b_enc, activation="jumprelu", threshold=threshold)
-            tuning.encode_packs = choice
+            choice, encode_path.packs_in_product = encode_path.packs_in_product, lambda m, weight: packs
+            sys.modules["gossamer.sae.encode"]._checked.clear()  # type: ignore[attr-defined]
+            rows = sae.encode(x, W_enc, b_enc, activation=gemm.JumpReLU(threshold))
+            encode_path.packs_in_product = choice
             return sae.decode(rows, W_dec) if decodes else rows
 
         return call

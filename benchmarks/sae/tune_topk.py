@@ -1,4 +1,4 @@
-"""The two ways of `sae.encode` with TopK beside each other, for `tuning.topk_packs`.
+"""The two ways of `sae.encode` with TopK beside each other, for `encode_path.has_bound`.
 
 Usage: python benchmarks/sae/tune_topk.py [--rounds N] [--parts]. Needs a Hopper GPU. For each shape: a TopK encoder in
 bfloat16 that selects from dense pre-activations, or packs what exceeds a bound from a sample of the columns, beside
@@ -24,11 +24,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.sae.tune_decode import replayed
-from gossamer import sae
-from gossamer._core import tuning
+from gossamer import gemm, sae
 from gossamer.cli.bench.command import command_line
 from gossamer.cli.environment import provenance
 from gossamer.rowsparse import ELL
+from gossamer.sae import encode_path
 from gossamer.sae._triton import topk
 
 # M, d_in, d_sae, k, how latents fire
@@ -58,9 +58,9 @@ def operands(m: int, d_in: int, d_sae: int, how: str) -> tuple[Tensor, Tensor, T
 def ways(x: Tensor, W_enc: Tensor, b_enc: Tensor, scale: Tensor | None, k: int) -> dict[str, Callable[[], Any]]:
     def encoded(packs: bool) -> Callable[[], Any]:
         def call() -> Any:
-            choice, tuning.topk_packs = tuning.topk_packs, lambda *_: packs
-            rows = sae.encode(x, W_enc, b_enc, activation="topk", k=k, scale=scale)
-            tuning.topk_packs = choice
+            choice, encode_path.has_bound = encode_path.has_bound, lambda *_: packs
+            rows = sae.encode(x, W_enc, b_enc, activation=gemm.TopK(k, scale))
+            encode_path.has_bound = choice
             return rows
 
         return call

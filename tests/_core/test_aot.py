@@ -9,6 +9,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from gossamer._core import aot, tuning  # noqa: E402
+from gossamer.sae import encode_path  # noqa: E402
 
 pytestmark = pytest.mark.native
 
@@ -65,7 +66,7 @@ def test_linear_pack_with_bounds_of_rows_fits(
     signature = {name: kind and kind.replace("bf16", dtype) for name, kind in signature.items()}
     if transposed:
         signature["w_desc"] = signature["w_desc"].replace("[64, 256]", "[256, 64]")
-    constexprs = example["constexprs"] | {"TRANSPOSED": transposed, "SLOTS": tuning.TOPK_SLOTS}
+    constexprs = example["constexprs"] | {"TRANSPOSED": transposed, "SLOTS": encode_path.TOPK_SLOTS}
     compiled = aot.compile_kernel(kernel, example | {"signature": signature, "constexprs": constexprs}, "sm_90")
     used = aot.resources(compiled)
     # Two words outside of the loop along K, where a bias in float32 is added as well.

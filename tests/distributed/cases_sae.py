@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossamer import sae
+from gossamer import gemm, sae
 from gossamer.rowsparse import ELL, pack
 from gossamer.sae.sharded import COMPILES
 from gossamer.testing import assert_close, assert_exact
+from tests.sae.dense import valued
 
 NAN, INF = math.nan, math.inf
 ACTIVATIONS = ("relu", "jumprelu", "topk", "batchtopk")
@@ -37,7 +38,7 @@ def part(tensor: Tensor | None, ends: slice) -> Tensor | None:
 
 def mine(ends: slice, x: Tensor, W: Tensor, b: Tensor | None, **options: Any) -> tuple[ELL, Tensor]:
     sliced = {name: part(options.pop(name), ends) for name in ("threshold", "scale") if name in options}
-    return sae.encode_sharded_with_l0(x, part(W, ends), part(b, ends), **sliced, **options)
+    return sae.encode_sharded_with_l0(x, part(W, ends), part(b, ends), **valued(**sliced, **options))
 
 
 def check(got: tuple[ELL, Tensor], want: tuple[ELL, Tensor], ends: slice) -> None:
@@ -76,7 +77,7 @@ def draws(activation: str, rank: int, world: int, device: torch.device) -> None:
             options["capacity"] = draw.randint(1, 8)
         bounds = cuts(n, world, draw)
         ends = slice(bounds[rank], bounds[rank + 1])
-        compared.append((mine(ends, x, W, b, **options), sae.encode_with_l0(x, W, b, **options), ends))
+        compared.append((mine(ends, x, W, b, **options), sae.encode_with_l0(x, W, b, **valued(**options)), ends))
     for got, want, ends in compared:
         check(got, want, ends)
 
@@ -128,7 +129,9 @@ def case_not_a_number_and_infinity(rank: int, world: int, device: torch.device) 
                 {"activation": "batchtopk", "k": 2},
                 {"activation": "batchtopk", "k": 4, "capacity": 2},
             ):
-                compared.append((mine(ends, x, W, b, **options), sae.encode_with_l0(x, W, b, **options), ends))
+                compared.append(
+                    (mine(ends, x, W, b, **options), sae.encode_with_l0(x, W, b, **valued(**options)), ends)
+                )
     for got, want, ends in compared:
         check(got, want, ends)
 
@@ -181,10 +184,10 @@ def gradients(ends: slice, device: torch.device, activation: str, kind: str, sha
         for name in ("threshold", "scale"):
             if name in options:
                 options[name] = part(options[name], ends)
-        rows, l0 = sae.encode_sharded_with_l0(x, W_enc, b_enc, **options)
+        rows, l0 = sae.encode_sharded_with_l0(x, W_enc, b_enc, **valued(**options))
         out = sae.decode_sharded(rows, W_dec, b_dec)
     else:
-        rows, l0 = sae.encode_with_l0(x, W_enc, b_enc, **options)
+        rows, l0 = sae.encode_with_l0(x, W_enc, b_enc, **valued(**options))
         out = sae.decode(rows, W_dec, b_dec)
     loss = (out.sin() * weights).sum() + 0.1 * (l0 * torch.arange(1, 7, device=device).view(2, 3)).sum()
     leaves = [x, W_enc, W_dec, b_enc, b_dec]
@@ -239,7 +242,7 @@ def case_only_what_needs_a_gradient_is_reduced(rank: int, world: int, device: to
         forward, backward = {}, {}
         for activation in ("relu", "topk", "batchtopk"):
             options = {} if activation == "relu" else {"k": k}
-            rows = sae.encode_sharded(x, W, activation=activation, b_dec=b_dec, **options)
+            rows = sae.encode_sharded(x, W, **valued(activation, b_dec=b_dec, **options))
             forward[activation] = sent.copy()
             sent.clear()
             rows.values.sum().backward()
@@ -276,7 +279,7 @@ def case_autocast(rank: int, world: int, device: torch.device) -> None:
         options = {} if activation == "relu" else {"k": 3}
         with torch.autocast(device.type, torch.bfloat16):
             got = mine(ends, x, W, b, activation=activation, **options)
-            want = sae.encode_with_l0(x, W, b, activation=activation, **options)
+            want = sae.encode_with_l0(x, W, b, **valued(activation, **options))
             out = sae.decode_sharded(got[0], W.t()[ends], torch.ones(6, device=device))
             whole_out = sae.decode(want[0], W.t(), torch.ones(6, device=device))
         out.float().sum().backward()
@@ -298,7 +301,7 @@ def case_groups(rank: int, world: int, device: torch.device) -> None:
         compared = []
         for activation in ("topk", "batchtopk"):
             got = mine(ends, x, W, None, activation=activation, k=3, group=group)
-            compared.append((got, sae.encode_with_l0(x, W, activation=activation, k=3)))
+            compared.append((got, sae.encode_with_l0(x, W, **valued(activation, k=3))))
         out = sae.decode_sharded(got[0], W.t()[ends].contiguous(), group=group)
         for got, want in compared:
             check(got, want, ends)
@@ -310,14 +313,12 @@ def case_groups(rank: int, world: int, device: torch.device) -> None:
 
 def case_errors(rank: int, world: int, device: torch.device) -> None:
     x, W = torch.ones(2, 3, device=device), torch.ones(3, 4, device=device)
-    with pytest.raises(ValueError, match=r'encode_sharded: capacity belongs to .* got 2 for "topk", .* Leave it out'):
-        sae.encode_sharded(x, W, activation="topk", k=2, capacity=2)
+    with pytest.raises(ValueError, match=r"encode_sharded: capacity belongs to .* got 2 for gemm.TopK, .* Leave"):
+        sae.encode_sharded(x, W, activation=gemm.TopK(2), capacity=2)
     with pytest.raises(ValueError, match=r"sae\.encode_sharded: x must have shape .* d_in = 3 like W_enc"):
         sae.encode_sharded(x[:, :2], W, activation="relu")
-    with pytest.raises(ValueError, match=r"needs k, the number of entries per row"):
+    with pytest.raises(ValueError, match=r"sae\.encode_sharded: activation must be .* got 'batchtopk'"):
         sae.encode_sharded(x, W, activation="batchtopk")
-    with pytest.raises(ValueError, match=r"sae\.encode_sharded: ste_to_input needs bandwidth"):
-        sae.encode_sharded(x, W, activation="batchtopk", k=1, ste_to_input=True)
     with pytest.raises(TypeError, match=r"sae\.decode_sharded: rows must be .* got Tensor. Pack"):
         sae.decode_sharded(x, W)  # type: ignore[arg-type]
     rows = sae.encode_sharded(x, W, activation="relu")
@@ -326,7 +327,7 @@ def case_errors(rank: int, world: int, device: torch.device) -> None:
     with pytest.raises(ValueError, match=r"sae\.decode_sharded: b_dec must have shape"):
         sae.decode_sharded(rows, W.t(), torch.ones(2, device=device))
     with pytest.raises(TypeError, match=r"sae\.encode_sharded: x and W_enc must have one dtype"):
-        sae.encode_sharded(x.half(), W, activation="batchtopk", k=1)
+        sae.encode_sharded(x.half(), W, activation=gemm.BatchTopK(1))
 
 
 def case_compile(rank: int, world: int, device: torch.device) -> None:
@@ -343,7 +344,7 @@ def case_compile(rank: int, world: int, device: torch.device) -> None:
     ):
 
         def loss(x: Tensor, activation: str = activation, options: dict[str, Any] = options) -> Tensor:
-            rows, l0 = sae.encode_sharded_with_l0(x, mine, activation=activation, **options)
+            rows, l0 = sae.encode_sharded_with_l0(x, mine, **valued(activation, **options))
             return sae.decode_sharded(rows, mine.t()).sin().sum() + l0.sum()
 
         torch._dynamo.reset()

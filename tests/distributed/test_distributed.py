@@ -79,7 +79,7 @@ def test_the_programs_of_the_docs(name: str, tmp_path: Path) -> None:
 
 def test_without_a_group() -> None:
     for call in (
-        lambda: sae.encode_sharded(torch.ones(2, 3), torch.ones(3, 4), activation="relu"),
+        lambda: sae.encode_sharded(torch.ones(2, 3), torch.ones(3, 4)),
         lambda: sae.decode_sharded(rowsparse.pack(torch.ones(2, 3)), torch.ones(3, 4)),
         lambda: nn.shard(nn.TopKSAE(4, 8, 2)),
         lambda: nn.data_parallel(nn.TopKSAE(4, 8, 2)),

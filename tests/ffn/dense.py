@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gossamer import ffn
+from gossamer import ffn, gemm
 from gossamer.testing import assert_close
 
 SPARSE = ("gather", "union")
@@ -64,6 +64,10 @@ def operands(
         "down_bias": torch.randn(d, device=device, generator=generator),
     }
     return {name: tensor.to(dtype) for name, tensor in made.items()}
+
+
+def value(activation: str, threshold: Tensor | None) -> gemm.JumpReLU | str:
+    return activation if threshold is None else gemm.JumpReLU(threshold)
 
 
 def call(a: dict[str, Tensor], **options: Any) -> Tensor:

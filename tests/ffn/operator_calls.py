@@ -2,7 +2,7 @@
 
 import torch
 
-from gossamer import ffn
+from gossamer import ffn, gemm
 from gossamer.ffn.sparse_ffn import sparse_ffn
 
 
@@ -14,5 +14,5 @@ def calls(device: torch.device) -> None:
         for method in ("gather", "union"):
             ffn.gated(x, gate, up, down, gate_bias=bias, method=method)
             threshold = torch.rand(90, device=device)
-            ffn.plain(x, up, down, up_bias=bias, activation="jumprelu", threshold=threshold, method=method)
+            ffn.plain(x, up, down, up_bias=bias, activation=gemm.JumpReLU(threshold), method=method)
         sparse_ffn(x, gate, None, None, up, None, down, down.t().contiguous(), None, True, False, 1, False)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from gossamer import ffn
+from gossamer import ffn, gemm
 from gossamer._core.ops import INTERPRET
 from gossamer.ffn import costs
-from tests.ffn.dense import METHODS, SMALL, SPARSE, call, check, dense, operands
+from tests.ffn.dense import METHODS, SMALL, SPARSE, call, check, dense, operands, value
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -22,7 +22,7 @@ def test_matches_dense(
         pytest.skip("one activation tells what a dtype does")
     a = operands(SMALL, dtype, device, generator)
     threshold = torch.full((300,), 0.6, device=device) if activation == "jumprelu" else None
-    out = call(a, activation=activation, threshold=threshold, method=method)
+    out = call(a, activation=value(activation, threshold), method=method)
     assert out.dtype is dtype
     check(a, out, activation, threshold)
 
@@ -86,7 +86,7 @@ def test_gradients(activation: str, device: torch.device, generator: torch.Gener
     want = {name: t.double().requires_grad_() for name, t in a.items()}
     weight = torch.randn(6, 5, device=device, generator=generator)
     for method in METHODS:
-        (call(leaves, activation=activation, threshold=threshold, method=method) * weight).sum().backward()
+        (call(leaves, activation=value(activation, threshold), method=method) * weight).sum().backward()
     names = ("gate_bias", "up_bias", "down_bias")
     more = {name: want[name] for name in names} | {"threshold": None if threshold is None else threshold.double()}
     out = dense(want["x"], want["gate"], want["up"], want["down"], activation, **more)
@@ -128,22 +128,28 @@ def test_the_way_is_followed(device: torch.device, generator: torch.Generator) -
 
 
 def test_the_cheapest_way() -> None:
-    cost = costs.Costs(gate=1.0, entry=0.01, heavy=3.0, fused=2.5, start=10.0)
+    cost = costs.Costs(gate=1.0, entry=0.01, heavy=3.0, fused=2.5, dense=2.6, start=10.0)
 
     def known(mean: float, union: float | None = None, over: int = 0) -> Any:
         from gossamer.ffn.tracker import Known
         from gossamer.rowsparse import Density
 
-        unions = None if union is None else Density(10, union, 0, 0)
-        return Known(Density(1000, mean, 0, over), unions)
+        unions = None if union is None else Density(10, union, 0, 0, int(10 * union))
+        # Rows over the limit, 300, have 1,000 entries each.
+        return Known(Density(1000, mean, 0, over, int(1000 * mean) - 1000 * over), unions)
 
     assert costs.choose(None, 1000, cost) == "fused"
     assert costs.choose(known(29), 1000, cost) == "gather"
     assert costs.choose(known(200), 1000, cost) == "fused"
     assert costs.choose(known(29), 1, cost) == "fused"
     assert costs.choose(known(140, 16 * costs.PRICE * 20), 1000, cost) == "union" if costs.GROUP == 32 else True
-    assert costs.choose(known(400, over=900), 1000, cost) == "fused"
+    assert costs.choose(known(920, over=900), 1000, cost) == "fused"
+    assert costs.choose(known(180, over=150), 1000, cost) == "gather"
     assert replace(cost, entry=0.001).limit == 3000
+    # A host that takes longer to launch than the device to compute.
+    quick = replace(cost, gate=1e-8, entry=1e-10, heavy=3e-8, fused=2.5e-8, dense=2.6e-8, start=1e-7)
+    assert [costs.choose(known(29), m, quick) for m in (1, 1000, 100_000)] == ["fused", "gather", "gather"]
+    assert [costs.choose(known(29), m, quick, eager=True) for m in (1, 1000, 100_000)] == ["dense", "dense", "gather"]
 
 
 @pytest.mark.native
@@ -169,9 +175,9 @@ def test_compiles(compiled: Callable[..., Any], device: torch.device, generator:
         ({"up_bias": torch.ones(4)}, ValueError, r"up_bias must have shape \[N\] = \[300\] like gate_weight"),
         ({"down": torch.ones(40, 300).half()}, TypeError, "x and down_weight must have one dtype, got float32 and"),
         ({"gate": torch.ones(300, 24).int()}, TypeError, "gate_weight must be float32, float16 or bfloat16"),
-        ({"activation": "silu"}, ValueError, "activation must be one of relu, relu2, jumprelu.*gemm.gated_mlp"),
-        ({"activation": "jumprelu"}, ValueError, "takes a threshold .*, got none"),
-        ({"threshold": torch.ones(())}, ValueError, "takes a threshold .*, got one for 'relu'"),
+        ({"activation": "silu"}, ValueError, r'activation must be "relu", "relu2" or gemm.JumpReLU.*, got \'silu\''),
+        ({"activation": "jumprelu"}, ValueError, "activation must be .* got 'jumprelu'"),
+        ({"activation": gemm.JumpReLU(torch.ones(4), 0.1)}, ValueError, "JumpReLU without a bandwidth"),
         ({"method": "fast"}, ValueError, "method must be one of auto, gather, union, fused, dense, got 'fast'"),
         ({"density": 3}, TypeError, "density must be an ffn.BlockTracker or None, got int"),
     ],

@@ -8,7 +8,7 @@ import torch
 from gossamer import ffn
 from gossamer._core.ops import INTERPRET
 from gossamer.testing import assert_close
-from tests.ffn.dense import METHODS, SMALL, SPARSE, dense, dense64, operands
+from tests.ffn.dense import METHODS, SMALL, SPARSE, dense, dense64, operands, value
 
 
 @pytest.mark.parametrize("method", SPARSE if INTERPRET else METHODS)
@@ -24,7 +24,8 @@ def test_matches_dense(
     a = operands((m, 24, 300, 1040 if m == 5 else 40), dtype, device, generator, shared=shared)
     threshold = torch.rand(300, device=device, generator=generator) * 0.2 + 0.55 if activation == "jumprelu" else None
     biases = {"up_bias": a["gate_bias"], "down_bias": a["down_bias"]}
-    out = ffn.plain(a["x"], a["gate"], a["down"], activation=activation, threshold=threshold, method=method, **biases)
+    options = {"activation": value(activation, threshold), "method": method}
+    out = ffn.plain(a["x"], a["gate"], a["down"], **options, **biases)
     more = {"gate_bias": a["gate_bias"], "down_bias": a["down_bias"], "threshold": threshold}
     parts = (a["x"], a["gate"], None, a["down"], activation)
     assert_close(out, reference64=dense64(*parts, **more), plain=dense(*parts, **more))

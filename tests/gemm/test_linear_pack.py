@@ -31,6 +31,10 @@ def activated(x: Tensor, weight: Tensor, bias: Tensor | None = None, threshold: 
     return torch.where(z <= (0 if threshold is None else threshold.clamp(min=0)), 0, z)
 
 
+def value(threshold: Tensor | None) -> gemm.ReLU | gemm.JumpReLU:
+    return gemm.ReLU() if threshold is None else gemm.JumpReLU(threshold)
+
+
 def doubled(*operands: Tensor | None) -> list[Tensor | None]:
     return [None if operand is None else operand.double() for operand in operands]
 
@@ -49,9 +53,8 @@ def test_any_shape(data: st.DataObject, dtype: torch.dtype, device: torch.device
     operands = [x, weight, bias, threshold]
     operands = [None if t is None else strategies.laid_out(t, data.draw(strategies.LAYOUTS)) for t in operands]
     x, weight, bias, threshold = operands
-    activation = "relu" if threshold is None else "jumprelu"
     options = data.draw(st.sampled_from(FORMATS))
-    rows, nnz = gemm.linear_pack(x, weight, bias, activation=activation, threshold=threshold, **options)
+    rows, nnz = gemm.linear_pack(x, weight, bias, value(threshold), **options)
     wanted = activated(*doubled(*operands))
     assert type(rows) is (ELL if "format" in options else TwELL) and rows.dtype is dtype
     assert rows.shape == (*leading, n) and nnz.shape == leading and nnz.dtype is torch.int32
@@ -100,8 +103,7 @@ def test_products(
         assert near.amax(1).min() > 0.02
         threshold = tried[near.argmax(1)]
     with torch.no_grad():
-        activation = "jumprelu" if bound else "relu"
-        rows, nnz = gemm.linear_pack(x, weight, bias, activation=activation, threshold=threshold, **options)
+        rows, nnz = gemm.linear_pack(x, weight, bias, value(threshold), **options)
         usual, wanted = activated(x, weight, bias, threshold), activated(*doubled(x, weight, bias, threshold))
         # A GPU's library sums in several chains; a row that is computed again, in float32 in one.
         factor = 4.0 if device.type == "cuda" else 2.0
@@ -124,7 +126,7 @@ def test_many_tiles(transposed: bool, dtype: torch.dtype, generator: torch.Gener
     bias, threshold = draw(n), torch.randint(0, 60, (n,), device="cuda", generator=generator).float()
     wanted = activated(*doubled(x, weight, bias, threshold))
     for format in ("twell", "ell"):
-        rows, nnz = gemm.linear_pack(x, weight, bias, activation="jumprelu", threshold=threshold, format=format)
+        rows, nnz = gemm.linear_pack(x, weight, bias, activation=gemm.JumpReLU(threshold), format=format)
         assert torch.equal(nnz.long(), (wanted != 0).sum(1))
         assert rows.overflowed.any()
         assert_exact(rows.to_dense(), wanted)
@@ -138,9 +140,8 @@ def test_special_values(options: dict[str, Any], dtype: torch.dtype, device: tor
     weight[7, 2], weight[8, 2] = float("inf"), -float("inf")
     threshold = torch.zeros(40, device=device)
     threshold[3], threshold[4] = -2.0, float("nan")
-    for activation in ("relu", "jumprelu"):
-        limit = threshold if activation == "jumprelu" else None
-        rows, _ = gemm.linear_pack(x, weight, activation=activation, threshold=limit, **options)
+    for limit in (None, threshold):
+        rows, _ = gemm.linear_pack(x, weight, activation=value(limit), **options)
         assert_exact(rows.to_dense(), activated(*doubled(x, weight, None, limit)))
 
 
@@ -166,7 +167,7 @@ def test_gradients(
         return {**{name: leaf.grad for name, leaf in given.items()}, "right": matrix.grad}
 
     def ours(x: Tensor, weight: Tensor, bias: Tensor, right: Tensor) -> Tensor:
-        rows, _ = gemm.linear_pack(x, weight, bias, activation="jumprelu", threshold=threshold, **options)
+        rows, _ = gemm.linear_pack(x, weight, bias, activation=gemm.JumpReLU(threshold), **options)
         return rowsparse.matmul(rows, right)
 
     found = gradients(ours, False)
@@ -263,15 +264,11 @@ def test_compile(device: torch.device, compiled: Callable[..., Any]) -> None:
         ({"weight": torch.ones(40, 8).half()}, TypeError, "x and weight must have one dtype, got float32 and float16"),
         ({"weight": torch.ones(40, 8, device="meta")}, ValueError, "weight must be on cpu like x, got meta"),
         ({"bias": torch.ones(39)}, ValueError, r"bias must have shape \[N\] = \[40\] like weight, got \[39\]"),
-        ({"threshold": torch.ones(40)}, ValueError, "activation=\"jumprelu\" takes a threshold .* got one for 'relu'"),
-        ({"activation": "jumprelu"}, ValueError, 'activation="jumprelu" takes a threshold .* got none'),
-        (
-            {"activation": "jumprelu", "threshold": torch.ones(3)},
-            ValueError,
-            r"threshold must have shape \[N\] or \[\]",
-        ),
-        ({"activation": "topk"}, ValueError, "activation must be one of relu, relu2, jumprelu, got 'topk'"),
-        ({"activation": ["relu"]}, ValueError, r"activation must be one of relu, relu2, jumprelu, got \['relu'\]"),
+        ({"activation": "jumprelu"}, ValueError, 'activation must be "relu", "relu2" or .*, got \'jumprelu\''),
+        ({"activation": gemm.JumpReLU(torch.ones(3))}, ValueError, r"threshold must have shape \[N\] or \[\]"),
+        ({"activation": gemm.JumpReLU(torch.ones(40), 0.5)}, ValueError, "JumpReLU without a bandwidth, .* got 0.5"),
+        ({"activation": gemm.TopK(3)}, ValueError, r"activation must be .*, got TopK\(k=3, scale=None\)"),
+        ({"activation": ["relu"]}, TypeError, r"activation must be .*, got \['relu'\]"),
         ({"format": "csr"}, ValueError, 'format must be "twell" or "ell", got \'csr\''),
         ({"capacity": 4}, ValueError, 'capacity belongs to format="ell"'),
         ({"format": "ell", "capacity": 0}, ValueError, "capacity must be at least 1, got 0"),
@@ -290,7 +287,7 @@ def test_without_gradients(options: dict[str, Any], device: torch.device, genera
     """What was packed without gradients has none later either, in no row; a threshold never has one."""
     draw = lambda *size: torch.randn(*size, device=device, generator=generator).requires_grad_()  # noqa: E731
     x, weight, bias, threshold, right = draw(4, 12), draw(60, 12), draw(60), draw(60), draw(60, 8)
-    jump = {"activation": "jumprelu", "threshold": threshold}
+    jump = {"activation": gemm.JumpReLU(threshold)}
     with torch.no_grad():
         rows, _ = gemm.linear_pack(x, weight, bias, **jump, **options)
     assert not rows.requires_grad

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer import nn, sae
+from gossamer import gemm, nn, sae
 from gossamer.testing import assert_close
 
 D_IN, D_SAE = 16, 96
@@ -107,10 +107,10 @@ def test_modules_are_thin(device: torch.device, generator: torch.Generator) -> N
     """encode, decode and forward are the functions of `gossamer.sae` on the parameters, for any leading dimensions."""
     x = sample(30, generator).view(2, 3, 5, D_IN)
     topk, jump = models(device=device)
-    same = sae.encode(x, topk.W_enc, topk.b_enc, activation="topk", k=6, b_dec=topk.b_dec)
+    same = sae.encode(x, topk.W_enc, topk.b_enc, activation=gemm.TopK(6), b_dec=topk.b_dec)
     assert torch.equal(topk.encode(x).to_dense(), same.to_dense())
     with torch.no_grad():
-        same = sae.encode(x, jump.W_enc, jump.b_enc, activation="jumprelu", threshold=jump.threshold)
+        same = sae.encode(x, jump.W_enc, jump.b_enc, activation=gemm.JumpReLU(jump.threshold))
         assert torch.equal(jump.encode(x).indices, same.indices)
     assert jump.encode(x).nnz_per_row.sum() > same.nnz_per_row.sum()
     jump.capacity = 5

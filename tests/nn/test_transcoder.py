@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gossamer import nn, sae
+from gossamer import gemm, nn, sae
 from tests.nn import dense
 
 D_IN, D_OUT, D_SAE = dense.D_IN, dense.D_OUT, dense.D_SAE
@@ -55,7 +55,7 @@ def test_modules_are_thin(device: torch.device, generator: torch.Generator) -> N
     x = dense.sample(30, generator).view(2, 3, 5, D_IN)
     model = dense.make("transcoder", device, skip=True)
     rows = model.encode(x)
-    same = sae.encode(x, model.W_enc, model.b_enc, activation="topk", k=6)
+    same = sae.encode(x, model.W_enc, model.b_enc, activation=gemm.TopK(6))
     assert torch.equal(rows.to_dense(), same.to_dense())
     torch.testing.assert_close(model.decode(rows), sae.decode(same, model.W_dec, model.b_dec))
     torch.testing.assert_close(model(x), model.decode(rows) + x @ model.W_skip.t())

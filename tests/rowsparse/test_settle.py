@@ -146,7 +146,7 @@ def test_a_bandwidth_keeps_its_gradient(generator: torch.Generator) -> None:
     found = []
     for settles in (False, True):
         threshold = torch.full((30,), 0.5, device=x.device, requires_grad=True)
-        rows = sae.encode(x, W, activation="jumprelu", threshold=threshold, bandwidth=0.8, capacity=3)
+        rows = sae.encode(x, W, activation=gemm.JumpReLU(threshold, 0.8), capacity=3)
         rows = rows.settle() if settles else rows
         loss = (rows.to_dense() * torch.arange(30.0, device=x.device)).sum()
         found.append(torch.autograd.grad(loss, threshold)[0])

@@ -1,9 +1,37 @@
 """What `sae.encode` is compared with."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from gossamer.gemm import BatchTopK, JumpReLU, TopK
+
+FORMATS: list[dict[str, Any]] = [
+    {"format": "csr"},
+    {"format": "csr", "max_nnz": 3000},
+    {"format": "twell", "tile": 16, "slots": 16},
+    {"format": "twell", "tile": 16, "slots": 2},
+]
+"""Containers other than ELL, by what `rowsparse.pack` is told; some of their rows overflow."""
+
+
+def valued(
+    activation: str = "relu",
+    *,
+    k: int = 0,
+    threshold: Any = None,
+    scale: Tensor | None = None,
+    bandwidth: float | None = None,
+    ste_to_input: bool = False,
+    **others: Any,
+) -> dict[str, Any]:
+    """`others`, and the activation of a name as a value: for tests that go through all of them."""
+    if activation == "jumprelu":
+        return {"activation": JumpReLU(threshold, bandwidth, ste_to_input), **others}
+    kind = {"topk": TopK, "batchtopk": BatchTopK}.get(activation)
+    return {"activation": activation if kind is None else kind(k, scale), **others}
 
 
 def selected(z: Tensor, activation: str, k: int | None = None, threshold: Tensor | None = None) -> Tensor:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 
-from gossamer._core import tuning  # noqa: E402
 from gossamer.sae._triton import batchtopk  # noqa: E402
 from tests.sae.test_select import definition, keys_of  # noqa: E402
 
@@ -93,7 +92,7 @@ def test_the_smallest_and_nothing(dtype: torch.dtype, device: torch.device) -> N
 def test_what_a_sample_may_say(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
     """All that is large is in the sample, and the bound too high, or nothing is, and everything is listed."""
     sampled = torch.arange(4100, device=device) % 2048 < 16
-    assert tuning.batch_sample(16, 4100, 512) == (1, 32, 2048)
+    assert batchtopk.batch_sample(16, 4100, 512) == (1, 32, 2048)
     noise = torch.rand(16, 4100, device=device, generator=generator)
     assert not check(torch.where(sampled, 100 + noise, noise).to(dtype), 512).any()
     assert not check(torch.where(sampled, -noise, noise).to(dtype), 512).any()
@@ -110,8 +109,8 @@ def test_what_a_sample_of_rows_may_say(dtype: torch.dtype, device: torch.device,
     """Of many rows some are sampled, and what is large may be in those alone."""
     sampled = torch.arange(384, device=device) % 3 == 0
     noise = torch.rand(384, 64, device=device, generator=generator)
-    assert [tuning.batch_sample(m, 65536, 16)[0] for m in (1, 255, 4096, 16384)] == [1, 1, 3, 9]
-    assert tuning.batch_sample(384, 64, 22) == (3, 16, 2048) and tuning.batch_sample(384, 64, 12) == (3, 16, 1024)
+    assert [batchtopk.batch_sample(m, 65536, 16)[0] for m in (1, 255, 4096, 16384)] == [1, 1, 3, 9]
+    assert batchtopk.batch_sample(384, 64, 22) == (3, 16, 2048) and batchtopk.batch_sample(384, 64, 12) == (3, 16, 1024)
     assert not check((noise + 100 * sampled[:, None]).to(dtype), 22).any()
     assert check((noise - 0.8).to(dtype), 12).all()
 

@@ -1,6 +1,7 @@
 """sae.count_fired, against counting in the dense tensor."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from gossamer.rowsparse import ELL, pack
 from gossamer.sae import count_fired
 from gossamer.testing import dense64, random_ell, random_rows
 from tests import strategies
+from tests.sae.dense import FORMATS
 
 
 @given(data=st.data())
@@ -20,6 +22,15 @@ def test_count_fired(data: st.DataObject, dtype: torch.dtype, device: torch.devi
     counts = count_fired(pack(acts, capacity=data.draw(st.one_of(st.none(), st.integers(1, 70)))))
     assert counts.dtype is torch.int64 and counts.shape == (n,)
     assert counts.tolist() == (acts != 0).reshape(math.prod(acts.shape[:-1]), n).sum(0).tolist()
+
+
+@pytest.mark.parametrize("options", FORMATS, ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 40), (5, 17), (0, 9), (3, 0)])
+def test_any_container(
+    options: dict[str, Any], shape: tuple[int, ...], device: torch.device, generator: torch.Generator
+) -> None:
+    acts = torch.randn(shape, device=device, generator=generator).relu()
+    assert count_fired(pack(acts, **options)).tolist() == (acts != 0).flatten(0, -2).sum(0).tolist()
 
 
 def test_slots_without_an_entry(device: torch.device, generator: torch.Generator) -> None:
@@ -44,5 +55,5 @@ def test_refuses_a_bad_index_on_the_cpu(index: int) -> None:
 
 
 def test_error(device: torch.device) -> None:
-    with pytest.raises(TypeError, match=r"sae.count_fired: rows must be a rowsparse.ELL, got Tensor"):
+    with pytest.raises(TypeError, match=r"sae.count_fired: rows must be an ELL, CSR or TwELL of rowsparse, got Tensor"):
         count_fired(torch.ones(2, 3, device=device))  # type: ignore[arg-type]

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gossamer import gemm
 from gossamer.rowsparse import ELL
 from gossamer.sae import count_fired, decode, encode, encode_with_l0
 from gossamer.testing import assert_close, assert_exact, dense64
 from tests import strategies
-from tests.sae.dense import selected, whole
+from tests.sae.dense import selected, valued, whole
 
 NAN, INF = math.nan, math.inf
 ACTIVATIONS = ("relu", "jumprelu", "topk", "batchtopk")
@@ -62,7 +63,7 @@ def test_encode(activation: str, data: st.DataObject, dtype: torch.dtype, device
     if activation in ("topk", "batchtopk") and data.draw(st.booleans()):
         # Powers of 2: no dtype rounds their products.
         scale = strategies.laid_out(whole((n,), 1, generator, torch.float32).exp2(), data.draw(strategies.LAYOUTS))
-    rows, l0 = encode_with_l0(x, W, b, b_dec=b_dec, capacity=capacity, scale=scale, **options)
+    rows, l0 = encode_with_l0(x, W, b, **valued(b_dec=b_dec, capacity=capacity, scale=scale, **options))
     z = (x.double() - (0 if b_dec is None else b_dec.double())) @ W.double() + (0 if b is None else b.double())
     acts = torch.where(selected(z if scale is None else z * scale.double(), **options), z, 0)
     most = options["k"] if activation == "topk" else n
@@ -88,13 +89,13 @@ def test_every_way_through_the_rows(
     z = x.double() @ W.double() + b.double()
     acts = torch.where(selected(z, **options), z, 0)
     for capacity in (None, 3, n) if mode != "interpreter" else (None, 3):
-        rows = encode(x, W, b, capacity=capacity, **options)
+        rows = encode(x, W, b, **valued(capacity=capacity, **options))
         check(rows, acts, rows.capacity)
     if activation in ("topk", "batchtopk"):
         scale = whole((n,), 1, generator, torch.float32).exp2()
         acts = torch.where(selected(z * scale.double(), **options), z, 0)
         for capacity in (None, 3):
-            rows = encode(x, W, b, capacity=capacity, scale=scale.to(dtype), **options)
+            rows = encode(x, W, b, **valued(capacity=capacity, scale=scale.to(dtype), **options))
             check(rows, acts, rows.capacity)
 
 
@@ -107,7 +108,7 @@ def test_against_plain_pytorch(
     W = (torch.randn(40, 500, device=device, generator=generator) / 40**0.5).to(dtype)
     b = torch.randn(500, device=device, generator=generator) / 8
     options = options_for(activation, 500, 9, torch.full((500,), 1.5, device=device))
-    dense = encode(x, W, b, **options).to_dense()
+    dense = encode(x, W, b, **valued(**options)).to_dense()
     z = x.double() @ W.double() + b.double()
     plain = (x @ W + b).to(dtype)
     kept = dense != 0
@@ -124,7 +125,7 @@ def test_ties_go_to_the_lowest_index(activation: str, dtype: torch.dtype, device
     W = torch.ones(1, 100, device=device, dtype=dtype)
     W[0, 70] = 2
     x = torch.tensor([[1.0], [2.0], [1.0]], device=device, dtype=dtype)
-    columns = [row[row >= 0].tolist() for row in encode(x, W, None, activation=activation, k=3).indices]
+    columns = [row[row >= 0].tolist() for row in encode(x, W, None, **valued(activation, k=3)).indices]
     if activation == "topk":
         assert columns == [[0, 1, 70]] * 3
     else:
@@ -140,7 +141,7 @@ def test_not_a_number_and_infinity(
     b = torch.tensor([0.0, NAN, 3.0, -NAN, INF, -INF, -1.0, 2.0, -0.0], device=device)
     x, W = torch.zeros(2, 4, device=device, dtype=dtype), torch.zeros(4, 9, device=device, dtype=dtype)
     options = options_for(activation, 9, 4, torch.full((9,), 2.0, device=device))
-    rows = encode(x, W, b, capacity=capacity, **options)
+    rows = encode(x, W, b, **valued(capacity=capacity, **options))
     kept = [1, 2, 3, 4, 7] if activation == "relu" else [1, 2, 3, 4]
     assert rows.nnz_per_row.tolist() == [len(kept)] * 2
     if capacity is None:
@@ -150,19 +151,19 @@ def test_not_a_number_and_infinity(
     assert_exact(rows.to_dense(), expected)
     few = options_for(activation, 9, 2, torch.full((9,), 2.0, device=device))
     if "k" in few:
-        assert [row[row >= 0].tolist() for row in encode(x, W, b, **few).indices] == [[1, 3], [1, 3]]
+        assert [row[row >= 0].tolist() for row in encode(x, W, b, **valued(**few)).indices] == [[1, 3], [1, 3]]
 
 
 def test_a_threshold_that_is_not_a_number_keeps_everything(dtype: torch.dtype, device: torch.device) -> None:
     x, W = torch.ones(2, 1, device=device, dtype=dtype), torch.arange(-3, 4, device=device, dtype=dtype)[None]
-    rows = encode(x, W, activation="jumprelu", threshold=torch.tensor(NAN, device=device))
+    rows = encode(x, W, activation=gemm.JumpReLU(torch.tensor(NAN, device=device)))
     assert rows.nnz_per_row.tolist() == [7, 7]
 
 
 def test_nothing_to_keep(dtype: torch.dtype, device: torch.device) -> None:
     x, W = torch.zeros(3, 4, device=device, dtype=dtype), torch.ones(4, 50, device=device, dtype=dtype)
     for activation in ACTIVATIONS:
-        rows = encode(x, W, **options_for(activation, 50, 5, torch.zeros((), device=device)))
+        rows = encode(x, W, **valued(**options_for(activation, 50, 5, torch.zeros((), device=device))))
         assert rows.nnz_per_row.tolist() == [0, 0, 0] and (rows.indices == -1).all() and (rows.values == 0).all()
 
 
@@ -170,7 +171,7 @@ def test_k_may_be_all(dtype: torch.dtype, device: torch.device, generator: torch
     x, W = whole((3, 4), 2, generator, dtype), whole((4, 37), 1, generator, dtype)
     reference = (x.double() @ W.double()).relu()
     for activation in ("topk", "batchtopk"):
-        rows = encode(x, W, activation=activation, k=37)
+        rows = encode(x, W, **valued(activation, k=37))
         assert_exact(rows.to_dense(), reference)
 
 
@@ -181,21 +182,11 @@ def test_batchtopk_of_one_row_is_topk(
     x, W, b = (whole(shape, 2, generator, dtype) for shape in ((1, 4), (4, 300), (300,)))
     for scale in (None, torch.linspace(0.5, 2, 300, device=device, dtype=dtype)):
         by_row, by_batch = (
-            encode(x, W, b, activation=activation, k=7, capacity=capacity, scale=scale)
+            encode(x, W, b, **valued(activation, k=7, capacity=capacity, scale=scale))
             for activation in ("topk", "batchtopk")
         )
         assert torch.equal(by_row.to_dense(), by_batch.to_dense())
         assert torch.equal(by_row.nnz_per_row, by_batch.nnz_per_row)
-
-
-def test_batchtopk_with_a_threshold_is_jumprelu(device: torch.device, generator: torch.Generator) -> None:
-    x, W = (whole(shape, 2, generator, torch.float32) for shape in ((5, 8), (8, 60)))
-    threshold = torch.tensor(3.0, device=device)
-    rows = encode(x, W, activation="batchtopk", k=3, threshold=threshold)
-    same = encode(x, W, activation="jumprelu", threshold=threshold.expand(60))
-    assert_exact(rows.to_dense(), same.to_dense().double())
-    alone = encode(x[2], W, activation="batchtopk", threshold=threshold)
-    assert_exact(alone.to_dense(), rows.to_dense()[2].double())
 
 
 def test_statistics_stay_float32(device: torch.device, mode: str) -> None:
@@ -207,7 +198,7 @@ def test_statistics_stay_float32(device: torch.device, mode: str) -> None:
     options = {"activation": "jumprelu", "threshold": threshold}
     for x, weight, context in ((one.to(half), W.to(half), False), (one, W, True)):
         with torch.autocast(device.type, half, enabled=context):
-            rows = encode(x, weight, b, **options)
+            rows = encode(x, weight, b, **valued(**options))
             assert rows.dtype is half and rows.indices[0, :2].tolist() == [0, 1]
             assert rows.values[0, :2].tolist() == [1.0, step]
             assert decode(rows, weight.t().contiguous()).dtype is half
@@ -275,8 +266,7 @@ def test_jumprelu_gradients(
 
     def ours(x: Tensor, W_enc: Tensor, b_enc: Tensor, b_dec: Tensor, threshold: Tensor) -> Tensor:
         rows, l0 = encode_with_l0(
-            x, W_enc, b_enc, activation="jumprelu", threshold=threshold, b_dec=b_dec, bandwidth=BANDWIDTH,
-            capacity=capacity, ste_to_input=to_input,
+            x, W_enc, b_enc, gemm.JumpReLU(threshold, BANDWIDTH, to_input), b_dec=b_dec, capacity=capacity
         )  # fmt: skip
         z = (x - b_dec).double() @ W_enc.double() + b_enc.double()
         assert rows.packed.counts.tolist() == (z > threshold - BANDWIDTH / 2).flatten(0, -2).sum(-1).tolist()
@@ -312,7 +302,7 @@ def test_the_window_below_the_threshold_matters(device: torch.device, generator:
     above = (slope * ((distance.abs() < BANDWIDTH / 2) & (distance > 0))).sum(0)
     assert (full - above).norm() > 0.3 * full.norm()
     leaves["threshold"].requires_grad_()
-    rows = encode(activation="jumprelu", bandwidth=BANDWIDTH, capacity=90, **leaves)
+    rows = encode(**valued("jumprelu", bandwidth=BANDWIDTH, capacity=90, **leaves))
     (grad,) = torch.autograd.grad((rows.to_dense() * weights).sum(), leaves["threshold"])
     torch.testing.assert_close(grad, full.float(), rtol=1e-4, atol=1e-4)
 
@@ -321,19 +311,19 @@ def test_the_window_is_stored_in_training_alone(device: torch.device) -> None:
     x = torch.tensor([[1.0]], device=device)
     W = torch.tensor([[0.70, 0.76, 0.99, 1.0, 1.01, 1.2, 1.3]], device=device)
     options = {"activation": "jumprelu", "threshold": torch.tensor(1.0, device=device), "bandwidth": 0.5}
-    rows, l0 = encode_with_l0(x, W, **options)
+    rows, l0 = encode_with_l0(x, W, **valued(**options))
     assert rows.indices[0, :6].tolist() == [1, 2, 3, 4, 5, 6] and rows.nnz_per_row.tolist() == [6]
     assert (rows.values[0, :3] == 0).all() and (rows.values[0, 3:6] > 1).all() and l0.tolist() == [3]
     assert count_fired(rows).tolist() == [0, 0, 0, 0, 1, 1, 1]
     with torch.no_grad():
-        assert encode(x, W, **options).nnz_per_row.tolist() == [3]
-    assert encode(x, W, activation="jumprelu", threshold=options["threshold"]).nnz_per_row.tolist() == [3]
+        assert encode(x, W, **valued(**options)).nnz_per_row.tolist() == [3]
+    assert encode(x, W, activation=gemm.JumpReLU(options["threshold"])).nnz_per_row.tolist() == [3]
 
 
 def test_negative_thresholds_act_as_zero(device: torch.device) -> None:
     x, W = torch.tensor([[1.0]], device=device), torch.tensor([[-0.2, 0.1, 0.3]], device=device)
     threshold = torch.full((3,), -0.3, device=device, requires_grad=True)
-    rows, l0 = encode_with_l0(x, W, activation="jumprelu", threshold=threshold, bandwidth=1.0)
+    rows, l0 = encode_with_l0(x, W, activation=gemm.JumpReLU(threshold, 1.0))
     assert_exact(rows.to_dense(), W.double().relu())
     (rows.to_dense().sum() + l0.sum()).backward()
     assert threshold.grad is not None and threshold.grad.tolist() == [0, 0, 0]
@@ -351,7 +341,7 @@ def test_gradients(
     masks = []
 
     def ours(x: Tensor, W_enc: Tensor, b_enc: Tensor, b_dec: Tensor) -> Tensor:
-        rows = encode(x.to(dtype), W_enc.to(dtype), b_enc, b_dec=b_dec, capacity=capacity, **options)
+        rows = encode(x.to(dtype), W_enc.to(dtype), b_enc, **valued(b_dec=b_dec, capacity=capacity, **options))
         masks.append(rows.to_dense().detach() != 0)
         return (decode(rows, W_dec).float() * weights[..., :16]).sum()
 
@@ -377,7 +367,7 @@ def test_gradcheck(activation: str, capacity: int | None, generator: torch.Gener
     options = options_for(activation, 15, 4, leaves["threshold"])
 
     def run(x: Tensor, W: Tensor, b: Tensor, b_dec: Tensor) -> Tensor:
-        return encode(x, W, b, b_dec=b_dec, capacity=capacity, **options).to_dense()
+        return encode(x, W, b, **valued(b_dec=b_dec, capacity=capacity, **options)).to_dense()
 
     torch.autograd.gradcheck(run, inputs)
 
@@ -388,7 +378,7 @@ def test_each_gradient_alone(wanted: str, device: torch.device, generator: torch
     leaves, weights, l0_weights = jumprelu_case((6,), 20, 90, torch.float32, generator)
 
     def loss(**leaves: Tensor) -> Tensor:
-        rows, l0 = encode_with_l0(activation="jumprelu", bandwidth=BANDWIDTH, capacity=8, **leaves)
+        rows, l0 = encode_with_l0(**valued("jumprelu", bandwidth=BANDWIDTH, capacity=8, **leaves))
         return (rows.to_dense() * weights).sum() + (l0 * l0_weights).sum()
 
     together = gradients(leaves, torch.float32, loss)
@@ -407,7 +397,7 @@ def test_gradient_in_the_layout_of_the_weight(
     found, linear = [], W_enc.t().contiguous()
     for weight in (W_enc, linear.t()):
         weight = weight.detach().requires_grad_()
-        rows = encode(W_enc=weight, capacity=4, **leaves, **options)
+        rows = encode(W_enc=weight, **leaves, **valued(capacity=4, **options))
         (grad,) = torch.autograd.grad((rows.to_dense() * weights).sum(), weight)
         assert grad.stride() == weight.stride()
         found.append(grad)
@@ -419,7 +409,7 @@ def test_gradient_of_l0_alone(device: torch.device, generator: torch.Generator) 
     for capacity in (90, 4):
         threshold = leaves["threshold"].clone().requires_grad_()
         kwargs = {**leaves, "threshold": threshold, "W_enc": leaves["W_enc"].clone().requires_grad_()}
-        _, l0 = encode_with_l0(activation="jumprelu", bandwidth=BANDWIDTH, capacity=capacity, **kwargs)
+        _, l0 = encode_with_l0(**valued("jumprelu", bandwidth=BANDWIDTH, capacity=capacity, **kwargs))
         l0.mean().backward()
         z = (leaves["x"] - leaves["b_dec"]) @ leaves["W_enc"] + leaves["b_enc"]
         near = ((z - leaves["threshold"]).abs() < BANDWIDTH / 2).double().mean(0) / -BANDWIDTH
@@ -432,7 +422,7 @@ def test_reproducible(device: torch.device, generator: torch.Generator, scale: i
     leaves, weights, _ = jumprelu_case((8 * scale,), 10, 40, torch.float32, generator)
 
     def loss(**leaves: Tensor) -> Tensor:
-        rows = encode(activation="jumprelu", bandwidth=BANDWIDTH, capacity=12, **leaves)
+        rows = encode(**valued("jumprelu", bandwidth=BANDWIDTH, capacity=12, **leaves))
         return (rows.to_dense() * weights).sum()
 
     first, second = (gradients(leaves, torch.float32, loss) for _ in range(2))
@@ -446,14 +436,16 @@ def test_empty(activation: str, dtype: torch.dtype, device: torch.device) -> Non
         x = torch.zeros(shape, **options, requires_grad=True)
         W = torch.zeros(shape[-1], 20, **options, requires_grad=True)
         threshold = torch.zeros(20, device=device)
-        rows, l0 = encode_with_l0(x, W, torch.ones(20, device=device), **options_for(activation, 20, 3, threshold))
+        rows, l0 = encode_with_l0(
+            x, W, torch.ones(20, device=device), **valued(**options_for(activation, 20, 3, threshold))
+        )
         assert rows.shape == (*shape[:-1], 20) and l0.shape == shape[:-1]
         rows.to_dense().sum().backward()
         assert x.grad is not None and x.grad.shape == shape and not x.grad.any() and not W.grad.any()
     if activation in ("relu", "jumprelu"):
         x, W = torch.ones(2, 4, **options), torch.zeros(4, 0, **options)
         threshold = torch.zeros(0, device=device)
-        assert encode(x, W, **options_for(activation, 0, 3, threshold)).to_dense().shape == (2, 0)
+        assert encode(x, W, **valued(**options_for(activation, 0, 3, threshold))).to_dense().shape == (2, 0)
 
 
 @pytest.mark.native
@@ -466,7 +458,7 @@ def test_compile(activation: str, device: torch.device, generator: torch.Generat
         options["bandwidth"] = BANDWIDTH
 
     def run(x: Tensor, W_enc: Tensor, b_enc: Tensor, b_dec: Tensor) -> Tensor:
-        rows, l0 = encode_with_l0(x, W_enc, b_enc, b_dec=b_dec, capacity=6, **options)
+        rows, l0 = encode_with_l0(x, W_enc, b_enc, **valued(b_dec=b_dec, capacity=6, **options))
         counts = count_fired(rows)
         return (rows.to_dense() * weights).sum() + l0.sum() + counts.sum()
 
@@ -488,7 +480,7 @@ def test_capture_without_a_sync(activation: str, m: int, device: torch.device, g
     weights = weights.bfloat16()
 
     def run() -> tuple[Tensor, ...]:
-        rows = encode(**leaves, capacity=16, **options)
+        rows = encode(**leaves, **valued(capacity=16, **options))
         return rows.to_dense(), *torch.autograd.grad((rows.to_dense() * weights).sum(), leaves.values())
 
     stream = torch.cuda.Stream()
@@ -528,7 +520,6 @@ def test_autocast_does_not_mix_in_float64() -> None:
 
 
 OK_X, OK_W = torch.ones(2, 4), torch.ones(4, 8)
-JUMP = {"activation": "jumprelu", "threshold": torch.ones(8)}
 
 
 @pytest.mark.parametrize(
@@ -548,24 +539,30 @@ JUMP = {"activation": "jumprelu", "threshold": torch.ones(8)}
         ({"b_enc": torch.ones(7)}, ValueError, r"b_enc must have shape \[d_sae\] = \[8\] like W_enc, got \[7\]"),
         ({"b_dec": torch.ones(8)}, ValueError, r"b_dec must have shape \[d_in\] = \[4\]"),
         ({"b_enc": torch.ones(8, device="meta")}, ValueError, r"b_enc must be on .* got meta"),
-        ({"activation": "gelu"}, ValueError, r"activation must be one of relu, jumprelu, topk, batchtopk, got 'gelu'"),
-        ({"activation": "jumprelu"}, ValueError, r"needs threshold"),
-        ({**JUMP, "threshold": torch.ones(7)}, ValueError, r"threshold must have shape \[d_sae\] = \[8\]"),
-        ({**JUMP, "k": 2}, ValueError, r"k belongs to"),
-        ({**JUMP, "threshold": 0.5}, TypeError, r"threshold must be a torch.Tensor, got float"),
-        ({**JUMP, "bandwidth": 0.0}, ValueError, r"bandwidth must be above 0"),
-        ({"bandwidth": 0.1}, ValueError, r"bandwidth belongs to"),
-        ({"threshold": torch.ones(8)}, ValueError, r"threshold belongs to"),
-        ({"k": 3}, ValueError, r"k belongs to"),
-        ({"activation": "topk"}, ValueError, r"needs k"),
-        ({"activation": "topk", "k": 9}, ValueError, r"k must be at most d_sae = 8, got 9"),
-        ({"activation": "batchtopk", "k": 9}, ValueError, r"k must be at most d_sae = 8, got 9"),
-        ({"activation": "topk", "k": 0}, ValueError, r"k must be at least 1, got 0"),
-        ({"activation": "topk", "k": 2.0}, TypeError, r"k must be an int, got float"),
+        (
+            {"activation": "gelu"},
+            ValueError,
+            r'activation must be "relu" or gemm.JumpReLU\(...\), gemm.TopK\(...\), .* got \'gelu\'',
+        ),
+        ({"activation": "relu2"}, ValueError, r'activation must be "relu" or gemm.JumpReLU'),
+        ({"activation": "topk"}, ValueError, r"activation must be .* got 'topk'"),
+        ({"activation": gemm.ReLU2()}, ValueError, r"activation must be .* got ReLU2\(\)"),
+        ({"activation": torch.relu}, TypeError, r"activation must be .* got <built-in"),
+        ({"activation": gemm.JumpReLU(torch.ones(7))}, ValueError, r"threshold must have shape \[d_sae\] = \[8\]"),
+        ({"activation": gemm.TopK(9)}, ValueError, r"k must be at most d_sae = 8, got 9"),
+        ({"activation": gemm.BatchTopK(9)}, ValueError, r"k must be at most d_sae = 8, got 9"),
+        ({"activation": gemm.TopK(2, torch.ones(7))}, ValueError, r"scale must have shape \[d_sae\]"),
         ({"capacity": 0}, ValueError, r"capacity must be at least 1, got 0"),
-        ({"scale": torch.ones(8)}, ValueError, r"scale belongs to activation=\"topk\" and \"batchtopk\""),
-        ({"activation": "topk", "k": 2, "scale": torch.ones(7)}, ValueError, r"scale must have shape \[d_sae\]"),
-        ({**JUMP, "ste_to_input": True}, ValueError, r"ste_to_input needs bandwidth"),
+        ({"capacity": 2.0}, TypeError, r"capacity must be an int, got float"),
+        ({"capacity": [2]}, TypeError, r"capacity must be an int, got list"),
+        ({"capacity": -1, "format": "csr"}, ValueError, r"capacity must be at least 1, got -1"),
+        ({"format": "twell"}, ValueError, r'format must be "ell" or "csr", got \'twell\''),
+        ({"format": "csr"}, ValueError, r'format="csr" belongs to gemm.BatchTopK, .* got relu. Take "ell"'),
+        (
+            {"activation": gemm.BatchTopK(2), "format": "csr", "capacity": 3},
+            ValueError,
+            r'capacity belongs to format="ell", got 3 for "csr"',
+        ),
     ],
 )
 def test_errors(change: dict[str, Any], error: type[Exception], message: str, device: torch.device) -> None:

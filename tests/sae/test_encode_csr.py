@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from gossamer import nn
+from gossamer.gemm import BatchTopK
 from gossamer.rowsparse import CSR
-from gossamer.sae import decode, encode, encode_csr, encode_csr_with_l0
+from gossamer.sae import decode, encode, encode_with_l0
 from gossamer.testing import assert_close
 from tests.sae.test_encode import gradients, jumprelu_case, whole
 
@@ -21,8 +22,8 @@ def operands(m: int, n: int, dtype: torch.dtype, generator: torch.Generator) -> 
 
 
 def check(x: Tensor, W: Tensor, b: Tensor | None, k: int, scale: Tensor | None = None) -> CSR:
-    got, l0 = encode_csr_with_l0(x, W, b, k=k, scale=scale)
-    want = encode(x, W, b, activation="batchtopk", k=k, capacity=W.shape[1], scale=scale)
+    got, l0 = encode_with_l0(x, W, b, BatchTopK(k, scale), format="csr")
+    want = encode(x, W, b, BatchTopK(k, scale), capacity=W.shape[1])
     assert isinstance(got, CSR) and got.shape == want.shape and got.source is None
     assert torch.equal(got.row_offsets.diff(), want.nnz_per_row) and got.row_offsets[0] == 0
     assert torch.equal(l0.flatten(), want.nnz_per_row.to(l0.dtype)) and l0.shape == x.shape[:-1]
@@ -82,7 +83,7 @@ def test_gradients(linear: bool, dtype: torch.dtype, device: torch.device, gener
     masks = []
 
     def ours(x: Tensor, W_enc: Tensor, b_enc: Tensor, b_dec: Tensor, W_dec: Tensor) -> Tensor:
-        rows = encode_csr(x.to(dtype), W_enc.to(dtype), b_enc, b_dec=b_dec, k=5)
+        rows = encode(x.to(dtype), W_enc.to(dtype), b_enc, BatchTopK(5), b_dec=b_dec, format="csr")
         masks.append(rows.to_dense().detach() != 0)
         return (decode(rows, W_dec.to(dtype)).float() * weights[..., :16]).sum()
 
@@ -104,7 +105,7 @@ def test_each_gradient_alone(wanted: str, device: torch.device, generator: torch
     del leaves["threshold"]
 
     def loss(**leaves: Tensor) -> Tensor:
-        return (encode_csr(k=4, **leaves).to_dense() * weights).sum()
+        return (encode(activation=BatchTopK(4), format="csr", **leaves).to_dense() * weights).sum()
 
     together = gradients(leaves, torch.float32, loss)
     leaves[wanted].requires_grad_()
@@ -148,7 +149,7 @@ def test_compile(device: torch.device, generator: torch.Generator, compiled: Cal
     W.requires_grad_()
 
     def run(x: Tensor) -> Tensor:
-        return encode_csr(x, W, b, k=4).to_dense().square().sum()
+        return encode(x, W, b, BatchTopK(4), format="csr").to_dense().square().sum()
 
     (want,) = torch.autograd.grad(run(x), W)
     (got,) = torch.autograd.grad(compiled(run)(x), W)
@@ -162,7 +163,7 @@ def test_capture_without_a_sync(device: torch.device, generator: torch.Generator
 
     def run() -> tuple[Tensor, ...]:
         # Nothing that is kept may hold on to the gradient of W, which belongs to the stream it was first wanted on.
-        rows = encode_csr(x, W, b, k=20)
+        rows = encode(x, W, b, BatchTopK(20), format="csr")
         grads = torch.autograd.grad(rows.values.float().square().sum(), W)
         return rows.row_offsets, rows.indices, rows.values.detach(), *grads
 
@@ -186,9 +187,7 @@ def test_capture_without_a_sync(device: torch.device, generator: torch.Generator
 
 def test_errors(device: torch.device) -> None:
     x, W = torch.ones(2, 3, device=device), torch.ones(3, 5, device=device)
-    with pytest.raises(ValueError, match=r"sae.encode_csr: k must be at most d_sae = 5, got 6"):
-        encode_csr(x, W, k=6)
-    with pytest.raises(TypeError, match=r"sae.encode_csr: k must be an int"):
-        encode_csr(x, W, k=2.0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"sae.encode_csr_with_l0: x must have shape"):
-        encode_csr_with_l0(x, W[:2], k=1)
+    with pytest.raises(ValueError, match=r"sae.encode: k must be at most d_sae = 5, got 6"):
+        encode(x, W, activation=BatchTopK(6), format="csr")
+    with pytest.raises(ValueError, match=r"sae.encode_with_l0: x must have shape"):
+        encode_with_l0(x, W[:2], activation=BatchTopK(1), format="csr")

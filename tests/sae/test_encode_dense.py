@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer import sae
+from gossamer import gemm, sae
 from gossamer.sae.decode import decode_dense
 from gossamer.sae.encode_dense import encode_dense
 from gossamer.testing import assert_close
+from tests.sae.dense import valued
 
 FULL = pytest.mark.full
 SHAPES = [(7, 12, 90), pytest.param((1, 5, 1030), marks=FULL), pytest.param((70, 8, 33), marks=FULL)]
@@ -63,13 +64,13 @@ def test_the_same_as_the_sparse_way(
         weight = torch.randn(n, 4, device=device, generator=generator)
         given = options_of(options, threshold, n)
         if dense:
-            acts, l0, fired, nnz = encode_dense(x, W, b, b_dec=b_dec, **given)
+            acts, l0, fired, nnz = encode_dense(x, W, b, **valued(b_dec=b_dec, **given))
             out = decode_dense(acts, weight, None)
         else:
             rows, l0 = (
-                sae.encode_with_l0(x, W, b, b_dec=b_dec, capacity=n, **given)
+                sae.encode_with_l0(x, W, b, **valued(b_dec=b_dec, capacity=n, **given))
                 if "k" not in given
-                else (sae.encode_with_l0(x, W, b, b_dec=b_dec, **given))
+                else (sae.encode_with_l0(x, W, b, **valued(b_dec=b_dec, **given)))
             )
             acts, fired, nnz = rows.to_dense(), sae.count_fired(rows), rows.nnz_per_row
             out = sae.decode(rows, weight)
@@ -90,7 +91,7 @@ def test_against_float64(
     m, d, n = 40, 24, 120
     x, W, b, b_dec, threshold = operands(m, d, n, device, generator, dtype)
     given = options_of(options, threshold, n)
-    acts, *_ = encode_dense(x, W, b, b_dec=b_dec, **given)
+    acts, *_ = encode_dense(x, W, b, **valued(b_dec=b_dec, **given))
     inner = (x - b_dec).to(dtype)
     pre = ((inner @ W) + b).to(dtype)
     kept = acts != 0
@@ -109,7 +110,7 @@ def test_gradcheck(options: dict[str, Any]) -> None:
     given = options_of(options, threshold.detach(), 6)
 
     def call(x: Tensor, W: Tensor, b: Tensor, b_dec: Tensor) -> Tensor:
-        return encode_dense(x, W, b, b_dec=b_dec, **given)[0]
+        return encode_dense(x, W, b, **valued(b_dec=b_dec, **given))[0]
 
     assert torch.autograd.gradcheck(call, (x, W, b, b_dec))
 
@@ -117,7 +118,7 @@ def test_gradcheck(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("shape", [(0, 4, 6), (3, 4, 0), (0, 4, 0)], ids=str)
 def test_empty(shape: tuple[int, int, int], device: torch.device, generator: torch.Generator) -> None:
     x, W, b, b_dec, threshold = operands(*shape, device, generator)
-    acts, l0, fired, nnz = encode_dense(x, W, b, b_dec=b_dec, activation="jumprelu", threshold=threshold, bandwidth=0.5)
+    acts, l0, fired, nnz = encode_dense(x, W, b, b_dec=b_dec, activation=gemm.JumpReLU(threshold, 0.5))
     (acts.sum() + l0.sum()).backward()
     assert (
         acts.shape == (shape[0], shape[2]) and not l0.any() and not fired.any() and not nnz.any() and not W.grad.any()
@@ -128,7 +129,7 @@ def test_nan_is_kept_and_the_window_is_marked(device: torch.device) -> None:
     x = torch.tensor([[float("nan")], [1.0]], device=device)
     W = torch.tensor([[1.0, 0.4, -1.0]], device=device, requires_grad=True)
     threshold = torch.full((3,), 0.5, device=device)
-    acts, l0, fired, nnz = encode_dense(x, W, activation="jumprelu", threshold=threshold, bandwidth=0.5)
+    acts, l0, fired, nnz = encode_dense(x, W, activation=gemm.JumpReLU(threshold, 0.5))
     assert acts[0].isnan().all() and acts[1].tolist() == [1.0, 0.0, 0.0]
     assert acts[1].signbit().tolist() == [False, True, False]
     assert l0.tolist() == [3.0, 1.0] and fired.tolist() == [2, 1, 1] and nnz.tolist() == [3, 2]

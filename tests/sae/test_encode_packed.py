@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer._core import tuning
+from gossamer import gemm
+from gossamer._core.calls import Checked
 from gossamer.rowsparse import LinearSource
-from gossamer.sae import count_fired, decode, encode, encode_with_l0
+from gossamer.sae import count_fired, decode, encode, encode_path, encode_with_l0
 from gossamer.testing import assert_exact, dense64
-from tests.sae.dense import selected, whole
+from tests.sae.dense import selected, valued, whole
 
 module = sys.modules["gossamer.sae.encode"]
 
@@ -27,15 +28,15 @@ def test_packed_tile_by_tile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The way without gradients on Hopper, whichever device this is; with them, and in a window, the other one."""
-    monkeypatch.setattr(tuning, "encode_packs", lambda m, weight: True)
-    monkeypatch.setattr(module, "_seen", {})
+    monkeypatch.setattr(encode_path, "packs_in_product", lambda m, weight: True)
+    monkeypatch.setattr(module, "_checked", Checked())
     n = 2304
     x, W, W_dec = (whole(shape, 2, generator, dtype) for shape in ((2, 3, 12), (12, n), (n, 5)))
     b_enc, b_dec, threshold = whole((n,), 3, generator, dtype) - 9, whole((12,), 1, generator, dtype), None
     if activation == "jumprelu":
         threshold = whole((n,), 4, generator, torch.float32)
     options = {"activation": activation, "threshold": threshold, "b_dec": b_dec, "capacity": capacity}
-    rows, l0 = encode_with_l0(x, W, b_enc, **options)
+    rows, l0 = encode_with_l0(x, W, b_enc, **valued(**options))
     z = (x.double() - b_dec.double()) @ W.double() + b_enc.double()
     acts = torch.where(selected(z, activation, threshold=threshold), z, 0)
     assert isinstance(rows.source, LinearSource) and rows.capacity == (capacity or 128)
@@ -44,27 +45,27 @@ def test_packed_tile_by_tile(
     assert_exact(decode(rows, W_dec), acts @ W_dec.double())
     assert count_fired(rows).tolist() == (acts != 0).flatten(0, 1).sum(0).tolist()
     with torch.no_grad():
-        assert isinstance(encode(x, W.clone().requires_grad_(), b_enc, **options).source, LinearSource)
-    assert isinstance(encode(x, W.clone().requires_grad_(), b_enc, **options).source, Tensor)
+        assert isinstance(encode(x, W.clone().requires_grad_(), b_enc, **valued(**options)).source, LinearSource)
+    assert isinstance(encode(x, W.clone().requires_grad_(), b_enc, **valued(**options)).source, Tensor)
     # More slots than the tiles have, which would overflow before them.
-    assert isinstance(encode(x, W, b_enc, **options | {"capacity": 145}).source, Tensor)
+    assert isinstance(encode(x, W, b_enc, **valued(**options | {"capacity": 145})).source, Tensor)
     # Rows that overflowed are computed from a copy of x.
-    rows = encode(x, W, b_enc, **options | {"b_dec": None})
+    rows = encode(x, W, b_enc, **valued(**options | {"b_dec": None}))
     kept = rows.to_dense()
     x.zero_()
     assert torch.equal(rows.to_dense(), kept) and (bool(rows.overflowed.any()) or capacity != 4)
     if threshold is not None:
-        assert not isinstance(encode(x, W, b_enc, bandwidth=2.0, **options).source, LinearSource)
+        assert not isinstance(encode(x, W, b_enc, **valued(bandwidth=2.0, **options)).source, LinearSource)
 
 
 @pytest.mark.native
 def test_packed_tile_by_tile_compiled(
     device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch, compiled: Any
 ) -> None:
-    monkeypatch.setattr(tuning, "encode_packs", lambda m, weight: True)
-    monkeypatch.setattr(module, "_seen", {})
+    monkeypatch.setattr(encode_path, "packs_in_product", lambda m, weight: True)
+    monkeypatch.setattr(module, "_checked", Checked())
     x, W, W_dec = (whole(shape, 2, generator, torch.float32) for shape in ((7, 12), (12, 2304), (2304, 5)))
     threshold = torch.full((2304,), 9.0, device=device)
-    call = lambda x: decode(encode(x, W, activation="jumprelu", threshold=threshold, capacity=40), W_dec)  # noqa: E731
-    assert isinstance(encode(x, W, activation="jumprelu", threshold=threshold, capacity=40).source, LinearSource)
+    call = lambda x: decode(encode(x, W, activation=gemm.JumpReLU(threshold), capacity=40), W_dec)  # noqa: E731
+    assert isinstance(encode(x, W, activation=gemm.JumpReLU(threshold), capacity=40).source, LinearSource)
     assert_exact(compiled(call)(x), call(x).double())

@@ -1,6 +1,7 @@
 """The smallest value kept, against the dense tensor."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from gossamer import nn
 from gossamer.rowsparse import pack
 from gossamer.sae.smallest import smallest
 from tests import strategies
+from tests.sae.dense import FORMATS
 
 
 @given(data=st.data())
@@ -26,8 +28,20 @@ def test_smallest(data: st.DataObject, dtype: torch.dtype, device: torch.device)
         assert found.item() == (positive.min().item() if positive.numel() else math.inf)
 
 
+@pytest.mark.parametrize("options", FORMATS, ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 40), (5, 17), (0, 9)])
+def test_any_container(
+    options: dict[str, Any], shape: tuple[int, ...], device: torch.device, generator: torch.Generator
+) -> None:
+    acts = torch.randn(shape, device=device, generator=generator).relu()
+    for scale in (None, torch.linspace(0.5, 2, shape[-1], device=device)):
+        scaled = acts if scale is None else acts * scale
+        want = torch.where(scaled > 0, scaled, torch.inf).amin().item() if acts.numel() else math.inf
+        assert smallest(pack(acts, **options), scale).item() == want
+
+
 def test_error(device: torch.device) -> None:
-    with pytest.raises(TypeError, match=r"sae.smallest: rows must be a rowsparse.ELL, got Tensor"):
+    with pytest.raises(TypeError, match=r"sae.smallest: rows must be an ELL, CSR or TwELL of rowsparse, got Tensor"):
         smallest(torch.ones(2, 3, device=device))  # type: ignore[arg-type]
 
 

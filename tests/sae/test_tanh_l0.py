@@ -1,5 +1,7 @@
 """sae.tanh_l0, against dense float64."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,6 +13,7 @@ from gossamer.rowsparse import ELL
 from gossamer.sae import decode, encode, tanh_l0
 from gossamer.testing import assert_close, dense64
 from tests import strategies
+from tests.sae.dense import FORMATS
 
 
 @given(data=st.data())
@@ -42,7 +45,7 @@ def test_gradients(
     W_dec = torch.randn(40, 8, device=device, generator=generator).to(dtype)
 
     def ours(x: Tensor, W: Tensor, scale: Tensor) -> Tensor:
-        rows = encode(x, W, activation="relu", capacity=capacity)
+        rows = encode(x, W, capacity=capacity)
         return (tanh_l0(rows, scale) * weights).sum() + decode(rows, W_dec).float().sum()
 
     def dense(x: Tensor, W: Tensor, scale: Tensor) -> Tensor:
@@ -60,6 +63,26 @@ def test_gradients(
         else:
             # Activations and their gradients are rounded on the way.
             torch.testing.assert_close(got.double(), want, rtol=4e-2, atol=4e-2)
+
+
+@pytest.mark.parametrize("options", FORMATS, ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 40), (5, 17), (0, 9), (3, 0)])
+def test_any_container(
+    options: dict[str, Any], shape: tuple[int, ...], device: torch.device, generator: torch.Generator
+) -> None:
+    acts = torch.randn(shape, device=device, generator=generator).relu().requires_grad_()
+    scale = (torch.rand(shape[-1], device=device, generator=generator) * 3).requires_grad_()
+    weights = torch.randn(shape[:-1], device=device, generator=generator)
+    out = tanh_l0(rowsparse.pack(acts, **options), scale)
+    assert out.shape == shape[:-1] and out.dtype is torch.float32
+    wide = [t.detach().double().requires_grad_() for t in (acts, scale)]
+    want = torch.tanh(wide[0] * wide[1]).sum(-1)
+    torch.testing.assert_close(out.double(), want, rtol=2e-6, atol=1e-6)
+    got = torch.autograd.grad((out * weights).sum(), (acts, scale), materialize_grads=True)
+    exact = torch.autograd.grad((want * weights).sum(), wide)
+    # What is not stored has no gradient.
+    torch.testing.assert_close(got[0].double(), torch.where(acts != 0, exact[0], 0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[1].double(), exact[1], rtol=1e-5, atol=1e-5)
 
 
 def test_entries_of_value_0_have_a_gradient(device: torch.device) -> None:
@@ -82,7 +105,7 @@ def test_nan_and_repeated_indices(device: torch.device) -> None:
 
 def test_errors(device: torch.device) -> None:
     rows = rowsparse.pack(torch.ones(2, 3, device=device))
-    with pytest.raises(TypeError, match=r"sae.tanh_l0: rows must be a rowsparse.ELL, got Tensor"):
+    with pytest.raises(TypeError, match=r"sae.tanh_l0: rows must be an ELL, CSR or TwELL of rowsparse, got Tensor"):
         tanh_l0(dense64(rows), torch.ones(3, device=device))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"sae.tanh_l0: scale must have shape \[d_sae\] = \[3\] like rows, got \[4\]"):
         tanh_l0(rows, torch.ones(4, device=device))

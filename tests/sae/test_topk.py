@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer._core import tuning
+from gossamer import gemm
 from gossamer.rowsparse import ELL
-from gossamer.sae import encode, encode_with_l0
+from gossamer.sae import encode, encode_path, encode_with_l0
 from gossamer.testing import assert_exact, dense64
 from tests.sae.dense import selected, whole
 
@@ -22,13 +22,13 @@ def packs(monkeypatch: pytest.MonkeyPatch, mode: str) -> Callable[[bool], None]:
     """Chooses the way, whichever GPU this is."""
     if mode == "cpu":
         pytest.skip("about the kernels, which run on a GPU or in the interpreter")
-    return lambda choice: monkeypatch.setattr(tuning, "topk_packs", lambda m, k, weight: choice)
+    return lambda choice: monkeypatch.setattr(encode_path, "has_bound", lambda m, k, weight: choice)
 
 
 @pytest.fixture(params=[8, 16])
 def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Columns of a tile that are a sample."""
-    monkeypatch.setattr(tuning, "topk_run", lambda d_in: request.param)
+    monkeypatch.setattr(encode_path, "topk_run", lambda d_in: request.param)
     return request.param
 
 
@@ -47,7 +47,7 @@ def check_same(packs: Callable[[bool], None], *operands: Tensor | None, k: int =
     rows = []
     for choice in (False, True):
         packs(choice)
-        rows.append(encode(*operands, activation="topk", k=k, scale=scale))  # type: ignore[arg-type]
+        rows.append(encode(*operands, activation=gemm.TopK(k, scale)))  # type: ignore[arg-type]
     wanted, got = rows
     assert got.nnz_per_row.tolist() == wanted.nnz_per_row.tolist()
     assert got.indices.tolist() == wanted.indices.tolist()
@@ -71,7 +71,7 @@ def test_the_k_largest(
     W = W.t() if transposed else W
     for b_enc in (None, whole((N,), 3, generator, dtype), whole((2 * N,), 3, generator, torch.float32)[::2]):
         b_dec = whole((D,), 1, generator, dtype)
-        rows, l0 = encode_with_l0(x, W, b_enc, activation="topk", k=k, b_dec=b_dec)
+        rows, l0 = encode_with_l0(x, W, b_enc, activation=gemm.TopK(k), b_dec=b_dec)
         z = (x.double() - b_dec.double()) @ W.double() + (0 if b_enc is None else b_enc.double())
         acts = torch.where(selected(z, "topk", k), z, 0)
         assert rows.source is None and rows.capacity == k
@@ -214,7 +214,7 @@ def test_it_has_the_same_gradients(
     for choice in (False, True):
         packs(choice)
         leaves = [operand.clone().requires_grad_() for operand in operands[:3]]
-        rows = encode(*leaves, activation="topk", k=K)
+        rows = encode(*leaves, activation=gemm.TopK(K))
         found.append(torch.autograd.grad(rows.values, leaves, operands[3]))
     for wanted, got in zip(*found):
         assert torch.equal(wanted, got)
@@ -224,16 +224,16 @@ def test_it_has_the_same_gradients(
 @pytest.mark.parametrize("k", [8, 32, 64, 128, 256, 600])
 def test_how_often_rows_are_computed_again(k: int, d_in: int) -> None:
     """Where the largest lie anywhere, the rank leaves fewer than k, and the list has not room enough, hardly ever."""
-    run = tuning.topk_run(d_in)
-    share = run / tuning.TOPK_TILE
+    run = encode_path.topk_run(d_in)
+    share = run / encode_path.TOPK_TILE
 
     def below(count: int, mean: float) -> float:
         """Of Poisson's distribution: fewer than `count`."""
         return sum(math.exp(i * math.log(mean) - mean - math.lgamma(i + 1)) for i in range(count))
 
-    rank = tuning.topk_rank(k, run)
+    rank = encode_path.topk_rank(k, run)
     assert 1 - below(rank, k * share) < 2e-5
-    assert below(rank, tuning.topk_list(k, run) * share) < 2e-5
+    assert below(rank, encode_path.topk_list(k, run) * share) < 2e-5
 
 
 @pytest.mark.gpu

@@ -1,7 +1,6 @@
 """Argument checks with one error style: operator, argument, rule, what arrived, and the way out."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,22 +102,6 @@ def number(operator: str, argument: str, value: float, hint: str, zero: bool = F
     if not (0 < value < math.inf or (zero and value == 0)):
         least = "at least 0" if zero else "above 0"
         raise ValueError(f"{operator}: {argument} must be {least} and finite, got {value}. {hint}")
-
-
-_PLAIN = (Tensor, torch.nn.Parameter, type(None))
-
-
-def signature(*operands: Tensor | None) -> tuple[Any, ...] | None:
-    """What checks of shapes, dtypes and devices depend on, for callers that keep the calls they have checked.
-
-    None under `torch.compile`, in forward-mode differentiation, and where an operand is anything but a strided tensor
-    or parameter: then each call is checked.
-    """
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
-        return None
-    if not all(type(t) in _PLAIN and (t is None or t.layout is torch.strided) for t in operands):
-        return None
-    return tuple([None if t is None else (t.shape, t.dtype, t.device) for t in operands])
 
 
 def capturing() -> bool:

@@ -53,12 +53,12 @@ class Kernel:
         With `follows` the kernel may start while the kernel before it on the stream drains (programmatic dependent
         launch); it must then call `gdc_wait` before it reads what that kernel writes.
         """
+        # A tensor descriptor names its tensor `base`.
+        device = getattr(args[0], "base", args[0]).device.index
         if INTERPRET:
             self._check_key((key, num_warps, num_stages, maxnreg, follows), args, meta)
             self.fn[grid](*args, **meta)
             return None
-        # A tensor descriptor names its tensor `base`.
-        device = getattr(args[0], "base", args[0]).device.index
         pointers, bits = [], 0
         for at, arg in enumerate(args):
             if isinstance(arg, Tensor):

@@ -25,6 +25,11 @@ if INTERPRET:
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _implementations: dict[Any, dict[str, Callable[..., Any]]] = {}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Looked up once: these are asked in every call.
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+_tracing_state = torch._C._get_tracing_state
+_profiler_enabled = torch.autograd._profiler_enabled
 
 
 def _lazily(path: str) -> Callable[..., Any]:
@@ -109,10 +114,10 @@ def shortcut(operator: Any, device: torch.device) -> Callable[..., Any]:
     """
     watched = (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-        or torch.autograd._profiler_enabled()
+        or _dispatch_modes()
+        or _transforms() is not None
+        or _tracing_state() is not None
+        or _profiler_enabled()
     )
     return operator if watched else _implementations[operator].get(device.type, operator)
 

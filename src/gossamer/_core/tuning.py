@@ -5,7 +5,6 @@ operations over its rates, and `gossamer doctor` says that they are unmeasured. 
 kernel compiles once per dtype and tile.
 """
 
-import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -75,12 +74,6 @@ def scan_tile(m: int, n: int, element_size: int) -> Tile:
     return {"BLOCK": 256 * vector, "VEC": vector}, 1
 
 
-def encode_tile(m: int, element_size: int) -> Tile:
-    """Tile of the scan of pre-activations: half the columns of `scan_tile`, for thresholds take registers, too."""
-    vector = 16 // element_size
-    return {"BLOCK": 128 * vector, "VEC": vector}, 1
-
-
 def gather_tile(m: int, d: int, element_size: int) -> Tile:
     """Tile of the row gather: a warp reads 512 bytes of a row at once, four rows in flight.
 
@@ -124,85 +117,6 @@ def bwd_long_tile(tile: dict[str, Any]) -> Tile:
 def pack_rows(m: int, n: int, element_size: int) -> int:
     """Rows of pre-activations in memory at one time: 24 MiB stay in the L2, and 1,024 rows make a fast product."""
     return max(1, min(m, max(1024, (24 << 20) // (n * element_size) // 128 * 128)))
-
-
-def encode_packs(m: int, weight: Tensor) -> bool:
-    """Whether an encoder without gradients packs tile by tile: where the pre-activations, m by the columns of weight,
-    are what memory is full of, and the product takes longer than the launches that follow."""
-    # The device comes first: on others a dynamic m is none of a compiled graph's business.
-    return hopper(weight.device) and weight.element_size() == 2 and m >= 512 and m * weight.shape[1] >= 1 << 25
-
-
-TOPK_TILE, TOPK_SLOTS = 256, 32
-"""Columns of a tile, and slots for its entries, of a TopK encoder that packs tile by tile."""
-
-
-def topk_run(d_in: int) -> int:
-    """How many columns of a tile are a sample: more leave fewer entries to pack, for which a short product has no
-    time, and take a larger part of a long one."""
-    return 8 if d_in >= 2048 else 16
-
-
-def topk_rank(k: int, run: int) -> int:
-    """Which of a sample's largest numbers has fewer than k of the row's above it in one of some 100,000 rows."""
-    expected = k * run / TOPK_TILE
-    return math.ceil(expected + 4.6 * math.sqrt(expected) + 3)
-
-
-def topk_list(k: int, run: int, factor: float = 3) -> int:
-    """Room for `factor` times the entries that exceed that number on average. One of some 100,000 rows has more than
-    three times as many."""
-    return 1 << int(factor * topk_rank(k, run) * TOPK_TILE // run - 1).bit_length()
-
-
-def topk_tile(tiles: int, k: int, run: int) -> Tile:
-    """Tile of the search for the k largest in tiles: most rows' entries are in registers, of one warp, and few of what
-    else there is, so that many rows are."""
-    held = max(256, topk_list(k, run, 1.5))
-    return {"BLOCK": min(128, 1 << (tiles - 1).bit_length()), "LIST": held, "CHUNK": 128}, 1
-
-
-BATCH_RUN = 16
-"""Neighbouring columns of a sample of a batch: 32 or 64 bytes."""
-
-
-def batch_sample(m: int, n: int, k: int) -> tuple[int, int, int]:
-    """(rows from one that is sampled to the next, columns of each, columns from one run of them to the next).
-
-    Among them are 64 of the k * m largest, or more, as far as half of the columns will do for that. Of many rows some
-    are taken, some 90 or more that have some 256 of those; the step is odd, lest all be at one place of texts of the
-    same length."""
-    step = max(2 * BATCH_RUN, min(2048, 1 << (k * m // 4 | 1).bit_length() - 1))
-    columns = min(n, max(1, n // step) * BATCH_RUN)
-    rows = max(1, min(m // 128, k * m * columns // n // 256))
-    return rows | 1, columns, step
-
-
-def batch_rank(total: int, share: float) -> int:
-    """Which of a sample's largest numbers is hardly ever larger than the `total`-th largest of the batch: half as many
-    more than expected, for some latents fire more often than others, and a few."""
-    expected = total * share
-    return math.ceil(1.5 * expected + 4.6 * math.sqrt(expected) + 3)
-
-
-def batch_tile(m: int, element_size: int) -> Tile:
-    """Tile of the pass over a batch: rows that do not fill the GPU get more threads each."""
-    vector = 16 // element_size
-    return ({"BLOCK": 256 * vector, "VEC": vector}, 8) if m < 512 else ({"BLOCK": 64 * vector, "VEC": vector}, 1)
-
-
-def batch_list(n: int, k: int) -> int:
-    """Room for what of a row reaches the bound, 1.5 to 2 k on average in a large batch. Where that is little, no more
-    memory than a row of 16-bit numbers takes."""
-    return min(n, max(1024, min(8 * k, n // 4), 3 * k))
-
-
-def topk_packs(m: int, k: int, weight: Tensor) -> bool:
-    """Whether a TopK encoder packs tile by tile what exceeds a bound from a sample: where that pays for a product, and
-    a tile has few entries, on average, beside its slots."""
-    run, tiles = topk_run(weight.shape[0]), weight.shape[1] // TOPK_TILE
-    entries = topk_rank(k, run) * TOPK_TILE // run
-    return encode_packs(m, weight) and topk_list(k, run) <= 4096 and 5 * entries <= TOPK_SLOTS * tiles
 
 
 def linear_source_tile(m: int, weight: Tensor) -> tuple[dict[str, int], int]:

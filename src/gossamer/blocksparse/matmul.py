@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gossamer._core import autocast, checks
+from gossamer._core.calls import Checked, key_of
 from gossamer._core.ops import directly, register
 from gossamer.blocksparse._torch import matmul as _cpu
 from gossamer.blocksparse.layout import Layout, check_layouts
@@ -63,11 +64,9 @@ def matmul(
     """
     (x, a_layout), (y, b_layout) = _taken(a), _taken(b)
     autocasts = isinstance(x, Tensor) and autocast.enabled(x.device)
-    # What follows from shapes is checked once: small products are bound by the host.
-    seen = None if autocasts else checks.signature(x, y)
-    if seen is not None:
-        seen = (*seen, _facts(a_layout), _facts(b_layout), _facts(out_layout), transpose_a, transpose_b)
-    found = _seen.get(seen)
+    facts = (_facts(a_layout), _facts(b_layout), _facts(out_layout), transpose_a, transpose_b)
+    key = None if autocasts else key_of((x, y), facts)
+    found = _checked.get(key)
     if found is None:
         _check(a, b, x, y, out_layout)
         if autocasts:
@@ -85,10 +84,7 @@ def matmul(
     )
     if found is None:
         found = _sizes(left, right, out_layout), _leading([op for op in (a_layout, b_layout, out_layout) if op])
-        if seen is not None:
-            if len(_seen) >= 1024:
-                _seen.clear()
-            _seen[seen] = found
+        _checked.keep(key, found)
     sizes, lead = found
     if lead is None:
         return left.values @ right.values
@@ -99,7 +95,7 @@ def matmul(
     return out.view(*lead, *out.shape[1:]) if out_layout is None else BlockSparseTensor(out, out_layout)
 
 
-_seen: dict[Any, tuple[tuple[int, int, int, int, int, int], tuple[int, ...] | None]] = {}
+_checked: Checked[tuple[tuple[int, int, int, int, int, int], tuple[int, ...] | None]] = Checked()
 
 
 def _taken(operand: Any) -> tuple[Any, Layout | None]:

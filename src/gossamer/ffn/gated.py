@@ -4,6 +4,7 @@ from torch import Tensor
 
 from gossamer.ffn.block import Block, run
 from gossamer.ffn.tracker import BlockTracker
+from gossamer.gemm.activations import Activation, resolve_fixed
 
 
 def gated(
@@ -12,8 +13,7 @@ def gated(
     up_weight: Tensor,
     down_weight: Tensor,
     *,
-    activation: str = "relu",
-    threshold: Tensor | None = None,
+    activation: Activation | str = "relu",
     method: str = "auto",
     density: BlockTracker | None = None,
     gate_bias: Tensor | None = None,
@@ -31,13 +31,14 @@ def gated(
         gate_weight, up_weight: `[N, K]` as in `nn.Linear`, any strides; the dtype and device of x.
         down_weight: `[D, N]` as in `nn.Linear`, the dtype and device of x. The rows of its transpose are gathered: with
             many rows on a GPU a transposed copy is made in each call, unless `down_weight.t()` is contiguous.
-        activation: of the gate: `"relu"`, `"relu2"` (squared), or `"jumprelu"`, which keeps z > threshold (FATReLU).
-        threshold: of a JumpReLU, `[N]` or `[]`, compared in float32; below 0 it acts as 0. It has no gradient.
+        activation: of the gate: `"relu"`, `"relu2"` (squared), or `gemm.JumpReLU(threshold)` without a bandwidth,
+            which keeps z > threshold (FATReLU); the threshold has no gradient.
         method: `"gather"` multiplies the weights of each row's entries, and rows with very many in dense tiles;
             `"union"` does that for groups of 32 neighbouring rows where they share entries, as far as that pays;
             `"fused"` computes all, gate and up in one product; `"dense"` is plain PyTorch. `"auto"` takes what is
-            fastest by what is known: without `density`, `"gather"` for up to 16 rows, on the CPU, and for 4,096 rows or
-            more of a ReLU on Hopper, where the device goes the dense way if a sample of rows is dense; else `"fused"`.
+            fastest by what is known: without `density`, `"gather"` on the CPU, and for 4,096 rows or more of a ReLU on
+            Hopper, where the device goes the dense way if a sample of rows is dense; else `"fused"`, or `"dense"` where
+            the host takes longer than the device.
         density: what follows how sparse the block is from call to call, for `"auto"`.
         gate_bias, up_bias: `[N]`, added in float32, or None.
         down_bias: `[D]`, or None.
@@ -46,8 +47,7 @@ def gated(
         `[..., D]` in the dtype of the weights, differentiable in x, weights and biases.
 
     Raises:
-        ValueError: shapes or devices do not fit, an unknown activation or method, or a threshold that is missing or
-            belongs to another activation.
+        ValueError: shapes or devices do not fit, or an activation or method that is not one of these.
         TypeError: dtypes differ or are not floating.
 
     Source: Cetin et al., "Sparser, Faster, Lighter Transformer Language Models", section 3.3; unions of
@@ -56,5 +56,7 @@ def gated(
     >>> gated(torch.ones(2, 3), torch.ones(4, 3), torch.ones(4, 3), torch.ones(5, 4)).tolist()[0]
     [36.0, 36.0, 36.0, 36.0, 36.0]
     """
-    block = Block(x, gate_weight, gate_bias, threshold, up_weight, up_bias, down_weight, down_bias, activation)
+    fixed = resolve_fixed("ffn.gated", activation).parameters
+    gate = (gate_weight, gate_bias, fixed.threshold)
+    block = Block(x, *gate, up_weight, up_bias, down_weight, down_bias, fixed.name)
     return run("ffn.gated", block, method, density)

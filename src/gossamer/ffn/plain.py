@@ -4,6 +4,7 @@ from torch import Tensor
 
 from gossamer.ffn.block import Block, run
 from gossamer.ffn.tracker import BlockTracker
+from gossamer.gemm.activations import Activation, resolve_fixed
 
 
 def plain(
@@ -11,8 +12,7 @@ def plain(
     up_weight: Tensor,
     down_weight: Tensor,
     *,
-    activation: str = "relu",
-    threshold: Tensor | None = None,
+    activation: Activation | str = "relu",
     method: str = "auto",
     density: BlockTracker | None = None,
     up_bias: Tensor | None = None,
@@ -25,7 +25,7 @@ def plain(
     Args:
         x: `[..., K]`, float, any strides.
         up_weight: `[N, K]` as in `nn.Linear`, any strides; the dtype and device of x.
-        down_weight, activation, threshold, method, density: as in `gated`; `"fused"` is `"dense"` here.
+        down_weight, activation, method, density: as in `gated`; `"fused"` is `"dense"` here.
         up_bias: `[N]`, added in float32, or None.
         down_bias: `[D]`, or None.
 
@@ -41,5 +41,6 @@ def plain(
     >>> plain(torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 4)).tolist()
     [[12.0, 12.0], [12.0, 12.0]]
     """
-    block = Block(x, up_weight, up_bias, threshold, None, None, down_weight, down_bias, activation)
+    fixed = resolve_fixed("ffn.plain", activation).parameters
+    block = Block(x, up_weight, up_bias, fixed.threshold, None, None, down_weight, down_bias, fixed.name)
     return run("ffn.plain", block, method, density)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from gossamer._core.ops import needs_gradient
-from gossamer.ffn.block import ACTIVATIONS, METHODS, Block, run
+from gossamer.ffn.block import METHODS, NAMES, Block, run
 from gossamer.ffn.tracker import BlockTracker
 from gossamer.ffn.transposed import Transposed
 
@@ -79,7 +79,7 @@ class SparseBlock:
         """The block's result `[..., D]` as of `gated`, or of `plain` where up_weight is None; None, and nothing
         computed, where the activation is not sparse or a gradient is needed."""
         operands = (x, gate_weight, gate_bias, None, up_weight, up_bias, down_weight, down_bias)
-        if activation not in ACTIVATIONS or needs_gradient(*operands):
+        if activation not in NAMES or needs_gradient(*operands):
             return None
         block = Block(*operands, activation, self._transposed)
         if self.observer is not None:

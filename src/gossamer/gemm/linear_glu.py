@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
+from gossamer._core.calls import Checked, key_of
 from gossamer._core.ops import directly, needs_gradient, refuse_second, register
 from gossamer.gemm._torch import linear_glu as _cpu
 from gossamer.gemm._torch.linear_glu import GATES as GATES
@@ -15,7 +16,7 @@ ALIASES = {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_
 """Hugging Face's names for the same activations."""
 
 _GPU = "gossamer.gemm._triton.linear_glu"
-_seen: dict[tuple[Any, str], str] = {}
+_checked: Checked[str] = Checked()
 
 
 def linear_glu(
@@ -56,18 +57,14 @@ def linear_glu(
     """
     operator = "gemm.linear_glu"
     autocasts = autocast.enabled(x.device) if isinstance(x, Tensor) else False
-    # What follows from shapes is checked once: a step of decoding is short.
-    seen = None if autocasts else checks.signature(x, gate_weight, up_weight, gate_bias, up_bias)
-    name = _seen.get((seen, activation)) if seen is not None and isinstance(activation, str) else None
+    key = None if autocasts else key_of((x, gate_weight, up_weight, gate_bias, up_bias), (activation,))
+    name = _checked.get(key)
     if name is None:
         name = check_operands(operator, x, gate_weight, up_weight, gate_bias, up_bias, activation)
         if autocasts:
             x, gate_weight, up_weight = autocast.cast(x, gate_weight, up_weight)  # type: ignore[assignment]
         check_dtypes(operator, x, gate_weight=gate_weight, up_weight=up_weight)
-        if seen is not None:
-            if len(_seen) >= 1024:
-                _seen.clear()
-            _seen[seen, activation] = name
+        _checked.keep(key, name)
     operands = (x, gate_weight, up_weight, gate_bias, up_bias)
     keep = not recompute and needs_gradient(*operands)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

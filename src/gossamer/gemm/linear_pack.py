@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
+from gossamer._core.calls import Checked, key_of
 from gossamer._core.ops import directly, register
 from gossamer.gemm._torch import linear_pack as _cpu
+from gossamer.gemm.activations import Activation, resolve_fixed
 from gossamer.gemm.linear_glu import check_dtypes
 from gossamer.rowsparse.container import made, made_source
 from gossamer.rowsparse.formats import ELL, TwELL, threshold_dtype, tile_index_dtype
@@ -17,17 +19,15 @@ from gossamer.rowsparse.pack import default_capacity, tile_slots
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.rowsparse.twell import lists
 
-_ACTIVATIONS = ("relu", "relu2", "jumprelu")
-_seen: dict[tuple[Any, ...], tuple[int, int | None]] = {}
+_checked: Checked[tuple[int, int | None]] = Checked()
 
 
 def linear_pack(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
+    activation: Activation | str = "relu",
     *,
-    activation: str = "relu",
-    threshold: Tensor | None = None,
     format: str = "twell",
     capacity: int | None = None,
     tile: int = 256,
@@ -44,8 +44,8 @@ def linear_pack(
         x: `[..., K]`, float, any strides.
         weight: `[N, K]` as in `nn.Linear`, any strides (so `W_enc.T` as well); the dtype and device of x.
         bias: `[N]`, added in float32, or None.
-        activation: `"relu"` keeps z > 0, `"relu2"` its square, `"jumprelu"` keeps z > threshold. NaN is kept.
-        threshold: `[N]` or `[]`, compared in float32; below 0 it acts as 0. It has no gradient.
+        activation: `"relu"` keeps z > 0, `"relu2"` its square, and `JumpReLU(threshold)`, which has no bandwidth here,
+            keeps z > threshold, which has no gradient. NaN is kept.
         format: `"twell"`, or `"ell"`, which is what the entries are multiplied from: a TwELL brought together.
         capacity: slots per row of an ELL; None takes what `rowsparse.pack` takes.
         tile: columns per tile, 1 to 32,767.
@@ -58,8 +58,8 @@ def linear_pack(
         hold anything. Differentiable in x, weight and bias.
 
     Raises:
-        ValueError: shapes or devices do not fit, an unknown activation or format, an argument that is missing or
-            belongs to another activation or format, or sizes out of range.
+        ValueError: shapes or devices do not fit, an activation or format that is not one of these, a capacity for a
+            TwELL, or sizes out of range.
         TypeError: dtypes differ or are not floating, or a size is not an int.
 
     Source: Cetin et al., "Sparser, Faster, Lighter Transformer Language Models", sections 3.1 to 3.3.
@@ -69,27 +69,17 @@ def linear_pack(
     ([[[1.0]]], [[[0]]], [1])
     """
     operator = "gemm.linear_pack"
+    name, _, _, _, threshold, _ = resolve_fixed(operator, activation).parameters
     autocasts = autocast.enabled(x.device) if isinstance(x, Tensor) else False
-    # What follows from shapes is checked once.
-    seen = None if autocasts else checks.signature(x, weight, bias, threshold)
-    known = None
-    if seen is not None:
-        # 2.0 equals 2.
-        seen += (activation, format, capacity, tile, slots, type(capacity), type(tile), type(slots))
-        try:
-            known = _seen.get(seen)
-        except TypeError:  # an argument that no call may have, such as a list: the checks below say which
-            seen = None
+    key = None if autocasts else key_of((x, weight, bias, threshold), (name, format), (capacity, tile, slots))
+    known = _checked.get(key)
     if known is None:
         check_operands(operator, x, weight, bias, threshold)
-        known = check_options(operator, weight.shape[0], activation, threshold, format, capacity, tile, slots)
+        known = check_options(operator, weight.shape[0], format, capacity, tile, slots)
         if autocasts:
             x, weight = autocast.cast(x, weight)  # type: ignore[assignment]
         check_dtypes(operator, x, weight=weight)
-        if seen is not None:
-            if len(_seen) >= 1024:
-                _seen.clear()
-            _seen[seen] = known
+        _checked.keep(key, known)
     (n, _), leading = weight.shape, x.shape[:-1]
     slots, capacity = known
     if threshold is not None:
@@ -99,7 +89,7 @@ def linear_pack(
     flat = x if x.dim() == 2 else x.reshape(math.prod(leading), x.shape[-1])
     operands = (flat, weight, bias, threshold)
     call = _linear_pack if autocasts else directly(_linear_pack, *operands)
-    squared = activation == "relu2"
+    squared = name == "relu2"
     values, indices, counts, nnz = call(*operands, tile, slots, capacity, squared)
     shape, source = (*leading, n), None
     if slots < min(tile, n) or (capacity is not None and capacity < n):
@@ -134,19 +124,12 @@ def check_operands(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None
 def check_options(
     operator: str,
     n: int,
-    activation: str,
-    threshold: Tensor | None,
     format: str,
     capacity: int | None,
     tile: int,
     slots: int | None,
 ) -> tuple[int, int | None]:
     """(slots per row and tile, slots per row or None for a TwELL)."""
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"{operator}: activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}.")
-    if (activation == "jumprelu") != (threshold is not None):
-        got = "none" if threshold is None else f"one for {activation!r}"
-        raise ValueError(f'{operator}: activation="jumprelu" takes a threshold [N] or [], no other does, got {got}.')
     if format not in ("twell", "ell"):
         raise ValueError(f'{operator}: format must be "twell" or "ell", got {format!r}.')
     slots = tile_slots(operator, tile, slots)

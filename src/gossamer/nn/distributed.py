@@ -130,7 +130,7 @@ class ShardedBatchTopKSAE(Sharded, BatchTopKSAE):
         # How many entries this rank has is not known.
         return self._encode(x)
 
-    def _smallest(self, rows: ELL | Tensor) -> Tensor:
+    def _smallest(self, rows: Rows | Tensor) -> Tensor:
         least = super()._smallest(rows)
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
         return least

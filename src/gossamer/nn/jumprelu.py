@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer import sae
+from gossamer import gemm, sae
 from gossamer._core import checks
 from gossamer.nn import _recipe
 from gossamer.nn.sae import _SAE, SAELoss, mean
@@ -281,12 +281,7 @@ class JumpReLUSAE(_SAE):
             self.steering[_recipe.CALLS] = self.warm_up
 
     def _options(self) -> dict[str, Any]:
-        return {
-            "activation": "jumprelu",
-            "threshold": self.threshold,
-            "bandwidth": self.bandwidth,
-            "ste_to_input": self.ste_to_input,
-        }
+        return {"activation": gemm.JumpReLU(self.threshold, self.bandwidth, self.ste_to_input)}
 
     def _penalty(self, rows: ELL | Tensor, l0: Tensor) -> Tensor:
         target, weight = self._aim()

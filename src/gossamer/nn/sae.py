@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer import sae
+from gossamer import gemm, sae
 from gossamer._core import checks
 from gossamer.nn._silence import Silence
 from gossamer.nn.median import geometric_median
@@ -214,18 +214,18 @@ class _SAE(torch.nn.Module):
 
     def _latents(
         self, x: Tensor, *, W_enc: Tensor | None = None, b_enc: Tensor | None = None, **options: Any
-    ) -> tuple[ELL, Tensor]:
-        """What encodes, but for `_entries`: where the latents are spread over processes, both are others."""
+    ) -> tuple[Any, Tensor]:
+        """What encodes: where the latents are spread over processes, another function."""
         weights = (self.W_enc, self.b_enc) if W_enc is None else (W_enc, b_enc)
         return sae.encode_with_l0(x, *weights, **options)
 
-    def _counted(self, rows: ELL, l0: Tensor) -> tuple[ELL, Tensor]:
+    def _counted(self, rows: Any, l0: Tensor) -> tuple[Any, Tensor]:
         if self.training:
             with torch.no_grad():
                 self._count(rows, sae.count_fired(rows))
         return rows, l0
 
-    def _count(self, rows: ELL | Tensor, fired: Tensor) -> None:
+    def _count(self, rows: Rows | Tensor, fired: Tensor) -> None:
         """Takes what a call in training has shown; without gradients. What a checkpoint computes again has counted."""
         if recomputed():
             return
@@ -291,7 +291,7 @@ class _Reviving(_SAE):
         self.aux_k = min(aux_k or max(len(self.b_dec) // 2, 1), self.d_sae)
 
     def _options(self) -> dict[str, Any]:
-        return {"activation": "topk", "k": self.k, "b_dec": self._centre}
+        return {"activation": gemm.TopK(self.k), "b_dec": self._centre}
 
     @property
     def _expected(self) -> int | None:
@@ -304,7 +304,8 @@ class _Reviving(_SAE):
         # No index is there twice, so that the gradient of index_select has nothing to add up, or to sort for that.
         biases = torch.where(dead, self.b_enc.index_select(0, which), -torch.inf)
         W_enc = self.W_enc.index_select(1, which)
-        rows, _ = self._latents(x, W_enc=W_enc, b_enc=biases, activation="topk", k=self.aux_k, b_dec=self._centre)
+        topk = gemm.TopK(self.aux_k)
+        rows, _ = self._latents(x, W_enc=W_enc, b_enc=biases, activation=topk, b_dec=self._centre)
         estimate = self._estimate(rows, self.W_dec.index_select(0, which))
         residual = target.detach().to(self._wide) - reconstruction.detach().to(self._wide)
         loss = mean(squared_error(residual, estimate))
@@ -404,7 +405,7 @@ class BatchTopKSAE(_Reviving):
         k: latents to keep per row, on average.
         threshold_rate: how much of a batch goes into the running mean. The first batch sets it.
         capacity: slots per row of what `encode` returns, as in `sae.encode`. Rows beyond it stay exact but cost as much
-            as dense. `loss` takes `sae.encode_csr` in training, unless sharded, which needs none.
+            as dense. `loss` encodes to a CSR in training, unless sharded, which needs none.
         aux_coefficient: as in `TopKSAE`. Where Adam remembers what latents had learnt from, 1/32 comes to nothing.
         aux_k: as in `TopKSAE`, but None is k: among half of d_in none has a part of its own.
         dead_after: as in `TopKSAE`.
@@ -457,8 +458,8 @@ class BatchTopKSAE(_Reviving):
 
     def _options(self) -> dict[str, Any]:
         if self.training:
-            return {"activation": "batchtopk", "k": self.k, "b_dec": self.b_dec}
-        return {"activation": "jumprelu", "threshold": self.threshold, "b_dec": self.b_dec}
+            return {"activation": gemm.BatchTopK(self.k), "b_dec": self.b_dec}
+        return {"activation": gemm.JumpReLU(self.threshold), "b_dec": self.b_dec}
 
     @property
     def _expected(self) -> int | None:
@@ -467,16 +468,9 @@ class BatchTopKSAE(_Reviving):
     def _entries(self, x: Tensor) -> tuple[Rows, Tensor]:
         if not self.training:
             return self._encode(x)
-        rows, l0 = sae.encode_csr_with_l0(x, self.W_enc, self.b_enc, k=self.k, b_dec=self.b_dec)
-        with torch.no_grad():
-            # For what does not ask which row an entry is in: k of them a row, in their order.
-            values, indices, _, _ = rows.packed
-            count = torch.full((rows.num_rows,), self.k, dtype=torch.int32, device=x.device)
-            lists = ELL(values.detach().view(-1, self.k), indices.view(-1, self.k), count, (rows.num_rows, self.d_sae))
-            self._counted(lists, l0)
-        return rows, l0
+        return self._counted(*self._latents(x, format="csr", **self._options()))
 
-    def _count(self, rows: ELL | Tensor, fired: Tensor) -> None:
+    def _count(self, rows: Rows | Tensor, fired: Tensor) -> None:
         """Moves the threshold towards the smallest value kept, too, without waiting for the device."""
         super()._count(rows, fired)
         if recomputed():
@@ -485,7 +479,7 @@ class BatchTopKSAE(_Reviving):
         moved = torch.where(self.threshold > 0, torch.lerp(self.threshold, least, self.threshold_rate), least)
         self.threshold.copy_(torch.where(least.isfinite(), moved, self.threshold))
 
-    def _smallest(self, rows: ELL | Tensor) -> Tensor:
+    def _smallest(self, rows: Rows | Tensor) -> Tensor:
         """[], inf where nothing is held."""
         if isinstance(rows, Tensor):
             return torch.where(rows > 0, rows, torch.inf).amin() if rows.numel() else rows.new_full((), torch.inf)

@@ -170,6 +170,21 @@ def parts(operator: str, rows: Any, argument: str = "rows") -> tuple[Tensor, Ten
     return values.contiguous(), indices.contiguous(), offsets.contiguous(), source
 
 
+def anonymous(operator: str, rows: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """As `parts`, for what does not ask which row an entry is in: [L, slots] lists of any container, with their counts
+    and a source. A CSR's are as many as its rows, cut from the buffer of all entries wherever that is."""
+    values, indices, counts, source = parts(operator, rows)
+    if values.dim() == 2:
+        return values, indices, counts, source
+    m, size = counts.shape[0] - 1, values.shape[0]
+    slots = -(-size // max(m, 1))
+    if m * slots != size:
+        values, indices = (torch.nn.functional.pad(buffer, (0, m * slots - size)) for buffer in (values, indices))
+    first = torch.arange(0, m * slots, max(slots, 1), device=values.device)
+    held = (counts[-1] - first).clamp(0, slots).int() if slots else counts.new_zeros(m, dtype=torch.int32)
+    return values.view(m, slots), indices.view(m, slots), held, source
+
+
 class _EntriesOnly(torch.autograd.Function):
     """x as the source of its container: its gradient, like that of the slots, is zero where x has no entry."""
 

@@ -2,7 +2,7 @@
 
 from gossamer.sae.count_fired import count_fired
 from gossamer.sae.decode import decode
-from gossamer.sae.encode import encode, encode_csr, encode_csr_with_l0, encode_with_l0
+from gossamer.sae.encode import encode, encode_with_l0
 from gossamer.sae.extract import Extraction, extract
 from gossamer.sae.sharded import decode_sharded, encode_sharded, encode_sharded_with_l0
 from gossamer.sae.tanh_l0 import tanh_l0
@@ -13,8 +13,6 @@ __all__ = [
     "decode",
     "decode_sharded",
     "encode",
-    "encode_csr",
-    "encode_csr_with_l0",
     "encode_sharded",
     "encode_sharded_with_l0",
     "encode_with_l0",

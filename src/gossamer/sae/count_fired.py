@@ -4,22 +4,23 @@ import torch
 from torch import Tensor
 
 from gossamer._core.ops import register
-from gossamer.rowsparse import ELL
-from gossamer.rowsparse.pack import parts
+from gossamer.rowsparse import Rows
+from gossamer.rowsparse.pack import anonymous, check_container
 from gossamer.sae._torch.count_fired import count_fired as _cpu
 
 
-def count_fired(rows: ELL) -> Tensor:
+def count_fired(rows: Rows) -> Tensor:
     """How many rows each latent fires in, that is, has a value other than 0 in: int64 `[d_sae]`, without a host sync.
 
     Args:
-        rows: `ELL` of shape `(..., d_sae)`, such as `encode` returns. Repeated indices count as often as they occur.
+        rows: `ELL`, `CSR` or `TwELL` of shape `(..., d_sae)`, such as `encode` returns. Repeated
+            indices count as often as they occur.
 
     Returns:
         int64 `[d_sae]`, on the device of rows, without a gradient.
 
     Raises:
-        TypeError: rows is no `ELL`.
+        TypeError: rows is no container.
         ValueError: on the CPU, an index outside [0, d_sae), or a row with more entries than slots and no source to
             read them from; on a GPU counts are far below 0 then.
 
@@ -27,9 +28,8 @@ def count_fired(rows: ELL) -> Tensor:
     >>> count_fired(rowsparse.pack(torch.tensor([[0.0, 1.0], [2.0, 3.0]]))).tolist()
     [1, 2]
     """
-    if not isinstance(rows, ELL):
-        raise TypeError(f"sae.count_fired: rows must be a rowsparse.ELL, got {type(rows).__name__}.")
-    values, indices, nnz, source = parts("sae.count_fired", rows.detach())
+    check_container("sae.count_fired", rows)
+    values, indices, nnz, source = anonymous("sae.count_fired", rows.detach())
     return _count_fired(values, indices, nnz, source, rows.num_columns)
 
 

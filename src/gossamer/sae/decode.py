@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks, tuning
+from gossamer._core.calls import Checked, Key, key_of
 from gossamer._core.ops import directly, needs_gradient, register, shortcut
 from gossamer.rowsparse import pack
 from gossamer.rowsparse.container import RowSparse
@@ -16,9 +17,9 @@ from gossamer.rowsparse.pack import check_container
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import decode as _cpu
 
-_seen: dict[tuple[object, ...], int] = {}
+_checked: Checked[int] = Checked()
+"""Of calls without gradients: their slots, or 0 for the dense product."""
 _METHODS = ("auto", "exact", "fixed", "dense")
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def decode(
@@ -60,18 +61,11 @@ def decode(
     >>> decode(torch.tensor([[0.0, 2.0]]), torch.eye(2), torch.ones(2)).tolist()
     [[1.0, 3.0]]
     """
-    # What follows from shapes is checked once: host time is most of a small decode.
-    seen: tuple[Any, ...] | None = None
-    added = b_dec is None or type(b_dec) in _PLAIN
-    if type(acts) is Tensor and type(W_dec) in _PLAIN and added and not torch.compiler.is_compiling():
-        seen = (acts.shape, acts.dtype, acts.device, W_dec.shape, W_dec.dtype, W_dec.device)
-        seen += (method, capacity, validate, out_dtype, tuning.tf32())
-        seen += () if b_dec is None else (b_dec.shape, b_dec.dtype, b_dec.device)
-        try:
-            slots = _seen.get(seen)
-        except TypeError:  # an argument that no call may have, such as a list: the checks below say which
-            seen = slots = None
-        if slots is not None and not torch.is_grad_enabled() and not autocast.enabled(acts.device):
+    key: Key | None = None
+    if isinstance(acts, Tensor) and not autocast.enabled(acts.device):
+        key = key_of((acts, W_dec, b_dec), (method, validate, out_dtype, tuning.tf32()), (capacity,))
+        slots = None if torch.is_grad_enabled() else _checked.get(key)
+        if slots is not None:
             if slots == 0:
                 return _dense(acts, W_dec, b_dec, out_dtype)
             call, truncate = shortcut(_sae_decode, acts.device), method == "fixed"
@@ -99,7 +93,7 @@ def decode(
     if method == "dense" or (fast and tuning.dense_is_faster(m, n, d, W_dec)):
         # The gradient lives at the entries, whichever way the product takes.
         masked = acts.requires_grad and torch.is_grad_enabled()
-        _remember(seen, 0)
+        _checked.keep(key, 0)
         return _dense(torch.where(acts != 0, acts, 0) if masked else acts, W_dec, b_dec, out_dtype)
     flat = acts.reshape(m, n)
     if method == "exact":
@@ -122,7 +116,7 @@ def decode(
         else:
             out = _sae_decode(flat, W_dec, b_dec, slots, truncate, out_dtype)
             if n:
-                _remember(seen, slots)
+                _checked.keep(key, slots)
     return out if acts.dim() == 2 else out.view(*acts.shape[:-1], d)
 
 
@@ -193,14 +187,6 @@ def _dense(acts: Tensor, W_dec: Tensor, b_dec: Tensor | None, out_dtype: torch.d
         return torch.addmm(b_dec, flat, W_dec).view(*acts.shape[:-1], W_dec.shape[1]).to(dtype)
     out = acts @ W_dec
     return out.to(dtype) if b_dec is None else (out + b_dec).to(dtype)
-
-
-def _remember(seen: tuple[Any, ...] | None, slots: int) -> None:
-    """What a call like this one needs: its slots, or 0 for the dense product."""
-    if seen is not None and not autocast.enabled(seen[2]):
-        if len(_seen) >= 1024:
-            _seen.clear()
-        _seen[seen] = slots
 
 
 def _check_counts(operator: str, nnz: Tensor, capacity: int) -> None:

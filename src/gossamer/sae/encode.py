@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer._core import autocast, checks, tuning
+from gossamer._core import autocast, checks
+from gossamer._core.calls import Checked, key_of
 from gossamer._core.ops import directly, needs_gradient, register
 from gossamer.gemm import linear_pack
-from gossamer.rowsparse import CSR, ELL
+from gossamer.gemm.activations import Activation, BatchTopK, JumpReLU, Parameters, ReLU, TopK, resolve
+from gossamer.rowsparse import CSR, ELL, DensityTracker
 from gossamer.rowsparse.container import made
 from gossamer.rowsparse.dense_transpose import dense_transpose
 from gossamer.rowsparse.formats import threshold_dtype
@@ -17,30 +19,27 @@ from gossamer.rowsparse.matmul import _matmul, check_dtypes, gradients
 from gossamer.rowsparse.pack import default_capacity
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import encode as _cpu
+from gossamer.sae.encode_path import TILE_SLOTS, Path, choose_path, named
 
-_ACTIVATIONS = ("relu", "jumprelu", "topk", "batchtopk")
+ACTIVATIONS = (ReLU, JumpReLU, TopK, BatchTopK)
 _GPU = "gossamer.sae._triton.encode"
-_SLOTS = 16
-"""Entries that a row may have in a tile of 256 columns where it is packed tile by tile."""
-_Known = tuple[str, int, int, bool, bool]
-"""What a call comes to: activation, k or 0, capacity, whether a row may overflow it, whether to pack tile by tile."""
-_seen: dict[tuple[Any, ...], _Known] = {}
+_Known = tuple[int | None, bool, Path]
+"""What a call comes to: capacity (None for CSR), whether a row may overflow it, the path where nothing is kept for a
+backward pass."""
+_checked: Checked[_Known] = Checked()
 
 
 def encode(
     x: Tensor,
     W_enc: Tensor,
     b_enc: Tensor | None = None,
+    activation: Activation | str = "relu",
     *,
-    activation: str,
-    threshold: Tensor | None = None,
-    k: int | None = None,
     b_dec: Tensor | None = None,
-    bandwidth: float | None = None,
     capacity: int | None = None,
-    scale: Tensor | None = None,
-    ste_to_input: bool = False,
-) -> ELL:
+    format: str = "ell",
+    density: DensityTracker | None = None,
+) -> Any:
     """activation((x - b_dec) @ W_enc + b_enc) as row-sparse latents: a product, and a pass that packs, or both in one.
 
     z below is the pre-activation, in the dtype of W_enc.
@@ -49,191 +48,110 @@ def encode(
         x: `[..., d_in]`, float, any strides.
         W_enc: `[d_in, d_sae]`, as in SAELens; the dtype and device of x.
         b_enc: `[d_sae]`, added in float32, or None.
-        activation: `"relu"` keeps z > 0. `"jumprelu"` keeps z > threshold. `"topk"` keeps the k largest of each row,
-            `"batchtopk"` the k * M largest of all M rows together; of those, what is not above 0 is not stored. Ties
-            go to the lowest index, NaN counts as largest. `"batchtopk"` with a threshold acts as `"jumprelu"`: what
-            a row keeps then does not depend on the others, for inference.
-        threshold: `[d_sae]` or `[]`, compared in float32; below 0 it acts as 0, because values are at least 0.
-        k: entries a row, for `"topk"`; their mean over the rows, for `"batchtopk"`.
+        activation: `"relu"` or `gemm.ReLU()` keeps z > 0; `gemm.JumpReLU(threshold)` keeps z > threshold, and with a
+            bandwidth gives the threshold a gradient; `gemm.TopK(k)` keeps the k largest of each row, and
+            `gemm.BatchTopK(k)` the k * M largest of all M rows together. What is not above 0 is never kept.
         b_dec: `[d_in]`, subtracted from x in float32, or None.
-        bandwidth: width of the window around the threshold that gives it a gradient, for `"jumprelu"`. Where
-            gradients are enabled, entries with threshold - bandwidth / 2 < z <= threshold are stored as well, with
-            value 0. None: the threshold is a constant.
-        capacity: slots per row. None takes k for `"topk"` and what `rowsparse.pack` takes otherwise. A row with more
-            entries stays exact: the container keeps its dense activation, or what it is computed from: W_enc, b_enc
-            and threshold, which must then not change before the rows are read.
-        scale: `[d_sae]`, above 0, or None: `"topk"` and `"batchtopk"` then keep what is largest of z * scale, for
-            instance with the norms of decoder rows that are not 1. What is stored is z all the same, and scale has no
-            gradient.
-        ste_to_input: whether the straight-through estimate reaches z as well as the threshold, with the opposite sign,
-            as in Anthropic's recipe of 2025. It needs a bandwidth.
+        capacity: slots per row of an ELL. None takes k for TopK and what `rowsparse.pack` takes otherwise. A row with
+            more entries stays exact: the container keeps its dense activation, or what it is computed from: W_enc,
+            b_enc and threshold, which must then not change before the rows are read.
+        format: `"ell"`, or `"csr"` for BatchTopK: a batch of M rows has k * M entries at most, so that no row can
+            overflow, and in training the pre-activations are freed, where an ELL keeps them and their gradient for
+            rows with more entries than slots.
+        density: follows how many entries rows have from call to call, and names the path taken as its `last_path`;
+            where many rows have overflowed, a call without gradients keeps dense pre-activations for them.
 
     Returns:
-        `ELL` of shape `(..., d_sae)` with positive values (and zeros in the window) sorted by column, without a host
-        sync. Differentiable in x, W_enc, b_enc, b_dec and, with a bandwidth, in threshold: with r the rectangle
-        |z - threshold| < bandwidth / 2, d value / d threshold = -threshold / bandwidth where r. What stands in the
-        slots of an overflowed row has no gradient; its dense activation has.
+        `ELL` or `CSR` of shape `(..., d_sae)` with positive values (and zeros in the window of a JumpReLU) sorted by
+        column, without a host sync; slots of a CSR past `row_offsets[-1]` hold 0 at index -1. Differentiable in x,
+        W_enc, b_enc, b_dec and, with a bandwidth, in threshold: with r the rectangle |z - threshold| < bandwidth / 2,
+        d value / d threshold = -threshold / bandwidth where r. What stands in the slots of an overflowed row has no
+        gradient; its dense activation has.
 
     Raises:
-        ValueError: shapes or devices do not fit, an unknown activation, an argument that is missing or belongs to
-            another activation, or k, capacity or bandwidth out of range.
-        TypeError: dtypes differ or are not floating, or k or capacity is no int.
+        ValueError: shapes or devices do not fit, an unknown activation or format, k above d_sae, capacity below 1, or
+            a format or capacity that does not belong to the activation.
+        TypeError: dtypes differ or are not floating, or capacity is no int.
 
     Source: Rajamanoharan et al. 2024, "Jumping Ahead", section 3; Gao et al. 2024 (TopK); Bussmann et al. 2024
     (BatchTopK); Conerly et al. 2025, "Dictionary Learning Optimization Techniques" (ste_to_input).
 
-    >>> encode(torch.tensor([[1.0, 3.0, 2.0]]), torch.eye(3), activation="topk", k=2).indices.tolist()
+    >>> encode(torch.tensor([[1.0, 3.0, 2.0]]), torch.eye(3), None, gemm.TopK(2)).indices.tolist()
     [[1, 2]]
     """
-    options = (activation, threshold, k, b_dec, bandwidth, capacity, scale, ste_to_input)
-    return _encode("sae.encode", x, W_enc, b_enc, *options)[0]
+    return run("sae.encode", x, W_enc, b_enc, activation, b_dec, capacity, format, density)[0]
 
 
 def encode_with_l0(
     x: Tensor,
     W_enc: Tensor,
     b_enc: Tensor | None = None,
+    activation: Activation | str = "relu",
     *,
-    activation: str,
-    threshold: Tensor | None = None,
-    k: int | None = None,
     b_dec: Tensor | None = None,
-    bandwidth: float | None = None,
     capacity: int | None = None,
-    scale: Tensor | None = None,
-    ste_to_input: bool = False,
-) -> tuple[ELL, Tensor]:
+    format: str = "ell",
+    density: DensityTracker | None = None,
+) -> tuple[Any, Tensor]:
     """As `encode`, with the number of values of each row that differ from 0: what an L0 penalty is made of.
 
     Args:
-        x, W_enc, b_enc, activation, threshold, k, b_dec, bandwidth, capacity, scale, ste_to_input: as in
-            `encode`.
+        x, W_enc, b_enc, activation, b_dec, capacity, format, density: as in `encode`.
 
     Returns:
-        `(rows, l0)`, l0 `[...]` in float32. With a bandwidth l0 has a gradient for the threshold, -1 / bandwidth where
-        |z - threshold| < bandwidth / 2, and with `ste_to_input` the opposite one for z.
+        `(rows, l0)`, l0 `[...]` in float32, float64 if rows is. With the bandwidth of a JumpReLU l0 has a gradient for
+        the threshold, -1 / bandwidth where |z - threshold| < bandwidth / 2, and with its `ste_to_input` the opposite
+        one for z.
 
     Raises:
         ValueError, TypeError: as `encode`.
 
     Source: Rajamanoharan et al. 2024, "Jumping Ahead", section 3.
 
-    >>> encode_with_l0(torch.tensor([[1.0, -3.0, 2.0]]), torch.eye(3), activation="relu")[1].tolist()
+    >>> encode_with_l0(torch.tensor([[1.0, -3.0, 2.0]]), torch.eye(3))[1].tolist()
     [2.0]
     """
-    options = (activation, threshold, k, b_dec, bandwidth, capacity, scale, ste_to_input)
-    rows, l0 = _encode("sae.encode_with_l0", x, W_enc, b_enc, *options)
+    rows, l0 = run("sae.encode_with_l0", x, W_enc, b_enc, activation, b_dec, capacity, format, density)
     return rows, l0.to(threshold_dtype(rows.dtype))
 
 
-def encode_csr(
-    x: Tensor,
-    W_enc: Tensor,
-    b_enc: Tensor | None = None,
-    *,
-    k: int,
-    b_dec: Tensor | None = None,
-    scale: Tensor | None = None,
-) -> CSR:
-    """`encode` with `"batchtopk"`, as `CSR`: a batch of M rows has k * M entries at most, so that no row can overflow.
-
-    For training: the pre-activations are freed, where `ELL` keeps them, and their gradient, for rows with more entries
-    than slots. `decode` takes it; `count_fired` and `tanh_l0` want an `ELL`.
-
-    Args:
-        x, W_enc, b_enc, k, b_dec, scale: as in `encode`.
-
-    Returns:
-        `CSR` of shape `(..., d_sae)` with k * M slots. Slots past `row_offsets[-1]` hold 0 at index -1, for what is not
-        above 0 is not stored.
-
-    Raises:
-        ValueError, TypeError: as `encode`.
-
-    Source: Bussmann et al. 2024, "BatchTopK Sparse Autoencoders".
-
-    >>> encode_csr(torch.tensor([[1.0, 3.0], [2.0, -1.0]]), torch.eye(2), k=1).row_offsets.tolist()
-    [0, 1, 2]
-    """
-    options = (None, k, b_dec, None, None, scale, False)
-    return _encode("sae.encode_csr", x, W_enc, b_enc, "batchtopk", *options, csr=True)[0]
-
-
-def encode_csr_with_l0(
-    x: Tensor,
-    W_enc: Tensor,
-    b_enc: Tensor | None = None,
-    *,
-    k: int,
-    b_dec: Tensor | None = None,
-    scale: Tensor | None = None,
-) -> tuple[CSR, Tensor]:
-    """As `encode_csr`, with the number of entries of each row.
-
-    Args:
-        x, W_enc, b_enc, k, b_dec, scale: as in `encode`.
-
-    Returns:
-        `(rows, l0)`, l0 `[...]` in float32, float64 if rows is, without a gradient.
-
-    Raises:
-        ValueError, TypeError: as `encode`.
-
-    Source: Bussmann et al. 2024, "BatchTopK Sparse Autoencoders".
-
-    >>> encode_csr_with_l0(torch.tensor([[1.0, 3.0], [2.0, -1.0]]), torch.eye(2), k=1)[1].tolist()
-    [1.0, 1.0]
-    """
-    options = (None, k, b_dec, None, None, scale, False)
-    rows, l0 = _encode("sae.encode_csr_with_l0", x, W_enc, b_enc, "batchtopk", *options, csr=True)
-    return rows, l0.to(threshold_dtype(rows.dtype))
-
-
-def _encode(
+def run(
     operator: str,
     x: Tensor,
     W_enc: Tensor,
     b_enc: Tensor | None,
-    activation: str,
-    threshold: Tensor | None,
-    k: int | None,
+    activation: Activation | str,
     b_dec: Tensor | None,
-    bandwidth: float | None,
     capacity: int | None,
-    scale: Tensor | None,
-    ste_to_input: bool,
-    csr: bool = False,
+    format: str = "ell",
+    density: DensityTracker | None = None,
 ) -> tuple[Any, Tensor]:
-    """(`ELL`, or with `csr` the `CSR` of BatchTopK, l0)"""
+    """(container, l0)"""
+    if density is not None and not isinstance(density, DensityTracker):
+        raise TypeError(
+            f"{operator}: density must be a rowsparse.DensityTracker or None, got {type(density).__name__}."
+        )
+    if type(activation) not in ACTIVATIONS:
+        activation = resolve(operator, activation, ACTIVATIONS)
+    parameters: Parameters = activation.parameters  # type: ignore[union-attr]
+    name, k, bandwidth, ste_to_input, threshold, scale = parameters
     autocasts = autocast.enabled(x.device) if isinstance(x, Tensor) else False
-    # What follows from shapes is checked once: host time is most of a small encode.
-    known: _Known | None = None
-    seen = None if autocasts else checks.signature(x, W_enc, b_enc, b_dec, threshold, scale)
-    if seen is not None:
-        seen += (activation, k, bandwidth, capacity, ste_to_input, csr)
-        try:
-            known = _seen.get(seen)
-        except TypeError:  # an argument that no call may have, such as a list: the checks below say which
-            seen = None
+    operands = (x, W_enc, b_enc, b_dec, threshold, scale)
+    options = (name, k, bandwidth, ste_to_input, format)
+    key = None if autocasts else key_of(operands, options, (capacity,))
+    known = _checked.get(key)
     if known is None:
-        _check_operands(operator, x, W_enc, b_enc, b_dec, threshold, scale)
+        check_operands(operator, x, W_enc, b_enc, b_dec, parameters)
         if autocasts:
             (W_enc,) = autocast.cast(W_enc)  # type: ignore[assignment]
         if not autocasts or torch.float64 in (x.dtype, W_enc.dtype):
             check_dtypes(operator, "x", x, "W_enc", W_enc)
-        options = (activation, threshold, k, bandwidth, capacity, scale, ste_to_input)
-        found = _check_options(operator, *options, W_enc.shape[1])
-        if csr:
-            found = (*found[:2], -1, False)
-        # With more slots than that the tiles' own would be what overflows.
-        fits = found[0] in ("relu", "jumprelu") and _SLOTS * found[2] <= W_enc.shape[1]
-        packs = fits and tuning.encode_packs(math.prod(x.shape[:-1]), W_enc)
-        known = (*found, packs)
-        if seen is not None:
-            if len(_seen) >= 1024:
-                _seen.clear()
-            _seen[seen] = known
-    activation, k, capacity, keep_source, packs = known
+        slots, may_overflow = check_capacity(operator, parameters, capacity, format, W_enc.shape[1])
+        chosen = choose_path(name, math.prod(x.shape[:-1]), k, slots, may_overflow, W_enc, False)
+        known = (slots, may_overflow, chosen)
+        _checked.keep(key, known)
+    path: str
+    capacity, may_overflow, path = known
     n, leading = W_enc.shape[1], x.shape[:-1]
     if threshold is not None and (threshold.dim() == 0 or threshold.dtype is not threshold_dtype(W_enc.dtype)):
         threshold = threshold.to(threshold_dtype(W_enc.dtype)).expand(n)
@@ -244,39 +162,55 @@ def _encode(
         scale = scale.detach()
     window = bandwidth if bandwidth is not None and torch.is_grad_enabled() else 0.0
     flat = x if x.dim() == 2 else x.reshape(math.prod(leading), x.shape[-1])
-    if packs and not window and not needs_gradient(x, W_enc, b_enc, b_dec, threshold):
-        # Without gradients nobody needs the pre-activations, and they are never written. x is copied: the caller may
-        # change it before the rows that overflowed are read.
-        inner = flat.to(W_enc.dtype, copy=True) if b_dec is None else (flat - b_dec).to(W_enc.dtype)
-        packed, l0 = linear_pack(
-            inner.view(x.shape),
-            W_enc.t(),
-            b_enc,
-            activation=activation,
-            threshold=threshold,
-            format="ell",
-            capacity=capacity,
-            slots=_SLOTS,
-        )
-        assert isinstance(packed, ELL)
-        return packed, l0
+    if density is not None or path == "tiles":
+        differentiable = bool(window) or needs_gradient(x, W_enc, b_enc, b_dec, threshold)
+        if density is not None:
+            given = (name, flat.shape[0], k, capacity, may_overflow, W_enc, differentiable)
+            path = density.path(lambda known: choose_path(*given, known), training=differentiable)
+        if path == "tiles" and not differentiable:
+            with named(path):
+                packed, l0 = _in_tiles(flat, W_enc, b_enc, b_dec, threshold, capacity)
+            rows = packed if x.dim() == 2 else packed.reshape(*leading, n)
+            _follow(density, rows, differentiable)
+            return rows, l0.view(leading)
     call = _sae_encode if autocasts else directly(_sae_encode, flat, W_enc, b_enc, b_dec, threshold)
     values, indices, nnz, source, l0 = call(
-        flat, W_enc, b_enc, b_dec, threshold, activation, k, window, capacity, keep_source, scale, ste_to_input
+        flat, W_enc, b_enc, b_dec, threshold, name, k, window, capacity, may_overflow, scale, ste_to_input
     )
-    rows = made(CSR if csr else ELL, values, indices, nnz, (*leading, n), source if keep_source else None)
+    cls = CSR if capacity is None else ELL
+    rows = made(cls, values, indices, nnz, (*leading, n), source if may_overflow else None)
+    if density is not None:
+        _follow(density, rows, differentiable)
     return rows, l0 if x.dim() == 2 else l0.view(leading)
 
 
-def _check_operands(
-    operator: str,
+def _in_tiles(
     x: Tensor,
     W_enc: Tensor,
     b_enc: Tensor | None,
     b_dec: Tensor | None,
     threshold: Tensor | None,
-    scale: Tensor | None,
+    capacity: int | None,
+) -> tuple[Any, Tensor]:
+    """(ELL, nnz) of x [M, d_in]: without gradients nobody needs the pre-activations, and they are never written."""
+    # x is copied: the caller may change it before the rows that overflowed are read.
+    inner = x.to(W_enc.dtype, copy=True) if b_dec is None else (x - b_dec).to(W_enc.dtype)
+    fixed = "relu" if threshold is None else JumpReLU(threshold)
+    return linear_pack(inner, W_enc.t(), b_enc, fixed, format="ell", capacity=capacity, slots=TILE_SLOTS)
+
+
+def _follow(density: DensityTracker | None, rows: Any, differentiable: bool) -> None:
+    if density is not None:
+        values, _, counts, _ = rows.packed
+        counts, limit = (counts.diff(), rows.num_columns) if isinstance(rows, CSR) else (counts, rows.capacity)
+        density.record(counts, training=differentiable, limit=limit, result=values)
+
+
+def check_operands(
+    operator: str, x: Tensor, W_enc: Tensor, b_enc: Tensor | None, b_dec: Tensor | None, activation: Parameters
 ) -> None:
+    """Raises where an operand does not fit, those of the activation among them."""
+    threshold, scale = activation.threshold, activation.scale
     optional = {"b_enc": b_enc, "b_dec": b_dec, "threshold": threshold, "scale": scale}
     given = {name: tensor for name, tensor in optional.items() if tensor is not None}
     checks.floating(operator, x=x, W_enc=W_enc, **given)
@@ -300,62 +234,31 @@ def _check_operands(
         checks.shape(operator, "threshold", threshold, (d_sae,), "[d_sae]", "like W_enc, or be a scalar")
 
 
-def _check_options(
-    operator: str,
-    activation: str,
-    threshold: Tensor | None,
-    k: int | None,
-    bandwidth: float | None,
-    capacity: int | None,
-    scale: Tensor | None,
-    ste_to_input: bool,
-    n: int,
-) -> tuple[str, int, int, bool]:
-    activation = _check_activation(operator, activation, threshold, k, bandwidth, n)
-    if scale is not None and activation not in ("topk", "batchtopk"):
-        raise ValueError(f'{operator}: scale belongs to activation="topk" and "batchtopk", got one for {activation!r}.')
-    if ste_to_input and bandwidth is None:
-        raise ValueError(
-            f"{operator}: ste_to_input needs bandwidth, the width of the window that it is an estimate in."
-        )
-    most = k if activation == "topk" and k is not None else n
+def check_capacity(
+    operator: str, activation: Parameters, capacity: int | None, format: str, d_sae: int
+) -> tuple[int | None, bool]:
+    """(slots per row or None for CSR, whether a row may have more entries than slots)"""
+    if activation.k > d_sae:
+        raise ValueError(f"{operator}: k must be at most d_sae = {d_sae}, got {activation.k}.")
+    if format not in ("ell", "csr"):
+        raise ValueError(f'{operator}: format must be "ell" or "csr", got {format!r}.')
     if capacity is not None:
         checks.positive(operator, "capacity", capacity, "It is the number of slots per row.")
-        capacity = min(capacity, most)
-    elif activation == "topk":
-        capacity = most
+    if format == "csr":
+        if activation.name != "batchtopk":
+            raise ValueError(
+                f'{operator}: format="csr" belongs to gemm.BatchTopK, which knows how many entries a batch has, got '
+                f'{activation.name}. Take "ell", or rowsparse.convert.'
+            )
+        if capacity is not None:
+            raise ValueError(f'{operator}: capacity belongs to format="ell", got {capacity} for "csr". Leave it out.')
+        return None, False
+    most = activation.k if activation.name == "topk" else d_sae
+    if capacity is None:
+        capacity = most if activation.name == "topk" else default_capacity(d_sae)
     else:
-        capacity = default_capacity(n)
-    return activation, k or 0, capacity, capacity < most
-
-
-def _check_activation(
-    operator: str, activation: str, threshold: Tensor | None, k: int | None, bandwidth: float | None, d_sae: int
-) -> str:
-    """The activation to compute: "batchtopk" with a threshold is "jumprelu"."""
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"{operator}: activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}.")
-    if activation == "batchtopk" and threshold is not None:
-        activation = "jumprelu"
-    elif activation in ("relu", "jumprelu") and k is not None:
-        raise ValueError(f'{operator}: k belongs to activation="topk" and "batchtopk", got {k!r} for {activation!r}.')
-    if activation == "jumprelu" and threshold is None:
-        raise ValueError(f'{operator}: activation="jumprelu" needs threshold, a tensor [d_sae] or [].')
-    if activation in ("relu", "topk") and threshold is not None:
-        raise ValueError(
-            f'{operator}: threshold belongs to activation="jumprelu" and "batchtopk", got one for {activation!r}.'
-        )
-    if activation in ("topk", "batchtopk"):
-        if k is None:
-            raise ValueError(f"{operator}: activation={activation!r} needs k, the number of entries per row.")
-        checks.positive(operator, "k", k, "It is the number of entries per row.")
-    if k is not None and k > d_sae:
-        raise ValueError(f"{operator}: k must be at most d_sae = {d_sae}, got {k}.")
-    if bandwidth is not None:
-        if activation != "jumprelu":
-            raise ValueError(f'{operator}: bandwidth belongs to activation="jumprelu", got one for {activation!r}.')
-        checks.number(operator, "bandwidth", bandwidth, "None gives no gradient.")
-    return activation
+        capacity = min(capacity, most)
+    return capacity, capacity < most
 
 
 def _fake(
@@ -367,13 +270,13 @@ def _fake(
     activation: str,
     k: int,
     bandwidth: float,
-    capacity: int,
+    capacity: int | None,
     keep_source: bool,
     scale: Tensor | None = None,
     ste_to_input: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     m, n = x.shape[0], weight.shape[1]
-    if isinstance(capacity, int) and capacity < 0:
+    if capacity is None:
         return (
             weight.new_empty(m * k),
             weight.new_empty(m * k, dtype=torch.int32),
@@ -482,7 +385,7 @@ def _fake_bwd_columns(
 
 _sae_encode = register(
     "sae_encode(Tensor x, Tensor weight, Tensor? bias, Tensor? b_dec, Tensor? threshold, str activation, int k, "
-    "float bandwidth, SymInt capacity, bool keep_source, Tensor? scale=None, bool ste_to_input=False) -> "
+    "float bandwidth, SymInt? capacity, bool keep_source, Tensor? scale=None, bool ste_to_input=False) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.encode,
     gpu=f"{_GPU}:encode",
@@ -495,7 +398,7 @@ _bwd_columns = register(
     "Tensor keys, Tensor columns, Tensor values, Tensor nnz, Tensor source, Tensor? threshold, float bandwidth) "
     "-> (Tensor, Tensor)",
     cpu=_cpu.bwd_columns,
-    gpu=f"{_GPU}:bwd_columns",
+    gpu=f"{_GPU}_bwd:bwd_columns",
     fake=_fake_bwd_columns,
     once_differentiable="sae.encode",
 )
@@ -503,7 +406,7 @@ _bwd_source = register(
     "sae_encode_bwd_source(Tensor grad, Tensor source, Tensor nnz, SymInt capacity, Tensor? grad_l0, "
     "Tensor? threshold, float bandwidth) -> Tensor",
     cpu=_cpu.bwd_source,
-    gpu=f"{_GPU}:bwd_source",
+    gpu=f"{_GPU}_bwd:bwd_source",
     fake=lambda grad, source, *_: torch.empty_like(source),
     once_differentiable="sae.encode",
 )

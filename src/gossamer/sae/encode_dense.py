@@ -8,11 +8,12 @@ from torch import Tensor
 
 from gossamer._core import autocast, tuning
 from gossamer._core.ops import directly, refuse_second, register
+from gossamer.gemm.activations import Activation, resolve
 from gossamer.rowsparse import Density, DensityTracker
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.rowsparse.matmul import check_dtypes
 from gossamer.sae._torch import encode_dense as _cpu
-from gossamer.sae.encode import _check_operands, _check_options
+from gossamer.sae.encode import ACTIVATIONS, check_capacity, check_operands
 
 _GPU = "gossamer.sae._triton.encode_dense"
 
@@ -24,19 +25,14 @@ def encode_dense(
     x: Tensor,
     W_enc: Tensor,
     b_enc: Tensor | None = None,
+    activation: Activation | str = "relu",
     *,
-    activation: str,
-    threshold: Tensor | None = None,
-    k: int | None = None,
     b_dec: Tensor | None = None,
-    bandwidth: float | None = None,
-    scale: Tensor | None = None,
-    ste_to_input: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What `encode` computes, as a dense tensor: plain products, and one pass over the latents each way.
 
     Args:
-        x, W_enc, b_enc, activation, threshold, k, b_dec, bandwidth, scale, ste_to_input: as in `encode`.
+        x, W_enc, b_enc, activation, b_dec: as in `encode`.
 
     Returns:
         `(acts, l0, fired, nnz)`: acts `[..., d_sae]` in the dtype of W_enc; l0 `[...]` and its gradient as those of
@@ -49,23 +45,25 @@ def encode_dense(
 
     Source: as `encode`.
 
-    >>> encode_dense(torch.tensor([[1.0, -3.0, 2.0]]), torch.eye(3), activation="relu")[0].tolist()
+    >>> encode_dense(torch.tensor([[1.0, -3.0, 2.0]]), torch.eye(3))[0].tolist()
     [[1.0, 0.0, 2.0]]
     """
     operator = "sae.encode_dense"
-    _check_operands(operator, x, W_enc, b_enc, b_dec, threshold, scale)
+    parameters = resolve(operator, activation, ACTIVATIONS).parameters
+    name, k, bandwidth, ste_to_input, threshold, scale = parameters
+    check_operands(operator, x, W_enc, b_enc, b_dec, parameters)
     if autocast.enabled(x.device):
         (W_enc,) = autocast.cast(W_enc)  # type: ignore[assignment]
     else:
         check_dtypes(operator, "x", x, "W_enc", W_enc)
     n, leading = W_enc.shape[1], x.shape[:-1]
-    checked = _check_options(operator, activation, threshold, k, bandwidth, None, scale, ste_to_input, n)
+    check_capacity(operator, parameters, None, "ell", n)
     if threshold is not None:
         threshold = threshold.to(threshold_dtype(W_enc.dtype)).expand(n)
     window = bandwidth if bandwidth is not None and torch.is_grad_enabled() else 0.0
     scale = None if scale is None else scale.detach()
     flat = x.reshape(math.prod(leading), x.shape[-1])
-    options = (*checked[:2], window, scale, ste_to_input)
+    options = (name, k, window, scale, ste_to_input)
     acts, l0, fired, nnz = _encode_dense(flat, W_enc, b_enc, b_dec, threshold, *options)
     return acts.view(*leading, n), l0.view(leading), fired, nnz.view(leading)
 

@@ -21,9 +21,8 @@ def ranked(
     """The k largest of each row, or k * M of the batch, among zeros; `call` implements the operator `sae_encode`."""
     m, n = x.shape[0], weight.shape[1]
     csr = activation == "batchtopk"
-    values, indices, counts, _, _ = call(
-        x, weight, bias, b_dec, None, activation, k, 0.0, -1 if csr else k, False, scale
-    )
+    capacity = None if csr else k
+    values, indices, counts, _, _ = call(x, weight, bias, b_dec, None, activation, k, 0.0, capacity, False, scale)
     if csr:
         slots = torch.arange(values.shape[0], device=x.device)
         rows = torch.searchsorted(counts, slots, right=True) - 1

@@ -10,6 +10,7 @@ b_dec, once, and with that of its own slices: nothing is left to be reduced, and
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,12 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossamer._core import autocast, checks
+from gossamer.gemm.activations import Activation, BatchTopK, JumpReLU, TopK, resolve
 from gossamer.rowsparse import ELL, Rows
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.rowsparse.matmul import check_dtypes
 from gossamer.rowsparse.pack import _pack_ell, check_container, default_capacity
 from gossamer.sae.decode import _check_rest, _decode_rows
-from gossamer.sae.encode import _backward, _check_activation, _check_operands, _context, _encode
+from gossamer.sae.encode import ACTIVATIONS, _backward, _context, check_operands, run
 
 # The integers of a dtype's bit patterns, and the pattern that stands for NaN.
 _PATTERNS = {
@@ -39,15 +41,10 @@ def encode_sharded(
     x: Tensor,
     W_enc: Tensor,
     b_enc: Tensor | None = None,
+    activation: Activation | str = "relu",
     *,
-    activation: str,
-    threshold: Tensor | None = None,
-    k: int | None = None,
     b_dec: Tensor | None = None,
-    bandwidth: float | None = None,
     capacity: int | None = None,
-    scale: Tensor | None = None,
-    ste_to_input: bool = False,
     group: Any = None,
 ) -> ELL:
     """`encode` with the latents spread over the ranks of a group; every rank calls it and gets its own latents.
@@ -55,59 +52,53 @@ def encode_sharded(
     Args:
         x: `[..., d_in]`, the same on all ranks.
         W_enc: `[d_in, d_sae_r]`, this rank's slice. Ranks in order hold consecutive latents, not always as many.
-        b_enc, threshold, scale: `[d_sae_r]`, slices too (a scalar threshold is the same on all ranks).
-        activation: as in `encode`. `"topk"` keeps the k largest of each row over all ranks, `"batchtopk"` the k * M
-            largest of the rows over all ranks. Ties go to the lowest index in the whole, NaN counts as largest.
-        k: entries of a row over all ranks. Above the number of all latents it keeps what there is.
-        b_dec, bandwidth, ste_to_input: as in `encode`; b_dec is the same on all ranks.
-        capacity: slots per row of this rank's latents. `"topk"` takes none: min(k, d_sae_r) always suffice.
+        b_enc: `[d_sae_r]`, a slice too.
+        activation: as in `encode`, with a threshold or scale of this rank's latents (a scalar threshold is the same on
+            all ranks). TopK keeps the k largest of each row over all ranks, BatchTopK the k * M largest of the rows
+            over all ranks; a k above the number of all latents keeps what there is. Ties go to the lowest index in the
+            whole, NaN counts as largest.
+        b_dec: as in `encode`, the same on all ranks.
+        capacity: slots per row of this rank's latents. TopK takes none: min(k, d_sae_r) always suffice.
         group: a `torch.distributed` process group; None is all processes.
 
     Returns:
         `ELL` of shape `(..., d_sae_r)`, with column indices that count from the start of the slice. Gradients are as in
         `encode`, with those of x and b_dec summed over the ranks: all ranks have to call backward, on one loss.
 
-    `"relu"` and `"jumprelu"` communicate in the backward pass alone. `"topk"` gathers k values of each row and rank,
-    `"batchtopk"` sums 2, 4 or 7 histograms of 512 counts (for 16, 32 and 64 bits) and gathers a count of each row and
+    ReLU and JumpReLU communicate in the backward pass alone. TopK gathers k values of each row and rank, BatchTopK sums
+    2, 4 or 7 histograms of 512 counts (for 16, 32 and 64 bits) and gathers a count of each row and
     rank. That is `all_gather` of bytes and `all_reduce` of int64, float32 and float64, which NCCL and gloo have; with
     NCCL the host waits for nothing.
 
     Raises:
-        ValueError: as `encode`, a capacity for `"topk"`, or no process group.
+        ValueError: as `encode`, a capacity for TopK, or no process group.
         TypeError: as `encode`.
 
     Source: Rajamanoharan et al. 2024 (JumpReLU); Gao et al. 2024 (TopK, section on sharded latents); Bussmann et al.
     2024 (BatchTopK). The selection over ranks is new.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    >>> encode_sharded(torch.tensor([[1.0, 3.0, 2.0]]), torch.eye(3), activation="topk", k=2).indices.tolist()
+    >>> encode_sharded(torch.tensor([[1.0, 3.0, 2.0]]), torch.eye(3), None, gemm.TopK(2)).indices.tolist()
     [[1, 2]]
     >>> torch.distributed.destroy_process_group()
     """
-    options = (activation, threshold, k, b_dec, bandwidth, capacity, scale, ste_to_input, group)
-    return _sharded("sae.encode_sharded", x, W_enc, b_enc, *options)[0]
+    return _sharded("sae.encode_sharded", x, W_enc, b_enc, activation, b_dec, capacity, group)[0]
 
 
 def encode_sharded_with_l0(
     x: Tensor,
     W_enc: Tensor,
     b_enc: Tensor | None = None,
+    activation: Activation | str = "relu",
     *,
-    activation: str,
-    threshold: Tensor | None = None,
-    k: int | None = None,
     b_dec: Tensor | None = None,
-    bandwidth: float | None = None,
     capacity: int | None = None,
-    scale: Tensor | None = None,
-    ste_to_input: bool = False,
     group: Any = None,
 ) -> tuple[ELL, Tensor]:
     """As `encode_sharded`, with the number of values of each row that differ from 0, over all ranks.
 
     Args:
-        x, W_enc, b_enc, activation, threshold, k, b_dec, bandwidth, capacity, scale, ste_to_input, group: as in
-            `encode_sharded`.
+        x, W_enc, b_enc, activation, b_dec, capacity, group: as in `encode_sharded`.
 
     Returns:
         `(rows, l0)`, l0 `[...]` in float32, the same on all ranks; one more `all_reduce`, of M numbers. With a
@@ -119,12 +110,11 @@ def encode_sharded_with_l0(
     Source: Rajamanoharan et al. 2024, "Jumping Ahead", section 3.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    >>> encode_sharded_with_l0(torch.tensor([[1.0, -3.0, 2.0]]), torch.eye(3), activation="relu")[1].tolist()
+    >>> encode_sharded_with_l0(torch.tensor([[1.0, -3.0, 2.0]]), torch.eye(3))[1].tolist()
     [2.0]
     >>> torch.distributed.destroy_process_group()
     """
-    options = (activation, threshold, k, b_dec, bandwidth, capacity, scale, ste_to_input, group)
-    rows, l0 = _sharded("sae.encode_sharded_with_l0", x, W_enc, b_enc, *options)
+    rows, l0 = _sharded("sae.encode_sharded_with_l0", x, W_enc, b_enc, activation, b_dec, capacity, group)
     return rows, add_parts(l0, group)
 
 
@@ -236,44 +226,35 @@ def _sharded(
     x: Tensor,
     W_enc: Tensor,
     b_enc: Tensor | None,
-    activation: str,
-    threshold: Tensor | None,
-    k: int | None,
+    activation: Activation | str,
     b_dec: Tensor | None,
-    bandwidth: float | None,
     capacity: int | None,
-    scale: Tensor | None,
-    ste_to_input: bool,
     group: Any,
 ) -> tuple[ELL, Tensor]:
     """(this rank's latents, its part of l0)"""
     check_group(operator, group)
-    _check_operands(operator, x, W_enc, b_enc, b_dec, threshold, scale)
-    # How many latents there are in all is for no rank to know without asking the others.
-    activation = _check_activation(operator, activation, threshold, k, bandwidth, checks.MAX_COLUMNS)
-    if activation == "topk" and capacity is not None:
+    activation = resolve(operator, activation, ACTIVATIONS)
+    check_operands(operator, x, W_enc, b_enc, b_dec, activation.parameters)  # type: ignore[union-attr]
+    if type(activation) is TopK and capacity is not None:
         raise ValueError(
-            f'{operator}: capacity belongs to the other activations, got {capacity!r} for "topk", which has '
+            f"{operator}: capacity belongs to the other activations, got {capacity!r} for gemm.TopK, which has "
             "min(k, d_sae_r) slots. Leave it out."
         )
-    if ste_to_input and bandwidth is None:
-        raise ValueError(f"{operator}: ste_to_input needs bandwidth, the width of the window of the estimate.")
     x = copy_to_ranks(x, group)
     b_dec = None if b_dec is None else copy_to_ranks(b_dec, group)
-    if threshold is not None and threshold.dim() == 0:
-        threshold = copy_to_ranks(threshold, group)
-    if activation in ("relu", "jumprelu"):
-        options = (activation, threshold, None, b_dec, bandwidth, capacity, scale, ste_to_input)
-        rows, l0 = _encode(operator, x, W_enc, b_enc, *options)
-        return rows, l0.to(threshold_dtype(rows.dtype))
-    assert k is not None
-    if activation == "batchtopk":
-        return _batch_topk(operator, x, W_enc, b_enc, k, b_dec, capacity, scale, group)
-    n = W_enc.shape[1]
-    # A rank without latents has nothing to choose from, and takes part all the same.
-    name, most, scale = ("topk", min(k, n), scale) if n else ("relu", None, None)
-    rows, _ = _encode(operator, x, W_enc, b_enc, name, None, most, b_dec, None, None, scale, False)
-    return _keep_largest(rows, k, scale, group)
+    if isinstance(activation, TopK):
+        # How many latents there are in all is for no rank to know without asking the others.
+        if type(activation) is BatchTopK:
+            return _batch_topk(operator, x, W_enc, b_enc, activation, b_dec, capacity, group)
+        k, n = activation.k, W_enc.shape[1]
+        # A rank without latents has nothing to choose from, and takes part all the same.
+        own = TopK(min(k, n), activation.scale) if n else "relu"
+        rows, _ = run(operator, x, W_enc, b_enc, own, b_dec, None)
+        return _keep_largest(rows, k, activation.scale if n else None, group)
+    if isinstance(activation, JumpReLU) and activation.threshold.dim() == 0:
+        activation = replace(activation, threshold=copy_to_ranks(activation.threshold, group))
+    rows, l0 = run(operator, x, W_enc, b_enc, activation, b_dec, capacity)
+    return rows, l0.to(threshold_dtype(rows.dtype))
 
 
 def _keep_largest(rows: ELL, k: int, scale: Tensor | None, group: Any) -> tuple[ELL, Tensor]:
@@ -307,10 +288,9 @@ def _batch_topk(
     x: Tensor,
     W_enc: Tensor,
     b_enc: Tensor | None,
-    k: int,
+    activation: BatchTopK,
     b_dec: Tensor | None,
     capacity: int | None,
-    scale: Tensor | None,
     group: Any,
 ) -> tuple[ELL, Tensor]:
     if autocast.enabled(x.device):
@@ -322,15 +302,15 @@ def _batch_topk(
         checks.positive(operator, "capacity", capacity, "It is the number of slots per row.")
     slots = default_capacity(n) if capacity is None else min(capacity, n)
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    scale = None if scale is None else scale.detach()
+    scale = None if activation.scale is None else activation.scale.detach()
     with torch.autocast(x.device.type, enabled=False):
-        found = _BatchTopK.apply(flat, W_enc, b_enc, b_dec, k, slots, slots < n, scale, group)
+        found = _SelectAmongRanks.apply(flat, W_enc, b_enc, b_dec, activation.k, slots, slots < n, scale, group)
     values, indices, nnz, source, l0 = found
     shape = (*x.shape[:-1], n)
     return ELL(values, indices, nnz, shape, source if slots < n else None), l0.view(x.shape[:-1])
 
 
-class _BatchTopK(torch.autograd.Function):
+class _SelectAmongRanks(torch.autograd.Function):
     """The operator `sae_encode` with a selection over ranks: its results and its backward."""
 
     @staticmethod

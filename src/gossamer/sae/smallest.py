@@ -4,24 +4,24 @@ import torch
 from torch import Tensor
 
 from gossamer._core.ops import register
-from gossamer.rowsparse import ELL
+from gossamer.rowsparse import Rows
 from gossamer.rowsparse.formats import threshold_dtype
-from gossamer.rowsparse.pack import parts
+from gossamer.rowsparse.pack import anonymous, check_container
 from gossamer.sae._torch.smallest import smallest as _cpu
 
 
-def smallest(rows: ELL, scale: Tensor | None = None) -> Tensor:
+def smallest(rows: Rows, scale: Tensor | None = None) -> Tensor:
     """The smallest value above 0 in rows, without a host sync; inf where there is none.
 
     Args:
-        rows: `ELL` of shape `(..., d_sae)`; of rows that overflowed, what they are read from.
+        rows: `ELL`, `CSR` or `TwELL` of shape `(..., d_sae)`; of rows that overflowed, what they are read from.
         scale: `[d_sae]`, what each value is multiplied by first, or None.
 
     Returns:
         `[]` in float32, float64 if rows is, without a gradient.
 
     Raises:
-        TypeError: rows is no `ELL`.
+        TypeError: rows is no container.
         ValueError: on the CPU, a row with more entries than slots and no source; on a GPU the result is NaN then.
 
     Source: Bussmann et al. 2024, "BatchTopK Sparse Autoencoders", for the threshold that is estimated from it.
@@ -30,9 +30,8 @@ def smallest(rows: ELL, scale: Tensor | None = None) -> Tensor:
     >>> smallest(rowsparse.pack(torch.tensor([[0.0, 3.0], [2.0, 4.0]]))).item()
     2.0
     """
-    if not isinstance(rows, ELL):
-        raise TypeError(f"sae.smallest: rows must be a rowsparse.ELL, got {type(rows).__name__}.")
-    values, indices, nnz, source = parts("sae.smallest", rows.detach())
+    check_container("sae.smallest", rows)
+    values, indices, nnz, source = anonymous("sae.smallest", rows.detach())
     if not nnz.numel():
         return values.new_full((), torch.inf, dtype=threshold_dtype(values.dtype))
     return _smallest(values, indices, nnz, source, None if scale is None else scale.detach()).amin()

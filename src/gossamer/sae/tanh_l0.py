@@ -7,9 +7,10 @@ from torch import Tensor
 
 from gossamer._core import checks
 from gossamer._core.ops import directly, register
-from gossamer.rowsparse import ELL
+from gossamer.rowsparse import CSR, Rows
 from gossamer.rowsparse.formats import threshold_dtype
-from gossamer.rowsparse.matmul import parts
+from gossamer.rowsparse.matmul import multiply, parts
+from gossamer.rowsparse.pack import check_container
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import tanh_l0 as _cpu
 from gossamer.sae.encode import _bwd_columns
@@ -17,19 +18,19 @@ from gossamer.sae.encode import _bwd_columns
 _GPU = "gossamer.sae._triton.tanh_l0"
 
 
-def tanh_l0(rows: ELL, scale: Tensor) -> Tensor:
+def tanh_l0(rows: Rows, scale: Tensor) -> Tensor:
     """sum over latents of tanh(scale * value): below L0, near it where scale * value is large, with a gradient.
 
     Args:
-        rows: `ELL` of shape `(..., d_sae)`, such as `encode` returns. Entries whose value is 0 add 0, but have a
-            gradient: with a bandwidth it reaches the threshold.
+        rows: `ELL`, `CSR` or `TwELL` of shape `(..., d_sae)`, such as `encode` returns. Entries whose
+            value is 0 add 0, but have a gradient: with a bandwidth it reaches the threshold.
         scale: `[d_sae]`, float, for instance 4 times the norms of the decoder's rows.
 
     Returns:
         `[...]`, in float32 at least, without a host sync. Differentiable in the values and in scale, once.
 
     Raises:
-        TypeError: rows is no `ELL`, or scale not floating.
+        TypeError: rows is no container, or scale not floating.
         ValueError: shapes or devices do not fit; on the CPU, a row with more entries than slots and no source (on a GPU
             it gives NaN).
 
@@ -40,15 +41,27 @@ def tanh_l0(rows: ELL, scale: Tensor) -> Tensor:
     [1.0, 2.0]
     """
     operator = "sae.tanh_l0"
-    if not isinstance(rows, ELL):
-        raise TypeError(f"{operator}: rows must be a rowsparse.ELL, got {type(rows).__name__}.")
+    check_container(operator, rows)
     checks.floating(operator, scale=scale)
     checks.shape(operator, "scale", scale, (rows.num_columns,), "[d_sae]", "like rows")
     checks.same_device(operator, "rows", rows.device, scale=scale)
     values, indices, nnz, source = parts(operator, rows)
     scale = scale.to(threshold_dtype(values.dtype))
+    if isinstance(rows, CSR):
+        return _of_csr(rows, scale)
     out: Tensor = _tanh_l0(values, indices, nnz, source, scale)
     return out.view(rows.shape[:-1])
+
+
+def _of_csr(rows: CSR, scale: Tensor) -> Tensor:
+    """The entries as they are, and their sums as a product with ones: a CSR cannot have overflowed."""
+    values, indices, row_offsets, _ = rows.packed
+    held = torch.arange(len(values), device=values.device) < row_offsets[-1]
+    steep = scale[torch.where(held & (indices >= 0), indices, 0)] if scale.numel() else values.to(scale.dtype)
+    entries = torch.where(held, torch.tanh(values * steep), 0)
+    ones = scale.new_ones(rows.num_columns, 1)
+    terms = rows.rebuilt(entries, indices, row_offsets, None)
+    return multiply("sae.tanh_l0", terms, ones, None, None, "rows", "scale").view(rows.shape[:-1])
 
 
 def _context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as torch_module
 
-from gossamer import rowsparse
+from gossamer import gemm, rowsparse
 from gossamer import sae as operators
 from gossamer._core import autocast
 from gossamer.rowsparse.pack import default_capacity
@@ -368,17 +368,17 @@ def _rescales(self: Any) -> bool:
 
 
 def _encode_relu(self: Any, x: Tensor) -> rowsparse.ELL:
-    return operators.encode(x, self.W_enc, self.b_enc, activation="relu")
+    return operators.encode(x, self.W_enc, self.b_enc)
 
 
 def _encode_jumprelu(self: Any, x: Tensor) -> rowsparse.ELL:
     # SAELens compares with a mask, through which no gradient reaches the threshold.
-    return operators.encode(x, self.W_enc, self.b_enc, activation="jumprelu", threshold=self.threshold.detach())
+    return operators.encode(x, self.W_enc, self.b_enc, gemm.JumpReLU(self.threshold.detach()))
 
 
 def _encode_topk(self: Any, x: Tensor) -> rowsparse.ELL:
     scale = self.W_dec.detach().norm(dim=-1) if _rescales(self) else None
-    return operators.encode(x, self.W_enc, self.b_enc, activation="topk", k=self.activation_fn.k, scale=scale)
+    return operators.encode(x, self.W_enc, self.b_enc, gemm.TopK(self.activation_fn.k, scale))
 
 
 def _encode_gated(self: Any, x: Tensor) -> rowsparse.Rows:

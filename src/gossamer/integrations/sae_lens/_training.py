@@ -12,6 +12,7 @@ from sae_lens.saes.sae import SAE, TrainingSAE, TrainStepInput
 from sae_lens.saes.topk_sae import TopK, TopKTrainingSAE
 from torch import Tensor
 
+from gossamer import gemm
 from gossamer import sae as operators
 from gossamer.integrations.sae_lens._latents import HiddenPre, Latents, Lazy
 from gossamer.sae.smallest import smallest
@@ -83,31 +84,17 @@ def _encode_topk(self: Any, x: Tensor, b_dec: Tensor | None) -> tuple[Latents, H
     if scaled:
         with torch.no_grad():
             scale = self.W_dec.norm(dim=-1)
-    rows, l0 = operators.encode_with_l0(
-        x,
-        self.W_enc,
-        self.b_enc,
-        b_dec=b_dec,
-        activation="topk" if isinstance(self.activation_fn, TopK) else "batchtopk",
-        k=int(self.activation_fn.k),
-        scale=scale,
-    )
+    kind = gemm.TopK if isinstance(self.activation_fn, TopK) else gemm.BatchTopK
+    activation = kind(int(self.activation_fn.k), scale)
+    rows, l0 = operators.encode_with_l0(x, self.W_enc, self.b_enc, activation, b_dec=b_dec)
     # What SAELens scales before it decodes it scales back to decode: `rows` are what is in between.
     return Latents(rows, l0, hidden_pre.dtype, self.W_dec if scaled else None, scale), hidden_pre
 
 
 def _encode_jumprelu(self: Any, x: Tensor, b_dec: Tensor | None) -> tuple[Latents, HiddenPre]:
     hidden_pre = HiddenPre(self, x, b_dec, False)
-    rows, l0 = operators.encode_with_l0(
-        x,
-        self.W_enc,
-        self.b_enc,
-        b_dec=b_dec,
-        activation="jumprelu",
-        threshold=self.threshold,
-        bandwidth=self.bandwidth,
-        ste_to_input=self.cfg.jumprelu_ste_to_input,
-    )
+    activation = gemm.JumpReLU(self.threshold, self.bandwidth, self.cfg.jumprelu_ste_to_input)
+    rows, l0 = operators.encode_with_l0(x, self.W_enc, self.b_enc, activation, b_dec=b_dec)
     return Latents(rows, l0, hidden_pre.dtype), hidden_pre
 
 

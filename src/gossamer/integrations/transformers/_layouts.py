@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from gossamer.ffn.block import ACTIVATIONS
+from gossamer.ffn.block import NAMES
 from gossamer.gemm.linear_glu import ALIASES, GATES
 from gossamer.nn._plain import hooked, why_called
 
@@ -108,7 +108,7 @@ def why_not_sparse(module: nn.Module, layout: Layout) -> str | None:
     if why is not None:
         return why
     name = activation_of(module._modules[layout.activation])
-    if name not in ACTIVATIONS:
+    if name not in NAMES:
         return f"its activation is {name}, which leaves few entries 0"
     gate, down = getattr(module, layout.gate), getattr(module, layout.down)
     if gate.weight.dtype != down.weight.dtype:

@@ -20,14 +20,14 @@ def encode(
     activation: str,
     k: int,
     bandwidth: float,
-    capacity: int,
+    capacity: int | None,
     keep_source: bool,
     scale: Tensor | None = None,
     ste_to_input: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Operator `sae_encode` -> (values, indices, nnz, source or [0, N], l0).
 
-    A capacity of -1 asks for CSR of BatchTopK's k * M entries, with offsets in place of nnz.
+    Without a capacity it is CSR of BatchTopK's k * M entries, with offsets in place of nnz.
     """
     x = (x if b_dec is None else x - b_dec).to(weight.dtype)
     if bias is not None and bias.dtype is weight.dtype:
@@ -39,10 +39,10 @@ def encode(
     m, n = pre.shape
     l0 = torch.zeros(m, dtype=threshold_dtype(weight.dtype))
     source = pre if keep_source else pre.new_empty(0, n)
-    if capacity < 0 and (m == 0 or n == 0):
+    if capacity is None and (m == 0 or n == 0):
         empty = torch.full((m * k,), -1, dtype=torch.int32)
         return pre.new_zeros(m * k), empty, torch.zeros(m + 1, dtype=torch.int64), source, l0
-    if m == 0 or n == 0:
+    if capacity is not None and (m == 0 or n == 0):
         empty = torch.full((m, capacity), -1, dtype=torch.int32)
         return pre.new_zeros(m, capacity), empty, torch.zeros(m, dtype=torch.int32), source, l0
     if activation in ("topk", "batchtopk"):
@@ -65,7 +65,7 @@ def encode(
         l0 += torch.bincount(rows[values != 0], minlength=m)
     else:
         l0 += counts
-    if capacity < 0:
+    if capacity is None:
         padding = m * k - len(positions)
         indices = torch.nn.functional.pad((positions % n).int(), (0, padding), value=-1)
         return torch.nn.functional.pad(values, (0, padding)), indices, row_offsets, source, l0

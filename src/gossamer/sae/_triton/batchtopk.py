@@ -10,6 +10,8 @@ A row with more than its list holds is read again. So is everything where the sa
 k * M numbers reach the bound. As only the device knows, the passes that do it are always launched.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -34,6 +36,41 @@ from gossamer.sae._triton.select import (
 BOUND, LISTED, KTH, NEED = (tl.constexpr(word) for word in range(4))
 """Words of what the launches tell each other: the bound, how many numbers reach it, the k-th largest key of the batch,
 and how many of those that equal it are wanted."""
+
+
+BATCH_RUN = 16
+"""Neighbouring columns of a sample of a batch: 32 or 64 bytes."""
+
+
+def batch_sample(m: int, n: int, k: int) -> tuple[int, int, int]:
+    """(rows from one that is sampled to the next, columns of each, columns from one run of them to the next).
+
+    Among them are 64 of the k * m largest, or more, as far as half of the columns will do for that. Of many rows some
+    are taken, some 90 or more that have some 256 of those; the step is odd, lest all be at one place of texts of the
+    same length."""
+    step = max(2 * BATCH_RUN, min(2048, 1 << (k * m // 4 | 1).bit_length() - 1))
+    columns = min(n, max(1, n // step) * BATCH_RUN)
+    rows = max(1, min(m // 128, k * m * columns // n // 256))
+    return rows | 1, columns, step
+
+
+def batch_rank(total: int, share: float) -> int:
+    """Which of a sample's largest numbers is hardly ever larger than the `total`-th largest of the batch: half as many
+    more than expected, for some latents fire more often than others, and a few."""
+    expected = total * share
+    return math.ceil(1.5 * expected + 4.6 * math.sqrt(expected) + 3)
+
+
+def batch_tile(m: int, element_size: int) -> tuple[dict[str, int], int]:
+    """Tile of the pass over a batch: rows that do not fill the GPU get more threads each."""
+    vector = 16 // element_size
+    return ({"BLOCK": 256 * vector, "VEC": vector}, 8) if m < 512 else ({"BLOCK": 64 * vector, "VEC": vector}, 1)
+
+
+def batch_list(n: int, k: int) -> int:
+    """Room for what of a row reaches the bound, 1.5 to 2 k on average in a large batch. Where that is little, no more
+    memory than a row of 16-bit numbers takes."""
+    return min(n, max(1024, min(8 * k, n // 4), 3 * k))
 
 
 @triton.jit
@@ -369,19 +406,19 @@ def find(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None, offsets: 
     shift = SHIFT[z.dtype]
     low = max(31 - shift - 16, 0)
     bins = 1 << 31 - shift - low
-    every, size, step = tuning.batch_sample(m, n, k)
-    found = Found(m, tuning.batch_list(n, k), z.device)
+    every, size, step = batch_sample(m, n, k)
+    found = Found(m, batch_list(n, k), z.device)
     memory = torch.zeros(2 * bins + (1 << low) + 4, dtype=torch.int64, device=z.device)
     words, sample, counts, rest = memory.split([4, bins, bins, 1 << low])
     operands, grid = (z, bias, scale), (m, 1, 1)
-    meta, warps = tuning.batch_tile(m, z.element_size())
+    meta, warps = batch_tile(m, z.element_size())
     meta = {**pack.fit_block(meta, n), "SHIFT": shift}
     key = (m, n, k, z.dtype, _dtypes(bias, scale))
     bits = {"SHIFT": shift, "LOW": low}
-    part = {"RUN": tuning.BATCH_RUN, "STEP": step, "BLOCK": min(1024, launch.next_power_of_2(size))}
+    part = {"RUN": BATCH_RUN, "STEP": step, "BLOCK": min(1024, launch.next_power_of_2(size))}
     rows = launch.cdiv(m, every)
     _count_sample(key, (rows, 1, 1), (*operands, sample, every, n, size), {**part, **bits})
-    rank = tuning.batch_rank(k * m, rows / m * size / n)
+    rank = batch_rank(k * m, rows / m * size / n)
     _find((*key, 0), (1, 1, 1), (sample, words, rank), {"PART": 0, "BINS": bins, **bits}, num_warps=16)
     args = (*operands, words, found.columns, found.reach, n, found.length)
     _list_row(key, grid, args, meta, num_warps=warps)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.rowsparse.formats import threshold_dtype
-from gossamer.sae._triton.encode import encode, load_threshold
+from gossamer.sae._triton._entries import load_threshold
+from gossamer.sae._triton.encode import encode
 from gossamer.sae.ranked import ranked
 
 TILE = {"ROWS": 4, "COLUMNS": 1024}

@@ -20,6 +20,7 @@ from gossamer._core import launch, tuning
 from gossamer.gemm._triton.linear_pack import _launch_linear_pack
 from gossamer.rowsparse._triton.linear_source import _launch_linear_source
 from gossamer.rowsparse._triton.pack import clear_slots
+from gossamer.sae import encode_path
 from gossamer.sae._triton import select
 from gossamer.sae._triton.select import SHIFT, count_above, emit_largest, group_maxima, kth_largest, order_key
 
@@ -110,13 +111,13 @@ _topk_of_tiles = launch.Kernel(_topk_of_tiles_kernel)
 def row_topk(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, k: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `select.row_topk`, of x @ weight + bias, where `tuning.topk_packs`."""
+    """As `select.row_topk`, of x @ weight + bias, on the path "bound"."""
     m = x.shape[0]
     values, indices = x.new_empty(m, k), torch.empty(m, k, dtype=torch.int32, device=x.device)
     nnz, l0 = (torch.empty(m, dtype=dtype, device=x.device) for dtype in (torch.int32, torch.float32))
     again = torch.empty_like(nnz)
-    run = tuning.topk_run(x.shape[1])
-    bounds = _bounds(*_sample(x, weight, bias, scale, run), tuning.topk_rank(k, run))
+    run = encode_path.topk_run(x.shape[1])
+    bounds = _bounds(*_sample(x, weight, bias, scale, run), encode_path.topk_rank(k, run))
     _pack_and_select(x, weight, bias, scale, k, run, bounds, (values, indices, nnz, l0, again))
     _settle(x, weight, bias, scale, k, again, (values, indices, nnz, l0))
     return values, indices, nnz, l0
@@ -126,7 +127,7 @@ def _sample(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, run: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(pre-activations of the sampled columns, bias that is still to be added, scale)."""
-    tile = tuning.TOPK_TILE
+    tile = encode_path.TOPK_TILE
     whole = weight.shape[1] // tile * tile
     runs = weight[:, :whole].unflatten(1, (-1, tile))[:, :, :run]
     # Copied in the order in which it lies, and where that can be, 16 bytes at a time.
@@ -173,8 +174,8 @@ def _pack_and_select(
 ) -> None:
     """Fills values, indices, nnz and l0 of the rows that `again`, the last of out, does not name."""
     (m, _), n = x.shape, weight.shape[1]
-    tile, slots = tuning.TOPK_TILE, tuning.TOPK_SLOTS
-    tiles, length = launch.cdiv(n, tile), tuning.topk_list(k, run)
+    tile, slots = encode_path.TOPK_TILE, encode_path.TOPK_SLOTS
+    tiles, length = launch.cdiv(n, tile), encode_path.topk_list(k, run)
     values = x.new_empty(m, tiles, slots)
     indices = torch.empty(m, tiles, slots, dtype=torch.uint8, device=x.device)
     counts = torch.empty(m, tiles, dtype=torch.int16, device=x.device)
@@ -184,7 +185,7 @@ def _pack_and_select(
     programs = min(m, 16 * tuning.programs(x.device))
     lists = torch.empty(programs, 2 if scale is None else 3, length, dtype=torch.int32, device=x.device)
     args = (values, indices, counts, scale, bounds, lists, *out, m, tiles, slots, tile, k, length)
-    meta, warps = tuning.topk_tile(tiles, k, run)
+    meta, warps = encode_path.topk_tile(tiles, k, run)
     key = (m, tiles, k, run, x.dtype, scale is None or scale.dtype)
     _topk_of_tiles(key, (programs, 1, 1), args, {**meta, "SHIFT": SHIFT[x.dtype]}, num_warps=warps)
 

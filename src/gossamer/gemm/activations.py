@@ -1,0 +1,190 @@
+"""Activations that leave most entries 0, as values: each has its own parameters, looked at when it is made.
+
+`gemm.linear_pack`, `ffn.gated`, `ffn.plain` and `sae.encode` take them. z is a pre-activation, and NaN is kept by all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from gossamer._core import checks
+
+
+class Parameters(NamedTuple):
+    """What operators, which take plain tensors and numbers, are told of an activation."""
+
+    name: str
+    k: int = 0
+    bandwidth: float | None = None
+    ste_to_input: bool = False
+    threshold: Tensor | None = None
+    scale: Tensor | None = None
+
+
+_RELU, _RELU2 = Parameters("relu"), Parameters("relu2")
+
+
+@dataclass(frozen=True)
+class ReLU:
+    """Keeps z > 0. The string `"relu"` is the same.
+
+    >>> ReLU()
+    ReLU()
+    """
+
+    @property
+    def parameters(self) -> Parameters:
+        return _RELU
+
+
+@dataclass(frozen=True)
+class ReLU2:
+    """Keeps z > 0 and squares it. The string `"relu2"` is the same.
+
+    Source: So et al. 2021, "Primer: Searching for Efficient Transformers for Language Modeling".
+
+    >>> ReLU2()
+    ReLU2()
+    """
+
+    @property
+    def parameters(self) -> Parameters:
+        return _RELU2
+
+
+@dataclass(frozen=True, eq=False)
+class JumpReLU:
+    """Keeps z > threshold.
+
+    Args:
+        threshold: `[N]`, one for each column, or `[]`; compared in float32, and below 0 it acts as 0, because values
+            are at least 0.
+        bandwidth: width of the window around the threshold that gives it a gradient. Where gradients are enabled,
+            entries with threshold - bandwidth / 2 < z <= threshold are stored as well, with value 0. None: the
+            threshold is a constant. For `sae.encode` alone.
+        ste_to_input: whether the straight-through estimate reaches z as well as the threshold, with the opposite sign,
+            as in Anthropic's recipe of 2025. It needs a bandwidth.
+
+    Raises:
+        TypeError: threshold is no floating tensor, or bandwidth no number.
+        ValueError: threshold has more than one dimension, bandwidth is not above 0, or ste_to_input is without one.
+
+    Source: Rajamanoharan et al. 2024, "Jumping Ahead", section 3; Conerly et al. 2025, "Dictionary Learning
+    Optimization Techniques" (ste_to_input).
+
+    >>> JumpReLU(torch.tensor(0.5), bandwidth=0.1).bandwidth
+    0.1
+    """
+
+    threshold: Tensor
+    bandwidth: float | None = None
+    ste_to_input: bool = False
+
+    def __post_init__(self) -> None:
+        operator = "gemm.JumpReLU"
+        # Values may be made for each call. What is rare is refused where they are used.
+        if not isinstance(self.threshold, Tensor) or self.threshold.dtype not in checks.FLOATS:
+            checks.floating(operator, threshold=self.threshold)
+        if self.threshold.dim() > 1:
+            raise ValueError(f"{operator}: threshold must have shape [N] or [], got {list(self.threshold.shape)}.")
+        if self.bandwidth is not None:
+            checks.number(operator, "bandwidth", self.bandwidth, "None gives no gradient.")
+        elif self.ste_to_input:
+            raise ValueError(
+                f"{operator}: ste_to_input needs bandwidth, the width of the window that it is an estimate in."
+            )
+
+    @property
+    def parameters(self) -> Parameters:
+        return Parameters("jumprelu", 0, self.bandwidth, self.ste_to_input, self.threshold)
+
+
+@dataclass(frozen=True, eq=False)
+class TopK:
+    """Keeps the k largest z of each row that are above 0. Ties go to the lowest index, NaN counts as largest.
+
+    Args:
+        k: entries a row.
+        scale: `[N]`, above 0, or None: what is largest of z * scale is kept then, for instance with the norms of
+            decoder rows that are not 1. What is stored is z all the same, and scale has no gradient.
+
+    Raises:
+        TypeError: k is no int, or scale no floating tensor.
+        ValueError: k is below 1, or scale has not one dimension.
+
+    Source: Gao et al. 2024, "Scaling and evaluating sparse autoencoders".
+
+    >>> TopK(32)
+    TopK(k=32, scale=None)
+    """
+
+    k: int
+    scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        _check_k(f"gemm.{type(self).__name__}", self.k, self.scale)
+
+    @property
+    def parameters(self) -> Parameters:
+        return Parameters("topk", self.k, scale=self.scale)
+
+
+@dataclass(frozen=True, eq=False)
+class BatchTopK(TopK):
+    """Keeps the k * M largest z of all M rows together that are above 0: k a row on average, as rows need them.
+
+    Args:
+        k: entries a row, on average.
+        scale: as in `TopK`.
+
+    Raises:
+        TypeError, ValueError: as `TopK`.
+
+    Source: Bussmann et al. 2024, "BatchTopK Sparse Autoencoders". For inference, where what a row keeps is not to
+    depend on the others, `JumpReLU` with a threshold that follows the smallest value kept takes its place.
+
+    >>> BatchTopK(32)
+    BatchTopK(k=32, scale=None)
+    """
+
+    @property
+    def parameters(self) -> Parameters:
+        return Parameters("batchtopk", self.k, scale=self.scale)
+
+
+Activation = ReLU | ReLU2 | JumpReLU | TopK
+_NAMED: dict[str, Activation] = {"relu": ReLU(), "relu2": ReLU2()}
+_FIXED: tuple[type, ...] = (ReLU, ReLU2, JumpReLU)
+
+
+def resolve(operator: str, activation: Any, allowed: tuple[type, ...]) -> Any:
+    """The value that `activation` is or names; raises where it is none of those allowed."""
+    found = _NAMED.get(activation) if isinstance(activation, str) else activation
+    if type(found) in allowed:
+        return found
+    names = [f'"{name}"' for name, value in _NAMED.items() if type(value) in allowed]
+    values = [f"gemm.{kind.__name__}(...)" for kind in allowed if kind not in (ReLU, ReLU2)]
+    error = ValueError if isinstance(activation, str | Activation) else TypeError
+    raise error(f"{operator}: activation must be {', '.join(names)} or {', '.join(values)}, got {activation!r}.")
+
+
+def resolve_fixed(operator: str, activation: Any) -> ReLU | ReLU2 | JumpReLU:
+    """An activation of each entry by itself, whose threshold is a constant."""
+    found: ReLU | ReLU2 | JumpReLU = resolve(operator, activation, _FIXED)
+    if isinstance(found, JumpReLU) and found.bandwidth is not None:
+        raise ValueError(
+            f"{operator}: activation must be a JumpReLU without a bandwidth, because its threshold has no gradient "
+            f"here, got {found.bandwidth}. sae.encode has one."
+        )
+    return found
+
+
+def _check_k(operator: str, k: int, scale: Tensor | None) -> None:
+    checks.positive(operator, "k", k, "It is the number of entries per row.")
+    if scale is not None:
+        checks.floating(operator, scale=scale)
+        if scale.dim() != 1:
+            raise ValueError(f"{operator}: scale must have shape [N], got {list(scale.shape)}.")

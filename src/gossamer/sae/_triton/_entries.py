@@ -1,0 +1,68 @@
+"""Entries of a row of pre-activations, for every way through the rows.
+
+A chunk of a row is words of VEC neighbouring columns, a word a thread, whose bits say what is kept. What becomes of a
+row that has more entries than slots: the program that finds it out overwrites the row of z by its activation, so that z
+serves as the container's source without another buffer. There -0.0 stands for an entry of value 0, +0.0 for none.
+"""
+
+import triton
+import triton.language as tl
+
+from gossamer.sae._triton.select import add_bias, chunk_columns, load_pre, lowest_column
+
+
+@triton.jit
+def load_threshold(threshold_ptr, stride_t, columns, N):
+    """Thresholds below 0 keep what 0 keeps, because values are at least 0."""
+    if threshold_ptr is None:
+        return 0.0
+    else:
+        threshold = tl.load(threshold_ptr + columns * stride_t, mask=columns < N, other=0.0)
+        return tl.where(threshold < 0, 0.0, threshold)
+
+
+@triton.jit
+def append_active(
+    bits, counts, z_ptr, bias_ptr, threshold_ptr, stride_t, values_ptr, indices_ptr, base, limit, start, N,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """As `pack.append_entries`, writing activations. With WINDOW returns how many exceed the threshold, by thread."""
+    active = tl.zeros_like(bits)
+    slot = base + tl.cumsum(counts, axis=0) - counts
+    while tl.max(bits, axis=0) > 0:
+        low = bits & -bits
+        column = lowest_column(low, start, BLOCK, VEC)
+        held = low > 0
+        value = add_bias(tl.load(z_ptr + column, mask=held, other=0.0), bias_ptr, column, N)
+        if WINDOW:
+            below = value <= load_threshold(threshold_ptr, stride_t, column, N)
+            active += (held & ~below).to(tl.int32)
+            value = tl.where(below, 0.0, value)
+        tl.store(values_ptr + slot, value, mask=held & (slot < limit))
+        tl.store(indices_ptr + slot, column, mask=held & (slot < limit))
+        slot += held.to(tl.int32)
+        bits = bits & (bits - 1)
+    return active
+
+
+@triton.jit
+def activate_row(
+    z_ptr, bias_ptr, threshold_ptr, stride_t, half, N, BLOCK: tl.constexpr, VEC: tl.constexpr, WINDOW: tl.constexpr
+):  # fmt: skip
+    """Overwrites a row of z by what exceeds the threshold, and marks what lies in the window."""
+    for start in range(0, N, BLOCK):
+        columns = chunk_columns(start, BLOCK, VEC)
+        pre = add_bias(load_pre(z_ptr, columns, N), bias_ptr, columns, N)
+        threshold = load_threshold(threshold_ptr, stride_t, columns, N)
+        out = tl.where(pre <= threshold, 0.0, pre)
+        if WINDOW:
+            # A literal -0.0 would become +0.0 on its way through the compiler.
+            minus_zero = tl.full([], -0x80000000, tl.int32).to(tl.float32, bitcast=True)
+            out = tl.where((pre <= threshold) & (pre > threshold - half), minus_zero, out)
+        tl.store(z_ptr + columns, out, mask=columns < N)
+
+
+def tile_of(element_size: int) -> tuple[dict[str, int], int]:
+    """Tile of the scan of pre-activations: half the columns of `tuning.scan_tile`, for thresholds take registers."""
+    vector = 16 // element_size
+    return {"BLOCK": 128 * vector, "VEC": vector}, 1

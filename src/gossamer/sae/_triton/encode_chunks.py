@@ -1,0 +1,139 @@
+"""Few rows of pre-activations to sorted lists of what exceeds a threshold: programs that take chunks of a row.
+
+They exchange their counts as `rowsparse._triton.pack` has it, and the last of a row, which knows its count, clears the
+slots that are left and overwrites a row that overflowed. Host time is most of such a call, so the launch
+is kept as a plan.
+"""
+
+import threading
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch
+from gossamer.rowsparse._triton import pack
+from gossamer.rowsparse._triton.pack import DONE, clear_slots, count_bits, wait_and_sum
+from gossamer.sae._triton import _entries as entries
+from gossamer.sae._triton._entries import activate_row, append_active, load_threshold
+from gossamer.sae._triton.select import add_bias, chunk_columns, load_pre, word_bits
+
+
+@triton.jit(do_not_specialize=["epoch"])
+def _encode_split_kernel(
+    z_ptr, bias_ptr, threshold_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, flags_ptr, epoch, stride_t, half, N,
+    capacity, chunks,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, FLAGS: tl.constexpr, WINDOW: tl.constexpr, MAY_OVERFLOW: tl.constexpr,
+):  # fmt: skip
+    """Program (row, chunk), chunks fastest: the exchange of counts is that of `pack.scan_chunk`.
+
+    With WINDOW l0 starts as 0.
+    """
+    row = (tl.program_id(0) // chunks).to(tl.int64)
+    chunk = tl.program_id(0) % chunks
+    z_ptr += row * N
+    values_ptr += row * capacity
+    indices_ptr += row * capacity
+    flags_ptr += row * chunks
+    start = chunk * BLOCK
+    columns = chunk_columns(start, BLOCK, VEC)
+    pre = add_bias(load_pre(z_ptr, columns, N), bias_ptr, columns, N)
+    threshold = load_threshold(threshold_ptr, stride_t, columns, N)
+    if WINDOW:
+        bits = word_bits(~(pre <= threshold - half) & (columns < N), VEC)
+    else:
+        bits = word_bits(~(pre <= threshold), VEC)
+    counts = count_bits(bits)
+    count = tl.sum(counts, axis=0)
+    word = (epoch.to(tl.int64) << 32) | count
+    tl.atomic_xchg(flags_ptr + chunk, word, sem="relaxed")
+    if count > 0:
+        base = wait_and_sum(flags_ptr, chunk, epoch.to(tl.int64) << 1, FLAGS)
+        if base < capacity:
+            append_active(
+                bits, counts, z_ptr, bias_ptr, threshold_ptr, stride_t, values_ptr, indices_ptr, base, capacity,
+                start, N, BLOCK, VEC, WINDOW,
+            )  # fmt: skip
+        if WINDOW:
+            # Whole numbers: the sum does not depend on the order of arrival.
+            tl.atomic_add(l0_ptr + row, tl.sum((~(pre <= threshold)).to(tl.float32)), sem="relaxed")
+    # Every thread must have written its entries, and read z, before the one thread that signals says so.
+    tl.debug_barrier()
+    tl.atomic_xchg(flags_ptr + chunk, word | DONE, sem="release")
+    if chunk == chunks - 1:
+        total = wait_and_sum(flags_ptr, chunks, (epoch.to(tl.int64) << 1) + 1, FLAGS)
+        tl.store(nnz_ptr + row, total)
+        if not WINDOW:
+            tl.store(l0_ptr + row, total)
+        clear_slots(values_ptr, indices_ptr, total, capacity, 256, 256)
+        if MAY_OVERFLOW:
+            if total > capacity:
+                # The others have read their part of z, for their flags say so: it may be overwritten.
+                tl.debug_barrier()
+                activate_row(z_ptr, bias_ptr, threshold_ptr, stride_t, half, N, BLOCK, VEC, WINDOW)
+
+
+_encode_split = launch.Kernel(_encode_split_kernel)
+
+
+class _Plan:
+    """The launch of one shape, bound to all but its pointers, and the flags that it has to itself on one stream."""
+
+    __slots__ = ("epochs", "flags", "launch", "lock")
+
+    def __init__(self, bound: launch.Bound, words: int, device: torch.device) -> None:
+        self.flags = torch.zeros(words, dtype=torch.int64, device=device)
+        self.epochs = launch.Epochs()
+        self.launch, self.lock = bound, threading.Lock()
+
+
+_plans: dict[tuple[object, ...], _Plan] = {}
+
+
+def encode_chunks(
+    z: Tensor,
+    bias: Tensor | None,
+    threshold: Tensor | None,
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
+    bandwidth: float,
+    may_overflow: bool,
+) -> None:
+    """Fills values, indices, nnz and l0, the last of which is 0 where there is a bandwidth."""
+    (m, n), capacity = z.shape, out[0].shape[1]
+    stride_t = 0 if threshold is None else threshold.stride(0)
+    key = (m, n, capacity, z.dtype, None if bias is None else bias.dtype, threshold is None, stride_t)
+    key += (bandwidth, may_overflow)
+    if not launch.INTERPRET:
+        index = z.get_device()
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        plan = _plans.get((*key, index, stream))
+        pointers = [None if t is None else t.data_ptr() for t in (z, bias, threshold, *out)]
+        # What is made here is aligned.
+        if plan is not None and launch.ready(index, pointers[0] | (pointers[1] or 0) | (pointers[2] or 0)):
+            # Two threads on one stream launch in the order of their epochs.
+            with plan.lock:
+                plan.launch(stream, *pointers, plan.flags.data_ptr(), plan.epochs.next())
+            return
+    tile, warps = entries.tile_of(z.element_size())
+    chunks, meta = pack.split(tile, n)
+    meta |= {"WINDOW": bandwidth > 0, "MAY_OVERFLOW": may_overflow}
+    flags, epoch = launch.flags.get(m * chunks, z.device)
+    args = (z, bias, threshold, *out, flags, epoch, stride_t, bandwidth / 2, n, capacity, chunks)
+    bound = _encode_split(key, (m * chunks, 1, 1), args, meta, num_warps=warps, head=9)
+    if bound is not None and launch.may_keep(z.device):
+        launch.keep(_plans, (*key, index, stream), _Plan(bound, m * chunks, z.device))
+
+
+EXAMPLES = {
+    _encode_split_kernel: {
+        "signature": {
+            "z_ptr": "*fp32", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "values_ptr": "*fp32",
+            "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32", "flags_ptr": "*i64", "epoch": "i32",
+            "stride_t": "i32", "half": "fp32", "N": "i32", "capacity": "i32", "chunks": "i32",
+        },
+        "constexprs": {"BLOCK": 512, "VEC": 4, "FLAGS": 128, "WINDOW": False, "MAY_OVERFLOW": True},
+        "num_warps": 1,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

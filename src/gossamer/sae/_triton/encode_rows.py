@@ -1,0 +1,128 @@
+"""Rows of pre-activations to sorted lists of what exceeds a threshold: a program a row.
+
+It walks its row in chunks and loads one ahead. Thresholds in float32 would be most of what many rows read, so they are
+first rounded to the 16 bits of the pre-activations, the same way for every comparison. Where rows do not fill the GPU
+see `encode_chunks`.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch
+from gossamer.rowsparse._triton import pack
+from gossamer.rowsparse._triton.pack import clear_slots, count_bits
+from gossamer.sae._triton import _entries as entries
+from gossamer.sae._triton._entries import activate_row, append_active, load_threshold
+from gossamer.sae._triton.select import add_bias, chunk_columns, load_pre, word_bits
+
+
+@triton.jit
+def _limits_kernel(threshold_ptr, out_ptr, stride_t, half, N, BLOCK: tl.constexpr):
+    """Program (block of columns): the largest number of the output's 16-bit dtype up to threshold - half.
+
+    A number of that dtype exceeds the one if and only if it exceeds the other, and half the bytes say so.
+    """
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    limit = load_threshold(threshold_ptr, stride_t, columns, N) - half
+    rounded = limit.to(out_ptr.dtype.element_ty)
+    bits = rounded.to(tl.int16, bitcast=True).to(tl.int32)
+    below = tl.where(bits > 0, bits - 1, tl.where(bits == 0, -0x7FFF, bits + 1))
+    bits = tl.where(rounded.to(tl.float32) > limit, below, bits)
+    tl.store(out_ptr + columns, bits.to(tl.int16).to(out_ptr.dtype.element_ty, bitcast=True), mask=columns < N)
+
+
+@triton.jit
+def _encode_row_kernel(
+    z_ptr, bias_ptr, threshold_ptr, limits_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, stride_t, half, N, capacity,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, WINDOW: tl.constexpr, MAY_OVERFLOW: tl.constexpr,
+):  # fmt: skip
+    """Program (row): what exceeds the threshold, or with WINDOW what lies less than `half` below it as well.
+    `limits_ptr` may stand in for both (see `_limits_kernel`)."""
+    row = tl.program_id(0).to(tl.int64)
+    z_ptr += row * N
+    values_ptr += row * capacity
+    indices_ptr += row * capacity
+    base = 0
+    active = 0
+    z = load_pre(z_ptr, chunk_columns(0, BLOCK, VEC), N)
+    for start in range(0, N, BLOCK):
+        columns = chunk_columns(start, BLOCK, VEC)
+        following = load_pre(z_ptr, columns + BLOCK, N)
+        pre = add_bias(z, bias_ptr, columns, N)
+        if limits_ptr is not None:
+            limit = tl.load(limits_ptr + columns, mask=columns < N, other=float("inf")).to(tl.float32)
+        else:
+            limit = load_threshold(threshold_ptr, stride_t, columns, N)
+            if WINDOW:
+                limit = limit - half
+        bits = word_bits(~(pre <= limit) & (columns < N), VEC)
+        counts = count_bits(bits)
+        count = tl.sum(counts, axis=0)
+        if count > 0:
+            if base < capacity:
+                found = append_active(
+                    bits, counts, z_ptr, bias_ptr, threshold_ptr, stride_t, values_ptr, indices_ptr, base, capacity,
+                    start, N, BLOCK, VEC, WINDOW,
+                )  # fmt: skip
+                if WINDOW:
+                    active += tl.sum(found, axis=0)
+            elif WINDOW:
+                above = ~(pre <= load_threshold(threshold_ptr, stride_t, columns, N))
+                active += tl.sum((above & (columns < N)).to(tl.int32))
+        base += count
+        z = following
+    tl.store(l0_ptr + row, active if WINDOW else base)
+    tl.store(nnz_ptr + row, base)
+    clear_slots(values_ptr, indices_ptr, base, capacity, 256, 256)
+    if MAY_OVERFLOW:
+        if base > capacity:
+            # A warp may still read what another is about to overwrite.
+            tl.debug_barrier()
+            activate_row(z_ptr, bias_ptr, threshold_ptr, stride_t, half, N, BLOCK, VEC, WINDOW)
+
+
+_limits = launch.Kernel(_limits_kernel)
+_encode_row = launch.Kernel(_encode_row_kernel)
+
+
+def encode_rows(
+    z: Tensor,
+    bias: Tensor | None,
+    threshold: Tensor | None,
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
+    bandwidth: float,
+    may_overflow: bool,
+) -> None:
+    """Fills values, indices, nnz and l0."""
+    (m, n), capacity = z.shape, out[0].shape[1]
+    tile, warps = entries.tile_of(z.element_size())
+    stride_t = 0 if threshold is None else threshold.stride(0)
+    limits = None
+    if stride_t and z.element_size() == 2:
+        limits = z.new_empty(n)
+        args = (threshold, limits, stride_t, bandwidth / 2, n)
+        _limits((n, z.dtype, stride_t, bandwidth), (launch.cdiv(n, 1024), 1, 1), args, {"BLOCK": 1024})
+    meta = {**pack.fit_block(tile, n), "WINDOW": bandwidth > 0, "MAY_OVERFLOW": may_overflow}
+    args = (z, bias, threshold, limits, *out, stride_t, bandwidth / 2, n, capacity)
+    key = (m, n, capacity, z.dtype, bias is None or bias.dtype, threshold is None, stride_t, bandwidth, may_overflow)
+    _encode_row(key, (m, 1, 1), args, meta, num_warps=warps)
+
+
+EXAMPLES = {
+    _limits_kernel: {
+        "signature": {"threshold_ptr": "*fp32", "out_ptr": "*bf16", "stride_t": "i32", "half": "fp32", "N": "i32"},
+        "constexprs": {"BLOCK": 1024},
+        "num_warps": 4,
+    },
+    _encode_row_kernel: {
+        "signature": {
+            "z_ptr": "*bf16", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "limits_ptr": None,
+            "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32", "stride_t": "i32",
+            "half": "fp32", "N": "i32", "capacity": "i32",
+        },
+        "constexprs": {"BLOCK": 1024, "VEC": 8, "WINDOW": True, "MAY_OVERFLOW": True},
+        "num_warps": 1,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

@@ -1,0 +1,108 @@
+"""How `sae.encode` goes about it, chosen by what the host knows."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+from torch import Tensor
+
+from gossamer._core import tuning
+from gossamer._core.ops import INTERPRET
+from gossamer._core.ranges import span
+from gossamer.rowsparse.density import Density
+
+Path = Literal["torch", "tiles", "rows", "chunks", "bound", "topk", "topk_rows", "batch", "batch_csr"]
+
+TILE_SLOTS = 16
+"""Entries that a row may have in a tile of 256 columns where the product packs its own result ("tiles")."""
+FULL = 1 / 16
+"""The share of rows with more entries than slots from which on "tiles" costs more than it saves. It takes 0.87 to 1.03
+of the time of "rows", and 1.7 times that where all rows have more (docs/gemm.md); the line between them is at 1/16."""
+
+
+def choose_path(
+    activation: str,
+    m: int,
+    k: int,
+    capacity: int | None,
+    may_overflow: bool,
+    weight: Tensor,
+    differentiable: bool = True,
+    known: Density | None = None,
+) -> Path:
+    """How x `[m, d_in]` is encoded with a weight `[d_in, d_sae]`; the table in docs/sae.md has the same rules.
+
+    Args:
+        activation: "relu", "jumprelu", "topk" or "batchtopk".
+        k: of the last two.
+        capacity: slots per row, or None for a CSR.
+        may_overflow: whether a row can have more entries than slots.
+        differentiable: whether what a backward pass reads has to be kept.
+        known: what earlier calls have shown of how full rows are, or None.
+    """
+    by_threshold, n = activation in ("relu", "jumprelu"), weight.shape[1]
+    if by_threshold and not differentiable and packs_in_product(m, weight):
+        # With more slots than that the tiles' own would be what overflows.
+        fits = capacity is not None and TILE_SLOTS * capacity <= n
+        if fits and (known is None or known.over <= FULL * known.rows):
+            return "tiles"
+    if not (weight.is_cuda or INTERPRET):
+        return "torch"
+    if by_threshold:
+        return "rows" if tuning.one_program_a_row(m, n) else "chunks"
+    if activation == "batchtopk":
+        return "batch_csr" if capacity is None else "batch"
+    if may_overflow:
+        return "topk_rows"
+    return "bound" if has_bound(m, k, weight) else "topk"
+
+
+def packs_in_product(m: int, weight: Tensor) -> bool:
+    """Whether the product packs its own result, tile by tile: where the pre-activations, m by the columns of weight,
+    are what memory is full of, and the product takes longer than the launches that follow."""
+    # The device comes first: on others a dynamic m is none of a compiled graph's business.
+    return tuning.hopper(weight.device) and weight.element_size() == 2 and m >= 512 and m * weight.shape[1] >= 1 << 25
+
+
+TOPK_TILE, TOPK_SLOTS = 256, 32
+"""Columns of a tile, and slots for its entries, of a TopK encoder that packs tile by tile."""
+
+
+def topk_run(d_in: int) -> int:
+    """How many columns of a tile are a sample: more leave fewer entries to pack, for which a short product has no
+    time, and take a larger part of a long one."""
+    return 8 if d_in >= 2048 else 16
+
+
+def topk_rank(k: int, run: int) -> int:
+    """Which of a sample's largest numbers has fewer than k of the row's above it in one of some 100,000 rows."""
+    expected = k * run / TOPK_TILE
+    return math.ceil(expected + 4.6 * math.sqrt(expected) + 3)
+
+
+def topk_list(k: int, run: int, factor: float = 3) -> int:
+    """Room for `factor` times the entries that exceed that number on average. One of some 100,000 rows has more than
+    three times as many."""
+    return 1 << int(factor * topk_rank(k, run) * TOPK_TILE // run - 1).bit_length()
+
+
+def topk_tile(tiles: int, k: int, run: int) -> tuple[dict[str, Any], int]:
+    """Tile of the search for the k largest in tiles: most rows' entries are in registers, of one warp, and few of what
+    else there is, so that many rows are."""
+    held = max(256, topk_list(k, run, 1.5))
+    return {"BLOCK": min(128, 1 << (tiles - 1).bit_length()), "LIST": held, "CHUNK": 128}, 1
+
+
+def has_bound(m: int, k: int, weight: Tensor) -> bool:
+    """Whether TopK's product packs what exceeds a bound from a sample: where that pays for a product, and
+    a tile has few entries, on average, beside its slots."""
+    run, tiles = topk_run(weight.shape[0]), weight.shape[1] // TOPK_TILE
+    entries = topk_rank(k, run) * TOPK_TILE // run
+    return packs_in_product(m, weight) and topk_list(k, run) <= 4096 and 5 * entries <= TOPK_SLOTS * tiles
+
+
+def named(path: str) -> AbstractContextManager[Any]:
+    """A profiler's range that names the path."""
+    return span(f"gossamer::sae.encode/{path}")
