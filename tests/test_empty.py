@@ -55,21 +55,19 @@ def _decode(draw: Draw, m: int, n: int, d: int) -> Results:
 def _encode(draw: Draw, m: int, n: int, d: int) -> Results:
     x, W, threshold = draw(m, d), draw(d, n), draw(n)
     b = torch.full_like(threshold, -100.0) if (m, n, d) == NO_ENTRY else torch.zeros_like(threshold)
-    # A row of latents above 0 has gradients for its threshold.
-    window = {"activation": "jumprelu", "threshold": threshold.abs() + 1, "bandwidth": 0.5}
-    ranked = [{"activation": name, "k": 4} for name in ("topk", "batchtopk") if n]
-    for options in ({"activation": "relu"}, window, window | {"ste_to_input": True}, *ranked):
-        for slots in ({}, {"capacity": 2}):
-            rows, l0 = sae.encode_with_l0(x, W, b, **options, **slots)
+    limit = threshold.abs() + 1
+    activations = [gemm.ReLU(), gemm.JumpReLU(limit, 0.5), gemm.JumpReLU(limit, 0.5, ste_to_input=True)]
+    for activation in activations + ([gemm.TopK(4), gemm.BatchTopK(4)] if n else []):
+        for capacity in (None, 2):
+            rows, l0 = sae.encode_with_l0(x, W, b, activation, capacity=capacity)
             yield rows.to_dense()
             yield l0
             yield sae.tanh_l0(rows, draw(n))
             yield sae.count_fired(rows)
             assert smallest(rows, torch.ones_like(threshold)).item() == torch.inf
-        acts, l0, fired, nnz = encode_dense(x, W, b, **options)
-        yield from (acts, l0, fired, nnz)
+        yield from encode_dense(x, W, b, activation)
     if n:
-        yield sae.encode_csr(x, W, b, k=4).to_dense()
+        yield sae.encode(x, W, b, gemm.BatchTopK(4), format="csr").to_dense()
 
 
 def _squared_error(draw: Draw, m: int, n: int, d: int) -> Results:
@@ -102,7 +100,7 @@ def _overflowing(draw: Draw, m: int, n: int, d: int) -> Results:
     rows, _ = gemm.linear_pack(x, weight, format="ell", capacity=2)
     yield rowsparse.matmul(rows, W)
     yield rows.to_dense()
-    rows, _ = sae.encode_with_l0(x, weight.t(), activation="relu", capacity=2)
+    rows, _ = sae.encode_with_l0(x, weight.t(), capacity=2)
     yield rowsparse.matmul(rows, W)
 
 
