@@ -24,6 +24,7 @@ from gossamer.cli import environment
 MODE = "interpreter" if INTERPRET else "gpu" if torch.cuda.is_available() else "cpu"
 SOURCES = Path(gossamer.__file__).parent
 INTERPRETED = {folder.parent.name for folder in SOURCES.glob("*/_triton")}
+INTERPRETED_TOO = (Path("test_empty.py"), Path("_core/test_launch.py"))
 DTYPES = (torch.float32, torch.float16) if INTERPRET else (torch.float32, torch.float16, torch.bfloat16)
 
 hypothesis.settings.register_profile(
@@ -68,8 +69,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """In the interpreter, only what has kernels."""
-    parts = collection_path.relative_to(Path(__file__).parent).parts
-    return True if INTERPRET and parts and parts[0] not in INTERPRETED else None
+    path = collection_path.relative_to(Path(__file__).parent)
+    wanted = not path.parts or path.parts[0] in INTERPRETED or any(path in (f, *f.parents) for f in INTERPRETED_TOO)
+    return True if INTERPRET and not wanted else None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from gossamer import gemm, sae
 from gossamer._core import checks
 from gossamer.nn import _recipe
-from gossamer.nn.sae import _SAE, SAELoss
+from gossamer.nn.sae import _SAE, SAELoss, mean
 from gossamer.rowsparse import ELL, Rows
 from gossamer.rowsparse.density import recomputed
 
@@ -290,7 +290,7 @@ class JumpReLUSAE(_SAE):
         elif self.penalty == "tanh":
             scale = self.tanh_scale * self._decoder_norms(self.W_dec)
             l0 = (rows * scale).tanh().sum(-1) if isinstance(rows, Tensor) else sae.tanh_l0(rows, scale)
-        return weight * l0.mean()
+        return weight * mean(l0)
 
     def _aim(self) -> tuple[Any, Any]:
         """(the L0 that the quadratic penalty aims at, the weight of the penalty)"""
@@ -312,7 +312,7 @@ class JumpReLUSAE(_SAE):
         pre = x @ self.W_enc.index_select(1, which).to(x.dtype) + self.b_enc.index_select(0, which)
         norms = self._decoder_norms(self.W_dec.index_select(0, which))
         below = (self.threshold.index_select(0, which) - pre).relu() * norms
-        return self.pre_act_coefficient * torch.where(dead, below, 0).sum(-1).mean()
+        return self.pre_act_coefficient * mean(torch.where(dead, below, 0).sum(-1))
 
     def extra_repr(self) -> str:
         if self.steered:

@@ -238,12 +238,12 @@ class _SAE(torch.nn.Module):
             x = target = x.contiguous()
         rows, l0, nnz = self._chosen(x, self._entries)
         reconstruction = self._output(x, rows)
-        mse = _mean(squared_error(target, reconstruction))
+        mse = mean(squared_error(target, reconstruction))
         parts = self._penalty(rows, l0), self._dead_loss(x, target, reconstruction) if self.training else None
         penalty, dead = (zero if part is None else part for part, zero in zip(parts, mse.new_zeros(2).unbind()))
         loss = mse + penalty + dead
         self._record(nnz, loss)
-        return SAELoss(loss, mse, penalty, _mean(l0.detach()), reconstruction, dead)
+        return SAELoss(loss, mse, penalty, mean(l0.detach()), reconstruction, dead)
 
     def _output(self, x: Tensor, rows: Rows | Tensor) -> Tensor:
         return decode_dense(rows, self.W_dec, self.b_dec) if isinstance(rows, Tensor) else self._decoded(rows)
@@ -308,7 +308,7 @@ class _Reviving(_SAE):
         rows, _ = self._latents(x, W_enc=W_enc, b_enc=biases, activation=topk, b_dec=self._centre)
         estimate = self._estimate(rows, self.W_dec.index_select(0, which))
         residual = target.detach().to(self._wide) - reconstruction.detach().to(self._wide)
-        loss = squared_error(residual, estimate).mean()
+        loss = mean(squared_error(residual, estimate))
         return self.aux_coefficient * torch.where(self._any(dead), loss, 0)
 
     def _estimate(self, rows: ELL, W_dec: Tensor) -> Tensor:
@@ -331,7 +331,7 @@ class _Reviving(_SAE):
         return f"d_in={self.d_in}, d_sae={self.d_sae}, k={self.k}"
 
 
-def _mean(terms: Tensor) -> Tensor:
+def mean(terms: Tensor) -> Tensor:
     """Over all rows; 0 where there are none."""
     return terms.mean() if terms.numel() else terms.sum()
 

@@ -104,7 +104,7 @@ def reduced(x, REDUCE: tl.constexpr):
         return tl.sum(x, 0).to(x.dtype)
 
 
-@triton.jit(do_not_specialize=["capacity", "index_capacity"])
+@triton.jit(do_not_specialize=["nnz_ptr", "index_nnz_ptr", "capacity", "index_capacity"])
 def _scatter_reduce_kernel(
     out_ptr, src_ptr, index_ptr, nnz_ptr, positions_ptr, index_nnz_ptr, offsets_ptr, order_ptr, others_ptr,
     R, C, M_INDEX, N_INDEX, BOUND, capacity, index_capacity,
@@ -165,7 +165,7 @@ def _scatter_reduce_kernel(
                 tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["capacity", "index_capacity", "D", "INNER", "D_INDEX"])
+@triton.jit(do_not_specialize=["nnz_ptr", "index_nnz_ptr", "capacity", "index_capacity", "D", "INNER", "D_INDEX"])
 def _scatter_lead_kernel(
     out_ptr, src_ptr, index_ptr, nnz_ptr, positions_ptr, index_nnz_ptr, index_positions_ptr,
     D, INNER, D_INDEX, R_INDEX, C_INDEX, R, C, M_INDEX, N_INDEX, capacity, index_capacity,
@@ -208,7 +208,7 @@ def _scatter_lead_kernel(
             tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["capacity", "index_capacity"])
+@triton.jit(do_not_specialize=["nnz_ptr", "index_nnz_ptr", "capacity", "index_capacity"])
 def _scatter_start_kernel(
     out_ptr, given_ptr, nnz_ptr, index_nnz_ptr, capacity, index_capacity, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
