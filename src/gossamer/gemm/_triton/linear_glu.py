@@ -201,7 +201,7 @@ def linear_glu(
     return out, *kept
 
 
-_plans: dict[tuple[object, ...], launch.Bound] = {}
+_plans = launch.Plans()
 
 
 def _launch_few_rows(
@@ -218,21 +218,20 @@ def _launch_few_rows(
     key = (x.shape, x.stride(), x.dtype, gate_weight.shape, gate_weight.stride(), activation, index)
     key += (None if up_weight is None else up_weight.stride(),)
     key += tuple([None if bias is None else (bias.dtype, bias.stride()) for bias in (gate_bias, up_bias)])
-    plan = _plans.get(key)
+    gate = gate_weight.data_ptr()
+    rows = out.shape[1] * gate_weight.stride(0) * gate_weight.element_size()
+    up = gate + rows if up_weight is None else up_weight.data_ptr()
+    biases = [None if bias is None else bias.data_ptr() for bias in (gate_bias, up_bias)]
+    pointers = (x.data_ptr(), gate, up, *biases, out.data_ptr())
+    plan = _plans.get(key, index, pointers[0] | gate | up | (biases[0] or 0) | (biases[1] or 0))
     if plan is not None:
-        gate = gate_weight.data_ptr()
-        half = out.shape[1] * gate_weight.stride(0) * gate_weight.element_size()
-        up = gate + half if up_weight is None else up_weight.data_ptr()
-        biases = [None if bias is None else bias.data_ptr() for bias in (gate_bias, up_bias)]
-        pointers = (x.data_ptr(), gate, up, *biases, out.data_ptr())
-        if launch.ready(index, pointers[0] | gate | up | (biases[0] or 0) | (biases[1] or 0)):
-            plan(torch._C._cuda_getCurrentRawStream(index), *pointers)
-            return
+        plan.launches[0](torch._C._cuda_getCurrentRawStream(index), *pointers)
+        return
     operands = _operands(x, gate_weight, up_weight, gate_bias, up_bias)
-    plan = _launch_linear_glu(*operands, activation, None, out, None)
+    bound = _launch_linear_glu(*operands, activation, None, out, None)
     # Not where biases had to be copied.
-    if plan is not None and operands[3] is gate_bias and operands[4] is up_bias and launch.may_keep(x.device):
-        launch.keep(_plans, key, plan)
+    if operands[3] is gate_bias and operands[4] is up_bias:
+        _plans.keep(key, x.device, bound)
 
 
 def linear_glu_bwd(

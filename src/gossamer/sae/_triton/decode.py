@@ -10,8 +10,6 @@ left to the dense tiles of `overflow`. With many rows scan and gather are launch
 fills the GPU.
 """
 
-import threading
-
 import torch
 import triton
 import triton.language as tl
@@ -161,25 +159,7 @@ class _Space:
         self.partial, self.arrived = overflow.workspace(m, n, weight) if overflows else (None, None)
 
 
-class _Plan:
-    """The launches of one shape, bound to all but their pointers, and the space they need on one stream."""
-
-    __slots__ = ("epochs", "lists", "lock", "overflow", "pointers", "scan", "space")
-
-    def __init__(self, space: _Space, scan: launch.Bound, over: launch.Bound | None) -> None:
-        # Words of its own, so that another operator's epochs cannot meet them.
-        space.words = torch.zeros(space.size, dtype=torch.int64, device=space.nnz.device)
-        self.epochs = launch.Epochs()
-        self.lock = threading.Lock()
-        self.space, self.scan, self.overflow = space, scan, over
-        nnz, arrived, words, partial = (
-            None if t is None else t.data_ptr() for t in (space.nnz, space.arrived, space.words, space.partial)
-        )
-        self.lists = (nnz, arrived, words)
-        self.pointers = (partial, arrived, nnz)
-
-
-_plans: dict[tuple[object, ...], _Plan] = {}
+_plans = launch.Plans()
 
 
 def _one_launch(
@@ -245,17 +225,19 @@ def decode(
     stream = torch._C._cuda_getCurrentRawStream(index)
     key = (m, n, weight.shape, acts.stride(), weight.stride(), acts.dtype, weight.dtype, out_dtype, capacity, truncate)
     key += (index, stream, None if bias is None else (bias.dtype, bias.stride()), tuning.tf32())
-    plan = _plans.get(key)
     pointers = (acts.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr())
-    if plan is None or not launch.ready(index, pointers[0] | pointers[1] | (pointers[2] or 0)):
+    plan = _plans.get(key, index, pointers[0] | pointers[1] | (pointers[2] or 0))
+    if plan is None:
         return _decode_and_plan(key, acts, weight, bias, capacity, truncate, out_dtype)
     out = weight.new_empty((m, weight.shape[1]), dtype=out_dtype)
     target = out.data_ptr()
+    scan, over = plan.launches
+    nnz, arrived, partial = plan.addresses
     # The two launches share the counts: another thread's pair on this stream must not come between them.
     with plan.lock:
-        plan.scan(stream, *pointers, target, *plan.lists, plan.epochs.next())
-        if plan.overflow is not None:
-            plan.overflow(stream, *pointers, target, *plan.pointers)
+        scan(stream, *pointers, target, nnz, arrived, plan.flags, plan.epochs.next())
+        if over is not None:
+            over(stream, *pointers, target, partial, arrived, nnz)
     return out
 
 
@@ -276,10 +258,9 @@ def _decode_and_plan(
     added = None if bias is None else bias.contiguous()
     out = torch.empty(m, d, dtype=out_dtype or weight.dtype, device=weight.device)
     space, scan, over = _one_launch(x, w, added, out, capacity, truncate)
-    if scan is None or (over is None and space.overflows):
-        return out
-    if x is acts and w is weight and added is bias and launch.may_keep(acts.device):
-        launch.keep(_plans, key, _Plan(space, scan, over))
+    if x is acts and w is weight and added is bias and not (over is None and space.overflows):
+        memory = (space.nnz, space.arrived, space.partial)
+        _plans.keep(key, acts.device, scan, over, words=space.size, memory=memory)
     return out
 
 
