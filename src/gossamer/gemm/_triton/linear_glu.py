@@ -19,6 +19,9 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 
+UPCAST = tl.constexpr(launch.INTERPRET)
+"""The interpreter multiplies in float32: its bfloat16 dot is wrong."""
+
 
 @triton.jit
 def activated(z, ACTIVATION: tl.constexpr):
@@ -53,9 +56,9 @@ def load_bias(bias_ptr, columns, N):
 @triton.jit
 def _linear_glu_kernel(
     x_ptr, gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, out_ptr, grad_ptr, first_ptr, second_ptr,
-    stride_xm, stride_xk, stride_gn, stride_gk, stride_un, stride_uk, stride_dm, stride_dn, M, N, K,
+    stride_xm, stride_xk, stride_gn, stride_gk, stride_un, stride_uk, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    ACTIVATION: tl.constexpr, GRADIENT: tl.constexpr, UPCAST: tl.constexpr,
+    ACTIVATION: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """Program (tile). With GRADIENT it writes the gradients of gate and up, otherwise out and, where there is a
     `first_ptr`, gate and up; all of them [M, N]."""
@@ -94,7 +97,7 @@ def _linear_glu_kernel(
     active, slope = activated(gate, ACTIVATION)
     at = m[:, None] * N + n[None, :]
     if GRADIENT:
-        grad = tl.load(grad_ptr + m[:, None] * stride_dm + n[None, :] * stride_dn, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(first_ptr + at, grad * up * slope, mask=mask)
         tl.store(second_ptr + at, grad * active, mask=mask)
     else:
@@ -293,8 +296,9 @@ def _launch_linear_glu(
             return None
     (m, k), n = x.shape, gate_weight.shape[0]
     tile, warps, stages = tuning.glu_tile(m, x.device)
-    strides = (*x.stride(), *gate_weight.stride(), *up_weight.stride(), *((0, 0) if grad is None else grad.stride()))
-    meta = {**tile, "ACTIVATION": activation, "GRADIENT": grad is not None, "UPCAST": launch.INTERPRET}
+    grad = None if grad is None else grad.contiguous()
+    strides = (*x.stride(), *gate_weight.stride(), *up_weight.stride())
+    meta = {**tile, "ACTIVATION": activation, "GRADIENT": grad is not None}
     key = (m, n, k, x.dtype, strides, gate_bias is None or gate_bias.dtype, up_bias is None or up_bias.dtype)
     key += (activation, None if grad is None else grad.dtype, out is None, gates is None)
     args = (x, gate_weight, up_weight, gate_bias, up_bias, out, grad, *(gates or (None, None)), *strides, m, n, k)
@@ -372,7 +376,7 @@ def launch_glu_bwd(
 
 
 _OPTIONAL = {"gate_bias_ptr": "*fp32", "up_bias_ptr": None}
-_STRIDES = ("stride_xm", "stride_xk", "stride_gn", "stride_gk", "stride_un", "stride_uk", "stride_dm", "stride_dn")
+_STRIDES = ("stride_xm", "stride_xk", "stride_gn", "stride_gk", "stride_un", "stride_uk")
 
 EXAMPLES = {
     _linear_glu_kernel: {
@@ -383,7 +387,7 @@ EXAMPLES = {
         },
         "constexprs": {
             **dict.fromkeys(("stride_xk", "stride_gk", "stride_uk"), 1), "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 64,
-            "GROUP_M": 8, "ACTIVATION": "silu", "GRADIENT": False, "UPCAST": False,
+            "GROUP_M": 8, "ACTIVATION": "silu", "GRADIENT": False,
         },
         "num_warps": 8,
         "num_stages": 3,
