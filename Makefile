@@ -9,6 +9,7 @@ ARGS   ?=
 BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PEERS     := $(VENV)/.installed-bench
+SITE      := $(VENV)/.installed-docs
 PIP       := $(BIN)/python -m pip --disable-pip-version-check
 # One thread a process: the test processes already fill the cores.
 PYTEST    := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
@@ -25,7 +26,7 @@ AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA
 NUMERICAL := $(addprefix tests/,rowsparse gemm sae nn ffn attention blocksparse)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full test-avx2 lint bench clean
+.PHONY: help install demo test test-full test-avx2 lint docs dist bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -50,11 +51,18 @@ lint: $(INSTALLED) ## ruff, mypy, and whether docs show what benchmarks/results 
 	$(BIN)/python -m mypy
 	$(BIN)/python benchmarks/tables.py --check
 
+docs: $(SITE) ## the site of the documents and the reference, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+dist: $(INSTALLED) ## wheel and source distribution, in dist/
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+
 bench: $(PEERS) ## the benchmarks, beside their peers; writes benchmarks/results/
 	$(BIN)/gossamer bench $(ARGS)
 
 clean: ## remove caches, builds and the report; .venv stays
-	rm -rf report build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf report build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # The stamp is older than either file whenever the environment may be out of date; pip then changes what differs.
@@ -72,4 +80,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 $(PEERS): $(INSTALLED)
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[bench]'
+	@touch $@
+
+$(SITE): $(INSTALLED)
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[docs]'
 	@touch $@

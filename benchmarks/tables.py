@@ -1,4 +1,4 @@
-"""docs/benchmarks.md, and README's table and plot, from the files of `benchmarks/results/`.
+"""docs/benchmarks.md, and the tables of other documents, from the files of `benchmarks/results/`.
 
 `python benchmarks/tables.py` writes them; with `--check` it only says whether they are what it would write, as
 `make lint` asks. The plot is drawn, and not compared: other versions of matplotlib draw other bytes.
@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PAGE, README, PLOT = (
+RESULTS, PAGE, CHOOSING, TRAINING, README, PLOT = (
     ROOT / "benchmarks" / "results",
     ROOT / "docs" / "benchmarks.md",
+    ROOT / "docs" / "choosing.md",
+    ROOT / "docs" / "training.md",
     ROOT / "README.md",
     ROOT / "docs" / "decode.png",
 )
@@ -48,19 +50,67 @@ PAGES = {
         "Gated layers, and layers that pack what they activate",
         "*GEMM alone* is one product to both halves, without gating. `mlp` is a block, forward and backward.",
     ),
+    "ffn-gated-nvidia-h200.json": (
+        "Sparse feed-forward blocks",
+        "A gated block of which `nnz` of N neurons fire for a token; of groups of 64 neighbouring tokens `shared` fire "
+        "for all. `gossamer` is the module in steady state, which chooses; the others pin a way. It is **slower than "
+        "dense** for up to 16 tokens, and eager, where the host launches longer than the GPU works, for 2,048. In the "
+        "case of unequal rows those of 40 entries had them side by side, by a fault of the inputs: all overflowed.",
+    ),
+    "blocksparse-attention-nvidia-h200.json": (
+        "Block-sparse attention",
+        "Random layouts, another for each head; `density` is the percentage of blocks present. FlexAttention has no "
+        "tiles that fit blocks of 64 by itself, and blksprs's provider failed. Training cases in which the largest "
+        "error of a row exceeded the bound of this run, FlexAttention's with it, are left out.",
+    ),
+    "attention-32768-8192-nvidia-h200.json": (
+        "Selected attention: scores, selection, decoding",
+        "`select_topk` goes from the indexer's inputs to a selection of k keys for each of T queries. `sparse_decode` "
+        "is one query over T keys, of which it takes k.",
+    ),
 }
 """Files of results, the title of each, and what a reader has to know."""
 
 _GRAPH = ", CUDA graph"
 HEADLINES = (
     (f"decode, 64 of 65,536 latents, batch 32{_GRAPH}", "sae", "sae/decode/B=32,F=65536,D=768,L0=64,float32"),
-    ("encode and decode, JumpReLU, batch 4,096", "gemm", "linear_pack_decode/B=4096,D=2304,F=65536,L0=64,bfloat16"),
-    (f"training step, TopK, batch 4,096{_GRAPH}", "nn", "nn/train_topk/B=4096,D=2304,F=65536,k=64,bfloat16"),
     ("SAELens's training step, JumpReLU, patched", "integrations-saelens", "training_step/SAE=jumprelu"),
     ("gated layer, 4,096 tokens, Llama 3 8B", "gemm", "gemm/linear_glu/M=4096,K=4096,N=14336,bfloat16"),
-    ("gated block, forward and backward, 16,384 tokens", "gemm", "gemm/mlp/M=16384,K=4096,N=14336,bfloat16"),
+    ("feed-forward block, 29 of 5,632 neurons, 16,384 tokens", "ffn-gated", "M=16384,K=2048,N=5632,nnz=29,shared=0%"),
+    (
+        "attention, 25% of its blocks of 128, 8,192 tokens",
+        "blocksparse-attention",
+        "/attention/T=8192,H=16,D=128,block=128,density=25",
+    ),
+    (
+        f"attention of one query, 2,048 of 131,072 keys{_GRAPH}",
+        "attention-32768-8192",
+        "sparse_decode/B=1,T=131072,H=16,G=16",
+    ),
 )
 """README's rows: what is measured, the file, and what the case's id holds."""
+FIRST = ("dense", "dense SDPA", "dense SDPA, cuDNN", "SAELens")
+"""Providers that do without gossamer what everybody does."""
+
+BREAK_EVENS = (
+    ("`sae.decode`", "sae", "sweep_l0", "gossamer"),
+    ("`sae.decode`, TF32 allowed", "sae", "sweep_l0", "gossamer at tf32"),
+    ("`gemm.linear_pack`, ReLU", "gemm", "linear_pack_relu", "gossamer"),
+    ("`gemm.linear_pack`, JumpReLU, and `sae.decode`", "gemm", "linear_pack_decode", "gossamer"),
+    ("step of `nn.TopKSAE`", "nn", "train_topk", "gossamer"),
+    ("step of `nn.BatchTopKSAE`", "nn", "train_batchtopk", "gossamer"),
+    ("step of `nn.JumpReLUSAE`", "nn", "train_jumprelu", "gossamer"),
+    ("`ffn.gated`", "ffn", "gated", "gossamer"),
+    ("`ffn.plain`", "ffn", "plain", "gossamer"),
+    ("`attention.sparse_attention`", "attention", "sparse_attention", "gossamer"),
+    ("the same, forward and backward", "attention", "sparse_attention_training", "gossamer"),
+    ("`attention.sparse_decode`", "attention", "sparse_decode", "gossamer"),
+    ("`blocksparse.attention`", "blocksparse", "attention", "gossamer"),
+    ("the same, forward and backward", "blocksparse", "attention_training", "gossamer"),
+    ("`blocksparse.matmul`, all block-sparse", "blocksparse", "matmul", "gossamer"),
+    ("`blocksparse.matmul` with a dense matrix", "blocksparse", "matmul_with_dense", "gossamer"),
+)
+"""The rows of docs/choosing.md: what is measured, how files begin, the name of their cases, and our provider."""
 
 
 def read(file: str) -> dict[str, Any]:
@@ -85,8 +135,8 @@ def page() -> str:
         "against float64 and timed in turn in one run, on inputs that rotate beyond the cache.",
         "",
         "Times are microseconds, medians: eager, and in parentheses replayed from a CUDA graph. Memory is what a call",
-        "allocates at its peak, in MiB. The last column is the fastest peer's time over gossamer's, by graphs where",
-        "both have one.",
+        "allocates at its peak, in MiB; energy is what it takes from the power supply, in joules. The last column of",
+        "times is the fastest peer's over gossamer's, by graphs where both have one.",
     ]
     for file, (title, text) in PAGES.items():
         content = read(file)
@@ -98,6 +148,8 @@ def page() -> str:
             parts += ["", f"### {name}", "", *times(cases)]
             if any(provider["peak_bytes"] for case in cases for provider in case["providers"]):
                 parts += ["", *memory(cases)]
+            if any(provider.get("joules") for case in cases for provider in case["providers"]):
+                parts += ["", *energy(cases)]
     return "\n".join(parts) + "\n"
 
 
@@ -118,6 +170,16 @@ def memory(cases: list[dict[str, Any]]) -> list[str]:
         found = {p["name"]: p["peak_bytes"] for p in case["providers"] if p["peak_bytes"] is not None}
         rows.append([label(case), *(f"{found[n] / 2**20:,.1f}" if n in found else "" for n in names)])
     return table(["memory", *names], rows)
+
+
+def energy(cases: list[dict[str, Any]]) -> list[str]:
+    names = columns(cases)
+    rows = []
+    for case in cases:
+        found = {p["name"]: p["joules"] for p in case["providers"] if p.get("joules")}
+        if found:
+            rows.append([label(case), *(f"{found[n]:#.3g}" if n in found else "" for n in names)])
+    return table(["energy", *names], rows)
 
 
 def columns(cases: list[dict[str, Any]]) -> list[str]:
@@ -174,7 +236,7 @@ def headlines() -> str:
         found = {p["name"]: p for p in case["providers"] if p[kind]}
         ours = next(p for p in found.values() if p["ours"])
         peers = [p for p in found.values() if is_peer(p, ours)]
-        first = next(p for p in peers if p["name"] in ("dense", "SAELens"))
+        first = next(p for p in peers if p["name"] in FIRST)
         peer = min(peers, key=lambda p: p[kind]["median"])
         rows.append(
             [
@@ -190,10 +252,112 @@ def headlines() -> str:
     return "\n".join([BEGIN, *lines, END])
 
 
-def readme() -> str:
-    text = README.read_text()
-    before, rest = text.split(BEGIN)
-    return before + headlines() + rest.split(END)[1]
+def density(case: dict[str, Any]) -> tuple[str, float] | None:
+    """The parameter that says how much of a case is there, and the share that is."""
+    given = case["parameters"]
+    for part, whole in (("L0", "F"), ("L0", "N"), ("k", "F"), ("nnz", "N"), ("k", "T")):
+        if isinstance(given.get(part), int) and whole in given:
+            return part, given[part] / given[whole]
+    if "sparsity" in given:
+        return "sparsity", 1 - given["sparsity"] / 100
+    return ("density", given["density"] / 100) if "density" in given else None
+
+
+def break_evens() -> str:
+    """Of each problem, and each of its sizes, how gossamer's time compares with the dense way's by density."""
+    rows = []
+    for what, file, name, ours in BREAK_EVENS:
+        cases = [
+            case
+            for path in sorted(RESULTS.glob(f"{file}-*nvidia-h200.json"))
+            for case in json.loads(path.read_text()).get("cases", ())
+            if case["name"] == name
+        ]
+        sizes: dict[str, list[tuple[float, float]]] = {}
+        for case in cases:
+            found = {p["name"]: p for p in case["providers"] if p["eager"]}
+            share, us = density(case), found.get(ours)
+            same = [p for n, p in found.items() if n.startswith("dense") and us and p["precision"] == us["precision"]]
+            if share and us and same:
+                given = [(key, value) for key, value in case["parameters"].items() if key != share[0]]
+                shown = [f"{key} {value:,}" if isinstance(value, int) else f"{key} {value}" for key, value in given]
+                size = ", ".join([*shown, case["dtype"]])
+                sizes.setdefault(size, []).append((share[1], min(over(peer, us) for peer in same)))
+        rows += [[what, size, *_faster(sorted(ratios))] for size, ratios in sizes.items()]
+        rows += [] if sizes else [[what, f"not measured yet: `gossamer bench {file}`", "", "", ""]]
+    head = ["on one NVIDIA H200", "size", "dense time over gossamer's", "faster up to", "slower from"]
+    return "\n".join([BEGIN, *table(head, rows), END])
+
+
+def _faster(ratios: list[tuple[float, float]]) -> list[str]:
+    """The dense way's time over ours at the lowest density, the densest before which we are faster, the first after."""
+    first = f"{ratios[0][1]:.3g} at {percent(ratios[0][0])}"
+    slower = next((share for share, ratio in ratios if ratio < 1), None)
+    up_to = max((share for share, _ in ratios if slower is None or share < slower), default=None)
+    single = len(ratios) == 1
+    return [
+        first,
+        "" if up_to is None or single else percent(up_to),
+        "" if single and slower is None else "none measured" if slower is None else percent(slower),
+    ]
+
+
+def percent(share: float) -> str:
+    return f"{share:.2%}" if share < 0.01 else f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
+
+
+def sweeps() -> str:
+    """What sweeps at random shapes came to, of those that are committed: beside dense PyTorch."""
+    rows = []
+    for path in sorted(RESULTS.glob("sweep*.json")):
+        content = json.loads(path.read_text())
+        for name, found in content["summary"]["dense"].items():
+            if found["cases"]:
+                mean, slower = f"{found['geometric_mean']:.2f}", f"{found['slower_by_5%_and_3us']:.1%}"
+                worst = f"{found['worst'][0]['ratio']:.2f}"
+                rows.append([f"{content['device']['name']}: {name}", str(found["cases"]), mean, slower, worst])
+    if not rows:
+        return f"{BEGIN}\nNo sweep is committed yet. `gossamer bench sweep` makes one.\n{END}"
+    head = ["cases of", "how many", "dense time over gossamer's, geometric mean", "slower by 5% and 3 us", "worst"]
+    return "\n".join([BEGIN, *table(head, rows), END])
+
+
+def dictionaries() -> str:
+    """What autoencoders find of a known dictionary, seed by seed."""
+    content = read("nn-dictionary-cpu.json")
+    rows = []
+    for name, setting in sorted(content["settings"].items()):
+        groups = f" of {setting['groups']} groups" if setting["groups"] else ""
+        shape = f"{setting['atoms']} atoms, {setting['active']} a row{groups}, d_in {setting['d_in']}, d_sae "
+        shape += f"{setting['d_sae']:,}, {setting['batch']:,} rows, {setting['steps']:,} steps"
+        for kind, module in MODULES.items():
+            runs = [r for r in content["runs"] if (r["setting"], r["kind"], r["rate"]) == (name, kind, 1e-3)]
+            runs.sort(key=lambda run: run["seed"])
+            found = ", ".join(f"{run['recovered']:.1%}" for run in runs)
+            rows.append([shape, f"`{module}`", found, ", ".join(f"{run['l0']:.2f}" for run in runs)])
+    return "\n".join([BEGIN, *table(["rows", "", "found, of each seed", "L0"], rows), END])
+
+
+MODULES = {"jumprelu": "JumpReLUSAE", "batchtopk": "BatchTopKSAE", "topk": "TopKSAE"}
+
+
+def stream() -> str:
+    """What autoencoders explain of a residual stream."""
+    by: dict[int, dict[str, dict[str, Any]]] = {}
+    for run in read("nn-stream-cpu.json")["runs"]:
+        by.setdefault(run["target"], {})[run["kind"]] = run
+    rows = []
+    for target, runs in sorted(by.items()):
+        topk, jumprelu = runs["topk"], runs["jumprelu"]
+        explained = [f"{run['variance_explained']:.1%}" for run in (topk, jumprelu)]
+        rows.append([str(target), *explained, f"{jumprelu['l0']:.1f}"])
+    return "\n".join([BEGIN, *table(["target", "TopK explains", "JumpReLU explains", "at L0"], rows), END])
+
+
+def filled(text: str, *tables: str) -> str:
+    """A page whose marked parts hold the given tables, in order."""
+    before, *parts = text.split(BEGIN)
+    return before + "".join(made + part.split(END)[1] for made, part in zip(tables, parts, strict=True))
 
 
 def draw() -> None:
@@ -236,7 +400,12 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a file is out of date")
     options = parser.parse_args(arguments)
-    wanted = {PAGE: page(), README: readme()}
+    wanted = {
+        PAGE: page(),
+        README: filled(README.read_text(), headlines()),
+        CHOOSING: filled(CHOOSING.read_text(), break_evens(), sweeps()),
+        TRAINING: filled(TRAINING.read_text(), dictionaries(), stream()),
+    }
     if options.check:
         stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
         for path in stale:

@@ -24,6 +24,7 @@ from gossamer.cli import environment
 MODE = "interpreter" if INTERPRET else "gpu" if torch.cuda.is_available() else "cpu"
 SOURCES = Path(gossamer.__file__).parent
 INTERPRETED = {folder.parent.name for folder in SOURCES.glob("*/_triton")}
+INTERPRETED_TOO = (Path("test_empty.py"), Path("_core/test_launch.py"))
 DTYPES = (torch.float32, torch.float16) if INTERPRET else (torch.float32, torch.float16, torch.bfloat16)
 
 hypothesis.settings.register_profile(
@@ -69,9 +70,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """In the interpreter, only what has kernels."""
     folder = Path(__file__).parent
-    # The template's test is elsewhere.
-    parts = collection_path.relative_to(folder).parts if collection_path.is_relative_to(folder) else ()
-    return True if INTERPRET and parts and parts[0] not in INTERPRETED else None
+    if not collection_path.is_relative_to(folder):
+        # The template's test, which is put together elsewhere.
+        return None
+    path = collection_path.relative_to(folder)
+    wanted = not path.parts or path.parts[0] in INTERPRETED or any(path in (f, *f.parents) for f in INTERPRETED_TOO)
+    return True if INTERPRET and not wanted else None
 
 
 @pytest.hookimpl(tryfirst=True)

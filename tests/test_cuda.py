@@ -124,7 +124,7 @@ def test_nothing_waits(m: int, n: int, d: int) -> None:
             rows = rowsparse.pack(acts, **options)
             rowsparse.matmul(rows, W).sum().backward()
             rowsparse.matmul(rowsparse.transpose(rows.detach()), x).sum().backward()
-            rowsparse.sampled_matmul(x, W, rows.detach()).values.sum().backward()
+            rowsparse.sampled_matmul(x, W, rows.detach()).packed.values.sum().backward()
             rowsparse.unpack(rowsparse.pack(acts, **options)).sum().backward()
             repr(rows), rows.overflowed
 

@@ -45,7 +45,7 @@ def test_examples(name: str) -> None:
 
 HOUSE = Path(__file__).parents[1]
 # The worked example has a test of its own, and what several processes run has those of tests/distributed.
-PAGES = ["README.md", *(f"docs/{p.name}" for p in sorted((HOUSE / "docs").glob("*.md")))]
+PAGES = ["README.md", *(str(page.relative_to(HOUSE)) for page in sorted((HOUSE / "docs").rglob("*.md")))]
 PAGES = [page for page in PAGES if page not in ("docs/worked-example.md", "docs/distributed.md")]
 
 
@@ -100,3 +100,25 @@ def test_the_worked_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert languages.count("sh") == 3 and languages.count("python") == 6
     assert names["found"].rows == len(names["source"]) > 0
     assert names["together"].max() > 0 and names["latents"].shape == (2048, 4096)
+
+
+def test_the_site_names_all_that_is_public(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make docs` builds without a warning, and each public name has its place in the reference."""
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings_handlers.python")
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    monkeypatch.chdir(HOUSE)
+    build(load_config(str(HOUSE / "mkdocs.yml"), site_dir=str(tmp_path), strict=True))
+    modules = [name for name in ROOMS if name != "integrations"]
+    for name in [*modules, "integrations.sae_lens", "integrations.transformers"]:
+        if name == "integrations.sae_lens":
+            pytest.importorskip("sae_lens")
+        page = (tmp_path / "api" / f"{name}.html").read_text(encoding="utf-8")
+        places = set(re.findall(r'id="gossamer\.([\w.]+)"', page))
+        room = importlib.import_module(f"gossamer.{name}")
+        wanted = getattr(room, "__all__", None) or ["patch", "unpatch"]
+        assert {f"{name}.{item}" for item in wanted} <= places
+        assert name != "rowsparse" or "rowsparse.ELL.ablate" in places  # of the class that containers share
+        assert "&gt;&gt;&gt; " not in re.sub(r"<pre>.*?</pre>", "", page, flags=re.S)

@@ -110,6 +110,12 @@ def test_random_rows(dtype: torch.dtype, device: torch.device, generator: torch.
             testing.random_rows((2, 5), **wrong)
 
 
+def test_short_rows_are_spread_like_long_ones(device: torch.device, generator: torch.Generator) -> None:
+    rows = testing.random_rows((200, 1000), l0=[10] * 100 + [500] * 100, device=device, generator=generator)
+    for part in rows.split(100):
+        assert 450 < part.nonzero()[:, 1].double().mean() < 550
+
+
 @pytest.mark.parametrize("distinct", [True, False])
 @pytest.mark.parametrize("make", [testing.random_ell, testing.random_csr])
 def test_random_containers(make, distinct: bool, dtype: torch.dtype, device: torch.device) -> None:

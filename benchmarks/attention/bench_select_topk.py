@@ -25,22 +25,27 @@ def cases(
     """4 heads of 64 columns, k 2,048, in bfloat16; a small float32 one for `quick` and on the CPU."""
     if quick or device.type == "cpu":
         for T in lengths or (512,):
-            yield _select(T, min(64, T // 2), dtype or torch.float32)
+            for granularity in (1, 4):
+                yield _select(T, min(64, T // 8 * 4), dtype or torch.float32, granularity)
             yield _scores(T, dtype or torch.float32)
         return
     for T in lengths or (4096, 8192, 32768, 131072):
-        yield _select(T, min(2048, T // 2), dtype or torch.bfloat16)
+        for granularity in (1, 4):
+            yield _select(T, min(2048, T // 8 * 4), dtype or torch.bfloat16, granularity)
     yield _scores(4096, dtype or torch.bfloat16)
 
 
-def drifting(shape: tuple[int, ...], dim: int, device: torch.device, generator: torch.Generator) -> Tensor:
-    """Standard normal numbers, each 0.98 of its neighbour along `dim` and the rest new."""
-    x = torch.randn(shape, device=device, generator=generator) * (1 - 0.98**2) ** 0.5
+def drifting(
+    shape: tuple[int, ...], dim: int, device: torch.device, generator: torch.Generator, share: float = 0.98
+) -> Tensor:
+    """Standard normal numbers, each `share` of its neighbour along `dim` and the rest new."""
+    x = torch.randn(shape, device=device, generator=generator) * (1 - share**2) ** 0.5
     reach = 1
-    while reach < min(shape[dim], 1024):
+    # What is left behind that many steps is less than a ten-thousandth.
+    while reach < min(shape[dim], 10 / (1 - share)):
         older = torch.zeros_like(x)
         older.narrow(dim, reach, shape[dim] - reach).copy_(x.narrow(dim, 0, shape[dim] - reach))
-        x, reach = x + 0.98**reach * older, 2 * reach
+        x, reach = x + share**reach * older, 2 * reach
     return x
 
 
@@ -73,39 +78,46 @@ def _sums(selection: attention.Selection, q: Tensor, k: Tensor, w: Tensor, bias:
     return (out,)
 
 
-def _plain(k_top: int, q: Tensor, k: Tensor, w: Tensor, bias: Tensor) -> attention.Selection:
+def _best(scores: Tensor, k_top: int, granularity: int) -> Tensor:
+    """bool like scores: the keys that a query sees, of its k highest or of its k / granularity best units."""
+    T = scores.shape[1]
+    units = torch.nn.functional.pad(scores, (0, -T % granularity), value=-torch.inf).unflatten(1, (-1, granularity))
+    best = units.amax(2).topk(min(k_top // granularity, units.shape[1])).indices
+    taken = torch.zeros(units.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, True)
+    return taken.repeat_interleave(granularity, 1)[:, :T] & scores.isfinite()
+
+
+def _plain(k_top: int, granularity: int, q: Tensor, k: Tensor, w: Tensor, bias: Tensor) -> attention.Selection:
     """Scores and `torch.topk`, a slab of rows at a time, into a dense mask."""
     T = q.shape[2]
-    mask = torch.zeros(1, T, T + 1, dtype=torch.bool, device=q.device)
-    for rows in torch.arange(T, device=q.device).split(max(1, _SLAB // T)):
-        values, indices = _rows(q, k, w, bias, rows).topk(min(k_top, T))
-        mask[0, rows[0] : rows[-1] + 1].scatter_(1, indices.where(values.isfinite(), T), True)
-    return attention.Selection.from_mask(mask[..., :T], 4 * k_top)
+    rows = torch.arange(T, device=q.device).split(max(1, _SLAB // T))
+    mask = torch.cat([_best(_rows(q, k, w, bias, part), k_top, granularity) for part in rows])
+    return attention.Selection.from_mask(mask[None], 4 * k_top)
 
 
-def _select(T: int, k_top: int, dtype: torch.dtype) -> Case:
+def _select(T: int, k_top: int, dtype: torch.dtype, granularity: int) -> Case:
     def reference(q: Tensor, k: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor]:
         wide = (q.double(), k.double(), w.double(), bias.double())
-        best = [_rows(*wide, part).topk(min(k_top, T)).values for part in _sample(q).split(64)]
-        return (torch.cat([scores.where(scores.isfinite(), 0).sum(1) for scores in best])[None],)
+        scores = [_rows(*wide, part) for part in _sample(q).split(64)]
+        return (torch.cat([part.where(_best(part, k_top, granularity), 0).sum(1) for part in scores])[None],)
 
     return Case(
         room="attention",
-        name="select_topk",
+        name="select_topk" if granularity == 1 else "select_topk_units",
         parameters={"T": T, "k": k_top, "Hi": HEADS, "Di": D},
         dtype=dtype,
         make=lambda device, generator: [_inputs(T, dtype, device, generator)],
         providers=(
             Provider(
                 "gossamer",
-                lambda *inputs: attention.select_topk(*inputs, k=k_top),
+                lambda *inputs: attention.select_topk(*inputs, k=k_top, granularity=granularity),
                 ours=True,
                 result=_sums,
                 capturable=True,
             ),
             Provider(
                 "torch.topk",
-                lambda *inputs: _plain(k_top, *inputs),
+                lambda *inputs: _plain(k_top, granularity, *inputs),
                 result=_sums,
                 devices=("cpu", "cuda") if T <= 32768 else (),
             ),

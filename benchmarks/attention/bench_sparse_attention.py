@@ -94,7 +94,7 @@ def attention_case(
         providers=(
             Provider("gossamer", run(sparse_attention), ours=True, result=_first_head),
             *(paths if T <= 8192 else ()),
-            Provider("dense SDPA", run(_dense), result=partial(_dense_result, training=training)),
+            Provider("dense SDPA", run(dense), result=partial(_dense_result, training=training)),
             *(masked if T <= 8192 else ()),
         ),
         reference=reference,
@@ -103,13 +103,18 @@ def attention_case(
         grad=training,
         sweep="T",
         error=_error,
+        # Weights and their gradients are rounded to 16 bits for the products of a backward pass.
+        budget=2e-2 if training and dtype.itemsize == 2 else None,
     )
 
 
 def _error(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> float:
-    """Largest error of a row, over the mean norm of rows: the gradient of a query with one key is a zero that cancels,
-    which no relative error can judge."""
-    errors = [(a.double() - b).norm(dim=-1).max() / b.norm(dim=-1).mean() for a, b in zip(got, want, strict=True)]
+    """Largest error of a row, over its norm or the mean norm of rows, whichever is more: a row of few keys is long, and
+    the gradient of a query with one key is a zero that cancels, which no relative error can judge."""
+    errors = []
+    for a, b in zip(got, want, strict=True):
+        norm = b.norm(dim=-1)
+        errors.append(((a.double() - b).norm(dim=-1) / norm.clamp(min=norm.mean())).max())
     return float(torch.stack(errors).max().nan_to_num(nan=torch.inf))
 
 
@@ -129,7 +134,7 @@ def _trained(forward: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]
     return call
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, selection: Any) -> Tensor:
+def dense(q: Tensor, k: Tensor, v: Tensor, selection: Any) -> Tensor:
     """cuDNN's attention first: PyTorch's own choice can be half as fast on Hopper."""
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])

@@ -27,8 +27,9 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
                 yield matmul_case(n, 64, sparsity, dtype)
     for block in (16, 32, 128):
         yield matmul_case(4096, block, 50, torch.bfloat16)
-    for sparsity in (2, 50, 75, 90):
-        yield dense_case(8192, 64, sparsity, torch.bfloat16)
+    for block in (64, 128):
+        for sparsity in (2, 50, 75, 90):
+            yield dense_case(8192, block, sparsity, torch.bfloat16)
 
 
 def matmul_case(n: int, block: int, sparsity: int, dtype: torch.dtype) -> Case:
@@ -125,6 +126,7 @@ def dense_case(n: int, block: int, sparsity: int, dtype: torch.dtype) -> Case:
                 prepare=bsr,
                 precision="high",
             ),
+            *([peers.stk_dsd()] if block == 128 and dtype in (torch.float16, torch.bfloat16) else []),
         ),
         reference=lambda x, y, mask: (x.double() @ y.double(),),
         bytes=int(peers.BATCH * n * n * dtype.itemsize * (2 + present)),

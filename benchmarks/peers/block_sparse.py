@@ -1,4 +1,4 @@
-"""Random block-sparse matrices for benchmarks, and the peers that are installed: blksprs and PyTorch's BSR."""
+"""Random block-sparse matrices for benchmarks, and their peers: blksprs, stk and PyTorch's BSR."""
 
 from __future__ import annotations
 
@@ -51,6 +51,22 @@ def from_dense(x: Tensor, mask: Tensor) -> blocksparse.BlockSparseTensor:
 
 def to_dense(output: blocksparse.BlockSparseTensor, *_: Any) -> tuple[Tensor, ...]:
     return (output.to_dense(),)
+
+
+def stk_dsd() -> Provider:
+    """MegaBlocks' block-sparse times dense, a matrix of the batch at a time; its kernels know blocks of 128."""
+
+    def prepare(x: Tensor, y: Tensor, mask: Tensor) -> tuple[Any, ...]:
+        import stk.ops  # type: ignore[import-not-found]
+
+        return [stk.ops.to_sparse(matrix, 128) for matrix in x], y, stk.ops.dsd
+
+    return Provider(
+        "stk",
+        lambda xs, y, dsd: torch.stack([dsd(x, matrix) for x, matrix in zip(xs, y)]),
+        prepare=prepare,
+        devices=("cuda",),
+    )
 
 
 def blksprs(

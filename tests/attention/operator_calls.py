@@ -29,6 +29,7 @@ def selection_calls(device: torch.device) -> None:
         out.where(out.isfinite(), 0).sum().backward()
     out = indexer_scores(q, k, w, causal=False)
     out.sum().backward()
+    select_topk(q, k, w, bias, k=12, window=2, sinks=1, granularity=4)
     found = select_topk(q, k, w, bias, k=9, window=2, sinks=1)
     select_topk(q, k, w, lengths=lengths, adaptive=AdaptiveK("entropy", 2, 8, 16), capacity=5)
     Selection.from_mask(found.to_mask())

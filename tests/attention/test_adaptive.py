@@ -7,7 +7,7 @@ from torch import Tensor
 from gossamer.attention import AdaptiveK, select_topk
 from gossamer.attention.levels import LEVELS
 from tests.attention.indexer import inputs, visible
-from tests.attention.test_select_topk import lengths_of, sorted_first, stored
+from tests.attention.test_select_topk import lengths_of, sorted_first, sorted_units, stored
 
 RULES = [
     AdaptiveK("variance", 5, 20, 40, temperature=0.7, mean=torch.tensor(0.02)),
@@ -36,6 +36,26 @@ def test_adaptive_k_is_of_each_query_alone(rule: AdaptiveK, device: torch.device
     assert torch.equal(counts.where(~near, 0), wanted.where(~near, 0)) and not near.all()
     assert torch.equal(found, sorted_first(keys, seen, counts, 2, 1))
     assert counts.unique().numel() > 3
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.rule)
+def test_adaptive_k_of_units(rule: AdaptiveK, device: torch.device) -> None:
+    """In units of four keys: the same rule on their scores, with a quarter of its bounds."""
+    case = (2, 3, 40, 70, 16, True, [70, 55])
+    q, k, w, bias = inputs(case, torch.float32, device)
+    mean, predictor = (None if t is None else t.to(device) for t in (rule.mean, rule.predictor))
+    asked = AdaptiveK(rule.rule, 8, 20, 40, rule.temperature, mean, predictor)
+    found = select_topk(q, k, w, bias, adaptive=asked, lengths=lengths_of(case, device), window=1, granularity=4)
+    seen, keys = visible(case).to(device), stored(case, q, k, w, bias)
+
+    def units(x: Tensor) -> Tensor:
+        return torch.nn.functional.pad(x, (0, -x.shape[2] % 4)).unflatten(2, (-1, 4)).amax(3)
+
+    scores = (units(keys) - 1).double() * (w.double().sigmoid().sum(-1, keepdim=True) / LEVELS)
+    exact = adaptive64(AdaptiveK(rule.rule, 2, 5, 10, rule.temperature, mean, predictor), scores, units(seen))
+    near = (exact - exact.round()).abs() < 1e-3
+    wanted = sorted_units(keys, seen, 4 * exact.floor().long(), 1)
+    assert torch.equal(found.to_mask() & ~near[:, None, :, None], wanted & ~near[:, None, :, None]) and not near.all()
 
 
 def adaptive64(rule: AdaptiveK, scores: Tensor, seen: Tensor) -> Tensor:

@@ -17,13 +17,17 @@ KERNELS = {
 }
 
 
+@pytest.mark.parametrize("unit", [1, 4])
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("name", KERNELS)
-def test_with_instructions_of_nvidia(name: str, forced: bool, target: str) -> None:
+def test_with_instructions_of_nvidia(name: str, forced: bool, target: str, unit: int) -> None:
     kernel, example = KERNELS[name]
+    if unit > 1 and "UNIT" not in example["constexprs"]:
+        pytest.skip("knows no units")
     given = {flag: value for flag, value in (("FAST", True), ("PACKED", True), ("FORCED", forced))}
     own = {flag: value for flag, value in given.items() if flag in example["constexprs"]}
+    own |= {"UNIT": unit} if "UNIT" in example["constexprs"] else {}
     if forced and "FORCED" not in own:
         pytest.skip("keeps nothing")
     compiled = aot.compile_kernel(kernel, {**example, "constexprs": example["constexprs"] | own}, target)

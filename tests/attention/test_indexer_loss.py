@@ -63,5 +63,5 @@ def test_against_dense(
         others = (torch.autograd.grad(result, given[2:]) for result, given in ((wanted, exact), (plain, usual)))
         for name, a, c, other in zip(("q_idx", "k_idx", "w", "bias"), ours, *others):
             part = max(torch.finfo(dtype).eps, 2 * math.log2(t * t) * 2**-24)
-            rounded = other + (c.abs().max() * part + 1e-9).to(other.dtype)
+            rounded = c + (other.double() - c).abs() + c.abs().max() * part + 1e-9
             assert_close(a, reference64=c, plain=rounded, name=f"gradient of {name}")

@@ -9,7 +9,7 @@ from hypothesis import given
 from torch import Tensor
 
 from gossamer._core.ops import INTERPRET
-from gossamer.attention import AdaptiveK, Selection, select_topk
+from gossamer.attention import AdaptiveK, Selection, select_topk, sparse_attention, sparse_decode
 from gossamer.attention._torch import select_topk as cpu
 from gossamer.attention.levels import LEVELS
 from tests.attention.indexer import dense, inputs, visible
@@ -108,6 +108,83 @@ def test_the_workspace_and_the_batch_change_nothing(case: tuple[Any, ...], devic
             lengths=None if lengths is None else lengths[i : i + 1],
         )
         assert torch.equal(alone.words, usual.words[i : i + 1])
+
+
+def sorted_units(keys: Tensor, seen: Tensor, k: Tensor | int, window: int = 0, sinks: int = 0) -> Tensor:
+    """Mask [B, 1, Tq, Tk] of the keys that each query sees of its first k / 4 units, by the largest of their keys."""
+    tk = keys.shape[2]
+    pad = (0, -tk % 4)
+    columns = torch.arange(tk, device=keys.device)
+    kept = ((columns < sinks) | (columns >= seen.sum(-1, keepdim=True) - window)) & seen
+    keys = torch.where(kept, KEPT, keys).where(seen, -1)
+    units = torch.nn.functional.pad(keys, pad, value=-1).unflatten(2, (-1, 4)).amax(3)
+    order = torch.sort(units, dim=-1, descending=True, stable=True).indices
+    k = k[..., None] if isinstance(k, Tensor) else k
+    first = (torch.arange(units.shape[2], device=keys.device) < k // 4).expand_as(order)
+    taken = torch.zeros_like(units, dtype=torch.bool).scatter_(2, order, first)
+    return (taken.repeat_interleave(4, 2)[..., :tk] & seen)[:, None]
+
+
+@pytest.mark.parametrize("case, window, sinks", [*((case, 0, 0) for case in CASES), *KEPT_TOO])
+def test_units_of_four_keys(
+    case: tuple[Any, ...], window: int, sinks: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """A stable sort of the units' largest keys; with a window there are ties everywhere, too."""
+    q, k, w, bias = inputs(case, dtype, device)
+    k = k.repeat_interleave(12 if window else 1, 1)[:, : case[3]]
+    options = {"causal": case[5], "lengths": lengths_of(case, device), "window": window, "sinks": sinks}
+    found = select_topk(q, k, w, bias, k=24, granularity=4, **options)
+    wanted = sorted_units(stored(case, q, k, w, bias), visible(case).to(device), 24, window, sinks)
+    assert torch.equal(found.to_mask(), wanted)
+    assert torch.equal(found.indices, Selection.from_mask(wanted, found.capacity).indices)
+    assert bool((wanted.sum(-1) <= 24).all())
+
+
+def test_units_by_slab_and_one_at_a_time(device: torch.device) -> None:
+    """Neither the workspace nor the number of queries of a call changes what a query takes."""
+    case = (2, 1, 17, 60, 16, True, None)
+    q, k, w, bias = inputs(case, torch.float32, device)
+    options = {"k": 12, "window": 3, "sinks": 2, "granularity": 4}
+    whole = select_topk(q, k, w, bias, **options)
+    small = select_topk(q, k, w, bias, workspace=2 * 64 * 128, **options)
+    assert torch.equal(small.words, whole.words)
+    for t in (0, 16):
+        step = (q[:, :, t : t + 1], k[:, : 44 + t], w[:, t : t + 1], bias)
+        one = select_topk(*step, **options).to_mask()
+        assert torch.equal(one[:, :, 0], whole.to_mask()[:, :, t, : 44 + t])
+
+
+@pytest.mark.kernels
+def test_units_of_rows_longer_than_registers(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    from gossamer.attention._triton import threshold
+
+    monkeypatch.setattr(threshold, "MAX_REGISTERS", 64)
+    case = (1, 1, 5, 301, 16, True, None)
+    q, k, w, bias = inputs(case, torch.float32, device)
+    found = select_topk(q, k, w, bias, k=40, window=9, granularity=4)
+    wanted = sorted_units(stored(case, q, k, w, bias), visible(case).to(device), 40, 9)
+    assert torch.equal(found.to_mask(), wanted)
+
+
+def test_attention_over_units(device: torch.device) -> None:
+    """Attention, its gradients and decoding do with them as with any selection: against dense attention."""
+    case = (1, 2, 50, 50, 16, True, None)
+    selection = select_topk(*inputs(case, torch.float32, device), k=12, window=1, granularity=4)
+    mask = selection.to_mask()
+    q, k, v = (torch.randn(1, h, 50, 16, device=device).requires_grad_() for h in (4, 2, 2))
+    wide = [x.double() for x in (q, k, v)]
+    out = sparse_attention(q, k, v, selection)
+    scores = (wide[0] @ wide[1].repeat_interleave(2, 1).mT / 4).masked_fill(~mask, -torch.inf)
+    wanted = scores.softmax(-1) @ wide[2].repeat_interleave(2, 1)
+    torch.testing.assert_close(out, wanted.float(), rtol=1e-4, atol=1e-5)
+    grad = torch.randn_like(out)
+    for ours, theirs in zip(*(torch.autograd.grad(x, (q, k, v), grad.to(x.dtype)) for x in (out, wanted))):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    last = Selection.from_mask(mask[:, :, -3:])
+    with torch.no_grad():
+        torch.testing.assert_close(sparse_decode(q[:, :, -3:], k, v, last), out[:, :, -3:], rtol=1e-4, atol=1e-5)
+    indices, there = selection.to_indices()
+    assert torch.equal(Selection.from_indices(indices, 50, there).words, selection.words)
 
 
 @given(
@@ -253,6 +330,16 @@ def test_bad_input(device: torch.device) -> None:
         select_topk(*given, k=2, window=-1)
     with pytest.raises(ValueError, match="workspace must be at least 16384 bytes, the scores of 64 queries by 4 keys"):
         select_topk(*given, k=2, workspace=100)
+    with pytest.raises(ValueError, match=r"granularity must be 1 or 4, got 2\. For blocks of 64 or 128 keys"):
+        select_topk(*given, k=2, granularity=2)
+    with pytest.raises(
+        ValueError, match="with granularity=4, k, or k_min, k_base and k_max, must be multiples of it, got 6"
+    ):
+        select_topk(*given, k=6, granularity=4)
+    with pytest.raises(ValueError, match="got 4, 8, 9"):
+        select_topk(*given, adaptive=AdaptiveK("entropy", 4, 8, 9), granularity=4)
+    with pytest.raises(ValueError, match=r"at most k / 4 units of 4 keys, 2, got 2 and 1, which may reach into 3"):
+        select_topk(*given, k=8, window=2, sinks=1, granularity=4)
     with pytest.raises(TypeError, match="adaptive must be an AdaptiveK, got str"):
         select_topk(*given, adaptive="variance")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="AdaptiveK: rule must be one of variance, entropy, learned, got 'mean'"):

@@ -45,12 +45,14 @@ def test_against_dense(
     pages, table = paged(torch.cat([k, v], 3), 16, generator)
     for options in ({}, {"causal": False, "lengths": lengths}, {"scale": 0.3, "lengths": lengths.int()}):
         exact, plain = (dense(*(x.to(t) for x in (q, k, v)), mask, **options) for t in (torch.float64, dtype))
+        # At least the root of the sum of the squares of weight times value.
+        magnitude = dense(q.double(), k.double(), v.double().square(), mask, **options)[0].sqrt()
         of_pages = (q, pages[..., :d], pages[..., d:], selection)
         for out, lse in (
             sparse_decode(q, k, v, selection, return_lse=True, **options),
             sparse_decode(*of_pages, page_table=table.int() if options else table, return_lse=True, **options),
         ):
-            assert_close(out, reference64=exact[0], plain=plain[0], name="out")
+            assert_close(out, reference64=exact[0], plain=plain[0], length=tk, magnitude=magnitude, name="out")
             assert_close(lse.to(dtype), reference64=exact[1], plain=plain[1], name="lse")
 
 

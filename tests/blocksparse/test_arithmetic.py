@@ -101,3 +101,25 @@ def test_compile(compiled, device: torch.device) -> None:
     x = from_dense(torch.rand(32, 32, device=device), layout)
     got = compiled(lambda x: (x * 2 + x).relu().exp())(x)
     torch.testing.assert_close(got.values, (3 * x.values).exp())
+
+
+def test_transposes_and_products(device: torch.device) -> None:
+    """`.mT` and `@`, with a dense tensor on either side, leading dimensions and gradients."""
+    generator = seeded(1, device)
+    layout = Layout.from_mask(torch.rand(2, 2, 3, device=device, generator=generator) < 0.6, 16, size=(20, 40))
+    # Small integers, whose sums are exact.
+    x, left, right = (
+        torch.randint(-3, 4, (2, *size), device=device, generator=generator).float()
+        for size in ((20, 40), (5, 20), (40, 3))
+    )
+    x = from_dense(x, layout).to_dense().requires_grad_()
+    blocks = from_dense(x, layout)
+    for got, want in (
+        (blocks.mT.to_dense(), x.mT), (blocks @ right, x @ right), (left @ blocks, left @ x),
+        (blocks @ blocks.mT, x @ x.mT),
+    ):  # fmt: skip
+        assert torch.equal(got, want)
+        grads = [torch.autograd.grad(t.square().sum(), x, retain_graph=True)[0] for t in (got, want)]
+        assert torch.equal(grads[0], from_dense(grads[1], layout).to_dense())
+    with pytest.raises(TypeError, match="unsupported operand"):
+        blocks @ 2.0

@@ -132,6 +132,20 @@ def test_compressed_operands(device: torch.device) -> None:
         assert torch.equal(x.values.grad, from_dense(other.grad, x.layout).values)
 
 
+def test_masks_and_biases_of_blocks(device: torch.device) -> None:
+    """As block-sparse tensors they do what the dense ones do."""
+    q, k, v, _, layout = problem(device, torch.float32, (), (16, 16), (40, 50), (2, 2), 32)
+    g = torch.Generator(device).manual_seed(3)
+    mask = torch.rand(layout.dense_shape, device=device, generator=g) < 0.7
+    bias = torch.randn(layout.dense_shape, device=device, generator=g)
+    wanted = attention(q, k, v, layout, mask=mask, bias=bias)
+    blocks = {"mask": from_dense(mask, layout), "bias": from_dense(bias, layout)}
+    torch.testing.assert_close(attention(q, k, v, layout, **blocks), wanted)
+    torch.testing.assert_close(attention(q, k, v, layout, mask=blocks["mask"], bias=bias), wanted)
+    alone = attention(q, k, v, layout, mask=blocks["mask"])
+    assert torch.equal(alone, attention(q, k, v, layout, mask=blocks["mask"].values)) and not torch.equal(alone, wanted)
+
+
 def test_padding_behind_a_length_is_not_read(device: torch.device) -> None:
     """Keys behind a length may be anything, in a tile that other keys share."""
     q, k, v, grad, layout = problem(device, torch.float32, (2,), (16, 64), (40, 128), (2, 2), 16, density=1)
@@ -211,13 +225,15 @@ def test_overflow_gives_nan(device: torch.device) -> None:
 def test_special_values(device: torch.device) -> None:
     """NaN and Inf reach the queries that meet them, and no other."""
     q, k, v, _, layout = problem(device, torch.float32, (), (16, 16), (48, 48), (1, 1), 16)
-    q[0, 0, 20, 3] = math.nan
-    v[0, 0, 5, 7] = math.inf
-    out, lse = attention(q, k, v, layout, return_lse=True)
     met = elements(layout, 2, 1)
-    alone = torch.arange(48, device=device) == 20
-    assert bool((lse[0, 0].isnan() == alone).all()) and bool(out[0, 0, 20].isnan().all())
-    reached = met[0, 0, :, 5] & ~alone
+    query, key = (int(x) for x in met[0, 0].nonzero()[-1] - 11)
+    q[0, 0, query, 3] = math.nan
+    v[0, 0, key, 7] = math.inf
+    out, lse = attention(q, k, v, layout, return_lse=True)
+    alone = torch.arange(48, device=device) == query
+    assert bool((lse[0, 0].isnan() == alone).all()) and bool(out[0, 0, query].isnan().all())
+    reached = met[0, 0, :, key] & ~alone
+    assert reached.any()
     assert bool((out[0, 0, :, 7].isposinf() == reached).all())
     assert bool(out[1].isfinite().all())
 
@@ -289,6 +305,11 @@ def test_autocast(device: torch.device) -> None:
             {"bias": from_dense(torch.ones(32, 32), Layout.from_mask(torch.ones(2, 2), 16))},
             ValueError,
             "bias must have the layout that is given as layout",
+        ),
+        (
+            {"mask": from_dense(torch.ones(32, 32) > 0, Layout.from_mask(torch.ones(2, 2), 16))},
+            ValueError,
+            "mask must have the layout that is given as layout",
         ),
         ({"scale": math.inf}, ValueError, "scale must be a finite number, got inf"),
         ({"valid_lengths": torch.ones(3)}, ValueError, r"valid_lengths must have shape \[B\]"),

@@ -108,6 +108,54 @@ def test_wide_grid(mix, turned, sizes, block, density: float, dtype: torch.dtype
     run(mix, turned, sizes, block, dtype, device, lead=(2, 2), density=density)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "".join("DS"[sparse] for sparse in mix))
+@pytest.mark.parametrize("turned", TURNED, ids=str)
+@pytest.mark.parametrize("sizes, block", [((320, 192, 576), (64, 64, 64)), ((256, 384, 128), (128, 128, 128)),
+                                          ((192, 128, 384), (64, 128, 64))], ids=str)  # fmt: skip
+@pytest.mark.parametrize("density", [0.0, 0.6, 1.0])
+def test_whole_boxes(mix, turned, sizes, block, density: float, device: torch.device) -> None:
+    """What Hopper's copy engine can move, in 16 bits: few present blocks, and all of them."""
+    run(mix, turned, sizes, block, torch.bfloat16, device, density=density)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("walk", [(128, False, False), (64, True, False), (64, True, True), (64, False, True)], ids=str)
+@pytest.mark.parametrize("turned", TURNED, ids=str)
+def test_walks(walk, turned, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way to go about a product, whatever would be chosen."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("Hopper's kernel")
+    from gossamer.blocksparse._gluon import matmul as hopper
+
+    monkeypatch.setattr(hopper, "choose_walk", lambda *_: hopper.Walk(*walk))
+    run((True, True, True), turned, (320, 192, 576), (64, 64, 64), torch.float16, device, density=0.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "".join("DS"[sparse] for sparse in mix))
+@pytest.mark.parametrize("turned", TURNED, ids=str)
+def test_tf32(mix, turned, device: torch.device) -> None:
+    """Where it is allowed, an error of 2^-11 of a product's size, from operands stored either way."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        generator = seeded(1, device)
+        a, _ = draw((2,), (70, 96), (32, 32), mix[0], turned[0], 0.6, torch.float32, generator)
+        b, _ = draw((2,), (96, 130), (32, 64), mix[1], turned[1], 0.6, torch.float32, generator)
+        out_layout = layout_of((2,), (70, 130), (32, 64), 0.6, generator) if mix[2] else None
+        got = matmul(a, b, out_layout, transpose_a=turned[0], transpose_b=turned[1])
+    finally:
+        torch.set_float32_matmul_precision(before)
+    got = got if out_layout is None else got.to_dense()
+    x, y = (
+        dense_of(operand, operand.values if sparse else operand, torch.float64, flip)[0]
+        for operand, sparse, flip in ((a, mix[0], turned[0]), (b, mix[1], turned[1]))
+    )
+    want = x @ y if out_layout is None else from_dense(x @ y, out_layout).to_dense()
+    assert (got - want).norm() < 1e-3 * want.norm()
+
+
 @pytest.mark.parametrize("block", [(16, 32, 16), (64, 16, 32), (32, 64, 128)], ids=str)
 def test_blocks_that_are_no_squares(block, device: torch.device) -> None:
     sizes = tuple(b + b // 2 for b in block)

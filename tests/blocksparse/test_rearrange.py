@@ -14,9 +14,11 @@ from gossamer.blocksparse import (
     adapt_layout,
     cat,
     from_dense,
+    merge,
     repeat,
     repeat_interleave,
     split,
+    stack,
 )
 from tests.blocksparse.blocks import elements, native, random_blocks, random_layout
 
@@ -97,6 +99,46 @@ def test_cat(size, dim: int, device: torch.device) -> None:
     stored = [elements(t.layout) for t in (a, b)]
     check(cat([a, b, a], dim), torch.cat([x, y, x], dim), [x, y], stored)
     check(cat([b], dim), y * 1, [y], stored[1:])
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dim", [0, native(1), 2, native(-3)])
+def test_stack(size, dim: int, device: torch.device) -> None:
+    """Tensors with other blocks, and heads that are made and joined again."""
+    x, a = operand(size, torch.float32, device)
+    y, b = operand(size, torch.float32, device, seed=1)
+    check(stack([a, b, a], dim), torch.stack([x, y, x], dim), [x, y], [elements(t.layout) for t in (a, b)])
+    width = size[1] // 4
+    heads = stack(split(a, width, -1), 2)
+    assert torch.equal(heads.to_dense(), x.unflatten(3, (4, width)).movedim(3, 2))
+    check(merge(heads, 2), x * 1, [x], [elements(a.layout)])
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize(
+    "dim, into", [(1, -1), (1, -2), native(0, -1), (0, 3), native(0, 1), native(1, 0), native(-3, -2)], ids=str
+)
+def test_merge(size, dim: int, into: int, device: torch.device) -> None:
+    """Heads next to each other, in one call, as `torch.cat` of the slices."""
+    x, blocks = operand(size, torch.float32, device, lead=(2, 3))
+    dim, into = dim % 4, into % 4
+    want = torch.cat(x.unbind(dim), into - (into > dim))
+    check(merge(blocks, dim, into), want, [x], [elements(blocks.layout)])
+
+
+def test_merge_of_other_layouts(dtype: torch.dtype, device: torch.device) -> None:
+    """One dimension, no block, a given layout, one that overflowed."""
+    x, blocks = operand((20, 40), dtype, device, lead=(3,))
+    stored = [elements(blocks.layout)]
+    check(merge(blocks, 0), torch.cat(x.unbind(0), -1), [x], stored)
+    target = random_layout((), (60, 40), BLOCK, device, seed=4)
+    out = merge(blocks, 0, -2, layout=target)
+    assert out.layout is target
+    check(out, torch.cat(x.unbind(0), 0) * elements(target), [x], stored)
+    none = Layout.from_mask(torch.zeros(3, 2, 2, dtype=torch.bool, device=device), 16, capacity=1)
+    assert merge(BlockSparseTensor(torch.ones(1, 16, 16, device=device), none), 0).to_dense().eq(0).all()
+    over = Layout.from_mask(torch.ones(3, 2, 2, device=device), 16, capacity=5)
+    assert merge(BlockSparseTensor(torch.ones(5, 16, 16, device=device), over), 0).to_dense().isnan().all()
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -221,7 +263,7 @@ def test_compiles(compiled, device: torch.device) -> None:
     def call(x: Tensor) -> Tensor:
         blocks = from_dense(x, layout)
         wide = cat([repeat(blocks, (1, 1, 2, 1)), repeat_interleave(blocks, 2, 2)], 1)
-        first, _ = split(wide, [30, 10], 2, capacity=100)
+        first, _ = split(merge(wide, 0), [30, 10], 1, capacity=100)
         return adapt_layout(first, first.layout.adapt(16)).to_dense()
 
     ours = compiled(call)(x)
@@ -241,9 +283,9 @@ def test_capture() -> None:
     def call(x: Tensor) -> Tensor:
         blocks = from_dense(x, layout)
         wide = cat([repeat(blocks, (1, 1, 2, 1)), repeat_interleave(blocks, 2, 2)], 1)
-        return adapt_layout(split(wide, 30, 2, capacity=100)[0], wanted).to_dense()
+        return adapt_layout(split(merge(wide, 0), 30, 1, capacity=100)[0], wanted).to_dense()
 
-    wanted = random_layout((2, 2), (30, 40), (16, 16), device, density=1)
+    wanted = random_layout((2,), (30, 80), (16, 16), device, density=1)
     call(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -288,6 +330,20 @@ def test_more_than_2_to_the_31_elements() -> None:
             ValueError,
             r"cat: tensors\[1\] must be like tensors\[0\] but for dim 0",
         ),
+        (lambda x: stack([]), ValueError, "stack: tensors must hold at least one"),
+        (
+            lambda x: stack([x, x], 1),
+            ValueError,
+            "stack: dim must be a place for a leading dimension, from 0 to 0, got 1",
+        ),
+        (lambda x: stack([x, x.values]), TypeError, r"stack: tensors\[1\] must be a BlockSparseTensor"),
+        (
+            lambda x: merge(x, 0),
+            ValueError,
+            r"merge: dim must be a leading dimension of x that is not empty, .* got dim 0 and into 1",
+        ),
+        (lambda x: merge(x, 2), ValueError, "merge: dim must be from -2 to 1, got 2"),
+        (lambda x: merge(x.values, 0), TypeError, "merge: x must be a BlockSparseTensor, got Tensor"),
         (lambda x: adapt_layout(x, x), TypeError, "adapt_layout: layout must be a blocksparse.Layout"),
         (lambda x: adapt_layout(x, repeat(x, (1, 2)).layout), ValueError, r"must be of \[32, 32\] elements like x"),
         (lambda x: x.layout.adapt(48), ValueError, "Layout.adapt: block_size must be 16, 32, 64 or 128"),

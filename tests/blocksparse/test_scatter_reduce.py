@@ -189,7 +189,7 @@ def test_source_of_another_layout(device: torch.device) -> None:
     src = random_blocks(larger, torch.float32, integers=True).requires_grad_()
     index = random_index(other, 50)
     at = dense_index(index, 50)
-    x = random_blocks(layout, torch.float32)
+    x = random_blocks(layout, torch.float32, integers=True)
     for reduce in ("sum", "amax"):
         out = scatter_reduce(from_dense(x, layout), -1, index, from_dense(src, larger), reduce).to_dense()
         want = expected(x, elements(layout), -1, at, src[:, :40, :50], reduce, True)
@@ -348,7 +348,8 @@ def test_compiles(compiled, device: torch.device) -> None:
         return scatter_reduce(layout, -1, index, from_dense(src, index.layout), "mean").to_dense()
 
     ours = compiled(call)(src, index)
-    assert torch.equal(ours, call(src, index))
+    # Inductor divides by multiplying.
+    torch.testing.assert_close(ours, call(src, index))
     grads = [torch.autograd.grad(out.square().sum(), src)[0] for out in (ours, call(src, index))]
     assert torch.equal(*grads)
 

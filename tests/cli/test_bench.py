@@ -30,12 +30,16 @@ from gossamer.cli.bench import Case, Provider
 def broken(a, b):
     raise RuntimeError("not installed")
 
+def absent(a, b):
+    import a_peer_that_nobody_has.ops
+
 def cases(device, quick):
     providers = [
         Provider("gossamer", torch.matmul, ours=True),
         Provider("dense", torch.matmul),
         Provider("broken", broken),
         Provider("elsewhere", torch.matmul, devices=("cuda",)),
+        Provider("absent", absent),
     ]
     {extra}
     for n in (4, 8):
@@ -93,6 +97,9 @@ def test_tables_json_and_plot(toys: Path) -> None:
     first = content["cases"][0]
     by_name = {provider["name"]: provider for provider in first["providers"]}
     assert [by_name[name]["status"] for name in ("gossamer", "broken", "elsewhere")] == ["ok", "error", "skipped"]
+    missing = "needs the package a_peer_that_nobody_has, which is not installed"
+    assert (by_name["absent"]["status"], by_name["absent"]["message"]) == ("skipped", missing)
+    assert missing in " ".join(output.split()) and "absent: " not in output
     eager = by_name["gossamer"]["eager"]
     assert 0 < eager["p20"] <= eager["median"] <= eager["p80"] and eager["samples"] == 3
     assert by_name["dense"]["peak_bytes"] is None and by_name["broken"]["eager"] is None
@@ -102,13 +109,26 @@ def test_tables_json_and_plot(toys: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stem.endswith("-product")
 
 
+def test_a_case_about_a_package_that_is_not_there_is_no_failure(toys: Path) -> None:
+    (file,) = toys.parent.glob("toys_*/toy/bench_product.py")
+    file.write_text(
+        TOY.format(extra="").replace("make=lambda d, g, n=n: [", "make=lambda d, g, n=n: absent(d, g) or [")
+    )
+    code, output = bench("toy", "--out", toys)
+    assert code == 0 and "not measured" in output and "a_peer_that_nobody_has" in output
+    (written,) = toys.glob("*.json")
+    statuses = {p["status"] for case in json.loads(written.read_text())["cases"] for p in case["providers"]}
+    assert statuses == {"skipped"}
+
+
 @pytest.mark.parametrize(
     "extra, status",
     [
         ('providers.append(Provider("off", lambda a, b: (a @ b) * 1.001))', "off: WRONG"),
         ('providers.insert(0, Provider("mine", broken, ours=True))', "mine: error: RuntimeError"),
+        ('providers.insert(0, Provider("mine", absent, ours=True))', "mine: error: needs the package a_peer"),
     ],
-    ids=["a wrong provider", "an error of ours"],
+    ids=["a wrong provider", "an error of ours", "a package that ours needs"],
 )
 def test_exit_code_is_1(toys: Path, extra: str, status: str) -> None:
     (file,) = toys.parent.glob("toys_*/toy/bench_product.py")
@@ -449,7 +469,7 @@ def test_shapes_and_providers_of_your_own(toys: Path) -> None:
     code, text = bench("toy", "--out", toys, "--provider", "goss*", "--case", "*n=4*")
     assert code == 0 and "dense" not in text.split("summary")[0]
     code, text = bench("toy", "--out", toys, "--provider", "nobody")
-    assert code == 2 and "--provider must match one of broken, dense, elsewhere, gossamer, got 'nobody'" in text
+    assert code == 2 and "--provider must match one of absent, broken, dense, elsewhere, gossamer, got 'nobody'" in text
     code, text = bench("toy", "--out", toys, "--length", 128)
     assert code == 2 and "no case takes lengths. The room attention does." in text
     code, text = bench("toy", "--out", toys, "--dtype", "int8")

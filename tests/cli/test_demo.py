@@ -17,10 +17,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from gossamer.cli import environment, main
-from gossamer.cli._demo import features, measure, report, run
+from gossamer.cli._demo import features, measure, needle, report, run
 from gossamer.cli._demo.model import ByteModel, ModelConfig
 from gossamer.cli._demo.text import load_corpus
-from gossamer.cli._demo.train import sample, variance_explained
+from gossamer.cli._demo.train import Clock, sample, variance_explained
 from gossamer.nn import JumpReLUSAE, load
 from gossamer.sae import Extraction, extract
 from gossamer.sae._extract.text import Text
@@ -44,6 +44,9 @@ def settings_for(folder: Path, out: Path, **others: object) -> run.Settings:
     small: dict = {
         "steps_model": 150,
         "steps_sae": 150,
+        "steps_needle": 30,
+        "attention_length": 256,
+        "linear_width": 128,
         "seconds_compare": 0.2,
         "seconds_features": 60.0,
         "model": SMALL,
@@ -136,6 +139,43 @@ def test_the_sparse_way_is_not_kept() -> None:
     assert all(block.mlp.method == "fused" for block in model.blocks)
 
 
+def test_attention_over_selected_keys(results: dict) -> None:
+    needle = results["needle"]
+    assert [row["keys"] for row in needle["by_keys"]] == [1, 2, 4, 8, 16, 32]
+    (found,) = (row["selected"] for row in needle["by_keys"] if row["keys"] == needle["keys"] == 8)
+    assert found == needle["accuracy_selected"]
+    time = needle["time"]
+    assert (time["length"], time["keys"]) == (256, 128) and time["largest_difference"] < 1e-4
+    assert 0 < time["sparse_seconds"] == pytest.approx(time["dense_seconds"] / time["speed_up"])
+    assert f"{needle['accuracy_all']:.1%} with all keys and {found:.1%} with 8" in results["html"]
+    said = dict(report.headline(results))
+    assert said[f"needles found with 8 of 64 keys, which an indexer selects; with all {needle['accuracy_all']:.1%}"]
+    assert said["speed-up of attention with 90% of its blocks, over 256 tokens"]
+
+
+def test_block_sparse_operations(results: dict) -> None:
+    found = results["block_sparse"]
+    assert [case["operation"] for case in found["cases"]] == ["linear"] * 4 + ["attention"] * 3
+    assert found["cases"][0]["density"] == 1
+    # Of 4 rows of blocks a causal model sees 10 blocks; the windows leave out block (3, 1).
+    assert [case["density"] for case in found["cases"][4:]] == [0.9, 0.9, 0.9]
+    for case in found["cases"]:
+        assert case["largest_difference"] < 1e-4 * max(case["largest_value"], 1)
+        assert 0 < case["sparse_seconds"] == pytest.approx(case["dense_seconds"] / case["speed_up"])
+    assert "nn.BlockSparseLinear" in results["html"] and "blocksparse.attention" in results["html"]
+
+
+@pytest.mark.native
+def test_the_needle_is_found_with_few_keys() -> None:
+    """With what the indexer selects nearly always, and hardly more often than by chance with the last keys."""
+    found = needle.needle_stage(
+        torch.device("cpu"), 0, Clock(0, 160), seconds=0.01, length=128, show=lambda done, state: None
+    )
+    assert found["accuracy_all"] > 0.95 and found["accuracy_selected"] >= found["accuracy_all"] - 0.01
+    recent = {row["keys"]: row["recent"] for row in found["by_keys"]}
+    assert recent[8] < 0.5
+
+
 def test_results_say_how_they_were_made(results: dict, folder: Path) -> None:
     assert results["seed"] == 0
     assert results["settings"]["d_sae"] == 256
@@ -177,7 +217,7 @@ def test_page_is_self_contained_and_escapes_text(results: dict) -> None:
     assert not re.search(r"""(src|href|action)\s*=\s*["'](?!#)""", page)
     assert not re.search(r"url\((?!#)|@import", page)
     assert "\x01" not in page and "\0" not in page
-    assert page.count("<svg") == page.count("</svg>") == 4
+    assert page.count("<svg") == page.count("</svg>") == 6
     for word in ("NaN", "None", "var(--sparse)", "prefers-color-scheme: dark"):
         assert (word in page) == (word[0] not in "N")
 
@@ -299,7 +339,9 @@ def test_it_starts_afresh_and_leaves_what_it_cannot_finish(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def go(seed: int) -> None:
-        settings = settings_for(folder, tmp_path, steps_model=2, steps_sae=2, seconds_compare=0.01, seed=seed)
+        settings = settings_for(
+            folder, tmp_path, steps_model=2, steps_sae=2, steps_needle=3, seconds_compare=0.01, seed=seed
+        )
         run.run(settings, *run.prepare(settings), Console(quiet=True))
 
     def contents() -> dict[str, bytes]:

@@ -1,5 +1,6 @@
 """`gossamer doctor` and the frame around the commands."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -14,14 +15,15 @@ from typer.testing import CliRunner
 import gossamer
 from gossamer.cli import doctor, main
 from gossamer.cli.environment import commit, describe, devices, versions
+from gossamer.cli.self_check import Check, checks
 
 ONE = torch.ones(3)
 
 
 def checks_of(*computed: object) -> object:
-    def checks(device: torch.device) -> Iterator[doctor.Check]:
+    def checks(device: torch.device) -> Iterator[Check]:
         for i, compute in enumerate(computed):
-            yield f"check {i}", compute, ONE.double()
+            yield Check(f"check {i}", "", compute, ONE.double())
 
     return checks
 
@@ -38,7 +40,17 @@ def test_this_installation_is_well() -> None:
     code, output = run()
     assert code == 0, output
     assert time.monotonic() - start < 20
-    assert torch.__version__ in output and "all is well" in output and "pack_ell" in output
+    assert torch.__version__ in output and "all is well" in output
+    for name in {check.name for check in checks(torch.device("cpu"))}:
+        room, function = name.split(".")
+        assert callable(getattr(getattr(gossamer, room), function))
+        assert re.search(rf"{name}\s+│ PyTorch", output), name
+
+
+def test_each_kernel_of_hopper_has_a_check_in_16_bits() -> None:
+    kernels = {f"{file.parts[-3]}.{file.stem}" for file in Path(gossamer.__file__).parent.glob("*/_gluon/[a-z]*.py")}
+    checked = {check.name for check in checks(torch.device("cpu")) if check.variant.startswith("bfloat16")}
+    assert {name.removesuffix("_backward") for name in kernels} == checked
 
 
 @pytest.mark.parametrize(
@@ -51,13 +63,23 @@ def test_this_installation_is_well() -> None:
     ],
 )
 def test_failures_are_named(monkeypatch: pytest.MonkeyPatch, compute: object, message: str) -> None:
-    monkeypatch.setattr(doctor, "_checks", checks_of(lambda: ONE, compute))
+    monkeypatch.setattr(doctor, "checks", checks_of(lambda: ONE, compute))
     code, output = run()
-    assert code == 1 and message in output and "all is well" not in output and "check 0" not in output
+    assert code == 1 and message in output and "all is well" not in output and "check 0 on" not in output
+
+
+def test_a_room_without_inputs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pack(*_: object, **__: object) -> None:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(gossamer.rowsparse, "pack", pack)
+    code, output = run()
+    assert code == 1 and "FAILED rowsparse (inputs) on cpu: RuntimeError: no kernel image" in output
+    assert "blocksparse.attention" in output
 
 
 def test_checks_past_the_limit_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_SECONDS", -1.0)
+    monkeypatch.setattr(doctor, "_SECONDS", {"cpu": -1.0, "cuda": -1.0})
     code, output = run()
     assert code == 0 and "checks were not run" in output
 
@@ -120,7 +142,7 @@ def test_without_the_extra_it_says_what_to_install() -> None:
 @pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--help"], ["doctor"]])
 def test_a_terminal_may_lack_characters(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
     monkeypatch.setenv("COLUMNS", "20")  # too narrow, so that rich ends lines with an ellipsis
-    monkeypatch.setattr(doctor, "_checks", checks_of(lambda: ONE))
+    monkeypatch.setattr(doctor, "checks", checks_of(lambda: ONE))
     result = CliRunner(charset="ascii").invoke(main, arguments)
     assert result.exit_code == 0 and "?" in result.output
 

@@ -128,22 +128,28 @@ def test_the_way_is_followed(device: torch.device, generator: torch.Generator) -
 
 
 def test_the_cheapest_way() -> None:
-    cost = costs.Costs(gate=1.0, entry=0.01, heavy=3.0, fused=2.5, start=10.0)
+    cost = costs.Costs(gate=1.0, entry=0.01, heavy=3.0, fused=2.5, dense=2.6, start=10.0)
 
     def known(mean: float, union: float | None = None, over: int = 0) -> Any:
         from gossamer.ffn.tracker import Known
         from gossamer.rowsparse import Density
 
-        unions = None if union is None else Density(10, union, 0, 0)
-        return Known(Density(1000, mean, 0, over), unions)
+        unions = None if union is None else Density(10, union, 0, 0, int(10 * union))
+        # Rows over the limit, 300, have 1,000 entries each.
+        return Known(Density(1000, mean, 0, over, int(1000 * mean) - 1000 * over), unions)
 
     assert costs.choose(None, 1000, cost) == "fused"
     assert costs.choose(known(29), 1000, cost) == "gather"
     assert costs.choose(known(200), 1000, cost) == "fused"
     assert costs.choose(known(29), 1, cost) == "fused"
     assert costs.choose(known(140, 16 * costs.PRICE * 20), 1000, cost) == "union" if costs.GROUP == 32 else True
-    assert costs.choose(known(400, over=900), 1000, cost) == "fused"
+    assert costs.choose(known(920, over=900), 1000, cost) == "fused"
+    assert costs.choose(known(180, over=150), 1000, cost) == "gather"
     assert replace(cost, entry=0.001).limit == 3000
+    # A host that takes longer to launch than the device to compute.
+    quick = replace(cost, gate=1e-8, entry=1e-10, heavy=3e-8, fused=2.5e-8, dense=2.6e-8, start=1e-7)
+    assert [costs.choose(known(29), m, quick) for m in (1, 1000, 100_000)] == ["fused", "gather", "gather"]
+    assert [costs.choose(known(29), m, quick, eager=True) for m in (1, 1000, 100_000)] == ["dense", "dense", "gather"]
 
 
 @pytest.mark.native

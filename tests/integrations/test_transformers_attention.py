@@ -37,6 +37,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Mistral": {"sliding_window": None},
     "Qwen2": {},
+    "Qwen3": {"head_dim": 8},
+    "Mixtral": {"num_local_experts": 2},
+    "Qwen2Moe": {
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "Qwen3Moe": {"head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
     "Gemma": {"head_dim": 8},
 }
 SPARSE = {"k_base": 8, "k_min": 4, "k_max": 16, "d_indexer": 12, "n_idx_heads": 2}
@@ -44,12 +53,15 @@ SPARSE = {"k_base": 8, "k_min": 4, "k_max": 16, "d_indexer": 12, "n_idx_heads": 
 
 def make(kind: str, device: torch.device, **options: Any) -> nn.Module:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SMALL, **KINDS.get(kind, {}), **options)
+    config = getattr(transformers, f"{kind}Config")(**{**SMALL, **KINDS.get(kind, {}), **options})
     model = getattr(transformers, f"{kind}ForCausalLM")(config).to(device).eval()
     # The usual weights are so small that attention is nearly even, and one key as good as another.
     for parameter in model.parameters():
         if parameter.dim() == 2:
             nn.init.normal_(parameter, std=0.3)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            nn.init.uniform_(parameter, 0.5, 3.0)
     return model
 
 
@@ -87,7 +99,7 @@ def test_dense_until_k_and_undone(kind: str, gates: bool, device: torch.device) 
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
 def test_generation_with_and_without_a_cache(kind: str, implementation: str, device: torch.device) -> None:
     """Greedy, past k_base keys, with a growing cache, a static one, and none."""
     model, ids = make(kind, device), tokens(device)
@@ -207,8 +219,8 @@ def test_what_is_left(device: torch.device) -> None:
         model = transformers.MistralForCausalLM(config)
         report = patch_attention(model)
         assert not report.replaced and len(report.left) == 2 and why in str(report)
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL, head_dim=8))
-    assert "Qwen3Attention is no class that is known here" in str(patch_attention(model))
+    model = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SMALL))
+    assert "Olmo2Attention is no class that is known here" in str(patch_attention(model))
     model = make("Llama", device)
     model.model.layers[0].self_attn.k_proj.weight.data = model.model.layers[0].self_attn.k_proj.weight.data.half()
     model.model.layers[1].self_attn.register_forward_hook(lambda *_: None)

@@ -40,6 +40,27 @@ def test_is_the_module(module: nn.Module, device: torch.device) -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_linear_of_another_size(device: torch.device) -> None:
+    """The blocks of a result of other columns, with the bias there alone, and their gradients."""
+    module = nn.Linear(50, 70).to(device)
+    dense, x, _ = operand(device)
+    layout = Layout.from_mask(torch.rand(2, 3, 5, device=device) < 0.5, 16, size=(40, 70))
+    named = from_dense(torch.ones(2, 40, 70, device=device), layout).to_dense()
+    x = BlockSparseTensor(x.values.requires_grad_(), x.layout)
+    out, want = BlockSparseRowwise(module)(x, layout), module(dense) * named
+    assert out.layout is layout
+    torch.testing.assert_close(out.to_dense(), want)
+    grad = torch.randn_like(want)
+    ours = torch.autograd.grad(out.to_dense(), [x.values, *module.parameters()], grad)
+    theirs = torch.autograd.grad(want, [dense, *module.parameters()], grad)
+    for a, b in zip(ours[1:], theirs[1:]):
+        torch.testing.assert_close(a, b)
+    stored = from_dense(theirs[0], x.layout).values
+    torch.testing.assert_close(
+        BlockSparseTensor(ours[0], x.layout).to_dense(), BlockSparseTensor(stored, x.layout).to_dense()
+    )
+
+
 def test_dropout(device: torch.device) -> None:
     _, x, named = operand(device)
     module = BlockSparseRowwise(nn.Dropout(0.5))
@@ -64,3 +85,7 @@ def test_errors(device: torch.device) -> None:
         BlockSparseRowwise(nn.ReLU())(x.values)
     with pytest.raises(ValueError, match=r"the norm must be over rows of x, \(50,\), got \(40, 50\)"):
         BlockSparseRowwise(nn.LayerNorm((40, 50)))(x)
+    with pytest.raises(ValueError, match=r"layout is for a plain nn\.Linear, which ReLU is not"):
+        BlockSparseRowwise(nn.ReLU())(x, x.layout)
+    with pytest.raises(ValueError, match=r"blocksparse\.matmul"):
+        BlockSparseRowwise(nn.Linear(50, 70))(x)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gossamer import nn
-from gossamer.nn import sae as module
+from gossamer.sae import encode_dense as module
 from tests.nn import dense
 
 KINDS = ("topk", "batchtopk", "jumprelu", "transcoder")
@@ -51,6 +51,32 @@ def test_inference_both_ways(kind: str, device: torch.device, generator: torch.G
         with torch.no_grad():
             outs.append(model(x))
     torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["sparse", "dense"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        *((kind, {}) for kind in ("topk", "batchtopk", "transcoder", "jumprelu")),
+        ("jumprelu", {"penalty": "quadratic", "target_l0": 3.0}),
+        ("jumprelu", {"penalty": "tanh", "ste_to_input": True, "pre_act_coefficient": 0.1}),
+        ("jumprelu", {"target_l0": 3.0, "l0_coefficient": None}),
+    ],
+    ids=str,
+)
+def test_the_loss_of_no_rows_is_0(
+    kind: str, options: dict[str, Any], training: bool, way: str, device: torch.device
+) -> None:
+    """Where latents are dead, too."""
+    model = dense.make(kind, device, **options).train(training)
+    model.density.pinned = way
+    model.steps_since_fired.fill_(1 << 20)
+    loss = model.loss(*dense.given(model, torch.empty(0, dense.D_IN, device=device)))
+    loss.loss.backward()
+    assert not any(term.any() for term in loss)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None or not parameter.grad.any(), name
 
 
 @pytest.fixture

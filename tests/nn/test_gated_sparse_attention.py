@@ -89,6 +89,20 @@ def test_selects(adaptive: str | None, device: torch.device) -> None:
     torch.testing.assert_close(ours(x).double(), wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_selects_units(device: torch.device) -> None:
+    """Of four neighbouring keys; the reference has none, and takes the selection."""
+    ours, reference = pair(torch.float32, device, granularity=4)
+    x = torch.randn(2, 100, 64, device=device)
+    selection = ours.select(*ours.index(x))
+    taken = selection.to_mask()[:, 0]
+    assert torch.equal(taken[:, 99], taken[:, 99, ::4].repeat_interleave(4, 1)) and bool((taken.sum(-1) <= 24).all())
+    assert bool((taken[:, 23::4].sum(-1) == 24).all())
+    with pytest.raises(NotImplementedError, match=r"units of keys are not implemented\. Use granularity=1"):
+        reference(x.double())
+    reference.granularity = 1
+    torch.testing.assert_close(ours(x).double(), reference(x.double(), selection=selection), rtol=1e-4, atol=1e-5)
+
+
 def test_hooks_are_heeded(device: torch.device) -> None:
     ours, _ = pair(torch.float32, device)
     x = torch.randn(1, 20, 64, device=device)
@@ -123,6 +137,7 @@ def _compare(ours: nn.Module, reference: nn.Module, x: Tensor) -> None:
         ({"head_dim": 7}, "head_dim be even, got 4, 4 and 7"),
         ({"k_base": 100}, "k_min, k_base and k_max must ascend, got 256, 100 and 4096"),
         ({"d_indexer": 0}, "d_indexer must be at least 1, got 0"),
+        ({"granularity": 2}, "granularity must be 1 or 4, got 2"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

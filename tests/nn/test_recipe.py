@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.nn.recover_dictionary import KINDS, SETTINGS, SHORT, Outcome, Setting, rows, train
@@ -232,6 +233,24 @@ def test_a_miss_is_said_once(device: torch.device) -> None:
     assert abs(steered.steering[2].item() / TARGET - 1) < 0.25
 
 
+def test_watching_costs_next_to_nothing(device: torch.device) -> None:
+    """What is launched for it in 100 calls."""
+
+    class Count(TorchDispatchMode):
+        launched = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.launched += 1
+            return func(*args, **(kwargs or {}))
+
+    watch, l0 = make(device)._watch, torch.tensor(TARGET, device=device)
+    assert watch is not None
+    with Count() as count:
+        for _ in range(100):
+            watch.see(l0)
+    assert count.launched <= 10
+
+
 @pytest.mark.parametrize(
     "options",
     [{"penalty": "quadratic"}, {"penalty": "tanh", "ste_to_input": True, "pre_act_coefficient": 3e-6}],
@@ -244,10 +263,14 @@ def test_published_recipes_reach_a_target(options: dict[str, Any], device: torch
 
 @pytest.mark.gpu
 def test_loss_without_a_sync(device: torch.device) -> None:
-    x, model = batches(3, device), make(device)
+    """Where it is watched, too."""
+    x, model = batches(3, device), make(device, warm_up=1)
+    assert model._watch is not None
+    model._watch.PATIENCE, model._watch.TOLERANCE = 0, 1e9
     steps(model, x[:1])
     torch.cuda.set_sync_debug_mode("error")
     try:
-        model.loss(x[1]).loss.backward()
+        for _ in range(41):
+            model.loss(x[1]).loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

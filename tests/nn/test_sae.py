@@ -303,11 +303,3 @@ def test_batchtopk_without_anything_to_follow(device: torch.device) -> None:
     ):
         with pytest.raises(error, match=message):
             nn.BatchTopKSAE(D_IN, D_SAE, **options)
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("kind", [nn.TopKSAE, nn.BatchTopKSAE])
-def test_the_loss_of_no_rows_is_0(kind, training: bool, device: torch.device) -> None:
-    model = kind(8, 32, 4).to(device).train(training)
-    loss = model.loss(torch.empty(0, 8, device=device))
-    assert loss.loss.item() == 0 and loss.mse.item() == 0 and loss.l0.item() == 0

@@ -37,7 +37,9 @@ def test_what_is_known(counts: list[int], dtype: torch.dtype, device: torch.devi
     tracker.record(torch.tensor(counts, dtype=dtype, device=device), training=False, limit=6)
     tracker.path(dense_above(1), training=False)
     mean = sum(counts) / max(len(counts), 1)
-    want = Density(len(counts), mean, max(counts, default=0), sum(c > 6 for c in counts))
+    want = Density(
+        len(counts), mean, max(counts, default=0), sum(c > 6 for c in counts), sum(c for c in counts if c <= 6)
+    )
     assert tracker.known(training=False) == want
     assert tracker.known(training=True) is None
 

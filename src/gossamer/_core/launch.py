@@ -20,11 +20,17 @@ from gossamer._core.ops import INTERPRET
 
 
 class Kernel:
-    """A `@triton.jit` function whose constexpr parameters come last in its signature, in the order of `meta`."""
+    """A `@triton.jit` function whose constexpr parameters come last in its signature, in the order of `meta`.
+
+    Pointers that `do_not_specialize` or `do_not_specialize_on_alignment` names may stand anywhere: of them Triton takes
+    nothing for granted but their dtype.
+    """
 
     def __init__(self, fn: Any) -> None:
         self.fn = fn
         self._compiled: dict[Hashable, Any] = {}
+        self._loose = _named(fn, "do_not_specialize")
+        self._unaligned = self._loose | _named(fn, "do_not_specialize_on_alignment")
 
     def __call__(
         self,
@@ -42,23 +48,24 @@ class Kernel:
         """Launches over `grid` on the current stream of the device that holds the first argument.
 
         Returns the launch with all but its first `head` arguments bound, for callers that keep it; None where a
-        repetition has to come this way again (interpreter, pointers off 16 bytes).
+        repetition has to come this way again (interpreter, pointers off 16 bytes that are specialised on that).
 
         `maxnreg` bounds a thread's registers on NVIDIA GPUs, where more programs at once matter more than a spill.
         With `follows` the kernel may start while the kernel before it on the stream drains (programmatic dependent
         launch); it must then call `gdc_wait` before it reads what that kernel writes.
         """
+        # A tensor descriptor names its tensor `base`.
+        device = getattr(args[0], "base", args[0]).device.index
         if INTERPRET:
             self._check_key((key, num_warps, num_stages, maxnreg, follows), args, meta)
             self.fn[grid](*args, **meta)
             return None
-        # A tensor descriptor names its tensor `base`.
-        device = getattr(args[0], "base", args[0]).device.index
         pointers, bits = [], 0
-        for arg in args:
+        for at, arg in enumerate(args):
             if isinstance(arg, Tensor):
                 arg = arg.data_ptr()
-                bits |= arg
+                if at not in self._unaligned:
+                    bits |= arg
             pointers.append(arg)
         misaligned = bits % 16 != 0
         key = (key, device, misaligned, num_warps, num_stages, maxnreg, follows)
@@ -90,8 +97,7 @@ class Kernel:
     def _check_key(self, key: Hashable, args: Sequence[Any], meta: dict[str, Any]) -> None:
         """Raises where a compiled kernel kept under `key` would be another one. The interpreter compiles nothing, and
         would never show it."""
-        loose = self.fn.kwargs["do_not_specialize"] or ()
-        assumed = (*map(_assumed, args, (name in loose for name in self.fn.arg_names)), *meta.items())
+        assumed = (*map(_assumed, args, (at in self._loose for at in range(len(args)))), *meta.items())
         if self._compiled.setdefault(key, assumed) != assumed:
             raise AssertionError(
                 f"{self.fn.fn.__name__}: one key, {key}, for two kernels: {self._compiled[key]} and {assumed}."
@@ -110,6 +116,13 @@ class Bound:
     def __call__(self, stream: int, *head: Any) -> None:
         grid, tail = self._tail
         self._run(*grid, stream, *self._arguments, *head, *tail)
+
+
+def _named(fn: Any, option: str) -> frozenset[int]:
+    """The places of the parameters that an option of `@triton.jit` names or counts."""
+    # Functions for the interpreter keep their options as they were given.
+    given = fn.kwargs[option] if hasattr(fn, "kwargs") else getattr(fn, option)
+    return frozenset(fn.arg_names.index(name) if isinstance(name, str) else name for name in given or ())
 
 
 def _assumed(arg: Any, loose: bool) -> Any:

@@ -109,6 +109,7 @@ def select_topk(
     sinks: int = 0,
     workspace: int | None = None,
     capacity: int | None = None,
+    granularity: int = 1,
 ) -> Selection:
     """The k keys of highest `indexer_scores` for each query; the scores exist only in slabs of `workspace` bytes.
 
@@ -125,6 +126,11 @@ def select_topk(
         workspace: bytes for scores; None for 128 MiB, or what one block of 64 queries needs: 128 * Tk bytes, Tk rounded
             up to 128, which is the least.
         capacity: slots of the lists of a block's keys, as in `Selection`; None for 4 k, at most Tk.
+        granularity: 1, or 4 to select units of four neighbouring keys, 4 u to 4 u + 3, by the highest score that the
+            query sees in them: k / 4 units, of which it takes the keys that it sees. k, or k_min, k_base and k_max, are
+            multiples of 4; an adaptive k follows from the units' scores. A unit with a key of the window or of the
+            sinks is always taken. Finding the highest is a quarter of the work, and what attends reads four rows
+            beside each other.
 
     Returns:
         A `Selection` of one scope, for all heads.
@@ -147,11 +153,19 @@ def select_topk(
         q_idx, k_idx = autocast.cast(q_idx, k_idx)  # type: ignore[assignment]
     check_dtypes(operator, q_idx, k_idx)
     rule = _rule(operator, k, adaptive, q_idx.device)
-    _, _, _, least, most, *_ = rule
-    _check_kept(operator, window, sinks, least)
+    _, _, base, least, most, *_ = rule
+    _check_granularity(operator, granularity, (least, base, most))
+    _check_kept(operator, window, sinks, least, granularity)
     tk = k_idx.shape[1]
     given = (q_idx, k_idx, w, None if bias is None else bias.float(), lengths)
-    options = (causal, window, sinks, _workspace(operator, workspace, tk), _capacity(operator, capacity, most, tk))
+    options = (
+        causal,
+        window,
+        sinks,
+        _workspace(operator, workspace, tk),
+        _capacity(operator, capacity, most, tk),
+        granularity,
+    )
     detached = tuple(None if tensor is None else tensor.detach() for tensor in given)
     call = directly(_select_topk, *detached)
     words, counts, indices = call(*detached, *rule, scale_of(operator, scale, q_idx.shape[3]), *options)
@@ -177,11 +191,31 @@ def _rule(
     return mean, predictor, *bounds, adaptive.rule, float(adaptive.temperature)
 
 
-def _check_kept(operator: str, window: int, sinks: int, least: int) -> None:
+def _check_granularity(operator: str, granularity: int, numbers: tuple[int, int, int]) -> None:
+    if granularity not in (1, 4) or isinstance(granularity, bool):
+        raise ValueError(
+            f"{operator}: granularity must be 1 or 4, got {granularity!r}. For blocks of 64 or 128 keys there is "
+            "blocksparse.select_blocks."
+        )
+    if any(number % granularity for number in numbers):
+        raise ValueError(
+            f"{operator}: with granularity={granularity}, k, or k_min, k_base and k_max, must be multiples of it, got "
+            f"{', '.join(map(str, dict.fromkeys(numbers)))}."
+        )
+
+
+def _check_kept(operator: str, window: int, sinks: int, least: int, granularity: int) -> None:
     for name, value in (("window", window), ("sinks", sinks)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ValueError(f"{operator}: {name} must be an int of at least 0, got {value!r}.")
-    if window + sinks > least:
+    # A window may begin and end within a unit.
+    units = -(-sinks // granularity) + (-(-(window - 1) // granularity) + 1 if window else 0)
+    if granularity > 1 and units > least // granularity:
+        raise ValueError(
+            f"{operator}: window and sinks may reach into at most k / {granularity} units of {granularity} keys, "
+            f"{least // granularity}, got {window} and {sinks}, which may reach into {units}."
+        )
+    if granularity == 1 and units > least:
         raise ValueError(
             f"{operator}: window + sinks must be at most k (k_min where it is adaptive), for they count among the k, "
             f"got {window} + {sinks} and {least}."
@@ -214,14 +248,14 @@ def _fake(q: Tensor, k: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
     return (
         q.new_empty((*scope, k.shape[1]), dtype=torch.int64),
         q.new_empty(scope, dtype=torch.int32),
-        q.new_empty((*scope, rest[-1]), dtype=torch.int32),  # type: ignore[arg-type]
+        q.new_empty((*scope, rest[-2]), dtype=torch.int32),  # type: ignore[arg-type]
     )
 
 
 _select_topk = register(
     "select_topk(Tensor q, Tensor k, Tensor w, Tensor? bias, Tensor? lengths, Tensor? mean, Tensor? predictor, "
     "SymInt top, SymInt k_min, SymInt k_max, str rule, float temperature, float scale, bool causal, SymInt window, "
-    "SymInt sinks, SymInt workspace, SymInt capacity) -> (Tensor, Tensor, Tensor)",
+    "SymInt sinks, SymInt workspace, SymInt capacity, SymInt granularity) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu.select_topk,
     gpu="gossamer.attention._triton.select_topk:select_topk",
     fake=_fake,

@@ -117,7 +117,7 @@ OPERATOR = "attention.sparse_attention"
 FEW_QUERIES = 16
 
 
-SHORT = 4096
+SHORT = 2048
 """Keys up to which neighbouring queries are taken to attend to most of what they see."""
 
 
@@ -129,13 +129,13 @@ def choose_path(num_queries: int, num_keys: int, capacity: int) -> Path:
       lists, which no more than a quarter of them fit, would not leave out many.
     - "lists" gathers the keys of each group of neighbouring queries by a list.
 
-    A model, not a measurement, sets the bound between the last two: per key that a block of queries walks, the gather
-    took an H200 as long as FlashAttention-2 takes for dense attention (0.10 us for 64 queries of 16 heads), at 4,096
-    keys of which a query takes 2,048 a list had 85% of the visible ones, and building lists took 0.02 ms and more.
+    What sets the bound between the last two: on an H200, 16 heads of 128, 2,048 keys a query, tiles took 0.32 ms at
+    4,096 keys, and lists 0.52 ms at 8,192, of which all but some 0.27 are for the queries of the second half. Below
+    4,096 keys neither has been measured.
     """
     if num_queries <= FEW_QUERIES:
         return "decode"
-    return "tiles" if num_keys <= SHORT // 4 or num_keys <= min(SHORT, 4 * capacity) else "lists"
+    return "tiles" if num_keys <= SHORT // 2 or num_keys <= min(SHORT, 4 * capacity) else "lists"
 
 
 def _path(path: str | None, num_queries: int, selection: Selection) -> str:

@@ -27,7 +27,7 @@ def attention(
     v: Tensor | BlockSparseTensor,
     layout: Layout,
     *,
-    mask: Tensor | None = None,
+    mask: Tensor | BlockSparseTensor | None = None,
     bias: Tensor | BlockSparseTensor | None = None,
     relative: Relative | Sequence[Relative] | None = None,
     causal: bool = False,
@@ -51,10 +51,9 @@ def attention(
             A layout with fewer matrices is shared, not copied. Its `capacity` may be larger than its count; one that
             overflowed gives NaN.
         mask: bool, True takes part: dense, broadcasting to `[B, H, Tq, Tk]`, or values of blocks `[capacity, height,
-            width]` in the order of the layout. Where one of mask and bias is dense and the other holds blocks, the
-            layout's blocks of the dense one are taken.
-        bias: added to the scores, float, differentiable, in the same two forms, or a `BlockSparseTensor` of this
-            layout; on the GPU it is read in its dtype.
+            width]` in the order of the layout, or a `BlockSparseTensor` of this layout. Where one of mask and bias is
+            dense and the other holds blocks, the layout's blocks of the dense one are taken.
+        bias: added to the scores, float, differentiable, in the same three forms; on the GPU it is read in its dtype.
         relative: one or several `Relative`, tables by relative positions: what a query makes of them is added to its
             scores, before these are scaled. Differentiable in the tables. R numbers a query and term are kept.
         causal: whether a query meets no key behind its own position.
@@ -87,10 +86,7 @@ def attention(
             "Convert with .to(q.dtype)."
         )
     z = steps_of(layout, q.shape[0], q.shape[1])
-    if isinstance(bias, BlockSparseTensor):
-        if bias.layout is not layout:
-            raise ValueError(f"{_NAME}: bias must have the layout that is given as layout, got another one.")
-        bias = bias.values
+    mask, bias = (_stored(name, x, layout) for name, x in (("mask", mask), ("bias", bias)))
     extra = _extra(q, k, layout, mask, bias)
     queried, places = prepare(_NAME, q, k, relative)
     valid_lengths, scale = _settings(q, valid_lengths, scale)
@@ -98,6 +94,15 @@ def attention(
     settings = *z, *layout.block_size, causal, scale
     out, lse = _attention(q, k, v, extra, queried, places, valid_lengths, *lists, layout.positions, *settings)
     return (out, lse) if return_lse else out
+
+
+def _stored(name: str, x: Tensor | BlockSparseTensor | None, layout: Layout) -> Tensor | None:
+    """The values of a block-sparse mask or bias."""
+    if not isinstance(x, BlockSparseTensor):
+        return x
+    if x.layout is not layout:
+        raise ValueError(f"{_NAME}: {name} must have the layout that is given as layout, got another one.")
+    return x.values
 
 
 def _settings(q: Tensor, valid_lengths: Tensor | None, scale: float | None) -> tuple[Tensor | None, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gossamer.blocksparse.indexed import indexed
-from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
+from gossamer.blocksparse.tensor import BlockSparseTensor, check_computed
 
 
 def gather(input: BlockSparseTensor, dim: int, index: BlockSparseTensor) -> BlockSparseTensor:
@@ -34,5 +34,5 @@ def gather(input: BlockSparseTensor, dim: int, index: BlockSparseTensor) -> Bloc
     [0.0, 3.0]
     """
     operator = "blocksparse.gather"
-    check_blocks(operator, input=input)
+    check_computed(operator, input=input)
     return BlockSparseTensor(indexed(operator, input.layout, dim, index).gather(input.values), index.layout)

@@ -60,7 +60,8 @@ class Indexed:
         _, height, width = index.shape
         grid_rows = max(-(-m_index // height), 1)
         if axis == 0:
-            place = (rows // (grid_rows * inner) % d_index)[:, None, None]
+            # Sizes of 0 have no blocks, but a slot that is nobody's.
+            place = (rows // max(grid_rows * inner, 1) % max(d_index, 1))[:, None, None]
         elif axis == 1:
             place = ((rows % grid_rows * height)[:, None] + torch.arange(height, device=rows.device))[:, :, None]
         else:

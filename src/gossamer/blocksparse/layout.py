@@ -264,8 +264,7 @@ class Layout:
         block, size = self.block_size[::-1], self.size[::-1]
         layout = Layout.from_mask(self.to_dense().mT, block, size=size, capacity=self.capacity)
         # What a graph makes is there only when it is replayed.
-        captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if not torch.compiler.is_compiling() and not captured:
+        if not torch.compiler.is_compiling() and not checks.capturing():
             self.__dict__["_transposed"] = layout
             # No cycle: it would hold device memory until the garbage collector comes.
             layout.__dict__["_transposed"] = weakref.ref(self)
@@ -389,7 +388,7 @@ class Layout:
         """The summary, and below it a small layout's first matrix, which waits for the device as a tensor's does."""
         rows, cols = self.shape[-2:]
         drawn = 0 < rows <= 32 and 0 < cols <= 64 and self.batch and type(self.positions) is Tensor
-        if not drawn or (self.positions.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not drawn or checks.capturing():
             return self.summary()
         return f"{self.summary()}\n{self.draw()}"
 

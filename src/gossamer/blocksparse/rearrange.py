@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -166,28 +167,140 @@ def cat(tensors: Sequence[BlockSparseTensor], dim: int = 0, *, layout: Layout | 
     (32, 96)
     """
     operator = "blocksparse.cat"
-    if not tensors:
-        raise ValueError(f"{operator}: tensors must hold at least one BlockSparseTensor, got none.")
     for k, x in enumerate(tensors):
         check_blocks(operator, **{f"tensors[{k}]": x})
+    return _cat(operator, tensors, dim, layout)
+
+
+def _cat(operator: str, tensors: Sequence[BlockSparseTensor], dim: int, layout: Layout | None) -> BlockSparseTensor:
+    if not tensors:
+        raise ValueError(f"{operator}: tensors must hold at least one BlockSparseTensor, got none.")
     first = tensors[0]
     dim = _dim(operator, first, dim)
     for k, x in enumerate(tensors):
         _check_alike(operator, first, x, f"tensors[{k}]", dim)
-    block, lengths = first.layout.block_size, [x.shape[dim] for x in tensors]
+    lengths = [x.shape[dim] for x in tensors]
     shape = (*first.shape[:dim], sum(lengths), *first.shape[dim + 1 :])
+    return _joined(operator, first, _side_by_side(tensors, dim), shape, dim, lengths, layout)
+
+
+def stack(tensors: Sequence[BlockSparseTensor], dim: int = 0, *, layout: Layout | None = None) -> BlockSparseTensor:
+    """Tensors one after the other along a new leading dimension, as `torch.stack`.
+
+    `stack(split(x, D, -1), 1)` makes heads `[B, H, T, D]` of `[B, T, H * D]`, and `merge` joins them again.
+
+    Args:
+        tensors: `[..., M, N]`, all alike but for which blocks are present.
+        dim: the place of the new dimension among the leading ones.
+        layout: as in `repeat`.
+
+    Returns:
+        `BlockSparseTensor`, differentiable in the tensors.
+
+    Raises:
+        ValueError: there is none, dim is no place for a leading dimension, or shapes, blocks, devices or layout do not
+            fit.
+        TypeError: one is no `BlockSparseTensor`, or dtypes differ.
+
+    Source: Schön and Tompits, blksprs, section 3.3 (split, whose parts are stacked); `torch.stack`.
+
+    >>> x = from_dense(torch.ones(2, 32, 64), Layout.from_mask(torch.ones(2, 2, 4), 16))
+    >>> stack(split(x, 16, -1), 1).shape
+    (2, 4, 32, 16)
+    """
+    operator = "blocksparse.stack"
+    for k, x in enumerate(tensors):
+        check_blocks(operator, **{f"tensors[{k}]": x})
+    places = len(tensors[0].shape) - 1 if tensors else 1
+    if not isinstance(dim, int) or not -places - 2 <= dim < places or not 0 <= dim % (places + 2) < places:
+        raise ValueError(f"{operator}: dim must be a place for a leading dimension, from 0 to {places - 1}, got {dim}.")
+    dim %= places + 2
+    parts = []
+    for x in tensors:
+        shape = (*x.layout.shape[:dim], 1, *x.layout.shape[dim:])
+        parts.append(BlockSparseTensor(x.values, replace(x.layout, shape=shape)))
+    return _cat(operator, parts, dim, layout)
+
+
+def merge(x: BlockSparseTensor, dim: int, into: int = -1, *, layout: Layout | None = None) -> BlockSparseTensor:
+    """The matrices of a leading dimension one after the other along another one: of heads `[B, H, T, D]`, for instance,
+    `[B, T, H * D]`.
+
+    The result is that of `cat` on the slices of x along dim, in one step.
+
+    Args:
+        x: `[..., M, N]` with leading dimensions, of any dtype.
+        dim: the leading dimension that goes.
+        into: the dimension along which its slices stand then, of rows, of columns, or another leading one.
+        layout: as in `repeat`.
+
+    Returns:
+        `BlockSparseTensor`, differentiable in x, of one dimension fewer. Where a slice ends within a block, blocks are
+        cut anew.
+
+    Raises:
+        ValueError: dim is no leading dimension, is empty, or is into; into is none of x's; layout does not fit.
+        TypeError: x is no `BlockSparseTensor`.
+
+    Source: Schön and Tompits, blksprs, section 3.3 (merge).
+
+    >>> heads = from_dense(torch.ones(2, 4, 32, 16), Layout.from_mask(torch.ones(2, 4, 2, 1), 16))
+    >>> merge(heads, 1).shape
+    (2, 32, 64)
+    """
+    operator = "blocksparse.merge"
+    check_blocks(operator, x=x)
+    dim, into = _dim(operator, x, dim), _dim(operator, x, into)
+    if dim >= len(x.shape) - 2 or dim == into or x.shape[dim] == 0:
+        raise ValueError(
+            f"{operator}: dim must be a leading dimension of x that is not empty, and another one than into, got dim "
+            f"{dim} and into {into} of {list(x.shape)}."
+        )
+    layout_of, times = x.layout, x.shape[dim]
+    rest = [size for k, size in enumerate(x.shape) if k != dim]
+    into -= into > dim
+    lengths, rest[into] = [rest[into]] * times, rest[into] * times
+    # The blocks as they are, in the places of the result's.
+    grid = layout_of.positions.view(layout_of.shape).clamp(max=layout_of.capacity - 1)
+    grid = torch.cat(grid.unbind(dim), into)
+    cols = grid.shape[-1]
+    place = torch.arange(grid.numel(), device=x.device)
+    of_block = torch.full((layout_of.capacity + 1,), -1, dtype=torch.int64, device=x.device)
+    of_block.scatter_(0, torch.where(grid >= 0, grid, layout_of.capacity).flatten().long(), place)
+    at = of_block[:-1]
+    rows, columns = (torch.where(at >= 0, part, -1).int() for part in (at // max(cols, 1), at % max(cols, 1)))
+    source = layout_of.row_offsets[-1:], rows, columns, grid.int().reshape(-1)
+    size = [layout_of.size[0], layout_of.size[1]]
+    if into >= len(rest) - 2:
+        axis = into - len(rest)
+        size[axis] = grid.shape[axis] * layout_of.block_size[axis]
+    return _joined(operator, x, (x.values, source, (size[0], size[1])), tuple(rest), into, lengths, layout)
+
+
+def _joined(
+    operator: str,
+    like: BlockSparseTensor,
+    side_by_side: tuple[Tensor, Source, tuple[int, int]],
+    shape: tuple[int, ...],
+    dim: int,
+    lengths: list[int],
+    layout: Layout | None,
+) -> BlockSparseTensor:
+    """Values and where they are, of tensors that stand side by side block by block, as what `shape` says, in which
+    they stand side by side element by element: of these lengths along dim."""
+    values, source, size = side_by_side
+    block = like.layout.block_size
     ends = [axes.whole(shape[-2]), axes.whole(shape[-1])]
     if (axis := dim - len(shape)) >= -2:
         ends[axis] = axes.joined(lengths, block[axis])
     moved = axes.whole(math.prod(shape[:-2])), ends[0], ends[1]
-    values, source, size = _side_by_side(tensors, dim)
     if layout is None:
         grid = math.prod(shape[:-2]), -(-size[0] // block[0]), -(-size[1] // block[1])
         mask = _reach((source[3] >= 0).view(grid), moved, block, block)
         room = values.shape[0] * ends[0].spread(block[0], block[0]) * ends[1].spread(block[1], block[1])
         layout = _result(mask, shape, block, min(room, mask.numel()))
     else:
-        _check_result(operator, layout, shape, first)
+        _check_result(operator, layout, shape, like)
     return _pull(values, source, size, layout, moved)
 
 

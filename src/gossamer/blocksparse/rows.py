@@ -13,7 +13,7 @@ from gossamer._core import checks
 from gossamer._core.ops import register
 from gossamer.blocksparse._torch import rows as _impl
 from gossamer.blocksparse.layout import Layout, check_layouts
-from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
+from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks, check_computed
 
 
 def sum(x: BlockSparseTensor, dim: int = -1) -> Tensor:
@@ -213,7 +213,7 @@ def _held(x: BlockSparseTensor, absent: float) -> Tensor:
 
 
 def _reduced(operator: str, x: BlockSparseTensor, dim: int, how: str) -> Tensor:
-    check_blocks(operator, x=x)
+    check_computed(operator, x=x)
     if dim not in (-1, -2):
         raise ValueError(f"{operator}: dim must be -1, a number for each row, or -2, one for each column, got {dim}.")
     layout = x.layout

@@ -11,7 +11,7 @@ from gossamer._core import checks
 from gossamer.blocksparse.indexed import Indexed, indexed
 from gossamer.blocksparse.layout import Layout
 from gossamer.blocksparse.rearrange import realigned
-from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
+from gossamer.blocksparse.tensor import BlockSparseTensor, check_computed
 
 REDUCTIONS = ("sum", "mean", "amax", "amin", "prod")
 
@@ -100,11 +100,11 @@ def _operands(
     operator: str, input: BlockSparseTensor | Layout, dim: int, index: BlockSparseTensor, src: BlockSparseTensor
 ) -> tuple[Indexed, Tensor | None, Tensor, torch.dtype]:
     """(indices, what is there before, values of src aligned with index, dtype), checked."""
-    check_blocks(operator, src=src)
+    check_computed(operator, src=src)
     if isinstance(input, Layout):
         layout, given = input, None
     else:
-        check_blocks(operator, input=input)
+        check_computed(operator, input=input)
         layout, given = input.layout, input.values
         if input.dtype != src.dtype:
             names = checks.name_of(input.dtype), checks.name_of(src.dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 from gossamer._core import checks
 from gossamer._core.ops import directly, refuse_second, register
 from gossamer.blocksparse._torch import softmax as _cpu
-from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
+from gossamer.blocksparse.tensor import BlockSparseTensor, check_computed
 
 _NAME = "blocksparse.softmax"
 
@@ -40,7 +40,7 @@ def softmax(x: BlockSparseTensor, *, mask: Tensor | None = None, scale: float = 
     >>> softmax(x).to_dense()[0].sum().item(), softmax(x).values[0, 0, 0].item()
     (1.0, 0.0625)
     """
-    check_blocks(_NAME, x=x)
+    check_computed(_NAME, x=x)
     layout = x.layout
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
         raise ValueError(f"{_NAME}: scale must be a finite number, got {scale!r}.")

@@ -74,6 +74,28 @@ class BlockSparseTensor(Arithmetic):
         out = _to_dense(self.values, *_parts(layout), layout.batch, m, n, fill)
         return out.view(self.shape)
 
+    @property
+    def mT(self) -> BlockSparseTensor:
+        """The transposed matrices, `transpose(self)`. Products need no such copy: `matmul(..., transpose_a=True)`."""
+        from gossamer.blocksparse.transpose import transpose
+
+        return transpose(self)
+
+    def __matmul__(self, other: Any) -> Tensor:
+        """`matmul(self, other)` with a dense result, of a dense or a block-sparse other."""
+        if not isinstance(other, Tensor | BlockSparseTensor):
+            return NotImplemented
+        from gossamer.blocksparse.matmul import matmul
+
+        return matmul(self, other)
+
+    def __rmatmul__(self, other: Any) -> Tensor:
+        if not isinstance(other, Tensor):
+            return NotImplemented
+        from gossamer.blocksparse.matmul import matmul
+
+        return matmul(other, self)
+
     def __repr__(self) -> str:
         return (
             f"BlockSparseTensor(shape={self.shape}, dtype={checks.name_of(self.dtype)}, device={self.device}, "
@@ -125,11 +147,20 @@ def check_blocks(operator: str, **given: Any) -> None:
 def check_values(operator: str, **given: Tensor) -> None:
     """Every tensor has a dtype that blocks may have."""
     for argument, tensor in given.items():
-        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.dtype not in _WHOLE:
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.dtype not in _MOVED:
             checks.floating(operator, **{argument: tensor})
 
 
-_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+def check_computed(operator: str, **given: BlockSparseTensor) -> None:
+    """Every block-sparse tensor that holds floats holds some that kernels compute with."""
+    check_blocks(operator, **given)
+    for argument, x in given.items():
+        if x.dtype.is_floating_point:
+            checks.floating(operator, **{f"{argument}.values": x.values})
+
+
+# Whole numbers; and float64, in which blocks are held and moved on a GPU too.
+_MOVED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float64)
 
 
 def _parts(layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -9,7 +9,10 @@ from importlib import import_module
 from typing import Any
 
 _COMMANDS = {
-    "doctor": ("gossamer.cli.doctor", "Show versions and devices, say which kernels run where, check every operator."),
+    "doctor": (
+        "gossamer.cli.doctor",
+        "Show versions and devices, say what computes each function on them, check the results.",
+    ),
     "bench": ("gossamer.cli.bench.command", "Measure gossamer beside its peers: table, JSON and plots."),
     "demo": ("gossamer.cli.demo", "Train a small transformer and a sparse autoencoder on real text, and report."),
     "sae": ("gossamer.cli.sae", "Extract a sparse autoencoder's latents to disk, and look at them."),

@@ -11,9 +11,9 @@ from torch import Tensor
 from gossamer import gemm
 from gossamer._core import autocast, checks
 from gossamer._core.ops import directly, needs_gradient
-from gossamer.ffn.costs import FEW, GROUP, choose, costs_of, few
+from gossamer.ffn.costs import FEW, GROUP, choose, costs_of, on_cpu
 from gossamer.ffn.sparse_ffn import sparse_ffn
-from gossamer.ffn.tracker import BlockTracker
+from gossamer.ffn.tracker import BlockTracker, Known
 from gossamer.ffn.transposed import Transposed
 from gossamer.gemm._torch.linear_glu import linear
 from gossamer.gemm.linear_glu import check_dtypes
@@ -94,27 +94,33 @@ def _inferred(block: Block, method: str, density: BlockTracker | None) -> Tensor
     cost = costs_of(n, k, d, block.up_weight is not None, block.x)
     tracker = density if method == "auto" else None
     grouped = m > FEW and block.x.is_cuda
+    eager = not (torch.compiler.is_compiling() or checks.capturing())
+
+    def way(known: Known | None) -> str:
+        return choose(known, m, cost, eager) if block.x.is_cuda else on_cpu(known, n)
+
     if tracker is not None:
-        method = tracker.path(lambda known: choose(known, m, cost) if grouped else few(known, n), grouped=grouped)
+        method = tracker.path(way, grouped=grouped)
+    # Nothing reads what a graph would record.
+    recorded = tracker is not None and not checks.capturing()
     unknown = tracker is None and method == "auto"
     if unknown:
-        method = few(None, n) if not grouped else "gather" if m >= MANY and _samples(block) else choose(None, m, cost)
+        method = "gather" if grouped and m >= MANY and _samples(block) else way(None)
     if method in ("gather", "union"):
         # The unions of a few groups tell whether it would pay.
-        step = 0 if tracker is None else min(2048, 1 << (m // (GROUP * SAMPLE) | 1).bit_length() - 1)
-        rows = None
-        if block.transposed is not None and (m > FEW or not block.x.is_cuda):
-            rows = block.transposed(block.down_weight)
+        step = 0 if not recorded else min(2048, 1 << (m // (GROUP * SAMPLE) | 1).bit_length() - 1)
+        rows = None if block.transposed is None else block.transposed(block.down_weight)
         operands = (*block.tensors[:-1], rows, block.down_bias)
         options = (block.activation == "relu2", method == "union", step, unknown)
         out, nnz, sizes = directly(sparse_ffn, *operands)(*operands, *options)
     else:
         hidden = _fused(block) if method == "fused" else _hidden(block)
         out = linear(hidden, block.down_weight, block.down_bias)
-        if tracker is not None:
+        recorded = recorded and tracker.due()  # type: ignore[union-attr]
+        if recorded:
             nnz, sizes = sampled(hidden)
-    if tracker is not None:
-        tracker.record(nnz, sizes if grouped else None, cost.limit)
+    if recorded:
+        tracker.record(nnz, sizes if grouped else None, cost.limit)  # type: ignore[union-attr]
     return out
 
 

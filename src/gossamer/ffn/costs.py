@@ -17,20 +17,26 @@ PRICE = 2.0
 FEW = 16
 """Rows up to which the time goes into reading weights: a sparse block reads no more than a dense one at any density."""
 
-HOPPER = 770e12, 815e12, 8.5e12
-"""FLOP/s of a gate that is packed and of the fused block, bytes/s of gathered weights: H200, bfloat16, 16,384 rows of
-K = D = 2,048 and N = 5,632, where that is 0.49, 1.39 and 0.50 ms (29 entries a row)."""
+HOPPER = 770e12, 815e12, 660e12, 8.5e12
+"""FLOP/s of a gate that is packed, of the fused and the dense block, bytes/s of gathered weights: H200, bfloat16,
+16,384 rows of K = D = 2,048 and N = 5,632, where that is 0.49, 1.39, 1.72 and 0.50 ms (29 entries a row)."""
+HOST = {"dense": 70e-6, "fused": 300e-6, "gather": 450e-6, "union": 600e-6}
+"""Seconds in which a host launches a way, eager: that of an H200, PyTorch 2.11. A graph and a compiled region need
+next to none."""
+FUSED_FEW = 130e-6
+"""The same of the fused block with up to FEW rows."""
 
 
 @dataclass(frozen=True)
 class Costs:
     """Seconds that a row takes through the gate alone, an entry that is gathered, a row in dense tiles after its gate,
-    a row of the fused block, and a sparse way's launches."""
+    a row of the fused block and of the dense one, and a sparse way's launches on the device."""
 
     gate: float
     entry: float
     heavy: float
     fused: float
+    dense: float
     start: float = 25e-6
 
     def break_even(self, m: int) -> float:
@@ -46,36 +52,38 @@ class Costs:
 def costs_of(n: int, k: int, d: int, gated: bool, x: Tensor) -> Costs:
     """From bytes and operations over what the device sustains, for K = k, intermediate size n and D = d."""
     if INTERPRET or not x.is_cuda:
-        return Costs(1.0, 8.0 / max(n, 1), 1.0, 1.0)
+        return Costs(1.0, 8.0 / max(n, 1), 1.0, 1.0, 1.0)
     rates, size = tuning.rates(x.get_device()), x.element_size()
     inner, half = k if gated else 0, size == 2
     if half and tuning.hopper(x.device):
-        packs, fused, gathers = HOPPER
+        packs, fused, dense, gathers = HOPPER
     else:
-        packs = fused = rates.half if half else rates.tf32 if tuning.tf32() else rates.ieee
+        packs = fused = dense = rates.half if half else rates.tf32 if tuning.tf32() else rates.ieee
         gathers = rates.gather
-    total = 2 * n * (k + inner + d) / fused
-    return Costs(2 * n * k / packs, (inner + d) * size / gathers, 1.3 * total, total)
+    work = 2 * n * (k + inner + d)
+    return Costs(2 * n * k / packs, (inner + d) * size / gathers, 1.3 * work / fused, work / fused, work / dense)
 
 
-def choose(known: Known | None, m: int, cost: Costs) -> str:
-    """The name of the way that takes the least time for m rows, by what is known; some other way has to do until
-    something is."""
-    if known is None:
-        return "fused"
-    over = known.rows.over / max(known.rows.rows, 1)
-    light = max(0.0, known.rows.mean - over * cost.limit)
-    sparse = cost.gate + over * cost.heavy
-    ways = {"fused": m * cost.fused, "gather": m * (sparse + light * cost.entry) + cost.start}
-    if known.unions is not None and known.unions.rows:
-        union = known.unions.mean / GROUP * PRICE
-        ways["union"] = m * (sparse + min(light, union) * cost.entry) + 2 * cost.start
+def choose(known: Known | None, m: int, cost: Costs, eager: bool = False) -> str:
+    """The name of the way that takes the least time for m rows, by what is known: on the device, or on the host that
+    launches it, where that takes longer and the call is `eager`."""
+    ways = {"fused": m * cost.fused, "dense": m * cost.dense}
+    # The kernels for few rows took longer than the fused block as well.
+    if known is not None and m > FEW:
+        light = known.rows.light / max(known.rows.rows, 1)
+        sparse = cost.gate + known.rows.over / max(known.rows.rows, 1) * cost.heavy
+        ways["gather"] = m * (sparse + light * cost.entry) + cost.start
+        if known.unions is not None and known.unions.rows:
+            union = known.unions.mean / GROUP * PRICE
+            ways["union"] = m * (sparse + min(light, union) * cost.entry) + 2 * cost.start
+    if eager:
+        host = HOST | {"fused": FUSED_FEW} if m <= FEW else HOST
+        ways = {name: max(time, host[name]) for name, time in ways.items()}
     return min(ways, key=ways.__getitem__)
 
 
-def few(known: Known | None, n: int) -> str:
-    """The same where weights are read once whatever is in them, and on the CPU, which looks at what it packs: that it
-    looks at all is what costs, where most is dense."""
+def on_cpu(known: Known | None, n: int) -> str:
+    """The same on the CPU, which looks at what it packs: that it looks at all is what costs, where most is dense."""
     return "fused" if known is not None and 4 * known.rows.mean > n else "gather"
 
 

@@ -42,6 +42,13 @@ class BlockTracker:
     def __init__(self, lag: int = 4, pinned: str | None = None) -> None:
         self.rows, self.unions = DensityTracker(lag, pinned), DensityTracker(lag)
         self.last_path: str | None = None
+        self._dense_calls = 0
+
+    def due(self) -> bool:
+        """Whether a call whose entries have to be looked for shall look: each until something is known, and one of 8
+        from then on."""
+        self._dense_calls += 1
+        return self.rows.known(training=False) is None or self._dense_calls % 8 == 1
 
     def path(self, choose: Callable[[Known | None], str], *, grouped: bool = True) -> str:
         """The name of the way this call goes, from what is known; one call of `record` belongs to each call. Not

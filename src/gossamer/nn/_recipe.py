@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gossamer.nn.median import geometric_median
 
-BANDWIDTH = 0.2
+BANDWIDTH = 0.1
 START = 8.0
 """How many times its target L0 is where training starts, if that is not more than a quarter of the latents."""
 WEIGHT, WEIGHT_TO_INPUT = 2.0, 0.1
@@ -116,11 +116,11 @@ def weight(state: Tensor, d_in: int, target: float, warm_up: int, to_input: bool
 class Watch:
     """Says once, and without waiting for the device, that L0 stays away from its target."""
 
-    PATIENCE, TOLERANCE, RATE, EVERY = 1000, 0.25, 0.02, 50
+    PATIENCE, TOLERANCE, RATE, EVERY = 1000, 0.25, 0.2, 10
 
     def __init__(self, operator: str, target: float, warm_up: int) -> None:
-        """Within PATIENCE calls after the warm-up L0 is to be within TOLERANCE of its target; the mean of L0 takes RATE
-        of each call."""
+        """Within PATIENCE calls after the warm-up L0 is to be within TOLERANCE of its target. It looks at one call in
+        EVERY, of which its mean takes RATE: the others launch nothing for it."""
         self._operator, self._target, self._warm_up = operator, target, warm_up
         self._calls, self._said = 0, False
         self._mean: Tensor | None = None
@@ -139,17 +139,18 @@ class Watch:
         if l0.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         self._calls += 1
+        if self._calls % self.EVERY:
+            return
         known = self._mean is not None and self._mean.device == l0.device
         self._mean = self._mean.lerp(l0, self.RATE) if known else l0.clone()  # type: ignore[union-attr]
-        late = self._calls - self._warm_up - self.PATIENCE
-        if late < 0 or (late % self.EVERY and self._copy is None):
+        if self._calls < self._warm_up + self.PATIENCE:
             return
         if not l0.is_cuda:
             self._judge(float(self._mean))
         elif self._copy is None:
             value, event = torch.empty((), dtype=l0.dtype, pin_memory=True), torch.cuda.Event()
             value.copy_(self._mean, non_blocking=True)
-            event.record()
+            event.record(torch.cuda.current_stream(l0.device))
             self._copy = value, event
         elif self._copy[1].query():
             self._judge(float(self._copy[0]))

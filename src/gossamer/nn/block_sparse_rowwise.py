@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from gossamer.blocksparse import BlockSparseTensor, apply_rowwise, layer_norm, rms_norm
+from gossamer.blocksparse import BlockSparseTensor, Layout, add, apply_rowwise, layer_norm, matmul, rms_norm
 
 ELEMENTWISE = (
     nn.Dropout,
@@ -33,18 +33,21 @@ ELEMENTWISE = (
 
 
 class BlockSparseRowwise(nn.Module):
-    """Lets a module that works on rows take a `BlockSparseTensor`, and return one of the same layout.
+    """Lets a module that works on rows take a `BlockSparseTensor`, and return one of the same layout, or of another.
 
     Absent blocks are zeros to it, and stay absent, also where the module would turn zeros into something else.
     Activations and `nn.Dropout` run on the stored values; `nn.LayerNorm` and `nn.RMSNorm` over the last dimension on
-    stored blocks; any other module on rows made dense for the time of the call (`blocksparse.apply_rowwise`).
+    stored blocks; `nn.Linear` computes the blocks of its result that are asked for; any other module runs on rows made
+    dense for the time of the call (`blocksparse.apply_rowwise`).
 
     Args:
-        module: takes and returns `[..., M, N]`. It stays what it is: its parameters, state and mode are its own.
+        module: takes and returns `[..., M, N]`; an `nn.Linear` may return another N. It stays what it is: its
+            parameters, state and mode are its own.
 
     Raises:
         TypeError: the input is no `BlockSparseTensor`.
-        ValueError: a norm is over more than the last dimension, or of another length.
+        ValueError: a norm is over more than the last dimension, or of another length; a layout is given, and the module
+            is no `nn.Linear`; or the layout does not fit.
 
     Source: Schön and Tompits, blksprs, section 3.3 (wrappers for PyTorch modules).
 
@@ -58,8 +61,11 @@ class BlockSparseRowwise(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, x: BlockSparseTensor) -> BlockSparseTensor:
-        """x: `[..., M, N]`, floating -> the same."""
+    def forward(self, x: BlockSparseTensor, layout: Layout | None = None) -> BlockSparseTensor:
+        """x: `[..., M, N]`, floating -> the same, or `[..., M, out_features]` of an `nn.Linear`.
+
+        layout: of the result of an `nn.Linear`; None takes x's. What stands elsewhere, its bias too, is left out.
+        """
         if not isinstance(x, BlockSparseTensor):
             raise TypeError(
                 f"nn.BlockSparseRowwise: x must be a BlockSparseTensor, got {type(x).__name__}. Make one with "
@@ -69,6 +75,14 @@ class BlockSparseRowwise(nn.Module):
         hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
         # Whoever has hooked to it, or made another class of it, is to see rows.
         plain = not any(hooks)
+        if plain and type(module) is nn.Linear:
+            out = matmul(x, module.weight, x.layout if layout is None else layout, transpose_b=True)
+            return out if module.bias is None else add(out, module.bias)
+        if layout is not None:
+            raise ValueError(
+                f"nn.BlockSparseRowwise: layout is for a plain nn.Linear, which {type(module).__name__} is not, or it "
+                "has a hook. Leave it out, and use blocksparse.adapt_layout on the result."
+            )
         if plain and type(module) in ELEMENTWISE:
             return BlockSparseTensor(module(x.values), x.layout)
         if plain and type(module) in (nn.LayerNorm, nn.RMSNorm):

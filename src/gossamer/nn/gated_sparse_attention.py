@@ -80,15 +80,17 @@ class GatedSparseAttention(nn.Module):
             the name of a rule that needs nothing but k_min, k_base and k_max.
         value_gate, output_gate: whether there is such a gate.
         rope_theta: base of the rotary embeddings.
+        granularity: 1, or 4 to select units of four neighbouring keys, as in `attention.select_topk`.
         dtype, device: of the parameters.
 
     Raises:
-        ValueError: a size below 1, heads that do not divide, an odd head_dim, or k_min, k_base and k_max do not ascend.
+        ValueError: a size below 1, heads that do not divide, an odd head_dim, k_min, k_base and k_max do not ascend, or
+            no granularity. That k is a multiple of it is found out when it selects.
         TypeError: a size that is no int.
 
     Attributes:
-        q_proj, k_proj, v_proj, o_proj, indexer.idx_q_proj, indexer.idx_k_proj, indexer.idx_w_proj, indexer.idx_bias,
-        value_gate.gate_proj, output_gate.gate_proj, rotary_emb.inv_freq: as in the published models.
+        q_proj, k_proj, v_proj, o_proj: as in the published models, and so are indexer.idx_q_proj, indexer.idx_k_proj,
+            indexer.idx_w_proj, indexer.idx_bias, value_gate.gate_proj, output_gate.gate_proj and rotary_emb.inv_freq.
         dense: True attends to every visible key, for a warm-up of the indexer.
 
     Source: Gated Sparse Attention (arXiv 2601.15305).
@@ -113,6 +115,7 @@ class GatedSparseAttention(nn.Module):
         output_gate: bool = True,
         rope_theta: float = 10000.0,
         *,
+        granularity: int = 1,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -131,7 +134,9 @@ class GatedSparseAttention(nn.Module):
         if not k_min <= k_base <= k_max:
             raise ValueError(f"{OPERATOR}: k_min, k_base and k_max must ascend, got {k_min}, {k_base} and {k_max}.")
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.k_base = k_base
+        if granularity not in (1, 4) or isinstance(granularity, bool):
+            raise ValueError(f"{OPERATOR}: granularity must be 1 or 4, got {granularity!r}.")
+        self.k_base, self.granularity = k_base, granularity
         if isinstance(adaptive, str):
             adaptive = attention.AdaptiveK(adaptive, k_min, k_base, k_max)
         self.adaptive = adaptive
@@ -281,7 +286,7 @@ class GatedSparseAttention(nn.Module):
             position_ids = torch.arange(x.shape[1], device=x.device)
         cos, sin = self.rotary_emb(position_ids)
         with span("gsa/qkv_proj"):
-            y = _products(x, layers)
+            y = self.normalise(_products(x, layers))
         with span("gsa/value_gate, rotary_emb"):
             q, k, v, out_gate = attention.rotary_gates(
                 y,
@@ -294,6 +299,10 @@ class GatedSparseAttention(nn.Module):
             )
         index = self.index(x) if indexer else (x.new_empty(0),) * 3
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out_gate, index
+
+    def normalise(self, y: Tensor) -> Tensor:
+        """The products of `project`, queries first and then keys, which a subclass may normalise."""
+        return y
 
     def index(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the indexer scores by: q `[B, n, T, d]`, k `[B, T, d]` and w `[B, T, n]`."""
@@ -308,6 +317,7 @@ class GatedSparseAttention(nn.Module):
     def select(self, q: Tensor, k: Tensor, w: Tensor, lengths: Tensor | None = None) -> attention.Selection:
         """The keys of each query, from what the indexer scores by; lengths as in `attention.select_topk`."""
         given: dict[str, Any] = {"k": self.k_base} if self.adaptive is None else {"adaptive": self.adaptive}
+        given["granularity"] = self.granularity
         with span("gsa/topk_select"):
             return attention.select_topk(q, k, w, self.indexer.idx_bias, lengths=lengths, **given)
 
@@ -339,6 +349,8 @@ class GatedSparseAttentionReference(GatedSparseAttention):
             raise NotImplementedError(f"{OPERATOR}Reference: a cache is not implemented. Use {OPERATOR}.")
         if self.adaptive is not None:
             raise NotImplementedError(f"{OPERATOR}Reference: adaptive numbers of keys are not implemented. Use None.")
+        if self.granularity != 1:
+            raise NotImplementedError(f"{OPERATOR}Reference: units of keys are not implemented. Use granularity=1.")
         with span("gsa_ref/qkv_proj"):
             q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj))
         length = x.shape[1]
@@ -382,19 +394,26 @@ class GatedSparseAttentionReference(GatedSparseAttention):
 
 
 OPERATOR = "nn.GatedSparseAttention"
+FEW_TOKENS = 64
 
 
 def _products(x: Tensor, layers: dict[str, nn.Linear]) -> Tensor:
-    """What the layers make of x, side by side; by one product where they are plain."""
-    if why_called(**layers) is not None:
+    """What the layers make of x, side by side; by one product where they are plain and tokens are more than a few, for
+    which putting weights side by side would cost more than the products."""
+    if x.shape[:-1].numel() <= FEW_TOKENS or why_called(**layers) is not None:
         return torch.cat([layer(x) for layer in layers.values()], -1)
-    biases = [layer.bias for layer in layers.values()]
-    weight = torch.cat([layer.weight for layer in layers.values()])
+    biases: list[Tensor | None] = [layer.bias for layer in layers.values()]
+    weights: list[Tensor] = [layer.weight for layer in layers.values()]
+    width = sum(layer.out_features for layer in layers.values())
+    if over := -width % 8:
+        # The fast kernels of 16-bit products want rows of 16 bytes.
+        weights.append(weights[0].new_zeros(over, weights[0].shape[1]))
+        biases.append(None)
     bias = None
     if any(each is not None for each in biases):
-        widths = [layer.out_features for layer in layers.values()]
-        bias = torch.cat([weight.new_zeros(n) if each is None else each for each, n in zip(biases, widths)])
-    return F.linear(x, weight, bias)
+        zeros = weights[0].new_zeros
+        bias = torch.cat([zeros(len(weight)) if b is None else b for b, weight in zip(biases, weights)])
+    return F.linear(x, torch.cat(weights), bias)[..., :width]
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from gossamer import gemm, sae
 from gossamer._core import checks
 from gossamer.nn import _recipe
-from gossamer.nn.sae import _SAE, SAELoss
+from gossamer.nn.sae import _SAE, SAELoss, mean
 from gossamer.rowsparse import ELL, Rows
 from gossamer.rowsparse.density import recomputed
 
@@ -33,7 +33,7 @@ class JumpReLUSAE(_SAE):
         d_sae: number of latents.
         target_l0: latents a row should have, on average. With an `l0_coefficient` it is that of `"quadratic"` alone,
             and nothing is steered.
-        bandwidth: width of the window around its threshold in which a latent trains it; None is 0.2 with a target, in
+        bandwidth: width of the window around its threshold in which a latent trains it; None is 0.1 with a target, in
             units of the scaled x, and 0.001 without.
         l0_coefficient: weight of the penalty in the loss, where the squared error is summed over d_in; None is steered
             with a target, and 0.001 without.
@@ -190,7 +190,11 @@ class JumpReLUSAE(_SAE):
                 self.steering[_recipe.L0] = found.l0
         if follows and self._watch is not None and not self.is_fresh:
             self._watch.see(found.l0)
-        return found._replace(reconstruction=self._unscaled(found.reconstruction)) if self.steered else found
+        if not self.steered:
+            return found
+        # Not by `_replace`, whose result PyTorch 2.11 cannot return from a compiled region.
+        loss, mse, penalty, l0, reconstruction, dead = found
+        return SAELoss(loss, mse, penalty, l0, self._unscaled(reconstruction), dead)
 
     @torch.no_grad()
     def initialize_(self, x: Tensor) -> None:
@@ -286,7 +290,7 @@ class JumpReLUSAE(_SAE):
         elif self.penalty == "tanh":
             scale = self.tanh_scale * self._decoder_norms(self.W_dec)
             l0 = (rows * scale).tanh().sum(-1) if isinstance(rows, Tensor) else sae.tanh_l0(rows, scale)
-        return weight * l0.mean()
+        return weight * mean(l0)
 
     def _aim(self) -> tuple[Any, Any]:
         """(the L0 that the quadratic penalty aims at, the weight of the penalty)"""
@@ -308,7 +312,7 @@ class JumpReLUSAE(_SAE):
         pre = x @ self.W_enc.index_select(1, which).to(x.dtype) + self.b_enc.index_select(0, which)
         norms = self._decoder_norms(self.W_dec.index_select(0, which))
         below = (self.threshold.index_select(0, which) - pre).relu() * norms
-        return self.pre_act_coefficient * torch.where(dead, below, 0).sum(-1).mean()
+        return self.pre_act_coefficient * mean(torch.where(dead, below, 0).sum(-1))
 
     def extra_repr(self) -> str:
         if self.steered:

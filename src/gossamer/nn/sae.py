@@ -10,11 +10,11 @@ from gossamer import gemm, sae
 from gossamer._core import checks
 from gossamer.nn._silence import Silence
 from gossamer.nn.median import geometric_median
-from gossamer.rowsparse import ELL, Density, DensityTracker, Rows
+from gossamer.rowsparse import ELL, DensityTracker, Rows
 from gossamer.rowsparse.density import recomputed
 from gossamer.rowsparse.pack import default_capacity
 from gossamer.sae.decode import decode_dense
-from gossamer.sae.encode_dense import MEASURED, break_even, encode_dense
+from gossamer.sae.encode_dense import choose_path, encode_dense, follows_counts
 from gossamer.sae.smallest import smallest
 from gossamer.sae.squared_error import squared_error
 
@@ -197,27 +197,11 @@ class _SAE(torch.nn.Module):
         return acts, l0, nnz
 
     def _follows(self, x: Tensor) -> bool:
-        """Whether the way depends on counts that only the device knows."""
-        return self._expected is None and x.device.type in MEASURED
+        return follows_counts(x.device, self._expected)
 
     def _way(self, x: Tensor) -> str:
-        if self._density.pinned is None and x.device.type not in MEASURED:
-            self._density.last_path = "sparse"
-            return "sparse"
-        limit = break_even(x.shape[:-1].numel(), self.W_dec.shape[1], self.d_sae, self.W_dec, training=self.training)
-
-        def choose(known: Density | None) -> str:
-            if self._expected is not None:
-                entries: float = self._expected
-            elif known is None:
-                return "dense" if self.training else "sparse"
-            else:
-                # A row that overflows its slots is a row of a dense product, beside the work that found that out.
-                share = known.over / max(known.rows, 1)
-                entries = (1 - share) * known.mean + share * 1.5 * limit
-            return "dense" if entries > limit else "sparse"
-
-        return self._density.path(choose, training=self.training)
+        rows = x.shape[:-1].numel()
+        return choose_path(self._density, rows, self.W_dec, self._expected, training=self.training)
 
     def _record(self, nnz: Tensor | None, result: Tensor) -> None:
         if nnz is not None and self._follows(nnz):
@@ -254,12 +238,12 @@ class _SAE(torch.nn.Module):
             x = target = x.contiguous()
         rows, l0, nnz = self._chosen(x, self._entries)
         reconstruction = self._output(x, rows)
-        mse = _mean(squared_error(target, reconstruction))
+        mse = mean(squared_error(target, reconstruction))
         parts = self._penalty(rows, l0), self._dead_loss(x, target, reconstruction) if self.training else None
         penalty, dead = (zero if part is None else part for part, zero in zip(parts, mse.new_zeros(2).unbind()))
         loss = mse + penalty + dead
         self._record(nnz, loss)
-        return SAELoss(loss, mse, penalty, _mean(l0.detach()), reconstruction, dead)
+        return SAELoss(loss, mse, penalty, mean(l0.detach()), reconstruction, dead)
 
     def _output(self, x: Tensor, rows: Rows | Tensor) -> Tensor:
         return decode_dense(rows, self.W_dec, self.b_dec) if isinstance(rows, Tensor) else self._decoded(rows)
@@ -324,7 +308,7 @@ class _Reviving(_SAE):
         rows, _ = self._latents(x, W_enc=W_enc, b_enc=biases, activation=topk, b_dec=self._centre)
         estimate = self._estimate(rows, self.W_dec.index_select(0, which))
         residual = target.detach().to(self._wide) - reconstruction.detach().to(self._wide)
-        loss = squared_error(residual, estimate).mean()
+        loss = mean(squared_error(residual, estimate))
         return self.aux_coefficient * torch.where(self._any(dead), loss, 0)
 
     def _estimate(self, rows: ELL, W_dec: Tensor) -> Tensor:
@@ -347,7 +331,7 @@ class _Reviving(_SAE):
         return f"d_in={self.d_in}, d_sae={self.d_sae}, k={self.k}"
 
 
-def _mean(terms: Tensor) -> Tensor:
+def mean(terms: Tensor) -> Tensor:
     """Over all rows; 0 where there are none."""
     return terms.mean() if terms.numel() else terms.sum()
 

@@ -28,12 +28,14 @@ class Density:
         mean: entries of a row, on average; 0 of no rows.
         largest: entries of the fullest.
         over: rows with more entries than the limit that their counts were recorded with.
+        light: entries of all other rows, in all.
     """
 
     rows: int
     mean: float
     largest: int
     over: int
+    light: int
 
 
 class DensityTracker:
@@ -162,8 +164,8 @@ class _History:
         sums, event, rows = self._pending.popleft()
         if event is not None:
             event.synchronize()
-        total, largest, over = sums[:, 0].sum().item(), sums[:, 1].max().item(), sums[:, 2].sum().item()
-        self.known = Density(rows, total / max(rows, 1), int(largest), int(over))
+        total, largest, over, light = sums[:, 0].sum(), sums[:, 1].max(), sums[:, 2].sum(), sums[:, 3].sum()
+        self.known = Density(rows, int(total) / max(rows, 1), int(largest), int(over), int(light))
         self._free.append((sums, event))
 
     def add(self, counts: Tensor, limit: int) -> None:
@@ -178,7 +180,7 @@ class _History:
         else:
             # Made in inference mode it could be written in no other.
             with torch.inference_mode(False):
-                sums = torch.zeros(PARTS, 3, dtype=torch.int64, pin_memory=counts.is_cuda)
+                sums = torch.zeros(PARTS, 4, dtype=torch.int64, pin_memory=counts.is_cuda)
             event = torch.cuda.Event() if counts.is_cuda else None
         _summing(counts.is_cuda)(counts, sums, limit)
         if event is not None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from gossamer._core import autocast, tuning
 from gossamer._core.ops import directly, refuse_second, register
 from gossamer.gemm.activations import Activation, resolve
+from gossamer.rowsparse import Density, DensityTracker
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.rowsparse.matmul import check_dtypes
 from gossamer.sae._torch import encode_dense as _cpu
@@ -79,6 +80,34 @@ def break_even(m: int, d_in: int, d_sae: int, weight: Tensor, *, training: bool)
             0.5 * tuning.break_even(m, d_sae, d_in, weight) if training else tuning.break_even(m, d_sae, d_in, weight)
         )
     return 2.0 * tuning.break_even(m, d_sae, d_in, weight)
+
+
+def choose_path(tracker: DensityTracker, m: int, W_dec: Tensor, expected: int | None, *, training: bool) -> str:
+    """`"sparse"` or `"dense"`, whichever is faster for m rows: by the entries that a row is expected to have, or by
+    what the tracker knows of them. Before it knows, it is dense in training and sparse in inference."""
+    if tracker.pinned is None and W_dec.device.type not in MEASURED:
+        tracker.last_path = "sparse"
+        return "sparse"
+    d_sae, d_out = W_dec.shape
+    limit = break_even(m, d_out, d_sae, W_dec, training=training)
+
+    def choose(known: Density | None) -> str:
+        if expected is not None:
+            entries: float = expected
+        elif known is None:
+            return "dense" if training else "sparse"
+        else:
+            # A row that overflows its slots is a row of a dense product, beside the work that found that out.
+            share = known.over / max(known.rows, 1)
+            entries = (1 - share) * known.mean + share * 1.5 * limit
+        return "dense" if entries > limit else "sparse"
+
+    return tracker.path(choose, training=training)
+
+
+def follows_counts(device: torch.device, expected: int | None) -> bool:
+    """Whether the path depends on counts that only the device knows."""
+    return expected is None and device.type in MEASURED
 
 
 def _fake(

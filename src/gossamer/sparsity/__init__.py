@@ -7,6 +7,7 @@
 
 from gossamer.sparsity.coactivation import Coactivation, NeuronOrder, coactivation
 from gossamer.sparsity.report import Measured, Report, report
+from gossamer.sparsity.similarity import Similarity, TokenGroups, similarity
 from gossamer.sparsity.statistics import LayerStatistics, Recorder, statistics
 
 __all__ = [
@@ -16,7 +17,10 @@ __all__ = [
     "NeuronOrder",
     "Recorder",
     "Report",
+    "Similarity",
+    "TokenGroups",
     "coactivation",
     "report",
+    "similarity",
     "statistics",
 ]

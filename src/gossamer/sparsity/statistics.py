@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from gossamer._core.modes import evaluating
 from gossamer.ffn import SparseBlock
 from gossamer.ffn.block import Block, activated
 from gossamer.ffn.costs import GROUP
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _ELEMENTS = 1 << 24
 """Activations in memory at one time."""
@@ -152,7 +155,7 @@ class Recorder:
         self._two_sided = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         self._batch: Mapping[str, Any] = {}
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> Self:
         observe("sparsity.Recorder", self._blocks, self._count)
         return self
 

@@ -35,7 +35,7 @@ def rotary_gates_bwd(
     """Operator `rotary_gates_bwd` -> the gradient of y."""
     working = torch.promote_types(y.dtype, torch.float32)
     heads, d = dq.shape[2:]
-    output_gate = dgate.numel() > 0
+    output_gate = dgate.shape[-1] > 0
     _, _, v, of_v, gate = _sections(y.to(working), heads, dk.shape[2], d, value_gate, output_gate)
     cos, sin = cos[..., None, :].to(working), sin[..., None, :].to(working)
     made = [_turned(x.to(working), cos, -sin).flatten(2) for x in (dq, dk)]

@@ -2,7 +2,8 @@
 
 The definition that the kernels share. A query's scores are stored as *keys*, integers from 1 to 31,742 that divide the
 range from 0 to the sum of its gates evenly; 31,743 is NaN. Always-kept keys count as 31,744. A query takes the k first
-in descending order of keys, ties in ascending order of columns.
+in descending order of keys, ties in ascending order of columns. With a granularity of 4 a column is four neighbouring
+keys, and has the largest of those that the query sees.
 """
 
 import torch
@@ -19,6 +20,15 @@ def index_keys(q: Tensor, k: Tensor, gates: Tensor, bias: Tensor | None, scale: 
     gates = torch.where(total == 0, torch.zeros_like(gates), gates * (LEVELS / total))
     scores = score_rows(q, k, gates, bias, scale)
     return (scores + 1).round_().nan_to_num_(nan=LEVELS + 2).long()
+
+
+def unit_keys(keys: Tensor, visible: Tensor, granularity: int) -> Tensor:
+    """Keys [R, columns] of columns of `granularity` keys: the largest that is visible, or 0."""
+    if granularity == 1:
+        return keys
+    keys = torch.where(torch.arange(keys.shape[1], device=keys.device) < visible[:, None], keys, 0)
+    keys = torch.nn.functional.pad(keys, (0, -keys.shape[1] % granularity))
+    return keys.unflatten(1, (-1, granularity)).amax(2)
 
 
 def rows_k(
@@ -60,10 +70,11 @@ def rows_k(
     return torch.where(k >= k_min, k.clamp(max=k_max), float(k_min)).long()
 
 
-def take(keys: Tensor, visible: Tensor, k: Tensor, window: int, sinks: int) -> Tensor:
-    """Mask [R, Tk] of what each query takes of keys [R, Tk], of which the first `visible` count."""
+def take(keys: Tensor, visible: Tensor, k: Tensor, recent: Tensor, sinks: int) -> Tensor:
+    """Mask [R, Tk] of what each query takes of keys [R, Tk], of which the first `visible` count, and those from
+    `recent` on and the first `sinks` are always kept."""
     columns = torch.arange(keys.shape[1], device=keys.device)
-    kept = (columns < sinks) | (columns >= visible[:, None] - window)
+    kept = (columns < sinks) | (columns >= recent[:, None])
     keys = torch.where(kept, LEVELS + 3, keys)
     # Distinct integers, in order of keys and then of columns: no sort has to be stable.
     order = torch.where(columns < visible[:, None], keys, 0) * keys.shape[1] + columns.flip(0)
@@ -93,6 +104,7 @@ def select_topk(
     sinks: int,
     workspace: int,
     capacity: int,
+    granularity: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Operator `select_topk` -> words, counts and lists of a `Selection` of one scope."""
     (b, _, tq, _), tk, dtype = q.shape, k.shape[1], working(q.dtype)
@@ -107,9 +119,14 @@ def select_topk(
             part = slice(first, first + rows)
             gates, seen = gates_of[part], visible[i, part]
             keys = index_keys(q[i, :, part].to(dtype), keys_of, gates, bias, scale)
-            wanted = torch.full_like(seen, top)
+            keys, columns = unit_keys(keys, seen, granularity), -(-seen // granularity)
+            wanted = torch.full_like(seen, top // granularity)
             if rule:
-                wanted = rows_k(keys, seen, gates, mean, predictor, (k_min, top, k_max), rule, temperature)
-            mask[i, 0, part] = take(keys, seen, wanted, window, sinks)
+                bounds = (k_min // granularity, top // granularity, k_max // granularity)
+                wanted = rows_k(keys, columns, gates, mean, predictor, bounds, rule, temperature)
+            recent = (seen - (window or 1 - granularity)).clamp(min=0) // granularity
+            taken = take(keys, columns, wanted, recent, -(-sinks // granularity))
+            taken = taken.repeat_interleave(granularity, 1)[:, :tk]
+            mask[i, 0, part] = taken & (torch.arange(tk, device=q.device) < seen[:, None])
     words = words_of_mask(mask)
     return (words, *union_of_words(words, capacity))

@@ -34,6 +34,17 @@ def visible_keys(rows, length, Tq, ahead):
 
 
 @triton.jit
+def in_units(visible, window, UNIT: tl.constexpr):
+    """(how many units of UNIT keys hold any visible one, how many of the last of these are always kept); `window` is
+    in keys, and 1 - UNIT where there is none."""
+    if UNIT == 1:
+        return visible, window
+    else:
+        units = (visible + UNIT - 1) // UNIT
+        return units, units - tl.maximum(visible - window, 0) // UNIT
+
+
+@triton.jit
 def load_gates(w_ptr, rows, h, Tq, HEADS: tl.constexpr):
     """sigmoid of a head's weights at queries of one batch element; 0 past the last query."""
     w = tl.load(w_ptr + rows.to(tl.int64) * HEADS + h, mask=rows < Tq, other=float("-inf"))

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.attention._triton._indexer import load_gates, valid_keys, visible_keys
+from gossamer.attention._triton._indexer import in_units, load_gates, valid_keys, visible_keys
 from gossamer.attention.levels import LEVELS, RULES
 
 
@@ -27,13 +27,14 @@ def predicted_part(mean, spread, largest, predictor_ptr, offset_ptr, HIDDEN: tl.
 def _adaptive_k_kernel(
     keys_ptr, w_ptr, lengths_ptr, mean_ptr, predictor_ptr, k_ptr, first, Tq, padded, Tk, stride, ahead, k_min, k_base,
     k_max, temperature, STEPS: tl.constexpr, HEADS: tl.constexpr, RULE: tl.constexpr, HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Program (row of the slab)."""
     row = tl.program_id(0)
     batch = ((first + row) // padded).to(tl.int64)
     t = (first + row) % padded
     visible = visible_keys(t, valid_keys(lengths_ptr, batch, Tk), Tq, ahead)
+    visible, _ = in_units(visible, 0, UNIT)
     gates = tl.zeros([1], tl.float32)
     for h in range(HEADS):
         gates += load_gates(w_ptr + batch * Tq * HEADS, t + tl.zeros([1], tl.int32), h, Tq, HEADS)
@@ -96,13 +97,14 @@ def rows_k(
     bounds: tuple[int, int, int],
     rule: str,
     temperature: float,
+    unit: int = 1,
 ) -> None:
     """Fills k, int32 [rows of the slab]; `sizes` are first, Tq, padded, Tk, stride, ahead, and `bounds` the least k,
-    the base and the most."""
+    the base and the most, in columns of `unit` keys, as k is."""
     meta = {"STEPS": LEVELS, "HEADS": w.shape[2], "RULE": RULES.index(rule)}
-    meta |= {"HIDDEN": 1 if predictor is None else predictor.shape[0], "BLOCK": 2048}
+    meta |= {"HIDDEN": 1 if predictor is None else predictor.shape[0], "BLOCK": 2048, "UNIT": unit}
     key = (sizes[1:4], sizes[5], bounds, w.dtype, lengths is None or lengths.dtype, meta["HEADS"], rule)
-    key += (meta["HIDDEN"], temperature)
+    key += (meta["HIDDEN"], temperature, unit)
     args = (keys, w, lengths, mean, predictor, k, *sizes, *bounds, temperature)
     _adaptive_k(key, (k.shape[0], 1, 1), args, meta, num_warps=8)
 
@@ -115,7 +117,7 @@ EXAMPLES = {
             **dict.fromkeys(("first", "Tq", "padded", "Tk", "stride", "ahead", "k_min", "k_base", "k_max"), "i32"),
             "temperature": "fp32",
         },
-        "constexprs": {"STEPS": 31741, "HEADS": 4, "RULE": 2, "HIDDEN": 32, "BLOCK": 2048},
+        "constexprs": {"STEPS": 31741, "HEADS": 4, "RULE": 2, "HIDDEN": 32, "BLOCK": 2048, "UNIT": 1},
         "num_warps": 8,
     },
 }  # fmt: skip

@@ -152,7 +152,7 @@ def rotary_gates_bwd(
     groups = dk.shape[2]
     dy = torch.empty_like(y, memory_format=torch.contiguous_format)
     if y.numel():
-        output_gate = dgate.numel() > 0
+        output_gate = dgate.shape[-1] > 0
         units = heads * (2 if output_gate else 1) + 2 * groups
         sizes = (y.shape[2], b * t, cos.numel() // d, heads, groups)
         meta = {"D": d, "VALUE_GATE": value_gate, "OUTPUT_GATE": output_gate, "BLOCK_T": BLOCK_T}

@@ -12,6 +12,9 @@ is infinity), so that one `set.ge.f16x2` compares two. A slab of rows is taken t
    and walks the rows, 16 bytes of each at a time, so that nothing passes between threads, and 16 rows of a pair of
    columns fill an integer.
 
+With UNIT 4 a column of a slab is four neighbouring keys: the largest of their keys is stored, everything until the
+words is about columns, and a word is written for each key, without the queries that do not see it.
+
 Whatever the slab, a row's result depends on that row alone.
 """
 
@@ -27,7 +30,14 @@ from gossamer._core.ops import INTERPRET
 from gossamer._core.ranges import span
 from gossamer.attention import levels
 from gossamer.attention._triton import selection as lists
-from gossamer.attention._triton._indexer import load_bias, load_gates, load_tile, valid_keys, visible_keys
+from gossamer.attention._triton._indexer import (
+    in_units,
+    load_bias,
+    load_gates,
+    load_tile,
+    valid_keys,
+    visible_keys,
+)
 from gossamer.attention._triton.adaptive import rows_k
 from gossamer.attention._triton.indexer_scores import check_width, fast, tile
 from gossamer.attention._triton.threshold import find_thresholds, load_words, reaching_both
@@ -50,9 +60,9 @@ def add_head(score, q, k, weight, bias, scale, PRECISION: tl.constexpr, FAST: tl
 
 @triton.jit
 def _index_keys_kernel(
-    q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, keys_ptr, stride_qb, stride_qh, stride_qt, stride_kb, stride_kt,
+    q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, keys_ptr, stride_qb, stride_qh, stride_qt, stride_kb,
     first, Tq, padded, Tk, stride, ahead, scale,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Program (part of the keys, BLOCK_M rows of the slab), the longest rows first."""
@@ -86,9 +96,13 @@ def _index_keys_kernel(
             weights = weights + (load_gates(w_ptr, rows, h, Tq, HEADS) * norm,)
     out = keys_ptr + (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None] * stride
     least = tl.min(tl.where(rows < Tq, visible, Tk), axis=0)
-    for at in range(tl.program_id(0) * BLOCK_N, tl.max(visible, axis=0), tl.num_programs(0) * BLOCK_N):
+    end = tl.max(visible, axis=0)
+    if UNIT > 1:
+        # Who reads columns takes 8 at once.
+        end = (end + 8 * UNIT - 1) // (8 * UNIT) * (8 * UNIT)
+    for at in range(tl.program_id(0) * BLOCK_N, end, tl.num_programs(0) * BLOCK_N):
         keys = at + tl.arange(0, BLOCK_N)
-        k = load_tile(k_ptr, keys, stride_kt, Tk, D, BLOCK_D)
+        k = load_tile(k_ptr, keys, D, Tk, D, BLOCK_D)
         score = tl.zeros([BLOCK_M, BLOCK_N], tl.float32) + lowest[:, None]
         if HELD:
             for h in tl.static_range(HEADS):
@@ -108,24 +122,29 @@ def _index_keys_kernel(
         key = (score + 8388608.0).to(tl.int32, bitcast=True).to(tl.int16)
         if at + BLOCK_N > least:
             key = tl.where(keys[None, :] < visible[:, None], key, 0).to(tl.int16)
-        tl.store(out + keys[None, :], key)
+        if UNIT == 1:
+            tl.store(out + keys[None, :], key)
+        else:
+            columns = at // UNIT + tl.arange(0, BLOCK_N // UNIT)
+            key = tl.max(tl.reshape(key, [BLOCK_M, BLOCK_N // UNIT, UNIT]), axis=2).to(tl.int16)
+            tl.store(out + columns[None, :], key)
 
 
 @triton.jit
 def take_halves(
     keys_ptr, threshold_ptr, last_ptr, row, t, begin, at, stride, length, Tq, ahead, window, sinks,
-    FORCED: tl.constexpr, PACKED: tl.constexpr, EVERY: tl.constexpr,
+    UNIT: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
     """int32 of pairs `at` of columns: bit i says that query t + i, row `row` + i of the slab, takes the first column of
     the pair, bit 16 + i that it takes the second."""
     bits = tl.zeros(at.shape, tl.int32)
     bit = tl.full(at.shape, 0x10001, tl.int32)
     for i in range(16):
-        visible = visible_keys(t + i, length, Tq, ahead)
+        visible, kept = in_units(visible_keys(t + i, length, Tq, ahead), window, UNIT)
         if EVERY:
             taken = tl.where(2 * at < visible, 0xFFFF, 0) | tl.where(2 * at + 1 < visible, -0x10000, 0)
         else:
-            words = load_words(keys_ptr + (row + i).to(tl.int64) * stride, at, visible, window, sinks, FORCED)
+            words = load_words(keys_ptr + (row + i).to(tl.int64) * stride, at, visible, kept, sinks, FORCED)
             last = tl.load(last_ptr + i)
             # Behind the last column at which the threshold itself is taken it is one higher.
             threshold = tl.load(threshold_ptr + i) + (begin > last).to(tl.int32)
@@ -141,9 +160,10 @@ def take_halves(
 @triton.jit
 def _take_kernel(
     words_ptr, keys_ptr, lengths_ptr, threshold_ptr, last_ptr, first, Tq, padded, Tk, stride, ahead, window, sinks,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr, EVERY: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr,
+    EVERY: tl.constexpr,
 ):  # fmt: skip
-    """Program (BLOCK keys, ROWS rows of the slab). With EVERY the rows take whatever they see, and have no keys."""
+    """Program (BLOCK columns, ROWS rows of the slab). With EVERY the rows take whatever they see, and have no keys."""
     begin = tl.program_id(0) * BLOCK
     at = begin // 2 + tl.arange(0, BLOCK // 2)
     row = tl.program_id(1) * ROWS
@@ -153,16 +173,24 @@ def _take_kernel(
     length = valid_keys(lengths_ptr, batch, Tk)
     even = tl.zeros([BLOCK // 2], tl.int64)
     odd = tl.zeros([BLOCK // 2], tl.int64)
-    if begin < tl.max(visible_keys(t + tl.arange(0, ROWS), length, Tq, ahead), axis=0):
+    if begin * UNIT < tl.max(visible_keys(t + tl.arange(0, ROWS), length, Tq, ahead), axis=0):
         for part in tl.static_range(ROWS // 16):
             bits = take_halves(
                 keys_ptr, threshold_ptr + first + row + part * 16, last_ptr + first + row + part * 16, row + part * 16,
-                t + part * 16, begin, at, stride, length, Tq, ahead, window, sinks, FORCED, PACKED, EVERY,
+                t + part * 16, begin, at, stride, length, Tq, ahead, window, sinks, UNIT, FORCED, PACKED, EVERY,
             )  # fmt: skip
             even |= (bits & 0xFFFF).to(tl.int64) << (16 * part)
             odd |= ((bits >> 16) & 0xFFFF).to(tl.int64) << (16 * part)
     column = 2 * at[:, None] + tl.arange(0, 2)[None, :]
-    tl.store(words_ptr + block * Tk + column, tl.join(even, odd), mask=column < Tk)
+    if UNIT == 1:
+        tl.store(words_ptr + block * Tk + column, tl.join(even, odd), mask=column < Tk)
+    else:
+        key = column[:, :, None] * UNIT + tl.arange(0, UNIT)[None, None, :]
+        # The first of the block's queries that sees a key; a shift by 64 is not defined.
+        sees = key - tl.maximum(length - Tq, 0) - ahead + 1 - t
+        seeing = tl.full(key.shape, -1, tl.int64) << tl.minimum(tl.maximum(sees, 0), 63).to(tl.int64)
+        word = tl.where((sees < ROWS) & (key < length), tl.join(even, odd)[:, :, None] & seeing, 0)
+        tl.store(words_ptr + block * Tk + key, word, mask=key < Tk)
 
 
 _index_keys = launch.Kernel(_index_keys_kernel)
@@ -177,20 +205,23 @@ class Slab(NamedTuple):
     columns: int
 
 
-def slab_plan(b: int, padded: int, tq: int, tk: int, causal: bool, unit: int, k: int, workspace: int) -> list[Slab]:
-    """Cuts the b * padded rows at multiples of `unit`; every query takes k keys or all that it sees.
+def slab_plan(
+    b: int, padded: int, tq: int, tk: int, causal: bool, unit: int, k: int, workspace: int, each: int = 1
+) -> list[Slab]:
+    """Cuts the b * padded rows at multiples of `unit`; every query takes k keys or all that it sees. A column is `each`
+    keys.
 
     Where a batch element fits, several share a slab. Otherwise slabs grow shorter as queries see more keys.
     """
     if tk <= k:
         return [Slab(0, b * padded, 0)]
-    width = round_up(tk, COLUMNS)
+    width = round_up(launch.cdiv(tk, each), COLUMNS)
     together = workspace // (2 * padded * width)
     if together and b > 1:
         return [Slab(i * padded, min(together, b - i) * padded, width) for i in range(0, b, together)]
 
     def columns(until: int) -> int:
-        return round_up(min(tk, until + tk - tq), COLUMNS) if causal else width
+        return round_up(launch.cdiv(min(tk, until + tk - tq), each), COLUMNS) if causal else width
 
     every = min(padded, max(0, (k - (tk - tq)) // unit * unit)) if causal else 0
     plan = []
@@ -220,11 +251,20 @@ class _Call:
     """The launches of one call, slab by slab."""
 
     def __init__(
-        self, inputs: tuple[Tensor | None, ...], scale: float, causal: bool, top: int, window: int, sinks: int
+        self,
+        inputs: tuple[Tensor | None, ...],
+        scale: float,
+        causal: bool,
+        top: int,
+        window: int,
+        sinks: int,
+        granularity: int = 1,
     ) -> None:
         q, k, w, bias, lengths = inputs
         assert q is not None and k is not None and w is not None
-        self.q, self.k = (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (q, k))
+        self.q = q if q.stride(-1) == 1 or q.shape[-1] == 1 else q.contiguous()
+        # Keys stand one behind the other, as in a slice of a longer cache too.
+        self.k = k if k.stride()[1:] == (k.shape[2], 1) else k.contiguous()
         self.w, self.bias, self.lengths, self.scale = w.contiguous(), bias, lengths, scale
         self.b, self.heads, self.tq, self.d = q.shape
         self.tk = k.shape[1]
@@ -232,12 +272,13 @@ class _Call:
         self.unit = 64 if self.tq > 16 else 16
         self.padded = round_up(self.tq, self.unit)
         self.ahead = 1 if causal else self.tk + 1
-        self.rule = (top, window, sinks)
+        self.granularity = granularity
+        self.rule = (top // granularity, window or 1 - granularity, launch.cdiv(sinks, granularity))
         rows = (self.b * self.padded,)
         self.threshold, self.last = (torch.empty(rows, dtype=torch.int32, device=q.device) for _ in range(2))
         self.words = torch.empty(self.b, 1, self.padded // self.unit, self.tk, dtype=torch.int64, device=q.device)
-        strides = (*self.q.stride()[:3], *self.k.stride()[:2])
-        self.key = (q.shape, self.tk, strides, causal, scale, self.rule, _dtypes(q, k, w, bias, lengths))
+        strides = (*self.q.stride()[:3], self.k.stride(0))
+        self.key = (q.shape, self.tk, strides, causal, scale, self.rule, _dtypes(q, k, w, bias, lengths), granularity)
         self.packed = not INTERPRET and not torch.version.hip
 
     def sizes(self, slab: Slab) -> tuple[int, ...]:
@@ -247,25 +288,27 @@ class _Call:
         block = tile(self.d, self.q.element_size())
         rows, columns = min(block["BLOCK_M"], self.unit), block["BLOCK_N"]
         precision = tuning.dot_precision(self.q, self.d)["PRECISION"]
-        meta = {"HEADS": self.heads, "D": self.d, "BLOCK_M": rows, "BLOCK_N": columns}
+        meta = {"HEADS": self.heads, "D": self.d, "BLOCK_M": rows, "BLOCK_N": columns, "UNIT": self.granularity}
         meta |= {"PRECISION": precision, "FAST": fast(self.q)}
         blocks = slab.rows // rows
         # Enough programs that the last wave is short.
-        parts = max(1, min(slab.columns // columns, launch.cdiv(6 * tuning.programs(self.q.device), blocks)))
-        strides = (*self.q.stride()[:3], *self.k.stride()[:2])
+        tiles = slab.columns * self.granularity // columns
+        parts = max(1, min(tiles, launch.cdiv(6 * tuning.programs(self.q.device), blocks)))
+        strides = (*self.q.stride()[:3], self.k.stride(0))
         args = (self.q, self.k, self.w, self.bias, self.lengths, keys, *strides, *self.sizes(slab), self.scale)
         _index_keys(self.key, (parts, blocks, 1), args, meta, num_warps=4, num_stages=3)
 
     def find(self, slab: Slab, keys: Tensor, wanted: Tensor | None) -> None:
         given = (keys, self.lengths, wanted, self.threshold, self.last)
-        find_thresholds(*given, slab.rows, self.sizes(slab), self.rule, self.packed)
+        find_thresholds(*given, slab.rows, self.sizes(slab), self.rule, self.packed, self.granularity)
 
     def take(self, slab: Slab, keys: Tensor | None) -> None:
         _, window, sinks = self.rule
         args = (self.words, keys, self.lengths, self.threshold, self.last, *self.sizes(slab), window, sinks)
-        meta = {"ROWS": self.unit, "BLOCK": 512, "FORCED": window > 0 or sinks > 0, "PACKED": self.packed}
-        meta["EVERY"] = keys is None
-        _take((self.key, keys is None), (launch.cdiv(self.tk, 512), slab.rows // self.unit, 1), args, meta, num_warps=2)
+        meta = {"ROWS": self.unit, "BLOCK": 512, "UNIT": self.granularity, "PACKED": self.packed}
+        meta |= {"FORCED": window > 0 or sinks > 0, "EVERY": keys is None}
+        grid = (launch.cdiv(self.tk, 512 * self.granularity), slab.rows // self.unit, 1)
+        _take((self.key, keys is None), grid, args, meta, num_warps=2)
 
 
 def select_topk(
@@ -287,13 +330,14 @@ def select_topk(
     sinks: int,
     workspace: int,
     capacity: int,
+    granularity: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Operator `select_topk` -> words, counts and lists of a `Selection` of one scope."""
     check_width("attention.select_topk", q.shape[3], q.element_size())
-    call = _Call((q, k, w, bias, lengths), scale, causal, top, window, sinks)
+    call = _Call((q, k, w, bias, lengths), scale, causal, top, window, sinks, granularity)
     if call.words.numel():
         least = k_min if rule else top
-        plan = slab_plan(call.b, call.padded, call.tq, call.tk, causal, call.unit, least, workspace)
+        plan = slab_plan(call.b, call.padded, call.tq, call.tk, causal, call.unit, least, workspace, granularity)
         room = max(slab.rows * slab.columns for slab in plan)
         keys = torch.empty(room, dtype=torch.int16, device=q.device)
         for slab in plan:
@@ -305,8 +349,9 @@ def select_topk(
             wanted = None
             if rule:
                 wanted = torch.empty(slab.rows, dtype=torch.int32, device=q.device)
-                bounds = (k_min, top, k_max)
-                rows_k(keys, call.w, lengths, mean, predictor, wanted, call.sizes(slab), bounds, rule, temperature)
+                bounds = (k_min // granularity, top // granularity, k_max // granularity)
+                given = (keys, call.w, lengths, mean, predictor, wanted, call.sizes(slab), bounds, rule, temperature)
+                rows_k(*given, granularity)
             with span("select_topk/thresholds"):
                 call.find(slab, keys, wanted)
             with span("select_topk/words"):
@@ -321,10 +366,12 @@ EXAMPLES = {
         "signature": {
             "q_ptr": "*bf16", "k_ptr": "*bf16", "w_ptr": "*bf16", "bias_ptr": "*fp32", "lengths_ptr": None,
             "keys_ptr": "*i16",
-            **dict.fromkeys(("stride_qb", "stride_qh", "stride_qt", "stride_kb", "stride_kt"), "i32"),
+            **dict.fromkeys(("stride_qb", "stride_qh", "stride_qt", "stride_kb"), "i32"),
             **_SIZES, "scale": "fp32",
         },
-        "constexprs": {"HEADS": 4, "D": 64, "BLOCK_M": 64, "BLOCK_N": 64, "PRECISION": "ieee", "FAST": False},
+        "constexprs": {
+            "HEADS": 4, "D": 64, "BLOCK_M": 64, "BLOCK_N": 64, "UNIT": 1, "PRECISION": "ieee", "FAST": False,
+        },
         "num_warps": 4,
         "num_stages": 3,
     },
@@ -334,7 +381,7 @@ EXAMPLES = {
             **dict.fromkeys(("lengths_ptr", "threshold_ptr", "last_ptr"), "*i32"),
             **_SIZES, "window": "i32", "sinks": "i32",
         },
-        "constexprs": {"ROWS": 64, "BLOCK": 512, "FORCED": True, "PACKED": False, "EVERY": False},
+        "constexprs": {"ROWS": 64, "BLOCK": 512, "UNIT": 1, "FORCED": True, "PACKED": False, "EVERY": False},
         "num_warps": 2,
     },
 }  # fmt: skip

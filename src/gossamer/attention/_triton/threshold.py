@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.attention._triton._indexer import valid_keys, visible_keys
+from gossamer.attention._triton._indexer import in_units, valid_keys, visible_keys
 
 KEPT_KEY = tl.constexpr(31744)
 MAX_REGISTERS = 32768
@@ -104,13 +104,15 @@ def wanted(k_ptr, k, row):
 @triton.jit
 def _row_threshold_kernel(
     keys_ptr, lengths_ptr, k_ptr, threshold_ptr, last_ptr, first, Tq, padded, Tk, stride, ahead, k, window, sinks,
-    WORDS: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr,
+    WORDS: tl.constexpr, UNIT: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Program (row of the slab), the longest first. A row takes its keys above threshold, and those equal to it up to
-    column last. The slab's rows are `first` and following of all rows of thresholds."""
+    column last. The slab's rows are `first` and following of all rows of thresholds. A column is UNIT keys, and so are
+    k and what is always kept first."""
     row = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = (first + row) // padded
     visible = visible_keys((first + row) % padded, valid_keys(lengths_ptr, batch, Tk), Tq, ahead)
+    visible, window = in_units(visible, window, UNIT)
     take = wanted(k_ptr, k, row)
     low = tl.full([], 1, tl.int32)
     last = visible - 1
@@ -199,12 +201,13 @@ def kth_of_sample(words, k, PACKED: tl.constexpr):
 @triton.jit
 def _long_threshold_kernel(
     keys_ptr, lengths_ptr, k_ptr, threshold_ptr, last_ptr, first, Tq, padded, Tk, stride, ahead, k, window, sinks,
-    SAMPLE: tl.constexpr, BLOCK: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr,
+    SAMPLE: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """As `_row_threshold_kernel`, for rows of any length."""
     row = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = (first + row) // padded
     visible = visible_keys((first + row) % padded, valid_keys(lengths_ptr, batch, Tk), Tq, ahead)
+    visible, window = in_units(visible, window, UNIT)
     take = wanted(k_ptr, k, row)
     low = tl.full([], 1, tl.int32)
     last = visible - 1
@@ -281,12 +284,14 @@ def find_thresholds(
     sizes: tuple[int, ...],
     rule: tuple[int, int, int],
     packed: bool,
+    unit: int = 1,
 ) -> None:
     """Fills threshold and last, int32, for `rows` rows of keys; `sizes` are first, Tq, padded, Tk, stride and ahead,
-    `rule` is k, window and sinks, and `wanted` int32 `[rows]` takes the place of k."""
+    `rule` is k, window and sinks, and `wanted` int32 `[rows]` takes the place of k. With a `unit` of several keys to a
+    column, k, wanted and sinks are columns, and the window is keys, 1 - unit for none."""
     args = (keys, lengths, wanted, threshold, last, *sizes, *rule)
-    meta = {"FORCED": rule[1] > 0 or rule[2] > 0, "PACKED": packed}
-    key = (*sizes[1:], rule, wanted is None, None if lengths is None else lengths.dtype, packed)
+    meta = {"UNIT": unit, "FORCED": rule[1] > 0 or rule[2] > 0, "PACKED": packed}
+    key = (*sizes[1:], rule, wanted is None, None if lengths is None else lengths.dtype, packed, unit)
     stride = sizes[4]
     if stride <= MAX_REGISTERS:
         words = max(64, launch.next_power_of_2(stride) // 2)
@@ -304,12 +309,12 @@ _SIZES = dict.fromkeys(
 EXAMPLES = {
     _row_threshold_kernel: {
         "signature": {**_ROWS, **_SIZES},
-        "constexprs": {"WORDS": 16384, "FORCED": True, "PACKED": False},
+        "constexprs": {"WORDS": 16384, "UNIT": 1, "FORCED": True, "PACKED": False},
         "num_warps": 16,
     },
     _long_threshold_kernel: {
         "signature": {**_ROWS, **_SIZES},
-        "constexprs": {"SAMPLE": 4096, "BLOCK": 2048, "FORCED": True, "PACKED": False},
+        "constexprs": {"SAMPLE": 4096, "BLOCK": 2048, "UNIT": 1, "FORCED": True, "PACKED": False},
         "num_warps": 8,
     },
 }  # fmt: skip

@@ -172,18 +172,16 @@ def dot(a, b, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def bias_start(bias_ptr, batch, head, H, Tq, Tk, CONFIG: tl.constexpr):
-    """Where a dense bias, contiguous, begins for a batch and a head."""
-    if CONFIG.bias == "dense":
-        matrix = head.to(tl.int64) * 0
-        if CONFIG.bias_head:
-            matrix += head
-            if CONFIG.bias_batch:
-                matrix += batch.to(tl.int64) * H
-        elif CONFIG.bias_batch:
-            matrix += batch
-        bias_ptr += matrix * Tk * (Tq if CONFIG.bias_query else 1)
-    return bias_ptr
+def bias_start(pair, H, Tq, Tk, CONFIG: tl.constexpr):
+    """Where in a dense bias, contiguous, the matrix of a batch and a head begins."""
+    matrix = pair.to(tl.int64) * 0
+    if CONFIG.bias_head:
+        matrix += pair % H
+        if CONFIG.bias_batch:
+            matrix += (pair // H).to(tl.int64) * H
+    elif CONFIG.bias_batch:
+        matrix += pair // H
+    return matrix * Tk * (Tq if CONFIG.bias_query else 1)
 
 
 @triton.jit
@@ -216,9 +214,9 @@ def scores(
         if CONFIG.bias == "blocks":
             at = entry.to(tl.int64) * (BLOCK_Q * BLOCK_K) + (query % BLOCK_Q * BLOCK_K + key % BLOCK_K)
         elif CONFIG.bias_query:
-            at = query.to(tl.int64) * Tk + key
+            at = bias_start(pair, H, Tq, Tk, CONFIG) + query.to(tl.int64) * Tk + key
         else:
-            at = query * 0 + key
+            at = bias_start(pair, H, Tq, Tk, CONFIG) + query * 0 + key
         bias = tl.load(bias_ptr + at, mask=inside, other=0)
         if bias_ptr.dtype.element_ty == tl.int8:
             inside = inside & (bias != 0)
@@ -253,7 +251,6 @@ def _attention_fwd_kernel(
     count = met(columns_ptr, lengths_ptr, begin, count, tile, limit, Tq, Tk, CONFIG)
     q = load_rows(q_ptr, pair.to(tl.int64) * Tq, lines, exists, D, BLOCK_D)
     keys = (batch * (H // GROUP) + head // GROUP).to(tl.int64) * Tk
-    bias_ptr = bias_start(bias_ptr, batch, head, H, Tq, Tk, CONFIG)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

@@ -21,7 +21,6 @@ from gossamer.blocksparse._triton.attention import (
     SIZES,
     Operands,
     Tile,
-    bias_start,
     dot,
     key_limit,
     last_of,
@@ -94,7 +93,6 @@ def _attention_dq_kernel(
     count = met(columns_ptr, lengths_ptr, begin, count, tile, limit, Tq, Tk, CONFIG)
     queries = pair.to(tl.int64) * Tq
     keys = (batch * (H // GROUP) + head // GROUP).to(tl.int64) * Tk
-    bias_ptr = bias_start(bias_ptr, batch, head, H, Tq, Tk, CONFIG)
     q = load_rows(q_ptr, queries, lines, exists, D, BLOCK_D)
     grad = load_rows(grad_ptr, queries, lines, exists, D, BLOCK_D)
     lse, delta = load_stats(stats_ptr, pair, lines, exists, Tq, 64)
@@ -167,7 +165,6 @@ def _attention_dkdv_kernel(
             begin += past
             count -= past
         queries = (batch * H + head).to(tl.int64) * Tq
-        bias_at = bias_start(bias_ptr, batch, head, H, Tq, Tk, CONFIG)
         for first in range(0, count * BLOCK_Q, BLOCK_M):
             at = first + tl.arange(0, BLOCK_M)
             present = at < count * BLOCK_Q
@@ -178,7 +175,7 @@ def _attention_dkdv_kernel(
             grad = load_rows(grad_ptr, queries, query, present, D, BLOCK_D)
             lse, delta = load_stats(stats_ptr, batch * H + head, query, present, Tq, 64)
             s = scores(
-                dot(k, tl.trans(q), CONFIG), bias_at, relative_ptr, places_ptr, batch * H + head, B, H, query[None, :],
+                dot(k, tl.trans(q), CONFIG), bias_ptr, relative_ptr, places_ptr, batch * H + head, B, H, query[None, :],
                 key[:, None], entry[None, :], (key < limit)[:, None] & present[None, :], Tq, Tk, R, scale, CONFIG,
             )  # fmt: skip
             p = tl.exp2(s - lse[None, :])
@@ -243,14 +240,13 @@ def _attention_dbias_kernel(
             pair = batch * H + head
             queries = pair.to(tl.int64) * Tq
             keys = (batch * (H // GROUP) + head // GROUP).to(tl.int64) * Tk
-            bias_at = bias_start(bias_ptr, batch, head, H, Tq, Tk, CONFIG)
             q = load_rows(q_ptr, queries, lines, exists, D, BLOCK_D)
             grad = load_rows(grad_ptr, queries, lines, exists, D, BLOCK_D)
             k = load_rows(k_ptr, keys, key, present, D, BLOCK_D)
             v = load_rows(v_ptr, keys, key, present, D, BLOCK_D)
             lse, delta = load_stats(stats_ptr, pair, lines, exists, Tq, 64)
             s = scores(
-                dot(q, tl.trans(k), CONFIG), bias_at, relative_ptr, places_ptr, pair, B, H, lines[:, None],
+                dot(q, tl.trans(k), CONFIG), bias_ptr, relative_ptr, places_ptr, pair, B, H, lines[:, None],
                 key[None, :], entry, exists[:, None] & present[None, :], Tq, Tk, R, scale, CONFIG,
             )  # fmt: skip
             p = tl.exp2(s - lse[:, None])

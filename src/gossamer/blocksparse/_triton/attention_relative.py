@@ -20,7 +20,6 @@ from gossamer.blocksparse._triton.attention import (
     INV_LN2,
     SIZES,
     Operands,
-    bias_start,
     dot,
     key_limit,
     last_of,
@@ -67,7 +66,6 @@ def _attention_drelative_kernel(
     count = met(columns_ptr, lengths_ptr, begin, count, tile, limit, Tq, Tk, CONFIG)
     queries = pair.to(tl.int64) * Tq
     keys = (batch * (H // GROUP) + head // GROUP).to(tl.int64) * Tk
-    bias_ptr = bias_start(bias_ptr, batch, head, H, Tq, Tk, CONFIG)
     q = load_rows(q_ptr, queries, lines, exists, D, BLOCK_D)
     grad = load_rows(grad_ptr, queries, lines, exists, D, BLOCK_D)
     lse, delta = load_stats(stats_ptr, pair, lines, exists, Tq, 64)

@@ -36,7 +36,7 @@ def located(
     return cell, element
 
 
-@triton.jit(do_not_specialize=["capacity", "index_capacity", "D", "INNER", "D_INDEX"])
+@triton.jit(do_not_specialize=["nnz_ptr", "index_nnz_ptr", "capacity", "index_capacity", "D", "INNER", "D_INDEX"])
 def _gather_kernel(
     values_ptr, index_ptr, out_ptr, nnz_ptr, positions_ptr, index_nnz_ptr, rows_ptr, cols_ptr,
     D, INNER, D_INDEX, R_INDEX, R, C, M_INDEX, N_INDEX, BOUND, capacity, index_capacity,
@@ -63,7 +63,7 @@ def _gather_kernel(
     tl.store(out_ptr + at, x)
 
 
-@triton.jit(do_not_specialize=["D", "INNER", "D_INDEX"])
+@triton.jit(do_not_specialize=["index_nnz_ptr", "D", "INNER", "D_INDEX"])
 def _gather_reach_kernel(
     index_ptr, mask_ptr, index_nnz_ptr, rows_ptr, cols_ptr,
     D, INNER, D_INDEX, R_INDEX, R, C, M_INDEX, N_INDEX, BOUND,

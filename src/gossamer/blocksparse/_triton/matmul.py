@@ -7,9 +7,10 @@ of its columns where A is stored transposed; only two dense operands are walked 
 a product with a dense left and a sparse right operand around: the transposed product has its list on the left.
 
 Where both operands are sparse, the program first goes through A's list and keeps the entries that meet a present block
-of B in any of the tile's columns, in a list of its own in global memory; for a tile of one block this is exactly
-the pairs to be multiplied. What is missing of B in the other columns is read as zeros. These programs are as many as
-the GPU holds a few times over and walk the tiles, so that the lists stay small.
+of B in any of the tile's columns, and these blocks, in a list of its own in global memory; for a tile of one block
+this is exactly the pairs to be multiplied. What is missing of B in the other columns is read as zeros. These programs
+are as many as the GPU holds a few times over and walk the tiles, so that the lists stay small. What a step multiplies
+is read from its list in the step before: a load that waits for another one would cost the compiler its buffers.
 
 Tiles are ordered in bands of 1,024 rows by column: programs at work at one time share rows of A and columns of B.
 """
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.blocksparse._triton.softmax import fill_rest
+from gossamer.blocksparse._triton.strips import strips
 
 WAVES = 16
 """Programs for each multiprocessor where programs keep lists."""
@@ -64,8 +66,10 @@ def in_list(order_ptr, index_ptr, entry, has, count):
 
 @triton.jit
 def meetings(lists, b_positions_ptr, pairs_ptr, z, inner, cols, COLUMNS: tl.constexpr, TRANS: tl.constexpr):
-    """Writes (block, its column) of the entries of A that meet a block of B in any of the columns; how many."""
+    """Writes (block, its column, blocks of B or -1) of the entries of A that meet a block of B in any of the columns;
+    how many."""
     order_ptr, index_ptr, begin, count, out_order_ptr, out_index_ptr, first, end = lists
+    SIZE: tl.constexpr = 2 + COLUMNS
     # Other warps may still read the list of the tile before.
     tl.debug_barrier()
     kept = 0
@@ -75,34 +79,60 @@ def meetings(lists, b_positions_ptr, pairs_ptr, z, inner, cols, COLUMNS: tl.cons
         block, k = in_list(order_ptr, index_ptr, begin + entry, has, inner)
         meets = tl.zeros([128], tl.int32)
         for c in tl.static_range(COLUMNS):
-            col = first + c
-            exists = col < end
-            if out_index_ptr is not None:
-                _, col = in_list(out_order_ptr, out_index_ptr, col, exists, cols)
-            found = tl.load(b_positions_ptr + place(z, k, col, inner, cols, TRANS), mask=has & exists, other=-1)
+            found = block_of(
+                b_positions_ptr, out_order_ptr, out_index_ptr, z, k, first + c, end, inner, cols, has, TRANS
+            )
             meets |= (found >= 0).to(tl.int32)
         rank = kept + tl.cumsum(meets, 0) - meets
-        tl.store(pairs_ptr + 2 * rank, block, mask=meets != 0)
-        tl.store(pairs_ptr + 2 * rank + 1, k, mask=meets != 0)
+        tl.store(pairs_ptr + SIZE * rank, block, mask=meets != 0)
+        tl.store(pairs_ptr + SIZE * rank + 1, k, mask=meets != 0)
+        for c in tl.static_range(COLUMNS):
+            found = block_of(
+                b_positions_ptr, out_order_ptr, out_index_ptr, z, k, first + c, end, inner, cols, has, TRANS
+            )
+            tl.store(pairs_ptr + SIZE * rank + 2 + c, found, mask=meets != 0)
         kept += tl.sum(meets, 0)
     tl.debug_barrier()
     return kept
 
 
 @triton.jit
-def load_blocks(
-    b_ptr, at_ptr, held, i, exists, j, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-    TRANS: tl.constexpr,
+def block_of(
+    positions_ptr, order_ptr, index_ptr, z, k, entry, end, inner, cols, has, TRANS: tl.constexpr
 ):  # fmt: skip
-    """A tile of stored blocks side by side, whose numbers stand at at_ptr; absent ones are zeros."""
-    if COLUMNS == 1:
-        present = exists[:, None] & held[None, :]
-        base = tl.load(at_ptr).to(tl.int64) * (HEIGHT * WIDTH)
-    else:
-        found = tl.load(at_ptr, mask=held, other=-1)
-        present = exists[:, None] & (found >= 0)[None, :]
-        base = found.to(tl.int64)[None, :] * (HEIGHT * WIDTH)
+    """The blocks of B in the rows k and in a column of the tile, or -1."""
+    exists = entry < end
+    column = entry
+    if index_ptr is not None:
+        _, column = in_list(order_ptr, index_ptr, entry, exists, cols)
+    return tl.load(positions_ptr + place(z, k, column, inner, cols, TRANS), mask=has & exists, other=-1)
+
+
+@triton.jit
+def load_blocks(
+    b_ptr, found, i, exists, j, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TRANS: tl.constexpr
+):  # fmt: skip
+    """A tile of stored blocks side by side, by their numbers; absent ones are zeros."""
+    present = exists[:, None] & (found >= 0)[None, :]
+    base = found.to(tl.int64)[None, :] * (HEIGHT * WIDTH)
     return tl.load(b_ptr + base + cell(i[:, None], j[None, :], HEIGHT, WIDTH, TRANS), mask=present, other=0.0)
+
+
+@triton.jit
+def find_step(lists, pairs_ptr, begin, at, count, column, inner, COLUMNS: tl.constexpr):
+    """(block of A, its column of blocks, blocks of B) of an entry of a tile's list; `column` counts the tile's."""
+    offsets_ptr, order_ptr, index_ptr = lists
+    has = at < count
+    if pairs_ptr is not None:
+        record = pairs_ptr + (2 + COLUMNS) * at
+        block = tl.load(record, mask=has, other=0)
+        k = tl.load(record + 1, mask=has, other=0)
+        return block, k, tl.load(record + 2 + column, mask=has & (column >= 0), other=-1)
+    elif offsets_ptr is not None:
+        block, k = in_list(order_ptr, index_ptr, begin + at, has, inner)
+        return block, k, column
+    else:
+        return at, at, column
 
 
 @triton.jit
@@ -160,8 +190,9 @@ def _blocksparse_matmul_kernel(
     out_order_ptr, out_index_ptr, pairs_ptr, Z, M, K, N, a_capacity, b_capacity, out_capacity,
     BLOCK: tl.constexpr, TRANS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK is the blocks along M, K and N; TRANS what of A, B and the result is stored transposed; TILE the columns
-    and the step along K of a tile. A matrix is dense where its offsets are None."""
+    """BLOCK is the blocks along M, K and N; TRANS what of A, B and the result is stored transposed, and the blocks
+    of A and B in themselves; TILE the columns and the step along K of a tile. A matrix is dense where its offsets are
+    None."""
     BM: tl.constexpr = BLOCK[0]
     BK: tl.constexpr = BLOCK[1]
     BN: tl.constexpr = BLOCK[2]
@@ -187,38 +218,33 @@ def _blocksparse_matmul_kernel(
         begin_a, count = entries_of(a_offsets_ptr, z * rows + m, inner)
         # A program without columns has nothing to do, and without all blocks nothing can be right.
         count = tl.where((first < end) & (lost == 0), count, 0)
+        pairs = pairs_ptr
         if b_positions_ptr is not None:
-            pairs = pairs_ptr + tl.program_id(0).to(tl.int64) * 2 * inner
+            pairs += tl.program_id(0).to(tl.int64) * (2 + COLUMNS) * inner
             lists = (a_order_ptr, a_index_ptr, begin_a, count, out_order_ptr, out_index_ptr, first, end)
             count = meetings(lists, b_positions_ptr, pairs, z, inner, cols, COLUMNS, TRANS[1])
-            if COLUMNS == 1:
-                col = tl.max(col, 0)
+        a_lists = (a_offsets_ptr, a_order_ptr, a_index_ptr)
+        column = tl.where(held, j // BN, -1)
+        block, k_block, found = find_step(a_lists, pairs, begin_a, 0, count, column, inner, COLUMNS)
         acc = tl.zeros([BM, TILE_N], tl.float32)
         for step in range(0, count * SUB):
             inside = step % SUB * STEP + step_k
-            k_block = step // SUB
+            exists = k_block * BK + inside < K
             if a_offsets_ptr is not None:
-                if b_positions_ptr is not None:
-                    block = tl.load(pairs + 2 * k_block)
-                    k_block = tl.load(pairs + 2 * k_block + 1)
-                else:
-                    block, k_block = in_list(a_order_ptr, a_index_ptr, begin_a + k_block, True, inner)
                 block_ptr = a_ptr + block.to(tl.int64) * (BM * BK)
-                a = load_tile(block_ptr, i, inside, (k_block * BK + inside < K)[None, :], BM, BK, TRANS[0])
+                a = load_tile(block_ptr, i, inside, exists[None, :], BM, BK, TRANS[3])
             else:
                 # From the tile's corner on, 32 bits are enough.
                 corner = wide(z) * M * K + cell(wide(m) * BM, wide(k_block) * BK, M, K, TRANS[0])
-                exists = (row < M)[:, None] & (k_block * BK + inside < K)[None, :]
-                a = load_tile(a_ptr + corner, i, inside, exists, M, K, TRANS[0])
-            exists = k_block * BK + inside < K
+                a = load_tile(a_ptr + corner, i, inside, (row < M)[:, None] & exists[None, :], M, K, TRANS[0])
             if b_positions_ptr is not None:
-                at_b = b_positions_ptr + place(z, k_block, col, inner, cols, TRANS[1])
-                b = load_blocks(b_ptr, at_b, held, inside, exists, j % BN, BK, BN, COLUMNS, TRANS[1])
+                b = load_blocks(b_ptr, found, inside, exists, j % BN, BK, BN, TRANS[4])
             else:
                 corner = wide(z) * K * N + cell(wide(k_block) * BK, 0, K, N, TRANS[1])
                 exists = exists[:, None] & (held & (n < N))[None, :]
                 # Stored transposed, columns are far apart.
                 b = load_tile(b_ptr + corner, inside, n.to(tl.int64 if TRANS[1] else tl.int32), exists, K, N, TRANS[1])
+            block, k_block, found = find_step(a_lists, pairs, begin_a, (step + 1) // SUB, count, column, inner, COLUMNS)
             if UPCAST:
                 a, b = a.to(tl.float32), b.to(tl.float32)
             acc += tl.dot(a, b, input_precision=PRECISION)
@@ -237,6 +263,21 @@ def _blocksparse_matmul_kernel(
 
 
 _blocksparse_matmul = launch.Kernel(_blocksparse_matmul_kernel)
+
+
+@triton.jit(do_not_specialize=["out_total_ptr", "a_total_ptr", "b_total_ptr", "capacity", "a_capacity", "b_capacity"])
+def _blocksparse_fill_kernel(
+    out_ptr, out_total_ptr, a_total_ptr, b_total_ptr, capacity, a_capacity, b_capacity,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """What a kernel that walks present blocks alone leaves of a result: a few programs for all blocks."""
+    lost = lost_blocks(out_total_ptr, 0, capacity)
+    lost |= lost_blocks(a_total_ptr, 0, a_capacity)
+    lost |= lost_blocks(b_total_ptr, 0, b_capacity)
+    fill_rest(out_ptr, tl.load(out_total_ptr), capacity, lost, HEIGHT, WIDTH)
+
+
+_blocksparse_fill = launch.Kernel(_blocksparse_fill_kernel)
 
 
 @dataclass(frozen=True)
@@ -259,7 +300,7 @@ def tile_of(bm: int, bk: int, bn: int, width: int, element_size: int, device: to
     step = min(bk or 64, 64 if half and tuning.hopper(device) else 32)
     columns = 256 if bm == 64 and half and tuning.hopper(device) else 128
     columns = max(bn, min(columns, launch.next_power_of_2(max(width, 16))))
-    return Tile(columns, step, 8 if bm * columns >= 128 * 128 and bm >= 128 else 4, 3)
+    return Tile(columns, step, 8 if bm * columns >= 128 * 128 and bm >= 128 else 4, 3 if half else 4)
 
 
 def width_of(of_b: tuple[Any, ...], of_out: tuple[Any, ...], rows: int, n: int, bn: int) -> int:
@@ -284,6 +325,13 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
         trans_a, trans_b = not trans_b, False
     a, trans_a = (a.contiguous(), trans_a) if of_a[0] is not None else _stored(a)
     b, trans_b = (b.contiguous(), trans_b) if of_b[0] is not None else _stored(b)
+    parts, trans = (of_a, of_b, of_out), (trans_a, trans_b, turned)
+    if _on_hopper((a, b, out), parts, (z, m, k, n), (bm, bk, bn), trans):
+        return out
+    precision = tuning.dot_precision(a, k)
+    order = trans_a, trans_b
+    if precision["PRECISION"].startswith("tf32") and tuning.hopper(a.device):
+        a, b, trans_a, trans_b, order = _by_inner(a, b, of_a, of_b, trans_a, trans_b)
     width = width_of(of_b, of_out, z * launch.cdiv(m, bm), n, bn)
     tile = tile_of(bm, bk, bn, width, a.element_size(), a.device)
     block = bm, bk or tile.step, bn or tile.columns
@@ -292,19 +340,71 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     if of_b[0] is not None:
         inner = launch.cdiv(k, bk)
         tiles = min(tiles, WAVES * tuning.programs(a.device))
-        pairs = launch.scratch.get(max(tiles, 1) * 2 * inner, a.device).view(torch.int32)
+        pairs = launch.scratch.get(max(tiles, 1) * (2 + tile.columns // bn) * inner, a.device).view(torch.int32)
     lists = (*_lists(of_a, trans_a), of_b[0], of_b[5], *_lists(of_out, turned), pairs)
     capacities = [0 if parts[0] is None else parts[1].shape[0] for parts in (of_a, of_b, of_out)]
     meta = {
         "BLOCK": block,
-        "TRANS": (trans_a, trans_b, turned),
+        "TRANS": (trans_a, trans_b, turned, *order),
         "TILE": (tile.columns, tile.step),
-        **tuning.dot_precision(a, k),
+        **precision,
     }
     key = (a.dtype, z, m, k, n, *meta.values(), *(part is None for part in lists))
     args = (a, b, out, *lists, z, m, k, n, *capacities)
     _blocksparse_matmul(key, (max(tiles, 1), 1, 1), args, meta, num_warps=tile.warps, num_stages=tile.stages)
     return out
+
+
+def _on_hopper(
+    operands: tuple[Tensor, Tensor, Tensor],
+    parts: tuple[tuple[Any, ...], ...],
+    sizes: tuple[int, int, int, int],
+    block: tuple[int, int, int],
+    trans: tuple[bool, bool, bool],
+) -> bool:
+    """Fills the last of the operands where the kernel for Hopper can, and is faster; whether it has."""
+    a, b, out = operands
+    if not tuning.hopper(a.device) or a.element_size() != 2:
+        return False
+    from gossamer.blocksparse._gluon import matmul as hopper
+
+    # As they are stored.
+    a, b = (x.mT if of[0] is None and flip else x for x, of, flip in zip((a, b), parts, trans))
+    of_a, of_b, of_out = parts
+    walk = hopper.choose_walk(block, of_a, of_b, of_out) if hopper.fits(block, sizes[1:], a, b, out) else None
+    if walk is None:
+        return False
+    tiles = None
+    if walk.strips:
+        tiles = strips(_lists(of_out, trans[2])[0], of_out[1].shape[0], hopper.ACROSS // block[2])
+    hopper.launch_matmul(walk, (a, b, out), (of_a, of_b, of_out), sizes, block, trans, tiles)
+    if of_out[0] is not None:
+        _fill_unused(out, of_a, of_b, of_out)
+    return True
+
+
+def _by_inner(
+    a: Tensor, b: Tensor, of_a: tuple[Any, ...], of_b: tuple[Any, ...], trans_a: bool, trans_b: bool
+) -> tuple[Tensor, Tensor, bool, bool, tuple[bool, bool]]:
+    """Operands whose elements along the inner dimension are neighbours, as Hopper's TF32 products ask for: what is not
+    so is copied, for the compiler would otherwise turn each tile around, four bytes at a time."""
+    if trans_a:
+        a = a.mT.contiguous() if of_a[0] is not None else a.contiguous()
+    if not trans_b:
+        b = b.mT.contiguous() if of_b[0] is not None else b.mT.contiguous().mT
+    return a, b, trans_a and of_a[0] is not None, trans_b or of_b[0] is None, (False, True)
+
+
+def _fill_unused(out: Tensor, of_a: tuple[Any, ...], of_b: tuple[Any, ...], of_out: tuple[Any, ...]) -> None:
+    """Zeros behind the last block of a result, and NaN everywhere where a layout has lost blocks."""
+    capacity, height, width = out.shape
+    totals, rooms = [], []
+    for parts in (of_out, of_a, of_b):
+        totals.append(None if parts[0] is None else parts[0][-1:])
+        rooms.append(0 if parts[0] is None else parts[1].shape[0])
+    key = (out.dtype, height, width, *(t is None for t in totals))
+    grid = (max(1, min(capacity, 2 * tuning.programs(out.device))), 1, 1)
+    _blocksparse_fill(key, grid, (out, *totals, *rooms), {"HEIGHT": height, "WIDTH": width}, num_warps=4)
 
 
 def _lists(parts: tuple[Any, ...], by_columns: bool) -> tuple[Any, Any, Any]:
@@ -330,11 +430,19 @@ EXAMPLES = {
             "out_order_ptr": None, "pairs_ptr": "*i32", **_SIZES,
         },
         "constexprs": {
-            "BLOCK": (64, 64, 64), "TRANS": (False, False, False), "TILE": (128, 32), "PRECISION": "ieee",
+            "BLOCK": (64, 64, 64), "TRANS": (False,) * 5, "TILE": (128, 32), "PRECISION": "ieee",
             "UPCAST": False,
         },
         "num_warps": 4,
         "num_stages": 3,
+    },
+    _blocksparse_fill_kernel: {
+        "signature": {
+            "out_ptr": "*bf16", **dict.fromkeys(("out_total_ptr", "a_total_ptr", "b_total_ptr"), "*i32"),
+            **dict.fromkeys(("capacity", "a_capacity", "b_capacity"), "i32"),
+        },
+        "constexprs": {"HEIGHT": 64, "WIDTH": 64},
+        "num_warps": 4,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test: all three sparse, the longest chain of lists."""

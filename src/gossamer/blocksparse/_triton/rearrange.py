@@ -28,7 +28,7 @@ def _source(map_ptr, k, K, at, length, most):
         return tl.load(map_ptr + at * K + k, mask=at < length, other=-1).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["capacity", "K"])
+@triton.jit(do_not_specialize=["nnz_ptr", "out_nnz_ptr", "capacity", "K"])
 def _rearrange_kernel(
     values_ptr, out_ptr, nnz_ptr, positions_ptr, out_nnz_ptr, rows_ptr, cols_ptr, z_map_ptr, i_map_ptr, j_map_ptr,
     M, N, M_OUT, N_OUT, K, capacity,

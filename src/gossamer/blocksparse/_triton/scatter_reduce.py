@@ -104,9 +104,9 @@ def reduced(x, REDUCE: tl.constexpr):
         return tl.sum(x, 0).to(x.dtype)
 
 
-@triton.jit(do_not_specialize=["capacity", "index_capacity"])
+@triton.jit(do_not_specialize=["nnz_ptr", "index_nnz_ptr", "capacity", "index_capacity"])
 def _scatter_reduce_kernel(
-    src_ptr, index_ptr, out_ptr, nnz_ptr, positions_ptr, index_nnz_ptr, offsets_ptr, order_ptr, others_ptr,
+    out_ptr, src_ptr, index_ptr, nnz_ptr, positions_ptr, index_nnz_ptr, offsets_ptr, order_ptr, others_ptr,
     R, C, M_INDEX, N_INDEX, BOUND, capacity, index_capacity,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr, STEP: tl.constexpr, AXIS: tl.constexpr,
     MODE: tl.constexpr, REDUCE: tl.constexpr,
@@ -165,9 +165,9 @@ def _scatter_reduce_kernel(
                 tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["capacity", "index_capacity", "D", "INNER", "D_INDEX"])
+@triton.jit(do_not_specialize=["nnz_ptr", "index_nnz_ptr", "capacity", "index_capacity", "D", "INNER", "D_INDEX"])
 def _scatter_lead_kernel(
-    src_ptr, index_ptr, out_ptr, nnz_ptr, positions_ptr, index_nnz_ptr, index_positions_ptr,
+    out_ptr, src_ptr, index_ptr, nnz_ptr, positions_ptr, index_nnz_ptr, index_positions_ptr,
     D, INNER, D_INDEX, R_INDEX, C_INDEX, R, C, M_INDEX, N_INDEX, capacity, index_capacity,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, MODE: tl.constexpr, REDUCE: tl.constexpr,
 ):  # fmt: skip
@@ -208,9 +208,9 @@ def _scatter_lead_kernel(
             tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["capacity", "index_capacity"])
+@triton.jit(do_not_specialize=["nnz_ptr", "index_nnz_ptr", "capacity", "index_capacity"])
 def _scatter_start_kernel(
-    given_ptr, out_ptr, nnz_ptr, index_nnz_ptr, capacity, index_capacity, ELEMENTS: tl.constexpr,
+    out_ptr, given_ptr, nnz_ptr, index_nnz_ptr, capacity, index_capacity, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     """Program (ELEMENTS). What is given, or zeros if None; NaN where a layout overflowed."""
     at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
@@ -269,7 +269,7 @@ def scatter_reduce(
     before, to = None if given is None else plain(given), plain(wide)
     tile = min(ELEMENTS, index.shape[1] * index.shape[2])
     grid, meta, warps = (out.numel() // tile, 1, 1), {"ELEMENTS": tile}, tile // 256
-    args = (before, to, nnz, index_nnz, capacity, index_capacity)
+    args = (to, before, nnz, index_nnz, capacity, index_capacity)
     _scatter_start((None if given is None else given.dtype, wide.dtype, tile), grid, args, meta, num_warps=warps)
     parts = (to, nnz, positions, index_nnz)
     if sizes[0] == 0:
@@ -309,7 +309,7 @@ def _lines(
         "REDUCE": reduce,
     }  # fmt: skip
     args = (
-        src, index, out, nnz, positions, index_nnz, *lists, *grid, m_index, n_index, bound, capacity, index_capacity
+        out, src, index, nnz, positions, index_nnz, *lists, *grid, m_index, n_index, bound, capacity, index_capacity
     )  # fmt: skip
     key = (None if src is None else src.dtype, index.dtype, out.dtype, grid, m_index, n_index, bound, *meta.values())
     programs = (lists[0].shape[0] - 1, (height if axis == 2 else width) // tile.lines, 1)
@@ -335,7 +335,7 @@ def _lead(
     tile = min(height, ELEMENTS // width)
     meta = {"HEIGHT": height, "WIDTH": width, "TILE": tile, "MODE": mode, "REDUCE": reduce}
     args = (
-        src, index, out, nnz, positions, index_nnz, index_positions, d, inner, d_index, *grid, m_index, n_index,
+        out, src, index, nnz, positions, index_nnz, index_positions, d, inner, d_index, *grid, m_index, n_index,
         capacity, index_capacity,
     )  # fmt: skip
     key = (None if src is None else src.dtype, index.dtype, out.dtype, grid, m_index, n_index, *meta.values())
@@ -353,7 +353,7 @@ _BLOCK = {"HEIGHT": 64, "WIDTH": 64}
 EXAMPLES = {
     _scatter_reduce_kernel: {
         "signature": {
-            "src_ptr": "*bf16", "index_ptr": "*i64", "out_ptr": "*fp32", **_LAYOUTS, "offsets_ptr": "*i32",
+            "out_ptr": "*fp32", "src_ptr": "*bf16", "index_ptr": "*i64", **_LAYOUTS, "offsets_ptr": "*i32",
             "order_ptr": None, "others_ptr": "*i32", **_SIZES, "BOUND": "i32",
         },
         "constexprs": {**_BLOCK, "LINES": 4, "STEP": 16, "AXIS": 2, "MODE": "sum", "REDUCE": "sum"},
@@ -361,7 +361,7 @@ EXAMPLES = {
     },
     _scatter_lead_kernel: {
         "signature": {
-            "src_ptr": "*bf16", "index_ptr": "*i64", "out_ptr": "*fp32", **_LAYOUTS, "index_positions_ptr": "*i32",
+            "out_ptr": "*fp32", "src_ptr": "*bf16", "index_ptr": "*i64", **_LAYOUTS, "index_positions_ptr": "*i32",
             **dict.fromkeys(("D", "INNER", "D_INDEX", "R_INDEX", "C_INDEX"), "i32"), **_SIZES,
         },
         "constexprs": {**_BLOCK, "TILE": 16, "MODE": "sum", "REDUCE": "sum"},

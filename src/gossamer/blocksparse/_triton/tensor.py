@@ -24,7 +24,7 @@ def lost(x):
         return tl.zeros(x.shape, x.dtype)
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@triton.jit(do_not_specialize=["nnz_ptr", "capacity"])
 def _from_dense_kernel(
     x_ptr, out_ptr, nnz_ptr, row_indices_ptr, col_indices_ptr, R, M, N, capacity,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
@@ -44,7 +44,7 @@ def _from_dense_kernel(
     tl.store(out_ptr + block.to(tl.int64) * (HEIGHT * WIDTH) + to, x)
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@triton.jit(do_not_specialize=["nnz_ptr", "capacity"])
 def _to_dense_kernel(
     values_ptr, out_ptr, nnz_ptr, positions_ptr, R, C, M, N, capacity, fill,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr,

@@ -12,7 +12,7 @@ from torch import Tensor
 from gossamer._core import launch
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@triton.jit(do_not_specialize=["nnz_ptr", "capacity"])
 def _blocksparse_transpose_kernel(
     x_ptr, out_ptr, nnz_ptr, order_ptr, capacity, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip

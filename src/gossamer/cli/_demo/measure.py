@@ -76,7 +76,7 @@ def compare_mlp(model: ByteModel, tokens: Tensor, *, seconds: float) -> dict[str
     mlp, x = block.mlp, block.ffn_norm(model.residual(tokens)).flatten(0, 1)
     calls = (lambda: plain_mlp(mlp, x), lambda: mlp(x))
     difference = _difference(calls[0](), calls[1]())
-    plain, fused = _interleaved(calls, x.device, seconds)
+    plain, fused = interleaved(calls, x.device, seconds)
     return {
         "tokens": len(x),
         "dtype": str(x.dtype).removeprefix("torch."),
@@ -102,7 +102,7 @@ def sparse_feed_forward(model: ByteModel, tokens: Tensor, *, seconds: float) -> 
         ours = model.generate(begun, GENERATED_BYTES)[:, begun.shape[1] :]
         theirs = model.generate(begun, GENERATED_BYTES, gates=[])[:, begun.shape[1] :]
         calls = (lambda: model.generate(begun, TIMED_BYTES, gates=[]), lambda: model.generate(begun, TIMED_BYTES))
-        plain, sparse = _interleaved(calls, tokens.device, seconds)
+        plain, sparse = interleaved(calls, tokens.device, seconds)
         found = sparsity.statistics(model, list(tokens[:, :-1].split(32)))
         layers = [
             {
@@ -214,7 +214,7 @@ def compare(name: str, sae: JumpReLUSAE, x: Tensor, *, seconds: float, show: Sho
     for number, (operation, (dense, sparse)) in enumerate(calls.items()):
         show(number / len(calls), operation)
         difference = _difference(dense(), sparse())
-        times = _interleaved((dense, sparse), x.device, (seconds - clock.elapsed) / (len(calls) - number))
+        times = interleaved((dense, sparse), x.device, (seconds - clock.elapsed) / (len(calls) - number))
         operations.append(
             {
                 "operation": operation,
@@ -237,7 +237,7 @@ def compare(name: str, sae: JumpReLUSAE, x: Tensor, *, seconds: float, show: Sho
     }
 
 
-def _interleaved(calls: tuple[Callable[[], Tensor], ...], device: torch.device, seconds: float) -> list[Timing]:
+def interleaved(calls: tuple[Callable[[], Tensor], ...], device: torch.device, seconds: float) -> list[Timing]:
     counted = [lambda _, call=call: call() for call in calls]
     repeats = [calls_for(call, device, BURST_SECONDS, 1) for call in counted]
     clock = Clock(seconds)

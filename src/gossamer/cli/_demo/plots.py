@@ -77,6 +77,49 @@ def rate_plot(firing_rates: list[float]) -> str:
     return svg(draw, 2.4)
 
 
+def needle_plot(found: dict[str, Any]) -> str:
+    """How often the needle is found, by how many keys a query takes and who chooses them."""
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        keys = [row["keys"] for row in found["by_keys"]]
+        for way, colour, label in (
+            ("selected", SPARSE, "what the indexer selects"),
+            ("recent", DENSE, "the last keys"),
+        ):
+            axes.plot(keys, [row[way] for row in found["by_keys"]], color=colour, marker="o", label=label)
+        axes.axhline(found["accuracy_all"], color=MUTED, linewidth=1, linestyle="--", label="all keys")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(keys, [str(k) for k in keys])
+        axes.set(xlabel=f"keys that a query takes, of {found['length']}", ylim=(0, 1.05))
+        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        axes.set_title("Needles found")
+        axes.legend(fontsize=9)
+
+    return svg(draw, 2.6)
+
+
+def blocks_plot(found: dict[str, Any]) -> str:
+    """Time of block-sparse operations, as a share of the dense ones', by the share of the blocks that are present."""
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        for operation, colour in (("linear", DENSE), ("attention", SPARSE)):
+            cases = [case for case in found["cases"] if case["operation"] == operation]
+            shares = [case["sparse_seconds"] / case["dense_seconds"] for case in cases]
+            axes.plot([case["density"] for case in cases], shares, color=colour, marker="o", label=operation)
+        axes.plot((0, 1), (0, 1), color=MUTED, linewidth=1, linestyle="--", label="in proportion to the blocks")
+        axes.axhline(1, color=MUTED, linewidth=0.8)
+        axes.set(xlabel="share of the blocks that are present", xlim=(0, 1.02))
+        axes.set_ylim(bottom=0)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(PercentFormatter(1, decimals=0))
+        axes.set_title("Time, as a share of the dense operation's")
+        axes.legend(fontsize=9)
+
+    return svg(draw, 2.6)
+
+
 def _curve(axes: Axes, history: list[dict[str, Any]], key: str, title: str) -> None:
     millions = np.array([record["tokens"] for record in history]) / 1e6
     values = np.array([record[key] for record in history], dtype=float)

@@ -15,6 +15,7 @@ def headline(results: dict[str, Any]) -> list[tuple[str, str]]:
     model, sae, loss, rates = results["model"], results["sae"], results["loss"], results["features"]["firing_rates"]
     largest = results["comparison"][-1]
     decode = largest["operations"][0]
+    needle, blocks = results["needle"], results["block_sparse"]["cases"][-1]
     return [
         ("bits per byte on unseen text", f"{model['validation_bits_per_byte']:.2f}"),
         ("feed-forward neurons active", f"{model['active_fraction']:.1%}"),
@@ -28,6 +29,16 @@ def headline(results: dict[str, Any]) -> list[tuple[str, str]]:
         (
             f"of the latents fired on none of {results['features']['bytes_read']:,} unseen bytes",
             f"{rates.count(0) / len(rates):.1%}",
+        ),
+        (
+            f"needles found with {needle['keys']} of {needle['length']} keys, which an indexer selects; with all "
+            f"{needle['accuracy_all']:.1%}",
+            f"{needle['accuracy_selected']:.1%}",
+        ),
+        (
+            f"speed-up of {blocks['operation']} with {blocks['density']:.0%} of its blocks, over "
+            f"{results['block_sparse']['length']:,} tokens",
+            _ratio(blocks["speed_up"]),
         ),
         (
             f"speed-up of sparse decoding ({largest['name']}, {largest['d_sae']:,} latents, batch "
@@ -59,6 +70,8 @@ def render(results: dict[str, Any]) -> str:
             _sae_section(results),
             _loss_section(results["loss"]),
             _comparison_section(results["comparison"]),
+            _needle_section(results["needle"]),
+            _blocks_section(results["block_sparse"]),
             _features_section(results),
             _footer(results),
         )
@@ -227,6 +240,61 @@ def _comparison_section(comparison: list[dict[str, Any]]) -> str:
         "Medians of calls that take turns"
         f"{'; memory is the peak beyond what was held before' if with_memory else ''}.</p>"
         f"<figure>{plots.time_plot(comparison)}</figure>" + "".join(tables)
+    )
+
+
+def _needle_section(needle: dict[str, Any]) -> str:
+    time = needle["time"]
+    return (
+        "<h2>Attention over selected keys</h2>"
+        f"<p>A small model with two layers of nn.GatedSparseAttention reads {needle['length']} tokens, of which one is "
+        "a needle, and names it at the end. It learned with all keys, then beside its indexers, and then with the "
+        f"{needle['keys']} keys that these select for each query. Of {needle['questions']} new needles it finds "
+        f"{needle['accuracy_all']:.1%} with all keys and {needle['accuracy_selected']:.1%} with {needle['keys']}.</p>"
+        f"<figure>{plots.needle_plot(needle)}</figure>"
+        + table(
+            f"Causal attention alone: {time['length']:,} tokens, {time['heads']} heads of {time['head_dim']}, "
+            f"{time['keys']} keys a query, {time['dtype']}; selecting the keys is not included",
+            ("all keys", "selected keys", "speed-up", "largest difference from a dense mask"),
+            [
+                (
+                    _time(time["dense_seconds"]),
+                    _time(time["sparse_seconds"]),
+                    _ratio(time["speed_up"]),
+                    f"{time['largest_difference']:.1e}",
+                )
+            ],
+        )
+    )
+
+
+def _blocks_section(found: dict[str, Any]) -> str:
+    names = {"linear": "nn.BlockSparseLinear", "attention": "blocksparse.attention"}
+    rows = [
+        (
+            names[case["operation"]],
+            f"{case['density']:.0%}",
+            _time(case["dense_seconds"]),
+            _time(case["sparse_seconds"]),
+            _ratio(case["speed_up"]),
+            f"{case['largest_difference']:.1e}",
+            f"{case['largest_value']:.2g}",
+        )
+        for case in found["cases"]
+    ]
+    return (
+        "<h2>Block-sparse weights and attention</h2>"
+        f"<p>A linear layer of {found['width']:,} by {found['width']:,} on {found['rows']:,} rows, of whose weight "
+        f"some blocks of {found['block_size']} by {found['block_size']} are present; and causal attention over "
+        f"{found['length']:,} tokens, {found['heads']} heads of {found['head_dim']}, in which a query meets the blocks "
+        "of a window behind it and the first block. Dense is the product with the same weight, zeros and all, and "
+        "attention to everything behind a query. The error is that of the block-sparse result against float64.</p>"
+        f"<figure>{plots.blocks_plot(found)}</figure>"
+        + table(
+            f"In {found['dtype']}",
+            ("", "blocks", "dense", "block-sparse", "speed-up", "largest error", "largest value"),
+            rows,
+        )
     )
 
 

@@ -26,7 +26,9 @@ import gossamer
 from gossamer import nn
 from gossamer.cli import environment
 from gossamer.cli._demo import features, measure, report
+from gossamer.cli._demo.blocks import block_sparse
 from gossamer.cli._demo.model import ByteModel, ModelConfig
+from gossamer.cli._demo.needle import needle_stage
 from gossamer.cli._demo.text import Corpus, load_corpus
 from gossamer.cli._demo.train import DEAD_AFTER_BYTES, Clock, Show, train_model, train_sae
 from gossamer.cli.folder import make_folder
@@ -49,7 +51,8 @@ class Settings:
     """What a run depends on. Batches are windows for the model and bytes of text for the SAE, eight times as many on a
     GPU.
 
-    A number of steps, where given, replaces the seconds of that training, which a CPU then repeats exactly.
+    A number of steps, where given, replaces the seconds of that training, which a CPU then repeats exactly. Lengths and
+    widths without a model of their own are those on which attention and products are timed.
     """
 
     text: Path | None = None
@@ -59,6 +62,10 @@ class Settings:
     seconds_sae: float = 60.0
     steps_model: int | None = None
     steps_sae: int | None = None
+    steps_needle: int = 160
+    seconds_blocks: float = 5.0
+    attention_length: int = 4096
+    linear_width: int = 2048
     seconds_compare: float = 12.0
     seconds_features: float = 25.0
     seed: int = 0
@@ -180,6 +187,7 @@ def _experiment(
                 large = measure.large_sae(device, settings.seed)
                 comparison.append(measure.compare("untrained SAE", *large, seconds=settings.seconds_compare, show=show))
                 del large
+        attention = _attention(settings, device, stages)
         with stages("features") as show:
             found = _extract(settings, model, sae, validation, out, show)
             top = features.top_features(found, settings.n_features)
@@ -205,12 +213,36 @@ def _experiment(
         },
         "loss": losses,
         "comparison": comparison,
+        **attention,
         "features": {
             "bytes_read": found.rows,
             "firing_rates": (found.firing_counts.double() / found.rows).tolist(),
             "top": top,
         },
     }
+
+
+def _attention(settings: Settings, device: torch.device, stages: Any) -> dict[str, Any]:
+    """What does without the byte model: attention over selected keys, and block-sparse operations."""
+    with stages("sparse attention") as show:
+        needle = needle_stage(
+            device,
+            settings.seed,
+            Clock(0, settings.steps_needle),
+            seconds=min(2.0, settings.seconds_compare / 6),
+            length=settings.attention_length,
+            show=show,
+        )
+    with stages("block-sparse") as show:
+        blocks = block_sparse(
+            device,
+            settings.seed,
+            seconds=min(settings.seconds_blocks, settings.seconds_compare / 2),
+            width=settings.linear_width,
+            length=settings.attention_length,
+            show=show,
+        )
+    return {"needle": needle, "block_sparse": blocks}
 
 
 def _autoencoder(

@@ -52,7 +52,8 @@ class Provider:
     `call` takes as positional arguments what `prepare` makes of the case's inputs (the inputs themselves by
     default); only `call` is timed. `result(output, *inputs)` turns its output into the tensors that the reference
     gives. `capturable` providers are timed in a CUDA graph too. A `partial` provider does less than the case asks:
-    it is shown, but is no peer to be best. `precision` is the float32 matmul precision.
+    it is shown, but is no peer to be best. `precision` is the float32 matmul precision. One that raises
+    `ModuleNotFoundError` is skipped, and the table says so.
     """
 
     name: str
@@ -64,6 +65,10 @@ class Provider:
     partial: bool = False
     precision: str = "highest"
     devices: tuple[str, ...] = ("cpu", "cuda")
+
+    def missing(self, device: torch.device) -> str | None:
+        """Why it cannot run here, or None."""
+        return None if device.type in self.devices else f"needs {' or '.join(self.devices)}"
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,9 @@ def case_table(result: CaseResult, ceilings: Ceilings) -> Table:
     """
     case, ours = result.case, headline(result)
     table = Table(title=escape(case.id), title_justify="left", title_style="bold", caption_justify="left")
-    elsewhere = [o.provider.name for o in result.outcomes if o.status == "skipped"]
-    if elsewhere:
-        table.caption = f"not on this device: {'; '.join(elsewhere)}"
+    skipped = [f"{o.provider.name} ({o.message})" for o in result.outcomes if o.status == "skipped"]
+    if skipped:
+        table.caption = escape(f"left out: {'; '.join(skipped)}")
     table.add_column("provider", no_wrap=True)
     graphs = any(o.graph for o in result.outcomes)
     for column in ("eager p20-p80", "ratio", *(("graph p20-p80", "graph ratio") if graphs else ())):
@@ -88,7 +88,8 @@ def summary_table(results: list[CaseResult]) -> Table:
     for result in results:
         ours = headline(result)
         if ours is None:
-            table.add_row(escape(result.case.id), "[red]none[/]")
+            skipped = result.outcomes and all(o.status == "skipped" for o in result.outcomes)
+            table.add_row(escape(result.case.id), "[dim]not measured[/]" if skipped else "[red]none[/]")
             continue
         cells = [duration(ours.eager.median) if ours.eager else "", duration(ours.graph.median) if ours.graph else ""]
         peers = [o for o in result.outcomes if _is_peer(o.provider, ours.provider)]

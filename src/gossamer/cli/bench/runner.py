@@ -61,13 +61,19 @@ class Settings:
 def run_case(
     case: Case, device: torch.device, settings: Settings, seed: int, tell: Callable[[str], None] = lambda _: None
 ) -> CaseResult:
-    """Check and time all providers of `case`. Whatever a provider raises becomes its outcome."""
+    """Check and time all providers of `case`. Whatever a provider raises becomes its outcome.
+
+    A peer that is not installed is skipped, and so is a case about a package that is not installed.
+    """
     result = CaseResult(case)
     torch.compiler.reset()  # a peer compiled for the last case's shapes must not run into the recompilation limit
     tell("inputs")
     try:
         inputs = case.make(device, torch.Generator(device).manual_seed(seed))
         reference = case.reference(*inputs[0]) if settings.verify else None
+    except ModuleNotFoundError as error:
+        result.outcomes = [Outcome(provider, "skipped", _missing(error)) for provider in case.providers]
+        return result
     except Exception as error:
         result.message = f"inputs or reference: {_explain(error)}"
         return result
@@ -93,8 +99,9 @@ def _measure(
         tell(provider.name)
         outcome = Outcome(provider)
         result.outcomes.append(outcome)
-        if device.type not in provider.devices:
-            outcome.status, outcome.message = "skipped", f"needs {' or '.join(provider.devices)}"
+        missing = provider.missing(device)
+        if missing is not None:
+            outcome.status, outcome.message = "skipped", missing
             continue
         with _reported(outcome):
             runs.append(_Run(result.case, outcome, inputs, reference, device, settings))
@@ -194,8 +201,14 @@ def _reported(outcome: Outcome) -> Iterator[None]:
         yield
     except _Wrong as wrong:
         outcome.status, outcome.message = "WRONG", str(wrong)
+    except ModuleNotFoundError as error:
+        outcome.status, outcome.message = "error" if outcome.provider.ours else "skipped", _missing(error)
     except Exception as error:
         outcome.status, outcome.message = "error", _explain(error)
+
+
+def _missing(error: ModuleNotFoundError) -> str:
+    return f"needs the package {str(error.name).partition('.')[0]}, which is not installed"
 
 
 def _explain(error: Exception) -> str:

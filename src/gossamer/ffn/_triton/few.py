@@ -102,13 +102,14 @@ def _few_down_kernel(
         acc = dot(hidden, down, acc, PRECISION, UPCAST)
     part = m[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     partial_ptr += slice.to(tl.int64) * SPLITS * ROWS * BLOCK_D
-    tl.store(partial_ptr + split * ROWS * BLOCK_D + part, acc)
+    tl.store(partial_ptr + split * ROWS * BLOCK_D + part, acc, mask=(m < M)[:, None])
     tl.debug_barrier()
     if tl.atomic_add(arrived_ptr + slice, 1, sem="acq_rel") == SPLITS - 1:
         tl.debug_barrier()
         acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
         for s in range(SPLITS):
-            acc += tl.load(partial_ptr + s * ROWS * BLOCK_D + part, cache_modifier=".cg")
+            of_split = partial_ptr + s * ROWS * BLOCK_D + part
+            acc += tl.load(of_split, mask=(m < M)[:, None], other=0.0, cache_modifier=".cg")
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + d, mask=inside, other=0.0).to(tl.float32)[None, :]
         tl.store(out_ptr + m.to(tl.int64)[:, None] * D + d[None, :], acc, mask=(m < M)[:, None] & inside[None, :])

@@ -2,18 +2,19 @@
 
 `patch` binds methods to one instance; parameters, state dict, hooks and class stay what they are. `decode` multiplies
 only what fired. `forward` and `training_forward_pass` hand packed latents from `encode` to `decode`, unless somebody
-listens to the latents (a hook, a cache): then they are dense, as SAELens makes them. `encode` called by itself returns
-a dense tensor.
+listens to the latents (a hook, a cache) or so many fire that dense products are faster: then they are dense, as SAELens
+makes them. `encode` called by itself returns a dense tensor.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any
 
@@ -24,9 +25,12 @@ from torch.nn.modules import module as torch_module
 from gossamer import gemm, rowsparse
 from gossamer import sae as operators
 from gossamer._core import autocast
+from gossamer.rowsparse.pack import default_capacity
+from gossamer.sae.encode_dense import choose_path, follows_counts
 
 try:
     from sae_lens import SAE, TrainingSAE
+    from sae_lens.saes.batchtopk_sae import BatchTopK
     from sae_lens.saes.gated_sae import GatedSAE
     from sae_lens.saes.jumprelu_sae import JumpReLUSAE
     from sae_lens.saes.standard_sae import StandardSAE
@@ -66,11 +70,14 @@ class Report:
         accelerated: method -> how it computes now.
         left: method -> why it computes as before.
         check: the comparison that was asked for, or None.
+        density: how many latents rows of the SAE have had, and the way that its passes go, `"sparse"` or `"dense"`, as
+            of `nn.TopKSAE`: `density.last_path` says it, `density.pinned` sets it.
     """
 
     accelerated: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     check: Check | None = None
+    density: rowsparse.DensityTracker = field(default_factory=rowsparse.DensityTracker)
 
     def __str__(self) -> str:
         lines = [f"{name}: {how}" for name, how in self.accelerated.items()]
@@ -140,7 +147,7 @@ def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
     # A transcoder's output is meant to be something else.
     if out.shape == check.shape and "transcoder" not in sae.cfg.architecture():
         errors = _unexplained(sae, expected, check), _unexplained(sae, out, check)
-    return Report(report.accelerated, report.left, Check((_l0(latents), _l0(packed)), errors, difference))
+    return replace(report, check=Check((_l0(latents), _l0(packed)), errors, difference))
 
 
 def unpatch(sae: SAE[Any]) -> None:
@@ -165,38 +172,48 @@ class _State(threading.local):
     It wants one of the encode that comes next, and where there is an error term one of the encode after decode. In
     between it waits, so that a hook that calls `encode` gets a dense tensor, as anybody else does. The second goes the
     way of the first: SAELens takes hooks away for it, and dense and packed latents differ by rounding.
+
+    Ways are those of `choose_path`, and `"theirs"` where somebody listens to the latents.
     """
 
-    def __init__(self) -> None:
-        self.wanted, self.waiting = 0, False
-        self.way: bool | None = None
+    def __init__(self, density: rowsparse.DensityTracker) -> None:
+        self.density = density
+        self.wanted, self.waiting, self.training = 0, False, False
+        self.way: str | None = None
+        self.counts: Tensor | None = None
 
     def take(self) -> bool:
         """Whether the encode that begins now is forward's own."""
-        packed = self.wanted > 0 and not self.waiting
+        own = self.wanted > 0 and not self.waiting
         self.waiting = True
-        return packed
+        return own
 
     @contextmanager
-    def wants(self, packed: int) -> Iterator[None]:
-        """Of the encodes inside, so many are to be packed."""
-        before = self.wanted, self.waiting, self.way
-        self.wanted, self.waiting, self.way = packed, False, None
+    def wants(self, latents: int, training: bool = False) -> Iterator[None]:
+        """Of the encodes inside, so many are a pass's own."""
+        before = self.wanted, self.waiting, self.training, self.way, self.counts
+        self.wanted, self.waiting, self.training, self.way, self.counts = latents, False, training, None, None
         try:
             yield
         finally:
-            self.wanted, self.waiting, self.way = before
+            self.wanted, self.waiting, self.training, self.way, self.counts = before
 
     def decoded(self) -> None:
         """A decode has ended: what comes next is forward's again."""
         self.wanted = max(self.wanted - 1, 0)
         self.waiting = False
 
+    def record(self, d_sae: int, result: Tensor) -> None:
+        """Tells the tracker how many entries rows have had, where it asks."""
+        if self.counts is not None:
+            limit = default_capacity(d_sae)
+            self.density.record(self.counts, training=self.training, limit=limit, result=result)
+
     def __deepcopy__(self, memo: Any) -> _State:
-        return _State()
+        return _State(copy.deepcopy(self.density, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _State, ()
+        return _State, (self.density,)
 
 
 def _is_patched(sae: SAE[Any]) -> bool:
@@ -232,12 +249,14 @@ def _bind(sae: SAE[Any]) -> Report:
                     methods[method] = ours
                     accelerated[method] = "reads the entries, and of pre-activations the columns of dead latents"
         sae.__dict__.update({method: MethodType(function, sae) for method, function in methods.items()})
-        accelerated |= dict.fromkeys(passes, "latents stay packed from encode to decode, unless a hook listens to them")
+        packed = "latents stay packed from encode to decode, unless a hook listens to them or dense products are faster"
+        accelerated |= dict.fromkeys(passes, packed)
         left["encode"] = "it returns a dense tensor"
     else:
         left |= dict.fromkeys((*passes, "encode"), why or left.get("decode", ""))
-    sae.__dict__["_gossamer"] = _State()
-    return Report(accelerated, left)
+    density = rowsparse.DensityTracker()
+    sae.__dict__["_gossamer"] = _State(density)
+    return Report(accelerated, left, density=density)
 
 
 def _why_not_packed(sae: SAE[Any]) -> str | None:
@@ -266,14 +285,24 @@ def _listened(hook: Any) -> bool:
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     """The class's own forward, error term and skip connection included, with packed latents in it."""
-    with self._gossamer.wants(1 + bool(self.use_error_term)):
-        return type(self).forward(self, *args, **kwargs)
+    state = self._gossamer
+    with state.wants(1 + bool(self.use_error_term)):
+        out: Tensor = type(self).forward(self, *args, **kwargs)
+        state.record(self.W_dec.shape[0], out)
+    return out
 
 
 def _encode(self: Any, x: Tensor) -> Tensor | rowsparse.Rows:
-    if not _stays_packed(self):
-        return type(self).encode(self, x)
-    return _ENCODERS[type(self).encode](self, _process_sae_in(self, x))
+    way, state = _way(self, x), self._gossamer
+    if way != "sparse":
+        acts: Tensor = type(self).encode(self, x)
+        if way == "dense" and _follows(self):
+            state.counts = torch.count_nonzero(acts.detach(), -1)
+        return acts
+    rows = _ENCODERS[type(self).encode](self, _process_sae_in(self, x))
+    if _follows(self):
+        state.counts = rows.packed.counts
+    return rows
 
 
 def _process_sae_in(self: Any, x: Tensor) -> Tensor:
@@ -285,20 +314,40 @@ def _process_sae_in(self: Any, x: Tensor) -> Tensor:
 
 
 def _encode_training(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    if not _stays_packed(self):
-        return type(self).encode_with_hidden_pre(self, x)
-    return _training.encode_with_hidden_pre(self, x)
+    way, state = _way(self, x), self._gossamer
+    if way != "sparse":
+        acts, hidden_pre = type(self).encode_with_hidden_pre(self, x)
+        if way == "dense" and _follows(self):
+            state.counts = _training.entries(self, acts, hidden_pre)
+        return acts, hidden_pre
+    latents, lazy = _training.encode_with_hidden_pre(self, x)
+    if _follows(self):
+        state.counts = latents.rows.packed.counts
+    return latents, lazy
 
 
-def _stays_packed(self: Any) -> bool:
-    """Whether the encode that begins is one of forward's, and nobody listens to what it makes."""
+def _way(self: Any, x: Tensor) -> str:
+    """How the encode that begins goes: that of a pass, in which nobody listens to what it makes, as is faster."""
     state = self._gossamer
     if not state.take():
-        return False
+        return "theirs"
     if state.way is None:
         heard = any(_listened(part) for part in (self.hook_sae_acts_pre, self.hook_sae_acts_post, self.activation_fn))
-        state.way = not heard and _why_not_packed(self) is None
+        if heard or _why_not_packed(self) is not None:
+            state.way = "theirs"
+        else:
+            rows = x.numel() // max(self.W_enc.shape[0], 1)
+            state.way = choose_path(state.density, rows, self.W_dec, _expected(self), training=state.training)
     return state.way
+
+
+def _expected(self: Any) -> int | None:
+    """How many entries a row has, where that is known without looking."""
+    return int(self.activation_fn.k) if isinstance(self.activation_fn, TopK | BatchTopK) else None
+
+
+def _follows(self: Any) -> bool:
+    return follows_counts(self.W_enc.device, _expected(self))
 
 
 def _packed(self: Any, x: Tensor) -> Tensor:
@@ -345,8 +394,10 @@ def _decode(self: Any, feature_acts: Tensor | rowsparse.Rows) -> Tensor:
         # Packed latents have never been scaled.
         feature_acts = feature_acts.rows if feature_acts.packed else feature_acts.dense()
     if isinstance(feature_acts, Tensor):
-        if feature_acts.is_sparse:
-            return type(self).decode(self, feature_acts)
+        if feature_acts.is_sparse or self._gossamer.way == "dense":
+            out: Tensor = type(self).decode(self, feature_acts)
+            self._gossamer.decoded()
+            return out
         if _rescales(self):
             feature_acts = feature_acts * (1 / self.W_dec.norm(dim=-1))
     out = _product(feature_acts, self.W_dec, self.b_dec)

@@ -48,8 +48,11 @@ def why_not_packed(sae: Any) -> str | None:
 
 def training_forward_pass(self: Any, step_input: TrainStepInput) -> Any:
     """The class's own, with packed latents in it."""
-    with self._gossamer.wants(1):
-        return type(self).training_forward_pass(self, step_input)
+    state = self._gossamer
+    with state.wants(1, training=True):
+        output = type(self).training_forward_pass(self, step_input)
+        state.record(self.W_dec.shape[0], output.loss)
+    return output
 
 
 def encode_with_hidden_pre(self: Any, x: Tensor) -> tuple[Latents, HiddenPre]:
@@ -62,6 +65,17 @@ def encode_with_hidden_pre(self: Any, x: Tensor) -> tuple[Latents, HiddenPre]:
     else:
         x = self.process_sae_in(x)
     return ENCODERS[kind.encode_with_hidden_pre](self, x, b_dec)
+
+
+def entries(self: Any, acts: Tensor, hidden_pre: Tensor) -> Tensor:
+    """`[...]`, how many entries packed latents of the same would have."""
+    if (
+        not torch.is_grad_enabled()
+        or type(self).encode_with_hidden_pre is not JumpReLUTrainingSAE.encode_with_hidden_pre
+    ):
+        return torch.count_nonzero(acts.detach(), -1)
+    window = self.threshold.detach().clamp(min=0) - self.bandwidth / 2
+    return torch.count_nonzero(hidden_pre.detach() > window, -1)
 
 
 def _encode_topk(self: Any, x: Tensor, b_dec: Tensor | None) -> tuple[Latents, HiddenPre]:

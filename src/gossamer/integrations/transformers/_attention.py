@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +19,23 @@ from torch import Tensor, nn
 from gossamer import attention
 from gossamer._core.ranges import span
 from gossamer.integrations.transformers._mlp import Report
+from gossamer.integrations.transformers._sharing import SharedSelections, groups_of, share_selections
 from gossamer.nn import GatedSparseAttention
 from gossamer.nn.plain import hooked
 
 _PATCH, _UNPATCH = "integrations.transformers.patch_attention", "integrations.transformers.unpatch_attention"
 _LOSS = "integrations.transformers.indexer_loss"
-_CLASSES = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "GemmaAttention")
+_CLASSES = (
+    "LlamaAttention",
+    "MistralAttention",
+    "MixtralAttention",
+    "Qwen2Attention",
+    "Qwen2MoeAttention",
+    "Qwen3Attention",
+    "Qwen3MoeAttention",
+    "GemmaAttention",
+)
+_WINDOW_IN_CONFIG = {"MistralAttention", "MixtralAttention"}
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -35,13 +47,17 @@ class AttentionReport(Report):
         replaced: name of a module -> what it was.
         left: name of a module that looks like self-attention -> why it computes as before.
         parameters: how many parameters the new indexers and gates have.
+        selections: how many layers select; the others use the selection of one of these.
     """
 
     parameters: int = field(default=0)
+    selections: int = field(default=0)
 
     def __str__(self) -> str:
         counts = Counter(self.replaced.values())
         lines = [f"{kind}: {count} with selected keys" for kind, count in counts.items()]
+        if self.selections != len(self.replaced):
+            lines.append(f"{self.selections} selections, shared")
         lines += [f"{self.parameters} new parameters"] if lines else []
         return "\n".join([*lines, *(f"{name}: left as it is, {why}" for name, why in self.left.items())]) or (
             "no self-attention found"
@@ -58,6 +74,8 @@ def patch_attention(
     n_idx_heads: int = 4,
     adaptive: attention.AdaptiveK | str | None = None,
     gates: bool = False,
+    share: int | Sequence[Sequence[int]] = 1,
+    granularity: int = 1,
 ) -> AttentionReport:
     """Replaces a model's self-attention by `nn.GatedSparseAttention` with its weights; `unpatch_attention` undoes it.
 
@@ -67,18 +85,23 @@ def patch_attention(
     growing or a static cache, padding on either side, gradient checkpointing.
 
     Args:
-        model: a model of transformers, or a module that contains one. Llama, Mistral, Qwen2 and Gemma are known.
-            Attention with a sliding window, dropout, hooks, adapters or quantised weights is left.
+        model: a model of transformers, or a module that contains one. Llama, Mistral, Mixtral, Qwen2 and 3, dense or of
+            experts, and Gemma are known. Attention with a sliding window, dropout, hooks, adapters or quantised weights
+            is left.
         k_base, k_min, k_max, d_indexer, n_idx_heads, adaptive: as in `nn.GatedSparseAttention`.
         gates: whether to add gates to values and outputs. They begin at one half, and v_proj and o_proj at twice what
             they were, so that the model computes what it did. Without gates weights are shared with what was there.
+        share: how many of the replaced layers in a row use the selection of the first of them, or which:
+            `[[0, 1, 2], [3, 4]]` names two groups of layers, and every other layer selects for itself. Only the first
+            layer of a group has an indexer, which learns from the attention of all of them.
+        granularity: 1, or 4 to select units of four neighbouring keys, as in `attention.select_topk`.
 
     Returns:
         What is replaced, and what is left and why. `print` it.
 
     Raises:
         TypeError: model is no module.
-        ValueError: something in it is patched already, or sizes do not fit.
+        ValueError: something in it is patched already, sizes do not fit, or layers cannot share as `share` says.
 
     Source: Gated Sparse Attention (arXiv 2601.15305); the warm-up is DeepSeek-V3.2's (arXiv 2512.02556).
 
@@ -90,7 +113,8 @@ def patch_attention(
     if any(isinstance(module, SparseSelfAttention) for module in model.modules()):
         raise ValueError(f"{_PATCH}: model is patched already. Call unpatch_attention first.")
     options = {"k_base": k_base, "k_min": k_min, "k_max": k_max, "d_indexer": d_indexer, "n_idx_heads": n_idx_heads}
-    made: dict[str, SparseSelfAttention] = {}
+    options["granularity"] = granularity
+    found: dict[str, Any] = {}
     left: dict[str, str] = {}
     for name, module in model.named_modules():
         if not all(hasattr(module, projection) for projection in _PROJECTIONS):
@@ -99,12 +123,19 @@ def patch_attention(
         if why is not None:
             left[name] = why
         else:
-            made[name] = SparseSelfAttention(module, adaptive=adaptive, gates=gates, **options)
+            found[name] = module
+    groups = groups_of(_PATCH, model, {name: module.layer_idx for name, module in found.items()}, share)
+    made = {
+        name: SparseSelfAttention(module, adaptive=adaptive, gates=gates, group=groups.get(name, ()), **options)
+        for name, module in found.items()
+    }
     for name, new in made.items():
         _put(model, name, new)
+    share_selections(model, groups)
     new_parameters = sum(p.numel() for new in made.values() for p in new.added())
     replaced = {name: type(new.replaces).__name__ for name, new in made.items()}
-    return AttentionReport(replaced, left, parameters=new_parameters)
+    selections = sum(new.selects for new in made.values())
+    return AttentionReport(replaced, left, parameters=new_parameters, selections=selections)
 
 
 def unpatch_attention(model: nn.Module) -> None:
@@ -119,7 +150,9 @@ def unpatch_attention(model: nn.Module) -> None:
 
     >>> unpatch_attention(model)  # doctest: +SKIP
     """
-    for name, module in _patched(_UNPATCH, model).items():
+    found = _patched(_UNPATCH, model)
+    share_selections(model, {})
+    for name, module in found.items():
         weight = module.q_proj.weight
         _put(model, name, module.replaces.to(weight.device, weight.dtype))
 
@@ -146,7 +179,7 @@ def warm_up(model: nn.Module, stage: str | None = "dense") -> list[nn.Parameter]
     found = _patched("integrations.transformers.warm_up", model).values()
     for module in found:
         module.dense, module.learns, module.loss = stage == "dense", stage is not None, None
-    return [parameter for module in found for parameter in module.indexer.parameters()]
+    return [parameter for module in found if module.selects for parameter in module.indexer.parameters()]
 
 
 def indexer_loss(model: nn.Module) -> Tensor:
@@ -183,15 +216,19 @@ class SparseSelfAttention(GatedSparseAttention):
 
     Attributes:
         replaces: the module that it was made of.
+        group: the numbers of the layers that share a selection, of which the first selects; empty where none share.
+        selects: whether it has an indexer, or uses the selection of the first layer of its group.
         learns: whether a forward pass computes the indexer's loss.
         loss: that of the last forward pass, or None.
     """
 
     replaces: nn.Module
+    group: tuple[int, ...]
+    selects: bool
     learns: bool
     loss: Tensor | None
 
-    def __init__(self, module: Any, *, gates: bool, **options: Any) -> None:
+    def __init__(self, module: Any, *, gates: bool, group: tuple[int, ...] = (), **options: Any) -> None:
         weight = module.q_proj.weight
         heads, width = weight.shape[0] // module.head_dim, module.head_dim
         super().__init__(
@@ -199,6 +236,9 @@ class SparseSelfAttention(GatedSparseAttention):
             output_gate=gates, dtype=weight.dtype, device="meta", **options,
         )  # fmt: skip
         self.rotary_emb = _GivenAngles()  # type: ignore[assignment]
+        self.group, self.selects = group, not group or group[0] == module.layer_idx
+        if not self.selects:
+            self.indexer = None  # type: ignore[assignment]
         for name in _PROJECTIONS:
             layer = getattr(module, name)
             if gates and name in ("v_proj", "o_proj"):
@@ -207,6 +247,8 @@ class SparseSelfAttention(GatedSparseAttention):
                     for parameter in layer.parameters() if name == "v_proj" else [layer.weight]:
                         parameter.mul_(2)
             setattr(self, name, layer)
+        # Of queries and keys, head by head, as in Qwen3.
+        self.q_norm, self.k_norm = getattr(module, "q_norm", None), getattr(module, "k_norm", None)
         for part in (self.indexer, self.value_gate, self.output_gate):
             if part is not None:
                 part.to_empty(device=weight.device)
@@ -218,13 +260,23 @@ class SparseSelfAttention(GatedSparseAttention):
         self.train(module.training)
 
     def _reset(self) -> None:
-        for layer in (self.indexer.idx_q_proj, self.indexer.idx_k_proj, self.indexer.idx_w_proj):
-            layer.reset_parameters()
-        nn.init.zeros_(self.indexer.idx_bias)
+        if self.selects:
+            for layer in (self.indexer.idx_q_proj, self.indexer.idx_k_proj, self.indexer.idx_w_proj):
+                layer.reset_parameters()
+            nn.init.zeros_(self.indexer.idx_bias)
         for gate in (self.value_gate, self.output_gate):
             if gate is not None:
                 nn.init.zeros_(gate.gate_proj.weight)
                 nn.init.zeros_(gate.gate_proj.bias)
+
+    def normalise(self, y: Tensor) -> Tensor:
+        """The norms of queries and keys, where the module had some."""
+        if self.q_norm is None or self.k_norm is None:
+            return y
+        widths = [self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim]
+        q, k, rest = y.split([*widths, y.shape[-1] - sum(widths)], -1)
+        normed = (norm(x.unflatten(-1, (-1, self.head_dim))) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+        return torch.cat([*(x.flatten(-2) for x in normed), rest], -1)
 
     def added(self) -> list[nn.Parameter]:
         """Parameters that the module before had not."""
@@ -237,18 +289,21 @@ class SparseSelfAttention(GatedSparseAttention):
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
+        shared_selections: SharedSelections | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """As transformers' modules; weights of attention are never in memory, and None."""
+        """As transformers' modules; weights of attention are never in memory, and None.
+
+        shared_selections are those of this forward pass, where layers share any.
+        """
         x, cache = hidden_states, past_key_values
         given: Any = position_embeddings
         q, k, v, gate, _ = self.project(x, given, indexer=False)
         whole = cache is None and self.selects_all(x.shape[1])
         # What trains an indexer is not to change what it reads.
-        index = None if whole and not self.learns else self.index(x.detach())
+        index = self.index(x.detach()) if self.selects and (self.learns or not whole) else None
         lengths = None
         if cache is not None:
-            assert index is not None
             # transformers before 5 tells a static cache where to write.
             place = kwargs.get("cache_position")
             options = () if place is None else ({"cache_position": place},)
@@ -260,23 +315,40 @@ class SparseSelfAttention(GatedSparseAttention):
             q, k, v = runs.queries(q), runs.keys(k), runs.keys(v)
             if index is not None:
                 index = runs.queries(index[0]), runs.keys(index[1]), runs.queries(index[2], 1)
-        out = self._attend(q, k, v, index, lengths, learns=self.learns and cache is None)
+        shared = shared_selections if self.group else None
+        out = self._attend(q, k, v, index, lengths, shared, learns=self.learns and cache is None)
         if runs is not None:
             out = runs.back(out)
         return self.finish(out, gate), None
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, index: Any, lengths: Tensor | None, learns: bool) -> Tensor:
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        index: Any,
+        lengths: Tensor | None,
+        shared: SharedSelections | None,
+        learns: bool,
+    ) -> Tensor:
         selection: attention.Selection | None = None
         lse: Tensor | None = None
-        if self.selects_all(k.shape[2]):
+        whole = self.selects_all(k.shape[2])
+        if self.selects:
+            selection = None if whole else self.select(index[0], index[1], index[2], lengths)
+            scored_by = (*index, self.indexer.idx_bias) if learns else ()
+            if shared is not None:
+                shared.put(self.group, selection, scored_by)
+        else:
+            selection, scored_by = SharedSelections.taken(shared, self, q.device)
+        if selection is None:
             out = self.attend(q, k, v, index, None, lengths)
         else:
-            selection = self.select(index[0], index[1], index[2], lengths)
             with span("gsa/sparse_attn"):
                 out, lse = attention.sparse_attention(q, k, v, selection, lengths=lengths, return_lse=True)
             lse = lse.detach()
         if learns:
-            given = (q.detach(), k.detach(), *index, self.indexer.idx_bias)
+            given = (q.detach(), k.detach(), *scored_by)
             self.loss = attention.indexer_loss(*given, selection=selection, lse=lse, lengths=lengths)
         return out
 
@@ -285,27 +357,28 @@ class SparseSelfAttention(GatedSparseAttention):
     ) -> tuple[Tensor, Tensor, Any, Tensor | None]:
         """All keys, values and index keys of a cache to which these are added, and how many there are, if not all."""
         b, heads, tokens, width = k.shape
-        d = index[1].shape[2]
-        more = -(-d // width)
-        extra = nn.functional.pad(index[1], (0, more * width - d)).view(b, tokens, more, width).transpose(1, 2)
-        # Values get as many heads as keys: some caches have one number for both.
-        keys, values = cache.update(
-            torch.cat([k, extra.to(k.dtype)], 1), torch.cat([v, v.new_zeros(extra.shape)], 1), self.layer_idx, *options
-        )
+        if index is not None:
+            d = index[1].shape[2]
+            more = -(-d // width)
+            extra = nn.functional.pad(index[1], (0, more * width - d)).view(b, tokens, more, width).transpose(1, 2)
+            # Values get as many heads as keys: some caches have one number for both.
+            k, v = torch.cat([k, extra.to(k.dtype)], 1), torch.cat([v, v.new_zeros(extra.shape)], 1)
+        keys, values = cache.update(k, v, self.layer_idx, *options)
         seen = cache.get_seq_length(self.layer_idx)
         lengths = None
         if isinstance(seen, Tensor) or seen != keys.shape[2]:
             lengths = torch.as_tensor(seen, device=k.device).expand(b)
-        k_idx = keys[:, heads:].transpose(1, 2).flatten(2)[..., :d]
-        return keys[:, :heads], values[:, :heads], (index[0], k_idx, index[2]), lengths
+        if index is not None:
+            index = index[0], keys[:, heads:].transpose(1, 2).flatten(2)[..., :d], index[2]
+        return keys[:, :heads], values[:, :heads], index, lengths
 
 
 class _Runs:
     """Padded sequences moved to the front, for which `lengths` says what there is: made of an attention mask.
 
     A mask must let each query see the tokens up to its own, of one run of tokens in each sequence, which padding
-    stands before or behind. Another one raises on the CPU; on a GPU, where looking would make the host wait, it gives
-    NaN.
+    stands before or behind. Another one raises on the CPU; on a GPU, where looking would make the host wait, and in a
+    compiled model it gives NaN.
     """
 
     def __init__(self, start: Tensor, lengths: Tensor, num_queries: int, num_keys: int, bad: Tensor) -> None:
@@ -337,7 +410,7 @@ class _Runs:
             bad = torch.where(at < start[:, None], outside, (given != wanted).any(-1)).any(-1)
         else:
             bad = (seen != wanted).any(-1)
-        if bad.device.type == "cpu" and bool(bad.any()):
+        if bad.device.type == "cpu" and not torch.compiler.is_compiling() and bool(bad.any()):
             raise ValueError(
                 f"{_PATCH}: attention_mask must let each query see one run of tokens up to its own, as padding on "
                 "either side does; that of packed sequences or of a prefix does not. Call unpatch_attention, or give "
@@ -436,7 +509,7 @@ def _why_not(module: Any) -> str | None:
         if type(layer) is not nn.Linear or not layer.weight.is_floating_point():
             return f"{name} is {type(layer).__module__}.{type(layer).__qualname__}, not a plain nn.Linear"
     window = getattr(module, "sliding_window", None)
-    if "MistralAttention" in {base.__name__ for base in kind.__mro__}:
+    if _WINDOW_IN_CONFIG & {base.__name__ for base in kind.__mro__}:
         window = getattr(module.config, "sliding_window", None)
     if window is not None:
         return f"it has a sliding window of {window} tokens"

@@ -31,21 +31,24 @@ def encode_dense(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Operator `sae_encode_dense` -> (acts, l0, fired, nnz)."""
     wide = threshold_dtype(weight.dtype)
+    near = None
     if activation in ("topk", "batchtopk"):
         acts = ranked(x, weight, bias, b_dec, activation, k, scale, encode)
+        silent = acts == 0
     else:
+        # In place: memory that is new to the process costs more than what is computed in it.
         acts = pre_activations(x, weight, bias, b_dec)
         limit = acts.new_zeros(1, dtype=wide) if threshold is None else threshold.clamp(min=0)
-        below = acts <= limit
+        silent = acts <= limit
         if bandwidth:
-            marks = torch.where(acts > limit - bandwidth / 2, -0.0, 0.0).to(acts.dtype)
-            acts = torch.where(below, marks, acts)
-        else:
-            acts.masked_fill_(below, 0)
-    fires = acts != 0
-    l0 = fires.sum(1)
-    nnz = (fires | acts.signbit()).sum(1) if bandwidth else l0
-    return acts, l0.to(wide), fires.sum(0), nnz.int()
+            near = (acts > limit - bandwidth / 2).logical_and_(silent)
+        acts.masked_fill_(silent, 0)
+        if near is not None:
+            acts.masked_fill_(near, -0.0)
+    m, n = acts.shape
+    l0 = n - silent.sum(1)
+    nnz = l0 if near is None else l0 + near.sum(1)
+    return acts, l0.to(wide), m - silent.sum(0), nnz.int()
 
 
 def encode_dense_bwd(

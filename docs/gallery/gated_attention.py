@@ -1,0 +1,59 @@
+"""Gated sparse attention: an indexer that learns which keys matter.
+
+A layer reads passages of Python's standard library that come twice, and learns to predict the second time's bytes with
+attention to all keys. Its indexer learns beside it, by a loss of its own, to score keys as attention weighs them. Then
+each of 256 queries may take 16 keys alone. The bars are losses: the keys that matter are 128 bytes away.
+"""
+
+import copy
+import sys
+import sysconfig
+from pathlib import Path
+
+import torch
+from matplotlib import pyplot as plt
+from torch.nn import functional as F
+
+from gossamer import nn
+from gossamer.attention import Selection, indexer_loss
+
+steps = int(sys.argv[1]) if sys.argv[1:] else 600
+files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+T, k = 256, 16
+torch.manual_seed(0)
+embedding, norm, head = torch.nn.Embedding(256, 64), torch.nn.RMSNorm(64), torch.nn.Linear(64, 256)
+conv, layer = torch.nn.Conv1d(64, 64, 4, padding=3), nn.GatedSparseAttention(64, 4, k_base=k, k_min=4, k_max=64)
+untrained = copy.deepcopy(layer.indexer)
+parameters = torch.nn.ModuleList([embedding, norm, head, conv, layer]).parameters()
+optimizer, losses, learned = torch.optim.Adam(parameters, lr=3e-3), [], []
+
+
+def read(starts):  # passages, and the last four bytes of each position
+    batch = text[starts + torch.arange(T + 1) % (T // 2)].long()
+    return batch, norm(embedding(batch[:, :-1]) + conv(embedding(batch[:, :-1]).mT)[..., :T].mT)
+
+
+def loss_of(batch, x, selection=None):
+    return F.cross_entropy(head(x + layer(x, selection=selection))[:, -T // 2 :].mT, batch[:, -T // 2 :])
+
+
+for _ in range(steps):
+    layer.dense, (batch, x) = True, read(torch.randint(len(text) // 2, (4, 1)))
+    q, key, _, _, index = layer.project(x.detach())
+    loss, of_indexer = loss_of(batch, x), indexer_loss(q, key, *index, layer.indexer.idx_bias)
+    optimizer.zero_grad()
+    (loss + of_indexer).backward()
+    optimizer.step()
+    losses.append(loss.item()), learned.append(of_indexer.item())
+figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+left.plot(losses, label="next byte"), left.plot(learned, label="indexer"), left.legend()
+near = Selection.from_mask(torch.ones(T, T).tril().triu(1 - k).bool().expand(32, T, T))
+with torch.no_grad():
+    batch, x = read(len(text) // 2 + torch.arange(32)[:, None] * 4096)
+    found = {"all keys": loss_of(batch, x), f"the last {k}": loss_of(batch, x, near)}
+    layer.dense = False
+    found[f"the indexer's {k}"], layer.indexer = loss_of(batch, x), untrained
+    found[f"an untrained one's {k}"] = loss_of(batch, x)
+right.barh(list(found), list(found.values())), right.set(title="loss on unseen passages")
+figure.savefig("gated_attention.png", dpi=120)

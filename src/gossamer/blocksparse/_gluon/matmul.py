@@ -1,0 +1,507 @@
+"""op(A) @ op(B) on Hopper, each of A, B and the result dense or block-sparse: one program an SM, a warp that loads and
+two warpgroups that multiply.
+
+Everything moves in boxes of 64 x 64 elements, which the copy engine swizzles as wgmma reads them. A stored block is one
+box (block 64) or four (block 128) of the values seen as a matrix [capacity * height, width]; a dense operand is the
+same grid without a table. So a tile's operands are gathered box by box into one shared tile, and a single wgmma serves
+four boxes of columns, wherever they were stored and whichever way they lie. A box whose block is absent is asked for
+at a negative row: the copy engine writes zeros without reading anything. It must not be asked to store at one, though,
+which is an illegal instruction: absent blocks of the result are left out.
+
+A tile is 128 x 256 or 64 x 256 elements of the result. Its columns are neighbours (a grid), or the next present blocks
+of a block row (strips, whose list a kernel before made); its steps along K are all of them, or those of the present
+blocks of A's row (`LIST`), so that absent blocks of A cost nothing. 128 rows ask the L2 for 11 bytes per 1,000
+operations, 64 for 19, which is what bounds them; but two block rows rarely agree on their columns. The warpgroups share
+the rows of a tile of 128 and the columns of a tile of 64. The ring of stages runs on across tiles: while one
+warpgroup stores, the other may multiply and the next tile's boxes arrive.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from gossamer._core import launch, tuning
+
+FEW = 0.125
+MOST = 0.95
+"""Shares of the blocks: below the first of B's, pairs are looked for; above the second, absent ones are multiplied."""
+LISTED = {0: 1.0, 64: 0.5, 128: 0.95}
+"""How fast present blocks of a size are multiplied, of the speed with which all are: H200, n 4,096 and 8,192, four
+matrices, bfloat16, one of the operands or the result block-sparse."""
+BOX = gl.constexpr(64)
+COLUMNS = gl.constexpr(4)
+"""Boxes across a tile."""
+ACROSS = BOX.value * COLUMNS.value
+
+
+@gluon.jit
+def find_tile(
+    tile, outputs, sizes, BLOCK: gl.constexpr, TRANS: gl.constexpr, TILE_M: gl.constexpr, GROUP: gl.constexpr
+):
+    """(matrix, first row, first column or first listed block, end of the row's list) of a tile."""
+    offsets_ptr, _, _, _, tiles_ptr, capacity = outputs
+    _Z, M, N, _K = sizes
+    if tiles_ptr is not None:
+        row = gl.load(tiles_ptr + 2 + 2 * tile)
+        first = gl.load(tiles_ptr + 3 + 2 * tile)
+        end = gl.minimum(gl.load(offsets_ptr + row + 1), capacity)
+        rows = gl.cdiv(M, BLOCK[0])
+        return row // rows, row % rows * BLOCK[0], first, end
+    else:
+        tiles_m, tiles_n = gl.cdiv(M, TILE_M), gl.cdiv(N, BOX * COLUMNS)
+        z = tile // (tiles_m * tiles_n)
+        inside = tile % (tiles_m * tiles_n)
+        group = inside // (GROUP * tiles_n)
+        height = gl.minimum(tiles_m - group * GROUP, GROUP)
+        inside -= group * GROUP * tiles_n
+        return z, (group * GROUP + inside % height) * TILE_M, inside // height * (BOX * COLUMNS), 0
+
+
+@gluon.jit
+def find_column(box: gl.constexpr, first, end, outputs, sizes, BLOCK: gl.constexpr, TRANS: gl.constexpr):
+    """(column of a tile's box, the block that it is stored in or -1); the latter for strips only."""
+    _, order_ptr, index_ptr, _, tiles_ptr, _ = outputs
+    _, _M, N, _ = sizes
+    if tiles_ptr is not None:
+        entry = first + box * BOX // BLOCK[2]
+        held = entry < end
+        block = entry
+        if order_ptr is not None:
+            block = gl.load(order_ptr + entry, mask=held, other=-1)
+        column = gl.load(index_ptr + block, mask=held, other=0) % gl.cdiv(N, BLOCK[2])
+        return gl.where(held, column * BLOCK[2] + box * BOX % BLOCK[2], -BLOCK[2]), gl.where(held, block, -1)
+    else:
+        return first + box * BOX, -1
+
+
+@gluon.jit
+def find_block(positions_ptr, z, row, column, rows, columns, TRANS: gl.constexpr):
+    """Number of block (row, column) of an operand, -1 where it is absent; TRANS: the layout is of the transposed."""
+    if TRANS:
+        at = (z * columns + column) * rows + row
+    else:
+        at = (z * rows + row) * columns + column
+    inside = (row < rows) & (column < columns) & (column >= 0)
+    return gl.load(positions_ptr + at, mask=inside, other=-1)
+
+
+@gluon.jit
+def place(block, SPARSE: gl.constexpr, TRANS: gl.constexpr, z, rows, i, j, HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
+    """Where the box at (i, j) of an operand starts in memory. `rows` are those of a stored dense matrix; HEIGHT and
+    WIDTH of a block are along i and j."""
+    if TRANS:
+        if SPARSE:
+            return block * WIDTH + j % WIDTH, i % HEIGHT
+        else:
+            return z * rows + j, i
+    else:
+        if SPARSE:
+            return block * HEIGHT + i % HEIGHT, j % WIDTH
+        else:
+            return z * rows + i, j
+
+
+@gluon.jit
+def steps_of(z, m, lists, sizes, BLOCK: gl.constexpr, LIST: gl.constexpr):
+    """(first entry of A's row, its steps along K)."""
+    if LIST:
+        row = z * gl.cdiv(sizes[1], BLOCK[0]) + m // BLOCK[0]
+        begin = gl.minimum(gl.load(lists[0] + row), lists[4])
+        end = gl.minimum(gl.load(lists[0] + row + 1), lists[4])
+        return begin, (end - begin) * (BLOCK[1] // BOX)
+    else:
+        return 0, gl.cdiv(sizes[3], BOX)
+
+
+@gluon.jit
+def find_step(step, steps, begin, lists, sizes, BLOCK: gl.constexpr, LIST: gl.constexpr):
+    """(block of A or -1, first k) of a step; steps behind the last are harmless."""
+    if LIST:
+        _, order_ptr, index_ptr, _, _ = lists
+        block = begin + step // (BLOCK[1] // BOX)
+        if order_ptr is not None:
+            block = gl.load(order_ptr + block, mask=step < steps, other=0)
+        k = gl.load(index_ptr + block, mask=step < steps, other=0) % gl.cdiv(sizes[3], BLOCK[1])
+        return block, k * BLOCK[1] + step % (BLOCK[1] // BOX) * BOX
+    else:
+        return -1, step * BOX
+
+
+@gluon.jit
+def find_a(block, row, z, k, lists, sizes, BLOCK: gl.constexpr, TRANS: gl.constexpr, LIST: gl.constexpr):
+    """The block of A at (row, k), where `block` is what A's list says."""
+    if lists[3] is not None and not LIST:
+        rows, columns = gl.cdiv(sizes[1], BLOCK[0]), gl.cdiv(sizes[3], BLOCK[1])
+        return find_block(lists[3], z, row // BLOCK[0], k // BLOCK[1], rows, columns, TRANS[0])
+    else:
+        return block
+
+
+@gluon.jit
+def find_b(n, z, k, positions_ptr, sizes, BLOCK: gl.constexpr, TRANS: gl.constexpr):
+    """The block of B at (k, n)."""
+    if positions_ptr is not None:
+        rows, columns = gl.cdiv(sizes[3], BLOCK[1]), gl.cdiv(sizes[2], BLOCK[2])
+        return find_block(positions_ptr, z, k // BLOCK[1], n // BLOCK[2], rows, columns, TRANS[1])
+    else:
+        return -1
+
+
+@gluon.jit
+def load_a(desc, block, row, k, z, rows, ready, buffer, SPARSE: gl.constexpr, BLOCK: gl.constexpr, TRANS: gl.constexpr):
+    y, x = place(block, SPARSE, TRANS[0], z, rows, row, k, BLOCK[0], BLOCK[1])
+    tma.async_copy_global_to_shared(desc, [y, x], ready, buffer)
+
+
+@gluon.jit
+def load_b(
+    desc, block, n, k, z, rows, ready, bufs, stage, box: gl.constexpr, SPARSE: gl.constexpr, BLOCK: gl.constexpr,
+    TRANS: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    y, x = place(block, SPARSE, TRANS[1], z, rows, k, n, BLOCK[1], BLOCK[2])
+    part = bufs.index(stage * PARTS + box // (COLUMNS // PARTS))
+    tma.async_copy_global_to_shared(desc, [y, x], ready, part.slice(box % (COLUMNS // PARTS) * BOX, BOX))
+
+
+@gluon.jit
+def produce(
+    inputs, ring, extent, BLOCK: gl.constexpr, TRANS: gl.constexpr, TILE_M: gl.constexpr, LIST: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads."""
+    a_desc, b_desc, lists, b_positions_ptr = inputs
+    outputs, sizes, tiles = extent
+    a_bufs, b_bufs, ready, empty = ring
+    _Z, M, N, K = sizes
+    A_SPARSE: gl.constexpr = lists[3] is not None
+    B_SPARSE: gl.constexpr = b_positions_ptr is not None
+    PARTS: gl.constexpr = 128 // TILE_M
+    a_rows = gl.where(a_desc.shape[0] == (K if TRANS[0] else M), 0, K if TRANS[0] else M)
+    b_rows = gl.where(b_desc.shape[0] == (N if TRANS[1] else K), 0, N if TRANS[1] else K)
+    count = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        z, m, first, end = find_tile(tile, outputs, sizes, BLOCK, TRANS, TILE_M, GROUP)
+        n0, _ = find_column(0, first, end, outputs, sizes, BLOCK, TRANS)
+        n1, _ = find_column(1, first, end, outputs, sizes, BLOCK, TRANS)
+        n2, _ = find_column(2, first, end, outputs, sizes, BLOCK, TRANS)
+        n3, _ = find_column(3, first, end, outputs, sizes, BLOCK, TRANS)
+        begin, steps = steps_of(z, m, lists, sizes, BLOCK, LIST)
+        # Tables are read a step ahead of the copies that need them, and lists two.
+        a_block, k = find_step(0, steps, begin, lists, sizes, BLOCK, LIST)
+        a_next, k_next = find_step(1, steps, begin, lists, sizes, BLOCK, LIST)
+        a0 = find_a(a_block, m, z, k, lists, sizes, BLOCK, TRANS, LIST)
+        a1 = a0
+        if TILE_M == 128:
+            a1 = find_a(a_block, m + BOX, z, k, lists, sizes, BLOCK, TRANS, LIST)
+        b0 = find_b(n0, z, k, b_positions_ptr, sizes, BLOCK, TRANS)
+        b1 = find_b(n1, z, k, b_positions_ptr, sizes, BLOCK, TRANS)
+        b2 = find_b(n2, z, k, b_positions_ptr, sizes, BLOCK, TRANS)
+        b3 = find_b(n3, z, k, b_positions_ptr, sizes, BLOCK, TRANS)
+        for step in range(steps):
+            a_after, k_after = find_step(step + 2, steps, begin, lists, sizes, BLOCK, LIST)
+            a0_next = find_a(a_next, m, z, k_next, lists, sizes, BLOCK, TRANS, LIST)
+            a1_next = a0_next
+            if TILE_M == 128:
+                a1_next = find_a(a_next, m + BOX, z, k_next, lists, sizes, BLOCK, TRANS, LIST)
+            b0_next = find_b(n0, z, k_next, b_positions_ptr, sizes, BLOCK, TRANS)
+            b1_next = find_b(n1, z, k_next, b_positions_ptr, sizes, BLOCK, TRANS)
+            b2_next = find_b(n2, z, k_next, b_positions_ptr, sizes, BLOCK, TRANS)
+            b3_next = find_b(n3, z, k_next, b_positions_ptr, sizes, BLOCK, TRANS)
+            stage = count % STAGES
+            full = ready.index(stage)
+            mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
+            mbarrier.expect(full, (TILE_M + BOX * COLUMNS) * BOX * 2)
+            a_buf = a_bufs.index(stage)
+            load_a(a_desc, a0, m, k, z, a_rows, full, a_buf.slice(0, BOX), A_SPARSE, BLOCK, TRANS)
+            if TILE_M == 128:
+                load_a(a_desc, a1, m + BOX, k, z, a_rows, full, a_buf.slice(BOX, BOX), A_SPARSE, BLOCK, TRANS)
+            load_b(b_desc, b0, n0, k, z, b_rows, full, b_bufs, stage, 0, B_SPARSE, BLOCK, TRANS, PARTS)
+            load_b(b_desc, b1, n1, k, z, b_rows, full, b_bufs, stage, 1, B_SPARSE, BLOCK, TRANS, PARTS)
+            load_b(b_desc, b2, n2, k, z, b_rows, full, b_bufs, stage, 2, B_SPARSE, BLOCK, TRANS, PARTS)
+            load_b(b_desc, b3, n3, k, z, b_rows, full, b_bufs, stage, 3, B_SPARSE, BLOCK, TRANS, PARTS)
+            count += 1
+            a0, a1, b0, b1, b2, b3 = a0_next, a1_next, b0_next, b1_next, b2_next, b3_next
+            k, a_next, k_next = k_next, a_after, k_after
+
+
+@gluon.jit
+def halves(acc, layout: gl.constexpr):
+    """Left and right half of an accumulator, whose columns j and j + N / 2 lie in one thread: no data moves."""
+    N: gl.constexpr = acc.shape[1] // 2
+    left, right = acc.reshape([BOX, 2, N]).permute((0, 2, 1)).split()
+    return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
+
+
+@gluon.jit
+def emit(
+    acc, box: gl.constexpr, out_desc, buffer, where, outputs, sizes, BLOCK: gl.constexpr, TRANS: gl.constexpr
+):  # fmt: skip
+    """Stores one box of a tile, once what was there before has left."""
+    z, m, first, end, out_rows = where
+    n, block = find_column(box, first, end, outputs, sizes, BLOCK, TRANS)
+    SPARSE: gl.constexpr = outputs[3] is not None
+    if SPARSE:
+        if outputs[4] is None:
+            rows, columns = gl.cdiv(sizes[1], BLOCK[0]), gl.cdiv(sizes[2], BLOCK[2])
+            block = find_block(outputs[3], z, m // BLOCK[0], n // BLOCK[2], rows, columns, TRANS[2])
+    y, x = place(block, SPARSE, TRANS[2], z, out_rows, m, n, BLOCK[0], BLOCK[2])
+    if SPARSE:
+        stored = block >= 0
+    else:
+        # A row of tiles may reach into the next matrix.
+        stored = (m < sizes[1]) & (n < sizes[2])
+    # The copy engine reads boxes that start at negative rows, but must not be asked to write one.
+    if stored:
+        tma.store_wait(0)
+        if TRANS[2]:
+            buffer.permute((1, 0)).store(acc.to(out_desc.dtype))
+        else:
+            buffer.store(acc.to(out_desc.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [y, x], buffer)
+
+
+@gluon.jit
+def overflow(offsets_ptr, rows, capacity):
+    """NaN where a layout has more blocks than room, 0 elsewhere."""
+    value = 0.0
+    if offsets_ptr is not None:
+        value = gl.where(gl.load(offsets_ptr + rows) > capacity, float("nan"), 0.0)
+    return value
+
+
+@gluon.jit
+def consume(
+    results, ring, extent, PART: gl.constexpr, BLOCK: gl.constexpr, TRANS: gl.constexpr, TILE_M: gl.constexpr,
+    LIST: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup PART of two: its 64 rows of a tile of 128, or its half of the columns of a tile of 64."""
+    out_desc, poison, lists, buffers = results
+    outputs, sizes, tiles = extent
+    a_bufs, b_bufs, ready, empty = ring
+    _Z, M, N, _K = sizes
+    PARTS: gl.constexpr = 128 // TILE_M
+    WIDTH: gl.constexpr = BOX * COLUMNS // PARTS
+    whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    buffer = buffers.index(PART)
+    out_rows = gl.where(TRANS[2], N, M)
+    count = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        z, m, first, end = find_tile(tile, outputs, sizes, BLOCK, TRANS, TILE_M, GROUP)
+        _, steps = steps_of(z, m, lists, sizes, BLOCK, LIST)
+        acc = gl.zeros([BOX, WIDTH], gl.float32, whole) + poison
+        for step in range(steps):
+            stage = count % STAGES
+            mbarrier.wait(ready.index(stage), count // STAGES & 1)
+            a = a_bufs.index(stage).slice(PART * BOX if TILE_M == 128 else 0, BOX)
+            b = b_bufs.index(stage * PARTS + (0 if PARTS == 1 else PART))
+            if TRANS[0]:
+                a = a.permute((1, 0))
+            if TRANS[1]:
+                b = b.permute((1, 0))
+            else:
+                b = b._reinterpret(b.dtype, [BOX, WIDTH], swizzled)
+            acc = warpgroup_mma(a, b, acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            # The step before has been read: its stage goes back to the warp that loads.
+            mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=step > 0)
+            count += 1
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=steps > 0)
+
+        pair: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+        single: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+        where = (z, m + (PART * BOX if TILE_M == 128 else 0), first, end, out_rows)
+        if TILE_M == 128:
+            left, right = halves(acc, pair)
+            box0, box1 = halves(left, single)
+            box2, box3 = halves(right, single)
+            emit(box0, 0, out_desc, buffer, where, outputs, sizes, BLOCK, TRANS)
+            emit(box1, 1, out_desc, buffer, where, outputs, sizes, BLOCK, TRANS)
+            emit(box2, 2, out_desc, buffer, where, outputs, sizes, BLOCK, TRANS)
+            emit(box3, 3, out_desc, buffer, where, outputs, sizes, BLOCK, TRANS)
+        else:
+            left, right = halves(acc, single)
+            emit(left, 2 * PART, out_desc, buffer, where, outputs, sizes, BLOCK, TRANS)
+            emit(right, 2 * PART + 1, out_desc, buffer, where, outputs, sizes, BLOCK, TRANS)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["Z", "M", "N", "K"])
+def _blocksparse_matmul_kernel(
+    a_desc, b_desc, out_desc, a_offsets_ptr, a_order_ptr, a_index_ptr, a_positions_ptr, b_offsets_ptr, b_positions_ptr,
+    out_offsets_ptr, out_order_ptr, out_index_ptr, out_positions_ptr, tiles_ptr, Z, M, N, K,
+    BLOCK: gl.constexpr, TRANS: gl.constexpr, TILE_M: gl.constexpr, LIST: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+):  # fmt: skip
+    """BLOCK is the sizes of blocks along M, K and N, TRANS what of A, B and the result is stored transposed."""
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, TILE_M, BOX], a_desc.layout)
+    PARTS: gl.constexpr = 128 // TILE_M
+    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES * PARTS, BOX * COLUMNS // PARTS, BOX], b_desc.layout)
+    buffers = gl.allocate_shared_memory(out_desc.dtype, [2, BOX, BOX], out_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    blocks_m, blocks_k, blocks_n = gl.cdiv(M, BLOCK[0]), gl.cdiv(K, BLOCK[1]), gl.cdiv(N, BLOCK[2])
+    a_capacity = a_desc.shape[0] // (BLOCK[1] if TRANS[0] else BLOCK[0])
+    b_capacity = b_desc.shape[0] // (BLOCK[2] if TRANS[1] else BLOCK[1])
+    out_capacity = out_desc.shape[0] // (BLOCK[2] if TRANS[2] else BLOCK[0])
+    poison = overflow(a_offsets_ptr, Z * blocks_m, a_capacity)
+    poison += overflow(b_offsets_ptr, Z * (blocks_n if TRANS[1] else blocks_k), b_capacity)
+    poison += overflow(out_offsets_ptr, Z * blocks_m, out_capacity)
+    sizes = (Z, M, N, K)
+    lists = (a_offsets_ptr, a_order_ptr, a_index_ptr, a_positions_ptr, a_capacity)
+    ring = (a_bufs, b_bufs, ready, empty)
+    outputs = (out_offsets_ptr, out_order_ptr, out_index_ptr, out_positions_ptr, tiles_ptr, out_capacity)
+    if tiles_ptr is not None:
+        tiles = gl.load(tiles_ptr)
+    else:
+        tiles = Z * gl.cdiv(M, TILE_M) * gl.cdiv(N, BOX * COLUMNS)
+    inputs = (a_desc, b_desc, lists, b_positions_ptr)
+    results = (out_desc, poison, lists, buffers)
+    extent = (outputs, sizes, tiles)
+    gl.warp_specialize(
+        [
+            (consume, (results, ring, extent, 0, BLOCK, TRANS, TILE_M, LIST, STAGES, GROUP)),
+            (consume, (results, ring, extent, 1, BLOCK, TRANS, TILE_M, LIST, STAGES, GROUP)),
+            (produce, (inputs, ring, extent, BLOCK, TRANS, TILE_M, LIST, STAGES, GROUP)),
+        ],
+        [4, 1],
+        [232, 40],
+    )
+
+
+_matmul = launch.Kernel(_blocksparse_matmul_kernel)
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_made: dict[torch.dtype, dict[str, Any]] = {}
+Parts = tuple[Any, ...]
+"""A layout's (row offsets, column indices, row indices, column offsets, order of columns, positions), or six None."""
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How tiles go about it: rows of a tile; whether steps follow A's list; whether tiles are strips of present blocks
+    of the result; the depth of the ring, and rows of tiles in a band."""
+
+    tile_m: int
+    listed: bool
+    strips: bool
+    stages: int = 4
+    group: int = 16
+
+
+def density(parts: Parts) -> float:
+    """Share of the blocks that there is room for, 1 for a dense matrix."""
+    return 1.0 if parts[0] is None else min(1.0, parts[1].shape[0] / max(parts[5].shape[0], 1))
+
+
+def choose_walk(block: tuple[int, int, int], of_a: Parts, of_b: Parts, of_out: Parts) -> Walk | None:
+    """Every block, absent or not, in tiles of 128 x 256; or present ones alone, in tiles of a block row, which reach
+    less of the GPU's speed. None where a kernel that looks for the pairs of two block-sparse operands is faster: that
+    of `_triton`, for blocks of 64 or very few."""
+    present = density(of_a) * density(of_out)
+    if of_b[0] is not None and min(present, density(of_b)) < MOST and (block[0] < 128 or density(of_b) < FEW):
+        return None
+    if present > LISTED[block[0]]:
+        return Walk(128, False, False)
+    return Walk(block[0] or 128, of_a[0] is not None, of_out[0] is not None)
+
+
+def fits(block: tuple[int, int, int], sizes: tuple[int, int, int], *operands: Tensor) -> bool:
+    """Whether the copy engine can move the matrices: 16-bit, in whole boxes, addresses of 16 bytes, not too many rows.
+    What is stored beyond a matrix that blocks do not divide would be multiplied, too."""
+    if any(b not in (0, 64, 128) or size % (b or BOX.value) for b, size in zip(block, sizes)):
+        return False
+    for operand in operands:
+        if operand.element_size() != 2 or operand.numel() == 0 or operand.data_ptr() % 16:
+            return False
+        if operand.numel() // operand.shape[-1] >= 2**31:
+            return False
+    return True
+
+
+def launch_matmul(
+    walk: Walk,
+    operands: tuple[Tensor, Tensor, Tensor],
+    parts: tuple[Parts, Parts, Parts],
+    sizes: tuple[int, int, int, int],
+    block: tuple[int, int, int],
+    trans: tuple[bool, bool, bool],
+    tiles: tuple[Tensor, int] | None,
+) -> None:
+    """Fills the last of the operands, which are contiguous `[*, rows, columns]` as stored, blocks or dense matrices.
+
+    Sizes are Z, M, K and N; tiles are the strips of a walk by strips, and how many there are at most. Behind the last
+    block of a block-sparse result nothing is written.
+    """
+    a, _b, _out = operands
+    of_a, of_b, of_out = parts
+    z, m, k, n = sizes
+    block = block[0] or walk.tile_m, block[1] or BOX.value, block[2] or BOX.value
+    strips, most = tiles or (None, z * launch.cdiv(m, walk.tile_m) * launch.cdiv(n, ACROSS))
+    given = (*rows_of(of_a, trans[0]), of_b[0], of_b[5], *rows_of(of_out, trans[2]), strips)
+    descriptors = tuple(_descriptor(tensor) for tensor in operands)
+    meta = {
+        "BLOCK": block, "TRANS": trans, "TILE_M": walk.tile_m, "LIST": walk.listed, "STAGES": walk.stages,
+        "GROUP": walk.group,
+    }  # fmt: skip
+    key = (a.dtype, *(t is None for t in given), *meta.values())
+    grid = (max(1, min(tuning.programs(a.device), most)), 1, 1)
+    _matmul(key, grid, (*descriptors, *given, z, m, n, k), meta, num_warps=4, maxnreg=168)
+
+
+def rows_of(parts: Parts, by_columns: bool) -> Parts:
+    """(offsets, order, index, positions) of a layout's rows, or of its columns."""
+    row_offsets, col_indices, row_indices, col_offsets, transpose_order, positions = parts
+    if by_columns:
+        return col_offsets, transpose_order, row_indices, positions
+    return row_offsets, None, col_indices, positions
+
+
+def _descriptor(tensor: Tensor) -> TensorDescriptor:
+    """Boxes of a contiguous `[*, rows, columns]` as a matrix. What is checked the first time, `fits` checks later."""
+    columns = tensor.shape[-1]
+    shape, strides = [tensor.numel() // columns, columns], [columns, 1]
+    fields = _made.get(tensor.dtype)
+    if fields is None:
+        layout = gl.NVMMASharedLayout.get_default_for([64, 64], _DTYPES[tensor.dtype])
+        descriptor = TensorDescriptor(tensor, shape, strides, [64, 64], layout)
+        _made[tensor.dtype] = {**vars(descriptor), "base": None}
+        return descriptor
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__.update(fields, base=tensor, shape=shape, strides=strides)
+    return descriptor
+
+
+_DESC = f"tensordesc<bf16[64, 64],{gl.NVMMASharedLayout(128, 16, 2)!r}>"
+_GIVEN = ("a_offsets_ptr", "a_index_ptr", "a_positions_ptr", "b_offsets_ptr", "b_positions_ptr", "out_offsets_ptr")
+EXAMPLES = {
+    _blocksparse_matmul_kernel: {
+        "signature": {
+            "a_desc": _DESC, "b_desc": _DESC, "out_desc": _DESC, **dict.fromkeys(_GIVEN, "*i32"),
+            "out_index_ptr": "*i32", "out_positions_ptr": "*i32", "tiles_ptr": "*i32",
+            "a_order_ptr": None, "out_order_ptr": None, **dict.fromkeys("ZMNK", "i32"),
+        },
+        "constexprs": {
+            "BLOCK": (64, 64, 64), "TRANS": (False, False, False), "TILE_M": 64, "LIST": True, "STAGES": 4, "GROUP": 16,
+        },
+        "num_warps": 4,
+        "maxnreg": 168,
+    },
+}  # fmt: skip
+"""Example signatures for the ahead-of-time compile test."""

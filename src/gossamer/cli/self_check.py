@@ -1,0 +1,239 @@
+"""What `gossamer doctor` computes: public functions on small random data, each beside plain PyTorch in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gossamer import attention, blocksparse, ffn, gemm, rowsparse, sae
+from gossamer._core.ops import INTERPRET
+from gossamer.gemm.activations import Activation
+
+# What a result may differ from float64 at these sizes, relative to the largest element.
+BUDGETS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+KINDS = {"_triton": "Triton", "_gluon": "Gluon"}
+REPEATED = "repeated"
+
+
+@dataclass(frozen=True)
+class Check:
+    """A call of the public function `name`, which variant of it, and its result in dense float64.
+
+    What the call returns may be a container, and a container may be the first of several results.
+    """
+
+    name: str
+    variant: str
+    compute: Callable[[], Any]
+    want: Tensor
+    budget: float = BUDGETS[torch.float32]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.variant})" if self.variant else self.name
+
+    def difference(self) -> float:
+        """The largest difference between result and float64, relative to the largest element."""
+        out = self.compute()
+        out = out[0] if isinstance(out, tuple) else out
+        got = out if isinstance(out, Tensor) else out.to_dense()
+        if got.shape != self.want.shape:
+            raise ValueError(f"shape {list(got.shape)} where {list(self.want.shape)} was expected")
+        worst = ((got.double() - self.want).abs().max() / self.want.abs().max()).item()
+        return float("inf") if worst != worst else worst
+
+
+@contextmanager
+def watched() -> Iterator[set[str]]:
+    """The kinds of kernels that are launched within: "Triton" and "Gluon"; `REPEATED` for one that a call before made.
+
+    None where PyTorch computes everything.
+    """
+    kinds: set[str] = set()
+    if not (torch.cuda.is_available() or INTERPRET):
+        yield kinds
+        return
+    from gossamer._core.launch import Bound, Kernel
+
+    call, again = Kernel.__call__, Bound.__call__
+
+    def noted(kernel: Kernel, *arguments: Any, **options: Any) -> Any:
+        kinds.add(KINDS[kernel.fn.fn.__module__.split(".")[2]])
+        return call(kernel, *arguments, **options)
+
+    def repeated(bound: Bound, *arguments: Any) -> None:
+        kinds.add(REPEATED)
+        again(bound, *arguments)
+
+    Kernel.__call__, Bound.__call__ = noted, repeated  # type: ignore[method-assign, assignment]
+    try:
+        yield kinds
+    finally:
+        Kernel.__call__, Bound.__call__ = call, again  # type: ignore[method-assign]
+
+
+def checks(device: torch.device) -> Iterator[Check]:
+    """Every check, room by room; where a room cannot even make its inputs, one that says so."""
+    for room in (_rowsparse, _sae, _gemm, _ffn, _attention, _blocksparse):
+        generator = torch.Generator().manual_seed(0)
+
+        def randn(*shape: int, generator: torch.Generator = generator) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(device)
+
+        try:
+            yield from room(randn)
+        except Exception as error:
+            yield Check(room.__name__[1:], "inputs", partial(_raise, error), torch.ones(1))
+
+
+Randn = Callable[..., Tensor]
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _rowsparse(randn: Randn) -> Iterator[Check]:
+    acts, weight, x = randn(7, 300), randn(300, 40), randn(7, 40)
+    acts[acts < 1.5] = 0
+    dense = acts.double()
+    packs: dict[str, dict[str, Any]] = {"ELL": {}, "ELL, overflowing": {"capacity": 2}, "CSR": {"format": "csr"}}
+
+    for name, options in packs.items():
+        rows = rowsparse.pack(acts, **options)
+        yield Check("rowsparse.pack", name, partial(rowsparse.pack, acts, **options), dense)
+        yield Check("rowsparse.matmul", name, partial(rowsparse.matmul, rows, weight), dense @ weight.double())
+        yield Check("rowsparse.transpose", name, partial(rowsparse.transpose, rows), dense.T)
+    sampled = (x.double() @ weight.double().T) * (dense != 0)
+    yield Check("rowsparse.sampled_matmul", "", partial(rowsparse.sampled_matmul, x, weight, rows), sampled)
+
+
+def _sae(randn: Randn) -> Iterator[Check]:
+    M, N, D, k = 7, 300, 40, 5
+    acts, weight, bias = randn(M, N), randn(N, D), randn(D)
+    acts[acts < 1.5] = 0
+    dense = acts.double()
+    for method in ("auto", "exact", "fixed", "dense"):
+        decode = partial(sae.decode, acts, weight, bias, method=method, capacity=N)
+        yield Check("sae.decode", method, decode, dense @ weight.double() + bias.double())
+    gradients = partial(_gradients, sae.decode, acts, weight)
+    yield Check("sae.decode", "gradients", gradients, _gradients(torch.matmul, dense, weight.double()))
+    x, W_enc, b_enc = randn(M, D), randn(D, N), randn(N)
+    z = x.double() @ W_enc.double() + b_enc.double()
+    threshold = torch.full((N,), 2.0, device=x.device)
+    ways: dict[str, tuple[Activation, Tensor]] = {
+        "relu": (gemm.ReLU(), z.relu()),
+        "jumprelu": (gemm.JumpReLU(threshold), torch.where(z > 2.0, z, 0)),
+        "topk": (gemm.TopK(k), _largest(z, k)),
+        "batchtopk": (gemm.BatchTopK(k), _largest(z.flatten(), k * M).view_as(z)),
+    }
+    for name, (activation, want) in ways.items():
+        yield Check("sae.encode", name, partial(sae.encode, x, W_enc, b_enc, activation), want)
+    scale = W_enc.norm(dim=0)
+    tanh = torch.tanh(scale.double() * dense).sum(-1)
+    yield Check("sae.tanh_l0", "", lambda: sae.tanh_l0(rowsparse.pack(acts), scale), tanh)
+
+
+def _gemm(randn: Randn) -> Iterator[Check]:
+    # The second is one that Hopper has kernels of its own for.
+    for dtype, (M, K, N) in {torch.float32: (7, 40, 300), torch.bfloat16: (256, 256, 512)}.items():
+        variant = "" if dtype == torch.float32 else "bfloat16"
+        x, gate, up, down = (t.to(dtype) for t in (randn(M, K), *(randn(*s) / 8 for s in ((N, K), (N, K), (K, N)))))
+        x64, gate64, up64, down64 = x.double(), gate.double(), up.double(), down.double()
+        hidden = F.silu(x64 @ gate64.t()) * (x64 @ up64.t())
+        yield Check("gemm.linear_glu", variant, partial(gemm.linear_glu, x, gate, up), hidden, BUDGETS[dtype])
+        block = partial(gemm.gated_mlp, x, gate, up, down)
+        yield Check("gemm.gated_mlp", variant, block, hidden @ down64.t(), BUDGETS[dtype])
+        for format in ("twell", "ell"):
+            pack = partial(gemm.linear_pack, x, gate, format=format)
+            of = f"{variant}, {format}" if variant else format
+            yield Check("gemm.linear_pack", of, pack, (x64 @ gate64.t()).relu(), BUDGETS[dtype])
+
+
+def _ffn(randn: Randn) -> Iterator[Check]:
+    x, gate, up, down = randn(7, 40), randn(300, 40) / 6, randn(300, 40) / 6, randn(24, 300) / 6
+    bias = torch.full((300,), -2.0, device=x.device)
+    open_ = (x.double() @ gate.double().t() + bias.double()).relu()
+    want = (open_ * (x.double() @ up.double().t())) @ down.double().t()
+    plain = open_ @ down.double().t()
+    for method in ("gather", "union", "fused"):
+        gated = partial(ffn.gated, x, gate, up, down, gate_bias=bias, method=method)
+        yield Check("ffn.gated", method, gated, want)
+        yield Check("ffn.plain", method, partial(ffn.plain, x, gate, down, up_bias=bias, method=method), plain)
+
+
+def _attention(randn: Randn) -> Iterator[Check]:
+    B, H, T, D, k = 1, 2, 80, 16, 12
+    q_idx, k_idx, w, bias = randn(B, H, T, D), randn(B, T, D), randn(B, T, H), randn(H)
+    products = torch.einsum("bhtd,bsd->bhts", q_idx.double(), k_idx.double()) / D**0.5
+    gates = (products + bias.double()[:, None, None]).sigmoid()
+    seen = torch.ones(T, T, dtype=torch.bool, device=w.device).tril()
+    scores = torch.einsum("bth,bhts->bts", w.double().sigmoid(), gates)
+
+    def indexed() -> Tensor:
+        return attention.indexer_scores(q_idx, k_idx, w, bias).masked_fill(~seen, 0)
+
+    yield Check("attention.indexer_scores", "", indexed, scores.masked_fill(~seen, 0))
+
+    def taken() -> Tensor:
+        mask = attention.select_topk(q_idx, k_idx, w, bias, k=k).to_mask()[:, 0]
+        # Which key is the last may turn on rounding; what the keys that are taken score does not.
+        return (mask * scores).sum(-1)
+
+    best = scores.masked_fill(~seen, 0).sort(dim=-1, descending=True).values[..., :k].sum(-1)
+    yield Check("attention.select_topk", "", taken, best, 1e-3)
+    q, key, v = randn(B, H, T, D), randn(B, H, T, D), randn(B, H, T, D)
+    near = seen & ~seen.tril(-k)
+    selection = attention.Selection.from_mask(near[None])
+    want = _attend(q, key, v, near)
+    yield Check("attention.sparse_attention", "", partial(attention.sparse_attention, q, key, v, selection), want)
+    last = attention.Selection.from_mask(near[None, -1:])
+    decode = partial(attention.sparse_decode, q[:, :, -1:], key, v, last)
+    yield Check("attention.sparse_decode", "", decode, want[:, :, -1:])
+
+
+def _blocksparse(randn: Randn) -> Iterator[Check]:
+    size, block = 96, 32
+    a, b = randn(size, size), randn(size, size)
+    mask = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 1, 1]], device=a.device).bool()
+    layout = blocksparse.Layout.from_mask(mask, block)
+    present = mask.repeat_interleave(block, 0).repeat_interleave(block, 1)
+    blocks, dense = blocksparse.from_dense(a, layout), a.double() * present
+    yield Check("blocksparse.matmul", "", partial(blocksparse.matmul, blocks, b), dense @ b.double())
+    half = torch.bfloat16
+    x, y = randn(192, 192).to(half), randn(192, 128).to(half)
+    wide = mask.repeat_interleave(64, 0).repeat_interleave(64, 1)
+    multiply = partial(blocksparse.matmul, blocksparse.from_dense(x, blocksparse.Layout.from_mask(mask, 64)), y)
+    yield Check("blocksparse.matmul", "bfloat16", multiply, (x.double() * wide) @ y.double(), BUDGETS[half])
+    soft = dense.masked_fill(~present, float("-inf")).softmax(-1)
+    yield Check("blocksparse.softmax", "", partial(blocksparse.softmax, blocks), soft)
+    yield Check("blocksparse.transpose", "", partial(blocksparse.transpose, blocks), dense.T)
+    for dtype, block in {torch.float32: 32, torch.bfloat16: 64}.items():
+        T = 3 * block
+        q, k, v = (randn(1, 2, T, 64).to(dtype) for _ in range(3))
+        visible = mask.repeat_interleave(block, 0).repeat_interleave(block, 1)
+        attend = partial(blocksparse.attention, q, k, v, blocksparse.Layout.from_mask(mask, block))
+        variant = "" if dtype == torch.float32 else "bfloat16"
+        yield Check("blocksparse.attention", variant, attend, _attend(q, k, v, visible), BUDGETS[dtype])
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask)
+
+
+def _largest(z: Tensor, k: int) -> Tensor:
+    values, indices = z.topk(k, dim=-1)
+    return torch.zeros_like(z).scatter(-1, indices, values.relu())
+
+
+def _gradients(decode: Callable[[Tensor, Tensor], Tensor], acts: Tensor, weight: Tensor) -> Tensor:
+    """Both gradients of a sum of squares in one vector."""
+    acts, weight = acts.detach().requires_grad_(), weight.detach().requires_grad_()
+    grads = torch.autograd.grad(decode(acts, weight).square().sum(), (acts, weight))
+    return torch.cat([grad.flatten() for grad in (grads[0] * (acts != 0), grads[1])])

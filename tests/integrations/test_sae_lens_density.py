@@ -1,0 +1,144 @@
+"""Patched autoencoders of SAELens whose latents are so many that dense products are faster: which way passes go."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("sae_lens")
+
+from sae_lens.saes.sae import TrainingSAE
+
+from gossamer.integrations.sae_lens import patch, unpatch
+from gossamer.sae import encode_dense
+from tests.integrations import test_sae_lens as inference
+from tests.integrations import test_sae_lens_training as training
+from tests.integrations.test_sae_lens_training import D_SAE, activations, gradients, make, step
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way is chosen on a GPU, too."""
+    monkeypatch.setattr(encode_dense, "MEASURED", ("cpu", "cuda"))
+
+
+def fire(sae: TrainingSAE[Any], threshold: float) -> TrainingSAE[Any]:
+    """A JumpReLU SAE whose pre-activations are around 0."""
+    sae.b_enc.data.zero_()
+    sae.threshold.data.fill_(threshold)
+    return sae
+
+
+@pytest.mark.parametrize("kind", training.KINDS)
+def test_dense_is_what_saelens_computes(kind: str, device: torch.device) -> None:
+    plain, x = make(kind, device), activations(device)
+    patched = copy.deepcopy(plain)
+    density = patch(patched).density
+    density.pinned = "dense"
+    ours, theirs = step(patched, x, dead=5), step(plain, x, dead=5)
+    assert density.last_path == "dense" and type(ours.feature_acts) is type(ours.hidden_pre) is torch.Tensor
+    assert torch.equal(ours.loss, theirs.loss) and torch.equal(ours.feature_acts, theirs.feature_acts)
+    for name, grad in gradients(plain).items():
+        assert torch.equal(gradients(patched)[name], grad), name
+    with torch.no_grad():
+        assert torch.equal(patched(x), plain(x))
+        patched.use_error_term = plain.use_error_term = True
+        assert torch.equal(patched(x), plain(x))
+
+
+@pytest.mark.parametrize("kind", inference.KINDS)
+def test_dense_inference(kind: str, device: torch.device) -> None:
+    plain, x = inference.make(kind, device), inference.activations(device)
+    patched = copy.deepcopy(plain)
+    patch(patched).density.pinned = "dense"
+    with torch.no_grad():
+        assert torch.equal(patched(x), plain(x))
+        torch.testing.assert_close(patched.run_with_cache(x)[0], plain.run_with_cache(x)[0])
+
+
+def test_the_way_follows_the_rows(device: torch.device) -> None:
+    """Half of the latents fire: dense from the first training pass on; in inference once that is known."""
+    sae, x = fire(make("jumprelu", device), 0.01), activations(device)
+    density = patch(sae).density
+    paths = []
+    for _ in range(7):
+        with torch.no_grad():
+            sae(x)
+        paths.append(density.last_path)
+        step(sae, x)
+        assert density.last_path == "dense"
+    assert paths == ["sparse"] * 4 + ["dense"] * 3
+    entries = [density.known(training=way) for way in (True, False)]
+    assert all(0.4 * D_SAE < known.mean < 0.7 * D_SAE for known in entries if known is not None) and None not in entries
+    fire(sae, 3.0)
+    for _ in range(6):
+        step(sae, x)
+    assert density.last_path == "sparse"
+
+
+def test_both_ways_count_the_same_entries(device: torch.device) -> None:
+    """With those in the window below a threshold, which a step in training stores."""
+    found = []
+    for way in ("sparse", "dense"):
+        sae, x = fire(make("jumprelu", device), 0.5), activations(device)
+        density = patch(sae).density
+        density.pinned = way
+        for _ in range(4):
+            step(sae, x)
+        density.pinned = None
+        step(sae, x)
+        found.append(density.known(training=True))
+    assert found[0] == found[1] and found[0] is not None
+    pre = x @ sae.W_enc - sae.b_dec @ sae.W_enc if sae.cfg.apply_b_dec_to_input else x @ sae.W_enc
+    assert found[0].mean == pytest.approx((pre > 0.5 - sae.bandwidth / 2).sum(1).double().mean().item(), abs=0.1)
+
+
+@pytest.mark.parametrize("kind", ["topk", "batchtopk"])
+def test_k_is_known_without_looking(kind: str, device: torch.device) -> None:
+    for k, way in ((2, "sparse"), (180, "dense")):
+        sae = make(kind, device, k=k)
+        density = patch(sae).density
+        step(sae, activations(device))
+        assert density.last_path == way and density.known(training=True) is None
+
+
+def test_where_the_break_even_is_not_measured(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    monkeypatch.setattr(encode_dense, "MEASURED", ())
+    sae = fire(make("jumprelu", device), 0.01)
+    density = patch(sae).density
+    for _ in range(6):
+        step(sae, activations(device))
+        assert density.last_path == "sparse" and density.known(training=True) is None
+
+
+def test_copies_keep_what_is_pinned(device: torch.device) -> None:
+    sae, x = make("jumprelu", device), activations(device)
+    patch(sae).density.pinned = "dense"
+    again = copy.deepcopy(sae)
+    assert type(step(again, x).feature_acts) is torch.Tensor
+    # The rest of a SAELens SAE cannot be pickled.
+    assert pickle.loads(pickle.dumps(again._gossamer)).density.pinned == "dense"
+    unpatch(again)
+    assert type(step(sae, x).feature_acts) is torch.Tensor
+
+
+def test_a_run_that_becomes_sparse(device: torch.device) -> None:
+    """Both ways in one run, and the losses of SAELens."""
+    losses = []
+    for patched in (False, True):
+        sae = fire(make("jumprelu", device, l0_coefficient=0.02), 0.01)
+        density = patch(sae).density if patched else None
+        optimizer = torch.optim.Adam(sae.parameters(), lr=1e-3)
+        paths, found = [], []
+        for at, x in enumerate(training.batches(device, 60)):
+            # What a penalty does in thousands of steps.
+            sae.threshold.data.add_(0.2 if at > 10 else 0)
+            output = step(sae, x)
+            optimizer.step()
+            found.append(output.losses["mse_loss"].item())
+            paths.append(density.last_path if density else "")
+        losses.append(torch.tensor(found))
+    assert paths[0] == "dense" and paths[-1] == "sparse"
+    torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-3)

@@ -1,0 +1,30 @@
+"""The scripts of docs/gallery, in small: each stands on its own, and draws its picture."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+GALLERY = Path(__file__).parents[1] / "docs" / "gallery"
+SCRIPTS = sorted(GALLERY.glob("*.py"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_a_script_draws_its_picture(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    from matplotlib import pyplot
+
+    source = script.read_text(encoding="utf-8")
+    assert source.count("\n") <= 60 and (GALLERY / f"{script.stem}.png").is_file()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(script), "3"])
+    matplotlib.use("agg")
+    runpy.run_path(str(script))
+    pyplot.close("all")
+    assert (tmp_path / f"{script.stem}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_each_system_has_one() -> None:
+    systems = {"autoencoders", "feed_forward", "gated_mlp", "block_sparse", "gated_attention"}
+    assert {script.stem for script in SCRIPTS} == systems
