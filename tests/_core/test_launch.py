@@ -36,6 +36,38 @@ def test_one_key_for_two_kernels(bias: torch.dtype | None, n: int, block: int) -
         add("key", (1, 1, 1), (x, vector, out, n, 1), {"BLOCK": block})
 
 
+@pytest.mark.native
+def test_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept, and when it is found; no GPU is asked."""
+    capturing, here = [False], [0]
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: here[0], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing[0], raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(launch, "transient", lambda device: False)
+    plans, cpu, bound = launch.Plans(), torch.device("cpu"), object()
+    plans.keep("key", cpu, None, bound)
+    assert plans.get("key", 0, 0) is None, "the first launch cannot be repeated"
+    counts = torch.zeros(3)
+    plans.keep("key", cpu, bound, None, words=5, memory=(counts, None))
+    plan = plans.get("key", 0, 32)
+    assert plan is not None and plan.launches == (bound, None) and plan.addresses == [counts.data_ptr(), None]
+    assert plan.memory[0].shape == (5,) and plan.flags == plan.memory[0].data_ptr() and not plan.memory[0].any()
+    assert [plan.epochs.next() for _ in range(3)] == [1, 2, 3]
+    assert plans.get("other", 0, 32) is None
+    assert plans.get("key", 0, 36) is None, "a pointer off 16 bytes"
+    assert plans.get("key", 1, 32) is None, "another device"
+    capturing[0] = True
+    assert plans.get("key", 0, 32) is None, "a graph records the stream"
+    capturing[0] = False
+    monkeypatch.setattr(launch, "transient", lambda device: True)
+    plans.keep("late", cpu, bound)
+    assert plans.get("late", 0, 0) is None, "its memory may not outlive the call"
+    monkeypatch.setattr(launch, "transient", lambda device: False)
+    for key in range(2 * launch.Plans._MOST):
+        plans.keep(key, cpu, bound)
+    assert len(plans._kept) <= launch.Plans._MOST and plans.get(key, 0, 0) is not None
+
+
 @triton.jit(do_not_specialize=["count_ptr", "epoch"], do_not_specialize_on_alignment=[2])
 def _counted_kernel(x_ptr, count_ptr, more_ptr, out_ptr, epoch, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)

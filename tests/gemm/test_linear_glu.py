@@ -152,11 +152,12 @@ def test_calls_of_one_shape(
 @pytest.mark.parametrize("m", [1, 5])
 def test_a_launch_is_kept(m: int, device: torch.device, generator: torch.Generator, monkeypatch: Any) -> None:
     """For calls of its shape on any stream, of any tensors; a graph gets one of its own."""
+    from gossamer._core import launch
     from gossamer.gemm._triton import linear_glu
 
     made, make = [], linear_glu._launch_linear_glu
     monkeypatch.setattr(linear_glu, "_launch_linear_glu", lambda *a: made.append(m) or make(*a))
-    monkeypatch.setattr(linear_glu, "_plans", {})
+    monkeypatch.setattr(linear_glu, "_plans", launch.Plans())
     sets = [leaves_of(m, 40, 64, generator, torch.bfloat16) for _ in range(4)]
     outs = [gemm.linear_glu(**leaves) for leaves in sets]
     side = torch.cuda.Stream()

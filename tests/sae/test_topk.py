@@ -182,7 +182,7 @@ def test_infinity_by_a_tiny_scale(
 @pytest.mark.parametrize("transposed", [False, True])
 def test_bounds_of_rows(transposed: bool, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
     """What lies above its row's bound is packed, in every tile; everything where the bound is NaN."""
-    from gossamer.gemm._triton.linear_pack import _launch_linear_pack
+    from gossamer.gemm._triton.linear_pack import launch_linear_pack
 
     bounds = torch.tensor([0, 2.5, 3, torch.finfo(dtype).max, INF, NAN, 3.4e38, 2**-24], device=device)
     x, W = whole((8, D), 2, generator, dtype), whole((N, D), 2, generator, dtype)
@@ -192,7 +192,7 @@ def test_bounds_of_rows(transposed: bool, dtype: torch.dtype, device: torch.devi
     values = torch.zeros(8, tiles, 64, device=device, dtype=dtype)
     indices, counts = values.to(torch.uint8), torch.zeros(8, tiles, device=device, dtype=torch.int16)
     weight = W if transposed else W.t().contiguous().t()
-    _launch_linear_pack(x, weight, None, None, 256, (values, indices, counts), bounds)
+    launch_linear_pack(x, weight, None, None, 256, (values, indices, counts), bounds)
     z = (x.double() @ W.double().t()).to(dtype)
     keep = ~(z.double() <= bounds.double()[:, None])
     keep = torch.nn.functional.pad(keep, (0, tiles * 256 - N)).view(8, tiles, 256)

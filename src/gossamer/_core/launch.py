@@ -7,6 +7,7 @@ key must therefore determine every argument that is not a pointer, and the dtype
 
 import itertools
 import sys
+import threading
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -133,12 +134,6 @@ def _assumed(arg: Any, loose: bool) -> Any:
     return type(arg)
 
 
-def ready(index: int, addresses: int) -> bool:
-    """Whether kept launches on device `index` may be used: it is the current one, nothing captures its stream, and the
-    pointers, united bit by bit, are aligned as the kernels were compiled for."""
-    return addresses % 16 == 0 and torch._C._cuda_getDevice() == index and not torch._C._cuda_isCurrentStreamCapturing()
-
-
 def transient(device: torch.device) -> bool:
     """Whether memory that is allocated now may not outlive the call, because it comes from the pool of a CUDA graph.
 
@@ -161,16 +156,53 @@ def transient(device: torch.device) -> bool:
     return manager is not None and manager.stream == torch.cuda.current_stream()
 
 
-def may_keep(device: torch.device) -> bool:
-    """Whether a plan made now on `device` would ever be found by `ready`, and may hold its memory."""
-    return device.index == torch.cuda.current_device() and not transient(device)
+class Plan:
+    """The launches of one shape on one stream, bound to all but their pointers, and memory that is theirs alone.
+
+    With `words` they signal through flags of their own, so that another operator's epochs cannot meet them: whoever
+    launches takes `lock`, and `epochs.next()` for each round, because two threads on one stream launch in the order of
+    their epochs. `addresses` are those of `memory`, None for what there is not.
+    """
+
+    __slots__ = ("addresses", "epochs", "flags", "launches", "lock", "memory")
+
+    def __init__(self, launches: Sequence[Any], device: torch.device, words: int, memory: Sequence[Any]):
+        self.launches, self.memory = launches, (torch.zeros(words, dtype=torch.int64, device=device), *memory)
+        self.flags, *self.addresses = (None if t is None else t.data_ptr() for t in self.memory)
+        self.epochs, self.lock = Epochs(), threading.Lock()
 
 
-def keep(plans: dict[Any, Any], key: Hashable, plan: Any, most: int = 64) -> None:
-    """Adds a plan to those kept for repeated calls; their number is bounded, for they may hold device memory."""
-    if len(plans) >= most:
-        plans.clear()
-    plans[key] = plan
+class Plans:
+    """What a function keeps to repeat calls: host time is most of a small one. Their number is bounded, for they may
+    hold device memory."""
+
+    __slots__ = ("_kept",)
+    _MOST = 64
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, Plan] = {}
+
+    def get(self, key: Hashable, index: int, addresses: int) -> Plan | None:
+        """A plan whose launches may be used on device `index`, the current one, where nothing captures its stream and
+        the pointers, united bit by bit, are aligned as the kernels were compiled for."""
+        plan = self._kept.get(key)
+        if plan is None or addresses % 16 or torch._C._cuda_getDevice() != index:
+            return None
+        return None if torch._C._cuda_isCurrentStreamCapturing() else plan
+
+    def keep(
+        self, key: Hashable, device: torch.device, *launches: Bound | None, words: int = 0, memory: Sequence[Any] = ()
+    ) -> None:
+        """Makes a plan, unless the first launch has to be repeated as it is, or memory made now may not outlive the
+        call."""
+        if launches[0] is None or device.index != torch.cuda.current_device() or transient(device):
+            return
+        if len(self._kept) >= self._MOST:
+            self._kept.clear()
+        self._kept[key] = Plan(launches, device, words, memory)
+
+    def clear(self) -> None:
+        self._kept.clear()
 
 
 class Flags:

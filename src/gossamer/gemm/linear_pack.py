@@ -14,7 +14,7 @@ from gossamer.gemm.activations import Activation, resolve_fixed
 from gossamer.gemm.linear_glu import check_dtypes
 from gossamer.rowsparse.container import made, made_source
 from gossamer.rowsparse.formats import ELL, TwELL, threshold_dtype, tile_index_dtype
-from gossamer.rowsparse.matmul import _matmul, gradients
+from gossamer.rowsparse.matmul import gradients, matmul_operator
 from gossamer.rowsparse.pack import default_capacity, tile_slots
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.rowsparse.twell import lists
@@ -188,7 +188,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
         counts = torch.where(counts > ctx.capacity, 0, counts)
     grad_x = grad_weight = grad_bias = None
     if need_x:
-        grad_x = _matmul(grad, indices, counts, None, weight, None, x.dtype)
+        grad_x = matmul_operator(grad, indices, counts, None, weight, None, x.dtype)
     if need_weight or need_bias:
         columns = directly(transpose_keys, indices, counts)(indices, counts, n)
     if need_weight:

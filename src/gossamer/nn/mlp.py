@@ -7,7 +7,7 @@ from gossamer import gemm
 from gossamer._core import checks
 from gossamer.ffn import BlockTracker, SparseBlock
 from gossamer.gemm.linear_glu import GATES, activation_name
-from gossamer.nn._plain import why_called
+from gossamer.nn.plain import why_called
 
 
 class _Sparse(nn.Module):

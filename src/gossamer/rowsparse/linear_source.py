@@ -33,7 +33,7 @@ def _context(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     # Those modules read sources, and so need this one.
-    from gossamer.rowsparse.matmul import _matmul, gradients
+    from gossamer.rowsparse.matmul import gradients, matmul_operator
     from gossamer.rowsparse.transpose import transpose_keys
 
     x, weight, counts, out = ctx.saved_tensors
@@ -47,7 +47,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     counts = torch.where(flagged, 2, 0).int()
     grad_x = grad_weight = grad_bias = None
     if need_x:
-        grad_x = _matmul(values, indices, counts, dense, weight, None, x.dtype)
+        grad_x = matmul_operator(values, indices, counts, dense, weight, None, x.dtype)
     if need_weight:
         columns = transpose_keys(indices, counts, weight.shape[0])
         grad_weight = gradients(x, indices, columns, values, counts, dense, None, weight.dtype)[0]

@@ -73,7 +73,7 @@ def multiply(
     if autocasts:
         values, dense, weight = autocast.cast(values, dense, weight)  # type: ignore[assignment]
     check_dtypes(operator, argument, values, name, weight)
-    call = _matmul if autocasts else directly(_matmul, values, weight, bias)
+    call = matmul_operator if autocasts else directly(matmul_operator, values, weight, bias)
     return call(values, indices, offsets, dense, weight, bias, out_dtype)
 
 
@@ -118,7 +118,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if needs[3] or (needs[0] and not needs[4]):
         # What has no entry has no gradient, but that is for whoever made the source to say.
         wanted = source if needs[3] else None
-        call = directly(_sampled, grad, weight, source)
+        call = directly(sampled_operator, grad, weight, source)
         products, dense = call(grad, weight, indices, offsets, wanted, False, False, products)
         grad_source = dense.to(source.dtype) if needs[3] else None
     if needs[0] and products is not None:
@@ -178,16 +178,18 @@ def _bwd_backward(ctx: Any, grad_weight: Tensor, grad_products: Tensor) -> tuple
     grad_weight = grad_weight.to(values.dtype)
     grad_grad = grad_values = grad_source = grad_factor = None
     if needs[0]:
-        grad_grad = _matmul(values, indices, offsets, source, grad_weight, None, grad.dtype)
+        grad_grad = matmul_operator(values, indices, offsets, source, grad_weight, None, grad.dtype)
     if needs[4] or needs[6]:
-        sampled, dense = _sampled(grad, grad_weight, indices, offsets, source if needs[6] else None, False, False, None)
+        sampled, dense = sampled_operator(
+            grad, grad_weight, indices, offsets, source if needs[6] else None, False, False, None
+        )
         grad_values = sampled.to(values.dtype) if needs[4] else None
         grad_source = dense.to(source.dtype) if needs[6] else None
     if weight is not None:
         fitting = _without_overflowed(indices, offsets)
         factors = grad_products.to(values.dtype)
         if needs[0]:
-            grad_grad = grad_grad + _matmul(factors, indices, fitting, None, weight, None, grad.dtype)
+            grad_grad = grad_grad + matmul_operator(factors, indices, fitting, None, weight, None, grad.dtype)
         if needs[7]:
             dtype = weight.dtype
             grad_factor = _matmul_bwd(grad, indices, keys, col_offsets, factors, offsets, None, None, dtype)[0]
@@ -256,14 +258,14 @@ def _sampled_backward(ctx: Any, grad_values: Tensor, grad_dense: Tensor) -> tupl
     if ctx.given is not None:
         grad_products, grad_values = grad_values.to(ctx.given), torch.zeros_like(grad_values)
     if ctx.needs_input_grad[0]:
-        grad_x = _matmul(grad_values, indices, offsets, grad_source, weight, None, x.dtype)
+        grad_x = matmul_operator(grad_values, indices, offsets, grad_source, weight, None, x.dtype)
     if ctx.needs_input_grad[1]:
         columns = transpose_keys(indices, offsets, weight.shape[0])
         grad_weight, _ = gradients(x, indices, columns, grad_values, offsets, grad_source, None, weight.dtype)
     return grad_x, grad_weight, None, None, None, None, None, grad_products
 
 
-_matmul = register(
+matmul_operator = register(
     "matmul(Tensor values, Tensor indices, Tensor offsets, Tensor? source, Tensor weight, Tensor? bias, "
     "ScalarType? out_dtype) -> Tensor",
     cpu=_cpu.matmul,
@@ -281,7 +283,7 @@ _matmul_bwd = register(
     setup_context=_bwd_context,
     backward=_bwd_backward,
 )
-_sampled = register(
+sampled_operator = register(
     "sampled_matmul(Tensor x, Tensor weight, Tensor indices, Tensor offsets, Tensor? source, bool scatter, "
     "bool masked, Tensor? products) -> (Tensor, Tensor)",
     cpu=_cpu_sampled,

@@ -89,7 +89,7 @@ def pack(
         else:
             checks.positive(operator, "capacity", capacity, "It is the number of slots per row.")
             capacity = min(capacity, n)
-        values, indices, nnz = _pack_ell(flat, capacity)
+        values, indices, nnz = pack_ell_operator(flat, capacity)
         return made(ELL, values, indices, nnz, tuple(x.shape), None if capacity == n else source)
     row_offsets = torch.zeros(flat.shape[0] + 1, dtype=torch.int64, device=flat.device)
     torch.cumsum(_count_rows(flat), 0, dtype=torch.int64, out=row_offsets[1:])
@@ -297,7 +297,7 @@ def _unpack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None,
     return grad_values, None, None, grad_source, None
 
 
-_pack_ell = register(
+pack_ell_operator = register(
     "pack_ell(Tensor x, SymInt capacity) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu.pack_ell,
     gpu=f"{_GPU}:pack_ell",

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from gossamer._core import autocast, checks
 from gossamer.rowsparse.formats import Rows
-from gossamer.rowsparse.matmul import _sampled, check_dtypes, check_weight
+from gossamer.rowsparse.matmul import check_dtypes, check_weight, sampled_operator
 from gossamer.rowsparse.pack import listed, parts
 
 
@@ -44,6 +44,6 @@ def sampled_matmul(x: Tensor, weight: Tensor, pattern: Rows) -> Rows:
         x, weight = autocast.cast(x, weight)  # type: ignore[assignment]
     check_dtypes(operator, "x", x, "weight", weight)
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    values, dense = _sampled(flat, weight, indices, offsets, source, False, True, None)
+    values, dense = sampled_operator(flat, weight, indices, offsets, source, False, True, None)
     counts = pattern.packed.counts
     return pattern.rebuilt(values, pattern.packed.indices, counts, None if source is None else dense)

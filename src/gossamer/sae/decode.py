@@ -12,7 +12,7 @@ from gossamer._core.ops import directly, needs_gradient, register, shortcut
 from gossamer.rowsparse import pack
 from gossamer.rowsparse.container import RowSparse
 from gossamer.rowsparse.formats import Rows
-from gossamer.rowsparse.matmul import _matmul, _sampled, check_dtypes, check_weight, gradients, multiply
+from gossamer.rowsparse.matmul import check_dtypes, check_weight, gradients, matmul_operator, multiply, sampled_operator
 from gossamer.rowsparse.pack import check_container
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import decode as _cpu
@@ -97,7 +97,7 @@ def decode(
         return _dense(torch.where(acts != 0, acts, 0) if masked else acts, W_dec, b_dec, out_dtype)
     flat = acts.reshape(m, n)
     if method == "exact":
-        out = _matmul(*pack(flat, format="csr").packed, W_dec, b_dec, out_dtype)
+        out = matmul_operator(*pack(flat, format="csr").packed, W_dec, b_dec, out_dtype)
     else:
         truncate = method == "fixed"
         if capacity is None:
@@ -237,7 +237,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
         sampled = weight if ctx.needs_input_grad[0] else None
         grad_weight, products = gradients(grad, indices, columns, values, nnz, acts, sampled, weight.dtype)
     if ctx.needs_input_grad[0]:
-        call = directly(_sampled, grad, weight, acts)
+        call = directly(sampled_operator, grad, weight, acts)
         grad_acts = call(grad, weight, indices, nnz, acts, True, True, products)[1].to(values.dtype)
     if ctx.needs_input_grad[2]:
         grad_bias = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(ctx.bias_dtype)

@@ -15,7 +15,7 @@ from gossamer.rowsparse import CSR, ELL, DensityTracker
 from gossamer.rowsparse.container import made
 from gossamer.rowsparse.dense_transpose import dense_transpose
 from gossamer.rowsparse.formats import threshold_dtype
-from gossamer.rowsparse.matmul import _matmul, check_dtypes, gradients
+from gossamer.rowsparse.matmul import check_dtypes, gradients, matmul_operator
 from gossamer.rowsparse.pack import default_capacity
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import encode as _cpu
@@ -39,7 +39,7 @@ def encode(
     capacity: int | None = None,
     format: str = "ell",
     density: DensityTracker | None = None,
-) -> Any:
+) -> ELL | CSR:
     """activation((x - b_dec) @ W_enc + b_enc) as row-sparse latents: a product, and a pass that packs, or both in one.
 
     z below is the pre-activation, in the dtype of W_enc.
@@ -92,7 +92,7 @@ def encode_with_l0(
     capacity: int | None = None,
     format: str = "ell",
     density: DensityTracker | None = None,
-) -> tuple[Any, Tensor]:
+) -> tuple[ELL | CSR, Tensor]:
     """As `encode`, with the number of values of each row that differ from 0: what an L0 penalty is made of.
 
     Args:
@@ -337,7 +337,7 @@ def _backward(
         counts = torch.where(nnz > values.shape[1], 0, nnz)
     grad_x = grad_weight = grad_bias = grad_b_dec = grad_threshold = None
     if need_x:
-        grad_x = _matmul(grad_pre, indices, counts, dense, weight.t(), None, x.dtype)
+        grad_x = matmul_operator(grad_pre, indices, counts, dense, weight.t(), None, x.dtype)
     if need_weight or need_bias or need_threshold or need_b_dec:
         columns = directly(transpose_keys, indices, nnz)(indices, nnz, weight.shape[1])
     if need_weight:

@@ -26,6 +26,7 @@ from gossamer.sae._extract.ranks import Ranks
 from gossamer.sae._extract.seal import checksum, raw
 from gossamer.sae._extract.source import Source, head
 from gossamer.sae._extract.statistics import LOWEST, Statistics
+from gossamer.sae._extract.text import Text as Text
 from gossamer.sae._extract.text import mark, spell
 from gossamer.sae._extract.verify import complain, faults
 from gossamer.sae._extract.writer import Shard, Writer

@@ -22,7 +22,7 @@ from gossamer.gemm.activations import Activation, BatchTopK, JumpReLU, TopK, res
 from gossamer.rowsparse import ELL, Rows
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.rowsparse.matmul import check_dtypes
-from gossamer.rowsparse.pack import _pack_ell, check_container, default_capacity
+from gossamer.rowsparse.pack import check_container, default_capacity, pack_ell_operator
 from gossamer.sae.decode import _check_rest, _decode_rows
 from gossamer.sae.encode import ACTIVATIONS, _backward, _context, check_operands, run
 
@@ -334,7 +334,7 @@ class _SelectAmongRanks(torch.autograd.Function):
             if bias is not None:
                 pre.add_(bias)
         acts = torch.where(_among_largest(pre if scale is None else (pre * scale).to(pre.dtype), k, group), pre, 0)
-        values, indices, nnz = _pack_ell(acts, capacity)
+        values, indices, nnz = pack_ell_operator(acts, capacity)
         l0 = nnz.to(torch.promote_types(acts.dtype, torch.float32))
         return values, indices, nnz, acts if keep_source else acts.new_empty(0, acts.shape[1]), l0
 

@@ -13,7 +13,7 @@ from gossamer._core import launch
 from gossamer.ffn._triton import few, gather, heavy, union
 from gossamer.ffn._triton._packed import SLOTS, TILE, Packed
 from gossamer.ffn.costs import costs_of, sampled_groups
-from gossamer.gemm._triton.linear_pack import _launch_linear_pack
+from gossamer.gemm._triton.linear_pack import launch_linear_pack
 from gossamer.rowsparse._triton.dense_transpose import dense_transpose, rows_contiguous
 
 BLOCK = 1 << 16
@@ -109,7 +109,7 @@ def pack(x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor | Non
     values = x.new_empty(m, launch.cdiv(n, TILE.value), SLOTS.value)
     indices = torch.empty_like(values, dtype=torch.uint8)
     counts = torch.empty(values.shape[:2], dtype=torch.int16, device=x.device)
-    _launch_linear_pack(x, weight, bias, threshold, TILE.value, (values, indices, counts), skip=skip)
+    launch_linear_pack(x, weight, bias, threshold, TILE.value, (values, indices, counts), skip=skip)
     return Packed(values, indices, counts)
 
 

@@ -19,6 +19,9 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 
+UPCAST = tl.constexpr(launch.INTERPRET)
+"""The interpreter multiplies in float32: its bfloat16 dot is wrong."""
+
 
 @triton.jit
 def activated(z, ACTIVATION: tl.constexpr):
@@ -53,9 +56,9 @@ def load_bias(bias_ptr, columns, N):
 @triton.jit
 def _linear_glu_kernel(
     x_ptr, gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, out_ptr, grad_ptr, first_ptr, second_ptr,
-    stride_xm, stride_xk, stride_gn, stride_gk, stride_un, stride_uk, stride_dm, stride_dn, M, N, K,
+    stride_xm, stride_xk, stride_gn, stride_gk, stride_un, stride_uk, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    ACTIVATION: tl.constexpr, GRADIENT: tl.constexpr, UPCAST: tl.constexpr,
+    ACTIVATION: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """Program (tile). With GRADIENT it writes the gradients of gate and up, otherwise out and, where there is a
     `first_ptr`, gate and up; all of them [M, N]."""
@@ -94,7 +97,7 @@ def _linear_glu_kernel(
     active, slope = activated(gate, ACTIVATION)
     at = m[:, None] * N + n[None, :]
     if GRADIENT:
-        grad = tl.load(grad_ptr + m[:, None] * stride_dm + n[None, :] * stride_dn, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(first_ptr + at, grad * up * slope, mask=mask)
         tl.store(second_ptr + at, grad * active, mask=mask)
     else:
@@ -201,7 +204,7 @@ def linear_glu(
     return out, *kept
 
 
-_plans: dict[tuple[object, ...], launch.Bound] = {}
+_plans = launch.Plans()
 
 
 def _launch_few_rows(
@@ -218,21 +221,20 @@ def _launch_few_rows(
     key = (x.shape, x.stride(), x.dtype, gate_weight.shape, gate_weight.stride(), activation, index)
     key += (None if up_weight is None else up_weight.stride(),)
     key += tuple([None if bias is None else (bias.dtype, bias.stride()) for bias in (gate_bias, up_bias)])
-    plan = _plans.get(key)
+    gate = gate_weight.data_ptr()
+    rows = out.shape[1] * gate_weight.stride(0) * gate_weight.element_size()
+    up = gate + rows if up_weight is None else up_weight.data_ptr()
+    biases = [None if bias is None else bias.data_ptr() for bias in (gate_bias, up_bias)]
+    pointers = (x.data_ptr(), gate, up, *biases, out.data_ptr())
+    plan = _plans.get(key, index, pointers[0] | gate | up | (biases[0] or 0) | (biases[1] or 0))
     if plan is not None:
-        gate = gate_weight.data_ptr()
-        half = out.shape[1] * gate_weight.stride(0) * gate_weight.element_size()
-        up = gate + half if up_weight is None else up_weight.data_ptr()
-        biases = [None if bias is None else bias.data_ptr() for bias in (gate_bias, up_bias)]
-        pointers = (x.data_ptr(), gate, up, *biases, out.data_ptr())
-        if launch.ready(index, pointers[0] | gate | up | (biases[0] or 0) | (biases[1] or 0)):
-            plan(torch._C._cuda_getCurrentRawStream(index), *pointers)
-            return
+        plan.launches[0](torch._C._cuda_getCurrentRawStream(index), *pointers)
+        return
     operands = _operands(x, gate_weight, up_weight, gate_bias, up_bias)
-    plan = _launch_linear_glu(*operands, activation, None, out, None)
+    bound = _launch_linear_glu(*operands, activation, None, out, None)
     # Not where biases had to be copied.
-    if plan is not None and operands[3] is gate_bias and operands[4] is up_bias and launch.may_keep(x.device):
-        launch.keep(_plans, key, plan)
+    if operands[3] is gate_bias and operands[4] is up_bias:
+        _plans.keep(key, x.device, bound)
 
 
 def linear_glu_bwd(
@@ -294,8 +296,9 @@ def _launch_linear_glu(
             return None
     (m, k), n = x.shape, gate_weight.shape[0]
     tile, warps, stages = tuning.glu_tile(m, x.device)
-    strides = (*x.stride(), *gate_weight.stride(), *up_weight.stride(), *((0, 0) if grad is None else grad.stride()))
-    meta = {**tile, "ACTIVATION": activation, "GRADIENT": grad is not None, "UPCAST": launch.INTERPRET}
+    grad = None if grad is None else grad.contiguous()
+    strides = (*x.stride(), *gate_weight.stride(), *up_weight.stride())
+    meta = {**tile, "ACTIVATION": activation, "GRADIENT": grad is not None}
     key = (m, n, k, x.dtype, strides, gate_bias is None or gate_bias.dtype, up_bias is None or up_bias.dtype)
     key += (activation, None if grad is None else grad.dtype, out is None, gates is None)
     args = (x, gate_weight, up_weight, gate_bias, up_bias, out, grad, *(gates or (None, None)), *strides, m, n, k)
@@ -373,7 +376,7 @@ def launch_glu_bwd(
 
 
 _OPTIONAL = {"gate_bias_ptr": "*fp32", "up_bias_ptr": None}
-_STRIDES = ("stride_xm", "stride_xk", "stride_gn", "stride_gk", "stride_un", "stride_uk", "stride_dm", "stride_dn")
+_STRIDES = ("stride_xm", "stride_xk", "stride_gn", "stride_gk", "stride_un", "stride_uk")
 
 EXAMPLES = {
     _linear_glu_kernel: {
@@ -384,7 +387,7 @@ EXAMPLES = {
         },
         "constexprs": {
             **dict.fromkeys(("stride_xk", "stride_gk", "stride_uk"), 1), "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 64,
-            "GROUP_M": 8, "ACTIVATION": "silu", "GRADIENT": False, "UPCAST": False,
+            "GROUP_M": 8, "ACTIVATION": "silu", "GRADIENT": False,
         },
         "num_warps": 8,
         "num_stages": 3,

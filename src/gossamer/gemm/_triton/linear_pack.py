@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.rowsparse._triton.twell import _launch_pack_twell, twell_to_ell
+from gossamer.rowsparse._triton.twell import launch_pack_twell, twell_to_ell
 from gossamer.rowsparse.formats import tile_index_dtype
 
 
@@ -30,7 +30,7 @@ def linear_pack(
     indices = torch.empty_like(values, dtype=tile_index_dtype(tile))
     counts = torch.empty(values.shape[:2], dtype=torch.int16, device=x.device)
     if counts.numel():
-        _launch_linear_pack(x, weight, bias, threshold, tile, (values, indices, counts))
+        launch_linear_pack(x, weight, bias, threshold, tile, (values, indices, counts))
     nnz = counts.sum(1, dtype=torch.int32)
     if capacity is not None:
         values, indices, counts = twell_to_ell(values, indices, counts, tile, capacity)
@@ -39,7 +39,7 @@ def linear_pack(
     return values, indices, counts, nnz
 
 
-def _launch_linear_pack(
+def launch_linear_pack(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -76,7 +76,7 @@ def _launch_linear_pack(
                 z += bias
         values, indices, counts = (part[rows] for part in out)
         limits = None if bounds is None else bounds[rows]
-        _launch_pack_twell(z, threshold, True, tile, values, indices, counts, limits, factors)
+        launch_pack_twell(z, threshold, True, tile, values, indices, counts, limits, factors)
 
 
 EXAMPLES: dict[object, dict[str, object]] = {}

@@ -367,16 +367,16 @@ def _rescales(self: Any) -> bool:
     return bool(getattr(self.cfg, "rescale_acts_by_decoder_norm", False))
 
 
-def _encode_relu(self: Any, x: Tensor) -> rowsparse.ELL:
+def _encode_relu(self: Any, x: Tensor) -> rowsparse.Rows:
     return operators.encode(x, self.W_enc, self.b_enc)
 
 
-def _encode_jumprelu(self: Any, x: Tensor) -> rowsparse.ELL:
+def _encode_jumprelu(self: Any, x: Tensor) -> rowsparse.Rows:
     # SAELens compares with a mask, through which no gradient reaches the threshold.
     return operators.encode(x, self.W_enc, self.b_enc, gemm.JumpReLU(self.threshold.detach()))
 
 
-def _encode_topk(self: Any, x: Tensor) -> rowsparse.ELL:
+def _encode_topk(self: Any, x: Tensor) -> rowsparse.Rows:
     scale = self.W_dec.detach().norm(dim=-1) if _rescales(self) else None
     return operators.encode(x, self.W_enc, self.b_enc, gemm.TopK(self.activation_fn.k, scale))
 

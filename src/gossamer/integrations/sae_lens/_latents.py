@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from gossamer import sae
-from gossamer.rowsparse import ELL
+from gossamer.rowsparse import Rows
 
 # What is known without the elements.
 _KNOWN = {
@@ -117,13 +117,13 @@ class Latents(Lazy):
         scale: `[d_sae]`, those norms now, without a gradient.
     """
 
-    rows: ELL
+    rows: Rows
     l0: Tensor
     scale: Tensor | None
 
     @staticmethod
     def __new__(
-        cls, rows: ELL, l0: Tensor, dtype: torch.dtype, W_dec: Tensor | None = None, scale: Tensor | None = None
+        cls, rows: Rows, l0: Tensor, dtype: torch.dtype, W_dec: Tensor | None = None, scale: Tensor | None = None
     ) -> Any:
         version = None if W_dec is None else W_dec._version
 

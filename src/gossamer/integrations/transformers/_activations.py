@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gossamer._core import checks
 from gossamer._core.modes import evaluating
-from gossamer.sae._extract.text import Text
+from gossamer.sae.extract import Text
 
 _OPERATOR = "integrations.transformers.Activations"
 _SUFFIXES = (".txt", ".jsonl")

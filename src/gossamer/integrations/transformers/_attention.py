@@ -21,7 +21,7 @@ from gossamer._core.ranges import span
 from gossamer.integrations.transformers._mlp import Report
 from gossamer.integrations.transformers._sharing import SharedSelections, groups_of, share_selections
 from gossamer.nn import GatedSparseAttention
-from gossamer.nn._plain import hooked
+from gossamer.nn.plain import hooked
 
 _PATCH, _UNPATCH = "integrations.transformers.patch_attention", "integrations.transformers.unpatch_attention"
 _LOSS = "integrations.transformers.indexer_loss"

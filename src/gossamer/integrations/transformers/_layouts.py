@@ -10,7 +10,7 @@ from torch import nn
 
 from gossamer.ffn.block import NAMES
 from gossamer.gemm.linear_glu import ALIASES, GATES
-from gossamer.nn._plain import hooked, why_called
+from gossamer.nn.plain import hooked, why_called
 
 
 class Layout(NamedTuple):

@@ -30,7 +30,7 @@ from gossamer.integrations.transformers._layouts import (
     why_not_fused,
     why_not_sparse,
 )
-from gossamer.nn._plain import why_called
+from gossamer.nn.plain import why_called
 
 _PATCH, _UNPATCH = "integrations.transformers.patch", "integrations.transformers.unpatch"
 

@@ -78,7 +78,7 @@ def linear_source(
 ) -> Tensor:
     """Operator `linear_source`."""
     out = x.new_empty(x.shape[0], weight.shape[0])
-    _launch_linear_source(x, weight, _contiguous(bias), _contiguous(threshold), counts, limit, out)
+    launch_linear_source(x, weight, _contiguous(bias), _contiguous(threshold), counts, limit, out)
     return out
 
 
@@ -86,7 +86,7 @@ def _contiguous(vector: Tensor | None) -> Tensor | None:
     return None if vector is None else vector.contiguous()
 
 
-def _launch_linear_source(
+def launch_linear_source(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -143,7 +143,7 @@ def matmul_linear(
         part = source[: rows.stop - first]
         space = overflow.workspace(part.shape[0], n, weight)
         operands = (x[rows], source_weight, source_bias, threshold, counts[rows], capacity)
-        _launch_linear_source(*operands, part, space[1])
+        launch_linear_source(*operands, part, space[1])
         overflow.forward(part, weight, bias, out[rows], counts[rows], capacity, space)
     return out
 

@@ -275,26 +275,26 @@ def matmul(
     key = (values.shape, m, weight.shape, weight.stride(0), values.dtype, weight.dtype, out_dtype, index, stream)
     key += (None if bias is None else bias.dtype, tuning.tf32())
     key += (None if source is None else (source.stride(0), source.dtype),)
-    plan = _plans.get(key)
     entries = (values.data_ptr(), indices.data_ptr(), offsets.data_ptr())
     operands = (weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr())
     address = 0 if source is None else source.data_ptr()
     united = entries[0] | entries[1] | entries[2] | operands[0] | (operands[1] or 0) | address
-    if plan is not None and launch.ready(index, united):
-        gather, over, (partial, arrived) = plan
-        counters = None if arrived is None else arrived.data_ptr()
-        gather(stream, *entries, *operands, counters)
+    plan = _plans.get(key, index, united)
+    if plan is not None:
+        gather, over = plan.launches
+        partial, arrived = plan.addresses
+        gather(stream, *entries, *operands, arrived)
         if over is not None:
-            over(stream, address, *operands, None if partial is None else partial.data_ptr(), counters, entries[2])
+            over(stream, address, *operands, partial, arrived, entries[2])
         return out
-    plan = _launch_matmul(values, indices, offsets, source, weight, bias, out)
-    if plan is not None and launch.may_keep(weight.device):
-        launch.keep(_plans, key, plan)
+    made = _launch_matmul(values, indices, offsets, source, weight, bias, out)
+    if made is not None:
+        _plans.keep(key, weight.device, *made[:2], memory=made[2])
     return out
 
 
 _Plan = tuple[launch.Bound, launch.Bound | None, overflow.Workspace]
-_plans: dict[tuple[object, ...], _Plan] = {}
+_plans = launch.Plans()
 
 
 def _launch_matmul(

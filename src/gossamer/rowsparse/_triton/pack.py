@@ -50,6 +50,14 @@ def lowest_columns(low, start, BLOCK: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
+def pop_lowest(bits, start, BLOCK: tl.constexpr, VEC: tl.constexpr):
+    """(column of each word's lowest set bit, whether it has one, the bits that are left): one turn of every loop that
+    emits what words hold."""
+    low = bits & -bits
+    return lowest_columns(low, start, BLOCK, VEC), low > 0, bits & (bits - 1)
+
+
+@triton.jit
 def append_entries(
     bits, counts, x_ptr, values_ptr, indices_ptr, base, limit, start, BLOCK: tl.constexpr, VEC: tl.constexpr
 ):  # fmt: skip
@@ -60,13 +68,11 @@ def append_entries(
     """
     slot = base + tl.cumsum(counts, axis=0) - counts
     while tl.max(bits, axis=0) > 0:
-        low = bits & -bits
-        column = lowest_columns(low, start, BLOCK, VEC)
-        mask = (low > 0) & (slot < limit)
+        column, held, bits = pop_lowest(bits, start, BLOCK, VEC)
+        mask = held & (slot < limit)
         tl.store(values_ptr + slot, tl.load(x_ptr + column, mask=mask, other=0.0), mask=mask)
         tl.store(indices_ptr + slot, column, mask=mask)
-        slot += (low > 0).to(tl.int32)
-        bits = bits & (bits - 1)
+        slot += held.to(tl.int32)
 
 
 @triton.jit

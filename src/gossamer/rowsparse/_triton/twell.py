@@ -118,11 +118,11 @@ def pack_twell(x: Tensor, tile: int, slots: int) -> tuple[Tensor, Tensor, Tensor
     values = x.new_empty(m, tiles, slots)
     indices = torch.empty(m, tiles, slots, dtype=tile_index_dtype(tile), device=x.device)
     counts = torch.empty(m, tiles, dtype=torch.int16, device=x.device)
-    _launch_pack_twell(x, None, False, tile, values, indices, counts)
+    launch_pack_twell(x, None, False, tile, values, indices, counts)
     return values, indices, counts
 
 
-def _launch_pack_twell(
+def launch_pack_twell(
     x: Tensor,
     threshold: Tensor | None,
     above: bool,

@@ -8,7 +8,8 @@ serves as the container's source without another buffer. There -0.0 stands for a
 import triton
 import triton.language as tl
 
-from gossamer.sae._triton.select import add_bias, chunk_columns, load_pre, lowest_column
+from gossamer.rowsparse._triton.pack import pop_lowest
+from gossamer.sae._triton.select import add_bias, chunk_columns, load_pre
 
 
 @triton.jit
@@ -30,9 +31,7 @@ def append_active(
     active = tl.zeros_like(bits)
     slot = base + tl.cumsum(counts, axis=0) - counts
     while tl.max(bits, axis=0) > 0:
-        low = bits & -bits
-        column = lowest_column(low, start, BLOCK, VEC)
-        held = low > 0
+        column, held, bits = pop_lowest(bits, start, BLOCK, VEC)
         value = add_bias(tl.load(z_ptr + column, mask=held, other=0.0), bias_ptr, column, N)
         if WINDOW:
             below = value <= load_threshold(threshold_ptr, stride_t, column, N)
@@ -41,7 +40,6 @@ def append_active(
         tl.store(values_ptr + slot, value, mask=held & (slot < limit))
         tl.store(indices_ptr + slot, column, mask=held & (slot < limit))
         slot += held.to(tl.int32)
-        bits = bits & (bits - 1)
     return active
 
 

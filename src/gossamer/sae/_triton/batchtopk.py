@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import pack
-from gossamer.rowsparse._triton.pack import clear_slots, count_bits
+from gossamer.rowsparse._triton.pack import clear_slots, count_bits, pop_lowest
 from gossamer.sae._triton.select import (
     SHIFT,
     _dtypes,
@@ -27,7 +27,6 @@ from gossamer.sae._triton.select import (
     chunk_columns,
     emit_largest,
     load_pre,
-    lowest_column,
     rank_key,
     ranked,
     word_bits,
@@ -155,11 +154,9 @@ def _list_row_kernel(
             base += tl.sum(found, axis=0)
             left = 1
             while left > 0:
-                low = bits & -bits
-                column = lowest_column(low, start, BLOCK, VEC)
-                tl.store(columns_ptr + slot, column, mask=(low > 0) & (slot < length))
-                slot += (low > 0).to(tl.int32)
-                bits = bits & (bits - 1)
+                column, held, bits = pop_lowest(bits, start, BLOCK, VEC)
+                tl.store(columns_ptr + slot, column, mask=held & (slot < length))
+                slot += held.to(tl.int32)
                 left = tl.max(bits, axis=0)
         z = following
     tl.store(reach_ptr + row, base)

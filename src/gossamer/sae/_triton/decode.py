@@ -10,8 +10,6 @@ left to the dense tiles of `overflow`. With many rows scan and gather are launch
 fills the GPU.
 """
 
-import threading
-
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +20,7 @@ from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow, pack
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.matmul import matmul
-from gossamer.rowsparse._triton.pack import count_bits, load_chunk, lowest_columns, nonzero_bits
+from gossamer.rowsparse._triton.pack import count_bits, load_chunk, nonzero_bits, pop_lowest, wait_and_sum
 
 
 @triton.jit
@@ -32,19 +30,6 @@ def wait_for(ptr, epoch):
     while (word >> 32) != epoch:
         word = tl.load(ptr, volatile=True)
     return word.to(tl.int32)
-
-
-@triton.jit
-def sum_before(counts_ptr, count, epoch, FLAGS: tl.constexpr):
-    """Sum of the first `count` words' lower halves, once their upper halves are the epoch."""
-    total = 0
-    for first in range(0, count, FLAGS):
-        at = first + tl.arange(0, FLAGS)
-        words = tl.load(counts_ptr + at, mask=at < count, other=0, volatile=True)
-        while tl.sum(((at < count) & ((words >> 32) != epoch)).to(tl.int32)) > 0:
-            words = tl.load(counts_ptr + at, mask=at < count, other=0, volatile=True)
-        total += tl.sum(words.to(tl.int32))
-    return total
 
 
 @triton.jit
@@ -61,18 +46,17 @@ def scan(
     # Atomics, because a plain store could sit in a write buffer while others wait.
     tl.atomic_xchg(counts_ptr + chunk, tag | count, sem="relaxed")
     if (count > 0) | (chunk == chunks - 1):
-        base = sum_before(counts_ptr, chunk, epoch, FLAGS)
+        base = wait_and_sum(counts_ptr, chunk, epoch.to(tl.int64) << 1, FLAGS)
         if chunk == chunks - 1:
             tl.atomic_xchg(counts_ptr + chunks, tag | (base + count), sem="relaxed")
             tl.store(nnz_ptr, base + count)
         if base < capacity:
             slot = base + tl.cumsum(counts, axis=0) - counts
             while tl.max(bits, axis=0) > 0:
-                low = bits & -bits
-                column = lowest_columns(low, start, BLOCK, VEC).to(tl.int64)
-                tl.atomic_xchg(slots_ptr + slot, tag | column, mask=(low > 0) & (slot < capacity), sem="relaxed")
-                slot += (low > 0).to(tl.int32)
-                bits = bits & (bits - 1)
+                column, held, bits = pop_lowest(bits, start, BLOCK, VEC)
+                word = tag | column.to(tl.int64)
+                tl.atomic_xchg(slots_ptr + slot, word, mask=held & (slot < capacity), sem="relaxed")
+                slot += held.to(tl.int32)
 
 
 @triton.jit
@@ -102,7 +86,7 @@ def gather_slots(
 @triton.jit(do_not_specialize=["epoch"])
 def _decode_fwd_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, nnz_ptr, arrived_ptr, words_ptr, epoch,
-    stride_xm, stride_wn, M, N, D, capacity, chunks, slices, tiles,
+    stride_xm, stride_wn, M, N, D, capacity, chunks, tiles,
     BLOCK: tl.constexpr, VEC: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, FLAGS: tl.constexpr,
     RUN: tl.constexpr, LEADS: tl.constexpr, TRUNCATE: tl.constexpr,
 ):  # fmt: skip
@@ -114,7 +98,7 @@ def _decode_fwd_kernel(
     if arrived_ptr is not None:
         if pid == 0:
             overflow.clear_arrived(arrived_ptr, tiles)
-    scanning = M * chunks
+    scanning, slices = M * chunks, tl.cdiv(D, BLOCK_D)
     row = (pid // chunks if pid < scanning else (pid - scanning) // slices).to(tl.int64)
     x_ptr += row * stride_xm
     slots_ptr = words_ptr + row * (capacity + chunks + 1)
@@ -161,25 +145,7 @@ class _Space:
         self.partial, self.arrived = overflow.workspace(m, n, weight) if overflows else (None, None)
 
 
-class _Plan:
-    """The launches of one shape, bound to all but their pointers, and the space they need on one stream."""
-
-    __slots__ = ("epochs", "lists", "lock", "overflow", "pointers", "scan", "space")
-
-    def __init__(self, space: _Space, scan: launch.Bound, over: launch.Bound | None) -> None:
-        # Words of its own, so that another operator's epochs cannot meet them.
-        space.words = torch.zeros(space.size, dtype=torch.int64, device=space.nnz.device)
-        self.epochs = launch.Epochs()
-        self.lock = threading.Lock()
-        self.space, self.scan, self.overflow = space, scan, over
-        nnz, arrived, words, partial = (
-            None if t is None else t.data_ptr() for t in (space.nnz, space.arrived, space.words, space.partial)
-        )
-        self.lists = (nnz, arrived, words)
-        self.pointers = (partial, arrived, nnz)
-
-
-_plans: dict[tuple[object, ...], _Plan] = {}
+_plans = launch.Plans()
 
 
 def _one_launch(
@@ -196,7 +162,7 @@ def _one_launch(
     key = (m, n, d, capacity, acts.dtype, weight.dtype, acts.stride(0), weight.stride(0), out.dtype)
     key += (bias is None or bias.dtype, truncate)
     args = (acts, weight, bias, out, space.nnz, space.arrived, space.words, space.epoch)
-    args += (acts.stride(0), weight.stride(0), m, n, d, capacity, chunks, slices)
+    args += (acts.stride(0), weight.stride(0), m, n, d, capacity, chunks)
     args += (0 if space.arrived is None else space.arrived.shape[0],)
     scan = _decode_fwd(key, (m * (chunks + slices), 1, 1), args, meta, num_warps=warps, head=8)
     over = None
@@ -245,17 +211,19 @@ def decode(
     stream = torch._C._cuda_getCurrentRawStream(index)
     key = (m, n, weight.shape, acts.stride(), weight.stride(), acts.dtype, weight.dtype, out_dtype, capacity, truncate)
     key += (index, stream, None if bias is None else (bias.dtype, bias.stride()), tuning.tf32())
-    plan = _plans.get(key)
     pointers = (acts.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr())
-    if plan is None or not launch.ready(index, pointers[0] | pointers[1] | (pointers[2] or 0)):
+    plan = _plans.get(key, index, pointers[0] | pointers[1] | (pointers[2] or 0))
+    if plan is None:
         return _decode_and_plan(key, acts, weight, bias, capacity, truncate, out_dtype)
     out = weight.new_empty((m, weight.shape[1]), dtype=out_dtype)
     target = out.data_ptr()
+    scan, over = plan.launches
+    nnz, arrived, partial = plan.addresses
     # The two launches share the counts: another thread's pair on this stream must not come between them.
     with plan.lock:
-        plan.scan(stream, *pointers, target, *plan.lists, plan.epochs.next())
-        if plan.overflow is not None:
-            plan.overflow(stream, *pointers, target, *plan.pointers)
+        scan(stream, *pointers, target, nnz, arrived, plan.flags, plan.epochs.next())
+        if over is not None:
+            over(stream, *pointers, target, partial, arrived, nnz)
     return out
 
 
@@ -276,10 +244,9 @@ def _decode_and_plan(
     added = None if bias is None else bias.contiguous()
     out = torch.empty(m, d, dtype=out_dtype or weight.dtype, device=weight.device)
     space, scan, over = _one_launch(x, w, added, out, capacity, truncate)
-    if scan is None or (over is None and space.overflows):
-        return out
-    if x is acts and w is weight and added is bias and launch.may_keep(acts.device):
-        launch.keep(_plans, key, _Plan(space, scan, over))
+    if x is acts and w is weight and added is bias and not (over is None and space.overflows):
+        memory = (space.nnz, space.arrived, space.partial)
+        _plans.keep(key, acts.device, scan, over, words=space.size, memory=memory)
     return out
 
 
@@ -289,7 +256,7 @@ EXAMPLES = {
             "x_ptr": "*fp32", "w_ptr": "*fp32", "bias_ptr": None, "out_ptr": "*fp32", "nnz_ptr": "*i32",
             "arrived_ptr": "*i32", "words_ptr": "*i64", "epoch": "i32",
             "stride_xm": "i32", "stride_wn": "i32", "M": "i32", "N": "i32", "D": "i32", "capacity": "i32",
-            "chunks": "i32", "slices": "i32", "tiles": "i32",
+            "chunks": "i32", "tiles": "i32",
         },
         "constexprs": {
             "BLOCK": 1024, "VEC": 4, "FLAGS": 64, "BLOCK_E": 32, "BLOCK_D": 32, "RUN": 0, "LEADS": False,

@@ -5,8 +5,6 @@ slots that are left and overwrites a row that overflowed. Host time is most of s
 is kept as a plan.
 """
 
-import threading
-
 import torch
 import triton
 import triton.language as tl
@@ -77,18 +75,7 @@ def _encode_split_kernel(
 _encode_split = launch.Kernel(_encode_split_kernel)
 
 
-class _Plan:
-    """The launch of one shape, bound to all but its pointers, and the flags that it has to itself on one stream."""
-
-    __slots__ = ("epochs", "flags", "launch", "lock")
-
-    def __init__(self, bound: launch.Bound, words: int, device: torch.device) -> None:
-        self.flags = torch.zeros(words, dtype=torch.int64, device=device)
-        self.epochs = launch.Epochs()
-        self.launch, self.lock = bound, threading.Lock()
-
-
-_plans: dict[tuple[object, ...], _Plan] = {}
+_plans = launch.Plans()
 
 
 def encode_chunks(
@@ -107,13 +94,12 @@ def encode_chunks(
     if not launch.INTERPRET:
         index = z.get_device()
         stream = torch._C._cuda_getCurrentRawStream(index)
-        plan = _plans.get((*key, index, stream))
         pointers = [None if t is None else t.data_ptr() for t in (z, bias, threshold, *out)]
         # What is made here is aligned.
-        if plan is not None and launch.ready(index, pointers[0] | (pointers[1] or 0) | (pointers[2] or 0)):
-            # Two threads on one stream launch in the order of their epochs.
+        plan = _plans.get((*key, index, stream), index, pointers[0] | (pointers[1] or 0) | (pointers[2] or 0))
+        if plan is not None:
             with plan.lock:
-                plan.launch(stream, *pointers, plan.flags.data_ptr(), plan.epochs.next())
+                plan.launches[0](stream, *pointers, plan.flags, plan.epochs.next())
             return
     tile, warps = entries.tile_of(z.element_size())
     chunks, meta = pack.split(tile, n)
@@ -121,8 +107,8 @@ def encode_chunks(
     flags, epoch = launch.flags.get(m * chunks, z.device)
     args = (z, bias, threshold, *out, flags, epoch, stride_t, bandwidth / 2, n, capacity, chunks)
     bound = _encode_split(key, (m * chunks, 1, 1), args, meta, num_warps=warps, head=9)
-    if bound is not None and launch.may_keep(z.device):
-        launch.keep(_plans, (*key, index, stream), _Plan(bound, m * chunks, z.device))
+    if not launch.INTERPRET:
+        _plans.keep((*key, index, stream), z.device, bound, words=m * chunks)
 
 
 EXAMPLES = {

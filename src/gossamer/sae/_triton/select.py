@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.rowsparse._triton.pack import clear_slots, count_bits
+from gossamer.rowsparse._triton.pack import clear_slots, count_bits, pop_lowest
 
 NAN_KEY = tl.constexpr(0x7FFFFFFF)
 SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
@@ -77,13 +77,6 @@ def word_bits(keep, VEC: tl.constexpr):
 
 
 @triton.jit
-def lowest_column(low, start, BLOCK: tl.constexpr, VEC: tl.constexpr):
-    """Columns of words that have one bit set."""
-    first = start + tl.arange(0, BLOCK // VEC) * VEC
-    return first + ((low & 0xAA) != 0) + 2 * ((low & 0xCC) != 0).to(tl.int32) + 4 * ((low & 0xF0) != 0).to(tl.int32)
-
-
-@triton.jit
 def settle_ties(equal, need, seen, VEC: tl.constexpr):
     """(bits, ties seen so far): of the words' bits that stand for a key equal to the k-th largest, the row's first
     `need`."""
@@ -103,15 +96,12 @@ def list_keys(
     """Writes the keys of a chunk's kept elements side by side, and their columns beside those."""
     slot = tl.cumsum(counts, axis=0) - counts
     while tl.max(bits, axis=0) > 0:
-        low = bits & -bits
-        column = lowest_column(low, start, BLOCK, VEC)
-        mask = low > 0
+        column, mask, bits = pop_lowest(bits, start, BLOCK, VEC)
         z = tl.load(z_ptr + column, mask=mask, other=0.0)
         tl.store(list_ptr + slot, rank_key(z, bias_ptr, scale_ptr, column, N, SHIFT), mask=mask)
         if columns_ptr is not None:
             tl.store(columns_ptr + slot, column, mask=mask)
         slot += mask.to(tl.int32)
-        bits = bits & (bits - 1)
 
 
 @triton.jit

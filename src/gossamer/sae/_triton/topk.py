@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.gemm._triton.linear_pack import _launch_linear_pack
-from gossamer.rowsparse._triton.linear_source import _launch_linear_source
+from gossamer.gemm._triton.linear_pack import launch_linear_pack
+from gossamer.rowsparse._triton.linear_source import launch_linear_source
 from gossamer.rowsparse._triton.pack import clear_slots
 from gossamer.sae import encode_path
 from gossamer.sae._triton import select
@@ -181,7 +181,7 @@ def _pack_and_select(
     counts = torch.empty(m, tiles, dtype=torch.int16, device=x.device)
     # So little below the quotient that rounding loses nothing that exceeds the bound.
     factors = None if scale is None else ((1 - 2**-20) / scale.float()).clamp_(max=LARGEST.value)
-    _launch_linear_pack(x, weight.t(), bias, None, tile, (values, indices, counts), bounds, factors)
+    launch_linear_pack(x, weight.t(), bias, None, tile, (values, indices, counts), bounds, factors)
     programs = min(m, 16 * tuning.programs(x.device))
     lists = torch.empty(programs, 2 if scale is None else 3, length, dtype=torch.int32, device=x.device)
     args = (values, indices, counts, scale, bounds, lists, *out, m, tiles, slots, tile, k, length)
@@ -208,7 +208,7 @@ def _settle(
     for first in range(0, m, block):
         rows = slice(first, first + block)
         part = z[: len(again[rows])]
-        _launch_linear_source(x[rows], weight.t(), bias, None, again[rows], 0, part)
+        launch_linear_source(x[rows], weight.t(), bias, None, again[rows], 0, part)
         select.some_topk(part, k, scale, again[rows], tuple(tensor[rows] for tensor in out))
 
 

@@ -1,0 +1,95 @@
+"""The walls of the house: what CONTRIBUTING says of files, functions, kernels and underscores, of every source file."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.native
+
+ROOT = Path(__file__).parents[1] / "src" / "gossamer"
+FILES = sorted(ROOT.rglob("*.py"))
+BACKENDS = ("_core", "_torch", "_triton", "_gluon")
+"""Folders whose modules those above them, and the same backends of other rooms, may import."""
+LINES, FUNCTION, PARAMETERS = 600, 80, 24
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in BACKENDS
+
+
+def borrowed(file: Path) -> Iterator[str]:
+    """What a file imports by an underscored name that another folder owns."""
+    here = ("gossamer", *file.relative_to(ROOT).parent.parts)
+    for node in ast.walk(ast.parse(file.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("gossamer"):
+            continue
+        module = tuple((node.module or "").split("."))
+        folder = ROOT.joinpath(*module[1:])
+        for name in (alias.name for alias in node.names):
+            is_module = (folder / f"{name}.py").exists() or (folder / name).is_dir()
+            for i, part in enumerate((*module, name)):
+                # A module belongs to its folder and what is below, any other name to its file's folder alone.
+                is_name = i == len(module) and not is_module
+                owner = (module if folder.is_dir() else module[:-1]) if is_name else (*module, name)[:i]
+                if private(part) and (here != owner if is_name else here[: len(owner)] != owner):
+                    yield f"line {node.lineno}: {'.'.join((*module, name))}"
+
+
+def functions(file: Path) -> Iterator[ast.FunctionDef]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            yield node
+
+
+def size(function: ast.FunctionDef) -> int:
+    """Lines without the docstring."""
+    lines = (function.end_lineno or 0) - function.lineno + 1
+    if ast.get_docstring(function, clean=False) is None:
+        return lines
+    first = function.body[0]
+    return lines - ((first.end_lineno or 0) - first.lineno + 1)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_walls(file: Path) -> None:
+    assert list(borrowed(file)) == []
+    assert len(file.read_text().splitlines()) <= LINES
+    for function in functions(file):
+        assert size(function) <= FUNCTION, f"{function.name} has {size(function)} lines"
+        if function.name.endswith("_kernel"):
+            count = len(function.args.args)
+            assert count <= PARAMETERS, f"{function.name} has {count} parameters"
+
+
+@pytest.mark.parametrize(
+    "folder, line, count",
+    [
+        ("sae", "from gossamer.rowsparse.matmul import _matmul", 1),
+        ("sae", "from gossamer.nn._plain import why_called", 1),
+        ("sae", "from gossamer.nn import _recipe", 1),
+        ("sae/_triton", "from gossamer.sae.encode import _context", 1),
+        ("sae", "from gossamer.sae.encode import _context", 0),
+        ("sae", "from gossamer.sae._torch import encode", 0),
+        ("sae/_triton", "from gossamer.rowsparse._triton import pack", 0),
+        ("sae/_extract", "from gossamer.sae._extract.text import Text", 0),
+        ("cli", "from gossamer import __version__", 0),
+    ],
+)
+def test_what_counts_as_borrowed(
+    folder: str, line: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "gossamer"
+    for name in (
+        "nn/_recipe.py",
+        "nn/_plain.py",
+        "sae/_torch/encode.py",
+        "rowsparse/_triton/pack.py",
+        f"{folder}/a.py",
+    ):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).touch()
+    (source / folder / "a.py").write_text(line + "\n")
+    monkeypatch.setattr(f"{__name__}.ROOT", source)
+    assert len(list(borrowed(source / folder / "a.py"))) == count
