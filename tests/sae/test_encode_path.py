@@ -63,7 +63,7 @@ def test_rows_that_overflow_leave_the_tiles(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(tuning, "hopper", lambda device: True)
     weight = weight_of(65536, torch.bfloat16, "cuda")
     for over, path in ((0, "tiles"), (256, "tiles"), (257, "rows")):
-        known = Density(4096, 64.0, 5000, over)
+        known = Density(4096, 64.0, 5000, over, 64 * 4096)
         assert choose_path("relu", 4096, 0, 1024, True, weight, False, known) == path
 
 

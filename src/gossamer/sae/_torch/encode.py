@@ -57,6 +57,7 @@ def encode(
         kept = ~(pre <= limit - bandwidth / 2)
         if (
             keep_source
+            and capacity is not None
             and 2 * np.count_nonzero(kept.numpy()) > m * capacity
             and bool((count(kept, 1) > capacity).any())
         ):
