@@ -52,7 +52,7 @@ lint: $(INSTALLED) ## ruff, mypy, and whether docs show what benchmarks/results 
 	$(BIN)/python benchmarks/tables.py --check
 
 docs: $(SITE) ## the site of the documents and the reference, in site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 dist: $(INSTALLED) ## wheel and source distribution, in dist/
 	rm -rf dist

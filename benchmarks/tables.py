@@ -1,4 +1,4 @@
-"""docs/benchmarks.md, and the tables of README and docs/choosing.md, from the files of `benchmarks/results/`.
+"""docs/benchmarks.md, and the tables of other documents, from the files of `benchmarks/results/`.
 
 `python benchmarks/tables.py` writes them; with `--check` it only says whether they are what it would write, as
 `make lint` asks. The plot is drawn, and not compared: other versions of matplotlib draw other bytes.
@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PAGE, CHOOSING, README, PLOT = (
+RESULTS, PAGE, CHOOSING, TRAINING, README, PLOT = (
     ROOT / "benchmarks" / "results",
     ROOT / "docs" / "benchmarks.md",
     ROOT / "docs" / "choosing.md",
+    ROOT / "docs" / "training.md",
     ROOT / "README.md",
     ROOT / "docs" / "decode.png",
 )
@@ -105,10 +106,11 @@ BREAK_EVENS = (
     ("the same, forward and backward", "attention", "sparse_attention_training", "gossamer"),
     ("`attention.sparse_decode`", "attention", "sparse_decode", "gossamer"),
     ("`blocksparse.attention`", "blocksparse", "attention", "gossamer"),
+    ("the same, forward and backward", "blocksparse", "attention_training", "gossamer"),
     ("`blocksparse.matmul`, all block-sparse", "blocksparse", "matmul", "gossamer"),
     ("`blocksparse.matmul` with a dense matrix", "blocksparse", "matmul_with_dense", "gossamer"),
 )
-"""The rows of docs/choosing.md: what is measured, the file, the name of its cases, and the provider of ours."""
+"""The rows of docs/choosing.md: what is measured, how files begin, the name of their cases, and our provider."""
 
 
 def read(file: str) -> dict[str, Any]:
@@ -254,7 +256,7 @@ def density(case: dict[str, Any]) -> tuple[str, float] | None:
     """The parameter that says how much of a case is there, and the share that is."""
     given = case["parameters"]
     for part, whole in (("L0", "F"), ("L0", "N"), ("k", "F"), ("nnz", "N"), ("k", "T")):
-        if part in given and whole in given:
+        if isinstance(given.get(part), int) and whole in given:
             return part, given[part] / given[whole]
     if "sparsity" in given:
         return "sparsity", 1 - given["sparsity"] / 100
@@ -265,16 +267,21 @@ def break_evens() -> str:
     """Of each problem, and each of its sizes, how gossamer's time compares with the dense way's by density."""
     rows = []
     for what, file, name, ours in BREAK_EVENS:
-        path = RESULTS / f"{file}-nvidia-h200.json"
-        cases = [c for c in json.loads(path.read_text())["cases"] if c["name"] == name] if path.is_file() else []
+        cases = [
+            case
+            for path in sorted(RESULTS.glob(f"{file}-*nvidia-h200.json"))
+            for case in json.loads(path.read_text()).get("cases", ())
+            if case["name"] == name
+        ]
         sizes: dict[str, list[tuple[float, float]]] = {}
         for case in cases:
             found = {p["name"]: p for p in case["providers"] if p["eager"]}
             share, us = density(case), found.get(ours)
             same = [p for n, p in found.items() if n.startswith("dense") and us and p["precision"] == us["precision"]]
             if share and us and same:
-                others = {key: value for key, value in case["parameters"].items() if key != share[0]}
-                size = label({"parameters": others, "dtype": case["dtype"]})
+                given = [(key, value) for key, value in case["parameters"].items() if key != share[0]]
+                shown = [f"{key} {value:,}" if isinstance(value, int) else f"{key} {value}" for key, value in given]
+                size = ", ".join([*shown, case["dtype"]])
                 sizes.setdefault(size, []).append((share[1], min(over(peer, us) for peer in same)))
         rows += [[what, size, *_faster(sorted(ratios))] for size, ratios in sizes.items()]
         rows += [] if sizes else [[what, f"not measured yet: `gossamer bench {file}`", "", "", ""]]
@@ -313,6 +320,38 @@ def sweeps() -> str:
         return f"{BEGIN}\nNo sweep is committed yet. `gossamer bench sweep` makes one.\n{END}"
     head = ["cases of", "how many", "dense time over gossamer's, geometric mean", "slower by 5% and 3 us", "worst"]
     return "\n".join([BEGIN, *table(head, rows), END])
+
+
+def dictionaries() -> str:
+    """What autoencoders find of a known dictionary, seed by seed."""
+    content = read("nn-dictionary-cpu.json")
+    rows = []
+    for name, setting in sorted(content["settings"].items()):
+        groups = f" of {setting['groups']} groups" if setting["groups"] else ""
+        shape = f"{setting['atoms']} atoms, {setting['active']} a row{groups}, d_in {setting['d_in']}, d_sae "
+        shape += f"{setting['d_sae']:,}, {setting['batch']:,} rows, {setting['steps']:,} steps"
+        for kind, module in MODULES.items():
+            runs = [r for r in content["runs"] if (r["setting"], r["kind"], r["rate"]) == (name, kind, 1e-3)]
+            runs.sort(key=lambda run: run["seed"])
+            found = ", ".join(f"{run['recovered']:.1%}" for run in runs)
+            rows.append([shape, f"`{module}`", found, ", ".join(f"{run['l0']:.2f}" for run in runs)])
+    return "\n".join([BEGIN, *table(["rows", "", "found, of each seed", "L0"], rows), END])
+
+
+MODULES = {"jumprelu": "JumpReLUSAE", "batchtopk": "BatchTopKSAE", "topk": "TopKSAE"}
+
+
+def stream() -> str:
+    """What autoencoders explain of a residual stream."""
+    by: dict[int, dict[str, dict[str, Any]]] = {}
+    for run in read("nn-stream-cpu.json")["runs"]:
+        by.setdefault(run["target"], {})[run["kind"]] = run
+    rows = []
+    for target, runs in sorted(by.items()):
+        topk, jumprelu = runs["topk"], runs["jumprelu"]
+        explained = [f"{run['variance_explained']:.1%}" for run in (topk, jumprelu)]
+        rows.append([str(target), *explained, f"{jumprelu['l0']:.1f}"])
+    return "\n".join([BEGIN, *table(["target", "TopK explains", "JumpReLU explains", "at L0"], rows), END])
 
 
 def filled(text: str, *tables: str) -> str:
@@ -365,6 +404,7 @@ def main(arguments: list[str]) -> int:
         PAGE: page(),
         README: filled(README.read_text(), headlines()),
         CHOOSING: filled(CHOOSING.read_text(), break_evens(), sweeps()),
+        TRAINING: filled(TRAINING.read_text(), dictionaries(), stream()),
     }
     if options.check:
         stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]

@@ -94,7 +94,7 @@ def attention_case(
         providers=(
             Provider("gossamer", run(sparse_attention), ours=True, result=_first_head),
             *(paths if T <= 8192 else ()),
-            Provider("dense SDPA", run(_dense), result=partial(_dense_result, training=training)),
+            Provider("dense SDPA", run(dense), result=partial(_dense_result, training=training)),
             *(masked if T <= 8192 else ()),
         ),
         reference=reference,
@@ -134,7 +134,7 @@ def _trained(forward: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]
     return call
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, selection: Any) -> Tensor:
+def dense(q: Tensor, k: Tensor, v: Tensor, selection: Any) -> Tensor:
     """cuDNN's attention first: PyTorch's own choice can be half as fast on Hopper."""
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])

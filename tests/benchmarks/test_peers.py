@@ -12,9 +12,9 @@ from benchmarks.peers import torch_peers
 
 ROOT = Path(__file__).parents[2]
 
-SEED_PEERS = """
+KERNEL_PEERS = """
 import torch
-from benchmarks.peers import jumprelu_sae_kernels as seed
+from benchmarks.peers import jumprelu_sae_kernels as peers
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
@@ -27,9 +27,9 @@ for B, F, D, l0 in [(1, 5, 3, 2), (3, 1025, 40, 8), (4, 2500, 300, 33), (2, 64, 
         a, W = acts.to(dtype), W_dec.to(dtype)
         want = a.double() @ W.double()
         outs = {
-            "exact": seed.decode_exact(a, W),
-            "fixed": seed.decode_fixed(a, W, max_l0=40),
-            "unsafe": seed.decode_fixed(a, W, max_l0=40, validate=False),
+            "exact": peers.decode_exact(a, W),
+            "fixed": peers.decode_fixed(a, W, max_l0=40),
+            "unsafe": peers.decode_fixed(a, W, max_l0=40, validate=False),
         }
         for name, out in outs.items():
             assert out.dtype == torch.float32, name
@@ -37,22 +37,22 @@ for B, F, D, l0 in [(1, 5, 3, 2), (3, 1025, 40, 8), (4, 2500, 300, 33), (2, 64, 
 
 acts = torch.ones(2, 3000, device=device)
 W_dec = torch.ones(3000, 8, device=device)
-assert seed.decode_fixed(acts, W_dec, max_l0=7, validate=False).unique().tolist() == [7.0]
+assert peers.decode_fixed(acts, W_dec, max_l0=7, validate=False).unique().tolist() == [7.0]
 try:
-    seed.decode_fixed(acts, W_dec, max_l0=7)
+    peers.decode_fixed(acts, W_dec, max_l0=7)
 except ValueError as error:
     assert "3000" in str(error) and "got 7" in str(error), error
 else:
     raise AssertionError("an overflow was not reported")
-print("seed peers agree with dense")
+print("peers agree with dense")
 """
 
 
-def test_jumprelu_sae_kernelsrs_agree_with_dense() -> None:
+def test_jumprelu_sae_kernels_agree_with_dense() -> None:
     """In a process of its own: Triton reads TRITON_INTERPRET when a kernel is decorated."""
     interpret = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", SEED_PEERS],
+        [sys.executable, "-c", KERNEL_PEERS],
         env={**os.environ, **interpret, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

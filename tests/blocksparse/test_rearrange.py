@@ -18,6 +18,7 @@ from gossamer.blocksparse import (
     repeat,
     repeat_interleave,
     split,
+    stack,
 )
 from tests.blocksparse.blocks import elements, native, random_blocks, random_layout
 
@@ -98,6 +99,19 @@ def test_cat(size, dim: int, device: torch.device) -> None:
     stored = [elements(t.layout) for t in (a, b)]
     check(cat([a, b, a], dim), torch.cat([x, y, x], dim), [x, y], stored)
     check(cat([b], dim), y * 1, [y], stored[1:])
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dim", [0, native(1), 2, native(-3)])
+def test_stack(size, dim: int, device: torch.device) -> None:
+    """Tensors with other blocks, and heads that are made and joined again."""
+    x, a = operand(size, torch.float32, device)
+    y, b = operand(size, torch.float32, device, seed=1)
+    check(stack([a, b, a], dim), torch.stack([x, y, x], dim), [x, y], [elements(t.layout) for t in (a, b)])
+    width = size[1] // 4
+    heads = stack(split(a, width, -1), 2)
+    assert torch.equal(heads.to_dense(), x.unflatten(3, (4, width)).movedim(3, 2))
+    check(merge(heads, 2), x * 1, [x], [elements(a.layout)])
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -316,6 +330,13 @@ def test_more_than_2_to_the_31_elements() -> None:
             ValueError,
             r"cat: tensors\[1\] must be like tensors\[0\] but for dim 0",
         ),
+        (lambda x: stack([]), ValueError, "stack: tensors must hold at least one"),
+        (
+            lambda x: stack([x, x], 1),
+            ValueError,
+            "stack: dim must be a place for a leading dimension, from 0 to 0, got 1",
+        ),
+        (lambda x: stack([x, x.values]), TypeError, r"stack: tensors\[1\] must be a BlockSparseTensor"),
         (
             lambda x: merge(x, 0),
             ValueError,

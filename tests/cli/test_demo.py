@@ -148,6 +148,9 @@ def test_attention_over_selected_keys(results: dict) -> None:
     assert (time["length"], time["keys"]) == (256, 128) and time["largest_difference"] < 1e-4
     assert 0 < time["sparse_seconds"] == pytest.approx(time["dense_seconds"] / time["speed_up"])
     assert f"{needle['accuracy_all']:.1%} with all keys and {found:.1%} with 8" in results["html"]
+    said = dict(report.headline(results))
+    assert said[f"needles found with 8 of 64 keys, which an indexer selects; with all {needle['accuracy_all']:.1%}"]
+    assert said["speed-up of attention with 90% of its blocks, over 256 tokens"]
 
 
 def test_block_sparse_operations(results: dict) -> None:

@@ -38,6 +38,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": None},
     "Qwen2": {},
     "Qwen3": {"head_dim": 8},
+    "Mixtral": {"num_local_experts": 2},
+    "Qwen2Moe": {
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "Qwen3Moe": {"head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
     "Gemma": {"head_dim": 8},
 }
 SPARSE = {"k_base": 8, "k_min": 4, "k_max": 16, "d_indexer": 12, "n_idx_heads": 2}

@@ -84,6 +84,24 @@ def test_dense_until_k_and_undone(device: torch.device) -> None:
     assert torch.equal(logits(again, ids), sparse)
 
 
+def test_the_inner_model_and_what_is_left(device: torch.device) -> None:
+    """The model that calls the layers may be given itself; a layer that is left is in no group of a number."""
+    model, ids = five(device), tokens(device)
+    patch_attention(model, share=2)
+    wanted = [layer.self_attn.group for layer in model.model.layers]
+    unpatch_attention(model)
+    patch_attention(model.model, share=2, **SPARSE)
+    assert [layer.self_attn.group for layer in model.model.layers] == wanted == [(0, 1)] * 2 + [(2, 3)] * 2 + [()]
+    assert logits(model, ids).isfinite().all()
+    unpatch_attention(model.model)
+    model.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
+    report = patch_attention(model, share=2, **SPARSE)
+    assert list(report.left) == ["model.layers.1.self_attn"] and report.selections == 2
+    groups = [layer.self_attn.group for n, layer in enumerate(model.model.layers) if n != 1]
+    assert groups == [(0, 2), (0, 2), (3, 4), (3, 4)]
+    assert logits(model, ids).isfinite().all()
+
+
 def test_generation_with_and_without_a_cache(device: torch.device) -> None:
     model, ids = five(device), tokens(device)
     patch_attention(model, share=2, **SPARSE)

@@ -20,7 +20,7 @@ from tests.conftest import DTYPES, MODE
 NAN, INF = math.nan, math.inf
 METHODS = ("auto", "exact", "fixed", "dense")
 
-# The seed's configurations: B, d_sae, d_in, L0 for each dtype and method. The interpreter takes those it can bear.
+# Those of jumprelu-sae-kernels: B, d_sae, d_in, L0 for each dtype and method. The interpreter takes what it can bear.
 CONFIGURATIONS = list(itertools.product((1, 4, 32), (256, 1024, 16384), (128, 512, 768), (1, 8, 100)))
 if MODE == "interpreter":
     CONFIGURATIONS = [c for c in CONFIGURATIONS if c[0] <= 4 and c[1] <= 1024 and c[2] == 128]

@@ -11,7 +11,7 @@ from gossamer.blocksparse.gather import gather
 from gossamer.blocksparse.layout import Layout
 from gossamer.blocksparse.matmul import matmul
 from gossamer.blocksparse.patterns import causal, global_tokens, sliding_window
-from gossamer.blocksparse.rearrange import adapt_layout, cat, merge, repeat, repeat_interleave, split
+from gossamer.blocksparse.rearrange import adapt_layout, cat, merge, repeat, repeat_interleave, split, stack
 from gossamer.blocksparse.relative import Relative
 from gossamer.blocksparse.rows import add, broadcast_add, broadcast_sub, max, mean, mul, sub, sum
 from gossamer.blocksparse.rowwise import apply_rowwise, layer_norm, rms_norm
@@ -54,6 +54,7 @@ __all__ = [
     "sliding_window",
     "softmax",
     "split",
+    "stack",
     "sub",
     "sum",
     "to_block_mask",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -166,10 +167,14 @@ def cat(tensors: Sequence[BlockSparseTensor], dim: int = 0, *, layout: Layout | 
     (32, 96)
     """
     operator = "blocksparse.cat"
-    if not tensors:
-        raise ValueError(f"{operator}: tensors must hold at least one BlockSparseTensor, got none.")
     for k, x in enumerate(tensors):
         check_blocks(operator, **{f"tensors[{k}]": x})
+    return _cat(operator, tensors, dim, layout)
+
+
+def _cat(operator: str, tensors: Sequence[BlockSparseTensor], dim: int, layout: Layout | None) -> BlockSparseTensor:
+    if not tensors:
+        raise ValueError(f"{operator}: tensors must hold at least one BlockSparseTensor, got none.")
     first = tensors[0]
     dim = _dim(operator, first, dim)
     for k, x in enumerate(tensors):
@@ -177,6 +182,44 @@ def cat(tensors: Sequence[BlockSparseTensor], dim: int = 0, *, layout: Layout | 
     lengths = [x.shape[dim] for x in tensors]
     shape = (*first.shape[:dim], sum(lengths), *first.shape[dim + 1 :])
     return _joined(operator, first, _side_by_side(tensors, dim), shape, dim, lengths, layout)
+
+
+def stack(tensors: Sequence[BlockSparseTensor], dim: int = 0, *, layout: Layout | None = None) -> BlockSparseTensor:
+    """Tensors one after the other along a new leading dimension, as `torch.stack`.
+
+    `stack(split(x, D, -1), 1)` makes heads `[B, H, T, D]` of `[B, T, H * D]`, and `merge` joins them again.
+
+    Args:
+        tensors: `[..., M, N]`, all alike but for which blocks are present.
+        dim: the place of the new dimension among the leading ones.
+        layout: as in `repeat`.
+
+    Returns:
+        `BlockSparseTensor`, differentiable in the tensors.
+
+    Raises:
+        ValueError: there is none, dim is no place for a leading dimension, or shapes, blocks, devices or layout do not
+            fit.
+        TypeError: one is no `BlockSparseTensor`, or dtypes differ.
+
+    Source: Schön and Tompits, blksprs, section 3.3 (split, whose parts are stacked); `torch.stack`.
+
+    >>> x = from_dense(torch.ones(2, 32, 64), Layout.from_mask(torch.ones(2, 2, 4), 16))
+    >>> stack(split(x, 16, -1), 1).shape
+    (2, 4, 32, 16)
+    """
+    operator = "blocksparse.stack"
+    for k, x in enumerate(tensors):
+        check_blocks(operator, **{f"tensors[{k}]": x})
+    places = len(tensors[0].shape) - 1 if tensors else 1
+    if not isinstance(dim, int) or not -places - 2 <= dim < places or not 0 <= dim % (places + 2) < places:
+        raise ValueError(f"{operator}: dim must be a place for a leading dimension, from 0 to {places - 1}, got {dim}.")
+    dim %= places + 2
+    parts = []
+    for x in tensors:
+        shape = (*x.layout.shape[:dim], 1, *x.layout.shape[dim:])
+        parts.append(BlockSparseTensor(x.values, replace(x.layout, shape=shape)))
+    return _cat(operator, parts, dim, layout)
 
 
 def merge(x: BlockSparseTensor, dim: int, into: int = -1, *, layout: Layout | None = None) -> BlockSparseTensor:

@@ -394,11 +394,13 @@ class GatedSparseAttentionReference(GatedSparseAttention):
 
 
 OPERATOR = "nn.GatedSparseAttention"
+FEW_TOKENS = 64
 
 
 def _products(x: Tensor, layers: dict[str, nn.Linear]) -> Tensor:
-    """What the layers make of x, side by side; by one product where they are plain."""
-    if why_called(**layers) is not None:
+    """What the layers make of x, side by side; by one product where they are plain and tokens are more than a few, for
+    which putting weights side by side would cost more than the products."""
+    if x.shape[:-1].numel() <= FEW_TOKENS or why_called(**layers) is not None:
         return torch.cat([layer(x) for layer in layers.values()], -1)
     biases: list[Tensor | None] = [layer.bias for layer in layers.values()]
     weights: list[Tensor] = [layer.weight for layer in layers.values()]

@@ -60,7 +60,7 @@ def add_head(score, q, k, weight, bias, scale, PRECISION: tl.constexpr, FAST: tl
 
 @triton.jit
 def _index_keys_kernel(
-    q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, keys_ptr, stride_qb, stride_qh, stride_qt, stride_kb, stride_kt,
+    q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, keys_ptr, stride_qb, stride_qh, stride_qt, stride_kb,
     first, Tq, padded, Tk, stride, ahead, scale,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, FAST: tl.constexpr,
@@ -102,7 +102,7 @@ def _index_keys_kernel(
         end = (end + 8 * UNIT - 1) // (8 * UNIT) * (8 * UNIT)
     for at in range(tl.program_id(0) * BLOCK_N, end, tl.num_programs(0) * BLOCK_N):
         keys = at + tl.arange(0, BLOCK_N)
-        k = load_tile(k_ptr, keys, stride_kt, Tk, D, BLOCK_D)
+        k = load_tile(k_ptr, keys, D, Tk, D, BLOCK_D)
         score = tl.zeros([BLOCK_M, BLOCK_N], tl.float32) + lowest[:, None]
         if HELD:
             for h in tl.static_range(HEADS):
@@ -262,7 +262,9 @@ class _Call:
     ) -> None:
         q, k, w, bias, lengths = inputs
         assert q is not None and k is not None and w is not None
-        self.q, self.k = (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (q, k))
+        self.q = q if q.stride(-1) == 1 or q.shape[-1] == 1 else q.contiguous()
+        # Keys stand one behind the other, as in a slice of a longer cache too.
+        self.k = k if k.stride()[1:] == (k.shape[2], 1) else k.contiguous()
         self.w, self.bias, self.lengths, self.scale = w.contiguous(), bias, lengths, scale
         self.b, self.heads, self.tq, self.d = q.shape
         self.tk = k.shape[1]
@@ -275,7 +277,7 @@ class _Call:
         rows = (self.b * self.padded,)
         self.threshold, self.last = (torch.empty(rows, dtype=torch.int32, device=q.device) for _ in range(2))
         self.words = torch.empty(self.b, 1, self.padded // self.unit, self.tk, dtype=torch.int64, device=q.device)
-        strides = (*self.q.stride()[:3], *self.k.stride()[:2])
+        strides = (*self.q.stride()[:3], self.k.stride(0))
         self.key = (q.shape, self.tk, strides, causal, scale, self.rule, _dtypes(q, k, w, bias, lengths), granularity)
         self.packed = not INTERPRET and not torch.version.hip
 
@@ -292,7 +294,7 @@ class _Call:
         # Enough programs that the last wave is short.
         tiles = slab.columns * self.granularity // columns
         parts = max(1, min(tiles, launch.cdiv(6 * tuning.programs(self.q.device), blocks)))
-        strides = (*self.q.stride()[:3], *self.k.stride()[:2])
+        strides = (*self.q.stride()[:3], self.k.stride(0))
         args = (self.q, self.k, self.w, self.bias, self.lengths, keys, *strides, *self.sizes(slab), self.scale)
         _index_keys(self.key, (parts, blocks, 1), args, meta, num_warps=4, num_stages=3)
 
@@ -364,7 +366,7 @@ EXAMPLES = {
         "signature": {
             "q_ptr": "*bf16", "k_ptr": "*bf16", "w_ptr": "*bf16", "bias_ptr": "*fp32", "lengths_ptr": None,
             "keys_ptr": "*i16",
-            **dict.fromkeys(("stride_qb", "stride_qh", "stride_qt", "stride_kb", "stride_kt"), "i32"),
+            **dict.fromkeys(("stride_qb", "stride_qh", "stride_qt", "stride_kb"), "i32"),
             **_SIZES, "scale": "fp32",
         },
         "constexprs": {

@@ -15,6 +15,7 @@ def headline(results: dict[str, Any]) -> list[tuple[str, str]]:
     model, sae, loss, rates = results["model"], results["sae"], results["loss"], results["features"]["firing_rates"]
     largest = results["comparison"][-1]
     decode = largest["operations"][0]
+    needle, blocks = results["needle"], results["block_sparse"]["cases"][-1]
     return [
         ("bits per byte on unseen text", f"{model['validation_bits_per_byte']:.2f}"),
         ("feed-forward neurons active", f"{model['active_fraction']:.1%}"),
@@ -28,6 +29,16 @@ def headline(results: dict[str, Any]) -> list[tuple[str, str]]:
         (
             f"of the latents fired on none of {results['features']['bytes_read']:,} unseen bytes",
             f"{rates.count(0) / len(rates):.1%}",
+        ),
+        (
+            f"needles found with {needle['keys']} of {needle['length']} keys, which an indexer selects; with all "
+            f"{needle['accuracy_all']:.1%}",
+            f"{needle['accuracy_selected']:.1%}",
+        ),
+        (
+            f"speed-up of {blocks['operation']} with {blocks['density']:.0%} of its blocks, over "
+            f"{results['block_sparse']['length']:,} tokens",
+            _ratio(blocks["speed_up"]),
         ),
         (
             f"speed-up of sparse decoding ({largest['name']}, {largest['d_sae']:,} latents, batch "

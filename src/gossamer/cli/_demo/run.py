@@ -62,8 +62,7 @@ class Settings:
     seconds_sae: float = 60.0
     steps_model: int | None = None
     steps_sae: int | None = None
-    seconds_needle: float = 10.0
-    steps_needle: int | None = None
+    steps_needle: int = 160
     seconds_blocks: float = 5.0
     attention_length: int = 4096
     linear_width: int = 2048
@@ -188,24 +187,7 @@ def _experiment(
                 large = measure.large_sae(device, settings.seed)
                 comparison.append(measure.compare("untrained SAE", *large, seconds=settings.seconds_compare, show=show))
                 del large
-        with stages("sparse attention") as show:
-            needle = needle_stage(
-                device,
-                settings.seed,
-                Clock(settings.seconds_needle, settings.steps_needle),
-                seconds=min(2.0, settings.seconds_compare / 6),
-                length=settings.attention_length,
-                show=show,
-            )
-        with stages("block-sparse") as show:
-            blocks = block_sparse(
-                device,
-                settings.seed,
-                seconds=min(settings.seconds_blocks, settings.seconds_compare / 2),
-                width=settings.linear_width,
-                length=settings.attention_length,
-                show=show,
-            )
+        attention = _attention(settings, device, stages)
         with stages("features") as show:
             found = _extract(settings, model, sae, validation, out, show)
             top = features.top_features(found, settings.n_features)
@@ -231,14 +213,36 @@ def _experiment(
         },
         "loss": losses,
         "comparison": comparison,
-        "needle": needle,
-        "block_sparse": blocks,
+        **attention,
         "features": {
             "bytes_read": found.rows,
             "firing_rates": (found.firing_counts.double() / found.rows).tolist(),
             "top": top,
         },
     }
+
+
+def _attention(settings: Settings, device: torch.device, stages: Any) -> dict[str, Any]:
+    """What does without the byte model: attention over selected keys, and block-sparse operations."""
+    with stages("sparse attention") as show:
+        needle = needle_stage(
+            device,
+            settings.seed,
+            Clock(0, settings.steps_needle),
+            seconds=min(2.0, settings.seconds_compare / 6),
+            length=settings.attention_length,
+            show=show,
+        )
+    with stages("block-sparse") as show:
+        blocks = block_sparse(
+            device,
+            settings.seed,
+            seconds=min(settings.seconds_blocks, settings.seconds_compare / 2),
+            width=settings.linear_width,
+            length=settings.attention_length,
+            show=show,
+        )
+    return {"needle": needle, "block_sparse": blocks}
 
 
 def _autoencoder(

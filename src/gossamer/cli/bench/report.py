@@ -38,7 +38,7 @@ def case_table(result: CaseResult, ceilings: Ceilings) -> Table:
     table = Table(title=escape(case.id), title_justify="left", title_style="bold", caption_justify="left")
     skipped = [f"{o.provider.name} ({o.message})" for o in result.outcomes if o.status == "skipped"]
     if skipped:
-        table.caption = escape(f"not measured: {'; '.join(skipped)}")
+        table.caption = escape(f"left out: {'; '.join(skipped)}")
     table.add_column("provider", no_wrap=True)
     graphs = any(o.graph for o in result.outcomes)
     for column in ("eager p20-p80", "ratio", *(("graph p20-p80", "graph ratio") if graphs else ())):

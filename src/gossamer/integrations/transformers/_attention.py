@@ -25,7 +25,17 @@ from gossamer.nn._plain import hooked
 
 _PATCH, _UNPATCH = "integrations.transformers.patch_attention", "integrations.transformers.unpatch_attention"
 _LOSS = "integrations.transformers.indexer_loss"
-_CLASSES = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "GemmaAttention")
+_CLASSES = (
+    "LlamaAttention",
+    "MistralAttention",
+    "MixtralAttention",
+    "Qwen2Attention",
+    "Qwen2MoeAttention",
+    "Qwen3Attention",
+    "Qwen3MoeAttention",
+    "GemmaAttention",
+)
+_WINDOW_IN_CONFIG = {"MistralAttention", "MixtralAttention"}
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -75,14 +85,15 @@ def patch_attention(
     growing or a static cache, padding on either side, gradient checkpointing.
 
     Args:
-        model: a model of transformers, or a module that contains one. Llama, Mistral, Qwen2, Qwen3 and Gemma are
-            known. Attention with a sliding window, dropout, hooks, adapters or quantised weights is left.
+        model: a model of transformers, or a module that contains one. Llama, Mistral, Mixtral, Qwen2 and 3, dense or of
+            experts, and Gemma are known. Attention with a sliding window, dropout, hooks, adapters or quantised weights
+            is left.
         k_base, k_min, k_max, d_indexer, n_idx_heads, adaptive: as in `nn.GatedSparseAttention`.
         gates: whether to add gates to values and outputs. They begin at one half, and v_proj and o_proj at twice what
             they were, so that the model computes what it did. Without gates weights are shared with what was there.
-        share: how many layers in a row use the selection of the first of them, or which: `[[0, 1, 2], [3, 4]]` names
-            two groups of layers, and every other layer selects for itself. Only the first layer of a group has an
-            indexer, which learns from the attention of all of them.
+        share: how many of the replaced layers in a row use the selection of the first of them, or which:
+            `[[0, 1, 2], [3, 4]]` names two groups of layers, and every other layer selects for itself. Only the first
+            layer of a group has an indexer, which learns from the attention of all of them.
         granularity: 1, or 4 to select units of four neighbouring keys, as in `attention.select_topk`.
 
     Returns:
@@ -498,7 +509,7 @@ def _why_not(module: Any) -> str | None:
         if type(layer) is not nn.Linear or not layer.weight.is_floating_point():
             return f"{name} is {type(layer).__module__}.{type(layer).__qualname__}, not a plain nn.Linear"
     window = getattr(module, "sliding_window", None)
-    if "MistralAttention" in {base.__name__ for base in kind.__mro__}:
+    if _WINDOW_IN_CONFIG & {base.__name__ for base in kind.__mro__}:
         window = getattr(module.config, "sliding_window", None)
     if window is not None:
         return f"it has a sliding window of {window} tokens"

@@ -19,7 +19,7 @@ from gossamer.sae._triton._entries import load_threshold
 from gossamer.sae._triton.encode import encode
 from gossamer.sae.ranked import ranked
 
-TILE = {"ROWS": 4, "COLUMNS": 1024}
+TILE = {"ROWS": 4, "COLUMNS": 512}
 
 
 @triton.jit
