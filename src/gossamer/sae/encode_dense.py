@@ -95,8 +95,7 @@ def choose_path(
             return "dense" if training else "sparse"
         else:
             # A row that overflows its slots is a row of a dense product, beside the work that found that out.
-            share = known.over / max(known.rows, 1)
-            entries = (1 - share) * known.mean + share * 1.5 * limit
+            entries = (known.light + known.over * 1.5 * limit) / max(known.rows, 1)
         return "dense" if entries > limit else "sparse"
 
     return tracker.path(choose, training=training)
