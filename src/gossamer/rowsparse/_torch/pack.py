@@ -79,6 +79,25 @@ def bits_of(values: Tensor) -> np.ndarray:
     return values.view(_INTEGER[values.element_size()]).numpy()
 
 
+def keep_(x: Tensor, flags: Tensor) -> Tensor:
+    """x, 0 where a flag is not set, NaN or not: a product of integers, for `masked_fill_` and `where` take twenty times
+    as long where flags look random."""
+    x.view(_INTEGER[x.element_size()]).mul_(flags)
+    return x
+
+
+def set_sign_(x: Tensor, flags: Tensor) -> Tensor:
+    """x, -0.0 where a flag is set and x is 0."""
+    bits = x.view(_INTEGER[x.element_size()])
+    bits.add_(flags, alpha=torch.iinfo(bits.dtype).min)
+    return x
+
+
+def count(flags: Tensor, dim: int) -> Tensor:
+    """int64, of a matrix of booleans; `torch.sum` converts each of them first."""
+    return torch.from_numpy(np.count_nonzero(flags.numpy(), axis=dim))
+
+
 def pack_ell(x: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     """Operator `pack_ell`."""
     return ell_from_entries(*entries(x), capacity)

@@ -2,10 +2,11 @@
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.rowsparse._torch.pack import ell_from_entries, nonzero_positions, row_offsets_of
+from gossamer.rowsparse._torch.pack import count, ell_from_entries, keep_, nonzero_positions, row_offsets_of, set_sign_
 from gossamer.rowsparse.formats import threshold_dtype
 
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -53,7 +54,15 @@ def encode(
     else:
         # Thresholds below 0 keep what 0 keeps, because values are at least 0.
         limit = l0.new_zeros(1) if threshold is None else threshold.clamp(min=0)
-        positions = nonzero_positions(~(pre <= limit - bandwidth / 2))
+        kept = ~(pre <= limit - bandwidth / 2)
+        if (
+            keep_source
+            and capacity is not None
+            and 2 * np.count_nonzero(kept.numpy()) > m * capacity
+            and bool((count(kept, 1) > capacity).any())
+        ):
+            return _overflowing(pre, kept, limit, bandwidth, capacity)
+        positions = nonzero_positions(kept)
         values = pre.view(-1)[positions]
         if bandwidth:
             values = torch.where(values <= limit.expand(n)[positions % n], 0, values)
@@ -77,6 +86,28 @@ def encode(
             # -0.0 stands for an entry of value 0, +0.0 for none.
             source.view(-1)[positions[held]] = torch.where(values[held] == 0, -0.0, values[held])
     return *ell_from_entries(row_offsets, positions % n, values, capacity), source, l0
+
+
+def _overflowing(
+    pre: Tensor, kept: Tensor, limit: Tensor, bandwidth: float, capacity: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Operator `sae_encode` where so many are kept that rows overflow: those are masked, not listed. Changes both."""
+    (m, n), counts = pre.shape, count(kept, 1)
+    silent = pre <= limit
+    l0 = n - count(silent, 1)
+    keep_(pre, ~silent)
+    if bandwidth:
+        set_sign_(pre, silent.logical_and_(kept))
+    flagged, width = counts > capacity, capacity
+    while width < n and bool((count(kept[:, :width], 1)[flagged] < capacity).any()):
+        width *= 2
+    # Slots hold the first entries of a row, and nobody looks at those behind them.
+    kept[:, width:].masked_fill_(flagged[:, None], False)
+    positions = nonzero_positions(kept)
+    # Not -0.0, which is for the source.
+    values = pre.view(-1)[positions] + 0.0
+    lists = ell_from_entries(row_offsets_of(positions, m, n), positions % n, values, capacity)
+    return *lists[:2], counts.int(), pre, l0.to(threshold_dtype(pre.dtype))
 
 
 def _largest(pre: Tensor, k: int, groups: int) -> Tensor:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from gossamer.rowsparse._torch.pack import count, keep_, set_sign_
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.sae._torch.encode import encode
 from gossamer.sae.ranked import ranked
@@ -42,13 +43,13 @@ def encode_dense(
         silent = acts <= limit
         if bandwidth:
             near = (acts > limit - bandwidth / 2).logical_and_(silent)
-        acts.masked_fill_(silent, 0)
+        keep_(acts, ~silent)
         if near is not None:
-            acts.masked_fill_(near, -0.0)
+            set_sign_(acts, near)
     m, n = acts.shape
-    l0 = n - silent.sum(1)
-    nnz = l0 if near is None else l0 + near.sum(1)
-    return acts, l0.to(wide), m - silent.sum(0), nnz.int()
+    l0 = n - count(silent, 1)
+    nnz = l0 if near is None else l0 + count(near, 1)
+    return acts, l0.to(wide), m - count(silent, 0), nnz.int()
 
 
 def encode_dense_bwd(
@@ -56,12 +57,13 @@ def encode_dense_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Operator `sae_encode_dense_bwd` -> (gradient of the pre-activations, its sums, gradient of the threshold)."""
     wide = threshold_dtype(acts.dtype)
-    grad_pre = torch.where(acts != 0, grad, 0)
+    fires = acts != 0
+    grad_pre = keep_(grad.clone(memory_format=torch.contiguous_format), fires)
     sums = grad_pre.sum(0, dtype=wide)
     if threshold is None:
         return grad_pre, sums, sums.new_empty(0)
-    near = ((acts != 0) | acts.signbit()) & (acts - threshold < bandwidth / 2) & (threshold >= 0)
-    slope = torch.where(near, (threshold * grad + grad_l0[:, None]) / bandwidth, 0)
+    near = fires.logical_or_(acts.signbit()).logical_and_(acts - threshold < bandwidth / 2).logical_and_(threshold >= 0)
+    slope = keep_((threshold * grad).add_(grad_l0[:, None]), near).div_(bandwidth)
     grad_threshold = -slope.sum(0)
     if ste_to_input:
         grad_pre = (grad_pre + slope).to(acts.dtype)
