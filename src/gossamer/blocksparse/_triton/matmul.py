@@ -300,7 +300,11 @@ def tile_of(bm: int, bk: int, bn: int, width: int, element_size: int, device: to
     step = min(bk or 64, 64 if half and tuning.hopper(device) else 32)
     columns = 256 if bm == 64 and half and tuning.hopper(device) else 128
     columns = max(bn, min(columns, launch.next_power_of_2(max(width, 16))))
-    return Tile(columns, step, 8 if bm * columns >= 128 * 128 and bm >= 128 else 4, 3 if half else 4)
+    # Two programs of a multiprocessor hide more of each other's waits than a third buffer of one.
+    stages = 4
+    while stages > 2 and stages * (bm + columns) * step * element_size > 100 * 1024:
+        stages -= 1
+    return Tile(columns, step, 8 if bm * columns >= 128 * 128 and bm >= 128 else 4, stages)
 
 
 def width_of(of_b: tuple[Any, ...], of_out: tuple[Any, ...], rows: int, n: int, bn: int) -> int:
