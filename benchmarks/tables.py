@@ -54,7 +54,8 @@ PAGES = {
         "Sparse feed-forward blocks",
         "A gated block of which `nnz` of N neurons fire for a token; of groups of 64 neighbouring tokens `shared` fire "
         "for all. `gossamer` is the module in steady state, which chooses; the others pin a way. It is **slower than "
-        "dense** for up to 16 tokens, and eager, where the host launches longer than the GPU works, for 2,048. In the "
+        "dense** for up to 16 tokens, and eager, where the host launches longer than the GPU works, for 2,048: there "
+        "`gossamer` has gone the dense way since. In the "
         "case of unequal rows those of 40 entries had them side by side, by a fault of the inputs: all overflowed.",
     ),
     "blocksparse-attention-nvidia-h200.json": (

@@ -196,9 +196,14 @@ def test_what_is_left(device: torch.device) -> None:
     why = "its activation is gelu, which leaves few entries 0"
     assert patch(model, sparse=True).left == {f"model.decoder.layers.{i}": why for i in range(2)}
     # Without `sparse`, and for a gate that lets everything through, nothing is new.
-    assert str(patch(make("OPT", device))) == "no feed-forward block found that can be replaced"
+    with pytest.warns(UserWarning, match="patch: no feed-forward block found that can be replaced; known are"):
+        assert not patch(make("OPT", device)).replaced
     report = patch(make("Llama", device, hidden_act="silu"), sparse=True)
-    assert str(report) == "LlamaMLP: 2 with gate and up in one product" and not report.sparse
+    lines = (
+        "LlamaMLP: 2 with gate and up in one product",
+        "2 not sparse, its activation is silu, which leaves few entries 0",
+    )
+    assert str(report) == "\n".join(lines) and not report.sparse
     model = make("T5", device)
     model.encoder.block[0].layer[-1].DenseReluDense.wo.double()
     model.encoder.block[1].layer[-1].DenseReluDense.dropout.register_forward_hook(lambda *_: None)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gossamer import blocksparse
 from gossamer.blocksparse import Layout, select_blocks
 from gossamer.nn import BlockSparseAttention
 from gossamer.testing import assert_close
@@ -195,3 +196,15 @@ def test_errors() -> None:
         BlockSparseAttention(48, 4, layout=layout, relative_clips=(3,))(x, relative_positions=[torch.arange(20)] * 2)
     with pytest.raises(ValueError, match="context must be None with rotary embeddings"):
         BlockSparseAttention(48, 4, rope_theta=1e4)(x, x)
+
+
+def test_shapes_are_named(device: torch.device) -> None:
+    layout = Layout.from_mask(torch.ones(2, 2, device=device), 16)
+    with pytest.raises(ValueError, match=r"num_heads must divide hidden_size where head_dim is None, got 4 and 130"):
+        BlockSparseAttention(130, 4, layout=layout)
+    layer = BlockSparseAttention(32, 4, layout=layout, device=device)
+    for x in (torch.ones(2, 32, 30, device=device), torch.ones(32, 32, device=device)):
+        with pytest.raises(ValueError, match=r"x must have shape \[B, T, hidden_size\] with hidden_size = 32, got"):
+            layer(x)
+    with pytest.raises(ValueError, match=r"blocksparse.causal: size must be \(M, N\), queries and keys, got 300"):
+        blocksparse.causal(300, 32)  # type: ignore[arg-type]

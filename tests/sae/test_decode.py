@@ -130,7 +130,9 @@ def test_error_budget(
 
     out = decode(acts, W, b, method=method, capacity=40 if method in ("auto", "fixed") else None)
     reference, usual = plain(*exact), plain(*inputs)
-    assert_close(out, reference64=reference, plain=usual)
+    # Where most of a few rows hold little, plain PyTorch's largest error is that of one row, and a matter of luck.
+    magnitude = (exact[0].detach().square() @ exact[1].detach().square()).sqrt()
+    assert_close(out, reference64=reference, plain=usual, length=n, magnitude=magnitude)
     grad = torch.randn(m, d, device=device, generator=generator).to(dtype)
     grads = torch.autograd.grad(out, inputs, grad)
     wanted = torch.autograd.grad(reference, exact, grad.double())

@@ -153,6 +153,8 @@ class _Grid:
         device: torch.device | str | None,
     ) -> None:
         checks.tensors(operator, lengths=lengths)
+        if not isinstance(size, tuple | list | torch.Size) or len(size) != 2:
+            raise ValueError(f"{operator}: size must be (M, N), queries and keys, got {size!r}.")
         self.size, self.block = size, check_block_size(operator, block_size)
         self.lengths, self.shape = lengths, grid_of(size, self.block)
         self.device: Any = lengths.device if device is None and lengths is not None else device

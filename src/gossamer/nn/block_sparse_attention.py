@@ -75,7 +75,13 @@ class BlockSparseAttention(nn.Module):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         for name, size in {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads}.items():
             checks.positive(OPERATOR, name, size, "It is a size.")
-        head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        if head_dim is None:
+            if hidden_size % num_heads:
+                raise ValueError(
+                    f"{OPERATOR}: num_heads must divide hidden_size where head_dim is None, got {num_heads} and "
+                    f"{hidden_size}."
+                )
+            head_dim = hidden_size // num_heads
         checks.positive(OPERATOR, "head_dim", head_dim, "None takes hidden_size // num_heads.")
         if num_heads % num_kv_heads or (rope_theta is not None and head_dim % 2):
             raise ValueError(
@@ -132,6 +138,13 @@ class BlockSparseAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v `[B, heads, T, head_dim]`, q and k turned where there are rotary embeddings."""
         source = x if context is None else context
+        hidden_size = self.q_proj.in_features
+        for name, given in (("x", x), ("context", source)):
+            if given.dim() != 3 or given.shape[2] != hidden_size:
+                raise ValueError(
+                    f"{OPERATOR}: {name} must have shape [B, T, hidden_size] with hidden_size = {hidden_size}, got "
+                    f"{list(given.shape)}."
+                )
         q, k, v = self.q_proj(x), self.k_proj(source), self.v_proj(source)
         if self.rotary_emb is None:
             q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))

@@ -215,7 +215,10 @@ def report(
 
         run_batches(model, batches, before, progress)
     if not recorder.layers:
-        raise ValueError("sparsity.report: batches must reach a sparse block without gradients, but none was called.")
+        raise ValueError(
+            "sparsity.report: batches must reach a sparse block without gradients, but none was called. A block whose "
+            "activation is no ReLU calls none, and one that batches do not go through."
+        )
     every = sparse_blocks("sparsity.report", model)
     blocks = {name: block for name, block in every.items() if name in recorder.layers}
     measured = time_blocks(model, blocks, last[0]) if measure else {}

@@ -255,7 +255,8 @@ def sparse_blocks(operator: str, model: nn.Module) -> dict[str, SparseBlock]:
     if not found:
         raise ValueError(
             f"{operator}: model must have sparse blocks, got none. nn.GatedMLP and nn.MLP are some, and models of "
-            "transformers have them after integrations.transformers.patch(model, sparse=True)."
+            "transformers have them after integrations.transformers.patch(model, sparse=True), where their activation "
+            "is a ReLU or squared ReLU: others leave nothing out. print what patch returns: it says why."
         )
     return found
 

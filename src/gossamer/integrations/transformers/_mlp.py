@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -43,19 +44,26 @@ class Report:
         replaced: name of a module -> what it was.
         left: name of a module that looks like a feed-forward block -> why it computes as before.
         sparse: those among `replaced` that compute sparse where no gradient is needed.
+        dense: name of a module that was to be sparse, and is not -> why.
     """
 
     replaced: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     sparse: frozenset[str] = frozenset()
+    dense: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         counts = Counter((kind, name in self.sparse) for name, kind in self.replaced.items())
         how = {False: "with gate and up in one product", True: "sparse where no gradient is needed"}
         lines = [f"{kind}: {count} {how[sparse]}" for (kind, sparse), count in counts.items()]
-        return "\n".join([*lines, *(f"{name}: left as it is, {why}" for name, why in self.left.items())]) or (
-            "no feed-forward block found that can be replaced"
-        )
+        lines += [f"{count} not sparse, {why}" for why, count in Counter(self.dense.values()).items()]
+        return "\n".join([*lines, *(f"{name}: left as it is, {why}" for name, why in self.left.items())]) or _NONE
+
+
+_NONE = (
+    "no feed-forward block found that can be replaced; known are those of Llama, Mistral, Qwen2, Qwen3, Gemma, Phi3 "
+    "and gated T5 models, and with sparse=True of OPT, T5 1.0, Arcee, Nemotron, Jais2 and NanoChat"
+)
 
 
 def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = False) -> Report:
@@ -71,8 +79,8 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
             Jais2 and NanoChat. True goes `method="auto"` of `ffn.gated`; the name of a way pins that.
 
     Returns:
-        What is replaced, and what is left and why. `print` it. What is sparse has a `ffn.SparseBlock` as
-        `module.sparse_block`, which tells the way that was taken last.
+        What is replaced, and what is left and why; it warns where nothing is replaced. `print` it. What is sparse has
+        a `ffn.SparseBlock` as `module.sparse_block`, which tells the way that was taken last.
 
     Raises:
         TypeError: model is no module.
@@ -88,7 +96,7 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
     if any(isinstance(module, _Patched) for module in model.modules()):
         raise ValueError(f"{_PATCH}: model is patched already. Call unpatch first.")
     method = SparseBlock("auto" if sparse is True else sparse, _PATCH).method if sparse else None
-    replaced, left, found = {}, {}, set()
+    replaced, left, found, dense = {}, {}, set(), {}
     for name, module in model.named_modules():
         kind: Any = type(module)
         layout = layout_of(kind)
@@ -112,7 +120,12 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
         if is_sparse and method is not None:
             module.sparse_block = SparseBlock(method, _PATCH)
             found.add(name)
-    return Report(replaced, left, frozenset(found))
+        elif method is not None:
+            dense[name] = why_not_sparse(module, layout) or ""
+    report = Report(replaced, left, frozenset(found), dense)
+    if not replaced:
+        warnings.warn(f"{_PATCH}: {report}.", stacklevel=2)
+    return report
 
 
 def unpatch(model: nn.Module) -> None:
