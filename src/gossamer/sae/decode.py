@@ -75,7 +75,7 @@ def decode(
             return out.view(*acts.shape[:-1], W_dec.shape[1])
     operator = "sae.decode"
     if isinstance(acts, RowSparse):
-        return _decode_rows(operator, acts, W_dec, b_dec, method, capacity, out_dtype)
+        return decode_rows(operator, acts, W_dec, b_dec, method, capacity, out_dtype)
     checks.floating(operator, acts=acts, W_dec=W_dec)
     if acts.dim() == 0 or W_dec.dim() != 2 or W_dec.shape[0] != acts.shape[-1]:
         expected = f"d_sae = {acts.shape[-1]}" if acts.dim() else "acts [..., d_sae]"
@@ -84,7 +84,7 @@ def decode(
         )
     n, d = W_dec.shape
     checks.columns(operator, "acts", n)
-    _check_rest(operator, W_dec, b_dec, method, capacity, out_dtype, acts=acts)
+    check_rest(operator, W_dec, b_dec, method, capacity, out_dtype, acts=acts)
     if autocast.enabled(acts.device):
         acts, W_dec = autocast.cast(acts, W_dec)  # type: ignore[assignment]
     check_dtypes(operator, "acts", acts, "W_dec", W_dec)
@@ -127,7 +127,7 @@ def decode_dense(acts: Tensor, W_dec: Tensor, b_dec: Tensor | None) -> Tensor:
     return _dense(acts, W_dec, b_dec, None)
 
 
-def _decode_rows(
+def decode_rows(
     operator: str,
     rows: Rows,
     W_dec: Tensor,
@@ -138,7 +138,7 @@ def _decode_rows(
 ) -> Tensor:
     check_container(operator, rows, "acts")
     check_weight(operator, rows, W_dec, "W_dec", "[d_sae, d_in]", "acts")
-    _check_rest(operator, W_dec, b_dec, method, capacity, out_dtype)
+    check_rest(operator, W_dec, b_dec, method, capacity, out_dtype)
     if method == "fixed":
         raise ValueError(
             f'{operator}: method="fixed" packs dense activations, and acts is a {type(rows).__name__}. '
@@ -150,7 +150,7 @@ def _decode_rows(
     return out.view(*rows.shape[:-1], W_dec.shape[1])
 
 
-def _check_rest(
+def check_rest(
     operator: str,
     W_dec: Tensor,
     b_dec: Tensor | None,

@@ -23,7 +23,7 @@ from gossamer.rowsparse import ELL, Rows
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.rowsparse.matmul import check_dtypes
 from gossamer.rowsparse.pack import check_container, default_capacity, pack_ell_operator
-from gossamer.sae.decode import _check_rest, _decode_rows
+from gossamer.sae.decode import check_rest, decode_rows
 from gossamer.sae.encode import ACTIVATIONS, _backward, _context, check_operands, run
 
 # The integers of a dtype's bit patterns, and the pattern that stands for NaN.
@@ -146,11 +146,11 @@ def decode_sharded(rows: Rows, W_dec: Tensor, b_dec: Tensor | None = None, *, gr
     check_group(operator, group)
     check_container(operator, rows)
     checks.floating(operator, W_dec=W_dec)
-    _check_rest(operator, W_dec, b_dec, "auto", None, None)
+    check_rest(operator, W_dec, b_dec, "auto", None, None)
     dtype = torch.get_autocast_dtype(W_dec.device.type) if autocast.enabled(W_dec.device) else W_dec.dtype
     dtype = torch.float64 if W_dec.dtype is torch.float64 else dtype
     # Rounding each part to half would add an error for each rank.
-    part = _decode_rows(operator, rows, W_dec, None, "auto", None, torch.promote_types(dtype, torch.float32))
+    part = decode_rows(operator, rows, W_dec, None, "auto", None, torch.promote_types(dtype, torch.float32))
     whole = add_parts(part, group)
     return (whole if b_dec is None else whole + b_dec).to(dtype)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
-from gossamer.rowsparse._triton.matmul import _launch_matmul
+from gossamer.rowsparse._triton.matmul import launch_matmul
 from gossamer.rowsparse._triton.overflow import dot
 
 
@@ -131,7 +131,7 @@ def matmul_linear(
     bias, source_bias, threshold = _contiguous(bias), _contiguous(source_bias), _contiguous(threshold)
     (m, capacity), n = values.shape, weight.shape[0]
     out = weight.new_empty((m, weight.shape[1]), dtype=out_dtype)
-    _launch_matmul(values, indices, counts, None, weight, bias, out)
+    launch_matmul(values, indices, counts, None, weight, bias, out)
     if m == 0 or n == 0 or out.shape[1] == 0:
         return out
     # Few blocks, for each costs two launches, and of those no more than an eighth of the matrix where that is large.

@@ -268,7 +268,7 @@ def matmul(
     m = offsets.shape[0] - (values.dim() == 1)
     out = weight.new_empty((m, weight.shape[1]), dtype=out_dtype)
     if launch.INTERPRET or m == 0 or out.shape[1] == 0:
-        _launch_matmul(values, indices, offsets, source, weight, bias, out)
+        launch_matmul(values, indices, offsets, source, weight, bias, out)
         return out
     index = weight.get_device()
     stream = torch._C._cuda_getCurrentRawStream(index)
@@ -287,7 +287,7 @@ def matmul(
         if over is not None:
             over(stream, address, *operands, partial, arrived, entries[2])
         return out
-    made = _launch_matmul(values, indices, offsets, source, weight, bias, out)
+    made = launch_matmul(values, indices, offsets, source, weight, bias, out)
     if made is not None:
         _plans.keep(key, weight.device, *made[:2], memory=made[2])
     return out
@@ -297,7 +297,7 @@ _Plan = tuple[launch.Bound, launch.Bound | None, overflow.Workspace]
 _plans = launch.Plans()
 
 
-def _launch_matmul(
+def launch_matmul(
     values: Tensor,
     indices: Tensor,
     offsets: Tensor,
