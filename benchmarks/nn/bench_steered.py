@@ -1,6 +1,6 @@
-"""A training step of `nn.JumpReLUSAE` whose L0 is steered to a target, beside one with the same thresholds set by hand.
+"""A training step of `nn.JumpReLUSAE` with its L0 steered to a target, beside one with its thresholds set by hand.
 
-Both hold the same entries: those that fire, and those in a window below their thresholds, of which the width is in units
+Both hold the same entries: those that fire, and those in a window below their thresholds. Its width is in units
 of x. How many these are depends on how far apart pre-activations are: about 1 once latents have learnt something, and
 0.15 or so in the first steps, when the encoder is short. Beside them dense PyTorch, as in bench_sae.
 """
