@@ -301,6 +301,12 @@ def test_shipped_ranges_draw_what_runs() -> None:
         assert len({case.id for case in drawn}) > 40 and len({case.dtype for case in drawn}) == 3
 
 
+def test_help_names_the_rooms() -> None:
+    result = CliRunner().invoke(main, ["bench", "--help"], env={"COLUMNS": "200"})
+    said = " ".join(result.output.replace("│", " ").split())
+    assert "attention, blocksparse, ffn, gemm, integrations, nn, rowsparse, sae. All of them by default" in said
+
+
 def test_a_spent_budget_is_said(toys: Path) -> None:
     code, output = bench("toy", "--out", toys, "--budget", "1e-9")
     assert code == 0 and "1 cases not run: toy/product/n=8,float32" in output

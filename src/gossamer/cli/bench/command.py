@@ -30,9 +30,16 @@ from gossamer.cli.environment import describe, provenance
 from gossamer.cli.folder import make_folder
 
 
+def _rooms() -> str:
+    """What --help says the rooms are: those of the checkout, if there is one."""
+    folder = find_benchmarks()
+    found = sorted({file.parent.name for file in folder.glob("*/bench_*.py")}) if folder else []
+    return f": {', '.join(found)}" if found else ", in a checkout of the repository"
+
+
 def bench(
     room: str | None = typer.Argument(
-        None, help="The room to measure: a folder of benchmarks/. All rooms by default; sweep draws shapes at random."
+        None, help=f"The room to measure{_rooms()}. All of them by default; sweep draws shapes at random."
     ),
     case: str | None = typer.Option(None, metavar="GLOB", help="Only cases whose name or id matches, as 'decode*'."),
     device: str = typer.Option("auto", help="auto (the GPU if there is one), cpu, cuda, cuda:1, ..."),
@@ -73,12 +80,7 @@ def bench(
     often, how far and where gossamer is slower than dense PyTorch and the best peer. A provider is timed for a quarter
     of a second at most. A sweep that is stopped keeps what it has; --resume goes on with it.
     """
-    folder = find_benchmarks()
-    if folder is None:
-        _fail(
-            "gossamer bench: no benchmarks/ beside the package's source or in the working directory; "
-            "run it in a checkout of gossamer's repository."
-        )
+    folder = _checkout()
     if not budget > 0:
         _fail(f"gossamer bench: --budget must be positive, got {budget:g}; leave it out to run every case.")
     sweeps = room == "sweep"
@@ -105,29 +107,49 @@ def bench(
         for item in cases:
             profile_case(item, where, seed, 1 if ncu else 3, typer.echo)
         return
-    target = out or folder / "results"
-    try:
-        make_folder(target, "bench")
-    except ValueError as error:
-        _fail(str(error))
-
-    usual, seconds = (10, 0.003) if where.type == "cuda" else (5, 0.02)
-    most = rounds or (3 if quick else min(usual, 5) if sweeps else usual)
-    limit = sweep.LIMIT if sweeps else float("inf")
-    settings = Settings(most, seconds, time.monotonic() + budget, not skip_verify, limit)
+    settings = _settings(where, rounds, quick, sweeps, budget, not skip_verify)
     chosen = swept if sweeps else "saelens" if saelens and not case else slug(case or "")
     own = [*map(str, length), dtype or "", f"batch-{batch}" if batch else "", slug(provider or "")]
     own.append("unverified" if skip_verify else "")
     parts = [room or "all", chosen, *own, slug(describe(where)["name"]), "quick" if quick else ""]
-    path = target / f"{'-'.join(part for part in parts if part)}.json"
+    path = _folder(out or folder / "results") / f"{'-'.join(part for part in parts if part)}.json"
     made = provenance(command_line("gossamer", sys.argv[1:]), folder.parent, where)
-    settled = {"rounds": most, "burst": seconds, "verify": not skip_verify, "seed": seed, "quick": quick}
-    log = _Log(path, made | {"settings": settled | ({"limit": limit} if sweeps else {}), "cases": []}, sweeps)
+    settled = {name: getattr(settings, name) for name in ("rounds", "burst", "verify")}
+    settled |= {"seed": seed, "quick": quick} | ({"limit": settings.limit} if sweeps else {})
+    log = _Log(path, made | {"settings": settled, "cases": []}, sweeps)
     if resume:
         log.resume()
     results = _measured(cases, log, where, settings, seed, quick)
     if any(result.failed for result in results):
         raise typer.Exit(1)
+
+
+def _checkout() -> Path:
+    folder = find_benchmarks()
+    if folder is None:
+        _fail(
+            "gossamer bench: no benchmarks/ beside the package's source or in the working directory; "
+            "run it in a checkout of gossamer's repository."
+        )
+    return folder
+
+
+def _folder(path: Path) -> Path:
+    """The folder, which is there then."""
+    try:
+        make_folder(path, "bench")
+    except ValueError as error:
+        _fail(str(error))
+    return path
+
+
+def _settings(
+    where: torch.device, rounds: int | None, quick: bool, sweeps: bool, budget: float, verify: bool
+) -> Settings:
+    usual, seconds = (10, 0.003) if where.type == "cuda" else (5, 0.02)
+    most = rounds or (3 if quick else min(usual, 5) if sweeps else usual)
+    limit = sweep.LIMIT if sweeps else math.inf
+    return Settings(most, seconds, time.monotonic() + budget, verify, limit)
 
 
 class _Log:
