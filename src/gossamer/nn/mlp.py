@@ -115,6 +115,7 @@ class GatedMLP(_Sparse):
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
         if why_called(gate_proj=gate, up_proj=up, down_proj=down) is not None:
             return down(GATES[self.activation](gate(x)) * up(x))
+        checks.module_input("nn.GatedMLP", "x", x, gate.weight, "hidden_size", gate.in_features)
         out = self._sparse(x, gate, up)
         if out is not None:
             return out
@@ -171,7 +172,10 @@ class MLP(_Sparse):
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., hidden_size]` -> `[..., hidden_size]`."""
         up, down = self.up_proj, self.down_proj
-        out = self._sparse(x, up, None) if why_called(up_proj=up, down_proj=down) is None else None
+        out = None
+        if why_called(up_proj=up, down_proj=down) is None:
+            checks.module_input("nn.MLP", "x", x, up.weight, "hidden_size", up.in_features)
+            out = self._sparse(x, up, None)
         return down(GATES[self.activation](up(x))) if out is None else out
 
     def extra_repr(self) -> str:
