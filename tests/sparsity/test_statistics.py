@@ -205,6 +205,12 @@ def test_verdict(times: list[float], said: str) -> None:
     assert "correlation" not in str(unmeasured)
 
 
+@pytest.mark.parametrize("name", ["report", "statistics"])
+def test_a_model_without_sparse_blocks_names_what_was_called(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"sparsity.{name}: model must have sparse blocks, got none"):
+        getattr(sparsity, name)(torch.nn.Linear(3, 3), [torch.ones(2, 3)])
+
+
 def test_what_is_not_seen_is_said(device: torch.device) -> None:
     model = Model(device)
     model.second.up_proj.register_forward_hook(lambda *_: None)

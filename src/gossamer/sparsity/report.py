@@ -247,7 +247,7 @@ def report(
     >>> report(mlp, [torch.ones(2, 5, 8)], measure=False).positions().shape
     torch.Size([5])
     """
-    last: list[Batch] = []
+    every, last = sparse_blocks("sparsity.report", model), list[Batch]()
     with Recorder(model) as recorder:
 
         def before(batch: Batch) -> None:
@@ -260,7 +260,6 @@ def report(
             "sparsity.report: batches must reach a sparse block without gradients, but none was called. A block whose "
             "activation is no ReLU calls none, and one that batches do not go through."
         )
-    every = sparse_blocks("sparsity.report", model)
     blocks = {name: block for name, block in every.items() if name in recorder.layers}
     measured = time_blocks(model, blocks, last[0]) if measure else {}
     return Report(recorder.layers, measured, names, tuple(name for name in every if name not in blocks))
