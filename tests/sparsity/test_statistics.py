@@ -205,12 +205,6 @@ def test_verdict(times: list[float], said: str) -> None:
     assert "correlation" not in str(unmeasured)
 
 
-@pytest.mark.parametrize("name", ["report", "statistics"])
-def test_a_model_without_sparse_blocks_names_what_was_called(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"sparsity.{name}: model must have sparse blocks, got none"):
-        getattr(sparsity, name)(torch.nn.Linear(3, 3), [torch.ones(2, 3)])
-
-
 def test_what_is_not_seen_is_said(device: torch.device) -> None:
     model = Model(device)
     model.second.up_proj.register_forward_hook(lambda *_: None)
@@ -233,8 +227,10 @@ def test_of_floats_no_tokens_are_known(device: torch.device, tmp_path: Path) -> 
 
 
 def test_bad_input(device: torch.device) -> None:
-    with pytest.raises(ValueError, match=r"sparsity\.Recorder: model must have sparse blocks, got none\. nn\.GatedMLP"):
-        sparsity.statistics(torch.nn.Linear(2, 2), [])
+    for function in (sparsity.statistics, sparsity.report, sparsity.Recorder):
+        said = rf"sparsity\.{function.__name__}: model must have sparse blocks, got none\. nn\.GatedMLP"
+        with pytest.raises(ValueError, match=said):
+            function(torch.nn.Linear(2, 2), *([] if function is sparsity.Recorder else [[]]))  # type: ignore[operator]
     with pytest.raises(TypeError, match=r"sparsity\.Recorder: model must be a torch\.nn\.Module, got str"):
         sparsity.Recorder("model")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"sparsity\.report: batches must reach a sparse block"):
