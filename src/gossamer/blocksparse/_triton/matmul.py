@@ -26,6 +26,7 @@ from torch import Tensor
 from gossamer._core import launch, tuning
 from gossamer.blocksparse._triton.softmax import fill_rest
 from gossamer.blocksparse._triton.strips import strips
+from gossamer.blocksparse._triton.transpose import turn
 
 WAVES = 16
 """Programs for each multiprocessor where programs keep lists."""
@@ -340,16 +341,16 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
         trans_a, trans_b = not trans_b, False
     a, trans_a = (a.contiguous(), trans_a) if of_a[0] is not None else _stored(a)
     b, trans_b = (b.contiguous(), trans_b) if of_b[0] is not None else _stored(b)
-    parts, trans = (of_a, of_b, of_out), (trans_a, trans_b, turned)
-    if _on_hopper((a, b, out), parts, (z, m, k, n), (bm, bk, bn), trans):
-        return out
     precision = tuning.dot_precision(a, k)
     order = trans_a, trans_b
     hopper = tuning.hopper(a.device)
     if hopper and precision["PRECISION"].startswith("tf32"):
         a, b, trans_a, trans_b, order = _by_inner(a, b, of_a, of_b, trans_a, trans_b)
-    width = width_of(of_b, of_out, z * launch.cdiv(m, bm), n, bn)
     fast = hopper and (a.element_size() == 2 or precision["PRECISION"] == "tf32")
+    parts, trans = (of_a, of_b, of_out), (trans_a, trans_b, turned, *order)
+    if fast and _on_hopper((a, b, out), parts, (z, m, k, n), (bm, bk, bn), trans):
+        return out
+    width = width_of(of_b, of_out, z * launch.cdiv(m, bm), n, bn)
     tile = tile_of(bm, bk, bn, width, a.element_size(), fast)
     block = bm, bk or tile.step, bn or tile.columns
     tiles = z * launch.cdiv(m, bm) * launch.cdiv(n, tile.columns)
@@ -362,7 +363,7 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     capacities = [0 if parts[0] is None else parts[1].shape[0] for parts in (of_a, of_b, of_out)]
     meta = {
         "BLOCK": block,
-        "TRANS": (trans_a, trans_b, turned, *order),
+        "TRANS": trans,
         "TILE": (tile.columns, tile.step),
         **precision,
     }
@@ -377,16 +378,14 @@ def _on_hopper(
     parts: tuple[tuple[Any, ...], ...],
     sizes: tuple[int, int, int, int],
     block: tuple[int, int, int],
-    trans: tuple[bool, bool, bool],
+    trans: tuple[bool, bool, bool, bool, bool],
 ) -> bool:
     """Fills the last of the operands where the kernel for Hopper can, and is faster; whether it has."""
     a, b, out = operands
-    if not tuning.hopper(a.device) or a.element_size() != 2:
-        return False
     from gossamer.blocksparse._gluon import matmul as hopper
 
     # As they are stored.
-    a, b = (x.mT if of[0] is None and flip else x for x, of, flip in zip((a, b), parts, trans))
+    a, b = (x.mT if of[0] is None and flip else x for x, of, flip in zip((a, b), parts, trans[3:]))
     of_a, of_b, of_out = parts
     walk = hopper.choose_walk(block, of_a, of_b, of_out) if hopper.fits(block, sizes[1:], a, b, out) else None
     if walk is None:
@@ -406,9 +405,9 @@ def _by_inner(
     """Operands whose elements along the inner dimension are neighbours, as Hopper's TF32 products ask for: what is not
     so is copied, for the compiler would otherwise turn each tile around, four bytes at a time."""
     if trans_a:
-        a = a.mT.contiguous() if of_a[0] is not None else a.contiguous()
+        a = turn(a if of_a[0] is not None else a.mT)
     if not trans_b:
-        b = b.mT.contiguous() if of_b[0] is not None else b.mT.contiguous().mT
+        b = turn(b) if of_b[0] is not None else turn(b).mT
     return a, b, trans_a and of_a[0] is not None, trans_b or of_b[0] is None, (False, True)
 
 
