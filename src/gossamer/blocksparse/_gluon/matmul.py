@@ -34,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch, tuning
+from gossamer.blocksparse.matmul_path import share_of
 
 FEW = 0.125
 MOST = 0.95
@@ -415,7 +416,8 @@ class Walk:
 
 def density(parts: Parts) -> float:
     """Share of the blocks that there is room for, 1 for a dense matrix."""
-    return 1.0 if parts[0] is None else min(1.0, parts[1].shape[0] / max(parts[5].shape[0], 1))
+    share = share_of(parts)
+    return 1.0 if share is None else share
 
 
 def choose_walk(block: tuple[int, int, int], of_a: Parts, of_b: Parts, of_out: Parts) -> Walk | None:

@@ -26,7 +26,9 @@ from torch import Tensor
 from gossamer._core import launch, tuning
 from gossamer.blocksparse._triton.softmax import fill_rest
 from gossamer.blocksparse._triton.strips import strips
+from gossamer.blocksparse._triton.tensor import from_dense, to_dense
 from gossamer.blocksparse._triton.transpose import turn
+from gossamer.blocksparse.matmul_path import choose_path, named, share_of
 
 WAVES = 16
 """Programs for each multiprocessor where programs keep lists."""
@@ -335,6 +337,10 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     out = torch.empty((z, m, n) if of_out[0] is None else (capacity, bm, bn), dtype=a.dtype, device=a.device)
     if out.numel() == 0:
         return out
+    shares = (share_of(of_a), share_of(of_b), share_of(of_out))
+    if choose_path((z, m, k, n), (bm, bk, bn), shares, a.dtype, a.device) == "dense":
+        with named("dense"):
+            return _through_dense(a, b, (of_a, of_b, of_out), (z, m, k, n), trans_a, trans_b, (bm, bn))
     turned = of_a[0] is None and of_b[0] is not None
     if turned:
         a, b, of_a, of_b, m, n, bm, bn = b, a.mT, of_b, of_a, n, m, bn, bm
@@ -371,6 +377,34 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     args = (a, b, out, *lists, z, m, k, n, *capacities)
     _blocksparse_matmul(key, (max(tiles, 1), 1, 1), args, meta, num_warps=tile.warps, num_stages=tile.stages)
     return out
+
+
+def _through_dense(
+    a: Tensor,
+    b: Tensor,
+    parts: tuple[tuple[Any, ...], ...],
+    sizes: tuple[int, int, int, int],
+    trans_a: bool,
+    trans_b: bool,
+    block: tuple[int, int],
+) -> Tensor:
+    """The product of dense copies, and its blocks where the result has some."""
+    z, m, k, n = sizes
+    of_a, of_b, of_out = parts
+    x = _as_dense(a, of_a, z, (k, m) if trans_a else (m, k))
+    y = _as_dense(b, of_b, z, (n, k) if trans_b else (k, n))
+    out = torch.bmm(x.mT if trans_a else x, y.mT if trans_b else y)
+    if of_out[0] is None:
+        return out
+    row_offsets, col_indices, row_indices, _, _, positions = of_out
+    return from_dense(out, row_offsets[-1:], row_indices, col_indices, positions, *block)
+
+
+def _as_dense(x: Tensor, parts: tuple[Any, ...], z: int, size: tuple[int, int]) -> Tensor:
+    if parts[0] is None:
+        return x
+    row_offsets, col_indices, row_indices, _, _, positions = parts
+    return to_dense(x, row_offsets[-1:], row_indices, col_indices, positions, z, *size, 0.0)
 
 
 def _on_hopper(
