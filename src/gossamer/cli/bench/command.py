@@ -148,6 +148,7 @@ def _settings(
 ) -> Settings:
     usual, seconds = (10, 0.003) if where.type == "cuda" else (5, 0.02)
     most = rounds or (3 if quick else min(usual, 5) if sweeps else usual)
+    seconds = min(seconds, 0.002) if sweeps and not quick else seconds
     limit = sweep.LIMIT if sweeps else math.inf
     return Settings(most, seconds, time.monotonic() + budget, verify, limit)
 
