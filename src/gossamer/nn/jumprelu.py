@@ -33,7 +33,7 @@ class JumpReLUSAE(_SAE):
         d_sae: number of latents.
         target_l0: latents a row should have, on average. With an `l0_coefficient` it is that of `"quadratic"` alone,
             and nothing is steered.
-        bandwidth: width of the window around its threshold in which a latent trains it; None is 0.1 with a target, in
+        bandwidth: width of the window around its threshold in which a latent trains it; None is 0.05 with a target, in
             units of the scaled x, and 0.001 without.
         l0_coefficient: weight of the penalty in the loss, where the squared error is summed over d_in; None is steered
             with a target, and 0.001 without.
