@@ -41,7 +41,7 @@ def repeat(x: BlockSparseTensor, sizes: Sequence[int], *, layout: Layout | None 
 
     Source: Schön and Tompits, blksprs, section 3.3; `torch.Tensor.repeat`.
 
-    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2), 16))
+    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
     >>> repeat(x, (2, 1, 3)).shape
     (2, 32, 96)
     """
@@ -82,7 +82,7 @@ def repeat_interleave(
 
     Source: Schön and Tompits, blksprs, section 3.3; `torch.repeat_interleave`.
 
-    >>> x = from_dense(torch.ones(2, 32, 32), Layout.from_mask(torch.eye(2).expand(2, 2, 2), 16))
+    >>> x = from_dense(torch.ones(2, 32, 32), Layout.from_mask(torch.eye(2).bool().expand(2, 2, 2), 16))
     >>> repeat_interleave(x, 4, 0).shape
     (8, 32, 32)
     """
@@ -116,7 +116,7 @@ def split(
 
     Source: Schön and Tompits, blksprs, section 3.3; `torch.split`.
 
-    >>> x = from_dense(torch.ones(32, 48), Layout.from_mask(torch.ones(2, 3), 16))
+    >>> x = from_dense(torch.ones(32, 48), Layout.from_mask(torch.ones(2, 3).bool(), 16))
     >>> [piece.shape for piece in split(x, 32, dim=1)]
     [(32, 32), (32, 16)]
     """
@@ -162,7 +162,7 @@ def cat(tensors: Sequence[BlockSparseTensor], dim: int = 0, *, layout: Layout | 
 
     Source: Schön and Tompits, blksprs, section 3.3 (merge); `torch.cat`.
 
-    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2), 16))
+    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
     >>> cat([x, x, x], dim=-1).shape
     (32, 96)
     """
@@ -204,7 +204,7 @@ def stack(tensors: Sequence[BlockSparseTensor], dim: int = 0, *, layout: Layout 
 
     Source: Schön and Tompits, blksprs, section 3.3 (split, whose parts are stacked); `torch.stack`.
 
-    >>> x = from_dense(torch.ones(2, 32, 64), Layout.from_mask(torch.ones(2, 2, 4), 16))
+    >>> x = from_dense(torch.ones(2, 32, 64), Layout.from_mask(torch.ones(2, 2, 4).bool(), 16))
     >>> stack(split(x, 16, -1), 1).shape
     (2, 4, 32, 16)
     """
@@ -244,7 +244,7 @@ def merge(x: BlockSparseTensor, dim: int, into: int = -1, *, layout: Layout | No
 
     Source: Schön and Tompits, blksprs, section 3.3 (merge).
 
-    >>> heads = from_dense(torch.ones(2, 4, 32, 16), Layout.from_mask(torch.ones(2, 4, 2, 1), 16))
+    >>> heads = from_dense(torch.ones(2, 4, 32, 16), Layout.from_mask(torch.ones(2, 4, 2, 1).bool(), 16))
     >>> merge(heads, 1).shape
     (2, 32, 64)
     """
@@ -321,7 +321,7 @@ def adapt_layout(x: BlockSparseTensor, layout: Layout) -> BlockSparseTensor:
 
     Source: Schön and Tompits, blksprs, section 3.3 (layout adaptation).
 
-    >>> x = from_dense(torch.ones(64, 64), Layout.from_mask(torch.eye(4), 16))
+    >>> x = from_dense(torch.ones(64, 64), Layout.from_mask(torch.eye(4).bool(), 16))
     >>> adapt_layout(x, x.layout.adapt(32)).values.sum(dim=(1, 2)).tolist()
     [512.0, 512.0]
     """
