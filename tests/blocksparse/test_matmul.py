@@ -131,7 +131,7 @@ def test_through_dense(mix, turned, dtype: torch.dtype, device: torch.device, mo
 
 @pytest.mark.native
 def test_many_small_blocks_go_through_dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Hopper, in 16 bits, and where no matrix is made dense that is nearly empty."""
+    """On Hopper's tensor cores, and where no matrix is made dense that is nearly empty."""
     from gossamer._core import tuning
     from gossamer.blocksparse.matmul_path import choose_path
 
@@ -149,6 +149,8 @@ def test_many_small_blocks_go_through_dense(monkeypatch: pytest.MonkeyPatch) -> 
     assert path(16, 0.75, 0.75, 0.5) == path(32, 0.75, 0.75, 0.5) == "dense"
     assert path(16, 0.75, 0.75, 0.5, dtype=torch.float32) == path(64, 1.0, 1.0, 1.0) == "blocks"
     assert path(16, 0.1, 1.0, 1.0) == path(16, None, None, 0.2) == path(32, 0.4, 0.4, 0.4) == "blocks"
+    monkeypatch.setattr(tuning, "tf32", lambda: True)
+    assert path(16, 0.75, 0.75, 0.5, dtype=torch.float32) == "dense"
     # The list is that of the only block-sparse operand, on either side.
     assert path(16, None, 0.5, None) == path(16, 0.5, None, None) == "dense"
     assert path(16, 0.75, 0.75, 0.5, size=64) == "blocks"
