@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gossamer._core import checks
 from gossamer.blocksparse import (
     BlockSparseTensor,
     Layout,
@@ -253,6 +254,22 @@ def test_gradcheck() -> None:
 
     assert torch.autograd.gradcheck(call, values, fast_mode=True)
     assert torch.autograd.gradgradcheck(call, values, fast_mode=True)
+
+
+def test_what_follows_from_a_repetition_is_made_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in inference, where a gradient may follow; and a graph's memory is not kept."""
+    x, blocks = operand((32, 64), torch.float32, device)
+    with torch.inference_mode():
+        first = repeat_interleave(blocks.detach(), 2, -1).layout
+    again = repeat_interleave(blocks, 2, -1)
+    assert again.layout is first and repeat_interleave(blocks, 3, -1).layout is not first
+    check(again, x.repeat_interleave(2, -1), [x], [elements(blocks.layout)])
+    for times in range(1, 40):
+        repeat(blocks, (1, 1, times, 1))
+    assert repeat_interleave(blocks, 2, -1).layout is not first
+    monkeypatch.setattr(checks, "capturing", lambda: True)
+    _, other = operand((32, 64), torch.float32, device, seed=1)
+    assert repeat(other, (2, 1, 1, 1)).layout is not repeat(other, (2, 1, 1, 1)).layout
 
 
 @pytest.mark.native
