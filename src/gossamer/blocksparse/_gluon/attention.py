@@ -191,9 +191,12 @@ def soften(s, m, total, scale):
 
 
 @gluon.jit
-def owner_of(tiles, H):
-    """(tile, head counted over batches, batch, head) of a program that owns a tile of one of H heads."""
+def owner_of(tiles, H, CAUSAL: gl.constexpr):
+    """(tile, head counted over batches, batch, head) of a program that owns a tile of queries of one of H heads. Below
+    a diagonal the last ones, which meet most keys, begin: a long row that begins last would leave the GPU waiting."""
     tile = gl.program_id(0) % tiles
+    if CAUSAL:
+        tile = tiles - 1 - tile
     pair = gl.program_id(0) // tiles
     return tile, pair, pair // H, pair % H
 
@@ -254,7 +257,7 @@ def _attention_fwd_kernel(
     v_bufs, v_ready = ring_of(v_desc, STAGES)
     fence_async_shared()
     _barrier()
-    tile, pair, batch, head = owner_of(rows * CONFIG.split_q, H)
+    tile, pair, batch, head = owner_of(rows * CONFIG.split_q, H, CONFIG.causal)
     first = tile * BLOCK_M
     fetch(q_desc, q_buf, q_ready, 0, batch, head, first, True)
     begin, steps, limit, lost = row_of(
