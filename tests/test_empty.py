@@ -176,7 +176,7 @@ def _blocks(draw: Draw, b: int, rows: int, cols: int) -> Results:
 
 def _block_attention(draw: Draw, b: int, rows: int, cols: int) -> Results:
     q, k = draw(b, 2, 16 * rows, 8), draw(b, 2, 32 * cols, 8)
-    layout = blocksparse.Layout.from_mask(torch.zeros(b, 2, rows, cols, device=q.device), (16, 32))
+    layout = blocksparse.Layout.from_mask(torch.zeros(b, 2, rows, cols, device=q.device).bool(), (16, 32))
     out, lse = blocksparse.attention(q, k, k, layout, return_lse=True)
     yield out
     yield torch.where(lse == -torch.inf, 0, lse)

@@ -52,7 +52,7 @@ class BlockSparseAttention(nn.Module):
     Source: Schön and Tompits, blksprs, section 4.2 (a transformer with block-sparse attention).
 
     >>> from gossamer import blocksparse
-    >>> layout = blocksparse.Layout.from_mask(torch.eye(2), 16)
+    >>> layout = blocksparse.Layout.from_mask(torch.eye(2).bool(), 16)
     >>> BlockSparseAttention(32, 4, layout=layout)(torch.randn(2, 32, 32)).shape
     torch.Size([2, 32, 32])
     """
