@@ -31,8 +31,8 @@ def test_any_tiles(m: int, shared: float, device: torch.device, generator: torch
     ):
         for down in (a["down"], a["down"].t().contiguous().t()):
             out, nnz = torch.empty(m, 40, device=device), torch.empty(m, dtype=torch.int32, device=device)
-            gate, up = (a["gate"], a["gate_bias"], None), (a["up"], a["up_bias"])
-            project(a["x"], gate, up, down, a["down_bias"], out, nnz, False, tile)
+            given = (a["x"], a["gate"], a["gate_bias"], None, a["up"], a["up_bias"], down, a["down_bias"])
+            project(given, out, nnz, False, tile)
             check(a, out)
             assert nnz.tolist() == kept.sum(1).tolist()
 

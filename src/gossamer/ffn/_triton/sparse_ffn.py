@@ -14,7 +14,7 @@ from gossamer.ffn._triton import few, gather, heavy, union
 from gossamer.ffn._triton._packed import SLOTS, TILE, Packed
 from gossamer.ffn.costs import costs_of, sampled_groups
 from gossamer.gemm._triton.linear_pack import launch_linear_pack
-from gossamer.rowsparse._triton.dense_transpose import dense_transpose, rows_contiguous
+from gossamer.rowsparse._triton.dense_transpose import dense_transpose
 
 BLOCK = 1 << 16
 """Rows that are on their way at one time."""
@@ -40,6 +40,11 @@ def sparse_ffn(
     """Operator `sparse_ffn` -> (out [M, D], entries of each row [M], columns that groups of rows have in all), the
     latter two [0] where step is 0. `unknown`: a sample of rows decides whether all of them go through dense tiles."""
     m, n, d = x.shape[0], gate_weight.shape[0], down_weight.shape[0]
+    if 0 < m <= few.ROWS and n and d:
+        down = (down_weight if down_rows is None else down_rows.t(), down_bias)
+        gate = (gate_weight, gate_bias, threshold)
+        out, nnz = few.few(x, gate, (up_weight, up_bias), down, squared, step > 0)
+        return out, nnz, nnz.new_zeros(sampled_groups(m, step))
     out = x.new_empty(m, d)
     nnz = torch.empty(m, dtype=torch.int32, device=x.device)
     sizes = nnz.new_empty(sampled_groups(m, step))
@@ -47,15 +52,11 @@ def sparse_ffn(
         out.copy_(out.new_zeros(d) if down_bias is None else down_bias)
         return out, nnz.zero_() if step else nnz.new_empty(0), sizes.zero_()
     gate_bias, threshold, up_bias, down_bias = (_contiguous(t) for t in (gate_bias, threshold, up_bias, down_bias))
-    if m <= few.ROWS:
-        gate = (rows_contiguous(gate_weight), gate_bias, threshold)
-        up = None if up_weight is None else (rows_contiguous(up_weight), up_bias)
-        weight = down_weight if down_rows is None else down_rows.t()
-        few.project(rows_contiguous(x), gate, up, weight, down_bias, out, nnz if step else None, squared)
-        return out, nnz if step else nnz.new_empty(0), sizes.zero_()
     gate = (gate_weight.contiguous(), gate_bias, threshold)
     up = None if up_weight is None else (up_weight.contiguous(), up_bias)
-    down = (dense_transpose(down_weight) if down_rows is None else down_rows.contiguous(), down_bias)
+    if down_rows is None:
+        down_rows = down_weight.t() if down_weight.t().is_contiguous() else dense_transpose(down_weight)
+    down = (down_rows.contiguous(), down_bias)
     x = x.contiguous()
     for first in range(0, m, BLOCK):
         part = slice(first, min(first + BLOCK, m))
