@@ -128,7 +128,7 @@ def _inferred(block: Block, sizes: tuple[int, int, int, int], method: str, densi
         step = 0 if not recorded else min(2048, 1 << (m // (GROUP * SAMPLE) | 1).bit_length() - 1)
         rows = None if block.transposed is None else block.transposed(block.down_weight)
         operands = (*block.tensors[:-1], rows, block.down_bias)
-        options = (block.activation == "relu2", method == "union", step, unknown)
+        options = (block.activation == "relu2", method == "union", step, unknown, tracker is not None and tracker.light)
         out, nnz, unions = directly(sparse_ffn, *operands)(*operands, *options)
     else:
         hidden = _fused(block) if method == "fused" else _hidden(block)

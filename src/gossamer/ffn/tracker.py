@@ -32,6 +32,7 @@ class BlockTracker:
 
     Attributes:
         last_path: the name of the way last taken, or None.
+        light: whether rows were seen, and none with more entries than the limit.
         rows, unions: the trackers.
 
     Raises:
@@ -47,6 +48,7 @@ class BlockTracker:
         self._looked = 0
         self._seen: Density | None = None
         self._on_device: str | None = None
+        self.light = False
 
     def due(self) -> bool:
         """Whether a call whose entries have to be looked for shall look: each until something is known, and one of 8
@@ -75,6 +77,7 @@ class BlockTracker:
         known = self.rows.known(training=False)
         if known is not self._seen:
             self._seen, self._on_device = known, choose(self._known(), False)
+            self.light = known is not None and known.over == 0
         return self.last_path
 
     def _known(self) -> Known | None:

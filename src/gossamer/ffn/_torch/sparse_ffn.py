@@ -31,6 +31,7 @@ def sparse_ffn(
     united: bool,
     step: int,
     unknown: bool,
+    light: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Operator `sparse_ffn` -> (out [M, D], entries of each row [M], zeros for groups of rows), the latter two [0]
     where step is 0."""

@@ -43,7 +43,8 @@ def _ffn_gather_kernel(
     SQUARED: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Program (row, slice of the columns, part of its entries). Without `up_ptr` an entry is its own factor. heavy_ptr:
-    the words before LISTED, then the rows that are listed; heavy_x_ptr takes the rows of x in that order. Where `taken_ptr` is not 0 for a group of GROUP rows, others see to it."""
+    the words before LISTED, then the rows that are listed; heavy_x_ptr takes the rows of x in that order. Where
+    `taken_ptr` is not 0 for a group of GROUP rows, others see to it."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(2)
     t = tl.arange(0, BLOCK_T)

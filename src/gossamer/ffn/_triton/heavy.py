@@ -169,13 +169,13 @@ def tile_for(m: int, n: int, k: int, weight: Tensor) -> tuple[dict[str, object],
     wide = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64 if tuning.hopper(weight.device) else 32}
     tile = wide if half and m > 64 else {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}
     even = k % tile["BLOCK_K"] == 0 and n % tile["BLOCK_K"] == 0
-    meta = {**tile, "GROUP_M": 8, "EVEN": even, "APART": not half and not tuning.tf32()}
+    meta: dict[str, object] = {**tile, "GROUP_M": 8, "EVEN": even, "APART": not half and not tuning.tf32()}
     return meta, 8 if tile is wide else 4, 3
 
 
 def start(m: int, limit: int, counts: Tensor | None, most: int, like: Tensor) -> Tensor:
-    """int32 [LISTED + M]: 0 rows are listed; the limit, below 0 where the counts of a sample add up to more than `most`;
-    0 tiles are drawn, and 0 done."""
+    """int32 [LISTED + M]: 0 rows are listed; the limit, below 0 where the counts of a sample add up to more than
+    `most`; 0 tiles are drawn, and 0 done."""
     listed = torch.empty(LISTED.value + m, dtype=torch.int32, device=like.device)
     size = 0 if counts is None else counts.numel()
     args = (listed, counts, limit, most, size)

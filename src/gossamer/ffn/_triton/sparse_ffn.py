@@ -36,9 +36,11 @@ def sparse_ffn(
     united: bool,
     step: int,
     unknown: bool,
+    light: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Operator `sparse_ffn` -> (out [M, D], entries of each row [M], columns that groups of rows have in all), the
-    latter two [0] where step is 0. `unknown`: a sample of rows decides whether all of them go through dense tiles."""
+    latter two [0] where step is 0. `unknown`: a sample of rows decides whether all of them go through dense tiles.
+    `light`: heavy rows are not expected, and may take longer."""
     m, n, d = x.shape[0], gate_weight.shape[0], down_weight.shape[0]
     if 0 < m <= few.ROWS and n and d:
         down = (down_weight if down_rows is None else down_rows.t(), down_bias)
@@ -62,7 +64,7 @@ def sparse_ffn(
         part = slice(first, min(first + BLOCK, m))
         some = slice(sampled_groups(first, step), sampled_groups(part.stop, step))
         results = (out[part], nnz[part], sizes[some])
-        _block(x[part], gate, up, down, down_weight, squared, united, step, unknown, results)
+        _block(x[part], gate, up, down, down_weight, squared, united, step, unknown, light, results)
     return out, nnz if step else nnz.new_empty(0), sizes
 
 
@@ -80,11 +82,12 @@ def _block(
     united: bool,
     step: int,
     unknown: bool,
+    light: bool,
     results: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     (m, k), n, (out, nnz, sizes) = x.shape, gate[0].shape[0], results
     cost = costs_of(n, k, out.shape[1], up is not None, x)
-    copied = heavy.wants_rows(x, gate, None if up is None else up[0], down_weight)
+    copied = not light and heavy.wants_rows(x, gate, None if up is None else up[0], down_weight)
     sample, most = None, 0
     if unknown and copied and step == 0:
         some = x[:: m // SAMPLE][:SAMPLE]
