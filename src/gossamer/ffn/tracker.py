@@ -50,11 +50,11 @@ class BlockTracker:
         self._on_device: str | None = None
         self.light = False
 
-    def due(self) -> bool:
-        """Whether a call whose entries have to be looked for shall look: each until something is known, and one of 8
-        from then on."""
+    def due(self, every: int) -> bool:
+        """Whether a call whose entries have to be looked for shall look: each until something is known, and one of
+        `every` from then on."""
         self._looked += 1
-        return self._seen is None or self._looked % 8 == 1
+        return self._seen is None or self._looked % every == 1
 
     def path(self, choose: Callable[[Known | None, bool], str], *, grouped: bool = True) -> str:
         """The name of the way this call goes; one call of `record` belongs to each call.
