@@ -124,9 +124,8 @@ def _inferred(block: Block, found: Found, method: str, density: BlockTracker | N
 
     if tracker is not None:
         method = tracker.path(way, grouped=grouped)
-        # Nothing reads what a graph would record. To look takes time where a way does not count by itself, and where
-        # there is little to compute.
-        counts = method in sparse and (grouped or not x.is_cuda)
+        # Nothing reads what a graph would record. To look takes time, but on the CPU a way that counts by itself.
+        counts = method in sparse and not x.is_cuda
         recorded = not checks.capturing() and (counts or tracker.due(8 if grouped else 32))
     elif method == "auto":
         unknown = True

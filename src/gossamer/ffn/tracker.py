@@ -27,7 +27,7 @@ class BlockTracker:
     take the same ways. A block that has one is called with `density=tracker` and `method="auto"`.
 
     Args:
-        lag: how many calls late statistics are read.
+        lag: how many calls late statistics are read, of those that are recorded.
         pinned: the name of a way that is always taken, or None.
 
     Attributes:

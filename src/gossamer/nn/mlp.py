@@ -69,7 +69,8 @@ class GatedMLP(_Sparse):
             and so keeps nothing.
         method: the way of a block with `"relu"` or `"relu2"` where no gradient is needed, as in `ffn.gated`. `"fused"`
             computes everything, gate and up in one product; `"auto"` follows how sparse the block was a few calls ago,
-            and captured in a CUDA graph stays with the way last taken.
+            and in a CUDA graph takes what the device alone would by then. Ways that gather keep a transposed copy of
+            down_proj's weight, unless that is stored column by column.
         dtype: of the parameters; None takes PyTorch's default.
         device: of the parameters.
 
