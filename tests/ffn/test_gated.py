@@ -153,6 +153,22 @@ def test_the_cheapest_way() -> None:
     assert [costs.choose(known(29), m, quick, eager=True) for m in (1000, 100_000)] == ["dense", "gather"]
 
 
+def test_the_cheapest_way_on_a_cpu() -> None:
+    """Large weights are gathered where the union of 16 rows is no quarter of the columns; small blocks are dense."""
+    from gossamer.ffn.tracker import Known
+    from gossamer.rowsparse import Density
+
+    def known(mean: float) -> Any:
+        return Known(Density(1, mean, 0, 0, int(mean)), None)
+
+    sizes = {"large": (5632, 4096), "small": (176, 128)}
+    assert [costs.on_cpu(None, m, *sizes["large"]) for m in (1, 8, 256)] == ["gather"] * 3
+    assert [costs.on_cpu(known(29), m, *sizes["large"]) for m in (1, 8, 256)] == ["gather"] * 3
+    assert [costs.on_cpu(known(400), m, *sizes["large"]) for m in (1, 256)] == ["gather", "fused"]
+    assert [costs.on_cpu(what, m, *sizes["small"]) for what in (None, known(8)) for m in (1, 16)] == ["dense"] * 4
+    assert costs.on_cpu(None, 0, *sizes["large"]) in METHODS
+
+
 @pytest.mark.native
 def test_compiles(compiled: Callable[..., Any], device: torch.device, generator: torch.Generator) -> None:
     a = operands(SMALL, torch.float32, device, generator)

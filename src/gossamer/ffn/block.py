@@ -114,13 +114,15 @@ def _differentiable(block: Block) -> Tensor:
 
 
 def _inferred(block: Block, found: Found, method: str, density: BlockTracker | None) -> Tensor:
-    x, m, n, cost = block.x, found.m, found.n, found.cost
+    x, m, cost = block.x, found.m, found.cost
     tracker = density if method == "auto" else None
     grouped, sparse = x.is_cuda and m > FEW, ("gather", "union")
     recorded = unknown = False
 
     def way(known: Known | None, eager: bool) -> str:
-        return choose(known, m, cost, eager) if x.is_cuda else on_cpu(known, n)
+        if x.is_cuda:
+            return choose(known, m, cost, eager)
+        return on_cpu(known, m, found.n, found.d + (0 if block.up_weight is None else found.k))
 
     if tracker is not None:
         method = tracker.path(way, grouped=grouped)

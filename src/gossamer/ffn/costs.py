@@ -100,9 +100,30 @@ def few_rows(known: Known | None, m: int, cost: Costs) -> dict[str, float]:
     return {name: start + (gathered if name == "gather" else whole) for name, start in STARTS.items()}
 
 
-def on_cpu(known: Known | None, n: int) -> str:
-    """The same on the CPU, which looks at what it packs: that it looks at all is what costs, where most is dense."""
-    return "fused" if known is not None and 4 * known.rows.mean > n else "gather"
+CPU_RATES = 60e9, 30e9, 1.7e-9
+"""FLOP/s of a product, bytes/s of one that reads its weights, seconds for an element of a weight that is gathered."""
+CPU_STARTS = 60e-6, 40e-6
+"""Seconds that gathering takes for a call, and for a group of CPU_GROUP rows, whatever there is to gather. These and
+the rates: float32 on an x86 core, K = D and N from 64 and 176 to 2,048 and 5,632, M from 1 to 256."""
+CPU_GROUP = 16
+"""Rows that share a union on the CPU: weights are copied for a product once a group, and one of few rows is slow."""
+CPU_DENSE = 0.25
+"""Share of the columns from which on nothing is gathered."""
+
+
+def on_cpu(known: Known | None, m: int, n: int, width: int) -> str:
+    """The same on the CPU, by what up and down take, `width` elements a column; the gate is computed in any way. Where
+    nothing is known one column of 16 is taken for active."""
+    flops, read, element = CPU_RATES
+    call, group = CPU_STARTS
+    rows = min(m, CPU_GROUP)
+    union = n / 16 if known is None else min(n, rows * known.rows.mean)
+    dense = width * n * max(2 * m / flops, 4 / read)
+    gather = call + -(-m // CPU_GROUP) * (group + width * union * (element + 2 * rows / flops))
+    if gather < dense and union <= CPU_DENSE * n:
+        return "gather"
+    # Where little is to be computed plain PyTorch takes the fewest steps.
+    return "dense" if dense < 1e-3 else "fused"
 
 
 def sampled_groups(m: int, step: int) -> int:
