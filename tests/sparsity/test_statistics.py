@@ -133,7 +133,11 @@ def test_report(device: torch.device, tmp_path: Path) -> None:
     for row, (name, found) in zip(rows, report.layers.items(), strict=True):
         times = report.measured[name]
         assert (row["mean"], row["max"], row["dead"]) == (found.mean, found.max, found.dead)
-        assert row["speed-up"] == times.dense / times.sparse > 0 and times.path == row["way"] in ("gather", "fused", "dense")
+        assert row["speed-up"] == times.dense / times.sparse > 0 and times.path == row["way"] in (
+            "gather",
+            "fused",
+            "dense",
+        )
     assert -1 <= report.correlation <= 1
     tokens = report.tokens()
     assert sorted(t for t, *_ in tokens) == list(range(11)) and [m for *_, m in tokens] == sorted(m for *_, m in tokens)
