@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,6 +91,9 @@ class BlockTracker:
         self.rows.record(nnz, training=False, limit=limit)
         if sizes is not None:
             self.unions.record(sizes, training=False)
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return BlockTracker, (self.rows.lag, self.rows.pinned)
 
     def __repr__(self) -> str:
         return f"BlockTracker(rows={self.rows!r}, unions={self.unions!r})"
