@@ -116,7 +116,7 @@ def _differentiable(block: Block) -> Tensor:
 def _inferred(block: Block, found: Found, method: str, density: BlockTracker | None) -> Tensor:
     x, m, cost = block.x, found.m, found.cost
     tracker = density if method == "auto" else None
-    grouped, sparse = x.is_cuda and m > FEW, ("gather", "union")
+    grouped = x.is_cuda and m > FEW
     recorded = unknown = False
 
     def way(known: Known | None, eager: bool) -> str:
@@ -126,15 +126,14 @@ def _inferred(block: Block, found: Found, method: str, density: BlockTracker | N
 
     if tracker is not None:
         method = tracker.path(way, grouped=grouped)
-        # Nothing reads what a graph would record. To look takes time, but on the CPU a way that counts by itself.
-        counts = method in sparse and not x.is_cuda
-        recorded = not checks.capturing() and (counts or tracker.due(8 if grouped else 32))
+        # Nothing reads what a graph would record. To look takes time.
+        recorded = not checks.capturing() and tracker.due(8 if m > FEW else 32)
     elif method == "auto":
         unknown = True
         method = way(None, not (torch.compiler.is_compiling() or checks.capturing()))
         if grouped and m >= MANY and _samples(block):
             method = "gather"
-    if method in sparse:
+    if method in ("gather", "union"):
         # The unions of a few groups tell whether it would pay.
         step = 0 if not recorded else min(2048, 1 << (m // (GROUP * SAMPLE) | 1).bit_length() - 1)
         rows = None if block.transposed is None else block.transposed(block.down_weight)
