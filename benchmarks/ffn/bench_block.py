@@ -128,7 +128,7 @@ def block_case(kind: str, M: int, nnz: int | str, shared: float, sizes: tuple[in
 
     ways = ("gather", "union", "fused") if gated else ("gather", "union")
     if M <= 16:
-        ways = ("fused",) if gated else ()
+        ways = ("gather", "fused") if gated else ("gather",)
     options = {"result": few, "capturable": True}
     compiled = torch.compile(dense, fullgraph=True, dynamic=False)
     return Case(
