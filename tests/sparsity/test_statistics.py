@@ -134,7 +134,8 @@ def test_report(device: torch.device, tmp_path: Path) -> None:
     for row, (name, found) in zip(rows, report.layers.items(), strict=True):
         times = report.measured[name]
         assert (row["mean"], row["max"], row["dead"]) == (found.mean, found.max, found.dead)
-        assert row["speed-up"] == times.dense / times.sparse > 0 and times.path == row["way"] in ("gather", "fused")
+        assert row["speed-up"] == times.dense / times.sparse > 0
+        assert times.path == row["way"] in ("gather", "fused", "dense")
     # Two layers lie on a line, whatever they are.
     assert math.isnan(report.correlation)
     assert "no correlation of mean entries and speed-up: it takes 3 layers" in str(report)
