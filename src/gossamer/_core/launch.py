@@ -1,8 +1,8 @@
 """Kernel launches: device guard, a short path for repeated calls, and the flags that programs of one launch share.
 
 A small operator is bound by host time. Triton's own launcher rebinds and respecialises every argument on every call
-(6 to 13 us); a `Kernel` does that once per `key` and afterwards hands integers straight to the compiled kernel. The
-key must therefore determine every argument that is not a pointer, and the dtype of every pointer.
+(6 to 13 us); a `Kernel` does that once for all launches that compile to the same code, and afterwards hands integers
+straight to the compiled kernel.
 """
 
 import itertools
@@ -18,12 +18,17 @@ from torch import Tensor
 
 from gossamer._core.ops import INTERPRET
 
+_HIP = torch.version.hip is not None
+_INT32 = (1 << 31) - 1
+
 
 class Kernel:
     """A `@triton.jit` function whose constexpr parameters come last in its signature, in the order of `meta`.
 
-    Pointers that `do_not_specialize` or `do_not_specialize_on_alignment` names may stand anywhere: of them Triton takes
-    nothing for granted but their dtype.
+    A launch is repeated by what Triton compiles for: the dtypes of pointers, whether integers are 1, multiples of 16 or
+    beyond 32 bits, `meta` and options. To find that out takes some 2 us of the host, 0.5 us more than to look up a key
+    that somebody wrote down. Pointers that `do_not_specialize` or `do_not_specialize_on_alignment` names may stand
+    anywhere.
     """
 
     def __init__(self, fn: Any) -> None:
@@ -34,7 +39,6 @@ class Kernel:
 
     def __call__(
         self,
-        key: Hashable,
         grid: tuple[int, int, int],
         args: Sequence[Any],
         meta: dict[str, Any],
@@ -56,19 +60,30 @@ class Kernel:
         """
         # A tensor descriptor names its tensor `base`.
         device = getattr(args[0], "base", args[0]).device.index
-        if INTERPRET:
-            self._check_key((key, num_warps, num_stages, maxnreg, follows), args, meta)
-            self.fn[grid](*args, **meta)
-            return None
-        pointers, bits = [], 0
+        pointers: list[Any] = []
+        kinds: list[Any] = []
+        bits = 0
         for at, arg in enumerate(args):
             if isinstance(arg, Tensor):
+                # On AMD Triton also asks whether 32 bits reach all of a tensor's memory.
+                kinds.append((arg.dtype, arg.untyped_storage().size() > _INT32) if _HIP else arg.dtype)
                 arg = arg.data_ptr()
                 if at not in self._unaligned:
                     bits |= arg
+            elif type(arg) is int:
+                if at in self._loose:
+                    kinds.append(arg > _INT32)
+                else:
+                    kinds.append(1 if arg == 1 else (3 if arg % 16 else 16) + (arg > _INT32))
+            else:
+                kinds.append(None if arg is None else _kind(arg))
             pointers.append(arg)
         misaligned = bits % 16 != 0
-        key = (key, device, misaligned, num_warps, num_stages, maxnreg, follows)
+        key = (*kinds, *meta.values(), device, misaligned, num_warps, num_stages, maxnreg, follows)
+        if INTERPRET:
+            hash(key)
+            self.fn[grid](*args, **meta)
+            return None
         previous = torch._C._cuda_getDevice()
         guard = device != previous
         if guard:
@@ -80,7 +95,7 @@ class Kernel:
                 options = {"num_warps": num_warps, "num_stages": num_stages}
                 if follows:
                     options["launch_pdl"] = True
-                if maxnreg is not None and not torch.version.hip:
+                if maxnreg is not None and not _HIP:
                     options["maxnreg"] = maxnreg
                 compiled = self.fn[grid](*args, **meta, **options)
                 # No launch metadata and no profiler hooks: the CUDA profilers see the kernel all the same.
@@ -93,15 +108,6 @@ class Kernel:
             if guard:
                 torch.cuda.set_device(previous)
         return None if misaligned or not head else Bound(launch, grid, (*args[head:], *meta.values()))
-
-    def _check_key(self, key: Hashable, args: Sequence[Any], meta: dict[str, Any]) -> None:
-        """Raises where a compiled kernel kept under `key` would be another one. The interpreter compiles nothing, and
-        would never show it."""
-        assumed = (*map(_assumed, args, (at in self._loose for at in range(len(args)))), *meta.items())
-        if self._compiled.setdefault(key, assumed) != assumed:
-            raise AssertionError(
-                f"{self.fn.fn.__name__}: one key, {key}, for two kernels: {self._compiled[key]} and {assumed}."
-            )
 
 
 class Bound:
@@ -125,13 +131,15 @@ def _named(fn: Any, option: str) -> frozenset[int]:
     return frozenset(fn.arg_names.index(name) if isinstance(name, str) else name for name in given or ())
 
 
-def _assumed(arg: Any, loose: bool) -> Any:
-    """What a compiled kernel takes for granted of an argument."""
+def _kind(arg: Any) -> Any:
+    """What decides how a kernel is compiled for an argument that is a tuple, a tensor descriptor, a float or a bool."""
+    if isinstance(arg, tuple):
+        return tuple(map(_kind, arg))
     if isinstance(arg, Tensor):
-        return arg.dtype
-    if isinstance(arg, int):
-        return loose or arg == 1, loose or arg % 16 == 0, arg >= 1 << 31
-    return type(arg)
+        return arg.dtype, arg.data_ptr() % 16 == 0, _HIP and arg.untyped_storage().size() > _INT32
+    if hasattr(arg, "block_shape"):
+        return arg.base.dtype, *arg.block_shape, arg.layout
+    return arg if type(arg) is int else type(arg)
 
 
 def transient(device: torch.device) -> bool:

@@ -39,9 +39,7 @@ def transpose(values: Tensor, nnz: Tensor, order: Tensor, back: Tensor) -> Tenso
     out = torch.empty(capacity, width, height, dtype=values.dtype, device=values.device)
     meta = {"HEIGHT": height, "WIDTH": width}
     warps = max(1, min(8, height * width // 1024))
-    _transpose(
-        (values.dtype, height, width), (capacity, 1, 1), (values, out, nnz, order, capacity), meta, num_warps=warps
-    )
+    _transpose((capacity, 1, 1), (values, out, nnz, order, capacity), meta, num_warps=warps)
     return out
 
 

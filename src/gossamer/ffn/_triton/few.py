@@ -172,16 +172,12 @@ def project(
     meta = {"BLOCK_N": block_n, "BLOCK_K": block_k, "ROWS": ROWS, "SQUARED": squared, **tuning.dot_precision(x, k)}
     strides = (x.stride(0), gate[0].stride(0), 0 if up_weight is None else up_weight.stride(0))
     args = (x, *gate, up_weight, up_bias, hidden, counts, arrived, slices, *strides, m, n, k)
-    biases = tuple(None if t is None else t.dtype for t in (*gate[1:], up_bias))
-    key = (m, n, k, strides, slices, x.dtype, biases, up is None, squared, meta["PRECISION"], tile)
-    _few_hidden(key, (blocks, 1, 1), args, meta, num_warps=warps, num_stages=stages)
+    _few_hidden((blocks, 1, 1), args, meta, num_warps=warps, num_stages=stages)
     meta = {"BLOCK_N": inner, "BLOCK_D": block_d, "BLOCK_B": 64, "ROWS": ROWS, "SPLITS": splits}
     meta |= tuning.dot_precision(x, n)
     stride_dd, stride_dn = down_weight.stride()
     args = (hidden, counts, down_weight, down_bias, out, nnz, partial, arrived, blocks, stride_dn, stride_dd, m, n, d)
-    key = (m, n, d, blocks, stride_dn, stride_dd, x.dtype, out.dtype, None if down_bias is None else down_bias.dtype)
-    key += (meta["PRECISION"], tile)
-    _few_down(key, (slices, splits, 1), args, meta, num_warps=tile.down_warps, num_stages=1)
+    _few_down((slices, splits, 1), args, meta, num_warps=tile.down_warps, num_stages=1)
 
 
 _COMMON = {"ROWS": ROWS, "PRECISION": "ieee", "UPCAST": False}

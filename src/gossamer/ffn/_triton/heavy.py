@@ -173,7 +173,7 @@ def start(m: int, limit: int, counts: Tensor | None, most: int, like: Tensor) ->
     listed = torch.empty(m + 2, dtype=torch.int32, device=like.device)
     size = 0 if counts is None else counts.numel()
     args = (listed, counts, limit, most, size)
-    _ffn_start((counts is None, *args[2:]), (1, 1, 1), args, {"BLOCK": 1024}, num_warps=4)
+    _ffn_start((1, 1, 1), args, {"BLOCK": 1024}, num_warps=4)
     return listed
 
 
@@ -206,25 +206,22 @@ def project(
         weights, halves = (down_weight[:half], down_weight[half:]), (result[:, :half], result[:, half:])
         hopper.launch_linear_glu(hidden, *weights, first, second, "identity", None, None, halves, listed)
         grid = (min(m, 16 * tuning.programs(x.device)), 1, 1)
-        _ffn_put_rows((m, d, x.dtype), grid, (listed, result, out, d), {"BLOCK": 1024}, num_warps=4)
+        _ffn_put_rows(grid, (listed, result, out, d), {"BLOCK": 1024}, num_warps=4)
         return
     up_weight, up_bias = up or (None, None)
     meta, warps, stages = tile_for(m, k, gate[0])
     args = (listed, x, *gate, up_weight, up_bias, hidden, n, k)
-    key = (m, n, k, x.dtype, *(None if t is None else t.dtype for t in (*gate[1:], up_bias)), up is None, squared)
-    key += (meta["PRECISION"], meta["APART"])
     grid = (2 * tuning.programs(x.device), 1, 1)
     flags = {name: meta[name] for name in ("GROUP_M", "EVEN", "APART")}
     blocks = {name: meta[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K")}
     precision = {name: meta[name] for name in ("PRECISION", "UPCAST")}
     meta = {**blocks, **flags, "SQUARED": squared, **precision}
-    _ffn_heavy_hidden(key, grid, args, meta, num_warps=warps, num_stages=stages)
+    _ffn_heavy_hidden(grid, args, meta, num_warps=warps, num_stages=stages)
     meta, warps, stages = tile_for(m, n, down[0])
     flags = {name: meta[name] for name in ("GROUP_M", "EVEN", "APART", "PRECISION", "UPCAST")}
     blocks = {"BLOCK_M": meta["BLOCK_M"], "BLOCK_N": meta["BLOCK_K"], "BLOCK_D": meta["BLOCK_N"]}
     args = (listed, hidden, *down, out, n, d)
-    key = (m, n, d, x.dtype, out.dtype, None if down[1] is None else down[1].dtype, meta["PRECISION"], meta["APART"])
-    _ffn_heavy_down(key, grid, args, {**blocks, **flags}, num_warps=warps, num_stages=stages)
+    _ffn_heavy_down(grid, args, {**blocks, **flags}, num_warps=warps, num_stages=stages)
 
 
 def wants_rows(

@@ -185,12 +185,11 @@ def launch_gated_mlp_bwd(
         _descriptor(grad, m, d, strides[0], 128, 64),
         _descriptor(down_weight, d, n, strides[1], 64, TILE),
     )
-    key = (m, n, d, grad.dtype, strides, activation)
     meta = {"GROUP_M": linear_pack.GROUP_M, "STAGES": linear_pack.STAGES, "ACTIVATION": activation}
     matrices = (matrix.view(torch.int32) for matrix in (gate, up, hidden))
     args = (*inputs, *matrices, m, n, tiles_m, tiles_n, steps)
     grid = (min(tuning.programs(grad.device), tiles_m * tiles_n), 1, 1)
-    _gated_mlp_bwd(key, grid, args, meta, num_warps=4, maxnreg=168)
+    _gated_mlp_bwd(grid, args, meta, num_warps=4, maxnreg=168)
 
 
 _TILES = {"grad_desc": [128, 64], "down_desc": [64, 256]}

@@ -366,9 +366,6 @@ def launch_linear_glu(
     partial = launch.scratch.get(programs * block_m * 256, x.device) if shared else None
     grad_strides = (0, 0) if grad is None else grad.stride()
     strides = (x.stride(0), gate_weight.stride(0), up_weight.stride(0))
-    key = (m, n, k, x.dtype, strides, grad_strides, activation)
-    key += (gate_bias is None or gate_bias.dtype, up_bias is None or up_bias.dtype, grad is None or grad.dtype)
-    key += (out is None, None if gates is None else gates[0].stride(0), GROUP_M, stages, shared, count is None)
     inputs = (
         _descriptor(x, m, k, strides[0], block_m, 64),
         _descriptor(gate_weight, n, k, strides[1], 128, 64),
@@ -394,7 +391,7 @@ def launch_linear_glu(
     )
     meta = {"GROUP_M": GROUP_M, "STAGES": stages, "ACTIVATION": activation}
     sizes = (tiles_m, whole, steps, abreast)
-    _linear_glu(key, (programs, 1, 1), (*args, *sizes), meta, num_warps=4, maxnreg=168)
+    _linear_glu((programs, 1, 1), (*args, *sizes), meta, num_warps=4, maxnreg=168)
 
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}

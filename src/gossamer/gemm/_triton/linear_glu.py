@@ -299,11 +299,9 @@ def _launch_linear_glu(
     grad = None if grad is None else grad.contiguous()
     strides = (*x.stride(), *gate_weight.stride(), *up_weight.stride())
     meta = {**tile, "ACTIVATION": activation, "GRADIENT": grad is not None}
-    key = (m, n, k, x.dtype, strides, gate_bias is None or gate_bias.dtype, up_bias is None or up_bias.dtype)
-    key += (activation, None if grad is None else grad.dtype, out is None, gates is None)
     args = (x, gate_weight, up_weight, gate_bias, up_bias, out, grad, *(gates or (None, None)), *strides, m, n, k)
     grid = (launch.cdiv(m, tile["BLOCK_M"]) * launch.cdiv(n, tile["BLOCK_N"]), 1, 1)
-    return _linear_glu(key, grid, args, meta, num_warps=warps, num_stages=stages, head=6)
+    return _linear_glu(grid, args, meta, num_warps=warps, num_stages=stages, head=6)
 
 
 def _launch_row(
@@ -318,10 +316,9 @@ def _launch_row(
     k, n = x.shape[1], gate_weight.shape[0]
     tile, warps = tuning.glu_row_tile(k, x.element_size())
     strides = (x.stride(1), gate_weight.stride(0), up_weight.stride(0))
-    key = (n, k, x.dtype, strides, gate_bias is None or gate_bias.dtype, up_bias is None or up_bias.dtype, activation)
     args = (x, gate_weight, up_weight, gate_bias, up_bias, out, *strides, k)
     meta = {**tile, "ACTIVATION": activation}
-    return _linear_glu_row(key, (n, 1, 1), args, meta, num_warps=warps, head=6)
+    return _linear_glu_row((n, 1, 1), args, meta, num_warps=warps, head=6)
 
 
 def _launch_float32(
@@ -357,9 +354,8 @@ def _launch_glu_fwd(
     gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor, activation: str
 ) -> None:
     m, n = out.shape
-    key = (m, n, gate.dtype, gate_bias is None or gate_bias.dtype, up_bias is None or up_bias.dtype, activation)
     meta = {"BLOCK": 2048, "ACTIVATION": activation}
-    _glu_fwd(key, (m, launch.cdiv(n, 2048), 1), (gate, up, gate_bias, up_bias, out, n), meta)
+    _glu_fwd((m, launch.cdiv(n, 2048), 1), (gate, up, gate_bias, up_bias, out, n), meta)
 
 
 def launch_glu_bwd(
@@ -369,10 +365,9 @@ def launch_glu_bwd(
     m, n = grad.shape
     if m == 0 or n == 0:
         return
-    key = (m, n, grad.dtype, gate.dtype, grad.stride(), hidden is None, activation)
     meta = {"BLOCK": 2048, "ACTIVATION": activation}
     args = (grad, gate, up, *out, hidden, *grad.stride(), n)
-    _glu_bwd(key, (m, launch.cdiv(n, 2048), 1), args, meta)
+    _glu_bwd((m, launch.cdiv(n, 2048), 1), args, meta)
 
 
 _OPTIONAL = {"gate_bias_ptr": "*fp32", "up_bias_ptr": None}

@@ -104,14 +104,11 @@ def launch_linear_source(
     meta = {**tile, "APART": not half and not tuning.tf32(), "EVEN": k % tile["BLOCK_K"] == 0}
     meta |= tuning.dot_precision(weight, k)
     strides = (*x.stride(), *weight.stride())
-    key = (m, n, k, limit, x.dtype, counts.dtype, strides, bias is None or bias.dtype)
-    key += (threshold is None or threshold.dtype, meta["PRECISION"], meta["APART"])
     tiles = 0 if arrived is None else arrived.shape[0]
-    key += (tiles,)
     args = (x, weight, bias, threshold, counts, out, arrived, limit, tiles, *strides, m, n, k)
     row_blocks = launch.cdiv(m, meta["BLOCK_M"])
     share = min(launch.cdiv(n, meta["BLOCK_N"]), max(launch.cdiv(2 * tuning.programs(x.device), row_blocks), 16))
-    _linear_source(key, (row_blocks, share, 1), args, meta, num_warps=warps, num_stages=3)
+    _linear_source((row_blocks, share, 1), args, meta, num_warps=warps, num_stages=3)
 
 
 def matmul_linear(

@@ -318,12 +318,10 @@ def launch_matmul(
     meta = {**tile, "RUN": run, "IS_CSR": is_csr}
     meta["ALONE"] = source is None
     meta["LEADS"] = source is not None and tuning.dependent_launch(weight.device)
-    key = (m, n, d, capacity, values.dtype, weight.dtype, weight.stride(0), out.dtype, bias is None or bias.dtype)
-    key += (is_csr, source is None)
     space = (None, None) if source is None else overflow.workspace(m, n, weight)
     tiles = 0 if space[1] is None else space[1].shape[0]
     args = (values, indices, offsets, weight, bias, out, space[1], weight.stride(0), n, d, capacity, tiles)
-    gather = _matmul_fwd(key, (m, launch.cdiv(d, meta["BLOCK_D"]), 1), args, meta, num_warps=warps, head=7)
+    gather = _matmul_fwd((m, launch.cdiv(d, meta["BLOCK_D"]), 1), args, meta, num_warps=warps, head=7)
     if source is None:
         return None if gather is None else (gather, None, space)
     over = overflow.forward(source, weight, bias, out, offsets[is_csr:], capacity, space)
@@ -363,16 +361,15 @@ def matmul_bwd(
     stride = 0 if weight is None else weight.stride(0)
     tile, warps, registers = tuning.bwd_tile(grad.element_size())
     wide, wide_warps = tuning.bwd_long_tile(tile)
-    key = (m, n, d, capacity, stride, values.dtype, grad.dtype, dtype, is_csr, None if weight is None else weight.dtype)
     sums = None if weight is None else torch.empty(keys.numel(), dtype=torch.float32, device=grad.device)
     operands = (keys, col_offsets, values, offsets, grad, weight, grad_weight, grad_values)
     listed, scalars = (noted[8:], noted), (stride, capacity)
     meta = {**tile, "LONG": LONG, "IS_CSR": is_csr, "OVERFLOWS": source is not None}
     args = (*operands, sums, *listed, *scalars, m, d)
-    _matmul_bwd((*key, source is None), (n, 1, 1), args, meta, num_warps=warps, maxnreg=registers)
+    _matmul_bwd((n, 1, 1), args, meta, num_warps=warps, maxnreg=registers)
     if long:
         grid = (min(2 * long * launch.cdiv(d, 128), 4 * tuning.programs(grad.device)), 1, 1)
-        _matmul_bwd_long(key, grid, (*operands, *listed, *scalars, d), {**wide, "IS_CSR": is_csr}, num_warps=wide_warps)
+        _matmul_bwd_long(grid, (*operands, *listed, *scalars, d), {**wide, "IS_CSR": is_csr}, num_warps=wide_warps)
     if source is not None:
         overflow.backward_weight(source, mask, grad, grad_weight, offsets[is_csr:], noted[4:], capacity)
     return grad_weight, grad_values

@@ -234,12 +234,10 @@ def forward(
     run = 2 * tile["BLOCK_N"] if out.dtype is torch.float32 and not tuning.tf32() else 0
     meta = {**tile, "RUN": run, **tuning.dot_precision(weight, n), "FOLLOWS": follows}
     partial, arrived = space
-    key = (m, n, d, limit, source.dtype, weight.dtype, out.dtype, bias is None or bias.dtype, counts.dtype)
-    key += (source.stride(0), weight.stride(0), meta["PRECISION"], run)
     args = (source, weight, bias, out, partial, arrived, counts, limit, source.stride(0), weight.stride(0), m, n, d)
     tiles = launch.cdiv(d, meta["BLOCK_D"]) * launch.cdiv(m, meta["BLOCK_M"])
     grid = (tiles * meta["SPLITS"], 1, 1)
-    return _overflow_fwd(key, grid, args, meta, num_warps=warps, num_stages=stages, follows=follows, head=7)
+    return _overflow_fwd(grid, args, meta, num_warps=warps, num_stages=stages, follows=follows, head=7)
 
 
 def workspace(m: int, n: int, weight: Tensor) -> Workspace:
@@ -267,13 +265,11 @@ def backward_source(
     run = 32 if weight.dtype is torch.float32 and not tuning.tf32() else 0
     meta = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "RUN": run, **tuning.dot_precision(weight, d)}
     meta["MASKED"] = masked
-    key = (m, n, d, limit, grad.dtype, source.dtype, weight.dtype, out.dtype, counts.dtype)
-    key += (source.stride(0), weight.stride(0), meta["PRECISION"], masked)
     args = (grad, weight, source, out, counts, limit, weight.stride(0), source.stride(0), m, n, d)
     row_blocks = launch.cdiv(m, meta["BLOCK_M"])
     share = min(launch.cdiv(n, meta["BLOCK_N"]), max(launch.cdiv(4 * tuning.programs(grad.device), row_blocks), 16))
     grid = (row_blocks, share, 1)
-    _overflow_bwd_source(key, grid, args, meta, num_warps=4, num_stages=3)
+    _overflow_bwd_source(grid, args, meta, num_warps=4, num_stages=3)
 
 
 def backward_weight(
@@ -295,12 +291,10 @@ def backward_weight(
     m, n = source.shape
     d = grad.shape[1]
     meta = {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_D": 128, **tuning.dot_precision(grad, m)}
-    key = (m, n, d, limit, source.dtype, grad.dtype, out.dtype, counts.dtype, *strides, meta["PRECISION"])
-    key += (None if mask is None else mask.dtype,)
     args = (source, mask, grad, out, counts, any_flagged, limit, *strides, m, n, d)
     tiles = launch.cdiv(d, meta["BLOCK_D"]) * launch.cdiv(n, meta["BLOCK_N"])
     grid = (min(tiles, 4 * tuning.programs(grad.device)), 1, 1)
-    _overflow_bwd_weight(key, grid, args, meta, num_warps=4, num_stages=2)
+    _overflow_bwd_weight(grid, args, meta, num_warps=4, num_stages=2)
 
 
 EXAMPLES = {

@@ -229,9 +229,8 @@ def pack_ell(x: Tensor, capacity: int, clear: bool = True) -> tuple[Tensor, Tens
     tile, warps = tuning.scan_tile(m, n, x.element_size())
     if tuning.one_program_a_row(m, n):
         meta = {**fit_block(tile, n), "CLEAR": clear, "COUNT_ONLY": False}
-        key = (m, n, capacity, x.dtype, x.stride(0), clear)
         args = (x, values, indices, nnz, None, x.stride(0), m, n, capacity)
-        _pack_row(key, (m, 1, 1), args, meta, num_warps=warps)
+        _pack_row((m, 1, 1), args, meta, num_warps=warps)
     else:
         _split(x, values, indices, nnz, None, capacity)
     return values, indices, nnz
@@ -245,10 +244,9 @@ def _split(
     tile, warps = tuning.scan_tile(m, n, x.element_size())
     chunks, meta = split(tile, n)
     flags, epoch = launch.flags.get(m * chunks, x.device)
-    key = (m, n, capacity, x.dtype, x.stride(0), values is None, offsets is None)
     args = (x, values, indices, nnz, offsets, flags, epoch, x.stride(0), m, n, capacity, chunks)
     meta["COUNT_ONLY"] = values is None
-    _pack_split(key, (m * chunks, 1, 1), args, meta, num_warps=warps)
+    _pack_split((m * chunks, 1, 1), args, meta, num_warps=warps)
 
 
 def count_rows(x: Tensor) -> Tensor:
@@ -262,9 +260,8 @@ def count_rows(x: Tensor) -> Tensor:
     elif m and n:
         tile, warps = tuning.scan_tile(m, n, x.element_size())
         meta = {**fit_block(tile, n), "CLEAR": False, "COUNT_ONLY": True}
-        key = (m, n, x.dtype, x.stride(0))
         args = (x, x, nnz, nnz, None, x.stride(0), m, n, 0)
-        _pack_row(key, (m, 1, 1), args, meta, num_warps=warps)
+        _pack_row((m, 1, 1), args, meta, num_warps=warps)
     return nnz
 
 
@@ -281,9 +278,8 @@ def pack_csr(x: Tensor, row_offsets: Tensor, max_nnz: int) -> tuple[Tensor, Tens
     else:
         tile, warps = tuning.scan_tile(m, n, x.element_size())
         meta = {**fit_block(tile, n), "CLEAR": True, "COUNT_ONLY": False}
-        key = (m, n, max_nnz, x.dtype, x.stride(0))
         args = (x, values, indices, None, row_offsets, x.stride(0), m, n, max_nnz)
-        _pack_row(key, (m, 1, 1), args, meta, num_warps=warps)
+        _pack_row((m, 1, 1), args, meta, num_warps=warps)
     return values, indices
 
 

@@ -114,11 +114,9 @@ def sampled_matmul(
         parts = max(1, min(launch.cdiv(capacity, tile["BLOCK_E"]), launch.cdiv(64 * tuning.programs(x.device), m)))
         meta = {**tile, "PARTS": 1 if fill else parts, "IS_CSR": is_csr, "SCATTER": scatter}
         meta["FILL"] = warps * 4096 // x.element_size() if fill else 0
-        key = (m, n, d, capacity, x.dtype, weight.dtype, offsets.dtype, x.stride(0), weight.stride(0), is_csr, scatter)
-        key += (None if products is None else products.dtype,)
         out = dense if scatter else values
         args = (x, weight, indices, offsets, products, out, x.stride(0), weight.stride(0), n, d, capacity)
-        _sampled_matmul(key, (m, meta["PARTS"], 1), args, meta, num_warps=warps)
+        _sampled_matmul((m, meta["PARTS"], 1), args, meta, num_warps=warps)
     if source is not None and m and n:
         overflow.backward_source(x, weight, source, dense, offsets[is_csr:], capacity, masked)
     return values, dense

@@ -139,12 +139,10 @@ def launch_pack_twell(
     (m, tiles, slots), n = values.shape, x.shape[1]
     scan, warps = tuning.scan_tile(m, n, x.element_size())
     meta = {**fit_block(scan, tile), "ABOVE": above}
-    key = (m, n, tile, slots, x.dtype, x.stride(0), above)
-    key += (threshold is None or threshold.dtype, bounds is None, factors is None)
     args = (x, threshold, bounds, factors, values, indices, counts, x.stride(0), n, tiles, tile, slots)
     # Rows alone fill the GPU, or tiles of a row go to programs of their own.
     share = 1 if tuning.one_program_a_row(m, n) else min(tiles, 64)
-    _pack_twell(key, (m, share, 1), args, meta, num_warps=warps)
+    _pack_twell((m, share, 1), args, meta, num_warps=warps)
 
 
 def twell_to_ell(
@@ -158,10 +156,9 @@ def twell_to_ell(
     if m == 0 or tiles == 0:
         return out.zero_(), columns.fill_(-1), nnz.zero_()
     block = min(max(launch.next_power_of_2(tiles), 32), 256)
-    key = (m, tiles, slots, tile, capacity, values.dtype, indices.dtype)
     parts = (values.contiguous(), indices.contiguous(), counts.contiguous())
     args = (*parts, out, columns, nnz, tiles, slots, tile, capacity)
-    _twell_to_ell(key, (m, 1, 1), args, {"BLOCK": block}, num_warps=1)
+    _twell_to_ell((m, 1, 1), args, {"BLOCK": block}, num_warps=1)
     return out, columns, nnz
 
 

@@ -22,7 +22,6 @@ from gossamer.rowsparse._triton import pack
 from gossamer.rowsparse._triton.pack import clear_slots, count_bits, pop_lowest
 from gossamer.sae._triton.select import (
     SHIFT,
-    _dtypes,
     _example,
     chunk_columns,
     emit_largest,
@@ -410,37 +409,35 @@ def find(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None, offsets: 
     operands, grid = (z, bias, scale), (m, 1, 1)
     meta, warps = batch_tile(m, z.element_size())
     meta = {**pack.fit_block(meta, n), "SHIFT": shift}
-    key = (m, n, k, z.dtype, _dtypes(bias, scale))
     bits = {"SHIFT": shift, "LOW": low}
     part = {"RUN": BATCH_RUN, "STEP": step, "BLOCK": min(1024, launch.next_power_of_2(size))}
     rows = launch.cdiv(m, every)
-    _count_sample(key, (rows, 1, 1), (*operands, sample, every, n, size), {**part, **bits})
+    _count_sample((rows, 1, 1), (*operands, sample, every, n, size), {**part, **bits})
     rank = batch_rank(k * m, rows / m * size / n)
-    _find((*key, 0), (1, 1, 1), (sample, words, rank), {"PART": 0, "BINS": bins, **bits}, num_warps=16)
+    _find((1, 1, 1), (sample, words, rank), {"PART": 0, "BINS": bins, **bits}, num_warps=16)
     args = (*operands, words, found.columns, found.reach, n, found.length)
-    _list_row(key, grid, args, meta, num_warps=warps)
+    _list_row(grid, args, meta, num_warps=warps)
     cores = tuning.programs(z.device)
     args = (*operands, counts, words, found.keys, found.columns, found.reach, m, n, found.length)
     # An octave is 128 bins of bfloat16, and 256 of others.
     part = {"ROWS": 8, "BLOCK": 256, "WINDOW": 256 if 64 * k <= n else 1024, **bits}
-    _count_listed(key, (min(launch.cdiv(m, 8), 2 * cores), 1, 1), args, part, num_warps=8)
+    _count_listed((min(launch.cdiv(m, 8), 2 * cores), 1, 1), args, part, num_warps=8)
     args = (*operands, counts, words, found.reach, k * m, m, n, found.length)
     part = {"BLOCK": 4096 // z.element_size(), "WINDOW": 1024, **bits}
-    _count_rest(key, (min(m, 4 * cores), 1, 1), args, part, num_warps=8)
-    _find((*key, 1), (1, 1, 1), (counts, words, k * m), {"PART": 1, "BINS": bins, **bits}, num_warps=16)
+    _count_rest((min(m, 4 * cores), 1, 1), args, part, num_warps=8)
+    _find((1, 1, 1), (counts, words, k * m), {"PART": 1, "BINS": bins, **bits}, num_warps=16)
     listed = (words, found.keys, found.reach)
     if low:
         args = (*operands, rest, *listed, n, found.length)
-        _count_low(key, grid, args, {**meta, **bits}, num_warps=warps)
+        _count_low(grid, args, {**meta, **bits}, num_warps=warps)
         part = {"PART": 2, "BINS": 1 << low, "SHIFT": shift, "LOW": 0}
-        _find((*key, 2), (1, 1, 1), (rest, words, 0), part, num_warps=16)
+        _find((1, 1, 1), (rest, words, 0), part, num_warps=16)
     ties = torch.empty(m, dtype=torch.int32, device=z.device)
     above = None if offsets is None else torch.empty_like(ties)
-    key = (*key, offsets is None)
     args = (*operands, *listed, ties, above, n, found.length)
-    _count_ties(key, grid, args, {**meta, "SHIFT": shift}, num_warps=warps)
+    _count_ties(grid, args, {**meta, "SHIFT": shift}, num_warps=warps)
     args = (words, ties, above, found.kth, found.need, offsets, m, n)
-    _share_ties(key, (1, 1, 1), args, {"BLOCK": min(4096, launch.next_power_of_2(m))}, num_warps=8)
+    _share_ties((1, 1, 1), args, {"BLOCK": min(4096, launch.next_power_of_2(m))}, num_warps=8)
     return found
 
 
@@ -458,9 +455,8 @@ def emit(
     `find` has filled, values and indices are those of CSR, and there is no nnz."""
     (m, n), capacity = z.shape, out[0].shape[-1]
     meta = {"SHIFT": SHIFT[z.dtype], "LIST": 256, "MAY_OVERFLOW": may_overflow}
-    key = (m, n, capacity, found.length, z.dtype, _dtypes(bias, scale), may_overflow, offsets is None)
     args = (z, bias, scale, found.keys, found.columns, found.reach, found.kth, found.need, offsets, *out)
-    _emit_row(key, (m, 1, 1), (*args, n, found.length, capacity), meta, num_warps=4)
+    _emit_row((m, 1, 1), (*args, n, found.length, capacity), meta, num_warps=4)
 
 
 _LISTS = {"words_ptr": "*i64", "list_ptr": "*i32"}

@@ -45,9 +45,8 @@ def count_fired(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | N
         values, indices = values.contiguous(), indices.contiguous()
         source = None if source is None else rows_contiguous(source)
         stride = 0 if source is None else source.stride(0)
-        key = (n, capacity, values.dtype, source is None or source.dtype, stride)
         args = (values, indices, nnz, source, out, stride, n, capacity)
-        _count_fired(key, (m, 1, 1), args, {"BLOCK": 128}, num_warps=1)
+        _count_fired((m, 1, 1), args, {"BLOCK": 128}, num_warps=1)
     return out
 
 

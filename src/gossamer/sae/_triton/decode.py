@@ -159,12 +159,10 @@ def _one_launch(
     meta |= {"LEADS": overflows and tuning.dependent_launch(weight.device), "TRUNCATE": truncate}
     slices = launch.cdiv(d, meta["BLOCK_D"])
     space = _Space(acts, weight, capacity, chunks, overflows)
-    key = (m, n, d, capacity, acts.dtype, weight.dtype, acts.stride(0), weight.stride(0), out.dtype)
-    key += (bias is None or bias.dtype, truncate)
     args = (acts, weight, bias, out, space.nnz, space.arrived, space.words, space.epoch)
     args += (acts.stride(0), weight.stride(0), m, n, d, capacity, chunks)
     args += (0 if space.arrived is None else space.arrived.shape[0],)
-    scan = _decode_fwd(key, (m * (chunks + slices), 1, 1), args, meta, num_warps=warps, head=8)
+    scan = _decode_fwd((m * (chunks + slices), 1, 1), args, meta, num_warps=warps, head=8)
     over = None
     if overflows:
         over = overflow.forward(acts, weight, bias, out, space.nnz, capacity, (space.partial, space.arrived))

@@ -89,14 +89,14 @@ def encode_chunks(
     """Fills values, indices, nnz and l0, the last of which is 0 where there is a bandwidth."""
     (m, n), capacity = z.shape, out[0].shape[1]
     stride_t = 0 if threshold is None else threshold.stride(0)
-    key = (m, n, capacity, z.dtype, None if bias is None else bias.dtype, threshold is None, stride_t)
-    key += (bandwidth, may_overflow)
     if not launch.INTERPRET:
         index = z.get_device()
         stream = torch._C._cuda_getCurrentRawStream(index)
+        key = (m, n, capacity, z.dtype, None if bias is None else bias.dtype, threshold is None, stride_t)
+        key += (bandwidth, may_overflow, index, stream)
         pointers = [None if t is None else t.data_ptr() for t in (z, bias, threshold, *out)]
         # What is made here is aligned.
-        plan = _plans.get((*key, index, stream), index, pointers[0] | (pointers[1] or 0) | (pointers[2] or 0))
+        plan = _plans.get(key, index, pointers[0] | (pointers[1] or 0) | (pointers[2] or 0))
         if plan is not None:
             with plan.lock:
                 plan.launches[0](stream, *pointers, plan.flags, plan.epochs.next())
@@ -106,9 +106,9 @@ def encode_chunks(
     meta |= {"WINDOW": bandwidth > 0, "MAY_OVERFLOW": may_overflow}
     flags, epoch = launch.flags.get(m * chunks, z.device)
     args = (z, bias, threshold, *out, flags, epoch, stride_t, bandwidth / 2, n, capacity, chunks)
-    bound = _encode_split(key, (m * chunks, 1, 1), args, meta, num_warps=warps, head=9)
+    bound = _encode_split((m * chunks, 1, 1), args, meta, num_warps=warps, head=9)
     if not launch.INTERPRET:
-        _plans.keep((*key, index, stream), z.device, bound, words=m * chunks)
+        _plans.keep(key, z.device, bound, words=m * chunks)
 
 
 EXAMPLES = {

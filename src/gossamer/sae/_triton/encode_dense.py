@@ -124,9 +124,8 @@ def encode_dense(
     fired = torch.empty(grid[1], n, dtype=torch.int32, device=x.device)
     if acts.numel():
         bias, threshold = (None if vector is None else vector.contiguous() for vector in (bias, threshold))
-        key = (m, n, acts.dtype, bias is None or bias.dtype, threshold is None, bandwidth)
         args = (acts, bias, threshold, l0, near, fired, bandwidth / 2, m, n, length)
-        _activate(key, grid, args, {**TILE, "WINDOW": bandwidth > 0})
+        _activate(grid, args, {**TILE, "WINDOW": bandwidth > 0})
     else:
         fired.zero_()
     return acts, l0.to(threshold_dtype(weight.dtype)), fired.sum(0), l0 + near
@@ -143,9 +142,8 @@ def encode_dense_bwd(
     if acts.numel():
         threshold = None if threshold is None else threshold.contiguous()
         strides = *grad.stride(), grad_l0.stride(0)
-        key = (m, n, acts.dtype, grad.dtype, grad_l0.dtype, strides, threshold is None, bandwidth, ste_to_input)
         args = (grad, acts, grad_l0, threshold, out, sums, *strides, bandwidth / 2, m, n, length)
-        _activate_bwd(key, grid, args, {**TILE, "TO_INPUT": ste_to_input})
+        _activate_bwd(grid, args, {**TILE, "TO_INPUT": ste_to_input})
     else:
         sums.zero_()
     total = sums.sum(1).to(wide)

@@ -102,11 +102,10 @@ def encode_rows(
     if stride_t and z.element_size() == 2:
         limits = z.new_empty(n)
         args = (threshold, limits, stride_t, bandwidth / 2, n)
-        _limits((n, z.dtype, stride_t, bandwidth), (launch.cdiv(n, 1024), 1, 1), args, {"BLOCK": 1024})
+        _limits((launch.cdiv(n, 1024), 1, 1), args, {"BLOCK": 1024})
     meta = {**pack.fit_block(tile, n), "WINDOW": bandwidth > 0, "MAY_OVERFLOW": may_overflow}
     args = (z, bias, threshold, limits, *out, stride_t, bandwidth / 2, n, capacity)
-    key = (m, n, capacity, z.dtype, bias is None or bias.dtype, threshold is None, stride_t, bandwidth, may_overflow)
-    _encode_row(key, (m, 1, 1), args, meta, num_warps=warps)
+    _encode_row((m, 1, 1), args, meta, num_warps=warps)
 
 
 EXAMPLES = {

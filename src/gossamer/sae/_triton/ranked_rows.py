@@ -118,8 +118,7 @@ def ranked_rows(
         tile, warps = {**tile, "BLOCK": 8 * tile["BLOCK"]}, 8
     meta = {**pack.fit_block(tile, n), "SHIFT": SHIFT[z.dtype], "MAY_OVERFLOW": may_overflow}
     args = (z, bias, scale, *kept, reach, offsets, *out, length, n, capacity)
-    key = (m, n, capacity, z.dtype, bias is None or bias.dtype, scale is None or scale.dtype, may_overflow, length)
-    _ranked_row((*key, reach is None), (m, 1, 1), args, meta, num_warps=warps)
+    _ranked_row((m, 1, 1), args, meta, num_warps=warps)
 
 
 EXAMPLES = {

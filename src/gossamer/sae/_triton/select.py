@@ -267,10 +267,6 @@ def _tile(z: Tensor, block: int, warps: int) -> tuple[dict[str, int], int]:
     return {"BLOCK": fitted, "VEC": vector, "SHIFT": SHIFT[z.dtype]}, max(1, warps * fitted // block)
 
 
-def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
-    return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
-
-
 def row_kth(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(kth, need), int32 [M]: a row selects every key above kth[row] and the first need[row] that equal it.
 
@@ -324,8 +320,7 @@ def _largest_of_rows(
     meta["LIST"] = max(256, min(launch.next_power_of_2(2 * k), 4096))
     entries = results[0] is None
     lists = torch.empty(programs, 1 + entries, length, dtype=torch.int32, device=z.device)
-    key = (m, n, k, z.dtype, _dtypes(bias, scale), entries, some is None)
-    _row_kth(key, (programs, 1, 1), (z, bias, scale, some, lists, *results, m, n, k, length), meta, num_warps=warps)
+    _row_kth((programs, 1, 1), (z, bias, scale, some, lists, *results, m, n, k, length), meta, num_warps=warps)
 
 
 def _example(pointers: dict[str, str | None], integers: tuple[str, ...], **constexprs: int) -> dict[str, object]:

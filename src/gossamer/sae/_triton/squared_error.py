@@ -53,7 +53,7 @@ def squared_error(x: Tensor, y: Tensor) -> Tensor:
         x, y = rows_contiguous(x), rows_contiguous(y)
         strides = x.stride(0), y.stride(0)
         meta, warps = _tile(d)
-        _squared_error_fwd((d, *strides, x.dtype, y.dtype), (m, 1, 1), (x, y, out, *strides, d), meta, num_warps=warps)
+        _squared_error_fwd((m, 1, 1), (x, y, out, *strides, d), meta, num_warps=warps)
     return out
 
 
@@ -65,8 +65,7 @@ def bwd(grad: Tensor, x: Tensor, y: Tensor) -> Tensor:
         x, y = rows_contiguous(x), rows_contiguous(y)
         strides = grad.stride(0), x.stride(0), y.stride(0)
         meta, warps = _tile(d)
-        key = (d, *strides, x.dtype, y.dtype)
-        _squared_error_bwd(key, (m, 1, 1), (grad, x, y, out, *strides, d), meta, num_warps=warps)
+        _squared_error_bwd((m, 1, 1), (grad, x, y, out, *strides, d), meta, num_warps=warps)
     return out
 
 

@@ -157,8 +157,7 @@ def _bounds(z: Tensor, bias: Tensor | None, scale: Tensor | None, rank: int) -> 
     bounds = torch.empty(m, dtype=torch.float32, device=z.device)
     vector = 16 // z.element_size()
     meta = {"BLOCK": max(min(launch.next_power_of_2(n), 512), 32 * vector), "VEC": vector, "SHIFT": SHIFT[z.dtype]}
-    key = (m, n, rank, z.dtype, bias is None or bias.dtype, scale is None or scale.dtype)
-    _row_bound(key, (m, 1, 1), (z, bias, scale, bounds, n, rank), meta, num_warps=1)
+    _row_bound((m, 1, 1), (z, bias, scale, bounds, n, rank), meta, num_warps=1)
     return bounds
 
 
@@ -186,8 +185,7 @@ def _pack_and_select(
     lists = torch.empty(programs, 2 if scale is None else 3, length, dtype=torch.int32, device=x.device)
     args = (values, indices, counts, scale, bounds, lists, *out, m, tiles, slots, tile, k, length)
     meta, warps = encode_path.topk_tile(tiles, k, run)
-    key = (m, tiles, k, run, x.dtype, scale is None or scale.dtype)
-    _topk_of_tiles(key, (programs, 1, 1), args, {**meta, "SHIFT": SHIFT[x.dtype]}, num_warps=warps)
+    _topk_of_tiles((programs, 1, 1), args, {**meta, "SHIFT": SHIFT[x.dtype]}, num_warps=warps)
 
 
 def _settle(
