@@ -42,6 +42,36 @@ def test_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(plans._kept) <= launch.Plans._MOST and plans.get(key, 0, 0) is not None
 
 
+@pytest.mark.native
+def test_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One buffer a stream; a graph gets words of its own, zeroed ahead while there are any."""
+    streams, graph, capturing = [7], [False], [False]
+    monkeypatch.setattr(launch, "transient", lambda device: graph[0])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: streams[0], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing[0], raising=False)
+    counters, cpu = launch.Counters(), torch.device("cpu")
+    first = counters.get(5, cpu)
+    assert first.dtype is torch.int32 and first.numel() >= 5 and not first.any()
+    assert counters.get(9, cpu) is first
+    assert counters.get(first.numel() + 1, cpu).numel() > first.numel()
+    streams[0] = 8
+    assert counters.get(5, cpu) is not first
+    graph[0] = True
+    warm_up = counters.get(5, cpu)
+    assert warm_up.numel() == 5
+    capturing[0] = True
+    block = counters._blocks[0]
+    taken = [counters.get(5, cpu) for _ in range(counters._AHEAD)]
+    places = {words.data_ptr() for words in taken}
+    assert len(places) == counters._AHEAD and min(places) == block.data_ptr() and not block.any()
+    assert counters.get(5, cpu).numel() == 5, "the last is taken"
+    graph[0] = capturing[0] = False
+    counters.get(5, cpu)
+    graph[0] = capturing[0] = True
+    assert counters.get(counters._WORDS + 1, cpu).numel() == counters._WORDS + 1
+    assert counters.get(5, cpu).data_ptr() not in places
+
+
 @triton.jit(do_not_specialize=["count_ptr", "epoch"], do_not_specialize_on_alignment=[2])
 def _counted_kernel(x_ptr, count_ptr, more_ptr, out_ptr, epoch, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)

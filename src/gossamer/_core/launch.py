@@ -107,17 +107,20 @@ class Kernel:
         finally:
             if guard:
                 torch.cuda.set_device(previous)
-        return None if misaligned or not head else Bound(launch, grid, (*args[head:], *meta.values()))
+        return None if misaligned or not head else Bound(launch, grid, (*pointers[head:], *meta.values()), args[head:])
 
 
 class Bound:
-    """A compiled launch that takes a stream and its leading arguments, pointers as integers: 4 us instead of 18."""
+    """A compiled launch that takes a stream and its leading arguments, pointers as integers: 4 us instead of 18. The
+    tensors among the others stay alive."""
 
-    __slots__ = ("_arguments", "_run", "_tail")
+    __slots__ = ("_arguments", "_kept", "_run", "_tail")
 
-    def __init__(self, launch: tuple[Any, tuple[Any, ...]], grid: tuple[int, int, int], tail: tuple[Any, ...]) -> None:
+    def __init__(
+        self, launch: tuple[Any, tuple[Any, ...]], grid: tuple[int, int, int], tail: tuple[Any, ...], kept: Any
+    ) -> None:
         self._run, self._arguments = launch
-        self._tail = (grid, tail)
+        self._tail, self._kept = (grid, tail), kept
 
     def __call__(self, stream: int, *head: Any) -> None:
         grid, tail = self._tail
@@ -218,32 +221,16 @@ class Flags:
 
     A program signals by writing the launch's epoch; a word that holds an older epoch is not yet set, so nothing has to
     be cleared between calls. One buffer serves one stream, because launches on one stream never overlap. A graph
-    freezes the epoch, so there a fresh buffer is zeroed inside the graph instead, unless the kernel itself leaves its
-    words at 0: such a launch of a graph gets words of its own that were zeroed ahead, by a call outside of graphs.
+    freezes the epoch, so there a fresh buffer is zeroed inside the graph instead.
     """
-
-    _AHEAD, _WORDS = 128, 512
-    """Launches in graphs to have words for, and how many of them each gets."""
 
     def __init__(self) -> None:
         self._streams: dict[tuple[torch.device, int], tuple[Tensor, Epochs]] = {}
-        self._ahead: dict[torch.device, list[Tensor]] = {}
-        self._blocks: list[Tensor] = []
 
-    def get(self, words: int, device: torch.device, resets: bool = False) -> tuple[Tensor, int]:
-        """(int64 buffer of at least `words`, epoch of this launch); with `resets` the kernel leaves all words at 0."""
-        ahead = self._ahead.setdefault(device, []) if resets and words <= self._WORDS else None
+    def get(self, words: int, device: torch.device) -> tuple[Tensor, int]:
+        """(int64 buffer of at least `words`, epoch of this launch)"""
         if transient(device):
-            # Not in the eager run with which Inductor warms up, for those words would be gone for good.
-            if ahead and torch._C._cuda_isCurrentStreamCapturing():
-                with suppress(IndexError):  # another thread took the last
-                    return ahead.pop(), 1
             return torch.zeros(words, dtype=torch.int64, device=device), 1
-        if ahead is not None and len(ahead) < self._AHEAD:
-            block = torch.zeros(self._AHEAD, self._WORDS, dtype=torch.int64, device=device)
-            ahead += block.unbind()
-            # For good: nobody tells when a graph is gone.
-            self._blocks.append(block)
         key = (device, torch._C._cuda_getCurrentRawStream(device.index))
         buffer, epochs = self._streams.get(key, (None, None))
         if buffer is None or epochs is None or buffer.numel() < words:
@@ -267,6 +254,42 @@ class Epochs:
         return next(self._count) % ((1 << 31) - 2) + 1
 
 
+class Counters:
+    """Words of device memory that are 0 between launches, because every kernel that writes them leaves them at 0.
+
+    One buffer serves one stream, as with `Flags`. A launch of a graph gets words of its own that were zeroed ahead, by
+    a call outside of graphs.
+    """
+
+    _AHEAD, _WORDS = 128, 1024
+    """Launches in graphs to have words for, and how many of them each gets."""
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[torch.device, int], Tensor] = {}
+        self._ahead: dict[torch.device, list[Tensor]] = {}
+        self._blocks: list[Tensor] = []
+
+    def get(self, words: int, device: torch.device) -> Tensor:
+        """int32 buffer of at least `words`, all 0."""
+        ahead = self._ahead.setdefault(device, [])
+        if transient(device):
+            # Not in the eager run with which Inductor warms up, for those words would be gone for good.
+            if ahead and words <= self._WORDS and torch._C._cuda_isCurrentStreamCapturing():
+                with suppress(IndexError):  # another thread took the last
+                    return ahead.pop()
+            return torch.zeros(words, dtype=torch.int32, device=device)
+        if len(ahead) < self._AHEAD:
+            block = torch.zeros(self._AHEAD, self._WORDS, dtype=torch.int32, device=device)
+            ahead += block.unbind()
+            # For good: nobody tells when a graph is gone.
+            self._blocks.append(block)
+        key = (device, torch._C._cuda_getCurrentRawStream(device.index))
+        buffer = self._streams.get(key)
+        if buffer is None or buffer.numel() < words:
+            buffer = self._streams[key] = torch.zeros(max(2 * words, 4096), dtype=torch.int32, device=device)
+        return buffer
+
+
 class Scratch:
     """Device memory that holds nothing between launches: one buffer a stream, as large as the largest need so far."""
 
@@ -288,7 +311,7 @@ class Scratch:
 
 flags = Flags()
 scratch = Scratch()
-counters = Scratch()
+counters = Counters()
 
 
 def cdiv(a: int, b: int) -> int:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.rowsparse._triton.overflow import clear_arrived, dot
+from gossamer.rowsparse._triton.overflow import dot
 
 ROWS = 16
 """The fewest rows of a tensor core's product."""
@@ -40,14 +40,12 @@ def columns_product(
 
 @triton.jit
 def _few_hidden_kernel(
-    x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, hidden_ptr, counts_ptr, arrived_ptr,
-    arrivals, stride_xm, stride_gn, stride_un, M, N, K,
+    x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, hidden_ptr, counts_ptr,
+    stride_xm, stride_gn, stride_un, M, N, K,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, SQUARED: tl.constexpr, PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Program (BLOCK_N columns): what is multiplied by down, and how many entries each row has there."""
-    if tl.program_id(0) == 0:
-        clear_arrived(arrived_ptr, arrivals)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
     m = tl.arange(0, ROWS)
@@ -106,6 +104,7 @@ def _few_down_kernel(
     tl.debug_barrier()
     if tl.atomic_add(arrived_ptr + slice, 1, sem="acq_rel") == SPLITS - 1:
         tl.debug_barrier()
+        tl.store(arrived_ptr + slice, 0)
         acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
         for s in range(SPLITS):
             of_split = partial_ptr + s * ROWS * BLOCK_D + part
@@ -167,11 +166,11 @@ def project(
     if x.element_size() > 2:
         inner //= 2
     slices, splits = launch.cdiv(d, block_d), min(tile.splits, launch.cdiv(n, inner))
-    arrived = launch.counters.get(slices, x.device)[:slices].view(torch.int32)
+    arrived = launch.counters.get(slices, x.device)
     partial = launch.scratch.get(slices * splits * ROWS * block_d, x.device)
     meta = {"BLOCK_N": block_n, "BLOCK_K": block_k, "ROWS": ROWS, "SQUARED": squared, **tuning.dot_precision(x, k)}
     strides = (x.stride(0), gate[0].stride(0), 0 if up_weight is None else up_weight.stride(0))
-    args = (x, *gate, up_weight, up_bias, hidden, counts, arrived, slices, *strides, m, n, k)
+    args = (x, *gate, up_weight, up_bias, hidden, counts, *strides, m, n, k)
     _few_hidden((blocks, 1, 1), args, meta, num_warps=warps, num_stages=stages)
     meta = {"BLOCK_N": inner, "BLOCK_D": block_d, "BLOCK_B": 64, "ROWS": ROWS, "SPLITS": splits}
     meta |= tuning.dot_precision(x, n)
@@ -186,8 +185,7 @@ EXAMPLES = {
         "signature": {
             "x_ptr": "*bf16", "gate_ptr": "*bf16", "gate_bias_ptr": "*bf16", "threshold_ptr": "*fp32",
             "up_ptr": "*bf16", "up_bias_ptr": "*bf16", "hidden_ptr": "*bf16", "counts_ptr": "*i32",
-            "arrived_ptr": "*i32",
-            **dict.fromkeys(("arrivals", "stride_xm", "stride_gn", "stride_un", "M", "N", "K"), "i32"),
+            **dict.fromkeys(("stride_xm", "stride_gn", "stride_un", "M", "N", "K"), "i32"),
         },
         "constexprs": {"BLOCK_N": 32, "BLOCK_K": 256, "SQUARED": False, **_COMMON},
         "num_warps": 4,

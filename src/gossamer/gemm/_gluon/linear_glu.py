@@ -186,9 +186,9 @@ def load_grad(grad_ptr, stride_dm, stride_dn, row, column, M, N, layout: gl.cons
 
 
 @gluon.jit
-def wait_for(flag_ptr, epoch):
-    """Returns once another program has written the epoch; the flag is then down again."""
-    while gl.atomic_cas(flag_ptr, epoch, epoch * 0, sem="acquire", scope="gpu") != epoch:
+def wait_for(flag_ptr):
+    """Returns once another program has raised the flag, which is then down again."""
+    while gl.atomic_cas(flag_ptr, 1, 0, sem="acquire", scope="gpu") != 1:
         pass
 
 
@@ -210,7 +210,7 @@ def consume(
     out_desc, first_desc, second_desc, buffers, gate_bias_ptr, up_bias_ptr = outputs
     grad_ptr, stride_dm, stride_dn, M, N = grads
     x_bufs, w_bufs, ready, empty = ring
-    partial_ptr, flags_ptr, epoch = partials
+    partial_ptr, flags_ptr = partials
     tiles_m, tiles_n, whole, steps, abreast = extent
     both: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BLOCK_N, 16])
     half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -248,12 +248,12 @@ def consume(
                 gl.store(slot + HALF + offsets, to_slot(up))
                 # All threads must have written before the one that signals says so.
                 _barrier()
-                gl.atomic_xchg(flags_ptr + program * GROUPS + GROUP, epoch.to(gl.int64), sem="release", scope="gpu")
+                gl.atomic_xchg(flags_ptr + program * GROUPS + GROUP, 1, sem="release", scope="gpu")
             elif first > 0:
                 other = program
                 while run_begin(other // abreast, shared, programs // abreast) > (tile - whole) // abreast * steps:
                     other -= abreast
-                    wait_for(flags_ptr + other * GROUPS + GROUP, epoch.to(gl.int64))
+                    wait_for(flags_ptr + other * GROUPS + GROUP)
                     slot = partial_ptr + (other * GROUPS + GROUP).to(gl.int64) * (2 * HALF)
                     gate += from_slot(gl.load(slot + offsets, cache_modifier=".cg"), half)
                     up += from_slot(gl.load(slot + HALF + offsets, cache_modifier=".cg"), half)
@@ -276,10 +276,10 @@ def consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["epoch", "M", "N", "tiles_m", "whole", "steps", "abreast"])
+@gluon.jit(do_not_specialize=["M", "N", "tiles_m", "whole", "steps", "abreast"])
 def _linear_glu_kernel(
     x_desc, gate_desc, up_desc, out_desc, first_desc, second_desc, gate_bias_ptr, up_bias_ptr, grad_ptr, partial_ptr,
-    flags_ptr, count_ptr, epoch, stride_dm, stride_dn, M, N, tiles_m, whole, steps, abreast,
+    flags_ptr, count_ptr, stride_dm, stride_dn, M, N, tiles_m, whole, steps, abreast,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """`first_desc` and `second_desc` take gate and up, or with `grad_ptr` their gradients, or are None. `count_ptr`
@@ -303,7 +303,7 @@ def _linear_glu_kernel(
     outputs = (out_desc, first_desc, second_desc, buffers, gate_bias_ptr, up_bias_ptr)
     grads = (grad_ptr, stride_dm, stride_dn, M, N)
     ring = (x_bufs, w_bufs, ready, empty)
-    partials = (partial_ptr, flags_ptr, epoch)
+    partials = (partial_ptr, flags_ptr)
     extent = (tiles_m, tiles_n, whole, steps, abreast)
     # The warp that loads leaves its registers to the warpgroups: 240 a thread out of 168 in the launch.
     if GROUPS == 1:
@@ -362,7 +362,7 @@ def launch_linear_glu(
     if count is not None:
         programs, whole, abreast = tuning.programs(x.device), tiles_m * tiles_n, 1
     shared = whole < tiles_m * tiles_n
-    flags, epoch = launch.flags.get(2 * programs, x.device, resets=True) if shared else (None, 0)
+    flags = launch.counters.get(2 * programs, x.device) if shared else None
     partial = launch.scratch.get(programs * block_m * 256, x.device) if shared else None
     grad_strides = (0, 0) if grad is None else grad.stride()
     strides = (x.stride(0), gate_weight.stride(0), up_weight.stride(0))
@@ -384,7 +384,6 @@ def launch_linear_glu(
         partial,
         flags,
         count,
-        epoch,
         *grad_strides,
         m,
         n,
@@ -417,14 +416,14 @@ def _descriptor(
 
 
 _TILES = {"x_desc": [128, 64], "gate_desc": [128, 64], "up_desc": [128, 64], "out_desc": [64, 128]}
-_INTEGERS = ("epoch", "stride_dm", "stride_dn", "M", "N", "tiles_m", "whole", "steps", "abreast")
+_INTEGERS = ("stride_dm", "stride_dn", "M", "N", "tiles_m", "whole", "steps", "abreast")
 
 EXAMPLES = {
     _linear_glu_kernel: {
         "signature": {
             **{name: f"tensordesc<bf16{block},{gl.NVMMASharedLayout(128, 16, 2)!r}>" for name, block in _TILES.items()},
             "first_desc": None, "second_desc": None, "gate_bias_ptr": None, "up_bias_ptr": None, "grad_ptr": None,
-            "partial_ptr": "*fp32", "flags_ptr": "*i64", "count_ptr": None, **dict.fromkeys(_INTEGERS, "i32"),
+            "partial_ptr": "*fp32", "flags_ptr": "*i32", "count_ptr": None, **dict.fromkeys(_INTEGERS, "i32"),
         },
         "constexprs": {"GROUP_M": GROUP_M, "STAGES": 4, "ACTIVATION": "silu"},
         "num_warps": 4,

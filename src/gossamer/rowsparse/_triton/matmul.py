@@ -22,6 +22,7 @@ from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow
 from gossamer.rowsparse._triton._rows import row_span
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+from gossamer.rowsparse._triton.overflow import Overflow
 
 LONG = 64
 """Entries up to which a weight row is one warp's work."""
@@ -77,7 +78,7 @@ def gather_rows(
 
 @triton.jit
 def _matmul_fwd_kernel(
-    values_ptr, indices_ptr, offsets_ptr, w_ptr, bias_ptr, out_ptr, arrived_ptr, stride_wn, N, D, capacity, tiles,
+    values_ptr, indices_ptr, offsets_ptr, w_ptr, bias_ptr, out_ptr, stride_wn, N, D, capacity,
     BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr, IS_CSR: tl.constexpr,
     LEADS: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
@@ -86,9 +87,6 @@ def _matmul_fwd_kernel(
         # The kernel for overflowed rows may start as soon as every program here has: it waits for our results itself.
         gdc_launch_dependents()
     row = tl.program_id(0)
-    if arrived_ptr is not None:
-        if (row == 0) & (tl.program_id(1) == 0):
-            overflow.clear_arrived(arrived_ptr, tiles)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = columns < D
     start, count, overflowed = row_span(offsets_ptr, row, capacity, IS_CSR)
@@ -282,18 +280,16 @@ def matmul(
     plan = _plans.get(key, index, united)
     if plan is not None:
         gather, over = plan.launches
-        partial, arrived = plan.addresses
-        gather(stream, *entries, *operands, arrived)
+        gather(stream, *entries, *operands)
         if over is not None:
-            over(stream, address, *operands, partial, arrived, entries[2])
+            over(stream, address, *operands, entries[2])
         return out
     made = launch_matmul(values, indices, offsets, source, weight, bias, out)
     if made is not None:
-        _plans.keep(key, weight.device, *made[:2], memory=made[2])
+        _plans.keep(key, weight.device, *made)
     return out
 
 
-_Plan = tuple[launch.Bound, launch.Bound | None, overflow.Workspace]
 _plans = launch.Plans()
 
 
@@ -305,8 +301,8 @@ def launch_matmul(
     weight: Tensor,
     bias: Tensor | None,
     out: Tensor,
-) -> _Plan | None:
-    """Launches, and returns what repeats it: the gather, the dense tiles and their workspace."""
+) -> tuple[launch.Bound, launch.Bound | None] | None:
+    """Launches, and returns what repeats it: the gather, and the dense tiles."""
     is_csr = values.dim() == 1
     (m, d), n, capacity = out.shape, weight.shape[0], values.shape[-1]
     if m == 0 or d == 0 or n == 0:
@@ -318,14 +314,12 @@ def launch_matmul(
     meta = {**tile, "RUN": run, "IS_CSR": is_csr}
     meta["ALONE"] = source is None
     meta["LEADS"] = source is not None and tuning.dependent_launch(weight.device)
-    space = (None, None) if source is None else overflow.workspace(m, n, weight)
-    tiles = 0 if space[1] is None else space[1].shape[0]
-    args = (values, indices, offsets, weight, bias, out, space[1], weight.stride(0), n, d, capacity, tiles)
-    gather = _matmul_fwd((m, launch.cdiv(d, meta["BLOCK_D"]), 1), args, meta, num_warps=warps, head=7)
+    args = (values, indices, offsets, weight, bias, out, weight.stride(0), n, d, capacity)
+    gather = _matmul_fwd((m, launch.cdiv(d, meta["BLOCK_D"]), 1), args, meta, num_warps=warps, head=6)
     if source is None:
-        return None if gather is None else (gather, None, space)
-    over = overflow.forward(source, weight, bias, out, offsets[is_csr:], capacity, space)
-    return None if gather is None or over is None else (gather, over, space)
+        return None if gather is None else (gather, None)
+    over = overflow.forward(Overflow(source, offsets[is_csr:], capacity), weight, bias, out)
+    return None if gather is None or over is None else (gather, over)
 
 
 def matmul_bwd(
@@ -371,7 +365,8 @@ def matmul_bwd(
         grid = (min(2 * long * launch.cdiv(d, 128), 4 * tuning.programs(grad.device)), 1, 1)
         _matmul_bwd_long(grid, (*operands, *listed, *scalars, d), {**wide, "IS_CSR": is_csr}, num_warps=wide_warps)
     if source is not None:
-        overflow.backward_weight(source, mask, grad, grad_weight, offsets[is_csr:], noted[4:], capacity)
+        rows = Overflow(source, offsets[is_csr:], capacity)
+        overflow.backward_weight(rows, mask, grad, grad_weight, noted[4:])
     return grad_weight, grad_values
 
 
@@ -384,8 +379,7 @@ EXAMPLES = {
     _matmul_fwd_kernel: {
         "signature": {
             "values_ptr": "*fp32", "indices_ptr": "*i32", "offsets_ptr": "*i32", "w_ptr": "*fp32", "bias_ptr": "*fp32",
-            "out_ptr": "*fp32", "arrived_ptr": "*i32", "stride_wn": "i32", "N": "i32", "D": "i32", "capacity": "i32",
-            "tiles": "i32",
+            "out_ptr": "*fp32", "stride_wn": "i32", "N": "i32", "D": "i32", "capacity": "i32",
         },
         "constexprs": {"BLOCK_E": 4, "BLOCK_D": 128, "RUN": 64, "IS_CSR": False, "LEADS": False, "ALONE": False},
         "num_warps": 1,

@@ -118,7 +118,8 @@ def sampled_matmul(
         args = (x, weight, indices, offsets, products, out, x.stride(0), weight.stride(0), n, d, capacity)
         _sampled_matmul((m, meta["PARTS"], 1), args, meta, num_warps=warps)
     if source is not None and m and n:
-        overflow.backward_source(x, weight, source, dense, offsets[is_csr:], capacity, masked)
+        rows = overflow.Overflow(source, offsets[is_csr:], capacity)
+        overflow.backward_source(rows, x, weight, dense, masked)
     return values, dense
 
 

@@ -85,8 +85,7 @@ def gather_slots(
 
 @triton.jit(do_not_specialize=["epoch"])
 def _decode_fwd_kernel(
-    x_ptr, w_ptr, bias_ptr, out_ptr, nnz_ptr, arrived_ptr, words_ptr, epoch,
-    stride_xm, stride_wn, M, N, D, capacity, chunks, tiles,
+    x_ptr, w_ptr, bias_ptr, out_ptr, nnz_ptr, words_ptr, epoch, stride_xm, stride_wn, M, N, D, capacity, chunks,
     BLOCK: tl.constexpr, VEC: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, FLAGS: tl.constexpr,
     RUN: tl.constexpr, LEADS: tl.constexpr, TRUNCATE: tl.constexpr,
 ):  # fmt: skip
@@ -95,9 +94,6 @@ def _decode_fwd_kernel(
     if LEADS:
         gdc_launch_dependents()
     pid = tl.program_id(0)
-    if arrived_ptr is not None:
-        if pid == 0:
-            overflow.clear_arrived(arrived_ptr, tiles)
     scanning, slices = M * chunks, tl.cdiv(D, BLOCK_D)
     row = (pid // chunks if pid < scanning else (pid - scanning) // slices).to(tl.int64)
     x_ptr += row * stride_xm
@@ -133,24 +129,13 @@ def _decode_fwd_kernel(
 _decode_fwd = launch.Kernel(_decode_fwd_kernel)
 
 
-class _Space:
-    """What one stream's decodes of one shape share: words, counts, partial sums. None of it leaves the launch."""
-
-    def __init__(self, acts: Tensor, weight: Tensor, capacity: int, chunks: int, overflows: bool) -> None:
-        m, n = acts.shape
-        self.size = m * (capacity + chunks + 1)
-        self.words, self.epoch = launch.flags.get(self.size, acts.device)
-        self.nnz = torch.empty(m, dtype=torch.int32, device=acts.device)
-        self.overflows = overflows
-        self.partial, self.arrived = overflow.workspace(m, n, weight) if overflows else (None, None)
-
-
 _plans = launch.Plans()
 
 
 def _one_launch(
     acts: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, capacity: int, truncate: bool
-) -> tuple[_Space, launch.Bound | None, launch.Bound | None]:
+) -> tuple[tuple[launch.Bound | None, ...], Tensor, int]:
+    """(the launches, and what a plan that repeats them needs: room for the counts of rows, and how many flags)"""
     (m, n), d = acts.shape, weight.shape[1]
     tile, warps = tuning.decode_tile(m, n, d, weight.element_size())
     chunks, meta = pack.split(tile, n)
@@ -158,15 +143,14 @@ def _one_launch(
     overflows = capacity < n and not truncate
     meta |= {"LEADS": overflows and tuning.dependent_launch(weight.device), "TRUNCATE": truncate}
     slices = launch.cdiv(d, meta["BLOCK_D"])
-    space = _Space(acts, weight, capacity, chunks, overflows)
-    args = (acts, weight, bias, out, space.nnz, space.arrived, space.words, space.epoch)
+    size = m * (capacity + chunks + 1)
+    nnz = torch.empty(m, dtype=torch.int32, device=acts.device)
+    args = (acts, weight, bias, out, nnz, *launch.flags.get(size, acts.device))
     args += (acts.stride(0), weight.stride(0), m, n, d, capacity, chunks)
-    args += (0 if space.arrived is None else space.arrived.shape[0],)
-    scan = _decode_fwd((m * (chunks + slices), 1, 1), args, meta, num_warps=warps, head=8)
-    over = None
-    if overflows:
-        over = overflow.forward(acts, weight, bias, out, space.nnz, capacity, (space.partial, space.arrived))
-    return space, scan, over
+    scan = _decode_fwd((m * (chunks + slices), 1, 1), args, meta, num_warps=warps, head=7)
+    if not overflows:
+        return (scan,), nnz, size
+    return (scan, overflow.forward(overflow.Overflow(acts, nnz, capacity), weight, bias, out)), nnz, size
 
 
 def decode_lists(
@@ -215,13 +199,13 @@ def decode(
         return _decode_and_plan(key, acts, weight, bias, capacity, truncate, out_dtype)
     out = weight.new_empty((m, weight.shape[1]), dtype=out_dtype)
     target = out.data_ptr()
-    scan, over = plan.launches
-    nnz, arrived, partial = plan.addresses
+    scan, *over = plan.launches
+    (nnz,) = plan.addresses
     # The two launches share the counts: another thread's pair on this stream must not come between them.
     with plan.lock:
-        scan(stream, *pointers, target, nnz, arrived, plan.flags, plan.epochs.next())
-        if over is not None:
-            over(stream, *pointers, target, partial, arrived, nnz)
+        scan(stream, *pointers, target, nnz, plan.flags, plan.epochs.next())
+        if over:
+            over[0](stream, *pointers, target, nnz)
     return out
 
 
@@ -241,10 +225,9 @@ def _decode_and_plan(
     x, w = rows_contiguous(acts), rows_contiguous(weight)
     added = None if bias is None else bias.contiguous()
     out = torch.empty(m, d, dtype=out_dtype or weight.dtype, device=weight.device)
-    space, scan, over = _one_launch(x, w, added, out, capacity, truncate)
-    if x is acts and w is weight and added is bias and not (over is None and space.overflows):
-        memory = (space.nnz, space.arrived, space.partial)
-        _plans.keep(key, acts.device, scan, over, words=space.size, memory=memory)
+    launches, nnz, words = _one_launch(x, w, added, out, capacity, truncate)
+    if x is acts and w is weight and added is bias and None not in launches:
+        _plans.keep(key, acts.device, *launches, words=words, memory=(nnz,))
     return out
 
 
@@ -252,9 +235,9 @@ EXAMPLES = {
     _decode_fwd_kernel: {
         "signature": {
             "x_ptr": "*fp32", "w_ptr": "*fp32", "bias_ptr": None, "out_ptr": "*fp32", "nnz_ptr": "*i32",
-            "arrived_ptr": "*i32", "words_ptr": "*i64", "epoch": "i32",
+            "words_ptr": "*i64", "epoch": "i32",
             "stride_xm": "i32", "stride_wn": "i32", "M": "i32", "N": "i32", "D": "i32", "capacity": "i32",
-            "chunks": "i32", "tiles": "i32",
+            "chunks": "i32",
         },
         "constexprs": {
             "BLOCK": 1024, "VEC": 4, "FLAGS": 64, "BLOCK_E": 32, "BLOCK_D": 32, "RUN": 0, "LEADS": False,
