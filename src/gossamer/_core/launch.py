@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -108,6 +108,20 @@ class Kernel:
             if guard:
                 torch.cuda.set_device(previous)
         return None if misaligned or not head else Bound(launch, grid, (*pointers[head:], *meta.values()), args[head:])
+
+
+class Tile(NamedTuple):
+    """How the work of a kernel is cut: sizes that it is compiled with, warps and stages, registers a thread at most."""
+
+    sizes: dict[str, int]
+    warps: int = 4
+    stages: int = 2
+    registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a launch takes beside the sizes."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
 class Bound:

@@ -169,9 +169,10 @@ _gated_mlp_bwd = launch.Kernel(_gated_mlp_bwd_kernel)
 
 
 def fits(grad: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor) -> bool:
-    """Whether the copy engine can read the operands, and the time of a tile covers what is gated."""
+    """Whether the copy engine can read the operands, and a tile of a product over d takes longer than one warp a
+    warpgroup needs to gate it."""
     d, n = down_weight.shape
-    return tuning.gates_beside(d) and n % 16 == 0 and linear_glu.fits(n, grad, down_weight, gate, up)
+    return d >= 3072 and n % 16 == 0 and linear_glu.fits(n, grad, down_weight, gate, up)
 
 
 def launch_gated_mlp_bwd(

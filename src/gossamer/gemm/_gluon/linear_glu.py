@@ -330,6 +330,51 @@ def _linear_glu_kernel(
 _linear_glu = launch.Kernel(_linear_glu_kernel)
 
 
+def pays(m: int, n: int, k: int, device: torch.device) -> bool:
+    """Whether this kernel is for a gated product [m, k] to [m, n].
+
+    With few rows many small programs read the weights faster. With up to 128, too, where tiles of 128 columns would
+    keep less than half of the GPU at work, unless K is long enough for programs to share them.
+    """
+    if m <= 16:
+        return False
+    tiles = -(-n // 128)
+    return m > 128 or 2 * tiles > tuning.programs(device) or cuts_of(tiles, -(-k // 64), device) > 1
+
+
+def tile_rows(m: int) -> tuple[int, int]:
+    """(rows of a tile, stages in shared memory)"""
+    return (64, 5) if m <= 64 else (128, 4 if m <= 2048 else 3)
+
+
+def cuts_of(tiles: int, steps: int, device: torch.device) -> int:
+    """Into how many runs the product cuts the steps along K of few tiles."""
+    cuts = max(1, min(4, tuning.programs(device) // tiles, steps // 10))
+    return cuts if steps - steps // cuts >= 40 else 1
+
+
+def schedule(tiles_m: int, tiles_n: int, steps: int, device: torch.device) -> tuple[int, int, int]:
+    """(programs, tiles that one program computes alone, programs abreast) of the product's tiles.
+
+    The other tiles are shared along K, which costs as much as some 10 steps where all programs are at work, and 40
+    where most were idle: a partial sum out and in again, and one more start.
+    """
+    units, tiles = tuning.programs(device), tiles_m * tiles_n
+    if tiles <= units:
+        cuts = cuts_of(tiles, steps, device)
+        if cuts == 1:
+            return tiles, tiles, 1
+        count, whole = tiles * cuts, 0
+    else:
+        idle = -tiles % units / units
+        if idle * steps < 10:
+            return units, tiles, 1
+        count, whole = units, (tiles // units - 1) * units
+    shared = tiles - whole
+    abreast = next(a for a in (4, 3, 2, 1) if tiles_m % a == 0 and count % a == 0 and shared % a == 0)
+    return count, whole, abreast
+
+
 def fits(n: int, *operands: Tensor) -> bool:
     """Whether the copy engine can read the operands and write rows of n: 16-bit, rows contiguous, all on 16 bytes."""
     united = 0
@@ -356,9 +401,9 @@ def launch_linear_glu(
     """Fills out and gates, which are gate and up, or with grad their gradients; with `count`, int32 [1], its first rows
     alone."""
     (m, k), n = x.shape, gate_weight.shape[0]
-    block_m, stages = tuning.glu_stages(m)
+    block_m, stages = tile_rows(m)
     tiles_m, tiles_n, steps = launch.cdiv(m, block_m), launch.cdiv(n, 128), launch.cdiv(k, 64)
-    programs, whole, abreast = tuning.glu_schedule(tiles_m, tiles_n, steps, x.device)
+    programs, whole, abreast = schedule(tiles_m, tiles_n, steps, x.device)
     if count is not None:
         programs, whole, abreast = tuning.programs(x.device), tiles_m * tiles_n, 1
     shared = whole < tiles_m * tiles_n

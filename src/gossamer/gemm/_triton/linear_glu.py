@@ -181,6 +181,26 @@ _glu_fwd = launch.Kernel(_glu_fwd_kernel)
 _glu_bwd = launch.Kernel(_glu_bwd_kernel)
 
 
+def tile_of(m: int, device: torch.device) -> launch.Tile:
+    """Tile of the product through pointers; two accumulators of BLOCK_M x BLOCK_N."""
+    if m <= 16:
+        return launch.Tile(
+            {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 256 if tuning.hopper(device) else 128, "GROUP_M": 8}, 4, 3
+        )
+    block_m = 32 if m <= 32 else 64 if m <= 64 else 128
+    stages = 4 if m <= 128 and tuning.hopper(device) else 3
+    sizes = {"BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": 64, "GROUP_M": 8}
+    return launch.Tile(sizes, 8 if block_m == 128 else 4, stages)
+
+
+def row_tile(k: int, element_size: int) -> launch.Tile:
+    """Tile of the product of a single row, which takes as long as reading the weights: a program a column, of one warp
+    where rows of weights are not cut evenly by more."""
+    vector = 16 // element_size
+    warps = 4 if k * element_size % 8192 == 0 else 1
+    return launch.Tile({"BLOCK_K": (128 * warps if warps > 1 else 64) * vector, "VEC": vector}, warps)
+
+
 def linear_glu(
     x: Tensor,
     gate_weight: Tensor,
@@ -283,25 +303,26 @@ def _launch_linear_glu(
 ) -> launch.Bound | None:
     """Fills out and gates, which are gate and up, or with grad their gradients. Returns the launch with all but the
     operands and out bound, where that is possible: it is one of Triton's, and what it points to is aligned."""
-    if out is not None and gates is None and tuning.one_row(x, gate_weight, up_weight):
+    contiguous = gate_weight.stride(1) == up_weight.stride(1) == 1
+    if out is not None and gates is None and len(x) == 1 and contiguous:
         return _launch_row(x, gate_weight, up_weight, gate_bias, up_bias, activation, out)
     if x.dtype is torch.float32 and not launch.INTERPRET:
         _launch_float32(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
         return None
-    if not launch.INTERPRET and tuning.glu_on_hopper(len(x), len(gate_weight), x.shape[1], x.device):
+    (m, k), n = x.shape, gate_weight.shape[0]
+    if not launch.INTERPRET and tuning.hopper(x.device):
         from gossamer.gemm._gluon import linear_glu as hopper
 
-        if hopper.fits(gate_weight.shape[0], x, gate_weight, up_weight):
+        if hopper.pays(m, n, k, x.device) and hopper.fits(n, x, gate_weight, up_weight):
             hopper.launch_linear_glu(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
             return None
-    (m, k), n = x.shape, gate_weight.shape[0]
-    tile, warps, stages = tuning.glu_tile(m, x.device)
+    tile = tile_of(m, x.device)
     grad = None if grad is None else grad.contiguous()
     strides = (*x.stride(), *gate_weight.stride(), *up_weight.stride())
-    meta = {**tile, "ACTIVATION": activation, "GRADIENT": grad is not None}
+    meta = {**tile.sizes, "ACTIVATION": activation, "GRADIENT": grad is not None}
     args = (x, gate_weight, up_weight, gate_bias, up_bias, out, grad, *(gates or (None, None)), *strides, m, n, k)
-    grid = (launch.cdiv(m, tile["BLOCK_M"]) * launch.cdiv(n, tile["BLOCK_N"]), 1, 1)
-    return _linear_glu(grid, args, meta, num_warps=warps, num_stages=stages, head=6)
+    grid = (launch.cdiv(m, tile.sizes["BLOCK_M"]) * launch.cdiv(n, tile.sizes["BLOCK_N"]), 1, 1)
+    return _linear_glu(grid, args, meta, head=6, **tile.options)
 
 
 def _launch_row(
@@ -314,11 +335,10 @@ def _launch_row(
     out: Tensor,
 ) -> launch.Bound | None:
     k, n = x.shape[1], gate_weight.shape[0]
-    tile, warps = tuning.glu_row_tile(k, x.element_size())
+    tile = row_tile(k, x.element_size())
     strides = (x.stride(1), gate_weight.stride(0), up_weight.stride(0))
     args = (x, gate_weight, up_weight, gate_bias, up_bias, out, *strides, k)
-    meta = {**tile, "ACTIVATION": activation}
-    return _linear_glu_row((n, 1, 1), args, meta, num_warps=warps, head=6)
+    return _linear_glu_row((n, 1, 1), args, {**tile.sizes, "ACTIVATION": activation}, head=6, **tile.options)
 
 
 def _launch_float32(

@@ -70,6 +70,14 @@ def _linear_source_kernel(
 _linear_source = launch.Kernel(_linear_source_kernel)
 
 
+def tile_of(m: int, weight: Tensor) -> launch.Tile:
+    if weight.element_size() != 2:
+        return launch.Tile({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}, 4, 3)
+    if m <= 64:
+        return launch.Tile({"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 32}, 4, 3)
+    return launch.Tile({"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64 if tuning.hopper(weight.device) else 32}, 8, 3)
+
+
 def linear_source(
     x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor | None, counts: Tensor, limit: int
 ) -> Tensor:
@@ -96,14 +104,14 @@ def launch_linear_source(
     if m == 0 or n == 0:
         return
     half = weight.element_size() == 2
-    tile, warps = tuning.linear_source_tile(m, weight)
-    meta = {**tile, "APART": not half and not tuning.tf32(), "EVEN": k % tile["BLOCK_K"] == 0}
+    tile = tile_of(m, weight)
+    meta = {**tile.sizes, "APART": not half and not tuning.tf32(), "EVEN": k % tile.sizes["BLOCK_K"] == 0}
     meta |= tuning.dot_precision(weight, k)
     strides = (*x.stride(), *weight.stride())
     args = (x, weight, bias, threshold, counts, out, limit, *strides, m, n, k)
     row_blocks = launch.cdiv(m, meta["BLOCK_M"])
     share = min(launch.cdiv(n, meta["BLOCK_N"]), max(launch.cdiv(2 * tuning.programs(x.device), row_blocks), 16))
-    _linear_source((row_blocks, share, 1), args, meta, num_warps=warps, num_stages=3)
+    _linear_source((row_blocks, share, 1), args, meta, **tile.options)
 
 
 def matmul_linear(

@@ -247,6 +247,25 @@ _matmul_bwd = launch.Kernel(_matmul_bwd_kernel)
 _matmul_bwd_long = launch.Kernel(_matmul_bwd_long_kernel)
 
 
+def gather_tile(m: int, d: int, element_size: int) -> dict[str, int]:
+    """Sizes of the row gather: a warp reads 512 bytes of a row at once, four rows in flight.
+
+    With few rows the tile is tall and narrow instead: more programs, and fewer steps that wait for memory.
+    """
+    if m < 512:
+        return {"BLOCK_E": 32 if m <= 64 and d <= 3072 else 16, "BLOCK_D": 128 // element_size}
+    return {"BLOCK_E": 4, "BLOCK_D": 512 // element_size}
+
+
+def bwd_tile(element_size: int) -> launch.Tile:
+    """Tile of the gradients of a row gather: a warp reads 512 bytes of up to eight rows at once.
+
+    80 registers make three warps of what would otherwise be two, and spill nothing.
+    """
+    sizes = {"BLOCK_E": 8, "STEP": 4, "BLOCK_D": 512 // element_size, "VEC": 16 // element_size}
+    return launch.Tile(sizes, warps=1, registers=80)
+
+
 def matmul(
     values: Tensor,
     indices: Tensor,
@@ -308,14 +327,14 @@ def launch_matmul(
     if m == 0 or d == 0 or n == 0:
         out.copy_(out.new_zeros(d) if bias is None else bias)
         return None
-    tile, warps = tuning.gather_tile(m, d, weight.element_size())
+    tile = gather_tile(m, d, weight.element_size())
     # Half-precision results round far above what a running float32 sum loses.
     run = 64 * tile["BLOCK_E"] if out.dtype is torch.float32 else 0
     meta = {**tile, "RUN": run, "IS_CSR": is_csr}
     meta["ALONE"] = source is None
     meta["LEADS"] = source is not None and tuning.dependent_launch(weight.device)
     args = (values, indices, offsets, weight, bias, out, weight.stride(0), n, d, capacity)
-    gather = _matmul_fwd((m, launch.cdiv(d, meta["BLOCK_D"]), 1), args, meta, num_warps=warps, head=6)
+    gather = _matmul_fwd((m, launch.cdiv(d, meta["BLOCK_D"]), 1), args, meta, num_warps=1, head=6)
     if source is None:
         return None if gather is None else (gather, None)
     over = overflow.forward(Overflow(source, offsets[is_csr:], capacity), weight, bias, out)
@@ -353,17 +372,17 @@ def matmul_bwd(
     noted = zeros[start:].view(torch.int32)
     weight = None if weight is None else rows_contiguous(weight)
     stride = 0 if weight is None else weight.stride(0)
-    tile, warps, registers = tuning.bwd_tile(grad.element_size())
-    wide, wide_warps = tuning.bwd_long_tile(tile)
+    tile = bwd_tile(grad.element_size())
     sums = None if weight is None else torch.empty(keys.numel(), dtype=torch.float32, device=grad.device)
     operands = (keys, col_offsets, values, offsets, grad, weight, grad_weight, grad_values)
     listed, scalars = (noted[8:], noted), (stride, capacity)
-    meta = {**tile, "LONG": LONG, "IS_CSR": is_csr, "OVERFLOWS": source is not None}
+    meta = {**tile.sizes, "LONG": LONG, "IS_CSR": is_csr, "OVERFLOWS": source is not None}
     args = (*operands, sums, *listed, *scalars, m, d)
-    _matmul_bwd((n, 1, 1), args, meta, num_warps=warps, maxnreg=registers)
+    _matmul_bwd((n, 1, 1), args, meta, **tile.options)
     if long:
         grid = (min(2 * long * launch.cdiv(d, 128), 4 * tuning.programs(grad.device)), 1, 1)
-        _matmul_bwd_long(grid, (*operands, *listed, *scalars, d), {**wide, "IS_CSR": is_csr}, num_warps=wide_warps)
+        wide = {"BLOCK_E": 64, "BLOCK_D": tile.sizes["BLOCK_D"], "VEC": tile.sizes["VEC"], "IS_CSR": is_csr}
+        _matmul_bwd_long(grid, (*operands, *listed, *scalars, d), wide, num_warps=8)
     if source is not None:
         rows = Overflow(source, offsets[is_csr:], capacity)
         overflow.backward_weight(rows, mask, grad, grad_weight, noted[4:])

@@ -209,6 +209,19 @@ class Overflow(NamedTuple):
     limit: int
 
 
+def fwd_tile(m: int, n: int, d: int, weight: Tensor) -> launch.Tile:
+    """Tile of the dense product of overflowed rows [m, n] @ [n, d], with SPLITS."""
+    wide = m > 64
+    block_m = 128 if wide else 16 if m <= 16 else 32 if m <= 32 else 64
+    block_d = 128 if wide and weight.element_size() == 2 else 64
+    tiles = -(-m // block_m) * -(-d // block_d)
+    # Two waves of programs, each long enough to hide its start.
+    splits = max(1, min(2 * tuning.programs(weight.device) // tiles, n // 512))
+    inner = 32 if wide and weight.element_size() > 2 else 64
+    sizes = {"BLOCK_M": block_m, "BLOCK_N": inner, "BLOCK_D": block_d, "SPLITS": splits}
+    return launch.Tile(sizes, 8 if block_d == 128 else 4, 3)
+
+
 def forward(rows: Overflow, weight: Tensor, bias: Tensor | None, out: Tensor) -> launch.Bound | None:
     """Writes source @ weight + bias into the rows of `out` that overflowed.
 
@@ -217,19 +230,20 @@ def forward(rows: Overflow, weight: Tensor, bias: Tensor | None, out: Tensor) ->
     source = rows_contiguous(rows.source)
     m, n = source.shape
     d = weight.shape[1]
-    tile, warps, stages = tuning.dense_tile(m, n, d, weight)
+    tile = fwd_tile(m, n, d, weight)
+    sizes = tile.sizes
     follows = tuning.dependent_launch(weight.device)
-    run = 2 * tile["BLOCK_N"] if out.dtype is torch.float32 and not tuning.tf32() else 0
-    meta = {**tile, "RUN": run, **tuning.dot_precision(weight, n), "FOLLOWS": follows}
-    tiles = launch.cdiv(d, tile["BLOCK_D"]) * launch.cdiv(m, tile["BLOCK_M"])
-    splits = tile["SPLITS"]
-    size = tiles * splits * tile["BLOCK_M"] * tile["BLOCK_D"]
-    partial = launch.scratch.get(size, weight.device) if splits > 1 else None
-    arrived = launch.counters.get(tiles, weight.device) if splits > 1 else None
+    run = 2 * sizes["BLOCK_N"] if out.dtype is torch.float32 and not tuning.tf32() else 0
+    meta = {**sizes, "RUN": run, **tuning.dot_precision(weight, n), "FOLLOWS": follows}
+    tiles, splits = launch.cdiv(d, sizes["BLOCK_D"]) * launch.cdiv(m, sizes["BLOCK_M"]), sizes["SPLITS"]
+    partial = arrived = None
+    if splits > 1:
+        partial = launch.scratch.get(tiles * splits * sizes["BLOCK_M"] * sizes["BLOCK_D"], weight.device)
+        arrived = launch.counters.get(tiles, weight.device)
     args = (source, weight, bias, out, rows.counts, partial, arrived, rows.limit)
     args += (source.stride(0), weight.stride(0), m, n, d)
     grid = (tiles * splits, 1, 1)
-    return _overflow_fwd(grid, args, meta, num_warps=warps, num_stages=stages, follows=follows, head=5)
+    return _overflow_fwd(grid, args, meta, follows=follows, head=5, **tile.options)
 
 
 def backward_source(rows: Overflow, grad: Tensor, weight: Tensor, out: Tensor, masked: bool) -> None:

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer._core import launch, tuning
+from gossamer._core import launch
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+from gossamer.rowsparse.pack import one_program_a_row
 
 DONE = tl.constexpr(1 << 31)
 COUNT = tl.constexpr((1 << 31) - 1)
@@ -204,17 +205,17 @@ _pack_split = launch.Kernel(_pack_split_kernel)
 _pack_row = launch.Kernel(_pack_row_kernel)
 
 
-def fit_block(meta: dict[str, Any], n: int) -> dict[str, Any]:
-    """The tile with BLOCK no larger than a row needs; a warp's worth of groups at least."""
-    smallest = 32 * meta["VEC"]
-    return {**meta, "BLOCK": max(min(launch.next_power_of_2(n), meta["BLOCK"]), smallest)}
+def scan_tile(n: int, element_size: int, groups: int = 256) -> dict[str, Any]:
+    """Sizes of the scan of rows of n columns, 16 bytes a group, and no more groups than a row needs; a warp's worth at
+    least. A program is one warp: nothing waits for another."""
+    vector = 16 // element_size
+    return {"BLOCK": vector * max(32, min(groups, launch.next_power_of_2(n) // vector)), "VEC": vector}
 
 
-def split(meta: dict[str, Any], n: int) -> tuple[int, dict[str, Any]]:
-    """(chunks per row, tile with the width in which flags are read)."""
-    meta = fit_block(meta, n)
-    chunks = launch.cdiv(n, meta["BLOCK"])
-    return chunks, {**meta, "FLAGS": min(launch.next_power_of_2(chunks), 128)}
+def split(n: int, sizes: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """(chunks per row, the sizes with the width in which flags are read)."""
+    chunks = launch.cdiv(n, sizes["BLOCK"])
+    return chunks, {**sizes, "FLAGS": min(launch.next_power_of_2(chunks), 128)}
 
 
 def pack_ell(x: Tensor, capacity: int, clear: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -226,11 +227,10 @@ def pack_ell(x: Tensor, capacity: int, clear: bool = True) -> tuple[Tensor, Tens
     nnz = torch.empty(m, dtype=torch.int32, device=x.device)
     if m == 0 or n == 0:
         return values.zero_(), indices.fill_(-1), nnz.zero_()
-    tile, warps = tuning.scan_tile(m, n, x.element_size())
-    if tuning.one_program_a_row(m, n):
-        meta = {**fit_block(tile, n), "CLEAR": clear, "COUNT_ONLY": False}
+    if one_program_a_row(m, n):
+        meta = {**scan_tile(n, x.element_size()), "CLEAR": clear, "COUNT_ONLY": False}
         args = (x, values, indices, nnz, None, x.stride(0), m, n, capacity)
-        _pack_row((m, 1, 1), args, meta, num_warps=warps)
+        _pack_row((m, 1, 1), args, meta, num_warps=1)
     else:
         _split(x, values, indices, nnz, None, capacity)
     return values, indices, nnz
@@ -241,27 +241,25 @@ def _split(
 ) -> None:
     """Launches programs that share rows: an ELL (without offsets), a CSR, or counts alone (without values)."""
     m, n = x.shape
-    tile, warps = tuning.scan_tile(m, n, x.element_size())
-    chunks, meta = split(tile, n)
+    chunks, meta = split(n, scan_tile(n, x.element_size()))
     flags, epoch = launch.flags.get(m * chunks, x.device)
     args = (x, values, indices, nnz, offsets, flags, epoch, x.stride(0), m, n, capacity, chunks)
     meta["COUNT_ONLY"] = values is None
-    _pack_split((m * chunks, 1, 1), args, meta, num_warps=warps)
+    _pack_split((m * chunks, 1, 1), args, meta, num_warps=1)
 
 
 def count_rows(x: Tensor) -> Tensor:
     """Operator `count_rows`: how many elements of each row differ from 0."""
     x = rows_contiguous(x)
     m, n = x.shape
-    rows = tuning.one_program_a_row(m, n)
+    rows = one_program_a_row(m, n)
     nnz = (torch.empty if rows and n else torch.zeros)(m, dtype=torch.int32, device=x.device)
     if m and n and not rows:
         _split(x, None, None, nnz, None, 0)
     elif m and n:
-        tile, warps = tuning.scan_tile(m, n, x.element_size())
-        meta = {**fit_block(tile, n), "CLEAR": False, "COUNT_ONLY": True}
+        meta = {**scan_tile(n, x.element_size()), "CLEAR": False, "COUNT_ONLY": True}
         args = (x, x, nnz, nnz, None, x.stride(0), m, n, 0)
-        _pack_row((m, 1, 1), args, meta, num_warps=warps)
+        _pack_row((m, 1, 1), args, meta, num_warps=1)
     return nnz
 
 
@@ -273,13 +271,12 @@ def pack_csr(x: Tensor, row_offsets: Tensor, max_nnz: int) -> tuple[Tensor, Tens
     indices = torch.empty(max_nnz, dtype=torch.int32, device=x.device)
     if m == 0 or n == 0 or max_nnz == 0:
         return values.zero_(), indices.fill_(-1)
-    if not tuning.one_program_a_row(m, n):
+    if not one_program_a_row(m, n):
         _split(x, values, indices, None, row_offsets, max_nnz)
     else:
-        tile, warps = tuning.scan_tile(m, n, x.element_size())
-        meta = {**fit_block(tile, n), "CLEAR": True, "COUNT_ONLY": False}
+        meta = {**scan_tile(n, x.element_size()), "CLEAR": True, "COUNT_ONLY": False}
         args = (x, values, indices, None, row_offsets, x.stride(0), m, n, max_nnz)
-        _pack_row((m, 1, 1), args, meta, num_warps=warps)
+        _pack_row((m, 1, 1), args, meta, num_warps=1)
     return values, indices
 
 

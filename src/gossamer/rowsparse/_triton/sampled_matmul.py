@@ -107,16 +107,19 @@ def sampled_matmul(
         dense = x.new_zeros(m if source is not None else 0, n)
     if work and (scatter or products is None):
         if products is None:
-            tile, warps = tuning.sampled_tile(d, x.element_size())
+            tile = launch.Tile({"BLOCK_E": 8, "BLOCK_D": 256 if x.element_size() == 2 else 64}, warps=1)
         else:
             products = products.contiguous()
-            tile, warps = tuning.scatter_tile()
-        parts = max(1, min(launch.cdiv(capacity, tile["BLOCK_E"]), launch.cdiv(64 * tuning.programs(x.device), m)))
-        meta = {**tile, "PARTS": 1 if fill else parts, "IS_CSR": is_csr, "SCATTER": scatter}
-        meta["FILL"] = warps * 4096 // x.element_size() if fill else 0
+            # Warps enough to write zeros at memory bandwidth.
+            tile = launch.Tile({"BLOCK_E": 32, "BLOCK_D": 16}, warps=8)
+        parts = max(
+            1, min(launch.cdiv(capacity, tile.sizes["BLOCK_E"]), launch.cdiv(64 * tuning.programs(x.device), m))
+        )
+        meta = {**tile.sizes, "PARTS": 1 if fill else parts, "IS_CSR": is_csr, "SCATTER": scatter}
+        meta["FILL"] = tile.warps * 4096 // x.element_size() if fill else 0
         out = dense if scatter else values
         args = (x, weight, indices, offsets, products, out, x.stride(0), weight.stride(0), n, d, capacity)
-        _sampled_matmul((m, meta["PARTS"], 1), args, meta, num_warps=warps)
+        _sampled_matmul((m, meta["PARTS"], 1), args, meta, **tile.options)
     if source is not None and m and n:
         rows = overflow.Overflow(source, offsets[is_csr:], capacity)
         overflow.backward_source(rows, x, weight, dense, masked)

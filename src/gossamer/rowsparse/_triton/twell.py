@@ -10,17 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer._core import launch, tuning
+from gossamer._core import launch
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.pack import (
     append_entries,
     clear_slots,
     count_bits,
-    fit_block,
     load_chunk,
     nonzero_bits,
+    scan_tile,
 )
 from gossamer.rowsparse.formats import tile_index_dtype
+from gossamer.rowsparse.pack import one_program_a_row
 
 
 @triton.jit
@@ -137,12 +138,11 @@ def launch_pack_twell(
         return
     x = rows_contiguous(x)
     (m, tiles, slots), n = values.shape, x.shape[1]
-    scan, warps = tuning.scan_tile(m, n, x.element_size())
-    meta = {**fit_block(scan, tile), "ABOVE": above}
+    meta = {**scan_tile(tile, x.element_size()), "ABOVE": above}
     args = (x, threshold, bounds, factors, values, indices, counts, x.stride(0), n, tiles, tile, slots)
     # Rows alone fill the GPU, or tiles of a row go to programs of their own.
-    share = 1 if tuning.one_program_a_row(m, n) else min(tiles, 64)
-    _pack_twell((m, share, 1), args, meta, num_warps=warps)
+    share = 1 if one_program_a_row(m, n) else min(tiles, 64)
+    _pack_twell((m, share, 1), args, meta, num_warps=1)
 
 
 def twell_to_ell(

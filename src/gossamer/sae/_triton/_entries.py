@@ -60,7 +60,5 @@ def activate_row(
         tl.store(z_ptr + columns, out, mask=columns < N)
 
 
-def tile_of(element_size: int) -> tuple[dict[str, int], int]:
-    """Tile of the scan of pre-activations: half the columns of `tuning.scan_tile`, for thresholds take registers."""
-    vector = 16 // element_size
-    return {"BLOCK": 128 * vector, "VEC": vector}, 1
+GROUPS = 128
+"""Groups of the scan of pre-activations: half as many as of `pack`, for thresholds take registers."""

@@ -18,8 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.rowsparse._triton import pack
-from gossamer.rowsparse._triton.pack import clear_slots, count_bits, pop_lowest
+from gossamer.rowsparse._triton.pack import clear_slots, count_bits, pop_lowest, scan_tile
 from gossamer.sae._triton.select import (
     SHIFT,
     _example,
@@ -59,10 +58,10 @@ def batch_rank(total: int, share: float) -> int:
     return math.ceil(1.5 * expected + 4.6 * math.sqrt(expected) + 3)
 
 
-def batch_tile(m: int, element_size: int) -> tuple[dict[str, int], int]:
+def batch_tile(m: int, n: int, element_size: int) -> launch.Tile:
     """Tile of the pass over a batch: rows that do not fill the GPU get more threads each."""
-    vector = 16 // element_size
-    return ({"BLOCK": 256 * vector, "VEC": vector}, 8) if m < 512 else ({"BLOCK": 64 * vector, "VEC": vector}, 1)
+    groups, warps = (256, 8) if m < 512 else (64, 1)
+    return launch.Tile(scan_tile(n, element_size, groups), warps)
 
 
 def batch_list(n: int, k: int) -> int:
@@ -407,8 +406,8 @@ def find(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None, offsets: 
     memory = torch.zeros(2 * bins + (1 << low) + 4, dtype=torch.int64, device=z.device)
     words, sample, counts, rest = memory.split([4, bins, bins, 1 << low])
     operands, grid = (z, bias, scale), (m, 1, 1)
-    meta, warps = batch_tile(m, z.element_size())
-    meta = {**pack.fit_block(meta, n), "SHIFT": shift}
+    tile = batch_tile(m, n, z.element_size())
+    meta = {**tile.sizes, "SHIFT": shift}
     bits = {"SHIFT": shift, "LOW": low}
     part = {"RUN": BATCH_RUN, "STEP": step, "BLOCK": min(1024, launch.next_power_of_2(size))}
     rows = launch.cdiv(m, every)
@@ -416,7 +415,7 @@ def find(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None, offsets: 
     rank = batch_rank(k * m, rows / m * size / n)
     _find((1, 1, 1), (sample, words, rank), {"PART": 0, "BINS": bins, **bits}, num_warps=16)
     args = (*operands, words, found.columns, found.reach, n, found.length)
-    _list_row(grid, args, meta, num_warps=warps)
+    _list_row(grid, args, meta, **tile.options)
     cores = tuning.programs(z.device)
     args = (*operands, counts, words, found.keys, found.columns, found.reach, m, n, found.length)
     # An octave is 128 bins of bfloat16, and 256 of others.
@@ -429,13 +428,13 @@ def find(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None, offsets: 
     listed = (words, found.keys, found.reach)
     if low:
         args = (*operands, rest, *listed, n, found.length)
-        _count_low(grid, args, {**meta, **bits}, num_warps=warps)
+        _count_low(grid, args, {**meta, **bits}, **tile.options)
         part = {"PART": 2, "BINS": 1 << low, "SHIFT": shift, "LOW": 0}
         _find((1, 1, 1), (rest, words, 0), part, num_warps=16)
     ties = torch.empty(m, dtype=torch.int32, device=z.device)
     above = None if offsets is None else torch.empty_like(ties)
     args = (*operands, *listed, ties, above, n, found.length)
-    _count_ties(grid, args, {**meta, "SHIFT": shift}, num_warps=warps)
+    _count_ties(grid, args, meta, **tile.options)
     args = (words, ties, above, found.kth, found.need, offsets, m, n)
     _share_ties((1, 1, 1), args, {"BLOCK": min(4096, launch.next_power_of_2(m))}, num_warps=8)
     return found

@@ -19,8 +19,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow, pack
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
-from gossamer.rowsparse._triton.matmul import matmul
+from gossamer.rowsparse._triton.matmul import gather_tile, matmul
 from gossamer.rowsparse._triton.pack import count_bits, load_chunk, nonzero_bits, pop_lowest, wait_and_sum
+from gossamer.sae.decode_path import one_launch
 
 
 @triton.jit
@@ -137,20 +138,21 @@ def _one_launch(
 ) -> tuple[tuple[launch.Bound | None, ...], Tensor, int]:
     """(the launches, and what a plan that repeats them needs: room for the counts of rows, and how many flags)"""
     (m, n), d = acts.shape, weight.shape[1]
-    tile, warps = tuning.decode_tile(m, n, d, weight.element_size())
-    chunks, meta = pack.split(tile, n)
+    size = weight.element_size()
+    chunks, meta = pack.split(n, pack.scan_tile(n, size, groups=256 if n <= 65536 else 512))
+    meta |= gather_tile(m, d, size)
     meta["RUN"] = 64 * meta["BLOCK_E"] if out.dtype is torch.float32 and capacity > 256 * meta["BLOCK_E"] else 0
     overflows = capacity < n and not truncate
     meta |= {"LEADS": overflows and tuning.dependent_launch(weight.device), "TRUNCATE": truncate}
     slices = launch.cdiv(d, meta["BLOCK_D"])
-    size = m * (capacity + chunks + 1)
+    words = m * (capacity + chunks + 1)
     nnz = torch.empty(m, dtype=torch.int32, device=acts.device)
-    args = (acts, weight, bias, out, nnz, *launch.flags.get(size, acts.device))
+    args = (acts, weight, bias, out, nnz, *launch.flags.get(words, acts.device))
     args += (acts.stride(0), weight.stride(0), m, n, d, capacity, chunks)
-    scan = _decode_fwd((m * (chunks + slices), 1, 1), args, meta, num_warps=warps, head=7)
+    scan = _decode_fwd((m * (chunks + slices), 1, 1), args, meta, num_warps=1, head=7)
     if not overflows:
-        return (scan,), nnz, size
-    return (scan, overflow.forward(overflow.Overflow(acts, nnz, capacity), weight, bias, out)), nnz, size
+        return (scan,), nnz, words
+    return (scan, overflow.forward(overflow.Overflow(acts, nnz, capacity), weight, bias, out)), nnz, words
 
 
 def decode_lists(
@@ -184,7 +186,7 @@ def decode(
     Host time is most of a small decode, so everything that follows from shapes is done once and kept as a plan.
     """
     m, n = acts.shape
-    if not tuning.one_launch_decode(m, n):
+    if not one_launch(m, n):
         lists = pack.pack_ell(acts, capacity, clear=False)
         return _from_lists(*lists, acts, weight, bias, truncate, out_dtype)
     if launch.INTERPRET:

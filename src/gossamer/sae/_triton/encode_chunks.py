@@ -13,8 +13,7 @@ from torch import Tensor
 from gossamer._core import launch
 from gossamer.rowsparse._triton import pack
 from gossamer.rowsparse._triton.pack import DONE, clear_slots, count_bits, wait_and_sum
-from gossamer.sae._triton import _entries as entries
-from gossamer.sae._triton._entries import activate_row, append_active, load_threshold
+from gossamer.sae._triton._entries import GROUPS, activate_row, append_active, load_threshold
 from gossamer.sae._triton.select import add_bias, chunk_columns, load_pre, word_bits
 
 
@@ -101,12 +100,11 @@ def encode_chunks(
             with plan.lock:
                 plan.launches[0](stream, *pointers, plan.flags, plan.epochs.next())
             return
-    tile, warps = entries.tile_of(z.element_size())
-    chunks, meta = pack.split(tile, n)
+    chunks, meta = pack.split(n, pack.scan_tile(n, z.element_size(), GROUPS))
     meta |= {"WINDOW": bandwidth > 0, "MAY_OVERFLOW": may_overflow}
     flags, epoch = launch.flags.get(m * chunks, z.device)
     args = (z, bias, threshold, *out, flags, epoch, stride_t, bandwidth / 2, n, capacity, chunks)
-    bound = _encode_split((m * chunks, 1, 1), args, meta, num_warps=warps, head=9)
+    bound = _encode_split((m * chunks, 1, 1), args, meta, num_warps=1, head=9)
     if not launch.INTERPRET:
         _plans.keep(key, z.device, bound, words=m * chunks)
 

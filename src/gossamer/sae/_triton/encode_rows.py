@@ -10,10 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.rowsparse._triton import pack
-from gossamer.rowsparse._triton.pack import clear_slots, count_bits
-from gossamer.sae._triton import _entries as entries
-from gossamer.sae._triton._entries import activate_row, append_active, load_threshold
+from gossamer.rowsparse._triton.pack import clear_slots, count_bits, scan_tile
+from gossamer.sae._triton._entries import GROUPS, activate_row, append_active, load_threshold
 from gossamer.sae._triton.select import add_bias, chunk_columns, load_pre, word_bits
 
 
@@ -96,16 +94,15 @@ def encode_rows(
 ) -> None:
     """Fills values, indices, nnz and l0."""
     (m, n), capacity = z.shape, out[0].shape[1]
-    tile, warps = entries.tile_of(z.element_size())
     stride_t = 0 if threshold is None else threshold.stride(0)
     limits = None
     if stride_t and z.element_size() == 2:
         limits = z.new_empty(n)
         args = (threshold, limits, stride_t, bandwidth / 2, n)
         _limits((launch.cdiv(n, 1024), 1, 1), args, {"BLOCK": 1024})
-    meta = {**pack.fit_block(tile, n), "WINDOW": bandwidth > 0, "MAY_OVERFLOW": may_overflow}
+    meta = {**scan_tile(n, z.element_size(), GROUPS), "WINDOW": bandwidth > 0, "MAY_OVERFLOW": may_overflow}
     args = (z, bias, threshold, limits, *out, stride_t, bandwidth / 2, n, capacity)
-    _encode_row((m, 1, 1), args, meta, num_warps=warps)
+    _encode_row((m, 1, 1), args, meta, num_warps=1)
 
 
 EXAMPLES = {

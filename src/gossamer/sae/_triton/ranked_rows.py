@@ -10,10 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.rowsparse._triton import pack
-from gossamer.rowsparse._triton.pack import clear_slots, count_bits
-from gossamer.sae._triton import _entries as entries
-from gossamer.sae._triton._entries import append_active
+from gossamer.rowsparse._triton.pack import clear_slots, count_bits, scan_tile
+from gossamer.sae._triton._entries import GROUPS, append_active
 from gossamer.sae._triton.select import (
     SHIFT,
     add_bias,
@@ -112,11 +110,9 @@ def ranked_rows(
     reach [M] exceeds length, if that is given. With the offsets of CSR there is no nnz."""
     m, n = z.shape
     capacity = -1 if offsets is not None else out[0].shape[1]
-    tile, warps = entries.tile_of(z.element_size())
-    if m < 512:
-        # Few rows, each in the hands of one program: more warps keep more of it in flight.
-        tile, warps = {**tile, "BLOCK": 8 * tile["BLOCK"]}, 8
-    meta = {**pack.fit_block(tile, n), "SHIFT": SHIFT[z.dtype], "MAY_OVERFLOW": may_overflow}
+    # Few rows, each in the hands of one program: more warps keep more of it in flight.
+    warps = 8 if m < 512 else 1
+    meta = {**scan_tile(n, z.element_size(), GROUPS * warps), "SHIFT": SHIFT[z.dtype], "MAY_OVERFLOW": may_overflow}
     args = (z, bias, scale, *kept, reach, offsets, *out, length, n, capacity)
     _ranked_row((m, 1, 1), args, meta, num_warps=warps)
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.rowsparse._triton.pack import clear_slots, count_bits, pop_lowest
+from gossamer.rowsparse._triton.pack import clear_slots, count_bits, pop_lowest, scan_tile
 
 NAN_KEY = tl.constexpr(0x7FFFFFFF)
 SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
@@ -260,11 +260,10 @@ def _row_kth_kernel(
 _row_kth = launch.Kernel(_row_kth_kernel)
 
 
-def _tile(z: Tensor, block: int, warps: int) -> tuple[dict[str, int], int]:
-    """(tile, warps), reduced for short rows."""
-    vector = 16 // z.element_size()
-    fitted = max(min(launch.next_power_of_2(z.shape[1]), block), 32 * vector)
-    return {"BLOCK": fitted, "VEC": vector, "SHIFT": SHIFT[z.dtype]}, max(1, warps * fitted // block)
+def _tile(z: Tensor, block: int, warps: int) -> launch.Tile:
+    """Reduced for short rows."""
+    sizes = scan_tile(z.shape[1], z.element_size(), block * z.element_size() // 16)
+    return launch.Tile({**sizes, "SHIFT": SHIFT[z.dtype]}, max(1, warps * sizes["BLOCK"] // block))
 
 
 def row_kth(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -307,20 +306,21 @@ def _largest_of_rows(
     programs = 4 * tuning.programs(z.device)
     if m <= programs // 2:
         # Rows that do not fill the GPU get more threads each.
-        meta, warps = _tile(z, 8192, 32)
+        tile = _tile(z, 8192, 32)
     elif k <= 512:
-        meta, warps = _tile(z, 2048, 4)
+        tile = _tile(z, 2048, 4)
     else:
         # More entries want a tighter bound, and that more groups.
-        meta, warps = _tile(z, 4096, 8)
+        tile = _tile(z, 4096, 8)
         programs //= 2
     programs = min(m, programs)
     # Fewer than k groups exceed the bound. With fewer than k groups there is none, and everything may be listed.
-    length = n if k > meta["BLOCK"] else min(n, (k - 1) * launch.cdiv(n, meta["BLOCK"]) + k)
-    meta["LIST"] = max(256, min(launch.next_power_of_2(2 * k), 4096))
+    block = tile.sizes["BLOCK"]
+    length = n if k > block else min(n, (k - 1) * launch.cdiv(n, block) + k)
+    meta = {**tile.sizes, "LIST": max(256, min(launch.next_power_of_2(2 * k), 4096))}
     entries = results[0] is None
     lists = torch.empty(programs, 1 + entries, length, dtype=torch.int32, device=z.device)
-    _row_kth((programs, 1, 1), (z, bias, scale, some, lists, *results, m, n, k, length), meta, num_warps=warps)
+    _row_kth((programs, 1, 1), (z, bias, scale, some, lists, *results, m, n, k, length), meta, **tile.options)
 
 
 def _example(pointers: dict[str, str | None], integers: tuple[str, ...], **constexprs: int) -> dict[str, object]:

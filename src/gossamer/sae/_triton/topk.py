@@ -184,8 +184,10 @@ def _pack_and_select(
     programs = min(m, 16 * tuning.programs(x.device))
     lists = torch.empty(programs, 2 if scale is None else 3, length, dtype=torch.int32, device=x.device)
     args = (values, indices, counts, scale, bounds, lists, *out, m, tiles, slots, tile, k, length)
-    meta, warps = encode_path.topk_tile(tiles, k, run)
-    _topk_of_tiles((programs, 1, 1), args, {**meta, "SHIFT": SHIFT[x.dtype]}, num_warps=warps)
+    # Most rows' entries are in registers, of one warp, and few of what else there is, so that many rows are.
+    held = max(256, encode_path.topk_list(k, run, 1.5))
+    meta = {"BLOCK": min(128, launch.next_power_of_2(tiles)), "LIST": held, "CHUNK": 128, "SHIFT": SHIFT[x.dtype]}
+    _topk_of_tiles((programs, 1, 1), args, meta, num_warps=1)
 
 
 def _settle(
