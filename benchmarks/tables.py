@@ -151,6 +151,7 @@ def page() -> str:
                 parts += ["", *memory(cases)]
             if any(provider.get("joules") for case in cases for provider in case["providers"]):
                 parts += ["", *energy(cases)]
+    parts += tests()
     return "\n".join(parts) + "\n"
 
 
@@ -308,19 +309,83 @@ def percent(share: float) -> str:
 
 
 def sweeps() -> str:
-    """What sweeps at random shapes came to, of those that are committed: beside dense PyTorch."""
-    rows = []
-    for path in sorted(RESULTS.glob("sweep*.json")):
-        content = json.loads(path.read_text())
-        for name, found in content["summary"]["dense"].items():
-            if found["cases"]:
-                mean, slower = f"{found['geometric_mean']:.2f}", f"{found['slower_by_5%_and_3us']:.1%}"
-                worst = f"{found['worst'][0]['ratio']:.2f}"
-                rows.append([f"{content['device']['name']}: {name}", str(found["cases"]), mean, slower, worst])
+    """What sweeps at random shapes came to, of those that are committed: of each room, and each kind of case in it."""
+    rows, said = [], []
+    for room, content in _swept().items():
+        said.append(f"{room}: {provenance(content)}.")
+        names = [name for name in content["summary"]["dense"] if name == room or name.startswith(f"{room}/")]
+        for name in names:
+            for kind, label in (("dense", "dense PyTorch"), ("best", "the best peer")):
+                figures = content["summary"].get(kind, {}).get(name, {"cases": 0})
+                if figures["cases"]:
+                    rows.append([f"`{name}`", label, *_figures(figures), f"{figures['slower_by_5%_and_3us']:.1%}"])
     if not rows:
-        return f"{BEGIN}\nNo sweep is committed yet. `gossamer bench sweep` makes one.\n{END}"
-    head = ["cases of", "how many", "dense time over gossamer's, geometric mean", "slower by 5% and 3 us", "worst"]
-    return "\n".join([BEGIN, *table(head, rows), END])
+        return f"{BEGIN}\n{NO_SWEEP}\n{END}"
+    head = ["cases of", "beside", *SWEPT, "slower by 5% and 3 us"]
+    return "\n".join([BEGIN, *table(head, rows), "", *said, END])
+
+
+def slower() -> str:
+    """README's line for each room that was swept: beside dense PyTorch."""
+    rows = []
+    for room, content in _swept().items():
+        figures = content["summary"]["dense"][room]
+        worst = figures["worst"][0]["id"].split("/", 1)[1].replace(",", ", ")
+        rows.append([f"`{room}`", *_figures(figures), worst])
+    if not rows:
+        return f"{BEGIN}\n{NO_SWEEP}\n{END}"
+    return "\n".join([BEGIN, *table(["at random shapes, beside dense PyTorch", *SWEPT, "which"], rows), END])
+
+
+NO_SWEEP = "No sweep is committed yet. `gossamer bench sweep` makes one."
+SWEPT = ["cases", "below 1.00", "below 0.95", "geometric mean", "worst"]
+"""Ratios are the peer's time over gossamer's."""
+
+
+def _figures(figures: dict[str, Any]) -> list[str]:
+    shares = [f"{figures[name]:.1%}" for name in ("below_1.00", "below_0.95")]
+    return [f"{figures['cases']:,}", *shares, f"{figures['geometric_mean']:.2f}", f"{figures['worst'][0]['ratio']:.2f}"]
+
+
+def _swept() -> dict[str, dict[str, Any]]:
+    """Of each room the committed sweep that has most of its cases."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted({*RESULTS.glob("sweep*.json"), *RESULTS.glob("*-sweep*.json")}):
+        content = json.loads(path.read_text())
+        for room in dict.fromkeys(case["room"] for case in content["cases"]):
+
+            def cases(content: dict[str, Any], room: str = room) -> int:
+                number: int = content["summary"]["dense"].get(room, {"cases": 0})["cases"]
+                return number
+
+            if cases(content) > (cases(found[room]) if room in found else 0):
+                found[room] = content
+    return dict(sorted(found.items()))
+
+
+def tests() -> list[str]:
+    """What the tests came to on a GPU, run by run."""
+    content = read("tests-nvidia-h200.json")
+    rows = []
+    for run in content.get("runs", [content]):
+        what = [word for word in run["command"].split() if word.startswith("tests")]
+        counts = [str(run["counts"].get(name, 0)) for name in ("passed", "failed", "skipped")]
+        shown = ", ".join(f"`{name.removeprefix('tests/')}`" for name in what)
+        rows.append([shown, f"`{run['commit']}`", *counts, run.get("note", "")])
+    versions = content["versions"]
+    return [
+        "",
+        "## Tests on a GPU",
+        "",
+        "The same tests run on a CPU, in Triton's interpreter and on a GPU. These are the runs on a GPU, the oldest "
+        "first. What a run found was corrected before the next. A run that the clock stopped has not run all its tests.",
+        "",
+        f"{content['device']['name']} ({content['device']['runtime']}, driver {content['device']['driver']}), PyTorch "
+        f"{versions['torch']}, Triton {versions['triton']}: "
+        "[tests-nvidia-h200.json](../benchmarks/results/tests-nvidia-h200.json).",
+        "",
+        *table(["tests", "commit", "passed", "failed", "skipped", ""], rows),
+    ]
 
 
 def dictionaries() -> str:
@@ -403,7 +468,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     wanted = {
         PAGE: page(),
-        README: filled(README.read_text(), headlines()),
+        README: filled(README.read_text(), headlines(), slower()),
         CHOOSING: filled(CHOOSING.read_text(), break_evens(), sweeps()),
         TRAINING: filled(TRAINING.read_text(), dictionaries(), stream()),
     }

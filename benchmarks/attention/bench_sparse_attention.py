@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gossamer.attention import Selection, sparse_attention, sparse_decode
-from gossamer.cli.bench import Case, Provider
+from gossamer.cli.bench import Case, Provider, error_beside_mean
 from gossamer.testing import random_selection
 
 
@@ -102,20 +102,10 @@ def attention_case(
         flops=B * products * 2 * H * D * sum(min(t + 1, k) for t in range(T)),
         grad=training,
         sweep="T",
-        error=_error,
+        error=error_beside_mean,
         # Weights and their gradients are rounded to 16 bits for the products of a backward pass.
         budget=2e-2 if training and dtype.itemsize == 2 else None,
     )
-
-
-def _error(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> float:
-    """Largest error of a row, over its norm or the mean norm of rows, whichever is more: a row of few keys is long, and
-    the gradient of a query with one key is a zero that cancels, which no relative error can judge."""
-    errors = []
-    for a, b in zip(got, want, strict=True):
-        norm = b.norm(dim=-1)
-        errors.append(((a.double() - b).norm(dim=-1) / norm.clamp(min=norm.mean())).max())
-    return float(torch.stack(errors).max().nan_to_num(nan=torch.inf))
 
 
 def _inferred(forward: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:

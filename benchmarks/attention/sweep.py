@@ -11,7 +11,7 @@ from gossamer.cli.bench import Case, log_uniform
 
 RANGES = (
     "T 64-32,768, k 16 to half of T, heads 1-32 in groups of 1-8, D 32-128, batch 1-4, log-uniform; selections that "
-    "drift or are drawn for each query; at most 2^36 scores; bfloat16, float16, float32"
+    "drift or are drawn for each query; at most 2^34 scores, 2^32 in float32; bfloat16, float16, float32"
 )
 
 
@@ -19,12 +19,13 @@ def draw(random: Random, device: torch.device, quick: bool) -> Case:
     """One shape, dtype and selection."""
     small = quick or device.type == "cpu"
     while True:
+        dtype = torch.float32 if small else random.choice([torch.bfloat16, torch.float16, torch.float32])
+        most = 2**32 if dtype == torch.float32 else 2**34
         T, B = log_uniform(random, 64, 256 if small else 32768), random.choice([1, 1, 1, 2, 4])
         G, group = log_uniform(random, 1, 2 if small else 16), random.choice([1, 2, 4, 8])
-        if B * G * group * T * T <= 2**36 and G * group <= 32:
+        if B * G * group * T * T <= most and G * group <= 32:
             break
     D, k = random.choice([32, 64, 96, 128]), log_uniform(random, 16, T // 2)
-    dtype = torch.float32 if small else random.choice([torch.bfloat16, torch.float16, torch.float32])
     if random.random() < 0.2:
         return bench_sparse_attention.decode_case(T, G * group, G, D, k, dtype, B)
     kind, training = random.choice(["drifting", "drifting", "random"]), random.random() < 0.5

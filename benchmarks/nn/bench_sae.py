@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import NormalDist
 from typing import Any
 
@@ -24,27 +25,79 @@ BANDWIDTH, L0_COEFFICIENT = 0.25, 1e-3
 
 class JumpReLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, z: Tensor, threshold: Tensor) -> Tensor:
+    def forward(ctx: Any, z: Tensor, threshold: Tensor, bandwidth: float) -> Tensor:
         ctx.save_for_backward(z, threshold)
+        ctx.bandwidth = bandwidth
         return z * (z > threshold)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         z, threshold = ctx.saved_tensors
-        near = ((z - threshold).abs() < BANDWIDTH / 2) * grad
-        return grad * (z > threshold), -threshold / BANDWIDTH * near.sum(0, dtype=threshold.dtype)
+        near = ((z - threshold).abs() < ctx.bandwidth / 2) * grad
+        return grad * (z > threshold), -threshold / ctx.bandwidth * near.sum(0, dtype=threshold.dtype), None
 
 
 class Step(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, z: Tensor, threshold: Tensor) -> Tensor:
+    def forward(ctx: Any, z: Tensor, threshold: Tensor, bandwidth: float) -> Tensor:
         ctx.save_for_backward(z, threshold)
+        ctx.bandwidth = bandwidth
         return (z > threshold).to(threshold.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:  # type: ignore[override]
         z, threshold = ctx.saved_tensors
-        return None, -(((z - threshold).abs() < BANDWIDTH / 2) * grad).sum(0) / BANDWIDTH
+        return None, -(((z - threshold).abs() < ctx.bandwidth / 2) * grad).sum(0) / ctx.bandwidth, None
+
+
+def jumprelu_loss(x: Tensor, *parameters: Tensor, bandwidth: float, l0_coefficient: float) -> Tensor:
+    """The squared error of a row and the step penalty, as SAE libraries write them; parameters as in `NAMES`."""
+    W_enc, W_dec, b_enc, b_dec, log_threshold = parameters
+    z = torch.addmm(b_enc.to(x.dtype), x, W_enc)
+    threshold = log_threshold.exp()
+    acts = JumpReLU.apply(z, threshold, bandwidth).to(x.dtype)
+    penalty = l0_coefficient * Step.apply(z, threshold, bandwidth).sum(1).mean()
+    return squared_error(x, torch.addmm(b_dec.to(x.dtype), acts, W_dec)) + penalty
+
+
+def squared_error(x: Tensor, reconstruction: Tensor) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x - reconstruction).to(wide).square().sum(1).mean()
+
+
+def gradients(loss: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+    return lambda x, *parameters: torch.autograd.grad(loss(x, *parameters), parameters)
+
+
+def reference(loss: Callable[..., Tensor], *given: Tensor) -> tuple[Tensor, ...]:
+    x, *parameters = (tensor.detach().double() for tensor in given)
+    return gradients(loss)(x, *(tensor.requires_grad_() for tensor in parameters))
+
+
+def largest_error(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> float:
+    """Of the norm of each gradient. In 16 bits another latent is chosen here and there, for rounding makes ties."""
+    return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(got, want, strict=True))
+
+
+def random_parameters(
+    B: int, D: int, F: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator, spread: float = 1.0
+) -> list[Tensor]:
+    """x and the parameters but for thresholds. Pre-activations are normal, with a deviation of about `spread`."""
+    wide = torch.float32
+    return [
+        random_matrix(B, D, dtype, device, generator),
+        random_matrix(D, F, wide, device, generator).mul_(spread * D**-0.5).to(dtype),
+        torch.nn.functional.normalize(random_matrix(F, D, wide, device, generator)).to(dtype),
+        random_matrix(1, F, wide, device, generator)[0] * 0.1 * spread,
+        random_matrix(1, D, wide, device, generator)[0] * 0.1,
+    ]
+
+
+def load_parameters(model: Any, *parameters: Tensor) -> list[Tensor]:
+    """Gives a module the parameters, and returns its own."""
+    for name, parameter in zip(NAMES, parameters):
+        setattr(model, name, torch.nn.Parameter(parameter.detach()))
+    return [getattr(model, name) for name, _ in zip(NAMES, parameters)]
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
@@ -60,16 +113,8 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
 def _train(kind: str, B: int, D: int, F: int, k: int, dtype: torch.dtype) -> Case:
     def make(device: torch.device, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
         """x and the parameters; one copy, for the weights alone exceed any cache."""
-        wide = torch.float32
-        made = [
-            random_matrix(B, D, dtype, device, generator),
-            random_matrix(D, F, wide, device, generator).mul_(D**-0.5).to(dtype),
-            torch.nn.functional.normalize(random_matrix(F, D, wide, device, generator)).to(dtype),
-            random_matrix(1, F, wide, device, generator)[0] * 0.1,
-            random_matrix(1, D, wide, device, generator)[0] * 0.1,
-        ]
+        made = random_parameters(B, D, F, dtype, device, generator)
         if kind == "jumprelu":
-            # Pre-activations are standard normal, but for the biases.
             made.append(torch.full((F,), math.log(NormalDist().inv_cdf(1 - k / F)), device=device))
         return [tuple(tensor.requires_grad_(at > 0) for at, tensor in enumerate(made))]
 
@@ -80,39 +125,20 @@ def _train(kind: str, B: int, D: int, F: int, k: int, dtype: torch.dtype) -> Cas
             model = nn.JumpReLUSAE(D, F, bandwidth=BANDWIDTH, l0_coefficient=L0_COEFFICIENT, **options)
         else:
             model = (nn.TopKSAE if kind == "topk" else nn.BatchTopKSAE)(D, F, k, aux_coefficient=0, **options)
-        for name, parameter in zip(NAMES, parameters):
-            setattr(model, name, torch.nn.Parameter(parameter.detach()))
-        return model, x, [getattr(model, name) for name, _ in zip(NAMES, parameters)]
+        return model, x, load_parameters(model, *parameters)
 
     def ours(model: Any, x: Tensor, parameters: list[Tensor]) -> tuple[Tensor, ...]:
         return torch.autograd.grad(model.loss(x).loss, parameters)
 
-    def loss(x: Tensor, W_enc: Tensor, W_dec: Tensor, b_enc: Tensor, b_dec: Tensor, *log_threshold: Tensor) -> Tensor:
-        penalty: Tensor | float = 0.0
+    def loss(x: Tensor, *parameters: Tensor) -> Tensor:
         if kind == "jumprelu":
-            z = torch.addmm(b_enc.to(x.dtype), x, W_enc)
-            threshold = log_threshold[0].exp()
-            acts = JumpReLU.apply(z, threshold).to(x.dtype)
-            penalty = L0_COEFFICIENT * Step.apply(z, threshold).sum(1).mean()
-        else:
-            z = torch.addmm(b_enc.to(x.dtype), x - b_dec.to(x.dtype), W_enc)
-            flat = z if kind == "topk" else z.view(1, -1)
-            values, indices = flat.topk(k * B // len(flat), dim=-1, sorted=False)
-            acts = torch.zeros_like(flat).scatter(-1, indices, values.relu()).view_as(z)
-        residual = x - torch.addmm(b_dec.to(x.dtype), acts, W_dec)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return residual.to(wide).square().sum(1).mean() + penalty
-
-    def gradients(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-        return lambda x, *parameters: torch.autograd.grad(function(x, *parameters), parameters)
-
-    def reference(*given: Tensor) -> tuple[Tensor, ...]:
-        x, *parameters = (tensor.detach().double() for tensor in given)
-        return gradients(loss)(x, *(tensor.requires_grad_() for tensor in parameters))
-
-    def error(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> float:
-        """Of the norm of each gradient. In 16 bits another latent is chosen here and there, for rounding makes ties."""
-        return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(got, want, strict=True))
+            return jumprelu_loss(x, *parameters, bandwidth=BANDWIDTH, l0_coefficient=L0_COEFFICIENT)
+        W_enc, W_dec, b_enc, b_dec = parameters
+        z = torch.addmm(b_enc.to(x.dtype), x - b_dec.to(x.dtype), W_enc)
+        flat = z if kind == "topk" else z.view(1, -1)
+        values, indices = flat.topk(k * B // len(flat), dim=-1, sorted=False)
+        acts = torch.zeros_like(flat).scatter(-1, indices, values.relu()).view_as(z)
+        return squared_error(x, torch.addmm(b_dec.to(x.dtype), acts, W_dec))
 
     l0 = {"L0" if kind == "jumprelu" else "k": k}
     return Case(
@@ -126,12 +152,12 @@ def _train(kind: str, B: int, D: int, F: int, k: int, dtype: torch.dtype) -> Cas
             Provider("dense", gradients(loss), capturable=True),
             Provider("torch.compile", gradients(torch.compile(loss, fullgraph=True, dynamic=False)), capturable=True),
         ),
-        reference=reference,
+        reference=partial(reference, loss),
         # Both weights read, both gradients written; x read for the encoder, its reconstruction and both gradients.
         bytes=(4 * D * F + 4 * B * D) * dtype.itemsize,
         # The encoder's product; of the sparse ones the decoder's, and gradients of W_dec, the latents and W_enc.
         flops=2 * B * D * (F + 4 * k),
         grad=True,
-        error=error,
+        error=largest_error,
         budget=0.3 if dtype == torch.bfloat16 else 1e-3,
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gossamer import rowsparse
-from gossamer.cli.bench import Case, Provider, copies, random_matrix, random_rows
+from gossamer.cli.bench import Case, Provider, copies, error_beside_mean, random_matrix, random_rows
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
@@ -68,6 +68,7 @@ def sampled_matmul(M: int, N: int, D: int, nnz: int, dtype: torch.dtype) -> Case
         reference=lambda x, weight, mask: ((x.double() @ weight.double().T).mul_(mask != 0),),
         bytes=(M * D + min(M * nnz, N) * D + M * nnz) * dtype.itemsize + 4 * M * nnz,
         flops=2 * M * nnz * D,
+        error=error_beside_mean,
     )
 
 

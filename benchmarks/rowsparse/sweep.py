@@ -11,7 +11,7 @@ from gossamer.cli.bench import Case, log_uniform
 
 RANGES = (
     "M 1-32,768, N 64-131,072, D 64-8,192, entries a row 1 to all, log-uniform; at most 2^29 elements and 2^40 "
-    "products; bfloat16, float16, float32"
+    "products, 2^38 in float32; bfloat16, float16, float32"
 )
 
 
@@ -19,11 +19,13 @@ def draw(random: Random, device: torch.device, quick: bool) -> Case:
     """One shape, dtype and density of one operator."""
     small = quick or device.type == "cpu"
     while True:
+        dtype = torch.float32 if small else random.choice([torch.bfloat16, torch.float16, torch.float32])
+        most = 2**38 if dtype == torch.float32 else 2**40
         M, D = log_uniform(random, 1, 256 if small else 32768), log_uniform(random, 64, 256 if small else 8192)
         N = log_uniform(random, 64, 4096 if small else 131072)
-        if M * N <= 2**29 and M * N * D <= 2**40:
+        products = M * N * D
+        if M * N <= 2**29 and products <= most:
             break
-    dtype = torch.float32 if small else random.choice([torch.bfloat16, torch.float16, torch.float32])
     nnz = log_uniform(random, 1, N)
     kind = random.choice(["matmul", "sampled_matmul", "pack"])
     if kind == "pack":

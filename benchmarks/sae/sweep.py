@@ -11,7 +11,7 @@ from gossamer.cli.bench import Case, log_uniform
 
 RANGES = (
     "B 1-32,768, d_in 64-8,192, d_sae 512-131,072, L0 1 to all (encode: to half), log-uniform; at most 2^29 latents "
-    "and 2^40 products; bfloat16, float16, float32"
+    "and 2^40 products, 2^38 in float32; bfloat16, float16, float32"
 )
 
 
@@ -19,11 +19,13 @@ def draw(random: Random, device: torch.device, quick: bool) -> Case:
     """One shape, dtype and density of one operator."""
     small = quick or device.type == "cpu"
     while True:
+        dtype = torch.float32 if small else random.choice([torch.bfloat16, torch.float16, torch.float32])
+        most = 2**38 if dtype == torch.float32 else 2**40
         B, D = log_uniform(random, 1, 256 if small else 32768), log_uniform(random, 64, 256 if small else 8192)
         F = log_uniform(random, 512, 4096 if small else 131072)
-        if B * F <= 2**29 and B * F * D <= 2**40:
+        products = B * F * D
+        if B * F <= 2**29 and products <= most:
             break
-    dtype = torch.float32 if small else random.choice([torch.bfloat16, torch.float16, torch.float32])
     kind = random.choice(["decode", "decode_ready", "jumprelu", "topk", "batchtopk"])
     if kind.startswith("decode"):
         shape = (B, F, D, log_uniform(random, 1, F), dtype)

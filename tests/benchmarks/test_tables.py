@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import tables
+from gossamer.cli.bench.sweep import summary
 
 
 def case(nnz: int, ours: float, dense: float) -> dict[str, Any]:
@@ -50,11 +51,54 @@ def test_break_evens_come_from_the_densities_that_were_measured(results: Path) -
     assert row(tables.break_evens(), "ffn.gated")[3:] == ["10%", "none measured"]
 
 
+def sweep_file(cases: int, worst: float, room: str = "rowsparse") -> dict[str, Any]:
+    """As `gossamer bench sweep` writes it: every second case is at `worst`, the others at 2."""
+
+    def provider(name: str, seconds: float) -> dict[str, Any]:
+        return {"name": name, "ours": name == "gossamer", "eager": {"median": seconds}, "graph": None}
+
+    records = [
+        {
+            "room": room,
+            "name": "matmul",
+            "id": f"{room}/matmul/M={at},N=2,float32",
+            "providers": [provider("gossamer", 1e-3), provider("dense", 1e-3 * (worst if at % 2 else 2.0))],
+        }
+        for at in range(cases)
+    ]
+    device = {"name": "NVIDIA H200", "runtime": "CUDA 13", "driver": "580"}
+    made = {"device": device, "versions": {"torch": "2.13", "triton": "3.7"}, "commit": "abc", "command": "gossamer"}
+    return made | {"cases": records, "summary": summary(records)}
+
+
 def test_a_sweep_has_a_row_for_each_kind_of_case(results: Path) -> None:
-    figures = {"cases": 7, "geometric_mean": 2.25, "slower_by_5%_and_3us": 1 / 7, "worst": [{"id": "a", "ratio": 0.5}]}
-    content = {"device": {"name": "NVIDIA H200"}, "summary": {"dense": {"matmul": figures, "all": {"cases": 0}}}}
-    (results / "sweep-rowsparse-nvidia-h200.json").write_text(json.dumps(content))
-    assert "| NVIDIA H200: matmul | 7 | 2.25 | 14.3% | 0.50 |" in tables.sweeps().splitlines()
+    (results / "sweep-rowsparse-nvidia-h200.json").write_text(json.dumps(sweep_file(8, 0.5)))
+    made = tables.sweeps().splitlines()
+    figures = "8 | 50.0% | 50.0% | 1.00 | 0.50 | 50.0% |"
+    for name in ("rowsparse", "rowsparse/matmul"):
+        assert f"| `{name}` | dense PyTorch | {figures}" in made and f"| `{name}` | the best peer | {figures}" in made
+    assert "rowsparse: NVIDIA H200 (CUDA 13, driver 580), PyTorch 2.13, Triton 3.7, commit abc, `gossamer`." in made
+
+
+def test_readme_has_a_line_for_each_room_that_was_swept(results: Path) -> None:
+    assert tables.NO_SWEEP in tables.slower()
+    (results / "sweep-nvidia-h200.json").write_text(json.dumps(sweep_file(8, 0.98)))
+    (results / "ffn-sweep-nvidia-h200.json").write_text(json.dumps(sweep_file(4, 4.0, "ffn")))
+    lines = tables.slower().splitlines()
+    assert "| `rowsparse` | 8 | 50.0% | 0.0% | 1.40 | 0.98 | matmul/M=1, N=2, float32 |" in lines
+    assert "| `ffn` | 4 | 0.0% | 0.0% | 2.83 | 2.00 | matmul/M=0, N=2, float32 |" in lines
+    # The larger of two sweeps of a room counts.
+    (results / "sweep-rowsparse-nvidia-h200.json").write_text(json.dumps(sweep_file(6, 0.25)))
+    assert tables.slower().splitlines() == lines
+
+
+def test_the_runs_of_the_tests_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = json.loads((tables.RESULTS / "tests-nvidia-h200.json").read_text())["runs"]
+    lines = [line for line in tables.tests() if line.startswith("| `")]
+    assert len(lines) == len(runs)
+    for line, run in zip(lines, runs):
+        passed, failed, skipped = (run["counts"][name] for name in ("passed", "failed", "skipped"))
+        assert f"| `{run['commit']}` | {passed} | {failed} | {skipped} | {run['note']} |" in line
 
 
 def test_places_are_filled_in_order() -> None:

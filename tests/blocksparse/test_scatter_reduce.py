@@ -348,10 +348,10 @@ def test_compiles(compiled, device: torch.device) -> None:
         return scatter_reduce(layout, -1, index, from_dense(src, index.layout), "mean").to_dense()
 
     ours = compiled(call)(src, index)
-    # Inductor divides by multiplying.
+    # Inductor divides by multiplying, here and in the gradient, which is also of a result that is rounded differently.
     torch.testing.assert_close(ours, call(src, index))
     grads = [torch.autograd.grad(out.square().sum(), src)[0] for out in (ours, call(src, index))]
-    assert torch.equal(*grads)
+    torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize(

@@ -62,3 +62,13 @@ def test_compile(compiled, device: torch.device) -> None:
 def test_errors() -> None:
     with pytest.raises(TypeError, match=r"blocksparse.transpose: x must be a BlockSparseTensor, got Tensor"):
         transpose(torch.ones(3, 3))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("shape", [(2, 64, 64), (3, 70, 33), (1, 1, 130), (0, 16, 16), (2, 0, 5)], ids=str)
+def test_turn(shape: tuple[int, ...], device: torch.device) -> None:
+    """What products use that ask for an operand the other way around."""
+    from gossamer.blocksparse._triton.transpose import turn
+
+    x = torch.randn(shape, device=device, generator=seeded(0, device))
+    assert torch.equal(turn(x), x.mT)

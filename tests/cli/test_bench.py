@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import signal
 import sys
 import time
 from importlib import import_module
@@ -178,16 +180,103 @@ def test_a_sweep_at_random(toys: Path) -> None:
     assert figures["geometric_mean"] == pytest.approx(torch.tensor(found).log().mean().exp().item())
     (picture,) = toys.glob("*.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert figures == content["summary"]["dense"]["toy"] == content["summary"]["dense"]["toy/product"]
+    assert content["settings"]["limit"] == 0.25 and content["seconds"] > 0 and "not_run" not in content
+    assert "7 cases in" in output and "s each" in output
     # The same seed draws the same shapes.
     again = bench("sweep", "--cases", 7, "--seed", 3, "--list")[1]
     assert again.split() == [case["id"] for case in content["cases"]]
     assert bench("sweep", "--cases", 7, "--seed", 4, "--list")[1] != again
 
 
+def swept(toys: Path) -> None:
+    (folder,) = toys.parent.glob("toys_*")
+    (folder / "toy" / "sweep.py").write_text(SWEEP)
+
+
+def test_a_terminated_sweep_keeps_what_it_has_and_goes_on(toys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    swept(toys)
+    calls = []
+
+    def terminated(*arguments: object) -> CaseResult:
+        calls.append(arguments)
+        if len(calls) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return run_case(*arguments)
+
+    monkeypatch.setattr(command, "run_case", terminated)
+    before = signal.getsignal(signal.SIGTERM)
+    code, output = bench("sweep", "--out", toys, "--cases", 6)
+    (file,) = toys.glob("*.json")
+    assert code == 130 and f"interrupted; the finished cases are in {file}" in output
+    assert signal.getsignal(signal.SIGTERM) is before
+    first = json.loads(file.read_text())
+    ids = bench("sweep", "--cases", 6, "--list")[1].split()
+    assert [case["id"] for case in first["cases"]] == ids[:3] and first["not_run"] == ids[3:]
+    assert first["summary"]["dense"]["all"]["cases"] == 3
+
+    monkeypatch.setattr(command, "run_case", run_case)
+    code, output = bench("sweep", "--out", toys, "--cases", 6, "--resume")
+    assert code == 0 and "3 cases are kept" in output
+    second = json.loads(file.read_text())
+    assert second["cases"][:3] == first["cases"] and [case["id"] for case in second["cases"]] == ids
+    assert "not_run" not in second and second["seconds"] > first["seconds"]
+    assert second["summary"]["dense"]["all"]["cases"] == 6
+
+    code, output = bench("sweep", "--out", toys, "--cases", 6, "--resume", "--rounds", 7)
+    assert code == 2 and "--resume needs the settings that" in output and "Leave out --resume" in output
+    assert json.loads(file.read_text()) == second
+
+
+def test_a_killed_sweep_has_written(toys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    swept(toys)
+
+    def killed(*arguments: object) -> CaseResult:
+        (file,) = toys.glob("*.json")
+        content = json.loads(file.read_text())
+        assert len(content["cases"]) == 1 and len(content["not_run"]) == 2
+        raise SystemExit(9)
+
+    def first(*arguments: object) -> CaseResult:
+        monkeypatch.setattr(command, "run_case", killed)
+        return run_case(*arguments)
+
+    monkeypatch.setattr(command, "run_case", first)
+    assert bench("sweep", "--out", toys, "--cases", 3)[0] == 9
+
+
+def test_rooms_of_a_sweep_take_turns() -> None:
+    folder = find_benchmarks()
+    assert folder is not None
+    drawn = [case.room for case in draw_cases(folder, None, 3, 0, CPU, True)]
+    rooms = sorted(file.parent.name for file in folder.glob("*/sweep.py"))
+    assert drawn == rooms * 3
+    alone = draw_cases(folder, "sae", 3, 0, CPU, True)
+    assert [case.id for case in alone] == [case.id for case in draw_cases(folder, "sae", 9, 0, CPU, True)][:3]
+
+
+def test_a_slow_provider_is_timed_no_longer_than_its_limit() -> None:
+    calls = []
+
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        time.sleep(0.02)
+        return 2 * x
+
+    case = toy_case(Provider("slow", slow, ours=True), Provider("dense", lambda x: 2 * x))
+    by_name = {o.provider.name: o for o in run_case(case, CPU, Settings(9, 0.1, limit=0.08), 0).outcomes}
+    timed = by_name["slow"].eager
+    # 5 calls would fill a burst, and half a one an eighth of the limit.
+    assert timed is not None and timed.calls == 1 and 4 <= timed.samples <= 5 and len(calls) <= 8
+    other = by_name["dense"].eager
+    assert other is not None and other.samples >= timed.samples
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("toy", "--cases", "3"), "--room and --cases belong to gossamer bench sweep"),
+        (("toy", "--cases", "3"), "--room, --cases and --resume belong to gossamer bench sweep"),
+        (("toy", "--resume"), "--room, --cases and --resume belong to gossamer bench sweep"),
         (("sweep", "--case", "x*"), "shapes choose among fixed cases"),
         (("sweep", "--room", "attic"), "--room must be one of"),
     ],
@@ -210,6 +299,12 @@ def test_shipped_ranges_draw_what_runs() -> None:
         assert "log-uniform" in import_module(f"benchmarks.{file.parent.name}.sweep").RANGES
         drawn = draw_cases(folder, file.parent.name, 50, 1, torch.device("cuda"), False)
         assert len({case.id for case in drawn}) > 40 and len({case.dtype for case in drawn}) == 3
+
+
+def test_help_names_the_rooms() -> None:
+    result = CliRunner().invoke(main, ["bench", "--help"], env={"COLUMNS": "200"})
+    said = " ".join(result.output.replace("│", " ").split())
+    assert "attention, blocksparse, ffn, gemm, integrations, nn, rowsparse, sae. All of them by default" in said
 
 
 def test_a_spent_budget_is_said(toys: Path) -> None:

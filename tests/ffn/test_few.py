@@ -16,25 +16,33 @@ def test_few_rows(m: int, n: int, device: torch.device, generator: torch.Generat
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("m", [1, 7])
 @pytest.mark.parametrize("shared", [0.0, 0.9])
-def test_any_tiles(
-    shared: float, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Programs that are more than there is to do, and sums over columns in several parts, the last one not full. Those
-    who count who has finished leave their words at 0."""
-    from gossamer._core import launch
-    from gossamer.ffn._triton import few
+def test_any_tiles(m: int, shared: float, device: torch.device, generator: torch.Generator) -> None:
+    """Lists that are looked at in several parts, the last one not full, and columns of the result beyond the last."""
+    from gossamer.ffn._triton.few import Tile, project
 
-    words = torch.zeros(64, dtype=torch.int32, device=device)
-    monkeypatch.setattr(launch.counters, "get", lambda size, device: words)
-    a = operands((7, 24, 300, 40), torch.float32, device, generator, shared=shared)
+    a = operands((m, 24, 300, 40), torch.float32, device, generator, shared=shared)
     kept = a["x"] @ a["gate"].t() + a["gate_bias"] > 0
-    for tile in (few.Tile((16, 64), down=(64, 16), splits=3), few.Tile((64, 32), down=(1024, 64), splits=5)):
-        out, nnz = torch.empty(7, 40, device=device), torch.empty(7, dtype=torch.int32, device=device)
-        gate, up = (a["gate"], a["gate_bias"], None), (a["up"], a["up_bias"])
-        few.project(a["x"], gate, up, a["down"], a["down_bias"], out, nnz, False, tile)
-        check(a, out)
-        assert nnz.tolist() == kept.sum(1).tolist() and not words.any()
+    parts = 1 if m == 1 else 4
+    for tile in (
+        Tile((16, 64, 32), (4, 2, None), (64 * parts, 16, parts), 4),
+        Tile((64, 32, 64), (4, 2, None), (1024, 64, parts), 4),
+    ):
+        for down in (a["down"], a["down"].t().contiguous().t()):
+            out, nnz = torch.empty(m, 40, device=device), torch.empty(m, dtype=torch.int32, device=device)
+            gate, up = (a["gate"], a["gate_bias"], None), (a["up"], a["up_bias"])
+            project(a["x"], gate, up, down, a["down_bias"], out, nnz, False, tile)
+            check(a, out)
+            assert nnz.tolist() == kept.sum(1).tolist()
+
+
+@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize("bias", [-64.0, 64.0])
+def test_nothing_and_everything_active(m: int, bias: float, device: torch.device, generator: torch.Generator) -> None:
+    a = operands((m, 24, 300, 40), torch.float32, device, generator)
+    a["gate_bias"].fill_(bias)
+    check(a, call(a, method="gather"))
 
 
 def test_entries_are_counted(device: torch.device, generator: torch.Generator) -> None:

@@ -281,8 +281,9 @@ def test_second_derivatives(
     ours = twice(dtype, lambda x, w: matmul(pack(x, **options), w))
     plain = twice(dtype, lambda x, w: torch.where(held, x, 0) @ w)
     wanted = twice(torch.float64, lambda x, w: torch.where(held, x, 0) @ w)
+    # Three products one behind the other, added in another order: twice the usual room.
     for a, b, c in zip(ours, wanted, plain):
-        assert_close(a, reference64=b, plain=c)
+        assert_close(a, reference64=b, plain=c, factor=4.0)
 
 
 @pytest.mark.native

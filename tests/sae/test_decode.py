@@ -227,8 +227,9 @@ def test_out_dtype(
         W = torch.randn(n, 64, device=device, generator=generator).to(dtype)
         out = decode(acts, W, out_dtype=torch.float32, **options)
         assert out.dtype is torch.float32
-        plain = acts.float() @ W.float()
-        assert_close(out, reference64=acts.double() @ W.double(), plain=plain, name=f"{n} columns, {counts}")
+        plain, wide = acts.float() @ W.float(), (acts.double(), W.double())
+        sums = {"length": n, "magnitude": (wide[0].square() @ wide[1].square()).sqrt()}
+        assert_close(out, reference64=wide[0] @ wide[1], plain=plain, **sums, name=f"{n} columns, {counts}")
 
 
 @pytest.mark.native

@@ -106,7 +106,10 @@ def number(operator: str, argument: str, value: float, hint: str, zero: bool = F
 
 def capturing() -> bool:
     """Whether a CUDA graph is being captured, where nothing may wait for the device."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    # Asked in every call, and `is_available` asks the environment. What compiles waits for nothing.
+    if torch.compiler.is_compiling() or not torch.cuda.is_initialized():
+        return False
+    return torch.cuda.is_current_stream_capturing()
 
 
 def no_sync(operator: str, what: str, instead: str) -> None:

@@ -117,30 +117,28 @@ OPERATOR = "attention.sparse_attention"
 FEW_QUERIES = 16
 
 
-SHORT = 2048
-"""Keys up to which neighbouring queries are taken to attend to most of what they see."""
+SHORT = 512
+"""Keys up to which a list costs more to make than it leaves out."""
 
 
-def choose_path(num_queries: int, num_keys: int, capacity: int) -> Path:
-    """How the GPU goes about it, by what the host knows; `capacity` is that of the selection's lists.
+def choose_path(num_queries: int, num_keys: int) -> Path:
+    """How the GPU goes about it, by what the host knows.
 
     - "decode" cuts the keys of a few queries among programs.
-    - "tiles" is flash attention over all keys, in which a bit a score says what takes part: where keys are few, and
-      lists, which no more than a quarter of them fit, would not leave out many.
+    - "tiles" is flash attention over all keys, in which a bit a score says what takes part: where keys are few.
     - "lists" gathers the keys of each group of neighbouring queries by a list.
 
-    What sets the bound between the last two: on an H200, 16 heads of 128, 2,048 keys a query, tiles took 0.32 ms at
-    4,096 keys, and lists 0.52 ms at 8,192, of which all but some 0.27 are for the queries of the second half. Below
-    4,096 keys neither has been measured.
+    On an H200, with 16 heads of 128 in bfloat16 and drifting selections, lists took 0.02 to 0.04 ms where tiles took
+    0.04 at 1,024 keys, and 0.31 to 0.79 where tiles took 1.1 at 8,192. Below 1,024 keys neither has been measured.
     """
     if num_queries <= FEW_QUERIES:
         return "decode"
-    return "tiles" if num_keys <= SHORT // 2 or num_keys <= min(SHORT, 4 * capacity) else "lists"
+    return "tiles" if num_keys <= SHORT else "lists"
 
 
 def _path(path: str | None, num_queries: int, selection: Selection) -> str:
     if path is None:
-        return choose_path(num_queries, selection.num_keys, selection.capacity)
+        return choose_path(num_queries, selection.num_keys)
     if path not in get_args(Path) or (path == "decode" and num_queries > FEW_QUERIES):
         raise ValueError(
             f"{OPERATOR}: path must be one of {', '.join(get_args(Path))}, decode with at most {FEW_QUERIES} queries, "

@@ -31,8 +31,9 @@ def matmul(
 ) -> Any:
     """a @ b, where each of a, b and the result is dense or block-sparse.
 
-    Absent blocks are zeros, and no product with one is computed: what is not finite in b vanishes where it would meet
-    an absent block of a. Which pairs of blocks meet the device finds out by itself.
+    Absent blocks are zeros. They are skipped, or multiplied where that is faster: what is not finite in one operand may
+    vanish where it meets absent blocks of the other alone, and else shows where it shows in a dense product. Which
+    pairs of blocks meet the device finds out by itself.
 
     Args:
         a: `[..., M, K]`, a tensor with any strides or a `BlockSparseTensor`; float32, float16 or bfloat16 (float64 on

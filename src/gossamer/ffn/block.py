@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gossamer import gemm
 from gossamer._core import autocast, checks
+from gossamer._core.calls import Checked, key_of
 from gossamer._core.ops import directly, needs_gradient
 from gossamer.ffn.costs import FEW, GROUP, choose, costs_of, on_cpu
 from gossamer.ffn.sparse_ffn import sparse_ffn
@@ -28,7 +29,7 @@ SAMPLE = 8
 """Groups of rows whose unions are counted where they are not needed."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Block:
     """A block's operands: gate_weight [N, K] is what the activation follows, up_weight [N, K] is None in a plain one;
     down_weight [D, N]; threshold [N] or None; `transposed` keeps a copy of down_weight for ways that gather its
@@ -53,25 +54,36 @@ class Block:
         )  # fmt: skip
 
 
+_checked: Checked[tuple[int, int, int, int]] = Checked()
+
+
 def run(operator: str, block: Block, method: str, density: BlockTracker | None) -> Tensor:
     """The block's result, `[..., D]`; `operator` and the block's names are those of the public function."""
-    check(operator, block, method, density)
-    x, leading = block.x, block.x.shape[:-1]
-    if autocast.enabled(x.device):
-        # What autocast makes of a weight is gone after the call.
-        block = replace(block, transposed=None)
-        cast = autocast.cast(x, block.gate_weight, block.up_weight, block.down_weight)
+    if isinstance(block.x, Tensor) and autocast.enabled(block.x.device):
+        check(operator, block, method, density)
+        cast = autocast.cast(block.x, block.gate_weight, block.up_weight, block.down_weight)
         names = ("x", "gate_weight", "up_weight", "down_weight")
-        block = replace(block, **dict(zip(names, cast)))  # type: ignore[arg-type]
-    weights = {"gate_weight": block.gate_weight, "up_weight": block.up_weight, "down_weight": block.down_weight}
-    check_dtypes(operator, block.x, **weights)
+        # What autocast makes of a weight is gone after the call.
+        block = replace(block, **dict(zip(names, cast)), transposed=None)  # type: ignore[arg-type]
+        with autocast.disabled(block.x.device):
+            return run(operator, block, method, density)
+    tensors = block.tensors
+    key = key_of(tensors, (method, type(density)))
+    sizes = _checked.get(key)
+    if sizes is None:
+        sizes = check(operator, block, method, density)
+        weights = {"gate_weight": block.gate_weight, "up_weight": block.up_weight, "down_weight": block.down_weight}
+        check_dtypes(operator, block.x, **weights)
+        _checked.keep(key, sizes)
+    x = block.x
     if block.threshold is not None:
-        n, dtype = block.gate_weight.shape[0], threshold_dtype(block.gate_weight.dtype)
-        block = replace(block, threshold=block.threshold.detach().to(dtype).expand(n))
-    block = replace(block, x=block.x.reshape(math.prod(leading), x.shape[-1]))
-    with autocast.disabled(x.device):
-        out = _differentiable(block) if needs_gradient(*block.tensors) else _inferred(block, method, density)
-    return out.view(*leading, out.shape[1])
+        dtype = threshold_dtype(block.gate_weight.dtype)
+        block = replace(block, threshold=block.threshold.detach().to(dtype).expand(sizes[2]))
+    if x.dim() == 2:
+        return _differentiable(block) if needs_gradient(*tensors) else _inferred(block, sizes, method, density)
+    block = replace(block, x=x.reshape(sizes[0], sizes[1]))
+    out = _differentiable(block) if needs_gradient(*tensors) else _inferred(block, sizes, method, density)
+    return out.view(*x.shape[:-1], sizes[3])
 
 
 def _differentiable(block: Block) -> Tensor:
@@ -89,38 +101,42 @@ def _differentiable(block: Block) -> Tensor:
     )
 
 
-def _inferred(block: Block, method: str, density: BlockTracker | None) -> Tensor:
-    (m, k), n, d = block.x.shape, block.gate_weight.shape[0], block.down_weight.shape[0]
-    cost = costs_of(n, k, d, block.up_weight is not None, block.x)
+def _inferred(block: Block, sizes: tuple[int, int, int, int], method: str, density: BlockTracker | None) -> Tensor:
+    m, k, n, d = sizes
+    x = block.x
     tracker = density if method == "auto" else None
-    grouped = m > FEW and block.x.is_cuda
-    eager = not (torch.compiler.is_compiling() or checks.capturing())
+    grouped, sparse = x.is_cuda and m > FEW, ("gather", "union")
+    recorded = unknown = False
+    cost = costs_of(n, k, d, block.up_weight is not None, x) if method == "auto" else None
 
-    def way(known: Known | None) -> str:
-        return choose(known, m, cost, eager) if block.x.is_cuda else on_cpu(known, n)
+    def way(known: Known | None, eager: bool) -> str:
+        return choose(known, m, cost, eager) if x.is_cuda else on_cpu(known, n)  # type: ignore[arg-type]
 
     if tracker is not None:
         method = tracker.path(way, grouped=grouped)
-    # Nothing reads what a graph would record.
-    recorded = tracker is not None and not checks.capturing()
-    unknown = tracker is None and method == "auto"
-    if unknown:
-        method = "gather" if grouped and m >= MANY and _samples(block) else way(None)
-    if method in ("gather", "union"):
+        # Nothing reads what a graph would record. To look takes time where a way does not count by itself, and where
+        # there is little to compute.
+        counts = method in sparse and (grouped or not x.is_cuda)
+        recorded = not checks.capturing() and (counts or tracker.due())
+    elif method == "auto":
+        unknown = True
+        method = way(None, not (torch.compiler.is_compiling() or checks.capturing()))
+        if grouped and m >= MANY and _samples(block):
+            method = "gather"
+    if method in sparse:
         # The unions of a few groups tell whether it would pay.
         step = 0 if not recorded else min(2048, 1 << (m // (GROUP * SAMPLE) | 1).bit_length() - 1)
         rows = None if block.transposed is None else block.transposed(block.down_weight)
         operands = (*block.tensors[:-1], rows, block.down_bias)
         options = (block.activation == "relu2", method == "union", step, unknown)
-        out, nnz, sizes = directly(sparse_ffn, *operands)(*operands, *options)
+        out, nnz, unions = directly(sparse_ffn, *operands)(*operands, *options)
     else:
         hidden = _fused(block) if method == "fused" else _hidden(block)
         out = linear(hidden, block.down_weight, block.down_bias)
-        recorded = recorded and tracker.due()  # type: ignore[union-attr]
         if recorded:
-            nnz, sizes = sampled(hidden)
+            nnz, unions = sampled(hidden)
     if recorded:
-        tracker.record(nnz, sizes if grouped else None, cost.limit)  # type: ignore[union-attr]
+        tracker.record(nnz, unions if grouped else None, cost.limit)  # type: ignore[union-attr]
     return out
 
 
@@ -172,8 +188,9 @@ def _dense(block: Block) -> Tensor:
     return linear(_hidden(block), block.down_weight, block.down_bias)
 
 
-def check(operator: str, block: Block, method: str, density: BlockTracker | None) -> None:
-    """Raises where an operand does not fit. The weight that the activation follows is `up_weight` in a plain block."""
+def check(operator: str, block: Block, method: str, density: BlockTracker | None) -> tuple[int, int, int, int]:
+    """M, K, N and D; raises where an operand does not fit. The weight that the activation follows is `up_weight` in a
+    plain block."""
     plain = block.up_weight is None
     gate, gate_bias = ("up_weight", "up_bias") if plain else ("gate_weight", "gate_bias")
     optional = {gate_bias: block.gate_bias, "threshold": block.threshold, "down_bias": block.down_bias}
@@ -209,3 +226,4 @@ def check(operator: str, block: Block, method: str, density: BlockTracker | None
         raise ValueError(f"{operator}: method must be one of {', '.join(METHODS)}, got {method!r}.")
     if density is not None and not isinstance(density, BlockTracker):
         raise TypeError(f"{operator}: density must be an ffn.BlockTracker or None, got {type(density).__name__}.")
+    return math.prod(block.x.shape[:-1]), k, n, block.down_weight.shape[0]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from gossamer._core import checks
 from gossamer.rowsparse import Density, DensityTracker
 
 
@@ -42,24 +44,42 @@ class BlockTracker:
     def __init__(self, lag: int = 4, pinned: str | None = None) -> None:
         self.rows, self.unions = DensityTracker(lag, pinned), DensityTracker(lag)
         self.last_path: str | None = None
-        self._dense_calls = 0
+        self._looked = 0
+        self._seen: Density | None = None
+        self._on_device: str | None = None
 
     def due(self) -> bool:
         """Whether a call whose entries have to be looked for shall look: each until something is known, and one of 8
         from then on."""
-        self._dense_calls += 1
-        return self.rows.known(training=False) is None or self._dense_calls % 8 == 1
+        self._looked += 1
+        return self._seen is None or self._looked % 8 == 1
 
-    def path(self, choose: Callable[[Known | None], str], *, grouped: bool = True) -> str:
-        """The name of the way this call goes, from what is known; one call of `record` belongs to each call. Not
-        `grouped` are few rows, of whose unions nothing is recorded."""
+    def path(self, choose: Callable[[Known | None, bool], str], *, grouped: bool = True) -> str:
+        """The name of the way this call goes; one call of `record` belongs to each call.
+
+        Args:
+            choose: from what is known, or None, and whether the host launches the way now, to the way's name; pure.
+                A graph and a compiled region go the way that the device alone would.
+            grouped: false of few rows, of whose unions nothing is recorded.
+        """
+        if torch.compiler.is_compiling():
+            # A string is a guard that rarely changes; statistics would be one that always does.
+            self.last_path = self.rows.pinned or self._on_device or choose(None, False)
+            return self.last_path
+        if checks.capturing():
+            self.last_path = self.rows.pinned or choose(self._known(), False)
+            return self.last_path
         if grouped:
             self.unions.path(lambda _: "", training=False)
-        unions = self.unions.known(training=False)
-        self.last_path = self.rows.path(
-            lambda known: choose(None if known is None else Known(known, unions)), training=False
-        )
+        self.last_path = self.rows.path(lambda _: choose(self._known(), True), training=False)
+        known = self.rows.known(training=False)
+        if known is not self._seen:
+            self._seen, self._on_device = known, choose(self._known(), False)
         return self.last_path
+
+    def _known(self) -> Known | None:
+        rows = self.rows.known(training=False)
+        return None if rows is None else Known(rows, self.unions.known(training=False))
 
     def record(self, nnz: Tensor, sizes: Tensor | None, limit: int) -> None:
         """Takes the entries of rows and, where they are grouped, the columns of groups, of all or of some; rows over

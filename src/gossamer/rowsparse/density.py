@@ -102,7 +102,7 @@ class DensityTracker:
         elif torch.compiler.is_compiling():
             # A string is a guard that rarely changes; statistics would be one that always does.
             return history.path or choose(None)
-        elif _captured():
+        elif checks.capturing():
             chosen = history.path or choose(history.known)
         elif recomputed():
             self._recomputes, self._without_graph = True, max(0, self._without_graph - 1)
@@ -126,7 +126,7 @@ class DensityTracker:
             limit: above which a row counts as `over`.
             result: what a backward pass will come through, if there is to be one: the way does not change before.
         """
-        if torch.compiler.is_compiling() or _captured() or recomputed() or type(counts) is not Tensor:
+        if torch.compiler.is_compiling() or checks.capturing() or recomputed() or type(counts) is not Tensor:
             return
         self._histories[training].add(counts.detach().reshape(-1), limit)
         if training and result is not None and result.grad_fn is not None:
@@ -194,10 +194,6 @@ def _summing(on_gpu: bool) -> Callable[[Tensor, Tensor, int], None]:
     from gossamer.rowsparse._triton.density import row_density
 
     return row_density
-
-
-def _captured() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def recomputed() -> bool:

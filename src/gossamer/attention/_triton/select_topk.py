@@ -9,8 +9,8 @@ is infinity), so that one `set.ge.f16x2` compares two. A slab of rows is taken t
    and is bound by one `tanh.approx` a head and key.
 2. `threshold` finds each row's k-th largest key and, for ties, the last column at which that key is taken.
 3. `_take_kernel` compares 64 queries' keys with their thresholds, two keys an instruction: a thread owns some columns
-   and walks the rows, 16 bytes of each at a time, so that nothing passes between threads, and 16 rows of a pair of
-   columns fill an integer.
+   and walks the rows, 16 bytes of each and some rows at a time, so that nothing passes between threads, and 16 rows of
+   a pair of columns fill an integer.
 
 With UNIT 4 a column of a slab is four neighbouring keys: the largest of their keys is stored, everything until the
 words is about columns, and a word is written for each key, without the queries that do not see it.
@@ -18,6 +18,7 @@ words is about columns, and a word is written for each key, without the queries 
 Whatever the slab, a row's result depends on that row alone.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -133,27 +134,34 @@ def _index_keys_kernel(
 @triton.jit
 def take_halves(
     keys_ptr, threshold_ptr, last_ptr, row, t, begin, at, stride, length, Tq, ahead, window, sinks,
-    UNIT: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr, EVERY: tl.constexpr,
+    UNIT: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr, EVERY: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """int32 of pairs `at` of columns: bit i says that query t + i, row `row` + i of the slab, takes the first column of
     the pair, bit 16 + i that it takes the second."""
     bits = tl.zeros(at.shape, tl.int32)
     bit = tl.full(at.shape, 0x10001, tl.int32)
-    for i in range(16):
-        visible, kept = in_units(visible_keys(t + i, length, Tq, ahead), window, UNIT)
-        if EVERY:
-            taken = tl.where(2 * at < visible, 0xFFFF, 0) | tl.where(2 * at + 1 < visible, -0x10000, 0)
-        else:
-            words = load_words(keys_ptr + (row + i).to(tl.int64) * stride, at, visible, kept, sinks, FORCED)
-            last = tl.load(last_ptr + i)
-            # Behind the last column at which the threshold itself is taken it is one higher.
-            threshold = tl.load(threshold_ptr + i) + (begin > last).to(tl.int32)
-            both = tl.zeros(at.shape, tl.int32) + (threshold | (threshold << 16))
-            if (last >= begin) & (last < begin + 2 * at.shape[0]):
-                both += tl.where(2 * at > last, 0x10001, tl.where(2 * at == last, 0x10000, 0))
-            taken = reaching_both(words, both, PACKED)
-        bits |= taken & bit
-        bit <<= 1
+    for part in range(0, 16, TOGETHER):
+        rows = ()
+        if not EVERY:
+            # All are asked for before the first is looked at.
+            for i in tl.static_range(TOGETHER):
+                visible, kept = in_units(visible_keys(t + part + i, length, Tq, ahead), window, UNIT)
+                row_ptr = keys_ptr + (row + part + i).to(tl.int64) * stride
+                rows = rows + (load_words(row_ptr, at, visible, kept, sinks, FORCED),)
+        for i in tl.static_range(TOGETHER):
+            if EVERY:
+                visible, _ = in_units(visible_keys(t + part + i, length, Tq, ahead), window, UNIT)
+                taken = tl.where(2 * at < visible, 0xFFFF, 0) | tl.where(2 * at + 1 < visible, -0x10000, 0)
+            else:
+                last = tl.load(last_ptr + part + i)
+                # Behind the last column at which the threshold itself is taken it is one higher.
+                threshold = tl.load(threshold_ptr + part + i) + (begin > last).to(tl.int32)
+                both = tl.zeros(at.shape, tl.int32) + (threshold | (threshold << 16))
+                if (last >= begin) & (last < begin + 2 * at.shape[0]):
+                    both += tl.where(2 * at > last, 0x10001, tl.where(2 * at == last, 0x10000, 0))
+                taken = reaching_both(rows[i], both, PACKED)
+            bits |= taken & bit
+            bit <<= 1
     return bits
 
 
@@ -161,7 +169,7 @@ def take_halves(
 def _take_kernel(
     words_ptr, keys_ptr, lengths_ptr, threshold_ptr, last_ptr, first, Tq, padded, Tk, stride, ahead, window, sinks,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr,
-    EVERY: tl.constexpr,
+    EVERY: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Program (BLOCK columns, ROWS rows of the slab). With EVERY the rows take whatever they see, and have no keys."""
     begin = tl.program_id(0) * BLOCK
@@ -178,6 +186,7 @@ def _take_kernel(
             bits = take_halves(
                 keys_ptr, threshold_ptr + first + row + part * 16, last_ptr + first + row + part * 16, row + part * 16,
                 t + part * 16, begin, at, stride, length, Tq, ahead, window, sinks, UNIT, FORCED, PACKED, EVERY,
+                TOGETHER,
             )  # fmt: skip
             even |= (bits & 0xFFFF).to(tl.int64) << (16 * part)
             odd |= ((bits >> 16) & 0xFFFF).to(tl.int64) << (16 * part)
@@ -193,6 +202,15 @@ def _take_kernel(
         tl.store(words_ptr + block * Tk + key, word, mask=key < Tk)
 
 
+@dataclass(frozen=True)
+class Take:
+    """Columns of a program of `_take_kernel`, eight to a thread, and rows that it asks for at a time, of 16."""
+
+    columns: int = 512
+    together: int = 4
+
+
+TAKE = Take()
 _index_keys = launch.Kernel(_index_keys_kernel)
 _take = launch.Kernel(_take_kernel)
 
@@ -299,10 +317,10 @@ class _Call:
     def take(self, slab: Slab, keys: Tensor | None) -> None:
         _, window, sinks = self.rule
         args = (self.words, keys, self.lengths, self.threshold, self.last, *self.sizes(slab), window, sinks)
-        meta = {"ROWS": self.unit, "BLOCK": 512, "UNIT": self.granularity, "PACKED": self.packed}
-        meta |= {"FORCED": window > 0 or sinks > 0, "EVERY": keys is None}
-        grid = (launch.cdiv(self.tk, 512 * self.granularity), slab.rows // self.unit, 1)
-        _take(grid, args, meta, num_warps=2)
+        meta = {"ROWS": self.unit, "BLOCK": TAKE.columns, "UNIT": self.granularity, "PACKED": self.packed}
+        meta |= {"FORCED": window > 0 or sinks > 0, "EVERY": keys is None, "TOGETHER": TAKE.together}
+        grid = (launch.cdiv(self.tk, TAKE.columns * self.granularity), slab.rows // self.unit, 1)
+        _take(grid, args, meta, num_warps=TAKE.columns // 256)
 
 
 def select_topk(
@@ -375,7 +393,9 @@ EXAMPLES = {
             **dict.fromkeys(("lengths_ptr", "threshold_ptr", "last_ptr"), "*i32"),
             **_SIZES, "window": "i32", "sinks": "i32",
         },
-        "constexprs": {"ROWS": 64, "BLOCK": 512, "UNIT": 1, "FORCED": True, "PACKED": False, "EVERY": False},
+        "constexprs": {
+            "ROWS": 64, "BLOCK": 512, "UNIT": 1, "FORCED": True, "PACKED": False, "EVERY": False, "TOGETHER": 4,
+        },
         "num_warps": 2,
     },
 }  # fmt: skip

@@ -35,13 +35,15 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries and keys of a step, depth of the rings, warps, and registers a thread (None: as many as it takes)."""
+    """Queries and keys of a step, depth of the rings, warps, registers a thread (None: as many as it takes), and depth
+    of the forward pass's ring of keys where it is not that of its values."""
 
     block_m: int
     block_n: int
     stages: int
     warps: int = 4
     registers: int | None = None
+    key_stages: int | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Config:
     causal: bool
     layout_batch: bool
     layout_head: bool
+    key_stages: int | None = None
 
 
 @gluon.jit
@@ -233,6 +236,7 @@ def _attention_fwd_kernel(
 ):  # fmt: skip
     SPLIT_K: gl.constexpr = CONFIG.split_k
     STAGES: gl.constexpr = CONFIG.stages
+    K_STAGES: gl.constexpr = CONFIG.stages if CONFIG.key_stages is None else CONFIG.key_stages
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     D: gl.constexpr = q_desc.block_type.shape[3]
@@ -241,19 +245,20 @@ def _attention_fwd_kernel(
     values: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
     weights: gl.constexpr = gl.DotOperandLayout(0, values, 2)
     q_buf, q_ready = ring_of(q_desc, 1)
-    k_bufs, k_ready = ring_of(k_desc, STAGES)
+    k_bufs, k_ready = ring_of(k_desc, K_STAGES)
     v_bufs, v_ready = ring_of(v_desc, STAGES)
     fence_async_shared()
     _barrier()
     tile, pair, batch, head = owner_of(rows * CONFIG.split_q, H)
     first = tile * BLOCK_M
+    fetch(q_desc, q_buf, q_ready, 0, batch, head, first, True)
     begin, steps, limit, lost = row_of(
         offsets_ptr, columns_ptr, lengths_ptr, tile, batch, head, B, H, rows, Tq, Tk, capacity, CONFIG, BLOCK_M, BLOCK_N
     )  # fmt: skip
-    fetch(q_desc, q_buf, q_ready, 0, batch, head, first, True)
     for i in gl.static_range(STAGES):
         start = tile_at(columns_ptr, begin, i, steps, SPLIT_K, BLOCK_N)
-        fetch(k_desc, k_bufs, k_ready, i, batch, head // GROUP, start, i < steps)
+        if i < K_STAGES:
+            fetch(k_desc, k_bufs, k_ready, i, batch, head // GROUP, start, i < steps)
         fetch(v_desc, v_bufs, v_ready, i, batch, head // GROUP, start, i < steps)
 
     lines = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, scores))
@@ -266,29 +271,29 @@ def _attention_fwd_kernel(
     q = owned(q_buf, q_ready)
     if steps > 0:
         at = tile_at(columns_ptr, begin, 0, steps, SPLIT_K, BLOCK_N)
-        ahead = tile_at(columns_ptr, begin, STAGES, steps, SPLIT_K, BLOCK_N)
+        ahead = tile_at(columns_ptr, begin, K_STAGES, steps, SPLIT_K, BLOCK_N)
+        behind = tile_at(columns_ptr, begin, STAGES, steps, SPLIT_K, BLOCK_N)
         mbarrier.wait(k_ready.index(0), 0)
         s = warpgroup_mma(q, matrix(k_bufs, 0).permute((1, 0)), none, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         _barrier()
-        fetch(k_desc, k_bufs, k_ready, 0, batch, head // GROUP, ahead, STAGES < steps)
+        fetch(k_desc, k_bufs, k_ready, 0, batch, head // GROUP, ahead, K_STAGES < steps)
         s = masked(s, at, whole, last, keys)
         weight, _, m, total = soften(s, m, total, scale)
         p = gl.convert_layout(weight.to(q_desc.dtype), weights)
-        behind = ahead
         for step in range(1, steps):
-            slot = step % STAGES
+            slot = step % K_STAGES
             before = (step - 1) % STAGES
             at = tile_at(columns_ptr, begin, step, steps, SPLIT_K, BLOCK_N)
-            ahead = tile_at(columns_ptr, begin, step + STAGES, steps, SPLIT_K, BLOCK_N)
-            mbarrier.wait(k_ready.index(slot), step // STAGES & 1)
+            ahead = tile_at(columns_ptr, begin, step + K_STAGES, steps, SPLIT_K, BLOCK_N)
+            mbarrier.wait(k_ready.index(slot), step // K_STAGES & 1)
             s = warpgroup_mma(q, matrix(k_bufs, slot).permute((1, 0)), none, use_acc=False, is_async=True)
             mbarrier.wait(v_ready.index(before), (step - 1) // STAGES & 1)
             o = warpgroup_mma(p, matrix(v_bufs, before), o, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s,))
             # Every warp has read these keys, and the values of the step before last.
             _barrier()
-            fetch(k_desc, k_bufs, k_ready, slot, batch, head // GROUP, ahead, step + STAGES < steps)
+            fetch(k_desc, k_bufs, k_ready, slot, batch, head // GROUP, ahead, step + K_STAGES < steps)
             if step > 1:
                 second = (step - 2) % STAGES
                 fetch(v_desc, v_bufs, v_ready, second, batch, head // GROUP, behind, step - 2 + STAGES < steps)
@@ -350,7 +355,8 @@ def tile_of(d: int, block: tuple[int, int]) -> Tile:
 
 
 def config_of(p: Problem, tile: Tile) -> Config:
-    return Config(p.block[0] // tile.block_m, p.block[1] // tile.block_n, tile.stages, p.causal, *p.own)
+    split = p.block[0] // tile.block_m, p.block[1] // tile.block_n
+    return Config(*split, tile.stages, p.causal, *p.own, tile.key_stages)
 
 
 def launch_attention_fwd(
@@ -374,7 +380,7 @@ def launch_attention_fwd(
 def example(descriptors: dict[str, int], others: dict[str, str], d: int, tile: Tile) -> dict[str, Any]:
     """Of a kernel with descriptors of so many rows of heads of d, pointers to int32 and sizes."""
     kinds = {name: f"tensordesc<bf16[1, 1, {rows}, {d}],{LAYOUT!r}>" for name, rows in descriptors.items()}
-    config = Config(2, 128 // tile.block_n, tile.stages, True, True, True)
+    config = Config(2, 128 // tile.block_n, tile.stages, True, True, True, tile.key_stages)
     given = {"constexprs": {"CONFIG": config}, "num_warps": tile.warps}
     return {"signature": kinds | others, **given, **({} if tile.registers is None else {"maxnreg": tile.registers})}
 

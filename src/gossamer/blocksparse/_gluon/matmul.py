@@ -3,10 +3,11 @@ two warpgroups that multiply.
 
 Everything moves in boxes of 64 x 64 elements, which the copy engine swizzles as wgmma reads them. A stored block is one
 box (block 64) or four (block 128) of the values seen as a matrix [capacity * height, width]; a dense operand is the
-same grid without a table. So a tile's operands are gathered box by box into one shared tile, and a single wgmma serves
-four boxes of columns, wherever they were stored and whichever way they lie. A box whose block is absent is asked for
-at a negative row: the copy engine writes zeros without reading anything. It must not be asked to store at one, though,
-which is an illegal instruction: absent blocks of the result are left out.
+same grid without a table. Of float32, which wgmma multiplies as TF32, a box of an operand is 64 x 32, and K must be its
+inner dimension: the caller copies what is stored the other way. So a tile's operands are gathered box by box into one
+shared tile, and a single wgmma serves four boxes of columns, wherever they were stored and whichever way they lie. A
+box whose block is absent is asked for at a negative row: the copy engine writes zeros without reading anything. It must
+not be asked to store at one, though, which is an illegal instruction: absent blocks of the result are left out.
 
 A tile is 128 x 256 or 64 x 256 elements of the result. Its columns are neighbours (a grid), or the next present blocks
 of a block row (strips, whose list a kernel before made); its steps along K are all of them, or those of the present
@@ -33,14 +34,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch, tuning
+from gossamer.blocksparse.matmul_path import share_of
 
 FEW = 0.125
 MOST = 0.95
 """Shares of the blocks: below the first of B's, pairs are looked for; above the second, absent ones are multiplied."""
-LISTED = {0: 1.0, 64: 0.5, 128: 0.95}
+PAIRED = (0.375, 0.8)
+"""Shares of the blocks of 128 of both operands between which pairs are looked for: on one H200, n 4,096, all three
+matrices block-sparse, that takes 0.8 and 0.96 of the time at 0.5 and 0.75, and as long at 0.25."""
+LISTED = {0: 1.0, 64: 0.45, 128: 0.95}
 """How fast present blocks of a size are multiplied, of the speed with which all are: H200, n 4,096 and 8,192, four
 matrices, bfloat16, one of the operands or the result block-sparse."""
 BOX = gl.constexpr(64)
+LINE = gl.constexpr(128)
+"""Bytes of a box's rows as wgmma reads them, the widest swizzle."""
 COLUMNS = gl.constexpr(4)
 """Boxes across a tile."""
 ACROSS = BOX.value * COLUMNS.value
@@ -120,9 +127,9 @@ def steps_of(z, m, lists, sizes, BLOCK: gl.constexpr, LIST: gl.constexpr):
         row = z * gl.cdiv(sizes[1], BLOCK[0]) + m // BLOCK[0]
         begin = gl.minimum(gl.load(lists[0] + row), lists[4])
         end = gl.minimum(gl.load(lists[0] + row + 1), lists[4])
-        return begin, (end - begin) * (BLOCK[1] // BOX)
+        return begin, (end - begin) * (BLOCK[1] // BLOCK[3])
     else:
-        return 0, gl.cdiv(sizes[3], BOX)
+        return 0, gl.cdiv(sizes[3], BLOCK[3])
 
 
 @gluon.jit
@@ -130,13 +137,13 @@ def find_step(step, steps, begin, lists, sizes, BLOCK: gl.constexpr, LIST: gl.co
     """(block of A or -1, first k) of a step; steps behind the last are harmless."""
     if LIST:
         _, order_ptr, index_ptr, _, _ = lists
-        block = begin + step // (BLOCK[1] // BOX)
+        block = begin + step // (BLOCK[1] // BLOCK[3])
         if order_ptr is not None:
             block = gl.load(order_ptr + block, mask=step < steps, other=0)
         k = gl.load(index_ptr + block, mask=step < steps, other=0) % gl.cdiv(sizes[3], BLOCK[1])
-        return block, k * BLOCK[1] + step % (BLOCK[1] // BOX) * BOX
+        return block, k * BLOCK[1] + step % (BLOCK[1] // BLOCK[3]) * BLOCK[3]
     else:
-        return -1, step * BOX
+        return -1, step * BLOCK[3]
 
 
 @gluon.jit
@@ -161,7 +168,7 @@ def find_b(n, z, k, positions_ptr, sizes, BLOCK: gl.constexpr, TRANS: gl.constex
 
 @gluon.jit
 def load_a(desc, block, row, k, z, rows, ready, buffer, SPARSE: gl.constexpr, BLOCK: gl.constexpr, TRANS: gl.constexpr):
-    y, x = place(block, SPARSE, TRANS[0], z, rows, row, k, BLOCK[0], BLOCK[1])
+    y, x = place(block, SPARSE, TRANS[3], z, rows, row, k, BLOCK[0], BLOCK[1])
     tma.async_copy_global_to_shared(desc, [y, x], ready, buffer)
 
 
@@ -170,7 +177,7 @@ def load_b(
     desc, block, n, k, z, rows, ready, bufs, stage, box: gl.constexpr, SPARSE: gl.constexpr, BLOCK: gl.constexpr,
     TRANS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    y, x = place(block, SPARSE, TRANS[1], z, rows, k, n, BLOCK[1], BLOCK[2])
+    y, x = place(block, SPARSE, TRANS[4], z, rows, k, n, BLOCK[1], BLOCK[2])
     part = bufs.index(stage * PARTS + box // (COLUMNS // PARTS))
     tma.async_copy_global_to_shared(desc, [y, x], ready, part.slice(box % (COLUMNS // PARTS) * BOX, BOX))
 
@@ -188,8 +195,8 @@ def produce(
     A_SPARSE: gl.constexpr = lists[3] is not None
     B_SPARSE: gl.constexpr = b_positions_ptr is not None
     PARTS: gl.constexpr = 128 // TILE_M
-    a_rows = gl.where(a_desc.shape[0] == (K if TRANS[0] else M), 0, K if TRANS[0] else M)
-    b_rows = gl.where(b_desc.shape[0] == (N if TRANS[1] else K), 0, N if TRANS[1] else K)
+    a_rows = gl.where(a_desc.shape[0] == (K if TRANS[3] else M), 0, K if TRANS[3] else M)
+    b_rows = gl.where(b_desc.shape[0] == (N if TRANS[4] else K), 0, N if TRANS[4] else K)
     count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         z, m, first, end = find_tile(tile, outputs, sizes, BLOCK, TRANS, TILE_M, GROUP)
@@ -222,7 +229,7 @@ def produce(
             stage = count % STAGES
             full = ready.index(stage)
             mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
-            mbarrier.expect(full, (TILE_M + BOX * COLUMNS) * BOX * 2)
+            mbarrier.expect(full, (TILE_M + BOX * COLUMNS) * LINE)
             a_buf = a_bufs.index(stage)
             load_a(a_desc, a0, m, k, z, a_rows, full, a_buf.slice(0, BOX), A_SPARSE, BLOCK, TRANS)
             if TILE_M == 128:
@@ -294,7 +301,8 @@ def consume(
     _Z, M, N, _K = sizes
     PARTS: gl.constexpr = 128 // TILE_M
     WIDTH: gl.constexpr = BOX * COLUMNS // PARTS
-    whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    DEEP: gl.constexpr = BLOCK[3] // 4
+    whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, DEEP])
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     buffer = buffers.index(PART)
     out_rows = gl.where(TRANS[2], N, M)
@@ -308,9 +316,9 @@ def consume(
             mbarrier.wait(ready.index(stage), count // STAGES & 1)
             a = a_bufs.index(stage).slice(PART * BOX if TILE_M == 128 else 0, BOX)
             b = b_bufs.index(stage * PARTS + (0 if PARTS == 1 else PART))
-            if TRANS[0]:
+            if TRANS[3]:
                 a = a.permute((1, 0))
-            if TRANS[1]:
+            if TRANS[4]:
                 b = b.permute((1, 0))
             else:
                 b = b._reinterpret(b.dtype, [BOX, WIDTH], swizzled)
@@ -322,8 +330,8 @@ def consume(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=steps > 0)
 
-        pair: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-        single: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+        pair: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, DEEP])
+        single: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, DEEP])
         where = (z, m + (PART * BOX if TILE_M == 128 else 0), first, end, out_rows)
         if TILE_M == 128:
             left, right = halves(acc, pair)
@@ -347,10 +355,11 @@ def _blocksparse_matmul_kernel(
     BLOCK: gl.constexpr, TRANS: gl.constexpr, TILE_M: gl.constexpr, LIST: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
-    """BLOCK is the sizes of blocks along M, K and N, TRANS what of A, B and the result is stored transposed."""
-    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, TILE_M, BOX], a_desc.layout)
+    """BLOCK is the sizes of blocks along M, K and N, and of a box along K; TRANS whether the layouts of A and B and
+    the result as a whole are of the transposed, and whether A and B are in memory."""
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, TILE_M, BLOCK[3]], a_desc.layout)
     PARTS: gl.constexpr = 128 // TILE_M
-    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES * PARTS, BOX * COLUMNS // PARTS, BOX], b_desc.layout)
+    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES * PARTS, BOX * COLUMNS // PARTS, BLOCK[3]], b_desc.layout)
     buffers = gl.allocate_shared_memory(out_desc.dtype, [2, BOX, BOX], out_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -358,8 +367,8 @@ def _blocksparse_matmul_kernel(
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
     blocks_m, blocks_k, blocks_n = gl.cdiv(M, BLOCK[0]), gl.cdiv(K, BLOCK[1]), gl.cdiv(N, BLOCK[2])
-    a_capacity = a_desc.shape[0] // (BLOCK[1] if TRANS[0] else BLOCK[0])
-    b_capacity = b_desc.shape[0] // (BLOCK[2] if TRANS[1] else BLOCK[1])
+    a_capacity = a_desc.shape[0] // (BLOCK[1] if TRANS[3] else BLOCK[0])
+    b_capacity = b_desc.shape[0] // (BLOCK[2] if TRANS[4] else BLOCK[1])
     out_capacity = out_desc.shape[0] // (BLOCK[2] if TRANS[2] else BLOCK[0])
     poison = overflow(a_offsets_ptr, Z * blocks_m, a_capacity)
     poison += overflow(b_offsets_ptr, Z * (blocks_n if TRANS[1] else blocks_k), b_capacity)
@@ -387,8 +396,8 @@ def _blocksparse_matmul_kernel(
 
 
 _matmul = launch.Kernel(_blocksparse_matmul_kernel)
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-_made: dict[torch.dtype, dict[str, Any]] = {}
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+_made: dict[tuple[torch.dtype, int], dict[str, Any]] = {}
 Parts = tuple[Any, ...]
 """A layout's (row offsets, column indices, row indices, column offsets, order of columns, positions), or six None."""
 
@@ -407,28 +416,31 @@ class Walk:
 
 def density(parts: Parts) -> float:
     """Share of the blocks that there is room for, 1 for a dense matrix."""
-    return 1.0 if parts[0] is None else min(1.0, parts[1].shape[0] / max(parts[5].shape[0], 1))
+    share = share_of(parts)
+    return 1.0 if share is None else share
 
 
 def choose_walk(block: tuple[int, int, int], of_a: Parts, of_b: Parts, of_out: Parts) -> Walk | None:
     """Every block, absent or not, in tiles of 128 x 256; or present ones alone, in tiles of a block row, which reach
-    less of the GPU's speed. None where a kernel that looks for the pairs of two block-sparse operands is faster: that
-    of `_triton`, for blocks of 64 or very few."""
+    less of the GPU's speed. None where a kernel that looks for the pairs of two block-sparse operands is faster, that
+    of `_triton`: for blocks of 64, for very few, and for a middling share of blocks of 128."""
     present = density(of_a) * density(of_out)
-    if of_b[0] is not None and min(present, density(of_b)) < MOST and (block[0] < 128 or density(of_b) < FEW):
-        return None
+    if of_b[0] is not None and min(present, density(of_b)) < MOST:
+        both = max(density(of_a), density(of_b))
+        if block[0] < 128 or density(of_b) < FEW or PAIRED[0] < both < PAIRED[1]:
+            return None
     if present > LISTED[block[0]]:
         return Walk(128, False, False)
     return Walk(block[0] or 128, of_a[0] is not None, of_out[0] is not None)
 
 
 def fits(block: tuple[int, int, int], sizes: tuple[int, int, int], *operands: Tensor) -> bool:
-    """Whether the copy engine can move the matrices: 16-bit, in whole boxes, addresses of 16 bytes, not too many rows.
-    What is stored beyond a matrix that blocks do not divide would be multiplied, too."""
+    """Whether the copy engine can move the matrices: in whole boxes, addresses of 16 bytes, not too many rows. What is
+    stored beyond a matrix that blocks do not divide would be multiplied, too."""
     if any(b not in (0, 64, 128) or size % (b or BOX.value) for b, size in zip(block, sizes)):
         return False
     for operand in operands:
-        if operand.element_size() != 2 or operand.numel() == 0 or operand.data_ptr() % 16:
+        if operand.numel() == 0 or operand.data_ptr() % 16:
             return False
         if operand.numel() // operand.shape[-1] >= 2**31:
             return False
@@ -441,23 +453,24 @@ def launch_matmul(
     parts: tuple[Parts, Parts, Parts],
     sizes: tuple[int, int, int, int],
     block: tuple[int, int, int],
-    trans: tuple[bool, bool, bool],
+    trans: tuple[bool, bool, bool, bool, bool],
     tiles: tuple[Tensor, int] | None,
 ) -> None:
     """Fills the last of the operands, which are contiguous `[*, rows, columns]` as stored, blocks or dense matrices.
 
-    Sizes are Z, M, K and N; tiles are the strips of a walk by strips, and how many there are at most. Behind the last
-    block of a block-sparse result nothing is written.
+    Sizes are Z, M, K and N, `trans` as the kernel's; tiles are the strips of a walk by strips, and how many there are
+    at most. Behind the last block of a block-sparse result nothing is written.
     """
     a, _b, _out = operands
     of_a, of_b, of_out = parts
     z, m, k, n = sizes
-    block = block[0] or walk.tile_m, block[1] or BOX.value, block[2] or BOX.value
+    deep = LINE.value // a.element_size()
+    boxed = block[0] or walk.tile_m, block[1] or BOX.value, block[2] or BOX.value, deep
     strips, most = tiles or (None, z * launch.cdiv(m, walk.tile_m) * launch.cdiv(n, ACROSS))
     given = (*rows_of(of_a, trans[0]), of_b[0], of_b[5], *rows_of(of_out, trans[2]), strips)
-    descriptors = tuple(_descriptor(tensor) for tensor in operands)
+    descriptors = tuple(_descriptor(tensor, width) for tensor, width in zip(operands, (deep, deep, BOX.value)))
     meta = {
-        "BLOCK": block, "TRANS": trans, "TILE_M": walk.tile_m, "LIST": walk.listed, "STAGES": walk.stages,
+        "BLOCK": boxed, "TRANS": trans, "TILE_M": walk.tile_m, "LIST": walk.listed, "STAGES": walk.stages,
         "GROUP": walk.group,
     }  # fmt: skip
     grid = (max(1, min(tuning.programs(a.device), most)), 1, 1)
@@ -472,15 +485,16 @@ def rows_of(parts: Parts, by_columns: bool) -> Parts:
     return row_offsets, None, col_indices, positions
 
 
-def _descriptor(tensor: Tensor) -> TensorDescriptor:
-    """Boxes of a contiguous `[*, rows, columns]` as a matrix. What is checked the first time, `fits` checks later."""
+def _descriptor(tensor: Tensor, width: int) -> TensorDescriptor:
+    """Boxes of 64 x width of a contiguous `[*, rows, columns]` as a matrix. What is checked the first time, `fits`
+    checks later."""
     columns = tensor.shape[-1]
     shape, strides = [tensor.numel() // columns, columns], [columns, 1]
-    fields = _made.get(tensor.dtype)
+    fields = _made.get((tensor.dtype, width))
     if fields is None:
-        layout = gl.NVMMASharedLayout.get_default_for([64, 64], _DTYPES[tensor.dtype])
-        descriptor = TensorDescriptor(tensor, shape, strides, [64, 64], layout)
-        _made[tensor.dtype] = {**vars(descriptor), "base": None}
+        layout = gl.NVMMASharedLayout.get_default_for([BOX.value, width], _DTYPES[tensor.dtype])
+        descriptor = TensorDescriptor(tensor, shape, strides, [BOX.value, width], layout)
+        _made[tensor.dtype, width] = {**vars(descriptor), "base": None}
         return descriptor
     descriptor = object.__new__(TensorDescriptor)
     descriptor.__dict__.update(fields, base=tensor, shape=shape, strides=strides)
@@ -497,7 +511,7 @@ EXAMPLES = {
             "a_order_ptr": None, "out_order_ptr": None, **dict.fromkeys("ZMNK", "i32"),
         },
         "constexprs": {
-            "BLOCK": (64, 64, 64), "TRANS": (False, False, False), "TILE_M": 64, "LIST": True, "STAGES": 4, "GROUP": 16,
+            "BLOCK": (64, 64, 64, 64), "TRANS": (False,) * 5, "TILE_M": 64, "LIST": True, "STAGES": 4, "GROUP": 16,
         },
         "num_warps": 4,
         "maxnreg": 168,

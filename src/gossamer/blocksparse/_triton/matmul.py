@@ -15,7 +15,7 @@ is read from its list in the step before: a load that waits for another one woul
 Tiles are ordered in bands of 1,024 rows by column: programs at work at one time share rows of A and columns of B.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,9 @@ from torch import Tensor
 from gossamer._core import launch, tuning
 from gossamer.blocksparse._triton.softmax import fill_rest
 from gossamer.blocksparse._triton.strips import strips
+from gossamer.blocksparse._triton.tensor import from_dense, to_dense
+from gossamer.blocksparse._triton.transpose import turn
+from gossamer.blocksparse.matmul_path import choose_path, named, share_of
 
 WAVES = 16
 """Programs for each multiprocessor where programs keep lists."""
@@ -290,17 +293,28 @@ class Tile:
     stages: int
 
 
-def tile_of(bm: int, bk: int, bn: int, width: int, element_size: int, device: torch.device) -> Tile:
-    """The tile for blocks along M, K and N, 0 where nothing cuts that dimension, no wider than `width` asks for.
+HOPPER = {
+    (32, 2, 256): Tile(256, 32, 4, 3),
+    (64, 2, 64): Tile(64, 64, 4, 3),
+    (64, 2, 128): Tile(128, 64, 4, 3),
+    (64, 2, 256): Tile(256, 32, 4, 4),
+    (64, 4, 256): Tile(256, 32, 8, 5),
+}
+"""(blocks' rows, bytes of an element, columns) -> the fastest tile on one H200: n 4,096, four matrices, all three
+block-sparse, 12 tiles for blocks of 64, 6 for blocks of 32, and 7 in TF32. Two to four programs share a multiprocessor
+and hide more of each other's waits than one more buffer would."""
 
-    Tiles of 64 x 256 and 128 x 128 were the fastest of pointers on one H200 (strips of four blocks of 64; one of 128).
-    Elsewhere shared memory holds no more than half as wide ones.
-    """
-    half = element_size == 2
-    step = min(bk or 64, 64 if half and tuning.hopper(device) else 32)
-    columns = 256 if bm == 64 and half and tuning.hopper(device) else 128
-    columns = max(bn, min(columns, launch.next_power_of_2(max(width, 16))))
-    # Two programs of a multiprocessor hide more of each other's waits than a third buffer of one.
+
+def tile_of(bm: int, bk: int, bn: int, width: int, element_size: int, hopper: bool) -> Tile:
+    """The tile for blocks along M, K and N, 0 where nothing cuts that dimension, no wider than `width` asks for;
+    `hopper` says whether the GPU is one, and the product one of its tensor cores."""
+    half = element_size == 2 and hopper
+    widest = 256 if hopper and (bm, element_size, 256) in HOPPER else 128
+    columns = max(bn, min(widest, launch.next_power_of_2(max(width, 16))))
+    tile = HOPPER.get((bm, element_size, columns)) if hopper else None
+    if tile is not None:
+        return replace(tile, step=min(bk or tile.step, tile.step))
+    step = min(bk or 64, 64 if half else 32)
     stages = 4
     while stages > 2 and stages * (bm + columns) * step * element_size > 100 * 1024:
         stages -= 1
@@ -323,21 +337,27 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     out = torch.empty((z, m, n) if of_out[0] is None else (capacity, bm, bn), dtype=a.dtype, device=a.device)
     if out.numel() == 0:
         return out
+    shares = (share_of(of_a), share_of(of_b), share_of(of_out))
+    if choose_path((z, m, k, n), (bm, bk, bn), shares, a.dtype, a.device) == "dense":
+        with named("dense"):
+            return _through_dense(a, b, (of_a, of_b, of_out), (z, m, k, n), trans_a, trans_b, (bm, bn))
     turned = of_a[0] is None and of_b[0] is not None
     if turned:
         a, b, of_a, of_b, m, n, bm, bn = b, a.mT, of_b, of_a, n, m, bn, bm
         trans_a, trans_b = not trans_b, False
     a, trans_a = (a.contiguous(), trans_a) if of_a[0] is not None else _stored(a)
     b, trans_b = (b.contiguous(), trans_b) if of_b[0] is not None else _stored(b)
-    parts, trans = (of_a, of_b, of_out), (trans_a, trans_b, turned)
-    if _on_hopper((a, b, out), parts, (z, m, k, n), (bm, bk, bn), trans):
-        return out
     precision = tuning.dot_precision(a, k)
     order = trans_a, trans_b
-    if precision["PRECISION"].startswith("tf32") and tuning.hopper(a.device):
+    hopper = tuning.hopper(a.device)
+    if hopper and precision["PRECISION"].startswith("tf32"):
         a, b, trans_a, trans_b, order = _by_inner(a, b, of_a, of_b, trans_a, trans_b)
+    fast = hopper and (a.element_size() == 2 or precision["PRECISION"] == "tf32")
+    parts, trans = (of_a, of_b, of_out), (trans_a, trans_b, turned, *order)
+    if fast and _on_hopper((a, b, out), parts, (z, m, k, n), (bm, bk, bn), trans):
+        return out
     width = width_of(of_b, of_out, z * launch.cdiv(m, bm), n, bn)
-    tile = tile_of(bm, bk, bn, width, a.element_size(), a.device)
+    tile = tile_of(bm, bk, bn, width, a.element_size(), fast)
     block = bm, bk or tile.step, bn or tile.columns
     tiles = z * launch.cdiv(m, bm) * launch.cdiv(n, tile.columns)
     pairs = None
@@ -349,7 +369,7 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     capacities = [0 if parts[0] is None else parts[1].shape[0] for parts in (of_a, of_b, of_out)]
     meta = {
         "BLOCK": block,
-        "TRANS": (trans_a, trans_b, turned, *order),
+        "TRANS": trans,
         "TILE": (tile.columns, tile.step),
         **precision,
     }
@@ -358,21 +378,47 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     return out
 
 
+def _through_dense(
+    a: Tensor,
+    b: Tensor,
+    parts: tuple[tuple[Any, ...], ...],
+    sizes: tuple[int, int, int, int],
+    trans_a: bool,
+    trans_b: bool,
+    block: tuple[int, int],
+) -> Tensor:
+    """The product of dense copies, and its blocks where the result has some."""
+    z, m, k, n = sizes
+    of_a, of_b, of_out = parts
+    x = _as_dense(a, of_a, z, (k, m) if trans_a else (m, k))
+    y = _as_dense(b, of_b, z, (n, k) if trans_b else (k, n))
+    out = torch.bmm(x.mT if trans_a else x, y.mT if trans_b else y)
+    if of_out[0] is None:
+        return out
+    row_offsets, col_indices, row_indices, _, _, positions = of_out
+    return from_dense(out, row_offsets[-1:], row_indices, col_indices, positions, *block)
+
+
+def _as_dense(x: Tensor, parts: tuple[Any, ...], z: int, size: tuple[int, int]) -> Tensor:
+    if parts[0] is None:
+        return x
+    row_offsets, col_indices, row_indices, _, _, positions = parts
+    return to_dense(x, row_offsets[-1:], row_indices, col_indices, positions, z, *size, 0.0)
+
+
 def _on_hopper(
     operands: tuple[Tensor, Tensor, Tensor],
     parts: tuple[tuple[Any, ...], ...],
     sizes: tuple[int, int, int, int],
     block: tuple[int, int, int],
-    trans: tuple[bool, bool, bool],
+    trans: tuple[bool, bool, bool, bool, bool],
 ) -> bool:
     """Fills the last of the operands where the kernel for Hopper can, and is faster; whether it has."""
     a, b, out = operands
-    if not tuning.hopper(a.device) or a.element_size() != 2:
-        return False
     from gossamer.blocksparse._gluon import matmul as hopper
 
     # As they are stored.
-    a, b = (x.mT if of[0] is None and flip else x for x, of, flip in zip((a, b), parts, trans))
+    a, b = (x.mT if of[0] is None and flip else x for x, of, flip in zip((a, b), parts, trans[3:]))
     of_a, of_b, of_out = parts
     walk = hopper.choose_walk(block, of_a, of_b, of_out) if hopper.fits(block, sizes[1:], a, b, out) else None
     if walk is None:
@@ -392,9 +438,9 @@ def _by_inner(
     """Operands whose elements along the inner dimension are neighbours, as Hopper's TF32 products ask for: what is not
     so is copied, for the compiler would otherwise turn each tile around, four bytes at a time."""
     if trans_a:
-        a = a.mT.contiguous() if of_a[0] is not None else a.contiguous()
+        a = turn(a if of_a[0] is not None else a.mT)
     if not trans_b:
-        b = b.mT.contiguous() if of_b[0] is not None else b.mT.contiguous().mT
+        b = turn(b) if of_b[0] is not None else turn(b).mT
     return a, b, trans_a and of_a[0] is not None, trans_b or of_b[0] is None, (False, True)
 
 

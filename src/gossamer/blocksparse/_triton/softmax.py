@@ -49,6 +49,15 @@ def load_scores(
 
 
 @triton.jit
+def add_exactly(total, lost, x):
+    """total + x, and what the rounding of all additions so far has lost: a row of a million elements is hundreds of
+    steps, whose rounding would show in every element of the row. Where a sum is not finite, neither is its loss."""
+    new = total + x
+    rest = new - total
+    return new, lost + ((total - (new - rest)) + (x - rest))
+
+
+@triton.jit
 def softmax_at_once(
     x_ptr, mask_ptr, out_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line, i, M, N,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr,
@@ -96,6 +105,7 @@ def _blocksparse_softmax_fwd_kernel(
     else:
         most = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
+        lost_sum = tl.zeros([BLOCK_M], tl.float32)
         for first in range(0, count * WIDTH, BLOCK_N):
             x, part, _, _ = load_scores(
                 x_ptr, mask_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line, i, first, M, N,
@@ -104,9 +114,11 @@ def _blocksparse_softmax_fwd_kernel(
             now = tl.maximum(most, tl.max(x, 1))
             # As long as there is nothing but -inf, nothing is added up, nor to be scaled.
             base = tl.where(now == float("-inf"), 0.0, now)
-            total *= tl.exp(most - base)
-            total += tl.sum(tl.where(part, tl.exp(x - base[:, None]), 0.0), 1)
+            rescale = tl.exp(most - base)
+            weights = tl.where(part, tl.exp(x - base[:, None]), 0.0)
+            total, lost_sum = add_exactly(total * rescale, lost_sum * rescale, tl.sum(weights, 1))
             most = now
+        total += lost_sum
         for first in range(0, count * WIDTH, BLOCK_N):
             x, part, place, exists = load_scores(
                 x_ptr, mask_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line, i, first, M, N,

@@ -1,7 +1,8 @@
 """Transposed blocks in the transposed layout's order: bound by memory, each element is read once and written once.
 
 A program owns a block of the result. Rows of blocks lie side by side in memory on both sides; the turn happens in
-registers and shared memory. Behind the last block there are zeros, and NaN everywhere where blocks are lost.
+registers and shared memory. Behind the last block there are zeros, and NaN everywhere where blocks are lost. `turn`
+does the same to every matrix of a batch, tile by tile, for products that ask for an operand the other way around.
 """
 
 import torch
@@ -29,7 +30,23 @@ def _blocksparse_transpose_kernel(
     tl.store(out_ptr + to, tl.trans(x))
 
 
+@triton.jit
+def _blocksparse_turn_kernel(x_ptr, out_ptr, M, N, TILE: tl.constexpr):
+    """Program (tile of a matrix): x is [Z, M, N]."""
+    across = tl.cdiv(N, TILE)
+    tiles = tl.cdiv(M, TILE) * across
+    tile = tl.program_id(0) % tiles
+    start = (tl.program_id(0) // tiles).to(tl.int64) * M * N
+    i = (tile // across * TILE + tl.arange(0, TILE)).to(tl.int64)
+    j = (tile % across * TILE + tl.arange(0, TILE)).to(tl.int64)
+    x = tl.load(x_ptr + start + (i[:, None] * N + j[None, :]), mask=(i < M)[:, None] & (j < N)[None, :])
+    to = out_ptr + start + (j[:, None] * M + i[None, :])
+    tl.store(to, tl.trans(x), mask=(j < N)[:, None] & (i < M)[None, :])
+
+
 _transpose = launch.Kernel(_blocksparse_transpose_kernel)
+_turn = launch.Kernel(_blocksparse_turn_kernel)
+TILE = 64
 
 
 def transpose(values: Tensor, nnz: Tensor, order: Tensor, back: Tensor) -> Tensor:
@@ -43,12 +60,27 @@ def transpose(values: Tensor, nnz: Tensor, order: Tensor, back: Tensor) -> Tenso
     return out
 
 
+def turn(x: Tensor) -> Tensor:
+    """`x.mT.contiguous()` of a contiguous `[Z, M, N]`, read and written by whole rows of a tile."""
+    z, m, n = x.shape
+    out = torch.empty(z, n, m, dtype=x.dtype, device=x.device)
+    programs = z * launch.cdiv(m, TILE) * launch.cdiv(n, TILE)
+    if programs:
+        _turn((programs, 1, 1), (x, out, m, n), {"TILE": TILE}, num_warps=4)
+    return out
+
+
 EXAMPLES = {
     _blocksparse_transpose_kernel: {
         "signature": {
             "x_ptr": "*bf16", "out_ptr": "*bf16", "nnz_ptr": "*i32", "order_ptr": "*i32", "capacity": "i32",
         },
         "constexprs": {"HEIGHT": 64, "WIDTH": 64},
+        "num_warps": 4,
+    },
+    _blocksparse_turn_kernel: {
+        "signature": {"x_ptr": "*fp32", "out_ptr": "*fp32", "M": "i32", "N": "i32"},
+        "constexprs": {"TILE": TILE},
         "num_warps": 4,
     },
 }  # fmt: skip

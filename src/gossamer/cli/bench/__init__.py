@@ -1,6 +1,23 @@
 """The benchmark framework: cases from `benchmarks/`, checked, timed beside their peers, and reported."""
 
-from gossamer.cli.bench.case import Case, Provider, copies, random_matrix, random_rows, relative_error
+from gossamer.cli.bench.case import (
+    Case,
+    Provider,
+    copies,
+    error_beside_mean,
+    random_matrix,
+    random_rows,
+    relative_error,
+)
 from gossamer.cli.bench.sweep import log_uniform
 
-__all__ = ["Case", "Provider", "copies", "log_uniform", "random_matrix", "random_rows", "relative_error"]
+__all__ = [
+    "Case",
+    "Provider",
+    "copies",
+    "error_beside_mean",
+    "log_uniform",
+    "random_matrix",
+    "random_rows",
+    "relative_error",
+]

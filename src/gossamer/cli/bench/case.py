@@ -45,6 +45,18 @@ def relative_error(got: Tensors, want: Tensors) -> float:
     return worst
 
 
+def error_beside_mean(got: Tensors, want: Tensors) -> float:
+    """Largest error of a row over its norm or the mean norm of rows, whichever is more.
+
+    For gradients and single products, some rows of which cancel: no relative error can judge these.
+    """
+    errors = []
+    for a, b in zip(got, want, strict=True):
+        norm = b.double().norm(dim=-1)
+        errors.append(((a.double() - b.double()).norm(dim=-1) / norm.clamp(min=norm.mean())).max())
+    return float(torch.stack(errors).max().nan_to_num(nan=torch.inf))
+
+
 @dataclass(frozen=True)
 class Provider:
     """One way to compute a case.

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import shlex
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import typer
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gossamer.cli.bench import report, sweep
@@ -24,9 +30,16 @@ from gossamer.cli.environment import describe, provenance
 from gossamer.cli.folder import make_folder
 
 
+def _rooms() -> str:
+    """What --help says the rooms are: those of the checkout, if there is one."""
+    folder = find_benchmarks()
+    found = sorted({file.parent.name for file in folder.glob("*/bench_*.py")}) if folder else []
+    return f": {', '.join(found)}" if found else ", in a checkout of the repository"
+
+
 def bench(
     room: str | None = typer.Argument(
-        None, help="The room to measure: a folder of benchmarks/. All rooms by default; sweep draws shapes at random."
+        None, help=f"The room to measure{_rooms()}. All of them by default; sweep draws shapes at random."
     ),
     case: str | None = typer.Option(None, metavar="GLOB", help="Only cases whose name or id matches, as 'decode*'."),
     device: str = typer.Option("auto", help="auto (the GPU if there is one), cpu, cuda, cuda:1, ..."),
@@ -49,6 +62,9 @@ def bench(
     dtype: str | None = typer.Option(None, help="float32, float16 or bfloat16, where a case leaves the choice."),
     batch: int | None = typer.Option(None, min=1, help="Sequences at a time, where a case leaves the choice."),
     provider: str | None = typer.Option(None, metavar="GLOB", help="Only providers whose name matches, as 'goss*'."),
+    resume: bool = typer.Option(
+        False, "--resume", help="Of a sweep: keep the cases that its file has already, and measure the others."
+    ),
     skip_verify: bool = typer.Option(False, "--skip-verify", help="Time results that nobody has checked."),
     profile: bool = typer.Option(
         False, "--profile", help="Three calls of each provider for nsys --capture-range=cudaProfilerApi; no timing."
@@ -61,19 +77,15 @@ def bench(
     sweep. The exit code is 1 if any provider is wrong or one of ours fails. Needs a checkout of the repository.
 
     gossamer bench sweep draws shapes, dtypes and densities at random, over ranges that each room states, and says how
-    often, how far and where gossamer is slower than dense PyTorch and the best peer.
+    often, how far and where gossamer is slower than dense PyTorch and the best peer. A provider is timed for a quarter
+    of a second at most. A sweep that is stopped keeps what it has; --resume goes on with it.
     """
-    folder = find_benchmarks()
-    if folder is None:
-        _fail(
-            "gossamer bench: no benchmarks/ beside the package's source or in the working directory; "
-            "run it in a checkout of gossamer's repository."
-        )
+    folder = _checkout()
     if not budget > 0:
         _fail(f"gossamer bench: --budget must be positive, got {budget:g}; leave it out to run every case.")
     sweeps = room == "sweep"
     given = _given(length, dtype, batch)
-    _refuse_mixed(sweeps, swept or count, case or provider or saelens or given)
+    _refuse_mixed(sweeps, swept or count or resume, case or provider or saelens or given)
     where = _device(device)
     # Processes that compile ahead would take the host's time from what is measured.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -95,38 +107,119 @@ def bench(
         for item in cases:
             profile_case(item, where, seed, 1 if ncu else 3, typer.echo)
         return
-    target = out or folder / "results"
-    try:
-        make_folder(target, "bench")
-    except ValueError as error:
-        _fail(str(error))
-
-    usual, seconds = (10, 0.003) if where.type == "cuda" else (5, 0.02)
-    most = rounds or (3 if quick else min(usual, 5) if sweeps else usual)
-    settings = Settings(most, seconds, time.monotonic() + budget, not skip_verify)
+    settings = _settings(where, rounds, quick, sweeps, budget, not skip_verify)
     chosen = swept if sweeps else "saelens" if saelens and not case else slug(case or "")
     own = [*map(str, length), dtype or "", f"batch-{batch}" if batch else "", slug(provider or "")]
     own.append("unverified" if skip_verify else "")
     parts = [room or "all", chosen, *own, slug(describe(where)["name"]), "quick" if quick else ""]
-    path = target / f"{'-'.join(part for part in parts if part)}.json"
-    results = _measured(cases, path, folder.parent, where, settings, seed, quick, sweeps)
+    path = _folder(out or folder / "results") / f"{'-'.join(part for part in parts if part)}.json"
+    made = provenance(command_line("gossamer", sys.argv[1:]), folder.parent, where)
+    settled = {name: getattr(settings, name) for name in ("rounds", "burst", "verify")}
+    settled |= {"seed": seed, "quick": quick} | ({"limit": settings.limit} if sweeps else {})
+    log = _Log(path, made | {"settings": settled, "cases": []}, sweeps)
+    if resume:
+        log.resume()
+    results = _measured(cases, log, where, settings, seed, quick)
     if any(result.failed for result in results):
         raise typer.Exit(1)
 
 
+def _checkout() -> Path:
+    folder = find_benchmarks()
+    if folder is None:
+        _fail(
+            "gossamer bench: no benchmarks/ beside the package's source or in the working directory; "
+            "run it in a checkout of gossamer's repository."
+        )
+    return folder
+
+
+def _folder(path: Path) -> Path:
+    """The folder, which is there then."""
+    try:
+        make_folder(path, "bench")
+    except ValueError as error:
+        _fail(str(error))
+    return path
+
+
+def _settings(
+    where: torch.device, rounds: int | None, quick: bool, sweeps: bool, budget: float, verify: bool
+) -> Settings:
+    usual, seconds = (10, 0.003) if where.type == "cuda" else (5, 0.02)
+    most = rounds or (3 if quick else min(usual, 5) if sweeps else usual)
+    limit = sweep.LIMIT if sweeps else math.inf
+    return Settings(most, seconds, time.monotonic() + budget, verify, limit)
+
+
+class _Log:
+    """A run's file: what was measured so far, and in `not_run` what was not. A killed run keeps it."""
+
+    def __init__(self, path: Path, content: dict[str, Any], sweeps: bool) -> None:
+        """Every case is written at once, but those of a sweep every few seconds, for they are hundreds."""
+        self.path, self.content, self.sweeps = path, content, sweeps
+        self._begun, self._before, self._written = time.monotonic(), 0.0, -math.inf
+
+    def resume(self) -> None:
+        """Takes the cases that the file holds. Leaves with a message where they were measured otherwise."""
+        if not self.path.is_file():
+            return
+        kept = json.loads(self.path.read_text())
+        for name in ("settings", "device", "versions", "commit"):
+            if kept.get(name) != self.content[name]:
+                _fail(
+                    f"gossamer bench sweep: --resume needs the {name} that {self.path} was made with, "
+                    f"{kept.get(name)}, got {self.content[name]}. Leave out --resume, or choose another --out."
+                )
+        self.content["cases"], self._before = kept["cases"], kept.get("seconds", 0.0)
+
+    def add(self, record: dict[str, Any], left: list[str]) -> None:
+        self.content["cases"].append(record)
+        self.left(left)
+        if not self.sweeps or time.monotonic() - self._written > _PAUSE:
+            self.write()
+
+    def left(self, cases: list[str]) -> None:
+        self.content.pop("not_run", None)
+        if cases:
+            self.content["not_run"] = cases
+
+    def write(self) -> None:
+        if self.sweeps:
+            self.content["seconds"] = self._before + time.monotonic() - self._begun
+            self.content["summary"] = sweep.summary(self.content["cases"])
+        report.write_json(self.path, self.content)
+        self._written = time.monotonic()
+
+
+_PAUSE = 3.0
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM, as `timeout` sends it, ends a run as Ctrl-C does: what it has is written."""
+
+    def interrupt(*_: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _measured(
-    cases: list[Case],
-    path: Path,
-    root: Path,
-    where: torch.device,
-    settings: Settings,
-    seed: int,
-    quick: bool,
-    sweeps: bool,
+    cases: list[Case], log: _Log, where: torch.device, settings: Settings, seed: int, quick: bool
 ) -> list[CaseResult]:
     """Runs the cases, each told and written as soon as it is done; then what they come to."""
     console = report.make_console()
     results: list[CaseResult] = []
+    content, sweeps = log.content, log.sweeps
+    done = {record["id"] for record in content["cases"]}
+    todo = [case for case in cases if case.id not in done]
+    if done:
+        console.print(f"{len(done)} cases are kept from {log.path}", markup=False)
     bar = Progress(
         TextColumn("[progress.description]{task.description}"),
         BarColumn(),
@@ -136,24 +229,18 @@ def _measured(
         auto_refresh=False,  # a thread that redraws while a burst is timed would slow the launches
     )
     try:
-        with bar:
-            task = bar.add_task("ceilings", total=len(cases))
+        with bar, _terminated_as_interrupted():
+            task = bar.add_task("ceilings", total=len(todo))
             ceilings = measure_ceilings(where, quick)
-            settled = {"rounds": settings.rounds, "burst": settings.burst, "verify": settings.verify}
-            content: dict[str, Any] = {
-                **provenance(command_line("gossamer", sys.argv[1:]), root, where),
-                "ceilings": {"bandwidth": ceilings.bandwidth, "gemm": ceilings.gemm},
-                "settings": {**settled, "seed": seed, "quick": quick},
-                "cases": [],
-            }
+            content["ceilings"] = {"bandwidth": ceilings.bandwidth, "gemm": ceilings.gemm}
             name = describe(where)["name"]
             console.print(
                 f"{name}: copy {ceilings.bandwidth * 1e-9:,.0f} GB/s; "
                 + "; ".join(f"{kind} GEMM {rate * 1e-12:,.2f} TFLOP/s" for kind, rate in ceilings.gemm.items())
             )
-            for number, item in enumerate(cases):
+            log.left([c.id for c in todo])
+            for number, item in enumerate(todo):
                 if results and time.monotonic() > settings.deadline:
-                    content["not_run"] = [c.id for c in cases[number:]]
                     break
 
                 def tell(what: str, item_id: str = item.id) -> None:
@@ -161,36 +248,53 @@ def _measured(
                     bar.refresh()
 
                 result = run_case(item, where, settings, seed, tell)
-                content["cases"].append(report.record(result, ceilings))
-                report.write_json(path, content)
+                log.add(report.record(result, ceilings), [c.id for c in todo[number + 1 :]])
                 results.append(result)
-                console.print(sweep.line(result) if sweeps else report.case_table(result, ceilings))
+                shown = sweep.line(content["cases"][-1]) if sweeps else report.case_table(result, ceilings)
+                console.print(shown)
                 for note in report.notes(result):
                     console.print(f"  {note}", style="red", markup=False)
                 bar.advance(task)
             bar.update(task, description="done")
-        if sweeps:
-            content["summary"] = sweep.summary(results)
-            console.print(*sweep.tables(results), sep="\n")
-        else:
-            console.print(report.summary_table(results))
-        report.write_json(path, content)
-        for written in (path, *_plots(results, ceilings, name, path.parent, path.stem, sweeps)):
-            console.print(f"wrote {written}", markup=False)
+            log.write()
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"the finished cases are in {path}" if results else "nothing was written") from None
+        if results:
+            log.write()
+        kept = f"the finished cases are in {log.path}" if results else "nothing was written"
+        raise KeyboardInterrupt(kept) from None
+    _conclude(console, log, results, ceilings, name)
+    return results
+
+
+def _conclude(console: Console, log: _Log, results: list[CaseResult], ceilings: Ceilings, device: str) -> None:
+    """Says what a run comes to, and draws it."""
+    from gossamer.cli.bench.plot import plot_ratios, plot_sweeps
+
+    content, folder, stem = log.content, log.path.parent, log.path.stem
+    if log.sweeps:
+        console.print(*sweep.tables(content["cases"]), sep="\n")
+        plots = plot_ratios(sweep.ratios(content["cases"]), device, folder / f"{stem}.png")
+        seconds, count = content["seconds"], len(content["cases"])
+        console.print(f"{count} cases in {seconds:.0f} s, compilation included: {seconds / max(count, 1):.2f} s each")
+    else:
+        console.print(report.summary_table(results))
+        plots = plot_sweeps(results, ceilings, device, folder, stem)
+    for written in (log.path, *plots):
+        console.print(f"wrote {written}", markup=False)
     if missing := content.get("not_run"):
         console.print(f"budget spent, {len(missing)} cases not run: {', '.join(missing)}", markup=False)
-    return results
 
 
 def _refuse_mixed(sweeps: bool, of_sweeps: Any, of_cases: Any) -> None:
     if not sweeps and of_sweeps:
-        _fail("gossamer bench: --room and --cases belong to gossamer bench sweep. Name the room itself otherwise.")
+        _fail(
+            "gossamer bench: --room, --cases and --resume belong to gossamer bench sweep. Name the room itself "
+            "otherwise."
+        )
     if sweeps and of_cases:
         _fail(
             "gossamer bench sweep: --case, --saelens, --provider and shapes choose among fixed cases; a sweep takes "
-            "--room and --cases."
+            "--room, --cases and --resume."
         )
 
 
@@ -201,16 +305,6 @@ def _given(lengths: list[int], dtype: str | None, batch: int | None) -> dict[str
         _fail(f"gossamer bench: --dtype must be one of {', '.join(dtypes)}, got {dtype!r}.")
     given = {"lengths": tuple(lengths) or None, "dtype": dtypes[dtype] if dtype else None, "batch": batch}
     return {name: value for name, value in given.items() if value is not None}
-
-
-def _plots(
-    results: list[CaseResult], ceilings: Ceilings, device: str, folder: Path, stem: str, sweeps: bool
-) -> list[Path]:
-    from gossamer.cli.bench.plot import plot_ratios, plot_sweeps
-
-    if sweeps:
-        return plot_ratios(sweep.ratios(results), device, folder / f"{stem}.png")
-    return plot_sweeps(results, ceilings, device, folder, stem)
 
 
 def _device(name: str) -> torch.device:

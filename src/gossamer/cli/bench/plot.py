@@ -71,7 +71,7 @@ def _plot(group: list[CaseResult], sweep: str, ceilings: Ceilings, device: str, 
 
 def plot_ratios(ratios: Sequence[Ratio], device: str, path: Path) -> list[Path]:
     """Every case of a random sweep a point: dense PyTorch's time over ours against dense PyTorch's time."""
-    timed = [(r.dense * r.ours * 1e6, r.dense, f"{r.case.room} {r.case.name}") for r in ratios if r.dense is not None]
+    timed = [(r.dense * r.ours * 1e6, r.dense, f"{r.room} {r.name}") for r in ratios if r.dense is not None]
     if not timed:
         return []
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")

@@ -50,12 +50,16 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class Settings:
-    """How long to measure: rounds over all providers, and seconds per burst of calls; and whether to check results."""
+    """How long to measure: rounds over all providers, and seconds per burst of calls; and whether to check results.
+
+    A provider that was timed for `limit` seconds in all sits out the rounds after the second.
+    """
 
     rounds: int
     burst: float
     deadline: float = float("inf")
     verify: bool = True
+    limit: float = float("inf")
 
 
 def run_case(
@@ -131,6 +135,7 @@ class _Run:
     ) -> None:
         provider = outcome.provider
         self.outcome, self.device, self.energy = outcome, device, case.energy
+        self.limit, self.spent = settings.limit, 0.0
         self.graph: torch.cuda.CUDAGraph | None = None
         self.eager_times: list[float] = []
         self.graph_times: list[float] = []
@@ -139,7 +144,7 @@ class _Run:
             self.arguments = [prepare(*copy) for copy in inputs]
             self._check(case, self(0), inputs[0], reference)
             outcome.peak = self._peak()
-            self.calls = calls_for(self, device, settings.burst, len(inputs))
+            self.calls = calls_for(self, device, settings.burst, len(inputs), settings.limit / 8)
             if provider.capturable and device.type == "cuda":
                 try:
                     self.graph, output = capture(self, self.calls, device)
@@ -154,13 +159,14 @@ class _Run:
         return self.outcome.provider.call(*self.arguments[index % len(self.arguments)])
 
     def sample(self) -> None:
-        if self.outcome.status != "ok":
+        if self.outcome.status != "ok" or (len(self.eager_times) >= 2 and self.spent > self.limit):
             return
         with _reported(self.outcome), matmul_precision(self.outcome.provider.precision):
             self.eager_times.append(burst(self, self.calls, self.device))
             if self.graph is not None:
                 graph = self.graph
                 self.graph_times.append(burst(lambda _: graph.replay(), 1, self.device) / self.calls)
+            self.spent += self.calls * (self.eager_times[-1] + sum(self.graph_times[-1:]))
 
     def finish(self) -> None:
         if self.outcome.status == "ok":

@@ -18,13 +18,13 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from gossamer.cli.bench import report
 from gossamer.cli.bench.case import Case, import_path
-from gossamer.cli.bench.runner import CaseResult, Outcome
 
 _COMPILED = "torch.compile"
 """Compiles for each shape anew, which takes longer than all the rest of a sweep."""
 _WORST = 10
+LIMIT = 0.25
+"""Seconds that a provider of a case is timed for, at most; what is compiled, checked and captured comes on top."""
 
 
 def log_uniform(random: Random, low: int, high: int, step: int = 1) -> int:
@@ -34,7 +34,9 @@ def log_uniform(random: Random, low: int, high: int, step: int = 1) -> int:
 
 
 def draw_cases(folder: Path, room: str | None, count: int, seed: int, device: torch.device, quick: bool) -> list[Case]:
-    """`count` cases of each room that has ranges, or of one; the same for the same seed.
+    """`count` cases of each room that has ranges, or of one; the same for the same seed, and the first of more.
+
+    Rooms take turns, so that a run that is cut short has seen all of them.
 
     Raises ValueError where there is no such room.
     """
@@ -43,13 +45,13 @@ def draw_cases(folder: Path, room: str | None, count: int, seed: int, device: to
     if room is not None and room not in rooms:
         raise ValueError(f"gossamer bench sweep: --room must be one of {', '.join(rooms)}, got {room!r}.")
     import_path(folder)
-    found: list[Case] = []
+    found: list[list[Case]] = []
     for name in rooms if room is None else [room]:
         module = import_module(f"{folder.name}.{name}.sweep")
         random = Random(f"{name} {seed}")
         drawn = (module.draw(random, device, quick) for _ in range(count))
-        found += [replace(case, sweep=None, energy=False, providers=tuple(_shown(case))) for case in drawn]
-    return found
+        found.append([replace(case, sweep=None, energy=False, providers=tuple(_shown(case))) for case in drawn])
+    return [case for turn in zip(*found) for case in turn]
 
 
 def _shown(case: Case) -> Iterator[Any]:
@@ -66,7 +68,9 @@ class Ratio:
     """A case's times over ours: the dense way's, and the best peer's (which may be the dense way), by CUDA graphs where
     both have one."""
 
-    case: Case
+    room: str
+    name: str
+    id: str
     dense: float | None
     best: float
     peer: str
@@ -74,55 +78,54 @@ class Ratio:
     """Seconds."""
 
 
-def ratios(results: list[CaseResult]) -> list[Ratio]:
-    """Of every case in which we and a peer were timed."""
+def ratios(records: list[dict[str, Any]]) -> list[Ratio]:
+    """Of every case, as a file of results has it, in which we and a peer were timed."""
     found = []
-    for result in results:
-        ours = report.headline(result)
-        peers = {o.provider.name: _over(o, ours) for o in result.outcomes if not o.provider.ours and o.eager}
+    for record in records:
+        timed = [provider for provider in record["providers"] if provider["eager"]]
+        ours = next((provider for provider in timed if provider["ours"]), None)
+        peers = {p["name"]: _over(p, ours) for p in timed if not p["ours"] and ours is not None}
         if ours is None or not peers:
             continue
         peer = min(peers, key=peers.__getitem__)
-        clock = ours.graph or ours.eager
-        assert clock is not None
         dense = min((ratio for name, ratio in peers.items() if name.startswith("dense")), default=None)
-        found.append(Ratio(result.case, dense, peers[peer], peer, clock.median))
+        seconds = (ours["graph"] or ours["eager"])["median"]
+        found.append(Ratio(record["room"], record["name"], record["id"], dense, peers[peer], peer, seconds))
     return found
 
 
-def _over(peer: Outcome, ours: Outcome | None) -> float:
-    if ours is None:
-        return math.nan
-    above, below = (peer.graph, ours.graph) if peer.graph and ours.graph else (peer.eager, ours.eager)
-    assert above is not None and below is not None
-    return above.median / below.median
+def _over(peer: dict[str, Any], ours: dict[str, Any]) -> float:
+    kind = "graph" if peer["graph"] and ours["graph"] else "eager"
+    ratio: float = peer[kind]["median"] / ours[kind]["median"]
+    return ratio
 
 
-def line(result: CaseResult) -> str:
+def line(record: dict[str, Any]) -> str:
     """A case in one line."""
-    found = ratios([result])
+    found = ratios([record])
     if not found:
-        return f"{escape(result.case.id)}: [red]not timed[/]"
+        return f"{escape(record['id'])}: [red]not timed[/]"
     (ratio,) = found
     told = [] if ratio.dense is None else [f"dense {ratio.dense:.2f}x"]
     told += [] if ratio.peer == "dense" else [f"{escape(ratio.peer)} {ratio.best:.2f}x"]
-    return f"{escape(result.case.id)}: {', '.join(told)}"
+    return f"{escape(record['id'])}: {', '.join(told)}"
 
 
-def summary(results: list[CaseResult]) -> dict[str, Any]:
-    """For each name of a case and each kind of peer: how many, geometric mean, shares below 1.00 and 0.95 and of those
-    slower by more than 5% and 3 us, and the worst."""
-    found = ratios(results)
-    return {
-        kind: {name: _figures(name, found, kind) for name in dict.fromkeys(r.case.name for r in found)}
-        | {"all": _figures(None, found, kind)}
-        for kind in ("dense", "best")
-    }
+def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """For each kind of peer: figures of `"room/name"` of cases, of `"room"` and of `"all"`. These are how many cases,
+    geometric mean, shares below 1.00 and 0.95 and of those slower by more than 5% and 3 us, and the worst."""
+    found = ratios(records)
+    groups: dict[str, list[Ratio]] = {}
+    for ratio in found:
+        for name in (f"{ratio.room}/{ratio.name}", ratio.room, "all"):
+            groups.setdefault(name, []).append(ratio)
+    order = sorted(groups, key=lambda name: (name == "all", name))
+    return {kind: {name: _figures(groups[name], kind) for name in order} for kind in ("dense", "best")}
 
 
-def _figures(name: str | None, found: list[Ratio], kind: str) -> dict[str, Any]:
-    chosen = [r for r in found if name in (None, r.case.name) and getattr(r, kind) is not None]
-    values = sorted((getattr(r, kind), r.case.id) for r in chosen)
+def _figures(found: list[Ratio], kind: str) -> dict[str, Any]:
+    chosen = [r for r in found if getattr(r, kind) is not None]
+    values = sorted((getattr(r, kind), r.id) for r in chosen)
     slower = [r for r in chosen if r.ours > 1.05 * getattr(r, kind) * r.ours + 3e-6]
     if not values:
         return {"cases": 0}
@@ -137,9 +140,9 @@ def _figures(name: str | None, found: list[Ratio], kind: str) -> dict[str, Any]:
     }
 
 
-def tables(results: list[CaseResult]) -> list[Table]:
+def tables(records: list[dict[str, Any]]) -> list[Table]:
     """What a sweep comes to, and the ten cases in which we are slowest beside the dense way."""
-    told = summary(results)
+    told = summary(records)
     table = Table(title="peers' times over gossamer's, at random shapes", title_justify="left")
     for column in (
         "cases of",
@@ -163,6 +166,6 @@ def tables(results: list[CaseResult]) -> list[Table]:
     worst = Table(title=f"the {_WORST} worst, beside dense PyTorch", title_justify="left")
     worst.add_column("ratio", justify="right")
     worst.add_column("case", overflow="fold")
-    for entry in told["dense"]["all"].get("worst", []):
+    for entry in told["dense"].get("all", {}).get("worst", []):
         worst.add_row(f"{entry['ratio']:.2f}x", escape(entry["id"]))
     return [table, worst]

@@ -178,11 +178,15 @@ def _energy_counter(device: torch.device) -> Callable[[], int] | None:
     return read
 
 
-def calls_for(call: Callable[[int], Any], device: torch.device, target: float, copies: int) -> int:
-    """How many calls fill `target` seconds, up to 512; on a GPU at least 4 and each of the input's copies once."""
+def calls_for(
+    call: Callable[[int], Any], device: torch.device, target: float, copies: int, most: float = math.inf
+) -> int:
+    """How many calls fill `target` seconds, up to 512; on a GPU at least 4 and each of the input's copies once. Fewer,
+    but one, where these would take longer than `most` seconds."""
     burst(call, 1, device)
+    once = burst(call, 1, device)
     least = max(4, copies) if device.type == "cuda" else 1
-    return max(least, min(512, round(target / burst(call, 1, device))))
+    return max(1, round(min(max(least, min(512, round(target / once))), most / once)))
 
 
 def capture(call: Callable[[int], Any], calls: int, device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:

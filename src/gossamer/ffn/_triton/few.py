@@ -1,11 +1,16 @@
-"""A sparse feed-forward block of up to 16 rows: a step of decoding, whose time goes into reading weights.
+"""A sparse feed-forward block of up to 16 rows: a step of decoding, whose time goes into waiting for weights.
 
-`hidden` reads the gate's weight once, in as many programs as fill the GPU. A program that has its columns' activations
-knows which of them any row has, and multiplies x by the rows of up of these alone: the others are masked, and masked
-rows are not read. `down` reads, for its share of the columns, the rows of down of those that are not 0 in any row, all
-at once, for there is no second wave to hide a wait behind. Its programs share the sum over columns; the last one to
-finish a slice of the result adds up the float32 sums in fixed order. What lies between the two is small beside a
-weight, and dense.
+`hidden` reads the gate's weight once. Its programs, one for a few columns each, are all at work at once, and each has
+all or most of its weights on their way before it uses the first. A program that has its columns' activations knows
+which of them any row has, reads the rows of up of these alone, and lists them: column numbers and products, in slots of
+its own, from the first on, the others marked empty. The slots of one number stand side by side for all programs.
+
+`down` has a program for each slice of a few columns of the result, which reads the lists slot number by slot number, up
+to what the fullest list has, and the slice of each listed row of down: many rows at once, of short pieces, because a
+program that owns its slice shares no sum with another, and nothing has to be added up, or waited for, in the end.
+Empty slots are masked and read nothing. On Hopper `down` is launched while `hidden` runs.
+
+A single row is multiplied without tensor cores: there, weights stay in the registers that they were loaded to.
 """
 
 from dataclasses import dataclass
@@ -14,111 +19,135 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton.overflow import dot
 
 ROWS = 16
-"""The fewest rows of a tensor core's product."""
+"""The fewest rows of a tensor core's product, and the most that come here."""
 
 
 @triton.jit
 def columns_product(
-    w_rows, x_ptr, stride_xm, held, exists, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+    w_rows, x_ptr, stride_xm, held, M, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Weight rows that are held, [BLOCK_N, 1] pointers, times rows of x that exist: float32 [BLOCK_N, ROWS]."""
+    """Weight rows that are held, [BLOCK_N, 1] pointers, times the rows of x: float32 [BLOCK_N, ROWS]."""
+    m = tl.arange(0, ROWS)
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    x_rows = x_ptr + tl.arange(0, ROWS)[None, :] * stride_xm
     for first in range(0, K, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
         w = tl.load(w_rows + k[None, :], mask=held[:, None] & (k < K)[None, :], other=0.0)
-        x = tl.load(x_rows + k[:, None], mask=exists[None, :] & (k < K)[:, None], other=0.0)
-        acc = dot(w, x, acc, PRECISION, UPCAST)
+        if ROWS == 1:
+            x = tl.load(x_ptr + k, mask=k < K, other=0.0)
+            acc += tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)[:, None]
+        else:
+            x_rows = x_ptr + m[None, :] * stride_xm
+            x = tl.load(x_rows + k[:, None], mask=(m < M)[None, :] & (k < K)[:, None], other=0.0)
+            acc = dot(w, x, acc, PRECISION, UPCAST)
     return acc
 
 
 @triton.jit
 def _few_hidden_kernel(
-    x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, hidden_ptr, counts_ptr,
-    stride_xm, stride_gn, stride_un, M, N, K,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, SQUARED: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
+    x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, columns_ptr, values_ptr, counts_ptr,
+    entries_ptr, stride_xm, stride_gn, stride_un, M, N, K,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_U: tl.constexpr, ROWS: tl.constexpr, SQUARED: tl.constexpr,
+    LEADS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (BLOCK_N columns): what is multiplied by down, and how many entries each row has there."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Program (BLOCK_N columns): lists those that any row has. columns_ptr: [BLOCK_N, programs], values_ptr: the same
+    of ROWS each; counts_ptr: how many are listed, entries_ptr: how many each row has, [programs, ROWS]. BLOCK_U columns
+    of x at a time are multiplied by up."""
+    if LEADS:
+        gdc_launch_dependents()
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    n = program * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
     m = tl.arange(0, ROWS)
-    exists = m < M
     gate_rows = gate_ptr + n.to(tl.int64)[:, None] * stride_gn
-    acc = columns_product(gate_rows, x_ptr, stride_xm, inside, exists, K, BLOCK_N, BLOCK_K, ROWS, PRECISION, UPCAST)
+    acc = columns_product(gate_rows, x_ptr, stride_xm, inside, M, K, BLOCK_N, BLOCK_K, ROWS, PRECISION, UPCAST)
     if gate_bias_ptr is not None:
         acc += tl.load(gate_bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[:, None]
-    z = acc.to(hidden_ptr.dtype.element_ty).to(tl.float32)
+    # An entry is kept or not as it is where entries are packed: after it was rounded.
+    z = acc.to(gate_ptr.dtype.element_ty).to(tl.float32)
     bound = tl.zeros([BLOCK_N], tl.float32)
     if threshold_ptr is not None:
         bound = tl.load(threshold_ptr + n, mask=inside, other=0.0).to(tl.float32)
         bound = tl.where(bound < 0, 0.0, bound)
-    kept = ~(z <= bound[:, None]) & inside[:, None] & exists[None, :]
-    tl.store(counts_ptr + tl.program_id(0) * ROWS + m, tl.sum(kept.to(tl.int32), axis=0))
-    z = tl.where(kept, z, 0.0)
-    if SQUARED:
-        z *= z
-    if up_ptr is not None:
-        active = tl.max(kept.to(tl.int32), axis=1) > 0
-        if tl.max(active.to(tl.int32), axis=0) > 0:
+    kept = ~(z <= bound[:, None]) & inside[:, None] & (m < M)[None, :]
+    if entries_ptr is not None:
+        tl.store(entries_ptr + program * ROWS + m, tl.sum(kept.to(tl.int32), axis=0))
+    active = tl.max(kept.to(tl.int32), axis=1)
+    count = tl.sum(active, axis=0)
+    tl.store(counts_ptr + program, count)
+    slot = tl.arange(0, BLOCK_N)
+    tl.store(columns_ptr + slot * programs + program, tl.full([BLOCK_N], -1, tl.int32), mask=slot >= count)
+    if count > 0:
+        place = (tl.cumsum(active, axis=0) - active) * programs + program
+        tl.store(columns_ptr + place, n, mask=active > 0)
+        z = tl.where(kept, z, 0.0)
+        if SQUARED:
+            z *= z
+        if up_ptr is not None:
+            held = active > 0
             up_rows = up_ptr + n.to(tl.int64)[:, None] * stride_un
-            up = columns_product(
-                up_rows, x_ptr, stride_xm, active, exists, K, BLOCK_N, BLOCK_K, ROWS, PRECISION, UPCAST
-            )
+            up = columns_product(up_rows, x_ptr, stride_xm, held, M, K, BLOCK_N, BLOCK_U, ROWS, PRECISION, UPCAST)
             if up_bias_ptr is not None:
-                up += tl.load(up_bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[:, None]
+                up += tl.load(up_bias_ptr + n, mask=held, other=0.0).to(tl.float32)[:, None]
             z = tl.where(kept, z * up, 0.0)
-    tl.store(hidden_ptr + m.to(tl.int64)[None, :] * N + n[:, None], z, mask=inside[:, None] & exists[None, :])
+        tl.store(values_ptr + place[:, None] * ROWS + m[None, :], z, mask=(active > 0)[:, None])
 
 
 @triton.jit
 def _few_down_kernel(
-    hidden_ptr, counts_ptr, down_ptr, bias_ptr, out_ptr, nnz_ptr, partial_ptr, arrived_ptr, blocks,
-    stride_dn, stride_dd, M, N, D,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    columns_ptr, values_ptr, counts_ptr, entries_ptr, down_ptr, bias_ptr, out_ptr, nnz_ptr, programs, slots,
+    stride_dn, stride_dd, M, D,
+    BLOCK_U: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    FOLLOWS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (slice of the result's columns, share of what they are sums over)."""
-    slice, split = tl.program_id(0), tl.program_id(1)
+    """Program (BLOCK_D columns of the result): the listed rows of down times their values, BLOCK_U slots at a time, as
+    PARTS products side by side. slots: of a list; programs: lists, looked at BLOCK_P at a time."""
+    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     m = tl.arange(0, ROWS)
-    d = slice * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = d < D
-    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for first in range(split * BLOCK_N, N, SPLITS * BLOCK_N):
-        n = first + tl.arange(0, BLOCK_N)
-        mask = (m < M)[:, None] & (n < N)[None, :]
-        hidden = tl.load(hidden_ptr + m.to(tl.int64)[:, None] * N + n[None, :], mask=mask, other=0.0)
-        active = tl.max((hidden != 0).to(tl.int32), axis=0) > 0
-        at = n.to(tl.int64)[:, None] * stride_dn + d.to(tl.int64)[None, :] * stride_dd
-        down = tl.load(down_ptr + at, mask=active[:, None] & inside[None, :], other=0.0)
-        acc = dot(hidden, down, acc, PRECISION, UPCAST)
-    part = m[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    partial_ptr += slice.to(tl.int64) * SPLITS * ROWS * BLOCK_D
-    tl.store(partial_ptr + split * ROWS * BLOCK_D + part, acc, mask=(m < M)[:, None])
-    tl.debug_barrier()
-    if tl.atomic_add(arrived_ptr + slice, 1, sem="acq_rel") == SPLITS - 1:
-        tl.debug_barrier()
-        tl.store(arrived_ptr + slice, 0)
-        acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        for s in range(SPLITS):
-            of_split = partial_ptr + s * ROWS * BLOCK_D + part
-            acc += tl.load(of_split, mask=(m < M)[:, None], other=0.0, cache_modifier=".cg")
-        if bias_ptr is not None:
-            acc += tl.load(bias_ptr + d, mask=inside, other=0.0).to(tl.float32)[None, :]
-        tl.store(out_ptr + m.to(tl.int64)[:, None] * D + d[None, :], acc, mask=(m < M)[:, None] & inside[None, :])
-        if slice == 0:
+    down_ptr += d.to(tl.int64)[None, :] * stride_dd
+    at = tl.arange(0, BLOCK_U)
+    if FOLLOWS:
+        gdc_wait()
+    # Of lists that may turn out to be empty, so that nothing waits for the counts.
+    column = tl.load(columns_ptr + at, mask=at < slots * programs, other=-1)
+    fullest = 0
+    for first in range(0, programs, BLOCK_P):
+        p = first + tl.arange(0, BLOCK_P)
+        fullest = tl.maximum(fullest, tl.max(tl.load(counts_ptr + p, mask=p < programs, other=0), axis=0))
+    acc = tl.zeros([PARTS, ROWS, BLOCK_D], tl.float32)
+    for _ in range(0, fullest * programs, BLOCK_U):
+        held = column >= 0
+        down = tl.load(
+            down_ptr + column.to(tl.int64)[:, None] * stride_dn, mask=held[:, None] & inside[None, :], other=0.0
+        )
+        value = tl.load(values_ptr + at[None, :] * ROWS + m[:, None], mask=held[None, :], other=0.0)
+        at += BLOCK_U
+        column = tl.load(columns_ptr + at, mask=at < slots * programs, other=-1)
+        if ROWS == 1:
+            product = tl.trans(value) * down.to(tl.float32)
+            acc += tl.sum(product, axis=0)[None, None, :]
+        else:
+            a = tl.permute(tl.reshape(value, [ROWS, PARTS, BLOCK_U // PARTS]), [1, 0, 2])
+            b = tl.reshape(down, [PARTS, BLOCK_U // PARTS, BLOCK_D])
+            acc = dot(a, b, acc, PRECISION, UPCAST)
+    out = tl.sum(acc, axis=0)
+    if bias_ptr is not None:
+        out += tl.load(bias_ptr + d, mask=inside, other=0.0).to(tl.float32)[None, :]
+    tl.store(out_ptr + m.to(tl.int64)[:, None] * D + d[None, :], out, mask=(m < M)[:, None] & inside[None, :])
+    if nnz_ptr is not None:
+        if tl.program_id(0) == 0:
             total = tl.zeros([ROWS], tl.int32)
-            for first in range(0, blocks, BLOCK_B):
-                b = first + tl.arange(0, BLOCK_B)
-                total += tl.sum(
-                    tl.load(counts_ptr + b[:, None] * ROWS + m[None, :], mask=(b < blocks)[:, None], other=0), 0
-                )
+            for first in range(0, programs, 64):
+                p = first + tl.arange(0, 64)
+                counted = tl.load(entries_ptr + p[:, None] * ROWS + m[None, :], mask=(p < programs)[:, None], other=0)
+                total += tl.sum(counted, axis=0)
             tl.store(nnz_ptr + m, total, mask=m < M)
 
 
@@ -128,17 +157,18 @@ _few_down = launch.Kernel(_few_down_kernel)
 
 @dataclass(frozen=True)
 class Tile:
-    """columns of the gate by columns of x, of a program of `hidden`; columns summed over by columns of the result, of a
-    program of `down`."""
+    """Of a program of `hidden`: columns of the gate, and columns of x at a time for gate and for up; its warps, stages
+    and registers. Of a program of `down`: slots at a time, columns of the result, products side by side; its warps."""
 
-    hidden: tuple[int, int] = (32, 256)
-    hidden_launch: tuple[int, int] = (4, 3)
-    down: tuple[int, int] = (512, 64)
-    down_warps: int = 8
-    splits: int = 16
+    hidden: tuple[int, int, int]
+    hidden_launch: tuple[int, int, int | None]
+    down: tuple[int, int, int]
+    down_warps: int
 
 
-TILE = Tile()
+ONE = Tile((8, 2048, 2048), (4, 1, 80), (1024, 16, 1), 8)
+MANY = Tile((32, 256, 256), (4, 3, None), (1024, 16, 8), 8)
+"""Of a single row, and of up to ROWS."""
 
 
 def project(
@@ -148,56 +178,64 @@ def project(
     down_weight: Tensor,
     down_bias: Tensor | None,
     out: Tensor,
-    nnz: Tensor,
+    nnz: Tensor | None,
     squared: bool,
-    tile: Tile = TILE,
+    tile: Tile | None = None,
 ) -> None:
-    """Writes out and how many entries each row has. gate: weight [N, K], bias, threshold; down_weight: [D, N], any
-    strides."""
+    """Writes out, and where asked how many entries each row has. gate: weight [N, K], bias, threshold; down_weight:
+    [D, N], any strides."""
     (m, k), n, d = x.shape, gate[0].shape[0], out.shape[1]
+    rows, wide = 1 if m == 1 else ROWS, x.element_size() > 2
+    tile = tile or (ONE if m == 1 else MANY)
     up_weight, up_bias = up or (None, None)
-    (block_n, block_k), (warps, stages) = tile.hidden, tile.hidden_launch
-    if x.element_size() > 2:
-        block_k //= 2
-    blocks = launch.cdiv(n, block_n)
-    hidden = x.new_empty(m, n)
-    counts = torch.empty(blocks, ROWS, dtype=torch.int32, device=x.device)
-    inner, block_d = tile.down
-    if x.element_size() > 2:
-        inner //= 2
-    slices, splits = launch.cdiv(d, block_d), min(tile.splits, launch.cdiv(n, inner))
-    arrived = launch.counters.get(slices, x.device)
-    partial = launch.scratch.get(slices * splits * ROWS * block_d, x.device)
-    meta = {"BLOCK_N": block_n, "BLOCK_K": block_k, "ROWS": ROWS, "SQUARED": squared, **tuning.dot_precision(x, k)}
+    block_n, block_k, block_u = tile.hidden
+    block_k, block_u = (min(b // 2 if wide else b, launch.next_power_of_2(max(k, 16))) for b in (block_k, block_u))
+    programs = launch.cdiv(n, block_n)
+    columns = torch.empty(block_n, programs, dtype=torch.int32, device=x.device)
+    values = torch.empty(block_n, programs, rows, dtype=torch.float32 if m == 1 else x.dtype, device=x.device)
+    counts = columns.new_empty(programs)
+    entries = None if nnz is None else columns.new_empty(programs, rows)
+    follows = tuning.dependent_launch(x.device)
+    meta = {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_U": block_u, "ROWS": rows, "SQUARED": squared}
+    meta |= {"LEADS": follows, **tuning.dot_precision(x, k)}
     strides = (x.stride(0), gate[0].stride(0), 0 if up_weight is None else up_weight.stride(0))
-    args = (x, *gate, up_weight, up_bias, hidden, counts, *strides, m, n, k)
-    _few_hidden((blocks, 1, 1), args, meta, num_warps=warps, num_stages=stages)
-    meta = {"BLOCK_N": inner, "BLOCK_D": block_d, "BLOCK_B": 64, "ROWS": ROWS, "SPLITS": splits}
-    meta |= tuning.dot_precision(x, n)
+    args = (x, *gate, up_weight, up_bias, columns, values, counts, entries, *strides, m, n, k)
+    warps, stages, registers = tile.hidden_launch
+    _few_hidden((programs, 1, 1), args, meta, num_warps=warps, num_stages=stages, maxnreg=registers)
+    slots, block_d, parts = tile.down
+    meta = {"BLOCK_U": slots // 2 if wide else slots, "BLOCK_D": block_d, "BLOCK_P": 1024, "ROWS": rows}
+    meta |= {"PARTS": parts, "FOLLOWS": follows, **tuning.dot_precision(x, n)}
     stride_dd, stride_dn = down_weight.stride()
-    args = (hidden, counts, down_weight, down_bias, out, nnz, partial, arrived, blocks, stride_dn, stride_dd, m, n, d)
-    _few_down((slices, splits, 1), args, meta, num_warps=tile.down_warps, num_stages=1)
+    args = (columns, values, counts, entries, down_weight, down_bias, out, nnz, programs, block_n)
+    args += (stride_dn, stride_dd, m, d)
+    grid = (launch.cdiv(d, block_d), 1, 1)
+    _few_down(grid, args, meta, num_warps=tile.down_warps, num_stages=1, follows=follows)
 
 
-_COMMON = {"ROWS": ROWS, "PRECISION": "ieee", "UPCAST": False}
+_LISTS = {"columns_ptr": "*i32", "values_ptr": "*bf16", "counts_ptr": "*i32", "entries_ptr": "*i32"}
 EXAMPLES = {
     _few_hidden_kernel: {
         "signature": {
             "x_ptr": "*bf16", "gate_ptr": "*bf16", "gate_bias_ptr": "*bf16", "threshold_ptr": "*fp32",
-            "up_ptr": "*bf16", "up_bias_ptr": "*bf16", "hidden_ptr": "*bf16", "counts_ptr": "*i32",
+            "up_ptr": "*bf16", "up_bias_ptr": "*bf16", **_LISTS,
             **dict.fromkeys(("stride_xm", "stride_gn", "stride_un", "M", "N", "K"), "i32"),
         },
-        "constexprs": {"BLOCK_N": 32, "BLOCK_K": 256, "SQUARED": False, **_COMMON},
+        "constexprs": {
+            "BLOCK_N": 32, "BLOCK_K": 256, "BLOCK_U": 256, "ROWS": ROWS, "SQUARED": False, "LEADS": False,
+            "PRECISION": "ieee", "UPCAST": False,
+        },
         "num_warps": 4,
         "num_stages": 3,
     },
     _few_down_kernel: {
         "signature": {
-            "hidden_ptr": "*bf16", "counts_ptr": "*i32", "down_ptr": "*bf16", "bias_ptr": "*bf16", "out_ptr": "*bf16",
-            "nnz_ptr": "*i32", "partial_ptr": "*fp32", "arrived_ptr": "*i32", "blocks": "i32", "stride_dn": "i32",
-            "stride_dd": "constexpr", **dict.fromkeys(("M", "N", "D"), "i32"),
+            **_LISTS, "down_ptr": "*bf16", "bias_ptr": "*bf16", "out_ptr": "*bf16", "nnz_ptr": "*i32",
+            **dict.fromkeys(("programs", "slots", "stride_dn", "M", "D"), "i32"), "stride_dd": "constexpr",
         },
-        "constexprs": {"BLOCK_N": 512, "BLOCK_D": 64, "BLOCK_B": 64, "SPLITS": 11, "stride_dd": 1, **_COMMON},
+        "constexprs": {
+            "BLOCK_U": 1024, "BLOCK_D": 16, "BLOCK_P": 1024, "ROWS": ROWS, "PARTS": 8, "FOLLOWS": False,
+            "PRECISION": "ieee", "UPCAST": False, "stride_dd": 1,
+        },
         "num_warps": 8,
         "num_stages": 1,
     },

@@ -51,7 +51,7 @@ def sparse_ffn(
         gate = (rows_contiguous(gate_weight), gate_bias, threshold)
         up = None if up_weight is None else (rows_contiguous(up_weight), up_bias)
         weight = down_weight if down_rows is None else down_rows.t()
-        few.project(rows_contiguous(x), gate, up, weight, down_bias, out, nnz, squared)
+        few.project(rows_contiguous(x), gate, up, weight, down_bias, out, nnz if step else None, squared)
         return out, nnz if step else nnz.new_empty(0), sizes.zero_()
     gate = (gate_weight.contiguous(), gate_bias, threshold)
     up = None if up_weight is None else (up_weight.contiguous(), up_bias)

@@ -9,8 +9,11 @@ are, and so as fast as memory gives them, in any dtype.
 
 A backward pass that kept nothing runs the same product again and ends it with the gradients of gate and up
 (`GRADIENT`); one that kept the two reads them (`_glu_bwd_kernel`). Float32 is left to cuBLAS, in blocks of rows that
-bound what is in memory at one time: no kernel of Triton's multiplies float32 as fast, but for a single row.
+bound what is in memory at one time: no kernel of Triton's multiplies float32 as fast, but for a single row. So are, on
+Hopper, many rows whose K or N is no multiple of 8: reading them through pointers took up to six times as long.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -21,6 +24,19 @@ from gossamer._core import launch, tuning
 
 UPCAST = tl.constexpr(launch.INTERPRET)
 """The interpreter multiplies in float32: its bfloat16 dot is wrong."""
+
+
+@dataclass(frozen=True)
+class Separate:
+    """From which rows and K on two products of cuBLAS are faster than one of ours, where Hopper's kernel cannot read
+    the operands; bytes of gate and up at one time."""
+
+    rows: int = 128
+    depth: int = 400
+    bytes: int = 1 << 26
+
+
+SEPARATE = Separate()
 
 
 @triton.jit
@@ -306,16 +322,20 @@ def _launch_linear_glu(
     contiguous = gate_weight.stride(1) == up_weight.stride(1) == 1
     if out is not None and gates is None and len(x) == 1 and contiguous:
         return _launch_row(x, gate_weight, up_weight, gate_bias, up_bias, activation, out)
-    if x.dtype is torch.float32 and not launch.INTERPRET:
-        _launch_float32(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
-        return None
     (m, k), n = x.shape, gate_weight.shape[0]
+    if x.dtype is torch.float32 and not launch.INTERPRET:
+        _launch_separate(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
+        return None
     if not launch.INTERPRET and tuning.hopper(x.device):
         from gossamer.gemm._gluon import linear_glu as hopper
 
-        if hopper.pays(m, n, k, x.device) and hopper.fits(n, x, gate_weight, up_weight):
-            hopper.launch_linear_glu(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
-            return None
+        if hopper.pays(m, n, k, x.device):
+            if hopper.fits(n, x, gate_weight, up_weight):
+                hopper.launch_linear_glu(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
+                return None
+            if m >= SEPARATE.rows and k >= SEPARATE.depth:
+                _launch_separate(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
+                return None
     tile = tile_of(m, x.device)
     grad = None if grad is None else grad.contiguous()
     strides = (*x.stride(), *gate_weight.stride(), *up_weight.stride())
@@ -341,7 +361,7 @@ def _launch_row(
     return _linear_glu_row((n, 1, 1), args, {**tile.sizes, "ACTIVATION": activation}, head=6, **tile.options)
 
 
-def _launch_float32(
+def _launch_separate(
     x: Tensor,
     gate_weight: Tensor,
     up_weight: Tensor,
@@ -352,9 +372,11 @@ def _launch_float32(
     out: Tensor | None,
     gates: tuple[Tensor, Tensor] | None,
 ) -> None:
+    """Gate and up by cuBLAS, then what they come to."""
     m, n = x.shape[0], gate_weight.shape[0]
-    # Rows that still fill the GPU, and whose gate and up are small beside the result.
-    block = m if out is None or gates is not None else max(1024, launch.cdiv(m, 16))
+    # Rows that still fill the GPU, and whose gate and up are small, or small beside the result.
+    least = max(1024, SEPARATE.bytes // (2 * n * x.element_size()), launch.cdiv(m, 16))
+    block = m if out is None or gates is not None else least
     for first in range(0, m, block):
         rows = slice(first, first + block)
         given = x[rows]

@@ -1,0 +1,68 @@
+"""How `blocksparse.matmul` goes about it on a GPU, chosen by what the host knows."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+
+from gossamer._core import tuning
+from gossamer._core.ranges import span
+
+Path = Literal["blocks", "dense"]
+SPEED = {16: 0.083, 32: 0.26}
+"""How fast small blocks are multiplied, of the rate of dense products in `tuning.rates`: on one H200, n 4,096, four
+matrices, bfloat16, 75% of both operands' blocks and half of the result's, 54 and 169 TFLOP/s. A tile has but 16 or 32
+rows, for two block rows rarely agree on their columns."""
+MARGIN = 0.9
+LAUNCHES = 10e-6
+"""Converting must save a tenth, and costs three or four kernels more, in seconds."""
+LEAST = 0.25
+"""A matrix of which less is stored is not made dense, for the memory that it would take."""
+
+
+def share_of(parts: tuple[Any, ...]) -> float | None:
+    """Share of the blocks that a layout, taken apart, has room for; None of a dense matrix."""
+    return None if parts[0] is None else min(1.0, parts[1].shape[0] / max(parts[5].shape[0], 1))
+
+
+def choose_path(
+    sizes: tuple[int, int, int, int],
+    block: tuple[int, int, int],
+    densities: tuple[float | None, float | None, float | None],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Path:
+    """ "blocks" multiplies blocks as they are stored. "dense" makes the operands dense, multiplies these, and takes the
+    result's blocks: where blocks of 16 or 32 are so many that this is faster, on Hopper and in 16 bits, of which alone
+    there are figures.
+
+    Args:
+        sizes: Z, M, K and N of [Z, M, K] @ [Z, K, N].
+        block: of blocks along M, K and N; 0 where only dense matrices have that dimension.
+        densities: shares of the blocks that a, b and the result have room for; None for a dense one.
+    """
+    z, m, k, n = sizes
+    bm, bk, bn = block if densities[0] is not None or densities[1] is None else (block[2], block[1], block[0])
+    speed = SPEED.get(min(bm or 128, bk or 128))
+    least = min(1.0 if density is None else density for density in densities)
+    if speed is None or least < LEAST or not tuning.hopper(device) or dtype not in (torch.float16, torch.bfloat16):
+        return "blocks"
+    rates = tuning.rates(device.index or 0)
+    whole = 2.0 * z * m * k * n / rates.half
+    a, b, out = (1.0 if density is None else density for density in densities)
+    # A tile of 256 columns multiplies what any of its blocks meets, one of 64 where most of b is absent.
+    met = b
+    if densities[0] is not None and densities[1] is not None:
+        met = 1 - (1 - b) ** max(1, (64 if b <= 0.25 else 256) // bn)
+    # A dense one is neither read nor written again; a result is written, read and written.
+    elements = [z * m * k * (1 + a), z * k * n * (1 + b), z * m * n * (1 + 2 * out)]
+    moved = sum(0.0 if density is None else size for density, size in zip(densities, elements))
+    converted = LAUNCHES + moved * dtype.itemsize / rates.copy
+    return "dense" if whole + converted < MARGIN * whole * (a * met * out) / speed else "blocks"
+
+
+def named(path: str) -> AbstractContextManager[Any]:
+    """A profiler's range that names the path."""
+    return span(f"gossamer::blocksparse.matmul/{path}")
