@@ -167,12 +167,14 @@ def _gated_mlp_bwd_kernel(
 
 _gated_mlp_bwd = launch.Kernel(_gated_mlp_bwd_kernel)
 
+LEAST = 3072
+"""The inner dimension from which on a tile takes longer than one warp a warpgroup needs to gate it."""
+
 
 def fits(grad: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor) -> bool:
-    """Whether the copy engine can read the operands, and a tile of a product over d takes longer than one warp a
-    warpgroup needs to gate it."""
+    """Whether the copy engine can read the operands, and the product is long enough."""
     d, n = down_weight.shape
-    return d >= 3072 and n % 16 == 0 and linear_glu.fits(n, grad, down_weight, gate, up)
+    return d >= LEAST and n % 16 == 0 and linear_glu.fits(n, grad, down_weight, gate, up)
 
 
 def launch_gated_mlp_bwd(

@@ -75,6 +75,10 @@ def _sampled_matmul_kernel(
 
 _sampled_matmul = launch.Kernel(_sampled_matmul_kernel)
 
+GATHER = {size: launch.Tile({"BLOCK_E": 8, "BLOCK_D": 256 if size == 2 else 64}, warps=1) for size in (2, 4)}
+SCATTER = launch.Tile({"BLOCK_E": 32, "BLOCK_D": 16}, warps=8)
+"""Of products that are put among zeros: warps enough to write at memory bandwidth."""
+
 
 def sampled_matmul(
     x: Tensor,
@@ -107,11 +111,10 @@ def sampled_matmul(
         dense = x.new_zeros(m if source is not None else 0, n)
     if work and (scatter or products is None):
         if products is None:
-            tile = launch.Tile({"BLOCK_E": 8, "BLOCK_D": 256 if x.element_size() == 2 else 64}, warps=1)
+            tile = GATHER[x.element_size()]
         else:
             products = products.contiguous()
-            # Warps enough to write zeros at memory bandwidth.
-            tile = launch.Tile({"BLOCK_E": 32, "BLOCK_D": 16}, warps=8)
+            tile = SCATTER
         parts = max(
             1, min(launch.cdiv(capacity, tile.sizes["BLOCK_E"]), launch.cdiv(64 * tuning.programs(x.device), m))
         )
