@@ -202,7 +202,6 @@ EXAMPLES = {
         "signature": {
             **{name: f"tensordesc<bf16{block},{gl.NVMMASharedLayout(128, 16, 2)!r}>" for name, block in _TILES.items()},
             "gate_ptr": "*i32", "up_ptr": "*i32", "hidden_ptr": "*i32",
-            **dict.fromkeys(("M", "N", "tiles_m", "tiles_n", "steps"), "i32"),
         },
         "constexprs": {"GROUP_M": GROUP_M, "STAGES": STAGES, "ACTIVATION": "silu"},
         "num_warps": 4,

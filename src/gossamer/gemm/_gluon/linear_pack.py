@@ -395,7 +395,6 @@ EXAMPLES = {
             **{name: f"tensordesc<bf16{block},{gl.NVMMASharedLayout(128, 16, 2)!r}>" for name, block in _TILES.items()},
             "bias_ptr": "*bf16", "threshold_ptr": "*fp32", "bounds_ptr": None, "factors_ptr": None, "skip_ptr": None,
             "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16",
-            **dict.fromkeys(("M", "N", "tiles_m", "tiles_n", "steps"), "i32"),
         },
         "constexprs": {"TRANSPOSED": False, "SLOTS": 16, "GROUP_M": GROUP_M, "STAGES": STAGES},
         "num_warps": 4,

@@ -70,6 +70,15 @@ def load_bias(bias_ptr, columns, N):
 
 
 @triton.jit
+def origin_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """(row tile, column tile): GROUP_M row tiles take turns with a column tile, so that both stay in the L2."""
+    in_group = GROUP_M * tiles_n
+    first = tile // in_group * GROUP_M
+    height = tl.minimum(tiles_m - first, GROUP_M)
+    return first + tile % in_group % height, tile % in_group // height
+
+
+@triton.jit
 def _linear_glu_kernel(
     x_ptr, gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, out_ptr, grad_ptr, first_ptr, second_ptr,
     stride_xm, stride_xk, stride_gn, stride_gk, stride_un, stride_uk, M, N, K,
@@ -78,13 +87,9 @@ def _linear_glu_kernel(
 ):  # fmt: skip
     """Program (tile). With GRADIENT it writes the gradients of gate and up, otherwise out and, where there is a
     `first_ptr`, gate and up; all of them [M, N]."""
-    rows, columns = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    pid = tl.program_id(0)
-    first = pid // (GROUP_M * columns) * GROUP_M
-    height = tl.minimum(rows - first, GROUP_M)
-    row = first + pid % (GROUP_M * columns) % height
-    m = (row * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    n = (pid % (GROUP_M * columns) // height * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    tile_m, tile_n = origin_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    m = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    n = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     k = tl.arange(0, BLOCK_K).to(tl.int64)
     x_ptrs = x_ptr + m[:, None] * stride_xm + k[None, :] * stride_xk
     gate_ptrs = gate_ptr + n[None, :] * stride_gn + k[:, None] * stride_gk
@@ -413,14 +418,12 @@ def launch_glu_bwd(
 
 
 _OPTIONAL = {"gate_bias_ptr": "*fp32", "up_bias_ptr": None}
-_STRIDES = ("stride_xm", "stride_xk", "stride_gn", "stride_gk", "stride_un", "stride_uk")
 
 EXAMPLES = {
     _linear_glu_kernel: {
         "signature": {
-            "x_ptr": "*bf16", "gate_ptr": "*bf16", "up_ptr": "*bf16", **_OPTIONAL,
-            "out_ptr": "*bf16", "grad_ptr": None, "first_ptr": "*bf16", "second_ptr": "*bf16",
-            **dict.fromkeys((*_STRIDES, "M", "N", "K"), "i32"),
+            "x_ptr": "*bf16", "gate_ptr": "*bf16", "up_ptr": "*bf16", **_OPTIONAL, "out_ptr": "*bf16", "grad_ptr": None,
+            "first_ptr": "*bf16", "second_ptr": "*bf16",
         },
         "constexprs": {
             **dict.fromkeys(("stride_xk", "stride_gk", "stride_uk"), 1), "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 64,
@@ -430,22 +433,19 @@ EXAMPLES = {
         "num_stages": 3,
     },
     _linear_glu_row_kernel: {
-        "signature": {
-            "x_ptr": "*bf16", "gate_ptr": "*bf16", "up_ptr": "*bf16", **_OPTIONAL, "out_ptr": "*bf16",
-            **dict.fromkeys(("stride_xk", "stride_gn", "stride_un", "K"), "i32"),
-        },
+        "signature": {"x_ptr": "*bf16", "gate_ptr": "*bf16", "up_ptr": "*bf16", **_OPTIONAL, "out_ptr": "*bf16"},
         "constexprs": {"stride_xk": 1, "BLOCK_K": 4096, "VEC": 8, "ACTIVATION": "silu"},
         "num_warps": 4,
     },
     _glu_fwd_kernel: {
-        "signature": {"gate_ptr": "*fp32", "up_ptr": "*fp32", **_OPTIONAL, "out_ptr": "*fp32", "N": "i32"},
+        "signature": {"gate_ptr": "*fp32", "up_ptr": "*fp32", **_OPTIONAL, "out_ptr": "*fp32"},
         "constexprs": {"BLOCK": 2048, "ACTIVATION": "gelu"},
         "num_warps": 4,
     },
     _glu_bwd_kernel: {
         "signature": {
             "grad_ptr": "*bf16", "gate_ptr": "*bf16", "up_ptr": "*bf16", "first_ptr": "*bf16", "second_ptr": "*bf16",
-            "hidden_ptr": "*bf16", "stride_dm": "i32", "stride_dn": "i32", "N": "i32",
+            "hidden_ptr": "*bf16",
         },
         "constexprs": {"BLOCK": 2048, "ACTIVATION": "gelu_tanh"},
         "num_warps": 4,

@@ -46,7 +46,7 @@ def rows_contiguous(x: Tensor) -> Tensor:
 
 EXAMPLES = {
     _dense_transpose_kernel: {
-        "signature": {"x_ptr": "*bf16", "out_ptr": "*bf16", "M": "i32", "N": "i32", "stride_m": "i32"},
+        "signature": {"x_ptr": "*bf16", "out_ptr": "*bf16"},
         "constexprs": {"BLOCK": 64},
         "num_warps": 4,
     },

@@ -43,7 +43,7 @@ def row_density(counts: Tensor, sums: Tensor, limit: int) -> None:
 
 EXAMPLES = {
     _row_density_kernel: {
-        "signature": {"counts_ptr": "*i32", "sums_ptr": "*i64", "M": "i32", "limit": "i32"},
+        "signature": {"counts_ptr": "*i32", "sums_ptr": "*i64"},
         "constexprs": {"BLOCK": 256, "PARTS": 64},
         "num_warps": 1,
     },

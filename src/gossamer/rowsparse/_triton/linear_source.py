@@ -15,6 +15,7 @@ from gossamer.rowsparse._triton import overflow
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.matmul import launch_matmul
 from gossamer.rowsparse._triton.overflow import Overflow, dot
+from gossamer.rowsparse._triton.pack import load_threshold
 
 
 @triton.jit
@@ -60,8 +61,7 @@ def _linear_source_kernel(
             z = acc.to(out_ptr.dtype.element_ty)
             bound = tl.zeros([BLOCK_N], tl.float32)
             if threshold_ptr is not None:
-                bound = tl.load(threshold_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-                bound = tl.where(bound < 0, 0.0, bound)
+                bound = load_threshold(threshold_ptr, 1, columns, N)
             z = tl.where(z.to(tl.float32) <= bound[None, :], 0.0, z)
             at = rows.to(tl.int64)[:, None] * N + columns[None, :]
             tl.store(out_ptr + at, z, mask=flagged[:, None] & inside[None, :])
@@ -151,7 +151,6 @@ EXAMPLES = {
         "signature": {
             "x_ptr": "*bf16", "w_ptr": "*bf16", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "counts_ptr": "*i32",
             "out_ptr": "*bf16",
-            **dict.fromkeys(("limit", "stride_xm", "stride_xk", "stride_wn", "stride_wk", "M", "N", "K"), "i32"),
         },
         "constexprs": {
             "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "APART": False, "EVEN": True, "PRECISION": "ieee",

@@ -393,18 +393,18 @@ _OPERANDS = {
     "keys_ptr": "*i64", "offsets_ptr": "*i64", "values_ptr": "*bf16", "starts_ptr": "*i32", "grad_ptr": "*bf16",
     "w_ptr": "*bf16", "grad_w_ptr": "*bf16", "grad_values_ptr": "*fp32",
 }  # fmt: skip
-_NOTED = {"long_ptr": "*i32", "found_ptr": "*i32", "stride_wn": "i32", "capacity": "i32", "D": "i32"}
+_NOTED = {"long_ptr": "*i32", "found_ptr": "*i32"}
 EXAMPLES = {
     _matmul_fwd_kernel: {
         "signature": {
             "values_ptr": "*fp32", "indices_ptr": "*i32", "offsets_ptr": "*i32", "w_ptr": "*fp32", "bias_ptr": "*fp32",
-            "out_ptr": "*fp32", "stride_wn": "i32", "N": "i32", "D": "i32", "capacity": "i32",
+            "out_ptr": "*fp32",
         },
         "constexprs": {"BLOCK_E": 4, "BLOCK_D": 128, "RUN": 64, "IS_CSR": False, "LEADS": False, "ALONE": False},
         "num_warps": 1,
     },
     _matmul_bwd_kernel: {
-        "signature": {**_OPERANDS, "sums_ptr": "*fp32", **_NOTED, "M": "i32"},
+        "signature": {**_OPERANDS, "sums_ptr": "*fp32", **_NOTED},
         "constexprs": {
             "BLOCK_E": 8, "STEP": 4, "BLOCK_D": 256, "VEC": 8, "LONG": 64, "IS_CSR": False, "OVERFLOWS": True,
         },

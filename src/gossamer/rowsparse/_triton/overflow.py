@@ -282,8 +282,7 @@ EXAMPLES = {
     _overflow_fwd_kernel: {
         "signature": {
             "x_ptr": "*bf16", "w_ptr": "*bf16", "bias_ptr": None, "out_ptr": "*bf16", "counts_ptr": "*i32",
-            "partial_ptr": "*fp32", "arrived_ptr": "*i32", "limit": "i32", "stride_xm": "i32", "stride_wn": "i32",
-            "M": "i32", "N": "i32", "D": "i32",
+            "partial_ptr": "*fp32", "arrived_ptr": "*i32",
         },
         "constexprs": {
             "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128, "SPLITS": 1, "RUN": 0, "PRECISION": "ieee", "UPCAST": False,
@@ -294,7 +293,6 @@ EXAMPLES = {
     _overflow_bwd_source_kernel: {
         "signature": {
             "grad_ptr": "*bf16", "w_ptr": "*bf16", "x_ptr": "*bf16", "out_ptr": "*bf16", "counts_ptr": "*i32",
-            "limit": "i32", "stride_wn": "i32", "stride_xm": "i32", "M": "i32", "N": "i32", "D": "i32",
         },
         "constexprs": {
             "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "RUN": 0, "PRECISION": "ieee", "UPCAST": False,
@@ -305,8 +303,7 @@ EXAMPLES = {
     _overflow_bwd_weight_kernel: {
         "signature": {
             "x_ptr": "*bf16", "mask_ptr": "*bf16", "grad_ptr": "*bf16", "out_ptr": "*bf16", "counts_ptr": "*i32",
-            "any_ptr": "*i32", "limit": "i32", "stride_xm": "i32", "stride_km": "i32", "M": "i32", "N": "i32",
-            "D": "i32",
+            "any_ptr": "*i32",
         },
         "constexprs": {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_D": 128, "PRECISION": "ieee", "UPCAST": False},
         "num_warps": 4,

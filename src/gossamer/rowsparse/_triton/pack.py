@@ -23,16 +23,38 @@ COUNT = tl.constexpr((1 << 31) - 1)
 
 
 @triton.jit
+def chunk_columns(start, BLOCK: tl.constexpr, VEC: tl.constexpr):
+    """Columns start to start + BLOCK as [BLOCK / VEC, VEC], so that a thread holds VEC neighbours: one *word*."""
+    return start + tl.arange(0, BLOCK // VEC)[:, None] * VEC + tl.arange(0, VEC)[None, :]
+
+
+@triton.jit
 def load_chunk(x_ptr, start, N, BLOCK: tl.constexpr, VEC: tl.constexpr):
-    """Columns start to start + BLOCK of one row, as [BLOCK / VEC, VEC] so that a thread holds VEC neighbours."""
-    columns = start + tl.arange(0, BLOCK // VEC)[:, None] * VEC + tl.arange(0, VEC)[None, :]
+    """Words of one row."""
+    columns = chunk_columns(start, BLOCK, VEC)
     return tl.load(x_ptr + columns, mask=columns < N, other=0.0)
+
+
+@triton.jit
+def load_threshold(threshold_ptr, stride_t, columns, N):
+    """Thresholds below 0 keep what 0 keeps, because values are at least 0."""
+    if threshold_ptr is None:
+        return 0.0
+    else:
+        threshold = tl.load(threshold_ptr + columns * stride_t, mask=columns < N, other=0.0).to(tl.float32)
+        return tl.where(threshold < 0, 0.0, threshold)
+
+
+@triton.jit
+def word_bits(keep, VEC: tl.constexpr):
+    """Bit v of word g is keep[g, v]."""
+    return tl.sum(keep.to(tl.int32) << tl.arange(0, VEC)[None, :], axis=1)
 
 
 @triton.jit
 def nonzero_bits(x, VEC: tl.constexpr):
     """Bit v of word g says whether x[g, v] differs from 0; NaN does."""
-    return tl.sum((x != 0).to(tl.int32) << tl.arange(0, VEC)[None, :], axis=1)
+    return word_bits(x != 0, VEC)
 
 
 @triton.jit
@@ -284,8 +306,7 @@ EXAMPLES = {
     _pack_split_kernel: {
         "signature": {
             "x_ptr": "*fp32", "values_ptr": "*fp32", "indices_ptr": "*i32", "nnz_ptr": "*i32", "offsets_ptr": None,
-            "flags_ptr": "*i64", "epoch": "i32", "stride_xm": "i32", "M": "i32", "N": "i32", "capacity": "i32",
-            "chunks": "i32",
+            "flags_ptr": "*i64",
         },
         "constexprs": {"BLOCK": 1024, "VEC": 4, "FLAGS": 64, "COUNT_ONLY": False},
         "num_warps": 1,
@@ -293,7 +314,6 @@ EXAMPLES = {
     _pack_row_kernel: {
         "signature": {
             "x_ptr": "*bf16", "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "offsets_ptr": None,
-            "stride_xm": "i32", "M": "i32", "N": "i32", "capacity": "i32",
         },
         "constexprs": {"BLOCK": 2048, "VEC": 8, "CLEAR": True, "COUNT_ONLY": False},
         "num_warps": 1,

@@ -134,7 +134,6 @@ EXAMPLES = {
         "signature": {
             "x_ptr": "*bf16", "w_ptr": "*bf16", "indices_ptr": "*i32", "offsets_ptr": "*i32", "products_ptr": None,
             "out_ptr": "*bf16",
-            "stride_xm": "i32", "stride_wn": "i32", "N": "i32", "D": "i32", "capacity": "i32",
         },
         "constexprs": {"BLOCK_E": 8, "BLOCK_D": 256, "PARTS": 1, "IS_CSR": False, "SCATTER": True, "FILL": 2048},
         "num_warps": 1,

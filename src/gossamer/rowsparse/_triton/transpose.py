@@ -162,22 +162,20 @@ _SORTED = {
 }  # fmt: skip
 EXAMPLES = {
     _column_count_kernel: {
-        "signature": {
-            "indices_ptr": "*i32", "offsets_ptr": "*i32", "counts_ptr": "*i32", "capacity": "i32", "N": "i32",
-        },
+        "signature": {"indices_ptr": "*i32", "offsets_ptr": "*i32", "counts_ptr": "*i32"},
         "constexprs": {"BLOCK": 128, "IS_CSR": False},
         "num_warps": 4,
     },
     _column_fill_kernel: {
         "signature": {
-            "indices_ptr": "*i32", "offsets_ptr": "*i32", "col_offsets_ptr": "*i64", "counts_ptr": "*i32",
-            "keys_ptr": "*i64", "capacity": "i32", "N": "i32",
+            "indices_ptr": "*i32", "offsets_ptr": "*i32", "col_offsets_ptr": "*i64", "counts_ptr": "*i32", "keys_ptr":
+            "*i64",
         },
         "constexprs": {"BLOCK": 128, "IS_CSR": False},
         "num_warps": 4,
     },
     _column_sort_kernel: {
-        "signature": {**_SORTED, "N": "i32"},
+        "signature": {**_SORTED},
         "constexprs": {"LONG": 256, "COLUMNS": 4, "BLOCK": 16},
         "num_warps": 1,
     },

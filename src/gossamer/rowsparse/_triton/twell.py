@@ -14,11 +14,14 @@ from gossamer._core import launch
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.pack import (
     append_entries,
+    chunk_columns,
     clear_slots,
     count_bits,
     load_chunk,
+    load_threshold,
     nonzero_bits,
     scan_tile,
+    word_bits,
 )
 from gossamer.rowsparse.formats import tile_index_dtype
 from gossamer.rowsparse.pack import one_program_a_row
@@ -41,18 +44,15 @@ def _pack_twell_kernel(
         for start in range(0, width, BLOCK):
             x = load_chunk(x_ptr + begin, start, width, BLOCK, VEC)
             if ABOVE:
-                columns = start + tl.arange(0, BLOCK // VEC)[:, None] * VEC + tl.arange(0, VEC)[None, :]
+                columns = chunk_columns(start, BLOCK, VEC)
                 bound = 0.0
                 if bounds_ptr is not None:
                     bound = tl.load(bounds_ptr + row)
                     if factors_ptr is not None:
                         bound *= tl.load(factors_ptr + begin + columns, mask=columns < width, other=0.0)
                 if threshold_ptr is not None:
-                    bound = tl.load(threshold_ptr + begin + columns, mask=columns < width, other=0.0)
-                    bound = bound.to(tl.float32)
-                    bound = tl.where(bound < 0, 0.0, bound)
-                keep = ~(x.to(tl.float32) <= bound) & (columns < width)
-                bits = tl.sum(keep.to(tl.int32) << tl.arange(0, VEC)[None, :], axis=1)
+                    bound = load_threshold(threshold_ptr + begin, 1, columns, width)
+                bits = word_bits(~(x.to(tl.float32) <= bound) & (columns < width), VEC)
             else:
                 bits = nonzero_bits(x, VEC)
             counts = count_bits(bits)
@@ -165,17 +165,16 @@ def twell_to_ell(
 EXAMPLES = {
     _pack_twell_kernel: {
         "signature": {
-            "x_ptr": "*bf16", "threshold_ptr": "*fp32", "bounds_ptr": None, "factors_ptr": None,
-            "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16",
-            **dict.fromkeys(("stride_xm", "N", "tiles", "tile", "slots"), "i32"),
+            "x_ptr": "*bf16", "threshold_ptr": "*fp32", "bounds_ptr": None, "factors_ptr": None, "values_ptr": "*bf16",
+            "indices_ptr": "*u8", "counts_ptr": "*i16",
         },
         "constexprs": {"BLOCK": 256, "VEC": 8, "ABOVE": True},
         "num_warps": 1,
     },
     _twell_to_ell_kernel: {
         "signature": {
-            "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16", "out_ptr": "*bf16",
-            "columns_ptr": "*i32", "nnz_ptr": "*i32", "tiles": "i32", "slots": "i32", "tile": "i32", "capacity": "i32",
+            "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16", "out_ptr": "*bf16", "columns_ptr":
+            "*i32", "nnz_ptr": "*i32",
         },
         "constexprs": {"BLOCK": 256},
         "num_warps": 1,

@@ -18,17 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.rowsparse._triton.pack import clear_slots, count_bits, pop_lowest, scan_tile
-from gossamer.sae._triton.select import (
-    SHIFT,
-    _example,
-    chunk_columns,
-    emit_largest,
-    load_pre,
-    rank_key,
-    ranked,
-    word_bits,
-)
+from gossamer.rowsparse._triton.pack import chunk_columns, clear_slots, count_bits, pop_lowest, scan_tile, word_bits
+from gossamer.sae._triton.select import SHIFT, emit_largest, example, load_pre, rank_key, ranked
 
 BOUND, LISTED, KTH, NEED = (tl.constexpr(word) for word in range(4))
 """Words of what the launches tell each other: the bound, how many numbers reach it, the k-th largest key of the batch,
@@ -459,30 +450,28 @@ def emit(
 
 
 _LISTS = {"words_ptr": "*i64", "list_ptr": "*i32"}
-_SIZES = ("N", "length")
 _Z = {"z_ptr": "*bf16", "bias_ptr": "*fp32", "scale_ptr": "*bf16"}
-_N = dict.fromkeys(_SIZES, "i32")
 
 EXAMPLES = {
     _count_sample_kernel: {
-        "signature": {**_Z, "counts_ptr": "*i64", "every": "i32", "N": "i32", "size": "i32"},
+        "signature": {**_Z, "counts_ptr": "*i64"},
         "constexprs": {"RUN": 16, "STEP": 2048, "BLOCK": 512, "SHIFT": 16, "LOW": 0},
         "num_warps": 4,
     },
     _count_ties_kernel: {
-        **_example({**_LISTS, "reach_ptr": "*i32", "ties_ptr": "*i32", "above_ptr": "*i32"}, _SIZES, BLOCK=512),
+        **example({**_LISTS, "reach_ptr": "*i32", "ties_ptr": "*i32", "above_ptr": "*i32"}, BLOCK=512),
         "num_warps": 1,
     },
     _share_ties_kernel: {
         "signature": {
             "words_ptr": "*i64", **dict.fromkeys(("ties_ptr", "above_ptr", "kth_ptr", "need_ptr"), "*i32"),
-            "offsets_ptr": "*i64", "M": "i32", "N": "i32",
+            "offsets_ptr": "*i64",
         },
         "constexprs": {"BLOCK": 4096},
         "num_warps": 8,
     },
     _find_kernel: {
-        "signature": {"counts_ptr": "*i64", "words_ptr": "*i64", "rank": "i32"},
+        "signature": {"counts_ptr": "*i64", "words_ptr": "*i64"},
         "constexprs": {"PART": 1, "BINS": 32768, "SHIFT": 16, "LOW": 0},
         "num_warps": 16,
     },
@@ -490,33 +479,27 @@ EXAMPLES = {
         "signature": {
             **_Z, "list_ptr": "*i32", "columns_ptr": "*i32", "reach_ptr": "*i32", "kth_ptr": "*i32", "need_ptr": "*i32",
             "offsets_ptr": "*i64", "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": None, "l0_ptr": "*fp32",
-            **_N, "capacity": "i32",
         },
         "constexprs": {"SHIFT": 16, "LIST": 256, "MAY_OVERFLOW": False},
         "num_warps": 4,
     },
     _list_row_kernel: {
-        **_example({"words_ptr": "*i64", "columns_ptr": "*i32", "reach_ptr": "*i32"}, _SIZES, BLOCK=512),
+        **example({"words_ptr": "*i64", "columns_ptr": "*i32", "reach_ptr": "*i32"}, BLOCK=512),
         "num_warps": 1,
     },
     _count_listed_kernel: {
-        "signature": {
-            **_Z, "counts_ptr": "*i64", **_LISTS, "columns_ptr": "*i32", "reach_ptr": "*i32", "M": "i32", **_N,
-        },
+        "signature": {**_Z, "counts_ptr": "*i64", **_LISTS, "columns_ptr": "*i32", "reach_ptr": "*i32"},
         "constexprs": {"ROWS": 8, "BLOCK": 256, "WINDOW": 256, "SHIFT": 16, "LOW": 0},
         "num_warps": 8,
     },
     _count_rest_kernel: {
-        "signature": {
-            **_Z, "counts_ptr": "*i64", "words_ptr": "*i64", "reach_ptr": "*i32", "wanted": "i32", "M": "i32", **_N,
-        },
+        "signature": {**_Z, "counts_ptr": "*i64", "words_ptr": "*i64", "reach_ptr": "*i32"},
         "constexprs": {"BLOCK": 2048, "WINDOW": 1024, "SHIFT": 16, "LOW": 0},
         "num_warps": 8,
     },
     _count_low_kernel: {
-        **_example(
-            {"z_ptr": "*fp32", "counts_ptr": "*i64", **_LISTS, "reach_ptr": "*i32"}, _SIZES, BLOCK=256, VEC=4, SHIFT=0,
-            LOW=15,
+        **example(
+            {"z_ptr": "*fp32", "counts_ptr": "*i64", **_LISTS, "reach_ptr": "*i32"}, BLOCK=256, VEC=4, SHIFT=0, LOW=15,
         ),
         "num_warps": 1,
     },

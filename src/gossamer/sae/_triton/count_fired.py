@@ -54,7 +54,6 @@ EXAMPLES = {
     _count_fired_kernel: {
         "signature": {
             "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "source_ptr": "*bf16", "out_ptr": "*i64",
-            "stride_sm": "i32", "N": "i32", "capacity": "i32",
         },
         "constexprs": {"BLOCK": 128},
         "num_warps": 1,

@@ -236,10 +236,8 @@ def _decode_and_plan(
 EXAMPLES = {
     _decode_fwd_kernel: {
         "signature": {
-            "x_ptr": "*fp32", "w_ptr": "*fp32", "bias_ptr": None, "out_ptr": "*fp32", "nnz_ptr": "*i32",
-            "words_ptr": "*i64", "epoch": "i32",
-            "stride_xm": "i32", "stride_wn": "i32", "M": "i32", "N": "i32", "D": "i32", "capacity": "i32",
-            "chunks": "i32",
+            "x_ptr": "*fp32", "w_ptr": "*fp32", "bias_ptr": None, "out_ptr": "*fp32", "nnz_ptr": "*i32", "words_ptr":
+            "*i64",
         },
         "constexprs": {
             "BLOCK": 1024, "VEC": 4, "FLAGS": 64, "BLOCK_E": 32, "BLOCK_D": 32, "RUN": 0, "LEADS": False,

@@ -173,32 +173,24 @@ def bwd_source(
 
 _COLUMNS = {
     "grad_ptr": "*bf16", "grad_l0_ptr": "*fp32", "threshold_ptr": "*fp32", "bias_out_ptr": "*fp32",
-    "threshold_out_ptr": "*fp32", "stride_gm": "i32", "stride_l": "i32", "stride_t": "i32", "half": "fp32",
-    "capacity": "i32",
+    "threshold_out_ptr": "*fp32", "half": "fp32",
 }  # fmt: skip
 
 EXAMPLES = {
     _encode_bwd_columns_kernel: {
-        "signature": {
-            **_COLUMNS, "keys_ptr": "*i64", "offsets_ptr": "*i64", "values_ptr": "*bf16", "starts_ptr": None,
-            "stride_gs": "i32",
-        },
+        "signature": {**_COLUMNS, "keys_ptr": "*i64", "offsets_ptr": "*i64", "values_ptr": "*bf16", "starts_ptr": None},
         "constexprs": {"BLOCK": 128},
         "num_warps": 1,
     },
     _encode_bwd_columns_overflow_kernel: {
-        "signature": {
-            **_COLUMNS, "source_ptr": "*bf16", "nnz_ptr": "*i32", "any_ptr": "*i1", "stride_gn": "i32", "M": "i32",
-            "N": "i32",
-        },
+        "signature": {**_COLUMNS, "source_ptr": "*bf16", "nnz_ptr": "*i32", "any_ptr": "*i1"},
         "constexprs": {"BLOCK_M": 16, "BLOCK_N": 128},
         "num_warps": 4,
     },
     _encode_bwd_source_kernel: {
         "signature": {
             "grad_ptr": "*bf16", "source_ptr": "*bf16", "nnz_ptr": "*i32", "grad_l0_ptr": "*fp32",
-            "threshold_ptr": "*fp32", "out_ptr": "*bf16", "stride_gm": "i32", "stride_gn": "i32", "stride_l": "i32",
-            "stride_t": "i32", "half": "fp32", "N": "i32", "capacity": "i32",
+            "threshold_ptr": "*fp32", "out_ptr": "*bf16", "half": "fp32",
         },
         "constexprs": {"BLOCK": 4096},
         "num_warps": 4,

@@ -12,9 +12,17 @@ from torch import Tensor
 
 from gossamer._core import launch
 from gossamer.rowsparse._triton import pack
-from gossamer.rowsparse._triton.pack import DONE, clear_slots, count_bits, wait_and_sum
-from gossamer.sae._triton._entries import GROUPS, activate_row, append_active, load_threshold
-from gossamer.sae._triton.select import add_bias, chunk_columns, load_pre, word_bits
+from gossamer.rowsparse._triton.pack import (
+    DONE,
+    chunk_columns,
+    clear_slots,
+    count_bits,
+    load_threshold,
+    wait_and_sum,
+    word_bits,
+)
+from gossamer.sae._triton._entries import GROUPS, activate_row, append_active
+from gossamer.sae._triton.select import add_bias, load_pre
 
 
 @triton.jit(do_not_specialize=["epoch"])
@@ -112,9 +120,8 @@ def encode_chunks(
 EXAMPLES = {
     _encode_split_kernel: {
         "signature": {
-            "z_ptr": "*fp32", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "values_ptr": "*fp32",
-            "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32", "flags_ptr": "*i64", "epoch": "i32",
-            "stride_t": "i32", "half": "fp32", "N": "i32", "capacity": "i32", "chunks": "i32",
+            "z_ptr": "*fp32", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "values_ptr": "*fp32", "indices_ptr":
+            "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32", "flags_ptr": "*i64", "half": "fp32",
         },
         "constexprs": {"BLOCK": 512, "VEC": 4, "FLAGS": 128, "WINDOW": False, "MAY_OVERFLOW": True},
         "num_warps": 1,

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
+from gossamer.rowsparse._triton.pack import load_threshold
 from gossamer.rowsparse.formats import threshold_dtype
-from gossamer.sae._triton._entries import load_threshold
 from gossamer.sae._triton.encode import encode
 from gossamer.sae.ranked import ranked
 
@@ -158,13 +158,11 @@ def _runs(m: int, n: int, acts: Tensor) -> tuple[int, tuple[int, int, int]]:
     return length, (blocks, launch.cdiv(max(m, 1), length), 1)
 
 
-_SIZES = {"half": "fp32", "M": "i32", "N": "i32", "length": "i32"}
 EXAMPLES = {
     _encode_dense_kernel: {
         "signature": {
             "z_ptr": "*bf16", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "l0_ptr": "*i32", "nnz_ptr": "*i32",
-            "fired_ptr": "*i32",
-            **_SIZES,
+            "fired_ptr": "*i32", "half": "fp32",
         },
         "constexprs": {**TILE, "WINDOW": True},
         "num_warps": 4,
@@ -172,8 +170,7 @@ EXAMPLES = {
     _encode_dense_bwd_kernel: {
         "signature": {
             "grad_ptr": "*bf16", "acts_ptr": "*bf16", "grad_l0_ptr": "*fp32", "threshold_ptr": "*fp32",
-            "out_ptr": "*bf16", "sums_ptr": "*fp32", "stride_gm": "i32", "stride_gn": "i32", "stride_l": "i32",
-            **_SIZES,
+            "out_ptr": "*bf16", "sums_ptr": "*fp32", "half": "fp32",
         },
         "constexprs": {**TILE, "TO_INPUT": False},
         "num_warps": 4,

@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.rowsparse._triton.pack import clear_slots, count_bits, scan_tile
-from gossamer.sae._triton._entries import GROUPS, activate_row, append_active, load_threshold
-from gossamer.sae._triton.select import add_bias, chunk_columns, load_pre, word_bits
+from gossamer.rowsparse._triton.pack import chunk_columns, clear_slots, count_bits, load_threshold, scan_tile, word_bits
+from gossamer.sae._triton._entries import GROUPS, activate_row, append_active
+from gossamer.sae._triton.select import add_bias, load_pre
 
 
 @triton.jit
@@ -107,15 +107,14 @@ def encode_rows(
 
 EXAMPLES = {
     _limits_kernel: {
-        "signature": {"threshold_ptr": "*fp32", "out_ptr": "*bf16", "stride_t": "i32", "half": "fp32", "N": "i32"},
+        "signature": {"threshold_ptr": "*fp32", "out_ptr": "*bf16", "half": "fp32"},
         "constexprs": {"BLOCK": 1024},
         "num_warps": 4,
     },
     _encode_row_kernel: {
         "signature": {
-            "z_ptr": "*bf16", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "limits_ptr": None,
-            "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32", "stride_t": "i32",
-            "half": "fp32", "N": "i32", "capacity": "i32",
+            "z_ptr": "*bf16", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "limits_ptr": None, "values_ptr": "*bf16",
+            "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32", "half": "fp32",
         },
         "constexprs": {"BLOCK": 1024, "VEC": 8, "WINDOW": True, "MAY_OVERFLOW": True},
         "num_warps": 1,

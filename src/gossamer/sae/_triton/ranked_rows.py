@@ -10,17 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.rowsparse._triton.pack import clear_slots, count_bits, scan_tile
+from gossamer.rowsparse._triton.pack import chunk_columns, clear_slots, count_bits, scan_tile, word_bits
 from gossamer.sae._triton._entries import GROUPS, append_active
-from gossamer.sae._triton.select import (
-    SHIFT,
-    add_bias,
-    chunk_columns,
-    load_pre,
-    rank_key,
-    settle_ties,
-    word_bits,
-)
+from gossamer.sae._triton.select import SHIFT, add_bias, load_pre, rank_key, settle_ties
 
 
 @triton.jit
@@ -122,7 +114,7 @@ EXAMPLES = {
         "signature": {
             "z_ptr": "*bf16", "bias_ptr": "*fp32", "scale_ptr": None, "kth_ptr": "*i32", "need_ptr": "*i32",
             "reach_ptr": "*i32", "offsets_ptr": None, "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32",
-            "l0_ptr": "*fp32", "length": "i32", "N": "i32", "capacity": "i32",
+            "l0_ptr": "*fp32",
         },
         "constexprs": {"BLOCK": 1024, "VEC": 8, "SHIFT": 16, "MAY_OVERFLOW": True},
         "num_warps": 1,

@@ -18,17 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.rowsparse._triton.pack import clear_slots, count_bits, pop_lowest, scan_tile
+from gossamer.rowsparse._triton.pack import chunk_columns, clear_slots, count_bits, pop_lowest, scan_tile, word_bits
 
 NAN_KEY = tl.constexpr(0x7FFFFFFF)
 SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 """Low bits of a float32 that are zero in every number of the dtype."""
-
-
-@triton.jit
-def chunk_columns(start, BLOCK: tl.constexpr, VEC: tl.constexpr):
-    """Columns start to start + BLOCK as [BLOCK / VEC, VEC], so that a thread holds VEC neighbours: one *word*."""
-    return start + tl.arange(0, BLOCK // VEC)[:, None] * VEC + tl.arange(0, VEC)[None, :]
 
 
 @triton.jit
@@ -68,12 +62,6 @@ def ranked(z, bias_ptr, scale_ptr, columns, N):
 def rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT: tl.constexpr):
     """The key of what is ranked."""
     return order_key(ranked(z, bias_ptr, scale_ptr, columns, N), SHIFT)
-
-
-@triton.jit
-def word_bits(keep, VEC: tl.constexpr):
-    """Bit v of word g is keep[g, v]."""
-    return tl.sum(keep.to(tl.int32) << tl.arange(0, VEC)[None, :], axis=1)
 
 
 @triton.jit
@@ -323,20 +311,19 @@ def _largest_of_rows(
     _row_kth((programs, 1, 1), (z, bias, scale, some, lists, *results, m, n, k, length), meta, **tile.options)
 
 
-def _example(pointers: dict[str, str | None], integers: tuple[str, ...], **constexprs: int) -> dict[str, object]:
+def example(pointers: dict[str, str | None], **constexprs: int) -> dict[str, object]:
     operands = {"z_ptr": "*bf16", "bias_ptr": "*fp32", "scale_ptr": "*bf16"}
-    signature = {**operands, **pointers, **dict.fromkeys(integers, "i32")}
-    return {"signature": signature, "constexprs": {"VEC": 8, "SHIFT": 16, **constexprs}}
+    return {"signature": {**operands, **pointers}, "constexprs": {"VEC": 8, "SHIFT": 16, **constexprs}}
 
 
 EXAMPLES = {
     _row_kth_kernel: {
-        **_example(
+        **example(
             {
                 "some_ptr": "*i32", "list_ptr": "*i32", "kth_ptr": None, "need_ptr": None, "values_ptr": "*bf16",
                 "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32",
             },
-            ("M", "N", "k", "length"), BLOCK=2048, LIST=256,
+            BLOCK=2048, LIST=256,
         ),
         "num_warps": 4,
     },

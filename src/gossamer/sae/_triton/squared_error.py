@@ -75,17 +75,14 @@ def _tile(d: int) -> launch.Tile:
     return launch.Tile({"BLOCK": block}, max(1, block // 256))
 
 
-_SIZES = dict.fromkeys(("stride_xm", "stride_ym", "D"), "i32")
 EXAMPLES = {
     _squared_error_fwd_kernel: {
-        "signature": {"x_ptr": "*bf16", "y_ptr": "*bf16", "out_ptr": "*fp32", **_SIZES},
+        "signature": {"x_ptr": "*bf16", "y_ptr": "*bf16", "out_ptr": "*fp32"},
         "constexprs": {"BLOCK": 1024},
         "num_warps": 4,
     },
     _squared_error_bwd_kernel: {
-        "signature": {
-            "grad_ptr": "*fp32", "x_ptr": "*bf16", "y_ptr": "*bf16", "out_ptr": "*bf16", "stride_g": "i32", **_SIZES,
-        },
+        "signature": {"grad_ptr": "*fp32", "x_ptr": "*bf16", "y_ptr": "*bf16", "out_ptr": "*bf16"},
         "constexprs": {"BLOCK": 1024},
         "num_warps": 4,
     },

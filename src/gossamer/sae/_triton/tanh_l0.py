@@ -132,18 +132,17 @@ def tanh_l0_bwd(
 _ROWS = {
     "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "source_ptr": "*bf16", "scale_ptr": "*fp32",
 }  # fmt: skip
-_SIZES = {"stride_sm": "i32", "N": "i32", "capacity": "i32"}
 
 EXAMPLES = {
     _tanh_l0_fwd_kernel: {
-        "signature": {**_ROWS, "out_ptr": "*fp32", **_SIZES},
+        "signature": {**_ROWS, "out_ptr": "*fp32"},
         "constexprs": {"BLOCK": 256},
         "num_warps": 2,
     },
     _tanh_l0_bwd_kernel: {
         "signature": {
             "grad_ptr": "*fp32", **_ROWS, "grad_values_ptr": "*bf16", "grad_source_ptr": "*bf16", "slope_ptr": "*bf16",
-            "slope_source_ptr": "*bf16", "stride_g": "i32", **_SIZES,
+            "slope_source_ptr": "*bf16",
         },
         "constexprs": {"BLOCK": 256},
         "num_warps": 2,
