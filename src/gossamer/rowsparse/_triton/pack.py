@@ -99,6 +99,13 @@ def append_entries(
 
 
 @triton.jit
+def publish(flag_ptr, epoch, count):
+    """Tells the programs after this one its count. An atomic, because a plain store could sit in a write buffer while
+    they wait."""
+    tl.atomic_xchg(flag_ptr, (epoch.to(tl.int64) << 32) | count, sem="relaxed")
+
+
+@triton.jit
 def wait_and_sum(flags_ptr, count, ready, FLAGS: tl.constexpr):
     """Waits until each of the first `count` words, without its count, is `ready` or, if later, done; sums the counts.
 
@@ -124,9 +131,7 @@ def scan_chunk(
     bits = nonzero_bits(load_chunk(x_ptr, start, N, BLOCK, VEC), VEC)
     counts = count_bits(bits)
     count = tl.sum(counts, axis=0)
-    word = (epoch.to(tl.int64) << 32) | count
-    # An atomic, because a plain store could sit in a write buffer while others wait.
-    tl.atomic_xchg(flags_ptr + chunk, word, sem="relaxed")
+    publish(flags_ptr + chunk, epoch, count)
     if (count > 0) | (chunk == chunks - 1):
         base = wait_and_sum(flags_ptr, chunk, epoch.to(tl.int64) << 1, FLAGS)
         if base < capacity:

@@ -329,36 +329,47 @@ def _share_ties_kernel(
 
 @triton.jit
 def _emit_row_kernel(
-    z_ptr, bias_ptr, scale_ptr, list_ptr, columns_ptr, reach_ptr, kth_ptr, need_ptr, offsets_ptr, values_ptr,
-    indices_ptr, nnz_ptr, l0_ptr, N, length, capacity,
-    SHIFT: tl.constexpr, LIST: tl.constexpr, MAY_OVERFLOW: tl.constexpr,
+    z_ptr, bias_ptr, scale_ptr, list_ptr, columns_ptr, reach_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, nnz_ptr,
+    l0_ptr, N, length, capacity, SHIFT: tl.constexpr, LIST: tl.constexpr, MAY_OVERFLOW: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): its entries from its list, if that has them all and, with MAY_OVERFLOW, the capacity suffices.
-    With `offsets_ptr` they are those of CSR, and the programs share what is padding among `capacity` slots in all."""
+    """Program (row), of an ELL: its entries from its list, if that has them all and, with MAY_OVERFLOW, the capacity
+    suffices."""
     row = tl.program_id(0).to(tl.int64)
     reach = tl.load(reach_ptr + row)
-    begin = row * capacity
-    if offsets_ptr is not None:
-        begin = tl.load(offsets_ptr + row)
-        rows = tl.num_programs(0).to(tl.int64)
-        clear_slots(values_ptr, indices_ptr, tl.load(offsets_ptr + rows) + row * 256, capacity, rows * 256, 256)
-        capacity = (tl.load(offsets_ptr + row + 1) - begin).to(tl.int32)
     if reach <= length:
-        kth = tl.load(kth_ptr + row)
-        need = tl.load(need_ptr + row)
-        values_ptr += begin
-        indices_ptr += begin
+        values_ptr += row * capacity
+        indices_ptr += row * capacity
         held = emit_largest(
-            z_ptr + row * N, bias_ptr, scale_ptr, list_ptr + row * length, columns_ptr + row * length, None, reach, kth,
-            need, values_ptr, indices_ptr, N, capacity, LIST, SHIFT,
+            z_ptr + row * N, bias_ptr, scale_ptr, list_ptr + row * length, columns_ptr + row * length, None, reach,
+            tl.load(kth_ptr + row), tl.load(need_ptr + row), values_ptr, indices_ptr, N, capacity, LIST, SHIFT,
         )  # fmt: skip
         tl.store(l0_ptr + row, held)
-        if offsets_ptr is None:
-            tl.store(nnz_ptr + row, held)
-            clear_slots(values_ptr, indices_ptr, held, capacity, 256, 256)
+        tl.store(nnz_ptr + row, held)
+        clear_slots(values_ptr, indices_ptr, held, capacity, 256, 256)
         if MAY_OVERFLOW:
             if held > capacity:
                 tl.store(reach_ptr + row, length + 1)
+
+
+@triton.jit
+def _emit_row_csr_kernel(
+    z_ptr, bias_ptr, scale_ptr, list_ptr, columns_ptr, reach_ptr, kth_ptr, need_ptr, offsets_ptr, values_ptr,
+    indices_ptr, l0_ptr, N, length, slots, SHIFT: tl.constexpr, LIST: tl.constexpr,
+):  # fmt: skip
+    """Program (row), of a CSR: its entries from its list, if that has them all. The programs share what is padding
+    among `slots` in all."""
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    clear_slots(values_ptr, indices_ptr, tl.load(offsets_ptr + rows) + row * 256, slots, rows * 256, 256)
+    reach = tl.load(reach_ptr + row)
+    if reach <= length:
+        begin = tl.load(offsets_ptr + row)
+        room = (tl.load(offsets_ptr + row + 1) - begin).to(tl.int32)
+        held = emit_largest(
+            z_ptr + row * N, bias_ptr, scale_ptr, list_ptr + row * length, columns_ptr + row * length, None, reach,
+            tl.load(kth_ptr + row), tl.load(need_ptr + row), values_ptr + begin, indices_ptr + begin, N, room, LIST,
+            SHIFT,
+        )  # fmt: skip
+        tl.store(l0_ptr + row, held)
 
 
 _count_sample = launch.Kernel(_count_sample_kernel)
@@ -370,6 +381,7 @@ _count_low = launch.Kernel(_count_low_kernel)
 _count_ties = launch.Kernel(_count_ties_kernel)
 _share_ties = launch.Kernel(_share_ties_kernel)
 _emit_row = launch.Kernel(_emit_row_kernel)
+_emit_row_csr = launch.Kernel(_emit_row_csr_kernel)
 
 
 class Found:
@@ -443,14 +455,23 @@ def emit(
     """Fills values, indices, nnz and l0 of rows whose list has all their entries; `found.reach` exceeds `found.length`
     for the others then, and with `may_overflow` for rows of more entries than there are slots. With the `offsets` that
     `find` has filled, values and indices are those of CSR, and there is no nnz."""
-    (m, n), capacity = z.shape, out[0].shape[-1]
-    meta = {"SHIFT": SHIFT[z.dtype], "LIST": 256, "MAY_OVERFLOW": may_overflow}
-    args = (z, bias, scale, found.keys, found.columns, found.reach, found.kth, found.need, offsets, *out)
-    _emit_row((m, 1, 1), (*args, n, found.length, capacity), meta, num_warps=4)
+    (m, n), (values, indices, nnz, l0) = z.shape, out
+    meta = {"SHIFT": SHIFT[z.dtype], "LIST": 256}
+    args = (z, bias, scale, found.keys, found.columns, found.reach, found.kth, found.need)
+    if offsets is not None:
+        args += (offsets, values, indices, l0, n, found.length, len(values))
+        _emit_row_csr((m, 1, 1), args, meta, num_warps=4)
+    else:
+        args += (values, indices, nnz, l0, n, found.length, values.shape[1])
+        _emit_row((m, 1, 1), args, meta | {"MAY_OVERFLOW": may_overflow}, num_warps=4)
 
 
 _LISTS = {"words_ptr": "*i64", "list_ptr": "*i32"}
 _Z = {"z_ptr": "*bf16", "bias_ptr": "*fp32", "scale_ptr": "*bf16"}
+_EMITTED = {
+    **_Z, "list_ptr": "*i32", "columns_ptr": "*i32", "reach_ptr": "*i32", "kth_ptr": "*i32", "need_ptr": "*i32",
+    "values_ptr": "*bf16", "indices_ptr": "*i32", "l0_ptr": "*fp32",
+}  # fmt: skip
 
 EXAMPLES = {
     _count_sample_kernel: {
@@ -476,11 +497,13 @@ EXAMPLES = {
         "num_warps": 16,
     },
     _emit_row_kernel: {
-        "signature": {
-            **_Z, "list_ptr": "*i32", "columns_ptr": "*i32", "reach_ptr": "*i32", "kth_ptr": "*i32", "need_ptr": "*i32",
-            "offsets_ptr": "*i64", "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": None, "l0_ptr": "*fp32",
-        },
-        "constexprs": {"SHIFT": 16, "LIST": 256, "MAY_OVERFLOW": False},
+        "signature": {**_EMITTED, "nnz_ptr": "*i32"},
+        "constexprs": {"SHIFT": 16, "LIST": 256, "MAY_OVERFLOW": True},
+        "num_warps": 4,
+    },
+    _emit_row_csr_kernel: {
+        "signature": {**_EMITTED, "offsets_ptr": "*i64"},
+        "constexprs": {"SHIFT": 16, "LIST": 256},
         "num_warps": 4,
     },
     _list_row_kernel: {

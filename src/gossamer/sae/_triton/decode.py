@@ -20,7 +20,7 @@ from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow, pack
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.matmul import gather_tile, matmul
-from gossamer.rowsparse._triton.pack import count_bits, load_chunk, nonzero_bits, pop_lowest, wait_and_sum
+from gossamer.rowsparse._triton.pack import count_bits, load_chunk, nonzero_bits, pop_lowest, publish, wait_and_sum
 from gossamer.sae.decode_path import one_launch
 
 
@@ -44,12 +44,11 @@ def scan(
     counts = count_bits(bits)
     count = tl.sum(counts, axis=0)
     tag = epoch.to(tl.int64) << 32
-    # Atomics, because a plain store could sit in a write buffer while others wait.
-    tl.atomic_xchg(counts_ptr + chunk, tag | count, sem="relaxed")
+    publish(counts_ptr + chunk, epoch, count)
     if (count > 0) | (chunk == chunks - 1):
         base = wait_and_sum(counts_ptr, chunk, epoch.to(tl.int64) << 1, FLAGS)
         if chunk == chunks - 1:
-            tl.atomic_xchg(counts_ptr + chunks, tag | (base + count), sem="relaxed")
+            publish(counts_ptr + chunks, epoch, base + count)
             tl.store(nnz_ptr, base + count)
         if base < capacity:
             slot = base + tl.cumsum(counts, axis=0) - counts

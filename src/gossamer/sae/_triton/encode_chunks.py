@@ -18,6 +18,7 @@ from gossamer.rowsparse._triton.pack import (
     clear_slots,
     count_bits,
     load_threshold,
+    publish,
     wait_and_sum,
     word_bits,
 )
@@ -51,8 +52,7 @@ def _encode_split_kernel(
         bits = word_bits(~(pre <= threshold), VEC)
     counts = count_bits(bits)
     count = tl.sum(counts, axis=0)
-    word = (epoch.to(tl.int64) << 32) | count
-    tl.atomic_xchg(flags_ptr + chunk, word, sem="relaxed")
+    publish(flags_ptr + chunk, epoch, count)
     if count > 0:
         base = wait_and_sum(flags_ptr, chunk, epoch.to(tl.int64) << 1, FLAGS)
         if base < capacity:
@@ -65,7 +65,7 @@ def _encode_split_kernel(
             tl.atomic_add(l0_ptr + row, tl.sum((~(pre <= threshold)).to(tl.float32)), sem="relaxed")
     # Every thread must have written its entries, and read z, before the one thread that signals says so.
     tl.debug_barrier()
-    tl.atomic_xchg(flags_ptr + chunk, word | DONE, sem="release")
+    tl.atomic_xchg(flags_ptr + chunk, (epoch.to(tl.int64) << 32) | count | DONE, sem="release")
     if chunk == chunks - 1:
         total = wait_and_sum(flags_ptr, chunks, (epoch.to(tl.int64) << 1) + 1, FLAGS)
         tl.store(nnz_ptr + row, total)
