@@ -102,6 +102,11 @@ def pack(
     return made(CSR, values, indices, row_offsets, tuple(x.shape), source)
 
 
+def one_program_a_row(m: int, n: int) -> bool:
+    """Whether rows alone fill the GPU, so that the scan needs no exchange between programs."""
+    return m >= 512 or n <= 2048
+
+
 def unpack(rows: Rows) -> Tensor:
     """The dense tensor of a container; repeated indices add up, overflowed rows come from the source.
 

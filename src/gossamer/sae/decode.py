@@ -16,6 +16,7 @@ from gossamer.rowsparse.matmul import check_dtypes, check_weight, gradients, mat
 from gossamer.rowsparse.pack import check_container
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import decode as _cpu
+from gossamer.sae.decode_path import break_even, dense_is_faster
 
 _checked: Checked[int] = Checked()
 """Of calls without gradients: their slots, or 0 for the dense product."""
@@ -90,7 +91,7 @@ def decode(
     check_dtypes(operator, "acts", acts, "W_dec", W_dec)
     m = acts.numel() // n if n else math.prod(acts.shape[:-1])
     fast = method == "auto" and capacity is None and out_dtype in (None, W_dec.dtype)
-    if method == "dense" or (fast and tuning.dense_is_faster(m, n, d, W_dec)):
+    if method == "dense" or (fast and dense_is_faster(m, n, d, W_dec)):
         # The gradient lives at the entries, whichever way the product takes.
         masked = acts.requires_grad and torch.is_grad_enabled()
         _checked.keep(key, 0)
@@ -105,7 +106,7 @@ def decode(
                 raise ValueError(
                     f'{operator}: method="fixed" needs capacity, the number of entries a row has room for.'
                 )
-            capacity = tuning.break_even(m, n, d, W_dec)
+            capacity = break_even(m, n, d, W_dec)
         slots = min(capacity, n)
         if truncate and validate:
             checks.no_sync(operator, "validate=True", 'Use method="auto", which is exact without a sync.')

@@ -253,20 +253,16 @@ def project(
     meta |= {"LEADS": follows, **tuning.dot_precision(x, k)}
     strides = (x.stride(0), gate.stride(0), 0 if up is None else up.stride(0))
     args = (x, gate, gate_bias, threshold, up, up_bias, *lists, *strides, m, n, k)
-    biases = tuple(None if t is None else t.dtype for t in (gate_bias, threshold, up_bias))
-    key = (m, n, k, strides, x.dtype, biases, up is None, squared, nnz is None, meta["PRECISION"], tile)
     warps, stages, registers = tile.hidden_launch
     grid = (programs, 1, 1)
-    first = _few_hidden(key, grid, args, meta, num_warps=warps, num_stages=stages, maxnreg=registers, head=10)
+    first = _few_hidden(grid, args, meta, num_warps=warps, num_stages=stages, maxnreg=registers, head=10)
     slots, block_d, parts = tile.down
     meta = {"BLOCK_U": slots // 2 if wide else slots, "BLOCK_D": block_d, "BLOCK_P": 1024, "ROWS": rows}
     meta |= {"PARTS": parts, "FOLLOWS": follows, **tuning.dot_precision(x, n)}
     stride_dd, stride_dn = down.stride()
     args = (*lists, down, down_bias, out, nnz, programs, block_n, stride_dn, stride_dd, m, d)
-    key = (m, n, d, programs, stride_dn, stride_dd, x.dtype, None if down_bias is None else down_bias.dtype)
-    key += (nnz is None, meta["PRECISION"], tile)
     grid = (launch.cdiv(d, block_d), 1, 1)
-    second = _few_down(key, grid, args, meta, num_warps=tile.down_warps, num_stages=1, follows=follows, head=8)
+    second = _few_down(grid, args, meta, num_warps=tile.down_warps, num_stages=1, follows=follows, head=8)
     return (first, second), lists
 
 

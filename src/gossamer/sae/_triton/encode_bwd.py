@@ -135,20 +135,17 @@ def bwd_columns(
         return bias_out, threshold_out
     stride_t = 0 if threshold is None else threshold.stride(0)
     tail = (grad_l0.stride(0), stride_t, bandwidth / 2)
-    dtypes = (grad_values.dtype, values.dtype, threshold is None)
     strides = (0, *grad_values.stride()) if is_csr else grad_values.stride()
-    key = (n, capacity, strides, tail, dtypes, is_csr)
     args = (keys, col_offsets, values, starts, grad_values, grad_l0, threshold, bias_out, threshold_out)
     args += (*strides, *tail, capacity)
-    _encode_bwd_columns(key, (n, 1, 1), args, {"BLOCK": 128}, num_warps=1)
+    _encode_bwd_columns((n, 1, 1), args, {"BLOCK": 128}, num_warps=1)
     if source.shape[0]:
         m = source.shape[0]
         any_flagged = (nnz > capacity).any()
-        key = (m, n, capacity, grad_source.stride(), tail, dtypes, grad_source.dtype)
         args = (source, nnz, any_flagged, grad_source, grad_l0, threshold, bias_out, threshold_out)
         args += (*grad_source.stride(), *tail, m, n, capacity)
         meta = {"BLOCK_M": 16, "BLOCK_N": 128}
-        _encode_bwd_columns_overflow(key, (launch.cdiv(n, 128), 1, 1), args, meta, num_warps=4)
+        _encode_bwd_columns_overflow((launch.cdiv(n, 128), 1, 1), args, meta, num_warps=4)
     return bias_out, threshold_out
 
 
@@ -169,40 +166,31 @@ def bwd_source(
             *grad.stride(),
             *(0 if t is None or threshold is None else t.stride(0) for t in (grad_l0, threshold)),
         )
-        key = (m, n, capacity, grad.dtype, source.dtype, strides, threshold is None, bandwidth)
         args = (grad, source, nnz, None if threshold is None else grad_l0, threshold, out, *strides, bandwidth / 2)
-        _encode_bwd_source(key, (m, launch.cdiv(n, 4096), 1), (*args, n, capacity), {"BLOCK": 4096}, num_warps=4)
+        _encode_bwd_source((m, launch.cdiv(n, 4096), 1), (*args, n, capacity), {"BLOCK": 4096}, num_warps=4)
     return out
 
 
 _COLUMNS = {
     "grad_ptr": "*bf16", "grad_l0_ptr": "*fp32", "threshold_ptr": "*fp32", "bias_out_ptr": "*fp32",
-    "threshold_out_ptr": "*fp32", "stride_gm": "i32", "stride_l": "i32", "stride_t": "i32", "half": "fp32",
-    "capacity": "i32",
+    "threshold_out_ptr": "*fp32", "half": "fp32",
 }  # fmt: skip
 
 EXAMPLES = {
     _encode_bwd_columns_kernel: {
-        "signature": {
-            **_COLUMNS, "keys_ptr": "*i64", "offsets_ptr": "*i64", "values_ptr": "*bf16", "starts_ptr": None,
-            "stride_gs": "i32",
-        },
+        "signature": {**_COLUMNS, "keys_ptr": "*i64", "offsets_ptr": "*i64", "values_ptr": "*bf16", "starts_ptr": None},
         "constexprs": {"BLOCK": 128},
         "num_warps": 1,
     },
     _encode_bwd_columns_overflow_kernel: {
-        "signature": {
-            **_COLUMNS, "source_ptr": "*bf16", "nnz_ptr": "*i32", "any_ptr": "*i1", "stride_gn": "i32", "M": "i32",
-            "N": "i32",
-        },
+        "signature": {**_COLUMNS, "source_ptr": "*bf16", "nnz_ptr": "*i32", "any_ptr": "*i1"},
         "constexprs": {"BLOCK_M": 16, "BLOCK_N": 128},
         "num_warps": 4,
     },
     _encode_bwd_source_kernel: {
         "signature": {
             "grad_ptr": "*bf16", "source_ptr": "*bf16", "nnz_ptr": "*i32", "grad_l0_ptr": "*fp32",
-            "threshold_ptr": "*fp32", "out_ptr": "*bf16", "stride_gm": "i32", "stride_gn": "i32", "stride_l": "i32",
-            "stride_t": "i32", "half": "fp32", "N": "i32", "capacity": "i32",
+            "threshold_ptr": "*fp32", "out_ptr": "*bf16", "half": "fp32",
         },
         "constexprs": {"BLOCK": 4096},
         "num_warps": 4,

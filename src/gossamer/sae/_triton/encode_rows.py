@@ -10,11 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.rowsparse._triton import pack
-from gossamer.rowsparse._triton.pack import clear_slots, count_bits
-from gossamer.sae._triton import _entries as entries
-from gossamer.sae._triton._entries import activate_row, append_active, load_threshold
-from gossamer.sae._triton.select import add_bias, chunk_columns, load_pre, word_bits
+from gossamer.rowsparse._triton.pack import chunk_columns, clear_slots, count_bits, load_threshold, scan_tile, word_bits
+from gossamer.sae._triton._entries import GROUPS, activate_row, append_active
+from gossamer.sae._triton.select import add_bias, load_pre
 
 
 @triton.jit
@@ -96,30 +94,27 @@ def encode_rows(
 ) -> None:
     """Fills values, indices, nnz and l0."""
     (m, n), capacity = z.shape, out[0].shape[1]
-    tile, warps = entries.tile_of(z.element_size())
     stride_t = 0 if threshold is None else threshold.stride(0)
     limits = None
     if stride_t and z.element_size() == 2:
         limits = z.new_empty(n)
         args = (threshold, limits, stride_t, bandwidth / 2, n)
-        _limits((n, z.dtype, stride_t, bandwidth), (launch.cdiv(n, 1024), 1, 1), args, {"BLOCK": 1024})
-    meta = {**pack.fit_block(tile, n), "WINDOW": bandwidth > 0, "MAY_OVERFLOW": may_overflow}
+        _limits((launch.cdiv(n, 1024), 1, 1), args, {"BLOCK": 1024})
+    meta = {**scan_tile(n, z.element_size(), GROUPS), "WINDOW": bandwidth > 0, "MAY_OVERFLOW": may_overflow}
     args = (z, bias, threshold, limits, *out, stride_t, bandwidth / 2, n, capacity)
-    key = (m, n, capacity, z.dtype, bias is None or bias.dtype, threshold is None, stride_t, bandwidth, may_overflow)
-    _encode_row(key, (m, 1, 1), args, meta, num_warps=warps)
+    _encode_row((m, 1, 1), args, meta, num_warps=1)
 
 
 EXAMPLES = {
     _limits_kernel: {
-        "signature": {"threshold_ptr": "*fp32", "out_ptr": "*bf16", "stride_t": "i32", "half": "fp32", "N": "i32"},
+        "signature": {"threshold_ptr": "*fp32", "out_ptr": "*bf16", "half": "fp32"},
         "constexprs": {"BLOCK": 1024},
         "num_warps": 4,
     },
     _encode_row_kernel: {
         "signature": {
-            "z_ptr": "*bf16", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "limits_ptr": None,
-            "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32", "stride_t": "i32",
-            "half": "fp32", "N": "i32", "capacity": "i32",
+            "z_ptr": "*bf16", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "limits_ptr": None, "values_ptr": "*bf16",
+            "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32", "half": "fp32",
         },
         "constexprs": {"BLOCK": 1024, "VEC": 8, "WINDOW": True, "MAY_OVERFLOW": True},
         "num_warps": 1,
