@@ -17,7 +17,7 @@ def test_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: here[0], raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing[0], raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(launch, "transient", lambda device: False)
+    monkeypatch.setattr(launch, "in_graph_pool", lambda device: False)
     plans, cpu, bound = launch.Plans(), torch.device("cpu"), object()
     plans.keep("key", cpu, None, bound)
     assert plans.get("key", 0, 0) is None, "the first launch cannot be repeated"
@@ -33,10 +33,10 @@ def test_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     capturing[0] = True
     assert plans.get("key", 0, 32) is None, "a graph records the stream"
     capturing[0] = False
-    monkeypatch.setattr(launch, "transient", lambda device: True)
+    monkeypatch.setattr(launch, "in_graph_pool", lambda device: True)
     plans.keep("late", cpu, bound)
     assert plans.get("late", 0, 0) is None, "its memory may not outlive the call"
-    monkeypatch.setattr(launch, "transient", lambda device: False)
+    monkeypatch.setattr(launch, "in_graph_pool", lambda device: False)
     for key in range(2 * launch.Plans._MOST):
         plans.keep(key, cpu, bound)
     assert len(plans._kept) <= launch.Plans._MOST and plans.get(key, 0, 0) is not None
@@ -46,7 +46,7 @@ def test_plans(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     """One buffer a stream; a graph gets words of its own, zeroed ahead while there are any."""
     streams, graph, capturing = [7], [False], [False]
-    monkeypatch.setattr(launch, "transient", lambda device: graph[0])
+    monkeypatch.setattr(launch, "in_graph_pool", lambda device: graph[0])
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: streams[0], raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing[0], raising=False)
     counters, cpu = launch.Counters(), torch.device("cpu")
@@ -164,7 +164,7 @@ def test_what_else_decides_a_kernel(one_device: None) -> None:
         ({"BLOCK": 8}, {"num_warps": 8}, 1, True),
         ({"BLOCK": 8}, {"num_stages": 3}, 1, True),
         ({"BLOCK": 8}, {"maxnreg": 80}, 1, True),
-        ({"BLOCK": 8}, {"follows": True}, 1, True),
+        ({"BLOCK": 8}, {"launch_pdl": True}, 1, True),
         ({"BLOCK": 8}, {}, 3, False),
     ):
         counted((1, 1, 1), (ONES, ONES, ONES, ONES, epoch), meta, **options)

@@ -46,7 +46,7 @@ class Kernel:
         num_warps: int = 4,
         num_stages: int = 2,
         maxnreg: int | None = None,
-        follows: bool = False,
+        launch_pdl: bool = False,
         head: int = 0,
     ) -> "Bound | None":
         """Launches over `grid` on the current stream of the device that holds the first argument.
@@ -55,7 +55,7 @@ class Kernel:
         repetition has to come this way again (interpreter, pointers off 16 bytes that are specialised on that).
 
         `maxnreg` bounds a thread's registers on NVIDIA GPUs, where more programs at once matter more than a spill.
-        With `follows` the kernel may start while the kernel before it on the stream drains (programmatic dependent
+        With `launch_pdl` the kernel may start while the kernel before it on the stream drains (programmatic dependent
         launch); it must then call `gdc_wait` before it reads what that kernel writes.
         """
         # A tensor descriptor names its tensor `base`.
@@ -79,7 +79,7 @@ class Kernel:
                 kinds.append(None if arg is None else _kind(arg))
             pointers.append(arg)
         misaligned = bits % 16 != 0
-        key = (*kinds, *meta.values(), device, misaligned, num_warps, num_stages, maxnreg, follows)
+        key = (*kinds, *meta.values(), device, misaligned, num_warps, num_stages, maxnreg, launch_pdl)
         if INTERPRET:
             hash(key)
             self.fn[grid](*args, **meta)
@@ -93,7 +93,7 @@ class Kernel:
             if launch is None or misaligned:
                 # A misaligned pointer keeps Triton's own launcher, which specialises on each pointer's alignment.
                 options = {"num_warps": num_warps, "num_stages": num_stages}
-                if follows:
+                if launch_pdl:
                     options["launch_pdl"] = True
                 if maxnreg is not None and not _HIP:
                     options["maxnreg"] = maxnreg
@@ -159,7 +159,7 @@ def _kind(arg: Any) -> Any:
     return arg if type(arg) is int else type(arg)
 
 
-def transient(device: torch.device) -> bool:
+def in_graph_pool(device: torch.device) -> bool:
     """Whether memory that is allocated now may not outlive the call, because it comes from the pool of a CUDA graph.
 
     That is so during capture, and in the eager run with which Inductor warms up for its own graphs.
@@ -168,7 +168,7 @@ def transient(device: torch.device) -> bool:
         return True
     if device.index != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
-            return transient(device)
+            return in_graph_pool(device)
     if torch._C._cuda_isCurrentStreamCapturing():
         return True
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
@@ -220,7 +220,7 @@ class Plans:
     ) -> None:
         """Makes a plan, unless the first launch has to be repeated as it is, or memory made now may not outlive the
         call."""
-        if launches[0] is None or device.index != torch.cuda.current_device() or transient(device):
+        if launches[0] is None or device.index != torch.cuda.current_device() or in_graph_pool(device):
             return
         if len(self._kept) >= self._MOST:
             self._kept.clear()
@@ -243,7 +243,7 @@ class Flags:
 
     def get(self, words: int, device: torch.device) -> tuple[Tensor, int]:
         """(int64 buffer of at least `words`, epoch of this launch)"""
-        if transient(device):
+        if in_graph_pool(device):
             return torch.zeros(words, dtype=torch.int64, device=device), 1
         key = (device, torch._C._cuda_getCurrentRawStream(device.index))
         buffer, epochs = self._streams.get(key, (None, None))
@@ -286,7 +286,7 @@ class Counters:
     def get(self, words: int, device: torch.device) -> Tensor:
         """int32 buffer of at least `words`, all 0."""
         ahead = self._ahead.setdefault(device, [])
-        if transient(device):
+        if in_graph_pool(device):
             # Not in the eager run with which Inductor warms up, for those words would be gone for good.
             if ahead and words <= self._WORDS and torch._C._cuda_isCurrentStreamCapturing():
                 with suppress(IndexError):  # another thread took the last
@@ -312,7 +312,7 @@ class Scratch:
 
     def get(self, words: int, device: torch.device) -> Tensor:
         """float32 buffer of at least `words`, with anything in it."""
-        if transient(device):
+        if in_graph_pool(device):
             return torch.empty(words, dtype=torch.float32, device=device)
         key = (device, torch._C._cuda_getCurrentRawStream(device.index))
         buffer = self._streams.get(key)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gossamer._core import autocast, checks, tuning
 from gossamer._core.calls import Checked, Key, key_of
-from gossamer._core.ops import directly, needs_gradient, register, shortcut
+from gossamer._core.ops import needs_gradient, register, shortcut, undispatched
 from gossamer.rowsparse import pack
 from gossamer.rowsparse.container import RowSparse
 from gossamer.rowsparse.formats import Rows
@@ -234,11 +234,11 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
     acts, weight, values, indices, nnz = ctx.saved_tensors
     grad_acts = grad_weight = grad_bias = products = None
     if ctx.needs_input_grad[1]:
-        columns = directly(transpose_keys, indices, nnz)(indices, nnz, weight.shape[0])
+        columns = undispatched(transpose_keys, indices, nnz)(indices, nnz, weight.shape[0])
         sampled = weight if ctx.needs_input_grad[0] else None
         grad_weight, products = gradients(grad, indices, columns, values, nnz, acts, sampled, weight.dtype)
     if ctx.needs_input_grad[0]:
-        call = directly(sampled_operator, grad, weight, acts)
+        call = undispatched(sampled_operator, grad, weight, acts)
         grad_acts = call(grad, weight, indices, nnz, acts, True, True, products)[1].to(values.dtype)
     if ctx.needs_input_grad[2]:
         grad_bias = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(ctx.bias_dtype)

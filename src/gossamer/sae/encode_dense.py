@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast
-from gossamer._core.ops import directly, refuse_second, register
+from gossamer._core.ops import refuse_second, register, undispatched
 from gossamer.gemm.activations import Activation, resolve
 from gossamer.rowsparse import Density, DensityTracker
 from gossamer.rowsparse.formats import threshold_dtype
@@ -145,7 +145,7 @@ def _backward(ctx: Any, grad: Tensor | None, grad_l0: Tensor | None, *_: Any) ->
     if grad_l0 is None:
         grad_l0 = grad.new_zeros(1, dtype=threshold_dtype(acts.dtype)).expand(len(acts))
     need_x, need_weight, need_bias, need_b_dec, need_threshold = ctx.needs_input_grad[:5]
-    call = directly(_bwd, grad, acts, grad_l0, threshold)
+    call = undispatched(_bwd, grad, acts, grad_l0, threshold)
     grad_pre, sums, grad_threshold = call(grad, acts, grad_l0, threshold, ctx.bandwidth, ctx.ste_to_input)
     grad_x = grad_weight = grad_b_dec = None
     with autocast.disabled(grad.device):

@@ -393,9 +393,9 @@ def _launch_separate(
         if out is not None:
             _launch_glu_fwd(gate, up, gate_bias, up_bias, out[rows], activation)
         elif grad is not None:
-            for half, bias in ((gate, gate_bias), (up, up_bias)):
+            for z, bias in ((gate, gate_bias), (up, up_bias)):
                 if bias is not None:
-                    half += bias
+                    z += bias
             launch_glu_bwd(grad, gate, up, (gate, up), None, activation)
 
 

@@ -59,10 +59,10 @@ def _linear_source_kernel(
             if bias_ptr is not None:
                 acc += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
             z = acc.to(out_ptr.dtype.element_ty)
-            bound = tl.zeros([BLOCK_N], tl.float32)
+            threshold = tl.zeros([BLOCK_N], tl.float32)
             if threshold_ptr is not None:
-                bound = load_threshold(threshold_ptr, 1, columns, N)
-            z = tl.where(z.to(tl.float32) <= bound[None, :], 0.0, z)
+                threshold = load_threshold(threshold_ptr, 1, columns, N)
+            z = tl.where(z.to(tl.float32) <= threshold[None, :], 0.0, z)
             at = rows.to(tl.int64)[:, None] * N + columns[None, :]
             tl.store(out_ptr + at, z, mask=flagged[:, None] & inside[None, :])
 
@@ -103,9 +103,12 @@ def launch_linear_source(
     (m, n), k = out.shape, x.shape[1]
     if m == 0 or n == 0:
         return
-    half = weight.element_size() == 2
     tile = tile_of(m, weight)
-    meta = {**tile.sizes, "APART": not half and not tuning.tf32(), "EVEN": k % tile.sizes["BLOCK_K"] == 0}
+    meta = {
+        **tile.sizes,
+        "APART": weight.element_size() != 2 and not tuning.tf32(),
+        "EVEN": k % tile.sizes["BLOCK_K"] == 0,
+    }
     meta |= tuning.dot_precision(weight, k)
     strides = (*x.stride(), *weight.stride())
     args = (x, weight, bias, threshold, counts, out, limit, *strides, m, n, k)

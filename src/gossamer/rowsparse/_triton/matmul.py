@@ -29,7 +29,7 @@ LONG = 64
 
 
 @triton.jit
-def gather_run(
+def gather_partial(
     values_ptr, indices_ptr, begin, count, w_ptr, stride_wn, columns, inside, N,
     BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -57,33 +57,33 @@ def gather_run(
 @triton.jit
 def gather_rows(
     values_ptr, indices_ptr, count, w_ptr, stride_wn, columns, inside, N,
-    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Sum over a list's first `count` entries of value * weight row, at the given columns: float32 [BLOCK_D].
 
-    With RUN, runs of that many entries are summed on their own: in float32 one running sum over a long row rounds worse
-    than a dense product does.
+    With PARTIAL, that many entries at a time are summed on their own: in float32 one running sum over a long row rounds
+    worse than a dense product does.
     """
-    if RUN > 0:
+    if PARTIAL > 0:
         acc = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
-        for begin in range(0, count, RUN):
-            end = tl.minimum(begin + RUN, count)
-            acc += gather_run(
+        for begin in range(0, count, PARTIAL):
+            end = tl.minimum(begin + PARTIAL, count)
+            acc += gather_partial(
                 values_ptr, indices_ptr, begin, end, w_ptr, stride_wn, columns, inside, N, BLOCK_E, BLOCK_D
             )  # fmt: skip
     else:
-        acc = gather_run(values_ptr, indices_ptr, 0, count, w_ptr, stride_wn, columns, inside, N, BLOCK_E, BLOCK_D)
+        acc = gather_partial(values_ptr, indices_ptr, 0, count, w_ptr, stride_wn, columns, inside, N, BLOCK_E, BLOCK_D)
     return tl.sum(acc, axis=0)
 
 
 @triton.jit
 def _matmul_fwd_kernel(
     values_ptr, indices_ptr, offsets_ptr, w_ptr, bias_ptr, out_ptr, stride_wn, N, D, capacity,
-    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr, IS_CSR: tl.constexpr,
-    LEADS: tl.constexpr, ALONE: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PARTIAL: tl.constexpr, IS_CSR: tl.constexpr,
+    LAUNCH_DEPENDENTS: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """Program (row, column slice). ALONE says that nobody computes rows that overflowed: they become NaN."""
-    if LEADS:
+    if LAUNCH_DEPENDENTS:
         # The kernel for overflowed rows may start as soon as every program here has: it waits for our results itself.
         gdc_launch_dependents()
     row = tl.program_id(0)
@@ -93,7 +93,7 @@ def _matmul_fwd_kernel(
     if not overflowed:
         out = gather_rows(
             values_ptr + start, indices_ptr + start, count, w_ptr, stride_wn, columns, inside, N,
-            BLOCK_E, BLOCK_D, RUN,
+            BLOCK_E, BLOCK_D, PARTIAL,
         )  # fmt: skip
         if bias_ptr is not None:
             out += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
@@ -329,10 +329,10 @@ def launch_matmul(
         return None
     tile = gather_tile(m, d, weight.element_size())
     # Half-precision results round far above what a running float32 sum loses.
-    run = 64 * tile["BLOCK_E"] if out.dtype is torch.float32 else 0
-    meta = {**tile, "RUN": run, "IS_CSR": is_csr}
+    partial = 64 * tile["BLOCK_E"] if out.dtype is torch.float32 else 0
+    meta = {**tile, "PARTIAL": partial, "IS_CSR": is_csr}
     meta["ALONE"] = source is None
-    meta["LEADS"] = source is not None and tuning.dependent_launch(weight.device)
+    meta["LAUNCH_DEPENDENTS"] = source is not None and tuning.dependent_launch(weight.device)
     args = (values, indices, offsets, weight, bias, out, weight.stride(0), n, d, capacity)
     gather = _matmul_fwd((m, launch.cdiv(d, meta["BLOCK_D"]), 1), args, meta, num_warps=1, head=6)
     if source is None:
@@ -400,7 +400,9 @@ EXAMPLES = {
             "values_ptr": "*fp32", "indices_ptr": "*i32", "offsets_ptr": "*i32", "w_ptr": "*fp32", "bias_ptr": "*fp32",
             "out_ptr": "*fp32",
         },
-        "constexprs": {"BLOCK_E": 4, "BLOCK_D": 128, "RUN": 64, "IS_CSR": False, "LEADS": False, "ALONE": False},
+        "constexprs": {
+            "BLOCK_E": 4, "BLOCK_D": 128, "PARTIAL": 64, "IS_CSR": False, "LAUNCH_DEPENDENTS": False, "ALONE": False,
+        },
         "num_warps": 1,
     },
     _matmul_bwd_kernel: {

@@ -40,7 +40,7 @@ def dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def fwd_run(
+def fwd_partial(
     x_rows, w_ptr, begin, end, stride_wn, N, flagged, columns, inside,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
@@ -63,10 +63,10 @@ def fwd_run(
 def _overflow_fwd_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, counts_ptr, partial_ptr, arrived_ptr, limit, stride_xm, stride_wn, M, N, D,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
-    RUN: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, FOLLOWS: tl.constexpr,
+    PARTIAL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, GDC_WAIT: tl.constexpr,
 ):  # fmt: skip
     """Program (row block, column tile, split), split fastest: rows whose count exceeds `limit`."""
-    if FOLLOWS:
+    if GDC_WAIT:
         # Launched while the counting kernel still runs; up to here nothing depends on it.
         gdc_wait()
     tile = tl.program_id(0) // SPLITS
@@ -81,16 +81,16 @@ def _overflow_fwd_kernel(
         length = tl.cdiv(tl.cdiv(N, SPLITS), BLOCK_N) * BLOCK_N
         end = tl.minimum(split * length + length, N)
         x_rows = x_ptr + rows.to(tl.int64)[:, None] * stride_xm
-        if RUN > 0:
-            # Runs summed on their own keep a float32 result as exact as the library's dense product.
+        if PARTIAL > 0:
+            # Parts summed on their own keep a float32 result as exact as the library's dense product.
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            for run in range(split * length, end, RUN):
-                acc += fwd_run(
-                    x_rows, w_ptr, run, tl.minimum(run + RUN, end), stride_wn, N, flagged, columns, inside,
+            for begin in range(split * length, end, PARTIAL):
+                acc += fwd_partial(
+                    x_rows, w_ptr, begin, tl.minimum(begin + PARTIAL, end), stride_wn, N, flagged, columns, inside,
                     BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, UPCAST,
                 )  # fmt: skip
         else:
-            acc = fwd_run(
+            acc = fwd_partial(
                 x_rows, w_ptr, split * length, end, stride_wn, N, flagged, columns, inside,
                 BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, UPCAST,
             )  # fmt: skip
@@ -115,7 +115,7 @@ def _overflow_fwd_kernel(
 
 
 @triton.jit
-def bwd_source_run(
+def bwd_source_partial(
     grad_rows, w_rows, begin, end, flagged, held,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
@@ -134,7 +134,7 @@ def bwd_source_run(
 def _overflow_bwd_source_kernel(
     grad_ptr, w_ptr, x_ptr, out_ptr, counts_ptr, limit, stride_wn, stride_xm, M, N, D,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    RUN: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
+    PARTIAL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Program (row block, share of the column tiles): grad @ weight.T at flagged rows; MASKED: 0 where x is 0."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -144,15 +144,15 @@ def _overflow_bwd_source_kernel(
         for tile in range(tl.program_id(1), tl.cdiv(N, BLOCK_N), tl.num_programs(1)):
             inner = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             w_rows = w_ptr + inner.to(tl.int64)[None, :] * stride_wn
-            if RUN > 0:
+            if PARTIAL > 0:
                 acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-                for run in range(0, D, RUN):
-                    acc += bwd_source_run(
-                        grad_rows, w_rows, run, tl.minimum(run + RUN, D), flagged, inner < N,
+                for begin in range(0, D, PARTIAL):
+                    acc += bwd_source_partial(
+                        grad_rows, w_rows, begin, tl.minimum(begin + PARTIAL, D), flagged, inner < N,
                         BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, UPCAST,
                     )  # fmt: skip
             else:
-                acc = bwd_source_run(
+                acc = bwd_source_partial(
                     grad_rows, w_rows, 0, D, flagged, inner < N, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, UPCAST
                 )
             mask = flagged[:, None] & (inner < N)[None, :]
@@ -233,8 +233,8 @@ def forward(rows: Overflow, weight: Tensor, bias: Tensor | None, out: Tensor) ->
     tile = fwd_tile(m, n, d, weight)
     sizes = tile.sizes
     follows = tuning.dependent_launch(weight.device)
-    run = 2 * sizes["BLOCK_N"] if out.dtype is torch.float32 and not tuning.tf32() else 0
-    meta = {**sizes, "RUN": run, **tuning.dot_precision(weight, n), "FOLLOWS": follows}
+    summed = 2 * sizes["BLOCK_N"] if out.dtype is torch.float32 and not tuning.tf32() else 0
+    meta = {**sizes, "PARTIAL": summed, **tuning.dot_precision(weight, n), "GDC_WAIT": follows}
     tiles, splits = launch.cdiv(d, sizes["BLOCK_D"]) * launch.cdiv(m, sizes["BLOCK_M"]), sizes["SPLITS"]
     partial = arrived = None
     if splits > 1:
@@ -243,7 +243,7 @@ def forward(rows: Overflow, weight: Tensor, bias: Tensor | None, out: Tensor) ->
     args = (source, weight, bias, out, rows.counts, partial, arrived, rows.limit)
     args += (source.stride(0), weight.stride(0), m, n, d)
     grid = (tiles * splits, 1, 1)
-    return _overflow_fwd(grid, args, meta, follows=follows, head=5, **tile.options)
+    return _overflow_fwd(grid, args, meta, launch_pdl=follows, head=5, **tile.options)
 
 
 def backward_source(rows: Overflow, grad: Tensor, weight: Tensor, out: Tensor, masked: bool) -> None:
@@ -251,8 +251,8 @@ def backward_source(rows: Overflow, grad: Tensor, weight: Tensor, out: Tensor, m
     source, weight, grad = rows_contiguous(rows.source), rows_contiguous(weight), grad.contiguous()
     m, n = source.shape
     d = weight.shape[1]
-    run = 32 if weight.dtype is torch.float32 and not tuning.tf32() else 0
-    meta = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "RUN": run, **tuning.dot_precision(weight, d)}
+    summed = 32 if weight.dtype is torch.float32 and not tuning.tf32() else 0
+    meta = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "PARTIAL": summed, **tuning.dot_precision(weight, d)}
     meta["MASKED"] = masked
     args = (grad, weight, source, out, rows.counts, rows.limit, weight.stride(0), source.stride(0), m, n, d)
     row_blocks = launch.cdiv(m, meta["BLOCK_M"])
@@ -285,8 +285,8 @@ EXAMPLES = {
             "partial_ptr": "*fp32", "arrived_ptr": "*i32",
         },
         "constexprs": {
-            "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128, "SPLITS": 1, "RUN": 0, "PRECISION": "ieee", "UPCAST": False,
-            "FOLLOWS": False,
+            "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128, "SPLITS": 1, "PARTIAL": 0, "PRECISION": "ieee",
+            "UPCAST": False, "GDC_WAIT": False,
         },
         "num_warps": 8,
     },
@@ -295,7 +295,7 @@ EXAMPLES = {
             "grad_ptr": "*bf16", "w_ptr": "*bf16", "x_ptr": "*bf16", "out_ptr": "*bf16", "counts_ptr": "*i32",
         },
         "constexprs": {
-            "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "RUN": 0, "PRECISION": "ieee", "UPCAST": False,
+            "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "PARTIAL": 0, "PRECISION": "ieee", "UPCAST": False,
             "MASKED": True,
         },
         "num_warps": 4,

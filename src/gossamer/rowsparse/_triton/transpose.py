@@ -168,8 +168,8 @@ EXAMPLES = {
     },
     _column_fill_kernel: {
         "signature": {
-            "indices_ptr": "*i32", "offsets_ptr": "*i32", "col_offsets_ptr": "*i64", "counts_ptr": "*i32", "keys_ptr":
-            "*i64",
+            "indices_ptr": "*i32", "offsets_ptr": "*i32", "col_offsets_ptr": "*i64", "counts_ptr": "*i32",
+            "keys_ptr": "*i64",
         },
         "constexprs": {"BLOCK": 128, "IS_CSR": False},
         "num_warps": 4,

@@ -45,14 +45,14 @@ def _pack_twell_kernel(
             x = load_chunk(x_ptr + begin, start, width, BLOCK, VEC)
             if ABOVE:
                 columns = chunk_columns(start, BLOCK, VEC)
-                bound = 0.0
+                limit = 0.0
                 if bounds_ptr is not None:
-                    bound = tl.load(bounds_ptr + row)
+                    limit = tl.load(bounds_ptr + row)
                     if factors_ptr is not None:
-                        bound *= tl.load(factors_ptr + begin + columns, mask=columns < width, other=0.0)
+                        limit *= tl.load(factors_ptr + begin + columns, mask=columns < width, other=0.0)
                 if threshold_ptr is not None:
-                    bound = load_threshold(threshold_ptr + begin, 1, columns, width)
-                bits = word_bits(~(x.to(tl.float32) <= bound) & (columns < width), VEC)
+                    limit = load_threshold(threshold_ptr + begin, 1, columns, width)
+                bits = word_bits(~(x.to(tl.float32) <= limit) & (columns < width), VEC)
             else:
                 bits = nonzero_bits(x, VEC)
             counts = count_bits(bits)
@@ -173,8 +173,8 @@ EXAMPLES = {
     },
     _twell_to_ell_kernel: {
         "signature": {
-            "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16", "out_ptr": "*bf16", "columns_ptr":
-            "*i32", "nnz_ptr": "*i32",
+            "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16", "out_ptr": "*bf16",
+            "columns_ptr": "*i32", "nnz_ptr": "*i32",
         },
         "constexprs": {"BLOCK": 256},
         "num_warps": 1,

@@ -73,8 +73,8 @@ def unpack(values: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | No
 EXAMPLES = {
     _unpack_kernel: {
         "signature": {
-            "values_ptr": "*fp32", "indices_ptr": "*i32", "offsets_ptr": "*i32", "source_ptr": "*fp32", "out_ptr":
-            "*fp32",
+            "values_ptr": "*fp32", "indices_ptr": "*i32", "offsets_ptr": "*i32", "source_ptr": "*fp32",
+            "out_ptr": "*fp32",
         },
         "constexprs": {"BLOCK": 32, "COPY": 1024, "IS_CSR": False},
         "num_warps": 4,

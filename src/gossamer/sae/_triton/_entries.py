@@ -35,7 +35,7 @@ def append_active(
 
 @triton.jit
 def activate_row(
-    z_ptr, bias_ptr, threshold_ptr, stride_t, half, N, BLOCK: tl.constexpr, VEC: tl.constexpr, WINDOW: tl.constexpr
+    z_ptr, bias_ptr, threshold_ptr, stride_t, radius, N, BLOCK: tl.constexpr, VEC: tl.constexpr, WINDOW: tl.constexpr
 ):  # fmt: skip
     """Overwrites a row of z by what exceeds the threshold, and marks what lies in the window."""
     for start in range(0, N, BLOCK):
@@ -46,7 +46,7 @@ def activate_row(
         if WINDOW:
             # A literal -0.0 would become +0.0 on its way through the compiler.
             minus_zero = tl.full([], -0x80000000, tl.int32).to(tl.float32, bitcast=True)
-            out = tl.where((pre <= threshold) & (pre > threshold - half), minus_zero, out)
+            out = tl.where((pre <= threshold) & (pre > threshold - radius), minus_zero, out)
         tl.store(z_ptr + columns, out, mask=columns < N)
 
 

@@ -87,11 +87,11 @@ def gather_slots(
 def _decode_fwd_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, nnz_ptr, words_ptr, epoch, stride_xm, stride_wn, M, N, D, capacity, chunks,
     BLOCK: tl.constexpr, VEC: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, FLAGS: tl.constexpr,
-    RUN: tl.constexpr, LEADS: tl.constexpr, TRUNCATE: tl.constexpr,
+    PARTIAL: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr, TRUNCATE: tl.constexpr,
 ):  # fmt: skip
     """Programs (row, chunk) that scan, then programs (row, slice) that gather. A row has `capacity` words of slots and
     chunks + 1 of counts."""
-    if LEADS:
+    if LAUNCH_DEPENDENTS:
         gdc_launch_dependents()
     pid = tl.program_id(0)
     scanning, slices = M * chunks, tl.cdiv(D, BLOCK_D)
@@ -108,11 +108,11 @@ def _decode_fwd_kernel(
         if TRUNCATE:
             count = tl.minimum(count, capacity)
         if count <= capacity:
-            if RUN > 0:
+            if PARTIAL > 0:
                 # Runs of their own: in float32 one running sum over a long row rounds worse than a dense product does.
                 acc = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
-                for begin in range(0, count, RUN):
-                    end = tl.minimum(begin + RUN, count)
+                for begin in range(0, count, PARTIAL):
+                    end = tl.minimum(begin + PARTIAL, count)
                     acc += gather_slots(
                         x_ptr, slots_ptr, epoch, begin, end, w_ptr, stride_wn, columns, inside, BLOCK_E, BLOCK_D
                     )
@@ -140,9 +140,9 @@ def _one_launch(
     size = weight.element_size()
     chunks, meta = pack.split(n, pack.scan_tile(n, size, groups=256 if n <= 65536 else 512))
     meta |= gather_tile(m, d, size)
-    meta["RUN"] = 64 * meta["BLOCK_E"] if out.dtype is torch.float32 and capacity > 256 * meta["BLOCK_E"] else 0
+    meta["PARTIAL"] = 64 * meta["BLOCK_E"] if out.dtype is torch.float32 and capacity > 256 * meta["BLOCK_E"] else 0
     overflows = capacity < n and not truncate
-    meta |= {"LEADS": overflows and tuning.dependent_launch(weight.device), "TRUNCATE": truncate}
+    meta |= {"LAUNCH_DEPENDENTS": overflows and tuning.dependent_launch(weight.device), "TRUNCATE": truncate}
     slices = launch.cdiv(d, meta["BLOCK_D"])
     words = m * (capacity + chunks + 1)
     nnz = torch.empty(m, dtype=torch.int32, device=acts.device)
@@ -235,12 +235,12 @@ def _decode_and_plan(
 EXAMPLES = {
     _decode_fwd_kernel: {
         "signature": {
-            "x_ptr": "*fp32", "w_ptr": "*fp32", "bias_ptr": None, "out_ptr": "*fp32", "nnz_ptr": "*i32", "words_ptr":
-            "*i64",
+            "x_ptr": "*fp32", "w_ptr": "*fp32", "bias_ptr": None, "out_ptr": "*fp32", "nnz_ptr": "*i32",
+            "words_ptr": "*i64",
         },
         "constexprs": {
-            "BLOCK": 1024, "VEC": 4, "FLAGS": 64, "BLOCK_E": 32, "BLOCK_D": 32, "RUN": 0, "LEADS": False,
-            "TRUNCATE": False,
+            "BLOCK": 1024, "VEC": 4, "FLAGS": 64, "BLOCK_E": 32, "BLOCK_D": 32, "PARTIAL": 0,
+            "LAUNCH_DEPENDENTS": False, "TRUNCATE": False,
         },
         "num_warps": 1,
     },

@@ -17,7 +17,7 @@ from gossamer._core import launch
 @triton.jit
 def _encode_bwd_columns_kernel(
     keys_ptr, offsets_ptr, values_ptr, starts_ptr, grad_ptr, grad_l0_ptr, threshold_ptr, bias_out_ptr,
-    threshold_out_ptr, stride_gm, stride_gs, stride_l, stride_t, half, capacity, BLOCK: tl.constexpr,
+    threshold_out_ptr, stride_gm, stride_gs, stride_l, stride_t, radius, capacity, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (column): sums over its entries, in order of row. `starts_ptr`: where rows of CSR begin."""
     column = tl.program_id(0)
@@ -41,16 +41,16 @@ def _encode_bwd_columns_kernel(
         bias += tl.where(value != 0, grad, 0.0)
         if threshold_ptr is not None:
             slope = threshold * grad + tl.load(grad_l0_ptr + row * stride_l, mask=held, other=0.0)
-            near += tl.where(held & (value - threshold < half), slope, 0.0)
+            near += tl.where(held & (value - threshold < radius), slope, 0.0)
     tl.store(bias_out_ptr + column, tl.sum(bias, axis=0))
     if threshold_ptr is not None:
-        tl.store(threshold_out_ptr + column, tl.where(threshold < 0, 0.0, -0.5 / half * tl.sum(near, axis=0)))
+        tl.store(threshold_out_ptr + column, tl.where(threshold < 0, 0.0, -0.5 / radius * tl.sum(near, axis=0)))
 
 
 @triton.jit
 def _encode_bwd_columns_overflow_kernel(
     source_ptr, nnz_ptr, any_ptr, grad_ptr, grad_l0_ptr, threshold_ptr, bias_out_ptr, threshold_out_ptr,
-    stride_gm, stride_gn, stride_l, stride_t, half, M, N, capacity, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    stride_gm, stride_gn, stride_l, stride_t, radius, M, N, capacity, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (block of columns): adds what the overflowed rows contribute."""
     if tl.load(any_ptr) != 0:
@@ -77,19 +77,19 @@ def _encode_bwd_columns_overflow_kernel(
                     stored = (value != 0) | (value.to(tl.int32, bitcast=True) < 0)
                     grad_l0 = tl.load(grad_l0_ptr + rows * stride_l, mask=flagged, other=0.0)
                     slope = threshold[None, :] * grad + grad_l0[:, None]
-                    near += tl.where(mask & stored & (value - threshold[None, :] < half), slope, 0.0)
+                    near += tl.where(mask & stored & (value - threshold[None, :] < radius), slope, 0.0)
         bias_ptrs = bias_out_ptr + columns
         tl.store(bias_ptrs, tl.load(bias_ptrs, mask=inside, other=0.0) + tl.sum(bias, axis=0), mask=inside)
         if threshold_ptr is not None:
             threshold_ptrs = threshold_out_ptr + columns
-            slope = tl.where(threshold < 0, 0.0, -0.5 / half * tl.sum(near, axis=0))
+            slope = tl.where(threshold < 0, 0.0, -0.5 / radius * tl.sum(near, axis=0))
             tl.store(threshold_ptrs, tl.load(threshold_ptrs, mask=inside, other=0.0) + slope, mask=inside)
 
 
 @triton.jit
 def _encode_bwd_source_kernel(
-    grad_ptr, source_ptr, nnz_ptr, grad_l0_ptr, threshold_ptr, out_ptr, stride_gm, stride_gn, stride_l, stride_t, half,
-    N, capacity, BLOCK: tl.constexpr,
+    grad_ptr, source_ptr, nnz_ptr, grad_l0_ptr, threshold_ptr, out_ptr, stride_gm, stride_gn, stride_l, stride_t,
+    radius, N, capacity, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk): the gradient of an overflowed row of pre-activations, with the straight-through estimate
     of a threshold that is given."""
@@ -104,7 +104,7 @@ def _encode_bwd_source_kernel(
             threshold = tl.load(threshold_ptr + columns * stride_t, mask=columns < N, other=-1.0)
             stored = (value != 0) | (value.to(tl.int32, bitcast=True) < 0)
             slope = threshold * grad.to(tl.float32) + tl.load(grad_l0_ptr + row * stride_l)
-            flow += tl.where(stored & (value - threshold < half) & (threshold >= 0), 0.5 / half * slope, 0.0)
+            flow += tl.where(stored & (value - threshold < radius) & (threshold >= 0), 0.5 / radius * slope, 0.0)
         tl.store(out_ptr + row * N + columns, flow, mask=columns < N)
 
 
@@ -173,7 +173,7 @@ def bwd_source(
 
 _COLUMNS = {
     "grad_ptr": "*bf16", "grad_l0_ptr": "*fp32", "threshold_ptr": "*fp32", "bias_out_ptr": "*fp32",
-    "threshold_out_ptr": "*fp32", "half": "fp32",
+    "threshold_out_ptr": "*fp32", "radius": "fp32",
 }  # fmt: skip
 
 EXAMPLES = {
@@ -190,7 +190,7 @@ EXAMPLES = {
     _encode_bwd_source_kernel: {
         "signature": {
             "grad_ptr": "*bf16", "source_ptr": "*bf16", "nnz_ptr": "*i32", "grad_l0_ptr": "*fp32",
-            "threshold_ptr": "*fp32", "out_ptr": "*bf16", "half": "fp32",
+            "threshold_ptr": "*fp32", "out_ptr": "*bf16", "radius": "fp32",
         },
         "constexprs": {"BLOCK": 4096},
         "num_warps": 4,

@@ -28,7 +28,7 @@ from gossamer.sae._triton.select import add_bias, load_pre
 
 @triton.jit(do_not_specialize=["epoch"])
 def _encode_split_kernel(
-    z_ptr, bias_ptr, threshold_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, flags_ptr, epoch, stride_t, half, N,
+    z_ptr, bias_ptr, threshold_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, flags_ptr, epoch, stride_t, radius, N,
     capacity, chunks,
     BLOCK: tl.constexpr, VEC: tl.constexpr, FLAGS: tl.constexpr, WINDOW: tl.constexpr, MAY_OVERFLOW: tl.constexpr,
 ):  # fmt: skip
@@ -47,7 +47,7 @@ def _encode_split_kernel(
     pre = add_bias(load_pre(z_ptr, columns, N), bias_ptr, columns, N)
     threshold = load_threshold(threshold_ptr, stride_t, columns, N)
     if WINDOW:
-        bits = word_bits(~(pre <= threshold - half) & (columns < N), VEC)
+        bits = word_bits(~(pre <= threshold - radius) & (columns < N), VEC)
     else:
         bits = word_bits(~(pre <= threshold), VEC)
     counts = count_bits(bits)
@@ -76,7 +76,7 @@ def _encode_split_kernel(
             if total > capacity:
                 # The others have read their part of z, for their flags say so: it may be overwritten.
                 tl.debug_barrier()
-                activate_row(z_ptr, bias_ptr, threshold_ptr, stride_t, half, N, BLOCK, VEC, WINDOW)
+                activate_row(z_ptr, bias_ptr, threshold_ptr, stride_t, radius, N, BLOCK, VEC, WINDOW)
 
 
 _encode_split = launch.Kernel(_encode_split_kernel)
@@ -120,8 +120,8 @@ def encode_chunks(
 EXAMPLES = {
     _encode_split_kernel: {
         "signature": {
-            "z_ptr": "*fp32", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "values_ptr": "*fp32", "indices_ptr":
-            "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32", "flags_ptr": "*i64", "half": "fp32",
+            "z_ptr": "*fp32", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "values_ptr": "*fp32",
+            "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32", "flags_ptr": "*i64", "radius": "fp32",
         },
         "constexprs": {"BLOCK": 512, "VEC": 4, "FLAGS": 128, "WINDOW": False, "MAY_OVERFLOW": True},
         "num_warps": 1,

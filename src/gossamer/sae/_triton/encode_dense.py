@@ -24,7 +24,7 @@ TILE = {"ROWS": 4, "COLUMNS": 512}
 
 @triton.jit
 def _encode_dense_kernel(
-    z_ptr, bias_ptr, threshold_ptr, l0_ptr, nnz_ptr, fired_ptr, half, M, N, length,
+    z_ptr, bias_ptr, threshold_ptr, l0_ptr, nnz_ptr, fired_ptr, radius, M, N, length,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Program (block of columns, run of `length` rows): z by its activation, in place."""
@@ -47,7 +47,7 @@ def _encode_dense_kernel(
         if WINDOW:
             # A literal -0.0 would become +0.0 on its way through the compiler.
             minus_zero = tl.full([], -0x80000000, tl.int32).to(tl.float32, bitcast=True)
-            near = below & (z > threshold - half) & inside
+            near = below & (z > threshold - radius) & inside
             out = tl.where(near, minus_zero, out)
             tl.atomic_add(nnz_ptr + rows, tl.sum(near.to(tl.int32), axis=1), mask=rows < M, sem="relaxed")
         tl.store(at, out.to(z_ptr.dtype.element_ty), mask=inside)
@@ -59,7 +59,7 @@ def _encode_dense_kernel(
 
 @triton.jit
 def _encode_dense_bwd_kernel(
-    grad_ptr, acts_ptr, grad_l0_ptr, threshold_ptr, out_ptr, sums_ptr, stride_gm, stride_gn, stride_l, half, M, N,
+    grad_ptr, acts_ptr, grad_l0_ptr, threshold_ptr, out_ptr, sums_ptr, stride_gm, stride_gn, stride_l, radius, M, N,
     length, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TO_INPUT: tl.constexpr,
 ):  # fmt: skip
     """Program (block of columns, run of `length` rows): the gradient of the pre-activations, and its sums over the
@@ -81,9 +81,9 @@ def _encode_dense_bwd_kernel(
         flow = tl.where(act != 0, grad, 0.0)
         if threshold_ptr is not None:
             stored = (act != 0) | (act.to(tl.int32, bitcast=True) < 0)
-            near = stored & inside & (act - threshold[None, :] < half) & (threshold >= 0)[None, :]
+            near = stored & inside & (act - threshold[None, :] < radius) & (threshold >= 0)[None, :]
             grad_l0 = tl.load(grad_l0_ptr + rows * stride_l, mask=rows < M, other=0.0)
-            slope = tl.where(near, (threshold[None, :] * grad + grad_l0[:, None]) * (0.5 / half), 0.0)
+            slope = tl.where(near, (threshold[None, :] * grad + grad_l0[:, None]) * (0.5 / radius), 0.0)
             slopes += tl.sum(slope, axis=0)
             if TO_INPUT:
                 flow += slope
@@ -162,7 +162,7 @@ EXAMPLES = {
     _encode_dense_kernel: {
         "signature": {
             "z_ptr": "*bf16", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "l0_ptr": "*i32", "nnz_ptr": "*i32",
-            "fired_ptr": "*i32", "half": "fp32",
+            "fired_ptr": "*i32", "radius": "fp32",
         },
         "constexprs": {**TILE, "WINDOW": True},
         "num_warps": 4,
@@ -170,7 +170,7 @@ EXAMPLES = {
     _encode_dense_bwd_kernel: {
         "signature": {
             "grad_ptr": "*bf16", "acts_ptr": "*bf16", "grad_l0_ptr": "*fp32", "threshold_ptr": "*fp32",
-            "out_ptr": "*bf16", "sums_ptr": "*fp32", "half": "fp32",
+            "out_ptr": "*bf16", "sums_ptr": "*fp32", "radius": "fp32",
         },
         "constexprs": {**TILE, "TO_INPUT": False},
         "num_warps": 4,

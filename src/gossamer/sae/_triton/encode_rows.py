@@ -16,13 +16,13 @@ from gossamer.sae._triton.select import add_bias, load_pre
 
 
 @triton.jit
-def _limits_kernel(threshold_ptr, out_ptr, stride_t, half, N, BLOCK: tl.constexpr):
-    """Program (block of columns): the largest number of the output's 16-bit dtype up to threshold - half.
+def _limits_kernel(threshold_ptr, out_ptr, stride_t, radius, N, BLOCK: tl.constexpr):
+    """Program (block of columns): the largest number of the output's 16-bit dtype up to threshold - radius.
 
     A number of that dtype exceeds the one if and only if it exceeds the other, and half the bytes say so.
     """
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    limit = load_threshold(threshold_ptr, stride_t, columns, N) - half
+    limit = load_threshold(threshold_ptr, stride_t, columns, N) - radius
     rounded = limit.to(out_ptr.dtype.element_ty)
     bits = rounded.to(tl.int16, bitcast=True).to(tl.int32)
     below = tl.where(bits > 0, bits - 1, tl.where(bits == 0, -0x7FFF, bits + 1))
@@ -32,10 +32,10 @@ def _limits_kernel(threshold_ptr, out_ptr, stride_t, half, N, BLOCK: tl.constexp
 
 @triton.jit
 def _encode_row_kernel(
-    z_ptr, bias_ptr, threshold_ptr, limits_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, stride_t, half, N, capacity,
+    z_ptr, bias_ptr, threshold_ptr, limits_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, stride_t, radius, N, capacity,
     BLOCK: tl.constexpr, VEC: tl.constexpr, WINDOW: tl.constexpr, MAY_OVERFLOW: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): what exceeds the threshold, or with WINDOW what lies less than `half` below it as well.
+    """Program (row): what exceeds the threshold, or with WINDOW what lies less than `radius` below it as well.
     `limits_ptr` may stand in for both (see `_limits_kernel`)."""
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * N
@@ -53,7 +53,7 @@ def _encode_row_kernel(
         else:
             limit = load_threshold(threshold_ptr, stride_t, columns, N)
             if WINDOW:
-                limit = limit - half
+                limit = limit - radius
         bits = word_bits(~(pre <= limit) & (columns < N), VEC)
         counts = count_bits(bits)
         count = tl.sum(counts, axis=0)
@@ -77,7 +77,7 @@ def _encode_row_kernel(
         if base > capacity:
             # A warp may still read what another is about to overwrite.
             tl.debug_barrier()
-            activate_row(z_ptr, bias_ptr, threshold_ptr, stride_t, half, N, BLOCK, VEC, WINDOW)
+            activate_row(z_ptr, bias_ptr, threshold_ptr, stride_t, radius, N, BLOCK, VEC, WINDOW)
 
 
 _limits = launch.Kernel(_limits_kernel)
@@ -107,14 +107,14 @@ def encode_rows(
 
 EXAMPLES = {
     _limits_kernel: {
-        "signature": {"threshold_ptr": "*fp32", "out_ptr": "*bf16", "half": "fp32"},
+        "signature": {"threshold_ptr": "*fp32", "out_ptr": "*bf16", "radius": "fp32"},
         "constexprs": {"BLOCK": 1024},
         "num_warps": 4,
     },
     _encode_row_kernel: {
         "signature": {
             "z_ptr": "*bf16", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "limits_ptr": None, "values_ptr": "*bf16",
-            "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32", "half": "fp32",
+            "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32", "radius": "fp32",
         },
         "constexprs": {"BLOCK": 1024, "VEC": 8, "WINDOW": True, "MAY_OVERFLOW": True},
         "num_warps": 1,

@@ -59,8 +59,8 @@ def smallest(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None
 EXAMPLES = {
     _smallest_kernel: {
         "signature": {
-            "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "source_ptr": "*bf16", "scale_ptr":
-            "*bf16", "out_ptr": "*fp32",
+            "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "source_ptr": "*bf16",
+            "scale_ptr": "*bf16", "out_ptr": "*fp32",
         },
         "constexprs": {"BLOCK": 128},
         "num_warps": 1,

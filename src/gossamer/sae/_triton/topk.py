@@ -220,9 +220,9 @@ EXAMPLES = {
     },
     _topk_of_tiles_kernel: {
         "signature": {
-            "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16", "scale_ptr": "*bf16", "bounds_ptr":
-            "*fp32", "list_ptr": "*i32", "out_ptr": "*bf16", "columns_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr":
-            "*fp32", "again_ptr": "*i32",
+            "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16", "scale_ptr": "*bf16",
+            "bounds_ptr": "*fp32", "list_ptr": "*i32", "out_ptr": "*bf16", "columns_ptr": "*i32", "nnz_ptr": "*i32",
+            "l0_ptr": "*fp32", "again_ptr": "*i32",
         },
         "constexprs": {"BLOCK": 128, "LIST": 1024, "CHUNK": 128, "SHIFT": 16},
         "num_warps": 1,
