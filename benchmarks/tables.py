@@ -377,8 +377,9 @@ def tests() -> list[str]:
         "",
         "## Tests on a GPU",
         "",
-        "The same tests run on a CPU, in Triton's interpreter and on a GPU. These are the runs on a GPU, the oldest "
-        "first. What a run found was corrected before the next. A run that the clock stopped has not run all its tests.",
+        "The same tests run on a CPU, in Triton's interpreter and on a GPU. These are the runs on a GPU, the "
+        "oldest first. What a run found was corrected before the next. A run that the clock stopped has not seen all "
+        "of its tests.",
         "",
         f"{content['device']['name']} ({content['device']['runtime']}, driver {content['device']['driver']}), PyTorch "
         f"{versions['torch']}, Triton {versions['triton']}: "

@@ -111,7 +111,9 @@ def _ffn(draw: Draw, m: int, n: int, d: int) -> Results:
     for method in ("auto", "gather", "union", "dense"):
         yield ffn.gated(x, gate, up, down, method=method)
         yield ffn.plain(x, up, down, method=method)
-    yield from sparse_ffn(x, gate, None, None, up, None, down, down.t().contiguous(), None, True, False, 1, False)
+    yield from sparse_ffn(
+        x, gate, None, None, up, None, down, down.t().contiguous(), None, True, False, 1, False, False
+    )
 
 
 def _selected(draw: Draw, b: int, t: int, s: int) -> Results:
@@ -176,7 +178,7 @@ def _blocks(draw: Draw, b: int, rows: int, cols: int) -> Results:
 
 def _block_attention(draw: Draw, b: int, rows: int, cols: int) -> Results:
     q, k = draw(b, 2, 16 * rows, 8), draw(b, 2, 32 * cols, 8)
-    layout = blocksparse.Layout.from_mask(torch.zeros(b, 2, rows, cols, device=q.device), (16, 32))
+    layout = blocksparse.Layout.from_mask(torch.zeros(b, 2, rows, cols, device=q.device).bool(), (16, 32))
     out, lse = blocksparse.attention(q, k, k, layout, return_lse=True)
     yield out
     yield torch.where(lse == -torch.inf, 0, lse)

@@ -172,8 +172,7 @@ def test_no_output_is_an_input(name: str, device: torch.device) -> None:
             assert tensor.numel() == 0 or tensor.untyped_storage().data_ptr() not in taken
 
 
-@pytest.mark.parametrize("transform", [False, True])
-@pytest.mark.parametrize(
+FUNCTIONS = pytest.mark.parametrize(
     "name, call",
     [
         ("gemm.linear_glu: .* x ", lambda x: gemm.linear_glu(x, torch.ones(4, 6), torch.ones(4, 6))),
@@ -186,6 +185,30 @@ def test_no_output_is_an_input(name: str, device: torch.device) -> None:
         ("sae.decode: .* W_dec ", lambda x: sae.decode(rowsparse.pack(torch.ones(2, 3)), x)),
     ],
 )
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("nested", [False, True])
+def test_differentiation_by_torch_func_is_refused(name: str, call: Any, nested: bool) -> None:
+    """PyTorch's own error names neither the function nor a way out; also after a call that was checked."""
+    x = torch.ones(3, 6)
+    call(x)
+    function = torch.func.vmap(call) if nested else call
+    # The first function that is called says so, which may be what makes an operand.
+    said = rf"({name.split(':')[0]}|rowsparse.pack): torch.func.grad, .* Use torch.autograd.grad"
+    with pytest.raises(NotImplementedError, match=said):
+        torch.func.vjp(function, x[None] if nested else x)
+
+
+def test_vmap_calls_an_operator_for_each_item() -> None:
+    x = torch.randn(5, 3, 6)
+    w = torch.ones(4, 6)
+    together = torch.func.vmap(lambda x: gemm.linear_glu(x, w, w))(x)
+    assert torch.equal(together, torch.stack([gemm.linear_glu(item, w, w) for item in x]))
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("transform", [False, True])
 def test_forward_mode_is_refused(name: str, call: Any, transform: bool) -> None:
     """PyTorch would drop tangents, and give zeros; also after a call that was checked."""
     x = torch.ones(3, 6)

@@ -91,8 +91,8 @@ def _layer(T: int, width: int, heads: int, k: int, dtype: torch.dtype, B: int) -
         dtype=dtype,
         make=make,
         providers=(
-            Provider("gossamer", partial(run, 0), ours=True, result=partial(result, 0)),
-            Provider("gossamer, dense", partial(run, 1), result=partial(result, 1)),
+            Provider("gossamer", partial(run, 0), ours=True, result=partial(result, 0), capturable=True),
+            Provider("gossamer, dense", partial(run, 1), result=partial(result, 1), capturable=True),
             Provider(
                 "plain PyTorch", partial(run, 2), result=partial(result, 2),
                 devices=("cpu", "cuda") if T <= 4096 else (),

@@ -104,5 +104,5 @@ def _model(sizes: Sizes, batch: int, gated: bool, activation: str, entries: int,
 
 
 def _compiled(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """What is compiled goes the way that each block took last."""
+    """What is compiled goes the way that the device alone would by what each block knows then."""
     return torch.compile(call, fullgraph=True, dynamic=False)

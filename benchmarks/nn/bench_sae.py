@@ -101,13 +101,16 @@ def load_parameters(model: Any, *parameters: Tensor) -> list[Tensor]:
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    """The article's large batch in bfloat16; a small float32 one for `quick` and on the CPU."""
+    """The article's large batch in bfloat16; a small float32 one for `quick` and on the CPU. JumpReLU also where more
+    and more latents fire, up to half of them, as they do before a run has found its thresholds."""
     if quick or device.type == "cpu":
-        shape, k, dtype = (64, 256, 4096), 16, torch.float32
+        shape, k, dtype, more = (64, 256, 4096), 16, torch.float32, (640, 2048)
     else:
-        shape, k, dtype = (4096, 2304, 65536), 64, torch.bfloat16
+        shape, k, dtype, more = (4096, 2304, 65536), 64, torch.bfloat16, (1494, 10394, 32768)
     for kind in ("topk", "batchtopk", "jumprelu"):
         yield _train(kind, *shape, k, dtype)
+    for l0 in more:
+        yield _train("jumprelu", *shape, l0, dtype)
 
 
 def _train(kind: str, B: int, D: int, F: int, k: int, dtype: torch.dtype) -> Case:
@@ -115,7 +118,8 @@ def _train(kind: str, B: int, D: int, F: int, k: int, dtype: torch.dtype) -> Cas
         """x and the parameters; one copy, for the weights alone exceed any cache."""
         made = random_parameters(B, D, F, dtype, device, generator)
         if kind == "jumprelu":
-            made.append(torch.full((F,), math.log(NormalDist().inv_cdf(1 - k / F)), device=device))
+            # Where half of the latents fire the threshold is next to 0.
+            made.append(torch.full((F,), math.log(max(NormalDist().inv_cdf(1 - k / F), 1e-3)), device=device))
         return [tuple(tensor.requires_grad_(at > 0) for at, tensor in enumerate(made))]
 
     def module(x: Tensor, *parameters: Tensor) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from types import ModuleType
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 _ROOMS = tuple(sorted(m.name for m in iter_modules(__path__) if not m.name.startswith("_") and m.name != "cli"))
 

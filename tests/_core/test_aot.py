@@ -54,6 +54,39 @@ def test_every_tile_of_linear_glu_fits(
             assert used["LOCAL"] == used["STACK"] == 0, f"spills: {used}"
 
 
+@pytest.mark.parametrize("target", aot.TARGETS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_every_tile_of_few_rows_fits(rows: int, dtype: str, target: str) -> None:
+    """As `project` launches them, and with a weight of down that is stored row by row."""
+    from gossamer.ffn._triton import few
+
+    tile, part = few.ONE if rows == 1 else few.MANY, 2 if dtype == "fp32" else 1
+    columns, of_gate, of_up = tile.hidden
+    warps, stages, registers = tile.hidden_launch
+    slots, width, parts = tile.down
+    hidden = {"BLOCK_N": columns, "BLOCK_K": of_gate // part, "BLOCK_U": of_up // part}
+    down = {"BLOCK_U": slots // part, "BLOCK_D": width, "PARTS": parts}
+    for name, sizes, options in (
+        ("hidden", hidden, {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})),
+        ("down", down, {"num_warps": tile.down_warps}),
+        ("down by rows", down, {"num_warps": tile.down_warps}),
+    ):
+        kernel, example = KERNELS[f"_triton._few_{name.split()[0]}_kernel"]
+        signature = {argument: kind.replace("bf16", dtype) for argument, kind in example["signature"].items()}
+        constexprs = example["constexprs"] | sizes | {"ROWS": rows}
+        signature["values_ptr"] = "*fp32" if rows == 1 else f"*{dtype}"
+        if name == "down by rows":
+            signature |= {"stride_dd": "i32", "stride_dn": "constexpr"}
+            constexprs = {key: value for key, value in constexprs.items() if key != "stride_dd"} | {"stride_dn": 1}
+        example = example | options | {"signature": signature, "constexprs": constexprs}
+        compiled = aot.compile_kernel(kernel, example, target)
+        assert compiled.metadata.shared <= aot.SHARED_MEMORY_LIMIT[target]
+        if target == "sm_90":
+            used = aot.resources(compiled)
+            assert used["LOCAL"] == used["STACK"] == 0, f"spills: {used}"
+
+
 @pytest.mark.parametrize("bias", [None, "*bf16", "*fp32"])
 @pytest.mark.parametrize("factors", [None, "*fp32"])
 @pytest.mark.parametrize("transposed", [False, True])

@@ -50,7 +50,9 @@ def _operators(device: torch.device) -> None:
 
 def _moves(device: torch.device) -> None:
     """What moves data, and its gradients. Every block of what is indexed is present: the rest is left as it was."""
-    layout = blocksparse.Layout.from_mask(torch.ones(2, 2, 2, device=device), (16, 32), size=(20, 40), capacity=8)
+    layout = blocksparse.Layout.from_mask(
+        torch.ones(2, 2, 2, device=device).bool(), (16, 32), size=(20, 40), capacity=8
+    )
     x, y = (torch.randn(2, 20, 40, device=device, requires_grad=True) for _ in range(2))
     a, b = blocksparse.from_dense(x, layout), blocksparse.from_dense(y, layout)
     outs = []

@@ -97,7 +97,7 @@ def test_save_and_load(pair) -> None:
 
 @pytest.mark.native
 def test_compile(compiled, device: torch.device) -> None:
-    layout = Layout.from_mask(torch.eye(2, device=device), 16)
+    layout = Layout.from_mask(torch.eye(2, device=device).bool(), 16)
     x = from_dense(torch.rand(32, 32, device=device), layout)
     got = compiled(lambda x: (x * 2 + x).relu().exp())(x)
     torch.testing.assert_close(got.values, (3 * x.values).exp())

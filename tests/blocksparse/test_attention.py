@@ -102,7 +102,7 @@ def test_more_than_2_31_elements(half: bool, device: torch.device) -> None:
     """The last of so many heads are as they would be alone."""
     heads, length, d = (131, 1 << 18, 64) if half else (130, 1 << 17, 128)
     dtype = torch.bfloat16 if half else torch.float32
-    layout = Layout.from_mask(torch.eye(length // 128, device=device), 128)
+    layout = Layout.from_mask(torch.eye(length // 128, device=device).bool(), 128)
     q = torch.randn(1, heads, length, d, device=device, dtype=dtype).requires_grad_()
     assert q.numel() > 1 << 31
     out = attention(q, q, q, layout)
@@ -240,7 +240,7 @@ def test_special_values(device: torch.device) -> None:
 
 @pytest.mark.parametrize("b, h, tq, tk, d", [(0, 2, 8, 8, 4), (2, 2, 0, 8, 4), (2, 2, 8, 0, 4), (1, 1, 8, 8, 0)])
 def test_empty_input(b: int, h: int, tq: int, tk: int, d: int, device: torch.device) -> None:
-    layout = Layout.from_mask(torch.ones(-(-tq // 16), -(-tk // 16), device=device), 16, size=(tq, tk))
+    layout = Layout.from_mask(torch.ones(-(-tq // 16), -(-tk // 16), device=device).bool(), 16, size=(tq, tk))
     q = torch.randn(b, h, tq, d, device=device, requires_grad=True)
     k = torch.randn(b, h, tk, d, device=device, requires_grad=True)
     out, lse = attention(q, k, k, layout, return_lse=True)
@@ -302,19 +302,19 @@ def test_autocast(device: torch.device) -> None:
         ),
         ({"relative": torch.ones(5, 8)}, TypeError, "relative must hold blocksparse.Relative terms, got Tensor"),
         (
-            {"bias": from_dense(torch.ones(32, 32), Layout.from_mask(torch.ones(2, 2), 16))},
+            {"bias": from_dense(torch.ones(32, 32), Layout.from_mask(torch.ones(2, 2).bool(), 16))},
             ValueError,
             "bias must have the layout that is given as layout",
         ),
         (
-            {"mask": from_dense(torch.ones(32, 32) > 0, Layout.from_mask(torch.ones(2, 2), 16))},
+            {"mask": from_dense(torch.ones(32, 32) > 0, Layout.from_mask(torch.ones(2, 2).bool(), 16))},
             ValueError,
             "mask must have the layout that is given as layout",
         ),
         ({"scale": math.inf}, ValueError, "scale must be a finite number, got inf"),
         ({"valid_lengths": torch.ones(3)}, ValueError, r"valid_lengths must have shape \[B\]"),
         (
-            {"layout": Layout.from_mask(torch.ones(3, 2, 2), 16)},
+            {"layout": Layout.from_mask(torch.ones(3, 2, 2).bool(), 16)},
             ValueError,
             r"broadcast to \[B, H\] = \[1, 2\], got \[3\]",
         ),
@@ -323,6 +323,6 @@ def test_autocast(device: torch.device) -> None:
 )
 def test_errors(change, error: type[Exception], message: str) -> None:
     q, k, v = torch.ones(3, 1, 2, 32, 8)
-    arguments = {"q": q, "k": k, "v": v, "layout": Layout.from_mask(torch.ones(2, 2), 16), **change}
+    arguments = {"q": q, "k": k, "v": v, "layout": Layout.from_mask(torch.ones(2, 2).bool(), 16), **change}
     with pytest.raises(error, match=f"blocksparse.attention: .*{message}"):
         attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), arguments.pop("layout"), **arguments)

@@ -57,10 +57,10 @@ def test_bsr_errors(device: torch.device) -> None:
     )
     with pytest.raises(ValueError, match="matrices of x must have equally many blocks, got 2 to 4"):
         to_sparse_bsr(uneven)
-    cut = from_dense(torch.ones(20, 20), Layout.from_mask(torch.ones(2, 2), 16, size=(20, 20)))
+    cut = from_dense(torch.ones(20, 20), Layout.from_mask(torch.ones(2, 2).bool(), 16, size=(20, 20)))
     with pytest.raises(ValueError, match="x must be of whole blocks of 16 x 16"):
         to_sparse_bsr(cut)
-    short = Layout.from_mask(torch.ones(2, 2), 16, capacity=3)
+    short = Layout.from_mask(torch.ones(2, 2).bool(), 16, capacity=3)
     with pytest.raises(ValueError, match="x must not have overflowed: 4 blocks, room for 3"):
         to_sparse_bsr(BlockSparseTensor(torch.ones(3, 16, 16), short))
 
@@ -95,4 +95,4 @@ def test_block_mask_errors() -> None:
     with pytest.raises(TypeError, match=r"to_block_mask: layout must be a blocksparse\.Layout"):
         to_block_mask(torch.ones(2, 2))
     with pytest.raises(ValueError, match=r"to_block_mask: layout must be \(B, H, rows, cols\) at most"):
-        to_block_mask(Layout.from_mask(torch.ones(1, 1, 1, 2, 2), 16))
+        to_block_mask(Layout.from_mask(torch.ones(1, 1, 1, 2, 2).bool(), 16))

@@ -130,7 +130,7 @@ def _blocks(named: Tensor, height: int, width: int) -> Tensor:
 
 
 def test_special_values(device: torch.device) -> None:
-    layout = Layout.from_mask(torch.ones(1, 1, device=device), 16)
+    layout = Layout.from_mask(torch.ones(1, 1, device=device).bool(), 16)
     x = torch.zeros(16, 16, device=device)
     x[0, 3], x[1, 3] = math.nan, math.inf
     index = from_dense(torch.full((16, 16), 3, device=device), layout)
@@ -139,7 +139,7 @@ def test_special_values(device: torch.device) -> None:
 
 
 def test_overflow_is_nan(device: torch.device) -> None:
-    mask = torch.ones(2, 2, device=device)
+    mask = torch.ones(2, 2, dtype=torch.bool, device=device)
     whole, short = Layout.from_mask(mask, 16), Layout.from_mask(mask, 16, capacity=3)
     x, index = torch.ones(32, 32, device=device), torch.zeros(32, 32, dtype=torch.int64, device=device)
     for a, b in ((whole, short), (short, whole)):
@@ -152,7 +152,7 @@ def test_overflow_is_nan(device: torch.device) -> None:
 
 @pytest.mark.kernels
 def test_out_of_range_is_nan_on_a_gpu(device: torch.device) -> None:
-    layout = Layout.from_mask(torch.ones(1, 1, device=device), 16)
+    layout = Layout.from_mask(torch.ones(1, 1, device=device).bool(), 16)
     index = torch.zeros(16, 16, dtype=torch.int64, device=device)
     index[3, 4], index[5, 6] = 16, -2
     blocks = from_dense(index, layout)
@@ -223,7 +223,7 @@ def test_errors(change, error: type[Exception], message: str) -> None:
 
 @pytest.mark.native
 def test_out_of_range_raises_on_the_cpu() -> None:
-    layout = Layout.from_mask(torch.ones(1, 1), 16)
+    layout = Layout.from_mask(torch.ones(1, 1).bool(), 16)
     x = from_dense(torch.ones(16, 16), layout)
     for wrong in (16, -2):
         index = from_dense(torch.full((16, 16), wrong), layout)

@@ -119,7 +119,7 @@ def test_union_and_intersection(device: torch.device) -> None:
 
 
 def test_what_is_drawn(device: torch.device) -> None:
-    layout = Layout.from_mask(torch.ones(3, 3, device=device).tril(), 16)
+    layout = Layout.from_mask(torch.ones(3, 3, device=device).bool().tril(), 16)
     assert layout.draw() == "#..\n##.\n###"
     assert repr(layout) == f"{layout.summary()}\n{layout.draw()}"
     assert repr(Layout.full((100, 100), 16)) == Layout.full((100, 100), 16).summary()
@@ -155,7 +155,7 @@ def test_capture() -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"mask": torch.ones(3)}, r"mask must have shape \[..., rows, cols\], got \[3\]"),
+        ({"mask": torch.ones(3).bool()}, r"mask must have shape \[..., rows, cols\], got \[3\]"),
         ({"block_size": 48}, "block_size must be 16, 32, 64 or 128, or a pair of these, got 48"),
         ({"size": (32, 33)}, r"size must be of 2 x 2 blocks of 16 x 16 like mask, got \(32, 33\)"),
         ({"capacity": 0}, "capacity must be at least 1, got 0"),
@@ -164,4 +164,11 @@ def test_capture() -> None:
 )
 def test_errors(change, message: str) -> None:
     with pytest.raises(ValueError, match=f"blocksparse.Layout.from_mask: {message}"):
-        Layout.from_mask(**{"mask": torch.ones(2, 2), "block_size": 16, **change})
+        Layout.from_mask(**{"mask": torch.ones(2, 2).bool(), "block_size": 16, **change})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_scores_are_no_mask(dtype: torch.dtype) -> None:
+    """Random scores all differ from 0: as a mask they would be every block."""
+    with pytest.raises(TypeError, match=r"from_mask: mask must be bool or an integer, got .*select_blocks"):
+        Layout.from_mask(torch.randn(2, 2).to(dtype), 16)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gossamer._core import checks
 from gossamer.blocksparse import (
     BlockSparseTensor,
     Layout,
@@ -137,7 +138,7 @@ def test_merge_of_other_layouts(dtype: torch.dtype, device: torch.device) -> Non
     check(out, torch.cat(x.unbind(0), 0) * elements(target), [x], stored)
     none = Layout.from_mask(torch.zeros(3, 2, 2, dtype=torch.bool, device=device), 16, capacity=1)
     assert merge(BlockSparseTensor(torch.ones(1, 16, 16, device=device), none), 0).to_dense().eq(0).all()
-    over = Layout.from_mask(torch.ones(3, 2, 2, device=device), 16, capacity=5)
+    over = Layout.from_mask(torch.ones(3, 2, 2, device=device).bool(), 16, capacity=5)
     assert merge(BlockSparseTensor(torch.ones(5, 16, 16, device=device), over), 0).to_dense().isnan().all()
 
 
@@ -213,7 +214,7 @@ def test_property(data: st.DataObject) -> None:
 
 
 def test_overflow_is_nan(device: torch.device) -> None:
-    mask = torch.ones(2, 2, device=device)
+    mask = torch.ones(2, 2, dtype=torch.bool, device=device)
     short = Layout.from_mask(mask, 16, capacity=3)
     values = torch.ones(3, 16, 16, device=device).requires_grad_()
     blocks = BlockSparseTensor(values, short)
@@ -253,6 +254,22 @@ def test_gradcheck() -> None:
 
     assert torch.autograd.gradcheck(call, values, fast_mode=True)
     assert torch.autograd.gradgradcheck(call, values, fast_mode=True)
+
+
+def test_what_follows_from_a_repetition_is_made_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in inference, where a gradient may follow; and a graph's memory is not kept."""
+    x, blocks = operand((32, 64), torch.float32, device)
+    with torch.inference_mode():
+        first = repeat_interleave(blocks.detach(), 2, -1).layout
+    again = repeat_interleave(blocks, 2, -1)
+    assert again.layout is first and repeat_interleave(blocks, 3, -1).layout is not first
+    check(again, x.repeat_interleave(2, -1), [x], [elements(blocks.layout)])
+    for times in range(1, 40):
+        repeat(blocks, (1, 1, times, 1))
+    assert repeat_interleave(blocks, 2, -1).layout is not first
+    monkeypatch.setattr(checks, "capturing", lambda: True)
+    _, other = operand((32, 64), torch.float32, device, seed=1)
+    assert repeat(other, (2, 1, 1, 1)).layout is not repeat(other, (2, 1, 1, 1)).layout
 
 
 @pytest.mark.native
@@ -301,7 +318,7 @@ def test_capture() -> None:
 @pytest.mark.full
 def test_more_than_2_to_the_31_elements() -> None:
     device = torch.device("cuda")
-    layout = Layout.from_mask(torch.ones(3, 256, 256, device=device), 128)
+    layout = Layout.from_mask(torch.ones(3, 256, 256, device=device).bool(), 128)
     x = BlockSparseTensor(torch.zeros(layout.capacity, 128, 128, dtype=torch.float16, device=device), layout)
     x.values[-1, -1] = torch.arange(128, device=device)
     for out in (repeat_interleave(x, 1, 0), cat([x], 1), adapt_layout(x, layout.adapt(64))):
@@ -350,6 +367,6 @@ def test_more_than_2_to_the_31_elements() -> None:
     ],
 )
 def test_errors(call, error: type[Exception], message: str) -> None:
-    x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2), 16))
+    x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
     with pytest.raises(error, match=message):
         call(x)

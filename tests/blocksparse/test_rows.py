@@ -91,7 +91,7 @@ def test_broadcast(lead, size, block, name: str, device: torch.device) -> None:
 
 
 def test_overflow_is_nan(device: torch.device) -> None:
-    layout = Layout.from_mask(torch.ones(3, 3, device=device), 16, capacity=8)
+    layout = Layout.from_mask(torch.ones(3, 3, device=device).bool(), 16, capacity=8)
     x = BlockSparseTensor(torch.ones(8, 16, 16, device=device), layout)
     for name in ("sum", "mean", "max"):
         assert getattr(blocksparse, name)(x).isnan().all()
@@ -143,4 +143,4 @@ def test_compile(compiled, device: torch.device) -> None:
 )
 def test_errors(call, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        call(from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2), 16)))
+        call(from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16)))

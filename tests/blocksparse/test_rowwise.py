@@ -49,7 +49,7 @@ def test_norms(lead, size, block, density, norm: str, affine: bool, dtype: torch
 
 
 def test_overflow_is_nan(device: torch.device) -> None:
-    short = Layout.from_mask(torch.ones(2, 2, device=device), 16, capacity=3)
+    short = Layout.from_mask(torch.ones(2, 2, device=device).bool(), 16, capacity=3)
     blocks = BlockSparseTensor(torch.ones(3, 16, 16, device=device), short)
     for out in (layer_norm(blocks), rms_norm(blocks), apply_rowwise(blocks, lambda rows: rows)):
         assert out.values.isnan().all()
@@ -58,7 +58,7 @@ def test_overflow_is_nan(device: torch.device) -> None:
 def test_nan_spoils_its_row_alone(device: torch.device) -> None:
     x = torch.ones(32, 32, device=device)
     x[3, 4] = torch.nan
-    out = rms_norm(from_dense(x, Layout.from_mask(torch.ones(2, 2, device=device), 16))).to_dense()
+    out = rms_norm(from_dense(x, Layout.from_mask(torch.ones(2, 2, device=device).bool(), 16))).to_dense()
     assert torch.equal(out.isnan().any(1), torch.arange(32, device=device) == 3)
 
 
@@ -101,6 +101,6 @@ def test_any_function(device: torch.device) -> None:
     ],
 )
 def test_errors(call, error: type[Exception], message: str) -> None:
-    x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2), 16))
+    x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
     with pytest.raises(error, match=message):
         call(x)

@@ -200,7 +200,7 @@ def test_source_of_another_layout(device: torch.device) -> None:
 
 def test_all_to_one_place(dtype: torch.dtype, device: torch.device) -> None:
     """The longest of sums, and of 16-bit numbers kept in float32 on the way: half of it would not move any more."""
-    layout = Layout.from_mask(torch.ones(1, 8, device=device), 16)
+    layout = Layout.from_mask(torch.ones(1, 8, device=device).bool(), 16)
     src = torch.ones(16, 128, device=device, dtype=dtype)
     src[:, 0] = 2048
     src[:, -1] = -2000
@@ -219,7 +219,7 @@ def test_bitwise_reproducible(device: torch.device) -> None:
 
 def test_zeros_in_products(device: torch.device) -> None:
     """One zero among factors gets the product of the others; two leave nothing to any."""
-    layout = Layout.from_mask(torch.ones(1, 1, device=device), 16)
+    layout = Layout.from_mask(torch.ones(1, 1, device=device).bool(), 16)
     src = torch.full((16, 16), 2.0, device=device)
     src[0, 0] = src[1, 0] = src[1, 1] = 0
     src.requires_grad_()
@@ -232,7 +232,7 @@ def test_zeros_in_products(device: torch.device) -> None:
 
 @pytest.mark.parametrize("reduce", ["sum", native("mean"), "amax", native("amin"), native("prod")])
 def test_special_values(reduce: str, device: torch.device) -> None:
-    layout = Layout.from_mask(torch.ones(1, 1, device=device), 16)
+    layout = Layout.from_mask(torch.ones(1, 1, device=device).bool(), 16)
     src = torch.ones(16, 16, device=device)
     src[0, 3], src[1, 3] = math.nan, math.inf
     index = from_dense(torch.arange(16, device=device).expand(16, 16) // 4, layout)
@@ -242,7 +242,7 @@ def test_special_values(reduce: str, device: torch.device) -> None:
 
 
 def test_overflow_is_nan(device: torch.device) -> None:
-    mask = torch.ones(2, 2, device=device)
+    mask = torch.ones(2, 2, dtype=torch.bool, device=device)
     whole, short = Layout.from_mask(mask, 16), Layout.from_mask(mask, 16, capacity=3)
     index = torch.zeros(32, 32, dtype=torch.int64, device=device)
     for a, b in ((whole, short), (short, whole)):
@@ -255,7 +255,7 @@ def test_overflow_is_nan(device: torch.device) -> None:
 
 @pytest.mark.kernels
 def test_out_of_range_is_none_on_a_gpu(device: torch.device) -> None:
-    layout = Layout.from_mask(torch.ones(1, 1, device=device), 16)
+    layout = Layout.from_mask(torch.ones(1, 1, device=device).bool(), 16)
     index = torch.arange(16, device=device).expand(16, 16).contiguous()
     index[3, 4], index[5, 6] = 16, -2
     out = scatter(layout, 1, from_dense(index, layout), from_dense(torch.ones(16, 16, device=device), layout))
@@ -264,7 +264,7 @@ def test_out_of_range_is_none_on_a_gpu(device: torch.device) -> None:
 
 @pytest.mark.native
 def test_out_of_range_raises_on_the_cpu() -> None:
-    layout = Layout.from_mask(torch.ones(1, 1), 16)
+    layout = Layout.from_mask(torch.ones(1, 1).bool(), 16)
     src, index = from_dense(torch.ones(16, 16), layout), from_dense(torch.full((16, 16), 99), layout)
     with pytest.raises(ValueError, match="index of a scatter must be -1, for none, or from 0 to 15, got 99"):
         scatter(layout, 0, index, src)
@@ -297,7 +297,7 @@ def test_gradcheck(reduce: str) -> None:
 
 @pytest.mark.native
 def test_second_derivatives_of_products_are_refused(device: torch.device) -> None:
-    layout = Layout.from_mask(torch.ones(1, 1, device=device), 16)
+    layout = Layout.from_mask(torch.ones(1, 1, device=device).bool(), 16)
     src = torch.ones(16, 16, device=device).requires_grad_()
     index = from_dense(torch.zeros(16, 16, dtype=torch.int64, device=device), layout)
     out = scatter_reduce(layout, 0, index, from_dense(src, layout), "prod").to_dense()
@@ -329,7 +329,7 @@ def test_capture() -> None:
 @pytest.mark.full
 def test_more_than_2_to_the_31_elements() -> None:
     device = torch.device("cuda")
-    layout = Layout.from_mask(torch.ones(3, 256, 256, device=device), 128)
+    layout = Layout.from_mask(torch.ones(3, 256, 256, device=device).bool(), 128)
     src = BlockSparseTensor(torch.zeros(layout.capacity, 128, 128, dtype=torch.float16, device=device), layout)
     src.values[-1] = 1
     index = BlockSparseTensor(torch.full(src.values.shape, 32767, dtype=torch.int32, device=device), layout)
@@ -378,7 +378,7 @@ def test_errors(change, error: type[Exception], message: str) -> None:
 
 
 def test_reductions_that_a_dtype_lacks() -> None:
-    layout = Layout.from_mask(torch.ones(1, 1), 16)
+    layout = Layout.from_mask(torch.ones(1, 1).bool(), 16)
     index = from_dense(torch.zeros(16, 16, dtype=torch.int64), layout)
     for kind, reduce, rule in (
         (torch.int32, "mean", "a floating dtype, got int32"),

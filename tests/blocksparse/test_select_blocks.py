@@ -96,7 +96,7 @@ def test_every_query_has_a_key(device: torch.device) -> None:
     layout = select_blocks(q, k, 16, top_k=2, window=1, causal=True)
     assert bool(attention(q, k, k, layout, causal=True, return_lse=True)[1].isfinite().all())
     layout = select_blocks(q, k, 16, threshold=1.0, causal=True, window=5)
-    full = Layout.from_mask(torch.ones(5, 5, device=device), 16, size=(70, 70))
+    full = Layout.from_mask(torch.ones(5, 5, device=device).bool(), 16, size=(70, 70))
     torch.testing.assert_close(attention(q, k, k, layout, causal=True), attention(q, k, k, full, causal=True))
 
 

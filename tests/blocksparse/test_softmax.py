@@ -116,7 +116,7 @@ def test_long_rows_are_walked_twice(mask, monkeypatch: pytest.MonkeyPatch, devic
 
 @pytest.mark.parametrize("held", [0, 3, 7, 16])
 def test_steps_are_as_long_as_rows(held: int, device: torch.device) -> None:
-    mask = torch.zeros(1, 16, device=device)
+    mask = torch.zeros(1, 16, dtype=torch.bool, device=device)
     mask[0, torch.randperm(16, generator=torch.Generator().manual_seed(0))[:held]] = 1
     layout = Layout.from_mask(mask, (16, 64), size=(3, 1010), capacity=17)
     check(torch.randn(3, 1010, device=device), layout)
@@ -160,7 +160,7 @@ def test_more_than_2_to_the_31_elements() -> None:
 
 
 def test_what_is_not_finite_stays(device: torch.device) -> None:
-    layout = Layout.from_mask(torch.eye(2, device=device), 16)
+    layout = Layout.from_mask(torch.eye(2, device=device).bool(), 16)
     x = torch.zeros(32, 32, device=device)
     x[0, 3], x[1, 3], x[2, :16], x[20, 20], x[3, 20] = math.nan, math.inf, -math.inf, -math.inf, math.nan
     want = dense(x, elements(layout), 1.0)
@@ -169,7 +169,7 @@ def test_what_is_not_finite_stays(device: torch.device) -> None:
 
 
 def test_overflow_is_nan(device: torch.device) -> None:
-    layout = Layout.from_mask(torch.ones(3, 3, device=device), 16, capacity=8)
+    layout = Layout.from_mask(torch.ones(3, 3, device=device).bool(), 16, capacity=8)
     values = torch.ones(8, 16, 16, device=device, requires_grad=True)
     out = softmax(BlockSparseTensor(values, layout)).values
     assert out.isnan().all() and torch.autograd.grad(out.sum(), values)[0].isnan().all()
@@ -233,6 +233,6 @@ def test_compile(compiled, device: torch.device) -> None:
     ],
 )
 def test_errors(options, error: type[Exception], message: str) -> None:
-    x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2), 16))
+    x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
     with pytest.raises(error, match=f"blocksparse.softmax: {message}"):
         softmax(**{"x": x, **options})

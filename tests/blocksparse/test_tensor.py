@@ -71,7 +71,7 @@ def test_what_is_not_finite_stays(device: torch.device) -> None:
 
 
 def test_overflow_is_nan(device: torch.device) -> None:
-    layout = Layout.from_mask(torch.ones(3, 3, device=device), 16, capacity=8)
+    layout = Layout.from_mask(torch.ones(3, 3, device=device).bool(), 16, capacity=8)
     blocks = from_dense(torch.ones(48, 48, device=device), layout)
     assert blocks.values.isnan().all() and blocks.to_dense().isnan().all()
     assert BlockSparseTensor(torch.ones(8, 16, 16, device=device), layout).to_dense().isnan().all()
@@ -94,7 +94,7 @@ def test_compile(compiled, device: torch.device) -> None:
     ],
 )
 def test_errors(call, error: type[Exception], message: str) -> None:
-    layout = Layout.from_mask(torch.eye(2), 16)
+    layout = Layout.from_mask(torch.eye(2).bool(), 16)
     with pytest.raises(error, match=message):
         call(torch.ones(32, 32), layout)
 

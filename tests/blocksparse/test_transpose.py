@@ -49,7 +49,7 @@ def test_a_layout_and_its_transpose_live_as_long_as_they_are_used(device: torch.
 
 
 def test_overflow_is_nan(device: torch.device) -> None:
-    layout = Layout.from_mask(torch.ones(3, 3, device=device), 16, capacity=8)
+    layout = Layout.from_mask(torch.ones(3, 3, device=device).bool(), 16, capacity=8)
     assert transpose(BlockSparseTensor(torch.ones(8, 16, 16, device=device), layout)).values.isnan().all()
 
 

@@ -245,6 +245,34 @@ def test_a_killed_sweep_has_written(toys: Path, monkeypatch: pytest.MonkeyPatch)
     assert bench("sweep", "--out", toys, "--cases", 3)[0] == 9
 
 
+def test_a_sweep_that_breaks_keeps_what_it_has_and_tries_again(toys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    swept(toys)
+    results: list[CaseResult] = []
+
+    def broken(case: Case, *arguments: object) -> CaseResult:
+        if len(results) == 2:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        result = run_case(case, *arguments)
+        if results:
+            result.outcomes.clear()
+            result.message = "inputs or reference: out of memory"
+        results.append(result)
+        return result
+
+    monkeypatch.setattr(command, "run_case", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        bench("sweep", "--out", toys, "--cases", 4)
+    (file,) = toys.glob("*.json")
+    content = json.loads(file.read_text())
+    assert len(content["cases"]) == 2 and len(content["not_run"]) == 2
+    monkeypatch.setattr(command, "run_case", run_case)
+    # The case that was not timed is tried again.
+    code, output = bench("sweep", "--out", toys, "--cases", 4, "--resume")
+    assert code == 0 and "1 cases are kept" in output
+    again = json.loads(file.read_text())["cases"]
+    assert again[0] == content["cases"][0] and len(again) == 4 and all(case["providers"] for case in again)
+
+
 def test_rooms_of_a_sweep_take_turns() -> None:
     folder = find_benchmarks()
     assert folder is not None

@@ -31,8 +31,8 @@ def test_any_tiles(m: int, shared: float, device: torch.device, generator: torch
     ):
         for down in (a["down"], a["down"].t().contiguous().t()):
             out, nnz = torch.empty(m, 40, device=device), torch.empty(m, dtype=torch.int32, device=device)
-            gate, up = (a["gate"], a["gate_bias"], None), (a["up"], a["up_bias"])
-            project(a["x"], gate, up, down, a["down_bias"], out, nnz, False, tile)
+            given = (a["x"], a["gate"], a["gate_bias"], None, a["up"], a["up_bias"], down, a["down_bias"])
+            project(given, out, nnz, False, tile)
             check(a, out)
             assert nnz.tolist() == kept.sum(1).tolist()
 
@@ -51,5 +51,5 @@ def test_entries_are_counted(device: torch.device, generator: torch.Generator) -
         kept = a["x"] @ a["gate"].t() + a["gate_bias"] > 0
         parts = (a["x"], a["gate"], a["gate_bias"], None, None, None, a["down"], None, None)
         for step in (0, 1):
-            _, nnz, sizes = sparse_ffn(*parts, True, False, step, False)
+            _, nnz, sizes = sparse_ffn(*parts, True, False, step, False, False)
             assert nnz.tolist() == (kept.sum(1).tolist() if step else []) and sizes.tolist() == [0] * step

@@ -141,15 +141,32 @@ def test_the_cheapest_way() -> None:
     assert costs.choose(None, 1000, cost) == "fused"
     assert costs.choose(known(29), 1000, cost) == "gather"
     assert costs.choose(known(200), 1000, cost) == "fused"
-    assert costs.choose(known(29), 1, cost) == "fused"
+    few = replace(cost, read=5e-6, column=2e-9, n=5632)
+    assert [costs.choose(k, 16, few) for k in (None, known(29), known(5000))] == ["fused", "gather", "fused"]
     assert costs.choose(known(140, 16 * costs.PRICE * 20), 1000, cost) == "union" if costs.GROUP == 32 else True
     assert costs.choose(known(920, over=900), 1000, cost) == "fused"
     assert costs.choose(known(180, over=150), 1000, cost) == "gather"
     assert replace(cost, entry=0.001).limit == 3000
     # A host that takes longer to launch than the device to compute.
     quick = replace(cost, gate=1e-8, entry=1e-10, heavy=3e-8, fused=2.5e-8, dense=2.6e-8, start=1e-7)
-    assert [costs.choose(known(29), m, quick) for m in (1, 1000, 100_000)] == ["fused", "gather", "gather"]
-    assert [costs.choose(known(29), m, quick, eager=True) for m in (1, 1000, 100_000)] == ["dense", "dense", "gather"]
+    assert [costs.choose(known(29), m, quick) for m in (1000, 100_000)] == ["gather", "gather"]
+    assert [costs.choose(known(29), m, quick, eager=True) for m in (1000, 100_000)] == ["dense", "gather"]
+
+
+def test_the_cheapest_way_on_a_cpu() -> None:
+    """Large weights are gathered where the union of 16 rows is no quarter of the columns; small blocks are dense."""
+    from gossamer.ffn.tracker import Known
+    from gossamer.rowsparse import Density
+
+    def known(mean: float) -> Any:
+        return Known(Density(1, mean, 0, 0, int(mean)), None)
+
+    sizes = {"large": (5632, 4096), "small": (176, 128)}
+    assert [costs.on_cpu(None, m, *sizes["large"]) for m in (1, 8, 256)] == ["gather"] * 3
+    assert [costs.on_cpu(known(29), m, *sizes["large"]) for m in (1, 8, 256)] == ["gather"] * 3
+    assert [costs.on_cpu(known(400), m, *sizes["large"]) for m in (1, 256)] == ["gather", "fused"]
+    assert [costs.on_cpu(what, m, *sizes["small"]) for what in (None, known(8)) for m in (1, 16)] == ["dense"] * 4
+    assert costs.on_cpu(None, 0, *sizes["large"]) in METHODS
 
 
 @pytest.mark.native

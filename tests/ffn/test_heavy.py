@@ -29,7 +29,7 @@ def test_the_rows_that_are_listed(
     for some in (rows, rows[:3], rows[:0]):
         listed = heavy.start(70, 5, None, 0, a["x"])
         listed[0] = len(some)
-        listed[2 : 2 + len(some)] = some
+        listed[4 : 4 + len(some)] = some
         out = torch.full((70, 20), 7.0, device=device)
         gate = (a["gate"], a["gate_bias"], None)
         heavy.project((listed, None), a["x"], gate, up, down, a["down"], out, activation == "relu2")

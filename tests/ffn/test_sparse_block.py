@@ -56,6 +56,15 @@ def test_observed(device: torch.device, generator: torch.Generator) -> None:
     assert operand.x is a["x"] and operand.up_weight is a["up"] and operand.activation == "relu"
 
 
+@pytest.mark.parametrize("m", [1, 5, 20])
+def test_a_weight_stored_by_columns(m: int, device: torch.device, generator: torch.Generator) -> None:
+    a, block = operands((m, 24, 300, 40), torch.float32, device, generator), SparseBlock()
+    a["down"] = a["down"].t().contiguous().t()
+    for block.method in METHODS:
+        check(a, call(block, a))
+    assert block.copied_bytes == 0
+
+
 @pytest.mark.native
 def test_copies_start_anew(device: torch.device, generator: torch.Generator) -> None:
     a, block = operands((20, 24, 300, 40), torch.float32, device, generator), SparseBlock("gather")

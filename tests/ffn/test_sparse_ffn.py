@@ -45,7 +45,7 @@ def test_rows_in_several_parts(
     a = operands((40, 16, 260, 20), torch.float32, device, generator, shared=0.8)
     kept = a["x"] @ a["gate"].t() + a["gate_bias"] > 0
     parts = (a["x"], a["gate"], a["gate_bias"], None, a["up"], a["up_bias"], a["down"], None, a["down_bias"])
-    out, nnz, sizes = sparse_ffn(*parts, False, united, 1, False)
+    out, nnz, sizes = sparse_ffn(*parts, False, united, 1, False, False)
     check(a, out)
     assert nnz.tolist() == kept.sum(1).tolist()
     limit = costs_of(260, 16, 20, True, a["x"]).limit
@@ -59,6 +59,6 @@ def test_entries_are_counted_where_asked(step: int, device: torch.device, genera
     a = operands((21, 24, 300, 40), torch.float32, device, generator)
     kept = a["x"] @ a["gate"].t() + a["gate_bias"] > 0
     parts = (a["x"], a["gate"], a["gate_bias"], None, a["up"], a["up_bias"], a["down"], a["down"].t().contiguous())
-    out, nnz, sizes = sparse_ffn(*parts, a["down_bias"], False, False, step, False)
+    out, nnz, sizes = sparse_ffn(*parts, a["down_bias"], False, False, step, False, False)
     check(a, out)
     assert nnz.tolist() == (kept.sum(1).tolist() if step else []) and len(sizes) == step

@@ -40,5 +40,18 @@ def test_copies_start_anew() -> None:
     kept(torch.randn(3, 4))
     for copied in (copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))):
         assert copied.nbytes == 0
+    tracker.light, tracker.last_path = True, "gather"
     for other in (copy.deepcopy(tracker), pickle.loads(pickle.dumps(tracker))):
         assert (other.rows.lag, other.rows.pinned) == (2, "gather")
+        assert not other.light and other.last_path is None
+
+
+def test_a_weight_stored_by_columns_is_its_own_transpose(device: torch.device) -> None:
+    """Also where no copy could be kept."""
+    kept, weight = Transposed(), torch.randn(7, 5, device=device).t()
+    assert not kept(weight[:4]).is_set_to(weight[:4].t())  # type: ignore[union-attr]
+    for _ in range(2):
+        assert kept(weight).is_set_to(weight.t()) and kept.nbytes == 0  # type: ignore[union-attr]
+    with torch.inference_mode():
+        weight = torch.randn(7, 5, device=device).t()
+        assert kept(weight).is_set_to(weight.t())  # type: ignore[union-attr]

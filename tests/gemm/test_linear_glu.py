@@ -92,7 +92,8 @@ def test_forward(activation: str, data: st.DataObject, dtype: torch.dtype, devic
         (70, 72, 200),
         (300, 260, 129),
         (130, 256, 512),
-        (130, 70, 403),
+        (200, 70, 403),
+        (300, 264, 131),
         pytest.param(64, 14336, 512, marks=pytest.mark.gpu),
     ],
 )

@@ -117,10 +117,12 @@ def test_products(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("odd", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_many_tiles(transposed: bool, dtype: torch.dtype, generator: torch.Generator) -> None:
-    """More than programs, so that buffers and barriers come round; the last ones are not full. Integers again."""
-    m, k, n = 1000, 200, 5000
+def test_many_tiles(transposed: bool, odd: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """More than programs, so that buffers and barriers come round; the last ones are not full. Integers again. Odd
+    operands are copied."""
+    m, k, n = 1000, 200 + odd, 5000 + odd
     draw = lambda *size: torch.randint(-2, 3, size, device="cuda", generator=generator).to(dtype)  # noqa: E731
     x, weight = draw(m, k), draw(k, n).t() if transposed else draw(n, k)
     bias, threshold = draw(n), torch.randint(0, 60, (n,), device="cuda", generator=generator).float()

@@ -82,9 +82,12 @@ def test_same_logits_and_generations(kind: str, device: torch.device) -> None:
     assert len(report.replaced) == len(report.sparse) == (4 if "T5" in kind else 2) and not report.left
     name = CLASSES.get(kind, next(iter(report.replaced.values())))
     assert str(report) == f"{name}: {len(report.replaced)} sparse where no gradient is needed"
-    for _ in range(6):
+    for method in ("gather", *["auto"] * 6):
+        for module in blocks(model):
+            module.sparse_block.method = method
         assert_close(logits(model, ids), reference64=exact, plain=plain)
-    assert {module.sparse_block.last_path for module in blocks(model)} <= {"gather", "fused"}
+        paths = {"gather", "union", "fused", "dense"} if method == "auto" else {method}
+        assert {module.sparse_block.last_path for module in blocks(model)} <= paths
     assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False), text)
     assert list(model.state_dict()) == keys
     unpatch(model)
@@ -125,7 +128,7 @@ def test_dropout_without_gradients(device: torch.device) -> None:
         model, ids = make(kind, device).train(), tokens(device)
         torch.manual_seed(3)
         plain = logits(model, ids)
-        patch(model, sparse=True)
+        patch(model, sparse="gather")
         torch.manual_seed(3)
         torch.testing.assert_close(logits(model, ids), plain)
         assert {module.sparse_block.last_path for module in blocks(model)} == paths

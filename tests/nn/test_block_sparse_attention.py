@@ -158,7 +158,7 @@ def test_selected_blocks(device: torch.device) -> None:
 def test_takes_the_place_of_multihead_attention(bias: bool, device: torch.device) -> None:
     torch.manual_seed(0)
     dense = nn.MultiheadAttention(48, 4, bias=bias, batch_first=True, device=device)
-    full = Layout.from_mask(torch.ones(3, 3, device=device), 16, size=(40, 40))
+    full = Layout.from_mask(torch.ones(3, 3, device=device).bool(), 16, size=(40, 40))
     module = BlockSparseAttention.from_multihead(dense.eval(), full)
     x = torch.randn(2, 40, 48, device=device)
     torch.testing.assert_close(module(x), dense(x, x, x, need_weights=False)[0], atol=1e-5, rtol=1e-5)
@@ -192,14 +192,14 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match=r"num_kv_heads must divide num_heads, .* got 3, 4 and 12"):
         BlockSparseAttention(48, 4, 3)
     with pytest.raises(ValueError, match=r"relative_positions must hold positions for 1 terms .* got 2"):
-        layout = Layout.from_mask(torch.ones(2, 2), 16, size=(20, 20))
+        layout = Layout.from_mask(torch.ones(2, 2).bool(), 16, size=(20, 20))
         BlockSparseAttention(48, 4, layout=layout, relative_clips=(3,))(x, relative_positions=[torch.arange(20)] * 2)
     with pytest.raises(ValueError, match="context must be None with rotary embeddings"):
         BlockSparseAttention(48, 4, rope_theta=1e4)(x, x)
 
 
 def test_shapes_are_named(device: torch.device) -> None:
-    layout = Layout.from_mask(torch.ones(2, 2, device=device), 16)
+    layout = Layout.from_mask(torch.ones(2, 2, device=device).bool(), 16)
     with pytest.raises(ValueError, match=r"num_heads must divide hidden_size where head_dim is None, got 4 and 130"):
         BlockSparseAttention(130, 4, layout=layout)
     layer = BlockSparseAttention(32, 4, layout=layout, device=device)

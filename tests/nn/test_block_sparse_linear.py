@@ -45,7 +45,7 @@ def test_a_sparse_input(device: torch.device) -> None:
 
 
 def test_state(device: torch.device) -> None:
-    mask = torch.zeros(3, 2, device=device)
+    mask = torch.zeros(3, 2, dtype=torch.bool, device=device)
     mask[0], mask[2, 0] = 1, 1
     first = BlockSparseLinear(Layout.from_mask(mask, (16, 32), size=(40, 50), capacity=4))
     second = BlockSparseLinear(Layout.from_mask(mask.flip(0), (16, 32), size=(40, 50), capacity=4))

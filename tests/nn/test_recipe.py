@@ -77,6 +77,25 @@ def test_it_looks_at_the_first_batch(device: torch.device) -> None:
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in begun.items())
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_first_batch_that_is_not_finite_is_refused(bad: float, device: torch.device) -> None:
+    """Or all thresholds would be NaN, every latent would fire for ever, and nothing would be said."""
+    (x, other), model = batches(2, device), make(device)
+    before = copy.deepcopy(model.state_dict())
+    x[17, 3] = bad
+    for call in (model.loss, model.initialize_):
+        with pytest.raises(ValueError, match=r"nn.JumpReLUSAE: x, .* must be finite.* x\[x.isfinite\(\).all\(-1\)\]"):
+            call(x)
+    assert model.is_fresh and all(torch.equal(*pair) for pair in zip(before.values(), model.state_dict().values()))
+    assert model.loss(other).l0 > 0 and not model.is_fresh
+    # Later ones pass: whoever looks at each would wait for the device.
+    assert model.loss(x).loss.isnan() or model.loss(x).loss.isinf()
+    plain = nn.TopKSAE(D_IN, D_SAE, 4).to(device)
+    with pytest.raises(ValueError, match=r"nn.TopKSAE: x, .* must be finite"):
+        plain.initialize_(x)
+    assert not plain.b_dec.any()
+
+
 def test_a_scale_changes_nothing(device: torch.device) -> None:
     """Of 2^k to the bit, in weights, losses and latents; of others within what the nearest power leaves."""
     x = batches(30, device)

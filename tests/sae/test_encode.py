@@ -310,14 +310,19 @@ def test_the_window_below_the_threshold_matters(device: torch.device, generator:
 def test_the_window_is_stored_in_training_alone(device: torch.device) -> None:
     x = torch.tensor([[1.0]], device=device)
     W = torch.tensor([[0.70, 0.76, 0.99, 1.0, 1.01, 1.2, 1.3]], device=device)
-    options = {"activation": "jumprelu", "threshold": torch.tensor(1.0, device=device), "bandwidth": 0.5}
+    threshold = torch.tensor(1.0, device=device, requires_grad=True)
+    options = {"activation": "jumprelu", "threshold": threshold, "bandwidth": 0.5}
     rows, l0 = encode_with_l0(x, W, **valued(**options))
     assert rows.indices[0, :6].tolist() == [1, 2, 3, 4, 5, 6] and rows.nnz_per_row.tolist() == [6]
     assert (rows.values[0, :3] == 0).all() and (rows.values[0, 3:6] > 1).all() and l0.tolist() == [3]
     assert count_fired(rows).tolist() == [0, 0, 0, 0, 1, 1, 1]
     with torch.no_grad():
         assert encode(x, W, **valued(**options)).nnz_per_row.tolist() == [3]
-    assert encode(x, W, activation=gemm.JumpReLU(options["threshold"])).nnz_per_row.tolist() == [3]
+    assert encode(x, W, activation=gemm.JumpReLU(threshold)).nnz_per_row.tolist() == [3]
+    # A threshold that takes no gradient needs none, but for the estimate that reaches z.
+    fixed = threshold.detach()
+    assert encode(x, W, activation=gemm.JumpReLU(fixed, 0.5)).nnz_per_row.tolist() == [3]
+    assert encode(x, W, activation=gemm.JumpReLU(fixed, 0.5, ste_to_input=True)).nnz_per_row.tolist() == [6]
 
 
 def test_negative_thresholds_act_as_zero(device: torch.device) -> None:

@@ -128,7 +128,7 @@ def test_empty(shape: tuple[int, int, int], device: torch.device, generator: tor
 def test_nan_is_kept_and_the_window_is_marked(device: torch.device) -> None:
     x = torch.tensor([[float("nan")], [1.0]], device=device)
     W = torch.tensor([[1.0, 0.4, -1.0]], device=device, requires_grad=True)
-    threshold = torch.full((3,), 0.5, device=device)
+    threshold = torch.full((3,), 0.5, device=device, requires_grad=True)
     acts, l0, fired, nnz = encode_dense(x, W, activation=gemm.JumpReLU(threshold, 0.5))
     assert acts[0].isnan().all() and acts[1].tolist() == [1.0, 0.0, 0.0]
     assert acts[1].signbit().tolist() == [False, True, False]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
+_transforms = torch._C._functorch.peek_interpreter_stack
 Found = TypeVar("Found")
 Key = tuple[Any, ...]
 
@@ -21,10 +22,11 @@ Key = tuple[Any, ...]
 def key_of(operands: tuple[Any, ...], options: tuple[Any, ...] = (), sizes: tuple[Any, ...] = ()) -> Key | None:
     """What checks of a call depend on. Of `sizes` 2.0 is another than 2, and True than 1.
 
-    None where each call has to be checked: under `torch.compile`, in forward-mode differentiation, and where an operand
-    is anything but None or a strided tensor or parameter. Callers make none under autocast, which changes dtypes.
+    None where each call has to be checked: under `torch.compile`, in forward-mode differentiation and what torch.func
+    transforms, and where an operand is anything but None or a strided tensor or parameter. Callers make none under
+    autocast, which changes dtypes.
     """
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or _transforms() is not None:
         return None
     parts: list[Any] = [options]
     for operand in operands:

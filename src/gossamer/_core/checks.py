@@ -6,7 +6,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from gossamer._core import autocast
+
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_transforms = torch._C._functorch.peek_interpreter_stack
+_FUNC_GRAD = torch._C._functorch.TransformType.Grad
 MAX_COLUMNS = 2**31 - 1
 
 
@@ -49,6 +53,34 @@ def floating(operator: str, **given: Tensor) -> None:
                 f"{operator}: forward-mode derivatives are not implemented, and {argument} has a tangent. Use reverse "
                 "mode: torch.autograd.grad, or backward()."
             )
+        if not torch.compiler.is_compiling() and _transforms() is not None:
+            _refuse_transforms(operator)
+
+
+def _refuse_transforms(operator: str) -> None:
+    """torch.func.vmap alone calls an operator once for each item; what differentiates does not know operators."""
+    if any(transform.key() == _FUNC_GRAD for transform in torch._C._functorch.get_interpreter_stack() or ()):
+        raise NotImplementedError(
+            f"{operator}: torch.func.grad, vjp, jacrev and hessian are not implemented. Use torch.autograd.grad, "
+            "backward(), or torch.autograd.functional.jacobian."
+        )
+
+
+def module_input(operator: str, argument: str, x: Tensor, weight: Tensor, letters: str, size: int) -> None:
+    """x is `[..., letters]` of that size, and what the weights of a module can be multiplied with."""
+    if isinstance(x, Tensor) and x.dtype is weight.dtype and x.shape[-1:] == (size,):
+        return
+    floating(operator, **{argument: x})
+    if x.shape[-1:] != (size,):
+        raise ValueError(
+            f"{operator}: {argument} must have shape [..., {letters}] with {letters} = {size}, got {list(x.shape)}."
+        )
+    if x.dtype is not weight.dtype and weight.dtype in FLOATS and not autocast.enabled(x.device):
+        got, own = name_of(x.dtype), name_of(weight.dtype)
+        raise TypeError(
+            f"{operator}: {argument} must be {own} like the module's weights, got {got}. Convert {argument} with "
+            f".to(torch.{own}) or the module with .to(torch.{got}), or use torch.autocast."
+        )
 
 
 def float_dtype(operator: str, argument: str, dtype: torch.dtype | None, hint: str) -> None:
@@ -102,6 +134,19 @@ def number(operator: str, argument: str, value: float, hint: str, zero: bool = F
     if not (0 < value < math.inf or (zero and value == 0)):
         least = "at least 0" if zero else "above 0"
         raise ValueError(f"{operator}: {argument} must be {least} and finite, got {value}. {hint}")
+
+
+def finite_start(operator: str, found: Tensor) -> None:
+    """What a module found in the x that it starts from has no NaN. Waits for the device, and looks at nothing where it
+    must not wait, under torch.compile and capture."""
+    if torch.compiler.is_compiling() or type(found) is not Tensor or found.is_meta or capturing():
+        return
+    if not bool(found.isfinite().all()):
+        raise ValueError(
+            f"{operator}: x, the sample that initialize_ starts from, must be finite, got NaN or Inf in it. Leave out "
+            "such rows, as x[x.isfinite().all(-1)], or call initialize_ with other rows before training. Nothing has "
+            "been changed."
+        )
 
 
 def capturing() -> bool:

@@ -1,6 +1,6 @@
 """Matrices of which only some blocks are stored: layouts, and tensors with their blocks.
 
->>> layout = Layout.from_mask(torch.eye(2), 16)
+>>> layout = Layout.from_mask(torch.eye(2).bool(), 16)
 >>> from_dense(torch.ones(32, 32), layout).to_dense().sum().item()
 512.0
 """

@@ -91,7 +91,7 @@ class Arithmetic:
     def apply(self, function: Callable[[Tensor], Tensor]) -> Self:
         """The blocks after `function`, which maps values `[capacity, height, width]` element by element.
 
-        >>> x = from_dense(torch.ones(16, 16), Layout.from_mask(torch.ones(1, 1), 16))
+        >>> x = from_dense(torch.ones(16, 16), Layout.from_mask(torch.ones(1, 1).bool(), 16))
         >>> x.apply(torch.erf).values.max().item() < 1
         True
         """

@@ -73,7 +73,7 @@ def attention(
     Source: Dao 2023, "FlashAttention-2"; Schön and Tompits, blksprs (attention by blocks, on compressed operands, with
     relative information).
 
-    >>> layout = Layout.from_mask(torch.ones(2, 2), 16)
+    >>> layout = Layout.from_mask(torch.ones(2, 2).bool(), 16)
     >>> attention(*torch.ones(3, 1, 1, 32, 8), layout).shape
     torch.Size([1, 1, 32, 8])
     """

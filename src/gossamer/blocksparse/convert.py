@@ -84,7 +84,7 @@ def to_sparse_bsr(x: BlockSparseTensor) -> Tensor:
 
     Source: `torch.sparse_bsr`.
 
-    >>> x = from_dense(torch.eye(32), Layout.from_mask(torch.eye(2), 16))
+    >>> x = from_dense(torch.eye(32), Layout.from_mask(torch.eye(2).bool(), 16))
     >>> torch.equal(to_sparse_bsr(x).to_dense(), torch.eye(32))
     True
     """
@@ -160,7 +160,7 @@ def to_block_mask(layout: Layout, mask_mod: Callable[..., Any] | None = None) ->
 
     Source: `torch.nn.attention.flex_attention.BlockMask`.
 
-    >>> mask = to_block_mask(Layout.from_mask(torch.ones(2, 2).tril(), 128))
+    >>> mask = to_block_mask(Layout.from_mask(torch.ones(2, 2).bool().tril(), 128))
     >>> mask.to_dense().tolist()
     [[[[1, 0], [1, 1]]]]
     """

@@ -27,7 +27,7 @@ def gather(input: BlockSparseTensor, dim: int, index: BlockSparseTensor) -> Bloc
 
     Source: Schön and Tompits, blksprs, section 3.2.4; `torch.gather`.
 
-    >>> layout = Layout.from_mask(torch.eye(2), 16)
+    >>> layout = Layout.from_mask(torch.eye(2).bool(), 16)
     >>> x = from_dense(torch.arange(32.0).expand(32, 32), layout)
     >>> index = from_dense(torch.full((32, 32), 3), layout)
     >>> gather(x, -1, index).to_dense().unique().tolist()

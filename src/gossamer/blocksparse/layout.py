@@ -117,7 +117,7 @@ class Layout:
         """The layout whose blocks a mask names.
 
         Args:
-            mask: `[..., rows, cols]`, one element a block, present where it differs from 0.
+            mask: `[..., rows, cols]`, one element a block, present where it differs from 0; bool or an integer.
             block_size: 16, 32, 64 or 128, or `(height, width)`.
             size: `(M, N)` in elements, where the last row or column of blocks is cut; None takes whole blocks.
             capacity: how many blocks to make room for. An int costs no sync: the host need not know the count, and
@@ -127,10 +127,10 @@ class Layout:
 
         Raises:
             ValueError: mask has fewer than two dimensions or 2^31 blocks, or sizes do not fit each other.
-            TypeError: mask is no tensor.
+            TypeError: mask is no tensor, or holds floats.
             NotImplementedError: `capacity=None` under CUDA-graph capture.
 
-        >>> Layout.from_mask(torch.eye(3), 64, size=(130, 192), capacity=4).row_offsets.tolist()
+        >>> Layout.from_mask(torch.eye(3).bool(), 64, size=(130, 192), capacity=4).row_offsets.tolist()
         [0, 1, 2, 3]
         """
         operator = "blocksparse.Layout.from_mask"
@@ -140,6 +140,11 @@ class Layout:
             raise ValueError(f"{operator}: mask must have shape [..., rows, cols], got {list(mask.shape)}.")
         if mask.numel() >= 1 << 31:
             raise ValueError(f"{operator}: mask must have fewer than 2^31 blocks, got {mask.numel()}. Use larger ones.")
+        if mask.dtype.is_floating_point or mask.dtype.is_complex:
+            raise TypeError(
+                f"{operator}: mask must be bool or an integer, got {checks.name_of(mask.dtype)}. Say which numbers are "
+                "blocks: mask.bool(), or mask > threshold; blocksparse.select_blocks chooses blocks by their scores."
+            )
         rows, cols = mask.shape[-2:]
         if size is None:
             size = rows * block[0], cols * block[1]
@@ -230,7 +235,7 @@ class Layout:
         Raises:
             ValueError: the inner sizes or blocks differ.
 
-        >>> a = Layout.from_mask(torch.eye(3), 16)
+        >>> a = Layout.from_mask(torch.eye(3).bool(), 16)
         >>> Layout.product(a, a).col_indices.tolist()
         [0, 1, 2]
         """
@@ -288,7 +293,7 @@ class Layout:
     def union(self, *others: Layout, capacity: int | None = None) -> Layout:
         """The blocks of any of the layouts; leading dimensions broadcast. `capacity` is as in `from_mask`.
 
-        >>> causal = Layout.from_mask(torch.ones(3, 3).tril(), 16)
+        >>> causal = Layout.from_mask(torch.ones(3, 3).bool().tril(), 16)
         >>> int(causal.union(causal.transpose()).nnz)
         9
         """
@@ -297,7 +302,7 @@ class Layout:
     def intersection(self, *others: Layout, capacity: int | None = None) -> Layout:
         """The blocks that all of the layouts have; leading dimensions broadcast. `capacity` is as in `from_mask`.
 
-        >>> causal = Layout.from_mask(torch.ones(3, 3).tril(), 16)
+        >>> causal = Layout.from_mask(torch.ones(3, 3).bool().tril(), 16)
         >>> int(causal.intersection(causal.transpose()).nnz)
         3
         """
@@ -334,7 +339,7 @@ class Layout:
     def draw(self) -> str:
         """The first matrix as text, a character a block, `#` where it is present; at most 64 x 64 of its blocks.
 
-        >>> print(Layout.from_mask(torch.ones(3, 3).tril(), 16).draw())
+        >>> print(Layout.from_mask(torch.ones(3, 3).bool().tril(), 16).draw())
         #..
         ##.
         ###
@@ -350,7 +355,7 @@ class Layout:
             capacity: as in `from_mask`, but for smaller blocks None makes room for all that there can be, and costs no
                 sync.
 
-        >>> Layout.from_mask(torch.eye(4), 16).adapt(32).to_dense().tolist()
+        >>> Layout.from_mask(torch.eye(4).bool(), 16).adapt(32).to_dense().tolist()
         [[True, False], [False, True]]
         """
         from gossamer.blocksparse.rearrange import adapted
@@ -376,7 +381,7 @@ class Layout:
         Source: Schön and Tompits, blksprs, section 3.3 (sparsity layout creation).
 
         >>> from gossamer.blocksparse import from_dense
-        >>> indices = from_dense(torch.full((16, 16), 40), Layout.from_mask(torch.ones(1, 1), 16))
+        >>> indices = from_dense(torch.full((16, 16), 40), Layout.from_mask(torch.ones(1, 1).bool(), 16))
         >>> Layout.from_indices(indices, -1, 64).to_dense().tolist()
         [[False, False, True, False]]
         """

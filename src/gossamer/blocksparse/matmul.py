@@ -59,7 +59,7 @@ def matmul(
     Source: Schön and Tompits, blksprs, section 3.2.1; Gale et al. 2022, MegaBlocks (arXiv 2211.15841), for products of
     transposed operands by reordered lists.
 
-    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2), 16))
+    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
     >>> matmul(x, torch.ones(32, 4)).shape, matmul(x, x, x.layout, transpose_a=True).values[0, 0, 0].item()
     (torch.Size([32, 4]), 16.0)
     """

@@ -13,8 +13,8 @@ from gossamer._core.ranges import span
 Path = Literal["blocks", "dense"]
 SPEED = {16: 0.083, 32: 0.26}
 """How fast small blocks are multiplied, of the rate of dense products in `tuning.rates`: on one H200, n 4,096, four
-matrices, bfloat16, 75% of both operands' blocks and half of the result's, 54 and 169 TFLOP/s. A tile has but 16 or 32
-rows, for two block rows rarely agree on their columns."""
+matrices, bfloat16, 75% of both operands' blocks and half of the result's, 54 and 169 TFLOP/s; in TF32 not measured, and
+taken to be the same shares. A tile has but 16 or 32 rows, for two block rows rarely agree on their columns."""
 MARGIN = 0.9
 LAUNCHES = 10e-6
 """Converting must save a tenth, and costs three or four kernels more, in seconds."""
@@ -34,9 +34,11 @@ def choose_path(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Path:
-    """ "blocks" multiplies blocks as they are stored. "dense" makes the operands dense, multiplies these, and takes the
-    result's blocks: where blocks of 16 or 32 are so many that this is faster, on Hopper and in 16 bits, of which alone
-    there are figures.
+    """How the GPU goes about it.
+
+    "blocks" multiplies blocks as they are stored. "dense" makes the operands dense, multiplies these, and takes the
+    result's blocks: where blocks of 16 or 32 are so many that this is faster, on the tensor cores of Hopper, of which
+    alone there are figures.
 
     Args:
         sizes: Z, M, K and N of [Z, M, K] @ [Z, K, N].
@@ -47,10 +49,11 @@ def choose_path(
     bm, bk, bn = block if densities[0] is not None or densities[1] is None else (block[2], block[1], block[0])
     speed = SPEED.get(min(bm or 128, bk or 128))
     least = min(1.0 if density is None else density for density in densities)
-    if speed is None or least < LEAST or not tuning.hopper(device) or dtype not in (torch.float16, torch.bfloat16):
+    half = dtype in (torch.float16, torch.bfloat16)
+    if speed is None or least < LEAST or not tuning.hopper(device) or not (half or tuning.tf32()):
         return "blocks"
     rates = tuning.rates(device.index or 0)
-    whole = 2.0 * z * m * k * n / rates.half
+    whole = 2.0 * z * m * k * n / (rates.half if half else rates.tf32)
     a, b, out = (1.0 if density is None else density for density in densities)
     # A tile of 256 columns multiplies what any of its blocks meets, one of 64 where most of b is absent.
     met = b

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +14,9 @@ from gossamer._core import checks
 from gossamer._core.ops import needs_gradient, register
 from gossamer.blocksparse import axes
 from gossamer.blocksparse._torch.rearrange import rearrange as _cpu
-from gossamer.blocksparse.axes import Axis
+from gossamer.blocksparse.axes import Axes, Axis, Moved
 from gossamer.blocksparse.layout import Layout, check_layouts
 from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
-
-Axes = tuple[Axis, Axis, Axis]
-"""What happens to matrices, to rows and to columns."""
 
 
 def repeat(x: BlockSparseTensor, sizes: Sequence[int], *, layout: Layout | None = None) -> BlockSparseTensor:
@@ -41,7 +38,7 @@ def repeat(x: BlockSparseTensor, sizes: Sequence[int], *, layout: Layout | None 
 
     Source: Schön and Tompits, blksprs, section 3.3; `torch.Tensor.repeat`.
 
-    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2), 16))
+    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
     >>> repeat(x, (2, 1, 3)).shape
     (2, 32, 96)
     """
@@ -53,13 +50,13 @@ def repeat(x: BlockSparseTensor, sizes: Sequence[int], *, layout: Layout | None 
     for size in sizes:
         checks.positive(operator, "sizes", size, "They say how often x is repeated along each dimension.")
     lead = (*[1] * (len(sizes) - dims), *x.shape[:-2])
-    moved = (
-        axes.tiled(lead, sizes[:-2]),
-        axes.repeated(x.shape[-2], sizes[-2]),
-        axes.repeated(x.shape[-1], sizes[-1]),
-    )
-    shape = tuple(a * b for a, b in zip((*lead, *x.shape[-2:]), sizes))
-    return _moved(operator, x, moved, shape, layout)
+
+    def make() -> tuple[Axes, tuple[int, ...]]:
+        rows, cols = (axes.repeated(x.shape[k], sizes[k]) for k in (-2, -1))
+        shape = tuple(a * b for a, b in zip((*lead, *x.shape[-2:]), sizes))
+        return (axes.tiled(lead, sizes[:-2]), rows, cols), shape
+
+    return _moved(operator, x, _move_of(x.layout, (operator, *sizes), make), layout)
 
 
 def repeat_interleave(
@@ -82,7 +79,7 @@ def repeat_interleave(
 
     Source: Schön and Tompits, blksprs, section 3.3; `torch.repeat_interleave`.
 
-    >>> x = from_dense(torch.ones(2, 32, 32), Layout.from_mask(torch.eye(2).expand(2, 2, 2), 16))
+    >>> x = from_dense(torch.ones(2, 32, 32), Layout.from_mask(torch.eye(2).bool().expand(2, 2, 2), 16))
     >>> repeat_interleave(x, 4, 0).shape
     (8, 32, 32)
     """
@@ -90,7 +87,11 @@ def repeat_interleave(
     check_blocks(operator, x=x)
     dim = _dim(operator, x, dim)
     checks.positive(operator, "repeats", repeats, "It says how often.")
-    return _moved(operator, x, *_at(x, dim, axes.interleaved(x.shape[dim], repeats)), layout)
+
+    def make() -> tuple[Axes, tuple[int, ...]]:
+        return _at(x, dim, axes.interleaved(x.shape[dim], repeats))
+
+    return _moved(operator, x, _move_of(x.layout, (operator, repeats, dim), make), layout)
 
 
 def split(
@@ -116,7 +117,7 @@ def split(
 
     Source: Schön and Tompits, blksprs, section 3.3; `torch.split`.
 
-    >>> x = from_dense(torch.ones(32, 48), Layout.from_mask(torch.ones(2, 3), 16))
+    >>> x = from_dense(torch.ones(32, 48), Layout.from_mask(torch.ones(2, 3).bool(), 16))
     >>> [piece.shape for piece in split(x, 32, dim=1)]
     [(32, 32), (32, 16)]
     """
@@ -162,7 +163,7 @@ def cat(tensors: Sequence[BlockSparseTensor], dim: int = 0, *, layout: Layout | 
 
     Source: Schön and Tompits, blksprs, section 3.3 (merge); `torch.cat`.
 
-    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2), 16))
+    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
     >>> cat([x, x, x], dim=-1).shape
     (32, 96)
     """
@@ -204,7 +205,7 @@ def stack(tensors: Sequence[BlockSparseTensor], dim: int = 0, *, layout: Layout 
 
     Source: Schön and Tompits, blksprs, section 3.3 (split, whose parts are stacked); `torch.stack`.
 
-    >>> x = from_dense(torch.ones(2, 32, 64), Layout.from_mask(torch.ones(2, 2, 4), 16))
+    >>> x = from_dense(torch.ones(2, 32, 64), Layout.from_mask(torch.ones(2, 2, 4).bool(), 16))
     >>> stack(split(x, 16, -1), 1).shape
     (2, 4, 32, 16)
     """
@@ -244,7 +245,7 @@ def merge(x: BlockSparseTensor, dim: int, into: int = -1, *, layout: Layout | No
 
     Source: Schön and Tompits, blksprs, section 3.3 (merge).
 
-    >>> heads = from_dense(torch.ones(2, 4, 32, 16), Layout.from_mask(torch.ones(2, 4, 2, 1), 16))
+    >>> heads = from_dense(torch.ones(2, 4, 32, 16), Layout.from_mask(torch.ones(2, 4, 2, 1).bool(), 16))
     >>> merge(heads, 1).shape
     (2, 32, 64)
     """
@@ -321,7 +322,7 @@ def adapt_layout(x: BlockSparseTensor, layout: Layout) -> BlockSparseTensor:
 
     Source: Schön and Tompits, blksprs, section 3.3 (layout adaptation).
 
-    >>> x = from_dense(torch.ones(64, 64), Layout.from_mask(torch.eye(4), 16))
+    >>> x = from_dense(torch.ones(64, 64), Layout.from_mask(torch.eye(4).bool(), 16))
     >>> adapt_layout(x, x.layout.adapt(32)).values.sum(dim=(1, 2)).tolist()
     [512.0, 512.0]
     """
@@ -352,18 +353,33 @@ def adapted(layout: Layout, block: tuple[int, int], capacity: int | None) -> Lay
     return _result(mask, layout.dense_shape, block, capacity)
 
 
-def _moved(
-    operator: str, x: BlockSparseTensor, moved: Axes, shape: tuple[int, ...], layout: Layout | None
-) -> BlockSparseTensor:
-    """x rearranged, in blocks of the same size, to a tensor of `shape`."""
-    block, (z, rows, cols) = x.layout.block_size, moved
-    if layout is None:
-        mask = _reached(x.layout, moved, block)
+def _move_of(layout: Layout, key: tuple[Any, ...], make: Callable[[], tuple[Axes, tuple[int, ...]]]) -> Moved:
+    """What `make` says of a layout's matrices, kept with the layout: what follows from it is made once."""
+    if torch.compiler.is_compiling():
+        return Moved(*make())
+    kept = layout.__dict__.setdefault("_moves", {})
+    if key not in kept:
+        if len(kept) >= MOVES:
+            kept.clear()
+        kept[key] = Moved(*make())
+    found: Moved = kept[key]
+    return found
+
+
+def _moved(operator: str, x: BlockSparseTensor, move: Moved, layout: Layout | None) -> BlockSparseTensor:
+    """x rearranged, in blocks of the same size."""
+    block, (z, rows, cols) = x.layout.block_size, move.axes
+
+    def result() -> Layout:
+        mask = _reached(x.layout, move.axes, block)
         room = x.layout.capacity * z.copies * rows.spread(block[0], block[0]) * cols.spread(block[1], block[1])
-        layout = _result(mask, shape, block, min(room, mask.numel()))
+        return _result(mask, move.shape, block, min(room, mask.numel()))
+
+    if layout is None:
+        layout = move.once("layout", result)
     else:
-        _check_result(operator, layout, shape, x)
-    return _pull(x.values, _source(x.layout), x.layout.size, layout, moved)
+        _check_result(operator, layout, move.shape, x)
+    return _pull(x.values, _source(x.layout), x.layout.size, layout, move)
 
 
 def _result(mask: Tensor, shape: Sequence[int], block: tuple[int, int], capacity: int | None) -> Layout:
@@ -427,6 +443,8 @@ def _check_alike(operator: str, first: BlockSparseTensor, x: BlockSparseTensor, 
     checks.same_device(operator, "tensors[0]", first.device, **{name: x.values})
 
 
+MOVES = 16
+"""Of how many repetitions a layout keeps what follows from them."""
 Source = tuple[Tensor, Tensor, Tensor, Tensor]
 """nnz `[1]`, each block's row and column, and the number of each place's block."""
 
@@ -467,27 +485,18 @@ def _side_by_side(tensors: Sequence[BlockSparseTensor], dim: int) -> tuple[Tenso
     return values, source, (size[0], size[1])
 
 
-def _pull(values: Tensor, source: Source, size: tuple[int, int], layout: Layout, moved: Axes) -> BlockSparseTensor:
+def _pull(
+    values: Tensor, source: Source, size: tuple[int, int], layout: Layout, moved: Axes | Moved
+) -> BlockSparseTensor:
     """`layout`'s blocks, each element from where the axes say."""
     block, device = layout.block_size, values.device
-    tile = [moved[1].tile(values.shape[1], block[0]), moved[2].tile(values.shape[2], block[1])]
-    maps = [None if axis.forward is None else axis.forward(device)[:, None] for axis in moved]
-    inverses = _inverses(moved, device) if needs_gradient(values) else [None] * 3
+    move = moved if isinstance(moved, Moved) else Moved(moved)
+    tile = [move.axes[1].tile(values.shape[1], block[0]), move.axes[2].tile(values.shape[2], block[1])]
+    maps = move.once("maps", lambda: move.maps(device))
+    inverses = move.once("inverses", lambda: move.inverses(device)) if needs_gradient(values) else [None] * 3
     sizes = [*size, *layout.size]
     out = _rearrange(values, *source, *_source(layout), *maps, *inverses, sizes, list(block), tile)
     return BlockSparseTensor(out, layout)
-
-
-def _inverses(moved: Axes, device: torch.device) -> list[Tensor | None]:
-    """int64 `[source's length, copies]` of each axis, such that copy k of a source is at place k of all three."""
-    lists = [None if axis.inverse is None else axis.inverse(device).t() for axis in moved]
-    counts = [1 if x is None else x.shape[1] for x in lists]
-    number = torch.arange(math.prod(counts), device=device)
-    found = []
-    for k, x in enumerate(lists):
-        copy = number // math.prod(counts[k + 1 :]) % counts[k]
-        found.append(None if x is None else x.index_select(1, copy).contiguous())
-    return found
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

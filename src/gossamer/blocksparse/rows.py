@@ -32,7 +32,7 @@ def sum(x: BlockSparseTensor, dim: int = -1) -> Tensor:
 
     Source: Schön and Tompits, blksprs (row-wise operations).
 
-    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2), 16))
+    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
     >>> sum(x)[0].item(), mean(x)[0].item(), max(x - 3)[0].item()
     (16.0, 0.5, -2.0)
     """
@@ -42,7 +42,7 @@ def sum(x: BlockSparseTensor, dim: int = -1) -> Tensor:
 def mean(x: BlockSparseTensor, dim: int = -1) -> Tensor:
     """The mean of each row (`dim=-1`) or of each column (`dim=-2`), absent blocks counted as zeros; as `sum`.
 
-    >>> mean(from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2), 16)))[0].item()
+    >>> mean(from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16)))[0].item()
     0.5
     """
     total = _reduced("blocksparse.mean", x, dim, "sum")
@@ -57,7 +57,7 @@ def max(x: BlockSparseTensor, dim: int = -1) -> Tensor:
 
     Args, Raises: as in `sum`.
 
-    >>> max(from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2), 16)) - 3)[0].item()
+    >>> max(from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16)) - 3)[0].item()
     -2.0
     """
     return _reduced("blocksparse.max", x, dim, "max")
@@ -80,7 +80,7 @@ def add(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
 
     Source: Schön and Tompits, blksprs (row-wise operations).
 
-    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2), 16))
+    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
     >>> add(x, torch.arange(32.0)[:, None]).to_dense()[31, 30:].tolist()
     [32.0, 32.0]
     """
@@ -90,7 +90,7 @@ def add(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
 def sub(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
     """x - vector on the present blocks; as `add`.
 
-    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2), 16))
+    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
     >>> sub(x, max(x)[:, None]).values.abs().max().item()
     0.0
     """
@@ -100,7 +100,7 @@ def sub(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
 def mul(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
     """x * vector on the present blocks; as `add`.
 
-    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2), 16))
+    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
     >>> mul(x, torch.arange(32.0)).to_dense()[31, 30:].tolist()
     [30.0, 31.0]
     """
@@ -125,7 +125,7 @@ def broadcast_add(x: Tensor, y: Tensor, layout: Layout) -> BlockSparseTensor:
 
     Source: Schön and Tompits, blksprs (broadcast operations).
 
-    >>> layout = Layout.from_mask(torch.eye(2), 16)
+    >>> layout = Layout.from_mask(torch.eye(2).bool(), 16)
     >>> broadcast_add(torch.arange(32.0), torch.arange(32.0), layout).values.max().item()
     62.0
     """
@@ -136,7 +136,7 @@ def broadcast_add(x: Tensor, y: Tensor, layout: Layout) -> BlockSparseTensor:
 def broadcast_sub(x: Tensor, y: Tensor, layout: Layout) -> BlockSparseTensor:
     """x[..., :, None] - y[..., None, :] on the blocks of a layout; as `broadcast_add`.
 
-    >>> layout = Layout.from_mask(torch.eye(2), 16)
+    >>> layout = Layout.from_mask(torch.eye(2).bool(), 16)
     >>> broadcast_sub(torch.arange(32.0), torch.arange(32.0), layout).values.max().item()
     15.0
     """

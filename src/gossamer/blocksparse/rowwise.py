@@ -31,7 +31,7 @@ def apply_rowwise(x: BlockSparseTensor, function: Callable[[Tensor], Tensor]) ->
 
     Source: Schön and Tompits, blksprs, section 3.3 (row-wise functions).
 
-    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2), 16))
+    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
     >>> apply_rowwise(x, lambda rows: rows / rows.sum(-1, keepdim=True)).to_dense()[0, 0].item()
     0.0625
     """
@@ -63,7 +63,7 @@ def layer_norm(
 
     Source: Schön and Tompits, blksprs, section 3.3 (wrappers); `torch.nn.functional.layer_norm`.
 
-    >>> x = from_dense(torch.arange(32.0).expand(32, 32), Layout.from_mask(torch.ones(2, 2), 16))
+    >>> x = from_dense(torch.arange(32.0).expand(32, 32), Layout.from_mask(torch.ones(2, 2).bool(), 16))
     >>> abs(layer_norm(x).to_dense().mean().item()) < 1e-6
     True
     """
@@ -88,7 +88,7 @@ def rms_norm(x: BlockSparseTensor, weight: Tensor | None = None, eps: float | No
 
     Source: Schön and Tompits, blksprs, section 3.3 (wrappers); `torch.nn.functional.rms_norm`.
 
-    >>> x = from_dense(torch.full((32, 32), 3.0), Layout.from_mask(torch.ones(2, 2), 16))
+    >>> x = from_dense(torch.full((32, 32), 3.0), Layout.from_mask(torch.ones(2, 2).bool(), 16))
     >>> round(rms_norm(x).to_dense().mean().item(), 4)
     1.0
     """

@@ -29,7 +29,7 @@ def scatter(
 
     Source: Schön and Tompits, blksprs, section 3.2.5; `torch.scatter`.
 
-    >>> layout = Layout.from_mask(torch.eye(2), 16)
+    >>> layout = Layout.from_mask(torch.eye(2).bool(), 16)
     >>> src, index = from_dense(torch.ones(32, 32), layout), from_dense(torch.full((32, 32), 3), layout)
     >>> int(scatter(layout, 0, index, src).to_dense().sum())
     16
@@ -74,7 +74,7 @@ def scatter_reduce(
 
     Source: Schön and Tompits, blksprs, section 3.2.5; `torch.scatter_reduce`.
 
-    >>> layout = Layout.from_mask(torch.eye(2), 16)
+    >>> layout = Layout.from_mask(torch.eye(2).bool(), 16)
     >>> src, index = from_dense(torch.ones(32, 32), layout), from_dense(torch.full((32, 32), 3), layout)
     >>> scatter_reduce(layout, 0, index, src, "sum").to_dense()[3, :2].tolist()
     [16.0, 16.0]

@@ -36,7 +36,7 @@ def softmax(x: BlockSparseTensor, *, mask: Tensor | None = None, scale: float = 
 
     Source: Schön and Tompits, blksprs, section 3.2.2.
 
-    >>> x = from_dense(torch.zeros(32, 32), Layout.from_mask(torch.eye(2), 16))
+    >>> x = from_dense(torch.zeros(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
     >>> softmax(x).to_dense()[0].sum().item(), softmax(x).values[0, 0, 0].item()
     (1.0, 0.0625)
     """

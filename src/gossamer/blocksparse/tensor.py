@@ -35,7 +35,7 @@ class BlockSparseTensor(Arithmetic):
 
     Source: Schön and Tompits, blksprs, Definition 3 (compressed representation).
 
-    >>> layout = Layout.from_mask(torch.eye(2), 16)
+    >>> layout = Layout.from_mask(torch.eye(2).bool(), 16)
     >>> BlockSparseTensor(torch.ones(2, 16, 16), layout).to_dense().sum().item()
     512.0
     """
@@ -121,7 +121,7 @@ def from_dense(x: Tensor, layout: Layout) -> BlockSparseTensor:
 
     Source: Schön and Tompits, blksprs, Definition 3.
 
-    >>> blocks = from_dense(torch.ones(20, 20), Layout.from_mask(torch.eye(2), 16, size=(20, 20)))
+    >>> blocks = from_dense(torch.ones(20, 20), Layout.from_mask(torch.eye(2).bool(), 16, size=(20, 20)))
     >>> blocks.values.sum(dim=(1, 2)).tolist()
     [256.0, 16.0]
     """

@@ -28,7 +28,7 @@ def transpose(x: BlockSparseTensor) -> BlockSparseTensor:
 
     Source: Schön and Tompits, blksprs, section 3.2 (transpose).
 
-    >>> x = from_dense(torch.arange(2.0).expand(16, 2), Layout.from_mask(torch.ones(1, 1), 16, size=(16, 2)))
+    >>> x = from_dense(torch.arange(2.0).expand(16, 2), Layout.from_mask(torch.ones(1, 1).bool(), 16, size=(16, 2)))
     >>> transpose(x).to_dense()[:, 0].tolist()
     [0.0, 1.0]
     """

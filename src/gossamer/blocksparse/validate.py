@@ -28,7 +28,7 @@ def validate(*operands: BlockSparseTensor | Layout, same_layout: bool = True) ->
 
     Source: Schön and Tompits, blksprs, section 3.3 (validation).
 
-    >>> validate(Layout.from_mask(torch.ones(2, 2), 16, capacity=3))
+    >>> validate(Layout.from_mask(torch.ones(2, 2).bool(), 16, capacity=3))
     Traceback (most recent call last):
     ValueError: blocksparse.validate: 1 thing is wrong.
     - operand 0: 4 blocks are present, but there is room for 3. Make the layout with capacity=4 or more.

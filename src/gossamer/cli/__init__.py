@@ -63,7 +63,9 @@ else:
         if isinstance(command, typer.Typer):
             return typer.main.get_command(command)
         single = typer.Typer(add_completion=False)
-        single.command(name)(command)
+        # Lines end where the source's do; paragraphs are for the terminal to break.
+        said = "\n\n".join(" ".join(part.split()) for part in (command.__doc__ or "").split("\n\n"))
+        single.command(name, help=said)(command)
         return typer.main.get_command(single)
 
     def _placeholder() -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gossamer import gemm
-from gossamer._core import autocast, checks
+from gossamer._core import autocast, checks, tuning
 from gossamer._core.calls import Checked, key_of
 from gossamer._core.ops import needs_gradient, undispatched
-from gossamer.ffn.costs import FEW, GROUP, choose, costs_of, on_cpu
+from gossamer.ffn.costs import FEW, GROUP, Costs, choose, costs_of, on_cpu
 from gossamer.ffn.sparse_ffn import sparse_ffn
 from gossamer.ffn.tracker import BlockTracker, Known
 from gossamer.ffn.transposed import Transposed
@@ -54,7 +55,17 @@ class Block:
         )  # fmt: skip
 
 
-_checked: Checked[tuple[int, int, int, int]] = Checked()
+class Found(NamedTuple):
+    """What checks find of a block, and what follows from that alone: M, K, N, D."""
+
+    m: int
+    k: int
+    n: int
+    d: int
+    cost: Costs
+
+
+_checked: Checked[Found] = Checked()
 
 
 def run(operator: str, block: Block, method: str, density: BlockTracker | None) -> Tensor:
@@ -68,22 +79,23 @@ def run(operator: str, block: Block, method: str, density: BlockTracker | None) 
         with autocast.disabled(block.x.device):
             return run(operator, block, method, density)
     tensors = block.tensors
-    key = key_of(tensors, (method, type(density)))
-    sizes = _checked.get(key)
-    if sizes is None:
+    key = key_of(tensors, (method, type(density), tuning.tf32()))
+    found = _checked.get(key)
+    if found is None:
         sizes = check(operator, block, method, density)
         weights = {"gate_weight": block.gate_weight, "up_weight": block.up_weight, "down_weight": block.down_weight}
         check_dtypes(operator, block.x, **weights)
-        _checked.keep(key, sizes)
+        found = Found(*sizes, costs_of(*sizes[1:], block.up_weight is not None, block.x))
+        _checked.keep(key, found)
     x = block.x
     if block.threshold is not None:
         dtype = threshold_dtype(block.gate_weight.dtype)
-        block = replace(block, threshold=block.threshold.detach().to(dtype).expand(sizes[2]))
+        block = replace(block, threshold=block.threshold.detach().to(dtype).expand(found.n))
     if x.dim() == 2:
-        return _differentiable(block) if needs_gradient(*tensors) else _inferred(block, sizes, method, density)
-    block = replace(block, x=x.reshape(sizes[0], sizes[1]))
-    out = _differentiable(block) if needs_gradient(*tensors) else _inferred(block, sizes, method, density)
-    return out.view(*x.shape[:-1], sizes[3])
+        return _differentiable(block) if needs_gradient(*tensors) else _inferred(block, found, method, density)
+    block = replace(block, x=x.reshape(found.m, found.k))
+    out = _differentiable(block) if needs_gradient(*tensors) else _inferred(block, found, method, density)
+    return out.view(*x.shape[:-1], found.d)
 
 
 def _differentiable(block: Block) -> Tensor:
@@ -101,34 +113,32 @@ def _differentiable(block: Block) -> Tensor:
     )
 
 
-def _inferred(block: Block, sizes: tuple[int, int, int, int], method: str, density: BlockTracker | None) -> Tensor:
-    m, k, n, d = sizes
-    x = block.x
+def _inferred(block: Block, found: Found, method: str, density: BlockTracker | None) -> Tensor:
+    x, m, cost = block.x, found.m, found.cost
     tracker = density if method == "auto" else None
-    grouped, sparse = x.is_cuda and m > FEW, ("gather", "union")
+    grouped = x.is_cuda and m > FEW
     recorded = unknown = False
-    cost = costs_of(n, k, d, block.up_weight is not None, x) if method == "auto" else None
 
     def way(known: Known | None, eager: bool) -> str:
-        return choose(known, m, cost, eager) if x.is_cuda else on_cpu(known, n)  # type: ignore[arg-type]
+        if x.is_cuda:
+            return choose(known, m, cost, eager)
+        return on_cpu(known, m, found.n, found.d + (0 if block.up_weight is None else found.k))
 
     if tracker is not None:
         method = tracker.path(way, grouped=grouped)
-        # Nothing reads what a graph would record. To look takes time where a way does not count by itself, and where
-        # there is little to compute.
-        counts = method in sparse and (grouped or not x.is_cuda)
-        recorded = not checks.capturing() and (counts or tracker.due())
+        # Nothing reads what a graph would record. To look takes time.
+        recorded = not checks.capturing() and tracker.due(8 if m > FEW else 32)
     elif method == "auto":
         unknown = True
         method = way(None, not (torch.compiler.is_compiling() or checks.capturing()))
         if grouped and m >= MANY and _samples(block):
             method = "gather"
-    if method in sparse:
+    if method in ("gather", "union"):
         # The unions of a few groups tell whether it would pay.
         step = 0 if not recorded else min(2048, 1 << (m // (GROUP * SAMPLE) | 1).bit_length() - 1)
         rows = None if block.transposed is None else block.transposed(block.down_weight)
         operands = (*block.tensors[:-1], rows, block.down_bias)
-        options = (block.activation == "relu2", method == "union", step, unknown)
+        options = (block.activation == "relu2", method == "union", step, unknown, tracker is not None and tracker.light)
         out, nnz, unions = undispatched(sparse_ffn, *operands)(*operands, *options)
     else:
         hidden = _fused(block) if method == "fused" else _hidden(block)

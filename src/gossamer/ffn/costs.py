@@ -23,14 +23,17 @@ HOPPER = 770e12, 815e12, 660e12, 8.5e12
 HOST = {"dense": 70e-6, "fused": 300e-6, "gather": 450e-6, "union": 600e-6}
 """Seconds in which a host launches a way, eager: that of an H200, PyTorch 2.11. A graph and a compiled region need
 next to none."""
-FUSED_FEW = 130e-6
-"""The same of the fused block with up to FEW rows."""
+HOST_FEW = {"dense": 70e-6, "fused": 130e-6, "gather": 100e-6}
+"""The same with up to FEW rows."""
+STARTS = {"dense": 19e-6, "fused": 11e-6, "gather": 9e-6}
+"""Seconds that up to FEW rows take on the device beside reading weights: launches, and waiting for what is read."""
 
 
 @dataclass(frozen=True)
 class Costs:
     """Seconds that a row takes through the gate alone, an entry that is gathered, a row in dense tiles after its gate,
-    a row of the fused block and of the dense one, and a sparse way's launches on the device."""
+    a row of the fused block and of the dense one, and a sparse way's launches on the device; to read the gate's weight,
+    and a column of the other weights, of which there are n."""
 
     gate: float
     entry: float
@@ -38,6 +41,9 @@ class Costs:
     fused: float
     dense: float
     start: float = 25e-6
+    read: float = 0.0
+    column: float = 0.0
+    n: int = 0
 
     def break_even(self, m: int) -> float:
         """Entries of a row, on average, from which on the fused block takes less time than gathering for m rows."""
@@ -61,14 +67,18 @@ def costs_of(n: int, k: int, d: int, gated: bool, x: Tensor) -> Costs:
         packs = fused = dense = rates.half if half else rates.tf32 if tuning.tf32() else rates.ieee
         gathers = rates.gather
     work = 2 * n * (k + inner + d)
-    return Costs(2 * n * k / packs, (inner + d) * size / gathers, 1.3 * work / fused, work / fused, work / dense)
+    entry = (inner + d) * size
+    times = 2 * n * k / packs, entry / gathers, 1.3 * work / fused, work / fused, work / dense
+    return Costs(*times, read=n * k * size / rates.copy, column=entry / rates.copy, n=n)
 
 
 def choose(known: Known | None, m: int, cost: Costs, eager: bool = False) -> str:
     """The name of the way that takes the least time for m rows, by what is known: on the device, or on the host that
     launches it, where that takes longer and the call is `eager`."""
-    ways = {"fused": m * cost.fused, "dense": m * cost.dense}
-    # The kernels for few rows took longer than the fused block as well.
+    if m <= FEW:
+        ways = few_rows(known, m, cost)
+    else:
+        ways = {"fused": m * cost.fused, "dense": m * cost.dense}
     if known is not None and m > FEW:
         light = known.rows.light / max(known.rows.rows, 1)
         sparse = cost.gate + known.rows.over / max(known.rows.rows, 1) * cost.heavy
@@ -77,14 +87,43 @@ def choose(known: Known | None, m: int, cost: Costs, eager: bool = False) -> str
             union = known.unions.mean / GROUP * PRICE
             ways["union"] = m * (sparse + min(light, union) * cost.entry) + 2 * cost.start
     if eager:
-        host = HOST | {"fused": FUSED_FEW} if m <= FEW else HOST
+        host = HOST_FEW if m <= FEW else HOST
         ways = {name: max(time, host[name]) for name, time in ways.items()}
     return min(ways, key=ways.__getitem__)
 
 
-def on_cpu(known: Known | None, n: int) -> str:
-    """The same on the CPU, which looks at what it packs: that it looks at all is what costs, where most is dense."""
-    return "fused" if known is not None and 4 * known.rows.mean > n else "gather"
+def few_rows(known: Known | None, m: int, cost: Costs) -> dict[str, float]:
+    """Seconds of the ways of up to FEW rows. What is gathered is read in pieces, which takes twice as long."""
+    union = cost.n if known is None else min(cost.n, m * known.rows.mean)
+    whole = cost.read + cost.n * cost.column
+    gathered = cost.read + 2 * union * cost.column
+    return {name: start + (gathered if name == "gather" else whole) for name, start in STARTS.items()}
+
+
+CPU_RATES = 60e9, 30e9, 1.7e-9
+"""FLOP/s of a product, bytes/s of one that reads its weights, seconds for an element of a weight that is gathered."""
+CPU_STARTS = 60e-6, 40e-6
+"""Seconds that gathering takes for a call, and for a group of CPU_GROUP rows, whatever there is to gather. These and
+the rates: float32 on an x86 core, K = D and N from 64 and 176 to 2,048 and 5,632, M from 1 to 256."""
+CPU_GROUP = 16
+"""Rows that share a union on the CPU: weights are copied for a product once a group, and one of few rows is slow."""
+CPU_DENSE = 0.25
+"""Share of the columns from which on nothing is gathered."""
+
+
+def on_cpu(known: Known | None, m: int, n: int, width: int) -> str:
+    """The same on the CPU, by what up and down take, `width` elements a column; the gate is computed in any way. Where
+    nothing is known one column of 16 is taken for active."""
+    flops, read, element = CPU_RATES
+    call, group = CPU_STARTS
+    rows = min(m, CPU_GROUP)
+    union = n / 16 if known is None else min(n, rows * known.rows.mean)
+    dense = width * n * max(2 * m / flops, 4 / read)
+    gather = call + -(-m // CPU_GROUP) * (group + width * union * (element + 2 * rows / flops))
+    if gather < dense and union <= CPU_DENSE * n:
+        return "gather"
+    # Where little is to be computed plain PyTorch takes the fewest steps.
+    return "dense" if dense < 1e-3 else "fused"
 
 
 def sampled_groups(m: int, step: int) -> int:

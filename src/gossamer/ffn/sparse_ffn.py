@@ -22,6 +22,7 @@ def _fake(
     united: bool,
     step: int,
     unknown: bool,
+    light: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     m = x.shape[0]
     nnz = x.new_empty(m if step else 0, dtype=torch.int32)
@@ -31,7 +32,7 @@ def _fake(
 sparse_ffn = register(
     "sparse_ffn(Tensor x, Tensor gate_weight, Tensor? gate_bias, Tensor? threshold, Tensor? up_weight, "
     "Tensor? up_bias, Tensor down_weight, Tensor? down_rows, Tensor? down_bias, bool squared, bool united, "
-    "SymInt step, bool unknown) -> (Tensor, Tensor, Tensor)",
+    "SymInt step, bool unknown, bool light) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu.sparse_ffn,
     gpu="gossamer.ffn._triton.sparse_ffn:sparse_ffn",
     fake=_fake,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +28,12 @@ class BlockTracker:
     take the same ways. A block that has one is called with `density=tracker` and `method="auto"`.
 
     Args:
-        lag: how many calls late statistics are read.
+        lag: how many calls late statistics are read, of those that are recorded.
         pinned: the name of a way that is always taken, or None.
 
     Attributes:
         last_path: the name of the way last taken, or None.
+        light: whether rows were seen, and none with more entries than the limit.
         rows, unions: the trackers.
 
     Raises:
@@ -47,12 +49,13 @@ class BlockTracker:
         self._looked = 0
         self._seen: Density | None = None
         self._on_device: str | None = None
+        self.light = False
 
-    def due(self) -> bool:
-        """Whether a call whose entries have to be looked for shall look: each until something is known, and one of 8
-        from then on."""
+    def due(self, every: int) -> bool:
+        """Whether a call whose entries have to be looked for shall look: each until something is known, and one of
+        `every` from then on."""
         self._looked += 1
-        return self._seen is None or self._looked % 8 == 1
+        return self._seen is None or self._looked % every == 1
 
     def path(self, choose: Callable[[Known | None, bool], str], *, grouped: bool = True) -> str:
         """The name of the way this call goes; one call of `record` belongs to each call.
@@ -75,6 +78,7 @@ class BlockTracker:
         known = self.rows.known(training=False)
         if known is not self._seen:
             self._seen, self._on_device = known, choose(self._known(), False)
+            self.light = known is not None and known.over == 0
         return self.last_path
 
     def _known(self) -> Known | None:
@@ -87,6 +91,9 @@ class BlockTracker:
         self.rows.record(nnz, training=False, limit=limit)
         if sizes is not None:
             self.unions.record(sizes, training=False)
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return BlockTracker, (self.rows.lag, self.rows.pinned)
 
     def __repr__(self) -> str:
         return f"BlockTracker(rows={self.rows!r}, unions={self.unions!r})"

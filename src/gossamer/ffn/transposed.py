@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer._core import checks
 from gossamer.rowsparse.dense_transpose import dense_transpose
 
 
@@ -16,7 +17,8 @@ class Transposed:
 
     A change is what PyTorch counts: operations in place, other memory, another tensor. What is written through
     `weight.data` is not counted. Nothing is kept of a weight without a count (an inference tensor), under
-    `torch.compile`, and in a CUDA graph, which could not notice a change: then the answer is None.
+    `torch.compile`, and in a CUDA graph, which could not notice a change: then the answer is None. A weight that is
+    stored column by column is its own transpose, and nothing is copied.
 
     Attributes:
         nbytes: how much memory the copy takes.
@@ -31,11 +33,16 @@ class Transposed:
         self._copy: Tensor | None = None
 
     def __call__(self, weight: Tensor) -> Tensor | None:
-        if torch.compiler.is_compiling() or weight.is_inference() or _transient(weight):
+        if weight.stride(0) == 1 and weight.t().is_contiguous():
+            self._copy = None
+            return weight.t()
+        if torch.compiler.is_compiling() or weight.is_inference() or checks.capturing():
             return None
         version = weight.data_ptr(), weight._version
         if self._copy is None or self._of is None or self._of() is not weight or self._version != version:
             self._copy = None
+            if _transient(weight):
+                return None
             with torch.no_grad():
                 self._copy = dense_transpose(weight)
             self._of, self._version = weakref.ref(weight), version

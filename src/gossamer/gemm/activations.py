@@ -62,9 +62,9 @@ class JumpReLU:
     Args:
         threshold: `[N]`, one for each column, or `[]`; compared in float32, and below 0 it acts as 0, because values
             are at least 0.
-        bandwidth: width of the window around the threshold that gives it a gradient. Where gradients are enabled,
-            entries with threshold - bandwidth / 2 < z <= threshold are stored as well, with value 0. None: the
-            threshold is a constant. For `sae.encode` alone.
+        bandwidth: width of the window around the threshold that gives it a gradient. Where the threshold takes one,
+            or with ste_to_input, entries with threshold - bandwidth / 2 < z <= threshold are stored as well, with
+            value 0. None: the threshold is a constant. For `sae.encode` alone.
         ste_to_input: whether the straight-through estimate reaches z as well as the threshold, with the opposite sign,
             as in Anthropic's recipe of 2025. It needs a bandwidth.
 

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from gossamer.nn.median import geometric_median
 
-BANDWIDTH = 0.1
+BANDWIDTH = 0.05
+"""Wider windows recovered no more of any dictionary, and while encoders are short they hold more latents than fire."""
 START = 8.0
 """How many times its target L0 is where training starts, if that is not more than a quarter of the latents."""
 WEIGHT, WEIGHT_TO_INPUT = 2.0, 0.1

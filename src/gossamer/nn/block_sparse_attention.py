@@ -11,6 +11,7 @@ from gossamer import attention, blocksparse
 from gossamer._core import checks
 from gossamer.blocksparse import Layout, Relative
 from gossamer.nn.gated_sparse_attention import RotaryEmbedding
+from gossamer.nn.plain import why_called
 
 OPERATOR = "nn.BlockSparseAttention"
 
@@ -51,7 +52,7 @@ class BlockSparseAttention(nn.Module):
     Source: Schön and Tompits, blksprs, section 4.2 (a transformer with block-sparse attention).
 
     >>> from gossamer import blocksparse
-    >>> layout = blocksparse.Layout.from_mask(torch.eye(2), 16)
+    >>> layout = blocksparse.Layout.from_mask(torch.eye(2).bool(), 16)
     >>> BlockSparseAttention(32, 4, layout=layout)(torch.randn(2, 32, 32)).shape
     torch.Size([2, 32, 32])
     """
@@ -145,6 +146,8 @@ class BlockSparseAttention(nn.Module):
                     f"{OPERATOR}: {name} must have shape [B, T, hidden_size] with hidden_size = {hidden_size}, got "
                     f"{list(given.shape)}."
                 )
+            if why_called(q_proj=self.q_proj) is None:
+                checks.module_input(OPERATOR, name, given, self.q_proj.weight, "hidden_size", hidden_size)
         q, k, v = self.q_proj(x), self.k_proj(source), self.v_proj(source)
         if self.rotary_emb is None:
             q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))

@@ -52,7 +52,7 @@ class BlockSparseRowwise(nn.Module):
     Source: Schön and Tompits, blksprs, section 3.3 (wrappers for PyTorch modules).
 
     >>> from gossamer import blocksparse
-    >>> x = blocksparse.from_dense(-torch.ones(32, 32), blocksparse.Layout.from_mask(torch.eye(2), 16))
+    >>> x = blocksparse.from_dense(-torch.ones(32, 32), blocksparse.Layout.from_mask(torch.eye(2).bool(), 16))
     >>> BlockSparseRowwise(torch.nn.ReLU())(x).values.sum().item()
     0.0
     """

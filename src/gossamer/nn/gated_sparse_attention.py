@@ -278,6 +278,8 @@ class GatedSparseAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor]]:
         """(q, k, v `[B, heads, T, D]`, q and k turned and v gated; the output's gate or None; what the indexer scores
         by: q `[B, n, T, d]`, k `[B, T, d]` and w `[B, T, n]`, empty without `indexer`)."""
+        if why_called(q_proj=self.q_proj) is None:
+            checks.module_input(OPERATOR, "x", x, self.q_proj.weight, "hidden_size", self.q_proj.in_features)
         layers = {"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj}
         for name, gate in (("value_gate", self.value_gate), ("output_gate", self.output_gate)):
             if gate is not None:

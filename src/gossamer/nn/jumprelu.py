@@ -33,7 +33,7 @@ class JumpReLUSAE(_SAE):
         d_sae: number of latents.
         target_l0: latents a row should have, on average. With an `l0_coefficient` it is that of `"quadratic"` alone,
             and nothing is steered.
-        bandwidth: width of the window around its threshold in which a latent trains it; None is 0.1 with a target, in
+        bandwidth: width of the window around its threshold in which a latent trains it; None is 0.05 with a target, in
             units of the scaled x, and 0.001 without.
         l0_coefficient: weight of the penalty in the loss, where the squared error is summed over d_in; None is steered
             with a target, and 0.001 without.
@@ -176,6 +176,7 @@ class JumpReLUSAE(_SAE):
     def loss(self, x: Tensor) -> SAELoss:
         """Reconstruction loss plus penalties of x `[..., d_in]`, in units of `input_scale * x`; the reconstruction is
         of x itself."""
+        self._check(x)
         # What a checkpoint computes again has been steered.
         follows = self.training and self.target_l0 is not None and not recomputed()
         if follows and self.steered:
@@ -202,7 +203,8 @@ class JumpReLUSAE(_SAE):
         steered, it also sets input_scale, b_enc and thresholds: give 1,000 rows or more.
 
         Raises:
-            ValueError: x has another last dimension than b_dec, or no row.
+            ValueError: x has another last dimension than b_dec, no row, or NaN or Inf (which nobody can see under
+                `torch.compile`: call it before).
 
         Source: Bricken et al. 2023, "Towards Monosemanticity", on initialisation.
         """
@@ -234,6 +236,7 @@ class JumpReLUSAE(_SAE):
 
     def begin_(self, W_enc: Tensor, sample: _recipe.Sample) -> dict[str, Tensor]:
         """Takes what a sample said, and says with what the parameters start: they may be in slices."""
+        checks.finite_start("nn.JumpReLUSAE", sample.size)
         scale = _recipe.input_scale(sample.size, self.d_in)
         self.input_scale.copy_(scale)
         self.steering.copy_(_recipe.begun(self.steering))
@@ -257,7 +260,11 @@ class JumpReLUSAE(_SAE):
         return self.target_l0, max(start, self.target_l0), self.warm_up
 
     def _scaled(self, x: Tensor) -> Tensor:
-        return x * self.input_scale if self.steered else x
+        if not self.steered:
+            return x
+        # Of integers a product with the scale would make floats.
+        self._check(x)
+        return x * self.input_scale
 
     def _unscaled(self, x: Tensor) -> Tensor:
         return x / self.input_scale if self.steered else x

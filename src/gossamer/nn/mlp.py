@@ -1,5 +1,7 @@
 """Feed-forward blocks of transformers, with Hugging Face's parameter names."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -7,7 +9,7 @@ from gossamer import gemm
 from gossamer._core import checks
 from gossamer.ffn import BlockTracker, SparseBlock
 from gossamer.gemm.linear_glu import GATES, activation_name
-from gossamer.nn.plain import why_called
+from gossamer.nn.plain import weight_and_bias, why_called
 
 
 class _Sparse(nn.Module):
@@ -44,11 +46,10 @@ class _Sparse(nn.Module):
         """The way last taken of those that `ffn.gated` names, or None before there was a call without gradients."""
         return self.sparse_block.last_path
 
-    def _sparse(self, x: Tensor, gate: nn.Linear, up: nn.Linear | None) -> Tensor | None:
+    def _sparse(self, x: Tensor, gate: nn.Linear, up: nn.Linear | None, down: nn.Linear) -> Tensor | None:
         """The result, or None where the activation is not sparse or a gradient is needed."""
-        down = self.down_proj
-        up_weight, up_bias = (None, None) if up is None else (up.weight, up.bias)
-        weights = (gate.weight, gate.bias, up_weight, up_bias, down.weight, down.bias)
+        of_up = (None, None) if up is None else weight_and_bias(up)
+        weights = (*weight_and_bias(gate), *of_up, *weight_and_bias(down))
         return self.sparse_block(x, *weights, activation=self.activation)
 
 
@@ -68,7 +69,8 @@ class GatedMLP(_Sparse):
             and so keeps nothing.
         method: the way of a block with `"relu"` or `"relu2"` where no gradient is needed, as in `ffn.gated`. `"fused"`
             computes everything, gate and up in one product; `"auto"` follows how sparse the block was a few calls ago,
-            and captured in a CUDA graph stays with the way last taken.
+            and in a CUDA graph takes what the device alone would by then. Ways that gather keep a transposed copy of
+            down_proj's weight, unless that is stored column by column.
         dtype: of the parameters; None takes PyTorch's default.
         device: of the parameters.
 
@@ -112,10 +114,13 @@ class GatedMLP(_Sparse):
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., hidden_size]` -> `[..., hidden_size]`."""
-        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        # Attributes of a module that are modules are slow to get.
+        layers: Any = self._modules
+        gate, up, down = layers["gate_proj"], layers["up_proj"], layers["down_proj"]
         if why_called(gate_proj=gate, up_proj=up, down_proj=down) is not None:
             return down(GATES[self.activation](gate(x)) * up(x))
-        out = self._sparse(x, gate, up)
+        checks.module_input("nn.GatedMLP", "x", x, gate.weight, "hidden_size", gate.in_features)
+        out = self._sparse(x, gate, up, down)
         if out is not None:
             return out
         return gemm.gated_mlp(
@@ -170,8 +175,12 @@ class MLP(_Sparse):
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., hidden_size]` -> `[..., hidden_size]`."""
-        up, down = self.up_proj, self.down_proj
-        out = self._sparse(x, up, None) if why_called(up_proj=up, down_proj=down) is None else None
+        layers: Any = self._modules
+        up, down = layers["up_proj"], layers["down_proj"]
+        out = None
+        if why_called(up_proj=up, down_proj=down) is None:
+            checks.module_input("nn.MLP", "x", x, up.weight, "hidden_size", up.in_features)
+            out = self._sparse(x, up, None, down)
         return down(GATES[self.activation](up(x))) if out is None else out
 
     def extra_repr(self) -> str:

@@ -23,13 +23,19 @@ def why_called(**layers: nn.Module | None) -> str | None:
             return f"{name} is {kind.__module__}.{kind.__qualname__}, not a plain nn.Linear"
         if hooked(layer):
             return f"{name} has a hook"
-        # Attributes of a module that are parameters are slow to get. Replicas of DataParallel have them as tensors.
-        stored = layer._parameters
-        whole = "weight" in stored and "bias" in stored
-        for tensor in stored.values() if whole else (layer.weight, layer.bias):
+        for tensor in weight_and_bias(layer):
             if tensor is not None and (type(tensor) not in _PLAIN or tensor.dtype not in checks.FLOATS):
                 return f"{name} has parameters of type {type(tensor).__name__}, {checks.name_of(tensor.dtype)}"
     return None
+
+
+def weight_and_bias(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """A layer's parameters. Attributes of a module that are parameters are slow to get; replicas of DataParallel have
+    them as tensors."""
+    stored = layer._parameters
+    if "weight" in stored and "bias" in stored:
+        return stored["weight"], stored["bias"]  # type: ignore[return-value]
+    return layer.weight, layer.bias
 
 
 def hooked(module: nn.Module) -> bool:

@@ -118,10 +118,7 @@ class _SAE(torch.nn.Module):
         return out
 
     def _check(self, x: Tensor) -> None:
-        operator = f"nn.{type(self).__name__}"
-        checks.floating(operator, x=x)
-        if x.shape[-1:] != (self.d_in,):
-            raise ValueError(f"{operator}: x must have shape [..., d_in] with d_in = {self.d_in}, got {list(x.shape)}.")
+        checks.module_input(f"nn.{type(self).__name__}", "x", x, self.W_enc, "d_in", self.d_in)
 
     def dead(self) -> Tensor:
         """Bool `[d_sae]`, on the device: which latents have been silent for `dead_after` calls of `encode` or more."""
@@ -132,11 +129,13 @@ class _SAE(torch.nn.Module):
         """Sets b_dec to the geometric median of x `[..., d_in]`, a sample of what is to be reconstructed.
 
         Raises:
-            ValueError: x has another last dimension than b_dec, or no row.
+            ValueError: x has another last dimension than b_dec, no row, or NaN or Inf.
 
         Source: Bricken et al. 2023, "Towards Monosemanticity", on initialisation.
         """
-        self.b_dec.copy_(geometric_median(self._sample(x)))
+        median = geometric_median(self._sample(x))
+        checks.finite_start(f"nn.{type(self).__name__}", median)
+        self.b_dec.copy_(median)
 
     def _sample(self, x: Tensor) -> Tensor:
         """The rows of a sample `[M, d_in]`."""

@@ -160,7 +160,7 @@ def run(
         threshold = threshold.contiguous()
     if scale is not None:
         scale = scale.detach()
-    window = bandwidth if bandwidth is not None and torch.is_grad_enabled() else 0.0
+    window = bandwidth if bandwidth is not None and has_window(threshold, ste_to_input) else 0.0
     flat = x if x.dim() == 2 else x.reshape(math.prod(leading), x.shape[-1])
     if density is not None or path == "tiles":
         differentiable = bool(window) or needs_gradient(x, W_enc, b_enc, b_dec, threshold)
@@ -182,6 +182,11 @@ def run(
     if density is not None:
         _follow(density, rows, differentiable)
     return rows, l0 if x.dim() == 2 else l0.view(leading)
+
+
+def has_window(threshold: Tensor | None, ste_to_input: bool) -> bool:
+    """Whether an estimate is made in the window around thresholds: for them, or for z."""
+    return torch.is_grad_enabled() and (ste_to_input or (threshold is not None and threshold.requires_grad))
 
 
 def _in_tiles(

@@ -14,7 +14,7 @@ from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.rowsparse.matmul import check_dtypes
 from gossamer.sae import decode_path
 from gossamer.sae._torch import encode_dense as _cpu
-from gossamer.sae.encode import ACTIVATIONS, check_capacity, check_operands
+from gossamer.sae.encode import ACTIVATIONS, check_capacity, check_operands, has_window
 
 _GPU = "gossamer.sae._triton.encode_dense"
 
@@ -61,7 +61,7 @@ def encode_dense(
     check_capacity(operator, parameters, None, "ell", n)
     if threshold is not None:
         threshold = threshold.to(threshold_dtype(W_enc.dtype)).expand(n)
-    window = bandwidth if bandwidth is not None and torch.is_grad_enabled() else 0.0
+    window = bandwidth if bandwidth is not None and has_window(threshold, ste_to_input) else 0.0
     scale = None if scale is None else scale.detach()
     flat = x.reshape(math.prod(leading), x.shape[-1])
     options = (name, k, window, scale, ste_to_input)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,12 @@ from gossamer.sparsity.statistics import (
 
 COMMON = 2**-14
 """The share of all tokens that one has to be to count as common, as in the paper."""
+
+
+LEAST_LAYERS = 3
+"""Of a correlation."""
+NOISE = 0.05
+"""A difference in time that counts for none."""
 
 
 @dataclass(frozen=True)
@@ -124,11 +131,37 @@ class Report:
 
     @property
     def correlation(self) -> float:
-        """Pearson's coefficient of the layers' mean entries and their speed-up; NaN of fewer than two layers."""
+        """Pearson's coefficient of the layers' mean entries and their speed-up; NaN of fewer than three layers, for two
+        always lie on a line."""
         both = [(self.layers[name].mean, times.speed_up) for name, times in self.measured.items()]
-        if len(both) < 2:
+        if len(both) < LEAST_LAYERS:
             return math.nan
         return float(torch.corrcoef(torch.tensor(both, dtype=torch.float64).t())[0, 1])
+
+    @property
+    def speed_up(self) -> float:
+        """Plain PyTorch's time of all blocks that were measured over ours; NaN where none was."""
+        sparse = sum(times.sparse for times in self.measured.values())
+        return sum(times.dense for times in self.measured.values()) / sparse if sparse else math.nan
+
+    @property
+    def verdict(self) -> str:
+        """Whether the model's blocks gain, by how much, by which way: a sentence or two."""
+        share = sum(s.mean for s in self.layers.values()) / sum(s.num_neurons for s in self.layers.values())
+        active = f"{share:.1%} of the neurons are active for a token, on average."
+        if not self.measured:
+            return f"Not measured: {active} Call report(..., measure=True) to time the blocks."
+        ways = Counter(times.path for times in self.measured.values())
+        shown = ", ".join(f"{name} in {count}" for name, count in ways.most_common())
+        gain = sum(times.speed_up > 1 + NOISE for times in self.measured.values())
+        times = f"plain PyTorch takes {self.speed_up:.2f} times as long as gossamer for its blocks, on the last batch"
+        if self.speed_up > 1 + NOISE:
+            said = f"This model gains: {times}."
+        elif self.speed_up < 1 - NOISE:
+            said = f"This model does not gain: {times}. Leave its blocks dense."
+        else:
+            said = f"This model gains nothing and loses nothing: {times}."
+        return f"{said} {gain} of {len(self.measured)} layers gain. Ways: {shown}. {active}"
 
     def save(self, folder: Path | str) -> list[Path]:
         """Writes `report.txt`, `report.json` and, as PNG, the plots of layers, entries, positions and tokens; returns
@@ -140,7 +173,12 @@ class Report:
         text, data = folder / "report.txt", folder / "report.json"
         text.write_text(f"{self}\n", encoding="utf-8")
         tokens = [{"token": t, "name": self.names(t), "count": n, "mean": mean} for t, n, mean in self.tokens()]
-        content = {"layers": self.table(), "positions": self.positions().tolist(), "tokens": tokens}
+        content = {
+            "verdict": self.verdict,
+            "layers": self.table(),
+            "positions": self.positions().tolist(),
+            "tokens": tokens,
+        }
         data.write_text(json.dumps(_plain(content), indent=1) + "\n", encoding="utf-8")
         written = [text, data]
         for name, figure in plots(self).items():
@@ -154,7 +192,10 @@ class Report:
         lines = [
             "  ".join(f"{row.get(key, ''):>{widths[key]}}" for key in widths) for row in ({k: k for k in widths}, *rows)
         ]
-        if not math.isnan(self.correlation):
+        lines.append(self.verdict)
+        if 0 < len(self.measured) < LEAST_LAYERS:
+            lines.append(f"no correlation of mean entries and speed-up: it takes {LEAST_LAYERS} layers that were timed")
+        elif not math.isnan(self.correlation):
             lines.append(f"correlation of mean entries and speed-up: {self.correlation:.3f}")
         for title, some in (("fewest", self.tokens()[:6]), ("most", self.tokens()[:-7:-1])):
             if some:
@@ -206,7 +247,7 @@ def report(
     >>> report(mlp, [torch.ones(2, 5, 8)], measure=False).positions().shape
     torch.Size([5])
     """
-    last: list[Batch] = []
+    every, last = sparse_blocks("sparsity.report", model), list[Batch]()
     with Recorder(model) as recorder:
 
         def before(batch: Batch) -> None:
@@ -219,7 +260,6 @@ def report(
             "sparsity.report: batches must reach a sparse block without gradients, but none was called. A block whose "
             "activation is no ReLU calls none, and one that batches do not go through."
         )
-    every = sparse_blocks("sparsity.report", model)
     blocks = {name: block for name, block in every.items() if name in recorder.layers}
     measured = time_blocks(model, blocks, last[0]) if measure else {}
     return Report(recorder.layers, measured, names, tuple(name for name in every if name not in blocks))

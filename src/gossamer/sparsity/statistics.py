@@ -221,6 +221,7 @@ def statistics(
     >>> statistics(mlp, [torch.ones(2, 5, 8)])[""].position_tokens.tolist()
     [2, 2, 2, 2, 2]
     """
+    sparse_blocks("sparsity.statistics", model)
     with Recorder(model) as recorder:
         run_batches(model, batches, recorder.read, progress)
     return recorder.layers

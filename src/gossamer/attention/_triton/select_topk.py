@@ -206,7 +206,7 @@ def _take_kernel(
 class Take:
     """Columns of a program of `_take_kernel`, eight to a thread, and rows that it asks for at a time, of 16."""
 
-    columns: int = 512
+    columns: int = 256
     together: int = 4
 
 
@@ -320,7 +320,7 @@ class _Call:
         meta = {"ROWS": self.unit, "BLOCK": TAKE.columns, "UNIT": self.granularity, "PACKED": self.packed}
         meta |= {"FORCED": window > 0 or sinks > 0, "EVERY": keys is None, "TOGETHER": TAKE.together}
         grid = (launch.cdiv(self.tk, TAKE.columns * self.granularity), slab.rows // self.unit, 1)
-        _take(grid, args, meta, num_warps=TAKE.columns // 256)
+        _take(grid, args, meta, num_warps=max(1, TAKE.columns // 256))
 
 
 def select_topk(
@@ -394,9 +394,9 @@ EXAMPLES = {
             **_SIZES, "window": "i32", "sinks": "i32",
         },
         "constexprs": {
-            "ROWS": 64, "BLOCK": 512, "UNIT": 1, "FORCED": True, "PACKED": False, "EVERY": False, "TOGETHER": 4,
+            "ROWS": 64, "BLOCK": 256, "UNIT": 1, "FORCED": True, "PACKED": False, "EVERY": False, "TOGETHER": 4,
         },
-        "num_warps": 2,
+        "num_warps": 1,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

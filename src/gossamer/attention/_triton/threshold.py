@@ -1,12 +1,11 @@
 """The key down to which each row of a slab takes its keys, and for ties, the last column at which that one is taken.
 
-A program owns a row. `_row_threshold_kernel` holds it in registers and narrows a bracket of keys by counting at two
-places a round: beside a guess first (the row before the slab's, which saves rounds and cannot change the result), then
-close to where interpolation on the counts' logarithms expects it, every sixth time at its thirds. It is done when
-exactly k keys reach the bracket's lower end, after 4 to 5 rounds where one place a round takes 7 to 10. Keys are 15-bit
-integers that order as the float16 numbers of the same bits do, so that one `set.ge.f16x2` compares two. Rows beyond the
-registers are counted from the L2 (`_long_threshold_kernel`), at four places at once, which a sample of the row
-brackets.
+A program owns a row. `_row_threshold_kernel` holds it in registers and narrows a bracket of keys by counting: a guess
+first (the row before the slab's, which saves rounds and cannot change the result), then by interpolation on the counts'
+logarithms, every fourth time the middle. It is done when exactly k keys reach the bracket's lower end. Counting at two
+places a round halves the rounds, and took a quarter longer. Keys are 15-bit integers that order as the float16 numbers
+of the same bits do, so that one `set.ge.f16x2` compares two. Rows beyond the registers are counted from the L2
+(`_long_threshold_kernel`), at four places at once, which a sample of the row brackets.
 """
 
 import triton
@@ -19,8 +18,6 @@ from gossamer.attention._triton._indexer import in_units, valid_keys, visible_ke
 KEPT_KEY = tl.constexpr(31744)
 MAX_REGISTERS = 32768
 """Keys of a row that a program holds."""
-SPREAD = tl.constexpr(256)
-"""How far on either side of a guess a row's first two counts are."""
 
 
 @triton.jit
@@ -67,21 +64,6 @@ def how_many(masks):
 def count(words, key, PACKED: tl.constexpr):
     """How many halves of the words are at least `key`."""
     return how_many(tl.sum(reaching(words, key, PACKED)))
-
-
-@triton.jit
-def add_both(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
-def count_at_two(words, a, b, PACKED: tl.constexpr):
-    """How many halves of the words are at least a, and at least b: warps wait for each other once."""
-    if PACKED:
-        sums = tl.reduce((reaching(words, a, PACKED), reaching(words, b, PACKED)), None, add_both)
-        return how_many(sums[0]), how_many(sums[1])
-    else:
-        return count(words, a, PACKED), count(words, b, PACKED)
 
 
 @triton.jit
@@ -145,29 +127,24 @@ def _row_threshold_kernel(
         high = tl.full([], KEPT_KEY + 1, tl.int32)
         reach_low = visible
         reach_high = tl.full([], 0, tl.int32)
-        guess = tl.load(threshold_ptr + tl.maximum(first - 1, 0), mask=first > 0, other=KEPT_KEY // 2)
-        a = tl.minimum(tl.maximum(guess - SPREAD, 2), KEPT_KEY)
-        b = tl.minimum(tl.maximum(guess + SPREAD, 2), KEPT_KEY)
-        step = tl.full([], 2 * SPREAD, tl.int32)
+        probe = tl.load(threshold_ptr + tl.maximum(first - 1, 0), mask=first > 0, other=KEPT_KEY // 2)
+        probe = tl.minimum(tl.maximum(probe, 2), KEPT_KEY)
+        step = 512
         rounds = 0
         while (high - low > 1) & (reach_low != take):
-            na, nb = count_at_two(words, a, b, PACKED)
-            high = tl.where(na < take, a, tl.where(nb < take, b, high))
-            reach_high = tl.where(na < take, na, tl.where(nb < take, nb, reach_high))
-            low = tl.where(nb >= take, b, tl.where(na >= take, a, low))
-            reach_low = tl.where(nb >= take, nb, tl.where(na >= take, na, reach_low))
+            reach = count(words, probe, PACKED)
+            enough = reach >= take
+            low = tl.where(enough, probe, low)
+            reach_low = tl.where(enough, reach, reach_low)
+            high = tl.where(enough, high, probe)
+            reach_high = tl.where(enough, reach_high, reach)
             rounds += 1
-            width = high - low
-            middle = interpolate(low, high, reach_low, reach_high, take)
-            thirds = rounds % 6 == 5
-            a = tl.where(thirds, low + width // 3, middle - width // 64)
-            b = tl.where(thirds, high - width // 3, middle + width // 64 + 1)
+            between = interpolate(low, high, reach_low, reach_high, take)
+            probe = tl.where(rounds % 4 == 3, (low + high) >> 1, between)
             # Until the bracket has two ends it grows from the guess.
-            a = tl.where(low == 1, high - 4 * step, tl.where(high > KEPT_KEY, low + step, a))
-            b = tl.where(low == 1, high - step, tl.where(high > KEPT_KEY, low + 4 * step, b))
+            probe = tl.where(low == 1, high - step, tl.where(high > KEPT_KEY, low + step, probe))
             step = tl.minimum(step * 4, 1 << 20)
-            a = tl.minimum(tl.maximum(a, low + 1), high - 1)
-            b = tl.minimum(tl.maximum(b, a), high - 1)
+            probe = tl.minimum(tl.maximum(probe, low + 1), high - 1)
         need = take - reach_high
         if (reach_low != take) & (need < reach_low - reach_high):
             ties = how_many(tl.sum(equalling(words, low, PACKED), axis=1))

@@ -45,11 +45,16 @@ class Tile:
     registers: int | None = None
     key_stages: int | None = None
 
+    @property
+    def rings(self) -> tuple[int, int]:
+        """Depth of the rings of values and of keys."""
+        return self.stages, self.stages if self.key_stages is None else self.key_stages
+
 
 @dataclass(frozen=True)
 class Config:
     """What a kernel is compiled for, as one constexpr: tiles of a block of queries and of a block of keys, the depth of
-    its rings, and whether each batch, and each head, has a matrix of the layout."""
+    its rings, whether each batch, and each head, has a matrix of the layout, and the depth of a ring of keys."""
 
     split_q: int
     split_k: int
@@ -57,7 +62,7 @@ class Config:
     causal: bool
     layout_batch: bool
     layout_head: bool
-    key_stages: int | None = None
+    key_stages: int
 
 
 @gluon.jit
@@ -186,9 +191,12 @@ def soften(s, m, total, scale):
 
 
 @gluon.jit
-def owner_of(tiles, H):
-    """(tile, head counted over batches, batch, head) of a program that owns a tile of one of H heads."""
+def owner_of(tiles, H, CAUSAL: gl.constexpr):
+    """(tile, head counted over batches, batch, head) of a program that owns a tile of queries of one of H heads. Below
+    a diagonal the last ones, which meet most keys, begin: a long row that begins last would leave the GPU waiting."""
     tile = gl.program_id(0) % tiles
+    if CAUSAL:
+        tile = tiles - 1 - tile
     pair = gl.program_id(0) // tiles
     return tile, pair, pair // H, pair % H
 
@@ -236,7 +244,7 @@ def _attention_fwd_kernel(
 ):  # fmt: skip
     SPLIT_K: gl.constexpr = CONFIG.split_k
     STAGES: gl.constexpr = CONFIG.stages
-    K_STAGES: gl.constexpr = CONFIG.stages if CONFIG.key_stages is None else CONFIG.key_stages
+    K_STAGES: gl.constexpr = CONFIG.key_stages
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     D: gl.constexpr = q_desc.block_type.shape[3]
@@ -249,7 +257,7 @@ def _attention_fwd_kernel(
     v_bufs, v_ready = ring_of(v_desc, STAGES)
     fence_async_shared()
     _barrier()
-    tile, pair, batch, head = owner_of(rows * CONFIG.split_q, H)
+    tile, pair, batch, head = owner_of(rows * CONFIG.split_q, H, CONFIG.causal)
     first = tile * BLOCK_M
     fetch(q_desc, q_buf, q_ready, 0, batch, head, first, True)
     begin, steps, limit, lost = row_of(
@@ -282,8 +290,7 @@ def _attention_fwd_kernel(
         weight, _, m, total = soften(s, m, total, scale)
         p = gl.convert_layout(weight.to(q_desc.dtype), weights)
         for step in range(1, steps):
-            slot = step % K_STAGES
-            before = (step - 1) % STAGES
+            slot, before = step % K_STAGES, (step - 1) % STAGES
             at = tile_at(columns_ptr, begin, step, steps, SPLIT_K, BLOCK_N)
             ahead = tile_at(columns_ptr, begin, step + K_STAGES, steps, SPLIT_K, BLOCK_N)
             mbarrier.wait(k_ready.index(slot), step // K_STAGES & 1)
@@ -295,17 +302,16 @@ def _attention_fwd_kernel(
             _barrier()
             fetch(k_desc, k_bufs, k_ready, slot, batch, head // GROUP, ahead, step + K_STAGES < steps)
             if step > 1:
-                second = (step - 2) % STAGES
-                fetch(v_desc, v_bufs, v_ready, second, batch, head // GROUP, behind, step - 2 + STAGES < steps)
+                old = step - 2
+                fetch(v_desc, v_bufs, v_ready, old % STAGES, batch, head // GROUP, behind, old + STAGES < steps)
                 behind = tile_at(columns_ptr, begin, step - 1 + STAGES, steps, SPLIT_K, BLOCK_N)
             s = masked(s, at, whole, last, keys)
             weight, factor, m, total = soften(s, m, total, scale)
             o = warpgroup_mma_wait(0, deps=(o,))
             o = o * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, values)), 1)
             p = gl.convert_layout(weight.to(q_desc.dtype), weights)
-        before = (steps - 1) % STAGES
-        mbarrier.wait(v_ready.index(before), (steps - 1) // STAGES & 1)
-        o = warpgroup_mma(p, matrix(v_bufs, before), o, is_async=True)
+        mbarrier.wait(v_ready.index((steps - 1) % STAGES), (steps - 1) // STAGES & 1)
+        o = warpgroup_mma(p, matrix(v_bufs, (steps - 1) % STAGES), o, is_async=True)
         o = warpgroup_mma_wait(0, deps=(o,))
     o = finish(o, m, total, lost, lse_ptr + pair.to(gl.int64) * Tq, lines, Tq)
     # The queries have been read by all warps: the result takes their place.
@@ -356,7 +362,8 @@ def tile_of(d: int, block: tuple[int, int]) -> Tile:
 
 def config_of(p: Problem, tile: Tile) -> Config:
     split = p.block[0] // tile.block_m, p.block[1] // tile.block_n
-    return Config(*split, tile.stages, p.causal, *p.own, tile.key_stages)
+    stages, key_stages = tile.rings
+    return Config(*split, stages, p.causal, *p.own, key_stages)
 
 
 def launch_attention_fwd(
@@ -380,7 +387,8 @@ def launch_attention_fwd(
 def example(descriptors: dict[str, int], others: dict[str, str], d: int, tile: Tile) -> dict[str, Any]:
     """Of a kernel with descriptors of so many rows of heads of d, pointers to int32 and sizes."""
     kinds = {name: f"tensordesc<bf16[1, 1, {rows}, {d}],{LAYOUT!r}>" for name, rows in descriptors.items()}
-    config = Config(2, 128 // tile.block_n, tile.stages, True, True, True, tile.key_stages)
+    stages, key_stages = tile.rings
+    config = Config(2, 128 // tile.block_n, stages, True, True, True, key_stages)
     given = {"constexprs": {"CONFIG": config}, "num_warps": tile.warps}
     return {"signature": kinds | others, **given, **({} if tile.registers is None else {"maxnreg": tile.registers})}
 

@@ -76,7 +76,7 @@ def _attention_dq_kernel(
     fence_async_shared()
     _barrier()
 
-    tile, pair, batch, head = owner_of(rows * CONFIG.split_q, H)
+    tile, pair, batch, head = owner_of(rows * CONFIG.split_q, H, CONFIG.causal)
     first = tile * BLOCK
     begin, steps, limit, lost = row_of(
         offsets_ptr, columns_ptr, lengths_ptr, tile, batch, head, B, H, rows, Tq, Tk, capacity, CONFIG, BLOCK, BLOCK
@@ -207,7 +207,7 @@ def _attention_dkdv_kernel(
     fence_async_shared()
     _barrier()
 
-    tile, _, batch, key_head = owner_of(columns * CONFIG.split_k, H // GROUP)
+    tile, _, batch, key_head = owner_of(columns * CONFIG.split_k, H // GROUP, False)
     first = tile * BLOCK
     limit = key_limit(lengths_ptr, batch, Tk)
     fetch(k_desc, k_bufs, k_ready, 0, batch, key_head, first, True)

@@ -240,6 +240,8 @@ def _attention_fwd_kernel(
     tiles = rows * (BLOCK_Q // BLOCK_M)
     part = tl.program_id(0) % SPLITS
     tile = tl.program_id(0) // SPLITS % tiles
+    # Below a diagonal the last queries meet most keys: a long row that began last would leave the GPU waiting.
+    tile = tiles - 1 - tile if CONFIG.causal else tile
     pair = tl.program_id(0) // (SPLITS * tiles)
     batch = pair // H
     head = pair % H

@@ -82,6 +82,7 @@ def _attention_dq_kernel(
     rows = tl.cdiv(Tq, BLOCK_Q)
     tiles = rows * (BLOCK_Q // BLOCK_M)
     tile = tl.program_id(0) % tiles
+    tile = tiles - 1 - tile if CONFIG.causal else tile
     pair = tl.program_id(0) // tiles
     batch = pair // H
     head = pair % H

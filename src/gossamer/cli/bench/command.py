@@ -148,6 +148,7 @@ def _settings(
 ) -> Settings:
     usual, seconds = (10, 0.003) if where.type == "cuda" else (5, 0.02)
     most = rounds or (3 if quick else min(usual, 5) if sweeps else usual)
+    seconds = min(seconds, 0.002) if sweeps and not quick else seconds
     limit = sweep.LIMIT if sweeps else math.inf
     return Settings(most, seconds, time.monotonic() + budget, verify, limit)
 
@@ -161,7 +162,8 @@ class _Log:
         self._begun, self._before, self._written = time.monotonic(), 0.0, -math.inf
 
     def resume(self) -> None:
-        """Takes the cases that the file holds. Leaves with a message where they were measured otherwise."""
+        """Takes the cases that the file holds, if ours was timed. Leaves with a message where they were measured
+        otherwise."""
         if not self.path.is_file():
             return
         kept = json.loads(self.path.read_text())
@@ -171,7 +173,8 @@ class _Log:
                     f"gossamer bench sweep: --resume needs the {name} that {self.path} was made with, "
                     f"{kept.get(name)}, got {self.content[name]}. Leave out --resume, or choose another --out."
                 )
-        self.content["cases"], self._before = kept["cases"], kept.get("seconds", 0.0)
+        timed = [case for case in kept["cases"] if any(p["ours"] and p["eager"] for p in case["providers"])]
+        self.content["cases"], self._before = timed, kept.get("seconds", 0.0)
 
     def add(self, record: dict[str, Any], left: list[str]) -> None:
         self.content["cases"].append(record)
@@ -262,6 +265,11 @@ def _measured(
             log.write()
         kept = f"the finished cases are in {log.path}" if results else "nothing was written"
         raise KeyboardInterrupt(kept) from None
+    except Exception:
+        # After some errors a GPU does nothing more in this process.
+        if results:
+            log.write()
+        raise
     _conclude(console, log, results, ceilings, name)
     return results
 

@@ -3,18 +3,14 @@
 import torch
 from torch import Tensor
 
-from gossamer.ffn.costs import sampled_groups
+from gossamer.ffn.costs import CPU_DENSE, CPU_GROUP, sampled_groups
 from gossamer.rowsparse._torch.linear_source import activate_, linear
 
 _BLOCK = 1 << 24
 """Pre-activations in memory at one time."""
-_GROUP = 16
-"""Rows that share a union: weights are copied for a product once a group, and a product of few rows is slow."""
 _CHUNK = 128
 """Rows of a weight that one of several products takes, in which few rows of x are multiplied: of a whole weight the
 product copies all before it begins, and takes up to twice as long."""
-_DENSE = 0.25
-"""Share of the columns from which on nothing is copied."""
 
 
 def sparse_ffn(
@@ -31,6 +27,7 @@ def sparse_ffn(
     united: bool,
     step: int,
     unknown: bool,
+    light: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Operator `sparse_ffn` -> (out [M, D], entries of each row [M], zeros for groups of rows), the latter two [0]
     where step is 0."""
@@ -40,8 +37,8 @@ def sparse_ffn(
     # Columns of a weight are as far apart as its rows are long: of many groups, all of them take no longer.
     if down_rows is None and down_weight.stride(0) == 1:
         down_rows = down_weight.t()
-    strided = down_rows is None and m > _GROUP
-    span = max(_GROUP, _BLOCK // max(n, 1) // _GROUP * _GROUP)
+    strided = down_rows is None and m > CPU_GROUP
+    span = max(CPU_GROUP, _BLOCK // max(n, 1) // CPU_GROUP * CPU_GROUP)
     for start in range(0, m, span):
         block = slice(start, min(start + span, m))
         z = _gate(x[block], gate_weight, gate_bias)
@@ -55,8 +52,8 @@ def sparse_ffn(
                 z *= linear(x[block], up_weight, up_bias)
             out[block] = linear(z, down_weight, down_bias)
             continue
-        for first in range(0, z.shape[0], _GROUP):
-            inner = slice(first, min(first + _GROUP, z.shape[0]))
+        for first in range(0, z.shape[0], CPU_GROUP):
+            inner = slice(first, min(first + CPU_GROUP, z.shape[0]))
             rows = slice(start + inner.start, start + inner.stop)
             columns = _columns(z[inner])
             hidden = z[inner].index_select(1, columns)
@@ -79,7 +76,7 @@ def sparse_ffn(
 def _gate(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias."""
     (m, k), chunks = x.shape, weight.shape[0] // _CHUNK
-    if not (1 < m <= _GROUP and chunks > 1 and k and x.dtype is torch.float32 and weight.is_contiguous()):
+    if not (1 < m <= CPU_GROUP and chunks > 1 and k and x.dtype is torch.float32 and weight.is_contiguous()):
         return linear(x, weight, bias)
     whole = chunks * _CHUNK
     parts = weight[:whole].view(chunks, _CHUNK, k).transpose(1, 2)
@@ -96,7 +93,7 @@ def _columns(z: Tensor) -> Tensor:
 
 def _is_dense(z: Tensor) -> bool:
     """Whether most of a few groups are dense. What the others are is then not worth a look."""
-    groups = -(-z.shape[0] // _GROUP)
+    groups = -(-z.shape[0] // CPU_GROUP)
     some = range(0, groups, -(-groups // 4))
-    dense = [_columns(z[g * _GROUP : (g + 1) * _GROUP]).numel() > _DENSE * z.shape[1] for g in some]
+    dense = [_columns(z[g * CPU_GROUP : (g + 1) * CPU_GROUP]).numel() > CPU_DENSE * z.shape[1] for g in some]
     return 2 * sum(dense) >= len(dense)

@@ -8,6 +8,10 @@ from triton import language as tl
 TILE, SLOTS = tl.constexpr(256), tl.constexpr(16)
 """Columns of a tile, and slots that a row has for a tile's entries."""
 
+LISTED = tl.constexpr(4)
+"""Words before the rows of a list of heavy ones: how many they are, how many entries a row has that is not, and of the
+tiles of their products how many are drawn, and done."""
+
 
 @dataclass(frozen=True)
 class Packed:

@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gossamer._core import launch, tuning
+from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.overflow import dot
 
 ROWS = 16
@@ -171,23 +172,74 @@ MANY = Tile((32, 256, 256), (4, 3, None), (1024, 16, 8), 8)
 """Of a single row, and of up to ROWS."""
 
 
-def project(
+_plans = launch.Plans()
+
+
+def few(
     x: Tensor,
     gate: tuple[Tensor, Tensor | None, Tensor | None],
-    up: tuple[Tensor, Tensor | None] | None,
-    down_weight: Tensor,
-    down_bias: Tensor | None,
-    out: Tensor,
-    nnz: Tensor | None,
+    up: tuple[Tensor | None, Tensor | None],
+    down: tuple[Tensor, Tensor | None],
     squared: bool,
-    tile: Tile | None = None,
-) -> None:
-    """Writes out, and where asked how many entries each row has. gate: weight [N, K], bias, threshold; down_weight:
-    [D, N], any strides."""
-    (m, k), n, d = x.shape, gate[0].shape[0], out.shape[1]
+    counted: bool,
+) -> tuple[Tensor, Tensor]:
+    """(out [M, D], entries of each row [M], or [0] if not `counted`). gate: weight [N, K], bias, threshold; up: weight,
+    bias; down: weight [D, N], bias; any strides. Host time is most of a step of decoding: what follows from shapes is
+    done once and kept as a plan."""
+    operands = (x, *gate, *up, *down)
+    m, d = x.shape[0], down[0].shape[0]
+    out = x.new_empty(m, d)
+    nnz = torch.empty(m if counted else 0, dtype=torch.int32, device=x.device)
+    if launch.INTERPRET:
+        return _launch(operands, out, nnz, squared, None)
+    index = x.get_device()
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    key = (squared, counted, x.dtype, index, stream, tuning.tf32())
+    key += tuple([None if t is None else (t.shape, t.stride(), t.dtype) for t in operands])
+    pointers, united = [], 0
+    for t in operands:
+        pointers.append(None if t is None else t.data_ptr())
+        united |= pointers[-1] or 0
+    plan = _plans.get(key, index, united)
+    if plan is None:
+        return _launch(operands, out, nnz, squared, key)
+    hidden, down_launch = plan.launches
+    *weights, down_weight, down_bias = pointers
+    lists = plan.addresses
+    # The two launches share the lists: another thread's pair on this stream must not come between them.
+    with plan.lock:
+        hidden(stream, *weights, *lists)
+        down_launch(stream, *lists, down_weight, down_bias, out.data_ptr(), nnz.data_ptr() if counted else None)
+    return out, nnz
+
+
+def _launch(
+    operands: tuple[Tensor | None, ...], out: Tensor, nnz: Tensor, squared: bool, key: tuple[object, ...] | None
+) -> tuple[Tensor, Tensor]:
+    """Launches, and keeps what repeats it under `key`, unless a copy was needed or a graph records it."""
+    x, gate, gate_bias, threshold, up, up_bias, down, down_bias = operands
+    x, gate, up = (None if t is None else rows_contiguous(t) for t in (x, gate, up))
+    gate_bias, threshold, up_bias, down_bias = (
+        None if t is None else t.contiguous() for t in (gate_bias, threshold, up_bias, down_bias)
+    )
+    read = (x, gate, gate_bias, threshold, up, up_bias, down, down_bias)
+    counted = nnz.numel() > 0
+    launches, memory = project(read, out, nnz if counted else None, squared)
+    if key is not None and None not in launches and all(a is b for a, b in zip(read, operands, strict=True)):
+        _plans.keep(key, out.device, *launches, memory=memory)
+    return out, nnz
+
+
+def project(
+    operands: tuple[Tensor | None, ...], out: Tensor, nnz: Tensor | None, squared: bool, tile: Tile | None = None
+) -> tuple[tuple[launch.Bound | None, ...], tuple[Tensor | None, ...]]:
+    """Writes out, and where asked how many entries each row has. Operands as of the operator, x and the weights of gate
+    and up with contiguous rows. Returns the launches, bound to all but pointers, and the lists between them."""
+    x, gate, gate_bias, threshold, up, up_bias, down, down_bias = operands
+    assert x is not None and gate is not None and down is not None
+    (m, k), n, d = x.shape, gate.shape[0], out.shape[1]
     rows, wide = 1 if m == 1 else ROWS, x.element_size() > 2
     tile = tile or (ONE if m == 1 else MANY)
-    up_weight, up_bias = up or (None, None)
     block_n, block_k, block_u = tile.hidden
     block_k, block_u = (min(b // 2 if wide else b, launch.next_power_of_2(max(k, 16))) for b in (block_k, block_u))
     programs = launch.cdiv(n, block_n)
@@ -195,21 +247,23 @@ def project(
     values = torch.empty(block_n, programs, rows, dtype=torch.float32 if m == 1 else x.dtype, device=x.device)
     counts = columns.new_empty(programs)
     entries = None if nnz is None else columns.new_empty(programs, rows)
+    lists = (columns, values, counts, entries)
     follows = tuning.dependent_launch(x.device)
     meta = {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_U": block_u, "ROWS": rows, "SQUARED": squared}
     meta |= {"LAUNCH_DEPENDENTS": follows, **tuning.dot_precision(x, k)}
-    strides = (x.stride(0), gate[0].stride(0), 0 if up_weight is None else up_weight.stride(0))
-    args = (x, *gate, up_weight, up_bias, columns, values, counts, entries, *strides, m, n, k)
+    strides = (x.stride(0), gate.stride(0), 0 if up is None else up.stride(0))
+    args = (x, gate, gate_bias, threshold, up, up_bias, *lists, *strides, m, n, k)
     warps, stages, registers = tile.hidden_launch
-    _few_hidden((programs, 1, 1), args, meta, num_warps=warps, num_stages=stages, maxnreg=registers)
+    grid = (programs, 1, 1)
+    first = _few_hidden(grid, args, meta, num_warps=warps, num_stages=stages, maxnreg=registers, head=10)
     slots, block_d, parts = tile.down
     meta = {"BLOCK_U": slots // 2 if wide else slots, "BLOCK_D": block_d, "BLOCK_P": 1024, "ROWS": rows}
     meta |= {"PARTS": parts, "GDC_WAIT": follows, **tuning.dot_precision(x, n)}
-    stride_dd, stride_dn = down_weight.stride()
-    args = (columns, values, counts, entries, down_weight, down_bias, out, nnz, programs, block_n)
-    args += (stride_dn, stride_dd, m, d)
+    stride_dd, stride_dn = down.stride()
+    args = (*lists, down, down_bias, out, nnz, programs, block_n, stride_dn, stride_dd, m, d)
     grid = (launch.cdiv(d, block_d), 1, 1)
-    _few_down(grid, args, meta, num_warps=tile.down_warps, num_stages=1, launch_pdl=follows)
+    second = _few_down(grid, args, meta, num_warps=tile.down_warps, num_stages=1, launch_pdl=follows, head=8)
+    return (first, second), lists
 
 
 _LISTS = {"columns_ptr": "*i32", "values_ptr": "*bf16", "counts_ptr": "*i32", "entries_ptr": "*i32"}

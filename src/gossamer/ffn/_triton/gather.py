@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.ffn._triton._packed import SLOTS, TILE, Packed
+from gossamer.ffn._triton._packed import LISTED, SLOTS, TILE, Packed
 from gossamer.ffn.costs import GROUP
 
 
@@ -43,8 +43,8 @@ def _ffn_gather_kernel(
     SQUARED: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Program (row, slice of the columns, part of its entries). Without `up_ptr` an entry is its own factor. heavy_ptr:
-    how many rows are listed, how many entries a row has that is not, then the rows; heavy_x_ptr takes the rows of x in
-    that order. Where `taken_ptr` is not 0 for a group of GROUP rows, others see to it."""
+    the words before LISTED, then the rows that are listed; heavy_x_ptr takes the rows of x in that order. Where
+    `taken_ptr` is not 0 for a group of GROUP rows, others see to it."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(2)
     t = tl.arange(0, BLOCK_T)
@@ -57,7 +57,7 @@ def _ffn_gather_kernel(
     if heavy:
         if first_program:
             place = tl.atomic_add(heavy_ptr, 1, sem="relaxed")
-            tl.store(heavy_ptr + 2 + place, row.to(tl.int32))
+            tl.store(heavy_ptr + LISTED + place, row.to(tl.int32))
             if heavy_x_ptr is not None:
                 for first in range(0, K, 1024):
                     k = first + tl.arange(0, 1024)
@@ -148,8 +148,8 @@ def gather(
 ) -> None:
     """Writes the rows of `out` that are neither heavy nor taken, lists the heavy ones and counts all entries.
 
-    x, up and down, (weight [N, K] and [N, D], bias), are contiguous. heavy: int32 [M + 2], 0 and the limit, and where
-    the rows of x are wanted as well, [M, K].
+    x, up and down, (weight [N, K] and [N, D], bias), are contiguous. heavy: what `heavy.start` made, and where the
+    rows of x are wanted as well, [M, K].
     """
     (m, tiles, _), (down_weight, down_bias) = packed.values.shape, down
     up_weight, up_bias = up or (None, None)

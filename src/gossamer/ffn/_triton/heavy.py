@@ -1,11 +1,14 @@
 """Rows with too many entries to gather, through dense tiles: gate and up as one product over them alone, and down.
 
-Which rows these are only the device knows: `gather` lists them. So these kernels are always launched, with a grid that
-fills the GPU and no more, and share the tiles of as many rows as the list has; where it is empty they leave at once.
-The rows of x are gathered by the list, 128 to a tile, the rows between the two products stand in the list's order, and
-the result's rows go where the list says. The gate is computed again, for the slots of such rows do not hold all of it.
-On Hopper `gather` copies the rows of x as it lists them, and the gated product of `gemm` multiplies them at its speed,
-as many as there are.
+Which rows these are only the device knows: `gather` lists them. So there is always a launch, with a grid that fills the
+GPU and no more, whose programs draw tiles of as many rows as the list has; where it is empty they leave at once. The
+rows of x are gathered by the list, 128 to a tile, the rows between the two products stand in the list's order, and the
+result's rows go where the list says. The gate is computed again, for the slots of such rows do not hold all of it.
+A program that draws a tile of the second product waits for the first: its tiles were all drawn before, by programs that
+are at work, so that none waits for one that has not begun.
+
+On Hopper, where rows have been heavy, `gather` copies the rows of x as it lists them, and the gated product of `gemm`
+multiplies them at its speed, as many as there are: three launches instead of one.
 """
 
 import torch
@@ -14,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
+from gossamer.ffn._triton._packed import LISTED
 from gossamer.rowsparse._triton.overflow import dot
 
 
@@ -28,19 +32,23 @@ def tile_of(number, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def product(
-    a_rows, b_rows, length, inside, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    a_rows, b_rows, stride_b, length, inside, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a, [BLOCK_M, 1] pointers, times rows of b, [1, BLOCK_N]: float32 [BLOCK_M, BLOCK_N]."""
+    """Rows of a, [BLOCK_M, 1] pointers, times rows of b, [1, BLOCK_N], whose elements are `stride_b` apart: float32
+    [BLOCK_M, BLOCK_N]."""
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     k = tl.arange(0, BLOCK_K)
+    b_ptrs = b_rows + k.to(tl.int64)[:, None] * stride_b
+    step = tl.full([], BLOCK_K, tl.int64) * stride_b
     for first in range(0, length, BLOCK_K):
         if EVEN:
             a = tl.load(a_rows + (first + k)[None, :])
-            b = tl.load(b_rows + (first + k)[:, None], mask=inside[None, :], other=0.0)
+            b = tl.load(b_ptrs, mask=inside[None, :], other=0.0)
         else:
             a = tl.load(a_rows + (first + k)[None, :], mask=(k < length - first)[None, :], other=0.0)
-            b = tl.load(b_rows + (first + k)[:, None], mask=(k < length - first)[:, None] & inside[None, :], other=0.0)
+            b = tl.load(b_ptrs, mask=(k < length - first)[:, None] & inside[None, :], other=0.0)
+        b_ptrs += step
         if APART:
             acc += dot(a, b, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION, UPCAST)
         else:
@@ -49,83 +57,79 @@ def product(
 
 
 @triton.jit
-def _ffn_heavy_hidden_kernel(
-    heavy_ptr, x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, hidden_ptr,
-    N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN: tl.constexpr,
+def hidden_tile(
+    heavy_ptr, x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, hidden_ptr, tile_m, tile_n, count,
+    N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
     APART: tl.constexpr, SQUARED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Programs share the tiles of the listed rows: what lies between the block's products, the gated activations."""
-    count = tl.load(heavy_ptr)
-    tiles_m, tiles_n = tl.cdiv(count, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    for number in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
-        tile_m, tile_n = tile_of(number, tiles_m, tiles_n, GROUP_M)
-        at = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        row = tl.load(heavy_ptr + 2 + at, mask=at < count, other=0)
-        n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = n < N
-        x_rows = x_ptr + row.to(tl.int64)[:, None] * K
-        gate_rows = gate_ptr + n.to(tl.int64)[None, :] * K
-        acc = product(x_rows, gate_rows, K, inside, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, APART, PRECISION, UPCAST)
-        if gate_bias_ptr is not None:
-            acc += tl.load(gate_bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
-        # An entry is kept or not as it is where entries are packed: after it was rounded.
-        z = acc.to(hidden_ptr.dtype.element_ty).to(tl.float32)
-        bound = tl.zeros([BLOCK_N], tl.float32)
-        if threshold_ptr is not None:
-            bound = tl.load(threshold_ptr + n, mask=inside, other=0.0).to(tl.float32)
-            bound = tl.where(bound < 0, 0.0, bound)
-        z = tl.where(z <= bound[None, :], 0.0, z)
-        if SQUARED:
-            z *= z
-        if up_ptr is not None:
-            up_rows = up_ptr + n.to(tl.int64)[None, :] * K
-            up = product(x_rows, up_rows, K, inside, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, APART, PRECISION, UPCAST)
-            if up_bias_ptr is not None:
-                up += tl.load(up_bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
-            z *= up
-        tl.store(
-            hidden_ptr + at.to(tl.int64)[:, None] * N + n[None, :], z, mask=(at < count)[:, None] & inside[None, :]
-        )
+    """A tile of what lies between the block's products at the listed rows, the gated activations."""
+    at = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.load(heavy_ptr + LISTED + at, mask=at < count, other=0)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < N
+    x_rows = x_ptr + row.to(tl.int64)[:, None] * K
+    gate_rows = gate_ptr + n.to(tl.int64)[None, :] * K
+    acc = product(x_rows, gate_rows, 1, K, inside, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, APART, PRECISION, UPCAST)
+    if gate_bias_ptr is not None:
+        acc += tl.load(gate_bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+    # An entry is kept or not as it is where entries are packed: after it was rounded.
+    z = acc.to(hidden_ptr.dtype.element_ty).to(tl.float32)
+    bound = tl.zeros([BLOCK_N], tl.float32)
+    if threshold_ptr is not None:
+        bound = tl.load(threshold_ptr + n, mask=inside, other=0.0).to(tl.float32)
+        bound = tl.where(bound < 0, 0.0, bound)
+    z = tl.where(z <= bound[None, :], 0.0, z)
+    if SQUARED:
+        z *= z
+    if up_ptr is not None:
+        up_rows = up_ptr + n.to(tl.int64)[None, :] * K
+        up = product(x_rows, up_rows, 1, K, inside, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, APART, PRECISION, UPCAST)
+        if up_bias_ptr is not None:
+            up += tl.load(up_bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+        z *= up
+    tl.store(hidden_ptr + at.to(tl.int64)[:, None] * N + n[None, :], z, mask=(at < count)[:, None] & inside[None, :])
 
 
 @triton.jit
-def _ffn_heavy_down_kernel(
-    heavy_ptr, hidden_ptr, down_ptr, bias_ptr, out_ptr, N, D,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GROUP_M: tl.constexpr, EVEN: tl.constexpr,
-    APART: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+def _ffn_heavy_kernel(
+    heavy_ptr, x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, hidden_ptr, down_ptr,
+    down_bias_ptr, out_ptr, N, K, D,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN: tl.constexpr,
+    APART: tl.constexpr, SQUARED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Programs share the tiles of the listed rows: hidden @ down, down [N, D], into the rows of the result."""
+    """Programs draw tiles of the listed rows by a ticket: those of `hidden`, then those of hidden @ down, down [N, D],
+    which go into the rows of the result."""
     count = tl.load(heavy_ptr)
-    tiles_m, tiles_d = tl.cdiv(count, BLOCK_M), tl.cdiv(D, BLOCK_D)
-    for number in range(tl.program_id(0), tiles_m * tiles_d, tl.num_programs(0)):
-        tile_m, tile_d = tile_of(number, tiles_m, tiles_d, GROUP_M)
-        at = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        d = tile_d * BLOCK_D + tl.arange(0, BLOCK_D)
-        inside = d < D
-        h_rows = hidden_ptr + tl.where(at < count, at, 0).to(tl.int64)[:, None] * N
-        step = tl.full([], BLOCK_N, tl.int64) * D
-        n = tl.arange(0, BLOCK_N)
-        down_ptrs = down_ptr + n.to(tl.int64)[:, None] * D + d[None, :]
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        for first in range(0, N, BLOCK_N):
-            if EVEN:
-                h = tl.load(h_rows + (first + n)[None, :])
-                w = tl.load(down_ptrs, mask=inside[None, :], other=0.0)
-            else:
-                h = tl.load(h_rows + (first + n)[None, :], mask=(n < N - first)[None, :], other=0.0)
-                w = tl.load(down_ptrs, mask=(n < N - first)[:, None] & inside[None, :], other=0.0)
-            down_ptrs += step
-            if APART:
-                acc += dot(h, w, tl.zeros([BLOCK_M, BLOCK_D], tl.float32), PRECISION, UPCAST)
-            else:
-                acc = dot(h, w, acc, PRECISION, UPCAST)
-        if bias_ptr is not None:
-            acc += tl.load(bias_ptr + d, mask=inside, other=0.0).to(tl.float32)[None, :]
-        row = tl.load(heavy_ptr + 2 + at, mask=at < count, other=0)
-        tl.store(
-            out_ptr + row.to(tl.int64)[:, None] * D + d[None, :], acc, mask=(at < count)[:, None] & inside[None, :]
-        )
+    if count > 0:
+        tiles_m, tiles_n, tiles_d = tl.cdiv(count, BLOCK_M), tl.cdiv(N, BLOCK_N), tl.cdiv(D, BLOCK_N)
+        first = tiles_m * tiles_n
+        number = tl.atomic_add(heavy_ptr + 2, 1, sem="relaxed")
+        while number < first:
+            tile_m, tile_n = tile_of(number, tiles_m, tiles_n, GROUP_M)
+            hidden_tile(
+                heavy_ptr, x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, hidden_ptr, tile_m,
+                tile_n, count, N, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, APART, SQUARED, PRECISION, UPCAST,
+            )  # fmt: skip
+            tl.debug_barrier()
+            tl.atomic_add(heavy_ptr + 3, 1, sem="release")
+            number = tl.atomic_add(heavy_ptr + 2, 1, sem="relaxed")
+        while tl.atomic_add(heavy_ptr + 3, 0, sem="acquire") < first:
+            pass
+        tl.debug_barrier()
+        while number < first + tiles_m * tiles_d:
+            tile_m, tile_d = tile_of(number - first, tiles_m, tiles_d, GROUP_M)
+            at = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+            d = tile_d * BLOCK_N + tl.arange(0, BLOCK_N)
+            inside = d < D
+            h_rows = hidden_ptr + tl.where(at < count, at, 0).to(tl.int64)[:, None] * N
+            w_columns = down_ptr + d[None, :]
+            acc = product(h_rows, w_columns, D, N, inside, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, APART, PRECISION, UPCAST)
+            if down_bias_ptr is not None:
+                acc += tl.load(down_bias_ptr + d, mask=inside, other=0.0).to(tl.float32)[None, :]
+            row = tl.load(heavy_ptr + LISTED + at, mask=at < count, other=0)
+            to = out_ptr + row.to(tl.int64)[:, None] * D + d[None, :]
+            tl.store(to, acc, mask=(at < count)[:, None] & inside[None, :])
+            number = tl.atomic_add(heavy_ptr + 2, 1, sem="relaxed")
 
 
 @triton.jit
@@ -139,13 +143,15 @@ def _ffn_start_kernel(heavy_ptr, counts_ptr, limit, most, count, BLOCK: tl.const
         limit = tl.where(tl.sum(total, axis=0) > most, -(1 << 30), limit)
     tl.store(heavy_ptr, 0)
     tl.store(heavy_ptr + 1, limit)
+    tl.store(heavy_ptr + 2, 0)
+    tl.store(heavy_ptr + 3, 0)
 
 
 @triton.jit
 def _ffn_put_rows_kernel(heavy_ptr, rows_ptr, out_ptr, D, BLOCK: tl.constexpr):
     """Programs share the listed rows, which go where they belong."""
     for at in range(tl.program_id(0), tl.load(heavy_ptr), tl.num_programs(0)):
-        row = tl.load(heavy_ptr + 2 + at).to(tl.int64)
+        row = tl.load(heavy_ptr + LISTED + at).to(tl.int64)
         for first in range(0, D, BLOCK):
             d = first + tl.arange(0, BLOCK)
             values = tl.load(rows_ptr + tl.cast(at, tl.int64) * D + d, mask=d < D, other=0.0)
@@ -154,23 +160,23 @@ def _ffn_put_rows_kernel(heavy_ptr, rows_ptr, out_ptr, D, BLOCK: tl.constexpr):
 
 _ffn_start = launch.Kernel(_ffn_start_kernel)
 _ffn_put_rows = launch.Kernel(_ffn_put_rows_kernel)
-_ffn_heavy_hidden = launch.Kernel(_ffn_heavy_hidden_kernel)
-_ffn_heavy_down = launch.Kernel(_ffn_heavy_down_kernel)
+_ffn_heavy = launch.Kernel(_ffn_heavy_kernel)
 
 
-def tile_for(m: int, k: int, weight: Tensor) -> tuple[dict[str, object], int, int]:
-    """(tile, warps, stages) of a product along k."""
+def tile_for(m: int, n: int, k: int, weight: Tensor) -> tuple[dict[str, object], int, int]:
+    """(tile, warps, stages) of products along k and along n."""
     half = weight.element_size() == 2
     wide = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64 if tuning.hopper(weight.device) else 32}
     tile = wide if half and m > 64 else {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}
-    meta = {**tile, "GROUP_M": 8, "EVEN": k % tile["BLOCK_K"] == 0, "APART": not half and not tuning.tf32()}
-    return {**meta, **tuning.dot_precision(weight, k)}, 8 if tile is wide else 4, 3
+    even = k % tile["BLOCK_K"] == 0 and n % tile["BLOCK_K"] == 0
+    meta: dict[str, object] = {**tile, "GROUP_M": 8, "EVEN": even, "APART": not half and not tuning.tf32()}
+    return meta, 8 if tile is wide else 4, 3
 
 
 def start(m: int, limit: int, counts: Tensor | None, most: int, like: Tensor) -> Tensor:
-    """int32 [M + 2]: 0 rows are listed, and the limit, below 0 where the counts of a sample add up to more than
-    `most`."""
-    listed = torch.empty(m + 2, dtype=torch.int32, device=like.device)
+    """int32 [LISTED + M]: 0 rows are listed; the limit, below 0 where the counts of a sample add up to more than
+    `most`; 0 tiles are drawn, and 0 done."""
+    listed = torch.empty(LISTED.value + m, dtype=torch.int32, device=like.device)
     size = 0 if counts is None else counts.numel()
     args = (listed, counts, limit, most, size)
     _ffn_start((1, 1, 1), args, {"BLOCK": 1024}, num_warps=4)
@@ -209,19 +215,10 @@ def project(
         _ffn_put_rows(grid, (listed, result, out, d), {"BLOCK": 1024}, num_warps=4)
         return
     up_weight, up_bias = up or (None, None)
-    meta, warps, stages = tile_for(m, k, gate[0])
-    args = (listed, x, *gate, up_weight, up_bias, hidden, n, k)
-    grid = (2 * tuning.programs(x.device), 1, 1)
-    flags = {name: meta[name] for name in ("GROUP_M", "EVEN", "APART")}
-    blocks = {name: meta[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K")}
-    precision = {name: meta[name] for name in ("PRECISION", "UPCAST")}
-    meta = {**blocks, **flags, "SQUARED": squared, **precision}
-    _ffn_heavy_hidden(grid, args, meta, num_warps=warps, num_stages=stages)
-    meta, warps, stages = tile_for(m, n, down[0])
-    flags = {name: meta[name] for name in ("GROUP_M", "EVEN", "APART", "PRECISION", "UPCAST")}
-    blocks = {"BLOCK_M": meta["BLOCK_M"], "BLOCK_N": meta["BLOCK_K"], "BLOCK_D": meta["BLOCK_N"]}
-    args = (listed, hidden, *down, out, n, d)
-    _ffn_heavy_down(grid, args, {**blocks, **flags}, num_warps=warps, num_stages=stages)
+    meta, warps, stages = tile_for(m, n, k, gate[0])
+    meta |= {"SQUARED": squared, **tuning.dot_precision(x, max(k, n))}
+    args = (listed, x, *gate, up_weight, up_bias, hidden, *down, out, n, k, d)
+    _ffn_heavy((2 * tuning.programs(x.device), 1, 1), args, meta, num_warps=warps, num_stages=stages)
 
 
 def wants_rows(
@@ -236,7 +233,6 @@ def wants_rows(
     return d % 16 == 0 and hopper.fits(n, x, gate[0], up_weight) and hopper.fits(d // 2, down_weight)
 
 
-_TILE = {"GROUP_M": 8, "EVEN": True, "APART": False, "PRECISION": "ieee", "UPCAST": False}
 EXAMPLES = {
     _ffn_start_kernel: {
         "signature": {
@@ -250,22 +246,17 @@ EXAMPLES = {
         "constexprs": {"BLOCK": 1024},
         "num_warps": 4,
     },
-    _ffn_heavy_hidden_kernel: {
+    _ffn_heavy_kernel: {
         "signature": {
             "heavy_ptr": "*i32", "x_ptr": "*bf16", "gate_ptr": "*bf16", "gate_bias_ptr": "*bf16",
             "threshold_ptr": "*fp32", "up_ptr": "*bf16", "up_bias_ptr": "*bf16", "hidden_ptr": "*bf16",
-            **dict.fromkeys(("N", "K"), "i32"),
+            "down_ptr": "*bf16", "down_bias_ptr": "*bf16", "out_ptr": "*bf16",
+            **dict.fromkeys(("N", "K", "D"), "i32"),
         },
-        "constexprs": {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "SQUARED": True, **_TILE},
-        "num_warps": 8,
-        "num_stages": 3,
-    },
-    _ffn_heavy_down_kernel: {
-        "signature": {
-            "heavy_ptr": "*i32", "hidden_ptr": "*bf16", "down_ptr": "*bf16", "bias_ptr": "*bf16", "out_ptr": "*bf16",
-            **dict.fromkeys(("N", "D"), "i32"),
+        "constexprs": {
+            "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "GROUP_M": 8, "EVEN": True, "APART": False, "SQUARED": True,
+            "PRECISION": "ieee", "UPCAST": False,
         },
-        "constexprs": {"BLOCK_M": 128, "BLOCK_N": 32, "BLOCK_D": 128, **_TILE},
         "num_warps": 8,
         "num_stages": 3,
     },

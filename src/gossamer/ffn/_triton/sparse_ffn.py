@@ -14,7 +14,7 @@ from gossamer.ffn._triton import few, gather, heavy, union
 from gossamer.ffn._triton._packed import SLOTS, TILE, Packed
 from gossamer.ffn.costs import costs_of, sampled_groups
 from gossamer.gemm._triton.linear_pack import launch_linear_pack
-from gossamer.rowsparse._triton.dense_transpose import dense_transpose, rows_contiguous
+from gossamer.rowsparse._triton.dense_transpose import dense_transpose
 
 BLOCK = 1 << 16
 """Rows that are on their way at one time."""
@@ -36,10 +36,17 @@ def sparse_ffn(
     united: bool,
     step: int,
     unknown: bool,
+    light: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Operator `sparse_ffn` -> (out [M, D], entries of each row [M], columns that groups of rows have in all), the
-    latter two [0] where step is 0. `unknown`: a sample of rows decides whether all of them go through dense tiles."""
+    latter two [0] where step is 0. `unknown`: a sample of rows decides whether all of them go through dense tiles.
+    `light`: heavy rows are not expected, and may take longer."""
     m, n, d = x.shape[0], gate_weight.shape[0], down_weight.shape[0]
+    if 0 < m <= few.ROWS and n and d:
+        down = (down_weight if down_rows is None else down_rows.t(), down_bias)
+        gate = (gate_weight, gate_bias, threshold)
+        out, nnz = few.few(x, gate, (up_weight, up_bias), down, squared, step > 0)
+        return out, nnz, nnz.new_zeros(sampled_groups(m, step))
     out = x.new_empty(m, d)
     nnz = torch.empty(m, dtype=torch.int32, device=x.device)
     sizes = nnz.new_empty(sampled_groups(m, step))
@@ -47,21 +54,17 @@ def sparse_ffn(
         out.copy_(out.new_zeros(d) if down_bias is None else down_bias)
         return out, nnz.zero_() if step else nnz.new_empty(0), sizes.zero_()
     gate_bias, threshold, up_bias, down_bias = (_contiguous(t) for t in (gate_bias, threshold, up_bias, down_bias))
-    if m <= few.ROWS:
-        gate = (rows_contiguous(gate_weight), gate_bias, threshold)
-        up = None if up_weight is None else (rows_contiguous(up_weight), up_bias)
-        weight = down_weight if down_rows is None else down_rows.t()
-        few.project(rows_contiguous(x), gate, up, weight, down_bias, out, nnz if step else None, squared)
-        return out, nnz if step else nnz.new_empty(0), sizes.zero_()
     gate = (gate_weight.contiguous(), gate_bias, threshold)
     up = None if up_weight is None else (up_weight.contiguous(), up_bias)
-    down = (dense_transpose(down_weight) if down_rows is None else down_rows.contiguous(), down_bias)
+    if down_rows is None:
+        down_rows = down_weight.t() if down_weight.t().is_contiguous() else dense_transpose(down_weight)
+    down = (down_rows.contiguous(), down_bias)
     x = x.contiguous()
     for first in range(0, m, BLOCK):
         part = slice(first, min(first + BLOCK, m))
         some = slice(sampled_groups(first, step), sampled_groups(part.stop, step))
         results = (out[part], nnz[part], sizes[some])
-        _block(x[part], gate, up, down, down_weight, squared, united, step, unknown, results)
+        _block(x[part], gate, up, down, down_weight, squared, united, step, unknown, light, results)
     return out, nnz if step else nnz.new_empty(0), sizes
 
 
@@ -79,11 +82,12 @@ def _block(
     united: bool,
     step: int,
     unknown: bool,
+    light: bool,
     results: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     (m, k), n, (out, nnz, sizes) = x.shape, gate[0].shape[0], results
     cost = costs_of(n, k, out.shape[1], up is not None, x)
-    copied = heavy.wants_rows(x, gate, None if up is None else up[0], down_weight)
+    copied = not light and heavy.wants_rows(x, gate, None if up is None else up[0], down_weight)
     sample, most = None, 0
     if unknown and copied and step == 0:
         some = x[:: m // SAMPLE][:SAMPLE]

@@ -10,7 +10,7 @@ are, and so as fast as memory gives them, in any dtype.
 A backward pass that kept nothing runs the same product again and ends it with the gradients of gate and up
 (`GRADIENT`); one that kept the two reads them (`_glu_bwd_kernel`). Float32 is left to cuBLAS, in blocks of rows that
 bound what is in memory at one time: no kernel of Triton's multiplies float32 as fast, but for a single row. So are, on
-Hopper, many rows whose K or N is no multiple of 8: reading them through pointers took up to six times as long.
+Hopper, many rows whose N is no multiple of 8: reading odd rows through pointers took up to six times as long.
 """
 
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
+from gossamer.gemm._triton.aligned import aligned
 
 UPCAST = tl.constexpr(launch.INTERPRET)
 """The interpreter multiplies in float32: its bfloat16 dot is wrong."""
@@ -31,9 +32,9 @@ class Separate:
     """From which rows and K on two products of cuBLAS are faster than one of ours, where Hopper's kernel cannot read
     the operands; bytes of gate and up at one time."""
 
-    rows: int = 128
+    rows: int = 192
     depth: int = 400
-    bytes: int = 1 << 26
+    bytes: int = 1 << 28
 
 
 SEPARATE = Separate()
@@ -335,6 +336,7 @@ def _launch_linear_glu(
         from gossamer.gemm._gluon import linear_glu as hopper
 
         if hopper.pays(m, n, k, x.device):
+            x, gate_weight, up_weight = aligned(m, n, x, gate_weight, up_weight)
             if hopper.fits(n, x, gate_weight, up_weight):
                 hopper.launch_linear_glu(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
                 return None

@@ -3,13 +3,14 @@
 The library's product fills a buffer with the pre-activations of a block of rows, and a kernel packs them from there:
 a block is small enough to be in the L2 still, where that leaves rows enough for a fast product. So the dense matrix
 never exists, the product runs at the library's speed in every dtype and layout, and the packing reads the L2. Hopper
-has a kernel of its own for 16-bit operands, in `_gluon`.
+has a kernel of its own for 16-bit operands, in `_gluon`, for which `aligned` copies odd ones.
 """
 
 import torch
 from torch import Tensor
 
 from gossamer._core import launch, tuning
+from gossamer.gemm._triton.aligned import aligned
 from gossamer.rowsparse._triton.twell import launch_pack_twell, twell_to_ell
 from gossamer.rowsparse.formats import tile_index_dtype
 
@@ -56,6 +57,8 @@ def launch_linear_pack(
     if not launch.INTERPRET and tuning.hopper(x.device):
         from gossamer.gemm._gluon import linear_pack as hopper
 
+        if x.element_size() == 2:
+            x, weight = aligned(x.shape[0], weight.shape[0], x, weight)
         if hopper.fits(x, weight, tile, out[0].shape[2]):
             hopper.launch_linear_pack(x, weight, bias, threshold, out, bounds, factors, skip)
             return

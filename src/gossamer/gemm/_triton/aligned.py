@@ -1,0 +1,32 @@
+"""Operands as the copy engine of Hopper reads them: rows, or columns, that begin on 16 bytes."""
+
+from torch import Tensor
+
+from gossamer._core import launch
+
+LEAST = 256
+"""Rows and columns of a product from which on a copy of operands costs less than reading them through pointers."""
+
+
+def aligned(m: int, n: int, *operands: Tensor) -> tuple[Tensor, ...]:
+    """The operands [m or n, K] of a product of m x n, 16-bit, or copies of those that are not aligned, if it is large.
+
+    cuBLAS is slow with such operands as well, five times and more: an odd K costs a model no speed here, but memory.
+    """
+    if m < LEAST or n < LEAST:
+        return operands
+    return tuple(operand if _is_aligned(operand) else _copied(operand) for operand in operands)
+
+
+def _is_aligned(operand: Tensor) -> bool:
+    stride = operand.stride(0) if operand.stride(1) == 1 else operand.stride(1)
+    united = operand.data_ptr() | stride * operand.element_size()
+    return 1 in operand.stride() and united % 16 == 0
+
+
+def _copied(operand: Tensor) -> Tensor:
+    turned = operand.stride(1) != 1 and operand.stride(0) == 1
+    rows = operand.t() if turned else operand
+    each = 16 // operand.element_size()
+    copy = rows.new_empty(rows.shape[0], launch.cdiv(rows.shape[1], each) * each)[:, : rows.shape[1]].copy_(rows)
+    return copy.t() if turned else copy

@@ -1,0 +1,101 @@
+"""What a block knows of its sparsity, and which way it goes by that: eager, captured, compiled."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gossamer import ffn
+from gossamer._core import checks
+from gossamer.ffn.tracker import Known
+from tests.ffn.dense import METHODS, call, check, operands
+
+
+def way(known: Known | None, eager: bool) -> str:
+    if known is None:
+        return "fused"
+    return "dense" if eager else "gather"
+
+
+def seen(tracker: ffn.BlockTracker, counts: Tensor, limit: int = 10, calls: int = 2) -> None:
+    for _ in range(calls):
+        tracker.path(way, grouped=False)
+        tracker.record(counts, None, limit)
+    tracker.path(way, grouped=False)
+
+
+def test_a_graph_and_a_compiled_region_go_by_the_device_alone(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by the way last taken, which a slow host may have decided; and nothing is counted."""
+    for module, name in ((checks, "capturing"), (torch.compiler, "is_compiling")):
+        tracker = ffn.BlockTracker(lag=1)
+        with monkeypatch.context() as patched:
+            patched.setattr(module, name, lambda: True)
+            assert tracker.path(way, grouped=False) == "fused"
+        seen(tracker, torch.full((3,), 7, dtype=torch.int32, device=device))
+        assert tracker.last_path == "dense"
+        with monkeypatch.context() as patched:
+            patched.setattr(module, name, lambda: True)
+            assert tracker.path(way, grouped=False) == tracker.last_path == "gather"
+        assert tracker.path(way, grouped=False) == "dense"
+        tracker.rows.pinned = "union"
+        for taken in (True, False):
+            with monkeypatch.context() as patched:
+                patched.setattr(module, name, lambda taken=taken: taken)
+                assert tracker.path(way, grouped=False) == "union"
+
+
+def test_no_row_was_heavy(device: torch.device) -> None:
+    tracker = ffn.BlockTracker(lag=1)
+    assert not tracker.light
+    few = torch.tensor([3, 10, 0], dtype=torch.int32, device=device)
+    seen(tracker, few)
+    assert tracker.light
+    seen(tracker, few + 1)
+    assert not tracker.light
+    seen(tracker, few)
+    assert tracker.light
+
+
+def test_how_often_is_looked() -> None:
+    tracker = ffn.BlockTracker(lag=1)
+    assert [tracker.due(4) for _ in range(3)] == [True] * 3
+    seen(tracker, torch.zeros(2, dtype=torch.int32), calls=1)
+    assert [tracker.due(4) for _ in range(8)] == [False, True, False, False, False, True, False, False]
+
+
+def test_what_is_light_may_become_heavy(device: torch.device, generator: torch.Generator) -> None:
+    """The launch that expects no heavy row computes those that come nevertheless."""
+    a, tracker = operands((40, 24, 300, 40), torch.float32, device, generator), ffn.BlockTracker(pinned="gather")
+    tracker.light = True
+    check(a, call(a, density=tracker))
+    full = {**a, "gate_bias": torch.full_like(a["gate_bias"], 9.0)}
+    tracker.light = True
+    check(full, call(full, density=tracker))
+
+
+@pytest.mark.gpu
+def test_captured(device: torch.device, generator: torch.Generator) -> None:
+    for m in (4, 40):
+        a, tracker = operands((m, 24, 300, 40), torch.float32, device, generator), ffn.BlockTracker(lag=1)
+        for _ in range(4):
+            call(a, density=tracker)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = call(a, density=tracker)
+        assert tracker.last_path in METHODS
+        for _ in range(2):
+            out.fill_(float("nan"))
+            graph.replay()
+            check(a, out)
+
+
+@pytest.mark.native
+def test_compiled(compiled: Callable[..., Any], device: torch.device, generator: torch.Generator) -> None:
+    a, tracker = operands((4, 24, 300, 40), torch.float32, device, generator), ffn.BlockTracker(lag=1)
+    for _ in range(4):
+        call(a, density=tracker)
+    check(a, compiled(lambda a: call(a, density=tracker))(a))
