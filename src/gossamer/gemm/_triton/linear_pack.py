@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.gemm._triton.aligned import aligned
+from gossamer.gemm._triton._aligned import aligned
 from gossamer.rowsparse._triton.twell import launch_pack_twell, twell_to_ell
 from gossamer.rowsparse.formats import tile_index_dtype
 
