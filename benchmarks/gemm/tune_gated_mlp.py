@@ -1,48 +1,46 @@
-"""Variants of a gated block's forward and backward pass on Hopper beside each other and Liger's, for tuning.
+"""Ways of a gated block's backward pass on Hopper beside each other and Liger's, for tuning.
 
-Usage: python benchmarks/gemm/tune_gated_mlp.py [M,K,N ...]. Each candidate runs for a good half second at a time, as
-training does: a GPU then holds its power limit. Then one pass of each, kernel by kernel. Figures to publish come from
-`gossamer bench gemm`. Set OUT to a folder to keep the numbers as JSON.
+Usage: python -m benchmarks.gemm.tune_gated_mlp [M,K,N ...]. Each candidate runs for a good half second at a time, as
+training does; then one pass of each, kernel by kernel.
 """
 
+from __future__ import annotations
+
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
+from benchmarks import tune
 from gossamer import gemm
-from gossamer._core import tuning
+from gossamer.gemm._gluon import gated_mlp as hopper
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from benchmarks.gemm.tune_linear_glu import keep, replaced, sustained
-
+CUDA = tune.DEVICE.type == "cuda"
 SHAPES = [(1024, 4096, 14336), (4096, 4096, 14336), (16384, 4096, 14336), (4096, 2048, 5632), (4096, 3072, 8192)]
 
 
-def candidates(m: int, k: int, n: int) -> dict[str, Callable[[], Any]]:
-    generator = torch.Generator("cuda").manual_seed(0)
-    draw = lambda *size: torch.randn(*size, device="cuda", generator=generator)  # noqa: E731
-    x, grad = draw(m, k).bfloat16().requires_grad_(), draw(m, k).bfloat16()
-    gate, up = ((draw(n, k) / k**0.5).bfloat16().requires_grad_() for _ in range(2))
-    down = (draw(k, n) / n**0.5).bfloat16().requires_grad_()
+def candidates(m: int, k: int, n: int) -> tune.Calls:
+    generator = torch.Generator(tune.DEVICE).manual_seed(0)
+    dtype = torch.bfloat16 if CUDA else torch.float32
+
+    def draw(rows: int, columns: int, scale: int) -> Tensor:
+        return (torch.randn(rows, columns, device=tune.DEVICE, generator=generator) / scale**0.5).to(dtype)
+
+    x, grad, gate, up, down = draw(m, k, 1), draw(m, k, 1), draw(n, k, k), draw(n, k, k), draw(k, n, n)
+    leaves = [tensor.requires_grad_() for tensor in (x, gate, up, down)]
 
     def step(out: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, (x, gate, up, down), grad)
+        return torch.autograd.grad(out, leaves, grad)
 
-    def ours(beside: bool) -> tuple[Tensor, ...]:
-        with replaced((tuning, "gates_beside", lambda d: beside)):
-            return step(gemm.gated_mlp(x, gate, up, down))
-
-    found: dict[str, Callable[[], Any]] = {
-        "gates beside": lambda: ours(True),
-        "gates after": lambda: ours(False),
+    ours = lambda: gemm.gated_mlp(*leaves)  # noqa: E731
+    found: tune.Calls = {
+        "gates beside": tune.under(lambda: step(ours()), (hopper, "LEAST", 0)),
+        "gates after": tune.under(lambda: step(ours()), (hopper, "fits", lambda *_: False)),
+        "as it is": lambda: step(ours()),
     }
-    found["forward alone"] = lambda: gemm.gated_mlp(x, gate, up, down)
+    found = tune.sound(found, step((torch.nn.functional.silu(x @ gate.t()) * (x @ up.t())) @ down.t()), 2e-2)
+    found["forward alone"] = ours
     try:
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
@@ -53,33 +51,16 @@ def candidates(m: int, k: int, n: int) -> dict[str, Callable[[], Any]]:
     return found
 
 
-def kernels(call: Callable[[], Any]) -> list[tuple[float, str]]:
-    """(microseconds, name) of each kernel of a call, in order."""
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        call()
-        torch.cuda.synchronize()
-    events = sorted(
-        (event for event in seen.events() if event.device_type.name == "CUDA"), key=lambda e: e.time_range.start
-    )
-    return [(event.time_range.elapsed_us(), event.name) for event in events]
-
-
-def main() -> None:
-    shapes = [tuple(map(int, argument.split(","))) for argument in sys.argv[1:]] or SHAPES
-    results: dict[str, Any] = {}
-    for shape in shapes:
-        calls = candidates(*shape)  # type: ignore[arg-type]
-        found = sustained(calls)
-        results[str(shape)] = {"milliseconds": found, "kernels": {name: kernels(calls[name]) for name in calls}}
-        print(f"\n{shape}")
-        for name, ms in sorted(found.items(), key=lambda item: item[1]):
-            print(f"  {name:28s} {ms:9.3f} ms", flush=True)
-    for shape, result in results.items():
-        print(f"\n{shape}, microseconds")
-        for name, events in result["kernels"].items():
-            print(f"  {name}: " + ", ".join(f"{us:.0f} {kernel[:32]}" for us, kernel in events))
-    keep("tune_gated_mlp", {"results": results})
+def main(arguments: list[str]) -> None:
+    shapes: Any = [tuple(map(int, argument.split(","))) for argument in arguments]
+    results = tune.Results(__file__)
+    for shape in shapes or (SHAPES if CUDA else [(8, 16, 24)]):
+        calls = candidates(*shape)
+        results.add(str(shape), tune.sustained(calls), against="as it is")
+        for name, call in calls.items() if CUDA else ():
+            results.add(f"{shape} {name}, kernels", tune.kernels(call))
+    results.keep()
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

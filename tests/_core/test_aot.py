@@ -9,6 +9,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from gossamer._core import aot, tuning  # noqa: E402
+from gossamer.gemm._triton import linear_glu  # noqa: E402
 from gossamer.sae import encode_path  # noqa: E402
 
 pytestmark = pytest.mark.native
@@ -41,9 +42,10 @@ def test_every_tile_of_linear_glu_fits(
     m: int, hopper: bool, targets: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "hopper", lambda device: hopper)
-    tile, warps, stages = tuning.glu_tile(m, torch.device("cuda", 0))
+    tile = linear_glu.tile_of(m, torch.device("cuda", 0))
     kernel, example = KERNELS["_triton._linear_glu_kernel"]
-    example = example | {"constexprs": example["constexprs"] | tile, "num_warps": warps, "num_stages": stages}
+    sizes = example["constexprs"] | tile.sizes
+    example = example | {"constexprs": sizes, "num_warps": tile.warps, "num_stages": tile.stages}
     for target in targets:
         compiled = aot.compile_kernel(kernel, example, target)
         assert compiled.metadata.shared <= aot.SHARED_MEMORY_LIMIT[target]

@@ -1,4 +1,4 @@
-"""Kernel launches: what a key promises."""
+"""Kernel launches: which of them share what is compiled, and what is kept of them."""
 
 import pytest
 import torch
@@ -10,32 +10,6 @@ from gossamer._core import launch  # noqa: E402
 from gossamer._core.ops import INTERPRET  # noqa: E402
 
 
-@triton.jit(do_not_specialize=["epoch"])
-def _add_kernel(x_ptr, bias_ptr, out_ptr, N, epoch, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + at, mask=at < N, other=0.0) + epoch
-    if bias_ptr is not None:
-        x += tl.load(bias_ptr + at, mask=at < N, other=0.0)
-    tl.store(out_ptr + at, x, mask=at < N)
-
-
-@pytest.mark.skipif(not INTERPRET, reason="kernels that are compiled take the key's word for it")
-@pytest.mark.parametrize(
-    "bias, n, block",
-    [(None, 5, 8), (torch.float16, 5, 8), *((torch.float32, n, 8) for n in (1, 16, 1 << 31)), (torch.float32, 5, 16)],
-)
-def test_one_key_for_two_kernels(bias: torch.dtype | None, n: int, block: int) -> None:
-    """What a compiled kernel takes for granted is an error in the interpreter where the key does not determine it."""
-    add = launch.Kernel(_add_kernel)
-    x, out = torch.ones(16), torch.empty(16)
-    for epoch in (1, 2, 16):
-        add("key", (1, 1, 1), (x, x, out, 5, epoch), {"BLOCK": 8})
-        assert out[:5].tolist() == [2 + epoch] * 5
-    vector = None if bias is None else torch.ones(16, dtype=bias)
-    with pytest.raises(AssertionError, match=r"_add_kernel: one key, .*key.*, for two kernels"):
-        add("key", (1, 1, 1), (x, vector, out, n, 1), {"BLOCK": block})
-
-
 @pytest.mark.native
 def test_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept, and when it is found; no GPU is asked."""
@@ -43,7 +17,7 @@ def test_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: here[0], raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing[0], raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(launch, "transient", lambda device: False)
+    monkeypatch.setattr(launch, "in_graph_pool", lambda device: False)
     plans, cpu, bound = launch.Plans(), torch.device("cpu"), object()
     plans.keep("key", cpu, None, bound)
     assert plans.get("key", 0, 0) is None, "the first launch cannot be repeated"
@@ -59,13 +33,43 @@ def test_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     capturing[0] = True
     assert plans.get("key", 0, 32) is None, "a graph records the stream"
     capturing[0] = False
-    monkeypatch.setattr(launch, "transient", lambda device: True)
+    monkeypatch.setattr(launch, "in_graph_pool", lambda device: True)
     plans.keep("late", cpu, bound)
     assert plans.get("late", 0, 0) is None, "its memory may not outlive the call"
-    monkeypatch.setattr(launch, "transient", lambda device: False)
+    monkeypatch.setattr(launch, "in_graph_pool", lambda device: False)
     for key in range(2 * launch.Plans._MOST):
         plans.keep(key, cpu, bound)
     assert len(plans._kept) <= launch.Plans._MOST and plans.get(key, 0, 0) is not None
+
+
+@pytest.mark.native
+def test_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One buffer a stream; a graph gets words of its own, zeroed ahead while there are any."""
+    streams, graph, capturing = [7], [False], [False]
+    monkeypatch.setattr(launch, "in_graph_pool", lambda device: graph[0])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: streams[0], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing[0], raising=False)
+    counters, cpu = launch.Counters(), torch.device("cpu")
+    first = counters.get(5, cpu)
+    assert first.dtype is torch.int32 and first.numel() >= 5 and not first.any()
+    assert counters.get(9, cpu) is first
+    assert counters.get(first.numel() + 1, cpu).numel() > first.numel()
+    streams[0] = 8
+    assert counters.get(5, cpu) is not first
+    graph[0] = True
+    warm_up = counters.get(5, cpu)
+    assert warm_up.numel() == 5
+    capturing[0] = True
+    block = counters._blocks[0]
+    taken = [counters.get(5, cpu) for _ in range(counters._AHEAD)]
+    places = {words.data_ptr() for words in taken}
+    assert len(places) == counters._AHEAD and min(places) == block.data_ptr() and not block.any()
+    assert counters.get(5, cpu).numel() == 5, "the last is taken"
+    graph[0] = capturing[0] = False
+    counters.get(5, cpu)
+    graph[0] = capturing[0] = True
+    assert counters.get(counters._WORDS + 1, cpu).numel() == counters._WORDS + 1
+    assert counters.get(5, cpu).data_ptr() not in places
 
 
 @triton.jit(do_not_specialize=["count_ptr", "epoch"], do_not_specialize_on_alignment=[2])
@@ -103,17 +107,80 @@ class _Jitted:
         return call
 
 
-@pytest.mark.skipif(INTERPRET, reason="nothing is compiled")
-def test_pointers_that_may_stand_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch with one of them off 16 bytes is as short as any; with another it is Triton's own."""
+@pytest.fixture
+def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("_cuda_getDevice", None), ("_cuda_getCurrentRawStream", 7)):
         monkeypatch.setattr(torch._C, name, lambda *_, value=value: value, raising=False)
+
+
+ONES, HALVES = torch.ones(32), torch.ones(32, dtype=torch.float16)
+ARGUMENTS = [
+    *(None, 1, 2, 3, 15, 16, 17, 32, -1, -16, 0, True, False, 1.0, 2.5, (1 << 31) - 1, 1 << 31, (1 << 31) + 1),
+    *((), (1, 16), (16, 1), (1, 3), (None, 3), (ONES, 2), (ONES[1:], 2), (HALVES, 2), ((2, 3), 1), ((2, 3), 16)),
+    *(ONES, ONES[4:], HALVES, ONES.double(), ONES.int()),
+    *(torch.empty(size, dtype=torch.int8, device="meta") for size in (16, (1 << 31) - 1, 1 << 31)),
+]
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("backend", ["nvidia", "amd"])
+def test_launches_share_what_triton_compiles_alike(
+    backend: str, one_device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any two arguments: what is compiled for one is launched for the other only if Triton would not tell them
+    apart."""
+    specialize = pytest.importorskip("triton._C.libtriton").native_specialize_impl
+    compiler = pytest.importorskip(f"triton.backends.{backend}.compiler")
+    kind = getattr(compiler, {"nvidia": "CUDABackend", "amd": "HIPBackend"}[backend])
+    monkeypatch.setattr(launch, "_HIP", backend == "amd")
+    shared = 0
+    for first in ARGUMENTS:
+        jitted = _Jitted(_counted_kernel)
+        jitted.do_not_specialize, jitted.do_not_specialize_on_alignment = [], []
+        kernel = launch.Kernel(jitted)
+        for second in ARGUMENTS:
+            kernel._compiled.clear()
+            before = jitted.slow
+            for argument in (first, second):
+                kernel((1, 1, 1), (ONES, ONES, ONES, argument, 3), {"BLOCK": 8})
+            if jitted.slow == before + 1:
+                shared += 1
+                found = [specialize(kind, argument, False, True, True) for argument in (first, second)]
+                assert found[0] == found[1], (first, second)
+    assert shared > len(ARGUMENTS), "integers of one kind share a kernel"
+
+
+@pytest.mark.native
+def test_what_else_decides_a_kernel(one_device: None) -> None:
+    """Another tile or another number of warps is another kernel; what is not to be specialised is none."""
+    jitted = _Jitted(_counted_kernel)
+    counted, slow = launch.Kernel(jitted), 0
+    for meta, options, epoch, new in (
+        ({"BLOCK": 8}, {}, 1, True),
+        ({"BLOCK": 8}, {}, 2, False),
+        ({"BLOCK": 8}, {}, 16, False),
+        ({"BLOCK": 8}, {}, 1 << 31, True),
+        ({"BLOCK": 16}, {}, 1, True),
+        ({"BLOCK": 8}, {"num_warps": 8}, 1, True),
+        ({"BLOCK": 8}, {"num_stages": 3}, 1, True),
+        ({"BLOCK": 8}, {"maxnreg": 80}, 1, True),
+        ({"BLOCK": 8}, {"launch_pdl": True}, 1, True),
+        ({"BLOCK": 8}, {}, 3, False),
+    ):
+        counted((1, 1, 1), (ONES, ONES, ONES, ONES, epoch), meta, **options)
+        slow += new
+        assert jitted.slow == slow, (meta, options, epoch)
+
+
+@pytest.mark.skipif(INTERPRET, reason="nothing is compiled")
+def test_pointers_that_may_stand_anywhere(one_device: None) -> None:
+    """A launch with one of them off 16 bytes is as short as any; with another it is Triton's own."""
     jitted = _Jitted(_counted_kernel)
     counted = launch.Kernel(jitted)
     x, out, count = torch.ones(16), torch.empty(16), torch.arange(8, dtype=torch.int32)
 
     def call(x: torch.Tensor, count: torch.Tensor, more: torch.Tensor) -> object:
-        return counted("key", (1, 1, 1), (x, count, more, out, 3), {"BLOCK": 8}, head=1)
+        return counted((1, 1, 1), (x, count, more, out, 3), {"BLOCK": 8}, head=1)
 
     for at in (0, 1, 2, 3):
         assert count[at:].data_ptr() % 16 == 4 * at
@@ -136,14 +203,3 @@ def test_triton_takes_nothing_for_granted_of_them(backend: str) -> None:
         found = {specialize(getattr(compiler, kind), count[at:], False, loose, aligned) for at in range(4)}
         assert len(found) == 1
     assert len({specialize(getattr(compiler, kind), count[at:], False, True, True) for at in range(4)}) == 2
-
-
-@pytest.mark.skipif(not INTERPRET, reason="about the interpreter's check of keys")
-def test_one_key_for_pointers_that_may_stand_anywhere() -> None:
-    counted = launch.Kernel(_counted_kernel)
-    x, out, count = torch.ones(16), torch.empty(16), torch.arange(8, dtype=torch.int32)
-    for at in range(4):
-        counted("key", (1, 1, 1), (x, count[at:], count[1:], out, at), {"BLOCK": 8})
-        assert out[:8].tolist() == [1.0 + at] * (1 + at) + [float(at)] * (7 - at)
-    with pytest.raises(AssertionError, match=r"_counted_kernel: one key, .*key.*, for two kernels"):
-        counted("key", (1, 1, 1), (x, count.long(), count, out, 1), {"BLOCK": 8})

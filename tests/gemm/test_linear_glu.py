@@ -226,8 +226,10 @@ def test_shared_tiles(m: int, n: int, k: int, dtype: torch.dtype, generator: tor
     """Tiles that do not fill a wave of programs, which cut them along K: again and again, from a graph, and on streams
     that overlap, with the same bits each time."""
     if tuning.hopper(generator.device):
-        tiles = -(-m // tuning.glu_stages(m)[0]), -(-n // 128)
-        assert tuning.glu_schedule(*tiles, -(-k // 64), generator.device)[1] < tiles[0] * tiles[1]
+        from gossamer.gemm._gluon import linear_glu as hopper
+
+        tiles = -(-m // hopper.tile_rows(m)[0]), -(-n // 128)
+        assert hopper.schedule(*tiles, -(-k // 64), generator.device)[1] < tiles[0] * tiles[1]
     leaves = leaves_of(m, n, k, generator, dtype)
     usual = plain("silu", leaves)
     first = gemm.linear_glu(**leaves)

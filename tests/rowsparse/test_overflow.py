@@ -30,6 +30,24 @@ def test_some_rows_of_a_tile(
     assert_close(ours[1], reference64=wanted[2], plain=plain[2])
 
 
+@pytest.mark.kernels
+def test_counters_are_left_at_0(
+    device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs that share a sum count on words that nothing clears between launches."""
+    from gossamer._core import launch
+
+    words = torch.zeros(64, dtype=torch.int32, device=device)
+    asked: list[int] = []
+    monkeypatch.setattr(launch.counters, "get", lambda size, device: (asked.append(size), words)[1])
+    weight = torch.randn(1100, 40, device=device, generator=generator)
+    for density in (0.5, 0.0, 0.5):
+        x = random_rows((16, 1100), density=density, dtype=torch.float32, device=device, generator=generator)
+        assert_close(matmul(pack(x, capacity=8), weight), reference64=x.double() @ weight.double(), plain=x @ weight)
+        assert not words.any()
+    assert asked
+
+
 def test_full_rows_are_as_exact_as_a_dense_product(
     dtype: torch.dtype, device: torch.device, generator: torch.Generator, scale: int
 ) -> None:

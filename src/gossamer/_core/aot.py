@@ -47,12 +47,15 @@ def targets_of(kernel: Any) -> list[str]:
 
 
 def compile_kernel(kernel: Any, example: dict[str, Any], target: str) -> Any:
-    """Compiles one example; integers and pointers count as divisible by 16, as they are on the shapes that matter."""
-    signature = {name: "constexpr" if kind is None else kind for name, kind in example["signature"].items()}
+    """Compiles one example: a signature, in which what is not named is an integer of 32 bits and None an absent
+    pointer, `constexprs`, and the options of a launch.
+
+    Integers and pointers count as divisible by 16, as they are on the shapes that matter.
+    """
+    names = kernel.arg_names
     absent = {name: None for name, kind in example["signature"].items() if kind is None}
     constexprs = {**absent, **example["constexprs"]}
-    signature |= dict.fromkeys(example["constexprs"], "constexpr")
-    names = kernel.arg_names
+    signature = dict.fromkeys(names, "i32") | example["signature"] | dict.fromkeys(constexprs, "constexpr")
     skip = {names[i] if isinstance(i, int) else i for i in kernel.do_not_specialize or ()}
     attrs = {
         (names.index(name),): [["tt.divisibility", 16]]

@@ -1,8 +1,8 @@
 """Kernel launches: device guard, a short path for repeated calls, and the flags that programs of one launch share.
 
 A small operator is bound by host time. Triton's own launcher rebinds and respecialises every argument on every call
-(6 to 13 us); a `Kernel` does that once per `key` and afterwards hands integers straight to the compiled kernel. The
-key must therefore determine every argument that is not a pointer, and the dtype of every pointer.
+(6 to 13 us); a `Kernel` does that once for all launches that compile to the same code, and afterwards hands integers
+straight to the compiled kernel.
 """
 
 import itertools
@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,12 +18,17 @@ from torch import Tensor
 
 from gossamer._core.ops import INTERPRET
 
+_HIP = torch.version.hip is not None
+_INT32 = (1 << 31) - 1
+
 
 class Kernel:
     """A `@triton.jit` function whose constexpr parameters come last in its signature, in the order of `meta`.
 
-    Pointers that `do_not_specialize` or `do_not_specialize_on_alignment` names may stand anywhere: of them Triton takes
-    nothing for granted but their dtype.
+    A launch is repeated by what Triton compiles for: the dtypes of pointers, whether integers are 1, multiples of 16 or
+    beyond 32 bits, `meta` and options. To find that out takes some 2 us of the host, 0.5 us more than to look up a key
+    that somebody wrote down. Pointers that `do_not_specialize` or `do_not_specialize_on_alignment` names may stand
+    anywhere.
     """
 
     def __init__(self, fn: Any) -> None:
@@ -34,7 +39,6 @@ class Kernel:
 
     def __call__(
         self,
-        key: Hashable,
         grid: tuple[int, int, int],
         args: Sequence[Any],
         meta: dict[str, Any],
@@ -42,7 +46,7 @@ class Kernel:
         num_warps: int = 4,
         num_stages: int = 2,
         maxnreg: int | None = None,
-        follows: bool = False,
+        launch_pdl: bool = False,
         head: int = 0,
     ) -> "Bound | None":
         """Launches over `grid` on the current stream of the device that holds the first argument.
@@ -51,24 +55,35 @@ class Kernel:
         repetition has to come this way again (interpreter, pointers off 16 bytes that are specialised on that).
 
         `maxnreg` bounds a thread's registers on NVIDIA GPUs, where more programs at once matter more than a spill.
-        With `follows` the kernel may start while the kernel before it on the stream drains (programmatic dependent
+        With `launch_pdl` the kernel may start while the kernel before it on the stream drains (programmatic dependent
         launch); it must then call `gdc_wait` before it reads what that kernel writes.
         """
         # A tensor descriptor names its tensor `base`.
         device = getattr(args[0], "base", args[0]).device.index
-        if INTERPRET:
-            self._check_key((key, num_warps, num_stages, maxnreg, follows), args, meta)
-            self.fn[grid](*args, **meta)
-            return None
-        pointers, bits = [], 0
+        pointers: list[Any] = []
+        kinds: list[Any] = []
+        bits = 0
         for at, arg in enumerate(args):
             if isinstance(arg, Tensor):
+                # On AMD Triton also asks whether 32 bits reach all of a tensor's memory.
+                kinds.append((arg.dtype, arg.untyped_storage().size() > _INT32) if _HIP else arg.dtype)
                 arg = arg.data_ptr()
                 if at not in self._unaligned:
                     bits |= arg
+            elif type(arg) is int:
+                if at in self._loose:
+                    kinds.append(arg > _INT32)
+                else:
+                    kinds.append(1 if arg == 1 else (3 if arg % 16 else 16) + (arg > _INT32))
+            else:
+                kinds.append(None if arg is None else _kind(arg))
             pointers.append(arg)
         misaligned = bits % 16 != 0
-        key = (key, device, misaligned, num_warps, num_stages, maxnreg, follows)
+        key = (*kinds, *meta.values(), device, misaligned, num_warps, num_stages, maxnreg, launch_pdl)
+        if INTERPRET:
+            hash(key)
+            self.fn[grid](*args, **meta)
+            return None
         previous = torch._C._cuda_getDevice()
         guard = device != previous
         if guard:
@@ -78,9 +93,9 @@ class Kernel:
             if launch is None or misaligned:
                 # A misaligned pointer keeps Triton's own launcher, which specialises on each pointer's alignment.
                 options = {"num_warps": num_warps, "num_stages": num_stages}
-                if follows:
+                if launch_pdl:
                     options["launch_pdl"] = True
-                if maxnreg is not None and not torch.version.hip:
+                if maxnreg is not None and not _HIP:
                     options["maxnreg"] = maxnreg
                 compiled = self.fn[grid](*args, **meta, **options)
                 # No launch metadata and no profiler hooks: the CUDA profilers see the kernel all the same.
@@ -92,26 +107,34 @@ class Kernel:
         finally:
             if guard:
                 torch.cuda.set_device(previous)
-        return None if misaligned or not head else Bound(launch, grid, (*args[head:], *meta.values()))
+        return None if misaligned or not head else Bound(launch, grid, (*pointers[head:], *meta.values()), args[head:])
 
-    def _check_key(self, key: Hashable, args: Sequence[Any], meta: dict[str, Any]) -> None:
-        """Raises where a compiled kernel kept under `key` would be another one. The interpreter compiles nothing, and
-        would never show it."""
-        assumed = (*map(_assumed, args, (at in self._loose for at in range(len(args)))), *meta.items())
-        if self._compiled.setdefault(key, assumed) != assumed:
-            raise AssertionError(
-                f"{self.fn.fn.__name__}: one key, {key}, for two kernels: {self._compiled[key]} and {assumed}."
-            )
+
+class Tile(NamedTuple):
+    """How the work of a kernel is cut: sizes that it is compiled with, warps and stages, registers a thread at most."""
+
+    sizes: dict[str, int]
+    warps: int = 4
+    stages: int = 2
+    registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a launch takes beside the sizes."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
 class Bound:
-    """A compiled launch that takes a stream and its leading arguments, pointers as integers: 4 us instead of 18."""
+    """A compiled launch that takes a stream and its leading arguments, pointers as integers: 4 us instead of 18. The
+    tensors among the others stay alive."""
 
-    __slots__ = ("_arguments", "_run", "_tail")
+    __slots__ = ("_arguments", "_kept", "_run", "_tail")
 
-    def __init__(self, launch: tuple[Any, tuple[Any, ...]], grid: tuple[int, int, int], tail: tuple[Any, ...]) -> None:
+    def __init__(
+        self, launch: tuple[Any, tuple[Any, ...]], grid: tuple[int, int, int], tail: tuple[Any, ...], kept: Any
+    ) -> None:
         self._run, self._arguments = launch
-        self._tail = (grid, tail)
+        self._tail, self._kept = (grid, tail), kept
 
     def __call__(self, stream: int, *head: Any) -> None:
         grid, tail = self._tail
@@ -125,16 +148,18 @@ def _named(fn: Any, option: str) -> frozenset[int]:
     return frozenset(fn.arg_names.index(name) if isinstance(name, str) else name for name in given or ())
 
 
-def _assumed(arg: Any, loose: bool) -> Any:
-    """What a compiled kernel takes for granted of an argument."""
+def _kind(arg: Any) -> Any:
+    """What decides how a kernel is compiled for an argument that is a tuple, a tensor descriptor, a float or a bool."""
+    if isinstance(arg, tuple):
+        return tuple(map(_kind, arg))
     if isinstance(arg, Tensor):
-        return arg.dtype
-    if isinstance(arg, int):
-        return loose or arg == 1, loose or arg % 16 == 0, arg >= 1 << 31
-    return type(arg)
+        return arg.dtype, arg.data_ptr() % 16 == 0, _HIP and arg.untyped_storage().size() > _INT32
+    if hasattr(arg, "block_shape"):
+        return arg.base.dtype, *arg.block_shape, arg.layout
+    return arg if type(arg) is int else type(arg)
 
 
-def transient(device: torch.device) -> bool:
+def in_graph_pool(device: torch.device) -> bool:
     """Whether memory that is allocated now may not outlive the call, because it comes from the pool of a CUDA graph.
 
     That is so during capture, and in the eager run with which Inductor warms up for its own graphs.
@@ -143,7 +168,7 @@ def transient(device: torch.device) -> bool:
         return True
     if device.index != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
-            return transient(device)
+            return in_graph_pool(device)
     if torch._C._cuda_isCurrentStreamCapturing():
         return True
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
@@ -195,7 +220,7 @@ class Plans:
     ) -> None:
         """Makes a plan, unless the first launch has to be repeated as it is, or memory made now may not outlive the
         call."""
-        if launches[0] is None or device.index != torch.cuda.current_device() or transient(device):
+        if launches[0] is None or device.index != torch.cuda.current_device() or in_graph_pool(device):
             return
         if len(self._kept) >= self._MOST:
             self._kept.clear()
@@ -210,32 +235,16 @@ class Flags:
 
     A program signals by writing the launch's epoch; a word that holds an older epoch is not yet set, so nothing has to
     be cleared between calls. One buffer serves one stream, because launches on one stream never overlap. A graph
-    freezes the epoch, so there a fresh buffer is zeroed inside the graph instead, unless the kernel itself leaves its
-    words at 0: such a launch of a graph gets words of its own that were zeroed ahead, by a call outside of graphs.
+    freezes the epoch, so there a fresh buffer is zeroed inside the graph instead.
     """
-
-    _AHEAD, _WORDS = 128, 512
-    """Launches in graphs to have words for, and how many of them each gets."""
 
     def __init__(self) -> None:
         self._streams: dict[tuple[torch.device, int], tuple[Tensor, Epochs]] = {}
-        self._ahead: dict[torch.device, list[Tensor]] = {}
-        self._blocks: list[Tensor] = []
 
-    def get(self, words: int, device: torch.device, resets: bool = False) -> tuple[Tensor, int]:
-        """(int64 buffer of at least `words`, epoch of this launch); with `resets` the kernel leaves all words at 0."""
-        ahead = self._ahead.setdefault(device, []) if resets and words <= self._WORDS else None
-        if transient(device):
-            # Not in the eager run with which Inductor warms up, for those words would be gone for good.
-            if ahead and torch._C._cuda_isCurrentStreamCapturing():
-                with suppress(IndexError):  # another thread took the last
-                    return ahead.pop(), 1
+    def get(self, words: int, device: torch.device) -> tuple[Tensor, int]:
+        """(int64 buffer of at least `words`, epoch of this launch)"""
+        if in_graph_pool(device):
             return torch.zeros(words, dtype=torch.int64, device=device), 1
-        if ahead is not None and len(ahead) < self._AHEAD:
-            block = torch.zeros(self._AHEAD, self._WORDS, dtype=torch.int64, device=device)
-            ahead += block.unbind()
-            # For good: nobody tells when a graph is gone.
-            self._blocks.append(block)
         key = (device, torch._C._cuda_getCurrentRawStream(device.index))
         buffer, epochs = self._streams.get(key, (None, None))
         if buffer is None or epochs is None or buffer.numel() < words:
@@ -259,6 +268,42 @@ class Epochs:
         return next(self._count) % ((1 << 31) - 2) + 1
 
 
+class Counters:
+    """Words of device memory that are 0 between launches, because every kernel that writes them leaves them at 0.
+
+    One buffer serves one stream, as with `Flags`. A launch of a graph gets words of its own that were zeroed ahead, by
+    a call outside of graphs.
+    """
+
+    _AHEAD, _WORDS = 128, 1024
+    """Launches in graphs to have words for, and how many of them each gets."""
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[torch.device, int], Tensor] = {}
+        self._ahead: dict[torch.device, list[Tensor]] = {}
+        self._blocks: list[Tensor] = []
+
+    def get(self, words: int, device: torch.device) -> Tensor:
+        """int32 buffer of at least `words`, all 0."""
+        ahead = self._ahead.setdefault(device, [])
+        if in_graph_pool(device):
+            # Not in the eager run with which Inductor warms up, for those words would be gone for good.
+            if ahead and words <= self._WORDS and torch._C._cuda_isCurrentStreamCapturing():
+                with suppress(IndexError):  # another thread took the last
+                    return ahead.pop()
+            return torch.zeros(words, dtype=torch.int32, device=device)
+        if len(ahead) < self._AHEAD:
+            block = torch.zeros(self._AHEAD, self._WORDS, dtype=torch.int32, device=device)
+            ahead += block.unbind()
+            # For good: nobody tells when a graph is gone.
+            self._blocks.append(block)
+        key = (device, torch._C._cuda_getCurrentRawStream(device.index))
+        buffer = self._streams.get(key)
+        if buffer is None or buffer.numel() < words:
+            buffer = self._streams[key] = torch.zeros(max(2 * words, 4096), dtype=torch.int32, device=device)
+        return buffer
+
+
 class Scratch:
     """Device memory that holds nothing between launches: one buffer a stream, as large as the largest need so far."""
 
@@ -267,7 +312,7 @@ class Scratch:
 
     def get(self, words: int, device: torch.device) -> Tensor:
         """float32 buffer of at least `words`, with anything in it."""
-        if transient(device):
+        if in_graph_pool(device):
             return torch.empty(words, dtype=torch.float32, device=device)
         key = (device, torch._C._cuda_getCurrentRawStream(device.index))
         buffer = self._streams.get(key)
@@ -280,7 +325,7 @@ class Scratch:
 
 flags = Flags()
 scratch = Scratch()
-counters = Scratch()
+counters = Counters()
 
 
 def cdiv(a: int, b: int) -> int:

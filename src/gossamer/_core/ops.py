@@ -127,7 +127,7 @@ def needs_gradient(*operands: Any) -> bool:
     return torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in operands)
 
 
-def directly(operator: Any, *tensors: torch.Tensor | None) -> Callable[..., Any]:
+def undispatched(operator: Any, *tensors: torch.Tensor | None) -> Callable[..., Any]:
     """`shortcut` where gradients are off, as in most backward passes; the operator itself where they are on."""
     if torch.is_grad_enabled() or any(t is not None and type(t) not in _PLAIN for t in tensors):
         return operator

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer._core.ops import directly, refuse_second, register
+from gossamer._core.ops import refuse_second, register, undispatched
 from gossamer.attention._torch import indexer_scores as _cpu
 
 _GPU = "gossamer.attention._triton.indexer_scores"
@@ -60,7 +60,7 @@ def indexer_scores(
     if autocast.enabled(q_idx.device):
         q_idx, k_idx = autocast.cast(q_idx, k_idx)  # type: ignore[assignment]
     check_dtypes(operator, q_idx, k_idx)
-    call = directly(_indexer_scores, q_idx, k_idx, w, bias)
+    call = undispatched(_indexer_scores, q_idx, k_idx, w, bias)
     scale = scale_of(operator, scale, q_idx.shape[3])
     return call(q_idx, k_idx, w, bias, lengths, scale, causal, out_dtype or q_idx.dtype)
 
@@ -149,7 +149,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     q, k, w, bias, lengths = ctx.saved_tensors
     # The forward pass has chosen the dtype, whatever a backward pass runs under.
     with autocast.disabled(grad.device):
-        call = directly(_indexer_scores_backward, grad, q, k, w)
+        call = undispatched(_indexer_scores_backward, grad, q, k, w)
         dq, dk, dw, dbias = call(grad, q, k, w, bias, lengths, ctx.scale, ctx.causal)
     dbias = None if bias is None else dbias.to(bias.dtype)
     return dq, dk, dw, dbias, None, None, None, None

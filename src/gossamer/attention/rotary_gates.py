@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer._core.ops import directly, register
+from gossamer._core.ops import register, undispatched
 from gossamer.attention._torch import rotary_gates as _cpu
 
 
@@ -82,7 +82,7 @@ def _context(ctx: Any, inputs: Any, output: Any) -> None:
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     # Once: what unpacks them for a checkpoint does so a single time.
     saved = ctx.saved_tensors
-    call = directly(_rotary_gates_bwd, *grads, *saved)
+    call = undispatched(_rotary_gates_bwd, *grads, *saved)
     return (call(*grads, *saved, ctx.value_gate), *(None,) * 6)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from gossamer._core import autocast, checks
-from gossamer._core.ops import directly, register
+from gossamer._core.ops import register, undispatched
 from gossamer.attention._torch import select_topk as _cpu
 from gossamer.attention.indexer_scores import check_dtypes, check_inputs, scale_of
 from gossamer.attention.levels import RULES
@@ -167,7 +167,7 @@ def select_topk(
         granularity,
     )
     detached = tuple(None if tensor is None else tensor.detach() for tensor in given)
-    call = directly(_select_topk, *detached)
+    call = undispatched(_select_topk, *detached)
     words, counts, indices = call(*detached, *rule, scale_of(operator, scale, q_idx.shape[3]), *options)
     return Selection(words, counts, indices, q_idx.shape[2])
 

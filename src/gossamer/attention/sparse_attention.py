@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer._core.ops import directly, register
+from gossamer._core.ops import register, undispatched
 from gossamer.attention._torch import sparse_attention as _cpu
 from gossamer.attention._torch import straight_through as _through
 from gossamer.attention.selection import Selection
@@ -249,7 +249,7 @@ def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[A
         return (None,) * 10
     if grad is None:
         grad = torch.zeros_like(out)
-    call = directly(_sparse_attention_bwd, grad, grad_lse, q, k, v)
+    call = undispatched(_sparse_attention_bwd, grad, grad_lse, q, k, v)
     grads = call(grad, grad_lse, q, k, v, out, lse, *selected, ctx.scale, ctx.causal, ctx.path)
     return (*(g if needed else None for g, needed in zip(grads, ctx.needs_input_grad)), *(None,) * 7)
 
@@ -292,12 +292,12 @@ def _backward_through(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) ->
     needed = ctx.needs_input_grad
     grads: tuple[Any, ...] = (None,) * 3
     if any(needed[:3]):
-        call = directly(_sparse_attention_bwd, grad, grad_lse, q, k, v)
+        call = undispatched(_sparse_attention_bwd, grad, grad_lse, q, k, v)
         selected = (words, counts, indices, lengths)
         grads = call(grad, grad_lse, q, k, v, out, lse, *selected, ctx.scale, ctx.causal, ctx.path)
     scores: tuple[Any, ...] = (None,) * 4
     if any(needed[10:14]):
-        call = directly(_straight_through, grad, grad_lse, q, k, v, *indexer)
+        call = undispatched(_straight_through, grad, grad_lse, q, k, v, *indexer)
         scores = call(grad, grad_lse, q, k, v, out, lse, *indexer, words, lengths, ctx.scale, ctx.scale_idx, ctx.causal)
     grads = tuple(g if need else None for g, need in zip((*grads, *scores), (*needed[:3], *needed[10:14])))
     return (*grads[:3], *(None,) * 7, *grads[3:], None)

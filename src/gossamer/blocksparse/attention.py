@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer._core.ops import directly, refuse_second, register
+from gossamer._core.ops import refuse_second, register, undispatched
 from gossamer.blocksparse._torch import attention as _cpu
 from gossamer.blocksparse.attention_path import empty_like
 from gossamer.blocksparse.layout import Layout
@@ -230,7 +230,7 @@ def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[A
     if grad is None and grad_lse is None:
         return (None,) * 19
     grad = torch.zeros_like(out) if grad is None else grad
-    call = directly(_attention_bwd, grad, grad_lse, *tensors[:3])
+    call = undispatched(_attention_bwd, grad, grad_lse, *tensors[:3])
     asked = ctx.needs_input_grad[3:5]
     *grads, dbias, drelative = call(grad, grad_lse, out, lse, *tensors, *ctx.settings, *asked)
     return *grads, dbias if asked[0] else None, drelative if asked[1] else None, *(None,) * 14

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked, key_of
-from gossamer._core.ops import directly, register
+from gossamer._core.ops import register, undispatched
 from gossamer.blocksparse._torch import matmul as _cpu
 from gossamer.blocksparse.layout import Layout, check_layouts
 from gossamer.blocksparse.tensor import BlockSparseTensor
@@ -212,7 +212,7 @@ def _product(left: _Operand, right: _Operand, out_layout: Layout | None, sizes: 
         )
     parts = (_parts(layout) for layout in (left.layout, right.layout, out_layout))
     given = [part for three in parts for part in three]
-    call = directly(_matmul, left.values, right.values)
+    call = undispatched(_matmul, left.values, right.values)
     out: Tensor = call(left.values, right.values, *given, *sizes, left.transposed, right.transposed)
     return out
 
@@ -241,7 +241,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     other_a, other_b = (x if of_x[0] is not None else x.mT for x, of_x in ((a, of_a), (b, of_b)))
     flip_out, flip_a, flip_b = of_out[0] is not None, of_a[0] is not None, of_b[0] is not None
     grads: list[Tensor | None] = [None, None]
-    call = directly(_matmul, grad, a, b)
+    call = undispatched(_matmul, grad, a, b)
     if ctx.needs_input_grad[0]:
         if trans_a:
             grads[0] = call(b, turned, *of_b, *of_out, *of_a, z, k, n, m, bk, bn, bm, trans_b, flip_out)

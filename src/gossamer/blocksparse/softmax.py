@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer._core.ops import directly, refuse_second, register
+from gossamer._core.ops import refuse_second, register, undispatched
 from gossamer.blocksparse._torch import softmax as _cpu
 from gossamer.blocksparse.tensor import BlockSparseTensor, check_computed
 
@@ -46,7 +46,7 @@ def softmax(x: BlockSparseTensor, *, mask: Tensor | None = None, scale: float = 
         raise ValueError(f"{_NAME}: scale must be a finite number, got {scale!r}.")
     if mask is not None:
         mask = _mask(x, mask)
-    out = directly(_softmax, x.values)(
+    out = undispatched(_softmax, x.values)(
         x.values, mask, layout.row_offsets, layout.row_indices, layout.col_indices, layout.batch, *layout.size,
         float(scale),
     )  # fmt: skip
@@ -81,7 +81,7 @@ def _context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     refuse_second(_NAME)
     out, row_offsets, row_indices = ctx.saved_tensors
-    call = directly(_softmax_bwd, grad, out)
+    call = undispatched(_softmax_bwd, grad, out)
     return call(grad, out, row_offsets, row_indices, ctx.columns, ctx.scale), *[None] * 8
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gossamer._core.ops import directly, register
+from gossamer._core.ops import register, undispatched
 from gossamer.blocksparse._torch import transpose as _cpu
 from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
 
@@ -35,7 +35,7 @@ def transpose(x: BlockSparseTensor) -> BlockSparseTensor:
     check_blocks("blocksparse.transpose", x=x)
     layout = x.layout.transpose()
     order, back = x.layout.transpose_order, layout.transpose_order
-    call = directly(_transpose, x.values)
+    call = undispatched(_transpose, x.values)
     return BlockSparseTensor(call(x.values, x.layout.row_offsets[-1:], order, back), layout)
 
 
@@ -45,7 +45,7 @@ def _context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     nnz, order, back = ctx.saved_tensors
-    return directly(_transpose, grad)(grad, nnz, back, order), None, None, None
+    return undispatched(_transpose, grad)(grad, nnz, back, order), None, None, None
 
 
 _transpose = register(

@@ -12,7 +12,7 @@ from torch import Tensor
 from gossamer import gemm
 from gossamer._core import autocast, checks, tuning
 from gossamer._core.calls import Checked, key_of
-from gossamer._core.ops import directly, needs_gradient
+from gossamer._core.ops import needs_gradient, undispatched
 from gossamer.ffn.costs import FEW, GROUP, Costs, choose, costs_of, on_cpu
 from gossamer.ffn.sparse_ffn import sparse_ffn
 from gossamer.ffn.tracker import BlockTracker, Known
@@ -139,7 +139,7 @@ def _inferred(block: Block, found: Found, method: str, density: BlockTracker | N
         rows = None if block.transposed is None else block.transposed(block.down_weight)
         operands = (*block.tensors[:-1], rows, block.down_bias)
         options = (block.activation == "relu2", method == "union", step, unknown, tracker is not None and tracker.light)
-        out, nnz, unions = directly(sparse_ffn, *operands)(*operands, *options)
+        out, nnz, unions = undispatched(sparse_ffn, *operands)(*operands, *options)
     else:
         hidden = _fused(block) if method == "fused" else _hidden(block)
         out = linear(hidden, block.down_weight, block.down_bias)

@@ -62,6 +62,6 @@ class Transposed:
 def _transient(weight: Tensor) -> bool:
     if not weight.is_cuda:
         return False
-    from gossamer._core.launch import transient
+    from gossamer._core.launch import in_graph_pool
 
-    return transient(weight.device)
+    return in_graph_pool(weight.device)

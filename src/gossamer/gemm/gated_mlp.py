@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer._core.ops import directly, needs_gradient, refuse_second, register
+from gossamer._core.ops import needs_gradient, refuse_second, register, undispatched
 from gossamer.gemm._torch import gated_mlp as _cpu
 from gossamer.gemm._torch.linear_glu import linear
 from gossamer.gemm.linear_glu import (
@@ -99,7 +99,7 @@ class _GatedMLP(torch.autograd.Function):
         recompute: bool,
     ) -> Tensor:
         operands = (x, gate_weight, up_weight, gate_bias, up_bias)
-        hidden, *kept = directly(_linear_glu, *operands)(*operands, activation, not recompute)
+        hidden, *kept = undispatched(_linear_glu, *operands)(*operands, activation, not recompute)
         ctx.save_for_backward(x, gate_weight, up_weight, down_weight, *((gate_bias, up_bias) if recompute else kept))
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (gate_bias, up_bias, down_bias)]
         ctx.activation, ctx.recompute = activation, recompute
@@ -116,7 +116,7 @@ class _GatedMLP(torch.autograd.Function):
         with autocast.disabled(grad.device):
             if ctx.recompute:
                 operands = (x, gate_weight, up_weight, first, second)
-                gate, up = directly(_linear_glu, *operands)(*operands, ctx.activation, True)[1:]
+                gate, up = undispatched(_linear_glu, *operands)(*operands, ctx.activation, True)[1:]
             elif ctx.hooked or _retained():
                 gate, up = (kept.clone(memory_format=torch.contiguous_format) for kept in (first, second))
             else:
@@ -124,7 +124,9 @@ class _GatedMLP(torch.autograd.Function):
                 # Nothing that is kept outlives its last use.
                 ctx.maybe_clear_saved_tensors()
             del first, second
-            hidden = directly(_gated_mlp_bwd_, grad, down_weight, gate, up)(grad, down_weight, gate, up, ctx.activation)
+            hidden = undispatched(_gated_mlp_bwd_, grad, down_weight, gate, up)(
+                grad, down_weight, gate, up, ctx.activation
+            )
             if need_down:
                 grad_down = grad.t() @ hidden
             del hidden

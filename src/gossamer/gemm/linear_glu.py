@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked, key_of
-from gossamer._core.ops import directly, needs_gradient, refuse_second, register
+from gossamer._core.ops import needs_gradient, refuse_second, register, undispatched
 from gossamer.gemm._torch import linear_glu as _cpu
 from gossamer.gemm._torch.linear_glu import GATES as GATES
 
@@ -68,7 +68,7 @@ def linear_glu(
     operands = (x, gate_weight, up_weight, gate_bias, up_bias)
     keep = not recompute and needs_gradient(*operands)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    call = _linear_glu if autocasts else directly(_linear_glu, flat, *operands[1:])
+    call = _linear_glu if autocasts else undispatched(_linear_glu, flat, *operands[1:])
     out = call(flat, gate_weight, up_weight, gate_bias, up_bias, name, keep)[0]
     return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
 
@@ -163,9 +163,9 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
     # The forward pass has chosen the dtype, whatever a backward pass runs under.
     with autocast.disabled(grad.device):
         if ctx.keep:
-            grads = list(directly(_glu_bwd, grad, *rest)(grad, *rest, ctx.activation))
+            grads = list(undispatched(_glu_bwd, grad, *rest)(grad, *rest, ctx.activation))
         else:
-            call = directly(_linear_glu_bwd, grad, x, gate_weight, up_weight)
+            call = undispatched(_linear_glu_bwd, grad, x, gate_weight, up_weight)
             grads = list(call(grad, x, gate_weight, up_weight, *rest, ctx.activation))
         return *products_bwd(ctx, grads, x, gate_weight, up_weight), None, None
 

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked, key_of
-from gossamer._core.ops import directly, register
+from gossamer._core.ops import register, undispatched
 from gossamer.gemm._torch import linear_pack as _cpu
 from gossamer.gemm.activations import Activation, resolve_fixed
 from gossamer.gemm.linear_glu import check_dtypes
-from gossamer.rowsparse.container import made, made_source
+from gossamer.rowsparse.container import unchecked, unchecked_source
 from gossamer.rowsparse.formats import ELL, TwELL, threshold_dtype, tile_index_dtype
 from gossamer.rowsparse.matmul import gradients, matmul_operator
 from gossamer.rowsparse.pack import default_capacity, tile_slots
@@ -88,7 +88,7 @@ def linear_pack(
             threshold = threshold.to(threshold_dtype(weight.dtype)).expand(n)
     flat = x if x.dim() == 2 else x.reshape(math.prod(leading), x.shape[-1])
     operands = (flat, weight, bias, threshold)
-    call = _linear_pack if autocasts else directly(_linear_pack, *operands)
+    call = _linear_pack if autocasts else undispatched(_linear_pack, *operands)
     squared = name == "relu2"
     values, indices, counts, nnz = call(*operands, tile, slots, capacity, squared)
     shape, source = (*leading, n), None
@@ -96,11 +96,11 @@ def linear_pack(
         if not torch.is_grad_enabled():
             # What overflowed has a gradient where the rest has one.
             flat, weight, bias = flat.detach(), weight.detach(), None if bias is None else bias.detach()
-        source = made_source(x=flat, weight=weight, bias=bias, threshold=threshold, squared=squared)
+        source = unchecked_source(x=flat, weight=weight, bias=bias, threshold=threshold, squared=squared)
     if capacity is None:
-        rows = made(TwELL, values, indices, counts, shape, source, tile)
+        rows = unchecked(TwELL, values, indices, counts, shape, source, tile)
     else:
-        rows = made(ELL, values, indices, counts, shape, source)
+        rows = unchecked(ELL, values, indices, counts, shape, source)
     return rows, nnz if x.dim() == 2 else nnz.view(leading)
 
 
@@ -190,7 +190,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
     if need_x:
         grad_x = matmul_operator(grad, indices, counts, None, weight, None, x.dtype)
     if need_weight or need_bias:
-        columns = directly(transpose_keys, indices, counts)(indices, counts, n)
+        columns = undispatched(transpose_keys, indices, counts)(indices, counts, n)
     if need_weight:
         grad_weight = gradients(x, indices, columns, grad, counts, None, None, weight.dtype)[0]
     if need_bias:

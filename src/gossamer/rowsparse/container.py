@@ -340,7 +340,9 @@ class RowSparse:
         values, indices, counts, source = self.packed
         if isinstance(source, LinearSource):
             given = {f.name: getattr(source, f.name) for f in fields(source)}
-            source = made_source(**{name: function(t) if isinstance(t, Tensor) else t for name, t in given.items()})
+            source = unchecked_source(
+                **{name: function(t) if isinstance(t, Tensor) else t for name, t in given.items()}
+            )
         elif source is not None:
             source = function(source)
         return self.rebuilt(function(values), function(indices), function(counts), source)
@@ -355,7 +357,7 @@ class RowSparse:
     ) -> Self:
         """A container of the same kind with these buffers."""
         given = {"tile": self.__dict__["tile"]} if "tile" in self.__dict__ else {}
-        return made(type(self), values, indices, counts, self.shape if shape is None else shape, source, **given)
+        return unchecked(type(self), values, indices, counts, self.shape if shape is None else shape, source, **given)
 
     def _describe(self, size: str) -> str:
         overflow = "none possible" if self.source is None else "kept exact through source"
@@ -373,7 +375,7 @@ def _watched(source: "Tensor | LinearSource | None") -> tuple[tuple[Tensor, int]
     return tuple([(t, t._version) for t in tensors if t is not None and not t.is_inference()])
 
 
-def made(
+def unchecked(
     cls: Any,
     values: Tensor,
     indices: Tensor,
@@ -391,7 +393,7 @@ def made(
     return rows
 
 
-def made_source(**parts: Any) -> LinearSource:
+def unchecked_source(**parts: Any) -> LinearSource:
     """A `LinearSource` of parts that fit."""
     if torch.compiler.is_compiling():
         return LinearSource(**parts)

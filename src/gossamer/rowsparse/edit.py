@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer.rowsparse.container import made
+from gossamer.rowsparse.container import unchecked
 from gossamer.rowsparse.formats import CSR, Rows, TwELL
 from gossamer.rowsparse.pack import check_container
 from gossamer.rowsparse.settle import slots_of
@@ -130,7 +130,7 @@ def cat(rows: Sequence[Rows]) -> Rows:
     hole = 0 if tiles else -1
     indices = torch.cat([pad(part.indices, (0, size - part.indices.shape[-1]), value=hole) for part in settled])
     counts = torch.cat([part.counts for part in settled])
-    return made(type(first), values, indices, counts, shape, None, *tiles)
+    return unchecked(type(first), values, indices, counts, shape, None, *tiles)
 
 
 def _cat_csr(settled: Sequence[Any], shape: tuple[int, ...]) -> CSR:
@@ -142,4 +142,4 @@ def _cat_csr(settled: Sequence[Any], shape: tuple[int, ...]) -> CSR:
         base += size
     values = torch.cat([part.values[:size] for part, size in zip(settled, sizes)])
     indices = torch.cat([part.indices[:size] for part, size in zip(settled, sizes)])
-    return made(CSR, values, indices, torch.cat(offsets), shape)
+    return unchecked(CSR, values, indices, torch.cat(offsets), shape)

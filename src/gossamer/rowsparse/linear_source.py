@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer._core.ops import directly, register
+from gossamer._core.ops import register, undispatched
 from gossamer.rowsparse._torch import linear_source as _cpu
 from gossamer.rowsparse.container import LinearSource
 
@@ -15,7 +15,7 @@ _GPU = "gossamer.rowsparse._triton.linear_source"
 def dense_rows(source: LinearSource, counts: Tensor, limit: int) -> Tensor:
     """`[M, N]`, right at rows whose count exceeds `limit`, differentiable in x, weight and bias of the source."""
     parts = (source.x, source.weight, source.bias, source.threshold)
-    out = directly(_linear_source, *parts)(*parts, counts, limit)
+    out = undispatched(_linear_source, *parts)(*parts, counts, limit)
     return out * out if source.squared else out
 
 

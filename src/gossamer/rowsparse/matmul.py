@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer._core.ops import directly, needs_gradient, register
+from gossamer._core.ops import needs_gradient, register, undispatched
 from gossamer.rowsparse._torch import matmul as _cpu
 from gossamer.rowsparse._torch.sampled_matmul import sampled_matmul as _cpu_sampled
 from gossamer.rowsparse.container import LinearSource
@@ -68,12 +68,12 @@ def multiply(
         check_dtypes(operator, argument, lists[0], name, weight)
         lists = [part.contiguous() for part in lists]
         given = (source.x, source.weight, source.bias, source.threshold)
-        return directly(matmul_linear, lists[0], *given, weight, bias)(*lists, *given, weight, bias, out_dtype)
+        return undispatched(matmul_linear, lists[0], *given, weight, bias)(*lists, *given, weight, bias, out_dtype)
     values, indices, offsets, dense = parts(operator, rows, argument)
     if autocasts:
         values, dense, weight = autocast.cast(values, dense, weight)  # type: ignore[assignment]
     check_dtypes(operator, argument, values, name, weight)
-    call = matmul_operator if autocasts else directly(matmul_operator, values, weight, bias)
+    call = matmul_operator if autocasts else undispatched(matmul_operator, values, weight, bias)
     return call(values, indices, offsets, dense, weight, bias, out_dtype)
 
 
@@ -112,13 +112,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_values = grad_source = grad_weight = grad_bias = None
     products = None
     if needs[4]:
-        columns = directly(transpose_keys, indices, offsets)(indices, offsets, weight.shape[0])
+        columns = undispatched(transpose_keys, indices, offsets)(indices, offsets, weight.shape[0])
         sampled = weight if needs[0] else None
         grad_weight, products = gradients(grad, indices, columns, values, offsets, source, sampled, weight.dtype)
     if needs[3] or (needs[0] and not needs[4]):
         # What has no entry has no gradient, but that is for whoever made the source to say.
         wanted = source if needs[3] else None
-        call = directly(sampled_operator, grad, weight, source)
+        call = undispatched(sampled_operator, grad, weight, source)
         products, dense = call(grad, weight, indices, offsets, wanted, False, False, products)
         grad_source = dense.to(source.dtype) if needs[3] else None
     if needs[0] and products is not None:
@@ -158,7 +158,7 @@ def gradients(
     where it differs from 0, whatever the source holds elsewhere.
     """
     col_offsets, keys, _ = columns
-    call = directly(_matmul_bwd, grad, values, source, weight)
+    call = undispatched(_matmul_bwd, grad, values, source, weight)
     grad_weight, products = call(grad, indices, keys, col_offsets, values, offsets, source, weight, dtype, mask)
     return grad_weight, None if weight is None else products
 

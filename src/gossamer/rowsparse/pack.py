@@ -11,7 +11,7 @@ from gossamer._core.ops import register
 from gossamer.rowsparse import twell
 from gossamer.rowsparse._torch import pack as _cpu
 from gossamer.rowsparse._torch.twell import pack_twell as _cpu_pack_twell
-from gossamer.rowsparse.container import LinearSource, made
+from gossamer.rowsparse.container import LinearSource, unchecked
 from gossamer.rowsparse.formats import CSR, ELL, Rows, TwELL, check_tile, tile_index_dtype
 from gossamer.rowsparse.linear_source import dense_rows
 
@@ -82,7 +82,7 @@ def pack(
     if format == "twell":
         slots = tile_slots(operator, tile, slots)
         values, indices, counts = _pack_twell(flat, tile, slots)
-        return made(TwELL, values, indices, counts, tuple(x.shape), None if slots == tile else source, tile)
+        return unchecked(TwELL, values, indices, counts, tuple(x.shape), None if slots == tile else source, tile)
     if format == "ell":
         if capacity is None:
             capacity = default_capacity(n)
@@ -90,7 +90,7 @@ def pack(
             checks.positive(operator, "capacity", capacity, "It is the number of slots per row.")
             capacity = min(capacity, n)
         values, indices, nnz = pack_ell_operator(flat, capacity)
-        return made(ELL, values, indices, nnz, tuple(x.shape), None if capacity == n else source)
+        return unchecked(ELL, values, indices, nnz, tuple(x.shape), None if capacity == n else source)
     row_offsets = torch.zeros(flat.shape[0] + 1, dtype=torch.int64, device=flat.device)
     torch.cumsum(_count_rows(flat), 0, dtype=torch.int64, out=row_offsets[1:])
     if max_nnz is None:
@@ -99,7 +99,12 @@ def pack(
     elif not isinstance(max_nnz, int) or max_nnz < 0:
         raise ValueError(f"{operator}: max_nnz must be an int of at least 0, got {max_nnz!r}.")
     values, indices = _pack_csr(flat, row_offsets, max_nnz)
-    return made(CSR, values, indices, row_offsets, tuple(x.shape), source)
+    return unchecked(CSR, values, indices, row_offsets, tuple(x.shape), source)
+
+
+def one_program_a_row(m: int, n: int) -> bool:
+    """Whether rows alone fill the GPU, so that the scan needs no exchange between programs."""
+    return m >= 512 or n <= 2048
 
 
 def unpack(rows: Rows) -> Tensor:
@@ -160,7 +165,7 @@ def listed(operator: str, rows: Any, argument: str = "rows") -> ELL | CSR:
     values, indices, counts, source = rows.packed
     if isinstance(source, LinearSource):
         dense = dense_rows(source, counts.contiguous(), values.shape[1]).to(values.dtype)
-        return made(ELL, values, indices, counts, rows.shape, dense)
+        return unchecked(ELL, values, indices, counts, rows.shape, dense)
     return rows
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.rowsparse.container import LinearSource, made_source
+from gossamer.rowsparse.container import LinearSource, unchecked_source
 from gossamer.rowsparse.formats import CSR
 
 
@@ -33,7 +33,7 @@ def select(rows: Any, key: Any) -> Any:
         return _select_csr(rows.settle() if waits else rows, which.reshape(-1), pick, shape, waits)
     values, indices, counts, source = rows.packed
     if isinstance(source, LinearSource):
-        source = made_source(**{**vars(source), "x": pick(source.x)})
+        source = unchecked_source(**{**vars(source), "x": pick(source.x)})
     elif source is not None:
         source = pick(source)
     return rows.rebuilt(pick(values), pick(indices), pick(counts), source, shape)

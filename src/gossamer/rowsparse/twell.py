@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer._core.ops import directly, register
+from gossamer._core.ops import register, undispatched
 from gossamer.rowsparse._torch import twell as _cpu
-from gossamer.rowsparse.container import made
+from gossamer.rowsparse.container import unchecked
 from gossamer.rowsparse.formats import ELL, TwELL
 
 _GPU = "gossamer.rowsparse._triton.twell"
@@ -16,8 +16,8 @@ _GPU = "gossamer.rowsparse._triton.twell"
 def to_ell(rows: TwELL, capacity: int) -> ELL:
     """The same rows with `capacity` slots each; what has more entries is marked, and read from the source."""
     *parts, source = rows.packed
-    values, indices, nnz = directly(twell_to_ell, *parts)(*parts, rows.tile, capacity)
-    return made(ELL, values, indices, nnz, rows.shape, source)
+    values, indices, nnz = undispatched(twell_to_ell, *parts)(*parts, rows.tile, capacity)
+    return unchecked(ELL, values, indices, nnz, rows.shape, source)
 
 
 def lists(values: Tensor, indices: Tensor, counts: Tensor, tile: int, n: int) -> tuple[Tensor, Tensor, Tensor]:

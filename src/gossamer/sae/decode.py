@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gossamer._core import autocast, checks, tuning
 from gossamer._core.calls import Checked, Key, key_of
-from gossamer._core.ops import directly, needs_gradient, register, shortcut
+from gossamer._core.ops import needs_gradient, register, shortcut, undispatched
 from gossamer.rowsparse import pack
 from gossamer.rowsparse.container import RowSparse
 from gossamer.rowsparse.formats import Rows
@@ -16,6 +16,7 @@ from gossamer.rowsparse.matmul import check_dtypes, check_weight, gradients, mat
 from gossamer.rowsparse.pack import check_container
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import decode as _cpu
+from gossamer.sae.decode_path import break_even, dense_is_faster
 
 _checked: Checked[int] = Checked()
 """Of calls without gradients: their slots, or 0 for the dense product."""
@@ -90,7 +91,7 @@ def decode(
     check_dtypes(operator, "acts", acts, "W_dec", W_dec)
     m = acts.numel() // n if n else math.prod(acts.shape[:-1])
     fast = method == "auto" and capacity is None and out_dtype in (None, W_dec.dtype)
-    if method == "dense" or (fast and tuning.dense_is_faster(m, n, d, W_dec)):
+    if method == "dense" or (fast and dense_is_faster(m, n, d, W_dec)):
         # The gradient lives at the entries, whichever way the product takes.
         masked = acts.requires_grad and torch.is_grad_enabled()
         _checked.keep(key, 0)
@@ -105,7 +106,7 @@ def decode(
                 raise ValueError(
                     f'{operator}: method="fixed" needs capacity, the number of entries a row has room for.'
                 )
-            capacity = tuning.break_even(m, n, d, W_dec)
+            capacity = break_even(m, n, d, W_dec)
         slots = min(capacity, n)
         if truncate and validate:
             checks.no_sync(operator, "validate=True", 'Use method="auto", which is exact without a sync.')
@@ -233,11 +234,11 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
     acts, weight, values, indices, nnz = ctx.saved_tensors
     grad_acts = grad_weight = grad_bias = products = None
     if ctx.needs_input_grad[1]:
-        columns = directly(transpose_keys, indices, nnz)(indices, nnz, weight.shape[0])
+        columns = undispatched(transpose_keys, indices, nnz)(indices, nnz, weight.shape[0])
         sampled = weight if ctx.needs_input_grad[0] else None
         grad_weight, products = gradients(grad, indices, columns, values, nnz, acts, sampled, weight.dtype)
     if ctx.needs_input_grad[0]:
-        call = directly(sampled_operator, grad, weight, acts)
+        call = undispatched(sampled_operator, grad, weight, acts)
         grad_acts = call(grad, weight, indices, nnz, acts, True, True, products)[1].to(values.dtype)
     if ctx.needs_input_grad[2]:
         grad_bias = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(ctx.bias_dtype)

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked, key_of
-from gossamer._core.ops import directly, needs_gradient, register
+from gossamer._core.ops import needs_gradient, register, undispatched
 from gossamer.gemm import linear_pack
 from gossamer.gemm.activations import Activation, BatchTopK, JumpReLU, Parameters, ReLU, TopK, resolve
 from gossamer.rowsparse import CSR, ELL, DensityTracker
-from gossamer.rowsparse.container import made
+from gossamer.rowsparse.container import unchecked
 from gossamer.rowsparse.dense_transpose import dense_transpose
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.rowsparse.matmul import check_dtypes, gradients, matmul_operator
@@ -173,12 +173,12 @@ def run(
             rows = packed if x.dim() == 2 else packed.reshape(*leading, n)
             _follow(density, rows, differentiable)
             return rows, l0.view(leading)
-    call = _sae_encode if autocasts else directly(_sae_encode, flat, W_enc, b_enc, b_dec, threshold)
+    call = _sae_encode if autocasts else undispatched(_sae_encode, flat, W_enc, b_enc, b_dec, threshold)
     values, indices, nnz, source, l0 = call(
         flat, W_enc, b_enc, b_dec, threshold, name, k, window, capacity, may_overflow, scale, ste_to_input
     )
     cls = CSR if capacity is None else ELL
-    rows = made(cls, values, indices, nnz, (*leading, n), source if may_overflow else None)
+    rows = unchecked(cls, values, indices, nnz, (*leading, n), source if may_overflow else None)
     if density is not None:
         _follow(density, rows, differentiable)
     return rows, l0 if x.dim() == 2 else l0.view(leading)
@@ -344,13 +344,13 @@ def _backward(
     if need_x:
         grad_x = matmul_operator(grad_pre, indices, counts, dense, weight.t(), None, x.dtype)
     if need_weight or need_bias or need_threshold or need_b_dec:
-        columns = directly(transpose_keys, indices, nnz)(indices, nnz, weight.shape[1])
+        columns = undispatched(transpose_keys, indices, nnz)(indices, nnz, weight.shape[1])
     if need_weight:
         inner = (x if b_dec is None else x - b_dec).to(weight.dtype)
         grad_weight = gradients(inner, indices, columns, grad_pre, counts, dense, None, weight.dtype, mask)[0]
         # In the layout of the parameter, or autograd would copy it into that, at a fifth of the speed.
         by_latent = weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]
-        grad_weight = grad_weight.t() if by_latent else directly(dense_transpose, grad_weight)(grad_weight)
+        grad_weight = grad_weight.t() if by_latent else undispatched(dense_transpose, grad_weight)(grad_weight)
     if need_bias or need_threshold or (need_b_dec and not need_x):
         if grad_source is None:
             grad_source = values.new_zeros(1, 1).expand_as(source)

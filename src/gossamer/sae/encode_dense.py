@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer._core import autocast, tuning
-from gossamer._core.ops import directly, refuse_second, register
+from gossamer._core import autocast
+from gossamer._core.ops import refuse_second, register, undispatched
 from gossamer.gemm.activations import Activation, resolve
 from gossamer.rowsparse import Density, DensityTracker
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.rowsparse.matmul import check_dtypes
+from gossamer.sae import decode_path
 from gossamer.sae._torch import encode_dense as _cpu
 from gossamer.sae.encode import ACTIVATIONS, check_capacity, check_operands, has_window
 
@@ -73,7 +74,7 @@ def break_even(m: int, d_in: int, d_sae: int, weight: Tensor) -> float:
     inference: that is less than for a product with dense rows, which have to be packed first."""
     # On x86 0.3 to 0.5 of it were measured, at 64 to 512 rows.
     factor = 2.0 if weight.device.type == "cuda" else 0.4
-    return factor * tuning.break_even(m, d_sae, d_in, weight)
+    return factor * decode_path.break_even(m, d_sae, d_in, weight)
 
 
 def choose_path(
@@ -144,7 +145,7 @@ def _backward(ctx: Any, grad: Tensor | None, grad_l0: Tensor | None, *_: Any) ->
     if grad_l0 is None:
         grad_l0 = grad.new_zeros(1, dtype=threshold_dtype(acts.dtype)).expand(len(acts))
     need_x, need_weight, need_bias, need_b_dec, need_threshold = ctx.needs_input_grad[:5]
-    call = directly(_bwd, grad, acts, grad_l0, threshold)
+    call = undispatched(_bwd, grad, acts, grad_l0, threshold)
     grad_pre, sums, grad_threshold = call(grad, acts, grad_l0, threshold, ctx.bandwidth, ctx.ste_to_input)
     grad_x = grad_weight = grad_b_dec = None
     with autocast.disabled(grad.device):

@@ -12,6 +12,7 @@ from gossamer._core import tuning
 from gossamer._core.ops import INTERPRET
 from gossamer._core.ranges import span
 from gossamer.rowsparse.density import Density
+from gossamer.rowsparse.pack import one_program_a_row
 
 Path = Literal["torch", "tiles", "rows", "chunks", "bound", "topk", "topk_rows", "batch", "batch_csr"]
 
@@ -51,7 +52,7 @@ def choose_path(
     if not (weight.is_cuda or INTERPRET):
         return "torch"
     if by_threshold:
-        return "rows" if tuning.one_program_a_row(m, n) else "chunks"
+        return "rows" if one_program_a_row(m, n) else "chunks"
     if activation == "batchtopk":
         return "batch_csr" if capacity is None else "batch"
     if may_overflow:
@@ -86,13 +87,6 @@ def topk_list(k: int, run: int, factor: float = 3) -> int:
     """Room for `factor` times the entries that exceed that number on average. One of some 100,000 rows has more than
     three times as many."""
     return 1 << int(factor * topk_rank(k, run) * TOPK_TILE // run - 1).bit_length()
-
-
-def topk_tile(tiles: int, k: int, run: int) -> tuple[dict[str, Any], int]:
-    """Tile of the search for the k largest in tiles: most rows' entries are in registers, of one warp, and few of what
-    else there is, so that many rows are."""
-    held = max(256, topk_list(k, run, 1.5))
-    return {"BLOCK": min(128, 1 << (tiles - 1).bit_length()), "LIST": held, "CHUNK": 128}, 1
 
 
 def has_bound(m: int, k: int, weight: Tensor) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer._core.ops import directly, register
+from gossamer._core.ops import register, undispatched
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.sae._torch import squared_error as _cpu
 
@@ -52,7 +52,7 @@ def _context(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, y = ctx.saved_tensors
-    call, needs = directly(_bwd, grad, x, y), ctx.needs_input_grad
+    call, needs = undispatched(_bwd, grad, x, y), ctx.needs_input_grad
     return call(grad, y, x) if needs[0] else None, call(grad, x, y) if needs[1] else None
 
 

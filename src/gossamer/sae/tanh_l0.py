@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer._core.ops import directly, register
+from gossamer._core.ops import register, undispatched
 from gossamer.rowsparse import CSR, Rows
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.rowsparse.matmul import multiply, parts
@@ -70,14 +70,14 @@ def _context(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     values, indices, nnz, source, scale = ctx.saved_tensors
-    call = directly(_tanh_l0_bwd, grad, values, scale)
+    call = undispatched(_tanh_l0_bwd, grad, values, scale)
     grad_values, grad_source, slope, slope_source = call(grad, values, indices, nnz, source, scale)
     grad_scale = None
     if ctx.needs_input_grad[4]:
-        columns = directly(transpose_keys, indices, nnz)(indices, nnz, scale.shape[0])
+        columns = undispatched(transpose_keys, indices, nnz)(indices, nnz, scale.shape[0])
         none = grad.new_zeros(1).expand_as(nnz)
         stored = slope_source if source is None else source
-        sums = directly(_bwd_columns, slope, values)(
+        sums = undispatched(_bwd_columns, slope, values)(
             slope, slope_source, none, *columns, values, nnz, stored, None, 0.0
         )
         grad_scale = sums[0].to(scale.dtype)

@@ -103,10 +103,8 @@ def rows_k(
     the base and the most, in columns of `unit` keys, as k is."""
     meta = {"STEPS": LEVELS, "HEADS": w.shape[2], "RULE": RULES.index(rule)}
     meta |= {"HIDDEN": 1 if predictor is None else predictor.shape[0], "BLOCK": 2048, "UNIT": unit}
-    key = (sizes[1:4], sizes[5], bounds, w.dtype, lengths is None or lengths.dtype, meta["HEADS"], rule)
-    key += (meta["HIDDEN"], temperature, unit)
     args = (keys, w, lengths, mean, predictor, k, *sizes, *bounds, temperature)
-    _adaptive_k(key, (k.shape[0], 1, 1), args, meta, num_warps=8)
+    _adaptive_k((k.shape[0], 1, 1), args, meta, num_warps=8)
 
 
 EXAMPLES = {

@@ -259,11 +259,11 @@ def indexer_loss(
         lists, listed = key_lists(words, lengths, t, causal, 1, first, step)
         grid = (lists.shape[0] * QUERIES // queries, b, 1)
         args = (q_idx, k_idx, sigmoids, biases, lse_idx, lists, listed, first, t, heads, lists.shape[-1], scale_idx)
-        _indexer_lse((q.dtype, *args[7:-1], *sizes.values()), grid, args, sizes, num_warps=8)
+        _indexer_lse(grid, args, sizes, num_warps=8)
         if behind is not None:
             lse_idx.masked_fill_(behind, torch.inf)
         args = (*operands, lists, listed, loss, dqi, rows, first, t, h, heads, lists.shape[-1], scale, scale_idx)
-        _indexer_loss_rows((q.dtype, *args[13:-2], *both.values()), grid, args, both, num_warps=8)
+        _indexer_loss_rows(grid, args, both, num_warps=8)
     dki = _key_gradient(operands, words, lengths, scale, scale_idx, causal, both)
     each = 1 / lse_idx.isfinite().sum().clamp(min=1)
     dw = rows[0].transpose(1, 2) * sigmoids * (1 - sigmoids)
@@ -293,7 +293,7 @@ def _key_gradient(
     sizes = (t, h, q_idx.shape[1], lists.shape[-1], entries, b)
     args = (*operands, lists, listed, dki, plan, *sizes, scale, scale_idx)
     grid = (2 * tuning.programs(q.device), 1, 1)
-    _indexer_loss_keys((q.dtype, *sizes, *meta.values()), grid, args, meta, num_warps=8)
+    _indexer_loss_keys(grid, args, meta, num_warps=8)
     return dki
 
 

@@ -160,10 +160,6 @@ def _options(q: Tensor) -> dict[str, Any]:
     return {**sizes, "PRECISION": precision, "FAST": fast(q)}
 
 
-def _key(*tensors: Tensor | None) -> tuple[object, ...]:
-    return tuple(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors)
-
-
 def _ahead(causal: bool, tk: int) -> int:
     return 1 if causal else tk + 1
 
@@ -187,8 +183,7 @@ def indexer_scores(
         meta = _options(q)
         grid = (launch.cdiv(tk, meta["BLOCK_N"]), launch.cdiv(tq, meta["BLOCK_M"]), b)
         tensors = (q.contiguous(), k.contiguous(), w.contiguous(), bias, lengths, out)
-        key = (_key(*tensors), causal, scale)
-        _fwd(key, grid, (*tensors, tq, tk, _ahead(causal, tk), scale), meta)
+        _fwd(grid, (*tensors, tq, tk, _ahead(causal, tk), scale), meta)
     return out
 
 
@@ -212,9 +207,9 @@ def indexer_scores_backward(
     blocks = launch.cdiv(tq, meta["BLOCK_M"])
     dbias = torch.empty(b, heads, blocks, dtype=torch.float32, device=q.device)
     tensors = (q.contiguous(), k.contiguous(), w.contiguous(), bias, lengths, grad.contiguous())
-    key, sizes = (_key(*tensors), causal, scale), (tq, tk, _ahead(causal, tk), scale)
-    _bwd_q(key, (blocks, heads, b), (*tensors, dq, dw, dbias, *sizes), meta)
-    _bwd_k(key, (launch.cdiv(tk, meta["BLOCK_N"]), b, 1), (*tensors, dk, *sizes), meta)
+    sizes = (tq, tk, _ahead(causal, tk), scale)
+    _bwd_q((blocks, heads, b), (*tensors, dq, dw, dbias, *sizes), meta)
+    _bwd_k((launch.cdiv(tk, meta["BLOCK_N"]), b, 1), (*tensors, dk, *sizes), meta)
     return dq, dk, dw, dbias.sum((0, 2))
 
 

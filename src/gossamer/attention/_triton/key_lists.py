@@ -83,9 +83,8 @@ def key_lists(
     lists = torch.empty(groups, b * s, 1 + 2 * parts, capacity, dtype=torch.int32, device=words.device)
     counts = torch.empty(groups, b * s, dtype=torch.int32, device=words.device)
     meta = {"SCOPES": s, "CAUSAL": causal, "PARTS": parts, "BLOCK": 4096 // parts}
-    key = (n, num_queries, tk, first, capacity, s, causal, parts, None if lengths is None else lengths.dtype)
     args = (words, lengths, lists, counts, n, num_queries, tk, first, capacity)
-    _key_lists(key, (b * s, groups, 1), args, meta, num_warps=8)
+    _key_lists((b * s, groups, 1), args, meta, num_warps=8)
     return lists, counts
 
 

@@ -140,7 +140,7 @@ def rotary_gates(
         meta = {"D": d, "VALUE_GATE": value_gate, "BLOCK_T": BLOCK_T}
         args = (y, cos.contiguous(), sin.contiguous(), q, k, v, gate, *sizes)
         grid = (launch.cdiv(b * t, BLOCK_T), units, 1)
-        _rotary_gates_fwd((y.dtype, *sizes, *meta.values()), grid, args, meta, num_warps=4)
+        _rotary_gates_fwd(grid, args, meta, num_warps=4)
     return q, k, v, gate
 
 
@@ -159,7 +159,7 @@ def rotary_gates_bwd(
         grads = (x.contiguous() for x in (dq, dk, dv, dgate))
         args = (y.contiguous(), cos.contiguous(), sin.contiguous(), *grads, dy, *sizes)
         grid = (launch.cdiv(b * t, BLOCK_T), units, 1)
-        _rotary_gates_bwd((y.dtype, *sizes, *meta.values()), grid, args, meta, num_warps=4)
+        _rotary_gates_bwd(grid, args, meta, num_warps=4)
     return dy
 
 

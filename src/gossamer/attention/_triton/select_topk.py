@@ -261,10 +261,6 @@ def round_up(n: int, multiple: int) -> int:
     return launch.cdiv(n, multiple) * multiple
 
 
-def _dtypes(*tensors: Tensor | None) -> tuple[object, ...]:
-    return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
-
-
 class _Call:
     """The launches of one call, slab by slab."""
 
@@ -295,8 +291,6 @@ class _Call:
         rows = (self.b * self.padded,)
         self.threshold, self.last = (torch.empty(rows, dtype=torch.int32, device=q.device) for _ in range(2))
         self.words = torch.empty(self.b, 1, self.padded // self.unit, self.tk, dtype=torch.int64, device=q.device)
-        strides = (*self.q.stride()[:3], self.k.stride(0))
-        self.key = (q.shape, self.tk, strides, causal, scale, self.rule, _dtypes(q, k, w, bias, lengths), granularity)
         self.packed = not INTERPRET and not torch.version.hip
 
     def sizes(self, slab: Slab) -> tuple[int, ...]:
@@ -314,7 +308,7 @@ class _Call:
         parts = max(1, min(tiles, launch.cdiv(6 * tuning.programs(self.q.device), blocks)))
         strides = (*self.q.stride()[:3], self.k.stride(0))
         args = (self.q, self.k, self.w, self.bias, self.lengths, keys, *strides, *self.sizes(slab), self.scale)
-        _index_keys(self.key, (parts, blocks, 1), args, meta, num_warps=4, num_stages=3)
+        _index_keys((parts, blocks, 1), args, meta, num_warps=4, num_stages=3)
 
     def find(self, slab: Slab, keys: Tensor, wanted: Tensor | None) -> None:
         given = (keys, self.lengths, wanted, self.threshold, self.last)
@@ -326,7 +320,7 @@ class _Call:
         meta = {"ROWS": self.unit, "BLOCK": TAKE.columns, "UNIT": self.granularity, "PACKED": self.packed}
         meta |= {"FORCED": window > 0 or sinks > 0, "EVERY": keys is None, "TOGETHER": TAKE.together}
         grid = (launch.cdiv(self.tk, TAKE.columns * self.granularity), slab.rows // self.unit, 1)
-        _take((self.key, keys is None, TAKE), grid, args, meta, num_warps=max(1, TAKE.columns // 256))
+        _take(grid, args, meta, num_warps=max(1, TAKE.columns // 256))
 
 
 def select_topk(

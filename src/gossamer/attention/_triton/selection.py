@@ -85,7 +85,7 @@ def words_of_mask(mask: Tensor) -> Tensor:
     words = mask.new_empty((b, s, launch.cdiv(tq, 64), tk), dtype=torch.int64)
     if words.numel():
         grid = (launch.cdiv(tk, 128), words.shape[2], b * s)
-        _words_of_mask((tq, tk), grid, (mask.contiguous().view(torch.int8), words, tq, tk), {"BLOCK": 128})
+        _words_of_mask(grid, (mask.contiguous().view(torch.int8), words, tq, tk), {"BLOCK": 128})
     return words
 
 
@@ -96,7 +96,7 @@ def mask_of_words(words: Tensor, num_queries: int) -> Tensor:
     if mask.numel():
         grid = (launch.cdiv(tk, 128), blocks, b * s)
         args = (words.contiguous(), mask.view(torch.int8), num_queries, tk)
-        _mask_of_words((num_queries, tk), grid, args, {"BLOCK": 128})
+        _mask_of_words(grid, args, {"BLOCK": 128})
     return mask
 
 
@@ -108,7 +108,7 @@ def union_of_words(words: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     if counts.numel():
         block = min(4096, launch.next_power_of_2(tk))
         args = (words.contiguous(), counts, indices, tk, capacity)
-        _union_of_words((tk, capacity), (counts.numel(), 1, 1), args, {"BLOCK": block}, num_warps=8)
+        _union_of_words((counts.numel(), 1, 1), args, {"BLOCK": block}, num_warps=8)
     return counts, indices
 
 

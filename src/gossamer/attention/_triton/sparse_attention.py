@@ -248,9 +248,8 @@ def sparse_attention(
     for first, groups, walked, ends, capacity, walk in walks(words, lengths, tq, causal, tile.parts, path):
         args = (q, k, v, out, lse, walked, ends, *q.stride()[:3], *k.stride()[:3], first, tq, capacity, scale)
         meta |= {"WALK": walk, "PRECISION": tuning.dot_precision(q, d)["PRECISION"]}
-        key = (q.dtype, None if ends is None else ends.dtype, *args[7:-1], *meta.values())
         with span(f"sparse_attention/{path}"):
-            _sparse_attention_fwd(key, (groups, h, b), args, meta, **tile.options())
+            _sparse_attention_fwd((groups, h, b), args, meta, **tile.options())
     return out.transpose(1, 2), lse
 
 

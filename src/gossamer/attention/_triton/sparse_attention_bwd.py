@@ -307,9 +307,8 @@ def row_statistics(grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | No
     rows = torch.empty(b, h, tq, 2, dtype=torch.float32, device=grad.device)
     out = out.transpose(1, 2).contiguous()
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    key = (grad.dtype, grad.stride(), tq, d, grad_lse is None)
     args = (grad, out, lse.contiguous(), grad_lse, rows, *grad.stride()[:3], tq)
-    _row_statistics(key, (launch.cdiv(tq, 32), h, b), args, {"D": d, "BLOCK_M": 32}, num_warps=4)
+    _row_statistics((launch.cdiv(tq, 32), h, b), args, {"D": d, "BLOCK_M": 32}, num_warps=4)
     return rows
 
 
@@ -334,8 +333,7 @@ def query_gradient(
     for first, groups, walked, ends, capacity, walk in walks(words, lengths, tq, causal, tile.parts, path):
         args = (q, k, v, grad, dq, rows, walked, ends, *k.stride()[:3], first, tq, capacity, scale)
         meta |= {"WALK": walk, "PRECISION": tuning.dot_precision(q, d)["PRECISION"]}
-        key = (q.dtype, None if ends is None else ends.dtype, *args[8:-1], *meta.values())
-        _sparse_attention_bwd_q(key, (groups, h, b), args, meta, **tile.options())
+        _sparse_attention_bwd_q((groups, h, b), args, meta, **tile.options())
     return dq
 
 
@@ -367,9 +365,8 @@ def key_gradients(
     args = (
         q, k, v, grad, dk, dv, rows, lists, listed, plan, tq, tk, lists.shape[-1], h, entries, scopes, scale,
     )  # fmt: skip
-    key = (q.dtype, *args[10:-1], *meta.values())
     grid = (2 * tuning.programs(q.device), 1, 1)
-    _sparse_attention_bwd_kv(key, grid, args, meta, **tile.options())
+    _sparse_attention_bwd_kv(grid, args, meta, **tile.options())
     return dk, dv
 
 
@@ -393,8 +390,7 @@ def key_gradients_of_tiles(
     meta = {"GROUP": h // g, "SCOPES": words.shape[1], "D": d, "BLOCK_K": tile.keys, "CAUSAL": causal}
     meta |= {"PRECISION": tuning.dot_precision(q, d)["PRECISION"]}
     args = (q, k, v, grad, dk, dv, rows, words.view(torch.int32), lengths, tq, tk, h, scale)
-    key = (q.dtype, None if lengths is None else lengths.dtype, tq, tk, h, *meta.values())
-    _sparse_attention_bwd_kv_tiles(key, (launch.cdiv(tk, tile.keys), g, b), args, meta, **tile.options())
+    _sparse_attention_bwd_kv_tiles((launch.cdiv(tk, tile.keys), g, b), args, meta, **tile.options())
     return dk, dv
 
 

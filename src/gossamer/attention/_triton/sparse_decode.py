@@ -150,11 +150,10 @@ def sparse_decode(
     meta = {"GROUP": h // g, "SCOPES": scopes, "HEADS": heads, "TQ": tq, "D": d, "PAGE": k.shape[1] if paged else 0}
     meta["CAUSAL"] = causal
     sizes = (*strides, h, tk, indices.shape[3], 0 if table is None else table.shape[1])
-    key = (q.dtype, *sizes, *meta.values(), *(None if t is None else t.dtype for t in (lengths, table)))
     args = (q.contiguous(), k, v, parts, words, counts.contiguous(), indices, lengths, table, *sizes, scale)
-    _sparse_decode_parts(key, (cuts, h // heads, b), args, meta, num_warps=4, num_stages=2)
+    _sparse_decode_parts((cuts, h // heads, b), args, meta, num_warps=4, num_stages=2)
     meta = {"D": d, "BLOCK": launch.next_power_of_2(cuts)}
-    _sparse_decode((q.dtype, h, tq, cuts, d), (b * h * tq, 1, 1), (parts, out, lse, h, tq, cuts), meta)
+    _sparse_decode((b * h * tq, 1, 1), (parts, out, lse, h, tq, cuts), meta)
     return out.transpose(1, 2), lse
 
 

@@ -204,7 +204,7 @@ def straight_through(
         args = (*operands, lists, listed, dqi, rows, first, t, h, heads, lists.shape[-1], scale, scale_idx)
         grid = (lists.shape[0] * QUERIES // queries, b, 1)
         # With 8 warps a thread has too few registers for the indexer's heads.
-        _straight_through_rows((q.dtype, *args[13:-2], *meta.values()), grid, args, meta, num_warps=16)
+        _straight_through_rows(grid, args, meta, num_warps=16)
     dki = torch.zeros(k_idx.shape, dtype=torch.float32, device=q.device)
     lists, listed = key_lists(words, lengths, t, causal, PARTS.value)
     entries = listed.numel()
@@ -213,7 +213,7 @@ def straight_through(
     torch.cumsum(tiles, 0, dtype=torch.int32, out=plan[2 : 2 + entries])
     args = (*operands, lists, listed, dki, plan, t, h, heads, lists.shape[-1], entries, scale, scale_idx)
     grid = (2 * tuning.programs(q.device), 1, 1)
-    _straight_through_keys((q.dtype, *args[13:-2], *meta.values()), grid, args, meta, num_warps=8)
+    _straight_through_keys(grid, args, meta, num_warps=8)
     dw = rows[0].transpose(1, 2) * sigmoids * (1 - sigmoids)
     made = ((dqi, q_idx), (dki, k_idx), (dw, w), (rows[1].sum((0, 2)), bias))
     dqi, dki, dw, db = (gradient.to(x.dtype) for gradient, x in made)

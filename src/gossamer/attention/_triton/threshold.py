@@ -298,15 +298,14 @@ def find_thresholds(
     column, k, wanted and sinks are columns, and the window is keys, 1 - unit for none."""
     args = (keys, lengths, wanted, threshold, last, *sizes, *rule)
     meta = {"UNIT": unit, "FORCED": rule[1] > 0 or rule[2] > 0, "PACKED": packed}
-    key = (*sizes[1:], rule, wanted is None, None if lengths is None else lengths.dtype, packed, unit)
     stride = sizes[4]
     if stride <= MAX_REGISTERS:
         words = max(64, launch.next_power_of_2(stride) // 2)
         # 32 words of a row to a thread.
         warps = max(1, min(32, words // 1024))
-        _row_threshold(key, (rows, 1, 1), args, {"WORDS": words, **meta}, num_warps=warps)
+        _row_threshold((rows, 1, 1), args, {"WORDS": words, **meta}, num_warps=warps)
     else:
-        _long_threshold(key, (rows, 1, 1), args, {"SAMPLE": 4096, "BLOCK": 2048, **meta}, num_warps=8)
+        _long_threshold((rows, 1, 1), args, {"SAMPLE": 4096, "BLOCK": 2048, **meta}, num_warps=8)
 
 
 _ROWS = {"keys_ptr": "*i16", "lengths_ptr": "*i32", "k_ptr": "*i32", "threshold_ptr": "*i32", "last_ptr": "*i32"}

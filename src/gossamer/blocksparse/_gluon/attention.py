@@ -379,12 +379,11 @@ def launch_attention_fwd(
     q, k, v = readable(q), without_padding(k, lengths), without_padding(v, lengths)
     out, lse = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     config = config_of(p, tile)
-    key = (p, config, tile, q.dtype, *(x.stride() for x in (q, k, v)), lengths is None)
     tiles = [descriptor(x, rows) for x, rows in ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n))]
     sizes = p.b, p.h, p.group, p.rows, p.tq, p.tk, columns.shape[0], p.scale * INV_LN2
     args = (*tiles, descriptor(out, tile.block_m), lse, offsets, columns, lengths, *sizes)
     grid = (p.rows * config.split_q * p.b * p.h, 1, 1)
-    _attention_fwd(key, grid, args, {"CONFIG": config}, num_warps=tile.warps, maxnreg=tile.registers)
+    _attention_fwd(grid, args, {"CONFIG": config}, num_warps=tile.warps, maxnreg=tile.registers)
     return out, lse
 
 

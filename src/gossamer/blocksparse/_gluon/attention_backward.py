@@ -312,17 +312,16 @@ def launch_attention_bwd(
     dq_desc, dk_desc, dv_desc = (descriptor(t, SIDE) for t in (dq, dk, dv))
     padded, capacity = stats.shape[-1], col_indices.shape[0]
     stats_desc = TensorDescriptor(stats, [2 * p.b * p.h, padded], [padded, 1], [2, SIDE], STATS)
-    key = (p, q.dtype, *(x.stride() for x in (q, grad, k, v)), lengths is None)
     tile, config = tiles.dkdv, config_of(p, tiles.dkdv)
     args = (*inputs, dk_desc, dv_desc, stats_desc, col_offsets, order, row_indices, lengths, p.b, p.h, p.group, p.rows)
     args += (p.columns, p.tq, p.tk, capacity, p.scale * INV_LN2)
     grid = (p.columns * config.split_k * p.b * p.key_heads, 1, 1)
-    _attention_dkdv((key, tile), grid, args, {"CONFIG": config}, num_warps=tile.warps, maxnreg=tile.registers)
+    _attention_dkdv(grid, args, {"CONFIG": config}, num_warps=tile.warps, maxnreg=tile.registers)
     tile, config = tiles.dq, config_of(p, tiles.dq)
     args = (*inputs, dq_desc, stats, row_offsets, col_indices, lengths, p.b, p.h, p.group, p.rows)
     args += (p.tq, p.tk, padded, capacity, p.scale * INV_LN2)
     grid = (p.rows * config.split_q * p.b * p.h, 1, 1)
-    _attention_dq((key, tile), grid, args, {"CONFIG": config}, num_warps=tile.warps, maxnreg=tile.registers)
+    _attention_dq(grid, args, {"CONFIG": config}, num_warps=tile.warps, maxnreg=tile.registers)
     return dq, dk, dv
 
 

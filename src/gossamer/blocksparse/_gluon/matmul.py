@@ -482,9 +482,8 @@ def launch_matmul(
     meta = {
         "BLOCK": boxed, "TRANS": trans, "TILE_M": walk.tile_m, "LIST": walk.listed, "STAGES": walk.stages,
     }  # fmt: skip
-    key = (a.dtype, *(t is None for t in given), *meta.values())
     grid = (max(1, min(tuning.programs(a.device), most)), 1, 1)
-    _matmul(key, grid, (*descriptors, *given, z, m, n, k), meta, num_warps=4, maxnreg=168)
+    _matmul(grid, (*descriptors, *given, z, m, n, k), meta, num_warps=4, maxnreg=168)
 
 
 def _zeros(dtype: torch.dtype, device: torch.device) -> Tensor:

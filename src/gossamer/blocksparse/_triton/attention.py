@@ -355,11 +355,6 @@ class Operands:
         """What kernels take as SIZES."""
         return p.b, p.h, p.group, p.tq, p.tk, p.d, self.window
 
-    def key(self, problem: Problem) -> tuple[Any, ...]:
-        """What decides a kernel, beside its config."""
-        given = (self.q, self.bias, self.relative, self.lengths)
-        return self.config, problem, self.window, *(None if tensor is None else tensor.dtype for tensor in given)
-
 
 def operands(
     p: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, relative: Tensor | None, places: Tensor | None,
@@ -399,11 +394,11 @@ def launch_attention_fwd(
         into = tuple(q.new_empty(size, dtype=torch.float32) for size in ((parts, p.tq, p.d), (parts, p.tq)))
     args = (*given.tensors(), *into, offsets, columns, given.lengths, *given.sizes(p), columns.shape[0])
     grid = (tiles * splits * p.b * p.h, 1, 1)
-    _attention_fwd(given.key(p), grid, (*args, p.scale * INV_LN2), {"CONFIG": config}, **config.options)
+    _attention_fwd(grid, (*args, p.scale * INV_LN2), {"CONFIG": config}, **config.options)
     if splits > 1:
         meta = {"SPLITS": splits, "BLOCK_D": config.block_d}
         args = (*into, out, lse, p.h, p.tq, p.d)
-        _attention_join((q.dtype, p.h, p.tq, p.d, splits), (p.b * p.h * p.tq, 1, 1), args, meta, num_warps=1)
+        _attention_join((p.b * p.h * p.tq, 1, 1), args, meta, num_warps=1)
     return out, lse
 
 

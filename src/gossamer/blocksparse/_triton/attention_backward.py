@@ -283,9 +283,8 @@ def attention_stats(out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | N
     stats = lse.new_empty(b, h, 2, tiles * ROWS)
     sizes = (*grad.stride()[:3], h, t, d, tiles)
     meta = {"ROWS": ROWS, "BLOCK_D": launch.next_power_of_2(d)}
-    key = (sizes, out.dtype, grad.dtype, grad_lse is None)
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    _attention_stats(key, (b * h * tiles, 1, 1), (out, grad, lse, grad_lse, stats, *sizes), meta)
+    _attention_stats((b * h * tiles, 1, 1), (out, grad, lse, grad_lse, stats, *sizes), meta)
     return stats
 
 
@@ -301,13 +300,13 @@ def launch_attention_bwd(
     sizes = (*given.sizes(p), col_indices.shape[0], p.scale * INV_LN2)
     grid = (p.rows * (p.block[0] // config.block_m) * p.b * p.h, 1, 1)
     args = (*inputs, dq, row_offsets, col_indices, given.lengths, *sizes)
-    _attention_dq(given.key(p), grid, args, {"CONFIG": config}, **config.options)
+    _attention_dq(grid, args, {"CONFIG": config}, **config.options)
     # The kernel over keys holds two sums: at full width half as many queries a step, or they spill.
     if config.block_d * q.element_size() >= 256:
         config = replace(config, block_m=max(16, config.block_m // 2))
     grid = (p.columns * (p.block[1] // config.block_n) * p.b * p.key_heads, 1, 1)
     args = (*inputs, dk, dv, col_offsets, order, row_indices, given.lengths, *sizes)
-    _attention_dkdv(given.key(p), grid, args, {"CONFIG": config}, **config.options)
+    _attention_dkdv(grid, args, {"CONFIG": config}, **config.options)
     return dq, dk, dv
 
 
@@ -324,7 +323,7 @@ def launch_attention_dbias(
     sizes = (*given.sizes(p), col_indices.shape[0], p.scale * INV_LN2)
     args = (*given.tensors(), grad, stats, dbias, row_offsets, which, col_indices, given.lengths, *sizes)
     grid = (blocks * (p.block[0] // config.block_m) * (p.block[1] // config.block_n), 1, 1)
-    _attention_dbias(given.key(p), grid, args, {"CONFIG": config}, **config.options)
+    _attention_dbias(grid, args, {"CONFIG": config}, **config.options)
     return dbias
 
 

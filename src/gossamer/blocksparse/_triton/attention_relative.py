@@ -111,7 +111,7 @@ def launch_attention_drelative(
     tiles = p.rows * (p.block[0] // config.block_m)
     grid = (tiles * launch.cdiv(given.window, wide) * config.terms * p.b * p.h, 1, 1)
     meta = {"CONFIG": config, "BLOCK_R": wide}
-    _attention_drelative((given.key(p), wide), grid, args, meta, **config.options)
+    _attention_drelative(grid, args, meta, **config.options)
     return drelative
 
 

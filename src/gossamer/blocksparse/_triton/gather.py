@@ -120,8 +120,7 @@ def gather(
         d, inner, d_index, *grid, m_index, n_index, bound, values.shape[0], capacity,
     )  # fmt: skip
     meta = {"HEIGHT": height, "WIDTH": width, "TILE": tile, "AXIS": axis}
-    key = (values.dtype, index.dtype, grid, m_index, n_index, bound, *meta.values())
-    _gather(key, (capacity, height // tile, 1), args, meta, num_warps=max(1, tile * width // 512))
+    _gather((capacity, height // tile, 1), args, meta, num_warps=max(1, tile * width // 512))
     return out
 
 
@@ -136,8 +135,7 @@ def reach(index: Tensor, index_nnz: Tensor, index_rows: Tensor, index_cols: Tens
     grid, bound = (max(rows_index, 1), max(rows, 1), max(cols, 1)), (d, m, n)[axis]
     args = (index, mask, index_nnz, index_rows, index_cols, d, inner, d_index, *grid, m_index, n_index, bound)
     meta = {"HEIGHT": height, "WIDTH": width, "TILE": tile, "AXIS": axis}
-    key = (index.dtype, grid, m_index, n_index, bound, *meta.values())
-    _gather_reach(key, (capacity, height // tile, 1), args, meta, num_warps=max(1, tile * width // 512))
+    _gather_reach((capacity, height // tile, 1), args, meta, num_warps=max(1, tile * width // 512))
     return mask.view(torch.bool)
 
 

@@ -111,12 +111,12 @@ def layout(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor,
     counts = ints(1 + z * rows + z * cols)
     row_programs, col_programs = launch.cdiv(z * rows, TILE["ROWS"]), z * launch.cdiv(cols, TILE["ACROSS"])
     args = (mask.view(torch.uint8), positions, counts, z * rows, rows, cols, row_programs)
-    _layout_count((z, rows, cols), (row_programs + col_programs, 1, 1), args, TILE, num_warps=4)
+    _layout_count((row_programs + col_programs, 1, 1), args, TILE, num_warps=4)
     offsets = torch.cumsum(counts, 0, dtype=torch.int32)
     col_indices, row_indices, order, col_offsets = ints(capacity), ints(capacity), ints(capacity), ints(z * cols + 1)
     args = (positions, offsets, col_indices, row_indices, col_offsets, order, z * rows, rows, cols, capacity)
     tile = {"DOWN": TILE["DOWN"], "ACROSS": TILE["ACROSS"]}
-    _layout_fill((z, rows, cols), (col_programs, 1, 1), args, tile, num_warps=8)
+    _layout_fill((col_programs, 1, 1), args, tile, num_warps=8)
     return offsets[: z * rows + 1], col_indices, row_indices, col_offsets, order, positions
 
 

@@ -374,9 +374,8 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
         "TILE": (tile.columns, tile.step),
         **precision,
     }
-    key = (a.dtype, z, m, k, n, *meta.values(), *(part is None for part in lists))
     args = (a, b, out, *lists, z, m, k, n, *capacities)
-    _blocksparse_matmul(key, (max(tiles, 1), 1, 1), args, meta, num_warps=tile.warps, num_stages=tile.stages)
+    _blocksparse_matmul((max(tiles, 1), 1, 1), args, meta, num_warps=tile.warps, num_stages=tile.stages)
     return out
 
 
@@ -453,9 +452,8 @@ def _fill_unused(out: Tensor, of_a: tuple[Any, ...], of_b: tuple[Any, ...], of_o
     for parts in (of_out, of_a, of_b):
         totals.append(None if parts[0] is None else parts[0][-1:])
         rooms.append(0 if parts[0] is None else parts[1].shape[0])
-    key = (out.dtype, height, width, *(t is None for t in totals))
     grid = (max(1, min(capacity, 2 * tuning.programs(out.device))), 1, 1)
-    _blocksparse_fill(key, grid, (out, *totals, *rooms), {"HEIGHT": height, "WIDTH": width}, num_warps=4)
+    _blocksparse_fill(grid, (out, *totals, *rooms), {"HEIGHT": height, "WIDTH": width}, num_warps=4)
 
 
 def _lists(parts: tuple[Any, ...], by_columns: bool) -> tuple[Any, Any, Any]:

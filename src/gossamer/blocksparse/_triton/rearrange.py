@@ -115,10 +115,8 @@ def rearrange(
     meta = {
         "H": h, "W": w, "HEIGHT": height, "WIDTH": width, "TH": th, "TW": tw, "WHOLE": whole, "SUM": copies > 1
     }  # fmt: skip
-    kinds = tuple(x is None for x in (z_map, i_map, j_map))
     grid = (out.shape[0], height // th * (width // tw), 1)
-    key = (values.dtype, kinds, tuple(sizes), *meta.values())
-    _rearrange(key, grid, args, meta, num_warps=max(1, th * tw // 512))
+    _rearrange(grid, args, meta, num_warps=max(1, th * tw // 512))
     return out
 
 

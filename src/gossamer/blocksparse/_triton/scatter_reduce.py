@@ -270,7 +270,7 @@ def scatter_reduce(
     tile = min(ELEMENTS, index.shape[1] * index.shape[2])
     grid, meta, warps = (out.numel() // tile, 1, 1), {"ELEMENTS": tile}, tile // 256
     args = (to, before, nnz, index_nnz, capacity, index_capacity)
-    _scatter_start((None if given is None else given.dtype, wide.dtype, tile), grid, args, meta, num_warps=warps)
+    _scatter_start(grid, args, meta, num_warps=warps)
     parts = (to, nnz, positions, index_nnz)
     if sizes[0] == 0:
         walk = functools.partial(_lead, index, parts, index_positions, sizes, capacity)
@@ -283,7 +283,7 @@ def scatter_reduce(
         walk(None, "reset", reduce)
     walk(None if src is None else plain(src), "count" if src is None else reduce, reduce)
     if wide is not out:
-        _scatter_finish((dtype, tile), grid, (wide, out), meta, num_warps=warps)
+        _scatter_finish(grid, (wide, out), meta, num_warps=warps)
     return out
 
 
@@ -311,10 +311,9 @@ def _lines(
     args = (
         out, src, index, nnz, positions, index_nnz, *lists, *grid, m_index, n_index, bound, capacity, index_capacity
     )  # fmt: skip
-    key = (None if src is None else src.dtype, index.dtype, out.dtype, grid, m_index, n_index, bound, *meta.values())
     programs = (lists[0].shape[0] - 1, (height if axis == 2 else width) // tile.lines, 1)
     if programs[0]:
-        _scatter_reduce(key, programs, args, meta, num_warps=tile.warps)
+        _scatter_reduce(programs, args, meta, num_warps=tile.warps)
 
 
 def _lead(
@@ -338,9 +337,8 @@ def _lead(
         out, src, index, nnz, positions, index_nnz, index_positions, d, inner, d_index, *grid, m_index, n_index,
         capacity, index_capacity,
     )  # fmt: skip
-    key = (None if src is None else src.dtype, index.dtype, out.dtype, grid, m_index, n_index, *meta.values())
     if programs := index_positions.shape[0] // max(d_index, 1):
-        _scatter_lead(key, (programs, height // tile, 1), args, meta, num_warps=max(1, tile * width // 256))
+        _scatter_lead((programs, height // tile, 1), args, meta, num_warps=max(1, tile * width // 256))
 
 
 def _grid(m: int, n: int, height: int, width: int) -> tuple[int, int]:

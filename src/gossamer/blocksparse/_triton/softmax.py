@@ -214,10 +214,9 @@ def softmax(
         mask = mask.view(torch.uint8)
     meta, warps = _tile(height, width, n)
     args = (values, mask, out, row_offsets, col_indices, *strides, rows, last, capacity, m, n, scale)
-    key = (values.dtype, strides, rows, m, n, *meta.values(), kind)
     grid = (max(last * height // meta["BLOCK_M"], 1), 1, 1)
     if last:
-        _softmax_fwd(key, grid, args, meta | {"MASK": kind}, num_warps=warps)
+        _softmax_fwd(grid, args, meta | {"MASK": kind}, num_warps=warps)
     return out if last else out.zero_()
 
 
@@ -231,7 +230,7 @@ def softmax_bwd(grad: Tensor, out: Tensor, row_offsets: Tensor, row_indices: Ten
     meta, warps = _tile(height, width, n)
     args = (grad, out, dx, row_offsets, last, capacity, scale)
     grid = (last * height // meta["BLOCK_M"], 1, 1)
-    _softmax_bwd((grad.dtype, out.dtype, *meta.values()), grid, args, meta, num_warps=warps)
+    _softmax_bwd(grid, args, meta, num_warps=warps)
     return dx
 
 

@@ -62,7 +62,7 @@ def strips(offsets: Tensor, capacity: int, width: int) -> tuple[Tensor, int]:
     most = capacity // width + rows
     tiles = torch.empty(2 + 2 * most, dtype=torch.int32, device=offsets.device)
     meta = {"WIDTH": width, "BAND": BAND, "BEFORE": 1024, "AHEAD": 16}
-    _strips(width, (launch.cdiv(rows, BAND), 1, 1), (offsets, tiles, rows, capacity), meta, num_warps=4)
+    _strips((launch.cdiv(rows, BAND), 1, 1), (offsets, tiles, rows, capacity), meta, num_warps=4)
     return tiles, most
 
 

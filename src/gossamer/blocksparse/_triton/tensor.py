@@ -81,7 +81,7 @@ def from_dense(
     rows = max(launch.cdiv(m, height), 1)
     args = (x, to, nnz, row_indices, col_indices, rows, m, n, capacity)
     meta = {"HEIGHT": height, "WIDTH": width}
-    _from_dense((x.dtype, rows, m, n, height, width), (capacity, 1, 1), args, meta, num_warps=_warps(height * width))
+    _from_dense((capacity, 1, 1), args, meta, num_warps=_warps(height * width))
     return out
 
 
@@ -104,8 +104,7 @@ def to_dense(
         rows, cols = launch.cdiv(m, height), launch.cdiv(n, width)
         args = (plain(values), plain(out), nnz, positions, rows, cols, m, n, capacity, float(fill))
         meta = {"HEIGHT": height, "WIDTH": width}
-        key = (values.dtype, rows, cols, m, n, height, width)
-        _to_dense(key, (z * rows * cols, 1, 1), args, meta, num_warps=_warps(height * width))
+        _to_dense((z * rows * cols, 1, 1), args, meta, num_warps=_warps(height * width))
     return out
 
 

@@ -56,9 +56,7 @@ def transpose(values: Tensor, nnz: Tensor, order: Tensor, back: Tensor) -> Tenso
     out = torch.empty(capacity, width, height, dtype=values.dtype, device=values.device)
     meta = {"HEIGHT": height, "WIDTH": width}
     warps = max(1, min(8, height * width // 1024))
-    _transpose(
-        (values.dtype, height, width), (capacity, 1, 1), (values, out, nnz, order, capacity), meta, num_warps=warps
-    )
+    _transpose((capacity, 1, 1), (values, out, nnz, order, capacity), meta, num_warps=warps)
     return out
 
 
@@ -68,7 +66,7 @@ def turn(x: Tensor) -> Tensor:
     out = torch.empty(z, n, m, dtype=x.dtype, device=x.device)
     programs = z * launch.cdiv(m, TILE) * launch.cdiv(n, TILE)
     if programs:
-        _turn((x.dtype, m, n), (programs, 1, 1), (x, out, m, n), {"TILE": TILE}, num_warps=4)
+        _turn((programs, 1, 1), (x, out, m, n), {"TILE": TILE}, num_warps=4)
     return out
 
 

@@ -55,12 +55,12 @@ def _few_hidden_kernel(
     x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, columns_ptr, values_ptr, counts_ptr,
     entries_ptr, stride_xm, stride_gn, stride_un, M, N, K,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_U: tl.constexpr, ROWS: tl.constexpr, SQUARED: tl.constexpr,
-    LEADS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    LAUNCH_DEPENDENTS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Program (BLOCK_N columns): lists those that any row has. columns_ptr: [BLOCK_N, programs], values_ptr: the same
     of ROWS each; counts_ptr: how many are listed, entries_ptr: how many each row has, [programs, ROWS]. BLOCK_U columns
     of x at a time are multiplied by up."""
-    if LEADS:
+    if LAUNCH_DEPENDENTS:
         gdc_launch_dependents()
     program, programs = tl.program_id(0), tl.num_programs(0)
     n = program * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -105,7 +105,7 @@ def _few_down_kernel(
     columns_ptr, values_ptr, counts_ptr, entries_ptr, down_ptr, bias_ptr, out_ptr, nnz_ptr, programs, slots,
     stride_dn, stride_dd, M, D,
     BLOCK_U: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    FOLLOWS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    GDC_WAIT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Program (BLOCK_D columns of the result): the listed rows of down times their values, BLOCK_U slots at a time, as
     PARTS products side by side. slots: of a list; programs: lists, looked at BLOCK_P at a time."""
@@ -114,7 +114,7 @@ def _few_down_kernel(
     inside = d < D
     down_ptr += d.to(tl.int64)[None, :] * stride_dd
     at = tl.arange(0, BLOCK_U)
-    if FOLLOWS:
+    if GDC_WAIT:
         gdc_wait()
     # Of lists that may turn out to be empty, so that nothing waits for the counts.
     column = tl.load(columns_ptr + at, mask=at < slots * programs, other=-1)
@@ -250,23 +250,19 @@ def project(
     lists = (columns, values, counts, entries)
     follows = tuning.dependent_launch(x.device)
     meta = {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_U": block_u, "ROWS": rows, "SQUARED": squared}
-    meta |= {"LEADS": follows, **tuning.dot_precision(x, k)}
+    meta |= {"LAUNCH_DEPENDENTS": follows, **tuning.dot_precision(x, k)}
     strides = (x.stride(0), gate.stride(0), 0 if up is None else up.stride(0))
     args = (x, gate, gate_bias, threshold, up, up_bias, *lists, *strides, m, n, k)
-    biases = tuple(None if t is None else t.dtype for t in (gate_bias, threshold, up_bias))
-    key = (m, n, k, strides, x.dtype, biases, up is None, squared, nnz is None, meta["PRECISION"], tile)
     warps, stages, registers = tile.hidden_launch
     grid = (programs, 1, 1)
-    first = _few_hidden(key, grid, args, meta, num_warps=warps, num_stages=stages, maxnreg=registers, head=10)
+    first = _few_hidden(grid, args, meta, num_warps=warps, num_stages=stages, maxnreg=registers, head=10)
     slots, block_d, parts = tile.down
     meta = {"BLOCK_U": slots // 2 if wide else slots, "BLOCK_D": block_d, "BLOCK_P": 1024, "ROWS": rows}
-    meta |= {"PARTS": parts, "FOLLOWS": follows, **tuning.dot_precision(x, n)}
+    meta |= {"PARTS": parts, "GDC_WAIT": follows, **tuning.dot_precision(x, n)}
     stride_dd, stride_dn = down.stride()
     args = (*lists, down, down_bias, out, nnz, programs, block_n, stride_dn, stride_dd, m, d)
-    key = (m, n, d, programs, stride_dn, stride_dd, x.dtype, None if down_bias is None else down_bias.dtype)
-    key += (nnz is None, meta["PRECISION"], tile)
     grid = (launch.cdiv(d, block_d), 1, 1)
-    second = _few_down(key, grid, args, meta, num_warps=tile.down_warps, num_stages=1, follows=follows, head=8)
+    second = _few_down(grid, args, meta, num_warps=tile.down_warps, num_stages=1, launch_pdl=follows, head=8)
     return (first, second), lists
 
 
@@ -279,7 +275,7 @@ EXAMPLES = {
             **dict.fromkeys(("stride_xm", "stride_gn", "stride_un", "M", "N", "K"), "i32"),
         },
         "constexprs": {
-            "BLOCK_N": 32, "BLOCK_K": 256, "BLOCK_U": 256, "ROWS": ROWS, "SQUARED": False, "LEADS": False,
+            "BLOCK_N": 32, "BLOCK_K": 256, "BLOCK_U": 256, "ROWS": ROWS, "SQUARED": False, "LAUNCH_DEPENDENTS": False,
             "PRECISION": "ieee", "UPCAST": False,
         },
         "num_warps": 4,
@@ -291,7 +287,7 @@ EXAMPLES = {
             **dict.fromkeys(("programs", "slots", "stride_dn", "M", "D"), "i32"), "stride_dd": "constexpr",
         },
         "constexprs": {
-            "BLOCK_U": 1024, "BLOCK_D": 16, "BLOCK_P": 1024, "ROWS": ROWS, "PARTS": 8, "FOLLOWS": False,
+            "BLOCK_U": 1024, "BLOCK_D": 16, "BLOCK_P": 1024, "ROWS": ROWS, "PARTS": 8, "GDC_WAIT": False,
             "PRECISION": "ieee", "UPCAST": False, "stride_dd": 1,
         },
         "num_warps": 8,

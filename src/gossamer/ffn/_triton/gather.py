@@ -168,14 +168,11 @@ def gather(
     whole = out if parts == 1 else torch.empty(m, parts, d, dtype=torch.float32, device=x.device)
     args = (packed.values, packed.indices, packed.counts, x, up_weight, up_bias, down_weight, down_bias, whole, nnz)
     args += (*heavy, taken, tiles, k, d)
-    key = (m, tiles, k, d, x.dtype, up_weight is None, heavy[1] is None, taken is None, squared, parts, choice)
-    key += tuple(None if bias is None else bias.dtype for bias in (up_bias, down_bias))
-    _ffn_gather(key, (m, slices, parts), args, meta, num_warps=warps)
+    _ffn_gather((m, slices, parts), args, meta, num_warps=warps)
     if parts > 1:
         block = min(1024, launch.next_power_of_2(d))
-        key = (m, d, None if down_bias is None else down_bias.dtype, out.dtype, parts)
         grid = (m, launch.cdiv(d, block), 1)
-        _ffn_sum(key, grid, (whole, down_bias, out, d), {"BLOCK_D": block, "PARTS": parts}, num_warps=4)
+        _ffn_sum(grid, (whole, down_bias, out, d), {"BLOCK_D": block, "PARTS": parts}, num_warps=4)
 
 
 EXAMPLES = {

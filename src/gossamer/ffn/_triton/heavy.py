@@ -179,7 +179,7 @@ def start(m: int, limit: int, counts: Tensor | None, most: int, like: Tensor) ->
     listed = torch.empty(LISTED.value + m, dtype=torch.int32, device=like.device)
     size = 0 if counts is None else counts.numel()
     args = (listed, counts, limit, most, size)
-    _ffn_start((counts is None, *args[2:]), (1, 1, 1), args, {"BLOCK": 1024}, num_warps=4)
+    _ffn_start((1, 1, 1), args, {"BLOCK": 1024}, num_warps=4)
     return listed
 
 
@@ -212,15 +212,13 @@ def project(
         weights, halves = (down_weight[:half], down_weight[half:]), (result[:, :half], result[:, half:])
         hopper.launch_linear_glu(hidden, *weights, first, second, "identity", None, None, halves, listed)
         grid = (min(m, 16 * tuning.programs(x.device)), 1, 1)
-        _ffn_put_rows((m, d, x.dtype), grid, (listed, result, out, d), {"BLOCK": 1024}, num_warps=4)
+        _ffn_put_rows(grid, (listed, result, out, d), {"BLOCK": 1024}, num_warps=4)
         return
     up_weight, up_bias = up or (None, None)
     meta, warps, stages = tile_for(m, n, k, gate[0])
     meta |= {"SQUARED": squared, **tuning.dot_precision(x, max(k, n))}
     args = (listed, x, *gate, up_weight, up_bias, hidden, *down, out, n, k, d)
-    biases = tuple(None if t is None else t.dtype for t in (*gate[1:], up_bias, down[1]))
-    key = (m, n, k, d, x.dtype, biases, up is None, squared, meta["PRECISION"], meta["APART"])
-    _ffn_heavy(key, (2 * tuning.programs(x.device), 1, 1), args, meta, num_warps=warps, num_stages=stages)
+    _ffn_heavy((2 * tuning.programs(x.device), 1, 1), args, meta, num_warps=warps, num_stages=stages)
 
 
 def wants_rows(

@@ -237,9 +237,8 @@ def _launch_unite(
     lists = (None, None, None) if unions is None else (unions.columns, unions.values, unions.sizes)
     args = (packed.values, packed.indices, packed.counts, ranks, sizes, *lists)
     args += (limit, tiles, step, m, n, room, choice.price)
-    key = (*args[8:], unions is None, squared, packed.values.dtype)
     meta = {**_meta(tiles), "BLOCK_S": 64, "BLOCK_N": 1024, "SQUARED": squared}
-    _unite(key, (sizes.shape[0], 1, 1), args, meta, num_warps=8)
+    _unite((sizes.shape[0], 1, 1), args, meta, num_warps=8)
 
 
 def _meta(tiles: int) -> dict[str, int]:
@@ -266,10 +265,9 @@ def project(
         meta = {"GROUP": GROUP, "BLOCK_U": block_u, "BLOCK_K": block_k, "EVEN": k % block_k == 0}
         meta |= tuning.dot_precision(x, k)
         args = (x, weight, bias, unions.columns, unions.sizes, unions.values, room, m, k)
-        key = (room, m, k, x.dtype, None if bias is None else bias.dtype, choice, meta["PRECISION"])
         shares = min(choice.shares, launch.cdiv(room, block_u))
         warps, stages = choice.up_launch
-        _union_up(key, (groups, shares, 1), args, meta, num_warps=warps, num_stages=stages)
+        _union_up((groups, shares, 1), args, meta, num_warps=warps, num_stages=stages)
     block_u, block_d = choice.down
     meta = {**_meta(tiles), "BLOCK_U": block_u, "BLOCK_D": block_d, "FLIP": choice.flip}
     # As if sums were long, for the union may be.
@@ -277,9 +275,8 @@ def project(
     meta = {name: meta[name] for name in ("GROUP", "BLOCK_U", "BLOCK_D", "BLOCK_T", "FLIP", "PRECISION", "UPCAST")}
     args = (unions.values, down_weight, down_bias, unions.columns, unions.sizes, packed.counts, out)
     args += (limit, tiles, room, m, d)
-    key = (*args[7:], x.dtype, out.dtype, None if down_bias is None else down_bias.dtype, choice, meta["PRECISION"])
     warps, stages = choice.down_launch
-    _union_down(key, (groups, launch.cdiv(d, block_d), 1), args, meta, num_warps=warps, num_stages=stages)
+    _union_down((groups, launch.cdiv(d, block_d), 1), args, meta, num_warps=warps, num_stages=stages)
 
 
 _LIGHT = {"counts_ptr": "*i16", **dict.fromkeys(("limit", "tiles", "M"), "i32")}

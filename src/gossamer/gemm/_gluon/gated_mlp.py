@@ -167,11 +167,14 @@ def _gated_mlp_bwd_kernel(
 
 _gated_mlp_bwd = launch.Kernel(_gated_mlp_bwd_kernel)
 
+LEAST = 3072
+"""The inner dimension from which on a tile takes longer than one warp a warpgroup needs to gate it."""
+
 
 def fits(grad: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor) -> bool:
-    """Whether the copy engine can read the operands, and the time of a tile covers what is gated."""
+    """Whether the copy engine can read the operands, and the product is long enough."""
     d, n = down_weight.shape
-    return tuning.gates_beside(d) and n % 16 == 0 and linear_glu.fits(n, grad, down_weight, gate, up)
+    return d >= LEAST and n % 16 == 0 and linear_glu.fits(n, grad, down_weight, gate, up)
 
 
 def launch_gated_mlp_bwd(
@@ -185,12 +188,11 @@ def launch_gated_mlp_bwd(
         _descriptor(grad, m, d, strides[0], 128, 64),
         _descriptor(down_weight, d, n, strides[1], 64, TILE),
     )
-    key = (m, n, d, grad.dtype, strides, activation)
     meta = {"GROUP_M": linear_pack.GROUP_M, "STAGES": linear_pack.STAGES, "ACTIVATION": activation}
     matrices = (matrix.view(torch.int32) for matrix in (gate, up, hidden))
     args = (*inputs, *matrices, m, n, tiles_m, tiles_n, steps)
     grid = (min(tuning.programs(grad.device), tiles_m * tiles_n), 1, 1)
-    _gated_mlp_bwd(key, grid, args, meta, num_warps=4, maxnreg=168)
+    _gated_mlp_bwd(grid, args, meta, num_warps=4, maxnreg=168)
 
 
 _TILES = {"grad_desc": [128, 64], "down_desc": [64, 256]}
@@ -200,7 +202,6 @@ EXAMPLES = {
         "signature": {
             **{name: f"tensordesc<bf16{block},{gl.NVMMASharedLayout(128, 16, 2)!r}>" for name, block in _TILES.items()},
             "gate_ptr": "*i32", "up_ptr": "*i32", "hidden_ptr": "*i32",
-            **dict.fromkeys(("M", "N", "tiles_m", "tiles_n", "steps"), "i32"),
         },
         "constexprs": {"GROUP_M": GROUP_M, "STAGES": STAGES, "ACTIVATION": "silu"},
         "num_warps": 4,

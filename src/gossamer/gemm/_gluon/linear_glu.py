@@ -186,9 +186,9 @@ def load_grad(grad_ptr, stride_dm, stride_dn, row, column, M, N, layout: gl.cons
 
 
 @gluon.jit
-def wait_for(flag_ptr, epoch):
-    """Returns once another program has written the epoch; the flag is then down again."""
-    while gl.atomic_cas(flag_ptr, epoch, epoch * 0, sem="acquire", scope="gpu") != epoch:
+def wait_for(flag_ptr):
+    """Returns once another program has raised the flag, which is then down again."""
+    while gl.atomic_cas(flag_ptr, 1, 0, sem="acquire", scope="gpu") != 1:
         pass
 
 
@@ -210,7 +210,7 @@ def consume(
     out_desc, first_desc, second_desc, buffers, gate_bias_ptr, up_bias_ptr = outputs
     grad_ptr, stride_dm, stride_dn, M, N = grads
     x_bufs, w_bufs, ready, empty = ring
-    partial_ptr, flags_ptr, epoch = partials
+    partial_ptr, flags_ptr = partials
     tiles_m, tiles_n, whole, steps, abreast = extent
     both: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BLOCK_N, 16])
     half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -248,12 +248,12 @@ def consume(
                 gl.store(slot + HALF + offsets, to_slot(up))
                 # All threads must have written before the one that signals says so.
                 _barrier()
-                gl.atomic_xchg(flags_ptr + program * GROUPS + GROUP, epoch.to(gl.int64), sem="release", scope="gpu")
+                gl.atomic_xchg(flags_ptr + program * GROUPS + GROUP, 1, sem="release", scope="gpu")
             elif first > 0:
                 other = program
                 while run_begin(other // abreast, shared, programs // abreast) > (tile - whole) // abreast * steps:
                     other -= abreast
-                    wait_for(flags_ptr + other * GROUPS + GROUP, epoch.to(gl.int64))
+                    wait_for(flags_ptr + other * GROUPS + GROUP)
                     slot = partial_ptr + (other * GROUPS + GROUP).to(gl.int64) * (2 * HALF)
                     gate += from_slot(gl.load(slot + offsets, cache_modifier=".cg"), half)
                     up += from_slot(gl.load(slot + HALF + offsets, cache_modifier=".cg"), half)
@@ -276,10 +276,10 @@ def consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["epoch", "M", "N", "tiles_m", "whole", "steps", "abreast"])
+@gluon.jit(do_not_specialize=["M", "N", "tiles_m", "whole", "steps", "abreast"])
 def _linear_glu_kernel(
     x_desc, gate_desc, up_desc, out_desc, first_desc, second_desc, gate_bias_ptr, up_bias_ptr, grad_ptr, partial_ptr,
-    flags_ptr, count_ptr, epoch, stride_dm, stride_dn, M, N, tiles_m, whole, steps, abreast,
+    flags_ptr, count_ptr, stride_dm, stride_dn, M, N, tiles_m, whole, steps, abreast,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """`first_desc` and `second_desc` take gate and up, or with `grad_ptr` their gradients, or are None. `count_ptr`
@@ -303,7 +303,7 @@ def _linear_glu_kernel(
     outputs = (out_desc, first_desc, second_desc, buffers, gate_bias_ptr, up_bias_ptr)
     grads = (grad_ptr, stride_dm, stride_dn, M, N)
     ring = (x_bufs, w_bufs, ready, empty)
-    partials = (partial_ptr, flags_ptr, epoch)
+    partials = (partial_ptr, flags_ptr)
     extent = (tiles_m, tiles_n, whole, steps, abreast)
     # The warp that loads leaves its registers to the warpgroups: 240 a thread out of 168 in the launch.
     if GROUPS == 1:
@@ -328,6 +328,51 @@ def _linear_glu_kernel(
 
 
 _linear_glu = launch.Kernel(_linear_glu_kernel)
+
+
+def pays(m: int, n: int, k: int, device: torch.device) -> bool:
+    """Whether this kernel is for a gated product [m, k] to [m, n].
+
+    With few rows many small programs read the weights faster. With up to 128, too, where tiles of 128 columns would
+    keep less than half of the GPU at work, unless K is long enough for programs to share them.
+    """
+    if m <= 16:
+        return False
+    tiles = -(-n // 128)
+    return m > 128 or 2 * tiles > tuning.programs(device) or cuts_of(tiles, -(-k // 64), device) > 1
+
+
+def tile_rows(m: int) -> tuple[int, int]:
+    """(rows of a tile, stages in shared memory)"""
+    return (64, 5) if m <= 64 else (128, 4 if m <= 2048 else 3)
+
+
+def cuts_of(tiles: int, steps: int, device: torch.device) -> int:
+    """Into how many runs the product cuts the steps along K of few tiles."""
+    cuts = max(1, min(4, tuning.programs(device) // tiles, steps // 10))
+    return cuts if steps - steps // cuts >= 40 else 1
+
+
+def schedule(tiles_m: int, tiles_n: int, steps: int, device: torch.device) -> tuple[int, int, int]:
+    """(programs, tiles that one program computes alone, programs abreast) of the product's tiles.
+
+    The other tiles are shared along K, which costs as much as some 10 steps where all programs are at work, and 40
+    where most were idle: a partial sum out and in again, and one more start.
+    """
+    units, tiles = tuning.programs(device), tiles_m * tiles_n
+    if tiles <= units:
+        cuts = cuts_of(tiles, steps, device)
+        if cuts == 1:
+            return tiles, tiles, 1
+        count, whole = tiles * cuts, 0
+    else:
+        idle = -tiles % units / units
+        if idle * steps < 10:
+            return units, tiles, 1
+        count, whole = units, (tiles // units - 1) * units
+    shared = tiles - whole
+    abreast = next(a for a in (4, 3, 2, 1) if tiles_m % a == 0 and count % a == 0 and shared % a == 0)
+    return count, whole, abreast
 
 
 def fits(n: int, *operands: Tensor) -> bool:
@@ -356,19 +401,16 @@ def launch_linear_glu(
     """Fills out and gates, which are gate and up, or with grad their gradients; with `count`, int32 [1], its first rows
     alone."""
     (m, k), n = x.shape, gate_weight.shape[0]
-    block_m, stages = tuning.glu_stages(m)
+    block_m, stages = tile_rows(m)
     tiles_m, tiles_n, steps = launch.cdiv(m, block_m), launch.cdiv(n, 128), launch.cdiv(k, 64)
-    programs, whole, abreast = tuning.glu_schedule(tiles_m, tiles_n, steps, x.device)
+    programs, whole, abreast = schedule(tiles_m, tiles_n, steps, x.device)
     if count is not None:
         programs, whole, abreast = tuning.programs(x.device), tiles_m * tiles_n, 1
     shared = whole < tiles_m * tiles_n
-    flags, epoch = launch.flags.get(2 * programs, x.device, resets=True) if shared else (None, 0)
+    flags = launch.counters.get(2 * programs, x.device) if shared else None
     partial = launch.scratch.get(programs * block_m * 256, x.device) if shared else None
     grad_strides = (0, 0) if grad is None else grad.stride()
     strides = (x.stride(0), gate_weight.stride(0), up_weight.stride(0))
-    key = (m, n, k, x.dtype, strides, grad_strides, activation)
-    key += (gate_bias is None or gate_bias.dtype, up_bias is None or up_bias.dtype, grad is None or grad.dtype)
-    key += (out is None, None if gates is None else gates[0].stride(0), GROUP_M, stages, shared, count is None)
     inputs = (
         _descriptor(x, m, k, strides[0], block_m, 64),
         _descriptor(gate_weight, n, k, strides[1], 128, 64),
@@ -387,14 +429,13 @@ def launch_linear_glu(
         partial,
         flags,
         count,
-        epoch,
         *grad_strides,
         m,
         n,
     )
     meta = {"GROUP_M": GROUP_M, "STAGES": stages, "ACTIVATION": activation}
     sizes = (tiles_m, whole, steps, abreast)
-    _linear_glu(key, (programs, 1, 1), (*args, *sizes), meta, num_warps=4, maxnreg=168)
+    _linear_glu((programs, 1, 1), (*args, *sizes), meta, num_warps=4, maxnreg=168)
 
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -420,14 +461,13 @@ def _descriptor(
 
 
 _TILES = {"x_desc": [128, 64], "gate_desc": [128, 64], "up_desc": [128, 64], "out_desc": [64, 128]}
-_INTEGERS = ("epoch", "stride_dm", "stride_dn", "M", "N", "tiles_m", "whole", "steps", "abreast")
 
 EXAMPLES = {
     _linear_glu_kernel: {
         "signature": {
             **{name: f"tensordesc<bf16{block},{gl.NVMMASharedLayout(128, 16, 2)!r}>" for name, block in _TILES.items()},
             "first_desc": None, "second_desc": None, "gate_bias_ptr": None, "up_bias_ptr": None, "grad_ptr": None,
-            "partial_ptr": "*fp32", "flags_ptr": "*i64", "count_ptr": None, **dict.fromkeys(_INTEGERS, "i32"),
+            "partial_ptr": "*fp32", "flags_ptr": "*i32", "count_ptr": None,
         },
         "constexprs": {"GROUP_M": GROUP_M, "STAGES": 4, "ACTIVATION": "silu"},
         "num_warps": 4,

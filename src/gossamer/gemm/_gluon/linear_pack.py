@@ -377,9 +377,6 @@ def launch_linear_pack(
     rows = (n, k) if transposed else (k, n)
     stride = weight.stride(0 if transposed else 1)
     bias, threshold = (None if t is None else t.contiguous() for t in (bias, threshold))
-    key = (m, n, k, x.dtype, x.stride(0), stride, transposed, slots)
-    key += (bias is None or bias.dtype, threshold is None or threshold.dtype, bounds is None, factors is None)
-    key += (skip is None,)
     inputs = (
         _descriptor(x, m, k, x.stride(0), 128, 64),
         _descriptor(weight if transposed else weight.t(), *rows, stride, *((TILE, 64) if transposed else (64, TILE))),
@@ -387,7 +384,7 @@ def launch_linear_pack(
     meta = {"TRANSPOSED": transposed, "SLOTS": slots, "GROUP_M": GROUP_M, "STAGES": STAGES}
     args = (*inputs, bias, threshold, bounds, factors, skip, *out, m, n, tiles_m, tiles_n, steps)
     grid = (min(tuning.programs(x.device), tiles_m * tiles_n), 1, 1)
-    _linear_pack(key, grid, args, meta, num_warps=4, maxnreg=168)
+    _linear_pack(grid, args, meta, num_warps=4, maxnreg=168)
 
 
 _TILES = {"x_desc": [128, 64], "w_desc": [64, 256]}
@@ -398,7 +395,6 @@ EXAMPLES = {
             **{name: f"tensordesc<bf16{block},{gl.NVMMASharedLayout(128, 16, 2)!r}>" for name, block in _TILES.items()},
             "bias_ptr": "*bf16", "threshold_ptr": "*fp32", "bounds_ptr": None, "factors_ptr": None, "skip_ptr": None,
             "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16",
-            **dict.fromkeys(("M", "N", "tiles_m", "tiles_n", "steps"), "i32"),
         },
         "constexprs": {"TRANSPOSED": False, "SLOTS": 16, "GROUP_M": GROUP_M, "STAGES": STAGES},
         "num_warps": 4,

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.gemm._triton.aligned import aligned
+from gossamer.gemm._triton._aligned import aligned
 
 UPCAST = tl.constexpr(launch.INTERPRET)
 """The interpreter multiplies in float32: its bfloat16 dot is wrong."""
@@ -71,6 +71,15 @@ def load_bias(bias_ptr, columns, N):
 
 
 @triton.jit
+def origin_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """(row tile, column tile): GROUP_M row tiles take turns with a column tile, so that both stay in the L2."""
+    in_group = GROUP_M * tiles_n
+    first = tile // in_group * GROUP_M
+    height = tl.minimum(tiles_m - first, GROUP_M)
+    return first + tile % in_group % height, tile % in_group // height
+
+
+@triton.jit
 def _linear_glu_kernel(
     x_ptr, gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, out_ptr, grad_ptr, first_ptr, second_ptr,
     stride_xm, stride_xk, stride_gn, stride_gk, stride_un, stride_uk, M, N, K,
@@ -79,13 +88,9 @@ def _linear_glu_kernel(
 ):  # fmt: skip
     """Program (tile). With GRADIENT it writes the gradients of gate and up, otherwise out and, where there is a
     `first_ptr`, gate and up; all of them [M, N]."""
-    rows, columns = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    pid = tl.program_id(0)
-    first = pid // (GROUP_M * columns) * GROUP_M
-    height = tl.minimum(rows - first, GROUP_M)
-    row = first + pid % (GROUP_M * columns) % height
-    m = (row * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    n = (pid % (GROUP_M * columns) // height * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    tile_m, tile_n = origin_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    m = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    n = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     k = tl.arange(0, BLOCK_K).to(tl.int64)
     x_ptrs = x_ptr + m[:, None] * stride_xm + k[None, :] * stride_xk
     gate_ptrs = gate_ptr + n[None, :] * stride_gn + k[:, None] * stride_gk
@@ -198,6 +203,26 @@ _glu_fwd = launch.Kernel(_glu_fwd_kernel)
 _glu_bwd = launch.Kernel(_glu_bwd_kernel)
 
 
+def tile_of(m: int, device: torch.device) -> launch.Tile:
+    """Tile of the product through pointers; two accumulators of BLOCK_M x BLOCK_N."""
+    if m <= 16:
+        return launch.Tile(
+            {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 256 if tuning.hopper(device) else 128, "GROUP_M": 8}, 4, 3
+        )
+    block_m = 32 if m <= 32 else 64 if m <= 64 else 128
+    stages = 4 if m <= 128 and tuning.hopper(device) else 3
+    sizes = {"BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": 64, "GROUP_M": 8}
+    return launch.Tile(sizes, 8 if block_m == 128 else 4, stages)
+
+
+def row_tile(k: int, element_size: int) -> launch.Tile:
+    """Tile of the product of a single row, which takes as long as reading the weights: a program a column, of one warp
+    where rows of weights are not cut evenly by more."""
+    vector = 16 // element_size
+    warps = 4 if k * element_size % 8192 == 0 else 1
+    return launch.Tile({"BLOCK_K": (128 * warps if warps > 1 else 64) * vector, "VEC": vector}, warps)
+
+
 def linear_glu(
     x: Tensor,
     gate_weight: Tensor,
@@ -300,31 +325,31 @@ def _launch_linear_glu(
 ) -> launch.Bound | None:
     """Fills out and gates, which are gate and up, or with grad their gradients. Returns the launch with all but the
     operands and out bound, where that is possible: it is one of Triton's, and what it points to is aligned."""
-    if out is not None and gates is None and tuning.one_row(x, gate_weight, up_weight):
+    contiguous = gate_weight.stride(1) == up_weight.stride(1) == 1
+    if out is not None and gates is None and len(x) == 1 and contiguous:
         return _launch_row(x, gate_weight, up_weight, gate_bias, up_bias, activation, out)
     (m, k), n = x.shape, gate_weight.shape[0]
     if x.dtype is torch.float32 and not launch.INTERPRET:
         _launch_separate(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
         return None
-    if not launch.INTERPRET and tuning.glu_on_hopper(m, n, k, x.device):
+    if not launch.INTERPRET and tuning.hopper(x.device):
         from gossamer.gemm._gluon import linear_glu as hopper
 
-        x, gate_weight, up_weight = aligned(m, n, x, gate_weight, up_weight)
-        if hopper.fits(n, x, gate_weight, up_weight):
-            hopper.launch_linear_glu(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
-            return None
-        if m >= SEPARATE.rows and k >= SEPARATE.depth:
-            _launch_separate(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
-            return None
-    tile, warps, stages = tuning.glu_tile(m, x.device)
+        if hopper.pays(m, n, k, x.device):
+            x, gate_weight, up_weight = aligned(m, n, x, gate_weight, up_weight)
+            if hopper.fits(n, x, gate_weight, up_weight):
+                hopper.launch_linear_glu(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
+                return None
+            if m >= SEPARATE.rows and k >= SEPARATE.depth:
+                _launch_separate(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
+                return None
+    tile = tile_of(m, x.device)
     grad = None if grad is None else grad.contiguous()
     strides = (*x.stride(), *gate_weight.stride(), *up_weight.stride())
-    meta = {**tile, "ACTIVATION": activation, "GRADIENT": grad is not None}
-    key = (m, n, k, x.dtype, strides, gate_bias is None or gate_bias.dtype, up_bias is None or up_bias.dtype)
-    key += (activation, None if grad is None else grad.dtype, out is None, gates is None)
+    meta = {**tile.sizes, "ACTIVATION": activation, "GRADIENT": grad is not None}
     args = (x, gate_weight, up_weight, gate_bias, up_bias, out, grad, *(gates or (None, None)), *strides, m, n, k)
-    grid = (launch.cdiv(m, tile["BLOCK_M"]) * launch.cdiv(n, tile["BLOCK_N"]), 1, 1)
-    return _linear_glu(key, grid, args, meta, num_warps=warps, num_stages=stages, head=6)
+    grid = (launch.cdiv(m, tile.sizes["BLOCK_M"]) * launch.cdiv(n, tile.sizes["BLOCK_N"]), 1, 1)
+    return _linear_glu(grid, args, meta, head=6, **tile.options)
 
 
 def _launch_row(
@@ -337,12 +362,10 @@ def _launch_row(
     out: Tensor,
 ) -> launch.Bound | None:
     k, n = x.shape[1], gate_weight.shape[0]
-    tile, warps = tuning.glu_row_tile(k, x.element_size())
+    tile = row_tile(k, x.element_size())
     strides = (x.stride(1), gate_weight.stride(0), up_weight.stride(0))
-    key = (n, k, x.dtype, strides, gate_bias is None or gate_bias.dtype, up_bias is None or up_bias.dtype, activation)
     args = (x, gate_weight, up_weight, gate_bias, up_bias, out, *strides, k)
-    meta = {**tile, "ACTIVATION": activation}
-    return _linear_glu_row(key, (n, 1, 1), args, meta, num_warps=warps, head=6)
+    return _linear_glu_row((n, 1, 1), args, {**tile.sizes, "ACTIVATION": activation}, head=6, **tile.options)
 
 
 def _launch_separate(
@@ -370,9 +393,9 @@ def _launch_separate(
         if out is not None:
             _launch_glu_fwd(gate, up, gate_bias, up_bias, out[rows], activation)
         elif grad is not None:
-            for half, bias in ((gate, gate_bias), (up, up_bias)):
+            for z, bias in ((gate, gate_bias), (up, up_bias)):
                 if bias is not None:
-                    half += bias
+                    z += bias
             launch_glu_bwd(grad, gate, up, (gate, up), None, activation)
 
 
@@ -380,9 +403,8 @@ def _launch_glu_fwd(
     gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor, activation: str
 ) -> None:
     m, n = out.shape
-    key = (m, n, gate.dtype, gate_bias is None or gate_bias.dtype, up_bias is None or up_bias.dtype, activation)
     meta = {"BLOCK": 2048, "ACTIVATION": activation}
-    _glu_fwd(key, (m, launch.cdiv(n, 2048), 1), (gate, up, gate_bias, up_bias, out, n), meta)
+    _glu_fwd((m, launch.cdiv(n, 2048), 1), (gate, up, gate_bias, up_bias, out, n), meta)
 
 
 def launch_glu_bwd(
@@ -392,21 +414,18 @@ def launch_glu_bwd(
     m, n = grad.shape
     if m == 0 or n == 0:
         return
-    key = (m, n, grad.dtype, gate.dtype, grad.stride(), hidden is None, activation)
     meta = {"BLOCK": 2048, "ACTIVATION": activation}
     args = (grad, gate, up, *out, hidden, *grad.stride(), n)
-    _glu_bwd(key, (m, launch.cdiv(n, 2048), 1), args, meta)
+    _glu_bwd((m, launch.cdiv(n, 2048), 1), args, meta)
 
 
 _OPTIONAL = {"gate_bias_ptr": "*fp32", "up_bias_ptr": None}
-_STRIDES = ("stride_xm", "stride_xk", "stride_gn", "stride_gk", "stride_un", "stride_uk")
 
 EXAMPLES = {
     _linear_glu_kernel: {
         "signature": {
-            "x_ptr": "*bf16", "gate_ptr": "*bf16", "up_ptr": "*bf16", **_OPTIONAL,
-            "out_ptr": "*bf16", "grad_ptr": None, "first_ptr": "*bf16", "second_ptr": "*bf16",
-            **dict.fromkeys((*_STRIDES, "M", "N", "K"), "i32"),
+            "x_ptr": "*bf16", "gate_ptr": "*bf16", "up_ptr": "*bf16", **_OPTIONAL, "out_ptr": "*bf16", "grad_ptr": None,
+            "first_ptr": "*bf16", "second_ptr": "*bf16",
         },
         "constexprs": {
             **dict.fromkeys(("stride_xk", "stride_gk", "stride_uk"), 1), "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 64,
@@ -416,22 +435,19 @@ EXAMPLES = {
         "num_stages": 3,
     },
     _linear_glu_row_kernel: {
-        "signature": {
-            "x_ptr": "*bf16", "gate_ptr": "*bf16", "up_ptr": "*bf16", **_OPTIONAL, "out_ptr": "*bf16",
-            **dict.fromkeys(("stride_xk", "stride_gn", "stride_un", "K"), "i32"),
-        },
+        "signature": {"x_ptr": "*bf16", "gate_ptr": "*bf16", "up_ptr": "*bf16", **_OPTIONAL, "out_ptr": "*bf16"},
         "constexprs": {"stride_xk": 1, "BLOCK_K": 4096, "VEC": 8, "ACTIVATION": "silu"},
         "num_warps": 4,
     },
     _glu_fwd_kernel: {
-        "signature": {"gate_ptr": "*fp32", "up_ptr": "*fp32", **_OPTIONAL, "out_ptr": "*fp32", "N": "i32"},
+        "signature": {"gate_ptr": "*fp32", "up_ptr": "*fp32", **_OPTIONAL, "out_ptr": "*fp32"},
         "constexprs": {"BLOCK": 2048, "ACTIVATION": "gelu"},
         "num_warps": 4,
     },
     _glu_bwd_kernel: {
         "signature": {
             "grad_ptr": "*bf16", "gate_ptr": "*bf16", "up_ptr": "*bf16", "first_ptr": "*bf16", "second_ptr": "*bf16",
-            "hidden_ptr": "*bf16", "stride_dm": "i32", "stride_dn": "i32", "N": "i32",
+            "hidden_ptr": "*bf16",
         },
         "constexprs": {"BLOCK": 2048, "ACTIVATION": "gelu_tanh"},
         "num_warps": 4,

@@ -33,8 +33,7 @@ def dense_transpose(x: Tensor) -> Tensor:
         return out.copy_(x.t())
     if m and n:
         tiles = launch.cdiv(m, 64) * launch.cdiv(n, 64)
-        key = (m, n, x.dtype, x.stride(0))
-        _dense_transpose(key, (tiles, 1, 1), (x, out, m, n, x.stride(0)), {"BLOCK": 64}, num_warps=4)
+        _dense_transpose((tiles, 1, 1), (x, out, m, n, x.stride(0)), {"BLOCK": 64}, num_warps=4)
     return out
 
 
@@ -47,7 +46,7 @@ def rows_contiguous(x: Tensor) -> Tensor:
 
 EXAMPLES = {
     _dense_transpose_kernel: {
-        "signature": {"x_ptr": "*bf16", "out_ptr": "*bf16", "M": "i32", "N": "i32", "stride_m": "i32"},
+        "signature": {"x_ptr": "*bf16", "out_ptr": "*bf16"},
         "constexprs": {"BLOCK": 64},
         "num_warps": 4,
     },

@@ -38,15 +38,12 @@ _row_density = launch.Kernel(_row_density_kernel)
 def row_density(counts: Tensor, sums: Tensor, limit: int) -> None:
     """`sums`, int64 [parts, 4], is in pinned memory; `counts` `[M]`."""
     counts, parts = counts.contiguous(), sums.shape[0]
-    key = (counts.shape[0], counts.dtype, limit, parts)
-    _row_density(
-        key, (parts, 1, 1), (counts, sums, counts.shape[0], limit), {"BLOCK": 256, "PARTS": parts}, num_warps=1
-    )
+    _row_density((parts, 1, 1), (counts, sums, counts.shape[0], limit), {"BLOCK": 256, "PARTS": parts}, num_warps=1)
 
 
 EXAMPLES = {
     _row_density_kernel: {
-        "signature": {"counts_ptr": "*i32", "sums_ptr": "*i64", "M": "i32", "limit": "i32"},
+        "signature": {"counts_ptr": "*i32", "sums_ptr": "*i64"},
         "constexprs": {"BLOCK": 256, "PARTS": 64},
         "num_warps": 1,
     },

@@ -14,22 +14,20 @@ from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.matmul import launch_matmul
-from gossamer.rowsparse._triton.overflow import dot
+from gossamer.rowsparse._triton.overflow import Overflow, dot
+from gossamer.rowsparse._triton.pack import load_threshold
 
 
 @triton.jit
 def _linear_source_kernel(
-    x_ptr, w_ptr, bias_ptr, threshold_ptr, counts_ptr, out_ptr, arrived_ptr, limit, tiles,
-    stride_xm, stride_xk, stride_wn, stride_wk, M, N, K,
+    x_ptr, w_ptr, bias_ptr, threshold_ptr, counts_ptr, out_ptr, limit, stride_xm, stride_xk, stride_wn, stride_wk,
+    M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, APART: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Program (row block, share of the column tiles): max(x @ w + bias, 0), or 0 up to the threshold, at rows whose
     count exceeds `limit`. APART sums blocks of K on their own, as exact in float32 as the library's dense product.
     EVEN says that K needs no mask. Rows beyond the last read the first, and are not stored."""
-    if arrived_ptr is not None:
-        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-            overflow.clear_arrived(arrived_ptr, tiles)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     flagged = tl.load(counts_ptr + rows, mask=rows < M, other=0) > limit
     if tl.max(flagged.to(tl.int32), axis=0) > 0:
@@ -61,16 +59,23 @@ def _linear_source_kernel(
             if bias_ptr is not None:
                 acc += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
             z = acc.to(out_ptr.dtype.element_ty)
-            bound = tl.zeros([BLOCK_N], tl.float32)
+            threshold = tl.zeros([BLOCK_N], tl.float32)
             if threshold_ptr is not None:
-                bound = tl.load(threshold_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-                bound = tl.where(bound < 0, 0.0, bound)
-            z = tl.where(z.to(tl.float32) <= bound[None, :], 0.0, z)
+                threshold = load_threshold(threshold_ptr, 1, columns, N)
+            z = tl.where(z.to(tl.float32) <= threshold[None, :], 0.0, z)
             at = rows.to(tl.int64)[:, None] * N + columns[None, :]
             tl.store(out_ptr + at, z, mask=flagged[:, None] & inside[None, :])
 
 
 _linear_source = launch.Kernel(_linear_source_kernel)
+
+
+def tile_of(m: int, weight: Tensor) -> launch.Tile:
+    if weight.element_size() != 2:
+        return launch.Tile({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}, 4, 3)
+    if m <= 64:
+        return launch.Tile({"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 32}, 4, 3)
+    return launch.Tile({"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64 if tuning.hopper(weight.device) else 32}, 8, 3)
 
 
 def linear_source(
@@ -94,24 +99,22 @@ def launch_linear_source(
     counts: Tensor,
     limit: int,
     out: Tensor,
-    arrived: Tensor | None = None,
 ) -> None:
     (m, n), k = out.shape, x.shape[1]
     if m == 0 or n == 0:
         return
-    half = weight.element_size() == 2
-    tile, warps = tuning.linear_source_tile(m, weight)
-    meta = {**tile, "APART": not half and not tuning.tf32(), "EVEN": k % tile["BLOCK_K"] == 0}
+    tile = tile_of(m, weight)
+    meta = {
+        **tile.sizes,
+        "APART": weight.element_size() != 2 and not tuning.tf32(),
+        "EVEN": k % tile.sizes["BLOCK_K"] == 0,
+    }
     meta |= tuning.dot_precision(weight, k)
     strides = (*x.stride(), *weight.stride())
-    key = (m, n, k, limit, x.dtype, counts.dtype, strides, bias is None or bias.dtype)
-    key += (threshold is None or threshold.dtype, meta["PRECISION"], meta["APART"])
-    tiles = 0 if arrived is None else arrived.shape[0]
-    key += (tiles,)
-    args = (x, weight, bias, threshold, counts, out, arrived, limit, tiles, *strides, m, n, k)
+    args = (x, weight, bias, threshold, counts, out, limit, *strides, m, n, k)
     row_blocks = launch.cdiv(m, meta["BLOCK_M"])
     share = min(launch.cdiv(n, meta["BLOCK_N"]), max(launch.cdiv(2 * tuning.programs(x.device), row_blocks), 16))
-    _linear_source(key, (row_blocks, share, 1), args, meta, num_warps=warps, num_stages=3)
+    _linear_source((row_blocks, share, 1), args, meta, **tile.options)
 
 
 def matmul_linear(
@@ -141,10 +144,8 @@ def matmul_linear(
     for first in range(0, m, block):
         rows = slice(first, min(first + block, m))
         part = source[: rows.stop - first]
-        space = overflow.workspace(part.shape[0], n, weight)
-        operands = (x[rows], source_weight, source_bias, threshold, counts[rows], capacity)
-        launch_linear_source(*operands, part, space[1])
-        overflow.forward(part, weight, bias, out[rows], counts[rows], capacity, space)
+        launch_linear_source(x[rows], source_weight, source_bias, threshold, counts[rows], capacity, part)
+        overflow.forward(Overflow(part, counts[rows], capacity), weight, bias, out[rows])
     return out
 
 
@@ -152,10 +153,7 @@ EXAMPLES = {
     _linear_source_kernel: {
         "signature": {
             "x_ptr": "*bf16", "w_ptr": "*bf16", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "counts_ptr": "*i32",
-            "out_ptr": "*bf16", "arrived_ptr": "*i32",
-            **dict.fromkeys(
-                ("limit", "tiles", "stride_xm", "stride_xk", "stride_wn", "stride_wk", "M", "N", "K"), "i32"
-            ),
+            "out_ptr": "*bf16",
         },
         "constexprs": {
             "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "APART": False, "EVEN": True, "PRECISION": "ieee",

@@ -22,13 +22,14 @@ from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow
 from gossamer.rowsparse._triton._rows import row_span
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+from gossamer.rowsparse._triton.overflow import Overflow
 
 LONG = 64
 """Entries up to which a weight row is one warp's work."""
 
 
 @triton.jit
-def gather_run(
+def gather_partial(
     values_ptr, indices_ptr, begin, count, w_ptr, stride_wn, columns, inside, N,
     BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -56,46 +57,43 @@ def gather_run(
 @triton.jit
 def gather_rows(
     values_ptr, indices_ptr, count, w_ptr, stride_wn, columns, inside, N,
-    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Sum over a list's first `count` entries of value * weight row, at the given columns: float32 [BLOCK_D].
 
-    With RUN, runs of that many entries are summed on their own: in float32 one running sum over a long row rounds worse
-    than a dense product does.
+    With PARTIAL, that many entries at a time are summed on their own: in float32 one running sum over a long row rounds
+    worse than a dense product does.
     """
-    if RUN > 0:
+    if PARTIAL > 0:
         acc = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
-        for begin in range(0, count, RUN):
-            end = tl.minimum(begin + RUN, count)
-            acc += gather_run(
+        for begin in range(0, count, PARTIAL):
+            end = tl.minimum(begin + PARTIAL, count)
+            acc += gather_partial(
                 values_ptr, indices_ptr, begin, end, w_ptr, stride_wn, columns, inside, N, BLOCK_E, BLOCK_D
             )  # fmt: skip
     else:
-        acc = gather_run(values_ptr, indices_ptr, 0, count, w_ptr, stride_wn, columns, inside, N, BLOCK_E, BLOCK_D)
+        acc = gather_partial(values_ptr, indices_ptr, 0, count, w_ptr, stride_wn, columns, inside, N, BLOCK_E, BLOCK_D)
     return tl.sum(acc, axis=0)
 
 
 @triton.jit
 def _matmul_fwd_kernel(
-    values_ptr, indices_ptr, offsets_ptr, w_ptr, bias_ptr, out_ptr, arrived_ptr, stride_wn, N, D, capacity, tiles,
-    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr, IS_CSR: tl.constexpr,
-    LEADS: tl.constexpr, ALONE: tl.constexpr,
+    values_ptr, indices_ptr, offsets_ptr, w_ptr, bias_ptr, out_ptr, stride_wn, N, D, capacity,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PARTIAL: tl.constexpr, IS_CSR: tl.constexpr,
+    LAUNCH_DEPENDENTS: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """Program (row, column slice). ALONE says that nobody computes rows that overflowed: they become NaN."""
-    if LEADS:
+    if LAUNCH_DEPENDENTS:
         # The kernel for overflowed rows may start as soon as every program here has: it waits for our results itself.
         gdc_launch_dependents()
     row = tl.program_id(0)
-    if arrived_ptr is not None:
-        if (row == 0) & (tl.program_id(1) == 0):
-            overflow.clear_arrived(arrived_ptr, tiles)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = columns < D
     start, count, overflowed = row_span(offsets_ptr, row, capacity, IS_CSR)
     if not overflowed:
         out = gather_rows(
             values_ptr + start, indices_ptr + start, count, w_ptr, stride_wn, columns, inside, N,
-            BLOCK_E, BLOCK_D, RUN,
+            BLOCK_E, BLOCK_D, PARTIAL,
         )  # fmt: skip
         if bias_ptr is not None:
             out += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
@@ -249,6 +247,25 @@ _matmul_bwd = launch.Kernel(_matmul_bwd_kernel)
 _matmul_bwd_long = launch.Kernel(_matmul_bwd_long_kernel)
 
 
+def gather_tile(m: int, d: int, element_size: int) -> dict[str, int]:
+    """Sizes of the row gather: a warp reads 512 bytes of a row at once, four rows in flight.
+
+    With few rows the tile is tall and narrow instead: more programs, and fewer steps that wait for memory.
+    """
+    if m < 512:
+        return {"BLOCK_E": 32 if m <= 64 and d <= 3072 else 16, "BLOCK_D": 128 // element_size}
+    return {"BLOCK_E": 4, "BLOCK_D": 512 // element_size}
+
+
+def bwd_tile(element_size: int) -> launch.Tile:
+    """Tile of the gradients of a row gather: a warp reads 512 bytes of up to eight rows at once.
+
+    80 registers make three warps of what would otherwise be two, and spill nothing.
+    """
+    sizes = {"BLOCK_E": 8, "STEP": 4, "BLOCK_D": 512 // element_size, "VEC": 16 // element_size}
+    return launch.Tile(sizes, warps=1, registers=80)
+
+
 def matmul(
     values: Tensor,
     indices: Tensor,
@@ -282,18 +299,16 @@ def matmul(
     plan = _plans.get(key, index, united)
     if plan is not None:
         gather, over = plan.launches
-        partial, arrived = plan.addresses
-        gather(stream, *entries, *operands, arrived)
+        gather(stream, *entries, *operands)
         if over is not None:
-            over(stream, address, *operands, partial, arrived, entries[2])
+            over(stream, address, *operands, entries[2])
         return out
     made = launch_matmul(values, indices, offsets, source, weight, bias, out)
     if made is not None:
-        _plans.keep(key, weight.device, *made[:2], memory=made[2])
+        _plans.keep(key, weight.device, *made)
     return out
 
 
-_Plan = tuple[launch.Bound, launch.Bound | None, overflow.Workspace]
 _plans = launch.Plans()
 
 
@@ -305,29 +320,25 @@ def launch_matmul(
     weight: Tensor,
     bias: Tensor | None,
     out: Tensor,
-) -> _Plan | None:
-    """Launches, and returns what repeats it: the gather, the dense tiles and their workspace."""
+) -> tuple[launch.Bound, launch.Bound | None] | None:
+    """Launches, and returns what repeats it: the gather, and the dense tiles."""
     is_csr = values.dim() == 1
     (m, d), n, capacity = out.shape, weight.shape[0], values.shape[-1]
     if m == 0 or d == 0 or n == 0:
         out.copy_(out.new_zeros(d) if bias is None else bias)
         return None
-    tile, warps = tuning.gather_tile(m, d, weight.element_size())
+    tile = gather_tile(m, d, weight.element_size())
     # Half-precision results round far above what a running float32 sum loses.
-    run = 64 * tile["BLOCK_E"] if out.dtype is torch.float32 else 0
-    meta = {**tile, "RUN": run, "IS_CSR": is_csr}
+    partial = 64 * tile["BLOCK_E"] if out.dtype is torch.float32 else 0
+    meta = {**tile, "PARTIAL": partial, "IS_CSR": is_csr}
     meta["ALONE"] = source is None
-    meta["LEADS"] = source is not None and tuning.dependent_launch(weight.device)
-    key = (m, n, d, capacity, values.dtype, weight.dtype, weight.stride(0), out.dtype, bias is None or bias.dtype)
-    key += (is_csr, source is None)
-    space = (None, None) if source is None else overflow.workspace(m, n, weight)
-    tiles = 0 if space[1] is None else space[1].shape[0]
-    args = (values, indices, offsets, weight, bias, out, space[1], weight.stride(0), n, d, capacity, tiles)
-    gather = _matmul_fwd(key, (m, launch.cdiv(d, meta["BLOCK_D"]), 1), args, meta, num_warps=warps, head=7)
+    meta["LAUNCH_DEPENDENTS"] = source is not None and tuning.dependent_launch(weight.device)
+    args = (values, indices, offsets, weight, bias, out, weight.stride(0), n, d, capacity)
+    gather = _matmul_fwd((m, launch.cdiv(d, meta["BLOCK_D"]), 1), args, meta, num_warps=1, head=6)
     if source is None:
-        return None if gather is None else (gather, None, space)
-    over = overflow.forward(source, weight, bias, out, offsets[is_csr:], capacity, space)
-    return None if gather is None or over is None else (gather, over, space)
+        return None if gather is None else (gather, None)
+    over = overflow.forward(Overflow(source, offsets[is_csr:], capacity), weight, bias, out)
+    return None if gather is None or over is None else (gather, over)
 
 
 def matmul_bwd(
@@ -361,20 +372,20 @@ def matmul_bwd(
     noted = zeros[start:].view(torch.int32)
     weight = None if weight is None else rows_contiguous(weight)
     stride = 0 if weight is None else weight.stride(0)
-    tile, warps, registers = tuning.bwd_tile(grad.element_size())
-    wide, wide_warps = tuning.bwd_long_tile(tile)
-    key = (m, n, d, capacity, stride, values.dtype, grad.dtype, dtype, is_csr, None if weight is None else weight.dtype)
+    tile = bwd_tile(grad.element_size())
     sums = None if weight is None else torch.empty(keys.numel(), dtype=torch.float32, device=grad.device)
     operands = (keys, col_offsets, values, offsets, grad, weight, grad_weight, grad_values)
     listed, scalars = (noted[8:], noted), (stride, capacity)
-    meta = {**tile, "LONG": LONG, "IS_CSR": is_csr, "OVERFLOWS": source is not None}
+    meta = {**tile.sizes, "LONG": LONG, "IS_CSR": is_csr, "OVERFLOWS": source is not None}
     args = (*operands, sums, *listed, *scalars, m, d)
-    _matmul_bwd((*key, source is None), (n, 1, 1), args, meta, num_warps=warps, maxnreg=registers)
+    _matmul_bwd((n, 1, 1), args, meta, **tile.options)
     if long:
         grid = (min(2 * long * launch.cdiv(d, 128), 4 * tuning.programs(grad.device)), 1, 1)
-        _matmul_bwd_long(key, grid, (*operands, *listed, *scalars, d), {**wide, "IS_CSR": is_csr}, num_warps=wide_warps)
+        wide = {"BLOCK_E": 64, "BLOCK_D": tile.sizes["BLOCK_D"], "VEC": tile.sizes["VEC"], "IS_CSR": is_csr}
+        _matmul_bwd_long(grid, (*operands, *listed, *scalars, d), wide, num_warps=8)
     if source is not None:
-        overflow.backward_weight(source, mask, grad, grad_weight, offsets[is_csr:], noted[4:], capacity)
+        rows = Overflow(source, offsets[is_csr:], capacity)
+        overflow.backward_weight(rows, mask, grad, grad_weight, noted[4:])
     return grad_weight, grad_values
 
 
@@ -382,19 +393,20 @@ _OPERANDS = {
     "keys_ptr": "*i64", "offsets_ptr": "*i64", "values_ptr": "*bf16", "starts_ptr": "*i32", "grad_ptr": "*bf16",
     "w_ptr": "*bf16", "grad_w_ptr": "*bf16", "grad_values_ptr": "*fp32",
 }  # fmt: skip
-_NOTED = {"long_ptr": "*i32", "found_ptr": "*i32", "stride_wn": "i32", "capacity": "i32", "D": "i32"}
+_NOTED = {"long_ptr": "*i32", "found_ptr": "*i32"}
 EXAMPLES = {
     _matmul_fwd_kernel: {
         "signature": {
             "values_ptr": "*fp32", "indices_ptr": "*i32", "offsets_ptr": "*i32", "w_ptr": "*fp32", "bias_ptr": "*fp32",
-            "out_ptr": "*fp32", "arrived_ptr": "*i32", "stride_wn": "i32", "N": "i32", "D": "i32", "capacity": "i32",
-            "tiles": "i32",
+            "out_ptr": "*fp32",
         },
-        "constexprs": {"BLOCK_E": 4, "BLOCK_D": 128, "RUN": 64, "IS_CSR": False, "LEADS": False, "ALONE": False},
+        "constexprs": {
+            "BLOCK_E": 4, "BLOCK_D": 128, "PARTIAL": 64, "IS_CSR": False, "LAUNCH_DEPENDENTS": False, "ALONE": False,
+        },
         "num_warps": 1,
     },
     _matmul_bwd_kernel: {
-        "signature": {**_OPERANDS, "sums_ptr": "*fp32", **_NOTED, "M": "i32"},
+        "signature": {**_OPERANDS, "sums_ptr": "*fp32", **_NOTED},
         "constexprs": {
             "BLOCK_E": 8, "STEP": 4, "BLOCK_D": 256, "VEC": 8, "LONG": 64, "IS_CSR": False, "OVERFLOWS": True,
         },

@@ -6,8 +6,10 @@ linear layer, restricted to flagged rows: source @ weight, grad @ weight.T (wher
 source.T @ grad added to the weight gradient.
 
 With few rows a product is bound by reading the weight, so the inner dimension is split over programs; the last one to
-finish a tile adds up the partial sums in fixed order. The kernel before clears the counters of who has finished.
+finish a tile adds up the partial sums in fixed order, and puts the counter of who has finished back to 0.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -38,7 +40,7 @@ def dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def fwd_run(
+def fwd_partial(
     x_rows, w_ptr, begin, end, stride_wn, N, flagged, columns, inside,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
@@ -58,22 +60,13 @@ def fwd_run(
 
 
 @triton.jit
-def clear_arrived(arrived_ptr, tiles):
-    """For the kernel that `forward` follows: its counters to 0, as part of work that is launched anyway."""
-    # 128, because a range that a caller uses as well would draw the caller's into this one's layout.
-    for first in range(0, tiles, 128):
-        tile = first + tl.arange(0, 128)
-        tl.store(arrived_ptr + tile, 0, mask=tile < tiles)
-
-
-@triton.jit
 def _overflow_fwd_kernel(
-    x_ptr, w_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr, counts_ptr, limit, stride_xm, stride_wn, M, N, D,
+    x_ptr, w_ptr, bias_ptr, out_ptr, counts_ptr, partial_ptr, arrived_ptr, limit, stride_xm, stride_wn, M, N, D,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
-    RUN: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, FOLLOWS: tl.constexpr,
+    PARTIAL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, GDC_WAIT: tl.constexpr,
 ):  # fmt: skip
     """Program (row block, column tile, split), split fastest: rows whose count exceeds `limit`."""
-    if FOLLOWS:
+    if GDC_WAIT:
         # Launched while the counting kernel still runs; up to here nothing depends on it.
         gdc_wait()
     tile = tl.program_id(0) // SPLITS
@@ -88,16 +81,16 @@ def _overflow_fwd_kernel(
         length = tl.cdiv(tl.cdiv(N, SPLITS), BLOCK_N) * BLOCK_N
         end = tl.minimum(split * length + length, N)
         x_rows = x_ptr + rows.to(tl.int64)[:, None] * stride_xm
-        if RUN > 0:
-            # Runs summed on their own keep a float32 result as exact as the library's dense product.
+        if PARTIAL > 0:
+            # Parts summed on their own keep a float32 result as exact as the library's dense product.
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            for run in range(split * length, end, RUN):
-                acc += fwd_run(
-                    x_rows, w_ptr, run, tl.minimum(run + RUN, end), stride_wn, N, flagged, columns, inside,
+            for begin in range(split * length, end, PARTIAL):
+                acc += fwd_partial(
+                    x_rows, w_ptr, begin, tl.minimum(begin + PARTIAL, end), stride_wn, N, flagged, columns, inside,
                     BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, UPCAST,
                 )  # fmt: skip
         else:
-            acc = fwd_run(
+            acc = fwd_partial(
                 x_rows, w_ptr, split * length, end, stride_wn, N, flagged, columns, inside,
                 BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, UPCAST,
             )  # fmt: skip
@@ -114,7 +107,6 @@ def _overflow_fwd_kernel(
                 acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
                 for s in range(SPLITS):
                     acc += tl.load(partial_ptr + s * BLOCK_M * BLOCK_D + part, cache_modifier=".cg")
-                # Another host thread's kernel may have cleared the counters before this launch, and not since.
                 tl.store(arrived_ptr + tile, 0)
             mask = mask & last
         if bias_ptr is not None:
@@ -123,7 +115,7 @@ def _overflow_fwd_kernel(
 
 
 @triton.jit
-def bwd_source_run(
+def bwd_source_partial(
     grad_rows, w_rows, begin, end, flagged, held,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
@@ -142,7 +134,7 @@ def bwd_source_run(
 def _overflow_bwd_source_kernel(
     grad_ptr, w_ptr, x_ptr, out_ptr, counts_ptr, limit, stride_wn, stride_xm, M, N, D,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    RUN: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
+    PARTIAL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Program (row block, share of the column tiles): grad @ weight.T at flagged rows; MASKED: 0 where x is 0."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -152,15 +144,15 @@ def _overflow_bwd_source_kernel(
         for tile in range(tl.program_id(1), tl.cdiv(N, BLOCK_N), tl.num_programs(1)):
             inner = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             w_rows = w_ptr + inner.to(tl.int64)[None, :] * stride_wn
-            if RUN > 0:
+            if PARTIAL > 0:
                 acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-                for run in range(0, D, RUN):
-                    acc += bwd_source_run(
-                        grad_rows, w_rows, run, tl.minimum(run + RUN, D), flagged, inner < N,
+                for begin in range(0, D, PARTIAL):
+                    acc += bwd_source_partial(
+                        grad_rows, w_rows, begin, tl.minimum(begin + PARTIAL, D), flagged, inner < N,
                         BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, UPCAST,
                     )  # fmt: skip
             else:
-                acc = bwd_source_run(
+                acc = bwd_source_partial(
                     grad_rows, w_rows, 0, D, flagged, inner < N, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, UPCAST
                 )
             mask = flagged[:, None] & (inner < N)[None, :]
@@ -209,120 +201,101 @@ _overflow_bwd_source = launch.Kernel(_overflow_bwd_source_kernel)
 _overflow_bwd_weight = launch.Kernel(_overflow_bwd_weight_kernel)
 
 
-Workspace = tuple[Tensor | None, Tensor | None]
+class Overflow(NamedTuple):
+    """The rows of a dense source `[M, N]` that count: those with more than `limit` entries, by their `counts` `[M]`."""
+
+    source: Tensor
+    counts: Tensor
+    limit: int
 
 
-def forward(
-    source: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    counts: Tensor,
-    limit: int,
-    space: Workspace,
-) -> launch.Bound | None:
-    """Writes source @ weight + bias into the rows of `out` whose count exceeds `limit`.
+def fwd_tile(m: int, n: int, d: int, weight: Tensor) -> launch.Tile:
+    """Tile of the dense product of overflowed rows [m, n] @ [n, d], with SPLITS."""
+    wide = m > 64
+    block_m = 128 if wide else 16 if m <= 16 else 32 if m <= 32 else 64
+    block_d = 128 if wide and weight.element_size() == 2 else 64
+    tiles = -(-m // block_m) * -(-d // block_d)
+    # Two waves of programs, each long enough to hide its start.
+    splits = max(1, min(2 * tuning.programs(weight.device) // tiles, n // 512))
+    inner = 32 if wide and weight.element_size() > 2 else 64
+    sizes = {"BLOCK_M": block_m, "BLOCK_N": inner, "BLOCK_D": block_d, "SPLITS": splits}
+    return launch.Tile(sizes, 8 if block_d == 128 else 4, 3)
 
-    `space` is what `workspace` gave for these shapes. Returns the launch, bound to all but (source, weight, bias, out,
-    partial, arrived, counts).
+
+def forward(rows: Overflow, weight: Tensor, bias: Tensor | None, out: Tensor) -> launch.Bound | None:
+    """Writes source @ weight + bias into the rows of `out` that overflowed.
+
+    Returns the launch, bound to all but (source, weight, bias, out, counts).
     """
-    source = rows_contiguous(source)
+    source = rows_contiguous(rows.source)
     m, n = source.shape
     d = weight.shape[1]
-    tile, warps, stages = tuning.dense_tile(m, n, d, weight)
+    tile = fwd_tile(m, n, d, weight)
+    sizes = tile.sizes
     follows = tuning.dependent_launch(weight.device)
-    run = 2 * tile["BLOCK_N"] if out.dtype is torch.float32 and not tuning.tf32() else 0
-    meta = {**tile, "RUN": run, **tuning.dot_precision(weight, n), "FOLLOWS": follows}
-    partial, arrived = space
-    key = (m, n, d, limit, source.dtype, weight.dtype, out.dtype, bias is None or bias.dtype, counts.dtype)
-    key += (source.stride(0), weight.stride(0), meta["PRECISION"], run)
-    args = (source, weight, bias, out, partial, arrived, counts, limit, source.stride(0), weight.stride(0), m, n, d)
-    tiles = launch.cdiv(d, meta["BLOCK_D"]) * launch.cdiv(m, meta["BLOCK_M"])
-    grid = (tiles * meta["SPLITS"], 1, 1)
-    return _overflow_fwd(key, grid, args, meta, num_warps=warps, num_stages=stages, follows=follows, head=7)
+    summed = 2 * sizes["BLOCK_N"] if out.dtype is torch.float32 and not tuning.tf32() else 0
+    meta = {**sizes, "PARTIAL": summed, **tuning.dot_precision(weight, n), "GDC_WAIT": follows}
+    tiles, splits = launch.cdiv(d, sizes["BLOCK_D"]) * launch.cdiv(m, sizes["BLOCK_M"]), sizes["SPLITS"]
+    partial = arrived = None
+    if splits > 1:
+        partial = launch.scratch.get(tiles * splits * sizes["BLOCK_M"] * sizes["BLOCK_D"], weight.device)
+        arrived = launch.counters.get(tiles, weight.device)
+    args = (source, weight, bias, out, rows.counts, partial, arrived, rows.limit)
+    args += (source.stride(0), weight.stride(0), m, n, d)
+    grid = (tiles * splits, 1, 1)
+    return _overflow_fwd(grid, args, meta, launch_pdl=follows, head=5, **tile.options)
 
 
-def workspace(m: int, n: int, weight: Tensor) -> Workspace:
-    """(partial sums float32, arrival counters int32) that `forward` needs for source [m, n], or Nones.
-
-    The counters must be 0 before `forward` starts: see `clear_arrived`.
-    """
-    tile, _, _ = tuning.dense_tile(m, n, weight.shape[1], weight)
-    tiles = launch.cdiv(weight.shape[1], tile["BLOCK_D"]) * launch.cdiv(m, tile["BLOCK_M"])
-    if tile["SPLITS"] == 1:
-        return None, None
-    size = tiles * tile["SPLITS"] * tile["BLOCK_M"] * tile["BLOCK_D"]
-    # Apart, so that counters are never where another shape's sums are: host threads may interleave their launches.
-    counters = launch.counters.get(tiles, weight.device)[:tiles]
-    return launch.scratch.get(size, weight.device), counters.view(torch.int32)
-
-
-def backward_source(
-    grad: Tensor, weight: Tensor, source: Tensor, out: Tensor, counts: Tensor, limit: int, masked: bool
-) -> None:
-    """Writes grad @ weight.T into rows of `out` [M, N] with a count above `limit`; `masked`: 0 where source is 0."""
-    source, weight, grad = rows_contiguous(source), rows_contiguous(weight), grad.contiguous()
+def backward_source(rows: Overflow, grad: Tensor, weight: Tensor, out: Tensor, masked: bool) -> None:
+    """Writes grad @ weight.T into the rows of `out` [M, N] that overflowed; `masked`: 0 where source is 0."""
+    source, weight, grad = rows_contiguous(rows.source), rows_contiguous(weight), grad.contiguous()
     m, n = source.shape
     d = weight.shape[1]
-    run = 32 if weight.dtype is torch.float32 and not tuning.tf32() else 0
-    meta = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "RUN": run, **tuning.dot_precision(weight, d)}
+    summed = 32 if weight.dtype is torch.float32 and not tuning.tf32() else 0
+    meta = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "PARTIAL": summed, **tuning.dot_precision(weight, d)}
     meta["MASKED"] = masked
-    key = (m, n, d, limit, grad.dtype, source.dtype, weight.dtype, out.dtype, counts.dtype)
-    key += (source.stride(0), weight.stride(0), meta["PRECISION"], masked)
-    args = (grad, weight, source, out, counts, limit, weight.stride(0), source.stride(0), m, n, d)
+    args = (grad, weight, source, out, rows.counts, rows.limit, weight.stride(0), source.stride(0), m, n, d)
     row_blocks = launch.cdiv(m, meta["BLOCK_M"])
     share = min(launch.cdiv(n, meta["BLOCK_N"]), max(launch.cdiv(4 * tuning.programs(grad.device), row_blocks), 16))
     grid = (row_blocks, share, 1)
-    _overflow_bwd_source(key, grid, args, meta, num_warps=4, num_stages=3)
+    _overflow_bwd_source(grid, args, meta, num_warps=4, num_stages=3)
 
 
-def backward_weight(
-    source: Tensor,
-    mask: Tensor | None,
-    grad: Tensor,
-    out: Tensor,
-    counts: Tensor,
-    any_flagged: Tensor,
-    limit: int,
-) -> None:
-    """Adds source.T @ grad over the rows whose count exceeds `limit` to `out` [N, D]; `any_flagged` [1], 0 if none.
+def backward_weight(rows: Overflow, mask: Tensor | None, grad: Tensor, out: Tensor, any_flagged: Tensor) -> None:
+    """Adds source.T @ grad over the rows that overflowed to `out` [N, D]; `any_flagged` [1] is 0 if there are none.
 
     Of the source counts what lies where `mask` [M, N] differs from 0, if there is one.
     """
-    source, grad = rows_contiguous(source), grad.contiguous()
+    source, grad = rows_contiguous(rows.source), grad.contiguous()
     mask = None if mask is None else rows_contiguous(mask)
     strides = source.stride(0), 0 if mask is None else mask.stride(0)
     m, n = source.shape
     d = grad.shape[1]
     meta = {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_D": 128, **tuning.dot_precision(grad, m)}
-    key = (m, n, d, limit, source.dtype, grad.dtype, out.dtype, counts.dtype, *strides, meta["PRECISION"])
-    key += (None if mask is None else mask.dtype,)
-    args = (source, mask, grad, out, counts, any_flagged, limit, *strides, m, n, d)
+    args = (source, mask, grad, out, rows.counts, any_flagged, rows.limit, *strides, m, n, d)
     tiles = launch.cdiv(d, meta["BLOCK_D"]) * launch.cdiv(n, meta["BLOCK_N"])
     grid = (min(tiles, 4 * tuning.programs(grad.device)), 1, 1)
-    _overflow_bwd_weight(key, grid, args, meta, num_warps=4, num_stages=2)
+    _overflow_bwd_weight(grid, args, meta, num_warps=4, num_stages=2)
 
 
 EXAMPLES = {
     _overflow_fwd_kernel: {
         "signature": {
-            "x_ptr": "*bf16", "w_ptr": "*bf16", "bias_ptr": None, "out_ptr": "*bf16", "partial_ptr": "*fp32",
-            "arrived_ptr": "*i32", "counts_ptr": "*i32", "limit": "i32", "stride_xm": "i32", "stride_wn": "i32",
-            "M": "i32", "N": "i32", "D": "i32",
+            "x_ptr": "*bf16", "w_ptr": "*bf16", "bias_ptr": None, "out_ptr": "*bf16", "counts_ptr": "*i32",
+            "partial_ptr": "*fp32", "arrived_ptr": "*i32",
         },
         "constexprs": {
-            "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128, "SPLITS": 1, "RUN": 0, "PRECISION": "ieee", "UPCAST": False,
-            "FOLLOWS": False,
+            "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128, "SPLITS": 1, "PARTIAL": 0, "PRECISION": "ieee",
+            "UPCAST": False, "GDC_WAIT": False,
         },
         "num_warps": 8,
     },
     _overflow_bwd_source_kernel: {
         "signature": {
             "grad_ptr": "*bf16", "w_ptr": "*bf16", "x_ptr": "*bf16", "out_ptr": "*bf16", "counts_ptr": "*i32",
-            "limit": "i32", "stride_wn": "i32", "stride_xm": "i32", "M": "i32", "N": "i32", "D": "i32",
         },
         "constexprs": {
-            "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "RUN": 0, "PRECISION": "ieee", "UPCAST": False,
+            "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "PARTIAL": 0, "PRECISION": "ieee", "UPCAST": False,
             "MASKED": True,
         },
         "num_warps": 4,
@@ -330,8 +303,7 @@ EXAMPLES = {
     _overflow_bwd_weight_kernel: {
         "signature": {
             "x_ptr": "*bf16", "mask_ptr": "*bf16", "grad_ptr": "*bf16", "out_ptr": "*bf16", "counts_ptr": "*i32",
-            "any_ptr": "*i32", "limit": "i32", "stride_xm": "i32", "stride_km": "i32", "M": "i32", "N": "i32",
-            "D": "i32",
+            "any_ptr": "*i32",
         },
         "constexprs": {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_D": 128, "PRECISION": "ieee", "UPCAST": False},
         "num_warps": 4,

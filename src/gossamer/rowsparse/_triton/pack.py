@@ -14,24 +14,47 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer._core import launch, tuning
+from gossamer._core import launch
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+from gossamer.rowsparse.pack import one_program_a_row
 
 DONE = tl.constexpr(1 << 31)
 COUNT = tl.constexpr((1 << 31) - 1)
 
 
 @triton.jit
+def chunk_columns(start, BLOCK: tl.constexpr, VEC: tl.constexpr):
+    """Columns start to start + BLOCK as [BLOCK / VEC, VEC], so that a thread holds VEC neighbours: one *word*."""
+    return start + tl.arange(0, BLOCK // VEC)[:, None] * VEC + tl.arange(0, VEC)[None, :]
+
+
+@triton.jit
 def load_chunk(x_ptr, start, N, BLOCK: tl.constexpr, VEC: tl.constexpr):
-    """Columns start to start + BLOCK of one row, as [BLOCK / VEC, VEC] so that a thread holds VEC neighbours."""
-    columns = start + tl.arange(0, BLOCK // VEC)[:, None] * VEC + tl.arange(0, VEC)[None, :]
+    """Words of one row."""
+    columns = chunk_columns(start, BLOCK, VEC)
     return tl.load(x_ptr + columns, mask=columns < N, other=0.0)
+
+
+@triton.jit
+def load_threshold(threshold_ptr, stride_t, columns, N):
+    """Thresholds below 0 keep what 0 keeps, because values are at least 0."""
+    if threshold_ptr is None:
+        return 0.0
+    else:
+        threshold = tl.load(threshold_ptr + columns * stride_t, mask=columns < N, other=0.0).to(tl.float32)
+        return tl.where(threshold < 0, 0.0, threshold)
+
+
+@triton.jit
+def word_bits(keep, VEC: tl.constexpr):
+    """Bit v of word g is keep[g, v]."""
+    return tl.sum(keep.to(tl.int32) << tl.arange(0, VEC)[None, :], axis=1)
 
 
 @triton.jit
 def nonzero_bits(x, VEC: tl.constexpr):
     """Bit v of word g says whether x[g, v] differs from 0; NaN does."""
-    return tl.sum((x != 0).to(tl.int32) << tl.arange(0, VEC)[None, :], axis=1)
+    return word_bits(x != 0, VEC)
 
 
 @triton.jit
@@ -76,6 +99,13 @@ def append_entries(
 
 
 @triton.jit
+def publish(flag_ptr, epoch, count):
+    """Tells the programs after this one its count. An atomic, because a plain store could sit in a write buffer while
+    they wait."""
+    tl.atomic_xchg(flag_ptr, (epoch.to(tl.int64) << 32) | count, sem="relaxed")
+
+
+@triton.jit
 def wait_and_sum(flags_ptr, count, ready, FLAGS: tl.constexpr):
     """Waits until each of the first `count` words, without its count, is `ready` or, if later, done; sums the counts.
 
@@ -101,9 +131,7 @@ def scan_chunk(
     bits = nonzero_bits(load_chunk(x_ptr, start, N, BLOCK, VEC), VEC)
     counts = count_bits(bits)
     count = tl.sum(counts, axis=0)
-    word = (epoch.to(tl.int64) << 32) | count
-    # An atomic, because a plain store could sit in a write buffer while others wait.
-    tl.atomic_xchg(flags_ptr + chunk, word, sem="relaxed")
+    publish(flags_ptr + chunk, epoch, count)
     if (count > 0) | (chunk == chunks - 1):
         base = wait_and_sum(flags_ptr, chunk, epoch.to(tl.int64) << 1, FLAGS)
         if base < capacity:
@@ -204,17 +232,17 @@ _pack_split = launch.Kernel(_pack_split_kernel)
 _pack_row = launch.Kernel(_pack_row_kernel)
 
 
-def fit_block(meta: dict[str, Any], n: int) -> dict[str, Any]:
-    """The tile with BLOCK no larger than a row needs; a warp's worth of groups at least."""
-    smallest = 32 * meta["VEC"]
-    return {**meta, "BLOCK": max(min(launch.next_power_of_2(n), meta["BLOCK"]), smallest)}
+def scan_tile(n: int, element_size: int, groups: int = 256) -> dict[str, Any]:
+    """Sizes of the scan of rows of n columns, 16 bytes a group, and no more groups than a row needs; a warp's worth at
+    least. A program is one warp: nothing waits for another."""
+    vector = 16 // element_size
+    return {"BLOCK": vector * max(32, min(groups, launch.next_power_of_2(n) // vector)), "VEC": vector}
 
 
-def split(meta: dict[str, Any], n: int) -> tuple[int, dict[str, Any]]:
-    """(chunks per row, tile with the width in which flags are read)."""
-    meta = fit_block(meta, n)
-    chunks = launch.cdiv(n, meta["BLOCK"])
-    return chunks, {**meta, "FLAGS": min(launch.next_power_of_2(chunks), 128)}
+def split(n: int, sizes: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """(chunks per row, the sizes with the width in which flags are read)."""
+    chunks = launch.cdiv(n, sizes["BLOCK"])
+    return chunks, {**sizes, "FLAGS": min(launch.next_power_of_2(chunks), 128)}
 
 
 def pack_ell(x: Tensor, capacity: int, clear: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -226,12 +254,10 @@ def pack_ell(x: Tensor, capacity: int, clear: bool = True) -> tuple[Tensor, Tens
     nnz = torch.empty(m, dtype=torch.int32, device=x.device)
     if m == 0 or n == 0:
         return values.zero_(), indices.fill_(-1), nnz.zero_()
-    tile, warps = tuning.scan_tile(m, n, x.element_size())
-    if tuning.one_program_a_row(m, n):
-        meta = {**fit_block(tile, n), "CLEAR": clear, "COUNT_ONLY": False}
-        key = (m, n, capacity, x.dtype, x.stride(0), clear)
+    if one_program_a_row(m, n):
+        meta = {**scan_tile(n, x.element_size()), "CLEAR": clear, "COUNT_ONLY": False}
         args = (x, values, indices, nnz, None, x.stride(0), m, n, capacity)
-        _pack_row(key, (m, 1, 1), args, meta, num_warps=warps)
+        _pack_row((m, 1, 1), args, meta, num_warps=1)
     else:
         _split(x, values, indices, nnz, None, capacity)
     return values, indices, nnz
@@ -242,29 +268,25 @@ def _split(
 ) -> None:
     """Launches programs that share rows: an ELL (without offsets), a CSR, or counts alone (without values)."""
     m, n = x.shape
-    tile, warps = tuning.scan_tile(m, n, x.element_size())
-    chunks, meta = split(tile, n)
+    chunks, meta = split(n, scan_tile(n, x.element_size()))
     flags, epoch = launch.flags.get(m * chunks, x.device)
-    key = (m, n, capacity, x.dtype, x.stride(0), values is None, offsets is None)
     args = (x, values, indices, nnz, offsets, flags, epoch, x.stride(0), m, n, capacity, chunks)
     meta["COUNT_ONLY"] = values is None
-    _pack_split(key, (m * chunks, 1, 1), args, meta, num_warps=warps)
+    _pack_split((m * chunks, 1, 1), args, meta, num_warps=1)
 
 
 def count_rows(x: Tensor) -> Tensor:
     """Operator `count_rows`: how many elements of each row differ from 0."""
     x = rows_contiguous(x)
     m, n = x.shape
-    rows = tuning.one_program_a_row(m, n)
+    rows = one_program_a_row(m, n)
     nnz = (torch.empty if rows and n else torch.zeros)(m, dtype=torch.int32, device=x.device)
     if m and n and not rows:
         _split(x, None, None, nnz, None, 0)
     elif m and n:
-        tile, warps = tuning.scan_tile(m, n, x.element_size())
-        meta = {**fit_block(tile, n), "CLEAR": False, "COUNT_ONLY": True}
-        key = (m, n, x.dtype, x.stride(0))
+        meta = {**scan_tile(n, x.element_size()), "CLEAR": False, "COUNT_ONLY": True}
         args = (x, x, nnz, nnz, None, x.stride(0), m, n, 0)
-        _pack_row(key, (m, 1, 1), args, meta, num_warps=warps)
+        _pack_row((m, 1, 1), args, meta, num_warps=1)
     return nnz
 
 
@@ -276,14 +298,12 @@ def pack_csr(x: Tensor, row_offsets: Tensor, max_nnz: int) -> tuple[Tensor, Tens
     indices = torch.empty(max_nnz, dtype=torch.int32, device=x.device)
     if m == 0 or n == 0 or max_nnz == 0:
         return values.zero_(), indices.fill_(-1)
-    if not tuning.one_program_a_row(m, n):
+    if not one_program_a_row(m, n):
         _split(x, values, indices, None, row_offsets, max_nnz)
     else:
-        tile, warps = tuning.scan_tile(m, n, x.element_size())
-        meta = {**fit_block(tile, n), "CLEAR": True, "COUNT_ONLY": False}
-        key = (m, n, max_nnz, x.dtype, x.stride(0))
+        meta = {**scan_tile(n, x.element_size()), "CLEAR": True, "COUNT_ONLY": False}
         args = (x, values, indices, None, row_offsets, x.stride(0), m, n, max_nnz)
-        _pack_row(key, (m, 1, 1), args, meta, num_warps=warps)
+        _pack_row((m, 1, 1), args, meta, num_warps=1)
     return values, indices
 
 
@@ -291,8 +311,7 @@ EXAMPLES = {
     _pack_split_kernel: {
         "signature": {
             "x_ptr": "*fp32", "values_ptr": "*fp32", "indices_ptr": "*i32", "nnz_ptr": "*i32", "offsets_ptr": None,
-            "flags_ptr": "*i64", "epoch": "i32", "stride_xm": "i32", "M": "i32", "N": "i32", "capacity": "i32",
-            "chunks": "i32",
+            "flags_ptr": "*i64",
         },
         "constexprs": {"BLOCK": 1024, "VEC": 4, "FLAGS": 64, "COUNT_ONLY": False},
         "num_warps": 1,
@@ -300,7 +319,6 @@ EXAMPLES = {
     _pack_row_kernel: {
         "signature": {
             "x_ptr": "*bf16", "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "offsets_ptr": None,
-            "stride_xm": "i32", "M": "i32", "N": "i32", "capacity": "i32",
         },
         "constexprs": {"BLOCK": 2048, "VEC": 8, "CLEAR": True, "COUNT_ONLY": False},
         "num_warps": 1,

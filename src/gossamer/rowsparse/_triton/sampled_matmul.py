@@ -75,6 +75,10 @@ def _sampled_matmul_kernel(
 
 _sampled_matmul = launch.Kernel(_sampled_matmul_kernel)
 
+GATHER = {size: launch.Tile({"BLOCK_E": 8, "BLOCK_D": 256 if size == 2 else 64}, warps=1) for size in (2, 4)}
+SCATTER = launch.Tile({"BLOCK_E": 32, "BLOCK_D": 16}, warps=8)
+"""Of products that are put among zeros: warps enough to write at memory bandwidth."""
+
 
 def sampled_matmul(
     x: Tensor,
@@ -107,20 +111,21 @@ def sampled_matmul(
         dense = x.new_zeros(m if source is not None else 0, n)
     if work and (scatter or products is None):
         if products is None:
-            tile, warps = tuning.sampled_tile(d, x.element_size())
+            tile = GATHER[x.element_size()]
         else:
             products = products.contiguous()
-            tile, warps = tuning.scatter_tile()
-        parts = max(1, min(launch.cdiv(capacity, tile["BLOCK_E"]), launch.cdiv(64 * tuning.programs(x.device), m)))
-        meta = {**tile, "PARTS": 1 if fill else parts, "IS_CSR": is_csr, "SCATTER": scatter}
-        meta["FILL"] = warps * 4096 // x.element_size() if fill else 0
-        key = (m, n, d, capacity, x.dtype, weight.dtype, offsets.dtype, x.stride(0), weight.stride(0), is_csr, scatter)
-        key += (None if products is None else products.dtype,)
+            tile = SCATTER
+        parts = max(
+            1, min(launch.cdiv(capacity, tile.sizes["BLOCK_E"]), launch.cdiv(64 * tuning.programs(x.device), m))
+        )
+        meta = {**tile.sizes, "PARTS": 1 if fill else parts, "IS_CSR": is_csr, "SCATTER": scatter}
+        meta["FILL"] = tile.warps * 4096 // x.element_size() if fill else 0
         out = dense if scatter else values
         args = (x, weight, indices, offsets, products, out, x.stride(0), weight.stride(0), n, d, capacity)
-        _sampled_matmul(key, (m, meta["PARTS"], 1), args, meta, num_warps=warps)
+        _sampled_matmul((m, meta["PARTS"], 1), args, meta, **tile.options)
     if source is not None and m and n:
-        overflow.backward_source(x, weight, source, dense, offsets[is_csr:], capacity, masked)
+        rows = overflow.Overflow(source, offsets[is_csr:], capacity)
+        overflow.backward_source(rows, x, weight, dense, masked)
     return values, dense
 
 
@@ -129,7 +134,6 @@ EXAMPLES = {
         "signature": {
             "x_ptr": "*bf16", "w_ptr": "*bf16", "indices_ptr": "*i32", "offsets_ptr": "*i32", "products_ptr": None,
             "out_ptr": "*bf16",
-            "stride_xm": "i32", "stride_wn": "i32", "N": "i32", "D": "i32", "capacity": "i32",
         },
         "constexprs": {"BLOCK_E": 8, "BLOCK_D": 256, "PARTS": 1, "IS_CSR": False, "SCATTER": True, "FILL": 2048},
         "num_warps": 1,

@@ -139,21 +139,20 @@ def transpose_keys(indices: Tensor, offsets: Tensor, n: int) -> tuple[Tensor, Te
         return torch.zeros(n + 1, dtype=torch.int64, device=device), keys, columns
     capacity = indices.shape[-1]
     meta = {"BLOCK": 128, "IS_CSR": is_csr}
-    key = (m, n, capacity, offsets.dtype)
     # How many columns are long, a zero ahead of the counts, and, each from an aligned address on, counts and columns.
     list_at = 4 + launch.cdiv(n, 4) * 4
     found = torch.zeros(list_at + min(n, indices.numel() // LONG), dtype=torch.int32, device=device)
     counts, long = found[4 : 4 + n], found[list_at:]
-    _column_count(key, (m, 1, 1), (indices, offsets, counts, capacity, n), meta, num_warps=4)
+    _column_count((m, 1, 1), (indices, offsets, counts, capacity, n), meta, num_warps=4)
     col_offsets = torch.cumsum(found[3 : 4 + n], 0, dtype=torch.int64)
     args = (indices, offsets, col_offsets, counts, keys, capacity, n)
-    _column_fill(key, (m, 1, 1), args, meta, num_warps=4)
+    _column_fill((m, 1, 1), args, meta, num_warps=4)
     ordered = torch.empty_like(keys)
     args = (keys, col_offsets, ordered, columns, long, found)
     meta = {"LONG": LONG, "COLUMNS": 4, "BLOCK": 16}
-    _column_sort((n,), (launch.cdiv(n, 4), 1, 1), (*args, n), meta, num_warps=1)
+    _column_sort((launch.cdiv(n, 4), 1, 1), (*args, n), meta, num_warps=1)
     if long.numel():
-        _column_sort_long((), (8 * tuning.programs(device), 1, 1), args, {"BLOCK": 64}, num_warps=4)
+        _column_sort_long((8 * tuning.programs(device), 1, 1), args, {"BLOCK": 64}, num_warps=4)
     return col_offsets, ordered, columns
 
 
@@ -163,22 +162,20 @@ _SORTED = {
 }  # fmt: skip
 EXAMPLES = {
     _column_count_kernel: {
-        "signature": {
-            "indices_ptr": "*i32", "offsets_ptr": "*i32", "counts_ptr": "*i32", "capacity": "i32", "N": "i32",
-        },
+        "signature": {"indices_ptr": "*i32", "offsets_ptr": "*i32", "counts_ptr": "*i32"},
         "constexprs": {"BLOCK": 128, "IS_CSR": False},
         "num_warps": 4,
     },
     _column_fill_kernel: {
         "signature": {
             "indices_ptr": "*i32", "offsets_ptr": "*i32", "col_offsets_ptr": "*i64", "counts_ptr": "*i32",
-            "keys_ptr": "*i64", "capacity": "i32", "N": "i32",
+            "keys_ptr": "*i64",
         },
         "constexprs": {"BLOCK": 128, "IS_CSR": False},
         "num_warps": 4,
     },
     _column_sort_kernel: {
-        "signature": {**_SORTED, "N": "i32"},
+        "signature": {**_SORTED},
         "constexprs": {"LONG": 256, "COLUMNS": 4, "BLOCK": 16},
         "num_warps": 1,
     },

@@ -10,17 +10,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer._core import launch, tuning
+from gossamer._core import launch
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.pack import (
     append_entries,
+    chunk_columns,
     clear_slots,
     count_bits,
-    fit_block,
     load_chunk,
+    load_threshold,
     nonzero_bits,
+    scan_tile,
+    word_bits,
 )
 from gossamer.rowsparse.formats import tile_index_dtype
+from gossamer.rowsparse.pack import one_program_a_row
 
 
 @triton.jit
@@ -40,18 +44,15 @@ def _pack_twell_kernel(
         for start in range(0, width, BLOCK):
             x = load_chunk(x_ptr + begin, start, width, BLOCK, VEC)
             if ABOVE:
-                columns = start + tl.arange(0, BLOCK // VEC)[:, None] * VEC + tl.arange(0, VEC)[None, :]
-                bound = 0.0
+                columns = chunk_columns(start, BLOCK, VEC)
+                limit = 0.0
                 if bounds_ptr is not None:
-                    bound = tl.load(bounds_ptr + row)
+                    limit = tl.load(bounds_ptr + row)
                     if factors_ptr is not None:
-                        bound *= tl.load(factors_ptr + begin + columns, mask=columns < width, other=0.0)
+                        limit *= tl.load(factors_ptr + begin + columns, mask=columns < width, other=0.0)
                 if threshold_ptr is not None:
-                    bound = tl.load(threshold_ptr + begin + columns, mask=columns < width, other=0.0)
-                    bound = bound.to(tl.float32)
-                    bound = tl.where(bound < 0, 0.0, bound)
-                keep = ~(x.to(tl.float32) <= bound) & (columns < width)
-                bits = tl.sum(keep.to(tl.int32) << tl.arange(0, VEC)[None, :], axis=1)
+                    limit = load_threshold(threshold_ptr + begin, 1, columns, width)
+                bits = word_bits(~(x.to(tl.float32) <= limit) & (columns < width), VEC)
             else:
                 bits = nonzero_bits(x, VEC)
             counts = count_bits(bits)
@@ -137,14 +138,11 @@ def launch_pack_twell(
         return
     x = rows_contiguous(x)
     (m, tiles, slots), n = values.shape, x.shape[1]
-    scan, warps = tuning.scan_tile(m, n, x.element_size())
-    meta = {**fit_block(scan, tile), "ABOVE": above}
-    key = (m, n, tile, slots, x.dtype, x.stride(0), above)
-    key += (threshold is None or threshold.dtype, bounds is None, factors is None)
+    meta = {**scan_tile(tile, x.element_size()), "ABOVE": above}
     args = (x, threshold, bounds, factors, values, indices, counts, x.stride(0), n, tiles, tile, slots)
     # Rows alone fill the GPU, or tiles of a row go to programs of their own.
-    share = 1 if tuning.one_program_a_row(m, n) else min(tiles, 64)
-    _pack_twell(key, (m, share, 1), args, meta, num_warps=warps)
+    share = 1 if one_program_a_row(m, n) else min(tiles, 64)
+    _pack_twell((m, share, 1), args, meta, num_warps=1)
 
 
 def twell_to_ell(
@@ -158,19 +156,17 @@ def twell_to_ell(
     if m == 0 or tiles == 0:
         return out.zero_(), columns.fill_(-1), nnz.zero_()
     block = min(max(launch.next_power_of_2(tiles), 32), 256)
-    key = (m, tiles, slots, tile, capacity, values.dtype, indices.dtype)
     parts = (values.contiguous(), indices.contiguous(), counts.contiguous())
     args = (*parts, out, columns, nnz, tiles, slots, tile, capacity)
-    _twell_to_ell(key, (m, 1, 1), args, {"BLOCK": block}, num_warps=1)
+    _twell_to_ell((m, 1, 1), args, {"BLOCK": block}, num_warps=1)
     return out, columns, nnz
 
 
 EXAMPLES = {
     _pack_twell_kernel: {
         "signature": {
-            "x_ptr": "*bf16", "threshold_ptr": "*fp32", "bounds_ptr": None, "factors_ptr": None,
-            "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16",
-            **dict.fromkeys(("stride_xm", "N", "tiles", "tile", "slots"), "i32"),
+            "x_ptr": "*bf16", "threshold_ptr": "*fp32", "bounds_ptr": None, "factors_ptr": None, "values_ptr": "*bf16",
+            "indices_ptr": "*u8", "counts_ptr": "*i16",
         },
         "constexprs": {"BLOCK": 256, "VEC": 8, "ABOVE": True},
         "num_warps": 1,
@@ -178,7 +174,7 @@ EXAMPLES = {
     _twell_to_ell_kernel: {
         "signature": {
             "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16", "out_ptr": "*bf16",
-            "columns_ptr": "*i32", "nnz_ptr": "*i32", "tiles": "i32", "slots": "i32", "tile": "i32", "capacity": "i32",
+            "columns_ptr": "*i32", "nnz_ptr": "*i32",
         },
         "constexprs": {"BLOCK": 256},
         "num_warps": 1,

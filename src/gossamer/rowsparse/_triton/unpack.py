@@ -63,9 +63,8 @@ def unpack(values: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | No
             source = source.contiguous()
         stride = 0 if source is None else source.stride(0)
         values = values.contiguous()
-        key = (m, n, capacity, values.dtype, offsets.dtype, source is None or source.dtype, stride)
         args = (values, indices, offsets, source, out, stride, n, capacity)
-        _unpack(key, (m, 1, 1), args, {"BLOCK": 32, "COPY": 1024, "IS_CSR": is_csr}, num_warps=4)
+        _unpack((m, 1, 1), args, {"BLOCK": 32, "COPY": 1024, "IS_CSR": is_csr}, num_warps=4)
     elif source is not None and m and n:
         out = torch.where((offsets[is_csr:] > 0)[:, None], source.to(out.dtype), out)
     return out
@@ -75,7 +74,7 @@ EXAMPLES = {
     _unpack_kernel: {
         "signature": {
             "values_ptr": "*fp32", "indices_ptr": "*i32", "offsets_ptr": "*i32", "source_ptr": "*fp32",
-            "out_ptr": "*fp32", "stride_sm": "i32", "N": "i32", "capacity": "i32",
+            "out_ptr": "*fp32",
         },
         "constexprs": {"BLOCK": 32, "COPY": 1024, "IS_CSR": False},
         "num_warps": 4,

@@ -8,18 +8,8 @@ serves as the container's source without another buffer. There -0.0 stands for a
 import triton
 import triton.language as tl
 
-from gossamer.rowsparse._triton.pack import pop_lowest
-from gossamer.sae._triton.select import add_bias, chunk_columns, load_pre
-
-
-@triton.jit
-def load_threshold(threshold_ptr, stride_t, columns, N):
-    """Thresholds below 0 keep what 0 keeps, because values are at least 0."""
-    if threshold_ptr is None:
-        return 0.0
-    else:
-        threshold = tl.load(threshold_ptr + columns * stride_t, mask=columns < N, other=0.0)
-        return tl.where(threshold < 0, 0.0, threshold)
+from gossamer.rowsparse._triton.pack import chunk_columns, load_threshold, pop_lowest
+from gossamer.sae._triton.select import add_bias, load_pre
 
 
 @triton.jit
@@ -45,7 +35,7 @@ def append_active(
 
 @triton.jit
 def activate_row(
-    z_ptr, bias_ptr, threshold_ptr, stride_t, half, N, BLOCK: tl.constexpr, VEC: tl.constexpr, WINDOW: tl.constexpr
+    z_ptr, bias_ptr, threshold_ptr, stride_t, radius, N, BLOCK: tl.constexpr, VEC: tl.constexpr, WINDOW: tl.constexpr
 ):  # fmt: skip
     """Overwrites a row of z by what exceeds the threshold, and marks what lies in the window."""
     for start in range(0, N, BLOCK):
@@ -56,11 +46,9 @@ def activate_row(
         if WINDOW:
             # A literal -0.0 would become +0.0 on its way through the compiler.
             minus_zero = tl.full([], -0x80000000, tl.int32).to(tl.float32, bitcast=True)
-            out = tl.where((pre <= threshold) & (pre > threshold - half), minus_zero, out)
+            out = tl.where((pre <= threshold) & (pre > threshold - radius), minus_zero, out)
         tl.store(z_ptr + columns, out, mask=columns < N)
 
 
-def tile_of(element_size: int) -> tuple[dict[str, int], int]:
-    """Tile of the scan of pre-activations: half the columns of `tuning.scan_tile`, for thresholds take registers."""
-    vector = 16 // element_size
-    return {"BLOCK": 128 * vector, "VEC": vector}, 1
+GROUPS = 128
+"""Groups of the scan of pre-activations: half as many as of `pack`, for thresholds take registers."""

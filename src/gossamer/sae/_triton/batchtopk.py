@@ -18,19 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.rowsparse._triton import pack
-from gossamer.rowsparse._triton.pack import clear_slots, count_bits, pop_lowest
-from gossamer.sae._triton.select import (
-    SHIFT,
-    _dtypes,
-    _example,
-    chunk_columns,
-    emit_largest,
-    load_pre,
-    rank_key,
-    ranked,
-    word_bits,
-)
+from gossamer.rowsparse._triton.pack import chunk_columns, clear_slots, count_bits, pop_lowest, scan_tile, word_bits
+from gossamer.sae._triton.select import SHIFT, emit_largest, example, load_pre, rank_key, ranked
 
 BOUND, LISTED, KTH, NEED = (tl.constexpr(word) for word in range(4))
 """Words of what the launches tell each other: the bound, how many numbers reach it, the k-th largest key of the batch,
@@ -60,10 +49,10 @@ def batch_rank(total: int, share: float) -> int:
     return math.ceil(1.5 * expected + 4.6 * math.sqrt(expected) + 3)
 
 
-def batch_tile(m: int, element_size: int) -> tuple[dict[str, int], int]:
+def batch_tile(m: int, n: int, element_size: int) -> launch.Tile:
     """Tile of the pass over a batch: rows that do not fill the GPU get more threads each."""
-    vector = 16 // element_size
-    return ({"BLOCK": 256 * vector, "VEC": vector}, 8) if m < 512 else ({"BLOCK": 64 * vector, "VEC": vector}, 1)
+    groups, warps = (256, 8) if m < 512 else (64, 1)
+    return launch.Tile(scan_tile(n, element_size, groups), warps)
 
 
 def batch_list(n: int, k: int) -> int:
@@ -340,36 +329,47 @@ def _share_ties_kernel(
 
 @triton.jit
 def _emit_row_kernel(
-    z_ptr, bias_ptr, scale_ptr, list_ptr, columns_ptr, reach_ptr, kth_ptr, need_ptr, offsets_ptr, values_ptr,
-    indices_ptr, nnz_ptr, l0_ptr, N, length, capacity,
-    SHIFT: tl.constexpr, LIST: tl.constexpr, MAY_OVERFLOW: tl.constexpr,
+    z_ptr, bias_ptr, scale_ptr, list_ptr, columns_ptr, reach_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, nnz_ptr,
+    l0_ptr, N, length, capacity, SHIFT: tl.constexpr, LIST: tl.constexpr, MAY_OVERFLOW: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): its entries from its list, if that has them all and, with MAY_OVERFLOW, the capacity suffices.
-    With `offsets_ptr` they are those of CSR, and the programs share what is padding among `capacity` slots in all."""
+    """Program (row), of an ELL: its entries from its list, if that has them all and, with MAY_OVERFLOW, the capacity
+    suffices."""
     row = tl.program_id(0).to(tl.int64)
     reach = tl.load(reach_ptr + row)
-    begin = row * capacity
-    if offsets_ptr is not None:
-        begin = tl.load(offsets_ptr + row)
-        rows = tl.num_programs(0).to(tl.int64)
-        clear_slots(values_ptr, indices_ptr, tl.load(offsets_ptr + rows) + row * 256, capacity, rows * 256, 256)
-        capacity = (tl.load(offsets_ptr + row + 1) - begin).to(tl.int32)
     if reach <= length:
-        kth = tl.load(kth_ptr + row)
-        need = tl.load(need_ptr + row)
-        values_ptr += begin
-        indices_ptr += begin
+        values_ptr += row * capacity
+        indices_ptr += row * capacity
         held = emit_largest(
-            z_ptr + row * N, bias_ptr, scale_ptr, list_ptr + row * length, columns_ptr + row * length, None, reach, kth,
-            need, values_ptr, indices_ptr, N, capacity, LIST, SHIFT,
+            z_ptr + row * N, bias_ptr, scale_ptr, list_ptr + row * length, columns_ptr + row * length, None, reach,
+            tl.load(kth_ptr + row), tl.load(need_ptr + row), values_ptr, indices_ptr, N, capacity, LIST, SHIFT,
         )  # fmt: skip
         tl.store(l0_ptr + row, held)
-        if offsets_ptr is None:
-            tl.store(nnz_ptr + row, held)
-            clear_slots(values_ptr, indices_ptr, held, capacity, 256, 256)
+        tl.store(nnz_ptr + row, held)
+        clear_slots(values_ptr, indices_ptr, held, capacity, 256, 256)
         if MAY_OVERFLOW:
             if held > capacity:
                 tl.store(reach_ptr + row, length + 1)
+
+
+@triton.jit
+def _emit_row_csr_kernel(
+    z_ptr, bias_ptr, scale_ptr, list_ptr, columns_ptr, reach_ptr, kth_ptr, need_ptr, offsets_ptr, values_ptr,
+    indices_ptr, l0_ptr, N, length, slots, SHIFT: tl.constexpr, LIST: tl.constexpr,
+):  # fmt: skip
+    """Program (row), of a CSR: its entries from its list, if that has them all. The programs share what is padding
+    among `slots` in all."""
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    clear_slots(values_ptr, indices_ptr, tl.load(offsets_ptr + rows) + row * 256, slots, rows * 256, 256)
+    reach = tl.load(reach_ptr + row)
+    if reach <= length:
+        begin = tl.load(offsets_ptr + row)
+        room = (tl.load(offsets_ptr + row + 1) - begin).to(tl.int32)
+        held = emit_largest(
+            z_ptr + row * N, bias_ptr, scale_ptr, list_ptr + row * length, columns_ptr + row * length, None, reach,
+            tl.load(kth_ptr + row), tl.load(need_ptr + row), values_ptr + begin, indices_ptr + begin, N, room, LIST,
+            SHIFT,
+        )  # fmt: skip
+        tl.store(l0_ptr + row, held)
 
 
 _count_sample = launch.Kernel(_count_sample_kernel)
@@ -381,6 +381,7 @@ _count_low = launch.Kernel(_count_low_kernel)
 _count_ties = launch.Kernel(_count_ties_kernel)
 _share_ties = launch.Kernel(_share_ties_kernel)
 _emit_row = launch.Kernel(_emit_row_kernel)
+_emit_row_csr = launch.Kernel(_emit_row_csr_kernel)
 
 
 class Found:
@@ -408,39 +409,37 @@ def find(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None, offsets: 
     memory = torch.zeros(2 * bins + (1 << low) + 4, dtype=torch.int64, device=z.device)
     words, sample, counts, rest = memory.split([4, bins, bins, 1 << low])
     operands, grid = (z, bias, scale), (m, 1, 1)
-    meta, warps = batch_tile(m, z.element_size())
-    meta = {**pack.fit_block(meta, n), "SHIFT": shift}
-    key = (m, n, k, z.dtype, _dtypes(bias, scale))
+    tile = batch_tile(m, n, z.element_size())
+    meta = {**tile.sizes, "SHIFT": shift}
     bits = {"SHIFT": shift, "LOW": low}
     part = {"RUN": BATCH_RUN, "STEP": step, "BLOCK": min(1024, launch.next_power_of_2(size))}
     rows = launch.cdiv(m, every)
-    _count_sample(key, (rows, 1, 1), (*operands, sample, every, n, size), {**part, **bits})
+    _count_sample((rows, 1, 1), (*operands, sample, every, n, size), {**part, **bits})
     rank = batch_rank(k * m, rows / m * size / n)
-    _find((*key, 0), (1, 1, 1), (sample, words, rank), {"PART": 0, "BINS": bins, **bits}, num_warps=16)
+    _find((1, 1, 1), (sample, words, rank), {"PART": 0, "BINS": bins, **bits}, num_warps=16)
     args = (*operands, words, found.columns, found.reach, n, found.length)
-    _list_row(key, grid, args, meta, num_warps=warps)
+    _list_row(grid, args, meta, **tile.options)
     cores = tuning.programs(z.device)
     args = (*operands, counts, words, found.keys, found.columns, found.reach, m, n, found.length)
     # An octave is 128 bins of bfloat16, and 256 of others.
     part = {"ROWS": 8, "BLOCK": 256, "WINDOW": 256 if 64 * k <= n else 1024, **bits}
-    _count_listed(key, (min(launch.cdiv(m, 8), 2 * cores), 1, 1), args, part, num_warps=8)
+    _count_listed((min(launch.cdiv(m, 8), 2 * cores), 1, 1), args, part, num_warps=8)
     args = (*operands, counts, words, found.reach, k * m, m, n, found.length)
     part = {"BLOCK": 4096 // z.element_size(), "WINDOW": 1024, **bits}
-    _count_rest(key, (min(m, 4 * cores), 1, 1), args, part, num_warps=8)
-    _find((*key, 1), (1, 1, 1), (counts, words, k * m), {"PART": 1, "BINS": bins, **bits}, num_warps=16)
+    _count_rest((min(m, 4 * cores), 1, 1), args, part, num_warps=8)
+    _find((1, 1, 1), (counts, words, k * m), {"PART": 1, "BINS": bins, **bits}, num_warps=16)
     listed = (words, found.keys, found.reach)
     if low:
         args = (*operands, rest, *listed, n, found.length)
-        _count_low(key, grid, args, {**meta, **bits}, num_warps=warps)
+        _count_low(grid, args, {**meta, **bits}, **tile.options)
         part = {"PART": 2, "BINS": 1 << low, "SHIFT": shift, "LOW": 0}
-        _find((*key, 2), (1, 1, 1), (rest, words, 0), part, num_warps=16)
+        _find((1, 1, 1), (rest, words, 0), part, num_warps=16)
     ties = torch.empty(m, dtype=torch.int32, device=z.device)
     above = None if offsets is None else torch.empty_like(ties)
-    key = (*key, offsets is None)
     args = (*operands, *listed, ties, above, n, found.length)
-    _count_ties(key, grid, args, {**meta, "SHIFT": shift}, num_warps=warps)
+    _count_ties(grid, args, meta, **tile.options)
     args = (words, ties, above, found.kth, found.need, offsets, m, n)
-    _share_ties(key, (1, 1, 1), args, {"BLOCK": min(4096, launch.next_power_of_2(m))}, num_warps=8)
+    _share_ties((1, 1, 1), args, {"BLOCK": min(4096, launch.next_power_of_2(m))}, num_warps=8)
     return found
 
 
@@ -456,72 +455,74 @@ def emit(
     """Fills values, indices, nnz and l0 of rows whose list has all their entries; `found.reach` exceeds `found.length`
     for the others then, and with `may_overflow` for rows of more entries than there are slots. With the `offsets` that
     `find` has filled, values and indices are those of CSR, and there is no nnz."""
-    (m, n), capacity = z.shape, out[0].shape[-1]
-    meta = {"SHIFT": SHIFT[z.dtype], "LIST": 256, "MAY_OVERFLOW": may_overflow}
-    key = (m, n, capacity, found.length, z.dtype, _dtypes(bias, scale), may_overflow, offsets is None)
-    args = (z, bias, scale, found.keys, found.columns, found.reach, found.kth, found.need, offsets, *out)
-    _emit_row(key, (m, 1, 1), (*args, n, found.length, capacity), meta, num_warps=4)
+    (m, n), (values, indices, nnz, l0) = z.shape, out
+    meta = {"SHIFT": SHIFT[z.dtype], "LIST": 256}
+    args = (z, bias, scale, found.keys, found.columns, found.reach, found.kth, found.need)
+    if offsets is not None:
+        args += (offsets, values, indices, l0, n, found.length, len(values))
+        _emit_row_csr((m, 1, 1), args, meta, num_warps=4)
+    else:
+        args += (values, indices, nnz, l0, n, found.length, values.shape[1])
+        _emit_row((m, 1, 1), args, meta | {"MAY_OVERFLOW": may_overflow}, num_warps=4)
 
 
 _LISTS = {"words_ptr": "*i64", "list_ptr": "*i32"}
-_SIZES = ("N", "length")
 _Z = {"z_ptr": "*bf16", "bias_ptr": "*fp32", "scale_ptr": "*bf16"}
-_N = dict.fromkeys(_SIZES, "i32")
+_EMITTED = {
+    **_Z, "list_ptr": "*i32", "columns_ptr": "*i32", "reach_ptr": "*i32", "kth_ptr": "*i32", "need_ptr": "*i32",
+    "values_ptr": "*bf16", "indices_ptr": "*i32", "l0_ptr": "*fp32",
+}  # fmt: skip
 
 EXAMPLES = {
     _count_sample_kernel: {
-        "signature": {**_Z, "counts_ptr": "*i64", "every": "i32", "N": "i32", "size": "i32"},
+        "signature": {**_Z, "counts_ptr": "*i64"},
         "constexprs": {"RUN": 16, "STEP": 2048, "BLOCK": 512, "SHIFT": 16, "LOW": 0},
         "num_warps": 4,
     },
     _count_ties_kernel: {
-        **_example({**_LISTS, "reach_ptr": "*i32", "ties_ptr": "*i32", "above_ptr": "*i32"}, _SIZES, BLOCK=512),
+        **example({**_LISTS, "reach_ptr": "*i32", "ties_ptr": "*i32", "above_ptr": "*i32"}, BLOCK=512),
         "num_warps": 1,
     },
     _share_ties_kernel: {
         "signature": {
             "words_ptr": "*i64", **dict.fromkeys(("ties_ptr", "above_ptr", "kth_ptr", "need_ptr"), "*i32"),
-            "offsets_ptr": "*i64", "M": "i32", "N": "i32",
+            "offsets_ptr": "*i64",
         },
         "constexprs": {"BLOCK": 4096},
         "num_warps": 8,
     },
     _find_kernel: {
-        "signature": {"counts_ptr": "*i64", "words_ptr": "*i64", "rank": "i32"},
+        "signature": {"counts_ptr": "*i64", "words_ptr": "*i64"},
         "constexprs": {"PART": 1, "BINS": 32768, "SHIFT": 16, "LOW": 0},
         "num_warps": 16,
     },
     _emit_row_kernel: {
-        "signature": {
-            **_Z, "list_ptr": "*i32", "columns_ptr": "*i32", "reach_ptr": "*i32", "kth_ptr": "*i32", "need_ptr": "*i32",
-            "offsets_ptr": "*i64", "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": None, "l0_ptr": "*fp32",
-            **_N, "capacity": "i32",
-        },
-        "constexprs": {"SHIFT": 16, "LIST": 256, "MAY_OVERFLOW": False},
+        "signature": {**_EMITTED, "nnz_ptr": "*i32"},
+        "constexprs": {"SHIFT": 16, "LIST": 256, "MAY_OVERFLOW": True},
+        "num_warps": 4,
+    },
+    _emit_row_csr_kernel: {
+        "signature": {**_EMITTED, "offsets_ptr": "*i64"},
+        "constexprs": {"SHIFT": 16, "LIST": 256},
         "num_warps": 4,
     },
     _list_row_kernel: {
-        **_example({"words_ptr": "*i64", "columns_ptr": "*i32", "reach_ptr": "*i32"}, _SIZES, BLOCK=512),
+        **example({"words_ptr": "*i64", "columns_ptr": "*i32", "reach_ptr": "*i32"}, BLOCK=512),
         "num_warps": 1,
     },
     _count_listed_kernel: {
-        "signature": {
-            **_Z, "counts_ptr": "*i64", **_LISTS, "columns_ptr": "*i32", "reach_ptr": "*i32", "M": "i32", **_N,
-        },
+        "signature": {**_Z, "counts_ptr": "*i64", **_LISTS, "columns_ptr": "*i32", "reach_ptr": "*i32"},
         "constexprs": {"ROWS": 8, "BLOCK": 256, "WINDOW": 256, "SHIFT": 16, "LOW": 0},
         "num_warps": 8,
     },
     _count_rest_kernel: {
-        "signature": {
-            **_Z, "counts_ptr": "*i64", "words_ptr": "*i64", "reach_ptr": "*i32", "wanted": "i32", "M": "i32", **_N,
-        },
+        "signature": {**_Z, "counts_ptr": "*i64", "words_ptr": "*i64", "reach_ptr": "*i32"},
         "constexprs": {"BLOCK": 2048, "WINDOW": 1024, "SHIFT": 16, "LOW": 0},
         "num_warps": 8,
     },
     _count_low_kernel: {
-        **_example(
-            {"z_ptr": "*fp32", "counts_ptr": "*i64", **_LISTS, "reach_ptr": "*i32"}, _SIZES, BLOCK=256, VEC=4, SHIFT=0,
-            LOW=15,
+        **example(
+            {"z_ptr": "*fp32", "counts_ptr": "*i64", **_LISTS, "reach_ptr": "*i32"}, BLOCK=256, VEC=4, SHIFT=0, LOW=15,
         ),
         "num_warps": 1,
     },

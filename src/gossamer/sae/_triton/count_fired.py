@@ -45,9 +45,8 @@ def count_fired(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | N
         values, indices = values.contiguous(), indices.contiguous()
         source = None if source is None else rows_contiguous(source)
         stride = 0 if source is None else source.stride(0)
-        key = (n, capacity, values.dtype, source is None or source.dtype, stride)
         args = (values, indices, nnz, source, out, stride, n, capacity)
-        _count_fired(key, (m, 1, 1), args, {"BLOCK": 128}, num_warps=1)
+        _count_fired((m, 1, 1), args, {"BLOCK": 128}, num_warps=1)
     return out
 
 
@@ -55,7 +54,6 @@ EXAMPLES = {
     _count_fired_kernel: {
         "signature": {
             "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "source_ptr": "*bf16", "out_ptr": "*i64",
-            "stride_sm": "i32", "N": "i32", "capacity": "i32",
         },
         "constexprs": {"BLOCK": 128},
         "num_warps": 1,

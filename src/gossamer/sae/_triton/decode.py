@@ -19,8 +19,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow, pack
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
-from gossamer.rowsparse._triton.matmul import matmul
-from gossamer.rowsparse._triton.pack import count_bits, load_chunk, nonzero_bits, pop_lowest, wait_and_sum
+from gossamer.rowsparse._triton.matmul import gather_tile, matmul
+from gossamer.rowsparse._triton.pack import count_bits, load_chunk, nonzero_bits, pop_lowest, publish, wait_and_sum
+from gossamer.sae.decode_path import one_launch
 
 
 @triton.jit
@@ -43,12 +44,11 @@ def scan(
     counts = count_bits(bits)
     count = tl.sum(counts, axis=0)
     tag = epoch.to(tl.int64) << 32
-    # Atomics, because a plain store could sit in a write buffer while others wait.
-    tl.atomic_xchg(counts_ptr + chunk, tag | count, sem="relaxed")
+    publish(counts_ptr + chunk, epoch, count)
     if (count > 0) | (chunk == chunks - 1):
         base = wait_and_sum(counts_ptr, chunk, epoch.to(tl.int64) << 1, FLAGS)
         if chunk == chunks - 1:
-            tl.atomic_xchg(counts_ptr + chunks, tag | (base + count), sem="relaxed")
+            publish(counts_ptr + chunks, epoch, base + count)
             tl.store(nnz_ptr, base + count)
         if base < capacity:
             slot = base + tl.cumsum(counts, axis=0) - counts
@@ -85,19 +85,15 @@ def gather_slots(
 
 @triton.jit(do_not_specialize=["epoch"])
 def _decode_fwd_kernel(
-    x_ptr, w_ptr, bias_ptr, out_ptr, nnz_ptr, arrived_ptr, words_ptr, epoch,
-    stride_xm, stride_wn, M, N, D, capacity, chunks, tiles,
+    x_ptr, w_ptr, bias_ptr, out_ptr, nnz_ptr, words_ptr, epoch, stride_xm, stride_wn, M, N, D, capacity, chunks,
     BLOCK: tl.constexpr, VEC: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, FLAGS: tl.constexpr,
-    RUN: tl.constexpr, LEADS: tl.constexpr, TRUNCATE: tl.constexpr,
+    PARTIAL: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr, TRUNCATE: tl.constexpr,
 ):  # fmt: skip
     """Programs (row, chunk) that scan, then programs (row, slice) that gather. A row has `capacity` words of slots and
     chunks + 1 of counts."""
-    if LEADS:
+    if LAUNCH_DEPENDENTS:
         gdc_launch_dependents()
     pid = tl.program_id(0)
-    if arrived_ptr is not None:
-        if pid == 0:
-            overflow.clear_arrived(arrived_ptr, tiles)
     scanning, slices = M * chunks, tl.cdiv(D, BLOCK_D)
     row = (pid // chunks if pid < scanning else (pid - scanning) // slices).to(tl.int64)
     x_ptr += row * stride_xm
@@ -112,11 +108,11 @@ def _decode_fwd_kernel(
         if TRUNCATE:
             count = tl.minimum(count, capacity)
         if count <= capacity:
-            if RUN > 0:
+            if PARTIAL > 0:
                 # Runs of their own: in float32 one running sum over a long row rounds worse than a dense product does.
                 acc = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
-                for begin in range(0, count, RUN):
-                    end = tl.minimum(begin + RUN, count)
+                for begin in range(0, count, PARTIAL):
+                    end = tl.minimum(begin + PARTIAL, count)
                     acc += gather_slots(
                         x_ptr, slots_ptr, epoch, begin, end, w_ptr, stride_wn, columns, inside, BLOCK_E, BLOCK_D
                     )
@@ -133,42 +129,29 @@ def _decode_fwd_kernel(
 _decode_fwd = launch.Kernel(_decode_fwd_kernel)
 
 
-class _Space:
-    """What one stream's decodes of one shape share: words, counts, partial sums. None of it leaves the launch."""
-
-    def __init__(self, acts: Tensor, weight: Tensor, capacity: int, chunks: int, overflows: bool) -> None:
-        m, n = acts.shape
-        self.size = m * (capacity + chunks + 1)
-        self.words, self.epoch = launch.flags.get(self.size, acts.device)
-        self.nnz = torch.empty(m, dtype=torch.int32, device=acts.device)
-        self.overflows = overflows
-        self.partial, self.arrived = overflow.workspace(m, n, weight) if overflows else (None, None)
-
-
 _plans = launch.Plans()
 
 
 def _one_launch(
     acts: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, capacity: int, truncate: bool
-) -> tuple[_Space, launch.Bound | None, launch.Bound | None]:
+) -> tuple[tuple[launch.Bound | None, ...], Tensor, int]:
+    """(the launches, and what a plan that repeats them needs: room for the counts of rows, and how many flags)"""
     (m, n), d = acts.shape, weight.shape[1]
-    tile, warps = tuning.decode_tile(m, n, d, weight.element_size())
-    chunks, meta = pack.split(tile, n)
-    meta["RUN"] = 64 * meta["BLOCK_E"] if out.dtype is torch.float32 and capacity > 256 * meta["BLOCK_E"] else 0
+    size = weight.element_size()
+    chunks, meta = pack.split(n, pack.scan_tile(n, size, groups=256 if n <= 65536 else 512))
+    meta |= gather_tile(m, d, size)
+    meta["PARTIAL"] = 64 * meta["BLOCK_E"] if out.dtype is torch.float32 and capacity > 256 * meta["BLOCK_E"] else 0
     overflows = capacity < n and not truncate
-    meta |= {"LEADS": overflows and tuning.dependent_launch(weight.device), "TRUNCATE": truncate}
+    meta |= {"LAUNCH_DEPENDENTS": overflows and tuning.dependent_launch(weight.device), "TRUNCATE": truncate}
     slices = launch.cdiv(d, meta["BLOCK_D"])
-    space = _Space(acts, weight, capacity, chunks, overflows)
-    key = (m, n, d, capacity, acts.dtype, weight.dtype, acts.stride(0), weight.stride(0), out.dtype)
-    key += (bias is None or bias.dtype, truncate)
-    args = (acts, weight, bias, out, space.nnz, space.arrived, space.words, space.epoch)
+    words = m * (capacity + chunks + 1)
+    nnz = torch.empty(m, dtype=torch.int32, device=acts.device)
+    args = (acts, weight, bias, out, nnz, *launch.flags.get(words, acts.device))
     args += (acts.stride(0), weight.stride(0), m, n, d, capacity, chunks)
-    args += (0 if space.arrived is None else space.arrived.shape[0],)
-    scan = _decode_fwd(key, (m * (chunks + slices), 1, 1), args, meta, num_warps=warps, head=8)
-    over = None
-    if overflows:
-        over = overflow.forward(acts, weight, bias, out, space.nnz, capacity, (space.partial, space.arrived))
-    return space, scan, over
+    scan = _decode_fwd((m * (chunks + slices), 1, 1), args, meta, num_warps=1, head=7)
+    if not overflows:
+        return (scan,), nnz, words
+    return (scan, overflow.forward(overflow.Overflow(acts, nnz, capacity), weight, bias, out)), nnz, words
 
 
 def decode_lists(
@@ -202,7 +185,7 @@ def decode(
     Host time is most of a small decode, so everything that follows from shapes is done once and kept as a plan.
     """
     m, n = acts.shape
-    if not tuning.one_launch_decode(m, n):
+    if not one_launch(m, n):
         lists = pack.pack_ell(acts, capacity, clear=False)
         return _from_lists(*lists, acts, weight, bias, truncate, out_dtype)
     if launch.INTERPRET:
@@ -217,13 +200,13 @@ def decode(
         return _decode_and_plan(key, acts, weight, bias, capacity, truncate, out_dtype)
     out = weight.new_empty((m, weight.shape[1]), dtype=out_dtype)
     target = out.data_ptr()
-    scan, over = plan.launches
-    nnz, arrived, partial = plan.addresses
+    scan, *over = plan.launches
+    (nnz,) = plan.addresses
     # The two launches share the counts: another thread's pair on this stream must not come between them.
     with plan.lock:
-        scan(stream, *pointers, target, nnz, arrived, plan.flags, plan.epochs.next())
-        if over is not None:
-            over(stream, *pointers, target, partial, arrived, nnz)
+        scan(stream, *pointers, target, nnz, plan.flags, plan.epochs.next())
+        if over:
+            over[0](stream, *pointers, target, nnz)
     return out
 
 
@@ -243,10 +226,9 @@ def _decode_and_plan(
     x, w = rows_contiguous(acts), rows_contiguous(weight)
     added = None if bias is None else bias.contiguous()
     out = torch.empty(m, d, dtype=out_dtype or weight.dtype, device=weight.device)
-    space, scan, over = _one_launch(x, w, added, out, capacity, truncate)
-    if x is acts and w is weight and added is bias and not (over is None and space.overflows):
-        memory = (space.nnz, space.arrived, space.partial)
-        _plans.keep(key, acts.device, scan, over, words=space.size, memory=memory)
+    launches, nnz, words = _one_launch(x, w, added, out, capacity, truncate)
+    if x is acts and w is weight and added is bias and None not in launches:
+        _plans.keep(key, acts.device, *launches, words=words, memory=(nnz,))
     return out
 
 
@@ -254,13 +236,11 @@ EXAMPLES = {
     _decode_fwd_kernel: {
         "signature": {
             "x_ptr": "*fp32", "w_ptr": "*fp32", "bias_ptr": None, "out_ptr": "*fp32", "nnz_ptr": "*i32",
-            "arrived_ptr": "*i32", "words_ptr": "*i64", "epoch": "i32",
-            "stride_xm": "i32", "stride_wn": "i32", "M": "i32", "N": "i32", "D": "i32", "capacity": "i32",
-            "chunks": "i32", "tiles": "i32",
+            "words_ptr": "*i64",
         },
         "constexprs": {
-            "BLOCK": 1024, "VEC": 4, "FLAGS": 64, "BLOCK_E": 32, "BLOCK_D": 32, "RUN": 0, "LEADS": False,
-            "TRUNCATE": False,
+            "BLOCK": 1024, "VEC": 4, "FLAGS": 64, "BLOCK_E": 32, "BLOCK_D": 32, "PARTIAL": 0,
+            "LAUNCH_DEPENDENTS": False, "TRUNCATE": False,
         },
         "num_warps": 1,
     },

@@ -17,7 +17,7 @@ from gossamer._core import launch
 @triton.jit
 def _encode_bwd_columns_kernel(
     keys_ptr, offsets_ptr, values_ptr, starts_ptr, grad_ptr, grad_l0_ptr, threshold_ptr, bias_out_ptr,
-    threshold_out_ptr, stride_gm, stride_gs, stride_l, stride_t, half, capacity, BLOCK: tl.constexpr,
+    threshold_out_ptr, stride_gm, stride_gs, stride_l, stride_t, radius, capacity, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (column): sums over its entries, in order of row. `starts_ptr`: where rows of CSR begin."""
     column = tl.program_id(0)
@@ -41,16 +41,16 @@ def _encode_bwd_columns_kernel(
         bias += tl.where(value != 0, grad, 0.0)
         if threshold_ptr is not None:
             slope = threshold * grad + tl.load(grad_l0_ptr + row * stride_l, mask=held, other=0.0)
-            near += tl.where(held & (value - threshold < half), slope, 0.0)
+            near += tl.where(held & (value - threshold < radius), slope, 0.0)
     tl.store(bias_out_ptr + column, tl.sum(bias, axis=0))
     if threshold_ptr is not None:
-        tl.store(threshold_out_ptr + column, tl.where(threshold < 0, 0.0, -0.5 / half * tl.sum(near, axis=0)))
+        tl.store(threshold_out_ptr + column, tl.where(threshold < 0, 0.0, -0.5 / radius * tl.sum(near, axis=0)))
 
 
 @triton.jit
 def _encode_bwd_columns_overflow_kernel(
     source_ptr, nnz_ptr, any_ptr, grad_ptr, grad_l0_ptr, threshold_ptr, bias_out_ptr, threshold_out_ptr,
-    stride_gm, stride_gn, stride_l, stride_t, half, M, N, capacity, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    stride_gm, stride_gn, stride_l, stride_t, radius, M, N, capacity, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (block of columns): adds what the overflowed rows contribute."""
     if tl.load(any_ptr) != 0:
@@ -77,19 +77,19 @@ def _encode_bwd_columns_overflow_kernel(
                     stored = (value != 0) | (value.to(tl.int32, bitcast=True) < 0)
                     grad_l0 = tl.load(grad_l0_ptr + rows * stride_l, mask=flagged, other=0.0)
                     slope = threshold[None, :] * grad + grad_l0[:, None]
-                    near += tl.where(mask & stored & (value - threshold[None, :] < half), slope, 0.0)
+                    near += tl.where(mask & stored & (value - threshold[None, :] < radius), slope, 0.0)
         bias_ptrs = bias_out_ptr + columns
         tl.store(bias_ptrs, tl.load(bias_ptrs, mask=inside, other=0.0) + tl.sum(bias, axis=0), mask=inside)
         if threshold_ptr is not None:
             threshold_ptrs = threshold_out_ptr + columns
-            slope = tl.where(threshold < 0, 0.0, -0.5 / half * tl.sum(near, axis=0))
+            slope = tl.where(threshold < 0, 0.0, -0.5 / radius * tl.sum(near, axis=0))
             tl.store(threshold_ptrs, tl.load(threshold_ptrs, mask=inside, other=0.0) + slope, mask=inside)
 
 
 @triton.jit
 def _encode_bwd_source_kernel(
-    grad_ptr, source_ptr, nnz_ptr, grad_l0_ptr, threshold_ptr, out_ptr, stride_gm, stride_gn, stride_l, stride_t, half,
-    N, capacity, BLOCK: tl.constexpr,
+    grad_ptr, source_ptr, nnz_ptr, grad_l0_ptr, threshold_ptr, out_ptr, stride_gm, stride_gn, stride_l, stride_t,
+    radius, N, capacity, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk): the gradient of an overflowed row of pre-activations, with the straight-through estimate
     of a threshold that is given."""
@@ -104,7 +104,7 @@ def _encode_bwd_source_kernel(
             threshold = tl.load(threshold_ptr + columns * stride_t, mask=columns < N, other=-1.0)
             stored = (value != 0) | (value.to(tl.int32, bitcast=True) < 0)
             slope = threshold * grad.to(tl.float32) + tl.load(grad_l0_ptr + row * stride_l)
-            flow += tl.where(stored & (value - threshold < half) & (threshold >= 0), 0.5 / half * slope, 0.0)
+            flow += tl.where(stored & (value - threshold < radius) & (threshold >= 0), 0.5 / radius * slope, 0.0)
         tl.store(out_ptr + row * N + columns, flow, mask=columns < N)
 
 
@@ -135,20 +135,17 @@ def bwd_columns(
         return bias_out, threshold_out
     stride_t = 0 if threshold is None else threshold.stride(0)
     tail = (grad_l0.stride(0), stride_t, bandwidth / 2)
-    dtypes = (grad_values.dtype, values.dtype, threshold is None)
     strides = (0, *grad_values.stride()) if is_csr else grad_values.stride()
-    key = (n, capacity, strides, tail, dtypes, is_csr)
     args = (keys, col_offsets, values, starts, grad_values, grad_l0, threshold, bias_out, threshold_out)
     args += (*strides, *tail, capacity)
-    _encode_bwd_columns(key, (n, 1, 1), args, {"BLOCK": 128}, num_warps=1)
+    _encode_bwd_columns((n, 1, 1), args, {"BLOCK": 128}, num_warps=1)
     if source.shape[0]:
         m = source.shape[0]
         any_flagged = (nnz > capacity).any()
-        key = (m, n, capacity, grad_source.stride(), tail, dtypes, grad_source.dtype)
         args = (source, nnz, any_flagged, grad_source, grad_l0, threshold, bias_out, threshold_out)
         args += (*grad_source.stride(), *tail, m, n, capacity)
         meta = {"BLOCK_M": 16, "BLOCK_N": 128}
-        _encode_bwd_columns_overflow(key, (launch.cdiv(n, 128), 1, 1), args, meta, num_warps=4)
+        _encode_bwd_columns_overflow((launch.cdiv(n, 128), 1, 1), args, meta, num_warps=4)
     return bias_out, threshold_out
 
 
@@ -169,40 +166,31 @@ def bwd_source(
             *grad.stride(),
             *(0 if t is None or threshold is None else t.stride(0) for t in (grad_l0, threshold)),
         )
-        key = (m, n, capacity, grad.dtype, source.dtype, strides, threshold is None, bandwidth)
         args = (grad, source, nnz, None if threshold is None else grad_l0, threshold, out, *strides, bandwidth / 2)
-        _encode_bwd_source(key, (m, launch.cdiv(n, 4096), 1), (*args, n, capacity), {"BLOCK": 4096}, num_warps=4)
+        _encode_bwd_source((m, launch.cdiv(n, 4096), 1), (*args, n, capacity), {"BLOCK": 4096}, num_warps=4)
     return out
 
 
 _COLUMNS = {
     "grad_ptr": "*bf16", "grad_l0_ptr": "*fp32", "threshold_ptr": "*fp32", "bias_out_ptr": "*fp32",
-    "threshold_out_ptr": "*fp32", "stride_gm": "i32", "stride_l": "i32", "stride_t": "i32", "half": "fp32",
-    "capacity": "i32",
+    "threshold_out_ptr": "*fp32", "radius": "fp32",
 }  # fmt: skip
 
 EXAMPLES = {
     _encode_bwd_columns_kernel: {
-        "signature": {
-            **_COLUMNS, "keys_ptr": "*i64", "offsets_ptr": "*i64", "values_ptr": "*bf16", "starts_ptr": None,
-            "stride_gs": "i32",
-        },
+        "signature": {**_COLUMNS, "keys_ptr": "*i64", "offsets_ptr": "*i64", "values_ptr": "*bf16", "starts_ptr": None},
         "constexprs": {"BLOCK": 128},
         "num_warps": 1,
     },
     _encode_bwd_columns_overflow_kernel: {
-        "signature": {
-            **_COLUMNS, "source_ptr": "*bf16", "nnz_ptr": "*i32", "any_ptr": "*i1", "stride_gn": "i32", "M": "i32",
-            "N": "i32",
-        },
+        "signature": {**_COLUMNS, "source_ptr": "*bf16", "nnz_ptr": "*i32", "any_ptr": "*i1"},
         "constexprs": {"BLOCK_M": 16, "BLOCK_N": 128},
         "num_warps": 4,
     },
     _encode_bwd_source_kernel: {
         "signature": {
             "grad_ptr": "*bf16", "source_ptr": "*bf16", "nnz_ptr": "*i32", "grad_l0_ptr": "*fp32",
-            "threshold_ptr": "*fp32", "out_ptr": "*bf16", "stride_gm": "i32", "stride_gn": "i32", "stride_l": "i32",
-            "stride_t": "i32", "half": "fp32", "N": "i32", "capacity": "i32",
+            "threshold_ptr": "*fp32", "out_ptr": "*bf16", "radius": "fp32",
         },
         "constexprs": {"BLOCK": 4096},
         "num_warps": 4,

@@ -12,15 +12,23 @@ from torch import Tensor
 
 from gossamer._core import launch
 from gossamer.rowsparse._triton import pack
-from gossamer.rowsparse._triton.pack import DONE, clear_slots, count_bits, wait_and_sum
-from gossamer.sae._triton import _entries as entries
-from gossamer.sae._triton._entries import activate_row, append_active, load_threshold
-from gossamer.sae._triton.select import add_bias, chunk_columns, load_pre, word_bits
+from gossamer.rowsparse._triton.pack import (
+    DONE,
+    chunk_columns,
+    clear_slots,
+    count_bits,
+    load_threshold,
+    publish,
+    wait_and_sum,
+    word_bits,
+)
+from gossamer.sae._triton._entries import GROUPS, activate_row, append_active
+from gossamer.sae._triton.select import add_bias, load_pre
 
 
 @triton.jit(do_not_specialize=["epoch"])
 def _encode_split_kernel(
-    z_ptr, bias_ptr, threshold_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, flags_ptr, epoch, stride_t, half, N,
+    z_ptr, bias_ptr, threshold_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, flags_ptr, epoch, stride_t, radius, N,
     capacity, chunks,
     BLOCK: tl.constexpr, VEC: tl.constexpr, FLAGS: tl.constexpr, WINDOW: tl.constexpr, MAY_OVERFLOW: tl.constexpr,
 ):  # fmt: skip
@@ -39,13 +47,12 @@ def _encode_split_kernel(
     pre = add_bias(load_pre(z_ptr, columns, N), bias_ptr, columns, N)
     threshold = load_threshold(threshold_ptr, stride_t, columns, N)
     if WINDOW:
-        bits = word_bits(~(pre <= threshold - half) & (columns < N), VEC)
+        bits = word_bits(~(pre <= threshold - radius) & (columns < N), VEC)
     else:
         bits = word_bits(~(pre <= threshold), VEC)
     counts = count_bits(bits)
     count = tl.sum(counts, axis=0)
-    word = (epoch.to(tl.int64) << 32) | count
-    tl.atomic_xchg(flags_ptr + chunk, word, sem="relaxed")
+    publish(flags_ptr + chunk, epoch, count)
     if count > 0:
         base = wait_and_sum(flags_ptr, chunk, epoch.to(tl.int64) << 1, FLAGS)
         if base < capacity:
@@ -58,7 +65,7 @@ def _encode_split_kernel(
             tl.atomic_add(l0_ptr + row, tl.sum((~(pre <= threshold)).to(tl.float32)), sem="relaxed")
     # Every thread must have written its entries, and read z, before the one thread that signals says so.
     tl.debug_barrier()
-    tl.atomic_xchg(flags_ptr + chunk, word | DONE, sem="release")
+    tl.atomic_xchg(flags_ptr + chunk, (epoch.to(tl.int64) << 32) | count | DONE, sem="release")
     if chunk == chunks - 1:
         total = wait_and_sum(flags_ptr, chunks, (epoch.to(tl.int64) << 1) + 1, FLAGS)
         tl.store(nnz_ptr + row, total)
@@ -69,7 +76,7 @@ def _encode_split_kernel(
             if total > capacity:
                 # The others have read their part of z, for their flags say so: it may be overwritten.
                 tl.debug_barrier()
-                activate_row(z_ptr, bias_ptr, threshold_ptr, stride_t, half, N, BLOCK, VEC, WINDOW)
+                activate_row(z_ptr, bias_ptr, threshold_ptr, stride_t, radius, N, BLOCK, VEC, WINDOW)
 
 
 _encode_split = launch.Kernel(_encode_split_kernel)
@@ -89,34 +96,32 @@ def encode_chunks(
     """Fills values, indices, nnz and l0, the last of which is 0 where there is a bandwidth."""
     (m, n), capacity = z.shape, out[0].shape[1]
     stride_t = 0 if threshold is None else threshold.stride(0)
-    key = (m, n, capacity, z.dtype, None if bias is None else bias.dtype, threshold is None, stride_t)
-    key += (bandwidth, may_overflow)
     if not launch.INTERPRET:
         index = z.get_device()
         stream = torch._C._cuda_getCurrentRawStream(index)
+        key = (m, n, capacity, z.dtype, None if bias is None else bias.dtype, threshold is None, stride_t)
+        key += (bandwidth, may_overflow, index, stream)
         pointers = [None if t is None else t.data_ptr() for t in (z, bias, threshold, *out)]
         # What is made here is aligned.
-        plan = _plans.get((*key, index, stream), index, pointers[0] | (pointers[1] or 0) | (pointers[2] or 0))
+        plan = _plans.get(key, index, pointers[0] | (pointers[1] or 0) | (pointers[2] or 0))
         if plan is not None:
             with plan.lock:
                 plan.launches[0](stream, *pointers, plan.flags, plan.epochs.next())
             return
-    tile, warps = entries.tile_of(z.element_size())
-    chunks, meta = pack.split(tile, n)
+    chunks, meta = pack.split(n, pack.scan_tile(n, z.element_size(), GROUPS))
     meta |= {"WINDOW": bandwidth > 0, "MAY_OVERFLOW": may_overflow}
     flags, epoch = launch.flags.get(m * chunks, z.device)
     args = (z, bias, threshold, *out, flags, epoch, stride_t, bandwidth / 2, n, capacity, chunks)
-    bound = _encode_split(key, (m * chunks, 1, 1), args, meta, num_warps=warps, head=9)
+    bound = _encode_split((m * chunks, 1, 1), args, meta, num_warps=1, head=9)
     if not launch.INTERPRET:
-        _plans.keep((*key, index, stream), z.device, bound, words=m * chunks)
+        _plans.keep(key, z.device, bound, words=m * chunks)
 
 
 EXAMPLES = {
     _encode_split_kernel: {
         "signature": {
             "z_ptr": "*fp32", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "values_ptr": "*fp32",
-            "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32", "flags_ptr": "*i64", "epoch": "i32",
-            "stride_t": "i32", "half": "fp32", "N": "i32", "capacity": "i32", "chunks": "i32",
+            "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32", "flags_ptr": "*i64", "radius": "fp32",
         },
         "constexprs": {"BLOCK": 512, "VEC": 4, "FLAGS": 128, "WINDOW": False, "MAY_OVERFLOW": True},
         "num_warps": 1,

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
+from gossamer.rowsparse._triton.pack import load_threshold
 from gossamer.rowsparse.formats import threshold_dtype
-from gossamer.sae._triton._entries import load_threshold
 from gossamer.sae._triton.encode import encode
 from gossamer.sae.ranked import ranked
 
@@ -24,7 +24,7 @@ TILE = {"ROWS": 4, "COLUMNS": 512}
 
 @triton.jit
 def _encode_dense_kernel(
-    z_ptr, bias_ptr, threshold_ptr, l0_ptr, nnz_ptr, fired_ptr, half, M, N, length,
+    z_ptr, bias_ptr, threshold_ptr, l0_ptr, nnz_ptr, fired_ptr, radius, M, N, length,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Program (block of columns, run of `length` rows): z by its activation, in place."""
@@ -47,7 +47,7 @@ def _encode_dense_kernel(
         if WINDOW:
             # A literal -0.0 would become +0.0 on its way through the compiler.
             minus_zero = tl.full([], -0x80000000, tl.int32).to(tl.float32, bitcast=True)
-            near = below & (z > threshold - half) & inside
+            near = below & (z > threshold - radius) & inside
             out = tl.where(near, minus_zero, out)
             tl.atomic_add(nnz_ptr + rows, tl.sum(near.to(tl.int32), axis=1), mask=rows < M, sem="relaxed")
         tl.store(at, out.to(z_ptr.dtype.element_ty), mask=inside)
@@ -59,7 +59,7 @@ def _encode_dense_kernel(
 
 @triton.jit
 def _encode_dense_bwd_kernel(
-    grad_ptr, acts_ptr, grad_l0_ptr, threshold_ptr, out_ptr, sums_ptr, stride_gm, stride_gn, stride_l, half, M, N,
+    grad_ptr, acts_ptr, grad_l0_ptr, threshold_ptr, out_ptr, sums_ptr, stride_gm, stride_gn, stride_l, radius, M, N,
     length, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TO_INPUT: tl.constexpr,
 ):  # fmt: skip
     """Program (block of columns, run of `length` rows): the gradient of the pre-activations, and its sums over the
@@ -81,9 +81,9 @@ def _encode_dense_bwd_kernel(
         flow = tl.where(act != 0, grad, 0.0)
         if threshold_ptr is not None:
             stored = (act != 0) | (act.to(tl.int32, bitcast=True) < 0)
-            near = stored & inside & (act - threshold[None, :] < half) & (threshold >= 0)[None, :]
+            near = stored & inside & (act - threshold[None, :] < radius) & (threshold >= 0)[None, :]
             grad_l0 = tl.load(grad_l0_ptr + rows * stride_l, mask=rows < M, other=0.0)
-            slope = tl.where(near, (threshold[None, :] * grad + grad_l0[:, None]) * (0.5 / half), 0.0)
+            slope = tl.where(near, (threshold[None, :] * grad + grad_l0[:, None]) * (0.5 / radius), 0.0)
             slopes += tl.sum(slope, axis=0)
             if TO_INPUT:
                 flow += slope
@@ -124,9 +124,8 @@ def encode_dense(
     fired = torch.empty(grid[1], n, dtype=torch.int32, device=x.device)
     if acts.numel():
         bias, threshold = (None if vector is None else vector.contiguous() for vector in (bias, threshold))
-        key = (m, n, acts.dtype, bias is None or bias.dtype, threshold is None, bandwidth)
         args = (acts, bias, threshold, l0, near, fired, bandwidth / 2, m, n, length)
-        _activate(key, grid, args, {**TILE, "WINDOW": bandwidth > 0})
+        _activate(grid, args, {**TILE, "WINDOW": bandwidth > 0})
     else:
         fired.zero_()
     return acts, l0.to(threshold_dtype(weight.dtype)), fired.sum(0), l0 + near
@@ -143,9 +142,8 @@ def encode_dense_bwd(
     if acts.numel():
         threshold = None if threshold is None else threshold.contiguous()
         strides = *grad.stride(), grad_l0.stride(0)
-        key = (m, n, acts.dtype, grad.dtype, grad_l0.dtype, strides, threshold is None, bandwidth, ste_to_input)
         args = (grad, acts, grad_l0, threshold, out, sums, *strides, bandwidth / 2, m, n, length)
-        _activate_bwd(key, grid, args, {**TILE, "TO_INPUT": ste_to_input})
+        _activate_bwd(grid, args, {**TILE, "TO_INPUT": ste_to_input})
     else:
         sums.zero_()
     total = sums.sum(1).to(wide)
@@ -160,13 +158,11 @@ def _runs(m: int, n: int, acts: Tensor) -> tuple[int, tuple[int, int, int]]:
     return length, (blocks, launch.cdiv(max(m, 1), length), 1)
 
 
-_SIZES = {"half": "fp32", "M": "i32", "N": "i32", "length": "i32"}
 EXAMPLES = {
     _encode_dense_kernel: {
         "signature": {
             "z_ptr": "*bf16", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "l0_ptr": "*i32", "nnz_ptr": "*i32",
-            "fired_ptr": "*i32",
-            **_SIZES,
+            "fired_ptr": "*i32", "radius": "fp32",
         },
         "constexprs": {**TILE, "WINDOW": True},
         "num_warps": 4,
@@ -174,8 +170,7 @@ EXAMPLES = {
     _encode_dense_bwd_kernel: {
         "signature": {
             "grad_ptr": "*bf16", "acts_ptr": "*bf16", "grad_l0_ptr": "*fp32", "threshold_ptr": "*fp32",
-            "out_ptr": "*bf16", "sums_ptr": "*fp32", "stride_gm": "i32", "stride_gn": "i32", "stride_l": "i32",
-            **_SIZES,
+            "out_ptr": "*bf16", "sums_ptr": "*fp32", "radius": "fp32",
         },
         "constexprs": {**TILE, "TO_INPUT": False},
         "num_warps": 4,

@@ -10,21 +10,19 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.rowsparse._triton import pack
-from gossamer.rowsparse._triton.pack import clear_slots, count_bits
-from gossamer.sae._triton import _entries as entries
-from gossamer.sae._triton._entries import activate_row, append_active, load_threshold
-from gossamer.sae._triton.select import add_bias, chunk_columns, load_pre, word_bits
+from gossamer.rowsparse._triton.pack import chunk_columns, clear_slots, count_bits, load_threshold, scan_tile, word_bits
+from gossamer.sae._triton._entries import GROUPS, activate_row, append_active
+from gossamer.sae._triton.select import add_bias, load_pre
 
 
 @triton.jit
-def _limits_kernel(threshold_ptr, out_ptr, stride_t, half, N, BLOCK: tl.constexpr):
-    """Program (block of columns): the largest number of the output's 16-bit dtype up to threshold - half.
+def _limits_kernel(threshold_ptr, out_ptr, stride_t, radius, N, BLOCK: tl.constexpr):
+    """Program (block of columns): the largest number of the output's 16-bit dtype up to threshold - radius.
 
     A number of that dtype exceeds the one if and only if it exceeds the other, and half the bytes say so.
     """
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    limit = load_threshold(threshold_ptr, stride_t, columns, N) - half
+    limit = load_threshold(threshold_ptr, stride_t, columns, N) - radius
     rounded = limit.to(out_ptr.dtype.element_ty)
     bits = rounded.to(tl.int16, bitcast=True).to(tl.int32)
     below = tl.where(bits > 0, bits - 1, tl.where(bits == 0, -0x7FFF, bits + 1))
@@ -34,10 +32,10 @@ def _limits_kernel(threshold_ptr, out_ptr, stride_t, half, N, BLOCK: tl.constexp
 
 @triton.jit
 def _encode_row_kernel(
-    z_ptr, bias_ptr, threshold_ptr, limits_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, stride_t, half, N, capacity,
+    z_ptr, bias_ptr, threshold_ptr, limits_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, stride_t, radius, N, capacity,
     BLOCK: tl.constexpr, VEC: tl.constexpr, WINDOW: tl.constexpr, MAY_OVERFLOW: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): what exceeds the threshold, or with WINDOW what lies less than `half` below it as well.
+    """Program (row): what exceeds the threshold, or with WINDOW what lies less than `radius` below it as well.
     `limits_ptr` may stand in for both (see `_limits_kernel`)."""
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * N
@@ -55,7 +53,7 @@ def _encode_row_kernel(
         else:
             limit = load_threshold(threshold_ptr, stride_t, columns, N)
             if WINDOW:
-                limit = limit - half
+                limit = limit - radius
         bits = word_bits(~(pre <= limit) & (columns < N), VEC)
         counts = count_bits(bits)
         count = tl.sum(counts, axis=0)
@@ -79,7 +77,7 @@ def _encode_row_kernel(
         if base > capacity:
             # A warp may still read what another is about to overwrite.
             tl.debug_barrier()
-            activate_row(z_ptr, bias_ptr, threshold_ptr, stride_t, half, N, BLOCK, VEC, WINDOW)
+            activate_row(z_ptr, bias_ptr, threshold_ptr, stride_t, radius, N, BLOCK, VEC, WINDOW)
 
 
 _limits = launch.Kernel(_limits_kernel)
@@ -96,30 +94,27 @@ def encode_rows(
 ) -> None:
     """Fills values, indices, nnz and l0."""
     (m, n), capacity = z.shape, out[0].shape[1]
-    tile, warps = entries.tile_of(z.element_size())
     stride_t = 0 if threshold is None else threshold.stride(0)
     limits = None
     if stride_t and z.element_size() == 2:
         limits = z.new_empty(n)
         args = (threshold, limits, stride_t, bandwidth / 2, n)
-        _limits((n, z.dtype, stride_t, bandwidth), (launch.cdiv(n, 1024), 1, 1), args, {"BLOCK": 1024})
-    meta = {**pack.fit_block(tile, n), "WINDOW": bandwidth > 0, "MAY_OVERFLOW": may_overflow}
+        _limits((launch.cdiv(n, 1024), 1, 1), args, {"BLOCK": 1024})
+    meta = {**scan_tile(n, z.element_size(), GROUPS), "WINDOW": bandwidth > 0, "MAY_OVERFLOW": may_overflow}
     args = (z, bias, threshold, limits, *out, stride_t, bandwidth / 2, n, capacity)
-    key = (m, n, capacity, z.dtype, bias is None or bias.dtype, threshold is None, stride_t, bandwidth, may_overflow)
-    _encode_row(key, (m, 1, 1), args, meta, num_warps=warps)
+    _encode_row((m, 1, 1), args, meta, num_warps=1)
 
 
 EXAMPLES = {
     _limits_kernel: {
-        "signature": {"threshold_ptr": "*fp32", "out_ptr": "*bf16", "stride_t": "i32", "half": "fp32", "N": "i32"},
+        "signature": {"threshold_ptr": "*fp32", "out_ptr": "*bf16", "radius": "fp32"},
         "constexprs": {"BLOCK": 1024},
         "num_warps": 4,
     },
     _encode_row_kernel: {
         "signature": {
-            "z_ptr": "*bf16", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "limits_ptr": None,
-            "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32", "stride_t": "i32",
-            "half": "fp32", "N": "i32", "capacity": "i32",
+            "z_ptr": "*bf16", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "limits_ptr": None, "values_ptr": "*bf16",
+            "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32", "radius": "fp32",
         },
         "constexprs": {"BLOCK": 1024, "VEC": 8, "WINDOW": True, "MAY_OVERFLOW": True},
         "num_warps": 1,

@@ -10,19 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.rowsparse._triton import pack
-from gossamer.rowsparse._triton.pack import clear_slots, count_bits
-from gossamer.sae._triton import _entries as entries
-from gossamer.sae._triton._entries import append_active
-from gossamer.sae._triton.select import (
-    SHIFT,
-    add_bias,
-    chunk_columns,
-    load_pre,
-    rank_key,
-    settle_ties,
-    word_bits,
-)
+from gossamer.rowsparse._triton.pack import chunk_columns, clear_slots, count_bits, scan_tile, word_bits
+from gossamer.sae._triton._entries import GROUPS, append_active
+from gossamer.sae._triton.select import SHIFT, add_bias, example, load_pre, rank_key, settle_ties
 
 
 @triton.jit
@@ -42,25 +32,11 @@ def keep_largest(
 
 
 @triton.jit
-def _ranked_row_kernel(
-    z_ptr, bias_ptr, scale_ptr, kth_ptr, need_ptr, reach_ptr, offsets_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr,
-    length, N, capacity, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, MAY_OVERFLOW: tl.constexpr,
+def append_largest(
+    z_ptr, bias_ptr, scale_ptr, kth, need, values_ptr, indices_ptr, N, capacity,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Program (row). With `reach_ptr` only rows are done where that exceeds `length`, and with `offsets_ptr` their
-    entries are those of CSR, which has a place for each."""
-    row = tl.program_id(0).to(tl.int64)
-    if reach_ptr is not None:
-        if tl.load(reach_ptr + row) <= length:
-            return
-    z_ptr += row * N
-    begin = row * capacity
-    if offsets_ptr is not None:
-        begin = tl.load(offsets_ptr + row)
-        capacity = (tl.load(offsets_ptr + row + 1) - begin).to(tl.int32)
-    values_ptr += begin
-    indices_ptr += begin
-    kth = tl.load(kth_ptr + row)
-    need = tl.load(need_ptr + row)
+    """Writes what of a row is among the largest to as many slots as there are; how many entries that is."""
     base = 0
     seen = 0
     z = load_pre(z_ptr, chunk_columns(0, BLOCK, VEC), N)
@@ -83,18 +59,56 @@ def _ranked_row_kernel(
                 )  # fmt: skip
         base += count
         z = following
-    tl.store(l0_ptr + row, base)
-    if offsets_ptr is None:
-        tl.store(nnz_ptr + row, base)
-        clear_slots(values_ptr, indices_ptr, base, capacity, 256, 256)
+    return base
+
+
+@triton.jit
+def _ranked_row_kernel(
+    z_ptr, bias_ptr, scale_ptr, kth_ptr, need_ptr, reach_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr,
+    length, N, capacity, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, MAY_OVERFLOW: tl.constexpr,
+):  # fmt: skip
+    """Program (row), of an ELL. With `reach_ptr` only rows are done where that exceeds `length`."""
+    row = tl.program_id(0).to(tl.int64)
+    if reach_ptr is not None:
+        if tl.load(reach_ptr + row) <= length:
+            return
+    z_ptr += row * N
+    values_ptr += row * capacity
+    indices_ptr += row * capacity
+    kth = tl.load(kth_ptr + row)
+    need = tl.load(need_ptr + row)
+    count = append_largest(
+        z_ptr, bias_ptr, scale_ptr, kth, need, values_ptr, indices_ptr, N, capacity, BLOCK, VEC, SHIFT
+    )
+    tl.store(l0_ptr + row, count)
+    tl.store(nnz_ptr + row, count)
+    clear_slots(values_ptr, indices_ptr, count, capacity, 256, 256)
     if MAY_OVERFLOW:
-        if base > capacity:
+        if count > capacity:
             # A warp may still read what another is about to overwrite.
             tl.debug_barrier()
             keep_largest(z_ptr, bias_ptr, scale_ptr, kth, need, N, BLOCK, VEC, SHIFT)
 
 
+@triton.jit
+def _ranked_row_csr_kernel(
+    z_ptr, bias_ptr, scale_ptr, kth_ptr, need_ptr, reach_ptr, offsets_ptr, values_ptr, indices_ptr, l0_ptr, length, N,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Program (row), of a CSR, which has a place for each entry: of rows whose reach exceeds `length`."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(reach_ptr + row) > length:
+        begin = tl.load(offsets_ptr + row)
+        room = (tl.load(offsets_ptr + row + 1) - begin).to(tl.int32)
+        count = append_largest(
+            z_ptr + row * N, bias_ptr, scale_ptr, tl.load(kth_ptr + row), tl.load(need_ptr + row), values_ptr + begin,
+            indices_ptr + begin, N, room, BLOCK, VEC, SHIFT,
+        )  # fmt: skip
+        tl.store(l0_ptr + row, count)
+
+
 _ranked_row = launch.Kernel(_ranked_row_kernel)
+_ranked_row_csr = launch.Kernel(_ranked_row_csr_kernel)
 
 
 def ranked_rows(
@@ -111,26 +125,26 @@ def ranked_rows(
     """Fills values, indices, nnz and l0 of the rows that keep what `kept`, kth and need [M], says; only of those where
     reach [M] exceeds length, if that is given. With the offsets of CSR there is no nnz."""
     m, n = z.shape
-    capacity = -1 if offsets is not None else out[0].shape[1]
-    tile, warps = entries.tile_of(z.element_size())
-    if m < 512:
-        # Few rows, each in the hands of one program: more warps keep more of it in flight.
-        tile, warps = {**tile, "BLOCK": 8 * tile["BLOCK"]}, 8
-    meta = {**pack.fit_block(tile, n), "SHIFT": SHIFT[z.dtype], "MAY_OVERFLOW": may_overflow}
-    args = (z, bias, scale, *kept, reach, offsets, *out, length, n, capacity)
-    key = (m, n, capacity, z.dtype, bias is None or bias.dtype, scale is None or scale.dtype, may_overflow, length)
-    _ranked_row((*key, reach is None), (m, 1, 1), args, meta, num_warps=warps)
+    # Few rows, each in the hands of one program: more warps keep more of it in flight.
+    warps = 8 if m < 512 else 1
+    meta = {**scan_tile(n, z.element_size(), GROUPS * warps), "SHIFT": SHIFT[z.dtype]}
+    values, indices, nnz, l0 = out
+    if offsets is not None:
+        args = (z, bias, scale, *kept, reach, offsets, values, indices, l0, length, n)
+        _ranked_row_csr((m, 1, 1), args, meta, num_warps=warps)
+    else:
+        args = (z, bias, scale, *kept, reach, values, indices, nnz, l0, length, n, values.shape[1])
+        _ranked_row((m, 1, 1), args, meta | {"MAY_OVERFLOW": may_overflow}, num_warps=warps)
 
 
+_ROWS = {
+    "kth_ptr": "*i32", "need_ptr": "*i32", "reach_ptr": "*i32", "values_ptr": "*bf16", "indices_ptr": "*i32",
+    "l0_ptr": "*fp32",
+}  # fmt: skip
 EXAMPLES = {
     _ranked_row_kernel: {
-        "signature": {
-            "z_ptr": "*bf16", "bias_ptr": "*fp32", "scale_ptr": None, "kth_ptr": "*i32", "need_ptr": "*i32",
-            "reach_ptr": "*i32", "offsets_ptr": None, "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32",
-            "l0_ptr": "*fp32", "length": "i32", "N": "i32", "capacity": "i32",
-        },
-        "constexprs": {"BLOCK": 1024, "VEC": 8, "SHIFT": 16, "MAY_OVERFLOW": True},
-        "num_warps": 1,
+        **example({**_ROWS, "scale_ptr": None, "nnz_ptr": "*i32"}, BLOCK=1024, MAY_OVERFLOW=True), "num_warps": 1,
     },
+    _ranked_row_csr_kernel: {**example({**_ROWS, "offsets_ptr": "*i64"}, BLOCK=1024), "num_warps": 1},
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

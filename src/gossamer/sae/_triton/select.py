@@ -18,17 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.rowsparse._triton.pack import clear_slots, count_bits, pop_lowest
+from gossamer.rowsparse._triton.pack import chunk_columns, clear_slots, count_bits, pop_lowest, scan_tile, word_bits
 
 NAN_KEY = tl.constexpr(0x7FFFFFFF)
 SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 """Low bits of a float32 that are zero in every number of the dtype."""
-
-
-@triton.jit
-def chunk_columns(start, BLOCK: tl.constexpr, VEC: tl.constexpr):
-    """Columns start to start + BLOCK as [BLOCK / VEC, VEC], so that a thread holds VEC neighbours: one *word*."""
-    return start + tl.arange(0, BLOCK // VEC)[:, None] * VEC + tl.arange(0, VEC)[None, :]
 
 
 @triton.jit
@@ -68,12 +62,6 @@ def ranked(z, bias_ptr, scale_ptr, columns, N):
 def rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT: tl.constexpr):
     """The key of what is ranked."""
     return order_key(ranked(z, bias_ptr, scale_ptr, columns, N), SHIFT)
-
-
-@triton.jit
-def word_bits(keep, VEC: tl.constexpr):
-    """Bit v of word g is keep[g, v]."""
-    return tl.sum(keep.to(tl.int32) << tl.arange(0, VEC)[None, :], axis=1)
 
 
 @triton.jit
@@ -260,15 +248,10 @@ def _row_kth_kernel(
 _row_kth = launch.Kernel(_row_kth_kernel)
 
 
-def _tile(z: Tensor, block: int, warps: int) -> tuple[dict[str, int], int]:
-    """(tile, warps), reduced for short rows."""
-    vector = 16 // z.element_size()
-    fitted = max(min(launch.next_power_of_2(z.shape[1]), block), 32 * vector)
-    return {"BLOCK": fitted, "VEC": vector, "SHIFT": SHIFT[z.dtype]}, max(1, warps * fitted // block)
-
-
-def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
-    return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
+def _tile(z: Tensor, block: int, warps: int) -> launch.Tile:
+    """Reduced for short rows."""
+    sizes = scan_tile(z.shape[1], z.element_size(), block * z.element_size() // 16)
+    return launch.Tile({**sizes, "SHIFT": SHIFT[z.dtype]}, max(1, warps * sizes["BLOCK"] // block))
 
 
 def row_kth(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -311,37 +294,36 @@ def _largest_of_rows(
     programs = 4 * tuning.programs(z.device)
     if m <= programs // 2:
         # Rows that do not fill the GPU get more threads each.
-        meta, warps = _tile(z, 8192, 32)
+        tile = _tile(z, 8192, 32)
     elif k <= 512:
-        meta, warps = _tile(z, 2048, 4)
+        tile = _tile(z, 2048, 4)
     else:
         # More entries want a tighter bound, and that more groups.
-        meta, warps = _tile(z, 4096, 8)
+        tile = _tile(z, 4096, 8)
         programs //= 2
     programs = min(m, programs)
     # Fewer than k groups exceed the bound. With fewer than k groups there is none, and everything may be listed.
-    length = n if k > meta["BLOCK"] else min(n, (k - 1) * launch.cdiv(n, meta["BLOCK"]) + k)
-    meta["LIST"] = max(256, min(launch.next_power_of_2(2 * k), 4096))
+    block = tile.sizes["BLOCK"]
+    length = n if k > block else min(n, (k - 1) * launch.cdiv(n, block) + k)
+    meta = {**tile.sizes, "LIST": max(256, min(launch.next_power_of_2(2 * k), 4096))}
     entries = results[0] is None
     lists = torch.empty(programs, 1 + entries, length, dtype=torch.int32, device=z.device)
-    key = (m, n, k, z.dtype, _dtypes(bias, scale), entries, some is None)
-    _row_kth(key, (programs, 1, 1), (z, bias, scale, some, lists, *results, m, n, k, length), meta, num_warps=warps)
+    _row_kth((programs, 1, 1), (z, bias, scale, some, lists, *results, m, n, k, length), meta, **tile.options)
 
 
-def _example(pointers: dict[str, str | None], integers: tuple[str, ...], **constexprs: int) -> dict[str, object]:
+def example(pointers: dict[str, str | None], **constexprs: int) -> dict[str, object]:
     operands = {"z_ptr": "*bf16", "bias_ptr": "*fp32", "scale_ptr": "*bf16"}
-    signature = {**operands, **pointers, **dict.fromkeys(integers, "i32")}
-    return {"signature": signature, "constexprs": {"VEC": 8, "SHIFT": 16, **constexprs}}
+    return {"signature": {**operands, **pointers}, "constexprs": {"VEC": 8, "SHIFT": 16, **constexprs}}
 
 
 EXAMPLES = {
     _row_kth_kernel: {
-        **_example(
+        **example(
             {
                 "some_ptr": "*i32", "list_ptr": "*i32", "kth_ptr": None, "need_ptr": None, "values_ptr": "*bf16",
                 "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32",
             },
-            ("M", "N", "k", "length"), BLOCK=2048, LIST=256,
+            BLOCK=2048, LIST=256,
         ),
         "num_warps": 4,
     },

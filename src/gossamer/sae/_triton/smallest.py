@@ -51,9 +51,8 @@ def smallest(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None
         source = None if source is None else rows_contiguous(source)
         scale = None if scale is None else scale.contiguous()
         n, stride = (0, 0) if source is None else (source.shape[1], source.stride(0))
-        key = (n, capacity, values.dtype, source is None or source.dtype, scale is None or scale.dtype, stride)
         args = (values, indices, nnz, source, scale, out, stride, n, capacity)
-        _smallest(key, (m, 1, 1), args, {"BLOCK": 128}, num_warps=1)
+        _smallest((m, 1, 1), args, {"BLOCK": 128}, num_warps=1)
     return out
 
 
@@ -61,7 +60,7 @@ EXAMPLES = {
     _smallest_kernel: {
         "signature": {
             "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "source_ptr": "*bf16",
-            "scale_ptr": "*bf16", "out_ptr": "*fp32", "stride_sm": "i32", "N": "i32", "capacity": "i32",
+            "scale_ptr": "*bf16", "out_ptr": "*fp32",
         },
         "constexprs": {"BLOCK": 128},
         "num_warps": 1,

@@ -52,8 +52,8 @@ def squared_error(x: Tensor, y: Tensor) -> Tensor:
     if m:
         x, y = rows_contiguous(x), rows_contiguous(y)
         strides = x.stride(0), y.stride(0)
-        meta, warps = _tile(d)
-        _squared_error_fwd((d, *strides, x.dtype, y.dtype), (m, 1, 1), (x, y, out, *strides, d), meta, num_warps=warps)
+        tile = _tile(d)
+        _squared_error_fwd((m, 1, 1), (x, y, out, *strides, d), tile.sizes, **tile.options)
     return out
 
 
@@ -64,29 +64,25 @@ def bwd(grad: Tensor, x: Tensor, y: Tensor) -> Tensor:
     if out.numel():
         x, y = rows_contiguous(x), rows_contiguous(y)
         strides = grad.stride(0), x.stride(0), y.stride(0)
-        meta, warps = _tile(d)
-        key = (d, *strides, x.dtype, y.dtype)
-        _squared_error_bwd(key, (m, 1, 1), (grad, x, y, out, *strides, d), meta, num_warps=warps)
+        tile = _tile(d)
+        _squared_error_bwd((m, 1, 1), (grad, x, y, out, *strides, d), tile.sizes, **tile.options)
     return out
 
 
-def _tile(d: int) -> tuple[dict[str, int], int]:
+def _tile(d: int) -> launch.Tile:
     """A thread loads 16 bytes of 16-bit numbers at a time."""
     block = min(1024, launch.next_power_of_2(d))
-    return {"BLOCK": block}, max(1, block // 256)
+    return launch.Tile({"BLOCK": block}, max(1, block // 256))
 
 
-_SIZES = dict.fromkeys(("stride_xm", "stride_ym", "D"), "i32")
 EXAMPLES = {
     _squared_error_fwd_kernel: {
-        "signature": {"x_ptr": "*bf16", "y_ptr": "*bf16", "out_ptr": "*fp32", **_SIZES},
+        "signature": {"x_ptr": "*bf16", "y_ptr": "*bf16", "out_ptr": "*fp32"},
         "constexprs": {"BLOCK": 1024},
         "num_warps": 4,
     },
     _squared_error_bwd_kernel: {
-        "signature": {
-            "grad_ptr": "*fp32", "x_ptr": "*bf16", "y_ptr": "*bf16", "out_ptr": "*bf16", "stride_g": "i32", **_SIZES,
-        },
+        "signature": {"grad_ptr": "*fp32", "x_ptr": "*bf16", "y_ptr": "*bf16", "out_ptr": "*bf16"},
         "constexprs": {"BLOCK": 1024},
         "num_warps": 4,
     },

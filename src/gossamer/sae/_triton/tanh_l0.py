@@ -106,9 +106,8 @@ def tanh_l0(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None,
         values, indices, scale = values.contiguous(), indices.contiguous(), scale.contiguous()
         source = None if source is None else rows_contiguous(source)
         stride = 0 if source is None else source.stride(0)
-        key = (n, capacity, values.dtype, source is None, stride)
         args = (values, indices, nnz, source, scale, out, stride, n, capacity)
-        _tanh_l0_fwd(key, (m, 1, 1), args, {"BLOCK": 256}, num_warps=2)
+        _tanh_l0_fwd((m, 1, 1), args, {"BLOCK": 256}, num_warps=2)
     return out
 
 
@@ -125,27 +124,25 @@ def tanh_l0_bwd(
     if m:
         source = None if source is None else rows_contiguous(source)
         stride = 0 if source is None else source.stride(0)
-        key = (n, capacity, values.dtype, grad.dtype, source is None, stride, grad.stride(0))
         args = (grad, values, indices, nnz, source, scale, grad_values, dense, slope, slope_source)
-        _tanh_l0_bwd(key, (m, 1, 1), (*args, grad.stride(0), stride, n, capacity), {"BLOCK": 256}, num_warps=2)
+        _tanh_l0_bwd((m, 1, 1), (*args, grad.stride(0), stride, n, capacity), {"BLOCK": 256}, num_warps=2)
     return grad_values, dense, slope, slope_source
 
 
 _ROWS = {
     "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "source_ptr": "*bf16", "scale_ptr": "*fp32",
 }  # fmt: skip
-_SIZES = {"stride_sm": "i32", "N": "i32", "capacity": "i32"}
 
 EXAMPLES = {
     _tanh_l0_fwd_kernel: {
-        "signature": {**_ROWS, "out_ptr": "*fp32", **_SIZES},
+        "signature": {**_ROWS, "out_ptr": "*fp32"},
         "constexprs": {"BLOCK": 256},
         "num_warps": 2,
     },
     _tanh_l0_bwd_kernel: {
         "signature": {
             "grad_ptr": "*fp32", **_ROWS, "grad_values_ptr": "*bf16", "grad_source_ptr": "*bf16", "slope_ptr": "*bf16",
-            "slope_source_ptr": "*bf16", "stride_g": "i32", **_SIZES,
+            "slope_source_ptr": "*bf16",
         },
         "constexprs": {"BLOCK": 256},
         "num_warps": 2,

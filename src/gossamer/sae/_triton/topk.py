@@ -157,8 +157,7 @@ def _bounds(z: Tensor, bias: Tensor | None, scale: Tensor | None, rank: int) -> 
     bounds = torch.empty(m, dtype=torch.float32, device=z.device)
     vector = 16 // z.element_size()
     meta = {"BLOCK": max(min(launch.next_power_of_2(n), 512), 32 * vector), "VEC": vector, "SHIFT": SHIFT[z.dtype]}
-    key = (m, n, rank, z.dtype, bias is None or bias.dtype, scale is None or scale.dtype)
-    _row_bound(key, (m, 1, 1), (z, bias, scale, bounds, n, rank), meta, num_warps=1)
+    _row_bound((m, 1, 1), (z, bias, scale, bounds, n, rank), meta, num_warps=1)
     return bounds
 
 
@@ -185,9 +184,10 @@ def _pack_and_select(
     programs = min(m, 16 * tuning.programs(x.device))
     lists = torch.empty(programs, 2 if scale is None else 3, length, dtype=torch.int32, device=x.device)
     args = (values, indices, counts, scale, bounds, lists, *out, m, tiles, slots, tile, k, length)
-    meta, warps = encode_path.topk_tile(tiles, k, run)
-    key = (m, tiles, k, run, x.dtype, scale is None or scale.dtype)
-    _topk_of_tiles(key, (programs, 1, 1), args, {**meta, "SHIFT": SHIFT[x.dtype]}, num_warps=warps)
+    # Most rows' entries are in registers, of one warp, and few of what else there is, so that many rows are.
+    held = max(256, encode_path.topk_list(k, run, 1.5))
+    meta = {"BLOCK": min(128, launch.next_power_of_2(tiles)), "LIST": held, "CHUNK": 128, "SHIFT": SHIFT[x.dtype]}
+    _topk_of_tiles((programs, 1, 1), args, meta, num_warps=1)
 
 
 def _settle(
@@ -214,9 +214,7 @@ def _settle(
 
 EXAMPLES = {
     _row_bound_kernel: {
-        "signature": {
-            "z_ptr": "*bf16", "bias_ptr": "*fp32", "scale_ptr": None, "out_ptr": "*fp32", "N": "i32", "rank": "i32",
-        },
+        "signature": {"z_ptr": "*bf16", "bias_ptr": "*fp32", "scale_ptr": None, "out_ptr": "*fp32"},
         "constexprs": {"BLOCK": 512, "VEC": 8, "SHIFT": 16},
         "num_warps": 1,
     },
@@ -225,7 +223,6 @@ EXAMPLES = {
             "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16", "scale_ptr": "*bf16",
             "bounds_ptr": "*fp32", "list_ptr": "*i32", "out_ptr": "*bf16", "columns_ptr": "*i32", "nnz_ptr": "*i32",
             "l0_ptr": "*fp32", "again_ptr": "*i32",
-            **dict.fromkeys(("M", "tiles", "slots", "tile", "k", "length"), "i32"),
         },
         "constexprs": {"BLOCK": 128, "LIST": 1024, "CHUNK": 128, "SHIFT": 16},
         "num_warps": 1,

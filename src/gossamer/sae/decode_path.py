@@ -1,0 +1,40 @@
+"""How `sae.decode` goes about dense latents, chosen by what the host knows."""
+
+from torch import Tensor
+
+from gossamer._core import tuning
+
+
+def break_even(m: int, n: int, d: int, weight: Tensor) -> int:
+    """Entries per row up to which gathering beats the dense product; rows beyond go through dense tiles.
+
+    Half of the modelled break-even, so that a batch in which only some rows are dense stays ahead of dense as well.
+    """
+    if weight.device.type != "cuda":
+        # Measured on x86, in nanoseconds: a dense product takes 0.0125 a multiplication and 0.22 a weight, an entry
+        # takes 40 to find and 0.2 a column to gather.
+        return min(n, max(32, int(n * d * max(0.0125, 0.22 / max(m, 1)) / (40 + 0.2 * d))))
+    r = tuning.rates(weight.device.index)
+    size = weight.element_size()
+    flops = r.half if size == 2 else r.tf32 if tuning.tf32() else r.ieee
+    dense = max(2.0 * m * n * d / flops, n * d * size / r.copy)
+    # An empty batch, or rows without columns, take any.
+    per_entry = max(m * d, 1) * size / r.gather
+    return max(32, min(n, int(0.5 * dense / per_entry)))
+
+
+def dense_is_faster(m: int, n: int, d: int, weight: Tensor) -> bool:
+    """Whether the plain product wins at any density, because it takes hardly longer than a launch.
+
+    Two launches of ours take some 20 us of the host, a plain product 10. A single row is a GEMV at memory speed, a few
+    rows in float32 are not.
+    """
+    if weight.device.type != "cuda":
+        return m * n * d <= 1 << 24
+    megabytes = 64 if m == 1 else 16 if weight.element_size() == 4 and not tuning.tf32() else 24
+    return n * d * weight.element_size() <= megabytes << 20 and m <= 64
+
+
+def one_launch(m: int, n: int) -> bool:
+    """Whether scan and gather share a launch: few rows, where a launch costs as much as the work."""
+    return m < 512 and n > 2048
