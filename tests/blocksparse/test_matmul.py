@@ -473,6 +473,27 @@ def test_dense_operands_are_multiplied_as_ever(device: torch.device) -> None:
 
 
 @pytest.mark.native
+def test_choice_of_a_walk() -> None:
+    """By what was measured: pairs where few products of blocks are left, else every block or those of A."""
+    pytest.importorskip("triton")
+    from gossamer.blocksparse._gluon.matmul import Walk, choose_walk
+
+    def walk(block: int, *densities: float | None) -> Walk | None:
+        parts = []
+        for density in densities:
+            stored = [torch.empty(round(1000 * (density or 0))), torch.empty(1000)]
+            parts.append((None,) * 6 if density is None else (stored[0], stored[0], None, None, None, stored[1]))
+        return choose_walk((block,) * 3, *parts)
+
+    every = Walk(128, False, False)
+    assert walk(64, 1.0, 1.0, 1.0) == walk(64, 0.98, 0.98, 0.98) == walk(64, 0.75, 0.75, 0.75) == every
+    assert walk(64, 0.75, 0.75, 0.5) is walk(64, 0.5, 0.5, 0.5) is walk(64, 1.0, 0.1, 1.0) is None
+    assert walk(128, 0.75, 0.75, 0.75) is walk(128, 0.25, 0.25, 0.25) is None
+    assert walk(128, 0.5, 1.0, None) == walk(128, 0.5, None, None) == Walk(128, True, False)
+    assert walk(64, None, None, 0.25) == Walk(64, False, True) and walk(64, None, None, 0.75) == every
+
+
+@pytest.mark.native
 @pytest.mark.parametrize("tile_m, listed", [(64, True), (128, False)])
 def test_tf32_compiles_for_hopper(tile_m: int, listed: bool) -> None:
     """In registers and shared memory of one multiprocessor; the result turned and tiles of 128 ask for most."""
@@ -482,7 +503,7 @@ def test_tf32_compiles_for_hopper(tile_m: int, listed: bool) -> None:
 
     ((kernel, example),) = hopper.EXAMPLES.items()
     signature = example["signature"] | {"a_order_ptr": "*i32", "out_order_ptr": "*i32"}
-    for name, width in (("a_desc", 32), ("b_desc", 32), ("out_desc", 64)):
+    for name, width in (("a_desc", 32), ("b_desc", 32), ("zeros_desc", 32), ("out_desc", 64)):
         signature[name] = (
             signature[name].replace("bf16[64, 64]", f"fp32[64, {width}]").replace("bitwidth=16", "bitwidth=32")
         )

@@ -27,6 +27,11 @@ def share_of(parts: tuple[Any, ...]) -> float | None:
     return None if parts[0] is None else min(1.0, parts[1].shape[0] / max(parts[5].shape[0], 1))
 
 
+def widest_of(share: float | None) -> int:
+    """Columns of the widest tile that is of use, by the share of an operand's blocks."""
+    return 256 if share is None or share > 0.6 else 128 if share > 0.25 else 64
+
+
 def choose_path(
     sizes: tuple[int, int, int, int],
     block: tuple[int, int, int],
@@ -55,15 +60,20 @@ def choose_path(
     rates = tuning.rates(device.index or 0)
     whole = 2.0 * z * m * k * n / (rates.half if half else rates.tf32)
     a, b, out = (1.0 if density is None else density for density in densities)
-    # A tile of 256 columns multiplies what any of its blocks meets, one of 64 where most of b is absent.
     met = b
     if densities[0] is not None and densities[1] is not None:
-        met = 1 - (1 - b) ** max(1, (64 if b <= 0.25 else 256) // bn)
+        met = met_by(b, bn)
     # A dense one is neither read nor written again; a result is written, read and written.
     elements = [z * m * k * (1 + a), z * k * n * (1 + b), z * m * n * (1 + 2 * out)]
     moved = sum(0.0 if density is None else size for density, size in zip(densities, elements))
     converted = LAUNCHES + moved * dtype.itemsize / rates.copy
     return "dense" if whole + converted < MARGIN * whole * (a * met * out) / speed else "blocks"
+
+
+def met_by(share: float, block: int) -> float:
+    """What a tile multiplies of a row of A, of whose columns some are in a layout with a share of the blocks: what any
+    of them meets."""
+    return 1 - (1 - share) ** max(1, widest_of(share) // block)
 
 
 def named(path: str) -> AbstractContextManager[Any]:

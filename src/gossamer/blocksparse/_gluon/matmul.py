@@ -6,8 +6,10 @@ box (block 64) or four (block 128) of the values seen as a matrix [capacity * he
 same grid without a table. Of float32, which wgmma multiplies as TF32, a box of an operand is 64 x 32, and K must be its
 inner dimension: the caller copies what is stored the other way. So a tile's operands are gathered box by box into one
 shared tile, and a single wgmma serves four boxes of columns, wherever they were stored and whichever way they lie. A
-box whose block is absent is asked for at a negative row: the copy engine writes zeros without reading anything. It must
-not be asked to store at one, though, which is an illegal instruction: absent blocks of the result are left out.
+box of A whose block is absent is asked for at a negative row: the copy engine writes zeros without reading anything.
+With those of B, twice or four times as many, it falls behind: they come out of one box of zeros in memory, which took
+662 us for 1,030 (H200, n 4,096, three quarters of both operands present). It must not be asked to store at a negative
+row, which is an illegal instruction: absent blocks of the result are left out.
 
 A tile is 128 x 256 or 64 x 256 elements of the result. Its columns are neighbours (a grid), or the next present blocks
 of a block row (strips, whose list a kernel before made); its steps along K are all of them, or those of the present
@@ -34,18 +36,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch, tuning
-from gossamer.blocksparse.matmul_path import share_of
+from gossamer.blocksparse.matmul_path import met_by, share_of
 
-FEW = 0.125
 MOST = 0.95
-"""Shares of the blocks: below the first of B's, pairs are looked for; above the second, absent ones are multiplied."""
-PAIRED = (0.375, 0.8)
-"""Shares of the blocks of 128 of both operands between which pairs are looked for: on one H200, n 4,096, all three
-matrices block-sparse, that takes 0.8 and 0.96 of the time at 0.5 and 0.75, and as long at 0.25."""
+"""Share of the blocks above which absent ones are multiplied."""
+PAIRED = {64: 0.5, 128: 0.64}
+"""Shares of all products of blocks up to which looking for the pairs of two block-sparse operands is faster: one H200,
+n 4,096, four matrices, bfloat16. Of blocks of 64 pairs take 725 and 353 us at densities of 0.75 and 0.5 of all three
+matrices, and every block 665; of blocks of 128 515, 236 and 110 at 0.75, 0.5 and 0.25, and present ones of A alone 566,
+291 and 99."""
 LISTED = {0: 1.0, 64: 0.45, 128: 0.95}
 """How fast present blocks of a size are multiplied, of the speed with which all are: H200, n 4,096 and 8,192, four
 matrices, bfloat16, one of the operands or the result block-sparse."""
 BOX = gl.constexpr(64)
+GROUP = gl.constexpr(16)
+"""Rows of tiles in a band."""
 LINE = gl.constexpr(128)
 """Bytes of a box's rows as wgmma reads them, the widest swizzle."""
 COLUMNS = gl.constexpr(4)
@@ -54,9 +59,7 @@ ACROSS = BOX.value * COLUMNS.value
 
 
 @gluon.jit
-def find_tile(
-    tile, outputs, sizes, BLOCK: gl.constexpr, TRANS: gl.constexpr, TILE_M: gl.constexpr, GROUP: gl.constexpr
-):
+def find_tile(tile, outputs, sizes, BLOCK: gl.constexpr, TRANS: gl.constexpr, TILE_M: gl.constexpr):
     """(matrix, first row, first column or first listed block, end of the row's list) of a tile."""
     offsets_ptr, _, _, _, tiles_ptr, capacity = outputs
     _Z, M, N, _K = sizes
@@ -174,21 +177,27 @@ def load_a(desc, block, row, k, z, rows, ready, buffer, SPARSE: gl.constexpr, BL
 
 @gluon.jit
 def load_b(
-    desc, block, n, k, z, rows, ready, bufs, stage, box: gl.constexpr, SPARSE: gl.constexpr, BLOCK: gl.constexpr,
+    descs, block, n, k, z, rows, ready, bufs, stage, box: gl.constexpr, SPARSE: gl.constexpr, BLOCK: gl.constexpr,
     TRANS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
+    desc, zeros = descs
     y, x = place(block, SPARSE, TRANS[4], z, rows, k, n, BLOCK[1], BLOCK[2])
-    part = bufs.index(stage * PARTS + box // (COLUMNS // PARTS))
-    tma.async_copy_global_to_shared(desc, [y, x], ready, part.slice(box % (COLUMNS // PARTS) * BOX, BOX))
+    part = bufs.index(stage * PARTS + box // (COLUMNS // PARTS)).slice(box % (COLUMNS // PARTS) * BOX, BOX)
+    if SPARSE:
+        tma.async_copy_global_to_shared(desc, [y, x], ready, part, pred=block >= 0)
+        tma.async_copy_global_to_shared(zeros, [0, 0], ready, part, pred=block < 0)
+    else:
+        tma.async_copy_global_to_shared(desc, [y, x], ready, part)
 
 
 @gluon.jit
 def produce(
     inputs, ring, extent, BLOCK: gl.constexpr, TRANS: gl.constexpr, TILE_M: gl.constexpr, LIST: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads."""
-    a_desc, b_desc, lists, b_positions_ptr = inputs
+    a_desc, b_desc, zeros_desc, lists, b_positions_ptr = inputs
+    b_descs = (b_desc, zeros_desc)
     outputs, sizes, tiles = extent
     a_bufs, b_bufs, ready, empty = ring
     _Z, M, N, K = sizes
@@ -199,7 +208,7 @@ def produce(
     b_rows = gl.where(b_desc.shape[0] == (N if TRANS[4] else K), 0, N if TRANS[4] else K)
     count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        z, m, first, end = find_tile(tile, outputs, sizes, BLOCK, TRANS, TILE_M, GROUP)
+        z, m, first, end = find_tile(tile, outputs, sizes, BLOCK, TRANS, TILE_M)
         n0, _ = find_column(0, first, end, outputs, sizes, BLOCK, TRANS)
         n1, _ = find_column(1, first, end, outputs, sizes, BLOCK, TRANS)
         n2, _ = find_column(2, first, end, outputs, sizes, BLOCK, TRANS)
@@ -234,10 +243,10 @@ def produce(
             load_a(a_desc, a0, m, k, z, a_rows, full, a_buf.slice(0, BOX), A_SPARSE, BLOCK, TRANS)
             if TILE_M == 128:
                 load_a(a_desc, a1, m + BOX, k, z, a_rows, full, a_buf.slice(BOX, BOX), A_SPARSE, BLOCK, TRANS)
-            load_b(b_desc, b0, n0, k, z, b_rows, full, b_bufs, stage, 0, B_SPARSE, BLOCK, TRANS, PARTS)
-            load_b(b_desc, b1, n1, k, z, b_rows, full, b_bufs, stage, 1, B_SPARSE, BLOCK, TRANS, PARTS)
-            load_b(b_desc, b2, n2, k, z, b_rows, full, b_bufs, stage, 2, B_SPARSE, BLOCK, TRANS, PARTS)
-            load_b(b_desc, b3, n3, k, z, b_rows, full, b_bufs, stage, 3, B_SPARSE, BLOCK, TRANS, PARTS)
+            load_b(b_descs, b0, n0, k, z, b_rows, full, b_bufs, stage, 0, B_SPARSE, BLOCK, TRANS, PARTS)
+            load_b(b_descs, b1, n1, k, z, b_rows, full, b_bufs, stage, 1, B_SPARSE, BLOCK, TRANS, PARTS)
+            load_b(b_descs, b2, n2, k, z, b_rows, full, b_bufs, stage, 2, B_SPARSE, BLOCK, TRANS, PARTS)
+            load_b(b_descs, b3, n3, k, z, b_rows, full, b_bufs, stage, 3, B_SPARSE, BLOCK, TRANS, PARTS)
             count += 1
             a0, a1, b0, b1, b2, b3 = a0_next, a1_next, b0_next, b1_next, b2_next, b3_next
             k, a_next, k_next = k_next, a_after, k_after
@@ -292,7 +301,7 @@ def overflow(offsets_ptr, rows, capacity):
 @gluon.jit
 def consume(
     results, ring, extent, PART: gl.constexpr, BLOCK: gl.constexpr, TRANS: gl.constexpr, TILE_M: gl.constexpr,
-    LIST: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    LIST: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup PART of two: its 64 rows of a tile of 128, or its half of the columns of a tile of 64."""
     out_desc, poison, lists, buffers = results
@@ -308,7 +317,7 @@ def consume(
     out_rows = gl.where(TRANS[2], N, M)
     count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        z, m, first, end = find_tile(tile, outputs, sizes, BLOCK, TRANS, TILE_M, GROUP)
+        z, m, first, end = find_tile(tile, outputs, sizes, BLOCK, TRANS, TILE_M)
         _, steps = steps_of(z, m, lists, sizes, BLOCK, LIST)
         acc = gl.zeros([BOX, WIDTH], gl.float32, whole) + poison
         for step in range(steps):
@@ -350,10 +359,9 @@ def consume(
 
 @gluon.jit(do_not_specialize=["Z", "M", "N", "K"])
 def _blocksparse_matmul_kernel(
-    a_desc, b_desc, out_desc, a_offsets_ptr, a_order_ptr, a_index_ptr, a_positions_ptr, b_offsets_ptr, b_positions_ptr,
-    out_offsets_ptr, out_order_ptr, out_index_ptr, out_positions_ptr, tiles_ptr, Z, M, N, K,
+    a_desc, b_desc, out_desc, zeros_desc, a_offsets_ptr, a_order_ptr, a_index_ptr, a_positions_ptr, b_offsets_ptr,
+    b_positions_ptr, out_offsets_ptr, out_order_ptr, out_index_ptr, out_positions_ptr, tiles_ptr, Z, M, N, K,
     BLOCK: gl.constexpr, TRANS: gl.constexpr, TILE_M: gl.constexpr, LIST: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
 ):  # fmt: skip
     """BLOCK is the sizes of blocks along M, K and N, and of a box along K; TRANS whether the layouts of A and B and
     the result as a whole are of the transposed, and whether A and B are in memory."""
@@ -381,14 +389,14 @@ def _blocksparse_matmul_kernel(
         tiles = gl.load(tiles_ptr)
     else:
         tiles = Z * gl.cdiv(M, TILE_M) * gl.cdiv(N, BOX * COLUMNS)
-    inputs = (a_desc, b_desc, lists, b_positions_ptr)
+    inputs = (a_desc, b_desc, zeros_desc, lists, b_positions_ptr)
     results = (out_desc, poison, lists, buffers)
     extent = (outputs, sizes, tiles)
     gl.warp_specialize(
         [
-            (consume, (results, ring, extent, 0, BLOCK, TRANS, TILE_M, LIST, STAGES, GROUP)),
-            (consume, (results, ring, extent, 1, BLOCK, TRANS, TILE_M, LIST, STAGES, GROUP)),
-            (produce, (inputs, ring, extent, BLOCK, TRANS, TILE_M, LIST, STAGES, GROUP)),
+            (consume, (results, ring, extent, 0, BLOCK, TRANS, TILE_M, LIST, STAGES)),
+            (consume, (results, ring, extent, 1, BLOCK, TRANS, TILE_M, LIST, STAGES)),
+            (produce, (inputs, ring, extent, BLOCK, TRANS, TILE_M, LIST, STAGES)),
         ],
         [4, 1],
         [232, 40],
@@ -397,6 +405,7 @@ def _blocksparse_matmul_kernel(
 
 _matmul = launch.Kernel(_blocksparse_matmul_kernel)
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+_boxes: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 _made: dict[tuple[torch.dtype, int], dict[str, Any]] = {}
 Parts = tuple[Any, ...]
 """A layout's (row offsets, column indices, row indices, column offsets, order of columns, positions), or six None."""
@@ -405,13 +414,12 @@ Parts = tuple[Any, ...]
 @dataclass(frozen=True)
 class Walk:
     """How tiles go about it: rows of a tile; whether steps follow A's list; whether tiles are strips of present blocks
-    of the result; the depth of the ring, and rows of tiles in a band."""
+    of the result; and the depth of the ring."""
 
     tile_m: int
     listed: bool
     strips: bool
     stages: int = 4
-    group: int = 16
 
 
 def density(parts: Parts) -> float:
@@ -423,11 +431,12 @@ def density(parts: Parts) -> float:
 def choose_walk(block: tuple[int, int, int], of_a: Parts, of_b: Parts, of_out: Parts) -> Walk | None:
     """Every block, absent or not, in tiles of 128 x 256; or present ones alone, in tiles of a block row, which reach
     less of the GPU's speed. None where a kernel that looks for the pairs of two block-sparse operands is faster, that
-    of `_triton`: for blocks of 64, for very few, and for a middling share of blocks of 128."""
+    of `_triton`."""
     present = density(of_a) * density(of_out)
     if of_b[0] is not None and min(present, density(of_b)) < MOST:
-        both = max(density(of_a), density(of_b))
-        if block[0] < 128 or density(of_b) < FEW or PAIRED[0] < both < PAIRED[1]:
+        met = met_by(density(of_b), block[2]) if of_a[0] is not None else density(of_b)
+        # Where all blocks of B meet, present ones of A alone are as few.
+        if present * met < PAIRED[block[0]] and (block[0] == 64 or met < MOST):
             return None
     if present > LISTED[block[0]]:
         return Walk(128, False, False)
@@ -468,13 +477,24 @@ def launch_matmul(
     boxed = block[0] or walk.tile_m, block[1] or BOX.value, block[2] or BOX.value, deep
     strips, most = tiles or (None, z * launch.cdiv(m, walk.tile_m) * launch.cdiv(n, ACROSS))
     given = (*rows_of(of_a, trans[0]), of_b[0], of_b[5], *rows_of(of_out, trans[2]), strips)
-    descriptors = tuple(_descriptor(tensor, width) for tensor, width in zip(operands, (deep, deep, BOX.value)))
+    descriptors = [_descriptor(tensor, width) for tensor, width in zip(operands, (deep, deep, BOX.value))]
+    descriptors.append(None if of_b[0] is None else _descriptor(_zeros(a.dtype, a.device), deep))
     meta = {
         "BLOCK": boxed, "TRANS": trans, "TILE_M": walk.tile_m, "LIST": walk.listed, "STAGES": walk.stages,
-        "GROUP": walk.group,
     }  # fmt: skip
     grid = (max(1, min(tuning.programs(a.device), most)), 1, 1)
     _matmul(grid, (*descriptors, *given, z, m, n, k), meta, num_warps=4, maxnreg=168)
+
+
+def _zeros(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A box of zeros, kept."""
+    kept = _boxes.get((dtype, device))
+    if kept is None:
+        kept = torch.zeros(BOX.value, LINE.value // dtype.itemsize, dtype=dtype, device=device)
+        # What a graph makes is there only when it is replayed.
+        if not launch.transient(device):
+            _boxes[dtype, device] = kept
+    return kept
 
 
 def rows_of(parts: Parts, by_columns: bool) -> Parts:
@@ -506,12 +526,12 @@ _GIVEN = ("a_offsets_ptr", "a_index_ptr", "a_positions_ptr", "b_offsets_ptr", "b
 EXAMPLES = {
     _blocksparse_matmul_kernel: {
         "signature": {
-            "a_desc": _DESC, "b_desc": _DESC, "out_desc": _DESC, **dict.fromkeys(_GIVEN, "*i32"),
+            "a_desc": _DESC, "b_desc": _DESC, "out_desc": _DESC, "zeros_desc": _DESC, **dict.fromkeys(_GIVEN, "*i32"),
             "out_index_ptr": "*i32", "out_positions_ptr": "*i32", "tiles_ptr": "*i32",
             "a_order_ptr": None, "out_order_ptr": None, **dict.fromkeys("ZMNK", "i32"),
         },
         "constexprs": {
-            "BLOCK": (64, 64, 64, 64), "TRANS": (False,) * 5, "TILE_M": 64, "LIST": True, "STAGES": 4, "GROUP": 16,
+            "BLOCK": (64, 64, 64, 64), "TRANS": (False,) * 5, "TILE_M": 64, "LIST": True, "STAGES": 4,
         },
         "num_warps": 4,
         "maxnreg": 168,
