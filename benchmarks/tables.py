@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gossamer.cli.bench.sweep import summary
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE, CHOOSING, TRAINING, README, PLOT = (
     ROOT / "benchmarks" / "results",
@@ -41,6 +43,16 @@ PAGES = {
         "The loss and all gradients, without an optimizer. JumpReLU keeps pre-activations for rows with more latents "
         "than slots: it takes **more memory** than a compiled dense step.",
     ),
+    "nn-train-jumprelu-steered-nvidia-h200.json": (
+        "Autoencoders: what steering JumpReLU costs",
+        "`held` is how many entries a row stores, with those in the window below a threshold; `spread` is that of the "
+        "pre-activations. Both steps of gossamer hold the same.",
+    ),
+    "nn-train-jumprelu-nvidia-h200.json": (
+        "Autoencoders: JumpReLU where many latents fire",
+        "These are times of the sparse way. Where more than some hundred latents fire, modules have gone the dense way "
+        "on a GPU since, as they did on a CPU; that has not been timed.",
+    ),
     "integrations-saelens-nvidia-h200.json": (
         "SAELens, as it is and patched",
         "Eager, a patched decode is bound by the host, whatever the shape: two launches and SAELens's own hooks. A "
@@ -63,6 +75,13 @@ PAGES = {
         "Random layouts, another for each head; `density` is the percentage of blocks present. FlexAttention has no "
         "tiles that fit blocks of 64 by itself, and blksprs's provider failed. Training cases in which the largest "
         "error of a row exceeded the bound of this run, FlexAttention's with it, are left out.",
+    ),
+    "attention-nvidia-h200.json": (
+        "Gated sparse attention: the layer, selection, and attention with its selection",
+        "`gated_sparse_attention` is the whole layer. `select_topk` goes from the indexer's inputs to a selection of k "
+        "keys for each of T queries, and `select_topk_units` takes them in units of four neighbours. "
+        "`selected_attention` is selection and attention together, and `shared` has one selection for four layers. Up "
+        "to 8,192 tokens dense attention is **faster**. Eager, the layer is bound by the host.",
     ),
     "attention-32768-8192-nvidia-h200.json": (
         "Selected attention: scores, selection, decoding",
@@ -326,15 +345,25 @@ def sweeps() -> str:
 
 
 def slower() -> str:
-    """README's line for each room that was swept: beside dense PyTorch."""
+    """README's lines for each room that was swept, beside dense PyTorch; by density where every case has one."""
     rows = []
     for room, content in _swept().items():
-        figures = content["summary"]["dense"][room]
-        worst = figures["worst"][0]["id"].split("/", 1)[1].replace(",", ", ")
-        rows.append([f"`{room}`", *_figures(figures), worst])
+        parts = {"": content["summary"]["dense"][room]}
+        cases = [(density(case), case) for case in content["cases"] if case["room"] == room]
+        for (least, most), label in DENSITIES.items() if all(found for found, _ in cases) else ():
+            held = [case for found, case in cases if found and least <= found[1] < most]
+            parts[f", {label} of its columns"] = summary(held)["dense"].get(room, {"cases": 0})
+        for label, figures in parts.items():
+            if figures["cases"]:
+                worst = figures["worst"][0]["id"].split("/", 1)[1].replace(",", ", ")
+                rows.append([f"`{room}`{label}", *_figures(figures), worst])
     if not rows:
         return f"{BEGIN}\n{NO_SWEEP}\n{END}"
     return "\n".join([BEGIN, *table(["at random shapes, beside dense PyTorch", *SWEPT, "which"], rows), END])
+
+
+DENSITIES = {(0, 0.01): "entries in up to 1%", (0.01, 0.05): "in 1% to 5%", (0.05, math.inf): "in more than 5%"}
+"""Shares of the columns that have entries, as README tells them apart."""
 
 
 NO_SWEEP = "No sweep is committed yet. `gossamer bench sweep` makes one."

@@ -62,6 +62,7 @@ def sweep_file(cases: int, worst: float, room: str = "rowsparse") -> dict[str, A
             "room": room,
             "name": "matmul",
             "id": f"{room}/matmul/M={at},N=2,float32",
+            "parameters": {"M": at, "N": 2},
             "providers": [provider("gossamer", 1e-3), provider("dense", 1e-3 * (worst if at % 2 else 2.0))],
         }
         for at in range(cases)
@@ -87,6 +88,19 @@ def test_readme_has_a_line_for_each_room_that_was_swept(results: Path) -> None:
     lines = tables.slower().splitlines()
     assert "| `rowsparse` | 8 | 50.0% | 0.0% | 1.40 | 0.98 | matmul/M=1, N=2, float32 |" in lines
     assert "| `ffn` | 4 | 0.0% | 0.0% | 2.83 | 2.00 | matmul/M=0, N=2, float32 |" in lines
+    # By density where every case has one.
+    dense = sweep_file(4, 0.5, "sae")
+    for at, case in enumerate(dense["cases"]):
+        case["parameters"] = {"F": 1000, "L0": 10**at}
+    (results / "sweep-sae-nvidia-h200.json").write_text(json.dumps(dense))
+    told = [line for line in tables.slower().splitlines() if line.startswith("| `sae`")]
+    assert [line.split("|")[1:3] for line in told] == [
+        [" `sae` ", " 4 "],
+        [" `sae`, entries in up to 1% of its columns ", " 1 "],
+        [" `sae`, in 1% to 5% of its columns ", " 1 "],
+        [" `sae`, in more than 5% of its columns ", " 2 "],
+    ]
+    (results / "sweep-sae-nvidia-h200.json").unlink()
     # The larger of two sweeps of a room counts.
     (results / "sweep-rowsparse-nvidia-h200.json").write_text(json.dumps(sweep_file(6, 0.25)))
     assert tables.slower().splitlines() == lines

@@ -21,7 +21,7 @@ from tests.integrations.test_sae_lens_training import D_SAE, activations, gradie
 @pytest.fixture(autouse=True)
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The way is chosen on a GPU, too."""
-    monkeypatch.setattr(encode_dense, "MEASURED", ("cpu", "cuda"))
+    monkeypatch.setattr(encode_dense, "FOLLOWED", ("cpu", "cuda"))
 
 
 def fire(sae: TrainingSAE[Any], threshold: float) -> TrainingSAE[Any]:
@@ -105,7 +105,7 @@ def test_k_is_known_without_looking(kind: str, device: torch.device) -> None:
 
 
 def test_where_the_break_even_is_not_measured(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    monkeypatch.setattr(encode_dense, "MEASURED", ())
+    monkeypatch.setattr(encode_dense, "FOLLOWED", ())
     sae = fire(make("jumprelu", device), 0.01)
     density = patch(sae).density
     for _ in range(6):

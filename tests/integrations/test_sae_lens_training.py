@@ -39,7 +39,7 @@ LEFT = ("batchtopk, of a fraction", "matryoshka_batchtopk", "standard", "gated")
 @pytest.fixture(autouse=True)
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Latents are packed however many fire; when they are dense instead is `test_sae_lens_density`'s."""
-    monkeypatch.setattr(encode_dense, "MEASURED", ())
+    monkeypatch.setattr(encode_dense, "FOLLOWED", ())
 
 
 def make(kind: str, device: torch.device, dtype: torch.dtype = torch.float32, **options: Any) -> TrainingSAE[Any]:

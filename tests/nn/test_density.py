@@ -82,11 +82,11 @@ def test_the_loss_of_no_rows_is_0(
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules choose on a GPU, too."""
-    monkeypatch.setattr(module, "MEASURED", ("cpu", "cuda"))
+    monkeypatch.setattr(module, "FOLLOWED", ("cpu", "cuda"))
 
 
 def test_where_the_break_even_is_not_measured(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    monkeypatch.setattr(module, "MEASURED", ())
+    monkeypatch.setattr(module, "FOLLOWED", ())
     model, x = nn.JumpReLUSAE(32, 512, device=device), torch.randn(200, 32, device=device)
     for _ in range(6):
         model.loss(x).loss.backward()

@@ -55,7 +55,9 @@ def test_packed_tile_by_tile(
     x.zero_()
     assert torch.equal(rows.to_dense(), kept) and (bool(rows.overflowed.any()) or capacity != 4)
     if threshold is not None:
-        assert not isinstance(encode(x, W, b_enc, **valued(bandwidth=2.0, **options)).source, LinearSource)
+        # A window is looked for where thresholds learn.
+        learns = options | {"threshold": threshold.clone().requires_grad_()}
+        assert not isinstance(encode(x, W, b_enc, **valued(bandwidth=2.0, **learns)).source, LinearSource)
 
 
 @pytest.mark.native

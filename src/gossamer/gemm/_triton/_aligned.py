@@ -4,14 +4,15 @@ from torch import Tensor
 
 from gossamer._core import launch
 
-LEAST = 256
-"""Rows and columns of a product from which on a copy of operands costs less than reading them through pointers."""
+LEAST = 512
+"""Rows and columns of a product from which on a copy of operands costs less than reading them as they lie."""
 
 
 def aligned(m: int, n: int, *operands: Tensor) -> tuple[Tensor, ...]:
     """The operands [m or n, K] of a product of m x n, 16-bit, or copies of those that are not aligned, if it is large.
 
-    cuBLAS is slow with such operands as well, five times and more: an odd K costs a model no speed here, but memory.
+    cuBLAS is slow with such operands as well: two products of 607 x 15,798 x 5,320 take it 1.02 ms on an H200, copies
+    and our product 0.84.
     """
     if m < LEAST or n < LEAST:
         return operands

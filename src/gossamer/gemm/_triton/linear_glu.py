@@ -10,7 +10,7 @@ are, and so as fast as memory gives them, in any dtype.
 A backward pass that kept nothing runs the same product again and ends it with the gradients of gate and up
 (`GRADIENT`); one that kept the two reads them (`_glu_bwd_kernel`). Float32 is left to cuBLAS, in blocks of rows that
 bound what is in memory at one time: no kernel of Triton's multiplies float32 as fast, but for a single row. So are, on
-Hopper, many rows whose N is no multiple of 8: reading odd rows through pointers took up to six times as long.
+Hopper, operands that its kernel cannot read: odd rows through pointers took up to 14 times as long.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Separate:
     """From which rows and K on two products of cuBLAS are faster than one of ours, where Hopper's kernel cannot read
     the operands; bytes of gate and up at one time."""
 
-    rows: int = 192
+    rows: int = 17
     depth: int = 400
     bytes: int = 1 << 28
 
@@ -335,14 +335,16 @@ def _launch_linear_glu(
     if not launch.INTERPRET and tuning.hopper(x.device):
         from gossamer.gemm._gluon import linear_glu as hopper
 
-        if hopper.pays(m, n, k, x.device):
+        pays = hopper.pays(m, n, k, x.device)
+        if pays and n % 8 == 0:
             x, gate_weight, up_weight = aligned(m, n, x, gate_weight, up_weight)
-            if hopper.fits(n, x, gate_weight, up_weight):
-                hopper.launch_linear_glu(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
-                return None
-            if m >= SEPARATE.rows and k >= SEPARATE.depth:
-                _launch_separate(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
-                return None
+        fits = hopper.fits(n, x, gate_weight, up_weight)
+        if pays and fits:
+            hopper.launch_linear_glu(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
+            return None
+        if not fits and m >= SEPARATE.rows and k >= SEPARATE.depth:
+            _launch_separate(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
+            return None
     tile = tile_of(m, x.device)
     grad = None if grad is None else grad.contiguous()
     strides = (*x.stride(), *gate_weight.stride(), *up_weight.stride())
