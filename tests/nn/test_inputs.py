@@ -7,7 +7,7 @@ import torch
 
 from gossamer import blocksparse, nn
 
-LAYOUT = blocksparse.Layout.from_mask(torch.eye(2), 16)
+LAYOUT = blocksparse.Layout.from_mask(torch.eye(2, dtype=torch.bool), 16)
 MODULES: dict[str, Callable[[], torch.nn.Module]] = {
     "TopKSAE": lambda: nn.TopKSAE(32, 64, k=4),
     "BatchTopKSAE": lambda: nn.BatchTopKSAE(32, 64, k=4),
