@@ -69,6 +69,21 @@ def test_every_way_to_scan(
     check(pack(x, format="csr", max_nnz=n // 2), x)
 
 
+@pytest.mark.parametrize("m, n", [(3, 1031), (40, 67), (2, 5001)])
+@pytest.mark.parametrize("gap", [0, 1, 3, 6])
+def test_rows_that_begin_anywhere(
+    m: int, n: int, gap: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    """What stands between rows shows nowhere."""
+    x = torch.full((m, n + gap), NAN, dtype=dtype, device=device)[:, :n]
+    x.copy_(random_rows((m, n), l0=9, dtype=dtype, device=device, generator=generator))
+    x[:, 0], x[:, -1] = 1, -2
+    for options in ({"capacity": 16}, {"capacity": 8}, {"format": "csr"}):
+        rows = pack(x, **options)
+        check(rows, x)
+        assert_exact(rows.to_dense(), x.double())
+
+
 @pytest.mark.parametrize("n", [17, 4100])
 def test_special_values_are_kept_and_negative_zero_is_not(n: int, dtype: torch.dtype, device: torch.device) -> None:
     x = torch.zeros(2, n, dtype=dtype, device=device)

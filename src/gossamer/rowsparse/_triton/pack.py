@@ -18,6 +18,7 @@ from gossamer._core import launch
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse.pack import one_program_a_row
 
+INTERPRET = tl.constexpr(launch.INTERPRET)
 DONE = tl.constexpr(1 << 31)
 COUNT = tl.constexpr((1 << 31) - 1)
 
@@ -33,6 +34,31 @@ def load_chunk(x_ptr, start, N, BLOCK: tl.constexpr, VEC: tl.constexpr):
     """Words of one row."""
     columns = chunk_columns(start, BLOCK, VEC)
     return tl.load(x_ptr + columns, mask=columns < N, other=0.0)
+
+
+@triton.jit
+def row_start(offset, N, VEC: tl.constexpr, SHIFTED: tl.constexpr):
+    """(where a row's walk starts, how many numbers of the row before it has first, and its end). With SHIFTED it starts
+    on 16 bytes, wherever the row does: a thread loads its word at once, or would its numbers one by one."""
+    if SHIFTED:
+        first = offset // VEC * VEC
+        lead = (offset - first).to(tl.int32)
+        return first, lead, N + lead
+    else:
+        return offset, 0, N
+
+
+@triton.jit
+def load_row_chunk(x_ptr, start, lead, N, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFTED: tl.constexpr):
+    """Words of one row, whose numbers are those from `lead` on and before N; others are 0."""
+    if SHIFTED:
+        columns = chunk_columns(start, BLOCK, VEC)
+        # 16 bytes that hold a number of the row lie in memory of the tensor's, all of them.
+        words = (start + tl.arange(0, BLOCK // VEC) * VEC < N)[:, None]
+        x = tl.load(x_ptr + columns, mask=columns < N if INTERPRET else words, other=0.0)
+        return tl.where((columns >= lead) & (columns < N), x, 0.0)
+    else:
+        return load_chunk(x_ptr, start, N, BLOCK, VEC)
 
 
 @triton.jit
@@ -82,9 +108,9 @@ def pop_lowest(bits, start, BLOCK: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def append_entries(
-    bits, counts, x_ptr, values_ptr, indices_ptr, base, limit, start, BLOCK: tl.constexpr, VEC: tl.constexpr
+    bits, counts, x_ptr, values_ptr, indices_ptr, base, limit, start, lead, BLOCK: tl.constexpr, VEC: tl.constexpr
 ):  # fmt: skip
-    """Writes a chunk's entries to slots base, base + 1, ... below limit, in order of column.
+    """Writes a chunk's entries to slots base, base + 1, ... below limit, in order of column, less `lead`.
 
     Every word emits its lowest bit in turn, so the work follows the fullest word, which is 1 or 2 in sparse data. The
     values are read again (they are in L1) rather than held in registers.
@@ -94,7 +120,7 @@ def append_entries(
         column, held, bits = pop_lowest(bits, start, BLOCK, VEC)
         mask = held & (slot < limit)
         tl.store(values_ptr + slot, tl.load(x_ptr + column, mask=mask, other=0.0), mask=mask)
-        tl.store(indices_ptr + slot, column, mask=mask)
+        tl.store(indices_ptr + slot, column - lead, mask=mask)
         slot += held.to(tl.int32)
 
 
@@ -123,19 +149,19 @@ def wait_and_sum(flags_ptr, count, ready, FLAGS: tl.constexpr):
 
 @triton.jit
 def scan_chunk(
-    x_ptr, values_ptr, indices_ptr, nnz_ptr, flags_ptr, epoch, chunk, chunks, N, capacity,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, FLAGS: tl.constexpr,
+    x_ptr, values_ptr, indices_ptr, nnz_ptr, flags_ptr, epoch, chunk, chunks, lead, N, capacity,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, FLAGS: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one row into the row's list; all pointers are the row's."""
     start = chunk * BLOCK
-    bits = nonzero_bits(load_chunk(x_ptr, start, N, BLOCK, VEC), VEC)
+    bits = nonzero_bits(load_row_chunk(x_ptr, start, lead, N, BLOCK, VEC, SHIFTED), VEC)
     counts = count_bits(bits)
     count = tl.sum(counts, axis=0)
     publish(flags_ptr + chunk, epoch, count)
     if (count > 0) | (chunk == chunks - 1):
         base = wait_and_sum(flags_ptr, chunk, epoch.to(tl.int64) << 1, FLAGS)
         if base < capacity:
-            append_entries(bits, counts, x_ptr, values_ptr, indices_ptr, base, capacity, start, BLOCK, VEC)
+            append_entries(bits, counts, x_ptr, values_ptr, indices_ptr, base, capacity, start, lead, BLOCK, VEC)
         if nnz_ptr is not None:
             if chunk == chunks - 1:
                 tl.store(nnz_ptr, base + count)
@@ -153,15 +179,17 @@ def clear_slots(values_ptr, indices_ptr, first, capacity, step, BLOCK: tl.conste
 @triton.jit(do_not_specialize=["epoch"])
 def _pack_split_kernel(
     x_ptr, values_ptr, indices_ptr, nnz_ptr, offsets_ptr, flags_ptr, epoch, stride_xm, M, N, capacity, chunks,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, FLAGS: tl.constexpr, COUNT_ONLY: tl.constexpr,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFTED: tl.constexpr, FLAGS: tl.constexpr, COUNT_ONLY: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk), chunks fastest. `offsets_ptr` is as in `_pack_row_kernel`; COUNT_ONLY adds to zeros."""
     pid = tl.program_id(0)
     row = (pid // chunks).to(tl.int64)
     chunk = pid % chunks
-    x_ptr += row * stride_xm
+    begin, lead, N = row_start(row * stride_xm, N, VEC, SHIFTED)
+    x_ptr += begin
     if COUNT_ONLY:
-        count = tl.sum(count_bits(nonzero_bits(load_chunk(x_ptr, chunk * BLOCK, N, BLOCK, VEC), VEC)), axis=0)
+        x = load_row_chunk(x_ptr, chunk * BLOCK, lead, N, BLOCK, VEC, SHIFTED)
+        count = tl.sum(count_bits(nonzero_bits(x, VEC)), axis=0)
         if count > 0:
             # Whole numbers: the sum does not depend on the order of arrival.
             tl.atomic_add(nnz_ptr + row, count, sem="relaxed")
@@ -170,8 +198,8 @@ def _pack_split_kernel(
         indices_ptr += row * capacity
         flags_ptr += row * chunks
         scan_chunk(
-            x_ptr, values_ptr, indices_ptr, nnz_ptr + row, flags_ptr, epoch, chunk, chunks, N, capacity,
-            BLOCK, VEC, FLAGS,
+            x_ptr, values_ptr, indices_ptr, nnz_ptr + row, flags_ptr, epoch, chunk, chunks, lead, N, capacity,
+            BLOCK, VEC, FLAGS, SHIFTED,
         )  # fmt: skip
         if chunk == chunks - 1:
             first = wait_and_sum(flags_ptr, chunks, epoch.to(tl.int64) << 1, FLAGS)
@@ -179,8 +207,8 @@ def _pack_split_kernel(
     else:
         base = tl.load(offsets_ptr + row)
         scan_chunk(
-            x_ptr, values_ptr + base, indices_ptr + base, None, flags_ptr + row * chunks, epoch, chunk, chunks, N,
-            capacity - base, BLOCK, VEC, FLAGS,
+            x_ptr, values_ptr + base, indices_ptr + base, None, flags_ptr + row * chunks, epoch, chunk, chunks, lead, N,
+            capacity - base, BLOCK, VEC, FLAGS, SHIFTED,
         )  # fmt: skip
         total = tl.load(offsets_ptr + M)
         step = tl.num_programs(0).to(tl.int64) * 256
@@ -190,7 +218,7 @@ def _pack_split_kernel(
 @triton.jit
 def _pack_row_kernel(
     x_ptr, values_ptr, indices_ptr, nnz_ptr, offsets_ptr, stride_xm, M, N, capacity,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, CLEAR: tl.constexpr, COUNT_ONLY: tl.constexpr,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFTED: tl.constexpr, CLEAR: tl.constexpr, COUNT_ONLY: tl.constexpr,
 ):  # fmt: skip
     """Program (row): walks the row, with the next chunk's load in flight while it appends the present one's entries.
 
@@ -198,7 +226,8 @@ def _pack_row_kernel(
     without, every row has `capacity` slots (ELL).
     """
     row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * stride_xm
+    begin, lead, N = row_start(row * stride_xm, N, VEC, SHIFTED)
+    x_ptr += begin
     if offsets_ptr is None:
         base = 0
         values_ptr += row * capacity
@@ -206,15 +235,15 @@ def _pack_row_kernel(
     else:
         base = tl.load(offsets_ptr + row)
     first = base
-    x = load_chunk(x_ptr, 0, N, BLOCK, VEC)
+    x = load_row_chunk(x_ptr, 0, lead, N, BLOCK, VEC, SHIFTED)
     for start in range(0, N, BLOCK):
-        following = load_chunk(x_ptr, start + BLOCK, N, BLOCK, VEC)
+        following = load_row_chunk(x_ptr, start + BLOCK, lead, N, BLOCK, VEC, SHIFTED)
         bits = nonzero_bits(x, VEC)
         counts = count_bits(bits)
         count = tl.sum(counts, axis=0)
         if not COUNT_ONLY:
             if (count > 0) & (base < capacity):
-                append_entries(bits, counts, x_ptr, values_ptr, indices_ptr, base, capacity, start, BLOCK, VEC)
+                append_entries(bits, counts, x_ptr, values_ptr, indices_ptr, base, capacity, start, lead, BLOCK, VEC)
         base += count
         x = following
     if nnz_ptr is not None:
@@ -239,9 +268,15 @@ def scan_tile(n: int, element_size: int, groups: int = 256) -> dict[str, Any]:
     return {"BLOCK": vector * max(32, min(groups, launch.next_power_of_2(n) // vector)), "VEC": vector}
 
 
+def row_tile(x: Tensor, groups: int = 256) -> dict[str, Any]:
+    """`scan_tile` of the rows of x, and whether they begin anywhere while x begins on 16 bytes."""
+    sizes = scan_tile(x.shape[1], x.element_size(), groups)
+    return {**sizes, "SHIFTED": x.stride(0) % sizes["VEC"] != 0 and x.data_ptr() % 16 == 0}
+
+
 def split(n: int, sizes: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """(chunks per row, the sizes with the width in which flags are read)."""
-    chunks = launch.cdiv(n, sizes["BLOCK"])
+    chunks = launch.cdiv(n + (sizes["VEC"] - 1 if sizes.get("SHIFTED") else 0), sizes["BLOCK"])
     return chunks, {**sizes, "FLAGS": min(launch.next_power_of_2(chunks), 128)}
 
 
@@ -255,7 +290,7 @@ def pack_ell(x: Tensor, capacity: int, clear: bool = True) -> tuple[Tensor, Tens
     if m == 0 or n == 0:
         return values.zero_(), indices.fill_(-1), nnz.zero_()
     if one_program_a_row(m, n):
-        meta = {**scan_tile(n, x.element_size()), "CLEAR": clear, "COUNT_ONLY": False}
+        meta = {**row_tile(x), "CLEAR": clear, "COUNT_ONLY": False}
         args = (x, values, indices, nnz, None, x.stride(0), m, n, capacity)
         _pack_row((m, 1, 1), args, meta, num_warps=1)
     else:
@@ -268,7 +303,7 @@ def _split(
 ) -> None:
     """Launches programs that share rows: an ELL (without offsets), a CSR, or counts alone (without values)."""
     m, n = x.shape
-    chunks, meta = split(n, scan_tile(n, x.element_size()))
+    chunks, meta = split(n, row_tile(x))
     flags, epoch = launch.flags.get(m * chunks, x.device)
     args = (x, values, indices, nnz, offsets, flags, epoch, x.stride(0), m, n, capacity, chunks)
     meta["COUNT_ONLY"] = values is None
@@ -284,7 +319,7 @@ def count_rows(x: Tensor) -> Tensor:
     if m and n and not rows:
         _split(x, None, None, nnz, None, 0)
     elif m and n:
-        meta = {**scan_tile(n, x.element_size()), "CLEAR": False, "COUNT_ONLY": True}
+        meta = {**row_tile(x), "CLEAR": False, "COUNT_ONLY": True}
         args = (x, x, nnz, nnz, None, x.stride(0), m, n, 0)
         _pack_row((m, 1, 1), args, meta, num_warps=1)
     return nnz
@@ -301,7 +336,7 @@ def pack_csr(x: Tensor, row_offsets: Tensor, max_nnz: int) -> tuple[Tensor, Tens
     if not one_program_a_row(m, n):
         _split(x, values, indices, None, row_offsets, max_nnz)
     else:
-        meta = {**scan_tile(n, x.element_size()), "CLEAR": True, "COUNT_ONLY": False}
+        meta = {**row_tile(x), "CLEAR": True, "COUNT_ONLY": False}
         args = (x, values, indices, None, row_offsets, x.stride(0), m, n, max_nnz)
         _pack_row((m, 1, 1), args, meta, num_warps=1)
     return values, indices
@@ -313,14 +348,14 @@ EXAMPLES = {
             "x_ptr": "*fp32", "values_ptr": "*fp32", "indices_ptr": "*i32", "nnz_ptr": "*i32", "offsets_ptr": None,
             "flags_ptr": "*i64",
         },
-        "constexprs": {"BLOCK": 1024, "VEC": 4, "FLAGS": 64, "COUNT_ONLY": False},
+        "constexprs": {"BLOCK": 1024, "VEC": 4, "SHIFTED": True, "FLAGS": 64, "COUNT_ONLY": False},
         "num_warps": 1,
     },
     _pack_row_kernel: {
         "signature": {
             "x_ptr": "*bf16", "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "offsets_ptr": None,
         },
-        "constexprs": {"BLOCK": 2048, "VEC": 8, "CLEAR": True, "COUNT_ONLY": False},
+        "constexprs": {"BLOCK": 2048, "VEC": 8, "SHIFTED": True, "CLEAR": True, "COUNT_ONLY": False},
         "num_warps": 1,
     },
 }  # fmt: skip

@@ -58,9 +58,8 @@ def _pack_twell_kernel(
             counts = count_bits(bits)
             count = tl.sum(counts, axis=0)
             if (count > 0) & (base < slots):
-                append_entries(
-                    bits, counts, x_ptr + begin, values_ptr + place, indices_ptr + place, base, slots, start, BLOCK, VEC
-                )
+                lists = (values_ptr + place, indices_ptr + place)
+                append_entries(bits, counts, x_ptr + begin, lists[0], lists[1], base, slots, start, 0, BLOCK, VEC)
             base += count
         tl.store(counts_ptr + row * tiles + at, base)
 

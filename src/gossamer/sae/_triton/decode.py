@@ -20,7 +20,15 @@ from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow, pack
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.matmul import gather_tile, matmul
-from gossamer.rowsparse._triton.pack import count_bits, load_chunk, nonzero_bits, pop_lowest, publish, wait_and_sum
+from gossamer.rowsparse._triton.pack import (
+    count_bits,
+    load_row_chunk,
+    nonzero_bits,
+    pop_lowest,
+    publish,
+    row_start,
+    wait_and_sum,
+)
 from gossamer.sae.decode_path import one_launch
 
 
@@ -35,12 +43,12 @@ def wait_for(ptr, epoch):
 
 @triton.jit
 def scan(
-    x_ptr, slots_ptr, counts_ptr, nnz_ptr, epoch, chunk, chunks, N, capacity,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, FLAGS: tl.constexpr,
+    x_ptr, slots_ptr, counts_ptr, nnz_ptr, epoch, chunk, chunks, lead, N, capacity,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, FLAGS: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one row into the row's slots; all pointers are the row's. Its last count is that of the row."""
     start = chunk * BLOCK
-    bits = nonzero_bits(load_chunk(x_ptr, start, N, BLOCK, VEC), VEC)
+    bits = nonzero_bits(load_row_chunk(x_ptr, start, lead, N, BLOCK, VEC, SHIFTED), VEC)
     counts = count_bits(bits)
     count = tl.sum(counts, axis=0)
     tag = epoch.to(tl.int64) << 32
@@ -54,7 +62,7 @@ def scan(
             slot = base + tl.cumsum(counts, axis=0) - counts
             while tl.max(bits, axis=0) > 0:
                 column, held, bits = pop_lowest(bits, start, BLOCK, VEC)
-                word = tag | column.to(tl.int64)
+                word = tag | (column - lead).to(tl.int64)
                 tl.atomic_xchg(slots_ptr + slot, word, mask=held & (slot < capacity), sem="relaxed")
                 slot += held.to(tl.int32)
 
@@ -86,8 +94,8 @@ def gather_slots(
 @triton.jit(do_not_specialize=["epoch"])
 def _decode_fwd_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, nnz_ptr, words_ptr, epoch, stride_xm, stride_wn, M, N, D, capacity, chunks,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, FLAGS: tl.constexpr,
-    PARTIAL: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr, TRUNCATE: tl.constexpr,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFTED: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
+    FLAGS: tl.constexpr, PARTIAL: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr, TRUNCATE: tl.constexpr,
 ):  # fmt: skip
     """Programs (row, chunk) that scan, then programs (row, slice) that gather. A row has `capacity` words of slots and
     chunks + 1 of counts."""
@@ -96,12 +104,16 @@ def _decode_fwd_kernel(
     pid = tl.program_id(0)
     scanning, slices = M * chunks, tl.cdiv(D, BLOCK_D)
     row = (pid // chunks if pid < scanning else (pid - scanning) // slices).to(tl.int64)
-    x_ptr += row * stride_xm
     slots_ptr = words_ptr + row * (capacity + chunks + 1)
     counts_ptr = slots_ptr + capacity
     if pid < scanning:
-        scan(x_ptr, slots_ptr, counts_ptr, nnz_ptr + row, epoch, pid % chunks, chunks, N, capacity, BLOCK, VEC, FLAGS)
+        begin, lead, end = row_start(row * stride_xm, N, VEC, SHIFTED)
+        scan(
+            x_ptr + begin, slots_ptr, counts_ptr, nnz_ptr + row, epoch, pid % chunks, chunks, lead, end, capacity,
+            BLOCK, VEC, FLAGS, SHIFTED,
+        )  # fmt: skip
     else:
+        x_ptr += row * stride_xm
         columns = ((pid - scanning) % slices) * BLOCK_D + tl.arange(0, BLOCK_D)
         inside = columns < D
         count = wait_for(counts_ptr + chunks, epoch)
@@ -138,7 +150,7 @@ def _one_launch(
     """(the launches, and what a plan that repeats them needs: room for the counts of rows, and how many flags)"""
     (m, n), d = acts.shape, weight.shape[1]
     size = weight.element_size()
-    chunks, meta = pack.split(n, pack.scan_tile(n, size, groups=256 if n <= 65536 else 512))
+    chunks, meta = pack.split(n, pack.row_tile(acts, groups=256 if n <= 65536 else 512))
     meta |= gather_tile(m, d, size)
     meta["PARTIAL"] = 64 * meta["BLOCK_E"] if out.dtype is torch.float32 and capacity > 256 * meta["BLOCK_E"] else 0
     overflows = capacity < n and not truncate
@@ -239,7 +251,7 @@ EXAMPLES = {
             "words_ptr": "*i64",
         },
         "constexprs": {
-            "BLOCK": 1024, "VEC": 4, "FLAGS": 64, "BLOCK_E": 32, "BLOCK_D": 32, "PARTIAL": 0,
+            "BLOCK": 1024, "VEC": 4, "SHIFTED": True, "BLOCK_E": 32, "BLOCK_D": 32, "FLAGS": 64, "PARTIAL": 0,
             "LAUNCH_DEPENDENTS": False, "TRUNCATE": False,
         },
         "num_warps": 1,
