@@ -70,7 +70,7 @@ def test_every_way_to_scan(
 
 
 @pytest.mark.parametrize("m, n", [(3, 1031), (40, 67), (2, 5001)])
-@pytest.mark.parametrize("gap", [0, 1, 3, 6])
+@pytest.mark.parametrize("gap", [0, 3])
 def test_rows_that_begin_anywhere(
     m: int, n: int, gap: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
