@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from gossamer._core import launch
 from gossamer.blocksparse.attention_path import Problem, empty_like
 
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7, 3.6
+thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7, 3.6
 INV_LN2 = 1.4426950408889634
 LN2 = gl.constexpr(0.6931471805599453)
 
@@ -256,7 +256,7 @@ def _attention_fwd_kernel(
     k_bufs, k_ready = ring_of(k_desc, K_STAGES)
     v_bufs, v_ready = ring_of(v_desc, STAGES)
     fence_async_shared()
-    _barrier()
+    thread_barrier()
     tile, pair, batch, head = owner_of(rows * CONFIG.split_q, H, CONFIG.causal)
     first = tile * BLOCK_M
     fetch(q_desc, q_buf, q_ready, 0, batch, head, first, True)
@@ -284,7 +284,7 @@ def _attention_fwd_kernel(
         mbarrier.wait(k_ready.index(0), 0)
         s = warpgroup_mma(q, matrix(k_bufs, 0).permute((1, 0)), none, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
-        _barrier()
+        thread_barrier()
         fetch(k_desc, k_bufs, k_ready, 0, batch, head // GROUP, ahead, K_STAGES < steps)
         s = masked(s, at, whole, last, keys)
         weight, _, m, total = soften(s, m, total, scale)
@@ -299,7 +299,7 @@ def _attention_fwd_kernel(
             o = warpgroup_mma(p, matrix(v_bufs, before), o, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s,))
             # Every warp has read these keys, and the values of the step before last.
-            _barrier()
+            thread_barrier()
             fetch(k_desc, k_bufs, k_ready, slot, batch, head // GROUP, ahead, step + K_STAGES < steps)
             if step > 1:
                 old = step - 2
@@ -315,7 +315,7 @@ def _attention_fwd_kernel(
         o = warpgroup_mma_wait(0, deps=(o,))
     o = finish(o, m, total, lost, lse_ptr + pair.to(gl.int64) * Tq, lines, Tq)
     # The queries have been read by all warps: the result takes their place.
-    _barrier()
+    thread_barrier()
     emit(out_desc, q_buf.index(0), o, batch, head, first)
     tma.store_wait(0)
 

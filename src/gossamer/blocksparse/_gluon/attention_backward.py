@@ -31,7 +31,6 @@ from gossamer.blocksparse._gluon.attention import (
     LISTS,
     SIZES,
     Tile,
-    _barrier,
     config_of,
     descriptor,
     emit,
@@ -48,6 +47,7 @@ from gossamer.blocksparse._gluon.attention import (
     ring_of,
     row_of,
     span,
+    thread_barrier,
     tile_at,
     without_padding,
 )
@@ -74,7 +74,7 @@ def _attention_dq_kernel(
     k_bufs, k_ready = ring_of(k_desc, STAGES + 1)
     v_bufs, v_ready = ring_of(v_desc, STAGES)
     fence_async_shared()
-    _barrier()
+    thread_barrier()
 
     tile, pair, batch, head = owner_of(rows * CONFIG.split_q, H, CONFIG.causal)
     first = tile * BLOCK
@@ -117,7 +117,7 @@ def _attention_dq_kernel(
         dq = warpgroup_mma(ds, matrix(k_bufs, before), dq, use_acc=step > 1, is_async=True)
         s, dp = warpgroup_mma_wait(1, deps=(s, dp))
         # Every warp has read these values, and the keys of the step before last.
-        _barrier()
+        thread_barrier()
         fetch(v_desc, v_bufs, v_ready, v_slot, batch, head // GROUP, ahead_v, step + STAGES < steps)
         free = (step + STAGES - 1) % (STAGES + 1)
         later = (step > 1) & (step + STAGES - 1 < steps)
@@ -131,7 +131,7 @@ def _attention_dq_kernel(
     if steps > 0:
         dq = warpgroup_mma(ds, matrix(k_bufs, (steps - 1) % (STAGES + 1)), dq, use_acc=steps > 1, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-    _barrier()
+    thread_barrier()
     emit(dq_desc, q_bufs.index(0), gl.where(lost, float("nan"), dq * (scale * LN2)), batch, head, first)
     tma.store_wait(0)
 
@@ -205,7 +205,7 @@ def _attention_dkdv_kernel(
     g_bufs, g_ready = ring_of(grad_desc, STAGES)
     stats = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK], stats_desc.layout)
     fence_async_shared()
-    _barrier()
+    thread_barrier()
 
     tile, _, batch, key_head = owner_of(columns * CONFIG.split_k, H // GROUP, False)
     first = tile * BLOCK
@@ -245,7 +245,7 @@ def _attention_dkdv_kernel(
             dp = warpgroup_mma(v, matrix(g_bufs, slot).permute((1, 0)), none, use_acc=False, is_async=True)
             s, dk, dv = warpgroup_mma_wait(1, deps=(s, dk, dv))
             # Every warp has read the queries of the step before, and what belongs to them.
-            _barrier()
+            thread_barrier()
             free = (count + STAGES - 1) % STAGES
             later = (step > 0) & (step - 1 + STAGES < steps)
             fetch_with(q_desc, q_bufs, stats_desc, stats, q_ready, free, batch, head, H, ahead, later)
@@ -262,7 +262,7 @@ def _attention_dkdv_kernel(
         dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
         dk = gl.where(lost, float("nan"), dk)
         dv = gl.where(lost, float("nan"), dv)
-        _barrier()
+        thread_barrier()
     emit(dk_desc, k_bufs.index(0), dk * (scale * LN2), batch, key_head, first)
     emit(dv_desc, v_bufs.index(0), dv, batch, key_head, first)
     tma.store_wait(0)

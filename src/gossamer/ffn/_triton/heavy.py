@@ -18,16 +18,8 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.ffn._triton._packed import LISTED
+from gossamer.gemm._triton.linear_glu import origin_of
 from gossamer.rowsparse._triton.overflow import dot
-
-
-@triton.jit
-def tile_of(number, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """(row tile, column tile): GROUP_M row tiles take turns with a column tile, so that both stay in the L2."""
-    per_group = GROUP_M * tiles_n
-    first = number // per_group * GROUP_M
-    size = tl.minimum(tiles_m - first, GROUP_M)
-    return first + number % per_group % size, number % per_group // size
 
 
 @triton.jit
@@ -105,7 +97,7 @@ def _ffn_heavy_kernel(
         first = tiles_m * tiles_n
         number = tl.atomic_add(heavy_ptr + 2, 1, sem="relaxed")
         while number < first:
-            tile_m, tile_n = tile_of(number, tiles_m, tiles_n, GROUP_M)
+            tile_m, tile_n = origin_of(number, tiles_m, tiles_n, GROUP_M)
             hidden_tile(
                 heavy_ptr, x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, hidden_ptr, tile_m,
                 tile_n, count, N, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, APART, SQUARED, PRECISION, UPCAST,
@@ -117,7 +109,7 @@ def _ffn_heavy_kernel(
             pass
         tl.debug_barrier()
         while number < first + tiles_m * tiles_d:
-            tile_m, tile_d = tile_of(number - first, tiles_m, tiles_d, GROUP_M)
+            tile_m, tile_d = origin_of(number - first, tiles_m, tiles_d, GROUP_M)
             at = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
             d = tile_d * BLOCK_N + tl.arange(0, BLOCK_N)
             inside = d < D

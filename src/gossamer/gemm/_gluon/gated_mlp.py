@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from gossamer._core import launch, tuning
 from gossamer.gemm._gluon import linear_glu, linear_pack
-from gossamer.gemm._gluon.linear_glu import _barrier, _descriptor, activated, origin_of
+from gossamer.gemm._gluon.linear_glu import activated, descriptor_of, origin_of, thread_barrier
 from gossamer.gemm._gluon.linear_pack import (
     BLOCK_N,
     GROUP_M,
@@ -125,7 +125,7 @@ def gate(matrices, handover, extent, GROUP: gl.constexpr, GROUP_M: gl.constexpr,
         mbarrier.wait(full.index(GROUP), turn & 1)
         gate_tile(matrices, halves, tile, extent, GROUP, GROUP_M, ACTIVATION, 1)
         # All lanes must have read before the one that arrives says so.
-        _barrier()
+        thread_barrier()
         mbarrier.arrive(free.index(GROUP), count=1)
         turn += 1
 
@@ -185,8 +185,8 @@ def launch_gated_mlp_bwd(
     tiles_m, tiles_n, steps = launch.cdiv(m, 128), launch.cdiv(n, TILE), launch.cdiv(d, 64)
     strides = (grad.stride(0), down_weight.stride(0))
     inputs = (
-        _descriptor(grad, m, d, strides[0], 128, 64),
-        _descriptor(down_weight, d, n, strides[1], 64, TILE),
+        descriptor_of(grad, m, d, strides[0], 128, 64),
+        descriptor_of(down_weight, d, n, strides[1], 64, TILE),
     )
     meta = {"GROUP_M": linear_pack.GROUP_M, "STAGES": linear_pack.STAGES, "ACTIVATION": activation}
     matrices = (matrix.view(torch.int32) for matrix in (gate, up, hidden))

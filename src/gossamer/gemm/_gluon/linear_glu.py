@@ -43,7 +43,7 @@ ROWS = gl.constexpr(64)
 """Rows of a warpgroup."""
 
 GROUP_M = 16
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7, 3.6
+thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7, 3.6
 
 
 @gluon.jit
@@ -247,7 +247,7 @@ def consume(
                 gl.store(slot + offsets, to_slot(gate))
                 gl.store(slot + HALF + offsets, to_slot(up))
                 # All threads must have written before the one that signals says so.
-                _barrier()
+                thread_barrier()
                 gl.atomic_xchg(flags_ptr + program * GROUPS + GROUP, 1, sem="release", scope="gpu")
             elif first > 0:
                 other = program
@@ -412,12 +412,12 @@ def launch_linear_glu(
     grad_strides = (0, 0) if grad is None else grad.stride()
     strides = (x.stride(0), gate_weight.stride(0), up_weight.stride(0))
     inputs = (
-        _descriptor(x, m, k, strides[0], block_m, 64),
-        _descriptor(gate_weight, n, k, strides[1], 128, 64),
-        _descriptor(up_weight, n, k, strides[2], 128, 64),
+        descriptor_of(x, m, k, strides[0], block_m, 64),
+        descriptor_of(gate_weight, n, k, strides[1], 128, 64),
+        descriptor_of(up_weight, n, k, strides[2], 128, 64),
     )
-    written = None if out is None else _descriptor(out, m, n, n, 64, 128)
-    first, second = (None if t is None else _descriptor(t, m, n, t.stride(0), 64, 128) for t in gates or (None, None))
+    written = None if out is None else descriptor_of(out, m, n, n, 64, 128)
+    first, second = (None if t is None else descriptor_of(t, m, n, t.stride(0), 64, 128) for t in gates or (None, None))
     args = (
         *inputs,
         written,
@@ -442,7 +442,7 @@ _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _made: dict[tuple[int, int, torch.dtype], dict[str, Any]] = {}
 
 
-def _descriptor(
+def descriptor_of(
     tensor: Tensor, rows: int, columns: int, stride: int, block_rows: int, block_columns: int
 ) -> TensorDescriptor:
     """As `TensorDescriptor` makes it the first time; what it checks each time `fits` has checked already."""

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from gossamer._core import launch, tuning
-from gossamer.gemm._gluon.linear_glu import _barrier, _descriptor, origin_of
+from gossamer.gemm._gluon.linear_glu import descriptor_of, origin_of, thread_barrier
 
 TILE = 256
 BLOCK_N = gl.constexpr(256)
@@ -186,7 +186,7 @@ def consume(
         mbarrier.wait(free.index(GROUP), (turn & 1) ^ 1)
         halves.index(GROUP).store(acc.to(halves.dtype))
         # All threads must have written before the one that arrives says so.
-        _barrier()
+        thread_barrier()
         mbarrier.arrive(full.index(GROUP), count=1)
         turn += 1
 
@@ -265,7 +265,7 @@ def pack(target, handover, extent, GROUP: gl.constexpr, GROUP_M: gl.constexpr, S
     for tile in range(gl.program_id(0), tiles_m * tiles_n - gl.num_programs(0), gl.num_programs(0)):
         pack_tile(target, handover, tile, turn, extent, GROUP, GROUP_M, SLOTS, 1)
         # All lanes must have read before the one that arrives says so.
-        _barrier()
+        thread_barrier()
         mbarrier.arrive(handover[2].index(GROUP), count=1)
         turn += 1
 
@@ -378,8 +378,8 @@ def launch_linear_pack(
     stride = weight.stride(0 if transposed else 1)
     bias, threshold = (None if t is None else t.contiguous() for t in (bias, threshold))
     inputs = (
-        _descriptor(x, m, k, x.stride(0), 128, 64),
-        _descriptor(weight if transposed else weight.t(), *rows, stride, *((TILE, 64) if transposed else (64, TILE))),
+        descriptor_of(x, m, k, x.stride(0), 128, 64),
+        descriptor_of(weight if transposed else weight.t(), *rows, stride, *((TILE, 64) if transposed else (64, TILE))),
     )
     meta = {"TRANSPOSED": transposed, "SLOTS": slots, "GROUP_M": GROUP_M, "STAGES": STAGES}
     args = (*inputs, bias, threshold, bounds, factors, skip, *out, m, n, tiles_m, tiles_n, steps)
