@@ -1,9 +1,9 @@
 """In which order programs of `blocksparse.attention` begin, where each owns a line of blocks: the last, longest first.
 
 Programs begin in the order of their numbers, as others end. A long line that begins last leaves the GPU waiting; but
-to begin with all long lines would let programs end together, wave after wave, and spread them over all heads, whose keys
-no cache holds. So lines keep their order, head by head, but for the last two waves of programs: of these the longest
-begin first. Program (LINES of them) counts for each how many of the others come before it, which all fit in one tile.
+to begin with all long lines would let programs end together, wave after wave, and spread them over all heads, whose
+keys no cache holds. So lines keep their order, head by head, but for the last two waves of programs: of these the
+longest begin first. Program (LINES of them) counts for each how many of the others come before it; all fit in one tile.
 """
 
 from __future__ import annotations
