@@ -8,7 +8,7 @@ from gossamer.blocksparse import Layout
 from gossamer.blocksparse.attention_path import Problem
 
 if INTERPRET or torch.cuda.is_available():
-    from gossamer.blocksparse._triton import attention_order
+    from gossamer.blocksparse._gluon import attention_order
 
 pytestmark = pytest.mark.skipif(not (INTERPRET or torch.cuda.is_available()), reason="needs the Triton kernels")
 

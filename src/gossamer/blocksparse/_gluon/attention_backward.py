@@ -51,7 +51,7 @@ from gossamer.blocksparse._gluon.attention import (
     tile_at,
     without_padding,
 )
-from gossamer.blocksparse._triton.attention_order import launch_order
+from gossamer.blocksparse._gluon.attention_order import launch_order
 from gossamer.blocksparse.attention_path import Problem, empty_like
 
 LN2 = gl.constexpr(0.6931471805599453)

@@ -1,4 +1,5 @@
-"""In which order programs of `blocksparse.attention` begin, where each owns a line of blocks: the last, longest first.
+"""In which order programs of `blocksparse.attention` begin on Hopper, each of which owns a line of blocks: the last
+ones longest first. A kernel in plain Triton.
 
 Programs begin in the order of their numbers, as others end. A long line that begins last leaves the GPU waiting; but
 to begin with all long lines would let programs end together, wave after wave, and spread them over all heads, whose
