@@ -104,6 +104,7 @@ def test_long_rows_are_walked_twice(mask, monkeypatch: pytest.MonkeyPatch, devic
 
     monkeypatch.setattr(kernels, "LONGEST", 16)
     monkeypatch.setattr(kernels, "STEP", 32)
+    monkeypatch.setattr(kernels.tuning, "programs", lambda _: 0)
     x, layout = problem((2,), (33, 100), (16, 32), 0.6, torch.float32, device)
     # The first step holds nothing but -inf.
     x[:, :, :32] = -math.inf
@@ -133,11 +134,12 @@ def test_rows_longer_than_most(device: torch.device) -> None:
 def test_steps_follow_the_average(device: torch.device) -> None:
     from gossamer.blocksparse._triton.softmax import LONGEST, SHORT, STEP, tile_of
 
-    assert tile_of(64, 64, 8192, 8192)[0] == {"HEIGHT": 64, "WIDTH": 64, "BLOCK_M": 1, "BLOCK_N": 8192, "ONCE": True}
-    meta, warps = tile_of(64, 64, 8192, 2048)
-    assert (meta["BLOCK_N"], meta["ONCE"], warps) == (4096, False, 4)
-    assert tile_of(16, 16, 8192, 0)[0]["BLOCK_N"] == SHORT and tile_of(16, 16, 64, 0)[0]["BLOCK_N"] == 64
-    assert tile_of(64, 64, 4 * LONGEST, LONGEST)[0]["BLOCK_N"] == STEP
+    meta, warps = tile_of(64, 64, 8192, 8192, 512, 132)
+    assert (meta["BLOCK_M"], meta["BLOCK_N"], meta["LINES"], meta["ONCE"], warps) == (1, 8192, 8, True, 16)
+    meta, warps = tile_of(64, 64, 8192, 2048, 8, 132)
+    assert (meta["BLOCK_N"], meta["LINES"], meta["ONCE"], warps) == (4096, 1, False, 8)
+    assert tile_of(16, 16, 8192, 0, 4, 1)[0]["BLOCK_N"] == SHORT and tile_of(16, 16, 64, 0, 4, 1)[0]["BLOCK_N"] == 64
+    assert tile_of(64, 64, 4 * LONGEST, LONGEST, 4, 1)[0]["BLOCK_N"] == STEP
 
 
 @pytest.mark.gpu
