@@ -41,11 +41,12 @@ from gossamer.blocksparse.matmul_path import met_by, share_of
 
 MOST = 0.95
 """Share of the blocks above which absent ones are multiplied."""
-PAIRED = {64: 0.5, 128: 0.64}
+PAIRED = {64: 0.5, 128: 0.5}
 """Shares of all products of blocks up to which looking for the pairs of two block-sparse operands is faster: one H200,
-n 4,096, four matrices, bfloat16. Of blocks of 64 pairs take 725 and 353 us at densities of 0.75 and 0.5 of all three
-matrices, and every block 665; of blocks of 128 515, 236 and 110 at 0.75, 0.5 and 0.25, and present ones of A alone 566,
-291 and 99."""
+four matrices, bfloat16. At n 4,096, of blocks of 64 pairs take 728 and 317 us at densities of 0.75 and 0.5 of all three
+matrices, and every block 774; of blocks of 128 503, 226 and 112 at 0.75, 0.5 and 0.25, and present ones of A alone 521,
+264 and 99. At n 8,192, of blocks of 64 at 0.75 pairs take 7.6 ms and every block 6.2; of blocks of 128 pairs 5.1 and
+present ones of A 4.2."""
 LISTED = {0: 1.0, 64: 0.45, 128: 0.95}
 """How fast present blocks of a size are multiplied, of the speed with which all are: H200, n 4,096 and 8,192, four
 matrices, bfloat16, one of the operands or the result block-sparse."""

@@ -29,15 +29,31 @@ def _source(map_ptr, k, K, at, length, most):
         return tl.load(map_ptr + at * K + k, mask=at < length, other=-1).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["nnz_ptr", "out_nnz_ptr", "capacity", "K"])
+@triton.jit
+def in_turns(block, copies, share):
+    """Which block a program owns where neighbouring matrices of the result are copies of one, each with some `share` of
+    the blocks: 64 of the first, as many of the second. What they read is then still in the cache."""
+    many = copies * share
+    group = block // many
+    at = block % many
+    turned = (group * copies + at % (copies * 64) // 64) * share + at // (copies * 64) * 64 + at % 64
+    # Behind the last whole group nothing is turned.
+    return tl.where((group + 1) * many <= tl.num_programs(0), turned, block)
+
+
+@triton.jit(do_not_specialize=["nnz_ptr", "out_nnz_ptr", "capacity", "K", "copies", "share"])
 def _rearrange_kernel(
     values_ptr, out_ptr, nnz_ptr, positions_ptr, out_nnz_ptr, rows_ptr, cols_ptr, z_map_ptr, i_map_ptr, j_map_ptr,
-    M, N, M_OUT, N_OUT, K, capacity,
-    H: tl.constexpr, W: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TH: tl.constexpr, TW: tl.constexpr,
-    WHOLE: tl.constexpr, SUM: tl.constexpr,
+    M, N, M_OUT, N_OUT, K, capacity, copies, share,
+    SOURCE: tl.constexpr, RESULT: tl.constexpr, TH: tl.constexpr, TW: tl.constexpr, WHOLE: tl.constexpr,
+    SUM: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of the result, tile of it)."""
-    block = tl.program_id(0)
+    """Program (block of the result, tile of it). SOURCE and RESULT are heights and widths of blocks."""
+    H: tl.constexpr = SOURCE[0]
+    W: tl.constexpr = SOURCE[1]
+    HEIGHT: tl.constexpr = RESULT[0]
+    WIDTH: tl.constexpr = RESULT[1]
+    block = in_turns(tl.program_id(0), copies, share)
     dtype: tl.constexpr = values_ptr.dtype.element_ty
     R, C = tl.cdiv(M, H), tl.cdiv(N, W)
     zr = tl.load(rows_ptr + block)
@@ -109,16 +125,29 @@ def rearrange(
     # Tiles of whole blocks may be cut into as many as keep enough programs busy.
     tw = tile[1] if whole else width
     th = min(tile[0] if whole else height, (WHOLE if whole else SCATTERED) // tw)
+    turns, share = _turns(values, positions, out, out_positions, sizes) if z_map is not None and whole else (1, 64)
     args = (
         plain(values), plain(out), nnz, positions, out_nnz, out_rows, out_cols, z_map, i_map, j_map, *sizes, copies,
-        capacity,
+        capacity, turns, share,
     )  # fmt: skip
     meta = {
-        "H": h, "W": w, "HEIGHT": height, "WIDTH": width, "TH": th, "TW": tw, "WHOLE": whole, "SUM": copies > 1
+        "SOURCE": (h, w), "RESULT": (height, width), "TH": th, "TW": tw, "WHOLE": whole, "SUM": copies > 1,
     }  # fmt: skip
     grid = (out.shape[0], height // th * (width // tw), 1)
     _rearrange(grid, args, meta, num_warps=max(1, th * tw // (1024 if whole else 512)))
     return out
+
+
+def _turns(values: Tensor, positions: Tensor, out: Tensor, out_positions: Tensor, sizes: list[int]) -> tuple[int, int]:
+    """(copies of each matrix, blocks of each in whole turns of 64), as far as shapes tell; (1, 1) of none."""
+    m, n, m_out, n_out = sizes
+
+    def matrices(places: Tensor, blocks: Tensor, size: tuple[int, int]) -> int:
+        return places.shape[0] // (launch.cdiv(size[0], blocks.shape[1]) * launch.cdiv(size[1], blocks.shape[2]))
+
+    before, after = matrices(positions, values, (m, n)), matrices(out_positions, out, (m_out, n_out))
+    share = out.shape[0] // max(after, 1) // 64 * 64
+    return (after // before, share) if before and after % before == 0 and share else (1, 64)
 
 
 _POINTERS = ("nnz_ptr", "positions_ptr", "out_nnz_ptr", "rows_ptr", "cols_ptr")
@@ -127,10 +156,10 @@ EXAMPLES = {
     _rearrange_kernel: {
         "signature": {
             "values_ptr": "*bf16", "out_ptr": "*bf16", **dict.fromkeys(_POINTERS, "*i32"), **_MAPS,
-            **dict.fromkeys(("M", "N", "M_OUT", "N_OUT", "K", "capacity"), "i32"),
+            **dict.fromkeys(("M", "N", "M_OUT", "N_OUT", "K", "capacity", "copies", "share"), "i32"),
         },
         "constexprs": {
-            "H": 64, "W": 64, "HEIGHT": 64, "WIDTH": 64, "TH": 64, "TW": 64, "WHOLE": True, "SUM": False,
+            "SOURCE": (64, 64), "RESULT": (64, 64), "TH": 64, "TW": 64, "WHOLE": True, "SUM": False,
         },
         "num_warps": 4,
     },

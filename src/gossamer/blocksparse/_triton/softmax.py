@@ -6,8 +6,8 @@ idle lanes take their time too. BLOCK_N is twice what a line holds on average, w
 capacity: wider steps would have fewer lines on their way at once. LINES follow each other, and the next are asked for
 before these are computed: a program of one line waits for its lists, its elements and two reductions in turn, which
 took 2.3 times as long as the bytes (one H200, n 8,192, half of the blocks). Longer lines, and all beyond LONGEST, are
-walked twice, first for the running maximum and sum, then to write. The backward pass has the same form. Programs also
-fill what stands behind the last block: with zeros, or NaN where blocks are lost.
+walked twice, first for the running maximum and sum, then to write. The backward pass takes BLOCK_M lines a program.
+Programs also fill what stands behind the last block: with zeros, or NaN where blocks are lost.
 """
 
 import torch
@@ -179,57 +179,41 @@ def load_products(
 @triton.jit
 def gradient_at_once(
     grad_ptr, out_ptr, dx_ptr, scale, begin, count, i,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, LINES: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Lines of up to BLOCK_N elements; those of the next step are on their way while these are computed."""
-    BLOCK_M: tl.constexpr = i.shape[0]
-    at = tl.arange(0, BLOCK_N)
-    exists = (at < count * WIDTH)[None, :]
-    place = ((begin + at // WIDTH).to(tl.int64) * (HEIGHT * WIDTH) + at % WIDTH)[None, :] + i[:, None] * WIDTH
-    y_ahead = tl.load(out_ptr + place, mask=exists, other=0.0)
-    grad_ahead = tl.load(grad_ptr + place, mask=exists, other=0.0)
-    for first in range(0, LINES, BLOCK_M):
-        y, grad = y_ahead.to(tl.float32), grad_ahead.to(tl.float32)
-        behind = place + (first + BLOCK_M) * WIDTH
-        follows = exists & (first + BLOCK_M < LINES)
-        y_ahead = tl.load(out_ptr + behind, mask=follows, other=0.0)
-        grad_ahead = tl.load(grad_ptr + behind, mask=follows, other=0.0)
-        product = tl.where(y == 0, 0.0, y * grad)
-        dx = tl.where(y == 0, 0.0, scale * (product - y * tl.sum(product, 1)[:, None]))
-        tl.store(dx_ptr + (place + first * WIDTH), dx.to(dx_ptr.dtype.element_ty), mask=exists)
+    """Lines of up to BLOCK_N elements."""
+    y, product, place, exists = load_products(grad_ptr, out_ptr, begin, count, i, 0, HEIGHT, WIDTH, BLOCK_N)
+    dx = tl.where(y == 0, 0.0, scale * (product - y * tl.sum(product, 1)[:, None]))
+    tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=exists)
 
 
 @triton.jit(do_not_specialize=["last", "capacity"])
 def _blocksparse_softmax_bwd_kernel(
     grad_ptr, out_ptr, dx_ptr, offsets_ptr, last, capacity, scale,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LINES: tl.constexpr,
-    ONCE: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Program (block row, LINES of it)."""
-    parts: tl.constexpr = HEIGHT // LINES
+    """Program (block row, BLOCK_M lines of it)."""
+    parts: tl.constexpr = HEIGHT // BLOCK_M
     row = tl.program_id(0) // parts
-    i = tl.program_id(0) % parts * LINES + tl.arange(0, BLOCK_M)
+    i = tl.program_id(0) % parts * BLOCK_M + tl.arange(0, BLOCK_M)
     begin, count, lost = span(offsets_ptr, row, last, capacity)
     if BLOCK_N >= 1024 and count * WIDTH <= BLOCK_N // 4:
-        gradient_at_once(grad_ptr, out_ptr, dx_ptr, scale, begin, count, i, HEIGHT, WIDTH, BLOCK_N // 4, LINES)
+        gradient_at_once(grad_ptr, out_ptr, dx_ptr, scale, begin, count, i, HEIGHT, WIDTH, BLOCK_N // 4)
     elif BLOCK_N >= 1024 and count * WIDTH <= BLOCK_N // 2:
-        gradient_at_once(grad_ptr, out_ptr, dx_ptr, scale, begin, count, i, HEIGHT, WIDTH, BLOCK_N // 2, LINES)
+        gradient_at_once(grad_ptr, out_ptr, dx_ptr, scale, begin, count, i, HEIGHT, WIDTH, BLOCK_N // 2)
     elif ONCE or count * WIDTH <= BLOCK_N:
-        gradient_at_once(grad_ptr, out_ptr, dx_ptr, scale, begin, count, i, HEIGHT, WIDTH, BLOCK_N, LINES)
+        gradient_at_once(grad_ptr, out_ptr, dx_ptr, scale, begin, count, i, HEIGHT, WIDTH, BLOCK_N)
     else:
-        for step in range(0, LINES, BLOCK_M):
-            inner = tl.zeros([BLOCK_M], tl.float32)
-            for first in range(0, count * WIDTH, BLOCK_N):
-                _, product, _, _ = load_products(
-                    grad_ptr, out_ptr, begin, count, i + step, first, HEIGHT, WIDTH, BLOCK_N
-                )  # fmt: skip
-                inner += tl.sum(product, 1)
-            for first in range(0, count * WIDTH, BLOCK_N):
-                y, product, place, exists = load_products(
-                    grad_ptr, out_ptr, begin, count, i + step, first, HEIGHT, WIDTH, BLOCK_N
-                )  # fmt: skip
-                dx = tl.where(y == 0, 0.0, scale * (product - y * inner[:, None]))
-                tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=exists)
+        inner = tl.zeros([BLOCK_M], tl.float32)
+        for first in range(0, count * WIDTH, BLOCK_N):
+            _, product, _, _ = load_products(grad_ptr, out_ptr, begin, count, i, first, HEIGHT, WIDTH, BLOCK_N)
+            inner += tl.sum(product, 1)
+        for first in range(0, count * WIDTH, BLOCK_N):
+            y, product, place, exists = load_products(
+                grad_ptr, out_ptr, begin, count, i, first, HEIGHT, WIDTH, BLOCK_N
+            )  # fmt: skip
+            dx = tl.where(y == 0, 0.0, scale * (product - y * inner[:, None]))
+            tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=exists)
     fill_rest(dx_ptr, tl.load(offsets_ptr + last), capacity, lost, HEIGHT, WIDTH)
 
 
@@ -275,10 +259,12 @@ def softmax_bwd(grad: Tensor, out: Tensor, row_offsets: Tensor, row_indices: Ten
     dx, last = torch.empty_like(out), row_offsets.shape[0] - 1
     if not last:
         return dx.zero_()
-    meta, warps = tile_of(height, width, n, capacity * width // last, last, tuning.programs(out.device))
+    meta, _ = tile_of(height, width, n, capacity * width // last, last, tuning.programs(out.device))
+    del meta["LINES"]
     args = (grad, out, dx, row_offsets, last, capacity, scale)
-    grid = (last * height // meta["LINES"], 1, 1)
-    _softmax_bwd(grid, args, meta, num_warps=warps)
+    # Two operands a line keep enough on its way, and their next ones would find no registers.
+    grid, warps = (last * height // meta["BLOCK_M"], 1, 1), meta["BLOCK_M"] * meta["BLOCK_N"] // 1024
+    _softmax_bwd(grid, args, meta, num_warps=max(4, min(16, warps)))
     return dx
 
 
@@ -300,7 +286,7 @@ def tile_of(height: int, width: int, n: int, average: int, rows: int, units: int
 
 SHORT = 256
 """Elements that a step has room for however short lines are."""
-_SHAPE = {"HEIGHT": 64, "WIDTH": 64, "BLOCK_M": 1, "BLOCK_N": 4096, "LINES": 8, "ONCE": False}
+_SHAPE = {"HEIGHT": 64, "WIDTH": 64, "BLOCK_M": 1, "BLOCK_N": 4096, "ONCE": False}
 EXAMPLES = {
     _blocksparse_softmax_fwd_kernel: {
         "signature": {
@@ -308,7 +294,7 @@ EXAMPLES = {
             **dict.fromkeys(("stride_mz", "stride_mm", "stride_mn", "rows", "last", "capacity", "M", "N"), "i32"),
             "scale": "fp32",
         },
-        "constexprs": {**_SHAPE, "MASK": "blocks"},
+        "constexprs": {**_SHAPE, "LINES": 8, "MASK": "blocks"},
         "num_warps": 8,
     },
     _blocksparse_softmax_bwd_kernel: {
@@ -317,7 +303,7 @@ EXAMPLES = {
             "capacity": "i32", "scale": "fp32",
         },
         "constexprs": _SHAPE,
-        "num_warps": 8,
+        "num_warps": 4,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""
