@@ -13,6 +13,8 @@ from gossamer.rowsparse.pack import listed, parts
 def sampled_matmul(x: Tensor, weight: Tensor, pattern: Rows) -> Rows:
     """x @ weight.T at the entries of a pattern (SDDMM: sparse up projection, masked gradients).
 
+    On a GPU all of the product is computed where the slots of a row are more than a few percent of the columns.
+
     Args:
         x: `[..., D]`, float, with the leading dimensions of the pattern.
         weight: `[N, D]`, the dtype and device of x, any strides.

@@ -19,7 +19,7 @@ from gossamer.rowsparse.matmul import check_dtypes, gradients, matmul_operator
 from gossamer.rowsparse.pack import default_capacity
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import encode as _cpu
-from gossamer.sae.encode_path import TILE_SLOTS, Path, choose_path, named
+from gossamer.sae.encode_path import TILE_SLOTS, Path, choose_path, named, row_stride
 
 ACTIVATIONS = (ReLU, JumpReLU, TopK, BatchTopK)
 _GPU = "gossamer.sae._triton.encode"
@@ -281,19 +281,20 @@ def _fake(
     ste_to_input: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     m, n = x.shape[0], weight.shape[1]
+    source = weight.new_empty(m, row_stride(m, n, weight))[:, :n] if keep_source else weight.new_empty(0, n)
     if capacity is None:
         return (
             weight.new_empty(m * k),
             weight.new_empty(m * k, dtype=torch.int32),
             weight.new_empty(m + 1, dtype=torch.int64),
-            weight.new_empty(0, n),
+            source,
             weight.new_empty(m, dtype=threshold_dtype(weight.dtype)),
         )
     return (
         weight.new_empty(m, capacity),
         weight.new_empty(m, capacity, dtype=torch.int32),
         weight.new_empty(m, dtype=torch.int32),
-        weight.new_empty(m if keep_source else 0, n),
+        source,
         weight.new_empty(m, dtype=threshold_dtype(weight.dtype)),
     )
 
@@ -412,6 +413,6 @@ _bwd_source = register(
     "Tensor? threshold, float bandwidth) -> Tensor",
     cpu=_cpu.bwd_source,
     gpu=f"{_GPU}_bwd:bwd_source",
-    fake=lambda grad, source, *_: torch.empty_like(source),
+    fake=lambda grad, source, *_: source.new_empty(source.shape),
     once_differentiable="sae.encode",
 )
