@@ -26,6 +26,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gossamer._core import launch, tuning
+from gossamer.ffn._triton._packed import described
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.overflow import dot
 
@@ -242,12 +243,8 @@ def few(
         return _launch(operands, out, nnz, squared, None)
     index = x.get_device()
     stream = torch._C._cuda_getCurrentRawStream(index)
-    key = (squared, counted, x.dtype, index, stream, tuning.tf32())
-    key += tuple([None if t is None else (t.shape, t.stride(), t.dtype) for t in operands])
-    pointers, united = [], 0
-    for t in operands:
-        pointers.append(None if t is None else t.data_ptr())
-        united |= pointers[-1] or 0
+    found, pointers, united = described(operands)
+    key = (squared, counted, index, stream, tuning.tf32(), found)
     plan = _plans.get(key, index, united)
     if plan is None:
         return _launch(operands, out, nnz, squared, key)
