@@ -13,7 +13,7 @@ from gossamer import gemm
 from gossamer._core import autocast, checks, tuning
 from gossamer._core.calls import Checked, key_of
 from gossamer._core.ops import needs_gradient, undispatched
-from gossamer.ffn.costs import FEW, GROUP, Costs, choose, costs_of, on_cpu
+from gossamer.ffn.costs import FEW, GROUP, MANY, Costs, choose, costs_of, on_cpu
 from gossamer.ffn.sparse_ffn import sparse_ffn
 from gossamer.ffn.tracker import BlockTracker, Known
 from gossamer.ffn.transposed import Transposed
@@ -24,8 +24,6 @@ from gossamer.rowsparse.formats import threshold_dtype
 NAMES = ("relu", "relu2")
 """Of activations, as `gemm.linear_glu` calls them, those that leave most entries 0."""
 METHODS = ("auto", "gather", "union", "fused", "dense")
-MANY = 4096
-"""Rows from which on a sample of them takes little of the time that it may save."""
 SAMPLE = 8
 """Groups of rows whose unions are counted where they are not needed."""
 

@@ -14,6 +14,8 @@ GROUP = 32
 """Neighbouring rows that may share the union of their entries on a GPU."""
 PRICE = 2.0
 """Entries that are gathered one by one in the time that a column of a union of GROUP rows takes."""
+MANY = 4096
+"""Rows from which on a sample of them, or a copy of those that are heavy, takes little of the time that it may save."""
 FEW = 16
 """Rows up to which the time goes into reading weights: a sparse block reads no more than a dense one at any density."""
 
