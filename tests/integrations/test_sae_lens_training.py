@@ -357,7 +357,9 @@ def train(sae: TrainingSAE[Any], steps: int, device: torch.device, watch: Callab
     return torch.tensor(losses), trainer
 
 
-@pytest.mark.parametrize("kind", ["topk, rescaled", "batchtopk, rescaled", "jumprelu"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("topk, rescaled", marks=pytest.mark.full), "batchtopk, rescaled", "jumprelu"]
+)
 def test_a_thousand_steps_of_saelens_own_trainer(kind: str, device: torch.device, materialized: list[str]) -> None:
     """From one seed, sparse against dense: the same losses, L0 and dead share within noise, and at steps 0, 10 and 100
     gradients as near to float64 as the dense ones."""

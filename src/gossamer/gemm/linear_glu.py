@@ -68,7 +68,7 @@ def linear_glu(
     operands = (x, gate_weight, up_weight, gate_bias, up_bias)
     keep = not recompute and needs_gradient(*operands)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    call = _linear_glu if autocasts else undispatched(_linear_glu, flat, *operands[1:])
+    call = linear_glu_operator if autocasts else undispatched(linear_glu_operator, flat, *operands[1:])
     out = call(flat, gate_weight, up_weight, gate_bias, up_bias, name, keep)[0]
     return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
 
@@ -198,7 +198,7 @@ def products_bwd(
 
 
 _OPERANDS = "Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor? gate_bias, Tensor? up_bias, str activation"
-_linear_glu = register(
+linear_glu_operator = register(
     f"linear_glu({_OPERANDS}, bool keep) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu.linear_glu,
     gpu=f"{_GPU}:linear_glu",

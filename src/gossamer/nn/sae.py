@@ -40,7 +40,7 @@ class SAELoss(NamedTuple):
     dead_loss: Tensor
 
 
-class _SAE(torch.nn.Module):
+class SparseAutoencoder(torch.nn.Module):
     """Parameters with SAELens's names and layouts, and what the autoencoders share."""
 
     firing_counts: Tensor
@@ -74,7 +74,7 @@ class _SAE(torch.nn.Module):
         self._silence_known = Silence()
         self._density = DensityTracker()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "_SAE":
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SparseAutoencoder":
         """A cast to 16 bits leaves out what moves by small steps, and would stand still there."""
         before = {name: getattr(self, name) for name in self._wide_buffers if name in self._buffers}
         super()._apply(fn, recurse)
@@ -270,7 +270,7 @@ class _SAE(torch.nn.Module):
         return torch.linalg.vector_norm(W_dec, dim=1, dtype=self._wide)
 
 
-class _Reviving(_SAE):
+class Reviving(SparseAutoencoder):
     """What those that keep k latents share, and what they do for dead ones."""
 
     aux_coefficient: float
@@ -335,7 +335,7 @@ def mean(terms: Tensor) -> Tensor:
     return terms.mean() if terms.numel() else terms.sum()
 
 
-class TopKSAE(_Reviving):
+class TopKSAE(Reviving):
     """A sparse autoencoder that keeps the k largest latents of each row.
 
     Decoder rows start with unit norm and the encoder as their transpose. Biases are made in float32 whatever `dtype`
@@ -388,7 +388,7 @@ class TopKSAE(_Reviving):
         return self._loss(x, x)
 
 
-class BatchTopKSAE(_Reviving):
+class BatchTopKSAE(Reviving):
     """A sparse autoencoder that keeps the k * M largest latents of a batch of M rows: k on average, as rows need them.
 
     In training mode a batch competes for its k * M entries, and a running mean follows the smallest value that gets

@@ -299,7 +299,7 @@ def _fake(
     )
 
 
-def _context(ctx: Any, inputs: Any, output: Any) -> None:
+def save_operands(ctx: Any, inputs: Any, output: Any) -> None:
     x, weight, bias, b_dec, threshold, _, _, ctx.bandwidth, _, ctx.keep_source, _, ctx.ste_to_input = inputs
     values, indices, nnz, source, _ = output
     ctx.mark_non_differentiable(indices, nnz)
@@ -308,7 +308,7 @@ def _context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
-def _backward(
+def encode_backward(
     ctx: Any, grad_values: Tensor | None, _i: Any, _n: Any, grad_source: Tensor | None, grad_l0: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     x, weight, b_dec, threshold, values, indices, nnz, source = ctx.saved_tensors
@@ -355,7 +355,7 @@ def _backward(
     if need_bias or need_threshold or (need_b_dec and not need_x):
         if grad_source is None:
             grad_source = values.new_zeros(1, 1).expand_as(source)
-        sums, grad_threshold = _bwd_columns(
+        sums, grad_threshold = sum_gradients_by_column(
             grad_values, grad_source, grad_l0, *columns, values, nnz, source, threshold, ctx.bandwidth
         )
         if estimate is not None:
@@ -372,7 +372,7 @@ def _backward(
     return grad_x, grad_weight, grad_bias, grad_b_dec, grad_threshold, *(None,) * 7
 
 
-def _fake_bwd_columns(
+def _fake_sums(
     grad_values: Tensor,
     grad_source: Tensor,
     grad_l0: Tensor,
@@ -396,16 +396,16 @@ _sae_encode = register(
     cpu=_cpu.encode,
     gpu=f"{_GPU}:encode",
     fake=_fake,
-    setup_context=_context,
-    backward=_backward,
+    setup_context=save_operands,
+    backward=encode_backward,
 )
-_bwd_columns = register(
+sum_gradients_by_column = register(
     "sae_encode_bwd_columns(Tensor grad_values, Tensor grad_source, Tensor grad_l0, Tensor col_offsets, "
     "Tensor keys, Tensor columns, Tensor values, Tensor nnz, Tensor source, Tensor? threshold, float bandwidth) "
     "-> (Tensor, Tensor)",
     cpu=_cpu.bwd_columns,
     gpu=f"{_GPU}_bwd:bwd_columns",
-    fake=_fake_bwd_columns,
+    fake=_fake_sums,
     once_differentiable="sae.encode",
 )
 _bwd_source = register(

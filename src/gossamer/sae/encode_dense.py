@@ -41,7 +41,8 @@ def encode_dense(
         `(acts, l0, fired, nnz)`: acts `[..., d_sae]` in the dtype of W_enc; l0 `[...]` and its gradient as those of
         `encode_with_l0`; fired int64 `[d_sae]`, how many rows each latent fires in; nnz int32 `[...]`, the entries
         that `encode` would store. Differentiable as `encode` is: the gradient of acts counts where a latent fired.
-        With a bandwidth -0.0 marks what lies in the window below its threshold.
+        With a bandwidth -0.0 marks what lies in the window below its threshold. The backward pass computes in the
+        tensor in which the gradient of acts arrives: that of a product is nobody else's.
 
     Raises:
         ValueError, TypeError: as `encode`.
@@ -148,8 +149,10 @@ def _backward(ctx: Any, grad: Tensor | None, grad_l0: Tensor | None, *_: Any) ->
     if grad_l0 is None:
         grad_l0 = grad.new_zeros(1, dtype=threshold_dtype(acts.dtype)).expand(len(acts))
     need_x, need_weight, need_bias, need_b_dec, need_threshold = ctx.needs_input_grad[:5]
-    call = undispatched(_bwd, grad, acts, grad_l0, threshold)
-    grad_pre, sums, grad_threshold = call(grad, acts, grad_l0, threshold, ctx.bandwidth, ctx.ste_to_input)
+    # Of this size there are then two tensors and not three: what a product's backward pass made is nobody else's.
+    grad_pre = grad.contiguous()
+    call = undispatched(_bwd_, grad_pre, acts, grad_l0, threshold)
+    sums, grad_threshold = call(grad_pre, acts, grad_l0, threshold, ctx.bandwidth, ctx.ste_to_input)
     grad_x = grad_weight = grad_b_dec = None
     with autocast.disabled(grad.device):
         if need_x:
@@ -174,9 +177,9 @@ def _backward(ctx: Any, grad: Tensor | None, grad_l0: Tensor | None, *_: Any) ->
 
 def _fake_bwd(
     grad: Tensor, acts: Tensor, grad_l0: Tensor, threshold: Tensor | None, bandwidth: float, ste_to_input: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     n, dtype = acts.shape[1], threshold_dtype(acts.dtype)
-    return torch.empty_like(acts), acts.new_empty(n, dtype=dtype), acts.new_empty(n * bool(bandwidth), dtype=dtype)
+    return acts.new_empty(n, dtype=dtype), acts.new_empty(n * bool(bandwidth), dtype=dtype)
 
 
 _encode_dense = register(
@@ -188,11 +191,10 @@ _encode_dense = register(
     setup_context=_context,
     backward=_backward,
 )
-_bwd = register(
-    "sae_encode_dense_bwd(Tensor grad, Tensor acts, Tensor grad_l0, Tensor? threshold, float bandwidth, "
-    "bool ste_to_input) -> (Tensor, Tensor, Tensor)",
-    cpu=_cpu.encode_dense_bwd,
-    gpu=f"{_GPU}:encode_dense_bwd",
+_bwd_ = register(
+    "sae_encode_dense_bwd_(Tensor(a!) grad, Tensor acts, Tensor grad_l0, Tensor? threshold, float bandwidth, "
+    "bool ste_to_input) -> (Tensor, Tensor)",
+    cpu=_cpu.encode_dense_bwd_,
+    gpu=f"{_GPU}:encode_dense_bwd_",
     fake=_fake_bwd,
-    once_differentiable="sae.encode_dense",
 )

@@ -24,7 +24,7 @@ from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.rowsparse.matmul import check_dtypes
 from gossamer.rowsparse.pack import check_container, default_capacity, pack_ell_operator
 from gossamer.sae.decode import check_rest, decode_rows
-from gossamer.sae.encode import ACTIVATIONS, _backward, _context, check_operands, run
+from gossamer.sae.encode import ACTIVATIONS, check_operands, encode_backward, run, save_operands
 
 # The integers of a dtype's bit patterns, and the pattern that stands for NaN.
 _PATTERNS = {
@@ -342,11 +342,11 @@ class _SelectAmongRanks(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         x, weight, bias, b_dec, k, capacity, keep_source, scale, _ = inputs
         like = (x, weight, bias, b_dec, None, "batchtopk", k, 0.0, capacity, keep_source, scale, False)
-        _context(ctx, like, output)
+        save_operands(ctx, like, output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return *_backward(ctx, *grads)[:4], *(None,) * 5
+        return *encode_backward(ctx, *grads)[:4], *(None,) * 5
 
 
 def _among_largest(ranked: Tensor, k: int, group: Any) -> Tensor:

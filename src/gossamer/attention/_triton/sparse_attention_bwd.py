@@ -236,7 +236,7 @@ def _sparse_attention_bwd_kv_kernel(
         count = tl.load(counts_ptr + entry)
         slot = (tile - begin) * BLOCK_K + tl.arange(0, BLOCK_K)
         held = slot < count
-        list_ptr = lists_ptr + entry.to(tl.int64) * (1 + 2 * PARTS) * capacity
+        list_ptr = lists_ptr + entry.to(tl.int64) * (1 + 2 * PARTS) * capacity  # type: ignore[attr-defined]
         key = tl.load(list_ptr + tl.minimum(slot, count - 1))
         of_head = (batch * G + kv_head) * Tk * D
         at = key[:, None] * D + column[None, :]

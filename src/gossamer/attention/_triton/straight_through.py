@@ -116,7 +116,7 @@ def _straight_through_keys_kernel(
         group, batch = entry // batches, (entry % batches).to(tl.int64)
         count = tl.load(counts_ptr + entry)
         slot = (tile - begin) * BLOCK_N + tl.arange(0, BLOCK_N)
-        list_ptr = lists_ptr + entry.to(tl.int64) * (1 + 2 * PARTS) * capacity
+        list_ptr = lists_ptr + entry.to(tl.int64) * (1 + 2 * PARTS) * capacity  # type: ignore[attr-defined]
         key = tl.load(list_ptr + tl.minimum(slot, count - 1))
         ki = keys_of(ki_ptr, batch, key, T, DI)
         dki = tl.zeros(ki.shape, tl.float32)

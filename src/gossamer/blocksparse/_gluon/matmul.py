@@ -492,7 +492,7 @@ def _zeros(dtype: torch.dtype, device: torch.device) -> Tensor:
     if kept is None:
         kept = torch.zeros(BOX.value, LINE.value // dtype.itemsize, dtype=dtype, device=device)
         # What a graph makes is there only when it is replayed.
-        if not launch.transient(device):
+        if not launch.in_graph_pool(device):
             _boxes[dtype, device] = kept
     return kept
 

@@ -130,7 +130,7 @@ def _scatter_reduce_kernel(
         else:
             block = tl.load(order_ptr + entry)
             zr, c = tl.load(others_ptr + block), line_block % tl.cdiv(N_INDEX, WIDTH)
-        base = block.to(tl.int64) * (HEIGHT * WIDTH)
+        base = block.to(tl.int64) * (HEIGHT * WIDTH)  # type: ignore[attr-defined]
         for first in range(0, WIDTH if AXIS == 2 else HEIGHT, STEP):
             if AXIS == 2:
                 i, j = line[:, None], (first + step)[None, :]

@@ -247,7 +247,7 @@ def _pack_row_kernel(
         base += count
         x = following
     if nnz_ptr is not None:
-        tl.store(nnz_ptr + row, (base - first).to(tl.int32))
+        tl.store(nnz_ptr + row, (base - first).to(tl.int32))  # type: ignore[attr-defined]
     if CLEAR:
         if offsets_ptr is None:
             clear_slots(values_ptr, indices_ptr, base - first, capacity, 256, 256)
