@@ -58,7 +58,8 @@ def matmul(rows: Rows, weight: Tensor, *, out_dtype: torch.dtype | None = None) 
 
 def repeat(rows: Any, weight: Any, bias: Any, out_dtype: torch.dtype | None) -> Tensor | None:
     """`multiply`, where a call like this one has come to an end before; None where the call has to be checked."""
-    if _checked.get(_key(rows, weight, bias, out_dtype)) is None:
+    key = list_key(rows, weight, bias)
+    if key is None or _checked.get((key, out_dtype)) is None:
         return None
     values, indices, counts, source = rows.packed
     given = (values.contiguous(), indices.contiguous(), counts.contiguous(), source, weight, bias, out_dtype)
@@ -67,11 +68,12 @@ def repeat(rows: Any, weight: Any, bias: Any, out_dtype: torch.dtype | None) -> 
     return shortcut(matmul_operator, weight.device)(*given)
 
 
-def _key(rows: Any, weight: Any, bias: Any, out_dtype: torch.dtype | None) -> Key | None:
+def list_key(rows: Any, *others: Any) -> Key | None:
+    """What the checks of a call with an ELL or CSR without a linear source depend on; `others` are tensors and None."""
     if type(rows) not in (ELL, CSR) or type(rows.packed.source) is LinearSource:
         return None
     # That the container's parts fit each other has been seen to.
-    key = key_of((rows.packed.values, weight, bias), (type(rows), rows.shape, out_dtype))
+    key = key_of((rows.packed.values, *others), (type(rows), rows.shape))
     # It changes dtypes.
     return None if key is None or torch._C._is_any_autocast_enabled() else key
 
@@ -105,7 +107,8 @@ def multiply(
     check_dtypes(operator, argument, values, name, weight)
     call = matmul_operator if autocasts else undispatched(matmul_operator, values, weight, bias)
     out = call(values, indices, offsets, dense, weight, bias, out_dtype)
-    _checked.keep(_key(rows, weight, bias, out_dtype), True)
+    key = list_key(rows, weight, bias)
+    _checked.keep(None if key is None else (key, out_dtype), True)
     return out
 
 

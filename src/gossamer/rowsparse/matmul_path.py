@@ -34,12 +34,16 @@ def gather_tile(m: int, d: int, element_size: int) -> dict[str, int]:
     return {"BLOCK_E": 4, "BLOCK_D": 512 // element_size}
 
 
+def step_seconds(m: int, d: int, size: int) -> float:
+    """What one more entry in each of m rows adds to a gather at least, however little it reads: a part of a step."""
+    return STEP * (1 if m < 512 else 0.5) / gather_tile(m, d, size)["BLOCK_E"]
+
+
 def entry_seconds(m: int, d: int, size: int, index: int) -> float:
     """What one more entry in each of m rows adds to a gather of weight rows of d columns, on CUDA device `index`."""
-    tile, gather = gather_tile(m, d, size), tuning.rates(index).gather
-    read = m * -(-d // tile["BLOCK_D"]) * tile["BLOCK_D"] * size
-    few = m < 512
-    return max(read / (gather * (0.45 if few else 1)), STEP * (1 if few else 0.5) / tile["BLOCK_E"])
+    columns = gather_tile(m, d, size)["BLOCK_D"]
+    rate = tuning.rates(index).gather * (0.45 if m < 512 else 1)
+    return max(m * -(-d // columns) * columns * size / rate, step_seconds(m, d, size))
 
 
 def choose_path(values: Tensor, m: int, may_overflow: bool, weight: Tensor) -> Path:

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from gossamer._core import tuning
 from gossamer.rowsparse.dense_product import START, dense_seconds
-from gossamer.rowsparse.matmul_path import entry_seconds
+from gossamer.rowsparse.matmul_path import entry_seconds, step_seconds
 
 
 def break_even(m: int, n: int, d: int, weight: Tensor) -> int:
@@ -16,10 +16,11 @@ def break_even(m: int, n: int, d: int, weight: Tensor) -> int:
         # Measured on x86, in nanoseconds: a dense product takes 0.0125 a multiplication and 0.22 a weight, an entry
         # takes 40 to find and 0.2 a column to gather.
         return min(n, max(32, int(n * d * max(0.0125, 0.22 / max(m, 1)) / (40 + 0.2 * d))))
-    r, size, index = tuning.rates(weight.device.index), weight.element_size(), weight.device.index
+    r, size = tuning.rates(weight.device.index), weight.element_size()
     flops = r.half if size == 2 else r.tf32 if tuning.tf32() else r.ieee
     dense = max(2.0 * m * n * d / flops, n * d * size / r.copy)
-    return max(32, min(n, int(0.5 * dense / entry_seconds(m, d, size, index))))
+    per_entry = max(m * d * size / r.gather, step_seconds(m, d, size))
+    return max(32, min(n, int(0.5 * dense / per_entry)))
 
 
 def dense_is_faster(m: int, n: int, d: int, weight: Tensor) -> bool:
