@@ -289,6 +289,10 @@ def project(
     tile = tile or (_with_tensor_cores(x) if dots else ONE if m == 1 else SOME)
     block_n, block_k, block_u = tile.hidden
     block_k, block_u = (min(b // 2 if wide else b, launch.next_power_of_2(max(k, 16))) for b in (block_k, block_u))
+    # Of a narrow block as many programs as the GPU has room for, with fewer columns each.
+    least = ROWS if dots else 2
+    while block_n > least and launch.cdiv(n, block_n) < tuning.programs(x.device) // 2:
+        block_n //= 2
     programs = launch.cdiv(n, block_n)
     columns = torch.empty(block_n, programs, dtype=torch.int32, device=x.device)
     values = torch.empty(block_n, programs, rows, dtype=x.dtype if dots else torch.float32, device=x.device)
