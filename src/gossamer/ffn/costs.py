@@ -31,7 +31,7 @@ PRODUCT = 27e-6
 """What each of the dense way's products takes beside that, and what follows it."""
 STARTS = {"dense": 5e-6, "fused": 11e-6, "gather": 9e-6}
 """Seconds that up to FEW rows take on the device beside reading weights: launches, and waiting for what is read. H200,
-bfloat16, K and N from 200 to 25,000, of which only the bytes show."""
+K and N from 200 to 25,000; that of gathering is an estimate."""
 DENSE_PRODUCT = 3.5e-6
 """What each of the dense way's products takes beside that."""
 UNALIGNED = 2.0

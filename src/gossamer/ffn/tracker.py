@@ -12,7 +12,6 @@ from torch import Tensor
 from gossamer._core import checks
 from gossamer.rowsparse import Density, DensityTracker
 
-
 _MOST = 256
 """Answers that are kept: of so many numbers of rows."""
 

@@ -210,7 +210,7 @@ class Tile:
 
 
 ONE = Tile((8, 2048, 2048), (4, 1, 80), (1024, 16, 1), 8)
-SOME = Tile((8, 2048, 2048), (8, 1, 128), (1024, 16, 1), 8)
+SOME = Tile((4, 2048, 2048), (8, 1, 80), (2048, 16, 1), 16)
 MANY = Tile((32, 256, 256), (4, 3, None), (1024, 16, 8), 8)
 HOPPER = Tile((64, 128, 512), (4, 4, None), (2048, 16, 8), 8)
 """Of a single row, of several without tensor cores, and of up to ROWS with them: 64 columns are what Hopper's product
