@@ -210,7 +210,7 @@ class Tile:
 
 
 ONE = Tile((8, 2048, 2048), (4, 1, 80), (1024, 16, 1), 8)
-SOME = Tile((8, 2048, 2048), (8, 1, 128), (1024, 16, 1), 8)
+SOME = Tile((4, 2048, 2048), (8, 1, 80), (2048, 16, 1), 16)
 MANY = Tile((32, 256, 256), (4, 3, None), (1024, 16, 8), 8)
 HOPPER = Tile((64, 128, 512), (4, 4, None), (2048, 16, 8), 8)
 """Of a single row, of several without tensor cores, and of up to ROWS with them: 64 columns are what Hopper's product
@@ -289,6 +289,10 @@ def project(
     tile = tile or (_with_tensor_cores(x) if dots else ONE if m == 1 else SOME)
     block_n, block_k, block_u = tile.hidden
     block_k, block_u = (min(b // 2 if wide else b, launch.next_power_of_2(max(k, 16))) for b in (block_k, block_u))
+    # Of a narrow block as many programs as the GPU has room for, with fewer columns each.
+    least = ROWS if dots else 2
+    while block_n > least and launch.cdiv(n, block_n) < tuning.programs(x.device) // 2:
+        block_n //= 2
     programs = launch.cdiv(n, block_n)
     columns = torch.empty(block_n, programs, dtype=torch.int32, device=x.device)
     values = torch.empty(block_n, programs, rows, dtype=x.dtype if dots else torch.float32, device=x.device)

@@ -7,11 +7,10 @@ result's rows go where the list says. The gate is computed again, for the slots 
 A program that draws a tile of the second product waits for the first: its tiles were all drawn before, by programs that
 are at work, so that none waits for one that has not begun.
 
-On Hopper, where rows have been heavy, `gather` copies the rows of x as it lists them, and the gated product of `gemm`
-multiplies them at its speed, as many as there are: three launches instead of one.
+On Hopper, where rows have been heavy and are 4,096 or more, `gather` copies the rows of x as it lists them, and the
+gated product of `gemm` multiplies them at its speed, as many as there are: three launches instead of one.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -54,8 +54,8 @@ def launch_linear_pack(
 ) -> launch.Bound | None:
     """With `bounds`, float32 [M] from 0 on, an entry exceeds that of its row, and not the threshold of its column; with
     `factors`, float32 [N], that of its row times the factor of its column. Where the int32 `skip` is below 0 nothing
-    need be done. The launch of Hopper's kernel, where that sees to the words of the kernel that follows, as its launcher
-    says; None where another way was taken, and nothing is done about them."""
+    need be done. Returns the launch of Hopper's kernel, which sees to `words` as its launcher says; None where another
+    way was taken, and nothing is done about them."""
     if not launch.INTERPRET and tuning.hopper(x.device):
         from gossamer.gemm._gluon import linear_pack as hopper
 
