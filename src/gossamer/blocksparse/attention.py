@@ -92,7 +92,8 @@ def attention(
     valid_lengths, scale = _settings(q, valid_lengths, scale)
     lists = layout.row_offsets, layout.col_indices, layout.row_indices, layout.col_offsets, layout.transpose_order
     settings = *z, *layout.block_size, causal, scale
-    out, lse = _attention(q, k, v, extra, queried, places, valid_lengths, *lists, layout.positions, *settings)
+    given = q, k, v, extra, queried, places, valid_lengths
+    out, lse = undispatched(_attention, *given)(*given, *lists, layout.positions, *settings)
     return (out, lse) if return_lse else out
 
 

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch
+from gossamer.blocksparse._gluon._descriptors import describe
 from gossamer.blocksparse._gluon.attention_order import launch_order
 from gossamer.blocksparse.attention_path import Problem, empty_like
 
@@ -332,7 +333,7 @@ _attention_fwd = launch.Kernel(_attention_fwd_kernel)
 def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
     """Tiles of `rows` rows of `[B, H, T, D]`, whole spans of 128 bytes wide: what lies outside reads as 0."""
     block = [1, 1, rows, width(tensor.shape[3])]
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, LAYOUT)
+    return describe(tensor, list(tensor.shape), list(tensor.stride()), block, lambda: LAYOUT)
 
 
 LAYOUT = gl.NVMMASharedLayout(128, 16, 4)

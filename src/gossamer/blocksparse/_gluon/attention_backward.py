@@ -23,9 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch
+from gossamer.blocksparse._gluon._descriptors import describe
 from gossamer.blocksparse._gluon.attention import (
     INV_LN2,
     LISTS,
@@ -312,7 +312,7 @@ def launch_attention_bwd(
     inputs = [descriptor(t, SIDE) for t in (q, grad, k, v)]
     dq_desc, dk_desc, dv_desc = (descriptor(t, SIDE) for t in (dq, dk, dv))
     padded, capacity = stats.shape[-1], col_indices.shape[0]
-    stats_desc = TensorDescriptor(stats, [2 * p.b * p.h, padded], [padded, 1], [2, SIDE], STATS)
+    stats_desc = describe(stats, [2 * p.b * p.h, padded], [padded, 1], [2, SIDE], lambda: STATS)
     tile, config = tiles.dkdv, config_of(p, tiles.dkdv)
     longest, unsorted = launch_order(p, col_offsets, p.columns, config.split_k, p.group)
     args = (*inputs, dk_desc, dv_desc, stats_desc, col_offsets, order, row_indices, lengths, longest, p.b, p.h, p.group)
