@@ -45,7 +45,7 @@ def test_a_sample_that_misleads(
 ) -> None:
     """Of 16 neighbours the sample sees the first eight, whose keys lie elsewhere than those of the others."""
     monkeypatch.setattr(kernels, "MAX_REGISTERS", 64)
-    monkeypatch.setattr(kernels, "BINS", bins)
+    monkeypatch.setitem(kernels.LONG, "BINS", bins)
     columns, k = 16384, 500
     keys = torch.randint(0, 6000, (1, columns), device=device, generator=generator, dtype=torch.int16)
     sampled = torch.arange(columns, device=device) % 16 < 8

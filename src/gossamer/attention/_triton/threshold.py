@@ -1,8 +1,10 @@
 """The key down to which each row of a slab takes its keys, and for ties, the last column at which that one is taken.
 
 A program owns a row. `_row_threshold_kernel` holds it in registers and narrows a bracket of keys by counting: a guess
-first (the row before the slab's, which saves rounds and cannot change the result), then by interpolation on the counts,
-every third time the middle. It is done when exactly k keys reach the bracket's lower end. Counting at two places a
+first, which saves rounds and cannot change the result, then by interpolation on the counts, every third time the
+middle. It is done when exactly k keys reach the bracket's lower end. The guess is the same search's result in a
+sixteenth of the row, which begins at the threshold of the row before the slab's: with correlated scores of 24,576 keys
+that takes 6 rounds instead of 11 to 13. Counting at two places a
 round halves the rounds, and took a quarter longer; interpolation on logarithms saves one round in eight, and took
 longer, too. Keys are 15-bit integers that order as the float16 numbers of the same bits do, so that one
 `set.ge.f16x2` compares two.
@@ -23,8 +25,8 @@ from gossamer.attention._triton._indexer import in_units, valid_keys, visible_ke
 KEPT_KEY = tl.constexpr(31744)
 MAX_REGISTERS = 32768
 """Keys of a row that a program holds."""
-BINS = 2048
-"""Of a longer row, in which it counts keys near its threshold."""
+LONG = {"SAMPLE": 4096, "BINS": 2048, "BLOCK": 1024}
+"""Of a longer row: words of its sample, bins in which keys near its threshold are counted, words read at a time."""
 
 
 @triton.jit
@@ -100,6 +102,55 @@ def interpolate(low, high, reach_low, reach_high, k):
 
 
 @triton.jit
+def narrow(words, total, take, slack, guess, step, PACKED: tl.constexpr):
+    """(the last key tried; the largest key tried that at least `take` of the words' keys reach; how many reach it; how
+    many reach the next key tried). Done when a key was tried that `take` reach, give or take slack, or none is left to
+    try. All keys are `total`, at least `take`."""
+    low = tl.full([], 1, tl.int32)
+    high = tl.full([], KEPT_KEY + 1, tl.int32)
+    reach_low = tl.full([], 0, tl.int32) + total
+    reach_high = tl.full([], 0, tl.int32)
+    last = low
+    probe = tl.minimum(tl.maximum(tl.full([], 0, tl.int32) + guess, 2), KEPT_KEY)
+    step = tl.full([], 0, tl.int32) + step
+    rounds = 0
+    off = tl.abs(reach_low - take)
+    while (high - low > 1) & (off > slack):
+        reach = count(words, probe, PACKED)
+        off = tl.abs(reach - take)
+        last = probe
+        enough = reach >= take
+        low = tl.where(enough, probe, low)
+        reach_low = tl.where(enough, reach, reach_low)
+        high = tl.where(enough, high, probe)
+        reach_high = tl.where(enough, reach_high, reach)
+        rounds += 1
+        between = interpolate(low, high, reach_low, reach_high, take)
+        probe = tl.where(rounds % 3 == 2, (low + high) >> 1, between)
+        # Until the bracket has two ends it grows from the guess.
+        probe = tl.where(low == 1, high - step, tl.where(high > KEPT_KEY, low + step, probe))
+        step = tl.minimum(step * 4, 1 << 20)
+        probe = tl.minimum(tl.maximum(probe, low + 1), high - 1)
+    return last, low, reach_low, reach_high
+
+
+@triton.jit
+def load_sample(row_ptr, visible, SAMPLE: tl.constexpr):
+    """SAMPLE words, in runs of 16 bytes, evenly over the row; of a short row the first."""
+    i = tl.arange(0, SAMPLE)
+    apart = tl.maximum(visible // 8 // (SAMPLE // 4), 1)
+    return load_words(row_ptr, i // 4 * apart * 4 + i % 4, visible, 0, 0, False)
+
+
+@triton.jit
+def of_sample(take, visible, SAMPLE: tl.constexpr):
+    """(of `take` keys of a row, how many its sample should have, at least 1; how many keys it has)."""
+    sampled = tl.minimum(2 * SAMPLE, visible)
+    expected = take.to(tl.float32) * sampled.to(tl.float32) / visible.to(tl.float32)
+    return tl.maximum(expected.to(tl.int32), 1), sampled
+
+
+@triton.jit
 def wanted(k_ptr, k, row):
     """How many keys a row of the slab takes."""
     if k_ptr is None:
@@ -112,7 +163,7 @@ def wanted(k_ptr, k, row):
 @triton.jit
 def _row_threshold_kernel(
     keys_ptr, lengths_ptr, k_ptr, threshold_ptr, last_ptr, first, Tq, padded, Tk, stride, ahead, k, window, sinks,
-    WORDS: tl.constexpr, UNIT: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr,
+    WORDS: tl.constexpr, SAMPLE: tl.constexpr, UNIT: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Program (row of the slab), the longest first. A row takes its keys above threshold, and those equal to it up to
     column last. The slab's rows are `first` and following of all rows of thresholds. A column is UNIT keys, and so are
@@ -128,27 +179,14 @@ def _row_threshold_kernel(
         row_ptr = keys_ptr + row.to(tl.int64) * stride
         at = tl.arange(0, WORDS // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
         words = load_words(row_ptr, at, visible, window, sinks, FORCED)
-        high = tl.full([], KEPT_KEY + 1, tl.int32)
-        reach_low = visible
-        reach_high = tl.full([], 0, tl.int32)
-        probe = tl.load(threshold_ptr + tl.maximum(first - 1, 0), mask=first > 0, other=KEPT_KEY // 2)
-        probe = tl.minimum(tl.maximum(probe, 2), KEPT_KEY)
-        step = 512
-        rounds = 0
-        while (high - low > 1) & (reach_low != take):
-            reach = count(words, probe, PACKED)
-            enough = reach >= take
-            low = tl.where(enough, probe, low)
-            reach_low = tl.where(enough, reach, reach_low)
-            high = tl.where(enough, high, probe)
-            reach_high = tl.where(enough, reach_high, reach)
-            rounds += 1
-            between = interpolate(low, high, reach_low, reach_high, take)
-            probe = tl.where(rounds % 3 == 2, (low + high) >> 1, between)
-            # Until the bracket has two ends it grows from the guess.
-            probe = tl.where(low == 1, high - step, tl.where(high > KEPT_KEY, low + step, probe))
-            step = tl.minimum(step * 4, 1 << 20)
-            probe = tl.minimum(tl.maximum(probe, low + 1), high - 1)
+        guess = tl.load(threshold_ptr + tl.maximum(first - 1, 0), mask=first > 0, other=KEPT_KEY // 2)
+        if SAMPLE > 0:
+            sample = load_sample(row_ptr, visible, SAMPLE)
+            expected, sampled = of_sample(take, visible, SAMPLE)
+            guess, _, _, _ = narrow(sample, sampled, expected, tl.sqrt(expected.to(tl.float32)), guess, 512, PACKED)
+        # A sample's guess is near.
+        step = 128 if SAMPLE > 0 else 512
+        _, low, reach_low, reach_high = narrow(words, visible, take, 0.0, guess, step, PACKED)
         need = take - reach_high
         if (reach_low != take) & (need < reach_low - reach_high):
             ties = how_many(tl.sum(equalling(words, low, PACKED), axis=1))
@@ -203,19 +241,6 @@ def count_between(
 
 
 @triton.jit
-def kth_of_sample(words, k, PACKED: tl.constexpr):
-    """The k-th largest key of the words, by halves."""
-    low = tl.full([], 1, tl.int32)
-    high = tl.full([], KEPT_KEY + 1, tl.int32)
-    while high - low > 1:
-        middle = (low + high) >> 1
-        enough = count(words, middle, PACKED) >= k
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
-    return low
-
-
-@triton.jit
 def _long_threshold_kernel(
     keys_ptr, lengths_ptr, k_ptr, threshold_ptr, last_ptr, bins_ptr, first, Tq, padded, Tk, stride, ahead, k, window,
     sinks, SAMPLE: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, FORCED: tl.constexpr,
@@ -232,16 +257,16 @@ def _long_threshold_kernel(
     if visible > take:
         row_ptr = keys_ptr + row.to(tl.int64) * stride
         bins_ptr += row * BINS
-        # Runs of 16 bytes, evenly over the row; of a short row the first.
-        i = tl.arange(0, SAMPLE)
-        apart = tl.maximum(visible // 8 // (SAMPLE // 4), 1)
-        sample = load_words(row_ptr, i // 4 * apart * 4 + i % 4, visible, 0, 0, False)
-        sampled = tl.minimum(2 * SAMPLE, visible).to(tl.float32)
-        expected = take.to(tl.float32) * sampled / visible.to(tl.float32)
+        sample = load_sample(row_ptr, visible, SAMPLE)
+        expected, sampled = of_sample(take, visible, SAMPLE)
         # Twice the usual deviation of runs whose eight keys are alike.
-        off = 6.0 * tl.sqrt(expected) + 1.0
-        low = kth_of_sample(sample, (expected + off).to(tl.int32), PACKED)
-        high = kth_of_sample(sample, tl.maximum(expected - off, 1.0).to(tl.int32), PACKED)
+        off = 6.0 * tl.sqrt(expected.to(tl.float32)) + 1.0
+        guess = tl.load(threshold_ptr + tl.maximum(first - 1, 0), mask=first > 0, other=KEPT_KEY // 2)
+        more = tl.minimum((expected + off).to(tl.int32), sampled)
+        _, low, _, _ = narrow(sample, sampled, more, off * 0.3, guess, 512, PACKED)
+        fewer = tl.maximum((expected - off).to(tl.int32), 1)
+        high, _, _, _ = narrow(sample, sampled, fewer, off * 0.3, low + 512, 512, PACKED)
+        high = tl.maximum(high, low)
         reach_low = visible
         reach_high = tl.full([], 0, tl.int32)
         search = tl.full([], 1, tl.int32)
@@ -312,11 +337,12 @@ def find_thresholds(
         words = max(64, launch.next_power_of_2(stride) // 2)
         # 32 words of a row to a thread.
         warps = max(1, min(32, words // 1024))
-        _row_threshold((rows, 1, 1), args, {"WORDS": words, **meta}, num_warps=warps)
+        # A sixteenth of a long row.
+        sample = max(256, words // 16) if words >= 1024 else 0
+        _row_threshold((rows, 1, 1), args, {"WORDS": words, "SAMPLE": sample, **meta}, num_warps=warps)
     else:
-        bins = torch.empty(rows * BINS, dtype=torch.int32, device=keys.device)
-        sizes_of = {"SAMPLE": 4096, "BINS": BINS, "BLOCK": 2048}
-        _long_threshold((rows, 1, 1), (*args[:5], bins, *args[5:]), {**sizes_of, **meta}, num_warps=8)
+        bins = torch.empty(rows * LONG["BINS"], dtype=torch.int32, device=keys.device)
+        _long_threshold((rows, 1, 1), (*args[:5], bins, *args[5:]), {**LONG, **meta}, num_warps=8)
 
 
 _ROWS = {"keys_ptr": "*i16", "lengths_ptr": "*i32", "k_ptr": "*i32", "threshold_ptr": "*i32", "last_ptr": "*i32"}
@@ -326,12 +352,12 @@ _SIZES = dict.fromkeys(
 EXAMPLES = {
     _row_threshold_kernel: {
         "signature": {**_ROWS, **_SIZES},
-        "constexprs": {"WORDS": 16384, "UNIT": 1, "FORCED": True, "PACKED": False},
+        "constexprs": {"WORDS": 16384, "SAMPLE": 1024, "UNIT": 1, "FORCED": True, "PACKED": False},
         "num_warps": 16,
     },
     _long_threshold_kernel: {
         "signature": {**_ROWS, "bins_ptr": "*i32", **_SIZES},
-        "constexprs": {"SAMPLE": 4096, "BINS": BINS, "BLOCK": 2048, "UNIT": 1, "FORCED": True, "PACKED": False},
+        "constexprs": {**LONG, "UNIT": 1, "FORCED": True, "PACKED": False},
         "num_warps": 8,
     },
 }  # fmt: skip
