@@ -170,7 +170,7 @@ def dense_attention(
             s = scratch[: b * h * rows * columns].view(b * g, h // g * rows, columns)
             torch.bmm(folded(q, first, rows, g), keys[:, :columns].transpose(1, 2), out=s)
             args = (s, lse, words.view(torch.int32), lengths, first, rows, columns, tq, tk, scale)
-            _dense_softmax((launch.cdiv(rows, TILE["BLOCK_M"]), h, b), args, meta, num_warps=4)
+            _dense_softmax((launch.cdiv(rows, TILE["BLOCK_M"]), h, b), args, meta, num_warps=8)
             o = torch.bmm(s, values[:, :columns])
             out[:, first : first + rows] = o.view(b, h, rows, d).transpose(1, 2)
     return out.transpose(1, 2), lse
@@ -205,7 +205,7 @@ def dense_attention_bwd(
             torch.bmm(queries, keys[:, :columns].transpose(1, 2), out=s)
             torch.bmm(grads, values[:, :columns].transpose(1, 2), out=dp)
             args = (s, dp, stats, words.view(torch.int32), lengths, first, rows, columns, tq, tk, scale)
-            _dense_gradient((launch.cdiv(rows, TILE["BLOCK_M"]), h, b), args, meta, num_warps=4)
+            _dense_gradient((launch.cdiv(rows, TILE["BLOCK_M"]), h, b), args, meta, num_warps=8)
             dq[:, :, first : first + rows] = torch.bmm(dp, keys[:, :columns]).view(b, h, rows, d)
             dv[:, :columns].baddbmm_(s.transpose(1, 2), grads)
             dk[:, :columns].baddbmm_(dp.transpose(1, 2), queries)
@@ -223,12 +223,12 @@ EXAMPLES = {
     _dense_softmax_kernel: {
         "signature": {"s_ptr": "*fp32", "lse_ptr": "*fp32", **_SLAB},
         "constexprs": _META,
-        "num_warps": 4,
+        "num_warps": 8,
     },
     _dense_gradient_kernel: {
         "signature": {"s_ptr": "*fp32", "dp_ptr": "*fp32", "rows_ptr": "*fp32", **_SLAB},
         "constexprs": _META,
-        "num_warps": 4,
+        "num_warps": 8,
     },
 }
 """Example signatures for the ahead-of-time compile test."""
