@@ -97,14 +97,14 @@ def multiply(
         and not source.squared
         and not (autocasts or needs_gradient(rows, weight, bias))
     ):
-        check_dtypes(operator, argument, lists[0], name, weight)
+        checks.same_dtype(operator, argument, lists[0], **{name: weight})
         lists = [part.contiguous() for part in lists]
         given = (source.x, source.weight, source.bias, source.threshold)
         return undispatched(matmul_linear, lists[0], *given, weight, bias)(*lists, *given, weight, bias, out_dtype)
     values, indices, offsets, dense = parts(operator, rows, argument)
     if autocasts:
         values, dense, weight = autocast.cast(values, dense, weight)  # type: ignore[assignment]
-    check_dtypes(operator, argument, values, name, weight)
+    checks.same_dtype(operator, argument, values, **{name: weight})
     call = matmul_operator if autocasts else undispatched(matmul_operator, values, weight, bias)
     out = call(values, indices, offsets, dense, weight, bias, out_dtype)
     key = list_key(rows, weight, bias)
@@ -122,17 +122,6 @@ def check_weight(
         rule = f"{letters} with {letters[1:].split(',')[0]} = {n} like {container}"
         raise ValueError(f"{operator}: {name} must have shape {rule}, got {list(weight.shape)}.")
     checks.same_device(operator, name, weight.device, **{container: rows.packed.values})
-
-
-def check_dtypes(operator: str, first: str, a: Tensor, second: str, b: Tensor) -> None:
-    """The two operands of a product share their dtype, as in PyTorch."""
-    if a.dtype is not b.dtype:
-        # Autocast leaves float64 alone.
-        autocasts = "" if torch.float64 in (a.dtype, b.dtype) else ", or use torch.autocast"
-        raise TypeError(
-            f"{operator}: {first} and {second} must have one dtype, got {checks.name_of(a.dtype)} and "
-            f"{checks.name_of(b.dtype)}. Convert one with .to(dtype){autocasts}."
-        )
 
 
 def _context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -176,16 +165,8 @@ def _unpacks(values: Tensor, offsets: Tensor, source: Tensor | None, weight: Ten
     return rows_at_once(m, n, values.element_size(), values, weight, weight, grad) == m
 
 
-def _fake(
-    values: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    source: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    rows = offsets.shape[0] - int(indices.dim() == 1)
+def _fake(values: Tensor, indices: Tensor, offsets: Tensor, *rest: Any) -> Tensor:
+    rows, (_, weight, _, out_dtype) = offsets.shape[0] - int(indices.dim() == 1), rest
     return weight.new_empty(rows, weight.shape[1], dtype=out_dtype or weight.dtype)
 
 
@@ -244,34 +225,15 @@ def _bwd_backward(ctx: Any, grad_weight: Tensor, grad_products: Tensor) -> tuple
     return grad_grad, None, None, None, grad_values, None, grad_source, grad_factor, None, None
 
 
-def _fake_bwd(
-    grad: Tensor,
-    indices: Tensor,
-    keys: Tensor,
-    col_offsets: Tensor,
-    values: Tensor,
-    offsets: Tensor,
-    source: Tensor | None,
-    weight: Tensor | None,
-    dtype: torch.dtype,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def _fake_bwd(grad: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _, _, col_offsets, values, _, _, weight, dtype = rest[:8]
     working = torch.promote_types(grad.dtype, torch.float32)
     products = grad.new_empty((0,) if weight is None else values.shape, dtype=working)
     return grad.new_empty(col_offsets.shape[0] - 1, grad.shape[1], dtype=dtype), products
 
 
-def _fake_sampled(
-    x: Tensor,
-    weight: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    source: Tensor | None,
-    scatter: bool,
-    masked: bool,
-    products: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    m, n = x.shape[0], weight.shape[0]
+def _fake_sampled(x: Tensor, weight: Tensor, indices: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    m, n, (_, source, scatter) = x.shape[0], weight.shape[0], rest[:3]
     if scatter:
         return x.new_empty(0), x.new_empty(m, n)
     return x.new_empty(indices.shape), x.new_empty(m if source is not None else 0, n)

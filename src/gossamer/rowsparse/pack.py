@@ -208,11 +208,7 @@ class _EntriesOnly(torch.autograd.Function):
 
 def _fake_pack_ell(x: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     m = x.shape[0]
-    return (
-        x.new_empty(m, capacity),
-        x.new_empty(m, capacity, dtype=torch.int32),
-        x.new_empty(m, dtype=torch.int32),
-    )
+    return (x.new_empty(m, capacity), x.new_empty(m, capacity, dtype=torch.int32), x.new_empty(m, dtype=torch.int32))
 
 
 def _pack_ell_context(ctx: Any, inputs: Any, output: Any) -> None:

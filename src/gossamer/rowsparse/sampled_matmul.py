@@ -8,7 +8,7 @@ from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked
 from gossamer._core.ops import needs_gradient, shortcut
 from gossamer.rowsparse.formats import Rows
-from gossamer.rowsparse.matmul import check_dtypes, check_weight, list_key, sampled_operator
+from gossamer.rowsparse.matmul import check_weight, list_key, sampled_operator
 from gossamer.rowsparse.pack import listed
 
 _checked: Checked[bool] = Checked()
@@ -50,7 +50,7 @@ def sampled_matmul(x: Tensor, weight: Tensor, pattern: Rows) -> Rows:
         checks.shape(operator, "x", x, (*pattern.shape[:-1], weight.shape[1]), "[..., D]", "like pattern and weight")
         if autocast.enabled(x.device):
             x, weight = autocast.cast(x, weight)  # type: ignore[assignment]
-        check_dtypes(operator, "x", x, "weight", weight)
+        checks.same_dtype(operator, "x", x, weight=weight)
         _checked.keep(key, True)
     _, indices, counts, source = pattern.packed
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

@@ -13,15 +13,7 @@ from gossamer.rowsparse import pack
 from gossamer.rowsparse.container import RowSparse
 from gossamer.rowsparse.dense_product import dense_product
 from gossamer.rowsparse.formats import Rows
-from gossamer.rowsparse.matmul import (
-    check_dtypes,
-    check_weight,
-    gradients,
-    matmul_operator,
-    multiply,
-    repeat,
-    sampled_operator,
-)
+from gossamer.rowsparse.matmul import check_weight, gradients, matmul_operator, multiply, repeat, sampled_operator
 from gossamer.rowsparse.pack import check_container
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import decode as _cpu
@@ -102,7 +94,7 @@ def decode(
     check_rest(operator, W_dec, b_dec, method, capacity, out_dtype, acts=acts)
     if autocast.enabled(acts.device):
         acts, W_dec = autocast.cast(acts, W_dec)  # type: ignore[assignment]
-    check_dtypes(operator, "acts", acts, "W_dec", W_dec)
+    checks.same_dtype(operator, "acts", acts, W_dec=W_dec)
     m = acts.numel() // n if n else math.prod(acts.shape[:-1])
     fast = method == "auto" and capacity is None and out_dtype in (None, W_dec.dtype)
     if method == "dense" or (fast and dense_is_faster(m, n, d, W_dec)):

@@ -190,12 +190,7 @@ def has_window(threshold: Tensor | None, ste_to_input: bool) -> bool:
 
 
 def _in_tiles(
-    x: Tensor,
-    W_enc: Tensor,
-    b_enc: Tensor | None,
-    b_dec: Tensor | None,
-    threshold: Tensor | None,
-    capacity: int | None,
+    x: Tensor, W_enc: Tensor, b_enc: Tensor | None, b_dec: Tensor | None, threshold: Tensor | None, capacity: int | None
 ) -> tuple[Any, Tensor]:
     """(ELL, nnz) of x [M, d_in]: without gradients nobody needs the pre-activations, and they are never written."""
     # x is copied: the caller may change it before the rows that overflowed are read.
@@ -266,35 +261,15 @@ def check_capacity(
     return capacity, capacity < most
 
 
-def _fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    b_dec: Tensor | None,
-    threshold: Tensor | None,
-    activation: str,
-    k: int,
-    bandwidth: float,
-    capacity: int | None,
-    keep_source: bool,
-    scale: Tensor | None = None,
-    ste_to_input: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _fake(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     m, n = x.shape[0], weight.shape[1]
-    source = weight.new_empty(m, row_stride(m, n, weight))[:, :n] if keep_source else weight.new_empty(0, n)
-    if capacity is None:
-        return (
-            weight.new_empty(m * k),
-            weight.new_empty(m * k, dtype=torch.int32),
-            weight.new_empty(m + 1, dtype=torch.int64),
-            source,
-            weight.new_empty(m, dtype=threshold_dtype(weight.dtype)),
-        )
+    k, _, capacity, keep_source = rest[4:8]
+    values = weight.new_empty(m * k) if capacity is None else weight.new_empty(m, capacity)
     return (
-        weight.new_empty(m, capacity),
-        weight.new_empty(m, capacity, dtype=torch.int32),
-        weight.new_empty(m, dtype=torch.int32),
-        source,
+        values,
+        torch.empty_like(values, dtype=torch.int32),
+        weight.new_empty(m + 1, dtype=torch.int64) if capacity is None else weight.new_empty(m, dtype=torch.int32),
+        weight.new_empty(m, row_stride(m, n, weight))[:, :n] if keep_source else weight.new_empty(0, n),
         weight.new_empty(m, dtype=threshold_dtype(weight.dtype)),
     )
 
