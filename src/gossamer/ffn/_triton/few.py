@@ -36,6 +36,8 @@ FEWEST = 4
 """Rows up to which weights of any dtype are multiplied without tensor cores."""
 SLOTS = tl.constexpr(16)
 """Rows of up that are multiplied together: the fewest of a tensor core's product."""
+UPCAST = tl.constexpr(launch.INTERPRET)
+"""The interpreter multiplies in float32: its bfloat16 dot is wrong."""
 
 
 @triton.jit
@@ -70,7 +72,7 @@ def _few_hidden_kernel(
     x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, columns_ptr, values_ptr, counts_ptr,
     entries_ptr, stride_xm, stride_gn, stride_un, M, N, K,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_U: tl.constexpr, ROWS: tl.constexpr, DOTS: tl.constexpr,
-    SQUARED: tl.constexpr, DEPENDENT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    SQUARED: tl.constexpr, DEPENDENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (BLOCK_N columns): lists those that any row has. columns_ptr: [BLOCK_N, programs], values_ptr: the same
     of ROWS each; counts_ptr: how many are listed, entries_ptr: how many each row has, [programs, ROWS]. BLOCK_U columns
@@ -301,7 +303,7 @@ def project(
     lists = (columns, values, counts, entries)
     follows = tuning.dependent_launch(x.device)
     meta = {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_U": block_u, "ROWS": rows, "DOTS": dots}
-    meta |= {"SQUARED": squared, "DEPENDENT": follows, **precision}
+    meta |= {"SQUARED": squared, "DEPENDENT": follows, "PRECISION": precision["PRECISION"]}
     strides = (x.stride(0), gate.stride(0), 0 if up is None else up.stride(0))
     args = (x, gate, gate_bias, threshold, up, up_bias, *lists, *strides, m, n, k)
     warps, stages, registers = tile.hidden_launch
@@ -328,7 +330,7 @@ EXAMPLES = {
         },
         "constexprs": {
             "BLOCK_N": 32, "BLOCK_K": 256, "BLOCK_U": 256, "ROWS": ROWS, "DOTS": True, "SQUARED": False,
-            "DEPENDENT": False, "PRECISION": "ieee", "UPCAST": False,
+            "DEPENDENT": False, "PRECISION": "ieee",
         },
         "num_warps": 4,
         "num_stages": 3,
