@@ -29,8 +29,14 @@ def filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name, options", CALLS, ids=str)
-@pytest.mark.parametrize("m, n", [(9, 37), (2, 2061)])
-@pytest.mark.parametrize("biased", ["not", "same", "float32"])
+@pytest.mark.parametrize(
+    "m, n, biased",
+    [
+        *((9, 37, biased) for biased in ("not", "same", "float32")),
+        (2, 2061, "same"),
+        *(pytest.param(2, 2061, biased, marks=pytest.mark.full) for biased in ("not", "float32")),
+    ],
+)
 def test_entries_and_gradients(
     name: str, options: dict[str, Any], m: int, n: int, biased: str, dtype: torch.dtype, device: torch.device,
     generator: torch.Generator,
