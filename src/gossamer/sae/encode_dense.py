@@ -17,11 +17,6 @@ from gossamer.sae.encode import ACTIVATIONS, check_capacity, check_operands, has
 
 _GPU = "gossamer.sae._triton.encode_dense"
 
-FOLLOWED = ("cpu", "cuda")
-"""The devices on which layers go the dense way where rows are full. On x86 both ways have been timed. On an H200 the
-sparse one has: a JumpReLU step of 4,096 rows and 65,536 latents takes 3.7 ms where 64 fire and 39 where 1,494 do,
-plain PyTorch's compiled 9.2; what lies between is a model."""
-
 
 def encode_dense(
     x: Tensor,
@@ -86,9 +81,6 @@ def choose_path(
     """`"sparse"` or `"dense"`, whichever is faster for m rows: by the entries that a row is expected to have, or by
     what the tracker knows of them. Before it knows, it is dense in training and sparse in inference. `times` is what
     the break-even is multiplied with, where the dense way is a slower one than `encode_dense`."""
-    if tracker.pinned is None and W_dec.device.type not in FOLLOWED:
-        tracker.last_path = "sparse"
-        return "sparse"
     d_sae, d_out = W_dec.shape
     limit = times * break_even(m, d_out, d_sae, W_dec)
 
@@ -103,11 +95,6 @@ def choose_path(
         return "dense" if entries > limit else "sparse"
 
     return tracker.path(choose, training=training)
-
-
-def follows_counts(device: torch.device, expected: int | None) -> bool:
-    """Whether the path depends on counts that only the device knows."""
-    return expected is None and device.type in FOLLOWED
 
 
 def _fake(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, ...]:
