@@ -112,9 +112,9 @@ def _training(T: int, width: int, layers: int, heads: int, block: int) -> Case:
         dtype=torch.float32,
         make=make,
         providers=(
-            Provider("gossamer", partial(step, attend=None), ours=True),
-            Provider("dense SDPA, cuDNN", partial(step, attend=dense), result=dense_result),
-            Provider("materialised", partial(step, attend=materialised)),
+            Provider("gossamer", partial(step, attend=None), ours=True, capturable=True),
+            Provider("dense SDPA, cuDNN", partial(step, attend=dense), result=dense_result, capturable=True),
+            Provider("materialised", partial(step, attend=materialised), capturable=True),
         ),
         reference=reference,
         bytes=layers * 12 * width**2 * 4,

@@ -11,6 +11,7 @@ from torch import Tensor
 from gossamer._core import tuning
 from gossamer._core.ops import INTERPRET
 from gossamer._core.ranges import span
+from gossamer.rowsparse.dense_product import padded
 from gossamer.rowsparse.density import Density
 from gossamer.rowsparse.pack import one_program_a_row
 
@@ -65,6 +66,16 @@ def packs_in_product(m: int, weight: Tensor) -> bool:
     are what memory is full of, and the product takes longer than the launches that follow."""
     # The device comes first: on others a dynamic m is none of a compiled graph's business.
     return tuning.hopper(weight.device) and weight.element_size() == 2 and m >= 512 and m * weight.shape[1] >= 1 << 25
+
+
+LEAST = 1 << 20
+"""Pre-activations from which on a launch that fills up their rows costs less than rows that begin anywhere."""
+
+
+def row_stride(m: int, n: int, weight: Tensor) -> int:
+    """Numbers from one row of pre-activations `[m, n]` to the next. On a GPU each of many begins on 16 bytes, or
+    kernels would load one number at a time."""
+    return padded(n, weight) if (weight.is_cuda or INTERPRET) and m * n >= LEAST else n
 
 
 TOPK_TILE, TOPK_SLOTS = 256, 32

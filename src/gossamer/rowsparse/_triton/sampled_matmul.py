@@ -15,6 +15,8 @@ from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow
 from gossamer.rowsparse._triton._rows import row_span
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+from gossamer.rowsparse._triton.matmul_dense import sampled_matmul_dense
+from gossamer.rowsparse.matmul_path import choose_sampled_path
 
 
 @triton.jit
@@ -97,6 +99,9 @@ def sampled_matmul(
     There, `masked` says that the product is wanted only where the source differs from 0. Where `products` (like
     indices) is given, it holds the products at entries already: the weight's gradient has read the same rows.
     """
+    ready = scatter or products is not None or x.dtype is not weight.dtype
+    if not ready and choose_sampled_path(x, indices, source is not None, weight) == "dense":
+        return sampled_matmul_dense(x, weight, indices, offsets, source, masked)
     is_csr = indices.dim() == 1
     x, weight = rows_contiguous(x), rows_contiguous(weight)
     m, d = x.shape
