@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -91,11 +92,9 @@ def _training(T: int, width: int, layers: int, heads: int, block: int) -> Case:
         return out.detach(), *(found[f"0.attention.{name}_proj.weight"] for name in "qkv")
 
     def reference(model: nn.ModuleList, x: Tensor, layout: Layout, attend: Attend = materialised) -> tuple[Tensor, ...]:
-        model.double()
-        try:
-            return tuple(y.double() for y in step(model, x.double(), layout, attend))
-        finally:
-            model.float()
+        # A copy: what graphs have captured stays where it is.
+        wide = deepcopy(model).double()
+        return tuple(y.double() for y in step(wide, x.double(), layout, attend))
 
     def dense_result(output: tuple[Tensor, ...], *inputs: Any) -> tuple[Tensor, ...]:
         """Dense attention attends to every block, so its error is that against its own reference."""
