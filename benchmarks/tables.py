@@ -431,8 +431,8 @@ def selecting() -> str:
         for (name, ours), label in SELECTING.items():
             found = {p["name"]: p for p in case["providers"] if p["eager"]}
             if case["name"] == name and ours in found and "dense SDPA" in found:
-                seconds = (found[ours]["graph"] or found[ours]["eager"])["median"]
-                ratio = found["dense SDPA"]["eager"]["median"] / seconds
+                dense, us = (p["graph"] or p["eager"] for p in (found["dense SDPA"], found[ours]))
+                ratio = dense["median"] / us["median"]
                 eager = "" if found[ours]["graph"] else ", eager"
                 by.setdefault(case["parameters"]["T"], {})[label] = f"{ratio:.2f}{eager}"
     rows = [[f"{T:,}", *(row.get(label, "") for label in SELECTING.values())] for T, row in sorted(by.items())]
