@@ -119,6 +119,8 @@ def unpack(rows: Rows) -> Tensor:
     Raises:
         TypeError: rows is not a container.
 
+    Source: this package.
+
     >>> unpack(pack(torch.eye(2))).tolist()
     [[1.0, 0.0], [0.0, 1.0]]
     """

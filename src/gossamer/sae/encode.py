@@ -15,7 +15,7 @@ from gossamer.rowsparse import CSR, ELL, DensityTracker
 from gossamer.rowsparse.container import unchecked
 from gossamer.rowsparse.dense_transpose import dense_transpose
 from gossamer.rowsparse.formats import threshold_dtype
-from gossamer.rowsparse.matmul import check_dtypes, gradients, matmul_operator
+from gossamer.rowsparse.matmul import gradients, matmul_operator
 from gossamer.rowsparse.pack import default_capacity
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import encode as _cpu
@@ -145,7 +145,7 @@ def run(
         if autocasts:
             (W_enc,) = autocast.cast(W_enc)  # type: ignore[assignment]
         if not autocasts or torch.float64 in (x.dtype, W_enc.dtype):
-            check_dtypes(operator, "x", x, "W_enc", W_enc)
+            checks.same_dtype(operator, "x", x, W_enc=W_enc)
         slots, may_overflow = check_capacity(operator, parameters, capacity, format, W_enc.shape[1])
         chosen = choose_path(name, math.prod(x.shape[:-1]), k, slots, may_overflow, W_enc, False)
         known = (slots, may_overflow, chosen)
@@ -372,19 +372,8 @@ def encode_backward(
     return grad_x, grad_weight, grad_bias, grad_b_dec, grad_threshold, *(None,) * 7
 
 
-def _fake_sums(
-    grad_values: Tensor,
-    grad_source: Tensor,
-    grad_l0: Tensor,
-    col_offsets: Tensor,
-    keys: Tensor,
-    columns: Tensor,
-    values: Tensor,
-    nnz: Tensor,
-    source: Tensor,
-    threshold: Tensor | None,
-    bandwidth: float,
-) -> tuple[Tensor, Tensor]:
+def _fake_sums(*operands: Any) -> tuple[Tensor, Tensor]:
+    col_offsets, values, threshold = operands[3], operands[6], operands[9]
     n, dtype = col_offsets.shape[0] - 1, threshold_dtype(values.dtype)
     return values.new_empty(n, dtype=dtype), values.new_empty(0 if threshold is None else n, dtype=dtype)
 

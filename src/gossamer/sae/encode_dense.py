@@ -6,12 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer._core import autocast
+from gossamer._core import autocast, checks
 from gossamer._core.ops import refuse_second, register, undispatched
 from gossamer.gemm.activations import Activation, resolve
 from gossamer.rowsparse import Density, DensityTracker
 from gossamer.rowsparse.formats import threshold_dtype
-from gossamer.rowsparse.matmul import check_dtypes
 from gossamer.sae import decode_path
 from gossamer.sae._torch import encode_dense as _cpu
 from gossamer.sae.encode import ACTIVATIONS, check_capacity, check_operands, has_window
@@ -59,7 +58,7 @@ def encode_dense(
     if autocast.enabled(x.device):
         (W_enc,) = autocast.cast(W_enc)  # type: ignore[assignment]
     else:
-        check_dtypes(operator, "x", x, "W_enc", W_enc)
+        checks.same_dtype(operator, "x", x, W_enc=W_enc)
     n, leading = W_enc.shape[1], x.shape[:-1]
     check_capacity(operator, parameters, None, "ell", n)
     if threshold is not None:
@@ -111,19 +110,8 @@ def follows_counts(device: torch.device, expected: int | None) -> bool:
     return expected is None and device.type in FOLLOWED
 
 
-def _fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    b_dec: Tensor | None,
-    threshold: Tensor | None,
-    activation: str,
-    k: int,
-    bandwidth: float,
-    scale: Tensor | None,
-    ste_to_input: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (m, _), n = x.shape, weight.shape[1]
+def _fake(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    m, n = x.shape[0], weight.shape[1]
     l0 = weight.new_empty(m, dtype=threshold_dtype(weight.dtype))
     fired, nnz = weight.new_empty(n, dtype=torch.int64), weight.new_empty(m, dtype=torch.int32)
     return weight.new_empty(m, n), l0, fired, nnz

@@ -116,7 +116,9 @@ def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
     """
     operator = "integrations.sae_lens.patch"
     if not isinstance(sae, SAE):
-        raise TypeError(f"{operator}: sae must be a SAELens SAE, got {type(sae).__name__}.")
+        raise TypeError(
+            f"{operator}: sae must be a SAELens SAE, got {type(sae).__name__}. Give the SAE, not a model around it."
+        )
     if _is_patched(sae):
         raise ValueError(f"{operator}: sae is patched already. Call unpatch first.")
     if check is None:
