@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from gossamer.rowsparse.matmul_path import LEAST, choose_path, choose_sampled_path, rows_at_once
+from gossamer.rowsparse.matmul_path import (
+    LEAST,
+    choose_path,
+    choose_sampled_path,
+    entry_seconds,
+    gather_tile,
+    rows_at_once,
+)
 
 pytestmark = pytest.mark.usefixtures("h200")
 
@@ -68,6 +75,15 @@ def test_matmul(m: int, n: int, d: int, slots: int, may_overflow: bool, dtype: t
 def test_sampled_matmul(m: int, n: int, d: int, slots: int, may_overflow: bool, dtype: torch.dtype, path: str) -> None:
     x, weight = on_gpu(m, d, dtype=dtype), on_gpu(n, d, dtype=dtype)
     assert choose_sampled_path(x, on_gpu(m, slots, dtype=torch.int32), may_overflow, weight) == path
+
+
+def test_tiles_are_tall_where_programs_are_few() -> None:
+    """By rows, and by how many programs a row is; an entry of a single row takes a part of a step."""
+    assert gather_tile(748, 107, 2) == gather_tile(1, 768, 2) == {"BLOCK_E": 32, "BLOCK_D": 64}
+    assert gather_tile(300, 4096, 4) == {"BLOCK_E": 16, "BLOCK_D": 32}
+    assert gather_tile(748, 2304, 2) == gather_tile(2048, 107, 2) == {"BLOCK_E": 4, "BLOCK_D": 256}
+    assert entry_seconds(1, 470, 4, 99) == pytest.approx(1e-6 / 32)
+    assert entry_seconds(8482, 673, 2, 99) == pytest.approx(8482 * 768 * 2 / 5.5e12)
 
 
 def test_a_cpu_gathers() -> None:

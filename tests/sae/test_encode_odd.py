@@ -87,5 +87,5 @@ def test_nan_stays_in_the_columns_there_are(name: str, dtype: torch.dtype, devic
 
 @pytest.mark.kernels
 def test_rows_begin_on_16_bytes(device: torch.device) -> None:
-    x, W = torch.ones(3, 4, device=device), torch.ones(4, 7, device=device)
+    x, W = torch.ones(3, 4, device=device).half(), torch.ones(4, 7, device=device).half()
     assert sae.encode(x, W, capacity=2).packed.source.stride() == (8, 1)

@@ -61,18 +61,11 @@ def _pre_activations(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Te
     stride = row_stride(m, n, weight)
     # The product's own epilogue adds in float32 as well, and rounds once.
     added, bias = (bias, None) if bias is not None and bias.dtype is weight.dtype else (None, bias)
-    if stride == padded(n, weight) and copies_pay(x, weight):
+    if stride != n or (n == padded(n, weight) and copies_pay(x, weight)):
         z = padded_product(x if x.stride(1) == 1 else x.contiguous(), weight, added)
-    elif stride == n:
-        z = x @ weight if added is None else torch.addmm(added, x, weight)
-    else:
-        z = torch.empty(m, stride, dtype=weight.dtype, device=weight.device)
-        if added is None:
-            torch.mm(x, weight, out=z[:, :n])
-        else:
-            torch.addmm(added, x, weight, out=z[:, :n])
-    if stride != n:
         z[:, n:] = float("-inf")
+    else:
+        z = x @ weight if added is None else torch.addmm(added, x, weight)
     return z, None if bias is None else bias.contiguous()
 
 
