@@ -431,8 +431,8 @@ def selecting() -> str:
         for (name, ours), label in SELECTING.items():
             found = {p["name"]: p for p in case["providers"] if p["eager"]}
             if case["name"] == name and ours in found and "dense SDPA" in found:
-                seconds = (found[ours]["graph"] or found[ours]["eager"])["median"]
-                ratio = found["dense SDPA"]["eager"]["median"] / seconds
+                dense, us = (p["graph"] or p["eager"] for p in (found["dense SDPA"], found[ours]))
+                ratio = dense["median"] / us["median"]
                 eager = "" if found[ours]["graph"] else ", eager"
                 by.setdefault(case["parameters"]["T"], {})[label] = f"{ratio:.2f}{eager}"
     rows = [[f"{T:,}", *(row.get(label, "") for label in SELECTING.values())] for T, row in sorted(by.items())]
@@ -523,9 +523,12 @@ def draw() -> None:
     cases = sorted((c for c in content["cases"] if c["name"] == "sweep_l0"), key=lambda c: c["parameters"]["L0"])
     figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
     lines = {
-        "dense": "dense PyTorch", "torch.sparse": "torch.sparse",
-        "jumprelu-sae-kernels, fixed, validated": "jumprelu-sae-kernels (fixed, validated)", "gossamer": "gossamer",
-    }  # fmt: skip
+        "dense": "dense PyTorch",
+        "torch.sparse": "torch.sparse",
+        "jumprelu-sae-kernels, fixed, validated": "jumprelu-sae-kernels, exact or an error",
+        "jumprelu-sae-kernels, fixed, unsafe": "jumprelu-sae-kernels, drops what does not fit",
+        "gossamer": "gossamer, exact",
+    }
     for name, shown in lines.items():
         points = []
         for case in cases:
@@ -533,13 +536,17 @@ def draw() -> None:
             if provider is not None:
                 timing = provider["graph"] or provider["eager"]
                 points.append((case["parameters"]["L0"], timing["median"] * 1e6))
-        axes.plot(*zip(*points), "o-", label=shown, linewidth=3 if name == "gossamer" else 1.5)
+        style = {"linestyle": ":", "color": "C2"} if name.endswith("unsafe") else {}
+        style = {"linewidth": 3, "color": "C3"} if name == "gossamer" else style
+        axes.plot(*zip(*points), marker="o", label=shown, **style)
     axes.set(
         xscale="log",
         yscale="log",
         xlabel="latents that fire, of 65,536",
         ylabel="microseconds, by CUDA graph where it can",
     )
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:,.0f}")
     shape = cases[0]["parameters"]
     axes.set_title(f"decode a batch of {shape['B']} to d_in {shape['D']}, float32, {content['device']['name']}")
     axes.grid(True, which="both", alpha=0.25)

@@ -92,8 +92,9 @@ def _training(T: int, width: int, layers: int, heads: int, block: int) -> Case:
         return out.detach(), *(found[f"0.attention.{name}_proj.weight"] for name in "qkv")
 
     def reference(model: nn.ModuleList, x: Tensor, layout: Layout, attend: Attend = materialised) -> tuple[Tensor, ...]:
-        # A copy: what `double` puts in the place of parameters would leave graphs with addresses of freed memory.
-        return tuple(y.double() for y in step(deepcopy(model).double(), x.double(), layout, attend))
+        # A copy: what graphs have captured stays where it is.
+        wide = deepcopy(model).double()
+        return tuple(y.double() for y in step(wide, x.double(), layout, attend))
 
     def dense_result(output: tuple[Tensor, ...], *inputs: Any) -> tuple[Tensor, ...]:
         """Dense attention attends to every block, so its error is that against its own reference."""

@@ -12,7 +12,8 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from gossamer import ffn, nn
-from gossamer.cli.bench import Case, Provider, copies
+from gossamer.cli.bench import Case, Provider, copies, error_beside_mean, relative_error
+from gossamer.cli.bench.timing import matmul_precision
 from gossamer.testing import inputs_for, random_rows
 
 K, N, PLAIN = 2048, 5632, 8192
@@ -63,7 +64,17 @@ def stored_by_columns(block: Any) -> Any:
     return stored
 
 
-def block_case(kind: str, M: int, nnz: int | str, shared: float, sizes: tuple[int, ...], dtype: torch.dtype) -> Case:
+def block_case(
+    kind: str,
+    M: int,
+    nnz: int | str,
+    shared: float,
+    sizes: tuple[int, ...],
+    dtype: torch.dtype,
+    steps: int = 20,
+    swept: bool = False,
+) -> Case:
+    """steps: of the search for inputs. A case that is `swept` has the module as it comes and the dense way alone."""
     k, n = sizes[-2:]
     gated = kind == "gated"
 
@@ -85,10 +96,12 @@ def block_case(kind: str, M: int, nnz: int | str, shared: float, sizes: tuple[in
                 rows = min(16384, M - first)
                 l0 = _counts(rows, nnz)
                 options = {"dtype": dtype, "device": device, "generator": generator, "group": GROUP, "shared": shared}
-                x, bias = inputs_for(random_rows((rows, n), l0=l0, **options), active.weight)
+                # A search does not need what TF32 rounds, and most of a case's time would be its.
+                with matmul_precision("high"):
+                    x, bias = inputs_for(random_rows((rows, n), l0=l0, **options), active.weight, steps=steps)
                 parts.append(x)
             active.bias.copy_(bias)
-            made.append((torch.cat(parts), block, stored_by_columns(block)))
+            made.append((torch.cat(parts), block, None if swept else stored_by_columns(block)))
         return made
 
     def dense(x: Tensor, block: Any, _: Any) -> Tensor:
@@ -106,7 +119,7 @@ def block_case(kind: str, M: int, nnz: int | str, shared: float, sizes: tuple[in
 
     def steady(x: Tensor, *blocks: Any) -> tuple[Any, ...]:
         """A module knows how sparse it was some calls ago."""
-        for block in blocks:
+        for block in filter(None, blocks):
             block.method = "auto"
             for _ in range(2 * block.density.rows.lag):
                 block(x)
@@ -126,25 +139,31 @@ def block_case(kind: str, M: int, nnz: int | str, shared: float, sizes: tuple[in
             up = F.relu(up)
         return (F.linear(up, exact["down_proj.weight"], exact["down_proj.bias"]),)
 
-    ways = ("gather", "union", "fused") if gated else ("gather", "union")
-    if M <= 16:
-        ways = ("gather", "fused") if gated else ("gather",)
+    ways: tuple[str, ...] = ("gather", "fused") if gated else ("gather",)
+    if M > 16:
+        ways += ("union",)
     options = {"result": few, "capturable": True}
-    compiled = torch.compile(dense, fullgraph=True, dynamic=False)
+    ours = Provider("gossamer", pinned("auto"), ours=True, prepare=steady, **options)
+    beside = Provider("dense", dense, **options)
+    providers: tuple[Provider, ...] = (ours, beside)
+    if not swept:
+        providers = (
+            ours,
+            Provider("gossamer, down by columns", pinned("auto", True), ours=True, prepare=steady, **options),
+            *(Provider(f"gossamer, {way}", pinned(way), ours=True, **options) for way in ways),
+            beside,
+            Provider("torch.compile", torch.compile(dense, fullgraph=True, dynamic=False), **options),
+        )
     return Case(
         room="ffn",
         name=kind,
         parameters={"M": M, "K": k, "N": n, "nnz": nnz, "shared": f"{shared:.0%}"},
         dtype=dtype,
         make=make,
-        providers=(
-            Provider("gossamer", pinned("auto"), ours=True, prepare=steady, **options),
-            Provider("gossamer, down by columns", pinned("auto", True), ours=True, prepare=steady, **options),
-            *(Provider(f"gossamer, {way}", pinned(way), ours=True, **options) for way in ways),
-            Provider("dense", dense, **options),
-            Provider("torch.compile", compiled, **options),
-        ),
+        providers=providers,
         reference=reference,
+        # The result of one or two entries is a product or two, which may cancel.
+        error=error_beside_mean if isinstance(nnz, int) and nnz < 16 else relative_error,
         bytes=(2 * M * k + n * k) * dtype.itemsize,
         flops=2 * M * n * k,
     )

@@ -29,5 +29,5 @@ def draw(random: Random, device: torch.device, quick: bool) -> Case:
     # A gate can make no fuller pattern at will.
     nnz = log_uniform(random, 1, max(K // 10, 1))
     return bench_block.block_case(
-        random.choice(["gated", "plain"]), M, nnz, random.choice([0, 0.5, 0.9]), (K, N), dtype
+        random.choice(["gated", "plain"]), M, nnz, random.choice([0, 0.5, 0.9]), (K, N), dtype, steps=6, swept=True
     )

@@ -28,13 +28,14 @@ def test_light_rows_alone(gated: bool, device: torch.device, generator: torch.Ge
     limit = int(counts.sort().values[-3])
     up = (a["up"], a["up_bias"]) if gated else None
     want = dense(a["x"], a["gate"], up and up[0], a["down"], "relu", gate_bias=a["gate_bias"], up_bias=up and up[1])
-    packed = pack(a["x"], a["gate"], a["gate_bias"], None, None)
+    packed = pack(a["x"], a["gate"], a["gate_bias"], None)[0]
     fits = (packed.counts <= 16).all(1)
     light = fits & (counts <= limit)
     assert light[20] and not light[3] and light.sum() > 10
     for choice in (None, gather.Choice(8, 16)):
         out, nnz = torch.full((21, 20), 7.0, device=device), torch.empty(21, dtype=torch.int32, device=device)
-        listed = heavy.start(21, limit, None, 0, out)
+        listed = torch.empty(25, dtype=torch.int32, device=device)
+        heavy.start(listed, limit, None, 0)
         down = (a["down"].t().contiguous(), None)
         gather.gather(packed, a["x"], up, down, out, nnz, (listed, None), None, False, choice)
         torch.testing.assert_close(out[light], want[light], rtol=1e-4, atol=1e-4)

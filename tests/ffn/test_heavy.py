@@ -27,7 +27,8 @@ def test_the_rows_that_are_listed(
     rows = torch.randperm(70, generator=torch.Generator().manual_seed(0))[:66].to(device)
     up, down = (a["up"], a["up_bias"]) if gated else None, (a["down"].t().contiguous(), a["down_bias"])
     for some in (rows, rows[:3], rows[:0]):
-        listed = heavy.start(70, 5, None, 0, a["x"])
+        listed = torch.empty(74, dtype=torch.int32, device=device)
+        heavy.start(listed, 5, None, 0)
         listed[0] = len(some)
         listed[4 : 4 + len(some)] = some
         out = torch.full((70, 20), 7.0, device=device)
@@ -43,8 +44,8 @@ def test_the_rows_that_are_listed(
 def test_a_sample_decides(device: torch.device) -> None:
     from gossamer.ffn._triton import heavy
 
-    x = torch.empty(9, 4, device=device)
+    listed = torch.empty(13, dtype=torch.int32, device=device)
     counts = torch.full((5, 3), 2, dtype=torch.int16, device=device)
     for most, limit in ((30, 6), (29, -1)):
-        listed = heavy.start(9, 6, counts, most, x)
+        heavy.start(listed, 6, counts, most)
         assert listed[0] == 0 and (listed[1] < 0 if limit < 0 else listed[1] == 6)

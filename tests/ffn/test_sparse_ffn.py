@@ -22,7 +22,7 @@ def test_what_is_packed(kept: str, device: torch.device, generator: torch.Genera
     threshold = torch.full((600,), 0.6, device=device) if kept == "jumprelu" else None
     z = a["x"] @ a["gate"].t() + a["gate_bias"]
     z = torch.where(z > (0 if threshold is None else threshold), z, 0)
-    packed = pack(a["x"], a["gate"], a["gate_bias"], threshold, None)
+    packed = pack(a["x"], a["gate"], a["gate_bias"], threshold)[0]
     assert packed.values.shape == (5, 3, slots) and packed.indices.shape == packed.values.shape
     for row in range(5):
         for number, part in enumerate(z[row].split(tile)):

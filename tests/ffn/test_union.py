@@ -34,7 +34,7 @@ def test_lists_of_columns(device: torch.device, generator: torch.Generator) -> N
 
     a = operands((70, 24, 600, 20), torch.float32, device, generator, shared=0.9)
     z = torch.relu(a["x"] @ a["gate"].t() + a["gate_bias"])
-    packed = pack(a["x"], a["gate"], a["gate_bias"], None, None)
+    packed = pack(a["x"], a["gate"], a["gate_bias"], None)[0]
     assert (packed.counts <= 16).all()
     unions = union.unite(packed, 600, 600, True, None)
     groups = [slice(first, min(first + costs.GROUP, 70)) for first in range(0, 70, costs.GROUP)]

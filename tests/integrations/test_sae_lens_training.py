@@ -18,7 +18,7 @@ from sae_lens.training.sae_trainer import SAETrainer
 
 from gossamer.integrations.sae_lens import patch, unpatch
 from gossamer.integrations.sae_lens._latents import Latents, Lazy
-from gossamer.sae import encode_dense
+from gossamer.rowsparse import DensityTracker
 from gossamer.testing import assert_close
 
 D_IN, D_SAE, BATCH = 16, 192, 64
@@ -39,7 +39,7 @@ LEFT = ("batchtopk, of a fraction", "matryoshka_batchtopk", "standard", "gated")
 @pytest.fixture(autouse=True)
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Latents are packed however many fire; when they are dense instead is `test_sae_lens_density`'s."""
-    monkeypatch.setattr(encode_dense, "FOLLOWED", ())
+    monkeypatch.setattr(DensityTracker, "path", lambda *_, **__: "sparse")
 
 
 def make(kind: str, device: torch.device, dtype: torch.dtype = torch.float32, **options: Any) -> TrainingSAE[Any]:

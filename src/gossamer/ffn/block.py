@@ -13,19 +13,16 @@ from gossamer import gemm
 from gossamer._core import autocast, checks, tuning
 from gossamer._core.calls import Checked, key_of
 from gossamer._core.ops import needs_gradient, undispatched
-from gossamer.ffn.costs import FEW, GROUP, Costs, choose, costs_of, on_cpu
+from gossamer.ffn.costs import FEW, GROUP, MANY, Costs, choose, costs_of, on_cpu
 from gossamer.ffn.sparse_ffn import sparse_ffn
 from gossamer.ffn.tracker import BlockTracker, Known
 from gossamer.ffn.transposed import Transposed
 from gossamer.gemm._torch.linear_glu import linear
-from gossamer.gemm.linear_glu import check_dtypes
 from gossamer.rowsparse.formats import threshold_dtype
 
 NAMES = ("relu", "relu2")
 """Of activations, as `gemm.linear_glu` calls them, those that leave most entries 0."""
 METHODS = ("auto", "gather", "union", "fused", "dense")
-MANY = 4096
-"""Rows from which on a sample of them takes little of the time that it may save."""
 SAMPLE = 8
 """Groups of rows whose unions are counted where they are not needed."""
 
@@ -84,7 +81,7 @@ def run(operator: str, block: Block, method: str, density: BlockTracker | None) 
     if found is None:
         sizes = check(operator, block, method, density)
         weights = {"gate_weight": block.gate_weight, "up_weight": block.up_weight, "down_weight": block.down_weight}
-        check_dtypes(operator, block.x, **weights)
+        checks.same_dtype(operator, "x", block.x, **weights)
         found = Found(*sizes, costs_of(*sizes[1:], block.up_weight is not None, block.x))
         _checked.keep(key, found)
     x = block.x
@@ -125,9 +122,9 @@ def _inferred(block: Block, found: Found, method: str, density: BlockTracker | N
         return on_cpu(known, m, found.n, found.d + (0 if block.up_weight is None else found.k))
 
     if tracker is not None:
-        method = tracker.path(way, grouped=grouped)
-        # Nothing reads what a graph would record. To look takes time.
-        recorded = not checks.capturing() and tracker.due(8 if m > FEW else 32)
+        # Nothing reads what a graph would record, and to look takes time.
+        recorded = not checks.capturing() and tracker.due(8 if m >= MANY else 32)
+        method = tracker.path(way, grouped=grouped, due=recorded, key=(m, cost))
     elif method == "auto":
         unknown = True
         method = way(None, not (torch.compiler.is_compiling() or checks.capturing()))

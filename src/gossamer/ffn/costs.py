@@ -14,27 +14,38 @@ GROUP = 32
 """Neighbouring rows that may share the union of their entries on a GPU."""
 PRICE = 2.0
 """Entries that are gathered one by one in the time that a column of a union of GROUP rows takes."""
+MANY = 4096
+"""Rows from which on a sample of them, or a copy of those that are heavy, takes little of the time that it may save."""
 FEW = 16
 """Rows up to which the time goes into reading weights: a sparse block reads no more than a dense one at any density."""
 
 HOPPER = 770e12, 815e12, 660e12, 8.5e12
 """FLOP/s of a gate that is packed, of the fused and the dense block, bytes/s of gathered weights: H200, bfloat16,
 16,384 rows of K = D = 2,048 and N = 5,632, where that is 0.49, 1.39, 1.72 and 0.50 ms (29 entries a row)."""
-HOST = {"dense": 70e-6, "fused": 300e-6, "gather": 450e-6, "union": 600e-6}
+HOST = {"dense": 40e-6, "fused": 160e-6, "gather": 130e-6, "union": 600e-6}
 """Seconds in which a host launches a way, eager: that of an H200, PyTorch 2.11. A graph and a compiled region need
 next to none."""
-HOST_FEW = {"dense": 70e-6, "fused": 130e-6, "gather": 100e-6}
+HOST_FEW = {"dense": 40e-6, "fused": 125e-6, "gather": 105e-6}
 """The same with up to FEW rows."""
-STARTS = {"dense": 19e-6, "fused": 11e-6, "gather": 9e-6}
-"""Seconds that up to FEW rows take on the device beside reading weights: launches, and waiting for what is read. Of the
-fused and the dense way they were measured on an H200; that of gathering, and its host time, are estimates."""
+PRODUCT = 27e-6
+"""What each of the dense way's products takes beside that, and what follows it."""
+STARTS = {"dense": 5e-6, "fused": 11e-6, "gather": 9e-6}
+"""Seconds that up to FEW rows take on the device beside reading weights: launches, and waiting for what is read. H200,
+K and N from 200 to 25,000; that of gathering is an estimate."""
+DENSE_PRODUCT = 3.5e-6
+"""What each of the dense way's products takes beside that."""
+UNALIGNED = 2.0
+"""How much longer it takes to gather from weights whose rows do not begin on 16 bytes."""
+LEAST = 512
+"""Columns from which on the gate's weight is copied where its rows do not begin on 16 bytes."""
 
 
 @dataclass(frozen=True)
 class Costs:
     """Seconds that a row takes through the gate alone, an entry that is gathered, a row in dense tiles after its gate,
     a row of the fused block and of the dense one, and a sparse way's launches on the device; to read the gate's weight,
-    and a column of the other weights, of which there are n."""
+    and a column of the other weights, of which there are n; how many products the dense block has, and whether the rows
+    of x and of the gate's weight begin on 16 bytes."""
 
     gate: float
     entry: float
@@ -45,6 +56,8 @@ class Costs:
     read: float = 0.0
     column: float = 0.0
     n: int = 0
+    products: int = 3
+    aligned: bool = True
 
     def break_even(self, m: int) -> float:
         """Entries of a row, on average, from which on the fused block takes less time than gathering for m rows."""
@@ -70,7 +83,9 @@ def costs_of(n: int, k: int, d: int, gated: bool, x: Tensor) -> Costs:
     work = 2 * n * (k + inner + d)
     entry = (inner + d) * size
     times = 2 * n * k / packs, entry / gathers, 1.3 * work / fused, work / fused, work / dense
-    return Costs(*times, read=n * k * size / rates.copy, column=entry / rates.copy, n=n)
+    aligned = k * size % 16 == 0
+    reads = {"read": n * k * size / rates.copy, "column": entry / rates.copy}
+    return Costs(*times, **reads, n=n, products=3 if gated else 2, aligned=aligned)
 
 
 def choose(known: Known | None, m: int, cost: Costs, eager: bool = False) -> str:
@@ -80,6 +95,9 @@ def choose(known: Known | None, m: int, cost: Costs, eager: bool = False) -> str
         ways = few_rows(known, m, cost)
     else:
         ways = {"fused": m * cost.fused, "dense": m * cost.dense}
+    if m > FEW and cost.n < LEAST and not cost.aligned:
+        # Neither the fused product nor the gate's comes near its speed.
+        return "dense"
     if known is not None and m > FEW:
         light = known.rows.light / max(known.rows.rows, 1)
         sparse = cost.gate + known.rows.over / max(known.rows.rows, 1) * cost.heavy
@@ -88,7 +106,8 @@ def choose(known: Known | None, m: int, cost: Costs, eager: bool = False) -> str
             union = known.unions.mean / GROUP * PRICE
             ways["union"] = m * (sparse + min(light, union) * cost.entry) + 2 * cost.start
     if eager:
-        host = HOST_FEW if m <= FEW else HOST
+        host = dict(HOST_FEW if m <= FEW else HOST)
+        host["dense"] += cost.products * PRODUCT
         ways = {name: max(time, host[name]) for name, time in ways.items()}
     return min(ways, key=ways.__getitem__)
 
@@ -98,7 +117,11 @@ def few_rows(known: Known | None, m: int, cost: Costs) -> dict[str, float]:
     union = cost.n if known is None else min(cost.n, m * known.rows.mean)
     whole = cost.read + cost.n * cost.column
     gathered = cost.read + 2 * union * cost.column
-    return {name: start + (gathered if name == "gather" else whole) for name, start in STARTS.items()}
+    ways = {name: start + (gathered if name == "gather" else whole) for name, start in STARTS.items()}
+    ways["dense"] += cost.products * DENSE_PRODUCT
+    if not cost.aligned:
+        ways["gather"] = UNALIGNED * gathered + 1.5 * STARTS["gather"]
+    return ways
 
 
 CPU_RATES = 60e9, 30e9, 1.7e-9

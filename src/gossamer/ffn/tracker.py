@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,9 @@ from torch import Tensor
 
 from gossamer._core import checks
 from gossamer.rowsparse import Density, DensityTracker
+
+_MOST = 256
+"""Answers that are kept: of so many numbers of rows."""
 
 
 @dataclass(frozen=True)
@@ -48,22 +51,32 @@ class BlockTracker:
         self.last_path: str | None = None
         self._looked = 0
         self._seen: Density | None = None
+        self._ways: dict[Hashable, str] = {}
         self._on_device: str | None = None
         self.light = False
 
     def due(self, every: int) -> bool:
-        """Whether a call whose entries have to be looked for shall look: each until something is known, and one of
-        `every` from then on."""
+        """Whether this call, if its entries are recorded, shall be: each until something is known, and one of `every`
+        from then on."""
         self._looked += 1
         return self._seen is None or self._looked % every == 1
 
-    def path(self, choose: Callable[[Known | None, bool], str], *, grouped: bool = True) -> str:
-        """The name of the way this call goes; one call of `record` belongs to each call.
+    def path(
+        self,
+        choose: Callable[[Known | None, bool], str],
+        *,
+        grouped: bool = True,
+        due: bool = True,
+        key: Hashable = None,
+    ) -> str:
+        """The name of the way this call goes; to a call that is due, one of `record` belongs.
 
         Args:
             choose: from what is known, or None, and whether the host launches the way now, to the way's name; pure.
                 A graph and a compiled region go the way that the device alone would.
             grouped: false of few rows, of whose unions nothing is recorded.
+            due: false where nothing is recorded, so that nothing new is known either.
+            key: what else `choose` follows, such as the number of rows: its answers are kept until more is known.
         """
         if torch.compiler.is_compiling():
             # A string is a guard that rarely changes; statistics would be one that always does.
@@ -72,14 +85,23 @@ class BlockTracker:
         if checks.capturing():
             self.last_path = self.rows.pinned or choose(self._known(), False)
             return self.last_path
-        if grouped:
-            self.unions.path(lambda _: "", training=False)
-        self.last_path = self.rows.path(lambda _: choose(self._known(), True), training=False)
-        known = self.rows.known(training=False)
-        if known is not self._seen:
-            self._seen, self._on_device = known, choose(self._known(), False)
-            self.light = known is not None and known.over == 0
-        return self.last_path
+        if due:
+            if grouped:
+                self.unions.path(lambda _: "", training=False)
+            self.rows.path(lambda _: "", training=False)
+            known = self.rows.known(training=False)
+            if known is not self._seen:
+                self._seen, self.light = known, known is not None and known.over == 0
+                self._ways.clear()
+        way = self.rows.pinned or self._ways.get(key)
+        if way is None:
+            if len(self._ways) >= _MOST:
+                self._ways.clear()
+            known = self._known()
+            way, self._on_device = choose(known, True), choose(known, False)
+            self._ways[key] = way
+        self.last_path = way
+        return way
 
     def _known(self) -> Known | None:
         rows = self.rows.known(training=False)

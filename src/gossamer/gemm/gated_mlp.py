@@ -10,13 +10,7 @@ from gossamer._core import autocast, checks
 from gossamer._core.ops import needs_gradient, refuse_second, register, undispatched
 from gossamer.gemm._torch import gated_mlp as _cpu
 from gossamer.gemm._torch.linear_glu import linear
-from gossamer.gemm.linear_glu import (
-    check_dtypes,
-    check_operands,
-    linear_glu,
-    linear_glu_operator,
-    products_bwd,
-)
+from gossamer.gemm.linear_glu import check_operands, linear_glu, linear_glu_operator, products_bwd
 
 
 def gated_mlp(
@@ -70,7 +64,7 @@ def gated_mlp(
         x, gate_weight, up_weight, down_weight = autocast.cast(  # type: ignore[assignment]
             x, gate_weight, up_weight, down_weight
         )
-    check_dtypes(operator, x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
+    checks.same_dtype(operator, "x", x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
     operands = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
     if not needs_gradient(*operands):
         hidden = linear_glu(x, gate_weight, up_weight, activation=activation, gate_bias=gate_bias, up_bias=up_bias)

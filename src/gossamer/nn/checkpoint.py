@@ -274,10 +274,7 @@ def _from_sae_lens(operator: str, folder: Path, config: dict[str, Any], tensors:
 
 
 def _from_sparsify(operator: str, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> _Made:
-    for name, neutral in {
-        "activation": "topk",
-        "signed": False,
-    }.items():
+    for name, neutral in {"activation": "topk", "signed": False}.items():
         if config.get(name, neutral) != neutral:
             raise ValueError(
                 f"{operator}: {folder / _CONFIG} has {name} = {config[name]!r}, which these modules do not do."

@@ -97,11 +97,16 @@ class DensityTracker:
             training: which history the call belongs to.
         """
         history = self._histories[training]
-        if self.pinned is not None:
-            chosen = self.pinned
-        elif torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             # A string is a guard that rarely changes; statistics would be one that always does.
-            return history.path or choose(None)
+            if self.pinned is None:
+                return history.path or choose(None)
+            chosen = self.pinned
+        elif self.pinned is not None:
+            chosen = self.pinned
+            # What is recorded has to be read, or it would pile up.
+            if not (checks.capturing() or recomputed()):
+                history.read()
         elif checks.capturing():
             chosen = history.path or choose(history.known)
         elif recomputed():

@@ -21,7 +21,6 @@ from gossamer._core import autocast, checks
 from gossamer.gemm.activations import Activation, BatchTopK, JumpReLU, TopK, resolve
 from gossamer.rowsparse import ELL, Rows
 from gossamer.rowsparse.formats import threshold_dtype
-from gossamer.rowsparse.matmul import check_dtypes
 from gossamer.rowsparse.pack import check_container, default_capacity, pack_ell_operator
 from gossamer.sae.decode import check_rest, decode_rows
 from gossamer.sae.encode import ACTIVATIONS, check_operands, encode_backward, run, save_operands
@@ -296,7 +295,7 @@ def _batch_topk(
     if autocast.enabled(x.device):
         (W_enc,) = autocast.cast(W_enc)  # type: ignore[assignment]
     if not autocast.enabled(x.device) or torch.float64 in (x.dtype, W_enc.dtype):
-        check_dtypes(operator, "x", x, "W_enc", W_enc)
+        checks.same_dtype(operator, "x", x, W_enc=W_enc)
     n = W_enc.shape[1]
     if capacity is not None:
         checks.positive(operator, "capacity", capacity, "It is the number of slots per row.")

@@ -413,6 +413,6 @@ EXAMPLES = {
         {"lse_ptr": "*fp32", **LISTS, **SIZES},
         64,
         _TILE,
-    ),
+    )
 }
 """Example signatures for the ahead-of-time compile test."""

@@ -292,7 +292,7 @@ class Tiles:
 SIDE = 64
 
 
-def tiles_of(d: int) -> Tiles:
+def tiles_of() -> Tiles:
     """As measured on one H200 at D 64 (T 8,192, 16 heads, densities of 50, 25 and 10%, blocks of 64 and 128), the
     fastest of four depths of the rings and bounds of registers; taken over for D 128, where nothing was measured."""
     return Tiles(Tile(SIDE, SIDE, 2), Tile(SIDE, SIDE, 2))
@@ -305,7 +305,7 @@ def launch_attention_bwd(
     """Gradients of q, k and v. `lists` are a layout's: row_offsets, col_indices, row_indices, col_offsets,
     transpose_order, positions."""
     p = problem
-    tiles = tiles_of(p.d) if tiles is None else tiles
+    tiles = tiles_of() if tiles is None else tiles
     row_offsets, col_indices, row_indices, col_offsets, order, _ = lists
     q, grad, k, v = readable(q), readable(grad), without_padding(k, lengths), without_padding(v, lengths)
     dq, dk, dv = (empty_like(x) for x in (q, k, v))
@@ -332,7 +332,7 @@ STATS = gl.NVMMASharedLayout(0, 32, 2)
 _INPUTS = dict.fromkeys(("q_desc", "grad_desc", "k_desc", "v_desc"), SIDE)
 EXAMPLES = {
     _attention_dq_kernel: example(
-        {**_INPUTS, "dq_desc": SIDE}, {"stats_ptr": "*fp32", **LISTS, **SIZES, "padded": "i32"}, 64, tiles_of(64).dq
+        {**_INPUTS, "dq_desc": SIDE}, {"stats_ptr": "*fp32", **LISTS, **SIZES, "padded": "i32"}, 64, tiles_of().dq
     ),
     _attention_dkdv_kernel: example(
         {**_INPUTS, "dk_desc": SIDE, "dv_desc": SIDE},
@@ -343,7 +343,7 @@ EXAMPLES = {
             "columns": "i32",
         },
         64,
-        tiles_of(64).dkdv,
+        tiles_of().dkdv,
     ),
 }
 """Example signatures for the ahead-of-time compile test."""

@@ -4,13 +4,17 @@
 all or most of its weights on their way before it uses the first. A program that has its columns' activations knows
 which of them any row has, reads the rows of up of these alone, and lists them: column numbers and products, in slots of
 its own, from the first on, the others marked empty. The slots of one number stand side by side for all programs.
+With several rows the listed rows of up are multiplied SLOTS at a time, as many as there are, and not masked among all
+of the program's columns: that is a second pass of the same length, and few of its lines would be read.
 
 `down` has a program for each slice of a few columns of the result, which reads the lists slot number by slot number, up
 to what the fullest list has, and the slice of each listed row of down: many rows at once, of short pieces, because a
 program that owns its slice shares no sum with another, and nothing has to be added up, or waited for, in the end.
-Empty slots are masked and read nothing. On Hopper `down` is launched while `hidden` runs.
+Empty slots are masked and read nothing. On Hopper each of the two is launched while the kernel before it runs, and
+waits for its end before it reads anything.
 
-A single row is multiplied without tensor cores: there, weights stay in the registers that they were loaded to.
+Up to FEWEST rows are multiplied without tensor cores, and so is float32 that may not be rounded to TF32: there, weights
+stay in the registers that they were loaded to, for all rows.
 """
 
 from dataclasses import dataclass
@@ -22,17 +26,24 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gossamer._core import launch, tuning
+from gossamer.ffn._triton._packed import described
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.overflow import dot
 
 ROWS = 16
 """The fewest rows of a tensor core's product, and the most that come here."""
+FEWEST = 4
+"""Rows up to which weights of any dtype are multiplied without tensor cores."""
+SLOTS = tl.constexpr(16)
+"""Rows of up that are multiplied together: the fewest of a tensor core's product."""
+UPCAST = tl.constexpr(launch.INTERPRET)
+"""The interpreter multiplies in float32: its bfloat16 dot is wrong."""
 
 
 @triton.jit
 def columns_product(
     w_rows, x_ptr, stride_xm, held, M, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    DOTS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Weight rows that are held, [BLOCK_N, 1] pointers, times the rows of x: float32 [BLOCK_N, ROWS]."""
     m = tl.arange(0, ROWS)
@@ -40,13 +51,19 @@ def columns_product(
     for first in range(0, K, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
         w = tl.load(w_rows + k[None, :], mask=held[:, None] & (k < K)[None, :], other=0.0)
-        if ROWS == 1:
-            x = tl.load(x_ptr + k, mask=k < K, other=0.0)
-            acc += tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)[:, None]
-        else:
+        if DOTS:
             x_rows = x_ptr + m[None, :] * stride_xm
             x = tl.load(x_rows + k[:, None], mask=(m < M)[None, :] & (k < K)[:, None], other=0.0)
             acc = dot(w, x, acc, PRECISION, UPCAST)
+        elif ROWS == 1:
+            x = tl.load(x_ptr + k, mask=k < K, other=0.0)
+            acc += tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)[:, None]
+        else:
+            # Not unrolled: of several rows of x on their way at once the weights would be spilled.
+            for row in range(0, M):
+                x = tl.load(x_ptr + row * stride_xm + k, mask=k < K, other=0.0)
+                product = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
+                acc += tl.where(m[None, :] == row, product[:, None], 0.0)
     return acc
 
 
@@ -54,20 +71,21 @@ def columns_product(
 def _few_hidden_kernel(
     x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, columns_ptr, values_ptr, counts_ptr,
     entries_ptr, stride_xm, stride_gn, stride_un, M, N, K,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_U: tl.constexpr, ROWS: tl.constexpr, SQUARED: tl.constexpr,
-    LAUNCH_DEPENDENTS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_U: tl.constexpr, ROWS: tl.constexpr, DOTS: tl.constexpr,
+    SQUARED: tl.constexpr, DEPENDENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (BLOCK_N columns): lists those that any row has. columns_ptr: [BLOCK_N, programs], values_ptr: the same
     of ROWS each; counts_ptr: how many are listed, entries_ptr: how many each row has, [programs, ROWS]. BLOCK_U columns
     of x at a time are multiplied by up."""
-    if LAUNCH_DEPENDENTS:
+    if DEPENDENT:
+        gdc_wait()
         gdc_launch_dependents()
     program, programs = tl.program_id(0), tl.num_programs(0)
     n = program * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
     m = tl.arange(0, ROWS)
     gate_rows = gate_ptr + n.to(tl.int64)[:, None] * stride_gn
-    acc = columns_product(gate_rows, x_ptr, stride_xm, inside, M, K, BLOCK_N, BLOCK_K, ROWS, PRECISION, UPCAST)
+    acc = columns_product(gate_rows, x_ptr, stride_xm, inside, M, K, BLOCK_N, BLOCK_K, ROWS, DOTS, PRECISION, UPCAST)
     if gate_bias_ptr is not None:
         acc += tl.load(gate_bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[:, None]
     # An entry is kept or not as it is where entries are packed: after it was rounded.
@@ -85,27 +103,50 @@ def _few_hidden_kernel(
     slot = tl.arange(0, BLOCK_N)
     tl.store(columns_ptr + slot * programs + program, tl.full([BLOCK_N], -1, tl.int32), mask=slot >= count)
     if count > 0:
+        held = active > 0
         place = (tl.cumsum(active, axis=0) - active) * programs + program
-        tl.store(columns_ptr + place, n, mask=active > 0)
+        tl.store(columns_ptr + place, n, mask=held)
         z = tl.where(kept, z, 0.0)
-        if SQUARED:
-            z *= z
-        if up_ptr is not None:
-            held = active > 0
-            up_rows = up_ptr + n.to(tl.int64)[:, None] * stride_un
-            up = columns_product(up_rows, x_ptr, stride_xm, held, M, K, BLOCK_N, BLOCK_U, ROWS, PRECISION, UPCAST)
-            if up_bias_ptr is not None:
-                up += tl.load(up_bias_ptr + n, mask=held, other=0.0).to(tl.float32)[:, None]
-            z = tl.where(kept, z * up, 0.0)
-        tl.store(values_ptr + place[:, None] * ROWS + m[None, :], z, mask=(active > 0)[:, None])
+        if DOTS and up_ptr is not None:
+            # Before it is squared: what was rounded already is not rounded again.
+            tl.store(values_ptr + place[:, None] * ROWS + m[None, :], z, mask=held[:, None])
+            tl.debug_barrier()
+            for first in range(0, count, SLOTS):
+                listed = first + tl.arange(0, SLOTS)
+                there = listed < count
+                place_of = listed * programs + program
+                column = tl.load(columns_ptr + place_of, mask=there, other=0)
+                values = values_ptr + place_of[:, None] * ROWS + m[None, :]
+                factor = tl.load(values, mask=there[:, None], other=0.0).to(tl.float32)
+                up_rows = up_ptr + column.to(tl.int64)[:, None] * stride_un
+                up = columns_product(
+                    up_rows, x_ptr, stride_xm, there, M, K, SLOTS, BLOCK_U, ROWS, DOTS, PRECISION, UPCAST
+                )
+                if up_bias_ptr is not None:
+                    up += tl.load(up_bias_ptr + column, mask=there, other=0.0).to(tl.float32)[:, None]
+                # A row without the entry takes nothing from it, not even a NaN.
+                up = tl.where(factor == 0, 0.0, up)
+                tl.store(values, factor * factor * up if SQUARED else factor * up, mask=there[:, None])
+        else:
+            if SQUARED:
+                z *= z
+            if up_ptr is not None:
+                up_rows = up_ptr + n.to(tl.int64)[:, None] * stride_un
+                up = columns_product(
+                    up_rows, x_ptr, stride_xm, held, M, K, BLOCK_N, BLOCK_U, ROWS, DOTS, PRECISION, UPCAST
+                )
+                if up_bias_ptr is not None:
+                    up += tl.load(up_bias_ptr + n, mask=held, other=0.0).to(tl.float32)[:, None]
+                z = tl.where(kept, z * up, 0.0)
+            tl.store(values_ptr + place[:, None] * ROWS + m[None, :], z, mask=held[:, None])
 
 
 @triton.jit
 def _few_down_kernel(
     columns_ptr, values_ptr, counts_ptr, entries_ptr, down_ptr, bias_ptr, out_ptr, nnz_ptr, programs, slots,
     stride_dn, stride_dd, M, D,
-    BLOCK_U: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    GDC_WAIT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_U: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, ROWS: tl.constexpr, DOTS: tl.constexpr,
+    PARTS: tl.constexpr, DEPENDENT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Program (BLOCK_D columns of the result): the listed rows of down times their values, BLOCK_U slots at a time, as
     PARTS products side by side. slots: of a list; programs: lists, looked at BLOCK_P at a time."""
@@ -114,7 +155,8 @@ def _few_down_kernel(
     inside = d < D
     down_ptr += d.to(tl.int64)[None, :] * stride_dd
     at = tl.arange(0, BLOCK_U)
-    if GDC_WAIT:
+    if DEPENDENT:
+        gdc_launch_dependents()
         gdc_wait()
     # Of lists that may turn out to be empty, so that nothing waits for the counts.
     column = tl.load(columns_ptr + at, mask=at < slots * programs, other=-1)
@@ -128,16 +170,18 @@ def _few_down_kernel(
         down = tl.load(
             down_ptr + column.to(tl.int64)[:, None] * stride_dn, mask=held[:, None] & inside[None, :], other=0.0
         )
-        value = tl.load(values_ptr + at[None, :] * ROWS + m[:, None], mask=held[None, :], other=0.0)
-        at += BLOCK_U
-        column = tl.load(columns_ptr + at, mask=at < slots * programs, other=-1)
-        if ROWS == 1:
-            product = tl.trans(value) * down.to(tl.float32)
-            acc += tl.sum(product, axis=0)[None, None, :]
-        else:
+        if DOTS:
+            value = tl.load(values_ptr + at[None, :] * ROWS + m[:, None], mask=held[None, :], other=0.0)
             a = tl.permute(tl.reshape(value, [ROWS, PARTS, BLOCK_U // PARTS]), [1, 0, 2])
             b = tl.reshape(down, [PARTS, BLOCK_U // PARTS, BLOCK_D])
             acc = dot(a, b, acc, PRECISION, UPCAST)
+        else:
+            for row in range(0, M):
+                value = tl.load(values_ptr + at * ROWS + row, mask=held, other=0.0)
+                total = tl.sum(value[:, None] * down.to(tl.float32), axis=0)
+                acc += tl.where(m[:, None] == row, total[None, :], 0.0)[None, :, :]
+        at += BLOCK_U
+        column = tl.load(columns_ptr + at, mask=at < slots * programs, other=-1)
     out = tl.sum(acc, axis=0)
     if bias_ptr is not None:
         out += tl.load(bias_ptr + d, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -168,11 +212,18 @@ class Tile:
 
 
 ONE = Tile((8, 2048, 2048), (4, 1, 80), (1024, 16, 1), 8)
+SOME = Tile((4, 2048, 2048), (8, 1, 80), (2048, 16, 1), 16)
 MANY = Tile((32, 256, 256), (4, 3, None), (1024, 16, 8), 8)
-"""Of a single row, and of up to ROWS."""
+HOPPER = Tile((64, 128, 512), (4, 4, None), (2048, 16, 8), 8)
+"""Of a single row, of several without tensor cores, and of up to ROWS with them: 64 columns are what Hopper's product
+takes out of shared memory, and read x half as often as 32."""
 
 
 _plans = launch.Plans()
+
+
+def _with_tensor_cores(x: Tensor) -> Tile:
+    return HOPPER if tuning.hopper(x.device) else MANY
 
 
 def few(
@@ -194,12 +245,8 @@ def few(
         return _launch(operands, out, nnz, squared, None)
     index = x.get_device()
     stream = torch._C._cuda_getCurrentRawStream(index)
-    key = (squared, counted, x.dtype, index, stream, tuning.tf32())
-    key += tuple([None if t is None else (t.shape, t.stride(), t.dtype) for t in operands])
-    pointers, united = [], 0
-    for t in operands:
-        pointers.append(None if t is None else t.data_ptr())
-        united |= pointers[-1] or 0
+    found, pointers, united = described(operands)
+    key = (squared, counted, index, stream, tuning.tf32(), found)
     plan = _plans.get(key, index, united)
     if plan is None:
         return _launch(operands, out, nnz, squared, key)
@@ -238,27 +285,34 @@ def project(
     x, gate, gate_bias, threshold, up, up_bias, down, down_bias = operands
     assert x is not None and gate is not None and down is not None
     (m, k), n, d = x.shape, gate.shape[0], out.shape[1]
-    rows, wide = 1 if m == 1 else ROWS, x.element_size() > 2
-    tile = tile or (ONE if m == 1 else MANY)
+    wide, precision = x.element_size() > 2, tuning.dot_precision(x, k)
+    dots = m > FEWEST and not (wide and precision["PRECISION"] == "ieee")
+    rows = ROWS if dots else launch.next_power_of_2(m)
+    tile = tile or (_with_tensor_cores(x) if dots else ONE if m == 1 else SOME)
     block_n, block_k, block_u = tile.hidden
     block_k, block_u = (min(b // 2 if wide else b, launch.next_power_of_2(max(k, 16))) for b in (block_k, block_u))
+    # Of a narrow block as many programs as the GPU has room for, with fewer columns each.
+    least = ROWS if dots else 2
+    while block_n > least and launch.cdiv(n, block_n) < tuning.programs(x.device) // 2:
+        block_n //= 2
     programs = launch.cdiv(n, block_n)
     columns = torch.empty(block_n, programs, dtype=torch.int32, device=x.device)
-    values = torch.empty(block_n, programs, rows, dtype=torch.float32 if m == 1 else x.dtype, device=x.device)
+    values = torch.empty(block_n, programs, rows, dtype=x.dtype if dots else torch.float32, device=x.device)
     counts = columns.new_empty(programs)
     entries = None if nnz is None else columns.new_empty(programs, rows)
     lists = (columns, values, counts, entries)
     follows = tuning.dependent_launch(x.device)
-    meta = {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_U": block_u, "ROWS": rows, "SQUARED": squared}
-    meta |= {"LAUNCH_DEPENDENTS": follows, **tuning.dot_precision(x, k)}
+    meta = {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_U": block_u, "ROWS": rows, "DOTS": dots}
+    meta |= {"SQUARED": squared, "DEPENDENT": follows, "PRECISION": precision["PRECISION"]}
     strides = (x.stride(0), gate.stride(0), 0 if up is None else up.stride(0))
     args = (x, gate, gate_bias, threshold, up, up_bias, *lists, *strides, m, n, k)
     warps, stages, registers = tile.hidden_launch
     grid = (programs, 1, 1)
-    first = _few_hidden(grid, args, meta, num_warps=warps, num_stages=stages, maxnreg=registers, head=10)
+    options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "launch_pdl": follows}
+    first = _few_hidden(grid, args, meta, head=10, **options)
     slots, block_d, parts = tile.down
-    meta = {"BLOCK_U": slots // 2 if wide else slots, "BLOCK_D": block_d, "BLOCK_P": 1024, "ROWS": rows}
-    meta |= {"PARTS": parts, "GDC_WAIT": follows, **tuning.dot_precision(x, n)}
+    meta = {"BLOCK_U": slots // 2 if wide else slots, "BLOCK_D": block_d, "BLOCK_P": 1024, "ROWS": rows, "DOTS": dots}
+    meta |= {"PARTS": parts, "DEPENDENT": follows, **tuning.dot_precision(x, n)}
     stride_dd, stride_dn = down.stride()
     args = (*lists, down, down_bias, out, nnz, programs, block_n, stride_dn, stride_dd, m, d)
     grid = (launch.cdiv(d, block_d), 1, 1)
@@ -275,8 +329,8 @@ EXAMPLES = {
             **dict.fromkeys(("stride_xm", "stride_gn", "stride_un", "M", "N", "K"), "i32"),
         },
         "constexprs": {
-            "BLOCK_N": 32, "BLOCK_K": 256, "BLOCK_U": 256, "ROWS": ROWS, "SQUARED": False, "LAUNCH_DEPENDENTS": False,
-            "PRECISION": "ieee", "UPCAST": False,
+            "BLOCK_N": 32, "BLOCK_K": 256, "BLOCK_U": 256, "ROWS": ROWS, "DOTS": True, "SQUARED": False,
+            "DEPENDENT": False, "PRECISION": "ieee",
         },
         "num_warps": 4,
         "num_stages": 3,
@@ -287,8 +341,8 @@ EXAMPLES = {
             **dict.fromkeys(("programs", "slots", "stride_dn", "M", "D"), "i32"), "stride_dd": "constexpr",
         },
         "constexprs": {
-            "BLOCK_U": 1024, "BLOCK_D": 16, "BLOCK_P": 1024, "ROWS": ROWS, "PARTS": 8, "GDC_WAIT": False,
-            "PRECISION": "ieee", "UPCAST": False, "stride_dd": 1,
+            "BLOCK_U": 2048, "BLOCK_D": 16, "BLOCK_P": 1024, "ROWS": ROWS, "DOTS": True, "PARTS": 8,
+            "DEPENDENT": False, "PRECISION": "ieee", "UPCAST": False, "stride_dd": 1,
         },
         "num_warps": 8,
         "num_stages": 1,

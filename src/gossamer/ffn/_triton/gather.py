@@ -11,6 +11,7 @@ Rows that overflowed their slots, or have more entries than pays, are left out a
 list is that of arrival, which nothing shows: a row's products do not depend on its neighbours.
 
 With few rows the entries of one are shared by PARTS programs, whose float32 sums a second kernel adds in fixed order.
+On Hopper programs take their places while the kernel before them runs, and wait for its end.
 """
 
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gossamer._core import launch, tuning
 from gossamer.ffn._triton._packed import LISTED, SLOTS, TILE, Packed
@@ -40,11 +42,14 @@ def _ffn_gather_kernel(
     values_ptr, indices_ptr, counts_ptr, x_ptr, up_ptr, up_bias_ptr, down_ptr, down_bias_ptr, out_ptr, nnz_ptr,
     heavy_ptr, heavy_x_ptr, taken_ptr, tiles, K, D,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
-    SQUARED: tl.constexpr, BLOCK_T: tl.constexpr,
+    SQUARED: tl.constexpr, BLOCK_T: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (row, slice of the columns, part of its entries). Without `up_ptr` an entry is its own factor. heavy_ptr:
     the words before LISTED, then the rows that are listed; heavy_x_ptr takes the rows of x in that order. Where
     `taken_ptr` is not 0 for a group of GROUP rows, others see to it."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(2)
     t = tl.arange(0, BLOCK_T)
@@ -145,8 +150,9 @@ def gather(
     taken: Tensor | None,
     squared: bool,
     choice: Choice | None = None,
-) -> None:
-    """Writes the rows of `out` that are neither heavy nor taken, lists the heavy ones and counts all entries.
+) -> tuple[launch.Bound | None, launch.Bound | None, int]:
+    """Writes the rows of `out` that are neither heavy nor taken, lists the heavy ones and counts all entries. Returns
+    the launches, bound to all but pointers, the second None where there is none, and how many parts a row has.
 
     x, up and down, (weight [N, K] and [N, D], bias), are contiguous. heavy: what `heavy.start` made, and where the
     rows of x are wanted as well, [M, K].
@@ -163,16 +169,20 @@ def gather(
     parts = 1 if taken is not None else max(1, min(8, 8 * tuning.programs(x.device) // max(1, m * slices)))
     meta = {
         "BLOCK_E": choice.entries, "BLOCK_K": block_k, "BLOCK_D": block_d, "GROUP": GROUP, "PARTS": parts,
-        "SQUARED": squared, "BLOCK_T": launch.next_power_of_2(tiles),
+        "SQUARED": squared, "BLOCK_T": launch.next_power_of_2(tiles), "DEPENDENT": tuning.dependent_launch(x.device),
     }  # fmt: skip
     whole = out if parts == 1 else torch.empty(m, parts, d, dtype=torch.float32, device=x.device)
     args = (packed.values, packed.indices, packed.counts, x, up_weight, up_bias, down_weight, down_bias, whole, nnz)
     args += (*heavy, taken, tiles, k, d)
-    _ffn_gather((m, slices, parts), args, meta, num_warps=warps)
+    follows = tuning.dependent_launch(x.device)
+    first = _ffn_gather((m, slices, parts), args, meta, num_warps=warps, launch_pdl=follows, head=13)
+    second = None
     if parts > 1:
         block = min(1024, launch.next_power_of_2(d))
         grid = (m, launch.cdiv(d, block), 1)
-        _ffn_sum(grid, (whole, down_bias, out, d), {"BLOCK_D": block, "PARTS": parts}, num_warps=4)
+        meta = {"BLOCK_D": block, "PARTS": parts}
+        second = _ffn_sum(grid, (whole, down_bias, out, d), meta, num_warps=4, head=3)
+    return first, second, parts
 
 
 EXAMPLES = {
@@ -185,6 +195,7 @@ EXAMPLES = {
         },
         "constexprs": {
             "BLOCK_E": 1, "BLOCK_K": 2048, "BLOCK_D": 2048, "GROUP": 32, "PARTS": 1, "SQUARED": False, "BLOCK_T": 32,
+            "DEPENDENT": False,
         },
         "num_warps": 2,
     },

@@ -7,14 +7,14 @@ result's rows go where the list says. The gate is computed again, for the slots 
 A program that draws a tile of the second product waits for the first: its tiles were all drawn before, by programs that
 are at work, so that none waits for one that has not begun.
 
-On Hopper, where rows have been heavy, `gather` copies the rows of x as it lists them, and the gated product of `gemm`
-multiplies them at its speed, as many as there are: three launches instead of one.
+On Hopper, where rows have been heavy and are 4,096 or more, `gather` copies the rows of x as it lists them, and the
+gated product of `gemm` multiplies them at its speed, as many as there are: three launches instead of one.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from gossamer._core import launch, tuning
 from gossamer.ffn._triton._packed import LISTED
@@ -87,10 +87,13 @@ def _ffn_heavy_kernel(
     heavy_ptr, x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, hidden_ptr, down_ptr,
     down_bias_ptr, out_ptr, N, K, D,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN: tl.constexpr,
-    APART: tl.constexpr, SQUARED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    APART: tl.constexpr, SQUARED: tl.constexpr, DEPENDENT: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Programs draw tiles of the listed rows by a ticket: those of `hidden`, then those of hidden @ down, down [N, D],
     which go into the rows of the result."""
+    if DEPENDENT:
+        gdc_wait()
     count = tl.load(heavy_ptr)
     if count > 0:
         tiles_m, tiles_n, tiles_d = tl.cdiv(count, BLOCK_M), tl.cdiv(N, BLOCK_N), tl.cdiv(D, BLOCK_N)
@@ -165,14 +168,12 @@ def tile_for(m: int, n: int, k: int, weight: Tensor) -> tuple[dict[str, object],
     return meta, 8 if tile is wide else 4, 3
 
 
-def start(m: int, limit: int, counts: Tensor | None, most: int, like: Tensor) -> Tensor:
-    """int32 [LISTED + M]: 0 rows are listed; the limit, below 0 where the counts of a sample add up to more than
-    `most`; 0 tiles are drawn, and 0 done."""
-    listed = torch.empty(LISTED.value + m, dtype=torch.int32, device=like.device)
+def start(listed: Tensor, limit: int, counts: Tensor | None, most: int) -> None:
+    """An empty list in int32 [LISTED + M]: 0 rows are listed; the limit, below 0 where the counts of a sample add up to
+    more than `most`; 0 tiles are drawn, and 0 done."""
     size = 0 if counts is None else counts.numel()
     args = (listed, counts, limit, most, size)
     _ffn_start((1, 1, 1), args, {"BLOCK": 1024}, num_warps=4)
-    return listed
 
 
 def project(
@@ -184,8 +185,9 @@ def project(
     down_weight: Tensor,
     out: Tensor,
     squared: bool,
-) -> None:
-    """Writes the rows of `out` that `heavy` lists, with their rows of x if `wants_rows`.
+) -> launch.Bound | None:
+    """Writes the rows of `out` that `heavy` lists, with their rows of x if `wants_rows`. Returns the launch, bound to
+    all but pointers, where it is a single one.
 
     gate: weight [N, K], bias, threshold; down: weight [N, D], bias; all contiguous. down_weight: [D, N], any strides.
     """
@@ -205,12 +207,14 @@ def project(
         hopper.launch_linear_glu(hidden, *weights, first, second, "identity", None, None, halves, listed)
         grid = (min(m, 16 * tuning.programs(x.device)), 1, 1)
         _ffn_put_rows(grid, (listed, result, out, d), {"BLOCK": 1024}, num_warps=4)
-        return
+        return None
     up_weight, up_bias = up or (None, None)
     meta, warps, stages = tile_for(m, n, k, gate[0])
-    meta |= {"SQUARED": squared, **tuning.dot_precision(x, max(k, n))}
+    follows = tuning.dependent_launch(x.device)
+    meta |= {"SQUARED": squared, "DEPENDENT": follows, **tuning.dot_precision(x, max(k, n))}
     args = (listed, x, *gate, up_weight, up_bias, hidden, *down, out, n, k, d)
-    _ffn_heavy((2 * tuning.programs(x.device), 1, 1), args, meta, num_warps=warps, num_stages=stages)
+    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": follows}
+    return _ffn_heavy((2 * tuning.programs(x.device), 1, 1), args, meta, head=11, **options)
 
 
 def wants_rows(
@@ -247,7 +251,7 @@ EXAMPLES = {
         },
         "constexprs": {
             "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "GROUP_M": 8, "EVEN": True, "APART": False, "SQUARED": True,
-            "PRECISION": "ieee", "UPCAST": False,
+            "DEPENDENT": False, "PRECISION": "ieee", "UPCAST": False,
         },
         "num_warps": 8,
         "num_stages": 3,

@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch, tuning
 from gossamer.gemm._gluon.linear_glu import descriptor_of, origin_of, thread_barrier
@@ -313,14 +314,28 @@ def prepare(x_desc, w_desc, STAGES: gl.constexpr):
     return (x_bufs, w_bufs, ready, empty), (halves, full, free)
 
 
-@gluon.jit(do_not_specialize=["M", "tiles_m", "tiles_n", "steps"])
+@gluon.jit
+def follow(words_ptr, second):
+    """What saves a launch before the kernel that follows, and lets it begin where programs have ended."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], gl.int32, False, 1)
+    if gl.program_id(0) == 0:
+        gl.store(words_ptr, 0)
+        gl.store(words_ptr + 1, second)
+        gl.store(words_ptr + 2, 0)
+        gl.store(words_ptr + 3, 0)
+
+
+@gluon.jit(do_not_specialize=["M", "tiles_m", "tiles_n", "steps", "second"])
 def _linear_pack_kernel(
     x_desc, w_desc, bias_ptr, threshold_ptr, bounds_ptr, factors_ptr, skip_ptr, values_ptr, indices_ptr, counts_ptr,
-    M, N, tiles_m, tiles_n, steps,
+    words_ptr, M, N, tiles_m, tiles_n, steps, second,
     TRANSPOSED: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """With TRANSPOSED W is [N, K], as in nn.Linear, otherwise [K, N]. An entry exceeds the threshold of its column, or
-    the bound of its row, which a factor of its column may multiply. Nothing is done where `skip_ptr` is below 0."""
+    the bound of its row, which a factor of its column may multiply. Nothing is done where `skip_ptr` is below 0.
+    words_ptr: four words of the kernel that follows, which are to be 0, `second`, 0 and 0 when it begins."""
+    if words_ptr is not None:
+        follow(words_ptr, second)
     MAY_SKIP: gl.constexpr = skip_ptr is not None
     if MAY_SKIP:
         tiles_m = gl.where(gl.load(skip_ptr) < 0, 0, tiles_m)
@@ -359,6 +374,15 @@ def fits(x: Tensor, weight: Tensor, tile: int, slots: int) -> bool:
     return united % 16 == 0
 
 
+def descriptors(x: Tensor, weight: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """What the copy engine reads x and weight [N, K] by."""
+    (m, k), n = x.shape, weight.shape[0]
+    of_x = descriptor_of(x, m, k, x.stride(0), 128, 64)
+    if weight.stride(1) == 1:
+        return of_x, descriptor_of(weight, n, k, weight.stride(0), TILE, 64)
+    return of_x, descriptor_of(weight.t(), k, n, weight.stride(1), 64, TILE)
+
+
 def launch_linear_pack(
     x: Tensor,
     weight: Tensor,
@@ -368,23 +392,22 @@ def launch_linear_pack(
     bounds: Tensor | None = None,
     factors: Tensor | None = None,
     skip: Tensor | None = None,
-) -> None:
+    words: tuple[Tensor | None, int] = (None, 0),
+) -> launch.Bound | None:
     """Fills out: values and indices [M, T, slots], counts [M, T]; slots without an entry are not written. Nothing is
-    where the int32 `skip` is below 0."""
+    where the int32 `skip` is below 0. The first four of `words`, int32, become 0, what is given beside them, 0 and 0.
+    Returns the launch, bound to all but its eleven leading arguments: descriptors of x and weight, and
+    pointers."""
     (m, k), n, slots = x.shape, weight.shape[0], out[0].shape[2]
     transposed = weight.stride(1) == 1
     tiles_m, tiles_n, steps = launch.cdiv(m, 128), launch.cdiv(n, TILE), launch.cdiv(k, 64)
-    rows = (n, k) if transposed else (k, n)
-    stride = weight.stride(0 if transposed else 1)
     bias, threshold = (None if t is None else t.contiguous() for t in (bias, threshold))
-    inputs = (
-        descriptor_of(x, m, k, x.stride(0), 128, 64),
-        descriptor_of(weight if transposed else weight.t(), *rows, stride, *((TILE, 64) if transposed else (64, TILE))),
-    )
+    inputs = descriptors(x, weight)
+    first, second = words
     meta = {"TRANSPOSED": transposed, "SLOTS": slots, "GROUP_M": GROUP_M, "STAGES": STAGES}
-    args = (*inputs, bias, threshold, bounds, factors, skip, *out, m, n, tiles_m, tiles_n, steps)
+    args = (*inputs, bias, threshold, bounds, factors, skip, *out, first, m, n, tiles_m, tiles_n, steps, second)
     grid = (min(tuning.programs(x.device), tiles_m * tiles_n), 1, 1)
-    _linear_pack(grid, args, meta, num_warps=4, maxnreg=168)
+    return _linear_pack(grid, args, meta, num_warps=4, maxnreg=168, head=11)
 
 
 _TILES = {"x_desc": [128, 64], "w_desc": [64, 256]}
@@ -394,7 +417,7 @@ EXAMPLES = {
         "signature": {
             **{name: f"tensordesc<bf16{block},{gl.NVMMASharedLayout(128, 16, 2)!r}>" for name, block in _TILES.items()},
             "bias_ptr": "*bf16", "threshold_ptr": "*fp32", "bounds_ptr": None, "factors_ptr": None, "skip_ptr": None,
-            "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16",
+            "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16", "words_ptr": "*i32",
         },
         "constexprs": {"TRANSPOSED": False, "SLOTS": 16, "GROUP_M": GROUP_M, "STAGES": STAGES},
         "num_warps": 4,

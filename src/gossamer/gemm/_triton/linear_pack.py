@@ -50,18 +50,19 @@ def launch_linear_pack(
     bounds: Tensor | None = None,
     factors: Tensor | None = None,
     skip: Tensor | None = None,
-) -> None:
+    words: tuple[Tensor | None, int] = (None, 0),
+) -> launch.Bound | None:
     """With `bounds`, float32 [M] from 0 on, an entry exceeds that of its row, and not the threshold of its column; with
     `factors`, float32 [N], that of its row times the factor of its column. Where the int32 `skip` is below 0 nothing
-    need be done."""
+    need be done. Returns the launch of Hopper's kernel, which sees to `words` as its launcher says; None where another
+    way was taken, and nothing is done about them."""
     if not launch.INTERPRET and tuning.hopper(x.device):
         from gossamer.gemm._gluon import linear_pack as hopper
 
         if x.element_size() == 2:
             x, weight = aligned(x.shape[0], weight.shape[0], x, weight)
         if hopper.fits(x, weight, tile, out[0].shape[2]):
-            hopper.launch_linear_pack(x, weight, bias, threshold, out, bounds, factors, skip)
-            return
+            return hopper.launch_linear_pack(x, weight, bias, threshold, out, bounds, factors, skip, words)
     m, n = x.shape[0], weight.shape[0]
     # Once, and not for every block.
     threshold = None if threshold is None else threshold.contiguous()
@@ -81,6 +82,7 @@ def launch_linear_pack(
         values, indices, counts = (part[rows] for part in out)
         limits = None if bounds is None else bounds[rows]
         launch_pack_twell(z, threshold, True, tile, values, indices, counts, limits, factors)
+    return None
 
 
 EXAMPLES: dict[object, dict[str, object]] = {}
