@@ -3,14 +3,12 @@
 import pytest
 import torch
 
-from gossamer._core.ops import INTERPRET
+from gossamer._core import tuning
 from gossamer.blocksparse import Layout
 from gossamer.blocksparse.attention_path import Problem
 
-if INTERPRET or torch.cuda.is_available():
-    from gossamer.blocksparse._gluon import attention_order
-
-pytestmark = pytest.mark.skipif(not (INTERPRET or torch.cuda.is_available()), reason="needs the Triton kernels")
+attention_order = pytest.importorskip("gossamer.blocksparse._gluon.attention_order", exc_type=ImportError)
+pytestmark = pytest.mark.kernels
 
 
 def _problem(b: int, h: int, key_heads: int, own: tuple[bool, bool], rows: int, cols: int, causal: bool) -> Problem:
@@ -47,8 +45,6 @@ def test_nothing_to_order(device: torch.device) -> None:
 
 def test_window(device: torch.device) -> None:
     """All of two waves, or the last two of more; a line of two programs counts twice."""
-    from gossamer._core import tuning
-
     wave = attention_order.RESIDENT * tuning.programs(device)
     assert attention_order.ordered(wave, 1, device) == 0
     assert attention_order.ordered(wave + 1, 1, device) == wave + 1
