@@ -26,10 +26,13 @@ SLAB_QUERIES = 256
 
 
 @triton.jit
-def taken_by(
-    words_ptr, lengths_ptr, batch, scope, query, Tq, Tk, SCOPES: tl.constexpr, CAUSAL: tl.constexpr
+def of_program(
+    words_ptr, lengths_ptr, first, Tq, Tk, SCOPES: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr
 ):  # fmt: skip
-    """(words of the 32 queries from `query` on, one key each second int32; the keys they see; where query 0 stands)."""
+    """(rows of the slab; row of all batches and heads; the first of the 32 queries that share its words; these words,
+    one key each second int32; the keys that they see; where query 0 stands)."""
+    head, batch, heads = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(1)
+    query = (first + tl.program_id(0) * BLOCK_M) // 32 * 32
     end = Tk
     offset = Tk - Tq
     if lengths_ptr is not None:
@@ -37,8 +40,9 @@ def taken_by(
         offset = tl.maximum(end - Tq, 0)
     if CAUSAL:
         end = tl.minimum(end, tl.maximum(query + 32 + offset, 0))
-    blocks = (Tq + 63) // 64
-    return words_ptr + ((batch * SCOPES + scope) * blocks + query // 64) * 2 * Tk + query // 32 % 2, end, offset
+    block = (batch * SCOPES + head * SCOPES // heads) * ((Tq + 63) // 64) + query // 64
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    return row, batch * heads + head, query, words_ptr + block * 2 * Tk + query // 32 % 2, end, offset
 
 
 @triton.jit
@@ -56,14 +60,11 @@ def _dense_softmax_kernel(
     SCOPES: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (BLOCK_M queries of the slab, head, batch): scores [batch, head, row, column] become probabilities."""
-    head, batch, heads = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(1)
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = row < rows
-    query = (first + tl.program_id(0) * BLOCK_M) // 32 * 32
-    words_ptr, end, offset = taken_by(
-        words_ptr, lengths_ptr, batch, head * SCOPES // heads, query, Tq, Tk, SCOPES, CAUSAL
+    row, head, query, words_ptr, end, offset = of_program(
+        words_ptr, lengths_ptr, first, Tq, Tk, SCOPES, CAUSAL, BLOCK_M
     )  # fmt: skip
-    s_ptr += ((batch * heads + head) * rows + row)[:, None] * columns
+    inside = row < rows
+    s_ptr += (head * rows + row)[:, None] * columns
     log2_scale = scale * 1.4426950408889634
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -86,7 +87,7 @@ def _dense_softmax_kernel(
         p = tl.where(keep, tl.exp2(s * log2_scale - finite[:, None]) * share[:, None], 0.0)
         tl.store(s_ptr + key[None, :], p, mask=there)
     lse = tl.where(total == 0, float("-inf"), (m + tl.log2(total)) * 0.6931471805599453)
-    tl.store(lse_ptr + (batch * heads + head) * Tq + first + row, lse, mask=inside)
+    tl.store(lse_ptr + head * Tq + first + row, lse, mask=inside)
 
 
 @triton.jit(do_not_specialize=["first", "rows", "columns"])
@@ -96,15 +97,12 @@ def _dense_gradient_kernel(
 ):  # fmt: skip
     """Program (BLOCK_M queries of the slab, head, batch): scores become probabilities, and the gradients of these
     become the scores'. Of each query there are the lse in base 2, and what a softmax's gradient subtracts."""
-    head, batch, heads = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(1)
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = row < rows
-    query = (first + tl.program_id(0) * BLOCK_M) // 32 * 32
-    words_ptr, end, offset = taken_by(
-        words_ptr, lengths_ptr, batch, head * SCOPES // heads, query, Tq, Tk, SCOPES, CAUSAL
+    row, head, query, words_ptr, end, offset = of_program(
+        words_ptr, lengths_ptr, first, Tq, Tk, SCOPES, CAUSAL, BLOCK_M
     )  # fmt: skip
-    at = ((batch * heads + head) * rows + row)[:, None] * columns
-    token = (batch * heads + head) * Tq + first + row
+    inside = row < rows
+    at = (head * rows + row)[:, None] * columns
+    token = head * Tq + first + row
     lse = tl.load(rows_ptr + 2 * token, mask=inside, other=0.0)
     delta = tl.load(rows_ptr + 2 * token + 1, mask=inside, other=0.0)
     log2_scale = scale * 1.4426950408889634
