@@ -120,10 +120,10 @@ FEW_QUERIES = 16
 SHORT = 1024
 """Keys up to which a list costs more to make than it leaves out, if neighbours share few keys."""
 WIDE = 1 << 27
-"""Products of float32 numbers in q k^T from which PyTorch's own are worth their launches."""
+"""Products of float32 numbers in q k^T from which PyTorch's own are worth their launches, where D is at most 32."""
 
 
-def choose_path(num_queries: int, num_keys: int, capacity: int = 0, products: int = 0) -> Path:
+def choose_path(num_queries: int, num_keys: int, capacity: int = 0, products: int = 0, head_dim: int = 0) -> Path:
     """How the GPU goes about it, by what the host knows. `capacity` is the selection's; `products` are those of numbers
     in q k^T, if these are float32 and no TF32 is allowed, else 0.
 
@@ -136,11 +136,13 @@ def choose_path(num_queries: int, num_keys: int, capacity: int = 0, products: in
     On an H200, forward and backward in 16 bits, tiles took 0.17 ms where lists took 0.30 for 733 keys (32 heads of 96,
     keys drawn for each query), 0.10 each for 822 (drifting), and 0.91 where lists took 0.20 for 4,215 (8 heads of 128,
     drifting). In float32 dense took 10.2 ms where lists took 23.7 (20 heads of 64, 4,259 keys, of which 972 are drawn
-    for each query), and lists 0.12 where dense took 0.63 (6 heads of 96, 2,276 keys, 98 of them drifting, forward).
+    for each query), and 0.08 where tiles took 0.16 (one head of 96, 91 keys). Lists took 0.12 where dense took 0.63 (6
+    heads of 96, 2,276 keys, 98 of them drifting, forward).
     """
     if num_queries <= FEW_QUERIES:
         return "decode"
-    if products >= WIDE and (num_keys <= SHORT or 2 * capacity >= num_keys):
+    worth = products >= WIDE or (products > 0 and head_dim > 32)
+    if worth and (num_keys <= SHORT or 2 * capacity >= num_keys):
         return "dense"
     return "tiles" if num_keys <= SHORT else "lists"
 
@@ -150,7 +152,7 @@ def _path(path: str | None, q: Tensor, selection: Selection) -> str:
     if path is None:
         exact = q.dtype is torch.float32 and not tuning.tf32()
         products = q.numel() * selection.num_keys if exact else 0
-        return choose_path(num_queries, selection.num_keys, selection.capacity, products)
+        return choose_path(num_queries, selection.num_keys, selection.capacity, products, q.shape[3])
     if path not in get_args(Path) or (path == "decode" and num_queries > FEW_QUERIES):
         raise ValueError(
             f"{OPERATOR}: path must be one of {', '.join(get_args(Path))}, decode with at most {FEW_QUERIES} queries, "
