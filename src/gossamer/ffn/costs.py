@@ -44,8 +44,8 @@ LEAST = 512
 class Costs:
     """Seconds that a row takes through the gate alone, an entry that is gathered, a row in dense tiles after its gate,
     a row of the fused block and of the dense one, and a sparse way's launches on the device; to read the gate's weight,
-    and a column of the other weights, of which there are n; how many products the dense block has, and whether the rows
-    of x and of the gate's weight begin on 16 bytes."""
+    and a column of the other weights, of which there are n; how many products the dense block has, whether the rows of
+    weights begin on 16 bytes, and whether the fused product and the packed gate of many rows come near their speed."""
 
     gate: float
     entry: float
@@ -58,6 +58,8 @@ class Costs:
     n: int = 0
     products: int = 3
     aligned: bool = True
+    fuses: bool = True
+    packs: bool = True
 
     def break_even(self, m: int) -> float:
         """Entries of a row, on average, from which on the fused block takes less time than gathering for m rows."""
@@ -76,16 +78,19 @@ def costs_of(n: int, k: int, d: int, gated: bool, x: Tensor) -> Costs:
     rates, size = tuning.rates(x.get_device()), x.element_size()
     inner, half = k if gated else 0, size == 2
     if half and tuning.hopper(x.device):
-        packs, fused, dense, gathers = HOPPER
+        packing, fused, dense, gathers = HOPPER
     else:
-        packs = fused = dense = rates.half if half else rates.tf32 if tuning.tf32() else rates.ieee
+        packing = fused = dense = rates.half if half else rates.tf32 if tuning.tf32() else rates.ieee
         gathers = rates.gather
     work = 2 * n * (k + inner + d)
     entry = (inner + d) * size
-    times = 2 * n * k / packs, entry / gathers, 1.3 * work / fused, work / fused, work / dense
+    times = 2 * n * k / packing, entry / gathers, 1.3 * work / fused, work / fused, work / dense
     aligned = k * size % 16 == 0
+    # A weight whose rows do not begin on 16 bytes is copied where it is large enough.
+    packs = not half or aligned or n >= LEAST
+    fuses = packs and (not half or n % 8 == 0)
     reads = {"read": n * k * size / rates.copy, "column": entry / rates.copy}
-    return Costs(*times, **reads, n=n, products=3 if gated else 2, aligned=aligned)
+    return Costs(*times, **reads, n=n, products=3 if gated else 2, aligned=aligned, fuses=fuses, packs=packs)
 
 
 def choose(known: Known | None, m: int, cost: Costs, eager: bool = False) -> str:
@@ -95,10 +100,9 @@ def choose(known: Known | None, m: int, cost: Costs, eager: bool = False) -> str
         ways = few_rows(known, m, cost)
     else:
         ways = {"fused": m * cost.fused, "dense": m * cost.dense}
-    if m > FEW and cost.n < LEAST and not cost.aligned:
-        # Neither the fused product nor the gate's comes near its speed.
-        return "dense"
-    if known is not None and m > FEW:
+        if m >= MANY and not cost.fuses:
+            ways.pop("fused")
+    if known is not None and m > FEW and (m < MANY or cost.packs):
         light = known.rows.light / max(known.rows.rows, 1)
         sparse = cost.gate + known.rows.over / max(known.rows.rows, 1) * cost.heavy
         ways["gather"] = m * (sparse + light * cost.entry) + cost.start
