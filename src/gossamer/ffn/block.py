@@ -134,7 +134,9 @@ def _inferred(block: Block, found: Found, method: str, density: BlockTracker | N
     if method in ("gather", "union"):
         # The unions of a few groups tell whether it would pay.
         step = 0 if not recorded else min(2048, 1 << (m // (GROUP * SAMPLE) | 1).bit_length() - 1)
-        rows = None if block.transposed is None else block.transposed(block.down_weight)
+        # A few rows read the weight as it lies: a copy would take more memory than time.
+        kept = block.transposed is not None and not (x.is_cuda and m <= FEW)
+        rows = block.transposed(block.down_weight) if kept else None  # type: ignore[misc]
         operands = (*block.tensors[:-1], rows, block.down_bias)
         options = (block.activation == "relu2", method == "union", step, unknown, tracker is not None and tracker.light)
         out, nnz, unions = undispatched(sparse_ffn, *operands)(*operands, *options)

@@ -18,6 +18,7 @@ stay in the registers that they were loaded to, for all rows.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -306,7 +307,7 @@ def project(
     args = (x, gate, gate_bias, threshold, up, up_bias, *lists, *strides, m, n, k)
     warps, stages, registers = tile.hidden_launch
     grid = (programs, 1, 1)
-    options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "launch_pdl": follows}
+    options: dict[str, Any] = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "launch_pdl": follows}
     first = _few_hidden(grid, args, meta, head=10, **options)
     slots, block_d, parts = tile.down
     meta = {"BLOCK_U": slots // 2 if wide else slots, "BLOCK_D": block_d, "BLOCK_P": 1024, "ROWS": rows, "DOTS": dots}

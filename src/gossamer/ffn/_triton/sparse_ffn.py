@@ -65,7 +65,8 @@ def sparse_ffn(
         if plan is not None:
             out = x.new_empty(m, d)
             _repeat(plan.launches, operands, pointers, out)
-            return out, *(torch.empty(0, dtype=torch.int32, device=x.device) for _ in range(2))
+            none = torch.empty(0, dtype=torch.int32, device=x.device)
+            return out, none, torch.empty_like(none)
     out = x.new_empty(m, d)
     nnz = torch.empty(m, dtype=torch.int32, device=x.device)
     sizes = nnz.new_empty(sampled_groups(m, step))
