@@ -173,12 +173,17 @@ def activated(block: Block) -> Tensor:
     z = linear(block.x, block.gate_weight, block.gate_bias)
     if block.threshold is not None:
         return torch.where(z <= block.threshold.clamp(min=0), 0, z)
-    return torch.relu(z).square() if block.activation == "relu2" else torch.relu(z)
+    # In place a product stays in the cache, and nothing is allocated; what has a gradient is not overwritten.
+    z = torch.relu(z) if torch.is_grad_enabled() else torch.relu_(z)
+    return z.square() if block.activation == "relu2" else z
 
 
 def _hidden(block: Block) -> Tensor:
     active = activated(block)
-    return active if block.up_weight is None else active * linear(block.x, block.up_weight, block.up_bias)
+    if block.up_weight is None:
+        return active
+    up = linear(block.x, block.up_weight, block.up_bias)
+    return active * up if torch.is_grad_enabled() else active.mul_(up)
 
 
 def _fused(block: Block) -> Tensor:
