@@ -127,6 +127,17 @@ def test_the_way_is_followed(device: torch.device, generator: torch.Generator) -
     assert pinned.last_path == "union"
 
 
+def test_what_a_block_costs_follows_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gossamer.ffn import block
+
+    asked = []
+    monkeypatch.setattr(block, "_checked", type(block._checked)())
+    monkeypatch.setattr(block, "costs_of", lambda *sizes: asked.append(sizes[:4]) or costs.costs_of(*sizes))
+    a = operands(SMALL, torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0))
+    m, k, n, d = SMALL
+    assert (call(a).shape, asked) == ((m, d), [(n, k, d, True)])
+
+
 def test_the_cheapest_way() -> None:
     cost = costs.Costs(gate=1.0, entry=0.01, heavy=3.0, fused=2.5, dense=2.6, start=10.0)
 

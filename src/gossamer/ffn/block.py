@@ -83,7 +83,8 @@ def run(operator: str, block: Block, method: str, density: BlockTracker | None) 
         sizes = check(operator, block, method, density)
         weights = {"gate_weight": block.gate_weight, "up_weight": block.up_weight, "down_weight": block.down_weight}
         check_dtypes(operator, block.x, **weights)
-        found = Found(*sizes, costs_of(*sizes[1:], block.up_weight is not None, block.x))
+        _, k, n, d = sizes
+        found = Found(*sizes, costs_of(n, k, d, block.up_weight is not None, block.x))
         _checked.keep(key, found)
     x = block.x
     if block.threshold is not None:

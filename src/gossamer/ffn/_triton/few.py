@@ -66,7 +66,7 @@ def columns_product(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N"])
 def _few_hidden_kernel(
     x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, columns_ptr, values_ptr, counts_ptr,
     entries_ptr, stride_xm, stride_gn, stride_un, M, N, K,
@@ -140,7 +140,7 @@ def _few_hidden_kernel(
             tl.store(values_ptr + place[:, None] * ROWS + m[None, :], z, mask=held[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs", "slots", "M"])
 def _few_down_kernel(
     columns_ptr, values_ptr, counts_ptr, entries_ptr, down_ptr, bias_ptr, out_ptr, nnz_ptr, programs, slots,
     stride_dn, stride_dd, M, D,

@@ -127,7 +127,7 @@ def _ffn_heavy_kernel(
             number = tl.atomic_add(heavy_ptr + 2, 1, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["limit", "most", "count"])
 def _ffn_start_kernel(heavy_ptr, counts_ptr, limit, most, count, BLOCK: tl.constexpr):
     """An empty list and its limit; below any count where a sample of `count` counts adds up to more than `most`."""
     if counts_ptr is not None:
