@@ -135,8 +135,11 @@ class Choice:
     width: int
 
 
-GATED, PLAIN = Choice(1, 1024), Choice(4, 256)
-"""H200, 16,384 rows of 29 entries, K = D = 2,048: 504 us with two warps a row, 543 with one, 721 with four."""
+GATED, PLAIN = Choice(1, 1024), Choice(2, 1024)
+"""H200, 16,384 rows of 29 entries, K = D = 2,048: 504 us with two warps a row, 543 with one, 721 with four. A plain
+block's row has half as much to load for an entry, and takes two at a time."""
+SLICE = 2048
+"""Columns of the result that a program takes at most where it multiplies by no x."""
 
 
 def gather(
@@ -163,7 +166,7 @@ def gather(
     k, d = x.shape[1], out.shape[1]
     block_k = 1 if up_weight is None else launch.next_power_of_2(k)
     # Without x to multiply by, slices of a row have nothing in common.
-    block_d = launch.next_power_of_2(d) if up_weight is not None else min(launch.next_power_of_2(d), choice.width)
+    block_d = launch.next_power_of_2(d) if up_weight is not None else min(launch.next_power_of_2(d), SLICE)
     slices = launch.cdiv(d, block_d)
     warps = min(16, max(1, max(block_k, block_d) // choice.width))
     room = 1 if taken is not None else max(1, min(8, 8 * tuning.programs(x.device) // max(1, m * slices)))
