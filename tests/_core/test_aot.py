@@ -79,8 +79,8 @@ def test_every_tile_of_few_rows_fits(name: str, rows: int, dtype: str, target: s
     ):
         kernel, example = KERNELS[f"_triton._few_{name.split()[0]}_kernel"]
         signature = {argument: kind.replace("bf16", dtype) for argument, kind in example["signature"].items()}
-        constexprs = example["constexprs"] | sizes | {"ROWS": rows, "DOTS": dots, "DEPENDENT": target == "sm_90"}
-        constexprs |= {"PRECISION": "tf32" if dots and dtype == "fp32" else "ieee"}
+        constexprs = example["constexprs"] | sizes | {"ROWS": rows, "DEPENDENT": target == "sm_90"}
+        constexprs |= {"PRECISION": "none" if not dots else "tf32" if dtype == "fp32" else "ieee"}
         signature["values_ptr"] = f"*{dtype}" if dots else "*fp32"
         if name == "down by rows":
             signature |= {"stride_dd": "i32", "stride_dn": "constexpr"}
