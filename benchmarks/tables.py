@@ -16,11 +16,12 @@ from typing import Any
 from gossamer.cli.bench.sweep import summary
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PAGE, CHOOSING, TRAINING, README, PLOT = (
+RESULTS, PAGE, CHOOSING, TRAINING, SELECTED, README, PLOT = (
     ROOT / "benchmarks" / "results",
     ROOT / "docs" / "benchmarks.md",
     ROOT / "docs" / "choosing.md",
     ROOT / "docs" / "training.md",
+    ROOT / "docs" / "sparse-attention.md",
     ROOT / "README.md",
     ROOT / "docs" / "decode.png",
 )
@@ -267,9 +268,8 @@ def headlines() -> str:
                 f"{ours['peak_bytes'] / first['peak_bytes']:.0%}",
             ]
         )
-    dense = "the dense way's"
-    head = ["on one NVIDIA H200", f"{dense} time over gossamer's", "the fastest peer's", f"memory, of {dense}"]
-    lines = table(head, rows)
+    head = ["on one NVIDIA H200", "dense way's time over gossamer's", "fastest peer's over gossamer's"]
+    lines = table([*head, "gossamer's memory over the dense way's"], rows)
     return "\n".join([BEGIN, *lines, END])
 
 
@@ -331,7 +331,7 @@ def sweeps() -> str:
     """What sweeps at random shapes came to, of those that are committed: of each room, and each kind of case in it."""
     rows, said = [], []
     for room, content in _swept().items():
-        said.append(f"{room}: {provenance(content)}.")
+        said.append(f"- {room}: {provenance(content)}.")
         names = [name for name in content["summary"]["dense"] if name == room or name.startswith(f"{room}/")]
         for name in names:
             for kind, label in (("dense", "dense PyTorch"), ("best", "the best peer")):
@@ -345,25 +345,56 @@ def sweeps() -> str:
 
 
 def slower() -> str:
-    """README's lines for each room that was swept, beside dense PyTorch; by density where every case has one."""
+    """README's line for each room that was swept, beside dense PyTorch; and its mean where least is there."""
     rows = []
     for room, content in _swept().items():
-        parts = {"": content["summary"]["dense"][room]}
-        cases = [(density(case), case) for case in content["cases"] if case["room"] == room]
-        for (least, most), label in DENSITIES.items() if all(found for found, _ in cases) else ():
-            held = [case for found, case in cases if found and least <= found[1] < most]
-            parts[f", {label} of its columns"] = summary(held)["dense"].get(room, {"cases": 0})
-        for label, figures in parts.items():
-            if figures["cases"]:
-                worst = figures["worst"][0]["id"].split("/", 1)[1].replace(",", ", ")
-                rows.append([f"`{room}`{label}", *_figures(figures), worst])
+        shares = _by_density(room, content).items()
+        mean = next((f"{found['geometric_mean']:.2f}, {label}" for label, found in shares if found["cases"]), "")
+        rows.append([f"`{room}`", *_figures(content["summary"]["dense"][room]), mean])
     if not rows:
         return f"{BEGIN}\n{NO_SWEEP}\n{END}"
-    return "\n".join([BEGIN, *table(["at random shapes, beside dense PyTorch", *SWEPT, "which"], rows), END])
+    head = ["at random shapes, beside dense PyTorch", *SWEPT, "mean where least is there"]
+    return "\n".join([BEGIN, *table(head, rows), END])
 
 
-DENSITIES = {(0, 0.01): "entries in up to 1%", (0.01, 0.05): "in 1% to 5%", (0.05, math.inf): "in more than 5%"}
-"""Shares of the columns that have entries, as README tells them apart."""
+def densities() -> str:
+    """Of each room of which every swept case has a density, how it compares with dense PyTorch by density."""
+    rows = []
+    for room, content in _swept().items():
+        for label, figures in _by_density(room, content).items():
+            if figures["cases"]:
+                worst = figures["worst"][0]["id"].split("/", 1)[1].replace(",", ", ")
+                rows.append([f"`{room}`", f"{label} {THERE[room]}", *_figures(figures), worst])
+    if not rows:
+        return f"{BEGIN}\n{NO_SWEEP}\n{END}"
+    return "\n".join([BEGIN, *table(["cases of", "what is there", *SWEPT, "which"], rows), END])
+
+
+def _by_density(room: str, content: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    cases = [(density(case), case) for case in content["cases"] if case["room"] == room]
+    if room not in THERE or not all(found for found, _ in cases):
+        return {}
+    held = {
+        label: [case for found, case in cases if found and least <= found[1] < most]
+        for (least, most), label in DENSITIES.items()
+    }
+    return {label: summary(some)["dense"].get(room, {"cases": 0}) for label, some in held.items()}
+
+
+DENSITIES = {
+    (0, 0.01): "up to 1%",
+    (0.01, 0.05): "1% to 5%",
+    (0.05, 0.25): "5% to 25%",
+    (0.25, math.inf): "25% or more",
+}
+THERE = {
+    "sae": "of the latents of a row",
+    "rowsparse": "of the columns of a row",
+    "ffn": "of a token's neurons",
+    "attention": "of the keys",
+    "blocksparse": "of the blocks",
+}
+"""What a density is the share of; other rooms have none."""
 
 
 NO_SWEEP = "No sweep is committed yet. `gossamer bench sweep` makes one."
@@ -390,6 +421,31 @@ def _swept() -> dict[str, dict[str, Any]]:
             if cases(content) > (cases(found[room]) if room in found else 0):
                 found[room] = content
     return dict(sorted(found.items()))
+
+
+def selecting() -> str:
+    """Dense attention's time over that of selection and attention together, by length."""
+    content = read("attention-nvidia-h200.json")
+    by: dict[int, dict[str, str]] = {}
+    for case in content["cases"]:
+        for (name, ours), label in SELECTING.items():
+            found = {p["name"]: p for p in case["providers"] if p["eager"]}
+            if case["name"] == name and ours in found and "dense SDPA" in found:
+                dense, us = (p["graph"] or p["eager"] for p in (found["dense SDPA"], found[ours]))
+                ratio = dense["median"] / us["median"]
+                eager = "" if found[ours]["graph"] else ", eager"
+                by.setdefault(case["parameters"]["T"], {})[label] = f"{ratio:.2f}{eager}"
+    rows = [[f"{T:,}", *(row.get(label, "") for label in SELECTING.values())] for T, row in sorted(by.items())]
+    return "\n".join([BEGIN, *table(["T", *SELECTING.values()], rows), "", f"{provenance(content)}.", END])
+
+
+SELECTING = {
+    ("selected_attention", "gossamer"): "a selection for each layer",
+    ("selected_attention_shared", "gossamer"): "one selection for four layers",
+    ("selected_attention", "gossamer, units of four"): "each layer, in units of four keys",
+    ("selected_attention_shared", "gossamer, units of four"): "four layers, in units of four keys",
+}
+"""The columns of docs/sparse-attention.md: the name of their cases, and our provider."""
 
 
 def tests() -> list[str]:
@@ -467,9 +523,12 @@ def draw() -> None:
     cases = sorted((c for c in content["cases"] if c["name"] == "sweep_l0"), key=lambda c: c["parameters"]["L0"])
     figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
     lines = {
-        "dense": "dense PyTorch", "torch.sparse": "torch.sparse",
-        "jumprelu-sae-kernels, fixed, validated": "jumprelu-sae-kernels (fixed, validated)", "gossamer": "gossamer",
-    }  # fmt: skip
+        "dense": "dense PyTorch",
+        "torch.sparse": "torch.sparse",
+        "jumprelu-sae-kernels, fixed, validated": "jumprelu-sae-kernels, exact or an error",
+        "jumprelu-sae-kernels, fixed, unsafe": "jumprelu-sae-kernels, drops what does not fit",
+        "gossamer": "gossamer, exact",
+    }
     for name, shown in lines.items():
         points = []
         for case in cases:
@@ -477,13 +536,17 @@ def draw() -> None:
             if provider is not None:
                 timing = provider["graph"] or provider["eager"]
                 points.append((case["parameters"]["L0"], timing["median"] * 1e6))
-        axes.plot(*zip(*points), "o-", label=shown, linewidth=3 if name == "gossamer" else 1.5)
+        style = {"linestyle": ":", "color": "C2"} if name.endswith("unsafe") else {}
+        style = {"linewidth": 3, "color": "C3"} if name == "gossamer" else style
+        axes.plot(*zip(*points), marker="o", label=shown, **style)
     axes.set(
         xscale="log",
         yscale="log",
         xlabel="latents that fire, of 65,536",
         ylabel="microseconds, by CUDA graph where it can",
     )
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:,.0f}")
     shape = cases[0]["parameters"]
     axes.set_title(f"decode a batch of {shape['B']} to d_in {shape['D']}, float32, {content['device']['name']}")
     axes.grid(True, which="both", alpha=0.25)
@@ -499,8 +562,9 @@ def main(arguments: list[str]) -> int:
     wanted = {
         PAGE: page(),
         README: filled(README.read_text(), headlines(), slower()),
-        CHOOSING: filled(CHOOSING.read_text(), break_evens(), sweeps()),
+        CHOOSING: filled(CHOOSING.read_text(), break_evens(), densities(), sweeps()),
         TRAINING: filled(TRAINING.read_text(), dictionaries(), stream()),
+        SELECTED: filled(SELECTED.read_text(), selecting()),
     }
     if options.check:
         stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]

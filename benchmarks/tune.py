@@ -133,11 +133,12 @@ def sustained(calls: Calls, rounds: int = 2, seconds: float = 0.6) -> dict[str, 
 def kernels(call: Callable[[], Any]) -> dict[str, float]:
     """Microseconds of each kernel of one call, by its name and its place among them."""
     call()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    activity = torch.profiler.ProfilerActivity.CUDA if DEVICE.type == "cuda" else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as profile:
         call()
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
-    events = [event for event in profile.events() if event.device_type.name == "CUDA"]
+    events = [event for event in profile.events() if event.device_type.name == DEVICE.type.upper()]
     events.sort(key=lambda event: event.time_range.start)
     return {f"{at}: {event.name[:60]}": event.time_range.elapsed_us() for at, event in enumerate(events)}
 

@@ -27,8 +27,8 @@ Results = Iterator[Tensor]
 # M rows, N columns, D products of a sum.
 NO_ENTRY = (3, 90, 12)
 NOTHING = [(0, 90, 12), (3, 0, 12), (3, 90, 0), (0, 0, 0), NO_ENTRY]
-LARGE = (0, 20_000, 512)
-"""No rows, beside weights of 40 MB."""
+LARGE = [(0, 20_000, 512), (600, 0, 12), (600, 90, 0)]
+"""No rows, beside weights of 40 MB; and many rows, which go other ways than few."""
 
 
 def _rowsparse(draw: Draw, m: int, n: int, d: int) -> Results:
@@ -217,9 +217,10 @@ def test_nothing_comes_of_nothing(scenario: Any, sizes: tuple[int, int, int], de
 
 
 @pytest.mark.native
+@pytest.mark.parametrize("sizes", LARGE, ids=str)
 @pytest.mark.parametrize("scenario", MATRICES, ids=lambda scenario: scenario.__name__[1:])
-def test_no_rows_beside_large_weights(scenario: Any, device: torch.device) -> None:
-    for result in run(scenario, LARGE, device):
+def test_sizes_that_reach_every_path(scenario: Any, sizes: tuple[int, int, int], device: torch.device) -> None:
+    for result in run(scenario, sizes, device):
         assert not result.any()
 
 

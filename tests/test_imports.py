@@ -63,6 +63,15 @@ def test_the_cpu_path_works_without_triton() -> None:
     assert done.stdout.strip() == "loaded: []"
 
 
+def test_a_library_is_imported_when_it_is_asked_for() -> None:
+    asked = "import sys, gossamer; print('torch' in sys.modules, callable(gossamer.integrations.transformers.patch))"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["False", "True"], done.stderr
+    assert {"sae_lens", "transformers"} <= set(dir(gossamer.integrations))
+    with pytest.raises(AttributeError, match=r"module 'gossamer\.integrations' has no attribute 'jax'"):
+        _ = gossamer.integrations.jax
+
+
 @pytest.mark.parametrize("file", sorted(ROOT.rglob("*.py")), ids=lambda file: str(file.relative_to(ROOT)))
 def test_imports_point_down(file: Path) -> None:
     parts = file.relative_to(ROOT).with_suffix("").parts

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention.bench_select_topk import drifting
+from benchmarks.attention.bench_sparse_attention import cudnn_first
 from gossamer.cli.bench import Case, Provider
 from gossamer.nn import GatedSparseAttention, GatedSparseAttentionReference
 
@@ -33,28 +34,72 @@ def cases(
     if quick or device.type == "cpu":
         for T in lengths or (256,):
             yield _layer(T, 64, 4, min(32, T // 2), dtype or torch.float32, batch)
+            yield _training(T, 64, 4, min(32, T // 2), dtype or torch.float32, batch)
         return
     for T in lengths or (4096, 8192, 32768, 131072):
         yield _layer(T, 2048, 16, min(2048, T // 2), dtype or torch.bfloat16, batch)
+        if T <= 32768:
+            yield _training(T, 2048, 16, min(2048, T // 2), dtype or torch.bfloat16, batch)
+
+
+def _layers(
+    T: int, width: int, heads: int, k: int, dtype: torch.dtype, B: int, device: torch.device, generator: torch.Generator
+) -> list[tuple[Any, ...]]:
+    """The layer, the same in its warm-up with dense attention, plain PyTorch of the same weights, and x."""
+    torch.manual_seed(0)
+    layer = GatedSparseAttention(width, heads, k_base=k, k_min=min(k, 256), k_max=2 * k)
+    plain = GatedSparseAttentionReference(width, heads, k_base=k, k_min=min(k, 256), k_max=2 * k)
+    plain.load_state_dict(layer.state_dict())
+    layer, plain = (each.to(device, dtype) for each in (layer, plain))
+    dense = copy.copy(layer)
+    dense.dense = True
+    # Neighbouring tokens select much the same keys, as in trained models: 64 of them together some 1.4 times as
+    # many as each.
+    x = drifting((B, T, width), 1, device, generator, share=0.9997)
+    x = (x + 0.03 * torch.randn(x.shape, device=device, generator=generator)).to(dtype)
+    return [(layer, dense, plain, x)]
+
+
+def _training(T: int, width: int, heads: int, k: int, dtype: torch.dtype, B: int) -> Case:
+    """A layer forward and backward, the indexer frozen. Outputs are checked as in inference, gradients by the tests."""
+
+    def run(which: int, *inputs: Any) -> tuple[Tensor, ...]:
+        layer, x = inputs[which], inputs[3].detach().requires_grad_()
+        with cudnn_first():
+            out = layer(x)
+        learns = [p for name, p in layer.named_parameters() if "indexer" not in name]
+        grads = torch.autograd.grad(out, (x, *learns), x.detach())
+        return out.detach(), *grads
+
+    def result(which: int, output: tuple[Tensor, ...], *inputs: Any) -> tuple[Tensor]:
+        return _over_own_keys(which, output[0], *inputs)
+
+    return Case(
+        room="attention",
+        name="gated_sparse_attention_training",
+        parameters={"B": B, "T": T, "hidden": width, "H": heads, "k": k},
+        dtype=dtype,
+        make=partial(_layers, T, width, heads, k, dtype, B),
+        providers=(
+            Provider("gossamer", partial(run, 0), ours=True, result=partial(result, 0), capturable=True),
+            Provider("gossamer, dense", partial(run, 1), result=partial(result, 1), capturable=True),
+            Provider(
+                "plain PyTorch", partial(run, 2), result=partial(result, 2),
+                devices=("cpu", "cuda") if T <= 4096 else (),
+            ),
+        ),
+        reference=_reference,
+        bytes=B * (6 * T * width + 12 * width * width) * dtype.itemsize,
+        flops=3 * B * (12 * T * width * width + 4 * width * sum(min(t + 1, k) for t in range(T))),
+        grad=True,
+        sweep="T",
+    )  # fmt: skip
 
 
 def _layer(T: int, width: int, heads: int, k: int, dtype: torch.dtype, B: int) -> Case:
-    def make(device: torch.device, generator: torch.Generator) -> list[tuple[Any, ...]]:
-        torch.manual_seed(0)
-        layer = GatedSparseAttention(width, heads, k_base=k, k_min=min(k, 256), k_max=2 * k)
-        plain = GatedSparseAttentionReference(width, heads, k_base=k, k_min=min(k, 256), k_max=2 * k)
-        plain.load_state_dict(layer.state_dict())
-        layer, plain = (each.to(device, dtype) for each in (layer, plain))
-        dense = copy.copy(layer)
-        dense.dense = True
-        # Neighbouring tokens select much the same keys, as in trained models: 64 of them together some 1.4 times as
-        # many as each.
-        x = drifting((B, T, width), 1, device, generator, share=0.9997)
-        x = (x + 0.03 * torch.randn(x.shape, device=device, generator=generator)).to(dtype)
-        return [(layer, dense, plain, x)]
-
     def run(which: int, *inputs: Any) -> Tensor:
-        return inputs[which](inputs[3])
+        with cudnn_first():
+            return inputs[which](inputs[3])
 
     def decode(layer: GatedSparseAttention, x: Tensor, cache: Any) -> Tensor:
         # The same token again and again: the cache forgets it.
@@ -67,20 +112,8 @@ def _layer(T: int, width: int, heads: int, k: int, dtype: torch.dtype, B: int) -
         layer(x[:, :-1], cache=cache)
         return layer, x[:, -1:], cache
 
-    def reference(layer: GatedSparseAttention, dense: Any, plain: Any, x: Tensor) -> tuple[Tensor]:
-        return (_exact(layer, x, layer.select(*layer.index(x)).to_mask() if T <= 4096 else _last(layer, x)),)
-
-    def result(which: int, out: Tensor, *inputs: Any) -> tuple[Tensor]:
-        layer, x = inputs[0], inputs[3]
-        wanted = reference(*inputs)[0]
-        if which == 0:
-            return (out[:1, -ROWS:],)
-        taken = None if which == 1 else _best(inputs[2], x)
-        # Over other keys: what counts is the error against the same in float64.
-        return (wanted + (out[:1, -ROWS:].double() - _exact(layer, x, taken)),)
-
     def decoded(out: Tensor, *inputs: Any) -> tuple[Tensor]:
-        wanted = reference(*inputs)[0].clone()
+        wanted = _reference(*inputs)[0].clone()
         wanted[:, -1:] = out[:1].double()
         return (wanted,)
 
@@ -89,22 +122,37 @@ def _layer(T: int, width: int, heads: int, k: int, dtype: torch.dtype, B: int) -
         name="gated_sparse_attention",
         parameters={"B": B, "T": T, "hidden": width, "H": heads, "k": k},
         dtype=dtype,
-        make=make,
+        make=partial(_layers, T, width, heads, k, dtype, B),
         providers=(
-            Provider("gossamer", partial(run, 0), ours=True, result=partial(result, 0), capturable=True),
-            Provider("gossamer, dense", partial(run, 1), result=partial(result, 1), capturable=True),
+            Provider("gossamer", partial(run, 0), ours=True, result=partial(_over_own_keys, 0), capturable=True),
+            Provider("gossamer, dense", partial(run, 1), result=partial(_over_own_keys, 1), capturable=True),
             Provider(
-                "plain PyTorch", partial(run, 2), result=partial(result, 2),
+                "plain PyTorch", partial(run, 2), result=partial(_over_own_keys, 2),
                 devices=("cpu", "cuda") if T <= 4096 else (),
             ),
             Provider("gossamer, one token behind a cache", decode, ours=True, prepare=prepare_decode, result=decoded,
                      partial=True),
         ),
-        reference=reference,
+        reference=_reference,
         bytes=B * (2 * T * width + 6 * width * width) * dtype.itemsize,
         flops=B * (12 * T * width * width + 4 * width * sum(min(t + 1, k) for t in range(T))),
         sweep="T",
     )  # fmt: skip
+
+
+@torch.no_grad()
+def _reference(layer: GatedSparseAttention, dense: Any, plain: Any, x: Tensor) -> tuple[Tensor]:
+    return (_exact(layer, x, layer.select(*layer.index(x)).to_mask() if x.shape[1] <= 4096 else _last(layer, x)),)
+
+
+@torch.no_grad()
+def _over_own_keys(which: int, out: Tensor, *inputs: Any) -> tuple[Tensor]:
+    """Of the layer, the dense or the plain one; over other keys the error counts, that against the same in float64."""
+    layer, x = inputs[0], inputs[3]
+    if which == 0:
+        return (out[:1, -ROWS:],)
+    taken = None if which == 1 else _best(inputs[2], x)
+    return (_reference(*inputs)[0] + (out[:1, -ROWS:].double() - _exact(layer, x, taken)),)
 
 
 def _last(layer: GatedSparseAttention, x: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ def cases(
         for T in lengths or (256,):
             for training in (False, True):
                 yield attention_case(T, 4, 2, 32, min(64, T // 2), dtype, training, batch)
-            yield attention_case(T, 4, 2, 32, min(64, T // 2), dtype, False, batch, "random")
+                yield attention_case(T, 4, 2, 32, min(64, T // 2), dtype, training, batch, "random")
         yield decode_case(2048, 4, 2, 32, 64, dtype, batch)
         return
     for T in lengths or (1024, 2048, 4096, 8192, 32768, 131072):
@@ -40,28 +40,45 @@ def cases(
         if T <= 32768:
             yield attention_case(T, 16, 16, 128, min(2048, T // 2), dtype, True, batch)
             yield attention_case(T, 16, 16, 128, min(2048, T // 2), dtype, False, batch, "random")
+        if T <= 8192:
+            yield attention_case(T, 16, 16, 128, min(2048, T // 2), dtype, True, batch, "random")
     yield attention_case(32768, 16, 4, 128, 2048, dtype, True, batch)
     for G in (16, 4):
         yield decode_case(131072, 16, G, 128, 2048, dtype, batch)
 
 
 def scattered(T: int, k: int, batch: int, device: torch.device, generator: torch.Generator) -> Selection:
-    """A causal selection of k keys for each query, all drawn by themselves: neighbours share what chance gives."""
-    words = torch.zeros(batch, 1, -(-T // 64), T, dtype=torch.int64, device=device)
-    for first in range(0, T, 64):
-        rows = torch.arange(first, min(first + 64, T), device=device)[:, None]
-        last = int(rows[-1]) + 1
-        drawn = torch.rand(batch, len(rows), last, device=device, generator=generator)
-        drawn.masked_fill_(torch.arange(last, device=device) > rows, -1)
-        best = drawn.topk(min(k, last), -1)
-        taken = torch.zeros_like(drawn, dtype=torch.bool).scatter_(2, best.indices, best.values >= 0)
-        words[:, 0, first // 64, :last] = (taken.long() << torch.arange(len(rows), device=device)[:, None]).sum(1)
-    return Selection.from_words(words, T, min(T, 4 * k))
+    """A causal selection of some k keys for each query, all drawn by themselves: neighbours share what chance gives."""
+    step = max(64, (1 << 27) // (batch * T) // 64 * 64)
+    words = []
+    for first in range(0, T, step):
+        rows = torch.arange(first, min(first + step, T), device=device)[:, None]
+        seen = torch.arange(T, device=device) <= rows
+        drawn = torch.rand(batch, len(rows), T, device=device, generator=generator)
+        words.append(Selection.from_mask(seen & (drawn * (rows + 1) < k), 0).words)
+    return Selection.from_words(torch.cat(words, 2), T, min(T, 4 * k))
+
+
+LAST = 512
+"""Queries and keys at the end, which are all that is looked at in a sweep, and where T is above 8,192: these queries
+see all keys, and no query before them sees these keys."""
 
 
 def attention_case(
-    T: int, H: int, G: int, D: int, k: int, dtype: torch.dtype, training: bool, B: int, kind: str = "drifting"
+    T: int,
+    H: int,
+    G: int,
+    D: int,
+    k: int,
+    dtype: torch.dtype,
+    training: bool,
+    B: int,
+    kind: str = "drifting",
+    *,
+    beside: str | None = None,
 ) -> Case:
+    """A case of a sweep is timed `beside` one peer."""
+
     def make(device: torch.device, generator: torch.Generator) -> list[tuple[Any, ...]]:
         drawn = (torch.randn(B, n, T, D, device=device, generator=generator).to(dtype) for n in (H, G, G, H))
         if kind == "random":
@@ -70,20 +87,17 @@ def attention_case(
 
     run = _trained if training else _inferred
     # Head 0 of everything is looked at: float64 for all of them would take longer than everything that is timed.
-    reference = partial(_exact, training=training)
-    masked = (
-        Provider(
-            "SDPA, the selection as mask",
-            run(lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=H != G)),
-            prepare=lambda q, k, v, grad, selection: (q, k, v, grad, selection.to_mask()),
-            result=_first_head,
-        ),
-    )
+    first = 0 if beside is None and T <= 8192 else max(0, T - LAST) // 64 * 64
+    result, reference = partial(_first_head, first), partial(_exact, training=training, first=first)
     # Each way by itself shows where the choice between them should change.
-    paths = [
-        Provider(f"gossamer, {path}", run(partial(sparse_attention, path=path)), result=_first_head, devices=("cuda",))
-        for path in ("tiles", "lists")
-    ]
+    ways = ("tiles", "lists", *(("dense",) if dtype == torch.float32 else ())) if T <= 8192 and beside is None else ()
+    peers = [
+        Provider(DENSE, run(dense), result=partial(_dense_result, training=training, first=first), capturable=True),
+        Provider(
+            MASKED, run(_masked), prepare=lambda q, k, v, grad, selection: (q, k, v, grad, selection.to_mask()),
+            result=result, capturable=True,
+        ),
+    ]  # fmt: skip
     products = 7 if training else 2
     return Case(
         room="attention",
@@ -92,10 +106,13 @@ def attention_case(
         dtype=dtype,
         make=make,
         providers=(
-            Provider("gossamer", run(sparse_attention), ours=True, result=_first_head),
-            *(paths if T <= 8192 else ()),
-            Provider("dense SDPA", run(dense), result=partial(_dense_result, training=training)),
-            *(masked if T <= 8192 else ()),
+            Provider("gossamer", run(sparse_attention), ours=True, result=result, capturable=True),
+            *(
+                Provider(f"gossamer, {path}", run(partial(sparse_attention, path=path)), result=result,
+                         devices=("cuda",), capturable=True)
+                for path in ways
+            ),
+            *(peer for peer in peers if beside == peer.name or (beside is None and (peer.name == DENSE or T <= 8192))),
         ),
         reference=reference,
         bytes=B * ((2 * H + 2 * G) * T * D * dtype.itemsize * (2 if training else 1) + T * T // 8),
@@ -104,8 +121,11 @@ def attention_case(
         sweep="T",
         error=error_beside_mean,
         # Weights and their gradients are rounded to 16 bits for the products of a backward pass.
-        budget=2e-2 if training and dtype.itemsize == 2 else None,
-    )
+        budget=(2e-2 if dtype.itemsize == 2 else 4e-5) if training else None,
+    )  # fmt: skip
+
+
+DENSE, MASKED = "dense SDPA", "dense SDPA, the selection as mask"
 
 
 def _inferred(forward: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
@@ -124,29 +144,49 @@ def _trained(forward: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]
     return call
 
 
+def cudnn_first() -> Any:
+    """A context for `scaled_dot_product_attention`, whose own choice can be half as fast on Hopper."""
+    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True)
+
+
 def dense(q: Tensor, k: Tensor, v: Tensor, selection: Any) -> Tensor:
-    """cuDNN's attention first: PyTorch's own choice can be half as fast on Hopper."""
-    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
+    with cudnn_first():
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def _first_head(output: tuple[Tensor, ...], *_: Any) -> tuple[Tensor, ...]:
-    return tuple(x[:1, 0] for x in output)
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """In 16 bits every head of q gets its own k and v: fast kernels know masks or shared heads, not both."""
+    sharing = q.shape[1] // k.shape[1]
+    if sharing > 1 and q.element_size() == 2:
+        k, v, sharing = k.repeat_interleave(sharing, 1), v.repeat_interleave(sharing, 1), 1
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=sharing > 1)
+
+
+def _first_head(first: int, output: tuple[Tensor, ...], *_: Any) -> tuple[Tensor, ...]:
+    return tuple(x[:1, 0, first:] for x in output)
 
 
 def _dense_result(
-    output: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, grad: Tensor, selection: Selection, training: bool
+    output: tuple[Tensor, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    selection: Selection,
+    training: bool,
+    first: int,
 ) -> tuple[Tensor, ...]:
     """Dense attention attends to all keys, so its error is that against its own reference."""
-    own = _exact(q, k, v, grad, None, training)
-    wanted = _exact(q, k, v, grad, selection, training)
-    return tuple(a + (b.double() - c) for a, b, c in zip(wanted, _first_head(output), own))
+    own = _exact(q, k, v, grad, None, training, first)
+    wanted = _exact(q, k, v, grad, selection, training, first)
+    return tuple(a + (b.double() - c) for a, b, c in zip(wanted, _first_head(first, output), own))
 
 
 def _exact(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, selection: Selection | None, training: bool
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, selection: Selection | None, training: bool, first: int
 ) -> tuple[Tensor, ...]:
-    """Head 0 in float64, a few queries at a time; of k and v, the gradients of all heads of q that share it."""
+    """Head 0 in float64, a few queries at a time; of k and v, the gradients of all heads of q that share it. From
+    query and key `first` on, a multiple of 64: earlier queries do not see later keys."""
     heads = q.shape[1] // k.shape[1] if training else 1
     T, step, scale = q.shape[2], 512, q.shape[3] ** -0.5
     keys, values = k[0, 0].double(), v[0, 0].double()
@@ -154,13 +194,13 @@ def _exact(
     dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
     bits = torch.arange(64, device=q.device)[:, None]
     for head in range(heads):
-        for first in range(0, T, step):
-            rows = torch.arange(first, min(first + step, T), device=q.device)
+        for begin in range(first, T, step):
+            rows = torch.arange(begin, min(begin + step, T), device=q.device)
             keep = torch.arange(T, device=q.device) <= rows[:, None]
             if selection is not None:
-                words = selection.words[0, 0, first // 64 : -(-(first + len(rows)) // 64)]
+                words = selection.words[0, 0, begin // 64 : -(-(begin + len(rows)) // 64)]
                 keep = ((words[:, None] >> bits) & 1).flatten(0, 1)[: len(rows)].bool()
-            x, g = (t[0, head, first : first + step].double() for t in (q, grad))
+            x, g = (t[0, head, begin : begin + step].double() for t in (q, grad))
             p = (x @ keys.t() * scale).masked_fill(~keep, -torch.inf).softmax(-1)
             out = p @ values
             outs += [out] if head == 0 else []
@@ -170,7 +210,7 @@ def _exact(
                 dk += ds.t() @ x
                 dv += p.t() @ g
     whole = (torch.cat(outs)[None],)
-    return (*whole, torch.cat(dqs)[None], dk[None], dv[None]) if training else whole
+    return (*whole, torch.cat(dqs)[None], dk[None, first:], dv[None, first:]) if training else whole
 
 
 def decode_case(T: int, H: int, G: int, D: int, k: int, dtype: torch.dtype, B: int) -> Case:

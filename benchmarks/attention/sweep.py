@@ -11,8 +11,14 @@ from gossamer.cli.bench import Case, log_uniform
 
 RANGES = (
     "T 64-32,768, k 16 to half of T, heads 1-32 in groups of 1-8, D 32-128, batch 1-4, log-uniform; selections that "
-    "drift or are drawn for each query; at most 2^34 scores, 2^32 in float32; bfloat16, float16, float32"
+    "drift or are drawn for each query; at most 2^34 scores, 2^32 in float32; bfloat16, float16, float32. Beside dense "
+    "attention over all keys where drifting queries take an eighth of at least 8,192, else over the selection as a mask"
 )
+
+
+def pays(T: int, k: int, kind: str) -> bool:
+    """Whether selected attention is to be faster than attention over all keys, which computes something else."""
+    return kind == "drifting" and T >= 8192 and 8 * k <= T
 
 
 def draw(random: Random, device: torch.device, quick: bool) -> Case:
@@ -29,4 +35,5 @@ def draw(random: Random, device: torch.device, quick: bool) -> Case:
     if random.random() < 0.2:
         return bench_sparse_attention.decode_case(T, G * group, G, D, k, dtype, B)
     kind, training = random.choice(["drifting", "drifting", "random"]), random.random() < 0.5
-    return bench_sparse_attention.attention_case(T, G * group, G, D, k, dtype, training, B, kind)
+    beside = bench_sparse_attention.DENSE if pays(T, k, kind) else bench_sparse_attention.MASKED
+    return bench_sparse_attention.attention_case(T, G * group, G, D, k, dtype, training, B, kind, beside=beside)

@@ -51,8 +51,10 @@ def attention_case(T: int, H: int, D: int, block: int, density: int, dtype: torc
         dtype=dtype,
         make=make,
         providers=(
-            Provider("gossamer", run(attention), ours=True, result=result, capturable=not training),
-            Provider("dense SDPA, cuDNN", run(_dense), result=partial(_dense_result, training=training)),
+            Provider("gossamer", run(attention), ours=True, result=result, capturable=True),
+            Provider(
+                "dense SDPA, cuDNN", run(_dense), result=partial(_dense_result, training=training), capturable=True
+            ),
             *_flex(run, result),
             *_cudnn(result, training, block, D),
             *_blksprs(run, training, block, D),

@@ -14,6 +14,9 @@ from gossamer.cli.bench import Case, Provider, copies
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
+COPIES = 512
+"""Copies of the inputs at most, which calls rotate among."""
+
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     """n 1,024 to 8,192, blocks of 64, float32 and bfloat16; a small float32 one for `quick` and on the CPU."""
@@ -31,7 +34,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
             yield dense_case(8192, block, sparsity, torch.bfloat16)
 
 
-def matmul_case(n: int, block: int, sparsity: int, dtype: torch.dtype) -> Case:
+def matmul_case(n: int, block: int, sparsity: int, dtype: torch.dtype, most: int = COPIES) -> Case:
     """All three block-sparse; where nothing of the result is missing, nothing of the inputs is."""
     inputs = 25 if sparsity else 0
     present = (1 - sparsity / 100, 1 - inputs / 100)
@@ -42,7 +45,7 @@ def matmul_case(n: int, block: int, sparsity: int, dtype: torch.dtype) -> Case:
             x, y = (peers.random_dense(n, mask, dtype, generator) for mask in (of_x, of_y))
             return x, y, of_x, of_y, of_out
 
-        return [draw() for _ in range(copies(device, 3 * peers.BATCH * n * n * dtype.itemsize))]
+        return [draw() for _ in range(copies(device, 3 * peers.BATCH * n * n * dtype.itemsize, most))]
 
     return Case(
         room="blocksparse",
@@ -88,7 +91,7 @@ def matmul_case(n: int, block: int, sparsity: int, dtype: torch.dtype) -> Case:
     )  # fmt: skip
 
 
-def dense_case(n: int, block: int, sparsity: int, dtype: torch.dtype) -> Case:
+def dense_case(n: int, block: int, sparsity: int, dtype: torch.dtype, most: int = COPIES) -> Case:
     """Block-sparse times dense, as a sparse layer computes."""
 
     def make(device: torch.device, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
@@ -97,7 +100,7 @@ def dense_case(n: int, block: int, sparsity: int, dtype: torch.dtype) -> Case:
             y = torch.randn(peers.BATCH, n, n, device=device, generator=generator).to(dtype)
             return peers.random_dense(n, mask, dtype, generator), y, mask
 
-        return [draw() for _ in range(copies(device, 3 * peers.BATCH * n * n * dtype.itemsize))]
+        return [draw() for _ in range(copies(device, 3 * peers.BATCH * n * n * dtype.itemsize, most))]
 
     def bsr(x: Tensor, y: Tensor, mask: Tensor) -> tuple[Any, ...]:
         return [matrix.to_sparse_bsr((block, block)) for matrix in x], y

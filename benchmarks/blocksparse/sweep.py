@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import torch
@@ -13,10 +14,22 @@ RANGES = (
     "n 128-8,192 (attention: T to 16,384, heads 1-32, D 64 or 128), log-uniform, whole blocks of 16, 32, 64 or 128 "
     "(attention: 64 or 128), 0 to 95% missing; bfloat16, float16, float32"
 )
+COPIES = 16
+"""Copies of the inputs at most, which then may fit in the last cache, for every provider alike. To make and to capture
+hundreds of small ones would take longer than to time them."""
 
 
 def draw(random: Random, device: torch.device, quick: bool) -> Case:
-    """One shape, block, sparsity and dtype of one operator."""
+    """One shape, block, sparsity and dtype of one operator, beside dense PyTorch.
+
+    The other peers search tiles or compile for each shape anew, which takes seconds: `gossamer bench blocksparse` has
+    them.
+    """
+    case = _case(random, device, quick)
+    return replace(case, providers=tuple(p for p in case.providers if p.ours or p.name.startswith("dense")))
+
+
+def _case(random: Random, device: torch.device, quick: bool) -> Case:
     small = quick or device.type == "cpu"
     dtype = torch.float32 if small else random.choice([torch.bfloat16, torch.float16, torch.float32])
     kind = random.choice(["matmul", "dense", "softmax", "transpose", "attention"])
@@ -29,10 +42,10 @@ def draw(random: Random, device: torch.device, quick: bool) -> Case:
     block = random.choice([16, 32, 64, 128])
     n = log_uniform(random, 128, 512 if small else 8192, block)
     if kind == "softmax":
-        return bench_softmax.softmax_case(n, block, missing, dtype, random.random() < 0.5)
+        return bench_softmax.softmax_case(n, block, missing, dtype, random.random() < 0.5, COPIES)
     case = {
         "matmul": bench_matmul.matmul_case,
         "dense": bench_matmul.dense_case,
         "transpose": bench_softmax.transpose_case,
     }
-    return case[kind](n, block, missing, dtype)
+    return case[kind](n, block, missing, dtype, COPIES)

@@ -1,35 +1,32 @@
 """Tiles of `blocksparse.matmul` beside each other and a dense product, for `tile_of` beside the kernel.
 
-Usage: python benchmarks/blocksparse/tune_matmul.py [--sizes N ...] [--blocks B ...]. Needs a GPU; with
-GOSSAMER_INTERPRET=1 it checks the tiles at a small size and measures nothing. Batch 4, bfloat16. Three products, each
-at densities 1, 0.75 and 0.25: all three matrices block-sparse (SSS), a block-sparse result of dense operands (SDD), and
-block-sparse times dense (DSD). Medians in milliseconds, and in TFLOP/s of the pairs of blocks that are multiplied. Set
-OUT to a folder to keep the numbers as JSON.
+Usage: python -m benchmarks.blocksparse.tune_matmul [N ...]. Needs a GPU; with GOSSAMER_INTERPRET=1 it compares the
+tiles at a small size and measures nothing of worth. Batch 4, bfloat16. Three products, each at densities 1, 0.75 and
+0.25: all three matrices block-sparse (SSS), a block-sparse result of dense operands (SDD), and block-sparse times dense
+(DSD). Each tile has to give what the shipped one gives, at a small size. Beside the times stand the GFLOP of the pairs
+of blocks that are multiplied.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
+import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gossamer._core.ops import INTERPRET
+from benchmarks import tune
 from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, matmul
 
 # The package's attribute of this name is the function.
 kernels = import_module("gossamer.blocksparse._triton.matmul")
-Tile = kernels.Tile
-BATCH, DENSITIES = 4, (1.0, 0.75, 0.25)
-DEVICE = torch.device("cpu" if INTERPRET else "cuda")
-DTYPE = torch.float32 if INTERPRET else torch.bfloat16
+CUDA = tune.DEVICE.type == "cuda"
+DTYPE = torch.bfloat16 if CUDA else torch.float32
+BATCH, DENSITIES = 4 if CUDA else 1, (1.0, 0.75, 0.25)
+SIZES, BLOCKS = [1024, 4096, 8192], (64, 128, 32, 16)
+SMALL = [32]
 
 
 def tiles(block: int) -> Iterator[Any]:
@@ -39,105 +36,65 @@ def tiles(block: int) -> Iterator[Any]:
         for step in sorted({min(step, block) for step in (32, 64)}):
             for warps, stages in ((4, 3), (4, 4), (4, 5), (8, 3), (8, 4), (8, 5)):
                 if columns >= block and block * columns <= warps * 128 * 64:
-                    yield Tile(columns, step, warps, stages)
+                    yield kernels.Tile(columns, step, warps, stages)
 
 
-def products(n: int, block: int, density: float) -> dict[str, tuple[Callable[[], Any], float]]:
+def products(n: int, block: int, density: float) -> dict[str, tuple[Callable[[], Tensor], float]]:
     """Name -> (call, operations)."""
-    generator = torch.Generator(DEVICE).manual_seed(0)
+    generator = torch.Generator(tune.DEVICE).manual_seed(0)
     shape = (BATCH, n // block, n // block)
 
     def layout() -> Layout:
-        return Layout.random(shape, block, density, generator=generator, device=DEVICE)
+        return Layout.random(shape, block, density, generator=generator, device=tune.DEVICE)
 
     def dense() -> Tensor:
-        return torch.randn(BATCH, n, n, device=DEVICE, generator=generator).to(DTYPE)
+        return torch.randn(BATCH, n, n, device=tune.DEVICE, generator=generator).to(DTYPE)
+
+    def values(*operands: Any) -> Tensor:
+        out = matmul(*operands)
+        return out.values if isinstance(out, BlockSparseTensor) else out
 
     x, y, of_out = dense(), dense(), layout()
     a, b = from_dense(x, layout()), from_dense(y, layout())
     meetings = (a.layout.to_dense().float() @ b.layout.to_dense().float() * of_out.to_dense()).sum().item()
     once = 2.0 * block**2 * n
     return {
-        "SSS": (lambda: matmul(a, b, of_out), 2.0 * block**3 * meetings),
-        "SDD": (lambda: matmul(x, y, of_out), once * int(of_out.nnz)),
-        "DSD": (lambda: matmul(a, y), once * int(a.layout.nnz)),
+        "SSS": (lambda: values(a, b, of_out), 2.0 * block**3 * meetings),
+        "SDD": (lambda: values(x, y, of_out), once * int(of_out.nnz)),
+        "DSD": (lambda: values(a, y), once * int(a.layout.nnz)),
         "dense": (lambda: x @ y, 2.0 * BATCH * n**3),
     }
 
 
-def timed(call: Callable[[], Any], rounds: int = 5) -> float:
-    """Median milliseconds."""
-    call()
-    times = []
-    for _ in range(rounds):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return median(times)
+def by_tile(call: Callable[[], Tensor], candidates: dict[str, Any]) -> tune.Calls:
+    changes = {name: (kernels, "tile_of", lambda *_, tile=tile: tile) for name, tile in candidates.items()}
+    return {"shipped": call, **{name: tune.under(call, change) for name, change in changes.items()}}
 
 
-def result(call: Callable[[], Any]) -> Tensor:
-    out = call()
-    return (out.values if isinstance(out, BlockSparseTensor) else out).float()
-
-
-def sound(block: int, tile: Any) -> bool:
-    """Whether a tile gives what the shipped one gives, at a small size."""
-    n = 2 * block if INTERPRET else 8 * block
-    shipped = kernels.tile_of
-    for name, (call, _) in products(n, block, 0.5).items():
-        if name == "dense":
-            continue
-        want = result(call)
-        kernels.tile_of = lambda *_: tile
-        try:
-            error = float((result(call) - want).norm() / want.norm().clamp_min(1e-30))
-        except Exception as problem:
-            print(f"block {block} {tile} {name}: {type(problem).__name__}: {str(problem)[:120]}", flush=True)
-            return False
-        finally:
-            kernels.tile_of = shipped
-        if not error < 1e-2:
-            print(f"block {block} {tile} {name}: error {error:.1e}", flush=True)
-            return False
-    return True
-
-
-def measure(n: int, block: int, candidates: list[Any]) -> list[dict[str, Any]]:
-    found = []
-    shipped = kernels.tile_of
-    for density in DENSITIES:
-        for name, (call, flops) in products(n, block, density).items():
-            for tile in [None] if name == "dense" else [None, *candidates]:
-                kernels.tile_of = shipped if tile is None else (lambda *_, tile=tile: tile)
-                try:
-                    ms = timed(call)
-                finally:
-                    kernels.tile_of = shipped
-                entry = {"n": n, "block": block, "density": density, "product": name, "ms": ms}
-                found.append(entry | {"tile": "shipped" if tile is None else str(tile), "tflops": flops / ms * 1e-9})
-                print(f"n {n} b {block} d {density} {name} {found[-1]['tile']}: {ms:.3f} ms, ", end="")
-                print(f"{found[-1]['tflops']:.0f} TFLOP/s", flush=True)
+def right(block: int) -> dict[str, Any]:
+    """The tiles that all three products come out right with, by name."""
+    # The interpreter takes its time, and knows neither warps nor stages.
+    found = {str(tile): tile for tile in list(tiles(block))[:: 1 if CUDA else 6]}
+    for name, (call, _) in products((8 if CUDA else 2) * block, block, 0.5).items():
+        if name != "dense":
+            sound = tune.sound(by_tile(call, found), call())
+            found = {tile: found[tile] for tile in sound if tile != "shipped"}
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 4096, 8192])
-    parser.add_argument("--blocks", type=int, nargs="+", default=[64, 128, 32, 16])
-    given = parser.parse_args()
-    found = []
-    for block in given.blocks:
-        candidates = [tile for tile in tiles(block) if sound(block, tile)]
-        print(f"block {block}: {len(candidates)} tiles are sound", flush=True)
-        for n in () if INTERPRET else given.sizes:
-            found += measure(n, block, candidates)
-    if "OUT" in os.environ and found:
-        Path(os.environ["OUT"], "tune-blocksparse-matmul.json").write_text(json.dumps(found, indent=1) + "\n")
+def main(sizes: list[int], blocks: tuple[int, ...]) -> None:
+    results = tune.Results(__file__)
+    for block in blocks:
+        candidates = right(block)
+        for n in sizes:
+            for density in DENSITIES:
+                for name, (call, operations) in products(n, block, density).items():
+                    label = f"n {n}, block {block}, density {density}, {name}"
+                    given = {} if name == "dense" else candidates
+                    results.add(label, tune.eager(by_tile(call, given)), against="shipped")
+                    results.note(label, gflop=operations * 1e-9)
+    results.keep()
 
 
 if __name__ == "__main__":
-    main()
+    main([int(n) for n in sys.argv[1:]] or (SIZES if CUDA else SMALL), BLOCKS if CUDA else BLOCKS[-1:])

@@ -49,12 +49,12 @@ for _ in range(steps):
     explained.append(1 - (loss.mse / (sae.input_scale * x).var(0).sum()).item())
 
 with torch.no_grad():
-    places = torch.randint(len(text) - 17, (50_000,))
-    latents = sae.eval().encode(hidden(windows(places))).to_dense()
-feature = ((latents > 0).float().mean(0) - 0.01).abs().argmin()
+    latents = sae.eval().encode(hidden(windows(places := torch.randint(len(text) - 17, (50_000,))))).to_dense()
+feature = ((latents > 0).float().mean(0) - 0.01).abs().argmin().item()
 for place in places[latents[:, feature].topk(5).indices]:
-    print(int(feature), bytes(text[place : place + 16]))
+    print(feature, bytes(text[place : place + 16]))
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
-left.semilogy(l0), left.set(xlabel="step", title="features a byte (L0)")
+left.semilogy(l0), left.axhline(16, color="grey", linestyle="dotted"), left.minorticks_off()
+left.set_yticks([16, 32, 64, 128], [16, 32, 64, 128]), left.set(xlabel="step", title="features a byte (L0), target 16")
 right.plot(explained), right.set(xlabel="step", title="variance explained", ylim=(0.5, 1))
 figure.savefig("autoencoders.png", dpi=120)

@@ -18,7 +18,7 @@ from gossamer import blocksparse, nn
 steps = int(sys.argv[1]) if sys.argv[1:] else 150
 files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
 text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
-T, block = 256, 32
+T, block = 512, 32
 every = blocksparse.causal((T, T), block)
 window = blocksparse.sliding_window((T, T), block, (64, 0))
 window = window.union(blocksparse.global_tokens((T, T), block, 1)).intersection(every)
@@ -53,7 +53,7 @@ for number, (name, layout) in enumerate({"all keys": every, "window": window}.it
     blocks = int(layout.nnz)
     axes[number].imshow(layout.to_dense().view(T // block, -1), cmap="Greys")
     axes[number].set(title=f"{name}: {blocks} blocks", xlabel="keys", ylabel="queries", xticks=[], yticks=[])
-    axes[2].plot(losses, label=name)
+    axes[2].plot(torch.tensor(losses).cumsum(0) / torch.arange(1, steps + 1), label=name, linewidth=5 - 3 * number)
     print(f"{name}: {blocks} blocks, loss {sum(losses[-20:]) / len(losses[-20:]):.3f}")
-axes[2].set(xlabel="step", title="loss"), axes[2].legend()
+axes[2].set(xlabel="step", title="loss, mean so far"), axes[2].legend()
 figure.savefig("block_sparse.png", dpi=120)

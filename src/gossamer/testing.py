@@ -287,12 +287,7 @@ def random_ell(
     hole = torch.rand(m, capacity, device=device, generator=generator) < holes
     valid = held & ~hole & (indices < n)
     values = _values((m, capacity), dtype, device, generator, False, integers)
-    return ELL(
-        torch.where(valid, values, math.nan),
-        torch.where(valid, indices, -1).int(),
-        counts.int(),
-        tuple(shape),
-    )
+    return ELL(torch.where(valid, values, math.nan), torch.where(valid, indices, -1).int(), counts.int(), tuple(shape))
 
 
 def random_csr(

@@ -126,7 +126,9 @@ def check(
             assert_close(a, reference64=b, plain=c, name=f"gradient of {name}")
 
 
-PATHS = pytest.mark.parametrize("path", ["lists", pytest.param("tiles", marks=pytest.mark.kernels)])
+PATHS = pytest.mark.parametrize(
+    "path", ["lists", *(pytest.param(path, marks=pytest.mark.kernels) for path in ("tiles", "dense"))]
+)
 """The CPU has one way."""
 CASES = [
     (1, 1, 1, 64, 64, 16, 1),
@@ -339,7 +341,7 @@ def test_compiled(compiled: Any, device: torch.device, generator: torch.Generato
         ({"q": torch.ones(1, 4, 5, 4), "scopes": 3}, ValueError, "S = 1 scope, one for each of the G = 2 heads"),
         ({"lengths": torch.ones(2).long()}, ValueError, r"lengths must have shape \[B\] = \[1\] like q, got \[2\]"),
         ({"lengths": torch.ones(1)}, TypeError, "lengths must be int32 or int64, got float32"),
-        ({"path": "tile"}, ValueError, "path must be one of decode, tiles, lists, .* got 'tile' with 5"),
+        ({"path": "tile"}, ValueError, "path must be one of decode, tiles, lists, dense, .* got 'tile' with 5"),
         ({"scale": 0.0}, ValueError, "scale must be above 0 and finite, got 0.0. For another sign negate q"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -356,10 +358,13 @@ def test_errors(change: dict[str, Any], error: type[Exception], message: str) ->
 @pytest.mark.parametrize(
     "given, path",
     [
-        ((16, 10**5), "decode"), ((512, 512), "tiles"), ((17, 513), "lists"), ((8192, 8192), "lists"),
+        ((16, 10**5), "decode"), ((1024, 1024), "tiles"), ((17, 1025), "lists"), ((8192, 8192, 8192), "lists"),
+        ((4096, 4096, 2048, 1 << 27), "dense"), ((4096, 4096, 2047, 1 << 27), "lists"),
+        ((512, 512, 512, (1 << 27) - 1), "tiles"), ((512, 512, 64, 1 << 27), "dense"),
+        ((91, 91, 91, 91 * 91 * 96, 96), "dense"), ((91, 91, 91, 0, 96), "tiles"),
     ],
 )  # fmt: skip
-def test_path(given: tuple[int, int], path: str) -> None:
+def test_path(given: tuple[int, ...], path: str) -> None:
     assert choose_path(*given) == path
 
 

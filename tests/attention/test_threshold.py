@@ -36,3 +36,21 @@ def test_a_stable_sort_takes_the_same(
         threshold, last = (int(x[row]) for x in found)
         taken = (keys[row, :seen] > threshold) | ((keys[row, :seen] == threshold) & (column <= last))
         assert torch.equal(taken.nonzero().squeeze(1), best.sort().values)
+
+
+@pytest.mark.parametrize("low, high", [(20000, 20000), (10, 25000), (25000, 10)])
+def test_a_sample_that_misleads(
+    low: int, high: int, device: torch.device, generator: torch.Generator, monkeypatch: Any
+) -> None:
+    """Of 16 neighbours the sample sees the first eight, whose keys lie elsewhere than those of the others."""
+    monkeypatch.setattr(kernels, "MAX_REGISTERS", 64)
+    columns, k = 16384, 500
+    keys = torch.randint(0, 6000, (1, columns), device=device, generator=generator, dtype=torch.int16)
+    sampled = torch.arange(columns, device=device) % 16 < 8
+    keys += torch.where(sampled, low, high).to(torch.int16)
+    threshold, last = (torch.empty(1, dtype=torch.int32, device=device) for _ in range(2))
+    packed = not (INTERPRET or torch.version.hip)
+    kernels.find_thresholds(keys, None, None, threshold, last, 1, (0, 1, 64, columns, columns, 1), (k, 0, 0), packed)
+    best = keys[0].sort(descending=True, stable=True).indices[:k]
+    taken = (keys[0] > threshold) | ((keys[0] == threshold) & (torch.arange(columns, device=device) <= last))
+    assert torch.equal(taken.nonzero().squeeze(1), best.sort().values)

@@ -78,32 +78,59 @@ def test_a_sweep_has_a_row_for_each_kind_of_case(results: Path) -> None:
     figures = "8 | 50.0% | 50.0% | 1.00 | 0.50 | 50.0% |"
     for name in ("rowsparse", "rowsparse/matmul"):
         assert f"| `{name}` | dense PyTorch | {figures}" in made and f"| `{name}` | the best peer | {figures}" in made
-    assert "rowsparse: NVIDIA H200 (CUDA 13, driver 580), PyTorch 2.13, Triton 3.7, commit abc, `gossamer`." in made
+    assert "- rowsparse: NVIDIA H200 (CUDA 13, driver 580), PyTorch 2.13, Triton 3.7, commit abc, `gossamer`." in made
 
 
 def test_readme_has_a_line_for_each_room_that_was_swept(results: Path) -> None:
-    assert tables.NO_SWEEP in tables.slower()
+    assert tables.NO_SWEEP in tables.slower() and tables.NO_SWEEP in tables.densities()
     (results / "sweep-nvidia-h200.json").write_text(json.dumps(sweep_file(8, 0.98)))
     (results / "ffn-sweep-nvidia-h200.json").write_text(json.dumps(sweep_file(4, 4.0, "ffn")))
     lines = tables.slower().splitlines()
-    assert "| `rowsparse` | 8 | 50.0% | 0.0% | 1.40 | 0.98 | matmul/M=1, N=2, float32 |" in lines
-    assert "| `ffn` | 4 | 0.0% | 0.0% | 2.83 | 2.00 | matmul/M=0, N=2, float32 |" in lines
-    # By density where every case has one.
-    dense = sweep_file(4, 0.5, "sae")
-    for at, case in enumerate(dense["cases"]):
-        case["parameters"] = {"F": 1000, "L0": 10**at}
-    (results / "sweep-sae-nvidia-h200.json").write_text(json.dumps(dense))
-    told = [line for line in tables.slower().splitlines() if line.startswith("| `sae`")]
-    assert [line.split("|")[1:3] for line in told] == [
-        [" `sae` ", " 4 "],
-        [" `sae`, entries in up to 1% of its columns ", " 1 "],
-        [" `sae`, in 1% to 5% of its columns ", " 1 "],
-        [" `sae`, in more than 5% of its columns ", " 2 "],
-    ]
-    (results / "sweep-sae-nvidia-h200.json").unlink()
+    assert "| `rowsparse` | 8 | 50.0% | 0.0% | 1.40 | 0.98 |  |" in lines
+    assert "| `ffn` | 4 | 0.0% | 0.0% | 2.83 | 2.00 |  |" in lines
     # The larger of two sweeps of a room counts.
     (results / "sweep-rowsparse-nvidia-h200.json").write_text(json.dumps(sweep_file(6, 0.25)))
     assert tables.slower().splitlines() == lines
+
+
+@pytest.mark.parametrize(
+    ("room", "parameters", "what"),
+    [
+        ("sae", {"F": 1000, "L0": (1, 10, 100, 1000)}, "of the latents of a row"),
+        ("ffn", {"N": 1000, "nnz": (1, 10, 100, 1000)}, "of a token's neurons"),
+        ("attention", {"T": 1000, "k": (1, 10, 100, 1000)}, "of the keys"),
+        ("blocksparse", {"sparsity": (99.5, 98, 90, 0)}, "of the blocks"),
+    ],
+)
+def test_a_room_of_which_every_case_has_a_density_is_told_by_density(
+    results: Path, room: str, parameters: dict[str, Any], what: str
+) -> None:
+    content = sweep_file(4, 0.5, room)
+    for at, made in enumerate(content["cases"]):
+        made["parameters"] = {name: x[at] if isinstance(x, tuple) else x for name, x in parameters.items()}
+    (results / f"sweep-{room}-nvidia-h200.json").write_text(json.dumps(content))
+    told = [line for line in tables.densities().splitlines() if line.startswith(f"| `{room}`")]
+    assert [[cell.strip() for cell in line.split("|")[2:7]] for line in told] == [
+        [f"{label} {what}", "1", below, below, mean]
+        for label, below, mean in (
+            ("up to 1%", "0.0%", "2.00"),
+            ("1% to 5%", "100.0%", "0.50"),
+            ("5% to 25%", "0.0%", "2.00"),
+            ("25% or more", "100.0%", "0.50"),
+        )
+    ]
+    assert f"| `{room}` | 4 | 50.0% | 50.0% | 1.00 | 0.50 | 2.00, up to 1% |" in tables.slower().splitlines()
+    del content["cases"][0]["parameters"][max(parameters)]
+    (results / f"sweep-{room}-nvidia-h200.json").write_text(json.dumps(content))
+    assert f"`{room}`" not in tables.densities()
+
+
+def test_selecting_is_beside_dense_attention_by_length() -> None:
+    content = tables.read("attention-nvidia-h200.json")
+    (case,) = [c for c in content["cases"] if c["name"] == "selected_attention" and c["parameters"]["T"] == 32768]
+    times = {p["name"]: (p["graph"] or p["eager"])["median"] for p in case["providers"] if p["eager"]}
+    (line,) = [line for line in tables.selecting().splitlines() if line.startswith("| 32,768 |")]
+    assert line.split("|")[2].strip() == f"{times['dense SDPA'] / times['gossamer']:.2f}"
 
 
 def test_the_runs_of_the_tests_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def _moves(device: torch.device) -> None:
     for dim, bound in enumerate(x.shape):
         index = blocksparse.from_dense(torch.randint(-1, bound, x.shape, device=device), layout)
         outs += [blocksparse.gather(a, dim, index), blocksparse.scatter(a, dim, index, b)]
-        for reduce in ("sum", "mean", "amax", "amin", "prod"):
+        for reduce in ("sum", "mean", "amax", "amin", "prod") if dim == 1 else ("sum",):
             for include_self in (True, False):
                 outs.append(blocksparse.scatter_reduce(a, dim, index, b, reduce, include_self=include_self))
         blocksparse.Layout.from_indices(index, dim, bound)

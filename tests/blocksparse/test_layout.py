@@ -107,6 +107,29 @@ def test_transpose(capacity: int | None, device: torch.device) -> None:
         assert turned.transpose_order[:nnz][layout.transpose_order[:nnz].long()].tolist() == list(range(nnz))
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_transposed_parts(shape: tuple[int, ...], device: torch.device) -> None:
+    """The transposed layout is the one that the transposed mask makes."""
+    mask = random_mask(shape, 0.4, device)
+    for capacity in (None, int(mask.sum()) + 30):
+        layout = Layout.from_mask(mask, 16, capacity=capacity)
+        turned, wanted = layout.transpose(), Layout.from_mask(mask.mT, 16, capacity=layout.capacity)
+        for name in ("shape", "block_size", "size", "capacity"):
+            assert getattr(turned, name) == getattr(wanted, name)
+        for name in ("row_offsets", "col_indices", "row_indices", "col_offsets", "transpose_order", "positions"):
+            assert torch.equal(getattr(turned, name), getattr(wanted, name)), name
+
+
+def test_transpose_of_what_overflowed(device: torch.device) -> None:
+    """Nothing is right there, but whoever follows the lists stays inside."""
+    mask = random_mask((2, 40, 30), 0.6, device)
+    turned = Layout.from_mask(mask, 16, capacity=100).transpose()
+    assert turned.overflowed and torch.equal(turned.to_dense(), mask.mT)
+    for name, bound in (("col_indices", 40), ("row_indices", 60), ("transpose_order", 100)):
+        entries = getattr(turned, name)
+        assert int(entries.min()) >= -1 and int(entries.max()) < bound
+
+
 def test_union_and_intersection(device: torch.device) -> None:
     masks = [random_mask(shape, 0.5, device) for shape in ((2, 3, 4), (3, 4), (1, 3, 4))]
     a, b, c = (Layout.from_mask(mask, 16) for mask in masks)

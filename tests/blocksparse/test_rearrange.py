@@ -256,6 +256,7 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradgradcheck(call, values, fast_mode=True)
 
 
+@pytest.mark.native
 def test_what_follows_from_a_repetition_is_made_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in inference, where a gradient may follow; and a graph's memory is not kept."""
     x, blocks = operand((32, 64), torch.float32, device)

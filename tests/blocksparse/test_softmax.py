@@ -122,6 +122,24 @@ def test_steps_are_as_long_as_rows(held: int, device: torch.device) -> None:
     check(torch.randn(3, 1010, device=device), layout)
 
 
+def test_rows_longer_than_most(device: torch.device) -> None:
+    """Steps are as long as two average rows, which the longest ones exceed."""
+    mask = torch.eye(40, device=device).bool()
+    mask[3], mask[7, :30], mask[9] = True, True, False
+    check(torch.randn(640, 640, device=device), Layout.from_mask(mask, 16))
+
+
+@pytest.mark.kernels
+def test_steps_follow_the_average(device: torch.device) -> None:
+    from gossamer.blocksparse._triton.softmax import LONGEST, SHORT, STEP, tile_of
+
+    assert tile_of(64, 64, 8192, 8192)[0] == {"HEIGHT": 64, "WIDTH": 64, "BLOCK_M": 1, "BLOCK_N": 8192, "ONCE": True}
+    meta, warps = tile_of(64, 64, 8192, 2048)
+    assert (meta["BLOCK_N"], meta["ONCE"], warps) == (4096, False, 4)
+    assert tile_of(16, 16, 8192, 0)[0]["BLOCK_N"] == SHORT and tile_of(16, 16, 64, 0)[0]["BLOCK_N"] == 64
+    assert tile_of(64, 64, 4 * LONGEST, LONGEST)[0]["BLOCK_N"] == STEP
+
+
 @pytest.mark.gpu
 def test_a_row_of_a_million(device: torch.device) -> None:
     layout = Layout.full((1, 1 << 14), (16, 64), device=device)

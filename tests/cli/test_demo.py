@@ -342,6 +342,7 @@ def test_it_starts_afresh_and_leaves_what_it_cannot_finish(
         settings = settings_for(
             folder, tmp_path, steps_model=2, steps_sae=2, steps_needle=3, seconds_compare=0.01, seed=seed
         )
+        monkeypatch.setattr(needle, "QUESTIONS", 4)
         run.run(settings, *run.prepare(settings), Console(quiet=True))
 
     def contents() -> dict[str, bytes]:

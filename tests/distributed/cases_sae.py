@@ -330,18 +330,18 @@ def case_errors(rank: int, world: int, device: torch.device) -> None:
         sae.encode_sharded(x.half(), W, activation=gemm.BatchTopK(1))
 
 
-def case_compile(rank: int, world: int, device: torch.device) -> None:
+def case_compile(
+    rank: int, world: int, device: torch.device, kinds: tuple[str, ...] = ("jumprelu", "topk", "batchtopk")
+) -> None:
     """In one graph."""
     if world > 2 or not COMPILES:
         return  # the same graphs again, and to trace them takes time; or what older versions refuse
     x, W = torch.randn(6, 8, device=device), torch.randn(8, 15 * world, device=device)
     mine = W[:, 15 * rank : 15 * rank + 15].clone().requires_grad_()
+    threshold = torch.full((15,), 0.3, device=device, requires_grad=True)
     compared = []
-    for activation, options in (
-        ("jumprelu", {"threshold": torch.full((15,), 0.3, device=device, requires_grad=True), "bandwidth": 0.5}),
-        ("topk", {"k": 4}),
-        ("batchtopk", {"k": 4}),
-    ):
+    for activation in kinds:
+        options = {"threshold": threshold, "bandwidth": 0.5} if activation == "jumprelu" else {"k": 4}
 
         def loss(x: Tensor, activation: str = activation, options: dict[str, Any] = options) -> Tensor:
             rows, l0 = sae.encode_sharded_with_l0(x, mine, **valued(activation, **options))

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gossamer import nn, rowsparse, sae
+from tests.distributed.cases_sae import case_compile
 
 ROOT = Path(__file__).parents[2]
 FILES = ("cases_sae", "cases_nn")
@@ -48,9 +50,20 @@ def run_cases(folder: Path, world: int, device: str, files: tuple[str, ...]) -> 
     assert all(each.keys() == found[0].keys() and each for each in found)
 
 
-@pytest.mark.parametrize("world, files", [(2, FILES), (3, FILES), (4, ("cases_grid",))])
+@pytest.mark.parametrize(
+    "world, files", [pytest.param(2, FILES, marks=pytest.mark.full), (3, FILES), (4, ("cases_grid",))]
+)
 def test_on_the_cpu(world: int, files: tuple[str, ...], tmp_path: Path) -> None:
     run_cases(tmp_path, world, "cpu", files)
+
+
+def test_it_compiles_in_a_group_of_one() -> None:
+    """Of two, with every activation, where the cases run in a start of two: to trace them takes long."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        case_compile(0, 1, torch.device("cpu"), kinds=("batchtopk",))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.gpu

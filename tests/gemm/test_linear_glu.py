@@ -121,6 +121,7 @@ def test_a_single_row(k: int, dtype: torch.dtype, device: torch.device, generato
         assert_close(out, reference64=plain("silu", doubled(leaves)), plain=luckless(plain("silu", leaves)))
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("m", [1, 5])
 def test_calls_of_one_shape(

@@ -12,16 +12,9 @@ pytest.importorskip("sae_lens")
 from sae_lens.saes.sae import TrainingSAE
 
 from gossamer.integrations.sae_lens import patch, unpatch
-from gossamer.sae import encode_dense
 from tests.integrations import test_sae_lens as inference
 from tests.integrations import test_sae_lens_training as training
 from tests.integrations.test_sae_lens_training import D_SAE, activations, gradients, make, step
-
-
-@pytest.fixture(autouse=True)
-def measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way is chosen on a GPU, too."""
-    monkeypatch.setattr(encode_dense, "FOLLOWED", ("cpu", "cuda"))
 
 
 def fire(sae: TrainingSAE[Any], threshold: float) -> TrainingSAE[Any]:
@@ -102,15 +95,6 @@ def test_k_is_known_without_looking(kind: str, device: torch.device) -> None:
         density = patch(sae).density
         step(sae, activations(device))
         assert density.last_path == way and density.known(training=True) is None
-
-
-def test_where_the_break_even_is_not_measured(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    monkeypatch.setattr(encode_dense, "FOLLOWED", ())
-    sae = fire(make("jumprelu", device), 0.01)
-    density = patch(sae).density
-    for _ in range(6):
-        step(sae, activations(device))
-        assert density.last_path == "sparse" and density.known(training=True) is None
 
 
 def test_copies_keep_what_is_pinned(device: torch.device) -> None:

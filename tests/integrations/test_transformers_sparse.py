@@ -215,7 +215,9 @@ def test_what_is_left(device: torch.device) -> None:
         "encoder.block.0.layer.1.DenseReluDense": "wi is torch.float32 and wo is torch.float64",
         "encoder.block.1.layer.1.DenseReluDense": "dropout has a hook or is not a plain nn.Dropout",
     }
-    with pytest.raises(ValueError, match=r"transformers\.patch: method must be one of auto, .*, got 'fast'"):
+    with pytest.raises(
+        ValueError, match=r"transformers\.patch: sparse must be True, .* or one of auto, .*, got 'fast'"
+    ):
         patch(make("OPT", device), sparse="fast")
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from gossamer import nn
-from gossamer.sae import encode_dense as module
 from tests.nn import dense
 
 KINDS = ("topk", "batchtopk", "jumprelu", "transcoder")
@@ -79,21 +78,6 @@ def test_the_loss_of_no_rows_is_0(
         assert parameter.grad is None or not parameter.grad.any(), name
 
 
-@pytest.fixture
-def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules choose on a GPU, too."""
-    monkeypatch.setattr(module, "FOLLOWED", ("cpu", "cuda"))
-
-
-def test_where_the_break_even_is_not_measured(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    monkeypatch.setattr(module, "FOLLOWED", ())
-    model, x = nn.JumpReLUSAE(32, 512, device=device), torch.randn(200, 32, device=device)
-    for _ in range(6):
-        model.loss(x).loss.backward()
-        assert model.density.last_path == "sparse" and model.density.known(training=True) is None
-
-
-@pytest.mark.usefixtures("everywhere")
 def test_the_way_follows_the_rows(device: torch.device, generator: torch.Generator) -> None:
     """Half of 512 latents fire: dense from the first call in training on; in inference once that is known."""
     model, x = nn.JumpReLUSAE(32, 512, device=device), torch.randn(200, 32, device=device, generator=generator)
@@ -112,7 +96,37 @@ def test_the_way_follows_the_rows(device: torch.device, generator: torch.Generat
     assert model.density.last_path == "sparse"
 
 
-@pytest.mark.usefixtures("everywhere")
+@pytest.mark.full
+@pytest.mark.native
+def test_a_run_whose_rows_empty_has_the_loss_of_dense(device: torch.device) -> None:
+    """L0 falls from 2,000 to some tens in 560 steps: dense at first, sparse in the end, and the same curve."""
+    curves, l0, paths = {}, [], []
+    for way in ("dense", None):
+        generator = torch.Generator(device).manual_seed(0)
+        atoms = torch.nn.functional.normalize(torch.randn(256, 128, device=device, generator=generator))
+        torch.manual_seed(1)
+        model = nn.JumpReLUSAE(128, 4096, bandwidth=0.1, l0_coefficient=3.0, device=device)
+        model.density.pinned = way
+        optimizer = torch.optim.Adam(model.parameters(), lr=6e-3)
+        curves[way] = []
+        for step in range(560):
+            model.l0_coefficient = 3.0 * min(1.0, step / 150)
+            drawn, size = (torch.rand(64, 256, device=device, generator=generator) for _ in range(2))
+            terms = model.loss(torch.where(drawn < 0.03, size, 0) @ atoms)
+            optimizer.zero_grad()
+            terms.loss.backward()
+            optimizer.step()
+            curves[way].append(float(terms.loss.detach()))
+            if way is None:
+                l0.append(float(terms.l0.mean().detach()))
+                paths.append(model.density.last_path)
+    assert l0[0] > 1500 and l0[-1] < 60
+    assert paths[0] == "dense" and "sparse" in paths
+    for first in range(0, 560, 40):
+        dense, followed = (sum(curves[way][first : first + 40]) for way in ("dense", None))
+        assert abs(followed - dense) < 0.05 * dense
+
+
 def test_k_is_known_without_looking(device: torch.device, generator: torch.Generator) -> None:
     x = torch.randn(200, 32, device=device, generator=generator)
     for k, way in ((2, "sparse"), (500, "dense")):

@@ -44,6 +44,7 @@ def test_what_is_known(counts: list[int], dtype: torch.dtype, device: torch.devi
     assert tracker.known(training=True) is None
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("lag", [1, 2, 5])
 def test_a_call_knows_what_was_lag_calls_before(lag: int, device: torch.device) -> None:
     layer = Layer(lag)
@@ -53,6 +54,7 @@ def test_a_call_knows_what_was_lag_calls_before(lag: int, device: torch.device) 
     assert layer.paths == told[:10]
 
 
+@pytest.mark.native
 def test_training_and_inference_have_a_history_each(device: torch.device) -> None:
     layer, x = Layer(1), torch.ones(3, device=device)
     for _ in range(3):
@@ -61,6 +63,7 @@ def test_training_and_inference_have_a_history_each(device: torch.device) -> Non
     assert layer.paths == ["sparse", "sparse", "dense", "sparse", "dense", "sparse"]
 
 
+@pytest.mark.native
 def test_the_way_changes_once_backward_has_come_through(device: torch.device) -> None:
     layer, x = Layer(1), torch.ones(3, device=device, requires_grad=True)
     first, second = layer(x, 100), layer(x, 100)
@@ -79,6 +82,7 @@ def test_a_graph_that_is_dropped_waits_no_longer(device: torch.device) -> None:
     assert layer.paths[-1] == "dense"
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_what_is_computed_again_goes_the_same_way_uncounted(
@@ -113,6 +117,7 @@ def test_copies_start_anew(device: torch.device) -> None:
         assert (other.lag, other.pinned, other.last_path, other.known(training=True)) == (1, "dense", None, None)
 
 
+@pytest.mark.native
 def test_compiled_calls_record_nothing(device: torch.device, compiled) -> None:
     layer, x = Layer(1), torch.ones(3, device=device)
     layer(x, 100, training=False)
@@ -146,6 +151,7 @@ def test_bad_lag(lag: Any, error: type[Exception]) -> None:
         DensityTracker(lag)
 
 
+@pytest.mark.native
 def test_inference_mode_comes_and_goes(device: torch.device) -> None:
     layer, x = Layer(1), torch.ones(3, device=device)
     for inference in (True, False, True, False):

@@ -243,6 +243,7 @@ def test_operators_settle_nothing(device: torch.device, generator: torch.Generat
     rows.detach().to(torch.float16).to_dense()
 
 
+@pytest.mark.native
 @pytest.mark.usefixtures("unsettled")
 def test_autoencoders_settle_nothing(device: torch.device, generator: torch.Generator) -> None:
     x = torch.randn(6, 8, device=device, generator=generator)

@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer import rowsparse, sae
 from gossamer.gemm import BatchTopK, JumpReLU, TopK
+from gossamer.sae.encode_path import choose_path
 
 FORMATS: list[dict[str, Any]] = [
     {"format": "csr"},
@@ -52,3 +54,17 @@ def whole(shape: tuple[int, ...], limit: int, generator: torch.Generator, dtype:
     """Small whole numbers: no dtype rounds their products and sums, and many of them tie."""
     drawn = torch.randint(-limit, limit + 1, shape, device=generator.device, generator=generator)
     return drawn.to(dtype)
+
+
+def check_path(path: str, m: int, n: int, capacity: int, jump: bool, generator: torch.Generator) -> None:
+    """ReLU or JumpReLU of [m, n] goes that way, and comes out right."""
+    # Whole numbers: pre-activations are exact, and many are equal.
+    x, weight = (whole(shape, 2, generator, torch.float32) for shape in ((m, 6), (6, n)))
+    assert choose_path("relu", m, 0, capacity, capacity < n, weight) == path
+    threshold = torch.arange(n, device=x.device) % 4 + 0.5
+    rows = sae.encode(x, weight, None, JumpReLU(threshold) if jump else "relu", capacity=capacity)
+    z = x @ weight
+    kept = selected(z, "jumprelu", threshold=threshold) if jump else selected(z, "relu")
+    wanted = torch.where(kept, z, 0)
+    assert torch.equal(rowsparse.unpack(rows), wanted)
+    assert torch.equal(rows.packed.counts, (wanted != 0).sum(1).int())

@@ -24,6 +24,8 @@ METHODS = ("auto", "exact", "fixed", "dense")
 CONFIGURATIONS = list(itertools.product((1, 4, 32), (256, 1024, 16384), (128, 512, 768), (1, 8, 100)))
 if MODE == "interpreter":
     CONFIGURATIONS = [c for c in CONFIGURATIONS if c[0] <= 4 and c[1] <= 1024 and c[2] == 128]
+# Of the largest the widest and the narrowest.
+MARKED = [pytest.param(*c, marks=pytest.mark.full) if c[1:3] == (16384, 512) else c for c in CONFIGURATIONS]
 
 
 def full(n: int) -> int:
@@ -42,7 +44,7 @@ def configuration(
     return acts, W, acts.double() @ W.double(), acts @ W
 
 
-@pytest.mark.parametrize("B, F, D, l0", CONFIGURATIONS)
+@pytest.mark.parametrize("B, F, D, l0", MARKED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("method", ["exact", "fixed", "auto"])
 def test_configurations_of_the_seed(
@@ -104,7 +106,7 @@ def test_containers(data: st.DataObject, dtype: torch.dtype, device: torch.devic
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("with_bias", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("m, n", [(7, 700), (7, 2100), (40, 5000), (600, 700), (520, 2100)])
 def test_error_budget(
     method: str, with_bias: bool, m: int, n: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator

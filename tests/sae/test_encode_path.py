@@ -94,7 +94,7 @@ def test_density_follows(device: torch.device, mode: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(encode_path, "packs_in_product", lambda m, weight: True)
     tracker = rowsparse.DensityTracker(lag=1)
     x, W = torch.randn(2, 1, 8, device=device), torch.randn(8, 2304, device=device)
-    W.requires_grad_()
+    x.requires_grad_()
     plain = "torch" if mode == "cpu" else "chunks"
 
     def call(**options: Any) -> Tensor:
@@ -114,6 +114,6 @@ def test_density_follows(device: torch.device, mode: str, monkeypatch: pytest.Mo
     assert tracker.last_path == ("torch" if mode == "cpu" else "batch_csr")
     call(activation=gemm.TopK(3)).sum().backward()
     seen = tracker.known(training=True)
-    assert seen is not None and seen.mean == 3 and W.grad is not None
+    assert seen is not None and seen.mean == 3 and x.grad is not None
     with pytest.raises(TypeError, match=r"sae.encode: density must be a rowsparse.DensityTracker or None, got int"):
         sae.encode(x, W, density=3)  # type: ignore[arg-type]

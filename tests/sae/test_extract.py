@@ -193,7 +193,7 @@ def test_a_source_that_says_where_it_begins(device: torch.device, tmp_path: Path
 def test_errors(device: torch.device, tmp_path: Path) -> None:
     sae, x = model(device), activations(100)
     out = tmp_path / "out"
-    with pytest.raises(TypeError, match=r"sae must have encode\(x\) and W_enc \[d_in, d_sae\], got Linear"):
+    with pytest.raises(TypeError, match=r"sae must have encode\(x\) and W_enc \[d_in, d_sae\], as .* have, got Linear"):
         extract(x, torch.nn.Linear(2, 2), out)
     with pytest.raises(ValueError, match="shard_rows must be a multiple of batch_size = 32, got 100"):
         extract(x, sae, out, batch_size=32, shard_rows=100)

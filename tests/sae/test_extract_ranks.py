@@ -165,8 +165,11 @@ def test_a_rank_that_does_not_call_it(tmp_path: Path, monkeypatch: pytest.Monkey
         extract(source(), model(), tmp_path / "out", **SIZES)
 
 
-def test_killed(tmp_path: Path) -> None:
-    """SIGKILL to both ranks; then, of three that go on, to one; then one process: the bytes of one process."""
+@pytest.mark.parametrize(
+    "kills", [[(3, slice(1, 2))], pytest.param([(2, slice(None)), (3, slice(1, 2))], marks=pytest.mark.full)]
+)
+def test_killed(kills: list[tuple[int, slice]], tmp_path: Path) -> None:
+    """SIGKILL to one rank of three, or first to both of two; then one process: the bytes of one process."""
     code = """
 print("begun", flush=True)
 try:
@@ -175,7 +178,7 @@ except RuntimeError as error:
     sys.exit(f"{error}")
 """
     rows, out = 0, tmp_path / "out"
-    for ranks, killed in ((2, slice(None)), (3, slice(1, 2))):
+    for ranks, killed in kills:
         processes = start(code, out, ranks)
         for process in processes:
             assert process.stdout is not None and process.stdout.readline() == "begun\n"

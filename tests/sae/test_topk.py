@@ -113,7 +113,7 @@ def test_what_is_ranked_by_a_scale(
     """Of all sizes, in tiles enough to settle most rows."""
     n = 24 * 256 + 40
     x, W, b_enc = (
-        whole((M, D), 2, generator, dtype),
+        whole((2, D), 2, generator, dtype),
         whole((D, n), 2, generator, dtype),
         whole((n,), 3, generator, dtype),
     )
@@ -168,13 +168,13 @@ def test_infinity_by_a_tiny_scale(
 ) -> None:
     """It is kept where the bound over the scale is more than float32 holds, in rows that have enough without it."""
     n = 24 * 256 + 40
-    x, W = whole((M, D), 2, generator, dtype), whole((D, n), 2, generator, dtype)
+    x, W = whole((2, D), 2, generator, dtype), whole((D, n), 2, generator, dtype)
     b_enc, scale = torch.zeros(n, device=device, dtype=dtype), torch.ones(n, device=device)
     b_enc[200] = INF
     for tiny in (1e-37, 1e-38, 1e-39):
         scale[200] = tiny
         got = check_same(packs, x, W, b_enc, k=20, scale=scale)
-        assert got.values.isinf().sum() == M
+        assert got.values.isinf().sum() == len(x)
     assert not torch.stack(again).all()
 
 

@@ -111,6 +111,18 @@ def same_device(operator: str, first: str, device: torch.device, **given: Tensor
             )
 
 
+def same_dtype(operator: str, first: str, tensor: Tensor, **given: Tensor | None) -> None:
+    """Every operand of a product has the dtype of `first`, as in PyTorch."""
+    for argument, other in given.items():
+        if other is not None and other.dtype is not tensor.dtype:
+            # Autocast leaves float64 alone.
+            autocasts = "" if torch.float64 in (tensor.dtype, other.dtype) else ", or use torch.autocast"
+            raise TypeError(
+                f"{operator}: {first} and {argument} must have one dtype, got {name_of(tensor.dtype)} and "
+                f"{name_of(other.dtype)}. Convert one with .to(dtype){autocasts}."
+            )
+
+
 def shape(operator: str, argument: str, tensor: Tensor, expected: tuple[int, ...], letters: str, why: str) -> None:
     """`tensor.shape == expected`; `letters` names the dimensions and `why` says where the sizes come from."""
     if tensor.shape != expected:

@@ -59,7 +59,7 @@ def indexer_scores(
     checks.float_dtype(operator, "out_dtype", out_dtype, "None gives the dtype of q_idx.")
     if autocast.enabled(q_idx.device):
         q_idx, k_idx = autocast.cast(q_idx, k_idx)  # type: ignore[assignment]
-    check_dtypes(operator, q_idx, k_idx)
+    checks.same_dtype(operator, "q_idx", q_idx, k_idx=k_idx)
     call = undispatched(_indexer_scores, q_idx, k_idx, w, bias)
     scale = scale_of(operator, scale, q_idx.shape[3])
     return call(q_idx, k_idx, w, bias, lengths, scale, causal, out_dtype or q_idx.dtype)
@@ -95,15 +95,6 @@ def check_inputs(
         )
 
 
-def check_dtypes(operator: str, q_idx: Tensor, k_idx: Tensor) -> None:
-    """Raises where queries and keys have two dtypes."""
-    if q_idx.dtype is not k_idx.dtype:
-        raise TypeError(
-            f"{operator}: q_idx and k_idx must have one dtype, got {checks.name_of(q_idx.dtype)} and "
-            f"{checks.name_of(k_idx.dtype)}. Convert one with .to(dtype), or use torch.autocast."
-        )
-
-
 def scale_of(operator: str, scale: float | None, d: int) -> float:
     """The scale that is meant."""
     if scale is None:
@@ -112,29 +103,11 @@ def scale_of(operator: str, scale: float | None, d: int) -> float:
     return float(scale)
 
 
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    lengths: Tensor | None,
-    scale: float,
-    causal: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return q.new_empty((q.shape[0], q.shape[2], k.shape[1]), dtype=out_dtype)
+def _fake(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
+    return q.new_empty((q.shape[0], q.shape[2], k.shape[1]), dtype=rest[-1])
 
 
-def _fake_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    lengths: Tensor | None,
-    scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_backward(grad: Tensor, q: Tensor, k: Tensor, w: Tensor, *_: Any) -> tuple[Tensor, ...]:
     dq, dk, dw = (x.new_empty(x.shape) for x in (q, k, w))
     return dq, dk, dw, q.new_empty((q.shape[1],), dtype=torch.promote_types(q.dtype, torch.float32))
 

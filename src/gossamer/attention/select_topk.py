@@ -11,7 +11,7 @@ from torch.utils import _pytree
 from gossamer._core import autocast, checks
 from gossamer._core.ops import register, undispatched
 from gossamer.attention._torch import select_topk as _cpu
-from gossamer.attention.indexer_scores import check_dtypes, check_inputs, scale_of
+from gossamer.attention.indexer_scores import check_inputs, scale_of
 from gossamer.attention.levels import RULES
 from gossamer.attention.selection import QUERIES, Selection
 
@@ -151,7 +151,7 @@ def select_topk(
     check_inputs(operator, q_idx, k_idx, w, bias, lengths, causal)
     if autocast.enabled(q_idx.device):
         q_idx, k_idx = autocast.cast(q_idx, k_idx)  # type: ignore[assignment]
-    check_dtypes(operator, q_idx, k_idx)
+    checks.same_dtype(operator, "q_idx", q_idx, k_idx=k_idx)
     rule = _rule(operator, k, adaptive, q_idx.device)
     _, _, base, least, most, *_ = rule
     _check_granularity(operator, granularity, (least, base, most))

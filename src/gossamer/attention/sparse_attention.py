@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args, overload
 import torch
 from torch import Tensor
 
-from gossamer._core import autocast, checks
+from gossamer._core import autocast, checks, tuning
 from gossamer._core.ops import register, undispatched
 from gossamer.attention._torch import sparse_attention as _cpu
 from gossamer.attention._torch import straight_through as _through
@@ -15,7 +15,7 @@ from gossamer.attention.selection import Selection
 MAX_HEAD_DIM = 256
 IndexerInputs = tuple[Tensor, Tensor, Tensor, Tensor]
 """q_idx, k_idx, w and bias, as `indexer_scores` takes them."""
-Path = Literal["decode", "tiles", "lists"]
+Path = Literal["decode", "tiles", "lists", "dense"]
 """Ways to go about it on the GPU; see `choose_path`."""
 
 
@@ -65,7 +65,7 @@ def sparse_attention(
     The last query stands beside the last key: beside key Tk - 1, or with `lengths` beside key lengths[b] - 1; where a
     sequence has fewer keys than there are queries, the first stands beside the first. A query that takes no key gives
     zeros, and has no gradient. A value that is NaN or infinite reaches each query of a block of 128 that has one who
-    takes it.
+    takes it, or with path "dense" of a slab.
 
     Args:
         q: `[B, H, Tq, D]`, float, D at most 256; any strides.
@@ -80,7 +80,7 @@ def sparse_attention(
             a gradient straight through the selection: that of the selected keys' logits, as if the scores, with a scale
             of d ** -0.5, had been added to them. Nothing else changes. For a selection of one scope, T queries and T
             keys.
-        path: how the GPU goes about it, "decode", "tiles" or "lists"; None for what `choose_path` chooses.
+        path: how the GPU goes about it, "decode", "tiles", "lists" or "dense"; None for what `choose_path` chooses.
 
     Returns:
         `[B, H, Tq, D]`, the dtype of q, in memory as `[B, Tq, H, D]`; with return_lse also the float32 `[B, H, Tq]`,
@@ -103,7 +103,7 @@ def sparse_attention(
     if autocast.enabled(q.device):
         q, k, v = autocast.cast(q, k, v)  # type: ignore[assignment]
     words, counts, indices = selection.words, selection.counts, selection.indices
-    chosen = _path(path, q.shape[2], selection)
+    chosen = _path(path, q, selection)
     if indexer is None:
         out, lse = _sparse_attention(q, k, v, words, counts, indices, lengths, scale, causal, chosen)
     else:
@@ -117,28 +117,42 @@ OPERATOR = "attention.sparse_attention"
 FEW_QUERIES = 16
 
 
-SHORT = 512
-"""Keys up to which a list costs more to make than it leaves out."""
+SHORT = 1024
+"""Keys up to which a list costs more to make than it leaves out, if neighbours share few keys."""
+WIDE = 1 << 27
+"""Products of float32 numbers in q k^T from which PyTorch's own are worth their launches, where D is at most 32."""
 
 
-def choose_path(num_queries: int, num_keys: int) -> Path:
-    """How the GPU goes about it, by what the host knows.
+def choose_path(num_queries: int, num_keys: int, capacity: int = 0, products: int = 0, head_dim: int = 0) -> Path:
+    """How the GPU goes about it, by what the host knows. `capacity` is the selection's; `products` are those of numbers
+    in q k^T, if these are float32 and no TF32 is allowed, else 0.
 
     - "decode" cuts the keys of a few queries among programs.
     - "tiles" is flash attention over all keys, in which a bit a score says what takes part: where keys are few.
     - "lists" gathers the keys of each group of neighbouring queries by a list.
+    - "dense" has PyTorch multiply all queries by all keys, and knows the bits in the softmax: in float32 arithmetic,
+      where tensor cores have no part, if keys are few, or lists may be as long as half of them.
 
-    On an H200, with 16 heads of 128 in bfloat16 and drifting selections, lists took 0.02 to 0.04 ms where tiles took
-    0.04 at 1,024 keys, and 0.31 to 0.79 where tiles took 1.1 at 8,192. At 512 both took 0.023.
+    On an H200, forward and backward in 16 bits, tiles took 0.17 ms where lists took 0.30 for 733 keys (32 heads of 96,
+    keys drawn for each query), 0.10 each for 822 (drifting), and 0.91 where lists took 0.20 for 4,215 (8 heads of 128,
+    drifting). In float32 dense took 10.2 ms where lists took 23.7 (20 heads of 64, 4,259 keys, of which 972 are drawn
+    for each query), and 0.08 where tiles took 0.16 (one head of 96, 91 keys). Lists took 0.12 where dense took 0.63 (6
+    heads of 96, 2,276 keys, 98 of them drifting, forward).
     """
     if num_queries <= FEW_QUERIES:
         return "decode"
+    worth = products >= WIDE or (products > 0 and head_dim > 32)
+    if worth and (num_keys <= SHORT or 2 * capacity >= num_keys):
+        return "dense"
     return "tiles" if num_keys <= SHORT else "lists"
 
 
-def _path(path: str | None, num_queries: int, selection: Selection) -> str:
+def _path(path: str | None, q: Tensor, selection: Selection) -> str:
+    num_queries = q.shape[2]
     if path is None:
-        return choose_path(num_queries, selection.num_keys)
+        exact = q.dtype is torch.float32 and not tuning.tf32()
+        products = q.numel() * selection.num_keys if exact else 0
+        return choose_path(num_queries, selection.num_keys, selection.capacity, products, q.shape[3])
     if path not in get_args(Path) or (path == "decode" and num_queries > FEW_QUERIES):
         raise ValueError(
             f"{OPERATOR}: path must be one of {', '.join(get_args(Path))}, decode with at most {FEW_QUERIES} queries, "

@@ -92,7 +92,8 @@ def attention(
     valid_lengths, scale = _settings(q, valid_lengths, scale)
     lists = layout.row_offsets, layout.col_indices, layout.row_indices, layout.col_offsets, layout.transpose_order
     settings = *z, *layout.block_size, causal, scale
-    out, lse = _attention(q, k, v, extra, queried, places, valid_lengths, *lists, layout.positions, *settings)
+    given = q, k, v, extra, queried, places, valid_lengths
+    out, lse = undispatched(_attention, *given)(*given, *lists, layout.positions, *settings)
     return (out, lse) if return_lse else out
 
 
@@ -208,12 +209,10 @@ def _fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return empty_like(q), lse
 
 
-def _fake_bwd(
-    grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    bias: Tensor | None, relative: Tensor | None, *rest: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _fake_bwd(grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    q, k, v, *terms = rest[3:8]
     grads = [empty_like(x) for x in (q, k, v)]
-    for x, wanted in zip((bias, relative), rest[-2:]):
+    for x, wanted in zip(terms, rest[-2:]):
         grads.append(x.new_empty(x.shape) if x is not None and wanted else q.new_empty(0))
     return tuple(grads)
 

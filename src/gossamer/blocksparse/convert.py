@@ -127,6 +127,9 @@ def from_block_mask(mask: BlockMask, *, capacity: int | None = None) -> Layout:
             give `attention` a mask for that.
         capacity: as in `Layout.from_mask`.
 
+    Returns:
+        `Layout` of `(B, H, M, N)`.
+
     Raises:
         ValueError: its blocks are of another size.
         NotImplementedError: `capacity=None` under CUDA-graph capture.
@@ -153,6 +156,9 @@ def to_block_mask(layout: Layout, mask_mod: Callable[..., Any] | None = None) ->
         mask_mod: which elements of these blocks take part, as FlexAttention has it; None takes all, and makes the
             blocks full ones, for which nothing is asked. The result's `mask_mod` knows the layout too: where
             FlexAttention is not compiled it looks at nothing else.
+
+    Returns:
+        `BlockMask` of `(B, H, M, N)`, with 1 for a leading dimension that the layout lacks.
 
     Raises:
         TypeError: layout is no `Layout`.

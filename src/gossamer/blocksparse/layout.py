@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from gossamer._core import checks
-from gossamer._core.ops import register
-from gossamer.blocksparse._torch.layout import layout as _cpu
+from gossamer._core.ops import register, undispatched
+from gossamer.blocksparse._torch import layout as _cpu
 
 if TYPE_CHECKING:
     from gossamer.blocksparse.tensor import BlockSparseTensor
@@ -267,7 +267,11 @@ class Layout:
         if layout is not None:
             return layout
         block, size = self.block_size[::-1], self.size[::-1]
-        layout = Layout.from_mask(self.to_dense().mT, block, size=size, capacity=self.capacity)
+        given = self.col_indices, self.row_indices, self.transpose_order, self.positions
+        call = undispatched(_layout_transpose, self.positions)
+        columns, lines, order, positions = call(self.row_offsets[-1:], *given, self.rows, self.cols)
+        shape, offsets = (*self.shape[:-2], self.cols, self.rows), (self.col_offsets, self.row_offsets)
+        layout = Layout(shape, block, size, offsets[0], columns, lines, offsets[1], order, positions)
         # What a graph makes is there only when it is replayed.
         if not torch.compiler.is_compiling() and not checks.capturing():
             self.__dict__["_transposed"] = layout
@@ -444,9 +448,18 @@ def _fake(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor, 
 
 _layout = register(
     "blocksparse_layout(Tensor mask, SymInt capacity) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    cpu=_cpu,
+    cpu=_cpu.layout,
     gpu="gossamer.blocksparse._triton.layout:layout",
     fake=_fake,
+)
+
+
+_layout_transpose = register(
+    "blocksparse_layout_transpose(Tensor nnz, Tensor col_indices, Tensor row_indices, Tensor transpose_order, "
+    "Tensor positions, SymInt rows, SymInt cols) -> (Tensor, Tensor, Tensor, Tensor)",
+    cpu=_cpu.layout_transpose,
+    gpu="gossamer.blocksparse._triton.layout:layout_transpose",
+    fake=lambda nnz, *given: tuple(x.new_empty(x.shape) for x in given[:4]),
 )
 
 

@@ -33,6 +33,9 @@ def causal(
         capacity: as in `Layout.from_mask`; None costs one sync.
         device: where to; None is that of lengths, else the CPU.
 
+    Returns:
+        `Layout` of `(M, N)`, or with lengths of `(..., M, N)`.
+
     Raises:
         ValueError, TypeError: sizes, or as `Layout.from_mask`.
 
@@ -66,6 +69,12 @@ def sliding_window(
         dilation: keys stand at a multiple of this distance from the query. It leaves out blocks where it is larger
             than a block.
         size, block_size, lengths, capacity, device: as in `causal`.
+
+    Returns:
+        `Layout`, as in `causal`.
+
+    Raises:
+        ValueError, TypeError: window is below 0 or no number, dilation is no int of at least 1, or as `causal`.
 
     Source: Beltagy et al. 2020, Longformer (arXiv 2004.05150), sliding and dilated windows; Child et al. 2019 (arXiv
     1904.10509): the strided pattern is a causal window and one of dilation `stride` and window `(M, 0)`.
@@ -113,6 +122,12 @@ def global_tokens(
         tokens: int `[..., G]`, positions among the keys, -1 for none, with the leading dimensions of lengths where
             both have any; or a number, the first so many positions.
         size, block_size, lengths, capacity, device: as in `causal`; the device of tokens goes first.
+
+    Returns:
+        `Layout` of `(M, N)`, or with the leading dimensions of tokens or lengths.
+
+    Raises:
+        ValueError, TypeError: as `causal`.
 
     Source: Beltagy et al. 2020, Longformer (arXiv 2004.05150), global attention.
 

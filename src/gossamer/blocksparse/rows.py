@@ -40,7 +40,9 @@ def sum(x: BlockSparseTensor, dim: int = -1) -> Tensor:
 
 
 def mean(x: BlockSparseTensor, dim: int = -1) -> Tensor:
-    """The mean of each row (`dim=-1`) or of each column (`dim=-2`), absent blocks counted as zeros; as `sum`.
+    """The mean of each row (`dim=-1`) or of each column (`dim=-2`), absent blocks counted as zeros.
+
+    Args, Returns, Raises, Source: as in `sum`.
 
     >>> mean(from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16)))[0].item()
     0.5
@@ -55,7 +57,7 @@ def max(x: BlockSparseTensor, dim: int = -1) -> Tensor:
     Absent blocks take no part, as in `softmax`: a row without blocks gives -inf. Elements that share the maximum share
     the gradient, as in `torch.amax`.
 
-    Args, Raises: as in `sum`.
+    Args, Returns, Raises, Source: as in `sum`.
 
     >>> max(from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16)) - 3)[0].item()
     -2.0
@@ -88,7 +90,9 @@ def add(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
 
 
 def sub(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
-    """x - vector on the present blocks; as `add`.
+    """x - vector on the present blocks, for a vector of columns or rows.
+
+    Args, Returns, Raises, Source: as in `add`.
 
     >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
     >>> sub(x, max(x)[:, None]).values.abs().max().item()
@@ -98,7 +102,9 @@ def sub(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
 
 
 def mul(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
-    """x * vector on the present blocks; as `add`.
+    """x * vector on the present blocks, for a vector of columns or rows.
+
+    Args, Returns, Raises, Source: as in `add`.
 
     >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
     >>> mul(x, torch.arange(32.0)).to_dense()[31, 30:].tolist()
@@ -134,7 +140,9 @@ def broadcast_add(x: Tensor, y: Tensor, layout: Layout) -> BlockSparseTensor:
 
 
 def broadcast_sub(x: Tensor, y: Tensor, layout: Layout) -> BlockSparseTensor:
-    """x[..., :, None] - y[..., None, :] on the blocks of a layout; as `broadcast_add`.
+    """x[..., :, None] - y[..., None, :] on the blocks of a layout.
+
+    Args, Returns, Raises, Source: as in `broadcast_add`.
 
     >>> layout = Layout.from_mask(torch.eye(2).bool(), 16)
     >>> broadcast_sub(torch.arange(32.0), torch.arange(32.0), layout).values.max().item()

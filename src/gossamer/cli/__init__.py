@@ -14,7 +14,7 @@ _COMMANDS = {
         "Show versions and devices, say what computes each function on them, check the results.",
     ),
     "bench": ("gossamer.cli.bench.command", "Measure gossamer beside its peers: table, JSON and plots."),
-    "demo": ("gossamer.cli.demo", "Train a small transformer and a sparse autoencoder on real text, and report."),
+    "demo": ("gossamer.cli.demo", "Train small models on real text, run every room beside its dense way, and report."),
     "sae": ("gossamer.cli.sae", "Extract a sparse autoencoder's latents to disk, and look at them."),
 }
 

@@ -14,7 +14,7 @@ import torch
 
 import gossamer
 
-_PACKAGES = ("torch", "triton", "numpy", "safetensors", "liger-kernel", "blksprs")
+_PACKAGES = ("torch", "triton", "numpy", "safetensors", "sae-lens", "transformers", "liger-kernel", "blksprs")
 
 
 def versions() -> dict[str, str | None]:

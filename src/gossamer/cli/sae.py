@@ -97,14 +97,7 @@ def extract(
                 bar.update(task, completed=finished, total=total)
 
             found = operators.extract(
-                rows,
-                sae_model,
-                out,
-                key=key,
-                batch_size=batch_size,
-                shard_rows=shard_rows,
-                top=top,
-                progress=progress,
+                rows, sae_model, out, key=key, batch_size=batch_size, shard_rows=shard_rows, top=top, progress=progress
             )
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"stopped at row {done}; the same command goes on from the last whole file") from None

@@ -18,7 +18,6 @@ from gossamer.ffn.sparse_ffn import sparse_ffn
 from gossamer.ffn.tracker import BlockTracker, Known
 from gossamer.ffn.transposed import Transposed
 from gossamer.gemm._torch.linear_glu import linear
-from gossamer.gemm.linear_glu import check_dtypes
 from gossamer.rowsparse.formats import threshold_dtype
 
 NAMES = ("relu", "relu2")
@@ -82,7 +81,7 @@ def run(operator: str, block: Block, method: str, density: BlockTracker | None) 
     if found is None:
         sizes = check(operator, block, method, density)
         weights = {"gate_weight": block.gate_weight, "up_weight": block.up_weight, "down_weight": block.down_weight}
-        check_dtypes(operator, block.x, **weights)
+        checks.same_dtype(operator, "x", block.x, **weights)
         _, k, n, d = sizes
         found = Found(*sizes, costs_of(n, k, d, block.up_weight is not None, block.x))
         _checked.keep(key, found)

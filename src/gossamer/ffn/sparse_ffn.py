@@ -1,5 +1,7 @@
 """A feed-forward block whose gate is sparse, as an operator."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -8,23 +10,8 @@ from gossamer.ffn._torch import sparse_ffn as _cpu
 from gossamer.ffn.costs import sampled_groups
 
 
-def _fake(
-    x: Tensor,
-    gate_weight: Tensor,
-    gate_bias: Tensor | None,
-    threshold: Tensor | None,
-    up_weight: Tensor | None,
-    up_bias: Tensor | None,
-    down_weight: Tensor,
-    down_rows: Tensor | None,
-    down_bias: Tensor | None,
-    squared: bool,
-    united: bool,
-    step: int,
-    unknown: bool,
-    light: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    m = x.shape[0]
+def _fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    m, down_weight, step = x.shape[0], rest[5], rest[10]
     nnz = x.new_empty(m if step else 0, dtype=torch.int32)
     return x.new_empty(m, down_weight.shape[0]), nnz, nnz.new_empty(sampled_groups(m, step))
 

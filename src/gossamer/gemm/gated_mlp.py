@@ -10,13 +10,7 @@ from gossamer._core import autocast, checks
 from gossamer._core.ops import needs_gradient, refuse_second, register, undispatched
 from gossamer.gemm._torch import gated_mlp as _cpu
 from gossamer.gemm._torch.linear_glu import linear
-from gossamer.gemm.linear_glu import (
-    _linear_glu,
-    check_dtypes,
-    check_operands,
-    linear_glu,
-    products_bwd,
-)
+from gossamer.gemm.linear_glu import check_operands, linear_glu, linear_glu_operator, products_bwd
 
 
 def gated_mlp(
@@ -70,7 +64,7 @@ def gated_mlp(
         x, gate_weight, up_weight, down_weight = autocast.cast(  # type: ignore[assignment]
             x, gate_weight, up_weight, down_weight
         )
-    check_dtypes(operator, x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
+    checks.same_dtype(operator, "x", x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
     operands = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
     if not needs_gradient(*operands):
         hidden = linear_glu(x, gate_weight, up_weight, activation=activation, gate_bias=gate_bias, up_bias=up_bias)
@@ -99,7 +93,7 @@ class _GatedMLP(torch.autograd.Function):
         recompute: bool,
     ) -> Tensor:
         operands = (x, gate_weight, up_weight, gate_bias, up_bias)
-        hidden, *kept = undispatched(_linear_glu, *operands)(*operands, activation, not recompute)
+        hidden, *kept = undispatched(linear_glu_operator, *operands)(*operands, activation, not recompute)
         ctx.save_for_backward(x, gate_weight, up_weight, down_weight, *((gate_bias, up_bias) if recompute else kept))
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (gate_bias, up_bias, down_bias)]
         ctx.activation, ctx.recompute = activation, recompute
@@ -116,7 +110,7 @@ class _GatedMLP(torch.autograd.Function):
         with autocast.disabled(grad.device):
             if ctx.recompute:
                 operands = (x, gate_weight, up_weight, first, second)
-                gate, up = undispatched(_linear_glu, *operands)(*operands, ctx.activation, True)[1:]
+                gate, up = undispatched(linear_glu_operator, *operands)(*operands, ctx.activation, True)[1:]
             elif ctx.hooked or _retained():
                 gate, up = (kept.clone(memory_format=torch.contiguous_format) for kept in (first, second))
             else:

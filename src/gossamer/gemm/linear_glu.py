@@ -63,24 +63,14 @@ def linear_glu(
         name = check_operands(operator, x, gate_weight, up_weight, gate_bias, up_bias, activation)
         if autocasts:
             x, gate_weight, up_weight = autocast.cast(x, gate_weight, up_weight)  # type: ignore[assignment]
-        check_dtypes(operator, x, gate_weight=gate_weight, up_weight=up_weight)
+        checks.same_dtype(operator, "x", x, gate_weight=gate_weight, up_weight=up_weight)
         _checked.keep(key, name)
     operands = (x, gate_weight, up_weight, gate_bias, up_bias)
     keep = not recompute and needs_gradient(*operands)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    call = _linear_glu if autocasts else undispatched(_linear_glu, flat, *operands[1:])
+    call = linear_glu_operator if autocasts else undispatched(linear_glu_operator, flat, *operands[1:])
     out = call(flat, gate_weight, up_weight, gate_bias, up_bias, name, keep)[0]
     return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
-
-
-def check_dtypes(operator: str, x: Tensor, **weights: Tensor | None) -> None:
-    """Every weight that is given has the dtype of x."""
-    for name, weight in weights.items():
-        if weight is not None and weight.dtype is not x.dtype:
-            raise TypeError(
-                f"{operator}: x and {name} must have one dtype, got {checks.name_of(x.dtype)} and "
-                f"{checks.name_of(weight.dtype)}. Convert one with .to(dtype), or use torch.autocast."
-            )
 
 
 def check_operands(
@@ -130,21 +120,10 @@ def activation_name(operator: str, activation: str) -> str:
     return name
 
 
-def _columns(gate_weight: Tensor, up_weight: Tensor | None) -> int:
-    return gate_weight.shape[0] // 2 if up_weight is None else gate_weight.shape[0]
-
-
-def _fake(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor | None,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    activation: str,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    m, n = x.shape[0], _columns(gate_weight, up_weight)
-    return x.new_empty(m, n), x.new_empty(m if keep else 0, n), x.new_empty(m if keep else 0, n)
+def _fake(x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    n = gate_weight.shape[0] // (2 if up_weight is None else 1)
+    kept = x.shape[0] if rest[-1] else 0
+    return x.new_empty(x.shape[0], n), x.new_empty(kept, n), x.new_empty(kept, n)
 
 
 def _context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -198,7 +177,7 @@ def products_bwd(
 
 
 _OPERANDS = "Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor? gate_bias, Tensor? up_bias, str activation"
-_linear_glu = register(
+linear_glu_operator = register(
     f"linear_glu({_OPERANDS}, bool keep) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu.linear_glu,
     gpu=f"{_GPU}:linear_glu",

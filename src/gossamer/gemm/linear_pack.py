@@ -11,7 +11,6 @@ from gossamer._core.calls import Checked, key_of
 from gossamer._core.ops import register, undispatched
 from gossamer.gemm._torch import linear_pack as _cpu
 from gossamer.gemm.activations import Activation, resolve_fixed
-from gossamer.gemm.linear_glu import check_dtypes
 from gossamer.rowsparse.container import unchecked, unchecked_source
 from gossamer.rowsparse.formats import ELL, TwELL, threshold_dtype, tile_index_dtype
 from gossamer.rowsparse.matmul import gradients, matmul_operator
@@ -78,7 +77,7 @@ def linear_pack(
         known = check_options(operator, weight.shape[0], format, capacity, tile, slots)
         if autocasts:
             x, weight = autocast.cast(x, weight)  # type: ignore[assignment]
-        check_dtypes(operator, x, weight=weight)
+        checks.same_dtype(operator, "x", x, weight=weight)
         _checked.keep(key, known)
     (n, _), leading = weight.shape, x.shape[:-1]
     slots, capacity = known
@@ -122,12 +121,7 @@ def check_operands(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None
 
 
 def check_options(
-    operator: str,
-    n: int,
-    format: str,
-    capacity: int | None,
-    tile: int,
-    slots: int | None,
+    operator: str, n: int, format: str, capacity: int | None, tile: int, slots: int | None
 ) -> tuple[int, int | None]:
     """(slots per row and tile, slots per row or None for a TwELL)."""
     if format not in ("twell", "ell"):
@@ -143,16 +137,8 @@ def check_options(
     return slots, max(1, min(capacity, n))
 
 
-def _fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    threshold: Tensor | None,
-    tile: int,
-    slots: int,
-    capacity: int | None,
-    squared: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    tile, slots, capacity = rest[2:5]
     m, nnz = x.shape[0], x.new_empty(x.shape[0], dtype=torch.int32)
     if capacity is not None:
         values = x.new_empty(m, capacity)

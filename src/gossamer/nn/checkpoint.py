@@ -15,7 +15,7 @@ from torch import Tensor
 from gossamer._core import checks, files
 from gossamer.nn.distributed import Sharded
 from gossamer.nn.jumprelu import JumpReLUSAE
-from gossamer.nn.sae import _SAE, BatchTopKSAE, TopKSAE
+from gossamer.nn.sae import BatchTopKSAE, SparseAutoencoder, TopKSAE
 from gossamer.nn.transcoder import Transcoder
 
 _CONFIG = "cfg.json"
@@ -274,10 +274,7 @@ def _from_sae_lens(operator: str, folder: Path, config: dict[str, Any], tensors:
 
 
 def _from_sparsify(operator: str, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> _Made:
-    for name, neutral in {
-        "activation": "topk",
-        "signed": False,
-    }.items():
+    for name, neutral in {"activation": "topk", "signed": False}.items():
         if config.get(name, neutral) != neutral:
             raise ValueError(
                 f"{operator}: {folder / _CONFIG} has {name} = {config[name]!r}, which these modules do not do."
@@ -330,7 +327,7 @@ def _sizes(operator: str, folder: Path, config: dict[str, Any], *names: str) -> 
     return [config[name] for name in names]
 
 
-def _folded(model: _SAE, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _folded(model: SparseAutoencoder, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The module's state: what SAELens does to inputs and selections, in the weights."""
     tensors = dict(tensors)
     wide = {name: t.to(torch.promote_types(t.dtype, torch.float32)) for name, t in tensors.items()}

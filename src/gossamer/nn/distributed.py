@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from gossamer import sae
 from gossamer.nn import _recipe
 from gossamer.nn.jumprelu import JumpReLUSAE
-from gossamer.nn.sae import _SAE, BatchTopKSAE, SAELoss, TopKSAE
+from gossamer.nn.sae import BatchTopKSAE, SAELoss, SparseAutoencoder, TopKSAE
 from gossamer.nn.transcoder import Transcoder
 from gossamer.rowsparse import ELL, Rows
 from gossamer.rowsparse.density import recomputed
@@ -38,7 +38,7 @@ _SETTINGS |= {
 Kind = TypeVar("Kind", TopKSAE, BatchTopKSAE, JumpReLUSAE, Transcoder)
 
 
-class Sharded(_SAE):
+class Sharded(SparseAutoencoder):
     """What `shard` makes of an autoencoder: the rows that it encodes to have this rank's latents as columns.
 
     Attributes:
@@ -84,9 +84,6 @@ class Sharded(_SAE):
 
     def decode(self, rows: Rows) -> Tensor:
         """This rank's latents `(..., d_sae_r)` -> the reconstruction `[..., d_in]`; see `sae.decode_sharded`."""
-        return super().decode(rows)
-
-    def _decoded(self, rows: Rows) -> Tensor:
         return sae.decode_sharded(rows, self.W_dec, self.b_dec, group=self.group)
 
     def gathered(self, rank: int | None = None) -> Any:
@@ -221,7 +218,7 @@ def shard(model: Kind, group: Any = None) -> Kind:
 class DataParallel(torch.nn.Module):
     """See `data_parallel`."""
 
-    def __init__(self, model: _SAE, group: Any) -> None:
+    def __init__(self, model: SparseAutoencoder, group: Any) -> None:
         super().__init__()
         self.model, self.group = model, group
 
@@ -292,7 +289,7 @@ def data_parallel(model: Kind, group: Any = None) -> DataParallel:
     >>> torch.distributed.destroy_process_group()
     """
     operator = "nn.data_parallel"
-    if not isinstance(model, _SAE):
+    if not isinstance(model, SparseAutoencoder):
         raise TypeError(f"{operator}: model must be an autoencoder of gossamer.nn, got {type(model).__name__}.")
     check_group(operator, group)
     for name, _ in model.named_buffers():

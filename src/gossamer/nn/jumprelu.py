@@ -9,12 +9,12 @@ from torch import Tensor
 from gossamer import gemm, sae
 from gossamer._core import checks
 from gossamer.nn import _recipe
-from gossamer.nn.sae import _SAE, SAELoss, mean
+from gossamer.nn.sae import SAELoss, SparseAutoencoder, mean
 from gossamer.rowsparse import ELL, Rows
 from gossamer.rowsparse.density import recomputed
 
 
-class JumpReLUSAE(_SAE):
+class JumpReLUSAE(SparseAutoencoder):
     """A sparse autoencoder that keeps latents above a threshold each latent learns.
 
     Thresholds are trained by straight-through estimates with a rectangle of width `bandwidth` as kernel, towards a

@@ -14,7 +14,7 @@ from gossamer.rowsparse import ELL, DensityTracker, Rows
 from gossamer.rowsparse.density import recomputed
 from gossamer.rowsparse.pack import default_capacity
 from gossamer.sae.decode import decode_dense
-from gossamer.sae.encode_dense import choose_path, encode_dense, follows_counts
+from gossamer.sae.encode_dense import choose_path, encode_dense
 from gossamer.sae.smallest import smallest
 from gossamer.sae.squared_error import squared_error
 
@@ -40,7 +40,7 @@ class SAELoss(NamedTuple):
     dead_loss: Tensor
 
 
-class _SAE(torch.nn.Module):
+class SparseAutoencoder(torch.nn.Module):
     """Parameters with SAELens's names and layouts, and what the autoencoders share."""
 
     firing_counts: Tensor
@@ -74,7 +74,7 @@ class _SAE(torch.nn.Module):
         self._silence_known = Silence()
         self._density = DensityTracker()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "_SAE":
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SparseAutoencoder":
         """A cast to 16 bits leaves out what moves by small steps, and would stand still there."""
         before = {name: getattr(self, name) for name in self._wide_buffers if name in self._buffers}
         super()._apply(fn, recurse)
@@ -87,9 +87,8 @@ class _SAE(torch.nn.Module):
     def density(self) -> DensityTracker:
         """How many latents rows have had, and the way that calls go: `"sparse"`, or `"dense"` by plain products.
 
-        The CPU goes the way that is faster at the density of a few calls ago; on a GPU, where the break-even has not
-        been measured, it is `"sparse"`. `density.pinned` names a way that is always taken, `density.last_path` the
-        last one.
+        A call goes the way that is faster at the density of a few calls ago. `density.pinned` names a way that is
+        always taken, `density.last_path` the last one.
         """
         return self._density
 
@@ -105,9 +104,6 @@ class _SAE(torch.nn.Module):
 
     def decode(self, rows: Rows) -> Tensor:
         """Latents `(..., d_sae)` -> reconstruction `[..., d_in]`; see `sae.decode`."""
-        return self._decoded(rows)
-
-    def _decoded(self, rows: Rows) -> Tensor:
         return sae.decode(rows, self.W_dec, self.b_dec)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -188,22 +184,19 @@ class _SAE(torch.nn.Module):
         self._check(x)
         if self._way(x) == "sparse":
             rows, l0 = sparse(x)
-            return rows, l0, rows.packed.counts if self._follows(x) else None
+            return rows, l0, rows.packed.counts if self._expected is None else None
         acts, l0, fired, nnz = encode_dense(x, self.W_enc, self.b_enc, **self._options())
         if self.training:
             with torch.no_grad():
                 self._count(acts, fired)
         return acts, l0, nnz
 
-    def _follows(self, x: Tensor) -> bool:
-        return follows_counts(x.device, self._expected)
-
     def _way(self, x: Tensor) -> str:
         rows = x.shape[:-1].numel()
         return choose_path(self._density, rows, self.W_dec, self._expected, training=self.training)
 
     def _record(self, nnz: Tensor | None, result: Tensor) -> None:
-        if nnz is not None and self._follows(nnz):
+        if nnz is not None and self._expected is None:
             capacity = self._capacity or default_capacity(self.d_sae)
             self._density.record(nnz, training=self.training, limit=capacity, result=result)
 
@@ -245,7 +238,7 @@ class _SAE(torch.nn.Module):
         return SAELoss(loss, mse, penalty, mean(l0.detach()), reconstruction, dead)
 
     def _output(self, x: Tensor, rows: Rows | Tensor) -> Tensor:
-        return decode_dense(rows, self.W_dec, self.b_dec) if isinstance(rows, Tensor) else self._decoded(rows)
+        return decode_dense(rows, self.W_dec, self.b_dec) if isinstance(rows, Tensor) else self.decode(rows)
 
     def _penalty(self, rows: Any, l0: Tensor) -> Tensor | None:
         return None
@@ -270,7 +263,7 @@ class _SAE(torch.nn.Module):
         return torch.linalg.vector_norm(W_dec, dim=1, dtype=self._wide)
 
 
-class _Reviving(_SAE):
+class Reviving(SparseAutoencoder):
     """What those that keep k latents share, and what they do for dead ones."""
 
     aux_coefficient: float
@@ -335,7 +328,7 @@ def mean(terms: Tensor) -> Tensor:
     return terms.mean() if terms.numel() else terms.sum()
 
 
-class TopKSAE(_Reviving):
+class TopKSAE(Reviving):
     """A sparse autoencoder that keeps the k largest latents of each row.
 
     Decoder rows start with unit norm and the encoder as their transpose. Biases are made in float32 whatever `dtype`
@@ -388,7 +381,7 @@ class TopKSAE(_Reviving):
         return self._loss(x, x)
 
 
-class BatchTopKSAE(_Reviving):
+class BatchTopKSAE(Reviving):
     """A sparse autoencoder that keeps the k * M largest latents of a batch of M rows: k on average, as rows need them.
 
     In training mode a batch competes for its k * M entries, and a running mean follows the smallest value that gets

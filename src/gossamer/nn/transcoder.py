@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer.nn.sae import SAELoss, _Reviving
+from gossamer.nn.sae import Reviving, SAELoss
 from gossamer.rowsparse import Rows
 
 
-class Transcoder(_Reviving):
+class Transcoder(Reviving):
     """Reconstructs one thing from another through the k largest latents of each row: an MLP's output from its input.
 
     Encoder columns start with unit norm and the decoder at 0, so that training begins at b_dec and not at noise.

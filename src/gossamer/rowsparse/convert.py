@@ -92,6 +92,8 @@ def from_torch_sparse(tensor: Tensor) -> CSR:
         TypeError: it is not sparse, or not floating.
         ValueError: a hybrid tensor, whose entries are tensors.
 
+    Source: this package; `torch.sparse`.
+
     >>> from_torch_sparse(torch.eye(2).to_sparse()).row_offsets.tolist()
     [0, 1, 2]
     """

@@ -96,6 +96,8 @@ def cat(rows: Sequence[Rows]) -> Rows:
         TypeError: something is no container, or formats or dtypes differ.
         ValueError: nothing to concatenate, or shapes, tiles or devices do not fit.
 
+    Source: this package; `torch.cat`.
+
     >>> cat([pack(torch.eye(2)), pack(torch.ones(1, 2))]).to_dense().tolist()
     [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
     """

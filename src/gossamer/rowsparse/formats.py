@@ -149,12 +149,7 @@ class CSR(RowSparse):
     source: Tensor | None = SOURCE
 
     def __init__(
-        self,
-        row_offsets: Tensor,
-        indices: Tensor,
-        values: Tensor,
-        shape: tuple[int, ...],
-        source: Tensor | None = None,
+        self, row_offsets: Tensor, indices: Tensor, values: Tensor, shape: tuple[int, ...], source: Tensor | None = None
     ) -> None:
         operator = "rowsparse.CSR"
         m = _check_parts(operator, shape, values, indices, source, row_offsets=row_offsets)

@@ -19,9 +19,7 @@ def dense_rows(source: LinearSource, counts: Tensor, limit: int) -> Tensor:
     return out * out if source.squared else out
 
 
-def _fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor | None, counts: Tensor, limit: int
-) -> Tensor:
+def _fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
@@ -56,18 +54,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, grad_weight, grad_bias, None, None, None
 
 
-def _fake_matmul(
-    values: Tensor,
-    indices: Tensor,
-    counts: Tensor,
-    x: Tensor,
-    source_weight: Tensor,
-    source_bias: Tensor | None,
-    threshold: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
+def _fake_matmul(values: Tensor, *rest: Any) -> Tensor:
+    weight, _, out_dtype = rest[-3:]
     return weight.new_empty(values.shape[0], weight.shape[1], dtype=out_dtype or weight.dtype)
 
 

@@ -6,20 +6,27 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer._core.ops import needs_gradient, register, undispatched
+from gossamer._core.calls import Checked, Key, key_of
+from gossamer._core.ops import needs_gradient, register, shortcut, undispatched
 from gossamer.rowsparse._torch import matmul as _cpu
 from gossamer.rowsparse._torch.sampled_matmul import sampled_matmul as _cpu_sampled
 from gossamer.rowsparse.container import LinearSource
-from gossamer.rowsparse.formats import Rows
+from gossamer.rowsparse.dense_product import dense_product
+from gossamer.rowsparse.formats import CSR, ELL, Rows
 from gossamer.rowsparse.linear_source import matmul_linear
-from gossamer.rowsparse.pack import check_container, gathered, parts
+from gossamer.rowsparse.matmul_path import choose_path, rows_at_once
+from gossamer.rowsparse.pack import check_container, gathered, parts, unpack_operator
 from gossamer.rowsparse.transpose import transpose_keys
 
 _GPU = "gossamer.rowsparse._triton"
+_checked: Checked[bool] = Checked()
+"""Of calls of lists whose source, if any, is dense."""
 
 
 def matmul(rows: Rows, weight: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
     """rows @ weight, reading only the weight rows that have an entry (SpMM: SAE decode, sparse down projection).
+
+    On a GPU rows whose slots are more than a few percent of the columns are unpacked for a dense product.
 
     Args:
         rows: `ELL`, `CSR` or `TwELL` of shape `(..., N)`.
@@ -28,7 +35,7 @@ def matmul(rows: Rows, weight: Tensor, *, out_dtype: torch.dtype | None = None) 
 
     Returns:
         `[..., D]`, differentiable in values, source and weight, bitwise reproducible. NaN and Inf in the weight show
-        where they are selected; rows that overflowed are a dense product, which spreads them.
+        where they are selected; rows that overflowed, or are unpacked, are a dense product, which spreads them.
 
     Raises:
         ValueError: weight's shape or device does not fit; on the CPU, an index outside [0, N).
@@ -40,10 +47,35 @@ def matmul(rows: Rows, weight: Tensor, *, out_dtype: torch.dtype | None = None) 
     [0.0, 2.0]
     """
     operator = "rowsparse.matmul"
-    check_container(operator, rows)
-    check_weight(operator, rows, weight)
-    checks.float_dtype(operator, "out_dtype", out_dtype, "Convert the result instead.")
-    return multiply(operator, rows, weight, None, out_dtype).view(*rows.shape[:-1], weight.shape[1])
+    out = repeat(rows, weight, None, out_dtype)
+    if out is None:
+        check_container(operator, rows)
+        check_weight(operator, rows, weight)
+        checks.float_dtype(operator, "out_dtype", out_dtype, "Convert the result instead.")
+        out = multiply(operator, rows, weight, None, out_dtype)
+    return out if len(rows.shape) == 2 else out.view(*rows.shape[:-1], weight.shape[1])
+
+
+def repeat(rows: Any, weight: Any, bias: Any, out_dtype: torch.dtype | None) -> Tensor | None:
+    """`multiply`, where a call like this one has come to an end before; None where the call has to be checked."""
+    key = list_key(rows, weight, bias)
+    if key is None or _checked.get((key, out_dtype)) is None:
+        return None
+    values, indices, counts, source = rows.packed
+    given = (values.contiguous(), indices.contiguous(), counts.contiguous(), source, weight, bias, out_dtype)
+    if needs_gradient(values, source, weight, bias):
+        return matmul_operator(*given)
+    return shortcut(matmul_operator, weight.device)(*given)
+
+
+def list_key(rows: Any, *others: Any) -> Key | None:
+    """What the checks of a call with an ELL or CSR without a linear source depend on; `others` are tensors and None."""
+    if type(rows) not in (ELL, CSR) or type(rows.packed.source) is LinearSource:
+        return None
+    # That the container's parts fit each other has been seen to.
+    key = key_of((rows.packed.values, *others), (type(rows), rows.shape))
+    # It changes dtypes.
+    return None if key is None or torch._C._is_any_autocast_enabled() else key
 
 
 def multiply(
@@ -65,16 +97,19 @@ def multiply(
         and not source.squared
         and not (autocasts or needs_gradient(rows, weight, bias))
     ):
-        check_dtypes(operator, argument, lists[0], name, weight)
+        checks.same_dtype(operator, argument, lists[0], **{name: weight})
         lists = [part.contiguous() for part in lists]
         given = (source.x, source.weight, source.bias, source.threshold)
         return undispatched(matmul_linear, lists[0], *given, weight, bias)(*lists, *given, weight, bias, out_dtype)
     values, indices, offsets, dense = parts(operator, rows, argument)
     if autocasts:
         values, dense, weight = autocast.cast(values, dense, weight)  # type: ignore[assignment]
-    check_dtypes(operator, argument, values, name, weight)
+    checks.same_dtype(operator, argument, values, **{name: weight})
     call = matmul_operator if autocasts else undispatched(matmul_operator, values, weight, bias)
-    return call(values, indices, offsets, dense, weight, bias, out_dtype)
+    out = call(values, indices, offsets, dense, weight, bias, out_dtype)
+    key = list_key(rows, weight, bias)
+    _checked.keep(None if key is None else (key, out_dtype), True)
+    return out
 
 
 def check_weight(
@@ -89,17 +124,6 @@ def check_weight(
     checks.same_device(operator, name, weight.device, **{container: rows.packed.values})
 
 
-def check_dtypes(operator: str, first: str, a: Tensor, second: str, b: Tensor) -> None:
-    """The two operands of a product share their dtype, as in PyTorch."""
-    if a.dtype is not b.dtype:
-        # Autocast leaves float64 alone.
-        autocasts = "" if torch.float64 in (a.dtype, b.dtype) else ", or use torch.autocast"
-        raise TypeError(
-            f"{operator}: {first} and {second} must have one dtype, got {checks.name_of(a.dtype)} and "
-            f"{checks.name_of(b.dtype)}. Convert one with .to(dtype){autocasts}."
-        )
-
-
 def _context(ctx: Any, inputs: Any, output: Any) -> None:
     values, indices, offsets, source, weight, bias, _ = inputs
     ctx.save_for_backward(values, indices, offsets, source, weight)
@@ -111,11 +135,14 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad
     grad_values = grad_source = grad_weight = grad_bias = None
     products = None
-    if needs[4]:
+    if needs[4] and _unpacks(values, offsets, source, weight, grad):
+        unpacked = undispatched(unpack_operator, values, source)(values, indices, offsets, source, weight.shape[0])
+        grad_weight = dense_product(unpacked.t(), grad, None, None)
+    elif needs[4]:
         columns = undispatched(transpose_keys, indices, offsets)(indices, offsets, weight.shape[0])
         sampled = weight if needs[0] else None
         grad_weight, products = gradients(grad, indices, columns, values, offsets, source, sampled, weight.dtype)
-    if needs[3] or (needs[0] and not needs[4]):
+    if needs[3] or (needs[0] and products is None):
         # What has no entry has no gradient, but that is for whoever made the source to say.
         wanted = source if needs[3] else None
         call = undispatched(sampled_operator, grad, weight, source)
@@ -128,16 +155,18 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_values, None, None, grad_source, grad_weight, grad_bias, None
 
 
-def _fake(
-    values: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    source: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    rows = offsets.shape[0] - int(indices.dim() == 1)
+def _unpacks(values: Tensor, offsets: Tensor, source: Tensor | None, weight: Tensor, grad: Tensor) -> bool:
+    """Whether the weight's gradient is the dense product of unpacked rows: where `matmul` is, and they fit at once."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not values.dtype is weight.dtype is grad.dtype:
+        return False
+    m, n = offsets.shape[0] - (values.dim() == 1), weight.shape[0]
+    if choose_path(values, m, source is not None, weight) == "gather":
+        return False
+    return rows_at_once(m, n, values.element_size(), values, weight, weight, grad) == m
+
+
+def _fake(values: Tensor, indices: Tensor, offsets: Tensor, *rest: Any) -> Tensor:
+    rows, (_, weight, _, out_dtype) = offsets.shape[0] - int(indices.dim() == 1), rest
     return weight.new_empty(rows, weight.shape[1], dtype=out_dtype or weight.dtype)
 
 
@@ -196,34 +225,15 @@ def _bwd_backward(ctx: Any, grad_weight: Tensor, grad_products: Tensor) -> tuple
     return grad_grad, None, None, None, grad_values, None, grad_source, grad_factor, None, None
 
 
-def _fake_bwd(
-    grad: Tensor,
-    indices: Tensor,
-    keys: Tensor,
-    col_offsets: Tensor,
-    values: Tensor,
-    offsets: Tensor,
-    source: Tensor | None,
-    weight: Tensor | None,
-    dtype: torch.dtype,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def _fake_bwd(grad: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _, _, col_offsets, values, _, _, weight, dtype = rest[:8]
     working = torch.promote_types(grad.dtype, torch.float32)
     products = grad.new_empty((0,) if weight is None else values.shape, dtype=working)
     return grad.new_empty(col_offsets.shape[0] - 1, grad.shape[1], dtype=dtype), products
 
 
-def _fake_sampled(
-    x: Tensor,
-    weight: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    source: Tensor | None,
-    scatter: bool,
-    masked: bool,
-    products: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    m, n = x.shape[0], weight.shape[0]
+def _fake_sampled(x: Tensor, weight: Tensor, indices: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    m, n, (_, source, scatter) = x.shape[0], weight.shape[0], rest[:3]
     if scatter:
         return x.new_empty(0), x.new_empty(m, n)
     return x.new_empty(indices.shape), x.new_empty(m if source is not None else 0, n)

@@ -119,11 +119,13 @@ def unpack(rows: Rows) -> Tensor:
     Raises:
         TypeError: rows is not a container.
 
+    Source: this package.
+
     >>> unpack(pack(torch.eye(2))).tolist()
     [[1.0, 0.0], [0.0, 1.0]]
     """
     values, indices, offsets, source = parts("rowsparse.unpack", rows)
-    return _unpack(values, indices, offsets, source, rows.num_columns).reshape(rows.shape)
+    return unpack_operator(values, indices, offsets, source, rows.num_columns).reshape(rows.shape)
 
 
 def default_capacity(n: int) -> int:
@@ -206,11 +208,7 @@ class _EntriesOnly(torch.autograd.Function):
 
 def _fake_pack_ell(x: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     m = x.shape[0]
-    return (
-        x.new_empty(m, capacity),
-        x.new_empty(m, capacity, dtype=torch.int32),
-        x.new_empty(m, dtype=torch.int32),
-    )
+    return (x.new_empty(m, capacity), x.new_empty(m, capacity, dtype=torch.int32), x.new_empty(m, dtype=torch.int32))
 
 
 def _pack_ell_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -225,7 +223,7 @@ def _pack_ell_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor |
     if grad is None:
         return None, None
     indices, nnz = ctx.saved_tensors
-    return _unpack(grad, indices, nnz.clamp(max=indices.shape[1]), None, ctx.n), None
+    return unpack_operator(grad, indices, nnz.clamp(max=indices.shape[1]), None, ctx.n), None
 
 
 def _fake_pack_twell(x: Tensor, tile: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -249,7 +247,7 @@ def _pack_twell_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor
     if grad is None:
         return (None,) * 3
     indices, counts = ctx.saved_tensors
-    return _unpack(*twell.lists(grad, indices, counts, ctx.tile, ctx.n), None, ctx.n), None, None
+    return unpack_operator(*twell.lists(grad, indices, counts, ctx.tile, ctx.n), None, ctx.n), None, None
 
 
 def _fake_pack_csr(x: Tensor, row_offsets: Tensor, max_nnz: int) -> tuple[Tensor, Tensor]:
@@ -267,7 +265,7 @@ def _pack_csr_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor |
     if grad is None:
         return None, None, None
     indices, row_offsets = ctx.saved_tensors
-    return _unpack(grad, indices, row_offsets.clamp(max=indices.shape[0]), None, ctx.n), None, None
+    return unpack_operator(grad, indices, row_offsets.clamp(max=indices.shape[0]), None, ctx.n), None, None
 
 
 def _fake_unpack(values: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, n: int) -> Tensor:
@@ -324,7 +322,7 @@ _pack_csr = register(
     setup_context=_pack_csr_context,
     backward=_pack_csr_backward,
 )
-_unpack = register(
+unpack_operator = register(
     "unpack(Tensor values, Tensor indices, Tensor offsets, Tensor? source, SymInt n) -> Tensor",
     cpu=_cpu.unpack,
     gpu="gossamer.rowsparse._triton.unpack:unpack",

@@ -5,13 +5,20 @@ import math
 from torch import Tensor
 
 from gossamer._core import autocast, checks
+from gossamer._core.calls import Checked
+from gossamer._core.ops import needs_gradient, shortcut
 from gossamer.rowsparse.formats import Rows
-from gossamer.rowsparse.matmul import check_dtypes, check_weight, sampled_operator
-from gossamer.rowsparse.pack import listed, parts
+from gossamer.rowsparse.matmul import check_weight, list_key, sampled_operator
+from gossamer.rowsparse.pack import listed
+
+_checked: Checked[bool] = Checked()
+"""Of calls with a list of entries for each row."""
 
 
 def sampled_matmul(x: Tensor, weight: Tensor, pattern: Rows) -> Rows:
     """x @ weight.T at the entries of a pattern (SDDMM: sparse up projection, masked gradients).
+
+    On a GPU all of the product is computed where the slots of a row are more than a few percent of the columns.
 
     Args:
         x: `[..., D]`, float, with the leading dimensions of the pattern.
@@ -34,16 +41,20 @@ def sampled_matmul(x: Tensor, weight: Tensor, pattern: Rows) -> Rows:
     [[3.0]]
     """
     operator = "rowsparse.sampled_matmul"
-    pattern = listed(operator, pattern, "pattern")
-    _, indices, offsets, source = parts(operator, pattern)
-    checks.floating(operator, x=x)
-    check_weight(operator, pattern, weight, container="pattern")
-    checks.same_device(operator, "weight", weight.device, x=x)
-    checks.shape(operator, "x", x, (*pattern.shape[:-1], weight.shape[1]), "[..., D]", "like pattern and weight")
-    if autocast.enabled(x.device):
-        x, weight = autocast.cast(x, weight)  # type: ignore[assignment]
-    check_dtypes(operator, "x", x, "weight", weight)
-    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    values, dense = sampled_operator(flat, weight, indices, offsets, source, False, True, None)
-    counts = pattern.packed.counts
-    return pattern.rebuilt(values, pattern.packed.indices, counts, None if source is None else dense)
+    key = list_key(pattern, x, weight)
+    if _checked.get(key) is None:
+        pattern = listed(operator, pattern, "pattern")
+        checks.floating(operator, x=x)
+        check_weight(operator, pattern, weight, container="pattern")
+        checks.same_device(operator, "weight", weight.device, x=x)
+        checks.shape(operator, "x", x, (*pattern.shape[:-1], weight.shape[1]), "[..., D]", "like pattern and weight")
+        if autocast.enabled(x.device):
+            x, weight = autocast.cast(x, weight)  # type: ignore[assignment]
+        checks.same_dtype(operator, "x", x, weight=weight)
+        _checked.keep(key, True)
+    _, indices, counts, source = pattern.packed
+    flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    given = (flat, weight, indices.contiguous(), counts.contiguous(), source, False, True, None)
+    differentiable = key is None or needs_gradient(x, weight, source)
+    values, dense = (sampled_operator if differentiable else shortcut(sampled_operator, x.device))(*given)
+    return pattern.rebuilt(values, indices, counts, None if source is None else dense)

@@ -47,9 +47,7 @@ def _to_ell_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | N
     return torch.where(held, grad.gather(1, flat).view(place.shape), 0), *(None,) * 4
 
 
-def _fake_to_ell(
-    values: Tensor, indices: Tensor, counts: Tensor, tile: int, capacity: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_to_ell(values: Tensor, _i: Tensor, _c: Tensor, tile: int, capacity: int) -> tuple[Tensor, ...]:
     m = values.shape[0]
     return (
         values.new_empty(m, capacity),

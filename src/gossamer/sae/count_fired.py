@@ -10,11 +10,11 @@ from gossamer.sae._torch.count_fired import count_fired as _cpu
 
 
 def count_fired(rows: Rows) -> Tensor:
-    """How many rows each latent fires in, that is, has a value other than 0 in: int64 `[d_sae]`, without a host sync.
+    """How many rows each latent fires in, that is, has a value other than 0 in; without a host sync.
 
     Args:
-        rows: `ELL`, `CSR` or `TwELL` of shape `(..., d_sae)`, such as `encode` returns. Repeated
-            indices count as often as they occur.
+        rows: `ELL`, `CSR` or `TwELL` of shape `(..., d_sae)`, such as `encode` returns. Repeated indices count as often
+            as they occur.
 
     Returns:
         int64 `[d_sae]`, on the device of rows, without a gradient.
@@ -23,6 +23,8 @@ def count_fired(rows: Rows) -> Tensor:
         TypeError: rows is no container.
         ValueError: on the CPU, an index outside [0, d_sae), or a row with more entries than slots and no source to
             read them from; on a GPU counts are far below 0 then.
+
+    Source: this package.
 
     >>> from gossamer import rowsparse
     >>> count_fired(rowsparse.pack(torch.tensor([[0.0, 1.0], [2.0, 3.0]]))).tolist()

@@ -11,8 +11,9 @@ from gossamer._core.calls import Checked, Key, key_of
 from gossamer._core.ops import needs_gradient, register, shortcut, undispatched
 from gossamer.rowsparse import pack
 from gossamer.rowsparse.container import RowSparse
+from gossamer.rowsparse.dense_product import dense_product
 from gossamer.rowsparse.formats import Rows
-from gossamer.rowsparse.matmul import check_dtypes, check_weight, gradients, matmul_operator, multiply, sampled_operator
+from gossamer.rowsparse.matmul import check_weight, gradients, matmul_operator, multiply, repeat, sampled_operator
 from gossamer.rowsparse.pack import check_container
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import decode as _cpu
@@ -40,8 +41,10 @@ def decode(
         W_dec: `[d_sae, d_in]`, one row per feature as in SAELens; the dtype and device of acts.
         b_dec: `[d_in]`, added in float32, or None.
         method: `"auto"` is exact for every input, never waits for the device, and turns to dense tiles where acts are
-            too dense for gathering. `"exact"` builds a CSR of the true size, which costs one sync. `"fixed"` gives
-            every row `capacity` slots, and is for dense acts. `"dense"` is the plain product.
+            too dense for gathering, or to the plain product: where that takes less than twice the time to look through
+            acts, as with small d_in, or a container has many slots. `"exact"` builds a CSR of the true size, which
+            costs one sync. `"fixed"` gives every row `capacity` slots, and is for dense acts. `"dense"` is the plain
+            product.
         capacity: slots per row, for `"fixed"`; for `"auto"` with dense acts it overrides the measured break-even.
         validate: `"fixed"` alone: True looks whether a row had more entries than slots, which costs one sync. False
             does not look and **drops** what did not fit; it is there for comparison and for inputs with a known L0.
@@ -49,7 +52,7 @@ def decode(
 
     Returns:
         `[..., d_in]`, differentiable in acts (at entries that differ from 0; zero elsewhere), W_dec and b_dec.
-        Bitwise reproducible. NaN in W_dec shows where it is selected; dense tiles spread it.
+        Bitwise reproducible. NaN in W_dec shows where it is selected; dense tiles and the plain product spread it.
 
     Raises:
         ValueError: shapes or devices do not fit, an unknown method, `"fixed"` for a container, capacity below 1, or,
@@ -76,7 +79,10 @@ def decode(
             return out.view(*acts.shape[:-1], W_dec.shape[1])
     operator = "sae.decode"
     if isinstance(acts, RowSparse):
-        return decode_rows(operator, acts, W_dec, b_dec, method, capacity, out_dtype)
+        out = repeat(acts, W_dec, b_dec, out_dtype) if method == "auto" and capacity is None else None
+        if out is None:
+            return decode_rows(operator, acts, W_dec, b_dec, method, capacity, out_dtype)
+        return out if len(acts.shape) == 2 else out.view(*acts.shape[:-1], W_dec.shape[1])
     checks.floating(operator, acts=acts, W_dec=W_dec)
     if acts.dim() == 0 or W_dec.dim() != 2 or W_dec.shape[0] != acts.shape[-1]:
         expected = f"d_sae = {acts.shape[-1]}" if acts.dim() else "acts [..., d_sae]"
@@ -88,7 +94,7 @@ def decode(
     check_rest(operator, W_dec, b_dec, method, capacity, out_dtype, acts=acts)
     if autocast.enabled(acts.device):
         acts, W_dec = autocast.cast(acts, W_dec)  # type: ignore[assignment]
-    check_dtypes(operator, "acts", acts, "W_dec", W_dec)
+    checks.same_dtype(operator, "acts", acts, W_dec=W_dec)
     m = acts.numel() // n if n else math.prod(acts.shape[:-1])
     fast = method == "auto" and capacity is None and out_dtype in (None, W_dec.dtype)
     if method == "dense" or (fast and dense_is_faster(m, n, d, W_dec)):
@@ -173,21 +179,8 @@ def check_rest(
 
 
 def _dense(acts: Tensor, W_dec: Tensor, b_dec: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
-    if b_dec is None and out_dtype in (None, W_dec.dtype) and not autocast.enabled(acts.device):
-        return acts @ W_dec
-    if autocast.enabled(acts.device):
-        # The operands have been cast.
-        with torch.autocast(acts.device.type, enabled=False):
-            return _dense(acts, W_dec, b_dec, out_dtype)
-    dtype = out_dtype or W_dec.dtype
-    # Rounding the product to half first would lose what a wider result is asked for.
-    working = torch.promote_types(dtype, W_dec.dtype)
-    acts, W_dec = acts.to(working), W_dec.to(working)
-    if b_dec is not None and b_dec.dtype is working:
-        flat = acts.reshape(acts.shape[:-1].numel(), acts.shape[-1])
-        return torch.addmm(b_dec, flat, W_dec).view(*acts.shape[:-1], W_dec.shape[1]).to(dtype)
-    out = acts @ W_dec
-    return out.to(dtype) if b_dec is None else (out + b_dec).to(dtype)
+    flat = acts.reshape(acts.shape[:-1].numel(), acts.shape[-1])
+    return dense_product(flat, W_dec, b_dec, out_dtype).view(*acts.shape[:-1], W_dec.shape[1])
 
 
 def _check_counts(operator: str, nnz: Tensor, capacity: int) -> None:

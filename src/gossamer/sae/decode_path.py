@@ -3,6 +3,8 @@
 from torch import Tensor
 
 from gossamer._core import tuning
+from gossamer.rowsparse.dense_product import START, dense_seconds
+from gossamer.rowsparse.matmul_path import entry_seconds, step_seconds
 
 
 def break_even(m: int, n: int, d: int, weight: Tensor) -> int:
@@ -14,25 +16,28 @@ def break_even(m: int, n: int, d: int, weight: Tensor) -> int:
         # Measured on x86, in nanoseconds: a dense product takes 0.0125 a multiplication and 0.22 a weight, an entry
         # takes 40 to find and 0.2 a column to gather.
         return min(n, max(32, int(n * d * max(0.0125, 0.22 / max(m, 1)) / (40 + 0.2 * d))))
-    r = tuning.rates(weight.device.index)
-    size = weight.element_size()
+    r, size = tuning.rates(weight.device.index), weight.element_size()
     flops = r.half if size == 2 else r.tf32 if tuning.tf32() else r.ieee
     dense = max(2.0 * m * n * d / flops, n * d * size / r.copy)
-    # An empty batch, or rows without columns, take any.
-    per_entry = max(m * d, 1) * size / r.gather
+    per_entry = max(m * d * size / r.gather, step_seconds(m, d, size))
     return max(32, min(n, int(0.5 * dense / per_entry)))
 
 
 def dense_is_faster(m: int, n: int, d: int, weight: Tensor) -> bool:
-    """Whether the plain product wins at any density, because it takes hardly longer than a launch.
+    """Whether the plain product is taken, whatever the density is: where it takes hardly longer than a launch, or less
+    than twice what it takes to look through the latents and to gather a few.
 
     Two launches of ours take some 20 us of the host, a plain product 10. A single row is a GEMV at memory speed, a few
-    rows in float32 are not.
+    rows in float32 are not. What could be gained is less than a factor of 2 there, and ten can be lost.
     """
     if weight.device.type != "cuda":
         return m * n * d <= 1 << 24
-    megabytes = 64 if m == 1 else 16 if weight.element_size() == 4 and not tuning.tf32() else 24
-    return n * d * weight.element_size() <= megabytes << 20 and m <= 64
+    size, index = weight.element_size(), weight.device.index
+    megabytes = 64 if m == 1 else 16 if size == 4 and not tuning.tf32() else 24
+    if n * d * size <= megabytes << 20 and m <= 64:
+        return True
+    scan = 2 * START + m * n * size / (0.75 * tuning.rates(index).copy) + 32 * entry_seconds(m, d, size, index)
+    return dense_seconds(m, n, d, size, tuning.tf32(), index) < 2 * scan
 
 
 def one_launch(m: int, n: int) -> bool:

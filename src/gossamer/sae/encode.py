@@ -15,11 +15,11 @@ from gossamer.rowsparse import CSR, ELL, DensityTracker
 from gossamer.rowsparse.container import unchecked
 from gossamer.rowsparse.dense_transpose import dense_transpose
 from gossamer.rowsparse.formats import threshold_dtype
-from gossamer.rowsparse.matmul import check_dtypes, gradients, matmul_operator
+from gossamer.rowsparse.matmul import gradients, matmul_operator
 from gossamer.rowsparse.pack import default_capacity
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import encode as _cpu
-from gossamer.sae.encode_path import TILE_SLOTS, Path, choose_path, named
+from gossamer.sae.encode_path import TILE_SLOTS, Path, choose_path, named, row_stride
 
 ACTIVATIONS = (ReLU, JumpReLU, TopK, BatchTopK)
 _GPU = "gossamer.sae._triton.encode"
@@ -145,7 +145,7 @@ def run(
         if autocasts:
             (W_enc,) = autocast.cast(W_enc)  # type: ignore[assignment]
         if not autocasts or torch.float64 in (x.dtype, W_enc.dtype):
-            check_dtypes(operator, "x", x, "W_enc", W_enc)
+            checks.same_dtype(operator, "x", x, W_enc=W_enc)
         slots, may_overflow = check_capacity(operator, parameters, capacity, format, W_enc.shape[1])
         chosen = choose_path(name, math.prod(x.shape[:-1]), k, slots, may_overflow, W_enc, False)
         known = (slots, may_overflow, chosen)
@@ -190,12 +190,7 @@ def has_window(threshold: Tensor | None, ste_to_input: bool) -> bool:
 
 
 def _in_tiles(
-    x: Tensor,
-    W_enc: Tensor,
-    b_enc: Tensor | None,
-    b_dec: Tensor | None,
-    threshold: Tensor | None,
-    capacity: int | None,
+    x: Tensor, W_enc: Tensor, b_enc: Tensor | None, b_dec: Tensor | None, threshold: Tensor | None, capacity: int | None
 ) -> tuple[Any, Tensor]:
     """(ELL, nnz) of x [M, d_in]: without gradients nobody needs the pre-activations, and they are never written."""
     # x is copied: the caller may change it before the rows that overflowed are read.
@@ -266,39 +261,20 @@ def check_capacity(
     return capacity, capacity < most
 
 
-def _fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    b_dec: Tensor | None,
-    threshold: Tensor | None,
-    activation: str,
-    k: int,
-    bandwidth: float,
-    capacity: int | None,
-    keep_source: bool,
-    scale: Tensor | None = None,
-    ste_to_input: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _fake(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     m, n = x.shape[0], weight.shape[1]
-    if capacity is None:
-        return (
-            weight.new_empty(m * k),
-            weight.new_empty(m * k, dtype=torch.int32),
-            weight.new_empty(m + 1, dtype=torch.int64),
-            weight.new_empty(0, n),
-            weight.new_empty(m, dtype=threshold_dtype(weight.dtype)),
-        )
+    k, _, capacity, keep_source = rest[4:8]
+    values = weight.new_empty(m * k) if capacity is None else weight.new_empty(m, capacity)
     return (
-        weight.new_empty(m, capacity),
-        weight.new_empty(m, capacity, dtype=torch.int32),
-        weight.new_empty(m, dtype=torch.int32),
-        weight.new_empty(m if keep_source else 0, n),
+        values,
+        torch.empty_like(values, dtype=torch.int32),
+        weight.new_empty(m + 1, dtype=torch.int64) if capacity is None else weight.new_empty(m, dtype=torch.int32),
+        weight.new_empty(m, row_stride(m, n, weight))[:, :n] if keep_source else weight.new_empty(0, n),
         weight.new_empty(m, dtype=threshold_dtype(weight.dtype)),
     )
 
 
-def _context(ctx: Any, inputs: Any, output: Any) -> None:
+def save_operands(ctx: Any, inputs: Any, output: Any) -> None:
     x, weight, bias, b_dec, threshold, _, _, ctx.bandwidth, _, ctx.keep_source, _, ctx.ste_to_input = inputs
     values, indices, nnz, source, _ = output
     ctx.mark_non_differentiable(indices, nnz)
@@ -307,7 +283,7 @@ def _context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
-def _backward(
+def encode_backward(
     ctx: Any, grad_values: Tensor | None, _i: Any, _n: Any, grad_source: Tensor | None, grad_l0: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     x, weight, b_dec, threshold, values, indices, nnz, source = ctx.saved_tensors
@@ -354,7 +330,7 @@ def _backward(
     if need_bias or need_threshold or (need_b_dec and not need_x):
         if grad_source is None:
             grad_source = values.new_zeros(1, 1).expand_as(source)
-        sums, grad_threshold = _bwd_columns(
+        sums, grad_threshold = sum_gradients_by_column(
             grad_values, grad_source, grad_l0, *columns, values, nnz, source, threshold, ctx.bandwidth
         )
         if estimate is not None:
@@ -371,19 +347,8 @@ def _backward(
     return grad_x, grad_weight, grad_bias, grad_b_dec, grad_threshold, *(None,) * 7
 
 
-def _fake_bwd_columns(
-    grad_values: Tensor,
-    grad_source: Tensor,
-    grad_l0: Tensor,
-    col_offsets: Tensor,
-    keys: Tensor,
-    columns: Tensor,
-    values: Tensor,
-    nnz: Tensor,
-    source: Tensor,
-    threshold: Tensor | None,
-    bandwidth: float,
-) -> tuple[Tensor, Tensor]:
+def _fake_sums(*operands: Any) -> tuple[Tensor, Tensor]:
+    col_offsets, values, threshold = operands[3], operands[6], operands[9]
     n, dtype = col_offsets.shape[0] - 1, threshold_dtype(values.dtype)
     return values.new_empty(n, dtype=dtype), values.new_empty(0 if threshold is None else n, dtype=dtype)
 
@@ -395,16 +360,16 @@ _sae_encode = register(
     cpu=_cpu.encode,
     gpu=f"{_GPU}:encode",
     fake=_fake,
-    setup_context=_context,
-    backward=_backward,
+    setup_context=save_operands,
+    backward=encode_backward,
 )
-_bwd_columns = register(
+sum_gradients_by_column = register(
     "sae_encode_bwd_columns(Tensor grad_values, Tensor grad_source, Tensor grad_l0, Tensor col_offsets, "
     "Tensor keys, Tensor columns, Tensor values, Tensor nnz, Tensor source, Tensor? threshold, float bandwidth) "
     "-> (Tensor, Tensor)",
     cpu=_cpu.bwd_columns,
     gpu=f"{_GPU}_bwd:bwd_columns",
-    fake=_fake_bwd_columns,
+    fake=_fake_sums,
     once_differentiable="sae.encode",
 )
 _bwd_source = register(
@@ -412,6 +377,6 @@ _bwd_source = register(
     "Tensor? threshold, float bandwidth) -> Tensor",
     cpu=_cpu.bwd_source,
     gpu=f"{_GPU}_bwd:bwd_source",
-    fake=lambda grad, source, *_: torch.empty_like(source),
+    fake=lambda grad, source, *_: source.new_empty(source.shape),
     once_differentiable="sae.encode",
 )

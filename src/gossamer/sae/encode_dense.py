@@ -6,22 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer._core import autocast
+from gossamer._core import autocast, checks
 from gossamer._core.ops import refuse_second, register, undispatched
 from gossamer.gemm.activations import Activation, resolve
 from gossamer.rowsparse import Density, DensityTracker
 from gossamer.rowsparse.formats import threshold_dtype
-from gossamer.rowsparse.matmul import check_dtypes
 from gossamer.sae import decode_path
 from gossamer.sae._torch import encode_dense as _cpu
 from gossamer.sae.encode import ACTIVATIONS, check_capacity, check_operands, has_window
 
 _GPU = "gossamer.sae._triton.encode_dense"
-
-FOLLOWED = ("cpu", "cuda")
-"""The devices on which layers go the dense way where rows are full. On x86 both ways have been timed. On an H200 the
-sparse one has: a JumpReLU step of 4,096 rows and 65,536 latents takes 3.7 ms where 64 fire and 39 where 1,494 do,
-plain PyTorch's compiled 9.2; what lies between is a model."""
 
 
 def encode_dense(
@@ -41,7 +35,8 @@ def encode_dense(
         `(acts, l0, fired, nnz)`: acts `[..., d_sae]` in the dtype of W_enc; l0 `[...]` and its gradient as those of
         `encode_with_l0`; fired int64 `[d_sae]`, how many rows each latent fires in; nnz int32 `[...]`, the entries
         that `encode` would store. Differentiable as `encode` is: the gradient of acts counts where a latent fired.
-        With a bandwidth -0.0 marks what lies in the window below its threshold.
+        With a bandwidth -0.0 marks what lies in the window below its threshold. The backward pass computes in the
+        tensor in which the gradient of acts arrives: that of a product is nobody else's.
 
     Raises:
         ValueError, TypeError: as `encode`.
@@ -58,7 +53,7 @@ def encode_dense(
     if autocast.enabled(x.device):
         (W_enc,) = autocast.cast(W_enc)  # type: ignore[assignment]
     else:
-        check_dtypes(operator, "x", x, "W_enc", W_enc)
+        checks.same_dtype(operator, "x", x, W_enc=W_enc)
     n, leading = W_enc.shape[1], x.shape[:-1]
     check_capacity(operator, parameters, None, "ell", n)
     if threshold is not None:
@@ -86,9 +81,6 @@ def choose_path(
     """`"sparse"` or `"dense"`, whichever is faster for m rows: by the entries that a row is expected to have, or by
     what the tracker knows of them. Before it knows, it is dense in training and sparse in inference. `times` is what
     the break-even is multiplied with, where the dense way is a slower one than `encode_dense`."""
-    if tracker.pinned is None and W_dec.device.type not in FOLLOWED:
-        tracker.last_path = "sparse"
-        return "sparse"
     d_sae, d_out = W_dec.shape
     limit = times * break_even(m, d_out, d_sae, W_dec)
 
@@ -105,24 +97,8 @@ def choose_path(
     return tracker.path(choose, training=training)
 
 
-def follows_counts(device: torch.device, expected: int | None) -> bool:
-    """Whether the path depends on counts that only the device knows."""
-    return expected is None and device.type in FOLLOWED
-
-
-def _fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    b_dec: Tensor | None,
-    threshold: Tensor | None,
-    activation: str,
-    k: int,
-    bandwidth: float,
-    scale: Tensor | None,
-    ste_to_input: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (m, _), n = x.shape, weight.shape[1]
+def _fake(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    m, n = x.shape[0], weight.shape[1]
     l0 = weight.new_empty(m, dtype=threshold_dtype(weight.dtype))
     fired, nnz = weight.new_empty(n, dtype=torch.int64), weight.new_empty(m, dtype=torch.int32)
     return weight.new_empty(m, n), l0, fired, nnz
@@ -148,8 +124,10 @@ def _backward(ctx: Any, grad: Tensor | None, grad_l0: Tensor | None, *_: Any) ->
     if grad_l0 is None:
         grad_l0 = grad.new_zeros(1, dtype=threshold_dtype(acts.dtype)).expand(len(acts))
     need_x, need_weight, need_bias, need_b_dec, need_threshold = ctx.needs_input_grad[:5]
-    call = undispatched(_bwd, grad, acts, grad_l0, threshold)
-    grad_pre, sums, grad_threshold = call(grad, acts, grad_l0, threshold, ctx.bandwidth, ctx.ste_to_input)
+    # Of this size there are then two tensors and not three: what a product's backward pass made is nobody else's.
+    grad_pre = grad.contiguous()
+    call = undispatched(_bwd_, grad_pre, acts, grad_l0, threshold)
+    sums, grad_threshold = call(grad_pre, acts, grad_l0, threshold, ctx.bandwidth, ctx.ste_to_input)
     grad_x = grad_weight = grad_b_dec = None
     with autocast.disabled(grad.device):
         if need_x:
@@ -174,9 +152,9 @@ def _backward(ctx: Any, grad: Tensor | None, grad_l0: Tensor | None, *_: Any) ->
 
 def _fake_bwd(
     grad: Tensor, acts: Tensor, grad_l0: Tensor, threshold: Tensor | None, bandwidth: float, ste_to_input: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     n, dtype = acts.shape[1], threshold_dtype(acts.dtype)
-    return torch.empty_like(acts), acts.new_empty(n, dtype=dtype), acts.new_empty(n * bool(bandwidth), dtype=dtype)
+    return acts.new_empty(n, dtype=dtype), acts.new_empty(n * bool(bandwidth), dtype=dtype)
 
 
 _encode_dense = register(
@@ -188,11 +166,10 @@ _encode_dense = register(
     setup_context=_context,
     backward=_backward,
 )
-_bwd = register(
-    "sae_encode_dense_bwd(Tensor grad, Tensor acts, Tensor grad_l0, Tensor? threshold, float bandwidth, "
-    "bool ste_to_input) -> (Tensor, Tensor, Tensor)",
-    cpu=_cpu.encode_dense_bwd,
-    gpu=f"{_GPU}:encode_dense_bwd",
+_bwd_ = register(
+    "sae_encode_dense_bwd_(Tensor(a!) grad, Tensor acts, Tensor grad_l0, Tensor? threshold, float bandwidth, "
+    "bool ste_to_input) -> (Tensor, Tensor)",
+    cpu=_cpu.encode_dense_bwd_,
+    gpu=f"{_GPU}:encode_dense_bwd_",
     fake=_fake_bwd,
-    once_differentiable="sae.encode_dense",
 )

@@ -360,7 +360,10 @@ def _prepare(
     """The source and the settings, once they are known to be right, and alike on all ranks."""
     W_enc = getattr(sae, "W_enc", None)
     if not callable(getattr(sae, "encode", None)) or not isinstance(W_enc, Tensor) or W_enc.dim() != 2:
-        raise TypeError(f"{operator}: sae must have encode(x) and W_enc [d_in, d_sae], got {type(sae).__name__}.")
+        raise TypeError(
+            f"{operator}: sae must have encode(x) and W_enc [d_in, d_sae], as modules of nn and of SAELens have, "
+            f"got {type(sae).__name__}."
+        )
     checks.positive(operator, "batch_size", batch_size, "It is the number of rows at once.")
     checks.positive(operator, "shard_rows", shard_rows, "It is the number of rows a file.")
     if shard_rows % batch_size:
@@ -545,7 +548,7 @@ def _without_rows(operator: str) -> ValueError:
 def _manifest(folder: Path) -> dict[str, Any]:
     manifest = disk.read_manifest("sae.Extraction", folder)
     if manifest is None:
-        raise FileNotFoundError(f"sae.Extraction: {folder} holds no {disk.MANIFEST}.")
+        raise FileNotFoundError(f"sae.Extraction: {folder} holds no {disk.MANIFEST}. Name a folder that extract wrote.")
     return manifest
 
 

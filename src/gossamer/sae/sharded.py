@@ -21,10 +21,9 @@ from gossamer._core import autocast, checks
 from gossamer.gemm.activations import Activation, BatchTopK, JumpReLU, TopK, resolve
 from gossamer.rowsparse import ELL, Rows
 from gossamer.rowsparse.formats import threshold_dtype
-from gossamer.rowsparse.matmul import check_dtypes
 from gossamer.rowsparse.pack import check_container, default_capacity, pack_ell_operator
 from gossamer.sae.decode import check_rest, decode_rows
-from gossamer.sae.encode import ACTIVATIONS, _backward, _context, check_operands, run
+from gossamer.sae.encode import ACTIVATIONS, check_operands, encode_backward, run, save_operands
 
 # The integers of a dtype's bit patterns, and the pattern that stands for NaN.
 _PATTERNS = {
@@ -296,7 +295,7 @@ def _batch_topk(
     if autocast.enabled(x.device):
         (W_enc,) = autocast.cast(W_enc)  # type: ignore[assignment]
     if not autocast.enabled(x.device) or torch.float64 in (x.dtype, W_enc.dtype):
-        check_dtypes(operator, "x", x, "W_enc", W_enc)
+        checks.same_dtype(operator, "x", x, W_enc=W_enc)
     n = W_enc.shape[1]
     if capacity is not None:
         checks.positive(operator, "capacity", capacity, "It is the number of slots per row.")
@@ -342,11 +341,11 @@ class _SelectAmongRanks(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         x, weight, bias, b_dec, k, capacity, keep_source, scale, _ = inputs
         like = (x, weight, bias, b_dec, None, "batchtopk", k, 0.0, capacity, keep_source, scale, False)
-        _context(ctx, like, output)
+        save_operands(ctx, like, output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return *_backward(ctx, *grads)[:4], *(None,) * 5
+        return *encode_backward(ctx, *grads)[:4], *(None,) * 5
 
 
 def _among_largest(ranked: Tensor, k: int, group: Any) -> Tensor:

@@ -13,7 +13,7 @@ from gossamer.rowsparse.matmul import multiply, parts
 from gossamer.rowsparse.pack import check_container
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import tanh_l0 as _cpu
-from gossamer.sae.encode import _bwd_columns
+from gossamer.sae.encode import sum_gradients_by_column
 
 _GPU = "gossamer.sae._triton.tanh_l0"
 
@@ -77,7 +77,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         columns = undispatched(transpose_keys, indices, nnz)(indices, nnz, scale.shape[0])
         none = grad.new_zeros(1).expand_as(nnz)
         stored = slope_source if source is None else source
-        sums = undispatched(_bwd_columns, slope, values)(
+        sums = undispatched(sum_gradients_by_column, slope, values)(
             slope, slope_source, none, *columns, values, nnz, stored, None, 0.0
         )
         grad_scale = sums[0].to(scale.dtype)

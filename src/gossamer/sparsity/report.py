@@ -16,14 +16,7 @@ from torch import Tensor, nn
 from gossamer.ffn import SparseBlock
 from gossamer.ffn.block import Block, run
 from gossamer.sparsity._timing import seconds
-from gossamer.sparsity.statistics import (
-    Batch,
-    LayerStatistics,
-    Recorder,
-    observe,
-    run_batches,
-    sparse_blocks,
-)
+from gossamer.sparsity.statistics import Batch, LayerStatistics, Recorder, observe, run_batches, sparse_blocks
 
 COMMON = 2**-14
 """The share of all tokens that one has to be to count as common, as in the paper."""

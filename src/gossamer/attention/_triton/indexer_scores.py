@@ -16,14 +16,7 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer._core.ops import INTERPRET
-from gossamer.attention._triton._indexer import (
-    load_bias,
-    load_gates,
-    load_tile,
-    sigmoid,
-    valid_keys,
-    visible_keys,
-)
+from gossamer.attention._triton._indexer import load_bias, load_gates, load_tile, sigmoid, valid_keys, visible_keys
 
 
 def fast(x: Tensor) -> bool:

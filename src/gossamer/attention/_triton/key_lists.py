@@ -18,6 +18,13 @@ from gossamer._core import launch
 QUERIES = 64
 
 
+@triton.jit
+def not_behind(word, before, LAST: tl.constexpr):
+    """word without the bits of queries that stand before the key: the lowest `before` of LAST + 1."""
+    kept = word & (tl.full(word.shape, -1, word.dtype) << tl.minimum(tl.maximum(before, 0), LAST).to(word.dtype))
+    return tl.where(before > LAST, 0, kept)
+
+
 @triton.jit(do_not_specialize=["N", "first"])
 def _key_lists_kernel(
     words_ptr, lengths_ptr, lists_ptr, counts_ptr, N, Tq, Tk, first, capacity, SCOPES: tl.constexpr,

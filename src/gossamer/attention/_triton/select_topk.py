@@ -31,14 +31,7 @@ from gossamer._core.ops import INTERPRET
 from gossamer._core.ranges import span
 from gossamer.attention import levels
 from gossamer.attention._triton import selection as lists
-from gossamer.attention._triton._indexer import (
-    in_units,
-    load_bias,
-    load_gates,
-    load_tile,
-    valid_keys,
-    visible_keys,
-)
+from gossamer.attention._triton._indexer import in_units, load_bias, load_gates, load_tile, valid_keys, visible_keys
 from gossamer.attention._triton.adaptive import rows_k
 from gossamer.attention._triton.indexer_scores import check_width, fast, tile
 from gossamer.attention._triton.threshold import find_thresholds, load_words, reaching_both

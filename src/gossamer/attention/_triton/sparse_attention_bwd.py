@@ -12,7 +12,8 @@ in order, a key is in one item of a group, and an item adds when all items of th
 ever to wait, for they were drawn long before.
 
 Where keys are few there are no lists (see `choose_path`): a program owns a tile of neighbouring keys, all queries that
-may see one of them stream past it with their words, and it writes its sums once, in the dtype of k.
+may see one of them stream past it with their words, and it writes its sums once, in the dtype of k. Where these are
+fewer programs than multiprocessors, each head of q has programs of its own, whose float32 sums are added afterwards.
 """
 
 import torch
@@ -21,21 +22,24 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.attention._triton.key_lists import key_lists
+from gossamer.attention._triton.dense_attention import dense_attention_bwd
+from gossamer.attention._triton.key_lists import key_lists, not_behind
 from gossamer.attention._triton.sparse_attention import (
     LISTS,
     Tile,
     alike,
     begin_walk,
-    not_behind,
     walk_keys,
     walks,
+    wide_product,
 )
 
 
 def query_tile(d: int, element_size: int) -> Tile:
     """Tile of the gradient of q."""
-    if element_size > 2 or d > 128:
+    if element_size > 2:
+        return Tile(parts=1, keys=32, warps=8 if d > 64 else 4, stages=1)
+    if d > 128:
         return Tile(parts=1, keys=32, warps=4, stages=1)
     return Tile(parts=1, keys=64, warps=4, stages=2)
 
@@ -43,7 +47,7 @@ def query_tile(d: int, element_size: int) -> Tile:
 def key_tile(d: int, element_size: int) -> Tile:
     """Tile of the gradients of k and v. 32 queries a step leave room for 128 keys in registers."""
     if element_size > 2 or d > 128:
-        return Tile(parts=8, keys=32, warps=8 if d > 128 else 4, stages=1)
+        return Tile(parts=8, keys=32, warps=8 if d > 64 else 4, stages=1)
     return Tile(parts=8, keys=128, warps=8, stages=3)
 
 
@@ -71,14 +75,14 @@ def _row_statistics_kernel(
     tl.store(rows_ptr + 2 * row + 1, delta, mask=query < Tq)
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["first", "Tq", "sharing"])
 def _sparse_attention_bwd_q_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, dq_ptr, rows_ptr, from_ptr, counts_ptr,
-    stride_kb, stride_kh, stride_kt, first, Tq, capacity, scale,
-    GROUP: tl.constexpr, SCOPES: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+    stride_kb, stride_kh, stride_kt, first, Tq, capacity, sharing, scale,
+    SCOPES: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
     WALK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (group of queries, the last first; head; batch)."""
+    """Program (group of queries, the last first; head; batch). So many heads are `sharing` one of k."""
     BLOCK_M: tl.constexpr = 64 * PARTS
     BLOCK_D: tl.constexpr = triton.next_power_of_2(max(16, D))
     group = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -92,12 +96,17 @@ def _sparse_attention_bwd_q_kernel(
     inside = (query < Tq)[:, None] & wide
     token = (batch * heads + head) * Tq + query
     here = token[:, None] * D + column[None, :]
-    q = tl.load(q_ptr + here, mask=inside, other=0.0)
-    grad = tl.load(grad_ptr + here, mask=inside, other=0.0)
+    CHUNK: tl.constexpr = 32
+    IN_CHUNKS: tl.constexpr = (q_ptr.dtype.element_ty == tl.float32) & (PRECISION == "ieee") & (D > CHUNK)
+    q = tl.zeros([1, 1], tl.float32)
+    grad = tl.zeros([1, 1], tl.float32)
+    if not IN_CHUNKS:
+        q = tl.load(q_ptr + here, mask=inside, other=0.0)
+        grad = tl.load(grad_ptr + here, mask=inside, other=0.0)
     lse = tl.load(rows_ptr + 2 * token, mask=query < Tq, other=0.0)
     delta = tl.load(rows_ptr + 2 * token + 1, mask=query < Tq, other=0.0)
-    k_ptr += batch * stride_kb + (head // GROUP) * stride_kh
-    v_ptr += batch * stride_kb + (head // GROUP) * stride_kh
+    k_ptr += batch * stride_kb + (head // sharing) * stride_kh
+    v_ptr += batch * stride_kb + (head // sharing) * stride_kh
     from_ptr, count, offset = begin_walk(
         from_ptr, counts_ptr, first, group, batch, head * SCOPES // heads, tl.num_programs(2), Tq, capacity,
         SCOPES, PARTS, WALK,
@@ -111,9 +120,14 @@ def _sparse_attention_bwd_q_kernel(
         at = key[:, None] * stride_kt + column[None, :]
         read = some[:, None] & wide
         k = tl.load(k_ptr + at, mask=read, other=0.0)
-        v = tl.load(v_ptr + at, mask=read, other=0.0)
-        s = tl.dot(q, k.T, input_precision=PRECISION)
-        dp = tl.dot(grad, v.T, input_precision=PRECISION)
+        if IN_CHUNKS:
+            rows, keys = token * D, key * stride_kt
+            s = wide_product(q_ptr, rows, query < Tq, k_ptr, keys, some, D, CHUNK, PRECISION)
+            dp = wide_product(grad_ptr, rows, query < Tq, v_ptr, keys, some, D, CHUNK, PRECISION)
+        else:
+            v = tl.load(v_ptr + at, mask=read, other=0.0)
+            s = tl.dot(q, k.T, input_precision=PRECISION)
+            dp = tl.dot(grad, v.T, input_precision=PRECISION)
         p = tl.where(keep, tl.exp2(s * log2_scale - lse[:, None]), 0.0)
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -142,19 +156,23 @@ def add_queries(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Tq", "H", "sharing", "parts"])
 def _sparse_attention_bwd_kv_tiles_kernel(
-    q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, rows_ptr, words_ptr, lengths_ptr, Tq, Tk, H, scale,
-    GROUP: tl.constexpr, SCOPES: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, rows_ptr, words_ptr, lengths_ptr, Tq, Tk, H, sharing, parts, scale,
+    SCOPES: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (BLOCK_K keys, the first ones, which most queries see, first; head of k; batch)."""
+    """Program (BLOCK_K keys, the first ones, which most queries see, first; head of k and part of the heads that are
+    sharing it; batch)."""
     BLOCK_D: tl.constexpr = triton.next_power_of_2(max(16, D))
-    kv_head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    kv_head, batch = tl.program_id(1) // parts, tl.program_id(2).to(tl.int64)
+    # Heads of q of this program, and the first of them.
+    heads = sharing // parts
+    first = tl.program_id(1) * heads
     key = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     column = tl.arange(0, BLOCK_D)
     mask = (key < Tk)[:, None] & (column < D)[None, :]
-    at = ((batch * tl.num_programs(1) + kv_head) * Tk + key)[:, None] * D + column[None, :]
+    at = ((batch * (H // sharing) + kv_head) * Tk + key)[:, None] * D + column[None, :]
     k = tl.load(k_ptr + at, mask=mask, other=0.0)
     v = tl.load(v_ptr + at, mask=mask, other=0.0)
     end = Tk
@@ -171,9 +189,9 @@ def _sparse_attention_bwd_kv_tiles_kernel(
     some = tl.zeros([BLOCK_K], tl.int32)
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    for step in range(begin * GROUP, steps * GROUP):
-        half = step // GROUP
-        head = kv_head * GROUP + step % GROUP
+    for step in range(begin * heads, steps * heads):
+        half = step // heads
+        head = first + step % heads
         words = words_ptr + ((batch * SCOPES + head * SCOPES // H) * tl.cdiv(Tq, 64) + half // 2) * 2 * Tk + half % 2
         word = tl.load(words + 2 * key, mask=key < end, other=0)
         if CAUSAL:
@@ -186,6 +204,7 @@ def _sparse_attention_bwd_kv_tiles_kernel(
         )  # fmt: skip
     # A key that nobody takes may be NaN, and has no gradient.
     some = (some != 0)[:, None]
+    at = ((batch * tl.num_programs(1) + tl.program_id(1)) * Tk + key)[:, None] * D + column[None, :]
     tl.store(dk_ptr + at, tl.where(some, dk * scale, 0.0).to(dk_ptr.dtype.element_ty), mask=mask)
     tl.store(dv_ptr + at, tl.where(some, dv, 0.0).to(dv_ptr.dtype.element_ty), mask=mask)
 
@@ -199,11 +218,11 @@ def await_entry(plan_ptr, flag_ptr, entry):
             pass
 
 
-@triton.jit(do_not_specialize=["entries", "scopes"])
+@triton.jit(do_not_specialize=["Tq", "Tk", "H", "sharing", "entries", "scopes"])
 def _sparse_attention_bwd_kv_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, rows_ptr, lists_ptr, counts_ptr, plan_ptr,
-    Tq, Tk, capacity, H, entries, scopes, scale,
-    GROUP: tl.constexpr, SCOPES: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
+    Tq, Tk, capacity, H, sharing, entries, scopes, scale,
+    SCOPES: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Programs draw items (entry: group of queries, batch and scope; tile of its keys; head of k) from a ticket.
@@ -211,10 +230,10 @@ def _sparse_attention_bwd_kv_kernel(
     The plan is int32: the ticket, entries + 1 offsets of tiles, and how many tiles of each (entry, head) are done.
     """
     BLOCK_D: tl.constexpr = triton.next_power_of_2(max(16, D))
-    G = H // GROUP
+    G = H // sharing
     # Heads of k that an entry serves; heads of q whose gradients it sums into each; entries in a row for one head of k.
     serves = tl.maximum(G // SCOPES, 1)
-    heads = tl.minimum(H // SCOPES, GROUP)
+    heads = tl.minimum(H // SCOPES, sharing)
     turns = tl.maximum(SCOPES // G, 1)
     done_ptr = plan_ptr + 2 + entries
     total = tl.load(plan_ptr + 1 + entries) * serves
@@ -295,6 +314,9 @@ def sparse_attention_bwd(
     words = words.contiguous()
     grad, q = grad.contiguous(), q.contiguous()
     rows = row_statistics(grad, out, lse, grad_lse)
+    if path == "dense":
+        dq, dk, dv = dense_attention_bwd(grad, q, k, v, rows, words, lengths, scale, causal)
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
     dq = query_gradient(grad, q, k, v, rows, words, lengths, scale, causal, path)
     of_keys = key_gradients_of_tiles if path == "tiles" else key_gradients
     dk, dv = of_keys(grad, q, k, v, rows, words, lengths, scale, causal)
@@ -329,9 +351,9 @@ def query_gradient(
     k, v = alike(k, v)
     dq = torch.empty_like(q)
     tile = query_tile(d, q.element_size())
-    meta = {"GROUP": h // k.shape[1], "SCOPES": words.shape[1], "D": d, "BLOCK_N": tile.keys, "PARTS": tile.parts}
+    meta = {"SCOPES": words.shape[1], "D": d, "BLOCK_N": tile.keys, "PARTS": tile.parts}
     for first, groups, walked, ends, capacity, walk in walks(words, lengths, tq, causal, tile.parts, path):
-        args = (q, k, v, grad, dq, rows, walked, ends, *k.stride()[:3], first, tq, capacity, scale)
+        args = (q, k, v, grad, dq, rows, walked, ends, *k.stride()[:3], first, tq, capacity, h // k.shape[1], scale)
         meta |= {"WALK": walk, "PRECISION": tuning.dot_precision(q, d)["PRECISION"]}
         _sparse_attention_bwd_q((groups, h, b), args, meta, **tile.options())
     return dq
@@ -360,10 +382,11 @@ def key_gradients(
     plan = torch.zeros(2 + entries * (1 + serves), dtype=torch.int32, device=k.device)
     tiles = (listed.view(-1) + (tile.keys - 1)) // tile.keys
     torch.cumsum(tiles, 0, dtype=torch.int32, out=plan[2 : 2 + entries])
-    meta = {"GROUP": h // g, "SCOPES": words.shape[1], "D": d, "BLOCK_K": tile.keys, "PARTS": tile.parts}
+    meta = {"SCOPES": words.shape[1], "D": d, "BLOCK_K": tile.keys, "PARTS": tile.parts}
     meta["PRECISION"] = tuning.dot_precision(q, d)["PRECISION"]
     args = (
-        q, k, v, grad, dk, dv, rows, lists, listed, plan, tq, tk, lists.shape[-1], h, entries, scopes, scale,
+        q, k, v, grad, dk, dv, rows, lists, listed, plan, tq, tk, lists.shape[-1], h, h // g, entries, scopes,
+        scale,
     )  # fmt: skip
     grid = (2 * tuning.programs(q.device), 1, 1)
     _sparse_attention_bwd_kv(grid, args, meta, **tile.options())
@@ -381,25 +404,30 @@ def key_gradients_of_tiles(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Of contiguous grad, q and words, by tiles of neighbouring keys, in the dtype of k."""
+    """Of contiguous grad, q and words, by tiles of neighbouring keys, in the dtype of k or in float32."""
     _, h, tq, d = q.shape
     b, g, tk, _ = k.shape
     k, v = k.contiguous(), v.contiguous()
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
     tile = key_tile(d, q.element_size())
-    meta = {"GROUP": h // g, "SCOPES": words.shape[1], "D": d, "BLOCK_K": tile.keys, "CAUSAL": causal}
+    programs = launch.cdiv(tk, tile.keys) * g * b
+    parts = h // g if programs < tuning.programs(q.device) else 1
+    if parts > 1:
+        dk, dv = torch.empty(2, b, g, parts, tk, d, dtype=torch.float32, device=k.device)
+    else:
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+    meta = {"SCOPES": words.shape[1], "D": d, "BLOCK_K": tile.keys, "CAUSAL": causal}
     meta |= {"PRECISION": tuning.dot_precision(q, d)["PRECISION"]}
-    args = (q, k, v, grad, dk, dv, rows, words.view(torch.int32), lengths, tq, tk, h, scale)
-    _sparse_attention_bwd_kv_tiles((launch.cdiv(tk, tile.keys), g, b), args, meta, **tile.options())
-    return dk, dv
+    args = (q, k, v, grad, dk, dv, rows, words.view(torch.int32), lengths, tq, tk, h, h // g, parts, scale)
+    _sparse_attention_bwd_kv_tiles((launch.cdiv(tk, tile.keys), g * parts, b), args, meta, **tile.options())
+    return (dk.sum(2), dv.sum(2)) if parts > 1 else (dk, dv)
 
 
 _QUERIES_KEYS = {
     **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "grad_ptr"), "*bf16"), "rows_ptr": "*fp32", "Tq": "i32",
-    "scale": "fp32",
+    "sharing": "i32", "scale": "fp32",
 }  # fmt: skip
 _LISTED = {"counts_ptr": "*i32", "capacity": "i32"}
-_SIZES = {"GROUP": 1, "SCOPES": 1, "D": 128, "PRECISION": "ieee"}
+_SIZES = {"SCOPES": 1, "D": 128, "PRECISION": "ieee"}
 EXAMPLES = {
     _row_statistics_kernel: {
         "signature": {
@@ -430,7 +458,7 @@ EXAMPLES = {
     _sparse_attention_bwd_kv_tiles_kernel: {
         "signature": {
             **_QUERIES_KEYS, **dict.fromkeys(("dk_ptr", "dv_ptr"), "*bf16"), "words_ptr": "*i32",
-            "lengths_ptr": "*i32", "Tk": "i32", "H": "i32",
+            "lengths_ptr": "*i32", "Tk": "i32", "H": "i32", "parts": "i32",
         },
         "constexprs": {**_SIZES, "BLOCK_K": 128, "CAUSAL": True},
         "num_warps": 8,

@@ -4,9 +4,11 @@ A program owns a row. `_row_threshold_kernel` holds it in registers and narrows 
 first (the row before the slab's, which saves rounds and cannot change the result), then by interpolation on the counts,
 every third time the middle. It is done when exactly k keys reach the bracket's lower end. Counting at two places a
 round halves the rounds, and took a quarter longer; interpolation on logarithms saves one round in eight, and took
-longer, too. Keys are 15-bit integers that order as the float16 numbers of the same bits do, so that one
+longer, too. So did a guess out of a sample of the row's own keys: it halves the rounds, and takes as long to find.
+Keys are 15-bit integers that order as the float16 numbers of the same bits do, so that one
 `set.ge.f16x2` compares two. Rows beyond the registers are counted from the L2 (`_long_threshold_kernel`), at four
-places at once, which a sample of the row brackets.
+places at once, which a sample of the row brackets. To read them but once, with each key of the bracket counted in a bin
+of its own by an atomic, took half as long again.
 """
 
 import triton

@@ -26,6 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch
+from gossamer.blocksparse._gluon._descriptors import describe
+from gossamer.blocksparse._gluon.attention_order import launch_order
 from gossamer.blocksparse.attention_path import Problem, empty_like
 
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7, 3.6
@@ -191,13 +193,18 @@ def soften(s, m, total, scale):
 
 
 @gluon.jit
-def owner_of(tiles, H, CAUSAL: gl.constexpr):
-    """(tile, head counted over batches, batch, head) of a program that owns a tile of queries of one of H heads. Below
-    a diagonal the last ones, which meet most keys, begin: a long row that begins last would leave the GPU waiting."""
-    tile = gl.program_id(0) % tiles
+def owner_of(sorted_ptr, unsorted, lines, H, SPLIT: gl.constexpr, CAUSAL: gl.constexpr):
+    """(tile, head counted over batches, batch, head) of a program that owns one of SPLIT tiles of one of the lines of
+    one of H heads. A long line that begins last would leave the GPU waiting: below a diagonal the last ones, which are
+    the longest, begin; else those behind `unsorted` come in the order that is given."""
+    line = gl.program_id(0) // SPLIT
+    if sorted_ptr is not None:
+        late = line >= unsorted
+        line = gl.where(late, gl.load(sorted_ptr + (line - unsorted), mask=late, other=0), line)
+    tile = line % lines * SPLIT + gl.program_id(0) % SPLIT
     if CAUSAL:
-        tile = tiles - 1 - tile
-    pair = gl.program_id(0) // tiles
+        tile = lines * SPLIT - 1 - tile
+    pair = line // lines
     return tile, pair, pair // H, pair % H
 
 
@@ -237,10 +244,10 @@ def finish(o, m, total, lost, lse_ptr, lines, Tq):
     return o * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout)), 1)
 
 
-@gluon.jit(do_not_specialize=["capacity"])
+@gluon.jit(do_not_specialize=["capacity", "unsorted"])
 def _attention_fwd_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, offsets_ptr, columns_ptr, lengths_ptr,
-    B, H, GROUP, rows, Tq, Tk, capacity, scale, CONFIG: gl.constexpr,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, offsets_ptr, columns_ptr, lengths_ptr, sorted_ptr,
+    B, H, GROUP, rows, Tq, Tk, capacity, unsorted, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     SPLIT_K: gl.constexpr = CONFIG.split_k
     STAGES: gl.constexpr = CONFIG.stages
@@ -257,7 +264,7 @@ def _attention_fwd_kernel(
     v_bufs, v_ready = ring_of(v_desc, STAGES)
     fence_async_shared()
     thread_barrier()
-    tile, pair, batch, head = owner_of(rows * CONFIG.split_q, H, CONFIG.causal)
+    tile, pair, batch, head = owner_of(sorted_ptr, unsorted, rows, H, CONFIG.split_q, CONFIG.causal)
     first = tile * BLOCK_M
     fetch(q_desc, q_buf, q_ready, 0, batch, head, first, True)
     begin, steps, limit, lost = row_of(
@@ -326,7 +333,7 @@ _attention_fwd = launch.Kernel(_attention_fwd_kernel)
 def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
     """Tiles of `rows` rows of `[B, H, T, D]`, whole spans of 128 bytes wide: what lies outside reads as 0."""
     block = [1, 1, rows, width(tensor.shape[3])]
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, LAYOUT)
+    return describe(tensor, list(tensor.shape), list(tensor.stride()), block, lambda: LAYOUT)
 
 
 LAYOUT = gl.NVMMASharedLayout(128, 16, 4)
@@ -380,8 +387,9 @@ def launch_attention_fwd(
     out, lse = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     config = config_of(p, tile)
     tiles = [descriptor(x, rows) for x, rows in ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n))]
-    sizes = p.b, p.h, p.group, p.rows, p.tq, p.tk, columns.shape[0], p.scale * INV_LN2
-    args = (*tiles, descriptor(out, tile.block_m), lse, offsets, columns, lengths, *sizes)
+    order, unsorted = launch_order(p, offsets, p.rows, config.split_q)
+    sizes = p.b, p.h, p.group, p.rows, p.tq, p.tk, columns.shape[0], unsorted, p.scale * INV_LN2
+    args = (*tiles, descriptor(out, tile.block_m), lse, offsets, columns, lengths, order, *sizes)
     grid = (p.rows * config.split_q * p.b * p.h, 1, 1)
     _attention_fwd(grid, args, {"CONFIG": config}, num_warps=tile.warps, maxnreg=tile.registers)
     return out, lse
@@ -396,8 +404,8 @@ def example(descriptors: dict[str, int], others: dict[str, str], d: int, tile: T
     return {"signature": kinds | others, **given, **({} if tile.registers is None else {"maxnreg": tile.registers})}
 
 
-LISTS = dict.fromkeys(("offsets_ptr", "columns_ptr", "lengths_ptr"), "*i32")
-SIZES = dict.fromkeys(("B", "H", "GROUP", "rows", "Tq", "Tk", "capacity"), "i32") | {"scale": "fp32"}
+LISTS = dict.fromkeys(("offsets_ptr", "columns_ptr", "lengths_ptr", "sorted_ptr"), "*i32")
+SIZES = dict.fromkeys(("B", "H", "GROUP", "rows", "Tq", "Tk", "capacity", "unsorted"), "i32") | {"scale": "fp32"}
 _TILE = tile_of(64, (128, 128))
 EXAMPLES = {
     _attention_fwd_kernel: example(
@@ -405,6 +413,6 @@ EXAMPLES = {
         {"lse_ptr": "*fp32", **LISTS, **SIZES},
         64,
         _TILE,
-    ),
+    )
 }
 """Example signatures for the ahead-of-time compile test."""

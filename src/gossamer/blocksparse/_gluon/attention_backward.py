@@ -23,9 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch
+from gossamer.blocksparse._gluon._descriptors import describe
 from gossamer.blocksparse._gluon.attention import (
     INV_LN2,
     LISTS,
@@ -51,15 +51,16 @@ from gossamer.blocksparse._gluon.attention import (
     tile_at,
     without_padding,
 )
+from gossamer.blocksparse._gluon.attention_order import launch_order
 from gossamer.blocksparse.attention_path import Problem, empty_like
 
 LN2 = gl.constexpr(0.6931471805599453)
 
 
-@gluon.jit(do_not_specialize=["capacity"])
+@gluon.jit(do_not_specialize=["capacity", "unsorted"])
 def _attention_dq_kernel(
-    q_desc, grad_desc, k_desc, v_desc, dq_desc, stats_ptr, offsets_ptr, columns_ptr, lengths_ptr,
-    B, H, GROUP, rows, Tq, Tk, padded, capacity, scale, CONFIG: gl.constexpr,
+    q_desc, grad_desc, k_desc, v_desc, dq_desc, stats_ptr, offsets_ptr, columns_ptr, lengths_ptr, sorted_ptr,
+    B, H, GROUP, rows, Tq, Tk, padded, capacity, unsorted, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     SPLIT_K: gl.constexpr = CONFIG.split_k
     STAGES: gl.constexpr = CONFIG.stages
@@ -76,7 +77,7 @@ def _attention_dq_kernel(
     fence_async_shared()
     thread_barrier()
 
-    tile, pair, batch, head = owner_of(rows * CONFIG.split_q, H, CONFIG.causal)
+    tile, pair, batch, head = owner_of(sorted_ptr, unsorted, rows, H, CONFIG.split_q, CONFIG.causal)
     first = tile * BLOCK
     begin, steps, limit, lost = row_of(
         offsets_ptr, columns_ptr, lengths_ptr, tile, batch, head, B, H, rows, Tq, Tk, capacity, CONFIG, BLOCK, BLOCK
@@ -186,10 +187,10 @@ def fetch_with(desc, buffers, stats_desc, stats, ready, slot, batch, head, H, ro
     tma.async_copy_global_to_shared(stats_desc, [2 * (batch * H + head), row], bar, stats.index(slot), pred=pred)
 
 
-@gluon.jit(do_not_specialize=["capacity"])
+@gluon.jit(do_not_specialize=["capacity", "unsorted"])
 def _attention_dkdv_kernel(
     q_desc, grad_desc, k_desc, v_desc, dk_desc, dv_desc, stats_desc, offsets_ptr, order_ptr, rows_ptr, lengths_ptr,
-    B, H, GROUP, rows, columns, Tq, Tk, capacity, scale, CONFIG: gl.constexpr,
+    sorted_ptr, B, H, GROUP, rows, columns, Tq, Tk, capacity, unsorted, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     SPLIT_Q: gl.constexpr = CONFIG.split_q
     STAGES: gl.constexpr = CONFIG.stages
@@ -207,7 +208,7 @@ def _attention_dkdv_kernel(
     fence_async_shared()
     thread_barrier()
 
-    tile, _, batch, key_head = owner_of(columns * CONFIG.split_k, H // GROUP, False)
+    tile, _, batch, key_head = owner_of(sorted_ptr, unsorted, columns, H // GROUP, CONFIG.split_k, False)
     first = tile * BLOCK
     limit = key_limit(lengths_ptr, batch, Tk)
     fetch(k_desc, k_bufs, k_ready, 0, batch, key_head, first, True)
@@ -291,7 +292,7 @@ class Tiles:
 SIDE = 64
 
 
-def tiles_of(d: int) -> Tiles:
+def tiles_of() -> Tiles:
     """As measured on one H200 at D 64 (T 8,192, 16 heads, densities of 50, 25 and 10%, blocks of 64 and 128), the
     fastest of four depths of the rings and bounds of registers; taken over for D 128, where nothing was measured."""
     return Tiles(Tile(SIDE, SIDE, 2), Tile(SIDE, SIDE, 2))
@@ -304,22 +305,24 @@ def launch_attention_bwd(
     """Gradients of q, k and v. `lists` are a layout's: row_offsets, col_indices, row_indices, col_offsets,
     transpose_order, positions."""
     p = problem
-    tiles = tiles_of(p.d) if tiles is None else tiles
+    tiles = tiles_of() if tiles is None else tiles
     row_offsets, col_indices, row_indices, col_offsets, order, _ = lists
     q, grad, k, v = readable(q), readable(grad), without_padding(k, lengths), without_padding(v, lengths)
     dq, dk, dv = (empty_like(x) for x in (q, k, v))
     inputs = [descriptor(t, SIDE) for t in (q, grad, k, v)]
     dq_desc, dk_desc, dv_desc = (descriptor(t, SIDE) for t in (dq, dk, dv))
     padded, capacity = stats.shape[-1], col_indices.shape[0]
-    stats_desc = TensorDescriptor(stats, [2 * p.b * p.h, padded], [padded, 1], [2, SIDE], STATS)
+    stats_desc = describe(stats, [2 * p.b * p.h, padded], [padded, 1], [2, SIDE], lambda: STATS)
     tile, config = tiles.dkdv, config_of(p, tiles.dkdv)
-    args = (*inputs, dk_desc, dv_desc, stats_desc, col_offsets, order, row_indices, lengths, p.b, p.h, p.group, p.rows)
-    args += (p.columns, p.tq, p.tk, capacity, p.scale * INV_LN2)
+    longest, unsorted = launch_order(p, col_offsets, p.columns, config.split_k, p.group)
+    args = (*inputs, dk_desc, dv_desc, stats_desc, col_offsets, order, row_indices, lengths, longest, p.b, p.h, p.group)
+    args += (p.rows, p.columns, p.tq, p.tk, capacity, unsorted, p.scale * INV_LN2)
     grid = (p.columns * config.split_k * p.b * p.key_heads, 1, 1)
     _attention_dkdv(grid, args, {"CONFIG": config}, num_warps=tile.warps, maxnreg=tile.registers)
     tile, config = tiles.dq, config_of(p, tiles.dq)
-    args = (*inputs, dq_desc, stats, row_offsets, col_indices, lengths, p.b, p.h, p.group, p.rows)
-    args += (p.tq, p.tk, padded, capacity, p.scale * INV_LN2)
+    longest, unsorted = launch_order(p, row_offsets, p.rows, config.split_q)
+    args = (*inputs, dq_desc, stats, row_offsets, col_indices, lengths, longest, p.b, p.h, p.group, p.rows)
+    args += (p.tq, p.tk, padded, capacity, unsorted, p.scale * INV_LN2)
     grid = (p.rows * config.split_q * p.b * p.h, 1, 1)
     _attention_dq(grid, args, {"CONFIG": config}, num_warps=tile.warps, maxnreg=tile.registers)
     return dq, dk, dv
@@ -329,18 +332,18 @@ STATS = gl.NVMMASharedLayout(0, 32, 2)
 _INPUTS = dict.fromkeys(("q_desc", "grad_desc", "k_desc", "v_desc"), SIDE)
 EXAMPLES = {
     _attention_dq_kernel: example(
-        {**_INPUTS, "dq_desc": SIDE}, {"stats_ptr": "*fp32", **LISTS, **SIZES, "padded": "i32"}, 64, tiles_of(64).dq
+        {**_INPUTS, "dq_desc": SIDE}, {"stats_ptr": "*fp32", **LISTS, **SIZES, "padded": "i32"}, 64, tiles_of().dq
     ),
     _attention_dkdv_kernel: example(
         {**_INPUTS, "dk_desc": SIDE, "dv_desc": SIDE},
         {
             "stats_desc": f"tensordesc<fp32[2, {SIDE}],{STATS!r}>",
-            **dict.fromkeys(("offsets_ptr", "order_ptr", "rows_ptr", "lengths_ptr"), "*i32"),
+            **dict.fromkeys(("offsets_ptr", "order_ptr", "rows_ptr", "lengths_ptr", "sorted_ptr"), "*i32"),
             **SIZES,
             "columns": "i32",
         },
         64,
-        tiles_of(64).dkdv,
+        tiles_of().dkdv,
     ),
 }
 """Example signatures for the ahead-of-time compile test."""

@@ -36,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch, tuning
+from gossamer.blocksparse._gluon._descriptors import describe
 from gossamer.blocksparse.matmul_path import met_by, share_of
 
 MOST = 0.95
@@ -406,7 +407,6 @@ def _blocksparse_matmul_kernel(
 _matmul = launch.Kernel(_blocksparse_matmul_kernel)
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 _boxes: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-_made: dict[tuple[torch.dtype, int], dict[str, Any]] = {}
 Parts = tuple[Any, ...]
 """A layout's (row offsets, column indices, row indices, column offsets, order of columns, positions), or six None."""
 
@@ -506,19 +506,13 @@ def rows_of(parts: Parts, by_columns: bool) -> Parts:
 
 
 def _descriptor(tensor: Tensor, width: int) -> TensorDescriptor:
-    """Boxes of 64 x width of a contiguous `[*, rows, columns]` as a matrix. What is checked the first time, `fits`
-    checks later."""
-    columns = tensor.shape[-1]
-    shape, strides = [tensor.numel() // columns, columns], [columns, 1]
-    fields = _made.get((tensor.dtype, width))
-    if fields is None:
-        layout = gl.NVMMASharedLayout.get_default_for([BOX.value, width], _DTYPES[tensor.dtype])
-        descriptor = TensorDescriptor(tensor, shape, strides, [BOX.value, width], layout)
-        _made[tensor.dtype, width] = {**vars(descriptor), "base": None}
-        return descriptor
-    descriptor = object.__new__(TensorDescriptor)
-    descriptor.__dict__.update(fields, base=tensor, shape=shape, strides=strides)
-    return descriptor
+    """Boxes of 64 x width of a contiguous `[*, rows, columns]` as a matrix, of which `fits` knows that they can be."""
+    columns, block = tensor.shape[-1], [BOX.value, width]
+    rows = tensor.numel() // columns
+    return describe(
+        tensor, [rows, columns], [columns, 1], block,
+        lambda: gl.NVMMASharedLayout.get_default_for(block, _DTYPES[tensor.dtype]),
+    )  # fmt: skip
 
 
 _DESC = f"tensordesc<bf16[64, 64],{gl.NVMMASharedLayout(128, 16, 2)!r}>"

@@ -28,3 +28,13 @@ def layout(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor,
         buffer[: held.numel()] = held
     col_indices, row_indices, transpose_order = padded
     return row_offsets, col_indices, row_indices, col_offsets, transpose_order, positions
+
+
+def layout_transpose(
+    nnz: Tensor, col_indices: Tensor, row_indices: Tensor, transpose_order: Tensor, positions: Tensor, rows: int,
+    cols: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Operator `blocksparse_layout_transpose`."""
+    mask = positions.view(-1, rows, cols).transpose(1, 2) >= 0 if positions.numel() else positions.view(0, cols, rows)
+    _, columns, lines, _, order, turned = layout(mask, col_indices.shape[0])
+    return columns, lines, order, turned

@@ -329,6 +329,16 @@ def tile_of(d: int, size: int, block: tuple[int, int], terms: int = 0) -> Tile:
     return Tile(min(32 if wide > 512 or terms else 64, block[0]), 32 if wide <= 512 else 16, 4, 1)
 
 
+def inner_of(d: int) -> int:
+    """Inner dimension for which `tuning.dot_precision` chooses: a long one, whose float32 products are three TF32 ones.
+
+    They round by 2^-22, as the exponential between an attention's two products does. Float32 arithmetic on a tile of 64
+    x 128 wants more registers than a thread has: one H200 took 942 us for what SDPA does in 252 (T 2,688, D 128). At D
+    256 three products spill, and it does not.
+    """
+    return 1 << 14 if d <= 128 else d
+
+
 @dataclass(frozen=True)
 class Operands:
     """What the kernels of one attention read, contiguous, and the config that this gives."""
@@ -360,7 +370,7 @@ def operands(
     p: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, relative: Tensor | None, places: Tensor | None,
     lengths: Tensor | None, tile: Tile, inner: int,
 ) -> Operands:  # fmt: skip
-    """The operands of an attention as its kernels read them; `inner` is how long the sums are that they make."""
+    """The operands of an attention as its kernels read them; `inner` is as `tuning.dot_precision` has it."""
     kind, own = "none", (False, False, False)
     if bias is not None:
         bias = bias.view(torch.int8) if bias.dtype is torch.bool else bias
@@ -425,7 +435,7 @@ def attention(
 
             return hopper.launch_attention_fwd(problem, q, k, v, row_offsets, col_indices, lengths)
         tile = tile_of(problem.d, q.element_size(), problem.block, 0 if places is None else places.shape[0])
-        given = operands(problem, q, k, v, bias, relative, places, lengths, tile, problem.tk)
+        given = operands(problem, q, k, v, bias, relative, places, lengths, tile, inner_of(problem.d))
         splits = splits_of(problem, q.device) if path == "split" else 1
         return launch_attention_fwd(problem, given, row_offsets, col_indices, splits)
 

@@ -22,6 +22,7 @@ from gossamer.blocksparse._triton.attention import (
     Operands,
     Tile,
     dot,
+    inner_of,
     key_limit,
     last_of,
     listed,
@@ -356,7 +357,7 @@ def attention_bwd(
             return *hopper.launch_attention_bwd(problem, q, k, v, grad, stats, lists, lengths), none, none
         grad = grad.contiguous()
         tile = tile_of(problem.d, q.element_size(), problem.block, 0 if places is None else places.shape[0])
-        given = operands(problem, q, k, v, bias, relative, places, lengths, tile, problem.d)
+        given = operands(problem, q, k, v, bias, relative, places, lengths, tile, inner_of(problem.d))
         grads = launch_attention_bwd(problem, given, grad, stats, lists)
         if bias is not None and with_bias:
             dbias = launch_attention_dbias(problem, given, bias, grad, stats, lists)

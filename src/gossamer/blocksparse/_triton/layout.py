@@ -6,6 +6,11 @@ gives row and column offsets. The second walks down columns: a block's rank in i
 in CSR order is the row's offset plus the rank that the first left, so that everything about a block is written by the
 one program that owns its column, and nothing depends on timing. Tiles hold some thousand mask bytes: a layout of
 [16, 128, 128] blocks is 1,088 short programs and 64, bound by the latency of a few loads.
+
+The transposed layout needs neither counts nor sums: its rows are the columns that there are. One launch has programs of
+entries of the column lists, each of which is an entry of the row lists to be, and programs of the grid, for what is
+absent. Where blocks are lost the lists are no permutation; then they only name what exists, and the grid has numbers
+beyond the capacity.
 """
 
 import torch
@@ -89,6 +94,36 @@ def _layout_fill_kernel(
         tl.store(order_ptr + at, -1, mask=at < capacity)
 
 
+@triton.jit(do_not_specialize=["nnz_ptr", "capacity"])
+def _layout_transpose_kernel(
+    nnz_ptr, columns_ptr, rows_ptr, order_ptr, positions_ptr, columns_out_ptr, rows_out_ptr, order_out_ptr,
+    positions_out_ptr, total, R, C, capacity, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (BLOCK entries), and then (BLOCK of the transposed grid's total places)."""
+    nnz = tl.load(nnz_ptr)
+    lost = nnz > capacity
+    entries = tl.cdiv(capacity, BLOCK)
+    if tl.program_id(0) < entries:
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        held = at < tl.minimum(nnz, capacity)
+        source = tl.load(order_ptr + at, mask=held, other=0)
+        line = tl.load(rows_ptr + source, mask=held, other=0)
+        column = tl.load(columns_ptr + source, mask=held, other=0)
+        turned = line // R * C + column
+        inside = at < capacity
+        tl.store(columns_out_ptr + at, tl.where(held, line % R, -1), mask=inside)
+        tl.store(rows_out_ptr + at, tl.where(held, turned, -1), mask=inside)
+        tl.store(order_out_ptr + tl.where(held & (not lost), source, at), tl.where(held, at, -1), mask=inside)
+        tl.store(positions_out_ptr + (turned * R + line % R), at, mask=held & (not lost))
+    else:
+        to = (tl.program_id(0) - entries) * BLOCK + tl.arange(0, BLOCK)
+        held = to < total
+        place = to // (R * C) * (R * C) + to % R * C + to // R % C
+        absent = tl.load(positions_ptr + place, mask=held, other=0) < 0
+        tl.store(positions_out_ptr + to, tl.where(absent, -1, capacity), mask=held & (absent | lost))
+
+
+_layout_transpose = launch.Kernel(_layout_transpose_kernel)
 _layout_count = launch.Kernel(_layout_count_kernel)
 _layout_fill = launch.Kernel(_layout_fill_kernel)
 
@@ -120,6 +155,25 @@ def layout(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor,
     return offsets[: z * rows + 1], col_indices, row_indices, col_offsets, order, positions
 
 
+ENTRIES = 1024
+"""Entries or places of a program that transposes."""
+
+
+def layout_transpose(
+    nnz: Tensor, col_indices: Tensor, row_indices: Tensor, transpose_order: Tensor, positions: Tensor, rows: int,
+    cols: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Operator `blocksparse_layout_transpose` -> (col_indices, row_indices, transpose_order, positions)."""
+    given = col_indices, row_indices, transpose_order, positions
+    out = col_indices, row_indices, order, turned = tuple(torch.empty_like(x) for x in given)
+    total, capacity = positions.shape[0], col_indices.shape[0]
+    programs = launch.cdiv(capacity, ENTRIES) + launch.cdiv(total, ENTRIES)
+    if programs:
+        args = (nnz, *given, *out, total, max(rows, 1), max(cols, 1), capacity)
+        _layout_transpose((programs, 1, 1), args, {"BLOCK": ENTRIES}, num_warps=4)
+    return col_indices, row_indices, order, turned
+
+
 _INTS = dict.fromkeys(("ZR", "R", "C"), "i32")
 EXAMPLES = {
     _layout_count_kernel: {
@@ -134,6 +188,16 @@ EXAMPLES = {
         },
         "constexprs": {"DOWN": 128, "ACROSS": 32},
         "num_warps": 8,
+    },
+    _layout_transpose_kernel: {
+        "signature": {
+            "nnz_ptr": "*i32",
+            **dict.fromkeys(("columns_ptr", "rows_ptr", "order_ptr", "positions_ptr"), "*i32"),
+            **dict.fromkeys(("columns_out_ptr", "rows_out_ptr", "order_out_ptr", "positions_out_ptr"), "*i32"),
+            **dict.fromkeys(("total", "R", "C", "capacity"), "i32"),
+        },
+        "constexprs": {"BLOCK": ENTRIES},
+        "num_warps": 4,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

@@ -368,12 +368,7 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
         pairs = launch.scratch.get(max(tiles, 1) * (2 + tile.columns // bn) * inner, a.device).view(torch.int32)
     lists = (*_lists(of_a, trans_a), of_b[0], of_b[5], *_lists(of_out, turned), pairs)
     capacities = [0 if parts[0] is None else parts[1].shape[0] for parts in (of_a, of_b, of_out)]
-    meta = {
-        "BLOCK": block,
-        "TRANS": trans,
-        "TILE": (tile.columns, tile.step),
-        **precision,
-    }
+    meta = {"BLOCK": block, "TRANS": trans, "TILE": (tile.columns, tile.step), **precision}
     args = (a, b, out, *lists, z, m, k, n, *capacities)
     _blocksparse_matmul((max(tiles, 1), 1, 1), args, meta, num_warps=tile.warps, num_stages=tile.stages)
     return out

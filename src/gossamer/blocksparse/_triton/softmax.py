@@ -1,10 +1,11 @@
 """Softmax along the rows of block-sparse matrices: bound by memory.
 
-A program owns BLOCK_M lines of a block row and reads them across all of its blocks, laid end to end, BLOCK_N elements a
-step. Where a line can have no more than LONGEST elements, which the host knows from the matrix, there is one step and
-nothing is read twice; the step is cut to a half or a quarter where the row has no more, for idle lanes take their time
-too. Longer lines are walked twice, first for the running maximum and sum, then to write. The backward pass has the same
-form. Programs also fill what stands behind the last block: with zeros, or NaN where blocks are lost.
+A program owns BLOCK_M lines of a block row and reads them across all of its blocks, laid end to end, in one step of
+BLOCK_N elements, so that nothing is read twice; the step is cut to a half or a quarter where the row has no more, for
+idle lanes take their time too. BLOCK_N is twice what a line holds on average, which the host knows from the layout's
+capacity: wider steps would have fewer lines on their way at once. Longer lines, and all beyond LONGEST, are walked
+twice, first for the running maximum and sum, then to write. The backward pass has the same form. Programs also fill
+what stands behind the last block: with zeros, or NaN where blocks are lost.
 """
 
 import torch
@@ -16,7 +17,7 @@ from gossamer._core import launch
 from gossamer.blocksparse._triton.attention import listed, span
 
 LONGEST, STEP = 16384, 4096
-"""Elements of a line that one program holds at once, and elements of a step where it does not."""
+"""Elements of a line that one program holds at once, and elements of a step where the average line has more."""
 
 
 @triton.jit
@@ -86,22 +87,21 @@ def _blocksparse_softmax_fwd_kernel(
     begin, count, lost = span(offsets_ptr, row, last, capacity)
     if MASK == "dense":
         mask_ptr += (row // rows).to(tl.int64) * stride_mz
-    if ONCE:
-        if BLOCK_N >= 1024 and count * WIDTH <= BLOCK_N // 4:
-            softmax_at_once(
-                x_ptr, mask_ptr, out_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line, i, M, N,
-                HEIGHT, WIDTH, BLOCK_N // 4, MASK,
-            )  # fmt: skip
-        elif BLOCK_N >= 1024 and count * WIDTH <= BLOCK_N // 2:
-            softmax_at_once(
-                x_ptr, mask_ptr, out_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line, i, M, N,
-                HEIGHT, WIDTH, BLOCK_N // 2, MASK,
-            )  # fmt: skip
-        else:
-            softmax_at_once(
-                x_ptr, mask_ptr, out_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line, i, M, N,
-                HEIGHT, WIDTH, BLOCK_N, MASK,
-            )  # fmt: skip
+    if BLOCK_N >= 1024 and count * WIDTH <= BLOCK_N // 4:
+        softmax_at_once(
+            x_ptr, mask_ptr, out_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line, i, M, N,
+            HEIGHT, WIDTH, BLOCK_N // 4, MASK,
+        )  # fmt: skip
+    elif BLOCK_N >= 1024 and count * WIDTH <= BLOCK_N // 2:
+        softmax_at_once(
+            x_ptr, mask_ptr, out_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line, i, M, N,
+            HEIGHT, WIDTH, BLOCK_N // 2, MASK,
+        )  # fmt: skip
+    elif ONCE or count * WIDTH <= BLOCK_N:
+        softmax_at_once(
+            x_ptr, mask_ptr, out_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line, i, M, N,
+            HEIGHT, WIDTH, BLOCK_N, MASK,
+        )  # fmt: skip
     else:
         most = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -164,13 +164,12 @@ def _blocksparse_softmax_bwd_kernel(
     row = tl.program_id(0) // parts
     i = tl.program_id(0) % parts * BLOCK_M + tl.arange(0, BLOCK_M)
     begin, count, lost = span(offsets_ptr, row, last, capacity)
-    if ONCE:
-        if BLOCK_N >= 1024 and count * WIDTH <= BLOCK_N // 4:
-            gradient_at_once(grad_ptr, out_ptr, dx_ptr, scale, begin, count, i, HEIGHT, WIDTH, BLOCK_N // 4)
-        elif BLOCK_N >= 1024 and count * WIDTH <= BLOCK_N // 2:
-            gradient_at_once(grad_ptr, out_ptr, dx_ptr, scale, begin, count, i, HEIGHT, WIDTH, BLOCK_N // 2)
-        else:
-            gradient_at_once(grad_ptr, out_ptr, dx_ptr, scale, begin, count, i, HEIGHT, WIDTH, BLOCK_N)
+    if BLOCK_N >= 1024 and count * WIDTH <= BLOCK_N // 4:
+        gradient_at_once(grad_ptr, out_ptr, dx_ptr, scale, begin, count, i, HEIGHT, WIDTH, BLOCK_N // 4)
+    elif BLOCK_N >= 1024 and count * WIDTH <= BLOCK_N // 2:
+        gradient_at_once(grad_ptr, out_ptr, dx_ptr, scale, begin, count, i, HEIGHT, WIDTH, BLOCK_N // 2)
+    elif ONCE or count * WIDTH <= BLOCK_N:
+        gradient_at_once(grad_ptr, out_ptr, dx_ptr, scale, begin, count, i, HEIGHT, WIDTH, BLOCK_N)
     else:
         inner = tl.zeros([BLOCK_M], tl.float32)
         for first in range(0, count * WIDTH, BLOCK_N):
@@ -212,7 +211,7 @@ def softmax(
         kind = "dense"
         strides = tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride()))
         mask = mask.view(torch.uint8)
-    meta, warps = _tile(height, width, n)
+    meta, warps = tile_of(height, width, n, capacity * width // max(last, 1))
     args = (values, mask, out, row_offsets, col_indices, *strides, rows, last, capacity, m, n, scale)
     grid = (max(last * height // meta["BLOCK_M"], 1), 1, 1)
     if last:
@@ -227,25 +226,28 @@ def softmax_bwd(grad: Tensor, out: Tensor, row_offsets: Tensor, row_indices: Ten
     dx, last = torch.empty_like(out), row_offsets.shape[0] - 1
     if not last:
         return dx.zero_()
-    meta, warps = _tile(height, width, n)
+    meta, warps = tile_of(height, width, n, capacity * width // last)
     args = (grad, out, dx, row_offsets, last, capacity, scale)
     grid = (last * height // meta["BLOCK_M"], 1, 1)
     _softmax_bwd(grid, args, meta, num_warps=warps)
     return dx
 
 
-def _tile(height: int, width: int, n: int) -> tuple[dict[str, int | bool], int]:
-    """(meta, warps) for lines of up to n elements, rounded up to whole blocks: some 4,096 elements a program where
-    lines are short, and 32 a thread."""
+def tile_of(height: int, width: int, n: int, average: int) -> tuple[dict[str, int | bool], int]:
+    """(meta, warps) for lines of up to n elements, rounded up to whole blocks, of which they have room for so many on
+    average: some 4,096 elements a program where lines are short, and 32 a thread."""
     longest = launch.cdiv(n, width) * width
-    once = longest <= LONGEST
-    block_n = launch.next_power_of_2(longest) if once else STEP
+    held = min(longest, max(2 * average, SHORT))
+    once = held == longest <= LONGEST
+    block_n = launch.next_power_of_2(held) if held <= LONGEST else STEP
     block_m = max(1, min(height, 4096 // block_n))
     meta = {"HEIGHT": height, "WIDTH": width, "BLOCK_M": block_m, "BLOCK_N": block_n, "ONCE": once}
     return meta, max(4, min(16, block_m * block_n // 1024))
 
 
-_SHAPE = {"HEIGHT": 64, "WIDTH": 64, "BLOCK_M": 1, "BLOCK_N": 8192, "ONCE": True}
+SHORT = 256
+"""Elements that a step has room for however short lines are."""
+_SHAPE = {"HEIGHT": 64, "WIDTH": 64, "BLOCK_M": 1, "BLOCK_N": 4096, "ONCE": False}
 EXAMPLES = {
     _blocksparse_softmax_fwd_kernel: {
         "signature": {
@@ -254,7 +256,7 @@ EXAMPLES = {
             "scale": "fp32",
         },
         "constexprs": {**_SHAPE, "MASK": "blocks"},
-        "num_warps": 8,
+        "num_warps": 4,
     },
     _blocksparse_softmax_bwd_kernel: {
         "signature": {
@@ -262,7 +264,7 @@ EXAMPLES = {
             "capacity": "i32", "scale": "fp32",
         },
         "constexprs": _SHAPE,
-        "num_warps": 8,
+        "num_warps": 4,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

@@ -71,6 +71,6 @@ EXAMPLES = {
         "signature": {"offsets_ptr": "*i32", "tiles_ptr": "*i32", "rows": "i32", "capacity": "i32"},
         "constexprs": {"WIDTH": 4, "BAND": BAND, "BEFORE": 1024, "AHEAD": 16},
         "num_warps": 4,
-    },
+    }
 }
 """Example signatures for the ahead-of-time compile test."""

@@ -1,8 +1,10 @@
 """Dense to blocks and back: bound by memory, each element is read once and written once.
 
-A program owns one block: a stored one where blocks are taken from a dense matrix, one of the grid, stored or not, where
-they are put into one. A block's elements lie side by side in memory and so do a row's in the matrix, so that both sides
-move whole sectors. Where a layout has more blocks than room nothing but NaN is written.
+A program owns GROUP blocks: stored ones that follow each other where blocks are taken from a dense matrix, neighbours
+in a row of the grid, stored or not, where they are put into one. These are one block of 64, and as many small ones as
+have 2,048 elements: a warp for each block of 16 would wait for memory most of its time. A block's elements lie side by
+side in memory and so do a row's in the matrix, so that both sides move whole sectors. Where a layout has more blocks
+than room nothing but NaN is written.
 """
 
 import torch
@@ -27,42 +29,46 @@ def lost(x):
 @triton.jit(do_not_specialize=["nnz_ptr", "capacity"])
 def _from_dense_kernel(
     x_ptr, out_ptr, nnz_ptr, row_indices_ptr, col_indices_ptr, R, M, N, capacity,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Program (stored block), those behind the last included, which become zeros."""
-    block = tl.program_id(0)
+    """Program (GROUP stored blocks), those behind the last included, which become zeros."""
+    block = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     nnz = tl.load(nnz_ptr)
-    row = tl.load(row_indices_ptr + block)
-    i = row % R * HEIGHT + tl.arange(0, HEIGHT)
-    j = tl.load(col_indices_ptr + block) * WIDTH + tl.arange(0, WIDTH)
-    held = ((i < M) & (block < nnz))[:, None] & (j < N)[None, :]
-    at = (row // R).to(tl.int64) * M * N + i.to(tl.int64)[:, None] * N + j[None, :]
-    x = tl.load(x_ptr + at, mask=held, other=0)
+    row = tl.load(row_indices_ptr + block, mask=block < capacity, other=0)
+    column = tl.load(col_indices_ptr + block, mask=block < capacity, other=0)
+    down, across = tl.arange(0, HEIGHT)[None, :, None], tl.arange(0, WIDTH)[None, None, :]
+    i = (row % R * HEIGHT)[:, None, None] + down
+    j = (column * WIDTH)[:, None, None] + across
+    held = (i < M) & (j < N) & (block < nnz)[:, None, None]
+    x = tl.load(x_ptr + (row // R).to(tl.int64)[:, None, None] * M * N + i.to(tl.int64) * N + j, mask=held, other=0)
     if nnz > capacity:
         x = lost(x)
-    to = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    tl.store(out_ptr + block.to(tl.int64) * (HEIGHT * WIDTH) + to, x)
+    to = block.to(tl.int64)[:, None, None] * (HEIGHT * WIDTH) + (down * WIDTH + across)
+    tl.store(out_ptr + to, x, mask=(block < capacity)[:, None, None])
 
 
 @triton.jit(do_not_specialize=["nnz_ptr", "capacity"])
 def _to_dense_kernel(
     values_ptr, out_ptr, nnz_ptr, positions_ptr, R, C, M, N, capacity, fill,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of the grid)."""
-    at = tl.program_id(0)
-    block = tl.load(positions_ptr + at)
+    """Program (GROUP blocks of a row of the grid)."""
+    groups = tl.cdiv(C, GROUP)
+    line = tl.program_id(0) // groups
+    column = tl.program_id(0) % groups * GROUP + tl.arange(0, GROUP)
+    block = tl.load(positions_ptr + line * C + column, mask=column < C, other=-1)[None, :, None]
     overflowed = tl.load(nnz_ptr) > capacity
-    i = at // C % R * HEIGHT + tl.arange(0, HEIGHT)
-    j = at % C * WIDTH + tl.arange(0, WIDTH)
-    inside = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    down, across = tl.arange(0, HEIGHT)[:, None, None], tl.arange(0, WIDTH)[None, None, :]
+    inside = down * WIDTH + across
     present = (inside >= 0) & (block >= 0) & (block < capacity)
     x = tl.load(values_ptr + block.to(tl.int64) * (HEIGHT * WIDTH) + inside, mask=present, other=0)
     x = tl.where(present, x, tl.full(x.shape, fill, tl.float32).to(x.dtype))
     if overflowed:
         x = lost(x)
-    to = (at // (R * C)).to(tl.int64) * M * N + i.to(tl.int64)[:, None] * N + j[None, :]
-    tl.store(out_ptr + to, x, mask=(i < M)[:, None] & (j < N)[None, :])
+    i = line % R * HEIGHT + down
+    j = column[None, :, None] * WIDTH + across
+    to = (line // R).to(tl.int64) * M * N + i.to(tl.int64) * N + j
+    tl.store(out_ptr + to, x, mask=(i < M) & (j < N))
 
 
 _from_dense = launch.Kernel(_from_dense_kernel)
@@ -80,8 +86,8 @@ def from_dense(
     x, to = plain(x), plain(out)
     rows = max(launch.cdiv(m, height), 1)
     args = (x, to, nnz, row_indices, col_indices, rows, m, n, capacity)
-    meta = {"HEIGHT": height, "WIDTH": width}
-    _from_dense((capacity, 1, 1), args, meta, num_warps=_warps(height * width))
+    meta, group = _tile(height, width)
+    _from_dense((launch.cdiv(capacity, group), 1, 1), args, meta, num_warps=_warps(group * height * width))
     return out
 
 
@@ -103,14 +109,21 @@ def to_dense(
     if out.numel():
         rows, cols = launch.cdiv(m, height), launch.cdiv(n, width)
         args = (plain(values), plain(out), nnz, positions, rows, cols, m, n, capacity, float(fill))
-        meta = {"HEIGHT": height, "WIDTH": width}
-        _to_dense((z * rows * cols, 1, 1), args, meta, num_warps=_warps(height * width))
+        meta, group = _tile(height, width)
+        programs = z * rows * launch.cdiv(cols, group)
+        _to_dense((programs, 1, 1), args, meta, num_warps=_warps(group * height * width))
     return out
 
 
 def plain(x: Tensor) -> Tensor:
     """Bool as the bytes that it is."""
     return x.view(torch.uint8) if x.dtype is torch.bool else x
+
+
+def _tile(height: int, width: int) -> tuple[dict[str, int], int]:
+    """(meta, blocks of a program)."""
+    group = max(1, 2048 // (height * width))
+    return {"HEIGHT": height, "WIDTH": width, "GROUP": group}, group
 
 
 def _warps(elements: int) -> int:
@@ -125,16 +138,16 @@ EXAMPLES = {
             "x_ptr": "*bf16", "out_ptr": "*bf16", "nnz_ptr": "*i32", "row_indices_ptr": "*i32",
             "col_indices_ptr": "*i32", "R": "i32", **_SIZES,
         },
-        "constexprs": {"HEIGHT": 64, "WIDTH": 64},
-        "num_warps": 4,
+        "constexprs": {"HEIGHT": 16, "WIDTH": 16, "GROUP": 8},
+        "num_warps": 2,
     },
     _to_dense_kernel: {
         "signature": {
             "values_ptr": "*bf16", "out_ptr": "*bf16", "nnz_ptr": "*i32", "positions_ptr": "*i32", "R": "i32",
             "C": "i32", **_SIZES, "fill": "fp32",
         },
-        "constexprs": {"HEIGHT": 64, "WIDTH": 64},
-        "num_warps": 4,
+        "constexprs": {"HEIGHT": 16, "WIDTH": 16, "GROUP": 8},
+        "num_warps": 2,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

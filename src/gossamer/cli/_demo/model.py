@@ -80,10 +80,7 @@ class ByteModel(nn.Module):
                 nn.init.normal_(parameter, std=std / (2 * self.config.n_layers) ** 0.5 if writes_stream else std)
 
     def forward(
-        self,
-        input_ids: Tensor,
-        splice: Callable[[Tensor], Tensor] | None = None,
-        gates: list[Tensor] | None = None,
+        self, input_ids: Tensor, splice: Callable[[Tensor], Tensor] | None = None, gates: list[Tensor] | None = None
     ) -> Tensor:
         """input_ids ``[B, T]`` -> logits ``[B, T, 256]``.
 

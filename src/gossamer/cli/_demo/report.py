@@ -162,11 +162,7 @@ def _sae_section(results: dict[str, Any]) -> str:
             ("", "sparse", "dense"),
             [
                 ("L0", f"{sae['l0']:.2f}", f"{sae['l0_dense']:.2f}"),
-                (
-                    "variance explained",
-                    f"{sae['variance_explained']:.2%}",
-                    f"{sae['variance_explained_dense']:.2%}",
-                ),
+                ("variance explained", f"{sae['variance_explained']:.2%}", f"{sae['variance_explained_dense']:.2%}"),
                 ("largest absolute difference", f"{sae['largest_difference']:.1e}", ""),
             ],
         )

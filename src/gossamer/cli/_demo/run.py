@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 import gossamer
 from gossamer import nn
@@ -347,8 +347,8 @@ def go_on(out: Path, results: dict[str, Any]) -> list[str]:
 def _progress(console: Console) -> Iterator[Any]:
     columns = (
         TextColumn("{task.description:22}"),
-        BarColumn(12),
-        TimeElapsedColumn(),
+        BarColumn(12, table_column=Column(min_width=12)),
+        TimeElapsedColumn(table_column=Column(min_width=7, no_wrap=True)),
         TextColumn("{task.fields[state]}"),
     )
     with Progress(*columns, console=console) as progress:

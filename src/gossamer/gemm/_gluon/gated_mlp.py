@@ -184,10 +184,7 @@ def launch_gated_mlp_bwd(
     (m, d), n = grad.shape, down_weight.shape[1]
     tiles_m, tiles_n, steps = launch.cdiv(m, 128), launch.cdiv(n, TILE), launch.cdiv(d, 64)
     strides = (grad.stride(0), down_weight.stride(0))
-    inputs = (
-        descriptor_of(grad, m, d, strides[0], 128, 64),
-        descriptor_of(down_weight, d, n, strides[1], 64, TILE),
-    )
+    inputs = (descriptor_of(grad, m, d, strides[0], 128, 64), descriptor_of(down_weight, d, n, strides[1], 64, TILE))
     meta = {"GROUP_M": linear_pack.GROUP_M, "STAGES": linear_pack.STAGES, "ACTIVATION": activation}
     matrices = (matrix.view(torch.int32) for matrix in (gate, up, hidden))
     args = (*inputs, *matrices, m, n, tiles_m, tiles_n, steps)

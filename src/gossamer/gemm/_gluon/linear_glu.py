@@ -418,21 +418,7 @@ def launch_linear_glu(
     )
     written = None if out is None else descriptor_of(out, m, n, n, 64, 128)
     first, second = (None if t is None else descriptor_of(t, m, n, t.stride(0), 64, 128) for t in gates or (None, None))
-    args = (
-        *inputs,
-        written,
-        first,
-        second,
-        gate_bias,
-        up_bias,
-        grad,
-        partial,
-        flags,
-        count,
-        *grad_strides,
-        m,
-        n,
-    )
+    args = (*inputs, written, first, second, gate_bias, up_bias, grad, partial, flags, count, *grad_strides, m, n)
     meta = {"GROUP_M": GROUP_M, "STAGES": stages, "ACTIVATION": activation}
     sizes = (tiles_m, whole, steps, abreast)
     _linear_glu((programs, 1, 1), (*args, *sizes), meta, num_warps=4, maxnreg=168)

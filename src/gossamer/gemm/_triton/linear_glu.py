@@ -14,6 +14,7 @@ Hopper, operands that its kernel cannot read: odd rows through pointers took up 
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -223,6 +224,16 @@ def row_tile(k: int, element_size: int) -> launch.Tile:
     return launch.Tile({"BLOCK_K": (128 * warps if warps > 1 else 64) * vector, "VEC": vector}, warps)
 
 
+class Operands(NamedTuple):
+    """x [M, K], weights [N, K] and contiguous biases [N] of one call."""
+
+    x: Tensor
+    gate_weight: Tensor
+    up_weight: Tensor
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+
+
 def linear_glu(
     x: Tensor,
     gate_weight: Tensor,
@@ -242,7 +253,7 @@ def linear_glu(
             _launch_few_rows(x, gate_weight, up_weight, gate_bias, up_bias, activation, out)
         else:
             operands = _operands(x, gate_weight, up_weight, gate_bias, up_bias)
-            _launch_linear_glu(*operands, activation, None, out, kept if keep else None)
+            _launch_linear_glu(operands, activation, None, out, kept if keep else None)
     return out, *kept
 
 
@@ -273,9 +284,9 @@ def _launch_few_rows(
         plan.launches[0](torch._C._cuda_getCurrentRawStream(index), *pointers)
         return
     operands = _operands(x, gate_weight, up_weight, gate_bias, up_bias)
-    bound = _launch_linear_glu(*operands, activation, None, out, None)
+    bound = _launch_linear_glu(operands, activation, None, out, None)
     # Not where biases had to be copied.
-    if operands[3] is gate_bias and operands[4] is up_bias:
+    if operands.gate_bias is gate_bias and operands.up_bias is up_bias:
         _plans.keep(key, x.device, bound)
 
 
@@ -292,7 +303,7 @@ def linear_glu_bwd(
     out = x.new_empty(grad.shape), x.new_empty(grad.shape)
     if grad.numel():
         operands = _operands(x, gate_weight, up_weight, gate_bias, up_bias)
-        _launch_linear_glu(*operands, activation, grad, None, out)
+        _launch_linear_glu(operands, activation, grad, None, out)
     return out
 
 
@@ -305,32 +316,25 @@ def glu_bwd(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Te
 
 def _operands(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, gate_bias: Tensor | None, up_bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> Operands:
     if up_weight is None:
         gate_weight, up_weight = gate_weight.chunk(2, 0)
-    gate_bias, up_bias = (None if bias is None else bias.contiguous() for bias in (gate_bias, up_bias))
-    return x, gate_weight, up_weight, gate_bias, up_bias
+    biases = (None if bias is None else bias.contiguous() for bias in (gate_bias, up_bias))
+    return Operands(x, gate_weight, up_weight, *biases)
 
 
 def _launch_linear_glu(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    activation: str,
-    grad: Tensor | None,
-    out: Tensor | None,
-    gates: tuple[Tensor, Tensor] | None,
+    operands: Operands, activation: str, grad: Tensor | None, out: Tensor | None, gates: tuple[Tensor, Tensor] | None
 ) -> launch.Bound | None:
     """Fills out and gates, which are gate and up, or with grad their gradients. Returns the launch with all but the
     operands and out bound, where that is possible: it is one of Triton's, and what it points to is aligned."""
+    x, gate_weight, up_weight, gate_bias, up_bias = operands
     contiguous = gate_weight.stride(1) == up_weight.stride(1) == 1
     if out is not None and gates is None and len(x) == 1 and contiguous:
-        return _launch_row(x, gate_weight, up_weight, gate_bias, up_bias, activation, out)
+        return _launch_row(operands, activation, out)
     (m, k), n = x.shape, gate_weight.shape[0]
     if x.dtype is torch.float32 and not launch.INTERPRET:
-        _launch_separate(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
+        _launch_separate(operands, activation, grad, out, gates)
         return None
     if not launch.INTERPRET and tuning.hopper(x.device):
         from gossamer.gemm._gluon import linear_glu as hopper
@@ -343,7 +347,7 @@ def _launch_linear_glu(
             hopper.launch_linear_glu(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
             return None
         if not fits and m >= SEPARATE.rows and k >= SEPARATE.depth:
-            _launch_separate(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
+            _launch_separate(Operands(x, gate_weight, up_weight, gate_bias, up_bias), activation, grad, out, gates)
             return None
     tile = tile_of(m, x.device)
     grad = None if grad is None else grad.contiguous()
@@ -354,34 +358,20 @@ def _launch_linear_glu(
     return _linear_glu(grid, args, meta, head=6, **tile.options)
 
 
-def _launch_row(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    activation: str,
-    out: Tensor,
-) -> launch.Bound | None:
+def _launch_row(operands: Operands, activation: str, out: Tensor) -> launch.Bound | None:
+    x, gate_weight, up_weight, *_ = operands
     k, n = x.shape[1], gate_weight.shape[0]
     tile = row_tile(k, x.element_size())
     strides = (x.stride(1), gate_weight.stride(0), up_weight.stride(0))
-    args = (x, gate_weight, up_weight, gate_bias, up_bias, out, *strides, k)
+    args = (*operands, out, *strides, k)
     return _linear_glu_row((n, 1, 1), args, {**tile.sizes, "ACTIVATION": activation}, head=6, **tile.options)
 
 
 def _launch_separate(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    activation: str,
-    grad: Tensor | None,
-    out: Tensor | None,
-    gates: tuple[Tensor, Tensor] | None,
+    operands: Operands, activation: str, grad: Tensor | None, out: Tensor | None, gates: tuple[Tensor, Tensor] | None
 ) -> None:
     """Gate and up by cuBLAS, then what they come to."""
+    x, gate_weight, up_weight, gate_bias, up_bias = operands
     m, n = x.shape[0], gate_weight.shape[0]
     # Rows that still fill the GPU, and whose gate and up are small, or small beside the result.
     least = max(1024, SEPARATE.bytes // (2 * n * x.element_size()), launch.cdiv(m, 16))

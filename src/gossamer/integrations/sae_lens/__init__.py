@@ -26,7 +26,7 @@ from gossamer import gemm, rowsparse
 from gossamer import sae as operators
 from gossamer._core import autocast
 from gossamer.rowsparse.pack import default_capacity
-from gossamer.sae.encode_dense import choose_path, follows_counts
+from gossamer.sae.encode_dense import choose_path
 
 try:
     from sae_lens import SAE, TrainingSAE
@@ -116,7 +116,9 @@ def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
     """
     operator = "integrations.sae_lens.patch"
     if not isinstance(sae, SAE):
-        raise TypeError(f"{operator}: sae must be a SAELens SAE, got {type(sae).__name__}.")
+        raise TypeError(
+            f"{operator}: sae must be a SAELens SAE, got {type(sae).__name__}. Give the SAE, not a model around it."
+        )
     if _is_patched(sae):
         raise ValueError(f"{operator}: sae is patched already. Call unpatch first.")
     if check is None:
@@ -296,11 +298,11 @@ def _encode(self: Any, x: Tensor) -> Tensor | rowsparse.Rows:
     way, state = _way(self, x), self._gossamer
     if way != "sparse":
         acts: Tensor = type(self).encode(self, x)
-        if way == "dense" and _follows(self):
+        if way == "dense" and _expected(self) is None:
             state.counts = torch.count_nonzero(acts.detach(), -1)
         return acts
     rows = _ENCODERS[type(self).encode](self, _process_sae_in(self, x))
-    if _follows(self):
+    if _expected(self) is None:
         state.counts = rows.packed.counts
     return rows
 
@@ -317,11 +319,11 @@ def _encode_training(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     way, state = _way(self, x), self._gossamer
     if way != "sparse":
         acts, hidden_pre = type(self).encode_with_hidden_pre(self, x)
-        if way == "dense" and _follows(self):
+        if way == "dense" and _expected(self) is None:
             state.counts = _training.entries(self, acts, hidden_pre)
         return acts, hidden_pre
     latents, lazy = _training.encode_with_hidden_pre(self, x)
-    if _follows(self):
+    if _expected(self) is None:
         state.counts = latents.rows.packed.counts
     return latents, lazy
 
@@ -346,10 +348,6 @@ def _way(self: Any, x: Tensor) -> str:
 def _expected(self: Any) -> int | None:
     """How many entries a row has, where that is known without looking."""
     return int(self.activation_fn.k) if isinstance(self.activation_fn, TopK | BatchTopK) else None
-
-
-def _follows(self: Any) -> bool:
-    return follows_counts(self.W_enc.device, _expected(self))
 
 
 def _packed(self: Any, x: Tensor) -> Tensor:

@@ -59,11 +59,7 @@ class Lazy(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 Tensor.register_hook(lazy, _no_way_back)
         kind = device.type
-        lazy._modes = (
-            torch.is_grad_enabled(),
-            torch.is_autocast_enabled(kind),
-            torch.get_autocast_dtype(kind),
-        )
+        lazy._modes = (torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         return lazy
 
     def dense(self) -> Tensor:

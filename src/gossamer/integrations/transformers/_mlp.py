@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from gossamer import gemm
 from gossamer.ffn import SparseBlock
+from gossamer.ffn.block import METHODS
 from gossamer.integrations.transformers._layouts import (
     T5_GATED,
     Layout,
@@ -95,7 +96,9 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
     _check(_PATCH, model)
     if any(isinstance(module, _Patched) for module in model.modules()):
         raise ValueError(f"{_PATCH}: model is patched already. Call unpatch first.")
-    method = SparseBlock("auto" if sparse is True else sparse, _PATCH).method if sparse else None
+    method = "auto" if sparse is True else sparse if sparse else None
+    if method is not None and method not in METHODS:
+        raise ValueError(f"{_PATCH}: sparse must be True, False or one of {', '.join(METHODS)}, got {sparse!r}.")
     replaced, left, found, dense = {}, {}, set(), {}
     for name, module in model.named_modules():
         kind: Any = type(module)

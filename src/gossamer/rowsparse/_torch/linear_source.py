@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gossamer.rowsparse._torch.matmul import dense_product, multiply
+from gossamer.rowsparse._torch.matmul import batch_product, multiply
 
 _BLOCK = 256
 """Rows that are computed again at one time."""
@@ -51,6 +51,6 @@ def matmul_linear(
     wide = out.dtype if bias is None else torch.promote_types(out.dtype, torch.float32)
     for rows in over.split(_BLOCK) if over.numel() else ():
         source = activate_(linear(x[rows], source_weight, source_bias), threshold)
-        product = dense_product(source, weight, wide)
+        product = batch_product(source, weight, wide)
         out[rows] = (product if bias is None else product + bias).to(out.dtype)
     return out

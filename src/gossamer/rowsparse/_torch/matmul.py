@@ -45,7 +45,7 @@ def _bag(columns: Tensor, values: Tensor, row_offsets: Tensor, weight: Tensor) -
     return out
 
 
-def dense_product(a: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def batch_product(a: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """a @ weight as `dtype`, in float32 at least where the result is not the operands' own half."""
     if dtype is not weight.dtype:
         working = torch.promote_types(torch.promote_types(dtype, weight.dtype), torch.float32)
@@ -93,7 +93,7 @@ def multiply(
     if source is not None:
         over = overflowed_rows(indices, offsets)
         if over.numel():
-            out[over] = dense_product(source[over], weight, working)
+            out[over] = batch_product(source[over], weight, working)
     return out if bias is None else (out + bias).to(dtype)
 
 

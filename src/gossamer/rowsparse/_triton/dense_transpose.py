@@ -64,6 +64,6 @@ EXAMPLES = {
         "signature": {"x_ptr": "*bf16", "out_ptr": "*bf16"},
         "constexprs": {"BLOCK": 64, "BESIDE": False},
         "num_warps": 4,
-    },
+    }
 }
 """Example signatures for the ahead-of-time compile test."""

@@ -46,6 +46,6 @@ EXAMPLES = {
         "signature": {"counts_ptr": "*i32", "sums_ptr": "*i64"},
         "constexprs": {"BLOCK": 256, "PARTS": 64},
         "num_warps": 1,
-    },
+    }
 }
 """Example signatures for the ahead-of-time compile test."""

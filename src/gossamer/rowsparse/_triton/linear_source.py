@@ -92,13 +92,7 @@ def _contiguous(vector: Tensor | None) -> Tensor | None:
 
 
 def launch_linear_source(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    threshold: Tensor | None,
-    counts: Tensor,
-    limit: int,
-    out: Tensor,
+    x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor | None, counts: Tensor, limit: int, out: Tensor
 ) -> None:
     (m, n), k = out.shape, x.shape[1]
     if m == 0 or n == 0:

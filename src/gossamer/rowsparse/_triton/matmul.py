@@ -22,7 +22,9 @@ from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow
 from gossamer.rowsparse._triton._rows import row_span
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+from gossamer.rowsparse._triton.matmul_dense import matmul_dense
 from gossamer.rowsparse._triton.overflow import Overflow
+from gossamer.rowsparse.matmul_path import choose_path, gather_tile
 
 LONG = 64
 """Entries up to which a weight row is one warp's work."""
@@ -247,16 +249,6 @@ _matmul_bwd = launch.Kernel(_matmul_bwd_kernel)
 _matmul_bwd_long = launch.Kernel(_matmul_bwd_long_kernel)
 
 
-def gather_tile(m: int, d: int, element_size: int) -> dict[str, int]:
-    """Sizes of the row gather: a warp reads 512 bytes of a row at once, four rows in flight.
-
-    With few rows the tile is tall and narrow instead: more programs, and fewer steps that wait for memory.
-    """
-    if m < 512:
-        return {"BLOCK_E": 32 if m <= 64 and d <= 3072 else 16, "BLOCK_D": 128 // element_size}
-    return {"BLOCK_E": 4, "BLOCK_D": 512 // element_size}
-
-
 def bwd_tile(element_size: int) -> launch.Tile:
     """Tile of the gradients of a row gather: a warp reads 512 bytes of up to eight rows at once.
 
@@ -281,8 +273,10 @@ def matmul(
     """
     # A gradient may arrive expanded, and a bias too.
     values, bias = values.contiguous(), None if bias is None else bias.contiguous()
-    weight, source = rows_contiguous(weight), None if source is None else rows_contiguous(source)
     m = offsets.shape[0] - (values.dim() == 1)
+    if out_dtype in (None, weight.dtype) and choose_path(values, m, source is not None, weight) == "dense":
+        return matmul_dense(values, indices, offsets, source, weight, bias)
+    weight, source = rows_contiguous(weight), None if source is None else rows_contiguous(source)
     out = weight.new_empty((m, weight.shape[1]), dtype=out_dtype)
     if launch.INTERPRET or m == 0 or out.shape[1] == 0:
         launch_matmul(values, indices, offsets, source, weight, bias, out)

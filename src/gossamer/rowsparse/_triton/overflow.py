@@ -40,13 +40,18 @@ def dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def fwd_partial(
-    x_rows, w_ptr, begin, end, stride_wn, N, flagged, columns, inside,
+def source_product(
+    x_rows, w_ptr, begin, end, stride_wn, flagged, columns, inside,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    PARTIAL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Product over the inner columns begin to end, at flagged rows; `x_rows` [BLOCK_M, 1] points at their starts."""
+    """Product over the inner columns begin to end, at flagged rows; `x_rows` [BLOCK_M, 1] points at their starts.
+
+    With PARTIAL so many columns are summed on their own, which keeps a float32 result as exact as the library's. It is
+    one loop all the same, for loads are in flight across the steps of a loop alone.
+    """
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for first in range(begin, end, BLOCK_N):
         inner = first + tl.arange(0, BLOCK_N)
         x = tl.load(x_rows + inner[None, :], mask=flagged[:, None] & (inner < end)[None, :], other=0.0)
@@ -56,7 +61,11 @@ def fwd_partial(
             other=0.0,
         )
         acc = dot(x.to(w.dtype), w, acc, PRECISION, UPCAST)
-    return acc
+        if PARTIAL > 0:
+            whole = (first - begin + BLOCK_N) % PARTIAL == 0
+            total = tl.where(whole, total + acc, total)
+            acc = tl.where(whole, 0.0, acc)
+    return total + acc if PARTIAL > 0 else acc
 
 
 @triton.jit
@@ -81,19 +90,10 @@ def _overflow_fwd_kernel(
         length = tl.cdiv(tl.cdiv(N, SPLITS), BLOCK_N) * BLOCK_N
         end = tl.minimum(split * length + length, N)
         x_rows = x_ptr + rows.to(tl.int64)[:, None] * stride_xm
-        if PARTIAL > 0:
-            # Parts summed on their own keep a float32 result as exact as the library's dense product.
-            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            for begin in range(split * length, end, PARTIAL):
-                acc += fwd_partial(
-                    x_rows, w_ptr, begin, tl.minimum(begin + PARTIAL, end), stride_wn, N, flagged, columns, inside,
-                    BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, UPCAST,
-                )  # fmt: skip
-        else:
-            acc = fwd_partial(
-                x_rows, w_ptr, split * length, end, stride_wn, N, flagged, columns, inside,
-                BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, UPCAST,
-            )  # fmt: skip
+        acc = source_product(
+            x_rows, w_ptr, split * length, end, stride_wn, flagged, columns, inside,
+            BLOCK_M, BLOCK_N, BLOCK_D, PARTIAL, PRECISION, UPCAST,
+        )  # fmt: skip
         out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :]
         mask = flagged[:, None] & inside[None, :]
         if SPLITS > 1:
@@ -115,19 +115,24 @@ def _overflow_fwd_kernel(
 
 
 @triton.jit
-def bwd_source_partial(
-    grad_rows, w_rows, begin, end, flagged, held,
+def grad_product(
+    grad_rows, w_rows, D, flagged, held,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    PARTIAL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """grad @ weight.T over the columns begin to end: float32 [BLOCK_M, BLOCK_N]; the pointers are at starts of rows."""
+    """grad @ weight.T: float32 [BLOCK_M, BLOCK_N], summed as `source_product`; the pointers are at starts of rows."""
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for first in range(begin, end, BLOCK_D):
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in range(0, D, BLOCK_D):
         columns = first + tl.arange(0, BLOCK_D)
-        grad = tl.load(grad_rows + columns[None, :], mask=flagged[:, None] & (columns < end)[None, :], other=0.0)
-        w = tl.load(w_rows + columns[:, None], mask=held[None, :] & (columns < end)[:, None], other=0.0)
+        grad = tl.load(grad_rows + columns[None, :], mask=flagged[:, None] & (columns < D)[None, :], other=0.0)
+        w = tl.load(w_rows + columns[:, None], mask=held[None, :] & (columns < D)[:, None], other=0.0)
         acc = dot(grad.to(w.dtype), w, acc, PRECISION, UPCAST)
-    return acc
+        if PARTIAL > 0:
+            whole = (first + BLOCK_D) % PARTIAL == 0
+            total = tl.where(whole, total + acc, total)
+            acc = tl.where(whole, 0.0, acc)
+    return total + acc if PARTIAL > 0 else acc
 
 
 @triton.jit
@@ -144,17 +149,9 @@ def _overflow_bwd_source_kernel(
         for tile in range(tl.program_id(1), tl.cdiv(N, BLOCK_N), tl.num_programs(1)):
             inner = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             w_rows = w_ptr + inner.to(tl.int64)[None, :] * stride_wn
-            if PARTIAL > 0:
-                acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-                for begin in range(0, D, PARTIAL):
-                    acc += bwd_source_partial(
-                        grad_rows, w_rows, begin, tl.minimum(begin + PARTIAL, D), flagged, inner < N,
-                        BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, UPCAST,
-                    )  # fmt: skip
-            else:
-                acc = bwd_source_partial(
-                    grad_rows, w_rows, 0, D, flagged, inner < N, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, UPCAST
-                )
+            acc = grad_product(
+                grad_rows, w_rows, D, flagged, inner < N, BLOCK_M, BLOCK_N, BLOCK_D, PARTIAL, PRECISION, UPCAST
+            )
             mask = flagged[:, None] & (inner < N)[None, :]
             if MASKED:
                 x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * stride_xm + inner[None, :], mask=mask, other=0.0)
@@ -219,7 +216,7 @@ def fwd_tile(m: int, n: int, d: int, weight: Tensor) -> launch.Tile:
     splits = max(1, min(2 * tuning.programs(weight.device) // tiles, n // 512))
     inner = 32 if wide and weight.element_size() > 2 else 64
     sizes = {"BLOCK_M": block_m, "BLOCK_N": inner, "BLOCK_D": block_d, "SPLITS": splits}
-    return launch.Tile(sizes, 8 if block_d == 128 else 4, 3)
+    return launch.Tile(sizes, 8 if wide else 4, 3)
 
 
 def forward(rows: Overflow, weight: Tensor, bias: Tensor | None, out: Tensor) -> launch.Bound | None:
@@ -251,14 +248,14 @@ def backward_source(rows: Overflow, grad: Tensor, weight: Tensor, out: Tensor, m
     source, weight, grad = rows_contiguous(rows.source), rows_contiguous(weight), grad.contiguous()
     m, n = source.shape
     d = weight.shape[1]
-    summed = 32 if weight.dtype is torch.float32 and not tuning.tf32() else 0
+    summed = 64 if weight.dtype is torch.float32 and not tuning.tf32() else 0
     meta = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "PARTIAL": summed, **tuning.dot_precision(weight, d)}
     meta["MASKED"] = masked
     args = (grad, weight, source, out, rows.counts, rows.limit, weight.stride(0), source.stride(0), m, n, d)
     row_blocks = launch.cdiv(m, meta["BLOCK_M"])
     share = min(launch.cdiv(n, meta["BLOCK_N"]), max(launch.cdiv(4 * tuning.programs(grad.device), row_blocks), 16))
     grid = (row_blocks, share, 1)
-    _overflow_bwd_source(grid, args, meta, num_warps=4, num_stages=3)
+    _overflow_bwd_source(grid, args, meta, num_warps=8 if summed else 4, num_stages=3)
 
 
 def backward_weight(rows: Overflow, mask: Tensor | None, grad: Tensor, out: Tensor, any_flagged: Tensor) -> None:

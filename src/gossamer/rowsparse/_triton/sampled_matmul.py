@@ -15,6 +15,8 @@ from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow
 from gossamer.rowsparse._triton._rows import row_span
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+from gossamer.rowsparse._triton.matmul_dense import sampled_matmul_dense
+from gossamer.rowsparse.matmul_path import choose_sampled_path
 
 
 @triton.jit
@@ -94,9 +96,13 @@ def sampled_matmul(
 
     With `scatter` the second result is the whole masked product, zeros included, and the first is empty; columns must
     ascend in each row. Without, it is empty unless the pattern has a source, and zero but for the overflowed rows.
-    There, `masked` says that the product is wanted only where the source differs from 0. Where `products` (like
-    indices) is given, it holds the products at entries already: the weight's gradient has read the same rows.
+    There, `masked` says that the product is wanted only where the source differs from 0, and elsewhere anything. Where
+    `products` (like indices) is given, it holds the products at entries already: the weight's gradient has read the
+    same rows.
     """
+    ready = scatter or products is not None or x.dtype is not weight.dtype
+    if not ready and choose_sampled_path(x, indices, source is not None, weight) == "dense":
+        return sampled_matmul_dense(x, weight, indices, offsets, source, masked)
     is_csr = indices.dim() == 1
     x, weight = rows_contiguous(x), rows_contiguous(weight)
     m, d = x.shape
@@ -108,7 +114,8 @@ def sampled_matmul(
         values, dense = x.new_empty(0), (x.new_empty if fill else x.new_zeros)(m, n)
     else:
         values = x.new_zeros(indices.shape) if products is None else products.to(x.dtype, copy=True)
-        dense = x.new_zeros(m if source is not None else 0, n)
+        # Zeros are wanted by a backward pass alone; to write them would be most of what a few entries take.
+        dense = (x.new_empty if masked else x.new_zeros)(m if source is not None else 0, n)
     if work and (scatter or products is None):
         if products is None:
             tile = GATHER[x.element_size()]

@@ -265,7 +265,10 @@ def _open(path: Path, key: str | None) -> Array:
             _check(data.shape, data.dtype, str(path))
             return Array(lambda: np.load(path, mmap_mode="r"), data.shape, str(path), path)
         if path.suffix != ".safetensors":
-            raise TypeError(f"sae.extract: {path} must end in .safetensors or .npy.")
+            raise TypeError(
+                f"sae.extract: {path} must end in .safetensors or .npy. Text needs a model that reads it: "
+                "integrations.transformers.Activations, or --model and --hook."
+            )
         file = safe_open(path, framework="pt")
         names = list(file.keys())
     except (SafetensorError, EOFError, ValueError) as error:

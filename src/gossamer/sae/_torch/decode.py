@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gossamer.rowsparse._torch.matmul import bag, dense_product, matmul
+from gossamer.rowsparse._torch.matmul import bag, batch_product, matmul
 from gossamer.rowsparse._torch.pack import ell_from_entries, entries, pack_ell
 
 _SAMPLES = 128
@@ -86,11 +86,11 @@ def _product(
     if not bool(dense.any()):
         out = bag(columns, values, row_offsets, weight, working)
     elif bool(dense.all()):
-        out = dense_product(acts, weight, working)
+        out = batch_product(acts, weight, working)
     else:
         counts = row_offsets.diff()
         kept = ~dense.repeat_interleave(counts)
         row_offsets = F.pad(torch.where(dense, 0, counts).cumsum(0), (1, 0))
         out = bag(columns[kept], values[kept], row_offsets, weight, working)
-        out[dense] = dense_product(acts[dense], weight, working)
+        out[dense] = batch_product(acts[dense], weight, working)
     return out if bias is None else (out + bias).to(dtype)

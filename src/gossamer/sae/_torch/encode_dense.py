@@ -52,20 +52,22 @@ def encode_dense(
     return acts, l0.to(wide), m - count(silent, 0), nnz.int()
 
 
-def encode_dense_bwd(
+def encode_dense_bwd_(
     grad: Tensor, acts: Tensor, grad_l0: Tensor, threshold: Tensor | None, bandwidth: float, ste_to_input: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Operator `sae_encode_dense_bwd` -> (gradient of the pre-activations, its sums, gradient of the threshold)."""
+) -> tuple[Tensor, Tensor]:
+    """Operator `sae_encode_dense_bwd_`: grad becomes that of the pre-activations -> (its sums, gradient of the
+    threshold)."""
     wide = threshold_dtype(acts.dtype)
     fires = acts != 0
-    grad_pre = keep_(grad.clone(memory_format=torch.contiguous_format), fires)
-    sums = grad_pre.sum(0, dtype=wide)
-    if threshold is None:
-        return grad_pre, sums, sums.new_empty(0)
-    near = fires.logical_or_(acts.signbit()).logical_and_(acts - threshold < bandwidth / 2).logical_and_(threshold >= 0)
-    slope = keep_((threshold * grad).add_(grad_l0[:, None]), near).div_(bandwidth)
+    slope = None
+    if threshold is not None:
+        near = (acts.signbit() | fires).logical_and_(acts - threshold < bandwidth / 2).logical_and_(threshold >= 0)
+        slope = keep_((threshold * grad).add_(grad_l0[:, None]), near).div_(bandwidth)
+    sums = keep_(grad, fires).sum(0, dtype=wide)
+    if slope is None:
+        return sums, sums.new_empty(0)
     grad_threshold = -slope.sum(0)
     if ste_to_input:
-        grad_pre = (grad_pre + slope).to(acts.dtype)
+        grad.add_(slope)
         sums = sums - grad_threshold
-    return grad_pre, sums, grad_threshold
+    return sums, grad_threshold

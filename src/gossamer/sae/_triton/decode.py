@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow, pack
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
-from gossamer.rowsparse._triton.matmul import gather_tile, matmul
+from gossamer.rowsparse._triton.matmul import matmul
 from gossamer.rowsparse._triton.pack import (
     count_bits,
     load_row_chunk,
@@ -29,6 +29,7 @@ from gossamer.rowsparse._triton.pack import (
     row_start,
     wait_and_sum,
 )
+from gossamer.rowsparse.matmul_path import gather_tile
 from gossamer.sae.decode_path import one_launch
 
 

@@ -7,13 +7,15 @@ rows, by chunks of them (`encode_rows`, `encode_chunks`).
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from gossamer.rowsparse.dense_product import copies_pay, padded, padded_product
 from gossamer.sae._triton import batchtopk, select, topk
 from gossamer.sae._triton.encode_chunks import encode_chunks
 from gossamer.sae._triton.encode_rows import encode_rows
 from gossamer.sae._triton.ranked_rows import ranked_rows
-from gossamer.sae.encode_path import Path, choose_path, named
+from gossamer.sae.encode_path import Path, choose_path, named, row_stride
 
 _Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -40,13 +42,31 @@ def encode(
             bias, scale = (None if vector is None else vector.contiguous() for vector in (bias, scale))
             values, indices, nnz, l0 = topk.row_topk(x, weight, bias, scale, k)
             return values, indices, nnz, x.new_empty(0, weight.shape[1]), l0
-        if bias is not None and bias.dtype is weight.dtype:
-            # The product's own epilogue adds in float32 as well, and rounds once.
-            z, bias = torch.addmm(bias, x, weight), None
-        else:
-            z = x @ weight
-            bias = None if bias is None else bias.contiguous()
-        return activate(path, z, bias, threshold, k, bandwidth, capacity, keep_source, scale)
+        z, bias = _pre_activations(x, weight, bias)
+        more = z.shape[1] - weight.shape[1]
+        if more:
+            # Columns that no rule keeps: the kernels do not tell them from others.
+            bias, scale = (None if vector is None else F.pad(vector, (0, more)) for vector in (bias, scale))
+            if threshold is not None:
+                threshold = F.pad(threshold, (0, more)) if threshold.stride(0) else threshold[:1].expand(z.shape[1])
+        found = activate(path, z, bias, threshold, k, bandwidth, capacity, keep_source, scale)
+        values, indices, nnz, source, l0 = found
+        n = weight.shape[1]
+        return values, indices, nnz, source[:, :n] if keep_source else source.new_empty(0, n), l0
+
+
+def _pre_activations(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(x @ weight among columns of -inf up to `row_stride`, and the bias that is still to be added)."""
+    m, n = x.shape[0], weight.shape[1]
+    stride = row_stride(m, n, weight)
+    # The product's own epilogue adds in float32 as well, and rounds once.
+    added, bias = (bias, None) if bias is not None and bias.dtype is weight.dtype else (None, bias)
+    if stride != n or (n == padded(n, weight) and copies_pay(x, weight)):
+        z = padded_product(x if x.stride(1) == 1 else x.contiguous(), weight, added)
+        z[:, n:] = float("-inf")
+    else:
+        z = x @ weight if added is None else torch.addmm(added, x, weight)
+    return z, None if bias is None else bias.contiguous()
 
 
 def activate(

@@ -50,7 +50,8 @@ def _encode_bwd_columns_kernel(
 @triton.jit
 def _encode_bwd_columns_overflow_kernel(
     source_ptr, nnz_ptr, any_ptr, grad_ptr, grad_l0_ptr, threshold_ptr, bias_out_ptr, threshold_out_ptr,
-    stride_gm, stride_gn, stride_l, stride_t, radius, M, N, capacity, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    stride_sm, stride_gm, stride_gn, stride_l, stride_t, radius, M, N, capacity,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (block of columns): adds what the overflowed rows contribute."""
     if tl.load(any_ptr) != 0:
@@ -66,7 +67,8 @@ def _encode_bwd_columns_overflow_kernel(
             flagged = tl.load(nnz_ptr + rows, mask=rows < M, other=0) > capacity
             if tl.max(flagged.to(tl.int32), axis=0) > 0:
                 mask = flagged[:, None] & inside[None, :]
-                value = tl.load(source_ptr + rows[:, None] * N + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+                at = source_ptr + rows[:, None] * stride_sm + columns[None, :]
+                value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
                 grad = tl.load(
                     grad_ptr + rows[:, None] * stride_gm + columns.to(tl.int64)[None, :] * stride_gn,
                     mask=mask,
@@ -88,15 +90,15 @@ def _encode_bwd_columns_overflow_kernel(
 
 @triton.jit
 def _encode_bwd_source_kernel(
-    grad_ptr, source_ptr, nnz_ptr, grad_l0_ptr, threshold_ptr, out_ptr, stride_gm, stride_gn, stride_l, stride_t,
-    radius, N, capacity, BLOCK: tl.constexpr,
+    grad_ptr, source_ptr, nnz_ptr, grad_l0_ptr, threshold_ptr, out_ptr, stride_sm, stride_gm, stride_gn, stride_l,
+    stride_t, radius, N, capacity, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk): the gradient of an overflowed row of pre-activations, with the straight-through estimate
     of a threshold that is given."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(nnz_ptr + row) > capacity:
         columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        value = tl.load(source_ptr + row * N + columns, mask=columns < N, other=0.0)
+        value = tl.load(source_ptr + row * stride_sm + columns, mask=columns < N, other=0.0)
         grad = tl.load(grad_ptr + row * stride_gm + columns * stride_gn, mask=columns < N, other=0.0)
         flow = tl.where(value != 0, grad, 0.0).to(tl.float32)
         if threshold_ptr is not None:
@@ -143,7 +145,7 @@ def bwd_columns(
         m = source.shape[0]
         any_flagged = (nnz > capacity).any()
         args = (source, nnz, any_flagged, grad_source, grad_l0, threshold, bias_out, threshold_out)
-        args += (*grad_source.stride(), *tail, m, n, capacity)
+        args += (source.stride(0), *grad_source.stride(), *tail, m, n, capacity)
         meta = {"BLOCK_M": 16, "BLOCK_N": 128}
         _encode_bwd_columns_overflow((launch.cdiv(n, 128), 1, 1), args, meta, num_warps=4)
     return bias_out, threshold_out
@@ -160,9 +162,10 @@ def bwd_source(
 ) -> Tensor:
     """Operator `sae_encode_bwd_source` -> [M, N], written at overflowed rows alone."""
     m, n = source.shape
-    out = torch.empty_like(source)
+    out = torch.empty(m, n, dtype=source.dtype, device=source.device)
     if m and n:
         strides = (
+            source.stride(0),
             *grad.stride(),
             *(0 if t is None or threshold is None else t.stride(0) for t in (grad_l0, threshold)),
         )

@@ -1,11 +1,13 @@
-"""Dense latents: one pass over the pre-activations after the product, and one over the latents' gradients.
+"""Dense latents: one pass over the pre-activations after the product and one over the latents' gradients, in place.
 
 A program owns a block of COLUMNS columns and a run of rows. It loads the columns' bias and threshold once, goes down
 the rows ROWS at a time, and keeps sums over its rows in registers: that is why it takes columns and not rows, for a
 threshold a number would be twice what the numbers themselves are to read. Sums over the runs of rows are partial and
-added up after it in order; l0, which sums the other way, is a whole number, and no order of atomic additions shows.
-What lies in the window below its threshold becomes -0.0: nothing to a product, and all that the backward pass has to
-know of it.
+added up after it in order. A warp has whole rows of the tile, 16 bytes a thread: what is summed over a row's columns
+never leaves the warp, and what is summed over rows stays apart, a sum for each row of the tile, until the run ends.
+The rows that come next are on their way, STAGES deep: other rows than are written.
+l0, which sums over the blocks of columns, is a whole number, and no order of atomic additions shows. What lies in the
+window below its threshold becomes -0.0: nothing to a product, and all that the backward pass has to know of it.
 """
 
 import torch
@@ -19,13 +21,16 @@ from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.sae._triton.encode import encode
 from gossamer.sae.ranked import ranked
 
-TILE = {"ROWS": 4, "COLUMNS": 512}
+FORWARD = launch.Tile({"ROWS": 8, "COLUMNS": 256, "STAGES": 3})
+BACKWARD = launch.Tile({"ROWS": 8, "COLUMNS": 256, "STAGES": 3})
+PROGRAMS = 16
+"""A multiprocessor, at least: so many that the last ones do not leave others idle for long."""
 
 
 @triton.jit
 def _encode_dense_kernel(
     z_ptr, bias_ptr, threshold_ptr, l0_ptr, nnz_ptr, fired_ptr, radius, M, N, length,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Program (block of columns, run of `length` rows): z by its activation, in place."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -34,8 +39,8 @@ def _encode_dense_kernel(
     bias = tl.zeros([COLUMNS], tl.float32)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
-    fired = tl.zeros([COLUMNS], tl.int32)
-    for first in range(run * length, min(M, run * length + length), ROWS):
+    fired = tl.zeros([ROWS, COLUMNS], tl.int32)
+    for first in tl.range(run * length, min(M, run * length + length), ROWS, num_stages=STAGES):
         rows = first + tl.arange(0, ROWS)
         inside = (rows < M)[:, None] & (columns < N)[None, :]
         at = z_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
@@ -44,55 +49,58 @@ def _encode_dense_kernel(
         z = (z.to(tl.float32) + bias[None, :]).to(z.dtype).to(tl.float32)
         below = z <= threshold
         out = tl.where(below, 0.0, z)
+        fires = (~below & inside).to(tl.int32)
+        fired += fires
         if WINDOW:
             # A literal -0.0 would become +0.0 on its way through the compiler.
             minus_zero = tl.full([], -0x80000000, tl.int32).to(tl.float32, bitcast=True)
             near = below & (z > threshold - radius) & inside
             out = tl.where(near, minus_zero, out)
-            tl.atomic_add(nnz_ptr + rows, tl.sum(near.to(tl.int32), axis=1), mask=rows < M, sem="relaxed")
+            # Both counts in one sum: neither passes COLUMNS.
+            both = tl.sum(fires + (near.to(tl.int32) << 16), axis=1)
+            tl.atomic_add(nnz_ptr + rows, both >> 16, mask=rows < M, sem="relaxed")
+            tl.atomic_add(l0_ptr + rows, both & 0xFFFF, mask=rows < M, sem="relaxed")
+        else:
+            tl.atomic_add(l0_ptr + rows, tl.sum(fires, axis=1), mask=rows < M, sem="relaxed")
         tl.store(at, out.to(z_ptr.dtype.element_ty), mask=inside)
-        fires = (~below & inside).to(tl.int32)
-        fired += tl.sum(fires, axis=0)
-        tl.atomic_add(l0_ptr + rows, tl.sum(fires, axis=1), mask=rows < M, sem="relaxed")
-    tl.store(fired_ptr + run * N + columns, fired, mask=columns < N)
+    tl.store(fired_ptr + run * N + columns, tl.sum(fired, axis=0), mask=columns < N)
 
 
 @triton.jit
 def _encode_dense_bwd_kernel(
-    grad_ptr, acts_ptr, grad_l0_ptr, threshold_ptr, out_ptr, sums_ptr, stride_gm, stride_gn, stride_l, radius, M, N,
-    length, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TO_INPUT: tl.constexpr,
+    grad_ptr, acts_ptr, grad_l0_ptr, threshold_ptr, sums_ptr, stride_l, radius, M, N, length,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, TO_INPUT: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of columns, run of `length` rows): the gradient of the pre-activations, and its sums over the
-    run; behind these, with thresholds, the sums of theirs."""
+    """Program (block of columns, run of `length` rows): the gradient of the pre-activations, in place, and its sums
+    over the run; behind these, with thresholds, the sums of theirs."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     run = tl.program_id(1)
     threshold = tl.zeros([COLUMNS], tl.float32)
     if threshold_ptr is not None:
         threshold = tl.load(threshold_ptr + columns, mask=columns < N, other=-1.0)
-    sums = tl.zeros([COLUMNS], tl.float32)
-    slopes = tl.zeros([COLUMNS], tl.float32)
-    for first in range(run * length, min(M, run * length + length), ROWS):
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    slopes = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in tl.range(run * length, min(M, run * length + length), ROWS, num_stages=STAGES):
         rows = (first + tl.arange(0, ROWS)).to(tl.int64)
         inside = (rows < M)[:, None] & (columns < N)[None, :]
         place = rows[:, None] * N + columns[None, :]
         act = tl.load(acts_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        from_grad = grad_ptr + rows[:, None] * stride_gm + columns.to(tl.int64)[None, :] * stride_gn
-        grad = tl.load(from_grad, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + place, mask=inside, other=0.0).to(tl.float32)
         flow = tl.where(act != 0, grad, 0.0)
         if threshold_ptr is not None:
             stored = (act != 0) | (act.to(tl.int32, bitcast=True) < 0)
             near = stored & inside & (act - threshold[None, :] < radius) & (threshold >= 0)[None, :]
             grad_l0 = tl.load(grad_l0_ptr + rows * stride_l, mask=rows < M, other=0.0)
             slope = tl.where(near, (threshold[None, :] * grad + grad_l0[:, None]) * (0.5 / radius), 0.0)
-            slopes += tl.sum(slope, axis=0)
+            slopes += slope
             if TO_INPUT:
                 flow += slope
-        sums += tl.sum(flow, axis=0)
-        tl.store(out_ptr + place, flow.to(out_ptr.dtype.element_ty), mask=inside)
+        sums += flow
+        tl.store(grad_ptr + place, flow.to(grad_ptr.dtype.element_ty), mask=inside)
     sums_ptr += run * N + columns
-    tl.store(sums_ptr, sums, mask=columns < N)
+    tl.store(sums_ptr, tl.sum(sums, axis=0), mask=columns < N)
     if threshold_ptr is not None:
-        tl.store(sums_ptr + tl.num_programs(1) * N, -slopes, mask=columns < N)
+        tl.store(sums_ptr + tl.num_programs(1) * N, -tl.sum(slopes, axis=0), mask=columns < N)
 
 
 _activate = launch.Kernel(_encode_dense_kernel)
@@ -120,41 +128,40 @@ def encode_dense(
         acts = (x if b_dec is None else x - b_dec).to(weight.dtype) @ weight
     # How many fire, and how many lie in the window.
     l0, near = torch.zeros(2, m, dtype=torch.int32, device=x.device)
-    length, grid = _runs(m, n, acts)
+    length, grid = _runs(m, n, acts, FORWARD)
     fired = torch.empty(grid[1], n, dtype=torch.int32, device=x.device)
     if acts.numel():
         bias, threshold = (None if vector is None else vector.contiguous() for vector in (bias, threshold))
         args = (acts, bias, threshold, l0, near, fired, bandwidth / 2, m, n, length)
-        _activate(grid, args, {**TILE, "WINDOW": bandwidth > 0})
+        _activate(grid, args, {**FORWARD.sizes, "WINDOW": bandwidth > 0}, num_warps=FORWARD.warps)
     else:
         fired.zero_()
     return acts, l0.to(threshold_dtype(weight.dtype)), fired.sum(0), l0 + near
 
 
-def encode_dense_bwd(
+def encode_dense_bwd_(
     grad: Tensor, acts: Tensor, grad_l0: Tensor, threshold: Tensor | None, bandwidth: float, ste_to_input: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Operator `sae_encode_dense_bwd` -> (gradient of the pre-activations, its sums, gradient of the threshold)."""
+) -> tuple[Tensor, Tensor]:
+    """Operator `sae_encode_dense_bwd_`: grad becomes that of the pre-activations -> (its sums, gradient of the
+    threshold)."""
     (m, n), wide = acts.shape, threshold_dtype(acts.dtype)
-    out = torch.empty_like(acts)
-    length, grid = _runs(m, n, acts)
+    length, grid = _runs(m, n, acts, BACKWARD)
     sums = torch.empty(1 if threshold is None else 2, grid[1], n, dtype=torch.float32, device=acts.device)
     if acts.numel():
         threshold = None if threshold is None else threshold.contiguous()
-        strides = *grad.stride(), grad_l0.stride(0)
-        args = (grad, acts, grad_l0, threshold, out, sums, *strides, bandwidth / 2, m, n, length)
-        _activate_bwd(grid, args, {**TILE, "TO_INPUT": ste_to_input})
+        args = (grad, acts, grad_l0, threshold, sums, grad_l0.stride(0), bandwidth / 2, m, n, length)
+        _activate_bwd(grid, args, {**BACKWARD.sizes, "TO_INPUT": ste_to_input}, num_warps=BACKWARD.warps)
     else:
         sums.zero_()
     total = sums.sum(1).to(wide)
-    return out, total[0], total[1] if len(total) == 2 else total.new_empty(0)
+    return total[0], total[1] if len(total) == 2 else total.new_empty(0)
 
 
-def _runs(m: int, n: int, acts: Tensor) -> tuple[int, tuple[int, int, int]]:
-    """(rows of a run, grid): runs as long as leaves 16 programs a multiprocessor."""
-    blocks, rows = launch.cdiv(n, TILE["COLUMNS"]), launch.cdiv(max(m, 1), TILE["ROWS"])
-    runs = min(rows, launch.cdiv(16 * tuning.programs(acts.device), max(blocks, 1)))
-    length = launch.cdiv(rows, runs) * TILE["ROWS"]
+def _runs(m: int, n: int, acts: Tensor, tile: launch.Tile) -> tuple[int, tuple[int, int, int]]:
+    """(rows of a run, grid)"""
+    blocks, rows = launch.cdiv(n, tile.sizes["COLUMNS"]), launch.cdiv(max(m, 1), tile.sizes["ROWS"])
+    runs = min(rows, launch.cdiv(PROGRAMS * tuning.programs(acts.device), max(blocks, 1)))
+    length = launch.cdiv(rows, runs) * tile.sizes["ROWS"]
     return length, (blocks, launch.cdiv(max(m, 1), length), 1)
 
 
@@ -164,15 +171,15 @@ EXAMPLES = {
             "z_ptr": "*bf16", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "l0_ptr": "*i32", "nnz_ptr": "*i32",
             "fired_ptr": "*i32", "radius": "fp32",
         },
-        "constexprs": {**TILE, "WINDOW": True},
+        "constexprs": {**FORWARD.sizes, "WINDOW": True},
         "num_warps": 4,
     },
     _encode_dense_bwd_kernel: {
         "signature": {
             "grad_ptr": "*bf16", "acts_ptr": "*bf16", "grad_l0_ptr": "*fp32", "threshold_ptr": "*fp32",
-            "out_ptr": "*bf16", "sums_ptr": "*fp32", "radius": "fp32",
+            "sums_ptr": "*fp32", "radius": "fp32",
         },
-        "constexprs": {**TILE, "TO_INPUT": False},
+        "constexprs": {**BACKWARD.sizes, "TO_INPUT": False},
         "num_warps": 4,
     },
 }  # fmt: skip

@@ -191,13 +191,7 @@ def _pack_and_select(
 
 
 def _settle(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    k: int,
-    again: Tensor,
-    out: tuple[Tensor, ...],
+    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, k: int, again: Tensor, out: tuple[Tensor, ...]
 ) -> None:
     """Writes the rows that `again` names, from all of their pre-activations."""
     m, n = x.shape[0], weight.shape[1]

@@ -1,0 +1,102 @@
+"""Which way products of rows go, by what the host knows: cases of the sweep on an H200."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gossamer.rowsparse.matmul_path import (
+    LEAST,
+    choose_path,
+    choose_sampled_path,
+    entry_seconds,
+    gather_tile,
+    rows_at_once,
+)
+
+pytestmark = pytest.mark.usefixtures("h200")
+
+
+def on_gpu(*shape: int, dtype: torch.dtype) -> Any:
+    """What the choice reads of a tensor."""
+    sizes = {"shape": shape, "dim": lambda: len(shape), "element_size": lambda: dtype.itemsize}
+    return SimpleNamespace(is_cuda=True, device=torch.device("cuda", 99), **sizes)
+
+
+@pytest.mark.parametrize(
+    "m, n, d, slots, may_overflow, dtype, path",
+    [
+        # Measured in microseconds, gathered and dense: 16,441 and 701.
+        (8482, 6978, 673, 6978, False, torch.float16, "dense"),
+        # 9,113 and 1,183, with 3,991 entries in 7,982 slots.
+        (11747, 14334, 391, 7982, True, torch.float16, "dense"),
+        # 413 and 22.
+        (1121, 2981, 145, 2981, False, torch.bfloat16, "dense"),
+        # 2,568 and 100: rows of 21,655.
+        (119, 47270, 929, 43310, True, torch.float16, "dense"),
+        # 50 and 2,255.
+        (4503, 27137, 1346, 16, True, torch.float16, "gather"),
+        # 747 and 1,071, in slots that are half full.
+        (4891, 3810, 1211, 538, True, torch.float32, "gather"),
+        # 184 and 1,098.
+        (18952, 2733, 1466, 10, True, torch.bfloat16, "gather"),
+        # 3 and 9 of a launch or two.
+        (9, 898, 72, 2, True, torch.bfloat16, "gather"),
+        # TopK of an SAE.
+        (4096, 65536, 2304, 64, False, torch.bfloat16, "gather"),
+        (4096, 65536, 2304, 8192, False, torch.bfloat16, "dense"),
+        # What `pack` gives by default.
+        (4096, 65536, 2304, 1024, True, torch.bfloat16, "gather"),
+        (0, 65536, 2304, 8192, False, torch.bfloat16, "gather"),
+        (4096, 0, 2304, 0, False, torch.bfloat16, "gather"),
+        (4096, 65536, 0, 8192, False, torch.bfloat16, "gather"),
+    ],
+)
+def test_matmul(m: int, n: int, d: int, slots: int, may_overflow: bool, dtype: torch.dtype, path: str) -> None:
+    weight = on_gpu(n, d, dtype=dtype)
+    assert choose_path(on_gpu(m, slots, dtype=dtype), m, may_overflow, weight) == path
+    assert choose_path(on_gpu(m * slots, dtype=dtype), m, may_overflow, weight) == path
+
+
+@pytest.mark.parametrize(
+    "m, n, d, slots, may_overflow, dtype, path",
+    [
+        # 118,112 and 6,986; 516 and 51.
+        (10597, 17559, 2246, 16384, True, torch.float16, "dense"),
+        (3240, 399, 1147, 399, False, torch.float16, "dense"),
+        # 507 and 1,522; 109 and 1,134; 14 and 94.
+        (6750, 11028, 1145, 256, True, torch.float16, "gather"),
+        (1079, 21331, 2176, 128, True, torch.float16, "gather"),
+        (26, 45575, 911, 128, True, torch.float32, "gather"),
+        (0, 4, 4, 4, False, torch.float32, "gather"),
+    ],
+)
+def test_sampled_matmul(m: int, n: int, d: int, slots: int, may_overflow: bool, dtype: torch.dtype, path: str) -> None:
+    x, weight = on_gpu(m, d, dtype=dtype), on_gpu(n, d, dtype=dtype)
+    assert choose_sampled_path(x, on_gpu(m, slots, dtype=torch.int32), may_overflow, weight) == path
+
+
+def test_tiles_are_tall_where_programs_are_few() -> None:
+    """By rows, and by how many programs a row is; an entry of a single row takes a part of a step."""
+    assert gather_tile(748, 107, 2) == gather_tile(1, 768, 2) == {"BLOCK_E": 32, "BLOCK_D": 64}
+    assert gather_tile(300, 4096, 4) == {"BLOCK_E": 16, "BLOCK_D": 32}
+    assert gather_tile(748, 2304, 2) == gather_tile(2048, 107, 2) == {"BLOCK_E": 4, "BLOCK_D": 256}
+    assert entry_seconds(1, 470, 4, 99) == pytest.approx(1e-6 / 32)
+    assert entry_seconds(8482, 673, 2, 99) == pytest.approx(8482 * 768 * 2 / 5.5e12)
+
+
+def test_a_cpu_gathers() -> None:
+    x = torch.ones(4, 4)
+    assert choose_path(x, 4, False, x) == choose_sampled_path(x, x, False, x) == "gather"
+
+
+def test_memory_is_bounded() -> None:
+    """By 64 MB, or by the operands where they take more."""
+    assert rows_at_once(100, 1000, 2) == 100
+    m, n = 1 << 16, 1 << 16
+    step = rows_at_once(m, n, 2, torch.empty(8, dtype=torch.int8))
+    assert step * n * 2 == LEAST and step % 128 == 0
+    operand = torch.empty(4 * LEAST, dtype=torch.int8, device="meta")
+    assert rows_at_once(m, n, 2, operand) == 4 * step
+    assert rows_at_once(m, 1 << 30, 4) == 128

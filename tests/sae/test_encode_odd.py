@@ -1,0 +1,91 @@
+"""sae.encode where rows of pre-activations do not fill 16 bytes: kernels see further columns, which nobody keeps."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from gossamer import gemm, sae
+from gossamer.sae import encode_path
+from gossamer.testing import assert_close, assert_exact
+
+ACTIVATIONS = {
+    "relu": lambda threshold: gemm.ReLU(),
+    "jumprelu": lambda threshold: gemm.JumpReLU(threshold, 0.5),
+    "scalar": lambda threshold: gemm.JumpReLU(threshold[0], 0.5, ste_to_input=True),
+    "topk": lambda threshold: gemm.TopK(5),
+    "batchtopk": lambda threshold: gemm.BatchTopK(5),
+}
+CALLS = [
+    *((name, {}) for name in ACTIVATIONS),
+    *((name, {"capacity": 2}) for name in ACTIVATIONS),
+    ("batchtopk", {"format": "csr"}),
+]
+
+
+@pytest.fixture(autouse=True)
+def filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode_path, "LEAST", 0)
+
+
+@pytest.mark.parametrize("name, options", CALLS, ids=str)
+@pytest.mark.parametrize(
+    "m, n, biased",
+    [
+        *((9, 37, biased) for biased in ("not", "same", "float32")),
+        (2, 2061, "same"),
+        *(pytest.param(2, 2061, biased, marks=pytest.mark.full) for biased in ("not", "float32")),
+    ],
+)
+def test_entries_and_gradients(
+    name: str, options: dict[str, Any], m: int, n: int, biased: str, dtype: torch.dtype, device: torch.device,
+    generator: torch.Generator,
+) -> None:  # fmt: skip
+    x, W = (
+        torch.randint(-2, 3, shape, device=device, generator=generator).to(dtype).requires_grad_()
+        for shape in ((m, 4), (4, n))
+    )
+    b = None
+    if biased != "not":
+        b = torch.randint(-1, 2, (n,), device=device, generator=generator).float()
+        b = (b.to(dtype) if biased == "same" else b).requires_grad_()
+    threshold = torch.full((n,), 1.5, device=device, requires_grad=True)
+    activation = ACTIVATIONS[name](threshold)
+    rows, l0 = sae.encode_with_l0(x, W, b, activation, **options)
+    if rows.packed.source is not None:
+        assert rows.packed.source.shape == (m, n)
+    exact = [None if t is None else t.detach().double().requires_grad_() for t in (x, W, b)]
+    z = exact[0] @ exact[1] + (0 if exact[2] is None else exact[2])
+    if name in ("topk", "batchtopk"):
+        flat = z if name == "topk" else z.reshape(1, -1)
+        # Of equal ones those of lowest index.
+        order = torch.sort(flat.relu(), dim=1, descending=True, stable=True).indices[:, : 5 * m // len(flat)]
+        wanted = torch.where(torch.zeros_like(flat).scatter(1, order, 1) > 0, flat.relu(), 0).view(m, n)
+    else:
+        wanted = torch.where(z > (0 if name == "relu" else 1.5), z, 0)
+    assert_exact(rows.to_dense(), wanted.detach())
+    assert_exact(l0, (wanted != 0).sum(1).double())
+    if name != "scalar":
+        leaves = [t for t in (x, W, b) if t is not None]
+        weights = torch.randint(-1, 2, (m, n), device=device, generator=generator)
+        ours = torch.autograd.grad((rows.to_dense() * weights).sum(), leaves)
+        theirs = torch.autograd.grad((wanted * weights).sum(), [t for t in exact if t is not None])
+        for a, c in zip(ours, theirs, strict=True):
+            assert_close(a, reference64=c, plain=c.to(a.dtype))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_nan_stays_in_the_columns_there_are(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """A row of x with NaN makes all its pre-activations NaN, those of the further columns too were they products."""
+    x, W = torch.ones(3, 4, dtype=dtype, device=device), torch.ones(4, 7, dtype=dtype, device=device)
+    x[1, 2] = float("nan")
+    rows = sae.encode(x, W, None, ACTIVATIONS[name](torch.full((7,), 5.0, device=device)), capacity=7)
+    indices, counts = rows.packed.indices, rows.packed.counts
+    assert int(indices.max()) <= 6 and int(counts.max()) <= 7
+    assert rows.to_dense()[1].isnan().sum() == (5 if name == "topk" else 7)
+
+
+@pytest.mark.kernels
+def test_rows_begin_on_16_bytes(device: torch.device) -> None:
+    x, W = torch.ones(3, 4, device=device).half(), torch.ones(4, 7, device=device).half()
+    assert sae.encode(x, W, capacity=2).packed.source.stride() == (8, 1)

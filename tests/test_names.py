@@ -1,0 +1,57 @@
+"""Names that a module is asked for by dot: each exists, in code too that only a GPU runs."""
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import gossamer
+
+pytestmark = pytest.mark.native
+
+ROOT = Path(gossamer.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def modules(tree: ast.AST) -> Iterator[tuple[str, ModuleType]]:
+    """(name, module) of whatever the code of a file imports from gossamer that is a module; at any depth."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "gossamer":
+            folder = ROOT.joinpath(*(node.module or "").split(".")[1:])
+            for alias in node.names:
+                if (folder / f"{alias.name}.py").exists() or (folder / alias.name / "__init__.py").exists():
+                    found = importlib.import_module(f"{node.module}.{alias.name}")
+                    # A package may export a function under the name of the module that it comes from.
+                    if getattr(importlib.import_module(node.module or ""), alias.name) is found:
+                        yield alias.asname or alias.name, found
+
+
+def missing(source: str) -> list[str]:
+    tree = ast.parse(source)
+    # A name that a function binds for itself may be anything there.
+    own = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    own |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    known: dict[str, list[ModuleType]] = {}
+    for name, module in modules(tree):
+        if name not in own:
+            known.setdefault(name, []).append(module)
+    return [
+        f"line {node.lineno}: {node.value.id}.{node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in known
+        if not any(hasattr(module, node.attr) for module in known[node.value.id])
+    ]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_names_exist(file: Path) -> None:
+    pytest.importorskip("triton")
+    assert missing(file.read_text()) == []
+
+
+def test_what_is_missing_is_found() -> None:
+    source = "from gossamer._core import launch\n\n\ndef run():\n    launch.cdiv(3, 2)\n    launch.transient(3)\n"
+    assert missing(source) == ["line 6: launch.transient"]
