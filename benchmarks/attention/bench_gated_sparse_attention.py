@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention.bench_select_topk import drifting
+from benchmarks.attention.bench_sparse_attention import cudnn_first
 from gossamer.cli.bench import Case, Provider
 from gossamer.nn import GatedSparseAttention, GatedSparseAttentionReference
 
@@ -64,21 +65,14 @@ def _training(T: int, width: int, heads: int, k: int, dtype: torch.dtype, B: int
 
     def run(which: int, *inputs: Any) -> tuple[Tensor, ...]:
         layer, x = inputs[which], inputs[3].detach().requires_grad_()
-        out = layer(x)
+        with cudnn_first():
+            out = layer(x)
         learns = [p for name, p in layer.named_parameters() if "indexer" not in name]
         grads = torch.autograd.grad(out, (x, *learns), x.detach())
         return out.detach(), *grads
 
-    def reference(layer: GatedSparseAttention, dense: Any, plain: Any, x: Tensor) -> tuple[Tensor]:
-        return (_exact(layer, x, layer.select(*layer.index(x)).to_mask() if T <= 4096 else _last(layer, x)),)
-
     def result(which: int, output: tuple[Tensor, ...], *inputs: Any) -> tuple[Tensor]:
-        layer, x = inputs[0], inputs[3]
-        own = output[0][:1, -ROWS:]
-        if which == 0:
-            return (own,)
-        taken = None if which == 1 else _best(inputs[2], x)
-        return (reference(*inputs)[0] + (own.double() - _exact(layer, x, taken)),)
+        return _over_own_keys(which, output[0], *inputs)
 
     return Case(
         room="attention",
@@ -94,7 +88,7 @@ def _training(T: int, width: int, heads: int, k: int, dtype: torch.dtype, B: int
                 devices=("cpu", "cuda") if T <= 4096 else (),
             ),
         ),
-        reference=reference,
+        reference=_reference,
         bytes=B * (6 * T * width + 12 * width * width) * dtype.itemsize,
         flops=3 * B * (12 * T * width * width + 4 * width * sum(min(t + 1, k) for t in range(T))),
         grad=True,
@@ -103,9 +97,9 @@ def _training(T: int, width: int, heads: int, k: int, dtype: torch.dtype, B: int
 
 
 def _layer(T: int, width: int, heads: int, k: int, dtype: torch.dtype, B: int) -> Case:
-
     def run(which: int, *inputs: Any) -> Tensor:
-        return inputs[which](inputs[3])
+        with cudnn_first():
+            return inputs[which](inputs[3])
 
     def decode(layer: GatedSparseAttention, x: Tensor, cache: Any) -> Tensor:
         # The same token again and again: the cache forgets it.
@@ -118,20 +112,8 @@ def _layer(T: int, width: int, heads: int, k: int, dtype: torch.dtype, B: int) -
         layer(x[:, :-1], cache=cache)
         return layer, x[:, -1:], cache
 
-    def reference(layer: GatedSparseAttention, dense: Any, plain: Any, x: Tensor) -> tuple[Tensor]:
-        return (_exact(layer, x, layer.select(*layer.index(x)).to_mask() if T <= 4096 else _last(layer, x)),)
-
-    def result(which: int, out: Tensor, *inputs: Any) -> tuple[Tensor]:
-        layer, x = inputs[0], inputs[3]
-        wanted = reference(*inputs)[0]
-        if which == 0:
-            return (out[:1, -ROWS:],)
-        taken = None if which == 1 else _best(inputs[2], x)
-        # Over other keys: what counts is the error against the same in float64.
-        return (wanted + (out[:1, -ROWS:].double() - _exact(layer, x, taken)),)
-
     def decoded(out: Tensor, *inputs: Any) -> tuple[Tensor]:
-        wanted = reference(*inputs)[0].clone()
+        wanted = _reference(*inputs)[0].clone()
         wanted[:, -1:] = out[:1].double()
         return (wanted,)
 
@@ -142,20 +124,35 @@ def _layer(T: int, width: int, heads: int, k: int, dtype: torch.dtype, B: int) -
         dtype=dtype,
         make=partial(_layers, T, width, heads, k, dtype, B),
         providers=(
-            Provider("gossamer", partial(run, 0), ours=True, result=partial(result, 0), capturable=True),
-            Provider("gossamer, dense", partial(run, 1), result=partial(result, 1), capturable=True),
+            Provider("gossamer", partial(run, 0), ours=True, result=partial(_over_own_keys, 0), capturable=True),
+            Provider("gossamer, dense", partial(run, 1), result=partial(_over_own_keys, 1), capturable=True),
             Provider(
-                "plain PyTorch", partial(run, 2), result=partial(result, 2),
+                "plain PyTorch", partial(run, 2), result=partial(_over_own_keys, 2),
                 devices=("cpu", "cuda") if T <= 4096 else (),
             ),
             Provider("gossamer, one token behind a cache", decode, ours=True, prepare=prepare_decode, result=decoded,
                      partial=True),
         ),
-        reference=reference,
+        reference=_reference,
         bytes=B * (2 * T * width + 6 * width * width) * dtype.itemsize,
         flops=B * (12 * T * width * width + 4 * width * sum(min(t + 1, k) for t in range(T))),
         sweep="T",
     )  # fmt: skip
+
+
+@torch.no_grad()
+def _reference(layer: GatedSparseAttention, dense: Any, plain: Any, x: Tensor) -> tuple[Tensor]:
+    return (_exact(layer, x, layer.select(*layer.index(x)).to_mask() if x.shape[1] <= 4096 else _last(layer, x)),)
+
+
+@torch.no_grad()
+def _over_own_keys(which: int, out: Tensor, *inputs: Any) -> tuple[Tensor]:
+    """Of the layer, the dense or the plain one; over other keys the error counts, that against the same in float64."""
+    layer, x = inputs[0], inputs[3]
+    if which == 0:
+        return (out[:1, -ROWS:],)
+    taken = None if which == 1 else _best(inputs[2], x)
+    return (_reference(*inputs)[0] + (out[:1, -ROWS:].double() - _exact(layer, x, taken)),)
 
 
 def _last(layer: GatedSparseAttention, x: Tensor) -> Tensor:

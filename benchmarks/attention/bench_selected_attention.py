@@ -88,8 +88,10 @@ def _case(T: int, H: int, D: int, k: int, layers: int, dtype: torch.dtype, B: in
         make=make,
         providers=(
             Provider("gossamer", partial(ours, 1), ours=True, result=partial(result, 1), capturable=True),
-            Provider("gossamer, units of four", partial(ours, 4), ours=True, result=partial(result, 4)),
-            Provider("dense SDPA", everything, result=partial(result, None)),
+            Provider(
+                "gossamer, units of four", partial(ours, 4), ours=True, result=partial(result, 4), capturable=True
+            ),
+            Provider("dense SDPA", everything, result=partial(result, None), capturable=True),
         ),
         reference=lambda *inputs: (exact(1, *inputs),),
         bytes=B * (4 * layers * H * T * D * dtype.itemsize + T * T // 8),

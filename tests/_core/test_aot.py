@@ -56,13 +56,16 @@ def test_every_tile_of_linear_glu_fits(
 
 @pytest.mark.parametrize("target", aot.TARGETS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("name, rows", [("ONE", 1), ("SOME", 4), ("SOME", 16), ("MANY", 16), ("HOPPER", 16)])
+@pytest.mark.parametrize("name, rows", [("ONE", 1), ("SOME", 2), ("SOME", 16), ("MANY", 16), ("HOPPER", 16)])
 def test_every_tile_of_few_rows_fits(name: str, rows: int, dtype: str, target: str) -> None:
     """As `project` launches them, and with a weight of down that is stored row by row."""
     from gossamer.ffn._triton import few
 
     dots, tile, part = name in ("MANY", "HOPPER"), getattr(few, name), 2 if dtype == "fp32" else 1
-    if (name == "HOPPER" and target != "sm_90") or (name, rows, dtype) == ("SOME", 16, "bf16"):
+    exact = dtype == "fp32" and target == "gfx942"
+    if (name == "MANY" and (exact or target == "sm_90")) or (name, dtype) == ("SOME", "bf16"):
+        pytest.skip("not what is launched there")
+    if name == "HOPPER" and target != "sm_90":
         pytest.skip("not what is launched there")
     columns, of_gate, of_up = tile.hidden
     warps, stages, registers = tile.hidden_launch
@@ -76,8 +79,8 @@ def test_every_tile_of_few_rows_fits(name: str, rows: int, dtype: str, target: s
     ):
         kernel, example = KERNELS[f"_triton._few_{name.split()[0]}_kernel"]
         signature = {argument: kind.replace("bf16", dtype) for argument, kind in example["signature"].items()}
-        constexprs = example["constexprs"] | sizes | {"ROWS": rows, "DOTS": dots, "DEPENDENT": target == "sm_90"}
-        constexprs |= {"PRECISION": "tf32" if dots and dtype == "fp32" else "ieee"}
+        constexprs = example["constexprs"] | sizes | {"ROWS": rows, "DEPENDENT": target == "sm_90"}
+        constexprs |= {"PRECISION": "none" if not dots else "tf32" if dtype == "fp32" else "ieee"}
         signature["values_ptr"] = f"*{dtype}" if dots else "*fp32"
         if name == "down by rows":
             signature |= {"stride_dd": "i32", "stride_dn": "constexpr"}

@@ -358,9 +358,10 @@ def test_errors(change: dict[str, Any], error: type[Exception], message: str) ->
 @pytest.mark.parametrize(
     "given, path",
     [
-        ((16, 10**5), "decode"), ((512, 512), "tiles"), ((17, 513), "lists"), ((8192, 8192, 8192), "lists"),
-        ((4096, 4096, 2048, 1 << 29), "dense"), ((4096, 4096, 2047, 1 << 29), "lists"),
-        ((512, 512, 512, (1 << 29) - 1), "tiles"),
+        ((16, 10**5), "decode"), ((1024, 1024), "tiles"), ((17, 1025), "lists"), ((8192, 8192, 8192), "lists"),
+        ((4096, 4096, 2048, 1 << 27), "dense"), ((4096, 4096, 2047, 1 << 27), "lists"),
+        ((512, 512, 512, (1 << 27) - 1), "tiles"), ((512, 512, 64, 1 << 27), "dense"),
+        ((91, 91, 91, 91 * 91 * 96, 96), "dense"), ((91, 91, 91, 0, 96), "tiles"),
     ],
 )  # fmt: skip
 def test_path(given: tuple[int, ...], path: str) -> None:

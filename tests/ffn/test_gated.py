@@ -127,6 +127,17 @@ def test_the_way_is_followed(device: torch.device, generator: torch.Generator) -
     assert pinned.last_path == "union"
 
 
+def test_what_a_block_costs_follows_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gossamer.ffn import block
+
+    asked = []
+    monkeypatch.setattr(block, "_checked", type(block._checked)())
+    monkeypatch.setattr(block, "costs_of", lambda *sizes: asked.append(sizes[:4]) or costs.costs_of(*sizes))
+    a = operands(SMALL, torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0))
+    m, k, n, d = SMALL
+    assert (call(a).shape, asked) == ((m, d), [(n, k, d, True)])
+
+
 def test_the_cheapest_way() -> None:
     cost = costs.Costs(gate=1.0, entry=0.01, heavy=3.0, fused=2.5, dense=2.6, start=10.0)
 
@@ -147,6 +158,16 @@ def test_the_cheapest_way() -> None:
     assert costs.choose(known(920, over=900), 1000, cost) == "fused"
     assert costs.choose(known(180, over=150), 1000, cost) == "gather"
     assert replace(cost, entry=0.001).limit == 3000
+    # Kernels that read neither operand as it lies, nor a copy: what is known of their speed does not hold.
+    odd = replace(cost, fuses=False, packs=False)
+    assert [costs.choose(known(29), m, odd) for m in (1000, 100_000)] == ["gather", "dense"]
+    assert costs.choose(known(29), 100_000, replace(odd, packs=True)) == "gather"
+    # The dense way of a narrow block has little to read, and fewer launches without a gate.
+    narrow = replace(few, read=2e-7, column=1e-9, n=200)
+    dense = [costs.few_rows(known(20), 1, replace(narrow, products=count))["dense"] for count in (2, 3)]
+    assert dense[0] < dense[1]
+    assert costs.choose(known(20), 16, replace(narrow, products=2, aligned=False)) == "fused"
+    assert [costs.choose(known(29), m, replace(few, exact=True)) for m in (4, 5)] == ["gather", "fused"]
     # A host that takes longer to launch than the device to compute.
     quick = replace(cost, gate=1e-8, entry=1e-10, heavy=3e-8, fused=2.5e-8, dense=2.6e-8, start=1e-7)
     assert [costs.choose(known(29), m, quick) for m in (1000, 100_000)] == ["gather", "gather"]

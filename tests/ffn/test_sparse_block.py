@@ -71,6 +71,10 @@ def test_copies_start_anew(device: torch.device, generator: torch.Generator) -> 
     block.observer = lambda operand: None
     call(block, a)
     assert block.copied_bytes == 300 * 40 * 4
+    if device.type == "cuda":
+        few = SparseBlock("gather")
+        call(few, {**a, "x": a["x"][:3]})
+        assert few.copied_bytes == 0
     for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
         assert other.method == "gather" and other.observer is None and other.copied_bytes == 0
         check(a, call(other, a))

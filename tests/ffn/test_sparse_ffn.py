@@ -5,7 +5,7 @@ import torch
 
 from gossamer.ffn.costs import costs_of
 from gossamer.ffn.sparse_ffn import sparse_ffn
-from tests.ffn.dense import check, operands
+from tests.ffn.dense import call, check, operands
 
 
 @pytest.mark.kernels
@@ -51,6 +51,31 @@ def test_rows_in_several_parts(
     limit = costs_of(260, 16, 20, True, a["x"]).limit
     light = kept & (kept.sum(1) <= limit)[:, None]
     assert sizes.tolist() == [int(light[:32].any(0).sum()), int(light[32:].any(0).sum())]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shift", [0.0, 2.0, 9.0])
+def test_a_plan_repeats_the_launches(
+    shift: float, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few rows, and of many whose operands are read as they lie; with other operands, at other addresses."""
+    from gossamer._core import launch, tuning
+    from gossamer.ffn._triton import few
+    from gossamer.ffn._triton import sparse_ffn as kernels
+
+    for module, m in ((few, 7), (kernels, 40), (kernels, 2000)):
+        monkeypatch.setattr(module, "_plans", launch.Plans())
+        for _ in range(3):
+            a = operands((m, 256, 520, 64), torch.bfloat16, device, generator, shift=shift)
+            for activation in ("relu", "relu2"):
+                out = call(a, method="gather", activation=activation)
+                check(a, out, activation)
+                assert out.equal(call(a, method="gather", activation=activation))
+        by_columns = {**a, "down": a["down"].t().contiguous().t()}
+        want = call(by_columns, method="gather")
+        assert all(want.equal(call(by_columns, method="gather")) for _ in range(3))
+        check(a, want)
+        assert module is few or bool(module._plans._kept) == tuning.hopper(device)
 
 
 @pytest.mark.native

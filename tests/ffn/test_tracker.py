@@ -67,6 +67,24 @@ def test_how_often_is_looked() -> None:
     assert [tracker.due(4) for _ in range(8)] == [False, True, False, False, False, True, False, False]
 
 
+def test_a_way_is_chosen_once_for_what_is_known() -> None:
+    """Of each number of rows; where nothing was recorded nothing is read."""
+    tracker, asked = ffn.BlockTracker(lag=1), []
+
+    def choose(known: Known | None, eager: bool) -> str:
+        asked.append((known, eager))
+        return way(known, eager)
+
+    for key in (1, 1, 2, 1):
+        assert tracker.path(choose, grouped=False, due=False, key=key) == "fused"
+    assert [eager for _, eager in asked] == [True, False] * 2
+    tracker.path(choose, grouped=False, key=1)
+    tracker.record(torch.ones(3, dtype=torch.int32), None, 10)
+    assert tracker.path(choose, grouped=False, due=False, key=1) == "fused"
+    assert tracker.path(choose, grouped=False, key=1) == "dense"
+    assert len(asked) == 6 and asked[-1][0] is not None
+
+
 def test_what_is_light_may_become_heavy(device: torch.device, generator: torch.Generator) -> None:
     """The launch that expects no heavy row computes those that come nevertheless."""
     a, tracker = operands((40, 24, 300, 40), torch.float32, device, generator), ffn.BlockTracker(pinned="gather")

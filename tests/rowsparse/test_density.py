@@ -158,3 +158,13 @@ def test_inference_mode_comes_and_goes(device: torch.device) -> None:
         with torch.inference_mode(inference):
             layer(x, 100, training=False)
     assert layer.paths == ["sparse", "dense", "dense", "dense"]
+
+
+def test_what_a_pinned_layer_records_is_read() -> None:
+    """It would pile up else; and says how dense the layer is."""
+    tracker = DensityTracker(lag=2, pinned="sparse")
+    for mean in (3, 5, 7):
+        assert tracker.path(dense_above(1), training=False) == "sparse"
+        tracker.record(torch.full((4,), mean), training=False)
+    known = tracker.known(training=False)
+    assert known is not None and known.mean == 3

@@ -24,7 +24,7 @@ if INTERPRET:
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _implementations: dict[Any, dict[str, Callable[..., Any]]] = {}
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 # Looked up once: these are asked in every call.
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
@@ -129,6 +129,6 @@ def needs_gradient(*operands: Any) -> bool:
 
 def undispatched(operator: Any, *tensors: torch.Tensor | None) -> Callable[..., Any]:
     """`shortcut` where gradients are off, as in most backward passes; the operator itself where they are on."""
-    if torch.is_grad_enabled() or any(t is not None and type(t) not in _PLAIN for t in tensors):
+    if torch.is_grad_enabled() or not _PLAIN.issuperset(map(type, tensors)):
         return operator
     return shortcut(operator, next(t.device for t in tensors if t is not None))

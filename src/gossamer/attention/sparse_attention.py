@@ -117,13 +117,13 @@ OPERATOR = "attention.sparse_attention"
 FEW_QUERIES = 16
 
 
-SHORT = 512
-"""Keys up to which a list costs more to make than it leaves out."""
-WIDE = 1 << 29
-"""Products of float32 numbers in q k^T from which PyTorch's own are worth their launches."""
+SHORT = 1024
+"""Keys up to which a list costs more to make than it leaves out, if neighbours share few keys."""
+WIDE = 1 << 27
+"""Products of float32 numbers in q k^T from which PyTorch's own are worth their launches, where D is at most 32."""
 
 
-def choose_path(num_queries: int, num_keys: int, capacity: int = 0, products: int = 0) -> Path:
+def choose_path(num_queries: int, num_keys: int, capacity: int = 0, products: int = 0, head_dim: int = 0) -> Path:
     """How the GPU goes about it, by what the host knows. `capacity` is the selection's; `products` are those of numbers
     in q k^T, if these are float32 and no TF32 is allowed, else 0.
 
@@ -131,14 +131,18 @@ def choose_path(num_queries: int, num_keys: int, capacity: int = 0, products: in
     - "tiles" is flash attention over all keys, in which a bit a score says what takes part: where keys are few.
     - "lists" gathers the keys of each group of neighbouring queries by a list.
     - "dense" has PyTorch multiply all queries by all keys, and knows the bits in the softmax: in float32 arithmetic,
-      where tensor cores have no part, if lists may be as long as half the keys.
+      where tensor cores have no part, if keys are few, or lists may be as long as half of them.
 
-    On an H200, with 16 heads of 128 in bfloat16 and drifting selections, lists took 0.02 to 0.04 ms where tiles took
-    0.04 at 1,024 keys, and 0.31 to 0.79 where tiles took 1.1 at 8,192. At 512 both took 0.023.
+    On an H200, forward and backward in 16 bits, tiles took 0.17 ms where lists took 0.30 for 733 keys (32 heads of 96,
+    keys drawn for each query), 0.10 each for 822 (drifting), and 0.91 where lists took 0.20 for 4,215 (8 heads of 128,
+    drifting). In float32 dense took 10.2 ms where lists took 23.7 (20 heads of 64, 4,259 keys, of which 972 are drawn
+    for each query), and 0.08 where tiles took 0.16 (one head of 96, 91 keys). Lists took 0.12 where dense took 0.63 (6
+    heads of 96, 2,276 keys, 98 of them drifting, forward).
     """
     if num_queries <= FEW_QUERIES:
         return "decode"
-    if products >= WIDE and 2 * capacity >= num_keys:
+    worth = products >= WIDE or (products > 0 and head_dim > 32)
+    if worth and (num_keys <= SHORT or 2 * capacity >= num_keys):
         return "dense"
     return "tiles" if num_keys <= SHORT else "lists"
 
@@ -148,7 +152,7 @@ def _path(path: str | None, q: Tensor, selection: Selection) -> str:
     if path is None:
         exact = q.dtype is torch.float32 and not tuning.tf32()
         products = q.numel() * selection.num_keys if exact else 0
-        return choose_path(num_queries, selection.num_keys, selection.capacity, products)
+        return choose_path(num_queries, selection.num_keys, selection.capacity, products, q.shape[3])
     if path not in get_args(Path) or (path == "decode" and num_queries > FEW_QUERIES):
         raise ValueError(
             f"{OPERATOR}: path must be one of {', '.join(get_args(Path))}, decode with at most {FEW_QUERIES} queries, "

@@ -82,7 +82,8 @@ def run(operator: str, block: Block, method: str, density: BlockTracker | None) 
         sizes = check(operator, block, method, density)
         weights = {"gate_weight": block.gate_weight, "up_weight": block.up_weight, "down_weight": block.down_weight}
         checks.same_dtype(operator, "x", block.x, **weights)
-        found = Found(*sizes, costs_of(*sizes[1:], block.up_weight is not None, block.x))
+        _, k, n, d = sizes
+        found = Found(*sizes, costs_of(n, k, d, block.up_weight is not None, block.x))
         _checked.keep(key, found)
     x = block.x
     if block.threshold is not None:
@@ -133,7 +134,9 @@ def _inferred(block: Block, found: Found, method: str, density: BlockTracker | N
     if method in ("gather", "union"):
         # The unions of a few groups tell whether it would pay.
         step = 0 if not recorded else min(2048, 1 << (m // (GROUP * SAMPLE) | 1).bit_length() - 1)
-        rows = None if block.transposed is None else block.transposed(block.down_weight)
+        # A few rows read the weight as it lies: a copy would take more memory than time.
+        kept = block.transposed is not None and not (x.is_cuda and m <= FEW)
+        rows = block.transposed(block.down_weight) if kept else None  # type: ignore[misc]
         operands = (*block.tensors[:-1], rows, block.down_bias)
         options = (block.activation == "relu2", method == "union", step, unknown, tracker is not None and tracker.light)
         out, nnz, unions = undispatched(sparse_ffn, *operands)(*operands, *options)
@@ -170,12 +173,17 @@ def activated(block: Block) -> Tensor:
     z = linear(block.x, block.gate_weight, block.gate_bias)
     if block.threshold is not None:
         return torch.where(z <= block.threshold.clamp(min=0), 0, z)
-    return torch.relu(z).square() if block.activation == "relu2" else torch.relu(z)
+    # In place a product stays in the cache, and nothing is allocated; what has a gradient is not overwritten.
+    z = torch.relu(z) if torch.is_grad_enabled() else torch.relu_(z)
+    return z.square() if block.activation == "relu2" else z
 
 
 def _hidden(block: Block) -> Tensor:
     active = activated(block)
-    return active if block.up_weight is None else active * linear(block.x, block.up_weight, block.up_bias)
+    if block.up_weight is None:
+        return active
+    up = linear(block.x, block.up_weight, block.up_bias)
+    return active * up if torch.is_grad_enabled() else active.mul_(up)
 
 
 def _fused(block: Block) -> Tensor:

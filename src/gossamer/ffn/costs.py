@@ -22,16 +22,16 @@ FEW = 16
 HOPPER = 770e12, 815e12, 660e12, 8.5e12
 """FLOP/s of a gate that is packed, of the fused and the dense block, bytes/s of gathered weights: H200, bfloat16,
 16,384 rows of K = D = 2,048 and N = 5,632, where that is 0.49, 1.39, 1.72 and 0.50 ms (29 entries a row)."""
-HOST = {"dense": 40e-6, "fused": 160e-6, "gather": 130e-6, "union": 600e-6}
+HOST = {"dense": 30e-6, "fused": 150e-6, "gather": 160e-6, "union": 360e-6}
 """Seconds in which a host launches a way, eager: that of an H200, PyTorch 2.11. A graph and a compiled region need
 next to none."""
-HOST_FEW = {"dense": 40e-6, "fused": 125e-6, "gather": 105e-6}
+HOST_FEW = {"dense": 35e-6, "fused": 95e-6, "gather": 75e-6}
 """The same with up to FEW rows."""
 PRODUCT = 27e-6
 """What each of the dense way's products takes beside that, and what follows it."""
 STARTS = {"dense": 5e-6, "fused": 11e-6, "gather": 9e-6}
 """Seconds that up to FEW rows take on the device beside reading weights: launches, and waiting for what is read. H200,
-K and N from 200 to 25,000; that of gathering is an estimate."""
+K and N from 200 to 25,000."""
 DENSE_PRODUCT = 3.5e-6
 """What each of the dense way's products takes beside that."""
 UNALIGNED = 2.0
@@ -44,8 +44,9 @@ LEAST = 512
 class Costs:
     """Seconds that a row takes through the gate alone, an entry that is gathered, a row in dense tiles after its gate,
     a row of the fused block and of the dense one, and a sparse way's launches on the device; to read the gate's weight,
-    and a column of the other weights, of which there are n; how many products the dense block has, and whether the rows
-    of x and of the gate's weight begin on 16 bytes."""
+    and a column of the other weights, of which there are n; how many products the dense block has, whether the rows of
+    weights begin on 16 bytes, whether the fused product and the packed gate of many rows come near their speed,
+    and whether products are those of float32, without tensor cores."""
 
     gate: float
     entry: float
@@ -58,6 +59,9 @@ class Costs:
     n: int = 0
     products: int = 3
     aligned: bool = True
+    fuses: bool = True
+    packs: bool = True
+    exact: bool = False
 
     def break_even(self, m: int) -> float:
         """Entries of a row, on average, from which on the fused block takes less time than gathering for m rows."""
@@ -76,16 +80,28 @@ def costs_of(n: int, k: int, d: int, gated: bool, x: Tensor) -> Costs:
     rates, size = tuning.rates(x.get_device()), x.element_size()
     inner, half = k if gated else 0, size == 2
     if half and tuning.hopper(x.device):
-        packs, fused, dense, gathers = HOPPER
+        packing, fused, dense, gathers = HOPPER
     else:
-        packs = fused = dense = rates.half if half else rates.tf32 if tuning.tf32() else rates.ieee
+        packing = fused = dense = rates.half if half else rates.tf32 if tuning.tf32() else rates.ieee
         gathers = rates.gather
     work = 2 * n * (k + inner + d)
     entry = (inner + d) * size
-    times = 2 * n * k / packs, entry / gathers, 1.3 * work / fused, work / fused, work / dense
+    times = 2 * n * k / packing, entry / gathers, 1.3 * work / fused, work / fused, work / dense
     aligned = k * size % 16 == 0
+    # A weight whose rows do not begin on 16 bytes is copied where it is large enough.
+    packs = not half or aligned or n >= LEAST
+    fuses = packs and (not half or n % 8 == 0)
     reads = {"read": n * k * size / rates.copy, "column": entry / rates.copy}
-    return Costs(*times, **reads, n=n, products=3 if gated else 2, aligned=aligned)
+    return Costs(
+        *times,
+        **reads,
+        n=n,
+        products=3 if gated else 2,
+        aligned=aligned,
+        fuses=fuses,
+        packs=packs,
+        exact=size > 2 and not tuning.tf32(),
+    )
 
 
 def choose(known: Known | None, m: int, cost: Costs, eager: bool = False) -> str:
@@ -95,10 +111,9 @@ def choose(known: Known | None, m: int, cost: Costs, eager: bool = False) -> str
         ways = few_rows(known, m, cost)
     else:
         ways = {"fused": m * cost.fused, "dense": m * cost.dense}
-    if m > FEW and cost.n < LEAST and not cost.aligned:
-        # Neither the fused product nor the gate's comes near its speed.
-        return "dense"
-    if known is not None and m > FEW:
+        if m >= MANY and not cost.fuses:
+            ways.pop("fused")
+    if known is not None and m > FEW and (m < MANY or cost.packs):
         light = known.rows.light / max(known.rows.rows, 1)
         sparse = cost.gate + known.rows.over / max(known.rows.rows, 1) * cost.heavy
         ways["gather"] = m * (sparse + light * cost.entry) + cost.start
@@ -119,6 +134,10 @@ def few_rows(known: Known | None, m: int, cost: Costs) -> dict[str, float]:
     gathered = cost.read + 2 * union * cost.column
     ways = {name: start + (gathered if name == "gather" else whole) for name, start in STARTS.items()}
     ways["dense"] += cost.products * DENSE_PRODUCT
+    if cost.exact and m > 4:
+        # Each row is multiplied for itself, and the library does so in fewer steps.
+        ways.pop("gather")
+        return ways
     if not cost.aligned:
         ways["gather"] = UNALIGNED * gathered + 1.5 * STARTS["gather"]
     return ways

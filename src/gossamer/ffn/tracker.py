@@ -97,8 +97,8 @@ class BlockTracker:
         if way is None:
             if len(self._ways) >= _MOST:
                 self._ways.clear()
-            known = self._known()
-            way, self._on_device = choose(known, True), choose(known, False)
+            both = self._known()
+            way, self._on_device = choose(both, True), choose(both, False)
             self._ways[key] = way
         self.last_path = way
         return way

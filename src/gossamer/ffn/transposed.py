@@ -33,9 +33,11 @@ class Transposed:
         self._copy: Tensor | None = None
 
     def __call__(self, weight: Tensor) -> Tensor | None:
-        if weight.stride(0) == 1 and weight.t().is_contiguous():
-            self._copy = None
-            return weight.t()
+        if weight.stride(0) == 1:
+            turned = weight.t()
+            if turned.is_contiguous():
+                self._copy = None
+                return turned
         if torch.compiler.is_compiling() or weight.is_inference() or checks.capturing():
             return None
         version = weight.data_ptr(), weight._version

@@ -26,10 +26,13 @@ SLAB_QUERIES = 256
 
 
 @triton.jit
-def taken_by(
-    words_ptr, lengths_ptr, batch, scope, query, Tq, Tk, SCOPES: tl.constexpr, CAUSAL: tl.constexpr
+def of_program(
+    words_ptr, lengths_ptr, first, Tq, Tk, SCOPES: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr
 ):  # fmt: skip
-    """(words of the 32 queries from `query` on, one key each second int32; the keys they see; where query 0 stands)."""
+    """(rows of the slab; row of all batches and heads; the first of the 32 queries that share its words; these words,
+    one key each second int32; the keys that they see; where query 0 stands)."""
+    head, batch, heads = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(1)
+    query = (first + tl.program_id(0) * BLOCK_M) // 32 * 32
     end = Tk
     offset = Tk - Tq
     if lengths_ptr is not None:
@@ -37,8 +40,9 @@ def taken_by(
         offset = tl.maximum(end - Tq, 0)
     if CAUSAL:
         end = tl.minimum(end, tl.maximum(query + 32 + offset, 0))
-    blocks = (Tq + 63) // 64
-    return words_ptr + ((batch * SCOPES + scope) * blocks + query // 64) * 2 * Tk + query // 32 % 2, end, offset
+    block = (batch * SCOPES + head * SCOPES // heads) * ((Tq + 63) // 64) + query // 64
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    return row, batch * heads + head, query, words_ptr + block * 2 * Tk + query // 32 % 2, end, offset
 
 
 @triton.jit
@@ -56,14 +60,11 @@ def _dense_softmax_kernel(
     SCOPES: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (BLOCK_M queries of the slab, head, batch): scores [batch, head, row, column] become probabilities."""
-    head, batch, heads = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(1)
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = row < rows
-    query = (first + tl.program_id(0) * BLOCK_M) // 32 * 32
-    words_ptr, end, offset = taken_by(
-        words_ptr, lengths_ptr, batch, head * SCOPES // heads, query, Tq, Tk, SCOPES, CAUSAL
+    row, head, query, words_ptr, end, offset = of_program(
+        words_ptr, lengths_ptr, first, Tq, Tk, SCOPES, CAUSAL, BLOCK_M
     )  # fmt: skip
-    s_ptr += ((batch * heads + head) * rows + row)[:, None] * columns
+    inside = row < rows
+    s_ptr += (head * rows + row)[:, None] * columns
     log2_scale = scale * 1.4426950408889634
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -86,7 +87,7 @@ def _dense_softmax_kernel(
         p = tl.where(keep, tl.exp2(s * log2_scale - finite[:, None]) * share[:, None], 0.0)
         tl.store(s_ptr + key[None, :], p, mask=there)
     lse = tl.where(total == 0, float("-inf"), (m + tl.log2(total)) * 0.6931471805599453)
-    tl.store(lse_ptr + (batch * heads + head) * Tq + first + row, lse, mask=inside)
+    tl.store(lse_ptr + head * Tq + first + row, lse, mask=inside)
 
 
 @triton.jit(do_not_specialize=["first", "rows", "columns"])
@@ -96,15 +97,12 @@ def _dense_gradient_kernel(
 ):  # fmt: skip
     """Program (BLOCK_M queries of the slab, head, batch): scores become probabilities, and the gradients of these
     become the scores'. Of each query there are the lse in base 2, and what a softmax's gradient subtracts."""
-    head, batch, heads = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(1)
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = row < rows
-    query = (first + tl.program_id(0) * BLOCK_M) // 32 * 32
-    words_ptr, end, offset = taken_by(
-        words_ptr, lengths_ptr, batch, head * SCOPES // heads, query, Tq, Tk, SCOPES, CAUSAL
+    row, head, query, words_ptr, end, offset = of_program(
+        words_ptr, lengths_ptr, first, Tq, Tk, SCOPES, CAUSAL, BLOCK_M
     )  # fmt: skip
-    at = ((batch * heads + head) * rows + row)[:, None] * columns
-    token = (batch * heads + head) * Tq + first + row
+    inside = row < rows
+    at = (head * rows + row)[:, None] * columns
+    token = head * Tq + first + row
     lse = tl.load(rows_ptr + 2 * token, mask=inside, other=0.0)
     delta = tl.load(rows_ptr + 2 * token + 1, mask=inside, other=0.0)
     log2_scale = scale * 1.4426950408889634
@@ -120,6 +118,35 @@ def _dense_gradient_kernel(
         tl.store(dp_ptr + at + key[None, :], ds, mask=there)
 
 
+@triton.jit(do_not_specialize=["N"])
+def _taken_rows_kernel(
+    k_ptr, v_ptr, keys_ptr, values_ptr, taken_ptr, words_ptr, lengths_ptr, N, Tk,
+    SCOPES: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Program (BLOCK_K keys, head of k, batch): their rows, zeros where no query takes them, and whether any does."""
+    head, batch, heads = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(1)
+    key = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    end = Tk
+    if lengths_ptr is not None:
+        end = tl.minimum(end, tl.maximum(tl.load(lengths_ptr + batch).to(tl.int32), 0))
+    # The scopes of a head are beside each other.
+    first = head * SCOPES // heads
+    scopes = tl.maximum(SCOPES // heads, 1)
+    some = tl.zeros([BLOCK_K], tl.int64)
+    for block in range(0, scopes * N):
+        at = ((batch * SCOPES + first) * N + block) * Tk + key
+        some |= tl.load(words_ptr + at, mask=key < end, other=0)
+    column = tl.arange(0, triton.next_power_of_2(D))
+    row = (batch * heads + head) * Tk + key
+    at = row[:, None] * D + column[None, :]
+    inside = (key < Tk)[:, None] & (column < D)[None, :]
+    read = inside & (some != 0)[:, None]
+    tl.store(keys_ptr + at, tl.load(k_ptr + at, mask=read, other=0.0).to(tl.float32), mask=inside)
+    tl.store(values_ptr + at, tl.load(v_ptr + at, mask=read, other=0.0).to(tl.float32), mask=inside)
+    tl.store(taken_ptr + row, some != 0, mask=key < Tk)
+
+
+_taken_rows = launch.Kernel(_taken_rows_kernel)
 _dense_softmax = launch.Kernel(_dense_softmax_kernel)
 _dense_gradient = launch.Kernel(_dense_gradient_kernel)
 TILE = {"BLOCK_M": 16, "BLOCK_N": 128}
@@ -135,15 +162,16 @@ def slabs(q: Tensor, words: Tensor, lengths: Tensor | None, causal: bool) -> Ite
         yield first, rows, min(tk, slots(words, tq, lengths, causal, first + rows))
 
 
-def taken_keys(words: Tensor, lengths: Tensor | None, groups: int) -> Tensor:
-    """bool [B, G, Tk], or of one for all of them: whether any query of any head takes a key."""
-    b, s, _, tk = words.shape
-    taken = (words != 0).any(2)
-    if s > groups:
-        taken = taken.view(b, groups, s // groups, tk).any(2)
-    if lengths is not None:
-        taken = taken & (torch.arange(tk, device=words.device) < lengths[:, None, None])
-    return taken
+def taken_rows(k: Tensor, v: Tensor, words: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(k and v in float32, [B * G, Tk, D], zeros where nobody takes a key; bool [B, G, Tk], who is taken)."""
+    b, g, tk, d = k.shape
+    k, v = k.contiguous(), v.contiguous()
+    keys, values = k.new_empty(2, b * g, tk, d, dtype=torch.float32)
+    taken = torch.empty(b, g, tk, dtype=torch.bool, device=k.device)
+    args = (k, v, keys, values, taken, words, lengths, words.shape[2], tk)
+    meta = {"SCOPES": words.shape[1], "D": d, "BLOCK_K": 32}
+    _taken_rows((launch.cdiv(tk, 32), g, b), args, meta, num_warps=4)
+    return keys, values, taken
 
 
 def folded(x: Tensor, first: int, rows: int, groups: int) -> Tensor:
@@ -160,8 +188,7 @@ def dense_attention(
     g, tk = k.shape[1:3]
     out = q.new_empty(b, tq, h, d)
     lse = q.new_empty((b, h, tq), dtype=torch.float32)
-    taken = taken_keys(words, lengths, g)[..., None]
-    keys, values = (torch.where(taken, x, 0).float().view(b * g, tk, d) for x in (k, v))
+    keys, values, _ = taken_rows(k, v, words, lengths)
     plan = list(slabs(q, words, lengths, causal))
     scratch = lse.new_empty(b * h * max(rows * columns for _, rows, columns in plan))
     meta = {"SCOPES": words.shape[1], "CAUSAL": causal, **TILE}
@@ -192,8 +219,7 @@ def dense_attention_bwd(
     g, tk = k.shape[1:3]
     dq = q.new_empty(q.shape)
     dk, dv = stats.new_zeros(2, b * g, tk, d)
-    taken = taken_keys(words, lengths, g)[..., None]
-    keys, values = (torch.where(taken, x, 0).float().view(b * g, tk, d) for x in (k, v))
+    keys, values, taken = taken_rows(k, v, words, lengths)
     plan = list(slabs(q, words, lengths, causal))
     scratch = stats.new_empty(2, b * h * max(rows * columns for _, rows, columns in plan))
     meta = {"SCOPES": words.shape[1], "CAUSAL": causal, **TILE}
@@ -210,7 +236,7 @@ def dense_attention_bwd(
             dv[:, :columns].baddbmm_(s.transpose(1, 2), grads)
             dk[:, :columns].baddbmm_(dp.transpose(1, 2), queries)
     # A query that is NaN would reach keys that nobody takes: 0 times NaN again.
-    dk, dv = (torch.where(taken, x.view(k.shape), 0) for x in (dk, dv))
+    dk, dv = (torch.where(taken[..., None], x.view(k.shape), 0) for x in (dk, dv))
     return dq, dk, dv
 
 
@@ -220,6 +246,14 @@ _SLAB = {
 }  # fmt: skip
 _META = {"SCOPES": 1, "CAUSAL": True, **TILE}
 EXAMPLES = {
+    _taken_rows_kernel: {
+        "signature": {
+            **dict.fromkeys(("k_ptr", "v_ptr", "keys_ptr", "values_ptr"), "*fp32"), "taken_ptr": "*i1",
+            "words_ptr": "*i64", "lengths_ptr": "*i32", "N": "i32", "Tk": "i32",
+        },
+        "constexprs": {"SCOPES": 1, "D": 128, "BLOCK_K": 32},
+        "num_warps": 4,
+    },
     _dense_softmax_kernel: {
         "signature": {"s_ptr": "*fp32", "lse_ptr": "*fp32", **_SLAB},
         "constexprs": _META,
@@ -230,5 +264,5 @@ EXAMPLES = {
         "constexprs": _META,
         "num_warps": 8,
     },
-}
+}  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

@@ -1,20 +1,16 @@
 """The key down to which each row of a slab takes its keys, and for ties, the last column at which that one is taken.
 
 A program owns a row. `_row_threshold_kernel` holds it in registers and narrows a bracket of keys by counting: a guess
-first, which saves rounds and cannot change the result, then by interpolation on the counts, every third time the
-middle. It is done when exactly k keys reach the bracket's lower end. The guess is the same search's result in a
-sixteenth of the row, which begins at the threshold of the row before the slab's: with correlated scores of 24,576 keys
-that takes 6 rounds instead of 11 to 13. Counting at two places a
+first (the row before the slab's, which saves rounds and cannot change the result), then by interpolation on the counts,
+every third time the middle. It is done when exactly k keys reach the bracket's lower end. Counting at two places a
 round halves the rounds, and took a quarter longer; interpolation on logarithms saves one round in eight, and took
-longer, too. Keys are 15-bit integers that order as the float16 numbers of the same bits do, so that one
-`set.ge.f16x2` compares two.
-
-Rows beyond the registers are read from the L2 (`_long_threshold_kernel`), and should be read once: a sample of the row
-brackets the threshold, and of the keys within the bracket, some hundredth of all, each is counted in a bin of its own,
-by an atomic that returns nothing. Where the bracket was wrong, or wider than there are bins, a row is read again.
+longer, too. So did a guess out of a sample of the row's own keys: it halves the rounds, and takes as long to find.
+Keys are 15-bit integers that order as the float16 numbers of the same bits do, so that one
+`set.ge.f16x2` compares two. Rows beyond the registers are counted from the L2 (`_long_threshold_kernel`), at four
+places at once, which a sample of the row brackets. To read them but once, with each key of the bracket counted in a bin
+of its own by an atomic, took half as long again.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,8 +21,6 @@ from gossamer.attention._triton._indexer import in_units, valid_keys, visible_ke
 KEPT_KEY = tl.constexpr(31744)
 MAX_REGISTERS = 32768
 """Keys of a row that a program holds."""
-LONG = {"SAMPLE": 4096, "BINS": 2048, "BLOCK": 1024}
-"""Of a longer row: words of its sample, bins in which keys near its threshold are counted, words read at a time."""
 
 
 @triton.jit
@@ -102,52 +96,12 @@ def interpolate(low, high, reach_low, reach_high, k):
 
 
 @triton.jit
-def narrow(words, total, take, slack, guess, step, PACKED: tl.constexpr):
-    """(the last key tried; the largest key tried that at least `take` of the words' keys reach; how many reach it; how
-    many reach the next key tried). Done when a key was tried that `take` reach, give or take slack, or none is left to
-    try. All keys are `total`, at least `take`."""
-    low = tl.full([], 1, tl.int32)
-    high = tl.full([], KEPT_KEY + 1, tl.int32)
-    reach_low = tl.full([], 0, tl.int32) + total
-    reach_high = tl.full([], 0, tl.int32)
-    last = low
-    probe = tl.minimum(tl.maximum(tl.full([], 0, tl.int32) + guess, 2), KEPT_KEY)
-    step = tl.full([], 0, tl.int32) + step
-    rounds = 0
-    off = tl.abs(reach_low - take)
-    while (high - low > 1) & (off > slack):
-        reach = count(words, probe, PACKED)
-        off = tl.abs(reach - take)
-        last = probe
-        enough = reach >= take
-        low = tl.where(enough, probe, low)
-        reach_low = tl.where(enough, reach, reach_low)
-        high = tl.where(enough, high, probe)
-        reach_high = tl.where(enough, reach_high, reach)
-        rounds += 1
-        between = interpolate(low, high, reach_low, reach_high, take)
-        probe = tl.where(rounds % 3 == 2, (low + high) >> 1, between)
-        # Until the bracket has two ends it grows from the guess.
-        probe = tl.where(low == 1, high - step, tl.where(high > KEPT_KEY, low + step, probe))
-        step = tl.minimum(step * 4, 1 << 20)
-        probe = tl.minimum(tl.maximum(probe, low + 1), high - 1)
-    return last, low, reach_low, reach_high
-
-
-@triton.jit
-def load_sample(row_ptr, visible, SAMPLE: tl.constexpr):
-    """SAMPLE words, in runs of 16 bytes, evenly over the row; of a short row the first."""
-    i = tl.arange(0, SAMPLE)
-    apart = tl.maximum(visible // 8 // (SAMPLE // 4), 1)
-    return load_words(row_ptr, i // 4 * apart * 4 + i % 4, visible, 0, 0, False)
-
-
-@triton.jit
-def of_sample(take, visible, SAMPLE: tl.constexpr):
-    """(of `take` keys of a row, how many its sample should have, at least 1; how many keys it has)."""
-    sampled = tl.minimum(2 * SAMPLE, visible)
-    expected = take.to(tl.float32) * sampled.to(tl.float32) / visible.to(tl.float32)
-    return tl.maximum(expected.to(tl.int32), 1), sampled
+def interpolate_logs(low, high, reach_low, reach_high, k):
+    """The same if the logarithm of their number fell evenly, as it does where a row's largest keys lie."""
+    most = tl.log2(reach_low.to(tl.float32))
+    part = most - tl.log2(k.to(tl.float32) - 0.5)
+    whole = most - tl.log2(tl.maximum(reach_high.to(tl.float32), 0.5))
+    return low + ((high - low).to(tl.float32) * (part / whole)).to(tl.int32)
 
 
 @triton.jit
@@ -163,7 +117,7 @@ def wanted(k_ptr, k, row):
 @triton.jit
 def _row_threshold_kernel(
     keys_ptr, lengths_ptr, k_ptr, threshold_ptr, last_ptr, first, Tq, padded, Tk, stride, ahead, k, window, sinks,
-    WORDS: tl.constexpr, SAMPLE: tl.constexpr, UNIT: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr,
+    WORDS: tl.constexpr, UNIT: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Program (row of the slab), the longest first. A row takes its keys above threshold, and those equal to it up to
     column last. The slab's rows are `first` and following of all rows of thresholds. A column is UNIT keys, and so are
@@ -179,14 +133,27 @@ def _row_threshold_kernel(
         row_ptr = keys_ptr + row.to(tl.int64) * stride
         at = tl.arange(0, WORDS // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
         words = load_words(row_ptr, at, visible, window, sinks, FORCED)
-        guess = tl.load(threshold_ptr + tl.maximum(first - 1, 0), mask=first > 0, other=KEPT_KEY // 2)
-        if SAMPLE > 0:
-            sample = load_sample(row_ptr, visible, SAMPLE)
-            expected, sampled = of_sample(take, visible, SAMPLE)
-            guess, _, _, _ = narrow(sample, sampled, expected, tl.sqrt(expected.to(tl.float32)), guess, 512, PACKED)
-        # A sample's guess is near.
-        step = 128 if SAMPLE > 0 else 512
-        _, low, reach_low, reach_high = narrow(words, visible, take, 0.0, guess, step, PACKED)
+        high = tl.full([], KEPT_KEY + 1, tl.int32)
+        reach_low = visible
+        reach_high = tl.full([], 0, tl.int32)
+        probe = tl.load(threshold_ptr + tl.maximum(first - 1, 0), mask=first > 0, other=KEPT_KEY // 2)
+        probe = tl.minimum(tl.maximum(probe, 2), KEPT_KEY)
+        step = 512
+        rounds = 0
+        while (high - low > 1) & (reach_low != take):
+            reach = count(words, probe, PACKED)
+            enough = reach >= take
+            low = tl.where(enough, probe, low)
+            reach_low = tl.where(enough, reach, reach_low)
+            high = tl.where(enough, high, probe)
+            reach_high = tl.where(enough, reach_high, reach)
+            rounds += 1
+            between = interpolate(low, high, reach_low, reach_high, take)
+            probe = tl.where(rounds % 3 == 2, (low + high) >> 1, between)
+            # Until the bracket has two ends it grows from the guess.
+            probe = tl.where(low == 1, high - step, tl.where(high > KEPT_KEY, low + step, probe))
+            step = tl.minimum(step * 4, 1 << 20)
+            probe = tl.minimum(tl.maximum(probe, low + 1), high - 1)
         need = take - reach_high
         if (reach_low != take) & (need < reach_low - reach_high):
             ties = how_many(tl.sum(equalling(words, low, PACKED), axis=1))
@@ -214,39 +181,42 @@ def column_of_tie(
 
 
 @triton.jit
-def count_between(
-    row_ptr, bins_ptr, visible, window, sinks, low, high, shift,
-    BINS: tl.constexpr, BLOCK: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """(int32 [BINS], how many keys of a row lie in each 2^shift from low on up to high; how many are above high)."""
-    at = bins_ptr + tl.arange(0, BINS)
-    tl.store(at, tl.zeros([BINS], tl.int32))
-    tl.debug_barrier()
-    above = tl.zeros([BLOCK], tl.int32)
-    one = tl.full([BLOCK], 1, tl.int32)
+def count_at_four(
+    row_ptr, visible, window, sinks, a, b, c, d, BLOCK: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr
+):
+    """How many keys of a row are at least a, b, c, d."""
+    na = tl.zeros([BLOCK], tl.int32)
+    nb = tl.zeros([BLOCK], tl.int32)
+    nc = tl.zeros([BLOCK], tl.int32)
+    nd = tl.zeros([BLOCK], tl.int32)
     for start in tl.range(0, (visible + 1) // 2, BLOCK, num_stages=3):
         words = load_words(row_ptr, start + tl.arange(0, BLOCK), visible, window, sinks, FORCED)
-        above += reaching(words, high + 1, PACKED)
-        first = (words & 0xFFFF) - low
-        second = (words >> 16) - low
-        mask = (first >= 0) & (first <= high - low)
-        tl.atomic_add(bins_ptr + (first >> shift), one, mask=mask, sem="relaxed")
-        mask = (second >= 0) & (second <= high - low)
-        tl.atomic_add(bins_ptr + (second >> shift), one, mask=mask, sem="relaxed")
-    tl.debug_barrier()
-    # From where the atomics were done, not from a cache.
-    bins = tl.load(at, volatile=True)
-    tl.debug_barrier()
-    return bins, tl.sum(how_many(above))
+        na += reaching(words, a, PACKED)
+        nb += reaching(words, b, PACKED)
+        nc += reaching(words, c, PACKED)
+        nd += reaching(words, d, PACKED)
+    return tl.sum(how_many(na)), tl.sum(how_many(nb)), tl.sum(how_many(nc)), tl.sum(how_many(nd))
+
+
+@triton.jit
+def kth_of_sample(words, k, PACKED: tl.constexpr):
+    """The k-th largest key of the words, by halves."""
+    low = tl.full([], 1, tl.int32)
+    high = tl.full([], KEPT_KEY + 1, tl.int32)
+    while high - low > 1:
+        middle = (low + high) >> 1
+        enough = count(words, middle, PACKED) >= k
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    return low
 
 
 @triton.jit
 def _long_threshold_kernel(
-    keys_ptr, lengths_ptr, k_ptr, threshold_ptr, last_ptr, bins_ptr, first, Tq, padded, Tk, stride, ahead, k, window,
-    sinks, SAMPLE: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, FORCED: tl.constexpr,
-    PACKED: tl.constexpr,
+    keys_ptr, lengths_ptr, k_ptr, threshold_ptr, last_ptr, first, Tq, padded, Tk, stride, ahead, k, window, sinks,
+    SAMPLE: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """As `_row_threshold_kernel`, for rows of any length. Each program has BINS bins of its own."""
+    """As `_row_threshold_kernel`, for rows of any length."""
     row = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = (first + row) // padded
     visible = visible_keys((first + row) % padded, valid_keys(lengths_ptr, batch, Tk), Tq, ahead)
@@ -256,45 +226,50 @@ def _long_threshold_kernel(
     last = visible - 1
     if visible > take:
         row_ptr = keys_ptr + row.to(tl.int64) * stride
-        bins_ptr += row * BINS
-        sample = load_sample(row_ptr, visible, SAMPLE)
-        expected, sampled = of_sample(take, visible, SAMPLE)
-        # Twice the usual deviation of runs whose eight keys are alike.
-        off = 6.0 * tl.sqrt(expected.to(tl.float32)) + 1.0
-        guess = tl.load(threshold_ptr + tl.maximum(first - 1, 0), mask=first > 0, other=KEPT_KEY // 2)
-        more = tl.minimum((expected + off).to(tl.int32), sampled)
-        _, low, _, _ = narrow(sample, sampled, more, off * 0.3, guess, 512, PACKED)
-        fewer = tl.maximum((expected - off).to(tl.int32), 1)
-        high, _, _, _ = narrow(sample, sampled, fewer, off * 0.3, low + 512, 512, PACKED)
-        high = tl.maximum(high, low)
+        # Runs of 16 bytes, evenly over the row; of a short row the first.
+        i = tl.arange(0, SAMPLE)
+        apart = tl.maximum(visible // 8 // (SAMPLE // 4), 1)
+        sample = load_words(row_ptr, i // 4 * apart * 4 + i % 4, visible, 0, 0, False)
+        sampled = tl.minimum(2 * SAMPLE, visible).to(tl.float32)
+        expected = take.to(tl.float32) * sampled / visible.to(tl.float32)
+        off = 3.0 * tl.sqrt(expected) + 1.0
+        a = kth_of_sample(sample, (expected + off).to(tl.int32), PACKED)
+        d = kth_of_sample(sample, tl.maximum(expected - off, 1.0).to(tl.int32), PACKED)
+        a = tl.minimum(tl.maximum(a, 2), KEPT_KEY)
+        d = tl.minimum(tl.maximum(d, a), KEPT_KEY)
+        b = a + (d - a) // 3
+        c = a + (d - a) * 2 // 3
+        high = tl.full([], KEPT_KEY + 1, tl.int32)
         reach_low = visible
         reach_high = tl.full([], 0, tl.int32)
-        search = tl.full([], 1, tl.int32)
-        while search != 0:
-            shift = tl.full([], 0, tl.int32)
-            while (high - low) >> shift >= BINS:
-                shift += 1
-            bins, above = count_between(
-                row_ptr, bins_ptr, visible, window, sinks, low, high, shift, BINS, BLOCK, FORCED, PACKED
-            )  # fmt: skip
-            # How many keys reach the lower end of each bin.
-            reach = above + tl.sum(bins) - tl.cumsum(bins, axis=0) + bins
-            enough = tl.sum((reach >= take).to(tl.int32))
-            its = tl.arange(0, BINS) == enough - 1
-            if above >= take:
-                low = high + 1
-                high = tl.full([], KEPT_KEY, tl.int32)
-            elif enough == 0:
-                high = low - 1
-                low = tl.full([], 1, tl.int32)
-            else:
-                low += (enough - 1) << shift
-                high = tl.minimum(high, low + (1 << shift) - 1)
-                reach_low = tl.sum(tl.where(its, reach, 0))
-                reach_high = reach_low - tl.sum(tl.where(its, bins, 0))
-                search = shift
+        rounds = 0
+        while (high - low > 1) & (reach_low != take):
+            na, nb, nc, nd = count_at_four(row_ptr, visible, window, sinks, a, b, c, d, BLOCK, FORCED, PACKED)
+            # The bracket's ends are the largest of the four that enough keys reach, and the next.
+            high = tl.where(na < take, a, tl.where(nb < take, b, tl.where(nc < take, c, tl.where(nd < take, d, high))))
+            reach_high = tl.where(
+                na < take, na, tl.where(nb < take, nb, tl.where(nc < take, nc, tl.where(nd < take, nd, reach_high)))
+            )
+            low = tl.where(
+                nd >= take, d, tl.where(nc >= take, c, tl.where(nb >= take, b, tl.where(na >= take, a, low)))
+            )
+            reach_low = tl.where(
+                nd >= take, nd, tl.where(nc >= take, nc, tl.where(nb >= take, nb, tl.where(na >= take, na, reach_low)))
+            )
+            width = high - low
+            middle = interpolate_logs(low, high, reach_low, reach_high, take)
+            fifths = rounds % 4 == 3
+            a = tl.where(fifths, low + width // 5, middle - width // 16)
+            b = tl.where(fifths, low + width // 5 * 2, middle)
+            c = tl.where(fifths, low + width // 5 * 3, middle + 1)
+            d = tl.where(fifths, low + width // 5 * 4, middle + width // 16)
+            a = tl.minimum(tl.maximum(a, low + 1), high - 1)
+            b = tl.minimum(tl.maximum(b, a), high - 1)
+            c = tl.minimum(tl.maximum(c, b), high - 1)
+            d = tl.minimum(tl.maximum(d, c), high - 1)
+            rounds += 1
         need = take - reach_high
-        if need < reach_low - reach_high:
+        if (reach_low != take) & (need < reach_low - reach_high):
             seen = 0
             found = 0
             start = -BLOCK
@@ -337,12 +312,9 @@ def find_thresholds(
         words = max(64, launch.next_power_of_2(stride) // 2)
         # 32 words of a row to a thread.
         warps = max(1, min(32, words // 1024))
-        # A sixteenth of a long row.
-        sample = max(256, words // 16) if words >= 1024 else 0
-        _row_threshold((rows, 1, 1), args, {"WORDS": words, "SAMPLE": sample, **meta}, num_warps=warps)
+        _row_threshold((rows, 1, 1), args, {"WORDS": words, **meta}, num_warps=warps)
     else:
-        bins = torch.empty(rows * LONG["BINS"], dtype=torch.int32, device=keys.device)
-        _long_threshold((rows, 1, 1), (*args[:5], bins, *args[5:]), {**LONG, **meta}, num_warps=8)
+        _long_threshold((rows, 1, 1), args, {"SAMPLE": 4096, "BLOCK": 2048, **meta}, num_warps=8)
 
 
 _ROWS = {"keys_ptr": "*i16", "lengths_ptr": "*i32", "k_ptr": "*i32", "threshold_ptr": "*i32", "last_ptr": "*i32"}
@@ -352,12 +324,12 @@ _SIZES = dict.fromkeys(
 EXAMPLES = {
     _row_threshold_kernel: {
         "signature": {**_ROWS, **_SIZES},
-        "constexprs": {"WORDS": 16384, "SAMPLE": 1024, "UNIT": 1, "FORCED": True, "PACKED": False},
+        "constexprs": {"WORDS": 16384, "UNIT": 1, "FORCED": True, "PACKED": False},
         "num_warps": 16,
     },
     _long_threshold_kernel: {
-        "signature": {**_ROWS, "bins_ptr": "*i32", **_SIZES},
-        "constexprs": {**LONG, "UNIT": 1, "FORCED": True, "PACKED": False},
+        "signature": {**_ROWS, **_SIZES},
+        "constexprs": {"SAMPLE": 4096, "BLOCK": 2048, "UNIT": 1, "FORCED": True, "PACKED": False},
         "num_warps": 8,
     },
 }  # fmt: skip

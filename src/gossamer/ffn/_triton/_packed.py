@@ -31,7 +31,9 @@ class Packed:
 
 def described(operands: Sequence[Tensor | None]) -> tuple[tuple[Any, ...], list[int | None], int]:
     """(what launches follow from: shapes, strides and dtypes; addresses; these united bit by bit)"""
-    found, pointers, united = [], [], 0
+    found: list[Any] = []
+    pointers: list[int | None] = []
+    united = 0
     for t in operands:
         if t is None:
             found.append(None)

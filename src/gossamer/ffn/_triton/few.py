@@ -13,11 +13,13 @@ program that owns its slice shares no sum with another, and nothing has to be ad
 Empty slots are masked and read nothing. On Hopper each of the two is launched while the kernel before it runs, and
 waits for its end before it reads anything.
 
-Up to FEWEST rows are multiplied without tensor cores, and so is float32 that may not be rounded to TF32: there, weights
-stay in the registers that they were loaded to, for all rows.
+A single row is multiplied without tensor cores, and so is float32 that may not be rounded to TF32: there, weights stay
+in the registers that they were loaded to, for all rows. Four rows of bfloat16 took 39 us a block that way and 24 with
+tensor cores (H200, K = D = 2,048, N = 5,632, 29 entries a row, as a graph).
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -32,26 +34,23 @@ from gossamer.rowsparse._triton.overflow import dot
 
 ROWS = 16
 """The fewest rows of a tensor core's product, and the most that come here."""
-FEWEST = 4
-"""Rows up to which weights of any dtype are multiplied without tensor cores."""
 SLOTS = tl.constexpr(16)
 """Rows of up that are multiplied together: the fewest of a tensor core's product."""
-UPCAST = tl.constexpr(launch.INTERPRET)
-"""The interpreter multiplies in float32: its bfloat16 dot is wrong."""
 
 
 @triton.jit
 def columns_product(
     w_rows, x_ptr, stride_xm, held, M, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
-    DOTS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Weight rows that are held, [BLOCK_N, 1] pointers, times the rows of x: float32 [BLOCK_N, ROWS]."""
+    """Weight rows that are held, [BLOCK_N, 1] pointers, times the rows of x: float32 [BLOCK_N, ROWS]. PRECISION: of
+    tensor cores, or "none" without them."""
     m = tl.arange(0, ROWS)
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
     for first in range(0, K, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
         w = tl.load(w_rows + k[None, :], mask=held[:, None] & (k < K)[None, :], other=0.0)
-        if DOTS:
+        if PRECISION != "none":
             x_rows = x_ptr + m[None, :] * stride_xm
             x = tl.load(x_rows + k[:, None], mask=(m < M)[None, :] & (k < K)[:, None], other=0.0)
             acc = dot(w, x, acc, PRECISION, UPCAST)
@@ -67,12 +66,12 @@ def columns_product(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N"])
 def _few_hidden_kernel(
     x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, columns_ptr, values_ptr, counts_ptr,
     entries_ptr, stride_xm, stride_gn, stride_un, M, N, K,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_U: tl.constexpr, ROWS: tl.constexpr, DOTS: tl.constexpr,
-    SQUARED: tl.constexpr, DEPENDENT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_U: tl.constexpr, ROWS: tl.constexpr,
+    SQUARED: tl.constexpr, DEPENDENT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Program (BLOCK_N columns): lists those that any row has. columns_ptr: [BLOCK_N, programs], values_ptr: the same
     of ROWS each; counts_ptr: how many are listed, entries_ptr: how many each row has, [programs, ROWS]. BLOCK_U columns
@@ -85,7 +84,7 @@ def _few_hidden_kernel(
     inside = n < N
     m = tl.arange(0, ROWS)
     gate_rows = gate_ptr + n.to(tl.int64)[:, None] * stride_gn
-    acc = columns_product(gate_rows, x_ptr, stride_xm, inside, M, K, BLOCK_N, BLOCK_K, ROWS, DOTS, PRECISION, UPCAST)
+    acc = columns_product(gate_rows, x_ptr, stride_xm, inside, M, K, BLOCK_N, BLOCK_K, ROWS, PRECISION, UPCAST)
     if gate_bias_ptr is not None:
         acc += tl.load(gate_bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[:, None]
     # An entry is kept or not as it is where entries are packed: after it was rounded.
@@ -107,7 +106,7 @@ def _few_hidden_kernel(
         place = (tl.cumsum(active, axis=0) - active) * programs + program
         tl.store(columns_ptr + place, n, mask=held)
         z = tl.where(kept, z, 0.0)
-        if DOTS and up_ptr is not None:
+        if PRECISION != "none" and up_ptr is not None:
             # Before it is squared: what was rounded already is not rounded again.
             tl.store(values_ptr + place[:, None] * ROWS + m[None, :], z, mask=held[:, None])
             tl.debug_barrier()
@@ -119,9 +118,7 @@ def _few_hidden_kernel(
                 values = values_ptr + place_of[:, None] * ROWS + m[None, :]
                 factor = tl.load(values, mask=there[:, None], other=0.0).to(tl.float32)
                 up_rows = up_ptr + column.to(tl.int64)[:, None] * stride_un
-                up = columns_product(
-                    up_rows, x_ptr, stride_xm, there, M, K, SLOTS, BLOCK_U, ROWS, DOTS, PRECISION, UPCAST
-                )
+                up = columns_product(up_rows, x_ptr, stride_xm, there, M, K, SLOTS, BLOCK_U, ROWS, PRECISION, UPCAST)
                 if up_bias_ptr is not None:
                     up += tl.load(up_bias_ptr + column, mask=there, other=0.0).to(tl.float32)[:, None]
                 # A row without the entry takes nothing from it, not even a NaN.
@@ -132,20 +129,18 @@ def _few_hidden_kernel(
                 z *= z
             if up_ptr is not None:
                 up_rows = up_ptr + n.to(tl.int64)[:, None] * stride_un
-                up = columns_product(
-                    up_rows, x_ptr, stride_xm, held, M, K, BLOCK_N, BLOCK_U, ROWS, DOTS, PRECISION, UPCAST
-                )
+                up = columns_product(up_rows, x_ptr, stride_xm, held, M, K, BLOCK_N, BLOCK_U, ROWS, PRECISION, UPCAST)
                 if up_bias_ptr is not None:
                     up += tl.load(up_bias_ptr + n, mask=held, other=0.0).to(tl.float32)[:, None]
                 z = tl.where(kept, z * up, 0.0)
             tl.store(values_ptr + place[:, None] * ROWS + m[None, :], z, mask=held[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs", "slots", "M"])
 def _few_down_kernel(
     columns_ptr, values_ptr, counts_ptr, entries_ptr, down_ptr, bias_ptr, out_ptr, nnz_ptr, programs, slots,
     stride_dn, stride_dd, M, D,
-    BLOCK_U: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, ROWS: tl.constexpr, DOTS: tl.constexpr,
+    BLOCK_U: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, DEPENDENT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Program (BLOCK_D columns of the result): the listed rows of down times their values, BLOCK_U slots at a time, as
@@ -170,7 +165,7 @@ def _few_down_kernel(
         down = tl.load(
             down_ptr + column.to(tl.int64)[:, None] * stride_dn, mask=held[:, None] & inside[None, :], other=0.0
         )
-        if DOTS:
+        if PRECISION != "none":
             value = tl.load(values_ptr + at[None, :] * ROWS + m[:, None], mask=held[None, :], other=0.0)
             a = tl.permute(tl.reshape(value, [ROWS, PARTS, BLOCK_U // PARTS]), [1, 0, 2])
             b = tl.reshape(down, [PARTS, BLOCK_U // PARTS, BLOCK_D])
@@ -212,11 +207,12 @@ class Tile:
 
 
 ONE = Tile((8, 2048, 2048), (4, 1, 80), (1024, 16, 1), 8)
-SOME = Tile((4, 2048, 2048), (8, 1, 80), (2048, 16, 1), 16)
+SOME = Tile((4, 2048, 2048), (8, 1, 80), (2048, 16, 1), 8)
 MANY = Tile((32, 256, 256), (4, 3, None), (1024, 16, 8), 8)
-HOPPER = Tile((64, 128, 512), (4, 4, None), (2048, 16, 8), 8)
-"""Of a single row, of several without tensor cores, and of up to ROWS with them: 64 columns are what Hopper's product
-takes out of shared memory, and read x half as often as 32."""
+HOPPER = Tile((64, 256, 256), (4, 4, None), (1024, 16, 8), 8)
+"""Of a single row, of several of float32, and of up to ROWS with tensor cores. 64 columns are what Hopper's product
+takes out of shared memory, and read x half as often as 32. H200, 16 rows: with 256 columns of x at a time a block took
+21.9 us, with 128 24.9; with 1,024 slots of `down` at a time it took 0.6 us less than with 2,048."""
 
 
 _plans = launch.Plans()
@@ -286,8 +282,9 @@ def project(
     assert x is not None and gate is not None and down is not None
     (m, k), n, d = x.shape, gate.shape[0], out.shape[1]
     wide, precision = x.element_size() > 2, tuning.dot_precision(x, k)
-    dots = m > FEWEST and not (wide and precision["PRECISION"] == "ieee")
+    dots = m > 1 and not (wide and precision["PRECISION"] == "ieee")
     rows = ROWS if dots else launch.next_power_of_2(m)
+    without = {} if dots else {"PRECISION": "none"}
     tile = tile or (_with_tensor_cores(x) if dots else ONE if m == 1 else SOME)
     block_n, block_k, block_u = tile.hidden
     block_k, block_u = (min(b // 2 if wide else b, launch.next_power_of_2(max(k, 16))) for b in (block_k, block_u))
@@ -302,17 +299,17 @@ def project(
     entries = None if nnz is None else columns.new_empty(programs, rows)
     lists = (columns, values, counts, entries)
     follows = tuning.dependent_launch(x.device)
-    meta = {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_U": block_u, "ROWS": rows, "DOTS": dots}
-    meta |= {"SQUARED": squared, "DEPENDENT": follows, "PRECISION": precision["PRECISION"]}
+    meta = {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_U": block_u, "ROWS": rows}
+    meta |= {"SQUARED": squared, "DEPENDENT": follows, **precision, **without}
     strides = (x.stride(0), gate.stride(0), 0 if up is None else up.stride(0))
     args = (x, gate, gate_bias, threshold, up, up_bias, *lists, *strides, m, n, k)
     warps, stages, registers = tile.hidden_launch
     grid = (programs, 1, 1)
-    options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "launch_pdl": follows}
+    options: dict[str, Any] = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "launch_pdl": follows}
     first = _few_hidden(grid, args, meta, head=10, **options)
     slots, block_d, parts = tile.down
-    meta = {"BLOCK_U": slots // 2 if wide else slots, "BLOCK_D": block_d, "BLOCK_P": 1024, "ROWS": rows, "DOTS": dots}
-    meta |= {"PARTS": parts, "DEPENDENT": follows, **tuning.dot_precision(x, n)}
+    meta = {"BLOCK_U": slots // 2 if wide else slots, "BLOCK_D": block_d, "BLOCK_P": 1024, "ROWS": rows}
+    meta |= {"PARTS": parts, "DEPENDENT": follows, **tuning.dot_precision(x, n), **without}
     stride_dd, stride_dn = down.stride()
     args = (*lists, down, down_bias, out, nnz, programs, block_n, stride_dn, stride_dd, m, d)
     grid = (launch.cdiv(d, block_d), 1, 1)
@@ -329,8 +326,8 @@ EXAMPLES = {
             **dict.fromkeys(("stride_xm", "stride_gn", "stride_un", "M", "N", "K"), "i32"),
         },
         "constexprs": {
-            "BLOCK_N": 32, "BLOCK_K": 256, "BLOCK_U": 256, "ROWS": ROWS, "DOTS": True, "SQUARED": False,
-            "DEPENDENT": False, "PRECISION": "ieee",
+            "BLOCK_N": 32, "BLOCK_K": 256, "BLOCK_U": 256, "ROWS": ROWS, "SQUARED": False,
+            "DEPENDENT": False, "PRECISION": "ieee", "UPCAST": False,
         },
         "num_warps": 4,
         "num_stages": 3,
@@ -341,7 +338,7 @@ EXAMPLES = {
             **dict.fromkeys(("programs", "slots", "stride_dn", "M", "D"), "i32"), "stride_dd": "constexpr",
         },
         "constexprs": {
-            "BLOCK_U": 2048, "BLOCK_D": 16, "BLOCK_P": 1024, "ROWS": ROWS, "DOTS": True, "PARTS": 8,
+            "BLOCK_U": 2048, "BLOCK_D": 16, "BLOCK_P": 1024, "ROWS": ROWS, "PARTS": 8,
             "DEPENDENT": False, "PRECISION": "ieee", "UPCAST": False, "stride_dd": 1,
         },
         "num_warps": 8,

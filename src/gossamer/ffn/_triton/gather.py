@@ -37,7 +37,7 @@ def locate(values_ptr, indices_ptr, entry, total, counts, ends, TILE: tl.constex
     return index, tl.load(values_ptr + at * SLOTS + slot, mask=entry < total, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def _ffn_gather_kernel(
     values_ptr, indices_ptr, counts_ptr, x_ptr, up_ptr, up_bias_ptr, down_ptr, down_bias_ptr, out_ptr, nnz_ptr,
     heavy_ptr, heavy_x_ptr, taken_ptr, tiles, K, D,
@@ -135,8 +135,11 @@ class Choice:
     width: int
 
 
-GATED, PLAIN = Choice(1, 1024), Choice(4, 256)
-"""H200, 16,384 rows of 29 entries, K = D = 2,048: 504 us with two warps a row, 543 with one, 721 with four."""
+GATED, PLAIN = Choice(1, 1024), Choice(2, 1024)
+"""H200, 16,384 rows of 29 entries, K = D = 2,048: 504 us with two warps a row, 543 with one, 721 with four. A plain
+block's row has half as much to load for an entry, and takes two at a time."""
+SLICE = 2048
+"""Columns of the result that a program takes at most where it multiplies by no x."""
 
 
 def gather(
@@ -163,10 +166,12 @@ def gather(
     k, d = x.shape[1], out.shape[1]
     block_k = 1 if up_weight is None else launch.next_power_of_2(k)
     # Without x to multiply by, slices of a row have nothing in common.
-    block_d = launch.next_power_of_2(d) if up_weight is not None else min(launch.next_power_of_2(d), choice.width)
+    block_d = launch.next_power_of_2(d) if up_weight is not None else min(launch.next_power_of_2(d), SLICE)
     slices = launch.cdiv(d, block_d)
     warps = min(16, max(1, max(block_k, block_d) // choice.width))
-    parts = 1 if taken is not None else max(1, min(8, 8 * tuning.programs(x.device) // max(1, m * slices)))
+    room = 1 if taken is not None else max(1, min(8, 8 * tuning.programs(x.device) // max(1, m * slices)))
+    # A power of two: each number of parts is compiled.
+    parts = 1 << (room.bit_length() - 1)
     meta = {
         "BLOCK_E": choice.entries, "BLOCK_K": block_k, "BLOCK_D": block_d, "GROUP": GROUP, "PARTS": parts,
         "SQUARED": squared, "BLOCK_T": launch.next_power_of_2(tiles), "DEPENDENT": tuning.dependent_launch(x.device),

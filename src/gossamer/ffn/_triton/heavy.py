@@ -127,7 +127,7 @@ def _ffn_heavy_kernel(
             number = tl.atomic_add(heavy_ptr + 2, 1, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["limit", "most", "count"])
 def _ffn_start_kernel(heavy_ptr, counts_ptr, limit, most, count, BLOCK: tl.constexpr):
     """An empty list and its limit; below any count where a sample of `count` counts adds up to more than `most`."""
     if counts_ptr is not None:
@@ -213,8 +213,8 @@ def project(
     follows = tuning.dependent_launch(x.device)
     meta |= {"SQUARED": squared, "DEPENDENT": follows, **tuning.dot_precision(x, max(k, n))}
     args = (listed, x, *gate, up_weight, up_bias, hidden, *down, out, n, k, d)
-    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": follows}
-    return _ffn_heavy((2 * tuning.programs(x.device), 1, 1), args, meta, head=11, **options)
+    grid = (2 * tuning.programs(x.device), 1, 1)
+    return _ffn_heavy(grid, args, meta, num_warps=warps, num_stages=stages, launch_pdl=follows, head=11)
 
 
 def wants_rows(

@@ -20,7 +20,7 @@ from gossamer.ffn._triton import few, gather, heavy, union
 from gossamer.ffn._triton._packed import LISTED, SLOTS, TILE, Packed, described
 from gossamer.ffn.costs import MANY, costs_of, sampled_groups
 from gossamer.gemm._triton.linear_pack import launch_linear_pack
-from gossamer.rowsparse._triton.dense_transpose import dense_transpose
+from gossamer.rowsparse._triton.dense_transpose import launch_dense_transpose
 
 BLOCK = 1 << 16
 """Rows that are on their way at one time."""
@@ -65,7 +65,8 @@ def sparse_ffn(
         if plan is not None:
             out = x.new_empty(m, d)
             _repeat(plan.launches, operands, pointers, out)
-            return out, *(torch.empty(0, dtype=torch.int32, device=x.device) for _ in range(2))
+            none = torch.empty(0, dtype=torch.int32, device=x.device)
+            return out, none, torch.empty_like(none)
     out = x.new_empty(m, d)
     nnz = torch.empty(m, dtype=torch.int32, device=x.device)
     sizes = nnz.new_empty(sampled_groups(m, step))
@@ -75,16 +76,19 @@ def sparse_ffn(
     gate_bias, threshold, up_bias, down_bias = (_contiguous(t) for t in (gate_bias, threshold, up_bias, down_bias))
     gate = (gate_weight.contiguous(), gate_bias, threshold)
     up = None if up_weight is None else (up_weight.contiguous(), up_bias)
-    if down_rows is None:
-        down_rows = down_weight.t() if down_weight.t().is_contiguous() else dense_transpose(down_weight)
-    down = (down_rows.contiguous(), down_bias)
+    if down_rows is None and down_weight.t().is_contiguous():
+        down_rows = down_weight.t()
+    turned = down_rows is not None
+    down = (x.new_empty(n, d) if down_rows is None else down_rows.contiguous(), down_bias)
     x = x.contiguous()
     for first in range(0, m, BLOCK):
         part = slice(first, min(first + BLOCK, m))
         some = slice(sampled_groups(first, step), sampled_groups(part.stop, step))
         results = (out[part], nnz[part], sizes[some])
-        launches = _block(x[part], gate, up, down, down_weight, squared, united, step, unknown, light, results)
-    own = (x, *gate, *(up or (None, None)), down_weight, down_rows, down[1])
+        weights = (gate, up, down, down_weight)
+        launches = _block(x[part], *weights, turned, squared, united, step, unknown, light, results)
+        turned = True
+    own = (x, *gate, *(up or (None, None)), down_weight, *down)
     if key is not None and launches is not None and m <= BLOCK and _same_memory(operands, own):
         _plans.keep(key, x.device, *launches)
     return out, nnz if step else nnz.new_empty(0), sizes
@@ -137,6 +141,7 @@ def _block(
     up: tuple[Tensor, Tensor | None] | None,
     down: tuple[Tensor, Tensor | None],
     down_weight: Tensor,
+    turned: bool,
     squared: bool,
     united: bool,
     step: int,
@@ -144,7 +149,8 @@ def _block(
     light: bool,
     results: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Any, ...] | None:
-    """Returns what repeats these launches where `_repeat` can."""
+    """Fills down with the transpose of down_weight unless it is `turned` already. Returns what repeats these launches
+    where `_repeat` can."""
     (m, k), n, (out, nnz, sizes) = x.shape, gate[0].shape[0], results
     cost = costs_of(n, k, out.shape[1], up is not None, x)
     copied = not light and heavy.wants_rows(x, gate, None if up is None else up[0], down_weight)
@@ -159,6 +165,12 @@ def _block(
         packed, packs = pack(x, *gate, words=(listed, cost.limit))
         if packs is None:
             heavy.start(listed, cost.limit, None, 0)
+    if not turned:
+        # Where Hopper packs, on the multiprocessors that have no more tiles.
+        if down_weight.stride(1) == 1:
+            launch_dense_transpose(down_weight, down[0], packs is not None)
+        else:
+            down[0].copy_(down_weight.t())
     unions = taken = None
     if step and not (united and step == 1):
         union.count(packed, cost.limit, step, n, sizes)

@@ -49,7 +49,7 @@ def load_columns(indices_ptr, counts_ptr, rows, light, first, tiles, BLOCK_S: tl
     return place, held, tl.load(indices_ptr + place, mask=held, other=0).to(tl.int32) + (at * TILE)[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["limit", "tiles", "step", "M", "N"])
 def _unite_kernel(
     values_ptr, indices_ptr, counts_ptr, ranks_ptr, sizes_ptr, columns_ptr, dense_ptr, union_ptr,
     limit, tiles, step, M, N, room, price,
@@ -99,7 +99,7 @@ def _unite_kernel(
                 tl.store(dense_rows + rank, value, mask=held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _union_up_kernel(
     x_ptr, up_ptr, up_bias_ptr, columns_ptr, union_ptr, dense_ptr, room, M, K,
     GROUP: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
@@ -133,7 +133,7 @@ def _union_up_kernel(
         tl.store(at, tl.where(value == 0, 0.0, acc * value), mask=exists[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["limit", "tiles", "M"])
 def _union_down_kernel(
     dense_ptr, down_ptr, down_bias_ptr, columns_ptr, union_ptr, counts_ptr, out_ptr, limit, tiles, room, M, D,
     GROUP: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, FLIP: tl.constexpr,

@@ -3,13 +3,17 @@
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gossamer._core import launch
+from gossamer._core import launch, tuning
 
 
 @triton.jit
-def _dense_transpose_kernel(x_ptr, out_ptr, M, N, stride_m, BLOCK: tl.constexpr):
-    """Program (tile), along the rows first: a tile in, its transpose out, both in lines of BLOCK elements."""
+def _dense_transpose_kernel(x_ptr, out_ptr, M, N, stride_m, BLOCK: tl.constexpr, BESIDE: tl.constexpr):
+    """Program (tile), along the rows first: a tile in, its transpose out, both in lines of BLOCK elements. With
+    BESIDE the kernel before it may still run; it ends after that, so that what waits for this one waits for both."""
+    if BESIDE:
+        gdc_launch_dependents()
     across = tl.cdiv(N, BLOCK)
     rows = (tl.program_id(0) // across).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     columns = (tl.program_id(0) % across).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -20,6 +24,8 @@ def _dense_transpose_kernel(x_ptr, out_ptr, M, N, stride_m, BLOCK: tl.constexpr)
     )
     mask = (columns[:, None] < N) & (rows[None, :] < M)
     tl.store(out_ptr + columns[:, None] * M + rows[None, :], tl.trans(tile), mask=mask)
+    if BESIDE:
+        gdc_wait()
 
 
 _dense_transpose = launch.Kernel(_dense_transpose_kernel)
@@ -32,9 +38,18 @@ def dense_transpose(x: Tensor) -> Tensor:
     if x.stride(1) != 1:
         return out.copy_(x.t())
     if m and n:
-        tiles = launch.cdiv(m, 64) * launch.cdiv(n, 64)
-        _dense_transpose((tiles, 1, 1), (x, out, m, n, x.stride(0)), {"BLOCK": 64}, num_warps=4)
+        launch_dense_transpose(x, out, False)
     return out
+
+
+def launch_dense_transpose(x: Tensor, out: Tensor, beside: bool) -> None:
+    """Fills out, [N, M], with x.t(), x with contiguous rows. With `beside`, while the kernel launched last runs: that
+    must let others begin, be launched after the end of all before it, and write neither x nor out, nor read out."""
+    m, n = x.shape
+    tiles = launch.cdiv(m, 64) * launch.cdiv(n, 64)
+    beside = beside and tuning.dependent_launch(x.device)
+    meta = {"BLOCK": 64, "BESIDE": beside}
+    _dense_transpose((tiles, 1, 1), (x, out, m, n, x.stride(0)), meta, num_warps=4, launch_pdl=beside)
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
@@ -47,7 +62,7 @@ def rows_contiguous(x: Tensor) -> Tensor:
 EXAMPLES = {
     _dense_transpose_kernel: {
         "signature": {"x_ptr": "*bf16", "out_ptr": "*bf16"},
-        "constexprs": {"BLOCK": 64},
+        "constexprs": {"BLOCK": 64, "BESIDE": False},
         "num_warps": 4,
     }
 }
