@@ -84,6 +84,9 @@ class Sharded(SparseAutoencoder):
 
     def decode(self, rows: Rows) -> Tensor:
         """This rank's latents `(..., d_sae_r)` -> the reconstruction `[..., d_in]`; see `sae.decode_sharded`."""
+        return super().decode(rows)
+
+    def _decoded(self, rows: Rows) -> Tensor:
         return sae.decode_sharded(rows, self.W_dec, self.b_dec, group=self.group)
 
     def gathered(self, rank: int | None = None) -> Any:

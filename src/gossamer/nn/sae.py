@@ -104,6 +104,10 @@ class SparseAutoencoder(torch.nn.Module):
 
     def decode(self, rows: Rows) -> Tensor:
         """Latents `(..., d_sae)` -> reconstruction `[..., d_in]`; see `sae.decode`."""
+        return self._decoded(rows)
+
+    def _decoded(self, rows: Rows) -> Tensor:
+        """In the units of the weights, in which `loss` computes: `decode` may return those of x."""
         return sae.decode(rows, self.W_dec, self.b_dec)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -238,7 +242,7 @@ class SparseAutoencoder(torch.nn.Module):
         return SAELoss(loss, mse, penalty, mean(l0.detach()), reconstruction, dead)
 
     def _output(self, x: Tensor, rows: Rows | Tensor) -> Tensor:
-        return decode_dense(rows, self.W_dec, self.b_dec) if isinstance(rows, Tensor) else self.decode(rows)
+        return decode_dense(rows, self.W_dec, self.b_dec) if isinstance(rows, Tensor) else self._decoded(rows)
 
     def _penalty(self, rows: Any, l0: Tensor) -> Tensor | None:
         return None
