@@ -579,7 +579,7 @@ def test_lengths_of_attention() -> None:
     cases = load_cases(folder, "attention", None, CPU, True, given, "gossamer")
     named = [case for case in cases if case.name.startswith("sparse_attention")]
     assert {case.name for case in named} == {
-        "sparse_attention", "sparse_attention_training", "sparse_attention_random",
+        "sparse_attention", "sparse_attention_training", "sparse_attention_random", "sparse_attention_training_random",
     }  # fmt: skip
     assert all(case.parameters["T"] == 128 and case.parameters["B"] == 2 for case in named)
     assert all(case.dtype is torch.float16 for case in cases)
