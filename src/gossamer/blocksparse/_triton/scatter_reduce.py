@@ -37,10 +37,10 @@ class Tile:
     warps: int
 
 
-# A row's entries lie side by side, so that few rows will do, and one warp, which has no others to wait for; 8 entries a
-# step cost half of the comparisons of 16, which took 9.2 ms (one H200, n 8,192, half of the blocks). Of columns it
-# takes 16 for whole sectors.
-TILES = {1: Tile(16, 16, 4), 2: Tile(8, 8, 1)}
+# A row's entries lie side by side, so that few rows will do, and one warp, which has no others to wait for. Of columns
+# it takes 16 for whole sectors. Eight rows by eight entries would compare half as much, and ended in an illegal memory
+# access on an H200 with Triton 3.6.
+TILES = {1: Tile(16, 16, 4), 2: Tile(4, 16, 1)}
 """By axis."""
 ELEMENTS = 1024
 """Elements of a tile of whole blocks, where lines are not walked."""
@@ -355,7 +355,7 @@ EXAMPLES = {
             "out_ptr": "*fp32", "src_ptr": "*bf16", "index_ptr": "*i64", **_LAYOUTS, "offsets_ptr": "*i32",
             "order_ptr": None, "others_ptr": "*i32", **_SIZES, "BOUND": "i32",
         },
-        "constexprs": {**_BLOCK, "LINES": 8, "STEP": 8, "AXIS": 2, "MODE": "sum", "REDUCE": "sum"},
+        "constexprs": {**_BLOCK, "LINES": 4, "STEP": 16, "AXIS": 2, "MODE": "sum", "REDUCE": "sum"},
         "num_warps": 1,
     },
     _scatter_lead_kernel: {
