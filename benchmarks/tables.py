@@ -51,8 +51,7 @@ PAGES = {
     ),
     "nn-train-jumprelu-nvidia-h200.json": (
         "Autoencoders: JumpReLU where many latents fire",
-        "These are times of the sparse way. Where more than some hundred latents fire, modules have gone the dense way "
-        "on a GPU since, as they did on a CPU; that has not been timed.",
+        "Where more than some hundred latents fire, the module goes the dense way.",
     ),
     "integrations-saelens-nvidia-h200.json": (
         "SAELens, as it is and patched",
@@ -63,13 +62,20 @@ PAGES = {
         "Gated layers, and layers that pack what they activate",
         "*GEMM alone* is one product to both halves, without gating. `mlp` is a block, forward and backward.",
     ),
-    "ffn-gated-nvidia-h200.json": (
+    "ffn-blocks-nvidia-h200.json": (
         "Sparse feed-forward blocks",
         "A gated block of which `nnz` of N neurons fire for a token; of groups of 64 neighbouring tokens `shared` fire "
-        "for all. `gossamer` is the module in steady state, which chooses; the others pin a way. It is **slower than "
-        "dense** for up to 16 tokens, and eager, where the host launches longer than the GPU works, for 2,048: there "
-        "`gossamer` has gone the dense way since. In the "
-        "case of unequal rows those of 40 entries had them side by side, by a fault of the inputs: all overflowed.",
+        'for all. `gossamer` is the module in steady state with `method="auto"`; the others pin a way. Eager, a block '
+        "of up to 16 tokens is bound by the host.",
+    ),
+    "ffn-plain-nvidia-h200.json": (
+        "Sparse feed-forward blocks without a gate",
+        "Where 100 of 8,192 neurons fire, `auto` is the dense block.",
+    ),
+    "ffn-gated-nvidia-h200.json": (
+        "Sparse feed-forward blocks beside torch.compile",
+        "`auto` chose worse ways here than above. In the case of unequal rows those of 40 entries had them side by "
+        "side, by a fault of the inputs: all overflowed.",
     ),
     "blocksparse-attention-nvidia-h200.json": (
         "Block-sparse attention",
@@ -77,12 +83,42 @@ PAGES = {
         "tiles that fit blocks of 64 by itself, and blksprs's provider failed. Training cases in which the largest "
         "error of a row exceeded the bound of this run, FlexAttention's with it, are left out.",
     ),
+    "blocksparse-attention-training-nvidia-h200.json": (
+        "Block-sparse attention, forward and backward",
+        "As CUDA graphs. Eager, sparse layouts are bound by the host.",
+    ),
+    "blocksparse-transformer-nvidia-h200.json": (
+        "Training a transformer with a Longformer-like layout",
+        "4 layers of 512 with 8 heads, batch 1, bfloat16 by autocast. Eager, gossamer's step is bound by the host and "
+        "**slower than dense**; as a CUDA graph it is not.",
+    ),
+    "blocksparse-softmax-nvidia-h200.json": (
+        "Block-sparse softmax and transpose",
+        "Batch 4. blksprs cannot be captured in a graph.",
+    ),
+    "blocksparse-gather-nvidia-h200.json": (
+        "Block-sparse gather and repetition",
+        "Batch 4. At n 1,024 all of it is bound by the host, eager.",
+    ),
     "attention-nvidia-h200.json": (
         "Gated sparse attention: the layer, selection, and attention with its selection",
         "`gated_sparse_attention` is the whole layer. `select_topk` goes from the indexer's inputs to a selection of k "
         "keys for each of T queries, and `select_topk_units` takes them in units of four neighbours. "
         "`selected_attention` is selection and attention together, and `shared` has one selection for four layers. Up "
         "to 8,192 tokens dense attention is **faster**. Eager, the layer is bound by the host.",
+    ),
+    "attention-layer-nvidia-h200.json": (
+        "Gated sparse attention: the layer, forward and backward",
+        "`gossamer, dense` is the same layer with dense attention, by cuDNN. `plain PyTorch` is the layer as it was "
+        "published.",
+    ),
+    "attention-layer-32768-nvidia-h200.json": (
+        "Gated sparse attention: the layer at 32,768 tokens",
+        "The indexer is frozen in training.",
+    ),
+    "attention-sparse-attention-32768-nvidia-h200.json": (
+        "Attention over a given selection, at 32,768 keys",
+        "`random` draws the keys of each query by themselves, which no real selection does.",
     ),
     "attention-32768-8192-nvidia-h200.json": (
         "Selected attention: scores, selection, decoding",
