@@ -74,8 +74,7 @@ PAGES = {
     ),
     "ffn-gated-nvidia-h200.json": (
         "Sparse feed-forward blocks beside torch.compile",
-        "`auto` chose worse ways here than above. In the case of unequal rows those of 40 entries had them side by "
-        "side, by a fault of the inputs: all overflowed.",
+        "`auto` chose worse ways here than above. In the case of unequal rows, all overflowed.",
     ),
     "blocksparse-attention-nvidia-h200.json": (
         "Block-sparse attention",
@@ -89,8 +88,7 @@ PAGES = {
     ),
     "blocksparse-transformer-nvidia-h200.json": (
         "Training a transformer with a Longformer-like layout",
-        "4 layers of 512 with 8 heads, batch 1, bfloat16 by autocast. Eager, gossamer's step is bound by the host and "
-        "**slower than dense**; as a CUDA graph it is not.",
+        "4 layers of 512 with 8 heads, bfloat16 by autocast. Eager, the host bounds it: **slower than dense**.",
     ),
     "blocksparse-softmax-nvidia-h200.json": (
         "Block-sparse softmax and transpose",
@@ -109,8 +107,7 @@ PAGES = {
     ),
     "attention-layer-nvidia-h200.json": (
         "Gated sparse attention: the layer, forward and backward",
-        "`gossamer, dense` is the same layer with dense attention, by cuDNN. `plain PyTorch` is the layer as it was "
-        "published.",
+        "`gossamer, dense` is the layer with dense attention, by cuDNN; `plain PyTorch` is it as it was published.",
     ),
     "attention-layer-32768-nvidia-h200.json": (
         "Gated sparse attention: the layer at 32,768 tokens",
