@@ -83,7 +83,8 @@ def run(operator: str, block: Block, method: str, density: BlockTracker | None) 
         weights = {"gate_weight": block.gate_weight, "up_weight": block.up_weight, "down_weight": block.down_weight}
         checks.same_dtype(operator, "x", block.x, **weights)
         _, k, n, d = sizes
-        found = Found(*sizes, costs_of(n, k, d, block.up_weight is not None, block.x))
+        cost = costs_of(n, k, d, block.up_weight is not None, block.x)
+        found = Found(*sizes, replace(cost, strided=block.down_weight.stride(0) > 1))
         _checked.keep(key, found)
     x = block.x
     if block.threshold is not None:

@@ -36,6 +36,9 @@ DENSE_PRODUCT = 3.5e-6
 """What each of the dense way's products takes beside that."""
 UNALIGNED = 2.0
 """How much longer it takes to gather from weights whose rows do not begin on 16 bytes."""
+STRIDED = 3.0
+"""How much longer columns of W_down take than the bytes around them, where W_down lies by rows as in `nn.Linear`: H200,
+29 entries of 5,632, 1 to 16 rows."""
 LEAST = 512
 """Columns from which on the gate's weight is copied where its rows do not begin on 16 bytes."""
 
@@ -46,7 +49,7 @@ class Costs:
     a row of the fused block and of the dense one, and a sparse way's launches on the device; to read the gate's weight,
     and a column of the other weights, of which there are n; how many products the dense block has, whether the rows of
     weights begin on 16 bytes, whether the fused product and the packed gate of many rows come near their speed,
-    and whether products are those of float32, without tensor cores."""
+    whether products are those of float32, without tensor cores, and whether W_down lies by rows."""
 
     gate: float
     entry: float
@@ -62,6 +65,7 @@ class Costs:
     fuses: bool = True
     packs: bool = True
     exact: bool = False
+    strided: bool = False
 
     def break_even(self, m: int) -> float:
         """Entries of a row, on average, from which on the fused block takes less time than gathering for m rows."""
@@ -91,10 +95,10 @@ def costs_of(n: int, k: int, d: int, gated: bool, x: Tensor) -> Costs:
     # A weight whose rows do not begin on 16 bytes is copied where it is large enough.
     packs = not half or aligned or n >= LEAST
     fuses = packs and (not half or n % 8 == 0)
-    reads = {"read": n * k * size / rates.copy, "column": entry / rates.copy}
     return Costs(
         *times,
-        **reads,
+        read=n * k * size / rates.copy,
+        column=entry / rates.copy,
         n=n,
         products=3 if gated else 2,
         aligned=aligned,
@@ -132,6 +136,10 @@ def few_rows(known: Known | None, m: int, cost: Costs) -> dict[str, float]:
     union = cost.n if known is None else min(cost.n, m * known.rows.mean)
     whole = cost.read + cost.n * cost.column
     gathered = cost.read + 2 * union * cost.column
+    if cost.strided:
+        # A sector of 32 bytes is read for whichever of its columns is wanted.
+        sectors = 1 - (1 - union / max(cost.n, 1)) ** (8 if cost.exact else 16)
+        gathered += STRIDED * sectors * cost.n * cost.column / (cost.products - 1)
     ways = {name: start + (gathered if name == "gather" else whole) for name, start in STARTS.items()}
     ways["dense"] += cost.products * DENSE_PRODUCT
     if cost.exact and m > 4:
