@@ -116,18 +116,18 @@ def test_long_rows_are_walked_twice(mask, monkeypatch: pytest.MonkeyPatch, devic
 
 
 @pytest.mark.parametrize("held", [0, 3, 7, 16])
-def test_steps_are_as_long_as_rows(held: int, device: torch.device) -> None:
+def test_steps_are_as_long_as_rows(held: int, device: torch.device, generator: torch.Generator) -> None:
     mask = torch.zeros(1, 16, dtype=torch.bool, device=device)
     mask[0, torch.randperm(16, generator=torch.Generator().manual_seed(0))[:held]] = 1
     layout = Layout.from_mask(mask, (16, 64), size=(3, 1010), capacity=17)
-    check(torch.randn(3, 1010, device=device), layout)
+    check(torch.randn(3, 1010, device=device, generator=generator), layout)
 
 
-def test_rows_longer_than_most(device: torch.device) -> None:
+def test_rows_longer_than_most(device: torch.device, generator: torch.Generator) -> None:
     """Steps are as long as two average rows, which the longest ones exceed."""
     mask = torch.eye(40, device=device).bool()
     mask[3], mask[7, :30], mask[9] = True, True, False
-    check(torch.randn(640, 640, device=device), Layout.from_mask(mask, 16))
+    check(torch.randn(640, 640, device=device, generator=generator), Layout.from_mask(mask, 16))
 
 
 @pytest.mark.kernels
