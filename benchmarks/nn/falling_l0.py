@@ -1,8 +1,10 @@
 """A run of `nn.JumpReLUSAE` whose L0 falls from half of the latents to 60, beside the same run by plain products.
 
-Usage: python benchmarks/nn/falling_l0.py [--steps 500] --out FILE.json. Thresholds begin next to 0 and are steered. The
-module goes its own way, or the dense way throughout; the third run is the step of plain PyTorch, compiled, for its time
-alone. All with fused Adam, in bfloat16 on a GPU, on the same rows: sums of few random directions.
+Usage: python -m benchmarks.nn.falling_l0 [--steps 500] [--out FILE.json].
+
+Thresholds begin next to 0 and are steered. The module goes its own way, or the dense way throughout; the third run is
+the step of plain PyTorch, compiled, for its time alone. All with fused Adam, in bfloat16 on a GPU, on the same rows:
+sums of few random directions.
 """
 
 from __future__ import annotations
@@ -111,7 +113,8 @@ def main() -> None:
             )
         print()
     if options.out:
-        made = environment.provenance(" ".join(["python", *sys.argv]), Path(__file__).parents[2], DEVICE)
+        command = " ".join(["python -m benchmarks.nn.falling_l0", *sys.argv[1:]])
+        made = environment.provenance(command, Path(__file__).parents[2], DEVICE)
         options.out.write_text(json.dumps(made | {"runs": runs}, indent=1) + "\n")
 
 

@@ -32,7 +32,7 @@ def test_light_rows_alone(gated: bool, device: torch.device, generator: torch.Ge
     fits = (packed.counts <= 16).all(1)
     light = fits & (counts <= limit)
     assert light[20] and not light[3] and light.sum() > 10
-    for choice in (None, gather.Choice(8, 16)):
+    for choice in (gather.CHOICE, gather.Choice(8, 16)):
         out, nnz = torch.full((21, 20), 7.0, device=device), torch.empty(21, dtype=torch.int32, device=device)
         listed = torch.empty(25, dtype=torch.int32, device=device)
         heavy.start(listed, limit, None, 0)

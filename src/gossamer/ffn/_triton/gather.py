@@ -135,7 +135,7 @@ class Choice:
     width: int
 
 
-GATED, PLAIN = Choice(1, 1024), Choice(1, 1024)
+CHOICE = Choice(1, 1024)
 """H200, 16,384 rows of 29 entries, K = D = 2,048: 504 us with two warps a row, 543 with one, 721 with four. A plain
 block of 8,192 neurons takes 951 us with an entry at a time, 1,085 with two and 1,036 with four."""
 SLICE = 2048
@@ -152,7 +152,7 @@ def gather(
     heavy: tuple[Tensor, Tensor | None],
     taken: Tensor | None,
     squared: bool,
-    choice: Choice | None = None,
+    choice: Choice = CHOICE,
 ) -> tuple[launch.Bound | None, launch.Bound | None, int]:
     """Writes the rows of `out` that are neither heavy nor taken, lists the heavy ones and counts all entries. Returns
     the launches, bound to all but pointers, the second None where there is none, and how many parts a row has.
@@ -162,7 +162,6 @@ def gather(
     """
     (m, tiles, _), (down_weight, down_bias) = packed.values.shape, down
     up_weight, up_bias = up or (None, None)
-    choice = choice or (PLAIN if up is None else GATED)
     k, d = x.shape[1], out.shape[1]
     block_k = 1 if up_weight is None else launch.next_power_of_2(k)
     # Without x to multiply by, slices of a row have nothing in common.
