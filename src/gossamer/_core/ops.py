@@ -34,6 +34,7 @@ _transforms = torch._C._functorch.peek_interpreter_stack
 _tracing_state = torch._C._get_tracing_state
 _profiler_enabled = torch.autograd._profiler_enabled
 _any_requires_grad = torch._C._any_requires_grad
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def _lazily(path: str) -> Callable[..., Any]:
@@ -114,7 +115,7 @@ def register(
 
 
 def _function(name: str, setup_context: Any, backward: Callable[..., Any], base: Any, run: Callable[..., Any]) -> Any:
-    """`run` with a gradient: `apply` of a new autograd function."""
+    """`run` with a gradient, as a new `autograd.Function` applies it."""
 
     def forward(ctx: Any, *args: Any) -> Any:
         out = run(*args)
@@ -122,7 +123,8 @@ def _function(name: str, setup_context: Any, backward: Callable[..., Any], base:
             setup_context(ctx, args, out)
         return out
 
-    return type(name, (base,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}).apply
+    made: Any = type(name, (base,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
+    return made.apply
 
 
 def _dispatched(operator: Any, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,6 +188,9 @@ def needs_gradient(*operands: Any) -> bool:
 
 def undispatched(operator: Any, *tensors: torch.Tensor | None) -> Callable[..., Any]:
     """`shortcut` where the tensors are plain, else the operator itself."""
-    if not _PLAIN.issuperset(map(type, tensors)):
+    if torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, tensors)):
+        return operator
+    # What has outlived a transform of torch.func looks plain, and the dispatcher unwraps it.
+    if torch.is_grad_enabled() and any(tensor is not None and _is_wrapped(tensor) for tensor in tensors):
         return operator
     return shortcut(operator, next(t.device for t in tensors if t is not None))

@@ -64,7 +64,7 @@ def repeat(rows: Any, weight: Any, bias: Any, out_dtype: torch.dtype | None) -> 
     values, indices, counts, source = rows.packed
     given = (values.contiguous(), indices.contiguous(), counts.contiguous(), source, weight, bias, out_dtype)
     if needs_gradient(values, source, weight, bias):
-        return matmul_operator(*given)
+        return undispatched(matmul_operator, values, source, weight, bias)(*given)
     return shortcut(matmul_operator, weight.device)(*given)
 
 
