@@ -268,9 +268,10 @@ def _sampled_backward(ctx: Any, grad_values: Tensor, grad_dense: Tensor) -> tupl
     if ctx.given is not None:
         grad_products, grad_values = grad_values.to(ctx.given), torch.zeros_like(grad_values)
     if ctx.needs_input_grad[0]:
-        grad_x = matmul_operator(grad_values, indices, offsets, grad_source, weight, None, x.dtype)
+        call = undispatched(matmul_operator, grad_values, grad_source, weight)
+        grad_x = call(grad_values, indices, offsets, grad_source, weight, None, x.dtype)
     if ctx.needs_input_grad[1]:
-        columns = transpose_keys(indices, offsets, weight.shape[0])
+        columns = undispatched(transpose_keys, indices, offsets)(indices, offsets, weight.shape[0])
         grad_weight, _ = gradients(x, indices, columns, grad_values, offsets, grad_source, None, weight.dtype)
     return grad_x, grad_weight, None, None, None, None, None, grad_products
 
