@@ -10,15 +10,20 @@ from tests.nn import dense
 
 KINDS = ("topk", "batchtopk", "jumprelu", "transcoder")
 OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "jumprelu": [{}, {"penalty": "quadratic", "target_l0": 3}, {"penalty": "tanh", "ste_to_input": True}],
+    "jumprelu": [
+        {},
+        {"penalty": "quadratic", "target_l0": 3},
+        {"penalty": "tanh", "ste_to_input": True},
+        {"target_l0": 3.0, "l0_coefficient": None},
+    ],
     "transcoder": [{}, {"skip": True}],
 }
 
 
 @pytest.mark.parametrize("kind, options", [(kind, o) for kind in KINDS for o in OPTIONS.get(kind, [{}])], ids=str)
 def test_both_ways_agree(kind: str, options: dict[str, Any], device: torch.device, generator: torch.Generator) -> None:
-    """Terms of the loss, every gradient, and what a step in training counts."""
-    x, found = dense.sample(40, generator), []
+    """Terms of the loss, every gradient, and what a step in training counts; what is steered scales its x."""
+    x, found = 16 * dense.sample(40, generator), []
     model = dense.make(kind, device, **options)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for way in ("sparse", "dense"):
@@ -28,6 +33,7 @@ def test_both_ways_agree(kind: str, options: dict[str, Any], device: torch.devic
         loss = model.loss(*dense.given(model, x))
         loss.loss.backward()
         assert model.density.last_path == way
+        assert getattr(model, "input_scale", 0.5) < 1
         grads = {name: parameter.grad for name, parameter in model.named_parameters()}
         found.append((loss._asdict(), grads, dict(model.named_buffers())))
         found[-1] = tuple({k: v.detach().clone() for k, v in part.items() if v is not None} for part in found[-1])

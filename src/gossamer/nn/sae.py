@@ -39,6 +39,18 @@ class SAELoss(NamedTuple):
     reconstruction: Tensor
     dead_loss: Tensor
 
+    def __repr__(self) -> str:
+        """Numbers, and of the reconstruction its shape; it waits for the device."""
+        shown = (f"{name}={_shown(part)}" for name, part in zip(self._fields, self))
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _shown(part: Tensor) -> str:
+    # What a compiler or a transform passes around has no number to show.
+    if part.dim() == 0 and type(part) is Tensor and not part.is_meta:
+        return f"{part.item():.6g}"
+    return f"{part.dtype} {list(part.shape)}".removeprefix("torch.")
+
 
 class SparseAutoencoder(torch.nn.Module):
     """Parameters with SAELens's names and layouts, and what the autoencoders share."""
