@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossamer.rowsparse import CSR, ELL, Rows, matmul, pack
+from gossamer.rowsparse import ELL, Rows, matmul, pack
 from gossamer.testing import assert_close, assert_exact, dense64, random_csr, random_ell, random_rows
 from tests import strategies
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gossamer.rowsparse import CSR, ELL, Rows, matmul, pack, sampled_matmul
+from gossamer.rowsparse import ELL, matmul, pack, sampled_matmul
 from gossamer.testing import assert_close, assert_exact, dense64, random_csr, random_ell, random_rows
 from tests import strategies
 
