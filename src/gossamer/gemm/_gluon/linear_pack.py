@@ -410,18 +410,11 @@ def launch_linear_pack(
     return _linear_pack(grid, args, meta, num_warps=4, maxnreg=168, head=11)
 
 
-_TILES = {"x_desc": [128, 64], "w_desc": [64, 256]}
-
 EXAMPLES = {
     _linear_pack_kernel: {
-        "signature": {
-            **{name: f"tensordesc<bf16{block},{gl.NVMMASharedLayout(128, 16, 2)!r}>" for name, block in _TILES.items()},
-            "bias_ptr": "*bf16", "threshold_ptr": "*fp32", "bounds_ptr": None, "factors_ptr": None, "skip_ptr": None,
-            "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16", "words_ptr": "*i32",
-        },
-        "constexprs": {"TRANSPOSED": False, "SLOTS": 16, "GROUP_M": GROUP_M, "STAGES": STAGES},
-        "num_warps": 4,
-        "maxnreg": 168,
+        "x_desc": [128, 64], "w_desc": [64, 256], "bias_ptr": "*bf16", "bounds_ptr": None, "factors_ptr": None,
+        "skip_ptr": None, "indices_ptr": "*u8", "counts_ptr": "*i16", "words_ptr": "*i32", "TRANSPOSED": False,
+        "SLOTS": 16, "GROUP_M": GROUP_M, "STAGES": STAGES, "maxnreg": 168,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

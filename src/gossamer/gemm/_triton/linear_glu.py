@@ -411,38 +411,17 @@ def launch_glu_bwd(
     _glu_bwd((m, launch.cdiv(n, 2048), 1), args, meta)
 
 
-_OPTIONAL = {"gate_bias_ptr": "*fp32", "up_bias_ptr": None}
-
 EXAMPLES = {
     _linear_glu_kernel: {
-        "signature": {
-            "x_ptr": "*bf16", "gate_ptr": "*bf16", "up_ptr": "*bf16", **_OPTIONAL, "out_ptr": "*bf16", "grad_ptr": None,
-            "first_ptr": "*bf16", "second_ptr": "*bf16",
-        },
-        "constexprs": {
-            **dict.fromkeys(("stride_xk", "stride_gk", "stride_uk"), 1), "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 64,
-            "GROUP_M": 8, "ACTIVATION": "silu", "GRADIENT": False,
-        },
-        "num_warps": 8,
+        "up_bias_ptr": None, "grad_ptr": None, "stride_xk": 1, "stride_gk": 1, "stride_uk": 1, "BLOCK_M": 128,
+        "BLOCK_N": 64, "BLOCK_K": 64, "GROUP_M": 8, "ACTIVATION": "silu", "GRADIENT": False, "num_warps": 8,
         "num_stages": 3,
     },
-    _linear_glu_row_kernel: {
-        "signature": {"x_ptr": "*bf16", "gate_ptr": "*bf16", "up_ptr": "*bf16", **_OPTIONAL, "out_ptr": "*bf16"},
-        "constexprs": {"stride_xk": 1, "BLOCK_K": 4096, "VEC": 8, "ACTIVATION": "silu"},
-        "num_warps": 4,
-    },
+    _linear_glu_row_kernel: {"up_bias_ptr": None, "stride_xk": 1, "BLOCK_K": 4096, "VEC": 8, "ACTIVATION": "silu"},
     _glu_fwd_kernel: {
-        "signature": {"gate_ptr": "*fp32", "up_ptr": "*fp32", **_OPTIONAL, "out_ptr": "*fp32"},
-        "constexprs": {"BLOCK": 2048, "ACTIVATION": "gelu"},
-        "num_warps": 4,
+        "gate_ptr": "*fp32", "up_ptr": "*fp32", "up_bias_ptr": None, "out_ptr": "*fp32", "BLOCK": 2048,
+        "ACTIVATION": "gelu",
     },
-    _glu_bwd_kernel: {
-        "signature": {
-            "grad_ptr": "*bf16", "gate_ptr": "*bf16", "up_ptr": "*bf16", "first_ptr": "*bf16", "second_ptr": "*bf16",
-            "hidden_ptr": "*bf16",
-        },
-        "constexprs": {"BLOCK": 2048, "ACTIVATION": "gelu_tanh"},
-        "num_warps": 4,
-    },
+    _glu_bwd_kernel: {"BLOCK": 2048, "ACTIVATION": "gelu_tanh"},
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

@@ -83,7 +83,3 @@ def launch_linear_pack(
         limits = None if bounds is None else bounds[rows]
         launch_pack_twell(z, threshold, True, tile, values, indices, counts, limits, factors)
     return None
-
-
-EXAMPLES: dict[object, dict[str, object]] = {}
-"""The kernels are those of `rowsparse._triton.twell`."""

@@ -93,10 +93,6 @@ def _parts(
 
 
 EXAMPLES = {
-    _pick_kernel: {
-        "signature": {"products_ptr": "*bf16", "indices_ptr": "*i32", "offsets_ptr": "*i32", "out_ptr": "*bf16"},
-        "constexprs": {"BLOCK": 1024, "IS_CSR": False},
-        "num_warps": 8,
-    },
-}  # fmt: skip
+    _pick_kernel: {"BLOCK": 1024, "IS_CSR": False, "num_warps": 8},
+}
 """Example signatures for the ahead-of-time compile test."""

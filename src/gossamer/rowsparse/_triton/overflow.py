@@ -277,33 +277,12 @@ def backward_weight(rows: Overflow, mask: Tensor | None, grad: Tensor, out: Tens
 
 EXAMPLES = {
     _overflow_fwd_kernel: {
-        "signature": {
-            "x_ptr": "*bf16", "w_ptr": "*bf16", "bias_ptr": None, "out_ptr": "*bf16", "counts_ptr": "*i32",
-            "partial_ptr": "*fp32", "arrived_ptr": "*i32",
-        },
-        "constexprs": {
-            "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128, "SPLITS": 1, "PARTIAL": 0, "PRECISION": "ieee",
-            "UPCAST": False, "GDC_WAIT": False,
-        },
-        "num_warps": 8,
+        "bias_ptr": None, "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128, "SPLITS": 1, "PARTIAL": 0, "PRECISION": "ieee",
+        "UPCAST": False, "GDC_WAIT": False, "num_warps": 8,
     },
     _overflow_bwd_source_kernel: {
-        "signature": {
-            "grad_ptr": "*bf16", "w_ptr": "*bf16", "x_ptr": "*bf16", "out_ptr": "*bf16", "counts_ptr": "*i32",
-        },
-        "constexprs": {
-            "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "PARTIAL": 0, "PRECISION": "ieee", "UPCAST": False,
-            "MASKED": True,
-        },
-        "num_warps": 4,
+        "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "PARTIAL": 0, "PRECISION": "ieee", "UPCAST": False, "MASKED": True,
     },
-    _overflow_bwd_weight_kernel: {
-        "signature": {
-            "x_ptr": "*bf16", "mask_ptr": "*bf16", "grad_ptr": "*bf16", "out_ptr": "*bf16", "counts_ptr": "*i32",
-            "any_ptr": "*i32",
-        },
-        "constexprs": {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_D": 128, "PRECISION": "ieee", "UPCAST": False},
-        "num_warps": 4,
-    },
+    _overflow_bwd_weight_kernel: {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_D": 128, "PRECISION": "ieee", "UPCAST": False},
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

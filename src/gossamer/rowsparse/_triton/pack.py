@@ -344,18 +344,11 @@ def pack_csr(x: Tensor, row_offsets: Tensor, max_nnz: int) -> tuple[Tensor, Tens
 
 EXAMPLES = {
     _pack_split_kernel: {
-        "signature": {
-            "x_ptr": "*fp32", "values_ptr": "*fp32", "indices_ptr": "*i32", "nnz_ptr": "*i32", "offsets_ptr": None,
-            "flags_ptr": "*i64",
-        },
-        "constexprs": {"BLOCK": 1024, "VEC": 4, "SHIFTED": True, "FLAGS": 64, "COUNT_ONLY": False},
-        "num_warps": 1,
+        "x_ptr": "*fp32", "values_ptr": "*fp32", "offsets_ptr": None, "BLOCK": 1024, "VEC": 4, "SHIFTED": True,
+        "FLAGS": 64, "COUNT_ONLY": False, "num_warps": 1,
     },
     _pack_row_kernel: {
-        "signature": {
-            "x_ptr": "*bf16", "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "offsets_ptr": None,
-        },
-        "constexprs": {"BLOCK": 2048, "VEC": 8, "SHIFTED": True, "CLEAR": True, "COUNT_ONLY": False},
+        "offsets_ptr": None, "BLOCK": 2048, "VEC": 8, "SHIFTED": True, "CLEAR": True, "COUNT_ONLY": False,
         "num_warps": 1,
     },
 }  # fmt: skip

@@ -163,20 +163,9 @@ def twell_to_ell(
 
 EXAMPLES = {
     _pack_twell_kernel: {
-        "signature": {
-            "x_ptr": "*bf16", "threshold_ptr": "*fp32", "bounds_ptr": None, "factors_ptr": None, "values_ptr": "*bf16",
-            "indices_ptr": "*u8", "counts_ptr": "*i16",
-        },
-        "constexprs": {"BLOCK": 256, "VEC": 8, "ABOVE": True},
-        "num_warps": 1,
+        "bounds_ptr": None, "factors_ptr": None, "indices_ptr": "*u8", "counts_ptr": "*i16", "BLOCK": 256, "VEC": 8,
+        "ABOVE": True, "num_warps": 1,
     },
-    _twell_to_ell_kernel: {
-        "signature": {
-            "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16", "out_ptr": "*bf16",
-            "columns_ptr": "*i32", "nnz_ptr": "*i32",
-        },
-        "constexprs": {"BLOCK": 256},
-        "num_warps": 1,
-    },
+    _twell_to_ell_kernel: {"indices_ptr": "*u8", "counts_ptr": "*i16", "BLOCK": 256, "num_warps": 1},
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

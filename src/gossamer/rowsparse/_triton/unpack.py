@@ -105,11 +105,7 @@ def unpack_rows(
 
 EXAMPLES = {
     _unpack_kernel: {
-        "signature": {
-            "values_ptr": "*fp32", "indices_ptr": "*i32", "offsets_ptr": "*i32", "source_ptr": "*fp32",
-            "out_ptr": "*fp32",
-        },
-        "constexprs": {"BLOCK": 1024, "COPY": 1024, "IS_CSR": False},
+        "values_ptr": "*fp32", "source_ptr": "*fp32", "out_ptr": "*fp32", "BLOCK": 1024, "COPY": 1024, "IS_CSR": False,
         "num_warps": 8,
     },
 }  # fmt: skip

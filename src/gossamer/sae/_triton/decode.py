@@ -247,15 +247,9 @@ def _decode_and_plan(
 
 EXAMPLES = {
     _decode_fwd_kernel: {
-        "signature": {
-            "x_ptr": "*fp32", "w_ptr": "*fp32", "bias_ptr": None, "out_ptr": "*fp32", "nnz_ptr": "*i32",
-            "words_ptr": "*i64",
-        },
-        "constexprs": {
-            "BLOCK": 1024, "VEC": 4, "SHIFTED": True, "BLOCK_E": 32, "BLOCK_D": 32, "FLAGS": 64, "PARTIAL": 0,
-            "LAUNCH_DEPENDENTS": False, "TRUNCATE": False,
-        },
-        "num_warps": 1,
+        "x_ptr": "*fp32", "w_ptr": "*fp32", "bias_ptr": None, "out_ptr": "*fp32", "BLOCK": 1024, "VEC": 4,
+        "SHIFTED": True, "BLOCK_E": 32, "BLOCK_D": 32, "FLAGS": 64, "PARTIAL": 0, "LAUNCH_DEPENDENTS": False,
+        "TRUNCATE": False, "num_warps": 1,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

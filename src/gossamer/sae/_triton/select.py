@@ -311,21 +311,7 @@ def _largest_of_rows(
     _row_kth((programs, 1, 1), (z, bias, scale, some, lists, *results, m, n, k, length), meta, **tile.options)
 
 
-def example(pointers: dict[str, str | None], **constexprs: int) -> dict[str, object]:
-    operands = {"z_ptr": "*bf16", "bias_ptr": "*fp32", "scale_ptr": "*bf16"}
-    return {"signature": {**operands, **pointers}, "constexprs": {"VEC": 8, "SHIFT": 16, **constexprs}}
-
-
 EXAMPLES = {
-    _row_kth_kernel: {
-        **example(
-            {
-                "some_ptr": "*i32", "list_ptr": "*i32", "kth_ptr": None, "need_ptr": None, "values_ptr": "*bf16",
-                "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32",
-            },
-            BLOCK=2048, LIST=256,
-        ),
-        "num_warps": 4,
-    },
-}  # fmt: skip
+    _row_kth_kernel: {"kth_ptr": None, "need_ptr": None, "BLOCK": 2048, "VEC": 8, "LIST": 256, "SHIFT": 16},
+}
 """Example signatures for the ahead-of-time compile test."""

@@ -207,19 +207,10 @@ def _settle(
 
 
 EXAMPLES = {
-    _row_bound_kernel: {
-        "signature": {"z_ptr": "*bf16", "bias_ptr": "*fp32", "scale_ptr": None, "out_ptr": "*fp32"},
-        "constexprs": {"BLOCK": 512, "VEC": 8, "SHIFT": 16},
-        "num_warps": 1,
-    },
+    _row_bound_kernel: {"scale_ptr": None, "out_ptr": "*fp32", "BLOCK": 512, "VEC": 8, "SHIFT": 16, "num_warps": 1},
     _topk_of_tiles_kernel: {
-        "signature": {
-            "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16", "scale_ptr": "*bf16",
-            "bounds_ptr": "*fp32", "list_ptr": "*i32", "out_ptr": "*bf16", "columns_ptr": "*i32", "nnz_ptr": "*i32",
-            "l0_ptr": "*fp32", "again_ptr": "*i32",
-        },
-        "constexprs": {"BLOCK": 128, "LIST": 1024, "CHUNK": 128, "SHIFT": 16},
-        "num_warps": 1,
+        "indices_ptr": "*u8", "counts_ptr": "*i16", "bounds_ptr": "*fp32", "BLOCK": 128, "LIST": 1024, "CHUNK": 128,
+        "SHIFT": 16, "num_warps": 1,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""
