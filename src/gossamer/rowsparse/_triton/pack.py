@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gossamer._core import launch
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+from gossamer.rowsparse.formats import empty_ell
 from gossamer.rowsparse.pack import one_program_a_row
 
 INTERPRET = tl.constexpr(launch.INTERPRET)
@@ -284,9 +285,7 @@ def pack_ell(x: Tensor, capacity: int, clear: bool = True) -> tuple[Tensor, Tens
     """Operator `pack_ell`; `clear=False` leaves slots without an entry unwritten, for callers that never look there."""
     x = rows_contiguous(x)
     m, n = x.shape
-    values = x.new_empty(m, capacity)
-    indices = torch.empty(m, capacity, dtype=torch.int32, device=x.device)
-    nnz = torch.empty(m, dtype=torch.int32, device=x.device)
+    values, indices, nnz = empty_ell(x, m, capacity)
     if m == 0 or n == 0:
         return values.zero_(), indices.fill_(-1), nnz.zero_()
     if one_program_a_row(m, n):
