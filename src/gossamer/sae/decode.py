@@ -92,8 +92,7 @@ def decode(
     n, d = W_dec.shape
     checks.columns(operator, "acts", n)
     check_rest(operator, W_dec, b_dec, method, capacity, out_dtype, acts=acts)
-    if autocast.enabled(acts.device):
-        acts, W_dec = autocast.cast(acts, W_dec)  # type: ignore[assignment]
+    acts, W_dec = autocast.cast(acts, W_dec)  # type: ignore[assignment]
     checks.same_dtype(operator, "acts", acts, W_dec=W_dec)
     m = acts.numel() // n if n else math.prod(acts.shape[:-1])
     fast = method == "auto" and capacity is None and out_dtype in (None, W_dec.dtype)
@@ -129,8 +128,7 @@ def decode(
 
 def decode_dense(acts: Tensor, W_dec: Tensor, b_dec: Tensor | None) -> Tensor:
     """acts `[..., d_sae]` @ W_dec + b_dec by the plain product, with the gradient of every latent, 0 or not."""
-    if autocast.enabled(acts.device):
-        acts, W_dec = autocast.cast(acts, W_dec)  # type: ignore[assignment]
+    acts, W_dec = autocast.cast(acts, W_dec)  # type: ignore[assignment]
     return _dense(acts, W_dec, b_dec, None)
 
 

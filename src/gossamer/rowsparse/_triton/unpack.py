@@ -78,15 +78,11 @@ def _unpack_kernel(
 _unpack = launch.Kernel(_unpack_kernel)
 
 
-def unpack(values: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, n: int) -> Tensor:
-    """Operator `unpack`."""
-    return unpack_rows(values, indices, offsets, source, n, n)
-
-
-def unpack_rows(
-    values: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, n: int, columns: int
+def unpack(
+    values: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, n: int, columns: int | None = None
 ) -> Tensor:
-    """Rows of n columns, of values that are contiguous or not, among zeros up to `columns`."""
+    """Operator `unpack`: rows of n columns, of values that are contiguous or not, among zeros up to `columns`."""
+    columns = n if columns is None else columns
     is_csr = indices.dim() == 1
     m = offsets.shape[0] - is_csr
     out = torch.zeros(m, columns, dtype=values.dtype, device=values.device)
