@@ -60,10 +60,9 @@ def gated_mlp(
     if down_bias is not None:
         checks.shape(operator, "down_bias", down_bias, (down_weight.shape[0],), "[D]", "like down_weight")
     checks.same_device(operator, "x", x.device, down_weight=down_weight, **biases)
-    if autocast.enabled(x.device):
-        x, gate_weight, up_weight, down_weight = autocast.cast(  # type: ignore[assignment]
-            x, gate_weight, up_weight, down_weight
-        )
+    x, gate_weight, up_weight, down_weight = autocast.cast(  # type: ignore[assignment]
+        x, gate_weight, up_weight, down_weight
+    )
     checks.same_dtype(operator, "x", x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
     operands = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
     if not needs_gradient(*operands):

@@ -326,6 +326,19 @@ def tile_index_dtype(tile: int) -> torch.dtype:
     return torch.uint8 if tile <= 256 else torch.int16
 
 
+def empty_ell(like: Tensor, m: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(values, indices, nnz_per_row) of an ELL, with anything in them, of the dtype and on the device of `like`."""
+    values, nnz = like.new_empty(m, capacity), like.new_empty(m, dtype=torch.int32)
+    return values, torch.empty_like(values, dtype=torch.int32), nnz
+
+
+def empty_twell(like: Tensor, m: int, n: int, tile: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(values, indices, nnz_per_tile) of a TwELL, likewise."""
+    tiles = (n + tile - 1) // tile
+    values, counts = like.new_empty(m, tiles, slots), like.new_empty(m, tiles, dtype=torch.int16)
+    return values, torch.empty_like(values, dtype=tile_index_dtype(tile)), counts
+
+
 def check_tile(operator: str, tile: int) -> None:
     checks.positive(operator, "tile", tile, "It is the number of columns per tile.")
     if tile > 32767:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
+from gossamer.rowsparse._torch.pack import overflow_error
 from gossamer.rowsparse.container import LinearSource
 from gossamer.rowsparse.formats import CSR, ELL, TwELL, check_indices, check_tile_indices, tile_index_dtype
 from gossamer.rowsparse.linear_source import dense_rows
@@ -55,7 +56,7 @@ def entries(rows: Any, operator: str | None = None) -> tuple[Tensor, Tensor, Ten
     if not over.numel():
         return row, columns, values
     if source is None:
-        raise ValueError(overflow_message(operator))
+        raise overflow_error(operator)
     if isinstance(source, LinearSource):
         some = replace(source, x=source.x[over])
         dense = dense_rows(some, torch.ones_like(over, dtype=torch.int32), 0).to(values.dtype)
@@ -161,11 +162,3 @@ def _places(operator: str, cell: Tensor, cells: int, name: str, size: int | None
         raise ValueError(f"{operator}: {name} must be at least {most}, the entries of the fullest, got {size}.")
     start = counts.cumsum(0) - counts
     return counts, torch.arange(cell.shape[0], device=cell.device) - start[cell], size
-
-
-def overflow_message(operator: str) -> str:
-    """What is wrong with a row that has more entries than slots where nothing restores it."""
-    return (
-        f"{operator}: a row has more entries than slots, and the container no source to read them from. "
-        "Pack the dense tensor again, or build the container with slots for all; rows.validate() names the row's count."
-    )

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch, tuning
+from gossamer.gemm._gluon import linear_glu
 from gossamer.gemm._gluon.linear_glu import descriptor_of, origin_of, thread_barrier
 
 TILE = 256
@@ -363,15 +364,9 @@ _linear_pack = launch.Kernel(_linear_pack_kernel)
 def fits(x: Tensor, weight: Tensor, tile: int, slots: int) -> bool:
     """Whether the copy engine can read the operands, 16-bit, with rows of x and rows or columns of weight [N, K]
     contiguous, all on 16 bytes, and the kernel write the tiles."""
-    if tile != TILE or slots & (slots - 1) or x.element_size() != 2:
+    if tile != TILE or slots & (slots - 1):
         return False
-    united = 0
-    for operand in (x, weight if weight.stride(1) == 1 else weight.t()):
-        stride, step = operand.stride()
-        if step != 1 or not stride >= operand.shape[1] > 0:
-            return False
-        united |= operand.data_ptr() | 2 * stride
-    return united % 16 == 0
+    return linear_glu.fits(TILE, x, weight if weight.stride(1) == 1 else weight.t())
 
 
 def descriptors(x: Tensor, weight: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
@@ -410,18 +405,11 @@ def launch_linear_pack(
     return _linear_pack(grid, args, meta, num_warps=4, maxnreg=168, head=11)
 
 
-_TILES = {"x_desc": [128, 64], "w_desc": [64, 256]}
-
 EXAMPLES = {
     _linear_pack_kernel: {
-        "signature": {
-            **{name: f"tensordesc<bf16{block},{gl.NVMMASharedLayout(128, 16, 2)!r}>" for name, block in _TILES.items()},
-            "bias_ptr": "*bf16", "threshold_ptr": "*fp32", "bounds_ptr": None, "factors_ptr": None, "skip_ptr": None,
-            "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16", "words_ptr": "*i32",
-        },
-        "constexprs": {"TRANSPOSED": False, "SLOTS": 16, "GROUP_M": GROUP_M, "STAGES": STAGES},
-        "num_warps": 4,
-        "maxnreg": 168,
+        "x_desc": [128, 64], "w_desc": [64, 256], "bias_ptr": "*bf16", "bounds_ptr": None, "factors_ptr": None,
+        "skip_ptr": None, "indices_ptr": "*u8", "counts_ptr": "*i16", "words_ptr": "*i32", "TRANSPOSED": False,
+        "SLOTS": 16, "GROUP_M": GROUP_M, "STAGES": STAGES, "maxnreg": 168,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

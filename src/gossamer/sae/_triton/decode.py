@@ -168,26 +168,13 @@ def _one_launch(
 
 
 def decode_lists(
-    acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, truncate: bool, out_dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, truncate: bool, out_dtype: torch.dtype | None,
+    clear: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Operator `sae_decode_lists` -> (out [M, D], values, indices, nnz), the lists as `pack_ell` gives them."""
-    values, indices, nnz = pack.pack_ell(acts, capacity)
-    return _from_lists(values, indices, nnz, acts, weight, bias, truncate, out_dtype), values, indices, nnz
-
-
-def _from_lists(
-    values: Tensor,
-    indices: Tensor,
-    nnz: Tensor,
-    acts: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    truncate: bool,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    if truncate:
-        return matmul(values, indices, nnz.clamp(max=values.shape[1]), None, weight, bias, out_dtype)
-    return matmul(values, indices, nnz, acts, weight, bias, out_dtype)
+    values, indices, nnz = pack.pack_ell(acts, capacity, clear)
+    counts, source = (nnz.clamp(max=capacity), None) if truncate else (nnz, acts)
+    return matmul(values, indices, counts, source, weight, bias, out_dtype), values, indices, nnz
 
 
 def decode(
@@ -199,8 +186,7 @@ def decode(
     """
     m, n = acts.shape
     if not one_launch(m, n):
-        lists = pack.pack_ell(acts, capacity, clear=False)
-        return _from_lists(*lists, acts, weight, bias, truncate, out_dtype)
+        return decode_lists(acts, weight, bias, capacity, truncate, out_dtype, clear=False)[0]
     if launch.INTERPRET:
         return _decode_and_plan(None, acts, weight, bias, capacity, truncate, out_dtype)
     index = acts.get_device()
@@ -247,15 +233,9 @@ def _decode_and_plan(
 
 EXAMPLES = {
     _decode_fwd_kernel: {
-        "signature": {
-            "x_ptr": "*fp32", "w_ptr": "*fp32", "bias_ptr": None, "out_ptr": "*fp32", "nnz_ptr": "*i32",
-            "words_ptr": "*i64",
-        },
-        "constexprs": {
-            "BLOCK": 1024, "VEC": 4, "SHIFTED": True, "BLOCK_E": 32, "BLOCK_D": 32, "FLAGS": 64, "PARTIAL": 0,
-            "LAUNCH_DEPENDENTS": False, "TRUNCATE": False,
-        },
-        "num_warps": 1,
+        "x_ptr": "*fp32", "w_ptr": "*fp32", "bias_ptr": None, "out_ptr": "*fp32", "BLOCK": 1024, "VEC": 4,
+        "SHIFTED": True, "BLOCK_E": 32, "BLOCK_D": 32, "FLAGS": 64, "PARTIAL": 0, "LAUNCH_DEPENDENTS": False,
+        "TRUNCATE": False, "num_warps": 1,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""
