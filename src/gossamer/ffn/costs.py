@@ -12,6 +12,8 @@ from gossamer.ffn.tracker import Known
 
 GROUP = 32
 """Neighbouring rows that may share the union of their entries on a GPU."""
+SAMPLE = 8
+"""Groups whose unions are counted, at least, where they are not needed."""
 PRICE = 2.0
 """Entries that are gathered one by one in the time that a column of a union of GROUP rows takes."""
 MANY = 4096
@@ -85,6 +87,9 @@ def costs_of(n: int, k: int, d: int, gated: bool, x: Tensor) -> Costs:
     inner, half = k if gated else 0, size == 2
     if half and tuning.hopper(x.device):
         packing, fused, dense, gathers = HOPPER
+        if not gated:
+            # There is nothing to fuse.
+            fused = dense
     else:
         packing = fused = dense = rates.half if half else rates.tf32 if tuning.tf32() else rates.ieee
         gathers = rates.gather
@@ -175,6 +180,15 @@ def on_cpu(known: Known | None, m: int, n: int, width: int) -> str:
         return "gather"
     # Where little is to be computed plain PyTorch takes the fewest steps.
     return "dense" if dense < 1e-3 else "fused"
+
+
+def sample_step(m: int) -> int:
+    """Of how many groups of m rows the union of one is counted where it is not needed: 8 to 19 are.
+
+    No power of two from 8 on, because lengths of sequences are: the groups that are looked at would all be beginnings.
+    """
+    step = min(2048, 1 << (m // (GROUP * SAMPLE) | 1).bit_length() - 1)
+    return step - step // 8
 
 
 def sampled_groups(m: int, step: int) -> int:
