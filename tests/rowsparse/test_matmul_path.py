@@ -76,7 +76,8 @@ def test_choice(
 def test_tiles_are_tall_where_programs_are_few() -> None:
     """By rows, and by how many programs a row is; an entry of a single row takes a part of a step."""
     assert gather_tile(748, 107, 2) == gather_tile(1, 768, 2) == {"BLOCK_E": 32, "BLOCK_D": 64}
-    assert gather_tile(300, 4096, 4) == {"BLOCK_E": 16, "BLOCK_D": 32}
+    assert gather_tile(200, 4096, 4) == gather_tile(256, 2304, 4) == {"BLOCK_E": 16, "BLOCK_D": 32}
+    assert gather_tile(473, 4255, 4) == {"BLOCK_E": 4, "BLOCK_D": 128}
     assert gather_tile(748, 2304, 2) == gather_tile(2048, 107, 2) == {"BLOCK_E": 4, "BLOCK_D": 256}
     assert entry_seconds(1, 470, 4, 99) == pytest.approx(1e-6 / 32)
     assert entry_seconds(8482, 673, 2, 99) == pytest.approx(8482 * 768 * 2 / 5.5e12)
