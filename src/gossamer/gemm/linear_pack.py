@@ -108,10 +108,7 @@ def check_operands(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None
     checks.floating(operator, x=x, weight=weight, **given)
     if x.dim() == 0:
         raise ValueError(f"{operator}: x must have shape [..., K], got a scalar.")
-    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"{operator}: weight must have shape [N, K] with K = {x.shape[-1]} like x, got {list(weight.shape)}."
-        )
+    checks.matrix(operator, "weight", weight, "[N, K]", 1, x.shape[-1], "x")
     for name, tensor in given.items():
         if name == "bias" or tensor.dim() != 0:
             letters = "[N]" if name == "bias" else "[N] or []"

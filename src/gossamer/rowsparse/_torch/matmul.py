@@ -64,23 +64,12 @@ def matmul(
     weight: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype | None,
+    alone: bool = True,
 ) -> Tensor:
-    """Operator `matmul`."""
-    if source is None:
+    """Operator `matmul`. Unless `alone`, somebody else computes rows that overflowed without a source: they hold
+    nothing but the bias."""
+    if source is None and alone:
         refuse_overflow("rowsparse", indices.shape[-1], offsets)
-    return multiply(values, indices, offsets, source, weight, bias, out_dtype)
-
-
-def multiply(
-    values: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    source: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    """The same, with nothing but the bias in rows that overflowed without a source."""
     dtype = out_dtype or weight.dtype
     working = dtype if bias is None else torch.promote_types(dtype, torch.float32)
     slots, rows = stored(indices, offsets, weight.shape[0])

@@ -286,7 +286,7 @@ def pack_ell(x: Tensor, capacity: int, clear: bool = True) -> tuple[Tensor, Tens
     values, indices, nnz = empty_ell(x, x.shape[0], capacity)
     if x.numel() == 0:
         return values.zero_(), indices.fill_(-1), nnz.zero_()
-    _launch(x, values, indices, nnz, None, capacity, clear)
+    _launch(x, (values, indices, nnz), None, capacity, clear)
     return values, indices, nnz
 
 
@@ -296,7 +296,7 @@ def count_rows(x: Tensor) -> Tensor:
     # Programs that share a row add to zeros.
     nnz = (torch.empty if n and one_program_a_row(m, n) else torch.zeros)(m, dtype=torch.int32, device=x.device)
     if x.numel():
-        _launch(x, None, None, nnz, None, 0, False)
+        _launch(x, (None, None, nnz), None, 0, False)
     return nnz
 
 
@@ -305,24 +305,22 @@ def pack_csr(x: Tensor, row_offsets: Tensor, max_nnz: int) -> tuple[Tensor, Tens
     values, indices = x.new_empty(max_nnz), torch.empty(max_nnz, dtype=torch.int32, device=x.device)
     if x.numel() == 0 or max_nnz == 0:
         return values.zero_(), indices.fill_(-1)
-    _launch(x, values, indices, None, row_offsets, max_nnz, True)
+    _launch(x, (values, indices, None), row_offsets, max_nnz, True)
     return values, indices
 
 
-def _launch(
-    x: Tensor, values: Tensor | None, indices: Tensor | None, nnz: Tensor | None, offsets: Tensor | None,
-    capacity: int, clear: bool,
-) -> None:  # fmt: skip
-    """Fills an ELL (without offsets), a CSR, or counts alone (without values)."""
+def _launch(x: Tensor, out: tuple[Tensor | None, ...], offsets: Tensor | None, capacity: int, clear: bool) -> None:
+    """Fills out: values, indices and nnz of an ELL, without nnz those of a CSR at its offsets, or nnz alone."""
     x = rows_contiguous(x)
-    (m, n), sizes, counted = x.shape, row_tile(x), {"COUNT_ONLY": values is None}
-    lists = (x, nnz) if values is None else (values, indices)
+    (m, n), sizes, counted = x.shape, row_tile(x), {"COUNT_ONLY": out[0] is None}
+    # Nothing is read of what stands in for lists.
+    out = (x, out[2], out[2]) if out[0] is None else out
     if one_program_a_row(m, n):
-        args = (x, *lists, nnz, offsets, x.stride(0), m, n, capacity)
+        args = (x, *out, offsets, x.stride(0), m, n, capacity)
         _pack_row((m, 1, 1), args, {**sizes, "CLEAR": clear, **counted}, num_warps=1)
     else:
         chunks, meta = split(n, sizes)
-        args = (x, *lists, nnz, offsets, *launch.flags.get(m * chunks, x.device), x.stride(0), m, n, capacity, chunks)
+        args = (x, *out, offsets, *launch.flags.get(m * chunks, x.device), x.stride(0), m, n, capacity, chunks)
         _pack_split((m * chunks, 1, 1), args, {**meta, **counted}, num_warps=1)
 
 
