@@ -413,9 +413,10 @@ def _products(x: Tensor, layers: dict[str, nn.Linear]) -> Tensor:
         biases.append(None)
     bias = None
     if any(each is not None for each in biases):
-        zeros = weights[0].new_zeros
-        bias = torch.cat([zeros(len(weight)) if b is None else b for b, weight in zip(biases, weights)])
-    return F.linear(x, torch.cat(weights), bias)[..., :width]
+        zeros = weights[0].new_zeros(width + over).split([len(weight) for weight in weights])
+        bias = torch.cat([none if b is None else b for b, none in zip(biases, zeros)])
+    out = F.linear(x, torch.cat(weights), bias)
+    return out[..., :width] if over else out
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
