@@ -25,8 +25,8 @@ if INTERPRET:
     os.environ["TRITON_INTERPRET"] = "1"
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
-_implementations: dict[Any, dict[str, Callable[..., Any]]] = {}
-_differentiable: dict[Any, dict[str, Callable[..., Any]]] = {}
+# Of an operator, by device: what runs where gradients are off, and where they are on.
+_ways: dict[Any, tuple[dict[str, Callable[..., Any]], dict[str, Callable[..., Any]]]] = {}
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 # Looked up once: these are asked in every call.
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -106,11 +106,14 @@ def register(
         _library.impl(name, implementation, device.upper())
     torch.library.register_fake(qualified, fake, lib=_library)
     operator = getattr(getattr(torch.ops, NAMESPACE), name).default
-    _implementations[operator] = by_device
-    if backward is not None:
-        function = functools.partial(_function, name, setup_context, backward)
-        _library.impl(name, _dispatched(operator, function), "Autograd", with_keyset=True)
-        _differentiable[operator] = {device: _direct(run, function) for device, run in by_device.items()}
+    if backward is None:
+        _ways[operator] = by_device, {device: _direct(operator, run) for device, run in by_device.items()}
+        return operator
+    function = functools.partial(_function, name, setup_context, backward)
+    _library.impl(name, _dispatched(operator, function), "Autograd", with_keyset=True)
+    # Where nobody listens, nothing needs what `autograd.Function` does for the transforms of torch.func.
+    base = torch.autograd.function._SingleLevelFunction
+    _ways[operator] = by_device, {device: _direct(function(base, run), run) for device, run in by_device.items()}
     return operator
 
 
@@ -150,10 +153,8 @@ def _dispatched(operator: Any, function: Callable[..., Any]) -> Callable[..., An
     return call
 
 
-def _direct(run: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for plain tensors, where nobody listens: nothing goes through the dispatcher, nor through what
-    `autograd.Function.apply` does for the transforms of torch.func."""
-    apply = function(torch.autograd.function._SingleLevelFunction, run)
+def _direct(apply: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, and `apply` in its place where an argument requires a gradient."""
 
     def call(*args: Any) -> Any:
         return apply(*args) if _any_requires_grad(*args) else run(*args)
@@ -175,10 +176,7 @@ def shortcut(operator: Any, device: torch.device) -> Callable[..., Any]:
         or _tracing_state() is not None
         or _profiler_enabled()
     )
-    if watched:
-        return operator
-    ways = _differentiable.get(operator, {}) if torch.is_grad_enabled() else _implementations[operator]
-    return ways.get(device.type, operator)
+    return operator if watched else _ways[operator][torch.is_grad_enabled()].get(device.type, operator)
 
 
 def needs_gradient(*operands: Any) -> bool:
@@ -190,7 +188,12 @@ def undispatched(operator: Any, *tensors: torch.Tensor | None) -> Callable[..., 
     """`shortcut` where the tensors are plain, else the operator itself."""
     if torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, tensors)):
         return operator
-    # What has outlived a transform of torch.func looks plain, and the dispatcher unwraps it.
-    if torch.is_grad_enabled() and any(tensor is not None and _is_wrapped(tensor) for tensor in tensors):
-        return operator
-    return shortcut(operator, next(t.device for t in tensors if t is not None))
+    differentiable, device = torch.is_grad_enabled(), None
+    for tensor in tensors:
+        if tensor is not None:
+            # What has outlived a transform of torch.func looks plain, and the dispatcher unwraps it.
+            if differentiable and _is_wrapped(tensor):
+                return operator
+            device = tensor.device
+    assert device is not None
+    return shortcut(operator, device)

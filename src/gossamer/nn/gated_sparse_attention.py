@@ -27,6 +27,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.head_dim, self.theta = head_dim, theta
         self.register_buffer("inv_freq", self._frequencies(device))
+        self._kept: Tensor | None = None
 
     def _frequencies(self, device: torch.device | str | None) -> Tensor:
         return self.theta ** -(torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim)
@@ -35,9 +36,18 @@ class RotaryEmbedding(nn.Module):
         """(cos, sin) in float32, `[..., D]`, of integer positions `[...]`."""
         # A module that was cast to 16 bits has frequencies that are of no use at large positions.
         wide = self.inv_freq.dtype in (torch.float32, torch.float64)
-        angles = positions[..., None].float() * (self.inv_freq if wide else self._frequencies(positions.device)).float()
+        angles = positions[..., None].float() * (self.inv_freq if wide else self._wide(positions)).float()
         angles = torch.cat([angles, angles], -1)
         return angles.cos(), angles.sin()
+
+    def _wide(self, positions: Tensor) -> Tensor:
+        """The frequencies in float32, kept, for four small kernels make them."""
+        # What a graph makes is there only when it is replayed.
+        if torch.compiler.is_compiling() or type(positions) is not Tensor or checks.capturing():
+            return self._frequencies(positions.device)
+        if type(self._kept) is not Tensor or self._kept.device != positions.device:
+            self._kept = self._frequencies(positions.device)
+        return self._kept
 
 
 class LightningIndexer(nn.Module):
@@ -413,9 +423,10 @@ def _products(x: Tensor, layers: dict[str, nn.Linear]) -> Tensor:
         biases.append(None)
     bias = None
     if any(each is not None for each in biases):
-        zeros = weights[0].new_zeros
-        bias = torch.cat([zeros(len(weight)) if b is None else b for b, weight in zip(biases, weights)])
-    return F.linear(x, torch.cat(weights), bias)[..., :width]
+        zeros = weights[0].new_zeros(width + over).split([len(weight) for weight in weights])
+        bias = torch.cat([none if b is None else b for b, none in zip(biases, zeros)])
+    out = F.linear(x, torch.cat(weights), bias)
+    return out[..., :width] if over else out
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
