@@ -41,8 +41,8 @@ UNALIGNED = 2.0
 UNALIGNED_EXACT = 1.4, 1.5
 """How much longer the gate, and what is gathered, take many rows of float32 then."""
 LONGEST = 512
-"""Elements of such rows, of 16 bits each, up to which they are read nevertheless: one by one that takes up to nine times
-as long as their bytes, and the dense products two to three times."""
+"""Elements of such rows, of 16 bits each, up to which they are read nevertheless: one by one that takes up to nine
+times as long as their bytes, and the dense products two to three times."""
 STRIDED = 3.0
 """How much longer columns of W_down take than the bytes around them, where W_down lies by rows as in `nn.Linear`: H200,
 29 entries of 5,632, 1 to 16 rows."""
