@@ -503,6 +503,7 @@ def test_choice_of_a_walk() -> None:
 
 @pytest.mark.native
 def test_small_products_are_one_launch_of_narrow_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gossamer._core import tuning
     from gossamer.blocksparse.matmul_path import is_small, narrowed
 
     device = torch.device("cuda", 0)

@@ -30,7 +30,7 @@ from gossamer.blocksparse._triton.tensor import lost, plain
 
 @dataclass(frozen=True)
 class Tile:
-    """Lines of a program, entries of each a step, warps, and bytes of a multiprocessor's programs for what they keep."""
+    """Lines of a program, entries of each a step, warps, and bytes that a multiprocessor's programs keep."""
 
     lines: int
     step: int
@@ -125,7 +125,9 @@ def entries(lists, begin, step, steps, at, STEPS: tl.constexpr, STRIDE: tl.const
 
 
 @triton.jit
-def places(lists, begin, end, first, line, SPAN: tl.constexpr, ACROSS: tl.constexpr, CHUNK: tl.constexpr, AXIS: tl.constexpr):  # fmt: skip
+def places(
+    lists, begin, end, first, line, SPAN: tl.constexpr, ACROSS: tl.constexpr, CHUNK: tl.constexpr, AXIS: tl.constexpr
+):  # fmt: skip
     """(places in what a program keeps, places in the result, which of them are) of CHUNK elements of its lines, from
     the first on: the blocks of the result's list laid end to end, SPAN elements of each."""
     order_ptr, others_ptr, count = lists
@@ -142,18 +144,13 @@ def places(lists, begin, end, first, line, SPAN: tl.constexpr, ACROSS: tl.conste
     own = tl.arange(0, LINES)
     if AXIS == 2:
         kept = target[None, :] * LINES + own[:, None]
-        return (
-            kept,
-            area[None, :] + (line[:, None] * SPAN + (at % SPAN)[None, :]),
-            exists[None, :] & (own >= 0)[:, None],
-        )
+        place = area[None, :] + (line[:, None] * SPAN + (at % SPAN)[None, :])
+        exists = exists[None, :] & (own >= 0)[:, None]
     else:
         kept = target[:, None] * LINES + own[None, :]
-        return (
-            kept,
-            area[:, None] + ((at % SPAN)[:, None] * ACROSS + line[None, :]),
-            exists[:, None] & (own >= 0)[None, :],
-        )
+        place = area[:, None] + ((at % SPAN)[:, None] * ACROSS + line[None, :])
+        exists = exists[:, None] & (own >= 0)[None, :]
+    return kept, place, exists
 
 
 @triton.jit(do_not_specialize=["groups", "capacity", "index_capacity"])
