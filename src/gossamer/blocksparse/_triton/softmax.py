@@ -259,7 +259,8 @@ def softmax(
     args = (values, mask, out, row_offsets, col_indices, *strides, rows, last, capacity, m, n, scale)
     grid = (max(last * height // meta["LINES"], 1), 1, 1)
     if last:
-        _softmax_fwd(grid, args, meta | {"MASK": kind}, num_warps=warps)
+        # A mask takes registers.
+        _softmax_fwd(grid, args, meta | {"MASK": kind}, num_warps=warps if mask is None else min(16, 2 * warps))
     return out if last else out.zero_()
 
 
@@ -307,7 +308,7 @@ EXAMPLES = {
             "scale": "fp32",
         },
         "constexprs": {**_SHAPE, "LINES": 8, "MASK": "blocks"},
-        "num_warps": 4,
+        "num_warps": 8,
     },
     _blocksparse_softmax_bwd_kernel: {
         "signature": {
