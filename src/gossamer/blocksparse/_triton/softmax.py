@@ -1,13 +1,14 @@
 """Softmax along the rows of block-sparse matrices: bound by memory.
 
 A program owns BLOCK_M lines of a block row and reads them across all of its blocks, laid end to end, in one step of up
-to BLOCK_N elements, so that nothing is read twice; the step is cut to a half or a quarter where the row has no more, for
-instructions bound this as much as memory does, and idle lanes have theirs. Half a step is about what a line holds on
-average, which the host knows from the layout's capacity: wider steps would have fewer lines on their way at once. LINES follow each other, and the next are asked for before these are
-computed: a program of one line waits for its lists, its elements and two reductions in turn, which took 2.3 times as
-long as the bytes (one H200, n 8,192, half of the blocks). Longer lines, and all beyond LONGEST, are walked twice, first
-for the running maximum and sum, then to write. The backward pass takes BLOCK_M lines a program.
-Programs also fill what stands behind the last block: with zeros, or NaN where blocks are lost.
+to BLOCK_N elements, so that nothing is read twice; the step is cut to a half or a quarter where the row has no more,
+for instructions bound this as much as memory does, and idle lanes have theirs. Half a step is about what a line holds
+on average, which the host knows from the layout's capacity: wider steps would have fewer lines on their way at once.
+LINES follow each other, and the next are asked for before these are computed: a program of one line waits for its
+lists, its elements and two reductions in turn, which took 2.3 times as long as the bytes (one H200, n 8,192, half of
+the blocks). Longer lines, and all beyond LONGEST, are walked twice, first for the running maximum and sum, then to
+write. The backward pass takes BLOCK_M lines a program. Programs also fill what stands behind the last block: with
+zeros, or NaN where blocks are lost.
 """
 
 import torch
@@ -258,7 +259,8 @@ def softmax(
     args = (values, mask, out, row_offsets, col_indices, *strides, rows, last, capacity, m, n, scale)
     grid = (max(last * height // meta["LINES"], 1), 1, 1)
     if last:
-        _softmax_fwd(grid, args, meta | {"MASK": kind}, num_warps=warps)
+        # A mask takes registers.
+        _softmax_fwd(grid, args, meta | {"MASK": kind}, num_warps=warps if mask is None else min(16, 2 * warps))
     return out if last else out.zero_()
 
 
@@ -306,7 +308,7 @@ EXAMPLES = {
             "scale": "fp32",
         },
         "constexprs": {**_SHAPE, "LINES": 8, "MASK": "blocks"},
-        "num_warps": 4,
+        "num_warps": 8,
     },
     _blocksparse_softmax_bwd_kernel: {
         "signature": {
