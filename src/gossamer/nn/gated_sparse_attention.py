@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from gossamer import attention
 from gossamer._core import checks
+from gossamer._core.compiling import together
 from gossamer._core.ops import needs_gradient
 from gossamer._core.ranges import span
 from gossamer.attention.sparse_attention import FEW_QUERIES
@@ -173,13 +174,25 @@ class GatedSparseAttention(nn.Module):
         """
         if cache is not None and position_ids is None:
             position_ids = cache.positions(x.shape[1])
-        scored = cache is not None or (selection is None and not self.selects_all(x.shape[1]))
-        q, k, v, gate, index = self.project(x, position_ids, indexer=scored)
         if cache is None:
-            out = self.attend(q, k, v, index, selection)
-        else:
-            out = self._attend_with_cache(q, k, v, index, selection, cache, lengths)
-        return self.finish(out, gate)
+            scored = selection is None and not self.selects_all(x.shape[1])
+            y, cos, sin, index = self._products(x, position_ids, indexer=scored)
+            return self.finish(*self._turn_and_attend(y, cos, sin, index, selection))
+        q, k, v, gate, index = self.project(x, position_ids)
+        return self.finish(self._attend_with_cache(q, k, v, index, selection, cache, lengths), gate)
+
+    @together
+    def _turn_and_attend(
+        self,
+        y: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        index: tuple[Tensor, Tensor, Tensor],
+        selection: attention.Selection | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What attention returns and the output's gate, of `_products`."""
+        q, k, v, gate = self._turn(y, cos, sin)
+        return self.attend(q, k, v, index, selection), gate
 
     def finish(self, out: Tensor, gate: Tensor | None) -> Tensor:
         """What attention returns, `[B, H, T, D]`, gated and projected: `[B, T, hidden_size]`."""
@@ -278,6 +291,13 @@ class GatedSparseAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor]]:
         """(q, k, v `[B, heads, T, D]`, q and k turned and v gated; the output's gate or None; what the indexer scores
         by: q `[B, n, T, d]`, k `[B, T, d]` and w `[B, T, n]`, empty without `indexer`)."""
+        y, cos, sin, index = self._products(x, position_ids, indexer)
+        return *self._turn(y, cos, sin), index
+
+    def _products(
+        self, x: Tensor, position_ids: Tensor | None, indexer: bool
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """What the layers make of x, side by side; cos and sin of the positions' angles; what the indexer scores by."""
         if why_called(q_proj=self.q_proj) is None:
             checks.module_input(OPERATOR, "x", x, self.q_proj.weight, "hidden_size", self.q_proj.in_features)
         layers = {"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj}
@@ -289,6 +309,10 @@ class GatedSparseAttention(nn.Module):
         cos, sin = self.rotary_emb(position_ids)
         with span("gsa/qkv_proj"):
             y = self.normalise(_products(x, layers))
+        return y, cos, sin, self.index(x) if indexer else (x.new_empty(0),) * 3
+
+    def _turn(self, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k and v `[B, heads, T, D]`, and the output's gate or None."""
         with span("gsa/value_gate, rotary_emb"):
             q, k, v, out_gate = attention.rotary_gates(
                 y,
@@ -299,8 +323,7 @@ class GatedSparseAttention(nn.Module):
                 value_gate=self.value_gate is not None,
                 output_gate=self.output_gate is not None,
             )
-        index = self.index(x) if indexer else (x.new_empty(0),) * 3
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out_gate, index
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out_gate
 
     def normalise(self, y: Tensor) -> Tensor:
         """The products of `project`, queries first and then keys, which a subclass may normalise."""
