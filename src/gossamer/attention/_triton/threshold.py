@@ -8,11 +8,12 @@ longer, too. So did a guess out of a sample of the row's own keys: it halves the
 Keys are 15-bit integers that order as the float16 numbers of the same bits do, so that one
 `set.ge.f16x2` compares two.
 
-A row beyond the registers is read once (`_long_threshold_kernel`). A sample of it brackets the threshold: 2,048 words
+A row beyond the registers is read once (`_listed_threshold_kernel`). A sample of it brackets the threshold: 2,048 words
 of two keys, one from each stretch of the row. Words with a key in the bracket, some hundredth of all, go into 1,024
 lists, one for each place of the loop, so that nothing passes between threads, and with them where they stand; what is
 left to find is found in the lists, ties included. A row whose bracket misleads, or whose lists overflow, is counted
-again, at four places at a time, as often as it takes. To count each key of the bracket in a bin of its own, by an
+from the start, at four places at a time, as often as it takes (`_long_threshold_kernel`: in the same kernel that takes
+twice the registers). To count each key of the bracket in a bin of its own, by an
 atomic, took half as long again as to read a row three times.
 """
 
@@ -294,55 +295,13 @@ def search_lists(
 
 
 @triton.jit
-def search_row(
-    row_ptr, a, d, reach_a, reach_d, take, visible, window, sinks, BLOCK: tl.constexpr, FORCED: tl.constexpr,
-    PACKED: tl.constexpr,
-):  # fmt: skip
-    """(threshold, last column) of a row of which `reach_a` keys are at least a, and `reach_d` at least d: counted at
-    four places at a time."""
-    low = tl.where(reach_d >= take, d, tl.where(reach_a >= take, a, 1))
-    reach_low = tl.where(reach_d >= take, reach_d, tl.where(reach_a >= take, reach_a, visible))
-    high = tl.where(reach_a < take, a, tl.where(reach_d < take, d, KEPT_KEY + 1))
-    reach_high = tl.where(reach_a < take, reach_a, tl.where(reach_d < take, reach_d, 0))
-    while (high - low > 1) & (reach_low != take):
-        width = high - low
-        a = tl.maximum(low + width // 5, low + 1)
-        b = tl.maximum(low + width * 2 // 5, low + 1)
-        c = tl.maximum(low + width * 3 // 5, low + 1)
-        d = tl.maximum(low + width * 4 // 5, low + 1)
-        na, nb, nc, nd = count_at_four(row_ptr, visible, window, sinks, a, b, c, d, BLOCK, FORCED, PACKED)
-        # The bracket's ends are the largest of the four that enough keys reach, and the next.
-        high = tl.where(na < take, a, tl.where(nb < take, b, tl.where(nc < take, c, tl.where(nd < take, d, high))))
-        reach_high = tl.where(
-            na < take, na, tl.where(nb < take, nb, tl.where(nc < take, nc, tl.where(nd < take, nd, reach_high)))
-        )
-        low = tl.where(nd >= take, d, tl.where(nc >= take, c, tl.where(nb >= take, b, tl.where(na >= take, a, low))))
-        reach_low = tl.where(
-            nd >= take, nd, tl.where(nc >= take, nc, tl.where(nb >= take, nb, tl.where(na >= take, na, reach_low)))
-        )
-    last = visible - 1
-    need = take - reach_high
-    if (reach_low != take) & (need < reach_low - reach_high):
-        seen = 0
-        found = 0
-        start = -BLOCK
-        while seen < need:
-            start += BLOCK
-            words = load_words(row_ptr, start + tl.arange(0, BLOCK), visible, window, sinks, FORCED)
-            found = tl.sum(how_many(equalling(words, low, PACKED)))
-            seen += found
-        need -= seen - found
-        last = 2 * start + column_of_tie(row_ptr, 2 * start, visible, low, need, window, sinks, 2 * BLOCK, FORCED)
-    return low, last
-
-
-@triton.jit
-def _long_threshold_kernel(
+def _listed_threshold_kernel(
     keys_ptr, lengths_ptr, k_ptr, threshold_ptr, last_ptr, lists_ptr, rows, first, Tq, padded, Tk, stride, ahead, k,
     window, sinks, SAMPLE: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, UNIT: tl.constexpr,
     FORCED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """As `_row_threshold_kernel`, for rows of any length, which the programs take in turns."""
+    """As `_row_threshold_kernel`, for rows of any length, which the programs take in turns. Of rows that lists do not
+    settle, last is -1."""
     words_ptr = lists_ptr + tl.program_id(0) * (SLOTS * BLOCK // 2 * 3)
     places_ptr = (words_ptr + SLOTS * BLOCK).to(tl.pointer_type(tl.int16))
     lane = tl.arange(0, BLOCK)
@@ -376,32 +335,81 @@ def _long_threshold_kernel(
             reach_high = tl.sum(how_many(reaching_high))
             listed = slot // BLOCK
             most = tl.max(listed)
-            in_lists = (most <= SLOTS) & (reach_low >= take) & (reach_high < take)
-            if in_lists:
+            last = tl.full([], -1, tl.int32)
+            if (most <= SLOTS) & (reach_low >= take) & (reach_high < take):
                 low, last = search_lists(
                     words_ptr, places_ptr, listed, most, low, high, reach_low, reach_high, take, visible, BLOCK, PACKED
-                )  # fmt: skip
-            else:
-                low, last = search_row(
-                    row_ptr, low, high, reach_low, reach_high, take, visible, kept, sinks, BLOCK, FORCED, PACKED
                 )  # fmt: skip
         tl.store(threshold_ptr + first + row, low)
         tl.store(last_ptr + first + row, last)
 
 
+@triton.jit
+def _long_threshold_kernel(
+    keys_ptr, lengths_ptr, k_ptr, threshold_ptr, last_ptr, first, Tq, padded, Tk, stride, ahead, k, window, sinks,
+    BLOCK: tl.constexpr, UNIT: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """As `_row_threshold_kernel`, for rows of any length where last is -1, by counting at four places at a time."""
+    row = tl.num_programs(0) - 1 - tl.program_id(0)
+    batch = (first + row) // padded
+    visible = visible_keys((first + row) % padded, valid_keys(lengths_ptr, batch, Tk), Tq, ahead)
+    visible, window = in_units(visible, window, UNIT)
+    take = wanted(k_ptr, k, row)
+    if (tl.load(last_ptr + first + row) < 0) & (visible > take):
+        row_ptr = keys_ptr + row.to(tl.int64) * stride
+        low = tl.full([], 1, tl.int32)
+        high = tl.full([], KEPT_KEY + 1, tl.int32)
+        reach_low = visible
+        reach_high = tl.full([], 0, tl.int32)
+        while (high - low > 1) & (reach_low != take):
+            width = high - low
+            a = tl.maximum(low + width // 5, low + 1)
+            b = tl.maximum(low + width * 2 // 5, low + 1)
+            c = tl.maximum(low + width * 3 // 5, low + 1)
+            d = tl.maximum(low + width * 4 // 5, low + 1)
+            na, nb, nc, nd = count_at_four(row_ptr, visible, window, sinks, a, b, c, d, BLOCK, FORCED, PACKED)
+            # The bracket's ends are the largest of the four that enough keys reach, and the next.
+            high = tl.where(na < take, a, tl.where(nb < take, b, tl.where(nc < take, c, tl.where(nd < take, d, high))))
+            reach_high = tl.where(
+                na < take, na, tl.where(nb < take, nb, tl.where(nc < take, nc, tl.where(nd < take, nd, reach_high)))
+            )
+            low = tl.where(
+                nd >= take, d, tl.where(nc >= take, c, tl.where(nb >= take, b, tl.where(na >= take, a, low)))
+            )
+            reach_low = tl.where(
+                nd >= take, nd, tl.where(nc >= take, nc, tl.where(nb >= take, nb, tl.where(na >= take, na, reach_low)))
+            )
+        last = visible - 1
+        need = take - reach_high
+        if (reach_low != take) & (need < reach_low - reach_high):
+            seen = 0
+            found = 0
+            start = -BLOCK
+            while seen < need:
+                start += BLOCK
+                words = load_words(row_ptr, start + tl.arange(0, BLOCK), visible, window, sinks, FORCED)
+                found = tl.sum(how_many(equalling(words, low, PACKED)))
+                seen += found
+            need -= seen - found
+            last = 2 * start + column_of_tie(row_ptr, 2 * start, visible, low, need, window, sinks, 2 * BLOCK, FORCED)
+        tl.store(threshold_ptr + first + row, low)
+        tl.store(last_ptr + first + row, last)
+
+
 _row_threshold = launch.Kernel(_row_threshold_kernel)
+_listed_threshold = launch.Kernel(_listed_threshold_kernel)
 _long_threshold = launch.Kernel(_long_threshold_kernel)
 
 
 BLOCK = 1024
-LISTS = {"SAMPLE": 2048, "BLOCK": BLOCK, "SLOTS": levels.LIST_BYTES // 6 // BLOCK}
+LISTED = launch.Tile({"SAMPLE": 2048, "BLOCK": BLOCK, "SLOTS": levels.LIST_BYTES // 6 // BLOCK}, 8, registers=80)
 """Of a long row: words of its sample, lists, and words of a list, each of which takes six bytes: itself, and where it
-stands."""
+stands. Three programs to a multiprocessor, but where keys are always kept."""
 
 
 def list_programs(rows: int, columns: int, device: torch.device) -> int:
     """How many programs find the thresholds of rows of that many keys by lists; 0 where rows fit registers."""
-    return min(rows, 4 * tuning.programs(device)) if columns > MAX_REGISTERS else 0
+    return min(rows, 3 * tuning.programs(device)) if columns > MAX_REGISTERS else 0
 
 
 def find_thresholds(
@@ -432,7 +440,9 @@ def find_thresholds(
     else:
         assert lists is not None
         args = (*given, lists, rows, *sizes, *rule)
-        _long_threshold((min(rows, len(lists)), 1, 1), args, {**LISTS, **meta}, num_warps=8)
+        options = LISTED.options | ({"maxnreg": None} if meta["FORCED"] else {})
+        _listed_threshold((min(rows, len(lists)), 1, 1), args, {**LISTED.sizes, **meta}, **options)
+        _long_threshold((rows, 1, 1), (*given, *sizes, *rule), {"BLOCK": BLOCK, **meta}, num_warps=8)
 
 
 _ROWS = {"keys_ptr": "*i16", "lengths_ptr": "*i32", "k_ptr": "*i32", "threshold_ptr": "*i32", "last_ptr": "*i32"}
@@ -445,9 +455,14 @@ EXAMPLES = {
         "constexprs": {"WORDS": 16384, "UNIT": 1, "FORCED": True, "PACKED": False},
         "num_warps": 16,
     },
-    _long_threshold_kernel: {
+    _listed_threshold_kernel: {
         "signature": {**_ROWS, "lists_ptr": "*i32", "rows": "i32", **_SIZES},
-        "constexprs": {**LISTS, "UNIT": 1, "FORCED": True, "PACKED": False},
+        "constexprs": {**LISTED.sizes, "UNIT": 1, "FORCED": True, "PACKED": False},
+        "num_warps": 8,
+    },
+    _long_threshold_kernel: {
+        "signature": {**_ROWS, **_SIZES},
+        "constexprs": {"BLOCK": BLOCK, "UNIT": 1, "FORCED": True, "PACKED": False},
         "num_warps": 8,
     },
 }  # fmt: skip
