@@ -440,7 +440,7 @@ def find_thresholds(
     else:
         assert lists is not None
         args = (*given, lists, rows, *sizes, *rule)
-        options = LISTED.options | ({"maxnreg": None} if meta["FORCED"] else {})
+        options = LISTED.options | ({"maxnreg": 96} if meta["FORCED"] else {})
         _listed_threshold((min(rows, len(lists)), 1, 1), args, {**LISTED.sizes, **meta}, **options)
         _long_threshold((rows, 1, 1), (*given, *sizes, *rule), {"BLOCK": BLOCK, **meta}, num_warps=8)
 
@@ -457,8 +457,9 @@ EXAMPLES = {
     },
     _listed_threshold_kernel: {
         "signature": {**_ROWS, "lists_ptr": "*i32", "rows": "i32", **_SIZES},
-        "constexprs": {**LISTED.sizes, "UNIT": 1, "FORCED": True, "PACKED": False},
+        "constexprs": {**LISTED.sizes, "UNIT": 1, "FORCED": False, "PACKED": False},
         "num_warps": 8,
+        "maxnreg": 96,
     },
     _long_threshold_kernel: {
         "signature": {**_ROWS, **_SIZES},
