@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gossamer import attention
-from gossamer._core import checks
+from gossamer._core import autocast, checks
 from gossamer._core.compiling import together
 from gossamer._core.ops import needs_gradient
 from gossamer._core.ranges import span
 from gossamer.attention.sparse_attention import FEW_QUERIES
 from gossamer.nn.attention_cache import AttentionCache
-from gossamer.nn.plain import why_called
+from gossamer.nn.plain import weight_and_bias, why_called
 
 
 class RotaryEmbedding(nn.Module):
@@ -335,7 +335,11 @@ class GatedSparseAttention(nn.Module):
         layers = {"idx_q_proj": of.idx_q_proj, "idx_k_proj": of.idx_k_proj, "idx_w_proj": of.idx_w_proj}
         widths = [layer.out_features for layer in layers.values()]
         with span("gsa/indexer"):
-            q, k, w = _products(x, layers).split(widths, -1)
+            if _writes_in_place(x):
+                # Small ones, which are copied where rows of one product are not neighbours.
+                q, k, w = (layer(x) for layer in layers.values())
+            else:
+                q, k, w = _products(x, layers).split(widths, -1)
         return q.unflatten(-1, (of.num_heads, of.head_dim)).transpose(1, 2), k, w
 
     @torch.no_grad()
@@ -427,9 +431,22 @@ def _products(x: Tensor, layers: dict[str, nn.Linear]) -> Tensor:
     which putting weights side by side would cost more than the products."""
     if x.shape[:-1].numel() <= FEW_TOKENS or why_called(**layers) is not None:
         return torch.cat([layer(x) for layer in layers.values()], -1)
+    width = sum(layer.out_features for layer in layers.values())
+    if _writes_in_place(x):
+        # Of as many columns as a row of 16 bytes asks for. Weights side by side would be copied first.
+        y = x.new_empty(*x.shape[:-1], width + -width % 8)
+        rows, out, at = x.flatten(0, -2), y.flatten(0, -2), 0
+        for layer in layers.values():
+            weight, bias = weight_and_bias(layer)
+            section = out[:, at : at + len(weight)]
+            if bias is None:
+                torch.mm(rows, weight.t(), out=section)
+            else:
+                torch.addmm(bias, rows, weight.t(), out=section)
+            at += len(weight)
+        return y[..., :width]
     biases: list[Tensor | None] = [layer.bias for layer in layers.values()]
     weights: list[Tensor] = [layer.weight for layer in layers.values()]
-    width = sum(layer.out_features for layer in layers.values())
     if over := -width % 8:
         # The fast kernels of 16-bit products want rows of 16 bytes.
         weights.append(weights[0].new_zeros(over, weights[0].shape[1]))
@@ -439,6 +456,13 @@ def _products(x: Tensor, layers: dict[str, nn.Linear]) -> Tensor:
         zeros = weights[0].new_zeros
         bias = torch.cat([zeros(len(weight)) if b is None else b for b, weight in zip(biases, weights)])
     return F.linear(x, torch.cat(weights), bias)[..., :width]
+
+
+def _writes_in_place(x: Tensor) -> bool:
+    """Whether products may be written where they belong: nothing differentiates, casts, or traces them."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or autocast.enabled(x.device):
+        return False
+    return type(x) is Tensor and torch._C._functorch.peek_interpreter_stack() is None
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
