@@ -105,7 +105,7 @@ def sparse_attention(
     words, counts, indices = selection.words, selection.counts, selection.indices
     chosen = _path(path, q, selection)
     if indexer is None:
-        call = undispatched(_sparse_attention, q, k, v)
+        call = undispatched(_sparse_attention, q, k, v, words, counts, indices, lengths)
         out, lse = call(q, k, v, words, counts, indices, lengths, scale, causal, chosen)
     else:
         q_idx, k_idx, w, bias = _check_indexer(indexer, q, selection)
