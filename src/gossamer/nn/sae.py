@@ -248,11 +248,15 @@ class SparseAutoencoder(torch.nn.Module):
         rows, l0, nnz = self._chosen(x, self._entries)
         reconstruction = self._output(x, rows)
         mse = mean(squared_error(target, reconstruction))
-        parts = self._penalty(rows, l0), self._dead_loss(x, target, reconstruction) if self.training else None
-        penalty, dead = (zero if part is None else part for part, zero in zip(parts, mse.new_zeros(2).unbind()))
-        loss = mse + penalty + dead
+        penalty = self._penalty(rows, l0)
+        dead = self._dead_loss(x, target, reconstruction) if self.training else None
+        # What there is not is a zero of its own.
+        none = mse.new_zeros(3).unbind() if penalty is None or dead is None else ()
+        loss = mse + (none[0] if penalty is None else penalty)
+        loss = loss if dead is None else loss + dead
         self._record(nnz, loss)
-        return SAELoss(loss, mse, penalty, mean(l0.detach()), reconstruction, dead)
+        shown = none[1] if penalty is None else penalty, none[2] if dead is None else dead
+        return SAELoss(loss, mse, shown[0], mean(l0.detach()), reconstruction, shown[1])
 
     def _output(self, x: Tensor, rows: Rows | Tensor) -> Tensor:
         return decode_dense(rows, self.W_dec, self.b_dec) if isinstance(rows, Tensor) else self._decoded(rows)
