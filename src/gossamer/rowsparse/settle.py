@@ -21,7 +21,13 @@ def settled(rows: Any) -> tuple[Tensor, Tensor, Tensor]:
         return values, indices, counts
     # Whoever looks may have gradients off, and whoever differentiates later may not.
     with torch.inference_mode(values.is_inference()), torch.enable_grad():
-        return build(rows, *entries(rows), most=None)
+        row, columns, values = entries(rows)
+        m, n, what = rows.num_rows, rows.num_columns, "rowsparse.settle"
+        if isinstance(rows, CSR):
+            return values, columns.int(), offsets_of(row, m)
+        if isinstance(rows, ELL):
+            return build_ell(what, row, columns, values, m, None)
+        return build_twell(what, row, columns, values, m, n, rows.tile, None)
 
 
 def refuse_to_look(rows: Any) -> None:
@@ -97,20 +103,6 @@ def slots_of(rows: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     row = torch.arange(rows.num_rows, device=device)[:, None, None].expand_as(held)
     tiles = torch.arange(counts.shape[1], device=device)[:, None]
     return row, indices.long() + tiles * rows.tile, held, over
-
-
-def build(
-    like: Any, row: Tensor, columns: Tensor, values: Tensor, most: int | None, operator: str = "rowsparse.convert"
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(values, indices, counts) of entries in order of row, in the format of `like`; its own buffers do not matter.
-
-    `most` is how many slots a row, or a row's tile, is to have; None takes what the fullest one needs.
-    """
-    if isinstance(like, CSR):
-        return values, columns.int(), offsets_of(row, like.num_rows)
-    if isinstance(like, ELL):
-        return build_ell(operator, row, columns, values, like.num_rows, most)
-    return build_twell(operator, row, columns, values, like.num_rows, like.num_columns, like.tile, most)
 
 
 def offsets_of(row: Tensor, m: int) -> Tensor:

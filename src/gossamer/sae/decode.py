@@ -191,10 +191,8 @@ def _check_counts(operator: str, nnz: Tensor, capacity: int) -> None:
         )
 
 
-def _fake(
-    acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, truncate: bool, out_dtype: torch.dtype | None
-) -> Tensor:
-    return weight.new_empty(acts.shape[0], weight.shape[1], dtype=out_dtype or weight.dtype)
+def _fake(acts: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    return weight.new_empty(acts.shape[0], weight.shape[1], dtype=rest[-1] or weight.dtype)
 
 
 def _context(ctx: Any, inputs: Any, output: Any) -> None:

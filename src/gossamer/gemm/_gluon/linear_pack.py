@@ -141,10 +141,8 @@ def produce(inputs, ring, extent, TRANSPOSED: gl.constexpr, GROUP_M: gl.constexp
             mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
             mbarrier.expect(full, (GROUPS * ROWS + BLOCK_N) * BLOCK_K * 2)
             tma.async_copy_global_to_shared(x_desc, [row, step * BLOCK_K], full, x_bufs.index(stage))
-            if TRANSPOSED:
-                tma.async_copy_global_to_shared(w_desc, [column, step * BLOCK_K], full, w_bufs.index(stage))
-            else:
-                tma.async_copy_global_to_shared(w_desc, [step * BLOCK_K, column], full, w_bufs.index(stage))
+            at = [column, step * BLOCK_K] if TRANSPOSED else [step * BLOCK_K, column]
+            tma.async_copy_global_to_shared(w_desc, at, full, w_bufs.index(stage))
             count += 1
 
 
@@ -167,10 +165,7 @@ def consume(
             stage = count % STAGES
             mbarrier.wait(ready.index(stage), count // STAGES & 1)
             x = x_bufs.index(stage).slice(GROUP * ROWS, ROWS)
-            if TRANSPOSED:
-                w = w_bufs.index(stage).permute((1, 0))
-            else:
-                w = w_bufs.index(stage)
+            w = w_bufs.index(stage).permute((1, 0)) if TRANSPOSED else w_bufs.index(stage)
             acc = warpgroup_mma(x, w, acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
             # The step before has been read: its stage goes back to the warp that loads.

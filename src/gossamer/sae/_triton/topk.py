@@ -115,9 +115,23 @@ def row_topk(
     """As `select.row_topk`, of x @ weight + bias, on the path "bound"."""
     out = (*empty_ell(x, len(x), k), torch.empty(len(x), dtype=torch.float32, device=x.device))
     again = torch.empty_like(out[2])
-    run = encode_path.topk_run(x.shape[1])
+    (m, d), n, tile = x.shape, weight.shape[1], encode_path.TOPK_TILE
+    run = encode_path.topk_run(d)
     bounds = _bounds(*_sample(x, weight, bias, scale, run), encode_path.topk_rank(k, run))
-    _pack_and_select(x, weight, bias, scale, k, run, bounds, (*out, again))
+    packed = empty_twell(x, m, n, tile, encode_path.TOPK_SLOTS)
+    # So little below the quotient that rounding loses nothing that exceeds the bound.
+    factors = None if scale is None else ((1 - 2**-20) / scale.float()).clamp_(max=LARGEST.value)
+    launch_linear_pack(x, weight.t(), bias, None, tile, packed, bounds, factors)
+    tiles, length = launch.cdiv(n, tile), encode_path.topk_list(k, run)
+    programs = min(m, 16 * tuning.programs(x.device))
+    lists = torch.empty(programs, 2 if scale is None else 3, length, dtype=torch.int32, device=x.device)
+    args = (*packed, scale, bounds, lists, *out, again, m, tiles, encode_path.TOPK_SLOTS, tile, k, length)
+    # Most rows' entries are in registers, of one warp, and few of what else there is, so that many rows are.
+    held = max(256, encode_path.topk_list(k, run, 1.5))
+    meta = {"BLOCK": min(128, launch.next_power_of_2(tiles)), "LIST": held, "CHUNK": 128, "SHIFT": SHIFT[x.dtype]}
+    _topk_of_tiles((programs, 1, 1), args, meta, num_warps=1)
+    # Memory for what follows.
+    del packed, factors, bounds, lists, args
     _settle(x, weight, bias, scale, k, again, out)
     return out
 
@@ -158,33 +172,6 @@ def _bounds(z: Tensor, bias: Tensor | None, scale: Tensor | None, rank: int) -> 
     meta = {"BLOCK": max(min(launch.next_power_of_2(n), 512), 32 * vector), "VEC": vector, "SHIFT": SHIFT[z.dtype]}
     _row_bound((m, 1, 1), (z, bias, scale, bounds, n, rank), meta, num_warps=1)
     return bounds
-
-
-def _pack_and_select(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    k: int,
-    run: int,
-    bounds: Tensor,
-    out: tuple[Tensor, ...],
-) -> None:
-    """Fills values, indices, nnz and l0 of the rows that `again`, the last of out, does not name."""
-    (m, _), n = x.shape, weight.shape[1]
-    tile, slots = encode_path.TOPK_TILE, encode_path.TOPK_SLOTS
-    tiles, length = launch.cdiv(n, tile), encode_path.topk_list(k, run)
-    packed = empty_twell(x, m, n, tile, slots)
-    # So little below the quotient that rounding loses nothing that exceeds the bound.
-    factors = None if scale is None else ((1 - 2**-20) / scale.float()).clamp_(max=LARGEST.value)
-    launch_linear_pack(x, weight.t(), bias, None, tile, packed, bounds, factors)
-    programs = min(m, 16 * tuning.programs(x.device))
-    lists = torch.empty(programs, 2 if scale is None else 3, length, dtype=torch.int32, device=x.device)
-    args = (*packed, scale, bounds, lists, *out, m, tiles, slots, tile, k, length)
-    # Most rows' entries are in registers, of one warp, and few of what else there is, so that many rows are.
-    held = max(256, encode_path.topk_list(k, run, 1.5))
-    meta = {"BLOCK": min(128, launch.next_power_of_2(tiles)), "LIST": held, "CHUNK": 128, "SHIFT": SHIFT[x.dtype]}
-    _topk_of_tiles((programs, 1, 1), args, meta, num_warps=1)
 
 
 def _settle(
