@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer._core.ops import refuse_second, register, undispatched
+from gossamer._core.ops import refuse_second, register
 from gossamer.blocksparse._torch.gather import gather as _gather_cpu
 from gossamer.blocksparse._torch.gather import reach as _reach_cpu
 from gossamer.blocksparse._torch.scatter_reduce import scatter_reduce as _scatter_cpu
@@ -41,14 +41,13 @@ class Indexed:
 
     def gather(self, values: Tensor) -> Tensor:
         """Blocks of index's layout: what the indices find in values."""
-        return undispatched(_gather, values)(values, *self.parts, self.sizes)
+        return _gather(values, *self.parts, self.sizes)
 
     def scatter(
         self, given: Tensor | None, src: Tensor | None, reduce: str, include_self: bool, dtype: torch.dtype
     ) -> Tensor:
         """Blocks of the layout: `src`, aligned with index, or ones if None, joined with what is given, or zeros."""
-        call = undispatched(_scatter, given, src, self.parts[0])
-        return call(given, src, *self.parts, self.sizes, reduce, include_self, dtype)
+        return _scatter(given, src, *self.parts, self.sizes, reduce, include_self, dtype)
 
     def count(self) -> Tensor:
         """int32 blocks of the layout: how many indices point at each element."""

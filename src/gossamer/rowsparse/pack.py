@@ -224,8 +224,7 @@ def _pack_ell_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor |
     if grad is None:
         return None, None
     indices, nnz = ctx.saved_tensors
-    call = undispatched(unpack_operator, grad)
-    return call(grad, indices, nnz.clamp(max=indices.shape[1]), None, ctx.n), None
+    return unpack_operator(grad, indices, nnz.clamp(max=indices.shape[1]), None, ctx.n), None
 
 
 def _fake_pack_twell(x: Tensor, tile: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
