@@ -117,10 +117,7 @@ def check_weight(
 ) -> None:
     """`weight` is a floating [N, D] beside the container; the rest are the words of the caller's signature."""
     checks.floating(operator, **{name: weight})
-    n = rows.num_columns
-    if weight.dim() != 2 or weight.shape[0] != n:
-        rule = f"{letters} with {letters[1:].split(',')[0]} = {n} like {container}"
-        raise ValueError(f"{operator}: {name} must have shape {rule}, got {list(weight.shape)}.")
+    checks.matrix(operator, name, weight, letters, 0, rows.num_columns, container)
     checks.same_device(operator, name, weight.device, **{container: rows.packed.values})
 
 

@@ -48,8 +48,7 @@ def sampled_matmul(x: Tensor, weight: Tensor, pattern: Rows) -> Rows:
         check_weight(operator, pattern, weight, container="pattern")
         checks.same_device(operator, "weight", weight.device, x=x)
         checks.shape(operator, "x", x, (*pattern.shape[:-1], weight.shape[1]), "[..., D]", "like pattern and weight")
-        if autocast.enabled(x.device):
-            x, weight = autocast.cast(x, weight)  # type: ignore[assignment]
+        x, weight = autocast.cast(x, weight)  # type: ignore[assignment]
         checks.same_dtype(operator, "x", x, weight=weight)
         _checked.keep(key, True)
     _, indices, counts, source = pattern.packed
