@@ -173,7 +173,8 @@ def _kind(arg: Any) -> Any:
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() % 16 == 0, _HIP and arg.untyped_storage().size() > _INT32
     if hasattr(arg, "block_shape"):
-        return arg.base.dtype, *arg.block_shape, arg.layout
+        # One object for all of a kind, where whoever makes descriptors gives them one.
+        return vars(arg).get("kind") or (arg.base.dtype, *arg.block_shape, arg.layout)
     return arg if type(arg) is int else type(arg)
 
 
