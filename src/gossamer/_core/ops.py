@@ -111,14 +111,17 @@ def register(
         return operator
     function = functools.partial(_function, name, setup_context, backward)
     _library.impl(name, _dispatched(operator, function), "Autograd", with_keyset=True)
-    # Where nobody listens, nothing needs what `autograd.Function` does for the transforms of torch.func.
-    base = torch.autograd.function._SingleLevelFunction
-    _ways[operator] = by_device, {device: _direct(function(base, run), run) for device, run in by_device.items()}
+    differentiable = {}
+    for device, run in by_device.items():
+        # Where nobody listens, nothing needs what `Function.apply` does for the transforms of torch.func.
+        apply = super(torch.autograd.Function, function(run)).apply
+        differentiable[device] = _direct(apply, run)
+    _ways[operator] = by_device, differentiable
     return operator
 
 
-def _function(name: str, setup_context: Any, backward: Callable[..., Any], base: Any, run: Callable[..., Any]) -> Any:
-    """`run` with a gradient, as a new `autograd.Function` applies it."""
+def _function(name: str, setup_context: Any, backward: Callable[..., Any], run: Callable[..., Any]) -> Any:
+    """The `autograd.Function` of `run` and its gradient."""
 
     def forward(ctx: Any, *args: Any) -> Any:
         out = run(*args)
@@ -126,8 +129,8 @@ def _function(name: str, setup_context: Any, backward: Callable[..., Any], base:
             setup_context(ctx, args, out)
         return out
 
-    made: Any = type(name, (base,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
-    return made.apply
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), methods)
 
 
 def _dispatched(operator: Any, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,7 +146,7 @@ def _dispatched(operator: Any, function: Callable[..., Any]) -> Callable[..., An
             with torch._C._AutoDispatchBelowAutograd():
                 return operator.redispatch(below, *args)
 
-        return run, function(torch.autograd.Function, run)
+        return run, function(run).apply
 
     def call(keyset: Any, *args: Any) -> Any:
         args += defaults[len(args) :]
