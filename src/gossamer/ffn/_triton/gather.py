@@ -28,7 +28,6 @@ from gossamer._core import launch, tuning
 from gossamer.ffn._triton._packed import LISTED, SLOTS, TILE, Packed
 from gossamer.ffn.costs import GROUP, MANY
 
-
 GROUPED = tl.constexpr(GROUP)
 
 
@@ -51,7 +50,7 @@ def _ffn_gather_kernel(
 ):  # fmt: skip
     """Program (row, slice of the columns, part of its entries). Without `up_ptr` an entry is its own factor. heavy_ptr:
     the words before LISTED, then the rows that are listed; heavy_x_ptr takes the rows of x in that order. Where
-    `taken_ptr` is not 0 for a group of GROUP rows, others see to it. STAGES steps are on their way at once, all but one of
+    `taken_ptr` is not 0 for a group of rows, others see to it. STAGES steps are on their way at once, all but one of
     them in shared memory."""
     if DEPENDENT:
         gdc_launch_dependents()
@@ -87,18 +86,28 @@ def _ffn_gather_kernel(
             acc = tl.zeros([BLOCK_D], tl.float32)
             values_ptr += row * tiles * SLOTS
             indices_ptr += row * tiles * SLOTS
-            for first in tl.range(part * BLOCK_E, total, PARTS * BLOCK_E, num_stages=STAGES):
-                entry = first + tl.arange(0, BLOCK_E)
+            entry = part * BLOCK_E + tl.arange(0, BLOCK_E)
+            if STAGES == 1:
                 index, value = locate(values_ptr, indices_ptr, entry, total, counts, ends, TILE, SLOTS)
+            for _ in tl.range(part * BLOCK_E, total, PARTS * BLOCK_E, num_stages=STAGES):
+                if STAGES > 1:
+                    index, value = locate(values_ptr, indices_ptr, entry, total, counts, ends, TILE, SLOTS)
                 held = (entry < total)[:, None]
                 at = index.to(tl.int64)
                 down = tl.load(down_ptr + at[:, None] * D + d[None, :], mask=held & (d < D)[None, :], other=0.0)
                 factor = value * value if SQUARED else value
                 if up_ptr is not None:
                     up = tl.load(up_ptr + at[:, None] * K + k[None, :], mask=held & (k < K)[None, :], other=0.0)
+                    if up_bias_ptr is not None:
+                        bias = tl.load(up_bias_ptr + at, mask=entry < total, other=0.0).to(tl.float32)
+                entry += PARTS * BLOCK_E
+                if STAGES == 1:
+                    # Without stages the next entries are found while these weights are on their way.
+                    index, value = locate(values_ptr, indices_ptr, entry, total, counts, ends, TILE, SLOTS)
+                if up_ptr is not None:
                     product = tl.sum(up.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
                     if up_bias_ptr is not None:
-                        product += tl.load(up_bias_ptr + at, mask=entry < total, other=0.0).to(tl.float32)
+                        product += bias
                     factor *= product
                 acc += tl.sum(factor[:, None] * down.to(tl.float32), axis=0)
             if PARTS > 1:
@@ -139,10 +148,11 @@ class Choice:
 
 CHOICE = Choice(1, 1024)
 MANY_ROWS = Choice(1, 1024, registers=96)
-"""H200, 29 entries a row, K = D = 2,048, the whole block. 16,384 rows: 1,074 us with weights that are loaded to registers,
-of which 8 programs find room; 1,029 with three stages, 1,009 with these and 96 registers, 1,286 with 80. 2,048 rows: 160,
-152 and 157 us, for 10 programs a multiprocessor leave half of a second round empty. Two warps a row: with one or four it
-takes longer. A plain block of 8,192 neurons takes 951 us with an entry at a time, 1,085 with two and 1,036 with four."""
+"""H200, 29 entries a row, K = D = 2,048, the whole block. 16,384 rows: 1,074 us with weights that are loaded to
+registers, of which 8 programs find room; 1,029 with three stages, 1,009 with these and 96 registers, 1,286 with 80.
+2,048 rows: 160, 152 and 157 us, for 10 programs a multiprocessor leave half of a second round empty. Two warps a row:
+with one or four it takes longer. A plain block of 8,192 neurons takes 951 us with an entry at a time, 1,085 with two
+and 1,036 with four."""
 STAGED = 96 << 10
 """Bytes of shared memory that a program's stages may take."""
 SLICE = 2048
@@ -176,7 +186,7 @@ def gather(
     block_d = launch.next_power_of_2(d) if up_weight is not None else min(launch.next_power_of_2(d), SLICE)
     slices = launch.cdiv(d, block_d)
     warps = min(16, max(1, max(block_k, block_d) // choice.width))
-    stages, registers = stages_and_registers(block_k, block_d, x.element_size(), warps, choice)
+    stages, registers = stages_and_registers(0 if up_weight is None else k, d, x.element_size(), warps, choice)
     room = 1 if taken is not None else max(1, min(8, 8 * tuning.programs(x.device) // max(1, m * slices)))
     # A power of two: each number of parts is compiled.
     parts = 1 << (room.bit_length() - 1)
@@ -200,14 +210,13 @@ def gather(
     return first, second, parts
 
 
-def stages_and_registers(
-    block_k: int, block_d: int, size: int, warps: int, choice: Choice
-) -> tuple[int, int | None]:
-    """What of a choice fits rows of up and down that are as wide, of elements of `size` bytes."""
-    step = choice.entries * (block_k + block_d) * size
-    staged = choice.stages if (choice.stages - 1) * step <= STAGED and torch.version.hip is None else 1
-    narrow = size == 2 and max(block_k, block_d) <= choice.width * warps
-    return staged, choice.registers if narrow and staged > 1 else None
+def stages_and_registers(k: int, d: int, size: int, warps: int, choice: Choice) -> tuple[int, int | None]:
+    """What of a choice serves rows of up and down of k and d elements of `size` bytes: rows of multiples of 16 elements
+    are copied to shared memory as they come, where they are not too wide. It was measured of 16 bits."""
+    staged = choice.entries * (launch.next_power_of_2(k) + launch.next_power_of_2(d)) * size * (choice.stages - 1)
+    if torch.version.hip is not None or size > 2 or (k | d) % 16 or staged > STAGED:
+        return 1, None
+    return choice.stages, choice.registers if max(k, d) <= choice.width * warps else None
 
 
 EXAMPLES = {
