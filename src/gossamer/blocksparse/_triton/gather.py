@@ -2,9 +2,9 @@
 
 A program owns some 2,048 indices: it reads them in whole sectors, finds for each the block that it points into, through
 the table of positions (a few kilobytes that stay in the cache), and fetches the element. Its indices are rows of one
-block of them, or, where they point along rows, LINES rows of blocks that follow each other, most of which are in one row
-of blocks: these then share the sectors of a few rows, which the first cache holds, where 32 rows of one block would ask
-the second one for a sector an element. The result is written where the indices lay.
+block of them, or, where they point along rows, LINES rows of blocks that follow each other, most of which are in one
+row of blocks: these then share the sectors of a few rows, which the first cache holds, where 32 rows of one block would
+ask the second one for a sector an element. The result is written where the indices lay.
 """
 
 import torch
