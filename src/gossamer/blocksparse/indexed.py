@@ -42,16 +42,14 @@ class Indexed:
 
     def gather(self, values: Tensor) -> Tensor:
         """Blocks of index's layout: what the indices find in values."""
-        out: Tensor = undispatched(_gather, values, self.parts[4])(values, *self.parts, self.sizes)
-        return out
+        return undispatched(_gather, values, self.parts[4])(values, *self.parts, self.sizes)
 
     def scatter(
         self, given: Tensor | None, src: Tensor | None, reduce: str, include_self: bool, dtype: torch.dtype
     ) -> Tensor:
         """Blocks of the layout: `src`, aligned with index, or ones if None, joined with what is given, or zeros."""
         call = undispatched(_scatter, given, src, self.parts[4])
-        out: Tensor = call(given, src, *self.parts, self.sizes, reduce, include_self, dtype)
-        return out
+        return call(given, src, *self.parts, self.sizes, reduce, include_self, dtype)
 
     def count(self) -> Tensor:
         """int32 blocks of the layout: how many indices point at each element."""
