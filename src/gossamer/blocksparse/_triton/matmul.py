@@ -30,8 +30,6 @@ from gossamer.blocksparse._triton.tensor import from_dense, to_dense
 from gossamer.blocksparse._triton.transpose import turn
 from gossamer.blocksparse.matmul_path import choose_path, is_small, named, narrowed, share_of, widest_of
 
-EVERY = 0
-"""Steps along K up to which programs of small products look for both blocks of each, and keep no lists."""
 WAVES = 16
 """Programs for each multiprocessor where programs keep lists."""
 
@@ -124,23 +122,11 @@ def load_blocks(
 
 
 @triton.jit
-def find_step(
-    lists, pairs_ptr, begin, at, count, column, inner, cells,
-    COLUMNS: tl.constexpr, EVERY: tl.constexpr, TRANS: tl.constexpr,
-):  # fmt: skip
+def find_step(lists, pairs_ptr, begin, at, count, column, inner, COLUMNS: tl.constexpr):
     """(block of A, its column of blocks, blocks of B) of an entry of a tile's list; `column` counts the tile's."""
     offsets_ptr, order_ptr, index_ptr = lists
     has = at < count
-    if EVERY:
-        b_positions_ptr, z, m, col, rows, cols = cells
-        block = tl.load(pairs_ptr + place(z, m, at, rows, inner, TRANS[0]), mask=has, other=-1)
-        found = tl.load(
-            b_positions_ptr + place(z, at, col, inner, cols, TRANS[1]),
-            mask=has & (column >= 0) & (block >= 0),
-            other=-1,
-        )
-        return block, at, found
-    elif pairs_ptr is not None:
+    if pairs_ptr is not None:
         record = pairs_ptr + (2 + COLUMNS) * at
         block = tl.load(record, mask=has, other=0)
         k = tl.load(record + 1, mask=has, other=0)
@@ -208,14 +194,13 @@ def _blocksparse_matmul_kernel(
     BLOCK: tl.constexpr, TRANS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """BLOCK is the blocks along M, K and N; TRANS what of A, B and the result is stored transposed, and the blocks
-    of A and B in themselves; TILE the columns and the step along K of a tile, and whether a tile tries each step along
-    K, with A's positions for `pairs`. A matrix is dense where its offsets are None."""
+    of A and B in themselves; TILE the columns and the step along K of a tile. A matrix is dense where its offsets are
+    None."""
     BM: tl.constexpr = BLOCK[0]
     BK: tl.constexpr = BLOCK[1]
     BN: tl.constexpr = BLOCK[2]
     TILE_N: tl.constexpr = TILE[0]
     STEP: tl.constexpr = TILE[1]
-    EVERY: tl.constexpr = TILE[2]
     SUB: tl.constexpr = BK // STEP
     COLUMNS: tl.constexpr = TILE_N // BN
     GROUP: tl.constexpr = 1024 // BM
@@ -237,25 +222,20 @@ def _blocksparse_matmul_kernel(
         # A program without columns has nothing to do, and without all blocks nothing can be right.
         count = tl.where((first < end) & (lost == 0), count, 0)
         pairs = pairs_ptr
-        if EVERY:
-            count = tl.where((first < end) & (lost == 0), inner, 0)
-        elif b_positions_ptr is not None:
+        if b_positions_ptr is not None:
             pairs += tl.program_id(0).to(tl.int64) * (2 + COLUMNS) * inner
             lists = (a_order_ptr, a_index_ptr, begin_a, count, out_order_ptr, out_index_ptr, first, end)
             count = meetings(lists, b_positions_ptr, pairs, z, inner, cols, COLUMNS, TRANS[1])
         a_lists = (a_offsets_ptr, a_order_ptr, a_index_ptr)
         column = tl.where(held, j // BN, -1)
-        cells = (b_positions_ptr, z, m, col, rows, cols)
-        block, k_block, found = find_step(
-            a_lists, pairs, begin_a, 0, count, column, inner, cells, COLUMNS, EVERY, TRANS
-        )
+        block, k_block, found = find_step(a_lists, pairs, begin_a, 0, count, column, inner, COLUMNS)
         acc = tl.zeros([BM, TILE_N], tl.float32)
         for step in range(0, count * SUB):
             inside = step % SUB * STEP + step_k
             exists = k_block * BK + inside < K
             if a_offsets_ptr is not None:
                 block_ptr = a_ptr + block.to(tl.int64) * (BM * BK)
-                a = load_tile(block_ptr, i, inside, (exists & (block >= 0))[None, :], BM, BK, TRANS[3])
+                a = load_tile(block_ptr, i, inside, exists[None, :], BM, BK, TRANS[3])
             else:
                 # From the tile's corner on, 32 bits are enough.
                 corner = wide(z) * M * K + cell(wide(m) * BM, wide(k_block) * BK, M, K, TRANS[0])
@@ -267,9 +247,7 @@ def _blocksparse_matmul_kernel(
                 exists = exists[:, None] & (held & (n < N))[None, :]
                 # Stored transposed, columns are far apart.
                 b = load_tile(b_ptr + corner, inside, n.to(tl.int64 if TRANS[1] else tl.int32), exists, K, N, TRANS[1])
-            block, k_block, found = find_step(
-                a_lists, pairs, begin_a, (step + 1) // SUB, count, column, inner, cells, COLUMNS, EVERY, TRANS
-            )  # fmt: skip
+            block, k_block, found = find_step(a_lists, pairs, begin_a, (step + 1) // SUB, count, column, inner, COLUMNS)
             if UPCAST:
                 a, b = a.to(tl.float32), b.to(tl.float32)
             acc += tl.dot(a, b, input_precision=PRECISION)
@@ -371,7 +349,9 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     b, trans_b = (b.contiguous(), trans_b) if of_b[0] is not None else _stored(b)
     precision = tuning.dot_precision(a, k)
     order = trans_a, trans_b
-    hopper = tuning.hopper(a.device) and not is_small((z, m, k, n), a.device)
+    # Small ones of float32 would wait for tiles that the compiler turns around.
+    small = a.element_size() == 2 and is_small((z, m, k, n), a.device)
+    hopper = tuning.hopper(a.device) and not small
     if hopper and precision["PRECISION"].startswith("tf32"):
         a, b, trans_a, trans_b, order = _by_inner(a, b, of_a, of_b, trans_a, trans_b)
     cores = a.element_size() == 2 or precision["PRECISION"] == "tf32"
@@ -385,16 +365,13 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     block = bm, bk or tile.step, bn or tile.columns
     tiles = z * launch.cdiv(m, bm) * launch.cdiv(n, tile.columns)
     pairs = None
-    every = of_b[0] is not None and launch.cdiv(k, bk) <= EVERY and is_small((z, m, k, n), a.device)
-    if every:
-        pairs = of_a[5]
-    elif of_b[0] is not None:
+    if of_b[0] is not None:
         inner = launch.cdiv(k, bk)
         tiles = min(tiles, WAVES * tuning.programs(a.device))
         pairs = launch.scratch.get(max(tiles, 1) * (2 + tile.columns // bn) * inner, a.device).view(torch.int32)
     lists = (*_lists(of_a, trans_a), of_b[0], of_b[5], *_lists(of_out, turned), pairs)
     capacities = [0 if parts[0] is None else parts[1].shape[0] for parts in (of_a, of_b, of_out)]
-    meta = {"BLOCK": block, "TRANS": trans, "TILE": (tile.columns, tile.step, every), **precision}
+    meta = {"BLOCK": block, "TRANS": trans, "TILE": (tile.columns, tile.step), **precision}
     args = (a, b, out, *lists, z, m, k, n, *capacities)
     _blocksparse_matmul((max(tiles, 1), 1, 1), args, meta, num_warps=tile.warps, num_stages=tile.stages)
     return out
@@ -500,7 +477,7 @@ EXAMPLES = {
             "out_order_ptr": None, "pairs_ptr": "*i32", **_SIZES,
         },
         "constexprs": {
-            "BLOCK": (64, 64, 64), "TRANS": (False,) * 5, "TILE": (128, 32, False), "PRECISION": "ieee",
+            "BLOCK": (64, 64, 64), "TRANS": (False,) * 5, "TILE": (128, 32), "PRECISION": "ieee",
             "UPCAST": False,
         },
         "num_warps": 4,
