@@ -114,6 +114,14 @@ def wanted(k_ptr, k, row):
 
 
 @triton.jit
+def row_of_slab(row, lengths_ptr, k_ptr, first, Tq, padded, Tk, ahead, k, window, UNIT: tl.constexpr):
+    """(columns that a row sees, how many of the last are always kept, how many it takes)."""
+    length = valid_keys(lengths_ptr, (first + row) // padded, Tk)
+    visible, kept = in_units(visible_keys((first + row) % padded, length, Tq, ahead), window, UNIT)
+    return visible, kept, wanted(k_ptr, k, row)
+
+
+@triton.jit
 def _row_threshold_kernel(
     keys_ptr, lengths_ptr, k_ptr, threshold_ptr, last_ptr, first, Tq, padded, Tk, stride, ahead, k, window, sinks,
     WORDS: tl.constexpr, UNIT: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr,
@@ -122,10 +130,7 @@ def _row_threshold_kernel(
     column last. The slab's rows are `first` and following of all rows of thresholds. A column is UNIT keys, and so are
     k and what is always kept first."""
     row = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch = (first + row) // padded
-    visible = visible_keys((first + row) % padded, valid_keys(lengths_ptr, batch, Tk), Tq, ahead)
-    visible, window = in_units(visible, window, UNIT)
-    take = wanted(k_ptr, k, row)
+    visible, window, take = row_of_slab(row, lengths_ptr, k_ptr, first, Tq, padded, Tk, ahead, k, window, UNIT)
     low = tl.full([], 1, tl.int32)
     last = visible - 1
     if visible > take:
@@ -307,10 +312,7 @@ def _listed_threshold_kernel(
     lane = tl.arange(0, BLOCK)
     for turn in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = rows - 1 - turn
-        batch = (first + row) // padded
-        visible = visible_keys((first + row) % padded, valid_keys(lengths_ptr, batch, Tk), Tq, ahead)
-        visible, kept = in_units(visible, window, UNIT)
-        take = wanted(k_ptr, k, row)
+        visible, kept, take = row_of_slab(row, lengths_ptr, k_ptr, first, Tq, padded, Tk, ahead, k, window, UNIT)
         low = tl.full([], 1, tl.int32)
         last = visible - 1
         if visible > take:
@@ -351,10 +353,7 @@ def _long_threshold_kernel(
 ):  # fmt: skip
     """As `_row_threshold_kernel`, for rows of any length where last is -1, by counting at four places at a time."""
     row = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch = (first + row) // padded
-    visible = visible_keys((first + row) % padded, valid_keys(lengths_ptr, batch, Tk), Tq, ahead)
-    visible, window = in_units(visible, window, UNIT)
-    take = wanted(k_ptr, k, row)
+    visible, window, take = row_of_slab(row, lengths_ptr, k_ptr, first, Tq, padded, Tk, ahead, k, window, UNIT)
     if (tl.load(last_ptr + first + row) < 0) & (visible > take):
         row_ptr = keys_ptr + row.to(tl.int64) * stride
         low = tl.full([], 1, tl.int32)
