@@ -27,8 +27,9 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, head_dim: int, theta: float, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.head_dim, self.theta = head_dim, theta
-        self._kept: tuple[Tensor, tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
+        self._first: tuple[Tensor, tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
         self.register_buffer("inv_freq", self._frequencies(device))
+        self._kept: Tensor | None = None
 
     def _frequencies(self, device: torch.device | str | None) -> Tensor:
         return self.theta ** -(torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim)
@@ -37,22 +38,31 @@ class RotaryEmbedding(nn.Module):
         """(cos, sin) in float32, `[..., D]`, of integer positions `[...]`."""
         # A module that was cast to 16 bits has frequencies that are of no use at large positions.
         wide = self.inv_freq.dtype in (torch.float32, torch.float64)
-        angles = positions[..., None].float() * (self.inv_freq if wide else self._frequencies(positions.device)).float()
+        angles = positions[..., None].float() * (self.inv_freq if wide else self._wide(positions)).float()
         angles = torch.cat([angles, angles], -1)
         return angles.cos(), angles.sin()
 
     def of_first(self, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) of positions 0 to count - 1, beside `like`. In inference they are kept from call to call, up to
         KEPT_ANGLES of them, for six launches are a tenth of a short call."""
-        if count * self.head_dim > KEPT_ANGLES or not _plain_inference(like) or _in_a_graph(like):
+        if count * self.head_dim > KEPT_ANGLES or not _plain_inference(like) or checks.capturing():
             return self(torch.arange(count, device=like.device))
         # A module that was moved or loaded has another buffer, or another version of it; another stream does not wait.
         of = self.inv_freq
         stream = torch.cuda.current_stream(like.device) if like.is_cuda else None
         key = (count, like.device, stream, None if of.is_inference() else of._version)
-        if self._kept is None or self._kept[0] is not of or self._kept[1] != key:
-            self._kept = of, key, self(torch.arange(count, device=like.device))
-        return self._kept[2]
+        if self._first is None or self._first[0] is not of or self._first[1] != key:
+            self._first = of, key, self(torch.arange(count, device=like.device))
+        return self._first[2]
+
+    def _wide(self, positions: Tensor) -> Tensor:
+        """The frequencies in float32, kept, for four small kernels make them."""
+        # What a graph makes is there only when it is replayed.
+        if torch.compiler.is_compiling() or type(positions) is not Tensor or checks.capturing():
+            return self._frequencies(positions.device)
+        if type(self._kept) is not Tensor or self._kept.device != positions.device:
+            self._kept = self._frequencies(positions.device)
+        return self._kept
 
 
 class LightningIndexer(nn.Module):
@@ -349,7 +359,7 @@ class GatedSparseAttention(nn.Module):
         widths = [layer.out_features for layer in layers.values()]
         with span("gsa/indexer"):
             if _plain_inference(x):
-                # Small ones, which are copied where rows of one product are not neighbours.
+                # Small ones, of which a part is copied where it is a part of one.
                 q, k, w = (layer(x) for layer in layers.values())
             else:
                 q, k, w = _products(x, layers).split(widths, -1)
@@ -447,19 +457,6 @@ def _products(x: Tensor, layers: dict[str, nn.Linear]) -> Tensor:
     if x.shape[:-1].numel() <= FEW_TOKENS or why_called(**layers) is not None:
         return torch.cat([layer(x) for layer in layers.values()], -1)
     width = sum(layer.out_features for layer in layers.values())
-    if _plain_inference(x):
-        # Of as many columns as a row of 16 bytes asks for. Weights side by side would be copied first.
-        y = x.new_empty(*x.shape[:-1], width + -width % 8)
-        rows, out, at = x.flatten(0, -2), y.flatten(0, -2), 0
-        for layer in layers.values():
-            weight, bias = weight_and_bias(layer)
-            section = out[:, at : at + len(weight)]
-            if bias is None:
-                torch.mm(rows, weight.t(), out=section)
-            else:
-                torch.addmm(bias, rows, weight.t(), out=section)
-            at += len(weight)
-        return y[..., :width]
     biases: list[Tensor | None] = [layer.bias for layer in layers.values()]
     weights: list[Tensor] = [layer.weight for layer in layers.values()]
     if over := -width % 8:
@@ -468,23 +465,18 @@ def _products(x: Tensor, layers: dict[str, nn.Linear]) -> Tensor:
         biases.append(None)
     bias = None
     if any(each is not None for each in biases):
-        zeros = weights[0].new_zeros
-        bias = torch.cat([zeros(len(weight)) if b is None else b for b, weight in zip(biases, weights)])
-    return F.linear(x, torch.cat(weights), bias)[..., :width]
+        zeros = weights[0].new_zeros(width + over).split([len(weight) for weight in weights])
+        bias = torch.cat([none if b is None else b for b, none in zip(biases, zeros)])
+    out = F.linear(x, torch.cat(weights), bias)
+    return out[..., :width] if over else out
 
 
 def _plain_inference(x: Tensor) -> bool:
-    """Whether nothing differentiates, casts, maps or traces what is made of x: it may be written into a place that
-    there is."""
+    """Whether nothing differentiates, casts, maps or traces what is made of x."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or autocast.enabled(x.device):
         return False
     watched = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None
     return type(x) is Tensor and not watched
-
-
-def _in_a_graph(x: Tensor) -> bool:
-    """Whether a CUDA graph is captured, which would read what is kept for longer than it is."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

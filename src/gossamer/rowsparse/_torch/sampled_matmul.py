@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor
 
-from gossamer.rowsparse._torch.pack import overflowed_rows, stored
-
-_CHUNK = 1 << 22
+from gossamer.rowsparse._torch.pack import dot_entries, overflowed_rows, stored
 
 
 def sampled_matmul(
@@ -19,17 +17,11 @@ def sampled_matmul(
     products: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Operator `sampled_matmul` -> (values like indices, dense [M, N] that is right at overflowed rows)."""
-    m, d = x.shape
-    n = weight.shape[0]
+    m, n = x.shape[0], weight.shape[0]
     slots, rows = stored(indices, offsets, n)
     columns = indices.reshape(-1)[slots].long()
     if products is None:
-        working = torch.promote_types(x.dtype, torch.float32)
-        products = torch.empty(rows.shape[0], dtype=working)
-        step = max(1, _CHUNK // max(d, 1))
-        for first in range(0, rows.shape[0], step):
-            piece = slice(first, first + step)
-            products[piece] = (x[rows[piece]].to(working) * weight[columns[piece]].to(working)).sum(1)
+        products = dot_entries(x, rows, weight, columns)
     else:
         products = products.reshape(-1)[slots]
     products = products.to(x.dtype)
