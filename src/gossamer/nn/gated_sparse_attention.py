@@ -16,7 +16,7 @@ from gossamer._core.ops import needs_gradient
 from gossamer._core.ranges import span
 from gossamer.attention.sparse_attention import FEW_QUERIES
 from gossamer.nn.attention_cache import AttentionCache
-from gossamer.nn.plain import weight_and_bias, why_called
+from gossamer.nn.plain import why_called
 
 
 class RotaryEmbedding(nn.Module):
