@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -200,10 +201,8 @@ def page() -> str:
             groups.setdefault(case["name"], []).append(case)
         for name, cases in groups.items():
             parts += ["", f"### {name}", "", *times(cases)]
-            if any(provider["peak_bytes"] for case in cases for provider in case["providers"]):
-                parts += ["", *memory(cases)]
-            if any(provider.get("joules") for case in cases for provider in case["providers"]):
-                parts += ["", *energy(cases)]
+            parts += amounts("memory", "peak_bytes", cases, lambda number: f"{number / 2**20:,.1f}")
+            parts += amounts("energy", "joules", cases, lambda number: f"{number:#.3g}" if number else "")
     parts += tests()
     return "\n".join(parts) + "\n"
 
@@ -218,23 +217,15 @@ def times(cases: list[dict[str, Any]]) -> list[str]:
     return table(["time", *names, "best peer over gossamer"], rows)
 
 
-def memory(cases: list[dict[str, Any]]) -> list[str]:
+def amounts(what: str, key: str, cases: list[dict[str, Any]], shown: Callable[[float], str]) -> list[str]:
+    """A table of what providers took beside time; nothing where none was measured."""
     names = columns(cases)
     rows = []
     for case in cases:
-        found = {p["name"]: p["peak_bytes"] for p in case["providers"] if p["peak_bytes"] is not None}
-        rows.append([label(case), *(f"{found[n] / 2**20:,.1f}" if n in found else "" for n in names)])
-    return table(["memory", *names], rows)
-
-
-def energy(cases: list[dict[str, Any]]) -> list[str]:
-    names = columns(cases)
-    rows = []
-    for case in cases:
-        found = {p["name"]: p["joules"] for p in case["providers"] if p.get("joules")}
-        if found:
-            rows.append([label(case), *(f"{found[n]:#.3g}" if n in found else "" for n in names)])
-    return table(["energy", *names], rows)
+        found = {p["name"]: p[key] for p in case["providers"] if p.get(key) is not None}
+        if any(found.values()):
+            rows.append([label(case), *(shown(found[name]) if name in found else "" for name in names)])
+    return ["", *table([what, *names], rows)] if rows else []
 
 
 def columns(cases: list[dict[str, Any]]) -> list[str]:
@@ -282,7 +273,7 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in (head, ["---"] + ["---:"] * (len(head) - 1), *rows)]
 
 
-def headlines() -> str:
+def headlines() -> list[str]:
     """README's table: ratios alone."""
     rows = []
     for what, file, wanted in HEADLINES:
@@ -302,8 +293,7 @@ def headlines() -> str:
             ]
         )
     head = ["on one NVIDIA H200", "dense way's time over gossamer's", "fastest peer's over gossamer's"]
-    lines = table([*head, "gossamer's memory over the dense way's"], rows)
-    return "\n".join([BEGIN, *lines, END])
+    return table([*head, "gossamer's memory over the dense way's"], rows)
 
 
 def density(case: dict[str, Any]) -> tuple[str, float] | None:
@@ -317,7 +307,7 @@ def density(case: dict[str, Any]) -> tuple[str, float] | None:
     return ("density", given["density"] / 100) if "density" in given else None
 
 
-def break_evens() -> str:
+def break_evens() -> list[str]:
     """Of each problem, and each of its sizes, how gossamer's time compares with the dense way's by density."""
     rows = []
     for what, file, name, ours in BREAK_EVENS:
@@ -340,7 +330,7 @@ def break_evens() -> str:
         rows += [[what, size, *_faster(sorted(ratios))] for size, ratios in sizes.items()]
         rows += [] if sizes else [[what, f"not measured yet: `gossamer bench {file}`", "", "", ""]]
     head = ["on one NVIDIA H200", "size", "dense time over gossamer's", "faster up to", "slower from"]
-    return "\n".join([BEGIN, *table(head, rows), END])
+    return table(head, rows)
 
 
 def _faster(ratios: list[tuple[float, float]]) -> list[str]:
@@ -360,7 +350,7 @@ def percent(share: float) -> str:
     return f"{share:.2%}" if share < 0.01 else f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
 
 
-def sweeps() -> str:
+def sweeps() -> list[str]:
     """What sweeps at random shapes came to, of those that are committed: of each room, and each kind of case in it."""
     rows, said = [], []
     for room, content in _swept().items():
@@ -371,26 +361,22 @@ def sweeps() -> str:
                 figures = content["summary"].get(kind, {}).get(name, {"cases": 0})
                 if figures["cases"]:
                     rows.append([f"`{name}`", label, *_figures(figures), f"{figures['slower_by_5%_and_3us']:.1%}"])
-    if not rows:
-        return f"{BEGIN}\n{NO_SWEEP}\n{END}"
     head = ["cases of", "beside", *SWEPT, "slower by 5% and 3 us"]
-    return "\n".join([BEGIN, *table(head, rows), "", *said, END])
+    return [*table(head, rows), "", *said] if rows else [NO_SWEEP]
 
 
-def slower() -> str:
+def slower() -> list[str]:
     """README's line for each room that was swept, beside dense PyTorch; and its mean where least is there."""
     rows = []
     for room, content in _swept().items():
         shares = _by_density(room, content).items()
         mean = next((f"{found['geometric_mean']:.2f}, {label}" for label, found in shares if found["cases"]), "")
         rows.append([f"`{room}`", *_figures(content["summary"]["dense"][room]), mean])
-    if not rows:
-        return f"{BEGIN}\n{NO_SWEEP}\n{END}"
     head = ["at random shapes, beside dense PyTorch", *SWEPT, "mean where least is there"]
-    return "\n".join([BEGIN, *table(head, rows), END])
+    return table(head, rows) if rows else [NO_SWEEP]
 
 
-def densities() -> str:
+def densities() -> list[str]:
     """Of each room of which every swept case has a density, how it compares with dense PyTorch by density."""
     rows = []
     for room, content in _swept().items():
@@ -398,9 +384,7 @@ def densities() -> str:
             if figures["cases"]:
                 worst = figures["worst"][0]["id"].split("/", 1)[1].replace(",", ", ")
                 rows.append([f"`{room}`", f"{label} {THERE[room]}", *_figures(figures), worst])
-    if not rows:
-        return f"{BEGIN}\n{NO_SWEEP}\n{END}"
-    return "\n".join([BEGIN, *table(["cases of", "what is there", *SWEPT, "which"], rows), END])
+    return table(["cases of", "what is there", *SWEPT, "which"], rows) if rows else [NO_SWEEP]
 
 
 def _by_density(room: str, content: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -456,7 +440,7 @@ def _swept() -> dict[str, dict[str, Any]]:
     return dict(sorted(found.items()))
 
 
-def selecting() -> str:
+def selecting() -> list[str]:
     """Dense attention's time over that of selection and attention together, by length."""
     content = read("attention-nvidia-h200.json")
     by: dict[int, dict[str, str]] = {}
@@ -469,7 +453,7 @@ def selecting() -> str:
                 eager = "" if found[ours]["graph"] else ", eager"
                 by.setdefault(case["parameters"]["T"], {})[label] = f"{ratio:.2f}{eager}"
     rows = [[f"{T:,}", *(row.get(label, "") for label in SELECTING.values())] for T, row in sorted(by.items())]
-    return "\n".join([BEGIN, *table(["T", *SELECTING.values()], rows), "", f"{provenance(content)}.", END])
+    return [*table(["T", *SELECTING.values()], rows), "", f"{provenance(content)}."]
 
 
 SELECTING = {
@@ -507,7 +491,7 @@ def tests() -> list[str]:
     ]
 
 
-def dictionaries() -> str:
+def dictionaries() -> list[str]:
     """What autoencoders find of a known dictionary, seed by seed."""
     content = read("nn-dictionary-cpu.json")
     rows = []
@@ -520,13 +504,13 @@ def dictionaries() -> str:
             runs.sort(key=lambda run: run["seed"])
             found = ", ".join(f"{run['recovered']:.1%}" for run in runs)
             rows.append([shape, f"`{module}`", found, ", ".join(f"{run['l0']:.2f}" for run in runs)])
-    return "\n".join([BEGIN, *table(["rows", "", "found, of each seed", "L0"], rows), END])
+    return table(["rows", "", "found, of each seed", "L0"], rows)
 
 
 MODULES = {"jumprelu": "JumpReLUSAE", "batchtopk": "BatchTopKSAE", "topk": "TopKSAE"}
 
 
-def stream() -> str:
+def stream() -> list[str]:
     """What autoencoders explain of a residual stream."""
     by: dict[int, dict[str, dict[str, Any]]] = {}
     for run in read("nn-stream-cpu.json")["runs"]:
@@ -536,13 +520,14 @@ def stream() -> str:
         topk, jumprelu = runs["topk"], runs["jumprelu"]
         explained = [f"{run['variance_explained']:.1%}" for run in (topk, jumprelu)]
         rows.append([str(target), *explained, f"{jumprelu['l0']:.1f}"])
-    return "\n".join([BEGIN, *table(["target", "TopK explains", "JumpReLU explains", "at L0"], rows), END])
+    return table(["target", "TopK explains", "JumpReLU explains", "at L0"], rows)
 
 
-def filled(text: str, *tables: str) -> str:
+def filled(text: str, *tables: list[str]) -> str:
     """A page whose marked parts hold the given tables, in order."""
     before, *parts = text.split(BEGIN)
-    return before + "".join(made + part.split(END)[1] for made, part in zip(tables, parts, strict=True))
+    made = ("\n".join([BEGIN, *lines, END]) for lines in tables)
+    return before + "".join(lines + part.split(END)[1] for lines, part in zip(made, parts, strict=True))
 
 
 def draw() -> None:

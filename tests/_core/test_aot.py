@@ -67,10 +67,10 @@ def test_every_tile_of_few_rows_fits(name: str, rows: int, dtype: str, target: s
         pytest.skip("not what is launched there")
     if name == "HOPPER" and target != "sm_90":
         pytest.skip("not what is launched there")
-    columns, of_gate, of_up = tile.hidden
+    columns, of_x = tile.hidden
     warps, stages, registers = tile.hidden_launch
     slots, width, parts = tile.down
-    hidden = {"BLOCK_N": columns, "BLOCK_K": of_gate // part, "BLOCK_U": of_up // part}
+    hidden = {"BLOCK_N": columns, "BLOCK_K": of_x // part}
     down = {"BLOCK_U": slots // part, "BLOCK_D": width, "PARTS": parts}
     for name, sizes, options in (
         ("hidden", hidden, {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})),
@@ -90,8 +90,8 @@ def test_every_tile_of_few_rows_fits(name: str, rows: int, dtype: str, target: s
         assert compiled.metadata.shared <= aot.SHARED_MEMORY_LIMIT[target]
         if target == "sm_90":
             used = aot.resources(compiled)
-            # The compiler puts two words on the stack where it has registers left.
-            assert used["LOCAL"] == 0 and used["STACK"] <= 8, f"spills: {used}"
+            # The compiler puts up to eight words on the stack where it has registers left.
+            assert used["LOCAL"] == 0 and used["STACK"] <= 32, f"spills: {used}"
 
 
 @pytest.mark.parametrize("bias", [None, "*bf16", "*fp32"])
@@ -124,7 +124,23 @@ def test_every_entry_kernel_has_an_example(module: str) -> None:
         for name, value in vars(loaded).items()
         if isinstance(value, triton.runtime.JITFunction) and name.endswith("_kernel") and value.__module__ == module
     }
-    assert {kernel.fn.__name__ for kernel in loaded.EXAMPLES} == kernels
+    assert {kernel.fn.__name__ for kernel in getattr(loaded, "EXAMPLES", {})} == kernels
+
+
+def test_an_example_says_what_names_do_not() -> None:
+    kernel, example = KERNELS["_gluon._linear_pack_kernel"]
+    given = {**example["constexprs"], "x_desc": [128, 64], "bias_ptr": None, "M": 1, "maxnreg": 168}
+    found = aot.complete(kernel, given)
+    assert found["signature"]["x_desc"] == example["signature"]["x_desc"]
+    assert found["signature"]["bias_ptr"] is None and "M" not in found["signature"]
+    names = ("threshold_ptr", "counts_ptr", "values_ptr", "words_ptr", "N")
+    assert [found["signature"][name] for name in names] == ["*fp32", "*i32", "*bf16", "*i64", "i32"]
+    assert found["constexprs"] == {**example["constexprs"], "M": 1}
+    assert [found[option] for option in ("num_warps", "num_stages", "maxnreg")] == [4, 2, 168]
+    with pytest.raises(ValueError, match=r"_linear_pack_kernel has no BLOCKS, which its example gives"):
+        aot.complete(kernel, given | {"BLOCKS": 1})
+    with pytest.raises(KeyError, match="SLOTS"):
+        aot.complete(kernel, {"x_desc": [128, 64]} | {"TRANSPOSED": False})
 
 
 def test_every_room_has_a_kernel_for_every_target() -> None:

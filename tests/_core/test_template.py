@@ -32,7 +32,7 @@ from room_benchmarks import cases
 assert doctest.testmod(public, extraglobs={"torch": torch}) == (0, 1)
 for kernel, example in kernels.EXAMPLES.items():
     for target in aot.TARGETS:
-        compiled = aot.compile_kernel(kernel, example, target)
+        compiled = aot.compile_kernel(kernel, aot.complete(kernel, example), target)
         assert compiled.metadata.shared <= aot.SHARED_MEMORY_LIMIT[target]
         if target == "sm_90":
             used = aot.resources(compiled)

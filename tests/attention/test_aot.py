@@ -11,9 +11,9 @@ pytestmark = pytest.mark.native
 
 EXAMPLES = {**indexer_scores.EXAMPLES, **select_topk.EXAMPLES, **threshold.EXAMPLES}
 KERNELS = {
-    kernel.fn.__name__: (kernel, example)
+    kernel.fn.__name__: (kernel, aot.complete(kernel, example))
     for kernel, example in EXAMPLES.items()
-    if {"FAST", "PACKED"} & example["constexprs"].keys()
+    if {"FAST", "PACKED"} & aot.complete(kernel, example)["constexprs"].keys()
 }
 
 

@@ -33,14 +33,14 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def row(table: str, name: str) -> list[str]:
-    (line,) = [line for line in table.splitlines() if line.startswith(f"| `{name}`")]
+def row(table: list[str], name: str) -> list[str]:
+    (line,) = [line for line in table if line.startswith(f"| `{name}`")]
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def test_a_result_that_is_not_there_is_said(results: Path) -> None:
     assert row(tables.break_evens(), "ffn.gated")[1] == "not measured yet: `gossamer bench ffn`"
-    assert "No sweep is committed yet" in tables.sweeps()
+    assert tables.sweeps() == ["No sweep is committed yet. `gossamer bench sweep` makes one."]
 
 
 def test_break_evens_come_from_the_densities_that_were_measured(results: Path) -> None:
@@ -74,7 +74,7 @@ def sweep_file(cases: int, worst: float, room: str = "rowsparse") -> dict[str, A
 
 def test_a_sweep_has_a_row_for_each_kind_of_case(results: Path) -> None:
     (results / "sweep-rowsparse-nvidia-h200.json").write_text(json.dumps(sweep_file(8, 0.5)))
-    made = tables.sweeps().splitlines()
+    made = tables.sweeps()
     figures = "8 | 50.0% | 50.0% | 1.00 | 0.50 | 50.0% |"
     for name in ("rowsparse", "rowsparse/matmul"):
         assert f"| `{name}` | dense PyTorch | {figures}" in made and f"| `{name}` | the best peer | {figures}" in made
@@ -85,12 +85,12 @@ def test_readme_has_a_line_for_each_room_that_was_swept(results: Path) -> None:
     assert tables.NO_SWEEP in tables.slower() and tables.NO_SWEEP in tables.densities()
     (results / "sweep-nvidia-h200.json").write_text(json.dumps(sweep_file(8, 0.98)))
     (results / "ffn-sweep-nvidia-h200.json").write_text(json.dumps(sweep_file(4, 4.0, "ffn")))
-    lines = tables.slower().splitlines()
+    lines = tables.slower()
     assert "| `rowsparse` | 8 | 50.0% | 0.0% | 1.40 | 0.98 |  |" in lines
     assert "| `ffn` | 4 | 0.0% | 0.0% | 2.83 | 2.00 |  |" in lines
     # The larger of two sweeps of a room counts.
     (results / "sweep-rowsparse-nvidia-h200.json").write_text(json.dumps(sweep_file(6, 0.25)))
-    assert tables.slower().splitlines() == lines
+    assert tables.slower() == lines
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_room_of_which_every_case_has_a_density_is_told_by_density(
     for at, made in enumerate(content["cases"]):
         made["parameters"] = {name: x[at] if isinstance(x, tuple) else x for name, x in parameters.items()}
     (results / f"sweep-{room}-nvidia-h200.json").write_text(json.dumps(content))
-    told = [line for line in tables.densities().splitlines() if line.startswith(f"| `{room}`")]
+    told = [line for line in tables.densities() if line.startswith(f"| `{room}`")]
     assert [[cell.strip() for cell in line.split("|")[2:7]] for line in told] == [
         [f"{label} {what}", "1", below, below, mean]
         for label, below, mean in (
@@ -119,17 +119,17 @@ def test_a_room_of_which_every_case_has_a_density_is_told_by_density(
             ("25% or more", "100.0%", "0.50"),
         )
     ]
-    assert f"| `{room}` | 4 | 50.0% | 50.0% | 1.00 | 0.50 | 2.00, up to 1% |" in tables.slower().splitlines()
+    assert f"| `{room}` | 4 | 50.0% | 50.0% | 1.00 | 0.50 | 2.00, up to 1% |" in tables.slower()
     del content["cases"][0]["parameters"][max(parameters)]
     (results / f"sweep-{room}-nvidia-h200.json").write_text(json.dumps(content))
-    assert f"`{room}`" not in tables.densities()
+    assert not any(f"`{room}`" in line for line in tables.densities())
 
 
 def test_selecting_is_beside_dense_attention_by_length() -> None:
     content = tables.read("attention-nvidia-h200.json")
     (case,) = [c for c in content["cases"] if c["name"] == "selected_attention" and c["parameters"]["T"] == 32768]
     times = {p["name"]: (p["graph"] or p["eager"])["median"] for p in case["providers"] if p["eager"]}
-    (line,) = [line for line in tables.selecting().splitlines() if line.startswith("| 32,768 |")]
+    (line,) = [line for line in tables.selecting() if line.startswith("| 32,768 |")]
     assert line.split("|")[2].strip() == f"{times['dense SDPA'] / times['gossamer']:.2f}"
 
 
@@ -145,6 +145,6 @@ def test_the_runs_of_the_tests_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 def test_places_are_filled_in_order() -> None:
     made = [f"{tables.BEGIN}\n{text}\n{tables.END}" for text in ("one", "two")]
     page = f"before\n{tables.BEGIN}\nold\n{tables.END}\nbetween\n{tables.BEGIN}\n{tables.END}\nafter\n"
-    assert tables.filled(page, *made) == f"before\n{made[0]}\nbetween\n{made[1]}\nafter\n"
+    assert tables.filled(page, ["one"], ["two"]) == f"before\n{made[0]}\nbetween\n{made[1]}\nafter\n"
     with pytest.raises(ValueError):
-        tables.filled(page, *made, made[0])
+        tables.filled(page, ["one"], ["two"], ["three"])

@@ -251,7 +251,7 @@ def test_on_the_cpu_many_entries_are_picked_from_blocks(
     """Two rows at a time; few are gathered. What is not picked may be NaN."""
     from gossamer.rowsparse._torch import sampled_matmul as on_cpu
 
-    monkeypatch.setattr(on_cpu, "_CHUNK", 40)
+    monkeypatch.setattr(on_cpu, "CHUNK", 40)
     pattern = random_rows((7, 17), l0=l0, dtype=dtype)
     x, weight = (random_rows(shape, l0=5, dtype=dtype, integers=True) for shape in ((7, 5), (17, 5)))
     weight[(pattern == 0).all(0)] = float("nan")

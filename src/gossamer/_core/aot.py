@@ -10,6 +10,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 TARGETS = {
@@ -19,6 +20,14 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 SHARED_MEMORY_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
+
+_OPTIONS = {"num_warps": 4, "num_stages": 2, "maxnreg": None}
+_INT32 = (
+    "above again any arrived columns counts fired found indices kth list long need nnz offsets reach some starts ties"
+)
+_KINDS = dict.fromkeys(_INT32.split(), "i32") | dict.fromkeys(("flags", "keys", "words"), "i64")
+_KINDS |= dict.fromkeys(("bias", "l0", "partial", "radius", "sums", "threshold"), "fp32")
+"""What an argument holds by the last word of its name. Other pointers are to bf16, and other numbers are i32."""
 
 
 def kernel_modules() -> list[str]:
@@ -33,12 +42,37 @@ def examples() -> dict[str, tuple[Any, dict[str, Any]]]:
     """`_triton._name_kernel` or `_gluon._name_kernel` -> (kernel, its example), from every kernel module."""
     found = {}
     for module in kernel_modules():
-        for kernel, example in importlib.import_module(module).EXAMPLES.items():
+        # A file without kernels of its own has none.
+        for kernel, example in getattr(importlib.import_module(module), "EXAMPLES", {}).items():
             name = f"{module.split('.')[-2]}.{kernel.fn.__name__}"
             if name in found:
                 raise RuntimeError(f"Two kernels of the name {name}, the second in {module}: give it another.")
-            found[name] = (kernel, example)
+            found[name] = (kernel, complete(kernel, example))
     return found
+
+
+def complete(kernel: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """What `compile_kernel` takes, from an example as the kernel's file gives it: constexprs, options of a launch, and
+    of other arguments what their names do not say. That is a type, the block of a tensor descriptor, None for a pointer
+    that is absent, or a number that the kernel is compiled for. A signature and constexprs may stand by themselves."""
+    given = _OPTIONS | given | given.get("signature", {}) | given.get("constexprs", {})
+    unknown = given.keys() - {*kernel.arg_names, *_OPTIONS, "signature", "constexprs"}
+    if unknown:
+        raise ValueError(f"{kernel.fn.__name__} has no {', '.join(sorted(unknown))}, which its example gives.")
+    signature: dict[str, str | None] = {}
+    constexprs = {}
+    for param in kernel.params:
+        name, value = param.name, given.get(param.name, ...)
+        if param.is_constexpr or isinstance(value, int):
+            constexprs[name] = given[name]
+        elif isinstance(value, list):
+            signature[name] = f"tensordesc<bf16{value},{gl.NVMMASharedLayout(128, 16, len(value))!r}>"
+        elif value is ...:
+            word = name.removesuffix("_ptr").rpartition("_")[2]
+            signature[name] = "*" + _KINDS.get(word, "bf16") if name.endswith("_ptr") else _KINDS.get(word, "i32")
+        elif value != "constexpr":
+            signature[name] = value
+    return {"signature": signature, "constexprs": constexprs} | {option: given[option] for option in _OPTIONS}
 
 
 def targets_of(kernel: Any) -> list[str]:
@@ -47,15 +81,15 @@ def targets_of(kernel: Any) -> list[str]:
 
 
 def compile_kernel(kernel: Any, example: dict[str, Any], target: str) -> Any:
-    """Compiles one example: a signature, in which what is not named is an integer of 32 bits and None an absent
-    pointer, `constexprs`, and the options of a launch.
+    """Compiles what `complete` gives: a signature, in which None is an absent pointer, constexprs, and the options of a
+    launch.
 
     Integers and pointers count as divisible by 16, as they are on the shapes that matter.
     """
     names = kernel.arg_names
     absent = {name: None for name, kind in example["signature"].items() if kind is None}
     constexprs = {**absent, **example["constexprs"]}
-    signature = dict.fromkeys(names, "i32") | example["signature"] | dict.fromkeys(constexprs, "constexpr")
+    signature = example["signature"] | dict.fromkeys(constexprs, "constexpr")
     skip = {names[i] if isinstance(i, int) else i for i in kernel.do_not_specialize or ()}
     attrs = {
         (names.index(name),): [["tt.divisibility", 16]]
@@ -65,9 +99,9 @@ def compile_kernel(kernel: Any, example: dict[str, Any], target: str) -> Any:
     ordered = {name: signature[name] for name in names}
     make = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = make(fn=kernel, signature=ordered, constexprs=constexprs, attrs=attrs)
-    options = {"num_warps": example["num_warps"], "num_stages": example.get("num_stages", 2)}
-    if "maxnreg" in example and not target.startswith("gfx"):
-        options["maxnreg"] = example["maxnreg"]
+    options = {name: example[name] for name in _OPTIONS if example[name] is not None}
+    if target.startswith("gfx"):
+        options.pop("maxnreg", None)
     return triton.compile(source, target=TARGETS[target], options=options)
 
 

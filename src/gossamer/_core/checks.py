@@ -131,6 +131,16 @@ def shape(operator: str, argument: str, tensor: Tensor, expected: tuple[int, ...
         )
 
 
+def matrix(operator: str, argument: str, tensor: Tensor, letters: str, place: int, size: int, like: str) -> None:
+    """`tensor` has two dimensions, `letters`, the `place`-th of the size that `like` gives it."""
+    if tensor.dim() != 2 or tensor.shape[place] != size:
+        letter = letters.strip("[]").split(", ")[place]
+        raise ValueError(
+            f"{operator}: {argument} must have shape {letters} with {letter} = {size} like {like}, "
+            f"got {list(tensor.shape)}."
+        )
+
+
 def positive(operator: str, argument: str, value: int, hint: str) -> None:
     """`value` is a positive int."""
     if not isinstance(value, int) or isinstance(value, bool):

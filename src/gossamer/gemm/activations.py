@@ -125,7 +125,12 @@ class TopK:
     scale: Tensor | None = None
 
     def __post_init__(self) -> None:
-        _check_k(f"gemm.{type(self).__name__}", self.k, self.scale)
+        operator = f"gemm.{type(self).__name__}"
+        checks.positive(operator, "k", self.k, "It is the number of entries per row.")
+        if self.scale is not None:
+            checks.floating(operator, scale=self.scale)
+            if self.scale.dim() != 1:
+                raise ValueError(f"{operator}: scale must have shape [N], got {list(self.scale.shape)}.")
 
     @property
     def parameters(self) -> Parameters:
@@ -180,11 +185,3 @@ def resolve_fixed(operator: str, activation: Any) -> ReLU | ReLU2 | JumpReLU:
             f"here, got {found.bandwidth}. sae.encode has one."
         )
     return found
-
-
-def _check_k(operator: str, k: int, scale: Tensor | None) -> None:
-    checks.positive(operator, "k", k, "It is the number of entries per row.")
-    if scale is not None:
-        checks.floating(operator, scale=scale)
-        if scale.dim() != 1:
-            raise ValueError(f"{operator}: scale must have shape [N], got {list(scale.shape)}.")

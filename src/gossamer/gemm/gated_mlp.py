@@ -52,18 +52,13 @@ def gated_mlp(
     n = gate_weight.shape[0] // (2 if up_weight is None else 1)
     biases = {} if down_bias is None else {"down_bias": down_bias}
     checks.floating(operator, down_weight=down_weight, **biases)
-    if down_weight.dim() != 2 or down_weight.shape[1] != n:
-        raise ValueError(
-            f"{operator}: down_weight must have shape [D, N] with N = {n} like gate_weight, "
-            f"got {list(down_weight.shape)}."
-        )
+    checks.matrix(operator, "down_weight", down_weight, "[D, N]", 1, n, "gate_weight")
     if down_bias is not None:
         checks.shape(operator, "down_bias", down_bias, (down_weight.shape[0],), "[D]", "like down_weight")
     checks.same_device(operator, "x", x.device, down_weight=down_weight, **biases)
-    if autocast.enabled(x.device):
-        x, gate_weight, up_weight, down_weight = autocast.cast(  # type: ignore[assignment]
-            x, gate_weight, up_weight, down_weight
-        )
+    x, gate_weight, up_weight, down_weight = autocast.cast(  # type: ignore[assignment]
+        x, gate_weight, up_weight, down_weight
+    )
     checks.same_dtype(operator, "x", x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
     operands = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
     if not needs_gradient(*operands):

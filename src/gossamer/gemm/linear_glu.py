@@ -88,12 +88,8 @@ def check_operands(
     checks.floating(operator, x=x, gate_weight=gate_weight, **given)
     if x.dim() == 0:
         raise ValueError(f"{operator}: x must have shape [..., K], got a scalar.")
-    if gate_weight.dim() != 2 or gate_weight.shape[1] != x.shape[-1]:
-        letters = "[2N, K]" if up_weight is None else "[N, K]"
-        raise ValueError(
-            f"{operator}: gate_weight must have shape {letters} with K = {x.shape[-1]} like x, "
-            f"got {list(gate_weight.shape)}."
-        )
+    letters = "[2N, K]" if up_weight is None else "[N, K]"
+    checks.matrix(operator, "gate_weight", gate_weight, letters, 1, x.shape[-1], "x")
     n, k = gate_weight.shape
     if up_weight is not None:
         checks.shape(operator, "up_weight", up_weight, (n, k), "[N, K]", "like gate_weight")

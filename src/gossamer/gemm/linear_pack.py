@@ -12,7 +12,7 @@ from gossamer._core.ops import register, undispatched
 from gossamer.gemm._torch import linear_pack as _cpu
 from gossamer.gemm.activations import Activation, resolve_fixed
 from gossamer.rowsparse.container import unchecked, unchecked_source
-from gossamer.rowsparse.formats import ELL, TwELL, threshold_dtype, tile_index_dtype
+from gossamer.rowsparse.formats import ELL, TwELL, empty_ell, empty_twell, threshold_dtype
 from gossamer.rowsparse.matmul import gradients, matmul_operator
 from gossamer.rowsparse.pack import default_capacity, tile_slots
 from gossamer.rowsparse.transpose import transpose_keys
@@ -108,10 +108,7 @@ def check_operands(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None
     checks.floating(operator, x=x, weight=weight, **given)
     if x.dim() == 0:
         raise ValueError(f"{operator}: x must have shape [..., K], got a scalar.")
-    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"{operator}: weight must have shape [N, K] with K = {x.shape[-1]} like x, got {list(weight.shape)}."
-        )
+    checks.matrix(operator, "weight", weight, "[N, K]", 1, x.shape[-1], "x")
     for name, tensor in given.items():
         if name == "bias" or tensor.dim() != 0:
             letters = "[N]" if name == "bias" else "[N] or []"
@@ -139,13 +136,9 @@ def check_options(
 
 def _fake(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     tile, slots, capacity = rest[2:5]
-    m, nnz = x.shape[0], x.new_empty(x.shape[0], dtype=torch.int32)
-    if capacity is not None:
-        values = x.new_empty(m, capacity)
-        return values, torch.empty_like(values, dtype=torch.int32), torch.empty_like(nnz), nnz
-    values = x.new_empty(m, (weight.shape[0] + tile - 1) // tile, slots)
-    counts = x.new_empty(values.shape[:2], dtype=torch.int16)
-    return values, torch.empty_like(values, dtype=tile_index_dtype(tile)), counts, nnz
+    m, n = x.shape[0], weight.shape[0]
+    packed = empty_twell(x, m, n, tile, slots) if capacity is None else empty_ell(x, m, capacity)
+    return *packed, x.new_empty(m, dtype=torch.int32)
 
 
 def _context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -174,7 +167,8 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
         counts = torch.where(counts > ctx.capacity, 0, counts)
     grad_x = grad_weight = grad_bias = None
     if need_x:
-        grad_x = matmul_operator(grad, indices, counts, None, weight, None, x.dtype)
+        call = undispatched(matmul_operator, grad, weight)
+        grad_x = call(grad, indices, counts, None, weight, None, x.dtype)
     if need_weight or need_bias:
         columns = undispatched(transpose_keys, indices, counts)(indices, counts, n)
     if need_weight:

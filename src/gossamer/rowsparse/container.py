@@ -111,15 +111,19 @@ class RowSparse:
     """
 
     COUNTS_NAME: ClassVar[str]
-    """What the format calls its counts."""
+    SIZES: ClassVar[tuple[str, ...]]
+    """What the format calls its counts, and its sizes beside `shape`, of which the last is that of a list."""
 
     shape: tuple[int, ...]
     source: Any
     _packed: Packed
     _watched: tuple[tuple[Tensor, int], ...]
 
-    def _hold(self, values: Tensor, indices: Tensor, counts: Tensor, source: Tensor | LinearSource | None) -> None:
-        object.__setattr__(self, "_packed", Packed(values, indices, counts, source))
+    def _hold(
+        self, values: Tensor, indices: Tensor, counts: Tensor, source: Tensor | LinearSource | None, **sizes: Any
+    ) -> None:
+        for name, value in {**sizes, "_packed": Packed(values, indices, counts, source)}.items():
+            object.__setattr__(self, name, value)
         object.__setattr__(self, "_watched", _watched(source))
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -177,6 +181,11 @@ class RowSparse:
     def num_columns(self) -> int:
         """N: the size of the last dimension."""
         return self.shape[-1]
+
+    @property
+    def overflowed(self) -> Tensor:
+        """Bool `[]` on the device: whether any row has more entries than there are slots for."""
+        return (self._packed.counts > self._packed.values.shape[-1]).any()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -359,11 +368,12 @@ class RowSparse:
         given = {"tile": self.__dict__["tile"]} if "tile" in self.__dict__ else {}
         return unchecked(type(self), values, indices, counts, self.shape if shape is None else shape, source, **given)
 
-    def _describe(self, size: str) -> str:
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={getattr(self, name)}" for name in ("shape", *self.SIZES))
         overflow = "none possible" if self.source is None else "kept exact through source"
         return (
-            f"{type(self).__name__}(shape={self.shape}, {size}, dtype={checks.name_of(self.dtype)}, "
-            f"device={self.device}, overflow={overflow})"
+            f"{type(self).__name__}({sizes}, dtype={checks.name_of(self.dtype)}, device={self.device}, "
+            f"overflow={overflow})"
         )
 
 

@@ -51,6 +51,7 @@ class ELL(RowSparse):
     """
 
     COUNTS_NAME: ClassVar[str] = "nnz_per_row"
+    SIZES: ClassVar[tuple[str, ...]] = ("capacity",)
 
     shape: tuple[int, ...]
     values: Tensor = VALUES
@@ -77,18 +78,12 @@ class ELL(RowSparse):
         checks.shape(operator, "nnz_per_row", nnz_per_row, (m,), "[M]", "like values")
         _check_dtypes(operator, "", indices=(indices, torch.int32), nnz_per_row=(nnz_per_row, torch.int32))
         _check_source(operator, shape, values, source, indices=indices, nnz_per_row=nnz_per_row)
-        object.__setattr__(self, "shape", shape)
-        self._hold(values, indices, nnz_per_row, source)
+        self._hold(values, indices, nnz_per_row, source, shape=shape)
 
     @property
     def capacity(self) -> int:
         """Slots per row; after `settle` as many as the fullest row needs."""
         return self._packed.values.shape[1]
-
-    @property
-    def overflowed(self) -> Tensor:
-        """Bool `[]` on the device: whether any row has more entries than slots."""
-        return (self._packed.counts > self.capacity).any()
 
     def validate(self) -> "ELL":
         """Looks at the contents, which costs one sync, and returns self.
@@ -98,24 +93,14 @@ class ELL(RowSparse):
                 row can have, or an overflowed row without a source.
         """
         operator = "rowsparse.ELL"
-        _, indices, counts, source = self.packed
+        _, indices, counts, _ = self.packed
         check_indices(operator, indices, self.num_columns)
-        if bool((counts < 0).any()):
-            raise ValueError(f"{operator}: nnz_per_row must be at least 0, got {int(counts.min())}.")
-        if source is None and bool(self.overflowed):
-            raise ValueError(
-                f"{operator}: nnz_per_row must be at most capacity = {self.capacity} without a source, "
-                f"got {int(counts.max())}. Give the dense source or more slots."
-            )
         # A row that overflowed holds every column once at most, but is marked by capacity + 1 at least.
-        _check_counts(operator, "nnz_per_row", counts, max(self.num_columns, self.capacity + 1))
+        _check_slots(operator, self, max(self.num_columns, self.capacity + 1))
         fits = (counts <= self.capacity)[:, None]
         held = fits & (torch.arange(self.capacity, device=self.device) < counts[:, None])
         _check_ascending(operator, indices, held)
         return self
-
-    def __repr__(self) -> str:
-        return self._describe(f"capacity={self.capacity}")
 
 
 @dataclass(init=False, eq=False, repr=False)
@@ -141,6 +126,7 @@ class CSR(RowSparse):
     """
 
     COUNTS_NAME: ClassVar[str] = "row_offsets"
+    SIZES: ClassVar[tuple[str, ...]] = ("max_nnz",)
 
     shape: tuple[int, ...]
     row_offsets: Tensor = COUNTS
@@ -160,8 +146,7 @@ class CSR(RowSparse):
         checks.shape(operator, "indices", indices, tuple(values.shape), "[nnz]", "like values")
         _check_dtypes(operator, "", row_offsets=(row_offsets, torch.int64), indices=(indices, torch.int32))
         _check_source(operator, shape, values, source, row_offsets=row_offsets, indices=indices)
-        object.__setattr__(self, "shape", shape)
-        self._hold(values, indices, row_offsets, source)
+        self._hold(values, indices, row_offsets, source, shape=shape)
 
     @property
     def max_nnz(self) -> int:
@@ -205,9 +190,6 @@ class CSR(RowSparse):
         _check_ascending(operator, indices, held, row)
         return self
 
-    def __repr__(self) -> str:
-        return self._describe(f"max_nnz={self.max_nnz}")
-
 
 @dataclass(init=False, eq=False, repr=False)
 class TwELL(RowSparse):
@@ -241,6 +223,7 @@ class TwELL(RowSparse):
     """
 
     COUNTS_NAME: ClassVar[str] = "nnz_per_tile"
+    SIZES: ClassVar[tuple[str, ...]] = ("tile", "slots")
 
     shape: tuple[int, ...]
     tile: int
@@ -272,9 +255,7 @@ class TwELL(RowSparse):
         wanted = {"indices": (indices, tile_index_dtype(tile)), "nnz_per_tile": (nnz_per_tile, torch.int16)}
         _check_dtypes(operator, f" for tiles of {tile}", **wanted)
         _check_source(operator, shape, values, source, indices=indices, nnz_per_tile=nnz_per_tile)
-        object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "tile", tile)
-        self._hold(values, indices, nnz_per_tile, source)
+        self._hold(values, indices, nnz_per_tile, source, shape=shape, tile=tile)
 
     @property
     def slots(self) -> int:
@@ -286,11 +267,6 @@ class TwELL(RowSparse):
         """`[M]`, int32: how many entries each row has."""
         return self.nnz_per_tile.sum(1, dtype=torch.int32)
 
-    @property
-    def overflowed(self) -> Tensor:
-        """Bool `[]` on the device: whether any row has more entries in a tile than slots."""
-        return (self._packed.counts > self.slots).any()
-
     def validate(self) -> "TwELL":
         """Looks at the contents, which costs one sync, and returns self.
 
@@ -299,22 +275,12 @@ class TwELL(RowSparse):
                 entries than a tile can have, or an overflowed row without a source.
         """
         operator = "rowsparse.TwELL"
-        _, indices, counts, source = self.packed
-        if bool((counts < 0).any()):
-            raise ValueError(f"{operator}: nnz_per_tile must be at least 0, got {int(counts.min())}.")
-        if source is None and bool(self.overflowed):
-            raise ValueError(
-                f"{operator}: nnz_per_tile must be at most slots = {self.slots} without a source, "
-                f"got {int(counts.max())}. Give the source or more slots."
-            )
-        _check_counts(operator, "nnz_per_tile", counts, max(self.tile, self.slots))
+        _, indices, counts, _ = self.packed
+        _check_slots(operator, self, max(self.tile, self.slots))
         held = torch.arange(self.slots, device=self.device) < counts[..., None]
         check_tile_indices(operator, self, held)
         _check_ascending(operator, indices, held)
         return self
-
-    def __repr__(self) -> str:
-        return self._describe(f"tile={self.tile}, slots={self.slots}")
 
 
 Rows = ELL | CSR | TwELL
@@ -324,6 +290,19 @@ Rows = ELL | CSR | TwELL
 def tile_index_dtype(tile: int) -> torch.dtype:
     """What holds a column within a tile."""
     return torch.uint8 if tile <= 256 else torch.int16
+
+
+def empty_ell(like: Tensor, m: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(values, indices, nnz_per_row) of an ELL, with anything in them, of the dtype and on the device of `like`."""
+    values, nnz = like.new_empty(m, capacity), like.new_empty(m, dtype=torch.int32)
+    return values, torch.empty_like(values, dtype=torch.int32), nnz
+
+
+def empty_twell(like: Tensor, m: int, n: int, tile: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(values, indices, nnz_per_tile) of a TwELL, likewise."""
+    tiles = (n + tile - 1) // tile
+    values, counts = like.new_empty(m, tiles, slots), like.new_empty(m, tiles, dtype=torch.int16)
+    return values, torch.empty_like(values, dtype=tile_index_dtype(tile)), counts
 
 
 def check_tile(operator: str, tile: int) -> None:
@@ -370,6 +349,20 @@ def _check_source(
                 f"{operator}: source must be {checks.name_of(values.dtype)} like values, "
                 f"got {checks.name_of(source.dtype)}. Convert it with source.to(values.dtype)."
             )
+
+
+def _check_slots(operator: str, rows: ELL | TwELL, most: int) -> None:
+    """Raises where a list has fewer than 0 entries, or more than `most` or, without a source, than slots."""
+    values, _, counts, source = rows.packed
+    name = rows.COUNTS_NAME
+    if bool((counts < 0).any()):
+        raise ValueError(f"{operator}: {name} must be at least 0, got {int(counts.min())}.")
+    if source is None and bool(rows.overflowed):
+        raise ValueError(
+            f"{operator}: {name} must be at most {rows.SIZES[-1]} = {values.shape[-1]} without a source, "
+            f"got {int(counts.max())}. Give the source or more slots."
+        )
+    _check_counts(operator, name, counts, most)
 
 
 def _check_counts(operator: str, name: str, counts: Tensor, most: int) -> None:

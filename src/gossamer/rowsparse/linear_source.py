@@ -19,10 +19,6 @@ def dense_rows(source: LinearSource, counts: Tensor, limit: int) -> Tensor:
     return out * out if source.squared else out
 
 
-def _fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
 def _context(ctx: Any, inputs: Any, output: Any) -> None:
     x, weight, bias, _, counts, ctx.limit = inputs
     ctx.save_for_backward(x, weight, counts, output)
@@ -59,19 +55,11 @@ def _fake_matmul(values: Tensor, *rest: Any) -> Tensor:
     return weight.new_empty(values.shape[0], weight.shape[1], dtype=out_dtype or weight.dtype)
 
 
-def _refuse(ctx: Any, inputs: Any, output: Any) -> None:
-    raise NotImplementedError("rowsparse: where there are gradients a linear source has to be dense.")
-
-
-def _no_gradients(ctx: Any, *grads: Any) -> None:
-    """Never reached: `_refuse` raises first."""
-
-
 _linear_source = register(
     "linear_source(Tensor x, Tensor weight, Tensor? bias, Tensor? threshold, Tensor counts, SymInt limit) -> Tensor",
     cpu=_cpu.linear_source,
     gpu=f"{_GPU}:linear_source",
-    fake=_fake,
+    fake=lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]),
     setup_context=_context,
     backward=_backward,
 )
@@ -81,6 +69,6 @@ matmul_linear = register(
     cpu=_cpu.matmul_linear,
     gpu=f"{_GPU}:matmul_linear",
     fake=_fake_matmul,
-    setup_context=_refuse,
-    backward=_no_gradients,
+    # With gradients `rowsparse.matmul` takes the dense rows of the source.
+    once_differentiable="rowsparse.matmul",
 )

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer._core.ops import register
+from gossamer._core.ops import register, undispatched
 from gossamer.rowsparse import twell
 from gossamer.rowsparse._torch import pack as _cpu
 from gossamer.rowsparse._torch.twell import pack_twell as _cpu_pack_twell
 from gossamer.rowsparse.container import LinearSource, unchecked
-from gossamer.rowsparse.formats import CSR, ELL, Rows, TwELL, check_tile, tile_index_dtype
+from gossamer.rowsparse.formats import CSR, ELL, Rows, TwELL, check_tile, empty_ell, empty_twell
 from gossamer.rowsparse.linear_source import dense_rows
 
 _GPU = "gossamer.rowsparse._triton.pack"
@@ -81,7 +81,7 @@ def pack(
     source = _EntriesOnly.apply(flat) if flat.requires_grad and torch.is_grad_enabled() else flat
     if format == "twell":
         slots = tile_slots(operator, tile, slots)
-        values, indices, counts = _pack_twell(flat, tile, slots)
+        values, indices, counts = undispatched(_pack_twell, flat)(flat, tile, slots)
         return unchecked(TwELL, values, indices, counts, tuple(x.shape), None if slots == tile else source, tile)
     if format == "ell":
         if capacity is None:
@@ -89,7 +89,7 @@ def pack(
         else:
             checks.positive(operator, "capacity", capacity, "It is the number of slots per row.")
             capacity = min(capacity, n)
-        values, indices, nnz = pack_ell_operator(flat, capacity)
+        values, indices, nnz = undispatched(pack_ell_operator, flat)(flat, capacity)
         return unchecked(ELL, values, indices, nnz, tuple(x.shape), None if capacity == n else source)
     row_offsets = torch.zeros(flat.shape[0] + 1, dtype=torch.int64, device=flat.device)
     torch.cumsum(_count_rows(flat), 0, dtype=torch.int64, out=row_offsets[1:])
@@ -125,7 +125,8 @@ def unpack(rows: Rows) -> Tensor:
     [[1.0, 0.0], [0.0, 1.0]]
     """
     values, indices, offsets, source = parts("rowsparse.unpack", rows)
-    return unpack_operator(values, indices, offsets, source, rows.num_columns).reshape(rows.shape)
+    call = undispatched(unpack_operator, values, source)
+    return call(values, indices, offsets, source, rows.num_columns).reshape(rows.shape)
 
 
 def default_capacity(n: int) -> int:
@@ -206,70 +207,26 @@ class _EntriesOnly(torch.autograd.Function):
         return torch.where(x != 0, grad, 0)
 
 
-def _fake_pack_ell(x: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    m = x.shape[0]
-    return (x.new_empty(m, capacity), x.new_empty(m, capacity, dtype=torch.int32), x.new_empty(m, dtype=torch.int32))
-
-
-def _pack_ell_context(ctx: Any, inputs: Any, output: Any) -> None:
-    _, indices, nnz = output
-    ctx.mark_non_differentiable(indices, nnz)
+def _pack_context(ctx: Any, inputs: Any, output: Any) -> None:
+    x, second, *_ = inputs
+    _, indices, *counts = output
+    ctx.mark_non_differentiable(indices, *counts)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(indices, nnz)
-    ctx.n = inputs[0].shape[1]
+    # The offsets of a CSR are given; a TwELL's second input is its tile.
+    ctx.save_for_backward(indices, *(counts or (second,)))
+    ctx.n, ctx.tile = x.shape[1], second if indices.dim() == 3 else None
 
 
-def _pack_ell_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, None]:
+def _pack_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    others = (None,) * (len(ctx.needs_input_grad) - 1)
     if grad is None:
-        return None, None
-    indices, nnz = ctx.saved_tensors
-    return unpack_operator(grad, indices, nnz.clamp(max=indices.shape[1]), None, ctx.n), None
-
-
-def _fake_pack_twell(x: Tensor, tile: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    m, tiles = x.shape[0], (x.shape[1] + tile - 1) // tile
-    return (
-        x.new_empty(m, tiles, slots),
-        x.new_empty(m, tiles, slots, dtype=tile_index_dtype(tile)),
-        x.new_empty(m, tiles, dtype=torch.int16),
-    )
-
-
-def _pack_twell_context(ctx: Any, inputs: Any, output: Any) -> None:
-    _, indices, counts = output
-    ctx.mark_non_differentiable(indices, counts)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(indices, counts)
-    ctx.n, ctx.tile = inputs[0].shape[1], inputs[1]
-
-
-def _pack_twell_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if grad is None:
-        return (None,) * 3
+        return None, *others
     indices, counts = ctx.saved_tensors
-    return unpack_operator(*twell.lists(grad, indices, counts, ctx.tile, ctx.n), None, ctx.n), None, None
-
-
-def _fake_pack_csr(x: Tensor, row_offsets: Tensor, max_nnz: int) -> tuple[Tensor, Tensor]:
-    return x.new_empty(max_nnz), x.new_empty(max_nnz, dtype=torch.int32)
-
-
-def _pack_csr_context(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[1], inputs[1])
-    ctx.n = inputs[0].shape[1]
-
-
-def _pack_csr_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, None, None]:
-    if grad is None:
-        return None, None, None
-    indices, row_offsets = ctx.saved_tensors
-    return unpack_operator(grad, indices, row_offsets.clamp(max=indices.shape[0]), None, ctx.n), None, None
-
-
-def _fake_unpack(values: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, n: int) -> Tensor:
-    return values.new_empty(offsets.shape[0] - int(indices.dim() == 1), n)
+    if ctx.tile is None:
+        lists = grad, indices, counts.clamp(max=indices.shape[-1])
+    else:
+        lists = twell.lists(grad, indices, counts, ctx.tile, ctx.n)
+    return undispatched(unpack_operator, grad)(*lists, None, ctx.n), *others
 
 
 def _unpack_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -304,9 +261,9 @@ pack_ell_operator = register(
     "pack_ell(Tensor x, SymInt capacity) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu.pack_ell,
     gpu=f"{_GPU}:pack_ell",
-    fake=_fake_pack_ell,
-    setup_context=_pack_ell_context,
-    backward=_pack_ell_backward,
+    fake=lambda x, capacity: empty_ell(x, x.shape[0], capacity),
+    setup_context=_pack_context,
+    backward=_pack_backward,
 )
 _count_rows = register(
     "count_rows(Tensor x) -> Tensor",
@@ -318,15 +275,15 @@ _pack_csr = register(
     "pack_csr(Tensor x, Tensor row_offsets, SymInt max_nnz) -> (Tensor, Tensor)",
     cpu=_cpu.pack_csr,
     gpu=f"{_GPU}:pack_csr",
-    fake=_fake_pack_csr,
-    setup_context=_pack_csr_context,
-    backward=_pack_csr_backward,
+    fake=lambda x, row_offsets, max_nnz: (x.new_empty(max_nnz), x.new_empty(max_nnz, dtype=torch.int32)),
+    setup_context=_pack_context,
+    backward=_pack_backward,
 )
 unpack_operator = register(
     "unpack(Tensor values, Tensor indices, Tensor offsets, Tensor? source, SymInt n) -> Tensor",
     cpu=_cpu.unpack,
     gpu="gossamer.rowsparse._triton.unpack:unpack",
-    fake=_fake_unpack,
+    fake=lambda values, indices, offsets, _, n: values.new_empty(offsets.shape[0] - int(indices.dim() == 1), n),
     setup_context=_unpack_context,
     backward=_unpack_backward,
 )
@@ -334,7 +291,7 @@ _pack_twell = register(
     "pack_twell(Tensor x, int tile, int slots) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu_pack_twell,
     gpu="gossamer.rowsparse._triton.twell:pack_twell",
-    fake=_fake_pack_twell,
-    setup_context=_pack_twell_context,
-    backward=_pack_twell_backward,
+    fake=lambda x, tile, slots: empty_twell(x, x.shape[0], x.shape[1], tile, slots),
+    setup_context=_pack_context,
+    backward=_pack_backward,
 )

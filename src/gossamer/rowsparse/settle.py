@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
+from gossamer.rowsparse._torch.pack import overflow_error
 from gossamer.rowsparse.container import LinearSource
 from gossamer.rowsparse.formats import CSR, ELL, TwELL, check_indices, check_tile_indices, tile_index_dtype
 from gossamer.rowsparse.linear_source import dense_rows
@@ -20,7 +21,13 @@ def settled(rows: Any) -> tuple[Tensor, Tensor, Tensor]:
         return values, indices, counts
     # Whoever looks may have gradients off, and whoever differentiates later may not.
     with torch.inference_mode(values.is_inference()), torch.enable_grad():
-        return build(rows, *entries(rows), most=None)
+        row, columns, values = entries(rows)
+        m, n, what = rows.num_rows, rows.num_columns, "rowsparse.settle"
+        if isinstance(rows, CSR):
+            return values, columns.int(), offsets_of(row, m)
+        if isinstance(rows, ELL):
+            return build_ell(what, row, columns, values, m, None)
+        return build_twell(what, row, columns, values, m, n, rows.tile, None)
 
 
 def refuse_to_look(rows: Any) -> None:
@@ -55,7 +62,7 @@ def entries(rows: Any, operator: str | None = None) -> tuple[Tensor, Tensor, Ten
     if not over.numel():
         return row, columns, values
     if source is None:
-        raise ValueError(overflow_message(operator))
+        raise overflow_error(operator)
     if isinstance(source, LinearSource):
         some = replace(source, x=source.x[over])
         dense = dense_rows(some, torch.ones_like(over, dtype=torch.int32), 0).to(values.dtype)
@@ -96,20 +103,6 @@ def slots_of(rows: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     row = torch.arange(rows.num_rows, device=device)[:, None, None].expand_as(held)
     tiles = torch.arange(counts.shape[1], device=device)[:, None]
     return row, indices.long() + tiles * rows.tile, held, over
-
-
-def build(
-    like: Any, row: Tensor, columns: Tensor, values: Tensor, most: int | None, operator: str = "rowsparse.convert"
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(values, indices, counts) of entries in order of row, in the format of `like`; its own buffers do not matter.
-
-    `most` is how many slots a row, or a row's tile, is to have; None takes what the fullest one needs.
-    """
-    if isinstance(like, CSR):
-        return values, columns.int(), offsets_of(row, like.num_rows)
-    if isinstance(like, ELL):
-        return build_ell(operator, row, columns, values, like.num_rows, most)
-    return build_twell(operator, row, columns, values, like.num_rows, like.num_columns, like.tile, most)
 
 
 def offsets_of(row: Tensor, m: int) -> Tensor:
@@ -161,11 +154,3 @@ def _places(operator: str, cell: Tensor, cells: int, name: str, size: int | None
         raise ValueError(f"{operator}: {name} must be at least {most}, the entries of the fullest, got {size}.")
     start = counts.cumsum(0) - counts
     return counts, torch.arange(cell.shape[0], device=cell.device) - start[cell], size
-
-
-def overflow_message(operator: str) -> str:
-    """What is wrong with a row that has more entries than slots where nothing restores it."""
-    return (
-        f"{operator}: a row has more entries than slots, and the container no source to read them from. "
-        "Pack the dense tensor again, or build the container with slots for all; rows.validate() names the row's count."
-    )

@@ -51,12 +51,8 @@ def transpose(rows: Rows) -> CSR:
 
 
 def _fake(indices: Tensor, offsets: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    nnz = indices.numel()
-    return (
-        indices.new_empty(n + 1, dtype=torch.int64),
-        indices.new_empty(nnz, dtype=torch.int64),
-        indices.new_empty(nnz, dtype=torch.int32),
-    )
+    keys = indices.new_empty(indices.numel(), dtype=torch.int64)
+    return indices.new_empty(n + 1, dtype=torch.int64), keys, torch.empty_like(keys, dtype=torch.int32)
 
 
 transpose_keys = register(

@@ -8,7 +8,7 @@ from torch import Tensor
 from gossamer._core.ops import register, undispatched
 from gossamer.rowsparse._torch import twell as _cpu
 from gossamer.rowsparse.container import unchecked
-from gossamer.rowsparse.formats import ELL, TwELL
+from gossamer.rowsparse.formats import ELL, TwELL, empty_ell
 
 _GPU = "gossamer.rowsparse._triton.twell"
 
@@ -47,20 +47,11 @@ def _to_ell_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | N
     return torch.where(held, grad.gather(1, flat).view(place.shape), 0), *(None,) * 4
 
 
-def _fake_to_ell(values: Tensor, _i: Tensor, _c: Tensor, tile: int, capacity: int) -> tuple[Tensor, ...]:
-    m = values.shape[0]
-    return (
-        values.new_empty(m, capacity),
-        values.new_empty(m, capacity, dtype=torch.int32),
-        values.new_empty(m, dtype=torch.int32),
-    )
-
-
 twell_to_ell = register(
     "twell_to_ell(Tensor values, Tensor indices, Tensor counts, int tile, SymInt capacity) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu.twell_to_ell,
     gpu=f"{_GPU}:twell_to_ell",
-    fake=_fake_to_ell,
+    fake=lambda values, indices, counts, tile, capacity: empty_ell(values, values.shape[0], capacity),
     setup_context=_to_ell_context,
     backward=_to_ell_backward,
 )

@@ -12,7 +12,7 @@ from gossamer._core.ops import needs_gradient, register, shortcut, undispatched
 from gossamer.rowsparse import pack
 from gossamer.rowsparse.container import RowSparse
 from gossamer.rowsparse.dense_product import dense_product
-from gossamer.rowsparse.formats import Rows
+from gossamer.rowsparse.formats import Rows, empty_ell
 from gossamer.rowsparse.matmul import check_weight, gradients, matmul_operator, multiply, repeat, sampled_operator
 from gossamer.rowsparse.pack import check_container
 from gossamer.rowsparse.transpose import transpose_keys
@@ -92,8 +92,7 @@ def decode(
     n, d = W_dec.shape
     checks.columns(operator, "acts", n)
     check_rest(operator, W_dec, b_dec, method, capacity, out_dtype, acts=acts)
-    if autocast.enabled(acts.device):
-        acts, W_dec = autocast.cast(acts, W_dec)  # type: ignore[assignment]
+    acts, W_dec = autocast.cast(acts, W_dec)  # type: ignore[assignment]
     checks.same_dtype(operator, "acts", acts, W_dec=W_dec)
     m = acts.numel() // n if n else math.prod(acts.shape[:-1])
     fast = method == "auto" and capacity is None and out_dtype in (None, W_dec.dtype)
@@ -119,7 +118,8 @@ def decode(
             out, _, _, nnz = _sae_decode_lists(flat, W_dec, b_dec, slots, True, out_dtype)
             _check_counts(operator, nnz, capacity)
         elif needs_gradient(acts, W_dec, b_dec):
-            out = _sae_decode_lists(flat, W_dec, b_dec, slots, truncate, out_dtype)[0]
+            call = undispatched(_sae_decode_lists, flat, W_dec, b_dec)
+            out = call(flat, W_dec, b_dec, slots, truncate, out_dtype)[0]
         else:
             out = _sae_decode(flat, W_dec, b_dec, slots, truncate, out_dtype)
             if n:
@@ -129,8 +129,7 @@ def decode(
 
 def decode_dense(acts: Tensor, W_dec: Tensor, b_dec: Tensor | None) -> Tensor:
     """acts `[..., d_sae]` @ W_dec + b_dec by the plain product, with the gradient of every latent, 0 or not."""
-    if autocast.enabled(acts.device):
-        acts, W_dec = autocast.cast(acts, W_dec)  # type: ignore[assignment]
+    acts, W_dec = autocast.cast(acts, W_dec)  # type: ignore[assignment]
     return _dense(acts, W_dec, b_dec, None)
 
 
@@ -192,22 +191,8 @@ def _check_counts(operator: str, nnz: Tensor, capacity: int) -> None:
         )
 
 
-def _fake(
-    acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, truncate: bool, out_dtype: torch.dtype | None
-) -> Tensor:
-    return weight.new_empty(acts.shape[0], weight.shape[1], dtype=out_dtype or weight.dtype)
-
-
-def _fake_lists(
-    acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, truncate: bool, out_dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    m = acts.shape[0]
-    return (
-        _fake(acts, weight, bias, capacity, truncate, out_dtype),
-        acts.new_empty(m, capacity),
-        acts.new_empty(m, capacity, dtype=torch.int32),
-        acts.new_empty(m, dtype=torch.int32),
-    )
+def _fake(acts: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    return weight.new_empty(acts.shape[0], weight.shape[1], dtype=rest[-1] or weight.dtype)
 
 
 def _context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -246,7 +231,7 @@ _sae_decode_lists = register(
     f"sae_decode_lists{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.decode_lists,
     gpu="gossamer.sae._triton.decode:decode_lists",
-    fake=_fake_lists,
+    fake=lambda acts, *rest: (_fake(acts, *rest), *empty_ell(acts, acts.shape[0], rest[2])),
     setup_context=_context,
     backward=_backward,
 )

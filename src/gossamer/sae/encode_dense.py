@@ -62,8 +62,9 @@ def encode_dense(
     window = bandwidth if bandwidth is not None and has_window(threshold, ste_to_input) else 0.0
     scale = None if scale is None else scale.detach()
     flat = x.reshape(math.prod(leading), x.shape[-1])
-    options = (name, k, window, scale, ste_to_input)
-    acts, l0, fired, nnz = _encode_dense(flat, W_enc, b_enc, b_dec, threshold, *options)
+    given = flat, W_enc, b_enc, b_dec, threshold
+    call = undispatched(_encode_dense, *given, scale)
+    acts, l0, fired, nnz = call(*given, name, k, window, scale, ste_to_input)
     return acts.view(*leading, n), l0.view(leading), fired, nnz.view(leading)
 
 

@@ -1,7 +1,5 @@
 """How `sae.encode` goes about it, chosen by what the host knows."""
 
-from __future__ import annotations
-
 import math
 from contextlib import AbstractContextManager
 from typing import Any, Literal

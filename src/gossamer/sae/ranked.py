@@ -6,14 +6,6 @@ import torch
 from torch import Tensor
 
 
-def scattered(values: Tensor, indices: Tensor, m: int, n: int) -> Tensor:
-    """Entries of CSR or ELL, whose columns are distinct, as a dense [m, n]."""
-    # One element more takes what the padding holds.
-    acts = values.new_zeros(m * n + 1)
-    acts.scatter_(0, indices, values)
-    return acts[:-1].view(m, n)
-
-
 def ranked(
     x: Tensor, weight: Tensor, bias: Tensor | None, b_dec: Tensor | None, activation: str, k: int, scale: Tensor | None,
     call: Callable[..., tuple[Tensor, ...]],
@@ -29,4 +21,7 @@ def ranked(
     else:
         rows = torch.arange(m, device=x.device)[:, None].expand_as(indices).reshape(-1)
     columns = indices.reshape(-1).long()
-    return scattered(values.reshape(-1), torch.where(columns < 0, m * n, rows * n + columns), m, n)
+    # Columns of a row are distinct. One element more takes what the padding holds.
+    acts = values.new_zeros(m * n + 1)
+    acts.scatter_(0, torch.where(columns < 0, m * n, rows * n + columns), values.reshape(-1))
+    return acts[:-1].view(m, n)

@@ -22,6 +22,7 @@ from gossamer.gemm.activations import Activation, BatchTopK, JumpReLU, TopK, res
 from gossamer.rowsparse import ELL, Rows
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.rowsparse.pack import check_container, default_capacity, pack_ell_operator
+from gossamer.sae._torch.encode import pre_activations
 from gossamer.sae.decode import check_rest, decode_rows
 from gossamer.sae.encode import ACTIVATIONS, check_operands, encode_backward, run, save_operands
 
@@ -324,14 +325,7 @@ class _SelectAmongRanks(torch.autograd.Function):
         scale: Tensor | None,
         group: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        x = (x if b_dec is None else x - b_dec).to(weight.dtype)
-        # As the operator rounds it: what is added in another dtype is added in float32.
-        if bias is not None and bias.dtype is weight.dtype:
-            pre = torch.addmm(bias, x, weight)
-        else:
-            pre = x @ weight
-            if bias is not None:
-                pre.add_(bias)
+        pre = pre_activations(x, weight, bias, b_dec)
         acts = torch.where(_among_largest(pre if scale is None else (pre * scale).to(pre.dtype), k, group), pre, 0)
         values, indices, nnz = pack_ell_operator(acts, capacity)
         l0 = nnz.to(torch.promote_types(acts.dtype, torch.float32))

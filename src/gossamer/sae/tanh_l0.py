@@ -49,7 +49,7 @@ def tanh_l0(rows: Rows, scale: Tensor) -> Tensor:
     scale = scale.to(threshold_dtype(values.dtype))
     if isinstance(rows, CSR):
         return _of_csr(rows, scale)
-    out: Tensor = _tanh_l0(values, indices, nnz, source, scale)
+    out: Tensor = undispatched(_tanh_l0, values, source, scale)(values, indices, nnz, source, scale)
     return out.view(rows.shape[:-1])
 
 
@@ -84,9 +84,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_values, None, None, None if source is None else grad_source, grad_scale
 
 
-def _fake_bwd(
-    grad: Tensor, values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_bwd(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, values, _, nnz, source, scale = operands
     dense = values.new_empty(0 if source is None else nnz.shape[0], scale.shape[0])
     return torch.empty_like(values), dense, torch.empty_like(values), torch.empty_like(dense)
 

@@ -192,17 +192,10 @@ def launch_gated_mlp_bwd(
     _gated_mlp_bwd(grid, args, meta, num_warps=4, maxnreg=168)
 
 
-_TILES = {"grad_desc": [128, 64], "down_desc": [64, 256]}
-
 EXAMPLES = {
     _gated_mlp_bwd_kernel: {
-        "signature": {
-            **{name: f"tensordesc<bf16{block},{gl.NVMMASharedLayout(128, 16, 2)!r}>" for name, block in _TILES.items()},
-            "gate_ptr": "*i32", "up_ptr": "*i32", "hidden_ptr": "*i32",
-        },
-        "constexprs": {"GROUP_M": GROUP_M, "STAGES": STAGES, "ACTIVATION": "silu"},
-        "num_warps": 4,
-        "maxnreg": 168,
+        "grad_desc": [128, 64], "down_desc": [64, 256], "gate_ptr": "*i32", "up_ptr": "*i32", "hidden_ptr": "*i32",
+        "GROUP_M": GROUP_M, "STAGES": STAGES, "ACTIVATION": "silu", "maxnreg": 168,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

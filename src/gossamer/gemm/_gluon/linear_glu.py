@@ -446,18 +446,11 @@ def descriptor_of(
     return descriptor
 
 
-_TILES = {"x_desc": [128, 64], "gate_desc": [128, 64], "up_desc": [128, 64], "out_desc": [64, 128]}
-
 EXAMPLES = {
     _linear_glu_kernel: {
-        "signature": {
-            **{name: f"tensordesc<bf16{block},{gl.NVMMASharedLayout(128, 16, 2)!r}>" for name, block in _TILES.items()},
-            "first_desc": None, "second_desc": None, "gate_bias_ptr": None, "up_bias_ptr": None, "grad_ptr": None,
-            "partial_ptr": "*fp32", "flags_ptr": "*i32", "count_ptr": None,
-        },
-        "constexprs": {"GROUP_M": GROUP_M, "STAGES": 4, "ACTIVATION": "silu"},
-        "num_warps": 4,
-        "maxnreg": 168,
+        "x_desc": [128, 64], "gate_desc": [128, 64], "up_desc": [128, 64], "out_desc": [64, 128], "first_desc": None,
+        "second_desc": None, "gate_bias_ptr": None, "up_bias_ptr": None, "grad_ptr": None, "flags_ptr": "*i32",
+        "count_ptr": None, "GROUP_M": GROUP_M, "STAGES": 4, "ACTIVATION": "silu", "maxnreg": 168,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch, tuning
+from gossamer.gemm._gluon import linear_glu
 from gossamer.gemm._gluon.linear_glu import descriptor_of, origin_of, thread_barrier
 
 TILE = 256
@@ -140,10 +141,8 @@ def produce(inputs, ring, extent, TRANSPOSED: gl.constexpr, GROUP_M: gl.constexp
             mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
             mbarrier.expect(full, (GROUPS * ROWS + BLOCK_N) * BLOCK_K * 2)
             tma.async_copy_global_to_shared(x_desc, [row, step * BLOCK_K], full, x_bufs.index(stage))
-            if TRANSPOSED:
-                tma.async_copy_global_to_shared(w_desc, [column, step * BLOCK_K], full, w_bufs.index(stage))
-            else:
-                tma.async_copy_global_to_shared(w_desc, [step * BLOCK_K, column], full, w_bufs.index(stage))
+            at = [column, step * BLOCK_K] if TRANSPOSED else [step * BLOCK_K, column]
+            tma.async_copy_global_to_shared(w_desc, at, full, w_bufs.index(stage))
             count += 1
 
 
@@ -166,10 +165,7 @@ def consume(
             stage = count % STAGES
             mbarrier.wait(ready.index(stage), count // STAGES & 1)
             x = x_bufs.index(stage).slice(GROUP * ROWS, ROWS)
-            if TRANSPOSED:
-                w = w_bufs.index(stage).permute((1, 0))
-            else:
-                w = w_bufs.index(stage)
+            w = w_bufs.index(stage).permute((1, 0)) if TRANSPOSED else w_bufs.index(stage)
             acc = warpgroup_mma(x, w, acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
             # The step before has been read: its stage goes back to the warp that loads.
@@ -363,15 +359,9 @@ _linear_pack = launch.Kernel(_linear_pack_kernel)
 def fits(x: Tensor, weight: Tensor, tile: int, slots: int) -> bool:
     """Whether the copy engine can read the operands, 16-bit, with rows of x and rows or columns of weight [N, K]
     contiguous, all on 16 bytes, and the kernel write the tiles."""
-    if tile != TILE or slots & (slots - 1) or x.element_size() != 2:
+    if tile != TILE or slots & (slots - 1):
         return False
-    united = 0
-    for operand in (x, weight if weight.stride(1) == 1 else weight.t()):
-        stride, step = operand.stride()
-        if step != 1 or not stride >= operand.shape[1] > 0:
-            return False
-        united |= operand.data_ptr() | 2 * stride
-    return united % 16 == 0
+    return linear_glu.fits(TILE, x, weight if weight.stride(1) == 1 else weight.t())
 
 
 def descriptors(x: Tensor, weight: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
@@ -410,18 +400,11 @@ def launch_linear_pack(
     return _linear_pack(grid, args, meta, num_warps=4, maxnreg=168, head=11)
 
 
-_TILES = {"x_desc": [128, 64], "w_desc": [64, 256]}
-
 EXAMPLES = {
     _linear_pack_kernel: {
-        "signature": {
-            **{name: f"tensordesc<bf16{block},{gl.NVMMASharedLayout(128, 16, 2)!r}>" for name, block in _TILES.items()},
-            "bias_ptr": "*bf16", "threshold_ptr": "*fp32", "bounds_ptr": None, "factors_ptr": None, "skip_ptr": None,
-            "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16", "words_ptr": "*i32",
-        },
-        "constexprs": {"TRANSPOSED": False, "SLOTS": 16, "GROUP_M": GROUP_M, "STAGES": STAGES},
-        "num_warps": 4,
-        "maxnreg": 168,
+        "x_desc": [128, 64], "w_desc": [64, 256], "bias_ptr": "*bf16", "bounds_ptr": None, "factors_ptr": None,
+        "skip_ptr": None, "indices_ptr": "*u8", "counts_ptr": "*i16", "words_ptr": "*i32", "TRANSPOSED": False,
+        "SLOTS": 16, "GROUP_M": GROUP_M, "STAGES": STAGES, "maxnreg": 168,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

@@ -33,7 +33,9 @@ def linear_pack(
             packed = pack_positions(z, partial(positions_above, threshold=threshold), tile, slots)
             nnz = packed[2].sum(1, dtype=torch.int32)
         else:
-            packed = _pack_ell(z, threshold, capacity)
+            positions, (m, n) = positions_above(z, threshold), z.shape
+            offsets = row_offsets_of(positions, m, n)
+            packed = ell_from_entries(offsets, positions % max(n, 1), z.view(-1)[positions], capacity)
             nnz = packed[2].clone()
         if squared:
             packed[0].square_()
@@ -42,10 +44,3 @@ def linear_pack(
         return blocks[0]
     values, indices, counts, nnz = (torch.cat(parts) for parts in zip(*blocks))
     return values, indices, counts, nnz
-
-
-def _pack_ell(z: Tensor, threshold: Tensor | None, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    m, n = z.shape
-    positions = positions_above(z, threshold)
-    offsets = row_offsets_of(positions, m, n)
-    return ell_from_entries(offsets, positions % max(n, 1), z.view(-1)[positions], capacity)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from gossamer._core import launch
+from gossamer.rowsparse.dense_product import padded
 
 LEAST = 512
 """Rows and columns of a product from which on a copy of operands costs less than reading them as they lie."""
@@ -28,6 +28,5 @@ def _is_aligned(operand: Tensor) -> bool:
 def _copied(operand: Tensor) -> Tensor:
     turned = operand.stride(1) != 1 and operand.stride(0) == 1
     rows = operand.t() if turned else operand
-    each = 16 // operand.element_size()
-    copy = rows.new_empty(rows.shape[0], launch.cdiv(rows.shape[1], each) * each)[:, : rows.shape[1]].copy_(rows)
+    copy = rows.new_empty(rows.shape[0], padded(rows.shape[1], rows))[:, : rows.shape[1]].copy_(rows)
     return copy.t() if turned else copy

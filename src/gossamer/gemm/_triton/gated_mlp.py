@@ -1,8 +1,6 @@
 """The backward pass of a gated block: a product of the library's, and a kernel of `linear_glu` after it. Hopper has one
 for both, in `_gluon`."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -22,7 +20,3 @@ def gated_mlp_bwd_(grad: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor, 
     hidden = grad @ down_weight
     launch_glu_bwd(hidden, gate, up, (gate, up), hidden, activation)
     return hidden
-
-
-EXAMPLES: dict[Any, dict[str, Any]] = {}
-"""No kernel of its own."""

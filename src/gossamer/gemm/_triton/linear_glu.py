@@ -14,7 +14,7 @@ Hopper, operands that its kernel cannot read: odd rows through pointers took up 
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -245,31 +245,24 @@ def linear_glu(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Operator `linear_glu` -> (out, gate, up), [M, N] or, without `keep`, the latter two [0, N]."""
     m, n = x.shape[0], gate_weight.shape[0] // (2 if up_weight is None else 1)
+    given = (x, gate_weight, up_weight, gate_bias, up_bias)
     out = x.new_empty(m, n)
     kept = (torch.empty_like(out), torch.empty_like(out)) if keep else (x.new_empty(0, n), x.new_empty(0, n))
     if m and n:
         few = m <= 16 and not keep and not launch.INTERPRET
         if few and (x.element_size() == 2 or m == 1):
-            _launch_few_rows(x, gate_weight, up_weight, gate_bias, up_bias, activation, out)
+            _launch_few_rows(given, activation, out)
         else:
-            operands = _operands(x, gate_weight, up_weight, gate_bias, up_bias)
-            _launch_linear_glu(operands, activation, None, out, kept if keep else None)
+            _launch_linear_glu(_operands(*given), activation, None, out, kept if keep else None)
     return out, *kept
 
 
 _plans = launch.Plans()
 
 
-def _launch_few_rows(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor | None,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    activation: str,
-    out: Tensor,
-) -> None:
+def _launch_few_rows(given: tuple[Any, ...], activation: str, out: Tensor) -> None:
     """Fills out. Host time is most of a step of decoding: what follows from shapes is done once and kept as a plan."""
+    x, gate_weight, up_weight, gate_bias, up_bias = given
     index = x.get_device()
     key = (x.shape, x.stride(), x.dtype, gate_weight.shape, gate_weight.stride(), activation, index)
     key += (None if up_weight is None else up_weight.stride(),)
@@ -283,7 +276,7 @@ def _launch_few_rows(
     if plan is not None:
         plan.launches[0](torch._C._cuda_getCurrentRawStream(index), *pointers)
         return
-    operands = _operands(x, gate_weight, up_weight, gate_bias, up_bias)
+    operands = _operands(*given)
     bound = _launch_linear_glu(operands, activation, None, out, None)
     # Not where biases had to be copied.
     if operands.gate_bias is gate_bias and operands.up_bias is up_bias:
@@ -383,20 +376,13 @@ def _launch_separate(
         torch.mm(given, gate_weight.t(), out=gate)
         torch.mm(given, up_weight.t(), out=up)
         if out is not None:
-            _launch_glu_fwd(gate, up, gate_bias, up_bias, out[rows], activation)
+            args = (gate, up, gate_bias, up_bias, out[rows], n)
+            _glu_fwd((len(given), launch.cdiv(n, 2048), 1), args, {"BLOCK": 2048, "ACTIVATION": activation})
         elif grad is not None:
             for z, bias in ((gate, gate_bias), (up, up_bias)):
                 if bias is not None:
                     z += bias
             launch_glu_bwd(grad, gate, up, (gate, up), None, activation)
-
-
-def _launch_glu_fwd(
-    gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor, activation: str
-) -> None:
-    m, n = out.shape
-    meta = {"BLOCK": 2048, "ACTIVATION": activation}
-    _glu_fwd((m, launch.cdiv(n, 2048), 1), (gate, up, gate_bias, up_bias, out, n), meta)
 
 
 def launch_glu_bwd(
@@ -411,38 +397,17 @@ def launch_glu_bwd(
     _glu_bwd((m, launch.cdiv(n, 2048), 1), args, meta)
 
 
-_OPTIONAL = {"gate_bias_ptr": "*fp32", "up_bias_ptr": None}
-
 EXAMPLES = {
     _linear_glu_kernel: {
-        "signature": {
-            "x_ptr": "*bf16", "gate_ptr": "*bf16", "up_ptr": "*bf16", **_OPTIONAL, "out_ptr": "*bf16", "grad_ptr": None,
-            "first_ptr": "*bf16", "second_ptr": "*bf16",
-        },
-        "constexprs": {
-            **dict.fromkeys(("stride_xk", "stride_gk", "stride_uk"), 1), "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 64,
-            "GROUP_M": 8, "ACTIVATION": "silu", "GRADIENT": False,
-        },
-        "num_warps": 8,
+        "up_bias_ptr": None, "grad_ptr": None, "stride_xk": 1, "stride_gk": 1, "stride_uk": 1, "BLOCK_M": 128,
+        "BLOCK_N": 64, "BLOCK_K": 64, "GROUP_M": 8, "ACTIVATION": "silu", "GRADIENT": False, "num_warps": 8,
         "num_stages": 3,
     },
-    _linear_glu_row_kernel: {
-        "signature": {"x_ptr": "*bf16", "gate_ptr": "*bf16", "up_ptr": "*bf16", **_OPTIONAL, "out_ptr": "*bf16"},
-        "constexprs": {"stride_xk": 1, "BLOCK_K": 4096, "VEC": 8, "ACTIVATION": "silu"},
-        "num_warps": 4,
-    },
+    _linear_glu_row_kernel: {"up_bias_ptr": None, "stride_xk": 1, "BLOCK_K": 4096, "VEC": 8, "ACTIVATION": "silu"},
     _glu_fwd_kernel: {
-        "signature": {"gate_ptr": "*fp32", "up_ptr": "*fp32", **_OPTIONAL, "out_ptr": "*fp32"},
-        "constexprs": {"BLOCK": 2048, "ACTIVATION": "gelu"},
-        "num_warps": 4,
+        "gate_ptr": "*fp32", "up_ptr": "*fp32", "up_bias_ptr": None, "out_ptr": "*fp32", "BLOCK": 2048,
+        "ACTIVATION": "gelu",
     },
-    _glu_bwd_kernel: {
-        "signature": {
-            "grad_ptr": "*bf16", "gate_ptr": "*bf16", "up_ptr": "*bf16", "first_ptr": "*bf16", "second_ptr": "*bf16",
-            "hidden_ptr": "*bf16",
-        },
-        "constexprs": {"BLOCK": 2048, "ACTIVATION": "gelu_tanh"},
-        "num_warps": 4,
-    },
+    _glu_bwd_kernel: {"BLOCK": 2048, "ACTIVATION": "gelu_tanh"},
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from gossamer._core import launch, tuning
 from gossamer.gemm._triton._aligned import aligned
 from gossamer.rowsparse._triton.twell import launch_pack_twell, twell_to_ell
-from gossamer.rowsparse.formats import tile_index_dtype
+from gossamer.rowsparse.formats import empty_twell
 
 
 def linear_pack(
@@ -26,10 +26,7 @@ def linear_pack(
     squared: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Operator `linear_pack`."""
-    m, n = x.shape[0], weight.shape[0]
-    values = x.new_empty(m, -(-n // tile), slots)
-    indices = torch.empty_like(values, dtype=tile_index_dtype(tile))
-    counts = torch.empty(values.shape[:2], dtype=torch.int16, device=x.device)
+    values, indices, counts = empty_twell(x, x.shape[0], weight.shape[0], tile, slots)
     if counts.numel():
         launch_linear_pack(x, weight, bias, threshold, tile, (values, indices, counts))
     nnz = counts.sum(1, dtype=torch.int32)
@@ -79,11 +76,6 @@ def launch_linear_pack(
             torch.mm(x[rows], right, out=z)
             if bias is not None:
                 z += bias
-        values, indices, counts = (part[rows] for part in out)
         limits = None if bounds is None else bounds[rows]
-        launch_pack_twell(z, threshold, True, tile, values, indices, counts, limits, factors)
+        launch_pack_twell(z, threshold, True, tile, tuple(part[rows] for part in out), limits, factors)
     return None
-
-
-EXAMPLES: dict[object, dict[str, object]] = {}
-"""The kernels are those of `rowsparse._triton.twell`."""

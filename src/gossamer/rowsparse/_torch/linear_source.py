@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gossamer.rowsparse._torch.matmul import batch_product, multiply
+from gossamer.rowsparse._torch.matmul import batch_product, matmul
 
 _BLOCK = 256
 """Rows that are computed again at one time."""
@@ -46,7 +46,7 @@ def matmul_linear(
     out_dtype: torch.dtype | None,
 ) -> Tensor:
     """Operator `matmul_linear`: an ELL times weight, with overflowed rows from a linear source."""
-    out = multiply(values, indices, counts, None, weight, bias, out_dtype)
+    out = matmul(values, indices, counts, None, weight, bias, out_dtype, alone=False)
     over = (counts > values.shape[1]).nonzero().squeeze(1)
     wide = out.dtype if bias is None else torch.promote_types(out.dtype, torch.float32)
     for rows in over.split(_BLOCK) if over.numel() else ():

@@ -4,9 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gossamer.rowsparse._torch.pack import overflowed_rows, refuse_overflow, stored
+from gossamer.rowsparse._torch.pack import CHUNK, dot_entries, overflowed_rows, refuse_overflow, stored
 
-_CHUNK = 1 << 22
 _RUN = 64
 _BATCH = 4
 
@@ -37,7 +36,7 @@ def _bag(columns: Tensor, values: Tensor, row_offsets: Tensor, weight: Tensor) -
     # embedding_bag rounds to the weight's dtype at every addition in half precision: gather in float32 by pieces.
     m, d = row_offsets.shape[0] - 1, weight.shape[1]
     out = torch.zeros(m, d, dtype=torch.float32)
-    step = max(1, _CHUNK // max(d, 1))
+    step = max(1, CHUNK // max(d, 1))
     rows = torch.repeat_interleave(torch.arange(m), row_offsets.diff())
     for first in range(0, columns.shape[0], step):
         piece = slice(first, first + step)
@@ -65,23 +64,12 @@ def matmul(
     weight: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype | None,
+    alone: bool = True,
 ) -> Tensor:
-    """Operator `matmul`."""
-    if source is None:
+    """Operator `matmul`. Unless `alone`, somebody else computes rows that overflowed without a source: they hold
+    nothing but the bias."""
+    if source is None and alone:
         refuse_overflow("rowsparse", indices.shape[-1], offsets)
-    return multiply(values, indices, offsets, source, weight, bias, out_dtype)
-
-
-def multiply(
-    values: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    source: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    """The same, with nothing but the bias in rows that overflowed without a source."""
     dtype = out_dtype or weight.dtype
     working = dtype if bias is None else torch.promote_types(dtype, torch.float32)
     slots, rows = stored(indices, offsets, weight.shape[0])
@@ -113,8 +101,8 @@ def matmul_bwd(
     nnz = int(col_offsets[-1])
     rows = keys[:nnz] >> 32
     starts = rows * values.shape[1] if values.dim() == 2 else offsets[rows]
-    scale = values.reshape(-1)[starts + (keys[:nnz] & 0xFFFFFFFF)]
-    out = bag(rows, scale, col_offsets, grad, torch.promote_types(dtype, torch.float32))
+    slots = starts + (keys[:nnz] & 0xFFFFFFFF)
+    out = bag(rows, values.reshape(-1)[slots], col_offsets, grad, torch.promote_types(dtype, torch.float32))
     if source is not None:
         over = (offsets > values.shape[1] if values.dim() == 2 else offsets[1:] > values.shape[0]).nonzero().squeeze(1)
         if over.numel():
@@ -125,10 +113,6 @@ def matmul_bwd(
     products = torch.zeros(0 if weight is None else values.numel(), dtype=working)
     if weight is not None:
         columns = torch.repeat_interleave(torch.arange(weight.shape[0]), col_offsets.diff())
-        step = max(1, _CHUNK // max(grad.shape[1], 1))
-        for first in range(0, nnz, step):
-            piece = slice(first, first + step)
-            product = grad[rows[piece]].to(working) * weight[columns[piece]].to(working)
-            products[(starts + (keys[:nnz] & 0xFFFFFFFF))[piece]] = product.sum(1)
+        products[slots] = dot_entries(grad, rows, weight, columns)
         products = products.view(values.shape)
     return out.to(dtype), products

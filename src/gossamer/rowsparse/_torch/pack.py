@@ -5,6 +5,9 @@ import torch
 from torch import Tensor
 
 _BLOCK, _SMALL = 64, 1 << 15
+CHUNK = 1 << 22
+"""Numbers that are gathered at one time."""
+
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -149,6 +152,17 @@ def stored(indices: Tensor, offsets: Tensor, n: int) -> tuple[Tensor, Tensor]:
     return slots, rows
 
 
+def dot_entries(x: Tensor, rows: Tensor, weight: Tensor, columns: Tensor) -> Tensor:
+    """x[rows] times weight[columns], summed, in float32 at least: [nnz], some entries at a time."""
+    working = torch.promote_types(x.dtype, torch.float32)
+    products = torch.empty(rows.shape[0], dtype=working)
+    step = max(1, CHUNK // max(x.shape[1], 1))
+    for first in range(0, rows.shape[0], step):
+        piece = slice(first, first + step)
+        products[piece] = (x[rows[piece]].to(working) * weight[columns[piece]].to(working)).sum(1)
+    return products
+
+
 def overflowed_rows(indices: Tensor, offsets: Tensor) -> Tensor:
     """int64 [k]: the rows with more entries than the buffer holds."""
     flagged = offsets > indices.shape[1] if indices.dim() == 2 else offsets[1:] > indices.shape[0]
@@ -158,10 +172,14 @@ def overflowed_rows(indices: Tensor, offsets: Tensor) -> Tensor:
 def refuse_overflow(operator: str, limit: int, counts: Tensor) -> None:
     """Raises where a row has more entries than slots, and nothing to read them from; the kernels write NaN instead."""
     if bool((counts > limit).any()):
-        raise ValueError(
-            f"{operator}: a row has more entries than slots, and the container no source to read them from. "
-            "Pack the dense tensor again, or build the container with slots for all; rows.validate() checks it."
-        )
+        raise overflow_error(operator)
+
+
+def overflow_error(operator: str) -> ValueError:
+    return ValueError(
+        f"{operator}: a row has more entries than slots, and the container no source to read them from. "
+        "Pack the dense tensor again, or build the container with slots for all; rows.validate() names the row's count."
+    )
 
 
 def unpack(values: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, n: int) -> Tensor:

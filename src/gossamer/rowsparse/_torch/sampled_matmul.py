@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from gossamer.rowsparse._torch.pack import overflowed_rows, stored
+from gossamer.rowsparse._torch.pack import CHUNK, dot_entries, overflowed_rows, stored
 
-_CHUNK = 1 << 22
 DENSE = 1 / 64
 """The share of entries from which on all products are computed. On x86 an entry takes 5 ns a column to gather, and a
 product of matrices 0.03 to 0.05 ns a multiplication."""
@@ -47,17 +46,13 @@ def sampled_matmul(
 
 def _at_entries(x: Tensor, weight: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """The products at entries in order of their rows, in float32 at least."""
-    (m, d), n, working = x.shape, weight.shape[0], torch.promote_types(x.dtype, torch.float32)
+    m, n, working = x.shape[0], weight.shape[0], torch.promote_types(x.dtype, torch.float32)
+    if rows.shape[0] <= DENSE * m * n:
+        return dot_entries(x, rows, weight, columns)
     products = torch.empty(rows.shape[0], dtype=working)
-    if rows.shape[0] > DENSE * m * n:
-        weight, step = weight.to(working), max(1, _CHUNK // max(n, 1))
-        ends = torch.searchsorted(rows, torch.arange(step, m + step, step)).tolist()
-        for at, (first, last) in enumerate(zip([0, *ends], ends)):
-            block = x[at * step : (at + 1) * step].to(working) @ weight.t()
-            products[first:last] = block[rows[first:last] - at * step, columns[first:last]]
-        return products
-    step = max(1, _CHUNK // max(d, 1))
-    for first in range(0, rows.shape[0], step):
-        piece = slice(first, first + step)
-        products[piece] = (x[rows[piece]].to(working) * weight[columns[piece]].to(working)).sum(1)
+    weight, step = weight.to(working), max(1, CHUNK // max(n, 1))
+    ends = torch.searchsorted(rows, torch.arange(step, m + step, step)).tolist()
+    for at, (first, last) in enumerate(zip([0, *ends], ends)):
+        block = x[at * step : (at + 1) * step].to(working) @ weight.t()
+        products[first:last] = block[rows[first:last] - at * step, columns[first:last]]
     return products

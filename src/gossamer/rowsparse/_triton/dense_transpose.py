@@ -60,10 +60,6 @@ def rows_contiguous(x: Tensor) -> Tensor:
 
 
 EXAMPLES = {
-    _dense_transpose_kernel: {
-        "signature": {"x_ptr": "*bf16", "out_ptr": "*bf16"},
-        "constexprs": {"BLOCK": 64, "BESIDE": False},
-        "num_warps": 4,
-    }
+    _dense_transpose_kernel: {"BLOCK": 64, "BESIDE": False},
 }
 """Example signatures for the ahead-of-time compile test."""

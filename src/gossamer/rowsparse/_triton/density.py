@@ -42,10 +42,6 @@ def row_density(counts: Tensor, sums: Tensor, limit: int) -> None:
 
 
 EXAMPLES = {
-    _row_density_kernel: {
-        "signature": {"counts_ptr": "*i32", "sums_ptr": "*i64"},
-        "constexprs": {"BLOCK": 256, "PARTS": 64},
-        "num_warps": 1,
-    }
+    _row_density_kernel: {"sums_ptr": "*i64", "BLOCK": 256, "PARTS": 64, "num_warps": 1},
 }
 """Example signatures for the ahead-of-time compile test."""

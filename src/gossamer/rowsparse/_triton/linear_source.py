@@ -145,16 +145,8 @@ def matmul_linear(
 
 EXAMPLES = {
     _linear_source_kernel: {
-        "signature": {
-            "x_ptr": "*bf16", "w_ptr": "*bf16", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "counts_ptr": "*i32",
-            "out_ptr": "*bf16",
-        },
-        "constexprs": {
-            "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "APART": False, "EVEN": True, "PRECISION": "ieee",
-            "UPCAST": False,
-        },
-        "num_warps": 8,
-        "num_stages": 3,
+        "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "APART": False, "EVEN": True, "PRECISION": "ieee",
+        "UPCAST": False, "num_warps": 8, "num_stages": 3,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

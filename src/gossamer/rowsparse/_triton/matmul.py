@@ -374,33 +374,17 @@ def matmul_bwd(
     return grad_weight, grad_values
 
 
-_OPERANDS = {
-    "keys_ptr": "*i64", "offsets_ptr": "*i64", "values_ptr": "*bf16", "starts_ptr": "*i32", "grad_ptr": "*bf16",
-    "w_ptr": "*bf16", "grad_w_ptr": "*bf16", "grad_values_ptr": "*fp32",
-}  # fmt: skip
-_NOTED = {"long_ptr": "*i32", "found_ptr": "*i32"}
 EXAMPLES = {
     _matmul_fwd_kernel: {
-        "signature": {
-            "values_ptr": "*fp32", "indices_ptr": "*i32", "offsets_ptr": "*i32", "w_ptr": "*fp32", "bias_ptr": "*fp32",
-            "out_ptr": "*fp32",
-        },
-        "constexprs": {
-            "BLOCK_E": 4, "BLOCK_D": 128, "PARTIAL": 64, "IS_CSR": False, "LAUNCH_DEPENDENTS": False, "ALONE": False,
-        },
-        "num_warps": 1,
+        "values_ptr": "*fp32", "w_ptr": "*fp32", "out_ptr": "*fp32", "BLOCK_E": 4, "BLOCK_D": 128, "PARTIAL": 64,
+        "IS_CSR": False, "LAUNCH_DEPENDENTS": False, "ALONE": False, "num_warps": 1,
     },
     _matmul_bwd_kernel: {
-        "signature": {**_OPERANDS, "sums_ptr": "*fp32", **_NOTED},
-        "constexprs": {
-            "BLOCK_E": 8, "STEP": 4, "BLOCK_D": 256, "VEC": 8, "LONG": 64, "IS_CSR": False,
-        },
-        "num_warps": 1,
-        "maxnreg": 80,
+        "offsets_ptr": "*i64", "grad_values_ptr": "*fp32", "BLOCK_E": 8, "STEP": 4, "BLOCK_D": 256, "VEC": 8,
+        "LONG": 64, "IS_CSR": False, "num_warps": 1, "maxnreg": 80,
     },
     _matmul_bwd_long_kernel: {
-        "signature": {**_OPERANDS, **_NOTED},
-        "constexprs": {"BLOCK_E": 64, "BLOCK_D": 256, "VEC": 8, "IS_CSR": False},
+        "offsets_ptr": "*i64", "grad_values_ptr": "*fp32", "BLOCK_E": 64, "BLOCK_D": 256, "VEC": 8, "IS_CSR": False,
         "num_warps": 8,
     },
 }  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor
 from gossamer._core import launch
 from gossamer._core.ranges import span
 from gossamer.rowsparse._triton._rows import row_span
-from gossamer.rowsparse._triton.unpack import unpack_rows
+from gossamer.rowsparse._triton.unpack import unpack
 from gossamer.rowsparse.dense_product import dense_product, padded
 from gossamer.rowsparse.matmul_path import rows_at_once
 
@@ -50,10 +50,10 @@ def matmul_dense(
     step = rows_at_once(m, columns, values.element_size(), values, indices, weight)
     with span("gossamer::rowsparse.matmul/dense"):
         if step >= m:
-            return dense_product(unpack_rows(values, indices, offsets, source, n, columns), weight, bias, None)
+            return dense_product(unpack(values, indices, offsets, source, n, columns), weight, bias, None)
         out = weight.new_empty(m, d)
         for first, last, part in _parts(m, step, values, indices, offsets, source):
-            out[first:last] = dense_product(unpack_rows(*part, n, columns), weight, bias, None)
+            out[first:last] = dense_product(unpack(*part, n, columns), weight, bias, None)
     return out
 
 
@@ -93,10 +93,6 @@ def _parts(
 
 
 EXAMPLES = {
-    _pick_kernel: {
-        "signature": {"products_ptr": "*bf16", "indices_ptr": "*i32", "offsets_ptr": "*i32", "out_ptr": "*bf16"},
-        "constexprs": {"BLOCK": 1024, "IS_CSR": False},
-        "num_warps": 8,
-    },
-}  # fmt: skip
+    _pick_kernel: {"BLOCK": 1024, "IS_CSR": False, "num_warps": 8},
+}
 """Example signatures for the ahead-of-time compile test."""

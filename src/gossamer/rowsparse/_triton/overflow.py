@@ -44,29 +44,27 @@ def dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def source_product(
-    x_rows, w_ptr, begin, end, stride_wn, flagged, columns, inside,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+def flagged_product(
+    a_rows, b_columns, stride_b, begin, end, flagged, inside,
+    ROWS: tl.constexpr, INNER: tl.constexpr, COLUMNS: tl.constexpr,
     PARTIAL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Product over the inner columns begin to end, at flagged rows; `x_rows` [BLOCK_M, 1] points at their starts.
+    """Product over the inner dimension from begin to end, at flagged rows: float32 [ROWS, COLUMNS].
 
-    With PARTIAL so many columns are summed on their own, which keeps a float32 result as exact as the library's. It is
-    one loop all the same, for loads are in flight across the steps of a loop alone.
+    `a_rows` [ROWS, 1] and `b_columns` [1, COLUMNS] point at starts of rows and columns, whose numbers lie 1 and
+    stride_b apart. With PARTIAL so many are summed on their own: that keeps float32 results as exact as the library's.
+    It is one loop all the same, for loads are in flight across the steps of a loop alone.
     """
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for first in range(begin, end, BLOCK_N):
-        inner = first + tl.arange(0, BLOCK_N)
-        x = tl.load(x_rows + inner[None, :], mask=flagged[:, None] & (inner < end)[None, :], other=0.0)
-        w = tl.load(
-            w_ptr + inner.to(tl.int64)[:, None] * stride_wn + columns[None, :],
-            mask=(inner < end)[:, None] & inside[None, :],
-            other=0.0,
-        )
-        acc = dot(x.to(w.dtype), w, acc, PRECISION, UPCAST)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(begin, end, INNER):
+        inner = first + tl.arange(0, INNER)
+        a = tl.load(a_rows + inner[None, :], mask=flagged[:, None] & (inner < end)[None, :], other=0.0)
+        b_ptrs = b_columns + inner.to(tl.int64)[:, None] * stride_b
+        b = tl.load(b_ptrs, mask=(inner < end)[:, None] & inside[None, :], other=0.0)
+        acc = dot(a.to(b.dtype), b, acc, PRECISION, UPCAST)
         if PARTIAL > 0:
-            whole = (first - begin + BLOCK_N) % PARTIAL == 0
+            whole = (first - begin + INNER) % PARTIAL == 0
             total = tl.where(whole, total + acc, total)
             acc = tl.where(whole, 0.0, acc)
     return total + acc if PARTIAL > 0 else acc
@@ -94,8 +92,8 @@ def _overflow_fwd_kernel(
         length = tl.cdiv(tl.cdiv(N, SPLITS), BLOCK_N) * BLOCK_N
         end = tl.minimum(split * length + length, N)
         x_rows = x_ptr + rows.to(tl.int64)[:, None] * stride_xm
-        acc = source_product(
-            x_rows, w_ptr, split * length, end, stride_wn, flagged, columns, inside,
+        acc = flagged_product(
+            x_rows, w_ptr + columns[None, :], stride_wn, split * length, end, flagged, inside,
             BLOCK_M, BLOCK_N, BLOCK_D, PARTIAL, PRECISION, UPCAST,
         )  # fmt: skip
         out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :]
@@ -116,27 +114,6 @@ def _overflow_fwd_kernel(
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
         tl.store(out_ptrs, acc, mask=mask)
-
-
-@triton.jit
-def grad_product(
-    grad_rows, w_rows, D, flagged, held,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PARTIAL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """grad @ weight.T: float32 [BLOCK_M, BLOCK_N], summed as `source_product`; the pointers are at starts of rows."""
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for first in range(0, D, BLOCK_D):
-        columns = first + tl.arange(0, BLOCK_D)
-        grad = tl.load(grad_rows + columns[None, :], mask=flagged[:, None] & (columns < D)[None, :], other=0.0)
-        w = tl.load(w_rows + columns[:, None], mask=held[None, :] & (columns < D)[:, None], other=0.0)
-        acc = dot(grad.to(w.dtype), w, acc, PRECISION, UPCAST)
-        if PARTIAL > 0:
-            whole = (first + BLOCK_D) % PARTIAL == 0
-            total = tl.where(whole, total + acc, total)
-            acc = tl.where(whole, 0.0, acc)
-    return total + acc if PARTIAL > 0 else acc
 
 
 @triton.jit
@@ -174,8 +151,8 @@ def _overflow_bwd_source_kernel(
         for tile in range(tl.program_id(1), tl.cdiv(N, BLOCK_N), tl.num_programs(1)):
             inner = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             w_rows = w_ptr + inner.to(tl.int64)[None, :] * stride_wn
-            acc = grad_product(
-                grad_rows, w_rows, D, flagged, inner < N, BLOCK_M, BLOCK_N, BLOCK_D, PARTIAL, PRECISION, UPCAST
+            acc = flagged_product(
+                grad_rows, w_rows, 1, 0, D, flagged, inner < N, BLOCK_M, BLOCK_D, BLOCK_N, PARTIAL, PRECISION, UPCAST
             )
             mask = flagged[:, None] & (inner < N)[None, :]
             if MASKED:
@@ -313,37 +290,16 @@ def backward_weight(rows: Overflow, mask: Tensor | None, grad: Tensor, out: Tens
 
 EXAMPLES = {
     _overflow_fwd_kernel: {
-        "signature": {
-            "x_ptr": "*bf16", "w_ptr": "*bf16", "bias_ptr": None, "out_ptr": "*bf16", "counts_ptr": "*i32",
-            "partial_ptr": "*fp32", "arrived_ptr": "*i32",
-        },
-        "constexprs": {
-            "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128, "SPLITS": 1, "PARTIAL": 0, "PRECISION": "ieee",
-            "UPCAST": False, "GDC_WAIT": False,
-        },
-        "num_warps": 8,
+        "bias_ptr": None, "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128, "SPLITS": 1, "PARTIAL": 0, "PRECISION": "ieee",
+        "UPCAST": False, "GDC_WAIT": False, "num_warps": 8,
     },
-    _overflow_rows_kernel: {
-        "signature": {"counts_ptr": "*i64", "rows_ptr": "*i32"},
-        "constexprs": {"BLOCK": 4096},
-        "num_warps": 8,
-    },
+    _overflow_rows_kernel: {"counts_ptr": "*i64", "rows_ptr": "*i32", "BLOCK": 4096, "num_warps": 8},
     _overflow_bwd_source_kernel: {
-        "signature": {
-            "grad_ptr": "*bf16", "w_ptr": "*bf16", "x_ptr": "*bf16", "out_ptr": "*bf16", "rows_ptr": "*i32",
-        },
-        "constexprs": {
-            "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "PARTIAL": 0, "PRECISION": "ieee", "UPCAST": False,
-            "MASKED": True,
-        },
-        "num_warps": 4,
+        "rows_ptr": "*i32", "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "PARTIAL": 0, "PRECISION": "ieee",
+        "UPCAST": False, "MASKED": True,
     },
     _overflow_bwd_weight_kernel: {
-        "signature": {
-            "x_ptr": "*bf16", "mask_ptr": "*bf16", "grad_ptr": "*bf16", "out_ptr": "*bf16", "rows_ptr": "*i32",
-        },
-        "constexprs": {**weight_tile(2).sizes, "PRECISION": "ieee", "UPCAST": False},
-        "num_warps": 8,
+        "rows_ptr": "*i32", **weight_tile(2).sizes, "PRECISION": "ieee", "UPCAST": False, "num_warps": 8,
         "num_stages": 3,
     },
 }  # fmt: skip

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gossamer._core import launch
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+from gossamer.rowsparse.formats import empty_ell
 from gossamer.rowsparse.pack import one_program_a_row
 
 INTERPRET = tl.constexpr(launch.INTERPRET)
@@ -282,80 +283,54 @@ def split(n: int, sizes: dict[str, Any]) -> tuple[int, dict[str, Any]]:
 
 def pack_ell(x: Tensor, capacity: int, clear: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """Operator `pack_ell`; `clear=False` leaves slots without an entry unwritten, for callers that never look there."""
-    x = rows_contiguous(x)
-    m, n = x.shape
-    values = x.new_empty(m, capacity)
-    indices = torch.empty(m, capacity, dtype=torch.int32, device=x.device)
-    nnz = torch.empty(m, dtype=torch.int32, device=x.device)
-    if m == 0 or n == 0:
+    values, indices, nnz = empty_ell(x, x.shape[0], capacity)
+    if x.numel() == 0:
         return values.zero_(), indices.fill_(-1), nnz.zero_()
-    if one_program_a_row(m, n):
-        meta = {**row_tile(x), "CLEAR": clear, "COUNT_ONLY": False}
-        args = (x, values, indices, nnz, None, x.stride(0), m, n, capacity)
-        _pack_row((m, 1, 1), args, meta, num_warps=1)
-    else:
-        _split(x, values, indices, nnz, None, capacity)
+    _launch(x, (values, indices, nnz), None, capacity, clear)
     return values, indices, nnz
-
-
-def _split(
-    x: Tensor, values: Tensor | None, indices: Tensor | None, nnz: Tensor | None, offsets: Tensor | None, capacity: int
-) -> None:
-    """Launches programs that share rows: an ELL (without offsets), a CSR, or counts alone (without values)."""
-    m, n = x.shape
-    chunks, meta = split(n, row_tile(x))
-    flags, epoch = launch.flags.get(m * chunks, x.device)
-    args = (x, values, indices, nnz, offsets, flags, epoch, x.stride(0), m, n, capacity, chunks)
-    meta["COUNT_ONLY"] = values is None
-    _pack_split((m * chunks, 1, 1), args, meta, num_warps=1)
 
 
 def count_rows(x: Tensor) -> Tensor:
     """Operator `count_rows`: how many elements of each row differ from 0."""
-    x = rows_contiguous(x)
     m, n = x.shape
-    rows = one_program_a_row(m, n)
-    nnz = (torch.empty if rows and n else torch.zeros)(m, dtype=torch.int32, device=x.device)
-    if m and n and not rows:
-        _split(x, None, None, nnz, None, 0)
-    elif m and n:
-        meta = {**row_tile(x), "CLEAR": False, "COUNT_ONLY": True}
-        args = (x, x, nnz, nnz, None, x.stride(0), m, n, 0)
-        _pack_row((m, 1, 1), args, meta, num_warps=1)
+    # Programs that share a row add to zeros.
+    nnz = (torch.empty if n and one_program_a_row(m, n) else torch.zeros)(m, dtype=torch.int32, device=x.device)
+    if x.numel():
+        _launch(x, (None, None, nnz), None, 0, False)
     return nnz
 
 
 def pack_csr(x: Tensor, row_offsets: Tensor, max_nnz: int) -> tuple[Tensor, Tensor]:
     """Operator `pack_csr`: fills a buffer of `max_nnz` entries at ready offsets."""
-    x = rows_contiguous(x)
-    m, n = x.shape
-    values = x.new_empty(max_nnz)
-    indices = torch.empty(max_nnz, dtype=torch.int32, device=x.device)
-    if m == 0 or n == 0 or max_nnz == 0:
+    values, indices = x.new_empty(max_nnz), torch.empty(max_nnz, dtype=torch.int32, device=x.device)
+    if x.numel() == 0 or max_nnz == 0:
         return values.zero_(), indices.fill_(-1)
-    if not one_program_a_row(m, n):
-        _split(x, values, indices, None, row_offsets, max_nnz)
-    else:
-        meta = {**row_tile(x), "CLEAR": True, "COUNT_ONLY": False}
-        args = (x, values, indices, None, row_offsets, x.stride(0), m, n, max_nnz)
-        _pack_row((m, 1, 1), args, meta, num_warps=1)
+    _launch(x, (values, indices, None), row_offsets, max_nnz, True)
     return values, indices
+
+
+def _launch(x: Tensor, out: tuple[Tensor | None, ...], offsets: Tensor | None, capacity: int, clear: bool) -> None:
+    """Fills out: values, indices and nnz of an ELL, without nnz those of a CSR at its offsets, or nnz alone."""
+    x = rows_contiguous(x)
+    (m, n), sizes, counted = x.shape, row_tile(x), {"COUNT_ONLY": out[0] is None}
+    # Nothing is read of what stands in for lists.
+    out = (x, out[2], out[2]) if out[0] is None else out
+    if one_program_a_row(m, n):
+        args = (x, *out, offsets, x.stride(0), m, n, capacity)
+        _pack_row((m, 1, 1), args, {**sizes, "CLEAR": clear, **counted}, num_warps=1)
+    else:
+        chunks, meta = split(n, sizes)
+        args = (x, *out, offsets, *launch.flags.get(m * chunks, x.device), x.stride(0), m, n, capacity, chunks)
+        _pack_split((m * chunks, 1, 1), args, {**meta, **counted}, num_warps=1)
 
 
 EXAMPLES = {
     _pack_split_kernel: {
-        "signature": {
-            "x_ptr": "*fp32", "values_ptr": "*fp32", "indices_ptr": "*i32", "nnz_ptr": "*i32", "offsets_ptr": None,
-            "flags_ptr": "*i64",
-        },
-        "constexprs": {"BLOCK": 1024, "VEC": 4, "SHIFTED": True, "FLAGS": 64, "COUNT_ONLY": False},
-        "num_warps": 1,
+        "x_ptr": "*fp32", "values_ptr": "*fp32", "offsets_ptr": None, "BLOCK": 1024, "VEC": 4, "SHIFTED": True,
+        "FLAGS": 64, "COUNT_ONLY": False, "num_warps": 1,
     },
     _pack_row_kernel: {
-        "signature": {
-            "x_ptr": "*bf16", "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "offsets_ptr": None,
-        },
-        "constexprs": {"BLOCK": 2048, "VEC": 8, "SHIFTED": True, "CLEAR": True, "COUNT_ONLY": False},
+        "offsets_ptr": None, "BLOCK": 2048, "VEC": 8, "SHIFTED": True, "CLEAR": True, "COUNT_ONLY": False,
         "num_warps": 1,
     },
 }  # fmt: skip

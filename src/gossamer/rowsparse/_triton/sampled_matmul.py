@@ -138,11 +138,7 @@ def sampled_matmul(
 
 EXAMPLES = {
     _sampled_matmul_kernel: {
-        "signature": {
-            "x_ptr": "*bf16", "w_ptr": "*bf16", "indices_ptr": "*i32", "offsets_ptr": "*i32", "products_ptr": None,
-            "out_ptr": "*bf16",
-        },
-        "constexprs": {"BLOCK_E": 8, "BLOCK_D": 256, "PARTS": 1, "IS_CSR": False, "SCATTER": True, "FILL": 2048},
+        "products_ptr": None, "BLOCK_E": 8, "BLOCK_D": 256, "PARTS": 1, "IS_CSR": False, "SCATTER": True, "FILL": 2048,
         "num_warps": 1,
     },
 }  # fmt: skip

@@ -156,29 +156,12 @@ def transpose_keys(indices: Tensor, offsets: Tensor, n: int) -> tuple[Tensor, Te
     return col_offsets, ordered, columns
 
 
-_SORTED = {
-    "keys_ptr": "*i64", "offsets_ptr": "*i64", "sorted_ptr": "*i64", "columns_ptr": "*i32", "long_ptr": "*i32",
-    "found_ptr": "*i32",
-}  # fmt: skip
 EXAMPLES = {
-    _column_count_kernel: {
-        "signature": {"indices_ptr": "*i32", "offsets_ptr": "*i32", "counts_ptr": "*i32"},
-        "constexprs": {"BLOCK": 128, "IS_CSR": False},
-        "num_warps": 4,
-    },
-    _column_fill_kernel: {
-        "signature": {
-            "indices_ptr": "*i32", "offsets_ptr": "*i32", "col_offsets_ptr": "*i64", "counts_ptr": "*i32",
-            "keys_ptr": "*i64",
-        },
-        "constexprs": {"BLOCK": 128, "IS_CSR": False},
-        "num_warps": 4,
-    },
+    _column_count_kernel: {"BLOCK": 128, "IS_CSR": False},
+    _column_fill_kernel: {"col_offsets_ptr": "*i64", "BLOCK": 128, "IS_CSR": False},
     _column_sort_kernel: {
-        "signature": {**_SORTED},
-        "constexprs": {"LONG": 256, "COLUMNS": 4, "BLOCK": 16},
-        "num_warps": 1,
+        "offsets_ptr": "*i64", "sorted_ptr": "*i64", "LONG": 256, "COLUMNS": 4, "BLOCK": 16, "num_warps": 1,
     },
-    _column_sort_long_kernel: {"signature": _SORTED, "constexprs": {"BLOCK": 64}, "num_warps": 4},
+    _column_sort_long_kernel: {"offsets_ptr": "*i64", "sorted_ptr": "*i64", "BLOCK": 64},
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

@@ -5,7 +5,6 @@ together one warp a row adds up their counts and then takes an entry of each of 
 sectors that hold entries, and the counts, which are a thirtieth of the slots.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,7 +22,7 @@ from gossamer.rowsparse._triton.pack import (
     scan_tile,
     word_bits,
 )
-from gossamer.rowsparse.formats import tile_index_dtype
+from gossamer.rowsparse.formats import empty_ell, empty_twell
 from gossamer.rowsparse.pack import one_program_a_row
 
 
@@ -113,13 +112,9 @@ _twell_to_ell = launch.Kernel(_twell_to_ell_kernel)
 
 def pack_twell(x: Tensor, tile: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
     """Operator `pack_twell`; slots without an entry stay unwritten."""
-    m, n = x.shape
-    tiles = launch.cdiv(n, tile)
-    values = x.new_empty(m, tiles, slots)
-    indices = torch.empty(m, tiles, slots, dtype=tile_index_dtype(tile), device=x.device)
-    counts = torch.empty(m, tiles, dtype=torch.int16, device=x.device)
-    launch_pack_twell(x, None, False, tile, values, indices, counts)
-    return values, indices, counts
+    out = empty_twell(x, x.shape[0], x.shape[1], tile, slots)
+    launch_pack_twell(x, None, False, tile, out)
+    return out
 
 
 def launch_pack_twell(
@@ -127,18 +122,17 @@ def launch_pack_twell(
     threshold: Tensor | None,
     above: bool,
     tile: int,
-    values: Tensor,
-    indices: Tensor,
-    counts: Tensor,
+    out: tuple[Tensor, ...],
     bounds: Tensor | None = None,
     factors: Tensor | None = None,
 ) -> None:
-    if counts.numel() == 0:
+    """Fills out: values and indices [M, T, slots], counts [M, T]."""
+    if out[2].numel() == 0:
         return
     x = rows_contiguous(x)
-    (m, tiles, slots), n = values.shape, x.shape[1]
+    (m, tiles, slots), n = out[0].shape, x.shape[1]
     meta = {**scan_tile(tile, x.element_size()), "ABOVE": above}
-    args = (x, threshold, bounds, factors, values, indices, counts, x.stride(0), n, tiles, tile, slots)
+    args = (x, threshold, bounds, factors, *out, x.stride(0), n, tiles, tile, slots)
     # Rows alone fill the GPU, or tiles of a row go to programs of their own.
     share = 1 if one_program_a_row(m, n) else min(tiles, 64)
     _pack_twell((m, share, 1), args, meta, num_warps=1)
@@ -149,9 +143,7 @@ def twell_to_ell(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Operator `twell_to_ell`."""
     m, tiles, slots = values.shape
-    out = values.new_empty(m, capacity)
-    columns = torch.empty(m, capacity, dtype=torch.int32, device=values.device)
-    nnz = torch.empty(m, dtype=torch.int32, device=values.device)
+    out, columns, nnz = empty_ell(values, m, capacity)
     if m == 0 or tiles == 0:
         return out.zero_(), columns.fill_(-1), nnz.zero_()
     block = min(max(launch.next_power_of_2(tiles), 32), 256)
@@ -163,20 +155,9 @@ def twell_to_ell(
 
 EXAMPLES = {
     _pack_twell_kernel: {
-        "signature": {
-            "x_ptr": "*bf16", "threshold_ptr": "*fp32", "bounds_ptr": None, "factors_ptr": None, "values_ptr": "*bf16",
-            "indices_ptr": "*u8", "counts_ptr": "*i16",
-        },
-        "constexprs": {"BLOCK": 256, "VEC": 8, "ABOVE": True},
-        "num_warps": 1,
+        "bounds_ptr": None, "factors_ptr": None, "indices_ptr": "*u8", "counts_ptr": "*i16", "BLOCK": 256, "VEC": 8,
+        "ABOVE": True, "num_warps": 1,
     },
-    _twell_to_ell_kernel: {
-        "signature": {
-            "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16", "out_ptr": "*bf16",
-            "columns_ptr": "*i32", "nnz_ptr": "*i32",
-        },
-        "constexprs": {"BLOCK": 256},
-        "num_warps": 1,
-    },
+    _twell_to_ell_kernel: {"indices_ptr": "*u8", "counts_ptr": "*i16", "BLOCK": 256, "num_warps": 1},
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

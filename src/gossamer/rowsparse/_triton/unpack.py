@@ -78,15 +78,11 @@ def _unpack_kernel(
 _unpack = launch.Kernel(_unpack_kernel)
 
 
-def unpack(values: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, n: int) -> Tensor:
-    """Operator `unpack`."""
-    return unpack_rows(values, indices, offsets, source, n, n)
-
-
-def unpack_rows(
-    values: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, n: int, columns: int
+def unpack(
+    values: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, n: int, columns: int | None = None
 ) -> Tensor:
-    """Rows of n columns, of values that are contiguous or not, among zeros up to `columns`."""
+    """Operator `unpack`: rows of n columns, of values that are contiguous or not, among zeros up to `columns`."""
+    columns = n if columns is None else columns
     is_csr = indices.dim() == 1
     m = offsets.shape[0] - is_csr
     out = torch.zeros(m, columns, dtype=values.dtype, device=values.device)
@@ -105,11 +101,7 @@ def unpack_rows(
 
 EXAMPLES = {
     _unpack_kernel: {
-        "signature": {
-            "values_ptr": "*fp32", "indices_ptr": "*i32", "offsets_ptr": "*i32", "source_ptr": "*fp32",
-            "out_ptr": "*fp32",
-        },
-        "constexprs": {"BLOCK": 1024, "COPY": 1024, "IS_CSR": False},
+        "values_ptr": "*fp32", "source_ptr": "*fp32", "out_ptr": "*fp32", "BLOCK": 1024, "COPY": 1024, "IS_CSR": False,
         "num_warps": 8,
     },
 }  # fmt: skip

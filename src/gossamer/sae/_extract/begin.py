@@ -1,7 +1,5 @@
 """How an extraction begins: anew, where an earlier run stood, or where whole shards end without a manifest."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The folder that `sae.extract` writes to: a file counts once the manifest names it, and is whole by then."""
 
-from __future__ import annotations
-
 import errno
 import json
 from collections.abc import Iterator, Mapping

@@ -5,8 +5,6 @@ names. It is made of the tensors' own checksums, so that those are computed whil
 beside the one that writes, and it stands within the file, which a checksum of the file's bytes could not.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

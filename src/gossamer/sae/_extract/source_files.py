@@ -4,8 +4,6 @@ It stands in a file of its own: the time of a change says nothing about rows, an
 rows alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The text that rows of activations belong to: a token a row, and what each one says."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping

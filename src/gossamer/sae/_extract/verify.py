@@ -1,7 +1,5 @@
 """Whether the files of a folder still hold what was written to them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

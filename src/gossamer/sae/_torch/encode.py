@@ -12,6 +12,15 @@ from gossamer.rowsparse.formats import threshold_dtype
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def pre_activations(x: Tensor, weight: Tensor, bias: Tensor | None, b_dec: Tensor | None) -> Tensor:
+    """(x - b_dec) @ weight + bias, in the dtype of weight; a bias of another dtype is added in float32."""
+    x = (x if b_dec is None else x - b_dec).to(weight.dtype)
+    if bias is not None and bias.dtype is weight.dtype:
+        return torch.addmm(bias, x, weight)
+    pre = x @ weight
+    return pre if bias is None else pre.add_(bias)
+
+
 def encode(
     x: Tensor,
     weight: Tensor,
@@ -30,13 +39,7 @@ def encode(
 
     Without a capacity it is CSR of BatchTopK's k * M entries, with offsets in place of nnz.
     """
-    x = (x if b_dec is None else x - b_dec).to(weight.dtype)
-    if bias is not None and bias.dtype is weight.dtype:
-        pre = torch.addmm(bias, x, weight)
-    else:
-        pre = x @ weight
-        if bias is not None:
-            pre.add_(bias)
+    pre = pre_activations(x, weight, bias, b_dec)
     m, n = pre.shape
     l0 = torch.zeros(m, dtype=threshold_dtype(weight.dtype))
     source = pre if keep_source else pre.new_empty(0, n)

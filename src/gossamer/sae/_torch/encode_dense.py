@@ -1,21 +1,11 @@
 """Dense latents on the CPU."""
 
-import torch
 from torch import Tensor
 
 from gossamer.rowsparse._torch.pack import count, keep_, set_sign_
 from gossamer.rowsparse.formats import threshold_dtype
-from gossamer.sae._torch.encode import encode
+from gossamer.sae._torch.encode import encode, pre_activations
 from gossamer.sae.ranked import ranked
-
-
-def pre_activations(x: Tensor, weight: Tensor, bias: Tensor | None, b_dec: Tensor | None) -> Tensor:
-    """(x - b_dec) @ weight + bias, in the dtype of weight."""
-    x = (x if b_dec is None else x - b_dec).to(weight.dtype)
-    if bias is not None and bias.dtype is weight.dtype:
-        return torch.addmm(bias, x, weight)
-    pre = x @ weight
-    return pre if bias is None else pre.add_(bias)
 
 
 def encode_dense(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton.pack import chunk_columns, clear_slots, count_bits, pop_lowest, scan_tile, word_bits
-from gossamer.sae._triton.select import SHIFT, emit_largest, example, load_pre, rank_key, ranked
+from gossamer.sae._triton.select import SHIFT, emit_largest, load_pre, rank_key, ranked
 
 BOUND, LISTED, KTH, NEED = (tl.constexpr(word) for word in range(4))
 """Words of what the launches tell each other: the bound, how many numbers reach it, the k-th largest key of the batch,
@@ -466,65 +466,20 @@ def emit(
         _emit_row((m, 1, 1), args, meta | {"MAY_OVERFLOW": may_overflow}, num_warps=4)
 
 
-_LISTS = {"words_ptr": "*i64", "list_ptr": "*i32"}
-_Z = {"z_ptr": "*bf16", "bias_ptr": "*fp32", "scale_ptr": "*bf16"}
-_EMITTED = {
-    **_Z, "list_ptr": "*i32", "columns_ptr": "*i32", "reach_ptr": "*i32", "kth_ptr": "*i32", "need_ptr": "*i32",
-    "values_ptr": "*bf16", "indices_ptr": "*i32", "l0_ptr": "*fp32",
-}  # fmt: skip
-
 EXAMPLES = {
-    _count_sample_kernel: {
-        "signature": {**_Z, "counts_ptr": "*i64"},
-        "constexprs": {"RUN": 16, "STEP": 2048, "BLOCK": 512, "SHIFT": 16, "LOW": 0},
-        "num_warps": 4,
-    },
-    _count_ties_kernel: {
-        **example({**_LISTS, "reach_ptr": "*i32", "ties_ptr": "*i32", "above_ptr": "*i32"}, BLOCK=512),
-        "num_warps": 1,
-    },
-    _share_ties_kernel: {
-        "signature": {
-            "words_ptr": "*i64", **dict.fromkeys(("ties_ptr", "above_ptr", "kth_ptr", "need_ptr"), "*i32"),
-            "offsets_ptr": "*i64",
-        },
-        "constexprs": {"BLOCK": 4096},
-        "num_warps": 8,
-    },
-    _find_kernel: {
-        "signature": {"counts_ptr": "*i64", "words_ptr": "*i64"},
-        "constexprs": {"PART": 1, "BINS": 32768, "SHIFT": 16, "LOW": 0},
-        "num_warps": 16,
-    },
-    _emit_row_kernel: {
-        "signature": {**_EMITTED, "nnz_ptr": "*i32"},
-        "constexprs": {"SHIFT": 16, "LIST": 256, "MAY_OVERFLOW": True},
-        "num_warps": 4,
-    },
-    _emit_row_csr_kernel: {
-        "signature": {**_EMITTED, "offsets_ptr": "*i64"},
-        "constexprs": {"SHIFT": 16, "LIST": 256},
-        "num_warps": 4,
-    },
-    _list_row_kernel: {
-        **example({"words_ptr": "*i64", "columns_ptr": "*i32", "reach_ptr": "*i32"}, BLOCK=512),
-        "num_warps": 1,
-    },
+    _count_sample_kernel: {"counts_ptr": "*i64", "RUN": 16, "STEP": 2048, "BLOCK": 512, "SHIFT": 16, "LOW": 0},
+    _count_ties_kernel: {"BLOCK": 512, "VEC": 8, "SHIFT": 16, "num_warps": 1},
+    _share_ties_kernel: {"offsets_ptr": "*i64", "BLOCK": 4096, "num_warps": 8},
+    _find_kernel: {"counts_ptr": "*i64", "PART": 1, "BINS": 32768, "SHIFT": 16, "LOW": 0, "num_warps": 16},
+    _emit_row_kernel: {"SHIFT": 16, "LIST": 256, "MAY_OVERFLOW": True},
+    _emit_row_csr_kernel: {"offsets_ptr": "*i64", "SHIFT": 16, "LIST": 256},
+    _list_row_kernel: {"BLOCK": 512, "VEC": 8, "SHIFT": 16, "num_warps": 1},
     _count_listed_kernel: {
-        "signature": {**_Z, "counts_ptr": "*i64", **_LISTS, "columns_ptr": "*i32", "reach_ptr": "*i32"},
-        "constexprs": {"ROWS": 8, "BLOCK": 256, "WINDOW": 256, "SHIFT": 16, "LOW": 0},
-        "num_warps": 8,
+        "counts_ptr": "*i64", "ROWS": 8, "BLOCK": 256, "WINDOW": 256, "SHIFT": 16, "LOW": 0, "num_warps": 8,
     },
-    _count_rest_kernel: {
-        "signature": {**_Z, "counts_ptr": "*i64", "words_ptr": "*i64", "reach_ptr": "*i32"},
-        "constexprs": {"BLOCK": 2048, "WINDOW": 1024, "SHIFT": 16, "LOW": 0},
-        "num_warps": 8,
-    },
+    _count_rest_kernel: {"counts_ptr": "*i64", "BLOCK": 2048, "WINDOW": 1024, "SHIFT": 16, "LOW": 0, "num_warps": 8},
     _count_low_kernel: {
-        **example(
-            {"z_ptr": "*fp32", "counts_ptr": "*i64", **_LISTS, "reach_ptr": "*i32"}, BLOCK=256, VEC=4, SHIFT=0, LOW=15,
-        ),
-        "num_warps": 1,
+        "z_ptr": "*fp32", "counts_ptr": "*i64", "BLOCK": 256, "VEC": 4, "SHIFT": 0, "LOW": 15, "num_warps": 1,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

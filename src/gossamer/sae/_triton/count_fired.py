@@ -51,12 +51,6 @@ def count_fired(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | N
 
 
 EXAMPLES = {
-    _count_fired_kernel: {
-        "signature": {
-            "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "source_ptr": "*bf16", "out_ptr": "*i64",
-        },
-        "constexprs": {"BLOCK": 128},
-        "num_warps": 1,
-    },
-}  # fmt: skip
+    _count_fired_kernel: {"out_ptr": "*i64", "BLOCK": 128, "num_warps": 1},
+}
 """Example signatures for the ahead-of-time compile test."""

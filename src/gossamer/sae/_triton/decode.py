@@ -168,26 +168,13 @@ def _one_launch(
 
 
 def decode_lists(
-    acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, truncate: bool, out_dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, truncate: bool, out_dtype: torch.dtype | None,
+    clear: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Operator `sae_decode_lists` -> (out [M, D], values, indices, nnz), the lists as `pack_ell` gives them."""
-    values, indices, nnz = pack.pack_ell(acts, capacity)
-    return _from_lists(values, indices, nnz, acts, weight, bias, truncate, out_dtype), values, indices, nnz
-
-
-def _from_lists(
-    values: Tensor,
-    indices: Tensor,
-    nnz: Tensor,
-    acts: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    truncate: bool,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    if truncate:
-        return matmul(values, indices, nnz.clamp(max=values.shape[1]), None, weight, bias, out_dtype)
-    return matmul(values, indices, nnz, acts, weight, bias, out_dtype)
+    values, indices, nnz = pack.pack_ell(acts, capacity, clear)
+    counts, source = (nnz.clamp(max=capacity), None) if truncate else (nnz, acts)
+    return matmul(values, indices, counts, source, weight, bias, out_dtype), values, indices, nnz
 
 
 def decode(
@@ -199,63 +186,43 @@ def decode(
     """
     m, n = acts.shape
     if not one_launch(m, n):
-        lists = pack.pack_ell(acts, capacity, clear=False)
-        return _from_lists(*lists, acts, weight, bias, truncate, out_dtype)
-    if launch.INTERPRET:
-        return _decode_and_plan(None, acts, weight, bias, capacity, truncate, out_dtype)
-    index = acts.get_device()
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    key = (m, n, weight.shape, acts.stride(), weight.stride(), acts.dtype, weight.dtype, out_dtype, capacity, truncate)
-    key += (index, stream, None if bias is None else (bias.dtype, bias.stride()), tuning.tf32())
-    pointers = (acts.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr())
-    plan = _plans.get(key, index, pointers[0] | pointers[1] | (pointers[2] or 0))
-    if plan is None:
-        return _decode_and_plan(key, acts, weight, bias, capacity, truncate, out_dtype)
-    out = weight.new_empty((m, weight.shape[1]), dtype=out_dtype)
-    target = out.data_ptr()
-    scan, *over = plan.launches
-    (nnz,) = plan.addresses
-    # The two launches share the counts: another thread's pair on this stream must not come between them.
-    with plan.lock:
-        scan(stream, *pointers, target, nnz, plan.flags, plan.epochs.next())
-        if over:
-            over[0](stream, *pointers, target, nnz)
-    return out
-
-
-def _decode_and_plan(
-    key: tuple[object, ...] | None,
-    acts: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    capacity: int,
-    truncate: bool,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    """Launches, and keeps what repeats it under `key`, unless a copy was needed or a graph records it."""
-    (m, n), d = acts.shape, weight.shape[1]
-    if m * n * d == 0:
+        return decode_lists(acts, weight, bias, capacity, truncate, out_dtype, clear=False)[0]
+    key: tuple[object, ...] | None = None
+    if not launch.INTERPRET:
+        index = acts.get_device()
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        key = (m, n, weight.shape, acts.stride(), weight.stride(), acts.dtype, weight.dtype, out_dtype, capacity)
+        key += (truncate, index, stream, None if bias is None else (bias.dtype, bias.stride()), tuning.tf32())
+        pointers = (acts.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr())
+        plan = _plans.get(key, index, pointers[0] | pointers[1] | (pointers[2] or 0))
+        if plan is not None:
+            out = weight.new_empty((m, weight.shape[1]), dtype=out_dtype)
+            target = out.data_ptr()
+            scan, *over = plan.launches
+            (nnz,) = plan.addresses
+            # The two launches share the counts: another thread's pair on this stream must not come between them.
+            with plan.lock:
+                scan(stream, *pointers, target, nnz, plan.flags, plan.epochs.next())
+                if over:
+                    over[0](stream, *pointers, target, nnz)
+            return out
+    if acts.numel() == 0 or weight.shape[1] == 0:
         return decode_lists(acts, weight, bias, capacity, truncate, out_dtype)[0]
     x, w = rows_contiguous(acts), rows_contiguous(weight)
     added = None if bias is None else bias.contiguous()
-    out = torch.empty(m, d, dtype=out_dtype or weight.dtype, device=weight.device)
-    launches, nnz, words = _one_launch(x, w, added, out, capacity, truncate)
-    if x is acts and w is weight and added is bias and None not in launches:
-        _plans.keep(key, acts.device, *launches, words=words, memory=(nnz,))
+    out = torch.empty(m, w.shape[1], dtype=out_dtype or w.dtype, device=w.device)
+    launches, counts, words = _one_launch(x, w, added, out, capacity, truncate)
+    # Not where a copy was needed, or a graph records it.
+    if key is not None and x is acts and w is weight and added is bias and None not in launches:
+        _plans.keep(key, acts.device, *launches, words=words, memory=(counts,))
     return out
 
 
 EXAMPLES = {
     _decode_fwd_kernel: {
-        "signature": {
-            "x_ptr": "*fp32", "w_ptr": "*fp32", "bias_ptr": None, "out_ptr": "*fp32", "nnz_ptr": "*i32",
-            "words_ptr": "*i64",
-        },
-        "constexprs": {
-            "BLOCK": 1024, "VEC": 4, "SHIFTED": True, "BLOCK_E": 32, "BLOCK_D": 32, "FLAGS": 64, "PARTIAL": 0,
-            "LAUNCH_DEPENDENTS": False, "TRUNCATE": False,
-        },
-        "num_warps": 1,
+        "x_ptr": "*fp32", "w_ptr": "*fp32", "bias_ptr": None, "out_ptr": "*fp32", "BLOCK": 1024, "VEC": 4,
+        "SHIFTED": True, "BLOCK_E": 32, "BLOCK_D": 32, "FLAGS": 64, "PARTIAL": 0, "LAUNCH_DEPENDENTS": False,
+        "TRUNCATE": False, "num_warps": 1,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

@@ -110,7 +110,3 @@ def activate(
         kept = (found.kth, found.need)
         ranked_rows(z, bias, scale, kept, out, keep_source, found.reach, found.length, offsets)
     return values, indices, counts, source, l0
-
-
-EXAMPLES: dict[object, dict[str, object]] = {}
-"""The kernels are those of the paths."""

@@ -168,29 +168,15 @@ def bwd_source(
     return out
 
 
-_COLUMNS = {
-    "grad_ptr": "*bf16", "grad_l0_ptr": "*fp32", "threshold_ptr": "*fp32", "bias_out_ptr": "*fp32",
-    "threshold_out_ptr": "*fp32", "radius": "fp32",
-}  # fmt: skip
-
 EXAMPLES = {
     _encode_bwd_columns_kernel: {
-        "signature": {**_COLUMNS, "keys_ptr": "*i64", "offsets_ptr": "*i64", "values_ptr": "*bf16", "starts_ptr": None},
-        "constexprs": {"BLOCK": 128},
+        "offsets_ptr": "*i64", "starts_ptr": None, "bias_out_ptr": "*fp32", "threshold_out_ptr": "*fp32", "BLOCK": 128,
         "num_warps": 1,
     },
     _encode_bwd_columns_overflow_kernel: {
-        "signature": {**_COLUMNS, "source_ptr": "*bf16", "rows_ptr": "*i32"},
-        "constexprs": {"BLOCK_M": 16, "BLOCK_N": 128},
-        "num_warps": 4,
+        "rows_ptr": "*i32",
+        "bias_out_ptr": "*fp32", "threshold_out_ptr": "*fp32", "BLOCK_M": 16, "BLOCK_N": 128,
     },
-    _encode_bwd_source_kernel: {
-        "signature": {
-            "grad_ptr": "*bf16", "source_ptr": "*bf16", "nnz_ptr": "*i32", "grad_l0_ptr": "*fp32",
-            "threshold_ptr": "*fp32", "out_ptr": "*bf16", "radius": "fp32",
-        },
-        "constexprs": {"BLOCK": 4096},
-        "num_warps": 4,
-    },
+    _encode_bwd_source_kernel: {"BLOCK": 4096},
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

@@ -119,12 +119,8 @@ def encode_chunks(
 
 EXAMPLES = {
     _encode_split_kernel: {
-        "signature": {
-            "z_ptr": "*fp32", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "values_ptr": "*fp32",
-            "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32", "flags_ptr": "*i64", "radius": "fp32",
-        },
-        "constexprs": {"BLOCK": 512, "VEC": 4, "FLAGS": 128, "WINDOW": False, "MAY_OVERFLOW": True},
-        "num_warps": 1,
+        "z_ptr": "*fp32", "values_ptr": "*fp32", "BLOCK": 512, "VEC": 4, "FLAGS": 128, "WINDOW": False,
+        "MAY_OVERFLOW": True, "num_warps": 1,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

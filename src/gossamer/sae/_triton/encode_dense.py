@@ -170,21 +170,7 @@ def _runs(m: int, n: int, acts: Tensor, tile: launch.Tile) -> tuple[int, tuple[i
 
 
 EXAMPLES = {
-    _encode_dense_kernel: {
-        "signature": {
-            "z_ptr": "*bf16", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "l0_ptr": "*fp32", "nnz_ptr": "*i32",
-            "fired_ptr": "*i32", "radius": "fp32",
-        },
-        "constexprs": {**FORWARD.sizes, "WINDOW": True},
-        "num_warps": 4,
-    },
-    _encode_dense_bwd_kernel: {
-        "signature": {
-            "grad_ptr": "*bf16", "acts_ptr": "*bf16", "grad_l0_ptr": "*fp32", "threshold_ptr": "*fp32",
-            "sums_ptr": "*fp32", "radius": "fp32",
-        },
-        "constexprs": {**BACKWARD.sizes, "TO_INPUT": False},
-        "num_warps": 4,
-    },
-}  # fmt: skip
+    _encode_dense_kernel: {**FORWARD.sizes, "WINDOW": True},
+    _encode_dense_bwd_kernel: {**BACKWARD.sizes, "TO_INPUT": False},
+}
 """Example signatures for the ahead-of-time compile test."""

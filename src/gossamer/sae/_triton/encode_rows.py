@@ -106,18 +106,9 @@ def encode_rows(
 
 
 EXAMPLES = {
-    _limits_kernel: {
-        "signature": {"threshold_ptr": "*fp32", "out_ptr": "*bf16", "radius": "fp32"},
-        "constexprs": {"BLOCK": 1024},
-        "num_warps": 4,
-    },
+    _limits_kernel: {"BLOCK": 1024},
     _encode_row_kernel: {
-        "signature": {
-            "z_ptr": "*bf16", "bias_ptr": "*fp32", "threshold_ptr": "*fp32", "limits_ptr": None, "values_ptr": "*bf16",
-            "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32", "radius": "fp32",
-        },
-        "constexprs": {"BLOCK": 1024, "VEC": 8, "WINDOW": True, "MAY_OVERFLOW": True},
-        "num_warps": 1,
+        "limits_ptr": None, "BLOCK": 1024, "VEC": 8, "WINDOW": True, "MAY_OVERFLOW": True, "num_warps": 1,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from gossamer._core import launch
 from gossamer.rowsparse._triton.pack import chunk_columns, clear_slots, count_bits, scan_tile, word_bits
 from gossamer.sae._triton._entries import GROUPS, append_active
-from gossamer.sae._triton.select import SHIFT, add_bias, example, load_pre, rank_key, settle_ties
+from gossamer.sae._triton.select import SHIFT, add_bias, load_pre, rank_key, settle_ties
 
 
 @triton.jit
@@ -137,14 +137,8 @@ def ranked_rows(
         _ranked_row((m, 1, 1), args, meta | {"MAY_OVERFLOW": may_overflow}, num_warps=warps)
 
 
-_ROWS = {
-    "kth_ptr": "*i32", "need_ptr": "*i32", "reach_ptr": "*i32", "values_ptr": "*bf16", "indices_ptr": "*i32",
-    "l0_ptr": "*fp32",
-}  # fmt: skip
 EXAMPLES = {
-    _ranked_row_kernel: {
-        **example({**_ROWS, "scale_ptr": None, "nnz_ptr": "*i32"}, BLOCK=1024, MAY_OVERFLOW=True), "num_warps": 1,
-    },
-    _ranked_row_csr_kernel: {**example({**_ROWS, "offsets_ptr": "*i64"}, BLOCK=1024), "num_warps": 1},
-}  # fmt: skip
+    _ranked_row_kernel: {"scale_ptr": None, "BLOCK": 1024, "VEC": 8, "SHIFT": 16, "MAY_OVERFLOW": True, "num_warps": 1},
+    _ranked_row_csr_kernel: {"offsets_ptr": "*i64", "BLOCK": 1024, "VEC": 8, "SHIFT": 16, "num_warps": 1},
+}
 """Example signatures for the ahead-of-time compile test."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton.pack import chunk_columns, clear_slots, count_bits, pop_lowest, scan_tile, word_bits
+from gossamer.rowsparse.formats import empty_ell
 
 NAN_KEY = tl.constexpr(0x7FFFFFFF)
 SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
@@ -269,11 +270,9 @@ def row_topk(
     z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(values [M, k], indices [M, k], nnz [M], l0 [M] in float32) of what `row_kth` says a row selects."""
-    m = z.shape[0]
-    values, indices = z.new_empty(m, k), torch.empty(m, k, dtype=torch.int32, device=z.device)
-    nnz, l0 = (torch.empty(m, dtype=dtype, device=z.device) for dtype in (torch.int32, torch.float32))
-    _largest_of_rows(z, bias, scale, k, (None, None, values, indices, nnz, l0))
-    return values, indices, nnz, l0
+    out = (*empty_ell(z, z.shape[0], k), torch.empty(z.shape[0], dtype=torch.float32, device=z.device))
+    _largest_of_rows(z, bias, scale, k, (None, None, *out))
+    return out
 
 
 def some_topk(z: Tensor, k: int, scale: Tensor | None, some: Tensor, out: tuple[Tensor, ...]) -> None:
@@ -311,21 +310,7 @@ def _largest_of_rows(
     _row_kth((programs, 1, 1), (z, bias, scale, some, lists, *results, m, n, k, length), meta, **tile.options)
 
 
-def example(pointers: dict[str, str | None], **constexprs: int) -> dict[str, object]:
-    operands = {"z_ptr": "*bf16", "bias_ptr": "*fp32", "scale_ptr": "*bf16"}
-    return {"signature": {**operands, **pointers}, "constexprs": {"VEC": 8, "SHIFT": 16, **constexprs}}
-
-
 EXAMPLES = {
-    _row_kth_kernel: {
-        **example(
-            {
-                "some_ptr": "*i32", "list_ptr": "*i32", "kth_ptr": None, "need_ptr": None, "values_ptr": "*bf16",
-                "indices_ptr": "*i32", "nnz_ptr": "*i32", "l0_ptr": "*fp32",
-            },
-            BLOCK=2048, LIST=256,
-        ),
-        "num_warps": 4,
-    },
-}  # fmt: skip
+    _row_kth_kernel: {"kth_ptr": None, "need_ptr": None, "BLOCK": 2048, "VEC": 8, "LIST": 256, "SHIFT": 16},
+}
 """Example signatures for the ahead-of-time compile test."""

@@ -57,13 +57,6 @@ def smallest(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None
 
 
 EXAMPLES = {
-    _smallest_kernel: {
-        "signature": {
-            "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "source_ptr": "*bf16",
-            "scale_ptr": "*bf16", "out_ptr": "*fp32",
-        },
-        "constexprs": {"BLOCK": 128},
-        "num_warps": 1,
-    },
-}  # fmt: skip
+    _smallest_kernel: {"out_ptr": "*fp32", "BLOCK": 128, "num_warps": 1},
+}
 """Example signatures for the ahead-of-time compile test."""

@@ -76,15 +76,7 @@ def _tile(d: int) -> launch.Tile:
 
 
 EXAMPLES = {
-    _squared_error_fwd_kernel: {
-        "signature": {"x_ptr": "*bf16", "y_ptr": "*bf16", "out_ptr": "*fp32"},
-        "constexprs": {"BLOCK": 1024},
-        "num_warps": 4,
-    },
-    _squared_error_bwd_kernel: {
-        "signature": {"grad_ptr": "*fp32", "x_ptr": "*bf16", "y_ptr": "*bf16", "out_ptr": "*bf16"},
-        "constexprs": {"BLOCK": 1024},
-        "num_warps": 4,
-    },
-}  # fmt: skip
+    _squared_error_fwd_kernel: {"out_ptr": "*fp32", "BLOCK": 1024},
+    _squared_error_bwd_kernel: {"grad_ptr": "*fp32", "BLOCK": 1024},
+}
 """Example signatures for the ahead-of-time compile test."""

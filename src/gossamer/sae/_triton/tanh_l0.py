@@ -129,23 +129,8 @@ def tanh_l0_bwd(
     return grad_values, dense, slope, slope_source
 
 
-_ROWS = {
-    "values_ptr": "*bf16", "indices_ptr": "*i32", "nnz_ptr": "*i32", "source_ptr": "*bf16", "scale_ptr": "*fp32",
-}  # fmt: skip
-
 EXAMPLES = {
-    _tanh_l0_fwd_kernel: {
-        "signature": {**_ROWS, "out_ptr": "*fp32"},
-        "constexprs": {"BLOCK": 256},
-        "num_warps": 2,
-    },
-    _tanh_l0_bwd_kernel: {
-        "signature": {
-            "grad_ptr": "*fp32", **_ROWS, "grad_values_ptr": "*bf16", "grad_source_ptr": "*bf16", "slope_ptr": "*bf16",
-            "slope_source_ptr": "*bf16",
-        },
-        "constexprs": {"BLOCK": 256},
-        "num_warps": 2,
-    },
-}  # fmt: skip
+    _tanh_l0_fwd_kernel: {"scale_ptr": "*fp32", "out_ptr": "*fp32", "BLOCK": 256, "num_warps": 2},
+    _tanh_l0_bwd_kernel: {"grad_ptr": "*fp32", "scale_ptr": "*fp32", "BLOCK": 256, "num_warps": 2},
+}
 """Example signatures for the ahead-of-time compile test."""

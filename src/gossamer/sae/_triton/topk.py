@@ -20,6 +20,7 @@ from gossamer._core import launch, tuning
 from gossamer.gemm._triton.linear_pack import launch_linear_pack
 from gossamer.rowsparse._triton.linear_source import launch_linear_source
 from gossamer.rowsparse._triton.pack import clear_slots
+from gossamer.rowsparse.formats import empty_ell, empty_twell
 from gossamer.sae import encode_path
 from gossamer.sae._triton import select
 from gossamer.sae._triton.select import SHIFT, count_above, emit_largest, group_maxima, kth_largest, order_key
@@ -112,15 +113,27 @@ def row_topk(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, k: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `select.row_topk`, of x @ weight + bias, on the path "bound"."""
-    m = x.shape[0]
-    values, indices = x.new_empty(m, k), torch.empty(m, k, dtype=torch.int32, device=x.device)
-    nnz, l0 = (torch.empty(m, dtype=dtype, device=x.device) for dtype in (torch.int32, torch.float32))
-    again = torch.empty_like(nnz)
-    run = encode_path.topk_run(x.shape[1])
+    out = (*empty_ell(x, len(x), k), torch.empty(len(x), dtype=torch.float32, device=x.device))
+    again = torch.empty_like(out[2])
+    (m, d), n, tile = x.shape, weight.shape[1], encode_path.TOPK_TILE
+    run = encode_path.topk_run(d)
     bounds = _bounds(*_sample(x, weight, bias, scale, run), encode_path.topk_rank(k, run))
-    _pack_and_select(x, weight, bias, scale, k, run, bounds, (values, indices, nnz, l0, again))
-    _settle(x, weight, bias, scale, k, again, (values, indices, nnz, l0))
-    return values, indices, nnz, l0
+    packed = empty_twell(x, m, n, tile, encode_path.TOPK_SLOTS)
+    # So little below the quotient that rounding loses nothing that exceeds the bound.
+    factors = None if scale is None else ((1 - 2**-20) / scale.float()).clamp_(max=LARGEST.value)
+    launch_linear_pack(x, weight.t(), bias, None, tile, packed, bounds, factors)
+    tiles, length = launch.cdiv(n, tile), encode_path.topk_list(k, run)
+    programs = min(m, 16 * tuning.programs(x.device))
+    lists = torch.empty(programs, 2 if scale is None else 3, length, dtype=torch.int32, device=x.device)
+    args = (*packed, scale, bounds, lists, *out, again, m, tiles, encode_path.TOPK_SLOTS, tile, k, length)
+    # Most rows' entries are in registers, of one warp, and few of what else there is, so that many rows are.
+    held = max(256, encode_path.topk_list(k, run, 1.5))
+    meta = {"BLOCK": min(128, launch.next_power_of_2(tiles)), "LIST": held, "CHUNK": 128, "SHIFT": SHIFT[x.dtype]}
+    _topk_of_tiles((programs, 1, 1), args, meta, num_warps=1)
+    # Memory for what follows.
+    del packed, factors, bounds, lists, args
+    _settle(x, weight, bias, scale, k, again, out)
+    return out
 
 
 def _sample(
@@ -161,35 +174,6 @@ def _bounds(z: Tensor, bias: Tensor | None, scale: Tensor | None, rank: int) -> 
     return bounds
 
 
-def _pack_and_select(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    k: int,
-    run: int,
-    bounds: Tensor,
-    out: tuple[Tensor, ...],
-) -> None:
-    """Fills values, indices, nnz and l0 of the rows that `again`, the last of out, does not name."""
-    (m, _), n = x.shape, weight.shape[1]
-    tile, slots = encode_path.TOPK_TILE, encode_path.TOPK_SLOTS
-    tiles, length = launch.cdiv(n, tile), encode_path.topk_list(k, run)
-    values = x.new_empty(m, tiles, slots)
-    indices = torch.empty(m, tiles, slots, dtype=torch.uint8, device=x.device)
-    counts = torch.empty(m, tiles, dtype=torch.int16, device=x.device)
-    # So little below the quotient that rounding loses nothing that exceeds the bound.
-    factors = None if scale is None else ((1 - 2**-20) / scale.float()).clamp_(max=LARGEST.value)
-    launch_linear_pack(x, weight.t(), bias, None, tile, (values, indices, counts), bounds, factors)
-    programs = min(m, 16 * tuning.programs(x.device))
-    lists = torch.empty(programs, 2 if scale is None else 3, length, dtype=torch.int32, device=x.device)
-    args = (values, indices, counts, scale, bounds, lists, *out, m, tiles, slots, tile, k, length)
-    # Most rows' entries are in registers, of one warp, and few of what else there is, so that many rows are.
-    held = max(256, encode_path.topk_list(k, run, 1.5))
-    meta = {"BLOCK": min(128, launch.next_power_of_2(tiles)), "LIST": held, "CHUNK": 128, "SHIFT": SHIFT[x.dtype]}
-    _topk_of_tiles((programs, 1, 1), args, meta, num_warps=1)
-
-
 def _settle(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, k: int, again: Tensor, out: tuple[Tensor, ...]
 ) -> None:
@@ -207,19 +191,10 @@ def _settle(
 
 
 EXAMPLES = {
-    _row_bound_kernel: {
-        "signature": {"z_ptr": "*bf16", "bias_ptr": "*fp32", "scale_ptr": None, "out_ptr": "*fp32"},
-        "constexprs": {"BLOCK": 512, "VEC": 8, "SHIFT": 16},
-        "num_warps": 1,
-    },
+    _row_bound_kernel: {"scale_ptr": None, "out_ptr": "*fp32", "BLOCK": 512, "VEC": 8, "SHIFT": 16, "num_warps": 1},
     _topk_of_tiles_kernel: {
-        "signature": {
-            "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16", "scale_ptr": "*bf16",
-            "bounds_ptr": "*fp32", "list_ptr": "*i32", "out_ptr": "*bf16", "columns_ptr": "*i32", "nnz_ptr": "*i32",
-            "l0_ptr": "*fp32", "again_ptr": "*i32",
-        },
-        "constexprs": {"BLOCK": 128, "LIST": 1024, "CHUNK": 128, "SHIFT": 16},
-        "num_warps": 1,
+        "indices_ptr": "*u8", "counts_ptr": "*i16", "bounds_ptr": "*fp32", "BLOCK": 128, "LIST": 1024, "CHUNK": 128,
+        "SHIFT": 16, "num_warps": 1,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""
