@@ -210,8 +210,8 @@ def check_operands(
     operator: str, x: Tensor, W_enc: Tensor, b_enc: Tensor | None, b_dec: Tensor | None, activation: Parameters
 ) -> None:
     """Raises where an operand does not fit, those of the activation among them."""
-    threshold, scale = activation.threshold, activation.scale
-    optional = {"b_enc": b_enc, "b_dec": b_dec, "threshold": threshold, "scale": scale}
+    threshold = activation.threshold
+    optional = {"b_enc": b_enc, "b_dec": b_dec, "threshold": threshold, "scale": activation.scale}
     given = {name: tensor for name, tensor in optional.items() if tensor is not None}
     checks.floating(operator, x=x, W_enc=W_enc, **given)
     if x.dim() == 0:
@@ -224,12 +224,9 @@ def check_operands(
         )
     checks.same_device(operator, "x", x.device, W_enc=W_enc, **given)
     d_in, d_sae = W_enc.shape
-    if b_enc is not None:
-        checks.shape(operator, "b_enc", b_enc, (d_sae,), "[d_sae]", "like W_enc")
-    if b_dec is not None:
-        checks.shape(operator, "b_dec", b_dec, (d_in,), "[d_in]", "like W_enc")
-    if scale is not None:
-        checks.shape(operator, "scale", scale, (d_sae,), "[d_sae]", "like W_enc")
+    for name, size, letters in (("b_enc", d_sae, "[d_sae]"), ("b_dec", d_in, "[d_in]"), ("scale", d_sae, "[d_sae]")):
+        if name in given:
+            checks.shape(operator, name, given[name], (size,), letters, "like W_enc")
     if threshold is not None and threshold.dim() != 0:
         checks.shape(operator, "threshold", threshold, (d_sae,), "[d_sae]", "like W_enc, or be a scalar")
 
