@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gossamer.rowsparse import Rows, TwELL, pack
+from gossamer.rowsparse import CSR, ELL, Rows, TwELL, pack
 from gossamer.testing import random_csr, random_ell, random_rows
 
 Draw = Callable[..., int]
@@ -111,6 +111,15 @@ def changed(rows: Any, **parts: Any) -> Any:
     given[rows.COUNTS_NAME] = given.pop("counts")
     given |= {"tile": rows.tile} if isinstance(rows, TwELL) else {}
     return type(rows)(**given, shape=rows.shape)
+
+
+def with_index(format: str, index: int, dtype: torch.dtype, device: torch.device) -> Rows:
+    """Three rows of 30 columns with two ones each; the second has one at column 0, and one at `index`."""
+    indices = torch.tensor([[3, 4], [0, index], [1, 2]], dtype=torch.int32, device=device).sort(1).values
+    values = torch.ones(3, 2, dtype=dtype, device=device)
+    if format == "ell":
+        return ELL(values, indices, torch.full((3,), 2, dtype=torch.int32, device=device), (3, 30))
+    return CSR(torch.arange(0, 7, 2, device=device), indices.flatten(), values.flatten(), (3, 30))
 
 
 def containers(dtype: torch.dtype, device: torch.device) -> st.SearchStrategy[Rows]:

@@ -82,6 +82,7 @@ def matmul_case(n: int, block: int, sparsity: int, dtype: torch.dtype, most: int
                 ),
                 call=lambda bs, *given: bs.ops.matmul(*given[:-1], layout_cache=given[-1]),
                 result=lambda bs, out, x, y, of_x, of_y, of_out: bs.ops.to_dense(out, of_out, block),
+                precision="high",
             ),
         ),
         reference=lambda x, y, of_x, of_y, of_out: (x.double() @ y.double() * peers.elements(of_out, n),),

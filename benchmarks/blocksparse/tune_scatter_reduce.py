@@ -22,9 +22,9 @@ DTYPE = torch.bfloat16 if CUDA else torch.float32
 SHAPES = [(1024, 64), (4096, 64), (8192, 64), (4096, 16), (4096, 128)]
 SMALL = [(32, 16)]
 TILES = [
-    kernels.Tile(lines, step, warps)
-    for lines, step, warps in itertools.product((4, 8, 16), (8, 16), (1, 2, 4))
-    if lines * step >= 32 * warps
+    kernels.Tile(lines, step, warps, room << 10)
+    for lines, step, warps in ((1, 16, 1), (1, 32, 1), (1, 64, 2), (2, 16, 1), (2, 32, 2), (4, 8, 1), (8, 8, 2))
+    for room in (96, 192, 384)
 ]
 
 

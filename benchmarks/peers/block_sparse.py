@@ -75,9 +75,14 @@ def stk_dsd() -> Provider:
 
 
 def blksprs(
-    name: str, prepare: Callable[..., tuple[Any, ...]], call: Callable[..., Any], result: Callable[..., Any]
+    name: str,
+    prepare: Callable[..., tuple[Any, ...]],
+    call: Callable[..., Any],
+    result: Callable[..., Any],
+    precision: str = "highest",
 ) -> tuple[Provider, ...]:
-    """The provider of an operator of blksprs where it is installed; the three functions take its module first."""
+    """The provider of an operator of blksprs where it is installed; the three functions take its module first. Its
+    products of float32 are TF32's: they run at `precision` "high"."""
     if find_spec("blksprs") is None:
         return ()
     import blksprs as module
@@ -89,5 +94,6 @@ def blksprs(
             prepare=lambda *inputs: prepare(module, *inputs),
             result=lambda output, *inputs: (result(module, output, *inputs),),
             devices=("cuda",),
+            precision=precision,
         ),
     )

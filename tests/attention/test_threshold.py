@@ -6,9 +6,32 @@ import pytest
 import torch
 
 from gossamer._core.ops import INTERPRET
+from gossamer.attention import levels
 
 kernels = pytest.importorskip("gossamer.attention._triton.threshold")
 pytestmark = pytest.mark.kernels
+KEPT = 31744
+
+
+def _check(keys: torch.Tensor, k: int, wanted: torch.Tensor | None = None, window: int = 0, sinks: int = 0) -> None:
+    """Rows of a causal block: the last sees all columns, the one before it all but one."""
+    rows, columns = keys.shape
+    # The kernel reads 16 bytes at a time, and scores are 0 where a query sees no key.
+    for row in range(rows):
+        keys[row, columns - rows + 1 + row :] = 0
+    found = [torch.empty(rows, dtype=torch.int32, device=keys.device) for _ in range(2)]
+    lists = torch.full((2, levels.LIST_BYTES // 4), -1, dtype=torch.int32, device=keys.device)
+    packed = not (INTERPRET or torch.version.hip)
+    sizes = (0, rows, rows, columns, columns, 1)
+    kernels.find_thresholds(keys, None, wanted, *found, lists, rows, sizes, (k, window, sinks), packed)
+    for row in range(rows):
+        seen, take = columns - rows + 1 + row, k if wanted is None else int(wanted[row])
+        column = torch.arange(seen, device=keys.device)
+        scores = torch.where((column < sinks) | (column >= seen - window), KEPT, keys[row, :seen].int())
+        best = scores.sort(descending=True, stable=True).indices[:take]
+        threshold, last = (int(x[row]) for x in found)
+        taken = (scores > threshold) | ((scores == threshold) & (column <= last))
+        assert torch.equal(taken.nonzero().squeeze(1), best.sort().values)
 
 
 @pytest.mark.parametrize("registers", [32768, 64], ids=["in registers", "beyond them"])
@@ -18,39 +41,52 @@ def test_a_stable_sort_takes_the_same(
     k: int, each: bool, levels: int, registers: int, device: torch.device, generator: torch.Generator, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(kernels, "MAX_REGISTERS", registers)
-    rows, columns = 3, 256
-    keys = torch.randint(1, levels + 1, (rows, columns), device=device, generator=generator, dtype=torch.int16)
-    # The kernel reads 16 bytes at a time, and scores are 0 where a query sees no key.
-    for row in range(rows):
-        keys[row, columns - rows + 1 + row :] = 0
-    found = [torch.empty(rows, dtype=torch.int32, device=device) for _ in range(2)]
+    keys = torch.randint(1, levels + 1, (3, 256), device=device, generator=generator, dtype=torch.int16)
     wanted = torch.tensor([k, max(k // 2, 1), 1], dtype=torch.int32, device=device) if each else None
-    # Queries that see 254, 255 and 256 keys.
-    sizes = (0, rows, rows, columns, columns, 1)
-    packed = not (INTERPRET or torch.version.hip)
-    kernels.find_thresholds(keys, None, wanted, *found, rows, sizes, (k, 0, 0), packed)
-    for row in range(rows):
-        seen, take = columns - rows + 1 + row, k if wanted is None else int(wanted[row])
-        best = keys[row, :seen].sort(descending=True, stable=True).indices[:take]
-        column = torch.arange(seen, device=device)
-        threshold, last = (int(x[row]) for x in found)
-        taken = (keys[row, :seen] > threshold) | ((keys[row, :seen] == threshold) & (column <= last))
-        assert torch.equal(taken.nonzero().squeeze(1), best.sort().values)
+    _check(keys, k, wanted)
+
+
+@pytest.mark.parametrize("levels", [31000, 3000, 300])
+@pytest.mark.parametrize("window, sinks", [(0, 0), (300, 0), (30, 7)])
+def test_long_rows_are_found_in_lists(
+    window: int, sinks: int, levels: int, device: torch.device, generator: torch.Generator, monkeypatch: Any
+) -> None:
+    """Three rows by two programs; with few levels many keys equal the threshold. No row is read again, which the
+    interpreter would show."""
+    monkeypatch.setattr(kernels, "MAX_REGISTERS", 64)
+    if INTERPRET:
+        monkeypatch.setattr(kernels, "count_at_four", None)
+    keys = torch.randint(1, levels + 1, (3, 8192), device=device, generator=generator, dtype=torch.int16)
+    _check(keys, 500, window=window, sinks=sinks)
+
+
+def _sampled(columns: int, device: torch.device) -> torch.Tensor:
+    """bool [columns]: what a sample of 2,048 words of the row sees."""
+    i = torch.arange(2048, device=device)
+    apart = -(-columns // 2 // 2048)
+    mask = torch.zeros(columns // 2, 2, dtype=torch.bool, device=device)
+    mask[i * apart + (i * 40503 // 16) % apart] = True
+    return mask.flatten()
 
 
 @pytest.mark.parametrize("low, high", [(20000, 20000), (10, 25000), (25000, 10)])
 def test_a_sample_that_misleads(
     low: int, high: int, device: torch.device, generator: torch.Generator, monkeypatch: Any
 ) -> None:
-    """Of 16 neighbours the sample sees the first eight, whose keys lie elsewhere than those of the others."""
+    """What the sample sees lies elsewhere than the rest."""
     monkeypatch.setattr(kernels, "MAX_REGISTERS", 64)
-    columns, k = 16384, 500
+    columns = 16384
     keys = torch.randint(0, 6000, (1, columns), device=device, generator=generator, dtype=torch.int16)
-    sampled = torch.arange(columns, device=device) % 16 < 8
-    keys += torch.where(sampled, low, high).to(torch.int16)
-    threshold, last = (torch.empty(1, dtype=torch.int32, device=device) for _ in range(2))
-    packed = not (INTERPRET or torch.version.hip)
-    kernels.find_thresholds(keys, None, None, threshold, last, 1, (0, 1, 64, columns, columns, 1), (k, 0, 0), packed)
-    best = keys[0].sort(descending=True, stable=True).indices[:k]
-    taken = (keys[0] > threshold) | ((keys[0] == threshold) & (torch.arange(columns, device=device) <= last))
-    assert torch.equal(taken.nonzero().squeeze(1), best.sort().values)
+    keys += torch.where(_sampled(columns, device), low, high).to(torch.int16)
+    _check(keys, 500)
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_lists_that_overflow(equal: bool, device: torch.device, generator: torch.Generator, monkeypatch: Any) -> None:
+    """The row's best words stand 1,024 words apart, all in a few lists, of which each holds eight."""
+    monkeypatch.setattr(kernels, "MAX_REGISTERS", 64)
+    keys = torch.randint(1, 20000, (1, 24576), device=device, generator=generator, dtype=torch.int16)
+    crowded = torch.arange(24576, device=device) // 2 % 1024 < 24
+    best = torch.randint(25000, 25001 if equal else 30000, keys.shape, device=device, generator=generator)
+    keys = torch.where(crowded, best.to(torch.int16), keys)
+    _check(keys, 300)

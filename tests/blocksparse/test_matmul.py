@@ -166,6 +166,7 @@ def test_walks(walk, turned, mix, kind, device: torch.device, monkeypatch: pytes
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("Hopper's kernel")
     from gossamer.blocksparse._gluon import matmul as hopper
+    from gossamer.blocksparse._triton import matmul as kernels
 
     taken = []
 
@@ -176,6 +177,7 @@ def test_walks(walk, turned, mix, kind, device: torch.device, monkeypatch: pytes
         return taken[-1]
 
     monkeypatch.setattr(hopper, "choose_walk", chosen)
+    monkeypatch.setattr(kernels, "is_small", lambda *_: False)
     sizes, block = (320, 192, 576), (64, 64, 64)
     if kind is torch.float16:
         run(mix, turned, sizes, block, kind, device, density=0.5)
@@ -189,9 +191,14 @@ def test_walks(walk, turned, mix, kind, device: torch.device, monkeypatch: pytes
 @pytest.mark.parametrize("turned", TURNED, ids=str)
 @pytest.mark.parametrize("sizes, block", [((70, 96, 130), (32, 32, 64)), ((320, 192, 576), (64, 64, 64)),
                                           ((256, 384, 128), (128, 128, 128))], ids=str)  # fmt: skip
-@pytest.mark.parametrize("density", [0.6, 1.0])
-def test_tf32(mix, turned, sizes, block, density: float, device: torch.device) -> None:
-    """What the copy engine can move and what it cannot, from operands stored either way."""
+@pytest.mark.parametrize("density, small", [(0.6, False), (1.0, False), (0.6, True)])
+def test_tf32(
+    mix, turned, sizes, block, density: float, small: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the copy engine can move and what it cannot, from operands stored either way, and what is too small."""
+    from gossamer.blocksparse._triton import matmul as kernels
+
+    monkeypatch.setattr(kernels, "is_small", lambda *_: small)
     near(mix, turned, sizes, block, device, density)
 
 
@@ -492,6 +499,19 @@ def test_choice_of_a_walk() -> None:
     assert walk(128, 0.75, 0.75, 0.75) == Walk(128, True, True)
     assert walk(128, 0.5, 1.0, None) == walk(128, 0.5, None, None) == Walk(128, True, False)
     assert walk(64, None, None, 0.25) == Walk(64, False, True) and walk(64, None, None, 0.75) == every
+
+
+@pytest.mark.native
+def test_small_products_are_one_launch_of_narrow_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gossamer._core import tuning
+    from gossamer.blocksparse.matmul_path import is_small, narrowed
+
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(tuning, "programs", lambda _: 132)
+    assert is_small((4, 448, 448, 448), device) and is_small((1, 0, 8, 8), device)
+    assert not is_small((4, 1024, 1024, 1024), device) and not is_small((1, 128, 64, 1 << 20), device)
+    assert narrowed(256, 64, 28, 448, device) == 64 and narrowed(256, 64, 512, 8192, device) == 256
+    assert narrowed(256, 128, 8, 256, device) == 128 and narrowed(96, 64, 1, 96, device) == 96
 
 
 @pytest.mark.native

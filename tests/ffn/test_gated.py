@@ -170,6 +170,7 @@ def test_the_cheapest_way() -> None:
     assert dense[0] < dense[1]
     assert costs.choose(known(20), 16, replace(narrow, products=2, aligned=False)) == "fused"
     assert [costs.choose(known(29), m, replace(few, exact=True)) for m in (4, 5)] == ["gather", "fused"]
+    assert costs.choose(known(2), 1, replace(few, single=True)) == "fused"
     # A host that takes longer to launch than the device to compute.
     quick = replace(cost, gate=1e-8, entry=1e-10, heavy=3e-8, fused=2.5e-8, dense=2.6e-8, start=1e-7)
     assert [costs.choose(known(29), m, quick) for m in (1000, 100_000)] == ["gather", "gather"]

@@ -5,7 +5,7 @@ import torch
 
 from gossamer.ffn.costs import costs_of
 from gossamer.ffn.sparse_ffn import sparse_ffn
-from tests.ffn.dense import call, check, operands
+from tests.ffn.dense import SPARSE, call, check, operands
 
 
 @pytest.mark.kernels
@@ -66,15 +66,18 @@ def test_a_plan_repeats_the_launches(
     for module, m in ((few, 7), (kernels, 40), (kernels, 2000)):
         monkeypatch.setattr(module, "_plans", launch.Plans())
         for _ in range(3):
-            a = operands((m, 256, 520, 64), torch.bfloat16, device, generator, shift=shift)
+            a = operands((m, 256, 520, 64), torch.bfloat16, device, generator, shift=shift, shared=0.8)
             for activation in ("relu", "relu2"):
                 out = call(a, method="gather", activation=activation)
                 check(a, out, activation)
                 assert out.equal(call(a, method="gather", activation=activation))
         by_columns = {**a, "down": a["down"].t().contiguous().t()}
-        want = call(by_columns, method="gather")
-        assert all(want.equal(call(by_columns, method="gather")) for _ in range(3))
-        check(a, want)
+        for method in SPARSE[:1] if module is few else SPARSE:
+            for _ in range(2):
+                want = call(by_columns, method=method)
+                assert all(want.equal(call(by_columns, method=method)) for _ in range(3))
+                check(by_columns, want)
+                by_columns["x"] = by_columns["x"].flip(0)
         assert module is few or bool(module._plans._kept) == tuning.hopper(device)
 
 

@@ -1,5 +1,6 @@
 """Autoencoders that take plain dense products: the same losses and gradients, and when they take them."""
 
+import math
 from typing import Any
 
 import pytest
@@ -10,15 +11,20 @@ from tests.nn import dense
 
 KINDS = ("topk", "batchtopk", "jumprelu", "transcoder")
 OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "jumprelu": [{}, {"penalty": "quadratic", "target_l0": 3}, {"penalty": "tanh", "ste_to_input": True}],
+    "jumprelu": [
+        {},
+        {"penalty": "quadratic", "target_l0": 3},
+        {"penalty": "tanh", "ste_to_input": True},
+        {"target_l0": 3.0, "l0_coefficient": None},
+    ],
     "transcoder": [{}, {"skip": True}],
 }
 
 
 @pytest.mark.parametrize("kind, options", [(kind, o) for kind in KINDS for o in OPTIONS.get(kind, [{}])], ids=str)
 def test_both_ways_agree(kind: str, options: dict[str, Any], device: torch.device, generator: torch.Generator) -> None:
-    """Terms of the loss, every gradient, and what a step in training counts."""
-    x, found = dense.sample(40, generator), []
+    """Terms of the loss, every gradient, and what a step in training counts; what is steered scales its x."""
+    x, found = 16 * dense.sample(40, generator), []
     model = dense.make(kind, device, **options)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for way in ("sparse", "dense"):
@@ -28,6 +34,7 @@ def test_both_ways_agree(kind: str, options: dict[str, Any], device: torch.devic
         loss = model.loss(*dense.given(model, x))
         loss.loss.backward()
         assert model.density.last_path == way
+        assert getattr(model, "input_scale", 0.5) < 1
         grads = {name: parameter.grad for name, parameter in model.named_parameters()}
         found.append((loss._asdict(), grads, dict(model.named_buffers())))
         found[-1] = tuple({k: v.detach().clone() for k, v in part.items() if v is not None} for part in found[-1])
@@ -94,6 +101,25 @@ def test_the_way_follows_the_rows(device: torch.device, generator: torch.Generat
     for _ in range(6):
         model.loss(x).loss.backward()
     assert model.density.last_path == "sparse"
+
+
+def test_slots_follow_the_rows(device: torch.device, generator: torch.Generator) -> None:
+    """None overflows once it is known how many entries rows have; not while a backward pass is still to come."""
+    model, x = nn.JumpReLUSAE(32, 2048, device=device), torch.randn(64, 32, device=device, generator=generator)
+    model.log_threshold.detach().fill_(1.33 - math.log(2))
+    asked, packs = [], model._latents
+    model.density.pinned = "sparse"
+    model._latents = lambda x, **options: asked.append(options["capacity"]) or packs(x, **options)
+    waiting = [model.loss(x) for _ in range(6)]
+    assert asked == [None] * 6
+    known = model.density.known(training=True)
+    assert known is not None and 128 < known.largest < 256
+    for loss in waiting:
+        loss.loss.backward()
+    model.loss(x)
+    assert asked[6:] == [256]
+    capacities = nn.JumpReLUSAE(32, 2048, capacity=40, device=device)
+    assert capacities.encode(x).capacity == 40 and capacities._encode(x, 256)[0].capacity == 40
 
 
 @pytest.mark.full

@@ -1,5 +1,6 @@
 """Gated sparse attention against its plain reference."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from gossamer import attention
 from gossamer.nn import GatedSparseAttention, GatedSparseAttentionReference
+from gossamer.nn.gated_sparse_attention import RotaryEmbedding
 from gossamer.testing import assert_close
 
 NAMES = {
@@ -144,3 +146,14 @@ def _compare(ours: nn.Module, reference: nn.Module, x: Tensor) -> None:
 def test_errors(change: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=f"nn.GatedSparseAttention: .*{message}"):
         GatedSparseAttention(64, 4, **change)
+
+
+def test_frequencies_of_a_module_in_16_bits_are_those_of_a_wide_one(device: torch.device) -> None:
+    rotary = RotaryEmbedding(16, 10000.0, device)
+    positions = torch.arange(4090, 4096, device=device)
+    wide = rotary(positions)
+    narrow = copy.deepcopy(rotary).bfloat16()
+    for _ in range(2):
+        assert all(torch.equal(got, want) for got, want in zip(narrow(positions), wide))
+    assert narrow.state_dict().keys() == {"inv_freq"}
+    assert all(got.device.type == "meta" for got in narrow.to("meta")(positions.to("meta")))

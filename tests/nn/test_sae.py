@@ -169,6 +169,15 @@ def test_terms_of_the_loss_are_apart(device: torch.device, generator: torch.Gene
             assert moved == [name in ("loss", "l0_penalty", "dead_loss") for name in terms._fields]
 
 
+def test_a_loss_is_shown_in_a_line(device: torch.device, generator: torch.Generator) -> None:
+    model = nn.TopKSAE(16, 32, 4, device=device)
+    loss = model.loss(torch.randn(3, 16, device=device, generator=generator))
+    numbers = ", ".join(f"{name}={getattr(loss, name).item():.6g}" for name in ("loss", "mse", "l0_penalty", "l0"))
+    assert repr(loss) == f"SAELoss({numbers}, reconstruction=float32 [3, 16], dead_loss=0)"
+    shapes = nn.SAELoss(*(part.to("meta") for part in loss))
+    assert str(shapes).startswith("SAELoss(loss=float32 [], mse=float32 [], ")
+
+
 def test_rows_that_lie_apart(device: torch.device, generator: torch.Generator) -> None:
     """Transposed dimensions change nothing but the order."""
     x = sample(30, generator).view(5, 6, -1)

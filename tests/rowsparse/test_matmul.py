@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossamer.rowsparse import CSR, ELL, Rows, matmul, pack
+from gossamer.rowsparse import ELL, Rows, matmul, pack
 from gossamer.testing import assert_close, assert_exact, dense64, random_csr, random_ell, random_rows
 from tests import strategies
 
@@ -192,12 +192,7 @@ def test_source_may_be_wrong_where_nothing_overflowed(dtype: torch.dtype, device
 @pytest.mark.parametrize("format", ["ell", "csr"])
 def test_bad_indices(index: int, format: str, dtype: torch.dtype, device: torch.device, mode: str) -> None:
     """They raise on the CPU, and make their row NaN on the GPU, where raising would take a sync."""
-    indices = torch.tensor([[3, 4], [5, index], [1, 2]], dtype=torch.int32, device=device).sort(1).values
-    values = torch.ones(3, 2, dtype=dtype, device=device)
-    if format == "ell":
-        rows: Rows = ELL(values, indices, torch.full((3,), 2, dtype=torch.int32, device=device), (3, 30))
-    else:
-        rows = CSR(torch.arange(0, 7, 2, device=device), indices.flatten(), values.flatten(), (3, 30))
+    rows = strategies.with_index(format, index, dtype, device)
     weight = torch.ones(30, 8, dtype=dtype, device=device)
     if mode == "cpu":
         with pytest.raises(ValueError, match=rf"indices must lie in \[0, N\) with N = 30.* {index}"):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gossamer.rowsparse import CSR, ELL, Rows, matmul, pack, sampled_matmul
+from gossamer.rowsparse import ELL, matmul, pack, sampled_matmul
 from gossamer.testing import assert_close, assert_exact, dense64, random_csr, random_ell, random_rows
 from tests import strategies
 
@@ -118,17 +118,13 @@ def test_columns_in_any_order_and_repeated(make, dtype: torch.dtype, device: tor
 @pytest.mark.parametrize("format", ["ell", "csr"])
 def test_bad_indices(index: int, format: str, dtype: torch.dtype, device: torch.device) -> None:
     """They make their row NaN, and a product of theirs."""
-    indices = torch.tensor([[3, 4], [0, index], [1, 2]], dtype=torch.int32, device=device).sort(1).values
-    values = torch.ones(3, 2, dtype=dtype, device=device)
-    if format == "ell":
-        rows: Rows = ELL(values, indices, torch.full((3,), 2, dtype=torch.int32, device=device), (3, 30))
-    else:
-        rows = CSR(torch.arange(0, 7, 2, device=device), indices.flatten(), values.flatten(), (3, 30))
+    rows = strategies.with_index(format, index, dtype, device)
     weight = torch.ones(30, 8, dtype=dtype, device=device)
     wanted = torch.tensor([2.0, math.nan, 2.0]).double()[:, None].expand(3, 8)
     assert_exact(matmul(rows, weight), wanted)
     picked = sampled_matmul(torch.ones(3, 8, dtype=dtype, device=device), weight, rows).packed.values.view(3, 2)
-    assert picked.isnan().tolist() == ((indices < 0) | (indices >= 30)).tolist()
+    columns = rows.packed.indices.view(3, 2)
+    assert picked.isnan().tolist() == ((columns < 0) | (columns >= 30)).tolist()
 
 
 def test_overflow_without_a_source_is_nan(dtype: torch.dtype, device: torch.device) -> None:

@@ -25,62 +25,59 @@ def on_gpu(*shape: int, dtype: torch.dtype) -> Any:
 
 
 @pytest.mark.parametrize(
-    "m, n, d, slots, may_overflow, dtype, path",
+    "operator, m, n, d, slots, may_overflow, dtype, path",
     [
         # Measured in microseconds, gathered and dense: 16,441 and 701.
-        (8482, 6978, 673, 6978, False, torch.float16, "dense"),
+        ("matmul", 8482, 6978, 673, 6978, False, torch.float16, "dense"),
         # 9,113 and 1,183, with 3,991 entries in 7,982 slots.
-        (11747, 14334, 391, 7982, True, torch.float16, "dense"),
+        ("matmul", 11747, 14334, 391, 7982, True, torch.float16, "dense"),
         # 413 and 22.
-        (1121, 2981, 145, 2981, False, torch.bfloat16, "dense"),
+        ("matmul", 1121, 2981, 145, 2981, False, torch.bfloat16, "dense"),
         # 2,568 and 100: rows of 21,655.
-        (119, 47270, 929, 43310, True, torch.float16, "dense"),
+        ("matmul", 119, 47270, 929, 43310, True, torch.float16, "dense"),
         # 50 and 2,255.
-        (4503, 27137, 1346, 16, True, torch.float16, "gather"),
+        ("matmul", 4503, 27137, 1346, 16, True, torch.float16, "gather"),
         # 747 and 1,071, in slots that are half full.
-        (4891, 3810, 1211, 538, True, torch.float32, "gather"),
+        ("matmul", 4891, 3810, 1211, 538, True, torch.float32, "gather"),
         # 184 and 1,098.
-        (18952, 2733, 1466, 10, True, torch.bfloat16, "gather"),
+        ("matmul", 18952, 2733, 1466, 10, True, torch.bfloat16, "gather"),
         # 3 and 9 of a launch or two.
-        (9, 898, 72, 2, True, torch.bfloat16, "gather"),
+        ("matmul", 9, 898, 72, 2, True, torch.bfloat16, "gather"),
         # TopK of an SAE.
-        (4096, 65536, 2304, 64, False, torch.bfloat16, "gather"),
-        (4096, 65536, 2304, 8192, False, torch.bfloat16, "dense"),
+        ("matmul", 4096, 65536, 2304, 64, False, torch.bfloat16, "gather"),
+        ("matmul", 4096, 65536, 2304, 8192, False, torch.bfloat16, "dense"),
         # What `pack` gives by default.
-        (4096, 65536, 2304, 1024, True, torch.bfloat16, "gather"),
-        (0, 65536, 2304, 8192, False, torch.bfloat16, "gather"),
-        (4096, 0, 2304, 0, False, torch.bfloat16, "gather"),
-        (4096, 65536, 0, 8192, False, torch.bfloat16, "gather"),
-    ],
-)
-def test_matmul(m: int, n: int, d: int, slots: int, may_overflow: bool, dtype: torch.dtype, path: str) -> None:
-    weight = on_gpu(n, d, dtype=dtype)
-    assert choose_path(on_gpu(m, slots, dtype=dtype), m, may_overflow, weight) == path
-    assert choose_path(on_gpu(m * slots, dtype=dtype), m, may_overflow, weight) == path
-
-
-@pytest.mark.parametrize(
-    "m, n, d, slots, may_overflow, dtype, path",
-    [
+        ("matmul", 4096, 65536, 2304, 1024, True, torch.bfloat16, "gather"),
+        ("matmul", 0, 65536, 2304, 8192, False, torch.bfloat16, "gather"),
+        ("matmul", 4096, 0, 2304, 0, False, torch.bfloat16, "gather"),
+        ("matmul", 4096, 65536, 0, 8192, False, torch.bfloat16, "gather"),
         # 118,112 and 6,986; 516 and 51.
-        (10597, 17559, 2246, 16384, True, torch.float16, "dense"),
-        (3240, 399, 1147, 399, False, torch.float16, "dense"),
+        ("sampled_matmul", 10597, 17559, 2246, 16384, True, torch.float16, "dense"),
+        ("sampled_matmul", 3240, 399, 1147, 399, False, torch.float16, "dense"),
         # 507 and 1,522; 109 and 1,134; 14 and 94.
-        (6750, 11028, 1145, 256, True, torch.float16, "gather"),
-        (1079, 21331, 2176, 128, True, torch.float16, "gather"),
-        (26, 45575, 911, 128, True, torch.float32, "gather"),
-        (0, 4, 4, 4, False, torch.float32, "gather"),
+        ("sampled_matmul", 6750, 11028, 1145, 256, True, torch.float16, "gather"),
+        ("sampled_matmul", 1079, 21331, 2176, 128, True, torch.float16, "gather"),
+        ("sampled_matmul", 26, 45575, 911, 128, True, torch.float32, "gather"),
+        ("sampled_matmul", 0, 4, 4, 4, False, torch.float32, "gather"),
     ],
 )
-def test_sampled_matmul(m: int, n: int, d: int, slots: int, may_overflow: bool, dtype: torch.dtype, path: str) -> None:
-    x, weight = on_gpu(m, d, dtype=dtype), on_gpu(n, d, dtype=dtype)
-    assert choose_sampled_path(x, on_gpu(m, slots, dtype=torch.int32), may_overflow, weight) == path
+def test_choice(
+    operator: str, m: int, n: int, d: int, slots: int, may_overflow: bool, dtype: torch.dtype, path: str
+) -> None:
+    weight = on_gpu(n, d, dtype=dtype)
+    if operator == "matmul":
+        assert choose_path(on_gpu(m, slots, dtype=dtype), m, may_overflow, weight) == path
+        assert choose_path(on_gpu(m * slots, dtype=dtype), m, may_overflow, weight) == path
+    else:
+        x, indices = on_gpu(m, d, dtype=dtype), on_gpu(m, slots, dtype=torch.int32)
+        assert choose_sampled_path(x, indices, may_overflow, weight) == path
 
 
 def test_tiles_are_tall_where_programs_are_few() -> None:
     """By rows, and by how many programs a row is; an entry of a single row takes a part of a step."""
     assert gather_tile(748, 107, 2) == gather_tile(1, 768, 2) == {"BLOCK_E": 32, "BLOCK_D": 64}
-    assert gather_tile(300, 4096, 4) == {"BLOCK_E": 16, "BLOCK_D": 32}
+    assert gather_tile(200, 4096, 4) == gather_tile(256, 2304, 4) == {"BLOCK_E": 16, "BLOCK_D": 32}
+    assert gather_tile(473, 4255, 4) == {"BLOCK_E": 4, "BLOCK_D": 128}
     assert gather_tile(748, 2304, 2) == gather_tile(2048, 107, 2) == {"BLOCK_E": 4, "BLOCK_D": 256}
     assert entry_seconds(1, 470, 4, 99) == pytest.approx(1e-6 / 32)
     assert entry_seconds(8482, 673, 2, 99) == pytest.approx(8482 * 768 * 2 / 5.5e12)

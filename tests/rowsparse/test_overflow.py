@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gossamer.rowsparse import matmul, pack
-from gossamer.testing import assert_close, random_rows
+from gossamer.testing import assert_close, assert_exact, random_rows
 
 
 @pytest.mark.parametrize("m", [1, 16, 17, 33, 65, 200])
@@ -46,6 +46,43 @@ def test_counters_are_left_at_0(
         assert_close(matmul(pack(x, capacity=8), weight), reference64=x.double() @ weight.double(), plain=x @ weight)
         assert not words.any()
     assert asked
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("m", [0, 1, 700, 9001])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_that_overflowed_are_listed_in_order(
+    m: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    from gossamer.rowsparse._triton.overflow import overflowed
+
+    counts = torch.randint(0, 9, (m,), dtype=dtype, device=device, generator=generator)
+    for limit in (0, 6, 8):
+        found = overflowed(counts, limit)
+        number = int(found[0])
+        assert found[1 : number + 1].tolist() == (counts > limit).nonzero()[:, 0].tolist()
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_list_of_several_blocks(
+    masked: bool, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    """On top of what is there already, of whole numbers; what the mask leaves out may be anything."""
+    from gossamer.rowsparse._triton.overflow import Overflow, backward_weight
+
+    m, n, d = 200, 20, 9
+    x, grad, out = (
+        random_rows(shape, density=0.7, dtype=dtype, device=device, generator=generator, integers=True)
+        for shape in ((m, n), (m, d), (n, d))
+    )
+    counts = torch.randint(0, 9, (m,), dtype=torch.int32, device=device, generator=generator)
+    flagged = (counts > 2)[:, None].double()
+    kept = (torch.rand(m, n, device=device, generator=generator) < 0.5).to(dtype) if masked else torch.ones_like(x)
+    wanted = out.double() + (x.double() * kept.double() * flagged).t() @ grad.double()
+    given = torch.where(kept != 0, x, float("nan"))
+    backward_weight(Overflow(given, counts, 2), kept if masked else None, grad, out)
+    assert_exact(out, wanted)
 
 
 def test_full_rows_are_as_exact_as_a_dense_product(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer._core.ops import refuse_second, register
+from gossamer._core.ops import refuse_second, register, undispatched
 from gossamer.attention._torch import indexer_loss as _cpu
 from gossamer.attention.selection import Selection
 from gossamer.attention.sparse_attention import check, scale_of, sparse_attention
@@ -80,8 +80,9 @@ def indexer_loss(
             _, lse = sparse_attention(q, k, k, selection, scale=scale, causal=causal, lengths=lengths, return_lse=True)
     else:
         checks.shape(OPERATOR, "lse", lse, tuple(q.shape[:3]), "[B, H, T]", "like q")
-    words = selection.words
-    return _indexer_loss(q, k, lse.detach(), q_idx, k_idx, w, bias, words, lengths, scale, scale_idx, causal)[0]
+    given = q, k, lse.detach(), q_idx, k_idx, w, bias
+    call = undispatched(_indexer_loss, *given)
+    return call(*given, selection.words, lengths, scale, scale_idx, causal)[0]
 
 
 OPERATOR = "attention.indexer_loss"

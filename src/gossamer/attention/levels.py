@@ -6,3 +6,9 @@ kept, the integers are, as bit patterns, the float16 numbers from 0 to infinity.
 
 RULES = ("variance", "entropy", "learned")
 """Names of the rules of `AdaptiveK`; kernels number them in this order."""
+
+LONG_ROW = 32768
+"""Scores of a query beyond which a GPU lists those that may be among the highest."""
+
+LIST_BYTES = 48 << 10
+"""Of one program's lists."""

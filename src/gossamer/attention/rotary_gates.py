@@ -61,7 +61,9 @@ def rotary_gates(
         raise TypeError(f"{OPERATOR}: cos and sin must be float32, got {checks.name_of(cos.dtype)}.")
     columns = d * (num_heads * (1 + output_gate) + num_kv_heads * (2 + value_gate))
     checks.shape(OPERATOR, "y", y, (*y.shape[:2], columns), "[B, T, N]", "by the heads and gates")
-    q, k, v, gate = _rotary_gates(y, cos.detach(), sin.detach(), num_heads, num_kv_heads, value_gate, output_gate)
+    cos, sin = cos.detach(), sin.detach()
+    call = undispatched(_rotary_gates, y, cos, sin)
+    q, k, v, gate = call(y, cos, sin, num_heads, num_kv_heads, value_gate, output_gate)
     return q, k, v, gate if output_gate else None
 
 

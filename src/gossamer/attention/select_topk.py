@@ -12,7 +12,7 @@ from gossamer._core import autocast, checks
 from gossamer._core.ops import register, undispatched
 from gossamer.attention._torch import select_topk as _cpu
 from gossamer.attention.indexer_scores import check_inputs, scale_of
-from gossamer.attention.levels import RULES
+from gossamer.attention.levels import LIST_BYTES, LONG_ROW, RULES
 from gossamer.attention.selection import QUERIES, Selection
 
 WORKSPACE = 128 << 20
@@ -123,8 +123,8 @@ def select_topk(
         adaptive: an `AdaptiveK`, which finds k query by query; in place of `k`.
         window: the most recent keys that a query always takes, itself among them. They count among the k.
         sinks: the first keys that a query always takes. window + sinks may be at most k, or k_min.
-        workspace: bytes for scores; None for 128 MiB, or what one block of 64 queries needs: 128 * Tk bytes, Tk rounded
-            up to 128, which is the least.
+        workspace: bytes for scores; None for 128 MiB, or what one block of 64 queries needs, which is the least: 128 *
+            Tk bytes, Tk rounded up to 128, and beyond 32,768 keys 3 MiB.
         capacity: slots of the lists of a block's keys, as in `Selection`; None for 4 k, at most Tk.
         granularity: 1, or 4 to select units of four neighbouring keys, 4 u to 4 u + 3, by the highest score that the
             query sees in them: k / 4 units, of which it takes the keys that it sees. k, or k_min, k_base and k_max, are
@@ -223,7 +223,7 @@ def _check_kept(operator: str, window: int, sinks: int, least: int, granularity:
 
 
 def _workspace(operator: str, workspace: int | None, tk: int) -> int:
-    least = 2 * QUERIES * (-(-tk // 128) * 128)
+    least = QUERIES * (2 * (-(-tk // 128) * 128) + (LIST_BYTES if tk > LONG_ROW else 0))
     if workspace is None:
         return max(WORKSPACE, least)
     checks.positive(operator, "workspace", workspace, "It is bytes; None for 128 MiB.")

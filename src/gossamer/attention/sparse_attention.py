@@ -105,11 +105,13 @@ def sparse_attention(
     words, counts, indices = selection.words, selection.counts, selection.indices
     chosen = _path(path, q, selection)
     if indexer is None:
-        out, lse = _sparse_attention(q, k, v, words, counts, indices, lengths, scale, causal, chosen)
+        call = undispatched(_sparse_attention, q, k, v, words, counts, indices, lengths)
+        out, lse = call(q, k, v, words, counts, indices, lengths, scale, causal, chosen)
     else:
         q_idx, k_idx, w, bias = _check_indexer(indexer, q, selection)
         given = (q_idx, k_idx, w, bias, max(q_idx.shape[3], 1) ** -0.5)
-        out, lse = _sparse_attention_through(q, k, v, words, counts, indices, lengths, scale, causal, chosen, *given)
+        call = undispatched(_sparse_attention_through, q, k, v, *given[:4])
+        out, lse = call(q, k, v, words, counts, indices, lengths, scale, causal, chosen, *given)
     return (out, lse) if return_lse else out
 
 

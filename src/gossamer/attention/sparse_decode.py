@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer._core.ops import needs_gradient, register
+from gossamer._core.ops import needs_gradient, register, undispatched
 from gossamer.attention._torch import sparse_decode as _cpu
 from gossamer.attention.selection import Selection
 from gossamer.attention.sparse_attention import FEW_QUERIES, check, scale_of
@@ -64,7 +64,8 @@ def sparse_decode(
     if autocast.enabled(q.device):
         q, k, v = autocast.cast(q, k, v)  # type: ignore[assignment]
     words, counts, indices = selection.words, selection.counts, selection.indices
-    out, lse = _sparse_decode(q, k, v, page_table, words, counts, indices, lengths, scale, causal)
+    call = undispatched(_sparse_decode, q, k, v)
+    out, lse = call(q, k, v, page_table, words, counts, indices, lengths, scale, causal)
     return (out, lse) if return_lse else out
 
 

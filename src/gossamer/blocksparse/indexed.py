@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer._core.ops import refuse_second, register
+from gossamer._core.ops import refuse_second, register, undispatched
 from gossamer.blocksparse._torch.gather import gather as _gather_cpu
 from gossamer.blocksparse._torch.gather import reach as _reach_cpu
 from gossamer.blocksparse._torch.scatter_reduce import scatter_reduce as _scatter_cpu
@@ -21,7 +21,7 @@ from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
 _LAYOUTS = (
     "Tensor nnz, Tensor row_indices, Tensor col_indices, Tensor positions, Tensor index, Tensor index_nnz, "
     "Tensor index_rows, Tensor index_cols, Tensor index_row_offsets, Tensor index_col_offsets, Tensor index_order, "
-    "Tensor index_positions, SymInt[] sizes"
+    "Tensor index_positions, Tensor row_offsets, Tensor col_offsets, Tensor order, SymInt[] sizes"
 )
 
 
@@ -31,7 +31,8 @@ class Indexed:
 
     Args:
         parts: the layout's nnz, row and column indices and positions; the indices, and their layout's nnz, row and
-            column indices, row and column offsets, transpose order and positions.
+            column indices, row and column offsets, transpose order and positions; the layout's row and column offsets
+            and transpose order.
         sizes: axis (0 a leading dimension, 1 rows, 2 columns); the product of the leading dimensions behind it, its
             length in index and in the layout; rows and columns of index, and of the layout, in elements.
     """
@@ -41,13 +42,14 @@ class Indexed:
 
     def gather(self, values: Tensor) -> Tensor:
         """Blocks of index's layout: what the indices find in values."""
-        return _gather(values, *self.parts, self.sizes)
+        return undispatched(_gather, values, self.parts[4])(values, *self.parts, self.sizes)
 
     def scatter(
         self, given: Tensor | None, src: Tensor | None, reduce: str, include_self: bool, dtype: torch.dtype
     ) -> Tensor:
         """Blocks of the layout: `src`, aligned with index, or ones if None, joined with what is given, or zeros."""
-        return _scatter(given, src, *self.parts, self.sizes, reduce, include_self, dtype)
+        call = undispatched(_scatter, given, src, self.parts[4])
+        return call(given, src, *self.parts, self.sizes, reduce, include_self, dtype)
 
     def count(self) -> Tensor:
         """int32 blocks of the layout: how many indices point at each element."""
@@ -99,6 +101,9 @@ def indexed(operator: str, layout: Layout, dim: int, index: BlockSparseTensor) -
         other.col_offsets,
         other.transpose_order,
         other.positions,
+        layout.row_offsets,
+        layout.col_offsets,
+        layout.transpose_order,
     )
     return Indexed(parts, [*_axis(dim, lead, lead_index), *other.size, *layout.size])
 
@@ -137,18 +142,18 @@ def _of(layout: Layout) -> tuple[Tensor, ...]:
 
 
 def _keep_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:13])
-    ctx.sizes = list(inputs[13])
+    ctx.save_for_backward(*inputs[1:16])
+    ctx.sizes = list(inputs[16])
 
 
 def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     back = Indexed(tuple(ctx.saved_tensors), ctx.sizes)
-    return (back.scatter(None, grad, "sum", True, grad.dtype), *[None] * 13)
+    return (back.scatter(None, grad, "sum", True, grad.dtype), *[None] * 16)
 
 
 def _keep_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     given, src, *parts, _, ctx.reduce, ctx.include_self, _ = inputs
-    ctx.sizes = list(inputs[14])
+    ctx.sizes = list(inputs[17])
     kept = (given, src, output) if ctx.reduce in ("prod", "amax", "amin") else (None, None, None)
     ctx.save_for_backward(*parts, *kept)
     ctx.dtypes = [None if t is None else t.dtype for t in (given, src)]
@@ -168,7 +173,7 @@ def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     else:
         grads = _extremum_backward(back, ctx.include_self, grad, given, src, out)
     wanted = zip(grads, ctx.dtypes, ctx.needs_input_grad)
-    return (*[g.to(dtype) if needed and g is not None else None for g, dtype, needed in wanted], *[None] * 16)
+    return (*[g.to(dtype) if needed and g is not None else None for g, dtype, needed in wanted], *[None] * 19)
 
 
 def _last_backward(back: Indexed, grad: Tensor) -> tuple[Tensor, Tensor]:

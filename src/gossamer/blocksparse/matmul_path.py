@@ -18,6 +18,9 @@ taken to be the same shares. A tile has but 16 or 32 rows, for two block rows ra
 MARGIN = 0.9
 LAUNCHES = 10e-6
 """Converting must save a tenth, and costs three or four kernels more, in seconds."""
+SMALL = 0.25
+"""Tiles of 128 x 256, by multiprocessor, up to which a product is one launch of the kernel for every GPU, for the one
+for Hopper begins and ends with others that take as long."""
 LEAST = 0.25
 """A matrix of which less is stored is not made dense, for the memory that it would take."""
 
@@ -30,6 +33,19 @@ def share_of(parts: tuple[Any, ...]) -> float | None:
 def widest_of(share: float | None) -> int:
     """Columns of the widest tile that is of use, by the share of an operand's blocks."""
     return 256 if share is None or share > 0.6 else 128 if share > 0.25 else 64
+
+
+def is_small(sizes: tuple[int, int, int, int], device: torch.device) -> bool:
+    """Whether a product of Z, M, K and N leaves most multiprocessors of Hopper idle."""
+    z, m, _, n = sizes
+    return z * -(-m // 128) * -(-n // 256) <= SMALL * tuning.programs(device)
+
+
+def narrowed(width: int, least: int, rows: int, across: int, device: torch.device) -> int:
+    """Columns of a tile, halved while tiles in so many rows of so many columns are fewer than multiprocessors."""
+    while width >= 2 * least and rows * -(-across // width) < tuning.programs(device):
+        width //= 2
+    return width
 
 
 def choose_path(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer._core.ops import needs_gradient, register
+from gossamer._core.ops import needs_gradient, register, undispatched
 from gossamer.blocksparse import axes
 from gossamer.blocksparse._torch.rearrange import rearrange as _cpu
 from gossamer.blocksparse.axes import Axes, Axis, Moved
@@ -495,7 +495,8 @@ def _pull(
     maps = move.once("maps", lambda: move.maps(device))
     inverses = move.once("inverses", lambda: move.inverses(device)) if needs_gradient(values) else [None] * 3
     sizes = [*size, *layout.size]
-    out = _rearrange(values, *source, *_source(layout), *maps, *inverses, sizes, list(block), tile)
+    call = undispatched(_rearrange, values)
+    out = call(values, *source, *_source(layout), *maps, *inverses, sizes, list(block), tile)
     return BlockSparseTensor(out, layout)
 
 
@@ -511,7 +512,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     source, result, maps, inverses = kept[:4], kept[4:8], kept[8:11], kept[11:14]
     m, n, m_out, n_out = ctx.sizes
     sizes = [m_out, n_out, m, n]
-    return (_rearrange(grad, *result, *source, *inverses, *maps, sizes, ctx.block, ctx.tile), *[None] * 17)
+    call = undispatched(_rearrange, grad)
+    return (call(grad, *result, *source, *inverses, *maps, sizes, ctx.block, ctx.tile), *[None] * 17)
 
 
 _PARTS = "Tensor {0}nnz, Tensor {0}rows, Tensor {0}cols, Tensor {0}positions"

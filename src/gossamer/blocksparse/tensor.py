@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from gossamer._core import checks
-from gossamer._core.ops import register
+from gossamer._core.ops import register, undispatched
 from gossamer.blocksparse._torch import tensor as _cpu
 from gossamer.blocksparse.arithmetic import Arithmetic
 from gossamer.blocksparse.layout import Layout, check_layouts
@@ -71,7 +71,7 @@ class BlockSparseTensor(Arithmetic):
     def to_dense(self, fill: float = 0.0) -> Tensor:
         """The dense `[..., M, N]` tensor, with `fill` where no block is; differentiable in values."""
         layout, (m, n) = self.layout, self.layout.size
-        out = _to_dense(self.values, *_parts(layout), layout.batch, m, n, fill)
+        out = undispatched(_to_dense, self.values)(self.values, *_parts(layout), layout.batch, m, n, fill)
         return out.view(self.shape)
 
     @property
@@ -131,7 +131,8 @@ def from_dense(x: Tensor, layout: Layout) -> BlockSparseTensor:
     checks.shape(operator, "x", x, layout.dense_shape, "[..., M, N]", "like layout")
     checks.same_device(operator, "layout", layout.device, x=x)
     flat = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
-    return BlockSparseTensor(_from_dense(flat, *_parts(layout), *layout.block_size), layout)
+    values = undispatched(_from_dense, flat)(flat, *_parts(layout), *layout.block_size)
+    return BlockSparseTensor(values, layout)
 
 
 def check_blocks(operator: str, **given: Any) -> None:
@@ -174,11 +175,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _from_dense_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (_to_dense(grad, *ctx.saved_tensors, *ctx.shape, 0.0), *[None] * 6)
+    return (undispatched(_to_dense, grad)(grad, *ctx.saved_tensors, *ctx.shape, 0.0), *[None] * 6)
 
 
 def _to_dense_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (_from_dense(grad, *ctx.saved_tensors, *ctx.shape[1:]), *[None] * 8)
+    return (undispatched(_from_dense, grad)(grad, *ctx.saved_tensors, *ctx.shape[1:]), *[None] * 8)
 
 
 _from_dense = register(

@@ -13,7 +13,7 @@ from gossamer import gemm
 from gossamer._core import autocast, checks, tuning
 from gossamer._core.calls import Checked, key_of
 from gossamer._core.ops import needs_gradient, undispatched
-from gossamer.ffn.costs import FEW, GROUP, MANY, Costs, choose, costs_of, on_cpu
+from gossamer.ffn.costs import FEW, GROUP, MANY, Costs, choose, costs_of, on_cpu, sample_step
 from gossamer.ffn.sparse_ffn import sparse_ffn
 from gossamer.ffn.tracker import BlockTracker, Known
 from gossamer.ffn.transposed import Transposed
@@ -23,8 +23,6 @@ from gossamer.rowsparse.formats import threshold_dtype
 NAMES = ("relu", "relu2")
 """Of activations, as `gemm.linear_glu` calls them, those that leave most entries 0."""
 METHODS = ("auto", "gather", "union", "fused", "dense")
-SAMPLE = 8
-"""Groups of rows whose unions are counted where they are not needed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +132,7 @@ def _inferred(block: Block, found: Found, method: str, density: BlockTracker | N
             method = "gather"
     if method in ("gather", "union"):
         # The unions of a few groups tell whether it would pay.
-        step = 0 if not recorded else min(2048, 1 << (m // (GROUP * SAMPLE) | 1).bit_length() - 1)
+        step = sample_step(m) if recorded else 0
         # A few rows read the weight as it lies: a copy would take more memory than time.
         kept = block.transposed is not None and not (x.is_cuda and m <= FEW)
         rows = block.transposed(block.down_weight) if kept else None  # type: ignore[misc]
@@ -160,12 +158,12 @@ def _samples(block: Block) -> bool:
 
 
 def sampled(hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """(entries of rows, columns that groups of rows have in all), of up to SAMPLE groups spread over hidden."""
+    """(entries of rows, columns that groups of rows have in all), of some groups spread over hidden."""
     groups = hidden.shape[0] // GROUP
     if groups == 0:
         return (hidden != 0).sum(1), hidden.new_zeros(0, dtype=torch.int64)
-    step = -(-groups // SAMPLE)
-    some = hidden[: groups * GROUP].view(groups, GROUP, hidden.shape[1])[::step] != 0
+    step = sample_step(hidden.shape[0])
+    some = hidden[: groups * GROUP].view(groups, GROUP, hidden.shape[1])[step // 2 :: step] != 0
     return some.sum(2).view(-1), some.any(1).sum(1)
 
 

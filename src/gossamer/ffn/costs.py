@@ -12,6 +12,8 @@ from gossamer.ffn.tracker import Known
 
 GROUP = 32
 """Neighbouring rows that may share the union of their entries on a GPU."""
+SAMPLE = 8
+"""Groups whose unions are counted, at least, where they are not needed."""
 PRICE = 2.0
 """Entries that are gathered one by one in the time that a column of a union of GROUP rows takes."""
 MANY = 4096
@@ -35,7 +37,12 @@ K and N from 200 to 25,000."""
 DENSE_PRODUCT = 3.5e-6
 """What each of the dense way's products takes beside that."""
 UNALIGNED = 2.0
-"""How much longer it takes to gather from weights whose rows do not begin on 16 bytes."""
+"""How much longer it takes few rows to read weights whose rows are no multiple of 16 elements."""
+UNALIGNED_EXACT = 1.4, 1.5
+"""How much longer the gate, and what is gathered, take many rows of float32 then."""
+LONGEST = 512
+"""Elements of such rows, of 16 bits each, up to which they are read nevertheless: one by one that takes up to nine
+times as long as their bytes, and the dense products two to three times."""
 STRIDED = 3.0
 """How much longer columns of W_down take than the bytes around them, where W_down lies by rows as in `nn.Linear`: H200,
 29 entries of 5,632, 1 to 16 rows."""
@@ -48,8 +55,9 @@ class Costs:
     """Seconds that a row takes through the gate alone, an entry that is gathered, a row in dense tiles after its gate,
     a row of the fused block and of the dense one, and a sparse way's launches on the device; to read the gate's weight,
     and a column of the other weights, of which there are n; how many products the dense block has, whether the rows of
-    weights begin on 16 bytes, whether the fused product and the packed gate of many rows come near their speed,
-    whether products are those of float32, without tensor cores, and whether W_down lies by rows."""
+    weights are multiples of 16 elements, or of 16 bits and read one by one, whether the fused product and the packed
+    gate of many rows come near their speed, whether products are those of float32, without tensor cores, and whether
+    W_down lies by rows."""
 
     gate: float
     entry: float
@@ -62,6 +70,7 @@ class Costs:
     n: int = 0
     products: int = 3
     aligned: bool = True
+    single: bool = False
     fuses: bool = True
     packs: bool = True
     exact: bool = False
@@ -85,15 +94,19 @@ def costs_of(n: int, k: int, d: int, gated: bool, x: Tensor) -> Costs:
     inner, half = k if gated else 0, size == 2
     if half and tuning.hopper(x.device):
         packing, fused, dense, gathers = HOPPER
+        if not gated:
+            # There is nothing to fuse.
+            fused = dense
     else:
         packing = fused = dense = rates.half if half else rates.tf32 if tuning.tf32() else rates.ieee
         gathers = rates.gather
     work = 2 * n * (k + inner + d)
     entry = (inner + d) * size
-    times = 2 * n * k / packing, entry / gathers, 1.3 * work / fused, work / fused, work / dense
-    aligned = k * size % 16 == 0
+    slower, slowest = (1.0, 1.0) if half or k % 16 == 0 else UNALIGNED_EXACT
+    times = slower * 2 * n * k / packing, slowest * entry / gathers, 1.3 * work / fused, work / fused, work / dense
+    aligned = k % 16 == 0
     # A weight whose rows do not begin on 16 bytes is copied where it is large enough.
-    packs = not half or aligned or n >= LEAST
+    packs = not half or k % 8 == 0 or n >= LEAST
     fuses = packs and (not half or n % 8 == 0)
     return Costs(
         *times,
@@ -102,6 +115,7 @@ def costs_of(n: int, k: int, d: int, gated: bool, x: Tensor) -> Costs:
         n=n,
         products=3 if gated else 2,
         aligned=aligned,
+        single=half and not aligned and k > LONGEST,
         fuses=fuses,
         packs=packs,
         exact=size > 2 and not tuning.tf32(),
@@ -142,8 +156,8 @@ def few_rows(known: Known | None, m: int, cost: Costs) -> dict[str, float]:
         gathered += STRIDED * sectors * cost.n * cost.column / (cost.products - 1)
     ways = {name: start + (gathered if name == "gather" else whole) for name, start in STARTS.items()}
     ways["dense"] += cost.products * DENSE_PRODUCT
-    if cost.exact and m > 4:
-        # Each row is multiplied for itself, and the library does so in fewer steps.
+    if cost.single or (cost.exact and m > 4):
+        # Of float32 each row is multiplied for itself, and the library does so in fewer steps.
         ways.pop("gather")
         return ways
     if not cost.aligned:
@@ -175,6 +189,15 @@ def on_cpu(known: Known | None, m: int, n: int, width: int) -> str:
         return "gather"
     # Where little is to be computed plain PyTorch takes the fewest steps.
     return "dense" if dense < 1e-3 else "fused"
+
+
+def sample_step(m: int) -> int:
+    """Of how many groups of m rows the union of one is counted where it is not needed: 8 to 19 are.
+
+    No power of two from 8 on, because lengths of sequences are: the groups that are looked at would all be beginnings.
+    """
+    step = min(2048, 1 << (m // (GROUP * SAMPLE) | 1).bit_length() - 1)
+    return step - step // 8
 
 
 def sampled_groups(m: int, step: int) -> int:

@@ -167,7 +167,8 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
         counts = torch.where(counts > ctx.capacity, 0, counts)
     grad_x = grad_weight = grad_bias = None
     if need_x:
-        grad_x = matmul_operator(grad, indices, counts, None, weight, None, x.dtype)
+        call = undispatched(matmul_operator, grad, weight)
+        grad_x = call(grad, indices, counts, None, weight, None, x.dtype)
     if need_weight or need_bias:
         columns = undispatched(transpose_keys, indices, counts)(indices, counts, n)
     if need_weight:

@@ -32,7 +32,7 @@ class Silence:
         """steps + 1 where `fired` is 0, else 0, in place."""
         blind = _is_recorded(steps)
         follows = not blind and self._is_about(steps)
-        steps.copy_(torch.where(fired > 0, 0, steps + 1))
+        steps.add_(1).mul_(fired == 0)
         if torch.compiler.is_compiling():
             return
         self._bound = self._bound + 1 if follows and self._bound is not None else None

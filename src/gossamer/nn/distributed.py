@@ -126,7 +126,7 @@ class ShardedTranscoder(Sharded, Transcoder):
 class ShardedBatchTopKSAE(Sharded, BatchTopKSAE):
     """See `shard`."""
 
-    def _entries(self, x: Tensor) -> tuple[Rows, Tensor]:
+    def _entries(self, x: Tensor, slots: int | None = None) -> tuple[Rows, Tensor]:
         # How many entries this rank has is not known.
         return self._encode(x)
 

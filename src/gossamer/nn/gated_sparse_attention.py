@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gossamer import attention
-from gossamer._core import checks
+from gossamer._core import autocast, checks
+from gossamer._core.compiling import together
 from gossamer._core.ops import needs_gradient
 from gossamer._core.ranges import span
 from gossamer.attention.sparse_attention import FEW_QUERIES
 from gossamer.nn.attention_cache import AttentionCache
-from gossamer.nn.plain import why_called
+from gossamer.nn.plain import weight_and_bias, why_called
 
 
 class RotaryEmbedding(nn.Module):
@@ -27,6 +28,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.head_dim, self.theta = head_dim, theta
         self.register_buffer("inv_freq", self._frequencies(device))
+        self._kept: Tensor | None = None
 
     def _frequencies(self, device: torch.device | str | None) -> Tensor:
         return self.theta ** -(torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim)
@@ -35,9 +37,18 @@ class RotaryEmbedding(nn.Module):
         """(cos, sin) in float32, `[..., D]`, of integer positions `[...]`."""
         # A module that was cast to 16 bits has frequencies that are of no use at large positions.
         wide = self.inv_freq.dtype in (torch.float32, torch.float64)
-        angles = positions[..., None].float() * (self.inv_freq if wide else self._frequencies(positions.device)).float()
+        angles = positions[..., None].float() * (self.inv_freq if wide else self._wide(positions)).float()
         angles = torch.cat([angles, angles], -1)
         return angles.cos(), angles.sin()
+
+    def _wide(self, positions: Tensor) -> Tensor:
+        """The frequencies in float32, kept, for four small kernels make them."""
+        # What a graph makes is there only when it is replayed.
+        if torch.compiler.is_compiling() or type(positions) is not Tensor or checks.capturing():
+            return self._frequencies(positions.device)
+        if type(self._kept) is not Tensor or self._kept.device != positions.device:
+            self._kept = self._frequencies(positions.device)
+        return self._kept
 
 
 class LightningIndexer(nn.Module):
@@ -173,13 +184,25 @@ class GatedSparseAttention(nn.Module):
         """
         if cache is not None and position_ids is None:
             position_ids = cache.positions(x.shape[1])
-        scored = cache is not None or (selection is None and not self.selects_all(x.shape[1]))
-        q, k, v, gate, index = self.project(x, position_ids, indexer=scored)
         if cache is None:
-            out = self.attend(q, k, v, index, selection)
-        else:
-            out = self._attend_with_cache(q, k, v, index, selection, cache, lengths)
-        return self.finish(out, gate)
+            scored = selection is None and not self.selects_all(x.shape[1])
+            y, cos, sin, index = self._products(x, position_ids, indexer=scored)
+            return self.finish(*self._turn_and_attend(y, cos, sin, index, selection))
+        q, k, v, gate, index = self.project(x, position_ids)
+        return self.finish(self._attend_with_cache(q, k, v, index, selection, cache, lengths), gate)
+
+    @together
+    def _turn_and_attend(
+        self,
+        y: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        index: tuple[Tensor, Tensor, Tensor],
+        selection: attention.Selection | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What attention returns and the output's gate, of `_products`."""
+        q, k, v, gate = self._turn(y, cos, sin)
+        return self.attend(q, k, v, index, selection), gate
 
     def finish(self, out: Tensor, gate: Tensor | None) -> Tensor:
         """What attention returns, `[B, H, T, D]`, gated and projected: `[B, T, hidden_size]`."""
@@ -278,6 +301,13 @@ class GatedSparseAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor]]:
         """(q, k, v `[B, heads, T, D]`, q and k turned and v gated; the output's gate or None; what the indexer scores
         by: q `[B, n, T, d]`, k `[B, T, d]` and w `[B, T, n]`, empty without `indexer`)."""
+        y, cos, sin, index = self._products(x, position_ids, indexer)
+        return *self._turn(y, cos, sin), index
+
+    def _products(
+        self, x: Tensor, position_ids: Tensor | None, indexer: bool
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """What the layers make of x, side by side; cos and sin of the positions' angles; what the indexer scores by."""
         if why_called(q_proj=self.q_proj) is None:
             checks.module_input(OPERATOR, "x", x, self.q_proj.weight, "hidden_size", self.q_proj.in_features)
         layers = {"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj}
@@ -289,6 +319,10 @@ class GatedSparseAttention(nn.Module):
         cos, sin = self.rotary_emb(position_ids)
         with span("gsa/qkv_proj"):
             y = self.normalise(_products(x, layers))
+        return y, cos, sin, self.index(x) if indexer else (x.new_empty(0),) * 3
+
+    def _turn(self, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k and v `[B, heads, T, D]`, and the output's gate or None."""
         with span("gsa/value_gate, rotary_emb"):
             q, k, v, out_gate = attention.rotary_gates(
                 y,
@@ -299,8 +333,7 @@ class GatedSparseAttention(nn.Module):
                 value_gate=self.value_gate is not None,
                 output_gate=self.output_gate is not None,
             )
-        index = self.index(x) if indexer else (x.new_empty(0),) * 3
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out_gate, index
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out_gate
 
     def normalise(self, y: Tensor) -> Tensor:
         """The products of `project`, queries first and then keys, which a subclass may normalise."""
@@ -312,7 +345,11 @@ class GatedSparseAttention(nn.Module):
         layers = {"idx_q_proj": of.idx_q_proj, "idx_k_proj": of.idx_k_proj, "idx_w_proj": of.idx_w_proj}
         widths = [layer.out_features for layer in layers.values()]
         with span("gsa/indexer"):
-            q, k, w = _products(x, layers).split(widths, -1)
+            if _writes_in_place(x):
+                # Small ones, which are copied where rows of one product are not neighbours.
+                q, k, w = (layer(x) for layer in layers.values())
+            else:
+                q, k, w = _products(x, layers).split(widths, -1)
         return q.unflatten(-1, (of.num_heads, of.head_dim)).transpose(1, 2), k, w
 
     @torch.no_grad()
@@ -404,18 +441,39 @@ def _products(x: Tensor, layers: dict[str, nn.Linear]) -> Tensor:
     which putting weights side by side would cost more than the products."""
     if x.shape[:-1].numel() <= FEW_TOKENS or why_called(**layers) is not None:
         return torch.cat([layer(x) for layer in layers.values()], -1)
+    width = sum(layer.out_features for layer in layers.values())
+    if _writes_in_place(x):
+        # Of as many columns as a row of 16 bytes asks for. Weights side by side would be copied first.
+        y = x.new_empty(*x.shape[:-1], width + -width % 8)
+        rows, out, at = x.flatten(0, -2), y.flatten(0, -2), 0
+        for layer in layers.values():
+            weight, bias = weight_and_bias(layer)
+            section = out[:, at : at + len(weight)]
+            if bias is None:
+                torch.mm(rows, weight.t(), out=section)
+            else:
+                torch.addmm(bias, rows, weight.t(), out=section)
+            at += len(weight)
+        return y[..., :width]
     biases: list[Tensor | None] = [layer.bias for layer in layers.values()]
     weights: list[Tensor] = [layer.weight for layer in layers.values()]
-    width = sum(layer.out_features for layer in layers.values())
     if over := -width % 8:
         # The fast kernels of 16-bit products want rows of 16 bytes.
         weights.append(weights[0].new_zeros(over, weights[0].shape[1]))
         biases.append(None)
     bias = None
     if any(each is not None for each in biases):
-        zeros = weights[0].new_zeros
-        bias = torch.cat([zeros(len(weight)) if b is None else b for b, weight in zip(biases, weights)])
-    return F.linear(x, torch.cat(weights), bias)[..., :width]
+        zeros = weights[0].new_zeros(width + over).split([len(weight) for weight in weights])
+        bias = torch.cat([none if b is None else b for b, none in zip(biases, zeros)])
+    out = F.linear(x, torch.cat(weights), bias)
+    return out[..., :width] if over else out
+
+
+def _writes_in_place(x: Tensor) -> bool:
+    """Whether products may be written where they belong: nothing differentiates, casts, or traces them."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or autocast.enabled(x.device):
+        return False
+    return type(x) is Tensor and torch._C._functorch.peek_interpreter_stack() is None
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

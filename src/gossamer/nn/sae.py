@@ -12,9 +12,8 @@ from gossamer.nn._silence import Silence
 from gossamer.nn.median import geometric_median
 from gossamer.rowsparse import ELL, DensityTracker, Rows
 from gossamer.rowsparse.density import recomputed
-from gossamer.rowsparse.pack import default_capacity
 from gossamer.sae.decode import decode_dense
-from gossamer.sae.encode_dense import choose_path, encode_dense
+from gossamer.sae.encode_dense import choose_path, encode_dense, most_slots, slots
 from gossamer.sae.smallest import smallest
 from gossamer.sae.squared_error import squared_error
 
@@ -38,6 +37,18 @@ class SAELoss(NamedTuple):
     l0: Tensor
     reconstruction: Tensor
     dead_loss: Tensor
+
+    def __repr__(self) -> str:
+        """Numbers, and of the reconstruction its shape; it waits for the device."""
+        shown = (f"{name}={_shown(part)}" for name, part in zip(self._fields, self))
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _shown(part: Tensor) -> str:
+    # What a compiler or a transform passes around has no number to show.
+    if part.dim() == 0 and type(part) is Tensor and not part.is_meta:
+        return f"{part.item():.6g}"
+    return f"{part.dtype} {list(part.shape)}".removeprefix("torch.")
 
 
 class SparseAutoencoder(torch.nn.Module):
@@ -164,9 +175,9 @@ class SparseAutoencoder(torch.nn.Module):
             along = (grad * rows).sum(1) / rows.square().sum(1).clamp(min=torch.finfo(rows.dtype).tiny)
             self.W_dec.grad.copy_(torch.addcmul(grad, along[:, None], rows, value=-1))
 
-    def _encode(self, x: Tensor) -> tuple[ELL, Tensor]:
-        """(latents, l0 of each row)"""
-        return self._counted(*self._latents(x, capacity=self._capacity, **self._options()))
+    def _encode(self, x: Tensor, slots: int | None = None) -> tuple[ELL, Tensor]:
+        """(latents, l0 of each row); slots per row, where nobody asked for others."""
+        return self._counted(*self._latents(x, capacity=self._capacity or slots, **self._options()))
 
     def _options(self) -> dict[str, Any]:
         """What `sae.encode` and `encode_dense` are told in this mode."""
@@ -182,13 +193,15 @@ class SparseAutoencoder(torch.nn.Module):
         return None
 
     def _chosen(
-        self, x: Tensor, sparse: Callable[[Tensor], tuple[Rows, Tensor]]
+        self, x: Tensor, sparse: Callable[[Tensor, int | None], tuple[Rows, Tensor]]
     ) -> tuple[Rows | Tensor, Tensor, Tensor | None]:
         """(latents as a container or dense, l0, the counts of entries where they have to be followed)"""
         self._check(x)
         if self._way(x) == "sparse":
-            rows, l0 = sparse(x)
-            return rows, l0, rows.packed.counts if self._expected is None else None
+            if self._expected is not None:
+                return *sparse(x, None), None
+            rows, l0 = sparse(x, slots(self._density.basis(training=self.training), self.d_sae))
+            return rows, l0, rows.packed.counts
         acts, l0, fired, nnz = encode_dense(x, self.W_enc, self.b_enc, **self._options())
         if self.training:
             with torch.no_grad():
@@ -201,12 +214,12 @@ class SparseAutoencoder(torch.nn.Module):
 
     def _record(self, nnz: Tensor | None, result: Tensor) -> None:
         if nnz is not None and self._expected is None:
-            capacity = self._capacity or default_capacity(self.d_sae)
-            self._density.record(nnz, training=self.training, limit=capacity, result=result)
+            limit = self._capacity or most_slots(self.d_sae)
+            self._density.record(nnz, training=self.training, limit=limit, result=result)
 
-    def _entries(self, x: Tensor) -> tuple[Rows, Tensor]:
+    def _entries(self, x: Tensor, slots: int | None = None) -> tuple[Rows, Tensor]:
         """The same where nobody but `loss` sees the latents, in the format that keeps least."""
-        return self._encode(x)
+        return self._encode(x, slots)
 
     def _latents(
         self, x: Tensor, *, W_enc: Tensor | None = None, b_enc: Tensor | None = None, **options: Any
@@ -235,11 +248,15 @@ class SparseAutoencoder(torch.nn.Module):
         rows, l0, nnz = self._chosen(x, self._entries)
         reconstruction = self._output(x, rows)
         mse = mean(squared_error(target, reconstruction))
-        parts = self._penalty(rows, l0), self._dead_loss(x, target, reconstruction) if self.training else None
-        penalty, dead = (zero if part is None else part for part, zero in zip(parts, mse.new_zeros(2).unbind()))
-        loss = mse + penalty + dead
+        penalty = self._penalty(rows, l0)
+        dead = self._dead_loss(x, target, reconstruction) if self.training else None
+        # What there is not is a zero of its own.
+        none = mse.new_zeros(3).unbind() if penalty is None or dead is None else ()
+        loss = mse + (none[0] if penalty is None else penalty)
+        loss = loss if dead is None else loss + dead
         self._record(nnz, loss)
-        return SAELoss(loss, mse, penalty, mean(l0.detach()), reconstruction, dead)
+        shown = none[1] if penalty is None else penalty, none[2] if dead is None else dead
+        return SAELoss(loss, mse, shown[0], mean(l0.detach()), reconstruction, shown[1])
 
     def _output(self, x: Tensor, rows: Rows | Tensor) -> Tensor:
         return decode_dense(rows, self.W_dec, self.b_dec) if isinstance(rows, Tensor) else self._decoded(rows)
@@ -461,9 +478,9 @@ class BatchTopKSAE(Reviving):
     def _expected(self) -> int | None:
         return self.k if self.training else None
 
-    def _entries(self, x: Tensor) -> tuple[Rows, Tensor]:
+    def _entries(self, x: Tensor, slots: int | None = None) -> tuple[Rows, Tensor]:
         if not self.training:
-            return self._encode(x)
+            return self._encode(x, slots)
         return self._counted(*self._latents(x, format="csr", **self._options()))
 
     def _count(self, rows: Rows | Tensor, fired: Tensor) -> None:

@@ -64,7 +64,7 @@ def repeat(rows: Any, weight: Any, bias: Any, out_dtype: torch.dtype | None) -> 
     values, indices, counts, source = rows.packed
     given = (values.contiguous(), indices.contiguous(), counts.contiguous(), source, weight, bias, out_dtype)
     if needs_gradient(values, source, weight, bias):
-        return matmul_operator(*given)
+        return undispatched(matmul_operator, values, source, weight, bias)(*given)
     return shortcut(matmul_operator, weight.device)(*given)
 
 
@@ -265,9 +265,10 @@ def _sampled_backward(ctx: Any, grad_values: Tensor, grad_dense: Tensor) -> tupl
     if ctx.given is not None:
         grad_products, grad_values = grad_values.to(ctx.given), torch.zeros_like(grad_values)
     if ctx.needs_input_grad[0]:
-        grad_x = matmul_operator(grad_values, indices, offsets, grad_source, weight, None, x.dtype)
+        call = undispatched(matmul_operator, grad_values, grad_source, weight)
+        grad_x = call(grad_values, indices, offsets, grad_source, weight, None, x.dtype)
     if ctx.needs_input_grad[1]:
-        columns = transpose_keys(indices, offsets, weight.shape[0])
+        columns = undispatched(transpose_keys, indices, offsets)(indices, offsets, weight.shape[0])
         grad_weight, _ = gradients(x, indices, columns, grad_values, offsets, grad_source, None, weight.dtype)
     return grad_x, grad_weight, None, None, None, None, None, grad_products
 

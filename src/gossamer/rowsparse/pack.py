@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer._core.ops import register
+from gossamer._core.ops import register, undispatched
 from gossamer.rowsparse import twell
 from gossamer.rowsparse._torch import pack as _cpu
 from gossamer.rowsparse._torch.twell import pack_twell as _cpu_pack_twell
@@ -81,7 +81,7 @@ def pack(
     source = _EntriesOnly.apply(flat) if flat.requires_grad and torch.is_grad_enabled() else flat
     if format == "twell":
         slots = tile_slots(operator, tile, slots)
-        values, indices, counts = _pack_twell(flat, tile, slots)
+        values, indices, counts = undispatched(_pack_twell, flat)(flat, tile, slots)
         return unchecked(TwELL, values, indices, counts, tuple(x.shape), None if slots == tile else source, tile)
     if format == "ell":
         if capacity is None:
@@ -89,7 +89,7 @@ def pack(
         else:
             checks.positive(operator, "capacity", capacity, "It is the number of slots per row.")
             capacity = min(capacity, n)
-        values, indices, nnz = pack_ell_operator(flat, capacity)
+        values, indices, nnz = undispatched(pack_ell_operator, flat)(flat, capacity)
         return unchecked(ELL, values, indices, nnz, tuple(x.shape), None if capacity == n else source)
     row_offsets = torch.zeros(flat.shape[0] + 1, dtype=torch.int64, device=flat.device)
     torch.cumsum(_count_rows(flat), 0, dtype=torch.int64, out=row_offsets[1:])
@@ -125,7 +125,8 @@ def unpack(rows: Rows) -> Tensor:
     [[1.0, 0.0], [0.0, 1.0]]
     """
     values, indices, offsets, source = parts("rowsparse.unpack", rows)
-    return unpack_operator(values, indices, offsets, source, rows.num_columns).reshape(rows.shape)
+    call = undispatched(unpack_operator, values, source)
+    return call(values, indices, offsets, source, rows.num_columns).reshape(rows.shape)
 
 
 def default_capacity(n: int) -> int:
@@ -225,7 +226,7 @@ def _pack_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | Non
         lists = grad, indices, counts.clamp(max=indices.shape[-1])
     else:
         lists = twell.lists(grad, indices, counts, ctx.tile, ctx.n)
-    return unpack_operator(*lists, None, ctx.n), *others
+    return undispatched(unpack_operator, grad)(*lists, None, ctx.n), *others
 
 
 def _unpack_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked
-from gossamer._core.ops import needs_gradient, shortcut
+from gossamer._core.ops import undispatched
 from gossamer.rowsparse.formats import Rows
 from gossamer.rowsparse.matmul import check_weight, list_key, sampled_operator
 from gossamer.rowsparse.pack import listed
@@ -54,6 +54,6 @@ def sampled_matmul(x: Tensor, weight: Tensor, pattern: Rows) -> Rows:
     _, indices, counts, source = pattern.packed
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     given = (flat, weight, indices.contiguous(), counts.contiguous(), source, False, True, None)
-    differentiable = key is None or needs_gradient(x, weight, source)
-    values, dense = (sampled_operator if differentiable else shortcut(sampled_operator, x.device))(*given)
+    call = sampled_operator if key is None else undispatched(sampled_operator, x, weight, source)
+    values, dense = call(*given)
     return pattern.rebuilt(values, indices, counts, None if source is None else dense)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from gossamer._core.ops import register
+from gossamer._core.ops import register, undispatched
 from gossamer.rowsparse import Rows
 from gossamer.rowsparse.pack import anonymous, check_container
 from gossamer.sae._torch.count_fired import count_fired as _cpu
@@ -32,7 +32,7 @@ def count_fired(rows: Rows) -> Tensor:
     """
     check_container("sae.count_fired", rows)
     values, indices, nnz, source = anonymous("sae.count_fired", rows.detach())
-    return _count_fired(values, indices, nnz, source, rows.num_columns)
+    return undispatched(_count_fired, values, source)(values, indices, nnz, source, rows.num_columns)
 
 
 _count_fired = register(

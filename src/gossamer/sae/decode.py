@@ -118,7 +118,8 @@ def decode(
             out, _, _, nnz = _sae_decode_lists(flat, W_dec, b_dec, slots, True, out_dtype)
             _check_counts(operator, nnz, capacity)
         elif needs_gradient(acts, W_dec, b_dec):
-            out = _sae_decode_lists(flat, W_dec, b_dec, slots, truncate, out_dtype)[0]
+            call = undispatched(_sae_decode_lists, flat, W_dec, b_dec)
+            out = call(flat, W_dec, b_dec, slots, truncate, out_dtype)[0]
         else:
             out = _sae_decode(flat, W_dec, b_dec, slots, truncate, out_dtype)
             if n:

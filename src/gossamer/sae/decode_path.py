@@ -36,7 +36,8 @@ def dense_is_faster(m: int, n: int, d: int, weight: Tensor) -> bool:
     megabytes = 64 if m == 1 else 16 if size == 4 and not tuning.tf32() else 24
     if n * d * size <= megabytes << 20 and m <= 64:
         return True
-    scan = 2 * START + m * n * size / (0.75 * tuning.rates(index).copy) + 32 * entry_seconds(m, d, size, index)
+    starts = 1 if one_launch(m, n) else 2
+    scan = starts * START + m * n * size / (0.75 * tuning.rates(index).copy) + 32 * entry_seconds(m, d, size, index)
     return dense_seconds(m, n, d, size, tuning.tf32(), index) < 2 * scan
 
 

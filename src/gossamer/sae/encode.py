@@ -310,12 +310,14 @@ def encode_backward(
         # Nothing but the product for W_enc reads it, and masks it there.
         dense, mask = grad_source, source
     elif grad_source is not None:
-        dense = _bwd_source(grad_source, source, nnz, values.shape[1], grad_l0, estimate, ctx.bandwidth)
+        call = undispatched(_bwd_source, grad_source, source, grad_l0, estimate)
+        dense = call(grad_source, source, nnz, values.shape[1], grad_l0, estimate, ctx.bandwidth)
     elif ctx.keep_source:
         counts = torch.where(nnz > values.shape[1], 0, nnz)
     grad_x = grad_weight = grad_bias = grad_b_dec = grad_threshold = None
     if need_x:
-        grad_x = matmul_operator(grad_pre, indices, counts, dense, weight.t(), None, x.dtype)
+        call = undispatched(matmul_operator, grad_pre, dense, weight)
+        grad_x = call(grad_pre, indices, counts, dense, weight.t(), None, x.dtype)
     if need_weight or need_bias or need_threshold or need_b_dec:
         columns = undispatched(transpose_keys, indices, nnz)(indices, nnz, weight.shape[1])
     if need_weight:
@@ -327,7 +329,8 @@ def encode_backward(
     if need_bias or need_threshold or (need_b_dec and not need_x):
         if grad_source is None:
             grad_source = values.new_zeros(1, 1).expand_as(source)
-        sums, grad_threshold = sum_gradients_by_column(
+        call = undispatched(sum_gradients_by_column, grad_values, grad_source, grad_l0, values, source, threshold)
+        sums, grad_threshold = call(
             grad_values, grad_source, grad_l0, *columns, values, nnz, source, threshold, ctx.bandwidth
         )
         if estimate is not None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from gossamer._core.ops import register
+from gossamer._core.ops import register, undispatched
 from gossamer.rowsparse import Rows
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.rowsparse.pack import anonymous, check_container
@@ -34,7 +34,8 @@ def smallest(rows: Rows, scale: Tensor | None = None) -> Tensor:
     values, indices, nnz, source = anonymous("sae.smallest", rows.detach())
     if not nnz.numel():
         return values.new_full((), torch.inf, dtype=threshold_dtype(values.dtype))
-    return _smallest(values, indices, nnz, source, None if scale is None else scale.detach()).amin()
+    scale = None if scale is None else scale.detach()
+    return undispatched(_smallest, values, source, scale)(values, indices, nnz, source, scale).amin()
 
 
 _smallest = register(

@@ -39,7 +39,8 @@ def squared_error(x: Tensor, y: Tensor) -> Tensor:
             f"sae.squared_error: x and y must have one shape [..., D], got {list(x.shape)} and {list(y.shape)}."
         )
     flat = (x.shape[:-1].numel(), x.shape[-1])
-    return _squared_error(x.reshape(flat), y.reshape(flat)).view(x.shape[:-1])
+    given = x.reshape(flat), y.reshape(flat)
+    return undispatched(_squared_error, *given)(*given).view(x.shape[:-1])
 
 
 def _wide(x: Tensor, y: Tensor) -> torch.dtype:

@@ -49,7 +49,7 @@ def tanh_l0(rows: Rows, scale: Tensor) -> Tensor:
     scale = scale.to(threshold_dtype(values.dtype))
     if isinstance(rows, CSR):
         return _of_csr(rows, scale)
-    out: Tensor = _tanh_l0(values, indices, nnz, source, scale)
+    out: Tensor = undispatched(_tanh_l0, values, source, scale)(values, indices, nnz, source, scale)
     return out.view(rows.shape[:-1])
 
 

@@ -27,14 +27,15 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
+from gossamer._core.compiling import together
 from gossamer._core.ops import INTERPRET
 from gossamer._core.ranges import span
 from gossamer.attention import levels
-from gossamer.attention._triton import selection as lists
 from gossamer.attention._triton._indexer import in_units, load_bias, load_gates, load_tile, valid_keys, visible_keys
 from gossamer.attention._triton.adaptive import rows_k
 from gossamer.attention._triton.indexer_scores import check_width, fast, tile
-from gossamer.attention._triton.threshold import find_thresholds, load_words, reaching_both
+from gossamer.attention._triton.selection import union_of_words
+from gossamer.attention._triton.threshold import find_thresholds, list_programs, load_words, reaching_both
 
 LEVELS = tl.constexpr(levels.LEVELS)
 COLUMNS = 128
@@ -217,18 +218,23 @@ class Slab(NamedTuple):
 
 
 def slab_plan(
-    b: int, padded: int, tq: int, tk: int, causal: bool, unit: int, k: int, workspace: int, each: int = 1
-) -> list[Slab]:
+    b: int, padded: int, tq: int, tk: int, causal: bool, unit: int, k: int, workspace: int, each: int,
+    device: torch.device,
+) -> list[Slab]:  # fmt: skip
     """Cuts the b * padded rows at multiples of `unit`; every query takes k keys or all that it sees. A column is `each`
-    keys.
+    keys. `workspace` bytes are for the scores, and the lists where rows are long.
 
     Where a batch element fits, several share a slab. Otherwise slabs grow shorter as queries see more keys.
     """
+
+    def size(rows: int, columns: int) -> int:
+        return 2 * rows * columns + levels.LIST_BYTES * list_programs(rows, columns, device)
+
     if tk <= k:
         return [Slab(0, b * padded, 0)]
     width = round_up(launch.cdiv(tk, each), COLUMNS)
-    together = workspace // (2 * padded * width)
-    if together and b > 1:
+    together = (workspace - size(b * padded, width) + 2 * b * padded * width) // (2 * padded * width)
+    if together > 0 and b > 1:
         return [Slab(i * padded, min(together, b - i) * padded, width) for i in range(0, b, together)]
 
     def columns(until: int) -> int:
@@ -242,7 +248,7 @@ def slab_plan(
         at = every
         while at < padded:
             rows = unit
-            while at + rows < padded and 2 * (rows + unit) * columns(at + rows + unit) <= workspace:
+            while at + rows < padded and size(rows + unit, columns(at + rows + unit)) <= workspace:
                 rows += unit
             plan.append(Slab(start + at, rows, columns(at + rows)))
             at += rows
@@ -303,8 +309,8 @@ class _Call:
         args = (self.q, self.k, self.w, self.bias, self.lengths, keys, *strides, *self.sizes(slab), self.scale)
         _index_keys((parts, blocks, 1), args, meta, num_warps=4, num_stages=3)
 
-    def find(self, slab: Slab, keys: Tensor, wanted: Tensor | None) -> None:
-        given = (keys, self.lengths, wanted, self.threshold, self.last)
+    def find(self, slab: Slab, keys: Tensor, wanted: Tensor | None, lists: Tensor | None) -> None:
+        given = (keys, self.lengths, wanted, self.threshold, self.last, lists)
         find_thresholds(*given, slab.rows, self.sizes(slab), self.rule, self.packed, self.granularity)
 
     def take(self, slab: Slab, keys: Tensor | None) -> None:
@@ -316,6 +322,7 @@ class _Call:
         _take(grid, args, meta, num_warps=max(1, TAKE.columns // 256))
 
 
+@together
 def select_topk(
     q: Tensor,
     k: Tensor,
@@ -342,9 +349,12 @@ def select_topk(
     call = _Call((q, k, w, bias, lengths), scale, causal, top, window, sinks, granularity)
     if call.words.numel():
         least = k_min if rule else top
-        plan = slab_plan(call.b, call.padded, call.tq, call.tk, causal, call.unit, least, workspace, granularity)
+        sizes = (call.b, call.padded, call.tq, call.tk, causal, call.unit, least, workspace, granularity)
+        plan = slab_plan(*sizes, q.device)
         room = max(slab.rows * slab.columns for slab in plan)
         keys = torch.empty(room, dtype=torch.int16, device=q.device)
+        room = max(list_programs(slab.rows, slab.columns, q.device) for slab in plan)
+        lists = torch.empty(room, levels.LIST_BYTES // 4, dtype=torch.int32, device=q.device) if room else None
         for slab in plan:
             if not slab.columns:
                 call.take(slab, None)
@@ -358,10 +368,10 @@ def select_topk(
                 given = (keys, call.w, lengths, mean, predictor, wanted, call.sizes(slab), bounds, rule, temperature)
                 rows_k(*given, granularity)
             with span("select_topk/thresholds"):
-                call.find(slab, keys, wanted)
+                call.find(slab, keys, wanted, lists)
             with span("select_topk/words"):
                 call.take(slab, keys)
-    return (call.words, *lists.union_of_words(call.words, capacity))
+    return (call.words, *union_of_words(call.words, capacity))
 
 
 _SIZES = dict.fromkeys(("first", "Tq", "padded", "Tk", "stride", "ahead"), "i32")

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
+from gossamer._core.compiling import together
 from gossamer._core.ranges import span
 from gossamer.attention._triton.dense_attention import dense_attention
 from gossamer.attention._triton.key_lists import QUERIES, key_lists, not_behind
@@ -240,6 +241,7 @@ def walks(
         yield first, lists.shape[0], lists, counts, lists.shape[-1], LISTS
 
 
+@together
 def sparse_attention(
     q: Tensor,
     k: Tensor,

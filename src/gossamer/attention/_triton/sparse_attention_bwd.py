@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
+from gossamer._core.compiling import together
 from gossamer.attention._triton.dense_attention import dense_attention_bwd
 from gossamer.attention._triton.key_lists import key_lists, not_behind
 from gossamer.attention._triton.sparse_attention import (
@@ -292,6 +293,7 @@ _sparse_attention_bwd_kv = launch.Kernel(_sparse_attention_bwd_kv_kernel)
 _sparse_attention_bwd_kv_tiles = launch.Kernel(_sparse_attention_bwd_kv_tiles_kernel)
 
 
+@together
 def sparse_attention_bwd(
     grad: Tensor,
     grad_lse: Tensor | None,

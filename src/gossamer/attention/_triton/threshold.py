@@ -6,20 +6,28 @@ every third time the middle. It is done when exactly k keys reach the bracket's 
 round halves the rounds, and took a quarter longer; interpolation on logarithms saves one round in eight, and took
 longer, too. So did a guess out of a sample of the row's own keys: it halves the rounds, and takes as long to find.
 Keys are 15-bit integers that order as the float16 numbers of the same bits do, so that one
-`set.ge.f16x2` compares two. Rows beyond the registers are counted from the L2 (`_long_threshold_kernel`), at four
-places at once, which a sample of the row brackets. To read them but once, with each key of the bracket counted in a bin
-of its own by an atomic, took half as long again.
+`set.ge.f16x2` compares two.
+
+A row beyond the registers is read once (`_listed_threshold_kernel`). A sample of it brackets the threshold: 2,048 words
+of two keys, one from each stretch of the row. Words with a key in the bracket, some hundredth of all, go into 1,024
+lists, one for each place of the loop, so that nothing passes between threads, and with them where they stand; what is
+left to find is found in the lists, ties included. A row whose bracket misleads, or whose lists overflow, is counted
+from the start, at four places at a time, as often as it takes (`_long_threshold_kernel`: in the same kernel that takes
+twice the registers). To count each key of the bracket in a bin of its own, by an
+atomic, took half as long again as to read a row three times.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer._core import launch
+from gossamer._core import launch, tuning
+from gossamer.attention import levels
 from gossamer.attention._triton._indexer import in_units, valid_keys, visible_keys
 
 KEPT_KEY = tl.constexpr(31744)
-MAX_REGISTERS = 32768
+MAX_REGISTERS = levels.LONG_ROW
 """Keys of a row that a program holds."""
 
 
@@ -93,15 +101,6 @@ def interpolate(low, high, reach_low, reach_high, k):
     """The key between low and high at which k keys would be reached if the keys between lay evenly."""
     part = ((reach_low - k).to(tl.float32) + 0.5) / (reach_low - reach_high).to(tl.float32)
     return low + ((high - low).to(tl.float32) * part).to(tl.int32)
-
-
-@triton.jit
-def interpolate_logs(low, high, reach_low, reach_high, k):
-    """The same if the logarithm of their number fell evenly, as it does where a row's largest keys lie."""
-    most = tl.log2(reach_low.to(tl.float32))
-    part = most - tl.log2(k.to(tl.float32) - 0.5)
-    whole = most - tl.log2(tl.maximum(reach_high.to(tl.float32), 0.5))
-    return low + ((high - low).to(tl.float32) * (part / whole)).to(tl.int32)
 
 
 @triton.jit
@@ -199,51 +198,175 @@ def count_at_four(
 
 
 @triton.jit
-def kth_of_sample(words, k, PACKED: tl.constexpr):
-    """The k-th largest key of the words, by halves."""
+def bracket_of_sample(words, k_low, k_high, PACKED: tl.constexpr):
+    """A key that at least k_low of a sample's reach, and one that fewer than k_high do, by halves, until the sample
+    has little more than k_low - k_high keys between them."""
     low = tl.full([], 1, tl.int32)
-    high = tl.full([], KEPT_KEY + 1, tl.int32)
-    while high - low > 1:
-        middle = (low + high) >> 1
-        enough = count(words, middle, PACKED) >= k
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
-    return low
+    high = tl.full([], 1, tl.int32)
+    step = tl.full([], 1 << 14, tl.int32)
+    reach_low = tl.full([], 1 << 16, tl.int32)
+    reach_high = tl.full([], 0, tl.int32)
+    enough = k_low - k_high + (k_low - k_high) // 4
+    while (step > 0) & (reach_low - reach_high > enough):
+        # The key sought is at least low, or high, and below it + 2 * step.
+        n = count(words, low + step, PACKED)
+        reach_low = tl.where(n >= k_low, n, reach_low)
+        low = tl.where(n >= k_low, low + step, low)
+        n = count(words, high + step, PACKED)
+        reach_high = tl.where(n >= k_high, reach_high, n)
+        high = tl.where(n >= k_high, high + step, high)
+        step = step >> 1
+    return low, high + tl.maximum(2 * step, 1)
+
+
+@triton.jit
+def count_listed(words_ptr, listed, most, key, BLOCK: tl.constexpr, PACKED: tl.constexpr):
+    """How many keys in lists of words are at least `key`; `listed` are the lists' lengths, at most `most`."""
+    at = tl.arange(0, BLOCK)
+    masks = tl.zeros([BLOCK], tl.int32)
+    for i in range(0, most):
+        masks += reaching(tl.load(words_ptr + i * BLOCK + at, mask=i < listed, other=0), key, PACKED)
+    return tl.sum(how_many(masks))
+
+
+@triton.jit
+def count_listed_ties(words_ptr, places_ptr, listed, most, key, upto, BLOCK: tl.constexpr):
+    """How many keys in lists of words equal `key` and stand at a column of at most `upto`."""
+    at = tl.arange(0, BLOCK)
+    ties = tl.zeros([BLOCK], tl.int32)
+    for i in range(0, most):
+        words = tl.load(words_ptr + i * BLOCK + at, mask=i < listed, other=0)
+        column = 2 * (tl.load(places_ptr + i * BLOCK + at, mask=i < listed, other=0).to(tl.int32) * BLOCK + at)
+        ties += (((words & 0xFFFF) == key) & (column <= upto)).to(tl.int32)
+        ties += (((words >> 16) == key) & (column < upto)).to(tl.int32)
+    return tl.sum(ties)
+
+
+@triton.jit
+def sampled_bracket(
+    row_ptr, visible, take, window, sinks, SAMPLE: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr
+):
+    """A key that more than `take` keys of a row probably reach, and a higher one that fewer do."""
+    i = tl.arange(0, SAMPLE)
+    # One word of each stretch of the row, as if drawn: neighbours are alike, and so may be those some steps apart.
+    apart = ((visible + 1) // 2 + SAMPLE - 1) // SAMPLE
+    words = load_words(row_ptr, i * apart + (i * 40503 >> 4) % apart, visible, window, sinks, FORCED)
+    expected = take.to(tl.float32) / apart.to(tl.float32)
+    # Four deviations, and nearly three where both keys of a word say the same.
+    off = 4.0 * tl.sqrt(expected) + 1.0
+    k_low = (expected + off).to(tl.int32)
+    low, high = bracket_of_sample(words, k_low, tl.maximum(expected - off, 1.0).to(tl.int32), PACKED)
+    return low, tl.minimum(high, KEPT_KEY + 1)
+
+
+@triton.jit
+def search_lists(
+    words_ptr, places_ptr, listed, most, low, high, reach_low, reach_high, take, visible, BLOCK: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """(threshold, last column) of a row whose words with a key from low on, and below high, are in lists."""
+    # A listed word's other key may be higher.
+    above = reach_high - count_listed(words_ptr, listed, most, high, BLOCK, PACKED)
+    rounds = 0
+    while (high - low > 1) & (reach_low != take):
+        between = interpolate(low, high, reach_low, reach_high, take)
+        probe = tl.where(rounds % 3 == 2, (low + high) >> 1, between)
+        probe = tl.minimum(tl.maximum(probe, low + 1), high - 1)
+        reach = above + count_listed(words_ptr, listed, most, probe, BLOCK, PACKED)
+        enough = reach >= take
+        low = tl.where(enough, probe, low)
+        reach_low = tl.where(enough, reach, reach_low)
+        high = tl.where(enough, high, probe)
+        reach_high = tl.where(enough, reach_high, reach)
+        rounds += 1
+    last = visible - 1
+    if reach_low != take:
+        need = take - reach_high
+        before = tl.full([], -1, tl.int32)
+        ties = reach_low - reach_high
+        while ties != need:
+            middle = (before + last) >> 1
+            upto = count_listed_ties(words_ptr, places_ptr, listed, most, low, middle, BLOCK)
+            enough = upto >= need
+            ties = tl.where(enough, upto, ties)
+            last = tl.where(enough, middle, last)
+            before = tl.where(enough, before, middle)
+    return low, last
+
+
+@triton.jit
+def _listed_threshold_kernel(
+    keys_ptr, lengths_ptr, k_ptr, threshold_ptr, last_ptr, lists_ptr, rows, first, Tq, padded, Tk, stride, ahead, k,
+    window, sinks, SAMPLE: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, UNIT: tl.constexpr,
+    FORCED: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """As `_row_threshold_kernel`, for rows of any length, which the programs take in turns. Of rows that lists do not
+    settle, last is -1."""
+    words_ptr = lists_ptr + tl.program_id(0) * (SLOTS * BLOCK // 2 * 3)
+    places_ptr = (words_ptr + SLOTS * BLOCK).to(tl.pointer_type(tl.int16))
+    lane = tl.arange(0, BLOCK)
+    for turn in range(tl.program_id(0), rows, tl.num_programs(0)):
+        row = rows - 1 - turn
+        batch = (first + row) // padded
+        visible = visible_keys((first + row) % padded, valid_keys(lengths_ptr, batch, Tk), Tq, ahead)
+        visible, kept = in_units(visible, window, UNIT)
+        take = wanted(k_ptr, k, row)
+        low = tl.full([], 1, tl.int32)
+        last = visible - 1
+        if visible > take:
+            row_ptr = keys_ptr + row.to(tl.int64) * stride
+            low, high = sampled_bracket(row_ptr, visible, take, kept, sinks, SAMPLE, FORCED, PACKED)
+            reaching_low = tl.zeros([BLOCK], tl.int32)
+            reaching_high = tl.zeros([BLOCK], tl.int32)
+            slot = lane
+            for start in tl.range(0, (visible + 1) // 2, BLOCK, num_stages=4):
+                words = load_words(row_ptr, start + lane, visible, kept, sinks, FORCED)
+                from_low = reaching(words, low, PACKED)
+                from_high = reaching(words, high, PACKED)
+                reaching_low += from_low
+                reaching_high += from_high
+                between = from_low != from_high
+                fits = between & (slot < SLOTS * BLOCK)
+                tl.store(words_ptr + slot, words, mask=fits)
+                tl.store(places_ptr + slot, (start // BLOCK + tl.zeros([BLOCK], tl.int32)).to(tl.int16), mask=fits)
+                slot += tl.where(between, BLOCK, 0)
+            tl.debug_barrier()
+            reach_low = tl.sum(how_many(reaching_low))
+            reach_high = tl.sum(how_many(reaching_high))
+            listed = slot // BLOCK
+            most = tl.max(listed)
+            last = tl.full([], -1, tl.int32)
+            if (most <= SLOTS) & (reach_low >= take) & (reach_high < take):
+                low, last = search_lists(
+                    words_ptr, places_ptr, listed, most, low, high, reach_low, reach_high, take, visible, BLOCK, PACKED
+                )  # fmt: skip
+        tl.store(threshold_ptr + first + row, low)
+        tl.store(last_ptr + first + row, last)
 
 
 @triton.jit
 def _long_threshold_kernel(
     keys_ptr, lengths_ptr, k_ptr, threshold_ptr, last_ptr, first, Tq, padded, Tk, stride, ahead, k, window, sinks,
-    SAMPLE: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr,
+    BLOCK: tl.constexpr, UNIT: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """As `_row_threshold_kernel`, for rows of any length."""
+    """As `_row_threshold_kernel`, for rows of any length where last is -1, by counting at four places at a time."""
     row = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = (first + row) // padded
     visible = visible_keys((first + row) % padded, valid_keys(lengths_ptr, batch, Tk), Tq, ahead)
     visible, window = in_units(visible, window, UNIT)
     take = wanted(k_ptr, k, row)
-    low = tl.full([], 1, tl.int32)
-    last = visible - 1
-    if visible > take:
+    if (tl.load(last_ptr + first + row) < 0) & (visible > take):
         row_ptr = keys_ptr + row.to(tl.int64) * stride
-        # Runs of 16 bytes, evenly over the row; of a short row the first.
-        i = tl.arange(0, SAMPLE)
-        apart = tl.maximum(visible // 8 // (SAMPLE // 4), 1)
-        sample = load_words(row_ptr, i // 4 * apart * 4 + i % 4, visible, 0, 0, False)
-        sampled = tl.minimum(2 * SAMPLE, visible).to(tl.float32)
-        expected = take.to(tl.float32) * sampled / visible.to(tl.float32)
-        off = 3.0 * tl.sqrt(expected) + 1.0
-        a = kth_of_sample(sample, (expected + off).to(tl.int32), PACKED)
-        d = kth_of_sample(sample, tl.maximum(expected - off, 1.0).to(tl.int32), PACKED)
-        a = tl.minimum(tl.maximum(a, 2), KEPT_KEY)
-        d = tl.minimum(tl.maximum(d, a), KEPT_KEY)
-        b = a + (d - a) // 3
-        c = a + (d - a) * 2 // 3
+        low = tl.full([], 1, tl.int32)
         high = tl.full([], KEPT_KEY + 1, tl.int32)
         reach_low = visible
         reach_high = tl.full([], 0, tl.int32)
-        rounds = 0
         while (high - low > 1) & (reach_low != take):
+            width = high - low
+            a = tl.maximum(low + width // 5, low + 1)
+            b = tl.maximum(low + width * 2 // 5, low + 1)
+            c = tl.maximum(low + width * 3 // 5, low + 1)
+            d = tl.maximum(low + width * 4 // 5, low + 1)
             na, nb, nc, nd = count_at_four(row_ptr, visible, window, sinks, a, b, c, d, BLOCK, FORCED, PACKED)
             # The bracket's ends are the largest of the four that enough keys reach, and the next.
             high = tl.where(na < take, a, tl.where(nb < take, b, tl.where(nc < take, c, tl.where(nd < take, d, high))))
@@ -256,18 +379,7 @@ def _long_threshold_kernel(
             reach_low = tl.where(
                 nd >= take, nd, tl.where(nc >= take, nc, tl.where(nb >= take, nb, tl.where(na >= take, na, reach_low)))
             )
-            width = high - low
-            middle = interpolate_logs(low, high, reach_low, reach_high, take)
-            fifths = rounds % 4 == 3
-            a = tl.where(fifths, low + width // 5, middle - width // 16)
-            b = tl.where(fifths, low + width // 5 * 2, middle)
-            c = tl.where(fifths, low + width // 5 * 3, middle + 1)
-            d = tl.where(fifths, low + width // 5 * 4, middle + width // 16)
-            a = tl.minimum(tl.maximum(a, low + 1), high - 1)
-            b = tl.minimum(tl.maximum(b, a), high - 1)
-            c = tl.minimum(tl.maximum(c, b), high - 1)
-            d = tl.minimum(tl.maximum(d, c), high - 1)
-            rounds += 1
+        last = visible - 1
         need = take - reach_high
         if (reach_low != take) & (need < reach_low - reach_high):
             seen = 0
@@ -279,15 +391,25 @@ def _long_threshold_kernel(
                 found = tl.sum(how_many(equalling(words, low, PACKED)))
                 seen += found
             need -= seen - found
-            last = 2 * start + column_of_tie(
-                row_ptr, 2 * start, visible, low, need, window, sinks, 2 * BLOCK, FORCED
-            )  # fmt: skip
-    tl.store(threshold_ptr + first + row, low)
-    tl.store(last_ptr + first + row, last)
+            last = 2 * start + column_of_tie(row_ptr, 2 * start, visible, low, need, window, sinks, 2 * BLOCK, FORCED)
+        tl.store(threshold_ptr + first + row, low)
+        tl.store(last_ptr + first + row, last)
 
 
 _row_threshold = launch.Kernel(_row_threshold_kernel)
+_listed_threshold = launch.Kernel(_listed_threshold_kernel)
 _long_threshold = launch.Kernel(_long_threshold_kernel)
+
+
+BLOCK = 1024
+LISTED = launch.Tile({"SAMPLE": 2048, "BLOCK": BLOCK, "SLOTS": levels.LIST_BYTES // 6 // BLOCK}, 8, registers=80)
+"""Of a long row: words of its sample, lists, and words of a list, each of which takes six bytes: itself, and where it
+stands. Three programs to a multiprocessor, but where keys are always kept."""
+
+
+def list_programs(rows: int, columns: int, device: torch.device) -> int:
+    """How many programs find the thresholds of rows of that many keys by lists; 0 where rows fit registers."""
+    return min(rows, 3 * tuning.programs(device)) if columns > MAX_REGISTERS else 0
 
 
 def find_thresholds(
@@ -296,25 +418,31 @@ def find_thresholds(
     wanted: Tensor | None,
     threshold: Tensor,
     last: Tensor,
+    lists: Tensor | None,
     rows: int,
     sizes: tuple[int, ...],
     rule: tuple[int, int, int],
     packed: bool,
     unit: int = 1,
 ) -> None:
-    """Fills threshold and last, int32, for `rows` rows of keys; `sizes` are first, Tq, padded, Tk, stride and ahead,
+    """Fills threshold and last, int32, for `rows` rows of keys; `lists` int32 `[programs, LIST_BYTES / 4]` is
+    for rows beyond the registers; `sizes` are first, Tq, padded, Tk, stride and ahead,
     `rule` is k, window and sinks, and `wanted` int32 `[rows]` takes the place of k. With a `unit` of several keys to a
     column, k, wanted and sinks are columns, and the window is keys, 1 - unit for none."""
-    args = (keys, lengths, wanted, threshold, last, *sizes, *rule)
+    given = (keys, lengths, wanted, threshold, last)
     meta = {"UNIT": unit, "FORCED": rule[1] > 0 or rule[2] > 0, "PACKED": packed}
     stride = sizes[4]
     if stride <= MAX_REGISTERS:
         words = max(64, launch.next_power_of_2(stride) // 2)
         # 32 words of a row to a thread.
         warps = max(1, min(32, words // 1024))
-        _row_threshold((rows, 1, 1), args, {"WORDS": words, **meta}, num_warps=warps)
+        _row_threshold((rows, 1, 1), (*given, *sizes, *rule), {"WORDS": words, **meta}, num_warps=warps)
     else:
-        _long_threshold((rows, 1, 1), args, {"SAMPLE": 4096, "BLOCK": 2048, **meta}, num_warps=8)
+        assert lists is not None
+        args = (*given, lists, rows, *sizes, *rule)
+        options = LISTED.options | ({"maxnreg": 96} if meta["FORCED"] else {})
+        _listed_threshold((min(rows, len(lists)), 1, 1), args, {**LISTED.sizes, **meta}, **options)
+        _long_threshold((rows, 1, 1), (*given, *sizes, *rule), {"BLOCK": BLOCK, **meta}, num_warps=8)
 
 
 _ROWS = {"keys_ptr": "*i16", "lengths_ptr": "*i32", "k_ptr": "*i32", "threshold_ptr": "*i32", "last_ptr": "*i32"}
@@ -327,9 +455,15 @@ EXAMPLES = {
         "constexprs": {"WORDS": 16384, "UNIT": 1, "FORCED": True, "PACKED": False},
         "num_warps": 16,
     },
+    _listed_threshold_kernel: {
+        "signature": {**_ROWS, "lists_ptr": "*i32", "rows": "i32", **_SIZES},
+        "constexprs": {**LISTED.sizes, "UNIT": 1, "FORCED": False, "PACKED": False},
+        "num_warps": 8,
+        "maxnreg": 96,
+    },
     _long_threshold_kernel: {
         "signature": {**_ROWS, **_SIZES},
-        "constexprs": {"SAMPLE": 4096, "BLOCK": 2048, "UNIT": 1, "FORCED": True, "PACKED": False},
+        "constexprs": {"BLOCK": BLOCK, "UNIT": 1, "FORCED": True, "PACKED": False},
         "num_warps": 8,
     },
 }  # fmt: skip

@@ -104,6 +104,9 @@ def gather(
     index_col_offsets: Tensor,
     index_order: Tensor,
     index_positions: Tensor,
+    row_offsets: Tensor,
+    col_offsets: Tensor,
+    order: Tensor,
     sizes: list[int],
 ) -> Tensor:
     """Operator `blocksparse_gather`."""

@@ -28,7 +28,7 @@ from gossamer.blocksparse._triton.softmax import fill_rest
 from gossamer.blocksparse._triton.strips import strips
 from gossamer.blocksparse._triton.tensor import from_dense, to_dense
 from gossamer.blocksparse._triton.transpose import turn
-from gossamer.blocksparse.matmul_path import choose_path, named, share_of, widest_of
+from gossamer.blocksparse.matmul_path import choose_path, is_small, named, narrowed, share_of, widest_of
 
 WAVES = 16
 """Programs for each multiprocessor where programs keep lists."""
@@ -322,12 +322,11 @@ def tile_of(bm: int, bk: int, bn: int, width: int, element_size: int, hopper: bo
     return Tile(columns, step, 8 if bm * columns >= 128 * 128 and bm >= 128 else 4, stages)
 
 
-def width_of(of_b: tuple[Any, ...], of_out: tuple[Any, ...], rows: int, n: int, bn: int) -> int:
+def width_of(of_b: tuple[Any, ...], across: int, bn: int) -> int:
     """How wide a tile may be of use, as far as the room of layouts tells: not wider than a row of the result, and less
     where blocks of B are absent, for a tile multiplies with what any of its columns meets. With half of them 128
     columns take 0.89 of the time of 256, with a quarter 0.77 (one H200, n 8,192, blocks of 64)."""
-    width = n if of_out[0] is None else bn * launch.cdiv(of_out[1].shape[0], max(rows, 1))
-    return min(width, max(bn, widest_of(share_of(of_b))))
+    return min(across, max(bn, widest_of(share_of(of_b))))
 
 
 def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
@@ -350,15 +349,17 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     b, trans_b = (b.contiguous(), trans_b) if of_b[0] is not None else _stored(b)
     precision = tuning.dot_precision(a, k)
     order = trans_a, trans_b
-    hopper = tuning.hopper(a.device)
+    hopper = tuning.hopper(a.device) and not is_small((z, m, k, n), a.device)
     if hopper and precision["PRECISION"].startswith("tf32"):
         a, b, trans_a, trans_b, order = _by_inner(a, b, of_a, of_b, trans_a, trans_b)
-    fast = hopper and (a.element_size() == 2 or precision["PRECISION"] == "tf32")
+    cores = a.element_size() == 2 or precision["PRECISION"] == "tf32"
     parts, trans = (of_a, of_b, of_out), (trans_a, trans_b, turned, *order)
-    if fast and _on_hopper((a, b, out), parts, (z, m, k, n), (bm, bk, bn), trans):
+    if hopper and cores and _on_hopper((a, b, out), parts, (z, m, k, n), (bm, bk, bn), trans):
         return out
-    width = width_of(of_b, of_out, z * launch.cdiv(m, bm), n, bn)
-    tile = tile_of(bm, bk, bn, width, a.element_size(), fast)
+    rows = z * launch.cdiv(m, bm)
+    across = n if of_out[0] is None else bn * launch.cdiv(capacity, max(rows, 1))
+    width = narrowed(width_of(of_b, across, bn), max(bn, 64), rows, across, a.device)
+    tile = tile_of(bm, bk, bn, width, a.element_size(), cores and tuning.hopper(a.device))
     block = bm, bk or tile.step, bn or tile.columns
     tiles = z * launch.cdiv(m, bm) * launch.cdiv(n, tile.columns)
     pairs = None

@@ -1,21 +1,21 @@
 """Elements put where indices say, in a fixed order and without atomics.
 
 Along a dimension no line of a matrix meets another: what stands in row i goes to row i (dim -1), what stands in column
-j to column j (dim -2). A program therefore owns LINES rows or columns of one matrix and walks their entries from the
-first to the last block, STEP entries of each line a step. Entries of one step that have the same place are joined in
-registers, by comparing each with each (STEP comparisons an entry, which are cheap beside the memory they wait for), the
-last of them adds the result to what is there, and a barrier ends the step: each step's sums are in place before the
-next reads them, nothing depends on timing, and a place is read and written once a step, whatever repeats.
+j to column j (dim -2). A program takes LINES rows or columns at a time and keeps their results by place in memory of
+its own, in float32 for 16-bit sums and products: programs are as few as leave these in the first cache, where the next
+step finds what the last one has left. It walks the entries of its lines from the first to the last block, STEP entries
+of each a step; those of the next three steps are on their way, as only the places wait for each other. Entries of one
+step that have the same place are joined in registers, by comparing each with each, and added to what is there; all of
+them write the one result. A barrier before the writes, for all must have read, and one behind them: nothing depends on
+timing. In the end the result's present blocks are rounded and written, and were set before: what goes elsewhere is
+lost. The memory that is read and written once is all that has to move. With `RESET` a first walk puts the reduction's
+neutral number where there are entries, so that what was there before is left out.
 
 Along a leading dimension a line is the elements at one place in matrices that follow each other: a program owns a tile
-of one cell of the grid and walks the matrices; nothing repeats within a step.
-
-16-bit sums and products are kept in a float32 buffer. The result is begun by `_scatter_start_kernel` and rounded by
-`_scatter_finish_kernel`; "reset" puts the reduction's neutral number where there are entries, so that the pass that
-follows leaves out what was there before.
+of one cell of the grid and walks the matrices; nothing repeats within a step. There 16-bit sums and products are kept
+in a float32 buffer, begun by `_scatter_start_kernel` and rounded by `_scatter_finish_kernel`.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -23,24 +23,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer._core import launch
+from gossamer._core import launch, tuning
 from gossamer.blocksparse._triton.gather import located
 from gossamer.blocksparse._triton.tensor import lost, plain
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Lines of a program, entries of each a step, and warps."""
+    """Lines of a program, entries of each a step, warps, and bytes that a multiprocessor's programs keep."""
 
     lines: int
     step: int
     warps: int
+    bytes: int
 
 
-# A row's entries lie side by side, so that few rows will do, and one warp, which has no others to wait for. Of columns
-# it takes 16 for whole sectors. Eight rows by eight entries would compare half as much, and ended in an illegal memory
-# access on an H200 with Triton 3.6.
-TILES = {1: Tile(16, 16, 4), 2: Tile(4, 16, 1)}
+# A row's entries lie side by side: one row, and a warp, which has no others to wait for. Columns are taken by four,
+# whose indices fill a sector, and find room in the second cache alone.
+TILES = {1: Tile(4, 8, 1, 256 << 10), 2: Tile(1, 32, 1, 192 << 10)}
 """By axis."""
 ELEMENTS = 1024
 """Elements of a tile of whole blocks, where lines are not walked."""
@@ -94,76 +94,172 @@ def _less(a, b):
 
 @triton.jit
 def reduced(x, REDUCE: tl.constexpr):
-    """Over the first of three dimensions, which a thread holds in registers; NaN stays."""
+    """Over the second of three dimensions, which a thread holds in registers; NaN stays."""
     if REDUCE == "prod":
-        return tl.reduce(x, 0, _product)
+        return tl.reduce(x, 1, _product)
     elif REDUCE == "amax":
-        return tl.reduce(x, 0, _greater)
+        return tl.reduce(x, 1, _greater)
     elif REDUCE == "amin":
-        return tl.reduce(x, 0, _less)
+        return tl.reduce(x, 1, _less)
     else:
-        return tl.sum(x, 0).to(x.dtype)
+        return tl.sum(x, 1).to(x.dtype)
 
 
-@triton.jit(do_not_specialize=["nnz_ptr", "index_nnz_ptr", "capacity", "index_capacity"])
-def _scatter_reduce_kernel(
-    out_ptr, src_ptr, index_ptr, nnz_ptr, positions_ptr, index_nnz_ptr, offsets_ptr, order_ptr, others_ptr,
-    R, C, M_INDEX, N_INDEX, BOUND, capacity, index_capacity,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr, STEP: tl.constexpr, AXIS: tl.constexpr,
-    MODE: tl.constexpr, REDUCE: tl.constexpr,
+@triton.jit
+def entries(lists, begin, step, steps, at, STEPS: tl.constexpr, STRIDE: tl.constexpr, AREA: tl.constexpr):
+    """(indices, elements of src, the block's other place) of one step, as they are in memory; `at` is where the first
+    step of a block has its entries. Behind the last step there are none."""
+    index_ptr, src_ptr, order_ptr, others_ptr = lists
+    exists = step < steps
+    block = begin + step // STEPS
+    if order_ptr is not None:
+        block = tl.load(order_ptr + block, mask=exists, other=0)
+    other = tl.load(others_ptr + block, mask=exists, other=0)
+    at += block.to(tl.int64) * AREA + step % STEPS * STRIDE
+    target = tl.load(index_ptr + at, mask=exists, other=-1, eviction_policy="evict_first")
+    if src_ptr is not None:
+        x = tl.load(src_ptr + at, mask=exists, other=0, eviction_policy="evict_first")
+    else:
+        x = tl.full(at.shape, 1, tl.int32)
+    return target, x, other
+
+
+@triton.jit
+def places(
+    lists, begin, end, first, line, SPAN: tl.constexpr, ACROSS: tl.constexpr, CHUNK: tl.constexpr, AXIS: tl.constexpr
 ):  # fmt: skip
-    """Program (row or column of blocks of all matrices, LINES of it). `others` are the rows or columns of the blocks
-    that `order` lists, blocks in their own order if it is None."""
-    line_block = tl.program_id(0)
-    begin = tl.load(offsets_ptr + line_block)
-    end = tl.load(offsets_ptr + line_block + 1)
-    if (tl.load(nnz_ptr) > capacity) | (tl.load(index_nnz_ptr) > index_capacity):
-        end = begin
-    dtype = out_ptr.dtype.element_ty
-    line = tl.program_id(1) * LINES + tl.arange(0, LINES)
-    step = tl.arange(0, STEP)
-    R_INDEX = tl.cdiv(M_INDEX, HEIGHT)
-    behind = step[:, None, None] > step[None, None, :]
-    for entry in range(begin, end):
+    """(places in what a program keeps, places in the result, which of them are) of CHUNK elements of its lines, from
+    the first on: the blocks of the result's list laid end to end, SPAN elements of each."""
+    order_ptr, others_ptr, count = lists
+    at = first + tl.arange(0, CHUNK)
+    exists = begin + at // SPAN < end
+    block = begin + at // SPAN
+    if order_ptr is not None:
+        block = tl.load(order_ptr + block, mask=exists, other=0)
+    other = tl.load(others_ptr + block, mask=exists, other=0) % count
+    # Neighbours within a block, whose sizes are multiples of 16.
+    target = tl.max_contiguous(tl.multiple_of(other * SPAN + at % SPAN, 16), 16)
+    area = block.to(tl.int64) * (SPAN * ACROSS)
+    LINES: tl.constexpr = line.shape[0]
+    own = tl.arange(0, LINES)
+    if AXIS == 2:
+        kept = target[None, :] * LINES + own[:, None]
+        place = area[None, :] + (line[:, None] * SPAN + (at % SPAN)[None, :])
+        exists = exists[None, :] & (own >= 0)[:, None]
+    else:
+        kept = target[:, None] * LINES + own[None, :]
+        place = area[:, None] + ((at % SPAN)[:, None] * ACROSS + line[None, :])
+        exists = exists[:, None] & (own >= 0)[None, :]
+    return kept, place, exists
+
+
+@triton.jit(do_not_specialize=["groups", "capacity", "index_capacity"])
+def _scatter_reduce_kernel(
+    out_ptr, given_ptr, src_ptr, index_ptr, kept_ptr, out_offsets_ptr, out_order_ptr, out_others_ptr, offsets_ptr,
+    order_ptr, others_ptr, groups, COUNT, BOUND, M_INDEX, N_INDEX, capacity, index_capacity,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, AXIS: tl.constexpr, REDUCE: tl.constexpr, RESET: tl.constexpr,
+):  # fmt: skip
+    """Program (every so many of the groups of LINES rows or columns of all matrices, COUNT rows or columns of blocks
+    each). BLOCK is the blocks' height and width, TILE (LINES, STEP, elements of a line where a result is begun and
+    written). Offsets, order and others list the blocks of rows (AXIS 2) or columns, of the result and of index: where
+    each begins, which these are (in their own order if None), and the column or row of each."""
+    HEIGHT: tl.constexpr = BLOCK[0]
+    WIDTH: tl.constexpr = BLOCK[1]
+    LINES: tl.constexpr = TILE[0]
+    STEP: tl.constexpr = TILE[1]
+    CHUNK: tl.constexpr = TILE[2]
+    AREA: tl.constexpr = HEIGHT * WIDTH
+    SPAN: tl.constexpr = WIDTH if AXIS == 2 else HEIGHT
+    ACROSS: tl.constexpr = HEIGHT if AXIS == 2 else WIDTH
+    PARTS: tl.constexpr = ACROSS // LINES
+    dtype = kept_ptr.dtype.element_ty
+    rows_index = tl.cdiv(M_INDEX, HEIGHT)
+    count_index = rows_index if AXIS == 2 else tl.cdiv(N_INDEX, WIDTH)
+    other_count = tl.cdiv(BOUND, SPAN)
+    total = tl.load(out_offsets_ptr + groups // PARTS)
+    overflowed = total > capacity
+    overflowed |= tl.load(offsets_ptr + groups // PARTS // COUNT * count_index) > index_capacity
+    last_group = tl.where(overflowed, 0, groups)
+    own, ahead = tl.arange(0, LINES), tl.arange(0, STEP)
+    kept_ptr += tl.program_id(0).to(tl.int64) * (LINES * SPAN) * other_count
+    out_lists = (out_order_ptr, out_others_ptr, other_count)
+    lists = (index_ptr, src_ptr, order_ptr, others_ptr)
+    for group in range(tl.program_id(0), last_group, tl.num_programs(0)):
+        row = group // PARTS
+        line = group % PARTS * LINES + own
+        begin_out, end_out = tl.load(out_offsets_ptr + row), tl.load(out_offsets_ptr + row + 1)
+        for first in range(0, (end_out - begin_out) * SPAN, CHUNK):
+            to, place, exists = places(out_lists, begin_out, end_out, first, line, SPAN, ACROSS, CHUNK, AXIS)
+            x = tl.full(place.shape, 0, dtype)
+            if given_ptr is not None:
+                x = tl.load(given_ptr + place, mask=exists, other=0).to(dtype)
+            tl.store(kept_ptr + to, x, mask=exists)
+        tl.debug_barrier()
+
+        at_row, listed = row // COUNT * count_index + row % COUNT, row % COUNT < count_index
+        begin = tl.load(offsets_ptr + at_row, mask=listed, other=0)
+        steps = (tl.load(offsets_ptr + at_row + 1, mask=listed, other=0) - begin) * (SPAN // STEP)
         if AXIS == 2:
-            block = entry
-            zr, c = line_block, tl.load(others_ptr + block)
+            at = line[:, None] * WIDTH + ahead[None, :]
+            held = (row % COUNT * HEIGHT + line < M_INDEX)[:, None]
         else:
-            block = tl.load(order_ptr + entry)
-            zr, c = tl.load(others_ptr + block), line_block % tl.cdiv(N_INDEX, WIDTH)
-        base = block.to(tl.int64) * (HEIGHT * WIDTH)  # type: ignore[attr-defined]
-        for first in range(0, WIDTH if AXIS == 2 else HEIGHT, STEP):
-            if AXIS == 2:
-                i, j = line[:, None], (first + step)[None, :]
-            else:
-                i, j = (first + step)[None, :], line[:, None]
-            held = (zr % R_INDEX * HEIGHT + i < M_INDEX) & (c * WIDTH + j < N_INDEX)
-            target = tl.load(index_ptr + base + i * WIDTH + j, mask=held, other=-1)
-            found = (target >= 0) & (target < BOUND)
-            target = tl.where(found, target, 0).to(tl.int32)
-            cell, element = located(target, zr, c, i, j, 1, 1, 1, R_INDEX, R, C, HEIGHT, WIDTH, AXIS)
-            number = tl.load(positions_ptr + cell, mask=found, other=-1)
-            found = number >= 0
-            to = out_ptr + number.to(tl.int64) * (HEIGHT * WIDTH) + element
-            if MODE == "reset":
-                tl.store(to, tl.full([LINES, STEP], neutral(dtype, REDUCE), dtype), mask=found)
-            else:
-                if MODE == "count":
-                    x = tl.full([LINES, STEP], 1, dtype)
+            at = ahead[None, :] * WIDTH + line[:, None]
+            held = (row % COUNT * WIDTH + line < N_INDEX)[:, None]
+        STRIDE: tl.constexpr = STEP if AXIS == 2 else STEP * WIDTH
+        limit = N_INDEX if AXIS == 2 else M_INDEX
+        for walk in tl.static_range(2 if RESET else 1):
+            target0, x0, other0 = entries(lists, begin, 0, steps, at, SPAN // STEP, STRIDE, AREA)
+            target1, x1, other1 = entries(lists, begin, 1, steps, at, SPAN // STEP, STRIDE, AREA)
+            target2, x2, other2 = entries(lists, begin, 2, steps, at, SPAN // STEP, STRIDE, AREA)
+            for step in range(0, steps):
+                target3, x3, other3 = entries(lists, begin, step + 3, steps, at, SPAN // STEP, STRIDE, AREA)
+                if AXIS == 1:
+                    other0 %= rows_index
+                inside = other0 * SPAN + step % (SPAN // STEP) * STEP + ahead < limit
+                found = held & inside[None, :] & (target0 >= 0) & (target0 < BOUND)
+                target = tl.where(found, target0, -1).to(tl.int32)
+                to = kept_ptr + target * LINES + own[:, None]
+                if RESET and walk == 0:
+                    tl.store(to, tl.full([LINES, STEP], neutral(dtype, REDUCE), dtype), mask=found)
                 else:
-                    x = tl.load(src_ptr + base + i * WIDTH + j, mask=found, other=0).to(dtype)
-                # What has no place differs from all others.
-                place = tl.where(found, target, -1 - step[None, :])
-                same = tl.trans(place)[:, :, None] == place[None, :, :]
-                last = found & (tl.sum((same & behind).to(tl.int32), 0) == 0)
-                if MODE != "last":
-                    each = tl.zeros([STEP, LINES, STEP], dtype) + tl.trans(x)[:, :, None]
-                    nothing = tl.full([STEP, LINES, STEP], neutral(dtype, REDUCE), dtype)
-                    x = reduced(tl.where(same, each, nothing), REDUCE)
-                    x = joined(tl.load(to, mask=last, other=0), x, REDUCE)
-                tl.store(to, x, mask=last)
-                # Another thread may hold this line's next entry.
-                tl.debug_barrier()
+                    put(to, target, x0.to(dtype), found, REDUCE)
+                target0, x0, other0 = target1, x1, other1
+                target1, x1, other1 = target2, x2, other2
+                target2, x2, other2 = target3, x3, other3
+            tl.debug_barrier()
+
+        for first in range(0, (end_out - begin_out) * SPAN, CHUNK):
+            to, place, exists = places(out_lists, begin_out, end_out, first, line, SPAN, ACROSS, CHUNK, AXIS)
+            x = tl.load(kept_ptr + to, mask=exists, other=0)
+            tl.store(out_ptr + place, x.to(out_ptr.dtype.element_ty), mask=exists)
+        tl.debug_barrier()
+    # Behind the last block zeros, and where a layout has more blocks than room nothing is right.
+    FILL: tl.constexpr = 256
+    blank = tl.zeros([FILL], out_ptr.dtype.element_ty)
+    if overflowed:
+        blank = lost(blank)
+    begin_fill = tl.where(overflowed, 0, total).to(tl.int64) * (AREA // FILL)
+    for at_fill in range(begin_fill + tl.program_id(0), capacity.to(tl.int64) * (AREA // FILL), tl.num_programs(0)):
+        tl.store(out_ptr + at_fill * FILL + tl.arange(0, FILL), blank)
+
+
+@triton.jit
+def put(to, target, x, found, REDUCE: tl.constexpr):
+    """Joins a step's elements `[LINES, STEP]` with what is there; equal targets are in one line."""
+    same = target[:, :, None] == target[:, None, :]
+    if REDUCE == "last":
+        step = tl.arange(0, target.shape[1])
+        behind = same & (step[:, None] > step[None, :])[None, :, :]
+        tl.store(to, x, mask=found & (tl.sum(behind.to(tl.int32), 1) == 0))
+    else:
+        before = tl.load(to, mask=found, other=0)
+        nothing = tl.full(same.shape, neutral(x.dtype, REDUCE), x.dtype)
+        each = tl.broadcast_to(x[:, :, None], same.shape)
+        x = joined(before, reduced(tl.where(same, each, nothing), REDUCE), REDUCE)
+        tl.debug_barrier()
+        tl.store(to, x, mask=found)
+    # Another thread may hold this line's next entry.
+    tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["nnz_ptr", "index_nnz_ptr", "capacity", "index_capacity", "D", "INNER", "D_INDEX"])
@@ -252,94 +348,109 @@ def scatter_reduce(
     index_col_offsets: Tensor,
     index_order: Tensor,
     index_positions: Tensor,
+    row_offsets: Tensor,
+    col_offsets: Tensor,
+    order: Tensor,
     sizes: list[int],
     reduce: str,
     include_self: bool,
     dtype: torch.dtype,
 ) -> Tensor:
     """Operator `blocksparse_scatter_reduce`."""
-    capacity, index_capacity = col_indices.shape[0], index.shape[0]
+    capacity = col_indices.shape[0]
     index, given, src = (None if t is None else t.contiguous() for t in (index, given, src))
     assert index is not None
     out = torch.empty(capacity, *index.shape[1:], dtype=dtype, device=index.device)
     if out.numel() == 0:
         return out
-    wide = out
-    if dtype in (torch.float16, torch.bfloat16) and reduce in ("sum", "prod"):
-        wide = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-    before, to = None if given is None else plain(given), plain(wide)
-    tile = min(ELEMENTS, index.shape[1] * index.shape[2])
-    grid, meta, warps = (out.numel() // tile, 1, 1), {"ELEMENTS": tile}, tile // 256
-    args = (to, before, nnz, index_nnz, capacity, index_capacity)
-    _scatter_start(grid, args, meta, num_warps=warps)
-    parts = (to, nnz, positions, index_nnz)
-    if sizes[0] == 0:
-        walk = functools.partial(_lead, index, parts, index_positions, sizes, capacity)
-    elif sizes[0] == 1:
-        walk = functools.partial(_lines, index, parts, (index_col_offsets, index_order, index_rows), sizes, capacity)
-    else:
-        walk = functools.partial(_lines, index, parts, (index_row_offsets, None, index_cols), sizes, capacity)
+    half = dtype in (torch.float16, torch.bfloat16) and reduce in ("sum", "prod")
+    wide = torch.float32 if half else torch.uint8 if dtype is torch.bool else dtype
     # Zeros are neutral to a sum already.
-    if not include_self and reduce != "last" and not (reduce == "sum" and given is None):
-        walk(None, "reset", reduce)
-    walk(None if src is None else plain(src), "count" if src is None else reduce, reduce)
-    if wide is not out:
-        _scatter_finish(grid, (wide, out), meta, num_warps=warps)
+    reset = not include_self and reduce != "last" and not (reduce == "sum" and given is None)
+    given, src = (None if t is None else plain(t) for t in (given, src))
+    if sizes[0] == 0:
+        layout = (nnz, positions, index_nnz, index_positions)
+        return _lead(out, wide, given, src, index, layout, sizes, reduce, reset)
+    if sizes[0] == 1:
+        lists = (col_offsets, order, row_indices), (index_col_offsets, index_order, index_rows)
+    else:
+        lists = (row_offsets, None, col_indices), (index_row_offsets, None, index_cols)
+    _lines(out, wide, given, src, index, lists, sizes, reduce, reset)
     return out
 
 
 def _lines(
-    index: Tensor,
-    parts: tuple[Tensor, ...],
-    lists: tuple[Tensor, Tensor | None, Tensor],
-    sizes: list[int],
-    capacity: int,
+    out: Tensor,
+    wide: torch.dtype,
+    given: Tensor | None,
     src: Tensor | None,
-    mode: str,
+    index: Tensor,
+    lists: tuple[tuple[Tensor, Tensor | None, Tensor], ...],
+    sizes: list[int],
     reduce: str,
+    reset: bool,
 ) -> None:
-    """Walks rows or columns; `lists` are the offsets of the blocks of each, these blocks, and their other place."""
+    """Walks rows or columns; `lists` are, of the result and of index, the offsets of the blocks of each, these blocks,
+    and their other place."""
     axis, _, _, _, m_index, n_index, m, n = sizes
-    out, nnz, positions, index_nnz = parts
-    index_capacity, height, width = index.shape
-    grid = _grid(m, n, height, width)
-    bound = m if axis == 1 else n
+    index_capacity, *block = index.shape
+    span, across = block[::-1] if axis == 2 else block
+    bound, beside = (n, m) if axis == 2 else (m, n)
     tile = TILES[axis]
-    meta = {
-        "HEIGHT": height, "WIDTH": width, "LINES": tile.lines, "STEP": tile.step, "AXIS": axis, "MODE": mode,
-        "REDUCE": reduce,
-    }  # fmt: skip
+    step = min(tile.step, span)
+    lines = min(tile.lines * (tile.step // step), across)
+    groups = (lists[0][0].shape[0] - 1) * (across // lines)
+    length = max(launch.cdiv(bound, span), 1) * span * lines
+    # At least one for each multiprocessor, at most as many as run at once.
+    most = max(1, min(32 // tile.warps, tile.bytes // (length * wide.itemsize)))
+    programs = max(1, min(groups, most * tuning.programs(out.device)))
+    kept = torch.empty(programs * length, dtype=wide, device=out.device)
+    count = max(launch.cdiv(beside, across), 1)
     args = (
-        out, src, index, nnz, positions, index_nnz, *lists, *grid, m_index, n_index, bound, capacity, index_capacity
+        plain(out), given, src, index, kept, *lists[0], *lists[1], groups, count, bound, m_index, n_index,
+        out.shape[0], index_capacity,
     )  # fmt: skip
-    programs = (lists[0].shape[0] - 1, (height if axis == 2 else width) // tile.lines, 1)
-    if programs[0]:
-        _scatter_reduce(programs, args, meta, num_warps=tile.warps)
+    meta = {
+        "BLOCK": tuple(block), "TILE": (lines, step, 1024 * tile.warps // lines), "AXIS": axis, "REDUCE": reduce,
+        "RESET": reset,
+    }  # fmt: skip
+    _scatter_reduce((programs, 1, 1), args, meta, num_warps=tile.warps)
 
 
 def _lead(
-    index: Tensor,
-    parts: tuple[Tensor, ...],
-    index_positions: Tensor,
-    sizes: list[int],
-    capacity: int,
+    out: Tensor,
+    wide: torch.dtype,
+    given: Tensor | None,
     src: Tensor | None,
-    mode: str,
+    index: Tensor,
+    layout: tuple[Tensor, ...],
+    sizes: list[int],
     reduce: str,
-) -> None:
+    reset: bool,
+) -> Tensor:
     """Walks matrices."""
     _, inner, d_index, d, m_index, n_index, m, n = sizes
-    out, nnz, positions, index_nnz = parts
+    nnz, positions, index_nnz, index_positions = layout
     index_capacity, height, width = index.shape
+    result = plain(out)
+    kept = result if wide is result.dtype else torch.empty(out.shape, dtype=wide, device=out.device)
+    rows = min(height, ELEMENTS // width)
+    begun, warps = {"ELEMENTS": rows * width}, max(1, rows * width // 256)
+    pieces = (out.numel() // (rows * width), 1, 1)
+    _scatter_start(pieces, (kept, given, nnz, index_nnz, out.shape[0], index_capacity), begun, num_warps=warps)
     grid = (*_grid(m_index, n_index, height, width), *_grid(m, n, height, width))
-    tile = min(height, ELEMENTS // width)
-    meta = {"HEIGHT": height, "WIDTH": width, "TILE": tile, "MODE": mode, "REDUCE": reduce}
-    args = (
-        out, src, index, nnz, positions, index_nnz, index_positions, d, inner, d_index, *grid, m_index, n_index,
-        capacity, index_capacity,
-    )  # fmt: skip
-    if programs := index_positions.shape[0] // max(d_index, 1):
-        _scatter_lead((programs, height // tile, 1), args, meta, num_warps=max(1, tile * width // 256))
+    programs = index_positions.shape[0] // max(d_index, 1)
+    modes = (*(["reset"] if reset else []), "count" if src is None else reduce)
+    for mode in modes if programs else ():
+        meta = {"HEIGHT": height, "WIDTH": width, "TILE": rows, "MODE": mode, "REDUCE": reduce}
+        args = (
+            kept, None if mode == "reset" else src, index, nnz, positions, index_nnz, index_positions, d, inner,
+            d_index, *grid, m_index, n_index, out.shape[0], index_capacity,
+        )  # fmt: skip
+        _scatter_lead((programs, height // rows, 1), args, meta, num_warps=warps)
+    if kept is not result:
+        _scatter_finish(pieces, (kept, out), begun, num_warps=warps)
+    return out
 
 
 def _grid(m: int, n: int, height: int, width: int) -> tuple[int, int]:
@@ -352,10 +463,11 @@ _BLOCK = {"HEIGHT": 64, "WIDTH": 64}
 EXAMPLES = {
     _scatter_reduce_kernel: {
         "signature": {
-            "out_ptr": "*fp32", "src_ptr": "*bf16", "index_ptr": "*i64", **_LAYOUTS, "offsets_ptr": "*i32",
-            "order_ptr": None, "others_ptr": "*i32", **_SIZES, "BOUND": "i32",
+            "out_ptr": "*bf16", "given_ptr": None, "src_ptr": "*bf16", "index_ptr": "*i64", "kept_ptr": "*fp32",
+            **dict.fromkeys(("out_offsets_ptr", "out_others_ptr", "offsets_ptr", "others_ptr"), "*i32"),
+            "out_order_ptr": None, "order_ptr": None,
         },
-        "constexprs": {**_BLOCK, "LINES": 4, "STEP": 16, "AXIS": 2, "MODE": "sum", "REDUCE": "sum"},
+        "constexprs": {"BLOCK": (64, 64), "TILE": (1, 32, 1024), "AXIS": 2, "REDUCE": "sum", "RESET": False},
         "num_warps": 1,
     },
     _scatter_lead_kernel: {

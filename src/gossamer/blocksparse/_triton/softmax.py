@@ -1,13 +1,14 @@
 """Softmax along the rows of block-sparse matrices: bound by memory.
 
-A program owns BLOCK_M lines of a block row and reads them across all of its blocks, laid end to end, in one step of
-BLOCK_N elements, so that nothing is read twice; the step is cut to a half or a quarter where the row has no more, for
-idle lanes take their time too. BLOCK_N is twice what a line holds on average, which the host knows from the layout's
-capacity: wider steps would have fewer lines on their way at once. LINES follow each other, and the next are asked for
-before these are computed: a program of one line waits for its lists, its elements and two reductions in turn, which
-took 2.3 times as long as the bytes (one H200, n 8,192, half of the blocks). Longer lines, and all beyond LONGEST, are
-walked twice, first for the running maximum and sum, then to write. The backward pass takes BLOCK_M lines a program.
-Programs also fill what stands behind the last block: with zeros, or NaN where blocks are lost.
+A program owns BLOCK_M lines of a block row and reads them across all of its blocks, laid end to end, in one step of up
+to BLOCK_N elements, so that nothing is read twice; the step is cut to a half or a quarter where the row has no more,
+for instructions bound this as much as memory does, and idle lanes have theirs. Half a step is about what a line holds
+on average, which the host knows from the layout's capacity: wider steps would have fewer lines on their way at once.
+LINES follow each other, and the next are asked for before these are computed: a program of one line waits for its
+lists, its elements and two reductions in turn, which took 2.3 times as long as the bytes (one H200, n 8,192, half of
+the blocks). Longer lines, and all beyond LONGEST, are walked twice, first for the running maximum and sum, then to
+write. The backward pass takes BLOCK_M lines a program. Programs also fill what stands behind the last block: with
+zeros, or NaN where blocks are lost.
 """
 
 import torch
@@ -67,16 +68,20 @@ def softmax_at_once(
 ):  # fmt: skip
     """Lines of up to BLOCK_N elements; those of the next step are on their way while these are computed."""
     BLOCK_M: tl.constexpr = i.shape[0]
+    # What is not there takes no part: plain scores have that from their load, and are scaled when they are used.
+    ABSENT: tl.constexpr = float("-inf") if MASK == "plain" else 0.0
+    scale *= 1.4426950408889634
+    later = scale if MASK == "plain" else 1.0
     at = tl.arange(0, BLOCK_N)
     n, entry, exists = listed(columns_ptr, begin, count, at, WIDTH)
-    held = (exists & (n < N))[None, :]
+    held = exists[None, :] if MASK == "plain" else (exists & (n < N))[None, :]
     place = (entry.to(tl.int64) * (HEIGHT * WIDTH) + at % WIDTH)[None, :]
-    ahead = tl.load(x_ptr + (place + i[:, None] * WIDTH), mask=held & (line < M)[:, None], other=0.0)
+    ahead = tl.load(x_ptr + (place + i[:, None] * WIDTH), mask=held & (line < M)[:, None], other=ABSENT)
     for first in range(0, LINES, BLOCK_M):
         x = ahead.to(tl.float32)
         follows = (first + BLOCK_M < LINES) & (line + (first + BLOCK_M) < M)
         behind = place + (i + (first + BLOCK_M))[:, None] * WIDTH
-        ahead = tl.load(x_ptr + behind, mask=held & follows[:, None], other=0.0)
+        ahead = tl.load(x_ptr + behind, mask=held & follows[:, None], other=ABSENT)
         to = place + (i + first)[:, None] * WIDTH
         part = held & (line + first < M)[:, None]
         if MASK == "blocks":
@@ -84,11 +89,17 @@ def softmax_at_once(
         if MASK == "dense":
             at_mask = (line + first).to(tl.int64)[:, None] * stride_mm + n.to(tl.int64)[None, :] * stride_mn
             part = part & (tl.load(mask_ptr + at_mask, mask=part, other=0) != 0)
-        x = tl.where(part, x * (scale * 1.4426950408889634), float("-inf"))
+        if MASK != "plain":
+            x = tl.where(part, x * scale, float("-inf"))
         most = tl.max(x, 1)
-        weights = tl.exp2(x - tl.where(most == float("-inf"), 0.0, most)[:, None])
+        base = tl.where(most == float("-inf"), 0.0, most) * later
+        weights = tl.exp2(x * later - base[:, None])
         # Where something takes part that is nothing but -inf, 0 times infinity is the NaN that it should be.
-        y = tl.where(part, weights * (1.0 / tl.sum(weights, 1))[:, None], 0.0)
+        share = 1.0 / tl.sum(weights, 1)
+        if MASK == "plain":
+            y = weights * tl.where(line + first < M, share, 0.0)[:, None]
+        else:
+            y = tl.where(part, weights * share[:, None], 0.0)
         tl.store(out_ptr + to, y.to(out_ptr.dtype.element_ty), mask=exists[None, :])
 
 
@@ -237,7 +248,7 @@ def softmax(
     capacity, height, width = values.shape
     out = torch.empty_like(values)
     rows, last = max(launch.cdiv(m, height), 1), row_offsets.shape[0] - 1
-    kind, strides = "none", (0, 0, 0)
+    kind, strides = "plain" if scale > 0 and n % width == 0 else "none", (0, 0, 0)
     if mask is not None and mask.dim() == 4:
         kind, mask = "blocks", mask.contiguous().view(torch.uint8)
     elif mask is not None:
@@ -248,7 +259,8 @@ def softmax(
     args = (values, mask, out, row_offsets, col_indices, *strides, rows, last, capacity, m, n, scale)
     grid = (max(last * height // meta["LINES"], 1), 1, 1)
     if last:
-        _softmax_fwd(grid, args, meta | {"MASK": kind}, num_warps=warps)
+        # A mask takes registers.
+        _softmax_fwd(grid, args, meta | {"MASK": kind}, num_warps=warps if mask is None else min(16, 2 * warps))
     return out if last else out.zero_()
 
 
@@ -270,10 +282,11 @@ def softmax_bwd(grad: Tensor, out: Tensor, row_offsets: Tensor, row_indices: Ten
 
 def tile_of(height: int, width: int, n: int, average: int, rows: int, units: int) -> tuple[dict[str, int | bool], int]:
     """(meta, warps) for lines of up to n elements, rounded up to whole blocks, of which they have room for so many on
-    average, in so many rows of blocks, on so many multiprocessors: some 4,096 elements a step where lines are short, 16
-    a thread, and up to eight steps a program where there are programs enough."""
+    average, in so many rows of blocks, on so many multiprocessors: a step of twice a power of two that is at most a
+    quarter above the average, some 4,096 elements where lines are short, and up to eight steps a program where there
+    are programs enough. A thread has 16 elements of half a step."""
     longest = launch.cdiv(n, width) * width
-    held = min(longest, max(2 * average, SHORT))
+    held = min(longest, max(launch.next_power_of_2(average + average // 4 + 1), SHORT))
     once = held == longest <= LONGEST
     block_n = launch.next_power_of_2(held) if held <= LONGEST else STEP
     block_m = max(1, min(height, 4096 // block_n))
@@ -281,7 +294,7 @@ def tile_of(height: int, width: int, n: int, average: int, rows: int, units: int
     while lines < min(height, 8 * block_m) and rows * (height // (2 * lines)) >= 8 * units:
         lines *= 2
     meta = {"HEIGHT": height, "WIDTH": width, "BLOCK_M": block_m, "BLOCK_N": block_n, "LINES": lines, "ONCE": once}
-    return meta, max(4, min(16, block_m * block_n // 512))
+    return meta, max(4, min(16, block_m * block_n // 1024))
 
 
 SHORT = 256

@@ -58,9 +58,9 @@ def sparse_ffn(
     light = light or m < MANY
     operands = (x, gate_weight, gate_bias, threshold, up_weight, up_bias, down_weight, down_rows, down_bias)
     key = None
-    if light and not (united or step or unknown or launch.INTERPRET):
+    if light and not (step or unknown or launch.INTERPRET):
         described_by, pointers, addresses = described(operands)
-        key = (squared, x.dtype, x.device.index, tuning.tf32(), described_by)
+        key = (squared, united, x.dtype, x.device.index, tuning.tf32(), described_by)
         plan = _plans.get(key, x.device.index, addresses)
         if plan is not None:
             out = x.new_empty(m, d)
@@ -109,7 +109,7 @@ def _same_memory(given: Sequence[Tensor | None], read: Sequence[Tensor | None]) 
 class _Repeated(NamedTuple):
     """What a plan needs beside its launches: `inputs` makes the first one's descriptors; sizes are the bytes of values,
     indices and counts, of the list of heavy rows, of counts of entries, of parts of rows, of heavy rows' hidden
-    activations."""
+    activations, and of what `union.Unions` keeps in memory."""
 
     inputs: Callable[[Tensor, Tensor], tuple[Any, Any]]
     sizes: tuple[int, ...]
@@ -117,21 +117,28 @@ class _Repeated(NamedTuple):
 
 def _repeat(launches: Sequence[Any], operands: Sequence[Any], pointers: Sequence[int | None], out: Tensor) -> None:
     """Launches what `_block` did, with one piece of memory for all that lies between."""
-    pack, gathers, sums, projects, (inputs, sizes) = launches
+    pack, gathers, sums, projects, unions, (inputs, sizes) = launches
     room = torch.empty(sum(sizes), dtype=torch.uint8, device=out.device)
     at, parts = room.data_ptr(), []
     for size in sizes:
         parts.append(at)
         at += size
-    *packed, listed, nnz, whole, hidden = parts
+    packed, (listed, nnz, whole, hidden), united = parts[:3], parts[3:7], parts[7:]
     x, gate, gate_bias, threshold, up, up_bias, down_weight, down, down_bias = pointers
     down, result = down or down_weight, out.data_ptr()
     stream = torch._C._cuda_getCurrentRawStream(out.device.index)
     pack(stream, *inputs(operands[0], operands[1]), gate_bias, threshold, None, None, None, *packed, listed)
-    target = result if sums is None else whole
-    gathers(stream, *packed, x, up, up_bias, down, down_bias, target, nnz, listed, None, None)
+    target, taken = result if sums is None else whole, None
+    if united:
+        *_, columns, values, taken = united
+        unions[0](stream, *packed, *united)
+    gathers(stream, *packed, x, up, up_bias, down, down_bias, target, nnz, listed, None, taken)
     if sums is not None:
         sums(stream, whole, down_bias, result)
+    if united:
+        if unions[1] is not None:
+            unions[1](stream, x, up, up_bias, columns, taken, values)
+        unions[2](stream, values, down, down_bias, columns, taken, packed[2], result)
     projects(stream, listed, x, gate, gate_bias, threshold, up, up_bias, hidden, down, down_bias, result)
 
 
@@ -179,18 +186,22 @@ def _block(
         taken = unions.sizes
     rows = (listed, torch.empty_like(x) if copied else None)
     gathers, sums, parts = gather.gather(packed, x, up, down, out, nnz, rows, taken, squared)
+    shared: tuple[launch.Bound | None, ...] = ()
     if unions is not None:
-        union.project(unions, packed, cost.limit, x, up, down, out)
+        shared = (unions.launch, *union.project(unions, packed, cost.limit, x, up, down, out))
     projects = heavy.project(rows, x, gate, up, down, down_weight, out, squared)
-    if None in (packs, gathers, projects) or not _aligned(x, gate[0]):
+    needed = (packs, gathers, projects, *shared[::2])
+    if None in needed or not _aligned(x, gate[0]):
         return None
     from gossamer.gemm._gluon.linear_pack import descriptors
 
     whole = 4 * m * parts * out.shape[1] if sums is not None else 0
     between = (packed.values, packed.indices, packed.counts, listed, nnz)
-    sizes_of = (*(t.nbytes for t in between), whole, m * n * x.element_size())
+    sizes_of = [*(t.nbytes for t in between), whole, m * n * x.element_size()]
+    sizes_of += [] if unions is None else [t.nbytes for t in unions.memory]
     # Every part begins on 256 bytes, as the allocator's would.
-    return packs, gathers, sums, projects, _Repeated(descriptors, tuple(-(-size // 256) * 256 for size in sizes_of))
+    repeated = _Repeated(descriptors, tuple(-(-size // 256) * 256 for size in sizes_of))
+    return packs, gathers, sums, projects, shared, repeated
 
 
 def _aligned(*operands: Tensor) -> bool:

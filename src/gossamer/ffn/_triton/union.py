@@ -12,6 +12,7 @@ apart by a masked `tl.histogram`, took 150 us for 16,384 rows, and found too few
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -201,17 +202,27 @@ CHOICE = Choice()
 @dataclass(frozen=True)
 class Unions:
     """sizes: int32 [groups], 0 where rows are gathered one by one; columns and values at them: [groups, room], int32,
-    and [M, room]."""
+    and [M, room]; ranks: [groups, room], int32; columns of each group, whether they pay or not, int32 [groups]. These
+    are what the launch, bound to all but pointers, writes."""
 
     sizes: Tensor
     columns: Tensor
     values: Tensor
+    ranks: Tensor
+    counted: Tensor
+    launch: launch.Bound | None
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """In the order in which the launch takes it."""
+        return self.ranks, self.counted, self.columns, self.values, self.sizes
 
 
 def count(packed: Packed, limit: int, step: int, n: int, sizes: Tensor) -> None:
     """Fills sizes, int32 [groups], with how many columns the rows of one of every `step` groups have, not counting rows
     of more than `limit` entries."""
-    _launch_unite(packed, limit, step, n, sizes, None, False, CHOICE)
+    ranks = sizes.new_empty(sizes.shape[0], _room(n))
+    _launch_unite(packed, limit, step, n, (ranks, sizes, None, None, None), False, CHOICE)
 
 
 def unite(packed: Packed, limit: int, n: int, squared: bool, sizes: Tensor | None, choice: Choice = CHOICE) -> Unions:
@@ -219,10 +230,10 @@ def unite(packed: Packed, limit: int, n: int, squared: bool, sizes: Tensor | Non
     (m, _, _), room = packed.values.shape, _room(n)
     groups = sampled_groups(m, 1)
     taken = torch.empty(groups, dtype=torch.int32, device=packed.values.device)
-    unions = Unions(taken, taken.new_empty(groups, room), packed.values.new_empty(m, room))
-    sizes = torch.empty_like(taken) if sizes is None else sizes
-    _launch_unite(packed, limit, 1, n, sizes, unions, squared, choice)
-    return unions
+    ranks, columns = taken.new_empty(groups, room), taken.new_empty(groups, room)
+    counted, values = torch.empty_like(taken) if sizes is None else sizes, packed.values.new_empty(m, room)
+    bound = _launch_unite(packed, limit, 1, n, (ranks, counted, columns, values, taken), squared, choice)
+    return Unions(taken, columns, values, ranks, counted, bound)
 
 
 def _room(n: int) -> int:
@@ -230,15 +241,12 @@ def _room(n: int) -> int:
 
 
 def _launch_unite(
-    packed: Packed, limit: int, step: int, n: int, sizes: Tensor, unions: Unions | None, squared: bool, choice: Choice
-) -> None:
-    (m, tiles, _), room = packed.values.shape, _room(n)
-    ranks = sizes.new_empty(sizes.shape[0], room)
-    lists = (None, None, None) if unions is None else (unions.columns, unions.values, unions.sizes)
-    args = (packed.values, packed.indices, packed.counts, ranks, sizes, *lists)
-    args += (limit, tiles, step, m, n, room, choice.price)
+    packed: Packed, limit: int, step: int, n: int, memory: tuple[Any, ...], squared: bool, choice: Choice
+) -> launch.Bound | None:
+    m, tiles, _ = packed.values.shape
+    args = (packed.values, packed.indices, packed.counts, *memory, limit, tiles, step, m, n, _room(n), choice.price)
     meta = {**_meta(tiles), "BLOCK_S": 64, "BLOCK_N": 1024, "SQUARED": squared}
-    _unite((sizes.shape[0], 1, 1), args, meta, num_warps=8)
+    return _unite((memory[0].shape[0], 1, 1), args, meta, num_warps=8, head=8)
 
 
 def _meta(tiles: int) -> dict[str, int]:
@@ -254,11 +262,11 @@ def project(
     down: tuple[Tensor, Tensor | None],
     out: Tensor,
     choice: Choice = CHOICE,
-) -> None:
+) -> tuple[launch.Bound | None, launch.Bound | None]:
     """Writes the light rows of `out` whose group has a union; overwrites the values of `unions`. x, up and down as in
-    `gather`."""
+    `gather`. Returns the launches, bound to all but pointers, the first None without `up`."""
     (m, room), tiles, d, (down_weight, down_bias) = unions.values.shape, packed.values.shape[1], out.shape[1], down
-    groups = unions.sizes.shape[0]
+    groups, first = unions.sizes.shape[0], None
     if up is not None:
         (weight, bias), k = up, x.shape[1]
         block_u, block_k = choice.up
@@ -267,7 +275,7 @@ def project(
         args = (x, weight, bias, unions.columns, unions.sizes, unions.values, room, m, k)
         shares = min(choice.shares, launch.cdiv(room, block_u))
         warps, stages = choice.up_launch
-        _union_up((groups, shares, 1), args, meta, num_warps=warps, num_stages=stages)
+        first = _union_up((groups, shares, 1), args, meta, num_warps=warps, num_stages=stages, head=6)
     block_u, block_d = choice.down
     meta = {**_meta(tiles), "BLOCK_U": block_u, "BLOCK_D": block_d, "FLIP": choice.flip}
     # As if sums were long, for the union may be.
@@ -276,7 +284,8 @@ def project(
     args = (unions.values, down_weight, down_bias, unions.columns, unions.sizes, packed.counts, out)
     args += (limit, tiles, room, m, d)
     warps, stages = choice.down_launch
-    _union_down((groups, launch.cdiv(d, block_d), 1), args, meta, num_warps=warps, num_stages=stages)
+    grid = (groups, launch.cdiv(d, block_d), 1)
+    return first, _union_down(grid, args, meta, num_warps=warps, num_stages=stages, head=7)
 
 
 _LIGHT = {"counts_ptr": "*i16", **dict.fromkeys(("limit", "tiles", "M"), "i32")}

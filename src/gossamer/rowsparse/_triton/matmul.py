@@ -142,23 +142,15 @@ def fold(products, VEC: tl.constexpr):
 @triton.jit
 def _matmul_bwd_kernel(
     keys_ptr, offsets_ptr, values_ptr, starts_ptr, grad_ptr, w_ptr, grad_w_ptr, grad_values_ptr, sums_ptr,
-    long_ptr, found_ptr, stride_wn, capacity, M, D,
+    long_ptr, found_ptr, stride_wn, capacity, D,
     BLOCK_E: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr, VEC: tl.constexpr, LONG: tl.constexpr,
-    IS_CSR: tl.constexpr, OVERFLOWS: tl.constexpr,
+    IS_CSR: tl.constexpr,
 ):  # fmt: skip
     """Program (column). keys are (row << 32 | slot), sorted by column, then row.
 
-    A column with more than LONG entries is only noted down, for `_matmul_bwd_long_kernel`; with OVERFLOWS,
-    so is, four words after their number, whether any of the M rows has overflowed.
+    A column with more than LONG entries is only noted down, for `_matmul_bwd_long_kernel`.
     """
     column = tl.program_id(0)
-    if OVERFLOWS:
-        for start in range(column.to(tl.int64) * 128, M, tl.num_programs(0).to(tl.int64) * 128):
-            rows = start + tl.arange(0, 128)
-            # What overflows a CSR is past the end of the whole buffer.
-            counts = tl.load(starts_ptr + rows + (1 if IS_CSR else 0), mask=rows < M, other=0)
-            if tl.max(counts, axis=0) > capacity:
-                tl.store(found_ptr + 4, 1)
     begin = tl.load(offsets_ptr + column)
     count = (tl.load(offsets_ptr + column + 1) - begin).to(tl.int32)
     keys_ptr += begin
@@ -355,11 +347,11 @@ def matmul_bwd(
     n, d, capacity = col_offsets.shape[0] - 1, grad.shape[1], values.shape[-1]
     grad, values = grad.contiguous(), values.contiguous()
     grad_weight = torch.empty(n, d, dtype=dtype, device=grad.device)
-    m, size = grad.shape[0], 0 if weight is None else values.numel()
+    size = 0 if weight is None else values.numel()
     long = min(n, keys.numel() // LONG)
-    # Each from an aligned address on: the gradient, how many columns are long, whether a row overflowed, which columns.
+    # Each from an aligned address on: the gradient, how many columns are long, which columns.
     start = launch.cdiv(size, 4) * 4
-    zeros = torch.zeros(start + 8 + long, dtype=torch.float32, device=grad.device)
+    zeros = torch.zeros(start + 4 + long, dtype=torch.float32, device=grad.device)
     grad_values = zeros[:0] if weight is None else zeros[:size].view(values.shape)
     if n == 0 or d == 0:
         return grad_weight, grad_values
@@ -369,17 +361,16 @@ def matmul_bwd(
     tile = bwd_tile(grad.element_size())
     sums = None if weight is None else torch.empty(keys.numel(), dtype=torch.float32, device=grad.device)
     operands = (keys, col_offsets, values, offsets, grad, weight, grad_weight, grad_values)
-    listed, scalars = (noted[8:], noted), (stride, capacity)
-    meta = {**tile.sizes, "LONG": LONG, "IS_CSR": is_csr, "OVERFLOWS": source is not None}
-    args = (*operands, sums, *listed, *scalars, m, d)
+    listed, scalars = (noted[4:], noted), (stride, capacity)
+    meta = {**tile.sizes, "LONG": LONG, "IS_CSR": is_csr}
+    args = (*operands, sums, *listed, *scalars, d)
     _matmul_bwd((n, 1, 1), args, meta, **tile.options)
     if long:
         grid = (min(2 * long * launch.cdiv(d, 128), 4 * tuning.programs(grad.device)), 1, 1)
         wide = {"BLOCK_E": 64, "BLOCK_D": tile.sizes["BLOCK_D"], "VEC": tile.sizes["VEC"], "IS_CSR": is_csr}
         _matmul_bwd_long(grid, (*operands, *listed, *scalars, d), wide, num_warps=8)
     if source is not None:
-        rows = Overflow(source, offsets[is_csr:], capacity)
-        overflow.backward_weight(rows, mask, grad, grad_weight, noted[4:])
+        overflow.backward_weight(Overflow(source, offsets[is_csr:], capacity), mask, grad, grad_weight)
     return grad_weight, grad_values
 
 
@@ -390,7 +381,7 @@ EXAMPLES = {
     },
     _matmul_bwd_kernel: {
         "offsets_ptr": "*i64", "grad_values_ptr": "*fp32", "BLOCK_E": 8, "STEP": 4, "BLOCK_D": 256, "VEC": 8,
-        "LONG": 64, "IS_CSR": False, "OVERFLOWS": True, "num_warps": 1, "maxnreg": 80,
+        "LONG": 64, "IS_CSR": False, "num_warps": 1, "maxnreg": 80,
     },
     _matmul_bwd_long_kernel: {
         "offsets_ptr": "*i64", "grad_values_ptr": "*fp32", "BLOCK_E": 64, "BLOCK_D": 256, "VEC": 8, "IS_CSR": False,

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
+from gossamer.rowsparse._triton.overflow import load_rows, overflowed
 
 
 @triton.jit
@@ -49,12 +50,12 @@ def _encode_bwd_columns_kernel(
 
 @triton.jit
 def _encode_bwd_columns_overflow_kernel(
-    source_ptr, nnz_ptr, any_ptr, grad_ptr, grad_l0_ptr, threshold_ptr, bias_out_ptr, threshold_out_ptr,
-    stride_sm, stride_gm, stride_gn, stride_l, stride_t, radius, M, N, capacity,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    source_ptr, rows_ptr, grad_ptr, grad_l0_ptr, threshold_ptr, bias_out_ptr, threshold_out_ptr,
+    stride_sm, stride_gm, stride_gn, stride_l, stride_t, radius, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of columns): adds what the overflowed rows contribute."""
-    if tl.load(any_ptr) != 0:
+    """Program (block of columns): adds what the overflowed rows contribute, which are listed."""
+    number = tl.load(rows_ptr)
+    if number > 0:
         columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = columns < N
         bias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -62,24 +63,19 @@ def _encode_bwd_columns_overflow_kernel(
         threshold = tl.zeros([BLOCK_N], tl.float32)
         if threshold_ptr is not None:
             threshold = tl.load(threshold_ptr + columns * stride_t, mask=inside, other=0.0).to(tl.float32)
-        for first in range(0, M, BLOCK_M):
-            rows = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
-            flagged = tl.load(nnz_ptr + rows, mask=rows < M, other=0) > capacity
-            if tl.max(flagged.to(tl.int32), axis=0) > 0:
-                mask = flagged[:, None] & inside[None, :]
-                at = source_ptr + rows[:, None] * stride_sm + columns[None, :]
-                value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-                grad = tl.load(
-                    grad_ptr + rows[:, None] * stride_gm + columns.to(tl.int64)[None, :] * stride_gn,
-                    mask=mask,
-                    other=0.0,
-                ).to(tl.float32)
-                bias += tl.where(value != 0, grad, 0.0)
-                if threshold_ptr is not None:
-                    stored = (value != 0) | (value.to(tl.int32, bitcast=True) < 0)
-                    grad_l0 = tl.load(grad_l0_ptr + rows * stride_l, mask=flagged, other=0.0)
-                    slope = threshold[None, :] * grad + grad_l0[:, None]
-                    near += tl.where(mask & stored & (value - threshold[None, :] < radius), slope, 0.0)
+        for first in range(0, number, BLOCK_M):
+            rows, listed = load_rows(rows_ptr, first, number, BLOCK_M)
+            mask = listed[:, None] & inside[None, :]
+            at = source_ptr + rows[:, None] * stride_sm + columns[None, :]
+            value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            at = grad_ptr + rows[:, None] * stride_gm + columns.to(tl.int64)[None, :] * stride_gn
+            grad = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            bias += tl.where(value != 0, grad, 0.0)
+            if threshold_ptr is not None:
+                stored = (value != 0) | (value.to(tl.int32, bitcast=True) < 0)
+                grad_l0 = tl.load(grad_l0_ptr + rows * stride_l, mask=listed, other=0.0)
+                slope = threshold[None, :] * grad + grad_l0[:, None]
+                near += tl.where(mask & stored & (value - threshold[None, :] < radius), slope, 0.0)
         bias_ptrs = bias_out_ptr + columns
         tl.store(bias_ptrs, tl.load(bias_ptrs, mask=inside, other=0.0) + tl.sum(bias, axis=0), mask=inside)
         if threshold_ptr is not None:
@@ -142,10 +138,8 @@ def bwd_columns(
     args += (*strides, *tail, capacity)
     _encode_bwd_columns((n, 1, 1), args, {"BLOCK": 128}, num_warps=1)
     if source.shape[0]:
-        m = source.shape[0]
-        any_flagged = (nnz > capacity).any()
-        args = (source, nnz, any_flagged, grad_source, grad_l0, threshold, bias_out, threshold_out)
-        args += (source.stride(0), *grad_source.stride(), *tail, m, n, capacity)
+        args = (source, overflowed(nnz, capacity), grad_source, grad_l0, threshold, bias_out, threshold_out)
+        args += (source.stride(0), *grad_source.stride(), *tail, n)
         meta = {"BLOCK_M": 16, "BLOCK_N": 128}
         _encode_bwd_columns_overflow((launch.cdiv(n, 128), 1, 1), args, meta, num_warps=4)
     return bias_out, threshold_out
@@ -180,7 +174,8 @@ EXAMPLES = {
         "num_warps": 1,
     },
     _encode_bwd_columns_overflow_kernel: {
-        "any_ptr": "*i1", "bias_out_ptr": "*fp32", "threshold_out_ptr": "*fp32", "BLOCK_M": 16, "BLOCK_N": 128,
+        "rows_ptr": "*i32",
+        "bias_out_ptr": "*fp32", "threshold_out_ptr": "*fp32", "BLOCK_M": 16, "BLOCK_N": 128,
     },
     _encode_bwd_source_kernel: {"BLOCK": 4096},
 }  # fmt: skip

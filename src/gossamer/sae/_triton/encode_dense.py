@@ -6,8 +6,9 @@ threshold a number would be twice what the numbers themselves are to read. Sums 
 added up after it in order. A warp has whole rows of the tile, 16 bytes a thread: what is summed over a row's columns
 never leaves the warp, and what is summed over rows stays apart, a sum for each row of the tile, until the run ends.
 The rows that come next are on their way, STAGES deep: other rows than are written.
-l0, which sums over the blocks of columns, is a whole number, and no order of atomic additions shows. What lies in the
-window below its threshold becomes -0.0: nothing to a product, and all that the backward pass has to know of it.
+l0, which sums over the blocks of columns, is a whole number below 2^24, and no order of atomic additions shows. What
+lies in the window below its threshold becomes -0.0: nothing to a product, and all that the backward pass has to know
+of it.
 """
 
 import torch
@@ -57,11 +58,13 @@ def _encode_dense_kernel(
             near = below & (z > threshold - radius) & inside
             out = tl.where(near, minus_zero, out)
             # Both counts in one sum: neither passes COLUMNS.
-            both = tl.sum(fires + (near.to(tl.int32) << 16), axis=1)
-            tl.atomic_add(nnz_ptr + rows, both >> 16, mask=rows < M, sem="relaxed")
-            tl.atomic_add(l0_ptr + rows, both & 0xFFFF, mask=rows < M, sem="relaxed")
+            both = tl.sum(fires + ((fires + near.to(tl.int32)) << 16), axis=1)
+            active, stored = both & 0xFFFF, both >> 16
         else:
-            tl.atomic_add(l0_ptr + rows, tl.sum(fires, axis=1), mask=rows < M, sem="relaxed")
+            active = tl.sum(fires, axis=1)
+            stored = active
+        tl.atomic_add(nnz_ptr + rows, stored, mask=rows < M, sem="relaxed")
+        tl.atomic_add(l0_ptr + rows, active.to(tl.float32), mask=rows < M, sem="relaxed")
         tl.store(at, out.to(z_ptr.dtype.element_ty), mask=inside)
     tl.store(fired_ptr + run * N + columns, tl.sum(fired, axis=0), mask=columns < N)
 
@@ -126,17 +129,18 @@ def encode_dense(
         bias = threshold = None
     else:
         acts = (x if b_dec is None else x - b_dec).to(weight.dtype) @ weight
-    # How many fire, and how many lie in the window.
-    l0, near = torch.zeros(2, m, dtype=torch.int32, device=x.device)
+    # How many fire, and with those in the window.
+    l0 = torch.zeros(m, dtype=torch.float32, device=x.device)
+    nnz = torch.zeros(m, dtype=torch.int32, device=x.device)
     length, grid = _runs(m, n, acts, FORWARD)
     fired = torch.empty(grid[1], n, dtype=torch.int32, device=x.device)
     if acts.numel():
         bias, threshold = (None if vector is None else vector.contiguous() for vector in (bias, threshold))
-        args = (acts, bias, threshold, l0, near, fired, bandwidth / 2, m, n, length)
+        args = (acts, bias, threshold, l0, nnz, fired, bandwidth / 2, m, n, length)
         _activate(grid, args, {**FORWARD.sizes, "WINDOW": bandwidth > 0}, num_warps=FORWARD.warps)
     else:
         fired.zero_()
-    return acts, l0.to(threshold_dtype(weight.dtype)), fired.sum(0), l0 + near
+    return acts, l0, fired.sum(0), nnz
 
 
 def encode_dense_bwd_(
@@ -166,7 +170,7 @@ def _runs(m: int, n: int, acts: Tensor, tile: launch.Tile) -> tuple[int, tuple[i
 
 
 EXAMPLES = {
-    _encode_dense_kernel: {"l0_ptr": "*i32", **FORWARD.sizes, "WINDOW": True},
+    _encode_dense_kernel: {**FORWARD.sizes, "WINDOW": True},
     _encode_dense_bwd_kernel: {**BACKWARD.sizes, "TO_INPUT": False},
 }
 """Example signatures for the ahead-of-time compile test."""

@@ -1,0 +1,94 @@
+"""Which way a layer's latents go, packed or dense, and with how many slots: by what earlier calls have shown."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gossamer.rowsparse import Density, DensityTracker
+from gossamer.rowsparse.pack import default_capacity
+from gossamer.sae.encode_dense import again, break_even, choose_path, most_slots, slots
+
+M, D, N = 4096, 2304, 65536
+
+
+def weight_on(kind: str) -> Any:
+    return SimpleNamespace(shape=(N, D), device=torch.device(kind, 99), element_size=lambda: 2)
+
+
+def way(known: Density | None, kind: str = "cuda", **options: Any) -> str:
+    """By a tracker that knows that."""
+
+    class Knowing(DensityTracker):
+        def path(self, choose: Any, *, training: bool) -> str:
+            return choose(known)
+
+    return choose_path(Knowing(), M, weight_on(kind), **({"expected": None, "training": True} | options))
+
+
+def counted(counts: torch.Tensor) -> Density:
+    """What a tracker knows of a call with these counts."""
+    tracker = DensityTracker(lag=1)
+    tracker.record(counts.int(), training=True, limit=most_slots(N))
+    tracker.path(lambda _: "", training=True)
+    known = tracker.known(training=True)
+    assert known is not None
+    return known
+
+
+def spread(mean: float, deviation: float) -> Density:
+    """Counts whose logarithm is normal."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = (deviation * torch.randn(M, generator=generator)).exp()
+    return counted(drawn * mean / drawn.mean())
+
+
+@pytest.mark.usefixtures("h200")
+def test_the_mean_decides_while_rows_fit() -> None:
+    limit = break_even(M, D, N, weight_on("cuda"))
+    assert 200 < limit < 1000
+    for factor, wanted in ((0.9, "sparse"), (1.1, "dense")):
+        assert way(spread(factor * limit, 0.3)) == wanted
+        assert way(None, expected=int(factor * limit)) == wanted
+        assert way(spread(1.5 * factor * limit, 0.3), times=1.5) == wanted
+    assert way(None) == "dense" and way(None, training=False) == "sparse"
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("training", [True, False])
+def test_rows_that_overflow_make_a_layer_dense(training: bool) -> None:
+    """The falling run of benchmarks/nn: a mean of 300, and rows with 38,000 entries among them. A step took an
+    H200 34 ms packed while the gradients took blocks of neighbours, and 11 dense."""
+    for mean, deviation in ((300, 1.4), (320, 1.3)):
+        known = spread(mean, deviation)
+        assert known.light / M < 250 and known.over > 20
+        assert way(known, training=training) == "dense", (mean, known)
+    assert way(spread(100, 0.7), training=training) == "sparse"
+    for count, wanted in ((1, "sparse"), (40, "sparse" if training else "dense"), (2000, "dense")):
+        # In training few such rows are worth it wherever they lie; else a block of 128 is multiplied for one of them.
+        some = torch.full((M,), 60)
+        some[torch.randperm(M, generator=torch.Generator().manual_seed(0))[:count]] = 5000
+        assert way(counted(some), training=training) == wanted
+
+
+@pytest.mark.usefixtures("h200")
+def test_a_cpu_multiplies_the_rows_that_overflowed_alone() -> None:
+    few = torch.full((M,), 60)
+    few[::20] = 5000
+    assert again(counted(few), True, False) == again(counted(few), False, False) == pytest.approx(0.075, rel=0.02)
+    assert again(counted(few), False, True) > 1.9
+    assert way(counted(few), training=False) == "dense" and way(counted(few), "cpu", training=False) == "sparse"
+
+
+def test_no_row_overflows_that_holds_a_quarter_more() -> None:
+    least = default_capacity(N)
+    assert slots(None, N) is None and slots(counted(torch.tensor([3, 700])), N) is None
+    assert slots(counted(torch.tensor([3, 900])), N) == 2 * least == most_slots(N)
+    assert slots(counted(torch.tensor([3, 40000])), N) == most_slots(N)
+    for d_sae in (1, 100, 129, 5000):
+        found = slots(counted(torch.tensor([d_sae])), d_sae)
+        assert (found or default_capacity(d_sae)) <= d_sae
+        assert found is None or found >= default_capacity(d_sae)
+    empty = counted(torch.empty(0))
+    assert slots(empty, N) is None and again(empty, True, True) == 0
