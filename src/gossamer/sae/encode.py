@@ -22,7 +22,6 @@ from gossamer.sae._torch import encode as _cpu
 from gossamer.sae.encode_path import TILE_SLOTS, Path, choose_path, named, row_stride
 
 ACTIVATIONS = (ReLU, JumpReLU, TopK, BatchTopK)
-_GPU = "gossamer.sae._triton.encode"
 _Known = tuple[int | None, bool, Path]
 """What a call comes to: capacity (None for CSR), whether a row may overflow it, the path where nothing is kept for a
 backward pass."""
@@ -358,7 +357,6 @@ _sae_encode = register(
     "float bandwidth, SymInt? capacity, bool keep_source, Tensor? scale=None, bool ste_to_input=False) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.encode,
-    gpu=f"{_GPU}:encode",
     fake=_fake,
     setup_context=save_operands,
     backward=encode_backward,
@@ -368,7 +366,7 @@ sum_gradients_by_column = register(
     "Tensor keys, Tensor columns, Tensor values, Tensor nnz, Tensor source, Tensor? threshold, float bandwidth) "
     "-> (Tensor, Tensor)",
     cpu=_cpu.bwd_columns,
-    gpu=f"{_GPU}_bwd:bwd_columns",
+    gpu="gossamer.sae._triton.encode_bwd:bwd_columns",
     fake=_fake_sums,
     once_differentiable="sae.encode",
 )
@@ -376,7 +374,7 @@ _bwd_source = register(
     "sae_encode_bwd_source(Tensor grad, Tensor source, Tensor nnz, SymInt capacity, Tensor? grad_l0, "
     "Tensor? threshold, float bandwidth) -> Tensor",
     cpu=_cpu.bwd_source,
-    gpu=f"{_GPU}_bwd:bwd_source",
+    gpu="gossamer.sae._triton.encode_bwd:bwd_source",
     fake=lambda grad, source, *_: source.new_empty(source.shape),
     once_differentiable="sae.encode",
 )
