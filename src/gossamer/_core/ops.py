@@ -82,7 +82,7 @@ def register(
     schema: str,
     *,
     cpu: Callable[..., Any],
-    gpu: str,
+    gpu: str | None = None,
     fake: Callable[..., Any],
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
@@ -90,16 +90,17 @@ def register(
 ) -> Any:
     """Registers `schema` ("name(Tensor x, ...) -> Tensor") and returns the operator's overload, ready to call.
 
-    `cpu` is the PyTorch implementation; `gpu` names the Triton launcher as "module:function"; `fake` gives shapes
-    and dtypes; `backward` and `setup_context` are as in `torch.library.register_autograd`, called by position. An
-    operator that is a step of a backward pass names its public function in `once_differentiable`, and then refuses to
-    be differentiated.
+    `cpu` is the PyTorch implementation, in a room's `_torch`; `gpu` names the Triton launcher as "module:function",
+    where that is another one than the function of the same name in the file of the same name in `_triton`; `fake` gives
+    shapes and dtypes; `backward` and `setup_context` are as in `torch.library.register_autograd`, called by position.
+    An operator that is a step of a backward pass names its public function in `once_differentiable`, and then refuses
+    to be differentiated.
     """
     if once_differentiable is not None:
         setup_context, backward = functools.partial(_refuse, once_differentiable), _unreached
     name = schema.split("(", 1)[0]
     qualified = f"{NAMESPACE}::{name}"
-    launcher = _lazily(gpu)
+    launcher = _lazily(gpu or f"{cpu.__module__.replace('._torch.', '._triton.')}:{cpu.__name__}")
     _library.define(schema)
     by_device = {"cpu": _without_autocast(launcher if INTERPRET else cpu), "cuda": launcher}
     for device, implementation in by_device.items():
