@@ -184,7 +184,7 @@ def _fake_bwd(
     grad: Tensor, acts: Tensor, grad_l0: Tensor, threshold: Tensor | None, bandwidth: float, ste_to_input: bool
 ) -> tuple[Tensor, Tensor]:
     n, dtype = acts.shape[1], threshold_dtype(acts.dtype)
-    return acts.new_empty(n, dtype=dtype), acts.new_empty(n * bool(bandwidth), dtype=dtype)
+    return acts.new_empty(n, dtype=dtype), acts.new_empty(n if bandwidth else 0, dtype=dtype)
 
 
 _encode_dense = register(
