@@ -155,7 +155,7 @@ def _unpacks(values: Tensor, offsets: Tensor, source: Tensor | None, weight: Ten
     """Whether the weight's gradient is the dense product of unpacked rows: where `matmul` is, and they fit at once."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not values.dtype is weight.dtype is grad.dtype:
         return False
-    m, n = offsets.shape[0] - (values.dim() == 1), weight.shape[0]
+    m, n = offsets.shape[0] - int(values.dim() == 1), weight.shape[0]
     if choose_path(values, m, source is not None, weight) == "gather":
         return False
     return rows_at_once(m, n, values.element_size(), values, weight, weight, grad) == m
