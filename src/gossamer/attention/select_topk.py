@@ -258,6 +258,5 @@ _select_topk = register(
     "SymInt top, SymInt k_min, SymInt k_max, str rule, float temperature, float scale, bool causal, SymInt window, "
     "SymInt sinks, SymInt workspace, SymInt capacity, SymInt granularity) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu.select_topk,
-    gpu="gossamer.attention._triton.select_topk:select_topk",
     fake=_fake,
 )

@@ -286,7 +286,6 @@ _SELECTED = "Tensor words, Tensor counts, Tensor indices, Tensor? lengths, float
 _sparse_attention = register(
     f"sparse_attention(Tensor q, Tensor k, Tensor v, {_SELECTED}) -> (Tensor, Tensor)",
     cpu=_cpu.sparse_attention,
-    gpu="gossamer.attention._triton.sparse_attention:sparse_attention",
     fake=_fake,
     setup_context=_context,
     backward=_backward,
@@ -336,7 +335,6 @@ _straight_through = register(
     "Tensor q_idx, Tensor k_idx, Tensor w, Tensor bias, Tensor words, Tensor? lengths, float scale, float scale_idx, "
     "bool causal) -> (Tensor, Tensor, Tensor, Tensor)",
     cpu=_through.straight_through,
-    gpu="gossamer.attention._triton.straight_through:straight_through",
     fake=_fake_through,
     once_differentiable=OPERATOR,
 )
@@ -344,7 +342,6 @@ _sparse_attention_through = register(
     f"sparse_attention_through(Tensor q, Tensor k, Tensor v, {_SELECTED}, Tensor q_idx, Tensor k_idx, Tensor w, "
     "Tensor bias, float scale_idx) -> (Tensor, Tensor)",
     cpu=_through.sparse_attention_through,
-    gpu="gossamer.attention._triton.straight_through:sparse_attention_through",
     fake=_fake,
     setup_context=_context_through,
     backward=_backward_through,
