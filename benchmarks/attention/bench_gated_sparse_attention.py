@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -103,7 +104,7 @@ def _training(T: int, width: int, heads: int, k: int, dtype: torch.dtype, B: int
 
     def run(which: int, *inputs: Any) -> tuple[Tensor, ...]:
         layer, x = inputs[which], inputs[3].detach().requires_grad_()
-        with cudnn_first():
+        with _attention_of(layer, T):
             out = layer(x)
         learns = [p for name, p in layer.named_parameters() if "indexer" not in name]
         grads = torch.autograd.grad(out, (x, *learns), x.detach())
@@ -117,7 +118,7 @@ def _training(T: int, width: int, heads: int, k: int, dtype: torch.dtype, B: int
 
 def _layer(T: int, width: int, heads: int, k: int, dtype: torch.dtype, B: int) -> Case:
     def run(which: int, *inputs: Any) -> Tensor:
-        with cudnn_first():
+        with _attention_of(inputs[which], T):
             return inputs[which](inputs[3])
 
     def decode(layer: GatedSparseAttention, x: Tensor, cache: Any) -> Tensor:
@@ -140,6 +141,11 @@ def _layer(T: int, width: int, heads: int, k: int, dtype: torch.dtype, B: int) -
         "gossamer, one token behind a cache", decode, ours=True, prepare=prepare_decode, result=decoded, partial=True
     )
     return _case(T, width, heads, k, dtype, B, run, _over_own_keys, False, one)
+
+
+def _attention_of(layer: GatedSparseAttention, T: int) -> Any:
+    """cuDNN first where the layer asks PyTorch for attention; to say so takes time, which others need not."""
+    return cudnn_first() if layer.selects_all(T) else nullcontext()
 
 
 @torch.no_grad()

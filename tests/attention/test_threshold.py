@@ -1,5 +1,6 @@
 """The key down to which rows of integers take their largest, and the column at which ties end."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -94,9 +95,7 @@ def test_lists_that_overflow(equal: bool, device: torch.device, generator: torch
 
 @pytest.mark.parametrize("workspace", [None, 1 << 26, 0], ids=["default", "64 MiB", "the least"])
 @pytest.mark.parametrize("b, tq, tk", [(1, 131072, 131072), (1, 65536, 131072), (3, 100, 40000), (2, 4096, 4096)])
-def test_slabs_stay_within_the_workspace(
-    b: int, tq: int, tk: int, workspace: int | None, device: torch.device
-) -> None:
+def test_slabs_stay_within_the_workspace(b: int, tq: int, tk: int, workspace: int | None, device: torch.device) -> None:
     """Keys and lists of each; and each row has its slab."""
     from gossamer.attention._triton import select_topk as gpu
     from gossamer.attention.select_topk import _workspace
@@ -109,7 +108,7 @@ def test_slabs_stay_within_the_workspace(
     padded = -(-tq // 64) * 64
     plan = gpu.slab_plan(b, padded, tq, tk, True, 64, 2048, workspace, 1, device)
     assert plan[0].first == 0 and plan[-1].first + plan[-1].rows == b * padded
-    for slab, after in zip(plan, plan[1:]):
+    for slab, after in pairwise(plan):
         assert slab.first + slab.rows == after.first
     for slab in plan:
         programs = kernels.list_programs(slab.rows, slab.columns, device)

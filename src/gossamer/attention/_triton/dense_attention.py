@@ -223,14 +223,14 @@ def dense_attention_bwd(
     b, h, tq, d = q.shape
     g, tk = k.shape[1:3]
     dq = q.new_empty(q.shape)
-    dkv = stats.new_zeros(2, b * g, tk, d)
+    dkv = stats.new_empty(2, b * g, tk, d)
     dk, dv = dkv
     keys, values, taken = taken_rows(k, v, words, lengths)
     plan = list(slabs(q, words, lengths, causal))
     scratch = stats.new_empty(2, b * h * max(rows * columns for _, rows, columns in plan))
     meta = {"SCOPES": words.shape[1], "CAUSAL": causal, **TILE}
     with autocast.disabled(q.device):
-        for first, rows, columns in plan:
+        for i, (first, rows, columns) in enumerate(plan):
             shape = (b * g, h // g * rows, columns)
             s, dp = (x[: b * h * rows * columns].view(shape) for x in scratch)
             queries, grads = (folded(x, first, rows, g) for x in (q, grad))
@@ -239,8 +239,10 @@ def dense_attention_bwd(
             args = (s, dp, stats, words.view(torch.int32), lengths, first, rows, columns, tq, tk, scale)
             _dense_gradient((launch.cdiv(rows, TILE["BLOCK_M"]), h, b), args, meta, num_warps=8)
             dq[:, :, first : first + rows] = torch.bmm(dp, keys[:, :columns]).view(b, h, rows, d)
-            dv[:, :columns].baddbmm_(s.transpose(1, 2), grads)
-            dk[:, :columns].baddbmm_(dp.transpose(1, 2), queries)
+            # The first slab's last query sees all keys, so that its products are what the others are added to.
+            assert i or columns == tk
+            dv[:, :columns].baddbmm_(s.transpose(1, 2), grads, beta=min(i, 1))
+            dk[:, :columns].baddbmm_(dp.transpose(1, 2), queries, beta=min(i, 1))
     # A query that is NaN would reach keys that nobody takes: 0 times NaN again.
     dk, dv = torch.where(taken[..., None], dkv.view(2, *k.shape), 0)
     return dq, dk, dv
