@@ -188,6 +188,20 @@ def test_source_may_be_wrong_where_nothing_overflowed(dtype: torch.dtype, device
     assert_exact(weight.grad, x.double().t() @ torch.ones_like(out).double())
 
 
+@pytest.mark.parametrize("n", [2, 40])
+def test_gradients_of_columns_with_many_entries(n: int, dtype: torch.dtype, device: torch.device) -> None:
+    """In one all are so long, in the other one is among short ones."""
+    x = random_rows((80, n), l0=2, dtype=dtype, device=device, integers=True)
+    x[:, 0] = 1
+    x.requires_grad_()
+    weight = random_rows((n, 5), l0=5, dtype=dtype, device=device, integers=True).requires_grad_()
+    grad = random_rows((80, 5), l0=5, dtype=dtype, device=device, integers=True)
+    found = torch.autograd.grad(matmul(pack(x, capacity=4), weight), (x, weight), grad)
+    held = x.detach() != 0
+    assert_exact(found[0], held * (grad.double() @ weight.detach().double().t()))
+    assert_exact(found[1], x.detach().double().t() @ grad.double())
+
+
 @pytest.mark.parametrize("index", [30, -2, 1 << 30])
 @pytest.mark.parametrize("format", ["ell", "csr"])
 def test_bad_indices(index: int, format: str, dtype: torch.dtype, device: torch.device, mode: str) -> None:

@@ -25,9 +25,13 @@ def test_some_rows_of_a_tile(
     plain = x.detach() @ weight.detach(), grad @ weight.detach().t(), x.detach().t() @ grad
     wanted = exact[0] @ exact[1], exact[2] @ exact[1].t(), exact[0].t() @ exact[2]
     held = x.detach() != 0
-    assert_close(out, reference64=wanted[0], plain=plain[0])
-    assert_close(ours[0], reference64=wanted[1] * held, plain=plain[1] * held)
-    assert_close(ours[1], reference64=wanted[2], plain=plain[2])
+    # Of sums so short the library's may be nearly exact by luck.
+    squares = [t.square() for t in exact]
+    sizes = squares[0] @ squares[1], squares[2] @ squares[1].t(), squares[0].t() @ squares[2]
+    allowed = [{"length": k, "magnitude": size.sqrt()} for k, size in zip((n, d, m), sizes)]
+    assert_close(out, reference64=wanted[0], plain=plain[0], **allowed[0])
+    assert_close(ours[0], reference64=wanted[1] * held, plain=plain[1] * held, **allowed[1])
+    assert_close(ours[1], reference64=wanted[2], plain=plain[2], **allowed[2])
 
 
 @pytest.mark.kernels

@@ -241,3 +241,20 @@ def test_the_pattern_may_be_a_csr(device: torch.device) -> None:
     x = torch.arange(6.0, device=device).view(3, 2)
     out = sampled_matmul(x, torch.arange(8.0, device=device).view(4, 2), pattern)
     assert out.packed.values.tolist() == [13, 13, 33] and out.source is None
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("l0", [[0, 0, 3, 17, 0, 1, 0], [1, 0, 0, 0, 0, 0, 0], 17])
+def test_on_the_cpu_many_entries_are_picked_from_blocks(
+    l0: int | list[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows at a time; few are gathered. What is not picked may be NaN."""
+    from gossamer.rowsparse._torch import sampled_matmul as on_cpu
+
+    monkeypatch.setattr(on_cpu, "CHUNK", 40)
+    pattern = random_rows((7, 17), l0=l0, dtype=dtype)
+    x, weight = (random_rows(shape, l0=5, dtype=dtype, integers=True) for shape in ((7, 5), (17, 5)))
+    weight[(pattern == 0).all(0)] = float("nan")
+    wanted = torch.where(pattern != 0, x.double() @ weight.double().t(), 0)
+    for rows in (pack(pattern, capacity=17), pack(pattern, format="csr")):
+        assert_exact(sampled_matmul(x, weight, rows).to_dense(), wanted)

@@ -65,8 +65,9 @@ def test_rows_that_overflow_make_a_layer_dense(training: bool) -> None:
         assert known.light / M < 250 and known.over > 20
         assert way(known, training=training) == "dense", (mean, known)
     assert way(spread(100, 0.7), training=training) == "sparse"
-    for count, wanted in ((1, "sparse"), (40, "sparse" if training else "dense"), (2000, "dense")):
-        # In training few such rows are worth it wherever they lie; else a block of 128 is multiplied for one of them.
+    few = "sparse" if training else "dense"
+    for count, wanted in ((0, "sparse"), (1, few), (40, few), (2000, "dense")):
+        # In training few such rows are worth it wherever they lie; else the product of one block takes as long.
         some = torch.full((M,), 60)
         some[torch.randperm(M, generator=torch.Generator().manual_seed(0))[:count]] = 5000
         assert way(counted(some), training=training) == wanted

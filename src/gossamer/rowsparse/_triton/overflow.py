@@ -143,22 +143,22 @@ def _overflow_bwd_source_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PARTIAL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of listed rows, share of the column tiles): grad @ weight.T; MASKED: 0 where x is 0."""
+    """Programs share (column tile, block of listed rows), however few blocks there are, and neighbours a tile of the
+    weight: grad @ weight.T; MASKED: 0 where x is 0."""
     number = tl.load(rows_ptr)
-    if tl.program_id(0) * BLOCK_M < number:
-        rows, flagged = load_rows(rows_ptr, tl.program_id(0) * BLOCK_M, number, BLOCK_M)
-        grad_rows = grad_ptr + rows[:, None] * D
-        for tile in range(tl.program_id(1), tl.cdiv(N, BLOCK_N), tl.num_programs(1)):
-            inner = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            w_rows = w_ptr + inner.to(tl.int64)[None, :] * stride_wn
-            acc = flagged_product(
-                grad_rows, w_rows, 1, 0, D, flagged, inner < N, BLOCK_M, BLOCK_D, BLOCK_N, PARTIAL, PRECISION, UPCAST
-            )
-            mask = flagged[:, None] & (inner < N)[None, :]
-            if MASKED:
-                x = tl.load(x_ptr + rows[:, None] * stride_xm + inner[None, :], mask=mask, other=0.0)
-                acc = tl.where(x != 0, acc, 0.0)
-            tl.store(out_ptr + rows[:, None] * N + inner[None, :], acc, mask=mask)
+    blocks = tl.cdiv(number, BLOCK_M)
+    for item in range(tl.program_id(0), blocks * tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
+        rows, flagged = load_rows(rows_ptr, item % blocks * BLOCK_M, number, BLOCK_M)
+        inner = item // blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+        grad_rows, w_rows = grad_ptr + rows[:, None] * D, w_ptr + inner.to(tl.int64)[None, :] * stride_wn
+        acc = flagged_product(
+            grad_rows, w_rows, 1, 0, D, flagged, inner < N, BLOCK_M, BLOCK_D, BLOCK_N, PARTIAL, PRECISION, UPCAST
+        )
+        mask = flagged[:, None] & (inner < N)[None, :]
+        if MASKED:
+            x = tl.load(x_ptr + rows[:, None] * stride_xm + inner[None, :], mask=mask, other=0.0)
+            acc = tl.where(x != 0, acc, 0.0)
+        tl.store(out_ptr + rows[:, None] * N + inner[None, :], acc, mask=mask)
 
 
 @triton.jit
@@ -261,9 +261,8 @@ def backward_source(rows: Overflow, grad: Tensor, weight: Tensor, out: Tensor, m
     meta = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "PARTIAL": summed, **tuning.dot_precision(weight, d)}
     meta["MASKED"] = masked
     args = (grad, weight, source, out, overflowed(rows.counts, rows.limit), weight.stride(0), source.stride(0), n, d)
-    row_blocks = launch.cdiv(m, meta["BLOCK_M"])
-    share = min(launch.cdiv(n, meta["BLOCK_N"]), max(launch.cdiv(4 * tuning.programs(grad.device), row_blocks), 16))
-    grid = (row_blocks, share, 1)
+    items = launch.cdiv(m, meta["BLOCK_M"]) * launch.cdiv(n, meta["BLOCK_N"])
+    grid = (min(items, 8 * tuning.programs(grad.device)), 1, 1)
     _overflow_bwd_source(grid, args, meta, num_warps=8 if summed else 4, num_stages=3)
 
 

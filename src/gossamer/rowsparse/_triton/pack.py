@@ -40,8 +40,11 @@ def load_chunk(x_ptr, start, N, BLOCK: tl.constexpr, VEC: tl.constexpr):
 @triton.jit
 def row_start(offset, N, VEC: tl.constexpr, SHIFTED: tl.constexpr):
     """(where a row's walk starts, how many numbers of the row before it has first, and its end). With SHIFTED it starts
-    on 16 bytes, wherever the row does: a thread loads its word at once, or would its numbers one by one."""
-    if SHIFTED:
+    on 16 bytes, wherever the row does (1), or where every row does (2), which the compiler is told so: a thread loads
+    its word at once, or would its numbers one by one."""
+    if SHIFTED == 2:
+        return offset // VEC * VEC, 0, N // VEC * VEC
+    elif SHIFTED:
         first = offset // VEC * VEC
         lead = (offset - first).to(tl.int32)
         return first, lead, N + lead
@@ -52,7 +55,7 @@ def row_start(offset, N, VEC: tl.constexpr, SHIFTED: tl.constexpr):
 @triton.jit
 def load_row_chunk(x_ptr, start, lead, N, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFTED: tl.constexpr):
     """Words of one row, whose numbers are those from `lead` on and before N; others are 0."""
-    if SHIFTED:
+    if SHIFTED == 1:
         columns = chunk_columns(start, BLOCK, VEC)
         # 16 bytes that hold a number of the row lie in memory of the tensor's, all of them.
         words = (start + tl.arange(0, BLOCK // VEC) * VEC < N)[:, None]
@@ -270,14 +273,18 @@ def scan_tile(n: int, element_size: int, groups: int = 256) -> dict[str, Any]:
 
 
 def row_tile(x: Tensor, groups: int = 256) -> dict[str, Any]:
-    """`scan_tile` of the rows of x, and whether they begin anywhere while x begins on 16 bytes."""
+    """`scan_tile` of the rows of x, and SHIFTED where they lie otherwise than the compiler knows how to load.
+
+    Of a size it knows that it is a multiple of 16, or nothing: 5,137 rows of 5,896 16-bit numbers, all of which begin
+    on 16 bytes, took an H200 372 us, a number at a time."""
     sizes = scan_tile(x.shape[1], x.element_size(), groups)
-    return {**sizes, "SHIFTED": x.stride(0) % sizes["VEC"] != 0 and x.data_ptr() % 16 == 0}
+    lies = x.stride(0) | x.shape[1]
+    return {**sizes, "SHIFTED": 0 if lies % 16 == 0 or x.data_ptr() % 16 else 1 if lies % sizes["VEC"] else 2}
 
 
 def split(n: int, sizes: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """(chunks per row, the sizes with the width in which flags are read)."""
-    chunks = launch.cdiv(n + (sizes["VEC"] - 1 if sizes.get("SHIFTED") else 0), sizes["BLOCK"])
+    chunks = launch.cdiv(n + (sizes["VEC"] - 1 if sizes.get("SHIFTED") == 1 else 0), sizes["BLOCK"])
     return chunks, {**sizes, "FLAGS": min(launch.next_power_of_2(chunks), 128)}
 
 
@@ -326,11 +333,11 @@ def _launch(x: Tensor, out: tuple[Tensor | None, ...], offsets: Tensor | None, c
 
 EXAMPLES = {
     _pack_split_kernel: {
-        "x_ptr": "*fp32", "values_ptr": "*fp32", "offsets_ptr": None, "BLOCK": 1024, "VEC": 4, "SHIFTED": True,
+        "x_ptr": "*fp32", "values_ptr": "*fp32", "offsets_ptr": None, "BLOCK": 1024, "VEC": 4, "SHIFTED": 1,
         "FLAGS": 64, "COUNT_ONLY": False, "num_warps": 1,
     },
     _pack_row_kernel: {
-        "offsets_ptr": None, "BLOCK": 2048, "VEC": 8, "SHIFTED": True, "CLEAR": True, "COUNT_ONLY": False,
+        "offsets_ptr": None, "BLOCK": 2048, "VEC": 8, "SHIFTED": 1, "CLEAR": True, "COUNT_ONLY": False,
         "num_warps": 1,
     },
 }  # fmt: skip
