@@ -94,9 +94,7 @@ def test_lists_that_overflow(equal: bool, device: torch.device, generator: torch
 
 @pytest.mark.parametrize("workspace", [None, 1 << 26, 0], ids=["default", "64 MiB", "the least"])
 @pytest.mark.parametrize("b, tq, tk", [(1, 131072, 131072), (1, 65536, 131072), (3, 100, 40000), (2, 4096, 4096)])
-def test_slabs_stay_within_the_workspace(
-    b: int, tq: int, tk: int, workspace: int | None, device: torch.device
-) -> None:
+def test_slabs_stay_within_the_workspace(b: int, tq: int, tk: int, workspace: int | None, device: torch.device) -> None:
     """Keys and lists of each; and each row has its slab."""
     from gossamer.attention._triton import select_topk as gpu
     from gossamer.attention.select_topk import _workspace

@@ -188,6 +188,18 @@ def put(
     tl.debug_barrier()
 
 
+@triton.jit
+def fill_behind(out_ptr, total, capacity, overflowed, AREA: tl.constexpr):
+    """Zeros behind the last block; where a layout has more blocks than room nothing is right."""
+    PIECE: tl.constexpr = 256
+    blank = tl.zeros([PIECE], out_ptr.dtype.element_ty)
+    if overflowed:
+        blank = lost(blank)
+    first = tl.where(overflowed, 0, total).to(tl.int64) * (AREA // PIECE)
+    for at in range(first + tl.program_id(0), capacity.to(tl.int64) * (AREA // PIECE), tl.num_programs(0)):
+        tl.store(out_ptr + at * PIECE + tl.arange(0, PIECE), blank)
+
+
 @triton.jit(do_not_specialize=["groups", "capacity", "index_capacity"])
 def _scatter_reduce_kernel(
     out_ptr, given_ptr, src_ptr, index_ptr, kept_ptr, out_offsets_ptr, out_order_ptr, out_others_ptr, offsets_ptr,
@@ -265,14 +277,7 @@ def _scatter_reduce_kernel(
             x = tl.load(kept_ptr + to, mask=exists, other=0)
             tl.store(out_ptr + place, x.to(out_ptr.dtype.element_ty), mask=exists)
         tl.debug_barrier()
-    # Behind the last block zeros, and where a layout has more blocks than room nothing is right.
-    FILL: tl.constexpr = 256
-    blank = tl.zeros([FILL], out_ptr.dtype.element_ty)
-    if overflowed:
-        blank = lost(blank)
-    begin_fill = tl.where(overflowed, 0, total).to(tl.int64) * (AREA // FILL)
-    for at_fill in range(begin_fill + tl.program_id(0), capacity.to(tl.int64) * (AREA // FILL), tl.num_programs(0)):
-        tl.store(out_ptr + at_fill * FILL + tl.arange(0, FILL), blank)
+    fill_behind(out_ptr, total, capacity, overflowed, AREA)
 
 
 @triton.jit(do_not_specialize=["nnz_ptr", "index_nnz_ptr", "capacity", "index_capacity", "D", "INNER", "D_INDEX"])
