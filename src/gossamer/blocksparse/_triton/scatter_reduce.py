@@ -136,7 +136,9 @@ def places(
     block = begin + at // SPAN
     if order_ptr is not None:
         block = tl.load(order_ptr + block, mask=exists, other=0)
-    other = tl.load(others_ptr + block, mask=exists, other=0) % count
+    other = tl.load(others_ptr + block, mask=exists, other=0)
+    if AXIS == 1:
+        other %= count
     # Neighbours within a block, whose sizes are multiples of 16.
     target = tl.max_contiguous(tl.multiple_of(other * SPAN + at % SPAN, 16), 16)
     area = block.to(tl.int64) * (SPAN * ACROSS)
