@@ -19,8 +19,8 @@ MARGIN = 0.9
 LAUNCHES = 10e-6
 """Converting must save a tenth, and costs three or four kernels more, in seconds."""
 SMALL = 0.25
-"""Tiles of 128 x 256, by multiprocessor, up to which a product is one launch of the kernel for every GPU, for the one
-for Hopper begins and ends with others that take as long."""
+"""Tiles of 128 x 256, by multiprocessor, up to which a product of 16 bits is one launch of the kernel for every GPU:
+the one for Hopper has another before and behind it."""
 LEAST = 0.25
 """A matrix of which less is stored is not made dense, for the memory that it would take."""
 

@@ -4,7 +4,7 @@ Along a dimension no line of a matrix meets another: what stands in row i goes t
 j to column j (dim -2). A program takes LINES rows or columns at a time and keeps their results by place in memory of
 its own, in float32 for 16-bit sums and products: programs are as few as leave these in the first cache, where the next
 step finds what the last one has left. It walks the entries of its lines from the first to the last block, STEP entries
-of each a step; those of the next three steps are on their way, as only the places wait for each other. Entries of one
+of each a step; those of the next steps are on their way, as only the places wait for each other. Entries of one
 step that have the same place are joined in registers, by comparing each with each, and added to what is there; all of
 them write the one result. A barrier before the writes, for all must have read, and one behind them: nothing depends on
 timing. In the end the result's present blocks are rounded and written, and were set before: what goes elsewhere is
@@ -136,7 +136,9 @@ def places(
     block = begin + at // SPAN
     if order_ptr is not None:
         block = tl.load(order_ptr + block, mask=exists, other=0)
-    other = tl.load(others_ptr + block, mask=exists, other=0) % count
+    other = tl.load(others_ptr + block, mask=exists, other=0)
+    if AXIS == 1:
+        other %= count
     # Neighbours within a block, whose sizes are multiples of 16.
     target = tl.max_contiguous(tl.multiple_of(other * SPAN + at % SPAN, 16), 16)
     area = block.to(tl.int64) * (SPAN * ACROSS)
@@ -151,6 +153,53 @@ def places(
         place = area[:, None] + ((at % SPAN)[:, None] * ACROSS + line[None, :])
         exists = exists[:, None] & (own >= 0)[None, :]
     return kept, place, exists
+
+
+@triton.jit
+def put(
+    frame, target, x, other, step,
+    SPAN: tl.constexpr, STEPS: tl.constexpr, AXIS: tl.constexpr, REDUCE: tl.constexpr, RESET: tl.constexpr,
+):  # fmt: skip
+    """Joins a step's elements `[LINES, STEP]` with what is there; equal targets are in one line."""
+    kept_ptr, held, limit, rows_index, bound = frame
+    LINES: tl.constexpr = target.shape[0]
+    STEP: tl.constexpr = target.shape[1]
+    dtype = kept_ptr.dtype.element_ty
+    ahead = tl.arange(0, STEP)
+    if AXIS == 1:
+        other %= rows_index
+    inside = other * SPAN + step % STEPS * (SPAN // STEPS) + ahead < limit
+    found = held & inside[None, :] & (target >= 0) & (target < bound)
+    target = tl.where(found, target, -1).to(tl.int32)
+    to = kept_ptr + target * LINES + tl.arange(0, LINES)[:, None]
+    same = target[:, :, None] == target[:, None, :]
+    if RESET:
+        tl.store(to, tl.full([LINES, STEP], neutral(dtype, REDUCE), dtype), mask=found)
+    elif REDUCE == "last":
+        behind = same & (ahead[:, None] > ahead[None, :])[None, :, :]
+        tl.store(to, x.to(dtype), mask=found & (tl.sum(behind.to(tl.int32), 1) == 0))
+    else:
+        before = tl.load(to, mask=found, other=0)
+        nothing = tl.full(same.shape, neutral(dtype, REDUCE), dtype)
+        each = tl.broadcast_to(x.to(dtype)[:, :, None], same.shape)
+        x = joined(before, reduced(tl.where(same, each, nothing), REDUCE), REDUCE)
+        # Equal targets write the same: all must have read.
+        tl.debug_barrier()
+        tl.store(to, x, mask=found)
+    # Another thread may hold this line's next entry.
+    tl.debug_barrier()
+
+
+@triton.jit
+def fill_behind(out_ptr, total, capacity, overflowed, AREA: tl.constexpr):
+    """Zeros behind the last block; where a layout has more blocks than room nothing is right."""
+    PIECE: tl.constexpr = 256
+    blank = tl.zeros([PIECE], out_ptr.dtype.element_ty)
+    if overflowed:
+        blank = lost(blank)
+    first = tl.where(overflowed, 0, total).to(tl.int64) * (AREA // PIECE)
+    for at in range(first + tl.program_id(0), capacity.to(tl.int64) * (AREA // PIECE), tl.num_programs(0)):
+        tl.store(out_ptr + at * PIECE + tl.arange(0, PIECE), blank)
 
 
 @triton.jit(do_not_specialize=["groups", "capacity", "index_capacity"])
@@ -207,25 +256,22 @@ def _scatter_reduce_kernel(
             held = (row % COUNT * WIDTH + line < N_INDEX)[:, None]
         STRIDE: tl.constexpr = STEP if AXIS == 2 else STEP * WIDTH
         limit = N_INDEX if AXIS == 2 else M_INDEX
+        frame = (kept_ptr, held, limit, rows_index, BOUND)
         for walk in tl.static_range(2 if RESET else 1):
+            # Four steps are on their way, in registers of their own: to hand them on would wait for them.
             target0, x0, other0 = entries(lists, begin, 0, steps, at, SPAN // STEP, STRIDE, AREA)
             target1, x1, other1 = entries(lists, begin, 1, steps, at, SPAN // STEP, STRIDE, AREA)
             target2, x2, other2 = entries(lists, begin, 2, steps, at, SPAN // STEP, STRIDE, AREA)
-            for step in range(0, steps):
-                target3, x3, other3 = entries(lists, begin, step + 3, steps, at, SPAN // STEP, STRIDE, AREA)
-                if AXIS == 1:
-                    other0 %= rows_index
-                inside = other0 * SPAN + step % (SPAN // STEP) * STEP + ahead < limit
-                found = held & inside[None, :] & (target0 >= 0) & (target0 < BOUND)
-                target = tl.where(found, target0, -1).to(tl.int32)
-                to = kept_ptr + target * LINES + own[:, None]
-                if RESET and walk == 0:
-                    tl.store(to, tl.full([LINES, STEP], neutral(dtype, REDUCE), dtype), mask=found)
-                else:
-                    put(to, target, x0.to(dtype), found, REDUCE)
-                target0, x0, other0 = target1, x1, other1
-                target1, x1, other1 = target2, x2, other2
-                target2, x2, other2 = target3, x3, other3
+            target3, x3, other3 = entries(lists, begin, 3, steps, at, SPAN // STEP, STRIDE, AREA)
+            for step in range(0, steps, 4):
+                put(frame, target0, x0, other0, step, SPAN, SPAN // STEP, AXIS, REDUCE, RESET and walk == 0)
+                target0, x0, other0 = entries(lists, begin, step + 4, steps, at, SPAN // STEP, STRIDE, AREA)
+                put(frame, target1, x1, other1, step + 1, SPAN, SPAN // STEP, AXIS, REDUCE, RESET and walk == 0)
+                target1, x1, other1 = entries(lists, begin, step + 5, steps, at, SPAN // STEP, STRIDE, AREA)
+                put(frame, target2, x2, other2, step + 2, SPAN, SPAN // STEP, AXIS, REDUCE, RESET and walk == 0)
+                target2, x2, other2 = entries(lists, begin, step + 6, steps, at, SPAN // STEP, STRIDE, AREA)
+                put(frame, target3, x3, other3, step + 3, SPAN, SPAN // STEP, AXIS, REDUCE, RESET and walk == 0)
+                target3, x3, other3 = entries(lists, begin, step + 7, steps, at, SPAN // STEP, STRIDE, AREA)
             tl.debug_barrier()
 
         for first in range(0, (end_out - begin_out) * SPAN, CHUNK):
@@ -233,33 +279,7 @@ def _scatter_reduce_kernel(
             x = tl.load(kept_ptr + to, mask=exists, other=0)
             tl.store(out_ptr + place, x.to(out_ptr.dtype.element_ty), mask=exists)
         tl.debug_barrier()
-    # Behind the last block zeros, and where a layout has more blocks than room nothing is right.
-    FILL: tl.constexpr = 256
-    blank = tl.zeros([FILL], out_ptr.dtype.element_ty)
-    if overflowed:
-        blank = lost(blank)
-    begin_fill = tl.where(overflowed, 0, total).to(tl.int64) * (AREA // FILL)
-    for at_fill in range(begin_fill + tl.program_id(0), capacity.to(tl.int64) * (AREA // FILL), tl.num_programs(0)):
-        tl.store(out_ptr + at_fill * FILL + tl.arange(0, FILL), blank)
-
-
-@triton.jit
-def put(to, target, x, found, REDUCE: tl.constexpr):
-    """Joins a step's elements `[LINES, STEP]` with what is there; equal targets are in one line."""
-    same = target[:, :, None] == target[:, None, :]
-    if REDUCE == "last":
-        step = tl.arange(0, target.shape[1])
-        behind = same & (step[:, None] > step[None, :])[None, :, :]
-        tl.store(to, x, mask=found & (tl.sum(behind.to(tl.int32), 1) == 0))
-    else:
-        before = tl.load(to, mask=found, other=0)
-        nothing = tl.full(same.shape, neutral(x.dtype, REDUCE), x.dtype)
-        each = tl.broadcast_to(x[:, :, None], same.shape)
-        x = joined(before, reduced(tl.where(same, each, nothing), REDUCE), REDUCE)
-        tl.debug_barrier()
-        tl.store(to, x, mask=found)
-    # Another thread may hold this line's next entry.
-    tl.debug_barrier()
+    fill_behind(out_ptr, total, capacity, overflowed, AREA)
 
 
 @triton.jit(do_not_specialize=["nnz_ptr", "index_nnz_ptr", "capacity", "index_capacity", "D", "INNER", "D_INDEX"])
