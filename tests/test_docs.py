@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import gossamer
 
-ROOMS = sorted(module.name for module in pkgutil.iter_modules(gossamer.__path__) if module.name not in ("_core", "cli"))
+ROOMS = sorted(m.name for m in pkgutil.iter_modules(gossamer.__path__) if m.name[0] != "_" and m.name != "cli")
 
 
 def public(room: ModuleType) -> list[str]:

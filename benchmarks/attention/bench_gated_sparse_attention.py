@@ -7,7 +7,7 @@ all of them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -60,6 +60,44 @@ def _layers(
     return [(layer, dense, plain, x)]
 
 
+def _case(
+    T: int,
+    width: int,
+    heads: int,
+    k: int,
+    dtype: torch.dtype,
+    B: int,
+    run: Callable[..., Any],
+    result: Callable[..., tuple[Tensor]],
+    training: bool,
+    *more: Provider,
+) -> Case:
+    """`run` and `result` take which of the layers it is before all inputs."""
+    names = ("gossamer", "gossamer, dense", "plain PyTorch")
+    reaches = (("cpu", "cuda"), ("cpu", "cuda"), ("cpu", "cuda") if T <= 4096 else ())
+    ways = (
+        Provider(
+            name, partial(run, which), ours=which == 0, result=partial(result, which), devices=devices,
+            capturable=which < 2,
+        )
+        for which, (name, devices) in enumerate(zip(names, reaches))
+    )  # fmt: skip
+    passes = 3 if training else 1
+    return Case(
+        room="attention",
+        name="gated_sparse_attention" + "_training" * training,
+        parameters={"B": B, "T": T, "hidden": width, "H": heads, "k": k},
+        dtype=dtype,
+        make=partial(_layers, T, width, heads, k, dtype, B),
+        providers=(*ways, *more),
+        reference=_reference,
+        bytes=B * ((6 if training else 2) * T * width + (12 if training else 6) * width * width) * dtype.itemsize,
+        flops=passes * B * (12 * T * width * width + 4 * width * sum(min(t + 1, k) for t in range(T))),
+        grad=training,
+        sweep="T",
+    )
+
+
 def _training(T: int, width: int, heads: int, k: int, dtype: torch.dtype, B: int) -> Case:
     """A layer forward and backward, the indexer frozen. Outputs are checked as in inference, gradients by the tests."""
 
@@ -74,26 +112,7 @@ def _training(T: int, width: int, heads: int, k: int, dtype: torch.dtype, B: int
     def result(which: int, output: tuple[Tensor, ...], *inputs: Any) -> tuple[Tensor]:
         return _over_own_keys(which, output[0], *inputs)
 
-    return Case(
-        room="attention",
-        name="gated_sparse_attention_training",
-        parameters={"B": B, "T": T, "hidden": width, "H": heads, "k": k},
-        dtype=dtype,
-        make=partial(_layers, T, width, heads, k, dtype, B),
-        providers=(
-            Provider("gossamer", partial(run, 0), ours=True, result=partial(result, 0), capturable=True),
-            Provider("gossamer, dense", partial(run, 1), result=partial(result, 1), capturable=True),
-            Provider(
-                "plain PyTorch", partial(run, 2), result=partial(result, 2),
-                devices=("cpu", "cuda") if T <= 4096 else (),
-            ),
-        ),
-        reference=_reference,
-        bytes=B * (6 * T * width + 12 * width * width) * dtype.itemsize,
-        flops=3 * B * (12 * T * width * width + 4 * width * sum(min(t + 1, k) for t in range(T))),
-        grad=True,
-        sweep="T",
-    )  # fmt: skip
+    return _case(T, width, heads, k, dtype, B, run, result, True)
 
 
 def _layer(T: int, width: int, heads: int, k: int, dtype: torch.dtype, B: int) -> Case:
@@ -117,27 +136,10 @@ def _layer(T: int, width: int, heads: int, k: int, dtype: torch.dtype, B: int) -
         wanted[:, -1:] = out[:1].double()
         return (wanted,)
 
-    return Case(
-        room="attention",
-        name="gated_sparse_attention",
-        parameters={"B": B, "T": T, "hidden": width, "H": heads, "k": k},
-        dtype=dtype,
-        make=partial(_layers, T, width, heads, k, dtype, B),
-        providers=(
-            Provider("gossamer", partial(run, 0), ours=True, result=partial(_over_own_keys, 0), capturable=True),
-            Provider("gossamer, dense", partial(run, 1), result=partial(_over_own_keys, 1), capturable=True),
-            Provider(
-                "plain PyTorch", partial(run, 2), result=partial(_over_own_keys, 2),
-                devices=("cpu", "cuda") if T <= 4096 else (),
-            ),
-            Provider("gossamer, one token behind a cache", decode, ours=True, prepare=prepare_decode, result=decoded,
-                     partial=True),
-        ),
-        reference=_reference,
-        bytes=B * (2 * T * width + 6 * width * width) * dtype.itemsize,
-        flops=B * (12 * T * width * width + 4 * width * sum(min(t + 1, k) for t in range(T))),
-        sweep="T",
-    )  # fmt: skip
+    one = Provider(
+        "gossamer, one token behind a cache", decode, ours=True, prepare=prepare_decode, result=decoded, partial=True
+    )
+    return _case(T, width, heads, k, dtype, B, run, _over_own_keys, False, one)
 
 
 @torch.no_grad()

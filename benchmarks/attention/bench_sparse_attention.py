@@ -56,7 +56,8 @@ def scattered(T: int, k: int, batch: int, device: torch.device, generator: torch
         seen = torch.arange(T, device=device) <= rows
         drawn = torch.rand(batch, len(rows), T, device=device, generator=generator)
         words.append(Selection.from_mask(seen & (drawn * (rows + 1) < k), 0).words)
-    return Selection.from_words(torch.cat(words, 2), T, min(T, 4 * k))
+    # What a block's queries take if no key is taken twice: nobody may promise less.
+    return Selection.from_words(torch.cat(words, 2), T, min(T, 64 * k))
 
 
 LAST = 512

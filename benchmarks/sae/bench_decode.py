@@ -11,6 +11,7 @@ from torch import Tensor
 from benchmarks.peers import torch_peers
 from gossamer import rowsparse, sae
 from gossamer.cli.bench import Case, Provider, copies, random_matrix, random_rows
+from gossamer.rowsparse.pack import default_capacity
 
 # (name, F, D, L0) of the five pretrained SAEs that the article measures.
 REAL = (
@@ -124,7 +125,8 @@ def decode(
 
 
 def ready(B: int, F: int, D: int, l0: int, dtype: torch.dtype) -> Case:
-    capacity = max(512, 1 << (l0 - 1).bit_length())
+    # As many as `pack` gives by itself, which says that rows may have few; more where rows have more.
+    capacity = max(default_capacity(F), 1 << (l0 - 1).bit_length())
     return Case(
         room="sae",
         name="decode_ready",

@@ -160,6 +160,17 @@ def test_saved_tensors_pass_through_hooks_as_anybody_elses() -> None:
         out.sum().backward()
 
 
+def test_a_backward_pass_is_compiled_behind_an_eager_forward_pass() -> None:
+    from torch._dynamo import compiled_autograd
+
+    x = torch.randn(3, 4, requires_grad=True)
+    out = squared_error(x, torch.zeros(3, 4)).sum()
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        out.backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach())
+    torch._dynamo.reset()
+
+
 def test_what_has_outlived_a_transform_has_its_gradient() -> None:
     """It looks like a plain tensor, and belongs to a graph that is gone."""
     x = torch.randn(3, 4, requires_grad=True)

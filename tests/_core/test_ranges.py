@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from gossamer._core import ranges
 from gossamer._core.ranges import span
 from gossamer.nn import GatedSparseAttention, GatedSparseAttentionReference
 
@@ -22,9 +23,20 @@ def test_every_step_has_one(kind: type[GatedSparseAttention], prefix: str, devic
     assert all(any(step in name for name in names) for step in STEPS)
 
 
-def test_nothing_where_nobody_looks() -> None:
-    if not torch.cuda.is_initialized():
-        assert span("a") is span("b")
+def test_nothing_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranges, "_NVIDIA_LOOKS", False)
+    assert span("a") is span("b")
+
+
+def test_nvidias_tools_see_them_where_they_have_started_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranges, "_NVIDIA_LOOKS", True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    said: list[str] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", said.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: said.append("end"))
+    with span("a"), span("b"):
+        pass
+    assert said == ["a", "b", "end", "end"]
 
 
 def test_a_module_compiles_around_them(compiled: object, device: torch.device) -> None:

@@ -27,7 +27,8 @@ def test_slabs(
     scopes: int, options: dict[str, Any], device: torch.device, generator: torch.Generator, monkeypatch: Any
 ) -> None:
     """Three slabs, of which the first sees fewer keys."""
-    monkeypatch.setattr(kernels, "SLAB_QUERIES", 64)
+    monkeypatch.setattr(kernels, "SLAB_QUERIES", 50)
+    monkeypatch.setattr(kernels, "SLAB_PRODUCTS", 1)
     q, k, v = inputs(2, 4, 2, 150, 160, 16, torch.float32, device, generator)
     mask = random_mask((2, scopes, 150, 160), 0.4, generator)
     if "lengths" in options:
@@ -38,9 +39,10 @@ def test_slabs(
 def test_plan(device: torch.device) -> None:
     """Slabs cover all queries, within their bytes where these hold 64 queries, and end where none sees more keys."""
     words = torch.zeros(1, 1, 32, 2048, dtype=torch.int64, device=device)
-    q = torch.empty(1, 2, 2048, 8, device=device)
+    q = torch.empty(1, 4, 2048, 128, device=device)
     assert list(kernels.slabs(q, words, None, True))[::-1] == [(256 * i, 256, 256 * i + 256) for i in range(8)]
     assert {columns for *_, columns in kernels.slabs(q, words, None, False)} == {2048}
+    assert [rows for _, rows, _ in kernels.slabs(q[:, :1, :, :8], words, None, True)] == [2048], "one is little enough"
     wide = torch.empty(1, 256, 2048, 8, device=device)
     assert [rows for _, rows, _ in kernels.slabs(wide, words, None, True)] == [128] * 16
     wider = torch.empty(1, 2048, 2048, 8, device=device)

@@ -362,6 +362,7 @@ def test_errors(change: dict[str, Any], error: type[Exception], message: str) ->
         ((4096, 4096, 2048, 1 << 27), "dense"), ((4096, 4096, 2047, 1 << 27), "lists"),
         ((512, 512, 512, (1 << 27) - 1), "tiles"), ((512, 512, 64, 1 << 27), "dense"),
         ((91, 91, 91, 91 * 91 * 96, 96), "dense"), ((91, 91, 91, 0, 96), "tiles"),
+        ((3942, 3942, 1792, 1 << 31, 64), "lists"), ((3942, 3942, 1792, 1 << 31, 64, True), "dense"),
     ],
 )  # fmt: skip
 def test_path(given: tuple[int, ...], path: str) -> None:

@@ -90,3 +90,28 @@ def test_lists_that_overflow(equal: bool, device: torch.device, generator: torch
     best = torch.randint(25000, 25001 if equal else 30000, keys.shape, device=device, generator=generator)
     keys = torch.where(crowded, best.to(torch.int16), keys)
     _check(keys, 300)
+
+
+@pytest.mark.parametrize("workspace", [None, 1 << 26, 0], ids=["default", "64 MiB", "the least"])
+@pytest.mark.parametrize("b, tq, tk", [(1, 131072, 131072), (1, 65536, 131072), (3, 100, 40000), (2, 4096, 4096)])
+def test_slabs_stay_within_the_workspace(
+    b: int, tq: int, tk: int, workspace: int | None, device: torch.device
+) -> None:
+    """Keys and lists of each; and each row has its slab."""
+    from gossamer.attention._triton import select_topk as gpu
+    from gossamer.attention.select_topk import _workspace
+
+    if workspace == 0:
+        with pytest.raises(ValueError, match="workspace must be at least") as error:
+            _workspace("select", 1, tk)
+        workspace = int(str(error.value).split("at least ")[1].split(" ")[0])
+    workspace = _workspace("select", workspace, tk)
+    padded = -(-tq // 64) * 64
+    plan = gpu.slab_plan(b, padded, tq, tk, True, 64, 2048, workspace, 1, device)
+    assert plan[0].first == 0 and plan[-1].first + plan[-1].rows == b * padded
+    for slab, after in zip(plan, plan[1:]):
+        assert slab.first + slab.rows == after.first
+    for slab in plan:
+        programs = kernels.list_programs(slab.rows, slab.columns, device)
+        assert (programs > 0) == (slab.columns > levels.LONG_ROW)
+        assert 2 * slab.rows * slab.columns + programs * levels.LIST_BYTES <= workspace

@@ -494,7 +494,8 @@ def test_choice_of_a_walk() -> None:
 
     every = Walk(128, False, False)
     assert walk(64, 1.0, 1.0, 1.0) == walk(64, 0.98, 0.98, 0.98) == walk(64, 0.75, 0.75, 0.75) == every
-    assert walk(64, 0.75, 0.75, 0.5) is walk(64, 0.5, 0.5, 0.5) is walk(64, 1.0, 0.1, 1.0) is None
+    assert walk(64, 0.5, 0.5, 0.5) is walk(64, 1.0, 0.1, 1.0) is None
+    assert walk(64, 0.75, 0.75, 0.5) == walk(64, 0.75, 0.75, 0.25) == Walk(64, True, True)
     assert walk(128, 0.5, 0.5, 0.5) is walk(128, 0.25, 0.25, 0.25) is None
     assert walk(128, 0.75, 0.75, 0.75) == Walk(128, True, True)
     assert walk(128, 0.5, 1.0, None) == walk(128, 0.5, None, None) == Walk(128, True, False)

@@ -31,8 +31,8 @@ def test_any_tiles(m: int, shared: float, device: torch.device, generator: torch
     kept = a["x"] @ a["gate"].t() + a["gate_bias"] > 0
     parts = 4 if m == 7 else 1
     for tile in (
-        Tile((16, 32), (4, 2, None), (64 * parts, 16, parts), 4),
-        Tile((64, 32), (4, 2, None), (1024, 64, parts), 4),
+        Tile((16, 64, 32), (4, 2, None), (64 * parts, 16, parts), 4),
+        Tile((64, 32, 64), (4, 2, None), (1024, 64, parts), 4),
     ):
         for down in (a["down"], a["down"].t().contiguous().t()):
             out, nnz = a["x"].new_empty(m, 40), torch.empty(m, dtype=torch.int32, device=device)

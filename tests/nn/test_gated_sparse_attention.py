@@ -105,6 +105,31 @@ def test_selects_units(device: torch.device) -> None:
     torch.testing.assert_close(ours(x).double(), reference(x.double(), selection=selection), rtol=1e-4, atol=1e-5)
 
 
+def test_inference_is_as_training(device: torch.device) -> None:
+    """Without gradients angles are kept, until they are others."""
+    module, _ = pair(torch.float32, device)
+    module.dense, rotary = True, module.rotary_emb
+
+    def check(length: int) -> None:
+        x = torch.randn(2, length, 64, device=device)
+        usual = module(x).detach()
+        for context in (torch.inference_mode, torch.no_grad):
+            with context():
+                torch.testing.assert_close(module(x), usual, rtol=1e-4, atol=1e-4)
+
+    for length in (50, 50, 70, 50):
+        check(length)
+    with torch.no_grad():
+        kept = rotary.of_first(50, torch.ones(1, device=device))[0]
+        assert kept is rotary.of_first(50, torch.ones(1, device=device))[0]
+        rotary.inv_freq.mul_(0.5)
+    check(50)
+    module.load_state_dict({**module.state_dict(), "rotary_emb.inv_freq": rotary.inv_freq * 3})
+    check(50)
+    rotary.inv_freq = rotary.inv_freq + 1
+    check(50)
+
+
 def test_hooks_are_heeded(device: torch.device) -> None:
     ours, _ = pair(torch.float32, device)
     x = torch.randn(1, 20, 64, device=device)

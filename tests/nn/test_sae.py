@@ -119,7 +119,9 @@ def test_modules_are_thin(device: torch.device, generator: torch.Generator) -> N
         rows = model.encode(x)
         assert rows.shape == (2, 3, 5, D_SAE)
         torch.testing.assert_close(model.decode(rows), sae.decode(rows.to_dense(), model.W_dec, model.b_dec))
-        assert model(x).shape == x.shape and torch.equal(model(x), model.decode(rows))
+        # On a GPU a model that has seen rows overflow may go the dense way.
+        assert model(x).shape == x.shape
+        torch.testing.assert_close(model(x), model.decode(rows))
         assert model(x[0, 0, 0]).shape == (D_IN,) and model(x[:0]).shape == (0, 3, 5, D_IN)
 
 
@@ -140,7 +142,7 @@ def test_firing_counts(device: torch.device, generator: torch.Generator) -> None
         assert torch.equal(state["firing_counts"], total)
         other = models(device=device)[isinstance(model, nn.JumpReLUSAE)]
         other.load_state_dict(state)
-        assert torch.equal(other(x), model.eval()(x))
+        torch.testing.assert_close(other(x), model.eval()(x))
 
 
 def test_autocast(device: torch.device, generator: torch.Generator) -> None:

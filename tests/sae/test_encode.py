@@ -1,5 +1,6 @@
 """sae.encode, against the definition of each activation in dense float64."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -572,9 +573,11 @@ OK_X, OK_W = torch.ones(2, 4), torch.ones(4, 8)
 )
 def test_errors(change: dict[str, Any], error: type[Exception], message: str, device: torch.device) -> None:
     arguments: dict[str, Any] = {"x": OK_X, "W_enc": OK_W, "activation": "relu", **change}
-    arguments = {
-        name: value.to(device) if isinstance(value, Tensor) and value.device.type != "meta" else value
-        for name, value in arguments.items()
-    }
+
+    def moved(value: Any) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return dataclasses.replace(value, **{name: moved(part) for name, part in vars(value).items()})
+        return value.to(device) if isinstance(value, Tensor) and value.device.type != "meta" else value
+
     with pytest.raises(error, match=message):
-        encode(**arguments)
+        encode(**{name: moved(value) for name, value in arguments.items()})

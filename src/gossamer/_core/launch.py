@@ -63,20 +63,23 @@ class Kernel:
         pointers: list[Any] = []
         kinds: list[Any] = []
         bits = 0
+        # The cheapest questions first: whether something is a tensor takes longest where it is none.
         for at, arg in enumerate(args):
-            if isinstance(arg, Tensor):
+            if type(arg) is int:
+                if at in self._loose:
+                    kinds.append(arg > _INT32)
+                else:
+                    kinds.append(1 if arg == 1 else (3 if arg % 16 else 16) + (arg > _INT32))
+            elif arg is None:
+                kinds.append(None)
+            elif isinstance(arg, Tensor):
                 # On AMD Triton also asks whether 32 bits reach all of a tensor's memory.
                 kinds.append((arg.dtype, arg.untyped_storage().size() > _INT32) if _HIP else arg.dtype)
                 arg = arg.data_ptr()
                 if at not in self._unaligned:
                     bits |= arg
-            elif type(arg) is int:
-                if at in self._loose:
-                    kinds.append(arg > _INT32)
-                else:
-                    kinds.append(1 if arg == 1 else (3 if arg % 16 else 16) + (arg > _INT32))
             else:
-                kinds.append(None if arg is None else _kind(arg))
+                kinds.append(_kind(arg))
             pointers.append(arg)
         misaligned = bits % 16 != 0
         key = (*kinds, *meta.values(), device, misaligned, num_warps, num_stages, maxnreg, launch_pdl)
@@ -170,7 +173,8 @@ def _kind(arg: Any) -> Any:
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() % 16 == 0, _HIP and arg.untyped_storage().size() > _INT32
     if hasattr(arg, "block_shape"):
-        return arg.base.dtype, *arg.block_shape, arg.layout
+        # One object for all of a kind, where whoever makes descriptors gives them one.
+        return vars(arg).get("kind") or (arg.base.dtype, *arg.block_shape, arg.layout)
     return arg if type(arg) is int else type(arg)
 
 

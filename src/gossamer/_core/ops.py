@@ -82,7 +82,7 @@ def register(
     schema: str,
     *,
     cpu: Callable[..., Any],
-    gpu: str,
+    gpu: str | None = None,
     fake: Callable[..., Any],
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
@@ -90,16 +90,17 @@ def register(
 ) -> Any:
     """Registers `schema` ("name(Tensor x, ...) -> Tensor") and returns the operator's overload, ready to call.
 
-    `cpu` is the PyTorch implementation; `gpu` names the Triton launcher as "module:function"; `fake` gives shapes
-    and dtypes; `backward` and `setup_context` are as in `torch.library.register_autograd`, called by position. An
-    operator that is a step of a backward pass names its public function in `once_differentiable`, and then refuses to
-    be differentiated.
+    `cpu` is the PyTorch implementation, in a room's `_torch`; `gpu` names the Triton launcher as "module:function",
+    where that is another one than the function of the same name in the file of the same name in `_triton`; `fake` gives
+    shapes and dtypes; `backward` and `setup_context` are as in `torch.library.register_autograd`, called by position.
+    An operator that is a step of a backward pass names its public function in `once_differentiable`, and then refuses
+    to be differentiated.
     """
     if once_differentiable is not None:
         setup_context, backward = functools.partial(_refuse, once_differentiable), _unreached
     name = schema.split("(", 1)[0]
     qualified = f"{NAMESPACE}::{name}"
-    launcher = _lazily(gpu)
+    launcher = _lazily(gpu or f"{cpu.__module__.replace('._torch.', '._triton.')}:{cpu.__name__}")
     _library.define(schema)
     by_device = {"cpu": _without_autocast(launcher if INTERPRET else cpu), "cuda": launcher}
     for device, implementation in by_device.items():
@@ -111,14 +112,17 @@ def register(
         return operator
     function = functools.partial(_function, name, setup_context, backward)
     _library.impl(name, _dispatched(operator, function), "Autograd", with_keyset=True)
-    # Where nobody listens, nothing needs what `autograd.Function` does for the transforms of torch.func.
-    base = torch.autograd.function._SingleLevelFunction
-    _ways[operator] = by_device, {device: _direct(function(base, run), run) for device, run in by_device.items()}
+    differentiable = {}
+    for device, run in by_device.items():
+        # Where nobody listens, nothing needs what `Function.apply` does for the transforms of torch.func.
+        apply = super(torch.autograd.Function, function(run)).apply
+        differentiable[device] = _direct(apply, run)
+    _ways[operator] = by_device, differentiable
     return operator
 
 
-def _function(name: str, setup_context: Any, backward: Callable[..., Any], base: Any, run: Callable[..., Any]) -> Any:
-    """`run` with a gradient, as a new `autograd.Function` applies it."""
+def _function(name: str, setup_context: Any, backward: Callable[..., Any], run: Callable[..., Any]) -> Any:
+    """The `autograd.Function` of `run` and its gradient."""
 
     def forward(ctx: Any, *args: Any) -> Any:
         out = run(*args)
@@ -126,8 +130,8 @@ def _function(name: str, setup_context: Any, backward: Callable[..., Any], base:
             setup_context(ctx, args, out)
         return out
 
-    made: Any = type(name, (base,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
-    return made.apply
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), methods)
 
 
 def _dispatched(operator: Any, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,7 +147,7 @@ def _dispatched(operator: Any, function: Callable[..., Any]) -> Callable[..., An
             with torch._C._AutoDispatchBelowAutograd():
                 return operator.redispatch(below, *args)
 
-        return run, function(torch.autograd.Function, run)
+        return run, function(run).apply
 
     def call(keyset: Any, *args: Any) -> Any:
         args += defaults[len(args) :]

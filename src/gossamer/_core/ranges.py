@@ -3,12 +3,16 @@
 A range is for what a module or launcher does in several steps; an operator's own name shows without one.
 """
 
+import os
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 _NOTHING = nullcontext()
+_NVIDIA_LOOKS = any(name in os.environ for name in ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID"))
+"""Whether a tool that reads NVTX has started the program: it sets one of these before, and without it NVTX does
+nothing. A range that nobody sees still takes some microseconds of the host."""
 
 
 class _Nvtx:
@@ -31,4 +35,4 @@ def span(name: str) -> Any:
     if torch.autograd._profiler_enabled():
         # PyTorch's profiler hands its ranges to NVTX itself under torch.autograd.profiler.emit_nvtx.
         return torch.profiler.record_function(name)
-    return _Nvtx(name) if torch.cuda.is_initialized() else _NOTHING
+    return _Nvtx(name) if _NVIDIA_LOOKS and torch.cuda.is_initialized() else _NOTHING

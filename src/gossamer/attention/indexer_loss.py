@@ -147,7 +147,6 @@ _indexer_loss = register(
     "indexer_loss(Tensor q, Tensor k, Tensor lse, Tensor q_idx, Tensor k_idx, Tensor w, Tensor bias, Tensor words, "
     "Tensor? lengths, float scale, float scale_idx, bool causal) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.indexer_loss,
-    gpu="gossamer.attention._triton.indexer_loss:indexer_loss",
     fake=_fake,
     setup_context=_context,
     backward=_backward,

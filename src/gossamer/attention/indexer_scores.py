@@ -9,8 +9,6 @@ from gossamer._core import autocast, checks
 from gossamer._core.ops import refuse_second, register, undispatched
 from gossamer.attention._torch import indexer_scores as _cpu
 
-_GPU = "gossamer.attention._triton.indexer_scores"
-
 
 def indexer_scores(
     q_idx: Tensor,
@@ -133,14 +131,12 @@ _INPUTS = "Tensor q, Tensor k, Tensor w, Tensor? bias, Tensor? lengths, float sc
 _indexer_scores_backward = register(
     f"indexer_scores_backward(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.indexer_scores_backward,
-    gpu=f"{_GPU}:indexer_scores_backward",
     fake=_fake_backward,
     once_differentiable="attention.indexer_scores",
 )
 _indexer_scores = register(
     f"indexer_scores({_INPUTS}, ScalarType out_dtype) -> Tensor",
     cpu=_cpu.indexer_scores,
-    gpu=f"{_GPU}:indexer_scores",
     fake=_fake,
     setup_context=_setup_context,
     backward=_backward,

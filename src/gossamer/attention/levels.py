@@ -10,5 +10,5 @@ RULES = ("variance", "entropy", "learned")
 LONG_ROW = 32768
 """Scores of a query beyond which a GPU lists those that may be among the highest."""
 
-LIST_BYTES = 48 << 10
+LIST_BYTES = 96 << 10
 """Of one program's lists."""

@@ -92,7 +92,6 @@ _rotary_gates = register(
     "rotary_gates(Tensor y, Tensor cos, Tensor sin, SymInt heads, SymInt groups, bool value_gate, bool output_gate) -> "
     "(Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.rotary_gates,
-    gpu="gossamer.attention._triton.rotary_gates:rotary_gates",
     fake=_fake,
     setup_context=_context,
     backward=_backward,
@@ -101,7 +100,6 @@ _rotary_gates_bwd = register(
     "rotary_gates_bwd(Tensor dq, Tensor dk, Tensor dv, Tensor dgate, Tensor y, Tensor cos, Tensor sin, "
     "bool value_gate) -> Tensor",
     cpu=_cpu.rotary_gates_bwd,
-    gpu="gossamer.attention._triton.rotary_gates:rotary_gates_bwd",
     fake=lambda dq, dk, dv, dgate, y, *_: y.new_empty(y.shape),
     once_differentiable=OPERATOR,
 )

@@ -15,10 +15,10 @@ from gossamer.attention.indexer_scores import check_inputs, scale_of
 from gossamer.attention.levels import LIST_BYTES, LONG_ROW, RULES
 from gossamer.attention.selection import QUERIES, Selection
 
-WORKSPACE = 128 << 20
-"""Bytes of scores at a time by default: 2,048 rows at 32,768 keys. With fewer rows a launch does not fill the GPU: an
-H200 found all thresholds in 0.73 to 0.80 ms, by 1,024 rows in 0.84 to 0.91, and by 512, which stay in its L2, in 1.25
-to 1.37."""
+WORKSPACE = 256 << 20
+"""Bytes of scores at a time by default: 4,096 rows at 32,768 keys. With fewer rows a launch does not fill the GPU: an
+H200 found all thresholds at 32,768 keys in 0.73 to 0.80 ms by 2,048 rows, by 1,024 in 0.84 to 0.91, and by 512, which
+stay in its L2, in 1.25 to 1.37. At 131,072 keys it selected in 40 ms, with 128 MiB in 47, and with 64 MiB in 59."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,8 +123,8 @@ def select_topk(
         adaptive: an `AdaptiveK`, which finds k query by query; in place of `k`.
         window: the most recent keys that a query always takes, itself among them. They count among the k.
         sinks: the first keys that a query always takes. window + sinks may be at most k, or k_min.
-        workspace: bytes for scores; None for 128 MiB, or what one block of 64 queries needs, which is the least: 128 *
-            Tk bytes, Tk rounded up to 128, and beyond 32,768 keys 3 MiB.
+        workspace: bytes for scores; None for 256 MiB, or what one block of 64 queries needs, which is the least: 128 *
+            Tk bytes, Tk rounded up to 128, and beyond 32,768 keys 6 MiB.
         capacity: slots of the lists of a block's keys, as in `Selection`; None for 4 k, at most Tk.
         granularity: 1, or 4 to select units of four neighbouring keys, 4 u to 4 u + 3, by the highest score that the
             query sees in them: k / 4 units, of which it takes the keys that it sees. k, or k_min, k_base and k_max, are
@@ -226,7 +226,7 @@ def _workspace(operator: str, workspace: int | None, tk: int) -> int:
     least = QUERIES * (2 * (-(-tk // 128) * 128) + (LIST_BYTES if tk > LONG_ROW else 0))
     if workspace is None:
         return max(WORKSPACE, least)
-    checks.positive(operator, "workspace", workspace, "It is bytes; None for 128 MiB.")
+    checks.positive(operator, "workspace", workspace, "It is bytes; None for 256 MiB.")
     if workspace < least:
         raise ValueError(
             f"{operator}: workspace must be at least {least} bytes, the scores of {QUERIES} queries by {tk} keys, "
@@ -257,6 +257,5 @@ _select_topk = register(
     "SymInt top, SymInt k_min, SymInt k_max, str rule, float temperature, float scale, bool causal, SymInt window, "
     "SymInt sinks, SymInt workspace, SymInt capacity, SymInt granularity) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu.select_topk,
-    gpu="gossamer.attention._triton.select_topk:select_topk",
     fake=_fake,
 )

@@ -345,18 +345,15 @@ def _fake_union(words: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 words_of_mask = register(
     "words_of_mask(Tensor mask) -> Tensor",
     cpu=_cpu.words_of_mask,
-    gpu="gossamer.attention._triton.selection:words_of_mask",
     fake=_fake_words,
 )
 mask_of_words = register(
     "mask_of_words(Tensor words, SymInt num_queries) -> Tensor",
     cpu=_cpu.mask_of_words,
-    gpu="gossamer.attention._triton.selection:mask_of_words",
     fake=_fake_mask,
 )
 union_of_words = register(
     "union_of_words(Tensor words, SymInt capacity) -> (Tensor, Tensor)",
     cpu=_cpu.union_of_words,
-    gpu="gossamer.attention._triton.selection:union_of_words",
     fake=_fake_union,
 )

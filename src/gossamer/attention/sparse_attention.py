@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks, tuning
-from gossamer._core.ops import register, undispatched
+from gossamer._core.ops import needs_gradient, register, undispatched
 from gossamer.attention._torch import sparse_attention as _cpu
 from gossamer.attention._torch import straight_through as _through
 from gossamer.attention.selection import Selection
@@ -103,7 +103,7 @@ def sparse_attention(
     if autocast.enabled(q.device):
         q, k, v = autocast.cast(q, k, v)  # type: ignore[assignment]
     words, counts, indices = selection.words, selection.counts, selection.indices
-    chosen = _path(path, q, selection)
+    chosen = _path(path, q, selection, needs_gradient(q, k, v))
     if indexer is None:
         call = undispatched(_sparse_attention, q, k, v, words, counts, indices, lengths)
         out, lse = call(q, k, v, words, counts, indices, lengths, scale, causal, chosen)
@@ -125,7 +125,14 @@ WIDE = 1 << 27
 """Products of float32 numbers in q k^T from which PyTorch's own are worth their launches, where D is at most 32."""
 
 
-def choose_path(num_queries: int, num_keys: int, capacity: int = 0, products: int = 0, head_dim: int = 0) -> Path:
+def choose_path(
+    num_queries: int,
+    num_keys: int,
+    capacity: int = 0,
+    products: int = 0,
+    head_dim: int = 0,
+    training: bool = False,
+) -> Path:
     """How the GPU goes about it, by what the host knows. `capacity` is the selection's; `products` are those of numbers
     in q k^T, if these are float32 and no TF32 is allowed, else 0.
 
@@ -133,28 +140,29 @@ def choose_path(num_queries: int, num_keys: int, capacity: int = 0, products: in
     - "tiles" is flash attention over all keys, in which a bit a score says what takes part: where keys are few.
     - "lists" gathers the keys of each group of neighbouring queries by a list.
     - "dense" has PyTorch multiply all queries by all keys, and knows the bits in the softmax: in float32 arithmetic,
-      where tensor cores have no part, if keys are few, or lists may be as long as half of them.
+      where tensor cores have no part, if keys are few, or lists may be as long as half of them, in training a third.
 
     On an H200, forward and backward in 16 bits, tiles took 0.17 ms where lists took 0.30 for 733 keys (32 heads of 96,
     keys drawn for each query), 0.10 each for 822 (drifting), and 0.91 where lists took 0.20 for 4,215 (8 heads of 128,
     drifting). In float32 dense took 10.2 ms where lists took 23.7 (20 heads of 64, 4,259 keys, of which 972 are drawn
-    for each query), and 0.08 where tiles took 0.16 (one head of 96, 91 keys). Lists took 0.12 where dense took 0.63 (6
-    heads of 96, 2,276 keys, 98 of them drifting, forward).
+    for each query), 1.98 where lists took 3.9 (4 heads of 64, 3,942 keys, of which 28 are drawn: lists of up to 1,792),
+    and 0.08 where tiles took 0.16 (one head of 96, 91 keys). Lists took 0.12 where dense took 0.63 (6 heads of 96,
+    2,276 keys, 98 of them drifting, forward).
     """
     if num_queries <= FEW_QUERIES:
         return "decode"
     worth = products >= WIDE or (products > 0 and head_dim > 32)
-    if worth and (num_keys <= SHORT or 2 * capacity >= num_keys):
+    if worth and (num_keys <= SHORT or (3 if training else 2) * capacity >= num_keys):
         return "dense"
     return "tiles" if num_keys <= SHORT else "lists"
 
 
-def _path(path: str | None, q: Tensor, selection: Selection) -> str:
+def _path(path: str | None, q: Tensor, selection: Selection, training: bool) -> str:
     num_queries = q.shape[2]
     if path is None:
         exact = q.dtype is torch.float32 and not tuning.tf32()
         products = q.numel() * selection.num_keys if exact else 0
-        return choose_path(num_queries, selection.num_keys, selection.capacity, products, q.shape[3])
+        return choose_path(num_queries, selection.num_keys, selection.capacity, products, q.shape[3], training)
     if path not in get_args(Path) or (path == "decode" and num_queries > FEW_QUERIES):
         raise ValueError(
             f"{OPERATOR}: path must be one of {', '.join(get_args(Path))}, decode with at most {FEW_QUERIES} queries, "
@@ -278,7 +286,6 @@ _SELECTED = "Tensor words, Tensor counts, Tensor indices, Tensor? lengths, float
 _sparse_attention = register(
     f"sparse_attention(Tensor q, Tensor k, Tensor v, {_SELECTED}) -> (Tensor, Tensor)",
     cpu=_cpu.sparse_attention,
-    gpu="gossamer.attention._triton.sparse_attention:sparse_attention",
     fake=_fake,
     setup_context=_context,
     backward=_backward,
@@ -328,7 +335,6 @@ _straight_through = register(
     "Tensor q_idx, Tensor k_idx, Tensor w, Tensor bias, Tensor words, Tensor? lengths, float scale, float scale_idx, "
     "bool causal) -> (Tensor, Tensor, Tensor, Tensor)",
     cpu=_through.straight_through,
-    gpu="gossamer.attention._triton.straight_through:straight_through",
     fake=_fake_through,
     once_differentiable=OPERATOR,
 )
@@ -336,7 +342,6 @@ _sparse_attention_through = register(
     f"sparse_attention_through(Tensor q, Tensor k, Tensor v, {_SELECTED}, Tensor q_idx, Tensor k_idx, Tensor w, "
     "Tensor bias, float scale_idx) -> (Tensor, Tensor)",
     cpu=_through.sparse_attention_through,
-    gpu="gossamer.attention._triton.straight_through:sparse_attention_through",
     fake=_fake,
     setup_context=_context_through,
     backward=_backward_through,

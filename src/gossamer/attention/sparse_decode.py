@@ -109,6 +109,5 @@ _sparse_decode = register(
     "sparse_decode(Tensor q, Tensor k, Tensor v, Tensor? table, Tensor words, Tensor counts, Tensor indices, "
     "Tensor? lengths, float scale, bool causal) -> (Tensor, Tensor)",
     cpu=_cpu.sparse_decode,
-    gpu="gossamer.attention._triton.sparse_decode:sparse_decode",
     fake=_fake,
 )

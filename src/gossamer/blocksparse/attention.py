@@ -243,7 +243,6 @@ _OPERANDS = (
 _attention = register(
     f"blocksparse_attention({_OPERANDS}) -> (Tensor, Tensor)",
     cpu=_cpu.attention,
-    gpu="gossamer.blocksparse._triton.attention:attention",
     fake=_fake,
     setup_context=_context,
     backward=_backward,

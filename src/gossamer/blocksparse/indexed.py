@@ -227,7 +227,6 @@ def _fake_scatter(given: Tensor | None, src: Tensor | None, *rest: Any) -> Tenso
 _gather = register(
     f"blocksparse_gather(Tensor values, {_LAYOUTS}) -> Tensor",
     cpu=_gather_cpu,
-    gpu="gossamer.blocksparse._triton.gather:gather",
     fake=lambda values, *rest: values.new_empty(rest[4].shape),
     setup_context=_keep_gather,
     backward=_gather_backward,
@@ -236,7 +235,6 @@ _scatter = register(
     f"blocksparse_scatter_reduce(Tensor? given, Tensor? src, {_LAYOUTS}, str reduce, bool include_self, "
     "ScalarType dtype) -> Tensor",
     cpu=_scatter_cpu,
-    gpu="gossamer.blocksparse._triton.scatter_reduce:scatter_reduce",
     fake=_fake_scatter,
     setup_context=_keep_scatter,
     backward=_scatter_backward,
@@ -245,7 +243,6 @@ _reach = register(
     "blocksparse_gather_reach(Tensor index, Tensor index_nnz, Tensor index_rows, Tensor index_cols, SymInt[] sizes) "
     "-> Tensor",
     cpu=_reach_cpu,
-    gpu="gossamer.blocksparse._triton.gather:reach",
     fake=lambda index, nnz, rows, cols, sizes: index.new_empty(
         sizes[8], -(-sizes[6] // index.shape[1]), -(-sizes[7] // index.shape[2]), dtype=torch.bool
     ),

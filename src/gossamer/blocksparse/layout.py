@@ -449,7 +449,6 @@ def _fake(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor, 
 _layout = register(
     "blocksparse_layout(Tensor mask, SymInt capacity) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.layout,
-    gpu="gossamer.blocksparse._triton.layout:layout",
     fake=_fake,
 )
 
@@ -458,7 +457,6 @@ _layout_transpose = register(
     "blocksparse_layout_transpose(Tensor nnz, Tensor col_indices, Tensor row_indices, Tensor transpose_order, "
     "Tensor positions, SymInt rows, SymInt cols) -> (Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.layout_transpose,
-    gpu="gossamer.blocksparse._triton.layout:layout_transpose",
     fake=lambda nnz, *given: tuple(x.new_empty(x.shape) for x in given[:4]),
 )
 

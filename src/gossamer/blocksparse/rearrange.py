@@ -522,7 +522,6 @@ _rearrange = register(
     "Tensor? j_map, Tensor? z_inverse, Tensor? i_inverse, Tensor? j_inverse, SymInt[] sizes, SymInt[] block, "
     "SymInt[] tile) -> Tensor",
     cpu=_cpu,
-    gpu="gossamer.blocksparse._triton.rearrange:rearrange",
     fake=lambda values, *rest: values.new_empty(rest[5].shape[0], *rest[15]),
     setup_context=_keep,
     backward=_backward,

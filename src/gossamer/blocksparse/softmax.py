@@ -89,7 +89,6 @@ _softmax = register(
     "blocksparse_softmax(Tensor values, Tensor? mask, Tensor row_offsets, Tensor row_indices, Tensor col_indices, "
     "SymInt z, SymInt m, SymInt n, float scale) -> Tensor",
     cpu=_cpu.softmax,
-    gpu="gossamer.blocksparse._triton.softmax:softmax",
     fake=lambda values, *rest: torch.empty_like(values, memory_format=torch.contiguous_format),
     setup_context=_context,
     backward=_backward,
@@ -98,7 +97,6 @@ _softmax_bwd = register(
     "blocksparse_softmax_bwd(Tensor grad, Tensor out, Tensor row_offsets, Tensor row_indices, SymInt n, float scale) "
     "-> Tensor",
     cpu=_cpu.softmax_bwd,
-    gpu="gossamer.blocksparse._triton.softmax:softmax_bwd",
     fake=lambda grad, out, *rest: torch.empty_like(out, memory_format=torch.contiguous_format),
     once_differentiable=_NAME,
 )

@@ -16,8 +16,6 @@ from gossamer.blocksparse._torch import tensor as _cpu
 from gossamer.blocksparse.arithmetic import Arithmetic
 from gossamer.blocksparse.layout import Layout, check_layouts
 
-_GPU = "gossamer.blocksparse._triton.tensor"
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockSparseTensor(Arithmetic):
@@ -186,7 +184,6 @@ _from_dense = register(
     "blocksparse_from_dense(Tensor x, Tensor nnz, Tensor row_indices, Tensor col_indices, Tensor positions, "
     "SymInt height, SymInt width) -> Tensor",
     cpu=_cpu.from_dense,
-    gpu=f"{_GPU}:from_dense",
     fake=lambda x, nnz, row_indices, col_indices, positions, height, width: x.new_empty(
         col_indices.shape[0], height, width
     ),
@@ -197,7 +194,6 @@ _to_dense = register(
     "blocksparse_to_dense(Tensor values, Tensor nnz, Tensor row_indices, Tensor col_indices, Tensor positions, "
     "SymInt z, SymInt m, SymInt n, float fill) -> Tensor",
     cpu=_cpu.to_dense,
-    gpu=f"{_GPU}:to_dense",
     fake=lambda values, nnz, row_indices, col_indices, positions, z, m, n, fill: values.new_empty(z, m, n),
     setup_context=_keep,
     backward=_to_dense_backward,

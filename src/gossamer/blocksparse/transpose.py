@@ -51,7 +51,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _transpose = register(
     "blocksparse_transpose(Tensor values, Tensor nnz, Tensor order, Tensor back) -> Tensor",
     cpu=_cpu.transpose,
-    gpu="gossamer.blocksparse._triton.transpose:transpose",
     fake=lambda values, nnz, order, back: values.new_empty(values.shape[0], values.shape[2], values.shape[1]),
     setup_context=_context,
     backward=_backward,

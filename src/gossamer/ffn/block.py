@@ -51,13 +51,15 @@ class Block:
 
 
 class Found(NamedTuple):
-    """What checks find of a block, and what follows from that alone: M, K, N, D."""
+    """What checks find of a block, and what follows from that alone: M, K, N, D; costs with W_down by rows and by
+    columns, which the checks do not look at."""
 
     m: int
     k: int
     n: int
     d: int
-    cost: Costs
+    by_rows: Costs
+    by_columns: Costs
 
 
 _checked: Checked[Found] = Checked()
@@ -82,7 +84,7 @@ def run(operator: str, block: Block, method: str, density: BlockTracker | None) 
         checks.same_dtype(operator, "x", block.x, **weights)
         _, k, n, d = sizes
         cost = costs_of(n, k, d, block.up_weight is not None, block.x)
-        found = Found(*sizes, replace(cost, strided=block.down_weight.stride(0) > 1))
+        found = Found(*sizes, replace(cost, strided=True), cost)
         _checked.keep(key, found)
     x = block.x
     if block.threshold is not None:
@@ -111,7 +113,8 @@ def _differentiable(block: Block) -> Tensor:
 
 
 def _inferred(block: Block, found: Found, method: str, density: BlockTracker | None) -> Tensor:
-    x, m, cost = block.x, found.m, found.cost
+    x, m = block.x, found.m
+    cost = found.by_rows if block.down_weight.stride(0) > 1 else found.by_columns
     tracker = density if method == "auto" else None
     grouped = x.is_cuda and m > FEW
     recorded = unknown = False

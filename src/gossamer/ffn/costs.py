@@ -31,9 +31,11 @@ HOST_FEW = {"dense": 35e-6, "fused": 95e-6, "gather": 75e-6}
 """The same with up to FEW rows."""
 PRODUCT = 27e-6
 """What each of the dense way's products takes beside that, and what follows it."""
-STARTS = {"dense": 5e-6, "fused": 11e-6, "gather": 9e-6}
+STARTS = {"dense": 5e-6, "fused": 9.5e-6, "gather": 9e-6}
 """Seconds that up to FEW rows take on the device beside reading weights: launches, and waiting for what is read. H200,
 K and N from 200 to 25,000."""
+SEVERAL = 3.5e-6
+"""What gathering takes beside that of more than one row, with tensor cores."""
 DENSE_PRODUCT = 3.5e-6
 """What each of the dense way's products takes beside that."""
 UNALIGNED = 2.0
@@ -156,6 +158,11 @@ def few_rows(known: Known | None, m: int, cost: Costs) -> dict[str, float]:
         gathered += STRIDED * sectors * cost.n * cost.column / (cost.products - 1)
     ways = {name: start + (gathered if name == "gather" else whole) for name, start in STARTS.items()}
     ways["dense"] += cost.products * DENSE_PRODUCT
+    if cost.products == 2:
+        # There is nothing to fuse.
+        ways["fused"] = ways["dense"]
+    if m > 1 and not cost.exact:
+        ways["gather"] += SEVERAL
     if cost.single or (cost.exact and m > 4):
         # Of float32 each row is multiplied for itself, and the library does so in fewer steps.
         ways.pop("gather")

@@ -21,6 +21,5 @@ sparse_ffn = register(
     "Tensor? up_bias, Tensor down_weight, Tensor? down_rows, Tensor? down_bias, bool squared, bool united, "
     "SymInt step, bool unknown, bool light) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu.sparse_ffn,
-    gpu="gossamer.ffn._triton.sparse_ffn:sparse_ffn",
     fake=_fake,
 )

@@ -15,7 +15,6 @@ from gossamer.gemm._torch.linear_glu import GATES as GATES
 ALIASES = {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "linear": "identity"}
 """Hugging Face's names for the same activations."""
 
-_GPU = "gossamer.gemm._triton.linear_glu"
 _checked: Checked[str] = Checked()
 
 
@@ -176,7 +175,6 @@ _OPERANDS = "Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor? gate_bias,
 linear_glu_operator = register(
     f"linear_glu({_OPERANDS}, bool keep) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu.linear_glu,
-    gpu=f"{_GPU}:linear_glu",
     fake=_fake,
     setup_context=_context,
     backward=_backward,
@@ -184,14 +182,12 @@ linear_glu_operator = register(
 _linear_glu_bwd = register(
     f"linear_glu_bwd(Tensor grad, {_OPERANDS}) -> (Tensor, Tensor)",
     cpu=_cpu.linear_glu_bwd,
-    gpu=f"{_GPU}:linear_glu_bwd",
     fake=lambda grad, x, *_: (x.new_empty(grad.shape), x.new_empty(grad.shape)),
     once_differentiable="gemm.linear_glu",
 )
 _glu_bwd = register(
     "glu_bwd(Tensor grad, Tensor gate, Tensor up, str activation) -> (Tensor, Tensor)",
     cpu=_cpu.glu_bwd,
-    gpu=f"{_GPU}:glu_bwd",
     fake=lambda grad, gate, up, activation: (torch.empty_like(gate), torch.empty_like(up)),
     once_differentiable="gemm.linear_glu",
 )

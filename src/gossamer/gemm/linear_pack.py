@@ -183,7 +183,6 @@ _linear_pack = register(
     "linear_pack(Tensor x, Tensor weight, Tensor? bias, Tensor? threshold, int tile, int slots, SymInt? capacity, "
     "bool squared) -> (Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.linear_pack,
-    gpu="gossamer.gemm._triton.linear_pack:linear_pack",
     fake=_fake,
     setup_context=_context,
     backward=_backward,

@@ -175,6 +175,8 @@ class BlockSparseAttention(nn.Module):
 
     def _terms(self, tq: int, tk: int, positions: Positions | None, device: torch.device) -> list[Relative]:
         tables = list(self.relative_tables)
+        if positions is None and not tables:
+            return []
         if positions is None:
             keys = torch.arange(tk, device=device)
             positions = [(torch.arange(tk - tq, tk, device=device), keys)] * len(tables)

@@ -16,7 +16,7 @@ from gossamer._core.ops import needs_gradient
 from gossamer._core.ranges import span
 from gossamer.attention.sparse_attention import FEW_QUERIES
 from gossamer.nn.attention_cache import AttentionCache
-from gossamer.nn.plain import weight_and_bias, why_called
+from gossamer.nn.plain import why_called
 
 
 class RotaryEmbedding(nn.Module):
@@ -27,6 +27,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, head_dim: int, theta: float, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.head_dim, self.theta = head_dim, theta
+        self._first: tuple[Tensor, tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
         self.register_buffer("inv_freq", self._frequencies(device))
         self._kept: Tensor | None = None
 
@@ -40,6 +41,19 @@ class RotaryEmbedding(nn.Module):
         angles = positions[..., None].float() * (self.inv_freq if wide else self._wide(positions)).float()
         angles = torch.cat([angles, angles], -1)
         return angles.cos(), angles.sin()
+
+    def of_first(self, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of positions 0 to count - 1, beside `like`. In inference they are kept from call to call, up to
+        KEPT_ANGLES of them, for six launches are a tenth of a short call."""
+        if count * self.head_dim > KEPT_ANGLES or not _plain_inference(like) or checks.capturing():
+            return self(torch.arange(count, device=like.device))
+        # A module that was moved or loaded has another buffer, or another version of it; another stream does not wait.
+        of = self.inv_freq
+        stream = torch.cuda.current_stream(like.device) if like.is_cuda else None
+        key = (count, like.device, stream, None if of.is_inference() else of._version)
+        if self._first is None or self._first[0] is not of or self._first[1] != key:
+            self._first = of, key, self(torch.arange(count, device=like.device))
+        return self._first[2]
 
     def _wide(self, positions: Tensor) -> Tensor:
         """The frequencies in float32, kept, for four small kernels make them."""
@@ -314,9 +328,8 @@ class GatedSparseAttention(nn.Module):
         for name, gate in (("value_gate", self.value_gate), ("output_gate", self.output_gate)):
             if gate is not None:
                 layers[name] = gate.gate_proj
-        if position_ids is None:
-            position_ids = torch.arange(x.shape[1], device=x.device)
-        cos, sin = self.rotary_emb(position_ids)
+        rotary = self.rotary_emb
+        cos, sin = rotary.of_first(x.shape[1], x) if position_ids is None else rotary(position_ids)
         with span("gsa/qkv_proj"):
             y = self.normalise(_products(x, layers))
         return y, cos, sin, self.index(x) if indexer else (x.new_empty(0),) * 3
@@ -345,8 +358,8 @@ class GatedSparseAttention(nn.Module):
         layers = {"idx_q_proj": of.idx_q_proj, "idx_k_proj": of.idx_k_proj, "idx_w_proj": of.idx_w_proj}
         widths = [layer.out_features for layer in layers.values()]
         with span("gsa/indexer"):
-            if _writes_in_place(x):
-                # Small ones, which are copied where rows of one product are not neighbours.
+            if _plain_inference(x):
+                # Small ones, of which a part is copied where it is a part of one.
                 q, k, w = (layer(x) for layer in layers.values())
             else:
                 q, k, w = _products(x, layers).split(widths, -1)
@@ -434,6 +447,8 @@ class GatedSparseAttentionReference(GatedSparseAttention):
 
 OPERATOR = "nn.GatedSparseAttention"
 FEW_TOKENS = 64
+KEPT_ANGLES = 1 << 21
+"""Cosines, and as many sines: 16 MiB in all."""
 
 
 def _products(x: Tensor, layers: dict[str, nn.Linear]) -> Tensor:
@@ -442,19 +457,6 @@ def _products(x: Tensor, layers: dict[str, nn.Linear]) -> Tensor:
     if x.shape[:-1].numel() <= FEW_TOKENS or why_called(**layers) is not None:
         return torch.cat([layer(x) for layer in layers.values()], -1)
     width = sum(layer.out_features for layer in layers.values())
-    if _writes_in_place(x):
-        # Of as many columns as a row of 16 bytes asks for. Weights side by side would be copied first.
-        y = x.new_empty(*x.shape[:-1], width + -width % 8)
-        rows, out, at = x.flatten(0, -2), y.flatten(0, -2), 0
-        for layer in layers.values():
-            weight, bias = weight_and_bias(layer)
-            section = out[:, at : at + len(weight)]
-            if bias is None:
-                torch.mm(rows, weight.t(), out=section)
-            else:
-                torch.addmm(bias, rows, weight.t(), out=section)
-            at += len(weight)
-        return y[..., :width]
     biases: list[Tensor | None] = [layer.bias for layer in layers.values()]
     weights: list[Tensor] = [layer.weight for layer in layers.values()]
     if over := -width % 8:
@@ -469,11 +471,12 @@ def _products(x: Tensor, layers: dict[str, nn.Linear]) -> Tensor:
     return out[..., :width] if over else out
 
 
-def _writes_in_place(x: Tensor) -> bool:
-    """Whether products may be written where they belong: nothing differentiates, casts, or traces them."""
+def _plain_inference(x: Tensor) -> bool:
+    """Whether nothing differentiates, casts, maps or traces what is made of x."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or autocast.enabled(x.device):
         return False
-    return type(x) is Tensor and torch._C._functorch.peek_interpreter_stack() is None
+    watched = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None
+    return type(x) is Tensor and not watched
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

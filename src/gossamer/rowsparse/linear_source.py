@@ -9,8 +9,6 @@ from gossamer._core.ops import register, undispatched
 from gossamer.rowsparse._torch import linear_source as _cpu
 from gossamer.rowsparse.container import LinearSource
 
-_GPU = "gossamer.rowsparse._triton.linear_source"
-
 
 def dense_rows(source: LinearSource, counts: Tensor, limit: int) -> Tensor:
     """`[M, N]`, right at rows whose count exceeds `limit`, differentiable in x, weight and bias of the source."""
@@ -58,7 +56,6 @@ def _fake_matmul(values: Tensor, *rest: Any) -> Tensor:
 _linear_source = register(
     "linear_source(Tensor x, Tensor weight, Tensor? bias, Tensor? threshold, Tensor counts, SymInt limit) -> Tensor",
     cpu=_cpu.linear_source,
-    gpu=f"{_GPU}:linear_source",
     fake=lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]),
     setup_context=_context,
     backward=_backward,
@@ -67,7 +64,6 @@ matmul_linear = register(
     "matmul_linear(Tensor values, Tensor indices, Tensor counts, Tensor x, Tensor source_weight, Tensor? source_bias, "
     "Tensor? threshold, Tensor weight, Tensor? bias, ScalarType? out_dtype) -> Tensor",
     cpu=_cpu.matmul_linear,
-    gpu=f"{_GPU}:matmul_linear",
     fake=_fake_matmul,
     # With gradients `rowsparse.matmul` takes the dense rows of the source.
     once_differentiable="rowsparse.matmul",

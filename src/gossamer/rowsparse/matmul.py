@@ -18,7 +18,6 @@ from gossamer.rowsparse.matmul_path import choose_path, rows_at_once
 from gossamer.rowsparse.pack import check_container, gathered, parts, unpack_operator
 from gossamer.rowsparse.transpose import transpose_keys
 
-_GPU = "gossamer.rowsparse._triton"
 _checked: Checked[bool] = Checked()
 """Of calls of lists whose source, if any, is dense."""
 
@@ -277,7 +276,6 @@ matmul_operator = register(
     "matmul(Tensor values, Tensor indices, Tensor offsets, Tensor? source, Tensor weight, Tensor? bias, "
     "ScalarType? out_dtype) -> Tensor",
     cpu=_cpu.matmul,
-    gpu=f"{_GPU}.matmul:matmul",
     fake=_fake,
     setup_context=_context,
     backward=_backward,
@@ -286,7 +284,6 @@ _matmul_bwd = register(
     "matmul_bwd(Tensor grad, Tensor indices, Tensor keys, Tensor col_offsets, Tensor values, Tensor offsets, "
     "Tensor? source, Tensor? weight, ScalarType dtype, Tensor? mask=None) -> (Tensor, Tensor)",
     cpu=_cpu.matmul_bwd,
-    gpu=f"{_GPU}.matmul:matmul_bwd",
     fake=_fake_bwd,
     setup_context=_bwd_context,
     backward=_bwd_backward,
@@ -295,7 +292,6 @@ sampled_operator = register(
     "sampled_matmul(Tensor x, Tensor weight, Tensor indices, Tensor offsets, Tensor? source, bool scatter, "
     "bool masked, Tensor? products) -> (Tensor, Tensor)",
     cpu=_cpu_sampled,
-    gpu=f"{_GPU}.sampled_matmul:sampled_matmul",
     fake=_fake_sampled,
     setup_context=_sampled_context,
     backward=_sampled_backward,

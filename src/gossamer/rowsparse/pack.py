@@ -15,8 +15,6 @@ from gossamer.rowsparse.container import LinearSource, unchecked
 from gossamer.rowsparse.formats import CSR, ELL, Rows, TwELL, check_tile, empty_ell, empty_twell
 from gossamer.rowsparse.linear_source import dense_rows
 
-_GPU = "gossamer.rowsparse._triton.pack"
-
 
 @overload
 def pack(
@@ -260,7 +258,6 @@ def _unpack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None,
 pack_ell_operator = register(
     "pack_ell(Tensor x, SymInt capacity) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu.pack_ell,
-    gpu=f"{_GPU}:pack_ell",
     fake=lambda x, capacity: empty_ell(x, x.shape[0], capacity),
     setup_context=_pack_context,
     backward=_pack_backward,
@@ -268,13 +265,11 @@ pack_ell_operator = register(
 _count_rows = register(
     "count_rows(Tensor x) -> Tensor",
     cpu=_cpu.count_rows,
-    gpu=f"{_GPU}:count_rows",
     fake=lambda x: x.new_empty(x.shape[0], dtype=torch.int32),
 )
 _pack_csr = register(
     "pack_csr(Tensor x, Tensor row_offsets, SymInt max_nnz) -> (Tensor, Tensor)",
     cpu=_cpu.pack_csr,
-    gpu=f"{_GPU}:pack_csr",
     fake=lambda x, row_offsets, max_nnz: (x.new_empty(max_nnz), x.new_empty(max_nnz, dtype=torch.int32)),
     setup_context=_pack_context,
     backward=_pack_backward,
@@ -290,7 +285,6 @@ unpack_operator = register(
 _pack_twell = register(
     "pack_twell(Tensor x, int tile, int slots) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu_pack_twell,
-    gpu="gossamer.rowsparse._triton.twell:pack_twell",
     fake=lambda x, tile, slots: empty_twell(x, x.shape[0], x.shape[1], tile, slots),
     setup_context=_pack_context,
     backward=_pack_backward,

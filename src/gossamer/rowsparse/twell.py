@@ -10,8 +10,6 @@ from gossamer.rowsparse._torch import twell as _cpu
 from gossamer.rowsparse.container import unchecked
 from gossamer.rowsparse.formats import ELL, TwELL, empty_ell
 
-_GPU = "gossamer.rowsparse._triton.twell"
-
 
 def to_ell(rows: TwELL, capacity: int) -> ELL:
     """The same rows with `capacity` slots each; what has more entries is marked, and read from the source."""
@@ -50,7 +48,6 @@ def _to_ell_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | N
 twell_to_ell = register(
     "twell_to_ell(Tensor values, Tensor indices, Tensor counts, int tile, SymInt capacity) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu.twell_to_ell,
-    gpu=f"{_GPU}:twell_to_ell",
     fake=lambda values, indices, counts, tile, capacity: empty_ell(values, values.shape[0], capacity),
     setup_context=_to_ell_context,
     backward=_to_ell_backward,

@@ -224,13 +224,10 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
 
 
 _ARGUMENTS = "(Tensor acts, Tensor weight, Tensor? bias, SymInt capacity, bool truncate, ScalarType? out_dtype)"
-_sae_decode = register(
-    f"sae_decode{_ARGUMENTS} -> Tensor", cpu=_cpu.decode, gpu="gossamer.sae._triton.decode:decode", fake=_fake
-)
+_sae_decode = register(f"sae_decode{_ARGUMENTS} -> Tensor", cpu=_cpu.decode, fake=_fake)
 _sae_decode_lists = register(
     f"sae_decode_lists{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.decode_lists,
-    gpu="gossamer.sae._triton.decode:decode_lists",
     fake=lambda acts, *rest: (_fake(acts, *rest), *empty_ell(acts, acts.shape[0], rest[2])),
     setup_context=_context,
     backward=_backward,

@@ -22,7 +22,6 @@ from gossamer.sae._torch import encode as _cpu
 from gossamer.sae.encode_path import TILE_SLOTS, Path, choose_path, named, row_stride
 
 ACTIVATIONS = (ReLU, JumpReLU, TopK, BatchTopK)
-_GPU = "gossamer.sae._triton.encode"
 _Known = tuple[int | None, bool, Path]
 """What a call comes to: capacity (None for CSR), whether a row may overflow it, the path where nothing is kept for a
 backward pass."""
@@ -210,8 +209,8 @@ def check_operands(
     operator: str, x: Tensor, W_enc: Tensor, b_enc: Tensor | None, b_dec: Tensor | None, activation: Parameters
 ) -> None:
     """Raises where an operand does not fit, those of the activation among them."""
-    threshold, scale = activation.threshold, activation.scale
-    optional = {"b_enc": b_enc, "b_dec": b_dec, "threshold": threshold, "scale": scale}
+    threshold = activation.threshold
+    optional = {"b_enc": b_enc, "b_dec": b_dec, "threshold": threshold, "scale": activation.scale}
     given = {name: tensor for name, tensor in optional.items() if tensor is not None}
     checks.floating(operator, x=x, W_enc=W_enc, **given)
     if x.dim() == 0:
@@ -224,12 +223,9 @@ def check_operands(
         )
     checks.same_device(operator, "x", x.device, W_enc=W_enc, **given)
     d_in, d_sae = W_enc.shape
-    if b_enc is not None:
-        checks.shape(operator, "b_enc", b_enc, (d_sae,), "[d_sae]", "like W_enc")
-    if b_dec is not None:
-        checks.shape(operator, "b_dec", b_dec, (d_in,), "[d_in]", "like W_enc")
-    if scale is not None:
-        checks.shape(operator, "scale", scale, (d_sae,), "[d_sae]", "like W_enc")
+    for name, size, letters in (("b_enc", d_sae, "[d_sae]"), ("b_dec", d_in, "[d_in]"), ("scale", d_sae, "[d_sae]")):
+        if name in given:
+            checks.shape(operator, name, given[name], (size,), letters, "like W_enc")
     if threshold is not None and threshold.dim() != 0:
         checks.shape(operator, "threshold", threshold, (d_sae,), "[d_sae]", "like W_enc, or be a scalar")
 
@@ -361,7 +357,6 @@ _sae_encode = register(
     "float bandwidth, SymInt? capacity, bool keep_source, Tensor? scale=None, bool ste_to_input=False) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.encode,
-    gpu=f"{_GPU}:encode",
     fake=_fake,
     setup_context=save_operands,
     backward=encode_backward,
@@ -371,7 +366,7 @@ sum_gradients_by_column = register(
     "Tensor keys, Tensor columns, Tensor values, Tensor nnz, Tensor source, Tensor? threshold, float bandwidth) "
     "-> (Tensor, Tensor)",
     cpu=_cpu.bwd_columns,
-    gpu=f"{_GPU}_bwd:bwd_columns",
+    gpu="gossamer.sae._triton.encode_bwd:bwd_columns",
     fake=_fake_sums,
     once_differentiable="sae.encode",
 )
@@ -379,7 +374,7 @@ _bwd_source = register(
     "sae_encode_bwd_source(Tensor grad, Tensor source, Tensor nnz, SymInt capacity, Tensor? grad_l0, "
     "Tensor? threshold, float bandwidth) -> Tensor",
     cpu=_cpu.bwd_source,
-    gpu=f"{_GPU}_bwd:bwd_source",
+    gpu="gossamer.sae._triton.encode_bwd:bwd_source",
     fake=lambda grad, source, *_: source.new_empty(source.shape),
     once_differentiable="sae.encode",
 )

@@ -16,8 +16,6 @@ from gossamer.sae import decode_path
 from gossamer.sae._torch import encode_dense as _cpu
 from gossamer.sae.encode import ACTIVATIONS, check_capacity, check_operands, has_window
 
-_GPU = "gossamer.sae._triton.encode_dense"
-
 
 def encode_dense(
     x: Tensor,
@@ -193,7 +191,6 @@ _encode_dense = register(
     "sae_encode_dense(Tensor x, Tensor weight, Tensor? bias, Tensor? b_dec, Tensor? threshold, str activation, int k, "
     "float bandwidth, Tensor? scale, bool ste_to_input) -> (Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.encode_dense,
-    gpu=f"{_GPU}:encode_dense",
     fake=_fake,
     setup_context=_context,
     backward=_backward,
@@ -202,6 +199,5 @@ _bwd_ = register(
     "sae_encode_dense_bwd_(Tensor(a!) grad, Tensor acts, Tensor grad_l0, Tensor? threshold, float bandwidth, "
     "bool ste_to_input) -> (Tensor, Tensor)",
     cpu=_cpu.encode_dense_bwd_,
-    gpu=f"{_GPU}:encode_dense_bwd_",
     fake=_fake_bwd,
 )

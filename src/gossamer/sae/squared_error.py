@@ -10,8 +10,6 @@ from gossamer._core.ops import register, undispatched
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.sae._torch import squared_error as _cpu
 
-_GPU = "gossamer.sae._triton.squared_error"
-
 
 def squared_error(x: Tensor, y: Tensor) -> Tensor:
     """The sum of (x - y)^2 over the last dimension, computed in float32 at least: no difference is kept for backward.
@@ -69,7 +67,6 @@ def _bwd_backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 _squared_error = register(
     "sae_squared_error(Tensor x, Tensor y) -> Tensor",
     cpu=_cpu.squared_error,
-    gpu=f"{_GPU}:squared_error",
     fake=lambda x, y: x.new_empty(x.shape[0], dtype=_wide(x, y)),
     setup_context=_context,
     backward=_backward,
@@ -77,7 +74,6 @@ _squared_error = register(
 _bwd = register(
     "sae_squared_error_bwd(Tensor grad, Tensor x, Tensor y) -> Tensor",
     cpu=_cpu.bwd,
-    gpu=f"{_GPU}:bwd",
     fake=lambda grad, x, y: y.new_empty(y.shape),
     setup_context=_context,
     backward=_bwd_backward,

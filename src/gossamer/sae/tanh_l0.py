@@ -15,8 +15,6 @@ from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import tanh_l0 as _cpu
 from gossamer.sae.encode import sum_gradients_by_column
 
-_GPU = "gossamer.sae._triton.tanh_l0"
-
 
 def tanh_l0(rows: Rows, scale: Tensor) -> Tensor:
     """sum over latents of tanh(scale * value): below L0, near it where scale * value is large, with a gradient.
@@ -93,7 +91,6 @@ def _fake_bwd(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 _tanh_l0 = register(
     "sae_tanh_l0(Tensor values, Tensor indices, Tensor nnz, Tensor? source, Tensor scale) -> Tensor",
     cpu=_cpu.tanh_l0,
-    gpu=f"{_GPU}:tanh_l0",
     fake=lambda values, indices, nnz, source, scale: scale.new_empty(nnz.shape[0]),
     setup_context=_context,
     backward=_backward,
@@ -102,7 +99,6 @@ _tanh_l0_bwd = register(
     "sae_tanh_l0_bwd(Tensor grad, Tensor values, Tensor indices, Tensor nnz, Tensor? source, Tensor scale) -> "
     "(Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.tanh_l0_bwd,
-    gpu=f"{_GPU}:tanh_l0_bwd",
     fake=_fake_bwd,
     once_differentiable="sae.tanh_l0",
 )

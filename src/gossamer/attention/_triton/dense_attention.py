@@ -22,7 +22,9 @@ from gossamer.attention._triton.key_lists import not_behind, slots
 SLAB_BYTES = 1 << 28
 """Bytes of the scores of a slab, if it has more than 64 queries."""
 SLAB_QUERIES = 256
-"""Queries of a slab at least, that its products are worth a launch; an eighth of all, where that is more."""
+"""Queries of a slab at least; an eighth of all, where that is more."""
+SLAB_PRODUCTS = 1 << 28
+"""Products of numbers in a slab's scores at least, that it is worth its launches: some 10 us of an H200."""
 
 
 @triton.jit
@@ -154,9 +156,12 @@ TILE = {"BLOCK_M": 16, "BLOCK_N": 128}
 
 def slabs(q: Tensor, words: Tensor, lengths: Tensor | None, causal: bool) -> Iterator[tuple[int, int, int]]:
     """(first query, how many, the keys that any of them may see) of each slab, the largest first."""
-    b, h, tq, _ = q.shape
+    b, h, tq, d = q.shape
     tk = words.shape[3]
-    step = max(64, min(max(SLAB_QUERIES, tq // 8), SLAB_BYTES // (4 * b * h * tk)) // 64 * 64)
+    least = max(SLAB_QUERIES, tq // 8, SLAB_PRODUCTS // (b * h * tk * d))
+    # Of one length, up to a multiple of 64: a short last one costs as many launches.
+    step = launch.cdiv(tq, max(1, tq // least))
+    step = min(launch.cdiv(step, 64) * 64, max(64, SLAB_BYTES // (4 * b * h * tk) // 64 * 64))
     for first in reversed(range(0, tq, step)):
         rows = min(step, tq - first)
         yield first, rows, min(tk, slots(words, tq, lengths, causal, first + rows))
@@ -218,7 +223,8 @@ def dense_attention_bwd(
     b, h, tq, d = q.shape
     g, tk = k.shape[1:3]
     dq = q.new_empty(q.shape)
-    dk, dv = stats.new_zeros(2, b * g, tk, d)
+    dkv = stats.new_zeros(2, b * g, tk, d)
+    dk, dv = dkv
     keys, values, taken = taken_rows(k, v, words, lengths)
     plan = list(slabs(q, words, lengths, causal))
     scratch = stats.new_empty(2, b * h * max(rows * columns for _, rows, columns in plan))
@@ -236,7 +242,7 @@ def dense_attention_bwd(
             dv[:, :columns].baddbmm_(s.transpose(1, 2), grads)
             dk[:, :columns].baddbmm_(dp.transpose(1, 2), queries)
     # A query that is NaN would reach keys that nobody takes: 0 times NaN again.
-    dk, dv = (torch.where(taken[..., None], x.view(k.shape), 0) for x in (dk, dv))
+    dk, dv = torch.where(taken[..., None], dkv.view(2, *k.shape), 0)
     return dq, dk, dv
 
 

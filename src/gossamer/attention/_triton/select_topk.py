@@ -250,6 +250,10 @@ def slab_plan(
             rows = unit
             while at + rows < padded and size(rows + unit, columns(at + rows + unit)) <= workspace:
                 rows += unit
+            # Programs that find long rows by lists take turns: whole turns, but for the last.
+            turn = list_programs(padded, columns(at + rows), device) // unit * unit
+            if turn and at + rows < padded:
+                rows -= rows % turn if rows > turn else 0
             plan.append(Slab(start + at, rows, columns(at + rows)))
             at += rows
     return plan

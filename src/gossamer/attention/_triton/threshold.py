@@ -114,6 +114,14 @@ def wanted(k_ptr, k, row):
 
 
 @triton.jit
+def row_of_slab(row, lengths_ptr, k_ptr, first, Tq, padded, Tk, ahead, k, window, UNIT: tl.constexpr):
+    """(columns that a row sees, how many of the last are always kept, how many it takes)."""
+    length = valid_keys(lengths_ptr, (first + row) // padded, Tk)
+    visible, kept = in_units(visible_keys((first + row) % padded, length, Tq, ahead), window, UNIT)
+    return visible, kept, wanted(k_ptr, k, row)
+
+
+@triton.jit
 def _row_threshold_kernel(
     keys_ptr, lengths_ptr, k_ptr, threshold_ptr, last_ptr, first, Tq, padded, Tk, stride, ahead, k, window, sinks,
     WORDS: tl.constexpr, UNIT: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr,
@@ -122,10 +130,7 @@ def _row_threshold_kernel(
     column last. The slab's rows are `first` and following of all rows of thresholds. A column is UNIT keys, and so are
     k and what is always kept first."""
     row = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch = (first + row) // padded
-    visible = visible_keys((first + row) % padded, valid_keys(lengths_ptr, batch, Tk), Tq, ahead)
-    visible, window = in_units(visible, window, UNIT)
-    take = wanted(k_ptr, k, row)
+    visible, window, take = row_of_slab(row, lengths_ptr, k_ptr, first, Tq, padded, Tk, ahead, k, window, UNIT)
     low = tl.full([], 1, tl.int32)
     last = visible - 1
     if visible > take:
@@ -208,11 +213,15 @@ def bracket_of_sample(words, k_low, k_high, PACKED: tl.constexpr):
     reach_high = tl.full([], 0, tl.int32)
     enough = k_low - k_high + (k_low - k_high) // 4
     while (step > 0) & (reach_low - reach_high > enough):
-        # The key sought is at least low, or high, and below it + 2 * step.
-        n = count(words, low + step, PACKED)
+        # The key sought is at least low, or high, and below it + 2 * step. Four counts of 16 bits are summed as one.
+        at_low = (reaching(words, low + step, PACKED) & 0x10001).to(tl.int64)
+        at_high = (reaching(words, high + step, PACKED) & 0x10001).to(tl.int64)
+        counts = tl.sum(at_low + (at_high << 32))
+        pairs = (counts & 0xFFFF0000FFFF) + ((counts >> 16) & 0xFFFF0000FFFF)
+        n = (pairs & 0xFFFFFFFF).to(tl.int32)
         reach_low = tl.where(n >= k_low, n, reach_low)
         low = tl.where(n >= k_low, low + step, low)
-        n = count(words, high + step, PACKED)
+        n = (pairs >> 32).to(tl.int32)
         reach_high = tl.where(n >= k_high, reach_high, n)
         high = tl.where(n >= k_high, high + step, high)
         step = step >> 1
@@ -224,8 +233,11 @@ def count_listed(words_ptr, listed, most, key, BLOCK: tl.constexpr, PACKED: tl.c
     """How many keys in lists of words are at least `key`; `listed` are the lists' lengths, at most `most`."""
     at = tl.arange(0, BLOCK)
     masks = tl.zeros([BLOCK], tl.int32)
-    for i in range(0, most):
-        masks += reaching(tl.load(words_ptr + i * BLOCK + at, mask=i < listed, other=0), key, PACKED)
+    # Four are asked for before the first is looked at.
+    for start in range(0, most, 4):
+        for i in tl.static_range(4):
+            words = tl.load(words_ptr + (start + i) * BLOCK + at, mask=start + i < listed, other=0)
+            masks += reaching(words, key, PACKED)
     return tl.sum(how_many(masks))
 
 
@@ -234,11 +246,14 @@ def count_listed_ties(words_ptr, places_ptr, listed, most, key, upto, BLOCK: tl.
     """How many keys in lists of words equal `key` and stand at a column of at most `upto`."""
     at = tl.arange(0, BLOCK)
     ties = tl.zeros([BLOCK], tl.int32)
-    for i in range(0, most):
-        words = tl.load(words_ptr + i * BLOCK + at, mask=i < listed, other=0)
-        column = 2 * (tl.load(places_ptr + i * BLOCK + at, mask=i < listed, other=0).to(tl.int32) * BLOCK + at)
-        ties += (((words & 0xFFFF) == key) & (column <= upto)).to(tl.int32)
-        ties += (((words >> 16) == key) & (column < upto)).to(tl.int32)
+    for start in range(0, most, 4):
+        for i in tl.static_range(4):
+            mask = start + i < listed
+            words = tl.load(words_ptr + (start + i) * BLOCK + at, mask=mask, other=0)
+            place = tl.load(places_ptr + (start + i) * BLOCK + at, mask=mask, other=0).to(tl.int32)
+            column = 2 * (place * BLOCK + at)
+            ties += (((words & 0xFFFF) == key) & (column <= upto)).to(tl.int32)
+            ties += (((words >> 16) == key) & (column < upto)).to(tl.int32)
     return tl.sum(ties)
 
 
@@ -252,8 +267,9 @@ def sampled_bracket(
     apart = ((visible + 1) // 2 + SAMPLE - 1) // SAMPLE
     words = load_words(row_ptr, i * apart + (i * 40503 >> 4) % apart, visible, window, sinks, FORCED)
     expected = take.to(tl.float32) / apart.to(tl.float32)
-    # Four deviations, and nearly three where both keys of a word say the same.
-    off = 4.0 * tl.sqrt(expected) + 1.0
+    # Six deviations, and four where both keys of a word say the same: a row that is missed is counted by one program,
+    # while the others wait.
+    off = 6.0 * tl.sqrt(expected) + 1.0
     k_low = (expected + off).to(tl.int32)
     low, high = bracket_of_sample(words, k_low, tl.maximum(expected - off, 1.0).to(tl.int32), PACKED)
     return low, tl.minimum(high, KEPT_KEY + 1)
@@ -307,10 +323,7 @@ def _listed_threshold_kernel(
     lane = tl.arange(0, BLOCK)
     for turn in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = rows - 1 - turn
-        batch = (first + row) // padded
-        visible = visible_keys((first + row) % padded, valid_keys(lengths_ptr, batch, Tk), Tq, ahead)
-        visible, kept = in_units(visible, window, UNIT)
-        take = wanted(k_ptr, k, row)
+        visible, kept, take = row_of_slab(row, lengths_ptr, k_ptr, first, Tq, padded, Tk, ahead, k, window, UNIT)
         low = tl.full([], 1, tl.int32)
         last = visible - 1
         if visible > take:
@@ -331,8 +344,9 @@ def _listed_threshold_kernel(
                 tl.store(places_ptr + slot, (start // BLOCK + tl.zeros([BLOCK], tl.int32)).to(tl.int16), mask=fits)
                 slot += tl.where(between, BLOCK, 0)
             tl.debug_barrier()
-            reach_low = tl.sum(how_many(reaching_low))
-            reach_high = tl.sum(how_many(reaching_high))
+            both = tl.sum((how_many(reaching_low).to(tl.int64) << 32) + how_many(reaching_high))
+            reach_low = (both >> 32).to(tl.int32)
+            reach_high = both.to(tl.int32)
             listed = slot // BLOCK
             most = tl.max(listed)
             last = tl.full([], -1, tl.int32)
@@ -351,10 +365,7 @@ def _long_threshold_kernel(
 ):  # fmt: skip
     """As `_row_threshold_kernel`, for rows of any length where last is -1, by counting at four places at a time."""
     row = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch = (first + row) // padded
-    visible = visible_keys((first + row) % padded, valid_keys(lengths_ptr, batch, Tk), Tq, ahead)
-    visible, window = in_units(visible, window, UNIT)
-    take = wanted(k_ptr, k, row)
+    visible, window, take = row_of_slab(row, lengths_ptr, k_ptr, first, Tq, padded, Tk, ahead, k, window, UNIT)
     if (tl.load(last_ptr + first + row) < 0) & (visible > take):
         row_ptr = keys_ptr + row.to(tl.int64) * stride
         low = tl.full([], 1, tl.int32)

@@ -46,7 +46,8 @@ PAIRED = {64: 0.5, 128: 0.5}
 four matrices, bfloat16. At n 4,096, of blocks of 64 pairs take 728 and 317 us at densities of 0.75 and 0.5 of all three
 matrices, and every block 774; of blocks of 128 503, 226 and 112 at 0.75, 0.5 and 0.25, and present ones of A alone 521,
 264 and 99. At n 8,192, of blocks of 64 at 0.75 pairs take 7.6 ms and every block 6.2; of blocks of 128 pairs 5.1 and
-present ones of A 4.2."""
+present ones of A 4.2; of blocks of 64, three quarters of both operands' and a quarter of the result's, pairs 2.6 and
+present ones of A 2.3."""
 LISTED = {0: 1.0, 64: 0.45, 128: 0.95}
 """How fast present blocks of a size are multiplied, of the speed with which all are: H200, n 4,096 and 8,192, four
 matrices, bfloat16, one of the operands or the result block-sparse."""
@@ -437,7 +438,7 @@ def choose_walk(block: tuple[int, int, int], of_a: Parts, of_b: Parts, of_out: P
     if of_b[0] is not None and min(present, density(of_b)) < MOST:
         met = met_by(density(of_b), block[2]) if of_a[0] is not None else density(of_b)
         # Where all blocks of B meet, present ones of A alone are as few.
-        if present * met < PAIRED[block[0]] and (block[0] == 64 or met < MOST):
+        if present * met < PAIRED[block[0]] and met < MOST:
             return None
     if present > LISTED[block[0]]:
         return Walk(128, False, False)

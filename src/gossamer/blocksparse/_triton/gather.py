@@ -1,9 +1,10 @@
 """Elements taken through indices: bound by memory, and by how many sectors the indices touch.
 
-A program owns a tile of one block of indices, of some 2,048 elements: it reads the indices in whole sectors, finds for
-each the block that it points into, through the table of positions (a few kilobytes that stay in the cache), and fetches
-the element. Along rows and columns all of a tile's elements lie in one row or column of blocks; indices that are close
-to each other share sectors. The result is written where the indices lay.
+A program owns some 2,048 indices: it reads them in whole sectors, finds for each the block that it points into, through
+the table of positions (a few kilobytes that stay in the cache), and fetches the element. Its indices are rows of one
+block of them, or, where they point along rows, LINES rows of blocks that follow each other, most of which are in one
+row of blocks: these then share the sectors of a few rows, which the first cache holds, where 32 rows of one block would
+ask the second one for a sector an element. The result is written where the indices lay.
 """
 
 import torch
@@ -40,19 +41,20 @@ def located(
 def _gather_kernel(
     values_ptr, index_ptr, out_ptr, nnz_ptr, positions_ptr, index_nnz_ptr, rows_ptr, cols_ptr,
     D, INNER, D_INDEX, R_INDEX, R, C, M_INDEX, N_INDEX, BOUND, capacity, index_capacity,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, AXIS: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, LINES: tl.constexpr, AXIS: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of indices, TILE of its rows)."""
-    block = tl.program_id(0)
+    """Program (GROUP blocks of indices, LINES of their rows)."""
+    block = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    exists = block < index_capacity
     index_nnz = tl.load(index_nnz_ptr)
     overflowed = (index_nnz > index_capacity) | (tl.load(nnz_ptr) > capacity)
-    zr = tl.maximum(tl.load(rows_ptr + block), 0)
-    c = tl.maximum(tl.load(cols_ptr + block), 0)
-    i = (tl.program_id(1) * TILE + tl.arange(0, TILE))[:, None]
-    j = tl.arange(0, WIDTH)[None, :]
-    at = block.to(tl.int64) * (HEIGHT * WIDTH) + i * WIDTH + j
-    held = (zr % R_INDEX * HEIGHT + i < M_INDEX) & (c * WIDTH + j < N_INDEX) & (block < index_nnz)
-    target = tl.load(index_ptr + at, mask=held, other=-1)
+    zr = tl.maximum(tl.load(rows_ptr + block, mask=exists, other=0), 0)[:, None, None]
+    c = tl.maximum(tl.load(cols_ptr + block, mask=exists, other=0), 0)[:, None, None]
+    i = (tl.program_id(1) * LINES + tl.arange(0, LINES))[None, :, None]
+    j = tl.arange(0, WIDTH)[None, None, :]
+    at = block.to(tl.int64)[:, None, None] * (HEIGHT * WIDTH) + (i * WIDTH + j)
+    held = (zr % R_INDEX * HEIGHT + i < M_INDEX) & (c * WIDTH + j < N_INDEX) & (block < index_nnz)[:, None, None]
+    target = tl.load(index_ptr + at, mask=held & exists[:, None, None], other=-1)
     found = (target >= 0) & (target < BOUND) & (overflowed == 0)
     wrong = (target < -1) | (target >= BOUND) | overflowed
     target = tl.where(found, target, 0).to(tl.int32)
@@ -60,7 +62,7 @@ def _gather_kernel(
     number = tl.load(positions_ptr + cell, mask=found, other=-1)
     x = tl.load(values_ptr + number.to(tl.int64) * (HEIGHT * WIDTH) + element, mask=number >= 0, other=0)
     x = tl.where(wrong, lost(x), x)
-    tl.store(out_ptr + at, x)
+    tl.store(out_ptr + at, x, mask=exists[:, None, None])
 
 
 @triton.jit(do_not_specialize=["index_nnz_ptr", "D", "INNER", "D_INDEX"])
@@ -86,6 +88,8 @@ def _gather_reach_kernel(
     tl.store(mask_ptr + cell, tl.full([TILE, WIDTH], 1, tl.uint8), mask=new)
 
 
+LINES = 2
+"""Rows of a program whose indices point along them."""
 _gather = launch.Kernel(_gather_kernel)
 _gather_reach = launch.Kernel(_gather_reach_kernel)
 
@@ -114,16 +118,19 @@ def gather(
     axis, inner, d_index, d, m_index, n_index, m, n = sizes
     capacity, height, width = index.shape
     out = torch.empty(index.shape, dtype=values.dtype, device=index.device)
-    tile = min(height, 2048 // width)
+    lines = LINES if axis == 2 else min(height, 2048 // width)
+    group = max(1, 2048 // (lines * width))
     rows_index, rows, cols = launch.cdiv(m_index, height), launch.cdiv(m, height), launch.cdiv(n, width)
-    grid = (max(rows_index, 1), max(rows, 1), max(cols, 1))
+    counts = (max(rows_index, 1), max(rows, 1), max(cols, 1))
     bound = (d, m, n)[axis]
     args = (
         plain(values), index, plain(out), nnz, positions, index_nnz, index_rows, index_cols,
-        d, inner, d_index, *grid, m_index, n_index, bound, values.shape[0], capacity,
+        d, inner, d_index, *counts, m_index, n_index, bound, values.shape[0], capacity,
     )  # fmt: skip
-    meta = {"HEIGHT": height, "WIDTH": width, "TILE": tile, "AXIS": axis}
-    _gather((capacity, height // tile, 1), args, meta, num_warps=max(1, tile * width // 512))
+    meta = {"HEIGHT": height, "WIDTH": width, "GROUP": group, "LINES": lines, "AXIS": axis}
+    _gather(
+        (launch.cdiv(capacity, group), height // lines, 1), args, meta, num_warps=max(1, group * lines * width // 512)
+    )
     return out
 
 
@@ -150,7 +157,7 @@ EXAMPLES = {
             "values_ptr": "*bf16", "index_ptr": "*i64", "out_ptr": "*bf16",
             **dict.fromkeys(_POINTERS, "*i32"), **dict.fromkeys(_SIZES, "i32"),
         },
-        "constexprs": {"HEIGHT": 64, "WIDTH": 64, "TILE": 32, "AXIS": 2},
+        "constexprs": {"HEIGHT": 64, "WIDTH": 64, "GROUP": 16, "LINES": 2, "AXIS": 2},
         "num_warps": 4,
     },
     _gather_reach_kernel: {

@@ -349,7 +349,9 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     b, trans_b = (b.contiguous(), trans_b) if of_b[0] is not None else _stored(b)
     precision = tuning.dot_precision(a, k)
     order = trans_a, trans_b
-    hopper = tuning.hopper(a.device) and not is_small((z, m, k, n), a.device)
+    # Small ones of float32 would wait for tiles that the compiler turns around.
+    small = a.element_size() == 2 and is_small((z, m, k, n), a.device)
+    hopper = tuning.hopper(a.device) and not small
     if hopper and precision["PRECISION"].startswith("tf32"):
         a, b, trans_a, trans_b, order = _by_inner(a, b, of_a, of_b, trans_a, trans_b)
     cores = a.element_size() == 2 or precision["PRECISION"] == "tf32"

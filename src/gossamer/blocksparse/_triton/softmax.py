@@ -255,7 +255,8 @@ def softmax(
         kind = "dense"
         strides = tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride()))
         mask = mask.view(torch.uint8)
-    meta, warps = tile_of(height, width, n, capacity * width // max(last, 1), last, tuning.programs(values.device))
+    average, units = capacity * width // max(last, 1), tuning.programs(values.device)
+    meta, warps = tile_of(height, width, n, average, last, units, values.element_size())
     args = (values, mask, out, row_offsets, col_indices, *strides, rows, last, capacity, m, n, scale)
     grid = (max(last * height // meta["LINES"], 1), 1, 1)
     if last:
@@ -271,30 +272,34 @@ def softmax_bwd(grad: Tensor, out: Tensor, row_offsets: Tensor, row_indices: Ten
     dx, last = torch.empty_like(out), row_offsets.shape[0] - 1
     if not last:
         return dx.zero_()
-    meta, _ = tile_of(height, width, n, capacity * width // last, last, tuning.programs(out.device))
+    meta, _ = tile_of(height, width, n, capacity * width // last, last, tuning.programs(out.device), out.element_size())
+    # Two operands a line, whose next ones would find no registers: half as many lines.
+    meta["BLOCK_M"] = max(1, min(height, 4096 // meta["BLOCK_N"]))
     del meta["LINES"]
     args = (grad, out, dx, row_offsets, last, capacity, scale)
-    # Two operands a line keep enough on its way, and their next ones would find no registers.
     grid, warps = (last * height // meta["BLOCK_M"], 1, 1), meta["BLOCK_M"] * meta["BLOCK_N"] // 1024
     _softmax_bwd(grid, args, meta, num_warps=max(4, min(16, warps)))
     return dx
 
 
-def tile_of(height: int, width: int, n: int, average: int, rows: int, units: int) -> tuple[dict[str, int | bool], int]:
-    """(meta, warps) for lines of up to n elements, rounded up to whole blocks, of which they have room for so many on
-    average, in so many rows of blocks, on so many multiprocessors: a step of twice a power of two that is at most a
-    quarter above the average, some 4,096 elements where lines are short, and up to eight steps a program where there
-    are programs enough. A thread has 16 elements of half a step."""
+def tile_of(
+    height: int, width: int, n: int, average: int, rows: int, units: int, size: int
+) -> tuple[dict[str, int | bool], int]:
+    """(meta, warps) for lines of up to n elements of `size` bytes, rounded up to whole blocks, of which they have room
+    for so many on average, in so many rows of blocks, on so many multiprocessors: a step of twice a power of two that
+    is at most a quarter above the average, 16 KB of lines a step where the longest fits in one, and half of that where
+    it does not; and up to eight lines a program, or four steps of short ones, where there are programs enough."""
     longest = launch.cdiv(n, width) * width
     held = min(longest, max(launch.next_power_of_2(average + average // 4 + 1), SHORT))
     once = held == longest <= LONGEST
     block_n = launch.next_power_of_2(held) if held <= LONGEST else STEP
-    block_m = max(1, min(height, 4096 // block_n))
+    most = (16384 if once else 8192) // size
+    block_m = max(1, min(height, (most if block_n < 8192 else 2 * most) // block_n))
     lines = block_m
-    while lines < min(height, 8 * block_m) and rows * (height // (2 * lines)) >= 8 * units:
+    while lines < min(height, max(8, 4 * block_m)) and rows * (height // (2 * lines)) >= 8 * units:
         lines *= 2
     meta = {"HEIGHT": height, "WIDTH": width, "BLOCK_M": block_m, "BLOCK_N": block_n, "LINES": lines, "ONCE": once}
-    return meta, max(4, min(16, block_m * block_n // 1024))
+    return meta, max(4, min(16, max(block_m // 2, 1) * block_n // 1024))
 
 
 SHORT = 256

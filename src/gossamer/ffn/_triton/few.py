@@ -10,12 +10,8 @@ of the program's columns: that is a second pass of the same length, and few of i
 `down` has a program for each slice of a few columns of the result, which reads the lists slot number by slot number, up
 to what the fullest list has, and the slice of each listed row of down: many rows at once, of short pieces, because a
 program that owns its slice shares no sum with another, and nothing has to be added up, or waited for, in the end.
-Empty slots are masked and read nothing.
-
-On Hopper each of the two is launched while the kernel before it runs, and waits for its end before it reads anything.
-Until then the L2 is asked for the weights that will be read in any case: by `hidden` for the gate, by `down`, where its
-weight lies by rows and many of its columns will be wanted, for all of it. A program of `hidden` that knows what is
-active asks for those rows of up and of down at once. To ask reads nothing: whoever writes a weight meanwhile is seen.
+Empty slots are masked and read nothing. On Hopper each of the two is launched while the kernel before it runs, and
+waits for its end before it reads anything.
 
 A single row is multiplied without tensor cores, and so is float32 that may not be rounded to TF32: there, weights stay
 in the registers that they were loaded to, for all rows. Four rows of bfloat16 took 39 us a block that way and 24 with
@@ -40,29 +36,11 @@ ROWS = 16
 """The fewest rows of a tensor core's product, and the most that come here."""
 SLOTS = tl.constexpr(16)
 """Rows of up that are multiplied together: the fewest of a tensor core's product."""
-WHOLE = 8
-"""Rows of x from which on the L2 is asked for all of a weight of down that lies by rows: of 29 entries of 5,632 in each
-row of x, 8 rows want 72% of what is read at once, 64 bytes."""
-
-
-@triton.jit
-def ask_for(rows, held, size, PIECES: tl.constexpr):
-    """Asks the L2 for the first `size` bytes of rows that are held, [R, 1] pointers, in up to PIECES pieces each. For
-    what is not on 16 bytes it is not asked. R times PIECES is 128: threads beyond would ask for the same again."""
-    piece = tl.cdiv(size, 16 * PIECES) * 16
-    first = tl.arange(0, PIECES)[None, :] * piece
-    at = rows.to(tl.int64) + first
-    length = tl.minimum(size - first, piece) + tl.zeros_like(at).to(tl.int32)
-    asks = held & (length > 0) & ((at | length) % 16 == 0)
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r,r", [at, length, asks.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit
 def columns_product(
-    w_rows, x_ptr, held, M, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+    w_rows, x_ptr, stride_xm, held, M, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Weight rows that are held, [BLOCK_N, 1] pointers, times the rows of x: float32 [BLOCK_N, ROWS]. PRECISION: of
@@ -73,7 +51,7 @@ def columns_product(
         k = first + tl.arange(0, BLOCK_K)
         w = tl.load(w_rows + k[None, :], mask=held[:, None] & (k < K)[None, :], other=0.0)
         if PRECISION != "none":
-            x_rows = x_ptr + m[None, :] * K
+            x_rows = x_ptr + m[None, :] * stride_xm
             x = tl.load(x_rows + k[:, None], mask=(m < M)[None, :] & (k < K)[:, None], other=0.0)
             acc = dot(w, x, acc, PRECISION, UPCAST)
         elif ROWS == 1:
@@ -82,7 +60,7 @@ def columns_product(
         else:
             # Not unrolled: of several rows of x on their way at once the weights would be spilled.
             for row in range(0, M):
-                x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
+                x = tl.load(x_ptr + row * stride_xm + k, mask=k < K, other=0.0)
                 product = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
                 acc += tl.where(m[None, :] == row, product[:, None], 0.0)
     return acc
@@ -91,28 +69,22 @@ def columns_product(
 @triton.jit(do_not_specialize=["M", "N"])
 def _few_hidden_kernel(
     x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, columns_ptr, values_ptr, counts_ptr,
-    entries_ptr, down_ptr, stride_gn, stride_un, M, N, K, D,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+    entries_ptr, stride_xm, stride_gn, stride_un, M, N, K,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_U: tl.constexpr, ROWS: tl.constexpr,
     SQUARED: tl.constexpr, DEPENDENT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (its share of the columns, up to BLOCK_N): lists those that any row has. columns_ptr: [BLOCK_N,
-    programs], values_ptr: the same of ROWS each; counts_ptr: how many are listed, entries_ptr: how many each row has,
-    [programs, ROWS]; down_ptr: [N, D], whose rows will be read, or None."""
-    size: tl.constexpr = gate_ptr.dtype.element_ty.primitive_bitwidth // 8
+    """Program (BLOCK_N columns): lists those that any row has. columns_ptr: [BLOCK_N, programs], values_ptr: the same
+    of ROWS each; counts_ptr: how many are listed, entries_ptr: how many each row has, [programs, ROWS]. BLOCK_U columns
+    of x at a time are multiplied by up."""
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
     program, programs = tl.program_id(0), tl.num_programs(0)
     n = program * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
-    if PRECISION != "none":
-        share = tl.cdiv(N, programs)
-        n = program * share + tl.arange(0, BLOCK_N)
-        inside = n < tl.minimum(N, program * share + share)
-    if DEPENDENT:
-        ask_for(gate_ptr + n.to(tl.int64)[:, None] * stride_gn, inside[:, None], K * size, 128 // BLOCK_N)
-        gdc_wait()
-        gdc_launch_dependents()
     m = tl.arange(0, ROWS)
     gate_rows = gate_ptr + n.to(tl.int64)[:, None] * stride_gn
-    acc = columns_product(gate_rows, x_ptr, inside, M, K, BLOCK_N, BLOCK_K, ROWS, PRECISION, UPCAST)
+    acc = columns_product(gate_rows, x_ptr, stride_xm, inside, M, K, BLOCK_N, BLOCK_K, ROWS, PRECISION, UPCAST)
     if gate_bias_ptr is not None:
         acc += tl.load(gate_bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[:, None]
     # An entry is kept or not as it is where entries are packed: after it was rounded.
@@ -122,9 +94,9 @@ def _few_hidden_kernel(
         bound = tl.load(threshold_ptr + n, mask=inside, other=0.0).to(tl.float32)
         bound = tl.where(bound < 0, 0.0, bound)
     kept = ~(z <= bound[:, None]) & inside[:, None] & (m < M)[None, :]
-    active = tl.max(kept.to(tl.int32), axis=1)
     if entries_ptr is not None:
         tl.store(entries_ptr + program * ROWS + m, tl.sum(kept.to(tl.int32), axis=0))
+    active = tl.max(kept.to(tl.int32), axis=1)
     count = tl.sum(active, axis=0)
     tl.store(counts_ptr + program, count)
     slot = tl.arange(0, BLOCK_N)
@@ -142,17 +114,11 @@ def _few_hidden_kernel(
                 listed = first + tl.arange(0, SLOTS)
                 there = listed < count
                 place_of = listed * programs + program
-                if DEPENDENT:
-                    # Loaded for themselves, so that no two threads have the same.
-                    asked = tl.load(columns_ptr + place_of[:, None], mask=there[:, None], other=0).to(tl.int64)
-                    ask_for(up_ptr + asked * stride_un, there[:, None], K * size, 128 // SLOTS)
-                    if down_ptr is not None:
-                        ask_for(down_ptr + asked * D, there[:, None], D * size, 128 // SLOTS)
                 column = tl.load(columns_ptr + place_of, mask=there, other=0)
                 values = values_ptr + place_of[:, None] * ROWS + m[None, :]
                 factor = tl.load(values, mask=there[:, None], other=0.0).to(tl.float32)
                 up_rows = up_ptr + column.to(tl.int64)[:, None] * stride_un
-                up = columns_product(up_rows, x_ptr, there, M, K, SLOTS, BLOCK_K, ROWS, PRECISION, UPCAST)
+                up = columns_product(up_rows, x_ptr, stride_xm, there, M, K, SLOTS, BLOCK_U, ROWS, PRECISION, UPCAST)
                 if up_bias_ptr is not None:
                     up += tl.load(up_bias_ptr + column, mask=there, other=0.0).to(tl.float32)[:, None]
                 # A row without the entry takes nothing from it, not even a NaN.
@@ -163,33 +129,30 @@ def _few_hidden_kernel(
                 z *= z
             if up_ptr is not None:
                 up_rows = up_ptr + n.to(tl.int64)[:, None] * stride_un
-                up = columns_product(up_rows, x_ptr, held, M, K, BLOCK_N, BLOCK_K, ROWS, PRECISION, UPCAST)
+                up = columns_product(up_rows, x_ptr, stride_xm, held, M, K, BLOCK_N, BLOCK_U, ROWS, PRECISION, UPCAST)
                 if up_bias_ptr is not None:
                     up += tl.load(up_bias_ptr + n, mask=held, other=0.0).to(tl.float32)[:, None]
                 z = tl.where(kept, z * up, 0.0)
             tl.store(values_ptr + place[:, None] * ROWS + m[None, :], z, mask=held[:, None])
 
 
-@triton.jit(do_not_specialize=["programs", "slots", "M", "ahead"])
+@triton.jit(do_not_specialize=["programs", "slots", "M"])
 def _few_down_kernel(
     columns_ptr, values_ptr, counts_ptr, entries_ptr, down_ptr, bias_ptr, out_ptr, nnz_ptr, programs, slots,
-    stride_dn, stride_dd, M, D, ahead,
+    stride_dn, stride_dd, M, D,
     BLOCK_U: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, DEPENDENT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Program (BLOCK_D columns of the result): the listed rows of down times their values, BLOCK_U slots at a time, as
-    PARTS products side by side. slots: of a list; programs: lists, looked at BLOCK_P at a time. ahead: bytes that the
-    L2 is asked for of each row of down where it lies by rows, or 0."""
+    PARTS products side by side. slots: of a list; programs: lists, looked at BLOCK_P at a time."""
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     m = tl.arange(0, ROWS)
     inside = d < D
-    if DEPENDENT:
-        gdc_launch_dependents()
-        if ahead > 0:
-            ask_for(down_ptr + d.to(tl.int64)[:, None] * stride_dd, inside[:, None], ahead, 128 // BLOCK_D)
-        gdc_wait()
     down_ptr += d.to(tl.int64)[None, :] * stride_dd
     at = tl.arange(0, BLOCK_U)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     # Of lists that may turn out to be empty, so that nothing waits for the counts.
     column = tl.load(columns_ptr + at, mask=at < slots * programs, other=-1)
     fullest = 0
@@ -234,19 +197,19 @@ _few_down = launch.Kernel(_few_down_kernel)
 
 @dataclass(frozen=True)
 class Tile:
-    """Of a program of `hidden`: columns of the gate, at most, and of x at a time; its warps, stages and registers. Of a
-    program of `down`: slots at a time, columns of the result, products side by side; its warps."""
+    """Of a program of `hidden`: columns of the gate, and columns of x at a time for gate and for up; its warps, stages
+    and registers. Of a program of `down`: slots at a time, columns of the result, products side by side; its warps."""
 
-    hidden: tuple[int, int]
+    hidden: tuple[int, int, int]
     hidden_launch: tuple[int, int, int | None]
     down: tuple[int, int, int]
     down_warps: int
 
 
-ONE = Tile((8, 2048), (4, 1, 80), (1024, 16, 1), 8)
-SOME = Tile((4, 2048), (8, 1, 80), (2048, 16, 1), 8)
-MANY = Tile((32, 256), (4, 3, None), (1024, 16, 8), 8)
-HOPPER = Tile((64, 256), (4, 4, None), (1024, 16, 8), 8)
+ONE = Tile((8, 2048, 2048), (4, 1, 80), (1024, 16, 1), 8)
+SOME = Tile((4, 2048, 2048), (8, 1, 80), (2048, 16, 1), 8)
+MANY = Tile((32, 256, 256), (4, 3, None), (1024, 16, 8), 8)
+HOPPER = Tile((64, 256, 256), (4, 4, None), (1024, 16, 8), 8)
 """Of a single row, of several of float32, and of up to ROWS with tensor cores. 64 columns are what Hopper's product
 takes out of shared memory, and read x half as often as 32. H200, 16 rows: with 256 columns of x at a time a block took
 21.9 us, with 128 24.9; with 1,024 slots of `down` at a time it took 0.6 us less than with 2,048."""
@@ -283,12 +246,12 @@ def few(
     plan = _plans.get(key, index, united)
     if plan is None:
         return _launch(operands, out, nnz, squared, key)
-    hidden, down_launch, asked = plan.launches
+    hidden, down_launch = plan.launches
     *weights, down_weight, down_bias = pointers
     lists = plan.addresses
     # The two launches share the lists: another thread's pair on this stream must not come between them.
     with plan.lock:
-        hidden(stream, *weights, *lists, down_weight if asked else None)
+        hidden(stream, *weights, *lists)
         down_launch(stream, *lists, down_weight, down_bias, out.data_ptr(), nnz.data_ptr() if counted else None)
     return out, nnz
 
@@ -298,9 +261,9 @@ def _launch(
 ) -> tuple[Tensor, Tensor]:
     """Launches, and keeps what repeats it under `key`, unless a copy was needed or a graph records it."""
     x, gate, gate_bias, threshold, up, up_bias, down, down_bias = operands
-    gate, up = (None if t is None else rows_contiguous(t) for t in (gate, up))
-    x, gate_bias, threshold, up_bias, down_bias = (
-        None if t is None else t.contiguous() for t in (x, gate_bias, threshold, up_bias, down_bias)
+    x, gate, up = (None if t is None else rows_contiguous(t) for t in (x, gate, up))
+    gate_bias, threshold, up_bias, down_bias = (
+        None if t is None else t.contiguous() for t in (gate_bias, threshold, up_bias, down_bias)
     )
     read = (x, gate, gate_bias, threshold, up, up_bias, down, down_bias)
     counted = nnz.numel() > 0
@@ -312,10 +275,9 @@ def _launch(
 
 def project(
     operands: tuple[Tensor | None, ...], out: Tensor, nnz: Tensor | None, squared: bool, tile: Tile | None = None
-) -> tuple[tuple[Any, ...], tuple[Tensor | None, ...]]:
-    """Writes out, and where asked how many entries each row has. Operands as of the operator, x contiguous, and so are
-    rows of the weights of gate and up. Returns the launches, bound to all but pointers, whether the first takes down,
-    and the lists between them."""
+) -> tuple[tuple[launch.Bound | None, ...], tuple[Tensor | None, ...]]:
+    """Writes out, and where asked how many entries each row has. Operands as of the operator, x and the weights of gate
+    and up with contiguous rows. Returns the launches, bound to all but pointers, and the lists between them."""
     x, gate, gate_bias, threshold, up, up_bias, down, down_bias = operands
     assert x is not None and gate is not None and down is not None
     (m, k), n, d = x.shape, gate.shape[0], out.shape[1]
@@ -324,41 +286,35 @@ def project(
     rows = ROWS if dots else launch.next_power_of_2(m)
     without = {} if dots else {"PRECISION": "none"}
     tile = tile or (_with_tensor_cores(x) if dots else ONE if m == 1 else SOME)
-    block_n, block_k = tile.hidden
-    block_k = min(block_k // 2 if wide else block_k, launch.next_power_of_2(max(k, 16)))
-    units = tuning.programs(x.device)
+    block_n, block_k, block_u = tile.hidden
+    block_k, block_u = (min(b // 2 if wide else b, launch.next_power_of_2(max(k, 16))) for b in (block_k, block_u))
     # Of a narrow block as many programs as the GPU has room for, with fewer columns each.
     least = ROWS if dots else 2
-    while block_n > least and launch.cdiv(n, block_n) < units // 2:
+    while block_n > least and launch.cdiv(n, block_n) < tuning.programs(x.device) // 2:
         block_n //= 2
     programs = launch.cdiv(n, block_n)
-    if dots:
-        # As many columns to each multiprocessor.
-        programs = launch.cdiv(n, launch.cdiv(n, units * launch.cdiv(programs, units)))
     columns = torch.empty(block_n, programs, dtype=torch.int32, device=x.device)
     values = torch.empty(block_n, programs, rows, dtype=x.dtype if dots else torch.float32, device=x.device)
     counts = columns.new_empty(programs)
     entries = None if nnz is None else columns.new_empty(programs, rows)
     lists = (columns, values, counts, entries)
     follows = tuning.dependent_launch(x.device)
-    meta = {"BLOCK_N": block_n, "BLOCK_K": block_k, "ROWS": rows}
+    meta = {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_U": block_u, "ROWS": rows}
     meta |= {"SQUARED": squared, "DEPENDENT": follows, **precision, **without}
-    stride_dd, stride_dn = down.stride()
-    asked = follows and (stride_dd, stride_dn) == (1, d)
-    strides = (gate.stride(0), 0 if up is None else up.stride(0))
-    args = (x, gate, gate_bias, threshold, up, up_bias, *lists, down if asked else None, *strides, m, n, k, d)
+    strides = (x.stride(0), gate.stride(0), 0 if up is None else up.stride(0))
+    args = (x, gate, gate_bias, threshold, up, up_bias, *lists, *strides, m, n, k)
     warps, stages, registers = tile.hidden_launch
     grid = (programs, 1, 1)
     options: dict[str, Any] = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "launch_pdl": follows}
-    first = _few_hidden(grid, args, meta, head=11, **options)
+    first = _few_hidden(grid, args, meta, head=10, **options)
     slots, block_d, parts = tile.down
     meta = {"BLOCK_U": slots // 2 if wide else slots, "BLOCK_D": block_d, "BLOCK_P": 1024, "ROWS": rows}
     meta |= {"PARTS": parts, "DEPENDENT": follows, **tuning.dot_precision(x, n), **without}
-    ahead = n * x.element_size() if stride_dn == 1 and m >= WHOLE else 0
-    args = (*lists, down, down_bias, out, nnz, programs, block_n, stride_dn, stride_dd, m, d, ahead)
+    stride_dd, stride_dn = down.stride()
+    args = (*lists, down, down_bias, out, nnz, programs, block_n, stride_dn, stride_dd, m, d)
     grid = (launch.cdiv(d, block_d), 1, 1)
     second = _few_down(grid, args, meta, num_warps=tile.down_warps, num_stages=1, launch_pdl=follows, head=8)
-    return (first, second, asked), lists
+    return (first, second), lists
 
 
 _LISTS = {"columns_ptr": "*i32", "values_ptr": "*bf16", "counts_ptr": "*i32", "entries_ptr": "*i32"}
@@ -366,11 +322,11 @@ EXAMPLES = {
     _few_hidden_kernel: {
         "signature": {
             "x_ptr": "*bf16", "gate_ptr": "*bf16", "gate_bias_ptr": "*bf16", "threshold_ptr": "*fp32",
-            "up_ptr": "*bf16", "up_bias_ptr": "*bf16", **_LISTS, "down_ptr": "*bf16",
-            **dict.fromkeys(("stride_gn", "stride_un", "M", "N", "K", "D"), "i32"),
+            "up_ptr": "*bf16", "up_bias_ptr": "*bf16", **_LISTS,
+            **dict.fromkeys(("stride_xm", "stride_gn", "stride_un", "M", "N", "K"), "i32"),
         },
         "constexprs": {
-            "BLOCK_N": 32, "BLOCK_K": 256, "ROWS": ROWS, "SQUARED": False,
+            "BLOCK_N": 32, "BLOCK_K": 256, "BLOCK_U": 256, "ROWS": ROWS, "SQUARED": False,
             "DEPENDENT": False, "PRECISION": "ieee", "UPCAST": False,
         },
         "num_warps": 4,
@@ -379,8 +335,7 @@ EXAMPLES = {
     _few_down_kernel: {
         "signature": {
             **_LISTS, "down_ptr": "*bf16", "bias_ptr": "*bf16", "out_ptr": "*bf16", "nnz_ptr": "*i32",
-            **dict.fromkeys(("programs", "slots", "stride_dn", "M", "D", "ahead"), "i32"),
-            "stride_dd": "constexpr",
+            **dict.fromkeys(("programs", "slots", "stride_dn", "M", "D"), "i32"), "stride_dd": "constexpr",
         },
         "constexprs": {
             "BLOCK_U": 2048, "BLOCK_D": 16, "BLOCK_P": 1024, "ROWS": ROWS, "PARTS": 8,

@@ -4,8 +4,9 @@ A program reads how many entries each tile of its row has, and then takes BLOCK_
 tiles they stand: it loads their rows of up and of down at once, multiplies the row of x, which stays in registers, by
 the rows of up, and adds the products, times the entries, times the rows of down, to the row of the result, which stays
 in registers as well, in float32. Nothing that is as wide as the block is written. A row costs (K + D) elements an
-entry, out of the L2: one warp has enough of them in flight where rows are short, and barriers are what it does not
-have; wider rows take more warps, 2,048 elements each.
+entry, out of the L2, and what counts is how many of them are on their way at once: so those of the next entries go to
+shared memory, and registers are few enough for ten programs a multiprocessor. A warp takes 1,024 columns; more of them
+would wait for each other at every entry.
 
 Rows that overflowed their slots, or have more entries than pays, are left out and listed for `heavy`. The order of the
 list is that of arrival, which nothing shows: a row's products do not depend on its neighbours.
@@ -15,6 +16,7 @@ On Hopper programs take their places while the kernel before them runs, and wait
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -24,7 +26,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gossamer._core import launch, tuning
 from gossamer.ffn._triton._packed import LISTED, SLOTS, TILE, Packed
-from gossamer.ffn.costs import GROUP
+from gossamer.ffn.costs import GROUP, MANY
+
+GROUPED = tl.constexpr(GROUP)
 
 
 @triton.jit
@@ -41,12 +45,13 @@ def locate(values_ptr, indices_ptr, entry, total, counts, ends, TILE: tl.constex
 def _ffn_gather_kernel(
     values_ptr, indices_ptr, counts_ptr, x_ptr, up_ptr, up_bias_ptr, down_ptr, down_bias_ptr, out_ptr, nnz_ptr,
     heavy_ptr, heavy_x_ptr, taken_ptr, tiles, K, D,
-    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
-    SQUARED: tl.constexpr, BLOCK_T: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, SQUARED: tl.constexpr,
+    BLOCK_T: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (row, slice of the columns, part of its entries). Without `up_ptr` an entry is its own factor. heavy_ptr:
     the words before LISTED, then the rows that are listed; heavy_x_ptr takes the rows of x in that order. Where
-    `taken_ptr` is not 0 for a group of GROUP rows, others see to it."""
+    `taken_ptr` is not 0 for a group of rows, others see to it. STAGES steps are on their way at once, all but one of
+    them in shared memory."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -71,7 +76,7 @@ def _ffn_gather_kernel(
     else:
         mine = True
         if taken_ptr is not None:
-            mine = tl.load(taken_ptr + row // GROUP) == 0
+            mine = tl.load(taken_ptr + row // GROUPED) == 0
         if mine:
             ends = tl.cumsum(counts, axis=0)
             d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -82,8 +87,11 @@ def _ffn_gather_kernel(
             values_ptr += row * tiles * SLOTS
             indices_ptr += row * tiles * SLOTS
             entry = part * BLOCK_E + tl.arange(0, BLOCK_E)
-            index, value = locate(values_ptr, indices_ptr, entry, total, counts, ends, TILE, SLOTS)
-            for _ in range(part * BLOCK_E, total, PARTS * BLOCK_E):
+            if STAGES == 1:
+                index, value = locate(values_ptr, indices_ptr, entry, total, counts, ends, TILE, SLOTS)
+            for _ in tl.range(part * BLOCK_E, total, PARTS * BLOCK_E, num_stages=STAGES):
+                if STAGES > 1:
+                    index, value = locate(values_ptr, indices_ptr, entry, total, counts, ends, TILE, SLOTS)
                 held = (entry < total)[:, None]
                 at = index.to(tl.int64)
                 down = tl.load(down_ptr + at[:, None] * D + d[None, :], mask=held & (d < D)[None, :], other=0.0)
@@ -92,9 +100,10 @@ def _ffn_gather_kernel(
                     up = tl.load(up_ptr + at[:, None] * K + k[None, :], mask=held & (k < K)[None, :], other=0.0)
                     if up_bias_ptr is not None:
                         bias = tl.load(up_bias_ptr + at, mask=entry < total, other=0.0).to(tl.float32)
-                # The next entries are found while these weights are on their way.
                 entry += PARTS * BLOCK_E
-                index, value = locate(values_ptr, indices_ptr, entry, total, counts, ends, TILE, SLOTS)
+                if STAGES == 1:
+                    # Without stages the next entries are found while these weights are on their way.
+                    index, value = locate(values_ptr, indices_ptr, entry, total, counts, ends, TILE, SLOTS)
                 if up_ptr is not None:
                     product = tl.sum(up.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
                     if up_bias_ptr is not None:
@@ -129,15 +138,23 @@ _ffn_sum = launch.Kernel(_ffn_sum_kernel)
 
 @dataclass(frozen=True)
 class Choice:
-    """How a row is gathered: entries at a time, and columns to a warp."""
+    """How a row is gathered: entries at a time, columns to a warp, stages, and registers of 16-bit rows, or None."""
 
     entries: int
     width: int
+    stages: int = 3
+    registers: int | None = None
 
 
 CHOICE = Choice(1, 1024)
-"""H200, 16,384 rows of 29 entries, K = D = 2,048: 504 us with two warps a row, 543 with one, 721 with four. A plain
-block of 8,192 neurons takes 951 us with an entry at a time, 1,085 with two and 1,036 with four."""
+MANY_ROWS = Choice(1, 1024, registers=96)
+"""H200, 29 entries a row, K = D = 2,048, the whole block. 16,384 rows: 1,074 us with weights that are loaded to
+registers, of which 8 programs find room; 1,029 with three stages, 1,009 with these and 96 registers, 1,286 with 80.
+2,048 rows: 160, 152 and 157 us, for 10 programs a multiprocessor leave half of a second round empty. Two warps a row:
+with one or four it takes longer. A plain block of 8,192 neurons takes 951 us with an entry at a time, 1,085 with two
+and 1,036 with four."""
+STAGED = 96 << 10
+"""Bytes of shared memory that a program's stages may take."""
 SLICE = 2048
 """Columns of the result that a program takes at most where it multiplies by no x."""
 
@@ -152,7 +169,7 @@ def gather(
     heavy: tuple[Tensor, Tensor | None],
     taken: Tensor | None,
     squared: bool,
-    choice: Choice = CHOICE,
+    choice: Choice | None = None,
 ) -> tuple[launch.Bound | None, launch.Bound | None, int]:
     """Writes the rows of `out` that are neither heavy nor taken, lists the heavy ones and counts all entries. Returns
     the launches, bound to all but pointers, the second None where there is none, and how many parts a row has.
@@ -163,23 +180,27 @@ def gather(
     (m, tiles, _), (down_weight, down_bias) = packed.values.shape, down
     up_weight, up_bias = up or (None, None)
     k, d = x.shape[1], out.shape[1]
+    choice = choice or (MANY_ROWS if m >= MANY else CHOICE)
     block_k = 1 if up_weight is None else launch.next_power_of_2(k)
     # Without x to multiply by, slices of a row have nothing in common.
     block_d = launch.next_power_of_2(d) if up_weight is not None else min(launch.next_power_of_2(d), SLICE)
     slices = launch.cdiv(d, block_d)
     warps = min(16, max(1, max(block_k, block_d) // choice.width))
+    stages, registers = stages_and_registers(0 if up_weight is None else k, d, x.element_size(), warps, choice)
     room = 1 if taken is not None else max(1, min(8, 8 * tuning.programs(x.device) // max(1, m * slices)))
     # A power of two: each number of parts is compiled.
     parts = 1 << (room.bit_length() - 1)
     meta = {
-        "BLOCK_E": choice.entries, "BLOCK_K": block_k, "BLOCK_D": block_d, "GROUP": GROUP, "PARTS": parts,
-        "SQUARED": squared, "BLOCK_T": launch.next_power_of_2(tiles), "DEPENDENT": tuning.dependent_launch(x.device),
+        "BLOCK_E": choice.entries, "BLOCK_K": block_k, "BLOCK_D": block_d, "PARTS": parts,
+        "SQUARED": squared, "BLOCK_T": launch.next_power_of_2(tiles), "STAGES": stages,
+        "DEPENDENT": tuning.dependent_launch(x.device),
     }  # fmt: skip
     whole = out if parts == 1 else torch.empty(m, parts, d, dtype=torch.float32, device=x.device)
     args = (packed.values, packed.indices, packed.counts, x, up_weight, up_bias, down_weight, down_bias, whole, nnz)
     args += (*heavy, taken, tiles, k, d)
     follows = tuning.dependent_launch(x.device)
-    first = _ffn_gather((m, slices, parts), args, meta, num_warps=warps, launch_pdl=follows, head=13)
+    options: dict[str, Any] = {"num_warps": warps, "maxnreg": registers, "launch_pdl": follows}
+    first = _ffn_gather((m, slices, parts), args, meta, head=13, **options)
     second = None
     if parts > 1:
         block = min(1024, launch.next_power_of_2(d))
@@ -187,6 +208,15 @@ def gather(
         meta = {"BLOCK_D": block, "PARTS": parts}
         second = _ffn_sum(grid, (whole, down_bias, out, d), meta, num_warps=4, head=3)
     return first, second, parts
+
+
+def stages_and_registers(k: int, d: int, size: int, warps: int, choice: Choice) -> tuple[int, int | None]:
+    """What of a choice serves rows of up and down of k and d elements of `size` bytes: rows of multiples of 16 elements
+    are copied to shared memory as they come, where they are not too wide. It was measured of 16 bits."""
+    staged = choice.entries * (launch.next_power_of_2(k) + launch.next_power_of_2(d)) * size * (choice.stages - 1)
+    if torch.version.hip is not None or size > 2 or (k | d) % 16 or staged > STAGED:
+        return 1, None
+    return choice.stages, choice.registers if max(k, d) <= choice.width * warps else None
 
 
 EXAMPLES = {
@@ -198,10 +228,11 @@ EXAMPLES = {
             **dict.fromkeys(("tiles", "K", "D"), "i32"),
         },
         "constexprs": {
-            "BLOCK_E": 1, "BLOCK_K": 2048, "BLOCK_D": 2048, "GROUP": 32, "PARTS": 1, "SQUARED": False, "BLOCK_T": 32,
+            "BLOCK_E": 1, "BLOCK_K": 2048, "BLOCK_D": 2048, "PARTS": 1, "SQUARED": False, "BLOCK_T": 32, "STAGES": 3,
             "DEPENDENT": False,
         },
         "num_warps": 2,
+        "maxnreg": 96,
     },
     _ffn_sum_kernel: {
         "signature": {"parts_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16", "D": "i32"},

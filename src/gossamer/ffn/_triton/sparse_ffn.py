@@ -78,7 +78,7 @@ def sparse_ffn(
     up = None if up_weight is None else (up_weight.contiguous(), up_bias)
     if down_rows is None and down_weight.t().is_contiguous():
         down_rows = down_weight.t()
-    turned = down_rows is not None
+    turned = known = down_rows is not None
     down = (x.new_empty(n, d) if down_rows is None else down_rows.contiguous(), down_bias)
     x = x.contiguous()
     for first in range(0, m, BLOCK):
@@ -88,7 +88,7 @@ def sparse_ffn(
         weights = (gate, up, down, down_weight)
         launches = _block(x[part], *weights, turned, squared, united, step, unknown, light, results)
         turned = True
-    own = (x, *gate, *(up or (None, None)), down_weight, *down)
+    own = (x, *gate, *(up or (None, None)), down_weight, down[0] if known else None, down[1])
     if key is not None and launches is not None and m <= BLOCK and _same_memory(operands, own):
         _plans.keep(key, x.device, *launches)
     return out, nnz if step else nnz.new_empty(0), sizes
@@ -109,7 +109,7 @@ def _same_memory(given: Sequence[Tensor | None], read: Sequence[Tensor | None]) 
 class _Repeated(NamedTuple):
     """What a plan needs beside its launches: `inputs` makes the first one's descriptors; sizes are the bytes of values,
     indices and counts, of the list of heavy rows, of counts of entries, of parts of rows, of heavy rows' hidden
-    activations, and of what `union.Unions` keeps in memory."""
+    activations, of a transposed weight, and of what `union.Unions` keeps in memory."""
 
     inputs: Callable[[Tensor, Tensor], tuple[Any, Any]]
     sizes: tuple[int, ...]
@@ -117,17 +117,19 @@ class _Repeated(NamedTuple):
 
 def _repeat(launches: Sequence[Any], operands: Sequence[Any], pointers: Sequence[int | None], out: Tensor) -> None:
     """Launches what `_block` did, with one piece of memory for all that lies between."""
-    pack, gathers, sums, projects, unions, (inputs, sizes) = launches
+    pack, turns, gathers, sums, projects, unions, (inputs, sizes) = launches
     room = torch.empty(sum(sizes), dtype=torch.uint8, device=out.device)
     at, parts = room.data_ptr(), []
     for size in sizes:
         parts.append(at)
         at += size
-    packed, (listed, nnz, whole, hidden), united = parts[:3], parts[3:7], parts[7:]
+    packed, (listed, nnz, whole, hidden, rows), united = parts[:3], parts[3:8], parts[8:]
     x, gate, gate_bias, threshold, up, up_bias, down_weight, down, down_bias = pointers
-    down, result = down or down_weight, out.data_ptr()
+    down, result = rows if turns is not None else down or down_weight, out.data_ptr()
     stream = torch._C._cuda_getCurrentRawStream(out.device.index)
     pack(stream, *inputs(operands[0], operands[1]), gate_bias, threshold, None, None, None, *packed, listed)
+    if turns is not None:
+        turns(stream, down_weight, rows)
     target, taken = result if sums is None else whole, None
     if united:
         *_, columns, values, taken = united
@@ -172,10 +174,11 @@ def _block(
         packed, packs = pack(x, *gate, words=(listed, cost.limit))
         if packs is None:
             heavy.start(listed, cost.limit, None, 0)
+    turns = None
     if not turned:
         # Where Hopper packs, on the multiprocessors that have no more tiles.
         if down_weight.stride(1) == 1:
-            launch_dense_transpose(down_weight, down[0], packs is not None)
+            turns = launch_dense_transpose(down_weight, down[0], packs is not None)
         else:
             down[0].copy_(down_weight.t())
     unions = taken = None
@@ -191,17 +194,17 @@ def _block(
         shared = (unions.launch, *union.project(unions, packed, cost.limit, x, up, down, out))
     projects = heavy.project(rows, x, gate, up, down, down_weight, out, squared)
     needed = (packs, gathers, projects, *shared[::2])
-    if None in needed or not _aligned(x, gate[0]):
+    if None in needed or not _aligned(x, gate[0]) or (turns is None and not turned):
         return None
     from gossamer.gemm._gluon.linear_pack import descriptors
 
     whole = 4 * m * parts * out.shape[1] if sums is not None else 0
     between = (packed.values, packed.indices, packed.counts, listed, nnz)
-    sizes_of = [*(t.nbytes for t in between), whole, m * n * x.element_size()]
+    sizes_of = [*(t.nbytes for t in between), whole, m * n * x.element_size(), 0 if turned else down[0].nbytes]
     sizes_of += [] if unions is None else [t.nbytes for t in unions.memory]
     # Every part begins on 256 bytes, as the allocator's would.
     repeated = _Repeated(descriptors, tuple(-(-size // 256) * 256 for size in sizes_of))
-    return packs, gathers, sums, projects, shared, repeated
+    return packs, turns, gathers, sums, projects, shared, repeated
 
 
 def _aligned(*operands: Tensor) -> bool:

@@ -43,12 +43,10 @@ def encode(
     m, n = pre.shape
     l0 = torch.zeros(m, dtype=threshold_dtype(weight.dtype))
     source = pre if keep_source else pre.new_empty(0, n)
-    if capacity is None and (m == 0 or n == 0):
-        empty = torch.full((m * k,), -1, dtype=torch.int32)
-        return pre.new_zeros(m * k), empty, torch.zeros(m + 1, dtype=torch.int64), source, l0
-    if capacity is not None and (m == 0 or n == 0):
-        empty = torch.full((m, capacity), -1, dtype=torch.int32)
-        return pre.new_zeros(m, capacity), empty, torch.zeros(m, dtype=torch.int32), source, l0
+    if m == 0 or n == 0:
+        values = pre.new_zeros((m * k,) if capacity is None else (m, capacity))
+        counts = torch.zeros(m + 1, dtype=torch.int64) if capacity is None else torch.zeros(m, dtype=torch.int32)
+        return values, torch.full_like(values, -1, dtype=torch.int32), counts, source, l0
     if activation in ("topk", "batchtopk"):
         groups = m if activation == "topk" else 1
         # Clamped in place, or multiplied out of place: either way what has key 0 is not kept.

@@ -158,7 +158,8 @@ def encode_dense_bwd_(
     else:
         sums.zero_()
     total = sums.sum(1).to(wide)
-    return total[0], total[1] if len(total) == 2 else total.new_empty(0)
+    # No two results of an operator may share memory.
+    return total[0], total[1].clone() if len(total) == 2 else total.new_empty(0)
 
 
 def _runs(m: int, n: int, acts: Tensor, tile: launch.Tile) -> tuple[int, tuple[int, int, int]]:
