@@ -127,8 +127,10 @@ def test_compiled_calls_record_nothing(device: torch.device, compiled) -> None:
     def call(x: Tensor) -> Tensor:
         way = layer.tracker.path(dense_above(10), training=False)
         layer.tracker.record(torch.ones(3, device=x.device), training=False)
-        return x * (2 if way == "dense" else 3)
+        return x * (2 if way == "dense" and layer.tracker.basis(training=False) is None else 3)
 
+    basis = layer.tracker.basis(training=False)
+    assert basis is not None and basis.mean == 100
     assert compiled(call)(x).tolist() == [2.0] * 3
     assert len(layer.tracker._histories[False]._pending) == pending
 

@@ -34,6 +34,9 @@ def filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         *((9, 37, biased) for biased in ("not", "same", "float32")),
         (2, 2061, "same"),
+        # Rows that begin on 16 bytes, of a length that is no multiple of 16.
+        (9, 40, "same"),
+        (2, 2056, "same"),
         *(pytest.param(2, 2061, biased, marks=pytest.mark.full) for biased in ("not", "float32")),
     ],
 )

@@ -47,6 +47,7 @@ class JumpReLUSAE(SparseAutoencoder):
         dead_after: for how many calls of `encode` in training a latent is silent before it counts as dead.
         initial_threshold: of every latent; None takes it from the data with a target, and is 0.001 without.
         capacity: slots per row of the latents, as in `sae.encode`. Rows beyond it stay exact but cost as much as dense.
+            With None `loss` and `forward` take up to twice the usual number where earlier rows would have filled that.
         dtype: of the weights; None takes PyTorch's default.
         device: of the parameters.
 

@@ -418,7 +418,8 @@ class BatchTopKSAE(Reviving):
         k: latents to keep per row, on average.
         threshold_rate: how much of a batch goes into the running mean. The first batch sets it.
         capacity: slots per row of what `encode` returns, as in `sae.encode`. Rows beyond it stay exact but cost as much
-            as dense. `loss` encodes to a CSR in training, unless sharded, which needs none.
+            as dense. `loss` encodes to a CSR in training, unless sharded, which needs none. With None `forward` takes
+            up to twice the usual number in evaluation mode, where earlier rows would have filled that.
         aux_coefficient: as in `TopKSAE`. Where Adam remembers what latents had learnt from, 1/32 comes to nothing.
         aux_k: as in `TopKSAE`, but None is k: among half of d_in none has a part of its own.
         dead_after: as in `TopKSAE`.

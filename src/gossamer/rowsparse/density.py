@@ -120,8 +120,9 @@ class DensityTracker:
         return chosen
 
     def basis(self, *, training: bool) -> Density | None:
-        """What the way last taken was chosen by, or None: what else a call chooses by this stays when the way does."""
-        return self._histories[training].basis
+        """What the way last taken was chosen by, or None: what else a call chooses by this stays when the way does.
+        None to `torch.compile`, which would compile for each number anew."""
+        return None if torch.compiler.is_compiling() else self._histories[training].basis
 
     def record(self, counts: Tensor, *, training: bool, limit: int = 2**31 - 1, result: Tensor | None = None) -> None:
         """Takes the counts of the call whose way was chosen last.

@@ -24,6 +24,7 @@ from gossamer.rowsparse._triton._rows import row_span
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.matmul_dense import matmul_dense
 from gossamer.rowsparse._triton.overflow import Overflow
+from gossamer.rowsparse._triton.pack import even_length, is_even
 from gossamer.rowsparse.matmul_path import choose_path, gather_tile
 
 LONG = 64
@@ -83,13 +84,13 @@ def gather_rows(
 def _matmul_fwd_kernel(
     values_ptr, indices_ptr, offsets_ptr, w_ptr, bias_ptr, out_ptr, stride_wn, N, D, capacity,
     BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PARTIAL: tl.constexpr, IS_CSR: tl.constexpr,
-    LAUNCH_DEPENDENTS: tl.constexpr, ALONE: tl.constexpr,
+    LAUNCH_DEPENDENTS: tl.constexpr, ALONE: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Program (row, column slice). ALONE says that nobody computes rows that overflowed: they become NaN."""
     if LAUNCH_DEPENDENTS:
         # The kernel for overflowed rows may start as soon as every program here has: it waits for our results itself.
         gdc_launch_dependents()
-    row = tl.program_id(0)
+    row, stride_wn, D = tl.program_id(0), even_length(stride_wn, VEC, EVEN), even_length(D, VEC, EVEN)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = columns < D
     start, count, overflowed = row_span(offsets_ptr, row, capacity, IS_CSR)
@@ -321,6 +322,8 @@ def launch_matmul(
     meta = {**tile, "PARTIAL": partial, "IS_CSR": is_csr}
     meta["ALONE"] = source is None
     meta["LAUNCH_DEPENDENTS"] = source is not None and tuning.dependent_launch(weight.device)
+    meta["VEC"] = 16 // weight.element_size()
+    meta["EVEN"] = is_even(weight.stride(0) | d, weight.element_size())
     args = (values, indices, offsets, weight, bias, out, weight.stride(0), n, d, capacity)
     gather = _matmul_fwd((m, launch.cdiv(d, meta["BLOCK_D"]), 1), args, meta, num_warps=1, head=6)
     if source is None:
@@ -379,7 +382,8 @@ def matmul_bwd(
 EXAMPLES = {
     _matmul_fwd_kernel: {
         "values_ptr": "*fp32", "w_ptr": "*fp32", "out_ptr": "*fp32", "BLOCK_E": 4, "BLOCK_D": 128, "PARTIAL": 64,
-        "IS_CSR": False, "LAUNCH_DEPENDENTS": False, "ALONE": False, "num_warps": 1,
+        "IS_CSR": False, "LAUNCH_DEPENDENTS": False, "ALONE": False, "VEC": 4, "EVEN": False,
+        "num_warps": 1,
     },
     _matmul_bwd_kernel: {
         "offsets_ptr": "*i64", "grad_values_ptr": "*fp32", "BLOCK_E": 8, "STEP": 4, "BLOCK_D": 256, "VEC": 8,

@@ -66,6 +66,15 @@ def load_row_chunk(x_ptr, start, lead, N, BLOCK: tl.constexpr, VEC: tl.constexpr
 
 
 @triton.jit
+def even_length(N, VEC: tl.constexpr, EVEN: tl.constexpr):
+    """N, of which the compiler knows with EVEN that words fill it, so that rows of it begin on 16 bytes."""
+    if EVEN:
+        return N // VEC * VEC
+    else:
+        return N
+
+
+@triton.jit
 def load_threshold(threshold_ptr, stride_t, columns, N):
     """Thresholds below 0 keep what 0 keeps, because values are at least 0."""
     if threshold_ptr is None:
@@ -270,6 +279,11 @@ def scan_tile(n: int, element_size: int, groups: int = 256) -> dict[str, Any]:
     least. A program is one warp: nothing waits for another."""
     vector = 16 // element_size
     return {"BLOCK": vector * max(32, min(groups, launch.next_power_of_2(n) // vector)), "VEC": vector}
+
+
+def is_even(n: int, element_size: int) -> bool:
+    """EVEN of `even_length`: where the compiler does not see it from n being a multiple of 16."""
+    return n % 16 != 0 and n * element_size % 16 == 0
 
 
 def row_tile(x: Tensor, groups: int = 256) -> dict[str, Any]:

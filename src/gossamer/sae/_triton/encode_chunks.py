@@ -17,6 +17,7 @@ from gossamer.rowsparse._triton.pack import (
     chunk_columns,
     clear_slots,
     count_bits,
+    even_length,
     load_threshold,
     publish,
     wait_and_sum,
@@ -31,12 +32,13 @@ def _encode_split_kernel(
     z_ptr, bias_ptr, threshold_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, flags_ptr, epoch, stride_t, radius, N,
     capacity, chunks,
     BLOCK: tl.constexpr, VEC: tl.constexpr, FLAGS: tl.constexpr, WINDOW: tl.constexpr, MAY_OVERFLOW: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk), chunks fastest: the exchange of counts is that of `pack.scan_chunk`.
 
     With WINDOW l0 starts as 0.
     """
-    row = (tl.program_id(0) // chunks).to(tl.int64)
+    row, N = (tl.program_id(0) // chunks).to(tl.int64), even_length(N, VEC, EVEN)
     chunk = tl.program_id(0) % chunks
     z_ptr += row * N
     values_ptr += row * capacity
@@ -109,7 +111,7 @@ def encode_chunks(
                 plan.launches[0](stream, *pointers, plan.flags, plan.epochs.next())
             return
     chunks, meta = pack.split(n, pack.scan_tile(n, z.element_size(), GROUPS))
-    meta |= {"WINDOW": bandwidth > 0, "MAY_OVERFLOW": may_overflow}
+    meta |= {"WINDOW": bandwidth > 0, "MAY_OVERFLOW": may_overflow, "EVEN": pack.is_even(n, z.element_size())}
     flags, epoch = launch.flags.get(m * chunks, z.device)
     args = (z, bias, threshold, *out, flags, epoch, stride_t, bandwidth / 2, n, capacity, chunks)
     bound = _encode_split((m * chunks, 1, 1), args, meta, num_warps=1, head=9)
@@ -120,7 +122,7 @@ def encode_chunks(
 EXAMPLES = {
     _encode_split_kernel: {
         "z_ptr": "*fp32", "values_ptr": "*fp32", "BLOCK": 512, "VEC": 4, "FLAGS": 128, "WINDOW": False,
-        "MAY_OVERFLOW": True, "num_warps": 1,
+        "MAY_OVERFLOW": True, "EVEN": False, "num_warps": 1,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""

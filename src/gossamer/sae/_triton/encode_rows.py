@@ -10,7 +10,16 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.rowsparse._triton.pack import chunk_columns, clear_slots, count_bits, load_threshold, scan_tile, word_bits
+from gossamer.rowsparse._triton.pack import (
+    chunk_columns,
+    clear_slots,
+    count_bits,
+    even_length,
+    is_even,
+    load_threshold,
+    scan_tile,
+    word_bits,
+)
 from gossamer.sae._triton._entries import GROUPS, activate_row, append_active
 from gossamer.sae._triton.select import add_bias, load_pre
 
@@ -34,10 +43,11 @@ def _limits_kernel(threshold_ptr, out_ptr, stride_t, radius, N, BLOCK: tl.conste
 def _encode_row_kernel(
     z_ptr, bias_ptr, threshold_ptr, limits_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, stride_t, radius, N, capacity,
     BLOCK: tl.constexpr, VEC: tl.constexpr, WINDOW: tl.constexpr, MAY_OVERFLOW: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     """Program (row): what exceeds the threshold, or with WINDOW what lies less than `radius` below it as well.
     `limits_ptr` may stand in for both (see `_limits_kernel`)."""
-    row = tl.program_id(0).to(tl.int64)
+    row, N = tl.program_id(0).to(tl.int64), even_length(N, VEC, EVEN)
     z_ptr += row * N
     values_ptr += row * capacity
     indices_ptr += row * capacity
@@ -101,6 +111,7 @@ def encode_rows(
         args = (threshold, limits, stride_t, bandwidth / 2, n)
         _limits((launch.cdiv(n, 1024), 1, 1), args, {"BLOCK": 1024})
     meta = {**scan_tile(n, z.element_size(), GROUPS), "WINDOW": bandwidth > 0, "MAY_OVERFLOW": may_overflow}
+    meta["EVEN"] = is_even(n, z.element_size())
     args = (z, bias, threshold, limits, *out, stride_t, bandwidth / 2, n, capacity)
     _encode_row((m, 1, 1), args, meta, num_warps=1)
 
@@ -108,7 +119,8 @@ def encode_rows(
 EXAMPLES = {
     _limits_kernel: {"BLOCK": 1024},
     _encode_row_kernel: {
-        "limits_ptr": None, "BLOCK": 1024, "VEC": 8, "WINDOW": True, "MAY_OVERFLOW": True, "num_warps": 1,
+        "limits_ptr": None, "BLOCK": 1024, "VEC": 8, "WINDOW": True, "MAY_OVERFLOW": True, "EVEN": False,
+        "num_warps": 1,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test."""
