@@ -1,6 +1,7 @@
 """Gated sparse attention against its plain reference."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -122,6 +123,11 @@ def test_inference_is_as_training(device: torch.device) -> None:
     with torch.no_grad():
         kept = rotary.of_first(50, torch.ones(1, device=device))[0]
         assert kept is rotary.of_first(50, torch.ones(1, device=device))[0]
+        again = copy.deepcopy(module)
+        torch.testing.assert_close(
+            again(torch.ones(1, 50, 64, device=device)), module(torch.ones(1, 50, 64, device=device))
+        )
+        assert pickle.loads(pickle.dumps(again)).rotary_emb._first is None
         rotary.inv_freq.mul_(0.5)
     check(50)
     module.load_state_dict({**module.state_dict(), "rotary_emb.inv_freq": rotary.inv_freq * 3})

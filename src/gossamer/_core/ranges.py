@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 _NOTHING = nullcontext()
-_NVIDIA_LOOKS = any(name in os.environ for name in ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID"))
-"""Whether a tool that reads NVTX has started the program: it sets one of these before, and without it NVTX does
-nothing. A range that nobody sees still takes some microseconds of the host."""
+_NVIDIA_LOOKS = any(name.startswith(("NVTX_INJECTION", "NSYS_", "NV_NSIGHT_")) for name in os.environ)
+"""Whether a tool that reads NVTX has started the program: Nsight Systems and Compute set such variables before, and
+without them NVTX does nothing. A range that nobody sees still takes some microseconds of the host."""
 
 
 class _Nvtx:

@@ -31,6 +31,10 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", self._frequencies(device))
         self._kept: Tensor | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is kept stays here: it belongs to a stream, and a copy makes its own."""
+        return {**self.__dict__, "_first": None, "_kept": None}
+
     def _frequencies(self, device: torch.device | str | None) -> Tensor:
         return self.theta ** -(torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim)
 
