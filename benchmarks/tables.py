@@ -462,7 +462,7 @@ def _swept() -> dict[str, dict[str, Any]]:
 
 def selecting() -> list[str]:
     """Dense attention's time over that of selection and attention together, by length."""
-    content = read("attention-nvidia-h200.json")
+    content = read("attention-selected-nvidia-h200.json")
     by: dict[int, dict[str, str]] = {}
     for case in content["cases"]:
         for (name, ours), label in SELECTING.items():
