@@ -4,8 +4,9 @@ import threading
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from gossamer._core.compiling import THREADS, NotCompiled, together
+from gossamer._core.compiling import THREADS, NotCompiled, together, walk
 
 launch = pytest.importorskip("gossamer._core.launch")
 
@@ -178,3 +179,24 @@ def test_compiled_functions_are_left_alone() -> None:
 
     compiled = torch.compile(add, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(torch.zeros(3)), torch.ones(3))
+
+
+def test_checkpoints_count_a_first_call_once() -> None:
+    """Gradient checkpointing compares what a forward pass saved with what its repetition saves."""
+    done: set[int] = set()
+
+    def kernel() -> None:
+        if walk.raises and not done:
+            raise NotCompiled
+        if walk.pool is not None and not done:
+            walk.submit("kernel", done.add, 1)
+
+    @together
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        kernel()
+        return (x.sin() * x).sum()
+
+    x = torch.randn(3, requires_grad=True)
+    checkpoint(layer, x, use_reentrant=False).backward()
+    (wanted,) = torch.autograd.grad((x.sin() * x).sum(), x)
+    torch.testing.assert_close(x.grad, wanted)

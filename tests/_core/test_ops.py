@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gossamer import rowsparse
 from gossamer._core import ops
 from gossamer.sae.squared_error import squared_error
 
@@ -183,3 +184,20 @@ def test_what_has_outlived_a_transform_has_its_gradient() -> None:
     torch.func.grad(inner)(x)
     squared_error(left[0], torch.zeros(3, 4)).sum().backward()
     torch.testing.assert_close(x.grad, 8 * x.detach())
+
+
+def test_inference_mode_records_nothing_whatever_is_said_of_gradients() -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    with torch.inference_mode(), torch.enable_grad():
+        out = rowsparse.matmul(rowsparse.pack(torch.randn(2, 3).relu()), x)
+        assert not out.requires_grad and not squared_error(x, x.detach()).requires_grad
+
+
+@pytest.mark.parametrize("format", ["ell", "csr", "twell"])
+def test_gradients_come_in_batches(format: str) -> None:
+    x = torch.randn(4, 32).relu().requires_grad_()
+    values = rowsparse.pack(x, format=format).packed.values
+    many = torch.randn(3, *values.shape)
+    batched = torch.autograd.grad(values, x, many, is_grads_batched=True, retain_graph=True)[0]
+    alone = [torch.autograd.grad(values, x, one, retain_graph=True)[0] for one in many]
+    torch.testing.assert_close(batched, torch.stack(alone))

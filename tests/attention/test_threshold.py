@@ -102,9 +102,9 @@ def test_slabs_stay_within_the_workspace(b: int, tq: int, tk: int, workspace: in
 
     if workspace == 0:
         with pytest.raises(ValueError, match="workspace must be at least") as error:
-            _workspace("select", 1, tk)
+            _workspace("select", 1, tk, 1)
         workspace = int(str(error.value).split("at least ")[1].split(" ")[0])
-    workspace = _workspace("select", workspace, tk)
+    workspace = _workspace("select", workspace, tk, 1)
     padded = -(-tq // 64) * 64
     plan = gpu.slab_plan(b, padded, tq, tk, True, 64, 2048, workspace, 1, device)
     assert plan[0].first == 0 and plan[-1].first + plan[-1].rows == b * padded
@@ -113,4 +113,4 @@ def test_slabs_stay_within_the_workspace(b: int, tq: int, tk: int, workspace: in
     for slab in plan:
         programs = kernels.list_programs(slab.rows, slab.columns, device)
         assert (programs > 0) == (slab.columns > levels.LONG_ROW)
-        assert 2 * slab.rows * slab.columns + programs * levels.LIST_BYTES <= workspace
+        assert gpu.bytes_of(slab.rows, slab.columns, device) <= workspace

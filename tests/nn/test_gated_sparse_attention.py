@@ -188,3 +188,28 @@ def test_frequencies_of_a_module_in_16_bits_are_those_of_a_wide_one(device: torc
         assert all(torch.equal(got, want) for got, want in zip(narrow(positions), wide))
     assert narrow.state_dict().keys() == {"inv_freq"}
     assert all(got.device.type == "meta" for got in narrow.to("meta")(positions.to("meta")))
+
+
+def test_another_rotary_embedding_may_stand_there(device: torch.device) -> None:
+    class Scaled(torch.nn.Module):
+        def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+            return usual(positions / 2)  # type: ignore[no-any-return]
+
+    module, _ = pair(torch.float32, device)
+    module.dense, usual = True, copy.deepcopy(module.rotary_emb)
+    x = torch.randn(1, 20, 64, device=device)
+    module.rotary_emb = Scaled()
+    with torch.no_grad():
+        got = module(x)
+        module.rotary_emb = copy.deepcopy(usual)
+        module.rotary_emb.inv_freq /= 2
+        torch.testing.assert_close(got, module(x))
+
+
+def test_angles_of_an_inference_tensor_are_not_kept() -> None:
+    with torch.inference_mode():
+        rotary = RotaryEmbedding(8, 1e4)
+        x = torch.ones(1)
+        rotary.of_first(4, x)
+        rotary.load_state_dict({"inv_freq": torch.ones(4)})
+        torch.testing.assert_close(rotary.of_first(4, x), rotary(torch.arange(4)))

@@ -48,16 +48,23 @@ walking: set[int] = set()
 """Threads whose launches run nothing. A launch looks whether there are any, which costs less than to ask its own."""
 
 
+def _watched() -> bool:
+    """Whether hooks of saved tensors or a dispatch mode count what is done."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None or torch._C._len_torch_dispatch_stack() > 0
+
+
 def together(function: Callable[..., T]) -> Callable[..., T]:
     """`function`, whose kernels are compiled side by side where some are not yet.
 
     Until they are, it is begun up to three times. So it must change nothing that it is given, and must not look at what
-    a kernel computes, on the host or as an index of PyTorch's own functions.
+    a kernel computes, on the host or as an index of PyTorch's own functions. Where somebody sees each step of it, as
+    gradient checkpointing does, it is called once, and its kernels are compiled one after another.
     """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> T:
-        if torch.compiler.is_compiling() or walk.raises or walk.pool is not None:
+        if torch.compiler.is_compiling() or walk.raises or walk.pool is not None or _watched():
             return function(*args, **kwargs)
         walk.raises = True
         try:

@@ -35,6 +35,8 @@ _tracing_state = torch._C._get_tracing_state
 _profiler_enabled = torch.autograd._profiler_enabled
 _any_requires_grad = torch._C._any_requires_grad
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
+_inference = torch.is_inference_mode_enabled
 
 
 def _lazily(path: str) -> Callable[..., Any]:
@@ -180,7 +182,9 @@ def shortcut(operator: Any, device: torch.device) -> Callable[..., Any]:
         or _tracing_state() is not None
         or _profiler_enabled()
     )
-    return operator if watched else _ways[operator][torch.is_grad_enabled()].get(device.type, operator)
+    # In inference mode nothing is recorded, whatever else is said about gradients.
+    recorded = torch.is_grad_enabled() and not _inference()
+    return operator if watched else _ways[operator][recorded].get(device.type, operator)
 
 
 def needs_gradient(*operands: Any) -> bool:
@@ -195,8 +199,9 @@ def undispatched(operator: Any, *tensors: torch.Tensor | None) -> Callable[..., 
     differentiable, device = torch.is_grad_enabled(), None
     for tensor in tensors:
         if tensor is not None:
-            # What has outlived a transform of torch.func looks plain, and the dispatcher unwraps it.
-            if differentiable and _is_wrapped(tensor):
+            # What has outlived a transform of torch.func looks plain, and the dispatcher unwraps it; so does a batch of
+            # gradients, which it takes apart.
+            if _is_batched(tensor) or (differentiable and _is_wrapped(tensor)):
                 return operator
             device = tensor.device
     assert device is not None

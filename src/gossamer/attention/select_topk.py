@@ -163,7 +163,7 @@ def select_topk(
         causal,
         window,
         sinks,
-        _workspace(operator, workspace, tk),
+        _workspace(operator, workspace, tk, granularity),
         _capacity(operator, capacity, most, tk),
         granularity,
     )
@@ -223,15 +223,16 @@ def _check_kept(operator: str, window: int, sinks: int, least: int, granularity:
         )
 
 
-def _workspace(operator: str, workspace: int | None, tk: int) -> int:
-    least = QUERIES * (2 * (-(-tk // 128) * 128) + (LIST_BYTES if tk > LONG_ROW else 0))
+def _workspace(operator: str, workspace: int | None, tk: int, granularity: int) -> int:
+    lists = LIST_BYTES if -(-tk // granularity) > LONG_ROW else 0
+    least = QUERIES * (2 * (-(-tk // 128) * 128) + lists)
     if workspace is None:
         return max(WORKSPACE, least)
     checks.positive(operator, "workspace", workspace, "It is bytes; None for 256 MiB.")
     if workspace < least:
         raise ValueError(
-            f"{operator}: workspace must be at least {least} bytes, the scores of {QUERIES} queries by {tk} keys, "
-            f"got {workspace}."
+            f"{operator}: workspace must be at least {least} bytes, the scores of {QUERIES} queries by {tk} keys"
+            f"{' and their lists' if lists else ''}, got {workspace}."
         )
     return workspace
 

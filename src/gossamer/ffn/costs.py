@@ -13,7 +13,7 @@ from gossamer.ffn.tracker import Known
 GROUP = 32
 """Neighbouring rows that may share the union of their entries on a GPU."""
 SAMPLE = 8
-"""Groups whose unions are counted, at least, where they are not needed."""
+"""Groups whose unions are counted, at least, where they are not needed and there are as many."""
 PRICE = 2.0
 """Entries that are gathered one by one in the time that a column of a union of GROUP rows takes."""
 MANY = 4096
@@ -199,7 +199,7 @@ def on_cpu(known: Known | None, m: int, n: int, width: int) -> str:
 
 
 def sample_step(m: int) -> int:
-    """Of how many groups of m rows the union of one is counted where it is not needed: 8 to 19 are.
+    """Of how many groups of m rows one is counted where unions are not needed: 8 to 19 are of 256 to a million rows.
 
     No power of two from 8 on, because lengths of sequences are: the groups that are looked at would all be beginnings.
     """

@@ -16,20 +16,26 @@ from gossamer._core.ops import needs_gradient
 from gossamer._core.ranges import span
 from gossamer.attention.sparse_attention import FEW_QUERIES
 from gossamer.nn.attention_cache import AttentionCache
-from gossamer.nn.plain import why_called
+from gossamer.nn.plain import hooked, why_called
+
+
+def _place(tensor: Tensor) -> tuple[torch.device, Any]:
+    """Where what is made now belongs: another stream would not wait for it."""
+    return tensor.device, torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
 
 class RotaryEmbedding(nn.Module):
     """Angles of rotary position embeddings; `inv_freq` `[D / 2]` is a buffer."""
 
     inv_freq: Tensor
+    # Here for modules that were pickled without them.
+    _first: tuple[Tensor, tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
+    _kept: tuple[Any, Tensor] | None = None
 
     def __init__(self, head_dim: int, theta: float, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.head_dim, self.theta = head_dim, theta
-        self._first: tuple[Tensor, tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
         self.register_buffer("inv_freq", self._frequencies(device))
-        self._kept: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """What is kept stays here: it belongs to a stream, and a copy makes its own."""
@@ -48,25 +54,29 @@ class RotaryEmbedding(nn.Module):
 
     def of_first(self, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) of positions 0 to count - 1, beside `like`. In inference they are kept from call to call, up to
-        KEPT_ANGLES of them, for six launches are a tenth of a short call."""
+        KEPT_ANGLES of them, for six launches are a tenth of a short call; they are not to be written to."""
         if count * self.head_dim > KEPT_ANGLES or not _plain_inference(like) or checks.capturing():
             return self(torch.arange(count, device=like.device))
-        # A module that was moved or loaded has another buffer, or another version of it; another stream does not wait.
+        # A module that was moved or loaded has another buffer, or another version of it, but for writes to `.data`.
         of = self.inv_freq
-        stream = torch.cuda.current_stream(like.device) if like.is_cuda else None
-        key = (count, like.device, stream, None if of.is_inference() else of._version)
-        if self._first is None or self._first[0] is not of or self._first[1] != key:
-            self._first = of, key, self(torch.arange(count, device=like.device))
-        return self._first[2]
+        if of.is_inference():
+            return self(torch.arange(count, device=like.device))
+        key = (count, _place(like), of._version)
+        # Read once, for another thread may keep others meanwhile.
+        kept = self._first
+        if kept is None or kept[0] is not of or kept[1] != key:
+            kept = self._first = of, key, self(torch.arange(count, device=like.device))
+        return kept[2]
 
     def _wide(self, positions: Tensor) -> Tensor:
         """The frequencies in float32, kept, for four small kernels make them."""
         # What a graph makes is there only when it is replayed.
         if torch.compiler.is_compiling() or type(positions) is not Tensor or checks.capturing():
             return self._frequencies(positions.device)
-        if type(self._kept) is not Tensor or self._kept.device != positions.device:
-            self._kept = self._frequencies(positions.device)
-        return self._kept
+        key, kept = (self.head_dim, self.theta, *_place(positions)), self._kept
+        if kept is None or type(kept[1]) is not Tensor or kept[0] != key:
+            kept = self._kept = key, self._frequencies(positions.device)
+        return kept[1]
 
 
 class LightningIndexer(nn.Module):
@@ -333,7 +343,10 @@ class GatedSparseAttention(nn.Module):
             if gate is not None:
                 layers[name] = gate.gate_proj
         rotary = self.rotary_emb
-        cos, sin = rotary.of_first(x.shape[1], x) if position_ids is None else rotary(position_ids)
+        if position_ids is None and type(rotary) is RotaryEmbedding and not hooked(rotary):
+            cos, sin = rotary.of_first(x.shape[1], x)
+        else:
+            cos, sin = rotary(torch.arange(x.shape[1], device=x.device) if position_ids is None else position_ids)
         with span("gsa/qkv_proj"):
             y = self.normalise(_products(x, layers))
         return y, cos, sin, self.index(x) if indexer else (x.new_empty(0),) * 3

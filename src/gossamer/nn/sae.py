@@ -46,7 +46,8 @@ class SAELoss(NamedTuple):
 
 def _shown(part: Tensor) -> str:
     # What a compiler or a transform passes around has no number to show.
-    if part.dim() == 0 and type(part) is Tensor and not part.is_meta:
+    wrapped = type(part) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(part)
+    if part.dim() == 0 and not wrapped and not part.is_meta:
         return f"{part.item():.6g}"
     return f"{part.dtype} {list(part.shape)}".removeprefix("torch.")
 

@@ -217,6 +217,11 @@ class Slab(NamedTuple):
     columns: int
 
 
+def bytes_of(rows: int, columns: int, device: torch.device) -> int:
+    """Of a slab's keys, and behind them of the lists that long rows take."""
+    return 2 * rows * columns + levels.LIST_BYTES * list_programs(rows, columns, device)
+
+
 def slab_plan(
     b: int, padded: int, tq: int, tk: int, causal: bool, unit: int, k: int, workspace: int, each: int,
     device: torch.device,
@@ -227,13 +232,10 @@ def slab_plan(
     Where a batch element fits, several share a slab. Otherwise slabs grow shorter as queries see more keys.
     """
 
-    def size(rows: int, columns: int) -> int:
-        return 2 * rows * columns + levels.LIST_BYTES * list_programs(rows, columns, device)
-
     if tk <= k:
         return [Slab(0, b * padded, 0)]
     width = round_up(launch.cdiv(tk, each), COLUMNS)
-    together = (workspace - size(b * padded, width) + 2 * b * padded * width) // (2 * padded * width)
+    together = (workspace - bytes_of(b * padded, width, device) + 2 * b * padded * width) // (2 * padded * width)
     if together > 0 and b > 1:
         return [Slab(i * padded, min(together, b - i) * padded, width) for i in range(0, b, together)]
 
@@ -248,7 +250,7 @@ def slab_plan(
         at = every
         while at < padded:
             rows = unit
-            while at + rows < padded and size(rows + unit, columns(at + rows + unit)) <= workspace:
+            while at + rows < padded and bytes_of(rows + unit, columns(at + rows + unit), device) <= workspace:
                 rows += unit
             # Programs that find long rows by lists take turns: whole turns, but for the last.
             turn = list_programs(padded, columns(at + rows), device) // unit * unit
@@ -355,14 +357,17 @@ def select_topk(
         least = k_min if rule else top
         sizes = (call.b, call.padded, call.tq, call.tk, causal, call.unit, least, workspace, granularity)
         plan = slab_plan(*sizes, q.device)
-        room = max(slab.rows * slab.columns for slab in plan)
-        keys = torch.empty(room, dtype=torch.int16, device=q.device)
-        room = max(list_programs(slab.rows, slab.columns, q.device) for slab in plan)
-        lists = torch.empty(room, levels.LIST_BYTES // 4, dtype=torch.int32, device=q.device) if room else None
+        # One piece of memory: where rows are long their lists take of it what other slabs have for more keys.
+        room = torch.empty(max(bytes_of(*slab[1:], q.device) for slab in plan), dtype=torch.int8, device=q.device)
         for slab in plan:
             if not slab.columns:
                 call.take(slab, None)
                 continue
+            size = 2 * slab.rows * slab.columns
+            keys, programs = room[:size].view(torch.int16), list_programs(slab.rows, slab.columns, q.device)
+            lists = (
+                room[size:][: programs * levels.LIST_BYTES].view(torch.int32).view(programs, -1) if programs else None
+            )
             with span("select_topk/scores"):
                 call.score(slab, keys)
             wanted = None
