@@ -348,7 +348,7 @@ def break_evens() -> list[str]:
                 size = ", ".join([*shown, case["dtype"]])
                 sizes.setdefault(size, []).append((share[1], min(over(peer, us) for peer in same)))
         rows += [[what, size, *_faster(sorted(ratios))] for size, ratios in sizes.items()]
-        rows += [] if sizes else [[what, f"not measured yet: `gossamer bench {file}`", "", "", ""]]
+        rows += [] if sizes else [[what, f"not measured yet: `gossamer bench {file.partition('-')[0]}`", "", "", ""]]
     head = ["on one NVIDIA H200", "size", "dense time over gossamer's", "faster up to", "slower from"]
     return table(head, rows)
 

@@ -45,9 +45,9 @@ def test_a_result_that_is_not_there_is_said(results: Path) -> None:
 
 def test_break_evens_come_from_the_densities_that_were_measured(results: Path) -> None:
     cases = [case(100, 2.0, 3.0), case(10, 1.0, 4.0), case(500, 5.0, 3.0), case(200, 3.0, 3.0)]
-    (results / "ffn-nvidia-h200.json").write_text(json.dumps({"cases": cases}))
+    (results / "ffn-blocks-nvidia-h200.json").write_text(json.dumps({"cases": cases}))
     assert row(tables.break_evens(), "ffn.gated")[1:] == ["M 512, K 64, N 1,000, bfloat16", "4 at 1.0%", "20%", "50%"]
-    (results / "ffn-nvidia-h200.json").write_text(json.dumps({"cases": cases[:2]}))
+    (results / "ffn-blocks-nvidia-h200.json").write_text(json.dumps({"cases": cases[:2]}))
     assert row(tables.break_evens(), "ffn.gated")[3:] == ["10%", "none measured"]
 
 
@@ -126,7 +126,7 @@ def test_a_room_of_which_every_case_has_a_density_is_told_by_density(
 
 
 def test_selecting_is_beside_dense_attention_by_length() -> None:
-    content = tables.read("attention-nvidia-h200.json")
+    content = tables.read("attention-selected-nvidia-h200.json")
     (case,) = [c for c in content["cases"] if c["name"] == "selected_attention" and c["parameters"]["T"] == 32768]
     times = {p["name"]: (p["graph"] or p["eager"])["median"] for p in case["providers"] if p["eager"]}
     (line,) = [line for line in tables.selecting() if line.startswith("| 32,768 |")]
