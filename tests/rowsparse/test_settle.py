@@ -192,6 +192,37 @@ def test_overflow_without_a_source_is_never_zero(use: Any, device: torch.device,
         assert use(rows).isnan().any(1).tolist() == [False, True]
 
 
+def without_a_source(options: dict[str, Any], device: torch.device) -> Any:
+    """Rows that have lost entries: a promise broken."""
+    rows = pack(torch.ones(4, 32, device=device), **options)
+    values, indices, counts, _ = rows.packed
+    return rows.rebuilt(values, indices, counts, None)
+
+
+@pytest.mark.parametrize("options", [PACKINGS[0], PACKINGS[2], PACKINGS[4]], ids=str)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda rows, whole: rowsparse.cat([rows, whole]).to_dense()[:4],
+        lambda rows, whole: rowsparse.cat([whole, rows]).to_dense()[4:],
+        lambda rows, whole: rows[[3, 1, 2]].to_dense(),
+        lambda rows, whole: rows[1:].to_dense(),
+        lambda rows, whole: rows.map(torch.square).where(torch.ones(4, 1, device=rows.device) > 0).to_dense(),
+    ],
+    ids=["cat first", "cat last", "integers", "slice", "map"],
+)
+def test_edits_lose_nothing_unsaid(use: Any, options: dict[str, Any], device: torch.device, mode: str) -> None:
+    rows = without_a_source(options, device)
+    wide = {"ell": {"capacity": 32}, "csr": {}, "twell": {"slots": 8}}[options.get("format", "ell")]
+    whole = pack(torch.ones(4, 32, device=device), **{**options, **wide})
+    try:
+        got = use(rows, whole)
+    except ValueError as error:
+        assert "more entries than slots, and the container no source" in str(error)
+    else:
+        assert mode != "cpu" and got.isnan().any()
+
+
 @pytest.mark.parametrize(
     "use",
     [
