@@ -176,6 +176,10 @@ def run(
         differentiable = bool(window) or needs_gradient(x, W_enc, b_enc, b_dec, threshold)
         if density is not None:
             given = (name, flat.shape[0], k, capacity, may_overflow, W_enc, differentiable)
+            if density.pinned is not None:
+                chosen = choose_path(*given)
+                # Where the product packs, the counts of earlier calls may say otherwise.
+                density.check_pinned(chosen, *(["rows"] if chosen == "tiles" else []))
             path = density.path(lambda known: choose_path(*given, known), training=differentiable)
         if path == "tiles" and not differentiable:
             with named(path):

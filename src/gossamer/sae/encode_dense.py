@@ -110,6 +110,7 @@ def choose_path(
             entries = known.light / max(known.rows, 1) + limit * again(known, training, W_dec.device.type == "cuda")
         return "dense" if entries > times * limit else "sparse"
 
+    tracker.check_pinned("sparse", "dense")
     return tracker.path(choose, training=training)
 
 
