@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked, key_of
-from gossamer._core.ops import needs_gradient, register, undispatched
+from gossamer._core.ops import needs_gradient, refuse_second, register, undispatched
 from gossamer.gemm import linear_pack
 from gossamer.gemm.activations import Activation, BatchTopK, JumpReLU, Parameters, ReLU, TopK, resolve
 from gossamer.rowsparse import CSR, ELL, DensityTracker, convert
@@ -302,6 +302,7 @@ def encode_backward(
         grad_source = None
     if grad_values is None and grad_source is None and (grad_l0 is None or threshold is None):
         return (None,) * 12
+    refuse_second("sae.encode")
     if grad_values is None:
         grad_values = values.new_zeros(1, 1).expand_as(values)
     if grad_l0 is None:
