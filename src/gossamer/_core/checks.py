@@ -26,6 +26,14 @@ def tensors(operator: str, **given: Tensor | None) -> None:
             raise TypeError(f"{operator}: {argument} must be a torch.Tensor, got {type(value).__name__}.")
 
 
+def whole(operator: str, **given: Tensor | None) -> None:
+    """Every argument that is given is a tensor of int32 or int64."""
+    tensors(operator, **given)
+    for argument, tensor in given.items():
+        if tensor is not None and tensor.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{operator}: {argument} must be int32 or int64, got {name_of(tensor.dtype)}.")
+
+
 def floating(operator: str, **given: Tensor) -> None:
     """Every tensor has a floating dtype the library computes in."""
     tensors(operator, **given)
