@@ -118,7 +118,7 @@ def encode_with_l0(
     return rows if format == "ell" else _as_csr(operator, rows), l0.to(threshold_dtype(rows.dtype))
 
 
-def _as_csr(operator: str, rows: ELL | CSR) -> ELL | CSR:
+def _as_csr(operator: str, rows: ELL | CSR) -> Any:
     if isinstance(rows, CSR):
         return rows
     checks.no_sync(operator, 'format="csr" with another activation than gemm.BatchTopK', 'Take format="ell".')
