@@ -104,6 +104,12 @@ def test_rows_and_shapes_without_looking(options: dict[str, Any], generator: tor
         rows.reshape(40, 6)
 
 
+def test_rows_of_a_csr_that_overflowed_are_valid(device: torch.device) -> None:
+    """Their offsets end behind the buffer, further than a row has columns."""
+    rows = pack(torch.ones(4, 6, device=device), format="csr", max_nnz=20)[2:]
+    assert rows.validate().overflowed and torch.equal(rows.to_dense(), torch.ones(2, 6, device=device))
+
+
 @EVERY
 def test_copies_and_torch(options: dict[str, Any], generator: torch.Generator) -> None:
     x = dense(generator)
