@@ -171,6 +171,9 @@ def test_compile_refuses_to_look(compiled: Any) -> None:
     x = torch.ones(2, 9)
     with pytest.raises(Exception, match=r"torch.compile"):
         compiled(lambda x: pack(x, capacity=2).values.sum())(x)
+    for waits in (lambda x: rowsparse.convert(pack(x), "csr"), lambda x: sae.encode(x, x.new_ones(9, 4), format="csr")):
+        with pytest.raises(Exception, match=r"waits for the device, which torch.compile cannot trace"):
+            compiled(waits)(x)
 
 
 @pytest.mark.parametrize(

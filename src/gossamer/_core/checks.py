@@ -193,3 +193,12 @@ def no_sync(operator: str, what: str, instead: str) -> None:
         raise NotImplementedError(
             f"{operator}: {what} waits for the device, which a CUDA graph cannot capture. {instead}"
         )
+
+
+def no_wait(operator: str, what: str, instead: str) -> None:
+    """Raises where `no_sync` does, and under torch.compile, for what has sizes that only the device knows."""
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            f"{operator}: {what} waits for the device, which torch.compile cannot trace. {instead}"
+        )
+    no_sync(operator, what, instead)

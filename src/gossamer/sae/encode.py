@@ -72,7 +72,7 @@ def encode(
         ValueError: shapes or devices do not fit, an unknown activation or format, k above d_sae, capacity below 1, or
             a capacity for a CSR.
         TypeError: dtypes differ or are not floating, or capacity is no int.
-        NotImplementedError: under CUDA-graph capture, a CSR of another activation than BatchTopK.
+        NotImplementedError: under CUDA-graph capture or `torch.compile`, a CSR of another activation than BatchTopK.
 
     Source: Rajamanoharan et al. 2024, "Jumping Ahead", section 3; Gao et al. 2024 (TopK); Bussmann et al. 2024
     (BatchTopK); Conerly et al. 2025, "Dictionary Learning Optimization Techniques" (ste_to_input).
@@ -121,7 +121,7 @@ def encode_with_l0(
 def _as_csr(operator: str, rows: ELL | CSR) -> Any:
     if isinstance(rows, CSR):
         return rows
-    checks.no_sync(operator, 'format="csr" with another activation than gemm.BatchTopK', 'Take format="ell".')
+    checks.no_wait(operator, 'format="csr" with another activation than gemm.BatchTopK', 'Take format="ell".')
     return convert(rows, "csr")
 
 
