@@ -1,6 +1,7 @@
 """The walls of the house: what CONTRIBUTING says of files, functions, kernels and underscores, of every source file."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +61,16 @@ def test_walls(file: Path) -> None:
         if function.name.endswith("_kernel"):
             count = len(function.args.args)
             assert count <= PARAMETERS, f"{function.name} has {count} parameters"
+
+
+def test_rowsparse_says_nothing_of_rooms_above() -> None:
+    """Its operators serve them all, and a message names what the user called."""
+    rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"_core", "rowsparse"}
+    named = re.compile(rf"({'|'.join(rooms)})\.\w+")
+    for file in (*ROOT.glob("_core/**/*.py"), *ROOT.glob("rowsparse/**/*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert not named.match(node.value), f"{file.name}, line {node.lineno}: {node.value}"
 
 
 @pytest.mark.parametrize(

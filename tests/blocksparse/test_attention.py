@@ -312,7 +312,8 @@ def test_autocast(device: torch.device) -> None:
             "mask must have the layout that is given as layout",
         ),
         ({"scale": math.inf}, ValueError, "scale must be a finite number, got inf"),
-        ({"valid_lengths": torch.ones(3)}, ValueError, r"valid_lengths must have shape \[B\]"),
+        ({"valid_lengths": torch.ones(3).int()}, ValueError, r"valid_lengths must have shape \[B\]"),
+        ({"valid_lengths": torch.ones(3)}, TypeError, "valid_lengths must be int32 or int64, got float32"),
         (
             {"layout": Layout.from_mask(torch.ones(3, 2, 2).bool(), 16)},
             ValueError,

@@ -66,3 +66,7 @@ def test_errors() -> None:
         blocksparse.sliding_window((32, 32), 16, 3, dilation=0)
     with pytest.raises(ValueError, match=r"blocksparse.causal: block_size must be 16, 32, 64 or 128"):
         blocksparse.causal((32, 32), 8)
+    with pytest.raises(TypeError, match=r"blocksparse.causal: lengths must be int32 or int64, got float32"):
+        blocksparse.causal((32, 32), 16, lengths=torch.tensor([8.5]))
+    with pytest.raises(TypeError, match=r"blocksparse.global_tokens: tokens must be int32 or int64, got float32"):
+        blocksparse.global_tokens((32, 32), 16, torch.tensor([1.0]))

@@ -463,7 +463,9 @@ def test_in_a_language_model(device: torch.device) -> None:
 
 
 def test_errors(device: torch.device) -> None:
-    with pytest.raises(TypeError, match="patch: sae must be a SAELens SAE, got Linear"):
+    with pytest.raises(TypeError, match="unpatch: sae must be a SAELens SAE, got Linear"):
+        unpatch(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"\.patch: sae must be a SAELens SAE, got Linear"):
         patch(torch.nn.Linear(2, 2))
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from gossamer import ffn, nn, sae
 from gossamer.rowsparse import Density, DensityTracker
 
 
@@ -107,6 +108,23 @@ def test_pinned_and_shown(device: torch.device) -> None:
     tracker.pinned = None
     assert tracker.path(dense_above(1), training=False) == "sparse"
     assert repr(tracker) == "DensityTracker(lag=4, last_path='sparse')"
+
+
+def test_a_way_that_no_call_goes_is_not_pinned(device: torch.device) -> None:
+    """A name with a slip in it is no other way."""
+    x, W = torch.ones(2, 8, device=device), torch.ones(8, 8, device=device)
+    model = nn.TopKSAE(8, 16, 2, device=device)
+    model.density.pinned = "Dense"
+    for call, ways in (
+        (lambda: model(x), "sparse, dense"),
+        (lambda: sae.encode(x, W, density=DensityTracker(pinned="Dense")), r"\w+"),
+        (lambda: ffn.gated(x, W, W, W, density=ffn.BlockTracker(pinned="Dense")), "gather, union, fused, dense"),
+    ):
+        with pytest.raises(ValueError, match=f"pinned must be None or name a way .* go, {ways}, got 'Dense'"):
+            call()
+    model.density.pinned = "dense"
+    model(x)
+    assert model.last_path == "dense"
 
 
 def test_copies_start_anew(device: torch.device) -> None:

@@ -104,6 +104,12 @@ def test_rows_and_shapes_without_looking(options: dict[str, Any], generator: tor
         rows.reshape(40, 6)
 
 
+def test_rows_of_a_csr_that_overflowed_are_valid(device: torch.device) -> None:
+    """Their offsets end behind the buffer, further than a row has columns."""
+    rows = pack(torch.ones(4, 6, device=device), format="csr", max_nnz=20)[2:]
+    assert rows.validate().overflowed and torch.equal(rows.to_dense(), torch.ones(2, 6, device=device))
+
+
 @EVERY
 def test_copies_and_torch(options: dict[str, Any], generator: torch.Generator) -> None:
     x = dense(generator)
@@ -165,6 +171,9 @@ def test_compile_refuses_to_look(compiled: Any) -> None:
     x = torch.ones(2, 9)
     with pytest.raises(Exception, match=r"torch.compile"):
         compiled(lambda x: pack(x, capacity=2).values.sum())(x)
+    for waits in (lambda x: rowsparse.convert(pack(x), "csr"), lambda x: sae.encode(x, x.new_ones(9, 4), format="csr")):
+        with pytest.raises(Exception, match=r"waits for the device, which torch.compile cannot trace"):
+            compiled(waits)(x)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +199,37 @@ def test_overflow_without_a_source_is_never_zero(use: Any, device: torch.device,
             use(rows)
     else:
         assert use(rows).isnan().any(1).tolist() == [False, True]
+
+
+def without_a_source(options: dict[str, Any], device: torch.device) -> Any:
+    """Rows that have lost entries: a promise broken."""
+    rows = pack(torch.ones(4, 32, device=device), **options)
+    values, indices, counts, _ = rows.packed
+    return rows.rebuilt(values, indices, counts, None)
+
+
+@pytest.mark.parametrize("options", [PACKINGS[0], PACKINGS[2], PACKINGS[4]], ids=str)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda rows, whole: rowsparse.cat([rows, whole]).to_dense()[:4],
+        lambda rows, whole: rowsparse.cat([whole, rows]).to_dense()[4:],
+        lambda rows, whole: rows[[3, 1, 2]].to_dense(),
+        lambda rows, whole: rows[1:].to_dense(),
+        lambda rows, whole: rows.map(torch.square).where(torch.ones(4, 1, device=rows.device) > 0).to_dense(),
+    ],
+    ids=["cat first", "cat last", "integers", "slice", "map"],
+)
+def test_edits_lose_nothing_unsaid(use: Any, options: dict[str, Any], device: torch.device, mode: str) -> None:
+    rows = without_a_source(options, device)
+    wide = {"ell": {"capacity": 32}, "csr": {}, "twell": {"slots": 8}}[options.get("format", "ell")]
+    whole = pack(torch.ones(4, 32, device=device), **{**options, **wide})
+    try:
+        got = use(rows, whole)
+    except ValueError as error:
+        assert "more entries than slots, and the container no source" in str(error)
+    else:
+        assert mode != "cpu" and got.isnan().any()
 
 
 @pytest.mark.parametrize(

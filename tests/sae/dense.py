@@ -13,6 +13,7 @@ from gossamer.sae.encode_path import choose_path
 FORMATS: list[dict[str, Any]] = [
     {"format": "csr"},
     {"format": "csr", "max_nnz": 3000},
+    {"format": "csr", "max_nnz": 15},
     {"format": "twell", "tile": 16, "slots": 16},
     {"format": "twell", "tile": 16, "slots": 2},
 ]

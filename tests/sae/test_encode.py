@@ -563,7 +563,7 @@ OK_X, OK_W = torch.ones(2, 4), torch.ones(4, 8)
         ({"capacity": [2]}, TypeError, r"capacity must be an int, got list"),
         ({"capacity": -1, "format": "csr"}, ValueError, r"capacity must be at least 1, got -1"),
         ({"format": "twell"}, ValueError, r'format must be "ell" or "csr", got \'twell\''),
-        ({"format": "csr"}, ValueError, r'format="csr" belongs to gemm.BatchTopK, .* got relu. Take "ell"'),
+        ({"format": "csr", "capacity": 3}, ValueError, r'capacity belongs to format="ell", got 3 for "csr"'),
         (
             {"activation": gemm.BatchTopK(2), "format": "csr", "capacity": 3},
             ValueError,

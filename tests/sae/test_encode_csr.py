@@ -1,4 +1,4 @@
-"""BatchTopK as CSR, against `encode` with slots for all of d_sae: no row can overflow, and no order differs."""
+"""CSRs, against `encode` with slots for all of d_sae: no row can overflow, and no order differs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from gossamer import nn
-from gossamer.gemm import BatchTopK
+from gossamer.gemm import BatchTopK, JumpReLU
 from gossamer.rowsparse import CSR
 from gossamer.sae import decode, encode, encode_with_l0
 from gossamer.testing import assert_close
+from tests.sae.dense import valued
 from tests.sae.test_encode import gradients, jumprelu_case, whole
 
 
@@ -97,6 +98,35 @@ def test_gradients(linear: bool, dtype: torch.dtype, device: torch.device, gener
     exact, plain = gradients(leaves, torch.float64, dense), gradients(leaves, torch.float32, dense)
     for name in leaves:
         assert_close(got[name], reference64=exact[name], plain=plain[name], name=name)
+
+
+@pytest.mark.parametrize(
+    "activation, k, shift",
+    [("relu", 0, 0.0), ("relu", 0, 99.0), ("jumprelu", 0, 0.0), ("topk", 7, 0.0), ("topk", 90, -99.0)],
+)
+def test_any_activation(
+    activation: str, k: int, shift: float, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    """All entries and nothing else, also of rows that an ELL would have no slots for, and their gradients."""
+    x, W, b = operands(6, 300, dtype, generator)
+    threshold = torch.rand(300, device=device, generator=generator) if activation == "jumprelu" else None
+    given = valued(activation, k=k, threshold=threshold, bandwidth=None if threshold is None else 0.5)
+    grads = []
+    for options in ({"format": "csr"}, {"capacity": 300} if activation != "topk" else {}):
+        leaves = [t.clone().requires_grad_() for t in (x, W)]
+        if threshold is not None:
+            leaves.append(threshold.clone().requires_grad_())
+            given["activation"] = JumpReLU(leaves[2], 0.5)
+        rows, l0 = encode_with_l0(*leaves[:2], b.float() + shift, **given, **options)
+        grads.append(
+            (rows.to_dense().detach(), l0.detach(), *torch.autograd.grad((rows.to_dense() ** 2).sum(), leaves))
+        )
+        if "format" in options:
+            assert isinstance(rows, CSR) and rows.source is None and rows.max_nnz == int(rows.row_offsets[-1])
+            assert isinstance(encode(x, W, b.float() + shift, **given, **options), CSR)
+            rows.validate()
+    for got, want in zip(*grads, strict=True):
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("wanted", ["x", "W_enc", "b_enc", "b_dec"])

@@ -26,6 +26,14 @@ def tensors(operator: str, **given: Tensor | None) -> None:
             raise TypeError(f"{operator}: {argument} must be a torch.Tensor, got {type(value).__name__}.")
 
 
+def whole(operator: str, **given: Tensor | None) -> None:
+    """Every argument that is given is a tensor of int32 or int64."""
+    tensors(operator, **given)
+    for argument, tensor in given.items():
+        if tensor is not None and tensor.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{operator}: {argument} must be int32 or int64, got {name_of(tensor.dtype)}.")
+
+
 def floating(operator: str, **given: Tensor) -> None:
     """Every tensor has a floating dtype the library computes in."""
     tensors(operator, **given)
@@ -185,3 +193,12 @@ def no_sync(operator: str, what: str, instead: str) -> None:
         raise NotImplementedError(
             f"{operator}: {what} waits for the device, which a CUDA graph cannot capture. {instead}"
         )
+
+
+def no_wait(operator: str, what: str, instead: str) -> None:
+    """Raises where `no_sync` does, and under torch.compile, for what has sizes that only the device knows."""
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            f"{operator}: {what} waits for the device, which torch.compile cannot trace. {instead}"
+        )
+    no_sync(operator, what, instead)

@@ -66,14 +66,14 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def refuse_second(function: str) -> None:
+def refuse_second(function: str, instead: str = "Use create_graph=False.") -> None:
     """Raises in a backward pass that is to be differentiated; `function` is the public name."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        _refuse(function)
+        _refuse(function, instead=instead)
 
 
-def _refuse(function: str, *_: Any, **__: Any) -> None:
-    raise NotImplementedError(f"{function}: second derivatives are not implemented. Use create_graph=False.")
+def _refuse(function: str, *_: Any, instead: str = "Use create_graph=False.") -> None:
+    raise NotImplementedError(f"{function}: second derivatives are not implemented. {instead}")
 
 
 def _unreached(ctx: Any, *grads: Any) -> None:

@@ -81,10 +81,8 @@ def check_inputs(
     if bias is not None:
         checks.shape(operator, "bias", bias, (heads,), "[Hi]", "like q_idx")
     if lengths is not None:
-        checks.tensors(operator, lengths=lengths)
+        checks.whole(operator, lengths=lengths)
         checks.shape(operator, "lengths", lengths, (b,), "[B]", "like q_idx")
-        if lengths.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{operator}: lengths must be int32 or int64, got {checks.name_of(lengths.dtype)}.")
     checks.same_device(operator, "q_idx", q_idx.device, k_idx=k_idx, w=w, bias=bias, lengths=lengths)
     if causal and tq > k_idx.shape[1]:
         raise ValueError(

@@ -178,9 +178,8 @@ class Selection:
         [[[[1, 2, 1]]]]
         """
         operator = "attention.Selection.from_indices"
-        checks.tensors(operator, indices=indices, mask=mask)
-        if indices.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{operator}: indices must be int32 or int64, got {checks.name_of(indices.dtype)}.")
+        checks.whole(operator, indices=indices)
+        checks.tensors(operator, mask=mask)
         if indices.dim() not in (3, 4):
             raise ValueError(
                 f"{operator}: indices must have shape [B, Tq, k] or [B, S, Tq, k], got {list(indices.shape)}."

@@ -182,6 +182,7 @@ def scale_of(operator: str, scale: float | None, q: Tensor, argument: str = "sca
 def check(operator: str, q: Tensor, k: Tensor, v: Tensor, selection: Selection, lengths: Tensor | None) -> None:
     """Shapes, dtypes and devices fit together."""
     checks.floating(operator, q=q, k=k, v=v)
+    checks.whole(operator, lengths=lengths)
     checks.same_device(operator, "q", q.device, k=k, v=v, lengths=lengths)
     if not isinstance(selection, Selection):
         raise TypeError(
@@ -215,8 +216,6 @@ def check(operator: str, q: Tensor, k: Tensor, v: Tensor, selection: Selection, 
             f"each of the H = {heads} of q, got {scopes}."
         )
     if lengths is not None:
-        if lengths.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{operator}: lengths must be int32 or int64, got {checks.name_of(lengths.dtype)}.")
         checks.shape(operator, "lengths", lengths, (batch,), "[B]", "like q")
 
 

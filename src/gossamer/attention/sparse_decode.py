@@ -77,12 +77,10 @@ def _check_pages(
 ) -> None:
     """Pages hold what `check` expects of one piece."""
     checks.floating(OPERATOR, q=q, k=k, v=v)
-    checks.tensors(OPERATOR, page_table=page_table)
+    checks.whole(OPERATOR, page_table=page_table)
     checks.same_device(OPERATOR, "q", q.device, page_table=page_table)
     if not isinstance(selection, Selection):
         raise TypeError(f"{OPERATOR}: selection must be an attention.Selection, got {type(selection).__name__}.")
-    if page_table.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{OPERATOR}: page_table must be int32 or int64, got {checks.name_of(page_table.dtype)}.")
     if k.dim() != 4 or q.dim() != 4 or k.shape[1] < 1 or k.shape[1] & (k.shape[1] - 1):
         raise ValueError(
             f"{OPERATOR}: k must have shape [P, page_size, G, D], page_size being a power of two, got {list(k.shape)}."

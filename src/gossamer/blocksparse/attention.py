@@ -109,7 +109,7 @@ def _stored(name: str, x: Tensor | BlockSparseTensor | None, layout: Layout) -> 
 def _settings(q: Tensor, valid_lengths: Tensor | None, scale: float | None) -> tuple[Tensor | None, float]:
     """Lengths and scale as the operator takes them."""
     if valid_lengths is not None:
-        checks.tensors(_NAME, valid_lengths=valid_lengths)
+        checks.whole(_NAME, valid_lengths=valid_lengths)
         checks.same_device(_NAME, "q", q.device, valid_lengths=valid_lengths)
         checks.shape(_NAME, "valid_lengths", valid_lengths, (q.shape[0],), "[B]", "like q")
         valid_lengths = valid_lengths.to(torch.int32)

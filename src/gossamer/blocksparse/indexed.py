@@ -124,8 +124,7 @@ def layout_of(indices: BlockSparseTensor, dim: int, size: int, capacity: int | N
 def _check_index(operator: str, name: str, index: Any, dims: int, dim: int) -> int:
     """dim, from 0 on."""
     check_blocks(operator, **{name: index})
-    if index.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{operator}: {name} must be int32 or int64, got {checks.name_of(index.dtype)}.")
+    checks.whole(operator, **{name: index.values})
     if not isinstance(dim, int) or not -dims <= dim < dims:
         raise ValueError(f"{operator}: dim must be from {-dims} to {dims - 1}, got {dim}.")
     return dim % dims

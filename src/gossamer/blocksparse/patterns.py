@@ -139,7 +139,7 @@ def global_tokens(
     """
     operator = "blocksparse.global_tokens"
     if isinstance(tokens, Tensor):
-        checks.tensors(operator, tokens=tokens)
+        checks.whole(operator, tokens=tokens)
         device = tokens.device
     grid = _Grid(operator, size, block_size, lengths, device)
     if not isinstance(tokens, Tensor):
@@ -167,7 +167,7 @@ class _Grid:
         lengths: Tensor | None,
         device: torch.device | str | None,
     ) -> None:
-        checks.tensors(operator, lengths=lengths)
+        checks.whole(operator, lengths=lengths)
         if not isinstance(size, tuple | list | torch.Size) or len(size) != 2:
             raise ValueError(f"{operator}: size must be (M, N), queries and keys, got {size!r}.")
         self.size, self.block = size, check_block_size(operator, block_size)

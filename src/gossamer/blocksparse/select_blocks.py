@@ -94,7 +94,7 @@ def _check(
 ) -> float:  # fmt: skip
     """The scale; raises where something does not fit."""
     checks.floating(_NAME, q=q, k=k)
-    checks.tensors(_NAME, valid_lengths=valid_lengths)
+    checks.whole(_NAME, valid_lengths=valid_lengths)
     checks.same_device(_NAME, "q", q.device, k=k, valid_lengths=valid_lengths)
     if q.dim() != 4 or k.dim() != 4 or (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]):
         raise ValueError(

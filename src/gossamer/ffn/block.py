@@ -125,6 +125,7 @@ def _inferred(block: Block, found: Found, method: str, density: BlockTracker | N
         return on_cpu(known, m, found.n, found.d + (0 if block.up_weight is None else found.k))
 
     if tracker is not None:
+        tracker.rows.check_pinned(*METHODS[1:])
         # Nothing reads what a graph would record, and to look takes time.
         recorded = not checks.capturing() and tracker.due(8 if m >= MANY else 32)
         method = tracker.path(way, grouped=grouped, due=recorded, key=(m, cost))

@@ -76,6 +76,11 @@ class BlockSparseRowwise(nn.Module):
         # Whoever has hooked to it, or made another class of it, is to see rows.
         plain = not any(hooks)
         if plain and type(module) is nn.Linear:
+            if layout is None and module.out_features != x.shape[-1]:
+                raise ValueError(
+                    f"nn.BlockSparseRowwise: layout must say which blocks of the result to compute, for x has "
+                    f"{x.shape[-1]} columns and the nn.Linear returns {module.out_features}."
+                )
             out = matmul(x, module.weight, x.layout if layout is None else layout, transpose_b=True)
             return out if module.bias is None else add(out, module.bias)
         if layout is not None:

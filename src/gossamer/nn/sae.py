@@ -100,9 +100,14 @@ class SparseAutoencoder(torch.nn.Module):
         """How many latents rows have had, and the way that calls go: `"sparse"`, or `"dense"` by plain products.
 
         A call goes the way that is faster at the density of a few calls ago. `density.pinned` names a way that is
-        always taken, `density.last_path` the last one.
+        always taken, `last_path` is the last one.
         """
         return self._density
+
+    @property
+    def last_path(self) -> str | None:
+        """The way last taken, or None."""
+        return self._density.last_path
 
     @property
     def _wide(self) -> torch.dtype:

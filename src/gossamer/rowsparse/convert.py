@@ -32,7 +32,7 @@ def convert(rows: Rows, format: str, *, capacity: int | None = None, tile: int =
         ValueError: an unknown format, an argument that belongs to another one, entries that capacity or slots leave no
             room for, more than 32,767 of them in a row's tile, an index outside [0, N) or its tile, or a row that
             overflowed without a source.
-        NotImplementedError: under CUDA-graph capture.
+        NotImplementedError: under CUDA-graph capture or `torch.compile`.
 
     Source: Cetin et al., "Sparser, Faster, Lighter Transformer Language Models", section 3.1, for the conversion of
         tiles to one list a row.
@@ -52,7 +52,7 @@ def convert(rows: Rows, format: str, *, capacity: int | None = None, tile: int =
     for name, size in (("capacity", capacity), ("slots", slots)):
         if size is not None:
             checks.positive(operator, name, size, "None takes what is needed.")
-    checks.no_sync(operator, "a conversion", "Give the container to the operator as it is.")
+    checks.no_wait(operator, "a conversion", "Give the container to the operator as it is.")
     m, n = rows.num_rows, rows.num_columns
     row, columns, values = entries(rows, operator)
     if format == "csr":

@@ -89,6 +89,18 @@ class DensityTracker:
         """What was last read, or None before anything was."""
         return self._histories[training].known
 
+    def check_pinned(self, *ways: str) -> None:
+        """Raises where `pinned` is none of the ways that a call can go: a name with a slip in it would pin another.
+
+        Raises:
+            ValueError: then.
+        """
+        if self.pinned is not None and self.pinned not in ways:
+            raise ValueError(
+                f"rowsparse.DensityTracker: pinned must be None or name a way that the call can go, {', '.join(ways)}, "
+                f"got {self.pinned!r}."
+            )
+
     def path(self, choose: Callable[[Density | None], str], *, training: bool) -> str:
         """The name of the way this call goes; one call of this and one of `record` belong to each call of the layer.
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
+from gossamer.rowsparse._torch.pack import overflow_error
 from gossamer.rowsparse.container import unchecked
 from gossamer.rowsparse.formats import CSR, Rows, TwELL
 from gossamer.rowsparse.pack import check_container
@@ -94,7 +95,8 @@ def cat(rows: Sequence[Rows]) -> Rows:
 
     Raises:
         TypeError: something is no container, or formats or dtypes differ.
-        ValueError: nothing to concatenate, or shapes, tiles or devices do not fit.
+        ValueError: nothing to concatenate, shapes, tiles or devices do not fit, or a row of a CSR overflowed without a
+            source (one of another format stays as it is, for the next operator to find).
 
     Source: this package; `torch.cat`.
 
@@ -131,13 +133,21 @@ def cat(rows: Sequence[Rows]) -> Rows:
     values = torch.cat([pad(part.values, (0, size - part.values.shape[-1])) for part in settled])
     hole = 0 if tiles else -1
     indices = torch.cat([pad(part.indices, (0, size - part.indices.shape[-1]), value=hole) for part in settled])
-    counts = torch.cat([part.counts for part in settled])
+    # What has overflowed without a source goes on saying so, in wider buffers too.
+    counts = torch.cat(
+        [
+            torch.where(part.counts > part.values.shape[-1], part.counts.clamp(min=size + 1), part.counts)
+            for part in settled
+        ]
+    )
     return unchecked(type(first), values, indices, counts, shape, None, *tiles)
 
 
 def _cat_csr(settled: Sequence[Any], shape: tuple[int, ...]) -> CSR:
     """Without what stands behind the last entry of each."""
     sizes = torch.stack([part.counts[-1] for part in settled]).tolist()
+    if any(size > part.values.shape[0] for part, size in zip(settled, sizes)):
+        raise overflow_error("rowsparse.cat")
     offsets, base = [settled[0].counts[:1]], 0
     for part, size in zip(settled, sizes):
         offsets.append(part.counts[1:] + base)

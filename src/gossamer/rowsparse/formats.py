@@ -168,25 +168,23 @@ class CSR(RowSparse):
 
         Raises:
             ValueError: offsets that do not start at 0 or that decrease, an index outside [-1, N), columns that do not
-                ascend in a row, a count of more entries than a row can have, or an overflowed row without a source.
+                ascend in a row, or an overflowed row without a source.
         """
         operator = "rowsparse.CSR"
         _, indices, offsets, source = self.packed
-        nnz, counts = int(offsets[-1]), offsets.diff()
-        if int(offsets[0]) != 0 or bool((counts < 0).any()):
+        nnz = int(offsets[-1])
+        if int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()):
             raise ValueError(f"{operator}: row_offsets must start at 0 and never decrease.")
-        check_indices(operator, indices[:nnz], self.num_columns)
         if source is None and nnz > self.max_nnz:
             raise ValueError(
                 f"{operator}: row_offsets[-1] must be at most len(values) = {self.max_nnz} without a source, "
                 f"got {nnz}. Give the dense source or longer buffers."
             )
-        over = offsets[1:] > self.max_nnz
-        _check_counts(operator, "row_offsets.diff()", torch.where(over, counts, 0), self.num_columns)
         slots = torch.arange(self.max_nnz, device=self.device)
-        # Whatever lies behind the last row that fits belongs to none.
-        kept = torch.where(over, 0, offsets[1:]).max() if over.numel() else 0
-        held, row = slots < kept, torch.searchsorted(offsets, slots, right=True)
+        # Whatever lies behind the last row that fits belongs to none, and how far the others end behind says nothing.
+        held = slots < torch.where(offsets > self.max_nnz, 0, offsets).max()
+        check_indices(operator, indices[held], self.num_columns)
+        row = torch.searchsorted(offsets, slots, right=True)
         _check_ascending(operator, indices, held, row)
         return self
 
@@ -362,10 +360,6 @@ def _check_slots(operator: str, rows: ELL | TwELL, most: int) -> None:
             f"{operator}: {name} must be at most {rows.SIZES[-1]} = {values.shape[-1]} without a source, "
             f"got {int(counts.max())}. Give the source or more slots."
         )
-    _check_counts(operator, name, counts, most)
-
-
-def _check_counts(operator: str, name: str, counts: Tensor, most: int) -> None:
     if counts.numel() and int(counts.max()) > most:
         raise ValueError(f"{operator}: {name} must be at most {most}, the entries that fit, got {int(counts.max())}.")
 

@@ -190,9 +190,7 @@ def gradients(
 
 def _bwd_context(ctx: Any, inputs: Any, output: Any) -> None:
     grad, indices, keys, col_offsets, values, offsets, source, weight, _, mask = inputs
-    if mask is not None:
-        # Only there is one given.
-        raise NotImplementedError("sae.encode: second derivatives are not implemented. Use create_graph=False.")
+    assert mask is None, "who gives one refuses second derivatives"
     ctx.save_for_backward(grad, indices, keys, col_offsets, values, offsets, source, weight)
 
 
@@ -238,11 +236,7 @@ def _fake_sampled(x: Tensor, weight: Tensor, indices: Tensor, *rest: Any) -> tup
 def _sampled_context(ctx: Any, inputs: Any, output: Any) -> None:
     x, weight, indices, offsets, source, scatter, ctx.masked, products = inputs
     ctx.given = None if products is None else products.dtype
-    if scatter:
-        raise NotImplementedError(
-            "sae.decode: second derivatives of dense activations are not implemented. Pack them first with "
-            "rowsparse.pack, which has them, or use create_graph=False."
-        )
+    assert not scatter, "who scatters refuses second derivatives"
     ctx.save_for_backward(x, weight, indices, offsets, source)
 
 

@@ -176,19 +176,33 @@ def parts(operator: str, rows: Any, argument: str = "rows") -> tuple[Tensor, Ten
     return values.contiguous(), indices.contiguous(), offsets.contiguous(), source
 
 
-def anonymous(operator: str, rows: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+Lists = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+def anonymous(operator: str, rows: Any) -> list[Lists]:
     """As `parts`, for what does not ask which row an entry is in: [L, slots] lists of any container, with their counts
-    and a source. A CSR's are as many as its rows, cut from the buffer of all entries wherever that is."""
+    and a source, which together are its entries. A CSR's lists are as many as its rows, cut from the buffer of all
+    entries wherever that is; rows that overflowed it are lists of their own, of a slot each and read from the source.
+    """
     values, indices, counts, source = parts(operator, rows)
     if values.dim() == 2:
-        return values, indices, counts, source
+        return [(values, indices, counts, source)]
     m, size = counts.shape[0] - 1, values.shape[0]
-    slots = -(-size // max(m, 1))
+    slots = max(1, -(-size // max(m, 1)))
     if m * slots != size:
         values, indices = (torch.nn.functional.pad(buffer, (0, m * slots - size)) for buffer in (values, indices))
-    first = torch.arange(0, m * slots, max(slots, 1), device=values.device)
-    held = (counts[-1] - first).clamp(0, slots).int() if slots else counts.new_zeros(m, dtype=torch.int32)
-    return values.view(m, slots), indices.view(m, slots), held, source
+    first = torch.arange(m, device=values.device) * slots
+    if source is None:
+        # Where the buffer is too short nothing restores what is missing, which the operator then says or shows.
+        held = torch.where(counts[-1] > size, slots + 1, (counts[-1] - first).clamp(0, slots))
+        return [(values.view(m, slots), indices.view(m, slots), held.int(), None)]
+    over = counts > size
+    held = (torch.where(over, 0, counts).amax() - first).clamp(0, slots)
+    none = indices.new_zeros(m, 1)
+    return [
+        (values.view(m, slots), indices.view(m, slots), held.int(), None),
+        (none.to(values.dtype), none, 2 * over[1:].int(), source),
+    ]
 
 
 class _EntriesOnly(torch.autograd.Function):

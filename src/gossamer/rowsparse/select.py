@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer.rowsparse._torch.pack import overflow_error
 from gossamer.rowsparse.container import LinearSource, unchecked_source
 from gossamer.rowsparse.formats import CSR
 
@@ -64,7 +65,11 @@ def _select_csr(rows: CSR, which: Tensor, pick: Callable[[Tensor], Tensor], shap
     counts = torch.where(over, 0, offsets.diff()[which])
     picked = torch.zeros(which.shape[0] + 1, dtype=torch.int64, device=offsets.device)
     torch.cumsum(counts, 0, out=picked[1:])
-    slots = torch.arange(int(picked[-1]) if waits else nnz, device=offsets.device)
+    if waits:
+        size, missing = torch.stack([picked[-1], over.any()]).tolist()
+        if missing:
+            raise overflow_error("rowsparse.CSR")
+    slots = torch.arange(size if waits else nnz, device=offsets.device)
     held, at = slots < picked[-1], slots
     if which.numel():
         row = (torch.searchsorted(picked, slots, right=True) - 1).clamp(max=which.shape[0] - 1)

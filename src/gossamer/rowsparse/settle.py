@@ -15,7 +15,12 @@ from gossamer.rowsparse.linear_source import dense_rows
 
 def settled(rows: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(values, indices, counts) of a container with a source that hold every entry; `RowSparse.settle` says more."""
-    refuse_to_look(rows)
+    checks.no_wait(
+        f"rowsparse.{type(rows).__name__}",
+        "to look at the entries of a container with a source",
+        "Give the container to an operator as it is, look at rows.packed, whose buffers lack rows that overflowed, or "
+        "settle it outside.",
+    )
     values, indices, counts, _ = rows.packed
     if not bool(rows.overflowed):
         return values, indices, counts
@@ -28,21 +33,6 @@ def settled(rows: Any) -> tuple[Tensor, Tensor, Tensor]:
         if isinstance(rows, ELL):
             return build_ell(what, row, columns, values, m, None)
         return build_twell(what, row, columns, values, m, n, rows.tile, None)
-
-
-def refuse_to_look(rows: Any) -> None:
-    """Raises where nobody may wait for the device."""
-    what = f"rowsparse.{type(rows).__name__}"
-    instead = (
-        "Give the container to an operator as it is, look at rows.packed, whose buffers lack rows that overflowed, or "
-        "settle it outside."
-    )
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            f"{what}: to look at the entries of a container with a source waits for the device, which torch.compile "
-            f"cannot trace. {instead}"
-        )
-    checks.no_sync(what, "to look at the entries of a container with a source", instead)
 
 
 def entries(rows: Any, operator: str | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -31,8 +31,11 @@ def count_fired(rows: Rows) -> Tensor:
     [1, 2]
     """
     check_container("sae.count_fired", rows)
-    values, indices, nnz, source = anonymous("sae.count_fired", rows.detach())
-    return undispatched(_count_fired, values, source)(values, indices, nnz, source, rows.num_columns)
+    found = [
+        undispatched(_count_fired, *lists)(*lists, rows.num_columns)
+        for lists in anonymous("sae.count_fired", rows.detach())
+    ]
+    return found[0] if len(found) == 1 else found[0] + found[1]
 
 
 _count_fired = register(

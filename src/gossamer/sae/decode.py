@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gossamer._core import autocast, checks, tuning
 from gossamer._core.calls import Checked, Key, key_of
-from gossamer._core.ops import needs_gradient, register, shortcut, undispatched
+from gossamer._core.ops import needs_gradient, refuse_second, register, shortcut, undispatched
 from gossamer.rowsparse import pack
 from gossamer.rowsparse.container import RowSparse
 from gossamer.rowsparse.dense_product import dense_product
@@ -216,6 +216,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
         sampled = weight if ctx.needs_input_grad[0] else None
         grad_weight, products = gradients(grad, indices, columns, values, nnz, acts, sampled, weight.dtype)
     if ctx.needs_input_grad[0]:
+        refuse_second("sae.decode", "A container has them: rowsparse.pack dense acts, or use create_graph=False.")
         call = undispatched(sampled_operator, grad, weight, acts)
         grad_acts = call(grad, weight, indices, nnz, acts, True, True, products)[1].to(values.dtype)
     if ctx.needs_input_grad[2]:

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked, key_of
-from gossamer._core.ops import needs_gradient, register, undispatched
+from gossamer._core.ops import needs_gradient, refuse_second, register, undispatched
 from gossamer.gemm import linear_pack
 from gossamer.gemm.activations import Activation, BatchTopK, JumpReLU, Parameters, ReLU, TopK, resolve
-from gossamer.rowsparse import CSR, ELL, DensityTracker
+from gossamer.rowsparse import CSR, ELL, DensityTracker, convert
 from gossamer.rowsparse.container import unchecked
 from gossamer.rowsparse.dense_transpose import dense_transpose
 from gossamer.rowsparse.formats import threshold_dtype
@@ -54,9 +54,10 @@ def encode(
         capacity: slots per row of an ELL. None takes k for TopK and what `rowsparse.pack` takes otherwise. A row with
             more entries stays exact: the container keeps its dense activation, or what it is computed from: W_enc,
             b_enc and threshold, which must then not change before the rows are read.
-        format: `"ell"`, or `"csr"` for BatchTopK: a batch of M rows has k * M entries at most, so that no row can
-            overflow, and in training the pre-activations are freed, where an ELL keeps them and their gradient for
-            rows with more entries than slots.
+        format: `"ell"`, or `"csr"`: every entry and nothing else, so that nothing is left to settle. Of BatchTopK a
+            batch of M rows has k * M entries at most: no row can overflow, and in training the pre-activations are
+            freed, where an ELL keeps them and their gradient for rows with more entries than slots. With any other
+            activation the host waits for the device, once, to learn how many entries there are.
         density: follows how many entries rows have from call to call, and names the path taken as its `last_path`;
             where many rows have overflowed, a call without gradients keeps dense pre-activations for them.
 
@@ -69,8 +70,9 @@ def encode(
 
     Raises:
         ValueError: shapes or devices do not fit, an unknown activation or format, k above d_sae, capacity below 1, or
-            a format or capacity that does not belong to the activation.
+            a capacity for a CSR.
         TypeError: dtypes differ or are not floating, or capacity is no int.
+        NotImplementedError: under CUDA-graph capture or `torch.compile`, a CSR of another activation than BatchTopK.
 
     Source: Rajamanoharan et al. 2024, "Jumping Ahead", section 3; Gao et al. 2024 (TopK); Bussmann et al. 2024
     (BatchTopK); Conerly et al. 2025, "Dictionary Learning Optimization Techniques" (ste_to_input).
@@ -78,7 +80,8 @@ def encode(
     >>> encode(torch.tensor([[1.0, 3.0, 2.0]]), torch.eye(3), None, gemm.TopK(2)).indices.tolist()
     [[1, 2]]
     """
-    return run("sae.encode", x, W_enc, b_enc, activation, b_dec, capacity, format, density)[0]
+    rows, _ = run("sae.encode", x, W_enc, b_enc, activation, b_dec, capacity, format, density)
+    return rows if format == "ell" else _as_csr("sae.encode", rows)
 
 
 def encode_with_l0(
@@ -103,15 +106,23 @@ def encode_with_l0(
         one for z.
 
     Raises:
-        ValueError, TypeError: as `encode`.
+        ValueError, TypeError, NotImplementedError: as `encode`.
 
     Source: Rajamanoharan et al. 2024, "Jumping Ahead", section 3.
 
     >>> encode_with_l0(torch.tensor([[1.0, -3.0, 2.0]]), torch.eye(3))[1].tolist()
     [2.0]
     """
-    rows, l0 = run("sae.encode_with_l0", x, W_enc, b_enc, activation, b_dec, capacity, format, density)
-    return rows, l0.to(threshold_dtype(rows.dtype))
+    operator = "sae.encode_with_l0"
+    rows, l0 = run(operator, x, W_enc, b_enc, activation, b_dec, capacity, format, density)
+    return rows if format == "ell" else _as_csr(operator, rows), l0.to(threshold_dtype(rows.dtype))
+
+
+def _as_csr(operator: str, rows: ELL | CSR) -> Any:
+    if isinstance(rows, CSR):
+        return rows
+    checks.no_wait(operator, 'format="csr" with another activation than gemm.BatchTopK', 'Take format="ell".')
+    return convert(rows, "csr")
 
 
 def run(
@@ -125,7 +136,7 @@ def run(
     format: str = "ell",
     density: DensityTracker | None = None,
 ) -> tuple[Any, Tensor]:
-    """(container, l0)"""
+    """(container, l0); a CSR of `BatchTopK` alone."""
     if density is not None and not isinstance(density, DensityTracker):
         raise TypeError(
             f"{operator}: density must be a rowsparse.DensityTracker or None, got {type(density).__name__}."
@@ -165,6 +176,10 @@ def run(
         differentiable = bool(window) or needs_gradient(x, W_enc, b_enc, b_dec, threshold)
         if density is not None:
             given = (name, flat.shape[0], k, capacity, may_overflow, W_enc, differentiable)
+            if density.pinned is not None:
+                chosen = choose_path(*given)
+                # Where the product packs, the counts of earlier calls may say otherwise.
+                density.check_pinned(chosen, *(["rows"] if chosen == "tiles" else []))
             path = density.path(lambda known: choose_path(*given, known), training=differentiable)
         if path == "tiles" and not differentiable:
             with named(path):
@@ -241,14 +256,10 @@ def check_capacity(
     if capacity is not None:
         checks.positive(operator, "capacity", capacity, "It is the number of slots per row.")
     if format == "csr":
-        if activation.name != "batchtopk":
-            raise ValueError(
-                f'{operator}: format="csr" belongs to gemm.BatchTopK, which knows how many entries a batch has, got '
-                f'{activation.name}. Take "ell", or rowsparse.convert.'
-            )
         if capacity is not None:
             raise ValueError(f'{operator}: capacity belongs to format="ell", got {capacity} for "csr". Leave it out.')
-        return None, False
+        if activation.name == "batchtopk":
+            return None, False
     most = activation.k if activation.name == "topk" else d_sae
     if capacity is None:
         capacity = most if activation.name == "topk" else default_capacity(d_sae)
@@ -291,6 +302,7 @@ def encode_backward(
         grad_source = None
     if grad_values is None and grad_source is None and (grad_l0 is None or threshold is None):
         return (None,) * 12
+    refuse_second("sae.encode")
     if grad_values is None:
         grad_values = values.new_zeros(1, 1).expand_as(values)
     if grad_l0 is None:

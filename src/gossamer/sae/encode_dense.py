@@ -110,6 +110,7 @@ def choose_path(
             entries = known.light / max(known.rows, 1) + limit * again(known, training, W_dec.device.type == "cuda")
         return "dense" if entries > times * limit else "sparse"
 
+    tracker.check_pinned("sparse", "dense")
     return tracker.path(choose, training=training)
 
 
@@ -148,7 +149,7 @@ def _backward(ctx: Any, grad: Tensor | None, grad_l0: Tensor | None, *_: Any) ->
         threshold = None
     if grad is None and (grad_l0 is None or threshold is None):
         return (None,) * 10
-    refuse_second("sae.encode_dense")
+    refuse_second("sae.encode")
     if grad is None:
         grad = torch.zeros_like(acts)
     if grad_l0 is None:

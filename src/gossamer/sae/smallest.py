@@ -31,11 +31,12 @@ def smallest(rows: Rows, scale: Tensor | None = None) -> Tensor:
     2.0
     """
     check_container("sae.smallest", rows)
-    values, indices, nnz, source = anonymous("sae.smallest", rows.detach())
-    if not nnz.numel():
-        return values.new_full((), torch.inf, dtype=threshold_dtype(values.dtype))
+    lists = anonymous("sae.smallest", rows.detach())
+    if not rows.num_rows:
+        return lists[0][0].new_full((), torch.inf, dtype=threshold_dtype(rows.dtype))
     scale = None if scale is None else scale.detach()
-    return undispatched(_smallest, values, source, scale)(values, indices, nnz, source, scale).amin()
+    found = [undispatched(_smallest, *given, scale)(*given, scale).amin() for given in lists]
+    return found[0] if len(found) == 1 else torch.minimum(*found)
 
 
 _smallest = register(

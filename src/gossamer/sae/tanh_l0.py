@@ -52,13 +52,14 @@ def tanh_l0(rows: Rows, scale: Tensor) -> Tensor:
 
 
 def _of_csr(rows: CSR, scale: Tensor) -> Tensor:
-    """The entries as they are, and their sums as a product with ones: a CSR cannot have overflowed."""
-    values, indices, row_offsets, _ = rows.packed
+    """The entries as they are, those of the source too, and their sums as a product with ones."""
+    values, indices, row_offsets, source = rows.packed
     held = torch.arange(len(values), device=values.device) < row_offsets[-1]
     steep = scale[torch.where(held & (indices >= 0), indices, 0)] if scale.numel() else values.to(scale.dtype)
     entries = torch.where(held, torch.tanh(values * steep), 0)
     ones = scale.new_ones(rows.num_columns, 1)
-    terms = rows.rebuilt(entries, indices, row_offsets, None)
+    dense = None if source is None else torch.tanh(source * scale)
+    terms = rows.rebuilt(entries, indices, row_offsets, dense)
     return multiply("sae.tanh_l0", terms, ones, None, None, "rows", "scale").view(rows.shape[:-1])
 
 

@@ -115,10 +115,7 @@ def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
     >>> reconstruction = sae(activations)  # doctest: +SKIP
     """
     operator = "integrations.sae_lens.patch"
-    if not isinstance(sae, SAE):
-        raise TypeError(
-            f"{operator}: sae must be a SAELens SAE, got {type(sae).__name__}. Give the SAE, not a model around it."
-        )
+    _check_sae(operator, sae)
     if _is_patched(sae):
         raise ValueError(f"{operator}: sae is patched already. Call unpatch first.")
     if check is None:
@@ -158,8 +155,12 @@ def unpatch(sae: SAE[Any]) -> None:
     Args:
         sae: what was patched.
 
+    Raises:
+        TypeError: sae is no SAE of SAELens.
+
     >>> unpatch(sae)  # doctest: +SKIP
     """
+    _check_sae("integrations.sae_lens.unpatch", sae)
     if not _is_patched(sae):
         return
     for name, function in _BOUND:
@@ -216,6 +217,13 @@ class _State(threading.local):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _State, (self.density,)
+
+
+def _check_sae(operator: str, sae: Any) -> None:
+    if not isinstance(sae, SAE):
+        raise TypeError(
+            f"{operator}: sae must be a SAELens SAE, got {type(sae).__name__}. Give the SAE, not a model around it."
+        )
 
 
 def _is_patched(sae: SAE[Any]) -> bool:

@@ -139,18 +139,17 @@ def patch_attention(
 
 
 def unpatch_attention(model: nn.Module) -> None:
-    """Undoes `patch_attention`; indexers and gates are gone.
+    """Undoes `patch_attention`; indexers and gates are gone. Does nothing where nothing is patched.
 
     Args:
         model: what was patched.
 
     Raises:
         TypeError: model is no module.
-        ValueError: nothing in it is patched.
 
     >>> unpatch_attention(model)  # doctest: +SKIP
     """
-    found = _patched(_UNPATCH, model)
+    found = _found(_UNPATCH, model)
     share_selections(model, {})
     for name, module in found.items():
         weight = module.q_proj.weight
@@ -525,9 +524,13 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), attribute, module)
 
 
-def _patched(operator: str, model: Any) -> dict[str, SparseSelfAttention]:
+def _found(operator: str, model: Any) -> dict[str, SparseSelfAttention]:
     _check(operator, model)
-    found = {name: module for name, module in model.named_modules() if isinstance(module, SparseSelfAttention)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, SparseSelfAttention)}
+
+
+def _patched(operator: str, model: Any) -> dict[str, SparseSelfAttention]:
+    found = _found(operator, model)
     if not found:
         raise ValueError(f"{operator}: model is not patched. Call patch_attention first.")
     return found
