@@ -1,7 +1,7 @@
 """Attention by a dense matrix of scores, and random problems for it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,17 +16,13 @@ from gossamer.testing import assert_close
 def dense(
     q: Tensor, k: Tensor, v: Tensor, present: Tensor, bias: Tensor | None, scale: float,
     terms: Sequence[Relative] = (),
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention over the scores that `present` names, and its log-sum-exp; rows without any give zeros and -inf."""
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    s = q @ k.transpose(2, 3)
-    for term in terms:
-        apart = term.key_positions[..., None, :] - term.query_positions[..., None]
-        row = apart.clamp(-term.clip, term.clip) + term.clip
-        row = row.view(-1, 1, *row.shape[-2:]).expand(*s.shape[:2], -1, -1)
-        s = s + (q @ term.table.transpose(1, 2)).gather(3, row)
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Attention over the scores that `present` names, and its log-sum-exp; rows without any give zeros and -inf. Last
+    the products, of which scores are made."""
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     # Plain PyTorch takes the softmax of 16-bit scores in float32.
-    s = (s * scale).to(torch.promote_types(q.dtype, torch.float32))
+    products = _products(q, k, terms)
+    s = (products * scale).to(torch.promote_types(q.dtype, torch.float32))
     s = s if bias is None else s + bias
     s = s.masked_fill(~present, -math.inf)
     # In this form rows without keys have gradients, of zero.
@@ -36,7 +32,18 @@ def dense(
     # Without a matrix of weights a backward pass has them from scores and log-sum-exps, in base 2. Their difference
     # rounds more than a softmax that subtracts its maximum, and weights are rounded for the products: here as there.
     p = torch.exp2(s / math.log(2) - lse / math.log(2))
-    return p.to(v.dtype) @ v, lse.masked_fill(total == 0, -math.inf).squeeze(-1)
+    return p.to(v.dtype) @ v, lse.masked_fill(total == 0, -math.inf).squeeze(-1), products
+
+
+def _products(q: Tensor, k: Tensor, terms: Sequence[Any]) -> Tensor:
+    """Every query times every key, and times what the terms have for their distance."""
+    s = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3)
+    for term in terms:
+        apart = term.key_positions[..., None, :] - term.query_positions[..., None]
+        row = apart.clamp(-term.clip, term.clip) + term.clip
+        row = row.view(-1, 1, *row.shape[-2:]).expand(*s.shape[:2], -1, -1)
+        s = s + (q @ term.table.transpose(1, 2)).gather(3, row)
+    return s
 
 
 def elements(layout: Layout, b: int, h: int) -> Tensor:
@@ -95,22 +102,36 @@ def check(
     towards = torch.linspace(-1, 1, lse.numel(), device=q.device, dtype=lse.dtype).view_as(lse)
     ours = torch.autograd.grad([out, lse.masked_fill(~met, 0)], leaves, [grad, towards])
     results = []
+    sizes: list[Any] = []
     for dtype in (torch.float64, q.dtype):
         others = [x.detach().to(dtype).requires_grad_() for x in leaves]
         added = None if bias is None else (others[-1] if dense_bias is None else dense_bias(others[-1]))
         factor = d**-0.5 if scale is None else scale
-        expected, sums = dense(*others[:3], present, added, factor, stand_ins(others[3:]))
+        expected, sums, products = dense(*others[:3], present, added, factor, stand_ins(others[3:]))
         sums = torch.where(met, sums, 0)
-        grads = torch.autograd.grad([expected, sums], others, [grad.to(dtype), towards.to(dtype)])
+        *grads, apart = torch.autograd.grad([expected, sums], [*others, products], [grad.to(dtype), towards.to(dtype)])
         results.append((expected, sums.to(lse.dtype), *grads))
+        sizes = sizes or _sizes(others, apart, stand_ins)
     assert bool((lse.isneginf() == ~met).all())
     # In 16 bits both ways round the same weights, and that is all that shows. In float32 the largest of some thousand
     # rounding errors of sums of some dozen terms is a matter of luck: it doubles between orders of summation.
     factor = 4.0 if q.dtype is torch.float32 else 2.0
     names = ("out", "lse", "q", "k", "v", *("table" for _ in terms), "bias")
-    for name, a, want, plain in zip(names, (out, torch.where(met, lse, 0), *ours), *results):
-        want = want.double()
-        assert_close(a, reference64=want, plain=plain, factor=factor, name=name)
+    unknown = (None, None)
+    sizes = [unknown, unknown, *sizes[:2], unknown, *sizes[2:], unknown]
+    actual = (out, torch.where(met, lse, 0), *ours)
+    for name, a, (length, magnitude), want, plain in zip(names, actual, sizes, *results):
+        budget: dict[str, Any] = {"factor": factor, "length": length, "magnitude": magnitude}
+        assert_close(a, reference64=want.double(), plain=plain, name=name, **budget)
+
+
+def _sizes(leaves: Sequence[Tensor], grad: Tensor, stand_ins: Callable[..., list[Any]]) -> list[Any]:
+    """Of the gradients of q, k and the tables, given the one of their products: how many products an element adds up,
+    and the root of the sum of their squares."""
+    q, k, _, *tables = [x.detach().square().requires_grad_() for x in leaves]
+    summed = [q, k, *tables[: len(stand_ins(tables))]]
+    found = torch.autograd.grad(_products(q, k, stand_ins(tables)), summed, grad.square())
+    return [(grad.numel() * q.shape[-1] // x.numel(), root.sqrt()) for x, root in zip(summed, found)]
 
 
 def terms_for(device: torch.device, dtype: torch.dtype, tq: int, tk: int, d: int, heads: int) -> list[Relative]:
