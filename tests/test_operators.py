@@ -64,7 +64,9 @@ def _rowsparse(device: torch.device) -> None:
         rowsparse.matmul(rowsparse.pack(acts, **options), W.detach()).sum().backward()
         rowsparse.transpose(rows)
         x = torch.randn(3, D, device=device, requires_grad=True)
-        rowsparse.sampled_matmul(x, W, rows.detach()).values.sum().backward()
+        # Every row overflows or none, for the source of one that does not is left unwritten.
+        pattern = rows.detach() if options.get("capacity") == N else rowsparse.pack(acts.detach().abs() + 1, **options)
+        rowsparse.sampled_matmul(x, W, pattern).values.sum().backward()
     # Every tile is full, for slots behind a tile's last entry are left unwritten.
     full = torch.rand(3, N, device=device) + 1
     rowsparse.unpack(rowsparse.pack(full.clone().requires_grad_(), format="twell", tile=18, slots=2)).sum().backward()

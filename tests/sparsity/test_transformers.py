@@ -69,7 +69,8 @@ def test_a_model_in_another_order_is_the_same(device: torch.device) -> None:
             proposal.layers[name] = replace(found, order=torch.randperm(72))
         proposal.apply()
         with torch.no_grad():
-            torch.testing.assert_close(model(**batch).logits, plain, rtol=1e-4, atol=1e-4)
+            # Sums in another order; a logit is some units, and a GPU has been off by 1.3e-4.
+            torch.testing.assert_close(model(**batch).logits, plain, rtol=1e-4, atol=3e-4)
         moved = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, state[name])]
         assert len(moved) >= 2 * len(proposal.layers)
         proposal.undo()

@@ -107,6 +107,13 @@ class BlockSparseAttention(nn.Module):
         tables = (torch.zeros(num_heads, 2 * clip + 1, head_dim, dtype=dtype, device=device) for clip in relative_clips)
         self.relative_tables = nn.ParameterList(nn.Parameter(table) for table in tables)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BlockSparseAttention:
+        super()._apply(fn, recurse)
+        device = self.q_proj.weight.device
+        if isinstance(self.layout, Layout) and device.type != "meta" and device != self.layout.device:
+            self.layout = self.layout.to(device)
+        return self
+
     def forward(
         self,
         x: Tensor,

@@ -153,7 +153,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 def _unpacks(values: Tensor, offsets: Tensor, source: Tensor | None, weight: Tensor, grad: Tensor) -> bool:
     """Whether the weight's gradient is the dense product of unpacked rows: where `matmul` is, and they fit at once."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not values.dtype is weight.dtype is grad.dtype:
+    # What is traced is no plain tensor, and may have no sizes to choose by.
+    if torch.is_grad_enabled() or type(grad) is not Tensor or not values.dtype is weight.dtype is grad.dtype:
         return False
     m, n = offsets.shape[0] - int(values.dim() == 1), weight.shape[0]
     if choose_path(values, m, source is not None, weight) == "gather":

@@ -266,7 +266,8 @@ def indexer_loss(
         _indexer_loss_rows(grid, args, both, num_warps=8)
     dki = _key_gradient(operands, words, lengths, scale, scale_idx, causal, both)
     each = 1 / lse_idx.isfinite().sum().clamp(min=1)
-    dw = rows[0].transpose(1, 2) * sigmoids * (1 - sigmoids)
+    # The sigmoids first: the first operand lays out the result.
+    dw = sigmoids * (1 - sigmoids) * rows[0].transpose(1, 2)
     made = ((dqi, q_idx), (dki, k_idx), (dw, w), (rows[1].sum((0, 2)), bias))
     dqi, dki, dw, db = ((gradient * each).to(x.dtype) for gradient, x in made)
     return loss.sum() * each, dqi, dki, dw, db

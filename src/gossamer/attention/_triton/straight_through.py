@@ -214,7 +214,8 @@ def straight_through(
     args = (*operands, lists, listed, dki, plan, t, h, heads, lists.shape[-1], entries, scale, scale_idx)
     grid = (2 * tuning.programs(q.device), 1, 1)
     _straight_through_keys(grid, args, meta, num_warps=8)
-    dw = rows[0].transpose(1, 2) * sigmoids * (1 - sigmoids)
+    # The sigmoids first: the first operand lays out the result.
+    dw = sigmoids * (1 - sigmoids) * rows[0].transpose(1, 2)
     made = ((dqi, q_idx), (dki, k_idx), (dw, w), (rows[1].sum((0, 2)), bias))
     dqi, dki, dw, db = (gradient.to(x.dtype) for gradient, x in made)
     return dqi, dki, dw, db

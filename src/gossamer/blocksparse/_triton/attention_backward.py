@@ -346,7 +346,7 @@ def attention_bwd(
     problem = problem_of(q, k, z_batch, z_head, height, width, causal, scale)
     lists = row_offsets, col_indices, row_indices, col_offsets, transpose_order, positions
     path = choose_path(problem, q.dtype, q.device, bias is None and relative is None)
-    dbias = drelative = none = q.new_empty(0)
+    dbias, drelative = q.new_empty(0), q.new_empty(0)
     with named(path):
         # Statistics, and the copy engine, read rows wherever they stand.
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
@@ -354,7 +354,7 @@ def attention_bwd(
         if path == "hopper":
             from gossamer.blocksparse._gluon import attention_backward as hopper
 
-            return *hopper.launch_attention_bwd(problem, q, k, v, grad, stats, lists, lengths), none, none
+            return *hopper.launch_attention_bwd(problem, q, k, v, grad, stats, lists, lengths), dbias, drelative
         grad = grad.contiguous()
         tile = tile_of(problem.d, q.element_size(), problem.block, 0 if places is None else places.shape[0])
         given = operands(problem, q, k, v, bias, relative, places, lengths, tile, inner_of(problem.d))
