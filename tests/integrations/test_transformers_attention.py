@@ -247,6 +247,27 @@ def test_a_given_selection(device: torch.device) -> None:
         logits(model, ids, selection=Selection.from_mask(mask))
 
 
+def test_a_given_selection_may_look_ahead(device: torch.device) -> None:
+    """In an encoder, and of a prefix in a model that is causal otherwise."""
+    torch.manual_seed(0)
+    options = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+    bert = transformers.BertModel(transformers.BertConfig(**{**SMALL, **options})).to(device).eval()
+    ids = tokens(device)
+    ahead = torch.rand(2, 20, 20, device=device) < 0.5
+    ahead |= torch.eye(20, dtype=torch.bool, device=device)
+    with torch.no_grad():
+        wanted = bert(ids).last_hidden_state, bert(ids, attention_mask=ahead[:, None]).last_hidden_state
+        bert.set_attn_implementation(register_selection())
+        for mask, plain in zip((torch.ones_like(ahead), ahead), wanted):
+            close(bert(ids, selection=Selection.from_mask(mask)).last_hidden_state, plain)
+    llama = make("Llama", device)
+    prefix = torch.ones(2, 20, 20, dtype=torch.bool, device=device).tril()
+    prefix[:, :8, :8] = True
+    plain = logits(llama, ids, attention_mask=prefix[:, None])
+    llama.set_attn_implementation(register_selection())
+    close(logits(llama, ids, selection=Selection.from_mask(prefix)), plain)
+
+
 def test_docs() -> None:
     """The examples of the page, one after the other."""
     page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text(encoding="utf-8")

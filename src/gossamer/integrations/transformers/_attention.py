@@ -441,8 +441,9 @@ def register_selection(name: str = "gossamer_selection") -> str:
     """Makes a given selection an implementation of attention for transformers' models: `model(ids, selection=...)`.
 
     After `model.set_attn_implementation(name)` each layer's own attention, with its projections, embeddings and cache,
-    computes over the keys of the `attention.Selection` that the call is given, and over nothing else. It says what is
-    visible, so padding and windows have to be part of it; attention masks are not made.
+    computes over the keys of the `attention.Selection` that the call is given: these, and nothing else, whether the
+    model is causal or not. It says what is visible, so padding, windows, and for a causal model that no key stands
+    behind its query, have to be part of it; attention masks are not made.
 
     Args:
         name: what to call it.
@@ -488,7 +489,9 @@ def _attend_to_selection(
         raise NotImplementedError(
             f"{operator}: {what} is not implemented. Use attention_dropout=0, and leave masked keys out of selection."
         )
-    return attention.sparse_attention(query, key, value, selection, scale=scaling).transpose(1, 2), None
+    # The selection says what is visible: a query may take keys behind it, of a prefix or in an encoder.
+    out = attention.sparse_attention(query, key, value, selection, scale=scaling, causal=False)
+    return out.transpose(1, 2), None
 
 
 def _why_not(module: Any) -> str | None:
