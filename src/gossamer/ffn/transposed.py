@@ -9,16 +9,19 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
+from gossamer._core.versions import version_of
 from gossamer.rowsparse.dense_transpose import dense_transpose
 
 
 class Transposed:
     """weight.t() with contiguous rows, made when it is first asked for, and again when the weight has changed.
 
-    A change is what PyTorch counts: operations in place, other memory, another tensor. What is written through
-    `weight.data` is not counted. Nothing is kept of a weight without a count (an inference tensor), under
-    `torch.compile`, and in a CUDA graph, which could not notice a change: then the answer is None. A weight that is
-    stored column by column is its own transpose, and nothing is copied.
+    A change is what PyTorch counts: operations in place, other memory, another tensor; and the steps of its fused
+    optimizers, which are counted here. What is written through `weight.data` or `weight.numpy()`, or by another
+    library's kernel, is not counted: `torch.autograd.graph.increment_version(weight)` does it by hand. Nothing is kept
+    of a weight without a count (an inference tensor), under `torch.compile`, and in a CUDA graph, which could not
+    notice a change: then the answer is None. A weight that is stored column by column is its own transpose, and nothing
+    is copied.
 
     Attributes:
         nbytes: how much memory the copy takes.
@@ -40,7 +43,7 @@ class Transposed:
                 return turned
         if torch.compiler.is_compiling() or weight.is_inference() or checks.capturing():
             return None
-        version = weight.data_ptr(), weight._version
+        version = weight.data_ptr(), version_of(weight)
         if self._copy is None or self._of is None or self._of() is not weight or self._version != version:
             self._copy = None
             if _transient(weight):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
+from gossamer._core.versions import version_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -382,7 +383,7 @@ def _watched(source: "Tensor | LinearSource | None") -> tuple[tuple[Tensor, int]
     if source is None or torch.compiler.is_compiling():
         return ()
     tensors = (source,) if isinstance(source, Tensor) else (source.x, source.weight, source.bias, source.threshold)
-    return tuple([(t, t._version) for t in tensors if t is not None and not t.is_inference()])
+    return tuple([(t, version_of(t)) for t in tensors if t is not None and not t.is_inference()])
 
 
 def unchecked(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from gossamer import sae
+from gossamer._core.versions import version_of
 from gossamer.rowsparse import Rows
 
 # What is known without the elements.
@@ -121,7 +122,7 @@ class Latents(Lazy):
     def __new__(
         cls, rows: Rows, l0: Tensor, dtype: torch.dtype, W_dec: Tensor | None = None, scale: Tensor | None = None
     ) -> Any:
-        version = None if W_dec is None else W_dec._version
+        version = None if W_dec is None else version_of(W_dec)
 
         def make() -> Tensor:
             # A copy, not a view of what an operator returned: it may be changed in place.
@@ -199,7 +200,7 @@ class HiddenPre(Lazy):
         operands = [sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec]
         if not x.is_inference():
             operands.append(x)
-        versions = [operand._version for operand in operands]
+        versions = [version_of(operand) for operand in operands]
 
         def make() -> Tensor:
             if [operand._version for operand in operands] != versions:
