@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("triton")
 
 from gossamer._core import aot
+from gossamer.attention._gluon import select_topk as hopper
 from gossamer.attention._triton import indexer_scores, select_topk, threshold
 
 pytestmark = pytest.mark.native
@@ -38,3 +39,19 @@ def test_with_instructions_of_nvidia(name: str, forced: bool, target: str, unit:
     if target == "sm_90":
         used = aot.resources(compiled)
         assert used["LOCAL"] == used["STACK"] == 0, f"spills: {used}"
+
+
+@pytest.mark.parametrize("heads, d, dtype", [(2, 64, "bf16"), (8, 64, "fp16"), (4, 128, "bf16")])
+@pytest.mark.parametrize("bias, lengths", [(None, "*i32"), ("*fp32", None)])
+def test_every_shape_that_hopper_scores(heads: int, d: int, dtype: str, bias: str | None, lengths: str | None) -> None:
+    ((kernel, example),) = hopper.EXAMPLES.items()
+    kinds = {
+        "q_desc": f"tensordesc<{dtype}[1, 1, {hopper.ROWS}, {d}],{hopper.LAYOUTS[4]!r}>",
+        "k_desc": f"tensordesc<{dtype}[1, {hopper.COLUMNS}, {d}],{hopper.LAYOUTS[3]!r}>",
+    }
+    signature = {**example["signature"], **kinds, "bias_ptr": bias, "lengths_ptr": lengths, "w_ptr": f"*{dtype}"}
+    given = {**example, "signature": signature, "constexprs": {**example["constexprs"], "HEADS": heads}}
+    compiled = aot.compile_kernel(kernel, aot.complete(kernel, given), "sm_90")
+    assert compiled.metadata.shared <= aot.SHARED_MEMORY_LIMIT["sm_90"]
+    used = aot.resources(compiled)
+    assert used["LOCAL"] == used["STACK"] == 0, f"spills: {used}"

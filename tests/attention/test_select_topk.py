@@ -317,6 +317,58 @@ def test_real_sizes(shape: tuple[int, ...], device: torch.device) -> None:
         assert torch.equal(found.to_mask(), sorted_first(keys, seen, 2048, window, sinks))
 
 
+HOPPER = [
+    (1, 4, 8192, 8192, 64, True, None),
+    (2, 2, 130, 9001, 128, True, [9001, 77]),
+    (2, 8, 65, 8200, 64, False, None),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", HOPPER)
+def test_hoppers_kernel_stores_the_same_keys(
+    case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    from gossamer._core import tuning
+    from gossamer.attention._triton import select_topk as gpu
+
+    if not tuning.hopper(device):
+        pytest.skip("needs a Hopper GPU")
+    q, k, w, bias = inputs(case, torch.bfloat16, device)
+    assert gpu.choose_scores(q, k, 1) == "hopper"
+    for added in (bias, None):
+        found = stored(case, q, k, w, added)
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu, "choose_scores", lambda *_: "general")
+            assert torch.equal(found, stored(case, q, k, w, added))
+
+
+@pytest.mark.native
+def test_which_kernel_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = pytest.importorskip("gossamer.attention._triton.select_topk")
+    half, many = torch.bfloat16, gpu.LONG
+    queries, keys = torch.zeros(1, 4, 64, 64, dtype=half), torch.zeros(1, many, 64, dtype=half)
+    assert gpu.choose_scores(queries, keys, 1) == "general"
+    monkeypatch.setattr(gpu.tuning, "hopper", lambda device: True)
+    monkeypatch.setattr(gpu, "fast", lambda x: x.element_size() == 2)
+    assert gpu.choose_scores(queries, keys, 1) == "hopper"
+    assert gpu.choose_scores(queries.transpose(1, 2).contiguous().transpose(1, 2), keys, 1) == "hopper"
+    odd, wide = torch.zeros(1, 3, 64, 64, dtype=half), torch.zeros(1, 8, 64, 128, dtype=half)
+    shifted = torch.zeros(1, many, 65, dtype=half)[..., 1:]
+    for q, k, granularity in (
+        (queries, keys, 4),
+        (queries.float(), keys.float(), 1),
+        (queries[:, :, :16], keys, 1),
+        (queries, keys[:, : many - 1], 1),
+        (odd, keys, 1),
+        (wide, torch.zeros(1, many, 128, dtype=half), 1),
+        (queries[..., :48], keys[..., :48], 1),
+        (queries, shifted, 1),
+        (queries[:, :1].expand(1, 4, 64, 64), keys, 1),
+    ):
+        assert gpu.choose_scores(q, k, granularity) == "general"
+
+
 @pytest.mark.native
 def test_bad_input(device: torch.device) -> None:
     given = inputs((1, 2, 3, 4, 8), torch.float32, device)

@@ -188,6 +188,7 @@ def _attention(randn: Randn) -> Iterator[Check]:
 
     best = scores.masked_fill(~seen, 0).sort(dim=-1, descending=True).values[..., :k].sum(-1)
     yield Check("attention.select_topk", "", taken, best, 1e-3)
+    yield _many_keys(randn)
     q, key, v = randn(B, H, T, D), randn(B, H, T, D), randn(B, H, T, D)
     near = seen & ~seen.tril(-k)
     selection = attention.Selection.from_mask(near[None])
@@ -196,6 +197,20 @@ def _attention(randn: Randn) -> Iterator[Check]:
     last = attention.Selection.from_mask(near[None, -1:])
     decode = partial(attention.sparse_decode, q[:, :, -1:], key, v, last)
     yield Check("attention.sparse_decode", "", decode, want[:, :, -1:])
+
+
+def _many_keys(randn: Randn) -> Check:
+    """A selection out of so many keys that Hopper has a kernel of its own."""
+    queries, keys, heads, d, k = 64, 8192, 2, 64, 12
+    shapes = (1, heads, queries, d), (1, keys, d), (1, queries, heads)
+    q, key, w = (randn(*shape).to(torch.bfloat16) for shape in shapes)
+    gates = (torch.einsum("bhtd,bsd->bhts", q.double(), key.double()) / d**0.5).sigmoid()
+    scores = torch.einsum("bth,bhts->bts", w.double().sigmoid(), gates).tril(keys - queries)
+
+    def taken() -> Tensor:
+        return (attention.select_topk(q, key, w, k=k).to_mask()[:, 0] * scores).sum(-1)
+
+    return Check("attention.select_topk", "bfloat16, many keys", taken, scores.topk(k).values.sum(-1), 1e-3)
 
 
 def _blocksparse(randn: Randn) -> Iterator[Check]:

@@ -6,7 +6,7 @@ evenly, 8 to 15 times as fine as a float16 near the largest. 0 is a key that the
 is infinity), so that one `set.ge.f16x2` compares two. A slab of rows is taken through three kernels:
 
 1. `_index_keys_kernel` scores it: a program owns (64 queries, every PARTS-th tile of keys), the heads' queries held,
-   and is bound by one `tanh.approx` a head and key.
+   and is bound by one `tanh.approx` a head and key. Hopper has a kernel of its own for many keys, in `_gluon`.
 2. `threshold` finds each row's k-th largest key and, for ties, the last column at which that key is taken.
 3. `_take_kernel` compares 64 queries' keys with their thresholds, two keys an instruction: a thread owns some columns
    and walks the rows, 16 bytes of each and some rows at a time, so that nothing passes between threads, and 16 rows of
@@ -19,7 +19,7 @@ Whatever the slab, a row's result depends on that row alone.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -266,6 +266,19 @@ def round_up(n: int, multiple: int) -> int:
     return launch.cdiv(n, multiple) * multiple
 
 
+LONG = 8192
+"""Keys from which Hopper's own kernel scores: to describe its operands takes the host as long as fewer take the GPU."""
+
+
+def choose_scores(q: Tensor, k: Tensor, granularity: int) -> Literal["hopper", "general"]:
+    """Which kernel scores. Both store the same keys, bit by bit."""
+    if granularity > 1 or q.shape[2] <= 16 or k.shape[1] < LONG or not (fast(q) and tuning.hopper(q.device)):
+        return "general"
+    from gossamer.attention._gluon import select_topk as hopper
+
+    return "hopper" if hopper.readable(q, k) else "general"
+
+
 class _Call:
     """The launches of one call, slab by slab."""
 
@@ -297,11 +310,23 @@ class _Call:
         self.threshold, self.last = (torch.empty(rows, dtype=torch.int32, device=q.device) for _ in range(2))
         self.words = torch.empty(self.b, 1, self.padded // self.unit, self.tk, dtype=torch.int64, device=q.device)
         self.packed = not INTERPRET and not torch.version.hip
+        # What the copy engine reads queries and keys by.
+        self.tiles = None
+        if choose_scores(self.q, self.k, granularity) == "hopper":
+            from gossamer.attention._gluon import select_topk as hopper
+
+            self.tiles = hopper.descriptors(self.q, self.k)
 
     def sizes(self, slab: Slab) -> tuple[int, ...]:
         return slab.first, self.tq, self.padded, self.tk, slab.columns, self.ahead
 
     def score(self, slab: Slab, keys: Tensor) -> None:
+        if self.tiles is not None:
+            from gossamer.attention._gluon import select_topk as hopper
+
+            given = (self.w, self.bias, self.lengths, keys)
+            hopper.launch_index_keys(self.tiles, given, slab.rows, self.sizes(slab), self.scale)
+            return
         block = tile(self.d, self.q.element_size())
         rows, columns = min(block["BLOCK_M"], self.unit), block["BLOCK_N"]
         precision = tuning.dot_precision(self.q, self.d)["PRECISION"]
@@ -380,7 +405,7 @@ def select_topk(
                 call.find(slab, keys, wanted, lists)
             with span("select_topk/words"):
                 call.take(slab, keys)
-    return (call.words, *union_of_words(call.words, capacity))
+    return (call.words, *union_of_words(call.words, capacity, max(call.tk - call.tq, 0) if causal else None))
 
 
 _SIZES = dict.fromkeys(("first", "Tq", "padded", "Tk", "stride", "ahead"), "i32")

@@ -55,15 +55,17 @@ def _mask_of_words_kernel(words_ptr, mask_ptr, Tq, Tk, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _union_of_words_kernel(words_ptr, counts_ptr, indices_ptr, Tk, capacity, BLOCK: tl.constexpr):
-    """Program (block of queries of one batch and scope)."""
-    block = tl.program_id(0).to(tl.int64)
+def _union_of_words_kernel(words_ptr, counts_ptr, indices_ptr, blocks, Tk, reach, capacity, BLOCK: tl.constexpr):
+    """Program (block of queries of one batch and scope), those with most keys first. Nobody takes a key further than
+    `reach` behind its block's last query."""
+    block = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     words_ptr += block * Tk
     indices_ptr += block * capacity
+    end = tl.minimum(((block % blocks + 1) * 64 + reach).to(tl.int32), Tk)
     found = 0
-    for first in range(0, Tk, BLOCK):
+    for first in tl.range(0, end, BLOCK, num_stages=2):
         keys = first + tl.arange(0, BLOCK)
-        taken = (tl.load(words_ptr + keys, mask=keys < Tk, other=0) != 0).to(tl.int32)
+        taken = (tl.load(words_ptr + keys, mask=keys < end, other=0) != 0).to(tl.int32)
         slots = found + tl.cumsum(taken, axis=0) - taken
         tl.store(indices_ptr + slots, keys, mask=(taken != 0) & (slots < capacity))
         found += tl.sum(taken, axis=0)
@@ -100,14 +102,17 @@ def mask_of_words(words: Tensor, num_queries: int) -> Tensor:
     return mask
 
 
-def union_of_words(words: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Operator `union_of_words` -> (counts, indices): the columns of words that differ from 0, if they fit."""
+def union_of_words(words: Tensor, capacity: int, reach: int | None = None) -> tuple[Tensor, Tensor]:
+    """Operator `union_of_words` -> (counts, indices): the columns of words that differ from 0, if they fit.
+
+    With `reach` no query of block m takes a key from 64 (m + 1) + reach on.
+    """
     *scope, tk = words.shape
     counts = words.new_empty(scope, dtype=torch.int32)
     indices = words.new_empty((*scope, capacity), dtype=torch.int32)
     if counts.numel():
         block = min(4096, launch.next_power_of_2(tk))
-        args = (words.contiguous(), counts, indices, tk, capacity)
+        args = (words.contiguous(), counts, indices, words.shape[-2], tk, tk if reach is None else reach, capacity)
         _union_of_words((counts.numel(), 1, 1), args, {"BLOCK": block}, num_warps=8)
     return counts, indices
 
@@ -125,7 +130,8 @@ EXAMPLES = {
     },
     _union_of_words_kernel: {
         "signature": {
-            "words_ptr": "*i64", "counts_ptr": "*i32", "indices_ptr": "*i32", "Tk": "i32", "capacity": "i32",
+            "words_ptr": "*i64", "counts_ptr": "*i32", "indices_ptr": "*i32",
+            **dict.fromkeys(("blocks", "Tk", "reach", "capacity"), "i32"),
         },
         "constexprs": {"BLOCK": 4096},
         "num_warps": 8,

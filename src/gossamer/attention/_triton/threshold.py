@@ -29,6 +29,8 @@ from gossamer.attention._triton._indexer import in_units, valid_keys, visible_ke
 KEPT_KEY = tl.constexpr(31744)
 MAX_REGISTERS = levels.LONG_ROW
 """Keys of a row that a program holds."""
+FEW = tl.constexpr(4)
+"""Ties that are found one after the other, as usual; where a row takes more they are halved."""
 
 
 @triton.jit
@@ -229,32 +231,82 @@ def bracket_of_sample(words, k_low, k_high, PACKED: tl.constexpr):
 
 
 @triton.jit
+def append(
+    words_ptr, places_ptr, slot, words, some, place, LIMIT: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr
+):
+    """Writes words at `slot`, and where they stand, where `some` is not 0, up to a slot; returns the next slots.
+
+    Stores of Triton would want the words in another order of threads than the load of 16 bytes brings them.
+    """
+    if PACKED:
+        return tl.inline_asm_elementwise(
+            """{ .reg .pred some, fits; .reg .b64 at;
+            setp.ne.b32 some, $3, 0; setp.lt.and.s32 fits, $1, $7, some;
+            mad.wide.s32 at, $1, 4, $5; @fits st.global.b32 [at], $2;
+            mad.wide.s32 at, $1, 2, $6; @fits st.global.b16 [at], $4;
+            selp.b32 $0, $8, 0, some; add.s32 $0, $0, $1; }""",
+            "=&r,r,r,r,r,l,l,r,r",
+            [slot, words, some, place, words_ptr.to(tl.int64), places_ptr.to(tl.int64), LIMIT, BLOCK],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        fits = (some != 0) & (slot < LIMIT)
+        tl.store(words_ptr + slot, words, mask=fits)
+        tl.store(places_ptr + slot, (place + tl.zeros([BLOCK], tl.int32)).to(tl.int16), mask=fits)
+        return slot + tl.where(some != 0, BLOCK, 0)
+
+
+@triton.jit
+def listed_words(words_ptr, listed, i, BLOCK: tl.constexpr):
+    """The i-th word of each list, 0 where a list is shorter. All are read, so that a thread reads its four at once."""
+    words = tl.load(words_ptr + i * BLOCK + tl.arange(0, BLOCK))
+    return tl.where(i < listed, words, 0)
+
+
+@triton.jit
 def count_listed(words_ptr, listed, most, key, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """How many keys in lists of words are at least `key`; `listed` are the lists' lengths, at most `most`."""
-    at = tl.arange(0, BLOCK)
+    """How many keys in lists of words are at least `key`; `listed` are the lists' lengths, at most `most`, and lists
+    have room for a multiple of four."""
     masks = tl.zeros([BLOCK], tl.int32)
     # Four are asked for before the first is looked at.
     for start in range(0, most, 4):
         for i in tl.static_range(4):
-            words = tl.load(words_ptr + (start + i) * BLOCK + at, mask=start + i < listed, other=0)
-            masks += reaching(words, key, PACKED)
+            masks += reaching(listed_words(words_ptr, listed, start + i, BLOCK), key, PACKED)
     return tl.sum(how_many(masks))
+
+
+@triton.jit
+def listed_ties(words_ptr, places_ptr, listed, i, key, BLOCK: tl.constexpr):
+    """(whether the first, and the second key of each list's i-th word equals `key`, the column of the first)."""
+    words = listed_words(words_ptr, listed, i, BLOCK)
+    at = tl.arange(0, BLOCK)
+    place = tl.load(places_ptr + i * BLOCK + at).to(tl.int32)
+    return (words & 0xFFFF) == key, (words >> 16) == key, 2 * (place * BLOCK + at)
 
 
 @triton.jit
 def count_listed_ties(words_ptr, places_ptr, listed, most, key, upto, BLOCK: tl.constexpr):
     """How many keys in lists of words equal `key` and stand at a column of at most `upto`."""
-    at = tl.arange(0, BLOCK)
     ties = tl.zeros([BLOCK], tl.int32)
     for start in range(0, most, 4):
         for i in tl.static_range(4):
-            mask = start + i < listed
-            words = tl.load(words_ptr + (start + i) * BLOCK + at, mask=mask, other=0)
-            place = tl.load(places_ptr + (start + i) * BLOCK + at, mask=mask, other=0).to(tl.int32)
-            column = 2 * (place * BLOCK + at)
-            ties += (((words & 0xFFFF) == key) & (column <= upto)).to(tl.int32)
-            ties += (((words >> 16) == key) & (column < upto)).to(tl.int32)
+            low, high, column = listed_ties(words_ptr, places_ptr, listed, start + i, key, BLOCK)
+            ties += (low & (column <= upto)).to(tl.int32) + (high & (column < upto)).to(tl.int32)
     return tl.sum(ties)
+
+
+@triton.jit
+def next_listed_tie(words_ptr, places_ptr, listed, most, key, after, BLOCK: tl.constexpr):
+    """The first column behind `after` of a key in lists of words that equals `key`."""
+    first = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+    for start in range(0, most, 4):
+        for i in tl.static_range(4):
+            low, high, column = listed_ties(words_ptr, places_ptr, listed, start + i, key, BLOCK)
+            first = tl.minimum(first, tl.where(high & (column >= after), column + 1, 0x7FFFFFFF))
+            first = tl.minimum(first, tl.where(low & (column > after), column, 0x7FFFFFFF))
+    return tl.min(first)
 
 
 @triton.jit
@@ -299,14 +351,23 @@ def search_lists(
     if reach_low != take:
         need = take - reach_high
         before = tl.full([], -1, tl.int32)
+        seen = tl.full([], 0, tl.int32)
         ties = reach_low - reach_high
+        # Up to column `before` there are `seen` ties, too few, and up to `last` there are `ties`.
         while ties != need:
-            middle = (before + last) >> 1
-            upto = count_listed_ties(words_ptr, places_ptr, listed, most, low, middle, BLOCK)
-            enough = upto >= need
-            ties = tl.where(enough, upto, ties)
-            last = tl.where(enough, middle, last)
-            before = tl.where(enough, before, middle)
+            if need - seen > FEW:
+                middle = (before + last) >> 1
+                upto = count_listed_ties(words_ptr, places_ptr, listed, most, low, middle, BLOCK)
+                enough = upto >= need
+                ties = tl.where(enough, upto, ties)
+                last = tl.where(enough, middle, last)
+                seen = tl.where(enough, seen, upto)
+                before = tl.where(enough, before, middle)
+            else:
+                before = next_listed_tie(words_ptr, places_ptr, listed, most, low, before, BLOCK)
+                seen += 1
+                last = tl.where(seen == need, before, last)
+                ties = tl.where(seen == need, need, ties)
     return low, last
 
 
@@ -338,11 +399,8 @@ def _listed_threshold_kernel(
                 from_high = reaching(words, high, PACKED)
                 reaching_low += from_low
                 reaching_high += from_high
-                between = from_low != from_high
-                fits = between & (slot < SLOTS * BLOCK)
-                tl.store(words_ptr + slot, words, mask=fits)
-                tl.store(places_ptr + slot, (start // BLOCK + tl.zeros([BLOCK], tl.int32)).to(tl.int16), mask=fits)
-                slot += tl.where(between, BLOCK, 0)
+                between = from_low ^ from_high
+                slot = append(words_ptr, places_ptr, slot, words, between, start // BLOCK, SLOTS * BLOCK, BLOCK, PACKED)
             tl.debug_barrier()
             both = tl.sum((how_many(reaching_low).to(tl.int64) << 32) + how_many(reaching_high))
             reach_low = (both >> 32).to(tl.int32)

@@ -1,0 +1,1 @@
+"""GPU kernels of `attention` for Hopper, in Gluon."""
