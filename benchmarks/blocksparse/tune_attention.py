@@ -89,17 +89,16 @@ class Inputs:
         if tile is None:
             given = self.operands(general.tile_of(self.problem.d, DTYPE.itemsize, self.problem.block))
             return general.launch_attention_fwd(self.problem, given, *self.lists[:2])
-        return hopper.launch_attention_fwd(
-            self.problem, self.q, self.k, self.v, *self.lists[:2], self.lengths, tile=tile
-        )
+        given = self.q, self.k, self.v, *self.lists[:2], self.lengths
+        return hopper.launch_attention_fwd(self.problem, *given, tile=tile)[:2]
 
     def backward(self, tiles: Tiles | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        stats = general_backward.attention_stats(out, self.grad, lse, None)
+        stats, _ = general_backward.attention_stats(out, self.grad, lse, None)
         if tiles is None:
             given = self.operands(general_backward.tile_of(self.problem.d, DTYPE.itemsize, self.problem.block))
             return general_backward.launch_attention_bwd(self.problem, given, self.grad, stats, self.lists)
         given = self.q, self.k, self.v, self.grad, stats, self.lists, self.lengths
-        return hopper_backward.launch_attention_bwd(self.problem, *given, tiles=tiles)
+        return hopper_backward.launch_attention_bwd(self.problem, *given, tiles=tiles)[:3]
 
     def calls(self) -> dict[str, tune.Calls]:
         """Of each pass, by tile."""

@@ -25,7 +25,7 @@ def test_last_lines_longest_first(own, group: int, device: torch.device, monkeyp
     problem = _problem(b, h, h // group, own, rows, cols, False)
     for window in (1, 5, 40, 10_000):
         monkeypatch.setattr(attention_order, "ordered", lambda total, *_, window=window: min(total, window))
-        order, first = attention_order.launch_order(problem, layout.col_offsets, cols, 1, group)
+        order, first, _ = attention_order.launch_order(problem, layout.col_offsets, cols, 1, group)
         # Blocks of each column, of all heads that share it.
         blocks = layout.to_dense().expand(b, h, rows, cols).sum(-2).view(b, h // group, group, cols).sum(2).flatten()
         assert first == max(0, len(blocks) - window)
@@ -36,10 +36,8 @@ def test_last_lines_longest_first(own, group: int, device: torch.device, monkeyp
 def test_nothing_to_order(device: torch.device) -> None:
     """Below a diagonal, and where one wave holds all."""
     layout = Layout.full((2, 300, 4), 64, device=device)
-    assert attention_order.launch_order(_problem(1, 2, 2, (False, True), 300, 4, True), layout.row_offsets, 300, 1) == (
-        None,
-        600,
-    )
+    below = _problem(1, 2, 2, (False, True), 300, 4, True)
+    assert attention_order.launch_order(below, layout.row_offsets, 300, 1) == (None, 600, None)
     assert attention_order.ordered(5, 1, device) == 0
 
 

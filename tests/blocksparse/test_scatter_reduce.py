@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, gather, scatter, scatter_reduce
+from gossamer.blocksparse.scatter_path import choose_path
 from gossamer.testing import assert_close
 from tests.blocksparse.blocks import dense_index, elements, native, random_blocks, random_index, random_layout
 from tests.blocksparse.test_gather import padded
@@ -207,6 +208,41 @@ def test_all_to_one_place(dtype: torch.dtype, device: torch.device) -> None:
     index = from_dense(torch.full((16, 128), 5, device=device), layout)
     out = scatter_reduce(layout, -1, index, from_dense(src, layout), "sum").to_dense()
     assert (out[:, 5] == src.double().sum(1)).all() and not out[:, :5].any()
+
+
+@pytest.mark.native
+def test_which_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of floats in shared memory on Hopper, where it holds them and no order shows."""
+    device, half, whole = torch.device("cuda", 0), torch.bfloat16, torch.int64
+    monkeypatch.setattr("gossamer._core.tuning.hopper", lambda _: True)
+    monkeypatch.setattr("gossamer.blocksparse.scatter_path.INTERPRET", False)
+    assert choose_path(2, 16384, "sum", half, torch.float32, device) == "shared"
+    for axis, columns, reduce, src, out in (
+        (1, 64, "sum", half, half), (2, 16385, "sum", half, half), (2, 64, "last", half, half),
+        (2, 64, "amax", whole, whole), (2, 64, "sum", None, torch.int32),
+    ):  # fmt: skip
+        assert choose_path(axis, columns, reduce, src, out, device) == "lines"
+    assert choose_path(0, 64, "sum", half, half, device) == "matrices"
+    monkeypatch.setattr("gossamer._core.tuning.hopper", lambda _: False)
+    assert choose_path(2, 64, "sum", half, half, device) == "lines"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("places", [1, 7, 40, 8000])
+@pytest.mark.parametrize("reduce", ["sum", "amax"])
+def test_few_places_of_long_rows(places: int, reduce: str, device: torch.device, generator: torch.Generator) -> None:
+    """Up to all of 32 entries meet at once; the bits are the same each time."""
+    layout = random_layout((2,), (100, 8000), (64, 64), device, density=0.7)
+    src = from_dense(torch.randn(2, 100, 8000, device=device, generator=generator), layout)
+    index = from_dense(torch.randint(places, (2, 100, 8000), device=device, generator=generator), layout)
+    whole = Layout.full((2, 2, 125), 64, size=(100, 8000), device=device)
+    first, second = (scatter_reduce(whole, -1, index, src, reduce) for _ in range(2))
+    assert torch.equal(first.values, second.values)
+    named = elements(layout)
+    at, x = torch.where(named, dense_index(index, 8000), 8000), src.to_dense()
+    wide = torch.zeros(2, 100, 8001, device=device)
+    plain, want = (wide.to(x.dtype).scatter_reduce(-1, at, x, reduce, include_self=False) for x in (x, x.double()))
+    assert_close(first.to_dense(), reference64=want[..., :8000], plain=plain[..., :8000], factor=4.0)
 
 
 @pytest.mark.native

@@ -235,10 +235,10 @@ class Plans:
         return None if walk.pool is not None or torch._C._cuda_isCurrentStreamCapturing() else plan
 
     def keep(
-        self, key: Hashable, device: torch.device, *launches: Bound | None, words: int = 0, memory: Sequence[Any] = ()
+        self, key: Hashable, device: torch.device, *launches: Any, words: int = 0, memory: Sequence[Any] = ()
     ) -> None:
-        """Makes a plan, unless the first launch has to be repeated as it is, or memory made now may not outlive the
-        call."""
+        """Makes a plan of launches, or what makes several, unless the first is None, which has to be repeated as it is,
+        or memory made now may not outlive the call."""
         if launches[0] is None or device.index != torch.cuda.current_device() or in_graph_pool(device):
             return
         if len(self._kept) >= self._MOST:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
+from gossamer._core.calls import Checked, Key, key_of
 from gossamer._core.ops import refuse_second, register, undispatched
 from gossamer.blocksparse._torch import attention as _cpu
 from gossamer.blocksparse.attention_path import empty_like
@@ -78,23 +79,47 @@ def attention(
     torch.Size([1, 1, 32, 8])
     """
     q, k, v = (x.to_dense() if isinstance(x, BlockSparseTensor) else x for x in (q, k, v))
-    _check(q, k, v, layout)
-    q, k, v = autocast.cast(q, k, v)  # type: ignore[assignment]
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(
-            f"{_NAME}: q, k and v must have one dtype, got {', '.join(checks.name_of(x.dtype) for x in (q, k, v))}. "
-            "Convert with .to(q.dtype)."
-        )
-    z = steps_of(layout, q.shape[0], q.shape[1])
-    mask, bias = (_stored(name, x, layout) for name, x in (("mask", mask), ("bias", bias)))
-    extra = _extra(q, k, layout, mask, bias)
-    queried, places = prepare(_NAME, q, k, relative)
-    valid_lengths, scale = _settings(q, valid_lengths, scale)
+    key = _key(q, k, v, layout, (mask, bias, relative, valid_lengths), causal, scale)
+    settings = _checked.get(key)
+    if settings is not None:
+        given: tuple[Tensor | None, ...] = q, k, v, None, None, None, None
+    else:
+        _check(q, k, v, layout)
+        q, k, v = autocast.cast(q, k, v)  # type: ignore[assignment]
+        if not q.dtype == k.dtype == v.dtype:
+            raise TypeError(
+                f"{_NAME}: q, k and v must have one dtype, got {', '.join(checks.name_of(x.dtype) for x in (q, k, v))}."
+                " Convert with .to(q.dtype)."
+            )
+        z = steps_of(layout, q.shape[0], q.shape[1])
+        mask, bias = (_stored(name, x, layout) for name, x in (("mask", mask), ("bias", bias)))
+        extra = _extra(q, k, layout, mask, bias)
+        queried, places = prepare(_NAME, q, k, relative)
+        valid_lengths, scale = _settings(q, valid_lengths, scale)
+        settings = *z, *layout.block_size, causal, scale
+        _checked.keep(key, settings)
+        given = q, k, v, extra, queried, places, valid_lengths
     lists = layout.row_offsets, layout.col_indices, layout.row_indices, layout.col_offsets, layout.transpose_order
-    settings = *z, *layout.block_size, causal, scale
-    given = q, k, v, extra, queried, places, valid_lengths
     out, lse = undispatched(_attention, *given)(*given, *lists, layout.positions, *settings)
     return (out, lse) if return_lse else out
+
+
+_checked: Checked[tuple[Any, ...]] = Checked()
+"""The operator's settings."""
+
+
+def _key(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, others: tuple[Any, ...], causal: bool, scale: float | None
+) -> Key | None:
+    """What the checks of a call depend on that has none of the others; None where it has to be checked."""
+    if any(other is not None for other in others) or not isinstance(layout, Layout) or not isinstance(q, Tensor):
+        return None
+    if autocast.enabled(q.device):
+        wanted = torch.get_autocast_dtype(q.device.type)
+        if not all(isinstance(x, Tensor) and x.dtype is wanted for x in (q, k, v)):
+            return None
+    options = layout.shape, layout.block_size, layout.size, layout.device
+    return key_of((q, k, v), options, (causal, scale))
 
 
 def _stored(name: str, x: Tensor | BlockSparseTensor | None, layout: Layout) -> Tensor | None:

@@ -9,6 +9,7 @@ no warp that loads, and rows of unequal length even out. The base-2 softmax has 
 Steps are masked one by one: only those that reach past the last key, past a sequence's length or past the diagonal.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch
-from gossamer.blocksparse._gluon._descriptors import describe
+from gossamer.blocksparse._gluon._descriptors import Form, describe
 from gossamer.blocksparse.attention_path import Problem, empty_like
 
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7, 3.6
@@ -371,22 +372,46 @@ def config_of(p: Problem, tile: Tile) -> Config:
     return Config(*split, stages, p.causal, *p.own, key_stages)
 
 
+class Again:
+    """Repeats the forward pass of one shape without lengths: what follows from shapes is found out once."""
+
+    __slots__ = ("_forms", "_launch")
+
+    def __init__(self, launch: launch.Bound, tiles: Sequence[TensorDescriptor]) -> None:
+        self._launch, self._forms = launch, [Form(tile) for tile in tiles]
+
+    def __call__(
+        self, stream: int, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, columns: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(out, log-sum-exp)"""
+        of_q, of_k, of_v, of_out = self._forms
+        out, lse = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+        tiles = of_q(q), of_k(k), of_v(v), of_out(out)
+        self._launch(stream, *tiles, lse.data_ptr(), offsets.data_ptr(), columns.data_ptr())
+        return out, lse
+
+
 def launch_attention_fwd(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, columns: Tensor, lengths: Tensor | None,
     tile: Tile | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, log-sum-exp), with the tile that was measured best unless another is given."""
-    p = problem
+) -> tuple[Tensor, Tensor, Again | None]:  # fmt: skip
+    """(out, log-sum-exp, what repeats it), with the tile that was measured best unless another is given."""
+    p, given = problem, (q, k, v)
     tile = tile_of(p.d, p.block) if tile is None else tile
     q, k, v = readable(q), without_padding(k, lengths), without_padding(v, lengths)
     out, lse = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     config = config_of(p, tile)
     tiles = [descriptor(x, rows) for x, rows in ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n))]
+    tiles.append(descriptor(out, tile.block_m))
     sizes = p.b, p.h, p.group, p.rows, p.tq, p.tk, columns.shape[0], p.scale * INV_LN2
-    args = (*tiles, descriptor(out, tile.block_m), lse, offsets, columns, lengths, *sizes)
+    args = (*tiles, lse, offsets, columns, lengths, *sizes)
     grid = (p.rows * config.split_q * p.b * p.h, 1, 1)
-    _attention_fwd(grid, args, {"CONFIG": config}, num_warps=tile.warps, maxnreg=tile.registers)
-    return out, lse
+    meta = {"CONFIG": config}
+    bound = _attention_fwd(grid, args, meta, num_warps=tile.warps, maxnreg=tile.registers, head=7)
+    again = None
+    if bound is not None and lengths is None and all(a is b for a, b in zip(given, (q, k, v))):
+        again = Again(bound, tiles)
+    return out, lse, again
 
 
 def example(descriptors: dict[str, int], others: dict[str, str], d: int, tile: Tile) -> dict[str, Any]:

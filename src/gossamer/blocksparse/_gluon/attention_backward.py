@@ -10,6 +10,7 @@ computes the transposed scores for that. Statistics, `[B, H, 2, padded]`, are th
 row has no keys or does not exist, and the row sums of grad * out.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -23,9 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch
-from gossamer.blocksparse._gluon._descriptors import describe
+from gossamer.blocksparse._gluon._descriptors import Form, describe
 from gossamer.blocksparse._gluon.attention import (
     INV_LN2,
     LISTS,
@@ -51,7 +53,7 @@ from gossamer.blocksparse._gluon.attention import (
     tile_at,
     without_padding,
 )
-from gossamer.blocksparse._gluon.attention_order import launch_order
+from gossamer.blocksparse._gluon.attention_order import Order, launch_order
 from gossamer.blocksparse.attention_path import Problem, empty_like
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -311,13 +313,53 @@ def tiles_of() -> Tiles:
     return Tiles(Tile(SIDE, SIDE, 2), Tile(SIDE, SIDE, 2))
 
 
+class Again:
+    """Repeats the backward pass of one shape without lengths: what follows from shapes is found out once."""
+
+    __slots__ = ("_dkdv", "_dq", "_forms", "_orders")
+
+    def __init__(
+        self, dkdv: launch.Bound, dq: launch.Bound, tiles: Sequence[TensorDescriptor], orders: tuple[Order, Order]
+    ) -> None:
+        self._dkdv, self._dq, self._forms = dkdv, dq, [Form(tile) for tile in tiles]
+        self._orders = [None if of.last is None else (of.last.shape, of.again) for of in orders]
+
+    def _ordered(self, which: int, stream: int, offsets: Tensor) -> Tensor | None:
+        found = self._orders[which]
+        if found is None:
+            return None
+        shape, again = found
+        assert again is not None
+        order = offsets.new_empty(shape)
+        again(stream, offsets.data_ptr(), order.data_ptr())
+        return order
+
+    def __call__(
+        self, stream: int, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, stats: Tensor, lists: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v."""
+        row_offsets, col_indices, row_indices, col_offsets, order, _ = lists
+        dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
+        tensors = (q, grad, k, v, dq, dk, dv, stats)
+        *tiles, dq_tile, dk_tile, dv_tile, stats_tile = [form(x) for form, x in zip(self._forms, tensors)]
+        rows, columns = row_offsets.data_ptr(), col_offsets.data_ptr()
+        longest = self._ordered(0, stream, col_offsets)
+        listed = columns, order.data_ptr(), row_indices.data_ptr(), None
+        last = None if longest is None else longest.data_ptr()
+        self._dkdv(stream, *tiles, dk_tile, dv_tile, stats_tile, *listed, last)
+        longest = self._ordered(1, stream, row_offsets)
+        last = None if longest is None else longest.data_ptr()
+        self._dq(stream, *tiles, dq_tile, stats.data_ptr(), rows, col_indices.data_ptr(), None, last)
+        return dq, dk, dv
+
+
 def launch_attention_bwd(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, stats: Tensor, lists: tuple[Tensor, ...],
     lengths: Tensor | None, tiles: Tiles | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v. `lists` are a layout's: row_offsets, col_indices, row_indices, col_offsets,
-    transpose_order, positions."""
-    p = problem
+) -> tuple[Tensor, Tensor, Tensor, Again | None]:  # fmt: skip
+    """Gradients of q, k and v, and what repeats them. `lists` are a layout's: row_offsets, col_indices, row_indices,
+    col_offsets, transpose_order, positions."""
+    p, given = problem, (q, grad, k, v)
     tiles = tiles_of() if tiles is None else tiles
     row_offsets, col_indices, row_indices, col_offsets, order, _ = lists
     q, grad, k, v = readable(q), readable(grad), without_padding(k, lengths), without_padding(v, lengths)
@@ -327,18 +369,26 @@ def launch_attention_bwd(
     padded, capacity = stats.shape[-1], col_indices.shape[0]
     stats_desc = describe(stats, [2 * p.b * p.h, padded], [padded, 1], [2, SIDE], lambda: STATS)
     tile, config = tiles.dkdv, config_of(p, tiles.dkdv)
-    longest, unsorted = launch_order(p, col_offsets, p.columns, config.split_k, p.group)
-    args = (*inputs, dk_desc, dv_desc, stats_desc, col_offsets, order, row_indices, lengths, longest, p.b, p.h, p.group)
-    args += (p.rows, p.columns, p.tq, p.tk, capacity, unsorted, p.scale * INV_LN2)
+    columns = launch_order(p, col_offsets, p.columns, config.split_k, p.group)
+    args = (*inputs, dk_desc, dv_desc, stats_desc, col_offsets, order, row_indices, lengths, columns.last)
+    args += (p.b, p.h, p.group, p.rows, p.columns, p.tq, p.tk, capacity, columns.unsorted, p.scale * INV_LN2)
     grid = (p.columns * config.split_k * p.b * p.key_heads, 1, 1)
-    _attention_dkdv(grid, args, {"CONFIG": config}, num_warps=tile.warps, maxnreg=tile.registers)
+    meta = {"CONFIG": config}
+    of_keys = _attention_dkdv(grid, args, meta, num_warps=tile.warps, maxnreg=tile.registers, head=12)
     tile, config = tiles.dq, config_of(p, tiles.dq)
-    longest, unsorted = launch_order(p, row_offsets, p.rows, config.split_q)
-    args = (*inputs, dq_desc, stats, row_offsets, col_indices, lengths, longest, p.b, p.h, p.group, p.rows)
-    args += (p.tq, p.tk, padded, capacity, unsorted, p.scale * INV_LN2)
+    rows = launch_order(p, row_offsets, p.rows, config.split_q)
+    args = (*inputs, dq_desc, stats, row_offsets, col_indices, lengths, rows.last, p.b, p.h, p.group, p.rows)
+    args += (p.tq, p.tk, padded, capacity, rows.unsorted, p.scale * INV_LN2)
     grid = (p.rows * config.split_q * p.b * p.h, 1, 1)
-    _attention_dq(grid, args, {"CONFIG": config}, num_warps=tile.warps, maxnreg=tile.registers)
-    return dq, dk, dv
+    meta = {"CONFIG": config}
+    of_queries = _attention_dq(grid, args, meta, num_warps=tile.warps, maxnreg=tile.registers, head=10)
+    bound = [x for x in (of_keys, of_queries, columns.again, rows.again) if x is not None]
+    again = None
+    whole = len(bound) == 2 + (columns.last is not None) + (rows.last is not None)
+    if whole and lengths is None and all(a is b for a, b in zip(given, (q, grad, k, v))):
+        forms = (*inputs, dq_desc, dk_desc, dv_desc, stats_desc)
+        again = Again(bound[0], bound[1], forms, (columns, rows))
+    return dq, dk, dv, again
 
 
 STATS = gl.NVMMASharedLayout(0, 32, 2)

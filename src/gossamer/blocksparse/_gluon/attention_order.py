@@ -11,6 +11,8 @@ alone, whose programs are shorter, won nothing, and keeps the order.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -66,11 +68,17 @@ def ordered(total: int, split: int, device: torch.device) -> int:
     return 0 if total <= wave else min(total, 2 * wave, MOST)
 
 
-def launch_order(
-    problem: Problem, offsets: Tensor, lines: int, split: int, group: int = 1
-) -> tuple[Tensor | None, int]:
-    """(numbers of the last lines, longest first, and how many lines come before these in their own order); None below a
-    diagonal, where the last lines are the longest, and where all programs begin at once.
+class Order(NamedTuple):
+    """Numbers of the last lines, longest first; how many lines come before these in their own order; and what puts
+    them in order again, from the addresses of a layout's offsets and of the numbers."""
+
+    last: Tensor | None
+    unsorted: int
+    again: launch.Bound | None
+
+
+def launch_order(problem: Problem, offsets: Tensor, lines: int, split: int, group: int = 1) -> Order:
+    """No numbers below a diagonal, where the last lines are the longest, and where all programs begin at once.
 
     `offsets` are a layout's, of its rows or columns, `lines` a matrix; `group` heads share a program.
     """
@@ -78,12 +86,12 @@ def launch_order(
     total = p.b * heads * lines
     count = 0 if p.causal else ordered(total, split, offsets.device)
     if count == 0:
-        return None, total
+        return Order(None, total, None)
     order = torch.empty(count, dtype=torch.int32, device=offsets.device)
     args = (offsets, order, heads, group, lines, total - count, count)
     meta = {"LAYOUT_BATCH": p.own[0], "LAYOUT_HEAD": p.own[1], "LINES": LINES, "MOST": MOST}
-    _attention_order((launch.cdiv(count, LINES), 1, 1), args, meta, num_warps=8)
-    return order, total - count
+    again = _attention_order((launch.cdiv(count, LINES), 1, 1), args, meta, num_warps=8, head=2)
+    return Order(order, total - count, again)
 
 
 EXAMPLES = {

@@ -8,8 +8,11 @@ of each a step; those of the next steps are on their way, as only the places wai
 step that have the same place are joined in registers, by comparing each with each, and added to what is there; all of
 them write the one result. A barrier before the writes, for all must have read, and one behind them: nothing depends on
 timing. In the end the result's present blocks are rounded and written, and were set before: what goes elsewhere is
-lost. The memory that is read and written once is all that has to move. With `RESET` a first walk puts the reduction's
+lost. With `RESET` a first walk puts the reduction's
 neutral number where there are entries, so that what was there before is left out.
+
+Rows of floats on Hopper have `_gluon.scatter_reduce`: here each entry's result crosses the second cache again, and few
+rows fit the first one.
 
 Along a leading dimension a line is the elements at one place in matrices that follow each other: a program owns a tile
 of one cell of the grid and walks the matrices; nothing repeats within a step. There 16-bit sums and products are kept
@@ -26,6 +29,7 @@ from torch import Tensor
 from gossamer._core import launch, tuning
 from gossamer.blocksparse._triton.gather import located
 from gossamer.blocksparse._triton.tensor import lost, plain
+from gossamer.blocksparse.scatter_path import choose_path, named
 
 
 @dataclass(frozen=True)
@@ -388,15 +392,24 @@ def scatter_reduce(
     # Zeros are neutral to a sum already.
     reset = not include_self and reduce != "last" and not (reduce == "sum" and given is None)
     given, src = (None if t is None else plain(t) for t in (given, src))
-    if sizes[0] == 0:
-        layout = (nnz, positions, index_nnz, index_positions)
-        return _lead(out, wide, given, src, index, layout, sizes, reduce, reset)
-    if sizes[0] == 1:
-        lists = (col_offsets, order, row_indices), (index_col_offsets, index_order, index_rows)
-    else:
-        lists = (row_offsets, None, col_indices), (index_row_offsets, None, index_cols)
-    _lines(out, wide, given, src, index, lists, sizes, reduce, reset)
-    return out
+    path = choose_path(sizes[0], sizes[-1], reduce, None if src is None else src.dtype, dtype, out.device)
+    with named(path):
+        if path == "matrices":
+            layout = (nnz, positions, index_nnz, index_positions)
+            return _lead(out, wide, given, src, index, layout, sizes, reduce, reset)
+        if path == "shared":
+            from gossamer.blocksparse._gluon.scatter_reduce import scatter_rows
+
+            assert src is not None
+            rows = row_offsets, col_indices, index_row_offsets, index_cols
+            scatter_rows(out, given, src, index, rows, sizes, reduce, reset)
+            return out
+        if sizes[0] == 1:
+            lists = (col_offsets, order, row_indices), (index_col_offsets, index_order, index_rows)
+        else:
+            lists = (row_offsets, None, col_indices), (index_row_offsets, None, index_cols)
+        _lines(out, wide, given, src, index, lists, sizes, reduce, reset)
+        return out
 
 
 def _lines(

@@ -1,0 +1,123 @@
+"""What repeats Hopper's attention launches as the first call of a shape did, of other tensors."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from gossamer.blocksparse import Layout
+from gossamer.blocksparse._gluon import attention, attention_backward, attention_order
+from gossamer.blocksparse._triton import attention_backward as general
+from gossamer.blocksparse.attention_path import Problem
+
+pytestmark = pytest.mark.native
+
+Launch = tuple[tuple[int, ...], list[Any]]
+
+
+class Compiled:
+    """A kernel that is launched into a list."""
+
+    function, packed_metadata = 0, ()
+
+    def __init__(self, launches: list[Launch]) -> None:
+        self._launches = launches
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        def first(*args: Any, num_warps: int, num_stages: int, maxnreg: int | None = None, **meta: Any) -> Any:
+            self._launches.append((grid, [*args, *meta.values()]))
+            return self
+
+        return first
+
+    def run(self, x: int, y: int, z: int, stream: int, *args: Any) -> None:
+        self._launches.append(((x, y, z), list(args[5:])))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
+    found: list[Launch] = []
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    kernels = (attention._attention_fwd, attention_backward._attention_dq, attention_backward._attention_dkdv)
+    for kernel in (*kernels, attention_order._attention_order, general._attention_stats):
+        monkeypatch.setattr(kernel, "_compiled", {})
+        monkeypatch.setattr(kernel, "fn", Compiled(found))
+    yield found
+
+
+def told(launch: Launch, names: dict[int, str]) -> Any:
+    """A launch with its tensors by name."""
+
+    def of(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return names.get(x.data_ptr(), "new")
+        if isinstance(x, int) and x in names:
+            return names[x]
+        if hasattr(x, "block_shape"):
+            fields = {name: y for name, y in vars(x).items() if name not in ("base", "kind")}
+            return of(x.base), repr(fields)
+        return "new" if isinstance(x, int) and x > 1 << 31 else x
+
+    grid, args = launch
+    return grid, [of(x) for x in args]
+
+
+def problem(heads: int, group: int, t: int, causal: bool) -> Problem:
+    return Problem(2, heads, heads // group, t, t, 64, (True, False), (64, 128), causal, 0.125)
+
+
+@pytest.mark.parametrize("causal, sorts", [(False, True), (False, False), (True, True)])
+def test_the_same_launches(launches: list[Launch], causal: bool, sorts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_order, "ordered", lambda total, *_: 3 if sorts else 0)
+    p = problem(4, 2, 300, causal)
+    layout = Layout.full((2, 1, 5, 3), (64, 128), size=(300, 300))
+    x = layout
+    lists = x.row_offsets, x.col_indices, x.row_indices, x.col_offsets, x.transpose_order, x.positions
+
+    def tensors() -> dict[str, Tensor]:
+        made = {name: torch.empty(2, 300, h, 64).bfloat16().transpose(1, 2) for name, h in (("q", 4), ("k", 2))}
+        made |= {"v": torch.empty_like(made["k"]), "grad": torch.empty_like(made["q"])}
+        return made | {"out": torch.empty_like(made["q"]), "lse": torch.empty(2, 4, 300)}
+
+    def names(given: dict[str, Tensor]) -> dict[int, str]:
+        found = {tensor.data_ptr(): name for name, tensor in given.items()}
+        return found | {tensor.data_ptr(): f"list {i}" for i, tensor in enumerate(lists)}
+
+    one, two = tensors(), tensors()
+    *results, again = attention.launch_attention_fwd(p, one["q"], one["k"], one["v"], *lists[:2], None)
+    assert again is not None
+    repeated = again(0, two["q"], two["k"], two["v"], *lists[:2])
+    for a, b in zip(results, repeated, strict=True):
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+    stats, bound = general.attention_stats(one["out"], one["grad"], one["lse"], None)
+    assert bound is not None
+    bound(0, two["out"].data_ptr(), two["grad"].data_ptr(), two["lse"].data_ptr(), None, stats.data_ptr())
+    given = [(t["q"], t["k"], t["v"], t["grad"], stats, lists) for t in (one, two)]
+    split = len(launches)
+    *results, again = attention_backward.launch_attention_bwd(p, *given[0], None)
+    count = len(launches) - split
+    assert again is not None and count == (4 if sorts and not causal else 2)
+    repeated = again(0, *given[1])
+    for a, b in zip(results, repeated, strict=True):
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+    assert len(launches) == 4 + 2 * count
+    firsts, seconds = [*launches[0:4:2], *launches[4 : 4 + count]], [*launches[1:4:2], *launches[4 + count :]]
+    # The order of the lines is made before each kernel, and named by the kernel it is for.
+    for a, b in zip(firsts, seconds, strict=True):
+        assert told(a, names(one)) == told(b, names(two))
+
+
+def test_copies_are_not_repeated(launches: list[Launch]) -> None:
+    """What had to be copied is another tensor in each call, and lengths make copies of keys and values."""
+    p = problem(2, 1, 64, False)
+    x = Layout.full((2, 1, 1, 1), (64, 128), size=(64, 64))
+    q, k, v = (torch.empty(2, 2, 64, 64).bfloat16() for _ in range(3))
+    crooked = torch.empty(2, 2, 64, 65).bfloat16()[..., :64]
+    lengths = torch.tensor([3, 4], dtype=torch.int32)
+    for q_given, given in ((crooked, None), (q, lengths)):
+        *_, again = attention.launch_attention_fwd(p, q_given, k, v, x.row_offsets, x.col_indices, given)
+        assert again is None
