@@ -13,6 +13,7 @@ from gossamer._core import checks
 from gossamer._core.ops import register
 from gossamer.blocksparse._torch import rows as _impl
 from gossamer.blocksparse._torch.tensor import lost
+from gossamer.blocksparse.held import filled
 from gossamer.blocksparse.layout import Layout, check_layouts
 from gossamer.blocksparse.tensor import BlockSparseTensor, check_computed, check_floating
 
@@ -115,7 +116,7 @@ def mul(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
     """
     check_floating("blocksparse.mul", x=x)
     # What stands beyond the matrix must not reach the gradient of vector.
-    return replace(x, values=_held(x, 0.0) * _vector("blocksparse.mul", x, vector))
+    return replace(x, values=filled(x.values, x.layout, 0.0, behind=False) * _vector("blocksparse.mul", x, vector))
 
 
 def broadcast_add(x: Tensor, y: Tensor, layout: Layout) -> BlockSparseTensor:
@@ -211,18 +212,6 @@ def _spread_out(operator: str, name: str, vector: Tensor, layout: Layout, dim: i
     return at[:, :, None] if dim == -1 else at[:, None, :]
 
 
-def _held(x: BlockSparseTensor, absent: float | int) -> Tensor:
-    """The values, with `absent` for what stands beyond the matrix and takes no part."""
-    values = x.values
-    for dim in (-1, -2):
-        line, _, limit, block = _lines(x.layout, dim)
-        if limit % block:
-            at = (line % -(-limit // block))[:, None] * block + torch.arange(block, device=x.device)
-            inside = (at < limit)[:, :, None] if dim == -1 else (at < limit)[:, None, :]
-            values = torch.where(inside, values, absent)
-    return values
-
-
 def _reduced(operator: str, x: BlockSparseTensor, dim: int, how: str) -> Tensor:
     check_computed(operator, x=x)
     if dim not in (-1, -2):
@@ -233,7 +222,7 @@ def _reduced(operator: str, x: BlockSparseTensor, dim: int, how: str) -> Tensor:
     exact = not x.dtype.is_floating_point
     # A Python int leaves integers what they are, a float would not.
     absent = 0 if how == "sum" else lost(x.dtype) if exact else -math.inf
-    values = _held(x, absent)
+    values = filled(x.values, layout, absent, behind=False)
     if not exact:
         values = values.to(torch.promote_types(x.dtype, torch.float32))
     if how == "sum":
