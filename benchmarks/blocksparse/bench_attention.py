@@ -214,8 +214,9 @@ def _cudnn(result: Callable[..., Tensors], training: bool, block: int, d: int) -
 
 
 def _blksprs(run: Callable[..., Any], training: bool, block: int, d: int) -> list[Provider]:
-    """blksprs on compressed operands, its lookup tables made beforehand; its blocks are square in heads, too."""
-    if find_spec("blksprs") is None or d % block:
+    """blksprs on compressed operands, its lookup tables made beforehand; its blocks are square in heads, too, and for
+    blocks of 128 its attention raises."""
+    if find_spec("blksprs") is None or d % block or block > 64:
         return []
     from blksprs.ops.conversion import to_dense, to_sparse  # type: ignore[import-not-found]
     from blksprs.ops.flash_attention import (  # type: ignore[import-not-found]

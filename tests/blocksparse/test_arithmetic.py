@@ -1,12 +1,13 @@
 """Element-wise functions of block-sparse tensors."""
 
 import io
+import operator
 from dataclasses import replace
 
 import pytest
 import torch
 
-from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense
+from gossamer.blocksparse import BlockSparseTensor, Layout, adapt_layout, from_dense, softmax
 from tests.strategies import seeded
 
 
@@ -24,7 +25,8 @@ def test_operators(pair) -> None:
     one = torch.tensor(2.0, device=x.device)
     for got, want in (
         (a + b, x + y), (a - b, x - y), (a * b, x * y), (a / b, x / y), (a + 2, x + 2), (2 - a, 2 - x), (3 * a, 3 * x),
-        (1 / a, 1 / x), (a**2, x**2), (-a, -x), (abs(-a), x), (a * one, x * one), (a - 1.5, x - 1.5), (a / 3, x / 3),
+        (1 / a, 1 / x), (a**2, x**2), (2**a, 2**x), (a % 0.3, x % 0.3), (a // 0.3, x // 0.3), (2 % a, 2 % x),
+        (2 // a, 2 // x), (-a, -x), (abs(-a), x), (a * one, x * one), (a - 1.5, x - 1.5), (a / 3, x / 3),
     ):  # fmt: skip
         torch.testing.assert_close(got.values, want, equal_nan=True)
         assert got.layout is a.layout
@@ -44,7 +46,9 @@ def test_functions_with_arguments(pair) -> None:
     assert torch.equal(a.clamp(max=0.7).values, a.values.clamp(max=0.7))
     assert torch.equal(a.gelu(approximate="tanh").values, torch.nn.functional.gelu(a.values, approximate="tanh"))
     assert torch.equal(a.silu().values, torch.nn.functional.silu(a.values))
-    assert torch.equal(a.apply(torch.erf).values, a.values.erf())
+    assert torch.equal(a.apply(torch.erf).to_dense(), a.to_dense().erf())
+    with torch.no_grad():
+        assert torch.equal(a.apply(torch.erf).values, a.values.erf())
 
 
 def test_absent_blocks_stay_absent(pair) -> None:
@@ -55,10 +59,14 @@ def test_absent_blocks_stay_absent(pair) -> None:
 def test_layouts_must_be_shared(pair) -> None:
     a, b = pair
     other = replace(b, layout=Layout.from_mask(a.layout.to_dense(), 16, size=(40, 64)))
-    with pytest.raises(
-        ValueError, match=r"__add__: both operands must share one Layout.*a\.layout\.union\(b\.layout\)"
-    ):
+    way = r"compared as objects.*union = a\.layout\.union\(b\.layout\), with adapt_layout\(x, union\)"
+    with pytest.raises(ValueError, match=rf"__add__: both operands must share one Layout, got .*{way}"):
         a + other
+    # The ways out that it names.
+    union = a.layout.union(other.layout)
+    here, there = adapt_layout(a, union), adapt_layout(other, union)
+    assert torch.equal((here + there).to_dense(), a.to_dense() + b.to_dense())
+    assert torch.equal((a + adapt_layout(other, a.layout)).to_dense(), a.to_dense() + b.to_dense())
     # A copy of the container shares the metadata.
     copied = replace(a.layout)
     assert torch.equal((a + replace(b, layout=copied)).values, a.values + b.values)
@@ -68,12 +76,36 @@ def test_layouts_must_be_shared(pair) -> None:
         a + torch.ones(3, 3)
 
 
+def test_comparisons(pair) -> None:
+    a, b = pair
+    one = torch.tensor(1.0, device=a.device)
+    for compare in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge):
+        for other, operand in ((b, b.values), (1.0, 1.0), (one, one), (a, a.values)):
+            got = compare(a, other)
+            assert got.dtype is torch.bool and got.layout is a.layout
+            assert torch.equal(got.values, compare(a.values, operand))
+    assert torch.equal((one < a).values, a.values > 1)
+    weights = softmax(a, mask=(a > 1).values)
+    assert torch.equal(weights.to_dense() > 0, (a > 1).to_dense())
+    # What is no number compares as objects do, and a tensor is a key.
+    assert (a != None) and a != "x" and {a: 1, b: 2}[a] == 1  # noqa: E711
+    with pytest.raises(TypeError, match=r"__eq__: the other operand must be a number.*got a tensor \[2, 40, 64\]"):
+        a == a.to_dense()  # noqa: B015
+    with pytest.raises(TypeError, match=r"neither true nor false.*to_dense\(\)\.any\(\)"):
+        bool(a == b)
+    with pytest.raises(TypeError, match="not supported between instances"):
+        a < "x"  # noqa: B015
+    with pytest.raises(ValueError, match=r"__ge__: both operands must share one Layout"):
+        a >= replace(b, layout=Layout.from_mask(a.layout.to_dense(), 16, size=(40, 64)))  # noqa: B015
+
+
 def test_gradients_and_leaves(pair) -> None:
     a, b = (replace(x, values=x.values.float()) for x in pair)
     a.requires_grad_()
     assert a.requires_grad and a.values.requires_grad and not a.detach().requires_grad
-    (grad,) = torch.autograd.grad((a * b + a).exp().values.sum(), a.values)
-    torch.testing.assert_close(grad, (a.values * b.values + a.values).exp() * (b.values + 1))
+    (grad,) = torch.autograd.grad((a * b + a).exp().to_dense().sum(), a.values)
+    want = replace(a, values=(a.values * b.values + a.values).exp() * (b.values + 1))
+    torch.testing.assert_close(replace(a, values=grad).to_dense(), want.to_dense())
 
 
 def test_to(pair, device: torch.device) -> None:

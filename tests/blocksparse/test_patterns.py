@@ -61,7 +61,69 @@ def test_lengths(device: torch.device) -> None:
     assert layout.shape == (3, 4, 4)
 
 
+PATTERNS = {
+    "causal": lambda size, block, **given: blocksparse.causal(size, block, **given),
+    "window": lambda size, block, **given: blocksparse.sliding_window(size, block, (40, 3), **given),
+    "dilated": lambda size, block, **given: blocksparse.sliding_window(size, block, (200, 0), dilation=48, **given),
+    "global": lambda size, block, **given: blocksparse.global_tokens(size, block, 17, **given),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("size, block", [*SIZES, ((0, 40), (16, 16)), ((40, 0), (16, 16))], ids=str)
+def test_the_host_counts_the_blocks(
+    size, block, name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The capacity is the number of blocks, and nothing asks the device."""
+
+    def asked(*_):
+        raise AssertionError("the device was asked")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "__int__", asked)
+        patch.setattr(Tensor, "item", asked)
+        layout = PATTERNS[name](size, block, device=device)
+    count = int(layout.to_dense().sum())
+    assert layout.capacity == max(count, 1) and layout.filled == (count > 0) and not layout.overflowed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PATTERNS)
+def test_capture(name: str) -> None:
+    """With the capacity that the host has counted; with lengths one is to be given."""
+    size, block, lengths = (50, 90), (16, 32), torch.tensor([60, 30], device="cuda")
+    warm = torch.cuda.Stream()
+    with torch.cuda.stream(warm):
+        PATTERNS[name](size, block, device="cuda")
+        PATTERNS[name](size, block, lengths=lengths, capacity=24)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layout = PATTERNS[name](size, block, device="cuda")
+        short = PATTERNS[name](size, block, lengths=lengths, capacity=24)
+    graph.replay()
+    assert torch.equal(layout.to_dense(), PATTERNS[name](size, block, device="cuda").to_dense())
+    lengths.copy_(torch.tensor([10, 90]))
+    graph.replay()
+    assert torch.equal(short.to_dense(), PATTERNS[name](size, block, lengths=lengths).to_dense())
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("name", PATTERNS)
+def test_compile(name: str, compiled, device: torch.device) -> None:
+    def call(x: Tensor) -> Tensor:
+        layout = PATTERNS[name]((50, 90), (16, 32), device=x.device)
+        return blocksparse.from_dense(x, layout).to_dense()
+
+    x = torch.randn(50, 90, device=device)
+    assert torch.equal(compiled(call)(x), call(x))
+
+
 def test_errors() -> None:
+    with pytest.raises(TypeError, match=r"blocksparse.global_tokens: tokens must be an int or a tensor of positions"):
+        blocksparse.global_tokens((32, 32), 16, 1.5)
+    with pytest.raises(ValueError, match=r"blocksparse.global_tokens: tokens must be at least 0 and finite, got -1"):
+        blocksparse.global_tokens((32, 32), 16, -1)
     with pytest.raises(ValueError, match=r"blocksparse.sliding_window: dilation must be at least 1, got 0"):
         blocksparse.sliding_window((32, 32), 16, 3, dilation=0)
     with pytest.raises(ValueError, match=r"blocksparse.causal: block_size must be 16, 32, 64 or 128"):

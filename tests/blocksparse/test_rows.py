@@ -144,3 +144,55 @@ def test_compile(compiled, device: torch.device) -> None:
 def test_errors(call, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call(from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16)))
+
+
+KINDS = [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64]
+
+
+@pytest.mark.parametrize("dim", [-1, -2])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("lead, size, block", SHAPES, ids=str)
+def test_integers_are_exact(lead, size, block, kind: torch.dtype, dim: int, device: torch.device) -> None:
+    """As PyTorch has them: sums in int64, maxima of their own dtype. None of these numbers but bool is a float32."""
+    _, blocks, present = problem(lead, size, block, torch.float32, device)
+    least, most = (0, 1) if kind is torch.bool else (torch.iinfo(kind).min, torch.iinfo(kind).max)
+    x = torch.randint(least, most, present.shape, device=device, generator=seeded(1, device)).to(kind)
+    blocks = from_dense(x, blocks.layout)
+    got = blocksparse.sum(blocks, dim)
+    want = torch.where(present, x, torch.zeros((), dtype=kind, device=device)).sum(dim)
+    assert got.dtype is torch.int64 and torch.equal(got, want)
+    got = blocksparse.max(blocks, dim)
+    want = torch.where(present, x, torch.full((), least, dtype=kind, device=device)).amax(dim)
+    assert got.dtype is kind and torch.equal(got, want)
+
+
+def test_integers_that_overflow_a_layout_are_the_lowest(device: torch.device) -> None:
+    layout = Layout.from_mask(torch.ones(3, 3, device=device).bool(), 16, capacity=8)
+    x = BlockSparseTensor(torch.ones(8, 16, 16, device=device, dtype=torch.int32), layout)
+    assert (blocksparse.sum(x) == torch.iinfo(torch.int64).min).all()
+    assert (blocksparse.max(x) == torch.iinfo(torch.int32).min).all()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(
+    "name, call",
+    [
+        ("softmax", blocksparse.softmax),
+        ("mean", blocksparse.mean),
+        ("add", lambda x: blocksparse.add(x, torch.full((16,), 0.5, device=x.device))),
+        ("sub", lambda x: blocksparse.sub(x, torch.full((16,), 0.5, device=x.device))),
+        ("mul", lambda x: blocksparse.mul(x, torch.full((16,), 0.5, device=x.device))),
+        ("layer_norm", blocksparse.layer_norm),
+        ("rms_norm", blocksparse.rms_norm),
+        ("matmul", lambda x: blocksparse.matmul(x, x.to_dense())),
+    ],
+)
+def test_what_computes_refuses_integers(name: str, call, kind: torch.dtype, device: torch.device) -> None:
+    x = from_dense(torch.ones(16, 16, device=device).to(kind), Layout.full((1, 1), 16, device=device))
+    given = "a" if name == "matmul" else "x"
+    message = (
+        rf"blocksparse\.{name}: {given} must be float32.*got {str(kind)[6:]}\. Convert it with {given}\.to\(torch\.f"
+    )
+    with pytest.raises(TypeError, match=message):
+        call(x)
+    call(x.to(torch.float32))

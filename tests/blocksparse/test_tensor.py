@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense
+from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, softmax
 
 CASES = [
     ((3, 4), (16, 16), None),
@@ -99,6 +100,30 @@ def test_errors(call, error: type[Exception], message: str) -> None:
     layout = Layout.from_mask(torch.eye(2).bool(), 16)
     with pytest.raises(error, match=message):
         call(torch.ones(32, 32), layout)
+
+
+@pytest.mark.native
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_functions_of_values(compiled, device: torch.device) -> None:
+    """An operator as a function of an ordinary tensor: the wrapper around it costs no copy, and no gradient."""
+    x, layout, _ = make((2, 3, 2), (16, 32), (40, 50), torch.float32, device)
+    leaf = from_dense(x, layout).values.requires_grad_()
+    assert BlockSparseTensor(leaf, layout).values is leaf
+
+    def energy(values: Tensor) -> Tensor:
+        x = BlockSparseTensor(values, layout)
+        return (softmax(x) * x.exp()).to_dense().square().sum()
+
+    want = energy(leaf)
+    (grad,) = torch.autograd.grad(want, leaf)
+    for call in (compiled(energy), lambda values: checkpoint(energy, values, use_reentrant=False)):
+        got = call(leaf)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(torch.autograd.grad(got, leaf)[0], grad)
+    several = torch.stack([leaf.detach(), -leaf.detach()])
+    torch.testing.assert_close(torch.func.vmap(energy)(several), torch.stack([energy(v) for v in several]))
+    with pytest.raises(NotImplementedError, match=r"torch\.func\.grad.* not implemented\. Use torch\.autograd\.grad"):
+        torch.func.grad(energy)(leaf)
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.uint8, torch.int8, torch.int64])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gossamer.blocksparse import Layout, from_dense, validate
+from gossamer.blocksparse import Layout, from_dense, matmul, validate
 from tests.blocksparse.blocks import random_layout
 
 pytestmark = pytest.mark.native
@@ -17,6 +17,27 @@ def test_what_is_right_passes(device: torch.device) -> None:
     validate()
     validate(x, layout, Layout.from_mask(layout.to_dense(), (16, 32), size=(40, 50)), x)
     validate(x, random_layout((3,), (10, 20), (16, 32), device), same_layout=False)
+
+
+def test_factors(device: torch.device) -> None:
+    a, b = (
+        from_dense(torch.ones(size, device=device), Layout.full((2, 2), block, size=size, device=device))
+        for size, block in (((32, 64), (16, 32)), ((64, 32), (32, 16)))
+    )
+    validate(a, b, a, product=True)
+    matmul(a, b)
+    with pytest.raises(ValueError, match=r"its blocks are 32 x 16, .*Use adapt_layout; of factors say product=True"):
+        validate(a, b, same_layout=False)
+    lines = [
+        "- operand 1: it has 32 rows, operand 0 64 columns. They meet in a product.",
+        "- operand 1: its blocks are 16 high, those of operand 0 32 wide. Use adapt_layout.",
+        r"- operand 2: its leading dimensions are \[3\], those of operand 1 \[\]. Use repeat.",
+        "- operand 2: its values are float16, those of operand 0 float32.",
+    ]
+    c = Layout.full((3, 2, 2), (32, 16), device=device)
+    c = from_dense(torch.ones(c.dense_shape, device=device).half(), c)
+    with pytest.raises(ValueError, match="4 things are wrong.\n" + "\n".join(lines)):
+        validate(a, a, c, product=True)
 
 
 def test_what_is_wrong_is_named(device: torch.device) -> None:

@@ -44,6 +44,34 @@ def test_a_sparse_input(device: torch.device) -> None:
     torch.testing.assert_close(layer(x), x.to_dense() @ layer.weight.to_dense().mT + layer.bias)
 
 
+@pytest.mark.parametrize("size", [(32, 50), (40, 50)], ids=str)
+@pytest.mark.parametrize("lead", [(2,), (2, 3), (0,), (2, 0)], ids=str)
+def test_a_sparse_input_with_leading_dimensions(
+    lead: tuple[int, ...], size: tuple[int, int], device: torch.device
+) -> None:
+    layer = BlockSparseLinear(layout_of(device))
+    dense = torch.randn(*lead, *size, device=device, generator=seeded(0, device)).requires_grad_()
+    grid = (*lead, -(-size[0] // 16), 2)
+    mask = torch.rand(grid, device=device, generator=seeded(1, device)) < 0.6
+    layout = Layout.from_mask(mask, (16, 32), size=size, capacity=mask.numel() + 2)
+    x = from_dense(dense, layout)
+    got, want = layer(x), x.to_dense() @ layer.weight.to_dense().mT + layer.bias
+    torch.testing.assert_close(got, want)
+    towards = torch.randn(want.shape, device=device, generator=seeded(2, device))
+    leaves = (dense, layer.values, layer.bias)
+    for a, b in zip(*(torch.autograd.grad(y, leaves, towards, retain_graph=True) for y in (got, want))):
+        torch.testing.assert_close(a, b)
+
+
+def test_what_overflowed_shows(device: torch.device) -> None:
+    """Blocks of a batch, as one matrix, do not vanish."""
+    layer = BlockSparseLinear(layout_of(device))
+    for m in (32, 40):
+        mask = torch.ones(2, -(-m // 16), 2, device=device).bool()
+        layout = Layout.from_mask(mask, (16, 32), size=(m, 50), capacity=2)
+        assert layer(from_dense(torch.ones(2, m, 50, device=device), layout)).isnan().all()
+
+
 def test_state(device: torch.device) -> None:
     mask = torch.zeros(3, 2, dtype=torch.bool, device=device)
     mask[0], mask[2, 0] = 1, 1

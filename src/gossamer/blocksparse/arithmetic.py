@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gossamer._core.ops import needs_gradient
+from gossamer.blocksparse.held import filled
 from gossamer.blocksparse.layout import Layout
 
 if TYPE_CHECKING:
@@ -19,7 +21,9 @@ def _of_one(function: Callable[..., Tensor]) -> Callable[..., Any]:
     name = function.__name__
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return replace(self, values=function(self.values, *args, **kwargs))
+        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        values = self.taken(needs_gradient(self.values, *tensors))
+        return replace(self, values=function(values, *args, **kwargs))
 
     method.__name__ = name
     method.__doc__ = f"`torch.{name}` of each element of the present blocks."
@@ -31,9 +35,32 @@ def _of_two(name: str, function: Callable[[Any, Any], Any], turned: bool = False
         operand = self.paired(name, other)
         if operand is NotImplemented:
             return NotImplemented
-        return replace(self, values=function(operand, self.values) if turned else function(self.values, operand))
+        differentiable = needs_gradient(self.values, operand if isinstance(operand, Tensor) else None)
+        values = self.taken(differentiable)
+        if isinstance(other, Arithmetic):
+            operand = other.taken(differentiable)
+        return replace(self, values=function(operand, values) if turned else function(values, operand))
 
     method.__name__ = name
+    return method
+
+
+def _compared(name: str, function: Callable[[Any, Any], Tensor]) -> Callable[..., Any]:
+    def method(self: Any, other: Any) -> Any:
+        operand = self.paired(name, other)
+        if operand is NotImplemented:
+            if not isinstance(other, Tensor):
+                # What is neither number nor tensor differs, says Python.
+                return NotImplemented
+            raise TypeError(
+                f"blocksparse.BlockSparseTensor.{name}: the other operand must be a number, a tensor of one element or "
+                f"a BlockSparseTensor of the same Layout, got a tensor {list(other.shape)}. Compare with "
+                "from_dense(other, x.layout), or x.to_dense()."
+            )
+        return replace(self, values=function(self.values, operand))
+
+    method.__name__ = name
+    method.__doc__ = "A bool tensor of the same layout."
     return method
 
 
@@ -52,13 +79,18 @@ class Arithmetic:
             if not self.layout.is_same(other.layout):
                 raise ValueError(
                     f"blocksparse.BlockSparseTensor.{name}: both operands must share one Layout, got "
-                    f"{self.layout.summary()} and {other.layout.summary()}. Bring both to a.layout.union(b.layout): "
-                    "from_dense(x.to_dense(), union)."
+                    f"{self.layout.summary()} and {other.layout.summary()}. Layouts are compared as objects, not by "
+                    "their blocks: make one and give it to both. Else bring both to union = a.layout.union(b.layout), "
+                    "with adapt_layout(x, union); where they have the same blocks, adapt_layout(b, a.layout) is enough."
                 )
             return other.values
         if isinstance(other, Tensor) and other.numel() == 1 and other.dim() == 0:
             return other
         return other if isinstance(other, int | float) else NotImplemented
+
+    def taken(self, differentiable: bool) -> Tensor:
+        """The values that an operator takes: with 1 for what stands for no element, if its gradient is to be 0."""
+        return filled(self.values, self.layout, 1) if differentiable else self.values
 
     __add__ = _of_two("__add__", torch.add)
     __radd__ = _of_two("__radd__", torch.add)
@@ -69,6 +101,19 @@ class Arithmetic:
     __truediv__ = _of_two("__truediv__", torch.div)
     __rtruediv__ = _of_two("__rtruediv__", torch.div, turned=True)
     __pow__ = _of_two("__pow__", torch.pow)
+    __rpow__ = _of_two("__rpow__", torch.pow, turned=True)
+    __mod__ = _of_two("__mod__", torch.remainder)
+    __rmod__ = _of_two("__rmod__", torch.remainder, turned=True)
+    __floordiv__ = _of_two("__floordiv__", torch.floor_divide)
+    __rfloordiv__ = _of_two("__rfloordiv__", torch.floor_divide, turned=True)
+    __eq__ = _compared("__eq__", torch.eq)
+    __ne__ = _compared("__ne__", torch.ne)
+    __lt__ = _compared("__lt__", torch.lt)
+    __le__ = _compared("__le__", torch.le)
+    __gt__ = _compared("__gt__", torch.gt)
+    __ge__ = _compared("__ge__", torch.ge)
+    # As a tensor's: a key is the object.
+    __hash__ = object.__hash__
     __neg__ = _of_one(torch.neg)
     __abs__ = _of_one(torch.abs)
     abs = _of_one(torch.abs)
@@ -88,14 +133,24 @@ class Arithmetic:
     square = _of_one(torch.square)
     tanh = _of_one(torch.tanh)
 
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"blocksparse.BlockSparseTensor: a {type(self).__name__} is neither true nor false; it has many elements. "
+            "Ask x.to_dense().any() or .all(), which waits for the device, or compare objects with `is`."
+        )
+
     def apply(self, function: Callable[[Tensor], Tensor]) -> Self:
         """The blocks after `function`, which maps values `[capacity, height, width]` element by element.
+
+        Where gradients are recorded it gets 1 for what stands for no element, whose gradient is 0.
 
         >>> x = from_dense(torch.ones(16, 16), Layout.from_mask(torch.ones(1, 1).bool(), 16))
         >>> x.apply(torch.erf).values.max().item() < 1
         True
         """
-        return replace(self, values=function(self.values))  # type: ignore[type-var]
+        # The function may hold parameters of its own.
+        values = self.taken(torch.is_grad_enabled() and self.values.is_floating_point())
+        return replace(self, values=function(values))  # type: ignore[type-var]
 
     def detach(self) -> Self:
         """The same blocks, cut from the autograd graph."""

@@ -63,7 +63,7 @@ def from_sparse_bsr(x: Tensor) -> BlockSparseTensor:
         # A layout has room for one block at least.
         values = values.reshape(-1, *block)
         values = torch.cat([values, values.new_zeros(1, *block)])
-    layout = Layout.from_mask(mask.view(shape), block, size=(m, n), capacity=max(col.numel(), 1))
+    layout = Layout.from_mask(mask.view(shape), block, size=(m, n), capacity=max(col.numel(), 1)).counted(col.numel())
     return BlockSparseTensor(values.reshape(-1, *block), layout)
 
 

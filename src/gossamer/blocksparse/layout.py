@@ -97,6 +97,11 @@ class Layout:
         return self.nnz > self.capacity
 
     @property
+    def filled(self) -> bool:
+        """Whether the host knows that there is no room behind the last block: it has counted the blocks."""
+        return not torch.compiler.is_compiling() and self.__dict__.get("_filled", False)
+
+    @property
     def dense_shape(self) -> tuple[int, ...]:
         """`(..., M, N)`: the shape of the matrices in elements."""
         return (*self.shape[:-2], *self.size)
@@ -154,13 +159,15 @@ class Layout:
             )
         if mask.dtype is not torch.bool:
             mask = mask != 0
+        count = None
         if capacity is None:
             checks.no_sync(operator, "capacity=None", "Give a capacity; mask.numel() is enough for any mask.")
-            capacity = max(int(mask.sum()), 1)
+            count = int(mask.sum())
+            capacity = max(count, 1)
         else:
             checks.positive(operator, "capacity", capacity, "It is the number of blocks to make room for.")
         parts = _layout(mask.reshape(math.prod(mask.shape[:-2]), rows, cols).contiguous(), capacity)
-        return Layout(tuple(mask.shape), block, (int(size[0]), int(size[1])), *parts)
+        return Layout(tuple(mask.shape), block, (int(size[0]), int(size[1])), *parts).counted(count)
 
     @staticmethod
     def from_dense(x: Tensor, block_size: BlockSize, *, capacity: int | None = None) -> Layout:
@@ -202,7 +209,8 @@ class Layout:
         6
         """
         mask = torch.ones(shape, dtype=torch.bool, device=device)
-        return Layout.from_mask(mask, block_size, size=size, capacity=max(mask.numel(), 1))
+        layout = Layout.from_mask(mask, block_size, size=size, capacity=max(mask.numel(), 1))
+        return layout.counted(mask.numel())
 
     @staticmethod
     def random(
@@ -272,12 +280,19 @@ class Layout:
         columns, lines, order, positions = call(self.row_offsets[-1:], *given, self.rows, self.cols)
         shape, offsets = (*self.shape[:-2], self.cols, self.rows), (self.col_offsets, self.row_offsets)
         layout = Layout(shape, block, size, offsets[0], columns, lines, offsets[1], order, positions)
+        layout.counted(self.capacity if self.filled else None)
         # What a graph makes is there only when it is replayed.
         if not torch.compiler.is_compiling() and not checks.capturing():
             self.__dict__["_transposed"] = layout
             # No cycle: it would hold device memory until the garbage collector comes.
             layout.__dict__["_transposed"] = weakref.ref(self)
         return layout
+
+    def counted(self, blocks: int | None) -> Layout:
+        """The layout, which notes whether its capacity is the number of blocks that the host has counted."""
+        if not torch.compiler.is_compiling() and blocks == self.capacity:
+            self.__dict__["_filled"] = True
+        return self
 
     def is_same(self, other: Layout) -> bool:
         """Whether both are one layout, or share its metadata; equal masks are not compared."""

@@ -14,7 +14,7 @@ from gossamer._core.calls import Checked, key_of
 from gossamer._core.ops import register, undispatched
 from gossamer.blocksparse._torch import matmul as _cpu
 from gossamer.blocksparse.layout import Layout, check_layouts
-from gossamer.blocksparse.tensor import BlockSparseTensor
+from gossamer.blocksparse.tensor import BlockSparseTensor, check_floating
 
 _NAME = "blocksparse.matmul"
 _PARTS = [field.name for field in fields(Layout) if field.name not in ("shape", "block_size", "size")]
@@ -116,6 +116,8 @@ def _check(a: Any, b: Any, x: Any, y: Any, out_layout: Layout | None) -> None:
             raise TypeError(
                 f"{_NAME}: {name} must be a torch.Tensor or a BlockSparseTensor, got {type(operand).__name__}."
             )
+        if isinstance(operand, BlockSparseTensor):
+            check_floating(_NAME, **{name: operand})
     checks.floating(_NAME, a=x, b=y)
     checks.same_device(_NAME, "a", x.device, b=y)
     for name, operand in (("a", x), ("b", y)):

@@ -1,11 +1,14 @@
 """Layouts of the attention patterns that are known in advance; `Layout.union` puts them together.
 
 A pattern is defined element by element, query i standing at the position i + N - M of the N keys (the last query is
-aligned with the last key), and a block is present where any of its elements belongs to it.
+aligned with the last key), and a block is present where any of its elements belongs to it. How many blocks that makes
+the host counts by itself, from sizes and numbers; lengths and tokens that are tensors only the device knows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,7 +33,8 @@ def causal(
         block_size: 16, 32, 64 or 128, or `(height, width)`.
         lengths: int `[...]`, positions of each sequence that are in use: blocks beyond are absent, among queries and
             among keys, and the layout is `(..., rows, cols)`.
-        capacity: as in `Layout.from_mask`; None costs one sync.
+        capacity: as in `Layout.from_mask`. None makes room for just those present: the host counts them, without a
+            sync, and the device does with lengths, which costs one.
         device: where to; None is that of lengths, else the CPU.
 
     Returns:
@@ -48,7 +52,9 @@ def causal(
     ####
     """
     grid = _Grid("blocksparse.causal", size, block_size, lengths, device)
-    return grid.layout(grid.apart()[1] >= 0, capacity)
+    # Every distance behind.
+    window = size[0] + size[1], 0, 1
+    return grid.layout(grid.apart()[1] >= 0, capacity, lambda: _once(_near, grid, window))
 
 
 def sliding_window(
@@ -104,7 +110,7 @@ def sliding_window(
     # A block holds every distance between its least and its most.
     first, last = least.clamp(min=-ahead), most.clamp(max=behind)
     multiple = last.div(dilation, rounding_mode="floor") * dilation
-    return grid.layout(multiple >= first, capacity)
+    return grid.layout(multiple >= first, capacity, lambda: _once(_near, grid, (behind, ahead, dilation)))
 
 
 def global_tokens(
@@ -121,7 +127,8 @@ def global_tokens(
     Args:
         tokens: int `[..., G]`, positions among the keys, -1 for none, with the leading dimensions of lengths where
             both have any; or a number, the first so many positions.
-        size, block_size, lengths, capacity, device: as in `causal`; the device of tokens goes first.
+        size, block_size, lengths, capacity, device: as in `causal`; the device of tokens goes first, and where they are
+            a tensor `capacity=None` costs a sync.
 
     Returns:
         `Layout` of `(M, N)`, or with the leading dimensions of tokens or lengths.
@@ -142,8 +149,13 @@ def global_tokens(
         checks.whole(operator, tokens=tokens)
         device = tokens.device
     grid = _Grid(operator, size, block_size, lengths, device)
+    counted: Callable[[], int] | None = None
     if not isinstance(tokens, Tensor):
-        tokens = torch.arange(tokens, device=grid.device)
+        if not isinstance(tokens, int):
+            raise TypeError(f"{operator}: tokens must be an int or a tensor of positions, got {type(tokens).__name__}.")
+        checks.number(operator, "tokens", tokens, "It is a number of tokens, or their positions.", zero=True)
+        first = tokens
+        tokens, counted = torch.arange(first, device=grid.device), lambda: _once(_first, grid, first)
     (m, n), (height, width), (rows, cols) = size, grid.block, grid.shape
     tokens = tokens.long()
     query = tokens - (n - m)
@@ -153,7 +165,7 @@ def global_tokens(
         number = torch.where((tokens >= 0) & (at >= 0) & (at < limit), at.div(block, rounding_mode="floor"), count)
         flags = torch.zeros(*number.shape[:-1], count + 1, dtype=torch.bool, device=grid.device)
         chosen.append(flags.scatter(-1, number, True)[..., :count])
-    return grid.layout(chosen[0][..., :, None] | chosen[1][..., None, :], capacity)
+    return grid.layout(chosen[0][..., :, None] | chosen[1][..., None, :], capacity, counted)
 
 
 class _Grid:
@@ -170,8 +182,8 @@ class _Grid:
         checks.whole(operator, lengths=lengths)
         if not isinstance(size, tuple | list | torch.Size) or len(size) != 2:
             raise ValueError(f"{operator}: size must be (M, N), queries and keys, got {size!r}.")
-        self.size, self.block = size, check_block_size(operator, block_size)
-        self.lengths, self.shape = lengths, grid_of(size, self.block)
+        self.size, self.block = (size[0], size[1]), check_block_size(operator, block_size)
+        self.lengths, self.shape = lengths, grid_of(self.size, self.block)
         self.device: Any = lengths.device if device is None and lengths is not None else device
 
     def _starts(self) -> tuple[Tensor, Tensor]:
@@ -186,9 +198,61 @@ class _Grid:
         last_query, last_key = (query + height).clamp(max=m) - 1, (key + width).clamp(max=n) - 1
         return query + (n - m) - last_key, last_query + (n - m) - key
 
-    def layout(self, mask: Tensor, capacity: int | None) -> Layout:
+    def layout(self, mask: Tensor, capacity: int | None, count: Callable[[], int] | None) -> Layout:
+        """The layout of a mask, of which `count` says how many blocks it has without lengths; None cannot say."""
+        known = None
         if self.lengths is not None:
             (m, n), (query, key) = self.size, self._starts()
             limit = self.lengths[..., None, None]
             mask = mask & (query + (n - m) < limit) & (key < limit)
-        return Layout.from_mask(mask, self.block, size=self.size, capacity=capacity)
+        elif capacity is None and count is not None:
+            known = count()
+            capacity = max(known, 1)
+        return Layout.from_mask(mask, self.block, size=self.size, capacity=capacity).counted(known)
+
+
+def _once(count: Any, grid: _Grid, rule: Any) -> int:
+    # torch.compile calls it once by itself, and warns of caches.
+    call = count.__wrapped__ if torch.compiler.is_compiling() else count
+    found: int = call(grid.size, grid.block, rule)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _near(size: tuple[int, int], block: tuple[int, int], window: tuple[int, int, int]) -> int:
+    """How many blocks hold a distance of -ahead to behind that is a multiple of the dilation.
+
+    Whole blocks that lie equally far apart are alike, so that sums along one line of them give the count of every row;
+    those of the last row and column, which may be cut, are looked at one by one.
+    """
+    (m, n), (height, width), (behind, ahead, dilation) = size, block, window
+
+    def present(apart: int, rows: int, columns: int) -> bool:
+        least, most = apart - columns + 1, apart + rows - 1
+        return min(most, behind) // dilation * dilation >= max(least, -ahead)
+
+    last, right = (count - 1 for count in grid_of(size, block))
+    if last < 0 or right < 0:
+        return 0
+    least = n - m - right * width
+    sums: dict[int, int] = {}
+    for apart in range(least, n - m + last * height + 1, min(height, width)):
+        sums[apart] = sums.get(apart - width, 0) + present(apart, height, width)
+    total = 0
+    for first in range(n - m, n - m + last * height, height):
+        total += sums[first] - sums[first - right * width]
+        total += present(first - right * width, height, n - right * width)
+    first, rows = n - m + last * height, m - last * height
+    total += sum(present(first - column * width, rows, width) for column in range(right))
+    return total + present(first - right * width, rows, n - right * width)
+
+
+@lru_cache(maxsize=64)
+def _first(size: tuple[int, int], block: tuple[int, int], tokens: int) -> int:
+    """How many blocks hold a query or a key of the first tokens."""
+    (m, n), (height, width) = size, block
+    rows, cols = grid_of(size, block)
+    queries = range(max(m - n, 0), min(tokens + m - n, m))
+    chosen = queries[-1] // height - queries[0] // height + 1 if queries else 0
+    taken = -(-min(tokens, n) // width)
+    return chosen * cols + taken * rows - chosen * taken

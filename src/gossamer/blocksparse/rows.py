@@ -12,8 +12,10 @@ from torch import Tensor
 from gossamer._core import checks
 from gossamer._core.ops import register
 from gossamer.blocksparse._torch import rows as _impl
+from gossamer.blocksparse._torch.tensor import lost
+from gossamer.blocksparse.held import filled
 from gossamer.blocksparse.layout import Layout, check_layouts
-from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks, check_computed
+from gossamer.blocksparse.tensor import BlockSparseTensor, check_computed, check_floating
 
 
 def sum(x: BlockSparseTensor, dim: int = -1) -> Tensor:
@@ -24,7 +26,8 @@ def sum(x: BlockSparseTensor, dim: int = -1) -> Tensor:
         dim: -1 or -2.
 
     Returns:
-        `[..., M]`, or `[..., N]`, in x's dtype, added up in float32; differentiable, the same bits in each run.
+        `[..., M]`, or `[..., N]`, in x's dtype, added up in float32; differentiable, the same bits in each run. Of
+        integers and bool int64, exact.
 
     Raises:
         ValueError: dim is another one.
@@ -42,11 +45,12 @@ def sum(x: BlockSparseTensor, dim: int = -1) -> Tensor:
 def mean(x: BlockSparseTensor, dim: int = -1) -> Tensor:
     """The mean of each row (`dim=-1`) or of each column (`dim=-2`), absent blocks counted as zeros.
 
-    Args, Returns, Raises, Source: as in `sum`.
+    Args, Returns, Raises, Source: as in `sum`; x must be floating, as in `torch.mean`.
 
     >>> mean(from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16)))[0].item()
     0.5
     """
+    check_floating("blocksparse.mean", x=x)
     total = _reduced("blocksparse.mean", x, dim, "sum")
     return total / x.shape[dim]
 
@@ -54,10 +58,10 @@ def mean(x: BlockSparseTensor, dim: int = -1) -> Tensor:
 def max(x: BlockSparseTensor, dim: int = -1) -> Tensor:
     """The largest stored element of each row (`dim=-1`) or of each column (`dim=-2`).
 
-    Absent blocks take no part, as in `softmax`: a row without blocks gives -inf. Elements that share the maximum share
-    the gradient, as in `torch.amax`.
+    Absent blocks take no part, as in `softmax`: a row without blocks gives -inf, of integers the lowest number.
+    Elements that share the maximum share the gradient, as in `torch.amax`.
 
-    Args, Returns, Raises, Source: as in `sum`.
+    Args, Raises, Source: as in `sum`. Returns: `[..., M]`, or `[..., N]`, in x's dtype; differentiable.
 
     >>> max(from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16)) - 3)[0].item()
     -2.0
@@ -69,7 +73,7 @@ def add(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
     """x + vector on the present blocks, for a vector of columns or rows.
 
     Args:
-        x: `[..., M, N]`.
+        x: `[..., M, N]`, floating.
         vector: `[..., M, 1]`, a number for each row, or `[..., 1, N]`, one for each column; leading dimensions
             broadcast to x's. It is converted to x's dtype.
 
@@ -78,7 +82,7 @@ def add(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
 
     Raises:
         ValueError: vector has another shape or device.
-        TypeError: x is no `BlockSparseTensor`, or vector is not floating.
+        TypeError: x is no `BlockSparseTensor`, or x or vector is not floating.
 
     Source: Schön and Tompits, blksprs (row-wise operations).
 
@@ -110,9 +114,9 @@ def mul(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
     >>> mul(x, torch.arange(32.0)).to_dense()[31, 30:].tolist()
     [30.0, 31.0]
     """
-    check_blocks("blocksparse.mul", x=x)
+    check_floating("blocksparse.mul", x=x)
     # What stands beyond the matrix must not reach the gradient of vector.
-    return replace(x, values=_held(x, 0.0) * _vector("blocksparse.mul", x, vector))
+    return replace(x, values=filled(x.values, x.layout, 0.0, behind=False) * _vector("blocksparse.mul", x, vector))
 
 
 def broadcast_add(x: Tensor, y: Tensor, layout: Layout) -> BlockSparseTensor:
@@ -165,7 +169,7 @@ def _two(operator: str, x: Tensor, y: Tensor, layout: Layout) -> tuple[Tensor, T
 
 def _vector(operator: str, x: BlockSparseTensor, vector: Tensor) -> Tensor:
     """`[capacity, height, 1]` or `[capacity, 1, width]` of a vector for x's rows or columns."""
-    check_blocks(operator, x=x)
+    check_floating(operator, x=x)
     checks.floating(operator, vector=vector)
     checks.same_device(operator, "x", x.device, vector=vector)
     m, n = x.layout.size
@@ -208,18 +212,6 @@ def _spread_out(operator: str, name: str, vector: Tensor, layout: Layout, dim: i
     return at[:, :, None] if dim == -1 else at[:, None, :]
 
 
-def _held(x: BlockSparseTensor, absent: float) -> Tensor:
-    """The values, with `absent` for what stands beyond the matrix and takes no part."""
-    values = x.values
-    for dim in (-1, -2):
-        line, _, limit, block = _lines(x.layout, dim)
-        if limit % block:
-            at = (line % -(-limit // block))[:, None] * block + torch.arange(block, device=x.device)
-            inside = (at < limit)[:, :, None] if dim == -1 else (at < limit)[:, None, :]
-            values = torch.where(inside, values, absent)
-    return values
-
-
 def _reduced(operator: str, x: BlockSparseTensor, dim: int, how: str) -> Tensor:
     check_computed(operator, x=x)
     if dim not in (-1, -2):
@@ -227,14 +219,19 @@ def _reduced(operator: str, x: BlockSparseTensor, dim: int, how: str) -> Tensor:
     layout = x.layout
     index, grid, length, block = _lines(layout, dim)
     lead = layout.shape[:-2]
-    absent = 0.0 if how == "sum" else -math.inf
-    values = _held(x, absent).to(torch.promote_types(x.dtype, torch.float32))
+    exact = not x.dtype.is_floating_point
+    # A Python int leaves integers what they are, a float would not.
+    absent = 0 if how == "sum" else lost(x.dtype) if exact else -math.inf
+    values = filled(x.values, layout, absent, behind=False)
+    if not exact:
+        values = values.to(torch.promote_types(x.dtype, torch.float32))
     if how == "sum":
         out = _collect(values.sum(dim), index, grid)
     else:
         out = _most(values, index, grid, dim)
-    out = torch.where(layout.overflowed, torch.nan, out.view(layout.batch, -(-length // block) * block)[:, :length])
-    return out.reshape(*lead, length).to(x.dtype)
+    spoilt = lost(out.dtype)
+    out = torch.where(layout.overflowed, spoilt, out.view(layout.batch, -(-length // block) * block)[:, :length])
+    return out.reshape(*lead, length).to(out.dtype if exact else x.dtype)
 
 
 def _spread_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

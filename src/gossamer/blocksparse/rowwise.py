@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gossamer._core import checks
 from gossamer.blocksparse.layout import Layout
-from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks, from_dense
+from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks, check_floating, from_dense
 
 
 def apply_rowwise(x: BlockSparseTensor, function: Callable[[Tensor], Tensor]) -> BlockSparseTensor:
@@ -102,8 +102,8 @@ class _Rows:
     """The values of a tensor, zero where nothing is held, with sums over rows, in float32 or float64."""
 
     def __init__(self, operator: str, x: BlockSparseTensor, **given: Tensor | None) -> None:
-        check_blocks(operator, x=x)
-        checks.floating(operator, **{"x.values": x.values}, **{k: t for k, t in given.items() if t is not None})
+        check_floating(operator, x=x)
+        checks.floating(operator, **{k: t for k, t in given.items() if t is not None})
         for name, tensor in given.items():
             if tensor is not None:
                 checks.shape(operator, name, tensor, (x.shape[-1],), "[N]", "like x")

@@ -12,7 +12,7 @@ from torch import Tensor
 from gossamer._core import checks
 from gossamer._core.ops import refuse_second, register, undispatched
 from gossamer.blocksparse._torch import softmax as _cpu
-from gossamer.blocksparse.tensor import BlockSparseTensor, check_computed
+from gossamer.blocksparse.tensor import BlockSparseTensor, check_floating
 
 _NAME = "blocksparse.softmax"
 
@@ -32,7 +32,7 @@ def softmax(x: BlockSparseTensor, *, mask: Tensor | None = None, scale: float = 
 
     Raises:
         ValueError: mask has another shape or device, or scale is not finite.
-        TypeError: x is no `BlockSparseTensor`, or mask is not bool.
+        TypeError: x is no `BlockSparseTensor` or not floating, or mask is not bool.
 
     Source: Schön and Tompits, blksprs, section 3.2.2.
 
@@ -40,7 +40,7 @@ def softmax(x: BlockSparseTensor, *, mask: Tensor | None = None, scale: float = 
     >>> softmax(x).to_dense()[0].sum().item(), softmax(x).values[0, 0, 0].item()
     (1.0, 0.0625)
     """
-    check_computed(_NAME, x=x)
+    check_floating(_NAME, x=x)
     layout = x.layout
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
         raise ValueError(f"{_NAME}: scale must be a finite number, got {scale!r}.")

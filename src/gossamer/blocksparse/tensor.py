@@ -151,11 +151,22 @@ def check_values(operator: str, **given: Tensor) -> None:
 
 
 def check_computed(operator: str, **given: BlockSparseTensor) -> None:
-    """Every block-sparse tensor that holds floats holds some that kernels compute with."""
+    """Every block-sparse tensor that holds floats holds some that kernels compute with; integers and bool pass."""
     check_blocks(operator, **given)
     for argument, x in given.items():
         if x.dtype.is_floating_point:
             checks.floating(operator, **{f"{argument}.values": x.values})
+
+
+def check_floating(operator: str, **given: BlockSparseTensor) -> None:
+    """Every block-sparse tensor holds floats that kernels compute with."""
+    check_computed(operator, **given)
+    for argument, x in given.items():
+        if not x.dtype.is_floating_point:
+            raise TypeError(
+                f"{operator}: {argument} must be float32, float16 or bfloat16 (float64 on the CPU), got "
+                f"{checks.name_of(x.dtype)}. Convert it with {argument}.to(torch.float32)."
+            )
 
 
 # Whole numbers; and float64, in which blocks are held and moved on a GPU too.

@@ -11,7 +11,7 @@ from gossamer.blocksparse.layout import Layout
 from gossamer.blocksparse.tensor import BlockSparseTensor
 
 
-def validate(*operands: BlockSparseTensor | Layout, same_layout: bool = True) -> None:
+def validate(*operands: BlockSparseTensor | Layout, same_layout: bool = True, product: bool = False) -> None:
     """Raises an error that names everything that is wrong with operands, and that does not fit between them.
 
     Operators check what the host knows at each call. This asks the device as well, which costs syncs: it is for
@@ -20,7 +20,9 @@ def validate(*operands: BlockSparseTensor | Layout, same_layout: bool = True) ->
     Args:
         operands: tensors or layouts. Each is looked at by itself: a layout must not have overflowed, and its parts must
             belong together. Then each is compared with the first: device, block size, shape, dtype of values, blocks.
-        same_layout: False takes layouts that store different blocks, or have different shapes.
+        same_layout: False takes layouts that store different blocks, or have different shapes, in blocks of one size.
+        product: whether they are factors, `a @ b @ ...`. Each is compared with the one before it instead: its rows must
+            be the columns of that, in blocks of the same size, and leading dimensions and devices must be equal.
 
     Raises:
         ValueError: something is wrong; one line each.
@@ -44,7 +46,10 @@ def validate(*operands: BlockSparseTensor | Layout, same_layout: bool = True) ->
     for k, layout in enumerate(layouts):
         found += [f"operand {k}: {line}" for line in _alone(layout)]
     for k, operand in enumerate(operands[1:], 1):
-        found += [f"operand {k}: {line}" for line in _beside(layouts[0], layouts[k], same_layout)]
+        if product:
+            found += [f"operand {k}: {line}" for line in _behind(k - 1, layouts[k - 1], layouts[k])]
+        else:
+            found += [f"operand {k}: {line}" for line in _beside(layouts[0], layouts[k], same_layout)]
         first = operands[0]
         if isinstance(operand, BlockSparseTensor) and isinstance(first, BlockSparseTensor):
             names = checks.name_of(operand.dtype), checks.name_of(first.dtype)
@@ -70,13 +75,33 @@ def _alone(layout: Layout) -> list[str]:
     ]
 
 
+def _behind(k: int, before: Layout, layout: Layout) -> list[str]:
+    """What keeps operand k, `before`, from being multiplied with the next."""
+    found = [_elsewhere(k, before, layout)] if layout.device != before.device else []
+    if layout.size[0] != before.size[1]:
+        found.append(f"it has {layout.size[0]} rows, operand {k} {before.size[1]} columns. They meet in a product.")
+    if layout.block_size[0] != before.block_size[1]:
+        found.append(
+            f"its blocks are {layout.block_size[0]} high, those of operand {k} {before.block_size[1]} wide. Use "
+            "adapt_layout."
+        )
+    leads = layout.shape[:-2], before.shape[:-2]
+    if leads[0] != leads[1]:
+        found.append(f"its leading dimensions are {list(leads[0])}, those of operand {k} {list(leads[1])}. Use repeat.")
+    return found
+
+
+def _elsewhere(k: int, other: Layout, layout: Layout) -> str:
+    return f"it is on {layout.device}, operand {k} on {other.device}. Move it with .to."
+
+
 def _beside(first: Layout, layout: Layout, same_layout: bool) -> list[str]:
     """What does not fit between two layouts."""
     if layout.device != first.device:
-        return [f"it is on {layout.device}, operand 0 on {first.device}. Move it with .to."]
+        return [_elsewhere(0, first, layout)]
     if layout.block_size != first.block_size:
         here, there = (f"{a} x {b}" for a, b in (layout.block_size, first.block_size))
-        return [f"its blocks are {here}, those of operand 0 {there}. Use adapt_layout."]
+        return [f"its blocks are {here}, those of operand 0 {there}. Use adapt_layout; of factors say product=True."]
     if not same_layout:
         return []
     if layout.dense_shape != first.dense_shape:

@@ -105,10 +105,15 @@ class BlockSparseLinear(nn.Module):
         return BlockSparseTensor(self.values, self.layout)
 
     def forward(self, x: Tensor | BlockSparseTensor) -> Tensor:
-        """x `[..., in_features]`, or a block-sparse matrix `[M, in_features]` -> `[..., out_features]`."""
+        """x `[..., in_features]`, or block-sparse `[..., M, in_features]` -> `[..., out_features]`.
+
+        Block-sparse matrices with leading dimensions are multiplied as one, below each other. Where M is not of whole
+        blocks theirs are cut anew for it (`blocksparse.merge`).
+        """
         one = isinstance(x, Tensor) and x.dim() == 1
-        out: Tensor = blocksparse.matmul(x[None] if one else x, self.weight, transpose_b=True)  # type: ignore[index]
-        out = out[0] if one else out
+        given = _below_each_other(x) if isinstance(x, BlockSparseTensor) else x[None] if one else x
+        out: Tensor = blocksparse.matmul(given, self.weight, transpose_b=True)
+        out = out.view(*x.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def extra_repr(self) -> str:
@@ -116,3 +121,19 @@ class BlockSparseLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, blocks={self.values.shape[0]} of "
             f"{math.prod(self._shape)}, block_size={self._block_size}, bias={self.bias is not None}"
         )
+
+
+def _below_each_other(x: BlockSparseTensor) -> BlockSparseTensor:
+    """Matrices `[..., M, N]` as one of all their rows."""
+    layout, (m, n) = x.layout, x.layout.size
+    if not x.shape[:-2]:
+        return x
+    if m % layout.block_size[0] == 0 or layout.batch == 0:
+        # Blocks stay where they are: they are numbered along rows, matrix after matrix.
+        mask = layout.to_dense().reshape(layout.batch * layout.rows, layout.cols)
+        size = layout.batch * m, n
+        rows = Layout.from_mask(mask, layout.block_size, size=size, capacity=layout.capacity)
+        return BlockSparseTensor(x.values, rows)
+    while len(x.shape) > 2:
+        x = blocksparse.merge(x, -3, -2)
+    return x

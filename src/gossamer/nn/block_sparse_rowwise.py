@@ -89,7 +89,7 @@ class BlockSparseRowwise(nn.Module):
                 "has a hook. Leave it out, and use blocksparse.adapt_layout on the result."
             )
         if plain and type(module) in ELEMENTWISE:
-            return BlockSparseTensor(module(x.values), x.layout)
+            return x.apply(module)
         if plain and type(module) in (nn.LayerNorm, nn.RMSNorm):
             assert isinstance(module, nn.LayerNorm | nn.RMSNorm)
             if tuple(module.normalized_shape) != x.shape[-1:]:

@@ -7,6 +7,8 @@ blocks of each row, -1 for none. A row's blocks are gathered and added up in ord
 import torch
 from torch import Tensor
 
+from gossamer.blocksparse._torch.tensor import lost
+
 
 def spread(vectors: Tensor, index: Tensor, grid: Tensor) -> Tensor:
     """Operator `blocksparse_spread`: `[rows, b]` -> `[capacity, b]`, zeros behind the last block."""
@@ -17,16 +19,17 @@ def spread(vectors: Tensor, index: Tensor, grid: Tensor) -> Tensor:
 
 def collect(parts: Tensor, index: Tensor, grid: Tensor) -> Tensor:
     """Operator `blocksparse_collect`: `[capacity, b]` -> `[rows, b]`, their sums."""
-    return _gathered(parts, grid, 0.0).sum(1)
+    return _gathered(parts, grid, 0).sum(1)
 
 
 def most(values: Tensor, index: Tensor, grid: Tensor, dim: int) -> Tensor:
     """Operator `blocksparse_most`: the maxima of values `[capacity, height, width]` along `dim` of whole rows."""
-    found = _gathered(values.amax(dim), grid, float("-inf"))
-    return found.amax(1) if grid.shape[1] else found.new_full((grid.shape[0], found.shape[2]), float("-inf"))
+    least = float("-inf") if values.is_floating_point() else lost(values.dtype)
+    found = _gathered(values.amax(dim), grid, least)
+    return found.amax(1) if grid.shape[1] else found.new_full((grid.shape[0], found.shape[2]), least)
 
 
-def _gathered(parts: Tensor, grid: Tensor, absent: float) -> Tensor:
+def _gathered(parts: Tensor, grid: Tensor, absent: float | int) -> Tensor:
     """`[rows, E, b]`; numbers beyond the capacity are nobody's."""
     held = (grid >= 0) & (grid < parts.shape[0])
     return torch.where(held[:, :, None], parts[grid.clamp(0, parts.shape[0] - 1).long()], absent)

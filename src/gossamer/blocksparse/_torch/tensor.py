@@ -9,7 +9,7 @@ from gossamer._core import checks
 
 def lost(dtype: torch.dtype) -> float | int:
     """What stands for a value that is not there for want of room: NaN, or the lowest of integers."""
-    return float("nan") if dtype in checks.FLOATS else 0 if dtype is torch.bool else torch.iinfo(dtype).min
+    return float("nan") if dtype in checks.FLOATS else False if dtype is torch.bool else torch.iinfo(dtype).min
 
 
 def from_dense(
