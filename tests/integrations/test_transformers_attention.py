@@ -144,6 +144,22 @@ def test_padding_changes_nothing(implementation: str, device: torch.device) -> N
             assert torch.equal(text[b, 20:], single[0, n:])
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_padding_of_short_sequences(implementation: str, device: torch.device) -> None:
+    """Where all keys are taken: as the model did, before it was patched."""
+    model, ids = make("Llama", device), tokens(device, 3)
+    model.set_attn_implementation(implementation)
+    for left in (True, False):
+        mask = torch.zeros_like(ids)
+        for b, n in enumerate((20, 13, 5)):
+            mask[b, slice(20 - n, 20) if left else slice(0, n)] = 1
+        given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+        plain = logits(model, ids, **given)
+        patch_attention(model)
+        close(logits(model, ids, **given)[mask == 1], plain[mask == 1])
+        unpatch_attention(model)
+
+
 def test_other_masks_are_refused() -> None:
     model, ids = make("Llama", torch.device("cpu")), tokens(torch.device("cpu"))
     patch_attention(model, **SPARSE)

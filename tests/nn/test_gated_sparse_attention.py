@@ -136,6 +136,29 @@ def test_inference_is_as_training(device: torch.device) -> None:
     check(50)
 
 
+@pytest.mark.parametrize("dense", [True, False])
+def test_padding_without_a_cache(dense: bool, device: torch.device) -> None:
+    """Whatever stands behind a sequence, NaN included, its tokens are as they are alone."""
+    ours, reference = pair(torch.float32, device)
+    ours.dense = reference.dense = dense
+    x, lengths = torch.randn(3, 50, 64, device=device), [50, 37, 0]
+    for b, length in enumerate(lengths):
+        x[b, length:] = torch.nan
+    x.requires_grad_()
+    given = torch.tensor(lengths, device=device)
+    out = ours(x, lengths=given)
+    for b, length in enumerate(lengths):
+        torch.testing.assert_close(out[b, :length], ours(x[b : b + 1, :length])[0], rtol=1e-4, atol=1e-5)
+        assert bool((out[b, length:] == 0).all())
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert bool(grad.isfinite().all()) and bool((grad[1, 37:] == 0).all())
+    if dense:
+        wanted = reference(x.double(), lengths=given)
+        torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"GatedSparseAttention: lengths must have shape \[B\] = \[3\] like x"):
+        ours(x, lengths=given[:2])
+
+
 def test_hooks_are_heeded(device: torch.device) -> None:
     ours, _ = pair(torch.float32, device)
     x = torch.randn(1, 20, 64, device=device)

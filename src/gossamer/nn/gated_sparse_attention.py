@@ -206,12 +206,18 @@ class GatedSparseAttention(nn.Module):
         embeddings; what is visible is a matter of order. A given selection, of another layer for instance, is used
         instead of the indexer's.
 
-        With a cache, x are the next tokens of each sequence, which are added to it and see all that is in it; lengths
-        int `[B]` says how many of the T are tokens, where the rest pads x. The result is that of one call over the
-        whole sequences. No gradients pass.
+        lengths int `[B]` says how many of the T are tokens, where the rest pads x: what x holds there is of no effect,
+        and without a cache the result is 0 there.
+
+        With a cache, x are the next tokens of each sequence, which are added to it and see all that is in it. The
+        result is that of one call over the whole sequences. No gradients pass.
         """
         if cache is not None and position_ids is None:
             position_ids = cache.positions(x.shape[1])
+        if cache is None and lengths is not None:
+            # Padding stands behind all tokens, so that none of them sees it.
+            padding = _padding(x, lengths)
+            return self.forward(x.masked_fill(padding, 0), position_ids, selection).masked_fill(padding, 0)
         if cache is None:
             scored = selection is None and not self.selects_all(x.shape[1])
             y, cos, sin, index = self._products(x, position_ids, indexer=scored)
@@ -253,14 +259,15 @@ class GatedSparseAttention(nn.Module):
         """Attention of what `project` returns, `[B, H, T, D]`: dense where each query takes every key that it sees.
 
         k, v and the indexer's keys may be more than the queries, which stand last, or with lengths int `[B]` end beside
-        key lengths[b] - 1.
+        key lengths[b] - 1; where these are fewer than the queries, the first stands beside the first.
         """
         if selection is None and self.selects_all(k.shape[2]):
             grouped, mask = self.num_heads != self.num_kv_heads, None
             if lengths is not None or q.shape[2] != k.shape[2]:
-                at = torch.arange(q.shape[2] - 1, -1, -1, device=q.device)
-                last = k.shape[2] if lengths is None else lengths[:, None, None, None]
-                mask = torch.arange(k.shape[2], device=q.device) < last - at[:, None]
+                count = q.new_full((1,), k.shape[2], dtype=torch.int64) if lengths is None else lengths
+                at = (count[:, None] - q.shape[2]).clamp(min=0) + torch.arange(q.shape[2], device=q.device)
+                last = torch.minimum(at, count[:, None] - 1)[:, None, :, None]
+                mask = torch.arange(k.shape[2], device=q.device) <= last
             with span("gsa/dense_attn"):
                 return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
         if selection is None:
@@ -418,6 +425,9 @@ class GatedSparseAttentionReference(GatedSparseAttention):
             raise NotImplementedError(f"{OPERATOR}Reference: a cache is not implemented. Use {OPERATOR}.")
         if self.adaptive is not None:
             raise NotImplementedError(f"{OPERATOR}Reference: adaptive numbers of keys are not implemented. Use None.")
+        if lengths is not None:
+            padding = _padding(x, lengths)
+            return self.forward(x.masked_fill(padding, 0), position_ids, selection).masked_fill(padding, 0)
         if self.granularity != 1:
             raise NotImplementedError(f"{OPERATOR}Reference: units of keys are not implemented. Use granularity=1.")
         with span("gsa_ref/qkv_proj"):
@@ -486,6 +496,14 @@ def _products(x: Tensor, layers: dict[str, nn.Linear]) -> Tensor:
         bias = torch.cat([none if b is None else b for b, none in zip(biases, zeros)])
     out = F.linear(x, torch.cat(weights), bias)
     return out[..., :width] if over else out
+
+
+def _padding(x: Tensor, lengths: Tensor) -> Tensor:
+    """bool `[B, T, 1]`: what stands behind the first lengths[b] tokens of x."""
+    checks.whole(OPERATOR, lengths=lengths)
+    checks.shape(OPERATOR, "lengths", lengths, (x.shape[0],), "[B]", "like x")
+    checks.same_device(OPERATOR, "x", x.device, lengths=lengths)
+    return (torch.arange(x.shape[1], device=x.device) >= lengths[:, None])[..., None]
 
 
 def _plain_inference(x: Tensor) -> bool:
