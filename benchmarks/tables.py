@@ -468,8 +468,9 @@ def selecting() -> list[str]:
     for case in content["cases"]:
         for (name, ours), label in SELECTING.items():
             found = {p["name"]: p for p in case["providers"] if p["eager"]}
-            if case["name"] == name and ours in found and "dense SDPA" in found:
-                dense, us = (p["graph"] or p["eager"] for p in (found["dense SDPA"], found[ours]))
+            beside = next((found[first] for first in FIRST if first in found), None)
+            if case["name"] == name and ours in found and beside is not None:
+                dense, us = (p["graph"] or p["eager"] for p in (beside, found[ours]))
                 ratio = dense["median"] / us["median"]
                 eager = "" if found[ours]["graph"] else ", eager"
                 by.setdefault(case["parameters"]["T"], {})[label] = f"{ratio:.2f}{eager}"

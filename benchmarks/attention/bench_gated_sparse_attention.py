@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention.bench_select_topk import drifting
-from benchmarks.attention.bench_sparse_attention import cudnn_first
+from benchmarks.attention.bench_sparse_attention import pinned
 from gossamer.cli.bench import Case, Provider
 from gossamer.nn import GatedSparseAttention, GatedSparseAttentionReference
 
@@ -37,7 +37,7 @@ def cases(
             yield _layer(T, 64, 4, min(32, T // 2), dtype or torch.float32, batch)
             yield _training(T, 64, 4, min(32, T // 2), dtype or torch.float32, batch)
         return
-    for T in lengths or (4096, 8192, 32768, 131072):
+    for T in lengths or (1024, 2048, 4096, 8192, 32768, 131072):
         yield _layer(T, 2048, 16, min(2048, T // 2), dtype or torch.bfloat16, batch)
         if T <= 32768:
             yield _training(T, 2048, 16, min(2048, T // 2), dtype or torch.bfloat16, batch)
@@ -104,7 +104,7 @@ def _training(T: int, width: int, heads: int, k: int, dtype: torch.dtype, B: int
 
     def run(which: int, *inputs: Any) -> tuple[Tensor, ...]:
         layer, x = inputs[which], inputs[3].detach().requires_grad_()
-        with _attention_of(layer, T):
+        with _attention_of(layer, x):
             out = layer(x)
         learns = [p for name, p in layer.named_parameters() if "indexer" not in name]
         grads = torch.autograd.grad(out, (x, *learns), x.detach())
@@ -118,7 +118,7 @@ def _training(T: int, width: int, heads: int, k: int, dtype: torch.dtype, B: int
 
 def _layer(T: int, width: int, heads: int, k: int, dtype: torch.dtype, B: int) -> Case:
     def run(which: int, *inputs: Any) -> Tensor:
-        with _attention_of(inputs[which], T):
+        with _attention_of(inputs[which], inputs[3]):
             return inputs[which](inputs[3])
 
     def decode(layer: GatedSparseAttention, x: Tensor, cache: Any) -> Tensor:
@@ -143,9 +143,9 @@ def _layer(T: int, width: int, heads: int, k: int, dtype: torch.dtype, B: int) -
     return _case(T, width, heads, k, dtype, B, run, _over_own_keys, False, one)
 
 
-def _attention_of(layer: GatedSparseAttention, T: int) -> Any:
-    """cuDNN first where the layer asks PyTorch for attention; to say so takes time, which others need not."""
-    return cudnn_first() if layer.selects_all(T) else nullcontext()
+def _attention_of(layer: GatedSparseAttention, x: Tensor) -> Any:
+    """cuDNN pinned where the layer asks PyTorch for attention; to say so takes time, which others need not."""
+    return pinned(x) if layer.selects_all(x.shape[1]) else nullcontext()
 
 
 @torch.no_grad()

@@ -26,12 +26,14 @@ def cases(
     if quick or device.type == "cpu":
         for T in lengths or (512,):
             for granularity in (1, 4):
-                yield _select(T, min(64, T // 8 * 4), dtype or torch.float32, granularity)
+                yield select_case(T, min(64, T // 8 * 4), dtype or torch.float32, granularity)
+            yield _adaptive(T, min(64, T // 8 * 4), dtype or torch.float32)
             yield _scores(T, dtype or torch.float32)
         return
-    for T in lengths or (4096, 8192, 32768, 131072):
+    for T in lengths or (1024, 2048, 4096, 8192, 32768, 131072):
         for granularity in (1, 4):
-            yield _select(T, min(2048, T // 8 * 4), dtype or torch.bfloat16, granularity)
+            yield select_case(T, min(2048, T // 8 * 4), dtype or torch.bfloat16, granularity)
+        yield _adaptive(T, min(2048, T // 8 * 4), dtype or torch.bfloat16)
     yield _scores(4096, dtype or torch.bfloat16)
 
 
@@ -49,16 +51,18 @@ def drifting(
     return x
 
 
-def _inputs(T: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
-    q = drifting((1, HEADS, T, D), 2, device, generator).to(dtype)
-    k = drifting((1, T, D), 1, device, generator).to(dtype)
-    w = drifting((1, T, HEADS), 1, device, generator).to(dtype)
-    return q, k, w, torch.randn(HEADS, device=device, generator=generator)
+def _inputs(
+    T: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator, heads: int = HEADS, d: int = D
+) -> tuple[Tensor, ...]:
+    q = drifting((1, heads, T, d), 2, device, generator).to(dtype)
+    k = drifting((1, T, d), 1, device, generator).to(dtype)
+    w = drifting((1, T, heads), 1, device, generator).to(dtype)
+    return q, k, w, torch.randn(heads, device=device, generator=generator)
 
 
 def _rows(q: Tensor, k: Tensor, w: Tensor, bias: Tensor, rows: Tensor) -> Tensor:
     """Scores [rows, T] in the dtype of q, -inf where a key is not seen."""
-    x = torch.einsum("hqd,kd->hqk", q[0, :, rows], k[0]) * D**-0.5 + bias[:, None, None].to(q.dtype)
+    x = torch.einsum("hqd,kd->hqk", q[0, :, rows], k[0]) * q.shape[3] ** -0.5 + bias[:, None, None].to(q.dtype)
     scores = (w[0, rows].sigmoid().t()[..., None] * x.sigmoid()).sum(0)
     return scores.masked_fill(torch.arange(k.shape[1], device=k.device) > rows[:, None], -torch.inf)
 
@@ -95,7 +99,9 @@ def _plain(k_top: int, granularity: int, q: Tensor, k: Tensor, w: Tensor, bias: 
     return attention.Selection.from_mask(mask[None], 4 * k_top)
 
 
-def _select(T: int, k_top: int, dtype: torch.dtype, granularity: int) -> Case:
+def select_case(T: int, k_top: int, dtype: torch.dtype, granularity: int = 1, heads: int = HEADS, d: int = D) -> Case:
+    """Selection of k_top keys, beside the scores in memory and `torch.topk` of them."""
+
     def reference(q: Tensor, k: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor]:
         wide = (q.double(), k.double(), w.double(), bias.double())
         scores = [_rows(*wide, part) for part in _sample(q).split(64)]
@@ -104,9 +110,9 @@ def _select(T: int, k_top: int, dtype: torch.dtype, granularity: int) -> Case:
     return Case(
         room="attention",
         name="select_topk" if granularity == 1 else "select_topk_units",
-        parameters={"T": T, "k": k_top, "Hi": HEADS, "Di": D},
+        parameters={"T": T, "k": k_top, "Hi": heads, "Di": d},
         dtype=dtype,
-        make=lambda device, generator: [_inputs(T, dtype, device, generator)],
+        make=lambda device, generator: [_inputs(T, dtype, device, generator, heads, d)],
         providers=(
             Provider(
                 "gossamer",
@@ -116,17 +122,65 @@ def _select(T: int, k_top: int, dtype: torch.dtype, granularity: int) -> Case:
                 capturable=True,
             ),
             Provider(
-                "torch.topk",
+                "dense scores, torch.topk",
                 lambda *inputs: _plain(k_top, granularity, *inputs),
                 result=_sums,
                 devices=("cpu", "cuda") if T <= 32768 else (),
             ),
         ),
         reference=reference,
+        bytes=T * T // 8 + (heads + 1) * T * d * dtype.itemsize,
+        flops=heads * T * T * d,
+        sweep="T",
+        # Keys whose scores are nearly equal may be taken for each other, a larger part of few.
+        budget=max(1e-3, 0.05 / k_top),
+    )
+
+
+def _adaptive(T: int, k_top: int, dtype: torch.dtype) -> Case:
+    """As `select_topk`, each query with a number of keys that follows from the entropy of its scores."""
+    rule = attention.AdaptiveK("entropy", max(k_top // 8, 1), k_top, min(2 * k_top, T))
+
+    def best(scores: Tensor) -> Tensor:
+        log = scores.float().log_softmax(1) if scores.dtype != torch.float64 else scores.log_softmax(1)
+        seen = scores.isfinite()
+        entropy = -(log.exp() * log).where(seen, 0).sum(1)
+        k = rule.k_base * (0.5 + entropy / (seen.sum(1) + 1).log())
+        order = scores.sort(dim=1, descending=True).indices
+        taken = torch.arange(T, device=scores.device) < k.clamp(rule.k_min, rule.k_max).long()[:, None]
+        return torch.zeros_like(seen).scatter(1, order, taken) & seen
+
+    def plain(q: Tensor, k: Tensor, w: Tensor, bias: Tensor) -> attention.Selection:
+        rows = torch.arange(T, device=q.device).split(max(1, _SLAB // T))
+        mask = torch.cat([best(_rows(q, k, w, bias, part)) for part in rows])
+        return attention.Selection.from_mask(mask[None], 4 * rule.k_max)
+
+    def reference(q: Tensor, k: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor]:
+        scores = [_rows(q.double(), k.double(), w.double(), bias.double(), part) for part in _sample(q).split(64)]
+        return (torch.cat([part.where(best(part), 0).sum(1) for part in scores])[None],)
+
+    return Case(
+        room="attention",
+        name="select_topk_adaptive",
+        parameters={"T": T, "k": k_top, "Hi": HEADS, "Di": D},
+        dtype=dtype,
+        make=lambda device, generator: [_inputs(T, dtype, device, generator)],
+        providers=(
+            Provider(
+                "gossamer",
+                lambda *inputs: attention.select_topk(*inputs, adaptive=rule),
+                ours=True,
+                result=_sums,
+                capturable=True,
+            ),
+            Provider("dense scores, sorted", plain, result=_sums, devices=("cpu", "cuda") if T <= 32768 else ()),
+        ),
+        reference=reference,
         bytes=T * T // 8 + (HEADS + 1) * T * D * dtype.itemsize,
         flops=HEADS * T * T * D,
         sweep="T",
-        budget=1e-3,
+        # A number of keys next to an integer may be rounded either way.
+        budget=max(5e-3, 2 / k_top),
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention.bench_select_topk import drifting
-from benchmarks.attention.bench_sparse_attention import dense
+from benchmarks.attention.bench_sparse_attention import dense, dense_name
 from gossamer import attention
 from gossamer.cli.bench import Case, Provider
 
@@ -39,7 +39,7 @@ def cases(
             for layers in (1, SHARED):
                 yield _case(T, 4, 32, min(64, T // 8 * 4), layers, dtype or torch.float32, batch)
         return
-    for T in lengths or (4096, 8192, 32768, 131072):
+    for T in lengths or (1024, 2048, 4096, 8192, 32768, 131072):
         for layers in (1, SHARED):
             yield _case(T, 16, 128, min(2048, T // 8 * 4), layers, dtype or torch.bfloat16, batch)
 
@@ -91,7 +91,7 @@ def _case(T: int, H: int, D: int, k: int, layers: int, dtype: torch.dtype, B: in
             Provider(
                 "gossamer, units of four", partial(ours, 4), ours=True, result=partial(result, 4), capturable=True
             ),
-            Provider("dense SDPA", everything, result=partial(result, None), capturable=True),
+            Provider(dense_name(dtype), everything, result=partial(result, None), capturable=True),
         ),
         reference=lambda *inputs: (exact(1, *inputs),),
         bytes=B * (4 * layers * H * T * D * dtype.itemsize + T * T // 8),

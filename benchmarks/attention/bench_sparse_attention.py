@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -93,7 +94,10 @@ def attention_case(
     # Each way by itself shows where the choice between them should change.
     ways = ("tiles", "lists", *(("dense",) if dtype == torch.float32 else ())) if T <= 8192 and beside is None else ()
     peers = [
-        Provider(DENSE, run(dense), result=partial(_dense_result, training=training, first=first), capturable=True),
+        Provider(
+            dense_name(dtype), run(dense), result=partial(_dense_result, training=training, first=first),
+            capturable=True,
+        ),
         Provider(
             MASKED, run(_masked), prepare=lambda q, k, v, grad, selection: (q, k, v, grad, selection.to_mask()),
             result=result, capturable=True,
@@ -113,7 +117,8 @@ def attention_case(
                          devices=("cuda",), capturable=True)
                 for path in ways
             ),
-            *(peer for peer in peers if beside == peer.name or (beside is None and (peer.name == DENSE or T <= 8192))),
+            *(peer for name, peer in zip((DENSE, MASKED), peers)
+              if beside == name or (beside is None and (name == DENSE or T <= 8192))),
         ),
         reference=reference,
         bytes=B * ((2 * H + 2 * G) * T * D * dtype.itemsize * (2 if training else 1) + T * T // 8),
@@ -145,13 +150,19 @@ def _trained(forward: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]
     return call
 
 
-def cudnn_first() -> Any:
-    """A context for `scaled_dot_product_attention`, whose own choice can be half as fast on Hopper."""
-    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True)
+def dense_name(dtype: torch.dtype) -> str:
+    """What `dense` is called: with cuDNN pinned it says so."""
+    return "dense SDPA, cuDNN" if dtype.itemsize == 2 and torch.cuda.is_available() else DENSE
+
+
+def pinned(x: Tensor) -> Any:
+    """A context for `scaled_dot_product_attention` of x, in which only cuDNN computes it, for PyTorch's own choice can
+    be half as fast on Hopper. On a CPU, and in float32, which cuDNN does not compute, PyTorch chooses."""
+    return sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if x.is_cuda and x.element_size() == 2 else nullcontext()
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, selection: Any) -> Tensor:
-    with cudnn_first():
+    with pinned(q):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 

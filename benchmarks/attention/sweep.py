@@ -1,4 +1,4 @@
-"""`attention` at random: attention over selected keys, in inference and training, and decoding."""
+"""`attention` at random: selection, attention over selected keys, in inference and training, and decoding."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from random import Random
 
 import torch
 
-from benchmarks.attention import bench_sparse_attention
+from benchmarks.attention import bench_select_topk, bench_sparse_attention
 from gossamer.cli.bench import Case, log_uniform
 
 RANGES = (
     "T 64-32,768, k 16 to half of T, heads 1-32 in groups of 1-8, D 32-128, batch 1-4, log-uniform; selections that "
     "drift or are drawn for each query; at most 2^34 scores, 2^32 in float32; bfloat16, float16, float32. Beside dense "
-    "attention over all keys where drifting queries take an eighth of at least 8,192, else over the selection as a mask"
+    "attention over all keys where drifting queries take an eighth of at least 8,192, else over the selection as a "
+    "mask. Selection: 1-8 heads of 32-128, beside scores in memory and torch.topk"
 )
 
 
@@ -24,6 +25,8 @@ def pays(T: int, k: int, kind: str) -> bool:
 def draw(random: Random, device: torch.device, quick: bool) -> Case:
     """One shape, dtype and selection."""
     small = quick or device.type == "cpu"
+    if random.random() < 0.2:
+        return _selection(random, small)
     while True:
         dtype = torch.float32 if small else random.choice([torch.bfloat16, torch.float16, torch.float32])
         most = 2**32 if dtype == torch.float32 else 2**34
@@ -37,3 +40,10 @@ def draw(random: Random, device: torch.device, quick: bool) -> Case:
     kind, training = random.choice(["drifting", "drifting", "random"]), random.random() < 0.5
     beside = bench_sparse_attention.DENSE if pays(T, k, kind) else bench_sparse_attention.MASKED
     return bench_sparse_attention.attention_case(T, G * group, G, D, k, dtype, training, B, kind, beside=beside)
+
+
+def _selection(random: Random, small: bool) -> Case:
+    dtype = torch.float32 if small else random.choice([torch.bfloat16, torch.float16, torch.float32])
+    T = log_uniform(random, 64, 256 if small else 32768)
+    k, heads, d = log_uniform(random, 16, T // 2), random.choice([1, 2, 4, 8]), random.choice([32, 64, 128])
+    return bench_select_topk.select_case(T, k, dtype, 1, heads, d)

@@ -9,7 +9,7 @@ from hypothesis import given
 from torch import Tensor
 
 from gossamer._core.ops import INTERPRET
-from gossamer.attention import AdaptiveK, Selection, select_topk, sparse_attention, sparse_decode
+from gossamer.attention import AdaptiveK, Selection, indexer_scores, select_topk, sparse_attention, sparse_decode
 from gossamer.attention._torch import select_topk as cpu
 from gossamer.attention.levels import LEVELS
 from tests.attention.indexer import dense, inputs, visible
@@ -89,6 +89,24 @@ def test_stored_scores_are_the_scores(dtype: torch.dtype, device: torch.device) 
     wanted = dense(q.double(), k.double(), w.double(), bias.double(), 32**-0.5) / total * LEVELS + 1
     off = (stored(case, q, k, w, bias) - wanted).where(visible(case).to(device), 0).abs().max()
     assert off <= 1.5
+
+
+@pytest.mark.parametrize("case", CASES[:3])
+def test_no_higher_score_is_left(case: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Beside the scores that anybody can compute: what is not taken is higher than what is by a step at most, or two
+    where 16 bits or the approximations of a GPU have a part."""
+    q, k, w, bias = inputs(case, dtype, device)
+    lengths = lengths_of(case, device)
+    taken = select_topk(q, k, w, bias, k=25, lengths=lengths).to_mask()[:, 0]
+    scores = indexer_scores(q, k, w, bias, lengths=lengths, out_dtype=torch.float32).double()
+    step = w.double().sigmoid().sum(-1) / LEVELS
+    step = step * (1.01 if dtype is torch.float32 and device.type == "cpu" else 2)
+    seen = visible(case).to(device)
+    assert torch.equal(scores.isfinite(), seen)
+    lowest = scores.masked_fill(~taken, torch.inf).amin(-1)
+    highest = scores.masked_fill(taken | ~seen, -torch.inf).amax(-1)
+    assert bool((lowest >= highest - step).all())
+    assert torch.equal(taken.sum(-1), seen.sum(-1).clamp(max=25))
 
 
 @pytest.mark.parametrize("case", [(1, 2, 70, 70, 16, True, None), (3, 1, 17, 40, 8, True, [40, 36, 10])])

@@ -1,11 +1,16 @@
 """`Selection` against dense masks."""
 
+import io
+
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 from torch import Tensor
 from torch.utils import _pytree
 
-from gossamer.attention import Selection
+from gossamer._core.ops import INTERPRET
+from gossamer.attention import AdaptiveK, Selection
 
 SHAPES = [(2, 3, 130, 77), (1, 1, 1, 200), (1, 2, 64, 64), (1, 1, 65, 1)]
 
@@ -104,6 +109,42 @@ def test_it_crosses_a_compiled_region_and_devices(compiled: object, device: torc
     leaves, spec = _pytree.tree_flatten(selection)
     assert len(leaves) == 3 and torch.equal(_pytree.tree_unflatten(leaves, spec).to_mask(), mask)
     assert torch.equal(selection.to("cpu").to_mask(), mask.cpu())
+
+
+@pytest.mark.native
+def test_save_load_and_repr(device: torch.device) -> None:
+    """Plain `torch.load` reads it, and a rule for how many keys a query takes."""
+    mask = random_mask((2, 1, 70, 30), 0.2, device)
+    rule = AdaptiveK("variance", 2, 8, 16, mean=torch.tensor(0.02))
+    file = io.BytesIO()
+    torch.save({"selection": Selection.from_mask(mask, 20), "rule": rule}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    selection, again = loaded["selection"], loaded["rule"]
+    assert torch.equal(selection.to_mask(), mask) and (selection.num_queries, selection.capacity) == (70, 20)
+    assert (again.rule, again.k_min, again.k_base, again.k_max) == ("variance", 2, 8, 16) and again.mean == rule.mean
+    assert repr(selection.to("cpu")) == (
+        "Selection(batch=2, scopes=1, num_queries=70, num_keys=30, capacity=20, device=cpu)"
+    )
+
+
+@given(
+    batch=st.integers(0, 2), scopes=st.integers(1, 3), tq=st.integers(0, 140), tk=st.integers(0, 90),
+    density=st.sampled_from([0.0, 0.02, 0.3, 1.0]), capacity=st.one_of(st.none(), st.integers(0, 100)),
+)  # fmt: skip
+def test_conversions(batch: int, scopes: int, tq: int, tk: int, density: float, capacity: int | None) -> None:
+    """Mask, indices and words say the same, and lists hold what fits."""
+    device = torch.device("cuda" if torch.cuda.is_available() and not INTERPRET else "cpu")
+    mask = random_mask((batch, scopes, tq, tk), density, device)
+    selection = Selection.from_mask(mask, capacity)
+    assert torch.equal(selection.to_mask(), mask)
+    counts, indices = lists(mask, selection.capacity)
+    assert selection.counts.flatten().tolist() == counts
+    assert selection.indices.reshape(len(counts), selection.capacity).tolist() == indices
+    found, there = selection.to_indices()
+    assert int(there.sum()) == int(mask.sum()) and bool(((found >= 0) == there).all())
+    for same in (Selection.from_indices(found.flip(-1), tk), Selection.from_words(selection.words, tq)):
+        assert torch.equal(same.words, selection.words) and torch.equal(same.counts, selection.counts)
 
 
 @pytest.mark.parametrize("shape", [(0, 1, 3, 4), (1, 1, 0, 4), (1, 1, 3, 0)])

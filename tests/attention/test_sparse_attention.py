@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import Tensor
 
 from gossamer.attention import Selection, sparse_attention
@@ -179,6 +181,33 @@ def test_options(options: dict[str, Any], path: str, device: torch.device, gener
     if "lengths" in options:
         options = {**options, "lengths": torch.tensor(options["lengths"], device=device)}
     check(q, k, v, Selection.from_mask(mask), mask, generator, path=path, **options)
+
+
+@pytest.mark.native
+@settings(max_examples=20)
+@given(
+    sizes=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 3), st.integers(1, 70), st.integers(1, 90)),
+    d=st.integers(1, 40),
+    shared=st.booleans(),
+    density=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    causal=st.booleans(),
+    lengths=st.one_of(st.none(), st.lists(st.integers(0, 90), min_size=2, max_size=2)),
+    capacity=st.one_of(st.none(), st.integers(0, 60)),
+    path=st.sampled_from([None, "tiles", "lists", "dense"]),
+)
+def test_any_shape(
+    sizes: tuple[int, ...], d: int, shared: bool, density: float, causal: bool, lengths: Any, capacity: Any, path: Any
+) -> None:
+    """Batches, groups of heads, queries without keys, lists that are too short: results and gradients."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator(device).manual_seed(sum(sizes) + d)
+    b, g, group, tq, tk = sizes
+    q, k, v = inputs(b, g * group, g, tq, tk, d, torch.float32, device, generator)
+    mask = random_mask((b, 1 if shared else g, tq, tk), density, generator)
+    if lengths is not None:
+        lengths = torch.tensor(lengths[:b], device=device).clamp(max=tk)
+    selection = Selection.from_mask(mask, capacity)
+    check(q, k, v, selection, mask, generator, path=path, causal=causal, lengths=lengths)
 
 
 @pytest.mark.parametrize("d", [3, 96, 256])

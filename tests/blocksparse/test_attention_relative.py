@@ -1,5 +1,7 @@
 """Relative positions in `blocksparse.attention`, against dense float64."""
 
+import io
+
 import pytest
 import torch
 
@@ -31,6 +33,14 @@ def test_one_relative_term_needs_no_list(device: torch.device) -> None:
     q, k, v, _, layout = problem(device, torch.float32, (2,), (16, 16), (40, 50), (2, 2), 16)
     term = terms_for(device, torch.float32, 40, 50, 16, 2)[0]
     assert torch.equal(attention(q, k, v, layout, relative=term), attention(q, k, v, layout, relative=[term]))
+
+
+def test_plain_load_reads_a_term(device: torch.device) -> None:
+    term, file = terms_for(device, torch.float32, 40, 50, 16, 2)[0], io.BytesIO()
+    torch.save(term, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert torch.equal(loaded.table, term.table) and loaded.clip == term.clip
 
 
 def test_errors_of_relative() -> None:

@@ -570,16 +570,3 @@ def test_calls_for_a_profiler(toys: Path, option: str, calls: int) -> None:
     assert code == 0 and "toy/product/n=4,float32: dense" in text and not toys.exists()
     row = next(line for line in text.splitlines() if line.strip().startswith("aten::mm"))
     assert row.split()[-1] == str(calls)
-
-
-def test_lengths_of_attention() -> None:
-    folder = find_benchmarks()
-    assert folder is not None
-    given = {"lengths": (128,), "dtype": torch.float16, "batch": 2}
-    cases = load_cases(folder, "attention", None, CPU, True, given, "gossamer")
-    named = [case for case in cases if case.name.startswith("sparse_attention")]
-    assert {case.name for case in named} == {
-        "sparse_attention", "sparse_attention_training", "sparse_attention_random", "sparse_attention_training_random",
-    }  # fmt: skip
-    assert all(case.parameters["T"] == 128 and case.parameters["B"] == 2 for case in named)
-    assert all(case.dtype is torch.float16 for case in cases)

@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from gossamer.attention import Selection  # noqa: E402
 from gossamer.integrations.transformers import (  # noqa: E402
+    calibrate,
     indexer_loss,
     patch,
     patch_attention,
@@ -144,6 +145,22 @@ def test_padding_changes_nothing(implementation: str, device: torch.device) -> N
             assert torch.equal(text[b, 20:], single[0, n:])
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_padding_of_short_sequences(implementation: str, device: torch.device) -> None:
+    """Where all keys are taken: as the model did, before it was patched."""
+    model, ids = make("Llama", device), tokens(device, 3)
+    model.set_attn_implementation(implementation)
+    for left in (True, False):
+        mask = torch.zeros_like(ids)
+        for b, n in enumerate((20, 13, 5)):
+            mask[b, slice(20 - n, 20) if left else slice(0, n)] = 1
+        given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+        plain = logits(model, ids, **given)
+        patch_attention(model)
+        close(logits(model, ids, **given)[mask == 1], plain[mask == 1])
+        unpatch_attention(model)
+
+
 def test_other_masks_are_refused() -> None:
     model, ids = make("Llama", torch.device("cpu")), tokens(torch.device("cpu"))
     patch_attention(model, **SPARSE)
@@ -231,6 +248,32 @@ def test_what_is_left(device: torch.device) -> None:
         patch_attention("model")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="stage must be"):
         warm_up(model, "wet")
+
+
+@pytest.mark.parametrize("rule", ["variance", "entropy", "learned"])
+def test_adaptive_numbers_of_keys(rule: str, device: torch.device) -> None:
+    """With padding too; generation with a cache selects the same, and what a rule knows is saved and moved."""
+    model, ids = make("Llama", device), tokens(device, 2, 40)
+    patch_attention(model, **SPARSE, adaptive=rule, share=[[0, 1]] if rule == "entropy" else 1)
+    assert all(tensor.device.type == device.type for tensor in model.state_dict().values())
+    mask = torch.ones_like(ids)
+    mask[1, :15] = 0
+    if rule == "variance":
+        with pytest.raises(ValueError, match="has to know the usual variance"):
+            logits(model, ids)
+        calibrate(model, ids, attention_mask=mask)
+        known = [layer.self_attn.adaptive_k.mean.item() for layer in model.model.layers]
+        assert all(0 < variance < 1 for variance in known) and known[0] != known[1]
+    else:
+        with pytest.raises(ValueError, match=r'model must be patched with the rule "variance"'):
+            calibrate(model, ids)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, **options, use_cache=False))
+    other = make("Llama", device)
+    patch_attention(other, **SPARSE, adaptive=rule, share=[[0, 1]] if rule == "entropy" else 1)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(logits(other, ids), logits(model, ids))
+    unpatch_attention(model)
 
 
 def test_a_given_selection(device: torch.device) -> None:

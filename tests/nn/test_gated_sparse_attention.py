@@ -136,6 +136,63 @@ def test_inference_is_as_training(device: torch.device) -> None:
     check(50)
 
 
+@pytest.mark.parametrize("dense", [True, False])
+def test_padding_without_a_cache(dense: bool, device: torch.device) -> None:
+    """Whatever stands behind a sequence, NaN included, its tokens are as they are alone."""
+    ours, reference = pair(torch.float32, device)
+    ours.dense = reference.dense = dense
+    x, lengths = torch.randn(3, 50, 64, device=device), [50, 37, 0]
+    for b, length in enumerate(lengths):
+        x[b, length:] = torch.nan
+    x.requires_grad_()
+    given = torch.tensor(lengths, device=device)
+    out = ours(x, lengths=given)
+    for b, length in enumerate(lengths):
+        torch.testing.assert_close(out[b, :length], ours(x[b : b + 1, :length])[0], rtol=1e-4, atol=1e-5)
+        assert bool((out[b, length:] == 0).all())
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert bool(grad.isfinite().all()) and bool((grad[1, 37:] == 0).all())
+    if dense:
+        wanted = reference(x.double(), lengths=given)
+        torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"GatedSparseAttention: lengths must have shape \[B\] = \[3\] like x"):
+        ours(x, lengths=given[:2])
+
+
+@pytest.mark.parametrize("granularity", [1, 4])
+def test_straight_through(granularity: int, device: torch.device) -> None:
+    """The indexer gets the gradient of logits to which its scores are added; the rest, and results, stay the same."""
+    module, _ = pair(torch.float32, device, granularity=granularity)
+    x = torch.randn(2, 60, 64, device=device)
+    towards = torch.randn(2, 60, 64, device=device)
+    names = [name for name, _ in module.named_parameters() if name.startswith("indexer")]
+    module(x).backward(towards)
+    plain = {name: p.grad for name, p in module.named_parameters()}
+    assert all(plain[name] is None for name in names)
+    module.zero_grad()
+    module.indexer_gradient = "straight_through"
+    out = module(x)
+    out.backward(towards)
+    for name, parameter in module.named_parameters():
+        if name not in names:
+            torch.testing.assert_close(parameter.grad, plain[name], rtol=1e-5, atol=1e-5)
+    wide = copy.deepcopy(module).double()
+    taken = module.select(*module.index(x)).to_mask()
+    q, k, v, gate, (q_idx, k_idx, w) = wide.project(x.double())
+    scores = attention.indexer_scores(q_idx, k_idx, w, wide.indexer.idx_bias)[:, None]
+    logits = q @ k.repeat_interleave(2, 1).transpose(2, 3) * 16**-0.5
+    logits = (logits + (scores - scores.detach()).where(taken, 0)).masked_fill(~taken, -torch.inf)
+    wanted = wide.finish(logits.softmax(-1) @ v.repeat_interleave(2, 1), gate)
+    grads = torch.autograd.grad(wanted, [wide.get_parameter(name) for name in names], towards.double())
+    for name, grad in zip(names, grads):
+        got = module.get_parameter(name).grad
+        torch.testing.assert_close(got.double(), grad, rtol=1e-3, atol=1e-4, msg=name)
+    with torch.no_grad():
+        assert torch.equal(module(x), module(x))
+    short = module(x[:, :20])  # dense: there is no selection to go through
+    assert torch.autograd.grad(short.sum(), module.indexer.idx_bias, allow_unused=True)[0] is None
+
+
 def test_hooks_are_heeded(device: torch.device) -> None:
     ours, _ = pair(torch.float32, device)
     x = torch.randn(1, 20, 64, device=device)
@@ -171,6 +228,7 @@ def _compare(ours: nn.Module, reference: nn.Module, x: Tensor) -> None:
         ({"k_base": 100}, "k_min, k_base and k_max must ascend, got 256, 100 and 4096"),
         ({"d_indexer": 0}, "d_indexer must be at least 1, got 0"),
         ({"granularity": 2}, "granularity must be 1 or 4, got 2"),
+        ({"indexer_gradient": "kl"}, 'indexer_gradient must be "none" or "straight_through", got \'kl\''),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

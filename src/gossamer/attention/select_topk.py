@@ -87,6 +87,8 @@ class AdaptiveK:
                 )
 
 
+torch.serialization.add_safe_globals([AdaptiveK])
+
 _pytree.register_pytree_node(
     AdaptiveK,
     lambda a: ([a.mean, a.predictor], (a.rule, a.k_min, a.k_base, a.k_max, a.temperature)),
@@ -115,7 +117,8 @@ def select_topk(
     """The k keys of highest `indexer_scores` for each query; the scores exist only in slabs of `workspace` bytes.
 
     Exact: the selection is what a stable descending sort of the stored scores gives, ties to the lowest index, whatever
-    the workspace, the batch and the run. Scores are stored as integers that divide the range from 0 to the sum of the
+    the workspace, the batch and the run. So of two keys whose scores differ by less than a step of these, either may be
+    taken. Scores are stored as integers that divide the range from 0 to the sum of the
     query's gates, sigmoid(w), into 31,741 equal steps; NaN ranks highest.
 
     Args:

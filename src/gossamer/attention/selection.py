@@ -96,6 +96,14 @@ class Selection:
         words, counts, indices = (t.to(device, non_blocking=non_blocking) for t in self._tensors())
         return Selection(words, counts, indices, self.num_queries)
 
+    def __repr__(self) -> str:
+        """One line, for which nothing is asked of the device."""
+        batch, scopes = self.words.shape[:2]
+        return (
+            f"Selection(batch={batch}, scopes={scopes}, num_queries={self.num_queries}, num_keys={self.num_keys}, "
+            f"capacity={self.capacity}, device={self.device})"
+        )
+
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.words, self.counts, self.indices
 
@@ -316,6 +324,8 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     order = torch.argsort((~blocks).to(torch.int8), dim=-1, stable=True)
     return blocks.sum(-1).int(), order.int()
 
+
+torch.serialization.add_safe_globals([Selection])
 
 _pytree.register_pytree_node(
     Selection,

@@ -107,6 +107,8 @@ def _widened(table: Tensor, clip: int) -> Tensor:
     return torch.cat([first, table, last], 1) if more else table
 
 
+torch.serialization.add_safe_globals([Relative])
+
 _pytree.register_pytree_node(
     Relative,
     lambda term: ([term.table, term.query_positions, term.key_positions], None),

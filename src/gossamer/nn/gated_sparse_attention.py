@@ -3,80 +3,23 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gossamer import attention
-from gossamer._core import autocast, checks
+from gossamer._core import checks
 from gossamer._core.compiling import together
 from gossamer._core.ops import needs_gradient
 from gossamer._core.ranges import span
+from gossamer.attention.adaptive_k import numbers_of_keys, score_statistics
 from gossamer.attention.sparse_attention import FEW_QUERIES
+from gossamer.nn.adaptive_rule import AdaptiveRule
 from gossamer.nn.attention_cache import AttentionCache
-from gossamer.nn.plain import hooked, why_called
-
-
-def _place(tensor: Tensor) -> tuple[torch.device, Any]:
-    """Where what is made now belongs: another stream would not wait for it."""
-    return tensor.device, torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
-
-
-class RotaryEmbedding(nn.Module):
-    """Angles of rotary position embeddings; `inv_freq` `[D / 2]` is a buffer."""
-
-    inv_freq: Tensor
-    # Here for modules that were pickled without them.
-    _first: tuple[Tensor, tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
-    _kept: tuple[Any, Tensor] | None = None
-
-    def __init__(self, head_dim: int, theta: float, device: torch.device | str | None = None) -> None:
-        super().__init__()
-        self.head_dim, self.theta = head_dim, theta
-        self.register_buffer("inv_freq", self._frequencies(device))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What is kept stays here: it belongs to a stream, and a copy makes its own."""
-        return {**self.__dict__, "_first": None, "_kept": None}
-
-    def _frequencies(self, device: torch.device | str | None) -> Tensor:
-        return self.theta ** -(torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim)
-
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin) in float32, `[..., D]`, of integer positions `[...]`."""
-        # A module that was cast to 16 bits has frequencies that are of no use at large positions.
-        wide = self.inv_freq.dtype in (torch.float32, torch.float64)
-        angles = positions[..., None].float() * (self.inv_freq if wide else self._wide(positions)).float()
-        angles = torch.cat([angles, angles], -1)
-        return angles.cos(), angles.sin()
-
-    def of_first(self, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of positions 0 to count - 1, beside `like`. In inference they are kept from call to call, up to
-        KEPT_ANGLES of them, for six launches are a tenth of a short call; they are not to be written to."""
-        if count * self.head_dim > KEPT_ANGLES or not _plain_inference(like) or checks.capturing():
-            return self(torch.arange(count, device=like.device))
-        # A module that was moved or loaded has another buffer, or another version of it, but for writes to `.data`.
-        of = self.inv_freq
-        if of.is_inference():
-            return self(torch.arange(count, device=like.device))
-        key = (count, _place(like), of._version)
-        # Read once, for another thread may keep others meanwhile.
-        kept = self._first
-        if kept is None or kept[0] is not of or kept[1] != key:
-            kept = self._first = of, key, self(torch.arange(count, device=like.device))
-        return kept[2]
-
-    def _wide(self, positions: Tensor) -> Tensor:
-        """The frequencies in float32, kept, for four small kernels make them."""
-        # What a graph makes is there only when it is replayed.
-        if torch.compiler.is_compiling() or type(positions) is not Tensor or checks.capturing():
-            return self._frequencies(positions.device)
-        key, kept = (self.head_dim, self.theta, *_place(positions)), self._kept
-        if kept is None or type(kept[1]) is not Tensor or kept[0] != key:
-            kept = self._kept = key, self._frequencies(positions.device)
-        return kept[1]
+from gossamer.nn.plain import hooked, plain_inference, why_called
+from gossamer.nn.rotary_embedding import RotaryEmbedding
 
 
 class LightningIndexer(nn.Module):
@@ -106,7 +49,8 @@ class GatedSparseAttention(nn.Module):
 
     v is gated by a sigmoid of x before attention, and what attention returns by another after it. As long as a
     sequence is no longer than the fewest keys that a query takes, attention is dense, and the indexer is not asked.
-    The indexer gets no gradient from here: selecting has none. Its own loss is `attention.indexer_loss`.
+    Selecting has no gradient: the indexer learns by its own loss, `attention.indexer_loss`, or by a gradient straight
+    through the selection.
 
     Args:
         hidden_size: of x and of the result.
@@ -116,21 +60,29 @@ class GatedSparseAttention(nn.Module):
         d_indexer, n_idx_heads: size and number of the indexer's heads.
         head_dim: None for hidden_size // num_heads.
         adaptive: None for k_base keys, or how their number follows from a query's scores: an `attention.AdaptiveK`, or
-            the name of a rule that needs nothing but k_min, k_base and k_max.
+            the name of a rule. `"variance"` by name has to be calibrated: see `calibrate`. `"learned"` by name takes
+            k_base keys until its network is trained: see `numbers_of_keys`.
         value_gate, output_gate: whether there is such a gate.
         rope_theta: base of the rotary embeddings.
         granularity: 1, or 4 to select units of four neighbouring keys, as in `attention.select_topk`.
-        dtype, device: of the parameters.
+        indexer_gradient: "none", or "straight_through" for the gradient that `attention.sparse_attention` gives the
+            indexer, and x through it, where it has selected.
+        dtype, device: of the parameters; those of an adaptive rule are float32.
 
     Raises:
         ValueError: a size below 1, heads that do not divide, an odd head_dim, k_min, k_base and k_max do not ascend, or
-            no granularity. That k is a multiple of it is found out when it selects.
-        TypeError: a size that is no int.
+            no granularity, rule or indexer_gradient. That k is a multiple of it is found out when it selects; that
+            the rule "variance" has not been calibrated, too.
+        TypeError: a size that is no int, or adaptive is something else.
 
     Attributes:
         q_proj, k_proj, v_proj, o_proj: as in the published models, and so are indexer.idx_q_proj, indexer.idx_k_proj,
             indexer.idx_w_proj, indexer.idx_bias, value_gate.gate_proj, output_gate.gate_proj and rotary_emb.inv_freq.
         dense: True attends to every visible key, for a warm-up of the indexer.
+        adaptive: the `attention.AdaptiveK`, or None; may be set, and is copied then.
+        adaptive_k: None, or what the rule knows: `adaptive_k.mean`, a buffer for "variance", and for "learned" the
+            parameters `adaptive_k.mean` and `adaptive_k.predictor`. They are part of the state_dict, but one without
+            them loads strictly, too, and leaves them as they are.
 
     Source: Gated Sparse Attention (arXiv 2601.15305).
 
@@ -155,6 +107,7 @@ class GatedSparseAttention(nn.Module):
         rope_theta: float = 10000.0,
         *,
         granularity: int = 1,
+        indexer_gradient: Literal["none", "straight_through"] = "none",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -175,10 +128,13 @@ class GatedSparseAttention(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         if granularity not in (1, 4) or isinstance(granularity, bool):
             raise ValueError(f"{OPERATOR}: granularity must be 1 or 4, got {granularity!r}.")
-        self.k_base, self.granularity = k_base, granularity
-        if isinstance(adaptive, str):
-            adaptive = attention.AdaptiveK(adaptive, k_min, k_base, k_max)
-        self.adaptive = adaptive
+        if indexer_gradient not in ("none", "straight_through"):
+            raise ValueError(
+                f'{OPERATOR}: indexer_gradient must be "none" or "straight_through", got {indexer_gradient!r}.'
+            )
+        self.k_min, self.k_base, self.k_max, self.granularity = k_min, k_base, k_max, granularity
+        self.indexer_gradient = indexer_gradient
+        self.set_adaptive(adaptive, device)
         self.dense = False
         options = {"dtype": dtype, "device": device}
         width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
@@ -190,6 +146,83 @@ class GatedSparseAttention(nn.Module):
         self.value_gate = Gate(hidden_size, kv_width, **options) if value_gate else None
         self.output_gate = Gate(hidden_size, width, **options) if output_gate else None
         self.rotary_emb = RotaryEmbedding(head_dim, rope_theta, device)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Modules that were pickled before keep their rule beside their parameters."""
+        rest = {name: value for name, value in state.items() if name != "adaptive"}
+        super().__setstate__(rest)
+        self.__dict__.setdefault("indexer_gradient", "none")
+        if "adaptive_k" not in self._modules:
+            self.set_adaptive(state.get("adaptive"))
+
+    @property
+    def adaptive(self) -> attention.AdaptiveK | None:
+        """How the number of keys follows from a query's scores, or None."""
+        return None if self.adaptive_k is None else self.adaptive_k.known()
+
+    @adaptive.setter
+    def adaptive(self, adaptive: attention.AdaptiveK | str | None) -> None:
+        self.set_adaptive(adaptive, self.q_proj.weight.device)
+
+    def set_adaptive(
+        self, adaptive: attention.AdaptiveK | str | None, device: torch.device | str | None = None
+    ) -> None:
+        """Sets the rule, and puts what it knows on a device."""
+        self.adaptive_k: AdaptiveRule | None = None
+        if isinstance(adaptive, str):
+            self.adaptive_k = AdaptiveRule(adaptive, self.k_min, self.k_base, self.k_max, device)
+        elif isinstance(adaptive, attention.AdaptiveK):
+            self.adaptive_k = AdaptiveRule(adaptive, adaptive.k_min, adaptive.k_base, adaptive.k_max, device)
+        elif adaptive is not None:
+            raise TypeError(
+                f"{OPERATOR}: adaptive must be an attention.AdaptiveK, the name of a rule or None, got "
+                f"{type(adaptive).__name__}."
+            )
+
+    @torch.no_grad()
+    def calibrate(self, x: Tensor, lengths: Tensor | None = None, *, share: float = 1.0) -> None:
+        """Takes the usual variance of the rule "variance" from x `[B, T, hidden_size]`: the mean over the queries that
+        see more than k_min keys, and so have a choice. Nothing else moves it, training neither.
+
+        lengths int `[B]` are as in `forward`. share, above 0 and up to 1, is how far the stored variance moves to that
+        of x, once there is one: less than 1 makes a running mean of several batches. It costs what scoring x costs, in
+        plain PyTorch, and waits for the device.
+        """
+        checks.number(f"{OPERATOR}.calibrate", "share", share, "1.0 forgets what was stored.")
+        statistics = self._statistics(x)
+        real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        if lengths is not None:
+            real = ~_padding(x, lengths)[..., 0]
+        self.calibrate_by(statistics, real, share)
+
+    def calibrate_by(self, statistics: Tensor, real: Tensor, share: float = 1.0) -> None:
+        """As `calibrate`, by `attention.adaptive_k.score_statistics` of the queries that are real, bool `[B, T]`."""
+        if self.adaptive_k is None or self.adaptive_k.rule != "variance":
+            raise ValueError(f'{OPERATOR}.calibrate: only the rule "variance" has something to calibrate.')
+        checks.no_sync(f"{OPERATOR}.calibrate", "calibrating", "Calibrate before a graph is captured.")
+        real = real & (torch.arange(real.shape[1], device=real.device) >= self.adaptive_k.k_min)
+        if not bool(real.any()):
+            raise ValueError(
+                f"{OPERATOR}.calibrate: no query sees more than k_min = {self.adaptive_k.k_min} keys. Give longer "
+                "sequences."
+            )
+        self.adaptive_k.move(statistics[..., 1].where(real, 0).sum() / real.sum(), share)
+
+    def numbers_of_keys(self, x: Tensor) -> Tensor:
+        """How many keys the adaptive rule gives each query of x `[B, T, hidden_size]`: float32 `[B, T]`, not rounded.
+
+        Differentiable in the parameters of the rule "learned", `adaptive_k.mean` and `adaptive_k.predictor`, and in
+        nothing else, so that a loss between these numbers and those that are wanted trains its network. A query that
+        sees fewer keys takes all of them.
+        """
+        adaptive = self.adaptive
+        if adaptive is None:
+            raise ValueError(f"{OPERATOR}.numbers_of_keys: adaptive is None; each query takes k_base keys.")
+        return numbers_of_keys(self._statistics(x), adaptive, self.granularity)
+
+    @torch.no_grad()
+    def _statistics(self, x: Tensor) -> Tensor:
+        return score_statistics(*self.index(x), self.indexer.idx_bias, self.granularity)
 
     def forward(
         self,
@@ -206,12 +239,18 @@ class GatedSparseAttention(nn.Module):
         embeddings; what is visible is a matter of order. A given selection, of another layer for instance, is used
         instead of the indexer's.
 
-        With a cache, x are the next tokens of each sequence, which are added to it and see all that is in it; lengths
-        int `[B]` says how many of the T are tokens, where the rest pads x. The result is that of one call over the
-        whole sequences. No gradients pass.
+        lengths int `[B]` says how many of the T are tokens, where the rest pads x: what x holds there is of no effect,
+        and without a cache the result is 0 there.
+
+        With a cache, x are the next tokens of each sequence, which are added to it and see all that is in it. The
+        result is that of one call over the whole sequences. No gradients pass.
         """
         if cache is not None and position_ids is None:
             position_ids = cache.positions(x.shape[1])
+        if cache is None and lengths is not None:
+            # Padding stands behind all tokens, so that none of them sees it.
+            padding = _padding(x, lengths)
+            return self.forward(x.masked_fill(padding, 0), position_ids, selection).masked_fill(padding, 0)
         if cache is None:
             scored = selection is None and not self.selects_all(x.shape[1])
             y, cos, sin, index = self._products(x, position_ids, indexer=scored)
@@ -253,20 +292,26 @@ class GatedSparseAttention(nn.Module):
         """Attention of what `project` returns, `[B, H, T, D]`: dense where each query takes every key that it sees.
 
         k, v and the indexer's keys may be more than the queries, which stand last, or with lengths int `[B]` end beside
-        key lengths[b] - 1.
+        key lengths[b] - 1; where these are fewer than the queries, the first stands beside the first.
         """
         if selection is None and self.selects_all(k.shape[2]):
             grouped, mask = self.num_heads != self.num_kv_heads, None
             if lengths is not None or q.shape[2] != k.shape[2]:
-                at = torch.arange(q.shape[2] - 1, -1, -1, device=q.device)
-                last = k.shape[2] if lengths is None else lengths[:, None, None, None]
-                mask = torch.arange(k.shape[2], device=q.device) < last - at[:, None]
+                count = q.new_full((1,), k.shape[2], dtype=torch.int64) if lengths is None else lengths
+                at = (count[:, None] - q.shape[2]).clamp(min=0) + torch.arange(q.shape[2], device=q.device)
+                last = torch.minimum(at, count[:, None] - 1)[:, None, :, None]
+                mask = torch.arange(k.shape[2], device=q.device) <= last
             with span("gsa/dense_attn"):
                 return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
+        through = None
         if selection is None:
             selection = self.select(*index, lengths=lengths)
+            scored_by = (*index, self.indexer.idx_bias)
+            # Behind a cache there are more keys than queries, and no gradients.
+            if self.indexer_gradient != "none" and q.shape[2] == k.shape[2] and needs_gradient(*scored_by):
+                through = scored_by
         with span("gsa/sparse_attn"):
-            return attention.sparse_attention(q, k, v, selection, lengths=lengths)
+            return attention.sparse_attention(q, k, v, selection, lengths=lengths, indexer=through)
 
     def _attend_with_cache(
         self,
@@ -322,7 +367,7 @@ class GatedSparseAttention(nn.Module):
 
     def selects_all(self, num_keys: int) -> bool:
         """Whether each query of a sequence takes every key that it sees."""
-        return self.dense or num_keys <= (self.k_base if self.adaptive is None else self.adaptive.k_min)
+        return self.dense or num_keys <= (self.k_base if self.adaptive_k is None else self.adaptive_k.k_min)
 
     def project(
         self, x: Tensor, position_ids: Tensor | None = None, indexer: bool = True
@@ -375,7 +420,7 @@ class GatedSparseAttention(nn.Module):
         layers = {"idx_q_proj": of.idx_q_proj, "idx_k_proj": of.idx_k_proj, "idx_w_proj": of.idx_w_proj}
         widths = [layer.out_features for layer in layers.values()]
         with span("gsa/indexer"):
-            if _plain_inference(x):
+            if plain_inference(x):
                 # Small ones, of which a part is copied where it is a part of one.
                 q, k, w = (layer(x) for layer in layers.values())
             else:
@@ -385,14 +430,19 @@ class GatedSparseAttention(nn.Module):
     @torch.no_grad()
     def select(self, q: Tensor, k: Tensor, w: Tensor, lengths: Tensor | None = None) -> attention.Selection:
         """The keys of each query, from what the indexer scores by; lengths as in `attention.select_topk`."""
-        given: dict[str, Any] = {"k": self.k_base} if self.adaptive is None else {"adaptive": self.adaptive}
+        if self.adaptive_k is not None and not self.adaptive_k.calibrated:
+            raise ValueError(
+                f'{OPERATOR}: adaptive="variance" has to know the usual variance of scores. Call calibrate(x), load a '
+                "state_dict that has adaptive_k.mean, or give an attention.AdaptiveK with a mean."
+            )
+        given: dict[str, Any] = {"k": self.k_base} if self.adaptive_k is None else {"adaptive": self.adaptive}
         given["granularity"] = self.granularity
         with span("gsa/topk_select"):
             return attention.select_topk(q, k, w, self.indexer.idx_bias, lengths=lengths, **given)
 
     def extra_repr(self) -> str:
         text = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, k_base={self.k_base}"
-        return text if self.adaptive is None else f"{text}, adaptive={self.adaptive.rule!r}"
+        return text if self.adaptive_k is None else f"{text}, adaptive={self.adaptive_k.rule!r}"
 
 
 class GatedSparseAttentionReference(GatedSparseAttention):
@@ -416,8 +466,11 @@ class GatedSparseAttentionReference(GatedSparseAttention):
         """As `GatedSparseAttention.forward`, without a cache."""
         if cache is not None:
             raise NotImplementedError(f"{OPERATOR}Reference: a cache is not implemented. Use {OPERATOR}.")
-        if self.adaptive is not None:
+        if self.adaptive_k is not None:
             raise NotImplementedError(f"{OPERATOR}Reference: adaptive numbers of keys are not implemented. Use None.")
+        if lengths is not None:
+            padding = _padding(x, lengths)
+            return self.forward(x.masked_fill(padding, 0), position_ids, selection).masked_fill(padding, 0)
         if self.granularity != 1:
             raise NotImplementedError(f"{OPERATOR}Reference: units of keys are not implemented. Use granularity=1.")
         with span("gsa_ref/qkv_proj"):
@@ -464,8 +517,6 @@ class GatedSparseAttentionReference(GatedSparseAttention):
 
 OPERATOR = "nn.GatedSparseAttention"
 FEW_TOKENS = 64
-KEPT_ANGLES = 1 << 21
-"""Cosines, and as many sines: 16 MiB in all."""
 
 
 def _products(x: Tensor, layers: dict[str, nn.Linear]) -> Tensor:
@@ -488,12 +539,12 @@ def _products(x: Tensor, layers: dict[str, nn.Linear]) -> Tensor:
     return out[..., :width] if over else out
 
 
-def _plain_inference(x: Tensor) -> bool:
-    """Whether nothing differentiates, casts, maps or traces what is made of x."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or autocast.enabled(x.device):
-        return False
-    watched = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None
-    return type(x) is Tensor and not watched
+def _padding(x: Tensor, lengths: Tensor) -> Tensor:
+    """bool `[B, T, 1]`: what stands behind the first lengths[b] tokens of x."""
+    checks.whole(OPERATOR, lengths=lengths)
+    checks.shape(OPERATOR, "lengths", lengths, (x.shape[0],), "[B]", "like x")
+    checks.same_device(OPERATOR, "x", x.device, lengths=lengths)
+    return (torch.arange(x.shape[1], device=x.device) >= lengths[:, None])[..., None]
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules.module import _has_any_global_hook
 
-from gossamer._core import checks
+from gossamer._core import autocast, checks
 
 # torch.export traces with parameters that are FakeTensors; those of a subclass stay of that subclass.
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
@@ -47,3 +48,11 @@ def hooked(module: nn.Module) -> bool:
         or module._backward_pre_hooks
         or "forward" in module.__dict__
     )
+
+
+def plain_inference(x: Tensor) -> bool:
+    """Whether nothing differentiates, casts, maps or traces what is made of x."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or autocast.enabled(x.device):
+        return False
+    watched = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None
+    return type(x) is Tensor and not watched

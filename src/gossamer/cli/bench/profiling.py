@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
+from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerActivity, profile
 
 from gossamer._core.ranges import span
@@ -18,7 +19,8 @@ _WARM_UP = 3
 def profile_case(case: Case, device: torch.device, seed: int, calls: int, show: Callable[[str], None]) -> None:
     """Calls each provider of `case` `calls` times between cudaProfilerStart and cudaProfilerStop.
 
-    On the CPU PyTorch's own profiler runs instead, and `show` gets its table.
+    On the CPU PyTorch's own profiler runs instead, and `show` gets its tables: all named ranges, then the operators
+    that took longest.
     """
     inputs = case.make(device, torch.Generator(device).manual_seed(seed))[0]
     with nullcontext() if case.grad else torch.inference_mode():
@@ -47,4 +49,8 @@ def _window(device: torch.device, name: str, show: Callable[[str], None]) -> Ite
         return
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         yield
-    show(f"{name}\n{seen.key_averages().table(sort_by='self_cpu_time_total', row_limit=12)}")
+    events = seen.key_averages()
+    ranges = EventList([event for event in events if event.is_user_annotation and event.key != name])
+    tables = [ranges.table(sort_by="cpu_time_total", row_limit=-1, max_name_column_width=80)] if ranges else []
+    tables.append(events.table(sort_by="self_cpu_time_total", row_limit=12))
+    show("\n".join([name, *tables]))

@@ -3,6 +3,7 @@
 from gossamer.integrations.transformers._activations import Activations
 from gossamer.integrations.transformers._attention import (
     AttentionReport,
+    calibrate,
     indexer_loss,
     patch_attention,
     register_selection,
@@ -15,6 +16,7 @@ __all__ = [
     "Activations",
     "AttentionReport",
     "Report",
+    "calibrate",
     "indexer_loss",
     "patch",
     "patch_attention",

@@ -17,14 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from gossamer import attention
+from gossamer._core import checks
 from gossamer._core.ranges import span
+from gossamer.attention.adaptive_k import score_statistics
 from gossamer.integrations.transformers._mlp import Report
 from gossamer.integrations.transformers._sharing import SharedSelections, groups_of, share_selections
 from gossamer.nn import GatedSparseAttention
+from gossamer.nn.adaptive_rule import AdaptiveRule
 from gossamer.nn.plain import hooked
 
 _PATCH, _UNPATCH = "integrations.transformers.patch_attention", "integrations.transformers.unpatch_attention"
-_LOSS = "integrations.transformers.indexer_loss"
+_LOSS, _CALIBRATE = "integrations.transformers.indexer_loss", "integrations.transformers.calibrate"
 _CLASSES = (
     "LlamaAttention",
     "MistralAttention",
@@ -36,6 +39,7 @@ _CLASSES = (
     "GemmaAttention",
 )
 _WINDOW_IN_CONFIG = {"MistralAttention", "MixtralAttention"}
+_BOUNDS = ("min", "base", "max")
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -88,7 +92,8 @@ def patch_attention(
         model: a model of transformers, or a module that contains one. Llama, Mistral, Mixtral, Qwen2 and 3, dense or of
             experts, and Gemma are known. Attention with a sliding window, dropout, hooks, adapters or quantised weights
             is left.
-        k_base, k_min, k_max, d_indexer, n_idx_heads, adaptive: as in `nn.GatedSparseAttention`.
+        k_base, k_min, k_max, d_indexer, n_idx_heads, adaptive: as in `nn.GatedSparseAttention`. Each layer that selects
+            has a rule of its own; adaptive="variance" asks for `calibrate(model, ids)` once the indexers are trained.
         gates: whether to add gates to values and outputs. They begin at one half, and v_proj and o_proj at twice what
             they were, so that the model computes what it did. Without gates weights are shared with what was there.
         share: how many of the replaced layers in a row use the selection of the first of them, or which:
@@ -202,6 +207,40 @@ def indexer_loss(model: nn.Module) -> Tensor:
     return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
 
 
+def calibrate(model: nn.Module, *args: Any, share: float = 1.0, **kwargs: Any) -> None:
+    """Calls a patched model, and takes from the call each layer's usual variance of scores, for adaptive="variance".
+
+    The call is without gradients and without a cache. Each layer selects with what it has just found. It costs what
+    scoring costs, in plain PyTorch, and waits for the device.
+
+    Args:
+        model: what `patch_attention(model, adaptive="variance")` has patched.
+        args, kwargs: as the model takes them: ids, an attention mask.
+        share: above 0 and up to 1, how far what a layer knows moves to what it finds, as in
+            `nn.GatedSparseAttention.calibrate`.
+
+    Raises:
+        TypeError: model is no module.
+        ValueError: nothing in it is patched, or by another rule; share is out of range; no query sees more than k_min
+            keys.
+
+    >>> calibrate(model, ids)  # doctest: +SKIP
+    """
+    checks.number(_CALIBRATE, "share", share, "1.0 forgets what was stored.")
+    found = _patched(_CALIBRATE, model).values()
+    rules = [module for module in found if module.adaptive_k is not None and module.adaptive_k.rule == "variance"]
+    if not rules:
+        raise ValueError(f'{_CALIBRATE}: model must be patched with the rule "variance". Other rules know no variance.')
+    for module in rules:
+        module.calibrates = share
+    try:
+        with torch.no_grad():
+            model(*args, use_cache=False, **kwargs)
+    finally:
+        for module in rules:
+            module.calibrates = None
+
+
 class _GivenAngles(nn.Module):
     """In place of a rotary embedding: cosines and sines come from the model."""
 
@@ -219,6 +258,7 @@ class SparseSelfAttention(GatedSparseAttention):
         selects: whether it has an indexer, or uses the selection of the first layer of its group.
         learns: whether a forward pass computes the indexer's loss.
         loss: that of the last forward pass, or None.
+        calibrates: None, or by how much a forward pass moves what the adaptive rule knows.
     """
 
     replaces: nn.Module
@@ -226,6 +266,8 @@ class SparseSelfAttention(GatedSparseAttention):
     selects: bool
     learns: bool
     loss: Tensor | None
+    # Here for modules that were pickled without it.
+    calibrates: float | None = None
 
     def __init__(self, module: Any, *, gates: bool, group: tuple[int, ...] = (), **options: Any) -> None:
         weight = module.q_proj.weight
@@ -251,6 +293,11 @@ class SparseSelfAttention(GatedSparseAttention):
         for part in (self.indexer, self.value_gate, self.output_gate):
             if part is not None:
                 part.to_empty(device=weight.device)
+        # Made anew where it is to be: what it knows is no weight that `_reset` could fill in.
+        self.set_adaptive(options.get("adaptive"), weight.device)
+        if not self.selects and self.adaptive_k is not None:
+            # The fewest keys say what is short. Nothing else is asked of it.
+            self.adaptive_k = AdaptiveRule("entropy", *(getattr(self.adaptive_k, f"k_{x}") for x in _BOUNDS))
         self._reset()
         self.layer_idx, self.config = module.layer_idx, module.config
         self.learns, self.loss = False, None
@@ -279,7 +326,7 @@ class SparseSelfAttention(GatedSparseAttention):
 
     def added(self) -> list[nn.Parameter]:
         """Parameters that the module before had not."""
-        parts = (self.indexer, self.value_gate, self.output_gate)
+        parts = (self.indexer, self.value_gate, self.output_gate, self.adaptive_k)
         return [parameter for part in parts if part is not None for parameter in part.parameters()]
 
     def forward(  # type: ignore[override]
@@ -300,7 +347,8 @@ class SparseSelfAttention(GatedSparseAttention):
         q, k, v, gate, _ = self.project(x, given, indexer=False)
         whole = cache is None and self.selects_all(x.shape[1])
         # What trains an indexer is not to change what it reads.
-        index = self.index(x.detach()) if self.selects and (self.learns or not whole) else None
+        wanted = self.learns or not whole or self.calibrates is not None
+        index = self.index(x.detach()) if self.selects and wanted else None
         lengths = None
         if cache is not None:
             # transformers before 5 tells a static cache where to write.
@@ -333,6 +381,11 @@ class SparseSelfAttention(GatedSparseAttention):
         selection: attention.Selection | None = None
         lse: Tensor | None = None
         whole = self.selects_all(k.shape[2])
+        if self.calibrates is not None:
+            real = torch.arange(q.shape[2], device=q.device).expand(q.shape[0], -1)
+            real = real < (q.shape[2] if lengths is None else lengths[:, None])
+            statistics = score_statistics(index[0], index[1], index[2], self.indexer.idx_bias, self.granularity)
+            self.calibrate_by(statistics, real, self.calibrates)
         if self.selects:
             selection = None if whole else self.select(index[0], index[1], index[2], lengths)
             scored_by = (*index, self.indexer.idx_bias) if learns else ()

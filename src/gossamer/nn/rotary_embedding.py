@@ -1,0 +1,74 @@
+"""Angles of rotary position embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gossamer._core import checks
+from gossamer.nn.plain import plain_inference
+
+KEPT_ANGLES = 1 << 21
+"""Cosines, and as many sines: 16 MiB in all."""
+
+
+def _place(tensor: Tensor) -> tuple[torch.device, Any]:
+    """Where what is made now belongs: another stream would not wait for it."""
+    return tensor.device, torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+
+class RotaryEmbedding(nn.Module):
+    """Angles of rotary position embeddings; `inv_freq` `[D / 2]` is a buffer."""
+
+    inv_freq: Tensor
+    # Here for modules that were pickled without them.
+    _first: tuple[Tensor, tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
+    _kept: tuple[Any, Tensor] | None = None
+
+    def __init__(self, head_dim: int, theta: float, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.head_dim, self.theta = head_dim, theta
+        self.register_buffer("inv_freq", self._frequencies(device))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is kept stays here: it belongs to a stream, and a copy makes its own."""
+        return {**self.__dict__, "_first": None, "_kept": None}
+
+    def _frequencies(self, device: torch.device | str | None) -> Tensor:
+        return self.theta ** -(torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(cos, sin) in float32, `[..., D]`, of integer positions `[...]`."""
+        # A module that was cast to 16 bits has frequencies that are of no use at large positions.
+        wide = self.inv_freq.dtype in (torch.float32, torch.float64)
+        angles = positions[..., None].float() * (self.inv_freq if wide else self._wide(positions)).float()
+        angles = torch.cat([angles, angles], -1)
+        return angles.cos(), angles.sin()
+
+    def of_first(self, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of positions 0 to count - 1, beside `like`. In inference they are kept from call to call, up to
+        KEPT_ANGLES of them, for six launches are a tenth of a short call; they are not to be written to."""
+        if count * self.head_dim > KEPT_ANGLES or not plain_inference(like) or checks.capturing():
+            return self(torch.arange(count, device=like.device))
+        # A module that was moved or loaded has another buffer, or another version of it, but for writes to `.data`.
+        of = self.inv_freq
+        if of.is_inference():
+            return self(torch.arange(count, device=like.device))
+        key = (count, _place(like), of._version)
+        # Read once, for another thread may keep others meanwhile.
+        kept = self._first
+        if kept is None or kept[0] is not of or kept[1] != key:
+            kept = self._first = of, key, self(torch.arange(count, device=like.device))
+        return kept[2]
+
+    def _wide(self, positions: Tensor) -> Tensor:
+        """The frequencies in float32, kept, for four small kernels make them."""
+        # What a graph makes is there only when it is replayed.
+        if torch.compiler.is_compiling() or type(positions) is not Tensor or checks.capturing():
+            return self._frequencies(positions.device)
+        key, kept = (self.head_dim, self.theta, *_place(positions)), self._kept
+        if kept is None or type(kept[1]) is not Tensor or kept[0] != key:
+            kept = self._kept = key, self._frequencies(positions.device)
+        return kept[1]
