@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gossamer import sae
+from gossamer._core.recompute import recomputed
 from gossamer.nn import _recipe
 from gossamer.nn.jumprelu import JumpReLUSAE
 from gossamer.nn.sae import BatchTopKSAE, SAELoss, SparseAutoencoder, TopKSAE
 from gossamer.nn.transcoder import Transcoder
 from gossamer.rowsparse import ELL, Rows
-from gossamer.rowsparse.density import recomputed
 from gossamer.sae.sharded import add_parts, check_group, copy_to_ranks, sum_over
 
 _DIMENSION = {"W_enc": 1, "W_dec": 0, "b_enc": 0, "log_threshold": 0, "firing_counts": 0, "steps_since_fired": 0}
@@ -59,7 +59,7 @@ class Sharded(SparseAutoencoder):
         # The sum over ranks takes packed latents.
         return "sparse"
 
-    def _record(self, nnz: Tensor | None, result: Tensor) -> None:
+    def _record(self, nnz: Tensor | None) -> None:
         """Nothing to choose by it."""
 
     def _longest_silent(self, count: int) -> tuple[Tensor, Tensor]:

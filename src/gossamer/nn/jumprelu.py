@@ -1,17 +1,20 @@
 """Sparse autoencoders whose latents have thresholds that they learn."""
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from gossamer import gemm, sae
 from gossamer._core import checks
+from gossamer._core.recompute import recomputed
 from gossamer.nn import _recipe
 from gossamer.nn.sae import SAELoss, SparseAutoencoder, mean
 from gossamer.rowsparse import ELL, Rows
-from gossamer.rowsparse.density import recomputed
+
+Result = TypeVar("Result")
 
 
 class JumpReLUSAE(SparseAutoencoder):
@@ -164,7 +167,7 @@ class JumpReLUSAE(SparseAutoencoder):
 
     def encode(self, x: Tensor) -> ELL:
         """x `[..., d_in]` -> latents `(..., d_sae)`; see `sae.encode`. In training mode it counts what fires."""
-        return super().encode(self._scaled(x))
+        return self._as_first(lambda: super(JumpReLUSAE, self).encode(self._scaled(x)))
 
     def decode(self, rows: Rows) -> Tensor:
         """Latents `(..., d_sae)` -> reconstruction `[..., d_in]`; see `sae.decode`."""
@@ -172,7 +175,7 @@ class JumpReLUSAE(SparseAutoencoder):
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., d_in]` -> reconstruction `[..., d_in]`."""
-        return self._unscaled(super().forward(self._scaled(x)))
+        return self._as_first(lambda: self._unscaled(super(JumpReLUSAE, self).forward(self._scaled(x))))
 
     def loss(self, x: Tensor) -> SAELoss:
         """Reconstruction loss plus penalties of x `[..., d_in]`, in units of `input_scale * x`; the reconstruction is
@@ -186,7 +189,7 @@ class JumpReLUSAE(SparseAutoencoder):
             with torch.no_grad():
                 self.steering.copy_(_recipe.advanced(self.steering, *self._course))
         scaled = self._scaled(x)
-        found = self._loss(scaled, scaled)
+        found = self._as_first(lambda: self._loss(scaled, scaled))
         if follows and self.steered and x.numel():
             with torch.no_grad():
                 self.steering[_recipe.L0] = found.l0
@@ -260,6 +263,20 @@ class JumpReLUSAE(SparseAutoencoder):
         start = min(_recipe.START * self.target_l0, self.d_sae / 4)
         return self.target_l0, max(start, self.target_l0), self.warm_up
 
+    def _as_first(self, call: Callable[[], Result]) -> Result:
+        """call(), with the steering of the first run where a checkpoint computes again."""
+        if not self.steered or torch.compiler.is_compiling():
+            return call()
+        now = self.steering
+        then = self._first_found(lambda: now, keep=torch.clone)
+        if then is now:
+            return call()
+        self.steering = then
+        try:
+            return call()
+        finally:
+            self.steering = now
+
     def _scaled(self, x: Tensor) -> Tensor:
         if not self.steered:
             return x
@@ -316,7 +333,7 @@ class JumpReLUSAE(SparseAutoencoder):
     def _dead_loss(self, x: Tensor, target: Tensor, reconstruction: Tensor) -> Tensor | None:
         if not self.pre_act_coefficient:
             return None
-        which, dead = self._longest_silent(2 * self.d_in)
+        which, dead = self._first_found(lambda: self._longest_silent(2 * self.d_in))
         pre = x @ self.W_enc.index_select(1, which).to(x.dtype) + self.b_enc.index_select(0, which)
         norms = self._decoder_norms(self.W_dec.index_select(0, which))
         below = (self.threshold.index_select(0, which) - pre).relu() * norms

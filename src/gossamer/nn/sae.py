@@ -1,21 +1,23 @@
 """Sparse autoencoders as modules."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from gossamer import gemm, sae
 from gossamer._core import checks
+from gossamer._core.recompute import recomputed, remembered
 from gossamer.nn._silence import Silence
 from gossamer.nn.median import geometric_median
 from gossamer.rowsparse import ELL, DensityTracker, Rows
-from gossamer.rowsparse.density import recomputed
 from gossamer.sae.decode import decode_dense
 from gossamer.sae.encode_dense import choose_path, encode_dense, most_slots, slots
 from gossamer.sae.smallest import smallest
 from gossamer.sae.squared_error import squared_error
+
+Found = TypeVar("Found")
 
 
 class SAELoss(NamedTuple):
@@ -131,7 +133,7 @@ class SparseAutoencoder(torch.nn.Module):
         """x `[..., d_in]` -> reconstruction `[..., d_in]`."""
         rows, _, nnz = self._chosen(x, self._encode)
         out = self._output(x, rows)
-        self._record(nnz, out)
+        self._record(nnz)
         return out
 
     def _check(self, x: Tensor) -> None:
@@ -218,10 +220,10 @@ class SparseAutoencoder(torch.nn.Module):
         rows = x.shape[:-1].numel()
         return choose_path(self._density, rows, self.W_dec, self._expected, training=self.training)
 
-    def _record(self, nnz: Tensor | None, result: Tensor) -> None:
+    def _record(self, nnz: Tensor | None) -> None:
         if nnz is not None and self._expected is None:
             limit = self._capacity or most_slots(self.d_sae)
-            self._density.record(nnz, training=self.training, limit=limit, result=result)
+            self._density.record(nnz, training=self.training, limit=limit)
 
     def _entries(self, x: Tensor, slots: int | None = None) -> tuple[Rows, Tensor]:
         """The same where nobody but `loss` sees the latents, in the format that keeps least."""
@@ -260,7 +262,7 @@ class SparseAutoencoder(torch.nn.Module):
         none = mse.new_zeros(3).unbind() if penalty is None or dead is None else ()
         loss = mse + (none[0] if penalty is None else penalty)
         loss = loss if dead is None else loss + dead
-        self._record(nnz, loss)
+        self._record(nnz)
         shown = none[1] if penalty is None else penalty, none[2] if dead is None else dead
         return SAELoss(loss, mse, shown[0], mean(l0.detach()), reconstruction, shown[1])
 
@@ -273,6 +275,17 @@ class SparseAutoencoder(torch.nn.Module):
     def _dead_loss(self, x: Tensor, target: Tensor, reconstruction: Tensor) -> Tensor | None:
         """None while it is 0."""
         return None
+
+    def _first_found(self, find: Callable[[], Found], keep: Callable[[Found], Found] = lambda found: found) -> Found:
+        """find() of what moves from call to call; where a checkpoint computes again, what the first run found."""
+        return remembered(self, find, lost=self._lost, keep=keep)
+
+    def _lost(self) -> Any:
+        raise RuntimeError(
+            f"nn.{type(self).__name__}: a checkpoint computes again what it was not seen to compute first, so what the "
+            "first run knew (of dead latents, of the steering) cannot be told. Use torch.utils.checkpoint, around the "
+            "whole call and with no other saved_tensors_hooks inside."
+        )
 
     def _longest_silent(self, count: int) -> tuple[Tensor, Tensor]:
         """(which latents, whether each is dead), of the equally silent the first: how many are dead only the device
@@ -317,9 +330,14 @@ class Reviving(SparseAutoencoder):
         return self.k
 
     def _dead_loss(self, x: Tensor, target: Tensor, reconstruction: Tensor) -> Tensor | None:
-        if not self.aux_coefficient or self._none_is_dead():
+        if not self.aux_coefficient:
             return None
-        which, dead = self._longest_silent(max(2 * self.aux_k, len(self.b_dec)))
+        silent = self._first_found(
+            lambda: None if self._none_is_dead() else self._longest_silent(max(2 * self.aux_k, len(self.b_dec)))
+        )
+        if silent is None:
+            return None
+        which, dead = silent
         # No index is there twice, so that the gradient of index_select has nothing to add up, or to sort for that.
         biases = torch.where(dead, self.b_enc.index_select(0, which), -torch.inf)
         W_enc = self.W_enc.index_select(1, which)

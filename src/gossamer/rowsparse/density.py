@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from gossamer._core import checks
 from gossamer._core.ops import INTERPRET
+from gossamer._core.recompute import recomputed, remembered
 from gossamer.rowsparse._torch import density as _cpu
 
 PARTS = 64
@@ -45,9 +45,10 @@ class DensityTracker:
     where it is that far ahead, so that the device always has work, and the same calls take the same ways whatever the
     host was doing. Training and inference have a history each, and the first `lag` calls of each know nothing.
 
-    A way changes only while no earlier call waits for its backward pass, so that what a checkpoint computes again goes
-    the way it went the first time; it is not counted. Calls that a CUDA graph captures or `torch.compile` traces go the
-    way that was last taken, and record nothing. Copies and pickles keep `lag` and `pinned`, and start anew.
+    What `torch.utils.checkpoint` computes again goes the way of its first run, whatever has been computed in between,
+    and is not counted; so does what an `autograd.Function` of one's own computes again, if the first run is a training
+    call. Calls that a CUDA graph captures or `torch.compile` traces go the way that was last taken, and record nothing.
+    Copies and pickles keep `lag` and `pinned`, and start anew.
 
     Args:
         lag: how many calls late statistics are read.
@@ -70,8 +71,7 @@ class DensityTracker:
         self.lag, self.pinned = lag, pinned
         self.last_path: str | None = None
         self._histories = {True: _History(lag), False: _History(lag)}
-        self._in_flight: weakref.WeakSet[_Ticket] = weakref.WeakSet()
-        self._recomputes, self._without_graph = False, 0
+        self._basis_again: Density | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DensityTracker:
         return DensityTracker(self.lag, self.pinned)
@@ -116,54 +116,46 @@ class DensityTracker:
             chosen = self.pinned
         elif checks.capturing():
             chosen = self.pinned or history.path or choose(history.known)
-        elif recomputed():
-            self._recomputes, self._without_graph = True, max(0, self._without_graph - 1)
-            return self.pinned or history.path or choose(history.known)
+        elif training or recomputed():
+            chosen, basis = remembered(
+                self, lambda: self._decided(history, choose), lost=lambda: self._lost(history, choose)
+            )
+            if recomputed():
+                self._basis_again = basis
+                return chosen
         else:
-            # What is recorded has to be read where the way is pinned, too, or it would pile up.
-            history.read()
-            stays = training and history.path is not None and self._waiting()
-            if not stays:
-                history.basis = history.known
-            chosen = self.pinned or (history.path if stays and history.path else choose(history.known))
-            if training and not torch.is_grad_enabled():
-                self._without_graph += 1
+            chosen, _ = self._decided(history, choose)
         history.path = self.last_path = chosen
         return chosen
+
+    def _decided(self, history: _History, choose: Callable[[Density | None], str]) -> tuple[str, Density | None]:
+        # What is recorded has to be read where the way is pinned, too, or it would pile up.
+        history.read()
+        history.basis = history.known
+        return self.pinned or choose(history.known), history.known
+
+    def _lost(self, history: _History, choose: Callable[[Density | None], str]) -> tuple[str, Density | None]:
+        """The way last taken: what else is known of a first run that was not seen?"""
+        return self.pinned or history.path or choose(history.known), history.basis
 
     def basis(self, *, training: bool) -> Density | None:
         """What the way last taken was chosen by, or None: what else a call chooses by this stays when the way does.
         None to `torch.compile`, which would compile for each number anew."""
-        return None if torch.compiler.is_compiling() else self._histories[training].basis
+        if torch.compiler.is_compiling():
+            return None
+        return self._basis_again if recomputed() else self._histories[training].basis
 
-    def record(self, counts: Tensor, *, training: bool, limit: int = 2**31 - 1, result: Tensor | None = None) -> None:
+    def record(self, counts: Tensor, *, training: bool, limit: int = 2**31 - 1) -> None:
         """Takes the counts of the call whose way was chosen last.
 
         Args:
             counts: `[...]`, int or float, the entries of each row.
             training: as in `path`.
             limit: above which a row counts as `over`.
-            result: what a backward pass will come through, if there is to be one: the way does not change before.
         """
         if torch.compiler.is_compiling() or checks.capturing() or recomputed() or type(counts) is not Tensor:
             return
         self._histories[training].add(counts.detach().reshape(-1), limit)
-        if training and result is not None and result.grad_fn is not None:
-            ticket = _Ticket()
-            self._in_flight.add(ticket)
-            result.grad_fn.register_prehook(ticket.spend)
-
-    def _waiting(self) -> bool:
-        return any(not ticket.spent for ticket in self._in_flight) or (self._recomputes and self._without_graph > 0)
-
-
-class _Ticket:
-    """Lives as long as a graph, and is spent when a backward pass comes through."""
-
-    spent = False
-
-    def spend(self, grads: Any) -> None:
-        self.spent = True
 
 
 class _History:
@@ -215,8 +207,3 @@ def _summing(on_gpu: bool) -> Callable[[Tensor, Tensor, int], None]:
     from gossamer.rowsparse._triton.density import row_density
 
     return row_density
-
-
-def recomputed() -> bool:
-    """Whether this runs inside of a backward pass, where a forward pass can only be one that runs again."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -215,9 +215,9 @@ def _in_tiles(
 
 def _follow(density: DensityTracker | None, rows: Any, differentiable: bool) -> None:
     if density is not None:
-        values, _, counts, _ = rows.packed
+        counts = rows.packed.counts
         counts, limit = (counts.diff(), rows.num_columns) if isinstance(rows, CSR) else (counts, rows.capacity)
-        density.record(counts, training=differentiable, limit=limit, result=values)
+        density.record(counts, training=differentiable, limit=limit)
 
 
 def check_operands(

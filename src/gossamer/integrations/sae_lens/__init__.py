@@ -206,11 +206,11 @@ class _State(threading.local):
         self.wanted = max(self.wanted - 1, 0)
         self.waiting = False
 
-    def record(self, d_sae: int, result: Tensor) -> None:
+    def record(self, d_sae: int) -> None:
         """Tells the tracker how many entries rows have had, where it asks."""
         if self.counts is not None:
             limit = default_capacity(d_sae)
-            self.density.record(self.counts, training=self.training, limit=limit, result=result)
+            self.density.record(self.counts, training=self.training, limit=limit)
 
     def __deepcopy__(self, memo: Any) -> _State:
         return _State(copy.deepcopy(self.density, memo))
@@ -298,7 +298,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     state = self._gossamer
     with state.wants(1 + bool(self.use_error_term)):
         out: Tensor = type(self).forward(self, *args, **kwargs)
-        state.record(self.W_dec.shape[0], out)
+        state.record(self.W_dec.shape[0])
     return out
 
 

@@ -51,7 +51,7 @@ def training_forward_pass(self: Any, step_input: TrainStepInput) -> Any:
     state = self._gossamer
     with state.wants(1, training=True):
         output = type(self).training_forward_pass(self, step_input)
-        state.record(self.W_dec.shape[0], output.loss)
+        state.record(self.W_dec.shape[0])
     return output
 
 
