@@ -47,6 +47,13 @@ def test_pack_and_multiply(options: dict[str, Any], device: torch.device, compil
 
 
 @pytest.mark.parametrize("options", PACKINGS, ids=str)
+@pytest.mark.parametrize("shape", [(8, N), (-1, N), ((4, 2, 1, N),), (2, -1, 2, N)], ids=str)
+def test_reshape(shape: Any, options: dict[str, Any], device: torch.device, compiled) -> None:
+    acts, W, _ = inputs(device)
+    agree(lambda acts, W: rowsparse.matmul(rowsparse.pack(acts, **options).reshape(*shape), W), compiled, acts, W)
+
+
+@pytest.mark.parametrize("options", PACKINGS, ids=str)
 def test_a_container_leaves(options: dict[str, Any], device: torch.device, compiled) -> None:
     agree(lambda acts: rowsparse.pack(acts, **options), compiled, inputs(device)[0])
 

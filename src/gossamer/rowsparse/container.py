@@ -238,7 +238,7 @@ class RowSparse:
         return unpack(self)  # type: ignore[arg-type]
 
     def __matmul__(self, weight: Tensor) -> Tensor:
-        """`rowsparse.matmul(rows, weight)`"""
+        """`rowsparse.matmul(rows, weight)`; under `torch.compile`, which takes `@` for one of tensors, write that."""
         from gossamer.rowsparse.matmul import matmul
 
         return matmul(self, weight) if isinstance(weight, Tensor) else NotImplemented  # type: ignore[arg-type]
@@ -264,10 +264,11 @@ class RowSparse:
         """
         wanted = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         leading, last = tuple(wanted[:-1]), wanted[-1] if wanted else None
-        known = math.prod(size for size in leading if size != -1)
+        # Lists, which `torch.compile` can follow where it cannot follow a generator or `min` with a default.
+        known = math.prod([size for size in leading if size != -1])
         if leading.count(-1) == 1 and known and self.num_rows % known == 0:
             leading = tuple(self.num_rows // known if size == -1 else size for size in leading)
-        if last != self.num_columns or math.prod(leading) != self.num_rows or min(leading, default=0) < 0:
+        if last != self.num_columns or math.prod(leading) != self.num_rows or any([size < 0 for size in leading]):
             raise ValueError(
                 f"rowsparse.{type(self).__name__}: reshape changes leading dimensions: the last size must stay N = "
                 f"{self.num_columns} and the others hold M = {self.num_rows} rows, got {tuple(wanted)}."
