@@ -13,7 +13,16 @@ CPU = torch.device("cpu")
 
 def test_ranges_are_shown_for_a_profiler() -> None:
     """All of them, however many operators there are."""
-    given = "--device cpu --quick --profile --case */gated_sparse_attention/* --provider gossamer".split()
+    given = [
+        "--device",
+        "cpu",
+        "--quick",
+        "--profile",
+        "--case",
+        "*/gated_sparse_attention/*",
+        "--provider",
+        "gossamer",
+    ]
     result = CliRunner().invoke(main, ["bench", "attention", *given])
     assert result.exit_code == 0, result.output
     text = result.output
