@@ -1,0 +1,100 @@
+"""What a CUDA graph captures: attention over a selection, decoding, scores, losses and rotary gates, with gradients."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from gossamer.attention import (
+    Selection,
+    indexer_loss,
+    indexer_scores,
+    rotary_gates,
+    sparse_attention,
+    sparse_decode,
+)
+from tests.attention.graphs import check_replays
+
+pytestmark = pytest.mark.gpu
+
+T = 300
+
+
+def leaves(device: torch.device, *shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+
+
+def some_keys(device: torch.device, scopes: int = 1, queries: int = T) -> Selection:
+    mask = torch.rand(2, scopes, queries, T, device=device) < 0.2
+    return Selection.from_mask(mask, 200)
+
+
+@pytest.mark.parametrize("path", ["tiles", "lists", "dense"])
+def test_sparse_attention(path: str, device: torch.device) -> None:
+    q, k, v, grad = leaves(device, (2, 4, T, 32), (2, 2, T, 32), (2, 2, T, 32), (2, 4, T, 32))
+    selection = some_keys(device)
+
+    def call() -> Sequence[Tensor]:
+        out, lse = sparse_attention(q, k, v, selection, return_lse=True, path=path)
+        return (out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), grad.detach()))
+
+    check_replays(call, (q, k, v, grad))
+
+
+def test_straight_through(device: torch.device) -> None:
+    q, k, v = leaves(device, (2, 4, T, 32), (2, 2, T, 32), (2, 2, T, 32))
+    index = leaves(device, (2, 3, T, 16), (2, T, 16), (2, T, 3), (3,))
+    selection = some_keys(device)
+
+    def call() -> Sequence[Tensor]:
+        out = sparse_attention(q, k, v, selection, indexer=(index[0], index[1], index[2], index[3]))
+        return torch.autograd.grad(out.square().sum(), (q, k, v, *index))
+
+    check_replays(call, (q, k, v, *index), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("pages", [False, True])
+@torch.no_grad()
+def test_sparse_decode(pages: bool, device: torch.device) -> None:
+    q, selection = torch.randn(2, 4, 1, 32, device=device), some_keys(device, queries=1)
+    shape = (64, 16, 2, 32) if pages else (2, 2, T, 32)
+    k, v = (torch.randn(shape, device=device) for _ in range(2))
+    table = torch.randperm(64, device=device)[:38].view(2, 19) if pages else None
+    lengths = torch.tensor([T, 170], device=device)
+    check_replays(lambda: (sparse_decode(q, k, v, selection, page_table=table, lengths=lengths),), (q, k, v))
+
+
+def test_indexer_scores(device: torch.device) -> None:
+    index = leaves(device, (2, 3, T, 16), (2, T, 16), (2, T, 3), (3,))
+
+    def call() -> Sequence[Tensor]:
+        scores = indexer_scores(*index)
+        total = scores.where(scores.isfinite(), 0).square().sum()
+        return (scores.detach(), *torch.autograd.grad(total, index))
+
+    check_replays(call, index, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("selected", [False, True])
+def test_indexer_loss(selected: bool, device: torch.device) -> None:
+    q, k = leaves(device, (2, 4, T, 32), (2, 2, T, 32))
+    index = leaves(device, (2, 3, T, 16), (2, T, 16), (2, T, 3), (3,))
+    selection = some_keys(device) if selected else None
+
+    def call() -> Sequence[Tensor]:
+        loss = indexer_loss(q, k, *index, selection=selection)
+        return (loss.detach(), *torch.autograd.grad(loss, index))
+
+    check_replays(call, (q, k, *index))
+
+
+def test_rotary_gates(device: torch.device) -> None:
+    (y,) = leaves(device, (2, T, 12 * 16))
+    angles = torch.randn(T, 8, device=device).repeat(1, 2)
+
+    def call() -> Sequence[Tensor]:
+        made = [x for x in rotary_gates(y, angles.cos(), angles.sin(), 3, 2) if x is not None]
+        return (*(x.detach() for x in made), *torch.autograd.grad(sum(x.square().sum() for x in made), y))
+
+    check_replays(call, (y,))
