@@ -57,6 +57,16 @@ def test_extract_and_show(files: Path) -> None:
         assert code == 0 and "fired in 0 of 100 rows" in output
 
 
+def test_it_says_what_was_verified(files: Path) -> None:
+    """A flipped bit in a shard, of which nothing is read, is for `check` to find."""
+    run("extract", files / "model", files / "acts.npy", "--out", files / "out", "--device", "cpu")
+    flip(files / "out" / "shard-000000.safetensors")
+    for arguments in (("show", files / "out"), ("show", files / "out", "--feature", 1), ("report", files / "out")):
+        code, output = run(*arguments)
+        assert code == 0 and f"The shards were not verified: gossamer sae check {files / 'out'}" in output
+    assert run("check", files / "out")[0] == 1
+
+
 def test_a_full_disk(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = ("--batch-size", 16, "--shard-rows", 32, "--device", "cpu")
     original = disk.save_file

@@ -189,13 +189,21 @@ def test_validate_finds_more(rows: Any, message: str) -> None:
         rows.validate()
 
 
-@pytest.mark.parametrize("use", [lambda rows: rows.to_dense(), lambda rows: rows @ torch.ones(4, 3).to(rows.device)])
-def test_overflow_without_a_source_is_never_zero(use: Any, device: torch.device, mode: str) -> None:
+@pytest.mark.parametrize(
+    "operator, use",
+    [
+        ("rowsparse.unpack", lambda rows: rows.to_dense()),
+        ("rowsparse.matmul", lambda rows: rows @ torch.ones(4, 3).to(rows.device)),
+        ("sae.decode", lambda rows: sae.decode(rows, torch.ones(4, 3).to(rows.device))),
+        ("sae.decode", lambda rows: sae.decode(rows, torch.ones(4, 3).to(rows.device), method="exact")),
+    ],
+)
+def test_overflow_without_a_source_is_never_zero(operator: str, use: Any, device: torch.device, mode: str) -> None:
     """It raises where the host can see it, and is NaN where it cannot."""
     counts = torch.tensor([1, 3], device=device).int()
     rows = ELL(torch.ones(2, 1, device=device), torch.zeros(2, 1, device=device).int(), counts, (2, 4))
     if mode == "cpu":
-        with pytest.raises(ValueError, match="more entries than slots, and the container no source"):
+        with pytest.raises(ValueError, match=f"^{operator}: a row has more entries than slots, and the container no"):
             use(rows)
     else:
         assert use(rows).isnan().any(1).tolist() == [False, True]

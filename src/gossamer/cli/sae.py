@@ -123,7 +123,7 @@ def show(
     ),
     rows: int = typer.Option(10, min=1, help="How many lines of the table at most."),
 ) -> None:
-    """Show how often, how strongly and where latents fire."""
+    """Show how often, how strongly and where latents fire. It verifies the statistics; `check` verifies the shards."""
     with _told("show"):
         found = operators.Extraction(folder)
         if feature is None:
@@ -132,6 +132,7 @@ def show(
             _show_one(Console(), found, feature, rows)
         else:
             raise ValueError(f"gossamer sae show: --feature must be below d_sae = {found.d_sae}, got {feature}.")
+    _say_what_was_verified(found)
 
 
 @sae.command()
@@ -144,7 +145,10 @@ def report(
         None, help="Latents to show, such as 1,5,9; default: the busiest, and a random sample that is always the same."
     ),
 ) -> None:
-    """Write a page on what latents do: how often, how strongly and, where the text is known, on what they fire."""
+    """Write a page on what latents do: how often, how strongly and, where the text is known, on what they fire.
+
+    It verifies the statistics; `check` verifies the shards, from which the text comes.
+    """
     from gossamer.cli._sae_report import choose, render
 
     with _told("report"):
@@ -156,6 +160,7 @@ def report(
             "gossamer sae report", file, out / "index.html.partial", lambda path: path.write_text(content, "utf-8")
         )
     Console().print(f"{sum(map(len, chosen.values()))} latents in {file}", markup=False, soft_wrap=True)
+    _say_what_was_verified(found)
 
 
 @sae.command()
@@ -178,6 +183,12 @@ def check(folder: Path = typer.Argument(help="What extract wrote, finished or no
     else:
         said = f"{len(found)} shards, their statistics and the manifest hold what was written."
     Console().print(said, markup=False, soft_wrap=True)
+
+
+def _say_what_was_verified(found: operators.Extraction) -> None:
+    if found.manifest["version"] > 1:
+        said = f"The statistics are as written. The shards were not verified: gossamer sae check {found.folder}"
+        Console().print(said, markup=False, soft_wrap=True, style="dim")
 
 
 def _bar(console: Console) -> Progress:

@@ -10,6 +10,7 @@ from gossamer._core import autocast, checks, tuning
 from gossamer._core.calls import Checked, Key, key_of
 from gossamer._core.ops import needs_gradient, refuse_second, register, shortcut, undispatched
 from gossamer.rowsparse import pack
+from gossamer.rowsparse._torch.pack import Overflowed, overflow_error
 from gossamer.rowsparse.container import RowSparse
 from gossamer.rowsparse.dense_product import dense_product
 from gossamer.rowsparse.formats import Rows, empty_ell
@@ -79,9 +80,12 @@ def decode(
             return out.view(*acts.shape[:-1], W_dec.shape[1])
     operator = "sae.decode"
     if isinstance(acts, RowSparse):
-        out = repeat(acts, W_dec, b_dec, out_dtype) if method == "auto" and capacity is None else None
-        if out is None:
-            return decode_rows(operator, acts, W_dec, b_dec, method, capacity, out_dtype)
+        try:
+            out = repeat(acts, W_dec, b_dec, out_dtype) if method == "auto" and capacity is None else None
+            if out is None:
+                return decode_rows(operator, acts, W_dec, b_dec, method, capacity, out_dtype)
+        except Overflowed:
+            raise overflow_error(operator) from None
         return out if len(acts.shape) == 2 else out.view(*acts.shape[:-1], W_dec.shape[1])
     checks.floating(operator, acts=acts, W_dec=W_dec)
     if acts.dim() == 0 or W_dec.dim() != 2 or W_dec.shape[0] != acts.shape[-1]:

@@ -69,7 +69,7 @@ def matmul(
     """Operator `matmul`. Unless `alone`, somebody else computes rows that overflowed without a source: they hold
     nothing but the bias."""
     if source is None and alone:
-        refuse_overflow("rowsparse", indices.shape[-1], offsets)
+        refuse_overflow("rowsparse.matmul", indices.shape[-1], offsets)
     dtype = out_dtype or weight.dtype
     working = dtype if bias is None else torch.promote_types(dtype, torch.float32)
     slots, rows = stored(indices, offsets, weight.shape[0])

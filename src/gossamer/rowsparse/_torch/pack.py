@@ -175,8 +175,12 @@ def refuse_overflow(operator: str, limit: int, counts: Tensor) -> None:
         raise overflow_error(operator)
 
 
-def overflow_error(operator: str) -> ValueError:
-    return ValueError(
+class Overflowed(ValueError):
+    """Public functions raise it again in their own name: an operator of PyTorch is called by several."""
+
+
+def overflow_error(operator: str) -> Overflowed:
+    return Overflowed(
         f"{operator}: a row has more entries than slots, and the container no source to read them from. "
         "Pack the dense tensor again, or build the container with slots for all; rows.validate() names the row's count."
     )
@@ -186,7 +190,7 @@ def unpack(values: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | No
     """Operator `unpack`: dense [M, N]; repeated indices add up in the order of their slots."""
     m = indices.shape[0] if indices.dim() == 2 else offsets.shape[0] - 1
     if source is None:
-        refuse_overflow("rowsparse", indices.shape[-1], offsets)
+        refuse_overflow("rowsparse.unpack", indices.shape[-1], offsets)
     slots, rows = stored(indices, offsets, n)
     out = values.new_zeros(m * n)
     out.index_add_(0, rows * n + indices.reshape(-1)[slots], values.reshape(-1)[slots])
