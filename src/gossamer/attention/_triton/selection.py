@@ -58,10 +58,12 @@ def _mask_of_words_kernel(words_ptr, mask_ptr, Tq, Tk, BLOCK: tl.constexpr):
 def _union_of_words_kernel(words_ptr, counts_ptr, indices_ptr, blocks, Tk, reach, capacity, BLOCK: tl.constexpr):
     """Program (block of queries of one batch and scope), those with most keys first. Nobody takes a key further than
     `reach` behind its block's last query."""
-    block = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    at = tl.num_programs(0) - 1 - tl.program_id(0)
+    # In 32 bits: the remainder of 64 calls a function, which needs a stack.
+    end = tl.minimum((at % blocks + 1) * 64 + reach, Tk)
+    block = at.to(tl.int64)
     words_ptr += block * Tk
     indices_ptr += block * capacity
-    end = tl.minimum(((block % blocks + 1) * 64 + reach).to(tl.int32), Tk)
     found = 0
     for first in tl.range(0, end, BLOCK, num_stages=2):
         keys = first + tl.arange(0, BLOCK)
