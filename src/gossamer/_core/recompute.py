@@ -19,7 +19,7 @@ from torch.utils import checkpoint
 
 Value = TypeVar("Value")
 _FRAME: Any = checkpoint._CheckpointFrame
-_NAMES = frozenset(("forward", "backward", "unpack_hook"))
+_NAMES = frozenset(("forward", "backward"))
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
@@ -105,14 +105,15 @@ def _walk(frame: FrameType | None, regions: list[Any]) -> Any:
     while frame is not None and found is None:
         code = frame.f_code
         # Names first: all else makes tuples and dictionaries, frame by frame.
-        if code.co_name in _NAMES:
+        if code.co_name == "unpack_hook":
+            # Of PyTorch 2.11 it has a ctx as well, of what saves the inputs.
+            region = frame.f_locals.get("frame")
+            found = region if isinstance(region, _FRAME) else None
+        elif code.co_name in _NAMES:
             context = frame.f_locals.get("ctx")
-            if not isinstance(context, BackwardCFunction):
-                region = frame.f_locals.get("frame") if code.co_name == "unpack_hook" else None
-                found = region if isinstance(region, _FRAME) else None
-            elif code.co_name == "forward":
+            if isinstance(context, BackwardCFunction) and code.co_name == "forward":
                 regions.append(context)
-            else:
+            elif isinstance(context, BackwardCFunction):
                 found = context
         frame = frame.f_back
     return found
