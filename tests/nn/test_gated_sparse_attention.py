@@ -176,17 +176,18 @@ def test_straight_through(granularity: int, device: torch.device) -> None:
     for name, parameter in module.named_parameters():
         if name not in names:
             torch.testing.assert_close(parameter.grad, plain[name], rtol=1e-5, atol=1e-5)
-    wide = copy.deepcopy(module).double()
-    taken = module.select(*module.index(x)).to_mask()
-    q, k, v, gate, (q_idx, k_idx, w) = wide.project(x.double())
+    # In float64, which runs on the CPU alone.
+    wide = copy.deepcopy(module).cpu().double()
+    taken = module.select(*module.index(x)).to_mask().cpu()
+    q, k, v, gate, (q_idx, k_idx, w) = wide.project(x.cpu().double())
     scores = attention.indexer_scores(q_idx, k_idx, w, wide.indexer.idx_bias)[:, None]
     logits = q @ k.repeat_interleave(2, 1).transpose(2, 3) * 16**-0.5
     logits = (logits + (scores - scores.detach()).where(taken, 0)).masked_fill(~taken, -torch.inf)
     wanted = wide.finish(logits.softmax(-1) @ v.repeat_interleave(2, 1), gate)
-    grads = torch.autograd.grad(wanted, [wide.get_parameter(name) for name in names], towards.double())
+    grads = torch.autograd.grad(wanted, [wide.get_parameter(name) for name in names], towards.cpu().double())
     for name, grad in zip(names, grads):
         got = module.get_parameter(name).grad
-        torch.testing.assert_close(got.double(), grad, rtol=1e-3, atol=1e-4, msg=name)
+        torch.testing.assert_close(got.cpu().double(), grad, rtol=1e-3, atol=1e-4, msg=name)
     with torch.no_grad():
         assert torch.equal(module(x), module(x))
     short = module(x[:, :20])  # dense: there is no selection to go through
