@@ -46,7 +46,9 @@ def encode(
         more = z.shape[1] - weight.shape[1]
         if more:
             # Columns that no rule keeps: the kernels do not tell them from others.
-            bias, scale = (None if vector is None else F.pad(vector, (0, more)) for vector in (bias, scale))
+            bias = None if bias is None else F.pad(bias, (0, more))
+            # Not 0, which times -inf is NaN, the largest of all.
+            scale = None if scale is None else F.pad(scale, (0, more), value=1.0)
             if threshold is not None:
                 threshold = F.pad(threshold, (0, more)) if threshold.stride(0) else threshold[:1].expand(z.shape[1])
         found = activate(path, z, bias, threshold, k, bandwidth, capacity, keep_source, scale)
