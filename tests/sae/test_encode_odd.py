@@ -26,6 +26,8 @@ CALLS = [
 @pytest.fixture(autouse=True)
 def filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode_path, "LEAST", 0)
+    monkeypatch.setattr(encode_path, "FEWEST", 0)
+    monkeypatch.setattr(encode_path, "RANKED", 0)
 
 
 @pytest.mark.parametrize("name, options", CALLS, ids=str)
