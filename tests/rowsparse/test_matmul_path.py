@@ -48,12 +48,28 @@ def on_gpu(*shape: int, dtype: torch.dtype) -> Any:
         ("matmul", 4096, 65536, 2304, 8192, False, torch.bfloat16, "dense"),
         # What `pack` gives by default.
         ("matmul", 4096, 65536, 2304, 1024, True, torch.bfloat16, "gather"),
+        # 20 and 6; 203 and 175, of as many programs; 20 and 9; 801 and 360.
+        ("matmul", 7959, 65, 85, 26, True, torch.bfloat16, "dense"),
+        ("matmul", 3937, 500, 8136, 14, True, torch.bfloat16, "dense"),
+        ("matmul", 2, 3378, 229, 1104, True, torch.float32, "dense"),
+        ("matmul", 5742, 32452, 75, 9844, True, torch.bfloat16, "dense"),
+        # 21 and 48; 363 and 724.
+        ("matmul", 2076, 1469, 166, 124, True, torch.float32, "gather"),
+        ("matmul", 6179, 442, 5808, 10, True, torch.float32, "gather"),
         ("matmul", 0, 65536, 2304, 8192, False, torch.bfloat16, "gather"),
         ("matmul", 4096, 0, 2304, 0, False, torch.bfloat16, "gather"),
         ("matmul", 4096, 65536, 0, 8192, False, torch.bfloat16, "gather"),
         # 118,112 and 6,986; 516 and 51.
         ("sampled_matmul", 10597, 17559, 2246, 16384, True, torch.float16, "dense"),
         ("sampled_matmul", 3240, 399, 1147, 399, False, torch.float16, "dense"),
+        # 85 and 10; 528 and 236; 17 and 5, all of launches; 76 and 29.
+        ("sampled_matmul", 912, 1708, 140, 1024, True, torch.bfloat16, "dense"),
+        ("sampled_matmul", 18570, 3261, 161, 256, True, torch.float16, "dense"),
+        ("sampled_matmul", 1, 353, 1728, 128, True, torch.float32, "dense"),
+        ("sampled_matmul", 16, 12728, 1990, 8192, True, torch.float16, "dense"),
+        # 169 and 606; 50 and 80.
+        ("sampled_matmul", 3962, 52784, 119, 512, True, torch.bfloat16, "gather"),
+        ("sampled_matmul", 92, 2979, 4363, 256, True, torch.float32, "gather"),
         # 507 and 1,522; 109 and 1,134; 14 and 94.
         ("sampled_matmul", 6750, 11028, 1145, 256, True, torch.float16, "gather"),
         ("sampled_matmul", 1079, 21331, 2176, 128, True, torch.float16, "gather"),
@@ -80,7 +96,9 @@ def test_tiles_are_tall_where_programs_are_few() -> None:
     assert gather_tile(473, 4255, 4) == {"BLOCK_E": 4, "BLOCK_D": 128}
     assert gather_tile(748, 2304, 2) == gather_tile(2048, 107, 2) == {"BLOCK_E": 4, "BLOCK_D": 256}
     assert entry_seconds(1, 470, 4, 99) == pytest.approx(1e-6 / 32)
-    assert entry_seconds(8482, 673, 2, 99) == pytest.approx(8482 * 768 * 2 / 5.5e12)
+    # Rows that begin off 16 bytes, and rows that begin on them.
+    assert entry_seconds(8482, 673, 2, 99) == pytest.approx(8482 * 768 * 2 / (0.9 * 5.5e12))
+    assert entry_seconds(8482, 672, 2, 99) == pytest.approx(8482 * 768 * 2 / (1.4 * 5.5e12))
 
 
 def test_a_cpu_gathers() -> None:

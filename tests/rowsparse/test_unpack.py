@@ -20,6 +20,26 @@ def test_repeated_indices_add_up(data: st.DataObject, dtype: torch.dtype, device
     assert_exact(out, dense64(rows))
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("m", [1, 3])
+def test_shares_of_few_rows(m: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every program of a row fills its columns, whatever order the entries are in, and one says what is lost."""
+    from gossamer.rowsparse._triton import unpack as kernels
+
+    monkeypatch.setattr(kernels, "FILL", 16)
+    values = torch.arange(1, 6, device=device).to(dtype).expand(m, 5).contiguous()
+    counts = torch.full((m,), 5, dtype=torch.int32, device=device)
+    for columns in ([3, 17, 18, 40, 69], [69, 3, 17, 17, -1], [0, 15, 16, 31, 32]):
+        indices = torch.tensor(columns, dtype=torch.int32, device=device).expand(m, 5).contiguous()
+        rows = ELL(values, indices, counts, (m, 70))
+        assert_exact(kernels.unpack(values, indices, counts, None, 70, 80)[:, :70], dense64(rows))
+        assert not kernels.unpack(values, indices, counts, None, 70, 80)[:, 70:].any()
+    source = torch.arange(70 * m, device=device).to(dtype).view(m, 70)
+    assert_exact(kernels.unpack(values, indices, counts + 1, source, 70, 80)[:, :70], source.double())
+    lost = kernels.unpack(values, indices.clamp(min=-2) - 2, counts, None, 70, 80)
+    assert lost[:, 0].isnan().all() and not lost[:, 1:].isnan().any()
+
+
 @given(data=st.data())
 def test_gradient(data: st.DataObject, dtype: torch.dtype, device: torch.device) -> None:
     """At an entry, the gradient of its column; nothing at slots that no entry stands in."""

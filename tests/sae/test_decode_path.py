@@ -32,6 +32,9 @@ def test_no_rows_or_columns_divide_by_nothing(kind: str, m: int, d: int, monkeyp
         # 93 and 25 with 94 entries a row, 306 and 28 with 67.
         (165, 6444, 1208, torch.float16, True),
         (696, 22572, 66, torch.float16, True),
+        # 560 and 132 with 784 entries a row, 741 and 197 with 9,287: few columns in float32.
+        (1022, 23780, 69, torch.float32, True),
+        (1115, 29652, 121, torch.float32, True),
         # Of a launch.
         (62, 3135, 485, torch.float16, True),
     ],

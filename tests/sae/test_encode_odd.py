@@ -26,6 +26,8 @@ CALLS = [
 @pytest.fixture(autouse=True)
 def filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode_path, "LEAST", 0)
+    monkeypatch.setattr(encode_path, "FEWEST", 0)
+    monkeypatch.setattr(encode_path, "RANKED", 0)
 
 
 @pytest.mark.parametrize("name, options", CALLS, ids=str)
@@ -92,3 +94,14 @@ def test_nan_stays_in_the_columns_there_are(name: str, dtype: torch.dtype, devic
 def test_rows_begin_on_16_bytes(device: torch.device) -> None:
     x, W = torch.ones(3, 4, device=device).half(), torch.ones(4, 7, device=device).half()
     assert sae.encode(x, W, capacity=2).packed.source.stride() == (8, 1)
+
+
+@pytest.mark.parametrize("kind", [gemm.TopK, gemm.BatchTopK])
+def test_a_scale_selects_among_the_columns_there_are(
+    kind: Any, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    """What has no column is -inf, and 0 times that would be NaN, which is the largest of all."""
+    x, W = (torch.randn(shape, device=device, generator=generator).to(dtype) for shape in ((3, 4), (4, 37)))
+    scale = torch.rand(37, device=device, generator=generator) + 0.5
+    rows = sae.encode(x, W, None, kind(5, scale), capacity=5 if kind is gemm.TopK else 37)
+    assert int(rows.packed.indices.max()) < 37 and not rows.to_dense().isnan().any()

@@ -117,3 +117,21 @@ def test_density_follows(device: torch.device, mode: str, monkeypatch: pytest.Mo
     assert seen is not None and seen.mean == 3 and x.grad is not None
     with pytest.raises(TypeError, match=r"sae.encode: density must be a rowsparse.DensityTracker or None, got int"):
         sae.encode(x, W, density=3)  # type: ignore[arg-type]
+
+
+def test_rows_lie_as_kernels_load_them() -> None:
+    """Numbers from one row to the next on a GPU, and whether that takes a copy of the weight."""
+    half, single = (SimpleNamespace(is_cuda=True, element_size=lambda s=s: s) for s in (2, 4))
+    for m, n, weight, activation, stride, copies in (
+        (1087, 52567, half, "batchtopk", 52576, True),
+        (1087, 52568, half, "topk", 52576, False),
+        (22, 48353, half, "batchtopk", 48368, False),
+        (5, 31574, single, "batchtopk", 31584, False),
+        (4096, 65536, half, "topk", 65536, False),
+        (1087, 52567, half, "relu", 52568, True),
+        # Too short for a dozen launches, or for two.
+        (827, 1364, half, "jumprelu", 1364, False),
+        (2, 1001, half, "topk", 1001, False),
+    ):
+        assert encode_path.row_stride(m, n, weight, activation) == stride  # type: ignore[arg-type]
+        assert encode_path.copies_weight(m, n, weight) == copies  # type: ignore[arg-type]

@@ -16,24 +16,28 @@ START = 4e-6
 """Seconds that a launch or two take, whatever there is to do."""
 
 
-def dense_product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
-    """x `[M, N]` @ weight `[N, D]` + bias, differentiable. x may have further columns, of zeros."""
+def dense_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, *, wide: bool = False
+) -> Tensor:
+    """x `[M, N]` @ weight `[N, D]` + bias, differentiable. x may have further columns, of zeros; `wide` allows the
+    result to have further rows and columns."""
     if autocast.enabled(x.device):
         # The operands have been cast.
         with autocast.disabled(x.device):
-            return dense_product(x, weight, bias, out_dtype)
+            return dense_product(x, weight, bias, out_dtype, wide=wide)
     dtype = out_dtype or weight.dtype
     # Rounding the product to half first would lose what a wider result is asked for.
     working = torch.promote_types(dtype, weight.dtype)
     added = bias if bias is not None and bias.dtype is working else None
-    out = _multiply(x.to(working), weight.to(working), added)
+    out = _multiply(x.to(working), weight.to(working), added, wide)
     return (out if bias is None or added is not None else out + bias).to(dtype)
 
 
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> Tensor:
     m, (n, d) = x.shape[0], weight.shape
     if copies_pay(x, weight):
-        return padded_product(x, weight, bias)[:m, :d].contiguous()
+        out = padded_product(x, weight, bias)
+        return out if wide else out[:m, :d].contiguous()
     x = x if x.shape[1] == n else x[:, :n]
     return x @ weight if bias is None else torch.addmm(bias, x, weight)
 
@@ -46,10 +50,11 @@ def copies_pay(x: Tensor, weight: Tensor) -> bool:
     return _cost(x.shape[0], *weight.shape, 2, False, x.device.index, True)[1]
 
 
-def padded_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product among further rows and columns, in which each matrix has its rows on 16 bytes."""
+def padded_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, columns: int = 0) -> Tensor:
+    """The product among further rows and columns, in which each matrix has its rows on 16 bytes; of at least `columns`
+    columns."""
     rows = padded(x.shape[0], x) if _by_column(x) else x.shape[0]
-    inner, columns = padded(x.shape[1], x), padded(weight.shape[1], x)
+    inner, columns = padded(x.shape[1], x), padded(max(weight.shape[1], columns), x)
     x, weight = _fitted(x, rows, inner), _fitted(weight, inner, columns)
     if bias is None:
         return x @ weight

@@ -1,7 +1,7 @@
 """How products of rows are gone about: what gathering takes beside the dense product, by what the host knows.
 
 That is the slots that rows have. Where none can overflow, as with TopK or a CSR of the true size, they are taken to be
-full; else a quarter of them. All times are fits to what an H200 took for 170 random shapes (`gossamer bench sweep`).
+full; else a third of them. All times are fits to what an H200 took for 170 random shapes (`gossamer bench sweep`).
 """
 
 from functools import lru_cache
@@ -10,14 +10,16 @@ from typing import Literal
 from torch import Tensor
 
 from gossamer._core import tuning
-from gossamer.rowsparse.dense_product import START, dense_seconds
+from gossamer.rowsparse.dense_product import dense_seconds
 
 Path = Literal["gather", "dense"]
 
-FILLED = 0.25
+FILLED = 0.35
 """The part of its slots that a row which might overflow is taken to hold."""
-GAIN = 0.85
-"""What part of the gather's time the dense way may take, because neither is known better."""
+GATHER, SAMPLED, UNPACK, PICK = 2.7e-6, 6.5e-6, 2.5e-6, 2e-6
+"""Seconds that the launches of gathering, of gathering at a pattern, and those beside the dense product take alone."""
+PROGRAM = 1e-9
+"""Seconds that a program of a gather adds, however little it does."""
 STEP = 1e-6
 """Seconds from one load of a program to the next that depends on it, where few programs run; half of it where many."""
 MANY = 8192
@@ -52,8 +54,14 @@ def step_seconds(m: int, d: int, size: int) -> float:
 def entry_seconds(m: int, d: int, size: int, index: int) -> float:
     """What one more entry in each of m rows adds to a gather of weight rows of d columns, on CUDA device `index`."""
     columns = gather_tile(m, d, size)["BLOCK_D"]
-    rate = tuning.rates(index).gather * (0.45 if _few(m, d, size) else 1)
+    rate = gather_rate(d, size, index) * (0.45 if _few(m, d, size) else 1)
     return max(m * -(-d // columns) * columns * size / rate, step_seconds(m, d, size))
+
+
+def gather_rate(d: int, size: int, index: int) -> float:
+    """Bytes/s of many gathered rows of d columns. A part of them comes out of the L1; 16-bit rows that do not all begin
+    on 16 bytes are loaded one number at a time."""
+    return tuning.rates(index).gather * (1.4 if size == 4 or d % 8 == 0 else 0.9)
 
 
 def choose_path(values: Tensor, m: int, may_overflow: bool, weight: Tensor) -> Path:
@@ -70,7 +78,7 @@ def choose_sampled_path(x: Tensor, indices: Tensor, may_overflow: bool, weight: 
         return "gather"
     (m, d), n = x.shape, weight.shape[0]
     held, slots = _held(indices, m, may_overflow), _held(indices, m, False)
-    return _sampled(m, n, d, held, slots, may_overflow, x.element_size(), tuning.tf32(), x.device.index)
+    return _sampled(m, n, d, held, slots, x.element_size(), tuning.tf32(), x.device.index)
 
 
 def _held(slots: Tensor, m: int, may_overflow: bool) -> float:
@@ -84,28 +92,26 @@ def _product(m: int, n: int, d: int, held: float, size: int, tf32: bool, index: 
     if m * n * d == 0:
         return "gather"
     copy = tuning.rates(index).copy
-    # Zeros are written, then entries read and written, as a 32-byte piece for each where they are far between.
-    unpack = START + 2 * m * n * size / (0.7 * copy) + m * held * (size + 4) / (0.5 * copy) + held / 1024 * STEP
+    # Zeros are written, and entries among them, which are read.
+    unpack = UNPACK + m * n * size / (0.7 * copy) + m * held * (size + 4) / (0.5 * copy) + held / 1024 * STEP
     dense = unpack + dense_seconds(m, n, d, size, tf32, index)
-    return "dense" if dense < GAIN * held * entry_seconds(m, d, size, index) else "gather"
+    programs = m * -(-d // gather_tile(m, d, size)["BLOCK_D"])
+    gather = GATHER + programs * PROGRAM + held * entry_seconds(m, d, size, index)
+    return "dense" if dense < gather else "gather"
 
 
 @lru_cache(4096)
-def _sampled(
-    m: int, n: int, d: int, held: float, slots: float, may_overflow: bool, size: int, tf32: bool, index: int
-) -> Path:
+def _sampled(m: int, n: int, d: int, held: float, slots: float, size: int, tf32: bool, index: int) -> Path:
     if m * n * d == 0:
         return "gather"
     r = tuning.rates(index)
-    dense = dense_seconds(m, d, n, size, tf32, index) + START + m * slots * (4 + 2 * size) / (0.5 * r.copy)
-    if may_overflow:
-        # What the rows that overflowed have is masked in all of the product.
-        dense += START + 3 * m * n * size / (0.7 * r.copy)
+    dense = PICK + dense_seconds(m, d, n, size, tf32, index) + m * slots * (4 + 2 * size) / (0.5 * r.copy)
     width = 256 if size == 2 else 64
     steps = -(-d // width)
     parts = max(1.0, min(held / 8, 64 * r.programs / m))
-    gather = max(m * held * steps * width * size / r.gather, held / 8 / parts * steps * STEP / 2)
-    return "dense" if dense < GAIN * gather else "gather"
+    rate = gather_rate(d, size, index) * (1 if size == 4 or d % 8 == 0 else 0.75)
+    gather = SAMPLED + max(m * held * steps * width * size / rate, held / 8 / parts * steps * STEP / 2)
+    return "dense" if dense < gather else "gather"
 
 
 def rows_at_once(m: int, n: int, size: int, *operands: Tensor) -> int:

@@ -276,7 +276,7 @@ def _fake(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         values,
         torch.empty_like(values, dtype=torch.int32),
         weight.new_empty(m + 1, dtype=torch.int64) if capacity is None else weight.new_empty(m, dtype=torch.int32),
-        weight.new_empty(m, row_stride(m, n, weight))[:, :n] if keep_source else weight.new_empty(0, n),
+        weight.new_empty(m, row_stride(m, n, weight, rest[3]))[:, :n] if keep_source else weight.new_empty(0, n),
         weight.new_empty(m, dtype=threshold_dtype(weight.dtype)),
     )
 

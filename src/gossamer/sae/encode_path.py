@@ -66,15 +66,31 @@ def packs_in_product(m: int, weight: Tensor) -> bool:
     return tuning.hopper(weight.device) and weight.element_size() == 2 and m >= 512 and m * weight.shape[1] >= 1 << 25
 
 
-LEAST = 512
-"""Rows from which on 16-bit weights of odd columns are copied: at 524 to 4,197 rows an H200 then encodes in 0.39 to
-0.87 of the time, at 336 in 1.1."""
+LEAST, FEWEST = 512, 1 << 23
+"""Rows and pre-activations from which on 16-bit weights of odd columns are copied: at 524 to 4,197 rows an H200 then
+encodes in 0.39 to 0.87 of the time, at 336 in 1.1; the copies are twelve launches, which short products do not pay."""
 
 
-def row_stride(m: int, n: int, weight: Tensor) -> int:
-    """Numbers from one row of pre-activations `[m, n]` to the next. On a GPU many of 16 bits begin on 16 bytes each, or
-    cuBLAS would multiply at a fifth of its rate and kernels would load one number at a time."""
-    return padded(n, weight) if (weight.is_cuda or INTERPRET) and weight.element_size() == 2 and m >= LEAST else n
+RANKED = 1 << 15
+"""Pre-activations from which on those that are ranked lie in rows of whole 16 numbers, of which kernels load several at
+a time: they are read three times and more, and another launch or two are no matter. A twentieth of 1,087 rows of 52,567
+took an H200 twice as long as dense PyTorch, a number at a time."""
+
+
+def row_stride(m: int, n: int, weight: Tensor, activation: str) -> int:
+    """Numbers from one row of pre-activations `[m, n]` to the next: on a GPU more than n where kernels would load one
+    number at a time otherwise."""
+    if not (weight.is_cuda or INTERPRET):
+        return n
+    if activation in ("topk", "batchtopk") and m * n >= RANKED:
+        return -(-n // 16) * 16
+    return padded(n, weight) if copies_weight(m, n, weight) else n
+
+
+def copies_weight(m: int, n: int, weight: Tensor) -> bool:
+    """Whether the product is one with further columns of a copy of the weight: where cuBLAS would multiply 16-bit rows
+    that do not begin on 16 bytes at a fifth of its rate, and long enough."""
+    return weight.element_size() == 2 and n % 8 != 0 and m >= LEAST and m * n >= FEWEST
 
 
 TOPK_TILE, TOPK_SLOTS = 256, 32
@@ -102,9 +118,11 @@ def topk_list(k: int, run: int, factor: float = 3) -> int:
 def has_bound(m: int, k: int, weight: Tensor) -> bool:
     """Whether TopK's product packs what exceeds a bound from a sample: where that pays for a product, and
     a tile has few entries, on average, beside its slots."""
+    if not packs_in_product(m, weight):
+        return False
     run, tiles = topk_run(weight.shape[0]), weight.shape[1] // TOPK_TILE
     entries = topk_rank(k, run) * TOPK_TILE // run
-    return packs_in_product(m, weight) and topk_list(k, run) <= 4096 and 5 * entries <= TOPK_SLOTS * tiles
+    return topk_list(k, run) <= 4096 and 5 * entries <= TOPK_SLOTS * tiles
 
 
 def named(path: str) -> AbstractContextManager[Any]:

@@ -172,9 +172,12 @@ LEAST = 3072
 
 
 def fits(grad: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor) -> bool:
-    """Whether the copy engine can read the operands, and the product is long enough."""
-    d, n = down_weight.shape
-    return d >= LEAST and n % 16 == 0 and linear_glu.fits(n, grad, down_weight, gate, up)
+    """Whether the copy engine can read the operands, the product is long enough, and its tiles, which do not share K,
+    keep half of the GPU at work."""
+    (d, n), m = down_weight.shape, grad.shape[0]
+    tiles = launch.cdiv(m, 128) * launch.cdiv(n, TILE)
+    enough = d >= LEAST and 2 * tiles >= tuning.programs(grad.device)
+    return enough and n % 16 == 0 and linear_glu.fits(n, grad, down_weight, gate, up)
 
 
 def launch_gated_mlp_bwd(

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.gemm._triton._aligned import aligned
+from gossamer.rowsparse.dense_product import dense_seconds
 
 UPCAST = tl.constexpr(launch.INTERPRET)
 """The interpreter multiplies in float32: its bfloat16 dot is wrong."""
@@ -39,6 +40,10 @@ class Separate:
 
 
 SEPARATE = Separate()
+START, STEP = 3e-6, 1.8e-6
+"""Seconds of a launch, and of a step along K of one tile of few rows."""
+FLAT = 1024
+"""Numbers of gate and of up that a program gates. Rows may be shorter than it is worth a program."""
 
 
 @triton.jit
@@ -159,19 +164,19 @@ def _linear_glu_row_kernel(
 
 @triton.jit
 def _glu_fwd_kernel(
-    gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, out_ptr, N, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
+    gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, out_ptr, N, total, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
 ):  # fmt: skip
-    """Program (row, block of columns): the gated product of gate and up, [M, N], to which it adds their biases."""
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < N
-    at = tl.program_id(0).to(tl.int64) * N + columns
+    """Program (block of all `total` numbers): the gated product of gate and up, [M, N], to which it adds their
+    biases."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < total
     gate = tl.load(gate_ptr + at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + at, mask=mask, other=0.0).to(tl.float32)
     if gate_bias_ptr is not None:
-        gate += tl.load(gate_bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        gate += tl.load(gate_bias_ptr + at % N, mask=mask, other=0.0).to(tl.float32)
         tl.store(gate_ptr + at, gate, mask=mask)
     if up_bias_ptr is not None:
-        up += tl.load(up_bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        up += tl.load(up_bias_ptr + at % N, mask=mask, other=0.0).to(tl.float32)
         tl.store(up_ptr + at, up, mask=mask)
     active, _ = activated(gate, ACTIVATION)
     tl.store(out_ptr + at, active * up, mask=mask)
@@ -214,6 +219,15 @@ def tile_of(m: int, device: torch.device) -> launch.Tile:
     stages = 4 if m <= 128 and tuning.hopper(device) else 3
     sizes = {"BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": 64, "GROUP_M": 8}
     return launch.Tile(sizes, 8 if block_m == 128 else 4, stages)
+
+
+def few_tiles(m: int, n: int, k: int, tile: launch.Tile, x: Tensor) -> bool:
+    """Whether tiles of few rows, which do not share K, leave half of the GPU idle for longer than two products of
+    cuBLAS take."""
+    if 2 * launch.cdiv(n, tile.sizes["BLOCK_N"]) > tuning.programs(x.device):
+        return False
+    ours = START + STEP * launch.cdiv(k, tile.sizes["BLOCK_K"])
+    return 2 * dense_seconds(m, k, n, x.element_size(), False, x.device.index) + START < ours
 
 
 def row_tile(k: int, element_size: int) -> launch.Tile:
@@ -343,6 +357,9 @@ def _launch_linear_glu(
             _launch_separate(Operands(x, gate_weight, up_weight, gate_bias, up_bias), activation, grad, out, gates)
             return None
     tile = tile_of(m, x.device)
+    if m <= 16 and not launch.INTERPRET and few_tiles(m, n, k, tile, x):
+        _launch_separate(operands, activation, grad, out, gates)
+        return None
     grad = None if grad is None else grad.contiguous()
     strides = (*x.stride(), *gate_weight.stride(), *up_weight.stride())
     meta = {**tile.sizes, "ACTIVATION": activation, "GRADIENT": grad is not None}
@@ -376,8 +393,9 @@ def _launch_separate(
         torch.mm(given, gate_weight.t(), out=gate)
         torch.mm(given, up_weight.t(), out=up)
         if out is not None:
-            args = (gate, up, gate_bias, up_bias, out[rows], n)
-            _glu_fwd((len(given), launch.cdiv(n, 2048), 1), args, {"BLOCK": 2048, "ACTIVATION": activation})
+            total = gate.numel()
+            args = (gate, up, gate_bias, up_bias, out[rows], n, total)
+            _glu_fwd((launch.cdiv(total, FLAT), 1, 1), args, {"BLOCK": FLAT, "ACTIVATION": activation})
         elif grad is not None:
             for z, bias in ((gate, gate_bias), (up, up_bias)):
                 if bias is not None:
@@ -405,7 +423,7 @@ EXAMPLES = {
     },
     _linear_glu_row_kernel: {"up_bias_ptr": None, "stride_xk": 1, "BLOCK_K": 4096, "VEC": 8, "ACTIVATION": "silu"},
     _glu_fwd_kernel: {
-        "gate_ptr": "*fp32", "up_ptr": "*fp32", "up_bias_ptr": None, "out_ptr": "*fp32", "BLOCK": 2048,
+        "gate_ptr": "*fp32", "up_ptr": "*fp32", "up_bias_ptr": None, "out_ptr": "*fp32", "BLOCK": FLAT,
         "ACTIVATION": "gelu",
     },
     _glu_bwd_kernel: {"BLOCK": 2048, "ACTIVATION": "gelu_tanh"},

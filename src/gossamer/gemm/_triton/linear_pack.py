@@ -3,7 +3,8 @@
 The library's product fills a buffer with the pre-activations of a block of rows, and a kernel packs them from there:
 a block is small enough to be in the L2 still, where that leaves rows enough for a fast product. So the dense matrix
 never exists, the product runs at the library's speed in every dtype and layout, and the packing reads the L2. Hopper
-has a kernel of its own for 16-bit operands, in `_gluon`, for which `aligned` copies odd ones.
+has a kernel of its own for 16-bit operands, in `_gluon`, for which `aligned` copies odd ones; it is taken where a model
+says that it is faster.
 """
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 from gossamer._core import launch, tuning
 from gossamer.gemm._triton._aligned import aligned
 from gossamer.rowsparse._triton.twell import launch_pack_twell, twell_to_ell
+from gossamer.rowsparse.dense_product import dense_seconds
 from gossamer.rowsparse.formats import empty_twell
+from gossamer.rowsparse.pack import one_program_a_row
 
 
 def linear_pack(
@@ -26,15 +29,48 @@ def linear_pack(
     squared: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Operator `linear_pack`."""
-    values, indices, counts = empty_twell(x, x.shape[0], weight.shape[0], tile, slots)
-    if counts.numel():
-        launch_linear_pack(x, weight, bias, threshold, tile, (values, indices, counts))
-    nnz = counts.sum(1, dtype=torch.int32)
+    m, n = x.shape[0], weight.shape[0]
+    values, indices, counts = empty_twell(x, m, n, tile, slots)
+    operands = None if library_is_faster(x, weight) else for_hopper(x, weight, tile, slots)
+    if counts.numel() == 0:
+        nnz = torch.zeros(m, dtype=torch.int32, device=x.device)
+    elif operands is None:
+        # Where programs share a row they add to it.
+        shared = not one_program_a_row(m % rows_of_block(m, n, x) or m, n)
+        nnz = (torch.zeros if shared else torch.empty)(m, dtype=torch.int32, device=x.device)
+        by_library(x, weight, bias, threshold, tile, (values, indices, counts), nnz=nnz)
+    else:
+        from gossamer.gemm._gluon import linear_pack as hopper
+
+        hopper.launch_linear_pack(*operands, bias, threshold, (values, indices, counts))
+        nnz = counts.sum(1, dtype=torch.int32)
     if capacity is not None:
         values, indices, counts = twell_to_ell(values, indices, counts, tile, capacity)
     if squared:
         values *= values
     return values, indices, counts, nnz
+
+
+FEW = 32
+"""Rows up to which a tile of 128 is not worth its while."""
+START, STEP, PACK = 9e-6, 0.75e-6, 5e-6
+"""Seconds that Hopper's kernel takes: with the sum of its counts, whatever there is to do; for 64 of K of a tile a
+program; and at least for a tile, to pack it. A fit to seven random shapes on an H200 (`gossamer bench sweep`)."""
+
+
+def library_is_faster(x: Tensor, weight: Tensor) -> bool:
+    """Whether cuBLAS multiplies and another kernel packs, where Hopper's could do both: of few rows most of its tiles
+    is empty, and it does not share K among programs."""
+    m, (n, k) = x.shape[0], weight.shape
+    if launch.INTERPRET or x.element_size() != 2 or not tuning.hopper(x.device) or m <= FEW:
+        return True
+    if n % 8:
+        # cuBLAS would write such rows one number at a time.
+        return False
+    waves = launch.cdiv(launch.cdiv(m, 128) * launch.cdiv(n, 256), tuning.programs(x.device))
+    fused = START + waves * max(PACK, STEP * launch.cdiv(k, 64))
+    moved = 2 * m * n * x.element_size() / (0.5 * tuning.rates(x.device.index).copy)
+    return dense_seconds(m, k, n, x.element_size(), False, x.device.index) + 4e-6 + moved < fused
 
 
 def launch_linear_pack(
@@ -53,19 +89,48 @@ def launch_linear_pack(
     `factors`, float32 [N], that of its row times the factor of its column. Where the int32 `skip` is below 0 nothing
     need be done. Returns the launch of Hopper's kernel, which sees to `words` as its launcher says; None where another
     way was taken, and nothing is done about them."""
-    if not launch.INTERPRET and tuning.hopper(x.device):
+    operands = for_hopper(x, weight, tile, out[0].shape[2])
+    if operands is not None:
         from gossamer.gemm._gluon import linear_pack as hopper
 
-        if x.element_size() == 2:
-            x, weight = aligned(x.shape[0], weight.shape[0], x, weight)
-        if hopper.fits(x, weight, tile, out[0].shape[2]):
-            return hopper.launch_linear_pack(x, weight, bias, threshold, out, bounds, factors, skip, words)
+        return hopper.launch_linear_pack(*operands, bias, threshold, out, bounds, factors, skip, words)
+    by_library(x, weight, bias, threshold, tile, out, bounds, factors)
+    return None
+
+
+def for_hopper(x: Tensor, weight: Tensor, tile: int, slots: int) -> tuple[Tensor, Tensor] | None:
+    """x and weight as Hopper's kernel reads them, None where it cannot."""
+    if launch.INTERPRET or not tuning.hopper(x.device):
+        return None
+    from gossamer.gemm._gluon import linear_pack as hopper
+
+    if x.element_size() == 2:
+        x, weight = aligned(x.shape[0], weight.shape[0], x, weight)
+    return (x, weight) if hopper.fits(x, weight, tile, slots) else None
+
+
+def rows_of_block(m: int, n: int, x: Tensor) -> int:
+    """Rows whose pre-activations exist at a time: 24 MiB stay in the L2, and 1,024 rows make a fast product."""
+    return max(1, min(m, max(1024, (24 << 20) // (n * x.element_size()) // 128 * 128)))
+
+
+def by_library(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    threshold: Tensor | None,
+    tile: int,
+    out: tuple[Tensor, Tensor, Tensor],
+    bounds: Tensor | None = None,
+    factors: Tensor | None = None,
+    nnz: Tensor | None = None,
+) -> None:
+    """`launch_linear_pack` by products of cuBLAS; and nnz, int32 [M], which is 0, takes the entries of rows."""
     m, n = x.shape[0], weight.shape[0]
     # Once, and not for every block.
     threshold = None if threshold is None else threshold.contiguous()
     right = weight.t() if 1 in weight.stride() else weight.t().contiguous()
-    # 24 MiB of pre-activations stay in the L2, and 1,024 rows make a fast product.
-    step = max(1, min(m, max(1024, (24 << 20) // (n * x.element_size()) // 128 * 128)))
+    step = rows_of_block(m, n, x)
     buffer = x.new_empty(step, n)
     for first in range(0, m, step):
         rows = slice(first, first + step)
@@ -76,6 +141,5 @@ def launch_linear_pack(
             torch.mm(x[rows], right, out=z)
             if bias is not None:
                 z += bias
-        limits = None if bounds is None else bounds[rows]
-        launch_pack_twell(z, threshold, True, tile, tuple(part[rows] for part in out), limits, factors)
-    return None
+        limits, held = (None if part is None else part[rows] for part in (bounds, nnz))
+        launch_pack_twell(z, threshold, True, tile, tuple(part[rows] for part in out), limits, factors, held)

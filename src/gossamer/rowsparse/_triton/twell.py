@@ -28,13 +28,15 @@ from gossamer.rowsparse.pack import one_program_a_row
 
 @triton.jit
 def _pack_twell_kernel(
-    x_ptr, threshold_ptr, bounds_ptr, factors_ptr, values_ptr, indices_ptr, counts_ptr, stride_xm, N, tiles, tile,
-    slots, BLOCK: tl.constexpr, VEC: tl.constexpr, ABOVE: tl.constexpr,
+    x_ptr, threshold_ptr, bounds_ptr, factors_ptr, values_ptr, indices_ptr, counts_ptr, nnz_ptr, stride_xm, N, tiles,
+    tile, slots, BLOCK: tl.constexpr, VEC: tl.constexpr, ABOVE: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Program (row, share of its tiles). ABOVE keeps what is not up to max(threshold, 0), the threshold of the column
-    or the bound of the row, which a factor of the column may multiply; otherwise what is not 0."""
+    or the bound of the row, which a factor of the column may multiply; otherwise what is not 0. `nnz_ptr`, if any,
+    takes the entries of rows: where these are SHARED it is 0 before."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_xm
+    total = 0
     for at in range(tl.program_id(1), tiles, tl.num_programs(1)):
         begin = at * tile
         width = tl.minimum(tile, N - at * tile)
@@ -61,6 +63,13 @@ def _pack_twell_kernel(
                 append_entries(bits, counts, x_ptr + begin, lists[0], lists[1], base, slots, start, 0, BLOCK, VEC)
             base += count
         tl.store(counts_ptr + row * tiles + at, base)
+        total += base
+    if nnz_ptr is not None:
+        if SHARED:
+            # Whole numbers: the sum does not depend on the order of arrival.
+            tl.atomic_add(nnz_ptr + row, total, sem="relaxed")
+        else:
+            tl.store(nnz_ptr + row, total)
 
 
 @triton.jit
@@ -125,16 +134,17 @@ def launch_pack_twell(
     out: tuple[Tensor, ...],
     bounds: Tensor | None = None,
     factors: Tensor | None = None,
+    nnz: Tensor | None = None,
 ) -> None:
-    """Fills out: values and indices [M, T, slots], counts [M, T]."""
+    """Fills out: values and indices [M, T, slots], counts [M, T]; and nnz, int32 [M], which is 0."""
     if out[2].numel() == 0:
         return
     x = rows_contiguous(x)
     (m, tiles, slots), n = out[0].shape, x.shape[1]
-    meta = {**scan_tile(tile, x.element_size()), "ABOVE": above}
-    args = (x, threshold, bounds, factors, *out, x.stride(0), n, tiles, tile, slots)
     # Rows alone fill the GPU, or tiles of a row go to programs of their own.
     share = 1 if one_program_a_row(m, n) else min(tiles, 64)
+    meta = {**scan_tile(tile, x.element_size()), "ABOVE": above, "SHARED": share > 1}
+    args = (x, threshold, bounds, factors, *out, nnz, x.stride(0), n, tiles, tile, slots)
     _pack_twell((m, share, 1), args, meta, num_warps=1)
 
 
@@ -156,7 +166,7 @@ def twell_to_ell(
 EXAMPLES = {
     _pack_twell_kernel: {
         "bounds_ptr": None, "factors_ptr": None, "indices_ptr": "*u8", "counts_ptr": "*i16", "BLOCK": 256, "VEC": 8,
-        "ABOVE": True, "num_warps": 1,
+        "ABOVE": True, "SHARED": True, "num_warps": 1,
     },
     _twell_to_ell_kernel: {"indices_ptr": "*u8", "counts_ptr": "*i16", "BLOCK": 256, "num_warps": 1},
 }  # fmt: skip

@@ -34,20 +34,32 @@ def append_active(
 
 
 @triton.jit
+def activated(z, bias_ptr, threshold_ptr, stride_t, radius, columns, N, WINDOW: tl.constexpr):
+    """What exceeds the threshold, and a mark for what lies in the window."""
+    pre = add_bias(z, bias_ptr, columns, N)
+    threshold = load_threshold(threshold_ptr, stride_t, columns, N)
+    out = tl.where(pre <= threshold, 0.0, pre)
+    if WINDOW:
+        # A literal -0.0 would become +0.0 on its way through the compiler.
+        minus_zero = tl.full([], -0x80000000, tl.int32).to(tl.float32, bitcast=True)
+        out = tl.where((pre <= threshold) & (pre > threshold - radius), minus_zero, out)
+    return out
+
+
+@triton.jit
 def activate_row(
-    z_ptr, bias_ptr, threshold_ptr, stride_t, radius, N, BLOCK: tl.constexpr, VEC: tl.constexpr, WINDOW: tl.constexpr
+    z_ptr, bias_ptr, threshold_ptr, stride_t, radius, begin, end, BLOCK: tl.constexpr, VEC: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Overwrites a row of z by what exceeds the threshold, and marks what lies in the window."""
-    for start in range(0, N, BLOCK):
+    """Overwrites a row of z, from column `begin` on and before `end`, by what it activates to."""
+    z = load_pre(z_ptr, chunk_columns(begin, BLOCK, VEC), end)
+    for start in range(begin, end, BLOCK):
         columns = chunk_columns(start, BLOCK, VEC)
-        pre = add_bias(load_pre(z_ptr, columns, N), bias_ptr, columns, N)
-        threshold = load_threshold(threshold_ptr, stride_t, columns, N)
-        out = tl.where(pre <= threshold, 0.0, pre)
-        if WINDOW:
-            # A literal -0.0 would become +0.0 on its way through the compiler.
-            minus_zero = tl.full([], -0x80000000, tl.int32).to(tl.float32, bitcast=True)
-            out = tl.where((pre <= threshold) & (pre > threshold - radius), minus_zero, out)
-        tl.store(z_ptr + columns, out, mask=columns < N)
+        # Ahead of the store, behind which the compiler would leave it.
+        following = load_pre(z_ptr, columns + BLOCK, end)
+        out = activated(z, bias_ptr, threshold_ptr, stride_t, radius, columns, end, WINDOW)
+        tl.store(z_ptr + columns, out, mask=columns < end)
+        z = following
 
 
 GROUPS = 128

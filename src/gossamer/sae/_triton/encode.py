@@ -15,7 +15,7 @@ from gossamer.sae._triton import batchtopk, select, topk
 from gossamer.sae._triton.encode_chunks import encode_chunks
 from gossamer.sae._triton.encode_rows import encode_rows
 from gossamer.sae._triton.ranked_rows import ranked_rows
-from gossamer.sae.encode_path import Path, choose_path, named, row_stride
+from gossamer.sae.encode_path import Path, choose_path, copies_weight, named, row_stride
 
 _Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -42,11 +42,13 @@ def encode(
             bias, scale = (None if vector is None else vector.contiguous() for vector in (bias, scale))
             values, indices, nnz, l0 = topk.row_topk(x, weight, bias, scale, k)
             return values, indices, nnz, x.new_empty(0, weight.shape[1]), l0
-        z, bias = _pre_activations(x, weight, bias)
+        z, bias = _pre_activations(x, weight, bias, activation)
         more = z.shape[1] - weight.shape[1]
         if more:
             # Columns that no rule keeps: the kernels do not tell them from others.
-            bias, scale = (None if vector is None else F.pad(vector, (0, more)) for vector in (bias, scale))
+            bias = None if bias is None else F.pad(bias, (0, more))
+            # Not 0, which times -inf is NaN, the largest of all.
+            scale = None if scale is None else F.pad(scale, (0, more), value=1.0)
             if threshold is not None:
                 threshold = F.pad(threshold, (0, more)) if threshold.stride(0) else threshold[:1].expand(z.shape[1])
         found = activate(path, z, bias, threshold, k, bandwidth, capacity, keep_source, scale)
@@ -55,17 +57,22 @@ def encode(
         return values, indices, nnz, source[:, :n] if keep_source else source.new_empty(0, n), l0
 
 
-def _pre_activations(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _pre_activations(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor | None]:
     """(x @ weight among columns of -inf up to `row_stride`, and the bias that is still to be added)."""
     m, n = x.shape[0], weight.shape[1]
-    stride = row_stride(m, n, weight)
+    stride = row_stride(m, n, weight, activation)
     # The product's own epilogue adds in float32 as well, and rounds once.
     added, bias = (bias, None) if bias is not None and bias.dtype is weight.dtype else (None, bias)
-    if stride != n or (n == padded(n, weight) and copies_pay(x, weight)):
-        z = padded_product(x if x.stride(1) == 1 else x.contiguous(), weight, added)
-        z[:, n:] = float("-inf")
-    else:
+    if copies_weight(m, n, weight) or (stride == n == padded(n, weight) and copies_pay(x, weight)):
+        z = padded_product(x if x.stride(1) == 1 else x.contiguous(), weight, added, stride)
+    elif stride == n:
         z = x @ weight if added is None else torch.addmm(added, x, weight)
+    else:
+        # cuBLAS leaves the further columns alone.
+        z = x.new_empty(m, stride)
+        torch.mm(x, weight, out=z[:, :n]) if added is None else torch.addmm(added, x, weight, out=z[:, :n])
+    if stride != n:
+        z[:, n:] = float("-inf")
     return z, None if bias is None else bias.contiguous()
 
 

@@ -1,8 +1,8 @@
 """Few rows of pre-activations to sorted lists of what exceeds a threshold: programs that take chunks of a row.
 
 They exchange their counts as `rowsparse._triton.pack` has it, and the last of a row, which knows its count, clears the
-slots that are left and overwrites a row that overflowed. Host time is most of such a call, so the launch
-is kept as a plan.
+slots that are left. Of a row that overflows each program overwrites its chunk as soon as it knows, and the last those
+before, which did not. Host time is most of such a call, so the launch is kept as a plan.
 """
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from gossamer._core import launch
 from gossamer.rowsparse._triton import pack
 from gossamer.rowsparse._triton.pack import (
+    COUNT,
     DONE,
     chunk_columns,
     clear_slots,
@@ -25,6 +26,19 @@ from gossamer.rowsparse._triton.pack import (
 )
 from gossamer.sae._triton._entries import GROUPS, activate_row, append_active
 from gossamer.sae._triton.select import add_bias, load_pre
+
+
+@triton.jit
+def chunks_within(flags_ptr, chunks, capacity, FLAGS: tl.constexpr):
+    """How many of a row's chunks, of which all have said how much they hold, fill no more than its slots."""
+    found = 0
+    total = 0
+    for first in range(0, chunks, FLAGS):
+        chunk = first + tl.arange(0, FLAGS)
+        held = (tl.load(flags_ptr + chunk, mask=chunk < chunks, other=0, volatile=True) & COUNT).to(tl.int32)
+        found += tl.sum(((chunk < chunks) & (total + tl.cumsum(held, axis=0) <= capacity)).to(tl.int32), axis=0)
+        total += tl.sum(held, axis=0)
+    return found
 
 
 @triton.jit(do_not_specialize=["epoch"])
@@ -55,7 +69,7 @@ def _encode_split_kernel(
     counts = count_bits(bits)
     count = tl.sum(counts, axis=0)
     publish(flags_ptr + chunk, epoch, count)
-    if count > 0:
+    if (count > 0) | MAY_OVERFLOW:
         base = wait_and_sum(flags_ptr, chunk, epoch.to(tl.int64) << 1, FLAGS)
         if base < capacity:
             append_active(
@@ -65,6 +79,12 @@ def _encode_split_kernel(
         if WINDOW:
             # Whole numbers: the sum does not depend on the order of arrival.
             tl.atomic_add(l0_ptr + row, tl.sum((~(pre <= threshold)).to(tl.float32)), sem="relaxed")
+        if MAY_OVERFLOW:
+            if base + count > capacity:
+                # A lane may still read what another is about to overwrite.
+                tl.debug_barrier()
+                end = tl.minimum(start + BLOCK, N)
+                activate_row(z_ptr, bias_ptr, threshold_ptr, stride_t, radius, start, end, BLOCK, VEC, WINDOW)
     # Every thread must have written its entries, and read z, before the one thread that signals says so.
     tl.debug_barrier()
     tl.atomic_xchg(flags_ptr + chunk, (epoch.to(tl.int64) << 32) | count | DONE, sem="release")
@@ -77,8 +97,9 @@ def _encode_split_kernel(
         if MAY_OVERFLOW:
             if total > capacity:
                 # The others have read their part of z, for their flags say so: it may be overwritten.
+                before = tl.minimum(chunks_within(flags_ptr, chunks, capacity, FLAGS) * BLOCK, N)
                 tl.debug_barrier()
-                activate_row(z_ptr, bias_ptr, threshold_ptr, stride_t, radius, N, BLOCK, VEC, WINDOW)
+                activate_row(z_ptr, bias_ptr, threshold_ptr, stride_t, radius, 0, before, BLOCK, VEC, WINDOW)
 
 
 _encode_split = launch.Kernel(_encode_split_kernel)

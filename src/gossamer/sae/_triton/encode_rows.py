@@ -87,7 +87,7 @@ def _encode_row_kernel(
         if base > capacity:
             # A warp may still read what another is about to overwrite.
             tl.debug_barrier()
-            activate_row(z_ptr, bias_ptr, threshold_ptr, stride_t, radius, N, BLOCK, VEC, WINDOW)
+            activate_row(z_ptr, bias_ptr, threshold_ptr, stride_t, radius, 0, N, BLOCK, VEC, WINDOW)
 
 
 _limits = launch.Kernel(_limits_kernel)

@@ -288,8 +288,22 @@ def _largest_of_rows(
     results: tuple[Tensor | None, ...],
     some: Tensor | None = None,
 ) -> None:
-    """Launches for `results`: kth and need, or values, indices, nnz and l0."""
+    """Launches for `results`: kth and need, or values, indices, nnz and l0. Host time is most of a small call, so the
+    launch is kept as a plan."""
     m, n = z.shape
+    given = (z, bias, scale, some)
+    if not launch.INTERPRET:
+        index = z.get_device()
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        key = (m, n, k, *[None if t is None else t.dtype for t in given], results[0] is None, index, stream)
+        pointers = [None if t is None else t.data_ptr() for t in given + results]
+        united = 0
+        for pointer in pointers:
+            united |= pointer or 0
+        plan = _plans.get(key, index, united)
+        if plan is not None:
+            plan.launches[0](stream, *pointers[:4], plan.addresses[0], *pointers[4:])
+            return
     programs = 4 * tuning.programs(z.device)
     if m <= programs // 2:
         # Rows that do not fill the GPU get more threads each.
@@ -307,7 +321,14 @@ def _largest_of_rows(
     meta = {**tile.sizes, "LIST": max(256, min(launch.next_power_of_2(2 * k), 4096))}
     entries = results[0] is None
     lists = torch.empty(programs, 1 + entries, length, dtype=torch.int32, device=z.device)
-    _row_kth((programs, 1, 1), (z, bias, scale, some, lists, *results, m, n, k, length), meta, **tile.options)
+    bound = _row_kth((programs, 1, 1), (*given, lists, *results, m, n, k, length), meta, head=11, **tile.options)
+    if not launch.INTERPRET and lists.nbytes <= LISTS:
+        _plans.keep(key, z.device, bound, memory=(lists,))
+
+
+LISTS = 1 << 24
+"""Bytes of lists up to which a plan keeps them."""
+_plans = launch.Plans()
 
 
 EXAMPLES = {
