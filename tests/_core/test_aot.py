@@ -56,35 +56,40 @@ def test_every_tile_of_linear_glu_fits(
 
 @pytest.mark.parametrize("target", aot.TARGETS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("name, rows", [("ONE", 1), ("SOME", 2), ("SOME", 16), ("MANY", 16), ("HOPPER", 16)])
+@pytest.mark.parametrize(
+    "name, rows", [("ONE", 1), ("SOME", 2), ("SOME", 16), ("MANY", 16), ("HOPPER", 16), ("HOPPER_MANY", 16)]
+)
 def test_every_tile_of_few_rows_fits(name: str, rows: int, dtype: str, target: str) -> None:
     """As `project` launches them, and with a weight of down that is stored row by row."""
     from gossamer.ffn._triton import few
 
-    dots, tile, part = name in ("MANY", "HOPPER"), getattr(few, name), 2 if dtype == "fp32" else 1
+    hopper = name.startswith("HOPPER")
+    dots, tile, part = hopper or name == "MANY", getattr(few, name), 2 if dtype == "fp32" else 1
     exact = dtype == "fp32" and target == "gfx942"
     if (name == "MANY" and (exact or target == "sm_90")) or (name, dtype) == ("SOME", "bf16"):
         pytest.skip("not what is launched there")
-    if name == "HOPPER" and target != "sm_90":
+    if hopper and target != "sm_90":
         pytest.skip("not what is launched there")
     columns, of_gate, of_up = tile.hidden
     warps, stages, registers = tile.hidden_launch
     slots, width, parts = tile.down
     hidden = {"BLOCK_N": columns, "BLOCK_K": of_gate // part, "BLOCK_U": of_up // part}
-    down = {"BLOCK_U": slots // part, "BLOCK_D": width, "PARTS": parts}
+    down = {"BLOCK_N": columns, "BLOCK_U": slots // part, "BLOCK_D": width, "PARTS": parts, "TAKEN": tile.taken}
+    down_options: dict[str, Any] = {"num_warps": tile.down_launch[0], "maxnreg": tile.down_launch[1]}
     for name, sizes, options in (
-        ("hidden", hidden, {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})),
-        ("down", down, {"num_warps": tile.down_warps}),
-        ("down by rows", down, {"num_warps": tile.down_warps}),
+        ("hidden", hidden, {"num_warps": warps, "num_stages": stages, "maxnreg": registers}),
+        ("down", down, down_options),
+        ("down by rows", down, down_options),
     ):
         kernel, example = KERNELS[f"_triton._few_{name.split()[0]}_kernel"]
         signature = {argument: kind.replace("bf16", dtype) for argument, kind in example["signature"].items()}
         constexprs = example["constexprs"] | sizes | {"ROWS": rows, "DEPENDENT": target == "sm_90"}
         constexprs |= {"PRECISION": "none" if not dots else "tf32" if dtype == "fp32" else "ieee"}
-        signature["values_ptr"] = f"*{dtype}" if dots else "*fp32"
+        signature |= {"values_ptr": f"*{dtype}" if dots else "*fp32"}
         if name == "down by rows":
             signature |= {"stride_dd": "i32", "stride_dn": "constexpr"}
-            constexprs = {key: value for key, value in constexprs.items() if key != "stride_dd"} | {"stride_dn": 1}
+            constexprs = {key: value for key, value in constexprs.items() if key != "stride_dd"}
+            constexprs |= {"stride_dn": 1, "BY_ROWS": True}
         example = example | options | {"signature": signature, "constexprs": constexprs}
         compiled = aot.compile_kernel(kernel, example, target)
         assert compiled.metadata.shared <= aot.SHARED_MEMORY_LIMIT[target]

@@ -27,12 +27,14 @@ def test_any_tiles(m: int, shared: float, device: torch.device, generator: torch
     more columns of a program than one product over up takes; with tensor cores and without."""
     from gossamer.ffn._triton.few import Tile, project
 
-    a = operands((m, 24, 300, 40), torch.float16 if m == 7 else torch.float32, device, generator, 1.0, shared=shared)
+    sizes = (m, 21 if m == 3 else 24, 300, 40)
+    a = operands(sizes, torch.float16 if m == 7 else torch.float32, device, generator, 1.0, shared=shared)
     kept = a["x"] @ a["gate"].t() + a["gate_bias"] > 0
     parts = 4 if m == 7 else 1
     for tile in (
-        Tile((16, 64, 32), (4, 2, None), (64 * parts, 16, parts), 4),
-        Tile((64, 32, 64), (4, 2, None), (1024, 64, parts), 4),
+        Tile((16, 64, 64), (4, 2, None), (64 * parts, 16, parts), (4, None), 16),
+        Tile((64, 32, 64), (4, 2, None), (1024, 64, parts), (4, None), 8),
+        Tile((64, 32, 64), (4, 2, None), (32 * parts, 16, parts), (4, None), 16),
     ):
         for down in (a["down"], a["down"].t().contiguous().t()):
             out, nnz = a["x"].new_empty(m, 40), torch.empty(m, dtype=torch.int32, device=device)
@@ -58,3 +60,31 @@ def test_entries_are_counted(device: torch.device, generator: torch.Generator) -
         for step in (0, 1):
             _, nnz, sizes = sparse_ffn(*parts, True, False, step, False, False)
             assert nnz.tolist() == (kept.sum(1).tolist() if step else []) and sizes.tolist() == [0] * step
+
+
+@pytest.mark.gpu
+def test_replays_on_two_streams_beside_others(generator: torch.Generator) -> None:
+    """Each stream and each graph has lists of its own."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    a = operands((16, 512, 9000, 512), torch.bfloat16, device, generator, shift=1.0)
+    expected = call(a, method="gather")
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    outs = []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            outs.append([call(a, method="gather") for _ in range(3)])
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    others = torch.randn(2048, 2048, device=device)
+    eager = [expected, expected]
+    for i in range(200):
+        for j, (graph, stream) in enumerate(zip(graphs, streams)):
+            with torch.cuda.stream(stream):
+                graph.replay()
+                if i % 10 == 0:
+                    eager[j] = call(a, method="gather")
+        if i % 20 == 0:
+            with torch.cuda.stream(streams[2]):
+                torch.mm(others, others)
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected) for out in (*outs[0], *outs[1], *eager))

@@ -39,7 +39,7 @@ SEVERAL = 3.5e-6
 DENSE_PRODUCT = 3.5e-6
 """What each of the dense way's products takes beside that."""
 UNALIGNED = 2.0
-"""How much longer it takes few rows to read weights whose rows are no multiple of 16 elements."""
+"""How much longer it takes few rows to read weights whose rows are no multiple of 8 elements."""
 UNALIGNED_EXACT = 1.4, 1.5
 """How much longer the gate, and what is gathered, take many rows of float32 then."""
 LONGEST = 512
@@ -57,7 +57,7 @@ class Costs:
     """Seconds that a row takes through the gate alone, an entry that is gathered, a row in dense tiles after its gate,
     a row of the fused block and of the dense one, and a sparse way's launches on the device; to read the gate's weight,
     and a column of the other weights, of which there are n; how many products the dense block has, whether the rows of
-    weights are multiples of 16 elements, or of 16 bits and read one by one, whether the fused product and the packed
+    weights are multiples of 8 elements, or of 16 bits and read one by one, whether the fused product and the packed
     gate of many rows come near their speed, whether products are those of float32, without tensor cores, and whether
     W_down lies by rows."""
 
@@ -106,7 +106,7 @@ def costs_of(n: int, k: int, d: int, gated: bool, x: Tensor) -> Costs:
     entry = (inner + d) * size
     slower, slowest = (1.0, 1.0) if half or k % 16 == 0 else UNALIGNED_EXACT
     times = slower * 2 * n * k / packing, slowest * entry / gathers, 1.3 * work / fused, work / fused, work / dense
-    aligned = k % 16 == 0
+    aligned = k % 8 == 0
     # A weight whose rows do not begin on 16 bytes is copied where it is large enough.
     packs = not half or k % 8 == 0 or n >= LEAST
     fuses = packs and (not half or n % 8 == 0)
