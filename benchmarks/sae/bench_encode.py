@@ -1,4 +1,4 @@
-"""`sae.encode`: from the model's activations to row-sparse latents, JumpReLU, TopK and BatchTopK."""
+"""`sae.encode`: from the model's activations to row-sparse latents, ReLU, JumpReLU, TopK and BatchTopK."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         shape, k, dtype = (64, 256, 4096), 16, torch.float32
     else:
         shape, k, dtype = (4096, 2304, 65536), 64, torch.bfloat16
-    for activation in ("jumprelu", "topk", "batchtopk"):
+    for activation in ("relu", "relu_csr", "jumprelu", "topk", "batchtopk"):
         yield encode(activation, *shape, k, dtype)
 
 
 def encode(activation: str, B: int, D: int, F: int, k: int, dtype: torch.dtype) -> Case:
-    """Dense peers end in dense latents, as SAE libraries' encoders do."""
-    # Pre-activations are standard normal, but for the biases: about k exceed it.
-    threshold = max(NormalDist().inv_cdf(1 - k / F), 0.0)
+    """Dense peers end in dense latents, as SAE libraries' encoders do; "relu_csr" is ReLU to a CSR of its true size."""
+    capturable = activation != "relu_csr"  # which waits for its size
+    relu, thresholded = activation.startswith("relu"), not activation.endswith("topk")
+    # Pre-activations are standard normal, but for the biases: about k exceed it. ReLU's biases bring them there.
+    exceeded = NormalDist().inv_cdf(min(max(1 - k / F, 1e-9), 1 - 1e-9))
+    threshold = 0.0 if relu else max(exceeded, 0.0)
 
     def activate(z: Tensor) -> Tensor:
-        if activation == "jumprelu":
+        if thresholded:
             return torch.where(z > threshold, z, 0)
         return _topk(z, k) if activation == "topk" else _topk(z.view(1, -1), k * len(z)).view_as(z)
 
@@ -38,13 +41,15 @@ def encode(activation: str, B: int, D: int, F: int, k: int, dtype: torch.dtype) 
             (
                 random_matrix(B, D, dtype, device, generator),
                 random_matrix(D, F, torch.float32, device, generator).mul_(D**-0.5).to(dtype),
-                random_matrix(1, F, dtype, device, generator)[0] * 0.1,
+                random_matrix(1, F, dtype, device, generator)[0] * 0.1 - (exceeded if relu else 0),
                 torch.full((F,), threshold, device=device),
             )
             for _ in range(copies(device, (B * D + D * F + B * F) * dtype.itemsize))
         ]
 
     def ours(x: Tensor, W_enc: Tensor, b_enc: Tensor, thresholds: Tensor) -> object:
+        if relu:
+            return sae.encode(x, W_enc, b_enc, "relu", format="csr" if activation == "relu_csr" else "ell")
         if activation == "jumprelu":
             return sae.encode(x, W_enc, b_enc, JumpReLU(thresholds))
         return sae.encode(x, W_enc, b_enc, TopK(k) if activation == "topk" else BatchTopK(k))
@@ -60,7 +65,7 @@ def encode(activation: str, B: int, D: int, F: int, k: int, dtype: torch.dtype) 
         to the boundary of what is kept or left out wrongly: near it, rounding decides."""
         acts, z = got[0].double(), want[0]
         kept = acts != 0
-        if activation == "jumprelu":
+        if thresholded:
             boundary, most = threshold, kept.numel()
         elif activation == "topk":
             boundary, most = z.topk(k, dim=1).values[:, -1:], k
@@ -74,11 +79,11 @@ def encode(activation: str, B: int, D: int, F: int, k: int, dtype: torch.dtype) 
     return Case(
         room="sae",
         name=f"encode_{activation}",
-        parameters={"B": B, "D": D, "F": F, "L0" if activation == "jumprelu" else "k": k},
+        parameters={"B": B, "D": D, "F": F, "L0" if thresholded else "k": k},
         dtype=dtype,
         make=make,
         providers=(
-            Provider("gossamer", ours, ours=True, result=lambda rows, *_: (rows.to_dense(),), capturable=True),
+            Provider("gossamer", ours, True, result=lambda rows, *_: (rows.to_dense(),), capturable=capturable),
             Provider("dense", dense, capturable=True),
             Provider("torch.compile", torch.compile(dense, fullgraph=True, dynamic=False), capturable=True),
             Provider("GEMM alone", gemm, result=lambda z, *_: (activate(z),), capturable=True, partial=True),

@@ -10,8 +10,8 @@ from benchmarks.sae import bench_decode, bench_encode
 from gossamer.cli.bench import Case, log_uniform
 
 RANGES = (
-    "B 1-32,768, d_in 64-8,192, d_sae 512-131,072, L0 1 to all (encode: to half), log-uniform; at most 2^29 latents "
-    "and 2^40 products, 2^38 in float32; bfloat16, float16, float32"
+    "B 1-32,768, d_in 64-8,192, d_sae 512-131,072, L0 1 to all (encode but ReLU: to half), log-uniform; at most 2^29 "
+    "latents and 2^40 products, 2^38 in float32; bfloat16, float16, float32"
 )
 
 
@@ -26,8 +26,8 @@ def draw(random: Random, device: torch.device, quick: bool) -> Case:
         products = B * F * D
         if B * F <= 2**29 and products <= most:
             break
-    kind = random.choice(["decode", "decode_ready", "jumprelu", "topk", "batchtopk"])
+    kind = random.choice(["decode", "decode_ready", "relu", "relu_csr", "jumprelu", "topk", "batchtopk"])
     if kind.startswith("decode"):
         shape = (B, F, D, log_uniform(random, 1, F), dtype)
         return bench_decode.decode(kind, *shape) if kind == "decode" else bench_decode.ready(*shape)
-    return bench_encode.encode(kind, B, D, F, log_uniform(random, 1, F // 2), dtype)
+    return bench_encode.encode(kind, B, D, F, log_uniform(random, 1, F if kind.startswith("relu") else F // 2), dtype)
