@@ -39,7 +39,8 @@ def test_this_installation_is_well() -> None:
     start = time.monotonic()
     code, output = run()
     assert code == 0, output
-    assert time.monotonic() - start < 20
+    # Beside others on a GPU, which compile as well, it has taken 37 s.
+    assert time.monotonic() - start < (90 if torch.cuda.is_available() else 20)
     assert torch.__version__ in output and "all is well" in output
     for name in {check.name for check in checks(torch.device("cpu"))}:
         room, function = name.split(".")
@@ -85,7 +86,7 @@ def test_checks_past_the_limit_are_counted(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_environment() -> None:
-    assert versions()["torch"] == torch.__version__
+    assert str(versions()["torch"]).partition("+")[0] == torch.__version__.partition("+")[0]
     assert devices()[0] == torch.device("cpu")
     assert describe(torch.device("cpu"))["name"]
 

@@ -82,8 +82,11 @@ def test_gradients_reach_every_entry(options: dict[str, Any], generator: torch.G
     assert at_values.isfinite().all()
     other = x.clone().requires_grad_()
     (wanted,) = torch.autograd.grad((other @ weight).square().sum(), other)
-    torch.testing.assert_close(at_x, wanted * (x != 0))
-    torch.testing.assert_close(replace(rows.detach(), values=at_values).to_dense(), wanted * (x != 0))
+    # Sums of two products, in another order.
+    torch.testing.assert_close(at_x, wanted * (x != 0), rtol=1e-5, atol=5e-5)
+    torch.testing.assert_close(
+        replace(rows.detach(), values=at_values).to_dense(), wanted * (x != 0), rtol=1e-5, atol=5e-5
+    )
 
 
 @EVERY

@@ -19,17 +19,18 @@ from triton.language.extra.cuda import gdc_wait
 from gossamer._core import launch, tuning
 from gossamer.ffn._triton._packed import LISTED
 from gossamer.gemm._triton.linear_glu import origin_of
-from gossamer.rowsparse._triton.overflow import dot
+from gossamer.rowsparse._triton.overflow import SUMMED, dot, summed_apart
 
 
 @triton.jit
 def product(
     a_rows, b_rows, stride_b, length, inside, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    EVEN: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Rows of a, [BLOCK_M, 1] pointers, times rows of b, [1, BLOCK_N], whose elements are `stride_b` apart: float32
-    [BLOCK_M, BLOCK_N]."""
+    [BLOCK_M, BLOCK_N]. PARTIAL products at a time are summed on their own, or 0 for all."""
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     k = tl.arange(0, BLOCK_K)
     b_ptrs = b_rows + k.to(tl.int64)[:, None] * stride_b
     step = tl.full([], BLOCK_K, tl.int64) * stride_b
@@ -41,18 +42,17 @@ def product(
             a = tl.load(a_rows + (first + k)[None, :], mask=(k < length - first)[None, :], other=0.0)
             b = tl.load(b_ptrs, mask=(k < length - first)[:, None] & inside[None, :], other=0.0)
         b_ptrs += step
-        if APART:
-            acc += dot(a, b, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION, UPCAST)
-        else:
-            acc = dot(a, b, acc, PRECISION, UPCAST)
-    return acc
+        acc = dot(a, b, acc, PRECISION, UPCAST)
+        if PARTIAL > 0:
+            acc, total = summed_apart(acc, total, (first + BLOCK_K) % PARTIAL == 0)
+    return total + acc if PARTIAL > 0 else acc
 
 
 @triton.jit
 def hidden_tile(
     heavy_ptr, x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, hidden_ptr, tile_m, tile_n, count,
     N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
-    APART: tl.constexpr, SQUARED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    PARTIAL: tl.constexpr, SQUARED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """A tile of what lies between the block's products at the listed rows, the gated activations."""
     at = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -61,7 +61,7 @@ def hidden_tile(
     inside = n < N
     x_rows = x_ptr + row.to(tl.int64)[:, None] * K
     gate_rows = gate_ptr + n.to(tl.int64)[None, :] * K
-    acc = product(x_rows, gate_rows, 1, K, inside, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, APART, PRECISION, UPCAST)
+    acc = product(x_rows, gate_rows, 1, K, inside, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, PARTIAL, PRECISION, UPCAST)
     if gate_bias_ptr is not None:
         acc += tl.load(gate_bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
     # An entry is kept or not as it is where entries are packed: after it was rounded.
@@ -75,7 +75,7 @@ def hidden_tile(
         z *= z
     if up_ptr is not None:
         up_rows = up_ptr + n.to(tl.int64)[None, :] * K
-        up = product(x_rows, up_rows, 1, K, inside, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, APART, PRECISION, UPCAST)
+        up = product(x_rows, up_rows, 1, K, inside, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, PARTIAL, PRECISION, UPCAST)
         if up_bias_ptr is not None:
             up += tl.load(up_bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
         z *= up
@@ -87,7 +87,7 @@ def _ffn_heavy_kernel(
     heavy_ptr, x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, hidden_ptr, down_ptr,
     down_bias_ptr, out_ptr, N, K, D,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN: tl.constexpr,
-    APART: tl.constexpr, SQUARED: tl.constexpr, DEPENDENT: tl.constexpr, PRECISION: tl.constexpr,
+    PARTIAL: tl.constexpr, SQUARED: tl.constexpr, DEPENDENT: tl.constexpr, PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Programs draw tiles of the listed rows by a ticket: those of `hidden`, then those of hidden @ down, down [N, D],
@@ -103,7 +103,7 @@ def _ffn_heavy_kernel(
             tile_m, tile_n = origin_of(number, tiles_m, tiles_n, GROUP_M)
             hidden_tile(
                 heavy_ptr, x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, hidden_ptr, tile_m,
-                tile_n, count, N, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, APART, SQUARED, PRECISION, UPCAST,
+                tile_n, count, N, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, PARTIAL, SQUARED, PRECISION, UPCAST,
             )  # fmt: skip
             tl.debug_barrier()
             tl.atomic_add(heavy_ptr + 3, 1, sem="release")
@@ -118,7 +118,7 @@ def _ffn_heavy_kernel(
             inside = d < D
             h_rows = hidden_ptr + tl.where(at < count, at, 0).to(tl.int64)[:, None] * N
             w_columns = down_ptr + d[None, :]
-            acc = product(h_rows, w_columns, D, N, inside, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, APART, PRECISION, UPCAST)
+            acc = product(h_rows, w_columns, D, N, inside, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, PARTIAL, PRECISION, UPCAST)
             if down_bias_ptr is not None:
                 acc += tl.load(down_bias_ptr + d, mask=inside, other=0.0).to(tl.float32)[None, :]
             row = tl.load(heavy_ptr + LISTED + at, mask=at < count, other=0)
@@ -164,8 +164,9 @@ def tile_for(m: int, n: int, k: int, weight: Tensor) -> tuple[dict[str, object],
     wide = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64 if tuning.hopper(weight.device) else 32}
     tile = wide if half and m > 64 else {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}
     even = k % tile["BLOCK_K"] == 0 and n % tile["BLOCK_K"] == 0
-    meta: dict[str, object] = {**tile, "GROUP_M": 8, "EVEN": even, "APART": not half and not tuning.tf32()}
-    return meta, 8 if tile is wide else 4, 3
+    meta: dict[str, object] = {**tile, "GROUP_M": 8, "EVEN": even, "PARTIAL": 0 if half or tuning.tf32() else SUMMED}
+    # Of 8 warps in float32 too, so that two sums fit the registers.
+    return meta, 4 if half and tile is not wide else 8, 3
 
 
 def start(listed: Tensor, limit: int, counts: Tensor | None, most: int) -> None:
@@ -250,7 +251,7 @@ EXAMPLES = {
             **dict.fromkeys(("N", "K", "D"), "i32"),
         },
         "constexprs": {
-            "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "GROUP_M": 8, "EVEN": True, "APART": False, "SQUARED": True,
+            "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "GROUP_M": 8, "EVEN": True, "PARTIAL": 0, "SQUARED": True,
             "DEPENDENT": False, "PRECISION": "ieee", "UPCAST": False,
         },
         "num_warps": 8,

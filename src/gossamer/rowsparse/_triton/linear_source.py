@@ -14,7 +14,7 @@ from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.matmul import launch_matmul
-from gossamer.rowsparse._triton.overflow import Overflow, dot
+from gossamer.rowsparse._triton.overflow import Overflow, dot, summed_apart
 from gossamer.rowsparse._triton.pack import load_threshold
 
 
@@ -22,12 +22,12 @@ from gossamer.rowsparse._triton.pack import load_threshold
 def _linear_source_kernel(
     x_ptr, w_ptr, bias_ptr, threshold_ptr, counts_ptr, out_ptr, limit, stride_xm, stride_xk, stride_wn, stride_wk,
     M, N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, APART: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTIAL: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Program (row block, share of the column tiles): max(x @ w + bias, 0), or 0 up to the threshold, at rows whose
-    count exceeds `limit`. APART sums blocks of K on their own, as exact in float32 as the library's dense product.
-    EVEN says that K needs no mask. Rows beyond the last read the first, and are not stored."""
+    count exceeds `limit`. PARTIAL products at a time are summed on their own, or 0 for all: as exact in float32 as the
+    library's dense product. EVEN says that K needs no mask. Rows beyond the last read the first, and are not stored."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     flagged = tl.load(counts_ptr + rows, mask=rows < M, other=0) > limit
     if tl.max(flagged.to(tl.int32), axis=0) > 0:
@@ -41,6 +41,7 @@ def _linear_source_kernel(
             w_ptrs += inner.to(tl.int64)[:, None] * stride_wk
             x_ptrs = x_first
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             # The rows of a transposed weight may lie 2^25 apart.
             step = tl.full([], BLOCK_K, tl.int64)
             for first in range(0, K, BLOCK_K):
@@ -52,10 +53,11 @@ def _linear_source_kernel(
                     w = tl.load(w_ptrs, mask=(inner < K - first)[:, None] & inside[None, :], other=0.0)
                 x_ptrs += step * stride_xk
                 w_ptrs += step * stride_wk
-                if APART:
-                    acc += dot(x, w, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION, UPCAST)
-                else:
-                    acc = dot(x, w, acc, PRECISION, UPCAST)
+                acc = dot(x, w, acc, PRECISION, UPCAST)
+                if PARTIAL > 0:
+                    acc, total = summed_apart(acc, total, (first + BLOCK_K) % PARTIAL == 0)
+            if PARTIAL > 0:
+                acc += total
             if bias_ptr is not None:
                 acc += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
             z = acc.to(out_ptr.dtype.element_ty)
@@ -72,7 +74,8 @@ _linear_source = launch.Kernel(_linear_source_kernel)
 
 def tile_of(m: int, weight: Tensor) -> launch.Tile:
     if weight.element_size() != 2:
-        return launch.Tile({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}, 4, 3)
+        # Of 8 warps, so that two sums fit the registers.
+        return launch.Tile({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}, 8, 3)
     if m <= 64:
         return launch.Tile({"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 32}, 4, 3)
     return launch.Tile({"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64 if tuning.hopper(weight.device) else 32}, 8, 3)
@@ -100,7 +103,7 @@ def launch_linear_source(
     tile = tile_of(m, weight)
     meta = {
         **tile.sizes,
-        "APART": weight.element_size() != 2 and not tuning.tf32(),
+        "PARTIAL": overflow.SUMMED if weight.element_size() != 2 and not tuning.tf32() else 0,
         "EVEN": k % tile.sizes["BLOCK_K"] == 0,
     }
     meta |= tuning.dot_precision(weight, k)
@@ -145,7 +148,7 @@ def matmul_linear(
 
 EXAMPLES = {
     _linear_source_kernel: {
-        "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "APART": False, "EVEN": True, "PRECISION": "ieee",
+        "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "PARTIAL": 0, "EVEN": True, "PRECISION": "ieee",
         "UPCAST": False, "num_warps": 8, "num_stages": 3,
     },
 }  # fmt: skip

@@ -269,7 +269,9 @@ def matmul(
     # A gradient may arrive expanded, and a bias too.
     values, bias = values.contiguous(), None if bias is None else bias.contiguous()
     m = offsets.shape[0] - (values.dim() == 1)
-    if out_dtype in (None, weight.dtype) and choose_path(values, m, source is not None, weight) == "dense":
+    # The dense product would be rounded before a wider bias is added to it.
+    as_weight = out_dtype in (None, weight.dtype) and (bias is None or bias.dtype is weight.dtype)
+    if as_weight and choose_path(values, m, source is not None, weight) == "dense":
         return matmul_dense(values, indices, offsets, source, weight, bias)
     weight, source = rows_contiguous(weight), None if source is None else rows_contiguous(source)
     out = weight.new_empty((m, weight.shape[1]), dtype=out_dtype)

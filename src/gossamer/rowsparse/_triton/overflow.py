@@ -44,6 +44,13 @@ def dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def summed_apart(acc, total, whole):
+    """(acc, total) after a sum that is `whole` was added to the total. A product that begins at zeros and is added
+    would not do: the compiler makes one running sum of it."""
+    return tl.where(whole, 0.0, acc), tl.where(whole, total + acc, total)
+
+
+@triton.jit
 def flagged_product(
     a_rows, b_columns, stride_b, begin, end, flagged, inside,
     ROWS: tl.constexpr, INNER: tl.constexpr, COLUMNS: tl.constexpr,
@@ -64,9 +71,7 @@ def flagged_product(
         b = tl.load(b_ptrs, mask=(inner < end)[:, None] & inside[None, :], other=0.0)
         acc = dot(a.to(b.dtype), b, acc, PRECISION, UPCAST)
         if PARTIAL > 0:
-            whole = (first - begin + INNER) % PARTIAL == 0
-            total = tl.where(whole, total + acc, total)
-            acc = tl.where(whole, 0.0, acc)
+            acc, total = summed_apart(acc, total, (first - begin + INNER) % PARTIAL == 0)
     return total + acc if PARTIAL > 0 else acc
 
 
@@ -198,6 +203,10 @@ _overflow_fwd = launch.Kernel(_overflow_fwd_kernel)
 _overflow_rows = launch.Kernel(_overflow_rows_kernel)
 _overflow_bwd_source = launch.Kernel(_overflow_bwd_source_kernel)
 _overflow_bwd_weight = launch.Kernel(_overflow_bwd_weight_kernel)
+
+
+SUMMED = 128
+"""Products of float32 that are summed on their own."""
 
 
 class Overflow(NamedTuple):
