@@ -194,12 +194,16 @@ def read(file: str) -> dict[str, Any]:
     return content
 
 
-def provenance(content: dict[str, Any]) -> str:
+def environment(content: dict[str, Any]) -> str:
     device, versions = content["device"], content["versions"]
     return (
         f"{device['name']} ({device['runtime']}, driver {device['driver']}), PyTorch {versions['torch']}, Triton "
-        f"{versions['triton']}, commit {content['commit']}, `{content['command']}`"
+        f"{versions['triton']}"
     )
+
+
+def provenance(content: dict[str, Any]) -> str:
+    return f"{environment(content)}, commit {content['commit']}, `{content['command']}`"
 
 
 def page() -> str:
@@ -375,7 +379,8 @@ def sweeps() -> list[str]:
     """What sweeps at random shapes came to, of those that are committed: of each room, and each kind of case in it."""
     rows, said = [], []
     for room, content in _swept().items():
-        said.append(f"- {room}: {provenance(content)}.")
+        without = ", without Liger" if room == "gemm" and not content["versions"].get("liger-kernel") else ""
+        said.append(f"- {room}: {provenance(content)}{without}.")
         names = [name for name in content["summary"]["dense"] if name == room or name.startswith(f"{room}/")]
         for name in names:
             for kind, label in (("dense", "dense PyTorch"), ("best", "the best peer")):
@@ -488,29 +493,27 @@ SELECTING = {
 
 
 def tests() -> list[str]:
-    """What the tests came to on a GPU, run by run."""
-    content = read("tests-nvidia-h200.json")
-    rows = []
-    for run in content.get("runs", [content]):
-        what = [word for word in run["command"].split() if word.startswith("tests")]
-        counts = [str(run["counts"].get(name, 0)) for name in ("passed", "failed", "skipped")]
-        shown = ", ".join(f"`{name.removeprefix('tests/')}`" for name in what)
-        rows.append([shown, f"`{run['commit']}`", *counts, run.get("note", "")])
-    versions = content["versions"]
-    return [
+    """What the tests came to on GPUs, run by run."""
+    lines = [
         "",
         "## Tests on a GPU",
         "",
         "The same tests run on a CPU, in Triton's interpreter and on a GPU. These are the runs on a GPU, the "
         "oldest first. What a run found was corrected before the next. A run that the clock stopped has not seen all "
         "of its tests.",
-        "",
-        f"{content['device']['name']} ({content['device']['runtime']}, driver {content['device']['driver']}), PyTorch "
-        f"{versions['torch']}, Triton {versions['triton']}: "
-        "[tests-nvidia-h200.json](../benchmarks/results/tests-nvidia-h200.json).",
-        "",
-        *table(["tests", "commit", "passed", "failed", "skipped", ""], rows),
     ]
+    for file in ("tests-nvidia-h200.json", "tests-nvidia-h100-80gb-hbm3.json"):
+        content = read(file)
+        rows = []
+        for run in content["runs"]:
+            what = [word for word in run["command"].split() if word.startswith("tests")] or [run["command"]]
+            counts = [str(run["counts"].get(name, 0)) for name in ("passed", "failed", "skipped")]
+            shown = ", ".join(f"`{name.removeprefix('tests/')}`" for name in what)
+            rows.append([shown, f"`{run['commit']}`", *counts, run.get("note", "")])
+        link = f"[{file}](../benchmarks/results/{file})"
+        head = ["tests", "commit", "passed", "failed", "skipped", ""]
+        lines += ["", f"{environment(content)}: {link}.", "", *table(head, rows)]
+    return lines
 
 
 def dictionaries() -> list[str]:
