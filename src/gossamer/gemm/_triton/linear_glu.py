@@ -168,15 +168,18 @@ def _glu_fwd_kernel(
 ):  # fmt: skip
     """Program (block of all `total` numbers): the gated product of gate and up, [M, N], to which it adds their
     biases."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    at = first + tl.arange(0, BLOCK)
     mask = at < total
+    # One remainder of 64 bits, which is slow, and the others of 32.
+    columns = ((first % N).to(tl.int32) + tl.arange(0, BLOCK)) % N
     gate = tl.load(gate_ptr + at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + at, mask=mask, other=0.0).to(tl.float32)
     if gate_bias_ptr is not None:
-        gate += tl.load(gate_bias_ptr + at % N, mask=mask, other=0.0).to(tl.float32)
+        gate += tl.load(gate_bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
         tl.store(gate_ptr + at, gate, mask=mask)
     if up_bias_ptr is not None:
-        up += tl.load(up_bias_ptr + at % N, mask=mask, other=0.0).to(tl.float32)
+        up += tl.load(up_bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
         tl.store(up_ptr + at, up, mask=mask)
     active, _ = activated(gate, ACTIVATION)
     tl.store(out_ptr + at, active * up, mask=mask)
