@@ -142,7 +142,11 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layout: Layout | None,
     return (*whole, torch.cat(dqs)[None], dk[None], dv[None]) if training else whole
 
 
-_FLEX_TILES = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
+_FLEX_TILES = {
+    **dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), 64),
+    # One group of warps for 64 rows: of heads of 128 it would take two, as for its own 128 rows.
+    "fwd_num_warps": 4,
+}
 
 
 @cache
@@ -153,7 +157,8 @@ def _compiled_flex() -> Callable[..., Any]:
 
 
 def _flex(run: Callable[..., Any], result: Callable[..., Tensors]) -> list[Provider]:
-    """FlexAttention with every present block as a full one; its second backend where FlashAttention's is installed."""
+    """FlexAttention with every present block as a full one, by both backends for long sequences: its own kernel in
+    Triton, and FlashAttention's where that is installed."""
 
     def prepare(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layout: Layout) -> tuple[Any, ...]:
         from torch.nn.attention.flex_attention import BlockMask
@@ -167,15 +172,24 @@ def _flex(run: Callable[..., Any], result: Callable[..., Tensors]) -> list[Provi
 
     def flex(q: Tensor, k: Tensor, v: Tensor, mask: Any, backend: str) -> Any:
         # Its tiles must divide the blocks, and for blocks of 64 it does not choose them so by itself.
-        small = dict.fromkeys(_FLEX_TILES, 64) if mask.BLOCK_SIZE[0] == 64 else {}
-        return _compiled_flex()(q, k, v, block_mask=mask, kernel_options={"BACKEND": backend, **small})
+        tiles = _FLEX_TILES if mask.BLOCK_SIZE[0] == 64 and backend == "TRITON" else {}
+        return _compiled_flex()(q, k, v, block_mask=mask, kernel_options={"BACKEND": backend, **tiles})
 
-    backends = ["TRITON", *(["FLASH"] if find_spec("flash_attn") and find_spec("flash_attn.cute") else [])]
+    def prepare_flash(*inputs: Any) -> tuple[Any, ...]:
+        import flash_attn.cute  # type: ignore[import-not-found]  # noqa: F401
+
+        return prepare(*inputs)
+
     return [
         Provider(
-            f"FlexAttention, {b}", run(partial(flex, backend=b)), prepare=prepare, result=result, devices=("cuda",)
+            f"FlexAttention, {backend}",
+            run(partial(flex, backend=backend)),
+            prepare=prepared,
+            result=result,
+            devices=("cuda",),
+            capturable=True,
         )
-        for b in backends
+        for backend, prepared in (("TRITON", prepare), ("FLASH", prepare_flash))
     ]
 
 

@@ -57,11 +57,12 @@ def _scatter(n: int, block: int, sparsity: int, dtype: torch.dtype, dim: int, re
         return (target.scatter_reduce(dim, at, src.double(), reduce, include_self=False).narrow(dim, 0, n),)
 
     # In bfloat16 blksprs 2.5 ends in an illegal memory access (PyTorch 2.11, Triton 3.6, in its search of a tile) that
-    # takes every case behind it along.
-    products = () if reduce != "sum" or dtype is torch.bfloat16 else peers.blksprs(
-        "blksprs, in no fixed order",
+    # takes every case behind it along: there it gets a source of float32.
+    name = "blksprs, in no fixed order" if dtype is torch.float32 else "blksprs, float32, in no fixed order"
+    products = () if reduce != "sum" else peers.blksprs(
+        name,
         prepare=lambda bs, src, index, mask: (
-            bs.ops.to_sparse(src, mask, block), mask, dim, bs.ops.to_sparse(index, mask, block),
+            bs.ops.to_sparse(src.float(), mask, block), mask, dim, bs.ops.to_sparse(index, mask, block),
             torch.ones_like(mask), block, {},
         ),
         call=lambda bs, *given: bs.ops.scatter_reduce(*given[:-1], reduce_op="sum", layout_cache=given[-1]),
