@@ -178,6 +178,7 @@ def test_walks(walk, turned, mix, kind, device: torch.device, monkeypatch: pytes
 
     monkeypatch.setattr(hopper, "choose_walk", chosen)
     monkeypatch.setattr(kernels, "is_small", lambda *_: False)
+    monkeypatch.setattr(kernels, "is_shallow", lambda *_: False)
     sizes, block = (320, 192, 576), (64, 64, 64)
     if kind is torch.float16:
         run(mix, turned, sizes, block, kind, device, density=0.5)
@@ -199,6 +200,7 @@ def test_tf32(
     from gossamer.blocksparse._triton import matmul as kernels
 
     monkeypatch.setattr(kernels, "is_small", lambda *_: small)
+    monkeypatch.setattr(kernels, "is_shallow", lambda *_: small)
     near(mix, turned, sizes, block, device, density)
 
 
@@ -244,16 +246,34 @@ def test_nothing(mix, sizes, lead, device: torch.device) -> None:
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("shallow", [True, False])
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "".join("DS"[sparse] for sparse in mix))
+@pytest.mark.parametrize("turned", [(False, False), (True, True)], ids=str)
+def test_every_block_or_pairs(
+    shallow: bool, mix, turned, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gossamer.blocksparse._triton import matmul as kernels
+
+    monkeypatch.setattr(kernels, "is_shallow", lambda *_: shallow)
+    sizes, block = ((70, 96, 130), (32, 16, 64)) if mix[0] else ((40, 150, 70), (16, 64, 128))
+    run(mix, turned, sizes, block, torch.float16, device, density=0.4)
+
+
+@pytest.mark.kernels
 def test_programs_walk_many_tiles(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Each keeps a list, which the next tile overwrites."""
     from gossamer.blocksparse._triton import matmul as kernels
 
     monkeypatch.setattr(kernels, "WAVES", 1)
+    monkeypatch.setattr(kernels, "is_shallow", lambda *_: False)
     run((True, True, False), (True, False), (80, 32, 16), (16, 16, 16), torch.float32, device, lead=(1,))
 
 
 @pytest.mark.kernels
-def test_a_list_longer_than_one_step_looks_at(device: torch.device) -> None:
+def test_a_list_longer_than_one_step_looks_at(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gossamer.blocksparse._triton import matmul as kernels
+
+    monkeypatch.setattr(kernels, "is_shallow", lambda *_: False)
     generator = seeded(0, device)
     present = torch.zeros(132, 1, dtype=torch.bool, device=device)
     present[[1, 127, 128, 131]] = 1
@@ -505,12 +525,15 @@ def test_choice_of_a_walk() -> None:
 @pytest.mark.native
 def test_small_products_are_one_launch_of_narrow_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     from gossamer._core import tuning
-    from gossamer.blocksparse.matmul_path import is_small, narrowed
+    from gossamer.blocksparse.matmul_path import is_shallow, is_small, narrowed
 
     device = torch.device("cuda", 0)
     monkeypatch.setattr(tuning, "programs", lambda _: 132)
     assert is_small((4, 448, 448, 448), device) and is_small((1, 0, 8, 8), device)
     assert not is_small((4, 1024, 1024, 1024), device) and not is_small((1, 128, 64, 1 << 20), device)
+    assert is_shallow((4, 256, 256, 256), device) and is_shallow((1, 0, 8, 8), device)
+    assert not is_shallow((4, 448, 448, 448), device) and not is_shallow((1, 64, 272, 64), device)
+    assert not is_shallow((1, 272, 64, 64), device) and not is_shallow((32, 256, 256, 256), device)
     assert narrowed(256, 64, 28, 448, device) == 64 and narrowed(256, 64, 512, 8192, device) == 256
     assert narrowed(256, 128, 8, 256, device) == 128 and narrowed(96, 64, 1, 96, device) == 96
 

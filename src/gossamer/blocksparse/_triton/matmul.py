@@ -24,11 +24,12 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
+from gossamer.blocksparse._triton.matmul_small import cell, launch_small, lost_blocks, place
 from gossamer.blocksparse._triton.softmax import fill_rest
 from gossamer.blocksparse._triton.strips import strips
 from gossamer.blocksparse._triton.tensor import from_dense, to_dense
 from gossamer.blocksparse._triton.transpose import turn
-from gossamer.blocksparse.matmul_path import choose_path, is_small, named, narrowed, share_of, widest_of
+from gossamer.blocksparse.matmul_path import choose_path, is_shallow, is_small, named, narrowed, share_of, widest_of
 
 WAVES = 16
 """Programs for each multiprocessor where programs keep lists."""
@@ -38,24 +39,6 @@ WAVES = 16
 def wide(number):
     """int64 of what the interpreter may hold as a plain number."""
     return tl.full([], 0, tl.int64) + number
-
-
-@triton.jit
-def place(z, r, c, rows, cols, TRANS: tl.constexpr):
-    """Where the number of block (r, c) of op(B) stands."""
-    if TRANS:
-        return (z * cols + c) * rows + r
-    else:
-        return (z * rows + r) * cols + c
-
-
-@triton.jit
-def cell(i, j, height, width, TRANS: tl.constexpr):
-    """Element (i, j) of a height x width matrix, which may be stored transposed."""
-    if TRANS:
-        return j * height + i
-    else:
-        return i * width + j
 
 
 @triton.jit
@@ -176,15 +159,6 @@ def entries_of(offsets_ptr, row, inner):
         return begin, tl.load(offsets_ptr + row + 1) - begin
     else:
         return 0, inner
-
-
-@triton.jit
-def lost_blocks(offsets_ptr, last, capacity):
-    """Whether a layout has more blocks than room."""
-    lost = False
-    if offsets_ptr is not None:
-        lost = tl.load(offsets_ptr + last) > capacity
-    return lost
 
 
 @triton.jit(do_not_specialize=["a_capacity", "b_capacity", "out_capacity"])
@@ -341,6 +315,11 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     if choose_path((z, m, k, n), (bm, bk, bn), shares, a.dtype, a.device) == "dense":
         with named("dense"):
             return _through_dense(a, b, (of_a, of_b, of_out), (z, m, k, n), trans_a, trans_b, (bm, bn))
+    if is_shallow((z, m, k, n), a.device):
+        a, trans_a = (a.contiguous(), trans_a) if of_a[0] is not None else _stored(a)
+        b, trans_b = (b.contiguous(), trans_b) if of_b[0] is not None else _stored(b)
+        launch_small(a, b, out, (of_a, of_b, of_out), (z, m, k, n), (bm, bk, bn), (trans_a, trans_b))
+        return out
     turned = of_a[0] is None and of_b[0] is not None
     if turned:
         a, b, of_a, of_b, m, n, bm, bn = b, a.mT, of_b, of_a, n, m, bn, bm
