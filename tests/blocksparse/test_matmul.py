@@ -90,6 +90,15 @@ def run(mix, turned, sizes, block, dtype, device: torch.device, lead=(2,), densi
     check(*a, *b, out_layout, turned, generator)
 
 
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.kernels)], ids=["pairs", "every block"])
+def shallow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Both ways of a small product."""
+    from gossamer.blocksparse._triton import matmul as kernels
+
+    monkeypatch.setattr(kernels, "is_shallow", lambda *_: request.param)
+    return bool(request.param)
+
+
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "".join("DS"[sparse] for sparse in mix))
 @pytest.mark.parametrize("turned", [(False, False), (True, True)], ids=str)
 def test_error_budget(mix, turned, dtype: torch.dtype, device: torch.device) -> None:
@@ -245,16 +254,11 @@ def test_nothing(mix, sizes, lead, device: torch.device) -> None:
     run(mix, (False, False), sizes, (16, 16, 16), torch.float32, device, lead=lead)
 
 
+@pytest.mark.usefixtures("shallow")
 @pytest.mark.kernels
-@pytest.mark.parametrize("shallow", [True, False])
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "".join("DS"[sparse] for sparse in mix))
 @pytest.mark.parametrize("turned", [(False, False), (True, True)], ids=str)
-def test_every_block_or_pairs(
-    shallow: bool, mix, turned, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from gossamer.blocksparse._triton import matmul as kernels
-
-    monkeypatch.setattr(kernels, "is_shallow", lambda *_: shallow)
+def test_every_block_or_pairs(mix, turned, device: torch.device) -> None:
     sizes, block = ((70, 96, 130), (32, 16, 64)) if mix[0] else ((40, 150, 70), (16, 64, 128))
     run(mix, turned, sizes, block, torch.float16, device, density=0.4)
 
@@ -299,6 +303,7 @@ def test_one_sparse_matrix_and_many_dense_ones(device: torch.device) -> None:
     torch.testing.assert_close(matmul(batch, dense.mT), batch.to_dense() @ dense.mT)
 
 
+@pytest.mark.usefixtures("shallow")
 @pytest.mark.parametrize("memory", ["transposed", "strided", "misaligned"])
 def test_memory_of_dense_operands(memory: str, device: torch.device) -> None:
     generator = seeded(0, device)
@@ -309,6 +314,7 @@ def test_memory_of_dense_operands(memory: str, device: torch.device) -> None:
     torch.testing.assert_close(matmul(laid_out(b.mT, memory), a, transpose_b=True), b.mT @ a.to_dense().mT)
 
 
+@pytest.mark.usefixtures("shallow")
 @pytest.mark.parametrize("lost", ["a", "b", "out"])
 @pytest.mark.parametrize("turned", [False, True])
 def test_overflow_is_nan(lost: str, turned: bool, device: torch.device) -> None:
@@ -325,6 +331,7 @@ def test_overflow_is_nan(lost: str, turned: bool, device: torch.device) -> None:
         assert matmul(dense, b, layout("out"), transpose_b=turned).values.isnan().all()
 
 
+@pytest.mark.usefixtures("shallow")
 def test_what_is_not_finite_stays(device: torch.device) -> None:
     layout = Layout.from_mask(torch.eye(2, device=device).bool(), 16)
     a = from_dense(torch.ones(32, 32, device=device), layout)
@@ -340,6 +347,7 @@ def test_what_is_not_finite_stays(device: torch.device) -> None:
     torch.testing.assert_close(got, want, equal_nan=True)
 
 
+@pytest.mark.usefixtures("shallow")
 def test_nothing_reaches_beyond_the_matrix(device: torch.device) -> None:
     x = torch.full((20, 20), math.nan, device=device)
     layout = Layout.full((2, 2), 16, size=(20, 20), device=device)
@@ -347,6 +355,7 @@ def test_nothing_reaches_beyond_the_matrix(device: torch.device) -> None:
         assert out.to_dense().isnan().all() and int(out.values.isnan().sum()) == 400
 
 
+@pytest.mark.usefixtures("shallow")
 def test_the_same_bits(dtype: torch.dtype, device: torch.device) -> None:
     generator = seeded(0, device)
     a, _ = draw((1,), (32, 48), (16, 16), True, False, 0.7, dtype, generator)
