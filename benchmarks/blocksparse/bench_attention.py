@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
@@ -149,11 +150,33 @@ _FLEX_TILES = {
 }
 
 
+_compiling_for: list[int] = []
+"""The blocks that FlexAttention is compiled for, by a thread of autograd's."""
+
+
 @cache
 def _compiled_flex() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
+    fit_backward_tiles()
     return torch.compile(flex_attention, fullgraph=True, dynamic=False)
+
+
+def fit_backward_tiles() -> None:
+    """Lets PyTorch compile FlexAttention's backward pass for blocks of 64 on Hopper: it drops the only tiles that it
+    has there, 64 x 128, before it looks at those that were asked for (pytorch#176025)."""
+    from torch._inductor.choices import InductorChoices
+
+    own = InductorChoices.get_flex_attention_bwd_configs
+
+    def configs(*args: Any, **kwargs: Any) -> list[Any]:
+        found: list[Any] = own(*args, **kwargs)
+        if _compiling_for != [64]:
+            return found
+        sizes = dict.fromkeys(("block_m1", "block_n1", "block_m2", "block_n2"), 64)
+        return [replace(found[-1], num_stages=3, num_warps=4, **sizes)]
+
+    InductorChoices.get_flex_attention_bwd_configs = configs  # type: ignore[method-assign]
 
 
 def _flex(run: Callable[..., Any], result: Callable[..., Tensors]) -> list[Provider]:
@@ -173,6 +196,7 @@ def _flex(run: Callable[..., Any], result: Callable[..., Tensors]) -> list[Provi
     def flex(q: Tensor, k: Tensor, v: Tensor, mask: Any, backend: str) -> Any:
         # Its tiles must divide the blocks, and for blocks of 64 it does not choose them so by itself.
         tiles = _FLEX_TILES if mask.BLOCK_SIZE[0] == 64 and backend == "TRITON" else {}
+        _compiling_for[:] = [mask.BLOCK_SIZE[0]]
         return _compiled_flex()(q, k, v, block_mask=mask, kernel_options={"BACKEND": backend, **tiles})
 
     def prepare_flash(*inputs: Any) -> tuple[Any, ...]:

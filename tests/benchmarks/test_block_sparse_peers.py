@@ -48,6 +48,21 @@ def test_flash_attention_is_named_where_it_is_not_installed(monkeypatch: pytest.
         flash.prepare(*[None] * 5)
 
 
+@pytest.mark.parametrize("d", [64, 128])
+def test_flex_attention_has_a_backward_pass_for_blocks_of_64(d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch's lowering asks: its own tiles for others, and one that divides these."""
+    choices = pytest.importorskip("torch._inductor.choices").InductorChoices
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(choices, "get_flex_attention_bwd_configs", choices.get_flex_attention_bwd_configs)
+    own = choices().get_flex_attention_bwd_configs(d, torch.bfloat16)
+    bench_attention.fit_backward_tiles()
+    for block in (128, 64):
+        monkeypatch.setattr(bench_attention, "_compiling_for", [block])
+        found = choices().get_flex_attention_bwd_configs(d, torch.bfloat16, "cuda")
+        assert found == own if block == 128 else len(found) == 1
+        assert all(block % size == 0 for c in found for size in (c.block_m1, c.block_n1, c.block_m2, c.block_n2))
+
+
 def test_recomputed_layers_have_the_same_gradients() -> None:
     """The reference of a transformer holds the scores of one layer at a time."""
     case = next(iter(bench_transformer.cases(torch.device("cpu"), True)))
