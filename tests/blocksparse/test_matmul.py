@@ -179,7 +179,7 @@ def test_walks(walk, turned, mix, kind, device: torch.device, monkeypatch: pytes
 
     taken = []
 
-    def chosen(block, of_a, of_b, of_out):
+    def chosen(block, of_a, of_b, of_out, *_):
         # No list to follow where a matrix is dense.
         sparse = [parts[0] is not None for parts in (of_a, of_out)]
         taken.append(hopper.Walk(walk[0], walk[1] and sparse[0], walk[2] and sparse[1]))
@@ -514,12 +514,13 @@ def test_choice_of_a_walk() -> None:
     pytest.importorskip("triton")
     from gossamer.blocksparse._gluon.matmul import Walk, choose_walk
 
-    def walk(block: int, *densities: float | None) -> Walk | None:
+    def walk(block: int, *densities: float | None, n: int = 8192) -> Walk | None:
         parts = []
         for density in densities:
             stored = [torch.empty(round(1000 * (density or 0))), torch.empty(1000)]
             parts.append((None,) * 6 if density is None else (stored[0], stored[0], None, None, None, stored[1]))
-        return choose_walk((block,) * 3, *parts)
+        found = choose_walk((block,) * 3, *parts, (4, n, n, n), 132)
+        return found and replace(found, band=16)
 
     every = Walk(128, False, False)
     assert walk(64, 1.0, 1.0, 1.0) == walk(64, 0.98, 0.98, 0.98) == walk(64, 0.75, 0.75, 0.75) == every
@@ -529,6 +530,8 @@ def test_choice_of_a_walk() -> None:
     assert walk(128, 0.75, 0.75, 0.75) == Walk(128, True, True)
     assert walk(128, 0.5, 1.0, None) == walk(128, 0.5, None, None) == Walk(128, True, False)
     assert walk(64, None, None, 0.25) == Walk(64, False, True) and walk(64, None, None, 0.75) == every
+    # Strips would be more than the multiprocessors, where tiles of 128 rows are not.
+    assert walk(64, 0.75, 0.75, 0.5, n=1024) == every and walk(64, 0.75, 0.75, 0.25, n=1024) == Walk(64, True, True)
 
 
 @pytest.mark.native

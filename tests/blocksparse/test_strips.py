@@ -6,10 +6,12 @@ import torch
 pytestmark = pytest.mark.kernels
 
 
-@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("width, band", [(2, 16), (4, 16), (4, 32)])
 @pytest.mark.parametrize("rows", [1, 16, 40, 1100])
 @pytest.mark.parametrize("density", [0.0, 0.4, 1.0])
-def test_each_block_is_in_one_strip(width: int, rows: int, density: float, mode: str, device: torch.device) -> None:
+def test_each_block_is_in_one_strip(
+    width: int, band: int, rows: int, density: float, mode: str, device: torch.device
+) -> None:
     from gossamer.blocksparse._triton.strips import strips
 
     if mode == "interpreter" and rows > 40 and density > 0:
@@ -20,7 +22,7 @@ def test_each_block_is_in_one_strip(width: int, rows: int, density: float, mode:
     total = int(offsets[-1])
     # Room for all, for more, and for too few: what does not fit is in no strip.
     for capacity in (total, total + 5, total // 2):
-        tiles, most = strips(offsets, capacity, width)
+        tiles, most = strips(offsets, capacity, width, band)
         number = int(tiles[0])
         assert number <= most
         covered = []

@@ -51,9 +51,9 @@ present ones of A 2.3."""
 LISTED = {0: 1.0, 64: 0.45, 128: 0.95}
 """How fast present blocks of a size are multiplied, of the speed with which all are: H200, n 4,096 and 8,192, four
 matrices, bfloat16, one of the operands or the result block-sparse."""
+STRIPS, LINES = 16, 16
+"""Rows of tiles in a band: of strips of present blocks, and of a grid whose steps follow A's lists."""
 BOX = gl.constexpr(64)
-GROUP = gl.constexpr(16)
-"""Rows of tiles in a band."""
 LINE = gl.constexpr(128)
 """Bytes of a box's rows as wgmma reads them, the widest swizzle."""
 COLUMNS = gl.constexpr(4)
@@ -62,7 +62,7 @@ ACROSS = BOX.value * COLUMNS.value
 
 
 @gluon.jit
-def find_tile(tile, outputs, sizes, BLOCK: gl.constexpr, TRANS: gl.constexpr, TILE_M: gl.constexpr):
+def find_tile(tile, outputs, sizes, BLOCK: gl.constexpr, TRANS: gl.constexpr, TILE: gl.constexpr):
     """(matrix, first row, first column or first listed block, end of the row's list) of a tile."""
     offsets_ptr, _, _, _, tiles_ptr, capacity = outputs
     _Z, M, N, _K = sizes
@@ -73,6 +73,8 @@ def find_tile(tile, outputs, sizes, BLOCK: gl.constexpr, TRANS: gl.constexpr, TI
         rows = gl.cdiv(M, BLOCK[0])
         return row // rows, row % rows * BLOCK[0], first, end
     else:
+        TILE_M: gl.constexpr = TILE[0]
+        GROUP: gl.constexpr = TILE[1]
         tiles_m, tiles_n = gl.cdiv(M, TILE_M), gl.cdiv(N, BOX * COLUMNS)
         z = tile // (tiles_m * tiles_n)
         inside = tile % (tiles_m * tiles_n)
@@ -195,7 +197,7 @@ def load_b(
 
 @gluon.jit
 def produce(
-    inputs, ring, extent, BLOCK: gl.constexpr, TRANS: gl.constexpr, TILE_M: gl.constexpr, LIST: gl.constexpr,
+    inputs, ring, extent, BLOCK: gl.constexpr, TRANS: gl.constexpr, TILE: gl.constexpr, LIST: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads."""
@@ -206,12 +208,13 @@ def produce(
     _Z, M, N, K = sizes
     A_SPARSE: gl.constexpr = lists[3] is not None
     B_SPARSE: gl.constexpr = b_positions_ptr is not None
+    TILE_M: gl.constexpr = TILE[0]
     PARTS: gl.constexpr = 128 // TILE_M
     a_rows = gl.where(a_desc.shape[0] == (K if TRANS[3] else M), 0, K if TRANS[3] else M)
     b_rows = gl.where(b_desc.shape[0] == (N if TRANS[4] else K), 0, N if TRANS[4] else K)
     count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        z, m, first, end = find_tile(tile, outputs, sizes, BLOCK, TRANS, TILE_M)
+        z, m, first, end = find_tile(tile, outputs, sizes, BLOCK, TRANS, TILE)
         n0, _ = find_column(0, first, end, outputs, sizes, BLOCK, TRANS)
         n1, _ = find_column(1, first, end, outputs, sizes, BLOCK, TRANS)
         n2, _ = find_column(2, first, end, outputs, sizes, BLOCK, TRANS)
@@ -293,6 +296,31 @@ def emit(
 
 
 @gluon.jit
+def fill_rest(
+    PART: gl.constexpr, out_desc, poison, buffer, outputs, sizes, BLOCK: gl.constexpr, TRANS: gl.constexpr
+):  # fmt: skip
+    """Zeros behind the last block of the result, or NaN everywhere: where blocks are lost a list may miss some, so that
+    the tiles alone would not reach every block."""
+    offsets_ptr, _, _, _, _, capacity = outputs
+    HEIGHT: gl.constexpr = BLOCK[2] if TRANS[2] else BLOCK[0]
+    WIDTH: gl.constexpr = BLOCK[0] if TRANS[2] else BLOCK[2]
+    DOWN: gl.constexpr = HEIGHT // BOX
+    EACH: gl.constexpr = DOWN * (WIDTH // BOX)
+    lines = gl.cdiv(sizes[2], BLOCK[2]) if TRANS[2] else gl.cdiv(sizes[1], BLOCK[0])
+    total = gl.where(poison == 0, gl.load(offsets_ptr + sizes[0] * lines), 0)
+    first = total + (2 * gl.program_id(0) + PART)
+    if first < capacity:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        buffer.store((gl.zeros([BOX, BOX], gl.float32, layout) + poison).to(out_desc.dtype))
+        fence_async_shared()
+        for block in range(first, capacity, 2 * gl.num_programs(0)):
+            for box in gl.static_range(EACH):
+                y = block * HEIGHT + box % DOWN * BOX
+                tma.async_copy_shared_to_global(out_desc, [y, box // DOWN * BOX], buffer)
+        tma.store_wait(0)
+
+
+@gluon.jit
 def overflow(offsets_ptr, rows, capacity):
     """NaN where a layout has more blocks than room, 0 elsewhere."""
     value = 0.0
@@ -303,7 +331,7 @@ def overflow(offsets_ptr, rows, capacity):
 
 @gluon.jit
 def consume(
-    results, ring, extent, PART: gl.constexpr, BLOCK: gl.constexpr, TRANS: gl.constexpr, TILE_M: gl.constexpr,
+    results, ring, extent, PART: gl.constexpr, BLOCK: gl.constexpr, TRANS: gl.constexpr, TILE: gl.constexpr,
     LIST: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup PART of two: its 64 rows of a tile of 128, or its half of the columns of a tile of 64."""
@@ -311,6 +339,7 @@ def consume(
     outputs, sizes, tiles = extent
     a_bufs, b_bufs, ready, empty = ring
     _Z, M, N, _K = sizes
+    TILE_M: gl.constexpr = TILE[0]
     PARTS: gl.constexpr = 128 // TILE_M
     WIDTH: gl.constexpr = BOX * COLUMNS // PARTS
     DEEP: gl.constexpr = BLOCK[3] // 4
@@ -320,7 +349,7 @@ def consume(
     out_rows = gl.where(TRANS[2], N, M)
     count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        z, m, first, end = find_tile(tile, outputs, sizes, BLOCK, TRANS, TILE_M)
+        z, m, first, end = find_tile(tile, outputs, sizes, BLOCK, TRANS, TILE)
         _, steps = steps_of(z, m, lists, sizes, BLOCK, LIST)
         acc = gl.zeros([BOX, WIDTH], gl.float32, whole) + poison
         for step in range(steps):
@@ -358,16 +387,20 @@ def consume(
             emit(left, 2 * PART, out_desc, buffer, where, outputs, sizes, BLOCK, TRANS)
             emit(right, 2 * PART + 1, out_desc, buffer, where, outputs, sizes, BLOCK, TRANS)
     tma.store_wait(0)
+    if outputs[3] is not None:
+        fill_rest(PART, out_desc, poison, buffer, outputs, sizes, BLOCK, TRANS)
 
 
 @gluon.jit(do_not_specialize=["Z", "M", "N", "K"])
 def _blocksparse_matmul_kernel(
     a_desc, b_desc, out_desc, zeros_desc, a_offsets_ptr, a_order_ptr, a_index_ptr, a_positions_ptr, b_offsets_ptr,
     b_positions_ptr, out_offsets_ptr, out_order_ptr, out_index_ptr, out_positions_ptr, tiles_ptr, Z, M, N, K,
-    BLOCK: gl.constexpr, TRANS: gl.constexpr, TILE_M: gl.constexpr, LIST: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK: gl.constexpr, TRANS: gl.constexpr, TILE: gl.constexpr, LIST: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """BLOCK is the sizes of blocks along M, K and N, and of a box along K; TRANS whether the layouts of A and B and
-    the result as a whole are of the transposed, and whether A and B are in memory."""
+    the result as a whole are of the transposed, and whether A and B are in memory; TILE a tile's rows, and how many
+    rows of tiles are a band."""
+    TILE_M: gl.constexpr = TILE[0]
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, TILE_M, BLOCK[3]], a_desc.layout)
     PARTS: gl.constexpr = 128 // TILE_M
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES * PARTS, BOX * COLUMNS // PARTS, BLOCK[3]], b_desc.layout)
@@ -397,9 +430,9 @@ def _blocksparse_matmul_kernel(
     extent = (outputs, sizes, tiles)
     gl.warp_specialize(
         [
-            (consume, (results, ring, extent, 0, BLOCK, TRANS, TILE_M, LIST, STAGES)),
-            (consume, (results, ring, extent, 1, BLOCK, TRANS, TILE_M, LIST, STAGES)),
-            (produce, (inputs, ring, extent, BLOCK, TRANS, TILE_M, LIST, STAGES)),
+            (consume, (results, ring, extent, 0, BLOCK, TRANS, TILE, LIST, STAGES)),
+            (consume, (results, ring, extent, 1, BLOCK, TRANS, TILE, LIST, STAGES)),
+            (produce, (inputs, ring, extent, BLOCK, TRANS, TILE, LIST, STAGES)),
         ],
         [4, 1],
         [232, 40],
@@ -416,11 +449,12 @@ Parts = tuple[Any, ...]
 @dataclass(frozen=True)
 class Walk:
     """How tiles go about it: rows of a tile; whether steps follow A's list; whether tiles are strips of present blocks
-    of the result; and the depth of the ring."""
+    of the result; rows of tiles in a band; and the depth of the ring."""
 
     tile_m: int
     listed: bool
     strips: bool
+    band: int = 16
     stages: int = 4
 
 
@@ -430,19 +464,38 @@ def density(parts: Parts) -> float:
     return 1.0 if share is None else share
 
 
-def choose_walk(block: tuple[int, int, int], of_a: Parts, of_b: Parts, of_out: Parts) -> Walk | None:
+def choose_walk(
+    block: tuple[int, int, int],
+    of_a: Parts,
+    of_b: Parts,
+    of_out: Parts,
+    sizes: tuple[int, int, int, int],
+    programs: int,
+) -> Walk | None:
     """Every block, absent or not, in tiles of 128 x 256; or present ones alone, in tiles of a block row, which reach
-    less of the GPU's speed. None where a kernel that looks for the pairs of two block-sparse operands is faster, that
-    of `_triton`."""
+    less of the GPU's speed, and may need another wave of programs where there are few tiles. None where a kernel that
+    looks for the pairs of two block-sparse operands is faster, that of `_triton`. Sizes are Z, M, K and N."""
     present = density(of_a) * density(of_out)
     if of_b[0] is not None and min(present, density(of_b)) < MOST:
         met = met_by(density(of_b), block[2]) if of_a[0] is not None else density(of_b)
         # Where all blocks of B meet, present ones of A alone are as few.
         if present * met < PAIRED[block[0]] and met < MOST:
             return None
+    every = Walk(128, False, False)
     if present > LISTED[block[0]]:
-        return Walk(128, False, False)
-    return Walk(block[0] or 128, of_a[0] is not None, of_out[0] is not None)
+        return every
+    sparse = of_out[0] is not None
+    walk = Walk(block[0] or 128, of_a[0] is not None, sparse, STRIPS if sparse else LINES)
+    z, m, _, n = sizes
+    rows, across = z * -(-m // walk.tile_m), -(-n // ACROSS)
+    if walk.strips:
+        # A row of blocks ends within a strip, half a strip before its end in the mean.
+        width = ACROSS // block[2]
+        tiles = rows * min(float(across), density(of_out) * -(-n // block[2]) / width + 0.5 - 0.5 / width)
+    else:
+        tiles = float(rows * across)
+    waves = -(-tiles // programs) * density(of_a) * walk.tile_m / 128
+    return walk if waves < LISTED[block[0]] * -(-z * -(-m // 128) * across // programs) else every
 
 
 def fits(block: tuple[int, int, int], sizes: tuple[int, int, int], *operands: Tensor) -> bool:
@@ -470,7 +523,7 @@ def launch_matmul(
     """Fills the last of the operands, which are contiguous `[*, rows, columns]` as stored, blocks or dense matrices.
 
     Sizes are Z, M, K and N, `trans` as the kernel's; tiles are the strips of a walk by strips, and how many there are
-    at most. Behind the last block of a block-sparse result nothing is written.
+    at most. Behind the last block of a block-sparse result stand zeros.
     """
     a, _b, _out = operands
     of_a, of_b, of_out = parts
@@ -481,9 +534,9 @@ def launch_matmul(
     given = (*rows_of(of_a, trans[0]), of_b[0], of_b[5], *rows_of(of_out, trans[2]), strips)
     descriptors = [_descriptor(tensor, width) for tensor, width in zip(operands, (deep, deep, BOX.value))]
     descriptors.append(None if of_b[0] is None else _descriptor(_zeros(a.dtype, a.device), deep))
-    meta = {
-        "BLOCK": boxed, "TRANS": trans, "TILE_M": walk.tile_m, "LIST": walk.listed, "STAGES": walk.stages,
-    }  # fmt: skip
+    # Who made the list of strips has put them in bands.
+    tile = walk.tile_m, 1 if walk.strips else walk.band
+    meta = {"BLOCK": boxed, "TRANS": trans, "TILE": tile, "LIST": walk.listed, "STAGES": walk.stages}
     grid = (max(1, min(tuning.programs(a.device), most)), 1, 1)
     _matmul(grid, (*descriptors, *given, z, m, n, k), meta, num_warps=4, maxnreg=168)
 
@@ -527,7 +580,7 @@ EXAMPLES = {
             "a_order_ptr": None, "out_order_ptr": None, **dict.fromkeys("ZMNK", "i32"),
         },
         "constexprs": {
-            "BLOCK": (64, 64, 64, 64), "TRANS": (False,) * 5, "TILE_M": 64, "LIST": True, "STAGES": 4,
+            "BLOCK": (64, 64, 64, 64), "TRANS": (False,) * 5, "TILE": (64, 32), "LIST": True, "STAGES": 4,
         },
         "num_warps": 4,
         "maxnreg": 168,

@@ -242,21 +242,6 @@ def _blocksparse_matmul_kernel(
 _blocksparse_matmul = launch.Kernel(_blocksparse_matmul_kernel)
 
 
-@triton.jit(do_not_specialize=["out_total_ptr", "a_total_ptr", "b_total_ptr", "capacity", "a_capacity", "b_capacity"])
-def _blocksparse_fill_kernel(
-    out_ptr, out_total_ptr, a_total_ptr, b_total_ptr, capacity, a_capacity, b_capacity,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """What a kernel that walks present blocks alone leaves of a result: a few programs for all blocks."""
-    lost = lost_blocks(out_total_ptr, 0, capacity)
-    lost |= lost_blocks(a_total_ptr, 0, a_capacity)
-    lost |= lost_blocks(b_total_ptr, 0, b_capacity)
-    fill_rest(out_ptr, tl.load(out_total_ptr), capacity, lost, HEIGHT, WIDTH)
-
-
-_blocksparse_fill = launch.Kernel(_blocksparse_fill_kernel)
-
-
 @dataclass(frozen=True)
 class Tile:
     """Columns and step along K of a tile, warps, and stages of loads ahead."""
@@ -398,15 +383,15 @@ def _on_hopper(
     # As they are stored.
     a, b = (x.mT if of[0] is None and flip else x for x, of, flip in zip((a, b), parts, trans[3:]))
     of_a, of_b, of_out = parts
-    walk = hopper.choose_walk(block, of_a, of_b, of_out) if hopper.fits(block, sizes[1:], a, b, out) else None
+    if not hopper.fits(block, sizes[1:], a, b, out):
+        return False
+    walk = hopper.choose_walk(block, of_a, of_b, of_out, sizes, tuning.programs(out.device))
     if walk is None:
         return False
     tiles = None
     if walk.strips:
-        tiles = strips(_lists(of_out, trans[2])[0], of_out[1].shape[0], hopper.ACROSS // block[2])
+        tiles = strips(_lists(of_out, trans[2])[0], of_out[1].shape[0], hopper.ACROSS // block[2], walk.band)
     hopper.launch_matmul(walk, (a, b, out), (of_a, of_b, of_out), sizes, block, trans, tiles)
-    if of_out[0] is not None:
-        _fill_unused(out, of_a, of_b, of_out)
     return True
 
 
@@ -420,17 +405,6 @@ def _by_inner(
     if not trans_b:
         b = turn(b) if of_b[0] is not None else turn(b).mT
     return a, b, trans_a and of_a[0] is not None, trans_b or of_b[0] is None, (False, True)
-
-
-def _fill_unused(out: Tensor, of_a: tuple[Any, ...], of_b: tuple[Any, ...], of_out: tuple[Any, ...]) -> None:
-    """Zeros behind the last block of a result, and NaN everywhere where a layout has lost blocks."""
-    capacity, height, width = out.shape
-    totals, rooms = [], []
-    for parts in (of_out, of_a, of_b):
-        totals.append(None if parts[0] is None else parts[0][-1:])
-        rooms.append(0 if parts[0] is None else parts[1].shape[0])
-    grid = (max(1, min(capacity, 2 * tuning.programs(out.device))), 1, 1)
-    _blocksparse_fill(grid, (out, *totals, *rooms), {"HEIGHT": height, "WIDTH": width}, num_warps=4)
 
 
 def _lists(parts: tuple[Any, ...], by_columns: bool) -> tuple[Any, Any, Any]:
@@ -461,14 +435,6 @@ EXAMPLES = {
         },
         "num_warps": 4,
         "num_stages": 3,
-    },
-    _blocksparse_fill_kernel: {
-        "signature": {
-            "out_ptr": "*bf16", **dict.fromkeys(("out_total_ptr", "a_total_ptr", "b_total_ptr"), "*i32"),
-            **dict.fromkeys(("capacity", "a_capacity", "b_capacity"), "i32"),
-        },
-        "constexprs": {"HEIGHT": 64, "WIDTH": 64},
-        "num_warps": 4,
     },
 }  # fmt: skip
 """Example signatures for the ahead-of-time compile test: all three sparse, the longest chain of lists."""

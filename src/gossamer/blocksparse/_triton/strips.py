@@ -56,13 +56,14 @@ def _strips_kernel(
 _strips = launch.Kernel(_strips_kernel)
 
 
-def strips(offsets: Tensor, capacity: int, width: int) -> tuple[Tensor, int]:
+def strips(offsets: Tensor, capacity: int, width: int, band: int = BAND) -> tuple[Tensor, int]:
     """(tiles, how many there are at most) of a layout's rows, or of its columns where these are their offsets."""
     rows = offsets.shape[0] - 1
     most = capacity // width + rows
     tiles = torch.empty(2 + 2 * most, dtype=torch.int32, device=offsets.device)
-    meta = {"WIDTH": width, "BAND": BAND, "BEFORE": 1024, "AHEAD": 16}
-    _strips((launch.cdiv(rows, BAND), 1, 1), (offsets, tiles, rows, capacity), meta, num_warps=4)
+    # What a program holds at once is BAND x BAND x AHEAD.
+    meta = {"WIDTH": width, "BAND": band, "BEFORE": 1024, "AHEAD": max(1, 16 * BAND**2 // band**2)}
+    _strips((launch.cdiv(rows, band), 1, 1), (offsets, tiles, rows, capacity), meta, num_warps=4)
     return tiles, most
 
 
