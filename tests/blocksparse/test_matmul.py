@@ -166,7 +166,8 @@ def test_many_small_blocks_go_through_dense(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("walk", [(128, False, False), (64, True, False), (64, True, True), (64, False, True)], ids=str)
+@pytest.mark.parametrize("walk", [(128, False, False, 16), (64, True, False, 64), (64, True, True, 64),
+                                  (64, False, True, 16)], ids=str)  # fmt: skip
 @pytest.mark.parametrize("turned", TURNED, ids=str)
 @pytest.mark.parametrize("mix", [(True, True, True), (False, True, True), (True, True, False)], ids=str)
 @pytest.mark.parametrize("kind", [torch.float16, torch.float32], ids=str)
@@ -174,7 +175,7 @@ def test_walks(walk, turned, mix, kind, device: torch.device, monkeypatch: pytes
     """Each way to go about a product, whatever would be chosen."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("Hopper's kernel")
-    from gossamer.blocksparse._gluon import matmul as hopper
+    from gossamer.blocksparse._gluon import matmul_walk as walks
     from gossamer.blocksparse._triton import matmul as kernels
 
     taken = []
@@ -182,10 +183,10 @@ def test_walks(walk, turned, mix, kind, device: torch.device, monkeypatch: pytes
     def chosen(block, of_a, of_b, of_out, *_):
         # No list to follow where a matrix is dense.
         sparse = [parts[0] is not None for parts in (of_a, of_out)]
-        taken.append(hopper.Walk(walk[0], walk[1] and sparse[0], walk[2] and sparse[1]))
+        taken.append(walks.Walk(walk[0], walk[1] and sparse[0], walk[2] and sparse[1], walk[3]))
         return taken[-1]
 
-    monkeypatch.setattr(hopper, "choose_walk", chosen)
+    monkeypatch.setattr(walks, "choose_walk", chosen)
     monkeypatch.setattr(kernels, "is_small", lambda *_: False)
     monkeypatch.setattr(kernels, "is_shallow", lambda *_: False)
     sizes, block = (320, 192, 576), (64, 64, 64)
@@ -509,32 +510,6 @@ def test_dense_operands_are_multiplied_as_ever(device: torch.device) -> None:
 
 
 @pytest.mark.native
-def test_choice_of_a_walk() -> None:
-    """By what was measured: pairs where few products of blocks are left, else every block or those of A."""
-    pytest.importorskip("triton")
-    from gossamer.blocksparse._gluon.matmul import Walk, choose_walk
-
-    def walk(block: int, *densities: float | None, n: int = 8192) -> Walk | None:
-        parts = []
-        for density in densities:
-            stored = [torch.empty(round(1000 * (density or 0))), torch.empty(1000)]
-            parts.append((None,) * 6 if density is None else (stored[0], stored[0], None, None, None, stored[1]))
-        found = choose_walk((block,) * 3, *parts, (4, n, n, n), 132)
-        return found and replace(found, band=16)
-
-    every = Walk(128, False, False)
-    assert walk(64, 1.0, 1.0, 1.0) == walk(64, 0.98, 0.98, 0.98) == walk(64, 0.75, 0.75, 0.75) == every
-    assert walk(64, 0.5, 0.5, 0.5) is walk(64, 1.0, 0.1, 1.0) is None
-    assert walk(64, 0.75, 0.75, 0.5) == walk(64, 0.75, 0.75, 0.25) == Walk(64, True, True)
-    assert walk(128, 0.5, 0.5, 0.5) is walk(128, 0.25, 0.25, 0.25) is None
-    assert walk(128, 0.75, 0.75, 0.75) == Walk(128, True, True)
-    assert walk(128, 0.5, 1.0, None) == walk(128, 0.5, None, None) == Walk(128, True, False)
-    assert walk(64, None, None, 0.25) == Walk(64, False, True) and walk(64, None, None, 0.75) == every
-    # Strips would be more than the multiprocessors, where tiles of 128 rows are not.
-    assert walk(64, 0.75, 0.75, 0.5, n=1024) == every and walk(64, 0.75, 0.75, 0.25, n=1024) == Walk(64, True, True)
-
-
-@pytest.mark.native
 def test_small_products_are_one_launch_of_narrow_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     from gossamer._core import tuning
     from gossamer.blocksparse.matmul_path import is_shallow, is_small, narrowed
@@ -557,6 +532,7 @@ def test_tf32_compiles_for_hopper(tile_m: int, listed: bool) -> None:
     pytest.importorskip("triton")
     from gossamer._core import aot
     from gossamer.blocksparse._gluon import matmul as hopper
+    from gossamer.blocksparse._gluon import matmul_walk as walks
 
     ((kernel, given),) = hopper.EXAMPLES.items()
     example = aot.complete(kernel, given)
@@ -566,7 +542,7 @@ def test_tf32_compiles_for_hopper(tile_m: int, listed: bool) -> None:
             signature[name].replace("bf16[64, 64]", f"fp32[64, {width}]").replace("bitwidth=16", "bitwidth=32")
         )
     constexprs = example["constexprs"] | {"BLOCK": (tile_m,) * 3 + (32,), "TRANS": (True, True, True, False, True)}
-    constexprs |= {"TILE_M": tile_m, "LIST": listed}
+    constexprs |= {"TILE": (tile_m, walks.BAND[tile_m]), "LIST": listed}
     compiled = aot.compile_kernel(kernel, example | {"signature": signature, "constexprs": constexprs}, "sm_90")
     used = aot.resources(compiled)
     assert compiled.metadata.shared <= aot.SHARED_MEMORY_LIMIT["sm_90"]

@@ -6,7 +6,7 @@ import torch
 pytestmark = pytest.mark.kernels
 
 
-@pytest.mark.parametrize("width, band", [(2, 16), (4, 16), (4, 32)])
+@pytest.mark.parametrize("width, band", [(2, 16), (4, 16), (2, 32), (4, 64)])
 @pytest.mark.parametrize("rows", [1, 16, 40, 1100])
 @pytest.mark.parametrize("density", [0.0, 0.4, 1.0])
 def test_each_block_is_in_one_strip(

@@ -19,9 +19,6 @@ the rows of a tile of 128 and the columns of a tile of 64. The ring of stages ru
 warpgroup stores, the other may multiply and the next tile's boxes arrive.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -37,28 +34,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch, tuning
 from gossamer.blocksparse._gluon._descriptors import describe
-from gossamer.blocksparse.matmul_path import met_by, share_of
+from gossamer.blocksparse._gluon.matmul_walk import ACROSS, Parts, Walk, rows_of
 
-MOST = 0.95
-"""Share of the blocks above which absent ones are multiplied."""
-PAIRED = {64: 0.5, 128: 0.5}
-"""Shares of all products of blocks up to which looking for the pairs of two block-sparse operands is faster: one H200,
-four matrices, bfloat16. At n 4,096, of blocks of 64 pairs take 728 and 317 us at densities of 0.75 and 0.5 of all three
-matrices, and every block 774; of blocks of 128 503, 226 and 112 at 0.75, 0.5 and 0.25, and present ones of A alone 521,
-264 and 99. At n 8,192, of blocks of 64 at 0.75 pairs take 7.6 ms and every block 6.2; of blocks of 128 pairs 5.1 and
-present ones of A 4.2; of blocks of 64, three quarters of both operands' and a quarter of the result's, pairs 2.6 and
-present ones of A 2.3."""
-LISTED = {0: 1.0, 64: 0.45, 128: 0.95}
-"""How fast present blocks of a size are multiplied, of the speed with which all are: H200, n 4,096 and 8,192, four
-matrices, bfloat16, one of the operands or the result block-sparse."""
-STRIPS, LINES = 16, 16
-"""Rows of tiles in a band: of strips of present blocks, and of a grid whose steps follow A's lists."""
 BOX = gl.constexpr(64)
 LINE = gl.constexpr(128)
 """Bytes of a box's rows as wgmma reads them, the widest swizzle."""
-COLUMNS = gl.constexpr(4)
+COLUMNS = gl.constexpr(ACROSS // BOX.value)
 """Boxes across a tile."""
-ACROSS = BOX.value * COLUMNS.value
 
 
 @gluon.jit
@@ -442,60 +424,6 @@ def _blocksparse_matmul_kernel(
 _matmul = launch.Kernel(_blocksparse_matmul_kernel)
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 _boxes: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-Parts = tuple[Any, ...]
-"""A layout's (row offsets, column indices, row indices, column offsets, order of columns, positions), or six None."""
-
-
-@dataclass(frozen=True)
-class Walk:
-    """How tiles go about it: rows of a tile; whether steps follow A's list; whether tiles are strips of present blocks
-    of the result; rows of tiles in a band; and the depth of the ring."""
-
-    tile_m: int
-    listed: bool
-    strips: bool
-    band: int = 16
-    stages: int = 4
-
-
-def density(parts: Parts) -> float:
-    """Share of the blocks that there is room for, 1 for a dense matrix."""
-    share = share_of(parts)
-    return 1.0 if share is None else share
-
-
-def choose_walk(
-    block: tuple[int, int, int],
-    of_a: Parts,
-    of_b: Parts,
-    of_out: Parts,
-    sizes: tuple[int, int, int, int],
-    programs: int,
-) -> Walk | None:
-    """Every block, absent or not, in tiles of 128 x 256; or present ones alone, in tiles of a block row, which reach
-    less of the GPU's speed, and may need another wave of programs where there are few tiles. None where a kernel that
-    looks for the pairs of two block-sparse operands is faster, that of `_triton`. Sizes are Z, M, K and N."""
-    present = density(of_a) * density(of_out)
-    if of_b[0] is not None and min(present, density(of_b)) < MOST:
-        met = met_by(density(of_b), block[2]) if of_a[0] is not None else density(of_b)
-        # Where all blocks of B meet, present ones of A alone are as few.
-        if present * met < PAIRED[block[0]] and met < MOST:
-            return None
-    every = Walk(128, False, False)
-    if present > LISTED[block[0]]:
-        return every
-    sparse = of_out[0] is not None
-    walk = Walk(block[0] or 128, of_a[0] is not None, sparse, STRIPS if sparse else LINES)
-    z, m, _, n = sizes
-    rows, across = z * -(-m // walk.tile_m), -(-n // ACROSS)
-    if walk.strips:
-        # A row of blocks ends within a strip, half a strip before its end in the mean.
-        width = ACROSS // block[2]
-        tiles = rows * min(float(across), density(of_out) * -(-n // block[2]) / width + 0.5 - 0.5 / width)
-    else:
-        tiles = float(rows * across)
-    waves = -(-tiles // programs) * density(of_a) * walk.tile_m / 128
-    return walk if waves < LISTED[block[0]] * -(-z * -(-m // 128) * across // programs) else every
 
 
 def fits(block: tuple[int, int, int], sizes: tuple[int, int, int], *operands: Tensor) -> bool:
@@ -552,14 +480,6 @@ def _zeros(dtype: torch.dtype, device: torch.device) -> Tensor:
     return kept
 
 
-def rows_of(parts: Parts, by_columns: bool) -> Parts:
-    """(offsets, order, index, positions) of a layout's rows, or of its columns."""
-    row_offsets, col_indices, row_indices, col_offsets, transpose_order, positions = parts
-    if by_columns:
-        return col_offsets, transpose_order, row_indices, positions
-    return row_offsets, None, col_indices, positions
-
-
 def _descriptor(tensor: Tensor, width: int) -> TensorDescriptor:
     """Boxes of 64 x width of a contiguous `[*, rows, columns]` as a matrix, of which `fits` knows that they can be."""
     columns, block = tensor.shape[-1], [BOX.value, width]
@@ -580,7 +500,7 @@ EXAMPLES = {
             "a_order_ptr": None, "out_order_ptr": None, **dict.fromkeys("ZMNK", "i32"),
         },
         "constexprs": {
-            "BLOCK": (64, 64, 64, 64), "TRANS": (False,) * 5, "TILE": (64, 32), "LIST": True, "STAGES": 4,
+            "BLOCK": (64, 64, 64, 64), "TRANS": (False,) * 5, "TILE": (64, 64), "LIST": True, "STAGES": 4,
         },
         "num_warps": 4,
         "maxnreg": 168,

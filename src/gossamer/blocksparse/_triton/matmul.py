@@ -379,18 +379,19 @@ def _on_hopper(
     """Fills the last of the operands where the kernel for Hopper can, and is faster; whether it has."""
     a, b, out = operands
     from gossamer.blocksparse._gluon import matmul as hopper
+    from gossamer.blocksparse._gluon import matmul_walk as walks
 
     # As they are stored.
     a, b = (x.mT if of[0] is None and flip else x for x, of, flip in zip((a, b), parts, trans[3:]))
     of_a, of_b, of_out = parts
     if not hopper.fits(block, sizes[1:], a, b, out):
         return False
-    walk = hopper.choose_walk(block, of_a, of_b, of_out, sizes, tuning.programs(out.device))
+    walk = walks.choose_walk(block, of_a, of_b, of_out, sizes, out.element_size(), tuning.programs(out.device))
     if walk is None:
         return False
     tiles = None
     if walk.strips:
-        tiles = strips(_lists(of_out, trans[2])[0], of_out[1].shape[0], hopper.ACROSS // block[2], walk.band)
+        tiles = strips(_lists(of_out, trans[2])[0], of_out[1].shape[0], walks.ACROSS // block[2], walk.band)
     hopper.launch_matmul(walk, (a, b, out), (of_a, of_b, of_out), sizes, block, trans, tiles)
     return True
 

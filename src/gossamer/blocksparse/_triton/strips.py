@@ -13,7 +13,8 @@ from torch import Tensor
 
 from gossamer._core import launch
 
-BAND = 16
+HELD = 4096
+"""What a program holds at once of BAND x BAND x AHEAD."""
 
 
 @triton.jit(do_not_specialize=["rows", "capacity"])
@@ -56,13 +57,12 @@ def _strips_kernel(
 _strips = launch.Kernel(_strips_kernel)
 
 
-def strips(offsets: Tensor, capacity: int, width: int, band: int = BAND) -> tuple[Tensor, int]:
+def strips(offsets: Tensor, capacity: int, width: int, band: int) -> tuple[Tensor, int]:
     """(tiles, how many there are at most) of a layout's rows, or of its columns where these are their offsets."""
     rows = offsets.shape[0] - 1
     most = capacity // width + rows
     tiles = torch.empty(2 + 2 * most, dtype=torch.int32, device=offsets.device)
-    # What a program holds at once is BAND x BAND x AHEAD.
-    meta = {"WIDTH": width, "BAND": band, "BEFORE": 1024, "AHEAD": max(1, 16 * BAND**2 // band**2)}
+    meta = {"WIDTH": width, "BAND": band, "BEFORE": 1024, "AHEAD": max(1, HELD // band**2)}
     _strips((launch.cdiv(rows, band), 1, 1), (offsets, tiles, rows, capacity), meta, num_warps=4)
     return tiles, most
 
@@ -70,7 +70,7 @@ def strips(offsets: Tensor, capacity: int, width: int, band: int = BAND) -> tupl
 EXAMPLES = {
     _strips_kernel: {
         "signature": {"offsets_ptr": "*i32", "tiles_ptr": "*i32", "rows": "i32", "capacity": "i32"},
-        "constexprs": {"WIDTH": 4, "BAND": BAND, "BEFORE": 1024, "AHEAD": 16},
+        "constexprs": {"WIDTH": 4, "BAND": 64, "BEFORE": 1024, "AHEAD": 1},
         "num_warps": 4,
     }
 }
