@@ -138,31 +138,25 @@ def test_through_dense(mix, turned, dtype: torch.dtype, device: torch.device, mo
     run(mix, turned, (40, 33, 50), (16, 32, 16), dtype, device, lead=(1,), density=0.7)
 
 
-@pytest.mark.native
-def test_many_small_blocks_go_through_dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Hopper's tensor cores, and where no matrix is made dense that is nearly empty."""
-    from gossamer._core import tuning
-    from gossamer.blocksparse.matmul_path import choose_path
+@pytest.mark.parametrize("left", [True, False], ids=["sparse @ dense", "dense @ sparse"])
+@pytest.mark.kernels
+def test_lost_or_not_finite_through_dense(left: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All NaN where blocks are lost; what is not finite of the dense operand shows where it does in a dense product."""
+    from gossamer.blocksparse._triton import matmul as kernels
 
-    n, gpu = 4096, torch.device("cuda", 0)
-
-    def path(block: int, *densities: float | None, dtype: torch.dtype = torch.bfloat16, size: int = n) -> str:
-        blocks = tuple(0 if densities[i] is densities[j] is None else block for i, j in ((0, 2), (0, 1), (1, 2)))
-        return choose_path((4, size, size, size), blocks, densities, dtype, gpu)
-
-    monkeypatch.setattr(tuning, "rates", lambda index: tuning.Rates(4.2e12, 5.5e12, 45e12, 330e12, 650e12, 132, True))
-    monkeypatch.setattr(tuning, "hopper", lambda device: False)
-    assert path(16, 1.0, 1.0, 1.0) == "blocks"
-    monkeypatch.setattr(tuning, "hopper", lambda device: True)
-    # The measured 3.8 ms, beside 0.69 of a dense product.
-    assert path(16, 0.75, 0.75, 0.5) == path(32, 0.75, 0.75, 0.5) == "dense"
-    assert path(16, 0.75, 0.75, 0.5, dtype=torch.float32) == path(64, 1.0, 1.0, 1.0) == "blocks"
-    assert path(16, 0.1, 1.0, 1.0) == path(16, None, None, 0.2) == path(32, 0.4, 0.4, 0.4) == "blocks"
-    monkeypatch.setattr(tuning, "tf32", lambda: True)
-    assert path(16, 0.75, 0.75, 0.5, dtype=torch.float32) == "dense"
-    # The list is that of the only block-sparse operand, on either side.
-    assert path(16, None, 0.5, None) == path(16, 0.5, None, None) == "dense"
-    assert path(16, 0.75, 0.75, 0.5, size=64) == "blocks"
+    monkeypatch.setattr(kernels, "choose_path", lambda *_: "dense")
+    mask = torch.tensor([[[True, False, False], [False, True, True]]], device=device)
+    x, y = torch.randn(1, 32, 48, device=device), torch.randn(1, 48, 20, device=device)
+    y[0, 3, 4], y[0, 40, 0] = math.nan, math.inf
+    for capacity in (3, 2):
+        blocks = from_dense(x, Layout.from_mask(mask, 16, capacity=capacity))
+        got = matmul(blocks, y) if left else matmul(y.mT, blocks, transpose_b=True).mT
+        if capacity == 2:
+            assert bool(blocks.layout.overflowed) and got.isnan().all()
+        else:
+            want = blocks.to_dense() @ y
+            assert want.isnan().sum() == 48
+            torch.testing.assert_close(got, want, equal_nan=True)
 
 
 @pytest.mark.gpu

@@ -5,9 +5,12 @@ from typing import Any
 import pytest
 import torch
 
+from gossamer._core import tuning
 from gossamer.blocksparse._gluon.matmul_walk import Walk, band_of, choose_walk
+from gossamer.blocksparse.matmul_path import choose_path
 
 pytestmark = pytest.mark.native
+GPU = torch.device("cuda", 0)
 
 
 def walk_of(block: int, *densities: float | None, n: int = 8192, size: int = 2) -> Any:
@@ -48,3 +51,51 @@ def test_strips_where_they_were_faster(sparsity: int, n: int, strips: bool, more
 def test_a_band_of_strips_is_of_one_matrix() -> None:
     assert [band_of(64, rows) for rows in (1, 16, 31, 32, 63, 64, 1000)] == [16, 16, 16, 32, 32, 64, 64]
     assert [band_of(128, rows) for rows in (8, 31, 32, 64)] == [16, 16, 32, 32]
+
+
+def hopper(copy: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = tuning.Rates(copy, 5.5e12, 45e12, 330e12, 650e12, 132, True)
+    monkeypatch.setattr(tuning, "rates", lambda index: rates)
+    monkeypatch.setattr(tuning, "hopper", lambda device: True)
+    monkeypatch.setattr(tuning, "tf32", lambda: False)
+
+
+def path(block: int, *densities: float | None, dtype: torch.dtype = torch.bfloat16, size: int = 4096) -> str:
+    blocks = [0 if densities[i] is densities[j] is None else block for i, j in ((0, 2), (0, 1), (1, 2))]
+    one, two, three = blocks
+    a, b, out = densities
+    return choose_path((4, size, size, size), (one, two, three), (a, b, out), dtype, GPU)
+
+
+def test_many_small_blocks_go_through_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper's tensor cores, and where no matrix is made dense that is nearly empty."""
+    hopper(4.2e12, monkeypatch)
+    assert path(16, 1.0, 1.0, 1.0) == "dense"
+    # The measured 3.8 ms, beside 0.69 of a dense product.
+    assert path(16, 0.75, 0.75, 0.5) == path(32, 0.75, 0.75, 0.5) == "dense"
+    assert path(16, 0.75, 0.75, 0.5, dtype=torch.float32) == path(64, 1.0, 1.0, 1.0) == "blocks"
+    assert path(16, 0.1, 1.0, 1.0) == path(16, None, None, 0.2) == path(32, 0.4, 0.4, 0.4) == "blocks"
+    monkeypatch.setattr(tuning, "tf32", lambda: True)
+    assert path(16, 0.75, 0.75, 0.5, dtype=torch.float32) == "dense"
+    # The list is that of the only block-sparse operand, on either side.
+    assert path(16, None, 0.5, None) == path(16, 0.5, None, None) == "dense"
+    assert path(16, 0.75, 0.75, 0.5, size=64) == "blocks"
+    monkeypatch.setattr(tuning, "hopper", lambda device: False)
+    assert path(16, 1.0, 1.0, 1.0) == path(64, 0.5, None, None, size=8192) == "blocks"
+
+
+@pytest.mark.parametrize("copy", [3.0e12, 4.2e12], ids=["H100", "H200"])
+def test_half_of_one_operand_goes_through_dense(copy: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As measured at n 8,192: of half the blocks of 64, not of a quarter, a tenth or nearly all, nor of 128."""
+    hopper(copy, monkeypatch)
+    for other in (torch.bfloat16, torch.float16):
+        assert path(64, 0.5, None, None, size=8192, dtype=other) == "dense"
+    assert path(64, None, 0.504, None, size=8192) == path(64, 0.4, None, None, size=8192) == "dense"
+    for share in (0.1, 0.254, 0.75, 0.98, 1.0):
+        assert path(64, share, None, None, size=8192) == path(64, None, share, None, size=8192) == "blocks"
+    assert path(128, 0.5, None, None, size=8192) == path(64, 0.5, None, None) == "blocks"
+    assert path(64, 0.5, None, None, size=8192, dtype=torch.float32) == "blocks"
+    # All else dense: not one more matrix of blocks.
+    assert path(64, 0.5, 0.5, None, size=8192) == path(64, 0.5, None, 0.5, size=8192) == "blocks"
+    # One row of tiles would not pay for a copy of the whole.
+    assert choose_path((1, 1 << 16, 1 << 16, 256), (64, 64, 0), (0.5, None, None), torch.bfloat16, GPU) == "blocks"

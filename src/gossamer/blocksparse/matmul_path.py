@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -15,6 +16,13 @@ SPEED = {16: 0.083, 32: 0.26}
 """How fast small blocks are multiplied, of the rate of dense products in `tuning.rates`: on one H200, n 4,096, four
 matrices, bfloat16, 75% of both operands' blocks and half of the result's, 54 and 169 TFLOP/s; in TF32 not measured, and
 taken to be the same shares. A tile has but 16 or 32 rows, for two block rows rarely agree on their columns."""
+ABSENT, PRESENT = 0.5, 0.31
+"""What one matrix with blocks of 64 costs beside two dense ones: to multiply all blocks, the dense product's time and
+this share of it more for what is absent; to multiply present ones alone, their share of that time at this rate. One
+H100, n 8,192, four matrices, bfloat16, in dense products: of half the blocks all take 1.16 to 1.32, present ones 1.57,
+and made dense it is 1.06; of a quarter present ones take 0.88."""
+LARGE = 2**40
+"""Z M K N from which such a matrix may be made dense: what was measured is twice as many, smaller ones were not."""
 MARGIN = 0.9
 LAUNCHES = 10e-6
 """Converting must save a tenth, and costs three or four kernels more, in seconds."""
@@ -66,8 +74,9 @@ def choose_path(
     """How the GPU goes about it.
 
     "blocks" multiplies blocks as they are stored. "dense" makes the operands dense, multiplies these, and takes the
-    result's blocks: where blocks of 16 or 32 are so many that this is faster, on the tensor cores of Hopper, of which
-    alone there are figures.
+    result's blocks: where blocks of 16 or 32 are so many that this is faster, and where one operand of a large product
+    has some half of its blocks of 64 and all else is dense; on the tensor cores of Hopper, of which alone there are
+    figures.
 
     Args:
         sizes: Z, M, K and N of [Z, M, K] @ [Z, K, N].
@@ -77,21 +86,24 @@ def choose_path(
     z, m, k, n = sizes
     bm, bk, bn = block if densities[0] is not None or densities[1] is None else (block[2], block[1], block[0])
     speed = SPEED.get(min(bm or 128, bk or 128))
-    least = min(1.0 if density is None else density for density in densities)
     half = dtype in (torch.float16, torch.bfloat16)
-    if speed is None or least < LEAST or not tuning.hopper(device) or not (half or tuning.tf32()):
+    alone = bm == bk == 64 and densities[2] is None and None in densities[:2] and half and math.prod(sizes) >= LARGE
+    least = min(1.0 if density is None else density for density in densities)
+    if not (speed or alone) or least < LEAST or not tuning.hopper(device) or not (half or tuning.tf32()):
         return "blocks"
     rates = tuning.rates(device.index or 0)
-    whole = 2.0 * z * m * k * n / (rates.half if half else rates.tf32)
+    whole = 2.0 * math.prod(sizes) / (rates.half if half else rates.tf32)
     a, b, out = (1.0 if density is None else density for density in densities)
     met = b
     if densities[0] is not None and densities[1] is not None:
         met = met_by(b, bn)
+    share = a * met * out
+    taken = share / speed if speed else min(1 + ABSENT * (1 - share), share / PRESENT)
     # A dense one is neither read nor written again; a result is written, read and written.
     elements = [z * m * k * (1 + a), z * k * n * (1 + b), z * m * n * (1 + 2 * out)]
     moved = sum(0.0 if density is None else size for density, size in zip(densities, elements))
     converted = LAUNCHES + moved * dtype.itemsize / rates.copy
-    return "dense" if whole + converted < MARGIN * whole * (a * met * out) / speed else "blocks"
+    return "dense" if whole + converted < MARGIN * whole * taken else "blocks"
 
 
 def met_by(share: float, block: int) -> float:
