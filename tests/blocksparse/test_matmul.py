@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -159,36 +160,57 @@ def test_lost_or_not_finite_through_dense(left: bool, device: torch.device, monk
             torch.testing.assert_close(got, want, equal_nan=True)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("walk", [(128, False, False, 16), (64, True, False, 64), (64, True, True, 64),
-                                  (64, False, True, 16)], ids=str)  # fmt: skip
-@pytest.mark.parametrize("turned", TURNED, ids=str)
-@pytest.mark.parametrize("mix", [(True, True, True), (False, True, True), (True, True, False)], ids=str)
-@pytest.mark.parametrize("kind", [torch.float16, torch.float32], ids=str)
-def test_walks(walk, turned, mix, kind, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way to go about a product, whatever would be chosen."""
+@pytest.fixture(params=[(128, False, False, 16), (64, True, False, 64), (64, True, True, 64), (64, False, True, 16)],
+                ids=str)  # fmt: skip
+def walks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Each way of Hopper's kernel to go about a product, whatever would be chosen; those that were taken."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("Hopper's kernel")
-    from gossamer.blocksparse._gluon import matmul_walk as walks
+    from gossamer.blocksparse._gluon import matmul_walk
     from gossamer.blocksparse._triton import matmul as kernels
 
-    taken = []
+    taken: list[Any] = []
+    tile_m, listed, strips, band = request.param
 
     def chosen(block, of_a, of_b, of_out, *_):
         # No list to follow where a matrix is dense.
         sparse = [parts[0] is not None for parts in (of_a, of_out)]
-        taken.append(walks.Walk(walk[0], walk[1] and sparse[0], walk[2] and sparse[1], walk[3]))
+        taken.append(matmul_walk.Walk(tile_m, listed and sparse[0], strips and sparse[1], band))
         return taken[-1]
 
-    monkeypatch.setattr(walks, "choose_walk", chosen)
+    monkeypatch.setattr(matmul_walk, "choose_walk", chosen)
     monkeypatch.setattr(kernels, "is_small", lambda *_: False)
     monkeypatch.setattr(kernels, "is_shallow", lambda *_: False)
+    return taken
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("turned", TURNED, ids=str)
+@pytest.mark.parametrize("mix", [(True, True, True), (False, True, True), (True, True, False)], ids=str)
+@pytest.mark.parametrize("kind", [torch.float16, torch.float32], ids=str)
+def test_walks(walks, turned, mix, kind, device: torch.device) -> None:
     sizes, block = (320, 192, 576), (64, 64, 64)
     if kind is torch.float16:
         run(mix, turned, sizes, block, kind, device, density=0.5)
     else:
         near(mix, turned, sizes, block, device)
-    assert taken
+    assert walks
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lost", ["a", "b", "out"])
+def test_walks_that_lost_blocks(walks, lost: str, device: torch.device) -> None:
+    """All NaN, behind the last block too."""
+    generator = seeded(0, device)
+    mask = torch.rand(2, 5, 5, device=device, generator=generator) < 0.5
+    a, b, out = (
+        Layout.from_mask(mask, 64, capacity=int(mask.sum()) + (-1 if name == lost else 7)) for name in ("a", "b", "out")
+    )
+    x, y = (
+        BlockSparseTensor(torch.ones(of.capacity, 64, 64, device=device, dtype=torch.bfloat16), of) for of in (a, b)
+    )
+    got = matmul(x, y, out)
+    assert walks and got.values.isnan().all()
 
 
 @pytest.mark.gpu
