@@ -8,7 +8,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from gossamer._core import aot, tuning  # noqa: E402
+from gossamer._core import aot, launch, tuning  # noqa: E402
 from gossamer.gemm._triton import linear_glu  # noqa: E402
 from gossamer.sae import encode_path  # noqa: E402
 
@@ -122,7 +122,8 @@ def test_every_entry_kernel_has_an_example(module: str) -> None:
     kernels = {
         name
         for name, value in vars(loaded).items()
-        if isinstance(value, triton.runtime.JITFunction) and name.endswith("_kernel") and value.__module__ == module
+        if isinstance(value, triton.runtime.JITFunction | launch.Kernel) and name.endswith("_kernel")
+        if value.fn.__module__ == module
     }
     assert {kernel.fn.__name__ for kernel in getattr(loaded, "EXAMPLES", {})} == kernels
 

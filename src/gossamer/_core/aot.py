@@ -13,6 +13,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
+from gossamer._core import launch
+
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -55,10 +57,11 @@ def complete(kernel: Any, given: dict[str, Any]) -> dict[str, Any]:
     """What `compile_kernel` takes, from an example as the kernel's file gives it: constexprs, options of a launch, and
     of other arguments what their names do not say. That is a type, the block of a tensor descriptor, None for a pointer
     that is absent, or a number that the kernel is compiled for. A signature and constexprs may stand by themselves."""
+    kernel = _function(kernel)
     given = _OPTIONS | given | given.get("signature", {}) | given.get("constexprs", {})
     unknown = given.keys() - {*kernel.arg_names, *_OPTIONS, "signature", "constexprs"}
     if unknown:
-        raise ValueError(f"{kernel.fn.__name__} has no {', '.join(sorted(unknown))}, which its example gives.")
+        raise ValueError(f"{kernel.__name__} has no {', '.join(sorted(unknown))}, which its example gives.")
     signature: dict[str, str | None] = {}
     constexprs = {}
     for param in kernel.params:
@@ -77,7 +80,11 @@ def complete(kernel: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 def targets_of(kernel: Any) -> list[str]:
     """The targets that a kernel is for: all of them, or Hopper alone where it is written in Gluon."""
-    return ["sm_90"] if isinstance(kernel, GluonJITFunction) else list(TARGETS)
+    return ["sm_90"] if isinstance(_function(kernel), GluonJITFunction) else list(TARGETS)
+
+
+def _function(kernel: Any) -> Any:
+    return kernel.fn if isinstance(kernel, launch.Kernel) else kernel
 
 
 def compile_kernel(kernel: Any, example: dict[str, Any], target: str) -> Any:
@@ -86,6 +93,7 @@ def compile_kernel(kernel: Any, example: dict[str, Any], target: str) -> Any:
 
     Integers and pointers count as divisible by 16, as they are on the shapes that matter.
     """
+    kernel = _function(kernel)
     names = kernel.arg_names
     absent = {name: None for name, kind in example["signature"].items() if kind is None}
     constexprs = {**absent, **example["constexprs"]}

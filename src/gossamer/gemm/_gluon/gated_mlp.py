@@ -142,6 +142,7 @@ def multiply(
     gate_tile(matrices, handover[0], last, extent, GROUP, GROUP_M, ACTIVATION, 4)
 
 
+@launch.Kernel
 @gluon.jit(do_not_specialize=["M", "tiles_m", "tiles_n", "steps"])
 def _gated_mlp_bwd_kernel(
     grad_desc, down_desc, gate_ptr, up_ptr, hidden_ptr, M, N, tiles_m, tiles_n, steps,
@@ -165,8 +166,6 @@ def _gated_mlp_bwd_kernel(
     )
 
 
-_gated_mlp_bwd = launch.Kernel(_gated_mlp_bwd_kernel)
-
 LEAST = 3072
 """The inner dimension from which on a tile takes longer than one warp a warpgroup needs to gate it."""
 
@@ -189,7 +188,7 @@ def launch_gated_mlp_bwd(
     matrices = (matrix.view(torch.int32) for matrix in (gate, up, hidden))
     args = (*inputs, *matrices, m, n, tiles_m, tiles_n, steps)
     grid = (min(tuning.programs(grad.device), tiles_m * tiles_n), 1, 1)
-    _gated_mlp_bwd(grid, args, meta, num_warps=4, maxnreg=168)
+    _gated_mlp_bwd_kernel(grid, args, meta, num_warps=4, maxnreg=168)
 
 
 EXAMPLES = {
@@ -198,4 +197,3 @@ EXAMPLES = {
         "GROUP_M": GROUP_M, "STAGES": STAGES, "ACTIVATION": "silu", "maxnreg": 168,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

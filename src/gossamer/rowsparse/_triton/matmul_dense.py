@@ -8,7 +8,6 @@ time. A program of the kernel picks one row's entries out of its products.
 from collections.abc import Iterator
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from gossamer.rowsparse.dense_product import dense_product, padded
 from gossamer.rowsparse.matmul_path import rows_at_once
 
 
-@triton.jit
+@launch.kernel
 def _pick_kernel(
     products_ptr, indices_ptr, offsets_ptr, out_ptr, stride_pm, N, capacity, BLOCK: tl.constexpr, IS_CSR: tl.constexpr
 ):  # fmt: skip
@@ -36,9 +35,6 @@ def _pick_kernel(
             # An index that no weight row has must not vanish silently.
             product = tl.where((index < -1) | (index >= N), float("nan"), product)
             tl.store(out_ptr + start + entry, product, mask=entry < count)
-
-
-_pick = launch.Kernel(_pick_kernel)
 
 
 def matmul_dense(
@@ -72,7 +68,7 @@ def sampled_matmul_dense(
             products = dense_product(x[first:last], weight.t(), None, None)
             block = min(1024, max(32, launch.next_power_of_2(indices.numel() // m)))
             args = (products, at, counts, to, products.stride(0), n, capacity)
-            _pick((last - first, 1, 1), args, {"BLOCK": block, "IS_CSR": is_csr}, num_warps=max(1, block // 128))
+            _pick_kernel((last - first, 1, 1), args, {"BLOCK": block, "IS_CSR": is_csr}, num_warps=max(1, block // 128))
             if held is not None:
                 wanted = (counts[is_csr:] > capacity)[:, None]
                 dense[first:last] = torch.where(wanted & (held != 0) if masked else wanted, products, 0)
@@ -95,4 +91,3 @@ def _parts(
 EXAMPLES = {
     _pick_kernel: {"BLOCK": 1024, "IS_CSR": False, "num_warps": 8},
 }
-"""Example signatures for the ahead-of-time compile test."""

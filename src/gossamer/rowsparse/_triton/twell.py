@@ -5,7 +5,6 @@ together one warp a row adds up their counts and then takes an entry of each of 
 sectors that hold entries, and the counts, which are a thirtieth of the slots.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from gossamer.rowsparse.formats import empty_ell, empty_twell
 from gossamer.rowsparse.pack import one_program_a_row
 
 
-@triton.jit
+@launch.kernel
 def _pack_twell_kernel(
     x_ptr, threshold_ptr, bounds_ptr, factors_ptr, values_ptr, indices_ptr, counts_ptr, stride_xm, N, tiles, tile,
     slots, BLOCK: tl.constexpr, VEC: tl.constexpr, ABOVE: tl.constexpr,
@@ -63,7 +62,7 @@ def _pack_twell_kernel(
         tl.store(counts_ptr + row * tiles + at, base)
 
 
-@triton.jit
+@launch.kernel
 def _twell_to_ell_kernel(
     values_ptr, indices_ptr, counts_ptr, out_ptr, columns_ptr, nnz_ptr, tiles, slots, tile, capacity,
     BLOCK: tl.constexpr,
@@ -106,10 +105,6 @@ def _twell_to_ell_kernel(
     clear_slots(out_ptr, columns_ptr, total, capacity, 256, 256)
 
 
-_pack_twell = launch.Kernel(_pack_twell_kernel)
-_twell_to_ell = launch.Kernel(_twell_to_ell_kernel)
-
-
 def pack_twell(x: Tensor, tile: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
     """Operator `pack_twell`; slots without an entry stay unwritten."""
     out = empty_twell(x, x.shape[0], x.shape[1], tile, slots)
@@ -135,7 +130,7 @@ def launch_pack_twell(
     args = (x, threshold, bounds, factors, *out, x.stride(0), n, tiles, tile, slots)
     # Rows alone fill the GPU, or tiles of a row go to programs of their own.
     share = 1 if one_program_a_row(m, n) else min(tiles, 64)
-    _pack_twell((m, share, 1), args, meta, num_warps=1)
+    _pack_twell_kernel((m, share, 1), args, meta, num_warps=1)
 
 
 def twell_to_ell(
@@ -149,7 +144,7 @@ def twell_to_ell(
     block = min(max(launch.next_power_of_2(tiles), 32), 256)
     parts = (values.contiguous(), indices.contiguous(), counts.contiguous())
     args = (*parts, out, columns, nnz, tiles, slots, tile, capacity)
-    _twell_to_ell((m, 1, 1), args, {"BLOCK": block}, num_warps=1)
+    _twell_to_ell_kernel((m, 1, 1), args, {"BLOCK": block}, num_warps=1)
     return out, columns, nnz
 
 
@@ -160,4 +155,3 @@ EXAMPLES = {
     },
     _twell_to_ell_kernel: {"indices_ptr": "*u8", "counts_ptr": "*i16", "BLOCK": 256, "num_warps": 1},
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

@@ -37,7 +37,7 @@ def store_sums(values_ptr, indices_ptr, count, out_ptr, N, BLOCK: tl.constexpr):
         tl.store(out_ptr, float("nan"))
 
 
-@triton.jit
+@launch.kernel
 def _unpack_kernel(
     values_ptr, indices_ptr, offsets_ptr, source_ptr, out_ptr, stride_sm, stride_om, N, capacity,
     BLOCK: tl.constexpr, COPY: tl.constexpr, IS_CSR: tl.constexpr,
@@ -75,9 +75,6 @@ def _unpack_kernel(
             store_sums(values_ptr, indices_ptr, count, out_ptr, N, 32)
 
 
-_unpack = launch.Kernel(_unpack_kernel)
-
-
 def unpack(
     values: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, n: int, columns: int | None = None
 ) -> Tensor:
@@ -93,7 +90,7 @@ def unpack(
         args = (values.contiguous(), indices, offsets, source, out, *strides, n, capacity)
         block = min(1024, max(32, launch.next_power_of_2(indices.numel() // m)))
         meta = {"BLOCK": block, "COPY": 1024, "IS_CSR": is_csr}
-        _unpack((m, 1, 1), args, meta, num_warps=max(1, block // 128))
+        _unpack_kernel((m, 1, 1), args, meta, num_warps=max(1, block // 128))
     elif source is not None and m and n:
         out[:, :n] = torch.where((offsets[is_csr:] > 0)[:, None], source.to(out.dtype), 0)
     return out
@@ -105,4 +102,3 @@ EXAMPLES = {
         "num_warps": 8,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

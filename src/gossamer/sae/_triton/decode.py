@@ -92,7 +92,7 @@ def gather_slots(
     return acc
 
 
-@triton.jit(do_not_specialize=["epoch"])
+@launch.kernel(do_not_specialize=["epoch"])
 def _decode_fwd_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, nnz_ptr, words_ptr, epoch, stride_xm, stride_wn, M, N, D, capacity, chunks,
     BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFTED: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -139,9 +139,6 @@ def _decode_fwd_kernel(
             tl.store(out_ptr + row * D + columns, out, mask=inside)
 
 
-_decode_fwd = launch.Kernel(_decode_fwd_kernel)
-
-
 _plans = launch.Plans()
 
 
@@ -161,7 +158,7 @@ def _one_launch(
     nnz = torch.empty(m, dtype=torch.int32, device=acts.device)
     args = (acts, weight, bias, out, nnz, *launch.flags.get(words, acts.device))
     args += (acts.stride(0), weight.stride(0), m, n, d, capacity, chunks)
-    scan = _decode_fwd((m * (chunks + slices), 1, 1), args, meta, num_warps=1, head=7)
+    scan = _decode_fwd_kernel((m * (chunks + slices), 1, 1), args, meta, num_warps=1, head=7)
     if not overflows:
         return (scan,), nnz, words
     return (scan, overflow.forward(overflow.Overflow(acts, nnz, capacity), weight, bias, out)), nnz, words
@@ -225,4 +222,3 @@ EXAMPLES = {
         "TRUNCATE": False, "num_warps": 1,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

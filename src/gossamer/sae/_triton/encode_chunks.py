@@ -6,7 +6,6 @@ is kept as a plan.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -27,7 +26,7 @@ from gossamer.sae._triton._entries import GROUPS, activate_row, append_active
 from gossamer.sae._triton.select import add_bias, load_pre
 
 
-@triton.jit(do_not_specialize=["epoch"])
+@launch.kernel(do_not_specialize=["epoch"])
 def _encode_split_kernel(
     z_ptr, bias_ptr, threshold_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, flags_ptr, epoch, stride_t, radius, N,
     capacity, chunks,
@@ -81,9 +80,6 @@ def _encode_split_kernel(
                 activate_row(z_ptr, bias_ptr, threshold_ptr, stride_t, radius, N, BLOCK, VEC, WINDOW)
 
 
-_encode_split = launch.Kernel(_encode_split_kernel)
-
-
 _plans = launch.Plans()
 
 
@@ -114,7 +110,7 @@ def encode_chunks(
     meta |= {"WINDOW": bandwidth > 0, "MAY_OVERFLOW": may_overflow, "EVEN": pack.is_even(n, z.element_size())}
     flags, epoch = launch.flags.get(m * chunks, z.device)
     args = (z, bias, threshold, *out, flags, epoch, stride_t, bandwidth / 2, n, capacity, chunks)
-    bound = _encode_split((m * chunks, 1, 1), args, meta, num_warps=1, head=9)
+    bound = _encode_split_kernel((m * chunks, 1, 1), args, meta, num_warps=1, head=9)
     if not launch.INTERPRET:
         _plans.keep(key, z.device, bound, words=m * chunks)
 
@@ -125,4 +121,3 @@ EXAMPLES = {
         "MAY_OVERFLOW": True, "EVEN": False, "num_warps": 1,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

@@ -5,7 +5,6 @@ first rounded to the 16 bits of the pre-activations, the same way for every comp
 see `encode_chunks`.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from gossamer.sae._triton._entries import GROUPS, activate_row, append_active
 from gossamer.sae._triton.select import add_bias, load_pre
 
 
-@triton.jit
+@launch.kernel
 def _limits_kernel(threshold_ptr, out_ptr, stride_t, radius, N, BLOCK: tl.constexpr):
     """Program (block of columns): the largest number of the output's 16-bit dtype up to threshold - radius.
 
@@ -39,7 +38,7 @@ def _limits_kernel(threshold_ptr, out_ptr, stride_t, radius, N, BLOCK: tl.conste
     tl.store(out_ptr + columns, bits.to(tl.int16).to(out_ptr.dtype.element_ty, bitcast=True), mask=columns < N)
 
 
-@triton.jit
+@launch.kernel
 def _encode_row_kernel(
     z_ptr, bias_ptr, threshold_ptr, limits_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, stride_t, radius, N, capacity,
     BLOCK: tl.constexpr, VEC: tl.constexpr, WINDOW: tl.constexpr, MAY_OVERFLOW: tl.constexpr,
@@ -90,10 +89,6 @@ def _encode_row_kernel(
             activate_row(z_ptr, bias_ptr, threshold_ptr, stride_t, radius, N, BLOCK, VEC, WINDOW)
 
 
-_limits = launch.Kernel(_limits_kernel)
-_encode_row = launch.Kernel(_encode_row_kernel)
-
-
 def encode_rows(
     z: Tensor,
     bias: Tensor | None,
@@ -109,11 +104,11 @@ def encode_rows(
     if stride_t and z.element_size() == 2:
         limits = z.new_empty(n)
         args = (threshold, limits, stride_t, bandwidth / 2, n)
-        _limits((launch.cdiv(n, 1024), 1, 1), args, {"BLOCK": 1024})
+        _limits_kernel((launch.cdiv(n, 1024), 1, 1), args, {"BLOCK": 1024})
     meta = {**scan_tile(n, z.element_size(), GROUPS), "WINDOW": bandwidth > 0, "MAY_OVERFLOW": may_overflow}
     meta["EVEN"] = is_even(n, z.element_size())
     args = (z, bias, threshold, limits, *out, stride_t, bandwidth / 2, n, capacity)
-    _encode_row((m, 1, 1), args, meta, num_warps=1)
+    _encode_row_kernel((m, 1, 1), args, meta, num_warps=1)
 
 
 EXAMPLES = {
@@ -123,4 +118,3 @@ EXAMPLES = {
         "num_warps": 1,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

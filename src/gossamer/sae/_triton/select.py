@@ -219,7 +219,7 @@ def settle_row(
     tl.debug_barrier()
 
 
-@triton.jit
+@launch.kernel
 def _row_kth_kernel(
     z_ptr, bias_ptr, scale_ptr, some_ptr, list_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, M, N,
     k, length, BLOCK: tl.constexpr, VEC: tl.constexpr, LIST: tl.constexpr, SHIFT: tl.constexpr,
@@ -244,9 +244,6 @@ def _row_kth_kernel(
                 N, k, length, BLOCK, VEC, LIST, SHIFT,
             )  # fmt: skip
         row += tl.num_programs(0)
-
-
-_row_kth = launch.Kernel(_row_kth_kernel)
 
 
 def _tile(z: Tensor, block: int, warps: int) -> launch.Tile:
@@ -307,10 +304,9 @@ def _largest_of_rows(
     meta = {**tile.sizes, "LIST": max(256, min(launch.next_power_of_2(2 * k), 4096))}
     entries = results[0] is None
     lists = torch.empty(programs, 1 + entries, length, dtype=torch.int32, device=z.device)
-    _row_kth((programs, 1, 1), (z, bias, scale, some, lists, *results, m, n, k, length), meta, **tile.options)
+    _row_kth_kernel((programs, 1, 1), (z, bias, scale, some, lists, *results, m, n, k, length), meta, **tile.options)
 
 
 EXAMPLES = {
     _row_kth_kernel: {"kth_ptr": None, "need_ptr": None, "BLOCK": 2048, "VEC": 8, "LIST": 256, "SHIFT": 16},
 }
-"""Example signatures for the ahead-of-time compile test."""
