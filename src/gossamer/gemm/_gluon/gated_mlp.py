@@ -17,19 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from gossamer._core import launch, tuning
 from gossamer.gemm._gluon import linear_glu, linear_pack
 from gossamer.gemm._gluon.linear_glu import activated, descriptor_of, origin_of, thread_barrier
-from gossamer.gemm._gluon.linear_pack import (
-    BLOCK_N,
-    GROUP_M,
-    GROUPS,
-    PIECE,
-    ROWS,
-    STAGES,
-    TILE,
-    consume,
-    last_of,
-    prepare,
-    produce,
-)
+from gossamer.gemm._gluon.linear_pack import BLOCK_N, GROUP_M, GROUPS, PIECE, ROWS, STAGES, TILE
 
 UNPACK_BF16 = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
 UNPACK_FP16 = gl.constexpr("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }")
@@ -137,8 +125,8 @@ def multiply(
 ):  # fmt: skip
     """Warpgroup GROUP, which gates its half of the last tile itself: it has nothing left to multiply, and four warps
     take a quarter of the time."""
-    consume(None, matrices[4], ring, handover, extent, GROUP, False, GROUP_M, STAGES)
-    last, _ = last_of(extent)
+    linear_pack.consume(None, matrices[4], ring, handover, extent, GROUP, False, GROUP_M, STAGES)
+    last, _ = linear_pack.last_of(extent)
     gate_tile(matrices, handover[0], last, extent, GROUP, GROUP_M, ACTIVATION, 4)
 
 
@@ -148,7 +136,7 @@ def _gated_mlp_bwd_kernel(
     grad_desc, down_desc, gate_ptr, up_ptr, hidden_ptr, M, N, tiles_m, tiles_n, steps,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    ring, handover = prepare(grad_desc, down_desc, STAGES)
+    ring, handover = linear_pack.prepare(grad_desc, down_desc, STAGES)
     inputs = (grad_desc, down_desc)
     matrices = (gate_ptr, up_ptr, hidden_ptr, M, N)
     extent = (tiles_m, tiles_n, steps)
@@ -157,7 +145,7 @@ def _gated_mlp_bwd_kernel(
         [
             (multiply, (matrices, ring, handover, extent, 0, GROUP_M, ACTIVATION, STAGES)),
             (multiply, (matrices, ring, handover, extent, 1, GROUP_M, ACTIVATION, STAGES)),
-            (produce, (inputs, ring, extent, False, GROUP_M, STAGES)),
+            (linear_pack.produce, (inputs, ring, extent, False, GROUP_M, STAGES)),
             (gate, (matrices, handover, extent, 0, GROUP_M, ACTIVATION)),
             (gate, (matrices, handover, extent, 1, GROUP_M, ACTIVATION)),
         ],

@@ -20,15 +20,6 @@ from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow, pack
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.matmul import matmul
-from gossamer.rowsparse._triton.pack import (
-    count_bits,
-    load_row_chunk,
-    nonzero_bits,
-    pop_lowest,
-    publish,
-    row_start,
-    wait_and_sum,
-)
 from gossamer.rowsparse.matmul_path import gather_tile
 from gossamer.sae.decode_path import one_launch
 
@@ -49,20 +40,20 @@ def scan(
 ):  # fmt: skip
     """One chunk of one row into the row's slots; all pointers are the row's. Its last count is that of the row."""
     start = chunk * BLOCK
-    bits = nonzero_bits(load_row_chunk(x_ptr, start, lead, N, BLOCK, VEC, SHIFTED), VEC)
-    counts = count_bits(bits)
+    bits = pack.nonzero_bits(pack.load_row_chunk(x_ptr, start, lead, N, BLOCK, VEC, SHIFTED), VEC)
+    counts = pack.count_bits(bits)
     count = tl.sum(counts, axis=0)
     tag = epoch.to(tl.int64) << 32
-    publish(counts_ptr + chunk, epoch, count)
+    pack.publish(counts_ptr + chunk, epoch, count)
     if (count > 0) | (chunk == chunks - 1):
-        base = wait_and_sum(counts_ptr, chunk, epoch.to(tl.int64) << 1, FLAGS)
+        base = pack.wait_and_sum(counts_ptr, chunk, epoch.to(tl.int64) << 1, FLAGS)
         if chunk == chunks - 1:
-            publish(counts_ptr + chunks, epoch, base + count)
+            pack.publish(counts_ptr + chunks, epoch, base + count)
             tl.store(nnz_ptr, base + count)
         if base < capacity:
             slot = base + tl.cumsum(counts, axis=0) - counts
             while tl.max(bits, axis=0) > 0:
-                column, held, bits = pop_lowest(bits, start, BLOCK, VEC)
+                column, held, bits = pack.pop_lowest(bits, start, BLOCK, VEC)
                 word = tag | (column - lead).to(tl.int64)
                 tl.atomic_xchg(slots_ptr + slot, word, mask=held & (slot < capacity), sem="relaxed")
                 slot += held.to(tl.int32)
@@ -108,7 +99,7 @@ def _decode_fwd_kernel(
     slots_ptr = words_ptr + row * (capacity + chunks + 1)
     counts_ptr = slots_ptr + capacity
     if pid < scanning:
-        begin, lead, end = row_start(row * stride_xm, N, VEC, SHIFTED)
+        begin, lead, end = pack.row_start(row * stride_xm, N, VEC, SHIFTED)
         scan(
             x_ptr + begin, slots_ptr, counts_ptr, nnz_ptr + row, epoch, pid % chunks, chunks, lead, end, capacity,
             BLOCK, VEC, FLAGS, SHIFTED,

@@ -11,17 +11,6 @@ from torch import Tensor
 
 from gossamer._core import launch
 from gossamer.rowsparse._triton import pack
-from gossamer.rowsparse._triton.pack import (
-    DONE,
-    chunk_columns,
-    clear_slots,
-    count_bits,
-    even_length,
-    load_threshold,
-    publish,
-    wait_and_sum,
-    word_bits,
-)
 from gossamer.sae._triton._entries import GROUPS, activate_row, append_active
 from gossamer.sae._triton.select import add_bias, load_pre
 
@@ -37,25 +26,25 @@ def _encode_split_kernel(
 
     With WINDOW l0 starts as 0.
     """
-    row, N = (tl.program_id(0) // chunks).to(tl.int64), even_length(N, VEC, EVEN)
+    row, N = (tl.program_id(0) // chunks).to(tl.int64), pack.even_length(N, VEC, EVEN)
     chunk = tl.program_id(0) % chunks
     z_ptr += row * N
     values_ptr += row * capacity
     indices_ptr += row * capacity
     flags_ptr += row * chunks
     start = chunk * BLOCK
-    columns = chunk_columns(start, BLOCK, VEC)
+    columns = pack.chunk_columns(start, BLOCK, VEC)
     pre = add_bias(load_pre(z_ptr, columns, N), bias_ptr, columns, N)
-    threshold = load_threshold(threshold_ptr, stride_t, columns, N)
+    threshold = pack.load_threshold(threshold_ptr, stride_t, columns, N)
     if WINDOW:
-        bits = word_bits(~(pre <= threshold - radius) & (columns < N), VEC)
+        bits = pack.word_bits(~(pre <= threshold - radius) & (columns < N), VEC)
     else:
-        bits = word_bits(~(pre <= threshold), VEC)
-    counts = count_bits(bits)
+        bits = pack.word_bits(~(pre <= threshold), VEC)
+    counts = pack.count_bits(bits)
     count = tl.sum(counts, axis=0)
-    publish(flags_ptr + chunk, epoch, count)
+    pack.publish(flags_ptr + chunk, epoch, count)
     if count > 0:
-        base = wait_and_sum(flags_ptr, chunk, epoch.to(tl.int64) << 1, FLAGS)
+        base = pack.wait_and_sum(flags_ptr, chunk, epoch.to(tl.int64) << 1, FLAGS)
         if base < capacity:
             append_active(
                 bits, counts, z_ptr, bias_ptr, threshold_ptr, stride_t, values_ptr, indices_ptr, base, capacity,
@@ -66,13 +55,13 @@ def _encode_split_kernel(
             tl.atomic_add(l0_ptr + row, tl.sum((~(pre <= threshold)).to(tl.float32)), sem="relaxed")
     # Every thread must have written its entries, and read z, before the one thread that signals says so.
     tl.debug_barrier()
-    tl.atomic_xchg(flags_ptr + chunk, (epoch.to(tl.int64) << 32) | count | DONE, sem="release")
+    tl.atomic_xchg(flags_ptr + chunk, (epoch.to(tl.int64) << 32) | count | pack.DONE, sem="release")
     if chunk == chunks - 1:
-        total = wait_and_sum(flags_ptr, chunks, (epoch.to(tl.int64) << 1) + 1, FLAGS)
+        total = pack.wait_and_sum(flags_ptr, chunks, (epoch.to(tl.int64) << 1) + 1, FLAGS)
         tl.store(nnz_ptr + row, total)
         if not WINDOW:
             tl.store(l0_ptr + row, total)
-        clear_slots(values_ptr, indices_ptr, total, capacity, 256, 256)
+        pack.clear_slots(values_ptr, indices_ptr, total, capacity, 256, 256)
         if MAY_OVERFLOW:
             if total > capacity:
                 # The others have read their part of z, for their flags say so: it may be overwritten.
