@@ -254,9 +254,6 @@ class Plans:
             self._kept.clear()
         self._kept[key] = Plan(launches, device, words, memory)
 
-    def clear(self) -> None:
-        self._kept.clear()
-
 
 class Flags:
     """Words of device memory through which the programs of one launch signal each other.

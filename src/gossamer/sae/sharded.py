@@ -22,17 +22,10 @@ from gossamer.gemm.activations import Activation, BatchTopK, JumpReLU, TopK, res
 from gossamer.rowsparse import ELL, Rows
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.rowsparse.pack import check_container, default_capacity, pack_ell_operator
-from gossamer.sae._torch.encode import pre_activations
+from gossamer.sae._torch.encode import order_keys_, pre_activations
 from gossamer.sae.decode import check_rest, decode_rows
 from gossamer.sae.encode import ACTIVATIONS, check_operands, encode_backward, run, save_operands
 
-# The integers of a dtype's bit patterns, and the pattern that stands for NaN.
-_PATTERNS = {
-    torch.float16: (torch.int16, 0x7E00),
-    torch.bfloat16: (torch.int16, 0x7FC0),
-    torch.float32: (torch.int32, 0x7FC00000),
-    torch.float64: (torch.int64, 0x7FF8000000000000),
-}
 COMPILES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 _DIGIT = 9  # bits a round of `_kth_key` settles; 63, of a float64, is a multiple of it
 
@@ -343,16 +336,12 @@ class _SelectAmongRanks(torch.autograd.Function):
 
 
 def _among_largest(ranked: Tensor, k: int, group: Any) -> Tensor:
-    """Bool [M, n]: what is above 0 (or NaN) and among the k * M largest of all ranks, ties by row, rank and column.
-
-    Positive floats are ordered like their bit patterns, NaN last once its patterns are made one.
-    """
+    """Bool [M, n]: what is above 0 (or NaN) and among the k * M largest of all ranks, ties by row, rank and column."""
     m, total = ranked.shape[0], k * ranked.shape[0]
-    integer, nan = _PATTERNS[ranked.dtype]
-    keys = ranked.clamp(min=0).view(integer).bitwise_and_(torch.iinfo(integer).max).clamp_(max=nan)
+    keys = order_keys_(ranked.clamp(min=0))
     # What is among the largest of all is among the largest of its rank.
     largest = keys.flatten().topk(min(total, keys.numel())).values.long()
-    kth = _kth_key(largest.flip(0), total, torch.iinfo(integer).bits - 1, group).clamp(min=1)
+    kth = _kth_key(largest.flip(0), total, torch.iinfo(keys.dtype).bits - 1, group).clamp(min=1)
     tied = keys == kth
     mine = torch.cat([tied.sum(1), (largest > kth).sum()[None]])
     counts = _gather(mine, group)

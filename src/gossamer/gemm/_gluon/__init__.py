@@ -1,1 +1,0 @@
-"""GPU kernels of `gemm` for Hopper, in Gluon."""

@@ -1,1 +1,0 @@
-"""CPU implementations of `gemm`, in PyTorch."""

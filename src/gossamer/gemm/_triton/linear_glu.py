@@ -13,7 +13,6 @@ bound what is in memory at one time: no kernel of Triton's multiplies float32 as
 Hopper, operands that its kernel cannot read: odd rows through pointers took up to 14 times as long.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -28,17 +27,11 @@ UPCAST = tl.constexpr(launch.INTERPRET)
 """The interpreter multiplies in float32: its bfloat16 dot is wrong."""
 
 
-@dataclass(frozen=True)
-class Separate:
-    """From which rows and K on two products of cuBLAS are faster than one of ours, where Hopper's kernel cannot read
-    the operands; bytes of gate and up at one time."""
-
-    rows: int = 17
-    depth: int = 400
-    bytes: int = 1 << 28
-
-
-SEPARATE = Separate()
+SEPARATE_ROWS, SEPARATE_DEPTH = 17, 400
+"""Rows and K from which on two products of cuBLAS are faster than one of ours, where Hopper's kernel cannot read the
+operands."""
+SEPARATE_BYTES = 1 << 28
+"""Of gate and up at one time."""
 
 
 @triton.jit
@@ -333,7 +326,7 @@ def _launch_linear_glu(
         if pays and fits:
             hopper.launch_linear_glu(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
             return None
-        if not fits and m >= SEPARATE.rows and k >= SEPARATE.depth:
+        if not fits and m >= SEPARATE_ROWS and k >= SEPARATE_DEPTH:
             _launch_separate(Operands(x, gate_weight, up_weight, gate_bias, up_bias), activation, grad, out, gates)
             return None
     tile = tile_of(m, x.device)
@@ -361,7 +354,7 @@ def _launch_separate(
     x, gate_weight, up_weight, gate_bias, up_bias = operands
     m, n = x.shape[0], gate_weight.shape[0]
     # Rows that still fill the GPU, and whose gate and up are small, or small beside the result.
-    least = max(1024, SEPARATE.bytes // (2 * n * x.element_size()), launch.cdiv(m, 16))
+    least = max(1024, SEPARATE_BYTES // (2 * n * x.element_size()), launch.cdiv(m, 16))
     block = m if out is None or gates is not None else least
     for first in range(0, m, block):
         rows = slice(first, first + block)

@@ -1,1 +1,0 @@
-"""GPU kernels of the row-sparse operators."""

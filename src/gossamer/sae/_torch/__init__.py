@@ -1,1 +1,0 @@
-"""CPU implementations of the sparse autoencoder operators."""

@@ -259,7 +259,7 @@ def row_kth(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None = None)
     """
     kth = torch.empty(z.shape[0], dtype=torch.int32, device=z.device)
     need = torch.empty_like(kth)
-    _largest_of_rows(z, bias, scale, k, (kth, need, None, None, None, None))
+    largest_of_rows(z, bias, scale, k, (kth, need, None, None, None, None))
     return kth, need
 
 
@@ -268,16 +268,11 @@ def row_topk(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(values [M, k], indices [M, k], nnz [M], l0 [M] in float32) of what `row_kth` says a row selects."""
     out = (*empty_ell(z, z.shape[0], k), torch.empty(z.shape[0], dtype=torch.float32, device=z.device))
-    _largest_of_rows(z, bias, scale, k, (None, None, *out))
+    largest_of_rows(z, bias, scale, k, (None, None, *out))
     return out
 
 
-def some_topk(z: Tensor, k: int, scale: Tensor | None, some: Tensor, out: tuple[Tensor, ...]) -> None:
-    """Fills out as `row_topk` does, at rows where `some` [M] is not 0."""
-    _largest_of_rows(z, None, scale, k, (None, None, *out), some)
-
-
-def _largest_of_rows(
+def largest_of_rows(
     z: Tensor,
     bias: Tensor | None,
     scale: Tensor | None,
@@ -285,7 +280,8 @@ def _largest_of_rows(
     results: tuple[Tensor | None, ...],
     some: Tensor | None = None,
 ) -> None:
-    """Launches for `results`: kth and need, or values, indices, nnz and l0."""
+    """Launches for `results`, of which `row_kth` has the first two and `row_topk` the last four; where there is `some`
+    [M], at rows where that is not 0."""
     m, n = z.shape
     programs = 4 * tuning.programs(z.device)
     if m <= programs // 2:

@@ -182,7 +182,8 @@ def _settle(
         rows = slice(first, first + block)
         part = z[: len(again[rows])]
         launch_linear_source(x[rows], weight.t(), bias, None, again[rows], 0, part)
-        select.some_topk(part, k, scale, again[rows], tuple(tensor[rows] for tensor in out))
+        results = (None, None, *(tensor[rows] for tensor in out))
+        select.largest_of_rows(part, None, scale, k, results, again[rows])
 
 
 EXAMPLES = {
