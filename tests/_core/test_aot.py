@@ -8,9 +8,10 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from gossamer._core import aot, launch, tuning  # noqa: E402
+from gossamer._core import launch, tuning  # noqa: E402
 from gossamer.gemm._triton import linear_glu  # noqa: E402
 from gossamer.sae import encode_path  # noqa: E402
+from tests import aot  # noqa: E402
 
 pytestmark = pytest.mark.native
 

@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from gossamer._core import aot
 from gossamer.attention._triton import indexer_scores, select_topk, threshold
+from tests import aot
 
 pytestmark = pytest.mark.native
 

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of kernels, without a GPU: for the tests, and for whoever tunes one."""
+"""Ahead-of-time compilation of kernels without a GPU, by the `EXAMPLES` of their files."""
 
 import importlib
 import re
@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
+import gossamer
 from gossamer._core import launch
 
 TARGETS = {
@@ -34,7 +35,7 @@ _KINDS |= dict.fromkeys(("bias", "l0", "partial", "radius", "sums", "threshold")
 
 def kernel_modules() -> list[str]:
     """Every kernel module of the package, by dotted name."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(gossamer.__file__).parent
     found = [*root.glob("*/_triton/*.py"), *root.glob("*/_gluon/*.py")]
     files = sorted(f for f in found if not f.stem.startswith("_"))
     return [".".join(("gossamer", *f.relative_to(root).with_suffix("").parts)) for f in files]
