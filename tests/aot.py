@@ -14,7 +14,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 import gossamer
-from gossamer._core import launch
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -58,7 +57,7 @@ def complete(kernel: Any, given: dict[str, Any]) -> dict[str, Any]:
     """What `compile_kernel` takes, from an example as the kernel's file gives it: constexprs, options of a launch, and
     of other arguments what their names do not say. That is a type, the block of a tensor descriptor, None for a pointer
     that is absent, or a number that the kernel is compiled for. A signature and constexprs may stand by themselves."""
-    kernel = _function(kernel)
+    kernel = kernel.fn
     given = _OPTIONS | given | given.get("signature", {}) | given.get("constexprs", {})
     unknown = given.keys() - {*kernel.arg_names, *_OPTIONS, "signature", "constexprs"}
     if unknown:
@@ -81,11 +80,7 @@ def complete(kernel: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 def targets_of(kernel: Any) -> list[str]:
     """The targets that a kernel is for: all of them, or Hopper alone where it is written in Gluon."""
-    return ["sm_90"] if isinstance(_function(kernel), GluonJITFunction) else list(TARGETS)
-
-
-def _function(kernel: Any) -> Any:
-    return kernel.fn if isinstance(kernel, launch.Kernel) else kernel
+    return ["sm_90"] if isinstance(kernel.fn, GluonJITFunction) else list(TARGETS)
 
 
 def compile_kernel(kernel: Any, example: dict[str, Any], target: str) -> Any:
@@ -94,7 +89,7 @@ def compile_kernel(kernel: Any, example: dict[str, Any], target: str) -> Any:
 
     Integers and pointers count as divisible by 16, as they are on the shapes that matter.
     """
-    kernel = _function(kernel)
+    kernel = kernel.fn
     names = kernel.arg_names
     absent = {name: None for name, kind in example["signature"].items() if kind is None}
     constexprs = {**absent, **example["constexprs"]}

@@ -239,6 +239,7 @@ def finish(o, m, total, lost, lse_ptr, lines, Tq):
     return o * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout)), 1)
 
 
+@launch.Kernel
 @gluon.jit(do_not_specialize=["capacity"])
 def _attention_fwd_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, offsets_ptr, columns_ptr, lengths_ptr,
@@ -322,9 +323,6 @@ def _attention_fwd_kernel(
     tma.store_wait(0)
 
 
-_attention_fwd = launch.Kernel(_attention_fwd_kernel)
-
-
 def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
     """Tiles of `rows` rows of `[B, H, T, D]`, whole spans of 128 bytes wide: what lies outside reads as 0."""
     block = [1, 1, rows, width(tensor.shape[3])]
@@ -385,7 +383,7 @@ def launch_attention_fwd(
     sizes = p.b, p.h, p.group, p.rows, p.tq, p.tk, columns.shape[0], p.scale * INV_LN2
     args = (*tiles, descriptor(out, tile.block_m), lse, offsets, columns, lengths, *sizes)
     grid = (p.rows * config.split_q * p.b * p.h, 1, 1)
-    _attention_fwd(grid, args, {"CONFIG": config}, num_warps=tile.warps, maxnreg=tile.registers)
+    _attention_fwd_kernel(grid, args, {"CONFIG": config}, num_warps=tile.warps, maxnreg=tile.registers)
     return out, lse
 
 
@@ -409,4 +407,3 @@ EXAMPLES = {
         _TILE,
     )
 }
-"""Example signatures for the ahead-of-time compile test."""

@@ -68,6 +68,7 @@ def line_of(sorted_ptr, unsorted, SPLIT: gl.constexpr):
     return line
 
 
+@launch.Kernel
 @gluon.jit(do_not_specialize=["capacity", "unsorted"])
 def _attention_dq_kernel(
     q_desc, grad_desc, k_desc, v_desc, dq_desc, stats_ptr, offsets_ptr, columns_ptr, lengths_ptr, sorted_ptr,
@@ -199,6 +200,7 @@ def fetch_with(desc, buffers, stats_desc, stats, ready, slot, batch, head, H, ro
     tma.async_copy_global_to_shared(stats_desc, [2 * (batch * H + head), row], bar, stats.index(slot), pred=pred)
 
 
+@launch.Kernel
 @gluon.jit(do_not_specialize=["capacity", "unsorted"])
 def _attention_dkdv_kernel(
     q_desc, grad_desc, k_desc, v_desc, dk_desc, dv_desc, stats_desc, offsets_ptr, order_ptr, rows_ptr, lengths_ptr,
@@ -290,10 +292,6 @@ def row_at(order_ptr, rows_ptr, begin, step, steps, base, SPLIT: gl.constexpr, T
     return (block * SPLIT + step % SPLIT) * TILE
 
 
-_attention_dq = launch.Kernel(_attention_dq_kernel)
-_attention_dkdv = launch.Kernel(_attention_dkdv_kernel)
-
-
 @dataclass(frozen=True)
 class Tiles:
     """Of the two kernels. Both have as many queries as keys in a step."""
@@ -331,13 +329,13 @@ def launch_attention_bwd(
     args = (*inputs, dk_desc, dv_desc, stats_desc, col_offsets, order, row_indices, lengths, longest, p.b, p.h, p.group)
     args += (p.rows, p.columns, p.tq, p.tk, capacity, unsorted, p.scale * INV_LN2)
     grid = (p.columns * config.split_k * p.b * p.key_heads, 1, 1)
-    _attention_dkdv(grid, args, {"CONFIG": config}, num_warps=tile.warps, maxnreg=tile.registers)
+    _attention_dkdv_kernel(grid, args, {"CONFIG": config}, num_warps=tile.warps, maxnreg=tile.registers)
     tile, config = tiles.dq, config_of(p, tiles.dq)
     longest, unsorted = launch_order(p, row_offsets, p.rows, config.split_q)
     args = (*inputs, dq_desc, stats, row_offsets, col_indices, lengths, longest, p.b, p.h, p.group, p.rows)
     args += (p.tq, p.tk, padded, capacity, unsorted, p.scale * INV_LN2)
     grid = (p.rows * config.split_q * p.b * p.h, 1, 1)
-    _attention_dq(grid, args, {"CONFIG": config}, num_warps=tile.warps, maxnreg=tile.registers)
+    _attention_dq_kernel(grid, args, {"CONFIG": config}, num_warps=tile.warps, maxnreg=tile.registers)
     return dq, dk, dv
 
 
@@ -364,4 +362,3 @@ EXAMPLES = {
         tiles_of().dkdv,
     ),
 }
-"""Example signatures for the ahead-of-time compile test."""

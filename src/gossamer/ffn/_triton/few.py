@@ -66,7 +66,7 @@ def columns_product(
     return acc
 
 
-@triton.jit(do_not_specialize=["M", "N"])
+@launch.kernel(do_not_specialize=["M", "N"])
 def _few_hidden_kernel(
     x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, columns_ptr, values_ptr, counts_ptr,
     entries_ptr, stride_xm, stride_gn, stride_un, M, N, K,
@@ -136,7 +136,7 @@ def _few_hidden_kernel(
             tl.store(values_ptr + place[:, None] * ROWS + m[None, :], z, mask=held[:, None])
 
 
-@triton.jit(do_not_specialize=["programs", "slots", "M"])
+@launch.kernel(do_not_specialize=["programs", "slots", "M"])
 def _few_down_kernel(
     columns_ptr, values_ptr, counts_ptr, entries_ptr, down_ptr, bias_ptr, out_ptr, nnz_ptr, programs, slots,
     stride_dn, stride_dd, M, D,
@@ -189,10 +189,6 @@ def _few_down_kernel(
                 counted = tl.load(entries_ptr + p[:, None] * ROWS + m[None, :], mask=(p < programs)[:, None], other=0)
                 total += tl.sum(counted, axis=0)
             tl.store(nnz_ptr + m, total, mask=m < M)
-
-
-_few_hidden = launch.Kernel(_few_hidden_kernel)
-_few_down = launch.Kernel(_few_down_kernel)
 
 
 @dataclass(frozen=True)
@@ -306,14 +302,14 @@ def project(
     warps, stages, registers = tile.hidden_launch
     grid = (programs, 1, 1)
     options: dict[str, Any] = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "launch_pdl": follows}
-    first = _few_hidden(grid, args, meta, head=10, **options)
+    first = _few_hidden_kernel(grid, args, meta, head=10, **options)
     slots, block_d, parts = tile.down
     meta = {"BLOCK_U": slots // 2 if wide else slots, "BLOCK_D": block_d, "BLOCK_P": 1024, "ROWS": rows}
     meta |= {"PARTS": parts, "DEPENDENT": follows, **tuning.dot_precision(x, n), **without}
     stride_dd, stride_dn = down.stride()
     args = (*lists, down, down_bias, out, nnz, programs, block_n, stride_dn, stride_dd, m, d)
     grid = (launch.cdiv(d, block_d), 1, 1)
-    second = _few_down(grid, args, meta, num_warps=tile.down_warps, num_stages=1, launch_pdl=follows, head=8)
+    second = _few_down_kernel(grid, args, meta, num_warps=tile.down_warps, num_stages=1, launch_pdl=follows, head=8)
     return (first, second), lists
 
 
@@ -345,4 +341,3 @@ EXAMPLES = {
         "num_stages": 1,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""
