@@ -5,8 +5,6 @@ and from its other arguments. Such a function has one `Checked`, keeps there wha
 again when a call like it comes.
 """
 
-from __future__ import annotations
-
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -65,6 +63,3 @@ class Checked(Generic[Found]):
         if len(self._found) >= self._MOST:
             self._found.clear()
         self._found[key] = found
-
-    def clear(self) -> None:
-        self._found.clear()

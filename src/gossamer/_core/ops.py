@@ -76,6 +76,11 @@ def _refuse(function: str, *_: Any, instead: str = "Use create_graph=False.") ->
     raise NotImplementedError(f"{function}: second derivatives are not implemented. {instead}")
 
 
+def save_inputs(ctx: Any, inputs: Any, output: Any) -> None:
+    """`setup_context` of an operator whose arguments are tensors, all of which its backward reads."""
+    ctx.save_for_backward(*inputs)
+
+
 def _unreached(ctx: Any, *grads: Any) -> None:
     """The backward of an operator whose `_refuse` raises first."""
 

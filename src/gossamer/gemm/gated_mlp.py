@@ -92,7 +92,9 @@ class _GatedMLP(torch.autograd.Function):
         ctx.save_for_backward(x, gate_weight, up_weight, down_weight, *((gate_bias, up_bias) if recompute else kept))
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (gate_bias, up_bias, down_bias)]
         ctx.activation, ctx.recompute = activation, recompute
-        ctx.hooked = not torch.compiler.is_compiling() and _hooks() is not None
+        # What sees tensors that are saved now may have them still when they are overwritten.
+        hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
+        ctx.hooked = hooks is not None
         with autocast.disabled(x.device):
             return linear(hidden, down_weight, down_bias)
 
@@ -125,11 +127,6 @@ class _GatedMLP(torch.autograd.Function):
         if need_down_bias:
             grad_bias = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(ctx.bias_dtypes[2])
         return *found, grad_down, grad_bias, None, None
-
-
-def _hooks() -> Any:
-    """What sees tensors that are saved now, and may have them still when they are overwritten."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def _retained() -> bool:

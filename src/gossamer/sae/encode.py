@@ -151,11 +151,7 @@ def run(
     key = None if autocasts else key_of(operands, options, (capacity,))
     known = _checked.get(key)
     if known is None:
-        check_operands(operator, x, W_enc, b_enc, b_dec, parameters)
-        if autocasts:
-            (W_enc,) = autocast.cast(W_enc)  # type: ignore[assignment]
-        if not autocasts or torch.float64 in (x.dtype, W_enc.dtype):
-            checks.same_dtype(operator, "x", x, W_enc=W_enc)
+        W_enc = check_operands(operator, x, W_enc, b_enc, b_dec, parameters)
         slots, may_overflow = check_capacity(operator, parameters, capacity, format, W_enc.shape[1])
         chosen = choose_path(name, math.prod(x.shape[:-1]), k, slots, may_overflow, W_enc, False)
         known = (slots, may_overflow, chosen)
@@ -222,8 +218,8 @@ def _follow(density: DensityTracker | None, rows: Any, differentiable: bool) -> 
 
 def check_operands(
     operator: str, x: Tensor, W_enc: Tensor, b_enc: Tensor | None, b_dec: Tensor | None, activation: Parameters
-) -> None:
-    """Raises where an operand does not fit, those of the activation among them."""
+) -> Tensor:
+    """W_enc, in the dtype of autocast; raises where an operand does not fit, those of the activation among them."""
     threshold = activation.threshold
     optional = {"b_enc": b_enc, "b_dec": b_dec, "threshold": threshold, "scale": activation.scale}
     given = {name: tensor for name, tensor in optional.items() if tensor is not None}
@@ -243,6 +239,13 @@ def check_operands(
             checks.shape(operator, name, given[name], (size,), letters, "like W_enc")
     if threshold is not None and threshold.dim() != 0:
         checks.shape(operator, "threshold", threshold, (d_sae,), "[d_sae]", "like W_enc, or be a scalar")
+    autocasts = autocast.enabled(x.device)
+    if autocasts:
+        (W_enc,) = autocast.cast(W_enc)  # type: ignore[assignment]
+    # Autocast leaves float64 alone.
+    if not autocasts or torch.float64 in (x.dtype, W_enc.dtype):
+        checks.same_dtype(operator, "x", x, W_enc=W_enc)
+    return W_enc
 
 
 def check_capacity(

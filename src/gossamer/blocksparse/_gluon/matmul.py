@@ -360,6 +360,7 @@ def consume(
     tma.store_wait(0)
 
 
+@launch.Kernel
 @gluon.jit(do_not_specialize=["Z", "M", "N", "K"])
 def _blocksparse_matmul_kernel(
     a_desc, b_desc, out_desc, zeros_desc, a_offsets_ptr, a_order_ptr, a_index_ptr, a_positions_ptr, b_offsets_ptr,
@@ -406,7 +407,6 @@ def _blocksparse_matmul_kernel(
     )
 
 
-_matmul = launch.Kernel(_blocksparse_matmul_kernel)
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 _boxes: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 Parts = tuple[Any, ...]
@@ -485,7 +485,7 @@ def launch_matmul(
         "BLOCK": boxed, "TRANS": trans, "TILE_M": walk.tile_m, "LIST": walk.listed, "STAGES": walk.stages,
     }  # fmt: skip
     grid = (max(1, min(tuning.programs(a.device), most)), 1, 1)
-    _matmul(grid, (*descriptors, *given, z, m, n, k), meta, num_warps=4, maxnreg=168)
+    _blocksparse_matmul_kernel(grid, (*descriptors, *given, z, m, n, k), meta, num_warps=4, maxnreg=168)
 
 
 def _zeros(dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -533,4 +533,3 @@ EXAMPLES = {
         "maxnreg": 168,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

@@ -187,7 +187,7 @@ def lost_blocks(offsets_ptr, last, capacity):
     return lost
 
 
-@triton.jit(do_not_specialize=["a_capacity", "b_capacity", "out_capacity"])
+@launch.kernel(do_not_specialize=["a_capacity", "b_capacity", "out_capacity"])
 def _blocksparse_matmul_kernel(
     a_ptr, b_ptr, out_ptr, a_offsets_ptr, a_order_ptr, a_index_ptr, b_offsets_ptr, b_positions_ptr, out_offsets_ptr,
     out_order_ptr, out_index_ptr, pairs_ptr, Z, M, K, N, a_capacity, b_capacity, out_capacity,
@@ -265,10 +265,9 @@ def _blocksparse_matmul_kernel(
         fill_rest(out_ptr, tl.load(out_offsets_ptr + Z * rows), out_capacity, lost, BM, BN)
 
 
-_blocksparse_matmul = launch.Kernel(_blocksparse_matmul_kernel)
-
-
-@triton.jit(do_not_specialize=["out_total_ptr", "a_total_ptr", "b_total_ptr", "capacity", "a_capacity", "b_capacity"])
+@launch.kernel(
+    do_not_specialize=["out_total_ptr", "a_total_ptr", "b_total_ptr", "capacity", "a_capacity", "b_capacity"]
+)
 def _blocksparse_fill_kernel(
     out_ptr, out_total_ptr, a_total_ptr, b_total_ptr, capacity, a_capacity, b_capacity,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
@@ -278,9 +277,6 @@ def _blocksparse_fill_kernel(
     lost |= lost_blocks(a_total_ptr, 0, a_capacity)
     lost |= lost_blocks(b_total_ptr, 0, b_capacity)
     fill_rest(out_ptr, tl.load(out_total_ptr), capacity, lost, HEIGHT, WIDTH)
-
-
-_blocksparse_fill = launch.Kernel(_blocksparse_fill_kernel)
 
 
 @dataclass(frozen=True)
@@ -373,7 +369,7 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     capacities = [0 if parts[0] is None else parts[1].shape[0] for parts in (of_a, of_b, of_out)]
     meta = {"BLOCK": block, "TRANS": trans, "TILE": (tile.columns, tile.step), **precision}
     args = (a, b, out, *lists, z, m, k, n, *capacities)
-    _blocksparse_matmul((max(tiles, 1), 1, 1), args, meta, num_warps=tile.warps, num_stages=tile.stages)
+    _blocksparse_matmul_kernel((max(tiles, 1), 1, 1), args, meta, num_warps=tile.warps, num_stages=tile.stages)
     return out
 
 
@@ -451,7 +447,7 @@ def _fill_unused(out: Tensor, of_a: tuple[Any, ...], of_b: tuple[Any, ...], of_o
         totals.append(None if parts[0] is None else parts[0][-1:])
         rooms.append(0 if parts[0] is None else parts[1].shape[0])
     grid = (max(1, min(capacity, 2 * tuning.programs(out.device))), 1, 1)
-    _blocksparse_fill(grid, (out, *totals, *rooms), {"HEIGHT": height, "WIDTH": width}, num_warps=4)
+    _blocksparse_fill_kernel(grid, (out, *totals, *rooms), {"HEIGHT": height, "WIDTH": width}, num_warps=4)
 
 
 def _lists(parts: tuple[Any, ...], by_columns: bool) -> tuple[Any, Any, Any]:

@@ -82,7 +82,7 @@ def hidden_tile(
     tl.store(hidden_ptr + at.to(tl.int64)[:, None] * N + n[None, :], z, mask=(at < count)[:, None] & inside[None, :])
 
 
-@triton.jit
+@launch.kernel
 def _ffn_heavy_kernel(
     heavy_ptr, x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, hidden_ptr, down_ptr,
     down_bias_ptr, out_ptr, N, K, D,
@@ -127,7 +127,7 @@ def _ffn_heavy_kernel(
             number = tl.atomic_add(heavy_ptr + 2, 1, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["limit", "most", "count"])
+@launch.kernel(do_not_specialize=["limit", "most", "count"])
 def _ffn_start_kernel(heavy_ptr, counts_ptr, limit, most, count, BLOCK: tl.constexpr):
     """An empty list and its limit; below any count where a sample of `count` counts adds up to more than `most`."""
     if counts_ptr is not None:
@@ -142,7 +142,7 @@ def _ffn_start_kernel(heavy_ptr, counts_ptr, limit, most, count, BLOCK: tl.const
     tl.store(heavy_ptr + 3, 0)
 
 
-@triton.jit
+@launch.kernel
 def _ffn_put_rows_kernel(heavy_ptr, rows_ptr, out_ptr, D, BLOCK: tl.constexpr):
     """Programs share the listed rows, which go where they belong."""
     for at in range(tl.program_id(0), tl.load(heavy_ptr), tl.num_programs(0)):
@@ -151,11 +151,6 @@ def _ffn_put_rows_kernel(heavy_ptr, rows_ptr, out_ptr, D, BLOCK: tl.constexpr):
             d = first + tl.arange(0, BLOCK)
             values = tl.load(rows_ptr + tl.cast(at, tl.int64) * D + d, mask=d < D, other=0.0)
             tl.store(out_ptr + row * D + d, values, mask=d < D)
-
-
-_ffn_start = launch.Kernel(_ffn_start_kernel)
-_ffn_put_rows = launch.Kernel(_ffn_put_rows_kernel)
-_ffn_heavy = launch.Kernel(_ffn_heavy_kernel)
 
 
 def tile_for(m: int, n: int, k: int, weight: Tensor) -> tuple[dict[str, object], int, int]:
@@ -174,7 +169,7 @@ def start(listed: Tensor, limit: int, counts: Tensor | None, most: int) -> None:
     more than `most`; 0 tiles are drawn, and 0 done."""
     size = 0 if counts is None else counts.numel()
     args = (listed, counts, limit, most, size)
-    _ffn_start((1, 1, 1), args, {"BLOCK": 1024}, num_warps=4)
+    _ffn_start_kernel((1, 1, 1), args, {"BLOCK": 1024}, num_warps=4)
 
 
 def project(
@@ -207,7 +202,7 @@ def project(
         weights, halves = (down_weight[:half], down_weight[half:]), (result[:, :half], result[:, half:])
         hopper.launch_linear_glu(hidden, *weights, first, second, "identity", None, None, halves, listed)
         grid = (min(m, 16 * tuning.programs(x.device)), 1, 1)
-        _ffn_put_rows(grid, (listed, result, out, d), {"BLOCK": 1024}, num_warps=4)
+        _ffn_put_rows_kernel(grid, (listed, result, out, d), {"BLOCK": 1024}, num_warps=4)
         return None
     up_weight, up_bias = up or (None, None)
     meta, warps, stages = tile_for(m, n, k, gate[0])
@@ -215,7 +210,7 @@ def project(
     meta |= {"SQUARED": squared, "DEPENDENT": follows, **tuning.dot_precision(x, max(k, n))}
     args = (listed, x, *gate, up_weight, up_bias, hidden, *down, out, n, k, d)
     grid = (2 * tuning.programs(x.device), 1, 1)
-    return _ffn_heavy(grid, args, meta, num_warps=warps, num_stages=stages, launch_pdl=follows, head=11)
+    return _ffn_heavy_kernel(grid, args, meta, num_warps=warps, num_stages=stages, launch_pdl=follows, head=11)
 
 
 def wants_rows(
@@ -258,4 +253,3 @@ EXAMPLES = {
         "num_stages": 3,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

@@ -276,6 +276,7 @@ def consume(
     tma.store_wait(0)
 
 
+@launch.Kernel
 @gluon.jit(do_not_specialize=["M", "N", "tiles_m", "whole", "steps", "abreast"])
 def _linear_glu_kernel(
     x_desc, gate_desc, up_desc, out_desc, first_desc, second_desc, gate_bias_ptr, up_bias_ptr, grad_ptr, partial_ptr,
@@ -325,9 +326,6 @@ def _linear_glu_kernel(
             [4, 1],
             [240, 24],
         )
-
-
-_linear_glu = launch.Kernel(_linear_glu_kernel)
 
 
 def pays(m: int, n: int, k: int, device: torch.device) -> bool:
@@ -421,7 +419,7 @@ def launch_linear_glu(
     args = (*inputs, written, first, second, gate_bias, up_bias, grad, partial, flags, count, *grad_strides, m, n)
     meta = {"GROUP_M": GROUP_M, "STAGES": stages, "ACTIVATION": activation}
     sizes = (tiles_m, whole, steps, abreast)
-    _linear_glu((programs, 1, 1), (*args, *sizes), meta, num_warps=4, maxnreg=168)
+    _linear_glu_kernel((programs, 1, 1), (*args, *sizes), meta, num_warps=4, maxnreg=168)
 
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -453,4 +451,3 @@ EXAMPLES = {
         "count_ptr": None, "GROUP_M": GROUP_M, "STAGES": 4, "ACTIVATION": "silu", "maxnreg": 168,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

@@ -321,6 +321,7 @@ def follow(words_ptr, second):
         gl.store(words_ptr + 3, 0)
 
 
+@launch.Kernel
 @gluon.jit(do_not_specialize=["M", "tiles_m", "tiles_n", "steps", "second"])
 def _linear_pack_kernel(
     x_desc, w_desc, bias_ptr, threshold_ptr, bounds_ptr, factors_ptr, skip_ptr, values_ptr, indices_ptr, counts_ptr,
@@ -351,9 +352,6 @@ def _linear_pack_kernel(
         [4, 1, 1, 1],
         [208, 88, 88, 88],
     )
-
-
-_linear_pack = launch.Kernel(_linear_pack_kernel)
 
 
 def fits(x: Tensor, weight: Tensor, tile: int, slots: int) -> bool:
@@ -397,7 +395,7 @@ def launch_linear_pack(
     meta = {"TRANSPOSED": transposed, "SLOTS": slots, "GROUP_M": GROUP_M, "STAGES": STAGES}
     args = (*inputs, bias, threshold, bounds, factors, skip, *out, first, m, n, tiles_m, tiles_n, steps, second)
     grid = (min(tuning.programs(x.device), tiles_m * tiles_n), 1, 1)
-    return _linear_pack(grid, args, meta, num_warps=4, maxnreg=168, head=11)
+    return _linear_pack_kernel(grid, args, meta, num_warps=4, maxnreg=168, head=11)
 
 
 EXAMPLES = {
@@ -407,4 +405,3 @@ EXAMPLES = {
         "SLOTS": 16, "GROUP_M": GROUP_M, "STAGES": STAGES, "maxnreg": 168,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

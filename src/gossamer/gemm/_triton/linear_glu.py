@@ -85,7 +85,7 @@ def origin_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     return first + tile % in_group % height, tile % in_group // height
 
 
-@triton.jit
+@launch.kernel
 def _linear_glu_kernel(
     x_ptr, gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, out_ptr, grad_ptr, first_ptr, second_ptr,
     stride_xm, stride_xk, stride_gn, stride_gk, stride_un, stride_uk, M, N, K,
@@ -135,7 +135,7 @@ def _linear_glu_kernel(
         tl.store(out_ptr + at, active * up, mask=mask)
 
 
-@triton.jit
+@launch.kernel
 def _linear_glu_row_kernel(
     x_ptr, gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, out_ptr, stride_xk, stride_gn, stride_un, K,
     BLOCK_K: tl.constexpr, VEC: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -162,7 +162,7 @@ def _linear_glu_row_kernel(
     tl.store(out_ptr + n, active * up)
 
 
-@triton.jit
+@launch.kernel
 def _glu_fwd_kernel(
     gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, out_ptr, N, total, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
 ):  # fmt: skip
@@ -185,7 +185,7 @@ def _glu_fwd_kernel(
     tl.store(out_ptr + at, active * up, mask=mask)
 
 
-@triton.jit
+@launch.kernel
 def _glu_bwd_kernel(
     grad_ptr, gate_ptr, up_ptr, first_ptr, second_ptr, hidden_ptr, stride_dm, stride_dn, N,
     BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -204,12 +204,6 @@ def _glu_bwd_kernel(
     tl.store(second_ptr + at, grad * active, mask=mask)
     if hidden_ptr is not None:
         tl.store(hidden_ptr + at, active * up, mask=mask)
-
-
-_linear_glu = launch.Kernel(_linear_glu_kernel)
-_linear_glu_row = launch.Kernel(_linear_glu_row_kernel)
-_glu_fwd = launch.Kernel(_glu_fwd_kernel)
-_glu_bwd = launch.Kernel(_glu_bwd_kernel)
 
 
 def tile_of(m: int, device: torch.device) -> launch.Tile:
@@ -368,7 +362,7 @@ def _launch_linear_glu(
     meta = {**tile.sizes, "ACTIVATION": activation, "GRADIENT": grad is not None}
     args = (x, gate_weight, up_weight, gate_bias, up_bias, out, grad, *(gates or (None, None)), *strides, m, n, k)
     grid = (launch.cdiv(m, tile.sizes["BLOCK_M"]) * launch.cdiv(n, tile.sizes["BLOCK_N"]), 1, 1)
-    return _linear_glu(grid, args, meta, head=6, **tile.options)
+    return _linear_glu_kernel(grid, args, meta, head=6, **tile.options)
 
 
 def _launch_row(operands: Operands, activation: str, out: Tensor) -> launch.Bound | None:
@@ -377,7 +371,7 @@ def _launch_row(operands: Operands, activation: str, out: Tensor) -> launch.Boun
     tile = row_tile(k, x.element_size())
     strides = (x.stride(1), gate_weight.stride(0), up_weight.stride(0))
     args = (*operands, out, *strides, k)
-    return _linear_glu_row((n, 1, 1), args, {**tile.sizes, "ACTIVATION": activation}, head=6, **tile.options)
+    return _linear_glu_row_kernel((n, 1, 1), args, {**tile.sizes, "ACTIVATION": activation}, head=6, **tile.options)
 
 
 def _launch_separate(
@@ -398,7 +392,7 @@ def _launch_separate(
         if out is not None:
             total = gate.numel()
             args = (gate, up, gate_bias, up_bias, out[rows], n, total)
-            _glu_fwd((launch.cdiv(total, FLAT), 1, 1), args, {"BLOCK": FLAT, "ACTIVATION": activation})
+            _glu_fwd_kernel((launch.cdiv(total, FLAT), 1, 1), args, {"BLOCK": FLAT, "ACTIVATION": activation})
         elif grad is not None:
             for z, bias in ((gate, gate_bias), (up, up_bias)):
                 if bias is not None:
@@ -415,7 +409,7 @@ def launch_glu_bwd(
         return
     meta = {"BLOCK": 2048, "ACTIVATION": activation}
     args = (grad, gate, up, *out, hidden, *grad.stride(), n)
-    _glu_bwd((m, launch.cdiv(n, 2048), 1), args, meta)
+    _glu_bwd_kernel((m, launch.cdiv(n, 2048), 1), args, meta)
 
 
 EXAMPLES = {
@@ -431,4 +425,3 @@ EXAMPLES = {
     },
     _glu_bwd_kernel: {"BLOCK": 2048, "ACTIVATION": "gelu_tanh"},
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

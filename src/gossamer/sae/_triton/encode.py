@@ -96,20 +96,18 @@ def activate(
         return values, indices, nnz, z.new_empty(0, n), l0
     slots = (m * k,) if capacity is None else (m, capacity)
     values, indices = z.new_empty(slots), torch.empty(slots, dtype=torch.int32, device=z.device)
-    nnz = None if capacity is None else torch.empty(m, dtype=torch.int32, device=z.device)
-    offsets = torch.empty(m + 1, dtype=torch.int64, device=z.device) if capacity is None else None
-    counts = offsets if nnz is None else nnz
-    assert counts is not None
+    is_csr = capacity is None
+    counts = torch.empty(m + is_csr, dtype=torch.int64 if is_csr else torch.int32, device=z.device)
+    nnz, offsets = (None, counts) if is_csr else (counts, None)
     source = z if keep_source else z.new_empty(0, n)
     l0 = (torch.zeros if path == "chunks" and bandwidth else torch.empty)(m, dtype=torch.float32, device=z.device)
     if m == 0 or n == 0:
         return values.zero_(), indices.fill_(-1), counts.zero_(), source, l0.zero_()
     if path in ("rows", "chunks"):
-        assert nnz is not None
         fill = encode_chunks if path == "chunks" else encode_rows
-        fill(z, bias, threshold, (values, indices, nnz, l0), bandwidth, keep_source)
+        fill(z, bias, threshold, (values, indices, counts, l0), bandwidth, keep_source)
     elif path == "topk_rows":
-        ranked_rows(z, bias, scale, select.row_kth(z, bias, k, scale), (values, indices, nnz, l0), keep_source)
+        ranked_rows(z, bias, scale, select.row_kth(z, bias, k, scale), (values, indices, counts, l0), keep_source)
     else:
         out = (values, indices, nnz, l0)
         found = batchtopk.find(z, bias, k, scale, offsets)
