@@ -39,18 +39,21 @@ _is_batched = torch._C._functorch.is_legacy_batchedtensor
 _inference = torch.is_inference_mode_enabled
 
 
-def _lazily(path: str) -> Callable[..., Any]:
-    """`"package.module:function"` as a callable that imports on first use: a CPU-only install never imports Triton."""
+def _lazily(find: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """What `find` imports, which the first call asks it for: a CPU-only install never imports Triton."""
     target: Callable[..., Any] | None = None
 
     def call(*args: Any) -> Any:
         nonlocal target
         if target is None:
-            module, name = path.split(":")
-            target = getattr(importlib.import_module(module), name)
+            target = find()
         return target(*args)
 
     return call
+
+
+def _namesake(cpu: Callable[..., Any]) -> Any:
+    return getattr(importlib.import_module(cpu.__module__.replace("._torch.", "._triton.")), cpu.__name__)
 
 
 def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,7 +92,7 @@ def register(
     schema: str,
     *,
     cpu: Callable[..., Any],
-    gpu: str | None = None,
+    gpu: Callable[[], Callable[..., Any]] | None = None,
     fake: Callable[..., Any],
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
@@ -97,8 +100,8 @@ def register(
 ) -> Any:
     """Registers `schema` ("name(Tensor x, ...) -> Tensor") and returns the operator's overload, ready to call.
 
-    `cpu` is the PyTorch implementation, in a room's `_torch`; `gpu` names the Triton launcher as "module:function",
-    where that is another one than the function of the same name in the file of the same name in `_triton`; `fake` gives
+    `cpu` is the PyTorch implementation, in a room's `_torch`; `gpu` imports the Triton launcher and returns it, where
+    that is another one than the function of the same name in the file of the same name in `_triton`; `fake` gives
     shapes and dtypes; `backward` and `setup_context` are as in `torch.library.register_autograd`, called by position.
     An operator that is a step of a backward pass names its public function in `once_differentiable`, and then refuses
     to be differentiated.
@@ -107,7 +110,7 @@ def register(
         setup_context, backward = functools.partial(_refuse, once_differentiable), _unreached
     name = schema.split("(", 1)[0]
     qualified = f"{NAMESPACE}::{name}"
-    launcher = _lazily(gpu or f"{cpu.__module__.replace('._torch.', '._triton.')}:{cpu.__name__}")
+    launcher = _lazily(gpu or functools.partial(_namesake, cpu))
     _library.define(schema)
     by_device = {"cpu": _without_autocast(launcher if INTERPRET else cpu), "cuda": launcher}
     for device, implementation in by_device.items():

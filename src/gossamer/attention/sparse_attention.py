@@ -281,6 +281,12 @@ def _fake_bwd(grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Te
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+def _launcher_bwd() -> Any:
+    from gossamer.attention._triton.sparse_attention_bwd import sparse_attention_bwd
+
+    return sparse_attention_bwd
+
+
 _SELECTED = "Tensor words, Tensor counts, Tensor indices, Tensor? lengths, float scale, bool causal, str path"
 _sparse_attention = register(
     f"sparse_attention(Tensor q, Tensor k, Tensor v, {_SELECTED}) -> (Tensor, Tensor)",
@@ -293,7 +299,7 @@ _sparse_attention_bwd = register(
     "sparse_attention_bwd(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{_SELECTED}) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu.sparse_attention_bwd,
-    gpu="gossamer.attention._triton.sparse_attention_bwd:sparse_attention_bwd",
+    gpu=_launcher_bwd,
     fake=_fake_bwd,
     once_differentiable=OPERATOR,
 )

@@ -268,6 +268,12 @@ def _unpack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None,
     return grad_values, None, None, grad_source, None
 
 
+def _unpack_launcher() -> Any:
+    from gossamer.rowsparse._triton.unpack import unpack
+
+    return unpack
+
+
 pack_ell_operator = register(
     "pack_ell(Tensor x, SymInt capacity) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu.pack_ell,
@@ -290,7 +296,7 @@ _pack_csr = register(
 unpack_operator = register(
     "unpack(Tensor values, Tensor indices, Tensor offsets, Tensor? source, SymInt n) -> Tensor",
     cpu=_cpu.unpack,
-    gpu="gossamer.rowsparse._triton.unpack:unpack",
+    gpu=_unpack_launcher,
     fake=lambda values, indices, offsets, _, n: values.new_empty(offsets.shape[0] - int(indices.dim() == 1), n),
     setup_context=_unpack_context,
     backward=_unpack_backward,

@@ -367,6 +367,12 @@ def _fake_sums(*operands: Any) -> tuple[Tensor, Tensor]:
     return values.new_empty(n, dtype=dtype), values.new_empty(0 if threshold is None else n, dtype=dtype)
 
 
+def _launchers() -> Any:
+    from gossamer.sae._triton import encode_bwd
+
+    return encode_bwd
+
+
 _sae_encode = register(
     "sae_encode(Tensor x, Tensor weight, Tensor? bias, Tensor? b_dec, Tensor? threshold, str activation, int k, "
     "float bandwidth, SymInt? capacity, bool keep_source, Tensor? scale=None, bool ste_to_input=False) -> "
@@ -381,7 +387,7 @@ sum_gradients_by_column = register(
     "Tensor keys, Tensor columns, Tensor values, Tensor nnz, Tensor source, Tensor? threshold, float bandwidth) "
     "-> (Tensor, Tensor)",
     cpu=_cpu.bwd_columns,
-    gpu="gossamer.sae._triton.encode_bwd:bwd_columns",
+    gpu=lambda: _launchers().bwd_columns,
     fake=_fake_sums,
     once_differentiable="sae.encode",
 )
@@ -389,7 +395,7 @@ _bwd_source = register(
     "sae_encode_bwd_source(Tensor grad, Tensor source, Tensor nnz, SymInt capacity, Tensor? grad_l0, "
     "Tensor? threshold, float bandwidth) -> Tensor",
     cpu=_cpu.bwd_source,
-    gpu="gossamer.sae._triton.encode_bwd:bwd_source",
+    gpu=lambda: _launchers().bwd_source,
     fake=lambda grad, source, *_: source.new_empty(source.shape),
     once_differentiable="sae.encode",
 )
