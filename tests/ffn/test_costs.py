@@ -61,14 +61,14 @@ def test_the_way_that_took_the_least(gated: bool, hopper: Any) -> None:
     cost = costs.costs_of(5632 if gated else 8192, 2048, 2048, gated, hopper)
     for m, light, union, over, times in GATED if gated else PLAIN:
         rows = Density(m, light, light, over, light * (m - over))
-        way = costs.choose(Known(rows, Density(m // 32, union, union, 0, union * (m // 32))), m, cost)
+        way = costs.choose_path(Known(rows, Density(m // 32, union, union, 0, union * (m // 32))), m, cost)
         assert times["dense" if way == "fused" and not gated else way] <= 1.05 * min(times.values()), (m, light, way)
 
 
 def test_the_way_of_few_rows_that_took_the_least(hopper: Any) -> None:
     cost = costs.costs_of(5632, 2048, 2048, True, hopper)
     for m, strided, times in FEW:
-        way = costs.choose(Known(Density(m, 29, 29, 0, 29 * m), None), m, replace(cost, strided=strided))
+        way = costs.choose_path(Known(Density(m, 29, 29, 0, 29 * m), None), m, replace(cost, strided=strided))
         assert times[way] <= 1.05 * min(times.values()), (m, strided, way)
 
 

@@ -152,9 +152,10 @@ def test_gated_beside_the_product(
     launched: list[int] = []
     if tuning.hopper(generator.device):
         from gossamer.gemm._gluon import gated_mlp as hopper
+        from gossamer.gemm._triton import gated_mlp as kernels
 
         original = hopper.launch_gated_mlp_bwd
-        monkeypatch.setattr(hopper, "fits", lambda *operands: True)
+        monkeypatch.setattr(kernels, "choose_path", lambda *operands: "hopper")
         monkeypatch.setattr(hopper, "launch_gated_mlp_bwd", lambda *args: launched.append(1) or original(*args))
     draw = lambda *size: torch.randn(*size, device="cuda", generator=generator)  # noqa: E731
     grad, down = draw(m, d).to(dtype), (draw(d, n) / d**0.5).to(dtype)

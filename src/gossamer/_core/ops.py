@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from gossamer._core.ranges import NVIDIA_LOOKS, span, watched
+
 NAMESPACE = "gossamer"
 
 INTERPRET = os.environ.get("GOSSAMER_INTERPRET", "0") == "1"
@@ -48,6 +50,18 @@ def _lazily(find: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
         if target is None:
             target = find()
         return target(*args)
+
+    return call
+
+
+def _in_range(run: Callable[..., Any], path: Callable[..., str]) -> Callable[..., Any]:
+    """`run`, where a profiler looks in a range that has the name that `path` makes of its arguments."""
+
+    def call(*args: Any) -> Any:
+        if not watched():
+            return run(*args)
+        with span(f"gossamer::{path(*args)}"):
+            return run(*args)
 
     return call
 
@@ -97,6 +111,7 @@ def register(
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
     once_differentiable: str | None = None,
+    path: Callable[..., str] | None = None,
 ) -> Any:
     """Registers `schema` ("name(Tensor x, ...) -> Tensor") and returns the operator's overload, ready to call.
 
@@ -104,17 +119,21 @@ def register(
     that is another one than the function of the same name in the file of the same name in `_triton`; `fake` gives
     shapes and dtypes; `backward` and `setup_context` are as in `torch.library.register_autograd`, called by position.
     An operator that is a step of a backward pass names its public function in `once_differentiable`, and then refuses
-    to be differentiated.
+    to be differentiated. `path` makes of the operator's arguments the name of the way that the launcher goes, which a
+    profiler shows as a range: "room.function/path". Where none looks it is not called.
     """
     if once_differentiable is not None:
         setup_context, backward = functools.partial(_refuse, once_differentiable), _unreached
     name = schema.split("(", 1)[0]
     qualified = f"{NAMESPACE}::{name}"
-    launcher = _lazily(gpu or functools.partial(_namesake, cpu))
+    direct = _lazily(gpu or functools.partial(_namesake, cpu))
+    # A profiler's calls go through the dispatcher; those that go past it need not be asked whether one looks.
+    launcher = direct if path is None else _in_range(direct, path)
     _library.define(schema)
-    by_device = {"cpu": _without_autocast(launcher if INTERPRET else cpu), "cuda": launcher}
-    for device, implementation in by_device.items():
-        _library.impl(name, implementation, device.upper())
+    for device, run in (("CPU", _without_autocast(launcher if INTERPRET else cpu)), ("CUDA", launcher)):
+        _library.impl(name, run, device)
+    shown = launcher if NVIDIA_LOOKS else direct
+    by_device = {"cpu": _without_autocast(shown if INTERPRET else cpu), "cuda": shown}
     torch.library.register_fake(qualified, fake, lib=_library)
     operator = getattr(getattr(torch.ops, NAMESPACE), name).default
     if backward is None:

@@ -19,6 +19,7 @@ from triton.language.extra.cuda import gdc_wait
 from gossamer._core import launch, tuning
 from gossamer.ffn._triton._packed import LISTED
 from gossamer.gemm._triton.linear_glu import origin_of
+from gossamer.gemm.aligned import readable
 from gossamer.rowsparse._triton.overflow import SUMMED, dot, summed_apart
 
 
@@ -219,10 +220,8 @@ def wants_rows(
     """Whether Hopper's kernel of a gated product computes heavy rows, which takes a copy of their rows of x."""
     if launch.INTERPRET or not tuning.hopper(x.device) or up_weight is None or gate[2] is not None:
         return False
-    from gossamer.gemm._gluon import linear_glu as hopper
-
     d, n = down_weight.shape
-    return d % 16 == 0 and hopper.fits(n, x, gate[0], up_weight) and hopper.fits(d // 2, down_weight)
+    return d % 16 == 0 and n % 8 == 0 and all(map(readable, (x, gate[0], up_weight, down_weight)))
 
 
 EXAMPLES = {

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from gossamer._core import launch, tuning
-from gossamer.gemm._gluon import linear_glu, linear_pack
+from gossamer.gemm._gluon import linear_pack
 from gossamer.gemm._gluon.linear_glu import activated, descriptor_of, origin_of, thread_barrier
 from gossamer.gemm._gluon.linear_pack import BLOCK_N, GROUP_M, GROUPS, PIECE, ROWS, STAGES, TILE
 
@@ -152,19 +152,6 @@ def _gated_mlp_bwd_kernel(
         [4, 1, 1, 1],
         [192, 120, 120, 120],
     )
-
-
-LEAST = 3072
-"""The inner dimension from which on a tile takes longer than one warp a warpgroup needs to gate it."""
-
-
-def fits(grad: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor) -> bool:
-    """Whether the copy engine can read the operands, the product is long enough, and its tiles, which do not share K,
-    keep half of the GPU at work."""
-    (d, n), m = down_weight.shape, grad.shape[0]
-    tiles = launch.cdiv(m, 128) * launch.cdiv(n, TILE)
-    enough = d >= LEAST and 2 * tiles >= tuning.programs(grad.device)
-    return enough and n % 16 == 0 and linear_glu.fits(n, grad, down_weight, gate, up)
 
 
 def launch_gated_mlp_bwd(

@@ -18,10 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch, tuning
-from gossamer.gemm._gluon import linear_glu
 from gossamer.gemm._gluon.linear_glu import descriptor_of, origin_of, thread_barrier
+from gossamer.gemm.linear_pack_path import TILE
 
-TILE = 256
 BLOCK_N = gl.constexpr(256)
 BLOCK_K = gl.constexpr(64)
 ROWS = gl.constexpr(64)
@@ -352,14 +351,6 @@ def _linear_pack_kernel(
         [4, 1, 1, 1],
         [208, 88, 88, 88],
     )
-
-
-def fits(x: Tensor, weight: Tensor, tile: int, slots: int) -> bool:
-    """Whether the copy engine can read the operands, 16-bit, with rows of x and rows or columns of weight [N, K]
-    contiguous, all on 16 bytes, and the kernel write the tiles."""
-    if tile != TILE or slots & (slots - 1):
-        return False
-    return linear_glu.fits(TILE, x, weight if weight.stride(1) == 1 else weight.t())
 
 
 def descriptors(x: Tensor, weight: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:

@@ -13,7 +13,6 @@ bound what is in memory at one time: no kernel of Triton's multiplies float32 as
 Hopper, operands that its kernel cannot read: odd rows through pointers took up to 14 times as long.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,26 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.gemm._triton._aligned import aligned
-from gossamer.rowsparse.dense_product import dense_seconds
+from gossamer.gemm.aligned import aligned, copies
+from gossamer.gemm.linear_glu_path import SEPARATE, choose_path, tile_of
 
 UPCAST = tl.constexpr(launch.INTERPRET)
 """The interpreter multiplies in float32: its bfloat16 dot is wrong."""
-
-
-@dataclass(frozen=True)
-class Separate:
-    """From which rows and K on two products of cuBLAS are faster than one of ours, where Hopper's kernel cannot read
-    the operands; bytes of gate and up at one time."""
-
-    rows: int = 17
-    depth: int = 400
-    bytes: int = 1 << 28
-
-
-SEPARATE = Separate()
-START, STEP = 3e-6, 1.8e-6
-"""Seconds of a launch, and of a step along K of one tile of few rows."""
 FLAT = 1024
 """Numbers of gate and of up that a program gates. Rows may be shorter than it is worth a program."""
 
@@ -206,27 +190,6 @@ def _glu_bwd_kernel(
         tl.store(hidden_ptr + at, active * up, mask=mask)
 
 
-def tile_of(m: int, device: torch.device) -> launch.Tile:
-    """Tile of the product through pointers; two accumulators of BLOCK_M x BLOCK_N."""
-    if m <= 16:
-        return launch.Tile(
-            {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 256 if tuning.hopper(device) else 128, "GROUP_M": 8}, 4, 3
-        )
-    block_m = 32 if m <= 32 else 64 if m <= 64 else 128
-    stages = 4 if m <= 128 and tuning.hopper(device) else 3
-    sizes = {"BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": 64, "GROUP_M": 8}
-    return launch.Tile(sizes, 8 if block_m == 128 else 4, stages)
-
-
-def few_tiles(m: int, n: int, k: int, tile: launch.Tile, x: Tensor) -> bool:
-    """Whether tiles of few rows, which do not share K, leave half of the GPU idle for longer than two products of
-    cuBLAS take."""
-    if 2 * launch.cdiv(n, tile.sizes["BLOCK_N"]) > tuning.programs(x.device):
-        return False
-    ours = START + STEP * launch.cdiv(k, tile.sizes["BLOCK_K"])
-    return 2 * dense_seconds(m, k, n, x.element_size(), False, x.device.index) + START < ours
-
-
 def row_tile(k: int, element_size: int) -> launch.Tile:
     """Tile of the product of a single row, which takes as long as reading the weights: a program a column, of one warp
     where rows of weights are not cut evenly by more."""
@@ -333,30 +296,24 @@ def _launch_linear_glu(
     """Fills out and gates, which are gate and up, or with grad their gradients. Returns the launch with all but the
     operands and out bound, where that is possible: it is one of Triton's, and what it points to is aligned."""
     x, gate_weight, up_weight, gate_bias, up_bias = operands
-    contiguous = gate_weight.stride(1) == up_weight.stride(1) == 1
-    if out is not None and gates is None and len(x) == 1 and contiguous:
-        return _launch_row(operands, activation, out)
     (m, k), n = x.shape, gate_weight.shape[0]
-    if x.dtype is torch.float32 and not launch.INTERPRET:
-        _launch_separate(operands, activation, grad, out, gates)
-        return None
-    if not launch.INTERPRET and tuning.hopper(x.device):
-        from gossamer.gemm._gluon import linear_glu as hopper
+    path = choose_path(x, gate_weight, up_weight, out is not None and gates is None)
+    if path == "row":
+        assert out is not None
+        return _launch_row(operands, activation, out)
+    if copies(m, n) and n % 8 == 0 and x.element_size() == 2 and tuning.hopper(x.device):
+        # Where Hopper's kernel cannot read the copies either, the others gain from them.
+        x, gate_weight, up_weight = aligned(m, n, x, gate_weight, up_weight)
+        operands = Operands(x, gate_weight, up_weight, gate_bias, up_bias)
+    if path == "hopper":
+        from gossamer.gemm._gluon.linear_glu import launch_linear_glu
 
-        pays = hopper.pays(m, n, k, x.device)
-        if pays and n % 8 == 0:
-            x, gate_weight, up_weight = aligned(m, n, x, gate_weight, up_weight)
-        fits = hopper.fits(n, x, gate_weight, up_weight)
-        if pays and fits:
-            hopper.launch_linear_glu(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
-            return None
-        if not fits and m >= SEPARATE.rows and k >= SEPARATE.depth:
-            _launch_separate(Operands(x, gate_weight, up_weight, gate_bias, up_bias), activation, grad, out, gates)
-            return None
-    tile = tile_of(m, x.device)
-    if m <= 16 and not launch.INTERPRET and few_tiles(m, n, k, tile, x):
+        launch_linear_glu(*operands, activation, grad, out, gates)
+        return None
+    if path == "products":
         _launch_separate(operands, activation, grad, out, gates)
         return None
+    tile = tile_of(m, x.device)
     grad = None if grad is None else grad.contiguous()
     strides = (*x.stride(), *gate_weight.stride(), *up_weight.stride())
     meta = {**tile.sizes, "ACTIVATION": activation, "GRADIENT": grad is not None}
