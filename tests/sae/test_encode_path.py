@@ -77,6 +77,7 @@ def test_what_runs_is_named(device: torch.device, mode: str, monkeypatch: pytest
         "topk_rows": valued("topk", k=4, capacity=2),
         "batch": valued("batchtopk", k=4),
         "batch_csr": valued("batchtopk", k=4, format="csr"),
+        "csr": valued("relu", format="csr"),
     }
     ranges = {} if mode == "cpu" else calls
     with profile(activities=[ProfilerActivity.CPU]) as seen:

@@ -13,7 +13,7 @@ from gossamer.rowsparse.dense_product import padded
 from gossamer.rowsparse.density import Density
 from gossamer.rowsparse.pack import one_program_a_row
 
-Path = Literal["torch", "tiles", "rows", "chunks", "bound", "topk", "topk_rows", "batch", "batch_csr"]
+Path = Literal["torch", "tiles", "rows", "chunks", "bound", "topk", "topk_rows", "batch", "batch_csr", "csr"]
 
 TILE_SLOTS = 16
 """Entries that a row may have in a tile of 256 columns where the product packs its own result ("tiles")."""
@@ -51,6 +51,8 @@ def choose_path(
     if not (weight.is_cuda or INTERPRET):
         return "torch"
     if by_threshold:
+        if capacity is None:
+            return "csr"
         return "rows" if one_program_a_row(m, n) else "chunks"
     if activation == "batchtopk":
         return "batch_csr" if capacity is None else "batch"
