@@ -129,7 +129,7 @@ def test_any_activation(
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("m, n", [(1, 1), (2, 700), (1, 2500), (70, 90), (0, 40), (3, 0)])
+@pytest.mark.parametrize("m, n", [(1, 1), (2, 700), (1, 2500), (20, 90), (0, 40), (3, 0)])
 def test_thresholds(m: int, n: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
     """Entry by entry what an ELL holds, by any threshold: also what lies in a window, as 0, and NaN."""
     x, W, b = operands(m, n, dtype, generator)
