@@ -41,7 +41,7 @@ def encode(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Operator `sae_encode` -> (values, indices, nnz, source or [0, N], l0).
 
-    Without a capacity it is CSR of BatchTopK's k * M entries, with offsets in place of nnz.
+    Without a capacity it is CSR with offsets in place of nnz, of BatchTopK's k * M entries or of as many as there are.
     """
     pre = pre_activations(x, weight, bias, b_dec)
     m, n = pre.shape
@@ -80,7 +80,7 @@ def encode(
     else:
         l0 += counts
     if capacity is None:
-        padding = m * k - len(positions)
+        padding = m * k - len(positions) if activation == "batchtopk" else 0
         indices = torch.nn.functional.pad((positions % n).int(), (0, padding), value=-1)
         return torch.nn.functional.pad(values, (0, padding)), indices, row_offsets, source, l0
     if keep_source:

@@ -80,6 +80,17 @@ def _encode_row_kernel(
             activate_row(z_ptr, bias_ptr, threshold_ptr, stride_t, radius, 0, N, BLOCK, VEC, WINDOW)
 
 
+def limits_of(z: Tensor, threshold: Tensor | None, bandwidth: float) -> Tensor | None:
+    """What stands in for thresholds of z's columns, where those take more bytes than z has."""
+    if threshold is None or threshold.stride(0) == 0 or z.element_size() != 2:
+        return None
+    n = z.shape[1]
+    limits = z.new_empty(n)
+    args = (threshold, limits, threshold.stride(0), bandwidth / 2, n)
+    _limits_kernel((launch.cdiv(n, 1024), 1, 1), args, {"BLOCK": 1024})
+    return limits
+
+
 def encode_rows(
     z: Tensor,
     bias: Tensor | None,
@@ -91,14 +102,9 @@ def encode_rows(
     """Fills values, indices, nnz and l0."""
     (m, n), capacity = z.shape, out[0].shape[1]
     stride_t = 0 if threshold is None else threshold.stride(0)
-    limits = None
-    if stride_t and z.element_size() == 2:
-        limits = z.new_empty(n)
-        args = (threshold, limits, stride_t, bandwidth / 2, n)
-        _limits_kernel((launch.cdiv(n, 1024), 1, 1), args, {"BLOCK": 1024})
     meta = {**pack.scan_tile(n, z.element_size(), GROUPS), "WINDOW": bandwidth > 0, "MAY_OVERFLOW": may_overflow}
     meta["EVEN"] = pack.is_even(n, z.element_size())
-    args = (z, bias, threshold, limits, *out, stride_t, bandwidth / 2, n, capacity)
+    args = (z, bias, threshold, limits_of(z, threshold, bandwidth), *out, stride_t, bandwidth / 2, n, capacity)
     _encode_row_kernel((m, 1, 1), args, meta, num_warps=1)
 
 
