@@ -41,7 +41,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     for nnz, shared in ((29, 0.9), (29, 0.7), (100, 0.9)):
         yield block_case("gated", 16384, nnz, shared, gated, half)
     yield block_case("gated", 16384, "40, 440 in 15%", 0.0, gated, half)
-    for nnz in (29, 100, 900):
+    for nnz in (29, 100, 300, 900):
         yield block_case("plain", 16384, nnz, 0.0, plain, half)
 
 
