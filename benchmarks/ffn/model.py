@@ -192,13 +192,13 @@ def _solve(z: Tensor, along_u: Tensor, along_v: Tensor, mean: float, largest: fl
 
     def threshold_of(gain: float) -> float:
         low, high = -10.0, 10.0
-        for _ in range(30):
+        for _ in range(22):
             middle = (low + high) / 2
             low, high = (middle, high) if counts(gain, middle).double().mean() > mean else (low, middle)
         return high
 
     low, high = 0.0, 2.0
-    for _ in range(20):
+    for _ in range(14):
         gain = (low + high) / 2
         low, high = (gain, high) if counts(gain, threshold_of(gain)).max() < largest else (low, gain)
     return low, threshold_of(low)
