@@ -1,10 +1,11 @@
-"""The cases of `benchmarks/ffn`: what they cover, and models that have as many entries as their names say."""
+"""The cases of `benchmarks/ffn`: what they cover, and that they have as many entries as their names say."""
 
 import pytest
 import torch
 
 from benchmarks.ffn import bench_block, bench_model
 from benchmarks.ffn.model import Sizes, make
+from gossamer.cli.bench.runner import Settings, run_case
 
 CUDA = torch.device("cuda")
 SMALL = Sizes(4, 64, 320, 2, 256, 128)
@@ -44,3 +45,18 @@ def test_a_model_has_the_entries_that_it_was_asked_for(
     assert 11 < each.mean() < 13
     # First tokens and layers are not like others.
     assert each[:, :2].mean() > 2 * each.mean() and each[1:3].mean() > each[0].mean()
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("kind, activation", [("gated", "jumprelu"), ("plain", "jumprelu"), ("gated", "relu2")])
+@pytest.mark.parametrize("nnz", [4, 100, 300])
+def test_swept_blocks_are_right_and_as_dense_as_they_say(
+    kind: str, activation: str, nnz: int, device: torch.device, generator: torch.Generator
+) -> None:
+    case = bench_block.block_case(kind, 40, nnz, 0.0, (64, 300), torch.float32, 6, True, activation)
+    result = run_case(case, device, Settings(rounds=1, burst=0.0), 0)
+    assert not result.failed and [o.status for o in result.outcomes] == ["ok", "ok"]
+    x, block, _ = case.make(device, generator)[0]
+    active = block.gate_proj if kind == "gated" else block.up_proj
+    entries = (bench_block.activated(active(x), activation) != 0).sum(1).double().mean()
+    assert 0.9 * nnz <= entries <= 1.1 * nnz
