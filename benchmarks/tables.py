@@ -69,8 +69,7 @@ PAGES = {
         'for all. `gossamer` is the module in steady state with `method="auto"`; the others pin a way. Eager, a block '
         "of up to 16 tokens is bound by the host. `down by columns` stores W_down column by column, which spares a "
         "CUDA graph the copy that each of its calls makes else, and few tokens reading more than they need. Since this "
-        "run 16 tokens with W_down by rows go the way of `gather`, and heavy rows with W_down by columns (40 entries, "
-        "440 in 15%) are computed as by rows; neither has been measured.",
+        "run 16 tokens with W_down by rows go the way of `gather`.",
     ),
     "ffn-plain-nvidia-h200.json": (
         "Sparse feed-forward blocks without a gate",
