@@ -154,8 +154,13 @@ def test_the_cheapest_way() -> None:
     assert costs.choose_path(known(200), 1000, cost) == "fused"
     few = replace(cost, read=5e-6, column=2e-9, n=5632)
     assert [costs.choose_path(k, 16, few) for k in (None, known(29), known(5000))] == ["fused", "gather", "fused"]
-    # From W_down by rows whole sectors are read for a column each.
-    assert [costs.choose_path(known(29), m, replace(few, strided=True)) for m in (1, 16)] == ["gather", "fused"]
+    # From W_down by rows whole lines are read for a column each.
+    rows = replace(few, strided=True)
+    assert [costs.choose_path(known(60), 16, c) for c in (few, rows, replace(rows, line=8))] == [
+        "gather",
+        "fused",
+        "gather",
+    ]
     assert costs.choose_path(known(140, 16 * costs.PRICE * 20), 1000, cost) == "union" if costs.GROUP == 32 else True
     assert costs.choose_path(known(920, over=900), 1000, cost) == "fused"
     assert costs.choose_path(known(180, over=150), 1000, cost) == "gather"

@@ -51,8 +51,11 @@ class Checked(Generic[Found]):
 
     def get(self, key: Key | None) -> Found | None:
         """What `keep` was given, or None."""
+        if key is None:
+            # Compiled code that had looked would be compiled anew whenever another call was kept.
+            return None
         try:
-            return self._found.get(key)  # type: ignore[arg-type]
+            return self._found.get(key)
         except TypeError:  # an argument that no call may have, such as a list: the checks that follow say which
             return None
 

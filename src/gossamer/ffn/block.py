@@ -117,9 +117,13 @@ def _differentiable(block: Block) -> Tensor:
 
 def _inferred(operator: str, block: Block, found: Found, method: str, density: BlockTracker | None) -> Tensor:
     x, m = block.x, found.m
-    cost = found.by_rows if block.down_weight.stride(0) > 1 else found.by_columns
     tracker = density if method == "auto" else None
     grouped = x.is_cuda and m > FEW
+    rows = None
+    if x.is_cuda and not grouped and block.transposed is not None:
+        # Of few rows a copy takes more memory than time, but one that many rows have left is read.
+        rows = block.transposed.held(block.down_weight)
+    cost = found.by_rows if rows is None and block.down_weight.stride(0) > 1 else found.by_columns
     recorded = unknown = False
 
     def way(known: Known | None, eager: bool) -> str:
@@ -140,9 +144,8 @@ def _inferred(operator: str, block: Block, found: Found, method: str, density: B
         if method in ("gather", "union"):
             # The unions of a few groups tell whether it would pay.
             step = sample_step(m) if recorded else 0
-            # A few rows read the weight as it lies: a copy would take more memory than time.
-            kept = block.transposed is not None and not (x.is_cuda and m <= FEW)
-            rows = block.transposed(block.down_weight) if kept else None  # type: ignore[misc]
+            if block.transposed is not None and (grouped or not x.is_cuda):
+                rows = block.transposed(block.down_weight)
             operands = (*block.tensors[:-1], rows, block.down_bias)
             options = (block.activation == "relu2", method == "union", step, unknown, light)
             out, nnz, unions = undispatched(sparse_ffn, *operands)(*operands, *options)

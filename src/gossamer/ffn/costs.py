@@ -47,9 +47,10 @@ UNALIGNED_EXACT = 1.4, 1.5
 LONGEST = 512
 """Elements of such rows, of 16 bits each, up to which they are read nevertheless: one by one that takes up to nine
 times as long as their bytes, and the dense products two to three times."""
-STRIDED = 3.0
-"""How much longer columns of W_down take than the bytes around them, where W_down lies by rows as in `nn.Linear`: H200,
-29 entries of 5,632, 1 to 16 rows."""
+LINE = 64
+"""Bytes of a row of W_down that memory reads for whichever of their columns is wanted, where W_down lies by rows as in
+`nn.Linear`: H200, 29 entries of 5,632, where 1, 4 and 16 rows take 1.4, 3.6 and 4.7 us more than by columns, and such
+lines 0.8, 2.7 and 5.1."""
 LEAST = 512
 """Columns from which on the gate's weight is copied where its rows do not begin on 16 bytes."""
 
@@ -60,8 +61,9 @@ class Costs:
     a row of the fused block and of the dense one, and a sparse way's launches on the device; to read the gate's weight,
     and a column of the other weights, of which there are n; how many products the dense block has, whether the rows of
     weights are multiples of 8 elements, or of 16 bits and read one by one, whether the fused product and the packed
-    gate of many rows come near their speed, whether products are those of float32, without tensor cores, whether W_down
-    lies by rows, and the elements of a column of up and down, on the CPU alone, where nothing else counts."""
+    gate of many rows come near their speed, whether products are those of float32, without tensor cores, how many
+    elements are a line, whether W_down lies by rows, and the elements of a column of up and down, on the CPU alone,
+    where nothing else counts."""
 
     gate: float
     entry: float
@@ -78,6 +80,7 @@ class Costs:
     fuses: bool = True
     packs: bool = True
     exact: bool = False
+    line: int = LINE // 2
     strided: bool = False
     width: int = 0
 
@@ -125,6 +128,7 @@ def costs_of(n: int, k: int, d: int, gated: bool, x: Tensor) -> Costs:
         fuses=fuses,
         packs=packs,
         exact=size > 2 and not tuning.tf32(),
+        line=LINE // size,
     )
 
 
@@ -160,9 +164,8 @@ def few_rows(known: Known | None, m: int, cost: Costs) -> dict[Path, float]:
     whole = cost.read + cost.n * cost.column
     gathered = cost.read + 2 * union * cost.column
     if cost.strided:
-        # A sector of 32 bytes is read for whichever of its columns is wanted.
-        sectors = 1 - (1 - union / max(cost.n, 1)) ** (8 if cost.exact else 16)
-        gathered += STRIDED * sectors * cost.n * cost.column / (cost.products - 1)
+        lines = 1 - (1 - union / max(cost.n, 1)) ** cost.line
+        gathered += lines * cost.n * cost.column / (cost.products - 1)
     ways = {path: start + (gathered if path == "gather" else whole) for path, start in STARTS.items()}
     ways["dense"] += cost.products * DENSE_PRODUCT
     if cost.products == 2:

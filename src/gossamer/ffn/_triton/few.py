@@ -16,8 +16,10 @@ share what is read.
 On Hopper each of the two is launched while the kernel before it runs, and waits for its end before it reads anything
 that may be written until then: for `down` that is not its bias, because `hidden` is past its own wait. An end is seen
 after 0.5 us. Counters by which `hidden` told what it had listed, and had multiplied, took 1 us to be seen and 0.5 us to
-be told (H100): they paid for the wait that they saved, and no more. One kernel with a barrier over its grid would need
-such counters, and all its programs on the GPU at once, which nothing promises beside another stream's kernels.
+be told (H100): they paid for the wait that they saved, and no more. A counter of lists alone, by which `down` asked for
+its rows while up was computed, took 21.8 us for 23.3 with four rows and W_down by rows, 18.4 for 18.9 by columns, and
+15 for 13 where nothing was active. One kernel with a barrier over its grid would need such counters, and all its
+programs on the GPU at once, which nothing promises beside another stream's kernels.
 
 A single row is multiplied without tensor cores, and so is float32 that may not be rounded to TF32: there, weights stay
 in the registers that they were loaded to, for all rows. Four rows of bfloat16 took 39 us a block that way and 24 with
