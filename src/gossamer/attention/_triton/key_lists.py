@@ -86,7 +86,7 @@ def key_lists(
     capacity = slots(words, num_queries, lengths, causal, (first + groups) * parts * QUERIES)
     lists = torch.empty(groups, b * s, 1 + 2 * parts, capacity, dtype=torch.int32, device=words.device)
     counts = torch.empty(groups, b * s, dtype=torch.int32, device=words.device)
-    meta = {"SCOPES": s, "CAUSAL": causal, "PARTS": parts, "BLOCK": 4096 // parts}
+    meta = {"SCOPES": s, "CAUSAL": causal, "PARTS": parts, "BLOCK": 4096}
     args = (words, lengths, lists, counts, n, num_queries, tk, first, capacity)
     _key_lists_kernel((b * s, groups, 1), args, meta, num_warps=8)
     return lists, counts
@@ -98,7 +98,7 @@ EXAMPLES = {
             "words_ptr": "*i64", "lengths_ptr": "*i32", "lists_ptr": "*i32", "counts_ptr": "*i32", "N": "i32",
             "Tq": "i32", "Tk": "i32", "first": "i32", "capacity": "i32",
         },
-        "constexprs": {"SCOPES": 1, "CAUSAL": True, "PARTS": 2, "BLOCK": 2048},
+        "constexprs": {"SCOPES": 1, "CAUSAL": True, "PARTS": 2, "BLOCK": 4096},
         "num_warps": 8,
     },
 }  # fmt: skip
