@@ -73,20 +73,28 @@ PAGES: dict[str | tuple[str, ...], tuple[str, str]] = {
         "Sparse feed-forward blocks",
         "A gated block of which `nnz` of N neurons fire for a token; of groups of 64 neighbouring tokens `shared` fire "
         'for all. `gossamer` is the module in steady state with `method="auto"`; the others pin a way. Eager, a block '
-        "of up to 16 tokens is bound by the host.",
+        "of up to 16 tokens is bound by the host. `down by columns` stores W_down column by column, which spares a "
+        "CUDA graph the copy that each of its calls makes else, and few tokens reading more than they need. Since this "
+        "run 16 tokens with W_down by rows go the way of `gather`.",
     ),
     "ffn-plain-nvidia-h200.json": (
         "Sparse feed-forward blocks without a gate",
-        "Where 100 of 8,192 neurons fire, `auto` was the dense block in this run; since then it gathers there.",
+        "From 300 of 8,192 neurons on `auto` is the dense block; ratios there are what its time varies by.",
     ),
     "ffn-models-nvidia-h200.json": (
         "Whole models with sparse feed-forward blocks",
-        "Llama-like models of 0.5B, 1B and 2B parameters, whose blocks have 39, 33 and 24 active neurons of 5,632; "
-        "attention, norms and head are the same for all providers.",
+        "Llama-like models of 0.5B, 1B, 1.5B and 2B parameters (8, 18, 28 and 38 layers), with a gate (N 5,632) and "
+        "without (N 8,192). Attention, norms and head are the same for all providers. With SiLU nothing is sparse: "
+        "gossamer's is `gemm.gated_mlp` there.",
+    ),
+    "ffn-models-compiled-nvidia-h200.json": (
+        "A whole model with sparse feed-forward blocks, beside torch.compile",
+        "The same model with every way, eager, and compiled layer by layer.",
     ),
     "ffn-gated-nvidia-h200.json": (
         "Sparse feed-forward blocks beside torch.compile",
-        "`auto` chose worse ways here than above. In the case of unequal rows, all overflowed.",
+        "An older commit, whose kernels took longer and whose `auto` chose worse ways: gossamer's times are those "
+        "[above](#sparse-feed-forward-blocks). In the case of unequal rows, all overflowed.",
     ),
     blocks("attention"): (
         "Block-sparse attention",

@@ -14,10 +14,13 @@ from torch.nn import functional as F
 from gossamer import ffn, nn
 from gossamer.cli.bench import Case, Provider, copies, error_beside_mean, relative_error
 from gossamer.cli.bench.timing import matmul_precision
+from gossamer.gemm import JumpReLU
 from gossamer.testing import inputs_for, random_rows
 
 K, N, PLAIN = 2048, 5632, 8192
 GROUP = 64
+THRESHOLD = 2.0**-10
+"""Of a JumpReLU: a number that 16 bits hold, and so small that a rounded z may fall on its other side."""
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
@@ -41,7 +44,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     for nnz, shared in ((29, 0.9), (29, 0.7), (100, 0.9)):
         yield block_case("gated", 16384, nnz, shared, gated, half)
     yield block_case("gated", 16384, "40, 440 in 15%", 0.0, gated, half)
-    for nnz in (29, 100, 900):
+    for nnz in (29, 100, 300, 900):
         yield block_case("plain", 16384, nnz, 0.0, plain, half)
 
 
@@ -64,6 +67,34 @@ def stored_by_columns(block: Any) -> Any:
     return stored
 
 
+def dense_inputs(M: int, nnz: int, weight: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Random inputs, and a bias with which rows have `nnz` entries on average: of a weight whose rows have norm 1."""
+    n, k = weight.shape
+    share = torch.tensor(min(nnz / n, 1 - 0.01 / n), dtype=torch.float64)
+    x = torch.randn(M, k, device=weight.device, generator=generator).to(weight.dtype)
+    return x, torch.full_like(weight[:, 0], torch.special.ndtri(share).item())
+
+
+def through(block: Any, x: Tensor, method: str, activation: str) -> Tensor:
+    """The block's result in one of our ways: a module has no threshold, but the functions have."""
+    if activation != "jumprelu":
+        block.method = method
+        return block(x)
+    options: dict[str, Any] = {"activation": JumpReLU(block.threshold), "method": method, "density": block.density}
+    options |= {"up_bias": block.up_proj.bias, "down_bias": block.down_proj.bias}
+    if not isinstance(block, nn.GatedMLP):
+        return ffn.plain(x, block.up_proj.weight, block.down_proj.weight, **options)
+    weights = block.gate_proj.weight, block.up_proj.weight, block.down_proj.weight
+    return ffn.gated(x, *weights, gate_bias=block.gate_proj.bias, **options)
+
+
+def activated(z: Tensor, activation: str) -> Tensor:
+    """In plain PyTorch."""
+    if activation == "jumprelu":
+        return torch.where(z > THRESHOLD, z, 0)
+    return F.relu(z).square() if activation == "relu2" else F.relu(z)
+
+
 def block_case(
     kind: str,
     M: int,
@@ -73,8 +104,10 @@ def block_case(
     dtype: torch.dtype,
     steps: int = 20,
     swept: bool = False,
+    activation: str = "relu",
 ) -> Case:
-    """steps: of the search for inputs. A case that is `swept` has the module as it comes and the dense way alone."""
+    """steps: of the search for inputs. A case that is `swept` has the module as it comes and the dense way alone, and
+    as many entries as it names on average where no gate can make a pattern."""
     k, n = sizes[-2:]
     gated = kind == "gated"
 
@@ -83,7 +116,8 @@ def block_case(
         made = []
         for _ in range(min(4, copies(device, (M * n + 3 * n * k) * dtype.itemsize))):
             cls: Any = nn.GatedMLP if gated else nn.MLP
-            block = cls(k, n, "relu", bias=True, dtype=dtype, device=device).requires_grad_(False)
+            named = "relu" if activation == "jumprelu" else activation
+            block = cls(k, n, named, bias=True, dtype=dtype, device=device).requires_grad_(False)
             for parameter in block.parameters():
                 if parameter.dim() == 2:
                     drawn = torch.randn(parameter.shape, device=device, generator=generator)
@@ -94,6 +128,10 @@ def block_case(
             parts = []
             for first in range(0, M, 16384):
                 rows = min(16384, M - first)
+                if swept and isinstance(nnz, int) and nnz > k // 10:
+                    x, bias = dense_inputs(rows, nnz, active.weight, generator)
+                    parts.append(x)
+                    continue
                 l0 = _counts(rows, nnz)
                 options = {"dtype": dtype, "device": device, "generator": generator, "group": GROUP, "shared": shared}
                 # A search does not need what TF32 rounds, and most of a case's time would be its.
@@ -101,28 +139,28 @@ def block_case(
                     x, bias = inputs_for(random_rows((rows, n), l0=l0, **options), active.weight, steps=steps)
                 parts.append(x)
             active.bias.copy_(bias)
+            if activation == "jumprelu":
+                active.bias += THRESHOLD
+                block.threshold = torch.tensor(THRESHOLD, device=device)
             made.append((torch.cat(parts), block, None if swept else stored_by_columns(block)))
         return made
 
     def dense(x: Tensor, block: Any, _: Any) -> Tensor:
         if not gated:
-            return block.down_proj(F.relu(block.up_proj(x)))
-        return block.down_proj(F.relu(block.gate_proj(x)) * block.up_proj(x))
+            return block.down_proj(activated(block.up_proj(x), activation))
+        return block.down_proj(activated(block.gate_proj(x), activation) * block.up_proj(x))
 
     def pinned(method: str, by_columns: bool = False) -> Callable[..., Tensor]:
         def call(x: Tensor, block: Any, stored: Any) -> Tensor:
-            module = stored if by_columns else block
-            module.method = method
-            return module(x)
+            return through(stored if by_columns else block, x, method, activation)
 
         return call
 
     def steady(x: Tensor, *blocks: Any) -> tuple[Any, ...]:
         """A module knows how sparse it was some calls ago."""
         for block in filter(None, blocks):
-            block.method = "auto"
             for _ in range(2 * block.density.rows.lag):
-                block(x)
+                through(block, x, "auto", activation)
         return x, *blocks
 
     def few(out: Tensor, *_: Any) -> tuple[Tensor]:
@@ -134,9 +172,9 @@ def block_case(
         x = few(x)[0].double()
         up = F.linear(x, exact["up_proj.weight"], exact["up_proj.bias"])
         if gated:
-            up *= F.relu(F.linear(x, exact["gate_proj.weight"], exact["gate_proj.bias"]))
+            up *= activated(F.linear(x, exact["gate_proj.weight"], exact["gate_proj.bias"]), activation)
         else:
-            up = F.relu(up)
+            up = activated(up, activation)
         return (F.linear(up, exact["down_proj.weight"], exact["down_proj.bias"]),)
 
     ways: tuple[str, ...] = ("gather", "fused") if gated else ("gather",)
@@ -157,7 +195,8 @@ def block_case(
     return Case(
         room="ffn",
         name=kind,
-        parameters={"M": M, "K": k, "N": n, "nnz": nnz, "shared": f"{shared:.0%}"},
+        parameters={"M": M, "K": k, "N": n, "nnz": nnz, "shared": f"{shared:.0%}"}
+        | ({"activation": activation} if swept else {}),
         dtype=dtype,
         make=make,
         providers=providers,

@@ -1,4 +1,4 @@
-"""`ffn` at random: gated and plain blocks, by size, density and what neighbouring rows share."""
+"""`ffn` at random: gated and plain blocks, by size, activation, density and what neighbouring rows share."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from benchmarks.ffn import bench_block
 from gossamer.cli.bench import Case, log_uniform
 
 RANGES = (
-    "M 1-32,768, K 128-8,192, N 256-32,768, active neurons a row 1 to K / 10, log-uniform; neighbours share nothing, "
-    "half or nine tenths; at most 2^28 elements and 2^40 products, 2^38 in float32; bfloat16, float16, float32"
+    "M 1-32,768, K 128-8,192, N 256-32,768; ReLU, its square or JumpReLU; active neurons a row 1 to N, log-uniform; up "
+    "to K / 10 neighbours share nothing, half or nine tenths of them; at most 2^28 elements and 2^40 products, 2^38 in "
+    "float32; bfloat16, float16, float32"
 )
 
 
@@ -26,8 +27,8 @@ def draw(random: Random, device: torch.device, quick: bool) -> Case:
         products = M * N * K
         if M * N <= 2**28 and products <= most:
             break
+    nnz = log_uniform(random, 1, N)
+    kind, activation = random.choice(["gated", "plain"]), random.choice(["relu", "relu", "relu2", "jumprelu"])
     # A gate can make no fuller pattern at will.
-    nnz = log_uniform(random, 1, max(K // 10, 1))
-    return bench_block.block_case(
-        random.choice(["gated", "plain"]), M, nnz, random.choice([0, 0.5, 0.9]), (K, N), dtype, steps=6, swept=True
-    )
+    shared = random.choice([0, 0.5, 0.9]) if nnz <= K // 10 else 0
+    return bench_block.block_case(kind, M, nnz, shared, (K, N), dtype, steps=6, swept=True, activation=activation)

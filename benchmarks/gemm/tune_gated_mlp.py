@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks import tune
 from gossamer import gemm
-from gossamer.gemm._gluon import gated_mlp as hopper
+from gossamer.gemm._triton import gated_mlp as kernels
 
 CUDA = tune.DEVICE.type == "cuda"
 SHAPES = [(1024, 4096, 14336), (4096, 4096, 14336), (16384, 4096, 14336), (4096, 2048, 5632), (4096, 3072, 8192)]
@@ -35,8 +35,8 @@ def candidates(m: int, k: int, n: int) -> tune.Calls:
 
     ours = lambda: gemm.gated_mlp(*leaves)  # noqa: E731
     found: tune.Calls = {
-        "gates beside": tune.under(lambda: step(ours()), (hopper, "LEAST", 0)),
-        "gates after": tune.under(lambda: step(ours()), (hopper, "fits", lambda *_: False)),
+        "gates beside": tune.under(lambda: step(ours()), (kernels, "choose_path", lambda *_: "hopper")),
+        "gates after": tune.under(lambda: step(ours()), (kernels, "choose_path", lambda *_: "product")),
         "as it is": lambda: step(ours()),
     }
     found = tune.sound(found, step((torch.nn.functional.silu(x @ gate.t()) * (x @ up.t())) @ down.t()), 2e-2)

@@ -64,7 +64,7 @@ def variants(m: int) -> dict[str, tuple[tune.Change, ...]]:
         tile = Tile({"BLOCK_M": height, "BLOCK_N": columns, "BLOCK_K": inner, "GROUP_M": 8}, warps, stages)
         found[f"pointers: {columns} columns, {inner} of K, {warps} warps, {stages} stages"] = (
             (usual, "tile_of", lambda m, device, tile=tile: tile),
-            (kernel, "pays", lambda *_: False),
+            (usual, "choose_path", lambda *_: "tiles"),
             plans,
         )
     on_hopper = itertools.product(*(((4,), (16,)) if m <= 1024 else ((3, 4), (8, 16))), SCHEDULES)
@@ -73,7 +73,7 @@ def variants(m: int) -> dict[str, tuple[tune.Change, ...]]:
             (kernel, "GROUP_M", group),
             (kernel, "tile_rows", lambda m, stages=stages: (64, 5) if m <= 64 else (128, stages)),
             (kernel, "schedule", SCHEDULES[schedule]),
-            (kernel, "pays", lambda *_: True),
+            (usual, "choose_path", lambda *_: "hopper"),
             plans,
         )
     return found

@@ -8,10 +8,11 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from gossamer._core import aot, tuning  # noqa: E402
+from gossamer._core import launch, tuning  # noqa: E402
 from gossamer.gemm._triton import linear_glu  # noqa: E402
 from gossamer.rowsparse._triton import overflow  # noqa: E402
 from gossamer.sae import encode_path  # noqa: E402
+from tests import aot  # noqa: E402
 
 pytestmark = pytest.mark.native
 
@@ -146,7 +147,8 @@ def test_every_entry_kernel_has_an_example(module: str) -> None:
     kernels = {
         name
         for name, value in vars(loaded).items()
-        if isinstance(value, triton.runtime.JITFunction) and name.endswith("_kernel") and value.__module__ == module
+        if isinstance(value, launch.Kernel) and name.endswith("_kernel")
+        if value.fn.__module__ == module
     }
     assert {kernel.fn.__name__ for kernel in getattr(loaded, "EXAMPLES", {})} == kernels
 

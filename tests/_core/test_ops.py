@@ -29,7 +29,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     monkeypatch.setattr(ops, "NAMESPACE", "gossamer_test")
     # The CPU's implementation in the interpreter, too.
     monkeypatch.setattr(ops, "INTERPRET", False)
-    yield lambda schema, cpu, **options: ops.register(schema, cpu=cpu, gpu="none:none", fake=cpu, **options)
+    yield lambda schema, cpu, **options: ops.register(schema, cpu=cpu, fake=cpu, **options)
     library._destroy()
 
 

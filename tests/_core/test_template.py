@@ -23,11 +23,11 @@ gossamer.__path__.append({source!r})
 CHECKS = """
 import join
 import doctest, torch
-from gossamer._core import aot
 from gossamer.cli.bench.runner import Settings, run_case
 from gossamer.room import row_energy as public
 from gossamer.room._triton import row_energy as kernels
 from room_benchmarks import cases
+from tests import aot
 
 assert doctest.testmod(public, extraglobs={"torch": torch}) == (0, 1)
 for kernel, example in kernels.EXAMPLES.items():

@@ -4,9 +4,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from gossamer._core import aot
 from gossamer.attention._gluon import select_topk as hopper
 from gossamer.attention._triton import indexer_scores, select_topk, threshold
+from tests import aot
 
 pytestmark = pytest.mark.native
 

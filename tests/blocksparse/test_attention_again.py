@@ -42,8 +42,12 @@ class Compiled:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     found: list[Launch] = []
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    kernels = (attention._attention_fwd, attention_backward._attention_dq, attention_backward._attention_dkdv)
-    for kernel in (*kernels, attention_order._attention_order, general._attention_stats):
+    kernels = (
+        attention._attention_fwd_kernel,
+        attention_order._attention_order_kernel,
+        general._attention_stats_kernel,
+    )
+    for kernel in (*kernels, attention_backward._attention_dq_kernel, attention_backward._attention_dkdv_kernel):
         monkeypatch.setattr(kernel, "_compiled", {})
         monkeypatch.setattr(kernel, "fn", Compiled(found))
     yield found

@@ -546,9 +546,9 @@ def test_small_products_are_one_launch_of_narrow_tiles(monkeypatch: pytest.Monke
 def test_tf32_compiles_for_hopper(tile_m: int, listed: bool) -> None:
     """In registers and shared memory of one multiprocessor; the result turned and tiles of 128 ask for most."""
     pytest.importorskip("triton")
-    from gossamer._core import aot
     from gossamer.blocksparse._gluon import matmul as hopper
     from gossamer.blocksparse._gluon import matmul_walk as walks
+    from tests import aot
 
     ((kernel, given),) = hopper.EXAMPLES.items()
     example = aot.complete(kernel, given)

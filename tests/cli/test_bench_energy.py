@@ -1,4 +1,4 @@
-"""The energy of a call, as `gossamer bench` measures it."""
+"""The energy of a call, as `gossamer bench` measures it, and how many calls it takes to measure one."""
 
 import time
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gossamer.cli.bench import timing
-from gossamer.cli.bench.timing import burst, energy
+from gossamer.cli.bench.timing import burst, calls_for, energy
 
 
 @pytest.mark.parametrize("length, calls", [(1e-3, 8), (0.03, 4), (0.25, 4)])
@@ -36,6 +36,13 @@ def test_energy_of_a_gpu_that_is_simulated(length: float, calls: int, monkeypatc
     monkeypatch.setattr(torch.cuda, "Event", Event)
     joules = energy(call, calls, 0.3, torch.device("cpu"))
     assert joules is not None and abs(joules / (700 * length) - 1) < 0.1
+
+
+@pytest.mark.parametrize("length, calls", [(1e-4, 30), (2e-3, 4), (0.1, 2)])
+def test_a_call_of_a_model_is_not_repeated(length: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond what it takes to have each of the inputs' copies once."""
+    monkeypatch.setattr(timing, "burst", lambda *_: length)
+    assert calls_for(lambda _: None, torch.device("cuda"), 3e-3, 2) == calls
 
 
 @pytest.mark.gpu

@@ -65,6 +65,22 @@ def test_a_weight_stored_by_columns(m: int, device: torch.device, generator: tor
     assert block.copied_bytes == 0
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 5])
+def test_few_rows_read_the_copy_that_is_there(m: int, generator: torch.Generator) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    a, block = operands((40, 256, 520, 64), torch.bfloat16, device, generator), SparseBlock("gather")
+    few = {**a, "x": a["x"][:m]}
+    by_columns = call(SparseBlock("gather"), {**few, "down": a["down"].t().contiguous().t()})
+    call(block, a)
+    assert call(block, few).equal(by_columns)
+    # If nothing notices the change, the copy is what is read; else the weight is.
+    a["down"].data.zero_()
+    assert call(block, few).equal(by_columns)
+    torch.autograd.graph.increment_version(a["down"])
+    check(few, call(block, few))
+
+
 @pytest.mark.native
 def test_copies_start_anew(device: torch.device, generator: torch.Generator) -> None:
     a, block = operands((20, 24, 300, 40), torch.float32, device, generator), SparseBlock("gather")

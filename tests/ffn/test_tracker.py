@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer import ffn
+from gossamer import ffn, nn
 from gossamer._core import checks
 from gossamer.ffn.tracker import Known
 from tests.ffn.dense import METHODS, call, check, operands
@@ -117,3 +117,26 @@ def test_compiled(compiled: Callable[..., Any], device: torch.device, generator:
     for _ in range(4):
         call(a, density=tracker)
     check(a, compiled(lambda a: call(a, density=tracker))(a))
+
+
+@pytest.mark.native
+def test_compiled_once(device: torch.device, generator: torch.Generator) -> None:
+    """Whatever is called between, and however often; counts of calls are no guards. Layers share what is compiled."""
+    made: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        made.append(graph)
+        return graph.forward
+
+    blocks = [nn.GatedMLP(24, 96, "relu", method="auto", device=device).requires_grad_(False) for _ in range(2)]
+    step = torch.compile(lambda block, x: block(x), fullgraph=True, dynamic=False, backend=backend)
+    x, other = (torch.randn(m, 24, device=device, generator=generator) for m in (40, 8))
+    for block in blocks:
+        block(x)
+    torch._dynamo.reset()
+    for turn in range(6):
+        for block in blocks:
+            torch.testing.assert_close(step(block, x), block(x))
+            block(other[: 1 + turn])
+    assert len(made) <= 2
+    torch._dynamo.reset()

@@ -24,6 +24,20 @@ def test_it_is_renewed_when_the_weight_changes(device: torch.device) -> None:
     assert kept(other).equal(other.t()) and kept(weight).equal(weight.t())  # type: ignore[union-attr]
 
 
+def test_what_is_held_is_not_renewed(device: torch.device) -> None:
+    kept, weight = Transposed(), torch.nn.Parameter(torch.randn(5, 7, device=device))
+    assert kept.held(weight) is None and kept.nbytes == 0
+    made = kept(weight)
+    assert kept.held(weight) is made and kept.held(torch.nn.Parameter(weight.detach())) is None
+    with torch.no_grad():
+        weight.add_(1)
+    assert kept.held(weight) is None and kept.nbytes
+    assert kept.held(weight) is None and kept(weight) is kept.held(weight)
+    if device.type == "cuda":
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            assert kept.held(weight) is None
+
+
 def test_nothing_is_kept_of_what_cannot_be_followed(device: torch.device) -> None:
     kept = Transposed()
     with torch.inference_mode():

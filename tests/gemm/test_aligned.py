@@ -1,6 +1,6 @@
 import torch
 
-from gossamer.gemm._triton._aligned import LEAST, aligned
+from gossamer.gemm.aligned import LEAST, aligned
 
 
 def test_copies_begin_on_16_bytes() -> None:

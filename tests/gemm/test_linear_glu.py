@@ -411,7 +411,7 @@ def test_errors(change: dict[str, Any], error: type[Exception], message: str) ->
 )
 def test_few_rows_of_a_long_k_are_left_to_the_library(m: int, n: int, k: int, library: bool) -> None:
     from gossamer._core.launch import Tile
-    from gossamer.gemm._triton.linear_glu import few_tiles
+    from gossamer.gemm.linear_glu_path import few_tiles
 
     x: Any = SimpleNamespace(element_size=lambda: 2, device=torch.device("cuda", 99))
     assert few_tiles(m, n, k, Tile({"BLOCK_N": 32, "BLOCK_K": 256}), x) == library

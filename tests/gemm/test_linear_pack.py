@@ -84,16 +84,16 @@ def test_any_shape(data: st.DataObject, dtype: torch.dtype, device: torch.device
 def test_the_library_multiplies_where_it_is_faster(
     m: int, n: int, k: int, library: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gossamer._core import launch, tuning
-    from gossamer.gemm._triton.linear_pack import library_is_faster
+    from gossamer._core import tuning
+    from gossamer.gemm import linear_pack_path
 
-    monkeypatch.setattr(launch, "INTERPRET", False)
+    monkeypatch.setattr(linear_pack_path, "INTERPRET", False)
     monkeypatch.setattr(tuning, "hopper", lambda _: True)
     x, weight = (
         SimpleNamespace(shape=shape, element_size=lambda: 2, device=torch.device("cuda", 99))
         for shape in ((m, k), (n, k))
     )
-    assert library_is_faster(x, weight) == library  # type: ignore[arg-type]
+    assert linear_pack_path.library_is_faster(x, weight) == library  # type: ignore[arg-type]
 
 
 def test_programs_that_share_a_row_add_up_its_entries(device: torch.device, generator: torch.Generator) -> None:

@@ -1,4 +1,4 @@
-"""Which way products of rows go, by what the host knows: cases of the sweep on an H200."""
+"""Which way products of rows go, by what the host knows: cases of the sweep on an H200, and on an H100."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from gossamer._core import tuning
 from gossamer.rowsparse.matmul_path import (
     LEAST,
     choose_path,
@@ -87,6 +88,32 @@ def test_choice(
     else:
         x, indices = on_gpu(m, d, dtype=dtype), on_gpu(m, slots, dtype=torch.int32)
         assert choose_sampled_path(x, indices, may_overflow, weight) == path
+
+
+@pytest.mark.parametrize(
+    "operator, m, n, d, slots, dtype, path",
+    [
+        # Products of odd rows, 31 and 65 us; gathered it is 77 and 201. 4, of 13 with programs that have little to do.
+        ("sampled_matmul", 16, 12728, 1990, 8192, torch.float16, "dense"),
+        ("matmul", 72, 108738, 402, 3740, torch.float16, "dense"),
+        ("sampled_matmul", 10, 17920, 88, 4096, torch.bfloat16, "dense"),
+        # 88 and 205; 14 and 23; 8 and 27, a single row.
+        ("matmul", 19, 62161, 2482, 3498, torch.float16, "gather"),
+        ("sampled_matmul", 1432, 4677, 97, 128, torch.float16, "gather"),
+        ("sampled_matmul", 1, 87511, 290, 1024, torch.float16, "gather"),
+    ],
+)
+def test_choice_on_an_h100(
+    operator: str, m: int, n: int, d: int, slots: int, dtype: torch.dtype, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "rates", lambda index: tuning.Rates(3.0e12, 5.0e12, 45e12, 330e12, 650e12, 132, False))
+    weight = SimpleNamespace(**(vars(on_gpu(n, d, dtype=dtype)) | {"device": torch.device("cuda", 98)}))
+    if operator == "matmul":
+        assert choose_path(on_gpu(m, slots, dtype=dtype), m, True, weight) == path
+    else:
+        x, indices = on_gpu(m, d, dtype=dtype), on_gpu(m, slots, dtype=torch.int32)
+        x.device = weight.device
+        assert choose_sampled_path(x, indices, True, weight) == path
 
 
 def test_tiles_are_tall_where_programs_are_few() -> None:

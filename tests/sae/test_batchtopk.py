@@ -137,7 +137,7 @@ def test_ties_of_many_rows(m: int, device: torch.device, generator: torch.Genera
         kth, need = torch.full((2, m), -1, device=device, dtype=torch.int32)
         offsets = torch.full((m + 1,), -1, device=device)
         args = (words, ties, above, kth, need, offsets, m, 2)
-        batchtopk._share_ties((1, 1, 1), args, {"BLOCK": 4096}, num_warps=8)
+        batchtopk._share_ties_kernel((1, 1, 1), args, {"BLOCK": 4096}, num_warps=8)
         assert (kth == 7).all()
         assert torch.equal(need, (left - before).clamp(0, 2).to(torch.int32))
         assert torch.equal(offsets, torch.nn.functional.pad((above + need.minimum(ties)).cumsum(0), (1, 0)))

@@ -129,6 +129,60 @@ def test_any_activation(
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("m, n", [(1, 1), (2, 700), (1, 2500), (20, 90), (0, 40), (3, 0)])
+def test_thresholds(m: int, n: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    """Entry by entry what an ELL holds, by any threshold: also what lies in a window, as 0, and NaN."""
+    x, W, b = operands(m, n, dtype, generator)
+    if m:
+        x[-1, 0] = torch.nan
+    threshold = torch.rand(n, device=device, generator=generator).requires_grad_()
+    for activation in ("relu", JumpReLU(threshold.detach()), JumpReLU(threshold[:1].sum()), JumpReLU(threshold, 2.0)):
+        want, l0 = encode_with_l0(x, W, b.float(), activation, capacity=max(n, 1))
+        got, found = encode_with_l0(x, W, b.float(), activation, format="csr")
+        held = torch.arange(want.capacity, device=device) < want.nnz_per_row[:, None]
+        assert isinstance(got, CSR) and got.source is None and torch.equal(got.row_offsets.diff(), want.nnz_per_row)
+        assert torch.equal(got.indices, want.indices[held]) and torch.equal(found, l0)
+        assert torch.equal(got.values.nan_to_num(77), want.values[held].nan_to_num(77))
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("m, n", [(600, 4096), (33, 30001), (9000, 1024)])
+def test_large_by_thresholds(m: int, n: int, device: torch.device, generator: torch.Generator, mode: str) -> None:
+    m = m if mode == "gpu" else m // 16
+    x = torch.randn(m, 64, device=device, generator=generator).bfloat16()
+    W = torch.randn(64, n, device=device, generator=generator).bfloat16()
+    for threshold in (0.0, 30.0):
+        activation = JumpReLU(torch.full((n,), threshold, device=device))
+        # With a gradient the ELL is made from a plain product, too.
+        want = encode(x, W.clone().requires_grad_(), None, activation, capacity=n)
+        got = encode(x, W, None, activation, format="csr")
+        held = torch.arange(n, device=device) < want.nnz_per_row[:, None]
+        assert torch.equal(got.row_offsets.diff(), want.nnz_per_row)
+        assert torch.equal(got.indices, want.indices[held]) and torch.equal(got.values, want.values[held])
+
+
+@pytest.mark.parametrize("through_l0", [False, True])
+def test_estimates(through_l0: bool, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    """Straight through thresholds to them and to x, as with an ELL: from values and from l0."""
+    x, W, b = operands(6, 300, dtype, generator)
+    grads = []
+    for options in ({"format": "csr"}, {"capacity": 300}):
+        leaves = [t.clone().requires_grad_() for t in (x, W)]
+        threshold = torch.linspace(0, 2, 300, device=device).requires_grad_()
+        activation = JumpReLU(threshold, 1.5, ste_to_input=True)
+        rows, l0 = encode_with_l0(*leaves, b.float(), activation, **options)  # type: ignore[arg-type]
+        target = (l0 * torch.arange(6, device=device)).sum() if through_l0 else (rows.to_dense() ** 2).sum()
+        grads.append(torch.autograd.grad(target, [*leaves, threshold]))
+    for got, want in zip(*grads, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_waits_are_refused(device: torch.device, compiled: Callable[[Any], Any]) -> None:
+    x, W = torch.ones(2, 3, device=device), torch.ones(3, 5, device=device)
+    with pytest.raises(Exception, match=r'format="csr" with another activation than gemm.BatchTopK waits'):
+        compiled(lambda x: encode(x, W, format="csr").to_dense())(x)
+
+
 @pytest.mark.parametrize("wanted", ["x", "W_enc", "b_enc", "b_dec"])
 def test_each_gradient_alone(wanted: str, device: torch.device, generator: torch.Generator) -> None:
     leaves, weights, _ = jumprelu_case((6,), 20, 90, torch.float32, generator)

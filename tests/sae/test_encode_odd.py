@@ -19,7 +19,7 @@ ACTIVATIONS = {
 CALLS = [
     *((name, {}) for name in ACTIVATIONS),
     *((name, {"capacity": 2}) for name in ACTIVATIONS),
-    ("batchtopk", {"format": "csr"}),
+    *((name, {"format": "csr"}) for name in ("relu", "jumprelu", "scalar", "batchtopk")),
 ]
 
 
@@ -28,6 +28,7 @@ def filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode_path, "LEAST", 0)
     monkeypatch.setattr(encode_path, "FEWEST", 0)
     monkeypatch.setattr(encode_path, "RANKED", 0)
+    monkeypatch.setattr(encode_path, "LISTED", 0)
 
 
 @pytest.mark.parametrize("name, options", CALLS, ids=str)
@@ -93,7 +94,7 @@ def test_nan_stays_in_the_columns_there_are(name: str, dtype: torch.dtype, devic
 @pytest.mark.kernels
 def test_rows_begin_on_16_bytes(device: torch.device) -> None:
     x, W = torch.ones(3, 4, device=device).half(), torch.ones(4, 7, device=device).half()
-    assert sae.encode(x, W, capacity=2).packed.source.stride() == (8, 1)
+    assert sae.encode(x, W, capacity=2).packed.source.stride() == (16, 1)
 
 
 @pytest.mark.parametrize("kind", [gemm.TopK, gemm.BatchTopK])

@@ -77,6 +77,7 @@ def test_what_runs_is_named(device: torch.device, mode: str, monkeypatch: pytest
         "topk_rows": valued("topk", k=4, capacity=2),
         "batch": valued("batchtopk", k=4),
         "batch_csr": valued("batchtopk", k=4, format="csr"),
+        "csr": valued("relu", format="csr"),
     }
     ranges = {} if mode == "cpu" else calls
     with profile(activities=[ProfilerActivity.CPU]) as seen:
@@ -128,9 +129,13 @@ def test_rows_lie_as_kernels_load_them() -> None:
         (22, 48353, half, "batchtopk", 48368, False),
         (5, 31574, single, "batchtopk", 31584, False),
         (4096, 65536, half, "topk", 65536, False),
-        (1087, 52567, half, "relu", 52568, True),
+        (1087, 52567, half, "relu", 52576, True),
+        (1087, 52568, half, "relu", 52568, False),
+        (827, 1364, half, "jumprelu", 1376, False),
+        (21, 56647, single, "jumprelu", 56656, False),
+        (21, 56648, single, "jumprelu", 56648, False),
         # Too short for a dozen launches, or for two.
-        (827, 1364, half, "jumprelu", 1364, False),
+        (126, 1241, half, "relu", 1241, False),
         (2, 1001, half, "topk", 1001, False),
     ):
         assert encode_path.row_stride(m, n, weight, activation) == stride  # type: ignore[arg-type]

@@ -5,8 +5,6 @@ and from its other arguments. Such a function has one `Checked`, keeps there wha
 again when a call like it comes.
 """
 
-from __future__ import annotations
-
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -53,8 +51,11 @@ class Checked(Generic[Found]):
 
     def get(self, key: Key | None) -> Found | None:
         """What `keep` was given, or None."""
+        if key is None:
+            # Compiled code that had looked would be compiled anew whenever another call was kept.
+            return None
         try:
-            return self._found.get(key)  # type: ignore[arg-type]
+            return self._found.get(key)
         except TypeError:  # an argument that no call may have, such as a list: the checks that follow say which
             return None
 
@@ -65,6 +66,3 @@ class Checked(Generic[Found]):
         if len(self._found) >= self._MOST:
             self._found.clear()
         self._found[key] = found
-
-    def clear(self) -> None:
-        self._found.clear()

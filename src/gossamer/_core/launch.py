@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +23,16 @@ _HIP = torch.version.hip is not None
 _INT32 = (1 << 31) - 1
 
 
+def kernel(fn: Any = None, **options: Any) -> Any:
+    """Decorates a kernel that the host launches: `@triton.jit` with these options, and the short path of `Kernel`."""
+    # Here, for much of this file serves on machines without it.
+    import triton
+
+    return partial(kernel, **options) if fn is None else Kernel(triton.jit(fn, **options))
+
+
 class Kernel:
-    """A `@triton.jit` function whose constexpr parameters come last in its signature, in the order of `meta`.
+    """A function of `@triton.jit` or `@gluon.jit` whose constexpr parameters come last, in the order of `meta`.
 
     A launch is repeated by what Triton compiles for: the dtypes of pointers, whether integers are 1, multiples of 16 or
     beyond 32 bits, `meta` and options. To find that out takes some 2 us of the host, 0.5 us more than to look up a key
@@ -244,9 +253,6 @@ class Plans:
         if len(self._kept) >= self._MOST:
             self._kept.clear()
         self._kept[key] = Plan(launches, device, words, memory)
-
-    def clear(self) -> None:
-        self._kept.clear()
 
 
 class Flags:

@@ -1,7 +1,5 @@
 """What a module's mode is while a function uses it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

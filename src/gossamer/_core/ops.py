@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from gossamer._core.ranges import NVIDIA_LOOKS, span, watched
+
 NAMESPACE = "gossamer"
 
 INTERPRET = os.environ.get("GOSSAMER_INTERPRET", "0") == "1"
@@ -39,18 +41,33 @@ _is_batched = torch._C._functorch.is_legacy_batchedtensor
 _inference = torch.is_inference_mode_enabled
 
 
-def _lazily(path: str) -> Callable[..., Any]:
-    """`"package.module:function"` as a callable that imports on first use: a CPU-only install never imports Triton."""
+def _lazily(find: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """What `find` imports, which the first call asks it for: a CPU-only install never imports Triton."""
     target: Callable[..., Any] | None = None
 
     def call(*args: Any) -> Any:
         nonlocal target
         if target is None:
-            module, name = path.split(":")
-            target = getattr(importlib.import_module(module), name)
+            target = find()
         return target(*args)
 
     return call
+
+
+def _in_range(run: Callable[..., Any], path: Callable[..., str]) -> Callable[..., Any]:
+    """`run`, where a profiler looks in a range that has the name that `path` makes of its arguments."""
+
+    def call(*args: Any) -> Any:
+        if not watched():
+            return run(*args)
+        with span(f"gossamer::{path(*args)}"):
+            return run(*args)
+
+    return call
+
+
+def _namesake(cpu: Callable[..., Any]) -> Any:
+    return getattr(importlib.import_module(cpu.__module__.replace("._torch.", "._triton.")), cpu.__name__)
 
 
 def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,6 +93,11 @@ def _refuse(function: str, *_: Any, instead: str = "Use create_graph=False.") ->
     raise NotImplementedError(f"{function}: second derivatives are not implemented. {instead}")
 
 
+def save_inputs(ctx: Any, inputs: Any, output: Any) -> None:
+    """`setup_context` of an operator whose arguments are tensors, all of which its backward reads."""
+    ctx.save_for_backward(*inputs)
+
+
 def _unreached(ctx: Any, *grads: Any) -> None:
     """The backward of an operator whose `_refuse` raises first."""
 
@@ -84,29 +106,34 @@ def register(
     schema: str,
     *,
     cpu: Callable[..., Any],
-    gpu: str | None = None,
+    gpu: Callable[[], Callable[..., Any]] | None = None,
     fake: Callable[..., Any],
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
     once_differentiable: str | None = None,
+    path: Callable[..., str] | None = None,
 ) -> Any:
     """Registers `schema` ("name(Tensor x, ...) -> Tensor") and returns the operator's overload, ready to call.
 
-    `cpu` is the PyTorch implementation, in a room's `_torch`; `gpu` names the Triton launcher as "module:function",
-    where that is another one than the function of the same name in the file of the same name in `_triton`; `fake` gives
+    `cpu` is the PyTorch implementation, in a room's `_torch`; `gpu` imports the Triton launcher and returns it, where
+    that is another one than the function of the same name in the file of the same name in `_triton`; `fake` gives
     shapes and dtypes; `backward` and `setup_context` are as in `torch.library.register_autograd`, called by position.
     An operator that is a step of a backward pass names its public function in `once_differentiable`, and then refuses
-    to be differentiated.
+    to be differentiated. `path` makes of the operator's arguments the name of the way that the launcher goes, which a
+    profiler shows as a range: "room.function/path". Where none looks it is not called.
     """
     if once_differentiable is not None:
         setup_context, backward = functools.partial(_refuse, once_differentiable), _unreached
     name = schema.split("(", 1)[0]
     qualified = f"{NAMESPACE}::{name}"
-    launcher = _lazily(gpu or f"{cpu.__module__.replace('._torch.', '._triton.')}:{cpu.__name__}")
+    direct = _lazily(gpu or functools.partial(_namesake, cpu))
+    # A profiler's calls go through the dispatcher; those that go past it need not be asked whether one looks.
+    launcher = direct if path is None else _in_range(direct, path)
     _library.define(schema)
-    by_device = {"cpu": _without_autocast(launcher if INTERPRET else cpu), "cuda": launcher}
-    for device, implementation in by_device.items():
-        _library.impl(name, implementation, device.upper())
+    for device, run in (("CPU", _without_autocast(launcher if INTERPRET else cpu)), ("CUDA", launcher)):
+        _library.impl(name, run, device)
+    shown = launcher if NVIDIA_LOOKS else direct
+    by_device = {"cpu": _without_autocast(shown if INTERPRET else cpu), "cuda": shown}
     torch.library.register_fake(qualified, fake, lib=_library)
     operator = getattr(getattr(torch.ops, NAMESPACE), name).default
     if backward is None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 _NOTHING = nullcontext()
-_NVIDIA_LOOKS = any(name.startswith(("NVTX_INJECTION", "NSYS_", "NV_NSIGHT_")) for name in os.environ)
+NVIDIA_LOOKS = any(name.startswith(("NVTX_INJECTION", "NSYS_", "NV_NSIGHT_")) for name in os.environ)
 """Whether a tool that reads NVTX has started the program: Nsight Systems and Compute set such variables before, and
 without them NVTX does nothing. A range that nobody sees still takes some microseconds of the host."""
 
@@ -28,6 +28,11 @@ class _Nvtx:
         torch.cuda.nvtx.range_pop()
 
 
+def watched() -> bool:
+    """Whether somebody could look at a range."""
+    return NVIDIA_LOOKS or torch.autograd._profiler_enabled()
+
+
 def span(name: str) -> Any:
     """A context whose time profilers show under `name`; nothing in a compiled graph, and where nobody could look."""
     if torch.compiler.is_compiling():
@@ -35,4 +40,4 @@ def span(name: str) -> Any:
     if torch.autograd._profiler_enabled():
         # PyTorch's profiler hands its ranges to NVTX itself under torch.autograd.profiler.emit_nvtx.
         return torch.profiler.record_function(name)
-    return _Nvtx(name) if _NVIDIA_LOOKS and torch.cuda.is_initialized() else _NOTHING
+    return _Nvtx(name) if NVIDIA_LOOKS and torch.cuda.is_initialized() else _NOTHING

@@ -121,7 +121,7 @@ FEW_QUERIES = 16
 
 SHORT = 1024
 """Keys up to which a list costs more to make than it leaves out, if neighbours share few keys."""
-WIDE = 1 << 27
+WIDE = 1 << 26
 """Products of float32 numbers in q k^T from which PyTorch's own are worth their launches, where D is at most 32."""
 
 
@@ -146,8 +146,8 @@ def choose_path(
     keys drawn for each query), 0.10 each for 822 (drifting), and 0.91 where lists took 0.20 for 4,215 (8 heads of 128,
     drifting). In float32 dense took 10.2 ms where lists took 23.7 (20 heads of 64, 4,259 keys, of which 972 are drawn
     for each query), 1.98 where lists took 3.9 (4 heads of 64, 3,942 keys, of which 28 are drawn: lists of up to 1,792),
-    and 0.08 where tiles took 0.16 (one head of 96, 91 keys). Lists took 0.12 where dense took 0.63 (6 heads of 96,
-    2,276 keys, 98 of them drifting, forward).
+    and 0.08 where tiles took 0.16 (one head of 96, 91 keys); on an H100 0.13 where tiles took 0.19 (2 times 28 heads of
+    32, 200 keys). Lists took 0.12 where dense took 0.63 (6 heads of 96, 2,276 keys, 98 of them drifting, forward).
     """
     if num_queries <= FEW_QUERIES:
         return "decode"
@@ -281,6 +281,12 @@ def _fake_bwd(grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Te
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+def _launcher_bwd() -> Any:
+    from gossamer.attention._triton.sparse_attention_bwd import sparse_attention_bwd
+
+    return sparse_attention_bwd
+
+
 _SELECTED = "Tensor words, Tensor counts, Tensor indices, Tensor? lengths, float scale, bool causal, str path"
 _sparse_attention = register(
     f"sparse_attention(Tensor q, Tensor k, Tensor v, {_SELECTED}) -> (Tensor, Tensor)",
@@ -293,7 +299,7 @@ _sparse_attention_bwd = register(
     "sparse_attention_bwd(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{_SELECTED}) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu.sparse_attention_bwd,
-    gpu="gossamer.attention._triton.sparse_attention_bwd:sparse_attention_bwd",
+    gpu=_launcher_bwd,
     fake=_fake_bwd,
     once_differentiable=OPERATOR,
 )

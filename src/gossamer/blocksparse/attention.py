@@ -260,6 +260,12 @@ def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[A
     return *grads, dbias if asked[0] else None, drelative if asked[1] else None, *(None,) * 14
 
 
+def _launcher_bwd() -> Any:
+    from gossamer.blocksparse._triton.attention_backward import attention_bwd
+
+    return attention_bwd
+
+
 _OPERANDS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? relative, Tensor? places, Tensor? lengths, "
     "Tensor row_offsets, Tensor col_indices, Tensor row_indices, Tensor col_offsets, Tensor transpose_order, "
@@ -276,7 +282,7 @@ _attention_bwd = register(
     f"blocksparse_attention_bwd(Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, {_OPERANDS}, bool with_bias, "
     "bool with_relative) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.attention_bwd,
-    gpu="gossamer.blocksparse._triton.attention_backward:attention_bwd",
+    gpu=_launcher_bwd,
     fake=_fake_bwd,
     once_differentiable=_NAME,
 )

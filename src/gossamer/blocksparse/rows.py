@@ -258,11 +258,10 @@ def _most_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return torch.where(best, _spread(share, index, grid).unsqueeze(ctx.dim), 0), None, None, None
 
 
-_HERE = "gossamer.blocksparse._torch.rows"
 _spread = register(
     "blocksparse_spread(Tensor vectors, Tensor index, Tensor grid) -> Tensor",
     cpu=_impl.spread,
-    gpu=f"{_HERE}:spread",
+    gpu=lambda: _impl.spread,
     fake=lambda vectors, index, grid: vectors.new_empty(index.shape[0], vectors.shape[1]),
     setup_context=_context,
     backward=_spread_backward,
@@ -270,7 +269,7 @@ _spread = register(
 _collect = register(
     "blocksparse_collect(Tensor parts, Tensor index, Tensor grid) -> Tensor",
     cpu=_impl.collect,
-    gpu=f"{_HERE}:collect",
+    gpu=lambda: _impl.collect,
     fake=lambda parts, index, grid: parts.new_empty(grid.shape[0], parts.shape[1]),
     setup_context=_context,
     backward=_collect_backward,
@@ -278,7 +277,7 @@ _collect = register(
 _most = register(
     "blocksparse_most(Tensor values, Tensor index, Tensor grid, int dim) -> Tensor",
     cpu=_impl.most,
-    gpu=f"{_HERE}:most",
+    gpu=lambda: _impl.most,
     fake=lambda values, index, grid, dim: values.new_empty(grid.shape[0], values.shape[-3 - dim]),
     setup_context=_most_context,
     backward=_most_backward,

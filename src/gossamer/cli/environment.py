@@ -25,6 +25,8 @@ def versions() -> dict[str, str | None]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = None
+    # What is installed may leave out the build, as in "2.11.0" of "2.11.0+cu130".
+    found["torch"] = torch.__version__
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from gossamer import gemm
 from gossamer._core import autocast, checks, tuning
 from gossamer._core.calls import Checked, key_of
 from gossamer._core.ops import needs_gradient, undispatched
-from gossamer.ffn.costs import FEW, GROUP, MANY, Costs, choose, costs_of, on_cpu, sample_step
+from gossamer._core.ranges import span
+from gossamer.ffn.costs import FEW, GROUP, MANY, Costs, Path, choose_path, costs_of, sample_step
 from gossamer.ffn.sparse_ffn import sparse_ffn
 from gossamer.ffn.tracker import BlockTracker, Known
 from gossamer.ffn.transposed import Transposed
@@ -22,7 +23,7 @@ from gossamer.rowsparse.formats import threshold_dtype
 
 NAMES = ("relu", "relu2")
 """Of activations, as `gemm.linear_glu` calls them, those that leave most entries 0."""
-METHODS = ("auto", "gather", "union", "fused", "dense")
+METHODS = ("auto", *get_args(Path))
 
 
 @dataclass(slots=True, eq=False)
@@ -90,11 +91,13 @@ def run(operator: str, block: Block, method: str, density: BlockTracker | None) 
     if block.threshold is not None:
         dtype = threshold_dtype(block.gate_weight.dtype)
         block = replace(block, threshold=block.threshold.detach().to(dtype).expand(found.n))
-    if x.dim() == 2:
-        return _differentiable(block) if needs_gradient(*tensors) else _inferred(block, found, method, density)
-    block = replace(block, x=x.reshape(found.m, found.k))
-    out = _differentiable(block) if needs_gradient(*tensors) else _inferred(block, found, method, density)
-    return out.view(*x.shape[:-1], found.d)
+    if x.dim() != 2:
+        block = replace(block, x=x.reshape(found.m, found.k))
+    if needs_gradient(*tensors):
+        out = _differentiable(block)
+    else:
+        out = _inferred(operator, block, found, method, density)
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], found.d)
 
 
 def _differentiable(block: Block) -> Tensor:
@@ -112,17 +115,19 @@ def _differentiable(block: Block) -> Tensor:
     )
 
 
-def _inferred(block: Block, found: Found, method: str, density: BlockTracker | None) -> Tensor:
+def _inferred(operator: str, block: Block, found: Found, method: str, density: BlockTracker | None) -> Tensor:
     x, m = block.x, found.m
-    cost = found.by_rows if block.down_weight.stride(0) > 1 else found.by_columns
     tracker = density if method == "auto" else None
     grouped = x.is_cuda and m > FEW
+    rows = None
+    if x.is_cuda and not grouped and block.transposed is not None:
+        # Of few rows a copy takes more memory than time, but one that many rows have left is read.
+        rows = block.transposed.held(block.down_weight)
+    cost = found.by_rows if rows is None and block.down_weight.stride(0) > 1 else found.by_columns
     recorded = unknown = False
 
     def way(known: Known | None, eager: bool) -> str:
-        if x.is_cuda:
-            return choose(known, m, cost, eager)
-        return on_cpu(known, m, found.n, found.d + (0 if block.up_weight is None else found.k))
+        return choose_path(known, m, cost, eager)
 
     if tracker is not None:
         tracker.rows.check_pinned(*METHODS[1:])
@@ -134,20 +139,21 @@ def _inferred(block: Block, found: Found, method: str, density: BlockTracker | N
         method = way(None, not (torch.compiler.is_compiling() or checks.capturing()))
         if grouped and m >= MANY and _samples(block):
             method = "gather"
-    if method in ("gather", "union"):
-        # The unions of a few groups tell whether it would pay.
-        step = sample_step(m) if recorded else 0
-        # A few rows read the weight as it lies: a copy would take more memory than time.
-        kept = block.transposed is not None and not (x.is_cuda and m <= FEW)
-        rows = block.transposed(block.down_weight) if kept else None  # type: ignore[misc]
-        operands = (*block.tensors[:-1], rows, block.down_bias)
-        options = (block.activation == "relu2", method == "union", step, unknown, tracker is not None and tracker.light)
-        out, nnz, unions = undispatched(sparse_ffn, *operands)(*operands, *options)
-    else:
-        hidden = _fused(block) if method == "fused" else _hidden(block)
-        out = linear(hidden, block.down_weight, block.down_bias)
-        if recorded:
-            nnz, unions = sampled(hidden)
+    light = tracker is not None and tracker.light
+    with span(f"gossamer::{operator}/{method}"):
+        if method in ("gather", "union"):
+            # The unions of a few groups tell whether it would pay.
+            step = sample_step(m) if recorded else 0
+            if block.transposed is not None and (grouped or not x.is_cuda):
+                rows = block.transposed(block.down_weight)
+            operands = (*block.tensors[:-1], rows, block.down_bias)
+            options = (block.activation == "relu2", method == "union", step, unknown, light)
+            out, nnz, unions = undispatched(sparse_ffn, *operands)(*operands, *options)
+        else:
+            hidden = _fused(block) if method == "fused" else _hidden(block)
+            out = linear(hidden, block.down_weight, block.down_bias)
+            if recorded:
+                nnz, unions = sampled(hidden)
     if recorded:
         tracker.record(nnz, unions if grouped else None, cost.limit)  # type: ignore[union-attr]
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
@@ -10,6 +11,7 @@ from gossamer._core import tuning
 from gossamer._core.ops import INTERPRET
 from gossamer.ffn.tracker import Known
 
+Path = Literal["gather", "union", "fused", "dense"]
 GROUP = 32
 """Neighbouring rows that may share the union of their entries on a GPU."""
 SAMPLE = 8
@@ -24,14 +26,14 @@ FEW = 16
 HOPPER = 770e12, 815e12, 660e12, 8.5e12
 """FLOP/s of a gate that is packed, of the fused and the dense block, bytes/s of gathered weights: H200, bfloat16,
 16,384 rows of K = D = 2,048 and N = 5,632, where that is 0.49, 1.39, 1.72 and 0.50 ms (29 entries a row)."""
-HOST = {"dense": 30e-6, "fused": 150e-6, "gather": 160e-6, "union": 360e-6}
+HOST: dict[Path, float] = {"dense": 30e-6, "fused": 150e-6, "gather": 160e-6, "union": 360e-6}
 """Seconds in which a host launches a way, eager: that of an H200, PyTorch 2.11. A graph and a compiled region need
 next to none."""
-HOST_FEW = {"dense": 35e-6, "fused": 95e-6, "gather": 75e-6}
+HOST_FEW: dict[Path, float] = {"dense": 35e-6, "fused": 95e-6, "gather": 75e-6}
 """The same with up to FEW rows."""
 PRODUCT = 27e-6
 """What each of the dense way's products takes beside that, and what follows it."""
-STARTS = {"dense": 5e-6, "fused": 9.5e-6, "gather": 9e-6}
+STARTS: dict[Path, float] = {"dense": 5e-6, "fused": 9.5e-6, "gather": 9e-6}
 """Seconds that up to FEW rows take on the device beside reading weights: launches, and waiting for what is read. H200,
 K and N from 200 to 25,000."""
 SEVERAL = 3.5e-6
@@ -45,9 +47,10 @@ UNALIGNED_EXACT = 1.4, 1.5
 LONGEST = 512
 """Elements of such rows, of 16 bits each, up to which they are read nevertheless: one by one that takes up to nine
 times as long as their bytes, and the dense products two to three times."""
-STRIDED = 3.0
-"""How much longer columns of W_down take than the bytes around them, where W_down lies by rows as in `nn.Linear`: H200,
-29 entries of 5,632, 1 to 16 rows."""
+LINE = 64
+"""Bytes of a row of W_down that memory reads for whichever of their columns is wanted, where W_down lies by rows as in
+`nn.Linear`: H200, 29 entries of 5,632, where 1, 4 and 16 rows take 1.4, 3.6 and 4.7 us more than by columns, and such
+lines 0.8, 2.7 and 5.1."""
 LEAST = 512
 """Columns from which on the gate's weight is copied where its rows do not begin on 16 bytes."""
 
@@ -58,8 +61,9 @@ class Costs:
     a row of the fused block and of the dense one, and a sparse way's launches on the device; to read the gate's weight,
     and a column of the other weights, of which there are n; how many products the dense block has, whether the rows of
     weights are multiples of 8 elements, or of 16 bits and read one by one, whether the fused product and the packed
-    gate of many rows come near their speed, whether products are those of float32, without tensor cores, and whether
-    W_down lies by rows."""
+    gate of many rows come near their speed, whether products are those of float32, without tensor cores, how many
+    elements are a line, whether W_down lies by rows, and the elements of a column of up and down, on the CPU alone,
+    where nothing else counts."""
 
     gate: float
     entry: float
@@ -76,7 +80,9 @@ class Costs:
     fuses: bool = True
     packs: bool = True
     exact: bool = False
+    line: int = LINE // 2
     strided: bool = False
+    width: int = 0
 
     def break_even(self, m: int) -> float:
         """Entries of a row, on average, from which on the fused block takes less time than gathering for m rows."""
@@ -90,10 +96,11 @@ class Costs:
 
 def costs_of(n: int, k: int, d: int, gated: bool, x: Tensor) -> Costs:
     """From bytes and operations over what the device sustains, for K = k, intermediate size n and D = d."""
+    inner = k if gated else 0
     if INTERPRET or not x.is_cuda:
-        return Costs(1.0, 8.0 / max(n, 1), 1.0, 1.0, 1.0)
+        return Costs(1.0, 8.0 / max(n, 1), 1.0, 1.0, 1.0, n=n, width=inner + d)
     rates, size = tuning.rates(x.get_device()), x.element_size()
-    inner, half = k if gated else 0, size == 2
+    half = size == 2
     if half and tuning.hopper(x.device):
         packing, fused, dense, gathers = HOPPER
         if not gated:
@@ -121,12 +128,16 @@ def costs_of(n: int, k: int, d: int, gated: bool, x: Tensor) -> Costs:
         fuses=fuses,
         packs=packs,
         exact=size > 2 and not tuning.tf32(),
+        line=LINE // size,
     )
 
 
-def choose(known: Known | None, m: int, cost: Costs, eager: bool = False) -> str:
-    """The name of the way that takes the least time for m rows, by what is known: on the device, or on the host that
-    launches it, where that takes longer and the call is `eager`."""
+def choose_path(known: Known | None, m: int, cost: Costs, eager: bool = False) -> Path:
+    """How m rows go where no gradient is needed: the way that takes the least time by what is known, on the device, or
+    on the host that launches it, where that takes longer and the call is `eager`."""
+    if cost.width:
+        return on_cpu(known, m, cost.n, cost.width)
+    ways: dict[Path, float]
     if m <= FEW:
         ways = few_rows(known, m, cost)
     else:
@@ -141,22 +152,21 @@ def choose(known: Known | None, m: int, cost: Costs, eager: bool = False) -> str
             union = known.unions.mean / GROUP * PRICE
             ways["union"] = m * (sparse + min(light, union) * cost.entry) + 2 * cost.start
     if eager:
-        host = dict(HOST_FEW if m <= FEW else HOST)
+        host: dict[Path, float] = dict(HOST_FEW if m <= FEW else HOST)
         host["dense"] += cost.products * PRODUCT
         ways = {name: max(time, host[name]) for name, time in ways.items()}
     return min(ways, key=ways.__getitem__)
 
 
-def few_rows(known: Known | None, m: int, cost: Costs) -> dict[str, float]:
+def few_rows(known: Known | None, m: int, cost: Costs) -> dict[Path, float]:
     """Seconds of the ways of up to FEW rows. What is gathered is read in pieces, which takes twice as long."""
     union = cost.n if known is None else min(cost.n, m * known.rows.mean)
     whole = cost.read + cost.n * cost.column
     gathered = cost.read + 2 * union * cost.column
     if cost.strided:
-        # A sector of 32 bytes is read for whichever of its columns is wanted.
-        sectors = 1 - (1 - union / max(cost.n, 1)) ** (8 if cost.exact else 16)
-        gathered += STRIDED * sectors * cost.n * cost.column / (cost.products - 1)
-    ways = {name: start + (gathered if name == "gather" else whole) for name, start in STARTS.items()}
+        lines = 1 - (1 - union / max(cost.n, 1)) ** cost.line
+        gathered += lines * cost.n * cost.column / (cost.products - 1)
+    ways = {path: start + (gathered if path == "gather" else whole) for path, start in STARTS.items()}
     ways["dense"] += cost.products * DENSE_PRODUCT
     if cost.products == 2:
         # There is nothing to fuse.
@@ -183,7 +193,7 @@ CPU_DENSE = 0.25
 """Share of the columns from which on nothing is gathered."""
 
 
-def on_cpu(known: Known | None, m: int, n: int, width: int) -> str:
+def on_cpu(known: Known | None, m: int, n: int, width: int) -> Path:
     """The same on the CPU, by what up and down take, `width` elements a column; the gate is computed in any way. Where
     nothing is known one column of 16 is taken for active."""
     flops, read, element = CPU_RATES

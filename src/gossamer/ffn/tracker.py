@@ -57,7 +57,10 @@ class BlockTracker:
 
     def due(self, every: int) -> bool:
         """Whether this call, if its entries are recorded, shall be: each until something is known, and one of `every`
-        from then on."""
+        from then on. None that is compiled is."""
+        if torch.compiler.is_compiling():
+            # Nothing is recorded there, and a number that moves with each call would compile each anew.
+            return False
         self._looked += 1
         return self._seen is None or self._looked % every == 1
 

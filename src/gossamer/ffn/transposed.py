@@ -43,15 +43,26 @@ class Transposed:
                 return turned
         if torch.compiler.is_compiling() or weight.is_inference() or checks.capturing():
             return None
-        version = weight.data_ptr(), version_of(weight)
-        if self._copy is None or self._of is None or self._of() is not weight or self._version != version:
+        if not self._follows(weight):
             self._copy = None
             if _transient(weight):
                 return None
             with torch.no_grad():
                 self._copy = dense_transpose(weight)
-            self._of, self._version = weakref.ref(weight), version
+            self._of, self._version = weakref.ref(weight), (weight.data_ptr(), version_of(weight))
         return self._copy
+
+    def held(self, weight: Tensor) -> Tensor | None:
+        """The copy if one has been made and the weight has not changed since; none is made, or renewed."""
+        # Asked first: what is compiled shall not be compiled anew when a copy comes or goes.
+        if torch.compiler.is_compiling() or self._copy is None or weight.is_inference() or checks.capturing():
+            return None
+        return self._copy if self._follows(weight) else None
+
+    def _follows(self, weight: Tensor) -> bool:
+        if self._copy is None or self._of is None or self._of() is not weight:
+            return False
+        return self._version == (weight.data_ptr(), version_of(weight))
 
     @property
     def nbytes(self) -> int:

@@ -3,8 +3,6 @@
 `gemm.linear_pack`, `ffn.gated`, `ffn.plain` and `sae.encode` take them. z is a pre-activation, and NaN is kept by all.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,9 +22,6 @@ class Parameters(NamedTuple):
     scale: Tensor | None = None
 
 
-_RELU, _RELU2 = Parameters("relu"), Parameters("relu2")
-
-
 @dataclass(frozen=True)
 class ReLU:
     """Keeps z > 0. The string `"relu"` is the same.
@@ -35,9 +30,7 @@ class ReLU:
     ReLU()
     """
 
-    @property
-    def parameters(self) -> Parameters:
-        return _RELU
+    parameters = Parameters("relu")
 
 
 @dataclass(frozen=True)
@@ -50,9 +43,7 @@ class ReLU2:
     ReLU2()
     """
 
-    @property
-    def parameters(self) -> Parameters:
-        return _RELU2
+    parameters = Parameters("relu2")
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ from gossamer._core import autocast, checks
 from gossamer._core.ops import needs_gradient, refuse_second, register, undispatched
 from gossamer.gemm._torch import gated_mlp as _cpu
 from gossamer.gemm._torch.linear_glu import linear
+from gossamer.gemm.gated_mlp_path import path_of
 from gossamer.gemm.linear_glu import check_operands, linear_glu, linear_glu_operator, products_bwd
 
 
@@ -92,7 +93,9 @@ class _GatedMLP(torch.autograd.Function):
         ctx.save_for_backward(x, gate_weight, up_weight, down_weight, *((gate_bias, up_bias) if recompute else kept))
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (gate_bias, up_bias, down_bias)]
         ctx.activation, ctx.recompute = activation, recompute
-        ctx.hooked = not torch.compiler.is_compiling() and _hooks() is not None
+        # What sees tensors that are saved now may have them still when they are overwritten.
+        hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
+        ctx.hooked = hooks is not None
         with autocast.disabled(x.device):
             return linear(hidden, down_weight, down_bias)
 
@@ -127,11 +130,6 @@ class _GatedMLP(torch.autograd.Function):
         return *found, grad_down, grad_bias, None, None
 
 
-def _hooks() -> Any:
-    """What sees tensors that are saved now, and may have them still when they are overwritten."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
 def _retained() -> bool:
     """Whether the backward pass that is at work leaves the graph for another one; a compiled one may."""
     return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
@@ -141,4 +139,5 @@ _gated_mlp_bwd_ = register(
     "gated_mlp_bwd_(Tensor grad, Tensor down_weight, Tensor(a!) gate, Tensor(b!) up, str activation) -> Tensor",
     cpu=_cpu.gated_mlp_bwd_,
     fake=lambda grad, down_weight, gate, up, activation: torch.empty_like(gate),
+    path=path_of,
 )

@@ -11,6 +11,7 @@ from gossamer._core.calls import Checked, key_of
 from gossamer._core.ops import needs_gradient, refuse_second, register, undispatched
 from gossamer.gemm._torch import linear_glu as _cpu
 from gossamer.gemm._torch.linear_glu import GATES as GATES
+from gossamer.gemm.linear_glu_path import path_of
 
 ALIASES = {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "linear": "identity"}
 """Hugging Face's names for the same activations."""
@@ -178,6 +179,7 @@ linear_glu_operator = register(
     fake=_fake,
     setup_context=_context,
     backward=_backward,
+    path=path_of,
 )
 _linear_glu_bwd = register(
     f"linear_glu_bwd(Tensor grad, {_OPERANDS}) -> (Tensor, Tensor)",

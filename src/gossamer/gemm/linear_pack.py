@@ -11,6 +11,7 @@ from gossamer._core.calls import Checked, key_of
 from gossamer._core.ops import register, undispatched
 from gossamer.gemm._torch import linear_pack as _cpu
 from gossamer.gemm.activations import Activation, resolve_fixed
+from gossamer.gemm.linear_pack_path import path_of
 from gossamer.rowsparse.container import unchecked, unchecked_source
 from gossamer.rowsparse.formats import ELL, TwELL, empty_ell, empty_twell, threshold_dtype
 from gossamer.rowsparse.matmul import gradients, matmul_operator
@@ -186,4 +187,5 @@ _linear_pack = register(
     fake=_fake,
     setup_context=_context,
     backward=_backward,
+    path=path_of,
 )

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer.rowsparse.formats import CSR, ELL, Rows, TwELL, check_tile
+from gossamer.rowsparse.formats import CSR, ELL, Rows, TwELL, check_tile, offsets_of
 from gossamer.rowsparse.pack import check_container
-from gossamer.rowsparse.settle import build_ell, build_twell, entries, offsets_of
+from gossamer.rowsparse.settle import build_ell, build_twell, entries
 
 
 def convert(rows: Rows, format: str, *, capacity: int | None = None, tile: int = 256, slots: int | None = None) -> Rows:
@@ -56,7 +56,7 @@ def convert(rows: Rows, format: str, *, capacity: int | None = None, tile: int =
     m, n = rows.num_rows, rows.num_columns
     row, columns, values = entries(rows, operator)
     if format == "csr":
-        return CSR(offsets_of(row, m), columns.int(), values, rows.shape)
+        return CSR(offsets_of(torch.bincount(row, minlength=m)), columns.int(), values, rows.shape)
     if format == "ell":
         return ELL(*build_ell(operator, row, columns, values, m, capacity), rows.shape)
     return TwELL(*build_twell(operator, row, columns, values, m, n, tile, slots), rows.shape, tile)
@@ -108,7 +108,8 @@ def from_torch_sparse(tensor: Tensor) -> CSR:
     coo = (tensor if tensor.layout is torch.sparse_coo else tensor.to_sparse()).coalesce()
     *leading, columns = coo.indices()
     shape = tuple(coo.shape)
-    m, row = math.prod(shape[:-1]), torch.zeros_like(columns)
+    row = torch.zeros_like(columns)
     for size, index in zip(shape, leading):
         row = row * size + index
-    return CSR(offsets_of(row, m), columns.int(), coo.values(), shape)
+    offsets = offsets_of(torch.bincount(row, minlength=math.prod(shape[:-1])))
+    return CSR(offsets, columns.int(), coo.values(), shape)

@@ -2,20 +2,19 @@
 
 from typing import Any
 
-from torch import Tensor
-
 from gossamer._core.ops import register
 
 
-def _backward(ctx: Any, grad: Tensor) -> Tensor:
-    return dense_transpose(grad)
+def _launcher() -> Any:
+    from gossamer.rowsparse._triton import dense_transpose as kernels
+
+    return kernels.dense_transpose
 
 
-dense_transpose = register(
+dense_transpose: Any = register(
     "dense_transpose(Tensor x) -> Tensor",
     cpu=lambda x: x.new_empty(x.shape[1], x.shape[0]).copy_(x.t()),
-    gpu="gossamer.rowsparse._triton.dense_transpose:dense_transpose",
+    gpu=_launcher,
     fake=lambda x: x.new_empty(x.shape[1], x.shape[0]),
-    setup_context=lambda ctx, inputs, output: None,
-    backward=_backward,
+    backward=lambda ctx, grad: dense_transpose(grad),
 )

@@ -303,6 +303,13 @@ def empty_twell(like: Tensor, m: int, n: int, tile: int, slots: int) -> tuple[Te
     return values, torch.empty_like(values, dtype=tile_index_dtype(tile)), counts
 
 
+def offsets_of(counts: Tensor) -> Tensor:
+    """Where lists of so many entries begin, one behind the other, and where the last ends: int64 `[M + 1]`."""
+    offsets = torch.zeros(counts.shape[0] + 1, dtype=torch.int64, device=counts.device)
+    torch.cumsum(counts, 0, dtype=torch.int64, out=offsets[1:])
+    return offsets
+
+
 def check_tile(operator: str, tile: int) -> None:
     checks.positive(operator, "tile", tile, "It is the number of columns per tile.")
     if tile > 32767:

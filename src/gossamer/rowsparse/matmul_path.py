@@ -110,7 +110,8 @@ def _sampled(m: int, n: int, d: int, held: float, slots: float, size: int, tf32:
     steps = -(-d // width)
     parts = max(1.0, min(held / 8, 64 * r.programs / m))
     rate = gather_rate(d, size, index) * (1 if size == 4 or d % 8 == 0 else 0.75)
-    gather = SAMPLED + max(m * held * steps * width * size / rate, held / 8 / parts * steps * STEP / 2)
+    gather = SAMPLED + m * parts * PROGRAM / 2
+    gather += max(m * held * steps * width * size / rate, held / 8 / parts * steps * STEP / 2)
     return "dense" if dense < gather else "gather"
 
 

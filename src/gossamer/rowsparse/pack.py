@@ -12,7 +12,7 @@ from gossamer.rowsparse import twell
 from gossamer.rowsparse._torch import pack as _cpu
 from gossamer.rowsparse._torch.twell import pack_twell as _cpu_pack_twell
 from gossamer.rowsparse.container import LinearSource, unchecked
-from gossamer.rowsparse.formats import CSR, ELL, Rows, TwELL, check_tile, empty_ell, empty_twell
+from gossamer.rowsparse.formats import CSR, ELL, Rows, TwELL, check_tile, empty_ell, empty_twell, offsets_of
 from gossamer.rowsparse.linear_source import dense_rows
 
 
@@ -89,8 +89,7 @@ def pack(
             capacity = min(capacity, n)
         values, indices, nnz = undispatched(pack_ell_operator, flat)(flat, capacity)
         return unchecked(ELL, values, indices, nnz, tuple(x.shape), None if capacity == n else source)
-    row_offsets = torch.zeros(flat.shape[0] + 1, dtype=torch.int64, device=flat.device)
-    torch.cumsum(_count_rows(flat), 0, dtype=torch.int64, out=row_offsets[1:])
+    row_offsets = offsets_of(_count_rows(flat))
     if max_nnz is None:
         checks.no_sync(operator, 'format="csr" with max_nnz=None', "Give max_nnz, or pack an ELL.")
         max_nnz, source = int(row_offsets[-1]), None
@@ -269,6 +268,12 @@ def _unpack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None,
     return grad_values, None, None, grad_source, None
 
 
+def _unpack_launcher() -> Any:
+    from gossamer.rowsparse._triton.unpack import unpack
+
+    return unpack
+
+
 pack_ell_operator = register(
     "pack_ell(Tensor x, SymInt capacity) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu.pack_ell,
@@ -291,7 +296,7 @@ _pack_csr = register(
 unpack_operator = register(
     "unpack(Tensor values, Tensor indices, Tensor offsets, Tensor? source, SymInt n) -> Tensor",
     cpu=_cpu.unpack,
-    gpu="gossamer.rowsparse._triton.unpack:unpack",
+    gpu=_unpack_launcher,
     fake=lambda values, indices, offsets, _, n: values.new_empty(offsets.shape[0] - int(indices.dim() == 1), n),
     setup_context=_unpack_context,
     backward=_unpack_backward,

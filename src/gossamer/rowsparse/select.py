@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gossamer.rowsparse._torch.pack import overflow_error
 from gossamer.rowsparse.container import LinearSource, unchecked_source
-from gossamer.rowsparse.formats import CSR
+from gossamer.rowsparse.formats import CSR, offsets_of
 
 
 def select(rows: Any, key: Any) -> Any:
@@ -63,8 +63,7 @@ def _select_csr(rows: CSR, which: Tensor, pick: Callable[[Tensor], Tensor], shap
     nnz = values.shape[0]
     over = (offsets[1:] > nnz)[which]
     counts = torch.where(over, 0, offsets.diff()[which])
-    picked = torch.zeros(which.shape[0] + 1, dtype=torch.int64, device=offsets.device)
-    torch.cumsum(counts, 0, out=picked[1:])
+    picked = offsets_of(counts)
     if waits:
         size, missing = torch.stack([picked[-1], over.any()]).tolist()
         if missing:

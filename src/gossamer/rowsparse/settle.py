@@ -9,7 +9,7 @@ from torch import Tensor
 from gossamer._core import checks
 from gossamer.rowsparse._torch.pack import overflow_error
 from gossamer.rowsparse.container import LinearSource
-from gossamer.rowsparse.formats import CSR, ELL, TwELL, check_indices, check_tile_indices, tile_index_dtype
+from gossamer.rowsparse.formats import CSR, ELL, TwELL, check_indices, check_tile_indices, offsets_of, tile_index_dtype
 from gossamer.rowsparse.linear_source import dense_rows
 
 
@@ -29,7 +29,7 @@ def settled(rows: Any) -> tuple[Tensor, Tensor, Tensor]:
         row, columns, values = entries(rows)
         m, n, what = rows.num_rows, rows.num_columns, "rowsparse.settle"
         if isinstance(rows, CSR):
-            return values, columns.int(), offsets_of(row, m)
+            return values, columns.int(), offsets_of(torch.bincount(row, minlength=m))
         if isinstance(rows, ELL):
             return build_ell(what, row, columns, values, m, None)
         return build_twell(what, row, columns, values, m, n, rows.tile, None)
@@ -93,13 +93,6 @@ def slots_of(rows: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     row = torch.arange(rows.num_rows, device=device)[:, None, None].expand_as(held)
     tiles = torch.arange(counts.shape[1], device=device)[:, None]
     return row, indices.long() + tiles * rows.tile, held, over
-
-
-def offsets_of(row: Tensor, m: int) -> Tensor:
-    """Where each of m rows begins among entries in order of row: int64 `[m + 1]`."""
-    offsets = torch.zeros(m + 1, dtype=torch.int64, device=row.device)
-    torch.cumsum(torch.bincount(row, minlength=m), 0, out=offsets[1:])
-    return offsets
 
 
 def build_ell(

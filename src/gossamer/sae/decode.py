@@ -1,6 +1,7 @@
 """Sparse decoding for sparse autoencoders."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from gossamer.rowsparse.matmul import check_weight, gradients, matmul_operator, 
 from gossamer.rowsparse.pack import check_container
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import decode as _cpu
-from gossamer.sae.decode_path import break_even, dense_is_faster
+from gossamer.sae.decode_path import break_even, choose_path, named, path_of
 
 _checked: Checked[int] = Checked()
 """Of calls without gradients: their slots, or 0 for the dense product."""
@@ -99,17 +100,19 @@ def decode(
     acts, W_dec = autocast.cast(acts, W_dec)  # type: ignore[assignment]
     checks.same_dtype(operator, "acts", acts, W_dec=W_dec)
     m = acts.numel() // n if n else math.prod(acts.shape[:-1])
-    fast = method == "auto" and capacity is None and out_dtype in (None, W_dec.dtype)
-    if method == "dense" or (fast and dense_is_faster(m, n, d, W_dec)):
+    free, truncate = capacity is None and out_dtype in (None, W_dec.dtype), method == "fixed"
+    keep = (truncate and validate) or needs_gradient(acts, W_dec, b_dec)
+    path = choose_path(m, n, d, W_dec, method, free, keep)
+    if path == "dense":
         # The gradient lives at the entries, whichever way the product takes.
         masked = acts.requires_grad and torch.is_grad_enabled()
         _checked.keep(key, 0)
         return _dense(torch.where(acts != 0, acts, 0) if masked else acts, W_dec, b_dec, out_dtype)
     flat = acts.reshape(m, n)
-    if method == "exact":
-        out = matmul_operator(*pack(flat, format="csr").packed, W_dec, b_dec, out_dtype)
+    if path == "csr":
+        with named(path):
+            out = matmul_operator(*pack(flat, format="csr").packed, W_dec, b_dec, out_dtype)
     else:
-        truncate = method == "fixed"
         if capacity is None:
             if truncate:
                 raise ValueError(
@@ -121,7 +124,7 @@ def decode(
             checks.no_sync(operator, "validate=True", 'Use method="auto", which is exact without a sync.')
             out, _, _, nnz = _sae_decode_lists(flat, W_dec, b_dec, slots, True, out_dtype)
             _check_counts(operator, nnz, capacity)
-        elif needs_gradient(acts, W_dec, b_dec):
+        elif keep:
             call = undispatched(_sae_decode_lists, flat, W_dec, b_dec)
             out = call(flat, W_dec, b_dec, slots, truncate, out_dtype)[0]
         else:
@@ -182,8 +185,11 @@ def check_rest(
 
 
 def _dense(acts: Tensor, W_dec: Tensor, b_dec: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
-    flat = acts.reshape(acts.shape[:-1].numel(), acts.shape[-1])
-    return dense_product(flat, W_dec, b_dec, out_dtype).view(*acts.shape[:-1], W_dec.shape[1])
+    with named("dense"):
+        if acts.dim() == 2:
+            return dense_product(acts, W_dec, b_dec, out_dtype)
+        flat = acts.reshape(acts.shape[:-1].numel(), acts.shape[-1])
+        return dense_product(flat, W_dec, b_dec, out_dtype).view(*acts.shape[:-1], W_dec.shape[1])
 
 
 def _check_counts(operator: str, nnz: Tensor, capacity: int) -> None:
@@ -229,11 +235,12 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
 
 
 _ARGUMENTS = "(Tensor acts, Tensor weight, Tensor? bias, SymInt capacity, bool truncate, ScalarType? out_dtype)"
-_sae_decode = register(f"sae_decode{_ARGUMENTS} -> Tensor", cpu=_cpu.decode, fake=_fake)
+_sae_decode = register(f"sae_decode{_ARGUMENTS} -> Tensor", cpu=_cpu.decode, fake=_fake, path=path_of)
 _sae_decode_lists = register(
     f"sae_decode_lists{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.decode_lists,
     fake=lambda acts, *rest: (_fake(acts, *rest), *empty_ell(acts, acts.shape[0], rest[2])),
     setup_context=_context,
     backward=_backward,
+    path=partial(path_of, keep=True),
 )

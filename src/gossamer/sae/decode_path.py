@@ -1,10 +1,47 @@
 """How `sae.decode` goes about dense latents, chosen by what the host knows."""
 
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
 from torch import Tensor
 
 from gossamer._core import tuning
+from gossamer._core.ops import INTERPRET
+from gossamer._core.ranges import span
 from gossamer.rowsparse.dense_product import START, dense_seconds
 from gossamer.rowsparse.matmul_path import entry_seconds, step_seconds
+
+Path = Literal["torch", "dense", "csr", "lists", "one_launch"]
+
+
+def choose_path(
+    m: int, n: int, d: int, weight: Tensor, method: str = "auto", free: bool = True, keep: bool = False
+) -> Path:
+    """How latents `[m, n]` go through a weight `[n, d]`; the table in docs/sae.md has the same rules.
+
+    Args:
+        method: as of `sae.decode`.
+        free: whether "auto" may take the plain product: neither slots nor another dtype are asked for.
+        keep: whether the lists of entries have to be kept: for a backward pass, or to be counted.
+    """
+    if method == "dense" or (method == "auto" and free and dense_is_faster(m, n, d, weight)):
+        return "dense"
+    if method == "exact":
+        return "csr"
+    if not (weight.is_cuda or INTERPRET):
+        return "torch"
+    return "one_launch" if not keep and one_launch(m, n) else "lists"
+
+
+def named(path: str) -> AbstractContextManager[Any]:
+    """A profiler's range that names the path."""
+    return span(f"gossamer::sae.decode/{path}")
+
+
+def path_of(acts: Tensor, weight: Tensor, *_: Any, keep: bool = False) -> str:
+    """The path of a call of the operator, to which no plain product is left, as a profiler shows it."""
+    (m, n), d = acts.shape, weight.shape[1]
+    return f"sae.decode/{choose_path(m, n, d, weight, free=False, keep=keep)}"
 
 
 def break_even(m: int, n: int, d: int, weight: Tensor) -> int:

@@ -81,7 +81,7 @@ def encode(
     [[1, 2]]
     """
     rows, _ = run("sae.encode", x, W_enc, b_enc, activation, b_dec, capacity, format, density)
-    return rows if format == "ell" else _as_csr("sae.encode", rows)
+    return rows if format == "ell" or isinstance(rows, CSR) else _as_csr("sae.encode", rows)
 
 
 def encode_with_l0(
@@ -115,14 +115,18 @@ def encode_with_l0(
     """
     operator = "sae.encode_with_l0"
     rows, l0 = run(operator, x, W_enc, b_enc, activation, b_dec, capacity, format, density)
-    return rows if format == "ell" else _as_csr(operator, rows), l0.to(threshold_dtype(rows.dtype))
+    if format == "csr" and not isinstance(rows, CSR):
+        rows = _as_csr(operator, rows)
+    return rows, l0.to(threshold_dtype(rows.dtype))
 
 
-def _as_csr(operator: str, rows: ELL | CSR) -> Any:
-    if isinstance(rows, CSR):
-        return rows
-    checks.no_wait(operator, 'format="csr" with another activation than gemm.BatchTopK', 'Take format="ell".')
+def _as_csr(operator: str, rows: ELL) -> Any:
+    _may_wait(operator)
     return convert(rows, "csr")
+
+
+def _may_wait(operator: str) -> None:
+    checks.no_wait(operator, 'format="csr" with another activation than gemm.BatchTopK', 'Take format="ell".')
 
 
 def run(
@@ -136,7 +140,7 @@ def run(
     format: str = "ell",
     density: DensityTracker | None = None,
 ) -> tuple[Any, Tensor]:
-    """(container, l0); a CSR of `BatchTopK` alone."""
+    """(container, l0); an ELL of `TopK` also where a CSR is asked for."""
     if density is not None and not isinstance(density, DensityTracker):
         raise TypeError(
             f"{operator}: density must be a rowsparse.DensityTracker or None, got {type(density).__name__}."
@@ -151,17 +155,15 @@ def run(
     key = None if autocasts else key_of(operands, options, (capacity,))
     known = _checked.get(key)
     if known is None:
-        check_operands(operator, x, W_enc, b_enc, b_dec, parameters)
-        if autocasts:
-            (W_enc,) = autocast.cast(W_enc)  # type: ignore[assignment]
-        if not autocasts or torch.float64 in (x.dtype, W_enc.dtype):
-            checks.same_dtype(operator, "x", x, W_enc=W_enc)
+        W_enc = check_operands(operator, x, W_enc, b_enc, b_dec, parameters)
         slots, may_overflow = check_capacity(operator, parameters, capacity, format, W_enc.shape[1])
         chosen = choose_path(name, math.prod(x.shape[:-1]), k, slots, may_overflow, W_enc, False)
         known = (slots, may_overflow, chosen)
         _checked.keep(key, known)
     path: str
     capacity, may_overflow, path = known
+    if capacity is None and name != "batchtopk":
+        _may_wait(operator)
     n, leading = W_enc.shape[1], x.shape[:-1]
     if threshold is not None and (threshold.dim() == 0 or threshold.dtype is not threshold_dtype(W_enc.dtype)):
         threshold = threshold.to(threshold_dtype(W_enc.dtype)).expand(n)
@@ -222,8 +224,8 @@ def _follow(density: DensityTracker | None, rows: Any, differentiable: bool) -> 
 
 def check_operands(
     operator: str, x: Tensor, W_enc: Tensor, b_enc: Tensor | None, b_dec: Tensor | None, activation: Parameters
-) -> None:
-    """Raises where an operand does not fit, those of the activation among them."""
+) -> Tensor:
+    """W_enc, in the dtype of autocast; raises where an operand does not fit, those of the activation among them."""
     threshold = activation.threshold
     optional = {"b_enc": b_enc, "b_dec": b_dec, "threshold": threshold, "scale": activation.scale}
     given = {name: tensor for name, tensor in optional.items() if tensor is not None}
@@ -243,6 +245,13 @@ def check_operands(
             checks.shape(operator, name, given[name], (size,), letters, "like W_enc")
     if threshold is not None and threshold.dim() != 0:
         checks.shape(operator, "threshold", threshold, (d_sae,), "[d_sae]", "like W_enc, or be a scalar")
+    autocasts = autocast.enabled(x.device)
+    if autocasts:
+        (W_enc,) = autocast.cast(W_enc)  # type: ignore[assignment]
+    # Autocast leaves float64 alone.
+    if not autocasts or torch.float64 in (x.dtype, W_enc.dtype):
+        checks.same_dtype(operator, "x", x, W_enc=W_enc)
+    return W_enc
 
 
 def check_capacity(
@@ -258,7 +267,7 @@ def check_capacity(
     if format == "csr":
         if capacity is not None:
             raise ValueError(f'{operator}: capacity belongs to format="ell", got {capacity} for "csr". Leave it out.')
-        if activation.name == "batchtopk":
+        if activation.name != "topk":
             return None, False
     most = activation.k if activation.name == "topk" else d_sae
     if capacity is None:
@@ -270,13 +279,16 @@ def check_capacity(
 
 def _fake(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     m, n = x.shape[0], weight.shape[1]
-    k, _, capacity, keep_source = rest[4:8]
-    values = weight.new_empty(m * k) if capacity is None else weight.new_empty(m, capacity)
+    activation, k, _, capacity, keep_source = rest[3:8]
+    if capacity is not None:
+        values = weight.new_empty(m, capacity)
+    else:
+        values = weight.new_empty(m * k if activation == "batchtopk" else torch.library.get_ctx().new_dynamic_size())
     return (
         values,
         torch.empty_like(values, dtype=torch.int32),
         weight.new_empty(m + 1, dtype=torch.int64) if capacity is None else weight.new_empty(m, dtype=torch.int32),
-        weight.new_empty(m, row_stride(m, n, weight, rest[3]))[:, :n] if keep_source else weight.new_empty(0, n),
+        weight.new_empty(m, row_stride(m, n, weight, activation))[:, :n] if keep_source else weight.new_empty(0, n),
         weight.new_empty(m, dtype=threshold_dtype(weight.dtype)),
     )
 
@@ -304,15 +316,19 @@ def encode_backward(
         return (None,) * 12
     refuse_second("sae.encode")
     if grad_values is None:
-        grad_values = values.new_zeros(1, 1).expand_as(values)
+        grad_values = values.new_zeros(()).expand_as(values)
     if grad_l0 is None:
-        grad_l0 = values.new_zeros(1, dtype=threshold_dtype(values.dtype)).expand_as(nnz)
+        grad_l0 = values.new_zeros(1, dtype=threshold_dtype(values.dtype)).expand(x.shape[0])
     # What lies in the window below the threshold is stored with value 0, and reaches the threshold alone.
     grad_pre = torch.where(values != 0, grad_values, 0)
     if estimate is not None:
         limit = estimate[indices.clamp(min=0)]
         near = (indices >= 0) & (values - limit < ctx.bandwidth / 2) & (limit >= 0)
-        slope = (limit * grad_values + grad_l0[:, None]) / ctx.bandwidth
+        if values.dim() == 2:
+            each = grad_l0[:, None]
+        else:
+            each = grad_l0.repeat_interleave(nnz.diff(), output_size=len(values))
+        slope = (limit * grad_values + each) / ctx.bandwidth
         grad_pre = (grad_pre + torch.where(near, slope, 0)).to(values.dtype)
         if ctx.keep_source and grad_source is None:
             grad_source = values.new_zeros(1, 1).expand_as(source)
@@ -364,6 +380,12 @@ def _fake_sums(*operands: Any) -> tuple[Tensor, Tensor]:
     return values.new_empty(n, dtype=dtype), values.new_empty(0 if threshold is None else n, dtype=dtype)
 
 
+def _launchers() -> Any:
+    from gossamer.sae._triton import encode_bwd
+
+    return encode_bwd
+
+
 _sae_encode = register(
     "sae_encode(Tensor x, Tensor weight, Tensor? bias, Tensor? b_dec, Tensor? threshold, str activation, int k, "
     "float bandwidth, SymInt? capacity, bool keep_source, Tensor? scale=None, bool ste_to_input=False) -> "
@@ -378,7 +400,7 @@ sum_gradients_by_column = register(
     "Tensor keys, Tensor columns, Tensor values, Tensor nnz, Tensor source, Tensor? threshold, float bandwidth) "
     "-> (Tensor, Tensor)",
     cpu=_cpu.bwd_columns,
-    gpu="gossamer.sae._triton.encode_bwd:bwd_columns",
+    gpu=lambda: _launchers().bwd_columns,
     fake=_fake_sums,
     once_differentiable="sae.encode",
 )
@@ -386,7 +408,7 @@ _bwd_source = register(
     "sae_encode_bwd_source(Tensor grad, Tensor source, Tensor nnz, SymInt capacity, Tensor? grad_l0, "
     "Tensor? threshold, float bandwidth) -> Tensor",
     cpu=_cpu.bwd_source,
-    gpu="gossamer.sae._triton.encode_bwd:bwd_source",
+    gpu=lambda: _launchers().bwd_source,
     fake=lambda grad, source, *_: source.new_empty(source.shape),
     once_differentiable="sae.encode",
 )

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer._core import autocast, checks
+from gossamer._core import autocast
 from gossamer._core.ops import refuse_second, register, undispatched
 from gossamer.gemm.activations import Activation, resolve
 from gossamer.rowsparse import Density, DensityTracker
@@ -48,11 +48,7 @@ def encode_dense(
     operator = "sae.encode_dense"
     parameters = resolve(operator, activation, ACTIVATIONS).parameters
     name, k, bandwidth, ste_to_input, threshold, scale = parameters
-    check_operands(operator, x, W_enc, b_enc, b_dec, parameters)
-    if autocast.enabled(x.device):
-        (W_enc,) = autocast.cast(W_enc)  # type: ignore[assignment]
-    else:
-        checks.same_dtype(operator, "x", x, W_enc=W_enc)
+    W_enc = check_operands(operator, x, W_enc, b_enc, b_dec, parameters)
     n, leading = W_enc.shape[1], x.shape[:-1]
     check_capacity(operator, parameters, None, "ell", n)
     if threshold is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from gossamer import rowsparse
 from gossamer._core import checks, files
 from gossamer._core.modes import evaluating
 from gossamer.rowsparse import CSR, ELL
+from gossamer.rowsparse.formats import offsets_of
 from gossamer.sae._extract import folder as disk
 from gossamer.sae._extract import source_files
 from gossamer.sae._extract.begin import begin
@@ -310,13 +311,13 @@ def extract(
     with ExitStack() as stack:
         ranks = stack.enter_context(Ranks(operator))
         rows, settings = _prepare(operator, ranks, source, sae, key, batch_size, shard_rows, top)
-        stack.enter_context(rows)
+        stack.enter_context(closing(rows))
         folder = Path(out)
         files.make_folder(operator, "out", folder)
         for array in rows.arrays or ():
             if array.path is not None and array.path.resolve().parent == folder.resolve():
                 raise ValueError(f"{operator}: out must be another folder than that of the source, got {folder}.")
-        lock = stack.enter_context(Lock(operator, folder))
+        lock = stack.enter_context(closing(Lock(operator, folder)))
         ranks.share(lambda: _begin(operator, folder, lock, ranks, settings, rows) if ranks.rank == 0 else None)
         if ranks.size > 1:
             # Held by each of them, for one that lives on after the others still writes.
@@ -333,7 +334,7 @@ def extract(
             totals.restore(disk.load(operator, folder / named["file"], named["sha256"]))
         statistics, number, complete = totals.following(device), len(manifest["shards"]), False
         stack.enter_context(evaluating(sae))
-        writer = stack.enter_context(Writer(folder, manifest, totals, rows.text, ranks))
+        writer = stack.enter_context(closing(Writer(folder, manifest, totals, rows.text, ranks)))
         while not complete:
             # Round by round, a shard each, so that whatever a round is stopped at, whole rounds are left.
             begun = number * shard_rows
@@ -445,9 +446,7 @@ def _entries(latents: Any) -> CSR:
     values, indices, nnz, _ = latents.settle().packed
     held = torch.arange(latents.capacity, device=latents.device) < nnz[:, None]
     held &= indices >= 0
-    offsets = torch.zeros(latents.num_rows + 1, dtype=torch.int64, device=latents.device)
-    torch.cumsum(held.sum(1), 0, out=offsets[1:])
-    return CSR(offsets, indices[held], values[held], shape)
+    return CSR(offsets_of(held.sum(1)), indices[held], values[held], shape)
 
 
 def _fingerprint(sae: Any) -> str:

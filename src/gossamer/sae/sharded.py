@@ -18,21 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer.gemm.activations import Activation, BatchTopK, JumpReLU, TopK, resolve
+from gossamer.gemm.activations import Activation, BatchTopK, JumpReLU, Parameters, TopK, resolve
 from gossamer.rowsparse import ELL, Rows
 from gossamer.rowsparse.formats import threshold_dtype
-from gossamer.rowsparse.pack import check_container, default_capacity, pack_ell_operator
-from gossamer.sae._torch.encode import pre_activations
+from gossamer.rowsparse.pack import check_container, pack_ell_operator
+from gossamer.sae._torch.encode import order_keys_, pre_activations
 from gossamer.sae.decode import check_rest, decode_rows
-from gossamer.sae.encode import ACTIVATIONS, check_operands, encode_backward, run, save_operands
+from gossamer.sae.encode import ACTIVATIONS, check_capacity, check_operands, encode_backward, run, save_operands
 
-# The integers of a dtype's bit patterns, and the pattern that stands for NaN.
-_PATTERNS = {
-    torch.float16: (torch.int16, 0x7E00),
-    torch.bfloat16: (torch.int16, 0x7FC0),
-    torch.float32: (torch.int32, 0x7FC00000),
-    torch.float64: (torch.int64, 0x7FF8000000000000),
-}
 COMPILES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 _DIGIT = 9  # bits a round of `_kth_key` settles; 63, of a float64, is a multiple of it
 
@@ -234,7 +227,7 @@ def _sharded(
     """(this rank's latents, its part of l0)"""
     check_group(operator, group)
     activation = resolve(operator, activation, ACTIVATIONS)
-    check_operands(operator, x, W_enc, b_enc, b_dec, activation.parameters)  # type: ignore[union-attr]
+    W_enc = check_operands(operator, x, W_enc, b_enc, b_dec, activation.parameters)  # type: ignore[union-attr]
     if type(activation) is TopK and capacity is not None:
         raise ValueError(
             f"{operator}: capacity belongs to the other activations, got {capacity!r} for gemm.TopK, which has "
@@ -293,21 +286,16 @@ def _batch_topk(
     capacity: int | None,
     group: Any,
 ) -> tuple[ELL, Tensor]:
-    if autocast.enabled(x.device):
-        (W_enc,) = autocast.cast(W_enc)  # type: ignore[assignment]
-    if not autocast.enabled(x.device) or torch.float64 in (x.dtype, W_enc.dtype):
-        checks.same_dtype(operator, "x", x, W_enc=W_enc)
     n = W_enc.shape[1]
-    if capacity is not None:
-        checks.positive(operator, "capacity", capacity, "It is the number of slots per row.")
-    slots = default_capacity(n) if capacity is None else min(capacity, n)
+    # k may be above the number of this rank's latents.
+    slots, may_overflow = check_capacity(operator, Parameters("batchtopk"), capacity, "ell", n)
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     scale = None if activation.scale is None else activation.scale.detach()
     with torch.autocast(x.device.type, enabled=False):
-        found = _SelectAmongRanks.apply(flat, W_enc, b_enc, b_dec, activation.k, slots, slots < n, scale, group)
+        found = _SelectAmongRanks.apply(flat, W_enc, b_enc, b_dec, activation.k, slots, may_overflow, scale, group)
     values, indices, nnz, source, l0 = found
     shape = (*x.shape[:-1], n)
-    return ELL(values, indices, nnz, shape, source if slots < n else None), l0.view(x.shape[:-1])
+    return ELL(values, indices, nnz, shape, source if may_overflow else None), l0.view(x.shape[:-1])
 
 
 class _SelectAmongRanks(torch.autograd.Function):
@@ -343,16 +331,12 @@ class _SelectAmongRanks(torch.autograd.Function):
 
 
 def _among_largest(ranked: Tensor, k: int, group: Any) -> Tensor:
-    """Bool [M, n]: what is above 0 (or NaN) and among the k * M largest of all ranks, ties by row, rank and column.
-
-    Positive floats are ordered like their bit patterns, NaN last once its patterns are made one.
-    """
+    """Bool [M, n]: what is above 0 (or NaN) and among the k * M largest of all ranks, ties by row, rank and column."""
     m, total = ranked.shape[0], k * ranked.shape[0]
-    integer, nan = _PATTERNS[ranked.dtype]
-    keys = ranked.clamp(min=0).view(integer).bitwise_and_(torch.iinfo(integer).max).clamp_(max=nan)
+    keys = order_keys_(ranked.clamp(min=0))
     # What is among the largest of all is among the largest of its rank.
     largest = keys.flatten().topk(min(total, keys.numel())).values.long()
-    kth = _kth_key(largest.flip(0), total, torch.iinfo(integer).bits - 1, group).clamp(min=1)
+    kth = _kth_key(largest.flip(0), total, torch.iinfo(keys.dtype).bits - 1, group).clamp(min=1)
     tied = keys == kth
     mine = torch.cat([tied.sum(1), (largest > kth).sum()[None]])
     counts = _gather(mine, group)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer._core.ops import register, undispatched
+from gossamer._core.ops import register, save_inputs, undispatched
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.sae._torch import squared_error as _cpu
 
@@ -45,10 +45,6 @@ def _wide(x: Tensor, y: Tensor) -> torch.dtype:
     return threshold_dtype(torch.promote_types(x.dtype, y.dtype))
 
 
-def _context(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, y = ctx.saved_tensors
     call, needs = undispatched(_bwd, grad, x, y), ctx.needs_input_grad
@@ -68,13 +64,13 @@ _squared_error = register(
     "sae_squared_error(Tensor x, Tensor y) -> Tensor",
     cpu=_cpu.squared_error,
     fake=lambda x, y: x.new_empty(x.shape[0], dtype=_wide(x, y)),
-    setup_context=_context,
+    setup_context=save_inputs,
     backward=_backward,
 )
 _bwd = register(
     "sae_squared_error_bwd(Tensor grad, Tensor x, Tensor y) -> Tensor",
     cpu=_cpu.bwd,
     fake=lambda grad, x, y: y.new_empty(y.shape),
-    setup_context=_context,
+    setup_context=save_inputs,
     backward=_bwd_backward,
 )

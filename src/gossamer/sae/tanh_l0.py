@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer._core.ops import register, undispatched
+from gossamer._core.ops import register, save_inputs, undispatched
 from gossamer.rowsparse import CSR, Rows
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.rowsparse.matmul import multiply, parts
@@ -63,10 +63,6 @@ def _of_csr(rows: CSR, scale: Tensor) -> Tensor:
     return multiply("sae.tanh_l0", terms, ones, None, None, "rows", "scale").view(rows.shape[:-1])
 
 
-def _context(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     values, indices, nnz, source, scale = ctx.saved_tensors
     call = undispatched(_tanh_l0_bwd, grad, values, scale)
@@ -93,7 +89,7 @@ _tanh_l0 = register(
     "sae_tanh_l0(Tensor values, Tensor indices, Tensor nnz, Tensor? source, Tensor scale) -> Tensor",
     cpu=_cpu.tanh_l0,
     fake=lambda values, indices, nnz, source, scale: scale.new_empty(nnz.shape[0]),
-    setup_context=_context,
+    setup_context=save_inputs,
     backward=_backward,
 )
 _tanh_l0_bwd = register(

@@ -82,6 +82,7 @@ def product(queries, ring, h, slot, none):
     return warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
 
 
+@launch.Kernel
 @gluon.jit
 def _index_keys_kernel(
     q_desc, k_desc, w_ptr, bias_ptr, lengths_ptr, keys_ptr, first, Tq, padded, Tk, stride, ahead, scale,
@@ -158,9 +159,6 @@ def _index_keys_kernel(
         x = warpgroup_mma_wait(0, deps=(x,))
 
 
-_index_keys = launch.Kernel(_index_keys_kernel)
-
-
 def readable(q: Tensor, k: Tensor) -> bool:
     """Whether q `[B, Hi, Tq, Di]` and k `[B, Tk, Di]` are what the kernel takes: an even number of heads of 64 or 128,
     in 16 bits, whose tiles leave room for three programs, and whose rows begin at 16 bytes, for the copy engine."""
@@ -201,7 +199,7 @@ def launch_index_keys(
     # No more than fill the last round: a program beyond it would run alone, while all others wait.
     parts = max(1, min(launch.cdiv(sizes[4], COLUMNS), ROUNDS * SHARE * tuning.programs(q.device) // blocks))
     meta = {"HEADS": q.shape[1], "STAGES": STAGES}
-    _index_keys((parts, blocks, 1), (*tiles, *given, *sizes, scale), meta, num_warps=4)
+    _index_keys_kernel((parts, blocks, 1), (*tiles, *given, *sizes, scale), meta, num_warps=4)
 
 
 EXAMPLES = {
@@ -216,4 +214,3 @@ EXAMPLES = {
         "num_warps": 4,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

@@ -23,7 +23,7 @@ def predicted_part(mean, spread, largest, predictor_ptr, offset_ptr, HIDDEN: tl.
     return 1.0 / (1.0 + tl.exp(-x))
 
 
-@triton.jit
+@launch.kernel
 def _adaptive_k_kernel(
     keys_ptr, w_ptr, lengths_ptr, mean_ptr, predictor_ptr, k_ptr, first, Tq, padded, Tk, stride, ahead, k_min, k_base,
     k_max, temperature, STEPS: tl.constexpr, HEADS: tl.constexpr, RULE: tl.constexpr, HIDDEN: tl.constexpr,
@@ -83,9 +83,6 @@ def _adaptive_k_kernel(
     tl.store(k_ptr + row, k.to(tl.int32))
 
 
-_adaptive_k = launch.Kernel(_adaptive_k_kernel)
-
-
 def rows_k(
     keys: Tensor,
     w: Tensor,
@@ -104,7 +101,7 @@ def rows_k(
     meta = {"STEPS": LEVELS, "HEADS": w.shape[2], "RULE": RULES.index(rule)}
     meta |= {"HIDDEN": 1 if predictor is None else predictor.shape[0], "BLOCK": 2048, "UNIT": unit}
     args = (keys, w, lengths, mean, predictor, k, *sizes, *bounds, temperature)
-    _adaptive_k((k.shape[0], 1, 1), args, meta, num_warps=8)
+    _adaptive_k_kernel((k.shape[0], 1, 1), args, meta, num_warps=8)
 
 
 EXAMPLES = {
@@ -119,4 +116,3 @@ EXAMPLES = {
         "num_warps": 8,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

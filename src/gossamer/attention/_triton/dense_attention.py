@@ -56,7 +56,7 @@ def kept(words_ptr, key, end, query, row, offset, CAUSAL: tl.constexpr):
     return (word[None, :] & (tl.full(row.shape, 1, tl.int32) << (row & 31))[:, None]) != 0
 
 
-@triton.jit(do_not_specialize=["first", "rows", "columns"])
+@launch.kernel(do_not_specialize=["first", "rows", "columns"])
 def _dense_softmax_kernel(
     s_ptr, lse_ptr, words_ptr, lengths_ptr, first, rows, columns, Tq, Tk, scale,
     SCOPES: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -92,7 +92,7 @@ def _dense_softmax_kernel(
     tl.store(lse_ptr + head * Tq + first + row, lse, mask=inside)
 
 
-@triton.jit(do_not_specialize=["first", "rows", "columns"])
+@launch.kernel(do_not_specialize=["first", "rows", "columns"])
 def _dense_gradient_kernel(
     s_ptr, dp_ptr, rows_ptr, words_ptr, lengths_ptr, first, rows, columns, Tq, Tk, scale,
     SCOPES: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -120,7 +120,7 @@ def _dense_gradient_kernel(
         tl.store(dp_ptr + at + key[None, :], ds, mask=there)
 
 
-@triton.jit(do_not_specialize=["N"])
+@launch.kernel(do_not_specialize=["N"])
 def _taken_rows_kernel(
     k_ptr, v_ptr, keys_ptr, values_ptr, taken_ptr, words_ptr, lengths_ptr, N, Tk,
     SCOPES: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -148,9 +148,6 @@ def _taken_rows_kernel(
     tl.store(taken_ptr + row, some != 0, mask=key < Tk)
 
 
-_taken_rows = launch.Kernel(_taken_rows_kernel)
-_dense_softmax = launch.Kernel(_dense_softmax_kernel)
-_dense_gradient = launch.Kernel(_dense_gradient_kernel)
 TILE = {"BLOCK_M": 16, "BLOCK_N": 128}
 
 
@@ -175,7 +172,7 @@ def taken_rows(k: Tensor, v: Tensor, words: Tensor, lengths: Tensor | None) -> t
     taken = torch.empty(b, g, tk, dtype=torch.bool, device=k.device)
     args = (k, v, keys, values, taken, words, lengths, words.shape[2], tk)
     meta = {"SCOPES": words.shape[1], "D": d, "BLOCK_K": 32}
-    _taken_rows((launch.cdiv(tk, 32), g, b), args, meta, num_warps=4)
+    _taken_rows_kernel((launch.cdiv(tk, 32), g, b), args, meta, num_warps=4)
     return keys, values, taken
 
 
@@ -202,7 +199,7 @@ def dense_attention(
             s = scratch[: b * h * rows * columns].view(b * g, h // g * rows, columns)
             torch.bmm(folded(q, first, rows, g), keys[:, :columns].transpose(1, 2), out=s)
             args = (s, lse, words.view(torch.int32), lengths, first, rows, columns, tq, tk, scale)
-            _dense_softmax((launch.cdiv(rows, TILE["BLOCK_M"]), h, b), args, meta, num_warps=8)
+            _dense_softmax_kernel((launch.cdiv(rows, TILE["BLOCK_M"]), h, b), args, meta, num_warps=8)
             o = torch.bmm(s, values[:, :columns])
             out[:, first : first + rows] = o.view(b, h, rows, d).transpose(1, 2)
     return out.transpose(1, 2), lse
@@ -237,7 +234,7 @@ def dense_attention_bwd(
             torch.bmm(queries, keys[:, :columns].transpose(1, 2), out=s)
             torch.bmm(grads, values[:, :columns].transpose(1, 2), out=dp)
             args = (s, dp, stats, words.view(torch.int32), lengths, first, rows, columns, tq, tk, scale)
-            _dense_gradient((launch.cdiv(rows, TILE["BLOCK_M"]), h, b), args, meta, num_warps=8)
+            _dense_gradient_kernel((launch.cdiv(rows, TILE["BLOCK_M"]), h, b), args, meta, num_warps=8)
             dq[:, :, first : first + rows] = torch.bmm(dp, keys[:, :columns]).view(b, h, rows, d)
             # The first slab's last query sees all keys, so that its products are what the others are added to.
             assert i or columns == tk
@@ -273,4 +270,3 @@ EXAMPLES = {
         "num_warps": 8,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

@@ -90,7 +90,7 @@ def slopes(g, u, w, NI: tl.constexpr, M: tl.constexpr):
     return g * u, g * w[:, None] * u * (1 - u)
 
 
-@triton.jit(do_not_specialize=["first"])
+@launch.kernel(do_not_specialize=["first"])
 def _indexer_lse_kernel(
     qi_ptr, ki_ptr, w_ptr, bias_ptr, lse_ptr, lists_ptr, counts_ptr, first, T, heads, capacity, scale,
     NI: tl.constexpr, DI: tl.constexpr,
@@ -116,7 +116,7 @@ def _indexer_lse_kernel(
     tl.store(lse_ptr + batch * T + query, tl.log(total), mask=query < T)
 
 
-@triton.jit(do_not_specialize=["first"])
+@launch.kernel(do_not_specialize=["first"])
 def _indexer_loss_rows_kernel(
     q_ptr, k_ptr, lse_ptr, qi_ptr, ki_ptr, w_ptr, bias_ptr, lse_idx_ptr, lists_ptr, counts_ptr, loss_ptr, dqi_ptr,
     rows_ptr, first, T, H, heads, capacity, scale, scale_idx,
@@ -165,7 +165,7 @@ def _indexer_loss_rows_kernel(
     tl.store(dqi_ptr + at[:, None] * DI + column[None, :], dqi * scale_idx, mask=held[:, None] & (column < DI)[None, :])
 
 
-@triton.jit(do_not_specialize=["entries", "batches"])
+@launch.kernel(do_not_specialize=["entries", "batches"])
 def _indexer_loss_keys_kernel(
     q_ptr, k_ptr, lse_ptr, qi_ptr, ki_ptr, w_ptr, bias_ptr, lse_idx_ptr, lists_ptr, counts_ptr, dki_ptr, plan_ptr,
     T, H, heads, capacity, entries, batches, scale, scale_idx,
@@ -215,11 +215,6 @@ def _indexer_loss_keys_kernel(
         tile = tl.atomic_add(plan_ptr, 1, sem="relaxed")
 
 
-_indexer_lse = launch.Kernel(_indexer_lse_kernel)
-_indexer_loss_rows = launch.Kernel(_indexer_loss_rows_kernel)
-_indexer_loss_keys = launch.Kernel(_indexer_loss_keys_kernel)
-
-
 def indexer_loss(
     q: Tensor,
     k: Tensor,
@@ -259,11 +254,11 @@ def indexer_loss(
         lists, listed = key_lists(words, lengths, t, causal, 1, first, step)
         grid = (lists.shape[0] * QUERIES // queries, b, 1)
         args = (q_idx, k_idx, sigmoids, biases, lse_idx, lists, listed, first, t, heads, lists.shape[-1], scale_idx)
-        _indexer_lse(grid, args, sizes, num_warps=8)
+        _indexer_lse_kernel(grid, args, sizes, num_warps=8)
         if behind is not None:
             lse_idx.masked_fill_(behind, torch.inf)
         args = (*operands, lists, listed, loss, dqi, rows, first, t, h, heads, lists.shape[-1], scale, scale_idx)
-        _indexer_loss_rows(grid, args, both, num_warps=8)
+        _indexer_loss_rows_kernel(grid, args, both, num_warps=8)
     dki = _key_gradient(operands, words, lengths, scale, scale_idx, causal, both)
     each = 1 / lse_idx.isfinite().sum().clamp(min=1)
     # The sigmoids first: the first operand lays out the result.
@@ -294,7 +289,7 @@ def _key_gradient(
     sizes = (t, h, q_idx.shape[1], lists.shape[-1], entries, b)
     args = (*operands, lists, listed, dki, plan, *sizes, scale, scale_idx)
     grid = (2 * tuning.programs(q.device), 1, 1)
-    _indexer_loss_keys(grid, args, meta, num_warps=8)
+    _indexer_loss_keys_kernel(grid, args, meta, num_warps=8)
     return dki
 
 
@@ -324,4 +319,3 @@ EXAMPLES = {
         "num_warps": 8,
     },
 }
-"""Example signatures for the ahead-of-time compile test."""

@@ -41,7 +41,7 @@ def check_width(operator: str, d: int, element_size: int) -> None:
         )
 
 
-@triton.jit
+@launch.kernel
 def _indexer_scores_fwd_kernel(
     q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, out_ptr, Tq, Tk, ahead, scale,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -78,7 +78,7 @@ def head_terms(
     return through, gate[:, None] * through * (1.0 - active)
 
 
-@triton.jit
+@launch.kernel
 def _indexer_scores_bwd_q_kernel(
     q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, grad_ptr, dq_ptr, dw_ptr, dbias_ptr, Tq, Tk, ahead, scale,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -112,7 +112,7 @@ def _indexer_scores_bwd_q_kernel(
     tl.store(dbias_ptr + part, tl.sum(dbias, axis=0))
 
 
-@triton.jit
+@launch.kernel
 def _indexer_scores_bwd_k_kernel(
     q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, grad_ptr, dk_ptr, Tq, Tk, ahead, scale,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -140,11 +140,6 @@ def _indexer_scores_bwd_k_kernel(
     columns = tl.arange(0, BLOCK_D)
     at = (batch * Tk + keys)[:, None] * D + columns[None, :]
     tl.store(dk_ptr + at, dk * scale, mask=(keys < Tk)[:, None] & (columns < D)[None, :])
-
-
-_fwd = launch.Kernel(_indexer_scores_fwd_kernel)
-_bwd_q = launch.Kernel(_indexer_scores_bwd_q_kernel)
-_bwd_k = launch.Kernel(_indexer_scores_bwd_k_kernel)
 
 
 def _options(q: Tensor) -> dict[str, Any]:
@@ -176,7 +171,7 @@ def indexer_scores(
         meta = _options(q)
         grid = (launch.cdiv(tk, meta["BLOCK_N"]), launch.cdiv(tq, meta["BLOCK_M"]), b)
         tensors = (q.contiguous(), k.contiguous(), w.contiguous(), bias, lengths, out)
-        _fwd(grid, (*tensors, tq, tk, _ahead(causal, tk), scale), meta)
+        _indexer_scores_fwd_kernel(grid, (*tensors, tq, tk, _ahead(causal, tk), scale), meta)
     return out
 
 
@@ -201,8 +196,8 @@ def indexer_scores_backward(
     dbias = torch.empty(b, heads, blocks, dtype=torch.float32, device=q.device)
     tensors = (q.contiguous(), k.contiguous(), w.contiguous(), bias, lengths, grad.contiguous())
     sizes = (tq, tk, _ahead(causal, tk), scale)
-    _bwd_q((blocks, heads, b), (*tensors, dq, dw, dbias, *sizes), meta)
-    _bwd_k((launch.cdiv(tk, meta["BLOCK_N"]), b, 1), (*tensors, dk, *sizes), meta)
+    _indexer_scores_bwd_q_kernel((blocks, heads, b), (*tensors, dq, dw, dbias, *sizes), meta)
+    _indexer_scores_bwd_k_kernel((launch.cdiv(tk, meta["BLOCK_N"]), b, 1), (*tensors, dk, *sizes), meta)
     return dq, dk, dw, dbias.sum((0, 2))
 
 
@@ -229,4 +224,3 @@ EXAMPLES = {
         "num_warps": 4,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

@@ -25,7 +25,7 @@ def not_behind(word, before, LAST: tl.constexpr):
     return tl.where(before > LAST, 0, kept)
 
 
-@triton.jit(do_not_specialize=["N", "first"])
+@launch.kernel(do_not_specialize=["N", "first"])
 def _key_lists_kernel(
     words_ptr, lengths_ptr, lists_ptr, counts_ptr, N, Tq, Tk, first, capacity, SCOPES: tl.constexpr,
     CAUSAL: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -64,9 +64,6 @@ def _key_lists_kernel(
     tl.store(counts_ptr + out, found)
 
 
-_key_lists = launch.Kernel(_key_lists_kernel)
-
-
 def slots(words: Tensor, num_queries: int, lengths: Tensor | None, causal: bool, last: int) -> int:
     """Keys that any query before `last` may see, in whole cache lines."""
     tk = words.shape[3]
@@ -89,9 +86,9 @@ def key_lists(
     capacity = slots(words, num_queries, lengths, causal, (first + groups) * parts * QUERIES)
     lists = torch.empty(groups, b * s, 1 + 2 * parts, capacity, dtype=torch.int32, device=words.device)
     counts = torch.empty(groups, b * s, dtype=torch.int32, device=words.device)
-    meta = {"SCOPES": s, "CAUSAL": causal, "PARTS": parts, "BLOCK": 4096 // parts}
+    meta = {"SCOPES": s, "CAUSAL": causal, "PARTS": parts, "BLOCK": 4096}
     args = (words, lengths, lists, counts, n, num_queries, tk, first, capacity)
-    _key_lists((b * s, groups, 1), args, meta, num_warps=8)
+    _key_lists_kernel((b * s, groups, 1), args, meta, num_warps=8)
     return lists, counts
 
 
@@ -101,8 +98,7 @@ EXAMPLES = {
             "words_ptr": "*i64", "lengths_ptr": "*i32", "lists_ptr": "*i32", "counts_ptr": "*i32", "N": "i32",
             "Tq": "i32", "Tk": "i32", "first": "i32", "capacity": "i32",
         },
-        "constexprs": {"SCOPES": 1, "CAUSAL": True, "PARTS": 2, "BLOCK": 2048},
+        "constexprs": {"SCOPES": 1, "CAUSAL": True, "PARTS": 2, "BLOCK": 4096},
         "num_warps": 8,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

@@ -20,7 +20,7 @@ def sections(unit, H, G):
     return kind, unit - first
 
 
-@triton.jit
+@launch.kernel
 def _rotary_gates_fwd_kernel(
     y_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, gate_ptr, stride_y, tokens, angles, H, G,
     D: tl.constexpr, VALUE_GATE: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -62,7 +62,7 @@ def _rotary_gates_fwd_kernel(
     tl.store(out_ptr + HALF, high.to(q_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@launch.kernel
 def _rotary_gates_bwd_kernel(
     y_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dv_ptr, dgate_ptr, dy_ptr, stride_y, tokens, angles, H, G,
     D: tl.constexpr, VALUE_GATE: tl.constexpr, OUTPUT_GATE: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -121,8 +121,6 @@ def slope(x):
     return s * (1 - s)
 
 
-_rotary_gates_fwd = launch.Kernel(_rotary_gates_fwd_kernel)
-_rotary_gates_bwd = launch.Kernel(_rotary_gates_bwd_kernel)
 BLOCK_T = 32
 
 
@@ -140,7 +138,7 @@ def rotary_gates(
         meta = {"D": d, "VALUE_GATE": value_gate, "BLOCK_T": BLOCK_T}
         args = (y, cos.contiguous(), sin.contiguous(), q, k, v, gate, *sizes)
         grid = (launch.cdiv(b * t, BLOCK_T), units, 1)
-        _rotary_gates_fwd(grid, args, meta, num_warps=4)
+        _rotary_gates_fwd_kernel(grid, args, meta, num_warps=4)
     return q, k, v, gate
 
 
@@ -159,7 +157,7 @@ def rotary_gates_bwd(
         grads = (x.contiguous() for x in (dq, dk, dv, dgate))
         args = (y.contiguous(), cos.contiguous(), sin.contiguous(), *grads, dy, *sizes)
         grid = (launch.cdiv(b * t, BLOCK_T), units, 1)
-        _rotary_gates_bwd(grid, args, meta, num_warps=4)
+        _rotary_gates_bwd_kernel(grid, args, meta, num_warps=4)
     return dy
 
 
@@ -180,4 +178,3 @@ EXAMPLES = {
         "num_warps": 4,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

@@ -53,7 +53,7 @@ def add_head(score, q, k, weight, bias, scale, PRECISION: tl.constexpr, FAST: tl
     return score + weight[:, None] * gate
 
 
-@triton.jit
+@launch.kernel
 def _index_keys_kernel(
     q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, keys_ptr, stride_qb, stride_qh, stride_qt, stride_kb,
     first, Tq, padded, Tk, stride, ahead, scale,
@@ -159,7 +159,7 @@ def take_halves(
     return bits
 
 
-@triton.jit
+@launch.kernel
 def _take_kernel(
     words_ptr, keys_ptr, lengths_ptr, threshold_ptr, last_ptr, first, Tq, padded, Tk, stride, ahead, window, sinks,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr,
@@ -205,8 +205,6 @@ class Take:
 
 
 TAKE = Take()
-_index_keys = launch.Kernel(_index_keys_kernel)
-_take = launch.Kernel(_take_kernel)
 
 
 class Slab(NamedTuple):
@@ -338,7 +336,7 @@ class _Call:
         parts = max(1, min(tiles, launch.cdiv(6 * tuning.programs(self.q.device), blocks)))
         strides = (*self.q.stride()[:3], self.k.stride(0))
         args = (self.q, self.k, self.w, self.bias, self.lengths, keys, *strides, *self.sizes(slab), self.scale)
-        _index_keys((parts, blocks, 1), args, meta, num_warps=4, num_stages=3)
+        _index_keys_kernel((parts, blocks, 1), args, meta, num_warps=4, num_stages=3)
 
     def find(self, slab: Slab, keys: Tensor, wanted: Tensor | None, lists: Tensor | None) -> None:
         given = (keys, self.lengths, wanted, self.threshold, self.last, lists)
@@ -350,7 +348,7 @@ class _Call:
         meta = {"ROWS": self.unit, "BLOCK": TAKE.columns, "UNIT": self.granularity, "PACKED": self.packed}
         meta |= {"FORCED": window > 0 or sinks > 0, "EVERY": keys is None, "TOGETHER": TAKE.together}
         grid = (launch.cdiv(self.tk, TAKE.columns * self.granularity), slab.rows // self.unit, 1)
-        _take(grid, args, meta, num_warps=max(1, TAKE.columns // 256))
+        _take_kernel(grid, args, meta, num_warps=max(1, TAKE.columns // 256))
 
 
 @together
@@ -436,4 +434,3 @@ EXAMPLES = {
         "num_warps": 1,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

@@ -28,7 +28,7 @@ def half_of_mask(mask_ptr, first, Tq, Tk, keys):
     return tl.sum((taken != 0).to(tl.int32) << tl.arange(0, 32)[:, None], axis=0)
 
 
-@triton.jit
+@launch.kernel
 def _words_of_mask_kernel(mask_ptr, words_ptr, Tq, Tk, BLOCK: tl.constexpr):
     """Program (BLOCK keys, block of 64 queries, batch and scope)."""
     keys = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -40,7 +40,7 @@ def _words_of_mask_kernel(mask_ptr, words_ptr, Tq, Tk, BLOCK: tl.constexpr):
     tl.store(words_ptr + at, join_halves(low, high), mask=keys < Tk)
 
 
-@triton.jit
+@launch.kernel
 def _mask_of_words_kernel(words_ptr, mask_ptr, Tq, Tk, BLOCK: tl.constexpr):
     """Program (BLOCK keys, block of 64 queries, batch and scope)."""
     keys = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -54,7 +54,7 @@ def _mask_of_words_kernel(words_ptr, mask_ptr, Tq, Tk, BLOCK: tl.constexpr):
     tl.store(mask_ptr + at, taken.to(tl.int8), mask=inside)
 
 
-@triton.jit
+@launch.kernel
 def _union_of_words_kernel(words_ptr, counts_ptr, indices_ptr, blocks, Tk, reach, capacity, BLOCK: tl.constexpr):
     """Program (block of queries of one batch and scope), those with most keys first. Nobody takes a key further than
     `reach` behind its block's last query."""
@@ -78,18 +78,13 @@ def _union_of_words_kernel(words_ptr, counts_ptr, indices_ptr, blocks, Tk, reach
         tl.store(indices_ptr + slots, -1, mask=(slots >= found) & (slots < capacity))
 
 
-_words_of_mask = launch.Kernel(_words_of_mask_kernel)
-_mask_of_words = launch.Kernel(_mask_of_words_kernel)
-_union_of_words = launch.Kernel(_union_of_words_kernel)
-
-
 def words_of_mask(mask: Tensor) -> Tensor:
     """Operator `words_of_mask`: bool [B, S, Tq, Tk] -> int64 [B, S, ceil(Tq / 64), Tk]."""
     b, s, tq, tk = mask.shape
     words = mask.new_empty((b, s, launch.cdiv(tq, 64), tk), dtype=torch.int64)
     if words.numel():
         grid = (launch.cdiv(tk, 128), words.shape[2], b * s)
-        _words_of_mask(grid, (mask.contiguous().view(torch.int8), words, tq, tk), {"BLOCK": 128})
+        _words_of_mask_kernel(grid, (mask.contiguous().view(torch.int8), words, tq, tk), {"BLOCK": 128})
     return words
 
 
@@ -100,7 +95,7 @@ def mask_of_words(words: Tensor, num_queries: int) -> Tensor:
     if mask.numel():
         grid = (launch.cdiv(tk, 128), blocks, b * s)
         args = (words.contiguous(), mask.view(torch.int8), num_queries, tk)
-        _mask_of_words(grid, args, {"BLOCK": 128})
+        _mask_of_words_kernel(grid, args, {"BLOCK": 128})
     return mask
 
 
@@ -115,7 +110,7 @@ def union_of_words(words: Tensor, capacity: int, reach: int | None = None) -> tu
     if counts.numel():
         block = min(4096, launch.next_power_of_2(tk))
         args = (words.contiguous(), counts, indices, words.shape[-2], tk, tk if reach is None else reach, capacity)
-        _union_of_words((counts.numel(), 1, 1), args, {"BLOCK": block}, num_warps=8)
+        _union_of_words_kernel((counts.numel(), 1, 1), args, {"BLOCK": block}, num_warps=8)
     return counts, indices
 
 
@@ -139,4 +134,3 @@ EXAMPLES = {
         "num_warps": 8,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

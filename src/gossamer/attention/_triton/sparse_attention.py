@@ -139,7 +139,7 @@ def wide_product(
     return s
 
 
-@triton.jit(do_not_specialize=["first", "Tq", "sharing"])
+@launch.kernel(do_not_specialize=["first", "Tq", "sharing"])
 def _sparse_attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, from_ptr, counts_ptr,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, first, Tq, capacity, sharing, scale,
@@ -202,9 +202,6 @@ def _sparse_attention_fwd_kernel(
     tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=inside)
     lse = tl.where(total == 0, float("-inf"), (m + tl.log2(total)) * 0.6931471805599453)
     tl.store(lse_ptr + (batch * heads + head) * Tq + query, lse, mask=query < Tq)
-
-
-_sparse_attention_fwd = launch.Kernel(_sparse_attention_fwd_kernel)
 
 
 def strided(x: Tensor) -> Tensor:
@@ -276,7 +273,7 @@ def sparse_attention(
         args = (q, k, v, out, lse, walked, ends, *q.stride()[:3], *k.stride()[:3], first, tq, capacity, h // g, scale)
         meta |= {"WALK": walk, "PRECISION": tuning.dot_precision(q, d)["PRECISION"]}
         with span(f"sparse_attention/{path}"):
-            _sparse_attention_fwd((groups, h, b), args, meta, **tile.options())
+            _sparse_attention_fwd_kernel((groups, h, b), args, meta, **tile.options())
     return out.transpose(1, 2), lse
 
 
@@ -296,4 +293,3 @@ EXAMPLES = {
         "maxnreg": 128,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

@@ -52,7 +52,7 @@ def key_tile(d: int, element_size: int) -> Tile:
     return Tile(parts=8, keys=128, warps=8, stages=3)
 
 
-@triton.jit
+@launch.kernel
 def _row_statistics_kernel(
     grad_ptr, out_ptr, lse_ptr, grad_lse_ptr, rows_ptr, stride_gb, stride_gh, stride_gt, Tq,
     D: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -76,7 +76,7 @@ def _row_statistics_kernel(
     tl.store(rows_ptr + 2 * row + 1, delta, mask=query < Tq)
 
 
-@triton.jit(do_not_specialize=["first", "Tq", "sharing"])
+@launch.kernel(do_not_specialize=["first", "Tq", "sharing"])
 def _sparse_attention_bwd_q_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, dq_ptr, rows_ptr, from_ptr, counts_ptr,
     stride_kb, stride_kh, stride_kt, first, Tq, capacity, sharing, scale,
@@ -157,7 +157,7 @@ def add_queries(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["Tq", "H", "sharing", "parts"])
+@launch.kernel(do_not_specialize=["Tq", "H", "sharing", "parts"])
 def _sparse_attention_bwd_kv_tiles_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, rows_ptr, words_ptr, lengths_ptr, Tq, Tk, H, sharing, parts, scale,
     SCOPES: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr,
@@ -219,7 +219,7 @@ def await_entry(plan_ptr, flag_ptr, entry):
             pass
 
 
-@triton.jit(do_not_specialize=["Tq", "Tk", "H", "sharing", "entries", "scopes"])
+@launch.kernel(do_not_specialize=["Tq", "Tk", "H", "sharing", "entries", "scopes"])
 def _sparse_attention_bwd_kv_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, rows_ptr, lists_ptr, counts_ptr, plan_ptr,
     Tq, Tk, capacity, H, sharing, entries, scopes, scale,
@@ -287,12 +287,6 @@ def _sparse_attention_bwd_kv_kernel(
         item = tl.atomic_add(plan_ptr, 1, sem="relaxed")
 
 
-_row_statistics = launch.Kernel(_row_statistics_kernel)
-_sparse_attention_bwd_q = launch.Kernel(_sparse_attention_bwd_q_kernel)
-_sparse_attention_bwd_kv = launch.Kernel(_sparse_attention_bwd_kv_kernel)
-_sparse_attention_bwd_kv_tiles = launch.Kernel(_sparse_attention_bwd_kv_tiles_kernel)
-
-
 @together
 def sparse_attention_bwd(
     grad: Tensor,
@@ -332,7 +326,7 @@ def row_statistics(grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | No
     out = out.transpose(1, 2).contiguous()
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
     args = (grad, out, lse.contiguous(), grad_lse, rows, *grad.stride()[:3], tq)
-    _row_statistics((launch.cdiv(tq, 32), h, b), args, {"D": d, "BLOCK_M": 32}, num_warps=4)
+    _row_statistics_kernel((launch.cdiv(tq, 32), h, b), args, {"D": d, "BLOCK_M": 32}, num_warps=4)
     return rows
 
 
@@ -357,7 +351,7 @@ def query_gradient(
     for first, groups, walked, ends, capacity, walk in walks(words, lengths, tq, causal, tile.parts, path):
         args = (q, k, v, grad, dq, rows, walked, ends, *k.stride()[:3], first, tq, capacity, h // k.shape[1], scale)
         meta |= {"WALK": walk, "PRECISION": tuning.dot_precision(q, d)["PRECISION"]}
-        _sparse_attention_bwd_q((groups, h, b), args, meta, **tile.options())
+        _sparse_attention_bwd_q_kernel((groups, h, b), args, meta, **tile.options())
     return dq
 
 
@@ -391,7 +385,7 @@ def key_gradients(
         scale,
     )  # fmt: skip
     grid = (2 * tuning.programs(q.device), 1, 1)
-    _sparse_attention_bwd_kv(grid, args, meta, **tile.options())
+    _sparse_attention_bwd_kv_kernel(grid, args, meta, **tile.options())
     return dk, dv
 
 
@@ -420,7 +414,7 @@ def key_gradients_of_tiles(
     meta = {"SCOPES": words.shape[1], "D": d, "BLOCK_K": tile.keys, "CAUSAL": causal}
     meta |= {"PRECISION": tuning.dot_precision(q, d)["PRECISION"]}
     args = (q, k, v, grad, dk, dv, rows, words.view(torch.int32), lengths, tq, tk, h, h // g, parts, scale)
-    _sparse_attention_bwd_kv_tiles((launch.cdiv(tk, tile.keys), g * parts, b), args, meta, **tile.options())
+    _sparse_attention_bwd_kv_tiles_kernel((launch.cdiv(tk, tile.keys), g * parts, b), args, meta, **tile.options())
     return (dk.sum(2), dv.sum(2)) if parts > 1 else (dk, dv)
 
 
@@ -467,4 +461,3 @@ EXAMPLES = {
         "num_stages": 3,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

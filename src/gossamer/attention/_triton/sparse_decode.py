@@ -20,7 +20,7 @@ from gossamer._core import launch, tuning
 BLOCK_N: tl.constexpr = tl.constexpr(64)
 
 
-@triton.jit
+@launch.kernel
 def _sparse_decode_parts_kernel(
     q_ptr, k_ptr, v_ptr, parts_ptr, words_ptr, counts_ptr, indices_ptr, lengths_ptr, table_ptr,
     stride_kb, stride_kh, stride_kt, H, Tk, capacity, pages, scale,
@@ -90,7 +90,7 @@ def _sparse_decode_parts_kernel(
     tl.store(out_ptr + D + 1, total, mask=row < HEADS * TQ)
 
 
-@triton.jit
+@launch.kernel
 def _sparse_decode_kernel(parts_ptr, out_ptr, lse_ptr, H, Tq, parts, D: tl.constexpr, BLOCK: tl.constexpr):
     """Program (query of one head and batch): weighs its parts."""
     BLOCK_D: tl.constexpr = triton.next_power_of_2(max(16, D))
@@ -110,10 +110,6 @@ def _sparse_decode_kernel(parts_ptr, out_ptr, lse_ptr, H, Tq, parts, D: tl.const
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=column < D)
     lse = tl.where(total == 0, float("-inf"), (most + tl.log2(total)) * 0.6931471805599453)
     tl.store(lse_ptr + token, lse)
-
-
-_sparse_decode_parts = launch.Kernel(_sparse_decode_parts_kernel)
-_sparse_decode = launch.Kernel(_sparse_decode_kernel)
 
 
 def sparse_decode(
@@ -151,9 +147,9 @@ def sparse_decode(
     meta["CAUSAL"] = causal
     sizes = (*strides, h, tk, indices.shape[3], 0 if table is None else table.shape[1])
     args = (q.contiguous(), k, v, parts, words, counts.contiguous(), indices, lengths, table, *sizes, scale)
-    _sparse_decode_parts((cuts, h // heads, b), args, meta, num_warps=4, num_stages=2)
+    _sparse_decode_parts_kernel((cuts, h // heads, b), args, meta, num_warps=4, num_stages=2)
     meta = {"D": d, "BLOCK": launch.next_power_of_2(cuts)}
-    _sparse_decode((b * h * tq, 1, 1), (parts, out, lse, h, tq, cuts), meta)
+    _sparse_decode_kernel((b * h * tq, 1, 1), (parts, out, lse, h, tq, cuts), meta)
     return out.transpose(1, 2), lse
 
 
@@ -183,4 +179,3 @@ EXAMPLES = {
         "num_warps": 4,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

@@ -45,7 +45,7 @@ def gradient_of_scores(
     return total
 
 
-@triton.jit(do_not_specialize=["first"])
+@launch.kernel(do_not_specialize=["first"])
 def _straight_through_rows_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, stats_ptr, qi_ptr, ki_ptr, w_ptr, bias_ptr, lists_ptr, counts_ptr, dqi_ptr, rows_ptr,
     first, T, H, heads, capacity, scale, scale_idx,
@@ -91,7 +91,7 @@ def _straight_through_rows_kernel(
     tl.store(dqi_ptr + at[:, None] * DI + column[None, :], dqi * scale_idx, mask=held[:, None] & (column < DI)[None, :])
 
 
-@triton.jit(do_not_specialize=["entries"])
+@launch.kernel(do_not_specialize=["entries"])
 def _straight_through_keys_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, stats_ptr, qi_ptr, ki_ptr, w_ptr, bias_ptr, lists_ptr, counts_ptr, dki_ptr, plan_ptr,
     T, H, heads, capacity, entries, scale, scale_idx,
@@ -139,10 +139,6 @@ def _straight_through_keys_kernel(
         tl.debug_barrier()
         tl.atomic_add(done_ptr + entry, 1, sem="release")
         tile = tl.atomic_add(plan_ptr, 1, sem="relaxed")
-
-
-_straight_through_rows = launch.Kernel(_straight_through_rows_kernel)
-_straight_through_keys = launch.Kernel(_straight_through_keys_kernel)
 
 
 def sparse_attention_through(
@@ -204,7 +200,7 @@ def straight_through(
         args = (*operands, lists, listed, dqi, rows, first, t, h, heads, lists.shape[-1], scale, scale_idx)
         grid = (lists.shape[0] * QUERIES // queries, b, 1)
         # With 8 warps a thread has too few registers for the indexer's heads.
-        _straight_through_rows(grid, args, meta, num_warps=16)
+        _straight_through_rows_kernel(grid, args, meta, num_warps=16)
     dki = torch.zeros(k_idx.shape, dtype=torch.float32, device=q.device)
     lists, listed = key_lists(words, lengths, t, causal, PARTS.value)
     entries = listed.numel()
@@ -213,7 +209,7 @@ def straight_through(
     torch.cumsum(tiles, 0, dtype=torch.int32, out=plan[2 : 2 + entries])
     args = (*operands, lists, listed, dki, plan, t, h, heads, lists.shape[-1], entries, scale, scale_idx)
     grid = (2 * tuning.programs(q.device), 1, 1)
-    _straight_through_keys(grid, args, meta, num_warps=8)
+    _straight_through_keys_kernel(grid, args, meta, num_warps=8)
     # The sigmoids first: the first operand lays out the result.
     dw = sigmoids * (1 - sigmoids) * rows[0].transpose(1, 2)
     made = ((dqi, q_idx), (dki, k_idx), (dw, w), (rows[1].sum((0, 2)), bias))
@@ -239,4 +235,3 @@ EXAMPLES = {
         "num_warps": 8,
     },
 }
-"""Example signatures for the ahead-of-time compile test."""

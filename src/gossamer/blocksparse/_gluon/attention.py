@@ -240,6 +240,7 @@ def finish(o, m, total, lost, lse_ptr, lines, Tq):
     return o * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout)), 1)
 
 
+@launch.Kernel
 @gluon.jit(do_not_specialize=["capacity"])
 def _attention_fwd_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, offsets_ptr, columns_ptr, lengths_ptr,
@@ -323,9 +324,6 @@ def _attention_fwd_kernel(
     tma.store_wait(0)
 
 
-_attention_fwd = launch.Kernel(_attention_fwd_kernel)
-
-
 def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
     """Tiles of `rows` rows of `[B, H, T, D]`, whole spans of 128 bytes wide: what lies outside reads as 0."""
     block = [1, 1, rows, width(tensor.shape[3])]
@@ -407,7 +405,7 @@ def launch_attention_fwd(
     args = (*tiles, lse, offsets, columns, lengths, *sizes)
     grid = (p.rows * config.split_q * p.b * p.h, 1, 1)
     meta = {"CONFIG": config}
-    bound = _attention_fwd(grid, args, meta, num_warps=tile.warps, maxnreg=tile.registers, head=7)
+    bound = _attention_fwd_kernel(grid, args, meta, num_warps=tile.warps, maxnreg=tile.registers, head=7)
     again = None
     if bound is not None and lengths is None and all(a is b for a, b in zip(given, (q, k, v))):
         again = Again(bound, tiles)
@@ -434,4 +432,3 @@ EXAMPLES = {
         _TILE,
     )
 }
-"""Example signatures for the ahead-of-time compile test."""

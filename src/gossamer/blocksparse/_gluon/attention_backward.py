@@ -70,6 +70,7 @@ def line_of(sorted_ptr, unsorted, SPLIT: gl.constexpr):
     return line
 
 
+@launch.Kernel
 @gluon.jit(do_not_specialize=["capacity", "unsorted"])
 def _attention_dq_kernel(
     q_desc, grad_desc, k_desc, v_desc, dq_desc, stats_ptr, offsets_ptr, columns_ptr, lengths_ptr, sorted_ptr,
@@ -201,6 +202,7 @@ def fetch_with(desc, buffers, stats_desc, stats, ready, slot, batch, head, H, ro
     tma.async_copy_global_to_shared(stats_desc, [2 * (batch * H + head), row], bar, stats.index(slot), pred=pred)
 
 
+@launch.Kernel
 @gluon.jit(do_not_specialize=["capacity", "unsorted"])
 def _attention_dkdv_kernel(
     q_desc, grad_desc, k_desc, v_desc, dk_desc, dv_desc, stats_desc, offsets_ptr, order_ptr, rows_ptr, lengths_ptr,
@@ -292,10 +294,6 @@ def row_at(order_ptr, rows_ptr, begin, step, steps, base, SPLIT: gl.constexpr, T
     return (block * SPLIT + step % SPLIT) * TILE
 
 
-_attention_dq = launch.Kernel(_attention_dq_kernel)
-_attention_dkdv = launch.Kernel(_attention_dkdv_kernel)
-
-
 @dataclass(frozen=True)
 class Tiles:
     """Of the two kernels. Both have as many queries as keys in a step."""
@@ -374,14 +372,14 @@ def launch_attention_bwd(
     args += (p.b, p.h, p.group, p.rows, p.columns, p.tq, p.tk, capacity, columns.unsorted, p.scale * INV_LN2)
     grid = (p.columns * config.split_k * p.b * p.key_heads, 1, 1)
     meta = {"CONFIG": config}
-    of_keys = _attention_dkdv(grid, args, meta, num_warps=tile.warps, maxnreg=tile.registers, head=12)
+    of_keys = _attention_dkdv_kernel(grid, args, meta, num_warps=tile.warps, maxnreg=tile.registers, head=12)
     tile, config = tiles.dq, config_of(p, tiles.dq)
     rows = launch_order(p, row_offsets, p.rows, config.split_q)
     args = (*inputs, dq_desc, stats, row_offsets, col_indices, lengths, rows.last, p.b, p.h, p.group, p.rows)
     args += (p.tq, p.tk, padded, capacity, rows.unsorted, p.scale * INV_LN2)
     grid = (p.rows * config.split_q * p.b * p.h, 1, 1)
     meta = {"CONFIG": config}
-    of_queries = _attention_dq(grid, args, meta, num_warps=tile.warps, maxnreg=tile.registers, head=10)
+    of_queries = _attention_dq_kernel(grid, args, meta, num_warps=tile.warps, maxnreg=tile.registers, head=10)
     bound = [x for x in (of_keys, of_queries, columns.again, rows.again) if x is not None]
     again = None
     whole = len(bound) == 2 + (columns.last is not None) + (rows.last is not None)
@@ -414,4 +412,3 @@ EXAMPLES = {
         tiles_of().dkdv,
     ),
 }
-"""Example signatures for the ahead-of-time compile test."""

@@ -45,7 +45,7 @@ def _lengths(offsets_ptr, entry, exists, heads, GROUP, lines, LAYOUT_BATCH: tl.c
     return blocks
 
 
-@triton.jit(do_not_specialize=["first", "count"])
+@launch.kernel(do_not_specialize=["first", "count"])
 def _attention_order_kernel(
     offsets_ptr, order_ptr, heads, GROUP, lines, first, count,
     LAYOUT_BATCH: tl.constexpr, LAYOUT_HEAD: tl.constexpr, LINES: tl.constexpr, MOST: tl.constexpr,
@@ -57,9 +57,6 @@ def _attention_order_kernel(
     # What does not exist has no blocks and stands behind all that does.
     before = (others[None, :] > length) | ((others[None, :] == length) & (every[None, :] < own[:, None]))
     tl.store(order_ptr + tl.sum(before.to(tl.int32), 1), first + own, mask=own < count)
-
-
-_attention_order = launch.Kernel(_attention_order_kernel)
 
 
 def ordered(total: int, split: int, device: torch.device) -> int:
@@ -90,7 +87,7 @@ def launch_order(problem: Problem, offsets: Tensor, lines: int, split: int, grou
     order = torch.empty(count, dtype=torch.int32, device=offsets.device)
     args = (offsets, order, heads, group, lines, total - count, count)
     meta = {"LAYOUT_BATCH": p.own[0], "LAYOUT_HEAD": p.own[1], "LINES": LINES, "MOST": MOST}
-    again = _attention_order((launch.cdiv(count, LINES), 1, 1), args, meta, num_warps=8, head=2)
+    again = _attention_order_kernel((launch.cdiv(count, LINES), 1, 1), args, meta, num_warps=8, head=2)
     return Order(order, total - count, again)
 
 
@@ -104,4 +101,3 @@ EXAMPLES = {
         "num_warps": 8,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

@@ -373,6 +373,7 @@ def consume(
         fill_rest(PART, out_desc, poison, buffer, outputs, sizes, BLOCK, TRANS)
 
 
+@launch.Kernel
 @gluon.jit(do_not_specialize=["Z", "M", "N", "K"])
 def _blocksparse_matmul_kernel(
     a_desc, b_desc, out_desc, zeros_desc, a_offsets_ptr, a_order_ptr, a_index_ptr, a_positions_ptr, b_offsets_ptr,
@@ -421,7 +422,6 @@ def _blocksparse_matmul_kernel(
     )
 
 
-_matmul = launch.Kernel(_blocksparse_matmul_kernel)
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 _boxes: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
@@ -466,7 +466,7 @@ def launch_matmul(
     tile = walk.tile_m, 1 if walk.strips else walk.band
     meta = {"BLOCK": boxed, "TRANS": trans, "TILE": tile, "LIST": walk.listed, "STAGES": walk.stages}
     grid = (max(1, min(tuning.programs(a.device), most)), 1, 1)
-    _matmul(grid, (*descriptors, *given, z, m, n, k), meta, num_warps=4, maxnreg=168)
+    _blocksparse_matmul_kernel(grid, (*descriptors, *given, z, m, n, k), meta, num_warps=4, maxnreg=168)
 
 
 def _zeros(dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -506,4 +506,3 @@ EXAMPLES = {
         "maxnreg": 168,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

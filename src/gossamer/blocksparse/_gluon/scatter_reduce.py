@@ -212,6 +212,7 @@ def fill_behind(out_ptr, lane, total, capacity, overflowed, AREA: gl.constexpr):
         gl.store(out_ptr + at * 128 + lane, blank.to(out_ptr.dtype.element_ty))
 
 
+@launch.Kernel
 @gluon.jit(do_not_specialize=["groups", "capacity", "index_capacity"])
 def _scatter_rows_kernel(
     out_ptr, given_ptr, src_ptr, index_ptr, out_offsets_ptr, out_others_ptr, offsets_ptr, others_ptr,
@@ -270,9 +271,6 @@ def _scatter_rows_kernel(
     fill_behind(out_ptr, lane, total, capacity, overflowed, AREA)
 
 
-_scatter_rows = launch.Kernel(_scatter_rows_kernel)
-
-
 def size_of(bound: int, width: int) -> tuple[int, int]:
     """(numbers kept of a row of so many columns in blocks of `width`, tags), in steps of an eighth: a kernel each."""
     least = max(launch.cdiv(bound, width) * width, STEP.value)
@@ -305,7 +303,7 @@ def scatter_rows(
         NEUTRAL[reduce],
     )  # fmt: skip
     meta = {"BLOCK": (height, width), "SIZE": size, "OP": OPERATIONS[reduce], "RESET": reset}
-    _scatter_rows((programs, 1, 1), args, meta, num_warps=1)
+    _scatter_rows_kernel((programs, 1, 1), args, meta, num_warps=1)
 
 
 EXAMPLES = {
@@ -315,4 +313,3 @@ EXAMPLES = {
         "BLOCK": (64, 64), "SIZE": (8192, TAGS), "OP": OPERATIONS["sum"], "RESET": False, "num_warps": 1,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

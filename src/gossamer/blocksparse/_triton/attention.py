@@ -225,7 +225,7 @@ def scores(
     return tl.where(inside, s, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@launch.kernel(do_not_specialize=["capacity"])
 def _attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, out_ptr, lse_ptr, offsets_ptr, columns_ptr, lengths_ptr,
     B, H, GROUP, Tq, Tk, D, R, capacity, scale, CONFIG: tl.constexpr,
@@ -286,7 +286,7 @@ def _attention_fwd_kernel(
     tl.store(lse_ptr + (line + lines), lse, mask=exists)
 
 
-@triton.jit
+@launch.kernel
 def _attention_join_kernel(
     partial_ptr, partial_lse_ptr, out_ptr, lse_ptr, H, Tq, D, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
@@ -305,10 +305,6 @@ def _attention_join_kernel(
     tl.store(out_ptr + (base + row) * D + inner, out, mask=inner < D)
     at = pair.to(tl.int64) * Tq + line
     tl.store(lse_ptr + at, tl.where(total == 0, float("-inf"), most + tl.log(total)))
-
-
-_attention_fwd = launch.Kernel(_attention_fwd_kernel)
-_attention_join = launch.Kernel(_attention_join_kernel)
 
 
 @dataclass(frozen=True)
@@ -404,11 +400,11 @@ def launch_attention_fwd(
         into = tuple(q.new_empty(size, dtype=torch.float32) for size in ((parts, p.tq, p.d), (parts, p.tq)))
     args = (*given.tensors(), *into, offsets, columns, given.lengths, *given.sizes(p), columns.shape[0])
     grid = (tiles * splits * p.b * p.h, 1, 1)
-    _attention_fwd(grid, (*args, p.scale * INV_LN2), {"CONFIG": config}, **config.options)
+    _attention_fwd_kernel(grid, (*args, p.scale * INV_LN2), {"CONFIG": config}, **config.options)
     if splits > 1:
         meta = {"SPLITS": splits, "BLOCK_D": config.block_d}
         args = (*into, out, lse, p.h, p.tq, p.d)
-        _attention_join((p.b * p.h * p.tq, 1, 1), args, meta, num_warps=1)
+        _attention_join_kernel((p.b * p.h * p.tq, 1, 1), args, meta, num_warps=1)
     return out, lse
 
 
@@ -495,4 +491,3 @@ EXAMPLES = {
         "num_warps": 1,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

@@ -45,7 +45,7 @@ ROWS = 64
 """Queries of a program that makes statistics, and what their number is padded to."""
 
 
-@triton.jit
+@launch.kernel
 def _attention_stats_kernel(
     out_ptr, grad_ptr, lse_ptr, grad_lse_ptr, stats_ptr, stride_gb, stride_gh, stride_gt, H, T, D, tiles,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -72,7 +72,7 @@ def _attention_stats_kernel(
     tl.store(stats_ptr + tiles * ROWS, delta)
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@launch.kernel(do_not_specialize=["capacity"])
 def _attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, grad_ptr, stats_ptr, dq_ptr, offsets_ptr, columns_ptr,
     lengths_ptr, B, H, GROUP, Tq, Tk, D, R, capacity, scale, CONFIG: tl.constexpr,
@@ -132,7 +132,7 @@ def passed(order_ptr, rows_ptr, begin, count, bound):
     return low
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@launch.kernel(do_not_specialize=["capacity"])
 def _attention_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, grad_ptr, stats_ptr, dk_ptr, dv_ptr, offsets_ptr,
     order_ptr, rows_ptr, lengths_ptr, B, H, GROUP, Tq, Tk, D, R, capacity, scale, CONFIG: tl.constexpr,
@@ -193,7 +193,7 @@ def _attention_dkdv_kernel(
     store_rows(dv_ptr, base, rows_at, exists, D, dv, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@launch.kernel(do_not_specialize=["capacity"])
 def _attention_dbias_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, grad_ptr, stats_ptr, dbias_ptr, offsets_ptr, blocks_ptr,
     columns_ptr, lengths_ptr, B, H, GROUP, Tq, Tk, D, R, capacity, scale, CONFIG: tl.constexpr,
@@ -264,12 +264,6 @@ def _attention_dbias_kernel(
         tl.store(dbias_ptr + at, acc)
 
 
-_attention_stats = launch.Kernel(_attention_stats_kernel)
-_attention_dq = launch.Kernel(_attention_dq_kernel)
-_attention_dkdv = launch.Kernel(_attention_dkdv_kernel)
-_attention_dbias = launch.Kernel(_attention_dbias_kernel)
-
-
 def tile_of(d: int, size: int, block: tuple[int, int], terms: int = 0) -> Tile:
     """Tile of the backward kernels, which hold twice what the forward one does, and more with relative positions."""
     wide = launch.next_power_of_2(d) * size
@@ -290,7 +284,8 @@ def attention_stats(
     sizes = (*grad.stride()[:3], h, t, d, tiles)
     meta = {"ROWS": ROWS, "BLOCK_D": launch.next_power_of_2(d)}
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    return stats, _attention_stats((b * h * tiles, 1, 1), (out, grad, lse, grad_lse, stats, *sizes), meta, head=5)
+    args = (out, grad, lse, grad_lse, stats, *sizes)
+    return stats, _attention_stats_kernel((b * h * tiles, 1, 1), args, meta, head=5)
 
 
 def launch_attention_bwd(
@@ -305,13 +300,13 @@ def launch_attention_bwd(
     sizes = (*given.sizes(p), col_indices.shape[0], p.scale * INV_LN2)
     grid = (p.rows * (p.block[0] // config.block_m) * p.b * p.h, 1, 1)
     args = (*inputs, dq, row_offsets, col_indices, given.lengths, *sizes)
-    _attention_dq(grid, args, {"CONFIG": config}, **config.options)
+    _attention_dq_kernel(grid, args, {"CONFIG": config}, **config.options)
     # The kernel over keys holds two sums: at full width half as many queries a step, or they spill.
     if config.block_d * q.element_size() >= 256:
         config = replace(config, block_m=max(16, config.block_m // 2))
     grid = (p.columns * (p.block[1] // config.block_n) * p.b * p.key_heads, 1, 1)
     args = (*inputs, dk, dv, col_offsets, order, row_indices, given.lengths, *sizes)
-    _attention_dkdv(grid, args, {"CONFIG": config}, **config.options)
+    _attention_dkdv_kernel(grid, args, {"CONFIG": config}, **config.options)
     return dq, dk, dv
 
 
@@ -328,7 +323,7 @@ def launch_attention_dbias(
     sizes = (*given.sizes(p), col_indices.shape[0], p.scale * INV_LN2)
     args = (*given.tensors(), grad, stats, dbias, row_offsets, which, col_indices, given.lengths, *sizes)
     grid = (blocks * (p.block[0] // config.block_m) * (p.block[1] // config.block_n), 1, 1)
-    _attention_dbias(grid, args, {"CONFIG": config}, **config.options)
+    _attention_dbias_kernel(grid, args, {"CONFIG": config}, **config.options)
     return dbias
 
 
@@ -425,4 +420,3 @@ EXAMPLES = {
     _attention_dkdv_kernel: _example("dk_ptr", "dv_ptr", "offsets_ptr", "order_ptr", "rows_ptr", block_m=32),
     _attention_dbias_kernel: _example("dbias_ptr", "offsets_ptr", "blocks_ptr", "columns_ptr"),
 }
-"""Example signatures for the ahead-of-time compile test."""

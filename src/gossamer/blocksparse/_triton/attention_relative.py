@@ -10,7 +10,6 @@ sums do not depend on the order in which programs run.
 
 from dataclasses import replace
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -38,7 +37,7 @@ CHUNK = 64
 """Most positions of a program."""
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@launch.kernel(do_not_specialize=["capacity"])
 def _attention_drelative_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, grad_ptr, stats_ptr, drelative_ptr, offsets_ptr,
     columns_ptr, lengths_ptr, B, H, GROUP, Tq, Tk, D, R, capacity, scale, CONFIG: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -95,9 +94,6 @@ def _attention_drelative_kernel(
     tl.store(drelative_ptr + to, acc, mask=exists[:, None] & (own < R)[None, :])
 
 
-_attention_drelative = launch.Kernel(_attention_drelative_kernel)
-
-
 def launch_attention_drelative(
     problem: Problem, given: Operands, grad: Tensor, stats: Tensor, lists: tuple[Tensor, ...]
 ) -> Tensor:
@@ -111,7 +107,7 @@ def launch_attention_drelative(
     tiles = p.rows * (p.block[0] // config.block_m)
     grid = (tiles * launch.cdiv(given.window, wide) * config.terms * p.b * p.h, 1, 1)
     meta = {"CONFIG": config, "BLOCK_R": wide}
-    _attention_drelative(grid, args, meta, **config.options)
+    _attention_drelative_kernel(grid, args, meta, **config.options)
     return drelative
 
 
@@ -128,4 +124,3 @@ EXAMPLES = {
         "num_stages": 1,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

@@ -37,7 +37,7 @@ def located(
     return cell, element
 
 
-@triton.jit(do_not_specialize=["nnz_ptr", "index_nnz_ptr", "capacity", "index_capacity", "D", "INNER", "D_INDEX"])
+@launch.kernel(do_not_specialize=["nnz_ptr", "index_nnz_ptr", "capacity", "index_capacity", "D", "INNER", "D_INDEX"])
 def _gather_kernel(
     values_ptr, index_ptr, out_ptr, nnz_ptr, positions_ptr, index_nnz_ptr, rows_ptr, cols_ptr,
     D, INNER, D_INDEX, R_INDEX, R, C, M_INDEX, N_INDEX, BOUND, capacity, index_capacity,
@@ -65,7 +65,7 @@ def _gather_kernel(
     tl.store(out_ptr + at, x, mask=exists[:, None, None])
 
 
-@triton.jit(do_not_specialize=["index_nnz_ptr", "D", "INNER", "D_INDEX"])
+@launch.kernel(do_not_specialize=["index_nnz_ptr", "D", "INNER", "D_INDEX"])
 def _gather_reach_kernel(
     index_ptr, mask_ptr, index_nnz_ptr, rows_ptr, cols_ptr,
     D, INNER, D_INDEX, R_INDEX, R, C, M_INDEX, N_INDEX, BOUND,
@@ -90,8 +90,6 @@ def _gather_reach_kernel(
 
 LINES = 2
 """Rows of a program whose indices point along them."""
-_gather = launch.Kernel(_gather_kernel)
-_gather_reach = launch.Kernel(_gather_reach_kernel)
 
 
 def gather(
@@ -128,7 +126,7 @@ def gather(
         d, inner, d_index, *counts, m_index, n_index, bound, values.shape[0], capacity,
     )  # fmt: skip
     meta = {"HEIGHT": height, "WIDTH": width, "GROUP": group, "LINES": lines, "AXIS": axis}
-    _gather(
+    _gather_kernel(
         (launch.cdiv(capacity, group), height // lines, 1), args, meta, num_warps=max(1, group * lines * width // 512)
     )
     return out
@@ -145,7 +143,7 @@ def reach(index: Tensor, index_nnz: Tensor, index_rows: Tensor, index_cols: Tens
     grid, bound = (max(rows_index, 1), max(rows, 1), max(cols, 1)), (d, m, n)[axis]
     args = (index, mask, index_nnz, index_rows, index_cols, d, inner, d_index, *grid, m_index, n_index, bound)
     meta = {"HEIGHT": height, "WIDTH": width, "TILE": tile, "AXIS": axis}
-    _gather_reach((capacity, height // tile, 1), args, meta, num_warps=max(1, tile * width // 512))
+    _gather_reach_kernel((capacity, height // tile, 1), args, meta, num_warps=max(1, tile * width // 512))
     return mask.view(torch.bool)
 
 
@@ -169,4 +167,3 @@ EXAMPLES = {
         "num_warps": 4,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

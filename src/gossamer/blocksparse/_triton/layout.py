@@ -14,7 +14,6 @@ beyond the capacity.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -24,7 +23,7 @@ TILE = {"ROWS": 16, "COLS": 128, "DOWN": 128, "ACROSS": 32}
 """Tile of programs of rows, [ROWS, COLS], and of programs of columns, [DOWN, ACROSS]."""
 
 
-@triton.jit
+@launch.kernel
 def _layout_count_kernel(
     mask_ptr, positions_ptr, counts_ptr, ZR, R, C, row_programs,
     ROWS: tl.constexpr, COLS: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
@@ -57,7 +56,7 @@ def _layout_count_kernel(
         tl.store(counts_ptr + 1 + ZR + z * C + col, column_count, mask=col < C)
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@launch.kernel(do_not_specialize=["capacity"])
 def _layout_fill_kernel(
     positions_ptr, offsets_ptr, col_indices_ptr, row_indices_ptr, col_offsets_ptr, order_ptr, ZR, R, C, capacity,
     DOWN: tl.constexpr, ACROSS: tl.constexpr,
@@ -94,7 +93,7 @@ def _layout_fill_kernel(
         tl.store(order_ptr + at, -1, mask=at < capacity)
 
 
-@triton.jit(do_not_specialize=["nnz_ptr", "capacity"])
+@launch.kernel(do_not_specialize=["nnz_ptr", "capacity"])
 def _layout_transpose_kernel(
     nnz_ptr, columns_ptr, rows_ptr, order_ptr, positions_ptr, columns_out_ptr, rows_out_ptr, order_out_ptr,
     positions_out_ptr, total, R, C, capacity, BLOCK: tl.constexpr,
@@ -123,11 +122,6 @@ def _layout_transpose_kernel(
         tl.store(positions_out_ptr + to, tl.where(absent, -1, capacity), mask=held & (absent | lost))
 
 
-_layout_transpose = launch.Kernel(_layout_transpose_kernel)
-_layout_count = launch.Kernel(_layout_count_kernel)
-_layout_fill = launch.Kernel(_layout_fill_kernel)
-
-
 def layout(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Operator `blocksparse_layout` -> (row_offsets, col_indices, row_indices, col_offsets, transpose_order, positions)
     of a contiguous bool mask [Z, R, C]; int32 all."""
@@ -146,12 +140,12 @@ def layout(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor,
     counts = ints(1 + z * rows + z * cols)
     row_programs, col_programs = launch.cdiv(z * rows, TILE["ROWS"]), z * launch.cdiv(cols, TILE["ACROSS"])
     args = (mask.view(torch.uint8), positions, counts, z * rows, rows, cols, row_programs)
-    _layout_count((row_programs + col_programs, 1, 1), args, TILE, num_warps=4)
+    _layout_count_kernel((row_programs + col_programs, 1, 1), args, TILE, num_warps=4)
     offsets = torch.cumsum(counts, 0, dtype=torch.int32)
     col_indices, row_indices, order, col_offsets = ints(capacity), ints(capacity), ints(capacity), ints(z * cols + 1)
     args = (positions, offsets, col_indices, row_indices, col_offsets, order, z * rows, rows, cols, capacity)
     tile = {"DOWN": TILE["DOWN"], "ACROSS": TILE["ACROSS"]}
-    _layout_fill((col_programs, 1, 1), args, tile, num_warps=8)
+    _layout_fill_kernel((col_programs, 1, 1), args, tile, num_warps=8)
     return offsets[: z * rows + 1], col_indices, row_indices, col_offsets, order, positions
 
 
@@ -170,7 +164,7 @@ def layout_transpose(
     programs = launch.cdiv(capacity, ENTRIES) + launch.cdiv(total, ENTRIES)
     if programs:
         args = (nnz, *given, *out, total, max(rows, 1), max(cols, 1), capacity)
-        _layout_transpose((programs, 1, 1), args, {"BLOCK": ENTRIES}, num_warps=4)
+        _layout_transpose_kernel((programs, 1, 1), args, {"BLOCK": ENTRIES}, num_warps=4)
     return col_indices, row_indices, order, turned
 
 
@@ -200,4 +194,3 @@ EXAMPLES = {
         "num_warps": 4,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

@@ -161,7 +161,7 @@ def entries_of(offsets_ptr, row, inner):
         return 0, inner
 
 
-@triton.jit(do_not_specialize=["a_capacity", "b_capacity", "out_capacity"])
+@launch.kernel(do_not_specialize=["a_capacity", "b_capacity", "out_capacity"])
 def _blocksparse_matmul_kernel(
     a_ptr, b_ptr, out_ptr, a_offsets_ptr, a_order_ptr, a_index_ptr, b_offsets_ptr, b_positions_ptr, out_offsets_ptr,
     out_order_ptr, out_index_ptr, pairs_ptr, Z, M, K, N, a_capacity, b_capacity, out_capacity,
@@ -237,9 +237,6 @@ def _blocksparse_matmul_kernel(
     if out_offsets_ptr is not None:
         # Where blocks are lost a list of columns may miss some, so that the tiles alone would not reach every block.
         fill_rest(out_ptr, tl.load(out_offsets_ptr + Z * rows), out_capacity, lost, BM, BN)
-
-
-_blocksparse_matmul = launch.Kernel(_blocksparse_matmul_kernel)
 
 
 @dataclass(frozen=True)
@@ -337,7 +334,7 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     capacities = [0 if parts[0] is None else parts[1].shape[0] for parts in (of_a, of_b, of_out)]
     meta = {"BLOCK": block, "TRANS": trans, "TILE": (tile.columns, tile.step), **precision}
     args = (a, b, out, *lists, z, m, k, n, *capacities)
-    _blocksparse_matmul((max(tiles, 1), 1, 1), args, meta, num_warps=tile.warps, num_stages=tile.stages)
+    _blocksparse_matmul_kernel((max(tiles, 1), 1, 1), args, meta, num_warps=tile.warps, num_stages=tile.stages)
     return out
 
 

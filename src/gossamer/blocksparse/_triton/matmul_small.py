@@ -68,7 +68,7 @@ def operand(
         return tl.load(ptr + at, mask=exists, other=0.0)
 
 
-@triton.jit(do_not_specialize=["a_capacity", "b_capacity", "out_capacity"])
+@launch.kernel(do_not_specialize=["a_capacity", "b_capacity", "out_capacity"])
 def _blocksparse_small_kernel(
     a_ptr, b_ptr, out_ptr, a_offsets_ptr, a_positions_ptr, b_offsets_ptr, b_positions_ptr, out_offsets_ptr,
     out_rows_ptr, out_index_ptr, Z, M, K, N, a_capacity, b_capacity, out_capacity,
@@ -130,9 +130,6 @@ def _blocksparse_small_kernel(
         tl.store(out_ptr + to, acc.to(out_ptr.dtype.element_ty), mask=real)
 
 
-_blocksparse_small = launch.Kernel(_blocksparse_small_kernel)
-
-
 def tile_of(bm: int, bn: int, k: int, size: int, tiles: int, programs: int) -> tuple[int, int, int]:
     """Rows, columns and step of a tile of blocks, of which there are so many tiles of 64 x 64."""
     side = 64 if tiles >= programs else 32
@@ -158,7 +155,7 @@ def launch_small(
     meta = {"BLOCK": (bm, bk, bn), "TRANS": trans, "TILE": tile, **tuning.dot_precision(a, k)}
     grid = (blocks * (bm // tile[0]) * (bn // tile[1]), 1, 1)
     args = (a, b, out, *lists, *into, z, m, k, n, *capacities)
-    _blocksparse_small(grid, args, meta, num_warps=warps, num_stages=3)
+    _blocksparse_small_kernel(grid, args, meta, num_warps=warps, num_stages=3)
 
 
 _SIZES = dict.fromkeys(("Z", "M", "K", "N", "a_capacity", "b_capacity", "out_capacity"), "i32")

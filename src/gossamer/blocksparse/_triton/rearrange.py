@@ -41,7 +41,7 @@ def in_turns(block, copies, share):
     return tl.where((group + 1) * many <= tl.num_programs(0), turned, block)
 
 
-@triton.jit(do_not_specialize=["nnz_ptr", "out_nnz_ptr", "capacity", "K", "copies", "share"])
+@launch.kernel(do_not_specialize=["nnz_ptr", "out_nnz_ptr", "capacity", "K", "copies", "share"])
 def _rearrange_kernel(
     values_ptr, out_ptr, nnz_ptr, positions_ptr, out_nnz_ptr, rows_ptr, cols_ptr, z_map_ptr, i_map_ptr, j_map_ptr,
     M, N, M_OUT, N_OUT, K, capacity, copies, share,
@@ -90,9 +90,6 @@ def _rearrange_kernel(
     tl.store(out_ptr + to, x.to(dtype))
 
 
-_rearrange = launch.Kernel(_rearrange_kernel)
-
-
 def rearrange(
     values: Tensor,
     nnz: Tensor,
@@ -134,7 +131,7 @@ def rearrange(
         "SOURCE": (h, w), "RESULT": (height, width), "TH": th, "TW": tw, "WHOLE": whole, "SUM": copies > 1,
     }  # fmt: skip
     grid = (out.shape[0], height // th * (width // tw), 1)
-    _rearrange(grid, args, meta, num_warps=max(1, th * tw // (1024 if whole else 512)))
+    _rearrange_kernel(grid, args, meta, num_warps=max(1, th * tw // (1024 if whole else 512)))
     return out
 
 
@@ -164,4 +161,3 @@ EXAMPLES = {
         "num_warps": 4,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

@@ -206,7 +206,7 @@ def fill_behind(out_ptr, total, capacity, overflowed, AREA: tl.constexpr):
         tl.store(out_ptr + at * PIECE + tl.arange(0, PIECE), blank)
 
 
-@triton.jit(do_not_specialize=["groups", "capacity", "index_capacity"])
+@launch.kernel(do_not_specialize=["groups", "capacity", "index_capacity"])
 def _scatter_reduce_kernel(
     out_ptr, given_ptr, src_ptr, index_ptr, kept_ptr, out_offsets_ptr, out_order_ptr, out_others_ptr, offsets_ptr,
     order_ptr, others_ptr, groups, COUNT, BOUND, M_INDEX, N_INDEX, capacity, index_capacity,
@@ -286,7 +286,7 @@ def _scatter_reduce_kernel(
     fill_behind(out_ptr, total, capacity, overflowed, AREA)
 
 
-@triton.jit(do_not_specialize=["nnz_ptr", "index_nnz_ptr", "capacity", "index_capacity", "D", "INNER", "D_INDEX"])
+@launch.kernel(do_not_specialize=["nnz_ptr", "index_nnz_ptr", "capacity", "index_capacity", "D", "INNER", "D_INDEX"])
 def _scatter_lead_kernel(
     out_ptr, src_ptr, index_ptr, nnz_ptr, positions_ptr, index_nnz_ptr, index_positions_ptr,
     D, INNER, D_INDEX, R_INDEX, C_INDEX, R, C, M_INDEX, N_INDEX, capacity, index_capacity,
@@ -329,7 +329,7 @@ def _scatter_lead_kernel(
             tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["nnz_ptr", "index_nnz_ptr", "capacity", "index_capacity"])
+@launch.kernel(do_not_specialize=["nnz_ptr", "index_nnz_ptr", "capacity", "index_capacity"])
 def _scatter_start_kernel(
     out_ptr, given_ptr, nnz_ptr, index_nnz_ptr, capacity, index_capacity, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
@@ -344,17 +344,11 @@ def _scatter_start_kernel(
         tl.store(out_ptr + at, tl.load(given_ptr + at).to(dtype))
 
 
-@triton.jit
+@launch.kernel
 def _scatter_finish_kernel(wide_ptr, out_ptr, ELEMENTS: tl.constexpr):
     """Program (ELEMENTS)."""
     at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     tl.store(out_ptr + at, tl.load(wide_ptr + at).to(out_ptr.dtype.element_ty))
-
-
-_scatter_reduce = launch.Kernel(_scatter_reduce_kernel)
-_scatter_lead = launch.Kernel(_scatter_lead_kernel)
-_scatter_start = launch.Kernel(_scatter_start_kernel)
-_scatter_finish = launch.Kernel(_scatter_finish_kernel)
 
 
 def scatter_reduce(
@@ -447,7 +441,7 @@ def _lines(
         "BLOCK": tuple(block), "TILE": (lines, step, 1024 * tile.warps // lines), "AXIS": axis, "REDUCE": reduce,
         "RESET": reset,
     }  # fmt: skip
-    _scatter_reduce((programs, 1, 1), args, meta, num_warps=tile.warps)
+    _scatter_reduce_kernel((programs, 1, 1), args, meta, num_warps=tile.warps)
 
 
 def _lead(
@@ -470,7 +464,7 @@ def _lead(
     rows = min(height, ELEMENTS // width)
     begun, warps = {"ELEMENTS": rows * width}, max(1, rows * width // 256)
     pieces = (out.numel() // (rows * width), 1, 1)
-    _scatter_start(pieces, (kept, given, nnz, index_nnz, out.shape[0], index_capacity), begun, num_warps=warps)
+    _scatter_start_kernel(pieces, (kept, given, nnz, index_nnz, out.shape[0], index_capacity), begun, num_warps=warps)
     grid = (*_grid(m_index, n_index, height, width), *_grid(m, n, height, width))
     programs = index_positions.shape[0] // max(d_index, 1)
     modes = (*(["reset"] if reset else []), "count" if src is None else reduce)
@@ -480,9 +474,9 @@ def _lead(
             kept, None if mode == "reset" else src, index, nnz, positions, index_nnz, index_positions, d, inner,
             d_index, *grid, m_index, n_index, out.shape[0], index_capacity,
         )  # fmt: skip
-        _scatter_lead((programs, height // rows, 1), args, meta, num_warps=warps)
+        _scatter_lead_kernel((programs, height // rows, 1), args, meta, num_warps=warps)
     if kept is not result:
-        _scatter_finish(pieces, (kept, out), begun, num_warps=warps)
+        _scatter_finish_kernel(pieces, (kept, out), begun, num_warps=warps)
     return out
 
 
@@ -525,4 +519,3 @@ EXAMPLES = {
         "num_warps": 4,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

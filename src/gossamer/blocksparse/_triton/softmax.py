@@ -135,7 +135,7 @@ def softmax_in_two(
         tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=exists[None, :])
 
 
-@triton.jit(do_not_specialize=["last", "capacity"])
+@launch.kernel(do_not_specialize=["last", "capacity"])
 def _blocksparse_softmax_fwd_kernel(
     x_ptr, mask_ptr, out_ptr, offsets_ptr, columns_ptr, stride_mz, stride_mm, stride_mn, rows, last, capacity, M, N,
     scale, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -198,7 +198,7 @@ def gradient_at_once(
     tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=exists)
 
 
-@triton.jit(do_not_specialize=["last", "capacity"])
+@launch.kernel(do_not_specialize=["last", "capacity"])
 def _blocksparse_softmax_bwd_kernel(
     grad_ptr, out_ptr, dx_ptr, offsets_ptr, last, capacity, scale,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONCE: tl.constexpr,
@@ -226,10 +226,6 @@ def _blocksparse_softmax_bwd_kernel(
             dx = tl.where(y == 0, 0.0, scale * (product - y * inner[:, None]))
             tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=exists)
     fill_rest(dx_ptr, tl.load(offsets_ptr + last), capacity, lost, HEIGHT, WIDTH)
-
-
-_softmax_fwd = launch.Kernel(_blocksparse_softmax_fwd_kernel)
-_softmax_bwd = launch.Kernel(_blocksparse_softmax_bwd_kernel)
 
 
 def softmax(
@@ -261,7 +257,9 @@ def softmax(
     grid = (max(last * height // meta["LINES"], 1), 1, 1)
     if last:
         # A mask takes registers.
-        _softmax_fwd(grid, args, meta | {"MASK": kind}, num_warps=warps if mask is None else min(16, 2 * warps))
+        _blocksparse_softmax_fwd_kernel(
+            grid, args, meta | {"MASK": kind}, num_warps=warps if mask is None else min(16, 2 * warps)
+        )
     return out if last else out.zero_()
 
 
@@ -278,7 +276,7 @@ def softmax_bwd(grad: Tensor, out: Tensor, row_offsets: Tensor, row_indices: Ten
     del meta["LINES"]
     args = (grad, out, dx, row_offsets, last, capacity, scale)
     grid, warps = (last * height // meta["BLOCK_M"], 1, 1), meta["BLOCK_M"] * meta["BLOCK_N"] // 1024
-    _softmax_bwd(grid, args, meta, num_warps=max(4, min(16, warps)))
+    _blocksparse_softmax_bwd_kernel(grid, args, meta, num_warps=max(4, min(16, warps)))
     return dx
 
 
@@ -324,4 +322,3 @@ EXAMPLES = {
         "num_warps": 4,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

@@ -7,7 +7,6 @@ is one launch and no exchange.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -17,7 +16,7 @@ HELD = 4096
 """What a program holds at once of BAND x BAND x AHEAD."""
 
 
-@triton.jit(do_not_specialize=["rows", "capacity"])
+@launch.kernel(do_not_specialize=["rows", "capacity"])
 def _strips_kernel(
     offsets_ptr, tiles_ptr, rows, capacity, WIDTH: tl.constexpr, BAND: tl.constexpr, BEFORE: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -54,16 +53,13 @@ def _strips_kernel(
         tl.store(tiles_ptr, base + tl.sum(count, 0))
 
 
-_strips = launch.Kernel(_strips_kernel)
-
-
 def strips(offsets: Tensor, capacity: int, width: int, band: int) -> tuple[Tensor, int]:
     """(tiles, how many there are at most) of a layout's rows, or of its columns where these are their offsets."""
     rows = offsets.shape[0] - 1
     most = capacity // width + rows
     tiles = torch.empty(2 + 2 * most, dtype=torch.int32, device=offsets.device)
     meta = {"WIDTH": width, "BAND": band, "BEFORE": 1024, "AHEAD": max(1, HELD // band**2)}
-    _strips((launch.cdiv(rows, band), 1, 1), (offsets, tiles, rows, capacity), meta, num_warps=4)
+    _strips_kernel((launch.cdiv(rows, band), 1, 1), (offsets, tiles, rows, capacity), meta, num_warps=4)
     return tiles, most
 
 
@@ -74,4 +70,3 @@ EXAMPLES = {
         "num_warps": 4,
     }
 }
-"""Example signatures for the ahead-of-time compile test."""

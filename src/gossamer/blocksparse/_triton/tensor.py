@@ -26,7 +26,7 @@ def lost(x):
         return tl.zeros(x.shape, x.dtype)
 
 
-@triton.jit(do_not_specialize=["nnz_ptr", "capacity"])
+@launch.kernel(do_not_specialize=["nnz_ptr", "capacity"])
 def _from_dense_kernel(
     x_ptr, out_ptr, nnz_ptr, row_indices_ptr, col_indices_ptr, R, M, N, capacity,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
@@ -47,7 +47,7 @@ def _from_dense_kernel(
     tl.store(out_ptr + to, x, mask=(block < capacity)[:, None, None])
 
 
-@triton.jit(do_not_specialize=["nnz_ptr", "capacity"])
+@launch.kernel(do_not_specialize=["nnz_ptr", "capacity"])
 def _to_dense_kernel(
     values_ptr, out_ptr, nnz_ptr, positions_ptr, R, C, M, N, capacity, fill,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
@@ -71,10 +71,6 @@ def _to_dense_kernel(
     tl.store(out_ptr + to, x, mask=(i < M) & (j < N))
 
 
-_from_dense = launch.Kernel(_from_dense_kernel)
-_to_dense = launch.Kernel(_to_dense_kernel)
-
-
 def from_dense(
     x: Tensor, nnz: Tensor, row_indices: Tensor, col_indices: Tensor, positions: Tensor, height: int, width: int
 ) -> Tensor:
@@ -87,7 +83,7 @@ def from_dense(
     rows = max(launch.cdiv(m, height), 1)
     args = (x, to, nnz, row_indices, col_indices, rows, m, n, capacity)
     meta, group = _tile(height, width)
-    _from_dense((launch.cdiv(capacity, group), 1, 1), args, meta, num_warps=_warps(group * height * width))
+    _from_dense_kernel((launch.cdiv(capacity, group), 1, 1), args, meta, num_warps=_warps(group * height * width))
     return out
 
 
@@ -111,7 +107,7 @@ def to_dense(
         args = (plain(values), plain(out), nnz, positions, rows, cols, m, n, capacity, float(fill))
         meta, group = _tile(height, width)
         programs = z * rows * launch.cdiv(cols, group)
-        _to_dense((programs, 1, 1), args, meta, num_warps=_warps(group * height * width))
+        _to_dense_kernel((programs, 1, 1), args, meta, num_warps=_warps(group * height * width))
     return out
 
 
@@ -150,4 +146,3 @@ EXAMPLES = {
         "num_warps": 2,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

@@ -6,14 +6,13 @@ does the same to every matrix of a batch, tile by tile, for products that ask fo
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
 
 
-@triton.jit(do_not_specialize=["nnz_ptr", "capacity"])
+@launch.kernel(do_not_specialize=["nnz_ptr", "capacity"])
 def _blocksparse_transpose_kernel(
     x_ptr, out_ptr, nnz_ptr, order_ptr, capacity, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
@@ -30,7 +29,7 @@ def _blocksparse_transpose_kernel(
     tl.store(out_ptr + to, tl.trans(x))
 
 
-@triton.jit
+@launch.kernel
 def _blocksparse_turn_kernel(x_ptr, out_ptr, M, N, TILE: tl.constexpr):
     """Program (tile of a matrix): x is [Z, M, N]."""
     across = tl.cdiv(N, TILE)
@@ -44,8 +43,6 @@ def _blocksparse_turn_kernel(x_ptr, out_ptr, M, N, TILE: tl.constexpr):
     tl.store(to, tl.trans(x), mask=(j < N)[:, None] & (i < M)[None, :])
 
 
-_transpose = launch.Kernel(_blocksparse_transpose_kernel)
-_turn = launch.Kernel(_blocksparse_turn_kernel)
 TILE = 64
 
 
@@ -56,7 +53,7 @@ def transpose(values: Tensor, nnz: Tensor, order: Tensor, back: Tensor) -> Tenso
     out = torch.empty(capacity, width, height, dtype=values.dtype, device=values.device)
     meta = {"HEIGHT": height, "WIDTH": width}
     warps = max(1, min(8, height * width // 1024))
-    _transpose((capacity, 1, 1), (values, out, nnz, order, capacity), meta, num_warps=warps)
+    _blocksparse_transpose_kernel((capacity, 1, 1), (values, out, nnz, order, capacity), meta, num_warps=warps)
     return out
 
 
@@ -66,7 +63,7 @@ def turn(x: Tensor) -> Tensor:
     out = torch.empty(z, n, m, dtype=x.dtype, device=x.device)
     programs = z * launch.cdiv(m, TILE) * launch.cdiv(n, TILE)
     if programs:
-        _turn((programs, 1, 1), (x, out, m, n), {"TILE": TILE}, num_warps=4)
+        _blocksparse_turn_kernel((programs, 1, 1), (x, out, m, n), {"TILE": TILE}, num_warps=4)
     return out
 
 
@@ -84,4 +81,3 @@ EXAMPLES = {
         "num_warps": 4,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

@@ -20,6 +20,8 @@ _GEMMS = {
     "tf32": (torch.float32, "high"),
     "float32": (torch.float32, "highest"),
 }
+LONG = 0.02
+"""Seconds of a call that is measured well by itself."""
 
 
 @dataclass(frozen=True)
@@ -181,11 +183,11 @@ def _energy_counter(device: torch.device) -> Callable[[], int] | None:
 def calls_for(
     call: Callable[[int], Any], device: torch.device, target: float, copies: int, most: float = math.inf
 ) -> int:
-    """How many calls fill `target` seconds, up to 512; on a GPU at least 4 and each of the input's copies once. Fewer,
-    but one, where these would take longer than `most` seconds."""
+    """How many calls fill `target` seconds, up to 512; on a GPU at least 4, if a call takes less than LONG, and each of
+    the input's copies once. Fewer, but one, where these would take longer than `most` seconds."""
     burst(call, 1, device)
     once = burst(call, 1, device)
-    least = max(4, copies) if device.type == "cuda" else 1
+    least = max(4 if once < LONG else 1, copies) if device.type == "cuda" else 1
     return max(1, round(min(max(least, min(512, round(target / once))), most / once)))
 
 

@@ -41,7 +41,7 @@ def locate(values_ptr, indices_ptr, entry, total, counts, ends, TILE: tl.constex
     return index, tl.load(values_ptr + at * SLOTS + slot, mask=entry < total, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@launch.kernel(do_not_specialize=["tiles"])
 def _ffn_gather_kernel(
     values_ptr, indices_ptr, counts_ptr, x_ptr, up_ptr, up_bias_ptr, down_ptr, down_bias_ptr, out_ptr, nnz_ptr,
     heavy_ptr, heavy_x_ptr, taken_ptr, tiles, K, D,
@@ -119,7 +119,7 @@ def _ffn_gather_kernel(
             tl.store(out_ptr + d, acc, mask=d < D)
 
 
-@triton.jit
+@launch.kernel
 def _ffn_sum_kernel(parts_ptr, bias_ptr, out_ptr, D, BLOCK_D: tl.constexpr, PARTS: tl.constexpr):
     """Program (row, slice of the columns): the sums of a row's parts, in their order."""
     row = tl.program_id(0).to(tl.int64)
@@ -130,10 +130,6 @@ def _ffn_sum_kernel(parts_ptr, bias_ptr, out_ptr, D, BLOCK_D: tl.constexpr, PART
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + d, mask=d < D, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * D + d, acc, mask=d < D)
-
-
-_ffn_gather = launch.Kernel(_ffn_gather_kernel)
-_ffn_sum = launch.Kernel(_ffn_sum_kernel)
 
 
 @dataclass(frozen=True)
@@ -200,13 +196,13 @@ def gather(
     args += (*heavy, taken, tiles, k, d)
     follows = tuning.dependent_launch(x.device)
     options: dict[str, Any] = {"num_warps": warps, "maxnreg": registers, "launch_pdl": follows}
-    first = _ffn_gather((m, slices, parts), args, meta, head=13, **options)
+    first = _ffn_gather_kernel((m, slices, parts), args, meta, head=13, **options)
     second = None
     if parts > 1:
         block = min(1024, launch.next_power_of_2(d))
         grid = (m, launch.cdiv(d, block), 1)
         meta = {"BLOCK_D": block, "PARTS": parts}
-        second = _ffn_sum(grid, (whole, down_bias, out, d), meta, num_warps=4, head=3)
+        second = _ffn_sum_kernel(grid, (whole, down_bias, out, d), meta, num_warps=4, head=3)
     return first, second, parts
 
 
@@ -240,4 +236,3 @@ EXAMPLES = {
         "num_warps": 4,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

@@ -50,7 +50,7 @@ def load_columns(indices_ptr, counts_ptr, rows, light, first, tiles, BLOCK_S: tl
     return place, held, tl.load(indices_ptr + place, mask=held, other=0).to(tl.int32) + (at * TILE)[None, :]
 
 
-@triton.jit(do_not_specialize=["limit", "tiles", "step", "M", "N"])
+@launch.kernel(do_not_specialize=["limit", "tiles", "step", "M", "N"])
 def _unite_kernel(
     values_ptr, indices_ptr, counts_ptr, ranks_ptr, sizes_ptr, columns_ptr, dense_ptr, union_ptr,
     limit, tiles, step, M, N, room, price,
@@ -100,7 +100,7 @@ def _unite_kernel(
                 tl.store(dense_rows + rank, value, mask=held)
 
 
-@triton.jit(do_not_specialize=["M"])
+@launch.kernel(do_not_specialize=["M"])
 def _union_up_kernel(
     x_ptr, up_ptr, up_bias_ptr, columns_ptr, union_ptr, dense_ptr, room, M, K,
     GROUP: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
@@ -134,7 +134,7 @@ def _union_up_kernel(
         tl.store(at, tl.where(value == 0, 0.0, acc * value), mask=exists[None, :])
 
 
-@triton.jit(do_not_specialize=["limit", "tiles", "M"])
+@launch.kernel(do_not_specialize=["limit", "tiles", "M"])
 def _union_down_kernel(
     dense_ptr, down_ptr, down_bias_ptr, columns_ptr, union_ptr, counts_ptr, out_ptr, limit, tiles, room, M, D,
     GROUP: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, FLIP: tl.constexpr,
@@ -174,11 +174,6 @@ def _union_down_kernel(
         else:
             at = rows.to(tl.int64)[:, None] * D + d[None, :]
             tl.store(out_ptr + at, acc, mask=light[:, None] & inside[None, :])
-
-
-_unite = launch.Kernel(_unite_kernel)
-_union_up = launch.Kernel(_union_up_kernel)
-_union_down = launch.Kernel(_union_down_kernel)
 
 
 @dataclass(frozen=True)
@@ -246,7 +241,7 @@ def _launch_unite(
     m, tiles, _ = packed.values.shape
     args = (packed.values, packed.indices, packed.counts, *memory, limit, tiles, step, m, n, _room(n), choice.price)
     meta = {**_meta(tiles), "BLOCK_S": 64, "BLOCK_N": 1024, "SQUARED": squared}
-    return _unite((memory[0].shape[0], 1, 1), args, meta, num_warps=8, head=8)
+    return _unite_kernel((memory[0].shape[0], 1, 1), args, meta, num_warps=8, head=8)
 
 
 def _meta(tiles: int) -> dict[str, int]:
@@ -275,7 +270,7 @@ def project(
         args = (x, weight, bias, unions.columns, unions.sizes, unions.values, room, m, k)
         shares = min(choice.shares, launch.cdiv(room, block_u))
         warps, stages = choice.up_launch
-        first = _union_up((groups, shares, 1), args, meta, num_warps=warps, num_stages=stages, head=6)
+        first = _union_up_kernel((groups, shares, 1), args, meta, num_warps=warps, num_stages=stages, head=6)
     block_u, block_d = choice.down
     meta = {**_meta(tiles), "BLOCK_U": block_u, "BLOCK_D": block_d, "FLIP": choice.flip}
     # As if sums were long, for the union may be.
@@ -285,7 +280,7 @@ def project(
     args += (limit, tiles, room, m, d)
     warps, stages = choice.down_launch
     grid = (groups, launch.cdiv(d, block_d), 1)
-    return first, _union_down(grid, args, meta, num_warps=warps, num_stages=stages, head=7)
+    return first, _union_down_kernel(grid, args, meta, num_warps=warps, num_stages=stages, head=7)
 
 
 _LIGHT = {"counts_ptr": "*i16", **dict.fromkeys(("limit", "tiles", "M"), "i32")}
@@ -319,4 +314,3 @@ EXAMPLES = {
         "num_stages": 4,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

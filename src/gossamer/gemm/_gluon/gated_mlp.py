@@ -15,21 +15,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from gossamer._core import launch, tuning
-from gossamer.gemm._gluon import linear_glu, linear_pack
+from gossamer.gemm._gluon import linear_pack
 from gossamer.gemm._gluon.linear_glu import activated, descriptor_of, origin_of, thread_barrier
-from gossamer.gemm._gluon.linear_pack import (
-    BLOCK_N,
-    GROUP_M,
-    GROUPS,
-    PIECE,
-    ROWS,
-    STAGES,
-    TILE,
-    consume,
-    last_of,
-    prepare,
-    produce,
-)
+from gossamer.gemm._gluon.linear_pack import BLOCK_N, GROUP_M, GROUPS, PIECE, ROWS, STAGES, TILE
 
 UNPACK_BF16 = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
 UNPACK_FP16 = gl.constexpr("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }")
@@ -137,17 +125,18 @@ def multiply(
 ):  # fmt: skip
     """Warpgroup GROUP, which gates its half of the last tile itself: it has nothing left to multiply, and four warps
     take a quarter of the time."""
-    consume(None, matrices[4], ring, handover, extent, GROUP, False, GROUP_M, STAGES)
-    last, _ = last_of(extent)
+    linear_pack.consume(None, matrices[4], ring, handover, extent, GROUP, False, GROUP_M, STAGES)
+    last, _ = linear_pack.last_of(extent)
     gate_tile(matrices, handover[0], last, extent, GROUP, GROUP_M, ACTIVATION, 4)
 
 
+@launch.Kernel
 @gluon.jit(do_not_specialize=["M", "tiles_m", "tiles_n", "steps"])
 def _gated_mlp_bwd_kernel(
     grad_desc, down_desc, gate_ptr, up_ptr, hidden_ptr, M, N, tiles_m, tiles_n, steps,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    ring, handover = prepare(grad_desc, down_desc, STAGES)
+    ring, handover = linear_pack.prepare(grad_desc, down_desc, STAGES)
     inputs = (grad_desc, down_desc)
     matrices = (gate_ptr, up_ptr, hidden_ptr, M, N)
     extent = (tiles_m, tiles_n, steps)
@@ -156,28 +145,13 @@ def _gated_mlp_bwd_kernel(
         [
             (multiply, (matrices, ring, handover, extent, 0, GROUP_M, ACTIVATION, STAGES)),
             (multiply, (matrices, ring, handover, extent, 1, GROUP_M, ACTIVATION, STAGES)),
-            (produce, (inputs, ring, extent, False, GROUP_M, STAGES)),
+            (linear_pack.produce, (inputs, ring, extent, False, GROUP_M, STAGES)),
             (gate, (matrices, handover, extent, 0, GROUP_M, ACTIVATION)),
             (gate, (matrices, handover, extent, 1, GROUP_M, ACTIVATION)),
         ],
         [4, 1, 1, 1],
         [192, 120, 120, 120],
     )
-
-
-_gated_mlp_bwd = launch.Kernel(_gated_mlp_bwd_kernel)
-
-LEAST = 3072
-"""The inner dimension from which on a tile takes longer than one warp a warpgroup needs to gate it."""
-
-
-def fits(grad: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor) -> bool:
-    """Whether the copy engine can read the operands, the product is long enough, and its tiles, which do not share K,
-    keep half of the GPU at work."""
-    (d, n), m = down_weight.shape, grad.shape[0]
-    tiles = launch.cdiv(m, 128) * launch.cdiv(n, TILE)
-    enough = d >= LEAST and 2 * tiles >= tuning.programs(grad.device)
-    return enough and n % 16 == 0 and linear_glu.fits(n, grad, down_weight, gate, up)
 
 
 def launch_gated_mlp_bwd(
@@ -192,7 +166,7 @@ def launch_gated_mlp_bwd(
     matrices = (matrix.view(torch.int32) for matrix in (gate, up, hidden))
     args = (*inputs, *matrices, m, n, tiles_m, tiles_n, steps)
     grid = (min(tuning.programs(grad.device), tiles_m * tiles_n), 1, 1)
-    _gated_mlp_bwd(grid, args, meta, num_warps=4, maxnreg=168)
+    _gated_mlp_bwd_kernel(grid, args, meta, num_warps=4, maxnreg=168)
 
 
 EXAMPLES = {
@@ -201,4 +175,3 @@ EXAMPLES = {
         "GROUP_M": GROUP_M, "STAGES": STAGES, "ACTIVATION": "silu", "maxnreg": 168,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

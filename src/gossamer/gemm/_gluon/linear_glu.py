@@ -36,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch, tuning
+from gossamer.gemm.linear_glu_path import cuts_of
 
 BLOCK_N = gl.constexpr(128)
 BLOCK_K = gl.constexpr(64)
@@ -276,6 +277,7 @@ def consume(
     tma.store_wait(0)
 
 
+@launch.Kernel
 @gluon.jit(do_not_specialize=["M", "N", "tiles_m", "whole", "steps", "abreast"])
 def _linear_glu_kernel(
     x_desc, gate_desc, up_desc, out_desc, first_desc, second_desc, gate_bias_ptr, up_bias_ptr, grad_ptr, partial_ptr,
@@ -327,30 +329,9 @@ def _linear_glu_kernel(
         )
 
 
-_linear_glu = launch.Kernel(_linear_glu_kernel)
-
-
-def pays(m: int, n: int, k: int, device: torch.device) -> bool:
-    """Whether this kernel is for a gated product [m, k] to [m, n].
-
-    With few rows many small programs read the weights faster. With up to 128, too, where tiles of 128 columns would
-    keep less than half of the GPU at work, unless K is long enough for programs to share them.
-    """
-    if m <= 16:
-        return False
-    tiles = -(-n // 128)
-    return m > 128 or 2 * tiles > tuning.programs(device) or cuts_of(tiles, -(-k // 64), device) > 1
-
-
 def tile_rows(m: int) -> tuple[int, int]:
     """(rows of a tile, stages in shared memory)"""
     return (64, 5) if m <= 64 else (128, 4 if m <= 2048 else 3)
-
-
-def cuts_of(tiles: int, steps: int, device: torch.device) -> int:
-    """Into how many runs the product cuts the steps along K of few tiles."""
-    cuts = max(1, min(4, tuning.programs(device) // tiles, steps // 10))
-    return cuts if steps - steps // cuts >= 40 else 1
 
 
 def schedule(tiles_m: int, tiles_n: int, steps: int, device: torch.device) -> tuple[int, int, int]:
@@ -373,17 +354,6 @@ def schedule(tiles_m: int, tiles_n: int, steps: int, device: torch.device) -> tu
     shared = tiles - whole
     abreast = next(a for a in (4, 3, 2, 1) if tiles_m % a == 0 and count % a == 0 and shared % a == 0)
     return count, whole, abreast
-
-
-def fits(n: int, *operands: Tensor) -> bool:
-    """Whether the copy engine can read the operands and write rows of n: 16-bit, rows contiguous, all on 16 bytes."""
-    united = 0
-    for operand in operands:
-        stride, step = operand.stride()
-        if step != 1 or operand.element_size() != 2 or not stride >= operand.shape[1] > 0:
-            return False
-        united |= operand.data_ptr() | 2 * stride
-    return united % 16 == 0 and n % 8 == 0
 
 
 def launch_linear_glu(
@@ -421,7 +391,7 @@ def launch_linear_glu(
     args = (*inputs, written, first, second, gate_bias, up_bias, grad, partial, flags, count, *grad_strides, m, n)
     meta = {"GROUP_M": GROUP_M, "STAGES": stages, "ACTIVATION": activation}
     sizes = (tiles_m, whole, steps, abreast)
-    _linear_glu((programs, 1, 1), (*args, *sizes), meta, num_warps=4, maxnreg=168)
+    _linear_glu_kernel((programs, 1, 1), (*args, *sizes), meta, num_warps=4, maxnreg=168)
 
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -453,4 +423,3 @@ EXAMPLES = {
         "count_ptr": None, "GROUP_M": GROUP_M, "STAGES": 4, "ACTIVATION": "silu", "maxnreg": 168,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

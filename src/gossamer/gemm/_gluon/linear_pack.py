@@ -18,10 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch, tuning
-from gossamer.gemm._gluon import linear_glu
 from gossamer.gemm._gluon.linear_glu import descriptor_of, origin_of, thread_barrier
+from gossamer.gemm.linear_pack_path import TILE
 
-TILE = 256
 BLOCK_N = gl.constexpr(256)
 BLOCK_K = gl.constexpr(64)
 ROWS = gl.constexpr(64)
@@ -321,6 +320,7 @@ def follow(words_ptr, second):
         gl.store(words_ptr + 3, 0)
 
 
+@launch.Kernel
 @gluon.jit(do_not_specialize=["M", "tiles_m", "tiles_n", "steps", "second"])
 def _linear_pack_kernel(
     x_desc, w_desc, bias_ptr, threshold_ptr, bounds_ptr, factors_ptr, skip_ptr, values_ptr, indices_ptr, counts_ptr,
@@ -351,17 +351,6 @@ def _linear_pack_kernel(
         [4, 1, 1, 1],
         [208, 88, 88, 88],
     )
-
-
-_linear_pack = launch.Kernel(_linear_pack_kernel)
-
-
-def fits(x: Tensor, weight: Tensor, tile: int, slots: int) -> bool:
-    """Whether the copy engine can read the operands, 16-bit, with rows of x and rows or columns of weight [N, K]
-    contiguous, all on 16 bytes, and the kernel write the tiles."""
-    if tile != TILE or slots & (slots - 1):
-        return False
-    return linear_glu.fits(TILE, x, weight if weight.stride(1) == 1 else weight.t())
 
 
 def descriptors(x: Tensor, weight: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
@@ -397,7 +386,7 @@ def launch_linear_pack(
     meta = {"TRANSPOSED": transposed, "SLOTS": slots, "GROUP_M": GROUP_M, "STAGES": STAGES}
     args = (*inputs, bias, threshold, bounds, factors, skip, *out, first, m, n, tiles_m, tiles_n, steps, second)
     grid = (min(tuning.programs(x.device), tiles_m * tiles_n), 1, 1)
-    return _linear_pack(grid, args, meta, num_warps=4, maxnreg=168, head=11)
+    return _linear_pack_kernel(grid, args, meta, num_warps=4, maxnreg=168, head=11)
 
 
 EXAMPLES = {
@@ -407,4 +396,3 @@ EXAMPLES = {
         "SLOTS": 16, "GROUP_M": GROUP_M, "STAGES": STAGES, "maxnreg": 168,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

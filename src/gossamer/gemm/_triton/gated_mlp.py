@@ -4,19 +4,18 @@ for both, in `_gluon`."""
 import torch
 from torch import Tensor
 
-from gossamer._core import launch, tuning
 from gossamer.gemm._triton.linear_glu import launch_glu_bwd
+from gossamer.gemm.gated_mlp_path import choose_path
 
 
 def gated_mlp_bwd_(grad: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """Operator `gated_mlp_bwd_` -> what gate and up made, [M, N]; their gradients take their places."""
-    if gate.numel() and not launch.INTERPRET and tuning.hopper(grad.device):
+    if choose_path(grad, down_weight, gate, up) == "hopper":
         from gossamer.gemm._gluon import gated_mlp as hopper
 
-        if hopper.fits(grad, down_weight, gate, up):
-            hidden = torch.empty_like(gate)
-            hopper.launch_gated_mlp_bwd(grad, down_weight, gate, up, hidden, activation)
-            return hidden
+        hidden = torch.empty_like(gate)
+        hopper.launch_gated_mlp_bwd(grad, down_weight, gate, up, hidden, activation)
+        return hidden
     hidden = grad @ down_weight
     launch_glu_bwd(hidden, gate, up, (gate, up), hidden, activation)
     return hidden

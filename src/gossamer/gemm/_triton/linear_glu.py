@@ -13,7 +13,6 @@ bound what is in memory at one time: no kernel of Triton's multiplies float32 as
 Hopper, operands that its kernel cannot read: odd rows through pointers took up to 14 times as long.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,26 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.gemm._triton._aligned import aligned
-from gossamer.rowsparse.dense_product import dense_seconds
+from gossamer.gemm.aligned import aligned, copies
+from gossamer.gemm.linear_glu_path import SEPARATE, choose_path, tile_of
 
 UPCAST = tl.constexpr(launch.INTERPRET)
 """The interpreter multiplies in float32: its bfloat16 dot is wrong."""
-
-
-@dataclass(frozen=True)
-class Separate:
-    """From which rows and K on two products of cuBLAS are faster than one of ours, where Hopper's kernel cannot read
-    the operands; bytes of gate and up at one time."""
-
-    rows: int = 17
-    depth: int = 400
-    bytes: int = 1 << 28
-
-
-SEPARATE = Separate()
-START, STEP = 3e-6, 1.8e-6
-"""Seconds of a launch, and of a step along K of one tile of few rows."""
 FLAT = 1024
 """Numbers of gate and of up that a program gates. Rows may be shorter than it is worth a program."""
 
@@ -85,7 +69,7 @@ def origin_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     return first + tile % in_group % height, tile % in_group // height
 
 
-@triton.jit
+@launch.kernel
 def _linear_glu_kernel(
     x_ptr, gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, out_ptr, grad_ptr, first_ptr, second_ptr,
     stride_xm, stride_xk, stride_gn, stride_gk, stride_un, stride_uk, M, N, K,
@@ -135,7 +119,7 @@ def _linear_glu_kernel(
         tl.store(out_ptr + at, active * up, mask=mask)
 
 
-@triton.jit
+@launch.kernel
 def _linear_glu_row_kernel(
     x_ptr, gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, out_ptr, stride_xk, stride_gn, stride_un, K,
     BLOCK_K: tl.constexpr, VEC: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -162,7 +146,7 @@ def _linear_glu_row_kernel(
     tl.store(out_ptr + n, active * up)
 
 
-@triton.jit
+@launch.kernel
 def _glu_fwd_kernel(
     gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, out_ptr, N, total, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
 ):  # fmt: skip
@@ -185,7 +169,7 @@ def _glu_fwd_kernel(
     tl.store(out_ptr + at, active * up, mask=mask)
 
 
-@triton.jit
+@launch.kernel
 def _glu_bwd_kernel(
     grad_ptr, gate_ptr, up_ptr, first_ptr, second_ptr, hidden_ptr, stride_dm, stride_dn, N,
     BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -204,33 +188,6 @@ def _glu_bwd_kernel(
     tl.store(second_ptr + at, grad * active, mask=mask)
     if hidden_ptr is not None:
         tl.store(hidden_ptr + at, active * up, mask=mask)
-
-
-_linear_glu = launch.Kernel(_linear_glu_kernel)
-_linear_glu_row = launch.Kernel(_linear_glu_row_kernel)
-_glu_fwd = launch.Kernel(_glu_fwd_kernel)
-_glu_bwd = launch.Kernel(_glu_bwd_kernel)
-
-
-def tile_of(m: int, device: torch.device) -> launch.Tile:
-    """Tile of the product through pointers; two accumulators of BLOCK_M x BLOCK_N."""
-    if m <= 16:
-        return launch.Tile(
-            {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 256 if tuning.hopper(device) else 128, "GROUP_M": 8}, 4, 3
-        )
-    block_m = 32 if m <= 32 else 64 if m <= 64 else 128
-    stages = 4 if m <= 128 and tuning.hopper(device) else 3
-    sizes = {"BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": 64, "GROUP_M": 8}
-    return launch.Tile(sizes, 8 if block_m == 128 else 4, stages)
-
-
-def few_tiles(m: int, n: int, k: int, tile: launch.Tile, x: Tensor) -> bool:
-    """Whether tiles of few rows, which do not share K, leave half of the GPU idle for longer than two products of
-    cuBLAS take."""
-    if 2 * launch.cdiv(n, tile.sizes["BLOCK_N"]) > tuning.programs(x.device):
-        return False
-    ours = START + STEP * launch.cdiv(k, tile.sizes["BLOCK_K"])
-    return 2 * dense_seconds(m, k, n, x.element_size(), False, x.device.index) + START < ours
 
 
 def row_tile(k: int, element_size: int) -> launch.Tile:
@@ -339,36 +296,30 @@ def _launch_linear_glu(
     """Fills out and gates, which are gate and up, or with grad their gradients. Returns the launch with all but the
     operands and out bound, where that is possible: it is one of Triton's, and what it points to is aligned."""
     x, gate_weight, up_weight, gate_bias, up_bias = operands
-    contiguous = gate_weight.stride(1) == up_weight.stride(1) == 1
-    if out is not None and gates is None and len(x) == 1 and contiguous:
-        return _launch_row(operands, activation, out)
     (m, k), n = x.shape, gate_weight.shape[0]
-    if x.dtype is torch.float32 and not launch.INTERPRET:
-        _launch_separate(operands, activation, grad, out, gates)
-        return None
-    if not launch.INTERPRET and tuning.hopper(x.device):
-        from gossamer.gemm._gluon import linear_glu as hopper
+    path = choose_path(x, gate_weight, up_weight, out is not None and gates is None)
+    if path == "row":
+        assert out is not None
+        return _launch_row(operands, activation, out)
+    if copies(m, n) and n % 8 == 0 and x.element_size() == 2 and tuning.hopper(x.device):
+        # Where Hopper's kernel cannot read the copies either, the others gain from them.
+        x, gate_weight, up_weight = aligned(m, n, x, gate_weight, up_weight)
+        operands = Operands(x, gate_weight, up_weight, gate_bias, up_bias)
+    if path == "hopper":
+        from gossamer.gemm._gluon.linear_glu import launch_linear_glu
 
-        pays = hopper.pays(m, n, k, x.device)
-        if pays and n % 8 == 0:
-            x, gate_weight, up_weight = aligned(m, n, x, gate_weight, up_weight)
-        fits = hopper.fits(n, x, gate_weight, up_weight)
-        if pays and fits:
-            hopper.launch_linear_glu(x, gate_weight, up_weight, gate_bias, up_bias, activation, grad, out, gates)
-            return None
-        if not fits and m >= SEPARATE.rows and k >= SEPARATE.depth:
-            _launch_separate(Operands(x, gate_weight, up_weight, gate_bias, up_bias), activation, grad, out, gates)
-            return None
-    tile = tile_of(m, x.device)
-    if m <= 16 and not launch.INTERPRET and few_tiles(m, n, k, tile, x):
+        launch_linear_glu(*operands, activation, grad, out, gates)
+        return None
+    if path == "products":
         _launch_separate(operands, activation, grad, out, gates)
         return None
+    tile = tile_of(m, x.device)
     grad = None if grad is None else grad.contiguous()
     strides = (*x.stride(), *gate_weight.stride(), *up_weight.stride())
     meta = {**tile.sizes, "ACTIVATION": activation, "GRADIENT": grad is not None}
     args = (x, gate_weight, up_weight, gate_bias, up_bias, out, grad, *(gates or (None, None)), *strides, m, n, k)
     grid = (launch.cdiv(m, tile.sizes["BLOCK_M"]) * launch.cdiv(n, tile.sizes["BLOCK_N"]), 1, 1)
-    return _linear_glu(grid, args, meta, head=6, **tile.options)
+    return _linear_glu_kernel(grid, args, meta, head=6, **tile.options)
 
 
 def _launch_row(operands: Operands, activation: str, out: Tensor) -> launch.Bound | None:
@@ -377,7 +328,7 @@ def _launch_row(operands: Operands, activation: str, out: Tensor) -> launch.Boun
     tile = row_tile(k, x.element_size())
     strides = (x.stride(1), gate_weight.stride(0), up_weight.stride(0))
     args = (*operands, out, *strides, k)
-    return _linear_glu_row((n, 1, 1), args, {**tile.sizes, "ACTIVATION": activation}, head=6, **tile.options)
+    return _linear_glu_row_kernel((n, 1, 1), args, {**tile.sizes, "ACTIVATION": activation}, head=6, **tile.options)
 
 
 def _launch_separate(
@@ -398,7 +349,7 @@ def _launch_separate(
         if out is not None:
             total = gate.numel()
             args = (gate, up, gate_bias, up_bias, out[rows], n, total)
-            _glu_fwd((launch.cdiv(total, FLAT), 1, 1), args, {"BLOCK": FLAT, "ACTIVATION": activation})
+            _glu_fwd_kernel((launch.cdiv(total, FLAT), 1, 1), args, {"BLOCK": FLAT, "ACTIVATION": activation})
         elif grad is not None:
             for z, bias in ((gate, gate_bias), (up, up_bias)):
                 if bias is not None:
@@ -415,7 +366,7 @@ def launch_glu_bwd(
         return
     meta = {"BLOCK": 2048, "ACTIVATION": activation}
     args = (grad, gate, up, *out, hidden, *grad.stride(), n)
-    _glu_bwd((m, launch.cdiv(n, 2048), 1), args, meta)
+    _glu_bwd_kernel((m, launch.cdiv(n, 2048), 1), args, meta)
 
 
 EXAMPLES = {
@@ -431,4 +382,3 @@ EXAMPLES = {
     },
     _glu_bwd_kernel: {"BLOCK": 2048, "ACTIVATION": "gelu_tanh"},
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

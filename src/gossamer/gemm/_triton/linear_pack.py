@@ -10,10 +10,10 @@ says that it is faster.
 import torch
 from torch import Tensor
 
-from gossamer._core import launch, tuning
-from gossamer.gemm._triton._aligned import aligned
+from gossamer._core import launch
+from gossamer.gemm.aligned import aligned
+from gossamer.gemm.linear_pack_path import choose_path, packs
 from gossamer.rowsparse._triton.twell import launch_pack_twell, twell_to_ell
-from gossamer.rowsparse.dense_product import dense_seconds
 from gossamer.rowsparse.formats import empty_twell
 from gossamer.rowsparse.pack import one_program_a_row
 
@@ -31,10 +31,9 @@ def linear_pack(
     """Operator `linear_pack`."""
     m, n = x.shape[0], weight.shape[0]
     values, indices, counts = empty_twell(x, m, n, tile, slots)
-    operands = None if library_is_faster(x, weight) else for_hopper(x, weight, tile, slots)
     if counts.numel() == 0:
         nnz = torch.zeros(m, dtype=torch.int32, device=x.device)
-    elif operands is None:
+    elif choose_path(x, weight, tile, slots) == "blocks":
         # Where programs share a row they add to it.
         shared = not one_program_a_row(m % rows_of_block(m, n, x) or m, n)
         nnz = (torch.zeros if shared else torch.empty)(m, dtype=torch.int32, device=x.device)
@@ -42,35 +41,14 @@ def linear_pack(
     else:
         from gossamer.gemm._gluon import linear_pack as hopper
 
-        hopper.launch_linear_pack(*operands, bias, threshold, (values, indices, counts))
+        x, weight = aligned(m, n, x, weight)
+        hopper.launch_linear_pack(x, weight, bias, threshold, (values, indices, counts))
         nnz = counts.sum(1, dtype=torch.int32)
     if capacity is not None:
         values, indices, counts = twell_to_ell(values, indices, counts, tile, capacity)
     if squared:
         values *= values
     return values, indices, counts, nnz
-
-
-FEW = 32
-"""Rows up to which a tile of 128 is not worth its while."""
-START, STEP, PACK = 9e-6, 0.75e-6, 5e-6
-"""Seconds that Hopper's kernel takes: with the sum of its counts, whatever there is to do; for 64 of K of a tile a
-program; and at least for a tile, to pack it. A fit to seven random shapes on an H200 (`gossamer bench sweep`)."""
-
-
-def library_is_faster(x: Tensor, weight: Tensor) -> bool:
-    """Whether cuBLAS multiplies and another kernel packs, where Hopper's could do both: of few rows most of its tiles
-    is empty, and it does not share K among programs."""
-    m, (n, k) = x.shape[0], weight.shape
-    if launch.INTERPRET or x.element_size() != 2 or not tuning.hopper(x.device) or m <= FEW:
-        return True
-    if n % 8:
-        # cuBLAS would write such rows one number at a time.
-        return False
-    waves = launch.cdiv(launch.cdiv(m, 128) * launch.cdiv(n, 256), tuning.programs(x.device))
-    fused = START + waves * max(PACK, STEP * launch.cdiv(k, 64))
-    moved = 2 * m * n * x.element_size() / (0.5 * tuning.rates(x.device.index).copy)
-    return dense_seconds(m, k, n, x.element_size(), False, x.device.index) + 4e-6 + moved < fused
 
 
 def launch_linear_pack(
@@ -89,24 +67,13 @@ def launch_linear_pack(
     `factors`, float32 [N], that of its row times the factor of its column. Where the int32 `skip` is below 0 nothing
     need be done. Returns the launch of Hopper's kernel, which sees to `words` as its launcher says; None where another
     way was taken, and nothing is done about them."""
-    operands = for_hopper(x, weight, tile, out[0].shape[2])
-    if operands is not None:
+    if packs(x, weight, tile, out[0].shape[2]):
         from gossamer.gemm._gluon import linear_pack as hopper
 
-        return hopper.launch_linear_pack(*operands, bias, threshold, out, bounds, factors, skip, words)
+        x, weight = aligned(x.shape[0], weight.shape[0], x, weight)
+        return hopper.launch_linear_pack(x, weight, bias, threshold, out, bounds, factors, skip, words)
     by_library(x, weight, bias, threshold, tile, out, bounds, factors)
     return None
-
-
-def for_hopper(x: Tensor, weight: Tensor, tile: int, slots: int) -> tuple[Tensor, Tensor] | None:
-    """x and weight as Hopper's kernel reads them, None where it cannot."""
-    if launch.INTERPRET or not tuning.hopper(x.device):
-        return None
-    from gossamer.gemm._gluon import linear_pack as hopper
-
-    if x.element_size() == 2:
-        x, weight = aligned(x.shape[0], weight.shape[0], x, weight)
-    return (x, weight) if hopper.fits(x, weight, tile, slots) else None
 
 
 def rows_of_block(m: int, n: int, x: Tensor) -> int:

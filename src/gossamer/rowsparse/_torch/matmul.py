@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gossamer.rowsparse._torch.pack import CHUNK, dot_entries, overflowed_rows, refuse_overflow, stored
+from gossamer.rowsparse.formats import offsets_of
 
 _RUN = 64
 _BATCH = 4
@@ -20,8 +21,7 @@ def bag(columns: Tensor, values: Tensor, row_offsets: Tensor, weight: Tensor, dt
         return _bag(columns, values, row_offsets, weight).to(dtype)
     # Entries are added one after another, whose error grows with the row: sum runs, then their sums.
     runs = (counts + _RUN - 1) // _RUN
-    run_offsets = torch.zeros_like(row_offsets)
-    torch.cumsum(runs, 0, out=run_offsets[1:])
+    run_offsets = offsets_of(runs)
     place = torch.arange(int(run_offsets[-1])) - run_offsets[:-1].repeat_interleave(runs)
     starts = row_offsets[:-1].repeat_interleave(runs) + place * _RUN
     partial = _bag(columns, values, torch.cat([starts, row_offsets[-1:]]), weight)
@@ -75,8 +75,7 @@ def matmul(
     slots, rows = stored(indices, offsets, weight.shape[0])
     columns = indices.reshape(-1)[slots].long()
     m = indices.shape[0] if indices.dim() == 2 else offsets.shape[0] - 1
-    row_offsets = torch.zeros(m + 1, dtype=torch.int64)
-    torch.cumsum(torch.bincount(rows, minlength=m), 0, out=row_offsets[1:])
+    row_offsets = offsets_of(torch.bincount(rows, minlength=m))
     out = bag(columns, values.reshape(-1)[slots], row_offsets, weight, working)
     if source is not None:
         over = overflowed_rows(indices, offsets)
@@ -104,7 +103,7 @@ def matmul_bwd(
     slots = starts + (keys[:nnz] & 0xFFFFFFFF)
     out = bag(rows, values.reshape(-1)[slots], col_offsets, grad, torch.promote_types(dtype, torch.float32))
     if source is not None:
-        over = (offsets > values.shape[1] if values.dim() == 2 else offsets[1:] > values.shape[0]).nonzero().squeeze(1)
+        over = overflowed_rows(values, offsets)
         if over.numel():
             working = torch.promote_types(source.dtype, grad.dtype)
             held = source[over] if mask is None else torch.where(mask[over] != 0, source[over], 0)

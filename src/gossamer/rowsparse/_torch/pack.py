@@ -50,9 +50,6 @@ def entries(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(row_offsets int64 [M + 1], columns int64 [nnz], values [nnz]) of dense x [M, N]."""
     m, n = x.shape
     x = x.contiguous()
-    if x.numel() == 0:
-        row_offsets = torch.zeros(m + 1, dtype=torch.int64)
-        return row_offsets, row_offsets.new_empty(0), x.new_empty(0)
     flat = nonzero_positions(x)
     return row_offsets_of(flat, m, n), flat % n, x.reshape(-1)[flat]
 

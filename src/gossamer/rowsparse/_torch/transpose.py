@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from gossamer.rowsparse._torch.pack import stored
+from gossamer.rowsparse.formats import offsets_of
 
 
 def transpose_keys(indices: Tensor, offsets: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -16,6 +17,4 @@ def transpose_keys(indices: Tensor, offsets: Tensor, n: int) -> tuple[Tensor, Te
     sorted_columns = torch.full((indices.numel(),), -1, dtype=torch.int32)
     keys[: order.numel()] = ((rows << 32) | (slots - starts))[order]
     sorted_columns[: order.numel()] = columns[order].int()
-    col_offsets = torch.zeros(n + 1, dtype=torch.int64)
-    torch.cumsum(torch.bincount(columns, minlength=n), 0, out=col_offsets[1:])
-    return col_offsets, keys, sorted_columns
+    return offsets_of(torch.bincount(columns, minlength=n)), keys, sorted_columns

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from gossamer.rowsparse._torch.pack import bits_of, ell_from_entries, nonzero_positions
-from gossamer.rowsparse.formats import tile_index_dtype
 
 
 def positions_above(x: Tensor, threshold: Tensor | None) -> Tensor:
@@ -21,12 +20,9 @@ def pack_twell(x: Tensor, tile: int, slots: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def pack_positions(x: Tensor, find: Callable[[Tensor], Tensor], tile: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of what `find` finds in a contiguous x that is not empty: its flat positions, ascending."""
+    """The same of what `find` finds in a contiguous x: its flat positions, ascending."""
     m, n = x.shape
     tiles = -(-n // tile)
-    if x.numel() == 0:
-        empty = x.new_zeros(m, tiles, slots)
-        return empty, torch.zeros_like(empty, dtype=tile_index_dtype(tile)), torch.zeros(m, tiles, dtype=torch.int16)
     found = find(x)
     positions = found.numpy()
     rows = positions // n

@@ -1,6 +1,5 @@
 """Dense transposition at the speed of memory, where PyTorch's copy goes element by element."""
 
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -8,7 +7,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from gossamer._core import launch, tuning
 
 
-@triton.jit
+@launch.kernel
 def _dense_transpose_kernel(x_ptr, out_ptr, M, N, stride_m, BLOCK: tl.constexpr, BESIDE: tl.constexpr):
     """Program (tile), along the rows first: a tile in, its transpose out, both in lines of BLOCK elements. With
     BESIDE the kernel before it may still run; it ends after that, so that what waits for this one waits for both."""
@@ -26,9 +25,6 @@ def _dense_transpose_kernel(x_ptr, out_ptr, M, N, stride_m, BLOCK: tl.constexpr,
     tl.store(out_ptr + columns[:, None] * M + rows[None, :], tl.trans(tile), mask=mask)
     if BESIDE:
         gdc_wait()
-
-
-_dense_transpose = launch.Kernel(_dense_transpose_kernel)
 
 
 def dense_transpose(x: Tensor) -> Tensor:
@@ -51,7 +47,7 @@ def launch_dense_transpose(x: Tensor, out: Tensor, beside: bool) -> launch.Bound
     beside = beside and tuning.dependent_launch(x.device)
     meta = {"BLOCK": 64, "BESIDE": beside}
     args = (x, out, m, n, x.stride(0))
-    return _dense_transpose((tiles, 1, 1), args, meta, num_warps=4, launch_pdl=beside, head=2)
+    return _dense_transpose_kernel((tiles, 1, 1), args, meta, num_warps=4, launch_pdl=beside, head=2)
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
@@ -64,4 +60,3 @@ def rows_contiguous(x: Tensor) -> Tensor:
 EXAMPLES = {
     _dense_transpose_kernel: {"BLOCK": 64, "BESIDE": False},
 }
-"""Example signatures for the ahead-of-time compile test."""

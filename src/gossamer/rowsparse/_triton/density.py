@@ -4,14 +4,13 @@ A program sums up every PARTS-th block of counts and writes its four numbers; th
 go straight to pinned memory, 32 bytes a program: a copy would be a launch of its own.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
 
 
-@triton.jit
+@launch.kernel
 def _row_density_kernel(counts_ptr, sums_ptr, M, limit, BLOCK: tl.constexpr, PARTS: tl.constexpr):
     """Program (part): the sum, the largest, how many exceed `limit`, and the sum of those that do not."""
     part = tl.program_id(0)
@@ -32,16 +31,14 @@ def _row_density_kernel(counts_ptr, sums_ptr, M, limit, BLOCK: tl.constexpr, PAR
     tl.store(sums_ptr + part * 4 + 3, tl.sum(light, axis=0))
 
 
-_row_density = launch.Kernel(_row_density_kernel)
-
-
 def row_density(counts: Tensor, sums: Tensor, limit: int) -> None:
     """`sums`, int64 [parts, 4], is in pinned memory; `counts` `[M]`."""
     counts, parts = counts.contiguous(), sums.shape[0]
-    _row_density((parts, 1, 1), (counts, sums, counts.shape[0], limit), {"BLOCK": 256, "PARTS": parts}, num_warps=1)
+    _row_density_kernel(
+        (parts, 1, 1), (counts, sums, counts.shape[0], limit), {"BLOCK": 256, "PARTS": parts}, num_warps=1
+    )
 
 
 EXAMPLES = {
     _row_density_kernel: {"sums_ptr": "*i64", "BLOCK": 256, "PARTS": 64, "num_warps": 1},
 }
-"""Example signatures for the ahead-of-time compile test."""

@@ -6,7 +6,6 @@ buffer of an eighth of the matrix, or 64 MiB: the rows are computed there, and `
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from gossamer.rowsparse._triton.overflow import Overflow, dot, summed_apart
 from gossamer.rowsparse._triton.pack import load_threshold
 
 
-@triton.jit
+@launch.kernel
 def _linear_source_kernel(
     x_ptr, w_ptr, bias_ptr, threshold_ptr, counts_ptr, out_ptr, limit, stride_xm, stride_xk, stride_wn, stride_wk,
     M, N, K,
@@ -69,9 +68,6 @@ def _linear_source_kernel(
             tl.store(out_ptr + at, z, mask=flagged[:, None] & inside[None, :])
 
 
-_linear_source = launch.Kernel(_linear_source_kernel)
-
-
 def tile_of(m: int, weight: Tensor) -> launch.Tile:
     if weight.element_size() != 2:
         # Of 8 warps, so that two sums fit the registers.
@@ -111,7 +107,7 @@ def launch_linear_source(
     args = (x, weight, bias, threshold, counts, out, limit, *strides, m, n, k)
     row_blocks = launch.cdiv(m, meta["BLOCK_M"])
     share = min(launch.cdiv(n, meta["BLOCK_N"]), max(launch.cdiv(2 * tuning.programs(x.device), row_blocks), 16))
-    _linear_source((row_blocks, share, 1), args, meta, **tile.options)
+    _linear_source_kernel((row_blocks, share, 1), args, meta, **tile.options)
 
 
 def matmul_linear(
@@ -152,4 +148,3 @@ EXAMPLES = {
         "UPCAST": False, "num_warps": 8, "num_stages": 3,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

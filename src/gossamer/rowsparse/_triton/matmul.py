@@ -80,7 +80,7 @@ def gather_rows(
     return tl.sum(acc, axis=0)
 
 
-@triton.jit
+@launch.kernel
 def _matmul_fwd_kernel(
     values_ptr, indices_ptr, offsets_ptr, w_ptr, bias_ptr, out_ptr, stride_wn, N, D, capacity,
     BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PARTIAL: tl.constexpr, IS_CSR: tl.constexpr,
@@ -141,7 +141,7 @@ def fold(products, VEC: tl.constexpr):
     return tl.sum(tl.reshape(products, [products.shape[0], products.shape[1] // VEC, VEC]), axis=2)
 
 
-@triton.jit
+@launch.kernel
 def _matmul_bwd_kernel(
     keys_ptr, offsets_ptr, values_ptr, starts_ptr, grad_ptr, w_ptr, grad_w_ptr, grad_values_ptr, sums_ptr,
     long_ptr, found_ptr, stride_wn, capacity, D,
@@ -205,7 +205,7 @@ def _matmul_bwd_kernel(
         tl.store(long_ptr + tl.atomic_add(found_ptr, 1, sem="relaxed"), column)
 
 
-@triton.jit
+@launch.kernel
 def _matmul_bwd_long_kernel(
     keys_ptr, offsets_ptr, values_ptr, starts_ptr, grad_ptr, w_ptr, grad_w_ptr, grad_values_ptr, long_ptr, found_ptr,
     stride_wn, capacity, D,
@@ -237,11 +237,6 @@ def _matmul_bwd_long_kernel(
                     w = load_weights(w_ptr, column, stride_wn, columns, D)
                     product += fold(load_gradients(grad_ptr, row, held, columns, D) * w[None, :], VEC)
                 tl.store(grad_values_ptr + place, tl.sum(product, axis=1), mask=held)
-
-
-_matmul_fwd = launch.Kernel(_matmul_fwd_kernel)
-_matmul_bwd = launch.Kernel(_matmul_bwd_kernel)
-_matmul_bwd_long = launch.Kernel(_matmul_bwd_long_kernel)
 
 
 def bwd_tile(element_size: int) -> launch.Tile:
@@ -327,7 +322,7 @@ def launch_matmul(
     meta["VEC"] = 16 // weight.element_size()
     meta["EVEN"] = is_even(weight.stride(0) | d, weight.element_size())
     args = (values, indices, offsets, weight, bias, out, weight.stride(0), n, d, capacity)
-    gather = _matmul_fwd((m, launch.cdiv(d, meta["BLOCK_D"]), 1), args, meta, num_warps=1, head=6)
+    gather = _matmul_fwd_kernel((m, launch.cdiv(d, meta["BLOCK_D"]), 1), args, meta, num_warps=1, head=6)
     if source is None:
         return None if gather is None else (gather, None)
     over = overflow.forward(Overflow(source, offsets[is_csr:], capacity), weight, bias, out)
@@ -371,11 +366,11 @@ def matmul_bwd(
     listed, scalars = (noted[4:], noted), (stride, capacity)
     meta = {**tile.sizes, "LONG": LONG, "IS_CSR": is_csr}
     args = (*operands, sums, *listed, *scalars, d)
-    _matmul_bwd((n, 1, 1), args, meta, **tile.options)
+    _matmul_bwd_kernel((n, 1, 1), args, meta, **tile.options)
     if long:
         grid = (min(2 * long * launch.cdiv(d, 128), 4 * tuning.programs(grad.device)), 1, 1)
         wide = {"BLOCK_E": 64, "BLOCK_D": tile.sizes["BLOCK_D"], "VEC": tile.sizes["VEC"], "IS_CSR": is_csr}
-        _matmul_bwd_long(grid, (*operands, *listed, *scalars, d), wide, num_warps=8)
+        _matmul_bwd_long_kernel(grid, (*operands, *listed, *scalars, d), wide, num_warps=8)
     if source is not None:
         overflow.backward_weight(Overflow(source, offsets[is_csr:], capacity), mask, grad, grad_weight)
     return grad_weight, grad_values
@@ -396,4 +391,3 @@ EXAMPLES = {
         "num_warps": 8,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

@@ -8,7 +8,6 @@ product there is one launch, for a small product takes hardly longer than that.
 
 from collections.abc import Iterator
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from gossamer.rowsparse.dense_product import dense_product, padded
 from gossamer.rowsparse.matmul_path import rows_at_once
 
 
-@triton.jit
+@launch.kernel
 def _pick_kernel(
     products_ptr, indices_ptr, offsets_ptr, source_ptr, out_ptr, dense_ptr, stride_pm, stride_sm, N, capacity,
     BLOCK: tl.constexpr, COPY: tl.constexpr, MASKED: tl.constexpr, IS_CSR: tl.constexpr,
@@ -53,9 +52,6 @@ def _pick_kernel(
         # An index that no weight row has must not vanish silently.
         product = tl.where((index < -1) | (index >= N), float("nan"), product)
         tl.store(out_ptr + start + entry, product, mask=entry < slots)
-
-
-_pick = launch.Kernel(_pick_kernel)
 
 
 def matmul_dense(
@@ -96,7 +92,7 @@ def sampled_matmul_dense(
             most = launch.cdiv(4 * tuning.programs(x.device), last - first)
             shares = max(1, min(most, launch.cdiv(indices.numel() // m, block)))
             args = (products, at, counts, held, to, dense[first:last], products.stride(0), stride, n, capacity)
-            _pick((last - first, shares, 1), args, meta, num_warps=max(1, block // 128))
+            _pick_kernel((last - first, shares, 1), args, meta, num_warps=max(1, block // 128))
     return values, dense
 
 
@@ -116,4 +112,3 @@ def _parts(
 EXAMPLES = {
     _pick_kernel: {"BLOCK": 1024, "COPY": 1024, "MASKED": True, "IS_CSR": False, "num_warps": 8},
 }
-"""Example signatures for the ahead-of-time compile test."""

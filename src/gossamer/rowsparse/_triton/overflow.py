@@ -75,7 +75,7 @@ def flagged_product(
     return total + acc if PARTIAL > 0 else acc
 
 
-@triton.jit
+@launch.kernel
 def _overflow_fwd_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, counts_ptr, partial_ptr, arrived_ptr, limit, stride_xm, stride_wn, M, N, D,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
@@ -121,7 +121,7 @@ def _overflow_fwd_kernel(
         tl.store(out_ptrs, acc, mask=mask)
 
 
-@triton.jit
+@launch.kernel
 def _overflow_rows_kernel(counts_ptr, rows_ptr, limit, M, BLOCK: tl.constexpr):
     """One program: how many rows have more entries than `limit`, and behind that their numbers in order."""
     found = 0
@@ -142,7 +142,7 @@ def load_rows(rows_ptr, first, number, BLOCK_M: tl.constexpr):
     return tl.load(rows_ptr + 1 + at, mask=listed, other=0).to(tl.int64), listed
 
 
-@triton.jit
+@launch.kernel
 def _overflow_bwd_source_kernel(
     grad_ptr, w_ptr, x_ptr, out_ptr, rows_ptr, stride_wn, stride_xm, N, D,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -166,7 +166,7 @@ def _overflow_bwd_source_kernel(
         tl.store(out_ptr + rows[:, None] * N + inner[None, :], acc, mask=mask)
 
 
-@triton.jit
+@launch.kernel
 def _overflow_bwd_weight_kernel(
     x_ptr, mask_ptr, grad_ptr, out_ptr, rows_ptr, stride_xm, stride_km, N, D,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -197,12 +197,6 @@ def _overflow_bwd_weight_kernel(
             mask = (inner < N)[:, None] & (columns < D)[None, :]
             out_ptrs = out_ptr + inner.to(tl.int64)[:, None] * D + columns[None, :]
             tl.store(out_ptrs, acc + tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32), mask=mask)
-
-
-_overflow_fwd = launch.Kernel(_overflow_fwd_kernel)
-_overflow_rows = launch.Kernel(_overflow_rows_kernel)
-_overflow_bwd_source = launch.Kernel(_overflow_bwd_source_kernel)
-_overflow_bwd_weight = launch.Kernel(_overflow_bwd_weight_kernel)
 
 
 SUMMED = 128
@@ -251,13 +245,13 @@ def forward(rows: Overflow, weight: Tensor, bias: Tensor | None, out: Tensor) ->
     args = (source, weight, bias, out, rows.counts, partial, arrived, rows.limit)
     args += (source.stride(0), weight.stride(0), m, n, d)
     grid = (tiles * splits, 1, 1)
-    return _overflow_fwd(grid, args, meta, launch_pdl=follows, head=5, **tile.options)
+    return _overflow_fwd_kernel(grid, args, meta, launch_pdl=follows, head=5, **tile.options)
 
 
 def overflowed(counts: Tensor, limit: int) -> Tensor:
     """int32 `[M + 1]`: how many of `counts` `[M]` exceed `limit`, and behind that which, in order."""
     rows = torch.empty(len(counts) + 1, dtype=torch.int32, device=counts.device)
-    _overflow_rows((1, 1, 1), (counts, rows, limit, len(counts)), {"BLOCK": 4096}, num_warps=8)
+    _overflow_rows_kernel((1, 1, 1), (counts, rows, limit, len(counts)), {"BLOCK": 4096}, num_warps=8)
     return rows
 
 
@@ -272,7 +266,7 @@ def backward_source(rows: Overflow, grad: Tensor, weight: Tensor, out: Tensor, m
     args = (grad, weight, source, out, overflowed(rows.counts, rows.limit), weight.stride(0), source.stride(0), n, d)
     items = launch.cdiv(m, meta["BLOCK_M"]) * launch.cdiv(n, meta["BLOCK_N"])
     grid = (min(items, 8 * tuning.programs(grad.device)), 1, 1)
-    _overflow_bwd_source(grid, args, meta, num_warps=8 if summed else 4, num_stages=3)
+    _overflow_bwd_source_kernel(grid, args, meta, num_warps=8 if summed else 4, num_stages=3)
 
 
 def weight_tile(element_size: int) -> launch.Tile:
@@ -293,7 +287,7 @@ def backward_weight(rows: Overflow, mask: Tensor | None, grad: Tensor, out: Tens
     meta = {**tile.sizes, **tuning.dot_precision(grad, m)}
     args = (source, mask, grad, out, overflowed(rows.counts, rows.limit), *strides, n, d)
     tiles = launch.cdiv(d, meta["BLOCK_D"]) * launch.cdiv(n, meta["BLOCK_N"])
-    _overflow_bwd_weight((min(tiles, 4 * tuning.programs(grad.device)), 1, 1), args, meta, **tile.options)
+    _overflow_bwd_weight_kernel((min(tiles, 4 * tuning.programs(grad.device)), 1, 1), args, meta, **tile.options)
 
 
 EXAMPLES = {
@@ -311,4 +305,3 @@ EXAMPLES = {
         "num_stages": 3,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

@@ -189,7 +189,7 @@ def clear_slots(values_ptr, indices_ptr, first, capacity, step, BLOCK: tl.conste
         tl.store(values_ptr + slots, 0.0, mask=slots < capacity)
 
 
-@triton.jit(do_not_specialize=["epoch"])
+@launch.kernel(do_not_specialize=["epoch"])
 def _pack_split_kernel(
     x_ptr, values_ptr, indices_ptr, nnz_ptr, offsets_ptr, flags_ptr, epoch, stride_xm, M, N, capacity, chunks,
     BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFTED: tl.constexpr, FLAGS: tl.constexpr, COUNT_ONLY: tl.constexpr,
@@ -228,7 +228,7 @@ def _pack_split_kernel(
         clear_slots(values_ptr, indices_ptr, total + pid.to(tl.int64) * 256, capacity, step, 256)
 
 
-@triton.jit
+@launch.kernel
 def _pack_row_kernel(
     x_ptr, values_ptr, indices_ptr, nnz_ptr, offsets_ptr, stride_xm, M, N, capacity,
     BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFTED: tl.constexpr, CLEAR: tl.constexpr, COUNT_ONLY: tl.constexpr,
@@ -268,10 +268,6 @@ def _pack_row_kernel(
             total = tl.load(offsets_ptr + M)
             step = tl.num_programs(0).to(tl.int64) * 256
             clear_slots(values_ptr, indices_ptr, total + row * 256, capacity, step, 256)
-
-
-_pack_split = launch.Kernel(_pack_split_kernel)
-_pack_row = launch.Kernel(_pack_row_kernel)
 
 
 def scan_tile(n: int, element_size: int, groups: int = 256) -> dict[str, Any]:
@@ -338,11 +334,11 @@ def _launch(x: Tensor, out: tuple[Tensor | None, ...], offsets: Tensor | None, c
     out = (x, out[2], out[2]) if out[0] is None else out
     if one_program_a_row(m, n):
         args = (x, *out, offsets, x.stride(0), m, n, capacity)
-        _pack_row((m, 1, 1), args, {**sizes, "CLEAR": clear, **counted}, num_warps=1)
+        _pack_row_kernel((m, 1, 1), args, {**sizes, "CLEAR": clear, **counted}, num_warps=1)
     else:
         chunks, meta = split(n, sizes)
         args = (x, *out, offsets, *launch.flags.get(m * chunks, x.device), x.stride(0), m, n, capacity, chunks)
-        _pack_split((m * chunks, 1, 1), args, {**meta, **counted}, num_warps=1)
+        _pack_split_kernel((m * chunks, 1, 1), args, {**meta, **counted}, num_warps=1)
 
 
 EXAMPLES = {
@@ -355,4 +351,3 @@ EXAMPLES = {
         "num_warps": 1,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

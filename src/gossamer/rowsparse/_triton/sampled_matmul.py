@@ -32,7 +32,7 @@ def fill_zeros(out_ptr, filled, until, N, BLOCK: tl.constexpr):
     return tl.maximum(filled, blocks)
 
 
-@triton.jit
+@launch.kernel
 def _sampled_matmul_kernel(
     x_ptr, w_ptr, indices_ptr, offsets_ptr, products_ptr, out_ptr, stride_xm, stride_wn, N, D, capacity,
     BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, IS_CSR: tl.constexpr,
@@ -74,8 +74,6 @@ def _sampled_matmul_kernel(
         if FILL > 0:
             fill_zeros(out_ptr + row.to(tl.int64) * N, filled, N, N, FILL)
 
-
-_sampled_matmul = launch.Kernel(_sampled_matmul_kernel)
 
 GATHER = {size: launch.Tile({"BLOCK_E": 8, "BLOCK_D": 256 if size == 2 else 64}, warps=1) for size in (2, 4)}
 SCATTER = launch.Tile({"BLOCK_E": 32, "BLOCK_D": 16}, warps=8)
@@ -129,7 +127,7 @@ def sampled_matmul(
         meta["FILL"] = tile.warps * 4096 // x.element_size() if fill else 0
         out = dense if scatter else values
         args = (x, weight, indices, offsets, products, out, x.stride(0), weight.stride(0), n, d, capacity)
-        _sampled_matmul((m, meta["PARTS"], 1), args, meta, **tile.options)
+        _sampled_matmul_kernel((m, meta["PARTS"], 1), args, meta, **tile.options)
     if source is not None and m and n:
         rows = overflow.Overflow(source, offsets[is_csr:], capacity)
         overflow.backward_source(rows, x, weight, dense, masked)
@@ -142,4 +140,3 @@ EXAMPLES = {
         "num_warps": 1,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

@@ -20,7 +20,7 @@ LONG = 256
 """Keys up to which a column is one warp's work."""
 
 
-@triton.jit
+@launch.kernel
 def _column_count_kernel(indices_ptr, offsets_ptr, counts_ptr, capacity, N, BLOCK: tl.constexpr, IS_CSR: tl.constexpr):
     """Program (row)."""
     row = tl.program_id(0)
@@ -32,7 +32,7 @@ def _column_count_kernel(indices_ptr, offsets_ptr, counts_ptr, capacity, N, BLOC
         tl.atomic_add(counts_ptr + index, 1, mask=(index >= 0) & (index < N), sem="relaxed")
 
 
-@triton.jit
+@launch.kernel
 def _column_fill_kernel(
     indices_ptr, offsets_ptr, col_offsets_ptr, counts_ptr, keys_ptr, capacity, N,
     BLOCK: tl.constexpr, IS_CSR: tl.constexpr,
@@ -64,7 +64,7 @@ def rank_block(keys_ptr, sorted_ptr, columns_ptr, column, at, begin, end, BLOCK:
     tl.store(columns_ptr + mine, tl.zeros([BLOCK], tl.int32) + column, mask=mine < end)
 
 
-@triton.jit
+@launch.kernel
 def _column_sort_kernel(
     keys_ptr, offsets_ptr, sorted_ptr, columns_ptr, long_ptr, found_ptr, N,
     LONG: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
@@ -102,7 +102,7 @@ def _column_sort_kernel(
                     rank_block(keys_ptr, sorted_ptr, columns_ptr, each, block, start, end, BLOCK)
 
 
-@triton.jit
+@launch.kernel
 def _column_sort_long_kernel(
     keys_ptr, offsets_ptr, sorted_ptr, columns_ptr, long_ptr, found_ptr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -116,12 +116,6 @@ def _column_sort_long_kernel(
             end = tl.load(offsets_ptr + column + 1)
             for at in range(begin + item % parts * BLOCK, end, parts * BLOCK):
                 rank_block(keys_ptr, sorted_ptr, columns_ptr, column, at, begin, end, BLOCK)
-
-
-_column_count = launch.Kernel(_column_count_kernel)
-_column_fill = launch.Kernel(_column_fill_kernel)
-_column_sort = launch.Kernel(_column_sort_kernel)
-_column_sort_long = launch.Kernel(_column_sort_long_kernel)
 
 
 def transpose_keys(indices: Tensor, offsets: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,16 +137,16 @@ def transpose_keys(indices: Tensor, offsets: Tensor, n: int) -> tuple[Tensor, Te
     list_at = 4 + launch.cdiv(n, 4) * 4
     found = torch.zeros(list_at + min(n, indices.numel() // LONG), dtype=torch.int32, device=device)
     counts, long = found[4 : 4 + n], found[list_at:]
-    _column_count((m, 1, 1), (indices, offsets, counts, capacity, n), meta, num_warps=4)
+    _column_count_kernel((m, 1, 1), (indices, offsets, counts, capacity, n), meta, num_warps=4)
     col_offsets = torch.cumsum(found[3 : 4 + n], 0, dtype=torch.int64)
     args = (indices, offsets, col_offsets, counts, keys, capacity, n)
-    _column_fill((m, 1, 1), args, meta, num_warps=4)
+    _column_fill_kernel((m, 1, 1), args, meta, num_warps=4)
     ordered = torch.empty_like(keys)
     args = (keys, col_offsets, ordered, columns, long, found)
     meta = {"LONG": LONG, "COLUMNS": 4, "BLOCK": 16}
-    _column_sort((launch.cdiv(n, 4), 1, 1), (*args, n), meta, num_warps=1)
+    _column_sort_kernel((launch.cdiv(n, 4), 1, 1), (*args, n), meta, num_warps=1)
     if long.numel():
-        _column_sort_long((8 * tuning.programs(device), 1, 1), args, {"BLOCK": 64}, num_warps=4)
+        _column_sort_long_kernel((8 * tuning.programs(device), 1, 1), args, {"BLOCK": 64}, num_warps=4)
     return col_offsets, ordered, columns
 
 
@@ -164,4 +158,3 @@ EXAMPLES = {
     },
     _column_sort_long_kernel: {"offsets_ptr": "*i64", "sorted_ptr": "*i64", "BLOCK": 64},
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

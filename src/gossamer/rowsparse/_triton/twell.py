@@ -5,7 +5,6 @@ together one warp a row adds up their counts and then takes an entry of each of 
 sectors that hold entries, and the counts, which are a thirtieth of the slots.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from gossamer.rowsparse.formats import empty_ell, empty_twell
 from gossamer.rowsparse.pack import one_program_a_row
 
 
-@triton.jit
+@launch.kernel
 def _pack_twell_kernel(
     x_ptr, threshold_ptr, bounds_ptr, factors_ptr, values_ptr, indices_ptr, counts_ptr, nnz_ptr, stride_xm, N, tiles,
     tile, slots, BLOCK: tl.constexpr, VEC: tl.constexpr, ABOVE: tl.constexpr, SHARED: tl.constexpr,
@@ -72,7 +71,7 @@ def _pack_twell_kernel(
             tl.store(nnz_ptr + row, total)
 
 
-@triton.jit
+@launch.kernel
 def _twell_to_ell_kernel(
     values_ptr, indices_ptr, counts_ptr, out_ptr, columns_ptr, nnz_ptr, tiles, slots, tile, capacity,
     BLOCK: tl.constexpr,
@@ -115,10 +114,6 @@ def _twell_to_ell_kernel(
     clear_slots(out_ptr, columns_ptr, total, capacity, 256, 256)
 
 
-_pack_twell = launch.Kernel(_pack_twell_kernel)
-_twell_to_ell = launch.Kernel(_twell_to_ell_kernel)
-
-
 def pack_twell(x: Tensor, tile: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
     """Operator `pack_twell`; slots without an entry stay unwritten."""
     out = empty_twell(x, x.shape[0], x.shape[1], tile, slots)
@@ -145,7 +140,7 @@ def launch_pack_twell(
     share = 1 if one_program_a_row(m, n) else min(tiles, 64)
     meta = {**scan_tile(tile, x.element_size()), "ABOVE": above, "SHARED": share > 1}
     args = (x, threshold, bounds, factors, *out, nnz, x.stride(0), n, tiles, tile, slots)
-    _pack_twell((m, share, 1), args, meta, num_warps=1)
+    _pack_twell_kernel((m, share, 1), args, meta, num_warps=1)
 
 
 def twell_to_ell(
@@ -159,7 +154,7 @@ def twell_to_ell(
     block = min(max(launch.next_power_of_2(tiles), 32), 256)
     parts = (values.contiguous(), indices.contiguous(), counts.contiguous())
     args = (*parts, out, columns, nnz, tiles, slots, tile, capacity)
-    _twell_to_ell((m, 1, 1), args, {"BLOCK": block}, num_warps=1)
+    _twell_to_ell_kernel((m, 1, 1), args, {"BLOCK": block}, num_warps=1)
     return out, columns, nnz
 
 
@@ -170,4 +165,3 @@ EXAMPLES = {
     },
     _twell_to_ell_kernel: {"indices_ptr": "*u8", "counts_ptr": "*i16", "BLOCK": 256, "num_warps": 1},
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

@@ -31,7 +31,7 @@ def store_sums(values_ptr, indices_ptr, count, out_ptr, begin, end, BLOCK: tl.co
         tl.store(out_ptr + index, total, mask=(index >= begin) & (index < end))
 
 
-@triton.jit
+@launch.kernel
 def _unpack_kernel(
     values_ptr, indices_ptr, offsets_ptr, source_ptr, out_ptr, stride_sm, columns, N, capacity,
     BLOCK: tl.constexpr, FILL: tl.constexpr, IS_CSR: tl.constexpr,
@@ -82,8 +82,6 @@ def _unpack_kernel(
             tl.store(out_ptr, float("nan"))
 
 
-_unpack = launch.Kernel(_unpack_kernel)
-
 FILL = 1024
 """Columns that a program writes at a time."""
 
@@ -105,7 +103,7 @@ def unpack(
         meta = {"BLOCK": block, "FILL": FILL, "IS_CSR": is_csr}
         # Every share reads all of the row's indices: no more programs than fill the GPU.
         shares = max(1, min(launch.cdiv(columns, FILL), launch.cdiv(4 * tuning.programs(out.device), m)))
-        _unpack((m, shares, 1), args, meta, num_warps=max(1, block // 128))
+        _unpack_kernel((m, shares, 1), args, meta, num_warps=max(1, block // 128))
         return out
     out = torch.zeros(m, columns, dtype=values.dtype, device=values.device)
     if source is not None and m and n:
@@ -119,4 +117,3 @@ EXAMPLES = {
         "num_warps": 8,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

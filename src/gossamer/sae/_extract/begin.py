@@ -57,7 +57,10 @@ def begin(operator: str, folder: Path, settings: dict[str, Any], text: Text | No
         if _OURS.fullmatch(file.name) and file.name not in known and (file.is_file() or file.suffix == ".partial"):
             files.remove(file)
     if text is not None:
-        _write_vocabulary(folder / disk.VOCABULARY, text)
+        file, spelling = folder / disk.VOCABULARY, text.spelling()
+        # Where it is not there, or not as it was written.
+        if not file.is_file() or file.read_bytes() != spelling:
+            disk.write_bytes(file, spelling)
     return manifest
 
 
@@ -96,13 +99,6 @@ def _same_settings(operator: str, folder: Path, before: dict[str, Any], now: dic
             raise ValueError(
                 f"{operator}: {folder} was begun with {name} = {shown}. Name another folder, or remove this one."
             )
-
-
-def _write_vocabulary(file: Path, text: Text) -> None:
-    """Where it is not there, or not as it was written."""
-    spelling = text.spelling()
-    if not file.is_file() or file.read_bytes() != spelling:
-        disk.write_bytes(file, spelling)
 
 
 def _rebuild(operator: str, folder: Path, settings: dict[str, Any], there: set[str]) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """A lock on a folder, of which the operating system lets go when its process ends, however it ends."""
 
-from __future__ import annotations
-
 import errno
 import sys
 import warnings
@@ -11,7 +9,7 @@ _HELD = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK)
 
 
 class Lock:
-    """A lock on `folder` that `take` takes, and the end of a `with` releases.
+    """A lock on `folder` that `take` takes, and `close` releases.
 
     Its file stays where it is: whoever removed it could take it from a run that has just opened it.
     """
@@ -20,10 +18,7 @@ class Lock:
         self._operator, self._folder = operator, folder
         self._file = (folder / ".lock").open("ab")
 
-    def __enter__(self) -> Lock:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._file.close()
 
     def take(self, shared: bool = False) -> None:

@@ -52,7 +52,7 @@ class Growing:
         """`pieces`, on the host, must stay as they are."""
         self._last = self._thread.submit(self._update, pieces)
 
-    def checksums(self) -> dict[str, str]:
+    def found(self) -> dict[str, str]:
         # One thread: with the last piece all are done.
         if self._last is not None:
             self._last.result()

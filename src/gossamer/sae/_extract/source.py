@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -34,9 +35,7 @@ class Array:
 
     def __init__(self, data: Callable[[], Any], shape: tuple[int, ...], name: str, path: Path | None = None) -> None:
         self.data, self.shape, self.name, self.path = data, shape, name, path
-        self.inner = 1
-        for size in shape[1:-1]:
-            self.inner *= size
+        self.inner = math.prod(shape[1:-1])
         self.length, self.d = shape[0] * self.inner, shape[-1]
 
     def read(self, first: int, count: int) -> Tensor:
@@ -73,9 +72,8 @@ class Source:
 
     `length` is the number of rows, None where only an iterator knows; `text` the tokens that the rows belong to, or
     None. `passing`, if it is set, is called with each batch that is passed over, and its first row, where an iterator
-    has to be read from its start. The end of a `with` ends the thread that reads ahead. The garbage collector must not
-    be left to do that: it would wait for the thread at any moment, even while a lock is held that the thread needs to
-    end.
+    has to be read from its start. `close` ends the thread that reads ahead. The garbage collector must not be left to
+    do that: it would wait for the thread at any moment, even while a lock is held that the thread needs to end.
     """
 
     def __init__(self, source: Any, key: str | None, size: int, like: Tensor) -> None:
@@ -116,10 +114,7 @@ class Source:
         self._opened = self._open(source if self._rows_from is None else self._rows_from(0))
         self._batches: Iterator[Tensor] = self._opened
 
-    def __enter__(self) -> Source:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._opened.close()
 
     def first(self) -> Tensor | None:

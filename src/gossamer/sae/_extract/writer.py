@@ -1,7 +1,5 @@
 """Shards on their way to the disk: one is written in a thread while the next is made."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gossamer.rowsparse import CSR
+from gossamer.rowsparse.formats import offsets_of
 from gossamer.sae._extract import folder as disk
 from gossamer.sae._extract.ranks import Ranks
 from gossamer.sae._extract.seal import Growing, checksum, seal
@@ -21,7 +20,7 @@ from gossamer.sae._extract.text import Text
 class Shard:
     """The entries of the rows from `first` on, on the host, and the statistics of these rows alone.
 
-    `hashing` computes checksums of what is appended, so that writing does not wait for them.
+    `hashing` computes checksums of what is appended, the largest tensors, so that writing does not wait for them.
     """
 
     def __init__(self, number: int, first: int, statistics: Statistics, hashing: ThreadPoolExecutor) -> None:
@@ -31,7 +30,7 @@ class Shard:
         self._counts: list[Tensor] = []
         self._indices: list[Tensor] = []
         self._values: list[Tensor] = []
-        self._checksums = Growing(hashing)
+        self.checksums = Growing(hashing)
 
     def append(self, batch: Tensor, latents: CSR) -> None:
         """The latents of a batch of rows."""
@@ -43,15 +42,10 @@ class Shard:
         self._counts.append(latents.row_offsets.diff().cpu())
         self._indices.append(latents.indices.cpu())
         self._values.append(latents.values.cpu())
-        self._checksums.append({"indices": self._indices[-1], "values": self._values[-1]})
-
-    def checksums(self) -> dict[str, str]:
-        """Of its largest tensors."""
-        return self._checksums.checksums()
+        self.checksums.append({"indices": self._indices[-1], "values": self._values[-1]})
 
     def tensors(self) -> dict[str, Tensor]:
-        offsets = torch.zeros(self.rows + 1, dtype=torch.int64)
-        torch.cumsum(torch.cat(self._counts), 0, out=offsets[1:])
+        offsets = offsets_of(torch.cat(self._counts))
         return {"row_offsets": offsets, "indices": torch.cat(self._indices), "values": torch.cat(self._values)}
 
 
@@ -59,7 +53,7 @@ class Writer:
     """Writes the shards of a folder, of all ranks round by round, and what they add up to.
 
     At most one shard waits here, so memory holds two. An error in writing one is raised at the next `put` or `wait`;
-    the end of a `with` waits for what has been put.
+    `close` waits for what has been put.
     """
 
     def __init__(
@@ -70,10 +64,7 @@ class Writer:
         self.hashing = ThreadPoolExecutor(1, "gossamer-hash")
         self._pending: Future[None] | None = None
 
-    def __enter__(self) -> Writer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._thread.shutdown()
         self.hashing.shutdown(cancel_futures=True)
 
@@ -103,7 +94,7 @@ class Writer:
             tensors["starts"] = self._text.starts[shard.first : shard.first + shard.rows]
         assert shard.head is not None
         described = {"number": shard.number, "settings": self._manifest["settings"], "source": checksum(shard.head)}
-        described["sha256"] = seal(described, tensors, shard.checksums())
+        described["sha256"] = seal(described, tensors, shard.checksums.found())
         name = disk.shard_name(shard.number)
         disk.write(self._folder / name, tensors, described)
         found = {"file": name, "rows": shard.rows, "nnz": tensors["indices"].shape[0]}

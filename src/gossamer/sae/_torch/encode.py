@@ -1,7 +1,5 @@
 """Encoding for sparse autoencoders on the CPU."""
 
-import math
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -9,7 +7,13 @@ from torch import Tensor
 from gossamer.rowsparse._torch.pack import count, ell_from_entries, keep_, nonzero_positions, row_offsets_of, set_sign_
 from gossamer.rowsparse.formats import threshold_dtype
 
-_INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+# The integers of a dtype's bit patterns, and the pattern that stands for NaN.
+_PATTERNS = {
+    torch.float16: (torch.int16, 0x7E00),
+    torch.bfloat16: (torch.int16, 0x7FC0),
+    torch.float32: (torch.int32, 0x7FC00000),
+    torch.float64: (torch.int64, 0x7FF8000000000000),
+}
 
 
 def pre_activations(x: Tensor, weight: Tensor, bias: Tensor | None, b_dec: Tensor | None) -> Tensor:
@@ -37,7 +41,7 @@ def encode(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Operator `sae_encode` -> (values, indices, nnz, source or [0, N], l0).
 
-    Without a capacity it is CSR of BatchTopK's k * M entries, with offsets in place of nnz.
+    Without a capacity it is CSR with offsets in place of nnz, of BatchTopK's k * M entries or of as many as there are.
     """
     pre = pre_activations(x, weight, bias, b_dec)
     m, n = pre.shape
@@ -76,7 +80,7 @@ def encode(
     else:
         l0 += counts
     if capacity is None:
-        padding = m * k - len(positions)
+        padding = m * k - len(positions) if activation == "batchtopk" else 0
         indices = torch.nn.functional.pad((positions % n).int(), (0, padding), value=-1)
         return torch.nn.functional.pad(values, (0, padding)), indices, row_offsets, source, l0
     if keep_source:
@@ -111,17 +115,21 @@ def _overflowing(
     return *lists[:2], counts.int(), pre, l0.to(threshold_dtype(pre.dtype))
 
 
+def order_keys_(x: Tensor) -> Tensor:
+    """Integers in the order of x, whose numbers are at least 0 or NaN, the largest; in the memory of x.
+
+    Positive floats are ordered like their bit patterns, and NaN comes with either sign and any payload.
+    """
+    integer, nan = _PATTERNS[x.dtype]
+    return x.view(integer).bitwise_and_(torch.iinfo(integer).max).clamp_(max=nan)
+
+
 def _largest(pre: Tensor, k: int, groups: int) -> Tensor:
     """Flat positions, ascending, of the positive elements (or NaN) among the k a row largest of each group of rows.
 
-    Clamps pre at 0 in place. Positive floats are ordered like their bit patterns; comparing those puts NaN first.
+    Clamps pre at 0 in place.
     """
-    pre.clamp_(min=0)
-    keys = pre.view(_INTEGER[pre.element_size()])
-    # NaN comes with either sign and any payload.
-    nan = int(torch.tensor(math.nan, dtype=pre.dtype).view(keys.dtype))
-    keys.bitwise_and_(torch.iinfo(keys.dtype).max).clamp_(max=nan)
-    keys = keys.view(groups, -1)
+    keys = order_keys_(pre.clamp_(min=0)).view(groups, -1)
     total = k * (pre.shape[0] // groups)
     # What ReLU zeroes has key 0.
     kth = keys.topk(total, sorted=False).values.amin(1).clamp(min=1)

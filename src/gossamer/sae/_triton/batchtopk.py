@@ -61,7 +61,7 @@ def batch_list(n: int, k: int) -> int:
     return min(n, max(1024, min(8 * k, n // 4), 3 * k))
 
 
-@triton.jit
+@launch.kernel
 def _count_sample_kernel(
     z_ptr, bias_ptr, scale_ptr, counts_ptr, every, N, size,
     RUN: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr, LOW: tl.constexpr,
@@ -75,7 +75,7 @@ def _count_sample_kernel(
         tl.atomic_add(counts_ptr + (key >> LOW), tl.full([BLOCK], 1, tl.int64), mask=key > 0, sem="relaxed")
 
 
-@triton.jit
+@launch.kernel
 def _find_kernel(
     counts_ptr, words_ptr, rank, PART: tl.constexpr, BINS: tl.constexpr, SHIFT: tl.constexpr, LOW: tl.constexpr
 ):  # fmt: skip
@@ -113,14 +113,15 @@ def _find_kernel(
         tl.store(words_ptr + NEED, wanted - beyond)
 
 
-@triton.jit
+@launch.kernel
 def _list_row_kernel(
     z_ptr, bias_ptr, scale_ptr, words_ptr, columns_ptr, reach_ptr, N, length,
     BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Program (row): the columns of what reaches the bound, as far as there is room; how many are in `reach_ptr`.
 
-    Whatever else is to be done for them is left to `_count_listed`: here one thread of a warp would do it at a time."""
+    Whatever else is to be done for them is left to `_count_listed_kernel`: here one thread of a warp would do it at a
+    time."""
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * N
     columns_ptr += row * length
@@ -173,13 +174,13 @@ def add_window(window, first, counts_ptr, WINDOW: tl.constexpr):
     tl.atomic_add(counts_ptr + bins, window.to(tl.int64), mask=window > 0, sem="relaxed")
 
 
-@triton.jit
+@launch.kernel
 def _count_listed_kernel(
     z_ptr, bias_ptr, scale_ptr, counts_ptr, words_ptr, list_ptr, columns_ptr, reach_ptr, M, N, length,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     """Program p takes ROWS rows at a time, from p * ROWS on: it lists and counts the keys of the listed columns, and
-    how many numbers reach the bound. Rows that do not fit are left to `_count_rest`."""
+    how many numbers reach the bound. Rows that do not fit are left to `_count_rest_kernel`."""
     bound = tl.load(words_ptr + BOUND).to(tl.int32)
     # Most of what reaches a bound is close to it, but anything may exceed 0.
     first = tl.where(bound > 1, bound >> LOW, -1)
@@ -208,7 +209,7 @@ def _count_listed_kernel(
     tl.atomic_add(words_ptr + LISTED, total, sem="relaxed")
 
 
-@triton.jit
+@launch.kernel
 def _count_rest_kernel(
     z_ptr, bias_ptr, scale_ptr, counts_ptr, words_ptr, reach_ptr, wanted, M, N, length,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr, LOW: tl.constexpr,
@@ -245,7 +246,7 @@ def _count_rest_kernel(
     add_window(window, tl.maximum(first, 0), counts_ptr, WINDOW)
 
 
-@triton.jit
+@launch.kernel
 def _count_low_kernel(
     z_ptr, bias_ptr, scale_ptr, counts_ptr, words_ptr, list_ptr, reach_ptr, N, length,
     BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, LOW: tl.constexpr,
@@ -272,7 +273,7 @@ def _count_low_kernel(
             )
 
 
-@triton.jit
+@launch.kernel
 def _count_ties_kernel(
     z_ptr, bias_ptr, scale_ptr, words_ptr, list_ptr, reach_ptr, ties_ptr, above_ptr, N, length,
     BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr,
@@ -300,7 +301,7 @@ def _count_ties_kernel(
         tl.store(above_ptr + row, above)
 
 
-@triton.jit
+@launch.kernel
 def _share_ties_kernel(
     words_ptr, ties_ptr, above_ptr, kth_ptr, need_ptr, offsets_ptr, M, N, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -327,7 +328,7 @@ def _share_ties_kernel(
             begin += tl.sum(kept, axis=0)
 
 
-@triton.jit
+@launch.kernel
 def _emit_row_kernel(
     z_ptr, bias_ptr, scale_ptr, list_ptr, columns_ptr, reach_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, nnz_ptr,
     l0_ptr, N, length, capacity, SHIFT: tl.constexpr, LIST: tl.constexpr, MAY_OVERFLOW: tl.constexpr,
@@ -351,7 +352,7 @@ def _emit_row_kernel(
                 tl.store(reach_ptr + row, length + 1)
 
 
-@triton.jit
+@launch.kernel
 def _emit_row_csr_kernel(
     z_ptr, bias_ptr, scale_ptr, list_ptr, columns_ptr, reach_ptr, kth_ptr, need_ptr, offsets_ptr, values_ptr,
     indices_ptr, l0_ptr, N, length, slots, SHIFT: tl.constexpr, LIST: tl.constexpr,
@@ -370,18 +371,6 @@ def _emit_row_csr_kernel(
             SHIFT,
         )  # fmt: skip
         tl.store(l0_ptr + row, held)
-
-
-_count_sample = launch.Kernel(_count_sample_kernel)
-_find = launch.Kernel(_find_kernel)
-_list_row = launch.Kernel(_list_row_kernel)
-_count_listed = launch.Kernel(_count_listed_kernel)
-_count_rest = launch.Kernel(_count_rest_kernel)
-_count_low = launch.Kernel(_count_low_kernel)
-_count_ties = launch.Kernel(_count_ties_kernel)
-_share_ties = launch.Kernel(_share_ties_kernel)
-_emit_row = launch.Kernel(_emit_row_kernel)
-_emit_row_csr = launch.Kernel(_emit_row_csr_kernel)
 
 
 class Found:
@@ -414,32 +403,32 @@ def find(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None, offsets: 
     bits = {"SHIFT": shift, "LOW": low}
     part = {"RUN": BATCH_RUN, "STEP": step, "BLOCK": min(1024, launch.next_power_of_2(size))}
     rows = launch.cdiv(m, every)
-    _count_sample((rows, 1, 1), (*operands, sample, every, n, size), {**part, **bits})
+    _count_sample_kernel((rows, 1, 1), (*operands, sample, every, n, size), {**part, **bits})
     rank = batch_rank(k * m, rows / m * size / n)
-    _find((1, 1, 1), (sample, words, rank), {"PART": 0, "BINS": bins, **bits}, num_warps=16)
+    _find_kernel((1, 1, 1), (sample, words, rank), {"PART": 0, "BINS": bins, **bits}, num_warps=16)
     args = (*operands, words, found.columns, found.reach, n, found.length)
-    _list_row(grid, args, meta, **tile.options)
+    _list_row_kernel(grid, args, meta, **tile.options)
     cores = tuning.programs(z.device)
     args = (*operands, counts, words, found.keys, found.columns, found.reach, m, n, found.length)
     # An octave is 128 bins of bfloat16, and 256 of others.
     part = {"ROWS": 8, "BLOCK": 256, "WINDOW": 256 if 64 * k <= n else 1024, **bits}
-    _count_listed((min(launch.cdiv(m, 8), 2 * cores), 1, 1), args, part, num_warps=8)
+    _count_listed_kernel((min(launch.cdiv(m, 8), 2 * cores), 1, 1), args, part, num_warps=8)
     args = (*operands, counts, words, found.reach, k * m, m, n, found.length)
     part = {"BLOCK": 4096 // z.element_size(), "WINDOW": 1024, **bits}
-    _count_rest((min(m, 4 * cores), 1, 1), args, part, num_warps=8)
-    _find((1, 1, 1), (counts, words, k * m), {"PART": 1, "BINS": bins, **bits}, num_warps=16)
+    _count_rest_kernel((min(m, 4 * cores), 1, 1), args, part, num_warps=8)
+    _find_kernel((1, 1, 1), (counts, words, k * m), {"PART": 1, "BINS": bins, **bits}, num_warps=16)
     listed = (words, found.keys, found.reach)
     if low:
         args = (*operands, rest, *listed, n, found.length)
-        _count_low(grid, args, {**meta, **bits}, **tile.options)
+        _count_low_kernel(grid, args, {**meta, **bits}, **tile.options)
         part = {"PART": 2, "BINS": 1 << low, "SHIFT": shift, "LOW": 0}
-        _find((1, 1, 1), (rest, words, 0), part, num_warps=16)
+        _find_kernel((1, 1, 1), (rest, words, 0), part, num_warps=16)
     ties = torch.empty(m, dtype=torch.int32, device=z.device)
     above = None if offsets is None else torch.empty_like(ties)
     args = (*operands, *listed, ties, above, n, found.length)
-    _count_ties(grid, args, meta, **tile.options)
+    _count_ties_kernel(grid, args, meta, **tile.options)
     args = (words, ties, above, found.kth, found.need, offsets, m, n)
-    _share_ties((1, 1, 1), args, {"BLOCK": min(4096, launch.next_power_of_2(m))}, num_warps=8)
+    _share_ties_kernel((1, 1, 1), args, {"BLOCK": min(4096, launch.next_power_of_2(m))}, num_warps=8)
     return found
 
 
@@ -460,10 +449,10 @@ def emit(
     args = (z, bias, scale, found.keys, found.columns, found.reach, found.kth, found.need)
     if offsets is not None:
         args += (offsets, values, indices, l0, n, found.length, len(values))
-        _emit_row_csr((m, 1, 1), args, meta, num_warps=4)
+        _emit_row_csr_kernel((m, 1, 1), args, meta, num_warps=4)
     else:
         args += (values, indices, nnz, l0, n, found.length, values.shape[1])
-        _emit_row((m, 1, 1), args, meta | {"MAY_OVERFLOW": may_overflow}, num_warps=4)
+        _emit_row_kernel((m, 1, 1), args, meta | {"MAY_OVERFLOW": may_overflow}, num_warps=4)
 
 
 EXAMPLES = {
@@ -482,4 +471,3 @@ EXAMPLES = {
         "z_ptr": "*fp32", "counts_ptr": "*i64", "BLOCK": 256, "VEC": 4, "SHIFT": 0, "LOW": 15, "num_warps": 1,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

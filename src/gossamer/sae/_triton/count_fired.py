@@ -1,7 +1,6 @@
 """How many rows each latent fires in: integer atomics, whose order does not show."""
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -9,7 +8,7 @@ from gossamer._core import launch
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 
 
-@triton.jit
+@launch.kernel
 def _count_fired_kernel(
     values_ptr, indices_ptr, nnz_ptr, source_ptr, out_ptr, stride_sm, N, capacity, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -34,9 +33,6 @@ def _count_fired_kernel(
             tl.atomic_add(out_ptr + columns, tl.full([BLOCK], -(1 << 40), tl.int64), mask=columns < N, sem="relaxed")
 
 
-_count_fired = launch.Kernel(_count_fired_kernel)
-
-
 def count_fired(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None, n: int) -> Tensor:
     """Operator `sae_count_fired` -> int64 [N]."""
     m, capacity = values.shape
@@ -46,11 +42,10 @@ def count_fired(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | N
         source = None if source is None else rows_contiguous(source)
         stride = 0 if source is None else source.stride(0)
         args = (values, indices, nnz, source, out, stride, n, capacity)
-        _count_fired((m, 1, 1), args, {"BLOCK": 128}, num_warps=1)
+        _count_fired_kernel((m, 1, 1), args, {"BLOCK": 128}, num_warps=1)
     return out
 
 
 EXAMPLES = {
     _count_fired_kernel: {"out_ptr": "*i64", "BLOCK": 128, "num_warps": 1},
 }
-"""Example signatures for the ahead-of-time compile test."""

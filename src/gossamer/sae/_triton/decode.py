@@ -20,15 +20,6 @@ from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow, pack
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.matmul import matmul
-from gossamer.rowsparse._triton.pack import (
-    count_bits,
-    load_row_chunk,
-    nonzero_bits,
-    pop_lowest,
-    publish,
-    row_start,
-    wait_and_sum,
-)
 from gossamer.rowsparse.matmul_path import gather_tile
 from gossamer.sae.decode_path import one_launch
 
@@ -49,20 +40,20 @@ def scan(
 ):  # fmt: skip
     """One chunk of one row into the row's slots; all pointers are the row's. Its last count is that of the row."""
     start = chunk * BLOCK
-    bits = nonzero_bits(load_row_chunk(x_ptr, start, lead, N, BLOCK, VEC, SHIFTED), VEC)
-    counts = count_bits(bits)
+    bits = pack.nonzero_bits(pack.load_row_chunk(x_ptr, start, lead, N, BLOCK, VEC, SHIFTED), VEC)
+    counts = pack.count_bits(bits)
     count = tl.sum(counts, axis=0)
     tag = epoch.to(tl.int64) << 32
-    publish(counts_ptr + chunk, epoch, count)
+    pack.publish(counts_ptr + chunk, epoch, count)
     if (count > 0) | (chunk == chunks - 1):
-        base = wait_and_sum(counts_ptr, chunk, epoch.to(tl.int64) << 1, FLAGS)
+        base = pack.wait_and_sum(counts_ptr, chunk, epoch.to(tl.int64) << 1, FLAGS)
         if chunk == chunks - 1:
-            publish(counts_ptr + chunks, epoch, base + count)
+            pack.publish(counts_ptr + chunks, epoch, base + count)
             tl.store(nnz_ptr, base + count)
         if base < capacity:
             slot = base + tl.cumsum(counts, axis=0) - counts
             while tl.max(bits, axis=0) > 0:
-                column, held, bits = pop_lowest(bits, start, BLOCK, VEC)
+                column, held, bits = pack.pop_lowest(bits, start, BLOCK, VEC)
                 word = tag | (column - lead).to(tl.int64)
                 tl.atomic_xchg(slots_ptr + slot, word, mask=held & (slot < capacity), sem="relaxed")
                 slot += held.to(tl.int32)
@@ -92,7 +83,7 @@ def gather_slots(
     return acc
 
 
-@triton.jit(do_not_specialize=["epoch"])
+@launch.kernel(do_not_specialize=["epoch"])
 def _decode_fwd_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, nnz_ptr, words_ptr, epoch, stride_xm, stride_wn, M, N, D, capacity, chunks,
     BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFTED: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -108,7 +99,7 @@ def _decode_fwd_kernel(
     slots_ptr = words_ptr + row * (capacity + chunks + 1)
     counts_ptr = slots_ptr + capacity
     if pid < scanning:
-        begin, lead, end = row_start(row * stride_xm, N, VEC, SHIFTED)
+        begin, lead, end = pack.row_start(row * stride_xm, N, VEC, SHIFTED)
         scan(
             x_ptr + begin, slots_ptr, counts_ptr, nnz_ptr + row, epoch, pid % chunks, chunks, lead, end, capacity,
             BLOCK, VEC, FLAGS, SHIFTED,
@@ -139,9 +130,6 @@ def _decode_fwd_kernel(
             tl.store(out_ptr + row * D + columns, out, mask=inside)
 
 
-_decode_fwd = launch.Kernel(_decode_fwd_kernel)
-
-
 _plans = launch.Plans()
 
 
@@ -161,7 +149,7 @@ def _one_launch(
     nnz = torch.empty(m, dtype=torch.int32, device=acts.device)
     args = (acts, weight, bias, out, nnz, *launch.flags.get(words, acts.device))
     args += (acts.stride(0), weight.stride(0), m, n, d, capacity, chunks)
-    scan = _decode_fwd((m * (chunks + slices), 1, 1), args, meta, num_warps=1, head=7)
+    scan = _decode_fwd_kernel((m * (chunks + slices), 1, 1), args, meta, num_warps=1, head=7)
     if not overflows:
         return (scan,), nnz, words
     return (scan, overflow.forward(overflow.Overflow(acts, nnz, capacity), weight, bias, out)), nnz, words
@@ -225,4 +213,3 @@ EXAMPLES = {
         "TRUNCATE": False, "num_warps": 1,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

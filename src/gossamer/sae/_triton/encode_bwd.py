@@ -7,7 +7,6 @@ which entries of value 0 are stored. The gradient of such a row is dense, and wr
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from gossamer._core import launch
 from gossamer.rowsparse._triton.overflow import load_rows, overflowed
 
 
-@triton.jit
+@launch.kernel
 def _encode_bwd_columns_kernel(
     keys_ptr, offsets_ptr, values_ptr, starts_ptr, grad_ptr, grad_l0_ptr, threshold_ptr, bias_out_ptr,
     threshold_out_ptr, stride_gm, stride_gs, stride_l, stride_t, radius, capacity, BLOCK: tl.constexpr,
@@ -48,7 +47,7 @@ def _encode_bwd_columns_kernel(
         tl.store(threshold_out_ptr + column, tl.where(threshold < 0, 0.0, -0.5 / radius * tl.sum(near, axis=0)))
 
 
-@triton.jit
+@launch.kernel
 def _encode_bwd_columns_overflow_kernel(
     source_ptr, rows_ptr, grad_ptr, grad_l0_ptr, threshold_ptr, bias_out_ptr, threshold_out_ptr,
     stride_sm, stride_gm, stride_gn, stride_l, stride_t, radius, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -84,7 +83,7 @@ def _encode_bwd_columns_overflow_kernel(
             tl.store(threshold_ptrs, tl.load(threshold_ptrs, mask=inside, other=0.0) + slope, mask=inside)
 
 
-@triton.jit
+@launch.kernel
 def _encode_bwd_source_kernel(
     grad_ptr, source_ptr, nnz_ptr, grad_l0_ptr, threshold_ptr, out_ptr, stride_sm, stride_gm, stride_gn, stride_l,
     stride_t, radius, N, capacity, BLOCK: tl.constexpr,
@@ -104,11 +103,6 @@ def _encode_bwd_source_kernel(
             slope = threshold * grad.to(tl.float32) + tl.load(grad_l0_ptr + row * stride_l)
             flow += tl.where(stored & (value - threshold < radius) & (threshold >= 0), 0.5 / radius * slope, 0.0)
         tl.store(out_ptr + row * N + columns, flow, mask=columns < N)
-
-
-_encode_bwd_columns = launch.Kernel(_encode_bwd_columns_kernel)
-_encode_bwd_columns_overflow = launch.Kernel(_encode_bwd_columns_overflow_kernel)
-_encode_bwd_source = launch.Kernel(_encode_bwd_source_kernel)
 
 
 def bwd_columns(
@@ -136,12 +130,12 @@ def bwd_columns(
     strides = (0, *grad_values.stride()) if is_csr else grad_values.stride()
     args = (keys, col_offsets, values, starts, grad_values, grad_l0, threshold, bias_out, threshold_out)
     args += (*strides, *tail, capacity)
-    _encode_bwd_columns((n, 1, 1), args, {"BLOCK": 128}, num_warps=1)
+    _encode_bwd_columns_kernel((n, 1, 1), args, {"BLOCK": 128}, num_warps=1)
     if source.shape[0]:
         args = (source, overflowed(nnz, capacity), grad_source, grad_l0, threshold, bias_out, threshold_out)
         args += (source.stride(0), *grad_source.stride(), *tail, n)
         meta = {"BLOCK_M": 16, "BLOCK_N": 128}
-        _encode_bwd_columns_overflow((launch.cdiv(n, 128), 1, 1), args, meta, num_warps=4)
+        _encode_bwd_columns_overflow_kernel((launch.cdiv(n, 128), 1, 1), args, meta, num_warps=4)
     return bias_out, threshold_out
 
 
@@ -164,7 +158,7 @@ def bwd_source(
             *(0 if t is None or threshold is None else t.stride(0) for t in (grad_l0, threshold)),
         )
         args = (grad, source, nnz, None if threshold is None else grad_l0, threshold, out, *strides, bandwidth / 2)
-        _encode_bwd_source((m, launch.cdiv(n, 4096), 1), (*args, n, capacity), {"BLOCK": 4096}, num_warps=4)
+        _encode_bwd_source_kernel((m, launch.cdiv(n, 4096), 1), (*args, n, capacity), {"BLOCK": 4096}, num_warps=4)
     return out
 
 
@@ -179,4 +173,3 @@ EXAMPLES = {
     },
     _encode_bwd_source_kernel: {"BLOCK": 4096},
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

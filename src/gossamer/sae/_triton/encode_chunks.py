@@ -14,15 +14,8 @@ from gossamer._core import launch
 from gossamer.rowsparse._triton import pack
 from gossamer.rowsparse._triton.pack import (
     COUNT,
-    DONE,
-    chunk_columns,
-    clear_slots,
-    count_bits,
-    even_length,
-    load_threshold,
     publish,
     wait_and_sum,
-    word_bits,
 )
 from gossamer.sae._triton._entries import GROUPS, activate_row, append_active
 from gossamer.sae._triton.select import add_bias, load_pre
@@ -41,7 +34,7 @@ def chunks_within(flags_ptr, chunks, capacity, FLAGS: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["epoch"])
+@launch.kernel(do_not_specialize=["epoch"])
 def _encode_split_kernel(
     z_ptr, bias_ptr, threshold_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, flags_ptr, epoch, stride_t, radius, N,
     capacity, chunks,
@@ -52,21 +45,21 @@ def _encode_split_kernel(
 
     With WINDOW l0 starts as 0.
     """
-    row, N = (tl.program_id(0) // chunks).to(tl.int64), even_length(N, VEC, EVEN)
+    row, N = (tl.program_id(0) // chunks).to(tl.int64), pack.even_length(N, VEC, EVEN)
     chunk = tl.program_id(0) % chunks
     z_ptr += row * N
     values_ptr += row * capacity
     indices_ptr += row * capacity
     flags_ptr += row * chunks
     start = chunk * BLOCK
-    columns = chunk_columns(start, BLOCK, VEC)
+    columns = pack.chunk_columns(start, BLOCK, VEC)
     pre = add_bias(load_pre(z_ptr, columns, N), bias_ptr, columns, N)
-    threshold = load_threshold(threshold_ptr, stride_t, columns, N)
+    threshold = pack.load_threshold(threshold_ptr, stride_t, columns, N)
     if WINDOW:
-        bits = word_bits(~(pre <= threshold - radius) & (columns < N), VEC)
+        bits = pack.word_bits(~(pre <= threshold - radius) & (columns < N), VEC)
     else:
-        bits = word_bits(~(pre <= threshold), VEC)
-    counts = count_bits(bits)
+        bits = pack.word_bits(~(pre <= threshold), VEC)
+    counts = pack.count_bits(bits)
     count = tl.sum(counts, axis=0)
     publish(flags_ptr + chunk, epoch, count)
     if (count > 0) | MAY_OVERFLOW:
@@ -87,22 +80,19 @@ def _encode_split_kernel(
                 activate_row(z_ptr, bias_ptr, threshold_ptr, stride_t, radius, start, end, BLOCK, VEC, WINDOW)
     # Every thread must have written its entries, and read z, before the one thread that signals says so.
     tl.debug_barrier()
-    tl.atomic_xchg(flags_ptr + chunk, (epoch.to(tl.int64) << 32) | count | DONE, sem="release")
+    tl.atomic_xchg(flags_ptr + chunk, (epoch.to(tl.int64) << 32) | count | pack.DONE, sem="release")
     if chunk == chunks - 1:
-        total = wait_and_sum(flags_ptr, chunks, (epoch.to(tl.int64) << 1) + 1, FLAGS)
+        total = pack.wait_and_sum(flags_ptr, chunks, (epoch.to(tl.int64) << 1) + 1, FLAGS)
         tl.store(nnz_ptr + row, total)
         if not WINDOW:
             tl.store(l0_ptr + row, total)
-        clear_slots(values_ptr, indices_ptr, total, capacity, 256, 256)
+        pack.clear_slots(values_ptr, indices_ptr, total, capacity, 256, 256)
         if MAY_OVERFLOW:
             if total > capacity:
                 # The others have read their part of z, for their flags say so: it may be overwritten.
                 before = tl.minimum(chunks_within(flags_ptr, chunks, capacity, FLAGS) * BLOCK, N)
                 tl.debug_barrier()
                 activate_row(z_ptr, bias_ptr, threshold_ptr, stride_t, radius, 0, before, BLOCK, VEC, WINDOW)
-
-
-_encode_split = launch.Kernel(_encode_split_kernel)
 
 
 _plans = launch.Plans()
@@ -135,7 +125,7 @@ def encode_chunks(
     meta |= {"WINDOW": bandwidth > 0, "MAY_OVERFLOW": may_overflow, "EVEN": pack.is_even(n, z.element_size())}
     flags, epoch = launch.flags.get(m * chunks, z.device)
     args = (z, bias, threshold, *out, flags, epoch, stride_t, bandwidth / 2, n, capacity, chunks)
-    bound = _encode_split((m * chunks, 1, 1), args, meta, num_warps=1, head=9)
+    bound = _encode_split_kernel((m * chunks, 1, 1), args, meta, num_warps=1, head=9)
     if not launch.INTERPRET:
         _plans.keep(key, z.device, bound, words=m * chunks)
 
@@ -146,4 +136,3 @@ EXAMPLES = {
         "MAY_OVERFLOW": True, "EVEN": False, "num_warps": 1,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

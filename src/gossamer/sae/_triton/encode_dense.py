@@ -12,7 +12,6 @@ of it.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -28,7 +27,7 @@ PROGRAMS = 16
 """A multiprocessor, at least: so many that the last ones do not leave others idle for long."""
 
 
-@triton.jit
+@launch.kernel
 def _encode_dense_kernel(
     z_ptr, bias_ptr, threshold_ptr, l0_ptr, nnz_ptr, fired_ptr, radius, M, N, length,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
@@ -69,7 +68,7 @@ def _encode_dense_kernel(
     tl.store(fired_ptr + run * N + columns, tl.sum(fired, axis=0), mask=columns < N)
 
 
-@triton.jit
+@launch.kernel
 def _encode_dense_bwd_kernel(
     grad_ptr, acts_ptr, grad_l0_ptr, threshold_ptr, sums_ptr, stride_l, radius, M, N, length,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, TO_INPUT: tl.constexpr,
@@ -106,10 +105,6 @@ def _encode_dense_bwd_kernel(
         tl.store(sums_ptr + tl.num_programs(1) * N, -tl.sum(slopes, axis=0), mask=columns < N)
 
 
-_activate = launch.Kernel(_encode_dense_kernel)
-_activate_bwd = launch.Kernel(_encode_dense_bwd_kernel)
-
-
 def encode_dense(
     x: Tensor,
     weight: Tensor,
@@ -137,7 +132,7 @@ def encode_dense(
     if acts.numel():
         bias, threshold = (None if vector is None else vector.contiguous() for vector in (bias, threshold))
         args = (acts, bias, threshold, l0, nnz, fired, bandwidth / 2, m, n, length)
-        _activate(grid, args, {**FORWARD.sizes, "WINDOW": bandwidth > 0}, num_warps=FORWARD.warps)
+        _encode_dense_kernel(grid, args, {**FORWARD.sizes, "WINDOW": bandwidth > 0}, num_warps=FORWARD.warps)
     else:
         fired.zero_()
     return acts, l0, fired.sum(0), nnz
@@ -154,7 +149,7 @@ def encode_dense_bwd_(
     if acts.numel():
         threshold = None if threshold is None else threshold.contiguous()
         args = (grad, acts, grad_l0, threshold, sums, grad_l0.stride(0), bandwidth / 2, m, n, length)
-        _activate_bwd(grid, args, {**BACKWARD.sizes, "TO_INPUT": ste_to_input}, num_warps=BACKWARD.warps)
+        _encode_dense_bwd_kernel(grid, args, {**BACKWARD.sizes, "TO_INPUT": ste_to_input}, num_warps=BACKWARD.warps)
     else:
         sums.zero_()
     total = sums.sum(1).to(wide)
@@ -174,4 +169,3 @@ EXAMPLES = {
     _encode_dense_kernel: {**FORWARD.sizes, "WINDOW": True},
     _encode_dense_bwd_kernel: {**BACKWARD.sizes, "TO_INPUT": False},
 }
-"""Example signatures for the ahead-of-time compile test."""

@@ -5,33 +5,23 @@ first rounded to the 16 bits of the pre-activations, the same way for every comp
 see `encode_chunks`.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.rowsparse._triton.pack import (
-    chunk_columns,
-    clear_slots,
-    count_bits,
-    even_length,
-    is_even,
-    load_threshold,
-    scan_tile,
-    word_bits,
-)
+from gossamer.rowsparse._triton import pack
 from gossamer.sae._triton._entries import GROUPS, activate_row, append_active
 from gossamer.sae._triton.select import add_bias, load_pre
 
 
-@triton.jit
+@launch.kernel
 def _limits_kernel(threshold_ptr, out_ptr, stride_t, radius, N, BLOCK: tl.constexpr):
     """Program (block of columns): the largest number of the output's 16-bit dtype up to threshold - radius.
 
     A number of that dtype exceeds the one if and only if it exceeds the other, and half the bytes say so.
     """
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    limit = load_threshold(threshold_ptr, stride_t, columns, N) - radius
+    limit = pack.load_threshold(threshold_ptr, stride_t, columns, N) - radius
     rounded = limit.to(out_ptr.dtype.element_ty)
     bits = rounded.to(tl.int16, bitcast=True).to(tl.int32)
     below = tl.where(bits > 0, bits - 1, tl.where(bits == 0, -0x7FFF, bits + 1))
@@ -39,7 +29,7 @@ def _limits_kernel(threshold_ptr, out_ptr, stride_t, radius, N, BLOCK: tl.conste
     tl.store(out_ptr + columns, bits.to(tl.int16).to(out_ptr.dtype.element_ty, bitcast=True), mask=columns < N)
 
 
-@triton.jit
+@launch.kernel
 def _encode_row_kernel(
     z_ptr, bias_ptr, threshold_ptr, limits_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, stride_t, radius, N, capacity,
     BLOCK: tl.constexpr, VEC: tl.constexpr, WINDOW: tl.constexpr, MAY_OVERFLOW: tl.constexpr,
@@ -47,25 +37,25 @@ def _encode_row_kernel(
 ):  # fmt: skip
     """Program (row): what exceeds the threshold, or with WINDOW what lies less than `radius` below it as well.
     `limits_ptr` may stand in for both (see `_limits_kernel`)."""
-    row, N = tl.program_id(0).to(tl.int64), even_length(N, VEC, EVEN)
+    row, N = tl.program_id(0).to(tl.int64), pack.even_length(N, VEC, EVEN)
     z_ptr += row * N
     values_ptr += row * capacity
     indices_ptr += row * capacity
     base = 0
     active = 0
-    z = load_pre(z_ptr, chunk_columns(0, BLOCK, VEC), N)
+    z = load_pre(z_ptr, pack.chunk_columns(0, BLOCK, VEC), N)
     for start in range(0, N, BLOCK):
-        columns = chunk_columns(start, BLOCK, VEC)
+        columns = pack.chunk_columns(start, BLOCK, VEC)
         following = load_pre(z_ptr, columns + BLOCK, N)
         pre = add_bias(z, bias_ptr, columns, N)
         if limits_ptr is not None:
             limit = tl.load(limits_ptr + columns, mask=columns < N, other=float("inf")).to(tl.float32)
         else:
-            limit = load_threshold(threshold_ptr, stride_t, columns, N)
+            limit = pack.load_threshold(threshold_ptr, stride_t, columns, N)
             if WINDOW:
                 limit = limit - radius
-        bits = word_bits(~(pre <= limit) & (columns < N), VEC)
-        counts = count_bits(bits)
+        bits = pack.word_bits(~(pre <= limit) & (columns < N), VEC)
+        counts = pack.count_bits(bits)
         count = tl.sum(counts, axis=0)
         if count > 0:
             if base < capacity:
@@ -76,13 +66,13 @@ def _encode_row_kernel(
                 if WINDOW:
                     active += tl.sum(found, axis=0)
             elif WINDOW:
-                above = ~(pre <= load_threshold(threshold_ptr, stride_t, columns, N))
+                above = ~(pre <= pack.load_threshold(threshold_ptr, stride_t, columns, N))
                 active += tl.sum((above & (columns < N)).to(tl.int32))
         base += count
         z = following
     tl.store(l0_ptr + row, active if WINDOW else base)
     tl.store(nnz_ptr + row, base)
-    clear_slots(values_ptr, indices_ptr, base, capacity, 256, 256)
+    pack.clear_slots(values_ptr, indices_ptr, base, capacity, 256, 256)
     if MAY_OVERFLOW:
         if base > capacity:
             # A warp may still read what another is about to overwrite.
@@ -90,8 +80,15 @@ def _encode_row_kernel(
             activate_row(z_ptr, bias_ptr, threshold_ptr, stride_t, radius, 0, N, BLOCK, VEC, WINDOW)
 
 
-_limits = launch.Kernel(_limits_kernel)
-_encode_row = launch.Kernel(_encode_row_kernel)
+def limits_of(z: Tensor, threshold: Tensor | None, bandwidth: float) -> Tensor | None:
+    """What stands in for thresholds of z's columns, where those take more bytes than z has."""
+    if threshold is None or threshold.stride(0) == 0 or z.element_size() != 2:
+        return None
+    n = z.shape[1]
+    limits = z.new_empty(n)
+    args = (threshold, limits, threshold.stride(0), bandwidth / 2, n)
+    _limits_kernel((launch.cdiv(n, 1024), 1, 1), args, {"BLOCK": 1024})
+    return limits
 
 
 def encode_rows(
@@ -105,15 +102,10 @@ def encode_rows(
     """Fills values, indices, nnz and l0."""
     (m, n), capacity = z.shape, out[0].shape[1]
     stride_t = 0 if threshold is None else threshold.stride(0)
-    limits = None
-    if stride_t and z.element_size() == 2:
-        limits = z.new_empty(n)
-        args = (threshold, limits, stride_t, bandwidth / 2, n)
-        _limits((launch.cdiv(n, 1024), 1, 1), args, {"BLOCK": 1024})
-    meta = {**scan_tile(n, z.element_size(), GROUPS), "WINDOW": bandwidth > 0, "MAY_OVERFLOW": may_overflow}
-    meta["EVEN"] = is_even(n, z.element_size())
-    args = (z, bias, threshold, limits, *out, stride_t, bandwidth / 2, n, capacity)
-    _encode_row((m, 1, 1), args, meta, num_warps=1)
+    meta = {**pack.scan_tile(n, z.element_size(), GROUPS), "WINDOW": bandwidth > 0, "MAY_OVERFLOW": may_overflow}
+    meta["EVEN"] = pack.is_even(n, z.element_size())
+    args = (z, bias, threshold, limits_of(z, threshold, bandwidth), *out, stride_t, bandwidth / 2, n, capacity)
+    _encode_row_kernel((m, 1, 1), args, meta, num_warps=1)
 
 
 EXAMPLES = {
@@ -123,4 +115,3 @@ EXAMPLES = {
         "num_warps": 1,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

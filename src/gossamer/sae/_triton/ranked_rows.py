@@ -62,7 +62,7 @@ def append_largest(
     return base
 
 
-@triton.jit
+@launch.kernel
 def _ranked_row_kernel(
     z_ptr, bias_ptr, scale_ptr, kth_ptr, need_ptr, reach_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr,
     length, N, capacity, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, MAY_OVERFLOW: tl.constexpr,
@@ -90,7 +90,7 @@ def _ranked_row_kernel(
             keep_largest(z_ptr, bias_ptr, scale_ptr, kth, need, N, BLOCK, VEC, SHIFT)
 
 
-@triton.jit
+@launch.kernel
 def _ranked_row_csr_kernel(
     z_ptr, bias_ptr, scale_ptr, kth_ptr, need_ptr, reach_ptr, offsets_ptr, values_ptr, indices_ptr, l0_ptr, length, N,
     BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr,
@@ -105,10 +105,6 @@ def _ranked_row_csr_kernel(
             indices_ptr + begin, N, room, BLOCK, VEC, SHIFT,
         )  # fmt: skip
         tl.store(l0_ptr + row, count)
-
-
-_ranked_row = launch.Kernel(_ranked_row_kernel)
-_ranked_row_csr = launch.Kernel(_ranked_row_csr_kernel)
 
 
 def ranked_rows(
@@ -131,14 +127,13 @@ def ranked_rows(
     values, indices, nnz, l0 = out
     if offsets is not None:
         args = (z, bias, scale, *kept, reach, offsets, values, indices, l0, length, n)
-        _ranked_row_csr((m, 1, 1), args, meta, num_warps=warps)
+        _ranked_row_csr_kernel((m, 1, 1), args, meta, num_warps=warps)
     else:
         args = (z, bias, scale, *kept, reach, values, indices, nnz, l0, length, n, values.shape[1])
-        _ranked_row((m, 1, 1), args, meta | {"MAY_OVERFLOW": may_overflow}, num_warps=warps)
+        _ranked_row_kernel((m, 1, 1), args, meta | {"MAY_OVERFLOW": may_overflow}, num_warps=warps)
 
 
 EXAMPLES = {
     _ranked_row_kernel: {"scale_ptr": None, "BLOCK": 1024, "VEC": 8, "SHIFT": 16, "MAY_OVERFLOW": True, "num_warps": 1},
     _ranked_row_csr_kernel: {"offsets_ptr": "*i64", "BLOCK": 1024, "VEC": 8, "SHIFT": 16, "num_warps": 1},
 }
-"""Example signatures for the ahead-of-time compile test."""

@@ -219,7 +219,7 @@ def settle_row(
     tl.debug_barrier()
 
 
-@triton.jit
+@launch.kernel
 def _row_kth_kernel(
     z_ptr, bias_ptr, scale_ptr, some_ptr, list_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, M, N,
     k, length, BLOCK: tl.constexpr, VEC: tl.constexpr, LIST: tl.constexpr, SHIFT: tl.constexpr,
@@ -246,9 +246,6 @@ def _row_kth_kernel(
         row += tl.num_programs(0)
 
 
-_row_kth = launch.Kernel(_row_kth_kernel)
-
-
 def _tile(z: Tensor, block: int, warps: int) -> launch.Tile:
     """Reduced for short rows."""
     sizes = scan_tile(z.shape[1], z.element_size(), block * z.element_size() // 16)
@@ -262,7 +259,7 @@ def row_kth(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None = None)
     """
     kth = torch.empty(z.shape[0], dtype=torch.int32, device=z.device)
     need = torch.empty_like(kth)
-    _largest_of_rows(z, bias, scale, k, (kth, need, None, None, None, None))
+    largest_of_rows(z, bias, scale, k, (kth, need, None, None, None, None))
     return kth, need
 
 
@@ -271,16 +268,11 @@ def row_topk(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(values [M, k], indices [M, k], nnz [M], l0 [M] in float32) of what `row_kth` says a row selects."""
     out = (*empty_ell(z, z.shape[0], k), torch.empty(z.shape[0], dtype=torch.float32, device=z.device))
-    _largest_of_rows(z, bias, scale, k, (None, None, *out))
+    largest_of_rows(z, bias, scale, k, (None, None, *out))
     return out
 
 
-def some_topk(z: Tensor, k: int, scale: Tensor | None, some: Tensor, out: tuple[Tensor, ...]) -> None:
-    """Fills out as `row_topk` does, at rows where `some` [M] is not 0."""
-    _largest_of_rows(z, None, scale, k, (None, None, *out), some)
-
-
-def _largest_of_rows(
+def largest_of_rows(
     z: Tensor,
     bias: Tensor | None,
     scale: Tensor | None,
@@ -321,7 +313,7 @@ def _largest_of_rows(
     meta = {**tile.sizes, "LIST": max(256, min(launch.next_power_of_2(2 * k), 4096))}
     entries = results[0] is None
     lists = torch.empty(programs, 1 + entries, length, dtype=torch.int32, device=z.device)
-    bound = _row_kth((programs, 1, 1), (*given, lists, *results, m, n, k, length), meta, head=11, **tile.options)
+    bound = _row_kth_kernel((programs, 1, 1), (*given, lists, *results, m, n, k, length), meta, head=11, **tile.options)
     if not launch.INTERPRET and lists.nbytes <= LISTS:
         _plans.keep(key, z.device, bound, memory=(lists,))
 
@@ -334,4 +326,3 @@ _plans = launch.Plans()
 EXAMPLES = {
     _row_kth_kernel: {"kth_ptr": None, "need_ptr": None, "BLOCK": 2048, "VEC": 8, "LIST": 256, "SHIFT": 16},
 }
-"""Example signatures for the ahead-of-time compile test."""

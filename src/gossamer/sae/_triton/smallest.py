@@ -1,7 +1,6 @@
 """The smallest value of each row: a warp a row, over its slots or, where it overflowed, over its dense activation."""
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -9,7 +8,7 @@ from gossamer._core import launch
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 
 
-@triton.jit
+@launch.kernel
 def _smallest_kernel(
     values_ptr, indices_ptr, nnz_ptr, source_ptr, scale_ptr, out_ptr, stride_sm, N, capacity, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -39,9 +38,6 @@ def _smallest_kernel(
     tl.store(out_ptr + row, found)
 
 
-_smallest = launch.Kernel(_smallest_kernel)
-
-
 def smallest(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None, scale: Tensor | None) -> Tensor:
     """Operator `sae_smallest` -> float32 [M], inf where a row has no value above 0."""
     m, capacity = values.shape
@@ -52,11 +48,10 @@ def smallest(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None
         scale = None if scale is None else scale.contiguous()
         n, stride = (0, 0) if source is None else (source.shape[1], source.stride(0))
         args = (values, indices, nnz, source, scale, out, stride, n, capacity)
-        _smallest((m, 1, 1), args, {"BLOCK": 128}, num_warps=1)
+        _smallest_kernel((m, 1, 1), args, {"BLOCK": 128}, num_warps=1)
     return out
 
 
 EXAMPLES = {
     _smallest_kernel: {"out_ptr": "*fp32", "BLOCK": 128, "num_warps": 1},
 }
-"""Example signatures for the ahead-of-time compile test."""

@@ -4,7 +4,6 @@ A program takes a row: x and y are read once, what they differ by is never in me
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse.formats import threshold_dtype
 
 
-@triton.jit
+@launch.kernel
 def _squared_error_fwd_kernel(x_ptr, y_ptr, out_ptr, stride_xm, stride_ym, D, BLOCK: tl.constexpr):
     """Program (row)."""
     row = tl.program_id(0).to(tl.int64)
@@ -27,7 +26,7 @@ def _squared_error_fwd_kernel(x_ptr, y_ptr, out_ptr, stride_xm, stride_ym, D, BL
     tl.store(out_ptr + row, tl.sum(total, axis=0))
 
 
-@triton.jit
+@launch.kernel
 def _squared_error_bwd_kernel(
     grad_ptr, x_ptr, y_ptr, out_ptr, stride_g, stride_xm, stride_ym, D, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -41,10 +40,6 @@ def _squared_error_bwd_kernel(
         tl.store(out_ptr + row * D + columns, (grad * (y - x)).to(out_ptr.dtype.element_ty), mask=columns < D)
 
 
-_squared_error_fwd = launch.Kernel(_squared_error_fwd_kernel)
-_squared_error_bwd = launch.Kernel(_squared_error_bwd_kernel)
-
-
 def squared_error(x: Tensor, y: Tensor) -> Tensor:
     """Operator `sae_squared_error` -> [M]."""
     m, d = x.shape
@@ -53,7 +48,7 @@ def squared_error(x: Tensor, y: Tensor) -> Tensor:
         x, y = rows_contiguous(x), rows_contiguous(y)
         strides = x.stride(0), y.stride(0)
         tile = _tile(d)
-        _squared_error_fwd((m, 1, 1), (x, y, out, *strides, d), tile.sizes, **tile.options)
+        _squared_error_fwd_kernel((m, 1, 1), (x, y, out, *strides, d), tile.sizes, **tile.options)
     return out
 
 
@@ -65,7 +60,7 @@ def bwd(grad: Tensor, x: Tensor, y: Tensor) -> Tensor:
         x, y = rows_contiguous(x), rows_contiguous(y)
         strides = grad.stride(0), x.stride(0), y.stride(0)
         tile = _tile(d)
-        _squared_error_bwd((m, 1, 1), (grad, x, y, out, *strides, d), tile.sizes, **tile.options)
+        _squared_error_bwd_kernel((m, 1, 1), (grad, x, y, out, *strides, d), tile.sizes, **tile.options)
     return out
 
 
@@ -79,4 +74,3 @@ EXAMPLES = {
     _squared_error_fwd_kernel: {"out_ptr": "*fp32", "BLOCK": 1024},
     _squared_error_bwd_kernel: {"grad_ptr": "*fp32", "BLOCK": 1024},
 }
-"""Example signatures for the ahead-of-time compile test."""

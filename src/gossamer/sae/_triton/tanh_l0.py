@@ -42,7 +42,7 @@ def load_columns(source_ptr, scale_ptr, row, stride_sm, first, N, BLOCK: tl.cons
     return value, tl.load(scale_ptr + columns, mask=columns < N, other=0.0)
 
 
-@triton.jit
+@launch.kernel
 def _tanh_l0_fwd_kernel(
     values_ptr, indices_ptr, nnz_ptr, source_ptr, scale_ptr, out_ptr, stride_sm, N, capacity, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -64,7 +64,7 @@ def _tanh_l0_fwd_kernel(
     tl.store(out_ptr + row, tl.sum(total, axis=0))
 
 
-@triton.jit
+@launch.kernel
 def _tanh_l0_bwd_kernel(
     grad_ptr, values_ptr, indices_ptr, nnz_ptr, source_ptr, scale_ptr, grad_values_ptr, grad_source_ptr, slope_ptr,
     slope_source_ptr, stride_g, stride_sm, N, capacity, BLOCK: tl.constexpr,
@@ -94,10 +94,6 @@ def _tanh_l0_bwd_kernel(
                 tl.store(slope_source_ptr + row * N + columns, flow * value, mask=columns < N)
 
 
-_tanh_l0_fwd = launch.Kernel(_tanh_l0_fwd_kernel)
-_tanh_l0_bwd = launch.Kernel(_tanh_l0_bwd_kernel)
-
-
 def tanh_l0(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None, scale: Tensor) -> Tensor:
     """Operator `sae_tanh_l0` -> float32 [M]."""
     (m, capacity), n = values.shape, scale.shape[0]
@@ -107,7 +103,7 @@ def tanh_l0(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None,
         source = None if source is None else rows_contiguous(source)
         stride = 0 if source is None else source.stride(0)
         args = (values, indices, nnz, source, scale, out, stride, n, capacity)
-        _tanh_l0_fwd((m, 1, 1), args, {"BLOCK": 256}, num_warps=2)
+        _tanh_l0_fwd_kernel((m, 1, 1), args, {"BLOCK": 256}, num_warps=2)
     return out
 
 
@@ -125,7 +121,7 @@ def tanh_l0_bwd(
         source = None if source is None else rows_contiguous(source)
         stride = 0 if source is None else source.stride(0)
         args = (grad, values, indices, nnz, source, scale, grad_values, dense, slope, slope_source)
-        _tanh_l0_bwd((m, 1, 1), (*args, grad.stride(0), stride, n, capacity), {"BLOCK": 256}, num_warps=2)
+        _tanh_l0_bwd_kernel((m, 1, 1), (*args, grad.stride(0), stride, n, capacity), {"BLOCK": 256}, num_warps=2)
     return grad_values, dense, slope, slope_source
 
 
@@ -133,4 +129,3 @@ EXAMPLES = {
     _tanh_l0_fwd_kernel: {"scale_ptr": "*fp32", "out_ptr": "*fp32", "BLOCK": 256, "num_warps": 2},
     _tanh_l0_bwd_kernel: {"grad_ptr": "*fp32", "scale_ptr": "*fp32", "BLOCK": 256, "num_warps": 2},
 }
-"""Example signatures for the ahead-of-time compile test."""

@@ -12,7 +12,6 @@ that do it are always launched, and leave at once where no row wants it.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -30,7 +29,7 @@ LARGEST = tl.constexpr(2.0**62)
 that only lets more through."""
 
 
-@triton.jit
+@launch.kernel
 def _row_bound_kernel(
     z_ptr, bias_ptr, scale_ptr, out_ptr, N, rank, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr
 ):  # fmt: skip
@@ -45,7 +44,7 @@ def _row_bound_kernel(
     tl.store(out_ptr + row, bound)
 
 
-@triton.jit
+@launch.kernel
 def _topk_of_tiles_kernel(
     values_ptr, indices_ptr, counts_ptr, scale_ptr, bounds_ptr, list_ptr, out_ptr, columns_ptr, nnz_ptr, l0_ptr,
     again_ptr, M, tiles, slots, tile, k, length,
@@ -105,10 +104,6 @@ def _topk_of_tiles_kernel(
         row += tl.num_programs(0)
 
 
-_row_bound = launch.Kernel(_row_bound_kernel)
-_topk_of_tiles = launch.Kernel(_topk_of_tiles_kernel)
-
-
 def row_topk(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, k: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -129,7 +124,7 @@ def row_topk(
     # Most rows' entries are in registers, of one warp, and few of what else there is, so that many rows are.
     held = max(256, encode_path.topk_list(k, run, 1.5))
     meta = {"BLOCK": min(128, launch.next_power_of_2(tiles)), "LIST": held, "CHUNK": 128, "SHIFT": SHIFT[x.dtype]}
-    _topk_of_tiles((programs, 1, 1), args, meta, num_warps=1)
+    _topk_of_tiles_kernel((programs, 1, 1), args, meta, num_warps=1)
     # Memory for what follows.
     del packed, factors, bounds, lists, args
     _settle(x, weight, bias, scale, k, again, out)
@@ -170,7 +165,7 @@ def _bounds(z: Tensor, bias: Tensor | None, scale: Tensor | None, rank: int) -> 
     bounds = torch.empty(m, dtype=torch.float32, device=z.device)
     vector = 16 // z.element_size()
     meta = {"BLOCK": max(min(launch.next_power_of_2(n), 512), 32 * vector), "VEC": vector, "SHIFT": SHIFT[z.dtype]}
-    _row_bound((m, 1, 1), (z, bias, scale, bounds, n, rank), meta, num_warps=1)
+    _row_bound_kernel((m, 1, 1), (z, bias, scale, bounds, n, rank), meta, num_warps=1)
     return bounds
 
 
@@ -187,7 +182,8 @@ def _settle(
         rows = slice(first, first + block)
         part = z[: len(again[rows])]
         launch_linear_source(x[rows], weight.t(), bias, None, again[rows], 0, part)
-        select.some_topk(part, k, scale, again[rows], tuple(tensor[rows] for tensor in out))
+        results = (None, None, *(tensor[rows] for tensor in out))
+        select.largest_of_rows(part, None, scale, k, results, again[rows])
 
 
 EXAMPLES = {
@@ -197,4 +193,3 @@ EXAMPLES = {
         "SHIFT": 16, "num_warps": 1,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test."""

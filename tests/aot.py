@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of kernels, without a GPU: for the tests, and for whoever tunes one."""
+"""Ahead-of-time compilation of kernels without a GPU, by the `EXAMPLES` of their files."""
 
 import importlib
 import re
@@ -12,6 +12,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+
+import gossamer
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -32,7 +34,7 @@ _KINDS |= dict.fromkeys(("bias", "l0", "partial", "radius", "sums", "threshold")
 
 def kernel_modules() -> list[str]:
     """Every kernel module of the package, by dotted name."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(gossamer.__file__).parent
     found = [*root.glob("*/_triton/*.py"), *root.glob("*/_gluon/*.py")]
     files = sorted(f for f in found if not f.stem.startswith("_"))
     return [".".join(("gossamer", *f.relative_to(root).with_suffix("").parts)) for f in files]
@@ -55,10 +57,11 @@ def complete(kernel: Any, given: dict[str, Any]) -> dict[str, Any]:
     """What `compile_kernel` takes, from an example as the kernel's file gives it: constexprs, options of a launch, and
     of other arguments what their names do not say. That is a type, the block of a tensor descriptor, None for a pointer
     that is absent, or a number that the kernel is compiled for. A signature and constexprs may stand by themselves."""
+    kernel = kernel.fn
     given = _OPTIONS | given | given.get("signature", {}) | given.get("constexprs", {})
     unknown = given.keys() - {*kernel.arg_names, *_OPTIONS, "signature", "constexprs"}
     if unknown:
-        raise ValueError(f"{kernel.fn.__name__} has no {', '.join(sorted(unknown))}, which its example gives.")
+        raise ValueError(f"{kernel.__name__} has no {', '.join(sorted(unknown))}, which its example gives.")
     signature: dict[str, str | None] = {}
     constexprs = {}
     for param in kernel.params:
@@ -77,7 +80,7 @@ def complete(kernel: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 def targets_of(kernel: Any) -> list[str]:
     """The targets that a kernel is for: all of them, or Hopper alone where it is written in Gluon."""
-    return ["sm_90"] if isinstance(kernel, GluonJITFunction) else list(TARGETS)
+    return ["sm_90"] if isinstance(kernel.fn, GluonJITFunction) else list(TARGETS)
 
 
 def compile_kernel(kernel: Any, example: dict[str, Any], target: str) -> Any:
@@ -86,6 +89,7 @@ def compile_kernel(kernel: Any, example: dict[str, Any], target: str) -> Any:
 
     Integers and pointers count as divisible by 16, as they are on the shapes that matter.
     """
+    kernel = kernel.fn
     names = kernel.arg_names
     absent = {name: None for name, kind in example["signature"].items() if kind is None}
     constexprs = {**absent, **example["constexprs"]}

@@ -14,9 +14,26 @@ def aligned(m: int, n: int, *operands: Tensor) -> tuple[Tensor, ...]:
     cuBLAS is slow with such operands as well: two products of 607 x 15,798 x 5,320 take it 1.02 ms on an H200, copies
     and our product 0.84.
     """
-    if m < LEAST or n < LEAST:
+    if not copies(m, n):
         return operands
     return tuple(operand if _is_aligned(operand) else _copied(operand) for operand in operands)
+
+
+def copies(m: int, n: int) -> bool:
+    """Whether `aligned` copies what is not aligned."""
+    return m >= LEAST and n >= LEAST
+
+
+def readable(operand: Tensor, copied: bool = False) -> bool:
+    """Whether the copy engine can read an operand, or with `copied` what `aligned` makes of it: 16 bits, rows
+    contiguous and on 16 bytes."""
+    stride, step = operand.stride()
+    if operand.element_size() != 2 or operand.shape[1] == 0:
+        return False
+    if step == 1 and stride >= operand.shape[1] and (operand.data_ptr() | 2 * stride) % 16 == 0:
+        return True
+    # A copy of columns lies by columns.
+    return copied and (step == 1 or stride != 1) and not _is_aligned(operand)
 
 
 def _is_aligned(operand: Tensor) -> bool:
