@@ -195,7 +195,7 @@ BREAK_EVENS = (
     ("step of `nn.BatchTopKSAE`", "nn", "train_batchtopk", "gossamer"),
     ("step of `nn.JumpReLUSAE`", "nn", "train_jumprelu", "gossamer"),
     ("`ffn.gated`", "ffn-blocks", "gated", "gossamer"),
-    ("`ffn.plain`", "ffn-plain", "plain", "gossamer"),
+    ("`ffn.plain`, gathering", "ffn-plain", "plain", "gossamer, gather"),
     ("`attention.sparse_attention`", "attention", "sparse_attention", "gossamer"),
     ("the same, forward and backward", "attention", "sparse_attention_training", "gossamer"),
     ("`attention.sparse_decode`", "attention", "sparse_decode", "gossamer"),

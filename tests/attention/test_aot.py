@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("triton")
 
 from gossamer.attention._gluon import select_topk as hopper
-from gossamer.attention._triton import indexer_scores, select_topk, threshold
+from gossamer.attention._triton import indexer_loss, indexer_scores, key_lists, select_topk, threshold
 from tests import aot
 
 pytestmark = pytest.mark.native
@@ -39,6 +39,20 @@ def test_with_instructions_of_nvidia(name: str, forced: bool, target: str, unit:
     if target == "sm_90":
         used = aot.resources(compiled)
         assert used["LOCAL"] == used["STACK"] == 0, f"spills: {used}"
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("parts", [1, 2, indexer_loss.PARTS.value])
+def test_lists_of_every_width(parts: int, causal: bool, target: str) -> None:
+    """Attention lists the keys of one or two words of queries, the indexer's loss those of more."""
+    ((kernel, example),) = key_lists.EXAMPLES.items()
+    own = {"PARTS": parts, "CAUSAL": causal, "BLOCK": key_lists.keys_of_tile(parts)}
+    given = {**example, "constexprs": {**example["constexprs"], **own}}
+    compiled = aot.compile_kernel(kernel, aot.complete(kernel, given), target)
+    assert compiled.metadata.shared <= aot.SHARED_MEMORY_LIMIT[target]
+    used = aot.resources(compiled)
+    assert used["LOCAL"] == used["STACK"] == 0, f"spills: {used}"
 
 
 @pytest.mark.parametrize("heads, d, dtype", [(2, 64, "bf16"), (8, 64, "fp16"), (4, 128, "bf16")])

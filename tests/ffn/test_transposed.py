@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import pytest
 import torch
 
 from gossamer.ffn.tracker import BlockTracker
@@ -22,6 +23,21 @@ def test_it_is_renewed_when_the_weight_changes(device: torch.device) -> None:
     assert kept(weight).equal(weight.t())  # type: ignore[union-attr]
     other = torch.nn.Parameter(weight.detach().clone())
     assert kept(other).equal(other.t()) and kept(weight).equal(weight.t())  # type: ignore[union-attr]
+
+
+@pytest.mark.native
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_another_stream_waits_for_the_copy() -> None:
+    weight = torch.nn.Parameter(torch.randn(4096, 4096, device="cuda"))
+    kept, made, reads = Transposed(), torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(made):
+        torch.cuda._sleep(50_000_000)
+        kept(weight)
+    with torch.cuda.stream(reads):
+        found = kept.held(weight).clone()  # type: ignore[union-attr]
+    torch.cuda.synchronize()
+    assert found.equal(weight.t())
 
 
 def test_what_is_held_is_not_renewed(device: torch.device) -> None:

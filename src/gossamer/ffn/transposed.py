@@ -34,6 +34,7 @@ class Transposed:
         self._of: weakref.ref[Tensor] | None = None
         self._version: tuple[int, int] | None = None
         self._copy: Tensor | None = None
+        self._made: tuple[int, torch.cuda.Event] | None = None
 
     def __call__(self, weight: Tensor) -> Tensor | None:
         if weight.stride(0) == 1:
@@ -50,14 +51,31 @@ class Transposed:
             with torch.no_grad():
                 self._copy = dense_transpose(weight)
             self._of, self._version = weakref.ref(weight), (weight.data_ptr(), version_of(weight))
-        return self._copy
+            self._made = None
+            if weight.is_cuda:
+                stream = torch.cuda.current_stream(weight.device)
+                self._made = stream.cuda_stream, stream.record_event()
+        return self._ready()
 
     def held(self, weight: Tensor) -> Tensor | None:
         """The copy if one has been made and the weight has not changed since; none is made, or renewed."""
         # Asked first: what is compiled shall not be compiled anew when a copy comes or goes.
         if torch.compiler.is_compiling() or self._copy is None or weight.is_inference() or checks.capturing():
             return None
-        return self._copy if self._follows(weight) else None
+        return self._ready() if self._follows(weight) else None
+
+    def _ready(self) -> Tensor | None:
+        """The copy, for the current stream: another may have made it, and may still be about to."""
+        copy, made = self._copy, self._made
+        if copy is None or made is None:
+            return copy
+        index = copy.get_device()
+        if torch._C._cuda_getCurrentRawStream(index) != made[0]:
+            here = torch.cuda.current_stream(index)
+            here.wait_event(made[1])
+            # Its memory is not given to others before this stream has read it.
+            copy.record_stream(here)
+        return copy
 
     def _follows(self, weight: Tensor) -> bool:
         if self._copy is None or self._of is None or self._of() is not weight:

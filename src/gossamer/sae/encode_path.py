@@ -88,8 +88,11 @@ def row_stride(m: int, n: int, weight: Tensor, activation: str) -> int:
     number at a time otherwise."""
     if not (weight.is_cuda or INTERPRET):
         return n
-    by_rank = activation in ("topk", "batchtopk")
-    if m * n >= RANKED if by_rank else m * n >= LISTED and n * weight.element_size() % 16 != 0:
+    if activation in ("topk", "batchtopk"):
+        wide = m * n >= RANKED
+    else:
+        wide = m * n >= LISTED and n * weight.element_size() % 16 != 0
+    if wide:
         return -(-n // 16) * 16
     return padded(n, weight) if copies_weight(m, n, weight) else n
 

@@ -73,6 +73,11 @@ def slots(words: Tensor, num_queries: int, lengths: Tensor | None, causal: bool,
     return launch.cdiv(max(seen, 1), 32) * 32
 
 
+def keys_of_tile(parts: int) -> int:
+    """Keys that a program looks at together: as many as registers hold, of whose words there are `parts` a key."""
+    return 4096 if parts <= 2 else 4096 // parts
+
+
 def key_lists(
     words: Tensor, lengths: Tensor | None, num_queries: int, causal: bool, parts: int, first: int = 0, most: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -86,7 +91,7 @@ def key_lists(
     capacity = slots(words, num_queries, lengths, causal, (first + groups) * parts * QUERIES)
     lists = torch.empty(groups, b * s, 1 + 2 * parts, capacity, dtype=torch.int32, device=words.device)
     counts = torch.empty(groups, b * s, dtype=torch.int32, device=words.device)
-    meta = {"SCOPES": s, "CAUSAL": causal, "PARTS": parts, "BLOCK": 4096}
+    meta = {"SCOPES": s, "CAUSAL": causal, "PARTS": parts, "BLOCK": keys_of_tile(parts)}
     args = (words, lengths, lists, counts, n, num_queries, tk, first, capacity)
     _key_lists_kernel((b * s, groups, 1), args, meta, num_warps=8)
     return lists, counts
@@ -98,7 +103,7 @@ EXAMPLES = {
             "words_ptr": "*i64", "lengths_ptr": "*i32", "lists_ptr": "*i32", "counts_ptr": "*i32", "N": "i32",
             "Tq": "i32", "Tk": "i32", "first": "i32", "capacity": "i32",
         },
-        "constexprs": {"SCOPES": 1, "CAUSAL": True, "PARTS": 2, "BLOCK": 4096},
+        "constexprs": {"SCOPES": 1, "CAUSAL": True, "PARTS": 2, "BLOCK": keys_of_tile(2)},
         "num_warps": 8,
     },
 }  # fmt: skip

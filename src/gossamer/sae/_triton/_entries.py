@@ -13,6 +13,18 @@ from gossamer.sae._triton.select import add_bias, load_pre
 
 
 @triton.jit
+def load_limit(limits_ptr, threshold_ptr, stride_t, radius, columns, N, WINDOW: tl.constexpr):
+    """What pre-activations have to exceed: the threshold, with WINDOW less `radius`, or what stands in for both."""
+    if limits_ptr is not None:
+        return tl.load(limits_ptr + columns, mask=columns < N, other=float("inf")).to(tl.float32)
+    else:
+        limit = load_threshold(threshold_ptr, stride_t, columns, N)
+        if WINDOW:
+            limit = limit - radius
+        return limit
+
+
+@triton.jit
 def append_active(
     bits, counts, z_ptr, bias_ptr, threshold_ptr, stride_t, values_ptr, indices_ptr, base, limit, start, N,
     BLOCK: tl.constexpr, VEC: tl.constexpr, WINDOW: tl.constexpr,

@@ -51,7 +51,8 @@ def encode(
             # Not 0, which times -inf is NaN, the largest of all.
             scale = None if scale is None else F.pad(scale, (0, more), value=1.0)
             if threshold is not None:
-                threshold = F.pad(threshold, (0, more)) if threshold.stride(0) else threshold[:1].expand(z.shape[1])
+                # A NaN that stands for all columns would keep these, too.
+                threshold = F.pad(threshold, (0, more))
         found = activate(path, z, bias, threshold, k, bandwidth, capacity, keep_source, scale)
         values, indices, nnz, source, l0 = found
         n = weight.shape[1]

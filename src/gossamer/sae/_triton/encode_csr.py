@@ -16,11 +16,10 @@ from gossamer.rowsparse._triton.pack import (
     count_bits,
     even_length,
     is_even,
-    load_threshold,
     scan_tile,
     word_bits,
 )
-from gossamer.sae._triton._entries import GROUPS, append_active
+from gossamer.sae._triton._entries import GROUPS, append_active, load_limit
 from gossamer.sae._triton.encode_rows import limits_of
 from gossamer.sae._triton.select import add_bias, load_pre
 
@@ -36,12 +35,7 @@ def kept_bits(
     """A chunk's words: what exceeds the threshold, or with WINDOW what lies less than `radius` below it as well."""
     columns = chunk_columns(start, BLOCK, VEC)
     pre = add_bias(load_pre(z_ptr, columns, N), bias_ptr, columns, N)
-    if limits_ptr is not None:
-        limit = tl.load(limits_ptr + columns, mask=columns < N, other=float("inf")).to(tl.float32)
-    else:
-        limit = load_threshold(threshold_ptr, stride_t, columns, N)
-        if WINDOW:
-            limit = limit - radius
+    limit = load_limit(limits_ptr, threshold_ptr, stride_t, radius, columns, N, WINDOW)
     return word_bits(~(pre <= limit) & (columns < N), VEC)
 
 
@@ -124,7 +118,8 @@ _plans = launch.Plans()
 def encode_csr(
     z: Tensor, bias: Tensor | None, threshold: Tensor | None, bandwidth: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(values, indices, offsets, l0) of z [M, N] + bias. Waits for the device, once."""
+    """(values, indices, offsets, l0) of z [M, N] + bias. Waits for the device, once, which is why its kernels
+    are not compiled together."""
     m, n = z.shape
     sizes = scan_tile(n, z.element_size(), GROUPS)
     chunks = launch.cdiv(n, sizes["BLOCK"])

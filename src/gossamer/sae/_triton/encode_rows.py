@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gossamer._core import launch
 from gossamer.rowsparse._triton import pack
-from gossamer.sae._triton._entries import GROUPS, activate_row, append_active
+from gossamer.sae._triton._entries import GROUPS, activate_row, append_active, load_limit
 from gossamer.sae._triton.select import add_bias, load_pre
 
 
@@ -48,12 +48,7 @@ def _encode_row_kernel(
         columns = pack.chunk_columns(start, BLOCK, VEC)
         following = load_pre(z_ptr, columns + BLOCK, N)
         pre = add_bias(z, bias_ptr, columns, N)
-        if limits_ptr is not None:
-            limit = tl.load(limits_ptr + columns, mask=columns < N, other=float("inf")).to(tl.float32)
-        else:
-            limit = pack.load_threshold(threshold_ptr, stride_t, columns, N)
-            if WINDOW:
-                limit = limit - radius
+        limit = load_limit(limits_ptr, threshold_ptr, stride_t, radius, columns, N, WINDOW)
         bits = pack.word_bits(~(pre <= limit) & (columns < N), VEC)
         counts = pack.count_bits(bits)
         count = tl.sum(counts, axis=0)
