@@ -243,6 +243,36 @@ def test_edits_lose_nothing_unsaid(use: Any, options: dict[str, Any], device: to
         assert mode != "cpu" and got.isnan().any()
 
 
+@pytest.mark.parametrize("options", [PACKINGS[0], PACKINGS[2], PACKINGS[4]], ids=str)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda rows: rows.map(torch.square),
+        lambda rows: rows.where(torch.ones(4, 1, device=rows.device) > 0),
+        lambda rows: rows.ablate([1]),
+    ],
+    ids=["map", "where", "ablate"],
+)
+def test_what_is_missing_is_not_shown_as_zeros(use: Any, options: dict[str, Any], device: torch.device) -> None:
+    rows = without_a_source(options, device)
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match="more entries than slots, and the container no source"):
+            use(rows)
+    else:
+        assert use(rows).values.isnan().any()
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("options", [PACKINGS[0], PACKINGS[2], PACKINGS[4]], ids=str)
+def test_a_pattern_that_is_incomplete(options: dict[str, Any], device: torch.device) -> None:
+    rows, weight = without_a_source(options, device), torch.ones(32, 8, device=device)
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match="more entries than slots, and the container no source"):
+            rowsparse.sampled_matmul(torch.ones(4, 8), weight, rows)
+    else:
+        assert rowsparse.sampled_matmul(torch.ones(4, 8, device=device), weight, rows).to_dense().isnan().any()
+
+
 @pytest.mark.parametrize(
     "use",
     [

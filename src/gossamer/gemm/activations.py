@@ -60,7 +60,7 @@ class JumpReLU:
             as in Anthropic's recipe of 2025. It needs a bandwidth.
 
     Raises:
-        TypeError: threshold is no floating tensor, or bandwidth no number.
+        TypeError: threshold is no floating tensor, bandwidth no number, or ste_to_input no bool.
         ValueError: threshold has more than one dimension, bandwidth is not above 0, or ste_to_input is without one.
 
     Source: Rajamanoharan et al. 2024, "Jumping Ahead", section 3; Conerly et al. 2025, "Dictionary Learning
@@ -83,7 +83,9 @@ class JumpReLU:
             raise ValueError(f"{operator}: threshold must have shape [N] or [], got {list(self.threshold.shape)}.")
         if self.bandwidth is not None:
             checks.number(operator, "bandwidth", self.bandwidth, "None gives no gradient.")
-        elif self.ste_to_input:
+        if not isinstance(self.ste_to_input, bool):
+            raise TypeError(f"{operator}: ste_to_input must be a bool, got {type(self.ste_to_input).__name__}.")
+        if self.ste_to_input and self.bandwidth is None:
             raise ValueError(
                 f"{operator}: ste_to_input needs bandwidth, the width of the window that it is an estimate in."
             )

@@ -18,7 +18,7 @@ def map_values(rows: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """`RowSparse.map`"""
     operator = f"rowsparse.{type(rows).__name__}.map"
     values, indices, counts, _ = rows.settle().packed
-    _, _, held, _ = slots_of(rows)
+    row, _, held, over = slots_of(rows)
     # Slots without an entry may hold anything, of which neither a value nor a gradient is to come out.
     found = function(torch.where(held, values, 0))
     if not isinstance(found, Tensor) or found.dtype not in checks.FLOATS:
@@ -36,7 +36,20 @@ def map_values(rows: Any, function: Callable[[Tensor], Tensor]) -> Any:
                     f"{operator}: function(0) must be 0, for what has no entry stays 0, got "
                     f"{float(at_zero.flatten()[0])}. Take rows.to_dense() for other functions."
                 )
-    return rows.rebuilt(torch.where(held, found, 0), indices, counts, None)
+    return rows.rebuilt(_held(operator, found, held, row, over), indices, counts, None)
+
+
+def _held(operator: str, values: Tensor, held: Tensor, row: Tensor, over: Tensor) -> Tensor:
+    """values where slots hold an entry, else 0. What overflowed without a source is nobody's zeros: that raises where
+    the host computes, and is NaN elsewhere."""
+    kept = torch.where(held, values, 0)
+    if over.numel() == 0:
+        return kept
+    if over.is_cuda or torch.compiler.is_compiling():
+        return torch.where(over[row.clamp(0, over.numel() - 1)], float("nan"), kept)
+    if bool(over.any()):
+        raise overflow_error(operator)
+    return kept
 
 
 def where(rows: Any, mask: Tensor) -> Any:
@@ -54,14 +67,16 @@ def where(rows: Any, mask: Tensor) -> Any:
             "What is to be chosen by value rows.map does."
         ) from None
     values, indices, counts, _ = rows.settle().packed
-    row, column, held, _ = slots_of(rows)
+    row, column, held, over = slots_of(rows)
+    kept = _held(operator, values, held, row, over)
     if values.numel() and mask.numel():
         leading: list[Tensor] = []
         for size in reversed(rows.shape[:-1]):
             leading.insert(0, torch.where(held, row % size, 0))
             row = torch.div(row, size, rounding_mode="floor")
-        held = held & mask[(*leading, torch.where(held, column, 0))]
-    return rows.rebuilt(torch.where(held, values, 0), indices, counts, None)
+        out = held & ~mask[(*leading, torch.where(held, column, 0))]
+        kept = torch.where(out, 0, kept)
+    return rows.rebuilt(kept, indices, counts, None)
 
 
 def ablate(rows: Any, columns: Any) -> Any:

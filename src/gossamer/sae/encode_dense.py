@@ -45,7 +45,7 @@ def encode_dense(
     >>> encode_dense(torch.tensor([[1.0, -3.0, 2.0]]), torch.eye(3))[0].tolist()
     [[1.0, 0.0, 2.0]]
     """
-    operator = "sae.encode_dense"
+    operator = "sae.encode"
     parameters = resolve(operator, activation, ACTIVATIONS).parameters
     name, k, bandwidth, ste_to_input, threshold, scale = parameters
     W_enc = check_operands(operator, x, W_enc, b_enc, b_dec, parameters)

@@ -44,7 +44,7 @@ COLUMNS = gl.constexpr(ACROSS // BOX.value)
 
 
 @gluon.jit
-def find_tile(tile, outputs, sizes, BLOCK: gl.constexpr, TRANS: gl.constexpr, TILE: gl.constexpr):
+def find_tile(tile, outputs, sizes, BLOCK: gl.constexpr, TILE: gl.constexpr):
     """(matrix, first row, first column or first listed block, end of the row's list) of a tile."""
     offsets_ptr, _, _, _, tiles_ptr, capacity = outputs
     _Z, M, N, _K = sizes
@@ -67,7 +67,7 @@ def find_tile(tile, outputs, sizes, BLOCK: gl.constexpr, TRANS: gl.constexpr, TI
 
 
 @gluon.jit
-def find_column(box: gl.constexpr, first, end, outputs, sizes, BLOCK: gl.constexpr, TRANS: gl.constexpr):
+def find_column(box: gl.constexpr, first, end, outputs, sizes, BLOCK: gl.constexpr):
     """(column of a tile's box, the block that it is stored in or -1); the latter for strips only."""
     _, order_ptr, index_ptr, _, tiles_ptr, _ = outputs
     _, _M, N, _ = sizes
@@ -196,11 +196,11 @@ def produce(
     b_rows = gl.where(b_desc.shape[0] == (N if TRANS[4] else K), 0, N if TRANS[4] else K)
     count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        z, m, first, end = find_tile(tile, outputs, sizes, BLOCK, TRANS, TILE)
-        n0, _ = find_column(0, first, end, outputs, sizes, BLOCK, TRANS)
-        n1, _ = find_column(1, first, end, outputs, sizes, BLOCK, TRANS)
-        n2, _ = find_column(2, first, end, outputs, sizes, BLOCK, TRANS)
-        n3, _ = find_column(3, first, end, outputs, sizes, BLOCK, TRANS)
+        z, m, first, end = find_tile(tile, outputs, sizes, BLOCK, TILE)
+        n0, _ = find_column(0, first, end, outputs, sizes, BLOCK)
+        n1, _ = find_column(1, first, end, outputs, sizes, BLOCK)
+        n2, _ = find_column(2, first, end, outputs, sizes, BLOCK)
+        n3, _ = find_column(3, first, end, outputs, sizes, BLOCK)
         begin, steps = steps_of(z, m, lists, sizes, BLOCK, LIST)
         # Tables are read a step ahead of the copies that need them, and lists two.
         a_block, k = find_step(0, steps, begin, lists, sizes, BLOCK, LIST)
@@ -254,7 +254,7 @@ def emit(
 ):  # fmt: skip
     """Stores one box of a tile, once what was there before has left."""
     z, m, first, end, out_rows = where
-    n, block = find_column(box, first, end, outputs, sizes, BLOCK, TRANS)
+    n, block = find_column(box, first, end, outputs, sizes, BLOCK)
     SPARSE: gl.constexpr = outputs[3] is not None
     if SPARSE:
         if outputs[4] is None:
@@ -331,7 +331,7 @@ def consume(
     out_rows = gl.where(TRANS[2], N, M)
     count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        z, m, first, end = find_tile(tile, outputs, sizes, BLOCK, TRANS, TILE)
+        z, m, first, end = find_tile(tile, outputs, sizes, BLOCK, TILE)
         _, steps = steps_of(z, m, lists, sizes, BLOCK, LIST)
         acc = gl.zeros([BOX, WIDTH], gl.float32, whole) + poison
         for step in range(steps):
