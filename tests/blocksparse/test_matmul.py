@@ -166,7 +166,7 @@ def walks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> li
     """Each way of Hopper's kernel to go about a product, whatever would be chosen; those that were taken."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("Hopper's kernel")
-    from gossamer.blocksparse._gluon import matmul_walk
+    from gossamer.blocksparse import matmul_walk
     from gossamer.blocksparse._triton import matmul as kernels
 
     taken: list[Any] = []
@@ -546,8 +546,8 @@ def test_small_products_are_one_launch_of_narrow_tiles(monkeypatch: pytest.Monke
 def test_tf32_compiles_for_hopper(tile_m: int, listed: bool) -> None:
     """In registers and shared memory of one multiprocessor; the result turned and tiles of 128 ask for most."""
     pytest.importorskip("triton")
+    from gossamer.blocksparse import matmul_walk as walks
     from gossamer.blocksparse._gluon import matmul as hopper
-    from gossamer.blocksparse._gluon import matmul_walk as walks
     from tests import aot
 
     ((kernel, given),) = hopper.EXAMPLES.items()

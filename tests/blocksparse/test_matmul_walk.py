@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gossamer._core import tuning
-from gossamer.blocksparse._gluon.matmul_walk import Walk, band_of, choose_walk
 from gossamer.blocksparse.matmul_path import choose_path
+from gossamer.blocksparse.matmul_walk import Walk, band_of, choose_walk
 
 pytestmark = pytest.mark.native
 GPU = torch.device("cuda", 0)

@@ -34,7 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch, tuning
 from gossamer.blocksparse._gluon._descriptors import describe
-from gossamer.blocksparse._gluon.matmul_walk import ACROSS, Parts, Walk, rows_of
+from gossamer.blocksparse.matmul_walk import ACROSS, Parts, Walk, rows_of
 
 BOX = gl.constexpr(64)
 LINE = gl.constexpr(128)

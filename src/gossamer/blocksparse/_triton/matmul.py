@@ -375,8 +375,8 @@ def _on_hopper(
 ) -> bool:
     """Fills the last of the operands where the kernel for Hopper can, and is faster; whether it has."""
     a, b, out = operands
+    from gossamer.blocksparse import matmul_walk as walks
     from gossamer.blocksparse._gluon import matmul as hopper
-    from gossamer.blocksparse._gluon import matmul_walk as walks
 
     # As they are stored.
     a, b = (x.mT if of[0] is None and flip else x for x, of, flip in zip((a, b), parts, trans[3:]))
