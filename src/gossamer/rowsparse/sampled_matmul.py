@@ -2,7 +2,6 @@
 
 import math
 
-import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
@@ -55,7 +54,7 @@ def sampled_matmul(x: Tensor, weight: Tensor, pattern: Rows) -> Rows:
         checks.same_dtype(operator, "x", x, weight=weight)
         _checked.keep(key, True)
     _, indices, counts, source = pattern.packed
-    if source is None and not (indices.is_cuda or torch.compiler.is_compiling() or indices.is_meta):
+    if source is None and checks.host_computes(counts):
         refuse_overflow(operator, indices.shape[-1], counts)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     given = (flat, weight, indices.contiguous(), counts.contiguous(), source, False, True, None)
