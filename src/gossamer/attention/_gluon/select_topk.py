@@ -6,6 +6,8 @@ the first of the next tile's while a tile is stored. Products are written in tur
 why there must be an even number of heads. The copy engine brings the tiles of keys into a ring.
 """
 
+from typing import NamedTuple
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,6 +25,10 @@ from gossamer.attention import levels
 
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7, 3.6
 LEVELS = gl.constexpr(levels.LEVELS)
+WHOLE = gl.constexpr(0x4B000000)
+"""The bits of 2^23 as a float32, whose low ones a key is."""
+KEPT = gl.constexpr(0x4B000000 + 31744)
+LAST = gl.constexpr((1 << 17) - 1 - (1 << 31))
 ROWS = 64
 COLUMNS = 64
 STAGES = 3
@@ -82,13 +88,89 @@ def product(queries, ring, h, slot, none):
     return warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
 
 
+@gluon.jit
+def units(keys, UNIT: gl.constexpr):
+    """How many units of UNIT keys hold any of the first ones."""
+    return keys if UNIT == 1 else (keys + UNIT - 1) // UNIT
+
+
+@gluon.jit
+def edge(whole, column, visible, window, sinks):
+    """A tile's keys with what is always kept above all, and 0 behind what is visible."""
+    kept = (column < sinks) | (column >= visible - window)
+    return gl.where(column < visible, gl.where(kept, KEPT, whole), 0)
+
+
+@gluon.jit
+def append(at, high, key, low, entry):
+    """Writes each thread's entry to the address (at, high) where its key is at least `low`; returns the next `at`."""
+    code: gl.constexpr = """{ .reg .pred some; .reg .b64 to;
+        mov.b64 to, {$1, $2}; setp.ge.s32 some, $3, $4; @some st.global.b32 [to], $5;
+        mov.b32 $0, $1; @some add.s32 $0, $1, 4; }"""
+    return gl.inline_asm_elementwise(code, "=&r,r,r,r,r,r", [at, high, key, low, entry], gl.int32, False, 1)
+
+
+@gluon.jit
+def pieces(x):
+    """A tile of 64 columns as 16 tensors [rows, 4], of the columns that a thread holds: piece 8 e + j has at place q
+    column 8 j + 2 q + e."""
+    ROWS: gl.constexpr = x.shape[0]
+    one, other = gl.split(x.reshape([ROWS, 8, 4, 2]))
+    found = ()
+    for half in gl.static_range(2):
+        part = (one, other)[half]
+        low, high = gl.split(part.reshape([ROWS, 2, 4, 4]).permute((0, 2, 3, 1)))
+        for quarter in gl.static_range(2):
+            four = (low, high)[quarter]
+            a, b = gl.split(four.reshape([ROWS, 2, 2, 4]).permute((0, 2, 3, 1)))
+            for eighth in gl.static_range(2):
+                two = (a, b)[eighth]
+                first, second = gl.split(two.permute((0, 2, 1)))
+                found = found + (first, second)
+    return found
+
+
+@gluon.jit
+def lists_of(lists_ptr, bound_ptr, row, first, part, parts, slots, ROWS: gl.constexpr, layout: gl.constexpr):
+    """Of the threads' lists: the number, the address in two halves, the lowest key that is listed, and what an entry of
+    a tile's first column ends with. A list lies within an aligned power of two of bytes: its addresses have their upper
+    halves in common."""
+    rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    place = gl.arange(0, 4, layout=gl.SliceLayout(0, layout))
+    zeros = gl.zeros([ROWS, 4], gl.int32, layout)
+    number = (gl.expand_dims(rows, 1) * parts + part) * 4 + gl.expand_dims(place, 0)
+    address = (lists_ptr + number.to(gl.int64) * slots).to(gl.int64)
+    bound = gl.expand_dims(gl.load(bound_ptr + first + rows), 1) + (zeros + WHOLE)
+    return (
+        number,
+        address.to(gl.int32),
+        (address >> 32).to(gl.int32),
+        bound,
+        zeros + (LAST - 2 * gl.expand_dims(place, 0)),
+    )
+
+
+@gluon.jit
+def list_tile(lists, at, whole, begin, bound, slots):
+    """Appends entries of a tile of scores that begins at column `at`: keys of 15 bits, above 17 that fall as columns
+    rise. No list grows by more than 16."""
+    _, start, high, _, behind = lists
+    bound = gl.where(begin - start > 4 * (slots - 16), 0x7FFFFFFF, bound)
+    found = pieces(whole)
+    for i in gl.static_range(16):
+        entry = (found[i] << 17) + (behind - (at + 8 * (i % 8) + i // 8))
+        begin = append(begin, high, found[i], bound, entry)
+    return begin, bound
+
+
 @launch.Kernel
 @gluon.jit
 def _index_keys_kernel(
-    q_desc, k_desc, w_ptr, bias_ptr, lengths_ptr, keys_ptr, first, Tq, padded, Tk, stride, ahead, scale,
-    HEADS: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, k_desc, w_ptr, bias_ptr, lengths_ptr, keys_ptr, bound_ptr, counts_ptr, flags_ptr, first, Tq, padded, Tk,
+    stride, ahead, window, sinks, scale, HEADS: gl.constexpr, STAGES: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
-    """Program (part of the keys, block of rows of the slab), the longest rows first."""
+    """Program (part of the keys, block of rows of the slab), the longest rows first; of blocks that are marked, where
+    there are marks. `k_desc` has one of UNIT keys. With `bound_ptr`, `keys_ptr` are lists, with what is always kept."""
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
     D: gl.constexpr = k_desc.block_type.shape[2]
@@ -109,10 +191,17 @@ def _index_keys_kernel(
         length = gl.minimum(gl.maximum(gl.load(lengths_ptr + batch).to(gl.int32), 0), Tk)
     # What the block's last query sees is what any of them sees; its first, the least.
     offset = gl.maximum(length - Tq, 0) + ahead
-    end = gl.minimum(gl.minimum(begin + BLOCK_M, Tq) - 1 + offset, length)
-    least = gl.minimum(begin + offset, length)
+    end = units(gl.minimum(gl.minimum(begin + BLOCK_M, Tq) - 1 + offset, length), UNIT)
+    least = units(gl.minimum(begin + offset, length), UNIT)
     part, parts = gl.program_id(0), gl.num_programs(0)
     steps = gl.maximum((end + BLOCK_N - 1) // BLOCK_N - part + parts - 1, 0) // parts
+    if flags_ptr is not None:
+        steps = gl.where(gl.load(flags_ptr + first // BLOCK_M + block) != 0, steps, 0)
+    if bound_ptr is not None:
+        slots = stride // (4 * parts)
+        piece: gl.constexpr = pieces(gl.zeros([BLOCK_M, BLOCK_N], gl.int32, scores))[0].type.layout
+        lists = lists_of(keys_ptr, bound_ptr, block * BLOCK_M, first, part, parts, slots, BLOCK_M, piece)
+        address, bound = lists[1], lists[3]
     if steps > 0:
         bar = ready.index(STAGES)
         mbarrier.expect(bar, HEADS * q_desc.block_type.nbytes)
@@ -122,14 +211,15 @@ def _index_keys_kernel(
         for i in gl.static_range(STAGES):
             fetch(k_desc, ring, ready, i, batch, (part + i * parts) * BLOCK_N, i <= steps, STAGES)
         rows = begin + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, scores))
-        visible = gl.where(rows < Tq, gl.minimum(rows + offset, length), 0)
+        visible = gl.where(rows < Tq, units(gl.minimum(rows + offset, length), UNIT), 0)
         lowest, weights, biases = factors(w_ptr + batch.to(gl.int64) * Tq * HEADS, bias_ptr, rows, Tq, HEADS)
         scale *= 0.5
         none = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
         column = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores))
-        line = (block * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, stored))).to(gl.int64) * stride
-        out = keys_ptr + gl.expand_dims(line, 1)
-        out += gl.expand_dims(gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, stored)), 0)
+        if bound_ptr is None:
+            line = (block * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, stored))).to(gl.int64) * stride
+            out = keys_ptr + gl.expand_dims(line, 1)
+            out += gl.expand_dims(gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, stored)), 0)
         mbarrier.wait(bar, 0)
         mbarrier.wait(ready.index(0), 0)
         x = product(queries, ring, 0, 0, none)
@@ -147,16 +237,25 @@ def _index_keys_kernel(
             # The GPU's smaller of NaN and a number is the number.
             score = gl.minimum(score, 31743.0)
             # Adding 2^23 rounds to an integer, in the low bits.
-            key = (score + 8388608.0).to(gl.int32, bitcast=True).to(gl.int16)
-            if at + BLOCK_N > least:
-                key = gl.where(gl.expand_dims(at + column, 0) < gl.expand_dims(visible, 1), key, 0).to(gl.int16)
-            gl.store(out + at, gl.convert_layout(key, stored))
+            whole = (score + 8388608.0).to(gl.int32, bitcast=True)
+            if bound_ptr is None:
+                key = whole.to(gl.int16)
+                if at + BLOCK_N > least:
+                    key = gl.where(gl.expand_dims(at + column, 0) < gl.expand_dims(visible, 1), key, 0).to(gl.int16)
+                gl.store(out + at, gl.convert_layout(key, stored))
+            else:
+                if (at + BLOCK_N > least - window) | (at < sinks):
+                    whole = edge(whole, gl.expand_dims(at + column, 0), gl.expand_dims(visible, 1), window, sinks)
+                address, bound = list_tile(lists, at, whole, address, bound, slots)
             # Every warp has read these keys.
             thread_barrier()
             fetch(
                 k_desc, ring, ready, step, batch, at + STAGES * parts * BLOCK_N, step + STAGES <= steps, STAGES
             )  # fmt: skip
         x = warpgroup_mma_wait(0, deps=(x,))
+    if bound_ptr is not None:
+        count = (address - lists[1]) // 4
+        gl.store(counts_ptr + lists[0], gl.where(count > slots - 16, slots, count))
 
 
 def readable(q: Tensor, k: Tensor) -> bool:
@@ -185,32 +284,48 @@ def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     return found
 
 
+class Sparing(NamedTuple):
+    """What a launch spares: rows in blocks without a mark, all but one key of a unit, keys below a bound. Others are
+    listed, in `parts`, and counted; what window and sinks always keep reaches any bound."""
+
+    flags: Tensor | None = None
+    unit: int = 1
+    bound: Tensor | None = None
+    counts: Tensor | None = None
+    parts: int = 0
+    kept: tuple[int, int] = (0, 0)
+
+
 def launch_index_keys(
     tiles: tuple[TensorDescriptor, TensorDescriptor],
     given: tuple[Tensor | None, ...],
     rows: int,
     sizes: tuple[int, ...],
     scale: float,
+    sparing: Sparing,
 ) -> None:
-    """Fills the keys of a slab of so many rows; `given` are w, bias, lengths and keys, `sizes` first, Tq, padded, Tk,
-    stride and ahead."""
+    """Fills the keys of a slab of so many rows, or their lists; `given` are w, bias, lengths and keys or lists, `sizes`
+    first, Tq, padded, Tk, stride and ahead."""
     q = tiles[0].base
     blocks = rows // ROWS
     # No more than fill the last round: a program beyond it would run alone, while all others wait.
-    parts = max(1, min(launch.cdiv(sizes[4], COLUMNS), ROUNDS * SHARE * tuning.programs(q.device) // blocks))
-    meta = {"HEADS": q.shape[1], "STAGES": STAGES}
-    _index_keys_kernel((parts, blocks, 1), (*tiles, *given, *sizes, scale), meta, num_warps=4)
+    most = ROUNDS * SHARE * tuning.programs(q.device) // blocks
+    parts = sparing.parts or max(1, min(launch.cdiv(sizes[4], COLUMNS), most))
+    meta = {"HEADS": q.shape[1], "STAGES": STAGES, "UNIT": sparing.unit}
+    args = (*tiles, *given, sparing.bound, sparing.counts, sparing.flags, *sizes, *sparing.kept, scale)
+    _index_keys_kernel((parts, blocks, 1), args, meta, num_warps=4)
 
 
+_NUMBERS = dict.fromkeys(("first", "Tq", "padded", "Tk", "stride", "ahead", "window", "sinks"), "i32")
 EXAMPLES = {
     _index_keys_kernel: {
         "signature": {
             "q_desc": f"tensordesc<bf16[1, 1, {ROWS}, 64],{LAYOUTS[4]!r}>",
             "k_desc": f"tensordesc<bf16[1, {COLUMNS}, 64],{LAYOUTS[3]!r}>",
-            "w_ptr": "*bf16", "bias_ptr": "*fp32", "lengths_ptr": None, "keys_ptr": "*i16",
-            **dict.fromkeys(("first", "Tq", "padded", "Tk", "stride", "ahead"), "i32"), "scale": "fp32",
+            "w_ptr": "*bf16", "bias_ptr": "*fp32", "lengths_ptr": None, "keys_ptr": "*i32", "bound_ptr": "*i32",
+            "counts_ptr": "*i32", "flags_ptr": None, **_NUMBERS, "scale": "fp32",
         },
-        "constexprs": {"HEADS": 4, "STAGES": STAGES},
+        "constexprs": {"HEADS": 4, "STAGES": STAGES, "UNIT": 1},
         "num_warps": 4,
     },
 }  # fmt: skip

@@ -31,6 +31,7 @@ from gossamer._core.compiling import together
 from gossamer._core.ops import INTERPRET
 from gossamer._core.ranges import span
 from gossamer.attention import levels
+from gossamer.attention._triton import candidates
 from gossamer.attention._triton._indexer import in_units, load_bias, load_gates, load_tile, valid_keys, visible_keys
 from gossamer.attention._triton.adaptive import rows_k
 from gossamer.attention._triton.indexer_scores import check_width, fast, tile
@@ -161,15 +162,19 @@ def take_halves(
 
 @launch.kernel
 def _take_kernel(
-    words_ptr, keys_ptr, lengths_ptr, threshold_ptr, last_ptr, first, Tq, padded, Tk, stride, ahead, window, sinks,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr,
+    words_ptr, keys_ptr, lengths_ptr, threshold_ptr, last_ptr, flags_ptr, first, Tq, padded, Tk, stride, ahead, window,
+    sinks, ROWS: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr,
     EVERY: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Program (BLOCK columns, ROWS rows of the slab). With EVERY the rows take whatever they see, and have no keys."""
+    """Program (BLOCK columns, ROWS rows of the slab). With EVERY the rows take whatever they see, and have no keys.
+    Where there are marks, blocks without one keep their words."""
     begin = tl.program_id(0) * BLOCK
     at = begin // 2 + tl.arange(0, BLOCK // 2)
     row = tl.program_id(1) * ROWS
     block = ((first + row) // ROWS).to(tl.int64)
+    if flags_ptr is not None:
+        if tl.load(flags_ptr + block) == 0:
+            return
     batch = (first + row) // padded
     t = (first + row) % padded
     length = valid_keys(lengths_ptr, batch, Tk)
@@ -268,6 +273,13 @@ LONG = 8192
 """Keys from which Hopper's own kernel scores: to describe its operands takes the host as long as fewer take the GPU."""
 
 
+def choose_keys(call: "_Call", rule: str) -> Literal["candidates", "all"]:
+    """Which keys of long rows are written: where Hopper's kernel scores, and no rule asks for all, those that may be
+    among the highest."""
+    fits = call.tiles is not None and not rule and candidates.fits(call.rule[0], len(call.threshold), call.tk)
+    return "candidates" if fits else "all"
+
+
 def choose_scores(q: Tensor, k: Tensor, granularity: int) -> Literal["hopper", "general"]:
     """Which kernel scores. Both store the same keys, bit by bit."""
     if granularity > 1 or q.shape[2] <= 16 or k.shape[1] < LONG or not (fast(q) and tuning.hopper(q.device)):
@@ -318,12 +330,13 @@ class _Call:
     def sizes(self, slab: Slab) -> tuple[int, ...]:
         return slab.first, self.tq, self.padded, self.tk, slab.columns, self.ahead
 
-    def score(self, slab: Slab, keys: Tensor) -> None:
+    def score(self, slab: Slab, keys: Tensor, flags: Tensor | None = None) -> None:
         if self.tiles is not None:
             from gossamer.attention._gluon import select_topk as hopper
 
             given = (self.w, self.bias, self.lengths, keys)
-            hopper.launch_index_keys(self.tiles, given, slab.rows, self.sizes(slab), self.scale)
+            marked = hopper.Sparing(flags)
+            hopper.launch_index_keys(self.tiles, given, slab.rows, self.sizes(slab), self.scale, marked)
             return
         block = tile(self.d, self.q.element_size())
         rows, columns = min(block["BLOCK_M"], self.unit), block["BLOCK_N"]
@@ -338,17 +351,54 @@ class _Call:
         args = (self.q, self.k, self.w, self.bias, self.lengths, keys, *strides, *self.sizes(slab), self.scale)
         _index_keys_kernel((parts, blocks, 1), args, meta, num_warps=4, num_stages=3)
 
-    def find(self, slab: Slab, keys: Tensor, wanted: Tensor | None, lists: Tensor | None) -> None:
+    def find(self, slab: Slab, keys: Tensor, wanted: Tensor | None, lists: Tensor | None, flags: Tensor | None) -> None:
         given = (keys, self.lengths, wanted, self.threshold, self.last, lists)
-        find_thresholds(*given, slab.rows, self.sizes(slab), self.rule, self.packed, self.granularity)
+        find_thresholds(*given, slab.rows, self.sizes(slab), self.rule, self.packed, self.granularity, flags)
 
-    def take(self, slab: Slab, keys: Tensor | None) -> None:
+    def take(self, slab: Slab, keys: Tensor | None, flags: Tensor | None = None) -> None:
         _, window, sinks = self.rule
-        args = (self.words, keys, self.lengths, self.threshold, self.last, *self.sizes(slab), window, sinks)
+        args = (self.words, keys, self.lengths, self.threshold, self.last, flags, *self.sizes(slab), window, sinks)
         meta = {"ROWS": self.unit, "BLOCK": TAKE.columns, "UNIT": self.granularity, "PACKED": self.packed}
         meta |= {"FORCED": window > 0 or sinks > 0, "EVERY": keys is None, "TOGETHER": TAKE.together}
         grid = (launch.cdiv(self.tk, TAKE.columns * self.granularity), slab.rows // self.unit, 1)
         _take_kernel(grid, args, meta, num_warps=max(1, TAKE.columns // 256))
+
+    def take_candidates(self, slabs: list[Slab], workspace: int) -> Tensor:
+        """Writes the words of slabs of long rows, but of blocks of 64 rows that it marks in int32 `[blocks]`."""
+        from gossamer.attention._gluon import select_topk as hopper
+
+        assert self.tiles is not None
+        top, window, sinks = self.rule
+        lists, sample = candidates.lists_of(top), candidates.sampled(self.k)
+        tiles = hopper.descriptors(self.q, sample)
+        width = round_up(sample.shape[1], COLUMNS)
+        each = max(2 * width, 4 * (lists.entries + candidates.LISTS))
+        pieces = candidates.pieces(slabs, self.padded, (workspace - candidates.ALIGNED) // each // 64 * 64)
+        most = max(rows for _, rows in pieces)
+        room = torch.empty(each * most + candidates.ALIGNED, dtype=torch.int8, device=self.q.device)
+        room = room[-room.data_ptr() % candidates.ALIGNED :]
+        flags = torch.zeros(len(self.threshold) // 64, dtype=torch.int32, device=self.q.device)
+        bound, unused = torch.empty_like(self.threshold), torch.empty_like(self.last)
+        given = (self.w, self.bias, self.lengths)
+        for first, rows in pieces:
+            slab = Slab(first, rows, width)
+            with span("select_topk/bounds"):
+                keys = room[: 2 * width * rows].view(torch.int16)
+                sparing = hopper.Sparing(unit=candidates.STRETCH)
+                hopper.launch_index_keys(tiles, (*given, keys), rows, self.sizes(slab), self.scale, sparing)
+                args = (keys, self.lengths, None, bound, unused, None, rows, self.sizes(slab))
+                rule = (lists.reach, 1 - candidates.STRETCH, 0)
+                find_thresholds(*args, rule, self.packed, candidates.STRETCH)
+            slab = Slab(first, rows, lists.entries)
+            with span("select_topk/candidates"):
+                entries, counts = room[: each * rows].view(torch.int32).split(lists.entries * rows)[:2]
+                sparing = hopper.Sparing(bound=bound, counts=counts, parts=candidates.PARTS, kept=(window, sinks))
+                hopper.launch_index_keys(self.tiles, (*given, entries), rows, self.sizes(slab), self.scale, sparing)
+                self.words.view(-1, self.tk)[first // 64 : (first + rows) // 64].zero_()
+                found = (bound, self.threshold, self.last, flags)
+                sizes = (first, self.tq, self.padded, self.tk, self.ahead)
+                candidates.launch_candidates((entries, counts), found, self.words, self.lengths, rows, sizes, top)
+        return flags
 
 
 @together
@@ -380,6 +430,10 @@ def select_topk(
         least = k_min if rule else top
         sizes = (call.b, call.padded, call.tq, call.tk, causal, call.unit, least, workspace, granularity)
         plan = slab_plan(*sizes, q.device)
+        flags: Tensor | None = None
+        marked = [slab for slab in plan if slab.columns > candidates.LEAST] if choose_keys(call, rule) != "all" else []
+        if marked:
+            flags = call.take_candidates(marked, workspace)
         # One piece of memory: where rows are long their lists take of it what other slabs have for more keys.
         room = torch.empty(max(bytes_of(*slab[1:], q.device) for slab in plan), dtype=torch.int8, device=q.device)
         for slab in plan:
@@ -391,8 +445,9 @@ def select_topk(
             lists = (
                 room[size:][: programs * levels.LIST_BYTES].view(torch.int32).view(programs, -1) if programs else None
             )
+            of_slab = flags if slab in marked else None
             with span("select_topk/scores"):
-                call.score(slab, keys)
+                call.score(slab, keys, of_slab)
             wanted = None
             if rule:
                 wanted = torch.empty(slab.rows, dtype=torch.int32, device=q.device)
@@ -400,9 +455,9 @@ def select_topk(
                 given = (keys, call.w, lengths, mean, predictor, wanted, call.sizes(slab), bounds, rule, temperature)
                 rows_k(*given, granularity)
             with span("select_topk/thresholds"):
-                call.find(slab, keys, wanted, lists)
+                call.find(slab, keys, wanted, lists, of_slab)
             with span("select_topk/words"):
-                call.take(slab, keys)
+                call.take(slab, keys, of_slab)
     return (call.words, *union_of_words(call.words, capacity, max(call.tk - call.tq, 0) if causal else None))
 
 
@@ -425,7 +480,7 @@ EXAMPLES = {
     _take_kernel: {
         "signature": {
             "words_ptr": "*i64", "keys_ptr": "*i16",
-            **dict.fromkeys(("lengths_ptr", "threshold_ptr", "last_ptr"), "*i32"),
+            **dict.fromkeys(("lengths_ptr", "threshold_ptr", "last_ptr", "flags_ptr"), "*i32"),
             **_SIZES, "window": "i32", "sinks": "i32",
         },
         "constexprs": {

@@ -420,13 +420,17 @@ def _listed_threshold_kernel(
 
 @launch.kernel
 def _long_threshold_kernel(
-    keys_ptr, lengths_ptr, k_ptr, threshold_ptr, last_ptr, first, Tq, padded, Tk, stride, ahead, k, window, sinks,
-    BLOCK: tl.constexpr, UNIT: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr,
+    keys_ptr, lengths_ptr, k_ptr, threshold_ptr, last_ptr, flags_ptr, first, Tq, padded, Tk, stride, ahead, k, window,
+    sinks, BLOCK: tl.constexpr, UNIT: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """As `_row_threshold_kernel`, for rows of any length where last is -1, by counting at four places at a time."""
+    """As `_row_threshold_kernel`, for rows of any length where last is -1, by counting at four places at a time; of
+    marked blocks of 64 rows alone where there are marks."""
     row = tl.num_programs(0) - 1 - tl.program_id(0)
     visible, window, take = row_of_slab(row, lengths_ptr, k_ptr, first, Tq, padded, Tk, ahead, k, window, UNIT)
-    if (tl.load(last_ptr + first + row) < 0) & (visible > take):
+    counts = (tl.load(last_ptr + first + row) < 0) & (visible > take)
+    if flags_ptr is not None:
+        counts &= tl.load(flags_ptr + (first + row) // 64) != 0
+    if counts:
         row_ptr = keys_ptr + row.to(tl.int64) * stride
         low = tl.full([], 1, tl.int32)
         high = tl.full([], KEPT_KEY + 1, tl.int32)
@@ -490,6 +494,7 @@ def find_thresholds(
     rule: tuple[int, int, int],
     packed: bool,
     unit: int = 1,
+    flags: Tensor | None = None,
 ) -> None:
     """Fills threshold and last, int32, for `rows` rows of keys; `lists` int32 `[programs, LIST_BYTES / 4]` is
     for rows beyond the registers; `sizes` are first, Tq, padded, Tk, stride and ahead,
@@ -498,7 +503,10 @@ def find_thresholds(
     given = (keys, lengths, wanted, threshold, last)
     meta = {"UNIT": unit, "FORCED": rule[1] > 0 or rule[2] > 0, "PACKED": packed}
     stride = sizes[4]
-    if stride <= MAX_REGISTERS:
+    by_counts = (*given, flags, *sizes, *rule), {"BLOCK": BLOCK, **meta}
+    if flags is not None:
+        _long_threshold_kernel((rows, 1, 1), *by_counts, num_warps=8)
+    elif stride <= MAX_REGISTERS:
         words = max(64, launch.next_power_of_2(stride) // 2)
         # 32 words of a row to a thread.
         warps = max(1, min(32, words // 1024))
@@ -508,7 +516,7 @@ def find_thresholds(
         args = (*given, lists, rows, *sizes, *rule)
         options = LISTED.options | ({"maxnreg": 96} if meta["FORCED"] else {})
         _listed_threshold_kernel((min(rows, len(lists)), 1, 1), args, {**LISTED.sizes, **meta}, **options)
-        _long_threshold_kernel((rows, 1, 1), (*given, *sizes, *rule), {"BLOCK": BLOCK, **meta}, num_warps=8)
+        _long_threshold_kernel((rows, 1, 1), *by_counts, num_warps=8)
 
 
 _ROWS = {"keys_ptr": "*i16", "lengths_ptr": "*i32", "k_ptr": "*i32", "threshold_ptr": "*i32", "last_ptr": "*i32"}
@@ -528,7 +536,7 @@ EXAMPLES = {
         "maxnreg": 96,
     },
     _long_threshold_kernel: {
-        "signature": {**_ROWS, **_SIZES},
+        "signature": {**_ROWS, "flags_ptr": "*i32", **_SIZES},
         "constexprs": {"BLOCK": BLOCK, "UNIT": 1, "FORCED": True, "PACKED": False},
         "num_warps": 8,
     },

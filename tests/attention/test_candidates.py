@@ -1,0 +1,184 @@
+"""Long rows whose highest keys are found among listed ones, against a stable sort and the way that stores all keys."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gossamer._core import tuning
+from gossamer.attention import Selection, select_topk
+from tests.attention.indexer import inputs
+
+candidates = pytest.importorskip("gossamer.attention._triton.candidates")
+T = 36000
+
+
+def listed(keys: Tensor, bound: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+    """Entries and counts as Hopper's kernel lists them, the former in any order; a list that is full has `slots`."""
+    rows = len(keys)
+    entries = torch.full((rows, candidates.LISTS, slots), 7, dtype=torch.int32)
+    counts = torch.zeros(rows, candidates.LISTS, dtype=torch.int32)
+    for row in range(rows):
+        for column in (keys[row] >= bound[row]).nonzero().squeeze(1).flip(0).tolist():
+            at = column // 64 % candidates.PARTS * 4 + column % 8 // 2
+            if counts[row, at] < slots:
+                entry = int(keys[row, column]) << 17 | (1 << 17) - 1 - column
+                entries[row, at, counts[row, at]] = entry - (1 << 31)
+                counts[row, at] += 1
+    return entries, counts
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("k, levels", [(1, 31744), (17, 31744), (17, 40), (17, 1)])
+def test_the_highest_of_those_listed(k: int, levels: int, device: torch.device, generator: torch.Generator) -> None:
+    """Rows that see 473 columns, to 600; one has too few entries, and one a list that is full."""
+    rows, columns, slots = 128, 600, candidates.lists_of(k).slots
+    keys = torch.randint(1, levels + 1, (rows, columns), generator=generator)
+    visible = torch.arange(rows) + columns - rows + 1
+    keys[torch.arange(columns) >= visible[:, None]] = 0
+    bound = keys.sort(descending=True).values[:, min(3 * k + 5, 100)].clamp(min=1)
+    entries, counts = listed(keys, bound, slots)
+    full = counts.amax(1) >= slots
+    short = torch.zeros(rows, dtype=torch.bool)
+    short[3] = True
+    counts[3] = 0
+    found = [torch.full((rows,), value, dtype=torch.int32, device=device) for value in (0, 9, 9)]
+    found[0].copy_(bound)
+    flags = torch.zeros(2, dtype=torch.int32, device=device)
+    words = torch.zeros(1, 1, 2, columns, dtype=torch.int64, device=device)
+    sizes = (0, rows, rows, columns, 1)
+    lists = (entries.to(device), counts.to(device))
+    candidates.launch_candidates(lists, (*found, flags), words, None, rows, sizes, k)
+    assert flags.tolist() == (full | short).view(2, 64).any(1).int().tolist()
+    assert (found[1] == 1).all() and (found[2] == -1).all()
+    best = keys.sort(descending=True, stable=True).indices[:, :k]
+    want = torch.zeros(rows, columns, dtype=torch.bool).scatter_(1, best, True)
+    settled = ~(full | short)
+    assert settled.any() or levels == 1
+    taken = (words[0, 0].cpu()[:, None] >> torch.arange(64)[:, None] & 1).view(rows, columns).bool()
+    assert torch.equal(taken[settled], want[settled]) and not taken[~settled].any()
+
+
+def test_pieces_hold_every_row_once() -> None:
+    slabs = [(128, 512, 1), (640, 384, 1), (1152, 640, 1), (1792, 256, 1)]
+    for most in (64, 192, 4096):
+        found = candidates.pieces(slabs, 1024, most)
+        assert all(rows <= most and rows % 64 == first % 64 == 0 for first, rows in found)
+        inside = [row for first, rows in found for row in range(first, first + rows)]
+        assert inside == [*range(128, 1024), *range(1152, 2048)]
+    # Slabs of whole batch elements.
+    assert candidates.pieces([(0, 2048, 1), (2048, 1024, 1)], 1024, 1024) == [(0, 1024), (1024, 1024), (2048, 1024)]
+
+
+def test_lists_have_room_for_twice_what_is_expected() -> None:
+    for k in (1, 64, 512, 2048, 4096):
+        reach, slots = candidates.lists_of(k)
+        assert reach * candidates.STRETCH > k
+        assert candidates.LISTS * (slots - 16) >= 2 * reach * candidates.STRETCH
+        # A list lies within memory whose addresses have their upper halves in common.
+        assert candidates.ALIGNED % (4 * slots) == 0
+        assert candidates.fits(k, 4096, T)
+    assert not candidates.fits(8192, 4096, T)
+    assert not candidates.fits(64, 4096, 32768) and not candidates.fits(64, 4096, (1 << 17) + 1)
+    assert not candidates.fits(64, 1024, T)
+
+
+def both(given: list[Any], monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Selection, float]:
+    """A selection, which is the same as by all keys; and the share of blocks that were counted again."""
+    from gossamer.attention._triton import select_topk as gpu
+
+    marks = []
+    take = gpu._Call.take_candidates
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu._Call, "take_candidates", lambda *a: marks.append(take(*a)) or marks[-1])
+        found = select_topk(*given, **options)
+        patch.setattr(gpu, "choose_keys", lambda *_: "all")
+        want = select_topk(*given, **options)
+    assert len(marks) == 1
+    for name in ("words", "counts", "indices"):
+        assert torch.equal(getattr(found, name), getattr(want, name)), name
+    return found, float(marks[0].float().mean())
+
+
+def hopper(device: torch.device) -> None:
+    if not tuning.hopper(device):
+        pytest.skip("needs a Hopper GPU")
+
+
+USUAL: list[dict[str, Any]] = [
+    {"k": 2048},
+    {"k": 1},
+    {"k": 4096},
+    {"k": 700, "causal": False},
+    {"k": 2048, "workspace": 24 << 20},
+    {"k": 512, "window": 300, "sinks": 5},
+    {"k": 512, "window": 508, "sinks": 4, "lengths": [T - 1, 100]},
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", USUAL, ids=str)
+def test_the_same_as_by_all_keys(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    hopper(device)
+    lengths = options.get("lengths")
+    b, tq = (2, T) if lengths else (1, 3001 if options["k"] == 700 else T)
+    given = inputs((b, 4, tq, T, 64), torch.bfloat16, device)
+    lengths = None if lengths is None else torch.tensor(lengths, device=device)
+    _, marked = both(list(given), monkeypatch, **{**options, "lengths": lengths})
+    assert marked == 0
+
+
+@pytest.mark.gpu
+def test_two_heads_of_128(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    hopper(device)
+    assert both(list(inputs((1, 2, 4096, 131072, 128), torch.float16, device)), monkeypatch, k=2048)[1] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["ties", "one place of four", "NaN", "equal"])
+def test_what_lists_do_not_settle_is_counted_again(
+    what: str, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    hopper(device)
+    q, k, w, bias = inputs((1, 4, 2500, T, 64), torch.bfloat16, device)
+    if what == "ties":
+        k = k[:, :8].repeat(1, T // 8, 1)
+    elif what == "one place of four":
+        k = k * (torch.arange(T, device=device) // 2 % 4 == 0)[:, None]
+    elif what == "NaN":
+        k[:, 20000:26000] = float("nan")
+    else:
+        q = torch.zeros_like(q)
+    assert both([q, k, w, bias], monkeypatch, k=2000)[1] > 0.2
+
+
+@pytest.mark.gpu
+def test_a_graph_counts_again_what_it_must(device: torch.device) -> None:
+    hopper(device)
+    given = inputs((1, 4, 2500, T, 64), torch.bfloat16, device)
+    select_topk(*given, k=500)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = select_topk(*given, k=500)
+    for keys in (torch.randn_like(given[1]), given[1][:, :3].repeat(1, T // 3, 1)):
+        given[1].copy_(keys)
+        out.words.fill_(-1)
+        graph.replay()
+        assert torch.equal(out.words, select_topk(*given, k=500).words)
+
+
+@pytest.mark.gpu
+def test_memory_stays_within_the_workspace(device: torch.device) -> None:
+    hopper(device)
+    given = inputs((1, 4, 8192, 131072, 64), torch.bfloat16, device)
+    workspace = 64 << 20
+    select_topk(*given, k=2048, workspace=workspace)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    out = select_topk(*given, k=2048, workspace=workspace)
+    kept = sum(x.numel() * x.element_size() for x in (out.words, out.counts, out.indices))
+    # Beside it a sample of k, thresholds and marks.
+    assert torch.cuda.max_memory_allocated(device) - before <= kept + workspace + (3 << 20)
