@@ -68,6 +68,7 @@ def _rows(q: Tensor, k: Tensor, w: Tensor, bias: Tensor, rows: Tensor) -> Tensor
 
 
 def _sample(q: Tensor) -> Tensor:
+    """Last rows of blocks of 64."""
     return torch.arange(63, q.shape[2], 64, device=q.device)
 
 
@@ -75,7 +76,8 @@ def _sums(selection: attention.Selection, q: Tensor, k: Tensor, w: Tensor, bias:
     """Exact scores of what is selected, summed, at the sampled rows."""
     rows = _sample(q)
     out = torch.empty(1, len(rows), dtype=torch.float64, device=q.device)
-    for part, words in zip(rows.split(64), selection.words[0, 0].split(64)):
+    # The last block may end before its row 63.
+    for part, words in zip(rows.split(64), selection.words[0, 0, : len(rows)].split(64)):
         scores = _rows(q.double(), k.double(), w.double(), bias.double(), part)
         # Row 63 of a block is its words' sign.
         out[0, part // 64] = scores.where(words < 0, 0).sum(1)

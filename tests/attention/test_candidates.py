@@ -34,7 +34,7 @@ def listed(keys: Tensor, bound: Tensor, slots: int) -> tuple[Tensor, Tensor]:
 def test_the_highest_of_those_listed(k: int, levels: int, device: torch.device, generator: torch.Generator) -> None:
     """Rows that see 473 columns, to 600; one has too few entries, and one a list that is full."""
     rows, columns, slots = 128, 600, candidates.lists_of(k).slots
-    keys = torch.randint(1, levels + 1, (rows, columns), generator=generator)
+    keys = torch.randint(1, levels + 1, (rows, columns), generator=generator, device=device).cpu()
     visible = torch.arange(rows) + columns - rows + 1
     keys[torch.arange(columns) >= visible[:, None]] = 0
     bound = keys.sort(descending=True).values[:, min(3 * k + 5, 100)].clamp(min=1)
@@ -95,10 +95,11 @@ def both(given: list[Any], monkeypatch: pytest.MonkeyPatch, **options: Any) -> t
         found = select_topk(*given, **options)
         patch.setattr(gpu, "choose_keys", lambda *_: "all")
         want = select_topk(*given, **options)
-    assert len(marks) == 1
+    # A first call runs twice, to compile its kernels together.
+    assert marks
     for name in ("words", "counts", "indices"):
         assert torch.equal(getattr(found, name), getattr(want, name)), name
-    return found, float(marks[0].float().mean())
+    return found, float(marks[-1].float().mean())
 
 
 def hopper(device: torch.device) -> None:
