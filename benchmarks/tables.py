@@ -33,7 +33,11 @@ HEADLINES = (
     (f"decode, 64 of 65,536 latents, batch 32{_GRAPH}", "sae", "sae/decode/B=32,F=65536,D=768,L0=64,float32"),
     ("SAELens's training step, JumpReLU, patched", "integrations-saelens", "training_step/SAE=jumprelu"),
     ("gated layer, 4,096 tokens, Llama 3 8B", "gemm", "gemm/linear_glu/M=4096,K=4096,N=14336,bfloat16"),
-    ("feed-forward block, 29 of 5,632 neurons, 16,384 tokens", "ffn-gated", "M=16384,K=2048,N=5632,nnz=29,shared=0%"),
+    (
+        "feed-forward block, 29 of 5,632 neurons, 16,384 tokens (H100)",
+        "ffn-gated",
+        "M=16384,K=2048,N=5632,nnz=29,shared=0%",
+    ),
     (
         "attention, 25% of its blocks of 128, 8,192 tokens (H100)",
         "blocksparse-attention",
