@@ -68,6 +68,10 @@ PAGES: dict[str | tuple[str, ...], tuple[str, str]] = {
         "A later commit than [above](#sparse-feed-forward-blocks), on an H100. In the case of unequal rows, 15% of the "
         "tokens have 440 active neurons and the others 40; with W_down by columns its dense part makes a copy of that.",
     ),
+    "ffn-gated-cpu.json": (
+        "Sparse feed-forward blocks on a CPU",
+        "Up to 8 tokens in float32, on two cores.",
+    ),
     blocks("attention"): (
         "Block-sparse attention",
         "Random layouts, another for each head; `density` is the percentage of blocks present. blksprs is missing at "

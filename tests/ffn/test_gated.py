@@ -248,6 +248,20 @@ def test_many_rows(shift: float, shared: float, device: torch.device, generator:
             assert out.equal(call(a, method=method, activation=activation))
 
 
+@pytest.mark.full
+@pytest.mark.native
+def test_a_million_rows(device: torch.device, generator: torch.Generator) -> None:
+    """Some of which are heavy. On a GPU the hidden activations are more than 2^31."""
+    gpu = device.type == "cuda"
+    shape = ((1 << 20) + 5, 16, 2056 if gpu else 72, 16)
+    a = operands(shape, torch.bfloat16 if gpu else torch.float32, device, generator)
+    a["x"][11::4096] *= 16
+    some = torch.arange(0, shape[0], 1021, device=device)
+    some = torch.cat([some, torch.arange(11, shape[0], 4096, device=device), some.new_tensor([shape[0] - 1])])
+    for method in ("auto", *METHODS):
+        check({**a, "x": a["x"][some]}, call(a, method=method)[some])
+
+
 @pytest.mark.gpu
 def test_captured(device: torch.device, generator: torch.Generator) -> None:
     for m in (5, 300, 4500):
