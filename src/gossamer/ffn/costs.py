@@ -39,6 +39,10 @@ STARTS: dict[Path, float] = {"dense": 5e-6, "fused": 9.5e-6, "gather": 9e-6}
 K and N from 200 to 25,000."""
 SEVERAL = 3.5e-6
 """What gathering takes beside that of more than one row, with tensor cores."""
+PIECES = 6.0, 2.0
+"""How many times as long as whole rows of as many bytes it takes to read what is gathered, in pieces of 32 bytes: for
+one row, of which few are on their way at one time, and for several. H100: some 200 entries of one row take 4.7 us more
+than a single one with K = D = 2,048, and 8.8 with 4,096, where 3.3 and 6.1 are foreseen."""
 DENSE_PRODUCT = 3.5e-6
 """What each of the dense way's products takes beside that."""
 ODD_PRODUCT = 2e-6
@@ -215,17 +219,17 @@ def few_rows(known: Known | None, m: int, cost: Costs) -> dict[Path, float]:
 
 
 def _gathered(known: Known | None, m: int, cost: Costs) -> float:
-    """What gathering takes beside its launches. What is gathered is read in pieces, which takes twice as long."""
+    """What gathering takes beside its launches."""
     union = cost.n if known is None else min(cost.n, m * known.rows.mean)
     free = 1 - union / max(cost.n, 1)
-    load = cost.load[m > 1]
+    load, pieces = cost.load[m > 1], PIECES[m > 1]
     down = union * cost.column / (cost.products - 1)
     up = (cost.products - 2) * down
     read = cost.read
     if load > 1 and m > 1 and not cost.wide:
         read *= 1 + m / COLUMNS
     # Columns of W_down by rows are read one by one in any case.
-    listed = 2 * load * up + 2 * down * (1 if cost.strided else load)
+    listed = pieces * (load * up + down * (1 if cost.strided else load))
     if cost.further_gate:
         # Others are on their way while these are multiplied.
         active = (cost.products - 1) * (1 - free**FURTHER_COLUMNS)
