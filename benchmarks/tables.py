@@ -33,7 +33,11 @@ HEADLINES = (
     (f"decode, 64 of 65,536 latents, batch 32{_GRAPH}", "sae", "sae/decode/B=32,F=65536,D=768,L0=64,float32"),
     ("SAELens's training step, JumpReLU, patched", "integrations-saelens", "training_step/SAE=jumprelu"),
     ("gated layer, 4,096 tokens, Llama 3 8B", "gemm", "gemm/linear_glu/M=4096,K=4096,N=14336,bfloat16"),
-    ("feed-forward block, 29 of 5,632 neurons, 16,384 tokens", "ffn-gated", "M=16384,K=2048,N=5632,nnz=29,shared=0%"),
+    (
+        "feed-forward block, 29 of 5,632 neurons, 16,384 tokens (H100)",
+        "ffn-gated",
+        "M=16384,K=2048,N=5632,nnz=29,shared=0%",
+    ),
     (
         "attention, 25% of its blocks of 128, 8,192 tokens (H100)",
         "blocksparse-attention",
@@ -77,6 +81,8 @@ def read(file: str) -> dict[str, Any]:
 
 def environment(content: dict[str, Any]) -> str:
     device, versions = content["device"], content["versions"]
+    if "driver" not in device:
+        return f"{device['name']}, {device['threads']} threads, PyTorch {versions['torch']}"
     return (
         f"{device['name']} ({device['runtime']}, driver {device['driver']}), PyTorch {versions['torch']}, Triton "
         f"{versions['triton']}"
@@ -96,8 +102,9 @@ def page() -> str:
         "against float64 and timed in turn in one run, on inputs that rotate beyond the cache.",
         "",
         "Times are microseconds, medians: eager, and in parentheses replayed from a CUDA graph. Memory is what a call",
-        "allocates at its peak, in MiB; energy is what it takes from the power supply, in joules. The last column of",
-        "times is the fastest peer's over gossamer's, by graphs where both have one.",
+        "allocates at its peak, in MiB; energy is what it takes from the power supply, in joules, and power, in watts,",
+        "that over its time. The last column of times is the fastest peer's over gossamer's, by graphs where both have",
+        "one.",
     ]
     for files, (title, text) in PAGES.items():
         parts += ["", f"## {title}", "", text]
@@ -111,6 +118,7 @@ def page() -> str:
             parts += ["", f"### {name}", "", *times(cases)]
             parts += amounts("memory", "peak_bytes", cases, lambda number: f"{number / 2**20:,.1f}")
             parts += amounts("energy", "joules", cases, lambda number: f"{number:#.3g}" if number else "")
+            parts += amounts("power", "watts", cases, lambda number: f"{number:,.0f}" if number else "")
     parts += tests()
     return "\n".join(parts) + "\n"
 
@@ -130,10 +138,18 @@ def amounts(what: str, key: str, cases: list[dict[str, Any]], shown: Callable[[f
     names = columns(cases)
     rows = []
     for case in cases:
-        found = {p["name"]: p[key] for p in case["providers"] if p.get(key) is not None}
+        found = {p["name"]: given for p in case["providers"] if (given := amount(p, key)) is not None}
         if any(found.values()):
             rows.append([label(case), *(shown(found[name]) if name in found else "" for name in names)])
     return ["", *table([what, *names], rows)] if rows else []
+
+
+def amount(provider: dict[str, Any], key: str) -> float | None:
+    """What a provider took; its watts are the energy of a call over its time."""
+    if key == "watts":
+        return provider["joules"] / provider["eager"]["median"] if provider.get("joules") else None
+    given: float | None = provider.get(key)
+    return given
 
 
 def columns(cases: list[dict[str, Any]]) -> list[str]:

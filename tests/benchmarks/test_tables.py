@@ -149,3 +149,18 @@ def test_places_are_filled_in_order() -> None:
     assert tables.filled(page, ["one"], ["two"]) == f"before\n{made[0]}\nbetween\n{made[1]}\nafter\n"
     with pytest.raises(ValueError):
         tables.filled(page, ["one"], ["two"], ["three"])
+
+
+def test_power_is_energy_over_time() -> None:
+    found = case(10, 2.0, 4.0)
+    found["providers"][0]["joules"] = 1000.0
+    made = tables.amounts("power", "watts", [found], lambda number: f"{number:,.0f}")
+    assert made[-1] == "| M 512, K 64, N 1,000, nnz 10, bfloat16 | 500 |  |"
+    del found["providers"][0]["joules"]
+    assert tables.amounts("power", "watts", [found], str) == []
+
+
+def test_a_cpu_has_no_driver() -> None:
+    device = {"type": "cpu", "name": "EPYC", "cores": 2, "threads": 2}
+    made = tables.environment({"device": device, "versions": {"torch": "2.13", "triton": "3.7"}})
+    assert made == "EPYC, 2 threads, PyTorch 2.13"

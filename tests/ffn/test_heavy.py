@@ -40,6 +40,19 @@ def test_the_rows_that_are_listed(
         assert (out[others] == 7).all()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("shift", [0.0, 1.0, 9.0])
+def test_many_rows_by_columns(shift: float, generator: torch.Generator) -> None:
+    """Are computed as those by rows, to the same bits, whether some, all or none are heavy."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    a = operands((4100, 256, 1032, 64), torch.bfloat16, device, generator, shift)
+    by_columns = {**a, "down": a["down"].t().contiguous().t()}
+    for method in SPARSE:
+        out = call(by_columns, method=method)
+        check(by_columns, out)
+        assert out.equal(call(a, method=method))
+
+
 @pytest.mark.kernels
 def test_a_sample_decides(device: torch.device) -> None:
     from gossamer.ffn._triton import heavy

@@ -10,6 +10,7 @@ from torch import Tensor
 from gossamer._core import tuning
 from gossamer._core.ops import INTERPRET
 from gossamer.ffn.tracker import Known
+from gossamer.rowsparse.dense_product import odd_rate
 
 Path = Literal["gather", "union", "fused", "dense"]
 GROUP = 32
@@ -38,15 +39,37 @@ STARTS: dict[Path, float] = {"dense": 5e-6, "fused": 9.5e-6, "gather": 9e-6}
 K and N from 200 to 25,000."""
 SEVERAL = 3.5e-6
 """What gathering takes beside that of more than one row, with tensor cores."""
+PIECES = 6.0, 2.0
+"""How many times as long as whole rows of as many bytes it takes to read what is gathered, in pieces of 32 bytes: for
+one row, of which few are on their way at one time, and for several. H100: some 200 entries of one row take 4.7 us more
+than a single one with K = D = 2,048, and 8.8 with 4,096, where 3.3 and 6.1 are foreseen."""
 DENSE_PRODUCT = 3.5e-6
 """What each of the dense way's products takes beside that."""
-UNALIGNED = 2.0
-"""How much longer it takes few rows to read weights whose rows are no multiple of 8 elements."""
+ODD_PRODUCT = 2e-6
+"""What each of the library's products of several rows takes beside that where rows of 16 bits are no multiple of 8
+elements."""
+UNALIGNED, UNALIGNED_START = 2.0, 4.5e-6
+"""How much longer it takes few rows of float32 to gather from weights whose rows are no multiple of 8 elements, and
+what that takes beside."""
+ONE_BY_ONE = 0.42e12, 1.1e12
+"""Bytes/s at which 16-bit elements of such rows are loaded for one row, and for several: as fast as loads are issued,
+whatever memory is. H100, K = D = 1,100 and 2,242, N = 3,004 and 11,620."""
+COLUMNS = 64
+"""Of the gate, for which a program of `_triton/few.py` reads all rows of x with tensor cores: one by one, too, then."""
+LATE = 9e-6
+"""What listed rows of up take then, beside their bytes, from LATE_FROM on: one program's pass over K."""
+LATE_FROM = 16
+FURTHER = 0.12, 0.075
+"""Shares of the rate of float32 products that the library reaches with up to FEW rows, and gathering, for each row
+beyond the first; that one waits for weights. H100, K = D = 2,048, N = 5,632, M = 2 to 16: 151 and 73 us are foreseen
+with eight rows that have next to nothing active, 150 and 68 measured."""
+FURTHER_COLUMNS, FURTHER_LEAST = 4, 12
+"""Columns that a program then multiplies together, if any of them is active, and those that a multiprocessor has in all
+at one time: fewer take no less."""
+SEPARATE = 1e-6
+"""What the fused way of float32 spares of the dense one with several rows: the same products, one kernel less."""
 UNALIGNED_EXACT = 1.4, 1.5
 """How much longer the gate, and what is gathered, take many rows of float32 then."""
-LONGEST = 512
-"""Elements of such rows, of 16 bits each, up to which they are read nevertheless: one by one that takes up to nine
-times as long as their bytes, and the dense products two to three times."""
 LINE = 64
 """Bytes of a row of W_down that memory reads for whichever of their columns is wanted, where W_down lies by rows as in
 `nn.Linear`: H200, 29 entries of 5,632, where 1, 4 and 16 rows take 1.4, 3.6 and 4.7 us more than by columns, and such
@@ -59,11 +82,12 @@ LEAST = 512
 class Costs:
     """Seconds that a row takes through the gate alone, an entry that is gathered, a row in dense tiles after its gate,
     a row of the fused block and of the dense one, and a sparse way's launches on the device; to read the gate's weight,
-    and a column of the other weights, of which there are n; how many products the dense block has, whether the rows of
-    weights are multiples of 8 elements, or of 16 bits and read one by one, whether the fused product and the packed
-    gate of many rows come near their speed, whether products are those of float32, without tensor cores, how many
-    elements are a line, whether W_down lies by rows, and the elements of a column of up and down, on the CPU alone,
-    where nothing else counts."""
+    and a column of the other weights, of which there are n; how many products the dense block has. How many times as
+    long as reading takes one row and several, in the library's products (`product`) and to gather (`load`); what each
+    row beyond the first takes in these products (`further`) and in the gate of those that gather (`further_gate`),
+    where products are those of float32, without tensor cores. Whether the fused product and the packed gate of many
+    rows come near their speed, whether elements have 32 bits, how many are a line, whether W_down lies by rows, and the
+    elements of a column of up and down, on the CPU alone, where nothing else counts."""
 
     gate: float
     entry: float
@@ -75,11 +99,13 @@ class Costs:
     column: float = 0.0
     n: int = 0
     products: int = 3
-    aligned: bool = True
-    single: bool = False
+    product: tuple[float, float] = (1.0, 1.0)
+    load: tuple[float, float] = (1.0, 1.0)
+    further: float = 0.0
+    further_gate: float = 0.0
     fuses: bool = True
     packs: bool = True
-    exact: bool = False
+    wide: bool = False
     line: int = LINE // 2
     strided: bool = False
     width: int = 0
@@ -113,7 +139,16 @@ def costs_of(n: int, k: int, d: int, gated: bool, x: Tensor) -> Costs:
     entry = (inner + d) * size
     slower, slowest = (1.0, 1.0) if half or k % 16 == 0 else UNALIGNED_EXACT
     times = slower * 2 * n * k / packing, slowest * entry / gathers, 1.3 * work / fused, work / fused, work / dense
-    aligned = k % 8 == 0
+    product = load = (1.0, 1.0)
+    if half and not n % 8 == k % 8 == d % 8 == 0:
+        even = n % 2 == k % 2 == d % 2 == 0
+        product = longer(rates.copy, *(odd_rate(single, even, rates.copy) for single in (True, False)))
+    if not k % 8 == d % 8 == 0:
+        load = longer(rates.copy, *ONE_BY_ONE) if half else (UNALIGNED, UNALIGNED)
+    further = further_gate = 0.0
+    if not half and not tuning.tf32():
+        further = work / (FURTHER[0] * rates.ieee)
+        further_gate = 2 * max(n, FURTHER_LEAST * rates.programs) * k / (FURTHER[1] * rates.ieee)
     # A weight whose rows do not begin on 16 bytes is copied where it is large enough.
     packs = not half or k % 8 == 0 or n >= LEAST
     fuses = packs and (not half or n % 8 == 0)
@@ -123,13 +158,20 @@ def costs_of(n: int, k: int, d: int, gated: bool, x: Tensor) -> Costs:
         column=entry / rates.copy,
         n=n,
         products=3 if gated else 2,
-        aligned=aligned,
-        single=half and not aligned and k > LONGEST,
+        product=product,
+        load=load,
+        further=further,
+        further_gate=further_gate,
         fuses=fuses,
         packs=packs,
-        exact=size > 2 and not tuning.tf32(),
+        wide=not half,
         line=LINE // size,
     )
+
+
+def longer(copy: float, single: float, several: float) -> tuple[float, float]:
+    """How many times as long as at the rate of copies it takes to read at these rates."""
+    return max(1.0, copy / single), max(1.0, copy / several)
 
 
 def choose_path(known: Known | None, m: int, cost: Costs, eager: bool = False) -> Path:
@@ -159,27 +201,47 @@ def choose_path(known: Known | None, m: int, cost: Costs, eager: bool = False) -
 
 
 def few_rows(known: Known | None, m: int, cost: Costs) -> dict[Path, float]:
-    """Seconds of the ways of up to FEW rows. What is gathered is read in pieces, which takes twice as long."""
-    union = cost.n if known is None else min(cost.n, m * known.rows.mean)
-    whole = cost.read + cost.n * cost.column
-    gathered = cost.read + 2 * union * cost.column
-    if cost.strided:
-        lines = 1 - (1 - union / max(cost.n, 1)) ** cost.line
-        gathered += lines * cost.n * cost.column / (cost.products - 1)
-    ways = {path: start + (gathered if path == "gather" else whole) for path, start in STARTS.items()}
+    """Seconds of the ways of up to FEW rows: of reading weights, and of what does not wait for memory."""
+    several = m > 1
+    whole = (cost.read + cost.n * cost.column) * cost.product[several] + (m - 1) * cost.further
+    ways = {path: start + whole for path, start in STARTS.items()}
+    ways["gather"] = STARTS["gather"] + _gathered(known, m, cost)
     ways["dense"] += cost.products * DENSE_PRODUCT
+    if several and cost.product[1] > 1:
+        ways["dense"] += cost.products * ODD_PRODUCT
+        ways["fused"] += (cost.products - 1) * ODD_PRODUCT
     if cost.products == 2:
         # There is nothing to fuse.
         ways["fused"] = ways["dense"]
-    if m > 1 and not cost.exact:
-        ways["gather"] += SEVERAL
-    if cost.single or (cost.exact and m > 4):
-        # Of float32 each row is multiplied for itself, and the library does so in fewer steps.
-        ways.pop("gather")
-        return ways
-    if not cost.aligned:
-        ways["gather"] = UNALIGNED * gathered + 1.5 * STARTS["gather"]
+    elif several and cost.wide:
+        ways["fused"] = ways["dense"] - SEPARATE
     return ways
+
+
+def _gathered(known: Known | None, m: int, cost: Costs) -> float:
+    """What gathering takes beside its launches."""
+    union = cost.n if known is None else min(cost.n, m * known.rows.mean)
+    free = 1 - union / max(cost.n, 1)
+    load, pieces = cost.load[m > 1], PIECES[m > 1]
+    down = union * cost.column / (cost.products - 1)
+    up = (cost.products - 2) * down
+    read = cost.read
+    if load > 1 and m > 1 and not cost.wide:
+        read *= 1 + m / COLUMNS
+    # Columns of W_down by rows are read one by one in any case.
+    listed = pieces * (load * up + down * (1 if cost.strided else load))
+    if cost.further_gate:
+        # Others are on their way while these are multiplied.
+        active = (cost.products - 1) * (1 - free**FURTHER_COLUMNS)
+        listed = max(listed, (m - 1) * cost.further_gate * active)
+    seconds = load * read + listed + (m - 1) * cost.further_gate
+    if cost.strided:
+        seconds += (1 - free**cost.line) * cost.n * cost.column / (cost.products - 1)
+    if m > 1 and not cost.further_gate:
+        seconds += SEVERAL
+    if load > 1:
+        seconds += UNALIGNED_START if cost.wide else LATE * min(1.0, union / LATE_FROM)
+    return seconds
 
 
 CPU_RATES = 60e9, 30e9, 1.7e-9

@@ -86,14 +86,19 @@ def _cost(m: int, n: int, d: int, size: int, tf32: bool, index: int, odd: bool) 
     plain = START + max(flops / rate, moved / (0.6 * r.copy))
     if size != 2 or not odd:
         return plain, False
-    # By the bytes that rows begin on: 8, 4 or 2. A single row is a matrix times a vector, which waits for memory alone.
+    # By the bytes that rows begin on: 8, 4 or 2.
     even = n % 2 == d % 2 == 0
     share = 0.28 if n % 4 == d % 4 == 0 else 0.2 if even else 0.18
-    loaded = 0.65 * r.copy if m == 1 else min(LOADED[4 if even else 2], 0.6 * r.copy)
-    slow = START + max(flops / (share * r.half), moved / loaded)
+    slow = START + max(flops / (share * r.half), moved / odd_rate(m == 1, even, r.copy))
     # To read and to write, by some launches for each matrix.
     copied = plain + 3 * START + 2 * moved / (0.4 * r.copy)
     return min(copied, slow), copied < 0.85 * slow
+
+
+def odd_rate(single: bool, even: bool, copy: float) -> float:
+    """Bytes/s at which cuBLAS reads 16-bit matrices whose rows begin off 16 bytes, on a GPU that copies `copy` of them;
+    `even`: on 4 bytes at least. A `single` row is a matrix times a vector, which waits for memory alone."""
+    return 0.65 * copy if single else min(LOADED[4 if even else 2], 0.6 * copy)
 
 
 def _fits(t: Tensor) -> bool:
