@@ -53,6 +53,18 @@ def test_overflow_is_nan(device: torch.device) -> None:
     assert transpose(BlockSparseTensor(torch.ones(8, 16, 16, device=device), layout)).values.isnan().all()
 
 
+@pytest.mark.parametrize("kind", [torch.int64, torch.uint8, torch.bool])
+def test_whole_numbers(kind: torch.dtype, device: torch.device) -> None:
+    """Where blocks are lost there are the lowest ones."""
+    dense = torch.arange(32 * 48, device=device).view(32, 48).remainder(100).to(kind)
+    mask = torch.tensor([[1, 0, 1], [1, 1, 0]], device=device)
+    x = from_dense(dense, Layout.from_mask(mask, 16))
+    assert torch.equal(transpose(x).to_dense(), x.to_dense().mT)
+    short = from_dense(dense, Layout.from_mask(mask, 16, capacity=3))
+    lowest = False if kind is torch.bool else torch.iinfo(kind).min
+    assert (transpose(short).values == lowest).all()
+
+
 @pytest.mark.native
 def test_compile(compiled, device: torch.device) -> None:
     x = problem(torch.float32, device)

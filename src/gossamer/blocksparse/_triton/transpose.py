@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
+from gossamer.blocksparse._triton.tensor import lost, plain
 
 
 @launch.kernel(do_not_specialize=["nnz_ptr", "capacity"])
@@ -24,7 +25,7 @@ def _blocksparse_transpose_kernel(
     at = source.to(tl.int64) * (HEIGHT * WIDTH) + (i[:, None] * WIDTH + j[None, :])
     x = tl.load(x_ptr + at, mask=(i >= 0)[:, None] & ((j >= 0) & (block < nnz) & (nnz <= capacity))[None, :], other=0.0)
     if nnz > capacity:
-        x = tl.full(x.shape, float("nan"), x.dtype)
+        x = lost(x)
     to = block.to(tl.int64) * (HEIGHT * WIDTH) + (j[:, None] * HEIGHT + i[None, :])
     tl.store(out_ptr + to, tl.trans(x))
 
@@ -53,7 +54,8 @@ def transpose(values: Tensor, nnz: Tensor, order: Tensor, back: Tensor) -> Tenso
     out = torch.empty(capacity, width, height, dtype=values.dtype, device=values.device)
     meta = {"HEIGHT": height, "WIDTH": width}
     warps = max(1, min(8, height * width // 1024))
-    _blocksparse_transpose_kernel((capacity, 1, 1), (values, out, nnz, order, capacity), meta, num_warps=warps)
+    args = (plain(values), plain(out), nnz, order, capacity)
+    _blocksparse_transpose_kernel((capacity, 1, 1), args, meta, num_warps=warps)
     return out
 
 
