@@ -49,7 +49,7 @@ test-avx2: $(INSTALLED) ## the numerical tests once more, on this CPU's AVX2 alo
 lint: $(INSTALLED) ## ruff, mypy, and whether docs show what benchmarks/results holds
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
-	$(BIN)/python benchmarks/tables.py --check
+	$(BIN)/python -m benchmarks.tables --check
 
 docs: $(SITE) ## the site of the documents and the reference, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

@@ -170,10 +170,10 @@ def poison(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if "compiled" in request.fixturenames:
         return
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
-        monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
 
 
-def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def call(*args: Any, **kwargs: Any) -> torch.Tensor:
         out = allocate(*args, **kwargs)
         with torch.no_grad():

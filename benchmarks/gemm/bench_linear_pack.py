@@ -30,7 +30,7 @@ def _bound(n: int, l0: int) -> float:
     return NormalDist().inv_cdf(1 - l0 / n)
 
 
-def _operands(
+def operands(
     M: int, K: int, N: int, l0: int, dtype: torch.dtype, jump: bool, device: torch.device, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """x, weight [N, K], bias, threshold. A JumpReLU's weight is the transpose of what lies in memory."""
@@ -52,7 +52,7 @@ def _value(threshold: Tensor | None) -> gemm.ReLU | gemm.JumpReLU:
 def linear_pack(name: str, M: int, K: int, N: int, l0: int, dtype: torch.dtype, jump: bool) -> Case:
     def make(device: torch.device, generator: torch.Generator) -> list[tuple[Tensor | None, ...]]:
         count = copies(device, (M * K + K * N + M * N) * dtype.itemsize)
-        return [_operands(M, K, N, l0, dtype, jump, device, generator) for _ in range(count)]
+        return [operands(M, K, N, l0, dtype, jump, device, generator) for _ in range(count)]
 
     def error(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> float:
         """Largest deviation from float64 pre-activations of what is kept, and largest distance to the boundary of what
@@ -107,7 +107,7 @@ def _forward(B: int, D: int, N: int, l0: int, dtype: torch.dtype) -> Case:
 
     def make(device: torch.device, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
         W_dec = random_matrix(N, D, dtype, device, generator).mul_(D**-0.5)
-        return [(*_operands(B, D, N, l0, dtype, True, device, generator), W_dec)]
+        return [(*operands(B, D, N, l0, dtype, True, device, generator), W_dec)]
 
     def dense(x: Tensor, weight: Tensor, bias: Tensor, threshold: Tensor, W_dec: Tensor) -> Tensor:
         return _activated(x, weight, bias, threshold) @ W_dec

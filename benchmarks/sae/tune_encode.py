@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import tune
-from benchmarks.gemm.bench_linear_pack import _operands
+from benchmarks.gemm.bench_linear_pack import operands
 from gossamer import gemm, sae
 from gossamer._core.calls import Checked
 from gossamer.sae import encode_path
@@ -35,7 +35,7 @@ def candidates(shape: tuple[int, int, int, int]) -> tuple[tune.Calls, tune.Calls
     m, d_in, d_sae, l0 = shape
     generator = torch.Generator(tune.DEVICE).manual_seed(0)
     dtype = torch.bfloat16 if tune.DEVICE.type == "cuda" else torch.float32
-    x, weight, b_enc, threshold = _operands(m, d_in, d_sae, l0, dtype, True, tune.DEVICE, generator)
+    x, weight, b_enc, threshold = operands(m, d_in, d_sae, l0, dtype, True, tune.DEVICE, generator)
     W_dec = torch.randn(d_sae, d_in, device=tune.DEVICE, generator=generator).to(dtype) / d_in**0.5
     W_enc = weight.t()
 

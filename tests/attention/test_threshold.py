@@ -98,13 +98,13 @@ def test_lists_that_overflow(equal: bool, device: torch.device, generator: torch
 def test_slabs_stay_within_the_workspace(b: int, tq: int, tk: int, workspace: int | None, device: torch.device) -> None:
     """Keys and lists of each; and each row has its slab."""
     from gossamer.attention._triton import select_topk as gpu
-    from gossamer.attention.select_topk import _workspace
+    from gossamer.attention.select_topk import workspace_of
 
     if workspace == 0:
         with pytest.raises(ValueError, match="workspace must be at least") as error:
-            _workspace("select", 1, tk, 1)
+            workspace_of("select", 1, tk, 1)
         workspace = int(str(error.value).split("at least ")[1].split(" ")[0])
-    workspace = _workspace("select", workspace, tk, 1)
+    workspace = workspace_of("select", workspace, tk, 1)
     padded = -(-tq // 64) * 64
     plan = gpu.slab_plan(b, padded, tq, tk, True, 64, 2048, workspace, 1, device)
     assert plan[0].first == 0 and plan[-1].first + plan[-1].rows == b * padded

@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.conftest import _poisoned
+from tests.conftest import poisoned
 
 
 def main(folder: Path, rank: int, world: int, device: str, modules: list[str]) -> None:
     torch.set_num_threads(1)
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
-        setattr(owner, name, _poisoned(getattr(owner, name)))
+        setattr(owner, name, poisoned(getattr(owner, name)))
     where = torch.device(device, rank) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(where)

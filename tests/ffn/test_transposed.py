@@ -25,8 +25,7 @@ def test_it_is_renewed_when_the_weight_changes(device: torch.device) -> None:
     assert kept(other).equal(other.t()) and kept(weight).equal(weight.t())  # type: ignore[union-attr]
 
 
-@pytest.mark.native
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_another_stream_waits_for_the_copy() -> None:
     weight = torch.nn.Parameter(torch.randn(4096, 4096, device="cuda"))
     kept, made, reads = Transposed(), torch.cuda.Stream(), torch.cuda.Stream()

@@ -187,6 +187,11 @@ def capturing() -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
+def host_computes(x: Tensor) -> bool:
+    """Whether to look at numbers waits for nothing, and somebody is there to see them: not under torch.compile."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def no_sync(operator: str, what: str, instead: str) -> None:
     """Raises under CUDA-graph capture, where `what` cannot run because it waits for the device."""
     if capturing():

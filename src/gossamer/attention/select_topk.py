@@ -166,7 +166,7 @@ def select_topk(
         causal,
         window,
         sinks,
-        _workspace(operator, workspace, tk, granularity),
+        workspace_of(operator, workspace, tk, granularity),
         _capacity(operator, capacity, most, tk),
         granularity,
     )
@@ -226,7 +226,7 @@ def _check_kept(operator: str, window: int, sinks: int, least: int, granularity:
         )
 
 
-def _workspace(operator: str, workspace: int | None, tk: int, granularity: int) -> int:
+def workspace_of(operator: str, workspace: int | None, tk: int, granularity: int) -> int:
     lists = LIST_BYTES if -(-tk // granularity) > LONG_ROW else 0
     least = QUERIES * (2 * (-(-tk // 128) * 128) + lists)
     if workspace is None:

@@ -45,7 +45,7 @@ def _held(operator: str, values: Tensor, held: Tensor, row: Tensor, over: Tensor
     kept = torch.where(held, values, 0)
     if over.numel() == 0:
         return kept
-    if over.is_cuda or torch.compiler.is_compiling():
+    if not checks.host_computes(over):
         return torch.where(over[row.clamp(0, over.numel() - 1)], float("nan"), kept)
     if bool(over.any()):
         raise overflow_error(operator)

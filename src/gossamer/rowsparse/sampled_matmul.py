@@ -7,6 +7,7 @@ from torch import Tensor
 from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked
 from gossamer._core.ops import undispatched
+from gossamer.rowsparse._torch.pack import refuse_overflow
 from gossamer.rowsparse.formats import Rows
 from gossamer.rowsparse.matmul import check_weight, list_key, sampled_operator
 from gossamer.rowsparse.pack import listed
@@ -31,7 +32,8 @@ def sampled_matmul(x: Tensor, weight: Tensor, pattern: Rows) -> Rows:
         weight. If the pattern has a source, so has the result: a dense `[M, N]`, written at the overflowed rows.
 
     Raises:
-        ValueError: shapes or devices do not fit; on the CPU, an index outside [0, N).
+        ValueError: shapes or devices do not fit; on the CPU, an index outside [0, N), or a row of
+            the pattern that overflowed without a source.
         TypeError: pattern is no container, or the dtypes differ.
 
     Source: Cetin et al., "Sparser, Faster, Lighter Transformer Language Models", the fused up projection.
@@ -52,6 +54,8 @@ def sampled_matmul(x: Tensor, weight: Tensor, pattern: Rows) -> Rows:
         checks.same_dtype(operator, "x", x, weight=weight)
         _checked.keep(key, True)
     _, indices, counts, source = pattern.packed
+    if source is None and checks.host_computes(counts):
+        refuse_overflow(operator, indices.shape[-1], counts)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     given = (flat, weight, indices.contiguous(), counts.contiguous(), source, False, True, None)
     call = sampled_operator if key is None else undispatched(sampled_operator, x, weight, source)

@@ -81,7 +81,7 @@ def encode(
     [[1, 2]]
     """
     rows, _ = run("sae.encode", x, W_enc, b_enc, activation, b_dec, capacity, format, density)
-    return rows if format == "ell" or isinstance(rows, CSR) else _as_csr("sae.encode", rows)
+    return _in_format(rows, format)
 
 
 def encode_with_l0(
@@ -115,18 +115,11 @@ def encode_with_l0(
     """
     operator = "sae.encode_with_l0"
     rows, l0 = run(operator, x, W_enc, b_enc, activation, b_dec, capacity, format, density)
-    if format == "csr" and not isinstance(rows, CSR):
-        rows = _as_csr(operator, rows)
-    return rows, l0.to(threshold_dtype(rows.dtype))
+    return _in_format(rows, format), l0.to(threshold_dtype(rows.dtype))
 
 
-def _as_csr(operator: str, rows: ELL) -> Any:
-    _may_wait(operator)
-    return convert(rows, "csr")
-
-
-def _may_wait(operator: str) -> None:
-    checks.no_wait(operator, 'format="csr" with another activation than gemm.BatchTopK', 'Take format="ell".')
+def _in_format(rows: ELL | CSR, format: str) -> Any:
+    return convert(rows, "csr") if format == "csr" and isinstance(rows, ELL) else rows
 
 
 def run(
@@ -162,8 +155,8 @@ def run(
         _checked.keep(key, known)
     path: str
     capacity, may_overflow, path = known
-    if capacity is None and name != "batchtopk":
-        _may_wait(operator)
+    if format == "csr" and name != "batchtopk":
+        checks.no_wait(operator, 'format="csr" with another activation than gemm.BatchTopK', 'Take format="ell".')
     n, leading = W_enc.shape[1], x.shape[:-1]
     if threshold is not None and (threshold.dim() == 0 or threshold.dtype is not threshold_dtype(W_enc.dtype)):
         threshold = threshold.to(threshold_dtype(W_enc.dtype)).expand(n)

@@ -24,10 +24,10 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.blocksparse._triton.matmul_small import cell, launch_small, lost_blocks, place
+from gossamer.blocksparse._triton.matmul_small import launch_matmul_small
 from gossamer.blocksparse._triton.softmax import fill_rest
 from gossamer.blocksparse._triton.strips import strips
-from gossamer.blocksparse._triton.tensor import from_dense, to_dense
+from gossamer.blocksparse._triton.tensor import cell, from_dense, lost_blocks, place, to_dense
 from gossamer.blocksparse._triton.transpose import turn
 from gossamer.blocksparse.matmul_path import choose_path, is_shallow, is_small, named, narrowed, share_of, widest_of
 
@@ -300,7 +300,7 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     if is_shallow((z, m, k, n), a.device):
         a, trans_a = (a.contiguous(), trans_a) if of_a[0] is not None else _stored(a)
         b, trans_b = (b.contiguous(), trans_b) if of_b[0] is not None else _stored(b)
-        launch_small(a, b, out, (of_a, of_b, of_out), (z, m, k, n), (bm, bk, bn), (trans_a, trans_b))
+        launch_matmul_small(a, b, out, (of_a, of_b, of_out), (z, m, k, n), (bm, bk, bn), (trans_a, trans_b))
         return out
     turned = of_a[0] is None and of_b[0] is not None
     if turned:

@@ -12,33 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-
-
-@triton.jit
-def place(z, r, c, rows, cols, TRANS: tl.constexpr):
-    """Where the number of block (r, c) of op(B) stands."""
-    if TRANS:
-        return (z * cols + c) * rows + r
-    else:
-        return (z * rows + r) * cols + c
-
-
-@triton.jit
-def cell(i, j, height, width, TRANS: tl.constexpr):
-    """Element (i, j) of a height x width matrix, which may be stored transposed."""
-    if TRANS:
-        return j * height + i
-    else:
-        return i * width + j
-
-
-@triton.jit
-def lost_blocks(offsets_ptr, last, capacity):
-    """Whether a layout has more blocks than room."""
-    lost = False
-    if offsets_ptr is not None:
-        lost = tl.load(offsets_ptr + last) > capacity
-    return lost
+from gossamer.blocksparse._triton.tensor import cell, lost_blocks, place
 
 
 @triton.jit
@@ -69,7 +43,7 @@ def operand(
 
 
 @launch.kernel(do_not_specialize=["a_capacity", "b_capacity", "out_capacity"])
-def _blocksparse_small_kernel(
+def _blocksparse_matmul_small_kernel(
     a_ptr, b_ptr, out_ptr, a_offsets_ptr, a_positions_ptr, b_offsets_ptr, b_positions_ptr, out_offsets_ptr,
     out_rows_ptr, out_index_ptr, Z, M, K, N, a_capacity, b_capacity, out_capacity,
     BLOCK: tl.constexpr, TRANS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
@@ -137,7 +111,7 @@ def tile_of(bm: int, bn: int, k: int, size: int, tiles: int, programs: int) -> t
     return min(bm, side), min(bn, side), step
 
 
-def launch_small(
+def launch_matmul_small(
     a: Tensor, b: Tensor, out: Tensor, parts: tuple[tuple[Any, ...], ...], sizes: tuple[int, int, int, int],
     block: tuple[int, int, int], trans: tuple[bool, bool], tile: tuple[int, int, int] | None = None, warps: int = 4,
 ) -> None:  # fmt: skip
@@ -155,14 +129,14 @@ def launch_small(
     meta = {"BLOCK": (bm, bk, bn), "TRANS": trans, "TILE": tile, **tuning.dot_precision(a, k)}
     grid = (blocks * (bm // tile[0]) * (bn // tile[1]), 1, 1)
     args = (a, b, out, *lists, *into, z, m, k, n, *capacities)
-    _blocksparse_small_kernel(grid, args, meta, num_warps=warps, num_stages=3)
+    _blocksparse_matmul_small_kernel(grid, args, meta, num_warps=warps, num_stages=3)
 
 
 _SIZES = dict.fromkeys(("Z", "M", "K", "N", "a_capacity", "b_capacity", "out_capacity"), "i32")
 _POINTERS = dict.fromkeys(("a_offsets_ptr", "a_positions_ptr", "b_offsets_ptr", "b_positions_ptr"), "*i32")
 _OUT = dict.fromkeys(("out_offsets_ptr", "out_rows_ptr", "out_index_ptr"), "*i32")
 EXAMPLES = {
-    _blocksparse_small_kernel: {
+    _blocksparse_matmul_small_kernel: {
         "signature": {"a_ptr": "*bf16", "b_ptr": "*bf16", "out_ptr": "*bf16", **_POINTERS, **_OUT, **_SIZES},
         "constexprs": {
             "BLOCK": (64, 64, 64), "TRANS": (False, False), "TILE": (32, 32, 128), "PRECISION": "ieee",
@@ -172,4 +146,3 @@ EXAMPLES = {
         "num_stages": 3,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test: all three sparse."""

@@ -26,6 +26,33 @@ def lost(x):
         return tl.zeros(x.shape, x.dtype)
 
 
+@triton.jit
+def place(z, r, c, rows, cols, TRANS: tl.constexpr):
+    """Where the number of block (r, c) of op(B) stands."""
+    if TRANS:
+        return (z * cols + c) * rows + r
+    else:
+        return (z * rows + r) * cols + c
+
+
+@triton.jit
+def cell(i, j, height, width, TRANS: tl.constexpr):
+    """Element (i, j) of a height x width matrix, which may be stored transposed."""
+    if TRANS:
+        return j * height + i
+    else:
+        return i * width + j
+
+
+@triton.jit
+def lost_blocks(offsets_ptr, last, capacity):
+    """Whether a layout has more blocks than room."""
+    lost = False
+    if offsets_ptr is not None:
+        lost = tl.load(offsets_ptr + last) > capacity
+    return lost
+
+
 @launch.kernel(do_not_specialize=["nnz_ptr", "capacity"])
 def _from_dense_kernel(
     x_ptr, out_ptr, nnz_ptr, row_indices_ptr, col_indices_ptr, R, M, N, capacity,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from gossamer.rowsparse._torch.pack import CHUNK, dot_entries, overflowed_rows, refuse_overflow, stored
+from gossamer.rowsparse._torch.pack import CHUNK, dot_entries, overflowed_rows, stored
 
 DENSE = 1 / 64
 """The share of entries from which on all products are computed. On x86 an entry takes 5 ns a column to gather, and a
@@ -22,8 +22,6 @@ def sampled_matmul(
 ) -> tuple[Tensor, Tensor]:
     """Operator `sampled_matmul` -> (values like indices, dense [M, N] that is right at overflowed rows)."""
     m, n = x.shape[0], weight.shape[0]
-    if source is None:
-        refuse_overflow("rowsparse.sampled_matmul", indices.shape[-1], offsets)
     slots, rows = stored(indices, offsets, n)
     columns = indices.reshape(-1)[slots].long()
     if products is None:
