@@ -14,8 +14,10 @@ from gossamer._core.ranges import span
 Path = Literal["shared", "transposed", "lines", "matrices"]
 LONGEST = 16384
 """Columns of a row at most whose result stands in shared memory: three rows share a multiprocessor then."""
-LEAST = 1 << 22
-"""Entries from which on the further launches of "transposed" are taken to pay in eager calls, too. Not measured yet."""
+LEAST = 1 << 23
+"""Entries from which on "transposed" is taken, whose further launches cost the host more. On an H100 eager calls lost
+by it with 2^22 entries (four matrices of n 1,024, no block missing), and won with 2^24 (n 2,048); CUDA graphs won with
+both. Eager calls with 2^23 were not timed."""
 
 
 def choose_path(
