@@ -162,6 +162,31 @@ def test_indices_that_name_nothing(kind: torch.dtype, device: torch.device) -> N
     assert torch.equal(out.to_dense() == 1, index == torch.arange(16, device=device)[:, None])
 
 
+@pytest.mark.gpu
+@pytest.mark.full
+@pytest.mark.parametrize("dim", [-1, -2])
+def test_more_than_2_to_the_31_elements(dim: int) -> None:
+    """Lines so short that Hopper takes "shared" and "transposed": all of the last block goes to its last place."""
+    device = torch.device("cuda")
+    last_place(Layout.full((9, 128, 128), 128, device=device), dim)
+
+
+@pytest.mark.parametrize("dim", [-1, -2])
+def test_all_to_the_last_place(dim: int, device: torch.device) -> None:
+    """What the GPU is asked of more elements."""
+    last_place(Layout.full((2, 2, 2), 16, device=device), dim)
+
+
+def last_place(layout: Layout, dim: int) -> None:
+    block = layout.block_size[0]
+    shape = layout.capacity, block, block
+    src = BlockSparseTensor(torch.zeros(shape, dtype=torch.float16, device=layout.device), layout)
+    src.values[-1] = 1
+    places = torch.full(shape, layout.size[0] - 1, dtype=torch.int32, device=layout.device)
+    out = scatter_reduce(layout, dim, BlockSparseTensor(places, layout), src, "sum")
+    assert (out.values[-1].select(dim, -1) == block).all() and out.values.count_nonzero() == block
+
+
 @pytest.mark.kernels
 @settings(max_examples=8)
 @given(data=st.data())
