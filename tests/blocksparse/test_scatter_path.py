@@ -16,6 +16,7 @@ from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, scatter_
 from gossamer.blocksparse.scatter_path import choose_path
 from gossamer.testing import assert_close
 from tests.blocksparse.blocks import dense_index, elements, native, random_blocks, random_index, random_layout
+from tests.blocksparse.test_capture import follows
 from tests.blocksparse.test_scatter_reduce import REDUCTIONS, expected
 
 HALF, FLOAT, WHOLE = torch.bfloat16, torch.float32, torch.int64
@@ -160,6 +161,17 @@ def test_indices_that_name_nothing(kind: torch.dtype, device: torch.device) -> N
     with columns_go("transposed"):
         out = scatter_reduce(layout, 0, from_dense(index, layout), src, "sum")
     assert torch.equal(out.to_dense() == 1, index == torch.arange(16, device=device)[:, None])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+def test_capture(reduce: str, device: torch.device) -> None:
+    """A graph of transposing follows indices and source."""
+    layout, other = (random_layout((2,), size, (32, 16), device) for size in ((40, 70), (96, 70)))
+    index = from_dense(torch.randint(-1, 40, other.dense_shape, device=device), other)
+    src = from_dense(random_blocks(other, torch.float32), other)
+    with columns_go("transposed"):
+        follows(lambda: [scatter_reduce(layout, -2, index, src, reduce).values], index.values, src.values)
 
 
 @pytest.mark.gpu
