@@ -107,7 +107,8 @@ PAGES: dict[str | tuple[str, ...], tuple[str, str]] = {
     blocks("scatter-reduce"): (
         "Block-sparse scatter",
         "Batch 4. gossamer's result is the same in every run. blksprs computes in float32: in bfloat16 it ends in an "
-        "illegal memory access. Along columns (`dim=-2`) it is **faster** from n 4,096 on.",
+        "illegal memory access. Along columns (`dim=-2`) it was **faster** from n 4,096 on: the tables are older than "
+        "the way that transposes.",
     ),
     "attention-nvidia-h200.json": (
         "Gated sparse attention: the layer, selection, and attention with its selection",

@@ -5,7 +5,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gossamer.blocksparse import BlockSparseTensor, Layout, apply_rowwise, from_dense, layer_norm, rms_norm
+from gossamer.blocksparse import (
+    BlockSparseTensor,
+    Layout,
+    apply_rowwise,
+    cat,
+    from_dense,
+    layer_norm,
+    mul,
+    rms_norm,
+    softmax,
+)
 from gossamer.testing import assert_close
 from tests.blocksparse.blocks import elements, random_blocks, random_layout
 
@@ -46,6 +56,27 @@ def test_norms(lead, size, block, density, norm: str, affine: bool, dtype: torch
         results.append((want, *torch.autograd.grad(want, others, grad.to(kind))))
     for name, a, want, plain in zip(("out", "x", "weight", "bias"), ours, *results):
         assert_close(a, reference64=want, plain=plain, factor=4.0, name=name)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_autocast_leaves_dtypes(kind: torch.dtype, device: torch.device) -> None:
+    """Norms take a module's float32 weights; products alone compute in autocast's dtype."""
+    layout = random_layout((2,), (40, 50), (16, 32), device)
+    x = from_dense(random_blocks(layout, kind), layout)
+    weight, column = torch.full((50,), 0.5, device=device), torch.full((40, 1), 2.0, device=device)
+    calls = [
+        lambda: layer_norm(x, weight, weight),
+        lambda: rms_norm(x, weight),
+        lambda: softmax(x),
+        lambda: mul(x, column),
+        lambda: x.gelu(),
+        lambda: cat([x, x], -1),
+    ]
+    with torch.autocast(device.type, torch.bfloat16):
+        found = [call().values for call in calls]
+    for got, call in zip(found, calls):
+        assert got.dtype is kind
+        torch.testing.assert_close(got, call().values, rtol=0, atol=0)
 
 
 def test_overflow_is_nan(device: torch.device) -> None:

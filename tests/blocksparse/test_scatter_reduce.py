@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, gather, scatter, scatter_reduce
-from gossamer.blocksparse.scatter_path import choose_path
 from gossamer.testing import assert_close
 from tests.blocksparse.blocks import dense_index, elements, native, random_blocks, random_index, random_layout
 from tests.blocksparse.test_gather import padded
@@ -208,23 +207,6 @@ def test_all_to_one_place(dtype: torch.dtype, device: torch.device) -> None:
     index = from_dense(torch.full((16, 128), 5, device=device), layout)
     out = scatter_reduce(layout, -1, index, from_dense(src, layout), "sum").to_dense()
     assert (out[:, 5] == src.double().sum(1)).all() and not out[:, :5].any()
-
-
-@pytest.mark.native
-def test_which_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of floats in shared memory on Hopper, where it holds them and no order shows."""
-    device, half, whole = torch.device("cuda", 0), torch.bfloat16, torch.int64
-    monkeypatch.setattr("gossamer._core.tuning.hopper", lambda _: True)
-    monkeypatch.setattr("gossamer.blocksparse.scatter_path.INTERPRET", False)
-    assert choose_path(2, 16384, "sum", half, torch.float32, device) == "shared"
-    for axis, columns, reduce, src, out in (
-        (1, 64, "sum", half, half), (2, 16385, "sum", half, half), (2, 64, "last", half, half),
-        (2, 64, "amax", whole, whole), (2, 64, "sum", None, torch.int32),
-    ):  # fmt: skip
-        assert choose_path(axis, columns, reduce, src, out, device) == "lines"
-    assert choose_path(0, 64, "sum", half, half, device) == "matrices"
-    monkeypatch.setattr("gossamer._core.tuning.hopper", lambda _: False)
-    assert choose_path(2, 64, "sum", half, half, device) == "lines"
 
 
 @pytest.mark.gpu

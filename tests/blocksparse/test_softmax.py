@@ -177,6 +177,7 @@ def test_more_than_2_to_the_31_elements() -> None:
     layout = Layout.full((n // 128, n // 128), 128, device="cuda")
     values = torch.zeros(layout.capacity, 128, 128, device="cuda", dtype=torch.bfloat16)
     values[-1, -1, -1] = 20.0
+    assert BlockSparseTensor(values, layout).to_dense()[-1, -1] == 20
     out = softmax(BlockSparseTensor(values, layout))
     assert out.values[-1, -1, -1] > 0.99 and out.values[0].float().mean().item() * n == pytest.approx(1, rel=1e-2)
     assert transpose(out).values[-1, -1, -1] == out.values[-1, -1, -1]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gossamer.blocksparse import Layout, from_dense, matmul, validate
+from gossamer.blocksparse import BlockSparseTensor, Layout, adapt_layout, from_dense, matmul, validate
 from tests.blocksparse.blocks import random_layout
 
 pytestmark = pytest.mark.native
@@ -17,6 +17,10 @@ def test_what_is_right_passes(device: torch.device) -> None:
     validate()
     validate(x, layout, Layout.from_mask(layout.to_dense(), (16, 32), size=(40, 50)), x)
     validate(x, random_layout((3,), (10, 20), (16, 32), device), same_layout=False)
+    # Equal blocks in two layouts: arithmetic refuses them, and takes what the error names.
+    again = from_dense(x.to_dense(), Layout.from_mask(layout.to_dense(), (16, 32), size=(40, 50)))
+    validate(x, again, same_layout=False)
+    validate(x, adapt_layout(again, layout))
 
 
 def test_factors(device: torch.device) -> None:
@@ -52,6 +56,7 @@ def test_what_is_wrong_is_named(device: torch.device) -> None:
         ((x, Layout.from_mask(mask.T, 16)), "operand 1: it has 1 blocks that operand 0 lacks, and lacks 1"),
         ((x, Layout.from_mask(mask[:1], 16)), r"operand 1: it is of \[16, 32\] elements, operand 0 of \[32, 32\]"),
         ((x, from_dense(torch.ones(32, 32, device=device).half(), layout)), "operand 1: its values are float16, those"),
+        ((x, BlockSparseTensor(x.values, Layout.from_mask(mask, 16))), "operand 1: it has the blocks of .* as objects"),
     ]
     for operands, line in cases:
         with pytest.raises(ValueError, match=f"1 thing is wrong.\n- {line}"):

@@ -11,25 +11,51 @@ from gossamer._core import tuning
 from gossamer._core.ops import INTERPRET
 from gossamer._core.ranges import span
 
-Path = Literal["shared", "lines", "matrices"]
+Path = Literal["shared", "transposed", "lines", "matrices"]
 LONGEST = 16384
 """Columns of a row at most whose result stands in shared memory: three rows share a multiprocessor then."""
+LEAST = 1 << 23
+"""Entries from which on "transposed" is taken, whose further launches cost the host more. On an H100 eager calls lost
+by it with 2^22 entries (four matrices of n 1,024, no block missing), and won with 2^24 (n 2,048); CUDA graphs won with
+both. Eager calls with 2^23 were not timed."""
 
 
 def choose_path(
-    axis: int, columns: int, reduce: str, src: torch.dtype | None, out: torch.dtype, device: torch.device
+    axis: int,
+    size: tuple[int, int],
+    reduce: str,
+    src: torch.dtype | None,
+    out: torch.dtype,
+    device: torch.device,
+    entries: int = 0,
+    elements: int = 0,
 ) -> Path:
-    """How the GPU goes about it.
+    """How the GPU goes about it: `size` is that of a matrix of the result; there is room for so many `entries` in the
+    indices, and `elements` that are read and written as input and result.
 
     "matrices" walks matrices that follow each other (axis 0), "lines" rows or columns (2 or 1), whose results it keeps
     in global memory. "shared" does so for rows of floats on Hopper, and keeps them in shared memory; there entries of a
-    row are not joined one after the other, so that it cannot tell which is the last.
+    row are not joined one after the other, so that it cannot tell which is the last. "transposed" does that for
+    columns: it transposes the blocks of the operands and of the result.
     """
     if axis == 0:
         return "matrices"
     floats = src is not None and src.is_floating_point and out.is_floating_point
-    fits = axis == 2 and 0 < columns <= LONGEST and reduce != "last"
-    return "shared" if floats and fits and not INTERPRET and tuning.hopper(device) else "lines"
+    fits = 0 < size[axis - 1] <= LONGEST and reduce != "last"
+    if not (floats and fits and not INTERPRET and tuning.hopper(device)):
+        return "lines"
+    if axis == 2:
+        return "shared"
+    assert src is not None
+    return "transposed" if transposing_pays(size[0], entries, elements, src.itemsize, out.itemsize) else "lines"
+
+
+def transposing_pays(rows: int, entries: int, elements: int, src: int, out: int) -> bool:
+    """A model of times in picoseconds, from an H100 with blocks of 64 and n 1,024 to 8,192: a walk of columns takes
+    longer for each entry the longer they are, one of rows and the moves between do not. 2.7 bytes are moved in one."""
+    walk = entries * (30 + rows / 90)
+    moved = entries * (8 + 4 + 2 * src) + elements * 2 * out
+    return entries >= LEAST and entries * 5 + elements * 1.5 + moved / 2.7 < walk
 
 
 def named(path: str) -> AbstractContextManager[Any]:

@@ -19,7 +19,8 @@ def validate(*operands: BlockSparseTensor | Layout, same_layout: bool = True, pr
 
     Args:
         operands: tensors or layouts. Each is looked at by itself: a layout must not have overflowed, and its parts must
-            belong together. Then each is compared with the first: device, block size, shape, dtype of values, blocks.
+            belong together. Then each is compared with the first: device, block size, shape, dtype of values, blocks;
+            and of two tensors, whether they share one `Layout`, as arithmetic asks.
         same_layout: False takes layouts that store different blocks, or have different shapes, in blocks of one size.
         product: whether they are factors, `a @ b @ ...`. Each is compared with the one before it instead: its rows must
             be the columns of that, in blocks of the same size, and leading dimensions and devices must be equal.
@@ -49,7 +50,7 @@ def validate(*operands: BlockSparseTensor | Layout, same_layout: bool = True, pr
         if product:
             found += [f"operand {k}: {line}" for line in _behind(k - 1, layouts[k - 1], layouts[k])]
         else:
-            found += [f"operand {k}: {line}" for line in _beside(layouts[0], layouts[k], same_layout)]
+            found += [f"operand {k}: {line}" for line in _beside(operands[0], operand, same_layout)]
         first = operands[0]
         if isinstance(operand, BlockSparseTensor) and isinstance(first, BlockSparseTensor):
             names = checks.name_of(operand.dtype), checks.name_of(first.dtype)
@@ -95,8 +96,9 @@ def _elsewhere(k: int, other: Layout, layout: Layout) -> str:
     return f"it is on {layout.device}, operand {k} on {other.device}. Move it with .to."
 
 
-def _beside(first: Layout, layout: Layout, same_layout: bool) -> list[str]:
-    """What does not fit between two layouts."""
+def _beside(one: BlockSparseTensor | Layout, other: BlockSparseTensor | Layout, same_layout: bool) -> list[str]:
+    """What does not fit between the layouts of two operands."""
+    first, layout = (x if isinstance(x, Layout) else x.layout for x in (one, other))
     if layout.device != first.device:
         return [_elsewhere(0, first, layout)]
     if layout.block_size != first.block_size:
@@ -109,5 +111,10 @@ def _beside(first: Layout, layout: Layout, same_layout: bool) -> list[str]:
     more = layout.to_dense() & ~first.to_dense(), ~layout.to_dense() & first.to_dense()
     extra, missing = (int(mask.sum()) for mask in more)
     if not extra and not missing:
-        return []
+        if layout.is_same(first) or isinstance(one, Layout) or isinstance(other, Layout):
+            return []
+        return [
+            "it has the blocks of operand 0, but a Layout of its own: they are compared as objects. Give both one "
+            "Layout, or use adapt_layout."
+        ]
     return [f"it has {extra} blocks that operand 0 lacks, and lacks {missing} that operand 0 has. Use adapt_layout."]

@@ -12,7 +12,8 @@ lost. With `RESET` a first walk puts the reduction's
 neutral number where there are entries, so that what was there before is left out.
 
 Rows of floats on Hopper have `_gluon.scatter_reduce`: here each entry's result crosses the second cache again, and few
-rows fit the first one.
+rows fit the first one. Many entries along columns are transposed for it, and so is what it makes of them; indices are
+narrowed on the way, to half of the bytes.
 
 Along a leading dimension a line is the elements at one place in matrices that follow each other: a program owns a tile
 of one cell of the grid and walks the matrices; nothing repeats within a step. There 16-bit sums and products are kept
@@ -28,7 +29,9 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.blocksparse._triton.gather import located
+from gossamer.blocksparse._triton.layout import layout_transpose
 from gossamer.blocksparse._triton.tensor import lost, plain
+from gossamer.blocksparse._triton.transpose import turn_blocks
 from gossamer.blocksparse.scatter_path import choose_path, named
 
 
@@ -375,19 +378,26 @@ def scatter_reduce(
     dtype: torch.dtype,
 ) -> Tensor:
     """Operator `blocksparse_scatter_reduce`."""
-    capacity = col_indices.shape[0]
     index, given, src = (None if t is None else t.contiguous() for t in (index, given, src))
     assert index is not None
-    out = torch.empty(capacity, *index.shape[1:], dtype=dtype, device=index.device)
-    if out.numel() == 0:
-        return out
-    half = dtype in (torch.float16, torch.bfloat16) and reduce in ("sum", "prod")
-    wide = torch.float32 if half else torch.uint8 if dtype is torch.bool else dtype
-    # Zeros are neutral to a sum already.
-    reset = not include_self and reduce != "last" and not (reduce == "sum" and given is None)
-    given, src = (None if t is None else plain(t) for t in (given, src))
-    path = choose_path(sizes[0], sizes[-1], reduce, None if src is None else src.dtype, dtype, out.device)
+    shape = torch.Size((col_indices.shape[0], *index.shape[1:]))
+    if shape.numel() == 0:
+        return torch.empty(shape, dtype=dtype, device=index.device)
+    kind, elements = None if src is None else src.dtype, shape.numel() * (1 if given is None else 2)
+    path = choose_path(sizes[0], (sizes[6], sizes[7]), reduce, kind, dtype, index.device, index.numel(), elements)
     with named(path):
+        if path == "transposed":
+            result = nnz, row_indices, col_indices, positions, row_offsets, col_offsets, order
+            names = (
+                index_nnz, index_rows, index_cols, index_positions, index_row_offsets, index_col_offsets, index_order,
+            )  # fmt: skip
+            return _transposed(given, src, index, result, names, sizes, (reduce, include_self, dtype))
+        out = torch.empty(shape, dtype=dtype, device=index.device)
+        half = dtype in (torch.float16, torch.bfloat16) and reduce in ("sum", "prod")
+        wide = torch.float32 if half else torch.uint8 if dtype is torch.bool else dtype
+        # Zeros are neutral to a sum already.
+        reset = not include_self and reduce != "last" and not (reduce == "sum" and given is None)
+        given, src = (None if t is None else plain(t) for t in (given, src))
         if path == "matrices":
             layout = (nnz, positions, index_nnz, index_positions)
             return _lead(out, wide, given, src, index, layout, sizes, reduce, reset)
@@ -404,6 +414,43 @@ def scatter_reduce(
             lists = (row_offsets, None, col_indices), (index_row_offsets, None, index_cols)
         _lines(out, wide, given, src, index, lists, sizes, reduce, reset)
         return out
+
+
+def _transposed(
+    given: Tensor | None,
+    src: Tensor | None,
+    index: Tensor,
+    result: tuple[Tensor, ...],
+    names: tuple[Tensor, ...],
+    sizes: list[int],
+    options: tuple[str, bool, torch.dtype],
+) -> Tensor:
+    """Columns as rows of transposed matrices; `result` and `names` are the layouts of the result and of index."""
+    _, *lead, m_index, n_index, m, n = sizes
+    block = index.shape[1], index.shape[2]
+    turned = _turned(result, _grid(m, n, *block))
+    same = result[3] is names[3] and result[2].shape == names[2].shape and (m, n) == (m_index, n_index)
+    turned_names = turned if same else _turned(names, _grid(m_index, n_index, *block))
+    nnz, rows, cols, positions, *offsets, order = turned
+    index_nnz, index_rows, index_cols, index_positions, *index_offsets, index_order = turned_names
+    at = turn_blocks(index, index_nnz, names[6], torch.int32)
+    given = None if given is None else turn_blocks(given, nnz, result[6], given.dtype)
+    src = None if src is None else turn_blocks(src, index_nnz, names[6], src.dtype)
+    put = scatter_reduce(
+        given, src, nnz, rows, cols, positions, at, index_nnz, index_rows, index_cols, index_offsets[0],
+        index_offsets[1], index_order, index_positions, offsets[0], offsets[1], order,
+        [2, *lead, n_index, m_index, n, m], *options,
+    )  # fmt: skip
+    del at, given, src  # their memory serves the result
+    # Behind the last block there are zeros already, or NaN where the indices lost blocks.
+    return turn_blocks(put, nnz, order, put.dtype, rest=True)
+
+
+def _turned(layout: tuple[Tensor, ...], grid: tuple[int, int]) -> tuple[Tensor, ...]:
+    """The transposed layout's parts, in the same order."""
+    nnz, rows, cols, positions, row_offsets, col_offsets, order = layout
+    columns, lines, back, places = layout_transpose(nnz, cols, rows, order, positions, *grid)
+    return nnz, lines, columns, places, col_offsets, row_offsets, back
 
 
 def _lines(

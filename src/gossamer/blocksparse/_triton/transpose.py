@@ -15,17 +15,25 @@ from gossamer.blocksparse._triton.tensor import lost, plain
 
 @launch.kernel(do_not_specialize=["nnz_ptr", "capacity"])
 def _blocksparse_transpose_kernel(
-    x_ptr, out_ptr, nnz_ptr, order_ptr, capacity, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
+    x_ptr, out_ptr, nnz_ptr, order_ptr, capacity, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr
 ):  # fmt: skip
-    """Program (block of the result); HEIGHT and WIDTH are those of the blocks that are read."""
+    """Program (block of the result); HEIGHT and WIDTH are those of the blocks that are read. With REST what stands
+    behind the last block is read too. Whole numbers that are written as narrower ones stop at the ends of these."""
     block = tl.program_id(0)
     nnz = tl.load(nnz_ptr)
     source = tl.load(order_ptr + block)
+    held = nnz <= capacity
+    if REST:
+        source = tl.where(block < nnz, source, block)
+    else:
+        held &= block < nnz
     i, j = tl.arange(0, HEIGHT), tl.arange(0, WIDTH)
     at = source.to(tl.int64) * (HEIGHT * WIDTH) + (i[:, None] * WIDTH + j[None, :])
-    x = tl.load(x_ptr + at, mask=(i >= 0)[:, None] & ((j >= 0) & (block < nnz) & (nnz <= capacity))[None, :], other=0.0)
+    x = tl.load(x_ptr + at, mask=(i >= 0)[:, None] & ((j >= 0) & held)[None, :], other=0.0)
     if nnz > capacity:
         x = lost(x)
+    if x_ptr.dtype.element_ty != out_ptr.dtype.element_ty:
+        x = tl.minimum(tl.maximum(x, -(1 << 31)), (1 << 31) - 1).to(out_ptr.dtype.element_ty)
     to = block.to(tl.int64) * (HEIGHT * WIDTH) + (j[:, None] * HEIGHT + i[None, :])
     tl.store(out_ptr + to, tl.trans(x))
 
@@ -49,10 +57,16 @@ TILE = 64
 
 def transpose(values: Tensor, nnz: Tensor, order: Tensor, back: Tensor) -> Tensor:
     """Operator `blocksparse_transpose`; `back` is for the gradient alone."""
+    return turn_blocks(values, nnz, order, values.dtype)
+
+
+def turn_blocks(values: Tensor, nnz: Tensor, order: Tensor, dtype: torch.dtype, rest: bool = False) -> Tensor:
+    """Transposed blocks in another order, and `rest`: what stands behind the last one instead of zeros. `dtype` is that
+    of values, or int32 for int64, of which numbers beyond int32 become its ends."""
     values = values.contiguous()
     capacity, height, width = values.shape
-    out = torch.empty(capacity, width, height, dtype=values.dtype, device=values.device)
-    meta = {"HEIGHT": height, "WIDTH": width}
+    out = torch.empty(capacity, width, height, dtype=dtype, device=values.device)
+    meta = {"HEIGHT": height, "WIDTH": width, "REST": rest}
     warps = max(1, min(8, height * width // 1024))
     args = (plain(values), plain(out), nnz, order, capacity)
     _blocksparse_transpose_kernel((capacity, 1, 1), args, meta, num_warps=warps)
@@ -74,7 +88,7 @@ EXAMPLES = {
         "signature": {
             "x_ptr": "*bf16", "out_ptr": "*bf16", "nnz_ptr": "*i32", "order_ptr": "*i32", "capacity": "i32",
         },
-        "constexprs": {"HEIGHT": 64, "WIDTH": 64},
+        "constexprs": {"HEIGHT": 64, "WIDTH": 64, "REST": False},
         "num_warps": 4,
     },
     _blocksparse_turn_kernel: {

@@ -1,0 +1,220 @@
+"""Ways of `blocksparse.scatter_reduce`: the choice, and along columns the same results by transposing as without."""
+
+import itertools
+import math
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, scatter_reduce
+from gossamer.blocksparse.scatter_path import choose_path
+from gossamer.testing import assert_close
+from tests.blocksparse.blocks import dense_index, elements, native, random_blocks, random_index, random_layout
+from tests.blocksparse.test_capture import follows
+from tests.blocksparse.test_scatter_reduce import REDUCTIONS, expected
+
+HALF, FLOAT, WHOLE = torch.bfloat16, torch.float32, torch.int64
+MILLION = 1 << 20
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    "axis, size, reduce, src, out, entries, elements, path",
+    [
+        (1, (2048, 2048), "sum", HALF, HALF, 8 * MILLION, 16 * MILLION, "transposed"),
+        (1, (8192, 8192), "amax", FLOAT, FLOAT, 128 * MILLION, 512 * MILLION, "transposed"),
+        (1, (8192, 8192), "sum", HALF, FLOAT, 32 * MILLION, 256 * MILLION, "transposed"),  # of a mean
+        (1, (16384, 70000), "prod", FLOAT, FLOAT, 8 * MILLION, 8 * MILLION, "transposed"),
+        (1, (1024, 1024), "sum", HALF, HALF, 4 * MILLION, 4 * MILLION, "lines"),  # few entries
+        (1, (8192, 8192), "sum", HALF, HALF, 8 * MILLION - 1, 8 * MILLION, "lines"),
+        (1, (8192, 8192), "sum", FLOAT, FLOAT, 8 * MILLION, 512 * MILLION, "lines"),  # much more of all else
+        (1, (16385, 64), "sum", HALF, HALF, 8 * MILLION, 8 * MILLION, "lines"),  # columns that are too long
+        (1, (2048, 2048), "last", HALF, HALF, 8 * MILLION, 8 * MILLION, "lines"),
+        (1, (2048, 2048), "amax", WHOLE, WHOLE, 8 * MILLION, 8 * MILLION, "lines"),
+        (1, (2048, 2048), "sum", None, torch.int32, 8 * MILLION, 8 * MILLION, "lines"),  # counts
+        (2, (70000, 16384), "sum", HALF, FLOAT, 1, 1, "shared"),
+        (2, (64, 16385), "sum", HALF, HALF, 8 * MILLION, 8 * MILLION, "lines"),
+        (2, (64, 64), "last", HALF, HALF, 1, 1, "lines"),
+        (2, (64, 64), "amax", WHOLE, WHOLE, 1, 1, "lines"),
+        (2, (64, 64), "sum", None, torch.int32, 1, 1, "lines"),
+        (0, (2048, 2048), "sum", HALF, HALF, 8 * MILLION, 8 * MILLION, "matrices"),
+    ],
+)
+def test_which_way(
+    axis: int, size: tuple[int, int], reduce: str, src, out, entries: int, elements: int, path: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Columns of floats on Hopper, where there are entries enough, and not many more elements of input and result."""
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr("gossamer._core.tuning.hopper", lambda _: True)
+    monkeypatch.setattr("gossamer.blocksparse.scatter_path.INTERPRET", False)
+    assert choose_path(axis, size, reduce, src, out, device, entries, elements) == path
+    monkeypatch.setattr("gossamer._core.tuning.hopper", lambda _: False)
+    without = {"transposed": "lines", "shared": "lines"}.get(path, path)
+    assert choose_path(axis, size, reduce, src, out, device, entries, elements) == without
+
+
+@contextmanager
+def columns_go(path: str):
+    """Any call along columns goes this way, and others where they would."""
+
+    def choose(axis: int, *given: Any) -> str:
+        return path if axis == 1 else choose_path(axis, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gossamer.blocksparse._triton.scatter_reduce.choose_path", choose)
+        yield
+
+
+def both(call: Callable[[], Any]) -> list[Any]:
+    """What `call` gives by transposing, and by columns."""
+    results = []
+    for path in ("transposed", "lines"):
+        with columns_go(path):
+            results.append(call())
+    return results
+
+
+# leading dimensions, size and block of input, size of index
+SHAPES = [
+    ((2,), (20, 10), (32, 16), (40, 10)),
+    ((), (20, 40), (16, 16), (37, 20)),
+    ((1, 2), (30, 17), (16, 32), (30, 17)),
+]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("lead, size, block, index_size", SHAPES, ids=str)
+@pytest.mark.parametrize("reduce, include_self", [*itertools.product(REDUCTIONS, (True, False))])
+def test_as_by_columns(lead, size, block, index_size, reduce: str, include_self: bool, device: torch.device) -> None:
+    """Small integers, whose sums and products are exact in any order: equal results and gradients, NaN too. Of the last
+    shape indices have the layout of input."""
+    dtype = torch.float32
+    layout = random_layout(lead, size, block, device)
+    other = layout if size == index_size else random_layout(lead, index_size, block, device, seed=1, density=0.7)
+    x = from_dense(random_blocks(layout, dtype, integers=True), layout)
+    src = from_dense(random_blocks(other, dtype, integers=True).clamp(-1, 1), other)
+    src.values[0, 0, 1], src.values[0, 1, 2] = math.nan, math.inf
+    index = random_index(other, size[0], dtype=torch.int32 if include_self else torch.int64)
+    leaves = x.values.requires_grad_(), src.values.requires_grad_()
+
+    def call() -> tuple[Tensor, ...]:
+        values = scatter_reduce(x, -2, index, src, reduce, include_self=include_self).values
+        # One of each reduction is enough of gradients in the slow interpreter.
+        return values, *(torch.autograd.grad(values.sum(), leaves) if include_self else ())
+
+    for ours, theirs in zip(*both(call)):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("reduce", ["sum", native("mean"), native("prod")])
+def test_close_to_float64(reduce: str, dtype: torch.dtype, device: torch.device) -> None:
+    layout = random_layout((2,), (40, 33), (16, 32), device)
+    other = random_layout((2,), (64, 30), (16, 32), device, seed=1, density=0.8)
+    x, src = random_blocks(layout, dtype), random_blocks(other, dtype, seed=1)
+    index = random_index(other, 40)
+    at, named = dense_index(index, 40), elements(layout)
+    with columns_go("transposed"):
+        first, second = (
+            scatter_reduce(from_dense(x, layout), 1, index, from_dense(src, other), reduce) for _ in range(2)
+        )
+    assert torch.equal(first.values, second.values)
+    want, plain = (
+        expected(x.to(kind) * named, named, 1, at, src.to(kind) * elements(other), reduce, True)
+        for kind in (torch.float64, dtype)
+    )
+    assert_close(first.to_dense(), reference64=want, plain=plain, factor=4.0)
+
+
+@pytest.mark.kernels
+def test_room_behind_the_last_block_and_lost_blocks(device: torch.device) -> None:
+    """Zeros where there is room; NaN everywhere where blocks are lost, of the result or of index."""
+    mask = torch.tensor([[1, 0, 1], [1, 1, 0]], device=device)
+    layouts = {capacity: Layout.from_mask(mask, 16, capacity=capacity) for capacity in (3, 6)}
+    dense = torch.arange(32, device=device)[:, None].expand(32, 48) // 2
+    for a, b in itertools.product(layouts.values(), repeat=2):
+        index, src = from_dense(dense, b), BlockSparseTensor(torch.ones(b.capacity, 16, 16, device=device), b)
+        for held in (a, BlockSparseTensor(torch.ones(a.capacity, 16, 16, device=device), a)):
+            ours, theirs = both(lambda g=held, i=index, s=src: scatter_reduce(g, 0, i, s, "sum").values)
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+            assert ours.isnan().all() == (3 in (a.capacity, b.capacity))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_indices_that_name_nothing(kind: torch.dtype, device: torch.device) -> None:
+    """Numbers of 64 bits are narrowed: what lies beyond 32 must not come back as a row."""
+    layout = Layout.from_mask(torch.ones(1, 1, device=device).bool(), 16)
+    index = torch.arange(16, device=device, dtype=kind)[:, None].expand(16, 16).contiguous()
+    index[3, 4], index[5, 6], index[7, 8] = 16, -2, -1
+    index[9, 1], index[9, 2] = torch.iinfo(kind).max, torch.iinfo(kind).min
+    if kind is torch.int64:
+        index[9, 3], index[9, 4], index[9, 5] = (1 << 32) + 5, 1 << 31, -(1 << 32)
+    src = from_dense(torch.ones(16, 16, device=device), layout)
+    with columns_go("transposed"):
+        out = scatter_reduce(layout, 0, from_dense(index, layout), src, "sum")
+    assert torch.equal(out.to_dense() == 1, index == torch.arange(16, device=device)[:, None])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+def test_capture(reduce: str, device: torch.device) -> None:
+    """A graph of transposing follows indices and source."""
+    layout, other = (random_layout((2,), size, (32, 16), device) for size in ((40, 70), (96, 70)))
+    index = from_dense(torch.randint(-1, 40, other.dense_shape, device=device), other)
+    src = from_dense(random_blocks(other, torch.float32), other)
+    with columns_go("transposed"):
+        follows(lambda: [scatter_reduce(layout, -2, index, src, reduce).values], index.values, src.values)
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+@pytest.mark.parametrize("dim", [-1, -2])
+def test_more_than_2_to_the_31_elements(dim: int) -> None:
+    """Lines so short that Hopper takes "shared" and "transposed": all of the last block goes to its last place."""
+    device = torch.device("cuda")
+    last_place(Layout.full((9, 128, 128), 128, device=device), dim)
+
+
+@pytest.mark.parametrize("dim", [-1, -2])
+def test_all_to_the_last_place(dim: int, device: torch.device) -> None:
+    """What the GPU is asked of more elements."""
+    last_place(Layout.full((2, 2, 2), 16, device=device), dim)
+
+
+def last_place(layout: Layout, dim: int) -> None:
+    block = layout.block_size[0]
+    shape = layout.capacity, block, block
+    src = BlockSparseTensor(torch.zeros(shape, dtype=torch.float16, device=layout.device), layout)
+    src.values[-1] = 1
+    places = torch.full(shape, layout.size[0] - 1, dtype=torch.int32, device=layout.device)
+    out = scatter_reduce(layout, dim, BlockSparseTensor(places, layout), src, "sum")
+    assert (out.values[-1].select(dim, -1) == block).all() and out.values.count_nonzero() == block
+
+
+@pytest.mark.kernels
+@settings(max_examples=8)
+@given(data=st.data())
+def test_property(data: st.DataObject) -> None:
+    """Any shape, block and density; small integers, whose sums are exact."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    block = data.draw(st.sampled_from([(16, 16), (32, 16), (16, 64)]))
+    lead = data.draw(st.lists(st.integers(0, 3), max_size=2).map(tuple))
+    m, n, m_index = (data.draw(st.integers(0, 70)) for _ in range(3))
+    n_index = data.draw(st.integers(0, n))
+    density = data.draw(st.sampled_from([0.0, 0.5, 1.0]))
+    layout = random_layout(lead, (m, n), block, device, density=density)
+    other = random_layout(lead, (m_index, n_index), block, device, seed=1, density=density)
+    x, src = (random_blocks(at, torch.float32, integers=True) for at in (layout, other))
+    index = random_index(other, m)
+    with columns_go("transposed"):
+        out = scatter_reduce(from_dense(x, layout), -2, index, from_dense(src, other), "sum").to_dense()
+    want = expected(x, elements(layout), len(lead), dense_index(index, m), src, "sum", True)
+    assert torch.equal(out, want)
