@@ -16,8 +16,9 @@ SMALL = (34, 24, 300, 40)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out = F.linear(x, weight)
-    return out if bias is None else (out + bias).to(weight.dtype)
+    if bias is None or bias.dtype is weight.dtype:
+        return F.linear(x, weight, bias)
+    return (F.linear(x, weight) + bias).to(weight.dtype)
 
 
 def dense(x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor, activation: str, **more: Tensor | None) -> Tensor:

@@ -14,10 +14,10 @@ from gossamer._core.ranges import span
 Path = Literal["shared", "transposed", "lines", "matrices"]
 LONGEST = 16384
 """Columns of a row at most whose result stands in shared memory: three rows share a multiprocessor then."""
-LEAST = 1 << 23
+LEAST = 3 << 21
 """Entries from which on "transposed" is taken, whose further launches cost the host more. On an H100 eager calls lost
-by it with 2^22 entries (four matrices of n 1,024, no block missing), and won with 2^24 (n 2,048); CUDA graphs won with
-both. Eager calls with 2^23 were not timed."""
+by it with 2^22 entries or fewer (four matrices of n 1,024: 203 us for 97 with half of the blocks missing), and won with
+6.4 million (n 2,048, five of eight missing: 211 us for 379). CUDA graphs won with all."""
 
 
 def choose_path(

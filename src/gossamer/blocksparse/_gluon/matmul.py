@@ -288,8 +288,7 @@ def fill_rest(
     WIDTH: gl.constexpr = BLOCK[0] if TRANS[2] else BLOCK[2]
     DOWN: gl.constexpr = HEIGHT // BOX
     EACH: gl.constexpr = DOWN * (WIDTH // BOX)
-    lines = gl.cdiv(sizes[2], BLOCK[2]) if TRANS[2] else gl.cdiv(sizes[1], BLOCK[0])
-    total = gl.where(poison == 0, gl.load(offsets_ptr + sizes[0] * lines), 0)
+    total = gl.where(poison == 0, gl.load(offsets_ptr + sizes[0] * gl.cdiv(sizes[1], BLOCK[0])), 0)
     first = total + (2 * gl.program_id(0) + PART)
     if first < capacity:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])

@@ -18,9 +18,10 @@ from gossamer.blocksparse._triton.tensor import cell, lost_blocks, place
 @triton.jit
 def blocks_of(positions_ptr, z, line, k, rows, inner, K, DEPTH: tl.constexpr, TRANS: tl.constexpr):
     """The blocks of a line of blocks at the elements k of the inner dimension, -1 where there is none; of a dense
-    matrix 0."""
+    matrix 0. A block may end behind K."""
     if positions_ptr is not None:
-        block = tl.load(positions_ptr + place(z, line, k // DEPTH, rows, inner, TRANS), mask=k < K, other=-1)
+        at = k // DEPTH
+        block = tl.load(positions_ptr + place(z, line, at, rows, inner, TRANS), mask=at * DEPTH < K, other=-1)
         SAME: tl.constexpr = DEPTH if DEPTH < k.shape[0] else k.shape[0]
         # Neighbours of one block are loaded together.
         return tl.max_constancy(block, SAME)
@@ -83,7 +84,7 @@ def _blocksparse_matmul_small_kernel(
         # Of B the transposed matrix, whose rows are B's columns.
         b_block = blocks_of(b_positions_ptr, z, col, k, cols, inner, K, BK, not TRANS[1])
         # What meets nothing is not read: it need not be finite.
-        meets = ((a_block >= 0) & (b_block >= 0))[None, :]
+        meets = ((a_block >= 0) & (b_block >= 0) & (k < K))[None, :]
         inside = meets & (m * BM + i < M)
         a = operand(a_ptr, a_positions_ptr, a_block, z, m, i, k[None, :], inside, M, K, BM, BK, TRANS[0])
         inside = meets & (col * BN + tl.trans(j) < N)
