@@ -80,7 +80,8 @@ PAGES: dict[str | tuple[str, ...], tuple[str, str]] = {
     blocks("attention-training"): (
         "Block-sparse attention, forward and backward",
         "Eager, sparse layouts are bound by the host. PyTorch's own tiles of FlexAttention's backward pass do not fit "
-        "blocks of 64 here. blksprs's error exceeded the bound, 0.02, at D 64 and 25%: 0.021.",
+        "blocks of 64 here: it is given tiles that do. blksprs's error exceeded the bound, 0.02, at D 64 and 25%: "
+        "0.021.",
     ),
     blocks("transformer"): (
         "Training a transformer with a Longformer-like layout",
@@ -100,15 +101,19 @@ PAGES: dict[str | tuple[str, ...], tuple[str, str]] = {
     blocks("matmul", "matmul-with-dense"): (
         "Block-sparse products",
         "Batch 4, both operands and the result block-sparse, or one operand alone; `dense` is cuBLAS with the zeros. "
-        "The host bounds eager calls up to n 2,048. **Slower than dense** are graphs at n 1,024 and 2,048 (in bfloat16 "
-        "0.56 to 0.95 of its speed, but 1.33 at n 2,048, 75%), where a quarter is absent at larger n (0.74 to 0.95), "
-        "with blocks of 16 and 32 (0.75), and half a matrix in blocks of 64 times a dense one (0.86).",
+        "The host bounds eager calls up to n 2,048. **Slower than dense** are graphs at n 1,024 and 2,048 in bfloat16 "
+        "(0.87 to 0.92 of its speed, but 1.39 at n 2,048, 75%), where a quarter is absent at larger n (0.74 to 0.94), "
+        "with blocks of 16 and 32 (0.75), and half a matrix in blocks of 64 times a dense one (0.91). Eager, at n "
+        "1,024, a product takes up to nine times as long as dense.",
     ),
     blocks("scatter-reduce"): (
         "Block-sparse scatter",
         "Batch 4. gossamer's result is the same in every run. blksprs computes in float32: in bfloat16 it ends in an "
-        "illegal memory access. Along columns (`dim=-2`) it was **faster** from n 4,096 on: the tables are older than "
-        "the way that transposes.",
+        "illegal memory access.",
+    ),
+    blocks("layout"): (
+        "Block-sparse layouts",
+        "From a mask `[16, blocks, blocks]` on the device to a layout with all of its lists.",
     ),
     "attention-nvidia-h200.json": (
         "Gated sparse attention: the layer, selection, and attention with its selection",
@@ -117,18 +122,15 @@ PAGES: dict[str | tuple[str, ...], tuple[str, str]] = {
         "`selected_attention` is selection and attention together, and `shared` has one selection for four layers. Up "
         "to 8,192 tokens dense attention is **faster**. Eager, the layer is bound by the host.",
     ),
-    "attention-selected-nvidia-h200.json": (
+    "attention-selected-nvidia-h100-80gb-hbm3.json": (
         "Gated sparse attention: selection and attention together",
-        "As above, with rows of more than 32,768 keys searched in lists. `units of four` takes four neighbouring "
-        "keys at a time.",
+        "A later commit, on an H100: of rows of more than 32,768 keys only those that may be among the highest are "
+        "kept. `units of four` takes four neighbouring keys at a time.",
     ),
-    "attention-layer-nvidia-h200.json": (
+    "attention-layer-nvidia-h100-80gb-hbm3.json": (
         "Gated sparse attention: the layer, forward and backward",
-        "`gossamer, dense` is the layer with dense attention, by cuDNN; `plain PyTorch` is it as it was published.",
-    ),
-    "attention-layer-32768-nvidia-h200.json": (
-        "Gated sparse attention: the layer at 32,768 tokens",
-        "The indexer is frozen in training.",
+        "`gossamer, dense` is the layer with dense attention, by cuDNN; `plain PyTorch` is it as it was published, "
+        "whose gradients exceeded the bound, 0.01, up to 2,048 tokens. The indexer is frozen in training.",
     ),
     "attention-sparse-attention-32768-nvidia-h200.json": (
         "Attention over a given selection, at 32,768 keys",

@@ -44,6 +44,11 @@ HEADLINES = (
         "/attention/T=8192,H=16,D=128,block=128,density=25",
     ),
     (
+        f"selection of 2,048 of 131,072 keys a query, and attention (H100){_GRAPH}",
+        "attention-selected",
+        "selected_attention/B=1,T=131072",
+    ),
+    (
         f"attention of one query, 2,048 of 131,072 keys{_GRAPH}",
         "attention-32768-8192",
         "sparse_decode/B=1,T=131072,H=16,G=16",
@@ -222,7 +227,7 @@ def headlines() -> list[str]:
 
 def card(what: str) -> str:
     """The end of files on the card of a row, an H200 where it does not say so."""
-    return "nvidia-h100-80gb-hbm3" if what.endswith("(H100)") else "nvidia-h200"
+    return "nvidia-h100-80gb-hbm3" if "(H100)" in what else "nvidia-h200"
 
 
 def density(case: dict[str, Any]) -> tuple[str, float] | None:
@@ -372,7 +377,7 @@ def _swept() -> dict[str, dict[str, Any]]:
 
 def selecting() -> list[str]:
     """Dense attention's time over that of selection and attention together, by length."""
-    content = read("attention-selected-nvidia-h200.json")
+    content = read("attention-selected-nvidia-h100-80gb-hbm3.json")
     by: dict[int, dict[str, str]] = {}
     for case in content["cases"]:
         for (name, ours), label in SELECTING.items():

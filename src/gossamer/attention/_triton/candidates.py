@@ -13,6 +13,9 @@ the k highest, by atomics whose order does not show.
 
 A row of which too few keys are listed, or too many for a list, marks its block of 64 rows. What is marked is scored and
 counted again, in the way that takes any row; its launches are there in any case, and end at once.
+
+One H100, 2,048 of 131,072 keys: 24.5 ms, where all keys took 37.9 in memory; of 65,536 keys 7.8 and 9.6, of 34,000 the
+same. Where keys repeat every eighth, so that lists overflow in most rows, 76.8 and 76.3.
 """
 
 import math
@@ -98,8 +101,8 @@ class Lists(NamedTuple):
 def lists_of(k: int) -> Lists:
     expected = k / STRETCH
     reach = math.ceil(expected + 5.5 * math.sqrt(expected) + 1)
-    # Twice what is expected; and a list ends where a tile of keys may not fit.
-    return Lists(reach, launch.next_power_of_2(2 * reach * STRETCH // LISTS + 16))
+    # Twice what is expected, and a stretch of neighbours; a list ends where the 16 keys of a tile may not fit.
+    return Lists(reach, launch.next_power_of_2(2 * reach * STRETCH // LISTS + 64))
 
 
 def fits(k: int, rows: int, tk: int) -> bool:
