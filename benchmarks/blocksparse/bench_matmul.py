@@ -135,3 +135,54 @@ def dense_case(n: int, block: int, sparsity: int, dtype: torch.dtype, most: int 
         bytes=int(peers.BATCH * n * n * dtype.itemsize * (2 + present)),
         flops=int(2 * peers.BATCH * n**3 * present),
     )
+
+
+def mixed_case(n: int, block: int, sparsity: int, dtype: torch.dtype, mix: str, most: int = COPIES) -> Case:
+    """Each of a, b and the result block-sparse or dense, as "S" and "D" in `mix` say, such as gradients are."""
+    of_a, of_b, of_out = (letter == "S" for letter in mix)
+
+    def make(device: torch.device, generator: torch.Generator) -> list[Inputs]:
+        def draw() -> Inputs:
+            missing = (sparsity if sparse else 0 for sparse in (of_a, of_b, of_out))
+            mask_x, mask_y, mask = (peers.random_mask(n, block, share, device, generator) for share in missing)
+            x, y = (peers.random_dense(n, of, dtype, generator) for of in (mask_x, mask_y))
+            return x, y, mask_x, mask_y, mask
+
+        return [draw() for _ in range(copies(device, 3 * peers.BATCH * n * n * dtype.itemsize, most))]
+
+    def kept(out: Tensor, of: Tensor) -> tuple[Tensor]:
+        return (out * peers.elements(of, n) if of_out else out,)
+
+    return Case(
+        room="blocksparse",
+        name="matmul_mixed",
+        parameters={"n": n, "block": block, "sparsity": sparsity, "mix": mix},
+        dtype=dtype,
+        make=make,
+        providers=(
+            Provider(
+                "gossamer",
+                blocksparse.matmul,
+                ours=True,
+                prepare=lambda x, y, mask_x, mask_y, mask: (
+                    peers.from_dense(x, mask_x) if of_a else x,
+                    peers.from_dense(y, mask_y) if of_b else y,
+                    peers.layout_of(mask, n) if of_out else None,
+                ),
+                result=peers.to_dense if of_out else lambda out, *_: (out,),
+                capturable=True,
+                precision="high",
+            ),
+            Provider(
+                "dense",
+                torch.matmul,
+                prepare=lambda x, y, *masks: (x, y),
+                result=lambda out, x, y, mask_x, mask_y, mask: kept(out, mask),
+                capturable=True,
+                precision="high",
+            ),
+        ),
+        reference=lambda x, y, mask_x, mask_y, mask: kept(x.double() @ y.double(), mask),
+        bytes=int(peers.BATCH * n * n * dtype.itemsize * (3 - mix.count("S") * sparsity / 100)),
+        flops=int(2 * peers.BATCH * n**3 * (1 - sparsity / 100) ** mix.count("S")),
+    )

@@ -32,7 +32,7 @@ def draw(random: Random, device: torch.device, quick: bool) -> Case:
 def _case(random: Random, device: torch.device, quick: bool) -> Case:
     small = quick or device.type == "cpu"
     dtype = torch.float32 if small else random.choice([torch.bfloat16, torch.float16, torch.float32])
-    kind = random.choice(["matmul", "dense", "softmax", "transpose", "attention"])
+    kind = random.choice(["matmul", "mixed", "dense", "softmax", "transpose", "attention"])
     missing = random.choice([0, 2, 25, 50, 75, 90, 95])
     if kind == "attention":
         block = random.choice([64, 128])
@@ -41,6 +41,10 @@ def _case(random: Random, device: torch.device, quick: bool) -> Case:
         return bench_attention.attention_case(T, heads, D, block, 100 - missing, dtype, random.random() < 0.5)
     block = random.choice([16, 32, 64, 128])
     n = log_uniform(random, 128, 512 if small else 8192, block)
+    if kind == "mixed":
+        return bench_matmul.mixed_case(
+            n, block, missing, dtype, random.choice(["SSD", "SDS", "DSS", "DDS", "DSD"]), COPIES
+        )
     if kind == "softmax":
         return bench_softmax.softmax_case(n, block, missing, dtype, random.random() < 0.5, COPIES)
     case = {
