@@ -120,7 +120,8 @@ PAGES: dict[str | tuple[str, ...], tuple[str, str]] = {
         "`gated_sparse_attention` is the whole layer. `select_topk` goes from the indexer's inputs to a selection of k "
         "keys for each of T queries, and `select_topk_units` takes them in units of four neighbours. "
         "`selected_attention` is selection and attention together, and `shared` has one selection for four layers. Up "
-        "to 8,192 tokens dense attention is **faster**. Eager, the layer is bound by the host.",
+        "to 8,192 tokens dense attention is **faster**. Eager, the layer is bound by the host. An older commit: with "
+        "131,072 keys selection takes less time [below](#gated-sparse-attention-selection-and-attention-together).",
     ),
     "attention-selected-nvidia-h100-80gb-hbm3.json": (
         "Gated sparse attention: selection and attention together",

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("triton")
 
 from gossamer.attention._gluon import select_topk as hopper
-from gossamer.attention._triton import indexer_loss, indexer_scores, key_lists, select_topk, threshold
+from gossamer.attention._triton import candidates, indexer_loss, indexer_scores, key_lists, select_topk, threshold
 from tests import aot
 
 pytestmark = pytest.mark.native
@@ -69,3 +69,21 @@ def test_every_shape_that_hopper_scores(heads: int, d: int, dtype: str, bias: st
     assert compiled.metadata.shared <= aot.SHARED_MEMORY_LIMIT["sm_90"]
     used = aot.resources(compiled)
     assert used["LOCAL"] == used["STACK"] == 0, f"spills: {used}"
+
+
+@pytest.mark.parametrize("lists", [False, True])
+@pytest.mark.parametrize("flags, unit", [(None, 1), ("*i32", 1), (None, candidates.STRETCH)])
+def test_what_hopper_scores_for(lists: bool, flags: str | None, unit: int) -> None:
+    """All keys, those of marked blocks, one of each stretch, and lists."""
+    ((kernel, example),) = hopper.EXAMPLES.items()
+    own = (
+        {"flags_ptr": flags}
+        if lists
+        else {"keys_ptr": "*i16", "bound_ptr": None, "counts_ptr": None, "flags_ptr": flags}
+    )
+    given = {
+        **example, "signature": {**example["signature"], **own}, "constexprs": {**example["constexprs"], "UNIT": unit}
+    }  # fmt: skip
+    used = aot.resources(aot.compile_kernel(kernel, aot.complete(kernel, given), "sm_90"))
+    # Three programs share a multiprocessor.
+    assert used["LOCAL"] == used["STACK"] == 0 and used["REG"] <= 168

@@ -16,10 +16,10 @@ from gossamer.attention.levels import LIST_BYTES, LONG_ROW, RULES
 from gossamer.attention.selection import QUERIES, Selection
 
 WORKSPACE = 256 << 20
-"""Bytes of scores at a time by default: 4,096 rows at 32,768 keys. With fewer rows a launch does not fill the GPU: an
-H200 found all thresholds at 32,768 keys in 0.73 to 0.80 ms by 2,048 rows, by 1,024 in 0.84 to 0.91, and by 512, which
-stay in its L2, in 1.25 to 1.37. Of 131,072 keys an H100 selected in 24.5 ms, with 128 MiB in 25.7 and with 64 MiB in
-28.9; eager, where the host launches, in 29, 33 and 54."""
+"""Bytes of scores, and lists of them, at a time by default: 4,096 rows at 32,768 keys. With fewer rows a launch does
+not fill the GPU: an H200 found all thresholds at 32,768 keys in 0.73 to 0.80 ms by 2,048 rows, by 1,024 in 0.84 to
+0.91, and by 512, which stay in its L2, in 1.25 to 1.37. At 131,072 keys an H100 took 24.5 ms, with 128 MiB 25.7 and
+with 64 MiB 28.9, in CUDA graphs; eager, where launches cost the host more, 29, 33 and 54."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +128,7 @@ def select_topk(
         window: the most recent keys that a query always takes, itself among them. They count among the k.
         sinks: the first keys that a query always takes. window + sinks may be at most k, or k_min.
         workspace: bytes for scores; None for 256 MiB, or what one block of 64 queries needs, which is the least: 128 *
-            Tk bytes, Tk rounded up to 128, and beyond 32,768 keys 6 MiB.
+            Tk bytes, Tk rounded up to 128, and 6 MiB more beyond 32,768 keys.
         capacity: slots of the lists of a block's keys, as in `Selection`; None for 4 k, at most Tk.
         granularity: 1, or 4 to select units of four neighbouring keys, 4 u to 4 u + 3, by the highest score that the
             query sees in them: k / 4 units, of which it takes the keys that it sees. k, or k_min, k_base and k_max, are

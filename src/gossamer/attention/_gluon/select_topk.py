@@ -4,6 +4,10 @@ That kernel is bound by one `tanh` a head and key, yet took 1.8 times as long: b
 tensor cores, four times a tile. Here a head's product is at work while the tanh of the head before it are taken, and
 the first of the next tile's while a tile is stored. Products are written in turns to two sets of registers, which is
 why there must be an even number of heads. The copy engine brings the tiles of keys into a ring.
+
+Of long rows only keys that reach a bound are wanted (`_triton/candidates.py`). A thread lists those that it holds, from
+registers: some six instructions a key, most of which go beside the tanh. At 131,072 keys that took 16.1 ms, sample
+included, where to store every key took 13.1 (H100).
 """
 
 from typing import NamedTuple
@@ -22,6 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch, tuning
 from gossamer.attention import levels
+from gossamer.attention._triton import candidates
 
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7, 3.6
 LEVELS = gl.constexpr(levels.LEVELS)
@@ -29,6 +34,7 @@ WHOLE = gl.constexpr(0x4B000000)
 """The bits of 2^23 as a float32, whose low ones a key is."""
 KEPT = gl.constexpr(0x4B000000 + 31744)
 LAST = gl.constexpr((1 << 17) - 1 - (1 << 31))
+TILE = gl.constexpr(candidates.TILE)
 ROWS = 64
 COLUMNS = 64
 STAGES = 3
@@ -70,6 +76,17 @@ def factors(w_ptr, bias_ptr, rows, Tq, HEADS: gl.constexpr):
 
 
 @gluon.jit
+def barriers(COUNT: gl.constexpr):
+    """So many, each for one arrival, ready for all warps."""
+    found = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(found.index(i), count=1)
+    fence_async_shared()
+    thread_barrier()
+    return found
+
+
+@gluon.jit
 def fetch(k_desc, ring, ready, step, batch, at, pred, STAGES: gl.constexpr):
     """Asks for the tile of keys of a step."""
     bar = ready.index(step % STAGES)
@@ -95,6 +112,17 @@ def units(keys, UNIT: gl.constexpr):
 
 
 @gluon.jit
+def queries_of(lengths_ptr, row, padded, Tq, Tk, ahead):
+    """Of a block that begins at a row: the batch element, the first query, its keys, and how many more keys than its
+    number a query sees."""
+    batch = row // padded
+    length = Tk
+    if lengths_ptr is not None:
+        length = gl.minimum(gl.maximum(gl.load(lengths_ptr + batch).to(gl.int32), 0), Tk)
+    return batch, row % padded, length, gl.maximum(length - Tq, 0) + ahead
+
+
+@gluon.jit
 def edge(whole, column, visible, window, sinks):
     """A tile's keys with what is always kept above all, and 0 behind what is visible."""
     kept = (column < sinks) | (column >= visible - window)
@@ -111,7 +139,7 @@ def append(at, high, key, low, entry):
 
 
 @gluon.jit
-def pieces(x):
+def by_thread(x):
     """A tile of 64 columns as 16 tensors [rows, 4], of the columns that a thread holds: piece 8 e + j has at place q
     column 8 j + 2 q + e."""
     ROWS: gl.constexpr = x.shape[0]
@@ -131,7 +159,7 @@ def pieces(x):
 
 
 @gluon.jit
-def lists_of(lists_ptr, bound_ptr, row, first, part, parts, slots, ROWS: gl.constexpr, layout: gl.constexpr):
+def thread_lists(lists_ptr, bound_ptr, row, first, part, parts, slots, ROWS: gl.constexpr, layout: gl.constexpr):
     """Of the threads' lists: the number, the address in two halves, the lowest key that is listed, and what an entry of
     a tile's first column ends with. A list lies within an aligned power of two of bytes: its addresses have their upper
     halves in common."""
@@ -153,11 +181,11 @@ def lists_of(lists_ptr, bound_ptr, row, first, part, parts, slots, ROWS: gl.cons
 @gluon.jit
 def list_tile(lists, at, whole, begin, bound, slots):
     """Appends entries of a tile of scores that begins at column `at`: keys of 15 bits, above 17 that fall as columns
-    rise. No list grows by more than 16."""
+    rise. A list that they may not fit takes no more."""
     _, start, high, _, behind = lists
-    bound = gl.where(begin - start > 4 * (slots - 16), 0x7FFFFFFF, bound)
-    found = pieces(whole)
-    for i in gl.static_range(16):
+    bound = gl.where(begin - start > 4 * (slots - TILE), 0x7FFFFFFF, bound)
+    found = by_thread(whole)
+    for i in gl.static_range(TILE):
         entry = (found[i] << 17) + (behind - (at + 8 * (i % 8) + i // 8))
         begin = append(begin, high, found[i], bound, entry)
     return begin, bound
@@ -178,19 +206,10 @@ def _index_keys_kernel(
     stored: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     queries = gl.allocate_shared_memory(q_desc.dtype, [HEADS, 1, 1, BLOCK_M, D], q_desc.layout)
     ring = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, BLOCK_N, D], k_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES + 1):
-        mbarrier.init(ready.index(i), count=1)
-    fence_async_shared()
-    thread_barrier()
+    ready = barriers(STAGES + 1)
     block = gl.num_programs(1) - 1 - gl.program_id(1)
-    batch = (first + block * BLOCK_M) // padded
-    begin = (first + block * BLOCK_M) % padded
-    length = Tk
-    if lengths_ptr is not None:
-        length = gl.minimum(gl.maximum(gl.load(lengths_ptr + batch).to(gl.int32), 0), Tk)
+    batch, begin, length, offset = queries_of(lengths_ptr, first + block * BLOCK_M, padded, Tq, Tk, ahead)
     # What the block's last query sees is what any of them sees; its first, the least.
-    offset = gl.maximum(length - Tq, 0) + ahead
     end = units(gl.minimum(gl.minimum(begin + BLOCK_M, Tq) - 1 + offset, length), UNIT)
     least = units(gl.minimum(begin + offset, length), UNIT)
     part, parts = gl.program_id(0), gl.num_programs(0)
@@ -199,8 +218,8 @@ def _index_keys_kernel(
         steps = gl.where(gl.load(flags_ptr + first // BLOCK_M + block) != 0, steps, 0)
     if bound_ptr is not None:
         slots = stride // (4 * parts)
-        piece: gl.constexpr = pieces(gl.zeros([BLOCK_M, BLOCK_N], gl.int32, scores))[0].type.layout
-        lists = lists_of(keys_ptr, bound_ptr, block * BLOCK_M, first, part, parts, slots, BLOCK_M, piece)
+        piece: gl.constexpr = by_thread(gl.zeros([BLOCK_M, BLOCK_N], gl.int32, scores))[0].type.layout
+        lists = thread_lists(keys_ptr, bound_ptr, block * BLOCK_M, first, part, parts, slots, BLOCK_M, piece)
         address, bound = lists[1], lists[3]
     if steps > 0:
         bar = ready.index(STAGES)
@@ -255,7 +274,7 @@ def _index_keys_kernel(
         x = warpgroup_mma_wait(0, deps=(x,))
     if bound_ptr is not None:
         count = (address - lists[1]) // 4
-        gl.store(counts_ptr + lists[0], gl.where(count > slots - 16, slots, count))
+        gl.store(counts_ptr + lists[0], gl.where(count > slots - TILE, slots, count))
 
 
 def readable(q: Tensor, k: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 To write every key of a long row, to read all for its threshold and once more for its words takes nearly twice as long
 as to score them, for a slab is larger than the GPU's second cache. Here a sixteenth of the keys is scored first, one of
-each stretch of the row. The key that k / 16 of these reach, and five deviations more, is a bound: in all likelihood
+each stretch of the row. The key that k / 16 of these reach, and some deviations more, is a bound: in all likelihood
 more than k keys of the row reach it, and not many more. Then all are scored, and those that reach the bound are listed
 (`_gluon/select_topk.py`). Each thread of a row and part of the keys has a list, so that nothing passes between threads.
 Entries are in no order, for each holds all that ranks it: its key, and below that the bits of its column, the lower
@@ -14,8 +14,8 @@ the k highest, by atomics whose order does not show.
 A row of which too few keys are listed, or too many for a list, marks its block of 64 rows. What is marked is scored and
 counted again, in the way that takes any row; its launches are there in any case, and end at once.
 
-One H100, 2,048 of 131,072 keys: 24.5 ms, where all keys took 37.9 in memory; of 65,536 keys 7.8 and 9.6, of 34,000 the
-same. Where keys repeat every eighth, so that lists overflow in most rows, 76.8 and 76.3.
+One H100, 2,048 of 131,072 keys: 24.5 ms, where it took 37.9 to store all keys; of 65,536 keys 7.8 and 9.6, of 34,000
+the same. Where every eighth key is the same, so that lists overflow in most rows, 76.8 and 76.3.
 """
 
 import math
@@ -34,8 +34,13 @@ LEAST, MOST = levels.LONG_ROW, 1 << 17
 """Keys beyond which rows do not fit registers, and up to which 17 bits say which it is."""
 STRETCH = 16
 """Keys of which the sample has one."""
-PARTS, LISTS = 8, 32
-"""Parts of the keys that programs list, and lists of a row: four of each part."""
+PARTS = 8
+"""Parts of the keys that programs list."""
+LISTS = 4 * PARTS
+"""Of a row: four threads hold its columns of a tile."""
+TILE, CLUSTER = 16, 48
+"""Keys of a row that a thread holds of a tile: a list with less room left takes no more. And what a list has room for
+beyond twice what is expected, for high scores that are neighbours."""
 ALIGNED = 4096
 """Bytes at a multiple of which lists begin: a multiple of a list's."""
 NONE = tl.constexpr(-(1 << 31))
@@ -101,13 +106,12 @@ class Lists(NamedTuple):
 def lists_of(k: int) -> Lists:
     expected = k / STRETCH
     reach = math.ceil(expected + 5.5 * math.sqrt(expected) + 1)
-    # Twice what is expected, and a stretch of neighbours; a list ends where the 16 keys of a tile may not fit.
-    return Lists(reach, launch.next_power_of_2(2 * reach * STRETCH // LISTS + 64))
+    return Lists(reach, launch.next_power_of_2(2 * reach * STRETCH // LISTS + CLUSTER))
 
 
-def fits(k: int, rows: int, tk: int) -> bool:
+def fits(k: int, queries: int, tk: int) -> bool:
     """Whether rows may be long, and are enough that further launches pay, and registers hold their entries."""
-    return LEAST < tk <= MOST and rows >= 2048 and lists_of(k).entries <= 16384
+    return LEAST < tk <= MOST and queries >= 2048 and lists_of(k).entries <= 16384
 
 
 def sampled(k: Tensor) -> Tensor:
@@ -118,16 +122,16 @@ def sampled(k: Tensor) -> Tensor:
     return k.index_select(1, (i * STRETCH + (i * 40503 >> 4) % STRETCH).clamp_(max=tk - 1))
 
 
-def pieces(slabs: Sequence[tuple[int, int, int]], padded: int, most: int) -> list[tuple[int, int]]:
-    """(first row, rows) of pieces of at most `most` rows, a multiple of 64, of the slabs' rows: of each batch element's
-    `padded` those from the first to the last. As many to a piece as there are to go around."""
+def cut(slabs: Sequence[tuple[int, int, int]], most: int) -> list[tuple[int, int]]:
+    """(first row, rows) of pieces of the slabs' rows: of equal size, as few as `most` rows allow, a multiple of 64."""
+    runs: list[tuple[int, int]] = []
+    for begin, rows, _ in slabs:
+        first = runs.pop()[0] if runs and runs[-1][1] == begin else begin
+        runs.append((first, begin + rows))
     found = []
-    for begin in range(0, slabs[-1][0] + slabs[-1][1], padded):
-        inside = [slab for slab in slabs if slab[0] < begin + padded and slab[0] + slab[1] > begin]
-        if inside:
-            first, end = max(inside[0][0], begin), min(inside[-1][0] + inside[-1][1], begin + padded)
-            rows = launch.cdiv(launch.cdiv(end - first, launch.cdiv(end - first, most)), 64) * 64
-            found += [(at, min(rows, end - at)) for at in range(first, end, rows)]
+    for first, end in runs:
+        rows = launch.cdiv(launch.cdiv(end - first, launch.cdiv(end - first, most)), 64) * 64
+        found += [(at, min(rows, end - at)) for at in range(first, end, rows)]
     return found
 
 

@@ -12,6 +12,8 @@ is infinity), so that one `set.ge.f16x2` compares two. A slab of rows is taken t
    and walks the rows, 16 bytes of each and some rows at a time, so that nothing passes between threads, and 16 rows of
    a pair of columns fill an integer.
 
+On Hopper long rows go through `candidates` first. The three kernels then run for blocks that it marks.
+
 With UNIT 4 a column of a slab is four neighbouring keys: the largest of their keys is stored, everything until the
 words is about columns, and a word is written for each key, without the queries that do not see it.
 
@@ -273,11 +275,12 @@ LONG = 8192
 """Keys from which Hopper's own kernel scores: to describe its operands takes the host as long as fewer take the GPU."""
 
 
-def choose_keys(call: "_Call", rule: str) -> Literal["candidates", "all"]:
-    """Which keys of long rows are written: where Hopper's kernel scores, and no rule asks for all, those that may be
-    among the highest."""
-    fits = call.tiles is not None and not rule and candidates.fits(call.rule[0], len(call.threshold), call.tk)
-    return "candidates" if fits else "all"
+def choose_keys(call: "_Call", adaptive: str) -> Literal["candidates", "all"]:
+    """Which keys of long rows are written: where Hopper's kernel scores, and no adaptive rule asks for all, those that
+    may be among the highest."""
+    if call.tiles is None or adaptive or not candidates.fits(call.rule[0], call.b * call.tq, call.tk):
+        return "all"
+    return "candidates"
 
 
 def choose_scores(q: Tensor, k: Tensor, granularity: int) -> Literal["hopper", "general"]:
@@ -335,8 +338,8 @@ class _Call:
             from gossamer.attention._gluon import select_topk as hopper
 
             given = (self.w, self.bias, self.lengths, keys)
-            marked = hopper.Sparing(flags)
-            hopper.launch_index_keys(self.tiles, given, slab.rows, self.sizes(slab), self.scale, marked)
+            sparing = hopper.Sparing(flags)
+            hopper.launch_index_keys(self.tiles, given, slab.rows, self.sizes(slab), self.scale, sparing)
             return
         block = tile(self.d, self.q.element_size())
         rows, columns = min(block["BLOCK_M"], self.unit), block["BLOCK_N"]
@@ -363,8 +366,9 @@ class _Call:
         grid = (launch.cdiv(self.tk, TAKE.columns * self.granularity), slab.rows // self.unit, 1)
         _take_kernel(grid, args, meta, num_warps=max(1, TAKE.columns // 256))
 
-    def take_candidates(self, slabs: list[Slab], workspace: int) -> Tensor:
-        """Writes the words of slabs of long rows, but of blocks of 64 rows that it marks in int32 `[blocks]`."""
+    def take_candidates(self, slabs: list[Slab], room: Tensor) -> Tensor:
+        """Writes the words of slabs of long rows, but of blocks of 64 rows that it marks in int32 `[blocks]`. `room`,
+        int8, holds the keys of any of the slabs."""
         from gossamer.attention._gluon import select_topk as hopper
 
         assert self.tiles is not None
@@ -373,14 +377,12 @@ class _Call:
         tiles = hopper.descriptors(self.q, sample)
         width = round_up(sample.shape[1], COLUMNS)
         each = max(2 * width, 4 * (lists.entries + candidates.LISTS))
-        pieces = candidates.pieces(slabs, self.padded, (workspace - candidates.ALIGNED) // each // 64 * 64)
-        most = max(rows for _, rows in pieces)
-        room = torch.empty(each * most + candidates.ALIGNED, dtype=torch.int8, device=self.q.device)
         room = room[-room.data_ptr() % candidates.ALIGNED :]
         flags = torch.zeros(len(self.threshold) // 64, dtype=torch.int32, device=self.q.device)
-        bound, unused = torch.empty_like(self.threshold), torch.empty_like(self.last)
+        # What stands before the first piece is its rows' first guess, the same in each run.
+        bound, unused = torch.full_like(self.threshold, levels.LEVELS // 2), torch.empty_like(self.last)
         given = (self.w, self.bias, self.lengths)
-        for first, rows in pieces:
+        for first, rows in candidates.cut(slabs, len(room) // each // 64 * 64):
             slab = Slab(first, rows, width)
             with span("select_topk/bounds"):
                 keys = room[: 2 * width * rows].view(torch.int16)
@@ -430,12 +432,12 @@ def select_topk(
         least = k_min if rule else top
         sizes = (call.b, call.padded, call.tq, call.tk, causal, call.unit, least, workspace, granularity)
         plan = slab_plan(*sizes, q.device)
-        flags: Tensor | None = None
-        marked = [slab for slab in plan if slab.columns > candidates.LEAST] if choose_keys(call, rule) != "all" else []
-        if marked:
-            flags = call.take_candidates(marked, workspace)
         # One piece of memory: where rows are long their lists take of it what other slabs have for more keys.
         room = torch.empty(max(bytes_of(*slab[1:], q.device) for slab in plan), dtype=torch.int8, device=q.device)
+        flags: Tensor | None = None
+        long = [slab for slab in plan if slab.columns > candidates.LEAST] if choose_keys(call, rule) != "all" else []
+        if long:
+            flags = call.take_candidates(long, room)
         for slab in plan:
             if not slab.columns:
                 call.take(slab, None)
@@ -445,7 +447,7 @@ def select_topk(
             lists = (
                 room[size:][: programs * levels.LIST_BYTES].view(torch.int32).view(programs, -1) if programs else None
             )
-            of_slab = flags if slab in marked else None
+            of_slab = flags if slab in long else None
             with span("select_topk/scores"):
                 call.score(slab, keys, of_slab)
             wanted = None

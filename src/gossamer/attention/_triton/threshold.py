@@ -13,9 +13,9 @@ of two keys, one from each stretch of the row. Words with a key in the bracket, 
 lists, one for each place of the loop, so that nothing passes between threads, and with them where they stand; what is
 left to find is found in the lists, ties included. A row whose bracket misleads, or whose lists overflow, is counted
 from the start, at four places at a time, as often as it takes (`_long_threshold_kernel`: in the same kernel that takes
-twice the registers). To count each key of the bracket in a bin of its own, by an
-atomic, took half as long again as to read a row three times. Listed words that are kept in registers for the search
-took 5% longer, and 17% to 22% where each thread has a list of its own (131,072 keys, H100): what costs is that a
+twice the registers). So are rows in blocks that `candidates` marks. To count each key of the bracket in a bin of its
+own, by an atomic, took half as long again as to read a row three times. Listed words that are kept in registers for the
+search took 5% longer, and 17% to 22% where each thread has a list of its own (131,072 keys, H100): what costs is that a
 multiprocessor waits, with six warps to a scheduler of which less than one is ready.
 """
 
