@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gossamer._core import tuning
 from gossamer.attention import Selection, select_topk
+from gossamer.attention.levels import GROWTH
 from tests.attention.indexer import inputs
 
 candidates = pytest.importorskip("gossamer.attention._triton.candidates")
@@ -77,7 +78,7 @@ def test_lists_have_room_for_twice_what_is_expected() -> None:
         reach, slots = candidates.lists_of(k)
         assert reach * candidates.STRETCH > k
         assert candidates.LISTS * (slots - candidates.CLUSTER + 1) > 2 * reach * candidates.STRETCH
-        assert slots - candidates.TILE > candidates.TILE
+        assert slots > 2 * GROWTH
         # A list lies within memory whose addresses have their upper halves in common.
         assert candidates.ALIGNED % (4 * slots) == 0
         assert candidates.fits(k, 4096, T)
@@ -111,7 +112,7 @@ class Scores:
                 keys[None].cpu(), sparing.bound[first + row, None].cpu(), stride // candidates.LISTS
             )
             out.view(rows, candidates.LISTS, -1)[row] = entries[0].to(out.device)
-            counts = counts[0].where(counts[0] <= stride // candidates.LISTS - 16, stride // candidates.LISTS)
+            counts = counts[0].where(counts[0] <= stride // candidates.LISTS - GROWTH, stride // candidates.LISTS)
             sparing.counts.view(rows, candidates.LISTS)[row] = counts.to(out.device)
 
 

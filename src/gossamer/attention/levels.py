@@ -12,3 +12,6 @@ LONG_ROW = 32768
 
 LIST_BYTES = 96 << 10
 """Of one program's lists."""
+
+GROWTH = 16
+"""Entries by which a list of candidates grows at most before its room is looked at: with less of it a list is full."""

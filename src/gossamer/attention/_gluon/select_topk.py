@@ -26,7 +26,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch, tuning
 from gossamer.attention import levels
-from gossamer.attention._triton import candidates
 
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7, 3.6
 LEVELS = gl.constexpr(levels.LEVELS)
@@ -34,7 +33,7 @@ WHOLE = gl.constexpr(0x4B000000)
 """The bits of 2^23 as a float32, whose low ones a key is."""
 KEPT = gl.constexpr(0x4B000000 + 31744)
 LAST = gl.constexpr((1 << 17) - 1 - (1 << 31))
-TILE = gl.constexpr(candidates.TILE)
+GROWTH = gl.constexpr(levels.GROWTH)
 ROWS = 64
 COLUMNS = 64
 STAGES = 3
@@ -183,9 +182,9 @@ def list_tile(lists, at, whole, begin, bound, slots):
     """Appends entries of a tile of scores that begins at column `at`: keys of 15 bits, above 17 that fall as columns
     rise. A list that they may not fit takes no more."""
     _, start, high, _, behind = lists
-    bound = gl.where(begin - start > 4 * (slots - TILE), 0x7FFFFFFF, bound)
+    bound = gl.where(begin - start > 4 * (slots - GROWTH), 0x7FFFFFFF, bound)
     found = by_thread(whole)
-    for i in gl.static_range(TILE):
+    for i in gl.static_range(GROWTH):
         entry = (found[i] << 17) + (behind - (at + 8 * (i % 8) + i // 8))
         begin = append(begin, high, found[i], bound, entry)
     return begin, bound
@@ -274,7 +273,7 @@ def _index_keys_kernel(
         x = warpgroup_mma_wait(0, deps=(x,))
     if bound_ptr is not None:
         count = (address - lists[1]) // 4
-        gl.store(counts_ptr + lists[0], gl.where(count > slots - TILE, slots, count))
+        gl.store(counts_ptr + lists[0], gl.where(count > slots - GROWTH, slots, count))
 
 
 def readable(q: Tensor, k: Tensor) -> bool:

@@ -38,9 +38,8 @@ PARTS = 8
 """Parts of the keys that programs list."""
 LISTS = 4 * PARTS
 """Of a row: four threads hold its columns of a tile."""
-TILE, CLUSTER = 16, 48
-"""Keys of a row that a thread holds of a tile: a list with less room left takes no more. And what a list has room for
-beyond twice what is expected, for high scores that are neighbours."""
+CLUSTER = 48
+"""What a list has room for beyond twice what is expected, for high scores that are neighbours."""
 ALIGNED = 4096
 """Bytes at a multiple of which lists begin: a multiple of a list's."""
 NONE = tl.constexpr(-(1 << 31))
