@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,114 +38,64 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
 def matmul_case(n: int, block: int, sparsity: int, dtype: torch.dtype, most: int = COPIES) -> Case:
     """All three block-sparse; where nothing of the result is missing, nothing of the inputs is."""
     inputs = 25 if sparsity else 0
-    present = (1 - sparsity / 100, 1 - inputs / 100)
-
-    def make(device: torch.device, generator: torch.Generator) -> list[Inputs]:
-        def draw() -> Inputs:
-            of_x, of_y, of_out = (peers.random_mask(n, block, s, device, generator) for s in (inputs, inputs, sparsity))
-            x, y = (peers.random_dense(n, mask, dtype, generator) for mask in (of_x, of_y))
-            return x, y, of_x, of_y, of_out
-
-        return [draw() for _ in range(copies(device, 3 * peers.BATCH * n * n * dtype.itemsize, most))]
-
-    return Case(
-        room="blocksparse",
-        name="matmul",
-        parameters={"n": n, "block": block, "sparsity": sparsity},
-        dtype=dtype,
-        make=make,
-        providers=(
-            Provider(
-                "gossamer",
-                blocksparse.matmul,
-                ours=True,
-                prepare=lambda x, y, of_x, of_y, of_out: (
-                    peers.from_dense(x, of_x),
-                    peers.from_dense(y, of_y),
-                    peers.layout_of(of_out, n),
-                ),
-                result=peers.to_dense,
-                capturable=True,
-                precision="high",
-            ),
-            Provider(
-                "dense",
-                torch.matmul,
-                prepare=lambda x, y, *masks: (x, y),
-                result=lambda out, x, y, of_x, of_y, of_out: (out * peers.elements(of_out, n),),
-                capturable=True,
-                precision="high",
-            ),
-            *peers.blksprs(
-                "blksprs",
-                prepare=lambda bs, x, y, of_x, of_y, of_out: (
-                    bs.ops.to_sparse(x, of_x, block), of_x, bs.ops.to_sparse(y, of_y, block), of_y, of_out, block, {},
-                ),
-                call=lambda bs, *given: bs.ops.matmul(*given[:-1], layout_cache=given[-1]),
-                result=lambda bs, out, x, y, of_x, of_y, of_out: bs.ops.to_dense(out, of_out, block),
-                precision="high",
-            ),
+    other = peers.blksprs(
+        "blksprs",
+        prepare=lambda bs, x, y, of_x, of_y, of_out: (
+            bs.ops.to_sparse(x, of_x, block), of_x, bs.ops.to_sparse(y, of_y, block), of_y, of_out, block, {},
         ),
-        reference=lambda x, y, of_x, of_y, of_out: (x.double() @ y.double() * peers.elements(of_out, n),),
-        bytes=int(peers.BATCH * n * n * dtype.itemsize * (present[0] + 2 * present[1])),
-        flops=int(2 * peers.BATCH * n**3 * present[0] * present[1] ** 2),
-        sweep=peers.sweep_of(block, sparsity, dtype),
+        call=lambda bs, *given: bs.ops.matmul(*given[:-1], layout_cache=given[-1]),
+        result=lambda bs, out, x, y, of_x, of_y, of_out: bs.ops.to_dense(out, of_out, block),
+        precision="high",
     )  # fmt: skip
+    parameters = {"n": n, "block": block, "sparsity": sparsity}
+    case = _product("matmul", parameters, "SSS", (inputs, inputs, sparsity), dtype, most, other)
+    return replace(case, sweep=peers.sweep_of(block, sparsity, dtype))
+
+
+def mixed_case(n: int, block: int, sparsity: int, dtype: torch.dtype, mix: str, most: int = COPIES) -> Case:
+    """Each of a, b and the result block-sparse or dense, as "S" and "D" in `mix` say, such as gradients are."""
+    parameters = {"n": n, "block": block, "sparsity": sparsity, "mix": mix}
+    return _product("matmul_mixed", parameters, mix, (sparsity, sparsity, sparsity), dtype, most)
 
 
 def dense_case(n: int, block: int, sparsity: int, dtype: torch.dtype, most: int = COPIES) -> Case:
     """Block-sparse times dense, as a sparse layer computes."""
 
-    def make(device: torch.device, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
-        def draw() -> tuple[Tensor, ...]:
-            mask = peers.random_mask(n, block, sparsity, device, generator)
-            y = torch.randn(peers.BATCH, n, n, device=device, generator=generator).to(dtype)
-            return peers.random_dense(n, mask, dtype, generator), y, mask
-
-        return [draw() for _ in range(copies(device, 3 * peers.BATCH * n * n * dtype.itemsize, most))]
-
-    def bsr(x: Tensor, y: Tensor, mask: Tensor) -> tuple[Any, ...]:
+    def bsr(x: Tensor, y: Tensor, *_: Tensor) -> tuple[Any, ...]:
         return [matrix.to_sparse_bsr((block, block)) for matrix in x], y
 
-    present = 1 - sparsity / 100
-    return Case(
-        room="blocksparse",
-        name="matmul_with_dense",
-        parameters={"n": n, "block": block, "sparsity": sparsity},
-        dtype=dtype,
-        make=make,
-        providers=(
-            Provider(
-                "gossamer",
-                blocksparse.matmul,
-                ours=True,
-                prepare=lambda x, y, mask: (peers.from_dense(x, mask), y),
-                capturable=True,
-                precision="high",
-            ),
-            Provider("dense", torch.matmul, prepare=lambda x, y, mask: (x, y), capturable=True, precision="high"),
-            Provider(
-                "torch BSR",
-                lambda xs, y: torch.stack([x @ matrix for x, matrix in zip(xs, y)]),
-                prepare=bsr,
-                precision="high",
-            ),
-            *([peers.stk_dsd()] if block == 128 and dtype in (torch.float16, torch.bfloat16) else []),
-        ),
-        reference=lambda x, y, mask: (x.double() @ y.double(),),
-        bytes=int(peers.BATCH * n * n * dtype.itemsize * (2 + present)),
-        flops=int(2 * peers.BATCH * n**3 * present),
-    )
+    others = [
+        Provider(
+            "torch BSR",
+            lambda xs, y: torch.stack([x @ matrix for x, matrix in zip(xs, y)]),
+            prepare=bsr,
+            precision="high",
+        )
+    ]
+    if block == 128 and dtype in (torch.float16, torch.bfloat16):
+        others.append(peers.stk_dsd())
+    parameters = {"n": n, "block": block, "sparsity": sparsity}
+    return _product("matmul_with_dense", parameters, "SDD", (sparsity, 0, 0), dtype, most, others)
 
 
-def mixed_case(n: int, block: int, sparsity: int, dtype: torch.dtype, mix: str, most: int = COPIES) -> Case:
-    """Each of a, b and the result block-sparse or dense, as "S" and "D" in `mix` say, such as gradients are."""
+def _product(
+    name: str,
+    parameters: dict[str, Any],
+    mix: str,
+    missing: tuple[int, int, int],
+    dtype: torch.dtype,
+    most: int,
+    others: Sequence[Provider] = (),
+) -> Case:
+    """A product of which a, b and the result are block-sparse, with so much `missing`, where `mix` has "S"."""
+    n, block = parameters["n"], parameters["block"]
     of_a, of_b, of_out = (letter == "S" for letter in mix)
+    a, b, out = (1 - share / 100 if letter == "S" else 1.0 for letter, share in zip(mix, missing))
 
     def make(device: torch.device, generator: torch.Generator) -> list[Inputs]:
         def draw() -> Inputs:
-            missing = (sparsity if sparse else 0 for sparse in (of_a, of_b, of_out))
-            mask_x, mask_y, mask = (peers.random_mask(n, block, share, device, generator) for share in missing)
+            shares = (share if letter == "S" else 0 for letter, share in zip(mix, missing))
+            mask_x, mask_y, mask = (peers.random_mask(n, block, share, device, generator) for share in shares)
             x, y = (peers.random_dense(n, of, dtype, generator) for of in (mask_x, mask_y))
             return x, y, mask_x, mask_y, mask
 
@@ -155,8 +106,8 @@ def mixed_case(n: int, block: int, sparsity: int, dtype: torch.dtype, mix: str, 
 
     return Case(
         room="blocksparse",
-        name="matmul_mixed",
-        parameters={"n": n, "block": block, "sparsity": sparsity, "mix": mix},
+        name=name,
+        parameters=parameters,
         dtype=dtype,
         make=make,
         providers=(
@@ -181,8 +132,9 @@ def mixed_case(n: int, block: int, sparsity: int, dtype: torch.dtype, mix: str, 
                 capturable=True,
                 precision="high",
             ),
+            *others,
         ),
         reference=lambda x, y, mask_x, mask_y, mask: kept(x.double() @ y.double(), mask),
-        bytes=int(peers.BATCH * n * n * dtype.itemsize * (3 - mix.count("S") * sparsity / 100)),
-        flops=int(2 * peers.BATCH * n**3 * (1 - sparsity / 100) ** mix.count("S")),
+        bytes=int(peers.BATCH * n * n * dtype.itemsize * (a + b + out)),
+        flops=int(2 * peers.BATCH * n**3 * a * b * out),
     )

@@ -61,7 +61,7 @@ def to_dense(output: blocksparse.BlockSparseTensor, *_: Any) -> tuple[Tensor, ..
 def stk_dsd() -> Provider:
     """MegaBlocks' block-sparse times dense, a matrix of the batch at a time; its kernels know blocks of 128."""
 
-    def prepare(x: Tensor, y: Tensor, mask: Tensor) -> tuple[Any, ...]:
+    def prepare(x: Tensor, y: Tensor, *_: Tensor) -> tuple[Any, ...]:
         import stk.ops  # type: ignore[import-not-found]
 
         return [stk.ops.to_sparse(matrix, 128) for matrix in x], y, stk.ops.dsd

@@ -14,8 +14,9 @@ the k highest, by atomics whose order does not show.
 A row of which too few keys are listed, or too many for a list, marks its block of 64 rows. What is marked is scored and
 counted again, in the way that takes any row; its launches are there in any case, and end at once.
 
-One H100, 2,048 of 131,072 keys: 24.5 ms, where it took 37.9 to store all keys; of 65,536 keys 7.8 and 9.6, of 34,000
-the same. Where every eighth key is the same, so that lists overflow in most rows, 76.8 and 76.3.
+One H100 (`benchmarks/attention/tune_select_topk.py`), 2,048 of 131,072 keys: 24.5 ms, where it took 37.9 to store all
+keys; of 65,536 keys 7.8 and 9.6, of 34,000 the same. Where every eighth key is the same, so that lists overflow in most
+rows, 76.8 and 76.3.
 """
 
 import math
@@ -29,6 +30,7 @@ from torch import Tensor
 from gossamer._core import launch
 from gossamer.attention import levels
 from gossamer.attention._triton._indexer import valid_keys, visible_keys
+from gossamer.attention._triton.threshold import narrowed
 
 LEAST, MOST = levels.LONG_ROW, 1 << 17
 """Keys beyond which rows do not fit registers, and up to which 17 bits say which it is."""
@@ -78,11 +80,7 @@ def _candidates_kernel(
             probe = tl.where(rounds % 3 == 2, (low + high) >> 1, probe)
             probe = tl.minimum(tl.maximum(probe, low + 1), high - 1)
             reach = tl.sum((entries >= probe.to(tl.int32)).to(tl.int32))
-            enough = reach >= take
-            low = tl.where(enough, probe, low)
-            reach_low = tl.where(enough, reach, reach_low)
-            high = tl.where(enough, high, probe)
-            reach_high = tl.where(enough, reach_high, reach)
+            low, high, reach_low, reach_high = narrowed(low, high, reach_low, reach_high, probe, reach, take)
             rounds += 1
         # A word of 64 queries is two integers of 32.
         to = words_ptr + ((first + row) // 64).to(tl.int64) * 2 * Tk + row // 32 % 2

@@ -108,6 +108,15 @@ def interpolate(low, high, reach_low, reach_high, k):
 
 
 @triton.jit
+def narrowed(low, high, reach_low, reach_high, probe, reach, take):
+    """A bracket of the key that `take` reach, and how many reach its ends, once `reach` have reached a key between."""
+    enough = reach >= take
+    low = tl.where(enough, probe, low)
+    high = tl.where(enough, high, probe)
+    return low, high, tl.where(enough, reach, reach_low), tl.where(enough, reach_high, reach)
+
+
+@triton.jit
 def wanted(k_ptr, k, row):
     """How many keys a row of the slab takes."""
     if k_ptr is None:
@@ -150,11 +159,7 @@ def _row_threshold_kernel(
         rounds = 0
         while (high - low > 1) & (reach_low != take):
             reach = count(words, probe, PACKED)
-            enough = reach >= take
-            low = tl.where(enough, probe, low)
-            reach_low = tl.where(enough, reach, reach_low)
-            high = tl.where(enough, high, probe)
-            reach_high = tl.where(enough, reach_high, reach)
+            low, high, reach_low, reach_high = narrowed(low, high, reach_low, reach_high, probe, reach, take)
             rounds += 1
             between = interpolate(low, high, reach_low, reach_high, take)
             probe = tl.where(rounds % 3 == 2, (low + high) >> 1, between)
@@ -343,11 +348,7 @@ def search_lists(
         probe = tl.where(rounds % 3 == 2, (low + high) >> 1, between)
         probe = tl.minimum(tl.maximum(probe, low + 1), high - 1)
         reach = above + count_listed(words_ptr, listed, most, probe, BLOCK, PACKED)
-        enough = reach >= take
-        low = tl.where(enough, probe, low)
-        reach_low = tl.where(enough, reach, reach_low)
-        high = tl.where(enough, high, probe)
-        reach_high = tl.where(enough, reach_high, reach)
+        low, high, reach_low, reach_high = narrowed(low, high, reach_low, reach_high, probe, reach, take)
         rounds += 1
     last = visible - 1
     if reach_low != take:
