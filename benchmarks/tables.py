@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engine.random_cases import summary
 from benchmarks.pages import PAGES
-from gossamer.cli.bench.sweep import summary
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE, CHOOSING, TRAINING, SELECTED, README, PLOT = (
@@ -262,7 +262,9 @@ def break_evens() -> list[str]:
                 size = ", ".join([*shown, case["dtype"]])
                 sizes.setdefault(size, []).append((share[1], min(over(peer, us) for peer in same)))
         rows += [[what, size, *_faster(sorted(ratios))] for size, ratios in sizes.items()]
-        rows += [] if sizes else [[what, f"not measured yet: `gossamer bench {file.partition('-')[0]}`", "", "", ""]]
+        rows += (
+            [] if sizes else [[what, f"not measured yet: `python -m benchmarks {file.partition('-')[0]}`", "", "", ""]]
+        )
     head = ["on one NVIDIA H200, or H100", "size", "dense time over gossamer's", "faster up to", "slower from"]
     return table(head, rows)
 
@@ -349,7 +351,7 @@ THERE = {
 """What a density is the share of; other rooms have none."""
 
 
-NO_SWEEP = "No sweep is committed yet. `gossamer bench sweep` makes one."
+NO_SWEEP = "No sweep is committed yet. `python -m benchmarks sweep` makes one."
 SWEPT = ["cases", "below 1.00", "below 0.95", "geometric mean", "worst"]
 """Ratios are the peer's time over gossamer's."""
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.engine import Case, Provider, error_beside_mean
 from gossamer.attention import Selection, sparse_attention, sparse_decode
-from gossamer.cli.bench import Case, Provider, error_beside_mean
 from gossamer.testing import random_selection
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import tables
-from gossamer.cli.bench.sweep import summary
+from benchmarks.engine.random_cases import summary
 
 
 def case(nnz: int, ours: float, dense: float) -> dict[str, Any]:
@@ -39,8 +39,8 @@ def row(table: list[str], name: str) -> list[str]:
 
 
 def test_a_result_that_is_not_there_is_said(results: Path) -> None:
-    assert row(tables.break_evens(), "ffn.gated")[1] == "not measured yet: `gossamer bench ffn`"
-    assert tables.sweeps() == ["No sweep is committed yet. `gossamer bench sweep` makes one."]
+    assert row(tables.break_evens(), "ffn.gated")[1] == "not measured yet: `python -m benchmarks ffn`"
+    assert tables.sweeps() == ["No sweep is committed yet. `python -m benchmarks sweep` makes one."]
 
 
 def test_break_evens_come_from_the_densities_that_were_measured(results: Path) -> None:
@@ -52,7 +52,7 @@ def test_break_evens_come_from_the_densities_that_were_measured(results: Path) -
 
 
 def sweep_file(cases: int, worst: float, room: str = "rowsparse") -> dict[str, Any]:
-    """As `gossamer bench sweep` writes it: every second case is at `worst`, the others at 2."""
+    """As `python -m benchmarks sweep` writes it: every second case is at `worst`, the others at 2."""
 
     def provider(name: str, seconds: float) -> dict[str, Any]:
         return {"name": name, "ours": name == "gossamer", "eager": {"median": seconds}, "graph": None}

@@ -111,5 +111,5 @@ def resolve_device(name: str, command: str) -> torch.device:
         found["cuda"] = found["cuda:0"]
     if name not in found:
         rule = f"--device must be auto or a device of this machine ({', '.join(found)})"
-        raise ValueError(f"gossamer {command}: {rule}, got {name!r}.")
+        raise ValueError(f"{command}: {rule}, got {name!r}.")
     return found[name]

@@ -77,7 +77,7 @@ def extract(
             )
         if model is not None and key is not None:
             raise ValueError("gossamer sae extract: --key names a tensor of activations; with --model there is none.")
-        where = str(resolve_device(device, "sae extract"))
+        where = str(resolve_device(device, "gossamer sae extract"))
         if by_torchrun and where.startswith("cuda"):
             where = f"cuda:{os.environ['LOCAL_RANK']}"
         sae_model = _load(autoencoder, where)
@@ -154,7 +154,7 @@ def report(
     with _told("report"):
         found, out = operators.Extraction(folder), out or folder
         chosen = choose(found) if features is None else {"The latents asked for": _latents(features, found.d_sae)}
-        make_folder(out, "sae report")
+        make_folder(out, "gossamer sae report")
         content, file = render(found, chosen), out / "index.html"
         write_whole(
             "gossamer sae report", file, out / "index.html.partial", lambda path: path.write_text(content, "utf-8")

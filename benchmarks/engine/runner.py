@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from gossamer.cli.bench.case import Case, Inputs, Provider, Tensors
-from gossamer.cli.bench.timing import Timing, burst, calls_for, capture, energy, matmul_precision, synchronize
+from benchmarks.engine.case import Case, Inputs, Provider, Tensors
+from benchmarks.engine.timing import Timing, burst, calls_for, capture, energy, matmul_precision, synchronize
 
 Status = Literal["ok", "WRONG", "error", "skipped"]
 

@@ -1,4 +1,4 @@
-"""`gossamer bench`: the framework on toy cases, and the shipped cases as they are listed and checked."""
+"""`python -m benchmarks`: the engine on toy cases, and the shipped cases as they are listed and checked."""
 
 import io
 import json
@@ -14,20 +14,20 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from gossamer.cli import main
-from gossamer.cli.bench import Case, Provider, command, copies, random_rows, relative_error
-from gossamer.cli.bench.case import find_benchmarks, load_cases
-from gossamer.cli.bench.report import duration, summary_table
-from gossamer.cli.bench.runner import CaseResult, Settings, run_case
-from gossamer.cli.bench.sweep import draw_cases
-from gossamer.cli.bench.timing import Ceilings, Timing
+from benchmarks.__main__ import main
+from benchmarks.engine import Case, Provider, command, copies, random_rows, relative_error
+from benchmarks.engine.case import load_cases
+from benchmarks.engine.random_cases import draw_cases
+from benchmarks.engine.report import duration, summary_table
+from benchmarks.engine.runner import CaseResult, Settings, run_case
+from benchmarks.engine.timing import Ceilings, Timing
 
 CPU = torch.device("cpu")
 SETTINGS = Settings(rounds=2, burst=1e-4)
 
 TOY = """
 import torch
-from gossamer.cli.bench import Case, Provider
+from benchmarks.engine import Case, Provider
 
 def broken(a, b):
     raise RuntimeError("not installed")
@@ -75,13 +75,13 @@ def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / f"toys_{tmp_path.name.replace('-', '_')}"
     (folder / "toy").mkdir(parents=True)
     (folder / "toy" / "bench_product.py").write_text(TOY.format(extra=""))
-    monkeypatch.setattr(command, "find_benchmarks", lambda: folder)
+    monkeypatch.setattr(command, "BENCHMARKS", folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path / "out"
 
 
 def bench(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(main, ["bench", "--device", "cpu", "--quick", *map(str, arguments)])
+    result = CliRunner().invoke(main, ["--device", "cpu", "--quick", *map(str, arguments)])
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.output
@@ -95,7 +95,7 @@ def test_tables_json_and_plot(toys: Path) -> None:
     (file,) = toys.glob("*.json")
     content = json.loads(file.read_text())
     assert torch.__version__.startswith(content["versions"]["torch"]) and content["device"]["type"] == "cpu"
-    assert content["ceilings"]["bandwidth"] > 0 and content["command"].split()[0] == "gossamer"
+    assert content["ceilings"]["bandwidth"] > 0 and content["command"].startswith("python -m benchmarks")
     first = content["cases"][0]
     by_name = {provider["name"]: provider for provider in first["providers"]}
     assert [by_name[name]["status"] for name in ("gossamer", "broken", "elsewhere")] == ["ok", "error", "skipped"]
@@ -141,7 +141,7 @@ def test_exit_code_is_1(toys: Path, extra: str, status: str) -> None:
 
 SWEEP = """
 import torch
-from gossamer.cli.bench import Case, Provider, log_uniform
+from benchmarks.engine import Case, Provider, log_uniform
 
 RANGES = "n 2-64"
 
@@ -274,8 +274,7 @@ def test_a_sweep_that_breaks_keeps_what_it_has_and_tries_again(toys: Path, monke
 
 
 def test_rooms_of_a_sweep_take_turns() -> None:
-    folder = find_benchmarks()
-    assert folder is not None
+    folder = command.BENCHMARKS
     drawn = [case.room for case in draw_cases(folder, None, 3, 0, CPU, True)]
     rooms = sorted(file.parent.name for file in folder.glob("*/sweep.py"))
     assert drawn == rooms * 3
@@ -303,8 +302,8 @@ def test_a_slow_provider_is_timed_no_longer_than_its_limit() -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("toy", "--cases", "3"), "--room, --cases and --resume belong to gossamer bench sweep"),
-        (("toy", "--resume"), "--room, --cases and --resume belong to gossamer bench sweep"),
+        (("toy", "--cases", "3"), "--room, --cases and --resume belong to a sweep"),
+        (("toy", "--resume"), "--room, --cases and --resume belong to a sweep"),
         (("sweep", "--case", "x*"), "shapes choose among fixed cases"),
         (("sweep", "--room", "attic"), "--room must be one of"),
     ],
@@ -316,8 +315,7 @@ def test_arguments_of_a_sweep(arguments: tuple[str, ...], message: str, toys: Pa
 
 def test_shipped_ranges_draw_what_runs() -> None:
     """Of every room a case that is right; that ranges are stated; that a GPU's are drawn, too."""
-    folder = find_benchmarks()
-    assert folder is not None
+    folder = command.BENCHMARKS
     cases = draw_cases(folder, None, 1, 0, CPU, True)
     assert {case.room for case in cases} >= {"sae", "gemm", "rowsparse"}
     for case in cases:
@@ -330,7 +328,7 @@ def test_shipped_ranges_draw_what_runs() -> None:
 
 
 def test_help_names_the_rooms() -> None:
-    result = CliRunner().invoke(main, ["bench", "--help"], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(main, ["--help"], env={"COLUMNS": "200"})
     said = " ".join(result.output.replace("│", " ").split())
     assert "attention, blocksparse, ffn, gemm, integrations, nn, rowsparse, sae. All of them by default" in said
 
@@ -359,7 +357,7 @@ def test_interruption_says_what_is_kept(toys: Path, monkeypatch: pytest.MonkeyPa
     files = list(toys.glob("*.json"))
     assert code == 130 and len(files) == finished
     kept = f"the finished cases are in {files[0]}" if finished else "nothing was written"
-    assert output.endswith(f"gossamer: interrupted; {kept}\n")
+    assert output.endswith(f"benchmarks: interrupted; {kept}\n")
     assert all(len(json.loads(file.read_text())["cases"]) == 1 for file in files)
 
 
@@ -371,7 +369,7 @@ def test_nothing_is_measured_without_a_folder_to_write_to(toys: Path, monkeypatc
     toys.touch()
     code, output = bench("--out", toys)
     assert code == 2
-    assert f"gossamer bench: --out must be a folder that can be written to, got {toys}: File exists" in output
+    assert f"benchmarks: --out must be a folder that can be written to, got {toys}: File exists" in output
 
 
 def test_list_and_case(toys: Path) -> None:
@@ -393,14 +391,8 @@ def test_list_and_case(toys: Path) -> None:
     ],
 )
 def test_bad_arguments(toys: Path, arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(main, ["bench", *arguments])
+    result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 2 and message in result.output
-
-
-def test_needs_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "find_benchmarks", lambda: None)
-    result = CliRunner().invoke(main, ["bench"])
-    assert result.exit_code == 2 and "checkout" in result.output
 
 
 def test_wrong_results_are_not_timed() -> None:
@@ -539,8 +531,7 @@ def test_floor_takes_the_larger_term() -> None:
 
 
 def test_shipped_cases_have_unique_ids() -> None:
-    folder = find_benchmarks()
-    assert folder is not None
+    folder = command.BENCHMARKS
     for quick in (True, False):
         ids = [case.id for case in load_cases(folder, None, None, CPU, quick)]
         assert len(ids) == len(set(ids)) and any(i.startswith("sae/decode/") for i in ids)

@@ -1,4 +1,4 @@
-"""`gossamer bench`."""
+"""`python -m benchmarks`."""
 
 from __future__ import annotations
 
@@ -20,26 +20,22 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from gossamer.cli.bench import report, sweep
-from gossamer.cli.bench.case import Case, find_benchmarks, load_cases
-from gossamer.cli.bench.profiling import profile_case
-from gossamer.cli.bench.runner import CaseResult, Settings, run_case
-from gossamer.cli.bench.sweep import draw_cases
-from gossamer.cli.bench.timing import Ceilings, measure_ceilings
+from benchmarks.engine import random_cases, report
+from benchmarks.engine.case import Case, load_cases
+from benchmarks.engine.profiling import profile_case
+from benchmarks.engine.random_cases import draw_cases
+from benchmarks.engine.runner import CaseResult, Settings, run_case
+from benchmarks.engine.timing import Ceilings, measure_ceilings
 from gossamer.cli.environment import describe, provenance
 from gossamer.cli.folder import make_folder
 
-
-def _rooms() -> str:
-    """What --help says the rooms are: those of the checkout, if there is one."""
-    folder = find_benchmarks()
-    found = sorted({file.parent.name for file in folder.glob("*/bench_*.py")}) if folder else []
-    return f": {', '.join(found)}" if found else ", in a checkout of the repository"
+BENCHMARKS = Path(__file__).parents[1]
+_ROOMS = ", ".join(sorted({file.parent.name for file in BENCHMARKS.glob("*/bench_*.py")}))
 
 
 def bench(
     room: str | None = typer.Argument(
-        None, help=f"The room to measure{_rooms()}. All of them by default; sweep draws shapes at random."
+        None, help=f"The room to measure: {_ROOMS}. All of them by default; sweep draws shapes at random."
     ),
     case: str | None = typer.Option(None, metavar="GLOB", help="Only cases whose name or id matches, as 'decode*'."),
     device: str = typer.Option("auto", help="auto (the GPU if there is one), cpu, cuda, cuda:1, ..."),
@@ -74,15 +70,15 @@ def bench(
     """Measure gossamer beside its peers.
 
     Every provider is checked against float64 before it is timed; all are timed in turn. Writes JSON and a plot per
-    sweep. The exit code is 1 if any provider is wrong or one of ours fails. Needs a checkout of the repository.
+    sweep. The exit code is 1 if any provider is wrong or one of ours fails.
 
-    gossamer bench sweep draws shapes, dtypes and densities at random, over ranges that each room states, and says how
-    often, how far and where gossamer is slower than dense PyTorch and the best peer. A provider is timed for a quarter
-    of a second at most. A sweep that is stopped keeps what it has; --resume goes on with it.
+    A sweep (`python -m benchmarks sweep`) draws shapes, dtypes and densities at random, over ranges that each room
+    states, and says how often, how far and where gossamer is slower than dense PyTorch and the best peer. A provider is
+    timed for a quarter of a second at most. A sweep that is stopped keeps what it has; --resume goes on with it.
     """
-    folder = _checkout()
+    folder = BENCHMARKS
     if not budget > 0:
-        _fail(f"gossamer bench: --budget must be positive, got {budget:g}; leave it out to run every case.")
+        _fail(f"benchmarks: --budget must be positive, got {budget:g}; leave it out to run every case.")
     sweeps = room == "sweep"
     given = _given(length, dtype, batch)
     _refuse_mixed(sweeps, swept or count or resume, case or provider or saelens or given)
@@ -91,7 +87,7 @@ def bench(
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if saelens:
         if room not in (None, "sae"):
-            _fail(f"gossamer bench: --saelens belongs to the room sae, got {room!r}.")
+            _fail(f"benchmarks: --saelens belongs to the room sae, got {room!r}.")
         room = "integrations"
     try:
         if sweeps:
@@ -113,7 +109,7 @@ def bench(
     own.append("unverified" if skip_verify else "")
     parts = [room or "all", chosen, *own, slug(describe(where)["name"]), "quick" if quick else ""]
     path = _folder(out or folder / "results") / f"{'-'.join(part for part in parts if part)}.json"
-    made = provenance(command_line("gossamer", sys.argv[1:]), folder.parent, where)
+    made = provenance(command_line("python -m benchmarks", sys.argv[1:]), folder.parent, where)
     settled = {name: getattr(settings, name) for name in ("rounds", "burst", "verify")}
     settled |= {"seed": seed, "quick": quick} | ({"limit": settings.limit} if sweeps else {})
     log = _Log(path, made | {"settings": settled, "cases": []}, sweeps)
@@ -124,20 +120,10 @@ def bench(
         raise typer.Exit(1)
 
 
-def _checkout() -> Path:
-    folder = find_benchmarks()
-    if folder is None:
-        _fail(
-            "gossamer bench: no benchmarks/ beside the package's source or in the working directory; "
-            "run it in a checkout of gossamer's repository."
-        )
-    return folder
-
-
 def _folder(path: Path) -> Path:
     """The folder, which is there then."""
     try:
-        make_folder(path, "bench")
+        make_folder(path, "benchmarks")
     except ValueError as error:
         _fail(str(error))
     return path
@@ -149,7 +135,7 @@ def _settings(
     usual, seconds = (10, 0.003) if where.type == "cuda" else (5, 0.02)
     most = rounds or (3 if quick else min(usual, 5) if sweeps else usual)
     seconds = min(seconds, 0.002) if sweeps and not quick else seconds
-    limit = sweep.LIMIT if sweeps else math.inf
+    limit = random_cases.LIMIT if sweeps else math.inf
     return Settings(most, seconds, time.monotonic() + budget, verify, limit)
 
 
@@ -170,7 +156,7 @@ class _Log:
         for name in ("settings", "device", "versions", "commit"):
             if kept.get(name) != self.content[name]:
                 _fail(
-                    f"gossamer bench sweep: --resume needs the {name} that {self.path} was made with, "
+                    f"benchmarks sweep: --resume needs the {name} that {self.path} was made with, "
                     f"{kept.get(name)}, got {self.content[name]}. Leave out --resume, or choose another --out."
                 )
         timed = [case for case in kept["cases"] if any(p["ours"] and p["eager"] for p in case["providers"])]
@@ -190,7 +176,7 @@ class _Log:
     def write(self) -> None:
         if self.sweeps:
             self.content["seconds"] = self._before + time.monotonic() - self._begun
-            self.content["summary"] = sweep.summary(self.content["cases"])
+            self.content["summary"] = random_cases.summary(self.content["cases"])
         report.write_json(self.path, self.content)
         self._written = time.monotonic()
 
@@ -253,7 +239,7 @@ def _measured(
                 result = run_case(item, where, settings, seed, tell)
                 log.add(report.record(result, ceilings), [c.id for c in todo[number + 1 :]])
                 results.append(result)
-                shown = sweep.line(content["cases"][-1]) if sweeps else report.case_table(result, ceilings)
+                shown = random_cases.line(content["cases"][-1]) if sweeps else report.case_table(result, ceilings)
                 console.print(shown)
                 for note in report.notes(result):
                     console.print(f"  {note}", style="red", markup=False)
@@ -276,12 +262,12 @@ def _measured(
 
 def _conclude(console: Console, log: _Log, results: list[CaseResult], ceilings: Ceilings, device: str) -> None:
     """Says what a run comes to, and draws it."""
-    from gossamer.cli.bench.plot import plot_ratios, plot_sweeps
+    from benchmarks.engine.plot import plot_ratios, plot_sweeps
 
     content, folder, stem = log.content, log.path.parent, log.path.stem
     if log.sweeps:
-        console.print(*sweep.tables(content["cases"]), sep="\n")
-        plots = plot_ratios(sweep.ratios(content["cases"]), device, folder / f"{stem}.png")
+        console.print(*random_cases.tables(content["cases"]), sep="\n")
+        plots = plot_ratios(random_cases.ratios(content["cases"]), device, folder / f"{stem}.png")
         seconds, count = content["seconds"], len(content["cases"])
         console.print(f"{count} cases in {seconds:.0f} s, compilation included: {seconds / max(count, 1):.2f} s each")
     else:
@@ -295,13 +281,10 @@ def _conclude(console: Console, log: _Log, results: list[CaseResult], ceilings: 
 
 def _refuse_mixed(sweeps: bool, of_sweeps: Any, of_cases: Any) -> None:
     if not sweeps and of_sweeps:
-        _fail(
-            "gossamer bench: --room, --cases and --resume belong to gossamer bench sweep. Name the room itself "
-            "otherwise."
-        )
+        _fail("benchmarks: --room, --cases and --resume belong to a sweep. Name the room itself otherwise.")
     if sweeps and of_cases:
         _fail(
-            "gossamer bench sweep: --case, --saelens, --provider and shapes choose among fixed cases; a sweep takes "
+            "benchmarks sweep: --case, --saelens, --provider and shapes choose among fixed cases; a sweep takes "
             "--room, --cases and --resume."
         )
 
@@ -310,7 +293,7 @@ def _given(lengths: list[int], dtype: str | None, batch: int | None) -> dict[str
     """What a file's `cases` are asked for beyond their usual shapes."""
     dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
     if dtype is not None and dtype not in dtypes:
-        _fail(f"gossamer bench: --dtype must be one of {', '.join(dtypes)}, got {dtype!r}.")
+        _fail(f"benchmarks: --dtype must be one of {', '.join(dtypes)}, got {dtype!r}.")
     given = {"lengths": tuple(lengths) or None, "dtype": dtypes[dtype] if dtype else None, "batch": batch}
     return {name: value for name, value in given.items() if value is not None}
 
@@ -321,12 +304,12 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device("cuda:0" if name == "cuda" else name)
     except RuntimeError:
-        _fail(f"gossamer bench: --device must be auto, cpu or cuda[:INDEX], got {name!r}.")
+        _fail(f"benchmarks: --device must be auto, cpu or cuda[:INDEX], got {name!r}.")
     if device.type not in ("cpu", "cuda"):
-        _fail(f"gossamer bench: --device must be auto, cpu or cuda[:INDEX], got {name!r}.")
+        _fail(f"benchmarks: --device must be auto, cpu or cuda[:INDEX], got {name!r}.")
     if device.type == "cuda":
         if device.index >= torch.cuda.device_count():
-            _fail(f"gossamer bench: --device {name} is not there: PyTorch sees {torch.cuda.device_count()} GPUs.")
+            _fail(f"benchmarks: --device {name} is not there: PyTorch sees {torch.cuda.device_count()} GPUs.")
         torch.cuda.set_device(device)
     return device
 

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import gossamer
-
 Inputs = tuple[Any, ...]
 Tensors = tuple[Tensor, ...]
 
@@ -150,14 +148,6 @@ def random_rows(
     return out
 
 
-def find_benchmarks() -> Path | None:
-    """The `benchmarks` folder of the checkout that gossamer is imported from, or of the working directory."""
-    for root in (Path(gossamer.__file__).parents[2], Path.cwd()):
-        if any((root / "benchmarks").glob("*/bench_*.py")):
-            return root / "benchmarks"
-    return None
-
-
 def load_cases(
     folder: Path,
     room: str | None,
@@ -175,7 +165,7 @@ def load_cases(
     files = sorted(folder.glob("*/bench_*.py"))
     rooms = sorted({file.parent.name for file in files})
     if room is not None and room not in rooms:
-        raise ValueError(f"gossamer bench: ROOM must be one of {', '.join(rooms)}, got {room!r}.")
+        raise ValueError(f"benchmarks: ROOM must be one of {', '.join(rooms)}, got {room!r}.")
     import_path(folder)
     found: list[Case] = []
     for file in files:
@@ -186,7 +176,7 @@ def load_cases(
             elif given.keys() <= signature(module.cases).parameters.keys():
                 found += module.cases(device, quick, **given)
     if given and not found:
-        raise ValueError(f"gossamer bench: no case takes {', '.join(given)}. The room attention does.")
+        raise ValueError(f"benchmarks: no case takes {', '.join(given)}. The room attention does.")
     if provider is not None:
         found = _by_provider(found, provider)
     if pattern is None:
@@ -195,7 +185,7 @@ def load_cases(
     if not chosen:
         names = sorted({case.name for case in found})
         raise ValueError(
-            f"gossamer bench: --case must match a name ({', '.join(names)}) or an id (see --list), got {pattern!r}."
+            f"benchmarks: --case must match a name ({', '.join(names)}) or an id (see --list), got {pattern!r}."
         )
     return chosen
 
@@ -213,7 +203,7 @@ def _by_provider(cases: list[Case], pattern: str) -> list[Case]:
     ]
     if not any(case.providers for case in fewer):
         names = sorted({provider.name for case in cases for provider in case.providers})
-        raise ValueError(f"gossamer bench: --provider must match one of {', '.join(names)}, got {pattern!r}.")
+        raise ValueError(f"benchmarks: --provider must match one of {', '.join(names)}, got {pattern!r}.")
     return [case for case in fewer if case.providers]
 
 

@@ -1,6 +1,6 @@
 """The benchmark framework: cases from `benchmarks/`, checked, timed beside their peers, and reported."""
 
-from gossamer.cli.bench.case import (
+from benchmarks.engine.case import (
     Case,
     Provider,
     copies,
@@ -9,7 +9,7 @@ from gossamer.cli.bench.case import (
     random_rows,
     relative_error,
 )
-from gossamer.cli.bench.sweep import log_uniform
+from benchmarks.engine.random_cases import log_uniform
 
 __all__ = [
     "Case",

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from demo.measure import interleaved
+from demo.train import Clock, Show
 from gossamer import attention
-from gossamer.cli._demo.measure import interleaved
-from gossamer.cli._demo.train import Clock, Show
 from gossamer.nn import GatedSparseAttention
 from gossamer.testing import random_selection
 

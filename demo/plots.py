@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from gossamer.cli._demo.features import HIGHEST_RATE, LOWEST_RATE
+from demo.features import HIGHEST_RATE, LOWEST_RATE
 from gossamer.cli.figure import DENSE, INK, MUTED, SPARSE, rate_histogram, svg
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from demo.measure import interleaved
+from demo.train import Clock, Show
 from gossamer import blocksparse
 from gossamer.blocksparse import Layout
-from gossamer.cli._demo.measure import interleaved
-from gossamer.cli._demo.train import Clock, Show
 from gossamer.nn import BlockSparseLinear
 
 BLOCK = 64

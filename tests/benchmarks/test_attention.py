@@ -1,12 +1,13 @@
-"""`gossamer bench` and its sweep on the room attention."""
+"""`python -m benchmarks` and its sweep on the room attention."""
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from gossamer.cli import main
-from gossamer.cli.bench.case import find_benchmarks, load_cases
-from gossamer.cli.bench.sweep import draw_cases
+from benchmarks.__main__ import main
+from benchmarks.engine.case import load_cases
+from benchmarks.engine.command import BENCHMARKS
+from benchmarks.engine.random_cases import draw_cases
 
 CPU = torch.device("cpu")
 
@@ -23,7 +24,7 @@ def test_ranges_are_shown_for_a_profiler() -> None:
         "--provider",
         "gossamer",
     ]
-    result = CliRunner().invoke(main, ["bench", "attention", *given])
+    result = CliRunner().invoke(main, ["attention", *given])
     assert result.exit_code == 0, result.output
     text = result.output
     shown = [line.split()[0] for line in text.splitlines() if line.strip().startswith("gsa/")]
@@ -47,9 +48,7 @@ def test_dense_attention_is_pinned_by_name(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_sweep_of_attention_draws_selections() -> None:
-    folder = find_benchmarks()
-    assert folder is not None
-    cases = draw_cases(folder, "attention", 40, 0, CPU, True)
+    cases = draw_cases(BENCHMARKS, "attention", 40, 0, CPU, True)
     names = [case.name for case in cases]
     assert 0 < names.count("select_topk") < 20 and {"sparse_attention", "sparse_decode"} <= set(names)
     peers = {p.name for case in cases if case.name == "select_topk" for p in case.providers if not p.ours}
@@ -57,10 +56,8 @@ def test_the_sweep_of_attention_draws_selections() -> None:
 
 
 def test_lengths_of_attention() -> None:
-    folder = find_benchmarks()
-    assert folder is not None
     given = {"lengths": (128,), "dtype": torch.float16, "batch": 2}
-    cases = load_cases(folder, "attention", None, CPU, True, given, "gossamer")
+    cases = load_cases(BENCHMARKS, "attention", None, CPU, True, given, "gossamer")
     named = [case for case in cases if case.name.startswith("sparse_attention")]
     assert {case.name for case in named} == {
         "sparse_attention", "sparse_attention_training", "sparse_attention_random", "sparse_attention_training_random",

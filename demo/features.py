@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.cli._demo.model import N_BYTES, ByteModel
+from demo.model import N_BYTES, ByteModel
 from gossamer.integrations.transformers import Activations
 from gossamer.sae import Extraction
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gossamer.cli._demo.model import ByteModel
+from demo.model import ByteModel
 from gossamer.nn import JumpReLUSAE
 
 Show = Callable[[float, str], None]

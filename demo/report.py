@@ -5,8 +5,8 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from gossamer.cli._demo import plots
-from gossamer.cli._demo.measure import GENERATED
+from demo import plots
+from demo.measure import GENERATED
 from gossamer.cli.page import context, line, page, table, tiles
 
 

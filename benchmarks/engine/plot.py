@@ -12,10 +12,10 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
-from gossamer.cli.bench.report import floor_of
-from gossamer.cli.bench.runner import CaseResult
-from gossamer.cli.bench.sweep import Ratio
-from gossamer.cli.bench.timing import Ceilings
+from benchmarks.engine.random_cases import Ratio
+from benchmarks.engine.report import floor_of
+from benchmarks.engine.runner import CaseResult
+from benchmarks.engine.timing import Ceilings
 
 
 def plot_sweeps(results: Sequence[CaseResult], ceilings: Ceilings, device: str, folder: Path, stem: str) -> list[Path]:

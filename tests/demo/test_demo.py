@@ -1,4 +1,4 @@
-"""`gossamer demo`, whole and in miniature, on the CPU."""
+"""`python -m demo`, whole and in miniature, on the CPU."""
 
 import errno
 import io
@@ -16,11 +16,12 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from demo import __main__ as program
+from demo import features, measure, needle, report, run
+from demo.model import ByteModel, ModelConfig
+from demo.text import load_corpus
+from demo.train import Clock, sample, variance_explained
 from gossamer.cli import environment, main
-from gossamer.cli._demo import features, measure, needle, report, run
-from gossamer.cli._demo.model import ByteModel, ModelConfig
-from gossamer.cli._demo.text import load_corpus
-from gossamer.cli._demo.train import Clock, sample, variance_explained
 from gossamer.nn import JumpReLUSAE, load
 from gossamer.sae import Extraction, extract
 from gossamer.sae._extract.text import Text
@@ -353,7 +354,7 @@ def test_it_starts_afresh_and_leaves_what_it_cannot_finish(
     first = contents()
     for part in ("extract", "report.render"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"gossamer.cli._demo.run.{part}", interrupt)
+            patch.setattr(f"demo.run.{part}", interrupt)
             with pytest.raises(KeyboardInterrupt, match="nothing was written"):
                 go(1)
         assert contents() == first
@@ -466,7 +467,7 @@ def test_one_file_is_split_within(tmp_path: Path) -> None:
 def test_no_more_is_read_than_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (tmp_path / "long").open("wb") as file:
         file.truncate(2**27)
-    monkeypatch.setattr("gossamer.cli._demo.text.MAX_BYTES", 10_000)
+    monkeypatch.setattr("demo.text.MAX_BYTES", 10_000)
     tracemalloc.start()
     corpus = load_corpus(tmp_path / "long", seed=0, min_bytes=100)
     _, most = tracemalloc.get_traced_memory()
@@ -527,13 +528,13 @@ def test_unknown_device_is_refused(name: str) -> None:
 
 def test_command_refuses_before_it_trains(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "report"
-    outcome = CliRunner().invoke(main, ["demo", "--text", str(tmp_path / "missing"), "--out", str(out)])
+    outcome = CliRunner().invoke(program.main, ["--text", str(tmp_path / "missing"), "--out", str(out)])
     assert outcome.exit_code == 2
     assert "does not exist" in _words(outcome.output)
     (tmp_path / "file").touch()
-    outcome = CliRunner().invoke(main, ["demo", "--text", str(folder), "--out", str(tmp_path / "file")])
+    outcome = CliRunner().invoke(program.main, ["--text", str(folder), "--out", str(tmp_path / "file")])
     assert outcome.exit_code == 2
-    assert "gossamer demo: --out must be a folder that can be written to, got" in _words(outcome.output)
+    assert "demo: --out must be a folder that can be written to, got" in _words(outcome.output)
 
 
 def _words(output: str) -> str:
@@ -546,9 +547,9 @@ def interrupt(*_: object, **__: object) -> None:
 
 def test_interruption_is_said(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_experiment", interrupt)
-    outcome = CliRunner().invoke(main, ["demo", "--text", str(folder), "--out", str(tmp_path)])
+    outcome = CliRunner().invoke(program.main, ["--text", str(folder), "--out", str(tmp_path)])
     assert outcome.exit_code == 130
-    assert outcome.output.endswith("gossamer: interrupted; nothing was written\n")
+    assert outcome.output.endswith("demo: interrupted; nothing was written\n")
     assert not list(tmp_path.iterdir())
 
 

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from benchmarks.engine.case import Case, Provider
+from benchmarks.engine.runner import CaseResult, Outcome
+from benchmarks.engine.timing import Ceilings, Timing
 from gossamer._core import files
-from gossamer.cli.bench.case import Case, Provider
-from gossamer.cli.bench.runner import CaseResult, Outcome
-from gossamer.cli.bench.timing import Ceilings, Timing
 
 
 def floor_of(result: CaseResult, outcome: Outcome, ceilings: Ceilings) -> float:
@@ -153,7 +153,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write `content`, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, indent=1) + "\n"
-    files.write_whole("gossamer bench", path, path.with_suffix(".partial"), lambda partial: partial.write_text(text))
+    files.write_whole("benchmarks", path, path.with_suffix(".partial"), lambda partial: partial.write_text(text))
 
 
 def make_console() -> Console:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.engine.timing import Timing, burst, calls_for, synchronize
+from demo.model import Block, ByteModel
+from demo.model import layer_by_layer as plain_mlp
+from demo.train import Clock, Show, bits_per_byte, variance_explained
 from gossamer import sae as sae_ops
 from gossamer import sparsity
-from gossamer.cli._demo.model import Block, ByteModel
-from gossamer.cli._demo.model import layer_by_layer as plain_mlp
-from gossamer.cli._demo.train import Clock, Show, bits_per_byte, variance_explained
-from gossamer.cli.bench.timing import Timing, burst, calls_for, synchronize
 from gossamer.nn import JumpReLUSAE
 
 LARGE_D_SAE, LARGE_D_IN, LARGE_BATCH, LARGE_L0 = 65_536, 768, 32, 64

@@ -9,9 +9,9 @@ import torch
 from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.engine.case import Case
+from benchmarks.engine.timing import matmul_precision, synchronize
 from gossamer._core.ranges import span
-from gossamer.cli.bench.case import Case
-from gossamer.cli.bench.timing import matmul_precision, synchronize
 
 _WARM_UP = 3
 

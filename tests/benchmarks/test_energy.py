@@ -1,12 +1,12 @@
-"""The energy of a call, as `gossamer bench` measures it, and how many calls it takes to measure one."""
+"""The energy of a call, as `python -m benchmarks` measures it, and how many calls it takes to measure one."""
 
 import time
 
 import pytest
 import torch
 
-from gossamer.cli.bench import timing
-from gossamer.cli.bench.timing import burst, calls_for, energy
+from benchmarks.engine import timing
+from benchmarks.engine.timing import burst, calls_for, energy
 
 
 @pytest.mark.parametrize("length, calls", [(1e-3, 8), (0.03, 4), (0.25, 4)])

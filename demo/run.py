@@ -23,14 +23,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
 import gossamer
+from demo import features, measure, report
+from demo.blocks import block_sparse
+from demo.model import ByteModel, ModelConfig
+from demo.needle import needle_stage
+from demo.text import Corpus, load_corpus
+from demo.train import DEAD_AFTER_BYTES, Clock, Show, train_model, train_sae
 from gossamer import nn
 from gossamer.cli import environment
-from gossamer.cli._demo import features, measure, report
-from gossamer.cli._demo.blocks import block_sparse
-from gossamer.cli._demo.model import ByteModel, ModelConfig
-from gossamer.cli._demo.needle import needle_stage
-from gossamer.cli._demo.text import Corpus, load_corpus
-from gossamer.cli._demo.train import DEAD_AFTER_BYTES, Clock, Show, train_model, train_sae
 from gossamer.cli.folder import make_folder
 from gossamer.integrations.transformers import Activations
 from gossamer.sae import Extraction, extract
@@ -93,7 +93,7 @@ def prepare(settings: Settings) -> tuple[torch.device, Corpus]:
     for folder in (settings.out / SAE, settings.out / LATENTS):
         if os.path.lexists(folder) and not (folder / _MARK).is_file():
             raise ValueError(
-                f"gossamer demo: --out must be a folder in which {folder.name} is free or a demo's, got "
+                f"demo: --out must be a folder in which {folder.name} is free or a demo's, got "
                 f"{settings.out}, where it is something else and would be replaced; name another one."
             )
     return device, corpus
@@ -126,7 +126,7 @@ def run(settings: Settings, device: torch.device, corpus: Corpus, console: Conso
 
 def _results(settings: Settings, device: torch.device, corpus: Corpus, console: Console, out: Path) -> dict[str, Any]:
     return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "demo", *sys.argv[1:]]),
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": environment.commit(Path(gossamer.__file__).parent),
         "versions": environment.versions(),
@@ -325,7 +325,7 @@ def fastest_threads(model: ByteModel, tokens: torch.Tensor) -> Iterator[None]:
 
 def summary(results: dict[str, Any]) -> Table:
     """The main figures as a table for the terminal."""
-    table = Table(show_header=False, title="gossamer demo", title_justify="left")
+    table = Table(show_header=False, title="the demo of gossamer", title_justify="left")
     for row in report.headline(results):
         table.add_row(*(cell.translate(_ASCII) for cell in row))
     return table
@@ -334,7 +334,8 @@ def summary(results: dict[str, Any]) -> Table:
 def go_on(out: Path, results: dict[str, Any]) -> list[str]:
     """Commands that go on with what a run wrote."""
     # `make demo` runs what is in an environment that need not be on the path.
-    script = sys.argv[0] if Path(sys.argv[0]).name == "gossamer" and not shutil.which("gossamer") else "gossamer"
+    beside = Path(sys.executable).with_name("gossamer")
+    script = str(beside) if beside.exists() and not shutil.which("gossamer") else "gossamer"
     top, latents = results["features"]["top"], str(out / LATENTS)
     feature = str(top[0]["feature"]) if top else "0"
     return [
@@ -377,7 +378,7 @@ def _plain(value: Any) -> Any:
 
 def _replace(new: Path, place: Path) -> None:
     """Put a folder where another may be, which goes where the new one was: there is never a part of either."""
-    (new / _MARK).write_text("Written by gossamer demo. Its next run into the same place replaces this folder.\n")
+    (new / _MARK).write_text("Written by gossamer's demo. Its next run into the same place replaces this folder.\n")
     if place.exists():
         os.replace(place, new.with_name(f"old-{new.name}"))
     os.replace(new, place)

@@ -60,7 +60,7 @@ def load_corpus(path: Path | None, *, seed: int, min_bytes: int) -> Corpus:
     train, validation = _split(texts)
     if min(len(train), len(validation)) < min_bytes:
         raise ValueError(
-            f"gossamer demo: the text must leave at least {min_bytes:,} bytes for training and as many for validation, "
+            f"demo: the text must leave at least {min_bytes:,} bytes for training and as many for validation, "
             f"got {len(train):,} and {len(validation):,} from {source}; give a longer file, or a folder of text files."
         )
     return Corpus(_to_tensor(train), _to_tensor(validation), source, len(texts))
@@ -72,7 +72,7 @@ def _find_files(path: Path | None) -> tuple[list[Path], str]:
         files = sorted(f for f in _walk(root, _NOT_LIBRARY) if f.suffix == ".py")
         if not files:
             raise ValueError(
-                f"gossamer demo: the standard library must be installed as source files, found no *.py under {root}; "
+                f"demo: the standard library must be installed as source files, found no *.py under {root}; "
                 "give a text with --text PATH."
             )
         return files, f"the Python {sysconfig.get_python_version()} standard library"
@@ -82,10 +82,10 @@ def _find_files(path: Path | None) -> tuple[list[Path], str]:
         if path.is_dir():
             files = sorted(_walk(path))
             if not files:
-                raise ValueError(f"gossamer demo: --text must hold at least one file, got the empty folder {path}.")
+                raise ValueError(f"demo: --text must hold at least one file, got the empty folder {path}.")
             return files, str(path)
         what = "is neither" if path.exists() else "does not exist"
-    raise ValueError(f"gossamer demo: --text must name a file or folder, got {path}, which {what}.")
+    raise ValueError(f"demo: --text must name a file or folder, got {path}, which {what}.")
 
 
 def _walk(root: Path, left_out: AbstractSet[str] = frozenset()) -> Iterator[Path]:
@@ -103,7 +103,7 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(
-            f"gossamer demo: --text must be readable, got {path}: {error.strerror}; name another file or folder."
+            f"demo: --text must be readable, got {path}: {error.strerror}; name another file or folder."
         ) from error
 
 

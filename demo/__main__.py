@@ -1,4 +1,4 @@
-"""`gossamer demo`."""
+"""`python -m demo`: the demo, from a checkout of the repository."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
+
+from demo.run import Settings, prepare, run
+from gossamer.cli.application import application
 
 
 def demo(
@@ -21,8 +24,6 @@ def demo(
     Feed-forward blocks, autoencoder, attention and block-sparse products each run beside their dense way. It takes some
     five minutes on two cores, and nothing is downloaded. With shorter --seconds-model and --seconds-sae it takes less.
     """
-    from gossamer.cli._demo.run import Settings, prepare, run
-
     settings = Settings(
         text=text, device=device, out=out, seconds_model=seconds_model, seconds_sae=seconds_sae, seed=seed
     )
@@ -31,3 +32,9 @@ def demo(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     run(settings, device_found, corpus, Console())
+
+
+main = application(demo, "demo")
+
+if __name__ == "__main__":
+    main()

@@ -18,7 +18,7 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from gossamer.cli.bench.case import Case, import_path
+from benchmarks.engine.case import Case, import_path
 
 _COMPILED = "torch.compile"
 """Compiles for each shape anew, which takes longer than all the rest of a sweep."""
@@ -43,7 +43,7 @@ def draw_cases(folder: Path, room: str | None, count: int, seed: int, device: to
     files = sorted(folder.glob("*/sweep.py"))
     rooms = [file.parent.name for file in files]
     if room is not None and room not in rooms:
-        raise ValueError(f"gossamer bench sweep: --room must be one of {', '.join(rooms)}, got {room!r}.")
+        raise ValueError(f"benchmarks sweep: --room must be one of {', '.join(rooms)}, got {room!r}.")
     import_path(folder)
     found: list[list[Case]] = []
     for name in rooms if room is None else [room]:

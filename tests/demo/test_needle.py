@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer.cli._demo.needle import KEYS, VOCABULARY, NeedleModel, Task, accuracy, needle, train_needle
-from gossamer.cli._demo.train import Clock
+from demo.needle import KEYS, VOCABULARY, NeedleModel, Task, accuracy, needle, train_needle
+from demo.train import Clock
 
 
 def copying(batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
