@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from demo.model import N_BYTES, ByteModel
+from gossamer.extract import Extraction
 from gossamer.integrations.transformers import Activations
-from gossamer.sae import Extraction
 
 LOWEST_RATE, HIGHEST_RATE = 1e-4, 2e-2
 LEAST_FIRINGS = 12
@@ -37,7 +37,7 @@ class ByteTokenizer:
 
 
 def residual_source(model: ByteModel, windows: Tensor) -> Activations:
-    """The residual stream after the middle block for windows `[n, context]` of bytes: a source for `sae.extract`."""
+    """The residual stream after the middle block for windows `[n, context]` of bytes: a source for `extract`."""
     texts = [bytes(window).decode(errors="surrogateescape") for window in windows.tolist()]
     return Activations(
         model,

@@ -32,8 +32,8 @@ from demo.train import DEAD_AFTER_BYTES, Clock, Show, train_model, train_sae
 from gossamer import nn
 from gossamer.cli import environment
 from gossamer.cli.folder import make_folder
+from gossamer.extract import Extraction, extract
 from gossamer.integrations.transformers import Activations
-from gossamer.sae import Extraction, extract
 
 GPU_BATCHES = 8
 QUALITY_ROWS = 4096

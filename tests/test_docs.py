@@ -26,8 +26,8 @@ def test_examples(name: str) -> None:
     names = {"torch": torch, "gossamer": gossamer}
     for other in ("rowsparse", "testing", "gemm", "sae", name):
         room = importlib.import_module(f"gossamer.{other}")
-        names |= {key: getattr(room, key) for key in room.__all__} | {other: room}
-    room = names[name]
+        names |= {other: room} | {key: getattr(room, key) for key in room.__all__}
+    room = importlib.import_module(f"gossamer.{name}")
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     finder = doctest.DocTestFinder(recurse=False)
     tests = finder.find(room, name, globs=dict(names))

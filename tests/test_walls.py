@@ -83,7 +83,7 @@ def test_rowsparse_says_nothing_of_rooms_above() -> None:
         ("sae", "from gossamer.sae.encode import _context", 1),
         ("sae", "from gossamer.sae._torch import encode", 0),
         ("sae/_triton", "from gossamer.rowsparse._triton import pack", 0),
-        ("sae/_extract", "from gossamer.sae._extract.text import Text", 0),
+        ("nn/_parts", "from gossamer.nn._parts.text import Text", 0),
         ("cli", "from gossamer import __version__", 0),
     ],
 )

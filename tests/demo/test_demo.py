@@ -22,9 +22,9 @@ from demo.model import ByteModel, ModelConfig
 from demo.text import load_corpus
 from demo.train import Clock, sample, variance_explained
 from gossamer.cli import environment, main
+from gossamer.extract import Extraction, extract
+from gossamer.extract.text import Text
 from gossamer.nn import JumpReLUSAE, load
-from gossamer.sae import Extraction, extract
-from gossamer.sae._extract.text import Text
 
 SMALL = ModelConfig(d_model=32, n_layers=2, n_heads=2, d_ff=64, context=32)
 HOSTILE = "<script src='https://example.org/x.js'></script> & \"quoted\"\t\x01 "

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gossamer._core import checks
 from gossamer._core.modes import evaluating
-from gossamer.sae.extract import Text
+from gossamer.extract.text import Text
 
 _OPERATOR = "integrations.transformers.Activations"
 _SUFFIXES = (".txt", ".jsonl")
@@ -26,7 +26,7 @@ _DOCUMENTS_AT_ONCE = 256
 
 
 class Activations:
-    """What a model computes at one module for text, a row a token: a source for `sae.extract`.
+    """What a model computes at one module for text, a row a token: a source for `gossamer.extract`.
 
     Documents are tokenised one after another and cut into contexts of `context_size` tokens. Where the tokenizer has a
     BOS token, one stands at the beginning of each context and before each document in it; it fills its place in the

@@ -17,20 +17,20 @@ from torch import Tensor
 from gossamer import rowsparse
 from gossamer._core import checks, files
 from gossamer._core.modes import evaluating
+from gossamer.extract import folder as disk
+from gossamer.extract import source_files
+from gossamer.extract.begin import begin
+from gossamer.extract.lock import Lock
+from gossamer.extract.ranks import Ranks
+from gossamer.extract.seal import checksum, raw
+from gossamer.extract.source import Source, head
+from gossamer.extract.statistics import LOWEST, Statistics
+from gossamer.extract.text import Text as Text
+from gossamer.extract.text import mark, spell
+from gossamer.extract.verify import complain, faults
+from gossamer.extract.writer import Shard, Writer
 from gossamer.rowsparse import CSR, ELL
 from gossamer.rowsparse.formats import offsets_of
-from gossamer.sae._extract import folder as disk
-from gossamer.sae._extract import source_files
-from gossamer.sae._extract.begin import begin
-from gossamer.sae._extract.lock import Lock
-from gossamer.sae._extract.ranks import Ranks
-from gossamer.sae._extract.seal import checksum, raw
-from gossamer.sae._extract.source import Source, head
-from gossamer.sae._extract.statistics import LOWEST, Statistics
-from gossamer.sae._extract.text import Text as Text
-from gossamer.sae._extract.text import mark, spell
-from gossamer.sae._extract.verify import complain, faults
-from gossamer.sae._extract.writer import Shard, Writer
 
 # Of a module's state, what follows from the rows that it has seen, and not the other way round.
 _STATISTICS = ("firing_counts", "steps_since_fired")
@@ -91,7 +91,7 @@ class Extraction:
                 return manifest, Statistics(settings["d_sae"], settings["top"], torch.device("cpu")).state()
             named = manifest["statistics"]
             try:
-                return manifest, disk.load("sae.Extraction", self.folder / named["file"], named["sha256"])
+                return manifest, disk.load("Extraction", self.folder / named["file"], named["sha256"])
             except FileNotFoundError:
                 # An extraction that goes on meanwhile has replaced it: the manifest names the next one by now.
                 if attempt == 4:
@@ -126,9 +126,9 @@ class Extraction:
         wrong += _wrong_vocabulary(path, manifest["settings"])
         done = list(accumulate(shard["rows"] for shard in manifest["shards"]))
         tell = progress or (lambda done, rows: None)
-        wrong += faults("sae.Extraction", path, manifest["shards"], lambda number: tell(done[number], done[-1]))
+        wrong += faults("Extraction", path, manifest["shards"], lambda number: tell(done[number], done[-1]))
         if found is None or wrong:
-            complain("sae.Extraction", path, wrong)
+            complain("Extraction", path, wrong)
         return found
 
     def __len__(self) -> int:
@@ -173,9 +173,9 @@ class Extraction:
         """
         self._check_text()
         if min(before, after) < 0:
-            raise ValueError(f"sae.Extraction: before and after must be at least 0, got {before} and {after}.")
+            raise ValueError(f"Extraction: before and after must be at least 0, got {before} and {after}.")
         if not 0 <= row < self.rows:
-            raise IndexError(f"sae.Extraction: row must be at least 0 and below {self.rows}, got {row}.")
+            raise IndexError(f"Extraction: row must be at least 0 and below {self.rows}, got {row}.")
         first = max(row - before, 0)
         tokens, starts = self._tokens(first, min(row + after + 1, self.rows))
         begins = starts.nonzero().flatten() + first
@@ -183,12 +183,12 @@ class Extraction:
         last_kept = min([first + len(tokens), *begins[begins > row].tolist()])
         if self._vocabulary is None:
             file = self.folder / disk.VOCABULARY
-            way_out = "The same call of sae.extract writes it again."
-            found = disk.read_json("sae.Extraction", file, way_out)
+            way_out = "The same call of extract writes it again."
+            found = disk.read_json("Extraction", file, way_out)
             if found is None:
-                raise FileNotFoundError(f"sae.Extraction: {file} is gone. {way_out}")
+                raise FileNotFoundError(f"Extraction: {file} is gone. {way_out}")
             if not isinstance(found, dict) or _wrong_vocabulary(self.folder, self.manifest["settings"]):
-                raise disk.Damaged("sae.Extraction", file, "its checksum differs", way_out)
+                raise disk.Damaged("Extraction", file, "its checksum differs", way_out)
             self._vocabulary = {int(token): piece for token, piece in found.items()}
         pieces = [self._vocabulary.get(token, "") for token in tokens.tolist()]
         at = row - first
@@ -209,7 +209,7 @@ class Extraction:
             described: dict[str, Any] = self.manifest["shards"][shard]
         except IndexError:
             raise IndexError(
-                f"sae.Extraction: shard must be below {len(self)}, the number of shards, got {shard}."
+                f"Extraction: shard must be below {len(self)}, the number of shards, got {shard}."
             ) from None
         return described
 
@@ -217,14 +217,14 @@ class Extraction:
         """The tensors of a shard, verified once."""
         name = shard["file"]
         sha256 = None if name in self._verified else shard.get("sha256")
-        tensors = disk.load("sae.Extraction", self.folder / name, sha256)
+        tensors = disk.load("Extraction", self.folder / name, sha256)
         self._verified.add(name)
         return tensors
 
     def _check_text(self) -> None:
         if not self.has_text:
             raise ValueError(
-                f"sae.Extraction: {self.folder} holds no tokens; extract from a source that has them, as "
+                f"Extraction: {self.folder} holds no tokens; extract from a source that has them, as "
                 "integrations.transformers.Activations does."
             )
 
@@ -235,7 +235,7 @@ class Extraction:
             low, high = max(first - at, 0), min(end - at, shard["rows"])
             if low < high:
                 path = self.folder / shard["file"]
-                with disk.reading("sae.Extraction", path), safe_open(path, framework="pt") as file:
+                with disk.reading("Extraction", path), safe_open(path, framework="pt") as file:
                     tokens.append(file.get_slice("tokens")[low:high])
                     starts.append(file.get_slice("starts")[low:high])
             at += shard["rows"]
@@ -307,7 +307,7 @@ def extract(
     >>> extract(torch.randn(10, 4), model, tempfile.mkdtemp())
     Extraction(rows=10, d_sae=16, nnz=..., shards=1, complete)
     """
-    operator = "sae.extract"
+    operator = "extract"
     with ExitStack() as stack:
         ranks = stack.enter_context(Ranks(operator))
         rows, settings = _prepare(operator, ranks, source, sae, key, batch_size, shard_rows, top)
@@ -545,9 +545,9 @@ def _without_rows(operator: str) -> ValueError:
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    manifest = disk.read_manifest("sae.Extraction", folder)
+    manifest = disk.read_manifest("Extraction", folder)
     if manifest is None:
-        raise FileNotFoundError(f"sae.Extraction: {folder} holds no {disk.MANIFEST}. Name a folder that extract wrote.")
+        raise FileNotFoundError(f"Extraction: {folder} holds no {disk.MANIFEST}. Name a folder that extract wrote.")
     return manifest
 
 

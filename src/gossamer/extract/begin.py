@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from gossamer._core import files
+from gossamer.extract import folder as disk
+from gossamer.extract import source_files
+from gossamer.extract.seal import seal
+from gossamer.extract.statistics import Statistics
+from gossamer.extract.text import Text
 from gossamer.rowsparse import CSR
-from gossamer.sae._extract import folder as disk
-from gossamer.sae._extract import source_files
-from gossamer.sae._extract.seal import seal
-from gossamer.sae._extract.statistics import Statistics
-from gossamer.sae._extract.text import Text
 
 _SHARD = re.compile(r"shard-(\d{6})\.safetensors")
 _OURS = re.compile(

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 
 from gossamer import nn
 from gossamer._core import files
-from gossamer.sae import Extraction, extract
-from gossamer.sae._extract import folder as disk
-from tests.sae.extraction import D_IN, D_SAE, SIZES, Killed, activations, contents, model, stop_at, threads
+from gossamer.extract import Extraction, extract
+from gossamer.extract import folder as disk
+from tests.extract.extraction import D_IN, D_SAE, SIZES, Killed, activations, contents, model, stop_at, threads
 
 pytestmark = pytest.mark.native
 
@@ -67,13 +67,13 @@ def test_interrupted_anywhere(device: torch.device, tmp_path: Path, monkeypatch:
 
 SCRIPT = """
 import sys, time, torch
-from gossamer import nn, sae
+from gossamer import extract, nn
 torch.manual_seed(0)
 model = nn.TopKSAE(16, 192, 6)
 x = torch.randn(4000, 16, generator=torch.Generator().manual_seed(1))
 print("begun", flush=True)
 for out in sys.argv[1:]:
-    sae.extract(x, model, out, batch_size=32, shard_rows=64, top=5, progress=lambda *_: time.sleep(0.002))
+    extract.extract(x, model, out, batch_size=32, shard_rows=64, top=5, progress=lambda *_: time.sleep(0.002))
 """
 
 
@@ -125,7 +125,7 @@ def test_two_runs_at_once(device: torch.device, tmp_path: Path, monkeypatch: pyt
     extract(x, sae, tmp_path / "out", progress=second, **SIZES)
     extract(x, sae, tmp_path / "expected", **SIZES)
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
-    code = "import sys, time; from pathlib import Path; from gossamer.sae._extract.lock import Lock\n"
+    code = "import sys, time; from pathlib import Path; from gossamer.extract.lock import Lock\n"
     code += "lock = Lock('a', Path(sys.argv[1])); lock.take(); print('taken', flush=True); time.sleep(100)"
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "out")], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline().strip() == b"taken"
@@ -176,7 +176,7 @@ def test_a_full_disk_leaves_whole_shards(
         original(tensors, path, *metadata)
 
     monkeypatch.setattr(disk, "save_file", full)
-    message = r"sae\.extract: .*out/shard-000002\.safetensors could not be written: No space left on device\. "
+    message = r"extract: .*out/shard-000002\.safetensors could not be written: No space left on device\. "
     with pytest.raises(OSError, match=message + "Free space") as raised:
         extract(x, sae, tmp_path / "out", **SIZES)
     assert raised.value.errno == errno.ENOSPC
@@ -266,14 +266,12 @@ def test_files_that_are_gone(device: torch.device, tmp_path: Path) -> None:
     cut = tmp_path / "shard-000001.safetensors" / "shard-000000.safetensors"
     kept = cut.read_bytes()
     cut.write_bytes(kept[:-5])
-    with pytest.raises(ValueError, match=r"sae\.extract: in .*, shard-000000\.safetensors is damaged \("):
+    with pytest.raises(ValueError, match=r"extract: in .*, shard-000000\.safetensors is damaged \("):
         extract(x, sae, cut.parent, **SIZES)
     cut.write_bytes(kept)
     (tmp_path / "shard-000001.safetensors" / "shard-000001.safetensors").unlink()
     found = Extraction(tmp_path / "shard-000001.safetensors")
-    with pytest.raises(
-        FileNotFoundError, match=r"sae\.Extraction: .*shard-000001\.safetensors is gone\. Put a whole copy"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"Extraction: .*shard-000001\.safetensors is gone\. Put a whole copy"):
         found.read(1)
     with pytest.raises(ValueError, match=r"lacks shard-000001\.safetensors"):
         extract(x, sae, found.folder, **SIZES)
@@ -290,7 +288,7 @@ def test_a_shard_that_is_not_there(device: torch.device, tmp_path: Path) -> None
 def test_out_that_is_a_file(device: torch.device, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ValueError, match=rf"sae\.extract: out must be a folder, .* got {out}: .* Name another one"):
+        with pytest.raises(ValueError, match=rf"extract: out must be a folder, .* got {out}: .* Name another one"):
             extract(activations(100), model(device), out, **SIZES)
         with pytest.raises(ValueError, match=rf"nn\.save: folder must be a folder, .* got {out}: "):
             nn.save(model(device), out)

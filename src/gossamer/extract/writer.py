@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer.extract import folder as disk
+from gossamer.extract.ranks import Ranks
+from gossamer.extract.seal import Growing, checksum, seal
+from gossamer.extract.source import head
+from gossamer.extract.statistics import Statistics
+from gossamer.extract.text import Text
 from gossamer.rowsparse import CSR
 from gossamer.rowsparse.formats import offsets_of
-from gossamer.sae._extract import folder as disk
-from gossamer.sae._extract.ranks import Ranks
-from gossamer.sae._extract.seal import Growing, checksum, seal
-from gossamer.sae._extract.source import head
-from gossamer.sae._extract.statistics import Statistics
-from gossamer.sae._extract.text import Text
 
 
 class Shard:

@@ -1,4 +1,4 @@
-"""What tests of `sae.extract` run it with, and look at."""
+"""What tests of `extract` run it with, and look at."""
 
 import threading
 from pathlib import Path

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gossamer.sae._extract.text import Text
+from gossamer.extract.text import Text
 
 # Rows that tell one source from another, of each shard: enough that no two sources agree in them by chance, and few
 # enough that bringing them to the host, and reading them again before a run goes on, costs next to nothing.
@@ -92,7 +92,7 @@ class Source:
             self._rows_from = source.rows_from
         elif not isinstance(source, Iterable):
             raise TypeError(
-                "sae.extract: source must be a tensor, an array, a path or paths of .safetensors and .npy, an "
+                "extract: source must be a tensor, an array, a path or paths of .safetensors and .npy, an "
                 "iterable of batches, or what has rows_from(start) and a length, got "
                 f"{type(source).__name__}."
             )
@@ -104,7 +104,7 @@ class Source:
             self.length = len(source)
         if self.text is not None and self.text.tokens.shape[0] != self.length:
             raise ValueError(
-                f"sae.extract: source must have a token for each of its rows in text, got {self.text.tokens.shape[0]} "
+                f"extract: source must have a token for each of its rows in text, got {self.text.tokens.shape[0]} "
                 f"tokens and {self.length} rows."
             )
         # Of a source on a GPU there is nothing to read ahead.
@@ -152,7 +152,7 @@ class Source:
             self._at += 0 if batch is None else batch.shape[0]
             if batch is None or self._at > first:
                 raise ValueError(
-                    f"sae.extract: the source ended before row {first}, where an earlier run stood. Give all of its "
+                    f"extract: the source ended before row {first}, where an earlier run stood. Give all of its "
                     "batches again, from the start."
                 )
 
@@ -224,21 +224,21 @@ def _ahead(batches: Iterator[Tensor], device: torch.device) -> Generator[Tensor]
 
 def _check_width(d: int, d_in: int, name: str) -> None:
     if d != d_in:
-        raise ValueError(f"sae.extract: {name} must have shape [..., d_in] with d_in = {d_in} like the SAE, got {d}.")
+        raise ValueError(f"extract: {name} must have shape [..., d_in] with d_in = {d_in} like the SAE, got {d}.")
 
 
 def _array(data: Any, name: str) -> Array:
     if not isinstance(data, Tensor | np.ndarray):
-        raise TypeError(f"sae.extract: {name} must be a tensor or an array, got {type(data).__name__}.")
+        raise TypeError(f"extract: {name} must be a tensor or an array, got {type(data).__name__}.")
     _check(tuple(data.shape), data.dtype, name)
     return Array(lambda: data, tuple(data.shape), name)
 
 
 def _check(shape: tuple[int, ...], dtype: Any, name: str) -> None:
     if len(shape) < 2:
-        raise ValueError(f"sae.extract: {name} must have shape [..., d_in], got {list(shape)}.")
+        raise ValueError(f"extract: {name} must have shape [..., d_in], got {list(shape)}.")
     if dtype.is_complex if isinstance(dtype, torch.dtype) else dtype.kind not in "fiub":
-        raise TypeError(f"sae.extract: {name} must hold real numbers, got {dtype}.")
+        raise TypeError(f"extract: {name} must hold real numbers, got {dtype}.")
 
 
 def _files(path: Path) -> list[Path]:
@@ -246,10 +246,10 @@ def _files(path: Path) -> list[Path]:
     if path.is_dir():
         found = sorted(f for f in path.iterdir() if f.suffix in (".safetensors", ".npy") and f.is_file())
         if not found:
-            raise ValueError(f"sae.extract: {path} holds no .safetensors and no .npy file.")
+            raise ValueError(f"extract: {path} holds no .safetensors and no .npy file.")
         return found
     if not path.is_file():
-        raise FileNotFoundError(f"sae.extract: there is no file {path}.")
+        raise FileNotFoundError(f"extract: there is no file {path}.")
     return [path]
 
 
@@ -261,22 +261,22 @@ def _open(path: Path, key: str | None) -> Array:
             return Array(lambda: np.load(path, mmap_mode="r"), data.shape, str(path), path)
         if path.suffix != ".safetensors":
             raise TypeError(
-                f"sae.extract: {path} must end in .safetensors or .npy. Text needs a model that reads it: "
+                f"extract: {path} must end in .safetensors or .npy. Text needs a model that reads it: "
                 "integrations.transformers.Activations, or --model and --hook."
             )
         file = safe_open(path, framework="pt")
         names = list(file.keys())
     except (SafetensorError, EOFError, ValueError) as error:
-        if str(error).startswith("sae.extract"):
+        if str(error).startswith("extract"):
             raise
-        raise ValueError(f"sae.extract: {path} is not a whole {path.suffix} file: {error}.") from error
+        raise ValueError(f"extract: {path} is not a whole {path.suffix} file: {error}.") from error
     if key is None and len(names) != 1:
-        raise ValueError(f"sae.extract: {path} holds {', '.join(names) or 'no tensor'}; name one with key.")
+        raise ValueError(f"extract: {path} holds {', '.join(names) or 'no tensor'}; name one with key.")
     name = names[0] if key is None else key
     if name not in names:
-        raise ValueError(f"sae.extract: {path} holds {', '.join(names)}, and no {name}.")
+        raise ValueError(f"extract: {path} holds {', '.join(names)}, and no {name}.")
     piece = file.get_slice(name)
     shape = tuple(piece.get_shape())
     if len(shape) < 2:
-        raise ValueError(f"sae.extract: {name} of {path} must have shape [..., d_in], got {list(shape)}.")
+        raise ValueError(f"extract: {name} of {path} must have shape [..., d_in], got {list(shape)}.")
     return Array(lambda: piece, shape, str(path), path)

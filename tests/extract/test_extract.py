@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from gossamer.extract import Extraction, extract
+from gossamer.extract import folder as disk
+from gossamer.extract.source import Array
+from gossamer.extract.text import Text
 from gossamer.rowsparse import ELL
-from gossamer.sae import Extraction, extract
-from gossamer.sae._extract import folder as disk
-from gossamer.sae._extract.source import Array
-from gossamer.sae._extract.text import Text
-from tests.sae.extraction import D_IN, D_SAE, SIZES, Killed, activations, contents, model, threads
+from tests.extract.extraction import D_IN, D_SAE, SIZES, Killed, activations, contents, model, threads
 
 pytestmark = pytest.mark.native
 

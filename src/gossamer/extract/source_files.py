@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from gossamer._core import files
-from gossamer.sae._extract import folder as disk
-from gossamer.sae._extract.source import Array
+from gossamer.extract import folder as disk
+from gossamer.extract.source import Array
 
 NAME = "source-files.json"
 
@@ -54,7 +54,7 @@ def note(folder: Path, arrays: Sequence[Array] | None, done: int) -> None:
     found = [_look(array.path) for array in arrays or () if array.path is not None]
     file = folder / NAME
     if found:
-        if not file.is_file() or disk.read_json("sae.extract", file, "") != found:
+        if not file.is_file() or disk.read_json("extract", file, "") != found:
             disk.write_json(file, found)
     elif not done:
         files.remove(file)

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gossamer.sae._extract import folder as disk
+from gossamer.extract import folder as disk
 
 # Checksums are computed without Python's lock. More threads than this wait for the disk.
 _THREADS = 4

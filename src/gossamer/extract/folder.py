@@ -1,4 +1,4 @@
-"""The folder that `sae.extract` writes to: a file counts once the manifest names it, and is whole by then."""
+"""The folder that `extract` writes to: a file counts once the manifest names it, and is whole by then."""
 
 import errno
 import json
@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gossamer._core import files
-from gossamer.sae._extract.seal import of_json, seal
+from gossamer.extract.seal import of_json, seal
 
-_OPERATOR = "sae.extract"
+_OPERATOR = "extract"
 MANIFEST, VOCABULARY = "manifest.json", "vocabulary.json"
 VERSION, _WITHOUT_CHECKSUMS = 2, 1
 # What is read of a manifest. Other settings are compared, and may be missing on either side.
@@ -24,10 +24,10 @@ _SEALED, _STATISTICS = {"source": str, "sha256": str}, {"file": str, "sha256": s
 # The one key of a file's metadata: safetensors writes several in an order that differs from run to run.
 _METADATA = "gossamer"
 WAY_OUT = (
-    f"Put a whole copy back; or remove it and {MANIFEST}, and the same call of sae.extract goes on from the whole "
+    f"Put a whole copy back; or remove it and {MANIFEST}, and the same call of extract goes on from the whole "
     "shards before it."
 )
-_REBUILT = "The same call of sae.extract makes it again from the shards."
+_REBUILT = "The same call of extract makes it again from the shards."
 
 
 class Damaged(ValueError):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from gossamer import nn
-from gossamer.sae import Extraction, extract
+from gossamer.extract import Extraction, extract
 
 pytestmark = [
     pytest.mark.native,
@@ -29,7 +29,7 @@ SIZES = {"batch_size": 32, "shard_rows": 64, "top": 5}
 SCRIPT = """
 import sys, time, torch, torch.distributed as dist
 from gossamer import nn
-from gossamer.sae import Extraction, extract
+from gossamer.extract import Extraction, extract
 
 sizes = {"batch_size": 32, "shard_rows": 64, "top": 5}
 torch.manual_seed(0)
@@ -217,7 +217,7 @@ def test_damage_and_changes(tmp_path: Path) -> None:
     """Each rank verifies its shards, and its part of the source; a manifest is made again for all of them."""
     code = """
 import pathlib
-from tests.sae.extraction import flip
+from tests.extract.extraction import flip
 
 def together(act):
     dist.barrier()
@@ -250,8 +250,8 @@ print(message(x[:0], model, out))
     first, second = (output.splitlines() for output in finish(start(code, tmp_path / "out")))
     for number, said in ((1, "shard-000003.safetensors is damaged"), (2, "its rows from 192 on differ")):
         # Of rank 1, whose shard it is.
-        assert second[number].startswith("ValueError: sae.extract: ") and said in second[number], second[number]
-        assert first[number].startswith("RuntimeError: sae.extract: rank 1 of 2 failed with ValueError: sae.extract: ")
+        assert second[number].startswith("ValueError: extract: ") and said in second[number], second[number]
+        assert first[number].startswith("RuntimeError: extract: rank 1 of 2 failed with ValueError: extract: ")
         assert said in first[number]
     for output in (first, second):
         assert output[0] == output[5] == output[6] == "no error" and output[3] == "no error (600, 600) True", output
@@ -277,15 +277,20 @@ print(message(x, model, out + "/b"))
 """
     extract(source(), model(), tmp_path / "whole", **SIZES)
     first, second = (output.splitlines() for output in finish(start(code, tmp_path)))
-    elsewhere = "RuntimeError: sae.extract: rank {} of 2 failed with "
+    elsewhere = "RuntimeError: extract: rank {} of 2 failed with "
     for mine, other, rank, message in (
-        (first[1], second[1], 0, "ValueError: sae.extract: every rank must get the same arguments, and rank 1 has"),
-        (first[2], second[2], 0, "ValueError: sae.extract: every rank must get the same arguments, and rank 1 has"),
-        (first[3], second[3], 0, "ValueError: sae.extract: every rank must get the same arguments, and rank 1 has"),
-        (second[4], first[4], 1, "TypeError: sae.extract: sae must have encode(x)"),
+        (first[1], second[1], 0, "ValueError: extract: every rank must get the same arguments, and rank 1 has"),
+        (first[2], second[2], 0, "ValueError: extract: every rank must get the same arguments, and rank 1 has"),
+        (first[3], second[3], 0, "ValueError: extract: every rank must get the same arguments, and rank 1 has"),
+        (second[4], first[4], 1, "TypeError: extract: sae must have encode(x)"),
         (second[5], first[5], 1, "OSError: the disk of rank 1 is gone"),
-        (first[8], second[8], 0, "ValueError: sae.extract: "),
-        (first[10], second[10], 0, "ValueError: sae.extract: every rank must get the same arguments, and rank 1 has"),
+        (first[8], second[8], 0, "ValueError: extract: "),
+        (
+            first[10],
+            second[10],
+            0,
+            "ValueError: extract: every rank must get the same arguments, and rank 1 has",
+        ),
     ):
         assert mine.startswith(message), mine
         assert other.startswith(elsewhere.format(rank) + message), other

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gossamer._core import files
-from gossamer.sae import Extraction, extract
-from gossamer.sae._extract.text import Text
-from tests.sae.extraction import D_SAE, SIZES, Killed, activations, contents, flip, model, stop_at, threads
+from gossamer.extract import Extraction, extract
+from gossamer.extract.text import Text
+from tests.extract.extraction import D_SAE, SIZES, Killed, activations, contents, flip, model, stop_at, threads
 
 pytestmark = pytest.mark.native
 MANIFEST = "manifest.json"
@@ -59,16 +59,16 @@ def test_a_flipped_bit(name: str, at: float, device: torch.device, tmp_path: Pat
     message = name.replace(".", "[.]") + " is damaged"
     with pytest.raises(ValueError, match=message + r" \(.*\)\. Put a whole copy back; or remove it and manifest\.json"):
         Extraction.check(tmp_path)
-    with pytest.raises(ValueError, match=rf"sae\.(extract|Extraction): .*{message}"):
+    with pytest.raises(ValueError, match=rf"(extract|Extraction): .*{message}"):
         extract(x, sae, tmp_path, **SIZES)
     if name.startswith("shard"):
         found = Extraction(tmp_path)
         assert torch.equal(found.read(0).values, whole.read(0).values)
         for _ in range(2):
-            with pytest.raises(ValueError, match=rf"sae\.Extraction: .*{message}"):
+            with pytest.raises(ValueError, match=rf"Extraction: .*{message}"):
                 found.read(1)
     else:
-        with pytest.raises(ValueError, match=rf"sae\.Extraction: .*{message}"):
+        with pytest.raises(ValueError, match=rf"Extraction: .*{message}"):
             Extraction(tmp_path)
     assert contents(tmp_path) == before and not threads()
     # The way out that the error names.
@@ -88,7 +88,7 @@ def test_any_flipped_bit(device: torch.device, tmp_path: Path) -> None:
         # As many in the header as behind it.
         for at in [rng.randrange(min(len(whole), limit)) / len(whole) for limit in (600, 2**40) for _ in range(40)]:
             flip(tmp_path / name, at, rng.randrange(8))
-            with pytest.raises(ValueError, match=rf"sae\.Extraction: .*{name.replace('.', '[.]')} is damaged"):
+            with pytest.raises(ValueError, match=rf"Extraction: .*{name.replace('.', '[.]')} is damaged"):
                 Extraction.check(tmp_path)
             (tmp_path / name).write_bytes(whole)
     assert Extraction.check(tmp_path).rows == 100
@@ -101,7 +101,7 @@ def test_a_flipped_bit_before_a_run_goes_on(device: torch.device, tmp_path: Path
     assert done in (128, 192)
     flip(tmp_path / "shard-000001.safetensors", bit=6)
     before, seen = contents(tmp_path), []
-    with pytest.raises(ValueError, match=r"sae\.extract: in .*, shard-000001\.safetensors is damaged \(its checksum"):
+    with pytest.raises(ValueError, match=r"extract: in .*, shard-000001\.safetensors is damaged \(its checksum"):
         extract(x, sae, tmp_path, progress=lambda *args: seen.append(args), **SIZES)
     assert contents(tmp_path) == before and seen == [(rows, 300) for rows in range(64, done + 1, 64)]
     flip(tmp_path / "shard-000001.safetensors", bit=6)
@@ -128,9 +128,7 @@ def test_check_names_all_that_is_wrong(device: torch.device, tmp_path: Path) -> 
     flip(tmp_path / "vocabulary.json")
     with pytest.raises(ValueError, match=r"in .*, vocabulary\.json is damaged \(its checksum differs\)\. "):
         Extraction.check(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"vocabulary\.json is damaged: .* The same call of sae\.extract writes it again"
-    ):
+    with pytest.raises(ValueError, match=r"vocabulary\.json is damaged: .* The same call of extract writes it again"):
         Extraction(tmp_path).context(3)
     extract(source, sae, tmp_path, **SIZES)
     assert Extraction.check(tmp_path).context(3)[1] == "zero"
@@ -141,7 +139,7 @@ def test_check_names_all_that_is_wrong(device: torch.device, tmp_path: Path) -> 
         flip(tmp_path / name)
     flip(tmp_path / "vocabulary.json")
     (tmp_path / "shard-000002.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"^sae\.Extraction: in ") as raised:
+    with pytest.raises(ValueError, match=r"^Extraction: in ") as raised:
         Extraction.check(tmp_path)
     for name, what in (
         ("shard-000001.safetensors", "damaged (its checksum differs)"),
@@ -274,7 +272,7 @@ def test_a_source_without_rows(device: torch.device, tmp_path: Path) -> None:
     sae, x = model(device), activations()
     np.save(tmp_path / "none.npy", x[:0].numpy())
     for number, empty in enumerate((x[:0], [], iter(()), [x[:0], x[:0]], tmp_path / "none.npy", Rows(x[:0]))):
-        with pytest.raises(ValueError, match=r"sae\.extract: source has no rows\. Give at least one"):
+        with pytest.raises(ValueError, match=r"extract: source has no rows\. Give at least one"):
             extract(empty, sae, tmp_path / str(number), **SIZES)
         # Nothing was begun that another source could not have.
         assert extract(x, sae, tmp_path / str(number), **SIZES).rows == 300
@@ -309,9 +307,7 @@ def test_a_damaged_manifest_is_made_again(kind: str, device: torch.device, tmp_p
         if damage is not None:
             (out / MANIFEST).write_bytes(damage)
             assert damage != (whole / MANIFEST).read_bytes(), name
-            with pytest.raises(
-                ValueError, match=r"manifest\.json is damaged: .* The same call of sae\.extract makes it"
-            ):
+            with pytest.raises(ValueError, match=r"manifest\.json is damaged: .* The same call of extract makes it"):
                 Extraction(out)
             with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
                 Extraction.check(out)
@@ -415,7 +411,7 @@ def test_any_flipped_bit_in_a_shard_without_a_manifest(device: torch.device, tmp
     for limit in [700] * 60 + [2**40] * 20:
         flip(shard, rng.randrange(min(len(before[shard.name]), limit)) / len(before[shard.name]), rng.randrange(8))
         damaged = contents(tmp_path)
-        with pytest.raises(ValueError, match=r"sae\.extract: .* (Put a whole copy back|[Nn]ame another folder)"):
+        with pytest.raises(ValueError, match=r"extract: .* (Put a whole copy back|[Nn]ame another folder)"):
             extract(x, sae, tmp_path, **SIZES)
         assert contents(tmp_path) == damaged
         shard.write_bytes(before[shard.name])

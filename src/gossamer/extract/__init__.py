@@ -1,0 +1,5 @@
+"""Extraction: activations as a stream, through an autoencoder, to shards of row-sparse latents on disk."""
+
+from gossamer.extract.extract import Extraction, extract
+
+__all__ = ["Extraction", "extract"]
