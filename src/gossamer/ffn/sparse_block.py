@@ -10,7 +10,6 @@ from torch import Tensor
 from gossamer._core.ops import needs_gradient
 from gossamer.ffn.block import METHODS, NAMES, Block, run
 from gossamer.ffn.tracker import BlockTracker
-from gossamer.ffn.transposed import Transposed
 
 
 class SparseBlock:
@@ -41,7 +40,6 @@ class SparseBlock:
         self.method = method
         self.density = BlockTracker()
         self.observer: Callable[[Block], Any] | None = None
-        self._transposed = Transposed()
 
     @property
     def method(self) -> str:
@@ -58,11 +56,6 @@ class SparseBlock:
     def last_path(self) -> str | None:
         """The way last taken of those that `gated` names, or None before there was a call without gradients."""
         return self.density.last_path
-
-    @property
-    def copied_bytes(self) -> int:
-        """Memory that a transposed copy of the down projection's weight takes."""
-        return self._transposed.nbytes
 
     def __call__(
         self,
@@ -81,7 +74,7 @@ class SparseBlock:
         operands = (x, gate_weight, gate_bias, None, up_weight, up_bias, down_weight, down_bias)
         if activation not in NAMES or needs_gradient(*operands):
             return None
-        block = Block(*operands, activation, self._transposed)
+        block = Block(*operands, activation)
         if self.observer is not None:
             self.observer(block)
         if self.method == "auto":

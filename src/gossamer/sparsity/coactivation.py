@@ -248,11 +248,10 @@ def _measured(found: NeuronOrder, block: Block, path: str) -> NeuronOrder:
         up_weight=rows(block.up_weight),
         up_bias=rows(block.up_bias),
         down_weight=block.down_weight.detach().index_select(1, order),
-        transposed=None,
     )
     # The same for both: a weight whose transpose is contiguous needs no copy.
     both = [
-        replace(b, down_weight=b.down_weight.detach().t().contiguous().t(), transposed=None) for b in (block, moved)
+        replace(b, down_weight=b.down_weight.detach().t().contiguous().t()) for b in (block, moved)
     ]
     with torch.no_grad():
         calls = [lambda b=b: run(_OPERATOR, b, path, None) for b in both]
