@@ -8,6 +8,7 @@ keys travel in the model's own cache, as further heads of keys, so that whatever
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -102,11 +103,12 @@ def patch_attention(
         granularity: 1, or 4 to select units of four neighbouring keys, as in `attention.select_topk`.
 
     Returns:
-        What is replaced, and what is left and why. `print` it.
+        What is replaced, and what is left and why. `print` it. A model that is patched already is left as it is, with a
+        warning, and its report is made again; `unpatch_attention` it to change an option.
 
     Raises:
         TypeError: model is no module.
-        ValueError: something in it is patched already, sizes do not fit, or layers cannot share as `share` says.
+        ValueError: sizes do not fit, or layers cannot share as `share` says.
 
     Source: Gated Sparse Attention (arXiv 2601.15305); the warm-up is DeepSeek-V3.2's (arXiv 2512.02556).
 
@@ -114,9 +116,10 @@ def patch_attention(
     LlamaAttention: 32 with selected keys
     21041280 new parameters
     """
-    _check(_PATCH, model)
-    if any(isinstance(module, SparseSelfAttention) for module in model.modules()):
-        raise ValueError(f"{_PATCH}: model is patched already. Call unpatch_attention first.")
+    patched = _found(_PATCH, model)
+    if patched:
+        warnings.warn(f"{_PATCH}: {type(model).__name__} is patched already; nothing changed.", stacklevel=2)
+        return _report(patched, {})
     options = {"k_base": k_base, "k_min": k_min, "k_max": k_max, "d_indexer": d_indexer, "n_idx_heads": n_idx_heads}
     options["granularity"] = granularity
     found: dict[str, Any] = {}
@@ -137,14 +140,17 @@ def patch_attention(
     for name, new in made.items():
         _put(model, name, new)
     share_selections(model, groups)
-    new_parameters = sum(p.numel() for new in made.values() for p in new.added())
+    return _report(made, left)
+
+
+def _report(made: dict[str, SparseSelfAttention], left: dict[str, str]) -> AttentionReport:
+    parameters = sum(p.numel() for new in made.values() for p in new.added())
     replaced = {name: type(new.replaces).__name__ for name, new in made.items()}
-    selections = sum(new.selects for new in made.values())
-    return AttentionReport(replaced, left, parameters=new_parameters, selections=selections)
+    return AttentionReport(replaced, left, parameters=parameters, selections=sum(new.selects for new in made.values()))
 
 
 def unpatch_attention(model: nn.Module) -> None:
-    """Undoes `patch_attention`; indexers and gates are gone. Does nothing where nothing is patched.
+    """Undoes `patch_attention`; indexers and gates are gone. Where nothing is patched it changes nothing, and warns.
 
     Args:
         model: what was patched.
@@ -155,6 +161,8 @@ def unpatch_attention(model: nn.Module) -> None:
     >>> unpatch_attention(model)  # doctest: +SKIP
     """
     found = _found(_UNPATCH, model)
+    if not found:
+        warnings.warn(f"{_UNPATCH}: {type(model).__name__} is not patched; nothing changed.", stacklevel=2)
     share_selections(model, {})
     for name, module in found.items():
         weight = module.q_proj.weight

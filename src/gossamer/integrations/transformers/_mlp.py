@@ -81,11 +81,12 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
 
     Returns:
         What is replaced, and what is left and why; it warns where nothing is replaced. `print` it. What is sparse has
-        a `ffn.SparseBlock` as `module.sparse_block`, which tells the way that was taken last.
+        a `ffn.SparseBlock` as `module.sparse_block`, which tells the way that was taken last. A model that is patched
+        already is left as it is, with a warning, and its report is made again; `unpatch` it to change an option.
 
     Raises:
         TypeError: model is no module.
-        ValueError: something in it is patched already, or an unknown way.
+        ValueError: an unknown way.
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer"; Cetin et al., "Sparser, Faster, Lighter Transformer
     Language Models".
@@ -94,11 +95,14 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
     LlamaMLP: 32 with gate and up in one product
     """
     _check(_PATCH, model)
-    if any(isinstance(module, _Patched) for module in model.modules()):
-        raise ValueError(f"{_PATCH}: model is patched already. Call unpatch first.")
     method = "auto" if sparse is True else sparse if sparse else None
     if method is not None and method not in METHODS:
         raise ValueError(f"{_PATCH}: sparse must be True, False or one of {', '.join(METHODS)}, got {sparse!r}.")
+    patched = {name: module for name, module in model.named_modules() if isinstance(module, _Patched)}
+    if patched:
+        warnings.warn(f"{_PATCH}: {type(model).__name__} is patched already; nothing changed.", stacklevel=2)
+        kinds = {name: type(module).__name__ for name, module in patched.items()}
+        return Report(kinds, sparse=frozenset(name for name in patched if "sparse_block" in patched[name].__dict__))
     replaced, left, found, dense = {}, {}, set(), {}
     for name, module in model.named_modules():
         kind: Any = type(module)
@@ -132,7 +136,7 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
 
 
 def unpatch(model: nn.Module) -> None:
-    """Undoes `patch`; does nothing where nothing is patched, as after a `patch` that found nothing.
+    """Undoes `patch`; where nothing is patched it changes nothing, and warns.
 
     Args:
         model: what was patched.
@@ -146,6 +150,8 @@ def unpatch(model: nn.Module) -> None:
     """
     _check(_UNPATCH, model)
     found = {name: module for name, module in model.named_modules() if isinstance(module, _Patched)}
+    if not found:
+        warnings.warn(f"{_UNPATCH}: {type(model).__name__} is not patched; nothing changed.", stacklevel=2)
     later = {name or "model": what for name, module in found.items() if (what := _put_on(module)) is not None}
     if later:
         raise ValueError(
