@@ -36,12 +36,23 @@ def test_pinned_and_followed(device: torch.device, generator: torch.Generator) -
 
 
 @pytest.mark.native
+@pytest.mark.parametrize("method", ["auto", "gather"])
+def test_the_last_path_is_what_was_multiplied(method: str, generator: torch.Generator) -> None:
+    """On the CPU, which sees that a gate is dense once it has it."""
+    given = operands((20, 256, 3000, 256), torch.float32, torch.device("cpu"), generator)
+    for bias, path in ((-30.0, "gather"), (3.0, "dense")):
+        a, block = given | {"gate_bias": torch.full_like(given["gate_bias"], bias)}, SparseBlock(method)
+        check(a, call(block, a))
+        assert block.last_path == path
+
+
+@pytest.mark.native
 def test_what_is_left_to_others(device: torch.device, generator: torch.Generator) -> None:
     a, block, seen = operands((3, 24, 300, 40), torch.float32, device, generator), SparseBlock(), []
     block.observer = seen.append
     assert call(block, a, "silu") is None
     a["x"].requires_grad_()
-    assert call(block, a) is None and not seen and block.last_path is None
+    assert call(block, a) is None and len(seen) == 1 and block.last_path is None
     with torch.no_grad():
         check(a, call(block, a))
 

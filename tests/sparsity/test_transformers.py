@@ -42,6 +42,28 @@ def test_decoders(kind: str, device: torch.device) -> None:
         assert torch.equal(found.token_entries, want)
 
 
+@pytest.mark.parametrize("kind", ["Llama", "OPT", "T5"])
+def test_in_training_as_without_gradients(kind: str, device: torch.device) -> None:
+    """OPT has its block in a larger layer, and T5 drops out inside of its block, with probability 0 here."""
+    model, ids = make(kind, device), tokens(device)
+    extra = {"decoder_input_ids": ids[:, :7]} if kind == "T5" else {}
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 1e-12
+    patch(model, sparse=True)
+    with torch.no_grad(), sparsity.Recorder(model) as still:
+        model(input_ids=ids, **extra)
+    plain = model.train()(input_ids=ids, **extra).logits
+    with sparsity.Recorder(model) as recorder:
+        logits = model(input_ids=ids, **extra).logits
+        logits.sum().backward()
+    torch.testing.assert_close(logits, plain)
+    assert list(recorder.layers) == list(still.layers) and len(recorder.layers) == (4 if kind == "T5" else 2)
+    for name, found in recorder.layers.items():
+        assert found.fired.equal(still.layers[name].fired) and found.tokens == still.layers[name].tokens
+    assert all(parameter.grad is not None for name, parameter in model.named_parameters() if "layers.0" in name)
+
+
 def test_both_sides(device: torch.device) -> None:
     """The encoder reads its own tokens and the decoder others."""
     model, ids = make("T5", device), tokens(device)

@@ -12,7 +12,7 @@ from torch import Tensor
 from gossamer import gemm
 from gossamer._core import autocast, checks, tuning
 from gossamer._core.calls import Checked, key_of
-from gossamer._core.ops import needs_gradient, undispatched
+from gossamer._core.ops import INTERPRET, needs_gradient, undispatched
 from gossamer._core.ranges import span
 from gossamer.ffn.costs import FEW, GROUP, MANY, Costs, Path, choose_path, costs_of, sample_step
 from gossamer.ffn.sparse_ffn import sparse_ffn
@@ -145,6 +145,12 @@ def _inferred(operator: str, block: Block, found: Found, method: str, density: B
                 nnz, unions = sampled(hidden)
     if recorded:
         tracker.record(nnz, unions if grouped else None, cost.limit)  # type: ignore[union-attr]
+    if density is not None:
+        density.last_path = method
+        says = method in ("gather", "union") and not (x.is_cuda or INTERPRET or torch.compiler.is_compiling())
+        # The CPU says of how many rows it multiplied all; a tensor that a transform has wrapped says nothing.
+        if says and type(unions) is Tensor and 2 * int(unions) > m:
+            density.last_path = "dense"
     return out
 
 

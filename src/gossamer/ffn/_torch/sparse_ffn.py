@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from gossamer.ffn.costs import CPU_DENSE, CPU_GROUP, sampled_groups
+from gossamer._core.ranges import span
+from gossamer.ffn.costs import CPU_DENSE, CPU_GROUP
 from gossamer.rowsparse._torch.linear_source import activate_, linear
 
 _BLOCK = 1 << 24
@@ -28,14 +29,14 @@ def sparse_ffn(
     unknown: bool,
     light: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Operator `sparse_ffn` -> (out [M, D], entries of each row [M], zeros for groups of rows), the latter two [0]
-    where step is 0."""
+    """Operator `sparse_ffn` -> (out [M, D], entries of each row [M], or [0] where step is 0, and int32 [1]: of how many
+    rows the gate turned out to be dense, so that all of the block was multiplied)."""
     m, n = x.shape[0], gate_weight.shape[0]
     out = x.new_empty(m, down_weight.shape[0])
     nnz = torch.empty(m if step else 0, dtype=torch.int32)
-    span = max(CPU_GROUP, _BLOCK // max(n, 1) // CPU_GROUP * CPU_GROUP)
-    for start in range(0, m, span):
-        block = slice(start, min(start + span, m))
+    whole, step_m = 0, max(CPU_GROUP, _BLOCK // max(n, 1) // CPU_GROUP * CPU_GROUP)
+    for start in range(0, m, step_m):
+        block = slice(start, min(start + step_m, m))
         z = _gate(x[block], gate_weight, gate_bias)
         z = torch.relu_(z) if threshold is None else activate_(z, threshold)
         if step:
@@ -43,9 +44,11 @@ def sparse_ffn(
         if squared:
             z *= z
         if _is_dense(z):
-            if up_weight is not None:
-                z *= linear(x[block], up_weight, up_bias)
-            out[block] = linear(z, down_weight, down_bias)
+            with span("gossamer::ffn/dense"):
+                if up_weight is not None:
+                    z *= linear(x[block], up_weight, up_bias)
+                out[block] = linear(z, down_weight, down_bias)
+            whole += z.shape[0]
             continue
         for first in range(0, z.shape[0], CPU_GROUP):
             inner = slice(first, min(first + CPU_GROUP, z.shape[0]))
@@ -56,7 +59,7 @@ def sparse_ffn(
                 bias = None if up_bias is None else up_bias[columns]
                 hidden *= linear(x[rows], up_weight.index_select(0, columns), bias)
             out[rows] = linear(hidden, _columns_of(down_weight, columns), down_bias)
-    return out, nnz, nnz.new_zeros(sampled_groups(m, step))
+    return out, nnz, nnz.new_full((1,), whole)
 
 
 def _gate(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
