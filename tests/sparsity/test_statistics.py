@@ -227,9 +227,6 @@ def test_what_is_not_seen_is_said(device: torch.device) -> None:
     report = sparsity.report(model, batches(device), measure=False)
     assert list(report.layers) == ["first"] and report.missed == ("second",)
     assert str(report).endswith("\nnot called, or not as a sparse block: second")
-    proposal = sparsity.coactivation(model, batches(device), measure=False)
-    assert list(proposal.layers) == ["first"] and proposal.missed == ("second",)
-    assert str(proposal).endswith("\nnothing proposed for: second")
 
 
 def test_of_floats_no_tokens_are_known(device: torch.device, tmp_path: Path) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from statistics import median
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,12 +27,6 @@ def pairs(
         times = {at: _timed(calls[at], repeats[at], device) for at in order}
         taken.append((times[0], times[1]))
     return tuple(taken)
-
-
-def seconds(calls: Sequence[Callable[[], Any]], device: torch.device) -> list[float]:
-    """Median seconds of the first call, and of each other one beside it."""
-    taken = [pairs(calls[0], call, device) for call in calls[1:]]
-    return [median(first for first, _ in taken[0]), *(median(other for _, other in some) for some in taken)]
 
 
 def _timed(call: Callable[[], Any], repeats: int, device: torch.device) -> float:
