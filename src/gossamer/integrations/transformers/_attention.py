@@ -8,7 +8,6 @@ keys travel in the model's own cache, as further heads of keys, so that whatever
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from gossamer import attention
 from gossamer._core import checks
 from gossamer._core.ranges import span
 from gossamer.attention.adaptive_k import score_statistics
-from gossamer.integrations.transformers._mlp import Report
+from gossamer.integrations.transformers._mlp import Report, check_model, nothing_changed
 from gossamer.integrations.transformers._sharing import SharedSelections, groups_of, share_selections
 from gossamer.nn import GatedSparseAttention
 from gossamer.nn.adaptive_rule import AdaptiveRule
@@ -118,7 +117,7 @@ def patch_attention(
     """
     patched = _found(_PATCH, model)
     if patched:
-        warnings.warn(f"{_PATCH}: {type(model).__name__} is patched already; nothing changed.", stacklevel=2)
+        nothing_changed(_PATCH, model, "patched already")
         return _report(patched, {})
     options = {"k_base": k_base, "k_min": k_min, "k_max": k_max, "d_indexer": d_indexer, "n_idx_heads": n_idx_heads}
     options["granularity"] = granularity
@@ -162,7 +161,7 @@ def unpatch_attention(model: nn.Module) -> None:
     """
     found = _found(_UNPATCH, model)
     if not found:
-        warnings.warn(f"{_UNPATCH}: {type(model).__name__} is not patched; nothing changed.", stacklevel=2)
+        nothing_changed(_UNPATCH, model, "not patched")
     share_selections(model, {})
     for name, module in found.items():
         weight = module.q_proj.weight
@@ -589,7 +588,7 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _found(operator: str, model: Any) -> dict[str, SparseSelfAttention]:
-    _check(operator, model)
+    check_model(operator, model)
     return {name: module for name, module in model.named_modules() if isinstance(module, SparseSelfAttention)}
 
 
@@ -598,8 +597,3 @@ def _patched(operator: str, model: Any) -> dict[str, SparseSelfAttention]:
     if not found:
         raise ValueError(f"{operator}: model is not patched. Call patch_attention first.")
     return found
-
-
-def _check(operator: str, model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{operator}: model must be a torch.nn.Module, got {type(model).__name__}.")

@@ -94,13 +94,13 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
     >>> print(patch(model))  # doctest: +SKIP
     LlamaMLP: 32 with gate and up in one product
     """
-    _check(_PATCH, model)
+    check_model(_PATCH, model)
     method = "auto" if sparse is True else sparse if sparse else None
     if method is not None and method not in METHODS:
         raise ValueError(f"{_PATCH}: sparse must be True, False or one of {', '.join(METHODS)}, got {sparse!r}.")
     patched = {name: module for name, module in model.named_modules() if isinstance(module, _Patched)}
     if patched:
-        warnings.warn(f"{_PATCH}: {type(model).__name__} is patched already; nothing changed.", stacklevel=2)
+        nothing_changed(_PATCH, model, "patched already")
         kinds = {name: type(module).__name__ for name, module in patched.items()}
         return Report(kinds, sparse=frozenset(name for name in patched if "sparse_block" in patched[name].__dict__))
     replaced, left, found, dense = {}, {}, set(), {}
@@ -148,10 +148,10 @@ def unpatch(model: nn.Module) -> None:
 
     >>> unpatch(model)  # doctest: +SKIP
     """
-    _check(_UNPATCH, model)
+    check_model(_UNPATCH, model)
     found = {name: module for name, module in model.named_modules() if isinstance(module, _Patched)}
     if not found:
-        warnings.warn(f"{_UNPATCH}: {type(model).__name__} is not patched; nothing changed.", stacklevel=2)
+        nothing_changed(_UNPATCH, model, "not patched")
     later = {name or "model": what for name, module in found.items() if (what := _put_on(module)) is not None}
     if later:
         raise ValueError(
@@ -263,9 +263,14 @@ def _put_on(module: _Patched) -> str | None:
     return "another forward"
 
 
-def _check(operator: str, model: Any) -> None:
+def check_model(operator: str, model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{operator}: model must be a torch.nn.Module, got {type(model).__name__}.")
+
+
+def nothing_changed(operator: str, model: nn.Module, why: str) -> None:
+    """Warns the caller of a public function."""
+    warnings.warn(f"{operator}: {type(model).__name__} is {why}; nothing changed.", stacklevel=3)
 
 
 def _sparse(self: Any, x: Tensor, layout: Layout) -> Tensor | None:
