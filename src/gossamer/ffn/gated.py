@@ -33,7 +33,8 @@ def gated(
             many rows on a GPU a transposed copy is made in each call, unless `down_weight.t()` is contiguous.
         activation: of the gate: `"relu"`, `"relu2"` (squared), or `gemm.JumpReLU(threshold)` without a bandwidth,
             which keeps z > threshold (FATReLU); the threshold has no gradient.
-        method: `"gather"` multiplies the weights of each row's entries, and rows with very many in dense tiles;
+        method: `"gather"` multiplies the weights of each row's entries, and rows with very many in dense tiles; a CPU
+            multiplies the whole block where most rows have very many;
             `"union"` does that for groups of 32 neighbouring rows where they share entries, as far as that pays;
             `"fused"` computes all, gate and up in one product; `"dense"` is plain PyTorch. `"auto"` takes what is
             fastest by what is known: without `density`, `"gather"` on the CPU, unless the block is small, and for 4,096

@@ -37,11 +37,6 @@ class _Sparse(nn.Module):
         return self.sparse_block.density
 
     @property
-    def copied_bytes(self) -> int:
-        """Memory that a transposed copy of down_proj's weight takes, which ways that gather its columns read."""
-        return self.sparse_block.copied_bytes
-
-    @property
     def last_path(self) -> str | None:
         """The way last taken of those that `ffn.gated` names, or None before there was a call without gradients."""
         return self.sparse_block.last_path
@@ -69,8 +64,7 @@ class GatedMLP(_Sparse):
             and so keeps nothing.
         method: the way of a block with `"relu"` or `"relu2"` where no gradient is needed, as in `ffn.gated`. `"fused"`
             computes everything, gate and up in one product; `"auto"` follows how sparse the block was a few calls ago,
-            and in a CUDA graph takes what the device alone would by then. Ways that gather keep a transposed copy of
-            down_proj's weight, unless that is stored column by column.
+            and in a CUDA graph takes what the device alone would by then.
         dtype: of the parameters; None takes PyTorch's default.
         device: of the parameters.
 
@@ -85,7 +79,6 @@ class GatedMLP(_Sparse):
         density: the `ffn.BlockTracker` that `method="auto"` follows.
         sparse_block: the `ffn.SparseBlock` that has both, and by which `sparsity` finds the block.
         last_path: the way last taken without gradients, or None.
-        copied_bytes: what a transposed copy of down_proj's weight takes; it is renewed when that changes in place.
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer"; Tantaru 2025, "Towards Better Kernels for Gated MLP".
 
@@ -149,7 +142,7 @@ class MLP(_Sparse):
         ValueError, TypeError: as `GatedMLP`.
 
     Attributes:
-        up_proj, down_proj, method, density, sparse_block, last_path, copied_bytes: as in `GatedMLP`.
+        up_proj, down_proj, method, density, sparse_block, last_path: as in `GatedMLP`.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.3.
 

@@ -5,22 +5,14 @@
 10
 """
 
-from gossamer.sparsity.coactivation import Coactivation, NeuronOrder, coactivation
 from gossamer.sparsity.report import Measured, Report, report
-from gossamer.sparsity.similarity import Similarity, TokenGroups, similarity
 from gossamer.sparsity.statistics import LayerStatistics, Recorder, statistics
 
 __all__ = [
-    "Coactivation",
     "LayerStatistics",
     "Measured",
-    "NeuronOrder",
     "Recorder",
     "Report",
-    "Similarity",
-    "TokenGroups",
-    "coactivation",
     "report",
-    "similarity",
     "statistics",
 ]
