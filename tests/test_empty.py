@@ -19,7 +19,7 @@ from gossamer.ffn.sparse_ffn import sparse_ffn
 from gossamer.sae.encode_dense import encode_dense
 from gossamer.sae.smallest import smallest
 from gossamer.sae.squared_error import squared_error
-from tests.test_operators import Recorder, registered
+from tests.recorded import Recorder, registered
 
 Draw = Callable[..., Tensor]
 Results = Iterator[Tensor]

@@ -1,4 +1,4 @@
-"""Calls of the room's operators, for opcheck."""
+"""Calls of the room's operators, for `tests/recorded.py`."""
 
 import torch
 

@@ -262,5 +262,6 @@ _select_topk = register(
     "SymInt top, SymInt k_min, SymInt k_max, str rule, float temperature, float scale, bool causal, SymInt window, "
     "SymInt sinks, SymInt workspace, SymInt capacity, SymInt granularity) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu.select_topk,
+    strided=("q", "k"),
     fake=_fake,
 )

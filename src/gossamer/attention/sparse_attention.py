@@ -291,6 +291,7 @@ _SELECTED = "Tensor words, Tensor counts, Tensor indices, Tensor? lengths, float
 _sparse_attention = register(
     f"sparse_attention(Tensor q, Tensor k, Tensor v, {_SELECTED}) -> (Tensor, Tensor)",
     cpu=_cpu.sparse_attention,
+    strided=("q", "k", "v"),
     fake=_fake,
     setup_context=_context,
     backward=_backward,
@@ -299,6 +300,7 @@ _sparse_attention_bwd = register(
     "sparse_attention_bwd(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{_SELECTED}) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu.sparse_attention_bwd,
+    strided=("k", "v", "out"),
     gpu=_launcher_bwd,
     fake=_fake_bwd,
     once_differentiable=OPERATOR,
@@ -340,6 +342,7 @@ _straight_through = register(
     "Tensor q_idx, Tensor k_idx, Tensor w, Tensor bias, Tensor words, Tensor? lengths, float scale, float scale_idx, "
     "bool causal) -> (Tensor, Tensor, Tensor, Tensor)",
     cpu=_through.straight_through,
+    strided=("out",),
     fake=_fake_through,
     once_differentiable=OPERATOR,
 )
@@ -347,6 +350,7 @@ _sparse_attention_through = register(
     f"sparse_attention_through(Tensor q, Tensor k, Tensor v, {_SELECTED}, Tensor q_idx, Tensor k_idx, Tensor w, "
     "Tensor bias, float scale_idx) -> (Tensor, Tensor)",
     cpu=_through.sparse_attention_through,
+    strided=("q", "k", "v", "q_idx", "k_idx", "w", "bias"),
     fake=_fake,
     setup_context=_context_through,
     backward=_backward_through,

@@ -107,5 +107,6 @@ _sparse_decode = register(
     "sparse_decode(Tensor q, Tensor k, Tensor v, Tensor? table, Tensor words, Tensor counts, Tensor indices, "
     "Tensor? lengths, float scale, bool causal) -> (Tensor, Tensor)",
     cpu=_cpu.sparse_decode,
+    strided=("k", "v"),
     fake=_fake,
 )

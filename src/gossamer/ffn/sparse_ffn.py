@@ -22,5 +22,6 @@ sparse_ffn = register(
     "Tensor? up_bias, Tensor down_weight, Tensor? down_bias, bool squared, bool united, SymInt step, bool unknown, "
     "bool light) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu.sparse_ffn,
+    strided=("x", "gate_weight", "up_weight", "down_weight", "down_rows"),
     fake=_fake,
 )

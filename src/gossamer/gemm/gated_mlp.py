@@ -137,5 +137,6 @@ def _retained() -> bool:
 _gated_mlp_bwd_ = register(
     "gated_mlp_bwd_(Tensor grad, Tensor down_weight, Tensor(a!) gate, Tensor(b!) up, str activation) -> Tensor",
     cpu=_cpu.gated_mlp_bwd_,
+    strided=("grad", "down_weight"),
     fake=lambda grad, down_weight, gate, up, activation: torch.empty_like(gate),
 )

@@ -88,6 +88,7 @@ def _fake_bwd(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 _tanh_l0 = register(
     "sae_tanh_l0(Tensor values, Tensor indices, Tensor nnz, Tensor? source, Tensor scale) -> Tensor",
     cpu=_cpu.tanh_l0,
+    strided=("source",),
     fake=lambda values, indices, nnz, source, scale: scale.new_empty(nnz.shape[0]),
     setup_context=save_inputs,
     backward=_backward,
@@ -96,6 +97,7 @@ _tanh_l0_bwd = register(
     "sae_tanh_l0_bwd(Tensor grad, Tensor values, Tensor indices, Tensor nnz, Tensor? source, Tensor scale) -> "
     "(Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.tanh_l0_bwd,
+    strided=("grad", "source"),
     fake=_fake_bwd,
     once_differentiable="sae.tanh_l0",
 )

@@ -235,9 +235,8 @@ def indexer_loss(
     if q.numel() == 0:
         dqi, dki, dw, db = (torch.zeros_like(x) for x in (q_idx, k_idx, w, bias))
         return torch.zeros((), dtype=torch.float32, device=q.device), dqi, dki, dw, db
-    q, k, q_idx, k_idx, words, lse = (x.contiguous() for x in (q, k, q_idx, k_idx, words, lse))
     sigmoids = w.float().sigmoid()
-    biases = bias.float().contiguous()
+    biases = bias.float()
     sizes = {"NI": launch.next_power_of_2(heads), "DI": di}
     both = {"GROUP": h // k.shape[1], "D": d, **sizes}
     lse_idx, loss = (torch.empty(b, t, dtype=torch.float32, device=q.device) for _ in range(2))

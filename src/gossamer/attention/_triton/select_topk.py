@@ -310,7 +310,7 @@ class _Call:
         self.q = q if q.stride(-1) == 1 or q.shape[-1] == 1 else q.contiguous()
         # Keys stand one behind the other, as in a slice of a longer cache too.
         self.k = k if k.stride()[1:] == (k.shape[2], 1) else k.contiguous()
-        self.w, self.bias, self.lengths, self.scale = w.contiguous(), bias, lengths, scale
+        self.w, self.bias, self.lengths, self.scale = w, bias, lengths, scale
         self.b, self.heads, self.tq, self.d = q.shape
         self.tk = k.shape[1]
         # A word's 64 queries, or as few as a product takes.

@@ -84,7 +84,7 @@ def words_of_mask(mask: Tensor) -> Tensor:
     words = mask.new_empty((b, s, launch.cdiv(tq, 64), tk), dtype=torch.int64)
     if words.numel():
         grid = (launch.cdiv(tk, 128), words.shape[2], b * s)
-        _words_of_mask_kernel(grid, (mask.contiguous().view(torch.int8), words, tq, tk), {"BLOCK": 128})
+        _words_of_mask_kernel(grid, (mask.view(torch.int8), words, tq, tk), {"BLOCK": 128})
     return words
 
 
@@ -94,7 +94,7 @@ def mask_of_words(words: Tensor, num_queries: int) -> Tensor:
     mask = words.new_empty((b, s, num_queries, tk), dtype=torch.bool)
     if mask.numel():
         grid = (launch.cdiv(tk, 128), blocks, b * s)
-        args = (words.contiguous(), mask.view(torch.int8), num_queries, tk)
+        args = (words, mask.view(torch.int8), num_queries, tk)
         _mask_of_words_kernel(grid, args, {"BLOCK": 128})
     return mask
 
@@ -109,7 +109,7 @@ def union_of_words(words: Tensor, capacity: int, reach: int | None = None) -> tu
     indices = words.new_empty((*scope, capacity), dtype=torch.int32)
     if counts.numel():
         block = min(4096, launch.next_power_of_2(tk))
-        args = (words.contiguous(), counts, indices, words.shape[-2], tk, tk if reach is None else reach, capacity)
+        args = (words, counts, indices, words.shape[-2], tk, tk if reach is None else reach, capacity)
         _union_of_words_kernel((counts.numel(), 1, 1), args, {"BLOCK": block}, num_warps=8)
     return counts, indices
 

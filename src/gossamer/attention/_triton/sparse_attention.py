@@ -261,7 +261,6 @@ def sparse_attention(
     lse = q.new_empty((b, h, tq), dtype=torch.float32)
     if tk == 0 or d == 0 or out.numel() == 0:
         return out.zero_().transpose(1, 2), lse.fill_(-math.inf)
-    words = words.contiguous()
     if path == "dense":
         with span("sparse_attention/dense"):
             return dense_attention(q, k, v, words, lengths, scale, causal)

@@ -54,7 +54,7 @@ def key_tile(d: int, element_size: int) -> Tile:
 
 @launch.kernel
 def _row_statistics_kernel(
-    grad_ptr, out_ptr, lse_ptr, grad_lse_ptr, rows_ptr, stride_gb, stride_gh, stride_gt, Tq,
+    grad_ptr, out_ptr, lse_ptr, grad_lse_ptr, rows_ptr, Tq,
     D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Program (BLOCK_M queries, head, batch): (lse in base 2, grad * out summed - gradient of lse) of each query."""
@@ -63,12 +63,11 @@ def _row_statistics_kernel(
     query = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_D)
     inside = (query < Tq)[:, None] & (column < D)[None, :]
-    grad_ptr += batch * stride_gb + head * stride_gh
-    grad = tl.load(grad_ptr + query.to(tl.int64)[:, None] * stride_gt + column[None, :], mask=inside, other=0.0)
+    row = (batch * heads + head) * Tq + query
+    grad = tl.load(grad_ptr + row[:, None] * D + column[None, :], mask=inside, other=0.0)
     at = ((batch * Tq + query) * heads + head)[:, None] * D + column[None, :]
     out = tl.load(out_ptr + at, mask=inside, other=0.0)
     delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)
-    row = (batch * heads + head) * Tq + query
     if grad_lse_ptr is not None:
         delta -= tl.load(grad_lse_ptr + row, mask=query < Tq, other=0.0)
     lse = tl.load(lse_ptr + row, mask=query < Tq, other=0.0) * 1.4426950408889634
@@ -129,8 +128,7 @@ def _sparse_attention_bwd_q_kernel(
             v = tl.load(v_ptr + at, mask=read, other=0.0)
             s = tl.dot(q, k.T, input_precision=PRECISION)
             dp = tl.dot(grad, v.T, input_precision=PRECISION)
-        p = tl.where(keep, tl.exp2(s * log2_scale - lse[:, None]), 0.0)
-        ds = p * (dp - delta[:, None])
+        ds = tl.where(keep, tl.exp2(s * log2_scale - lse[:, None]) * (dp - delta[:, None]), 0.0)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     tl.store(dq_ptr + here, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
 
@@ -142,11 +140,13 @@ def add_queries(
 ):  # fmt: skip
     """dk and dv of a tile of keys, with what 32 queries add: rows `row` of all tokens and heads, bits of word."""
     keep = (word[:, None] & (tl.full([32], 1, tl.int32) << tl.arange(0, 32))[None, :]) != 0
+    lse = tl.load(rows_ptr + 2 * row, mask=inside, other=float("-inf"))
+    # A query that takes no key may hold NaN.
+    inside = lse != float("-inf")
     token = row[:, None] * D + column[None, :]
     wide = inside[:, None] & (column < D)[None, :]
     q = tl.load(q_ptr + token, mask=wide, other=0.0)
     grad = tl.load(grad_ptr + token, mask=wide, other=0.0)
-    lse = tl.load(rows_ptr + 2 * row, mask=inside, other=0.0)
     delta = tl.load(rows_ptr + 2 * row + 1, mask=inside, other=0.0)
     s = tl.dot(k, q.T, input_precision=PRECISION)
     p = tl.where(keep, tl.exp2(s * log2_scale - lse[None, :]), 0.0)
@@ -307,8 +307,6 @@ def sparse_attention_bwd(
     """Operator `sparse_attention_bwd` -> gradients of q, k and v, contiguous."""
     if q.numel() == 0 or k.numel() == 0:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    words = words.contiguous()
-    grad, q = grad.contiguous(), q.contiguous()
     rows = row_statistics(grad, out, lse, grad_lse)
     if path == "dense":
         dq, dk, dv = dense_attention_bwd(grad, q, k, v, rows, words, lengths, scale, causal)
@@ -324,8 +322,7 @@ def row_statistics(grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | No
     b, h, tq, d = grad.shape
     rows = torch.empty(b, h, tq, 2, dtype=torch.float32, device=grad.device)
     out = out.transpose(1, 2).contiguous()
-    grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    args = (grad, out, lse.contiguous(), grad_lse, rows, *grad.stride()[:3], tq)
+    args = (grad, out, lse, grad_lse, rows, tq)
     _row_statistics_kernel((launch.cdiv(tq, 32), h, b), args, {"D": d, "BLOCK_M": 32}, num_warps=4)
     return rows
 
@@ -429,7 +426,7 @@ EXAMPLES = {
         "signature": {
             **dict.fromkeys(("grad_ptr", "out_ptr"), "*bf16"),
             **dict.fromkeys(("lse_ptr", "grad_lse_ptr", "rows_ptr"), "*fp32"),
-            **dict.fromkeys(("stride_gb", "stride_gh", "stride_gt", "Tq"), "i32"),
+            "Tq": "i32",
         },
         "constexprs": {"D": 128, "BLOCK_M": 32},
         "num_warps": 4,

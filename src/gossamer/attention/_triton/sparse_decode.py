@@ -73,7 +73,8 @@ def _sparse_decode_parts_kernel(
         else:
             at = batch * stride_kb + key.to(tl.int64) * stride_kt
         at = at[:, None] + (kv_head * stride_kh + column)[None, :]
-        # A key that no list has is not read: what lies there may be NaN.
+        # A key that no query takes is not read: it may hold NaN.
+        held = held & (tl.max(keep.to(tl.int32), 0) != 0)
         k = tl.load(k_ptr + at, mask=held[:, None] & wide, other=0.0)
         v = tl.load(v_ptr + at, mask=held[:, None] & wide, other=0.0)
         s = tl.where(keep, tl.dot(q, k.T, input_precision="ieee"), float("-inf"))
@@ -141,12 +142,10 @@ def sparse_decode(
     parts = torch.empty(b, h, tq, cuts, d + 2, dtype=torch.float32, device=q.device)
     k, v = _alike(k, v)
     strides = (k.stride(0), *((k.stride(2), k.stride(1)) if paged else k.stride()[1:3]))
-    words, indices = words.contiguous(), indices.contiguous()
-    table = table.contiguous() if table is not None else None
     meta = {"GROUP": h // g, "SCOPES": scopes, "HEADS": heads, "TQ": tq, "D": d, "PAGE": k.shape[1] if paged else 0}
     meta["CAUSAL"] = causal
     sizes = (*strides, h, tk, indices.shape[3], 0 if table is None else table.shape[1])
-    args = (q.contiguous(), k, v, parts, words, counts.contiguous(), indices, lengths, table, *sizes, scale)
+    args = (q, k, v, parts, words, counts, indices, lengths, table, *sizes, scale)
     _sparse_decode_parts_kernel((cuts, h // heads, b), args, meta, num_warps=4, num_stages=2)
     meta = {"D": d, "BLOCK": launch.next_power_of_2(cuts)}
     _sparse_decode_kernel((b * h * tq, 1, 1), (parts, out, lse, h, tq, cuts), meta)

@@ -186,10 +186,9 @@ def straight_through(
     if q.numel() == 0 or q_idx.numel() == 0:
         dqi, dki, dw, db = (torch.zeros_like(x) for x in (q_idx, k_idx, w, bias))
         return dqi, dki, dw, db
-    q, k, v, grad, q_idx, k_idx, words = (x.contiguous() for x in (q, k, v, grad, q_idx, k_idx, words))
     stats = row_statistics(grad, out, lse, grad_lse)
-    sigmoids = w.float().sigmoid().contiguous()
-    operands = (q, k, v, grad, stats, q_idx, k_idx, sigmoids, bias.float().contiguous())
+    sigmoids = w.float().sigmoid()
+    operands = (q, k, v, grad, stats, q_idx, k_idx, sigmoids, bias.float())
     meta = {"GROUP": h // k.shape[1], "D": d, "NI": launch.next_power_of_2(heads), "DI": di}
     dqi = torch.empty(q_idx.shape, dtype=torch.float32, device=q.device)
     rows = torch.empty(2, b, heads, t, dtype=torch.float32, device=q.device)

@@ -381,7 +381,6 @@ def operands(
         *p.block, tile.block_m, tile.block_n, launch.next_power_of_2(max(p.d, 16)), tile.warps, tile.stages, p.causal,
         *p.own, kind, *own, 0 if places is None else places.shape[0], 1, precision["PRECISION"], precision["UPCAST"],
     )  # fmt: skip
-    relative = None if relative is None else relative.contiguous()
     return Operands(q.contiguous(), k.contiguous(), v.contiguous(), bias, relative, places, lengths, config)
 
 

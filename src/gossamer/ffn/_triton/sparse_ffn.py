@@ -71,7 +71,6 @@ def sparse_ffn(
     if m == 0 or d == 0 or n == 0:
         out.copy_(out.new_zeros(d) if down_bias is None else down_bias)
         return out, nnz.zero_() if step else nnz.new_empty(0), sizes.zero_()
-    gate_bias, threshold, up_bias, down_bias = (_contiguous(t) for t in (gate_bias, threshold, up_bias, down_bias))
     gate = (gate_weight.contiguous(), gate_bias, threshold)
     up = None if up_weight is None else (up_weight.contiguous(), up_bias)
     turned = by_columns = down_weight.t().is_contiguous()
@@ -88,10 +87,6 @@ def sparse_ffn(
     if key is not None and launches is not None and m <= BLOCK and _same_memory(operands, own):
         _plans.keep(key, x.device, *launches)
     return out, nnz if step else nnz.new_empty(0), sizes
-
-
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
 
 
 def _same_memory(given: Sequence[Tensor | None], read: Sequence[Tensor | None]) -> bool:

@@ -99,7 +99,6 @@ def tanh_l0(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None,
     (m, capacity), n = values.shape, scale.shape[0]
     out = torch.empty(m, dtype=torch.float32, device=values.device)
     if m:
-        values, indices, scale = values.contiguous(), indices.contiguous(), scale.contiguous()
         source = None if source is None else rows_contiguous(source)
         stride = 0 if source is None else source.stride(0)
         args = (values, indices, nnz, source, scale, out, stride, n, capacity)
@@ -112,7 +111,6 @@ def tanh_l0_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Operator `sae_tanh_l0_bwd` -> gradients of values and source, and what each adds to the gradient of scale."""
     (m, capacity), n = values.shape, scale.shape[0]
-    values, indices, scale = values.contiguous(), indices.contiguous(), scale.contiguous()
     grad_values, slope = torch.empty_like(values), torch.empty_like(values)
     # Zero in all other rows, for gradients of one source are added up.
     dense = values.new_zeros(0 if source is None else m, n)
