@@ -17,9 +17,10 @@ from gossamer.nn.transcoder import Transcoder
 from gossamer.rowsparse import ELL, Rows
 from gossamer.sae.sharded import add_parts, check_group, copy_to_ranks, sum_over
 
-_DIMENSION = {"W_enc": 1, "W_dec": 0, "b_enc": 0, "log_threshold": 0, "firing_counts": 0, "steps_since_fired": 0}
+_DIMENSION = {"W_enc": 1, "W_dec": 0, "b_enc": 0, "scaled_b_enc": 0, "log_threshold": 0}
+_DIMENSION |= {"firing_counts": 0, "steps_since_fired": 0}
 """Along which dimension a tensor of an autoencoder lists the latents."""
-_WHOLE = ("b_dec", "threshold", "W_skip", "input_scale", "steering")
+_WHOLE = ("b_dec", "scaled_b_dec", "threshold", "W_skip", "input_scale", "steering")
 """What all ranks hold whole."""
 _SETTINGS = {"d_in", "d_out", "d_sae", "k", "threshold_rate", "capacity", "aux_coefficient", "aux_k", "dead_after"}
 _SETTINGS |= {
@@ -52,7 +53,7 @@ class Sharded(SparseAutoencoder):
     def _latents(
         self, x: Tensor, *, W_enc: Tensor | None = None, b_enc: Tensor | None = None, **options: Any
     ) -> tuple[ELL, Tensor]:
-        weights = (self.W_enc, self.b_enc) if W_enc is None else (W_enc, b_enc)
+        weights = (self.W_enc, self._biases[0]) if W_enc is None else (W_enc, b_enc)
         return sae.encode_sharded_with_l0(x, *weights, **options, group=self.group)
 
     def _way(self, x: Tensor) -> str:
@@ -84,10 +85,10 @@ class Sharded(SparseAutoencoder):
 
     def decode(self, rows: Rows) -> Tensor:
         """This rank's latents `(..., d_sae_r)` -> the reconstruction `[..., d_in]`; see `sae.decode_sharded`."""
-        return super().decode(rows)
+        return sae.decode_sharded(rows, self.W_dec, self.b_dec, group=self.group)
 
     def _decoded(self, rows: Rows) -> Tensor:
-        return sae.decode_sharded(rows, self.W_dec, self.b_dec, group=self.group)
+        return sae.decode_sharded(rows, self.W_dec, self._biases[1], group=self.group)
 
     def gathered(self, rank: int | None = None) -> Any:
         """The whole autoencoder, on the CPU: for `nn.save`, or to use it on one device. Every rank has to call it.

@@ -82,7 +82,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def _fake_bwd(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, values, _, nnz, source, scale = operands
     dense = values.new_empty(0 if source is None else nnz.shape[0], scale.shape[0])
-    return torch.empty_like(values), dense, torch.empty_like(values), torch.empty_like(dense)
+    return torch.empty_like(values), dense, *(torch.empty_like(t, dtype=scale.dtype) for t in (values, dense))
 
 
 _tanh_l0 = register(

@@ -109,12 +109,12 @@ def tanh_l0(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None,
 def tanh_l0_bwd(
     grad: Tensor, values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Operator `sae_tanh_l0_bwd` -> gradients of values and source, and what each adds to the gradient of scale."""
+    """Operator `sae_tanh_l0_bwd` -> gradients of values and source, and in the dtype of scale the terms of its own."""
     (m, capacity), n = values.shape, scale.shape[0]
-    grad_values, slope = torch.empty_like(values), torch.empty_like(values)
+    grad_values, slope = torch.empty_like(values), torch.empty_like(values, dtype=scale.dtype)
     # Zero in all other rows, for gradients of one source are added up.
     dense = values.new_zeros(0 if source is None else m, n)
-    slope_source = torch.empty_like(dense)
+    slope_source = torch.empty_like(dense, dtype=scale.dtype)
     if m:
         source = None if source is None else rows_contiguous(source)
         stride = 0 if source is None else source.stride(0)
@@ -125,5 +125,8 @@ def tanh_l0_bwd(
 
 EXAMPLES = {
     _tanh_l0_fwd_kernel: {"scale_ptr": "*fp32", "out_ptr": "*fp32", "BLOCK": 256, "num_warps": 2},
-    _tanh_l0_bwd_kernel: {"grad_ptr": "*fp32", "scale_ptr": "*fp32", "BLOCK": 256, "num_warps": 2},
-}
+    _tanh_l0_bwd_kernel: {
+        **dict.fromkeys(("grad_ptr", "scale_ptr", "slope_ptr", "slope_source_ptr"), "*fp32"), "BLOCK": 256,
+        "num_warps": 2,
+    },
+}  # fmt: skip
