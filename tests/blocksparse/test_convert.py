@@ -96,3 +96,41 @@ def test_block_mask_errors() -> None:
         to_block_mask(torch.ones(2, 2))
     with pytest.raises(ValueError, match=r"to_block_mask: layout must be \(B, H, rows, cols\) at most"):
         to_block_mask(Layout.from_mask(torch.ones(1, 1, 1, 2, 2).bool(), 16))
+
+
+@pytest.mark.parametrize(
+    "crow, col",
+    [([0, 2, 2], [1, 0]), ([0, 2, 3], [1, 0, 1]), ([0, 3, 3], [0, 1, 0])],
+    ids=["unsorted", "unsorted first row", "repeated"],
+)
+def test_bsr_in_any_order(crow: list[int], col: list[int], device: torch.device) -> None:
+    """Block columns stand in any order, and blocks of one place add up."""
+    values = torch.arange(1.0, len(col) + 1, device=device)[:, None, None].expand(-1, 16, 16).clone().requires_grad_()
+    given = torch.tensor(crow), torch.tensor(col), values
+    x = torch.sparse_bsr_tensor(*given, size=(32, 32), device=device, check_invariants=False)
+    blocks = from_sparse_bsr(x)
+    want = torch.zeros(32, 32, device=device)
+    for row in range(2):
+        for k in range(crow[row], crow[row + 1]):
+            want[16 * row : 16 * row + 16, 16 * col[k] : 16 * col[k] + 16] += values[k].detach()
+    assert torch.equal(blocks.to_dense(), want)
+    assert torch.equal(blocks.layout.to_dense(), want[::16, ::16] != 0)
+    if len(set(col)) == len(col):
+        # PyTorch itself has no gradient of a BSR tensor's values where one place has two blocks.
+        (grad,) = torch.autograd.grad(blocks.to_dense().sum(), values)
+        assert torch.equal(grad, torch.ones_like(values))
+
+
+@pytest.mark.parametrize(
+    "crow, col", [([0, 1, 1], [0, 1]), ([1, 1, 2], [0, 1]), ([0, 2, 1], [0, 1]), ([0, 1, 2], [0, 2])]
+)
+def test_bsr_that_breaks_its_rules(crow: list[int], col: list[int], device: torch.device) -> None:
+    values = torch.ones(2, 16, 16, device=device)
+    given = torch.tensor(crow, device=device), torch.tensor(col, device=device), values
+    x = torch.sparse_bsr_tensor(*given, size=(32, 32), check_invariants=False)
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match=r"from_sparse_bsr: (crow|col)_indices of x must"):
+            from_sparse_bsr(x)
+    else:
+        blocks = from_sparse_bsr(x)
+        assert blocks.values[: int(blocks.layout.nnz)].isnan().all()

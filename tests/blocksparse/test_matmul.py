@@ -479,3 +479,17 @@ def test_tf32_compiles_for_hopper(tile_m: int, listed: bool) -> None:
     used = aot.resources(compiled)
     assert compiled.metadata.shared <= aot.SHARED_MEMORY_LIMIT["sm_90"]
     assert used["LOCAL"] == used["STACK"] == 0 and "m64n" in compiled.asm["ptx"] and ".tf32" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("sides", [((2, 5, 0), (0, 20)), ((2, 0, 20), (20, 40)), ((0, 5, 20), (20, 20))], ids=str)
+def test_an_empty_batch_beside_one_matrix(sides, device: torch.device) -> None:
+    """Nothing to add up is zeros, with the dense product's shape and gradients."""
+    left, (k, n) = torch.randn(*sides[0], device=device, requires_grad=True), sides[1]
+    right = torch.randn(k, n, device=device)
+    blocks = from_dense(right, Layout.full((-(-k // 16), -(-n // 16)), 16, size=(k, n), device=device))
+    out = blocksparse.matmul(left, blocks)
+    torch.testing.assert_close(out, left @ right)
+    (grad,) = torch.autograd.grad(out.sum(), left)
+    assert grad.shape == left.shape
+    turned = blocksparse.matmul(blocks, left.mT, transpose_a=True)
+    torch.testing.assert_close(turned, right.mT @ left.mT)

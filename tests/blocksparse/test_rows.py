@@ -196,3 +196,22 @@ def test_what_computes_refuses_integers(name: str, call, kind: torch.dtype, devi
     with pytest.raises(TypeError, match=message):
         call(x)
     call(x.to(torch.float32))
+
+
+@pytest.mark.parametrize("name", ["add", "sub", "mul", "broadcast_add", "broadcast_sub"])
+def test_the_gradient_of_a_vector_is_summed_in_float32(name: str, device: torch.device) -> None:
+    """Over all blocks, as PyTorch sums it: 256 + 1 in one block and -256 in another are 1."""
+    layout = Layout.full((1, 12), 16, device=device)
+    x = torch.ones(16, 192, device=device, dtype=torch.bfloat16)
+    towards = torch.randn(16, 192, device=device, generator=seeded(3, device)).to(torch.bfloat16)
+    towards[0] = 0
+    towards[0, [0, 1, 40]] = torch.tensor([256.0, 1.0, -256.0], device=device, dtype=torch.bfloat16)
+    shape = (16,) if name.startswith("broadcast") else (16, 1)
+    vector = torch.randn(shape, device=device).to(torch.bfloat16).requires_grad_()
+    if name.startswith("broadcast"):
+        out = getattr(blocksparse, name)(vector, x[0], layout)
+    else:
+        out = getattr(blocksparse, name)(from_dense(x, layout), vector)
+    (got,) = torch.autograd.grad(out.to_dense(), vector, towards)
+    want = towards.double().sum(1) * (-1 if name == "sub" else 1)
+    assert_close(got.flatten(), reference64=want, plain=want.float().to(torch.bfloat16))

@@ -64,6 +64,13 @@ def _compared(name: str, function: Callable[[Any, Any], Tensor]) -> Callable[...
     return method
 
 
+ELEMENTWISE = (
+    *("abs", "clamp", "cos", "exp", "gelu", "log", "neg", "reciprocal"),
+    *("relu", "rsqrt", "sigmoid", "silu", "sin", "sqrt", "square", "tanh"),
+)
+"""PyTorch's functions that take block-sparse tensors as methods do."""
+
+
 class Arithmetic:
     """Operators and functions on the elements of present blocks; absent blocks stay absent, whatever the function.
 
@@ -132,6 +139,38 @@ class Arithmetic:
     sqrt = _of_one(torch.sqrt)
     square = _of_one(torch.square)
     tanh = _of_one(torch.tanh)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """`torch.exp(x)` is `x.exp()`, for the functions of one element that there are; every other one raises."""
+        name = getattr(func, "__name__", str(func))
+        if args and isinstance(args[0], cls) and name in ELEMENTWISE:
+            # Functions of `torch.nn.functional` hand their defaults on.
+            options = {
+                option: value for option, value in (kwargs or {}).items() if (option, value) != ("inplace", False)
+            }
+            return getattr(args[0], name)(*args[1:], **options)
+        reflected = f"__r{name.strip('_')}__"
+        if len(args) == 2 and not isinstance(args[0], cls) and hasattr(cls, reflected):
+            return getattr(args[1], reflected)(args[0])
+        raise TypeError(
+            f"torch.{name}: no argument may be a {cls.__name__}. For a function of single elements use "
+            f"x.apply(torch.{name}); rows and columns have blocksparse.sum, mean, max and softmax; all else takes "
+            "x.to_dense()."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        # Dunder names are looked for by protocols, which go without.
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        other = f"blocksparse.{name}(x, dim)" if name in ("sum", "mean", "max") else f"x.to_dense().{name}"
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}. Use {other}.")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError(
+            f"blocksparse.BlockSparseTensor: a {type(self).__name__} has no elements to be indexed. Use "
+            "blocksparse.split(x, sizes, dim) for parts of it, or x.to_dense()[...]."
+        )
 
     def __bool__(self) -> bool:
         raise TypeError(

@@ -126,7 +126,7 @@ def _stored(name: str, x: Tensor | BlockSparseTensor | None, layout: Layout) -> 
     """The values of a block-sparse mask or bias."""
     if not isinstance(x, BlockSparseTensor):
         return x
-    if x.layout is not layout:
+    if not x.layout.is_same(layout):
         raise ValueError(f"{_NAME}: {name} must have the layout that is given as layout, got another one.")
     return x.values
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
+from gossamer.blocksparse._torch.tensor import lost
 from gossamer.blocksparse.layout import Layout, check_block_size, check_layouts
 from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
 
@@ -23,14 +24,17 @@ def from_sparse_bsr(x: Tensor) -> BlockSparseTensor:
     """A `BlockSparseTensor` of a BSR tensor of PyTorch's, without a sync: it knows how many blocks it has.
 
     Args:
-        x: `[..., M, N]`, of layout `torch.sparse_bsr`, in blocks of 16, 32, 64 or 128 rows and columns.
+        x: `[..., M, N]`, of layout `torch.sparse_bsr`, in blocks of 16, 32, 64 or 128 rows and columns. The block
+            columns of a row may stand in any order; blocks of one place add up.
 
     Returns:
-        `BlockSparseTensor`, differentiable in x.
+        `BlockSparseTensor`, differentiable in x. Every value is NaN (the lowest number of integers) where a GPU holds
+        crow_indices or col_indices that break the rules of BSR.
 
     Raises:
         TypeError: x is no BSR tensor.
-        ValueError: its blocks are of another size, or have dimensions of their own.
+        ValueError: its blocks are of another size, or have dimensions of their own; or on the CPU crow_indices do not
+            ascend from 0 to the number of blocks, or a block column is out of range.
 
     Source: `torch.sparse_bsr`.
 
@@ -55,16 +59,42 @@ def from_sparse_bsr(x: Tensor) -> BlockSparseTensor:
     batch = math.prod(lead)
     crow, col = crow.reshape(batch, shape[-2] + 1), col.reshape(batch, col.shape[-1])
     place = torch.arange(col.shape[1], device=x.device).expand_as(col).contiguous()
+    wrong = _check_bsr(operator, crow, col, shape[-1])
     row = torch.searchsorted(crow[:, 1:].contiguous().to(place.dtype), place, right=True)
-    mask = torch.zeros(batch, *shape[-2:], dtype=torch.bool, device=x.device)
-    matrix = torch.arange(batch, device=x.device)[:, None]
-    mask[matrix, row, col.long()] = True
-    if col.numel() == 0:
-        # A layout has room for one block at least.
-        values = values.reshape(-1, *block)
-        values = torch.cat([values, values.new_zeros(1, *block)])
-    layout = Layout.from_mask(mask.view(shape), block, size=(m, n), capacity=max(col.numel(), 1)).counted(col.numel())
-    return BlockSparseTensor(values.reshape(-1, *block), layout)
+    number = torch.arange(batch, device=x.device)[:, None] * shape[-2] + row.clamp(max=shape[-2] - 1)
+    number = (number * shape[-1] + col.long().clamp(0, shape[-1] - 1)).view(-1)
+    mask = torch.zeros(math.prod(shape), dtype=torch.bool, device=x.device)
+    mask[number] = True
+    layout = Layout.from_mask(mask.view(shape), block, size=(m, n), capacity=max(col.numel(), 1))
+    given = values.reshape(-1, *block)
+    if wrong is not None:
+        given = torch.where(wrong, lost(given.dtype), given)
+    # An assignment that accumulates adds in one order on a GPU, too.
+    to = (layout.positions[number].long(),)
+    if given.dtype is torch.bool:
+        ones = given.new_zeros(layout.capacity, *block, dtype=torch.uint8).index_put(to, given.byte(), accumulate=True)
+        return BlockSparseTensor(ones != 0, layout)
+    zeros = given.new_zeros(layout.capacity, *block)
+    return BlockSparseTensor(zeros.index_put(to, given, accumulate=True), layout)
+
+
+def _check_bsr(operator: str, crow: Tensor, col: Tensor, cols: int) -> Tensor | None:
+    """Raises on the CPU where a BSR tensor's metadata break their rules; bool `[]` on a GPU: whether they do."""
+    count = col.shape[1]
+    ascend = (crow[:, 0] == 0).all() & (crow[:, -1] == count).all() & (crow.diff() >= 0).all()
+    inside = ((col >= 0) & (col < cols)).all()
+    if crow.is_cuda:
+        return ~(ascend & inside)
+    if not ascend:
+        raise ValueError(
+            f"{operator}: crow_indices of x must ascend from 0 to the {count} blocks of a matrix, got "
+            f"{crow[0].tolist()[:8]}. torch.sparse.check_sparse_tensor_invariants finds the mistake."
+        )
+    if not inside:
+        raise ValueError(
+            f"{operator}: col_indices of x must be from 0 to {cols - 1}, got {int(col.min())} to {int(col.max())}."
+        )
+    return None
 
 
 def to_sparse_bsr(x: BlockSparseTensor) -> Tensor:

@@ -45,6 +45,8 @@ class Layout:
         transpose_order: `[capacity]`: the blocks' numbers, column by column, from top to bottom (CSC order).
         positions: `[Z * rows * cols]`: each block's number, -1 where it is absent. True numbers, which may lie beyond
             the capacity.
+        filled: whether the host knows that there is no room behind the last block, because it has counted the blocks.
+            Gradients of operators on single elements are cheaper then.
 
     Source: Schön and Tompits, blksprs, Definitions 1 to 4 (lookup table and reverse lookup table).
 
@@ -61,6 +63,7 @@ class Layout:
     col_offsets: Tensor
     transpose_order: Tensor
     positions: Tensor
+    filled: bool = False
 
     @property
     def batch(self) -> int:
@@ -97,11 +100,6 @@ class Layout:
         return self.nnz > self.capacity
 
     @property
-    def filled(self) -> bool:
-        """Whether the host knows that there is no room behind the last block: it has counted the blocks."""
-        return not torch.compiler.is_compiling() and self.__dict__.get("_filled", False)
-
-    @property
     def dense_shape(self) -> tuple[int, ...]:
         """`(..., M, N)`: the shape of the matrices in elements."""
         return (*self.shape[:-2], *self.size)
@@ -112,8 +110,8 @@ class Layout:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Layout:
         """The same on another device."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _STATIC}
-        return replace(self, **{name: tensor.to(device, non_blocking=non_blocking) for name, tensor in moved.items()})
+        moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in PARTS}
+        return replace(self, **moved)  # type: ignore[arg-type]
 
     @staticmethod
     def from_mask(
@@ -159,15 +157,17 @@ class Layout:
             )
         if mask.dtype is not torch.bool:
             mask = mask != 0
-        count = None
+        filled = False
         if capacity is None:
             checks.no_sync(operator, "capacity=None", "Give a capacity; mask.numel() is enough for any mask.")
             count = int(mask.sum())
             capacity = max(count, 1)
+            # A traced count is no number that Python could branch on.
+            filled = not torch.compiler.is_compiling() and count == capacity
         else:
             checks.positive(operator, "capacity", capacity, "It is the number of blocks to make room for.")
         parts = _layout(mask.reshape(math.prod(mask.shape[:-2]), rows, cols).contiguous(), capacity)
-        return Layout(tuple(mask.shape), block, (int(size[0]), int(size[1])), *parts).counted(count)
+        return Layout(tuple(mask.shape), block, (int(size[0]), int(size[1])), *parts, filled)
 
     @staticmethod
     def from_dense(x: Tensor, block_size: BlockSize, *, capacity: int | None = None) -> Layout:
@@ -210,7 +210,7 @@ class Layout:
         """
         mask = torch.ones(shape, dtype=torch.bool, device=device)
         layout = Layout.from_mask(mask, block_size, size=size, capacity=max(mask.numel(), 1))
-        return layout.counted(mask.numel())
+        return replace(layout, filled=mask.numel() > 0)
 
     @staticmethod
     def random(
@@ -279,20 +279,13 @@ class Layout:
         call = undispatched(_layout_transpose, self.positions)
         columns, lines, order, positions = call(self.row_offsets[-1:], *given, self.rows, self.cols)
         shape, offsets = (*self.shape[:-2], self.cols, self.rows), (self.col_offsets, self.row_offsets)
-        layout = Layout(shape, block, size, offsets[0], columns, lines, offsets[1], order, positions)
-        layout.counted(self.capacity if self.filled else None)
+        layout = Layout(shape, block, size, offsets[0], columns, lines, offsets[1], order, positions, self.filled)
         # What a graph makes is there only when it is replayed.
         if not torch.compiler.is_compiling() and not checks.capturing():
             self.__dict__["_transposed"] = layout
             # No cycle: it would hold device memory until the garbage collector comes.
             layout.__dict__["_transposed"] = weakref.ref(self)
         return layout
-
-    def counted(self, blocks: int | None) -> Layout:
-        """The layout, which notes whether its capacity is the number of blocks that the host has counted."""
-        if not torch.compiler.is_compiling() and blocks == self.capacity:
-            self.__dict__["_filled"] = True
-        return self
 
     def is_same(self, other: Layout) -> bool:
         """Whether both are one layout, or share its metadata; equal masks are not compared."""
@@ -427,7 +420,9 @@ class Layout:
 
 torch.serialization.add_safe_globals([Layout])
 
-_STATIC = ("shape", "block_size", "size")
+PARTS = ("row_offsets", "col_indices", "row_indices", "col_offsets", "transpose_order", "positions")
+"""The lists of a layout, in the order in which operators take them."""
+_STATIC = ("shape", "block_size", "size", "filled")
 
 
 def check_block_size(operator: str, block_size: BlockSize) -> tuple[int, int]:
@@ -477,13 +472,12 @@ _layout_transpose = register(
 
 
 def _flatten(layout: Layout) -> tuple[list[Any], Any]:
-    tensors = [getattr(layout, f.name) for f in fields(layout) if f.name not in _STATIC]
-    return tensors, tuple(getattr(layout, name) for name in _STATIC)
+    return [getattr(layout, name) for name in PARTS], tuple(getattr(layout, name) for name in _STATIC)
 
 
 _pytree.register_pytree_node(
     Layout,
     _flatten,
-    lambda tensors, given: Layout(*given, *tensors),
+    lambda tensors, given: Layout(*given[:3], *tensors, *given[3:]),
     serialized_type_name="gossamer.blocksparse.Layout",
 )

@@ -8,6 +8,7 @@ the host counts by itself, from sizes and numbers; lengths and tokens that are t
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -208,7 +209,8 @@ class _Grid:
         elif capacity is None and count is not None:
             known = count()
             capacity = max(known, 1)
-        return Layout.from_mask(mask, self.block, size=self.size, capacity=capacity).counted(known)
+        layout = Layout.from_mask(mask, self.block, size=self.size, capacity=capacity)
+        return layout if known is None else replace(layout, filled=known == capacity)
 
 
 def _once(count: Any, grid: _Grid, rule: Any) -> int:

@@ -90,7 +90,7 @@ def add(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
     >>> add(x, torch.arange(32.0)[:, None]).to_dense()[31, 30:].tolist()
     [32.0, 32.0]
     """
-    return replace(x, values=x.values + _vector("blocksparse.add", x, vector))
+    return _with_vector("blocksparse.add", x, x.values, vector, "add")
 
 
 def sub(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
@@ -102,7 +102,8 @@ def sub(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
     >>> sub(x, max(x)[:, None]).values.abs().max().item()
     0.0
     """
-    return replace(x, values=x.values - _vector("blocksparse.sub", x, vector))
+    checks.floating("blocksparse.sub", vector=vector)
+    return _with_vector("blocksparse.sub", x, x.values, -vector, "add")
 
 
 def mul(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
@@ -115,8 +116,8 @@ def mul(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
     [30.0, 31.0]
     """
     check_floating("blocksparse.mul", x=x)
-    # What stands beyond the matrix must not reach the gradient of vector.
-    return replace(x, values=filled(x.values, x.layout, 0.0, behind=False) * _vector("blocksparse.mul", x, vector))
+    # Values beyond the matrix must not reach the gradient of vector.
+    return _with_vector("blocksparse.mul", x, filled(x.values, x.layout, 0.0, behind=False), vector, "mul")
 
 
 def broadcast_add(x: Tensor, y: Tensor, layout: Layout) -> BlockSparseTensor:
@@ -139,8 +140,7 @@ def broadcast_add(x: Tensor, y: Tensor, layout: Layout) -> BlockSparseTensor:
     >>> broadcast_add(torch.arange(32.0), torch.arange(32.0), layout).values.max().item()
     62.0
     """
-    rows, columns = _two("blocksparse.broadcast_add", x, y, layout)
-    return BlockSparseTensor(rows + columns, layout)
+    return _of_two("blocksparse.broadcast_add", x, y, layout, 1)
 
 
 def broadcast_sub(x: Tensor, y: Tensor, layout: Layout) -> BlockSparseTensor:
@@ -152,11 +152,10 @@ def broadcast_sub(x: Tensor, y: Tensor, layout: Layout) -> BlockSparseTensor:
     >>> broadcast_sub(torch.arange(32.0), torch.arange(32.0), layout).values.max().item()
     15.0
     """
-    rows, columns = _two("blocksparse.broadcast_sub", x, y, layout)
-    return BlockSparseTensor(rows - columns, layout)
+    return _of_two("blocksparse.broadcast_sub", x, y, layout, -1)
 
 
-def _two(operator: str, x: Tensor, y: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def _of_two(operator: str, x: Tensor, y: Tensor, layout: Layout, sign: int) -> BlockSparseTensor:
     check_layouts(operator, layout=layout)
     checks.floating(operator, x=x, y=y)
     checks.same_device(operator, "layout", layout.device, x=x, y=y)
@@ -164,20 +163,24 @@ def _two(operator: str, x: Tensor, y: Tensor, layout: Layout) -> tuple[Tensor, T
         raise TypeError(
             f"{operator}: y must have the dtype of x, {checks.name_of(x.dtype)}, got {checks.name_of(y.dtype)}."
         )
-    return _spread_out(operator, "x", x, layout, -1), _spread_out(operator, "y", y, layout, -2)
+    zeros = x.new_zeros(layout.capacity, *layout.block_size)
+    rows = _shifted(zeros, *_lines_of(operator, "x", x, layout, -1), -1, "add")
+    return BlockSparseTensor(_shifted(rows, *_lines_of(operator, "y", sign * y, layout, -2), -2, "add"), layout)
 
 
-def _vector(operator: str, x: BlockSparseTensor, vector: Tensor) -> Tensor:
-    """`[capacity, height, 1]` or `[capacity, 1, width]` of a vector for x's rows or columns."""
+def _with_vector(operator: str, x: BlockSparseTensor, values: Tensor, vector: Tensor, how: str) -> BlockSparseTensor:
+    """x of these values, with a vector for its rows or columns added to them or multiplied with."""
     check_floating(operator, x=x)
     checks.floating(operator, vector=vector)
     checks.same_device(operator, "x", x.device, vector=vector)
     m, n = x.layout.size
     vector = vector.to(x.dtype)
     if vector.dim() >= 2 and tuple(vector.shape[-2:]) == (m, 1):
-        return _spread_out(operator, "vector", vector[..., 0], x.layout, -1)
+        lines = _lines_of(operator, "vector", vector[..., 0], x.layout, -1)
+        return replace(x, values=_shifted(values, *lines, -1, how))
     if vector.dim() >= 1 and tuple(vector.shape[-2:]) in ((1, n), (n,)):
-        return _spread_out(operator, "vector", vector[..., 0, :] if vector.dim() > 1 else vector, x.layout, -2)
+        vector = vector[..., 0, :] if vector.dim() > 1 else vector
+        return replace(x, values=_shifted(values, *_lines_of(operator, "vector", vector, x.layout, -2), -2, how))
     raise ValueError(
         f"{operator}: vector must have shape [..., M, 1] with M = {m}, or [..., 1, N] with N = {n}, got "
         f"{list(vector.shape)}."
@@ -196,8 +199,8 @@ def _lines(layout: Layout, dim: int) -> tuple[Tensor, Tensor, int, int]:
     return column, grid.mT.reshape(z * cols, rows), layout.size[1], layout.block_size[1]
 
 
-def _spread_out(operator: str, name: str, vector: Tensor, layout: Layout, dim: int) -> Tensor:
-    """A vector `[..., L]` of rows or columns at each block."""
+def _lines_of(operator: str, name: str, vector: Tensor, layout: Layout, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(a vector `[..., L]` of rows or columns as lines of blocks, in float32 at least; `_lines`' first two)."""
     index, grid, length, block = _lines(layout, dim)
     lead = layout.shape[:-2]
     own = (1,) * (len(lead) + 1 - vector.dim()) + tuple(vector.shape)
@@ -206,10 +209,9 @@ def _spread_out(operator: str, name: str, vector: Tensor, layout: Layout, dim: i
             f"{operator}: {name} must broadcast to {[*lead, length]} like the layout, got {list(vector.shape)}."
         )
     flat = vector.expand(*lead, length).reshape(layout.batch, length)
-    padded = torch.nn.functional.pad(flat, (0, -length % block))
-    at = _spread(padded.reshape(-1, block), index, grid)
-    at = torch.where(layout.overflowed, torch.nan, at)
-    return at[:, :, None] if dim == -1 else at[:, None, :]
+    wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
+    padded = torch.nn.functional.pad(wide, (0, -length % block)).reshape(-1, block)
+    return torch.where(layout.overflowed, torch.nan, padded), index, grid
 
 
 def _reduced(operator: str, x: BlockSparseTensor, dim: int, how: str) -> Tensor:
@@ -246,6 +248,24 @@ def _context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[1:])
 
 
+def _shifted_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    values, vectors, index, grid, ctx.dim, ctx.how = inputs
+    kept = (values, vectors) if ctx.how == "mul" else (None, None)
+    ctx.save_for_backward(index, grid, *kept)
+
+
+def _shifted_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradient of the vector is summed in its own dtype, float32 at least, over all blocks."""
+    index, grid, values, vectors = ctx.saved_tensors
+    along, towards = grad, grad
+    if ctx.how == "mul":
+        along, towards = grad * values, _shifted(grad, vectors, index, grid, ctx.dim, "mul")
+    summed = None
+    if ctx.needs_input_grad[1]:
+        summed = _collect(along.sum(ctx.dim, dtype=torch.promote_types(grad.dtype, torch.float32)), index, grid)
+    return towards, summed, None, None, None, None
+
+
 def _most_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:3], output)
     ctx.dim = inputs[3]
@@ -275,6 +295,14 @@ _collect = register(
     fake=lambda parts, index, grid: parts.new_empty(grid.shape[0], parts.shape[1]),
     setup_context=_context,
     backward=_collect_backward,
+)
+_shifted = register(
+    "blocksparse_shifted(Tensor values, Tensor vectors, Tensor index, Tensor grid, int dim, str how) -> Tensor",
+    cpu=_impl.shifted,
+    gpu=lambda: _impl.shifted,
+    fake=lambda values, *rest: torch.empty_like(values, memory_format=torch.contiguous_format),
+    setup_context=_shifted_context,
+    backward=_shifted_backward,
 )
 _most = register(
     "blocksparse_most(Tensor values, Tensor index, Tensor grid, int dim) -> Tensor",

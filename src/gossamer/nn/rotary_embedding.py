@@ -20,7 +20,10 @@ def _place(tensor: Tensor) -> tuple[torch.device, Any]:
 
 
 class RotaryEmbedding(nn.Module):
-    """Angles of rotary position embeddings; `inv_freq` `[D / 2]` is a buffer."""
+    """Angles of rotary position embeddings; `inv_freq` `[D / 2]` is a buffer.
+
+    A state dict without it leaves the frequencies of theta: attention layers of other libraries save none.
+    """
 
     inv_freq: Tensor
     # Here for modules that were pickled without them.
@@ -31,6 +34,11 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.head_dim, self.theta = head_dim, theta
         self.register_buffer("inv_freq", self._frequencies(device))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        # `load_state_dict` hands on a copy of the dictionary that it was given.
+        state_dict.setdefault(prefix + "inv_freq", self.inv_freq)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         """What is kept stays here: it belongs to a stream, and a copy makes its own."""
