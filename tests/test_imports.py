@@ -22,6 +22,7 @@ RANK = {
     "sparsity": 4,
     "nn": 5,
     "integrations": 6,
+    "train": 6,
     "testing": 6,
     "cli": 7,
 }

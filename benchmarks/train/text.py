@@ -41,7 +41,7 @@ PACKAGES = {
 """Debian 12's, with their main licences."""
 _SKIPPED = re.compile(
     r"/(copyright|changelog|NEWS|src|search|genindex|_sources|implementors|lintian|bug)\b"
-    r"|/help/(?!C/)|/debian-handbook/html/(?!en-US)|/ldoc/|\.(idx|dat|png|jpe?g|gif|svg|pdf|epub|css|js|zip|woff2?)$"
+    r"|/share/help/(?!C/)|/debian-handbook/html/(?!en-US)|/ldoc/|\.(idx|dat|png|jpe?g|gif|svg|pdf|epub|css|js|zip|woff2?)$"
 )
 _DROPPED = re.compile(r"(?is)<(script|style|head|nav|footer|svg)\b.*?</\1\s*>|<!--.*?-->")
 _BLOCKS = re.compile(r"(?i)</?(p|div|h\d|li|ul|ol|tr|table|pre|br|dt|dd|dl|section|article|blockquote)\b[^>]*>")

@@ -1,4 +1,4 @@
-"""The command line: `gossamer doctor`, `gossamer bench`, `gossamer demo` and `gossamer sae` (extra `cli`)."""
+"""The command line: `gossamer doctor`, `gossamer bench`, `gossamer demo`, `gossamer sae` and `gossamer train` (extra `cli`)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _COMMANDS = {
     "bench": ("gossamer.cli.bench.command", "Measure gossamer beside its peers: table, JSON and plots."),
     "demo": ("gossamer.cli.demo", "Train small models on real text, run every room beside its dense way, and report."),
     "sae": ("gossamer.cli.sae", "Extract a sparse autoencoder's latents to disk, and look at them."),
+    "train": ("gossamer.cli.train", "Train transformers whose feed-forward blocks become sparse."),
 }
 
 main: Callable[[], Any]
