@@ -272,7 +272,8 @@ def _distributed(model: Transformer, config: Config, world: int) -> Transformer:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for layer in model.model.layers:
             fully_shard(layer, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
+        # The root would otherwise stay whole after a validation, and its parameters be others than the optimizer's.
+        fully_shard(model, mp_policy=policy, reshard_after_forward=True)
     return model
 
 
