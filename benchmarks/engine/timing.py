@@ -118,7 +118,7 @@ def energy(call: Callable[[int], Any], calls: int, seconds: float, device: torch
     power that it will hold. A thread reads the counter, which takes its time, and two bursts of several `calls` calls,
     30 ms or more each, are always ahead: a GPU that rests takes energy, too.
     """
-    counter = _energy_counter(device)
+    counter = energy_counter(device)
     if counter is None:
         return None
     calls *= math.ceil(0.03 / (calls * burst(call, calls, device)))
@@ -161,7 +161,7 @@ def energy(call: Callable[[int], Any], calls: int, seconds: float, device: torch
     return watts * (ends[-1] - ends[0]) / (len(ends) - 1) / calls
 
 
-def _energy_counter(device: torch.device) -> Callable[[], int] | None:
+def energy_counter(device: torch.device) -> Callable[[], int] | None:
     """Reads the device's millijoules since the driver was loaded, by NVML, which comes with it."""
     if device.type != "cuda" or torch.version.hip:
         return None

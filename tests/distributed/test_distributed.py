@@ -19,7 +19,7 @@ from gossamer import nn, rowsparse, sae
 from tests.distributed.cases_sae import case_compile
 
 ROOT = Path(__file__).parents[2]
-FILES = ("cases_sae", "cases_nn")
+FILES = ("cases_sae", "cases_nn", "cases_train")
 
 
 def environment() -> dict[str, str]:
