@@ -23,14 +23,13 @@ class RotaryEmbedding(nn.Module):
     """Angles of rotary position embeddings; `inv_freq` `[D / 2]` is a buffer."""
 
     inv_freq: Tensor
-    # Here for modules that were pickled without them.
-    _first: tuple[Tensor, tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
-    _kept: tuple[Any, Tensor] | None = None
 
     def __init__(self, head_dim: int, theta: float, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.head_dim, self.theta = head_dim, theta
         self.register_buffer("inv_freq", self._frequencies(device))
+        self._first: tuple[Tensor, tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
+        self._kept: tuple[Any, Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """What is kept stays here: it belongs to a stream, and a copy makes its own."""
