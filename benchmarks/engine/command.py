@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.engine import random_cases, report
 from benchmarks.engine.case import Case, load_cases
-from benchmarks.engine.profiling import profile_case
+from benchmarks.engine.profiling import profile_cases
 from benchmarks.engine.random_cases import draw_cases
 from benchmarks.engine.runner import CaseResult, Settings, run_case
 from benchmarks.engine.timing import Ceilings, measure_ceilings
@@ -54,9 +55,11 @@ def bench(
     ),
     swept: str | None = typer.Option(None, "--room", help="Of a sweep: the room to sweep. All that can be by default."),
     count: int | None = typer.Option(None, "--cases", min=1, help="Of a sweep: cases of each room. 200 by default."),
-    length: list[int] = typer.Option([], min=64, help="Lengths of sequences instead of the usual ones; repeatable."),
-    dtype: str | None = typer.Option(None, help="float32, float16 or bfloat16, where a case leaves the choice."),
-    batch: int | None = typer.Option(None, min=1, help="Sequences at a time, where a case leaves the choice."),
+    length: list[int] = typer.Option(
+        [], min=64, help="Only cases of sequences of such a length; attention makes them. Repeatable."
+    ),
+    dtype: str | None = typer.Option(None, help="Only cases of float32, float16 or bfloat16; attention makes them."),
+    batch: int | None = typer.Option(None, min=1, help="Only cases of so many sequences; attention makes them."),
     provider: str | None = typer.Option(None, metavar="GLOB", help="Only providers whose name matches, as 'goss*'."),
     resume: bool = typer.Option(
         False, "--resume", help="Of a sweep: keep the cases that its file has already, and measure the others."
@@ -93,15 +96,14 @@ def bench(
         if sweeps:
             cases = draw_cases(folder, swept, count or (5 if quick else 200), seed, where, quick)
         else:
-            cases = load_cases(folder, room, case, where, quick, given, provider)
+            cases = load_cases(folder, room, case, where, quick, given, provider, partial(typer.echo, err=True))
     except ValueError as error:
         _fail(str(error))
     if list_cases:
         typer.echo("\n".join(c.id for c in cases))
         return
     if profile or ncu:
-        for item in cases:
-            profile_case(item, where, seed, 1 if ncu else 3, typer.echo)
+        profile_cases(cases, where, seed, 1 if ncu else 3, typer.echo, apart=ncu)
         return
     settings = _settings(where, rounds, quick, sweeps, budget, not skip_verify)
     chosen = swept if sweeps else "saelens" if saelens and not case else slug(case or "")

@@ -543,7 +543,8 @@ def test_shapes_and_providers_of_your_own(toys: Path) -> None:
     code, text = bench("toy", "--out", toys, "--provider", "nobody")
     assert code == 2 and "--provider must match one of absent, broken, dense, elsewhere, gossamer, got 'nobody'" in text
     code, text = bench("toy", "--out", toys, "--length", 128)
-    assert code == 2 and "no case takes lengths. The room attention does." in text
+    assert code == 2 and "left out: 2 of 2 cases of toy/bench_product.py" in text
+    assert "benchmarks: no case of toy has that --length; --list shows what there is." in text
     code, text = bench("toy", "--out", toys, "--dtype", "int8")
     assert code == 2 and "--dtype must be one of float32, float16, bfloat16, got 'int8'" in text
 
