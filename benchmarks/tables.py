@@ -289,7 +289,7 @@ def slower() -> list[str]:
         shares = _by_density(room, content).items()
         mean = next((f"{found['geometric_mean']:.2f}, {label}" for label, found in shares if found["cases"]), "")
         rows.append([f"`{room}`", *_figures(content["summary"]["dense"][room]), mean])
-    head = ["at random shapes, beside dense PyTorch", *SWEPT, "mean where least is there"]
+    head = ["at random shapes, beside dense PyTorch", *SWEPT, "geometric mean at the lowest density"]
     return table(head, rows) if rows else [NO_SWEEP]
 
 

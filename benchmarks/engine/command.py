@@ -7,11 +7,8 @@ import math
 import os
 import re
 import shlex
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,7 +24,7 @@ from benchmarks.engine.profiling import profile_cases
 from benchmarks.engine.random_cases import draw_cases
 from benchmarks.engine.runner import CaseResult, Settings, run_case
 from benchmarks.engine.timing import Ceilings, measure_ceilings
-from gossamer.cli.environment import describe, provenance
+from gossamer.cli.environment import describe, provenance, resolve_device
 from gossamer.cli.folder import make_folder
 
 BENCHMARKS = Path(__file__).parents[1]
@@ -186,20 +183,6 @@ class _Log:
 _PAUSE = 3.0
 
 
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM, as `timeout` sends it, ends a run as Ctrl-C does: what it has is written."""
-
-    def interrupt(*_: Any) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _measured(
     cases: list[Case], log: _Log, where: torch.device, settings: Settings, seed: int, quick: bool
 ) -> list[CaseResult]:
@@ -220,7 +203,7 @@ def _measured(
         auto_refresh=False,  # a thread that redraws while a burst is timed would slow the launches
     )
     try:
-        with bar, _terminated_as_interrupted():
+        with bar:
             task = bar.add_task("ceilings", total=len(todo))
             ceilings = measure_ceilings(where, quick)
             content["ceilings"] = {"bandwidth": ceilings.bandwidth, "gemm": ceilings.gemm}
@@ -301,17 +284,11 @@ def _given(lengths: list[int], dtype: str | None, batch: int | None) -> dict[str
 
 
 def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda:0" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device("cuda:0" if name == "cuda" else name)
-    except RuntimeError:
-        _fail(f"benchmarks: --device must be auto, cpu or cuda[:INDEX], got {name!r}.")
-    if device.type not in ("cpu", "cuda"):
-        _fail(f"benchmarks: --device must be auto, cpu or cuda[:INDEX], got {name!r}.")
+        device = resolve_device(name, "benchmarks")
+    except ValueError as error:
+        _fail(str(error))
     if device.type == "cuda":
-        if device.index >= torch.cuda.device_count():
-            _fail(f"benchmarks: --device {name} is not there: PyTorch sees {torch.cuda.device_count()} GPUs.")
         torch.cuda.set_device(device)
     return device
 
