@@ -21,8 +21,9 @@ def demo(
 ) -> None:
     """Train a small transformer and a sparse autoencoder on real text, and write a report.
 
-    Feed-forward blocks, autoencoder, attention and block-sparse products each run beside their dense way. It takes some
-    five minutes on two cores, and nothing is downloaded. With shorter --seconds-model and --seconds-sae it takes less.
+    Feed-forward blocks, autoencoder, attention and block-sparse products each run beside the dense computation. The
+    demo takes about five minutes on two cores, and less with shorter --seconds-model and --seconds-sae. It downloads
+    nothing.
     """
     settings = Settings(
         text=text, device=device, out=out, seconds_model=seconds_model, seconds_sae=seconds_sae, seed=seed

@@ -26,16 +26,14 @@ def model_plot(history: list[dict[str, Any]]) -> str:
 
 
 def sae_plot(history: list[dict[str, Any]]) -> str:
-    """L0, variance explained and dead latents, over the bytes seen."""
+    """L0 and variance explained, over the bytes seen."""
 
     def draw(figure: Figure) -> None:
-        l0, variance, dead = figure.subplots(1, 3)
+        l0, variance = figure.subplots(1, 2)
         _curve(l0, history, "l0", "L0")
         _curve(variance, history, "variance_explained", "Variance explained")
-        _curve(dead, history, "dead_fraction", "Dead latents")
-        for axes in (variance, dead):
-            axes.set_ylim(0, 1.02)
-            axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        variance.set_ylim(0, 1.02)
+        variance.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
 
     return svg(draw, 2.4)
 

@@ -27,7 +27,7 @@ def headline(results: dict[str, Any]) -> list[tuple[str, str]]:
             loss_recovered(loss),
         ),
         (
-            f"of the latents fired on none of {results['features']['bytes_read']:,} unseen bytes",
+            f"of the latents never fired on {results['features']['bytes_read']:,} unseen bytes",
             f"{rates.count(0) / len(rates):.1%}",
         ),
         (
@@ -147,6 +147,7 @@ def _sparse_section(sparse: dict[str, Any]) -> str:
 
 def _sae_section(results: dict[str, Any]) -> str:
     sae, last = results["sae"], results["sae"]["history"][-1]
+    rates = results["features"]["firing_rates"]
     sizes = results["settings"]["model"]
     middle = sizes["n_layers"] // 2
     return (
@@ -154,8 +155,9 @@ def _sae_section(results: dict[str, Any]) -> str:
         f"<p>A JumpReLU autoencoder of {sae['d_sae']:,} latents on the residual stream after block {middle} of "
         f"{sizes['n_layers']}, trained with a target L0 of {results['settings']['target_l0']:g}, to which it comes "
         f"down in {results['settings']['warm_up']} steps; {last['step']:,} steps over {last['tokens']:,} bytes in "
-        f"{last['seconds']:.0f} s. A latent is dead if it has not fired on the last 100,000 bytes: "
-        f"{sae['dead_fraction']:.0%} are at the end. Its input scale is folded into the weights in sae/.</p>"
+        f"{last['seconds']:.0f} s. On {results['features']['bytes_read']:,} bytes of unseen text "
+        f"{rates.count(0) / len(rates):.1%} of the latents never fire. The "
+        "input scale is folded into the weights in sae/.</p>"
         f"<figure>{plots.sae_plot(sae['history'])}</figure>"
         + table(
             f"On {sae['tokens']:,} bytes of unseen text",

@@ -28,8 +28,9 @@ from demo.blocks import block_sparse
 from demo.model import ByteModel, ModelConfig
 from demo.needle import needle_stage
 from demo.text import Corpus, load_corpus
-from demo.train import DEAD_AFTER_BYTES, Clock, Show, train_model, train_sae
+from demo.train import Clock, Show, train_model, train_sae
 from gossamer import nn
+from gossamer._core import files
 from gossamer.cli import environment
 from gossamer.cli.folder import make_folder
 from gossamer.extract import Extraction, extract
@@ -115,8 +116,11 @@ def run(settings: Settings, device: torch.device, corpus: Corpus, console: Conso
                 _replace(Path(unfinished, name), settings.out / name)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("nothing was written") from None
-    _write(settings.out / "index.html", page)
-    _write(settings.out / "results.json", data)
+    for name, text in (("index.html", page), ("results.json", data)):
+        file = settings.out / name
+        files.write_whole(
+            "demo", file, file.with_name(f".{name}.partial"), lambda path, text=text: path.write_text(text, "utf-8")
+        )
     console.print(summary(results))
     console.print(f"Report: {settings.out / 'index.html'}", highlight=False, markup=False, soft_wrap=True)
     for line in ("Go on with:", *(f"  {command}" for command in go_on(settings.out, results))):
@@ -191,7 +195,10 @@ def _experiment(
         with stages("features") as show:
             found = _extract(settings, model, sae, validation, out, show)
             top = features.top_features(found, settings.n_features)
-            show(1.0, f"{len(top)} features from {found.rows:,} bytes")
+            silent = (found.firing_counts == 0).double().mean().item()
+            show(
+                1.0, f"{len(top)} features from {found.rows:,} bytes, on which {silent:.0%} of the latents never fired"
+            )
         hardware = environment.describe(device)
     return {
         "hardware": hardware,
@@ -208,7 +215,6 @@ def _experiment(
         "sae": {
             **quality,
             "activation_scale": scale,
-            "dead_fraction": sae_history[-1]["dead_fraction"],
             "history": sae_history,
         },
         "loss": losses,
@@ -256,7 +262,6 @@ def _autoencoder(
         target_l0=settings.target_l0,
         # On a CPU the whole training may be a few hundred steps.
         warm_up=settings.warm_up,
-        dead_after=math.ceil(DEAD_AFTER_BYTES / batch),
         device=text.device,
     )
     history = train_sae(
@@ -381,16 +386,3 @@ def _replace(new: Path, place: Path) -> None:
     if place.exists():
         os.replace(place, new.with_name(f"old-{new.name}"))
     os.replace(new, place)
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

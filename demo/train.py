@@ -28,7 +28,6 @@ MODEL_WARM_UP_STEPS = 20
 SAE_LEARNING_RATE = 1e-3
 LEARNING_DECAY = 0.25
 INITIAL_CONTEXTS = 32
-DEAD_AFTER_BYTES = 100_000
 RECORDS = 100
 
 
@@ -139,17 +138,15 @@ def train_sae(
         optimizer.step()
         step += 1
         if done == 1.0 or done * RECORDS >= len(history):
-            dead = sae.dead().float().mean().item()
             record = {
                 "step": step,
                 "tokens": step * batch_size,
                 "seconds": clock.elapsed,
                 "l0": result.l0.item(),
                 "variance_explained": variance_explained(x, result.reconstruction.detach()).item(),
-                "dead_fraction": dead,
             }
             history.append(record)
-            show(done, f"L0 {record['l0']:.1f}, {record['variance_explained']:.1%} explained, {dead:.0%} dead")
+            show(done, f"L0 {record['l0']:.1f}, {record['variance_explained']:.1%} explained")
         if done == 1.0:
             return history
 

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -78,6 +79,8 @@ class Provider:
 
     def missing(self, device: torch.device) -> str | None:
         """Why it cannot run here, or None."""
+        if not self.devices:
+            return "does not take this case"
         return None if device.type in self.devices else f"needs {' or '.join(self.devices)}"
 
 
@@ -154,13 +157,16 @@ def load_cases(
     pattern: str | None,
     device: torch.device,
     quick: bool,
-    given: Mapping[str, Any] | None = None,
+    given: Mapping[str, Any] = MappingProxyType({}),
     provider: str | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> list[Case]:
     """The cases of `folder/<room>/bench_*.py`, each file giving `cases(device, quick)`, that match `pattern`.
 
-    With `given`, such as lengths or dtype, only files whose `cases` take these; with `provider`, only providers whose
-    name matches, and cases that have one. Raises ValueError where there is no such room, case, option or provider.
+    `given` may hold "lengths", "dtype" and "batch". They are arguments of `cases` where a file's function takes them.
+    Cases that have something else are left out, and `tell` gets a line about them. With `provider`, only
+    providers whose name matches, and cases that have one. Raises ValueError where there is no such room, case or
+    provider, and where no case is left.
     """
     files = sorted(folder.glob("*/bench_*.py"))
     rooms = sorted({file.parent.name for file in files})
@@ -171,12 +177,15 @@ def load_cases(
     for file in files:
         if room in (None, file.parent.name):
             module = import_module(f"{folder.name}.{file.parent.name}.{file.stem}")
-            if not given:
-                found += module.cases(device, quick)
-            elif given.keys() <= signature(module.cases).parameters.keys():
-                found += module.cases(device, quick, **given)
+            taken = given.keys() & signature(module.cases).parameters.keys()
+            made = list(module.cases(device, quick, **{name: given[name] for name in taken}))
+            fit = [case for case in made if _has(case, **given)]
+            if len(fit) < len(made):
+                tell(f"left out: {len(made) - len(fit)} of {len(made)} cases of {file.parent.name}/{file.name}")
+            found += fit
     if given and not found:
-        raise ValueError(f"benchmarks: no case takes {', '.join(given)}. The room attention does.")
+        asked = " and ".join(_OPTIONS[name] for name in given)
+        raise ValueError(f"benchmarks: no case of {room or 'any room'} has that {asked}; --list shows what there is.")
     if provider is not None:
         found = _by_provider(found, provider)
     if pattern is None:
@@ -188,6 +197,18 @@ def load_cases(
             f"benchmarks: --case must match a name ({', '.join(names)}) or an id (see --list), got {pattern!r}."
         )
     return chosen
+
+
+_OPTIONS = {"lengths": "--length", "dtype": "--dtype", "batch": "--batch"}
+
+
+def _has(
+    case: Case, lengths: Sequence[int] | None = None, dtype: torch.dtype | None = None, batch: int | None = None
+) -> bool:
+    """Whether a case has one of these lengths T, this dtype, and this number B of sequences."""
+    T, B = case.parameters.get("T"), case.parameters.get("B")
+    of_sequences = (lengths is None or T in lengths) and (batch is None or (batch == B and T is not None))
+    return of_sequences and dtype in (None, case.dtype)
 
 
 def import_path(folder: Path) -> None:

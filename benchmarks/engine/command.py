@@ -7,11 +7,9 @@ import math
 import os
 import re
 import shlex
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,11 +20,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.engine import random_cases, report
 from benchmarks.engine.case import Case, load_cases
-from benchmarks.engine.profiling import profile_case
+from benchmarks.engine.profiling import profile_cases
 from benchmarks.engine.random_cases import draw_cases
 from benchmarks.engine.runner import CaseResult, Settings, run_case
 from benchmarks.engine.timing import Ceilings, measure_ceilings
-from gossamer.cli.environment import describe, provenance
+from gossamer.cli.environment import describe, provenance, resolve_device
 from gossamer.cli.folder import make_folder
 
 BENCHMARKS = Path(__file__).parents[1]
@@ -54,9 +52,11 @@ def bench(
     ),
     swept: str | None = typer.Option(None, "--room", help="Of a sweep: the room to sweep. All that can be by default."),
     count: int | None = typer.Option(None, "--cases", min=1, help="Of a sweep: cases of each room. 200 by default."),
-    length: list[int] = typer.Option([], min=64, help="Lengths of sequences instead of the usual ones; repeatable."),
-    dtype: str | None = typer.Option(None, help="float32, float16 or bfloat16, where a case leaves the choice."),
-    batch: int | None = typer.Option(None, min=1, help="Sequences at a time, where a case leaves the choice."),
+    length: list[int] = typer.Option(
+        [], min=64, help="Only cases of sequences of such a length; attention makes them. Repeatable."
+    ),
+    dtype: str | None = typer.Option(None, help="Only cases of float32, float16 or bfloat16; attention makes them."),
+    batch: int | None = typer.Option(None, min=1, help="Only cases of so many sequences; attention makes them."),
     provider: str | None = typer.Option(None, metavar="GLOB", help="Only providers whose name matches, as 'goss*'."),
     resume: bool = typer.Option(
         False, "--resume", help="Of a sweep: keep the cases that its file has already, and measure the others."
@@ -93,15 +93,14 @@ def bench(
         if sweeps:
             cases = draw_cases(folder, swept, count or (5 if quick else 200), seed, where, quick)
         else:
-            cases = load_cases(folder, room, case, where, quick, given, provider)
+            cases = load_cases(folder, room, case, where, quick, given, provider, partial(typer.echo, err=True))
     except ValueError as error:
         _fail(str(error))
     if list_cases:
         typer.echo("\n".join(c.id for c in cases))
         return
     if profile or ncu:
-        for item in cases:
-            profile_case(item, where, seed, 1 if ncu else 3, typer.echo)
+        profile_cases(cases, where, seed, 1 if ncu else 3, typer.echo, apart=ncu)
         return
     settings = _settings(where, rounds, quick, sweeps, budget, not skip_verify)
     chosen = swept if sweeps else "saelens" if saelens and not case else slug(case or "")
@@ -184,20 +183,6 @@ class _Log:
 _PAUSE = 3.0
 
 
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM, as `timeout` sends it, ends a run as Ctrl-C does: what it has is written."""
-
-    def interrupt(*_: Any) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _measured(
     cases: list[Case], log: _Log, where: torch.device, settings: Settings, seed: int, quick: bool
 ) -> list[CaseResult]:
@@ -218,7 +203,7 @@ def _measured(
         auto_refresh=False,  # a thread that redraws while a burst is timed would slow the launches
     )
     try:
-        with bar, _terminated_as_interrupted():
+        with bar:
             task = bar.add_task("ceilings", total=len(todo))
             ceilings = measure_ceilings(where, quick)
             content["ceilings"] = {"bandwidth": ceilings.bandwidth, "gemm": ceilings.gemm}
@@ -299,17 +284,11 @@ def _given(lengths: list[int], dtype: str | None, batch: int | None) -> dict[str
 
 
 def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda:0" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device("cuda:0" if name == "cuda" else name)
-    except RuntimeError:
-        _fail(f"benchmarks: --device must be auto, cpu or cuda[:INDEX], got {name!r}.")
-    if device.type not in ("cpu", "cuda"):
-        _fail(f"benchmarks: --device must be auto, cpu or cuda[:INDEX], got {name!r}.")
+        device = resolve_device(name, "benchmarks")
+    except ValueError as error:
+        _fail(str(error))
     if device.type == "cuda":
-        if device.index >= torch.cuda.device_count():
-            _fail(f"benchmarks: --device {name} is not there: PyTorch sees {torch.cuda.device_count()} GPUs.")
         torch.cuda.set_device(device)
     return device
 

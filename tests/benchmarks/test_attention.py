@@ -1,5 +1,7 @@
 """`python -m benchmarks` and its sweep on the room attention."""
 
+import re
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -27,8 +29,9 @@ def test_ranges_are_shown_for_a_profiler() -> None:
     result = CliRunner().invoke(main, ["attention", *given])
     assert result.exit_code == 0, result.output
     text = result.output
-    shown = [line.split()[0] for line in text.splitlines() if line.strip().startswith("gsa/")]
-    assert {"gsa/qkv_proj", "gsa/indexer", "gsa/topk_select", "gsa/sparse_attn", "gsa/o_proj"} <= set(shown)
+    shown = re.findall(r"^  (gsa/.*): [0-9.]+ ms in 3 calls$", text, re.M)
+    names = ("qkv_proj", "value_gate, rotary_emb", "indexer", "topk_select", "sparse_attn", "output_gate", "o_proj")
+    assert set(shown) == {f"gsa/{name}" for name in names}
     assert text.index("gsa/topk_select") < text.index("aten::")
 
 
@@ -64,3 +67,17 @@ def test_lengths_of_attention() -> None:
     }  # fmt: skip
     assert all(case.parameters["T"] == 128 and case.parameters["B"] == 2 for case in named)
     assert all(case.dtype is torch.float16 for case in cases)
+
+
+def test_cases_that_are_left_out_are_told() -> None:
+    """Of a file that takes no batch, in a room of which no file takes a dtype, and where nothing is left."""
+    told: list[str] = []
+    cases = load_cases(BENCHMARKS, "attention", None, CPU, True, {"batch": 2}, tell=told.append)
+    assert cases and all(case.parameters["B"] == 2 for case in cases)
+    assert told == ["left out: 4 of 4 cases of attention/bench_select_topk.py"]
+    whole = load_cases(BENCHMARKS, "gemm", None, CPU, True)
+    kept = load_cases(BENCHMARKS, "gemm", None, CPU, True, {"dtype": torch.float32}, tell=told.append)
+    assert [case.id for case in kept] == [case.id for case in whole] and len(told) == 1
+    for given, room, option in (({"dtype": torch.float16}, "gemm", "--dtype"), ({"lengths": (64,)}, "sae", "--length")):
+        with pytest.raises(ValueError, match=f"no case of {room} has that {option}; --list shows what there is"):
+            load_cases(BENCHMARKS, room, None, CPU, True, given)

@@ -19,7 +19,7 @@ from torch import Tensor
 from gossamer._core import files
 from gossamer.extract import Extraction, extract
 from gossamer.extract.text import Text
-from tests.extract.extraction import D_SAE, SIZES, Killed, activations, contents, flip, model, stop_at, threads
+from tests.extract.extraction import SIZES, Killed, activations, contents, flip, model, stop_at, threads
 
 pytestmark = pytest.mark.native
 MANIFEST = "manifest.json"
@@ -416,35 +416,3 @@ def test_any_flipped_bit_in_a_shard_without_a_manifest(device: torch.device, tmp
         assert contents(tmp_path) == damaged
         shard.write_bytes(before[shard.name])
     assert extract(x, sae, tmp_path, **SIZES).rows == 200
-
-
-def test_what_an_earlier_version_wrote(device: torch.device, tmp_path: Path) -> None:
-    """Without checksums: it is read, and not gone on with."""
-    sae, x = model(device), activations()
-    found = extract(x, sae, tmp_path, **SIZES)
-    manifest = json.loads((tmp_path / MANIFEST).read_text())
-    del manifest["sha256"]
-    manifest |= {"version": 1, "source": "0", "statistics": manifest["statistics"]["file"]}
-    for shard in manifest["shards"]:
-        del shard["sha256"], shard["source"]
-        file = tmp_path / shard["file"]
-        with safe_open(file, framework="pt") as opened:
-            tensors = {name: opened.get_tensor(name).clone() for name in ("row_offsets", "indices", "values")}
-        save_file(tensors, file)
-    (tmp_path / MANIFEST).write_text(json.dumps(manifest))
-    before = contents(tmp_path)
-    for again in (Extraction(tmp_path), Extraction.check(tmp_path)):
-        assert repr(again) == repr(found) and torch.equal(again.top_positions, found.top_positions)
-        assert again.read(0).shape == (64, D_SAE)
-    with pytest.raises(
-        ValueError, match=r"written by an earlier version of gossamer, without checksums\. It can be read"
-    ):
-        extract(x, sae, tmp_path, **SIZES)
-    (tmp_path / MANIFEST).unlink()
-    with pytest.raises(ValueError, match=r"shard-000000\.safetensors does not say whose it is"):
-        extract(x, sae, tmp_path, **SIZES)
-    (tmp_path / MANIFEST).write_bytes(before[MANIFEST])
-    shard = tmp_path / "shard-000001.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-5])
-    with pytest.raises(ValueError, match=r"shard-000001\.safetensors is damaged"):
-        Extraction.check(tmp_path)

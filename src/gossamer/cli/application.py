@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import signal
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -34,7 +35,17 @@ class Group(_Polite, TyperGroup):
 
 
 class _Command(_Polite, TyperCommand):
-    """A command alone."""
+    """A command alone. SIGTERM, as `timeout` sends it, ends it as Ctrl-C does: it cleans up, and says what is left."""
+
+    def invoke(self, ctx: Any) -> Any:
+        def interrupt(*_: Any) -> NoReturn:
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGTERM, interrupt)
+        try:
+            return super().invoke(ctx)
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def application(function: Callable[..., Any], name: str) -> typer.Typer:

@@ -179,17 +179,13 @@ def check(folder: Path = typer.Argument(help="What extract wrote, finished or no
             _complain("check", error)
             raise typer.Exit(1) from None
     Console().print(repr(found), markup=False, soft_wrap=True)
-    if found.manifest["version"] == 1:
-        said = "An earlier version of gossamer wrote it, without checksums: its files are whole, and no more is known."
-    else:
-        said = f"{len(found)} shards, their statistics and the manifest hold what was written."
+    said = f"{len(found)} shards, their statistics and the manifest hold what was written."
     Console().print(said, markup=False, soft_wrap=True)
 
 
 def _say_what_was_verified(found: Extraction) -> None:
-    if found.manifest["version"] > 1:
-        said = f"The statistics are as written. The shards were not verified: gossamer sae check {found.folder}"
-        Console().print(said, markup=False, soft_wrap=True, style="dim")
+    said = f"The statistics are as written. The shards were not verified: gossamer sae check {found.folder}"
+    Console().print(said, markup=False, soft_wrap=True, style="dim")
 
 
 def _bar(console: Console) -> Progress:

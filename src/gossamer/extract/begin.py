@@ -32,11 +32,6 @@ def begin(operator: str, folder: Path, settings: dict[str, Any], text: Text | No
     if manifest is None:
         kept = {file.name for file in folder.iterdir() if _SHARD.fullmatch(file.name)}
         manifest = _rebuild(operator, folder, settings, kept) if kept else _new(operator, folder, settings, damage)
-    elif manifest["version"] != disk.VERSION:
-        raise ValueError(
-            f"{operator}: {folder} was written by an earlier version of gossamer, without checksums. It can be read; "
-            "to extract again, name another folder."
-        )
     if not manifest["shards"] and manifest["settings"] != settings:
         # Begun, and refused before the first row: nothing of those settings is there.
         files.remove(folder / disk.VOCABULARY)

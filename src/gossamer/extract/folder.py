@@ -16,11 +16,11 @@ from gossamer.extract.seal import of_json, seal
 
 _OPERATOR = "extract"
 MANIFEST, VOCABULARY = "manifest.json", "vocabulary.json"
-VERSION, _WITHOUT_CHECKSUMS = 2, 1
+VERSION = 2
 # What is read of a manifest. Other settings are compared, and may be missing on either side.
 _MANIFEST: dict[str, Any] = {"settings": dict, "shards": list, "nonfinite": int, "complete": bool}
-_SETTINGS, _SHARD = {"d_sae": int, "top": int}, {"file": str, "rows": int, "nnz": int}
-_SEALED, _STATISTICS = {"source": str, "sha256": str}, {"file": str, "sha256": str}
+_SETTINGS, _STATISTICS = {"d_sae": int, "top": int}, {"file": str, "sha256": str}
+_SHARD = {"file": str, "rows": int, "nnz": int, "source": str, "sha256": str}
 # The one key of a file's metadata: safetensors writes several in an order that differs from run to run.
 _METADATA = "gossamer"
 WAY_OUT = (
@@ -56,23 +56,18 @@ def read_manifest(operator: str, folder: Path) -> dict[str, Any] | None:
     version = manifest.get("version") if isinstance(manifest, dict) else None
     if not isinstance(version, int):
         raise Damaged(operator, file, "it is no manifest of an extraction", _REBUILT)
-    if version not in (VERSION, _WITHOUT_CHECKSUMS):
+    if version != VERSION:
         raise ValueError(
             f"{operator}: {file} is no manifest of version {VERSION}, but of {version}. Read it with the version of "
             "gossamer that wrote it, or a later one."
         )
-    sha256 = manifest.pop("sha256", None)
-    if version == VERSION and sha256 != of_json(manifest):
+    if manifest.pop("sha256", None) != of_json(manifest):
         raise Damaged(operator, file, "its checksum differs", _REBUILT)
-    if version == _WITHOUT_CHECKSUMS and isinstance(manifest.get("statistics"), str):
-        manifest["statistics"] = {"file": manifest["statistics"], "sha256": None}
-    shard_has = _SHARD | (_SEALED if version == VERSION else {})
-    statistics_has = _STATISTICS if version == VERSION else {"file": str}
     if not (
         _has(manifest, _MANIFEST)
         and _has(manifest["settings"], _SETTINGS)
-        and all(_has(shard, shard_has) for shard in manifest["shards"])
-        and (manifest.get("statistics", ...) is None or _has(manifest["statistics"], statistics_has))
+        and all(_has(shard, _SHARD) for shard in manifest["shards"])
+        and (manifest.get("statistics", ...) is None or _has(manifest["statistics"], _STATISTICS))
     ):
         raise Damaged(operator, file, "it does not say all that a manifest says", _REBUILT)
     return dict(manifest)
@@ -93,7 +88,7 @@ def read_json(operator: str, file: Path, way_out: str) -> Any:
 
 
 def load(operator: str, file: Path, sha256: str | None) -> dict[str, Tensor]:
-    """The tensors of a file, once they are known to be those of this seal; None for a file that has none."""
+    """The tensors of a file, once they are known to be those of this seal; None where they are known already."""
     described, tensors = open_sealed(operator, file)
     if sha256 is not None and sealed(operator, file, described, tensors) != sha256:
         raise Damaged(operator, file, "its checksum differs")

@@ -17,7 +17,7 @@ def faults(operator: str, folder: Path, files: Sequence[dict[str, Any]], verifie
     def fault(described: dict[str, Any]) -> str | None:
         file = folder / described["file"]
         try:
-            disk.load(operator, file, described.get("sha256"))
+            disk.load(operator, file, described["sha256"])
         except disk.Damaged as error:
             return f"{file.name} is damaged ({error.reason})"
         except FileNotFoundError:

@@ -147,14 +147,6 @@ class GatedSparseAttention(nn.Module):
         self.output_gate = Gate(hidden_size, width, **options) if output_gate else None
         self.rotary_emb = RotaryEmbedding(head_dim, rope_theta, device)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Modules that were pickled before keep their rule beside their parameters."""
-        rest = {name: value for name, value in state.items() if name != "adaptive"}
-        super().__setstate__(rest)
-        self.__dict__.setdefault("indexer_gradient", "none")
-        if "adaptive_k" not in self._modules:
-            self.set_adaptive(state.get("adaptive"))
-
     @property
     def adaptive(self) -> attention.AdaptiveK | None:
         """How the number of keys follows from a query's scores, or None."""

@@ -26,14 +26,13 @@ class RotaryEmbedding(nn.Module):
     """
 
     inv_freq: Tensor
-    # Here for modules that were pickled without them.
-    _first: tuple[Tensor, tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
-    _kept: tuple[Any, Tensor] | None = None
 
     def __init__(self, head_dim: int, theta: float, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.head_dim, self.theta = head_dim, theta
         self.register_buffer("inv_freq", self._frequencies(device))
+        self._first: tuple[Tensor, tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
+        self._kept: tuple[Any, Tensor] | None = None
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # `load_state_dict` hands on a copy of the dictionary that it was given.

@@ -273,8 +273,7 @@ class SparseSelfAttention(GatedSparseAttention):
     selects: bool
     learns: bool
     loss: Tensor | None
-    # Here for modules that were pickled without it.
-    calibrates: float | None = None
+    calibrates: float | None
 
     def __init__(self, module: Any, *, gates: bool, group: tuple[int, ...] = (), **options: Any) -> None:
         weight = module.q_proj.weight
@@ -307,7 +306,7 @@ class SparseSelfAttention(GatedSparseAttention):
             self.adaptive_k = AdaptiveRule("entropy", *(getattr(self.adaptive_k, f"k_{x}") for x in _BOUNDS))
         self._reset()
         self.layer_idx, self.config = module.layer_idx, module.config
-        self.learns, self.loss = False, None
+        self.learns, self.loss, self.calibrates = False, None, None
         # No submodule: its parameters are this module's.
         self.__dict__["replaces"] = module
         self.train(module.training)
