@@ -8,8 +8,8 @@ from torch import Tensor
 
 from gossamer._core import autocast, checks, tuning
 from gossamer._core.ops import needs_gradient, register, undispatched
+from gossamer.attention._torch import indexer_loss as _indexer
 from gossamer.attention._torch import sparse_attention as _cpu
-from gossamer.attention._torch import straight_through as _through
 from gossamer.attention.selection import Selection
 
 MAX_HEAD_DIM = 256
@@ -102,16 +102,15 @@ def sparse_attention(
     scale = scale_of(OPERATOR, scale, q)
     if autocast.enabled(q.device):
         q, k, v = autocast.cast(q, k, v)  # type: ignore[assignment]
-    words, counts, indices = selection.words, selection.counts, selection.indices
     chosen = _path(path, q, selection, needs_gradient(q, k, v))
-    if indexer is None:
-        call = undispatched(_sparse_attention, q, k, v, words, counts, indices, lengths)
-        out, lse = call(q, k, v, words, counts, indices, lengths, scale, causal, chosen)
-    else:
-        q_idx, k_idx, w, bias = _check_indexer(indexer, q, selection)
-        given = (q_idx, k_idx, w, bias, max(q_idx.shape[3], 1) ** -0.5)
-        call = undispatched(_sparse_attention_through, q, k, v, *given[:4])
-        out, lse = call(q, k, v, words, counts, indices, lengths, scale, causal, chosen, *given)
+    given: tuple[Any, ...] = (None,) * 4
+    scale_idx = 1.0
+    if indexer is not None:
+        given = _indexer_inputs(indexer, q, selection)
+        scale_idx = max(given[0].shape[3], 1) ** -0.5
+    tensors = (q, k, v, selection.words, selection.counts, selection.indices, lengths)
+    call = undispatched(_sparse_attention, *tensors, *given)
+    out, lse = call(*tensors, scale, causal, chosen, *given, scale_idx)
     return (out, lse) if return_lse else out
 
 
@@ -222,34 +221,39 @@ def check(operator: str, q: Tensor, k: Tensor, v: Tensor, selection: Selection, 
 MAX_INDEXER_HEADS = 16
 
 
-def _check_indexer(indexer: IndexerInputs, q: Tensor, selection: Selection) -> IndexerInputs:
-    """Shapes, dtypes and devices fit q; in the dtype of q where autocast is on."""
-    if not isinstance(indexer, tuple) or len(indexer) != 4:
-        raise TypeError(f"{OPERATOR}: indexer must be (q_idx, k_idx, w, bias), got {type(indexer).__name__}.")
+def check_indexer(operator: str, indexer: IndexerInputs, q: Tensor, selection: Selection) -> None:
+    """Shapes and devices fit q and the selection."""
     q_idx, k_idx, w, bias = indexer
-    checks.floating(OPERATOR, q_idx=q_idx, k_idx=k_idx, w=w, bias=bias)
-    checks.same_device(OPERATOR, "q", q.device, q_idx=q_idx, k_idx=k_idx, w=w, bias=bias)
-    (b, _, t, _), n = q.shape, q_idx.shape[1] if q_idx.dim() == 4 else 0
-    d = q_idx.shape[-1]
-    checks.shape(OPERATOR, "q_idx", q_idx, (b, n, t, d), "[B, n, T, d]", "like q")
-    checks.shape(OPERATOR, "k_idx", k_idx, (b, t, d), "[B, T, d]", "like q_idx")
-    checks.shape(OPERATOR, "w", w, (b, t, n), "[B, T, n]", "like q_idx")
-    checks.shape(OPERATOR, "bias", bias, (n,), "[n]", "like q_idx")
+    checks.floating(operator, q_idx=q_idx, k_idx=k_idx, w=w, bias=bias)
+    checks.same_device(operator, "q", q.device, q_idx=q_idx, k_idx=k_idx, w=w, bias=bias)
+    (b, _, t, _), n, d = q.shape, q_idx.shape[1] if q_idx.dim() == 4 else 0, q_idx.shape[-1]
+    checks.shape(operator, "q_idx", q_idx, (b, n, t, d), "[B, n, T, d]", "like q")
+    checks.shape(operator, "k_idx", k_idx, (b, t, d), "[B, T, d]", "like q_idx")
+    checks.shape(operator, "w", w, (b, t, n), "[B, T, n]", "like q_idx")
+    checks.shape(operator, "bias", bias, (n,), "[n]", "like q_idx")
     if selection.words.shape[1] != 1 or selection.num_keys != t:
         raise ValueError(
-            f"{OPERATOR}: with indexer, selection must have one scope and as many keys as queries, {t}, got "
+            f"{operator}: with an indexer, selection must have one scope and as many keys as queries, {t}, got "
             f"{selection.words.shape[1]} and {selection.num_keys}."
         )
+    if q.is_cuda and n > MAX_INDEXER_HEADS:
+        raise NotImplementedError(
+            f"{operator}: at most {MAX_INDEXER_HEADS} heads of the indexer run on the GPU, got {n}."
+        )
+
+
+def _indexer_inputs(indexer: IndexerInputs, q: Tensor, selection: Selection) -> IndexerInputs:
+    """The indexer's inputs, checked, and in the dtype of q where autocast is on."""
+    if not isinstance(indexer, tuple) or len(indexer) != 4:
+        raise TypeError(f"{OPERATOR}: indexer must be (q_idx, k_idx, w, bias), got {type(indexer).__name__}.")
+    check_indexer(OPERATOR, indexer, q, selection)
+    q_idx, k_idx, w, bias = indexer
     if autocast.enabled(q.device):
         q_idx, k_idx = autocast.cast(q_idx, k_idx)  # type: ignore[assignment]
     if q_idx.dtype != q.dtype or k_idx.dtype != q.dtype:
         raise TypeError(
             f"{OPERATOR}: q_idx and k_idx must have the dtype of q, {checks.name_of(q.dtype)}, got "
             f"{checks.name_of(q_idx.dtype)} and {checks.name_of(k_idx.dtype)}. Convert with q_idx.to(q.dtype)."
-        )
-    if q.is_cuda and n > MAX_INDEXER_HEADS:
-        raise NotImplementedError(
-            f"{OPERATOR}: at most {MAX_INDEXER_HEADS} heads of the indexer run on the GPU, got {n}."
         )
     return q_idx, k_idx, w, bias
 
@@ -261,60 +265,14 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, words: Tensor, counts: Tensor, indice
 
 
 def _context(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, words, counts, indices, lengths, ctx.scale, ctx.causal, ctx.path = inputs
-    ctx.save_for_backward(q, k, v, *output, words, counts, indices, lengths)
+    *tensors, ctx.scale, ctx.causal, ctx.path = inputs[:10]
+    ctx.scale_idx = inputs[14]
+    ctx.save_for_backward(*tensors, *output, *inputs[10:14])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, *selected = ctx.saved_tensors
-    if grad is None and grad_lse is None:
-        return (None,) * 10
-    if grad is None:
-        grad = torch.zeros_like(out)
-    call = undispatched(_sparse_attention_bwd, grad, grad_lse, q, k, v)
-    grads = call(grad, grad_lse, q, k, v, out, lse, *selected, ctx.scale, ctx.causal, ctx.path)
-    return (*(g if needed else None for g, needed in zip(grads, ctx.needs_input_grad)), *(None,) * 7)
-
-
-def _fake_bwd(grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _launcher_bwd() -> Any:
-    from gossamer.attention._triton.sparse_attention_bwd import sparse_attention_bwd
-
-    return sparse_attention_bwd
-
-
-_SELECTED = "Tensor words, Tensor counts, Tensor indices, Tensor? lengths, float scale, bool causal, str path"
-_sparse_attention = register(
-    f"sparse_attention(Tensor q, Tensor k, Tensor v, {_SELECTED}) -> (Tensor, Tensor)",
-    cpu=_cpu.sparse_attention,
-    strided=("q", "k", "v"),
-    fake=_fake,
-    setup_context=_context,
-    backward=_backward,
-)
-_sparse_attention_bwd = register(
-    "sparse_attention_bwd(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_SELECTED}) -> (Tensor, Tensor, Tensor)",
-    cpu=_cpu.sparse_attention_bwd,
-    strided=("k", "v", "out"),
-    gpu=_launcher_bwd,
-    fake=_fake_bwd,
-    once_differentiable=OPERATOR,
-)
-
-
-def _context_through(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, words, counts, indices, lengths, ctx.scale, ctx.causal, ctx.path, *indexer, ctx.scale_idx = inputs
-    ctx.save_for_backward(q, k, v, *output, words, counts, indices, lengths, *indexer)
-    ctx.set_materialize_grads(False)
-
-
-def _backward_through(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, words, counts, indices, lengths, *indexer = ctx.saved_tensors
+    q, k, v, words, counts, indices, lengths, out, lse, *indexer = ctx.saved_tensors
     if grad is None and grad_lse is None:
         return (None,) * 15
     if grad is None:
@@ -333,25 +291,46 @@ def _backward_through(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) ->
     return (*grads[:3], *(None,) * 7, *grads[3:], None)
 
 
+def _fake_bwd(grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _launcher_bwd() -> Any:
+    from gossamer.attention._triton.sparse_attention_bwd import sparse_attention_bwd
+
+    return sparse_attention_bwd
+
+
 def _fake_through(grad: Tensor, grad_lse: Tensor | None, *rest: Any) -> Any:
     return tuple(x.new_empty(x.shape) for x in rest[5:9])
 
 
+_SELECTED = "Tensor words, Tensor counts, Tensor indices, Tensor? lengths, float scale, bool causal, str path"
+_sparse_attention = register(
+    f"sparse_attention(Tensor q, Tensor k, Tensor v, {_SELECTED}, Tensor? q_idx, Tensor? k_idx, Tensor? w, "
+    "Tensor? bias, float scale_idx) -> (Tensor, Tensor)",
+    cpu=_cpu.sparse_attention,
+    # The indexer's inputs are for the gradient alone.
+    strided=("q", "k", "v", "q_idx", "k_idx", "w", "bias"),
+    fake=_fake,
+    setup_context=_context,
+    backward=_backward,
+)
+_sparse_attention_bwd = register(
+    "sparse_attention_bwd(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_SELECTED}) -> (Tensor, Tensor, Tensor)",
+    cpu=_cpu.sparse_attention_bwd,
+    strided=("k", "v", "out"),
+    gpu=_launcher_bwd,
+    fake=_fake_bwd,
+    once_differentiable=OPERATOR,
+)
 _straight_through = register(
     "straight_through(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     "Tensor q_idx, Tensor k_idx, Tensor w, Tensor bias, Tensor words, Tensor? lengths, float scale, float scale_idx, "
     "bool causal) -> (Tensor, Tensor, Tensor, Tensor)",
-    cpu=_through.straight_through,
+    cpu=_indexer.straight_through,
     strided=("out",),
     fake=_fake_through,
     once_differentiable=OPERATOR,
-)
-_sparse_attention_through = register(
-    f"sparse_attention_through(Tensor q, Tensor k, Tensor v, {_SELECTED}, Tensor q_idx, Tensor k_idx, Tensor w, "
-    "Tensor bias, float scale_idx) -> (Tensor, Tensor)",
-    cpu=_through.sparse_attention_through,
-    strided=("q", "k", "v", "q_idx", "k_idx", "w", "bias"),
-    fake=_fake,
-    setup_context=_context_through,
-    backward=_backward_through,
 )

@@ -154,7 +154,7 @@ def _sparse_attention_fwd_kernel(
     heads = tl.num_programs(1)
     row = tl.arange(0, BLOCK_M)
     begin = (first + group) * BLOCK_M
-    query = begin + row
+    query = (begin + row).to(tl.int64)
     column = tl.arange(0, BLOCK_D)
     wide = (column < D)[None, :]
     inside = (query < Tq)[:, None] & wide
@@ -250,6 +250,7 @@ def sparse_attention(
     scale: float,
     causal: bool,
     path: str,
+    *indexer: Any,
 ) -> tuple[Tensor, Tensor]:
     """Operator `sparse_attention` -> (out [B, H, Tq, D] in memory as [B, Tq, H, D], lse [B, H, Tq])."""
     b, h, tq, d = q.shape
