@@ -13,7 +13,7 @@ from gossamer.nn import AttentionCache, GatedSparseAttention
 def layer(device: torch.device, **options: Any) -> GatedSparseAttention:
     torch.manual_seed(0)
     given = {"k_base": 24, "k_min": 8, "k_max": 40, "d_indexer": 16, **options}
-    made = GatedSparseAttention(64, 4, 2, **given)
+    made = GatedSparseAttention(64, 4, num_kv_heads=2, **given)
     for parameter in made.parameters():
         nn.init.normal_(parameter, std=0.2)
     return made.to(device)
