@@ -8,7 +8,7 @@ from torch import Tensor
 from gossamer._core import autocast, checks
 from gossamer._core.ops import refuse_second, register, undispatched
 from gossamer.attention._torch import indexer_loss as _cpu
-from gossamer.attention.selection import Selection
+from gossamer.attention.selection import Selection, everything
 from gossamer.attention.sparse_attention import check, check_indexer, scale_of, sparse_attention
 
 
@@ -69,7 +69,7 @@ def indexer_loss(
             f"{list(q_idx.shape)}."
         )
     if selection is None:
-        selection = _everything(q.shape[0], q.shape[2], q.device)
+        selection = everything(q.shape[0], q.shape[2], q.shape[2], q.device)
     check(OPERATOR, q, k, k, selection, lengths)
     check_indexer(OPERATOR, (q_idx, k_idx, w, bias), q, selection)
     scale, scale_idx = scale_of(OPERATOR, scale, q), scale_of(OPERATOR, scale_idx, q_idx, "scale_idx")
@@ -87,16 +87,6 @@ def indexer_loss(
 
 
 OPERATOR = "attention.indexer_loss"
-
-
-def _everything(batch: int, num_queries: int, device: torch.device) -> Selection:
-    """The selection in which each query takes each key."""
-    blocks = -(-num_queries // 64)
-    words = torch.full((batch, 1, blocks, num_queries), -1, dtype=torch.int64, device=device)
-    if num_queries % 64:
-        words[:, :, -1] = (1 << num_queries % 64) - 1
-    counts = torch.full((batch, 1, blocks), num_queries, dtype=torch.int32, device=device)
-    return Selection(words, counts, counts.new_empty(batch, 1, blocks, 0), num_queries)
 
 
 def _fake(q: Tensor, k: Tensor, lse: Tensor, q_idx: Tensor, k_idx: Tensor, w: Tensor, bias: Tensor, *_: Any) -> Any:

@@ -16,6 +16,7 @@ from gossamer._core.compiling import together
 from gossamer._core.ops import needs_gradient
 from gossamer._core.ranges import span
 from gossamer.attention.adaptive_k import numbers_of_keys, score_statistics
+from gossamer.attention.selection import everything
 from gossamer.attention.sparse_attention import FEW_QUERIES
 from gossamer.nn.adaptive_rule import AdaptiveRule
 from gossamer.nn.attention_cache import AttentionCache
@@ -395,6 +396,8 @@ class GatedSparseAttention(nn.Module):
                 f"{OPERATOR}: cache must be of B = {x.shape[0]} sequences like x, got {cache.lengths.shape[0]}. Make "
                 "one with module.cache(B, capacity)."
             )
+        if new is not None:
+            x = x.masked_fill(_padding(x, new), 0)
         q, k, v, gate, index = self.project(x, cache.positions(x.shape[1]) if position_ids is None else position_ids)
         return self.finish(self._attend_with_cache(q, k, v, index, selection, cache, new), gate)
 
@@ -420,13 +423,13 @@ class GatedSparseAttention(nn.Module):
         if empty:
             return self.attend(q, k, v, index, selection)
         num_keys = cache.read_to if selection is None else selection.num_keys
-        whole = selection is None and self.selects_all(num_keys)
-        if not whole:
-            index = (index[0], cache.index_keys(num_keys), index[2])
-        if cache.page_table is None or tokens > FEW_QUERIES or whole:
+        if selection is None and self.selects_all(num_keys):
+            # A product of the library's would multiply memory behind the lengths, which may hold NaN.
+            selection = everything(q.shape[0], tokens, num_keys, q.device)
+        elif selection is None:
+            selection = self.select(index[0], cache.index_keys(num_keys), index[2], lengths=lengths)
+        if cache.page_table is None or tokens > FEW_QUERIES:
             return self.attend(q, *cache.keys_and_values(num_keys), index, selection, lengths)
-        if selection is None:
-            selection = self.select(*index, lengths=lengths)
         table = cache.page_table
         with span("gsa/sparse_attn"):
             out = attention.sparse_decode(q, cache.k, cache.v, selection, page_table=table, lengths=lengths)

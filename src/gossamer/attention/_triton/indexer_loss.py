@@ -304,7 +304,8 @@ def straight_through(
     if q.numel() == 0 or q_idx.numel() == 0:
         dqi, dki, dw, db = (torch.zeros_like(x) for x in indexer)
         return dqi, dki, dw, db
-    attended = (q, k, v, grad, row_statistics(grad, out, lse, grad_lse))
+    rows, grad, q = row_statistics(grad, q, out, lse, grad_lse)
+    attended = (q, k, v, grad, rows)
     *grads, _ = _gradients(attended, indexer, None, None, words, lengths, (scale, scale_idx), causal)
     dqi, dki, dw, db = (gradient.to(x.dtype) for gradient, x in zip(grads, indexer))
     return dqi, dki, dw, db
@@ -355,7 +356,9 @@ def _gradients(
     args = (*operands, lists, listed, dki, plan, t, h, lists.shape[-1], entries, *scales)
     _indexer_keys_kernel((2 * tuning.programs(q.device), 1, 1), args, both, num_warps=8)
     of_weights, of_biases = rows[: -b * t].view(2, b, heads, t)
-    dw = sigmoids * (1 - sigmoids) * of_weights.transpose(1, 2)
+    of_weights = of_weights.transpose(1, 2)
+    # The weight of a query that takes no key may be NaN.
+    dw = torch.where(of_weights == 0, 0, sigmoids * (1 - sigmoids) * of_weights)
     return dqi, dki, dw, of_biases.sum((0, 2)), rows[-b * t :]
 
 

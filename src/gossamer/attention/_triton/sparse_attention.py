@@ -23,7 +23,6 @@ from torch import Tensor
 from gossamer._core import launch, tuning
 from gossamer._core.compiling import together
 from gossamer._core.ranges import span
-from gossamer.attention._triton.dense_attention import dense_attention
 from gossamer.attention._triton.key_lists import QUERIES, key_lists, not_behind
 from gossamer.attention._triton.sparse_decode import sparse_decode
 
@@ -244,8 +243,6 @@ def sparse_attention(
     k: Tensor,
     v: Tensor,
     words: Tensor,
-    counts: Tensor,
-    indices: Tensor,
     lengths: Tensor | None,
     scale: float,
     causal: bool,
@@ -257,14 +254,11 @@ def sparse_attention(
     g, tk = k.shape[1:3]
     if path == "decode":
         with span("sparse_attention/decode"):
-            return sparse_decode(q, k, v, None, words, counts, indices, lengths, scale, causal)
+            return sparse_decode(q, k, v, None, words, lengths, scale, causal)
     out = q.new_empty(b, tq, h, d)
     lse = q.new_empty((b, h, tq), dtype=torch.float32)
     if tk == 0 or d == 0 or out.numel() == 0:
         return out.zero_().transpose(1, 2), lse.fill_(-math.inf)
-    if path == "dense":
-        with span("sparse_attention/dense"):
-            return dense_attention(q, k, v, words, lengths, scale, causal)
     q = strided(q)
     k, v = alike(k, v)
     tile = fwd_tile(q, path)
