@@ -70,12 +70,13 @@ def head_terms(
     q, k, grad_ptr, rows, keys, visible, gate, bias, Tq, Tk, scale, PRECISION: tl.constexpr, FAST: tl.constexpr
 ):
     """(grad * sigmoid, gradient with respect to what the sigmoid is taken of), both float32 [rows, keys]."""
-    active = sigmoid(tl.dot(q, k.T, input_precision=PRECISION) * scale + bias, FAST)
     inside = (keys[None, :] < visible[:, None]) & (rows < Tq)[:, None]
+    # A key that is not seen may hold NaN.
+    active = tl.where(inside, sigmoid(tl.dot(q, k.T, input_precision=PRECISION) * scale + bias, FAST), 0.0)
     at = rows.to(tl.int64)[:, None] * Tk + keys[None, :]
     grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    through = tl.where(inside, grad * active, 0.0)
-    return through, tl.where(inside, gate[:, None] * through * (1.0 - active), 0.0)
+    through = grad * active
+    return through, gate[:, None] * through * (1.0 - active)
 
 
 @launch.kernel
