@@ -138,7 +138,7 @@ def reinitialize_(
         rows = slice(first[0], first[0] + shape[0])
     # All ranks draw all rows, so that the rows of a neuron do not depend on how many ranks there are.
     new = torch.empty(weight.shape, dtype=local.dtype, device=local.device).normal_(0, std, generator=generator)
-    local.lerp_(new[rows], (dead[rows] * rate).to(local.dtype)[:, None])
+    local.lerp_(new[rows], (dead[rows].to(local.dtype) * rate)[:, None])
 
 
 def scalars(l0: Tensor, dead: Tensor, **others: float) -> dict[str, float]:
