@@ -15,6 +15,7 @@ import json
 import shlex
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 from gossamer import sparsity
 from gossamer.cli import environment
 from gossamer.cli.bench.timing import energy_counter
-from gossamer.train import Corpus, Run, preset
+from gossamer.train import Corpus, Run, Transformer, preset
 
 RUNS: dict[str, dict[str, Any]] = {
     "silu": {"activation": "silu"},
@@ -41,11 +42,13 @@ EVERY = 10
 
 def counted(run: Run, patterns: Path | None) -> list[dict[str, Any]]:
     """By layer, on 16 sequences of unseen text: entries of tokens and of groups of 32, dead neurons."""
-    for layer in run.model.model.layers:
+    model = Transformer(replace(run.config, compile=False)).to(run.device)
+    model.load_state_dict(run.model.state_dict())
+    for layer in model.model.layers:
         layer.mlp.l1 = False
     sequences = [run.held_out.batch([i])[:, :-1] for i in range(min(16, len(run.held_out)))]
     batches = [torch.cat((s, s[:, :1]), 1).to(run.device) for s in sequences]
-    found = sparsity.statistics(run.model, batches).values()
+    found = sparsity.statistics(model, batches).values()
     if patterns is not None:
         kept: dict[str, np.ndarray] = {}
 
@@ -53,10 +56,10 @@ def counted(run: Run, patterns: Path | None) -> list[dict[str, Any]]:
             return lambda module, args, out: kept.__setitem__(name, np.packbits((out > 0).flatten(0, 1).cpu(), 1))
 
         gated = run.config.gated
-        parts = [layer.mlp.gate_proj if gated else layer.mlp.up_proj for layer in run.model.model.layers]
+        parts = [layer.mlp.gate_proj if gated else layer.mlp.up_proj for layer in model.model.layers]
         hooks = [part.register_forward_hook(keep(f"layer{i:02}")) for i, part in enumerate(parts)]
         with torch.no_grad():
-            run.model(torch.cat(batches[:4]))
+            model(torch.cat(batches[:4]))
         for hook in hooks:
             hook.remove()
         np.savez_compressed(patterns, **kept)

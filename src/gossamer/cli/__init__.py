@@ -1,4 +1,4 @@
-"""The command line: `gossamer doctor`, `gossamer bench`, `gossamer demo`, `gossamer sae` and `gossamer train` (extra `cli`)."""
+"""The command line (extra `cli`): `gossamer doctor`, `bench`, `demo`, `sae` and `train`."""
 
 from __future__ import annotations
 

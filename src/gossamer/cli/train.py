@@ -71,7 +71,9 @@ def run(
     l1: float = typer.Option(0.0, min=0.0, help="Weight of L1 in the loss: 0 is dense, 2e-5 the paper's."),
     l1_warmup: int = typer.Option(0, min=0, help="Steps before L1 begins."),
     l1_ramp: int = typer.Option(0, min=0, help="Steps in which it grows to its weight then."),
-    reinitialize: float = typer.Option(0.0, min=0.0, max=1.0, help="Rate of new weights for dead neurons: 0.1 is usual."),
+    reinitialize: float = typer.Option(
+        0.0, min=0.0, max=1.0, help="Rate of new weights for dead neurons; 0.1 is good."
+    ),
     steps: int | None = typer.Option(None, min=1, help="Optimizer steps, instead of the preset's."),
     batch: int | None = typer.Option(None, min=1, help="Sequences of a step, over all micro-batches and GPUs."),
     micro_batch: int | None = typer.Option(None, min=1, help="Sequences that a GPU computes at once: lower it first."),

@@ -138,7 +138,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset(name: str, **changes: Any) -> Config:
-    """A preset, with changes. A block without a gate gets 16/11 of the neurons, as in the paper (8,192 for 5,632).
+    """A preset, with changes. A block without a gate gets 16/11 of the neurons, as in the paper (8,192 for 5,632), in
+    multiples of 64.
 
     >>> preset("1.5b", gated=False).intermediate
     8192
@@ -147,7 +148,7 @@ def preset(name: str, **changes: Any) -> Config:
         raise ValueError(f"train.preset: name must be one of {', '.join(PRESETS)}, got {name!r}.")
     config = Config(**PRESETS[name])
     if not changes.get("gated", True) and "intermediate" not in changes:
-        changes["intermediate"] = config.intermediate * 16 // 11
+        changes["intermediate"] = -(config.intermediate * 16 // -(11 * 64)) * 64
     try:
         return replace(config, **changes)
     except TypeError as error:

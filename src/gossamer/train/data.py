@@ -48,7 +48,7 @@ def read_dataset(name: str) -> Iterator[str]:
 
 
 def learn_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
-    """A byte-level BPE tokenizer of so many tokens, of the first 100 million characters of texts. Needs `tokenizers`."""
+    """A byte-level BPE tokenizer of so many tokens, from the first 100 million characters. Needs `tokenizers`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
