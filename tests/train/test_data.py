@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("tokenizers")
 
-from gossamer.train import Corpus, Windows, data, learn_tokenizer, pack, read_dataset, read_text
+from gossamer.train import Corpus, data, learn_tokenizer, pack, read_dataset, read_text
 
 pytestmark = pytest.mark.native
 TEXTS = [f"document {i} says that {i} and {i * i} are größer than naught.\n" * 3 for i in range(120)]
@@ -56,7 +56,7 @@ def test_each_token_is_predicted_once_an_epoch_and_each_epoch_has_its_own_order(
 
 
 def test_a_batch_is_what_the_map_holds() -> None:
-    windows = Windows([np.arange(10, dtype=np.uint16), np.arange(100, 117, dtype=np.uint16)], 4)
+    windows = data.Windows([np.arange(10, dtype=np.uint16), np.arange(100, 117, dtype=np.uint16)], 4)
     assert len(windows) == 6
     wanted = torch.tensor([[4, 5, 6, 7, 8], [100, 101, 102, 103, 104], [112, 113, 114, 115, 116]])
     assert torch.equal(windows.batch([1, 2, 5]), wanted)

@@ -40,7 +40,7 @@ class Config:
         TypeError: a size that is no int.
 
     >>> Config(layers=2, hidden=64, intermediate=176, heads=2).parameters
-    3266880
+    3246400
     """
 
     layers: int = 28

@@ -167,6 +167,8 @@ def save_pretrained(
         end: the token that ends a document.
         tokenizer: its tokenizer.json, which is saved beside it if it is there.
         write: False on ranks that only take part.
+
+    >>> save_pretrained(model, Path("model"), end=0)  # doctest: +SKIP
     """
     tensors = {name: whole(parameter).to(model.dtype) for name, parameter in model.named_parameters()}
     if not write:
