@@ -128,7 +128,10 @@ def run(
                 found["mJ/token"] = (joules() - begun) / ((whole.step - first) * config.tokens_per_step)
             (out / "results.json").write_text(json.dumps(found, indent=1))
             _report([out], out / "report.html")
-            console.print(f"validation loss {whole.records[-1]['validation']:.4f}; report, model and log in {out}")
+            loss = next(
+                (f"validation loss {r['validation']:.4f}; " for r in whole.records[::-1] if "validation" in r), ""
+            )
+            console.print(f"{loss}report, model and log in {out}", markup=False)
 
 
 @train.command()
@@ -205,7 +208,7 @@ def _writers(log: str | None, out: Path) -> list[Callable[[dict[str, float]], An
     if log == "wandb":
         import wandb
 
-        here = wandb.init(project="gossamer", name=out.name, dir=str(out), id=out.name, resume="allow")
+        here = wandb.init(project="gossamer", name=out.name, dir=str(out))
         return [lambda record: here.log(record, step=int(record["step"]))]
     if log == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter

@@ -28,7 +28,7 @@ _OPERATOR = "train.pack"
 
 
 def read_text(sources: Iterable[Path]) -> Iterator[str]:
-    """The documents of text files and of folders of `.txt` and `.jsonl` files: of a `.jsonl` file one a line, its string
+    """The documents of text files and of folders of `.txt` and `.jsonl` files: of `.jsonl` one a line, its string
     or that under "text", of any other the whole file.
 
     Raises:

@@ -122,14 +122,15 @@ class Run:
 
     def validate(self) -> float:
         """The mean cross-entropy on text that training does not see."""
-        size = self.config.micro_batch
-        count = min(len(self.held_out), max(VALIDATED // self.config.length, 1))
-        batches = [range(i, min(i + size, count)) for i in range(0, count, size)]
+        size, count = self.config.micro_batch, max(VALIDATED // self.config.length, self.world)
+        # All ranks make the same calls: each of them gathers the weights together.
+        share = min(len(self.held_out), count) // self.world
+        mine = range(self.rank * share, (self.rank + 1) * share)
         total = torch.zeros(2, device=self.device)
         with torch.no_grad():
-            # All ranks make the same number of calls: each of them gathers the weights together.
-            for numbers in batches[: len(batches) // self.world * self.world or None][self.rank :: self.world]:
-                loss = self.model(self.held_out.batch(numbers).to(self.device)).loss
+            for first in range(0, share, size):
+                numbers = mine[first : first + size]
+                loss = self.model(_moved(self.held_out.batch(numbers), self.device)).loss
                 total += torch.stack((loss * len(numbers), loss.new_tensor(len(numbers))))
         return float(torch.div(*self._summed(total)))
 

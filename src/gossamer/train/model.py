@@ -150,10 +150,15 @@ def _loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, weight).flatten(0, 1).float(), targets.flatten())
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor of one rank or of all, on the CPU; all ranks call it together."""
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+def whole(tensors: dict[str, Tensor], write: bool) -> dict[str, Tensor]:
+    """Tensors of one rank or of all, on the CPU of the rank that writes them; all ranks call it together."""
+    found = {}
+    for name, tensor in tensors.items():
+        # One at a time: a device has no room for a model that is spread over many.
+        tensor = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        if write:
+            found[name] = tensor.cpu()
+    return found
 
 
 def save_pretrained(
@@ -170,7 +175,7 @@ def save_pretrained(
 
     >>> save_pretrained(model, Path("model"), end=0)  # doctest: +SKIP
     """
-    tensors = {name: whole(parameter).to(model.dtype) for name, parameter in model.named_parameters()}
+    tensors = whole({name: parameter.to(model.dtype) for name, parameter in model.named_parameters()}, write)
     if not write:
         return
     config = model.config
