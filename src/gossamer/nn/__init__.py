@@ -10,6 +10,7 @@ from gossamer.nn.gated_sparse_attention import GatedSparseAttention, GatedSparse
 from gossamer.nn.jumprelu import JumpReLUSAE
 from gossamer.nn.median import geometric_median
 from gossamer.nn.mlp import MLP, GatedMLP
+from gossamer.nn.neuron_parallel import NeuronParallel
 from gossamer.nn.sae import BatchTopKSAE, SAELoss, TopKSAE
 from gossamer.nn.transcoder import Transcoder
 
@@ -24,6 +25,7 @@ __all__ = [
     "GatedSparseAttentionReference",
     "JumpReLUSAE",
     "MLP",
+    "NeuronParallel",
     "SAELoss",
     "TopKSAE",
     "Transcoder",

@@ -98,9 +98,7 @@ class Config:
         return self.layers * layer + (self.vocabulary + 1) * self.hidden
 
     def save(self, file: Path) -> None:
-        files.write_whole(
-            _OPERATOR, file, file.with_name(".config"), lambda path: path.write_text(json.dumps(asdict(self), indent=1))
-        )
+        files.write_text(_OPERATOR, file, json.dumps(asdict(self), indent=1))
 
     @staticmethod
     def load(file: Path) -> Config:

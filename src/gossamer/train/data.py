@@ -142,7 +142,7 @@ def pack(
             write(part)
     manifest = {"vocabulary": tokenizer.get_vocab_size(), "end": end, "documents": number, "shards": shards}
     for name, content in ((_TOKENIZER, tokenizer.to_str()), (_MANIFEST, json.dumps(manifest, indent=1))):
-        files.write_whole(_OPERATOR, folder / name, folder / ".partial", lambda path, c=content: path.write_text(c))
+        files.write_text(_OPERATOR, folder / name, content)
 
 
 class Corpus:

@@ -256,8 +256,7 @@ class Run:
             lines = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
             self.records = [record for line in lines if (record := json.loads(line))["step"] <= self.step]
         if self.rank == 0:
-            kept = "".join(json.dumps(record) + "\n" for record in self.records)
-            files.write_whole("train", log, self.folder / ".log", lambda path: path.write_text(kept))
+            files.write_text("train", log, "".join(json.dumps(record) + "\n" for record in self.records))
 
 
 def learning_rate(config: Config, step: int) -> float:

@@ -199,6 +199,6 @@ def save_pretrained(
         known = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": token, "eos_token": token}
         contents["tokenizer_config.json"] = json.dumps(known)
     for name, content in contents.items():
-        files.write_whole("train", folder / name, folder / ".partial", lambda path, c=content: path.write_text(c))
+        files.write_text("train", folder / name, content)
     weights = folder / "model.safetensors"
     files.write_whole("train", weights, folder / ".partial", lambda path: save_file(tensors, path, {"format": "pt"}))
