@@ -30,10 +30,10 @@ from gossamer.train import Corpus, Run, Transformer, preset
 RUNS: dict[str, dict[str, Any]] = {
     "silu": {"activation": "silu"},
     "relu": {"activation": "relu"},
-    "l1": {"activation": "relu", "l1": 1e-4, "reinitialize": 0.1},
-    "l1-more": {"activation": "relu", "l1": 5e-4, "reinitialize": 0.1},
-    "l1-no-reinitialisation": {"activation": "relu", "l1": 1e-4},
-    "plain-l1": {"activation": "relu", "gated": False, "l1": 1e-4, "reinitialize": 0.1},
+    "l1": {"activation": "relu", "l1": 5e-4, "reinitialize": 0.1},
+    "l1-more": {"activation": "relu", "l1": 2e-3, "reinitialize": 0.1},
+    "l1-no-reinitialisation": {"activation": "relu", "l1": 5e-4},
+    "plain-l1": {"activation": "relu", "gated": False, "l1": 5e-4, "reinitialize": 0.1},
 }
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 EVERY = 10

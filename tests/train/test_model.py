@@ -83,7 +83,7 @@ def test_ways_of_computing_agree(changes: dict[str, Any], monkeypatch: pytest.Mo
     for (name, a), b in zip(models[0].named_parameters(), models[1].parameters()):
         assert b.dtype is torch.float32 and b.grad.dtype is torch.float32
         error = (a.grad - b.grad).norm() / a.grad.norm()
-        assert error < (0.05 if "dtype" in changes else 1e-4), name
+        assert error < (0.1 if "dtype" in changes else 1e-4), name
 
 
 def test_the_rate_warms_up_and_falls_as_a_cosine() -> None:

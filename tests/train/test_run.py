@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,18 @@ def weights(folder: Path) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
 
+class Stopped(Exception):
+    """What ends a run from within."""
+
+
+def stop(at: int) -> Callable[[dict[str, float]], None]:
+    def show(record: dict[str, float]) -> None:
+        if record["step"] == at:
+            raise Stopped
+
+    return show
+
+
 def test_it_learns_and_l1_makes_it_sparse(corpus: Corpus, tmp_path: Path) -> None:
     """The text follows its rule 70% of the time: a model that found it has half of the loss of one that did not."""
     dense = Run(replace(SMALL, steps=150, l1=0.0, reinitialize=0.0), corpus, tmp_path / "dense")
@@ -83,16 +96,6 @@ def test_the_gradient_is_of_cross_entropy_plus_l1(corpus: Corpus, tmp_path: Path
 def test_stopped_runs_go_on_to_the_bit(corpus: Corpus, tmp_path: Path) -> None:
     """At a checkpoint, between two, and while the log has half a line."""
     Run(SMALL, corpus, tmp_path / "whole", checkpoint_every=4).train()
-
-    class Stopped(Exception):
-        pass
-
-    def stop(at: int) -> Any:
-        def show(record: dict[str, float]) -> None:
-            if record["step"] == at:
-                raise Stopped
-
-        return show
 
     for at in (1, 4, 6, 11):
         with pytest.raises(Stopped):
@@ -223,9 +226,8 @@ def test_a_profile_is_written(corpus: Corpus, tmp_path: Path) -> None:
 def test_on_a_gpu_it_goes_on_to_the_bit_and_in_bfloat16(corpus: Corpus, tmp_path: Path) -> None:
     config = replace(SMALL, dtype="bfloat16", hidden=64, intermediate=128)
     Run(config, corpus, tmp_path / "whole", device="cuda", checkpoint_every=4).train()
-    run = Run(config, corpus, tmp_path / "parts", device="cuda", checkpoint_every=4)
-    run.config = replace(config, steps=8)
-    run.train()
+    with pytest.raises(Stopped):
+        Run(config, corpus, tmp_path / "parts", device="cuda", checkpoint_every=4).train(stop(9))
     Run(config, corpus, tmp_path / "parts", device="cuda", checkpoint_every=4).train()
     assert [r["loss"] for r in curve(tmp_path / "parts")] == [r["loss"] for r in curve(tmp_path / "whole")]
     assert curve(tmp_path / "whole")[-1]["validation"] < math.log(64)
