@@ -76,7 +76,7 @@ LEAST, LONGEST, REPEATS = 400, 200_000, 3
 
 
 def text_of(file: Path) -> str:
-    """What a reader sees of a file; nothing of one that is no text."""
+    """The text of a file as a reader sees it; nothing of a file that is no text."""
     raw = file.read_bytes()
     name = file.name
     if raw[:2] == b"\x1f\x8b":

@@ -50,7 +50,7 @@ def weights(folder: Path) -> dict[str, bytes]:
 
 
 class Stopped(Exception):
-    """What ends a run from within."""
+    """The end of a run from within."""
 
 
 def stop(at: int) -> Callable[[dict[str, float]], None]:
@@ -190,21 +190,28 @@ def test_a_full_disk_leaves_the_older_checkpoint(
     assert run.step == SMALL.steps
 
 
-def test_a_loss_that_is_no_number_stops_the_run(corpus: Corpus, tmp_path: Path) -> None:
+@pytest.mark.parametrize("spoils, good", [("loss", 8), ("gradient", 4)])
+def test_a_loss_or_gradient_that_is_no_number_stops_the_run(
+    spoils: str, good: int, corpus: Corpus, tmp_path: Path
+) -> None:
+    """Also in the step of a checkpoint, which a gradient that is NaN would spoil while the loss is finite."""
     run = Run(SMALL, corpus, tmp_path, checkpoint_every=4)
-    step = run._step
+    step, weight = run._step, run.model.model.norm.weight
 
     def spoilt() -> torch.Tensor:
-        if run.step == 9:
+        if spoils == "loss" and run.step == good + 1:
             with torch.no_grad():
-                run.model.model.norm.weight[0] = torch.nan
+                weight[0] = torch.nan
+        if spoils == "gradient" and run.step == good + 3:
+            weight.register_hook(lambda grad: grad * torch.nan)
         return step()
 
     run._step = spoilt  # type: ignore[method-assign]
-    with pytest.raises(FloatingPointError, match=r"the loss of step 10 is nan. The checkpoint of step 8 is good"):
+    message = rf"the loss of step {good + 2 if spoils == 'loss' else 8} is .*The checkpoint of step {good} is good"
+    with pytest.raises(FloatingPointError, match=message):
         run.train()
-    assert [step for step, _ in checkpoint.found(tmp_path / "checkpoints")] == [4, 8]
-    assert len(curve(tmp_path)) == 9
+    assert checkpoint.found(tmp_path / "checkpoints")[-1][0] == good
+    assert len(curve(tmp_path)) == (9 if spoils == "loss" else 7)
 
 
 def test_other_settings_are_refused(corpus: Corpus, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def pack(
 
 @train.command()
 def run(
-    corpus: Path = typer.Argument(help="What `gossamer train pack` wrote."),
+    corpus: Path = typer.Argument(help="The folder that `gossamer train pack` wrote."),
     out: Path = typer.Option(..., help="Folder of the run. The same command again goes on where it was stopped."),
     preset: str = typer.Option("tiny", help=f"Sizes: {', '.join(training.PRESETS)}; 0.5b to 2b are the paper's."),
     activation: str = typer.Option("relu", help="Of the blocks: relu, relu2 (squared ReLU) or silu."),
@@ -98,7 +98,7 @@ def run(
 
     On several GPUs: torchrun --nproc-per-node 8 --no-python gossamer train run ...
 
-    It may be killed at any moment: the same command goes on at the last checkpoint, and gives the bits of a run that
+    A run may be killed at any moment: the same command goes on at the last checkpoint, and gives the bits of a run that
     was never killed. L1 costs a little loss and leaves few neurons active (L0); too much of it kills neurons, which
     --reinitialize brings back. `integrations.transformers.patch(model, sparse=True)` makes the result fast.
     """

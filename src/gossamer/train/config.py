@@ -1,4 +1,4 @@
-"""What a run of training is: sizes of the model, batches, optimizer, recipe; and the presets."""
+"""The configuration of a run: sizes of the model, batches, optimizer, recipe; and the presets."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Config:
 
     @staticmethod
     def load(file: Path) -> Config:
-        """What `save` wrote."""
+        """The configuration that `save` wrote."""
         try:
             return Config(**json.loads(file.read_text()))
         except (json.JSONDecodeError, TypeError) as error:

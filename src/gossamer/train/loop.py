@@ -88,7 +88,7 @@ class Run:
         """Trains to the last step. `show` takes the record of each step, on a GPU one step late.
 
         Raises:
-            FloatingPointError: the loss is NaN or infinite. The last checkpoint is good.
+            FloatingPointError: the loss or its gradient is NaN or infinite. The last checkpoint is good.
             OSError: a checkpoint could not be written. Older ones are good.
         """
         every, first = self.checkpoint_every, self.step
@@ -188,7 +188,7 @@ class Run:
         return moment
 
     def _collect(self, show: Callable[[Record], Any], validation: Callable[[], float] | None = None) -> None:
-        """Takes the numbers of the last step, writes its record, and refuses a loss that is not finite."""
+        """Takes the numbers of the last step, writes its record, and refuses a loss or gradient that is not finite."""
         if self._pending is None:
             return
         (step, values, before, after), self._pending = self._pending, None
@@ -197,12 +197,13 @@ class Run:
         seconds = before.elapsed_time(after) / 1000 if self.device.type == "cuda" else after - before
         norm, loss, l1 = values[:3].tolist()
         layers = self.config.layers
-        if not math.isfinite(loss):
+        # Of a finite loss with a gradient that is not, the weights are lost as well.
+        if not math.isfinite(loss + norm):
             saved = checkpoint.found(self.folder / "checkpoints")
             good = f"The checkpoint of step {saved[-1][0]} is good." if saved else "There is no checkpoint yet."
             raise FloatingPointError(
-                f"train: the loss of step {step} is {loss}. {good} Give a lower lr, a longer warm-up or a smaller l1, "
-                "in another folder."
+                f"train: the loss of step {step} is {loss}, and the norm of its gradient {norm}. {good} Give a lower lr, "
+                "a longer warm-up or a smaller l1, in another folder."
             )
         others = {"loss": loss, "l1": l1, "norm": norm, "lr": learning_rate(self.config, step - 1)}
         others |= {"coefficient": self.config.schedule(step - 1), "tokens/s": self.config.tokens_per_step / seconds}
