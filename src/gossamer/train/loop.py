@@ -202,8 +202,8 @@ class Run:
             saved = checkpoint.found(self.folder / "checkpoints")
             good = f"The checkpoint of step {saved[-1][0]} is good." if saved else "There is no checkpoint yet."
             raise FloatingPointError(
-                f"train: the loss of step {step} is {loss}, and the norm of its gradient {norm}. {good} Give a lower lr, "
-                "a longer warm-up or a smaller l1, in another folder."
+                f"train: the loss of step {step} is {loss}, and the norm of its gradient {norm}. {good} Give a lower "
+                "lr, a longer warm-up or a smaller l1, in another folder."
             )
         others = {"loss": loss, "l1": l1, "norm": norm, "lr": learning_rate(self.config, step - 1)}
         others |= {"coefficient": self.config.schedule(step - 1), "tokens/s": self.config.tokens_per_step / seconds}
