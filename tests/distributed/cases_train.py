@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from gossamer import nn, sparsity
-from gossamer.train import Config, Corpus, Run
+from gossamer.train import Config, Corpus, Run, loop
 from tests.train.corpora import write_corpus
 
 SMALL = Config(
@@ -40,6 +40,9 @@ def case_training(rank: int, world: int, device: torch.device) -> None:
     together = Run(SMALL, corpus, folder / "together", device=device, checkpoint_every=3)
     together.train()
     again = Run(SMALL, corpus, folder / "together", device=device)
+    kept, loop.VALIDATED = loop.VALIDATED, 1  # as few sequences as there are ranks: each still makes the same calls
+    few = again.validate()
+    loop.VALIDATED = kept
     alone: list[dict[str, float]] = []
     if rank == 0:
         initialized, dist.is_initialized = dist.is_initialized, lambda: False
@@ -50,6 +53,7 @@ def case_training(rank: int, world: int, device: torch.device) -> None:
         finally:
             dist.is_initialized = initialized
     dist.barrier()
+    assert 2 < few < 6
     assert again.step == SMALL.steps and len(again.records) == SMALL.steps
     for found, wanted in zip(together.records, alone):
         for key in ("loss", "l1", "l0", "dead", "norm"):

@@ -37,9 +37,7 @@ def _read(operator: str, file: Path) -> Iterator[str]:
                 found = json.loads(line)
                 document = found.get("text") if isinstance(found, dict) else found
                 if not isinstance(document, str):
-                    raise ValueError(
-                        f'{operator}: line {number} of {file} must be a string, or have one under "text".'
-                    )
+                    raise ValueError(f'{operator}: line {number} of {file} must be a string, or have one under "text".')
                 yield document
     except UnicodeDecodeError as error:
         raise ValueError(f"{operator}: {file} is not UTF-8: {error}.") from error

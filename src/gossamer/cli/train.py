@@ -63,7 +63,7 @@ def pack(
 
 @train.command()
 def run(
-    corpus: Path = typer.Argument(help="What `gossamer train pack` wrote."),
+    corpus: Path = typer.Argument(help="The folder that `gossamer train pack` wrote."),
     out: Path = typer.Option(..., help="Folder of the run. The same command again goes on where it was stopped."),
     preset: str = typer.Option("tiny", help=f"Sizes: {', '.join(training.PRESETS)}; 0.5b to 2b are the paper's."),
     activation: str = typer.Option("relu", help="Of the blocks: relu, relu2 (squared ReLU) or silu."),
@@ -71,7 +71,9 @@ def run(
     l1: float = typer.Option(0.0, min=0.0, help="Weight of L1 in the loss: 0 is dense, 2e-5 the paper's."),
     l1_warmup: int = typer.Option(0, min=0, help="Steps before L1 begins."),
     l1_ramp: int = typer.Option(0, min=0, help="Steps in which it grows to its weight then."),
-    reinitialize: float = typer.Option(0.0, min=0.0, max=1.0, help="Rate of new weights for dead neurons: 0.1 is usual."),
+    reinitialize: float = typer.Option(
+        0.0, min=0.0, max=1.0, help="Rate of new weights for dead neurons; 0.1 is good."
+    ),
     steps: int | None = typer.Option(None, min=1, help="Optimizer steps, instead of the preset's."),
     batch: int | None = typer.Option(None, min=1, help="Sequences of a step, over all micro-batches and GPUs."),
     micro_batch: int | None = typer.Option(None, min=1, help="Sequences that a GPU computes at once: lower it first."),
@@ -96,7 +98,7 @@ def run(
 
     On several GPUs: torchrun --nproc-per-node 8 --no-python gossamer train run ...
 
-    It may be killed at any moment: the same command goes on at the last checkpoint, and gives the bits of a run that
+    A run may be killed at any moment: the same command goes on at the last checkpoint, and gives the bits of a run that
     was never killed. L1 costs a little loss and leaves few neurons active (L0); too much of it kills neurons, which
     --reinitialize brings back. `integrations.transformers.patch(model, sparse=True)` makes the result fast.
     """
@@ -126,7 +128,10 @@ def run(
                 found["mJ/token"] = (joules() - begun) / ((whole.step - first) * config.tokens_per_step)
             (out / "results.json").write_text(json.dumps(found, indent=1))
             _report([out], out / "report.html")
-            console.print(f"validation loss {whole.records[-1]['validation']:.4f}; report, model and log in {out}")
+            loss = next(
+                (f"validation loss {r['validation']:.4f}; " for r in whole.records[::-1] if "validation" in r), ""
+            )
+            console.print(f"{loss}report, model and log in {out}", markup=False)
 
 
 @train.command()
@@ -203,7 +208,7 @@ def _writers(log: str | None, out: Path) -> list[Callable[[dict[str, float]], An
     if log == "wandb":
         import wandb
 
-        here = wandb.init(project="gossamer", name=out.name, dir=str(out), id=out.name, resume="allow")
+        here = wandb.init(project="gossamer", name=out.name, dir=str(out))
         return [lambda record: here.log(record, step=int(record["step"]))]
     if log == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter

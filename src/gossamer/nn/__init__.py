@@ -11,6 +11,7 @@ from gossamer.nn.gated_sparse_reference import GatedSparseAttentionReference
 from gossamer.nn.jumprelu import JumpReLUSAE
 from gossamer.nn.median import geometric_median
 from gossamer.nn.mlp import MLP, GatedMLP
+from gossamer.nn.neuron_parallel import NeuronParallel
 from gossamer.nn.sae import BatchTopKSAE, SAELoss, TopKSAE
 from gossamer.nn.transcoder import Transcoder
 
@@ -25,6 +26,7 @@ __all__ = [
     "GatedSparseAttentionReference",
     "JumpReLUSAE",
     "MLP",
+    "NeuronParallel",
     "SAELoss",
     "TopKSAE",
     "Transcoder",

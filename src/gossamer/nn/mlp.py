@@ -13,7 +13,7 @@ from gossamer.nn.plain import weight_and_bias, why_called
 
 
 class Outputs(NamedTuple):
-    """What a block with `l1=True` returns: the result `[..., hidden_size]`, and the `ffn.Activity` of this call."""
+    """The outputs of a block with `l1=True`: the result `[..., hidden_size]`, and the `ffn.Activity` of the call."""
 
     out: Tensor
     activity: Activity

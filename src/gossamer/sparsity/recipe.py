@@ -100,8 +100,8 @@ def reinitialize_(
 ) -> None:
     """Moves the weights of dead neurons towards new random ones, in place; to be called after each optimizer step.
 
-    Row j of a dead neuron becomes `(1 - rate) * weight[j] + rate * N(0, std^2)`, all others keep their bits. It does
-    not wait for the device. The optimizer's moments are left alone.
+    Row j of a dead neuron becomes `(1 - rate) * weight[j] + rate * N(0, std^2)`, all others keep their bits. The
+    function does not wait for the device. The optimizer's moments are left alone.
 
     Args:
         weight: `[N, K]` the weight that the activation follows, a neuron a row: `gate_proj.weight`, or `up_proj.weight`
@@ -138,12 +138,12 @@ def reinitialize_(
         rows = slice(first[0], first[0] + shape[0])
     # All ranks draw all rows, so that the rows of a neuron do not depend on how many ranks there are.
     new = torch.empty(weight.shape, dtype=local.dtype, device=local.device).normal_(0, std, generator=generator)
-    local.lerp_(new[rows], (dead[rows] * rate).to(local.dtype)[:, None])
+    local.lerp_(new[rows], (dead[rows].to(local.dtype) * rate)[:, None])
 
 
 def scalars(l0: Tensor, dead: Tensor, **others: float) -> dict[str, float]:
-    """Numbers of an optimizer step under the names that TensorBoard and Weights & Biases group into panels. It waits
-    for the device.
+    """Numbers of an optimizer step under the names that TensorBoard and Weights & Biases group into panels. The
+    function waits for the device.
 
     Args:
         l0: `[L]`, active neurons of a token by layer.

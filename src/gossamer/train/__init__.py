@@ -7,7 +7,7 @@
 """
 
 from gossamer.train.config import PRESETS, Config, preset
-from gossamer.train.data import Corpus, Windows, learn_tokenizer, pack, read_dataset, read_text
+from gossamer.train.data import Corpus, learn_tokenizer, pack, read_dataset, read_text
 from gossamer.train.loop import Run, learning_rate
 from gossamer.train.model import Transformer, save_pretrained
 
@@ -17,7 +17,6 @@ __all__ = [
     "Corpus",
     "Run",
     "Transformer",
-    "Windows",
     "learn_tokenizer",
     "learning_rate",
     "pack",

@@ -41,11 +41,10 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: Optimizer, keep: 
     Raises:
         OSError: the disk is full, say. Older checkpoints stay as they are.
     """
-    tensors: dict[str, Tensor] = {}
+    parts: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        tensors[name] = whole(parameter)
-        for moment in _MOMENTS:
-            tensors[f"{moment}/{name}"] = whole(optimizer.state[parameter][moment])
+        parts |= {name: parameter, **{f"{moment}/{name}": optimizer.state[parameter][moment] for moment in _MOMENTS}}
+    tensors = whole(parts, write)
     if not write:
         return
     sums = json.dumps({name: _checksum(tensor) for name, tensor in tensors.items()})

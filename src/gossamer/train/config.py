@@ -1,4 +1,4 @@
-"""What a run of training is: sizes of the model, batches, optimizer, recipe; and the presets."""
+"""The configuration of a run: sizes of the model, batches, optimizer, recipe; and the presets."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Config:
         TypeError: a size that is no int.
 
     >>> Config(layers=2, hidden=64, intermediate=176, heads=2).parameters
-    3266880
+    3246400
     """
 
     layers: int = 28
@@ -98,13 +98,11 @@ class Config:
         return self.layers * layer + (self.vocabulary + 1) * self.hidden
 
     def save(self, file: Path) -> None:
-        files.write_whole(
-            _OPERATOR, file, file.with_name(".config"), lambda path: path.write_text(json.dumps(asdict(self), indent=1))
-        )
+        files.write_text(_OPERATOR, file, json.dumps(asdict(self), indent=1))
 
     @staticmethod
     def load(file: Path) -> Config:
-        """What `save` wrote."""
+        """The configuration that `save` wrote."""
         try:
             return Config(**json.loads(file.read_text()))
         except (json.JSONDecodeError, TypeError) as error:
@@ -138,7 +136,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset(name: str, **changes: Any) -> Config:
-    """A preset, with changes. A block without a gate gets 16/11 of the neurons, as in the paper (8,192 for 5,632).
+    """A preset, with changes. A block without a gate gets 16/11 of the neurons, as in the paper (8,192 for 5,632), in
+    multiples of 64.
 
     >>> preset("1.5b", gated=False).intermediate
     8192
@@ -147,7 +146,7 @@ def preset(name: str, **changes: Any) -> Config:
         raise ValueError(f"train.preset: name must be one of {', '.join(PRESETS)}, got {name!r}.")
     config = Config(**PRESETS[name])
     if not changes.get("gated", True) and "intermediate" not in changes:
-        changes["intermediate"] = config.intermediate * 16 // 11
+        changes["intermediate"] = -(config.intermediate * 16 // -(11 * 64)) * 64
     try:
         return replace(config, **changes)
     except TypeError as error:

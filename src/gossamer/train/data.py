@@ -28,14 +28,28 @@ _OPERATOR = "train.pack"
 
 
 def read_text(sources: Iterable[Path]) -> Iterator[str]:
-    """The documents of text files and folders, as in `integrations.transformers.Activations`."""
+    """The documents of text files and of folders of `.txt` and `.jsonl` files: of `.jsonl` one a line, its string
+    or that under "text", of any other the whole file.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a file that is not UTF-8 or not JSON, a folder without text.
+
+    >>> list(read_text([Path("notes.txt")]))  # doctest: +SKIP
+    """
     for source in sources:
         yield from documents(_OPERATOR, source)
 
 
 def read_dataset(name: str) -> Iterator[str]:
     """The documents of a data set of Hugging Face, `name` or `name:configuration`: the column `text` of its split
-    `train`, streamed. Needs `datasets`."""
+    `train`, streamed. Needs `datasets`.
+
+    Raises:
+        ValueError: no such column, or `datasets` is not installed.
+
+    >>> read_dataset("HuggingFaceFW/fineweb-edu:sample-10BT")  # doctest: +SKIP
+    """
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -48,7 +62,10 @@ def read_dataset(name: str) -> Iterator[str]:
 
 
 def learn_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
-    """A byte-level BPE tokenizer of so many tokens, of the first 100 million characters of texts. Needs `tokenizers`."""
+    """A byte-level BPE tokenizer of so many tokens, from the first 100 million characters. Needs `tokenizers`.
+
+    >>> learn_tokenizer(["a text", "another text"], 300).encode("a text").ids  # doctest: +SKIP
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -87,6 +104,8 @@ def pack(
     Raises:
         ValueError: a tokenizer without such a token; no text.
         OSError: the disk is full, say: errno is what the system says.
+
+    >>> pack(read_text([Path("books")]), tokenizer, Path("corpus"))  # doctest: +SKIP
     """
     end = next((found for name in (END, "</s>", "<eos>") if (found := tokenizer.token_to_id(name)) is not None), None)
     if end is None:
@@ -123,7 +142,7 @@ def pack(
             write(part)
     manifest = {"vocabulary": tokenizer.get_vocab_size(), "end": end, "documents": number, "shards": shards}
     for name, content in ((_TOKENIZER, tokenizer.to_str()), (_MANIFEST, json.dumps(manifest, indent=1))):
-        files.write_whole(_OPERATOR, folder / name, folder / ".partial", lambda path, c=content: path.write_text(c))
+        files.write_text(_OPERATOR, folder / name, content)
 
 
 class Corpus:

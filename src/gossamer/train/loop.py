@@ -6,7 +6,6 @@ import json
 import math
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -82,19 +81,19 @@ class Run:
         self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
         self.tracker, self.generator = DeadNeuronTracker(), torch.Generator(self.device)
         self.step, self.records = 0, list[Record]()
-        self._pending: tuple[int, Tensor, Any] | None = None
+        self._pending: tuple[int, Tensor, Any, Any] | None = None
         self._resume()
 
     def train(self, show: Callable[[Record], Any] = lambda record: None) -> None:
-        """Trains to the last step; `show` takes the record of each step, on a GPU one step late, so that it never waits.
+        """Trains to the last step. `show` takes the record of each step, on a GPU one step late.
 
         Raises:
-            FloatingPointError: the loss is NaN or infinite. The last checkpoint is good.
+            FloatingPointError: the loss or its gradient is NaN or infinite. The last checkpoint is good.
             OSError: a checkpoint could not be written. Older ones are good.
         """
         every, first = self.checkpoint_every, self.step
-        self._clock = time.perf_counter()
-        tracer: Any = nullcontext()
+        self._before = self._now()
+        tracer: profile | None = None
         while self.step < self.config.steps:
             if self.profiled and self.step == first + PROFILED:
                 activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device.type == "cuda")
@@ -104,7 +103,7 @@ class Run:
             self.step += 1
             self._collect(show)
             self._ask(values)
-            if self.profiled and self.step == min(first + 2 * PROFILED, self.config.steps) and tracer.__class__ is profile:
+            if tracer is not None and self.step == min(first + 2 * PROFILED, self.config.steps):
                 tracer.__exit__(None, None, None)
                 if self.rank == 0:
                     tracer.export_chrome_trace(str(self.folder / "profile.json"))
@@ -117,19 +116,21 @@ class Run:
                 where = self.folder / "checkpoints"
                 checkpoint.save(where, self.step, self.model, self.optimizer, self.keep, self.rank == 0)
             if saves or validates:
-                self._clock = time.perf_counter()
-        save_pretrained(self.model, self.folder / "model", self.corpus.end, self.rank == 0)
+                self._before = self._now()
+        tokenizer = self.corpus.folder / "tokenizer.json"
+        save_pretrained(self.model, self.folder / "model", self.corpus.end, tokenizer, self.rank == 0)
 
     def validate(self) -> float:
         """The mean cross-entropy on text that training does not see."""
-        size = self.config.micro_batch
-        count = min(len(self.held_out), max(VALIDATED // self.config.length, 1))
-        batches = [range(i, min(i + size, count)) for i in range(0, count, size)]
+        size, count = self.config.micro_batch, max(VALIDATED // self.config.length, self.world)
+        # All ranks make the same calls: each of them gathers the weights together.
+        share = min(len(self.held_out), count) // self.world
+        mine = range(self.rank * share, (self.rank + 1) * share)
         total = torch.zeros(2, device=self.device)
         with torch.no_grad():
-            # All ranks make the same number of calls: each of them gathers the weights together.
-            for numbers in batches[: len(batches) // self.world * self.world or None][self.rank :: self.world]:
-                loss = self.model(self.held_out.batch(numbers).to(self.device)).loss
+            for first in range(0, share, size):
+                numbers = mine[first : first + size]
+                loss = self.model(_moved(self.held_out.batch(numbers), self.device)).loss
                 total += torch.stack((loss * len(numbers), loss.new_tensor(len(numbers))))
         return float(torch.div(*self._summed(total)))
 
@@ -173,32 +174,39 @@ class Run:
 
     def _ask(self, values: Tensor) -> None:
         """Sends the numbers of a step to the host."""
-        event = None
         if self.device.type == "cuda":
-            host, event = torch.empty(values.shape, pin_memory=True), torch.cuda.Event()
-            values, _ = host.copy_(values, non_blocking=True), event.record()
-        self._pending = self.step, values, event
+            values = torch.empty(values.shape, pin_memory=True).copy_(values, non_blocking=True)
+        self._pending = self.step, values, self._before, (after := self._now())
+        self._before = after
+
+    def _now(self) -> Any:
+        """A moment, by the device's own clock: the host launches steps before they run."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        moment = torch.cuda.Event(enable_timing=True)
+        moment.record()
+        return moment
 
     def _collect(self, show: Callable[[Record], Any], validation: Callable[[], float] | None = None) -> None:
-        """Takes the numbers of the last step that were asked for, writes its record, and refuses a loss that is none."""
+        """Takes the numbers of the last step, writes its record, and refuses a loss or gradient that is not finite."""
         if self._pending is None:
             return
-        (step, values, event), self._pending = self._pending, None
-        if event is not None:
-            event.synchronize()
+        (step, values, before, after), self._pending = self._pending, None
+        if self.device.type == "cuda":
+            after.synchronize()
+        seconds = before.elapsed_time(after) / 1000 if self.device.type == "cuda" else after - before
         norm, loss, l1 = values[:3].tolist()
         layers = self.config.layers
-        if not math.isfinite(loss):
+        # Of a finite loss with a gradient that is not, the weights are lost as well.
+        if not math.isfinite(loss + norm):
             saved = checkpoint.found(self.folder / "checkpoints")
             good = f"The checkpoint of step {saved[-1][0]} is good." if saved else "There is no checkpoint yet."
             raise FloatingPointError(
-                f"train: the loss of step {step} is {loss}. {good} Give a lower lr, a longer warm-up or a smaller l1, "
-                "in another folder."
+                f"train: the loss of step {step} is {loss}, and the norm of its gradient {norm}. {good} Give a lower "
+                "lr, a longer warm-up or a smaller l1, in another folder."
             )
-        now = time.perf_counter()
-        rate, self._clock = self.config.tokens_per_step / (now - self._clock), now
         others = {"loss": loss, "l1": l1, "norm": norm, "lr": learning_rate(self.config, step - 1)}
-        others |= {"coefficient": self.config.schedule(step - 1), "tokens/s": rate}
+        others |= {"coefficient": self.config.schedule(step - 1), "tokens/s": self.config.tokens_per_step / seconds}
         if validation is not None:
             others["validation"] = validation()
         dead = values[3 + layers :, None]
@@ -249,8 +257,7 @@ class Run:
             lines = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
             self.records = [record for line in lines if (record := json.loads(line))["step"] <= self.step]
         if self.rank == 0:
-            kept = "".join(json.dumps(record) + "\n" for record in self.records)
-            files.write_whole("train", log, self.folder / ".log", lambda path: path.write_text(kept))
+            files.write_text("train", log, "".join(json.dumps(record) + "\n" for record in self.records))
 
 
 def learning_rate(config: Config, step: int) -> float:

@@ -150,22 +150,32 @@ def _loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, weight).flatten(0, 1).float(), targets.flatten())
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor of one rank or of all, on the CPU; all ranks call it together."""
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+def whole(tensors: dict[str, Tensor], write: bool) -> dict[str, Tensor]:
+    """Tensors of one rank or of all, on the CPU of the rank that writes them; all ranks call it together."""
+    found = {}
+    for name, tensor in tensors.items():
+        # One at a time: a device has no room for a model that is spread over many.
+        tensor = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        if write:
+            found[name] = tensor.cpu()
+    return found
 
 
-def save_pretrained(model: Transformer, folder: Path, end: int, write: bool = True) -> None:
+def save_pretrained(
+    model: Transformer, folder: Path, end: int, tokenizer: Path | None = None, write: bool = True
+) -> None:
     """Writes the model as Hugging Face's Llama, or Arcee without a gate, in bfloat16 if it computes so.
 
     Args:
         model: on one rank or sharded; then all ranks call it.
         folder: made if it is not there; its files are replaced, each whole or not at all.
         end: the token that ends a document.
+        tokenizer: its tokenizer.json, which is saved beside it if it is there.
         write: False on ranks that only take part.
+
+    >>> save_pretrained(model, Path("model"), end=0)  # doctest: +SKIP
     """
-    tensors = {name: whole(parameter).to(model.dtype) for name, parameter in model.named_parameters()}
+    tensors = whole({name: parameter.to(model.dtype) for name, parameter in model.named_parameters()}, write)
     if not write:
         return
     config = model.config
@@ -181,9 +191,14 @@ def save_pretrained(model: Transformer, folder: Path, end: int, write: bool = Tr
         "torch_dtype": config.dtype,
     }  # fmt: skip
     files.make_folder("train", "out", folder)
-    content = json.dumps(found, indent=1)
-    for name, put in (
-        ("config.json", lambda path: path.write_text(content)),
-        ("model.safetensors", lambda path: save_file(tensors, path, {"format": "pt"})),
-    ):
-        files.write_whole("train", folder / name, folder / ".partial", put)
+    contents = {"config.json": json.dumps(found, indent=1)}
+    if tokenizer is not None and tokenizer.exists():
+        contents["tokenizer.json"] = tokenizer.read_text()
+        added = json.loads(contents["tokenizer.json"])["added_tokens"]
+        token = next((each["content"] for each in added if each["id"] == end), None)
+        known = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": token, "eos_token": token}
+        contents["tokenizer_config.json"] = json.dumps(known)
+    for name, content in contents.items():
+        files.write_text("train", folder / name, content)
+    weights = folder / "model.safetensors"
+    files.write_whole("train", weights, folder / ".partial", lambda path: save_file(tensors, path, {"format": "pt"}))
