@@ -56,6 +56,36 @@ def test_against_dense(
             assert_close(lse.to(dtype), reference64=exact[1], plain=plain[1], name="lse")
 
 
+@pytest.mark.parametrize("page", [-1, 9, 2**31 - 1])
+def test_a_page_outside_of_the_pool(page: int, device: torch.device, generator: torch.Generator, mode: str) -> None:
+    """The CPU names the rule. A kernel reads no other memory: queries that take such a key are NaN, others right."""
+    q = torch.randn(1, 2, 3, 16, device=device, generator=generator)
+    pool = torch.randn(6, 16, 1, 32, device=device, generator=generator)
+    mask = torch.zeros(1, 1, 3, 40, dtype=torch.bool, device=device)
+    mask[..., 0, 2:9], mask[..., 1, 17:20], mask[..., 2, 20:36:5] = True, True, True
+    table = torch.tensor([[0, page, -7]], device=device)
+    args = (q, pool[..., :16], pool[..., 16:])
+    for dtype in (torch.int32, torch.int64):
+        kwargs = {"page_table": table.to(dtype), "return_lse": True, "causal": False}
+        if mode == "cpu":
+            says = rf"sparse_decode: page_table must hold pages in \[0, P\) with P = 6 .* got {page} for key 17"
+            with pytest.raises(ValueError, match=says):
+                sparse_decode(*args, Selection.from_mask(mask), **kwargs)
+        else:
+            out, lse = sparse_decode(*args, Selection.from_mask(mask), **kwargs)
+            assert out.isnan().all(-1).any(1).tolist() == [[False, True, True]]
+            assert lse.isnan().any(1).tolist() == [[False, True, True]]
+        # A page of keys that nobody takes may be anything.
+        only = mask.clone()
+        only[..., 1:, :] = False
+        out, _ = sparse_decode(*args, Selection.from_mask(only), **kwargs)
+        whole = pool[:1].double().expand(1, 16, 1, 32).transpose(1, 2)
+        parts = q[:, :, :1].double(), whole[..., :16], whole[..., 16:]
+        want, _ = dense(*parts, only[..., :1, :16], causal=False)
+        plain, _ = dense(*(part.float() for part in parts), only[..., :1, :16], causal=False)
+        assert_close(out[:, :, :1], reference64=want, plain=plain)
+
+
 @pytest.mark.parametrize(
     "change, error, message",
     [

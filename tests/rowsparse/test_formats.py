@@ -212,10 +212,10 @@ def test_contents_that_break_a_rule(make: Any, message: str) -> None:
         (lambda: csr(row_offsets=torch.tensor([1, 1, 3])), r"rowsparse.CSR: row_offsets must start at 0 and"),
         (lambda: csr(row_offsets=torch.tensor([0, 3, 2])), "must start at 0 and never decrease"),
         (lambda: csr(row_offsets=torch.tensor([0, -1, 2])), "must start at 0 and never decrease"),
-        (lambda: csr(indices=torch.tensor([5, 0, 1], dtype=INT)), r"rowsparse.CSR: indices must lie in \[0, N\) with N"),
+        (lambda: csr(indices=torch.tensor([5, 0, 1], dtype=INT)), r"rowsparse.CSR: indices must lie in \[0, N\)"),
         (lambda: ell(indices=torch.tensor([[4, -1], [-2, 2]], dtype=INT)), "rowsparse.ELL: indices .* got -2 to 4"),
         (lambda: ell(nnz_per_row=torch.tensor([-1, 1], dtype=INT)), "rowsparse.ELL: nnz_per_row must be at least 0"),
-        (lambda: twell(indices=torch.full((2, 2, 2), 3, dtype=torch.uint8)), r"rowsparse.TwELL: indices must lie in \[0"),
+        (lambda: twell(indices=torch.full((2, 2, 2), 3, dtype=torch.uint8)), "rowsparse.TwELL: indices must lie in"),
     ],
 )
 def test_the_constructor_looks_on_the_cpu(make: Any, message: str) -> None:

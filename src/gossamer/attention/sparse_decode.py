@@ -31,14 +31,15 @@ def sparse_decode(
         k, v: `[B, G, Tk, D]`, or with page_table `[P, page_size, G, D]`, a pool of pages; dtype and device of q.
         selection: of Tq queries and Tk keys, its scopes S being 1, G or H.
         page_table: int `[B, n]` with n * page_size at least Tk: key j of a sequence is row j % page_size of page
-            page_table[b, j // page_size]. Pages of keys that nobody takes are not read.
+            page_table[b, j // page_size]. Pages of keys that nobody takes are not read, and may be anything.
         scale, causal, lengths, return_lse: as in `sparse_attention`.
 
     Returns:
         As `sparse_attention`.
 
     Raises:
-        ValueError: shapes or devices do not fit, Tq is above 16, or page_size is no power of two.
+        ValueError: shapes or devices do not fit, Tq is above 16, or page_size is no power of two; on the CPU, a page
+            outside [0, P) of a key that is taken. On a GPU queries that take such a key are NaN.
         TypeError: dtypes differ, or selection is no `Selection`.
         NotImplementedError: a gradient is wanted.
 

@@ -38,6 +38,12 @@ def sparse_decode(
             some = [x[i : i + 1, :, keys] for x in (k, v)]
         else:
             page = table[i, keys // k.shape[1]].long()
+            outside = (page < 0) | (page >= k.shape[0])
+            if bool(outside.any()):
+                raise ValueError(
+                    f"attention.sparse_decode: page_table must hold pages in [0, P) with P = {k.shape[0]} where keys "
+                    f"are taken, got {int(page[outside][0])} for key {int(keys[outside][0])} of sequence {i}."
+                )
             some = [x[page, keys % k.shape[1]].transpose(0, 1)[None] for x in (k, v)]
         row = row[..., keys]
         one = sparse_attention(q[i : i + 1], some[0], some[1], row, counts, indices, None, scale, False, "decode")

@@ -23,15 +23,19 @@ BLOCK_N: tl.constexpr = tl.constexpr(64)
 @launch.kernel
 def _sparse_decode_parts_kernel(
     q_ptr, k_ptr, v_ptr, parts_ptr, words_ptr, counts_ptr, indices_ptr, lengths_ptr, table_ptr,
-    stride_kb, stride_kh, stride_kt, H, Tk, capacity, pages, scale,
+    stride_kb, stride_kh, stride_kt, Tk, capacity, pages, pool, scale,
     GROUP: tl.constexpr, SCOPES: tl.constexpr, HEADS: tl.constexpr, TQ: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Program (part of the list, HEADS heads of q, batch). stride_kb is a page's where there are pages."""
+    """Program (part of the list, HEADS heads of q, batch). stride_kb is a page's where there are pages.
+
+    A page outside of the pool is not read; queries that take one of its keys are NaN.
+    """
     BLOCK_M: tl.constexpr = triton.next_power_of_2(max(16, HEADS * TQ))
     BLOCK_D: tl.constexpr = triton.next_power_of_2(max(16, D))
     part, parts = tl.program_id(0), tl.num_programs(0)
     head, batch = tl.program_id(1) * HEADS, tl.program_id(2).to(tl.int64)
+    H = tl.num_programs(1) * HEADS
     row = tl.arange(0, BLOCK_M)
     here, query = head + row // TQ, row % TQ
     column = tl.arange(0, BLOCK_D)
@@ -69,6 +73,10 @@ def _sparse_decode_parts_kernel(
             keep = keep & (key[None, :] <= (query + offset)[:, None])
         if PAGE > 0:
             page = tl.load(table_ptr + batch * pages + key // PAGE, mask=held, other=0).to(tl.int64)
+            outside = held & ((page < 0) | (page >= pool))
+            lost = tl.max((keep & outside[None, :]).to(tl.int32), 1) > 0
+            total = tl.where(lost, float("nan"), total)
+            held = held & (page >= 0) & (page < pool)
             at = page * stride_kb + (key % PAGE) * stride_kt
         else:
             at = batch * stride_kb + key.to(tl.int64) * stride_kt
@@ -145,7 +153,7 @@ def sparse_decode(
     table = table.contiguous() if table is not None else None
     meta = {"GROUP": h // g, "SCOPES": scopes, "HEADS": heads, "TQ": tq, "D": d, "PAGE": k.shape[1] if paged else 0}
     meta["CAUSAL"] = causal
-    sizes = (*strides, h, tk, indices.shape[3], 0 if table is None else table.shape[1])
+    sizes = (*strides, tk, indices.shape[3], 0 if table is None else table.shape[1], k.shape[0])
     args = (q.contiguous(), k, v, parts, words, counts.contiguous(), indices, lengths, table, *sizes, scale)
     _sparse_decode_parts_kernel((cuts, h // heads, b), args, meta, num_warps=4, num_stages=2)
     meta = {"D": d, "BLOCK": launch.next_power_of_2(cuts)}
@@ -165,7 +173,7 @@ EXAMPLES = {
         "signature": {
             **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16"), "parts_ptr": "*fp32", "words_ptr": "*i64",
             **dict.fromkeys(("counts_ptr", "indices_ptr", "lengths_ptr", "table_ptr"), "*i32"),
-            **dict.fromkeys(("stride_kb", "stride_kh", "stride_kt", "H", "Tk", "capacity", "pages"), "i32"),
+            **dict.fromkeys(("stride_kb", "stride_kh", "stride_kt", "Tk", "capacity", "pages", "pool"), "i32"),
             "scale": "fp32",
         },
         "constexprs": {"GROUP": 4, "SCOPES": 1, "HEADS": 4, "TQ": 1, "D": 128, "PAGE": 64, "CAUSAL": True},
