@@ -55,7 +55,8 @@ def _of_csr(rows: CSR, scale: Tensor) -> Tensor:
     """The entries as they are, those of the source too, and their sums as a product with ones."""
     values, indices, row_offsets, source = rows.packed
     held = torch.arange(len(values), device=values.device) < row_offsets[-1]
-    steep = scale[torch.where(held & (indices >= 0), indices, 0)] if scale.numel() else values.to(scale.dtype)
+    inside = held & (indices >= 0) & (indices < rows.num_columns)
+    steep = scale[torch.where(inside, indices, 0)] if scale.numel() else values.to(scale.dtype)
     entries = torch.where(held, torch.tanh(values * steep), 0)
     ones = scale.new_ones(rows.num_columns, 1)
     dense = None if source is None else torch.tanh(source * scale)

@@ -25,12 +25,13 @@ def tanh(x):
 
 @triton.jit
 def load_slots(values_ptr, indices_ptr, scale_ptr, row, first, count, N, capacity, BLOCK: tl.constexpr):
-    """(value, scale) of BLOCK slots of a row, 0 where there is no entry."""
+    """(value, scale) of BLOCK slots of a row, 0 where there is no entry; an index outside [0, N) is NaN."""
     slots = first + tl.arange(0, BLOCK)
     at = row * capacity + slots
     index = tl.load(indices_ptr + at, mask=slots < count, other=-1)
     held = (index >= 0) & (index < N)
     value = tl.load(values_ptr + at, mask=held, other=0.0).to(tl.float32)
+    value = tl.where((index < -1) | (index >= N), float("nan"), value)
     return value, tl.load(scale_ptr + index, mask=held, other=0.0)
 
 
