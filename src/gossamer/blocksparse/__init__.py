@@ -10,7 +10,7 @@ from gossamer.blocksparse.convert import from_block_mask, from_sparse_bsr, to_bl
 from gossamer.blocksparse.gather import gather
 from gossamer.blocksparse.layout import Layout
 from gossamer.blocksparse.matmul import matmul
-from gossamer.blocksparse.patterns import causal, global_tokens, sliding_window
+from gossamer.blocksparse.patterns import causal, documents, global_tokens, sliding_window
 from gossamer.blocksparse.rearrange import adapt_layout, cat, merge, repeat, repeat_interleave, split, stack
 from gossamer.blocksparse.relative import Relative
 from gossamer.blocksparse.rows import add, broadcast_add, broadcast_sub, max, mean, mul, sub, sum
@@ -34,6 +34,7 @@ __all__ = [
     "broadcast_sub",
     "cat",
     "causal",
+    "documents",
     "from_block_mask",
     "from_dense",
     "from_sparse_bsr",
