@@ -364,9 +364,7 @@ def attention_bwd(
         if path == "hopper":
             from gossamer.blocksparse._gluon import attention_backward as hopper
 
-            dq, dk, dv, again = hopper.launch_attention_bwd(
-                problem, q, k, v, grad, stats, lists, elements, lengths
-            )
+            dq, dk, dv, again = hopper.launch_attention_bwd(problem, q, k, v, grad, stats, lists, elements, lengths)
             if key is not None and bound is not None and grad is given_grad and out.transpose(1, 2).is_contiguous():
                 _plans.keep(key, q.device, again, bound, stats.shape)
             return dq, dk, dv, dbias, drelative
