@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Rule = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(matrix `[P, 1, 1]`, row `[P, height, 1]`, column `[P, 1, width]`) -> which of these elements take part, bool."""
-_CHUNK = 1 << 24
+_CHUNK = 1 << 22
 """Elements that are looked at together."""
 
 
@@ -35,11 +35,10 @@ def pack(inside: Tensor) -> Tensor:
 
 
 def _lines(inside: Tensor) -> Tensor:
-    padded = torch.nn.functional.pad(inside, (0, -inside.shape[2] % 32)).view(torch.uint8)
-    shifts = torch.arange(8, dtype=torch.uint8, device=inside.device)
-    # Bytes of a word stand in memory from the lowest on.
-    found = (padded.unflatten(2, (-1, 8)) << shifts).sum(3, dtype=torch.uint8)
-    return found.contiguous().view(torch.int32).flatten(1)
+    padded = torch.nn.functional.pad(inside, (0, -inside.shape[2] % 32)).unflatten(2, (-1, 32))
+    shifts = torch.arange(32, dtype=torch.int32, device=inside.device)
+    # No two have a bit in common, so that their sum is exact, the sign's bit included.
+    return (padded.to(torch.int32) << shifts).sum(3, dtype=torch.int32).flatten(1)
 
 
 def unpack(words: Tensor, block: tuple[int, int]) -> Tensor:
