@@ -158,11 +158,11 @@ def _blocks(draw: Draw, b: int, rows: int, cols: int) -> Results:
         blocksparse.adapt_layout(left, layout.adapt(64)),
         blocksparse.repeat_interleave(left, 2, -1),
         blocksparse.cat([left, right], -2),
-        blocksparse.add(left, x.new_zeros(b, 16 * rows, 1)),
+        left + x.new_zeros(b, 16 * rows, 1),
     ]
     yield from (p.to_dense() if isinstance(p, blocksparse.BlockSparseTensor) else p for p in products)
-    yield blocksparse.sum(left)
-    most = blocksparse.max(left)
+    yield left.sum()
+    most = left.amax()
     yield torch.where(most == -torch.inf, 0, most)
     for dim, bound in enumerate(x.shape):
         index = blocksparse.from_dense(torch.zeros(x.shape, dtype=torch.int64, device=x.device), layout)

@@ -73,6 +73,8 @@ def test_layouts_must_be_shared(pair) -> None:
     with pytest.raises(TypeError, match="unsupported operand"):
         a + "x"
     with pytest.raises(TypeError, match="unsupported operand"):
+        a / torch.ones(3, 3)
+    with pytest.raises(ValueError, match=r"__add__: other must have shape .* got \[3, 3\]"):
         a + torch.ones(3, 3)
 
 

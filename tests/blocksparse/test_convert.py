@@ -6,6 +6,7 @@ import torch
 from gossamer.blocksparse import (
     BlockSparseTensor,
     Layout,
+    attention,
     from_block_mask,
     from_dense,
     from_sparse_bsr,
@@ -134,3 +135,29 @@ def test_bsr_that_breaks_its_rules(crow: list[int], col: list[int], device: torc
     else:
         blocks = from_sparse_bsr(x)
         assert blocks.values[: int(blocks.layout.nnz)].isnan().all()
+
+
+@pytest.mark.parametrize("lead", [(1, 1), (2, 3)], ids=str)
+def test_mask_mods_cut_partial_blocks(lead: tuple[int, int], device: torch.device) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask, create_mask
+
+    document = torch.arange(300, device=device).div(70, rounding_mode="floor")
+
+    def takes(b, h, q, k):
+        return ((q - k <= 50 + 9 * h) & (q >= k) & (document[q] == document[k])) | (k < b)
+
+    mask = create_block_mask(takes, *lead, 300, 300, device=str(device), BLOCK_SIZE=64)
+    want = create_mask(takes, *lead, 300, 300, device=str(device))
+    for capacity in (None, 160):
+        layout = from_block_mask(mask, capacity=capacity)
+        assert torch.equal(layout.element_mask(), want)
+        back = to_block_mask(layout)
+        assert torch.equal(create_mask(back.mask_mod, *lead, 300, 300, device=str(device)), want)
+        assert int(back.full_kv_num_blocks.sum()) == int(layout.nnz) - int(
+            (layout.elements[: layout.capacity] > 0).sum()
+        )
+    whole = from_block_mask(mask, elements=False)
+    assert whole.elements is None and torch.equal(whole.to_dense(), layout.to_dense())
+    q, k, v = torch.randn(3, lead[0], lead[1], 300, 16, device=device)
+    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=want)
+    torch.testing.assert_close(attention(q, k, v, layout), dense, rtol=1e-4, atol=1e-4)

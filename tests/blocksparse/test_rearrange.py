@@ -340,7 +340,7 @@ def test_more_than_2_to_the_31_elements() -> None:
     "call, error, message",
     [
         (lambda x: repeat(x, (2,)), ValueError, r"repeat: sizes must name each of the 2 dimensions of x, got \(2,\)"),
-        (lambda x: repeat(x, (0, 1)), ValueError, "repeat: sizes must be at least 1, got 0"),
+        (lambda x: repeat(x, (-1, 1)), ValueError, "repeat: sizes must be at least 1, got -1"),
         (lambda x: repeat(x.values, (1, 1)), TypeError, "repeat: x must be a BlockSparseTensor, got Tensor"),
         (lambda x: repeat(x, (2, 1), layout=x.layout), ValueError, r"repeat: layout must be of \[64, 32\] elements"),
         (lambda x: repeat_interleave(x, 2, 2), ValueError, "repeat_interleave: dim must be from -2 to 1, got 2"),

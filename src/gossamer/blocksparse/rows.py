@@ -14,176 +14,53 @@ from gossamer._core.ops import register
 from gossamer.blocksparse._torch import rows as _impl
 from gossamer.blocksparse._torch.tensor import lost
 from gossamer.blocksparse.held import filled
-from gossamer.blocksparse.layout import Layout, check_layouts
+from gossamer.blocksparse.layout import Layout
 from gossamer.blocksparse.tensor import BlockSparseTensor, check_computed, check_floating
 
 
-def sum(x: BlockSparseTensor, dim: int = -1) -> Tensor:
-    """The sum of each row (`dim=-1`) or of each column (`dim=-2`); absent blocks are zeros.
-
-    Args:
-        x: `[..., M, N]`.
-        dim: -1 or -2.
-
-    Returns:
-        `[..., M]`, or `[..., N]`, in x's dtype, added up in float32; differentiable, the same bits in each run. Of
-        integers and bool int64, exact.
-
-    Raises:
-        ValueError: dim is another one.
-        TypeError: x is no `BlockSparseTensor`.
-
-    Source: Schön and Tompits, blksprs (row-wise operations).
-
-    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
-    >>> sum(x)[0].item(), mean(x)[0].item(), max(x - 3)[0].item()
-    (16.0, 0.5, -2.0)
-    """
-    return _reduced("blocksparse.sum", x, dim, "sum")
+def sum(x: BlockSparseTensor, dim: int) -> Tensor:
+    """`x.sum(dim)`."""
+    return _reduced("sum", x, dim, "sum")
 
 
-def mean(x: BlockSparseTensor, dim: int = -1) -> Tensor:
-    """The mean of each row (`dim=-1`) or of each column (`dim=-2`), absent blocks counted as zeros.
-
-    Args, Returns, Raises, Source: as in `sum`; x must be floating, as in `torch.mean`.
-
-    >>> mean(from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16)))[0].item()
-    0.5
-    """
-    check_floating("blocksparse.mean", x=x)
-    total = _reduced("blocksparse.mean", x, dim, "sum")
-    return total / x.shape[dim]
+def mean(x: BlockSparseTensor, dim: int) -> Tensor:
+    """`x.mean(dim)`."""
+    check_floating("blocksparse.BlockSparseTensor.mean", x=x)
+    return _reduced("mean", x, dim, "sum") / x.shape[dim]
 
 
-def max(x: BlockSparseTensor, dim: int = -1) -> Tensor:
-    """The largest stored element of each row (`dim=-1`) or of each column (`dim=-2`).
-
-    Absent blocks take no part, as in `softmax`: a row without blocks gives -inf, of integers the lowest number.
-    Elements that share the maximum share the gradient, as in `torch.amax`.
-
-    Args, Raises, Source: as in `sum`. Returns: `[..., M]`, or `[..., N]`, in x's dtype; differentiable.
-
-    >>> max(from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16)) - 3)[0].item()
-    -2.0
-    """
-    return _reduced("blocksparse.max", x, dim, "max")
+def amax(x: BlockSparseTensor, dim: int) -> Tensor:
+    """`x.amax(dim)`."""
+    return _reduced("amax", x, dim, "max")
 
 
-def add(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
-    """x + vector on the present blocks, for a vector of columns or rows.
-
-    Args:
-        x: `[..., M, N]`, floating.
-        vector: `[..., M, 1]`, a number for each row, or `[..., 1, N]`, one for each column; leading dimensions
-            broadcast to x's. It is converted to x's dtype.
-
-    Returns:
-        `BlockSparseTensor` with x's layout; differentiable in both.
-
-    Raises:
-        ValueError: vector has another shape or device.
-        TypeError: x is no `BlockSparseTensor`, or x or vector is not floating.
-
-    Source: Schön and Tompits, blksprs (row-wise operations).
-
-    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
-    >>> add(x, torch.arange(32.0)[:, None]).to_dense()[31, 30:].tolist()
-    [32.0, 32.0]
-    """
-    return _with_vector("blocksparse.add", x, x.values, vector, "add")
-
-
-def sub(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
-    """x - vector on the present blocks, for a vector of columns or rows.
-
-    Args, Returns, Raises, Source: as in `add`.
-
-    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
-    >>> sub(x, max(x)[:, None]).values.abs().max().item()
-    0.0
-    """
-    checks.floating("blocksparse.sub", vector=vector)
-    return _with_vector("blocksparse.sub", x, x.values, -vector, "add")
-
-
-def mul(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
-    """x * vector on the present blocks, for a vector of columns or rows.
-
-    Args, Returns, Raises, Source: as in `add`.
-
-    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
-    >>> mul(x, torch.arange(32.0)).to_dense()[31, 30:].tolist()
-    [30.0, 31.0]
-    """
-    check_floating("blocksparse.mul", x=x)
-    # Values beyond the matrix must not reach the gradient of vector.
-    return _with_vector("blocksparse.mul", x, filled(x.values, x.layout, 0.0, behind=False), vector, "mul")
-
-
-def broadcast_add(x: Tensor, y: Tensor, layout: Layout) -> BlockSparseTensor:
-    """x[..., :, None] + y[..., None, :] on the blocks of a layout.
-
-    Args:
-        x: `[..., M]`, float. y: `[..., N]`, of the same dtype. Leading dimensions broadcast to those of the layout.
-        layout: of `(..., M, N)`.
-
-    Returns:
-        `BlockSparseTensor`, differentiable in both.
-
-    Raises:
-        ValueError: shapes or devices do not fit.
-        TypeError: dtypes differ or are not floating, or layout is no `Layout`.
-
-    Source: Schön and Tompits, blksprs (broadcast operations).
-
-    >>> layout = Layout.from_mask(torch.eye(2).bool(), 16)
-    >>> broadcast_add(torch.arange(32.0), torch.arange(32.0), layout).values.max().item()
-    62.0
-    """
-    return _of_two("blocksparse.broadcast_add", x, y, layout, 1)
-
-
-def broadcast_sub(x: Tensor, y: Tensor, layout: Layout) -> BlockSparseTensor:
-    """x[..., :, None] - y[..., None, :] on the blocks of a layout.
-
-    Args, Returns, Raises, Source: as in `broadcast_add`.
-
-    >>> layout = Layout.from_mask(torch.eye(2).bool(), 16)
-    >>> broadcast_sub(torch.arange(32.0), torch.arange(32.0), layout).values.max().item()
-    15.0
-    """
-    return _of_two("blocksparse.broadcast_sub", x, y, layout, -1)
-
-
-def _of_two(operator: str, x: Tensor, y: Tensor, layout: Layout, sign: int) -> BlockSparseTensor:
-    check_layouts(operator, layout=layout)
-    checks.floating(operator, x=x, y=y)
-    checks.same_device(operator, "layout", layout.device, x=x, y=y)
-    if x.dtype != y.dtype:
-        raise TypeError(
-            f"{operator}: y must have the dtype of x, {checks.name_of(x.dtype)}, got {checks.name_of(y.dtype)}."
-        )
-    zeros = x.new_zeros(layout.capacity, *layout.block_size)
-    rows = _shifted(zeros, *_lines_of(operator, "x", x, layout, -1), -1, "add")
-    return BlockSparseTensor(_shifted(rows, *_lines_of(operator, "y", sign * y, layout, -2), -2, "add"), layout)
+def with_vector(name: str, x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
+    """x with a vector for its rows or columns added (`name` is __add__), subtracted (__sub__, __rsub__) or multiplied
+    with (__mul__)."""
+    operator = f"blocksparse.BlockSparseTensor.{name}"
+    check_floating(operator, x=x)
+    checks.floating(operator, other=vector)
+    if name == "__mul__":
+        # Values beyond the matrix must not reach the gradient of vector.
+        return _with_vector(operator, x, filled(x.values, x.layout, 0.0, behind=False), vector, "mul")
+    values = -x.values if name == "__rsub__" else x.values
+    return _with_vector(operator, x, values, -vector if name == "__sub__" else vector, "add")
 
 
 def _with_vector(operator: str, x: BlockSparseTensor, values: Tensor, vector: Tensor, how: str) -> BlockSparseTensor:
     """x of these values, with a vector for its rows or columns added to them or multiplied with."""
-    check_floating(operator, x=x)
-    checks.floating(operator, vector=vector)
-    checks.same_device(operator, "x", x.device, vector=vector)
+    checks.same_device(operator, "x", x.device, other=vector)
     m, n = x.layout.size
     vector = vector.to(x.dtype)
     if vector.dim() >= 2 and tuple(vector.shape[-2:]) == (m, 1):
-        lines = _lines_of(operator, "vector", vector[..., 0], x.layout, -1)
+        lines = _lines_of(operator, "other", vector[..., 0], x.layout, -1)
         return replace(x, values=_shifted(values, *lines, -1, how))
     if vector.dim() >= 1 and tuple(vector.shape[-2:]) in ((1, n), (n,)):
         vector = vector[..., 0, :] if vector.dim() > 1 else vector
-        return replace(x, values=_shifted(values, *_lines_of(operator, "vector", vector, x.layout, -2), -2, how))
+        return replace(x, values=_shifted(values, *_lines_of(operator, "other", vector, x.layout, -2), -2, how))
     raise ValueError(
-        f"{operator}: vector must have shape [..., M, 1] with M = {m}, or [..., 1, N] with N = {n}, got "
-        f"{list(vector.shape)}."
+        f"{operator}: other must have shape [..., M, 1] with M = {m}, a number for each row, or [..., 1, N] with N = "
+        f"{n}, one for each column, got {list(vector.shape)}. Blocks of a dense matrix are from_dense(other, x.layout)."
     )
 
 
@@ -214,7 +91,8 @@ def _lines_of(operator: str, name: str, vector: Tensor, layout: Layout, dim: int
     return torch.where(layout.overflowed, torch.nan, padded), index, grid
 
 
-def _reduced(operator: str, x: BlockSparseTensor, dim: int, how: str) -> Tensor:
+def _reduced(name: str, x: BlockSparseTensor, dim: int, how: str) -> Tensor:
+    operator = f"blocksparse.BlockSparseTensor.{name}"
     check_computed(operator, x=x)
     if dim not in (-1, -2):
         raise ValueError(f"{operator}: dim must be -1, a number for each row, or -2, one for each column, got {dim}.")

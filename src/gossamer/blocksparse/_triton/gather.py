@@ -41,10 +41,11 @@ def located(
 def _gather_kernel(
     values_ptr, index_ptr, out_ptr, nnz_ptr, positions_ptr, index_nnz_ptr, rows_ptr, cols_ptr,
     D, INNER, D_INDEX, R_INDEX, R, C, M_INDEX, N_INDEX, BOUND, capacity, index_capacity,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, LINES: tl.constexpr, AXIS: tl.constexpr,
-    STRICT: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, AXIS: tl.constexpr, STRICT: tl.constexpr,
 ):  # fmt: skip
-    """Program (GROUP blocks of indices, LINES of their rows)."""
+    """Program (TILE[0] blocks of indices, TILE[1] of their rows)."""
+    GROUP: tl.constexpr = TILE[0]
+    LINES: tl.constexpr = TILE[1]
     block = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     exists = block < index_capacity
     index_nnz = tl.load(index_nnz_ptr)
@@ -128,7 +129,7 @@ def gather(
         plain(values), index, plain(out), nnz, positions, index_nnz, index_rows, index_cols,
         d, inner, d_index, *counts, m_index, n_index, bound, values.shape[0], capacity,
     )  # fmt: skip
-    meta = {"HEIGHT": height, "WIDTH": width, "GROUP": group, "LINES": lines, "AXIS": axis, "STRICT": strict}
+    meta = {"HEIGHT": height, "WIDTH": width, "TILE": (group, lines), "AXIS": axis, "STRICT": strict}
     _gather_kernel(
         (launch.cdiv(capacity, group), height // lines, 1), args, meta, num_warps=max(1, group * lines * width // 512)
     )
@@ -157,7 +158,7 @@ EXAMPLES = {
             "values_ptr": "*bf16", "index_ptr": "*i64", "out_ptr": "*bf16",
             **dict.fromkeys(_POINTERS, "*i32"), **dict.fromkeys(_SIZES, "i32"),
         },
-        "constexprs": {"HEIGHT": 64, "WIDTH": 64, "GROUP": 16, "LINES": 2, "AXIS": 2, "STRICT": True},
+        "constexprs": {"HEIGHT": 64, "WIDTH": 64, "TILE": (16, 2), "AXIS": 2, "STRICT": True},
         "num_warps": 4,
     },
     _gather_reach_kernel: {
