@@ -3,15 +3,14 @@
 The library's product fills a buffer with the pre-activations of a block of rows, and a kernel packs them from there:
 a block is small enough to be in the L2 still, where that leaves rows enough for a fast product. So the dense matrix
 never exists, the product runs at the library's speed in every dtype and layout, and the packing reads the L2. Hopper
-has a kernel of its own for 16-bit operands, in `_gluon`, for which `aligned` copies odd ones; it is taken where a model
-says that it is faster.
+has a kernel of its own, in `_gluon`, for 16-bit operands whose rows begin on 16 bytes; it is taken where a model says
+that it is faster.
 """
 
 import torch
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.gemm.aligned import aligned
 from gossamer.gemm.linear_pack_path import choose_path, packs
 from gossamer.rowsparse._triton.twell import launch_pack_twell, twell_to_ell
 from gossamer.rowsparse.formats import empty_twell
@@ -41,7 +40,6 @@ def linear_pack(
     else:
         from gossamer.gemm._gluon import linear_pack as hopper
 
-        x, weight = aligned(m, n, x, weight)
         hopper.launch_linear_pack(x, weight, bias, threshold, (values, indices, counts))
         nnz = counts.sum(1, dtype=torch.int32)
     if capacity is not None:
@@ -70,7 +68,6 @@ def launch_linear_pack(
     if packs(x, weight, tile, out[0].shape[2]):
         from gossamer.gemm._gluon import linear_pack as hopper
 
-        x, weight = aligned(x.shape[0], weight.shape[0], x, weight)
         return hopper.launch_linear_pack(x, weight, bias, threshold, out, bounds, factors, skip, words)
     by_library(x, weight, bias, threshold, tile, out, bounds, factors)
     return None
