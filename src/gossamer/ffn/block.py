@@ -116,7 +116,7 @@ def _inferred(operator: str, block: Block, found: Found, method: str, density: B
     tracker = density if method == "auto" else None
     grouped = x.is_cuda and m > FEW
     cost = found.by_rows if block.down_weight.stride(0) > 1 else found.by_columns
-    recorded = unknown = False
+    recorded = False
 
     def way(known: Known | None, eager: bool) -> str:
         return choose_path(known, m, cost, eager)
@@ -127,16 +127,12 @@ def _inferred(operator: str, block: Block, found: Found, method: str, density: B
         recorded = not checks.capturing() and tracker.due(8 if m >= MANY else 32)
         method = tracker.path(way, grouped=grouped, due=recorded, key=(m, cost))
     elif method == "auto":
-        unknown = True
         method = way(None, not (torch.compiler.is_compiling() or checks.capturing()))
-        if grouped and m >= MANY and _samples(block):
-            method = "gather"
-    light = tracker is not None and tracker.light
     with span(f"gossamer::{operator}/{method}"):
         if method in ("gather", "union"):
             # The unions of a few groups tell whether it would pay.
             step = sample_step(m) if recorded else 0
-            options = (block.activation == "relu2", method == "union", step, unknown, light)
+            options = (block.activation == "relu2", method == "union", step)
             out, nnz, unions = undispatched(sparse_ffn, *block.tensors)(*block.tensors, *options)
         else:
             hidden = _fused(block) if method == "fused" else _hidden(block)
@@ -152,14 +148,6 @@ def _inferred(operator: str, block: Block, found: Found, method: str, density: B
         if says and type(unions) is Tensor and 2 * int(unions) > m:
             density.last_path = "dense"
     return out
-
-
-def _samples(block: Block) -> bool:
-    """Whether the device can choose between the sparse and the fused way by a sample of rows."""
-    from gossamer.ffn._triton.heavy import wants_rows
-
-    gate = (block.gate_weight, block.gate_bias, block.threshold)
-    return wants_rows(block.x, gate, block.up_weight, block.down_weight)
 
 
 def sampled(hidden: Tensor) -> tuple[Tensor, Tensor]:

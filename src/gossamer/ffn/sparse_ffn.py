@@ -19,8 +19,8 @@ def _fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 sparse_ffn = register(
     "sparse_ffn(Tensor x, Tensor gate_weight, Tensor? gate_bias, Tensor? threshold, Tensor? up_weight, "
-    "Tensor? up_bias, Tensor down_weight, Tensor? down_bias, bool squared, bool united, SymInt step, bool unknown, "
-    "bool light) -> (Tensor, Tensor, Tensor)",
+    "Tensor? up_bias, Tensor down_weight, Tensor? down_bias, bool squared, bool united, SymInt step) "
+    "-> (Tensor, Tensor, Tensor)",
     cpu=_cpu.sparse_ffn,
     fake=_fake,
 )

@@ -36,7 +36,6 @@ class BlockTracker:
 
     Attributes:
         last_path: the name of the way last taken, or None.
-        light: whether rows were seen, and none with more entries than the limit.
         rows, unions: the trackers.
 
     Raises:
@@ -53,7 +52,6 @@ class BlockTracker:
         self._seen: Density | None = None
         self._ways: dict[Hashable, str] = {}
         self._on_device: str | None = None
-        self.light = False
 
     def due(self, every: int) -> bool:
         """Whether this call, if its entries are recorded, shall be: each until something is known, and one of `every`
@@ -94,7 +92,7 @@ class BlockTracker:
             self.rows.path(lambda _: "", training=False)
             known = self.rows.known(training=False)
             if known is not self._seen:
-                self._seen, self.light = known, known is not None and known.over == 0
+                self._seen = known
                 self._ways.clear()
         way = self.rows.pinned or self._ways.get(key)
         if way is None:

@@ -58,17 +58,15 @@ def launch_linear_pack(
     out: tuple[Tensor, Tensor, Tensor],
     bounds: Tensor | None = None,
     factors: Tensor | None = None,
-    skip: Tensor | None = None,
     words: tuple[Tensor | None, int] = (None, 0),
 ) -> launch.Bound | None:
     """With `bounds`, float32 [M] from 0 on, an entry exceeds that of its row, and not the threshold of its column; with
-    `factors`, float32 [N], that of its row times the factor of its column. Where the int32 `skip` is below 0 nothing
-    need be done. Returns the launch of Hopper's kernel, which sees to `words` as its launcher says; None where another
-    way was taken, and nothing is done about them."""
+    `factors`, float32 [N], that of its row times the factor of its column. Returns the launch of Hopper's kernel, which
+    sees to `words` as its launcher says; None where another way was taken, and nothing is done about them."""
     if packs(x, weight, tile, out[0].shape[2]):
         from gossamer.gemm._gluon import linear_pack as hopper
 
-        return hopper.launch_linear_pack(x, weight, bias, threshold, out, bounds, factors, skip, words)
+        return hopper.launch_linear_pack(x, weight, bias, threshold, out, bounds, factors, words)
     by_library(x, weight, bias, threshold, tile, out, bounds, factors)
     return None
 
