@@ -1,4 +1,4 @@
-"""The two kinds of feed-forward block, gated and plain, and the ways through them."""
+"""The two kinds of feed-forward block, gated and plain, and the paths through them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def run(operator: str, block: Block, method: str, density: BlockTracker | None) 
         checks.same_dtype(operator, "x", block.x, **weights)
         _, k, n, d = sizes
         cost = costs_of(n, k, d, block.up_weight is not None, block.x)
-        found = Found(*sizes, replace(cost, strided=True), cost)
+        found = Found(*sizes, replace(cost, by_rows=True), cost)
         _checked.keep(key, found)
     x = block.x
     if block.threshold is not None:
@@ -128,6 +128,9 @@ def _inferred(operator: str, block: Block, found: Found, method: str, density: B
         method = tracker.path(way, grouped=grouped, due=recorded, key=(m, cost))
     elif method == "auto":
         method = way(None, not (torch.compiler.is_compiling() or checks.capturing()))
+    if method == "fused" and (block.up_weight is None or block.threshold is not None):
+        # One product serves gate and up of a ReLU or its square; every other block is computed layer by layer.
+        method = "dense"
     with span(f"gossamer::{operator}/{method}"):
         if method in ("gather", "union"):
             # The unions of a few groups tell whether it would pay.
@@ -179,8 +182,7 @@ def _hidden(block: Block) -> Tensor:
 
 
 def _fused(block: Block) -> Tensor:
-    if block.up_weight is None or block.threshold is not None:
-        return _hidden(block)
+    assert block.up_weight is not None
     return gemm.linear_glu(
         block.x,
         block.gate_weight,

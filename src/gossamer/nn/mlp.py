@@ -136,7 +136,8 @@ class MLP(_Sparse):
     """down_proj(activation(up_proj(x))).
 
     Args:
-        hidden_size, intermediate_size, activation, bias, method, dtype, device: as in `GatedMLP`.
+        hidden_size, intermediate_size, activation, bias, dtype, device: as in `GatedMLP`.
+        method: the path where no gradient is needed, as in `ffn.plain`.
 
     Raises:
         ValueError, TypeError: as `GatedMLP`.
@@ -157,7 +158,7 @@ class MLP(_Sparse):
         activation: str = "gelu",
         bias: bool = False,
         *,
-        method: str = "fused",
+        method: str = "dense",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
