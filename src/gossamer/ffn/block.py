@@ -118,16 +118,16 @@ def _inferred(operator: str, block: Block, found: Found, method: str, density: B
     cost = found.by_rows if block.down_weight.stride(0) > 1 else found.by_columns
     recorded = False
 
-    def way(known: Known | None, eager: bool) -> str:
+    def chosen(known: Known | None, eager: bool) -> str:
         return choose_path(known, m, cost, eager)
 
     if tracker is not None:
         tracker.rows.check_pinned(*METHODS[1:])
         # Nothing reads what a graph would record, and to look takes time.
         recorded = not checks.capturing() and tracker.due(8 if m >= MANY else 32)
-        method = tracker.path(way, grouped=grouped, due=recorded, key=(m, cost))
+        method = tracker.path(chosen, grouped=grouped, due=recorded, key=(m, cost))
     elif method == "auto":
-        method = way(None, not (torch.compiler.is_compiling() or checks.capturing()))
+        method = chosen(None, not (torch.compiler.is_compiling() or checks.capturing()))
     if method == "fused" and (block.up_weight is None or block.threshold is not None):
         # One product serves gate and up of a ReLU or its square; every other block is computed layer by layer.
         method = "dense"

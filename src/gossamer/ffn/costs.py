@@ -174,7 +174,7 @@ CPU_DENSE = 0.25
 
 
 def on_cpu(known: Known | None, m: int, n: int, width: int) -> Path:
-    """The same on the CPU, by what up and down take, `width` elements a column; the gate is computed in any way. Where
+    """The same on the CPU, by what up and down take, `width` elements a column; the gate is computed in any case. Where
     nothing is known one column of 16 is taken for active."""
     flops, read, element = CPU_RATES
     call, group = CPU_STARTS

@@ -22,7 +22,7 @@ def gated(
 ) -> Tensor:
     """(activation(x @ gate_weight.T) * (x @ up_weight.T)) @ down_weight.T, computing what the gate lets through.
 
-    Whatever way is taken the result is exact: rows with more entries than there is room for go through dense tiles.
+    The result is exact on every path: rows with more entries than there is room for go through dense tiles.
     NaN and Inf in the weights of up and down reach the rows that have their column; a dense product, and that of a
     union, would spread them further. Where a gradient is needed the block is dense, as `gemm.gated_mlp`.
 

@@ -20,7 +20,7 @@ def plain(
 ) -> Tensor:
     """activation(x @ up_weight.T) @ down_weight.T, multiplying down what the activation lets through.
 
-    The block of OPT, of T5 version 1.0 and of the original transformer. Exact in every way, as `gated`.
+    The block of OPT, of T5 version 1.0 and of the original transformer. Exact on every path, as `gated`.
 
     Args:
         x: `[..., K]`, float, any strides.

@@ -13,7 +13,7 @@ from gossamer.nn.plain import weight_and_bias, why_called
 
 
 class _Sparse(nn.Module):
-    """What blocks share whose activation leaves most entries 0: which way they go where no gradient is needed."""
+    """The common part of blocks whose activation may leave most entries 0: their path where no gradient is needed."""
 
     down_proj: nn.Linear
 
@@ -24,7 +24,7 @@ class _Sparse(nn.Module):
 
     @property
     def method(self) -> str:
-        """The way of a sparse block, as in `ffn.gated`; may be set at any time."""
+        """The path of a sparse block, as in `ffn.gated`; may be set at any time."""
         return self.sparse_block.method
 
     @method.setter
@@ -38,7 +38,7 @@ class _Sparse(nn.Module):
 
     @property
     def last_path(self) -> str | None:
-        """The way last taken of those that `ffn.gated` names, or None before there was a call without gradients."""
+        """The path last taken of those that `ffn.gated` names, or None before there was a call without gradients."""
         return self.sparse_block.last_path
 
     def _sparse(self, x: Tensor, gate: nn.Linear, up: nn.Linear | None, down: nn.Linear) -> Tensor | None:
@@ -62,7 +62,7 @@ class GatedMLP(_Sparse):
         bias: whether the three layers have one.
         recompute: as in `gemm.gated_mlp`: whether a backward pass computes gate and up again instead of keeping them,
             and so keeps nothing.
-        method: the way of a block with `"relu"` or `"relu2"` where no gradient is needed, as in `ffn.gated`. `"fused"`
+        method: the path of a block with `"relu"` or `"relu2"` where no gradient is needed, as in `ffn.gated`. `"fused"`
             computes everything, gate and up in one product; `"auto"` follows how sparse the block was a few calls ago,
             and in a CUDA graph takes what the device alone would by then.
         dtype: of the parameters; None takes PyTorch's default.
@@ -75,10 +75,10 @@ class GatedMLP(_Sparse):
     Attributes:
         gate_proj, up_proj: `nn.Linear(hidden_size, intermediate_size)`.
         down_proj: `nn.Linear(intermediate_size, hidden_size)`.
-        method: the way, which may be set at any time.
+        method: the path, which may be set at any time.
         density: the `ffn.BlockTracker` that `method="auto"` follows.
         sparse_block: the `ffn.SparseBlock` that has both, and by which `sparsity` finds the block.
-        last_path: the way last taken without gradients, or None.
+        last_path: the path last taken without gradients, or None.
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer"; Tantaru 2025, "Towards Better Kernels for Gated MLP".
 

@@ -1,9 +1,9 @@
 """A feed-forward block whose gate is packed as it is computed, and what its rows need after that.
 
-The gate is packed tile by tile (`gemm.linear_pack`). Then every row takes one of three ways, by counts that only the
-device knows: the weights of its entries are gathered (`gather`), or those of the union of its group's entries
-(`union`), or it goes through dense tiles (`heavy`). All kernels are launched, and leave at once where nothing is left
-to them. Few rows have kernels of their own (`few`). Calls that launch the same are repeated (`replay`).
+The gate is packed tile by tile (`gemm.linear_pack`). Then one of three kernels computes a row, by counts that only the
+device knows: it gathers the weights of the row's entries (`gather`), or those of the union of its group's entries
+(`union`), or multiplies in dense tiles (`heavy`). All kernels are launched, and leave at once where nothing is left to
+them. Few rows have kernels of their own (`few`). Calls that launch the same are repeated (`replay`).
 """
 
 from typing import Any
