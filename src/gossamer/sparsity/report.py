@@ -172,8 +172,10 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """Whether the model's blocks gain, by how much and by which path, in a sentence or two. No verdict is given where
-        the spread of the measurements has 1 in it, as on a machine that does other things."""
+        """Whether the model's blocks gain, by how much and by which path, in a sentence or two.
+
+        No verdict is given where the spread of the measurements has 1 in it, as on a machine that does other things.
+        """
         share = sum(s.mean for s in self.layers.values()) / sum(s.num_neurons for s in self.layers.values())
         active = f"{share:.1%} of the neurons are active for a token, on average."
         if not self.measured:
