@@ -24,7 +24,7 @@ import torch
 
 from gossamer import sparsity
 from gossamer.cli import environment
-from gossamer.cli.bench.timing import energy_counter
+from gossamer.cli.energy import energy_counter
 from gossamer.train import Corpus, Run, Transformer, preset
 
 RUNS: dict[str, dict[str, Any]] = {

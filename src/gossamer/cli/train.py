@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import distributed
 
 from gossamer import train as training
-from gossamer.cli.bench.timing import energy_counter
+from gossamer.cli.energy import energy_counter
 from gossamer.cli.environment import describe, resolve_device
 from gossamer.cli.folder import make_folder
 
