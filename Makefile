@@ -75,7 +75,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 		echo "On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@echo "Installing gossamer and its dependencies in $(VENV): this takes minutes the first time."
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[cli,sae-lens,transformers,test,dev]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[cli,sae-lens,transformers,train,test,dev]'
 	@touch $@
 
 $(PEERS): $(INSTALLED)

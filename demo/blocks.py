@@ -75,7 +75,7 @@ def block_sparse(
 
 
 def local(length: int, window: int, device: torch.device) -> Layout:
-    """The blocks of a causal window and of the first tokens."""
+    """A causal window and the first tokens."""
     near = blocksparse.sliding_window((length, length), BLOCK, (window, 0), device=device)
     first = blocksparse.global_tokens((length, length), BLOCK, BLOCK, device=device)
     return near.union(first).intersection(blocksparse.causal((length, length), BLOCK, device=device))
@@ -89,9 +89,8 @@ def _linear(x: Tensor, layout: Layout) -> Case:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Case:
-    length, at = q.shape[2], _rows(q.shape[2], q.device)
-    mask = layout.to_dense()[at // BLOCK].repeat_interleave(BLOCK, 1)[:, :length]
-    mask &= torch.arange(length, device=q.device) <= at[:, None]
+    at = _rows(q.shape[2], q.device)
+    mask = layout.element_mask()[at]
     exact = F.scaled_dot_product_attention(q[:, :, at].double(), k.double(), v.double(), attn_mask=mask)
 
     def sparse() -> Tensor:

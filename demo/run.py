@@ -274,8 +274,7 @@ def _autoencoder(
         show=show,
     )
     scale = sae.input_scale.item()
-    sae.eval().fold_scale_()
-    return sae, scale, history
+    return sae.eval(), scale, history
 
 
 def _extract(

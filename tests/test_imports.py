@@ -22,6 +22,7 @@ RANK = {
     "sparsity": 4,
     "nn": 5,
     "extract": 6,
+    "train": 6,
     "testing": 6,
     "integrations": 7,
     "cli": 8,

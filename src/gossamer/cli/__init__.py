@@ -1,4 +1,4 @@
-"""The command line: `gossamer doctor` and `gossamer sae` (extra `cli`)."""
+"""The command line: `gossamer doctor`, `gossamer sae` and `gossamer train` (extra `cli`)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ _COMMANDS = {
         "Show versions and devices, say what computes each function on them, check the results.",
     ),
     "sae": ("gossamer.cli.sae", "Extract a sparse autoencoder's latents to disk, and look at them."),
+    "train": ("gossamer.cli.train", "Train transformers whose feed-forward blocks become sparse."),
 }
 
 main: Callable[[], Any]

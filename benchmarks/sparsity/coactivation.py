@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.sparsity.order import propose, seconds, tiles
 from gossamer._core import checks
 from gossamer.ffn.block import Block, activated, run
 from gossamer.ffn.costs import GROUP
-from gossamer.sparsity._order import propose, tiles
-from gossamer.sparsity._timing import seconds
 from gossamer.sparsity.statistics import Batch, observe, run_batches, sparse_blocks
 
-_OPERATOR = "sparsity.coactivation"
+_OPERATOR = "coactivation"
 _MEASURED = 4096
 """Rows that a block is measured on, which are kept of each."""
 
@@ -248,12 +247,9 @@ def _measured(found: NeuronOrder, block: Block, path: str) -> NeuronOrder:
         up_weight=rows(block.up_weight),
         up_bias=rows(block.up_bias),
         down_weight=block.down_weight.detach().index_select(1, order),
-        transposed=None,
     )
     # The same for both: a weight whose transpose is contiguous needs no copy.
-    both = [
-        replace(b, down_weight=b.down_weight.detach().t().contiguous().t(), transposed=None) for b in (block, moved)
-    ]
+    both = [replace(b, down_weight=b.down_weight.detach().t().contiguous().t()) for b in (block, moved)]
     with torch.no_grad():
         calls = [lambda b=b: run(_OPERATOR, b, path, None) for b in both]
         before, after = seconds(calls, block.x.device)

@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.sparsity.order import propose, seconds, tiles
 from gossamer._core import checks
 from gossamer.ffn.block import Block, activated, run
 from gossamer.ffn.costs import GROUP
-from gossamer.sparsity._order import propose, tiles
-from gossamer.sparsity._timing import seconds
 from gossamer.sparsity.statistics import Batch, Recorder, run_batches, sparse_blocks
 
-_OPERATOR = "sparsity.similarity"
+_OPERATOR = "similarity"
 
 
 @dataclass(frozen=True)

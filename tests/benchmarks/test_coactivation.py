@@ -1,14 +1,16 @@
-"""sparsity.coactivation: orders that bring together what fires together."""
+"""The study of coactivation: orders that bring together what fires together."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from gossamer import nn, sparsity
-from gossamer.sparsity._order import cluster, propose, tiles
+from benchmarks.sparsity.coactivation import coactivation
+from benchmarks.sparsity.order import cluster, propose, tiles
+from gossamer import nn
 
 
 def topical(num_groups: int, topics: int, size: int, seed: int) -> np.ndarray:
@@ -73,7 +75,7 @@ def test_neurons_move_and_move_back(device: torch.device) -> None:
     x, before = text(device), copy.deepcopy(model.state_dict())
     with torch.no_grad():
         plain = model(x)
-    proposal = sparsity.coactivation(model, [x, text(device, 4)], tile=8, progress=lambda *step: done.append(step))
+    proposal = coactivation(model, [x, text(device, 4)], tile=8, progress=lambda *step: done.append(step))
     assert done == [(1, 4), (2, 4), (3, 4), (4, 4)]
     assert list(proposal.layers) == ["plain", "mlp"] and not proposal.applied
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -90,7 +92,7 @@ def test_neurons_move_and_move_back(device: torch.device) -> None:
     with pytest.raises(ValueError, match=r"Coactivation\.apply: the orders must not be applied yet"):
         proposal.apply()
     # What it is now needs no other order.
-    again = sparsity.coactivation(model, [x], tile=8, measure=False)
+    again = coactivation(model, [x], tile=8, measure=False)
     assert all(found.before == found.after == 1 for found in again.layers.values())
     assert np.isnan(again.layers["mlp"].measured)
     proposal.undo()
@@ -101,7 +103,7 @@ def test_neurons_move_and_move_back(device: torch.device) -> None:
 
 def test_what_cannot_be_moved(device: torch.device) -> None:
     model, x = Topics(device), text(device)
-    proposal = sparsity.coactivation(model, [x], measure=False)
+    proposal = coactivation(model, [x], measure=False)
     kept, model.mlp.up_proj = model.mlp.up_proj, torch.nn.Sequential(model.mlp.up_proj)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=r"'mlp\.up_proj' must be the plain nn\.Linear that it was, got Sequential"):
@@ -110,9 +112,36 @@ def test_what_cannot_be_moved(device: torch.device) -> None:
     model.mlp.up_proj = kept
     model.plain.up_proj.weight = model.mlp.up_proj.weight
     with pytest.raises(ValueError, match=r"weights and biases of 'plain' must be parameters of one layer each"):
-        sparsity.coactivation(model, [x], measure=False)
+        coactivation(model, [x], measure=False)
     with pytest.raises(ValueError, match=r"batches must bring 64 tokens to a block, but none got as many"):
-        sparsity.coactivation(Topics(device), [x[:1, :40]])
-    with pytest.raises(ValueError, match=r"sparsity\.coactivation: tile must be"):
-        sparsity.coactivation(model, [x], tile=0)
+        coactivation(Topics(device), [x[:1, :40]])
+    with pytest.raises(ValueError, match=r"coactivation: tile must be"):
+        coactivation(model, [x], tile=0)
     assert model.mlp.sparse_block.observer is None
+
+
+def test_a_model_in_another_order_is_the_same(device: torch.device) -> None:
+    pytest.importorskip("transformers")
+    from gossamer.integrations.transformers import patch
+    from tests.integrations.test_transformers_sparse import make
+
+    ids = torch.randint(1, 97, (8, 32), generator=torch.Generator().manual_seed(1)).to(device)
+    for kind in ("Llama, biased", "Phi3", "OPT", "T5, gated"):
+        model = make(kind, device)
+        extra = {"decoder_input_ids": ids} if kind.startswith("T5") else {}
+        batch = {"input_ids": ids, **extra}
+        patch(model, sparse=True)
+        with torch.no_grad():
+            plain = model(**batch).logits
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        proposal = coactivation(model, [batch], tile=8, measure=False)
+        for name, found in proposal.layers.items():
+            proposal.layers[name] = replace(found, order=torch.randperm(72))
+        proposal.apply()
+        with torch.no_grad():
+            # Sums in another order; a logit is some units, and a GPU has been off by 1.3e-4.
+            torch.testing.assert_close(model(**batch).logits, plain, rtol=1e-4, atol=3e-4)
+        moved = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, state[name])]
+        assert len(moved) >= 2 * len(proposal.layers)
+        proposal.undo()
+        assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
 import numpy as np
+import torch
+
+from gossamer.sparsity._timing import pairs
 
 
 def tiles(groups: np.ndarray, tile: int) -> float:
@@ -41,3 +48,9 @@ def cluster(groups: np.ndarray, tile: int) -> np.ndarray:
             # No score is below -S.
             chosen = int(np.where(left, 2 * shared - fired, -len(groups) - 1).argmax())
     return np.array(order, np.int64)
+
+
+def seconds(calls: Sequence[Callable[[], Any]], device: torch.device) -> list[float]:
+    """Median seconds of the first call, and of each other one beside it."""
+    taken = [pairs(calls[0], call, device) for call in calls[1:]]
+    return [median(first for first, _ in taken[0]), *(median(other for _, other in some) for some in taken)]
