@@ -45,7 +45,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device reaches: copy bandwidth in bytes/s (read plus written), GEMM rates in FLOP/s by precision."""
+    """The device's measured rates: copy bandwidth in bytes/s (read plus written), GEMM rates in FLOP/s by precision."""
 
     bandwidth: float
     gemm: dict[str, float]
@@ -71,7 +71,7 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what the device was given; the CPU is always done."""
+    """Wait for the work of the device; the CPU is always done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -1,4 +1,6 @@
-"""The energy that a device has taken."""
+"""The energy that a GPU has taken, by the driver's own counter."""
+
+from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable

@@ -49,7 +49,7 @@ def pack(
     with _told("pack"):
         if bool(text) == bool(dataset):
             raise ValueError("gossamer train pack: give either TEXT or --dataset, and not both.")
-        make_folder(out, "train pack")
+        make_folder(out, "gossamer train pack")
 
         def read() -> Iterable[str]:
             return training.read_dataset(dataset) if dataset else training.read_text(text)
@@ -103,7 +103,7 @@ def run(
     --reinitialize brings back. `integrations.transformers.patch(model, sparse=True)` makes the result fast.
     """
     with _told("run"), _ranks() as (rank, where):
-        chosen = resolve_device(where or device, "train run")
+        chosen = resolve_device(where or device, "gossamer train run")
         dtype = dtype if dtype != "auto" else "bfloat16" if chosen.type == "cuda" else "float32"
         given: dict[str, Any] = {"steps": steps, "batch": batch, "micro_batch": micro_batch, "lr": lr}
         given = {name: value for name, value in given.items() if value is not None}
