@@ -1,0 +1,213 @@
+"""A gated block's forward and backward pass on lists of active entries: each kernel's candidates, then the whole.
+
+Usage: python -m benchmarks.ffn.tune_training [--whole] [M,entries ...]. K 2,048, N 5,632, bf16, a random pattern with so
+many entries a row. Beside the whole stand dense PyTorch, `gemm.gated_mlp` and the operators of `rowsparse`, put together
+by hand. --whole leaves the candidates out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import tune
+from gossamer import gemm
+from gossamer._core.compiling import together
+from gossamer.ffn._triton import sparse_training, train_columns, train_rows
+from gossamer.ffn._triton.entry_lists import column_lists
+from gossamer.ffn._triton.train_columns import ColumnTile
+from gossamer.ffn._triton.train_rows import RowTile
+from gossamer.gemm.linear_pack import _linear_pack
+from gossamer.rowsparse.matmul import matmul_operator, sampled_operator
+from gossamer.rowsparse.transpose import transpose_keys
+
+CUDA = tune.DEVICE.type == "cuda"
+K, N = (2048, 5632) if CUDA else (32, 512)
+SHAPES = [(16384, 29), (16384, 60), (16384, 100), (16384, 300), (8192, 29)]
+
+FORWARD = {
+    f"{e} entries, {w} wide, {s} stages, {r}": RowTile(e, 16384, w, s, r)
+    for e, w, s, r in (
+        (1, 1024, 3, 96), (1, 1024, 3, None), (1, 1024, 4, 96), (1, 2048, 3, None), (1, 512, 3, None),
+        (2, 1024, 3, 128), (2, 1024, 2, 128), (2, 512, 3, None), (1, 1024, 2, 96), (1, 1024, 3, 80),
+    )
+}  # fmt: skip
+DX = {
+    f"{e} entries, slices of {c}, {w} wide, {s} stages, {r}": RowTile(e, c, w, s, r)
+    for e, c, w, s, r in (
+        (1, 2048, 1024, 3, 96), (1, 2048, 1024, 3, None), (1, 2048, 1024, 4, 96), (1, 1024, 1024, 3, None),
+        (2, 1024, 1024, 3, None), (2, 2048, 1024, 3, None), (1, 1024, 512, 3, None), (2, 512, 512, 3, None),
+        (4, 512, 512, 2, None), (1, 512, 512, 4, None), (4, 1024, 1024, 2, None), (2, 1024, 512, 3, None),
+    )
+}  # fmt: skip
+COLUMNS = {
+    f"{e} entries, slices of {c}, {w} wide, {s} stages, {r}": ColumnTile(e, c, w, s, r)
+    for e, c, w, s, r in (
+        (1, 512, 512, 3, None), (2, 512, 512, 3, None), (4, 512, 512, 3, None), (4, 512, 512, 2, None),
+        (1, 512, 512, 5, None), (8, 256, 256, 2, None), (8, 256, 256, 3, None), (1, 1024, 1024, 3, None),
+        (2, 1024, 1024, 3, None), (2, 1024, 512, 3, None), (4, 1024, 512, 2, None), (4, 1024, 1024, 2, None),
+        (1, 2048, 1024, 3, 96), (8, 512, 512, 1, None), (8, 256, 256, 1, 80), (16, 256, 256, 1, None),
+    )
+}  # fmt: skip
+
+
+class Operands:
+    """Random operands of a block with about `entries` active ones a row, and what a pass makes of them."""
+
+    def __init__(self, m: int, entries: int) -> None:
+        generator = torch.Generator(tune.DEVICE).manual_seed(0)
+        dtype = torch.bfloat16 if CUDA else torch.float32
+
+        def draw(rows: int, columns: int, scale: int) -> Tensor:
+            return (torch.randn(rows, columns, device=tune.DEVICE, generator=generator) / scale**0.5).to(dtype)
+
+        self.x, self.grad = draw(m, K, 1), draw(m, K, 1)
+        self.gate, self.up, self.down = draw(N, K, K), draw(N, K, K), draw(N, K, N)
+        bound = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(1 - entries / N)).item()
+        self.bias = torch.full((N,), -bound, device=tune.DEVICE, dtype=dtype)
+        self.limit = max(128, 2 * entries)
+        self.room = m * (entries + max(8, entries // 4))
+        self.capacity, self.slots = entries + 8 * round(entries**0.5), 16 if entries < 128 else 32
+        self.leaves = [t.requires_grad_() for t in (self.x, self.gate, self.up, self.down)]
+
+    def dense(self) -> Tensor:
+        gate = torch.relu(torch.nn.functional.linear(self.x, self.gate, self.bias))
+        return (gate * (self.x @ self.up.t())) @ self.down
+
+    def gated_mlp(self) -> Tensor:
+        return gemm.gated_mlp(self.x, self.gate, self.up, self.down.t(), activation="relu", gate_bias=self.bias)
+
+    def by_hand(self) -> Tensor:
+        """The operators of `rowsparse`."""
+        values, indices, counts, _ = _linear_pack(
+            self.x, self.gate, self.bias, None, 256, self.slots, self.capacity, False
+        )
+        up, _ = sampled_operator(self.x, self.up, indices, counts, None, False, True, None)
+        return matmul_operator(values * up, indices, counts, None, self.down, None, None)
+
+    def lists(self) -> tuple[Tensor, ...]:
+        m = self.x.shape[0]
+        with torch.no_grad():
+            out, lists, up, _ = sparse_training.forward(
+                self.x, (self.gate, self.bias, None), (self.up, None), (self.down, None), False, self.limit, self.room,
+                self.slots,
+            )  # fmt: skip
+            kept = (lists.values, lists.columns, lists.offsets)
+            found = sparse_training.backward(
+                self.grad, None, self.x, self.gate, self.up, self.down, kept, up, False, 1 / m
+            )
+        dx, gate, up_grad, down = found
+        return out, dx, gate, up_grad, down
+
+    def step(self, forward: Callable[[], Tensor]) -> tuple[Tensor, ...]:
+        out = forward()
+        return out, *torch.autograd.grad(out, self.leaves, self.grad)
+
+
+def exact(of: Operands) -> tuple[Tensor, ...]:
+    """In float64."""
+    wide = [t.detach().double().requires_grad_() for t in of.leaves]
+    x, gate, up, down = wide
+    hidden = torch.relu(x @ gate.t() + of.bias.double())
+    hidden = hidden * (x @ up.t())
+    out = hidden @ down
+    return out.detach(), *torch.autograd.grad(out, wide, of.grad.double())
+
+
+def parts(of: Operands, results: tune.Results, label: str) -> None:
+    """The candidates of each kernel."""
+    with torch.no_grad():
+        gate, up, down = (of.gate, of.bias, None), (of.up, None), (of.down, None)
+        lists = sparse_training.lists_of(of.x, gate, of.limit, of.room, of.slots)
+        nnz, heavy = int(lists.offsets[-1]), int(lists.heavy[0])
+        print(f"{label}: {nnz / of.x.shape[0]:.1f} entries a row, {heavy} heavy rows, {int(lists.fired.max())} at most")
+        _, values, _ = train_rows.forward(lists, of.x, up, down, False)
+        turned = column_lists(lists.values, values, lists.columns, lists.offsets, N, False)
+        grad_down, dots = train_columns.down_gradients(turned, of.grad, of.down)
+        rows, columns = train_columns.hidden_gradients(turned, dots, lists.values, values, None, 0.0, False)
+        small = {
+            "gate and lists": lambda: sparse_training.lists_of(of.x, gate, of.limit, of.room, of.slots)[0],
+            "column lists": lambda: column_lists(lists.values, values, lists.columns, lists.offsets, N, False).hidden[
+                :nnz
+            ],
+            "hidden gradients": lambda: train_columns.hidden_gradients(
+                turned, dots, lists.values, values, None, 0.0, False
+            )[0][:, :nnz],
+        }
+        long_columns, long_offsets = lists.columns.int(), lists.offsets.long()
+        small["transpose_keys"] = lambda: transpose_keys(long_columns, long_offsets, N)[0]
+        for name, call in small.items():
+            results.add(f"{label}: {name}", tune.kernels(call))
+        results.add(f"{label}: small", tune.replayed(small))
+        candidates: dict[str, tune.Calls] = {
+            "forward": {
+                name: lambda tile=tile: train_rows.forward(lists, of.x, up, down, False, tile)[0]
+                for name, tile in FORWARD.items()
+            },
+            "dx": {
+                name: lambda tile=tile: train_rows.input_gradient(
+                    lists.columns, lists.offsets, rows[0], rows[1], of.gate, of.up, tile
+                )
+                for name, tile in DX.items()
+            },
+            "down gradient": {
+                name: lambda tile=tile: train_columns.down_gradients(turned, of.grad, of.down, tile)[0]
+                for name, tile in COLUMNS.items()
+            },
+            "gate and up gradients": {
+                name: lambda tile=tile: train_columns.gate_gradients(turned, columns, of.x, of.gate, tile)
+                for name, tile in COLUMNS.items()
+            },
+        }
+        for name, calls in candidates.items():
+            together(lambda calls=calls: [call() for call in calls.values()] and None)()
+            calls = tune.sound(calls, next(iter(calls.values()))())
+            results.add(f"{label}: {name}", tune.replayed(calls))
+
+
+def whole(of: Operands, results: tune.Results, label: str) -> None:
+    calls: tune.Calls = {
+        "lists": of.lists,
+        "dense": lambda: of.step(of.dense),
+        "gated_mlp": lambda: of.step(of.gated_mlp),
+        "by hand": lambda: of.step(of.by_hand),
+    }
+    want = exact(of)
+    for name, call in calls.items():
+        results.note(f"{label}: errors of {name}", **dict(zip(
+            ("out", "x", "gate", "up", "down"), map(tune.error, call(), want), strict=True
+        )))  # fmt: skip
+    del want
+    first, second = of.lists(), of.lists()
+    print("the same twice:", all(torch.equal(a, b) for a, b in zip(first, second, strict=True)))
+    del first, second
+    peaks = {}
+    for name, call in calls.items():
+        if CUDA:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            call()
+            peaks[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
+    results.note(f"{label}: MiB", **peaks)
+    results.add(f"{label}: replayed", tune.replayed(calls, repeat=3), against="dense")
+    results.add(f"{label}: eager", tune.eager(calls), against="dense")
+
+
+def main(arguments: list[str]) -> None:
+    shapes: list[Any] = [tuple(map(int, a.split(","))) for a in arguments if a != "--whole"]
+    results = tune.Results(__file__)
+    for shape in shapes or (SHAPES if CUDA else [(40, 6)]):
+        of, label = Operands(*shape), f"M {shape[0]}, {shape[1]} entries"
+        if "--whole" not in arguments:
+            parts(of, results, label)
+        whole(of, results, label)
+    results.keep()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
