@@ -1,6 +1,6 @@
 """A gated block's forward and backward pass on lists of active entries: each kernel's candidates, then the whole.
 
-Usage: python -m benchmarks.ffn.tune_training [--whole] [M,entries ...]. K 2,048, N 5,632, bf16, a random pattern with so
+Usage: python -m benchmarks.ffn.tune_training [--whole] [M,entries[,percent of rows that are dense] ...]. K 2,048, N 5,632, bf16, a random pattern with so
 many entries a row. Beside the whole stand dense PyTorch, `gemm.gated_mlp` and the operators of `rowsparse`, put together
 by hand. --whole leaves the candidates out.
 """
@@ -31,34 +31,39 @@ SHAPES = [(16384, 29), (16384, 60), (16384, 100), (16384, 300), (8192, 29)]
 
 FORWARD = {
     f"{e} entries, {w} wide, {s} stages, {r}": RowTile(e, 16384, w, s, r)
+    for e, w, s, r in ((1, 1024, 3, 96), (1, 1024, 3, None), (2, 1024, 3, 128))
+}  # fmt: skip
+UP = {
+    f"{e} entries, {w} wide, {s} stages, {r}": RowTile(e, 16384, w, s, r)
     for e, w, s, r in (
-        (1, 1024, 3, 96), (1, 1024, 3, None), (1, 1024, 4, 96), (1, 2048, 3, None), (1, 512, 3, None),
-        (2, 1024, 3, 128), (2, 1024, 2, 128), (2, 512, 3, None), (1, 1024, 2, 96), (1, 1024, 3, 80),
+        (1, 1024, 3, 96), (1, 1024, 4, 96), (1, 2048, 3, None), (1, 2048, 4, None), (1, 2048, 3, 96), (2, 2048, 3, 128),
+        (2, 1024, 3, None), (4, 1024, 2, None), (1, 2048, 2, 80), (1, 1024, 5, 80), (4, 512, 2, 96), (2, 512, 3, 96),
     )
 }  # fmt: skip
 DX = {
     f"{e} entries, slices of {c}, {w} wide, {s} stages, {r}": RowTile(e, c, w, s, r)
     for e, c, w, s, r in (
-        (1, 2048, 1024, 3, 96), (1, 2048, 1024, 3, None), (1, 2048, 1024, 4, 96), (1, 1024, 1024, 3, None),
-        (2, 1024, 1024, 3, None), (2, 2048, 1024, 3, None), (1, 1024, 512, 3, None), (2, 512, 512, 3, None),
-        (4, 512, 512, 2, None), (1, 512, 512, 4, None), (4, 1024, 1024, 2, None), (2, 1024, 512, 3, None),
+        (1, 2048, 1024, 3, 96), (1, 2048, 1024, 3, 80), (1, 1024, 1024, 3, None), (1, 1024, 1024, 4, None),
+        (1, 1024, 1024, 3, 80), (1, 512, 512, 4, None), (1, 512, 512, 5, None), (1, 512, 512, 6, 64),
+        (1, 1024, 512, 4, None),
     )
 }  # fmt: skip
 COLUMNS = {
     f"{e} entries, slices of {c}, {w} wide, {s} stages, {r}": ColumnTile(e, c, w, s, r)
     for e, c, w, s, r in (
-        (1, 512, 512, 3, None), (2, 512, 512, 3, None), (4, 512, 512, 3, None), (4, 512, 512, 2, None),
-        (1, 512, 512, 5, None), (8, 256, 256, 2, None), (8, 256, 256, 3, None), (1, 1024, 1024, 3, None),
-        (2, 1024, 1024, 3, None), (2, 1024, 512, 3, None), (4, 1024, 512, 2, None), (4, 1024, 1024, 2, None),
-        (1, 2048, 1024, 3, 96), (8, 512, 512, 1, None), (8, 256, 256, 1, 80), (16, 256, 256, 1, None),
+        (1, 1024, 1024, 3, None), (1, 1024, 1024, 4, None), (1, 1024, 1024, 5, None), (1, 1024, 1024, 4, 96),
+        (1, 1024, 1024, 6, 96), (1, 1024, 1024, 3, 80), (1, 1024, 1024, 5, 80), (1, 2048, 1024, 4, 96),
+        (1, 2048, 1024, 5, 96), (1, 2048, 2048, 4, None), (4, 1024, 1024, 1, None), (4, 1024, 1024, 1, 128),
+        (8, 512, 512, 1, 128), (4, 512, 512, 1, 80), (4, 512, 512, 2, 80), (2, 1024, 1024, 4, None),
     )
 }  # fmt: skip
 
 
 class Operands:
-    """Random operands of a block with about `entries` active ones a row, and what a pass makes of them."""
+    """Random operands of a block with about `entries` active ones a row, `heavy` of 100 rows nearly dense, and what a
+    pass makes of them."""
 
-    def __init__(self, m: int, entries: int) -> None:
+    def __init__(self, m: int, entries: int, heavy: int = 0) -> None:
         generator = torch.Generator(tune.DEVICE).manual_seed(0)
         dtype = torch.bfloat16 if CUDA else torch.float32
 
@@ -69,6 +74,10 @@ class Operands:
         self.gate, self.up, self.down = draw(N, K, K), draw(N, K, K), draw(N, K, N)
         bound = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(1 - entries / N)).item()
         self.bias = torch.full((N,), -bound, device=tune.DEVICE, dtype=dtype)
+        if heavy:
+            # Rows here and there, with nearly all entries.
+            self.x[:, 0], self.gate[:, 0] = 0, 0.25
+            self.x[:: 100 // heavy, 0] = 16
         self.limit = max(128, 2 * entries)
         self.room = m * (entries + max(8, entries // 4))
         self.capacity, self.slots = entries + 8 * round(entries**0.5), 16 if entries < 128 else 32
@@ -90,16 +99,14 @@ class Operands:
         return matmul_operator(values * up, indices, counts, None, self.down, None, None)
 
     def lists(self) -> tuple[Tensor, ...]:
-        m = self.x.shape[0]
         with torch.no_grad():
             out, lists, up, _ = sparse_training.forward(
                 self.x, (self.gate, self.bias, None), (self.up, None), (self.down, None), False, self.limit, self.room,
                 self.slots,
             )  # fmt: skip
-            kept = (lists.values, lists.columns, lists.offsets)
-            found = sparse_training.backward(
-                self.grad, None, self.x, self.gate, self.up, self.down, kept, up, False, 1 / m
-            )
+            kept = (lists.values, lists.columns, lists.offsets, lists.heavy)
+            gate = (self.gate, self.bias, None)
+            found = sparse_training.backward(self.grad, None, self.x, gate, (self.up, None), self.down, kept, up, False)
         dx, gate, up_grad, down = found
         return out, dx, gate, up_grad, down
 
@@ -127,16 +134,16 @@ def parts(of: Operands, results: tune.Results, label: str) -> None:
         print(f"{label}: {nnz / of.x.shape[0]:.1f} entries a row, {heavy} heavy rows, {int(lists.fired.max())} at most")
         _, values, _ = train_rows.forward(lists, of.x, up, down, False)
         turned = column_lists(lists.values, values, lists.columns, lists.offsets, N, False)
-        grad_down, dots = train_columns.down_gradients(turned, of.grad, of.down)
-        rows, columns = train_columns.hidden_gradients(turned, dots, lists.values, values, None, 0.0, False)
+        _, dots = train_columns.down_gradients(turned, of.grad, of.down)
+        rows, columns = train_columns.hidden_gradients(turned, dots, lists.values, values, None, False)
         small = {
             "gate and lists": lambda: sparse_training.lists_of(of.x, gate, of.limit, of.room, of.slots)[0],
             "column lists": lambda: column_lists(lists.values, values, lists.columns, lists.offsets, N, False).hidden[
                 :nnz
             ],
-            "hidden gradients": lambda: train_columns.hidden_gradients(
-                turned, dots, lists.values, values, None, 0.0, False
-            )[0][:, :nnz],
+            "hidden gradients": lambda: train_columns.hidden_gradients(turned, dots, lists.values, values, None, False)[
+                0
+            ][:, :nnz],
         }
         long_columns, long_offsets = lists.columns.int(), lists.offsets.long()
         small["transpose_keys"] = lambda: transpose_keys(long_columns, long_offsets, N)[0]
@@ -147,6 +154,16 @@ def parts(of: Operands, results: tune.Results, label: str) -> None:
             "forward": {
                 name: lambda tile=tile: train_rows.forward(lists, of.x, up, down, False, tile)[0]
                 for name, tile in FORWARD.items()
+            },
+            "up alone": {
+                name: lambda tile=tile: train_rows.forward_apart(lists, of.x, up, down, False, tile, both=False)[1][
+                    :nnz
+                ]
+                for name, tile in UP.items()
+            },
+            "down after up": {
+                name: lambda tile=tile: train_rows.forward_apart(lists, of.x, up, down, False, None, tile)[0]
+                for name, tile in DX.items()
             },
             "dx": {
                 name: lambda tile=tile: train_rows.input_gradient(
@@ -202,7 +219,7 @@ def main(arguments: list[str]) -> None:
     shapes: list[Any] = [tuple(map(int, a.split(","))) for a in arguments if a != "--whole"]
     results = tune.Results(__file__)
     for shape in shapes or (SHAPES if CUDA else [(40, 6)]):
-        of, label = Operands(*shape), f"M {shape[0]}, {shape[1]} entries"
+        of, label = Operands(*shape), f"M, entries, dense rows: {shape}"
         if "--whole" not in arguments:
             parts(of, results, label)
         whole(of, results, label)

@@ -17,13 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
+from gossamer.ffn._torch.sparse_training import column_dtype
 
 GROUP = tl.constexpr(32)
 """Rows to a word of bits."""
 
 
 class RowLists(NamedTuple):
-    """values and columns `[room]`, columns uint16 where N <= 65,536; offsets int32 `[M + 1]`; nnz int32 `[M]`, the
+    """values and columns `[room]`, columns of 16 bits, without a sign, where N <= 65,536; offsets int32 `[M + 1]`; nnz int32 `[M]`, the
     true entries of rows; heavy int32 `[1 + M]`, how many rows are listed and which; fired int32 `[N]`, entries of
     columns."""
 
@@ -43,6 +44,15 @@ class ColumnLists(NamedTuple):
     places: Tensor
     hidden: Tensor
     offsets: Tensor
+
+
+@triton.jit
+def widened(column):
+    """Columns as they are stored, in 32 bits: those of 16 have no sign."""
+    if column.dtype == tl.int16:
+        return column.to(tl.int32) & 0xFFFF
+    else:
+        return column
 
 
 @launch.kernel
@@ -117,7 +127,7 @@ def _ffn_column_bits_kernel(columns_ptr, offsets_ptr, bits_ptr, N, BLOCK: tl.con
     bits_ptr += (row // GROUP).to(tl.int64) * N
     for first in range(tl.load(offsets_ptr + row), end, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        column = tl.load(columns_ptr + at, mask=at < end, other=0).to(tl.int32)
+        column = widened(tl.load(columns_ptr + at, mask=at < end, other=0))
         bit = tl.zeros([BLOCK], tl.int32) + (1 << (row % GROUP))
         tl.atomic_or(bits_ptr + column, bit, mask=at < end, sem="relaxed")
 
@@ -158,7 +168,7 @@ def _ffn_column_lists_kernel(
     for first in range(tl.load(row_offsets_ptr + row), end, BLOCK):
         at = first + tl.arange(0, BLOCK)
         held = at < end
-        column = tl.load(columns_ptr + at, mask=held, other=0).to(tl.int32)
+        column = widened(tl.load(columns_ptr + at, mask=held, other=0))
         ahead = tl.load(bits_ptr + words + column, mask=held, other=0) & ((1 << (row % GROUP)) - 1)
         place = tl.load(offsets_ptr + column, mask=held, other=0) + count_bits(ahead)
         place += tl.load(before_ptr + words + column, mask=held, other=0)
@@ -170,11 +180,6 @@ def _ffn_column_lists_kernel(
         tl.store(rows_ptr + place, row + tl.zeros([BLOCK], tl.int32), mask=held)
         tl.store(places_ptr + place, at, mask=held)
         tl.store(hidden_ptr + place, hidden, mask=held)
-
-
-def column_dtype(n: int) -> torch.dtype:
-    """Of the columns of entries."""
-    return torch.uint16 if n <= 65536 else torch.int32
 
 
 def row_lists(packed: tuple[Tensor, Tensor, Tensor], tile: int, n: int, limit: int, room: int) -> RowLists:
@@ -220,12 +225,12 @@ EXAMPLES = {
     _ffn_row_counts_kernel: {"counts_ptr": "*i16", "kept_ptr": "*i32", "BLOCK_M": 32, "BLOCK_T": 32},
     _ffn_row_offsets_kernel: {"kept_ptr": "*i32", "heavy_ptr": "*i32", "BLOCK": 4096, "num_warps": 16},
     _ffn_row_lists_kernel: {
-        "indices_ptr": "*u8", "counts_ptr": "*i16", "columns_ptr": "*u16", "BLOCK": 32, "num_warps": 1,
+        "indices_ptr": "*u8", "counts_ptr": "*i16", "columns_ptr": "*i16", "BLOCK": 32, "num_warps": 1,
     },
-    _ffn_column_bits_kernel: {"columns_ptr": "*u16", "bits_ptr": "*i32", "BLOCK": 128, "num_warps": 1},
+    _ffn_column_bits_kernel: {"columns_ptr": "*i16", "bits_ptr": "*i32", "BLOCK": 128, "num_warps": 1},
     _ffn_column_sums_kernel: {"bits_ptr": "*i32", "before_ptr": "*i32", "BLOCK_G": 64, "BLOCK_N": 32},
     _ffn_column_lists_kernel: {
-        "columns_ptr": "*u16", "bits_ptr": "*i32", "before_ptr": "*i32", "rows_ptr": "*i32", "places_ptr": "*i32",
+        "columns_ptr": "*i16", "bits_ptr": "*i32", "before_ptr": "*i32", "rows_ptr": "*i32", "places_ptr": "*i32",
         "BLOCK": 32, "SQUARED": False, "num_warps": 1,
     },
 }  # fmt: skip

@@ -11,6 +11,7 @@ from torch import Tensor
 from gossamer._core import launch
 from gossamer.ffn._triton import train_columns, train_rows
 from gossamer.ffn._triton.entry_lists import RowLists, column_lists, row_lists
+from gossamer.ffn._triton.train_heavy import heavy_backward, heavy_forward
 from gossamer.gemm._triton.linear_pack import launch_linear_pack
 from gossamer.rowsparse.formats import empty_twell
 
@@ -39,6 +40,7 @@ def forward(
 ) -> tuple[Tensor, RowLists, Tensor | None, Tensor]:
     lists = lists_of(x, gate, limit, room, slots)
     out, up_values, l1 = train_rows.forward(lists, x, up, down, squared)
+    heavy_forward(lists, x, gate, up, down, out, l1, squared)
     return out, lists, up_values, l1
 
 
@@ -46,21 +48,23 @@ def backward(
     grad: Tensor,
     penalty: Tensor | None,
     x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor | None,
+    gate: tuple[Tensor, Tensor | None, Tensor | None],
+    up: tuple[Tensor, Tensor | None] | None,
     down_rows: Tensor,
-    lists: tuple[Tensor, Tensor, Tensor],
+    lists: tuple[Tensor, Tensor, Tensor, Tensor],
     up_values: Tensor | None,
     squared: bool,
-    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Gradients of x, W_gate, W_up and W_down [N, D]; lists: values, columns and offsets of the gate's entries."""
-    values, columns, offsets = lists
+    """Gradients of x, W_gate, W_up and W_down [N, D]; lists: values, columns, offsets and heavy rows of the gate's entries."""
+    values, columns, offsets, heavy = lists
+    gate_weight, (up_weight, up_bias) = gate[0], up or (None, None)
     turned = column_lists(values, up_values, columns, offsets, gate_weight.shape[0], squared)
     grad_down, dots = train_columns.down_gradients(turned, grad, down_rows)
-    by_row, by_column = train_columns.hidden_gradients(turned, dots, values, up_values, penalty, scale, squared)
+    by_row, by_column = train_columns.hidden_gradients(turned, dots, values, up_values, penalty, squared)
     del dots
     grad_gate, grad_up = train_columns.gate_gradients(turned, by_column, x, gate_weight)
     second = None if up_weight is None else by_row[1]
     dx = train_rows.input_gradient(columns, offsets, by_row[0], second, gate_weight, up_weight)
+    weights, grads = (*gate, up_weight, up_bias, down_rows), (grad_gate, grad_up, grad_down)
+    heavy_backward(heavy, x, weights, grad, penalty, dx, grads, None, squared)
     return dx, grad_gate, grad_up, grad_down

@@ -118,12 +118,12 @@ def _ffn_train_weights_long_kernel(
 
 @launch.kernel
 def _ffn_train_hidden_kernel(
-    offsets_ptr, places_ptr, dots_ptr, gate_ptr, up_ptr, penalty_ptr, by_row_ptr, by_column_ptr, room, N, scale,
+    offsets_ptr, places_ptr, dots_ptr, gate_ptr, up_ptr, penalty_ptr, by_row_ptr, by_column_ptr, room, N,
     BLOCK: tl.constexpr, SLICES: tl.constexpr, SQUARED: tl.constexpr,
 ):  # fmt: skip
     """Program (BLOCK entries of the columns' lists): their gradients through the gate and, with `up_ptr`, through the
     up projection, [2, room] by rows and by columns. To the gradient of a hidden activation comes that of the L1
-    penalty, scale times `penalty_ptr`, with the activation's sign."""
+    penalty, with the activation's sign."""
     total = tl.load(offsets_ptr + N)
     first = tl.program_id(0) * BLOCK
     if first < total:
@@ -140,13 +140,13 @@ def _ffn_train_hidden_kernel(
             up = tl.load(up_ptr + place, mask=held, other=0.0).to(tl.float32)
             if penalty_ptr is not None:
                 sign = tl.where(up > 0, 1.0, tl.where(up < 0, -1.0, 0.0))
-                grad += tl.load(penalty_ptr).to(tl.float32) * scale * sign
+                grad += tl.load(penalty_ptr) * sign
             through_up = grad * active
             tl.store(by_row_ptr + room + place, through_up, mask=held)
             tl.store(by_column_ptr + room + entry, through_up, mask=held)
             slope *= up
         elif penalty_ptr is not None:
-            grad += tl.load(penalty_ptr).to(tl.float32) * scale
+            grad += tl.load(penalty_ptr)
         tl.store(by_row_ptr + place, grad * slope, mask=held)
         tl.store(by_column_ptr + entry, grad * slope, mask=held)
 
@@ -155,8 +155,8 @@ class ColumnTile(NamedTuple):
     """Entries at a time, columns to a program, columns to a warp, stages, registers of a thread."""
 
     entries: int = 1
-    slice: int = 512
-    width: int = 512
+    slice: int = 1024
+    width: int = 1024
     stages: int = 3
     registers: int | None = None
 
@@ -206,16 +206,15 @@ def down_gradients(
 
 
 def hidden_gradients(
-    lists: ColumnLists, dots: Tensor, gate: Tensor, up: Tensor | None, penalty: Tensor | None, scale: float,
-    squared: bool,
+    lists: ColumnLists, dots: Tensor, gate: Tensor, up: Tensor | None, penalty: Tensor | None, squared: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of the gate's pre-activations and of the up projection at the entries, `[2 or 1, room]`, by rows and by
-    columns. penalty: the gradient of the L1 penalty, float32 `[1]`, of which an activation has `scale`."""
+    columns. penalty: what the L1 penalty adds to the gradient of an activation above 0, float32 `[1]`."""
     slices, room = dots.shape
     n = lists.offsets.shape[0] - 1
     by_row = gate.new_empty(1 if up is None else 2, room)
     by_column = torch.empty_like(by_row)
-    args = (lists.offsets, lists.places, dots, gate, up, penalty, by_row, by_column, room, n, scale)
+    args = (lists.offsets, lists.places, dots, gate, up, penalty, by_row, by_column, room, n)
     meta = {"BLOCK": 512, "SLICES": slices, "SQUARED": squared}
     _ffn_train_hidden_kernel((launch.cdiv(room, 512), 1, 1), args, meta, num_warps=4)
     return by_row, by_column
@@ -239,7 +238,7 @@ EXAMPLES = {
         "rows_ptr": "*i32", "dots_ptr": "*fp32", "BLOCK_E": 64, "BLOCK_K": 64, "num_warps": 8,
     },
     _ffn_train_hidden_kernel: {
-        "places_ptr": "*i32", "dots_ptr": "*fp32", "penalty_ptr": "*fp32", "scale": "fp32", "BLOCK": 512, "SLICES": 4,
+        "places_ptr": "*i32", "dots_ptr": "*fp32", "penalty_ptr": "*fp32", "BLOCK": 512, "SLICES": 4,
         "SQUARED": False,
     },
 }  # fmt: skip

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.ffn._triton.entry_lists import RowLists
+from gossamer.ffn._triton.entry_lists import RowLists, widened
 
 
 @launch.kernel
@@ -38,7 +38,7 @@ def _ffn_train_fwd_kernel(
     for first in tl.range(0, count, BLOCK_E, num_stages=STAGES):
         entry = first + tl.arange(0, BLOCK_E)
         held = entry < count
-        at = tl.load(columns_ptr + entry, mask=held, other=0).to(tl.int64)
+        at = widened(tl.load(columns_ptr + entry, mask=held, other=0)).to(tl.int64)
         gate = tl.load(gate_ptr + entry, mask=held, other=0.0).to(tl.float32)
         down = tl.load(down_ptr + at[:, None] * D + d[None, :], mask=held[:, None] & (d < D)[None, :], other=0.0)
         hidden = gate
@@ -63,6 +63,36 @@ def _ffn_train_fwd_kernel(
 
 
 @launch.kernel
+def _ffn_train_up_kernel(
+    offsets_ptr, columns_ptr, gate_ptr, up_values_ptr, hidden_ptr, x_ptr, up_ptr, up_bias_ptr, K,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SQUARED: tl.constexpr,
+):  # fmt: skip
+    """Program (row): the up projection at its entries, and its products with the gate."""
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.load(offsets_ptr + row)
+    count = tl.load(offsets_ptr + row + 1) - start
+    k = tl.arange(0, BLOCK_K)
+    x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
+    dtype: tl.constexpr = gate_ptr.dtype.element_ty
+    columns_ptr += start
+    for first in tl.range(0, count, BLOCK_E, num_stages=STAGES):
+        entry = first + tl.arange(0, BLOCK_E)
+        held = entry < count
+        at = widened(tl.load(columns_ptr + entry, mask=held, other=0)).to(tl.int64)
+        up = tl.load(up_ptr + at[:, None] * K + k[None, :], mask=held[:, None] & (k < K)[None, :], other=0.0)
+        factor = tl.sum(up.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
+        if up_bias_ptr is not None:
+            factor += tl.load(up_bias_ptr + at, mask=held, other=0.0).to(tl.float32)
+        factor = factor.to(dtype)
+        tl.store(up_values_ptr + start + entry, factor, mask=held)
+        gate = tl.load(gate_ptr + start + entry, mask=held, other=0.0).to(tl.float32)
+        hidden = gate
+        if SQUARED:
+            hidden = (gate * gate).to(dtype).to(tl.float32)
+        tl.store(hidden_ptr + start + entry, hidden * factor.to(tl.float32), mask=held)
+
+
+@launch.kernel
 def _ffn_train_dx_kernel(
     offsets_ptr, columns_ptr, first_ptr, second_ptr, gate_ptr, up_ptr, dx_ptr, K,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
@@ -81,7 +111,7 @@ def _ffn_train_dx_kernel(
     for begin in tl.range(0, count, BLOCK_E, num_stages=STAGES):
         entry = begin + tl.arange(0, BLOCK_E)
         held = entry < count
-        at = tl.load(columns_ptr + entry, mask=held, other=0).to(tl.int64)[:, None] * K + k[None, :]
+        at = widened(tl.load(columns_ptr + entry, mask=held, other=0)).to(tl.int64)[:, None] * K + k[None, :]
         mask = held[:, None] & (k < K)[None, :]
         first = tl.load(first_ptr + entry, mask=held, other=0.0).to(tl.float32)
         acc += tl.sum(first[:, None] * tl.load(gate_ptr + at, mask=mask, other=0.0).to(tl.float32), axis=0)
@@ -137,6 +167,33 @@ def forward(
     return out, values, l1
 
 
+UP = RowTile(width=2048)
+DOWN = RowTile(registers=96)
+
+
+def forward_apart(
+    lists: RowLists,
+    x: Tensor,
+    up: tuple[Tensor, Tensor | None],
+    down: tuple[Tensor, Tensor | None],
+    squared: bool,
+    tile: RowTile | None = None,
+    down_tile: RowTile | None = None,
+    both: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    m, k = x.shape
+    values, hidden = torch.empty_like(lists.values), torch.empty_like(lists.values)
+    tile = tile or UP
+    block, _, warps = tile._replace(slice=1 << 30).options(k)
+    meta = {"BLOCK_E": tile.entries, "BLOCK_K": block, "STAGES": tile.stages, "SQUARED": squared}
+    args = (lists.offsets, lists.columns, lists.values, values, hidden, x, *up, k)
+    _ffn_train_up_kernel((m, 1, 1), args, meta, num_warps=warps, maxnreg=tile.registers)
+    if not both:
+        return hidden, values, hidden
+    out, _, l1 = forward(lists._replace(values=hidden), x, None, down, False, down_tile or DOWN)
+    return out, values, l1
+
+
 def input_gradient(
     columns: Tensor,
     offsets: Tensor,
@@ -159,10 +216,10 @@ def input_gradient(
 
 EXAMPLES = {
     _ffn_train_fwd_kernel: {
-        "columns_ptr": "*u16", "l1_ptr": "*fp32", "up_bias_ptr": None, "down_bias_ptr": None, "BLOCK_E": 1,
+        "columns_ptr": "*i16", "l1_ptr": "*fp32", "up_bias_ptr": None, "down_bias_ptr": None, "BLOCK_E": 1,
         "BLOCK_K": 2048, "BLOCK_D": 2048, "STAGES": 3, "SQUARED": False, "num_warps": 2, "maxnreg": 96,
     },
     _ffn_train_dx_kernel: {
-        "columns_ptr": "*u16", "BLOCK_E": 1, "BLOCK_K": 2048, "STAGES": 3, "num_warps": 2, "maxnreg": 96,
+        "columns_ptr": "*i16", "BLOCK_E": 1, "BLOCK_K": 2048, "STAGES": 3, "num_warps": 2, "maxnreg": 96,
     },
 }  # fmt: skip
