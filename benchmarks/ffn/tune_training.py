@@ -18,7 +18,7 @@ from benchmarks import tune
 from gossamer import gemm
 from gossamer._core.compiling import together
 from gossamer.ffn._triton import sparse_training, train_columns, train_rows
-from gossamer.ffn._triton.entry_lists import column_lists
+from gossamer.ffn._triton.entry_lists import Weights, column_lists
 from gossamer.ffn._triton.train_columns import ColumnTile
 from gossamer.ffn._triton.train_rows import RowTile
 from gossamer.gemm.linear_pack import _linear_pack
@@ -31,31 +31,32 @@ SHAPES = [(16384, 29), (16384, 60), (16384, 100), (16384, 300), (8192, 29)]
 
 FORWARD = {
     f"{e} entries, {w} wide, {s} stages, {r}": RowTile(e, 16384, w, s, r)
-    for e, w, s, r in ((1, 1024, 3, 96), (1, 1024, 3, None), (2, 1024, 3, 128))
+    for e, w, s, r in ((1, 1024, 3, 96), (4, 1024, 1, None), (8, 1024, 1, None), (4, 512, 1, 128))
 }  # fmt: skip
 UP = {
     f"{e} entries, {w} wide, {s} stages, {r}": RowTile(e, 16384, w, s, r)
     for e, w, s, r in (
-        (1, 1024, 3, 96), (1, 1024, 4, 96), (1, 2048, 3, None), (1, 2048, 4, None), (1, 2048, 3, 96), (2, 2048, 3, 128),
-        (2, 1024, 3, None), (4, 1024, 2, None), (1, 2048, 2, 80), (1, 1024, 5, 80), (4, 512, 2, 96), (2, 512, 3, 96),
+        (1, 1024, 3, 96), (2, 2048, 3, 128), (1, 2048, 3, 96), (4, 1024, 1, None), (4, 2048, 1, None), (2, 1024, 1, 96),
+        (4, 512, 1, 96), (8, 512, 1, None),
     )
 }  # fmt: skip
 DX = {
     f"{e} entries, slices of {c}, {w} wide, {s} stages, {r}": RowTile(e, c, w, s, r)
     for e, c, w, s, r in (
-        (1, 2048, 1024, 3, 96), (1, 2048, 1024, 3, 80), (1, 1024, 1024, 3, None), (1, 1024, 1024, 4, None),
-        (1, 1024, 1024, 3, 80), (1, 512, 512, 4, None), (1, 512, 512, 5, None), (1, 512, 512, 6, 64),
-        (1, 1024, 512, 4, None),
+        (1, 512, 512, 4, None), (1, 1024, 1024, 3, None), (4, 512, 512, 1, None), (4, 512, 512, 1, 80),
+        (8, 512, 512, 1, None), (4, 256, 256, 1, None), (8, 256, 256, 1, None), (8, 128, 128, 1, None),
+        (16, 128, 128, 1, None), (16, 64, 64, 1, None), (32, 64, 64, 1, None), (32, 32, 32, 1, None),
+        (8, 64, 64, 1, None), (16, 32, 32, 1, None),
     )
 }  # fmt: skip
 COLUMNS = {
     f"{e} entries, slices of {c}, {w} wide, {s} stages, {r}": ColumnTile(e, c, w, s, r)
     for e, c, w, s, r in (
-        (1, 1024, 1024, 3, None), (1, 1024, 1024, 4, None), (1, 1024, 1024, 5, None), (1, 1024, 1024, 4, 96),
-        (1, 1024, 1024, 6, 96), (1, 1024, 1024, 3, 80), (1, 1024, 1024, 5, 80), (1, 2048, 1024, 4, 96),
-        (1, 2048, 1024, 5, 96), (1, 2048, 2048, 4, None), (4, 1024, 1024, 1, None), (4, 1024, 1024, 1, 128),
-        (8, 512, 512, 1, 128), (4, 512, 512, 1, 80), (4, 512, 512, 2, 80), (2, 1024, 1024, 4, None),
-    )
+        (1, 1024, 1024, 4, None), (1, 1024, 1024, 4, 96), (4, 512, 512, 1, 80), (8, 512, 512, 1, 128),
+        (4, 512, 512, 1, 96), (4, 512, 512, 1, 72), (4, 512, 512, 1, 64), (4, 512, 512, 1, None), (6, 512, 512, 1, 96),
+        (8, 256, 256, 1, 64), (8, 256, 256, 1, 80), (4, 256, 256, 1, 56), (8, 512, 512, 1, 112), (2, 1024, 1024, 1, 96),
+        (8, 512, 512, 1, 96), (8, 1024, 512, 1, 96), (4, 1024, 512, 1, 80), (16, 256, 256, 1, 96), (2, 512, 512, 1, 64),
+    ) if e & (e - 1) == 0
 }  # fmt: skip
 
 
@@ -98,17 +99,16 @@ class Operands:
         up, _ = sampled_operator(self.x, self.up, indices, counts, None, False, True, None)
         return matmul_operator(values * up, indices, counts, None, self.down, None, None)
 
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        return self.x, self.gate, self.bias, None, self.up, None, self.down.t()
+
     def lists(self) -> tuple[Tensor, ...]:
+        options = (False, self.limit, sparse_training.room_for(self.room))
         with torch.no_grad():
-            out, lists, up, _ = sparse_training.forward(
-                self.x, (self.gate, self.bias, None), (self.up, None), (self.down, None), False, self.limit, self.room,
-                self.slots,
-            )  # fmt: skip
-            kept = (lists.values, lists.columns, lists.offsets, lists.heavy)
-            gate = (self.gate, self.bias, None)
-            found = sparse_training.backward(self.grad, None, self.x, gate, (self.up, None), self.down, kept, up, False)
-        dx, gate, up_grad, down = found
-        return out, dx, gate, up_grad, down
+            out, _, _, _, *kept = sparse_training.sparse_training(*self.operands, None, *options, self.slots)
+            dx, gate, up, down, _ = sparse_training.sparse_training_bwd(self.grad, None, *self.operands, *kept, False)
+        return out, dx, gate, up, down
 
     def step(self, forward: Callable[[], Tensor]) -> tuple[Tensor, ...]:
         out = forward()
@@ -128,16 +128,16 @@ def exact(of: Operands) -> tuple[Tensor, ...]:
 def parts(of: Operands, results: tune.Results, label: str) -> None:
     """The candidates of each kernel."""
     with torch.no_grad():
-        gate, up, down = (of.gate, of.bias, None), (of.up, None), (of.down, None)
-        lists = sparse_training.lists_of(of.x, gate, of.limit, of.room, of.slots)
+        weights, room = Weights(of.gate, of.bias, None, of.up, None, of.down), sparse_training.room_for(of.room)
+        lists = sparse_training.lists_of(of.x, weights, of.limit, room, of.slots)
         nnz, heavy = int(lists.offsets[-1]), int(lists.heavy[0])
         print(f"{label}: {nnz / of.x.shape[0]:.1f} entries a row, {heavy} heavy rows, {int(lists.fired.max())} at most")
-        _, values, _ = train_rows.forward(lists, of.x, up, down, False)
+        values = train_rows.forward(lists, of.x, weights, None, False)[1]
         turned = column_lists(lists.values, values, lists.columns, lists.offsets, N, False)
-        _, dots = train_columns.down_gradients(turned, of.grad, of.down)
+        dots = train_columns.down_gradients(turned, of.grad, of.down)[1]
         rows, columns = train_columns.hidden_gradients(turned, dots, lists.values, values, None, False)
         small = {
-            "gate and lists": lambda: sparse_training.lists_of(of.x, gate, of.limit, of.room, of.slots)[0],
+            "gate and lists": lambda: sparse_training.lists_of(of.x, weights, of.limit, room, of.slots)[0],
             "column lists": lambda: column_lists(lists.values, values, lists.columns, lists.offsets, N, False).hidden[
                 :nnz
             ],
@@ -152,22 +152,22 @@ def parts(of: Operands, results: tune.Results, label: str) -> None:
         results.add(f"{label}: small", tune.replayed(small))
         candidates: dict[str, tune.Calls] = {
             "forward": {
-                name: lambda tile=tile: train_rows.forward(lists, of.x, up, down, False, tile)[0]
+                name: lambda tile=tile: train_rows.forward(lists, of.x, weights, None, False, tile)[0]
                 for name, tile in FORWARD.items()
             },
             "up alone": {
-                name: lambda tile=tile: train_rows.forward_apart(lists, of.x, up, down, False, tile, both=False)[1][
-                    :nnz
-                ]
+                name: lambda tile=tile: train_rows.forward_apart(lists, of.x, weights, None, False, tile, both=False)[
+                    1
+                ][:nnz]
                 for name, tile in UP.items()
             },
             "down after up": {
-                name: lambda tile=tile: train_rows.forward_apart(lists, of.x, up, down, False, None, tile)[0]
+                name: lambda tile=tile: train_rows.forward_apart(lists, of.x, weights, None, False, None, tile)[0]
                 for name, tile in DX.items()
             },
             "dx": {
                 name: lambda tile=tile: train_rows.input_gradient(
-                    lists.columns, lists.offsets, rows[0], rows[1], of.gate, of.up, tile
+                    lists.columns, lists.offsets, rows[0], rows[1], weights, tile
                 )
                 for name, tile in DX.items()
             },
@@ -176,7 +176,7 @@ def parts(of: Operands, results: tune.Results, label: str) -> None:
                 for name, tile in COLUMNS.items()
             },
             "gate and up gradients": {
-                name: lambda tile=tile: train_columns.gate_gradients(turned, columns, of.x, of.gate, tile)
+                name: lambda tile=tile: train_columns.gate_gradients(turned, columns, of.x, of.gate, None, tile)
                 for name, tile in COLUMNS.items()
             },
         }

@@ -117,7 +117,7 @@ def sparse_training_bwd(
     gates = 1 if up_weight is None else 2
     sums = torch.zeros(2, n, dtype=wide)
     weights = [torch.zeros(n, k, dtype=wide) for _ in range(gates)]
-    down = torch.zeros(d, n, dtype=wide)
+    down = torch.zeros(n, d, dtype=wide)
     listed = heavy[1 : 1 + int(heavy[0])].long()
     places = columns.long() & 0xFFFF if columns.dtype is torch.int16 else columns.long()
     for block in of.blocks():
@@ -146,7 +146,7 @@ def sparse_training_bwd(
         if up is not None:
             grads.append(torch.where(active, through * hidden, 0).to(x.dtype))
             hidden = torch.where(active, hidden * up, 0)
-        down += (grad[block].t() @ hidden).to(wide)
+        down += (hidden.t() @ grad[block]).to(wide)
         dx[block] = sum(part @ weight for part, weight in zip(grads, (gate_weight, up_weight)))  # type: ignore[misc]
         for i, part_grad in enumerate(grads):
             weights[i] += (part_grad.t() @ x[block]).to(wide)

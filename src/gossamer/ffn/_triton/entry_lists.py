@@ -23,6 +23,17 @@ GROUP = tl.constexpr(32)
 """Rows to a word of bits."""
 
 
+class Weights(NamedTuple):
+    """As the kernels read them: gate and up `[N, K]`, down `[N, D]`, contiguous."""
+
+    gate: Tensor
+    gate_bias: Tensor | None
+    threshold: Tensor | None
+    up: Tensor | None
+    up_bias: Tensor | None
+    down: Tensor
+
+
 class RowLists(NamedTuple):
     """values and columns `[room]`, columns of 16 bits, without a sign, where N <= 65,536; offsets int32 `[M + 1]`; nnz int32 `[M]`, the
     true entries of rows; heavy int32 `[1 + M]`, how many rows are listed and which; fired int32 `[N]`, entries of

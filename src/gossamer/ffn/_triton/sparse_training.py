@@ -4,67 +4,111 @@ Transformer Language Models" on lists of the active entries.
 Forward: the gate is packed as it is computed, its tiles are brought together row by row, and every row gathers the
 weights of its entries. Backward: the lists are turned around once; the gradient of W_down and those of the hidden
 activations come from one launch over neurons, those of W_gate and W_up from another, and that of x from one over rows.
+Rows with too many entries go through dense tiles, in one launch of each pass.
 """
 
+import torch
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.ffn._triton import train_columns, train_rows
-from gossamer.ffn._triton.entry_lists import RowLists, column_lists, row_lists
-from gossamer.ffn._triton.train_heavy import heavy_backward, heavy_forward
+from gossamer._core.compiling import together
+from gossamer.ffn._triton import train_columns, train_heavy, train_rows
+from gossamer.ffn._triton.entry_lists import RowLists, Weights, column_lists, row_lists
 from gossamer.gemm._triton.linear_pack import launch_linear_pack
+from gossamer.rowsparse._triton.dense_transpose import launch_dense_transpose
 from gossamer.rowsparse.formats import empty_twell
 
-TILE, SLOTS = 256, 16
+TILE = 256
+"""Columns of a tile, as Hopper's kernel packs them."""
 
 
-def lists_of(
-    x: Tensor, gate: tuple[Tensor, Tensor | None, Tensor | None], limit: int, room: int, slots: int = SLOTS
-) -> RowLists:
-    """The gate's active entries. gate: weight [N, K], bias, threshold."""
-    m, n = x.shape[0], gate[0].shape[0]
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def turned(down_weight: Tensor) -> Tensor:
+    """Its rows by neurons, `[N, D]`."""
+    d, n = down_weight.shape
+    if down_weight.stride(1) != 1 or d == 1:
+        return down_weight.t().contiguous()
+    out = down_weight.new_empty(n, d)
+    launch_dense_transpose(down_weight, out, False)
+    return out
+
+
+def lists_of(x: Tensor, weights: Weights, limit: int, room: int, slots: int) -> RowLists:
+    """The gate's active entries."""
+    m, n = x.shape[0], weights.gate.shape[0]
     packed = empty_twell(x, m, n, TILE, slots)
-    launch_linear_pack(x, *gate, TILE, packed)
-    return row_lists(packed, TILE, n, limit, launch.cdiv(room, 16) * 16)
+    launch_linear_pack(x, weights.gate, weights.gate_bias, weights.threshold, TILE, packed)
+    return row_lists(packed, TILE, n, limit, room)
 
 
-def forward(
+@together
+def sparse_training(
     x: Tensor,
-    gate: tuple[Tensor, Tensor | None, Tensor | None],
-    up: tuple[Tensor, Tensor | None] | None,
-    down: tuple[Tensor, Tensor | None],
+    gate_weight: Tensor,
+    gate_bias: Tensor | None,
+    threshold: Tensor | None,
+    up_weight: Tensor | None,
+    up_bias: Tensor | None,
+    down_weight: Tensor,
+    down_bias: Tensor | None,
     squared: bool,
     limit: int,
     room: int,
-    slots: int = SLOTS,
-) -> tuple[Tensor, RowLists, Tensor | None, Tensor]:
-    lists = lists_of(x, gate, limit, room, slots)
-    out, up_values, l1 = train_rows.forward(lists, x, up, down, squared)
-    heavy_forward(lists, x, gate, up, down, out, l1, squared)
-    return out, lists, up_values, l1
+    slots: int,
+) -> tuple[Tensor, ...]:
+    """Operator `sparse_training`, as its registration says."""
+    x, down_bias = x.contiguous(), contiguous(down_bias)
+    optional = map(contiguous, (gate_bias, threshold, up_weight, up_bias))
+    weights = Weights(gate_weight.contiguous(), *optional, turned(down_weight))
+    lists = lists_of(x, weights, limit, room, slots)
+    out, up_values, l1 = train_rows.forward(lists, x, weights, down_bias, squared)
+    train_heavy.forward(lists, x, weights, down_bias, out, l1, squared)
+    penalty = l1.sum() / x.shape[0]
+    kept = (lists.values, lists.columns, lists.offsets, lists.heavy)
+    return out, penalty, lists.nnz, lists.fired, *kept, x.new_empty(0) if up_values is None else up_values
 
 
-def backward(
+@together
+def sparse_training_bwd(
     grad: Tensor,
     penalty: Tensor | None,
     x: Tensor,
-    gate: tuple[Tensor, Tensor | None, Tensor | None],
-    up: tuple[Tensor, Tensor | None] | None,
-    down_rows: Tensor,
-    lists: tuple[Tensor, Tensor, Tensor, Tensor],
-    up_values: Tensor | None,
+    gate_weight: Tensor,
+    gate_bias: Tensor | None,
+    threshold: Tensor | None,
+    up_weight: Tensor | None,
+    up_bias: Tensor | None,
+    down_weight: Tensor,
+    values: Tensor,
+    columns: Tensor,
+    offsets: Tensor,
+    heavy: Tensor,
+    up_values: Tensor,
     squared: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Gradients of x, W_gate, W_up and W_down [N, D]; lists: values, columns, offsets and heavy rows of the gate's entries."""
-    values, columns, offsets, heavy = lists
-    gate_weight, (up_weight, up_bias) = gate[0], up or (None, None)
-    turned = column_lists(values, up_values, columns, offsets, gate_weight.shape[0], squared)
-    grad_down, dots = train_columns.down_gradients(turned, grad, down_rows)
-    by_row, by_column = train_columns.hidden_gradients(turned, dots, values, up_values, penalty, squared)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Operator `sparse_training_bwd`, as its registration says."""
+    grad, x = grad.contiguous(), x.contiguous()
+    optional = map(contiguous, (gate_bias, threshold, up_weight, up_bias))
+    weights = Weights(gate_weight.contiguous(), *optional, turned(down_weight))
+    n = weights.gate.shape[0]
+    share = None if penalty is None else (penalty / x.shape[0]).float().reshape(1)
+    up = None if up_weight is None else up_values
+    by_neuron = column_lists(values, up, columns, offsets, n, squared)
+    grad_down, dots = train_columns.down_gradients(by_neuron, grad, weights.down)
+    by_row, by_column = train_columns.hidden_gradients(by_neuron, dots, values, up, share, squared)
     del dots
-    grad_gate, grad_up = train_columns.gate_gradients(turned, by_column, x, gate_weight)
-    second = None if up_weight is None else by_row[1]
-    dx = train_rows.input_gradient(columns, offsets, by_row[0], second, gate_weight, up_weight)
-    weights, grads = (*gate, up_weight, up_bias, down_rows), (grad_gate, grad_up, grad_down)
-    heavy_backward(heavy, x, weights, grad, penalty, dx, grads, None, squared)
-    return dx, grad_gate, grad_up, grad_down
+    sums = torch.zeros(2, n, dtype=torch.float32, device=x.device)
+    grad_gate, grad_up = train_columns.gate_gradients(by_neuron, by_column, x, weights.gate, sums)
+    second = None if up is None else by_row[1]
+    dx = train_rows.input_gradient(columns, offsets, by_row[0], second, weights)
+    del by_neuron, by_row, by_column
+    train_heavy.backward(heavy, x, weights, grad, share, dx, (grad_gate, grad_up, grad_down), sums, squared)
+    return dx, grad_gate, x.new_empty(0) if grad_up is None else grad_up, grad_down, sums
+
+
+def room_for(entries: int) -> int:
+    """Places for so many entries: parts of a buffer begin on aligned addresses."""
+    return launch.cdiv(entries, 16) * 16

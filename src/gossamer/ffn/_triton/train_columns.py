@@ -24,12 +24,12 @@ LONG = tl.constexpr(64)
 
 @launch.kernel
 def _ffn_train_weights_kernel(
-    offsets_ptr, rows_ptr, first_ptr, second_ptr, x_ptr, w_ptr, dots_ptr, grad_first_ptr, grad_second_ptr, long_ptr,
-    room, N, K,
+    offsets_ptr, rows_ptr, first_ptr, second_ptr, x_ptr, w_ptr, dots_ptr, grad_first_ptr, grad_second_ptr, sums_ptr,
+    long_ptr, room, N, K,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (neuron, slice). `second_ptr` and `w_ptr` may be absent, with what belongs to them. long_ptr: how many
-    neurons are noted down, and which."""
+    """Program (neuron, slice). `second_ptr` and `w_ptr` may be absent, with what belongs to them. sums_ptr, if any:
+    [2, N], the sums of both sets of values. long_ptr: how many neurons are noted down, and which."""
     column = tl.program_id(0)
     begin = tl.load(offsets_ptr + column)
     count = tl.load(offsets_ptr + column + 1) - begin
@@ -38,6 +38,8 @@ def _ffn_train_weights_kernel(
         at_weight = column.to(tl.int64) * K + k
         acc = tl.zeros([BLOCK_K], tl.float32)
         other = tl.zeros([BLOCK_K], tl.float32)
+        sums = tl.zeros([BLOCK_E], tl.float32)
+        other_sums = tl.zeros([BLOCK_E], tl.float32)
         if w_ptr is not None:
             w = tl.load(w_ptr + at_weight, mask=k < K, other=0.0)
             dots_ptr += tl.program_id(1).to(tl.int64) * room + begin
@@ -53,14 +55,21 @@ def _ffn_train_weights_kernel(
             x = tl.load(x_ptr + row[:, None] * K + k[None, :], mask=held[:, None] & (k < K)[None, :], other=0.0)
             x = x.to(tl.float32)
             acc += tl.sum(first[:, None] * x, axis=0)
+            sums += first
             if second_ptr is not None:
                 second = tl.load(second_ptr + entry, mask=held, other=0.0).to(tl.float32)
                 other += tl.sum(second[:, None] * x, axis=0)
+                other_sums += second
             if w_ptr is not None:
                 tl.store(dots_ptr + entry, tl.sum(x * w.to(tl.float32)[None, :], axis=1), mask=held)
         tl.store(grad_first_ptr + at_weight, acc, mask=k < K, cache_modifier=".cs")
         if second_ptr is not None:
             tl.store(grad_second_ptr + at_weight, other, mask=k < K, cache_modifier=".cs")
+        if sums_ptr is not None:
+            if tl.program_id(1) == 0:
+                tl.store(sums_ptr + column, tl.sum(sums, axis=0))
+                if second_ptr is not None:
+                    tl.store(sums_ptr + N + column, tl.sum(other_sums, axis=0))
     elif tl.program_id(1) == 0:
         # In order of arrival, which nothing shows: each neuron is summed by itself.
         tl.store(long_ptr + 1 + tl.atomic_add(long_ptr, 1, sem="relaxed"), column)
@@ -68,8 +77,8 @@ def _ffn_train_weights_kernel(
 
 @launch.kernel
 def _ffn_train_weights_long_kernel(
-    offsets_ptr, rows_ptr, first_ptr, second_ptr, x_ptr, w_ptr, dots_ptr, grad_first_ptr, grad_second_ptr, long_ptr,
-    room, K, slices,
+    offsets_ptr, rows_ptr, first_ptr, second_ptr, x_ptr, w_ptr, dots_ptr, grad_first_ptr, grad_second_ptr, sums_ptr,
+    long_ptr, room, N, K, slices,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Programs share (noted neuron, role): a slice of the weight's gradient, or a share of the entries' products."""
@@ -84,6 +93,8 @@ def _ffn_train_weights_long_kernel(
             k = role * BLOCK_K + tl.arange(0, BLOCK_K)
             acc = tl.zeros([BLOCK_E, BLOCK_K], tl.float32)
             other = tl.zeros([BLOCK_E, BLOCK_K], tl.float32)
+            sums = tl.zeros([BLOCK_E], tl.float32)
+            other_sums = tl.zeros([BLOCK_E], tl.float32)
             for start in range(0, count, BLOCK_E):
                 entry = begin + start + tl.arange(0, BLOCK_E)
                 held = entry < begin + count
@@ -91,13 +102,20 @@ def _ffn_train_weights_long_kernel(
                 first = tl.load(first_ptr + entry, mask=held, other=0.0).to(tl.float32)
                 x = tl.load(x_ptr + row[:, None] * K + k[None, :], mask=held[:, None] & (k < K)[None, :], other=0.0)
                 acc += first[:, None] * x.to(tl.float32)
+                sums += first
                 if second_ptr is not None:
                     second = tl.load(second_ptr + entry, mask=held, other=0.0).to(tl.float32)
                     other += second[:, None] * x.to(tl.float32)
+                    other_sums += second
             at_weight = column.to(tl.int64) * K + k
             tl.store(grad_first_ptr + at_weight, tl.sum(acc, axis=0), mask=k < K)
             if second_ptr is not None:
                 tl.store(grad_second_ptr + at_weight, tl.sum(other, axis=0), mask=k < K)
+            if sums_ptr is not None:
+                if role == 0:
+                    tl.store(sums_ptr + column, tl.sum(sums, axis=0))
+                    if second_ptr is not None:
+                        tl.store(sums_ptr + N + column, tl.sum(other_sums, axis=0))
         elif w_ptr is not None:
             for start in range((role - narrow) * BLOCK_E, count, narrow * BLOCK_E):
                 entry = begin + start + tl.arange(0, BLOCK_E)
@@ -176,6 +194,7 @@ class _Weights(NamedTuple):
     weight: Tensor | None
     dots: Tensor | None
     out: tuple[Tensor, Tensor | None]
+    sums: Tensor | None
 
 
 def _launch(of: _Weights, tile: ColumnTile) -> None:
@@ -183,13 +202,14 @@ def _launch(of: _Weights, tile: ColumnTile) -> None:
     slices = launch.cdiv(k, tile.slice)
     most = min(n, room // LONG.value)
     long = torch.zeros(1 + most, dtype=torch.int32, device=of.x.device)
-    args = (of.lists.offsets, of.lists.rows, of.first, of.second, of.x, of.weight, of.dots, *of.out, long, room)
+    args = (of.lists.offsets, of.lists.rows, of.first, of.second, of.x, of.weight, of.dots, *of.out)
+    args += (of.sums, long, room, n, k)
     meta = {"BLOCK_E": tile.entries, "BLOCK_K": tile.slice, "STAGES": tile.stages}
     warps = max(1, tile.slice // tile.width)
-    _ffn_train_weights_kernel((n, slices, 1), (*args, n, k), meta, num_warps=warps, maxnreg=tile.registers)
+    _ffn_train_weights_kernel((n, slices, 1), args, meta, num_warps=warps, maxnreg=tile.registers)
     if most:
         grid = (min(2 * most * launch.cdiv(k, WIDE["BLOCK_K"]), 4 * tuning.programs(of.x.device)), 1, 1)
-        _ffn_train_weights_long_kernel(grid, (*args, k, slices), dict(WIDE), num_warps=8)
+        _ffn_train_weights_long_kernel(grid, (*args, slices), dict(WIDE), num_warps=8)
 
 
 def down_gradients(
@@ -201,7 +221,7 @@ def down_gradients(
     slices = launch.cdiv(grad.shape[1], tile.slice)
     dots = torch.empty(slices, lists.hidden.shape[0], dtype=torch.float32, device=grad.device)
     out = torch.empty_like(down_weight)
-    _launch(_Weights(lists, lists.hidden, None, grad, down_weight, dots, (out, None)), tile)
+    _launch(_Weights(lists, lists.hidden, None, grad, down_weight, dots, (out, None), None), tile)
     return out, dots
 
 
@@ -221,12 +241,14 @@ def hidden_gradients(
 
 
 def gate_gradients(
-    lists: ColumnLists, by_column: Tensor, x: Tensor, like: Tensor, tile: ColumnTile | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of W_gate and, where there are two sets of values, of W_up, `[N, K]`."""
+    lists: ColumnLists, by_column: Tensor, x: Tensor, like: Tensor, sums: Tensor | None = None,
+    tile: ColumnTile | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Gradients of W_gate and, where there are two sets of values, of W_up, `[N, K]`; sums, float32 `[2, N]`, takes
+    those of the biases."""
     second = by_column[1] if by_column.shape[0] > 1 else None
     out = torch.empty_like(like), None if second is None else torch.empty_like(like)
-    _launch(_Weights(lists, by_column[0], second, x, None, None, out), tile or GATE_UP)
+    _launch(_Weights(lists, by_column[0], second, x, None, None, out, sums), tile or GATE_UP)
     return out
 
 

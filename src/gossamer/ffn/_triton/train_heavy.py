@@ -299,7 +299,7 @@ def _tile(x: Tensor, squared: bool) -> tuple[dict[str, Any], dict[str, int]]:
     precision = tuning.dot_precision(x, 0)
     dot = "upcast" if precision["UPCAST"] else precision["PRECISION"]
     if x.element_size() == 2 and not launch.INTERPRET:
-        block, inner, stages = 128, 64, 3
+        block, inner, stages = 128, 64 if tuning.hopper(x.device) else 32, 3
     else:
         block, inner, stages = (32, 32, 2) if launch.INTERPRET else (64, 32, 2)
     meta = {"BLOCK": block, "BLOCK_K": inner, "SQUARED": squared, "DOT": dot}
@@ -311,26 +311,25 @@ def reserved(m: int) -> int:
     return max(min(m, 128), launch.cdiv(m, RESERVED))
 
 
-def heavy_forward(
+def forward(
     lists: RowLists,
     x: Tensor,
-    gate: tuple[Tensor, Tensor | None, Tensor | None],
-    up: tuple[Tensor, Tensor | None] | None,
-    down: tuple[Tensor, Tensor | None],
+    weights: tuple[Tensor | None, ...],
+    down_bias: Tensor | None,
     out: Tensor,
     l1: Tensor,
     squared: bool,
 ) -> None:
     """Writes the listed rows of out `[M, D]` and l1 `[M]`, and adds their entries to `lists.fired`."""
-    (m, k), (n, d) = x.shape, down[0].shape
+    (m, k), n, d = x.shape, lists.fired.shape[0], out.shape[1]
     rows = reserved(m)
     hidden, words = x.new_empty(rows, n), torch.zeros(2, dtype=torch.int32, device=x.device)
     meta, options = _tile(x, squared)
-    args = (lists.heavy, words, x, *gate, *(up or (None, None)), *down, hidden, out, l1, lists.fired, rows, n, k, d)
+    args = (lists.heavy, words, x, *weights, down_bias, hidden, out, l1, lists.fired, rows, n, k, d)
     _ffn_train_heavy_fwd_kernel((tuning.programs(x.device), 1, 1), args, meta, **options)
 
 
-def heavy_backward(
+def backward(
     heavy: Tensor,
     x: Tensor,
     weights: tuple[Tensor | None, ...],
@@ -344,13 +343,14 @@ def heavy_backward(
     """Writes the listed rows of dx and adds to the gradients of weights, as the kernel says."""
     (m, k), (n, d) = x.shape, grads[2].shape
     rows = reserved(m)
-    kept, words = x.new_empty(3 if grads[1] is not None else 2, rows, n), torch.zeros(2, dtype=torch.int32, device=x.device)
+    kept = x.new_empty(2 if grads[1] is None else 3, rows, n)
+    words = torch.zeros(2, dtype=torch.int32, device=x.device)
     meta, options = _tile(x, squared)
-    args = (heavy, words, x, weights, grad, penalty, kept, dx, grads, sums, rows, n, k, d)
+    args = (heavy, words, x, tuple(weights), grad, penalty, kept, dx, grads, sums, rows, n, k, d)
     _ffn_train_heavy_bwd_kernel((tuning.programs(x.device), 1, 1), args, meta, **options)
 
 
-_DENSE = {"BLOCK": 128, "BLOCK_K": 64, "SQUARED": False, "DOT": "ieee", "num_warps": 8, "num_stages": 3}
+_DENSE = {"BLOCK": 128, "BLOCK_K": 32, "SQUARED": False, "DOT": "ieee", "num_warps": 8, "num_stages": 3}
 EXAMPLES = {
     _ffn_train_heavy_fwd_kernel: {
         "heavy_ptr": "*i32", "l1_ptr": "*fp32", "R": "i32", "gate_bias_ptr": None, "threshold_ptr": None,

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.ffn._triton.entry_lists import RowLists, widened
+from gossamer.ffn._triton.entry_lists import RowLists, Weights, widened
 
 
 @launch.kernel
@@ -143,26 +143,25 @@ DX = RowTile(registers=96)
 def forward(
     lists: RowLists,
     x: Tensor,
-    up: tuple[Tensor, Tensor | None] | None,
-    down: tuple[Tensor, Tensor | None],
+    weights: Weights,
+    down_bias: Tensor | None,
     squared: bool,
     tile: RowTile | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(out `[M, D]`, the up projection's values at the entries or None, float32 `[M]`: the sums of |hidden| of rows).
-
-    x `[M, K]`, up (weight `[N, K]`, bias) and down (weight `[N, D]`, bias), all contiguous.
-    """
-    (m, k), d = x.shape, down[0].shape[1]
+    """(out `[M, D]`, the up projection's values at the entries or None, float32 `[M]`: the sums of |hidden| of rows) of
+    x `[M, K]`."""
+    (m, k), d = x.shape, weights.down.shape[1]
     tile = tile or FORWARD
     out, l1 = x.new_empty(m, d), torch.empty(m, dtype=torch.float32, device=x.device)
-    up_weight, up_bias = up or (None, None)
+    up = weights.up
     values = None if up is None else torch.empty_like(lists.values)
     wide = tile if up is None else tile._replace(slice=1 << 30)
     block_d, slices, warps = wide.options(d)
     block_k = 1 if up is None else launch.next_power_of_2(k)
     warps = max(warps, wide.options(block_k)[2])
     meta = {"BLOCK_E": tile.entries, "BLOCK_K": block_k, "BLOCK_D": block_d, "STAGES": tile.stages, "SQUARED": squared}
-    args = (lists.offsets, lists.columns, lists.values, values, l1, x, up_weight, up_bias, *down, out, k, d)
+    args = (lists.offsets, lists.columns, lists.values, values, l1, x, up)
+    args += (weights.up_bias, weights.down, down_bias, out, k, d)
     _ffn_train_fwd_kernel((m, slices, 1), args, meta, num_warps=warps, maxnreg=tile.registers)
     return out, values, l1
 
@@ -174,8 +173,8 @@ DOWN = RowTile(registers=96)
 def forward_apart(
     lists: RowLists,
     x: Tensor,
-    up: tuple[Tensor, Tensor | None],
-    down: tuple[Tensor, Tensor | None],
+    weights: Weights,
+    down_bias: Tensor | None,
     squared: bool,
     tile: RowTile | None = None,
     down_tile: RowTile | None = None,
@@ -186,11 +185,13 @@ def forward_apart(
     tile = tile or UP
     block, _, warps = tile._replace(slice=1 << 30).options(k)
     meta = {"BLOCK_E": tile.entries, "BLOCK_K": block, "STAGES": tile.stages, "SQUARED": squared}
-    args = (lists.offsets, lists.columns, lists.values, values, hidden, x, *up, k)
+    args = (lists.offsets, lists.columns, lists.values, values, hidden, x, weights.up, weights.up_bias, k)
     _ffn_train_up_kernel((m, 1, 1), args, meta, num_warps=warps, maxnreg=tile.registers)
     if not both:
         return hidden, values, hidden
-    out, _, l1 = forward(lists._replace(values=hidden), x, None, down, False, down_tile or DOWN)
+    out, _, l1 = forward(
+        lists._replace(values=hidden), x, weights._replace(up=None, up_bias=None), down_bias, False, down_tile or DOWN
+    )
     return out, values, l1
 
 
@@ -199,17 +200,16 @@ def input_gradient(
     offsets: Tensor,
     first: Tensor,
     second: Tensor | None,
-    gate_weight: Tensor,
-    up_weight: Tensor | None,
+    weights: Weights,
     tile: RowTile | None = None,
 ) -> Tensor:
     """The gradient of x, `[M, K]`: gradients of the entries, by rows, times rows of the weights `[N, K]`."""
-    m, k = offsets.shape[0] - 1, gate_weight.shape[1]
+    m, k = offsets.shape[0] - 1, weights.gate.shape[1]
     tile = tile or DX
-    out = gate_weight.new_empty(m, k)
+    out = weights.gate.new_empty(m, k)
     block, slices, warps = tile.options(k)
     meta = {"BLOCK_E": tile.entries, "BLOCK_K": block, "STAGES": tile.stages}
-    args = (offsets, columns, first, second, gate_weight, up_weight, out, k)
+    args = (offsets, columns, first, second, weights.gate, weights.up, out, k)
     _ffn_train_dx_kernel((m, slices, 1), args, meta, num_warps=warps, maxnreg=tile.registers)
     return out
 
