@@ -17,6 +17,7 @@ from gossamer._core.ranges import span
 from gossamer.ffn.costs import FEW, GROUP, MANY, Costs, Path, choose_path, costs_of, sample_step
 from gossamer.ffn.sparse_ffn import sparse_ffn
 from gossamer.ffn.tracker import BlockTracker, Known
+from gossamer.ffn.training import differentiable
 from gossamer.ffn.transposed import Transposed
 from gossamer.gemm._torch.linear_glu import linear
 from gossamer.rowsparse.formats import threshold_dtype
@@ -49,6 +50,10 @@ class Block:
             self.x, self.gate_weight, self.gate_bias, self.threshold, self.up_weight, self.up_bias, self.down_weight,
             self.down_bias,
         )  # fmt: skip
+
+    def sampled(self, step: int) -> Block:
+        """Of every so many rows, without gradients."""
+        return replace(self, x=self.x.detach()[::step])
 
 
 class Found(NamedTuple):
@@ -94,7 +99,7 @@ def run(operator: str, block: Block, method: str, density: BlockTracker | None) 
     if x.dim() != 2:
         block = replace(block, x=x.reshape(found.m, found.k))
     if needs_gradient(*tensors):
-        out = _differentiable(block)
+        out = differentiable(operator, block, found[:4], method, density, _differentiable)
     else:
         out = _inferred(operator, block, found, method, density)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], found.d)

@@ -1,0 +1,123 @@
+"""A feed-forward block under gradients: dense, or on lists of its active entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer._core import tuning
+from gossamer._core.ops import undispatched
+from gossamer._core.ranges import span
+from gossamer.ffn.sparse_training import sparse_training
+from gossamer.rowsparse import Density
+from gossamer.rowsparse.dense_product import dense_seconds
+
+if TYPE_CHECKING:
+    from gossamer.ffn.block import Block
+    from gossamer.ffn.tracker import BlockTracker
+
+GATHERS = {True: 6, False: 4}
+"""Rows of x, of gradients or of weights that an entry of a gated block, or of a plain one, takes in both passes."""
+RATE = 1.5
+"""At how many times the rate of a single row gather that goes: STAGES rows of a program are on their way at once."""
+LISTS = 0.15e-3, 1 / 16384
+"""Seconds that lists take of as many rows, and one over their number."""
+HEAVY = 22
+"""Columns for one entry of a row, from which on dense tiles take it: 0.8 us a row, 3.2 ns an entry."""
+SAMPLE = 256
+"""Rows whose gate tells how sparse a block is that goes the dense way."""
+
+
+class Activity(NamedTuple):
+    """What a call's hidden activations hold.
+
+    Args:
+        l1: the sum of their absolute values over all neurons, the mean over rows, float32 `[]`; differentiable.
+        nnz: how many of a row are active, int32 `[M]`.
+        fired: in how many rows a neuron is active, int32 `[N]`.
+    """
+
+    l1: Tensor
+    nnz: Tensor
+    fired: Tensor
+
+
+class Sizes(NamedTuple):
+    """What the operator takes beside tensors."""
+
+    limit: int
+    room: int
+    slots: int
+
+
+def sizes_for(m: int, n: int, mean: float | None) -> Sizes:
+    """For rows of N columns with so many entries on average, or for what is not known yet. Powers of two, so that few
+    shapes are met."""
+    each = n / 96 if mean is None else 1.25 * mean
+    each = min(n, max(16, 1 << (int(each) - 1).bit_length()))
+    in_tile = each * min(1.0, 256 / n)
+    slots = min(256, max(16, 1 << int(2.5 * in_tile).bit_length()))
+    return Sizes(max(64, n // HEAVY), -(-m * each // 16) * 16, slots)
+
+
+def pays(known: Density | None, block: Block, m: int, n: int, d: int) -> bool:
+    """Whether lists take less time than dense products, forward and backward, by what is known of a block's entries."""
+    x = block.x
+    if known is None or not x.is_cuda:
+        return False
+    k, size, index, gated = x.shape[1], x.element_size(), x.device.index, block.up_weight is not None
+    gate = dense_seconds(m, k, n, size, tuning.tf32(), index)
+    product = 3 * dense_seconds(m, n, d, size, tuning.tf32(), index)
+    moved = known.mean * m * size * GATHERS[gated] * (k + d) / 2
+    lists = gate + LISTS[0] * m * LISTS[1] + moved / (RATE * tuning.rates(index).gather)
+    return lists < product + 3 * gate * (2 if gated else 1)
+
+
+def differentiable(
+    operator: str,
+    block: Block,
+    sizes: tuple[int, int, int, int],
+    method: str,
+    density: BlockTracker | None,
+    dense: Callable[[Block], Tensor],
+) -> Tensor:
+    """The block's result with gradients; sizes: M, K, N, D; `dense`: the way that computes everything."""
+    m, _, n, d = sizes
+    tracker = density if method == "auto" else None
+    known = None
+    if tracker is not None:
+        method = tracker.rows.path(
+            lambda known: "gather" if pays(known, block, m, n, d) else "fused", training=True
+        )
+        tracker.last_path, known = method, tracker.rows.basis(training=True)
+    sparse = method in ("gather", "union") and 0 not in sizes
+    with span(f"gossamer::{operator}/training/{'lists' if sparse else 'dense'}"):
+        if sparse:
+            mean = None if known is None else known.light / max(known.rows, 1)
+            out, activity = on_lists(block, sizes_for(m, n, mean))
+            nnz = activity.nnz
+        else:
+            out = dense(block)
+            nnz = None if tracker is None else sampled_gate(block)
+    if tracker is not None and nnz is not None:
+        tracker.rows.record(nnz, training=True, limit=sizes_for(m, n, None).limit)
+    return out
+
+
+def on_lists(block: Block, sizes: Sizes) -> tuple[Tensor, Activity]:
+    """The block's result, and what its hidden activations hold."""
+    call = undispatched(sparse_training, *block.tensors)
+    out, l1, nnz, fired, *_ = call(*block.tensors, block.activation == "relu2", *sizes)
+    return out, Activity(l1, nnz, fired)
+
+
+@torch.no_grad()
+def sampled_gate(block: Block) -> Tensor:
+    """How many entries some rows have."""
+    from gossamer.ffn.block import activated
+
+    m = block.x.shape[0]
+    return (activated(block.sampled(max(1, m // SAMPLE))) != 0).sum(1)
