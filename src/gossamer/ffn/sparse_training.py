@@ -43,17 +43,19 @@ def _backward(ctx: Any, grad: Tensor | None, penalty: Tensor | None, *_: Any) ->
     """One launch sequence gives all gradients; they share what they read."""
     if grad is None and penalty is None:
         return (None,) * 12
-    x, *_, down_weight = ctx.saved_tensors[:7]
+    # Once: a checkpoint refuses to hand them out again.
+    saved = ctx.saved_tensors
+    x, up_weight, down_weight = saved[0], saved[4], saved[6]
     if grad is None:
         grad = x.new_zeros(x.shape[0], down_weight.shape[0])
-    dx, gate, up, down, sums = sparse_training_bwd(grad, penalty, *ctx.saved_tensors, ctx.squared)
+    dx, gate, up, down, sums = sparse_training_bwd(grad, penalty, *saved, ctx.squared)
     gate_dtype, up_dtype, down_dtype = ctx.dtypes
     return (
         dx,
         gate,
         None if gate_dtype is None else sums[0].to(gate_dtype),
         None,
-        None if ctx.saved_tensors[4] is None else up,
+        None if up_weight is None else up,
         None if up_dtype is None else sums[1].to(up_dtype),
         down.t(),
         None if down_dtype is None else grad.sum(0, dtype=threshold_dtype(grad.dtype)).to(down_dtype),
