@@ -1,8 +1,8 @@
 """A gated block's forward and backward pass on lists of active entries: each kernel's candidates, then the whole.
 
-Usage: python -m benchmarks.ffn.tune_training [--whole] [M,entries[,percent of rows that are dense] ...]. K 2,048, N 5,632, bf16, a random pattern with so
-many entries a row. Beside the whole stand dense PyTorch, `gemm.gated_mlp` and the operators of `rowsparse`, put together
-by hand. --whole leaves the candidates out.
+Usage: python -m benchmarks.ffn.tune_training [--whole] [M,entries[,percent of rows that are dense] ...]. K 2,048,
+N 5,632, bf16, a random pattern with so many entries a row. Beside the whole stand dense PyTorch, `gemm.gated_mlp` and
+the operators of `rowsparse`, put together by hand. --whole leaves the candidates out.
 """
 
 from __future__ import annotations
@@ -136,6 +136,7 @@ def parts(of: Operands, results: tune.Results, label: str) -> None:
         turned = column_lists(lists.values, values, lists.columns, lists.offsets, N, False)
         dots = train_columns.down_gradients(turned, of.grad, of.down)[1]
         rows, columns = train_columns.hidden_gradients(turned, dots, lists.values, values, None, False)
+        dx = torch.empty_like(of.x)
         small = {
             "gate and lists": lambda: sparse_training.lists_of(of.x, weights, of.limit, room, of.slots)[0],
             "column lists": lambda: column_lists(lists.values, values, lists.columns, lists.offsets, N, False).hidden[
@@ -166,8 +167,9 @@ def parts(of: Operands, results: tune.Results, label: str) -> None:
                 for name, tile in DX.items()
             },
             "dx": {
-                name: lambda tile=tile: train_rows.input_gradient(
-                    lists.columns, lists.offsets, rows[0], rows[1], weights, tile
+                name: lambda tile=tile: (
+                    train_rows.input_gradient(lists.columns, lists.offsets, rows[0], rows[1], weights, dx, False, tile)
+                    or dx
                 )
                 for name, tile in DX.items()
             },
@@ -176,7 +178,7 @@ def parts(of: Operands, results: tune.Results, label: str) -> None:
                 for name, tile in COLUMNS.items()
             },
             "gate and up gradients": {
-                name: lambda tile=tile: train_columns.gate_gradients(turned, columns, of.x, of.gate, None, tile)
+                name: lambda tile=tile: train_columns.gate_gradients(turned, columns, of.x, of.gate, None, None, tile)
                 for name, tile in COLUMNS.items()
             },
         }

@@ -89,9 +89,7 @@ def differentiable(
     tracker = density if method == "auto" else None
     known = None
     if tracker is not None:
-        method = tracker.rows.path(
-            lambda known: "gather" if pays(known, block, m, n, d) else "fused", training=True
-        )
+        method = tracker.rows.path(lambda known: "gather" if pays(known, block, m, n, d) else "fused", training=True)
         tracker.last_path, known = method, tracker.rows.basis(training=True)
     sparse = method in ("gather", "union") and 0 not in sizes
     with span(f"gossamer::{operator}/training/{'lists' if sparse else 'dense'}"):

@@ -35,9 +35,9 @@ class Weights(NamedTuple):
 
 
 class RowLists(NamedTuple):
-    """values and columns `[room]`, columns of 16 bits, without a sign, where N <= 65,536; offsets int32 `[M + 1]`; nnz int32 `[M]`, the
-    true entries of rows; heavy int32 `[1 + M]`, how many rows are listed and which; fired int32 `[N]`, entries of
-    columns."""
+    """values and columns `[room]`, columns of 16 bits without a sign where N <= 65,536; offsets int32 `[M + 1]`; nnz
+    int32 `[M]`, the true entries of rows; heavy int32 `[1 + M]`, how many rows are listed and which; fired int32 `[N]`,
+    entries of columns."""
 
     values: Tensor
     columns: Tensor

@@ -101,10 +101,13 @@ def sparse_training_bwd(
     by_row, by_column = train_columns.hidden_gradients(by_neuron, dots, values, up, share, squared)
     del dots
     sums = torch.zeros(2, n, dtype=torch.float32, device=x.device)
-    grad_gate, grad_up = train_columns.gate_gradients(by_neuron, by_column, x, weights.gate, sums)
-    second = None if up is None else by_row[1]
-    dx = train_rows.input_gradient(columns, offsets, by_row[0], second, weights)
-    del by_neuron, by_row, by_column
+    second, dx = None if up is None else by_row[1], torch.empty_like(x)
+
+    def input_gradient(beside: bool) -> None:
+        train_rows.input_gradient(columns, offsets, by_row[0], second, weights, dx, beside)
+
+    grad_gate, grad_up = train_columns.gate_gradients(by_neuron, by_column, x, weights.gate, sums, input_gradient)
+    del by_neuron, by_column
     train_heavy.backward(heavy, x, weights, grad, share, dx, (grad_gate, grad_up, grad_down), sums, squared)
     return dx, grad_gate, x.new_empty(0) if grad_up is None else grad_up, grad_down, sums
 

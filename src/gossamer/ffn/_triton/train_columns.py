@@ -9,11 +9,13 @@ activations, are made of the same loads, a part to a slice.
 A neuron that has far more rows than others is only noted down, for a launch of larger programs with narrower slices.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from gossamer._core import launch, tuning
 from gossamer.ffn._triton.entry_lists import ColumnLists
@@ -26,10 +28,13 @@ LONG = tl.constexpr(64)
 def _ffn_train_weights_kernel(
     offsets_ptr, rows_ptr, first_ptr, second_ptr, x_ptr, w_ptr, dots_ptr, grad_first_ptr, grad_second_ptr, sums_ptr,
     long_ptr, room, N, K,
-    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
     """Program (neuron, slice). `second_ptr` and `w_ptr` may be absent, with what belongs to them. sums_ptr, if any:
-    [2, N], the sums of both sets of values. long_ptr: how many neurons are noted down, and which."""
+    [2, N], the sums of both sets of values. long_ptr: how many neurons are noted down, and which. With BESIDE the
+    kernel launched next may begin while this one drains."""
+    if BESIDE:
+        gdc_launch_dependents()
     column = tl.program_id(0)
     begin = tl.load(offsets_ptr + column)
     count = tl.load(offsets_ptr + column + 1) - begin
@@ -196,20 +201,24 @@ class _Weights(NamedTuple):
     out: tuple[Tensor, Tensor | None]
     sums: Tensor | None
 
-
-def _launch(of: _Weights, tile: ColumnTile) -> None:
-    n, room, k = of.lists.offsets.shape[0] - 1, of.first.shape[0], of.x.shape[1]
-    slices = launch.cdiv(k, tile.slice)
-    most = min(n, room // LONG.value)
-    long = torch.zeros(1 + most, dtype=torch.int32, device=of.x.device)
-    args = (of.lists.offsets, of.lists.rows, of.first, of.second, of.x, of.weight, of.dots, *of.out)
-    args += (of.sums, long, room, n, k)
-    meta = {"BLOCK_E": tile.entries, "BLOCK_K": tile.slice, "STAGES": tile.stages}
-    warps = max(1, tile.slice // tile.width)
-    _ffn_train_weights_kernel((n, slices, 1), args, meta, num_warps=warps, maxnreg=tile.registers)
-    if most:
-        grid = (min(2 * most * launch.cdiv(k, WIDE["BLOCK_K"]), 4 * tuning.programs(of.x.device)), 1, 1)
-        _ffn_train_weights_long_kernel(grid, (*args, slices), dict(WIDE), num_warps=8)
+    def launch(self, tile: ColumnTile, between: Callable[[bool], Any] | None = None) -> None:
+        """With `between`, that launches a kernel which reads nothing of these; what it is told is whether that may
+        begin while programs over neurons end."""
+        n, room, k = self.lists.offsets.shape[0] - 1, self.first.shape[0], self.x.shape[1]
+        slices = launch.cdiv(k, tile.slice)
+        most = min(n, room // LONG.value)
+        long = torch.zeros(1 + most, dtype=torch.int32, device=self.x.device)
+        args = (self.lists.offsets, self.lists.rows, self.first, self.second, self.x, self.weight, self.dots, *self.out)
+        args += (self.sums, long, room, n, k)
+        beside = between is not None and tuning.dependent_launch(self.x.device)
+        meta = {"BLOCK_E": tile.entries, "BLOCK_K": tile.slice, "STAGES": tile.stages, "BESIDE": beside}
+        warps = max(1, tile.slice // tile.width)
+        _ffn_train_weights_kernel((n, slices, 1), args, meta, num_warps=warps, maxnreg=tile.registers)
+        if between is not None:
+            between(beside)
+        if most:
+            programs = min(2 * most * launch.cdiv(k, WIDE["BLOCK_K"]), 4 * tuning.programs(self.x.device))
+            _ffn_train_weights_long_kernel((programs, 1, 1), (*args, slices), dict(WIDE), num_warps=8)
 
 
 def down_gradients(
@@ -221,13 +230,13 @@ def down_gradients(
     slices = launch.cdiv(grad.shape[1], tile.slice)
     dots = torch.empty(slices, lists.hidden.shape[0], dtype=torch.float32, device=grad.device)
     out = torch.empty_like(down_weight)
-    _launch(_Weights(lists, lists.hidden, None, grad, down_weight, dots, (out, None), None), tile)
+    _Weights(lists, lists.hidden, None, grad, down_weight, dots, (out, None), None).launch(tile)
     return out, dots
 
 
 def hidden_gradients(
-    lists: ColumnLists, dots: Tensor, gate: Tensor, up: Tensor | None, penalty: Tensor | None, squared: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    lists: ColumnLists, dots: Tensor, gate: Tensor, up: Tensor | None, penalty: Tensor | None, squared: bool
+) -> tuple[Tensor, Tensor]:
     """Gradients of the gate's pre-activations and of the up projection at the entries, `[2 or 1, room]`, by rows and by
     columns. penalty: what the L1 penalty adds to the gradient of an activation above 0, float32 `[1]`."""
     slices, room = dots.shape
@@ -241,20 +250,26 @@ def hidden_gradients(
 
 
 def gate_gradients(
-    lists: ColumnLists, by_column: Tensor, x: Tensor, like: Tensor, sums: Tensor | None = None,
+    lists: ColumnLists,
+    by_column: Tensor,
+    x: Tensor,
+    like: Tensor,
+    sums: Tensor | None = None,
+    between: Callable[[bool], Any] | None = None,
     tile: ColumnTile | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:
     """Gradients of W_gate and, where there are two sets of values, of W_up, `[N, K]`; sums, float32 `[2, N]`, takes
-    those of the biases."""
+    those of the biases. between: as `_Weights.launch` takes it."""
     second = by_column[1] if by_column.shape[0] > 1 else None
     out = torch.empty_like(like), None if second is None else torch.empty_like(like)
-    _launch(_Weights(lists, by_column[0], second, x, None, None, out, sums), tile or GATE_UP)
+    _Weights(lists, by_column[0], second, x, None, None, out, sums).launch(tile or GATE_UP, between)
     return out
 
 
 EXAMPLES = {
     _ffn_train_weights_kernel: {
-        "rows_ptr": "*i32", "dots_ptr": "*fp32", "BLOCK_E": 1, "BLOCK_K": 512, "STAGES": 3, "num_warps": 1,
+        "rows_ptr": "*i32", "dots_ptr": "*fp32", "BLOCK_E": 1, "BLOCK_K": 512, "STAGES": 3, "BESIDE": False,
+        "num_warps": 1,
     },
     _ffn_train_weights_long_kernel: {
         "rows_ptr": "*i32", "dots_ptr": "*fp32", "BLOCK_E": 64, "BLOCK_K": 64, "num_warps": 8,

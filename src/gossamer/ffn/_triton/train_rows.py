@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from gossamer._core import launch
 from gossamer.ffn._triton.entry_lists import RowLists, Weights, widened
@@ -95,10 +96,10 @@ def _ffn_train_up_kernel(
 @launch.kernel
 def _ffn_train_dx_kernel(
     offsets_ptr, columns_ptr, first_ptr, second_ptr, gate_ptr, up_ptr, dx_ptr, K,
-    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
     """Program (row, slice of the columns): the sum over its entries of first * W_gate and second * W_up, which is left
-    out without `up_ptr`."""
+    out without `up_ptr`. With BESIDE the kernel before it may still run: it ends after that."""
     row = tl.program_id(0).to(tl.int64)
     start = tl.load(offsets_ptr + row)
     count = tl.load(offsets_ptr + row + 1) - start
@@ -119,6 +120,8 @@ def _ffn_train_dx_kernel(
             second = tl.load(second_ptr + entry, mask=held, other=0.0).to(tl.float32)
             acc += tl.sum(second[:, None] * tl.load(up_ptr + at, mask=mask, other=0.0).to(tl.float32), axis=0)
     tl.store(dx_ptr + row * K + k, acc, mask=k < K)
+    if BESIDE:
+        gdc_wait()
 
 
 class RowTile(NamedTuple):
@@ -201,17 +204,19 @@ def input_gradient(
     first: Tensor,
     second: Tensor | None,
     weights: Weights,
+    out: Tensor,
+    beside: bool = False,
     tile: RowTile | None = None,
-) -> Tensor:
-    """The gradient of x, `[M, K]`: gradients of the entries, by rows, times rows of the weights `[N, K]`."""
+) -> None:
+    """The gradient of x, `[M, K]`: gradients of the entries, by rows, times rows of the weights `[N, K]`. With `beside`
+    while the kernel launched last runs, which must let others begin, and touch none of these."""
     m, k = offsets.shape[0] - 1, weights.gate.shape[1]
     tile = tile or DX
-    out = weights.gate.new_empty(m, k)
     block, slices, warps = tile.options(k)
-    meta = {"BLOCK_E": tile.entries, "BLOCK_K": block, "STAGES": tile.stages}
+    meta = {"BLOCK_E": tile.entries, "BLOCK_K": block, "STAGES": tile.stages, "BESIDE": beside}
     args = (offsets, columns, first, second, weights.gate, weights.up, out, k)
-    _ffn_train_dx_kernel((m, slices, 1), args, meta, num_warps=warps, maxnreg=tile.registers)
-    return out
+    options = {"num_warps": warps, "maxnreg": tile.registers, "launch_pdl": beside}
+    _ffn_train_dx_kernel((m, slices, 1), args, meta, **options)
 
 
 EXAMPLES = {
@@ -220,6 +225,7 @@ EXAMPLES = {
         "BLOCK_K": 2048, "BLOCK_D": 2048, "STAGES": 3, "SQUARED": False, "num_warps": 2, "maxnreg": 96,
     },
     _ffn_train_dx_kernel: {
-        "columns_ptr": "*i16", "BLOCK_E": 1, "BLOCK_K": 2048, "STAGES": 3, "num_warps": 2, "maxnreg": 96,
+        "columns_ptr": "*i16", "BLOCK_E": 1, "BLOCK_K": 2048, "STAGES": 3, "BESIDE": False, "num_warps": 2,
+        "maxnreg": 96,
     },
 }  # fmt: skip
