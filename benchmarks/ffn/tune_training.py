@@ -1,8 +1,9 @@
-"""A gated block's forward and backward pass on lists of active entries: each kernel's candidates, then the whole.
+"""A block's forward and backward pass on lists of active entries: each kernel's candidates, then the whole.
 
-Usage: python -m benchmarks.ffn.tune_training [--whole] [M,entries[,percent of rows that are dense] ...]. K 2,048,
-N 5,632, bf16, a random pattern with so many entries a row. Beside the whole stand dense PyTorch, `gemm.gated_mlp` and
-the operators of `rowsparse`, put together by hand. --whole leaves the candidates out.
+Usage: python -m benchmarks.ffn.tune_training [--whole] [--plain] [M,entries[,percent of rows that are dense] ...].
+bf16, K 2,048, N 5,632, or 8,192 in a plain block, a random pattern with so many entries a row. Beside the whole stand
+dense PyTorch, `gemm.gated_mlp` and the operators of `rowsparse`, put together by hand. --whole leaves the candidates
+out.
 """
 
 from __future__ import annotations
@@ -20,43 +21,33 @@ from gossamer._core.compiling import together
 from gossamer.ffn._triton import sparse_training, train_columns, train_rows
 from gossamer.ffn._triton.entry_lists import Weights, column_lists
 from gossamer.ffn._triton.train_columns import ColumnTile
-from gossamer.ffn._triton.train_rows import RowTile
+from gossamer.ffn._triton.train_rows import RowTile, UpTile
 from gossamer.gemm.linear_pack import _linear_pack
 from gossamer.rowsparse.matmul import matmul_operator, sampled_operator
 from gossamer.rowsparse.transpose import transpose_keys
 
 CUDA = tune.DEVICE.type == "cuda"
-K, N = (2048, 5632) if CUDA else (32, 512)
+PLAIN = "--plain" in sys.argv
+K, N = (2048, 8192 if PLAIN else 5632) if CUDA else (32, 512)
 SHAPES = [(16384, 29), (16384, 60), (16384, 100), (16384, 300), (8192, 29)]
 
-FORWARD = {
-    f"{e} entries, {w} wide, {s} stages, {r}": RowTile(e, 16384, w, s, r)
-    for e, w, s, r in ((1, 1024, 3, 96), (4, 1024, 1, None), (8, 1024, 1, None), (4, 512, 1, 128))
-}  # fmt: skip
 UP = {
-    f"{e} entries, {w} wide, {s} stages, {r}": RowTile(e, 16384, w, s, r)
-    for e, w, s, r in (
-        (1, 1024, 3, 96), (2, 2048, 3, 128), (1, 2048, 3, 96), (4, 1024, 1, None), (4, 2048, 1, None), (2, 1024, 1, 96),
-        (4, 512, 1, 96), (8, 512, 1, None),
-    )
+    f"{e} entries, {w} bytes wide, {s} stages, {r}": UpTile(e, w, s, r)
+    for e, w, s, r in ((1, 4096, 3, 96), (2, 4096, 3, 128), (1, 2048, 3, 96), (2, 2048, 1, 96), (1, 4096, 4, 96))
 }  # fmt: skip
-DX = {
-    f"{e} entries, slices of {c}, {w} wide, {s} stages, {r}": RowTile(e, c, w, s, r)
-    for e, c, w, s, r in (
-        (1, 512, 512, 4, None), (1, 1024, 1024, 3, None), (4, 512, 512, 1, None), (4, 512, 512, 1, 80),
-        (8, 512, 512, 1, None), (4, 256, 256, 1, None), (8, 256, 256, 1, None), (8, 128, 128, 1, None),
-        (16, 128, 128, 1, None), (16, 64, 64, 1, None), (32, 64, 64, 1, None), (32, 32, 32, 1, None),
-        (8, 64, 64, 1, None), (16, 32, 32, 1, None),
+ROWS = {
+    f"{e} entries, slices of {c} bytes, {r}": RowTile(e, c, c, r)
+    for e, c, r in (
+        (4, 512, None), (8, 512, None), (4, 1024, None), (8, 1024, None), (4, 512, 64), (8, 512, 80), (2, 512, None),
+        (16, 512, None),
     )
 }  # fmt: skip
 COLUMNS = {
-    f"{e} entries, slices of {c}, {w} wide, {s} stages, {r}": ColumnTile(e, c, w, s, r)
-    for e, c, w, s, r in (
-        (1, 1024, 1024, 4, None), (1, 1024, 1024, 4, 96), (4, 512, 512, 1, 80), (8, 512, 512, 1, 128),
-        (4, 512, 512, 1, 96), (4, 512, 512, 1, 72), (4, 512, 512, 1, 64), (4, 512, 512, 1, None), (6, 512, 512, 1, 96),
-        (8, 256, 256, 1, 64), (8, 256, 256, 1, 80), (4, 256, 256, 1, 56), (8, 512, 512, 1, 112), (2, 1024, 1024, 1, 96),
-        (8, 512, 512, 1, 96), (8, 1024, 512, 1, 96), (4, 1024, 512, 1, 80), (16, 256, 256, 1, 96), (2, 512, 512, 1, 64),
-    ) if e & (e - 1) == 0
+    f"{e} entries, slices of {c} bytes, {s} stages, {r}": ColumnTile(e, c, c, r, s)
+    for e, c, s, r in (
+        (4, 1024, 1, None), (4, 1024, 1, 80), (8, 1024, 1, 128), (8, 1024, 1, None), (1, 2048, 4, None),
+        (1, 2048, 4, 96), (4, 1024, 1, 88), (4, 1024, 1, 96), (8, 1024, 1, 120), (2, 1024, 1, 80),
+    )
 }  # fmt: skip
 
 
@@ -72,7 +63,8 @@ class Operands:
             return (torch.randn(rows, columns, device=tune.DEVICE, generator=generator) / scale**0.5).to(dtype)
 
         self.x, self.grad = draw(m, K, 1), draw(m, K, 1)
-        self.gate, self.up, self.down = draw(N, K, K), draw(N, K, K), draw(N, K, N)
+        self.gate, self.down = draw(N, K, K), draw(N, K, N)
+        self.up = None if PLAIN else draw(N, K, K)
         bound = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(1 - entries / N)).item()
         self.bias = torch.full((N,), -bound, device=tune.DEVICE, dtype=dtype)
         if heavy:
@@ -82,13 +74,14 @@ class Operands:
         self.limit = max(128, 2 * entries)
         self.room = m * (entries + max(8, entries // 4))
         self.capacity, self.slots = entries + 8 * round(entries**0.5), 16 if entries < 128 else 32
-        self.leaves = [t.requires_grad_() for t in (self.x, self.gate, self.up, self.down)]
+        self.leaves = [t.requires_grad_() for t in (self.x, self.gate, self.up, self.down) if t is not None]
 
     def dense(self) -> Tensor:
         gate = torch.relu(torch.nn.functional.linear(self.x, self.gate, self.bias))
-        return (gate * (self.x @ self.up.t())) @ self.down
+        return (gate if self.up is None else gate * (self.x @ self.up.t())) @ self.down
 
     def gated_mlp(self) -> Tensor:
+        assert self.up is not None
         return gemm.gated_mlp(self.x, self.gate, self.up, self.down.t(), activation="relu", gate_bias=self.bias)
 
     def by_hand(self) -> Tensor:
@@ -96,8 +89,9 @@ class Operands:
         values, indices, counts, _ = _linear_pack(
             self.x, self.gate, self.bias, None, 256, self.slots, self.capacity, False
         )
-        up, _ = sampled_operator(self.x, self.up, indices, counts, None, False, True, None)
-        return matmul_operator(values * up, indices, counts, None, self.down, None, None)
+        if self.up is not None:
+            values = values * sampled_operator(self.x, self.up, indices, counts, None, False, True, None)[0]
+        return matmul_operator(values, indices, counts, None, self.down, None, None)
 
     @property
     def operands(self) -> tuple[Any, ...]:
@@ -108,7 +102,7 @@ class Operands:
         with torch.no_grad():
             out, _, _, _, *kept = sparse_training.sparse_training(*self.operands, None, *options, self.slots)
             dx, gate, up, down, _ = sparse_training.sparse_training_bwd(self.grad, None, *self.operands, *kept, False)
-        return out, dx, gate, up, down
+        return (out, dx, gate, down) if self.up is None else (out, dx, gate, up, down)
 
     def step(self, forward: Callable[[], Tensor]) -> tuple[Tensor, ...]:
         out = forward()
@@ -118,9 +112,9 @@ class Operands:
 def exact(of: Operands) -> tuple[Tensor, ...]:
     """In float64."""
     wide = [t.detach().double().requires_grad_() for t in of.leaves]
-    x, gate, up, down = wide
+    x, gate, *up, down = wide
     hidden = torch.relu(x @ gate.t() + of.bias.double())
-    hidden = hidden * (x @ up.t())
+    hidden = hidden * (x @ up[0].t()) if up else hidden
     out = hidden @ down
     return out.detach(), *torch.autograd.grad(out, wide, of.grad.double())
 
@@ -136,7 +130,7 @@ def parts(of: Operands, results: tune.Results, label: str) -> None:
         turned = column_lists(lists.values, values, lists.columns, lists.offsets, N, False)
         dots = train_columns.down_gradients(turned, of.grad, of.down)[1]
         rows, columns = train_columns.hidden_gradients(turned, dots, lists.values, values, None, False)
-        dx = torch.empty_like(of.x)
+        dx, second = torch.empty_like(of.x), None if of.up is None else (rows[1], of.up)
         small = {
             "gate and lists": lambda: sparse_training.lists_of(of.x, weights, of.limit, room, of.slots)[0],
             "column lists": lambda: column_lists(lists.values, values, lists.columns, lists.offsets, N, False).hidden[
@@ -152,26 +146,20 @@ def parts(of: Operands, results: tune.Results, label: str) -> None:
             results.add(f"{label}: {name}", tune.kernels(call))
         results.add(f"{label}: small", tune.replayed(small))
         candidates: dict[str, tune.Calls] = {
-            "forward": {
+            "up and down": {
                 name: lambda tile=tile: train_rows.forward(lists, of.x, weights, None, False, tile)[0]
-                for name, tile in FORWARD.items()
-            },
-            "up alone": {
-                name: lambda tile=tile: train_rows.forward_apart(lists, of.x, weights, None, False, tile, both=False)[
-                    1
-                ][:nnz]
                 for name, tile in UP.items()
             },
-            "down after up": {
-                name: lambda tile=tile: train_rows.forward_apart(lists, of.x, weights, None, False, None, tile)[0]
-                for name, tile in DX.items()
+            "up and down, by down": {
+                name: lambda tile=tile: train_rows.forward(lists, of.x, weights, None, False, tile=tile)[0]
+                for name, tile in ROWS.items()
             },
             "dx": {
                 name: lambda tile=tile: (
-                    train_rows.input_gradient(lists.columns, lists.offsets, rows[0], rows[1], weights, dx, False, tile)
+                    train_rows.multiply_rows(lists.columns, lists.offsets, (rows[0], of.gate), second, None, dx, tile)
                     or dx
                 )
-                for name, tile in DX.items()
+                for name, tile in ROWS.items()
             },
             "down gradient": {
                 name: lambda tile=tile: train_columns.down_gradients(turned, of.grad, of.down, tile)[0]
@@ -192,13 +180,14 @@ def whole(of: Operands, results: tune.Results, label: str) -> None:
     calls: tune.Calls = {
         "lists": of.lists,
         "dense": lambda: of.step(of.dense),
-        "gated_mlp": lambda: of.step(of.gated_mlp),
         "by hand": lambda: of.step(of.by_hand),
     }
+    if not PLAIN:
+        calls["gated_mlp"] = lambda: of.step(of.gated_mlp)
     want = exact(of)
     for name, call in calls.items():
         results.note(f"{label}: errors of {name}", **dict(zip(
-            ("out", "x", "gate", "up", "down"), map(tune.error, call(), want), strict=True
+            ("out", "x", "gate", "down") if PLAIN else ("out", "x", "gate", "up", "down"), map(tune.error, call(), want), strict=True
         )))  # fmt: skip
     del want
     first, second = of.lists(), of.lists()
@@ -218,7 +207,7 @@ def whole(of: Operands, results: tune.Results, label: str) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    shapes: list[Any] = [tuple(map(int, a.split(","))) for a in arguments if a != "--whole"]
+    shapes: list[Any] = [tuple(map(int, a.split(","))) for a in arguments if not a.startswith("--")]
     results = tune.Results(__file__)
     for shape in shapes or (SHAPES if CUDA else [(40, 6)]):
         of, label = Operands(*shape), f"M, entries, dense rows: {shape}"

@@ -66,9 +66,8 @@ def sparse_training(
     lists = lists_of(x, weights, limit, room, slots)
     out, up_values, l1 = train_rows.forward(lists, x, weights, down_bias, squared)
     train_heavy.forward(lists, x, weights, down_bias, out, l1, squared)
-    penalty = l1.sum() / x.shape[0]
     kept = (lists.values, lists.columns, lists.offsets, lists.heavy)
-    return out, penalty, lists.nnz, lists.fired, *kept, x.new_empty(0) if up_values is None else up_values
+    return out, l1.mean(), lists.nnz, lists.fired, *kept, x.new_empty(0) if up_values is None else up_values
 
 
 @together
@@ -101,10 +100,11 @@ def sparse_training_bwd(
     by_row, by_column = train_columns.hidden_gradients(by_neuron, dots, values, up, share, squared)
     del dots
     sums = torch.zeros(2, n, dtype=torch.float32, device=x.device)
-    second, dx = None if up is None else by_row[1], torch.empty_like(x)
+    dx = torch.empty_like(x)
+    second = None if weights.up is None else (by_row[1], weights.up)
 
     def input_gradient(beside: bool) -> None:
-        train_rows.input_gradient(columns, offsets, by_row[0], second, weights, dx, beside)
+        train_rows.multiply_rows(columns, offsets, (by_row[0], weights.gate), second, None, dx, beside=beside)
 
     grad_gate, grad_up = train_columns.gate_gradients(by_neuron, by_column, x, weights.gate, sums, input_gradient)
     del by_neuron, by_column

@@ -1,7 +1,7 @@
 """A sparse block's products along columns: the gradients of weights, and those of hidden activations with them.
 
 A program owns a neuron and a slice of the width. It takes the rows of x, or of the output's gradient, that have the
-neuron, BLOCK_E at a time with STAGES steps on their way, and adds them up times one or two sets of values, in float32
+neuron, BLOCK_E at a time, and adds them up times one or two sets of values, in float32
 and in the order of the rows. Slices are the slow axis of the grid: while all neurons work on one, it is that slice of
 x that the L2 has to hold. The products of the rows with the neuron's own weight, which are the gradients of its hidden
 activations, are made of the same loads, a part to a slice.
@@ -175,17 +175,21 @@ def _ffn_train_hidden_kernel(
 
 
 class ColumnTile(NamedTuple):
-    """Entries at a time, columns to a program, columns to a warp, stages, registers of a thread."""
+    """Entries at a time, bytes of a row to a program and to a warp, registers of a thread, stages."""
 
-    entries: int = 1
+    entries: int
     slice: int = 1024
     width: int = 1024
-    stages: int = 3
     registers: int | None = None
+    stages: int = 1
+
+    def columns(self, size: int) -> int:
+        """Of a slice, of elements of `size` bytes."""
+        return self.slice // size
 
 
-DOWN = ColumnTile()
-GATE_UP = ColumnTile()
+DOWN = ColumnTile(4)
+GATE_UP = ColumnTile(8, registers=128)
 WIDE = {"BLOCK_E": 64, "BLOCK_K": 64}
 
 
@@ -205,15 +209,18 @@ class _Weights(NamedTuple):
         """With `between`, that launches a kernel which reads nothing of these; what it is told is whether that may
         begin while programs over neurons end."""
         n, room, k = self.lists.offsets.shape[0] - 1, self.first.shape[0], self.x.shape[1]
-        slices = launch.cdiv(k, tile.slice)
+        size = self.x.element_size()
+        block = tile.columns(size)
+        slices = launch.cdiv(k, block)
         most = min(n, room // LONG.value)
         long = torch.zeros(1 + most, dtype=torch.int32, device=self.x.device)
         args = (self.lists.offsets, self.lists.rows, self.first, self.second, self.x, self.weight, self.dots, *self.out)
         args += (self.sums, long, room, n, k)
         beside = between is not None and tuning.dependent_launch(self.x.device)
-        meta = {"BLOCK_E": tile.entries, "BLOCK_K": tile.slice, "STAGES": tile.stages, "BESIDE": beside}
+        meta = {"BLOCK_E": tile.entries, "BLOCK_K": block, "STAGES": tile.stages, "BESIDE": beside}
         warps = max(1, tile.slice // tile.width)
-        _ffn_train_weights_kernel((n, slices, 1), args, meta, num_warps=warps, maxnreg=tile.registers)
+        registers = tile.registers if size == 2 else None
+        _ffn_train_weights_kernel((n, slices, 1), args, meta, num_warps=warps, maxnreg=registers)
         if between is not None:
             between(beside)
         if most:
@@ -222,12 +229,11 @@ class _Weights(NamedTuple):
 
 
 def down_gradients(
-    lists: ColumnLists, grad: Tensor, down_weight: Tensor, tile: ColumnTile | None = None
+    lists: ColumnLists, grad: Tensor, down_weight: Tensor, tile: ColumnTile = DOWN
 ) -> tuple[Tensor, Tensor]:
     """(gradient of W_down `[N, D]`, the products of rows of `grad` with it at the entries, by columns, in parts of
     D: float32 `[parts, room]`)."""
-    tile = tile or DOWN
-    slices = launch.cdiv(grad.shape[1], tile.slice)
+    slices = launch.cdiv(grad.shape[1], tile.columns(grad.element_size()))
     dots = torch.empty(slices, lists.hidden.shape[0], dtype=torch.float32, device=grad.device)
     out = torch.empty_like(down_weight)
     _Weights(lists, lists.hidden, None, grad, down_weight, dots, (out, None), None).launch(tile)
@@ -256,20 +262,20 @@ def gate_gradients(
     like: Tensor,
     sums: Tensor | None = None,
     between: Callable[[bool], Any] | None = None,
-    tile: ColumnTile | None = None,
+    tile: ColumnTile = GATE_UP,
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of W_gate and, where there are two sets of values, of W_up, `[N, K]`; sums, float32 `[2, N]`, takes
     those of the biases. between: as `_Weights.launch` takes it."""
     second = by_column[1] if by_column.shape[0] > 1 else None
     out = torch.empty_like(like), None if second is None else torch.empty_like(like)
-    _Weights(lists, by_column[0], second, x, None, None, out, sums).launch(tile or GATE_UP, between)
+    _Weights(lists, by_column[0], second, x, None, None, out, sums).launch(tile, between)
     return out
 
 
 EXAMPLES = {
     _ffn_train_weights_kernel: {
-        "rows_ptr": "*i32", "dots_ptr": "*fp32", "BLOCK_E": 1, "BLOCK_K": 512, "STAGES": 3, "BESIDE": False,
-        "num_warps": 1,
+        "rows_ptr": "*i32", "w_ptr": None, "dots_ptr": None, "BLOCK_E": 8, "BLOCK_K": 512, "STAGES": 1, "BESIDE": False,
+        "num_warps": 1, "maxnreg": 128,
     },
     _ffn_train_weights_long_kernel: {
         "rows_ptr": "*i32", "dots_ptr": "*fp32", "BLOCK_E": 64, "BLOCK_K": 64, "num_warps": 8,
