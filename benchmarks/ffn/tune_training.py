@@ -185,10 +185,10 @@ def whole(of: Operands, results: tune.Results, label: str) -> None:
     if not PLAIN:
         calls["gated_mlp"] = lambda: of.step(of.gated_mlp)
     want = exact(of)
+    names = ("out", "x", "gate", "down") if PLAIN else ("out", "x", "gate", "up", "down")
     for name, call in calls.items():
-        results.note(f"{label}: errors of {name}", **dict(zip(
-            ("out", "x", "gate", "down") if PLAIN else ("out", "x", "gate", "up", "down"), map(tune.error, call(), want), strict=True
-        )))  # fmt: skip
+        wrong = dict(zip(names, map(tune.error, call(), want), strict=True))
+        results.note(f"{label}: errors of {name}", **wrong)
     del want
     first, second = of.lists(), of.lists()
     print("the same twice:", all(torch.equal(a, b) for a, b in zip(first, second, strict=True)))

@@ -173,7 +173,7 @@ def hidden_grad_tile(
     z, active = gate_tile(x_rows, gate_ptr, gate_bias_ptr, threshold_ptr, n, K, valid, inside, BLOCK, BLOCK_K, DOT)
     to = kept_ptr + place.to(tl.int64)[:, None] * N + n[None, :]
     mask = valid[:, None] & inside[None, :]
-    size = R.to(tl.int64) * N
+    size = tl.cast(R, tl.int64) * N
     grad = along(
         grad_ptr + row[:, None] * D, down_ptr + n.to(tl.int64)[None, :] * D, 1, 1, D, valid, inside, BLOCK, BLOCK_K, DOT
     )  # fmt: skip
@@ -195,14 +195,13 @@ def hidden_grad_tile(
 
 @triton.jit
 def add_weight_tile(
-    heavy_ptr, kept_ptr, rows_ptr, out_ptr, sums_ptr, tile_n, tile_k, base, held, N, K,
+    heavy_ptr, kept_ptr, rows_ptr, out_ptr, tile_n, tile_k, base, held, N, K,
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Adds to a tile of a weight's gradient, [N, K], kept.T @ rows over the listed rows, and to the sums of columns."""
+    """Adds to a tile of a weight's gradient, [N, K], kept.T @ rows over the listed rows."""
     n = tile_n * BLOCK + tl.arange(0, BLOCK)
     k = tile_k * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK, BLOCK], tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, held, BLOCK_K):
         place = first + tl.arange(0, BLOCK_K)
         valid = place < held
@@ -211,14 +210,22 @@ def add_weight_tile(
         a = tl.load(at, mask=valid[None, :] & (n < N)[:, None], other=0.0)
         b = tl.load(rows_ptr + row[:, None] * K + k[None, :], mask=valid[:, None] & (k < K)[None, :], other=0.0)
         acc = tile_dot(a, b, acc, DOT)
-        if sums_ptr is not None:
-            total += tl.sum(a.to(tl.float32), axis=1)
     to = out_ptr + n.to(tl.int64)[:, None] * K + k[None, :]
     mask = (n < N)[:, None] & (k < K)[None, :]
     tl.store(to, tl.load(to, mask=mask, other=0.0).to(tl.float32) + acc, mask=mask)
-    if sums_ptr is not None:
-        if tile_k == 0:
-            tl.store(sums_ptr + n, tl.load(sums_ptr + n, mask=n < N, other=0.0) + total, mask=n < N)
+
+
+@triton.jit
+def add_sums(kept_ptr, sums_ptr, tile_n, held, N, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Adds the sums of columns of kept, over the listed rows."""
+    n = tile_n * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, held, BLOCK_K):
+        place = first + tl.arange(0, BLOCK_K)
+        at = kept_ptr + place.to(tl.int64)[:, None] * N + n[None, :]
+        kept = tl.load(at, mask=(place < held)[:, None] & (n < N)[None, :], other=0.0)
+        total += tl.sum(kept.to(tl.float32), axis=0)
+    tl.store(sums_ptr + n, tl.load(sums_ptr + n, mask=n < N, other=0.0) + total, mask=n < N)
 
 
 @launch.kernel
@@ -236,7 +243,7 @@ def _ffn_train_heavy_bwd_kernel(
     begin = 0
     tiles_n, tiles_k, tiles_d = tl.cdiv(N, BLOCK), tl.cdiv(K, BLOCK), tl.cdiv(D, BLOCK)
     gate_ptr, up_ptr = weights[0], weights[3]
-    size = R.to(tl.int64) * N
+    size = tl.cast(R, tl.int64) * N
     for base in range(0, count, R):
         held = tl.minimum(count - base, R)
         tiles_m = tl.cdiv(held, BLOCK)
@@ -256,31 +263,35 @@ def _ffn_train_heavy_bwd_kernel(
         up_end = gate_end
         if up_ptr is not None:
             up_end += tiles_n * tiles_k
-        end = up_end + tiles_m * tiles_k
+        sums_end = up_end + tiles_n
+        end = sums_end + tiles_m * tiles_k
         if number < end:
             wait_for(words_ptr + 1, begin)
         while number < end:
             if number < down_end:
                 tile_n, tile_k = origin_of(number - begin, tiles_n, tiles_d, GROUP_M)
                 add_weight_tile(
-                    heavy_ptr, kept_ptr, grad_ptr, grads[2], None, tile_n, tile_k, base, held, N, D, BLOCK, BLOCK_K, DOT
+                    heavy_ptr, kept_ptr, grad_ptr, grads[2], tile_n, tile_k, base, held, N, D, BLOCK, BLOCK_K, DOT
                 )  # fmt: skip
             elif number < gate_end:
                 tile_n, tile_k = origin_of(number - down_end, tiles_n, tiles_k, GROUP_M)
                 add_weight_tile(
-                    heavy_ptr, kept_ptr + size, x_ptr, grads[0], sums_ptr, tile_n, tile_k, base, held, N, K, BLOCK,
-                    BLOCK_K, DOT,
+                    heavy_ptr, kept_ptr + size, x_ptr, grads[0], tile_n, tile_k, base, held, N, K, BLOCK, BLOCK_K, DOT
                 )  # fmt: skip
             elif number < up_end:
                 if up_ptr is not None:
                     tile_n, tile_k = origin_of(number - gate_end, tiles_n, tiles_k, GROUP_M)
-                    sums = None if sums_ptr is None else sums_ptr + N
                     add_weight_tile(
-                        heavy_ptr, kept_ptr + 2 * size, x_ptr, grads[1], sums, tile_n, tile_k, base, held, N, K, BLOCK,
+                        heavy_ptr, kept_ptr + 2 * size, x_ptr, grads[1], tile_n, tile_k, base, held, N, K, BLOCK,
                         BLOCK_K, DOT,
                     )  # fmt: skip
+            elif number < sums_end:
+                tile_n = number - up_end
+                add_sums(kept_ptr + size, sums_ptr, tile_n, held, N, BLOCK, BLOCK_K)
+                if up_ptr is not None:
+                    add_sums(kept_ptr + 2 * size, sums_ptr + N, tile_n, held, N, BLOCK, BLOCK_K)
             else:
-                tile_m, tile_k = origin_of(number - up_end, tiles_m, tiles_k, GROUP_M)
+                tile_m, tile_k = origin_of(number - sums_end, tiles_m, tiles_k, GROUP_M)
                 place = tile_m * BLOCK + tl.arange(0, BLOCK)
                 valid = place < held
                 row = tl.load(heavy_ptr + 1 + base + place, mask=valid, other=0).to(tl.int64)
@@ -337,7 +348,7 @@ def backward(
     penalty: Tensor | None,
     dx: Tensor,
     grads: tuple[Tensor, Tensor | None, Tensor],
-    sums: Tensor | None,
+    sums: Tensor,
     squared: bool,
 ) -> None:
     """Writes the listed rows of dx and adds to the gradients of weights, as the kernel says."""
