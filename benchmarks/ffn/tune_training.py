@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import tune
-from gossamer import gemm
+from gossamer import ffn, gemm
 from gossamer._core.compiling import together
 from gossamer.ffn._triton import sparse_training, train_columns, train_rows
 from gossamer.ffn._triton.entry_lists import Weights, column_lists
@@ -83,6 +83,13 @@ class Operands:
     def gated_mlp(self) -> Tensor:
         assert self.up is not None
         return gemm.gated_mlp(self.x, self.gate, self.up, self.down.t(), activation="relu", gate_bias=self.bias)
+
+    def ours(self, down: Tensor | None = None) -> Tensor:
+        """`ffn.gated` and `ffn.plain`, which know nothing of the density."""
+        down = self.down.t() if down is None else down
+        if self.up is None:
+            return ffn.plain(self.x, self.gate, down, up_bias=self.bias, method="gather")
+        return ffn.gated(self.x, self.gate, self.up, down, gate_bias=self.bias, method="gather")
 
     def by_hand(self) -> Tensor:
         """The operators of `rowsparse`."""
@@ -179,6 +186,9 @@ def parts(of: Operands, results: tune.Results, label: str) -> None:
 def whole(of: Operands, results: tune.Results, label: str) -> None:
     calls: tune.Calls = {
         "lists": of.lists,
+        "ffn": lambda: of.step(of.ours),
+        # As `nn.Linear` has it: the weight is transposed in both passes, and the gradient once more.
+        "ffn, W_down by rows": lambda: of.step(lambda: of.ours(of.down.t().contiguous())),
         "dense": lambda: of.step(of.dense),
         "by hand": lambda: of.step(of.by_hand),
     }

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gossamer import ffn, gemm
+from gossamer import ffn, gemm, nn
 from gossamer._core.ops import INTERPRET
 from gossamer.ffn import training
 from gossamer.ffn.sparse_training import sparse_training
@@ -202,6 +202,35 @@ def test_checkpoint(reentrant: bool, device: torch.device, generator: torch.Gene
         assert torch.equal(leaf.grad, want[name])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("method", ["gather", "fused"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_activity(gated: bool, method: str, device: torch.device, generator: torch.Generator) -> None:
+    """Every way hands out the same, with gradients and without."""
+    a = taken(drawn((2 * 17, 24, 300, 40), torch.float32, device, generator, 1.0)[0], gated)
+    gate = torch.relu(a["x"] @ a["gate"].t() + a["gate_bias"])
+    hidden = gate * (a["x"] @ a["up"].t() + a["up_bias"]) if gated else gate
+    a["x"] = a["x"].view(2, 17, 24)
+    for given in (a, leaves(a)):
+        out, activity = block(given, method=method, with_activity=True)
+        torch.testing.assert_close(out.flatten(0, 1), reference(a | {"x": a["x"].flatten(0, 1)}), rtol=1e-4, atol=1e-4)
+        assert isinstance(activity, ffn.Activity) and activity.l1.requires_grad == out.requires_grad
+        torch.testing.assert_close(activity.l1.detach(), hidden.abs().sum() / 34)
+        assert activity.nnz.tolist() == (gate > 0).sum(1).tolist()
+        assert activity.fired.tolist() == (gate > 0).sum(0).tolist()
+
+
+@pytest.mark.parametrize("method", ["auto", "gather"])
+def test_module_in_training(method: str, device: torch.device, generator: torch.Generator) -> None:
+    module = nn.GatedMLP(24, 300, "relu", method=method, device=device)
+    x, grad = (torch.randn(3, 11, 24, device=device, generator=generator) for _ in range(2))
+    got = torch.autograd.grad(module(x.requires_grad_()), [x, *module.parameters()], grad)
+    module.method = "dense"
+    want = torch.autograd.grad(module(x), [x, *module.parameters()], grad)
+    assert module.last_path == ("fused" if method == "auto" else "gather")
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
 def test_only_some_operands_need_gradients(device: torch.device, generator: torch.Generator) -> None:
     a, grad = drawn(SMALL, torch.float32, device, generator, 1.0)
     want = gradients(ours := leaves(a), block(ours), grad)
@@ -231,20 +260,6 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(
         lambda *t: block(dict(zip(names, t, strict=True))), [t.clone().requires_grad_() for t in a.values()]
     )
-
-
-@pytest.mark.native
-def test_contract(device: torch.device, generator: torch.Generator) -> None:
-    a, grad = drawn((20, 12, 90, 8), torch.float32, device, generator, 1.0)
-    for gated in (True, False):
-        given = operator_arguments(leaves(taken(a, gated)), 20, 1600)
-        torch.library.opcheck(torch.ops.gossamer.sparse_training.default, given)
-        kept = [t.detach() for t in sparse_training(*given)[4:]]
-        detached = [t.detach() if isinstance(t, Tensor) else t for t in given[:7]]
-        for penalty in (None, torch.tensor(0.5, device=device)):
-            torch.library.opcheck(
-                torch.ops.gossamer.sparse_training_bwd.default, (grad, penalty, *detached, *kept, False)
-            )
 
 
 @pytest.mark.native

@@ -8,5 +8,6 @@ from gossamer.ffn.gated import gated
 from gossamer.ffn.plain import plain
 from gossamer.ffn.sparse_block import SparseBlock
 from gossamer.ffn.tracker import BlockTracker
+from gossamer.ffn.training import Activity
 
-__all__ = ["BlockTracker", "SparseBlock", "gated", "plain"]
+__all__ = ["Activity", "BlockTracker", "SparseBlock", "gated", "plain"]

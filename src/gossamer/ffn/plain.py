@@ -4,6 +4,7 @@ from torch import Tensor
 
 from gossamer.ffn.block import Block, run
 from gossamer.ffn.tracker import BlockTracker
+from gossamer.ffn.training import Activity
 from gossamer.gemm.activations import Activation, resolve_fixed
 
 
@@ -15,9 +16,10 @@ def plain(
     activation: Activation | str = "relu",
     method: str = "auto",
     density: BlockTracker | None = None,
+    with_activity: bool = False,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Activity]:
     """activation(x @ up_weight.T) @ down_weight.T, multiplying down what the activation lets through.
 
     The block of OPT, of T5 version 1.0 and of the original transformer. Exact in every way, as `gated`.
@@ -25,7 +27,7 @@ def plain(
     Args:
         x: `[..., K]`, float, any strides.
         up_weight: `[N, K]` as in `nn.Linear`, any strides; the dtype and device of x.
-        down_weight, activation, method, density: as in `gated`; `"fused"` is `"dense"` here.
+        down_weight, activation, method, density, with_activity: as in `gated`; `"fused"` is `"dense"` here.
         up_bias: `[N]`, added in float32, or None.
         down_bias: `[D]`, or None.
 
@@ -43,4 +45,4 @@ def plain(
     """
     fixed = resolve_fixed("ffn.plain", activation).parameters
     block = Block(x, up_weight, up_bias, fixed.threshold, None, None, down_weight, down_bias, fixed.name)
-    return run("ffn.plain", block, method, density)
+    return run("ffn.plain", block, method, density, with_activity)

@@ -14,7 +14,7 @@ from gossamer.ffn.transposed import Transposed
 
 
 class SparseBlock:
-    """The way that a module's block goes where no gradient is needed, and what it keeps for that.
+    """The way that a module's block goes, and what it keeps for that.
 
     A module has one as an attribute and calls it with its weights, which stay the module's own. Modules of `nn` and
     models that `integrations.transformers.patch` has changed have one; `sparsity` finds them by it. Copies and pickles
@@ -56,7 +56,7 @@ class SparseBlock:
 
     @property
     def last_path(self) -> str | None:
-        """The way last taken of those that `gated` names, or None before there was a call without gradients."""
+        """The way last taken of those that `gated` names, or None before there was a call."""
         return self.density.last_path
 
     @property
@@ -75,13 +75,15 @@ class SparseBlock:
         down_bias: Tensor | None,
         *,
         activation: str,
+        recompute: bool = False,
     ) -> Tensor | None:
         """The block's result `[..., D]` as of `gated`, or of `plain` where up_weight is None; None, and nothing
-        computed, where the activation is not sparse or a gradient is needed."""
+        computed, where the activation is not sparse, or a gradient is needed and the way computes all. `recompute` is
+        for gradients of a gated block that "auto" computes whole, as in `gemm.gated_mlp`."""
         operands = (x, gate_weight, gate_bias, None, up_weight, up_bias, down_weight, down_bias)
-        if activation not in NAMES or needs_gradient(*operands):
+        if activation not in NAMES or (self.method in ("fused", "dense") and needs_gradient(*operands)):
             return None
-        block = Block(*operands, activation, self._transposed)
+        block = Block(*operands, activation, self._transposed, recompute)
         if self.observer is not None:
             self.observer(block)
         if self.method == "auto":

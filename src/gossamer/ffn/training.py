@@ -12,8 +12,10 @@ from gossamer._core import tuning
 from gossamer._core.ops import undispatched
 from gossamer._core.ranges import span
 from gossamer.ffn.sparse_training import sparse_training
+from gossamer.gemm._torch.linear_glu import linear
 from gossamer.rowsparse import Density
 from gossamer.rowsparse.dense_product import dense_seconds
+from gossamer.rowsparse.formats import threshold_dtype
 
 if TYPE_CHECKING:
     from gossamer.ffn.block import Block
@@ -35,9 +37,9 @@ class Activity(NamedTuple):
     """What a call's hidden activations hold.
 
     Args:
-        l1: the sum of their absolute values over all neurons, the mean over rows, float32 `[]`; differentiable.
-        nnz: how many of a row are active, int32 `[M]`.
-        fired: in how many rows a neuron is active, int32 `[N]`.
+        l1: the sum of their absolute values over neurons, the mean over rows: float32 `[]`, or float64; differentiable.
+        nnz: how many of a row the activation lets through, int32 `[M]`: its L0.
+        fired: in how many rows it lets a neuron through, int32 `[N]`.
     """
 
     l1: Tensor
@@ -83,7 +85,8 @@ def differentiable(
     method: str,
     density: BlockTracker | None,
     dense: Callable[[Block], Tensor],
-) -> Tensor:
+    with_activity: bool = False,
+) -> tuple[Tensor, Activity | None]:
     """The block's result with gradients; sizes: M, K, N, D; `dense`: the way that computes everything."""
     m, _, n, d = sizes
     tracker = density if method == "auto" else None
@@ -91,25 +94,41 @@ def differentiable(
     if tracker is not None:
         method = tracker.rows.path(lambda known: "gather" if pays(known, block, m, n, d) else "fused", training=True)
         tracker.last_path, known = method, tracker.rows.basis(training=True)
-    sparse = method in ("gather", "union") and 0 not in sizes
+    sparse, activity = method in ("gather", "union") and 0 not in sizes, None
     with span(f"gossamer::{operator}/training/{'lists' if sparse else 'dense'}"):
         if sparse:
             mean = None if known is None else known.light / max(known.rows, 1)
             out, activity = on_lists(block, sizes_for(m, n, mean))
-            nnz = activity.nnz
+        elif with_activity:
+            out, activity = with_all(block)
         else:
             out = dense(block)
-            nnz = None if tracker is None else sampled_gate(block)
-    if tracker is not None and nnz is not None:
-        tracker.rows.record(nnz, training=True, limit=sizes_for(m, n, None).limit)
-    return out
+    if tracker is not None:
+        nnz = None if activity is None else activity.nnz
+        if nnz is None and tracker.due_in_training():
+            nnz = sampled_gate(block)
+        if nnz is not None:
+            tracker.rows.record(nnz, training=True, limit=sizes_for(m, n, None).limit)
+    return out, activity
 
 
 def on_lists(block: Block, sizes: Sizes) -> tuple[Tensor, Activity]:
-    """The block's result, and what its hidden activations hold."""
+    """The block's result, and what its hidden activations hold, by lists of the active entries."""
     call = undispatched(sparse_training, *block.tensors)
     out, l1, nnz, fired, *_ = call(*block.tensors, block.activation == "relu2", *sizes)
     return out, Activity(l1, nnz, fired)
+
+
+def with_all(block: Block) -> tuple[Tensor, Activity]:
+    """The same by dense products."""
+    from gossamer.ffn.block import activated
+
+    gate = activated(block)
+    active = gate != 0
+    hidden = gate if block.up_weight is None else gate * linear(block.x, block.up_weight, block.up_bias)
+    l1 = hidden.abs().sum(dtype=threshold_dtype(hidden.dtype)) / max(hidden.shape[0], 1)
+    counts = (active.sum(dim, dtype=torch.int32) for dim in (1, 0))
+    return linear(hidden, block.down_weight, block.down_bias), Activity(l1, *counts)
 
 
 @torch.no_grad()
@@ -118,4 +137,4 @@ def sampled_gate(block: Block) -> Tensor:
     from gossamer.ffn.block import activated
 
     m = block.x.shape[0]
-    return (activated(block.sampled(max(1, m // SAMPLE))) != 0).sum(1)
+    return (activated(block.sampled(max(16, m // SAMPLE))) != 0).sum(1)

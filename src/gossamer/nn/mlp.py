@@ -46,11 +46,13 @@ class _Sparse(nn.Module):
         """The way last taken of those that `ffn.gated` names, or None before there was a call without gradients."""
         return self.sparse_block.last_path
 
-    def _sparse(self, x: Tensor, gate: nn.Linear, up: nn.Linear | None, down: nn.Linear) -> Tensor | None:
-        """The result, or None where the activation is not sparse or a gradient is needed."""
+    def _sparse(
+        self, x: Tensor, gate: nn.Linear, up: nn.Linear | None, down: nn.Linear, recompute: bool = False
+    ) -> Tensor | None:
+        """The result, or None where the activation is not sparse, or a gradient needed and all computed."""
         of_up = (None, None) if up is None else weight_and_bias(up)
         weights = (*weight_and_bias(gate), *of_up, *weight_and_bias(down))
-        return self.sparse_block(x, *weights, activation=self.activation)
+        return self.sparse_block(x, *weights, activation=self.activation, recompute=recompute)
 
 
 class GatedMLP(_Sparse):
@@ -67,7 +69,7 @@ class GatedMLP(_Sparse):
         bias: whether the three layers have one.
         recompute: as in `gemm.gated_mlp`: whether a backward pass computes gate and up again instead of keeping them,
             and so keeps nothing.
-        method: the way of a block with `"relu"` or `"relu2"` where no gradient is needed, as in `ffn.gated`. `"fused"`
+        method: the way of a block with `"relu"` or `"relu2"`, as in `ffn.gated`, with gradients too. `"fused"`
             computes everything, gate and up in one product; `"auto"` follows how sparse the block was a few calls ago,
             and in a CUDA graph takes what the device alone would by then. Ways that gather keep a transposed copy of
             down_proj's weight, unless that is stored column by column.
@@ -120,7 +122,7 @@ class GatedMLP(_Sparse):
         if why_called(gate_proj=gate, up_proj=up, down_proj=down) is not None:
             return down(GATES[self.activation](gate(x)) * up(x))
         checks.module_input("nn.GatedMLP", "x", x, gate.weight, "hidden_size", gate.in_features)
-        out = self._sparse(x, gate, up, down)
+        out = self._sparse(x, gate, up, down, self.recompute)
         if out is not None:
             return out
         return gemm.gated_mlp(

@@ -199,8 +199,8 @@ def row_lists(packed: tuple[Tensor, Tensor, Tensor], tile: int, n: int, limit: i
     m, tiles, slots = values.shape
     device = values.device
     columns = torch.empty(room, dtype=column_dtype(n), device=device)
-    nnz, kept, offsets, heavy = (torch.empty(m + extra, dtype=torch.int32, device=device) for extra in (0, 0, 1, 1))
-    fired = torch.zeros(n, dtype=torch.int32, device=device)
+    nnz, kept, offsets = (torch.empty(m + extra, dtype=torch.int32, device=device) for extra in (0, 0, 1))
+    fired, heavy = (torch.zeros(size, dtype=torch.int32, device=device) for size in (n, m + 1))
     out = values.new_empty(room)
     block = min(max(launch.next_power_of_2(tiles), 16), 256)
     args = (counts, nnz, kept, m, tiles, slots, limit)
