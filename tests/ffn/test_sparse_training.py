@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gossamer import ffn, gemm, nn
+from gossamer._core import tuning
 from gossamer._core.ops import INTERPRET
 from gossamer.ffn import training
 from gossamer.ffn.sparse_training import sparse_training
@@ -301,6 +302,20 @@ def test_captured(device: torch.device, generator: torch.Generator) -> None:
 
 
 @pytest.mark.gpu
+def test_no_wait(device: torch.device, generator: torch.Generator) -> None:
+    a, grad = drawn((256, 64, 512, 64), torch.bfloat16, device, generator, 2.0)
+    ours, tracker = leaves(a), ffn.BlockTracker()
+    for method, density in (("gather", None), ("auto", tracker)):
+        gradients(ours, block(ours, method=method, density=density), grad)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            gradients(ours, block(ours, method=method, density=density), grad)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("gated", [True, False])
 def test_large(gated: bool, device: torch.device, generator: torch.Generator) -> None:
     """At full sizes: rows that are dense, neurons that are, and a burst that no room was made for."""
@@ -329,6 +344,23 @@ def test_auto_follows_its_tracker(device: torch.device, generator: torch.Generat
     assert ways == ["fused", "fused", "gather", "gather", "gather"]
     known = tracker.rows.known(training=True)
     assert known is not None and known.rows == 64
+
+
+def test_lists_pay_where_few_entries_are_active(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Monotone in the entries, with the break-even that was measured on an H200."""
+    monkeypatch.setattr(tuning, "rates", lambda index: tuning._H200)
+    for gated, n, most in ((True, 5632, (70, 85)), (False, 8192, (95, 120))):
+        found = [training.lists_are_faster(mean, (16384, 2048, n, 2048), gated, 2, 0) for mean in range(300)]
+        assert most[0] <= sum(found) <= most[1] and found == sorted(found, reverse=True)
+    assert not training.lists_are_faster(1.0, (64, 256, 704, 256), True, 2, 0)
+
+
+def test_sizes() -> None:
+    """Room for what is known, by powers of two; slots for a tile's share of it."""
+    for mean, each, slots in ((None, 64, 16), (29, 64, 16), (60, 128, 16), (300, 512, 64), (5000, 5632, 256)):
+        assert training.sizes_for(16384, 5632, mean) == (256, 16384 * each, slots)
+    assert training.sizes_for(5, 3, None) == (64, 16, 16)
+    assert training.sizes_for(1 << 28, 5632, 60).room == 1 << 30
 
 
 def test_second_derivatives_are_refused(device: torch.device, generator: torch.Generator) -> None:

@@ -21,14 +21,17 @@ if TYPE_CHECKING:
     from gossamer.ffn.block import Block
     from gossamer.ffn.tracker import BlockTracker
 
-GATHERS = {True: 6, False: 4}
-"""Rows of x, of gradients or of weights that an entry of a gated block, or of a plain one, takes in both passes."""
 RATE = 1.5
 """At how many times the rate of a single row gather that goes: STAGES rows of a program are on their way at once."""
-LISTS = 0.15e-3, 1 / 16384
-"""Seconds that lists take of as many rows, and one over their number."""
+PRODUCT = 0.78
+"""Of what a product by itself takes, its part in a block of many rows: 4.55 ms for nine (H200, 16,384 x 2,048 x 5,632).
+"""
+LISTS, LISTS_OF_ROW = 4e-5, 7e-9
+"""Seconds that making lists takes, whatever there is to do and for each row."""
 HEAVY = 22
 """Columns for one entry of a row, from which on dense tiles take it: 0.8 us a row, 3.2 ns an entry."""
+MOST = 1 << 30
+"""Entries in lists at most: 32 bits hold their places."""
 SAMPLE = 256
 """Rows whose gate tells how sparse a block is that goes the dense way."""
 
@@ -62,20 +65,26 @@ def sizes_for(m: int, n: int, mean: float | None) -> Sizes:
     each = min(n, max(16, 1 << (int(each) - 1).bit_length()))
     in_tile = each * min(1.0, 256 / n)
     slots = min(256, max(16, 1 << int(2.5 * in_tile).bit_length()))
-    return Sizes(max(64, n // HEAVY), -(-m * each // 16) * 16, slots)
+    return Sizes(max(64, n // HEAVY), min(MOST, -(-m * each // 16) * 16), slots)
 
 
-def pays(known: Density | None, block: Block, m: int, n: int, d: int) -> bool:
+def pays(known: Density | None, block: Block, sizes: tuple[int, int, int, int]) -> bool:
     """Whether lists take less time than dense products, forward and backward, by what is known of a block's entries."""
-    x = block.x
-    if known is None or not x.is_cuda:
+    if known is None or not block.x.is_cuda:
         return False
-    k, size, index, gated = x.shape[1], x.element_size(), x.device.index, block.up_weight is not None
-    gate = dense_seconds(m, k, n, size, tuning.tf32(), index)
-    product = 3 * dense_seconds(m, n, d, size, tuning.tf32(), index)
-    moved = known.mean * m * size * GATHERS[gated] * (k + d) / 2
-    lists = gate + LISTS[0] * m * LISTS[1] + moved / (RATE * tuning.rates(index).gather)
-    return lists < product + 3 * gate * (2 if gated else 1)
+    return lists_are_faster(
+        known.mean, sizes, block.up_weight is not None, block.x.element_size(), block.x.get_device()
+    )
+
+
+def lists_are_faster(mean: float, sizes: tuple[int, int, int, int], gated: bool, size: int, index: int) -> bool:
+    """With so many entries a row on average; sizes: M, K, N, D."""
+    m, k, n, d = sizes
+    gate, down = (PRODUCT * dense_seconds(m, *of, size, tuning.tf32(), index) for of in ((k, n), (n, d)))
+    dense = 3 * down + 3 * gate * (2 if gated else 1)
+    # Of W_up twice, of x and of W_gate; of W_down and of the output's gradient.
+    gathered = mean * m * size * ((4 if gated else 2) * k + 2 * d)
+    return gate + LISTS + m * LISTS_OF_ROW + gathered / (RATE * tuning.rates(index).gather) < dense
 
 
 def differentiable(
@@ -88,11 +97,11 @@ def differentiable(
     with_activity: bool = False,
 ) -> tuple[Tensor, Activity | None]:
     """The block's result with gradients; sizes: M, K, N, D; `dense`: the way that computes everything."""
-    m, _, n, d = sizes
+    m, _, n, _ = sizes
     tracker = density if method == "auto" else None
     known = None
     if tracker is not None:
-        method = tracker.rows.path(lambda known: "gather" if pays(known, block, m, n, d) else "fused", training=True)
+        method = tracker.rows.path(lambda known: "gather" if pays(known, block, sizes) else "fused", training=True)
         tracker.last_path, known = method, tracker.rows.basis(training=True)
     sparse, activity = method in ("gather", "union") and 0 not in sizes, None
     with span(f"gossamer::{operator}/training/{'lists' if sparse else 'dense'}"):
