@@ -35,7 +35,7 @@ help: ## show this list
 install: $(INSTALLED) ## make .venv and install gossamer in it, with the pinned versions
 
 demo: $(INSTALLED) ## train, decode and compare on real text; writes report/index.html
-	$(BIN)/gossamer demo --out report $(ARGS)
+	$(BIN)/python -m demo --out report $(ARGS)
 
 test: $(INSTALLED) ## the tests, without the slow ones; then again with the kernels in Triton's interpreter
 	$(call halves,-m "not full")
@@ -59,11 +59,11 @@ dist: $(INSTALLED) ## wheel and source distribution, in dist/
 	$(BIN)/python -m build --outdir dist
 
 bench: $(PEERS) ## the benchmarks, beside their peers; writes benchmarks/results/
-	$(BIN)/gossamer bench $(ARGS)
+	$(BIN)/python -m benchmarks $(ARGS)
 
 clean: ## remove caches, builds and the report; .venv stays
 	rm -rf report build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find src tests benchmarks demo -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # The stamp is older than either file whenever the environment may be out of date; pip then changes what differs.
 $(INSTALLED): pyproject.toml constraints.txt
@@ -75,7 +75,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 		echo "On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@echo "Installing gossamer and what it needs in $(VENV): this takes minutes the first time."
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[cli,sae-lens,transformers,test,dev]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[cli,sae-lens,transformers,train,test,dev]'
 	@touch $@
 
 $(PEERS): $(INSTALLED)

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.cli.bench.command import command_line
-from gossamer.cli.bench.timing import burst, capture
+from benchmarks.engine.command import command_line
+from benchmarks.engine.timing import burst, capture
 from gossamer.cli.environment import provenance
 
 Calls = dict[str, Callable[[], Any]]

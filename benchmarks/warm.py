@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from gossamer.cli.bench.runner import Settings, run_case
-from gossamer.cli.bench.sweep import draw_cases
+from benchmarks.engine.random_cases import draw_cases
+from benchmarks.engine.runner import Settings, run_case
 
 
 def _warm(share: int, options: argparse.Namespace, deadline: float) -> None:

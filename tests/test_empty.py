@@ -19,7 +19,7 @@ from gossamer.ffn.sparse_ffn import sparse_ffn
 from gossamer.sae.encode_dense import encode_dense
 from gossamer.sae.smallest import smallest
 from gossamer.sae.squared_error import squared_error
-from tests.test_operators import Recorder, registered
+from tests.recorded import Recorder, registered
 
 Draw = Callable[..., Tensor]
 Results = Iterator[Tensor]
@@ -111,9 +111,7 @@ def _ffn(draw: Draw, m: int, n: int, d: int) -> Results:
     for method in ("auto", "gather", "union", "dense"):
         yield ffn.gated(x, gate, up, down, method=method)
         yield ffn.plain(x, up, down, method=method)
-    yield from sparse_ffn(
-        x, gate, None, None, up, None, down, down.t().contiguous(), None, True, False, 1, False, False
-    )
+    yield from sparse_ffn(x, gate, None, None, up, None, down.t().contiguous().t(), None, True, False, 1, False, False)
 
 
 def _selected(draw: Draw, b: int, t: int, s: int) -> Results:
@@ -160,11 +158,11 @@ def _blocks(draw: Draw, b: int, rows: int, cols: int) -> Results:
         blocksparse.adapt_layout(left, layout.adapt(64)),
         blocksparse.repeat_interleave(left, 2, -1),
         blocksparse.cat([left, right], -2),
-        blocksparse.add(left, x.new_zeros(b, 16 * rows, 1)),
+        left + x.new_zeros(b, 16 * rows, 1),
     ]
     yield from (p.to_dense() if isinstance(p, blocksparse.BlockSparseTensor) else p for p in products)
-    yield blocksparse.sum(left)
-    most = blocksparse.max(left)
+    yield left.sum()
+    most = left.amax()
     yield torch.where(most == -torch.inf, 0, most)
     for dim, bound in enumerate(x.shape):
         index = blocksparse.from_dense(torch.zeros(x.shape, dtype=torch.int64, device=x.device), layout)

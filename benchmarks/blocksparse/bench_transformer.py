@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.engine import Case, Provider
 from gossamer.blocksparse import Layout, global_tokens, sliding_window
-from gossamer.cli.bench import Case, Provider
 from gossamer.nn import BlockSparseAttention
 
 WINDOW, GLOBAL = 256, 64
@@ -33,9 +33,9 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
 
 
 def longformer(T: int, block: int, device: torch.device) -> Layout:
-    """A window around the diagonal, and the first tokens by row and column."""
-    first = global_tokens((T, T), block, GLOBAL, device=device)
-    return sliding_window((T, T), block, WINDOW, device=device).union(first)
+    """A window around the diagonal, and the first tokens by row and column, in whole blocks as the peers have them."""
+    first = global_tokens((T, T), block, GLOBAL, elements=False, device=device)
+    return sliding_window((T, T), block, WINDOW, elements=False, device=device).union(first)
 
 
 class Layer(nn.Module):

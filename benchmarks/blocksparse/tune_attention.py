@@ -83,13 +83,13 @@ class Inputs:
 
     def operands(self, tile: Any) -> Any:
         none = None, None, None
-        return general.operands(self.problem, self.q, self.k, self.v, *none, self.lengths, tile, self.problem.d)
+        return general.operands(self.problem, self.q, self.k, self.v, *none, self.lengths, None, tile, self.problem.d)
 
     def forward(self, tile: Tile | None) -> tuple[Tensor, Tensor]:
         if tile is None:
             given = self.operands(general.tile_of(self.problem.d, DTYPE.itemsize, self.problem.block))
             return general.launch_attention_fwd(self.problem, given, *self.lists[:2])
-        given = self.q, self.k, self.v, *self.lists[:2], self.lengths
+        given = self.q, self.k, self.v, *self.lists[:2], None, self.lengths
         return hopper.launch_attention_fwd(self.problem, *given, tile=tile)[:2]
 
     def backward(self, tiles: Tiles | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,7 +97,7 @@ class Inputs:
         if tiles is None:
             given = self.operands(general_backward.tile_of(self.problem.d, DTYPE.itemsize, self.problem.block))
             return general_backward.launch_attention_bwd(self.problem, given, self.grad, stats, self.lists)
-        given = self.q, self.k, self.v, self.grad, stats, self.lists, self.lengths
+        given = self.q, self.k, self.v, self.grad, stats, self.lists, None, self.lengths
         return hopper_backward.launch_attention_bwd(self.problem, *given, tiles=tiles)[:3]
 
     def calls(self) -> dict[str, tune.Calls]:

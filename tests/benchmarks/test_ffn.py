@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from benchmarks.engine.runner import Settings, run_case
 from benchmarks.ffn import bench_block, bench_model
 from benchmarks.ffn.model import Sizes, make
-from gossamer.cli.bench.runner import Settings, run_case
 
 CUDA = torch.device("cuda")
 SMALL = Sizes(4, 64, 320, 2, 256, 128)

@@ -47,11 +47,8 @@ def _products(q: Tensor, k: Tensor, terms: Sequence[Any]) -> Tensor:
 
 
 def elements(layout: Layout, b: int, h: int) -> Tensor:
-    """Bool `[B, H, Tq, Tk]`: the scores in present blocks."""
-    mask = layout.to_dense()
-    height, width = layout.block_size
-    wide = mask.repeat_interleave(height, -2).repeat_interleave(width, -1)[..., : layout.size[0], : layout.size[1]]
-    return wide.expand(b, h, *layout.size)
+    """Bool `[B, H, Tq, Tk]`: the scores of elements that take part."""
+    return layout.element_mask().expand(b, h, *layout.size)
 
 
 def problem(
@@ -79,7 +76,11 @@ def check(
     present = elements(layout, b, h)
     i, j = torch.arange(tq, device=q.device)[:, None], torch.arange(tk, device=q.device)
     if causal:
-        present = present & (j <= i + tk - tq)
+        shift = torch.full((b,), tk - tq, device=q.device)
+        if lengths is not None:
+            # The last query stands beside the last key of its sequence, or the first beside the first.
+            shift = (lengths.clamp(max=tk) - tq).clamp(min=min(tk - tq, 0))
+        present = present & (j <= i + shift[:, None, None, None])
     if lengths is not None:
         present = present & (j < lengths[:, None, None, None])
     if mask is not None:

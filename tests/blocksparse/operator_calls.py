@@ -1,4 +1,4 @@
-"""Calls of the room's operators with every kind of argument, for `tests/test_operators.py`."""
+"""Calls of the room's operators with every kind of argument, for `tests/recorded.py`."""
 
 import torch
 
@@ -38,10 +38,10 @@ def _operators(device: torch.device) -> None:
         blocksparse.matmul(a, b, square, transpose_b=True).values,
         blocksparse.matmul(x, y, square, transpose_b=True).values,
         blocksparse.transpose(a).values,
-        blocksparse.sum(a),
-        blocksparse.max(a, -2),
-        blocksparse.max(a),
-        blocksparse.add(a, torch.ones(32, 1, device=device, requires_grad=True)).values,
+        a.sum(),
+        a.amax(-2),
+        a.amax(),
+        (a + torch.ones(32, 1, device=device, requires_grad=True)).values,
     ]
     mask = torch.ones(32, 96, dtype=torch.bool, device=device)
     results += [blocksparse.softmax(a, mask=given, scale=0.5).values for given in (None, mask, a.values > 0)]

@@ -73,6 +73,8 @@ def test_layouts_must_be_shared(pair) -> None:
     with pytest.raises(TypeError, match="unsupported operand"):
         a + "x"
     with pytest.raises(TypeError, match="unsupported operand"):
+        a / torch.ones(3, 3)
+    with pytest.raises(ValueError, match=r"__add__: other must have shape .* got \[3, 3\]"):
         a + torch.ones(3, 3)
 
 
@@ -155,3 +157,22 @@ def test_transposes_and_products(device: torch.device) -> None:
         assert torch.equal(grads[0], from_dense(grads[1], layout).to_dense())
     with pytest.raises(TypeError, match="unsupported operand"):
         blocks @ 2.0
+
+
+def test_pytorchs_functions_of_one_element(device: torch.device) -> None:
+    x = from_dense(torch.rand(32, 32, device=device) + 1, Layout.from_mask(torch.eye(2, device=device).bool(), 16))
+    for function in (torch.exp, torch.sqrt, torch.neg, torch.nn.functional.relu, torch.nn.functional.gelu):
+        assert torch.equal(function(x).values, function(x.values))
+    assert torch.equal(torch.clamp(x, min=1.5).values, x.values.clamp(min=1.5))
+    assert torch.equal((torch.tensor(2.0, device=device) - x).values, 2 - x.values)
+
+
+def test_the_way_out_is_named() -> None:
+    x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
+    with pytest.raises(TypeError, match=r"BlockSparseTensor has no elements to be indexed. Use blocksparse.split"):
+        x[0]
+    with pytest.raises(AttributeError, match=r"no attribute 'cumsum'. Use x.to_dense\(\).cumsum"):
+        x.cumsum  # noqa: B018
+    with pytest.raises(TypeError, match=r"torch.cumsum: no argument may be a BlockSparseTensor. .* x.to_dense\(\)"):
+        torch.cumsum(x, 0)
+    assert not hasattr(x, "no_such_thing")

@@ -8,8 +8,19 @@ import torch
 from torch import Tensor
 
 from gossamer._core import tuning
-from gossamer.blocksparse import BlockSparseTensor, Layout, Relative, attention, attention_path, from_dense
+from gossamer.blocksparse import (
+    BlockSparseTensor,
+    Layout,
+    Relative,
+    attention,
+    attention_path,
+    documents,
+    from_dense,
+    global_tokens,
+    sliding_window,
+)
 from tests.blocksparse.attention_oracle import check, elements, problem, terms_for
+from tests.strategies import seeded
 
 SHAPES = [
     # leading dimensions of the layout, block, (Tq, Tk), (H, Hk), D
@@ -327,3 +338,51 @@ def test_errors(change, error: type[Exception], message: str) -> None:
     arguments = {"q": q, "k": k, "v": v, "layout": Layout.from_mask(torch.ones(2, 2).bool(), 16), **change}
     with pytest.raises(error, match=f"blocksparse.attention: .*{message}"):
         attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), arguments.pop("layout"), **arguments)
+
+
+PATTERNS = {
+    "window": lambda size, block, **given: sliding_window(size, block, (40, 3), **given),
+    "dilated": lambda size, block, **given: sliding_window(size, block, (70, 0), dilation=3, **given),
+    "window and globals": lambda size, block, **given: sliding_window(size, block, (9, 0), **given).union(
+        global_tokens(size, block, 3, **given)
+    ),
+    "documents": lambda size, block, device, **given: documents(
+        size, block, torch.tensor([0, 21, 40, 66, 140], device=device), **given
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize(
+    "block, size, heads, d",
+    [((16, 16), (48, 48), (2, 1), 16), ((16, 32), (40, 70), (2, 2), 20), ((64, 128), (100, 140), (2, 1), 8)],
+    ids=str,
+)
+def test_patterns_are_exact(name, block, size, heads, d, dtype: torch.dtype, device: torch.device) -> None:
+    """The elements of a pattern, whatever else is asked for: lengths, a diagonal, a bias, relative positions."""
+    q, k, v, grad, _ = problem(device, dtype, (), block, size, heads, d)
+    layout = PATTERNS[name](size, block, device=device)
+    check(q, k, v, grad, layout)
+    lengths = torch.tensor([size[1] - 9, 17], device=device)
+    check(q, k, v, grad, layout, causal=True, lengths=lengths)
+    bias = torch.randn(1, 2, *size, device=device, generator=seeded(5, device)).to(dtype).requires_grad_()
+    check(q, k, v, grad, layout, bias=bias)
+    blocks = torch.randn(layout.capacity, *block, device=device, generator=seeded(6, device)).to(dtype).requires_grad_()
+    check(
+        q, k, v, grad, layout, bias=blocks, dense_bias=lambda x: BlockSparseTensor(x, layout).to_dense(),
+        terms=terms_for(device, dtype, *size, d, heads[0]),
+    )  # fmt: skip
+    given = {"lengths": lengths[:, None], "device": device}
+    check(q, k, v, grad, PATTERNS[name](size, block, **given))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("block, size, heads, d", HOPPER, ids=str)
+def test_patterns_on_hopper(name, block, size, heads, d, dtype: torch.dtype, device: torch.device) -> None:
+    q, k, v, grad, _ = problem(device, dtype, (), block, size, heads, d)
+    layout = PATTERNS[name](size, block, device=device)
+    check(q, k, v, grad, layout)
+    lengths = torch.tensor([size[1] - 77, 130], device=device)
+    check(q, k, v, grad, layout, causal=True, lengths=lengths)
+    check(q, k, v, grad, PATTERNS[name](size, block, lengths=lengths[:, None], device=device))

@@ -93,7 +93,7 @@ def test_the_same_launches(launches: list[Launch], causal: bool, sorts: bool, mo
         return found | {tensor.data_ptr(): f"list {i}" for i, tensor in enumerate(lists)}
 
     one, two = tensors(), tensors()
-    *results, again = attention.launch_attention_fwd(p, one["q"], one["k"], one["v"], *lists[:2], None)
+    *results, again = attention.launch_attention_fwd(p, one["q"], one["k"], one["v"], *lists[:2], None, None)
     assert again is not None
     repeated = again(0, two["q"], two["k"], two["v"], *lists[:2])
     for a, b in zip(results, repeated, strict=True):
@@ -103,7 +103,7 @@ def test_the_same_launches(launches: list[Launch], causal: bool, sorts: bool, mo
     bound(0, two["out"].data_ptr(), two["grad"].data_ptr(), two["lse"].data_ptr(), None, stats.data_ptr())
     given = [(t["q"], t["k"], t["v"], t["grad"], stats, lists) for t in (one, two)]
     split = len(launches)
-    *results, again = attention_backward.launch_attention_bwd(p, *given[0], None)
+    *results, again = attention_backward.launch_attention_bwd(p, *given[0], None, None)
     count = len(launches) - split
     assert again is not None and count == (4 if sorts and not causal else 2)
     repeated = again(0, *given[1])
@@ -124,5 +124,5 @@ def test_copies_are_not_repeated(launches: list[Launch]) -> None:
     crooked = torch.empty(2, 2, 64, 65).bfloat16()[..., :64]
     lengths = torch.tensor([3, 4], dtype=torch.int32)
     for q_given, given in ((crooked, None), (q, lengths)):
-        *_, again = attention.launch_attention_fwd(p, q_given, k, v, x.row_offsets, x.col_indices, given)
+        *_, again = attention.launch_attention_fwd(p, q_given, k, v, x.row_offsets, x.col_indices, None, given)
         assert again is None

@@ -19,18 +19,17 @@ def _norm(x: BlockSparseTensor, vector: Tensor) -> Tensor:
 
 
 def _moved(x: BlockSparseTensor, vector: Tensor) -> Tensor:
-    return blocksparse.mul(blocksparse.sub(blocksparse.add(x, vector), 2 * vector), vector).to_dense()
+    return ((x + vector - 2 * vector) * vector).to_dense()
 
 
 def _spread(x: BlockSparseTensor, vector: Tensor) -> Tensor:
     rows = torch.linspace(-1, 1, x.shape[-2], device=x.device)
-    added = blocksparse.broadcast_add(rows, vector, x.layout)
-    return (added * blocksparse.broadcast_sub(rows, vector, x.layout) * x).to_dense()
+    return ((x * 0 + rows[:, None] + vector) * (vector - x) * x).to_dense()
 
 
 STEPS: dict[str, Step] = {
-    "sum": lambda x, vector: blocksparse.sum(x) * blocksparse.mean(x),
-    "max": lambda x, vector: blocksparse.max(x, -2).clamp(min=-9) * vector,
+    "sum": lambda x, vector: x.sum() * x.mean(),
+    "max": lambda x, vector: x.amax(-2).clamp(min=-9) * vector,
     "vectors": _moved,
     "broadcast": _spread,
     "layer_norm": _norm,
@@ -87,7 +86,7 @@ def test_a_layout_of_the_same_graph(device: torch.device) -> None:
         a, b = (Layout.from_mask(mask, 16, capacity=18) for mask in (first, second))
         made = Layout.product(a, b, capacity=18), a.union(b, capacity=18), a.intersection(b, capacity=18)
         blocks = blocksparse.from_dense(x, made[1])
-        return *(layout.to_dense() for layout in made), blocksparse.sum(blocks), (blocks.exp() * 2).mT.to_dense()
+        return *(layout.to_dense() for layout in made), blocks.sum(), (blocks.exp() * 2).mT.to_dense()
 
     follows(call, first, second, x)
 

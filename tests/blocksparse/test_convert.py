@@ -6,6 +6,7 @@ import torch
 from gossamer.blocksparse import (
     BlockSparseTensor,
     Layout,
+    attention,
     from_block_mask,
     from_dense,
     from_sparse_bsr,
@@ -96,3 +97,67 @@ def test_block_mask_errors() -> None:
         to_block_mask(torch.ones(2, 2))
     with pytest.raises(ValueError, match=r"to_block_mask: layout must be \(B, H, rows, cols\) at most"):
         to_block_mask(Layout.from_mask(torch.ones(1, 1, 1, 2, 2).bool(), 16))
+
+
+@pytest.mark.parametrize(
+    "crow, col",
+    [([0, 2, 2], [1, 0]), ([0, 2, 3], [1, 0, 1]), ([0, 3, 3], [0, 1, 0])],
+    ids=["unsorted", "unsorted first row", "repeated"],
+)
+def test_bsr_in_any_order(crow: list[int], col: list[int], device: torch.device) -> None:
+    """Block columns stand in any order, and blocks of one place add up."""
+    values = torch.arange(1.0, len(col) + 1, device=device)[:, None, None].expand(-1, 16, 16).clone().requires_grad_()
+    given = torch.tensor(crow), torch.tensor(col), values
+    x = torch.sparse_bsr_tensor(*given, size=(32, 32), device=device, check_invariants=False)
+    blocks = from_sparse_bsr(x)
+    want = torch.zeros(32, 32, device=device)
+    for row in range(2):
+        for k in range(crow[row], crow[row + 1]):
+            want[16 * row : 16 * row + 16, 16 * col[k] : 16 * col[k] + 16] += values[k].detach()
+    assert torch.equal(blocks.to_dense(), want)
+    assert torch.equal(blocks.layout.to_dense(), want[::16, ::16] != 0)
+    if len(set(col)) == len(col):
+        # PyTorch itself has no gradient of a BSR tensor's values where one place has two blocks.
+        (grad,) = torch.autograd.grad(blocks.to_dense().sum(), values)
+        assert torch.equal(grad, torch.ones_like(values))
+
+
+@pytest.mark.parametrize(
+    "crow, col", [([0, 1, 1], [0, 1]), ([1, 1, 2], [0, 1]), ([0, 2, 1], [0, 1]), ([0, 1, 2], [0, 2])]
+)
+def test_bsr_that_breaks_its_rules(crow: list[int], col: list[int], device: torch.device) -> None:
+    values = torch.ones(2, 16, 16, device=device)
+    given = torch.tensor(crow, device=device), torch.tensor(col, device=device), values
+    x = torch.sparse_bsr_tensor(*given, size=(32, 32), check_invariants=False)
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match=r"from_sparse_bsr: (crow|col)_indices of x must"):
+            from_sparse_bsr(x)
+    else:
+        blocks = from_sparse_bsr(x)
+        assert blocks.values[: int(blocks.layout.nnz)].isnan().all()
+
+
+@pytest.mark.parametrize("lead", [(1, 1), (2, 3)], ids=str)
+def test_mask_mods_cut_partial_blocks(lead: tuple[int, int], device: torch.device) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask, create_mask
+
+    document = torch.arange(300, device=device).div(70, rounding_mode="floor")
+
+    def takes(b, h, q, k):
+        return ((q - k <= 50 + 9 * h) & (q >= k) & (document[q] == document[k])) | (k < b)
+
+    mask = create_block_mask(takes, *lead, 300, 300, device=str(device), BLOCK_SIZE=64)
+    want = create_mask(takes, *lead, 300, 300, device=str(device))
+    for capacity in (None, 160):
+        layout = from_block_mask(mask, capacity=capacity)
+        assert torch.equal(layout.element_mask(), want)
+        back = to_block_mask(layout)
+        assert torch.equal(create_mask(back.mask_mod, *lead, 300, 300, device=str(device)), want)
+        assert int(back.full_kv_num_blocks.sum()) == int(layout.nnz) - int(
+            (layout.elements[: layout.capacity] > 0).sum()
+        )
+    whole = from_block_mask(mask, elements=False)
+    assert whole.elements is None and torch.equal(whole.to_dense(), layout.to_dense())
+    q, k, v = torch.randn(3, lead[0], lead[1], 300, 16, device=device)
+    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=want)
+    torch.testing.assert_close(attention(q, k, v, layout), dense, rtol=1e-4, atol=1e-4)

@@ -1,12 +1,16 @@
 """Layouts against the definition of their parts, entry by entry."""
 
+import copy
+import io
 import itertools
 import math
 
 import pytest
 import torch
+from torch.utils import _pytree
 
-from gossamer.blocksparse import Layout
+from gossamer import blocksparse
+from gossamer.blocksparse import Layout, from_dense
 
 SHAPES = [(1, 1), (3, 5), (2, 7, 1), (2, 3, 17, 40), (1, 130, 33), (2, 20, 300), (0, 4), (4, 0), (0, 3, 3)]
 
@@ -195,3 +199,22 @@ def test_scores_are_no_mask(dtype: torch.dtype) -> None:
     """Random scores all differ from 0: as a mask they would be every block."""
     with pytest.raises(TypeError, match=r"from_mask: mask must be bool or an integer, got .*select_blocks"):
         Layout.from_mask(torch.randn(2, 2).to(dtype), 16)
+
+
+def test_copies_know_that_they_are_filled(device: torch.device) -> None:
+    """Wherever a layout goes it knows its count; what shares its lists is the same layout to attention."""
+    mask = torch.ones(2, 2, device=device).bool().tril()
+    layout = Layout.from_mask(mask, 16)
+    file = io.BytesIO()
+    torch.save(layout, file)
+    file.seek(0)
+    leaves, spec = _pytree.tree_flatten(layout)
+    rebuilt = _pytree.tree_unflatten(leaves, spec)
+    for copied in (copy.copy(layout), copy.deepcopy(layout), layout.to("cpu"), torch.load(file), rebuilt):
+        assert copied.filled and torch.equal(copied.positions.cpu(), layout.positions.cpu())
+        assert not Layout.from_mask(mask, 16, capacity=4).filled
+    q = torch.randn(1, 1, 32, 8, device=device)
+    bias = from_dense(torch.randn(32, 32, device=device), layout)
+    want = blocksparse.attention(q, q, q, layout, bias=bias)
+    for same in (rebuilt, copy.copy(layout), layout.to(device)):
+        assert same.is_same(layout) and torch.equal(blocksparse.attention(q, q, q, same, bias=bias), want)

@@ -16,15 +16,6 @@ from tests.blocksparse.products import MIXES, TURNED, Operand, dense_of, draw, l
 from tests.strategies import SEEDS, laid_out, seeded
 
 
-@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.kernels)], ids=["pairs", "every block"])
-def shallow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Both ways of a small product."""
-    from gossamer.blocksparse._triton import matmul as kernels
-
-    monkeypatch.setattr(kernels, "is_shallow", lambda *_: request.param)
-    return bool(request.param)
-
-
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "".join("DS"[sparse] for sparse in mix))
 @pytest.mark.parametrize("turned", [(False, False), (True, True)], ids=str)
 def test_error_budget(mix, turned, dtype: torch.dtype, device: torch.device) -> None:
@@ -105,7 +96,6 @@ def walks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> li
 
     monkeypatch.setattr(matmul_walk, "choose_walk", chosen)
     monkeypatch.setattr(kernels, "is_small", lambda *_: False)
-    monkeypatch.setattr(kernels, "is_shallow", lambda *_: False)
     return taken
 
 
@@ -151,7 +141,6 @@ def test_tf32(
     from gossamer.blocksparse._triton import matmul as kernels
 
     monkeypatch.setattr(kernels, "is_small", lambda *_: small)
-    monkeypatch.setattr(kernels, "is_shallow", lambda *_: small)
     near(mix, turned, sizes, block, device, density)
 
 
@@ -202,15 +191,11 @@ def test_programs_walk_many_tiles(monkeypatch: pytest.MonkeyPatch, device: torch
     from gossamer.blocksparse._triton import matmul as kernels
 
     monkeypatch.setattr(kernels, "WAVES", 1)
-    monkeypatch.setattr(kernels, "is_shallow", lambda *_: False)
     run((True, True, False), (True, False), (80, 32, 16), (16, 16, 16), torch.float32, device, lead=(1,))
 
 
 @pytest.mark.kernels
-def test_a_list_longer_than_one_step_looks_at(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gossamer.blocksparse._triton import matmul as kernels
-
-    monkeypatch.setattr(kernels, "is_shallow", lambda *_: False)
+def test_a_list_longer_than_one_step_looks_at(device: torch.device) -> None:
     generator = seeded(0, device)
     present = torch.zeros(132, 1, dtype=torch.bool, device=device)
     present[[1, 127, 128, 131]] = 1
@@ -236,7 +221,6 @@ def test_one_sparse_matrix_and_many_dense_ones(device: torch.device) -> None:
     torch.testing.assert_close(matmul(batch, dense.mT), batch.to_dense() @ dense.mT)
 
 
-@pytest.mark.usefixtures("shallow")
 @pytest.mark.parametrize("memory", ["transposed", "strided", "misaligned"])
 def test_memory_of_dense_operands(memory: str, device: torch.device) -> None:
     generator = seeded(0, device)
@@ -247,7 +231,6 @@ def test_memory_of_dense_operands(memory: str, device: torch.device) -> None:
     torch.testing.assert_close(matmul(laid_out(b.mT, memory), a, transpose_b=True), b.mT @ a.to_dense().mT)
 
 
-@pytest.mark.usefixtures("shallow")
 @pytest.mark.parametrize("lost", ["a", "b", "out"])
 @pytest.mark.parametrize("turned", [False, True])
 def test_overflow_is_nan(lost: str, turned: bool, device: torch.device) -> None:
@@ -264,7 +247,6 @@ def test_overflow_is_nan(lost: str, turned: bool, device: torch.device) -> None:
         assert matmul(dense, b, layout("out"), transpose_b=turned).values.isnan().all()
 
 
-@pytest.mark.usefixtures("shallow")
 def test_what_is_not_finite_stays(device: torch.device) -> None:
     layout = Layout.from_mask(torch.eye(2, device=device).bool(), 16)
     a = from_dense(torch.ones(32, 32, device=device), layout)
@@ -280,7 +262,6 @@ def test_what_is_not_finite_stays(device: torch.device) -> None:
     torch.testing.assert_close(got, want, equal_nan=True)
 
 
-@pytest.mark.usefixtures("shallow")
 def test_nothing_reaches_beyond_the_matrix(device: torch.device) -> None:
     x = torch.full((20, 20), math.nan, device=device)
     layout = Layout.full((2, 2), 16, size=(20, 20), device=device)
@@ -288,7 +269,6 @@ def test_nothing_reaches_beyond_the_matrix(device: torch.device) -> None:
         assert out.to_dense().isnan().all() and int(out.values.isnan().sum()) == 400
 
 
-@pytest.mark.usefixtures("shallow")
 def test_the_same_bits(dtype: torch.dtype, device: torch.device) -> None:
     generator = seeded(0, device)
     a, _ = draw((1,), (32, 48), (16, 16), True, False, 0.7, dtype, generator)
@@ -442,17 +422,14 @@ def test_dense_operands_are_multiplied_as_ever(device: torch.device) -> None:
 
 
 @pytest.mark.native
-def test_small_products_are_one_launch_of_narrow_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_products_have_narrow_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     from gossamer._core import tuning
-    from gossamer.blocksparse.matmul_path import is_shallow, is_small, narrowed
+    from gossamer.blocksparse.matmul_path import is_small, narrowed
 
     device = torch.device("cuda", 0)
     monkeypatch.setattr(tuning, "programs", lambda _: 132)
     assert is_small((4, 448, 448, 448), device) and is_small((1, 0, 8, 8), device)
     assert not is_small((4, 1024, 1024, 1024), device) and not is_small((1, 128, 64, 1 << 20), device)
-    assert is_shallow((4, 256, 256, 256), device) and is_shallow((1, 0, 8, 8), device)
-    assert not is_shallow((4, 448, 448, 448), device) and not is_shallow((1, 64, 272, 64), device)
-    assert not is_shallow((1, 272, 64, 64), device) and not is_shallow((32, 256, 256, 256), device)
     assert narrowed(256, 64, 28, 448, device) == 64 and narrowed(256, 64, 512, 8192, device) == 256
     assert narrowed(256, 128, 8, 256, device) == 128 and narrowed(96, 64, 1, 96, device) == 96
 
@@ -479,3 +456,17 @@ def test_tf32_compiles_for_hopper(tile_m: int, listed: bool) -> None:
     used = aot.resources(compiled)
     assert compiled.metadata.shared <= aot.SHARED_MEMORY_LIMIT["sm_90"]
     assert used["LOCAL"] == used["STACK"] == 0 and "m64n" in compiled.asm["ptx"] and ".tf32" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("sides", [((2, 5, 0), (0, 20)), ((2, 0, 20), (20, 40)), ((0, 5, 20), (20, 20))], ids=str)
+def test_an_empty_batch_beside_one_matrix(sides, device: torch.device) -> None:
+    """Nothing to add up is zeros, with the dense product's shape and gradients."""
+    left, (k, n) = torch.randn(*sides[0], device=device, requires_grad=True), sides[1]
+    right = torch.randn(k, n, device=device)
+    blocks = from_dense(right, Layout.full((-(-k // 16), -(-n // 16)), 16, size=(k, n), device=device))
+    out = blocksparse.matmul(left, blocks)
+    torch.testing.assert_close(out, left @ right)
+    (grad,) = torch.autograd.grad(out.sum(), left)
+    assert grad.shape == left.shape
+    turned = blocksparse.matmul(blocks, left.mT, transpose_a=True)
+    torch.testing.assert_close(turned, right.mT @ left.mT)

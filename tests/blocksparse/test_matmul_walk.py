@@ -31,6 +31,8 @@ def test_choice_of_a_walk() -> None:
     assert walk_of(64, 0.75, 0.75, 0.5) == walk_of(64, 0.75, 0.75, 0.25) == Walk(64, True, True, 64)
     assert walk_of(64, None, None, 0.25) == Walk(64, False, True, 64)
     assert walk_of(64, 0.25, None, None) == walk_of(64, 0.1, None, None) == Walk(64, True, False, 64)
+    assert walk_of(64, 0.5, None, None, n=2048) == walk_of(64, 0.5, None, None, n=4096) == Walk(64, True, False, 64)
+    assert walk_of(64, 0.75, None, None) == every
     assert walk_of(128, 0.5, 0.5, 0.5) is walk_of(128, 0.25, 0.25, 0.25) is None
     assert walk_of(128, 0.75, 0.75, 0.75) == Walk(128, True, True, 32)
     assert walk_of(128, 0.5, 1.0, None) == walk_of(128, 0.5, None, None) == Walk(128, True, False, 32)

@@ -340,7 +340,7 @@ def test_more_than_2_to_the_31_elements() -> None:
     "call, error, message",
     [
         (lambda x: repeat(x, (2,)), ValueError, r"repeat: sizes must name each of the 2 dimensions of x, got \(2,\)"),
-        (lambda x: repeat(x, (0, 1)), ValueError, "repeat: sizes must be at least 1, got 0"),
+        (lambda x: repeat(x, (-1, 1)), ValueError, "repeat: sizes must be at least 1, got -1"),
         (lambda x: repeat(x.values, (1, 1)), TypeError, "repeat: x must be a BlockSparseTensor, got Tensor"),
         (lambda x: repeat(x, (2, 1), layout=x.layout), ValueError, r"repeat: layout must be of \[64, 32\] elements"),
         (lambda x: repeat_interleave(x, 2, 2), ValueError, "repeat_interleave: dim must be from -2 to 1, got 2"),
@@ -380,3 +380,26 @@ def test_errors(call, error: type[Exception], message: str) -> None:
     x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
     with pytest.raises(error, match=message):
         call(x)
+
+
+@pytest.mark.parametrize("lead, size", [((), (32, 32)), ((2,), (40, 24)), ((2, 3), (32, 48))], ids=str)
+def test_empty_pieces(lead: tuple[int, ...], size: tuple[int, int], device: torch.device) -> None:
+    """Pieces of length 0, and no repetition at all, along every dimension, with their gradients."""
+    x = torch.randn(*lead, *size, device=device, requires_grad=True)
+    blocks = from_dense(x, Layout.full((*lead, -(-size[0] // 16), -(-size[1] // 16)), 16, size=size, device=device))
+    for dim, total in enumerate(x.shape):
+        for sizes in ([0, total], [total, 0], [1, 0, total - 1]):
+            pieces = split(blocks, sizes, dim)
+            for piece, want in zip(pieces, x.split(sizes, dim), strict=True):
+                assert torch.equal(piece.to_dense(), want)
+                (got,) = torch.autograd.grad(piece.to_dense().sum(), x, retain_graph=True)
+                assert torch.equal(got, torch.autograd.grad(want.sum(), x, retain_graph=True)[0])
+            assert torch.equal(cat(pieces, dim).to_dense(), x)
+        once, times = repeat_interleave(blocks, 0, dim), [1] * x.dim()
+        times[dim], times[dim - 1] = 0, 2
+        for none, want in ((once, x.repeat_interleave(0, dim)), (repeat(blocks, times), x.repeat(times))):
+            assert torch.equal(none.to_dense(), want)
+            (got,) = torch.autograd.grad(none.values.sum(), x, retain_graph=True)
+            assert not got.any()
+    with pytest.raises(ValueError, match=r"repeat_interleave: repeats must be at least 1, got -1"):
+        repeat_interleave(blocks, -1, 0)

@@ -1,6 +1,7 @@
 """Sums, maxima and vectors of rows and columns against dense PyTorch."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,16 @@ SHAPES = [
 ]
 
 
+VECTORS = {
+    "x + v": lambda x, v: x + v,
+    "v + x": lambda x, v: v + x,
+    "x - v": lambda x, v: x - v,
+    "v - x": lambda x, v: v - x,
+    "x * v": lambda x, v: x * v,
+    "v * x": lambda x, v: v * x,
+}
+
+
 def problem(lead, size, block, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, BlockSparseTensor, Tensor]:
     """(leaf, its blocks with NaN where they stand for no element, which elements are present)."""
     generator = seeded(0, device)
@@ -33,17 +44,17 @@ def problem(lead, size, block, dtype: torch.dtype, device: torch.device) -> tupl
 
 
 def dense(name: str, x: Tensor, present: Tensor, dim: int) -> Tensor:
-    if name == "max":
+    if name == "amax":
         return x.masked_fill(~present, -math.inf).amax(dim)
     return getattr(torch, name)(torch.where(present, x, 0), dim)
 
 
 @pytest.mark.parametrize("dim", [-1, -2])
-@pytest.mark.parametrize("name", ["sum", "mean", "max"])
+@pytest.mark.parametrize("name", ["sum", "mean", "amax"])
 @pytest.mark.parametrize("lead, size, block", SHAPES, ids=str)
 def test_reductions(lead, size, block, name: str, dim: int, dtype: torch.dtype, device: torch.device) -> None:
     x, blocks, present = problem(lead, size, block, dtype, device)
-    got = getattr(blocksparse, name)(blocks, dim)
+    got = getattr(blocks, name)(dim)
     results = []
     for leaf in (x.detach().double().requires_grad_(), x):
         want = dense(name, leaf, present, dim)
@@ -57,47 +68,32 @@ def test_reductions(lead, size, block, name: str, dim: int, dtype: torch.dtype, 
 def test_equal_maxima_share_the_gradient(device: torch.device) -> None:
     layout = Layout.full((1, 2), 16, device=device)
     x = torch.ones(16, 32, device=device, requires_grad=True)
-    (grad,) = torch.autograd.grad(blocksparse.max(from_dense(x, layout)).sum(), x)
+    (grad,) = torch.autograd.grad(from_dense(x, layout).amax().sum(), x)
     assert torch.equal(grad, torch.full_like(x, 1 / 32))
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
-@pytest.mark.parametrize("name", ["add", "sub", "mul"])
+@pytest.mark.parametrize("name", VECTORS)
 @pytest.mark.parametrize("lead, size, block", SHAPES, ids=str)
 def test_vectors(lead, size, block, name: str, axis: int, device: torch.device) -> None:
     x, blocks, present = problem(lead, size, block, torch.float32, device)
     shape = (*lead[1:], size[0], 1) if axis == -1 else (*lead[1:], 1, size[1])
     vector = torch.randn(shape, device=device, requires_grad=True)
-    got = getattr(blocksparse, name)(blocks, vector).to_dense()
-    want = torch.where(present, getattr(torch, name)(x, vector), 0)
+    got = VECTORS[name](blocks, vector).to_dense()
+    want = torch.where(present, VECTORS[name](x, vector), 0)
     torch.testing.assert_close(got, want)
     towards = torch.randn_like(want)
     for a, b in zip(torch.autograd.grad(got, (x, vector), towards), torch.autograd.grad(want, (x, vector), towards)):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("name", ["add", "sub"])
-@pytest.mark.parametrize("lead, size, block", SHAPES, ids=str)
-def test_broadcast(lead, size, block, name: str, device: torch.device) -> None:
-    _, blocks, present = problem(lead, size, block, torch.float32, device)
-    x = torch.randn(*lead, size[0], device=device, requires_grad=True)
-    y = torch.randn(size[1], device=device, requires_grad=True)
-    got = getattr(blocksparse, f"broadcast_{name}")(x, y, blocks.layout).to_dense()
-    want = torch.where(present, getattr(torch, name)(x[..., :, None], y), 0)
-    torch.testing.assert_close(got, want)
-    towards = torch.randn_like(want)
-    for a, b in zip(torch.autograd.grad(got, (x, y), towards), torch.autograd.grad(want, (x, y), towards)):
-        torch.testing.assert_close(a, b)
-
-
 def test_overflow_is_nan(device: torch.device) -> None:
     layout = Layout.from_mask(torch.ones(3, 3, device=device).bool(), 16, capacity=8)
     x = BlockSparseTensor(torch.ones(8, 16, 16, device=device), layout)
-    for name in ("sum", "mean", "max"):
-        assert getattr(blocksparse, name)(x).isnan().all()
+    for name in ("sum", "mean", "amax"):
+        assert getattr(x, name)().isnan().all()
     vector = torch.ones(48, device=device)
-    assert blocksparse.add(x, vector).values.isnan().all()
-    assert blocksparse.broadcast_add(vector, vector, layout).values.isnan().all()
+    assert (x + vector).values.isnan().all()
 
 
 @pytest.mark.native
@@ -108,8 +104,8 @@ def test_gradcheck(device: torch.device) -> None:
     x, v = torch.randn(18, 20, dtype=torch.float64), torch.randn(18, 1, dtype=torch.float64)
 
     def call(x: Tensor, v: Tensor) -> Tensor:
-        y = blocksparse.mul(from_dense(x, layout), v)
-        return blocksparse.sum(y) + blocksparse.max(y).exp()
+        y = from_dense(x, layout) * v
+        return y.sum() + y.amax().exp()
 
     assert torch.autograd.gradcheck(call, (x.requires_grad_(), v.requires_grad_()))
 
@@ -120,7 +116,7 @@ def test_compile(compiled, device: torch.device) -> None:
     blocks = replace(blocks, values=blocks.values.detach().nan_to_num())
 
     def call(blocks: BlockSparseTensor) -> Tensor:
-        return blocksparse.sum(blocksparse.sub(blocks, blocksparse.mean(blocks)[..., None]))
+        return (blocks - blocks.mean()[..., None]).sum()
 
     torch.testing.assert_close(compiled(call)(blocks), call(blocks))
 
@@ -128,16 +124,11 @@ def test_compile(compiled, device: torch.device) -> None:
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (lambda x: blocksparse.sum(x, 0), ValueError, "blocksparse.sum: dim must be -1, .* or -2, .* got 0"),
+        (lambda x: x.sum(0), ValueError, "BlockSparseTensor.sum: dim must be -1, .* or -2, .* got 0"),
         (
-            lambda x: blocksparse.add(x, torch.ones(3)),
+            lambda x: x + torch.ones(3),
             ValueError,
-            r"blocksparse.add: vector must have shape .*got \[3\]",
-        ),
-        (
-            lambda x: blocksparse.broadcast_add(torch.ones(32), torch.ones(31), x.layout),
-            ValueError,
-            r"blocksparse.broadcast_add: y must broadcast to \[32\] like the layout, got \[31\]",
+            r"BlockSparseTensor.__add__: other must have shape .*got \[3\]",
         ),
     ],
 )
@@ -158,10 +149,10 @@ def test_integers_are_exact(lead, size, block, kind: torch.dtype, dim: int, devi
     least, most = (0, 1) if kind is torch.bool else (torch.iinfo(kind).min, torch.iinfo(kind).max)
     x = torch.randint(least, most, present.shape, device=device, generator=seeded(1, device)).to(kind)
     blocks = from_dense(x, blocks.layout)
-    got = blocksparse.sum(blocks, dim)
+    got = blocks.sum(dim)
     want = torch.where(present, x, torch.zeros((), dtype=kind, device=device)).sum(dim)
     assert got.dtype is torch.int64 and torch.equal(got, want)
-    got = blocksparse.max(blocks, dim)
+    got = blocks.amax(dim)
     want = torch.where(present, x, torch.full((), least, dtype=kind, device=device)).amax(dim)
     assert got.dtype is kind and torch.equal(got, want)
 
@@ -169,8 +160,8 @@ def test_integers_are_exact(lead, size, block, kind: torch.dtype, dim: int, devi
 def test_integers_that_overflow_a_layout_are_the_lowest(device: torch.device) -> None:
     layout = Layout.from_mask(torch.ones(3, 3, device=device).bool(), 16, capacity=8)
     x = BlockSparseTensor(torch.ones(8, 16, 16, device=device, dtype=torch.int32), layout)
-    assert (blocksparse.sum(x) == torch.iinfo(torch.int64).min).all()
-    assert (blocksparse.max(x) == torch.iinfo(torch.int32).min).all()
+    assert (x.sum() == torch.iinfo(torch.int64).min).all()
+    assert (x.amax() == torch.iinfo(torch.int32).min).all()
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -178,10 +169,10 @@ def test_integers_that_overflow_a_layout_are_the_lowest(device: torch.device) ->
     "name, call",
     [
         ("softmax", blocksparse.softmax),
-        ("mean", blocksparse.mean),
-        ("add", lambda x: blocksparse.add(x, torch.full((16,), 0.5, device=x.device))),
-        ("sub", lambda x: blocksparse.sub(x, torch.full((16,), 0.5, device=x.device))),
-        ("mul", lambda x: blocksparse.mul(x, torch.full((16,), 0.5, device=x.device))),
+        ("BlockSparseTensor.mean", lambda x: x.mean()),
+        ("BlockSparseTensor.__add__", lambda x: x + torch.full((16,), 0.5, device=x.device)),
+        ("BlockSparseTensor.__sub__", lambda x: x - torch.full((16,), 0.5, device=x.device)),
+        ("BlockSparseTensor.__mul__", lambda x: x * torch.full((16,), 0.5, device=x.device)),
         ("layer_norm", blocksparse.layer_norm),
         ("rms_norm", blocksparse.rms_norm),
         ("matmul", lambda x: blocksparse.matmul(x, x.to_dense())),
@@ -190,9 +181,23 @@ def test_integers_that_overflow_a_layout_are_the_lowest(device: torch.device) ->
 def test_what_computes_refuses_integers(name: str, call, kind: torch.dtype, device: torch.device) -> None:
     x = from_dense(torch.ones(16, 16, device=device).to(kind), Layout.full((1, 1), 16, device=device))
     given = "a" if name == "matmul" else "x"
-    message = (
-        rf"blocksparse\.{name}: {given} must be float32.*got {str(kind)[6:]}\. Convert it with {given}\.to\(torch\.f"
-    )
+    way = rf"Convert it with {given}\.to\(torch\.f"
+    message = rf"blocksparse\.{re.escape(name)}: {given} must be float32.*got {str(kind)[6:]}\. {way}"
     with pytest.raises(TypeError, match=message):
         call(x)
     call(x.to(torch.float32))
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_the_gradient_of_a_vector_is_summed_in_float32(name: str, device: torch.device) -> None:
+    """Over all blocks, as PyTorch sums it: 256 + 1 in one block and -256 in another are 1."""
+    layout = Layout.full((1, 12), 16, device=device)
+    x = torch.ones(16, 192, device=device, dtype=torch.bfloat16)
+    towards = torch.randn(16, 192, device=device, generator=seeded(3, device)).to(torch.bfloat16)
+    towards[0] = 0
+    towards[0, [0, 1, 40]] = torch.tensor([256.0, 1.0, -256.0], device=device, dtype=torch.bfloat16)
+    vector = torch.randn(16, 1, device=device).to(torch.bfloat16).requires_grad_()
+    out = VECTORS[name](from_dense(x, layout), vector)
+    (got,) = torch.autograd.grad(out.to_dense(), vector, towards)
+    want = towards.double().sum(1) * (-1 if name == "x - v" else 1)
+    assert_close(got.flatten(), reference64=want, plain=want.float().to(torch.bfloat16))

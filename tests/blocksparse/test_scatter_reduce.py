@@ -14,6 +14,7 @@ from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, gather, 
 from gossamer.testing import assert_close
 from tests.blocksparse.blocks import dense_index, elements, native, random_blocks, random_index, random_layout
 from tests.blocksparse.test_gather import padded
+from tests.strategies import seeded
 
 REDUCTIONS = ("sum", "mean", "amax", "amin", "prod")
 # leading dimensions, size and block of input; dim; leading dimensions and size of index
@@ -404,3 +405,47 @@ def test_reductions_that_a_dtype_lacks() -> None:
     ):
         with pytest.raises(TypeError, match=f'reduce="{reduce}" needs {rule}'):
             scatter_reduce(layout, 0, index, from_dense(torch.ones(16, 16, dtype=kind), layout), reduce)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("include_self", [False, True])
+@pytest.mark.parametrize("reduce", ["sum", "mean", "amax", "amin", "prod"])
+def test_slots_beyond_the_matrix_take_no_part(
+    reduce: str, include_self: bool, bad: float, device: torch.device
+) -> None:
+    """Slots beyond a cut block's matrix, behind the last block, and of no index hold anything, and get no gradient."""
+    generator = seeded(0, device)
+    layouts = [
+        Layout.from_mask(torch.rand(3, 3, device=device, generator=generator) < 0.8, 16, size=(40, 33), capacity=10)
+        for _ in range(2)
+    ]
+    inside = [from_dense(torch.ones(40, 33, device=device).bool(), layout).values for layout in layouts]
+    before, src = (
+        torch.where(held, torch.randn(held.shape, device=device, generator=generator), bad).requires_grad_()
+        for held in inside
+    )
+    index = from_dense(torch.randint(-1, 40, (40, 33), device=device, generator=generator), layouts[1]).values
+    index = torch.where(inside[1], index, 1 << 20)
+    x, i, y = (BlockSparseTensor(*pair) for pair in ((before, layouts[0]), (index, layouts[1]), (src, layouts[1])))
+    out = scatter_reduce(x, 0, i, y, reduce, include_self=include_self).to_dense()
+    grads = torch.autograd.grad(out.sum(), (before, src))
+    assert out.isfinite().all()
+    for grad, held in zip(grads, inside):
+        assert grad.isfinite().all() and not grad[~held].any()
+    assert not grads[1][index < 0].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reduce", ["last", "sum", "mean", "amax", "prod"])
+def test_an_index_out_of_range_has_no_gradient(reduce: str) -> None:
+    layout = Layout.full((2, 2), 16, device="cuda")
+    index = torch.zeros(32, 32, device="cuda", dtype=torch.int64)
+    index[3], index[5] = 32, -7
+    src = torch.rand(32, 32, device="cuda", requires_grad=True)
+    x, i, y = (from_dense(t, layout) for t in (torch.ones(32, 32, device="cuda"), index, src))
+    if reduce == "last":
+        out = scatter(x, 0, i, y)
+    else:
+        out = scatter_reduce(x, 0, i, y, reduce)
+    (grad,) = torch.autograd.grad(out.to_dense().sum(), src)
+    assert grad.isfinite().all() and not grad[3].any() and not grad[5].any()

@@ -20,7 +20,8 @@ def selected(
     for batch, head, r in ((batch, head, r) for batch in range(b) for head in range(h) for r in range(rows)):
         length = tk if lengths is None else lengths[batch]
         mean = q[batch, head, r * height : (r + 1) * height].cpu().double().mean(0)
-        positions = range(r * height + tk - tq, min((r + 1) * height, tq) + tk - tq)
+        shift = max(length - tq, min(tk - tq, 0))
+        positions = range(r * height + shift, min((r + 1) * height, tq) + shift)
         found = {}
         for c in range(cols):
             keys = k[batch, head * hk // h, c * width : min((c + 1) * width, length)].cpu().double()

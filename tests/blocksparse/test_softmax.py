@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, softmax, transpose
+from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, sliding_window, softmax, transpose
 from gossamer.testing import assert_close
 from tests.strategies import SEEDS, seeded
 
@@ -260,3 +260,24 @@ def test_errors(options, error: type[Exception], message: str) -> None:
     x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
     with pytest.raises(error, match=f"blocksparse.softmax: {message}"):
         softmax(**{"x": x, **options})
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("block", [(16, 16), (32, 64)], ids=str)
+def test_elements_that_a_pattern_leaves_out(block, masked: bool, dtype: torch.dtype, device: torch.device) -> None:
+    size = 90, 130
+    layout = sliding_window(size, block, (40, 5), device=device)
+    x = torch.randn(size, device=device, generator=seeded(0, device)).to(dtype).requires_grad_()
+    mask = torch.rand(size, device=device, generator=seeded(1, device)) < 0.7 if masked else None
+    seen = layout.element_mask() if mask is None else layout.element_mask() & mask
+    got = softmax(from_dense(x, layout), mask=mask).to_dense()
+    towards = torch.randn(size, device=device, generator=seeded(2, device)).to(dtype)
+    results = []
+    for leaf in (x.detach().double().requires_grad_(), x):
+        wide = leaf.to(torch.promote_types(leaf.dtype, torch.float32)).masked_fill(~seen, -torch.inf)
+        want = torch.where(seen, wide.softmax(-1), 0).to(leaf.dtype)
+        results.append((want, torch.autograd.grad(want, leaf, towards.to(leaf.dtype))[0]))
+    assert not got[~seen].any()
+    grads = torch.autograd.grad(got, x, towards)
+    for name, ours, exact, plain in zip(("softmax", "gradient"), (got, *grads), *results, strict=True):
+        assert_close(ours, reference64=exact, plain=plain, factor=3.0, name=name)

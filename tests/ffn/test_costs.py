@@ -31,7 +31,7 @@ UNIONS = {
     ("plain", 300, "0%"): (300, 0, 1.0),
     ("plain", 900, "0%"): (900, 0, 1.0),
 }
-"""What is known of the cases of `gossamer bench ffn`: entries of a light row, columns of a group of 32, heavy rows."""
+"""What is known of the cases of `benchmarks ffn`: entries of a light row, columns of a group of 32, heavy rows."""
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 CASES = [
     case

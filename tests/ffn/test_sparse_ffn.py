@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from gossamer._core.ops import INTERPRET
 from gossamer.ffn.costs import costs_of
 from gossamer.ffn.sparse_ffn import sparse_ffn
 from tests.ffn.dense import SPARSE, call, check, operands
@@ -44,7 +45,7 @@ def test_rows_in_several_parts(
     monkeypatch.setattr(kernels, "BLOCK", 32)
     a = operands((40, 16, 260, 20), torch.float32, device, generator, shared=0.8)
     kept = a["x"] @ a["gate"].t() + a["gate_bias"] > 0
-    parts = (a["x"], a["gate"], a["gate_bias"], None, a["up"], a["up_bias"], a["down"], None, a["down_bias"])
+    parts = (a["x"], a["gate"], a["gate_bias"], None, a["up"], a["up_bias"], a["down"], a["down_bias"])
     out, nnz, sizes = sparse_ffn(*parts, False, united, 1, False, False)
     check(a, out)
     assert nnz.tolist() == kept.sum(1).tolist()
@@ -86,7 +87,8 @@ def test_a_plan_repeats_the_launches(
 def test_entries_are_counted_where_asked(step: int, device: torch.device, generator: torch.Generator) -> None:
     a = operands((21, 24, 300, 40), torch.float32, device, generator)
     kept = a["x"] @ a["gate"].t() + a["gate_bias"] > 0
-    parts = (a["x"], a["gate"], a["gate_bias"], None, a["up"], a["up_bias"], a["down"], a["down"].t().contiguous())
+    parts = (a["x"], a["gate"], a["gate_bias"], None, a["up"], a["up_bias"], a["down"])
     out, nnz, sizes = sparse_ffn(*parts, a["down_bias"], False, False, step, False, False)
     check(a, out)
-    assert nnz.tolist() == (kept.sum(1).tolist() if step else []) and len(sizes) == step
+    assert nnz.tolist() == (kept.sum(1).tolist() if step else [])
+    assert len(sizes) == (step if device.type == "cuda" or INTERPRET else 1)

@@ -208,3 +208,24 @@ def test_shapes_are_named(device: torch.device) -> None:
             layer(x)
     with pytest.raises(ValueError, match=r"blocksparse.causal: size must be \(M, N\), queries and keys, got 300"):
         blocksparse.causal(300, 32)  # type: ignore[arg-type]
+
+
+def test_state_dicts_without_frequencies(device: torch.device) -> None:
+    """Attention layers of other libraries save none: those of the module's own theta stay."""
+    layout = Layout.from_mask(torch.ones(2, 2, device=device).bool().tril(), 16)
+    one, two = (BlockSparseAttention(32, 4, 2, layout=layout, rope_theta=1e4, device=device) for _ in range(2))
+    state = {name: x for name, x in one.state_dict().items() if "rotary" not in name}
+    assert two.load_state_dict(state).missing_keys == [] and "rotary_emb.inv_freq" not in state
+    x = torch.randn(1, 32, 32, device=device)
+    assert torch.equal(one(x), two(x))
+
+
+def test_a_layout_function_that_takes_too_little() -> None:
+    layout = Layout.from_mask(torch.ones(2, 2).bool(), 16)
+    module = BlockSparseAttention(32, 4, layout=lambda q, k: layout)
+    with pytest.raises(
+        TypeError, match=r"nn.BlockSparseAttention: layout must take q, k, causal=... and valid_lengths="
+    ):
+        module(torch.randn(1, 32, 32))
+    module.layout = lambda q, k, **_: layout
+    assert module(torch.randn(1, 32, 32)).shape == (1, 32, 32)

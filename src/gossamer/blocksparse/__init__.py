@@ -10,10 +10,9 @@ from gossamer.blocksparse.convert import from_block_mask, from_sparse_bsr, to_bl
 from gossamer.blocksparse.gather import gather
 from gossamer.blocksparse.layout import Layout
 from gossamer.blocksparse.matmul import matmul
-from gossamer.blocksparse.patterns import causal, global_tokens, sliding_window
+from gossamer.blocksparse.patterns import causal, documents, global_tokens, sliding_window
 from gossamer.blocksparse.rearrange import adapt_layout, cat, merge, repeat, repeat_interleave, split, stack
 from gossamer.blocksparse.relative import Relative
-from gossamer.blocksparse.rows import add, broadcast_add, broadcast_sub, max, mean, mul, sub, sum
 from gossamer.blocksparse.rowwise import apply_rowwise, layer_norm, rms_norm
 from gossamer.blocksparse.scatter_reduce import scatter, scatter_reduce
 from gossamer.blocksparse.select_blocks import select_blocks
@@ -27,13 +26,11 @@ __all__ = [
     "Layout",
     "Relative",
     "adapt_layout",
-    "add",
     "apply_rowwise",
     "attention",
-    "broadcast_add",
-    "broadcast_sub",
     "cat",
     "causal",
+    "documents",
     "from_block_mask",
     "from_dense",
     "from_sparse_bsr",
@@ -41,10 +38,7 @@ __all__ = [
     "global_tokens",
     "layer_norm",
     "matmul",
-    "max",
-    "mean",
     "merge",
-    "mul",
     "repeat",
     "repeat_interleave",
     "rms_norm",
@@ -55,8 +49,6 @@ __all__ = [
     "softmax",
     "split",
     "stack",
-    "sub",
-    "sum",
     "to_block_mask",
     "to_sparse_bsr",
     "transpose",

@@ -31,7 +31,13 @@ def _of_one(function: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 def _of_two(name: str, function: Callable[[Any, Any], Any], turned: bool = False) -> Callable[..., Any]:
+    vectors = {"__radd__": "__add__", "__rmul__": "__mul__"}.get(name, name)
+
     def method(self: Any, other: Any) -> Any:
+        if vectors in VECTORS and isinstance(other, Tensor) and other.dim() > 0:
+            from gossamer.blocksparse.rows import with_vector
+
+            return with_vector(vectors, self, other)
         operand = self.paired(name, other)
         if operand is NotImplemented:
             return NotImplemented
@@ -64,10 +70,21 @@ def _compared(name: str, function: Callable[[Any, Any], Tensor]) -> Callable[...
     return method
 
 
+ELEMENTWISE = (
+    *("abs", "clamp", "cos", "exp", "gelu", "log", "neg", "reciprocal"),
+    *("relu", "rsqrt", "sigmoid", "silu", "sin", "sqrt", "square", "tanh"),
+)
+"""PyTorch's functions that take block-sparse tensors as methods do."""
+VECTORS = ("__add__", "__sub__", "__rsub__", "__mul__")
+"""Operators whose other operand may be a vector."""
+
+
 class Arithmetic:
     """Operators and functions on the elements of present blocks; absent blocks stay absent, whatever the function.
 
-    The other operand is a number, a tensor of one element, or a block-sparse tensor that shares the layout.
+    The other operand is a number, a tensor of one element, or a block-sparse tensor that shares the layout; of `+`, `-`
+    and `*` also a vector, `[..., M, 1]` with a number for each row, or `[..., 1, N]` with one for each column, whose
+    gradient is summed in float32 over all blocks.
     """
 
     values: Tensor
@@ -132,6 +149,41 @@ class Arithmetic:
     sqrt = _of_one(torch.sqrt)
     square = _of_one(torch.square)
     tanh = _of_one(torch.tanh)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """`torch.exp(x)` is `x.exp()`, for the functions of one element that there are; every other one raises."""
+        name = getattr(func, "__name__", str(func))
+        if args and isinstance(args[0], cls) and name in ELEMENTWISE:
+            # Functions of `torch.nn.functional` hand their defaults on.
+            options = {
+                option: value for option, value in (kwargs or {}).items() if (option, value) != ("inplace", False)
+            }
+            return getattr(args[0], name)(*args[1:], **options)
+        if len(args) == 2 and not isinstance(args[0], cls):
+            # A tensor stands on the left; a compiler may ask for the reflected operator of the right one instead.
+            base = name.strip("_")
+            reflected = f"__{base[1:]}__" if name.startswith("__r") else f"__r{base}__"
+            if hasattr(cls, reflected):
+                return getattr(args[1], reflected)(args[0])
+        raise TypeError(
+            f"torch.{name}: no argument may be a {cls.__name__}. For a function of single elements use "
+            f"x.apply(torch.{name}); rows and columns have x.sum(dim), mean, amax and blocksparse.softmax; all "
+            "else takes x.to_dense()."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        # Dunder names are looked for by protocols, which go without.
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        other = "x.amax(dim)" if name == "max" else f"x.to_dense().{name}"
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}. Use {other}.")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError(
+            f"blocksparse.BlockSparseTensor: a {type(self).__name__} has no elements to be indexed. Use "
+            "blocksparse.split(x, sizes, dim) for parts of it, or x.to_dense()[...]."
+        )
 
     def __bool__(self) -> bool:
         raise TypeError(

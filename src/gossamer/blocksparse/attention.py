@@ -40,8 +40,9 @@ def attention(
 
     Scores of absent blocks are never computed, nor is a matrix of scores kept; the backward pass computes them again.
     It adds nothing in an order that could vary, so gradients are the same bits in each run. The last query is aligned
-    with the last key: query i is at the position i + Tk - Tq of keys. A query that meets no key gives zeros, a
-    log-sum-exp of -inf, and gradients of zero.
+    with the last key: query i is at the position i + Tk - Tq of keys, or with valid_lengths at i + valid_lengths[b] -
+    Tq, and the first one beside the first key where a sequence has fewer keys than queries. A query that meets no key
+    gives zeros, a log-sum-exp of -inf, and gradients of zero.
 
     Args:
         q: `[B, H, Tq, D]`, float, any strides, D up to 256. It, k and v may each be a `BlockSparseTensor`, whose absent
@@ -49,6 +50,7 @@ def attention(
         k: `[B, Hk, Tk, D]`, the dtype and device of q; Hk divides H, and H / Hk neighbouring heads of q share a head.
         v: like k.
         layout: of `[..., rows, cols]` blocks of Tq x Tk elements, with leading dimensions that broadcast to `[B, H]`.
+            Patterns such as `sliding_window` say which elements of a block take part, and no others do.
             A layout with fewer matrices is shared, not copied. Its `capacity` may be larger than its count; one that
             overflowed gives NaN.
         mask: bool, True takes part: dense, broadcasting to `[B, H, Tq, Tk]`, or values of blocks `[capacity, height,
@@ -100,7 +102,7 @@ def attention(
         _checked.keep(key, settings)
         given = q, k, v, extra, queried, places, valid_lengths
     lists = layout.row_offsets, layout.col_indices, layout.row_indices, layout.col_offsets, layout.transpose_order
-    out, lse = undispatched(_attention, *given)(*given, *lists, layout.positions, *settings)
+    out, lse = undispatched(_attention, *given)(*given, *lists, layout.positions, layout.elements, *settings)
     return (out, lse) if return_lse else out
 
 
@@ -126,7 +128,7 @@ def _stored(name: str, x: Tensor | BlockSparseTensor | None, layout: Layout) -> 
     """The values of a block-sparse mask or bias."""
     if not isinstance(x, BlockSparseTensor):
         return x
-    if x.layout is not layout:
+    if not x.layout.is_same(layout):
         raise ValueError(f"{_NAME}: {name} must have the layout that is given as layout, got another one.")
     return x.values
 
@@ -243,8 +245,8 @@ def _fake_bwd(grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.settings = inputs[13:]
-    ctx.save_for_backward(*inputs[:13], *output)
+    ctx.settings = inputs[14:]
+    ctx.save_for_backward(*inputs[:14], *output)
     ctx.set_materialize_grads(False)
 
 
@@ -252,12 +254,12 @@ def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[A
     refuse_second(_NAME)
     *tensors, out, lse = ctx.saved_tensors
     if grad is None and grad_lse is None:
-        return (None,) * 19
+        return (None,) * 20
     grad = torch.zeros_like(out) if grad is None else grad
     call = undispatched(_attention_bwd, grad, grad_lse, *tensors[:3])
     asked = ctx.needs_input_grad[3:5]
     *grads, dbias, drelative = call(grad, grad_lse, out, lse, *tensors, *ctx.settings, *asked)
-    return *grads, dbias if asked[0] else None, drelative if asked[1] else None, *(None,) * 14
+    return *grads, dbias if asked[0] else None, drelative if asked[1] else None, *(None,) * 15
 
 
 def _launcher_bwd() -> Any:
@@ -269,11 +271,12 @@ def _launcher_bwd() -> Any:
 _OPERANDS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? relative, Tensor? places, Tensor? lengths, "
     "Tensor row_offsets, Tensor col_indices, Tensor row_indices, Tensor col_offsets, Tensor transpose_order, "
-    "Tensor positions, int z_batch, int z_head, int height, int width, bool causal, float scale"
+    "Tensor positions, Tensor? elements, int z_batch, int z_head, int height, int width, bool causal, float scale"
 )
 _attention = register(
     f"blocksparse_attention({_OPERANDS}) -> (Tensor, Tensor)",
     cpu=_cpu.attention,
+    strided=("q", "k", "v", "bias"),
     fake=_fake,
     setup_context=_context,
     backward=_backward,
@@ -282,6 +285,7 @@ _attention_bwd = register(
     f"blocksparse_attention_bwd(Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, {_OPERANDS}, bool with_bias, "
     "bool with_relative) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.attention_bwd,
+    strided=("grad", "out", "q", "k", "v", "bias"),
     gpu=_launcher_bwd,
     fake=_fake_bwd,
     once_differentiable=_NAME,

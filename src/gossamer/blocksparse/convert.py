@@ -6,13 +6,16 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer.blocksparse.layout import Layout, check_block_size, check_layouts
+from gossamer.blocksparse._torch.tensor import lost
+from gossamer.blocksparse.elements import of_rule, starts_of
+from gossamer.blocksparse.layout import Layout, check_block_size, check_layouts, grid_of
 from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
 
 if TYPE_CHECKING:
@@ -23,14 +26,17 @@ def from_sparse_bsr(x: Tensor) -> BlockSparseTensor:
     """A `BlockSparseTensor` of a BSR tensor of PyTorch's, without a sync: it knows how many blocks it has.
 
     Args:
-        x: `[..., M, N]`, of layout `torch.sparse_bsr`, in blocks of 16, 32, 64 or 128 rows and columns.
+        x: `[..., M, N]`, of layout `torch.sparse_bsr`, in blocks of 16, 32, 64 or 128 rows and columns. The block
+            columns of a row may stand in any order; blocks of one place add up.
 
     Returns:
-        `BlockSparseTensor`, differentiable in x.
+        `BlockSparseTensor`, differentiable in x. Every value is NaN (the lowest number of integers) where a GPU holds
+        crow_indices or col_indices that break the rules of BSR.
 
     Raises:
         TypeError: x is no BSR tensor.
-        ValueError: its blocks are of another size, or have dimensions of their own.
+        ValueError: its blocks are of another size, or have dimensions of their own; or on the CPU crow_indices do not
+            ascend from 0 to the number of blocks, or a block column is out of range.
 
     Source: `torch.sparse_bsr`.
 
@@ -55,16 +61,42 @@ def from_sparse_bsr(x: Tensor) -> BlockSparseTensor:
     batch = math.prod(lead)
     crow, col = crow.reshape(batch, shape[-2] + 1), col.reshape(batch, col.shape[-1])
     place = torch.arange(col.shape[1], device=x.device).expand_as(col).contiguous()
+    wrong = _check_bsr(operator, crow, col, shape[-1])
     row = torch.searchsorted(crow[:, 1:].contiguous().to(place.dtype), place, right=True)
-    mask = torch.zeros(batch, *shape[-2:], dtype=torch.bool, device=x.device)
-    matrix = torch.arange(batch, device=x.device)[:, None]
-    mask[matrix, row, col.long()] = True
-    if col.numel() == 0:
-        # A layout has room for one block at least.
-        values = values.reshape(-1, *block)
-        values = torch.cat([values, values.new_zeros(1, *block)])
-    layout = Layout.from_mask(mask.view(shape), block, size=(m, n), capacity=max(col.numel(), 1)).counted(col.numel())
-    return BlockSparseTensor(values.reshape(-1, *block), layout)
+    number = torch.arange(batch, device=x.device)[:, None] * shape[-2] + row.clamp(max=shape[-2] - 1)
+    number = (number * shape[-1] + col.long().clamp(0, shape[-1] - 1)).view(-1)
+    mask = torch.zeros(math.prod(shape), dtype=torch.bool, device=x.device)
+    mask[number] = True
+    layout = Layout.from_mask(mask.view(shape), block, size=(m, n), capacity=max(col.numel(), 1))
+    given = values.reshape(-1, *block)
+    if wrong is not None:
+        given = torch.where(wrong, lost(given.dtype), given)
+    # An assignment that accumulates adds in one order on a GPU, too.
+    to = (layout.positions[number].long(),)
+    if given.dtype is torch.bool:
+        ones = given.new_zeros(layout.capacity, *block, dtype=torch.uint8).index_put(to, given.byte(), accumulate=True)
+        return BlockSparseTensor(ones != 0, layout)
+    zeros = given.new_zeros(layout.capacity, *block)
+    return BlockSparseTensor(zeros.index_put(to, given, accumulate=True), layout)
+
+
+def _check_bsr(operator: str, crow: Tensor, col: Tensor, cols: int) -> Tensor | None:
+    """Raises on the CPU where a BSR tensor's metadata break their rules; bool `[]` on a GPU: whether they do."""
+    count = col.shape[1]
+    ascend = (crow[:, 0] == 0).all() & (crow[:, -1] == count).all() & (crow.diff() >= 0).all()
+    inside = ((col >= 0) & (col < cols)).all()
+    if crow.is_cuda:
+        return ~(ascend & inside)
+    if not ascend:
+        raise ValueError(
+            f"{operator}: crow_indices of x must ascend from 0 to the {count} blocks of a matrix, got "
+            f"{crow[0].tolist()[:8]}. torch.sparse.check_sparse_tensor_invariants finds the mistake."
+        )
+    if not inside:
+        raise ValueError(
+            f"{operator}: col_indices of x must be from 0 to {cols - 1}, got {int(col.min())} to {int(col.max())}."
+        )
+    return None
 
 
 def to_sparse_bsr(x: BlockSparseTensor) -> Tensor:
@@ -119,12 +151,13 @@ def to_sparse_bsr(x: BlockSparseTensor) -> Tensor:
         )
 
 
-def from_block_mask(mask: BlockMask, *, capacity: int | None = None) -> Layout:
-    """The layout of the blocks that a block mask of FlexAttention's visits, full ones and partial ones.
+def from_block_mask(mask: BlockMask, *, elements: bool = True, capacity: int | None = None) -> Layout:
+    """The layout of the blocks that a block mask of FlexAttention's visits, cut as its `mask_mod` cuts partial ones.
 
     Args:
-        mask: in blocks of 16, 32, 64 or 128. What its `mask_mod` does within partial blocks is not part of a layout:
-            give `attention` a mask for that.
+        mask: in blocks of 16, 32, 64 or 128. Its `mask_mod` is asked for each element of partial blocks, and has no say
+            in full ones, as in FlexAttention.
+        elements: False takes partial blocks whole.
         capacity: as in `Layout.from_mask`.
 
     Returns:
@@ -138,14 +171,45 @@ def from_block_mask(mask: BlockMask, *, capacity: int | None = None) -> Layout:
 
     >>> from torch.nn.attention.flex_attention import create_block_mask
     >>> mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 256, 256, device="cpu")
-    >>> from_block_mask(mask).to_dense().tolist()
-    [[[[True, False], [True, True]]]]
+    >>> from_block_mask(mask).to_dense().tolist(), int(from_block_mask(mask).element_mask().sum())
+    ([[[[True, False], [True, True]]]], 32896)
     """
     operator = "blocksparse.from_block_mask"
     block = check_block_size(operator, (mask.BLOCK_SIZE[0], mask.BLOCK_SIZE[1]))
     m, n = mask.seq_lengths
-    dense = mask.to_dense()[..., : -(-m // block[0]), : -(-n // block[1])]
-    return Layout.from_mask(dense, block, size=(m, n), capacity=capacity)
+    grid = grid_of((m, n), block)
+    partial = _listed(mask.kv_num_blocks, mask.kv_indices, grid)
+    present, cut = partial, partial
+    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
+        full = _listed(mask.full_kv_num_blocks, mask.full_kv_indices, grid)
+        present, cut = partial | full, partial & ~full
+    if not elements:
+        return Layout.from_mask(present, block, size=(m, n), capacity=capacity)
+    takes, heads = torch.vmap(mask.mask_mod), present.shape[1]
+
+    def rule(z: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        # A mask_mod may look its indices up: none lies beyond the matrix.
+        given = z // heads, z % heads, i.clamp(max=m - 1), j.clamp(max=n - 1)
+        wide = torch.broadcast_tensors(*given)
+        return takes(*(x.flatten() for x in wide)).view(wide[0].shape)
+
+    room, filled = cut.numel(), False
+    if capacity is None:
+        checks.no_sync(operator, "capacity=None", "Give a capacity; mask.numel() of its blocks is enough.")
+        count, room = torch.stack([present.sum(), cut.sum()]).tolist()
+        capacity, filled = max(count, 1), count > 0
+    layout = Layout.from_mask(present, block, size=(m, n), capacity=capacity)
+    return replace(layout, filled=filled, elements=of_rule(layout, cut, min(room, capacity), rule))
+
+
+def _listed(counts: Tensor, indices: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Bool `[B, H, rows, cols]`: the first counts of the listed blocks of each row."""
+    listed = torch.arange(indices.shape[3], device=indices.device) < counts[..., None]
+    width = max(indices.shape[3], grid[1])
+    # One column more takes entries that are not listed.
+    blocks = torch.zeros(*indices.shape[:3], width + 1, dtype=torch.bool, device=indices.device)
+    blocks.scatter_(3, torch.where(listed, indices, width).long(), True)
+    return blocks[:, :, : grid[0], : grid[1]]
 
 
 def to_block_mask(layout: Layout, mask_mod: Callable[..., Any] | None = None) -> BlockMask:
@@ -153,9 +217,9 @@ def to_block_mask(layout: Layout, mask_mod: Callable[..., Any] | None = None) ->
 
     Args:
         layout: `(B, H, rows, cols)` in blocks, or without H, or without both.
-        mask_mod: which elements of these blocks take part, as FlexAttention has it; None takes all, and makes the
-            blocks full ones, for which nothing is asked. The result's `mask_mod` knows the layout too: where
-            FlexAttention is not compiled it looks at nothing else.
+        mask_mod: which elements of these blocks take part, as FlexAttention has it, beside those that the layout leaves
+            out; None takes all others. Blocks of which all take part are full ones, for which nothing is asked. The
+            result's `mask_mod` knows the layout too: where FlexAttention is not compiled it looks at nothing else.
 
     Returns:
         `BlockMask` of `(B, H, M, N)`, with 1 for a leading dimension that the layout lacks.
@@ -176,17 +240,22 @@ def to_block_mask(layout: Layout, mask_mod: Callable[..., Any] | None = None) ->
         raise ValueError(f"{operator}: layout must be (B, H, rows, cols) at most, got {layout.shape}.")
     from torch.nn.attention.flex_attention import BlockMask, and_masks
 
-    dense = layout.to_dense().to(torch.int32)
-    dense = dense.view(*layout.shape[:-2], *[1] * (4 - len(layout.shape)), *layout.shape[-2:])
-    counts = dense.sum(-1, dtype=torch.int32)
-    indices = dense.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
-    (b, h), (height, width) = dense.shape[:2], layout.block_size
-    present = dense != 0
+    starts = starts_of(layout)
+    starts = starts.view(*layout.shape[:-2], *[1] * (4 - len(layout.shape)), *layout.shape[-2:])
+    (b, h), (height, width), buffer = starts.shape[:2], layout.block_size, layout.elements
 
     def stored(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return present[batch % b, head % h, query // height, key // width]
+        start = starts[batch % b, head % h, query // height, key // width]
+        if buffer is None:
+            return start >= 0
+        word = buffer[start.clamp(min=0) + query % height * -(-width // 32) + key % width // 32]
+        return (start == 0) | (start > 0) & ((word >> (key % width % 32)) & 1 != 0)
+
+    def kinds(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+        return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
     options: dict[str, Any] = {"BLOCK_SIZE": layout.block_size, "seq_lengths": layout.size}
     if mask_mod is not None:
-        return BlockMask.from_kv_blocks(counts, indices, mask_mod=and_masks(stored, mask_mod), **options)
-    return BlockMask.from_kv_blocks(torch.zeros_like(counts), indices, counts, indices, mask_mod=stored, **options)
+        return BlockMask.from_kv_blocks(*kinds(starts >= 0), mask_mod=and_masks(stored, mask_mod), **options)
+    return BlockMask.from_kv_blocks(*kinds(starts > 0), *kinds(starts == 0), mask_mod=stored, **options)

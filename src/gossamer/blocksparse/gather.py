@@ -35,4 +35,6 @@ def gather(input: BlockSparseTensor, dim: int, index: BlockSparseTensor) -> Bloc
     """
     operator = "blocksparse.gather"
     check_computed(operator, input=input)
-    return BlockSparseTensor(indexed(operator, input.layout, dim, index).gather(input.values), index.layout)
+    return BlockSparseTensor(
+        indexed(operator, input.layout, dim, index).gather(input.values, strict=True), index.layout
+    )

@@ -40,9 +40,10 @@ class Indexed:
     parts: tuple[Tensor, ...]
     sizes: list[int]
 
-    def gather(self, values: Tensor) -> Tensor:
-        """Blocks of index's layout: what the indices find in values."""
-        return undispatched(_gather, values, self.parts[4])(values, *self.parts, self.sizes)
+    def gather(self, values: Tensor, strict: bool = False) -> Tensor:
+        """Blocks of index's layout: the elements that the indices find in values, 0 for none. An index out of range
+        is none, or an error with `strict`, which a GPU shows as NaN."""
+        return undispatched(_gather, values, self.parts[4])(values, *self.parts, self.sizes, strict)
 
     def scatter(
         self, given: Tensor | None, src: Tensor | None, reduce: str, include_self: bool, dtype: torch.dtype
@@ -147,7 +148,7 @@ def _keep_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     back = Indexed(tuple(ctx.saved_tensors), ctx.sizes)
-    return (back.scatter(None, grad, "sum", True, grad.dtype), *[None] * 16)
+    return (back.scatter(None, grad, "sum", True, grad.dtype), *[None] * 17)
 
 
 def _keep_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -216,7 +217,9 @@ def _product_backward(
         kept = grad * back.scatter(torch.ones_like(given), src, "prod", True, wide)
     elif given is not None:
         kept = torch.where(back.count() == 0, grad, 0)
-    return kept, torch.where(alone, back.gather(grad * others), divided)
+    # A factor may be NaN where no index is: beyond the matrix, and behind the last block.
+    entry = back.gather(torch.ones_like(grad)) != 0
+    return kept, torch.where(entry, torch.where(alone, back.gather(grad * others), divided), 0)
 
 
 def _fake_scatter(given: Tensor | None, src: Tensor | None, *rest: Any) -> Tensor:
@@ -224,7 +227,7 @@ def _fake_scatter(given: Tensor | None, src: Tensor | None, *rest: Any) -> Tenso
 
 
 _gather = register(
-    f"blocksparse_gather(Tensor values, {_LAYOUTS}) -> Tensor",
+    f"blocksparse_gather(Tensor values, {_LAYOUTS}, bool strict) -> Tensor",
     cpu=_gather_cpu,
     fake=lambda values, *rest: values.new_empty(rest[4].shape),
     setup_context=_keep_gather,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from dataclasses import dataclass, fields, replace
@@ -14,6 +15,10 @@ from torch.utils import _pytree
 from gossamer._core import checks
 from gossamer._core.ops import register, undispatched
 from gossamer.blocksparse._torch import layout as _cpu
+from gossamer.blocksparse.elements import joined as joined_elements
+from gossamer.blocksparse.elements import starts_of, words_of
+from gossamer.blocksparse.elements import to_dense as to_dense_elements
+from gossamer.blocksparse.elements import transposed as transposed_elements
 
 if TYPE_CHECKING:
     from gossamer.blocksparse.tensor import BlockSparseTensor
@@ -45,6 +50,11 @@ class Layout:
         transpose_order: `[capacity]`: the blocks' numbers, column by column, from top to bottom (CSC order).
         positions: `[Z * rows * cols]`: each block's number, -1 where it is absent. True numbers, which may lie beyond
             the capacity.
+        filled: whether the host knows that there is no room behind the last block, because it has counted the blocks.
+            Gradients of operators on single elements are cheaper then.
+        elements: which elements of blocks take part in attention and softmax, int32, as `elements.py` has it: patterns
+            cut blocks at their edges. None where all do. Layouts of tensors that are moved (`repeat`, `split`, `cat`,
+            `adapt`, ...) and of products have whole blocks.
 
     Source: Schön and Tompits, blksprs, Definitions 1 to 4 (lookup table and reverse lookup table).
 
@@ -61,6 +71,8 @@ class Layout:
     col_offsets: Tensor
     transpose_order: Tensor
     positions: Tensor
+    filled: bool = False
+    elements: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -97,11 +109,6 @@ class Layout:
         return self.nnz > self.capacity
 
     @property
-    def filled(self) -> bool:
-        """Whether the host knows that there is no room behind the last block: it has counted the blocks."""
-        return not torch.compiler.is_compiling() and self.__dict__.get("_filled", False)
-
-    @property
     def dense_shape(self) -> tuple[int, ...]:
         """`(..., M, N)`: the shape of the matrices in elements."""
         return (*self.shape[:-2], *self.size)
@@ -110,10 +117,27 @@ class Layout:
         """Bool `[..., rows, cols]`: the mask that this is the layout of."""
         return (self.positions >= 0).view(self.shape)
 
+    def element_mask(self) -> Tensor:
+        """Bool `[..., M, N]`: which elements take part in attention and softmax.
+
+        >>> from gossamer.blocksparse import sliding_window
+        >>> sliding_window((64, 64), 16, (2, 0)).element_mask().sum(-1).tolist()[:4]
+        [1, 2, 3, 3]
+        """
+        (m, n), (height, width) = self.size, self.block_size
+        whole = to_dense_elements(self).view(*self.shape, height, width).transpose(-3, -2)
+        return whole.reshape(*self.shape[:-2], self.rows * height, self.cols * width)[..., :m, :n]
+
+    @property
+    def cut_room(self) -> int:
+        """How many blocks there are words for in `elements`."""
+        return 0 if self.elements is None else (self.elements.shape[0] - self.capacity) // words_of(self.block_size)
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Layout:
         """The same on another device."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _STATIC}
-        return replace(self, **{name: tensor.to(device, non_blocking=non_blocking) for name, tensor in moved.items()})
+        names = PARTS if self.elements is None else (*PARTS, "elements")
+        moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in names}
+        return replace(self, **moved)
 
     @staticmethod
     def from_mask(
@@ -159,15 +183,17 @@ class Layout:
             )
         if mask.dtype is not torch.bool:
             mask = mask != 0
-        count = None
+        filled = False
         if capacity is None:
             checks.no_sync(operator, "capacity=None", "Give a capacity; mask.numel() is enough for any mask.")
             count = int(mask.sum())
             capacity = max(count, 1)
+            # A traced count is no number that Python could branch on.
+            filled = not torch.compiler.is_compiling() and count == capacity
         else:
             checks.positive(operator, "capacity", capacity, "It is the number of blocks to make room for.")
         parts = _layout(mask.reshape(math.prod(mask.shape[:-2]), rows, cols).contiguous(), capacity)
-        return Layout(tuple(mask.shape), block, (int(size[0]), int(size[1])), *parts).counted(count)
+        return Layout(tuple(mask.shape), block, (int(size[0]), int(size[1])), *parts, filled)
 
     @staticmethod
     def from_dense(x: Tensor, block_size: BlockSize, *, capacity: int | None = None) -> Layout:
@@ -210,7 +236,7 @@ class Layout:
         """
         mask = torch.ones(shape, dtype=torch.bool, device=device)
         layout = Layout.from_mask(mask, block_size, size=size, capacity=max(mask.numel(), 1))
-        return layout.counted(mask.numel())
+        return replace(layout, filled=mask.numel() > 0)
 
     @staticmethod
     def random(
@@ -279,20 +305,14 @@ class Layout:
         call = undispatched(_layout_transpose, self.positions)
         columns, lines, order, positions = call(self.row_offsets[-1:], *given, self.rows, self.cols)
         shape, offsets = (*self.shape[:-2], self.cols, self.rows), (self.col_offsets, self.row_offsets)
-        layout = Layout(shape, block, size, offsets[0], columns, lines, offsets[1], order, positions)
-        layout.counted(self.capacity if self.filled else None)
+        lists = offsets[0], columns, lines, offsets[1], order, positions
+        layout = Layout(shape, block, size, *lists, self.filled, transposed_elements(self))
         # What a graph makes is there only when it is replayed.
         if not torch.compiler.is_compiling() and not checks.capturing():
             self.__dict__["_transposed"] = layout
             # No cycle: it would hold device memory until the garbage collector comes.
             layout.__dict__["_transposed"] = weakref.ref(self)
         return layout
-
-    def counted(self, blocks: int | None) -> Layout:
-        """The layout, which notes whether its capacity is the number of blocks that the host has counted."""
-        if not torch.compiler.is_compiling() and blocks == self.capacity:
-            self.__dict__["_filled"] = True
-        return self
 
     def is_same(self, other: Layout) -> bool:
         """Whether both are one layout, or share its metadata; equal masks are not compared."""
@@ -316,7 +336,7 @@ class Layout:
         >>> int(causal.union(causal.transpose()).nnz)
         9
         """
-        return self._joined("union", torch.logical_or, others, capacity)
+        return self._joined("union", others, capacity)
 
     def intersection(self, *others: Layout, capacity: int | None = None) -> Layout:
         """The blocks that all of the layouts have; leading dimensions broadcast. `capacity` is as in `from_mask`.
@@ -325,10 +345,10 @@ class Layout:
         >>> int(causal.intersection(causal.transpose()).nnz)
         3
         """
-        return self._joined("intersection", torch.logical_and, others, capacity)
+        return self._joined("intersection", others, capacity)
 
-    def _joined(self, name: str, join: Any, others: tuple[Layout, ...], capacity: int | None) -> Layout:
-        operator, mask = f"blocksparse.Layout.{name}", self.to_dense()
+    def _joined(self, name: str, others: tuple[Layout, ...], capacity: int | None) -> Layout:
+        operator = f"blocksparse.Layout.{name}"
         for other in others:
             check_layouts(operator, other=other)
             if (other.size, other.block_size) != (self.size, self.block_size):
@@ -336,8 +356,21 @@ class Layout:
                     f"{operator}: layouts must have one size and block size, got {self.size} in blocks of "
                     f"{self.block_size}, and {other.size} in blocks of {other.block_size}."
                 )
-            mask = join(mask, other.to_dense())
-        return Layout.from_mask(mask, self.block_size, size=self.size, capacity=capacity)
+        union, given = name == "union", (self, *others)
+        starts = torch.broadcast_tensors(*(starts_of(layout) for layout in given))
+        mask = functools.reduce(torch.logical_or if union else torch.logical_and, [x >= 0 for x in starts])
+        # A block that one of them has whole is whole in a union; that one of them cuts is cut in an intersection.
+        some = functools.reduce(torch.logical_or, [x == 0 if union else x > 0 for x in starts])
+        cuts = mask & ~some if union else mask & some
+        room = sum(layout.cut_room * (mask.numel() // max(layout.positions.numel(), 1)) for layout in given)
+        filled = False
+        if capacity is None:
+            checks.no_sync(operator, "capacity=None", "Give a capacity; mask.numel() is enough for any mask.")
+            count, room = torch.stack([mask.sum(), cuts.sum()]).tolist() if room else (int(mask.sum()), 0)
+            capacity, filled = max(count, 1), not torch.compiler.is_compiling() and count > 0
+        layout = Layout.from_mask(mask, self.block_size, size=self.size, capacity=capacity)
+        elements = joined_elements(layout, cuts, min(room, capacity), given, union)
+        return replace(layout, filled=filled, elements=elements)
 
     def plot(self, ax: Any = None) -> Any:
         """Draws the first matrix, present blocks dark, into a Matplotlib axis, a new one if None, and returns it.
@@ -427,7 +460,9 @@ class Layout:
 
 torch.serialization.add_safe_globals([Layout])
 
-_STATIC = ("shape", "block_size", "size")
+PARTS = ("row_offsets", "col_indices", "row_indices", "col_offsets", "transpose_order", "positions")
+"""The lists of a layout, in the order in which operators take them."""
+_STATIC = ("shape", "block_size", "size", "filled")
 
 
 def check_block_size(operator: str, block_size: BlockSize) -> tuple[int, int]:
@@ -477,13 +512,13 @@ _layout_transpose = register(
 
 
 def _flatten(layout: Layout) -> tuple[list[Any], Any]:
-    tensors = [getattr(layout, f.name) for f in fields(layout) if f.name not in _STATIC]
+    tensors = [getattr(layout, name) for name in (*PARTS, "elements")]
     return tensors, tuple(getattr(layout, name) for name in _STATIC)
 
 
 _pytree.register_pytree_node(
     Layout,
     _flatten,
-    lambda tensors, given: Layout(*given, *tensors),
+    lambda tensors, given: Layout(*given[:3], *tensors[:-1], *given[3:], tensors[-1]),
     serialized_type_name="gossamer.blocksparse.Layout",
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -13,12 +12,11 @@ from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked, key_of
 from gossamer._core.ops import register, undispatched
 from gossamer.blocksparse._torch import matmul as _cpu
-from gossamer.blocksparse.layout import Layout, check_layouts
+from gossamer.blocksparse.layout import PARTS, Layout, check_layouts
 from gossamer.blocksparse.tensor import BlockSparseTensor, check_floating
 
 _NAME = "blocksparse.matmul"
-_PARTS = [field.name for field in fields(Layout) if field.name not in ("shape", "block_size", "size")]
-_NO_PARTS: list[Tensor | None] = [None] * len(_PARTS)
+_NO_PARTS: list[Tensor | None] = [None] * len(PARTS)
 
 
 def matmul(
@@ -196,7 +194,7 @@ def _folded(left: _Operand, right: _Operand, sizes: tuple[int, int, int, int, in
     m, k, n, *block = sizes
     if left.layout is None:
         lead = left.values.shape[:-2]
-        left = left._replace(values=left.values.reshape(1, -1, k))
+        left = left._replace(values=left.values.reshape(1, math.prod(lead) * m, k))
         out = _product(left, right, None, (1, left.values.shape[1], k, n, *block))
         return out.view(*lead, m, n)
     lead = right.values.shape[:-2]
@@ -220,7 +218,7 @@ def _product(left: _Operand, right: _Operand, out_layout: Layout | None, sizes: 
 
 
 def _parts(layout: Layout | None) -> list[Tensor | None]:
-    return _NO_PARTS if layout is None else [getattr(layout, name) for name in _PARTS]
+    return _NO_PARTS if layout is None else [getattr(layout, name) for name in PARTS]
 
 
 def _fake(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
@@ -259,11 +257,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (*grads, *[None] * 27)
 
 
-_LISTS = ", ".join(f"Tensor? {operand}_{part}" for operand in ("a", "b", "out") for part in _PARTS)
+_LISTS = ", ".join(f"Tensor? {operand}_{part}" for operand in ("a", "b", "out") for part in PARTS)
 _matmul = register(
     f"blocksparse_matmul(Tensor a, Tensor b, {_LISTS}, SymInt z, SymInt m, SymInt k, SymInt n, int bm, int bk, int bn, "
     "bool trans_a, bool trans_b) -> Tensor",
     cpu=_cpu.matmul,
+    strided=("a", "b"),
     fake=_fake,
     setup_context=_context,
     backward=_backward,

@@ -29,9 +29,6 @@ LAUNCHES = 10e-6
 SMALL = 0.25
 """Tiles of 128 x 256, by multiprocessor, up to which a product of 16 bits is one launch of the kernel for every GPU:
 the one for Hopper has another before and behind it."""
-SHALLOW = 256
-"""Rows, columns and elements along K up to which the loads that a search for pairs waits for take longer than to
-multiply all blocks: of four matrices it won up to n 256, and lost from 448, in float32 from 512."""
 LEAST = 0.25
 """A matrix of which less is stored is not made dense, for the memory that it would take."""
 
@@ -50,11 +47,6 @@ def is_small(sizes: tuple[int, int, int, int], device: torch.device) -> bool:
     """Whether a product of Z, M, K and N leaves most multiprocessors of Hopper idle."""
     z, m, _, n = sizes
     return z * -(-m // 128) * -(-n // 256) <= SMALL * tuning.programs(device)
-
-
-def is_shallow(sizes: tuple[int, int, int, int], device: torch.device) -> bool:
-    """Whether a small product of Z, M, K and N multiplies every block, absent or not, rather than look for pairs."""
-    return max(sizes[1:]) <= SHALLOW and is_small(sizes, device)
 
 
 def narrowed(width: int, least: int, rows: int, across: int, device: torch.device) -> int:

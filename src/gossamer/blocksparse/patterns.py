@@ -1,13 +1,18 @@
 """Layouts of the attention patterns that are known in advance; `Layout.union` puts them together.
 
 A pattern is defined element by element, query i standing at the position i + N - M of the N keys (the last query is
-aligned with the last key), and a block is present where any of its elements belongs to it. How many blocks that makes
-the host counts by itself, from sizes and numbers; lengths and tokens that are tensors only the device knows.
+aligned with the last key). A block is present where any of its elements belongs to the pattern, and cut where not all
+do: the layout stores which elements a cut block has, and `attention` and `softmax` take no others. The host counts
+blocks by itself, from sizes and numbers; lengths, tokens and borders that are tensors only the device knows.
+
+With lengths, the last query is aligned with key lengths - 1; where a sequence has fewer keys than there are queries,
+the first query stands beside the first key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
+from gossamer.blocksparse.elements import Rule, of_rule
 from gossamer.blocksparse.layout import BlockSize, Layout, check_block_size, grid_of
 
 
@@ -23,6 +29,7 @@ def causal(
     block_size: BlockSize,
     *,
     lengths: Tensor | None = None,
+    elements: bool = True,
     capacity: int | None = None,
     device: torch.device | str | None = None,
 ) -> Layout:
@@ -31,8 +38,10 @@ def causal(
     Args:
         size: `(M, N)`: queries and keys.
         block_size: 16, 32, 64 or 128, or `(height, width)`.
-        lengths: int `[...]`, positions of each sequence that are in use: blocks beyond are absent, among queries and
+        lengths: int `[...]`, positions of each sequence that are in use: those beyond are absent, among queries and
             among keys, and the layout is `(..., rows, cols)`.
+        elements: whether the layout stores which elements of cut blocks belong to the pattern; False makes every
+            present block a whole one.
         capacity: as in `Layout.from_mask`. None makes room for just those present: the host counts them, without a
             sync, and the device does with lengths, which costs one.
         device: where to; None is that of lengths, else the CPU.
@@ -45,16 +54,19 @@ def causal(
 
     Source: Child et al. 2019, Generating Long Sequences with Sparse Transformers (arXiv 1904.10509).
 
-    >>> print(causal((64, 64), 16).draw())
+    >>> layout = causal((64, 64), 16)
+    >>> print(layout.draw(), bool(layout.element_mask().equal(torch.ones(64, 64).bool().tril())))
     #...
     ##..
     ###.
-    ####
+    #### True
     """
     grid = _Grid("blocksparse.causal", size, block_size, lengths, device)
+    least, most = grid.apart()
     # Every distance behind.
     window = size[0] + size[1], 0, 1
-    return grid.layout(grid.apart()[1] >= 0, capacity, lambda: _once(_near, grid, window))
+    pattern = _Pattern(most >= 0, least >= 0, lambda z, i, j: grid.position(z, i) >= j)
+    return grid.layout(pattern, elements, capacity, lambda cut: _once(_near, grid, window, cut))
 
 
 def sliding_window(
@@ -64,6 +76,7 @@ def sliding_window(
     *,
     dilation: int = 1,
     lengths: Tensor | None = None,
+    elements: bool = True,
     capacity: int | None = None,
     device: torch.device | str | None = None,
 ) -> Layout:
@@ -71,10 +84,10 @@ def sliding_window(
 
     Args:
         window: how far behind and ahead of the query a key may stand, one number or `(behind, ahead)`; ahead 0 is
-            causal.
+            causal. A window of W keys, the query's own among them, is `(W - 1, 0)`.
         dilation: keys stand at a multiple of this distance from the query. It leaves out blocks where it is larger
-            than a block.
-        size, block_size, lengths, capacity, device: as in `causal`.
+            than a block, and elements of every other one.
+        size, block_size, lengths, elements, capacity, device: as in `causal`.
 
     Returns:
         `Layout`, as in `causal`.
@@ -110,7 +123,16 @@ def sliding_window(
     # A block holds every distance between its least and its most.
     first, last = least.clamp(min=-ahead), most.clamp(max=behind)
     multiple = last.div(dilation, rounding_mode="floor") * dilation
-    return grid.layout(multiple >= first, capacity, lambda: _once(_near, grid, (behind, ahead, dilation)))
+    whole = (least >= -ahead) & (most <= behind) & (dilation == 1)
+
+    def rule(z: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        apart = grid.position(z, i) - j
+        near = (apart >= -ahead) & (apart <= behind)
+        return near if dilation == 1 else near & (apart % dilation == 0)
+
+    numbers = behind, ahead, dilation
+    pattern = _Pattern(multiple >= first, whole, rule)
+    return grid.layout(pattern, elements, capacity, lambda cut: _once(_near, grid, numbers, cut))
 
 
 def global_tokens(
@@ -119,6 +141,7 @@ def global_tokens(
     tokens: int | Tensor,
     *,
     lengths: Tensor | None = None,
+    elements: bool = True,
     capacity: int | None = None,
     device: torch.device | str | None = None,
 ) -> Layout:
@@ -127,8 +150,8 @@ def global_tokens(
     Args:
         tokens: int `[..., G]`, positions among the keys, -1 for none, with the leading dimensions of lengths where
             both have any; or a number, the first so many positions.
-        size, block_size, lengths, capacity, device: as in `causal`; the device of tokens goes first, and where they are
-            a tensor `capacity=None` costs a sync.
+        size, block_size, lengths, elements, capacity, device: as in `causal`; the device of tokens goes first, and
+            where they are a tensor `capacity=None` costs a sync.
 
     Returns:
         `Layout` of `(M, N)`, or with the leading dimensions of tokens or lengths.
@@ -149,23 +172,111 @@ def global_tokens(
         checks.whole(operator, tokens=tokens)
         device = tokens.device
     grid = _Grid(operator, size, block_size, lengths, device)
-    counted: Callable[[], int] | None = None
+    counted: Callable[[bool], int] | None = None
     if not isinstance(tokens, Tensor):
         if not isinstance(tokens, int):
             raise TypeError(f"{operator}: tokens must be an int or a tensor of positions, got {type(tokens).__name__}.")
         checks.number(operator, "tokens", tokens, "It is a number of tokens, or their positions.", zero=True)
         first = tokens
-        tokens, counted = torch.arange(first, device=grid.device), lambda: _once(_first, grid, first)
-    (m, n), (height, width), (rows, cols) = size, grid.block, grid.shape
-    tokens = tokens.long()
-    query = tokens - (n - m)
-    chosen = []
-    for at, limit, count, block in ((query, m, rows, height), (tokens, n, cols, width)):
-        # What is no position of the matrix goes into a block behind the last.
-        number = torch.where((tokens >= 0) & (at >= 0) & (at < limit), at.div(block, rounding_mode="floor"), count)
-        flags = torch.zeros(*number.shape[:-1], count + 1, dtype=torch.bool, device=grid.device)
-        chosen.append(flags.scatter(-1, number, True)[..., :count])
-    return grid.layout(chosen[0][..., :, None] | chosen[1][..., None, :], capacity, counted)
+        tokens, counted = torch.arange(first, device=grid.device), lambda cut: _once(_first, grid, first, cut)
+    tokens, (m, n), (height, width) = tokens.long(), size, grid.block
+    shift = grid.shift if isinstance(grid.shift, int) else grid.shift[..., 0]
+    # Of each query and key, whether it is global; positions outside of the matrix go behind the last.
+    flags = []
+    for at, limit in ((tokens - shift, m), (tokens, n)):
+        at = torch.where((tokens >= 0) & (at >= 0) & (at < limit), at, limit)
+        of = torch.zeros(*at.shape[:-1], limit + 1, dtype=torch.bool, device=grid.device)
+        flags.append(of.scatter(-1, at, True)[..., :limit])
+    queries, keys = flags
+    (some_rows, all_rows), (some_columns, all_columns) = _by_block(queries, height), _by_block(keys, width)
+
+    def rule(z: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        of_query, of_key = (flags.expand(1, *grid.lead, -1).flatten(0, -2) for flags in (queries, keys))
+        return of_query[z, i.clamp(max=m - 1)] | of_key[z, j.clamp(max=n - 1)]
+
+    present = some_rows[..., :, None] | some_columns[..., None, :]
+    pattern = _Pattern(present, all_rows[..., :, None] | all_columns[..., None, :], rule)
+    return grid.layout(pattern, elements, capacity, counted)
+
+
+def documents(
+    size: tuple[int, int],
+    block_size: BlockSize,
+    borders: Tensor,
+    *,
+    causal: bool = False,
+    lengths: Tensor | None = None,
+    elements: bool = True,
+    capacity: int | None = None,
+    device: torch.device | str | None = None,
+) -> Layout:
+    """Each query meets the keys of its own document, of several that are packed into one sequence.
+
+    Args:
+        borders: int `[documents + 1]`, ascending from 0: document d has the positions borders[d] to borders[d + 1] - 1
+            (`cu_seqlens` of kernels for sequences of any length). Positions from the last border on belong to none.
+        causal: whether a query meets only keys up to its own position.
+        size, block_size, lengths, elements, capacity, device: as in `causal`; the device of borders goes first, and
+            `capacity=None` costs a sync there.
+
+    Returns:
+        `Layout`, as in `causal`.
+
+    Raises:
+        ValueError: borders have another shape.
+        TypeError: borders are not int32 or int64.
+
+    Source: Krell et al. 2021, Efficient Sequence Packing without Cross-contamination (arXiv 2107.02027).
+
+    >>> print(documents((64, 64), 16, torch.tensor([0, 20, 64])).draw())
+    ##..
+    ####
+    .###
+    .###
+    """
+    operator = "blocksparse.documents"
+    checks.tensors(operator, borders=borders)
+    checks.whole(operator, borders=borders)
+    if borders.dim() != 1 or not borders.numel():
+        raise ValueError(f"{operator}: borders must have shape [documents + 1], got {list(borders.shape)}.")
+    grid = _Grid(operator, size, block_size, lengths, borders.device)
+    given, count = borders.contiguous().long(), borders.shape[0] - 1
+
+    def document(position: Tensor) -> Tensor:
+        # -1 and count stand for none.
+        return torch.searchsorted(given, position.contiguous(), right=True) - 1
+
+    (least, most), (first, last, key, last_key) = grid.apart(), grid.ends()
+    low = torch.maximum(document(first), document(key))
+    high = torch.minimum(document(last), document(last_key))
+    present = low.clamp(min=0) <= high.clamp(max=count - 1)
+    whole = (document(first) == document(last)) & (document(key) == document(last_key)) & present
+
+    def rule(z: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        position = grid.position(z, i)
+        own = document(position)
+        inside = (own == document(j)) & (own >= 0) & (own < count)
+        return inside & (position >= j) if causal else inside
+
+    if causal:
+        present, whole = present & (most >= 0), whole & (least >= 0)
+    return grid.layout(_Pattern(present, whole, rule), elements, capacity, None)
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """Blocks that hold any element and blocks that hold nothing else, bool `[..., rows, cols]`, and the elements."""
+
+    present: Tensor
+    whole: Tensor
+    rule: Rule
+
+
+def _by_block(flags: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """(whether any, whether every) of flags `[..., L]` is set, for each block of them."""
+    missing = -flags.shape[-1] % block
+    some, every = (torch.nn.functional.pad(flags, (0, missing), value=fill) for fill in (False, True))
+    return some.unflatten(-1, (-1, block)).any(-1), every.unflatten(-1, (-1, block)).all(-1)
 
 
 class _Grid:
@@ -185,42 +296,78 @@ class _Grid:
         self.size, self.block = (size[0], size[1]), check_block_size(operator, block_size)
         self.lengths, self.shape = lengths, grid_of(self.size, self.block)
         self.device: Any = lengths.device if device is None and lengths is not None else device
+        self.lead: tuple[int, ...] = ()
+        self.shift: Any = size[1] - size[0]
+        if lengths is not None:
+            self.shift = (lengths.long() - size[0]).clamp(min=min(self.shift, 0))[..., None, None]
 
-    def _starts(self) -> tuple[Tensor, Tensor]:
-        """First query `[rows, 1]` and first key `[cols]` of blocks."""
+    def ends(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Positions of the first and the last query of blocks, `[..., rows, 1]`, and of their first and last key,
+        `[cols]`."""
+        (m, n), (height, width) = self.size, self.block
         query, key = (torch.arange(count, device=self.device) * block for count, block in zip(self.shape, self.block))
-        return query[:, None], key
+        last, last_key = (query + height).clamp(max=m) - 1, (key + width).clamp(max=n) - 1
+        return query[:, None] + self.shift, last[:, None] + self.shift, key, last_key
 
     def apart(self) -> tuple[Tensor, Tensor]:
-        """`[rows, cols]`: the least and the most that a query of the block stands behind a key."""
-        (m, n), (height, width) = self.size, self.block
-        query, key = self._starts()
-        last_query, last_key = (query + height).clamp(max=m) - 1, (key + width).clamp(max=n) - 1
-        return query + (n - m) - last_key, last_query + (n - m) - key
+        """`[..., rows, cols]`: the least and the most that a query of the block stands behind a key."""
+        first, last, key, last_key = self.ends()
+        return first - last_key, last - key
 
-    def layout(self, mask: Tensor, capacity: int | None, count: Callable[[], int] | None) -> Layout:
-        """The layout of a mask, of which `count` says how many blocks it has without lengths; None cannot say."""
-        known = None
-        if self.lengths is not None:
-            (m, n), (query, key) = self.size, self._starts()
-            limit = self.lengths[..., None, None]
-            mask = mask & (query + (n - m) < limit) & (key < limit)
-        elif capacity is None and count is not None:
-            known = count()
-            capacity = max(known, 1)
-        return Layout.from_mask(mask, self.block, size=self.size, capacity=capacity).counted(known)
+    def position(self, z: Tensor, i: Tensor) -> Tensor:
+        """Where queries i of matrices z stand among the keys."""
+        return i + (self.shift if isinstance(self.shift, int) else self.shift.reshape(-1)[self.own(z)])
+
+    def own(self, z: Tensor) -> Tensor:
+        """Which sequence of `lengths` matrices z belong to, where the layout has leading dimensions of `lead`."""
+        assert self.lengths is not None
+        if self.lengths.shape == self.lead:
+            return z
+        numbers = torch.arange(self.lengths.numel(), device=z.device).view(self.lengths.shape)
+        return numbers.expand(self.lead).reshape(-1)[z]
+
+    def layout(
+        self, pattern: _Pattern, elements: bool, capacity: int | None, count: Callable[[bool], int] | None
+    ) -> Layout:
+        """The layout of a pattern, of which `count` says how many blocks, or cut ones, it has without lengths; None
+        cannot say."""
+        mask, whole, rule, limit = pattern.present, pattern.whole, pattern.rule, self.lengths
+        if limit is not None:
+            first, last, key, last_key = self.ends()
+            bound = limit[..., None, None]
+            mask = mask & (first < bound) & (key < bound)
+            whole, inner = whole & (last < bound) & (last_key < bound), rule
+
+            def within(z: Tensor, i: Tensor, j: Tensor) -> Tensor:
+                most = limit.reshape(-1)[self.own(z)]
+                return inner(z, i, j) & (self.position(z, i) < most) & (j < most)
+
+            rule = within
+        cut, self.lead = mask & ~whole, tuple(mask.shape[:-2])
+        filled, room = False, mask.numel()
+        if capacity is None and limit is None and count is not None:
+            known, room = count(False), count(True)
+            capacity, filled = max(known, 1), known > 0
+        elif capacity is None:
+            checks.no_sync("blocksparse pattern", "capacity=None", "Give a capacity.")
+            known, room = torch.stack([mask.sum(), cut.sum()]).tolist()
+            capacity, filled = max(known, 1), known > 0
+        layout = Layout.from_mask(mask, self.block, size=self.size, capacity=capacity)
+        if not elements:
+            return replace(layout, filled=filled)
+        return replace(layout, filled=filled, elements=of_rule(layout, cut, min(room, capacity), rule))
 
 
-def _once(count: Any, grid: _Grid, rule: Any) -> int:
+def _once(count: Any, grid: _Grid, rule: Any, cut: bool) -> int:
     # torch.compile calls it once by itself, and warns of caches.
     call = count.__wrapped__ if torch.compiler.is_compiling() else count
-    found: int = call(grid.size, grid.block, rule)
+    found: int = call(grid.size, grid.block, rule, cut)
     return found
 
 
 @lru_cache(maxsize=64)
-def _near(size: tuple[int, int], block: tuple[int, int], window: tuple[int, int, int]) -> int:
-    """How many blocks hold a distance of -ahead to behind that is a multiple of the dilation.
+def _near(size: tuple[int, int], block: tuple[int, int], window: tuple[int, int, int], cut: bool) -> int:
+    """How many blocks hold a distance of -ahead to behind that is a multiple of the dilation; with `cut`, others too.
 
     Whole blocks that lie equally far apart are alike, so that sums along one line of them give the count of every row;
     those of the last row and column, which may be cut, are looked at one by one.
@@ -229,7 +376,8 @@ def _near(size: tuple[int, int], block: tuple[int, int], window: tuple[int, int,
 
     def present(apart: int, rows: int, columns: int) -> bool:
         least, most = apart - columns + 1, apart + rows - 1
-        return min(most, behind) // dilation * dilation >= max(least, -ahead)
+        whole = least >= -ahead and most <= behind and dilation == 1
+        return min(most, behind) // dilation * dilation >= max(least, -ahead) and not (cut and whole)
 
     last, right = (count - 1 for count in grid_of(size, block))
     if last < 0 or right < 0:
@@ -248,11 +396,17 @@ def _near(size: tuple[int, int], block: tuple[int, int], window: tuple[int, int,
 
 
 @lru_cache(maxsize=64)
-def _first(size: tuple[int, int], block: tuple[int, int], tokens: int) -> int:
-    """How many blocks hold a query or a key of the first tokens."""
+def _first(size: tuple[int, int], block: tuple[int, int], tokens: int, cut: bool) -> int:
+    """How many blocks hold a query or a key of the first tokens; with `cut`, others too."""
     (m, n), (height, width) = size, block
     rows, cols = grid_of(size, block)
     queries = range(max(m - n, 0), min(tokens + m - n, m))
-    chosen = queries[-1] // height - queries[0] // height + 1 if queries else 0
-    taken = -(-min(tokens, n) // width)
-    return chosen * cols + taken * rows - chosen * taken
+    keys = min(tokens, n)
+    some_rows = queries[-1] // height - queries[0] // height + 1 if queries else 0
+    some_columns = -(-keys // width)
+    total = some_rows * cols + some_columns * rows - some_rows * some_columns
+    if not cut:
+        return total
+    all_rows = sum(min((r + 1) * height, m) - 1 in queries and r * height in queries for r in range(rows))
+    all_columns = cols if keys == n else keys // width
+    return total - (all_rows * cols + all_columns * rows - all_rows * all_columns)

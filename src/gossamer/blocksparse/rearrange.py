@@ -33,7 +33,7 @@ def repeat(x: BlockSparseTensor, sizes: Sequence[int], *, layout: Layout | None 
         If a layout overflowed, every value is NaN.
 
     Raises:
-        ValueError: there are fewer sizes than dimensions, one is below 1, or layout does not fit.
+        ValueError: there are fewer sizes than dimensions, one is below 0, or layout does not fit.
         TypeError: x is no `BlockSparseTensor`, or a size no int.
 
     Source: Schön and Tompits, blksprs, section 3.3; `torch.Tensor.repeat`.
@@ -48,7 +48,7 @@ def repeat(x: BlockSparseTensor, sizes: Sequence[int], *, layout: Layout | None 
     if len(sizes) < dims:
         raise ValueError(f"{operator}: sizes must name each of the {dims} dimensions of x, got {tuple(sizes)}.")
     for size in sizes:
-        checks.positive(operator, "sizes", size, "They say how often x is repeated along each dimension.")
+        _check_times(operator, "sizes", size, "They say how often x is repeated along each dimension.")
     lead = (*[1] * (len(sizes) - dims), *x.shape[:-2])
 
     def make() -> tuple[Axes, tuple[int, ...]]:
@@ -74,7 +74,7 @@ def repeat_interleave(
         `BlockSparseTensor`, differentiable in x.
 
     Raises:
-        ValueError: dim is none of x's, repeats is below 1, or layout does not fit.
+        ValueError: dim is none of x's, repeats is below 0, or layout does not fit.
         TypeError: x is no `BlockSparseTensor`, or repeats no int.
 
     Source: Schön and Tompits, blksprs, section 3.3; `torch.repeat_interleave`.
@@ -86,7 +86,7 @@ def repeat_interleave(
     operator = "blocksparse.repeat_interleave"
     check_blocks(operator, x=x)
     dim = _dim(operator, x, dim)
-    checks.positive(operator, "repeats", repeats, "It says how often.")
+    _check_times(operator, "repeats", repeats, "It says how often.")
 
     def make() -> tuple[Axes, tuple[int, ...]]:
         return _at(x, dim, axes.interleaved(x.shape[dim], repeats))
@@ -402,6 +402,12 @@ def _reach(mask: Tensor, moved: Axes, source: tuple[int, int], block: tuple[int,
     return cols.reach(rows.reach(mask, 1, source[0], block[0]), 2, source[1], block[1])
 
 
+def _check_times(operator: str, argument: str, value: int, hint: str) -> None:
+    """A number of copies; with 0 the result is empty."""
+    if value != 0 or not isinstance(value, int) or isinstance(value, bool):
+        checks.positive(operator, argument, value, hint)
+
+
 def _dim(operator: str, x: BlockSparseTensor, dim: int) -> int:
     dims = len(x.shape)
     if not isinstance(dim, int) or not -dims <= dim < dims:
@@ -492,8 +498,11 @@ def _pull(
     block, device = layout.block_size, values.device
     move = moved if isinstance(moved, Moved) else Moved(moved)
     tile = [move.axes[1].tile(values.shape[1], block[0]), move.axes[2].tile(values.shape[2], block[1])]
-    maps = move.once("maps", lambda: move.maps(device))
-    inverses = move.once("inverses", lambda: move.inverses(device)) if needs_gradient(values) else [None] * 3
+    maps, inverses = [None] * 3, [None] * 3
+    # Operators read no map where source or result has no elements.
+    if 0 not in (*size, *layout.dense_shape, source[3].numel()):
+        maps = move.once("maps", lambda: move.maps(device))
+        inverses = move.once("inverses", lambda: move.inverses(device)) if needs_gradient(values) else inverses
     sizes = [*size, *layout.size]
     call = undispatched(_rearrange, values)
     out = call(values, *source, *_source(layout), *maps, *inverses, sizes, list(block), tile)

@@ -14,173 +14,53 @@ from gossamer._core.ops import register
 from gossamer.blocksparse._torch import rows as _impl
 from gossamer.blocksparse._torch.tensor import lost
 from gossamer.blocksparse.held import filled
-from gossamer.blocksparse.layout import Layout, check_layouts
+from gossamer.blocksparse.layout import Layout
 from gossamer.blocksparse.tensor import BlockSparseTensor, check_computed, check_floating
 
 
-def sum(x: BlockSparseTensor, dim: int = -1) -> Tensor:
-    """The sum of each row (`dim=-1`) or of each column (`dim=-2`); absent blocks are zeros.
-
-    Args:
-        x: `[..., M, N]`.
-        dim: -1 or -2.
-
-    Returns:
-        `[..., M]`, or `[..., N]`, in x's dtype, added up in float32; differentiable, the same bits in each run. Of
-        integers and bool int64, exact.
-
-    Raises:
-        ValueError: dim is another one.
-        TypeError: x is no `BlockSparseTensor`.
-
-    Source: Schön and Tompits, blksprs (row-wise operations).
-
-    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
-    >>> sum(x)[0].item(), mean(x)[0].item(), max(x - 3)[0].item()
-    (16.0, 0.5, -2.0)
-    """
-    return _reduced("blocksparse.sum", x, dim, "sum")
+def sum(x: BlockSparseTensor, dim: int) -> Tensor:
+    """`x.sum(dim)`."""
+    return _reduced("sum", x, dim, "sum")
 
 
-def mean(x: BlockSparseTensor, dim: int = -1) -> Tensor:
-    """The mean of each row (`dim=-1`) or of each column (`dim=-2`), absent blocks counted as zeros.
-
-    Args, Returns, Raises, Source: as in `sum`; x must be floating, as in `torch.mean`.
-
-    >>> mean(from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16)))[0].item()
-    0.5
-    """
-    check_floating("blocksparse.mean", x=x)
-    total = _reduced("blocksparse.mean", x, dim, "sum")
-    return total / x.shape[dim]
+def mean(x: BlockSparseTensor, dim: int) -> Tensor:
+    """`x.mean(dim)`."""
+    check_floating("blocksparse.BlockSparseTensor.mean", x=x)
+    return _reduced("mean", x, dim, "sum") / x.shape[dim]
 
 
-def max(x: BlockSparseTensor, dim: int = -1) -> Tensor:
-    """The largest stored element of each row (`dim=-1`) or of each column (`dim=-2`).
-
-    Absent blocks take no part, as in `softmax`: a row without blocks gives -inf, of integers the lowest number.
-    Elements that share the maximum share the gradient, as in `torch.amax`.
-
-    Args, Raises, Source: as in `sum`. Returns: `[..., M]`, or `[..., N]`, in x's dtype; differentiable.
-
-    >>> max(from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16)) - 3)[0].item()
-    -2.0
-    """
-    return _reduced("blocksparse.max", x, dim, "max")
+def amax(x: BlockSparseTensor, dim: int) -> Tensor:
+    """`x.amax(dim)`."""
+    return _reduced("amax", x, dim, "max")
 
 
-def add(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
-    """x + vector on the present blocks, for a vector of columns or rows.
-
-    Args:
-        x: `[..., M, N]`, floating.
-        vector: `[..., M, 1]`, a number for each row, or `[..., 1, N]`, one for each column; leading dimensions
-            broadcast to x's. It is converted to x's dtype.
-
-    Returns:
-        `BlockSparseTensor` with x's layout; differentiable in both.
-
-    Raises:
-        ValueError: vector has another shape or device.
-        TypeError: x is no `BlockSparseTensor`, or x or vector is not floating.
-
-    Source: Schön and Tompits, blksprs (row-wise operations).
-
-    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
-    >>> add(x, torch.arange(32.0)[:, None]).to_dense()[31, 30:].tolist()
-    [32.0, 32.0]
-    """
-    return replace(x, values=x.values + _vector("blocksparse.add", x, vector))
-
-
-def sub(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
-    """x - vector on the present blocks, for a vector of columns or rows.
-
-    Args, Returns, Raises, Source: as in `add`.
-
-    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
-    >>> sub(x, max(x)[:, None]).values.abs().max().item()
-    0.0
-    """
-    return replace(x, values=x.values - _vector("blocksparse.sub", x, vector))
-
-
-def mul(x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
-    """x * vector on the present blocks, for a vector of columns or rows.
-
-    Args, Returns, Raises, Source: as in `add`.
-
-    >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
-    >>> mul(x, torch.arange(32.0)).to_dense()[31, 30:].tolist()
-    [30.0, 31.0]
-    """
-    check_floating("blocksparse.mul", x=x)
-    # What stands beyond the matrix must not reach the gradient of vector.
-    return replace(x, values=filled(x.values, x.layout, 0.0, behind=False) * _vector("blocksparse.mul", x, vector))
-
-
-def broadcast_add(x: Tensor, y: Tensor, layout: Layout) -> BlockSparseTensor:
-    """x[..., :, None] + y[..., None, :] on the blocks of a layout.
-
-    Args:
-        x: `[..., M]`, float. y: `[..., N]`, of the same dtype. Leading dimensions broadcast to those of the layout.
-        layout: of `(..., M, N)`.
-
-    Returns:
-        `BlockSparseTensor`, differentiable in both.
-
-    Raises:
-        ValueError: shapes or devices do not fit.
-        TypeError: dtypes differ or are not floating, or layout is no `Layout`.
-
-    Source: Schön and Tompits, blksprs (broadcast operations).
-
-    >>> layout = Layout.from_mask(torch.eye(2).bool(), 16)
-    >>> broadcast_add(torch.arange(32.0), torch.arange(32.0), layout).values.max().item()
-    62.0
-    """
-    rows, columns = _two("blocksparse.broadcast_add", x, y, layout)
-    return BlockSparseTensor(rows + columns, layout)
-
-
-def broadcast_sub(x: Tensor, y: Tensor, layout: Layout) -> BlockSparseTensor:
-    """x[..., :, None] - y[..., None, :] on the blocks of a layout.
-
-    Args, Returns, Raises, Source: as in `broadcast_add`.
-
-    >>> layout = Layout.from_mask(torch.eye(2).bool(), 16)
-    >>> broadcast_sub(torch.arange(32.0), torch.arange(32.0), layout).values.max().item()
-    15.0
-    """
-    rows, columns = _two("blocksparse.broadcast_sub", x, y, layout)
-    return BlockSparseTensor(rows - columns, layout)
-
-
-def _two(operator: str, x: Tensor, y: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    check_layouts(operator, layout=layout)
-    checks.floating(operator, x=x, y=y)
-    checks.same_device(operator, "layout", layout.device, x=x, y=y)
-    if x.dtype != y.dtype:
-        raise TypeError(
-            f"{operator}: y must have the dtype of x, {checks.name_of(x.dtype)}, got {checks.name_of(y.dtype)}."
-        )
-    return _spread_out(operator, "x", x, layout, -1), _spread_out(operator, "y", y, layout, -2)
-
-
-def _vector(operator: str, x: BlockSparseTensor, vector: Tensor) -> Tensor:
-    """`[capacity, height, 1]` or `[capacity, 1, width]` of a vector for x's rows or columns."""
+def with_vector(name: str, x: BlockSparseTensor, vector: Tensor) -> BlockSparseTensor:
+    """x with a vector for its rows or columns added (`name` is __add__), subtracted (__sub__, __rsub__) or multiplied
+    with (__mul__)."""
+    operator = f"blocksparse.BlockSparseTensor.{name}"
     check_floating(operator, x=x)
-    checks.floating(operator, vector=vector)
-    checks.same_device(operator, "x", x.device, vector=vector)
+    checks.floating(operator, other=vector)
+    if name == "__mul__":
+        # Values beyond the matrix must not reach the gradient of vector.
+        return _with_vector(operator, x, filled(x.values, x.layout, 0.0, behind=False), vector, "mul")
+    values = -x.values if name == "__rsub__" else x.values
+    return _with_vector(operator, x, values, -vector if name == "__sub__" else vector, "add")
+
+
+def _with_vector(operator: str, x: BlockSparseTensor, values: Tensor, vector: Tensor, how: str) -> BlockSparseTensor:
+    """x of these values, with a vector for its rows or columns added to them or multiplied with."""
+    checks.same_device(operator, "x", x.device, other=vector)
     m, n = x.layout.size
     vector = vector.to(x.dtype)
     if vector.dim() >= 2 and tuple(vector.shape[-2:]) == (m, 1):
-        return _spread_out(operator, "vector", vector[..., 0], x.layout, -1)
+        lines = _lines_of(operator, "other", vector[..., 0], x.layout, -1)
+        return replace(x, values=_shifted(values, *lines, -1, how))
     if vector.dim() >= 1 and tuple(vector.shape[-2:]) in ((1, n), (n,)):
-        return _spread_out(operator, "vector", vector[..., 0, :] if vector.dim() > 1 else vector, x.layout, -2)
+        vector = vector[..., 0, :] if vector.dim() > 1 else vector
+        return replace(x, values=_shifted(values, *_lines_of(operator, "other", vector, x.layout, -2), -2, how))
     raise ValueError(
-        f"{operator}: vector must have shape [..., M, 1] with M = {m}, or [..., 1, N] with N = {n}, got "
-        f"{list(vector.shape)}."
+        f"{operator}: other must have shape [..., M, 1] with M = {m}, a number for each row, or [..., 1, N] with N = "
+        f"{n}, one for each column, got {list(vector.shape)}. Blocks of a dense matrix are from_dense(other, x.layout)."
     )
 
 
@@ -196,8 +76,8 @@ def _lines(layout: Layout, dim: int) -> tuple[Tensor, Tensor, int, int]:
     return column, grid.mT.reshape(z * cols, rows), layout.size[1], layout.block_size[1]
 
 
-def _spread_out(operator: str, name: str, vector: Tensor, layout: Layout, dim: int) -> Tensor:
-    """A vector `[..., L]` of rows or columns at each block."""
+def _lines_of(operator: str, name: str, vector: Tensor, layout: Layout, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(a vector `[..., L]` of rows or columns as lines of blocks, in float32 at least; `_lines`' first two)."""
     index, grid, length, block = _lines(layout, dim)
     lead = layout.shape[:-2]
     own = (1,) * (len(lead) + 1 - vector.dim()) + tuple(vector.shape)
@@ -206,13 +86,13 @@ def _spread_out(operator: str, name: str, vector: Tensor, layout: Layout, dim: i
             f"{operator}: {name} must broadcast to {[*lead, length]} like the layout, got {list(vector.shape)}."
         )
     flat = vector.expand(*lead, length).reshape(layout.batch, length)
-    padded = torch.nn.functional.pad(flat, (0, -length % block))
-    at = _spread(padded.reshape(-1, block), index, grid)
-    at = torch.where(layout.overflowed, torch.nan, at)
-    return at[:, :, None] if dim == -1 else at[:, None, :]
+    wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
+    padded = torch.nn.functional.pad(wide, (0, -length % block)).reshape(-1, block)
+    return torch.where(layout.overflowed, torch.nan, padded), index, grid
 
 
-def _reduced(operator: str, x: BlockSparseTensor, dim: int, how: str) -> Tensor:
+def _reduced(name: str, x: BlockSparseTensor, dim: int, how: str) -> Tensor:
+    operator = f"blocksparse.BlockSparseTensor.{name}"
     check_computed(operator, x=x)
     if dim not in (-1, -2):
         raise ValueError(f"{operator}: dim must be -1, a number for each row, or -2, one for each column, got {dim}.")
@@ -246,6 +126,24 @@ def _context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[1:])
 
 
+def _shifted_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    values, vectors, index, grid, ctx.dim, ctx.how = inputs
+    kept = (values, vectors) if ctx.how == "mul" else (None, None)
+    ctx.save_for_backward(index, grid, *kept)
+
+
+def _shifted_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradient of the vector is summed in its own dtype, float32 at least, over all blocks."""
+    index, grid, values, vectors = ctx.saved_tensors
+    along, towards = grad, grad
+    if ctx.how == "mul":
+        along, towards = grad * values, _shifted(grad, vectors, index, grid, ctx.dim, "mul")
+    summed = None
+    if ctx.needs_input_grad[1]:
+        summed = _collect(along.sum(ctx.dim, dtype=torch.promote_types(grad.dtype, torch.float32)), index, grid)
+    return towards, summed, None, None, None, None
+
+
 def _most_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:3], output)
     ctx.dim = inputs[3]
@@ -261,6 +159,7 @@ def _most_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _spread = register(
     "blocksparse_spread(Tensor vectors, Tensor index, Tensor grid) -> Tensor",
     cpu=_impl.spread,
+    strided=("vectors", "index", "grid"),
     gpu=lambda: _impl.spread,
     fake=lambda vectors, index, grid: vectors.new_empty(index.shape[0], vectors.shape[1]),
     setup_context=_context,
@@ -269,14 +168,24 @@ _spread = register(
 _collect = register(
     "blocksparse_collect(Tensor parts, Tensor index, Tensor grid) -> Tensor",
     cpu=_impl.collect,
+    strided=("parts", "index", "grid"),
     gpu=lambda: _impl.collect,
     fake=lambda parts, index, grid: parts.new_empty(grid.shape[0], parts.shape[1]),
     setup_context=_context,
     backward=_collect_backward,
 )
+_shifted = register(
+    "blocksparse_shifted(Tensor values, Tensor vectors, Tensor index, Tensor grid, int dim, str how) -> Tensor",
+    cpu=_impl.shifted,
+    gpu=lambda: _impl.shifted,
+    fake=lambda values, *rest: torch.empty_like(values, memory_format=torch.contiguous_format),
+    setup_context=_shifted_context,
+    backward=_shifted_backward,
+)
 _most = register(
     "blocksparse_most(Tensor values, Tensor index, Tensor grid, int dim) -> Tensor",
     cpu=_impl.most,
+    strided=("values", "index", "grid"),
     gpu=lambda: _impl.most,
     fake=lambda values, index, grid, dim: values.new_empty(grid.shape[0], values.shape[-3 - dim]),
     setup_context=_most_context,

@@ -45,7 +45,7 @@ def select_blocks(
         sinks: how many first blocks of keys every row keeps.
         window: how many blocks next to the diagonal every row keeps, counted from those that hold its own positions:
             1 for these alone, 2 for one more before them (and one behind, unless causal). The last query is aligned
-            with the last key.
+            with the last key, or with key valid_lengths - 1, as in `attention`.
         causal: whether a row sees no block that lies behind its last query.
         valid_lengths: int `[B]`: keys from there on are in no mean, and blocks of these alone in no row.
         scale: of the scores, for `threshold`; None takes D^-0.5.
@@ -73,8 +73,10 @@ def select_blocks(
     with autocast.disabled(q.device):
         keys = _means(k, width, valid_lengths).repeat_interleave(h // hk if hk else 1, 1)
         scores = _means(q, height, None) @ keys.transpose(2, 3) * scale
-    seen, kept = _visible(tq, tk, (height, width), sinks, window, causal, q.device)
-    seen = seen.expand(b, 1, rows, cols)
+    shift = torch.tensor(tk - tq, device=q.device) if valid_lengths is None else valid_lengths.clamp(max=tk) - tq
+    shift = shift.clamp(min=min(tk - tq, 0)).view(-1, 1, 1, 1)
+    seen, kept = _visible((tq, tk), shift, (height, width), sinks, window, causal)
+    seen, kept = seen.expand(b, 1, rows, cols), kept.expand(b, 1, rows, cols)
     if valid_lengths is not None:
         seen = seen & (torch.arange(cols, device=q.device) * width < valid_lengths.view(b, 1, 1, 1))
     order, taken = _ranked(scores, seen, kept, top_k, threshold)
@@ -142,15 +144,16 @@ def _means(x: Tensor, size: int, lengths: Tensor | None) -> Tensor:
 
 
 def _visible(
-    tq: int, tk: int, block: tuple[int, int], sinks: int, window: int, causal: bool, device: torch.device
+    size: tuple[int, int], shift: Tensor, block: tuple[int, int], sinks: int, window: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """(which blocks a row sees, which it always keeps), bool `[rows, cols]`."""
-    (height, width), (rows, cols) = block, grid_of((tq, tk), block)
+    """(which blocks a row sees, which it always keeps), bool `[B or 1, 1, rows, cols]`; `shift` is where the first
+    query of a sequence stands among its keys."""
+    (height, width), (rows, cols), device = block, grid_of(size, block), shift.device
     row, col = torch.arange(rows, device=device)[:, None], torch.arange(cols, device=device)
-    first = row * height + (tk - tq)
-    last = (first + height).clamp(max=tk) - 1
-    seen = col * width <= last if causal else torch.ones(rows, cols, dtype=torch.bool, device=device)
-    kept = (col < sinks).expand(rows, cols)
+    first = row * height + shift
+    last = ((row + 1) * height).clamp(max=size[0]) - 1 + shift
+    seen = col * width <= last if causal else torch.ones_like(col * width <= last)
+    kept = (col < sinks).expand_as(seen)
     if window:
         before = first.div(width, rounding_mode="floor") - (window - 1)
         behind = last.div(width, rounding_mode="floor") + (0 if causal else window - 1)

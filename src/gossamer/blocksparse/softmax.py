@@ -21,7 +21,8 @@ def softmax(x: BlockSparseTensor, *, mask: Tensor | None = None, scale: float = 
     """softmax(scale * x) along each row; absent blocks take no part, as if they held -inf.
 
     Args:
-        x: `[..., M, N]` with any layout; float32, float16 or bfloat16 (float64 on the CPU).
+        x: `[..., M, N]` with any layout; float32, float16 or bfloat16 (float64 on the CPU). Elements that a pattern's
+            cut blocks leave out (`Layout.elements`) take no part.
         mask: bool, True takes part: dense, broadcasting to `[..., M, N]`, or for the layout's blocks `[capacity,
             height, width]`. Elements that take no part are 0 in the result.
         scale: what x is multiplied with first.
@@ -47,8 +48,8 @@ def softmax(x: BlockSparseTensor, *, mask: Tensor | None = None, scale: float = 
     if mask is not None:
         mask = _mask(x, mask)
     out = undispatched(_softmax, x.values)(
-        x.values, mask, layout.row_offsets, layout.row_indices, layout.col_indices, layout.batch, *layout.size,
-        float(scale),
+        x.values, mask, layout.row_offsets, layout.row_indices, layout.col_indices, layout.elements, layout.batch,
+        *layout.size, float(scale),
     )  # fmt: skip
     return replace(x, values=out)
 
@@ -75,20 +76,21 @@ def _mask(x: BlockSparseTensor, mask: Tensor) -> Tensor:
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(output, inputs[2], inputs[3])
-    ctx.columns, ctx.scale = inputs[7], inputs[8]
+    ctx.columns, ctx.scale = inputs[8], inputs[9]
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     refuse_second(_NAME)
     out, row_offsets, row_indices = ctx.saved_tensors
     call = undispatched(_softmax_bwd, grad, out)
-    return call(grad, out, row_offsets, row_indices, ctx.columns, ctx.scale), *[None] * 8
+    return call(grad, out, row_offsets, row_indices, ctx.columns, ctx.scale), *[None] * 9
 
 
 _softmax = register(
     "blocksparse_softmax(Tensor values, Tensor? mask, Tensor row_offsets, Tensor row_indices, Tensor col_indices, "
-    "SymInt z, SymInt m, SymInt n, float scale) -> Tensor",
+    "Tensor? elements, SymInt z, SymInt m, SymInt n, float scale) -> Tensor",
     cpu=_cpu.softmax,
+    strided=("mask",),
     fake=lambda values, *rest: torch.empty_like(values, memory_format=torch.contiguous_format),
     setup_context=_context,
     backward=_backward,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import torch
 
 from gossamer._core import checks
-from gossamer.blocksparse.layout import Layout
+from gossamer.blocksparse.layout import PARTS, Layout
 from gossamer.blocksparse.tensor import BlockSparseTensor
 
 
@@ -67,8 +65,7 @@ def _alone(layout: Layout) -> list[str]:
     if nnz > room:
         return [f"{nnz} blocks are present, but there is room for {room}. Make the layout with capacity={nnz} or more."]
     anew = Layout.from_mask(layout.to_dense(), layout.block_size, size=layout.size, capacity=room)
-    names = [f.name for f in fields(layout) if isinstance(getattr(layout, f.name), torch.Tensor)]
-    wrong = [name for name in names if not torch.equal(getattr(layout, name), getattr(anew, name))]
+    wrong = [name for name in PARTS if not torch.equal(getattr(layout, name), getattr(anew, name))]
     if not wrong:
         return []
     return [

@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter
 
 from gossamer.cli.figure import SPARSE, rate_histogram, svg
 from gossamer.cli.page import context, page, table, tiles
-from gossamer.sae import Extraction
+from gossamer.extract import Extraction
 
 BUSIEST, SAMPLED = 8, 16
 CONTEXTS = 8

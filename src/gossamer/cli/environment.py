@@ -105,11 +105,11 @@ def resolve_device(name: str, command: str) -> torch.device:
     Raises ValueError for a name that is no device of this machine.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     found = {str(device): device for device in devices()}
     if "cuda:0" in found:
         found["cuda"] = found["cuda:0"]
     if name not in found:
         rule = f"--device must be auto or a device of this machine ({', '.join(found)})"
-        raise ValueError(f"gossamer {command}: {rule}, got {name!r}.")
+        raise ValueError(f"{command}: {rule}, got {name!r}.")
     return found[name]

@@ -17,6 +17,5 @@ def make_folder(path: Path, command: str) -> None:
             pass
     except OSError as error:
         raise ValueError(
-            f"gossamer {command}: --out must be a folder that can be written to, got {path}: {error.strerror}; "
-            "name another one."
+            f"{command}: --out must be a folder that can be written to, got {path}: {error.strerror}; name another one."
         ) from error

@@ -18,12 +18,13 @@ from rich.text import Text
 from safetensors import SafetensorError
 from torch import distributed
 
+from gossamer import extract as extraction
 from gossamer import nn
-from gossamer import sae as operators
 from gossamer._core.files import write_whole
 from gossamer.cli.environment import resolve_device
 from gossamer.cli.folder import make_folder
 from gossamer.cli.page import visible
+from gossamer.extract import Extraction
 from gossamer.nn.checkpoint import OnlyInSAELens
 
 sae = typer.Typer(
@@ -77,7 +78,7 @@ def extract(
             )
         if model is not None and key is not None:
             raise ValueError("gossamer sae extract: --key names a tensor of activations; with --model there is none.")
-        where = str(resolve_device(device, "sae extract"))
+        where = str(resolve_device(device, "gossamer sae extract"))
         if by_torchrun and where.startswith("cuda"):
             where = f"cuda:{os.environ['LOCAL_RANK']}"
         sae_model = _load(autoencoder, where)
@@ -96,7 +97,7 @@ def extract(
                 done, step = finished, finished - done
                 bar.update(task, completed=finished, total=total)
 
-            found = operators.extract(
+            found = extraction.extract(
                 rows, sae_model, out, key=key, batch_size=batch_size, shard_rows=shard_rows, top=top, progress=progress
             )
     except KeyboardInterrupt:
@@ -104,7 +105,7 @@ def extract(
     except (ValueError, TypeError, FileNotFoundError) as error:
         raise typer.BadParameter(f"gossamer sae extract: {_bare(str(error))}") from error
     except (OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not str(error).startswith("sae.extract: rank"):
+        if isinstance(error, RuntimeError) and not str(error).startswith("extract: rank"):
             raise
         _complain("extract", error)
         if (out / "manifest.json").exists():
@@ -125,7 +126,7 @@ def show(
 ) -> None:
     """Show how often, how strongly and where latents fire. It verifies the statistics; `check` verifies the shards."""
     with _told("show"):
-        found = operators.Extraction(folder)
+        found = Extraction(folder)
         if feature is None:
             _show_all(Console(), found, rows)
         elif feature < found.d_sae:
@@ -152,9 +153,9 @@ def report(
     from gossamer.cli._sae_report import choose, render
 
     with _told("report"):
-        found, out = operators.Extraction(folder), out or folder
+        found, out = Extraction(folder), out or folder
         chosen = choose(found) if features is None else {"The latents asked for": _latents(features, found.d_sae)}
-        make_folder(out, "sae report")
+        make_folder(out, "gossamer sae report")
         content, file = render(found, chosen), out / "index.html"
         write_whole(
             "gossamer sae report", file, out / "index.html.partial", lambda path: path.write_text(content, "utf-8")
@@ -170,7 +171,7 @@ def check(folder: Path = typer.Argument(help="What extract wrote, finished or no
         try:
             with _bar(Console()) as bar:
                 task = bar.add_task("rows", total=None, visible=False)
-                found = operators.Extraction.check(
+                found = Extraction.check(
                     folder, lambda done, rows: bar.update(task, completed=done, total=rows, visible=True)
                 )
         except ValueError as error:
@@ -178,17 +179,13 @@ def check(folder: Path = typer.Argument(help="What extract wrote, finished or no
             _complain("check", error)
             raise typer.Exit(1) from None
     Console().print(repr(found), markup=False, soft_wrap=True)
-    if found.manifest["version"] == 1:
-        said = "An earlier version of gossamer wrote it, without checksums: its files are whole, and no more is known."
-    else:
-        said = f"{len(found)} shards, their statistics and the manifest hold what was written."
+    said = f"{len(found)} shards, their statistics and the manifest hold what was written."
     Console().print(said, markup=False, soft_wrap=True)
 
 
-def _say_what_was_verified(found: operators.Extraction) -> None:
-    if found.manifest["version"] > 1:
-        said = f"The statistics are as written. The shards were not verified: gossamer sae check {found.folder}"
-        Console().print(said, markup=False, soft_wrap=True, style="dim")
+def _say_what_was_verified(found: Extraction) -> None:
+    said = f"The statistics are as written. The shards were not verified: gossamer sae check {found.folder}"
+    Console().print(said, markup=False, soft_wrap=True, style="dim")
 
 
 def _bar(console: Console) -> Progress:
@@ -223,7 +220,7 @@ def _complain(command: str, error: Exception) -> None:
 
 def _bare(message: str) -> str:
     """Without the name of the function that it comes from."""
-    return re.sub(r"^(gossamer )?sae[. ]\w+: ", "", message)
+    return re.sub(r"^(gossamer sae \w+|extract|Extraction): ", "", message)
 
 
 def _latents(features: str, d_sae: int) -> list[int]:
@@ -236,7 +233,7 @@ def _latents(features: str, d_sae: int) -> list[int]:
     return list(dict.fromkeys(map(int, names)))
 
 
-def _marked(found: operators.Extraction, row: int) -> list[Text]:
+def _marked(found: Extraction, row: int) -> list[Text]:
     """The text around a row, if it is known, on one line; quotation marks show the token where colours do not."""
     if not found.has_text:
         return []
@@ -244,7 +241,7 @@ def _marked(found: operators.Extraction, row: int) -> list[Text]:
     return [Text.assemble(before, ("«" + token + "»", "bold reverse"), after)]
 
 
-def _show_one(console: Console, found: operators.Extraction, feature: int, rows: int) -> None:
+def _show_one(console: Console, found: Extraction, feature: int, rows: int) -> None:
     fired = int(found.firing_counts[feature])
     console.print(f"latent {feature}: fired in {fired:,} of {found.rows:,} rows ({fired / max(found.rows, 1):.3%})")
     if not fired:
@@ -273,7 +270,7 @@ def _show_one(console: Console, found: operators.Extraction, feature: int, rows:
         console.print(table)
 
 
-def _show_all(console: Console, found: operators.Extraction, rows: int) -> None:
+def _show_all(console: Console, found: Extraction, rows: int) -> None:
     console.print(repr(found))
     console.print(_summary(found))
     table = Table(title="the latents that fire most", title_justify="left")
@@ -288,7 +285,7 @@ def _show_all(console: Console, found: operators.Extraction, rows: int) -> None:
     console.print(table)
 
 
-def _summary(found: operators.Extraction) -> str:
+def _summary(found: Extraction) -> str:
     fired, nonfinite = found.firing_counts, found.manifest["nonfinite"]
     left_out = f"; {nonfinite:,} values are not finite, and are left out" if nonfinite else ""
     latents = f"{int(fired.sum()) / max(found.rows, 1):.1f} latents a row"

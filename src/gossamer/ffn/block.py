@@ -12,13 +12,12 @@ from torch import Tensor
 from gossamer import gemm
 from gossamer._core import autocast, checks, tuning
 from gossamer._core.calls import Checked, key_of
-from gossamer._core.ops import needs_gradient, undispatched
+from gossamer._core.ops import INTERPRET, needs_gradient, undispatched
 from gossamer._core.ranges import span
 from gossamer.ffn.costs import FEW, GROUP, MANY, Costs, Path, choose_path, costs_of, sample_step
 from gossamer.ffn.sparse_ffn import sparse_ffn
 from gossamer.ffn.tracker import BlockTracker, Known
 from gossamer.ffn.training import differentiable, with_all
-from gossamer.ffn.transposed import Transposed
 from gossamer.gemm._torch.linear_glu import linear
 from gossamer.rowsparse.formats import threshold_dtype
 
@@ -30,8 +29,7 @@ METHODS = ("auto", *get_args(Path))
 @dataclass(slots=True, eq=False)
 class Block:
     """A block's operands: gate_weight [N, K] is what the activation follows, up_weight [N, K] is None in a plain one;
-    down_weight [D, N]; threshold [N] or None; `transposed` keeps a copy of down_weight for ways that gather its
-    columns; `recompute` as in `gemm.gated_mlp`."""
+    down_weight [D, N]; threshold [N] or None; `recompute` as in `gemm.gated_mlp`."""
 
     x: Tensor
     gate_weight: Tensor
@@ -42,7 +40,6 @@ class Block:
     down_weight: Tensor
     down_bias: Tensor | None
     activation: str
-    transposed: Transposed | None = None
     recompute: bool = False
 
     @property
@@ -79,8 +76,7 @@ def run(operator: str, block: Block, method: str, density: BlockTracker | None, 
         check(operator, block, method, density)
         cast = autocast.cast(block.x, block.gate_weight, block.up_weight, block.down_weight)
         names = ("x", "gate_weight", "up_weight", "down_weight")
-        # What autocast makes of a weight is gone after the call.
-        block = replace(block, **dict(zip(names, cast)), transposed=None)  # type: ignore[arg-type]
+        block = replace(block, **dict(zip(names, cast)))  # type: ignore[arg-type]
         with autocast.disabled(block.x.device):
             return run(operator, block, method, density, with_activity)
     tensors = block.tensors
@@ -132,11 +128,7 @@ def _inferred(operator: str, block: Block, found: Found, method: str, density: B
     x, m = block.x, found.m
     tracker = density if method == "auto" else None
     grouped = x.is_cuda and m > FEW
-    rows = None
-    if x.is_cuda and not grouped and block.transposed is not None:
-        # Of few rows a copy takes more memory than time, but one that many rows have left is read.
-        rows = block.transposed.held(block.down_weight)
-    cost = found.by_rows if rows is None and block.down_weight.stride(0) > 1 else found.by_columns
+    cost = found.by_rows if block.down_weight.stride(0) > 1 else found.by_columns
     recorded = unknown = False
 
     def way(known: Known | None, eager: bool) -> str:
@@ -157,11 +149,8 @@ def _inferred(operator: str, block: Block, found: Found, method: str, density: B
         if method in ("gather", "union"):
             # The unions of a few groups tell whether it would pay.
             step = sample_step(m) if recorded else 0
-            if block.transposed is not None and (grouped or not x.is_cuda):
-                rows = block.transposed(block.down_weight)
-            operands = (*block.tensors[:-1], rows, block.down_bias)
             options = (block.activation == "relu2", method == "union", step, unknown, light)
-            out, nnz, unions = undispatched(sparse_ffn, *operands)(*operands, *options)
+            out, nnz, unions = undispatched(sparse_ffn, *block.tensors)(*block.tensors, *options)
         else:
             hidden = _fused(block) if method == "fused" else _hidden(block)
             out = linear(hidden, block.down_weight, block.down_bias)
@@ -169,6 +158,12 @@ def _inferred(operator: str, block: Block, found: Found, method: str, density: B
                 nnz, unions = sampled(hidden)
     if recorded:
         tracker.record(nnz, unions if grouped else None, cost.limit)  # type: ignore[union-attr]
+    if density is not None:
+        density.last_path = method
+        says = method in ("gather", "union") and not (x.is_cuda or INTERPRET or torch.compiler.is_compiling())
+        # The CPU says of how many rows it multiplied all; a tensor that a transform has wrapped says nothing.
+        if says and type(unions) is Tensor and 2 * int(unions) > m:
+            density.last_path = "dense"
     return out
 
 

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
+from gossamer.ffn.activity import Activity
 from gossamer.ffn.block import Block, run
 from gossamer.ffn.tracker import BlockTracker
-from gossamer.ffn.training import Activity
 from gossamer.gemm.activations import Activation, resolve_fixed
 
 
@@ -39,15 +39,16 @@ def gated(
             many rows on a GPU a transposed copy is made in each call, unless `down_weight.t()` is contiguous.
         activation: of the gate: `"relu"`, `"relu2"` (squared), or `gemm.JumpReLU(threshold)` without a bandwidth,
             which keeps z > threshold (FATReLU); the threshold has no gradient.
-        method: `"gather"` multiplies the weights of each row's entries, and rows with very many in dense tiles;
+        method: `"gather"` multiplies the weights of each row's entries, and rows with very many in dense tiles; a CPU
+            multiplies the whole block where most rows have very many;
             `"union"` does that for groups of 32 neighbouring rows where they share entries, as far as that pays;
             `"fused"` computes all, gate and up in one product; `"dense"` is plain PyTorch. `"auto"` takes what is
             fastest by what is known: without `density`, `"gather"` on the CPU, unless the block is small, and for 4,096
             rows or more of a ReLU on Hopper, where the device goes the dense way if a sample of rows is dense; else
             `"fused"`, or `"dense"` where the host takes longer than the device.
         density: what follows how sparse the block is from call to call, for `"auto"`.
-        with_activity: whether the result is a pair whose second is an `ffn.Activity`: the L1 penalty, which has a
-            gradient, entries of rows, and of neurons. Without gradients a block then computes all.
+        with_activity: whether the result is a pair whose second is an `ffn.Activity`: L1, which has a gradient, L0, and
+            on how many rows each neuron fired. Without gradients a block then computes all.
         gate_bias, up_bias: `[N]`, added in float32, or None.
         down_bias: `[D]`, or None.
 

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
+from gossamer.ffn.activity import Activity
 from gossamer.ffn.block import Block, run
 from gossamer.ffn.tracker import BlockTracker
-from gossamer.ffn.training import Activity
 from gossamer.gemm.activations import Activation, resolve_fixed
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from gossamer._core import tuning
 from gossamer._core.ops import undispatched
 from gossamer._core.ranges import span
+from gossamer.ffn.activity import Activity
 from gossamer.ffn.sparse_training import sparse_training
 from gossamer.gemm._torch.linear_glu import linear
 from gossamer.rowsparse import Density
 from gossamer.rowsparse.dense_product import dense_seconds
-from gossamer.rowsparse.formats import threshold_dtype
 
 if TYPE_CHECKING:
     from gossamer.ffn.block import Block
@@ -34,20 +34,6 @@ MOST = 1 << 30
 """Entries in lists at most: 32 bits hold their places."""
 SAMPLE = 256
 """Rows whose gate tells how sparse a block is that goes the dense way."""
-
-
-class Activity(NamedTuple):
-    """What a call's hidden activations hold.
-
-    Args:
-        l1: the sum of their absolute values over neurons, the mean over rows: float32 `[]`, or float64; differentiable.
-        nnz: how many of a row the activation lets through, int32 `[M]`: its L0.
-        fired: in how many rows it lets a neuron through, int32 `[N]`.
-    """
-
-    l1: Tensor
-    nnz: Tensor
-    fired: Tensor
 
 
 class Sizes(NamedTuple):
@@ -99,21 +85,23 @@ def differentiable(
     """The block's result with gradients; sizes: M, K, N, D; `dense`: the way that computes everything."""
     m, _, n, _ = sizes
     tracker = density if method == "auto" else None
-    known = None
+    known = activity = nnz = None
     if tracker is not None:
-        method = tracker.rows.path(lambda known: "gather" if pays(known, block, sizes) else "fused", training=True)
-        tracker.last_path, known = method, tracker.rows.basis(training=True)
-    sparse, activity = method in ("gather", "union") and 0 not in sizes, None
+        all_computed = "dense" if block.up_weight is None or block.threshold is not None else "fused"
+        method = tracker.rows.path(lambda known: "gather" if pays(known, block, sizes) else all_computed, training=True)
+        known = tracker.rows.basis(training=True)
+    if density is not None:
+        density.last_path = method
+    sparse = method in ("gather", "union") and 0 not in sizes
     with span(f"gossamer::{operator}/training/{'lists' if sparse else 'dense'}"):
         if sparse:
             mean = None if known is None else known.light / max(known.rows, 1)
-            out, activity = on_lists(block, sizes_for(m, n, mean))
+            out, activity, nnz = on_lists(block, sizes_for(m, n, mean))
         elif with_activity:
             out, activity = with_all(block)
         else:
             out = dense(block)
     if tracker is not None:
-        nnz = None if activity is None else activity.nnz
         if nnz is None and tracker.due_in_training():
             nnz = sampled_gate(block)
         if nnz is not None:
@@ -121,23 +109,21 @@ def differentiable(
     return out, activity
 
 
-def on_lists(block: Block, sizes: Sizes) -> tuple[Tensor, Activity]:
-    """The block's result, and what its hidden activations hold, by lists of the active entries."""
+def on_lists(block: Block, sizes: Sizes) -> tuple[Tensor, Activity, Tensor]:
+    """By lists of the active entries: the block's result, its activity, and the entries of each row."""
     call = undispatched(sparse_training, *block.tensors)
     out, l1, nnz, fired, *_ = call(*block.tensors, block.activation == "relu2", *sizes)
-    return out, Activity(l1, nnz, fired)
+    fired = fired.long()
+    return out, Activity(l1, fired.sum() / nnz.shape[0], fired), nnz
 
 
 def with_all(block: Block) -> tuple[Tensor, Activity]:
-    """The same by dense products."""
+    """By dense products: the block's result and its activity."""
     from gossamer.ffn.block import activated
 
     gate = activated(block)
-    active = gate != 0
     hidden = gate if block.up_weight is None else gate * linear(block.x, block.up_weight, block.up_bias)
-    l1 = hidden.abs().sum(dtype=threshold_dtype(hidden.dtype)) / max(hidden.shape[0], 1)
-    counts = (active.sum(dim, dtype=torch.int32) for dim in (1, 0))
-    return linear(hidden, block.down_weight, block.down_bias), Activity(l1, *counts)
+    return linear(hidden, block.down_weight, block.down_bias), Activity.of(gate, hidden)
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ FEW = 32
 """Rows up to which a tile of 128 is not worth its while."""
 START, STEP, PACK = 9e-6, 0.75e-6, 5e-6
 """Seconds that Hopper's kernel takes: with the sum of its counts, whatever there is to do; for 64 of K of a tile a
-program; and at least for a tile, to pack it. A fit to seven random shapes on an H200 (`gossamer bench sweep`)."""
+program; and at least for a tile, to pack it. A fit to seven random shapes on an H200 (`python -m benchmarks sweep`)."""
 
 
 def library_is_faster(x: Tensor, weight: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from gossamer._core import checks
 from gossamer.blocksparse import Layout, Relative
 from gossamer.nn.gated_sparse_attention import RotaryEmbedding
 from gossamer.nn.plain import why_called
+from gossamer.nn.rotary_embedding import check_positions
 
 OPERATOR = "nn.BlockSparseAttention"
 
@@ -165,6 +167,7 @@ class BlockSparseAttention(nn.Module):
                 )
             if position_ids is None:
                 position_ids = torch.arange(x.shape[1], device=x.device)
+            check_positions(OPERATOR, position_ids, x)
             cos, sin = self.rotary_emb(position_ids)
             heads = self.num_heads, self.num_kv_heads
             plain = {"value_gate": False, "output_gate": False}
@@ -178,7 +181,18 @@ class BlockSparseAttention(nn.Module):
             )
         if isinstance(self.layout, Layout):
             return self.layout
-        return self.layout(q, k, causal=self.causal, valid_lengths=valid_lengths)
+        given = {"causal": self.causal, "valid_lengths": valid_lengths}
+        try:
+            return self.layout(q, k, **given)
+        except TypeError as error:
+            try:
+                signature(self.layout).bind(q, k, **given)
+            except TypeError:
+                raise TypeError(
+                    f"{OPERATOR}: layout must take q, k, causal=... and valid_lengths=..., got a function that does "
+                    f"not: {error}. A function of q and k alone is lambda q, k, **_: ..."
+                ) from None
+            raise
 
     def _terms(self, tq: int, tk: int, positions: Positions | None, device: torch.device) -> list[Relative]:
         tables = list(self.relative_tables)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +10,7 @@ from torch import Tensor, nn
 from gossamer import blocksparse
 from gossamer._core import checks
 from gossamer.blocksparse import BlockSparseTensor, Layout
-
-_PARTS = tuple(f.name for f in fields(Layout) if f.name not in ("shape", "block_size", "size"))
+from gossamer.blocksparse.layout import PARTS
 
 
 class BlockSparseLinear(nn.Module):
@@ -63,7 +61,7 @@ class BlockSparseLinear(nn.Module):
         device = layout.device if device is None else torch.device(device)
         self.out_features, self.in_features = layout.size
         self._block_size, self._shape = layout.block_size, layout.shape
-        for name in _PARTS:
+        for name in PARTS:
             # Of its own: loading a state dict writes into them.
             self.register_buffer(name, getattr(layout, name).to(device, copy=True))
         options = {"dtype": dtype, "device": device}
@@ -97,7 +95,7 @@ class BlockSparseLinear(nn.Module):
     @property
     def layout(self) -> Layout:
         """Which blocks there are."""
-        parts = (getattr(self, name) for name in _PARTS)
+        parts = (getattr(self, name) for name in PARTS)
         return Layout(self._shape, self._block_size, (self.out_features, self.in_features), *parts)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from gossamer.blocksparse import BlockSparseTensor, Layout, add, apply_rowwise, layer_norm, matmul, rms_norm
+from gossamer.blocksparse import BlockSparseTensor, Layout, apply_rowwise, layer_norm, matmul, rms_norm
 
 ELEMENTWISE = (
     nn.Dropout,
@@ -82,7 +82,7 @@ class BlockSparseRowwise(nn.Module):
                     f"{x.shape[-1]} columns and the nn.Linear returns {module.out_features}."
                 )
             out = matmul(x, module.weight, x.layout if layout is None else layout, transpose_b=True)
-            return out if module.bias is None else add(out, module.bias)
+            return out if module.bias is None else out + module.bias
         if layout is not None:
             raise ValueError(
                 f"nn.BlockSparseRowwise: layout is for a plain nn.Linear, which {type(module).__name__} is not, or it "

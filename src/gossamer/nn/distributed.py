@@ -1,12 +1,14 @@
 """Autoencoders over several processes: their latents spread over them, or their data."""
 
 import copy
+import warnings
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from gossamer import sae
 from gossamer._core.recompute import recomputed
@@ -17,9 +19,10 @@ from gossamer.nn.transcoder import Transcoder
 from gossamer.rowsparse import ELL, Rows
 from gossamer.sae.sharded import add_parts, check_group, copy_to_ranks, sum_over
 
-_DIMENSION = {"W_enc": 1, "W_dec": 0, "b_enc": 0, "log_threshold": 0, "firing_counts": 0, "steps_since_fired": 0}
+_DIMENSION = {"W_enc": 1, "W_dec": 0, "b_enc": 0, "scaled_b_enc": 0, "log_threshold": 0}
+_DIMENSION |= {"firing_counts": 0, "steps_since_fired": 0}
 """Along which dimension a tensor of an autoencoder lists the latents."""
-_WHOLE = ("b_dec", "threshold", "W_skip", "input_scale", "steering")
+_WHOLE = ("b_dec", "scaled_b_dec", "threshold", "W_skip", "input_scale", "steering")
 """What all ranks hold whole."""
 _SETTINGS = {"d_in", "d_out", "d_sae", "k", "threshold_rate", "capacity", "aux_coefficient", "aux_k", "dead_after"}
 _SETTINGS |= {
@@ -52,7 +55,7 @@ class Sharded(SparseAutoencoder):
     def _latents(
         self, x: Tensor, *, W_enc: Tensor | None = None, b_enc: Tensor | None = None, **options: Any
     ) -> tuple[ELL, Tensor]:
-        weights = (self.W_enc, self.b_enc) if W_enc is None else (W_enc, b_enc)
+        weights = (self.W_enc, self._biases[0]) if W_enc is None else (W_enc, b_enc)
         return sae.encode_sharded_with_l0(x, *weights, **options, group=self.group)
 
     def _way(self, x: Tensor) -> str:
@@ -84,10 +87,10 @@ class Sharded(SparseAutoencoder):
 
     def decode(self, rows: Rows) -> Tensor:
         """This rank's latents `(..., d_sae_r)` -> the reconstruction `[..., d_in]`; see `sae.decode_sharded`."""
-        return super().decode(rows)
+        return sae.decode_sharded(rows, self.W_dec, self.b_dec, group=self.group)
 
     def _decoded(self, rows: Rows) -> Tensor:
-        return sae.decode_sharded(rows, self.W_dec, self.b_dec, group=self.group)
+        return sae.decode_sharded(rows, self.W_dec, self._biases[1], group=self.group)
 
     def gathered(self, rank: int | None = None) -> Any:
         """The whole autoencoder, on the CPU: for `nn.save`, or to use it on one device. Every rank has to call it.
@@ -224,15 +227,31 @@ class DataParallel(torch.nn.Module):
     def __init__(self, model: SparseAutoencoder, group: Any) -> None:
         super().__init__()
         self.model, self.group = model, group
+        self._has_warned = False
 
     def __call__(self, x: Tensor, *args: Any, **options: Any) -> SAELoss:
         """Before what wraps this module has its turn, which may be to put parameters together from slices."""
         if self.training and isinstance(self.model, JumpReLUSAE) and self.model.is_fresh:
+            if _ranks_may_have_finished():
+                raise RuntimeError(
+                    "nn.data_parallel: inside of Join no rank can count on the others, and a JumpReLUSAE with a target "
+                    "starts from the rows of all ranks. Call its loss once, or model.initialize_(x) with the same x on "
+                    "all ranks, before Join."
+                )
             _initialize_together(self.model, x, self.group)
         return super().__call__(x, *args, **options)
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> SAELoss:
         """`model.loss` of this rank's rows, and the statistics of those of all ranks."""
+        if _ranks_may_have_finished():
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    "nn.data_parallel: inside of torch.distributed.algorithms.join.Join the statistics (firing counts, "
+                    "dead latents, thresholds, steering) are those of one rank's rows.",
+                    stacklevel=2,
+                )
+            return self.model.loss(x, *args, **options)  # type: ignore[operator]
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         loss = self.model.loss(x, *args, **options)  # type: ignore[operator]
         if self.training and not recomputed():
@@ -256,6 +275,13 @@ class DataParallel(torch.nn.Module):
                 buffer.copy_(sum_over(buffer, self.group) / dist.get_world_size(self.group))
 
 
+def _ranks_may_have_finished() -> bool:
+    """Whether DistributedDataParallel calls this inside of `Join`, where it answers for ranks without a batch: with its
+    own reductions, so that any other would wait for ever, or meet one of these."""
+    active = DistributedDataParallel._get_active_ddp_module()
+    return active is not None and bool(active._join_config.enable)
+
+
 def data_parallel(model: Kind, group: Any = None) -> DataParallel:
     """The loss of an autoencoder as a module, for DistributedDataParallel or fully_shard: each rank has its own rows.
 
@@ -266,7 +292,9 @@ def data_parallel(model: Kind, group: Any = None) -> DataParallel:
     again on one rank counts as dead on the others for the rest of that step.
 
     DistributedDataParallel and fully_shard average gradients over ranks: with as many rows on each, the result is that
-    of one process with all of them. `BatchTopKSAE` lets the rows of a rank compete with one another and not with those
+    of one process with all of them. Ranks with unequal numbers of batches train under
+    `torch.distributed.algorithms.join.Join` around DistributedDataParallel; statistics there are those of one rank's
+    rows, which a warning says. `BatchTopKSAE` lets the rows of a rank compete with one another and not with those
     of other ranks, so it is that of W batches and not of one; its threshold is the mean of what the ranks' would be.
 
     Args:

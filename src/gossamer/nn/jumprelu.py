@@ -15,6 +15,7 @@ from gossamer.nn.sae import SAELoss, SparseAutoencoder, mean
 from gossamer.rowsparse import ELL, Rows
 
 Result = TypeVar("Result")
+_BIASES = ("b_enc", "b_dec")
 
 
 class JumpReLUSAE(SparseAutoencoder):
@@ -24,9 +25,11 @@ class JumpReLUSAE(SparseAutoencoder):
     small reconstruction error and a small L0. Initialisation and dtypes are those of `TopKSAE`.
 
     With a `target_l0` the module finds everything else. The first call of `loss` in training, or `initialize_`, looks
-    at x: it scales x so that one bandwidth fits any data, and starts thresholds where L0 is several times its target.
-    Then L0 comes down in `warm_up` calls and is held at the target from one call to the next, on the device. A run that
-    stays away from its target warns. Without a target every number is yours, and nothing moves but by the optimizer.
+    at x. It finds the power of 2 that `loss` multiplies x with, so that one bandwidth and one learning rate fit any
+    data, and starts thresholds where L0 is several times its target. Weights, biases, thresholds and latents are in
+    units of x all the same. Then L0 comes down in `warm_up` calls and is held at the target from one call to the next,
+    on the device. A run that stays away from its target warns. Without a target every number is yours, and nothing
+    moves but by the optimizer.
 
     Three published penalties are `penalty="step"` (Rajamanoharan et al. 2024), `penalty="quadratic"` (Gemma Scope 2)
     and `penalty="tanh", ste_to_input=True, pre_act_coefficient=3e-6` (Conerly et al. 2025).
@@ -48,7 +51,8 @@ class JumpReLUSAE(SparseAutoencoder):
         pre_act_coefficient: weight of what pulls dead latents towards their thresholds: the sum over them of
             relu(threshold - pre-activation) * norm of the decoder row, among the 2 * d_in that were silent longest.
         dead_after: for how many calls of `encode` in training a latent is silent before it counts as dead.
-        initial_threshold: of every latent; None takes it from the data with a target, and is 0.001 without.
+        initial_threshold: of every latent; None takes it from the data with a target, and is 0.001 without. With a
+            target it is in units of the scaled x.
         capacity: slots per row of the latents, as in `sae.encode`. Rows beyond it stay exact but cost as much as dense.
             With None `loss` and `forward` take up to twice the usual number where earlier rows would have filled that.
         dtype: of the weights; None takes PyTorch's default.
@@ -60,11 +64,13 @@ class JumpReLUSAE(SparseAutoencoder):
         TypeError: a size that is no int, or a dtype that is not floating.
 
     Attributes:
-        W_enc, W_dec, b_enc, b_dec: `[d_in, d_sae]`, `[d_sae, d_in]`, `[d_sae]`, `[d_in]`, of x times `input_scale`.
-            b_dec is not subtracted from x.
+        W_enc, W_dec, b_enc, b_dec: `[d_in, d_sae]`, `[d_sae, d_in]`, `[d_sae]`, `[d_in]`, in units of x. b_dec is not
+            subtracted from x.
+        threshold: `[d_sae]`, above 0, in units of x.
         log_threshold: `[d_sae]`, the parameter behind `threshold`.
-        input_scale: float32 `[]`, a power of 2, with which x is multiplied and by which its reconstruction is divided;
-            there only if L0 is steered. `nn.save` folds it into the weights.
+        scaled_b_enc, scaled_b_dec: the parameters behind b_enc and b_dec, `input_scale` times as large; there only if
+            L0 is steered. An optimizer changes biases by steps of one size: these fit it whatever the units of x are.
+        input_scale: float32 `[]`, the power of 2 with which `loss` multiplies x; there only if L0 is steered.
         steering: float32 `[3]`, likewise: calls of `loss` (-1 before `initialize_`), the logarithm of a factor on all
             thresholds, L0 of the last call.
         firing_counts, steps_since_fired: as in `TopKSAE`.
@@ -114,7 +120,10 @@ class JumpReLUSAE(SparseAutoencoder):
         self.log_threshold = torch.nn.Parameter(torch.full((d_sae,), start, dtype=self._wide, device=device))
         self._watch = None if target_l0 is None else _recipe.Watch("nn.JumpReLUSAE", target_l0, warm_up)
         self._is_fresh = self.steered
+        self._known_scale: float | None = 1.0
         if self.steered:
+            for name in _BIASES:
+                self.register_parameter(f"scaled_{name}", self._parameters.pop(name))
             self.register_buffer("input_scale", torch.ones((), dtype=self._wide, device=device))
             self.register_buffer("steering", _recipe.fresh(self._wide, device))
 
@@ -159,19 +168,55 @@ class JumpReLUSAE(SparseAutoencoder):
         return self._is_fresh
 
     @property
+    def b_enc(self) -> Tensor:  # type: ignore[override]
+        """`[d_sae]`, in units of x: of a steered module `scaled_b_enc / input_scale`, which rounds nothing."""
+        return self._parameters["b_enc"] if "b_enc" in self._parameters else self._unscaled(self.scaled_b_enc)
+
+    @property
+    def b_dec(self) -> Tensor:  # type: ignore[override]
+        """`[d_in]`, likewise."""
+        return self._parameters["b_dec"] if "b_dec" in self._parameters else self._unscaled(self.scaled_b_dec)
+
+    @property
     def threshold(self) -> Tensor:
-        """`[d_sae]`, above 0."""
-        if not self.steered:
-            return self.log_threshold.exp()
-        return (self.log_threshold + self.steering[_recipe.FACTOR]).exp()
+        """`[d_sae]`, above 0, in units of x."""
+        return self._unscaled(self._scaled_threshold)
+
+    @property
+    def _scaled_threshold(self) -> Tensor:
+        factor = self.steering[_recipe.FACTOR] if self.steered else 0
+        return (self.log_threshold + factor).exp()
+
+    @property
+    def _biases(self) -> tuple[Tensor, Tensor]:
+        return (self.scaled_b_enc, self.scaled_b_dec) if self.steered else (self.b_enc, self.b_dec)
 
     def encode(self, x: Tensor) -> ELL:
         """x `[..., d_in]` -> latents `(..., d_sae)`; see `sae.encode`. In training mode it counts what fires."""
-        return self._as_first(lambda: super(JumpReLUSAE, self).encode(self._scaled(x)))
+        self._check(x)
+        return self._as_first(lambda: self._encode_in_units_of_x(x))
+
+    def _encode_in_units_of_x(self, x: Tensor) -> ELL:
+        activation = gemm.JumpReLU(self.threshold, self.bandwidth / self._scale_on_host(), self.ste_to_input)
+        weights = {"W_enc": self.W_enc, "b_enc": self.b_enc}
+        return self._counted(*self._latents(x, **weights, activation=activation, capacity=self._capacity))[0]
+
+    def _scale_on_host(self) -> float:
+        """`input_scale`, where the bandwidth in units of x matters: for gradients. It waits for the device once."""
+        if not torch.is_grad_enabled():
+            return 1.0
+        if self._known_scale is None:
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    "nn.JumpReLUSAE: a compiled encode with gradients needs the scale of x, which a compiled loss has "
+                    "found and the host has not read. Call model.initialize_(x) before torch.compile."
+                )
+            self._known_scale = float(self.input_scale)
+        return self._known_scale
 
     def decode(self, rows: Rows) -> Tensor:
         """Latents `(..., d_sae)` -> reconstruction `[..., d_in]`; see `sae.decode`."""
-        return self._unscaled(super().decode(rows))
+        return sae.decode(rows, self.W_dec, self.b_dec)
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., d_in]` -> reconstruction `[..., d_in]`."""
@@ -218,22 +263,6 @@ class JumpReLUSAE(SparseAutoencoder):
         for name, start in self.begin_(self.W_enc, self.measured(x, self.W_enc, self.W_dec)).items():
             self.get_parameter(name).copy_(start)
 
-    @torch.no_grad()
-    def fold_scale_(self) -> None:
-        """Makes input_scale part of the weights: encode, decode and forward stay what they are, to the bit, and x and
-        the latents are in the units of W_enc, W_dec and b_dec. For a model whose training is over."""
-        if self.steered:
-            for name, tensor in self.without_scale().items():
-                self.get_parameter(name).copy_(tensor)
-            self.input_scale.fill_(1)
-
-    def without_scale(self) -> dict[str, Tensor]:
-        """The parameters of the same function of x itself. The scale is a power of 2, so nothing is rounded."""
-        if not self.steered:
-            return {}
-        scale, found = self.input_scale, {"W_enc": self.W_enc.detach() * self.input_scale}
-        return found | {name: self.get_parameter(name).detach() / scale for name in ("W_dec", "b_dec")}
-
     def measured(self, x: Tensor, W_enc: Tensor, W_dec: Tensor) -> _recipe.Sample:
         """What a sample x `[..., d_in]` says of where to start with these weights."""
         return _recipe.measured(self._sample(x), W_enc, W_dec, self._course[1] / self.d_sae, self._total)
@@ -243,6 +272,7 @@ class JumpReLUSAE(SparseAutoencoder):
         checks.finite_start("nn.JumpReLUSAE", sample.size)
         scale = _recipe.input_scale(sample.size, self.d_in)
         self.input_scale.copy_(scale)
+        self._known_scale = None
         self.steering.copy_(_recipe.begun(self.steering))
         self._is_fresh = False
         thresholds = (sample.thresholds * sample.gain * scale).clamp(min=_recipe.LEAST_THRESHOLD)
@@ -250,7 +280,8 @@ class JumpReLUSAE(SparseAutoencoder):
             thresholds = torch.full_like(thresholds, self.initial_threshold)
         b_dec, W_enc = sample.centre * scale, (W_enc.detach() * sample.gain).to(W_enc.dtype)
         b_enc = -(b_dec @ W_enc.to(b_dec.dtype))
-        return {"W_enc": W_enc, "b_enc": b_enc, "b_dec": b_dec, "log_threshold": thresholds.log()}
+        biases = {"scaled_b_enc": b_enc, "scaled_b_dec": b_dec}
+        return {"W_enc": W_enc, **biases, "log_threshold": thresholds.log()}
 
     def _total(self, part: Tensor) -> Tensor:
         """The sum over all latents, where this module has those of one rank."""
@@ -288,6 +319,12 @@ class JumpReLUSAE(SparseAutoencoder):
         return x / self.input_scale if self.steered else x
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in _BIASES if self.steered else ():
+            # Biases in units of x come from a module that was not steered, or from a file.
+            if f"{prefix}{name}" in state_dict:
+                scale = state_dict.get(f"{prefix}input_scale", self.input_scale)
+                bias = state_dict.pop(f"{prefix}{name}")
+                state_dict[f"{prefix}scaled_{name}"] = bias * scale.to(bias.device)
         super()._load_from_state_dict(state_dict, prefix, *args)
         if f"{prefix}steering" in state_dict:
             self.look_up_whether_fresh()
@@ -296,6 +333,7 @@ class JumpReLUSAE(SparseAutoencoder):
 
     def look_up_whether_fresh(self) -> None:
         """Reads it from the device."""
+        self._known_scale = None if self.steered else 1.0
         self._is_fresh = self.steered and bool(self.steering[_recipe.CALLS] < 0)
 
     def go_on(self) -> None:
@@ -306,7 +344,7 @@ class JumpReLUSAE(SparseAutoencoder):
             self.steering[_recipe.CALLS] = self.warm_up
 
     def _options(self) -> dict[str, Any]:
-        return {"activation": gemm.JumpReLU(self.threshold, self.bandwidth, self.ste_to_input)}
+        return {"activation": gemm.JumpReLU(self._scaled_threshold, self.bandwidth, self.ste_to_input)}
 
     def _penalty(self, rows: ELL | Tensor, l0: Tensor) -> Tensor:
         target, weight = self._aim()
@@ -334,9 +372,9 @@ class JumpReLUSAE(SparseAutoencoder):
         if not self.pre_act_coefficient:
             return None
         which, dead = self._first_found(lambda: self._longest_silent(2 * self.d_in))
-        pre = x @ self.W_enc.index_select(1, which).to(x.dtype) + self.b_enc.index_select(0, which)
+        pre = x @ self.W_enc.index_select(1, which).to(x.dtype) + self._biases[0].index_select(0, which)
         norms = self._decoder_norms(self.W_dec.index_select(0, which))
-        below = (self.threshold.index_select(0, which) - pre).relu() * norms
+        below = (self._scaled_threshold.index_select(0, which) - pre).relu() * norms
         return self.pre_act_coefficient * mean(torch.where(dead, below, 0).sum(-1))
 
     def extra_repr(self) -> str:

@@ -19,22 +19,47 @@ def _place(tensor: Tensor) -> tuple[torch.device, Any]:
     return tensor.device, torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
 
+def check_positions(operator: str, position_ids: Tensor | None, x: Tensor) -> None:
+    """Raises where position_ids are no whole numbers `[T]` or `[B, T]` of x `[B, T, ...]`."""
+    if position_ids is None:
+        return
+    checks.whole(operator, position_ids=position_ids)
+    checks.same_device(operator, "x", x.device, position_ids=position_ids)
+    if tuple(position_ids.shape) not in (tuple(x.shape[1:2]), tuple(x.shape[:2])):
+        raise ValueError(
+            f"{operator}: position_ids must have shape [T] or [B, T] with B, T = {list(x.shape[:2])} like x, got "
+            f"{list(position_ids.shape)}."
+        )
+
+
 class RotaryEmbedding(nn.Module):
-    """Angles of rotary position embeddings; `inv_freq` `[D / 2]` is a buffer."""
+    """Angles of rotary position embeddings; `inv_freq` `[D / 2]` is a buffer.
+
+    A state dict without it leaves the frequencies of theta: attention layers of other libraries save none.
+    """
 
     inv_freq: Tensor
-    # Here for modules that were pickled without them.
-    _first: tuple[Tensor, tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
-    _kept: tuple[Any, Tensor] | None = None
 
     def __init__(self, head_dim: int, theta: float, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.head_dim, self.theta = head_dim, theta
         self.register_buffer("inv_freq", self._frequencies(device))
+        self._first: tuple[Tensor, tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
+        self._kept: tuple[Any, Tensor] | None = None
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        # `load_state_dict` hands on a copy of the dictionary that it was given.
+        state_dict.setdefault(prefix + "inv_freq", self.inv_freq)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         """What is kept stays here: it belongs to a stream, and a copy makes its own."""
         return {**self.__dict__, "_first": None, "_kept": None}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Many state_dicts have no frequencies, which follow from head_dim and theta: they stay what they are."""
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        args[2][:] = [name for name in args[2] if name != f"{prefix}inv_freq"]
 
     def _frequencies(self, device: torch.device | str | None) -> Tensor:
         return self.theta ** -(torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim)

@@ -125,9 +125,14 @@ class SparseAutoencoder(torch.nn.Module):
         """Latents `(..., d_sae)` -> reconstruction `[..., d_in]`; see `sae.decode`."""
         return self._decoded(rows)
 
+    @property
+    def _biases(self) -> tuple[Tensor, Tensor]:
+        """(b_enc, b_dec) in the units in which `forward` and `loss` compute."""
+        return self.b_enc, self.b_dec
+
     def _decoded(self, rows: Rows) -> Tensor:
-        """In the units of the weights, in which `loss` computes: `decode` may return those of x."""
-        return sae.decode(rows, self.W_dec, self.b_dec)
+        """The reconstruction in the units in which `forward` and `loss` compute."""
+        return sae.decode(rows, self.W_dec, self._biases[1])
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., d_in]` -> reconstruction `[..., d_in]`."""
@@ -210,7 +215,7 @@ class SparseAutoencoder(torch.nn.Module):
                 return *sparse(x, None), None
             rows, l0 = sparse(x, slots(self._density.basis(training=self.training), self.d_sae))
             return rows, l0, rows.packed.counts
-        acts, l0, fired, nnz = encode_dense(x, self.W_enc, self.b_enc, **self._options())
+        acts, l0, fired, nnz = encode_dense(x, self.W_enc, self._biases[0], **self._options())
         if self.training:
             with torch.no_grad():
                 self._count(acts, fired)
@@ -233,7 +238,7 @@ class SparseAutoencoder(torch.nn.Module):
         self, x: Tensor, *, W_enc: Tensor | None = None, b_enc: Tensor | None = None, **options: Any
     ) -> tuple[Any, Tensor]:
         """What encodes: where the latents are spread over processes, another function."""
-        weights = (self.W_enc, self.b_enc) if W_enc is None else (W_enc, b_enc)
+        weights = (self.W_enc, self._biases[0]) if W_enc is None else (W_enc, b_enc)
         return sae.encode_with_l0(x, *weights, **options)
 
     def _counted(self, rows: Any, l0: Tensor) -> tuple[Any, Tensor]:
@@ -267,7 +272,7 @@ class SparseAutoencoder(torch.nn.Module):
         return SAELoss(loss, mse, shown[0], mean(l0.detach()), reconstruction, shown[1])
 
     def _output(self, x: Tensor, rows: Rows | Tensor) -> Tensor:
-        return decode_dense(rows, self.W_dec, self.b_dec) if isinstance(rows, Tensor) else self._decoded(rows)
+        return decode_dense(rows, self.W_dec, self._biases[1]) if isinstance(rows, Tensor) else self._decoded(rows)
 
     def _penalty(self, rows: Any, l0: Tensor) -> Tensor | None:
         return None
@@ -283,8 +288,8 @@ class SparseAutoencoder(torch.nn.Module):
     def _lost(self) -> Any:
         raise RuntimeError(
             f"nn.{type(self).__name__}: a checkpoint computes again what it was not seen to compute first, so what the "
-            "first run knew (of dead latents, of the steering) cannot be told. Use torch.utils.checkpoint, around the "
-            "whole call and with no other saved_tensors_hooks inside."
+            "first run knew (of dead latents, of the steering) cannot be told. Use torch.utils.checkpoint with "
+            "use_reentrant=False, around the whole call, and with no other saved_tensors_hooks inside."
         )
 
     def _longest_silent(self, count: int) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,6 @@ from gossamer.attention._triton import candidates
 from gossamer.attention._triton._indexer import in_units, load_bias, load_gates, load_tile, valid_keys, visible_keys
 from gossamer.attention._triton.adaptive import rows_k
 from gossamer.attention._triton.indexer_scores import check_width, fast, tile
-from gossamer.attention._triton.selection import union_of_words
 from gossamer.attention._triton.threshold import find_thresholds, list_programs, load_words, reaching_both
 
 LEVELS = tl.constexpr(levels.LEVELS)
@@ -310,7 +309,7 @@ class _Call:
         self.q = q if q.stride(-1) == 1 or q.shape[-1] == 1 else q.contiguous()
         # Keys stand one behind the other, as in a slice of a longer cache too.
         self.k = k if k.stride()[1:] == (k.shape[2], 1) else k.contiguous()
-        self.w, self.bias, self.lengths, self.scale = w.contiguous(), bias, lengths, scale
+        self.w, self.bias, self.lengths, self.scale = w, bias, lengths, scale
         self.b, self.heads, self.tq, self.d = q.shape
         self.tk = k.shape[1]
         # A word's 64 queries, or as few as a product takes.
@@ -422,10 +421,9 @@ def select_topk(
     window: int,
     sinks: int,
     workspace: int,
-    capacity: int,
     granularity: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Operator `select_topk` -> words, counts and lists of a `Selection` of one scope."""
+) -> Tensor:
+    """Operator `select_topk` -> words of a `Selection` of one scope."""
     check_width("attention.select_topk", q.shape[3], q.element_size())
     call = _Call((q, k, w, bias, lengths), scale, causal, top, window, sinks, granularity)
     if call.words.numel():
@@ -460,7 +458,7 @@ def select_topk(
                 call.find(slab, keys, wanted, lists, of_slab)
             with span("select_topk/words"):
                 call.take(slab, keys, of_slab)
-    return (call.words, *union_of_words(call.words, capacity, max(call.tk - call.tq, 0) if causal else None))
+    return call.words
 
 
 _SIZES = dict.fromkeys(("first", "Tq", "padded", "Tk", "stride", "ahead"), "i32")

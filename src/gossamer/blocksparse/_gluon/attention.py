@@ -111,11 +111,51 @@ def met(columns_ptr, lengths_ptr, begin, count, end, limit, CAUSAL: gl.constexpr
 
 
 @gluon.jit
-def key_limit(lengths_ptr, batch, Tk):
+def reached(lengths_ptr, batch, Tq, Tk):
+    """(where a sequence's keys end, at which key the first query stands)."""
     limit = Tk
+    shift = Tk - Tq
     if lengths_ptr is not None:
         limit = gl.minimum(gl.load(lengths_ptr + batch), Tk)
-    return limit
+        shift = gl.maximum(limit - Tq, gl.minimum(Tk - Tq, 0))
+    return limit, shift
+
+
+@gluon.jit
+def cut_at(elements_ptr, entry):
+    """Where a block's words begin; 0 of a whole block."""
+    if elements_ptr is not None:
+        return gl.load(elements_ptr + entry)
+    else:
+        return 0
+
+
+@gluon.jit
+def without(
+    x, absent, elements_ptr, start, lines, columns, part, SPLIT: gl.constexpr, BEFORE: gl.constexpr
+):  # fmt: skip
+    """A tile with `absent` at the elements that its block leaves out, whose words begin at `start`. `lines` are counted
+    in the block, behind BEFORE words; along a line it has SPLIT tiles, of which this is `part`."""
+    if elements_ptr is not None:
+        if start > 0:
+            WORDS: gl.constexpr = x.shape[1] // 32
+            at = elements_ptr + (start + BEFORE + part * WORDS) + lines * (SPLIT * WORDS)
+            bits = gl.expand_dims(gl.load(at), 1) >> gl.expand_dims(columns & 31, 0)
+            for word in gl.static_range(1, WORDS):
+                own = gl.expand_dims(gl.load(at + word), 1) >> gl.expand_dims(columns & 31, 0)
+                bits = gl.where(gl.expand_dims(columns >= 32 * word, 0), own, bits)
+            x = gl.where((bits & 1) != 0, x, absent)
+    return x
+
+
+@gluon.jit
+def masked(s, at, whole, last, keys, elements_ptr, start, lines, part, CONFIG: gl.constexpr):
+    """Scores of keys from `at` on; those past `last` of their row are none, nor are those that their block leaves out.
+    Up to `whole` none is past it."""
+    SIDE: gl.constexpr = CONFIG.split_q * s.shape[0]
+    if at + s.shape[1] > whole:
+        s = gl.where(gl.expand_dims(at + keys, 0) < gl.expand_dims(last, 1), s, float("-inf"))
+    return without(s, float("-inf"), elements_ptr, start, lines % SIDE, keys, part, CONFIG.split_k, 0)
 
 
 @gluon.jit
@@ -175,14 +215,6 @@ def emit(desc, buffer, tile, batch, head, row):
 
 
 @gluon.jit
-def masked(s, at, whole, last, keys):
-    """Scores of keys from `at` on; those past `last` of their row are none. Up to `whole` none is."""
-    if at + s.shape[1] > whole:
-        s = gl.where(gl.expand_dims(at + keys, 0) < gl.expand_dims(last, 1), s, float("-inf"))
-    return s
-
-
-@gluon.jit
 def soften(s, m, total, scale):
     """(weights, factor for what was summed before, largest score, sum of weights): a step of the softmax, base 2."""
     most = gl.maximum(m, gl.max(s, 1) * scale)
@@ -209,21 +241,22 @@ def row_of(
     offsets_ptr, columns_ptr, lengths_ptr, tile, batch, head, B, H, rows, Tq, Tk, capacity, CONFIG: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """(first entry, steps, end of the keys, whether lists are incomplete) of a tile's row of blocks."""
+    """(first entry, steps, end of the keys, key of the first query, whether lists are incomplete) of a tile's row of
+    blocks."""
     row = matrix_of(batch, head, H, CONFIG) * rows + tile // CONFIG.split_q
     begin, count, lost = span(offsets_ptr, row, B, H, rows, capacity, CONFIG)
-    limit = key_limit(lengths_ptr, batch, Tk)
-    end = (tile + 1) * BLOCK_M + (Tk - Tq)
+    limit, shift = reached(lengths_ptr, batch, Tq, Tk)
+    end = (tile + 1) * BLOCK_M + shift
     count = met(columns_ptr, lengths_ptr, begin, count, end, limit, CONFIG.causal, CONFIG.split_k * BLOCK_N)
-    return begin, count * CONFIG.split_k, limit, lost
+    return begin, count * CONFIG.split_k, limit, shift, lost
 
 
 @gluon.jit
-def ends_of(first, lines, limit, Tq, Tk, CAUSAL: gl.constexpr):
+def ends_of(first, lines, limit, shift, CAUSAL: gl.constexpr):
     """(where each line's keys end, up to where all lines of the tile meet every key)."""
     if CAUSAL:
-        last = gl.minimum(lines + (Tk - Tq + 1), limit)
-        whole = gl.minimum(first + (Tk - Tq + 1), limit)
+        last = gl.minimum(lines + (shift + 1), limit)
+        whole = gl.minimum(first + (shift + 1), limit)
     else:
         last = gl.zeros_like(lines) + limit
         whole = limit
@@ -243,7 +276,7 @@ def finish(o, m, total, lost, lse_ptr, lines, Tq):
 @launch.Kernel
 @gluon.jit(do_not_specialize=["capacity"])
 def _attention_fwd_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, offsets_ptr, columns_ptr, lengths_ptr,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, offsets_ptr, columns_ptr, elements_ptr, lengths_ptr,
     B, H, GROUP, rows, Tq, Tk, capacity, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     SPLIT_K: gl.constexpr = CONFIG.split_k
@@ -252,9 +285,8 @@ def _attention_fwd_kernel(
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     D: gl.constexpr = q_desc.block_type.shape[3]
-    WARPS: gl.constexpr = gl.num_warps()
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
-    values: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
+    values: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
     weights: gl.constexpr = gl.DotOperandLayout(0, values, 2)
     q_buf, q_ready = ring_of(q_desc, 1)
     k_bufs, k_ready = ring_of(k_desc, K_STAGES)
@@ -264,7 +296,7 @@ def _attention_fwd_kernel(
     tile, pair, batch, head = owner_of(gl.program_id(0) // CONFIG.split_q, rows, H, CONFIG.split_q, CONFIG.causal)
     first = tile * BLOCK_M
     fetch(q_desc, q_buf, q_ready, 0, batch, head, first, True)
-    begin, steps, limit, lost = row_of(
+    begin, steps, limit, shift, lost = row_of(
         offsets_ptr, columns_ptr, lengths_ptr, tile, batch, head, B, H, rows, Tq, Tk, capacity, CONFIG, BLOCK_M, BLOCK_N
     )  # fmt: skip
     for i in gl.static_range(STAGES):
@@ -275,28 +307,29 @@ def _attention_fwd_kernel(
 
     lines = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, scores))
     keys = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores))
-    last, whole = ends_of(first, lines, limit, Tq, Tk, CONFIG.causal)
+    last, whole = ends_of(first, lines, limit, shift, CONFIG.causal)
     m = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
     total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, scores))
-    o = gl.zeros([BLOCK_M, D], gl.float32, values)
-    none = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
+    o, none = gl.zeros([BLOCK_M, D], gl.float32, values), gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
     q = owned(q_buf, q_ready)
     if steps > 0:
         at = tile_at(columns_ptr, begin, 0, steps, SPLIT_K, BLOCK_N)
         ahead = tile_at(columns_ptr, begin, K_STAGES, steps, SPLIT_K, BLOCK_N)
         behind = tile_at(columns_ptr, begin, STAGES, steps, SPLIT_K, BLOCK_N)
+        start = cut_at(elements_ptr, begin)
         mbarrier.wait(k_ready.index(0), 0)
         s = warpgroup_mma(q, matrix(k_bufs, 0).permute((1, 0)), none, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         thread_barrier()
         fetch(k_desc, k_bufs, k_ready, 0, batch, head // GROUP, ahead, K_STAGES < steps)
-        s = masked(s, at, whole, last, keys)
+        s = masked(s, at, whole, last, keys, elements_ptr, start, lines, 0, CONFIG)
         weight, _, m, total = soften(s, m, total, scale)
         p = gl.convert_layout(weight.to(q_desc.dtype), weights)
         for step in range(1, steps):
             slot, before = step % K_STAGES, (step - 1) % STAGES
             at = tile_at(columns_ptr, begin, step, steps, SPLIT_K, BLOCK_N)
             ahead = tile_at(columns_ptr, begin, step + K_STAGES, steps, SPLIT_K, BLOCK_N)
+            start = cut_at(elements_ptr, begin + step // SPLIT_K)
             mbarrier.wait(k_ready.index(slot), step // K_STAGES & 1)
             s = warpgroup_mma(q, matrix(k_bufs, slot).permute((1, 0)), none, use_acc=False, is_async=True)
             mbarrier.wait(v_ready.index(before), (step - 1) // STAGES & 1)
@@ -309,7 +342,7 @@ def _attention_fwd_kernel(
                 old = step - 2
                 fetch(v_desc, v_bufs, v_ready, old % STAGES, batch, head // GROUP, behind, old + STAGES < steps)
                 behind = tile_at(columns_ptr, begin, step - 1 + STAGES, steps, SPLIT_K, BLOCK_N)
-            s = masked(s, at, whole, last, keys)
+            s = masked(s, at, whole, last, keys, elements_ptr, start, lines, step % SPLIT_K, CONFIG)
             weight, factor, m, total = soften(s, m, total, scale)
             o = warpgroup_mma_wait(0, deps=(o,))
             o = o * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, values)), 1)
@@ -390,8 +423,8 @@ class Again:
 
 
 def launch_attention_fwd(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, columns: Tensor, lengths: Tensor | None,
-    tile: Tile | None = None,
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, columns: Tensor, elements: Tensor | None,
+    lengths: Tensor | None, tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Again | None]:  # fmt: skip
     """(out, log-sum-exp, what repeats it), with the tile that was measured best unless another is given."""
     p, given = problem, (q, k, v)
@@ -402,12 +435,12 @@ def launch_attention_fwd(
     tiles = [descriptor(x, rows) for x, rows in ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n))]
     tiles.append(descriptor(out, tile.block_m))
     sizes = p.b, p.h, p.group, p.rows, p.tq, p.tk, columns.shape[0], p.scale * INV_LN2
-    args = (*tiles, lse, offsets, columns, lengths, *sizes)
+    args = (*tiles, lse, offsets, columns, elements, lengths, *sizes)
     grid = (p.rows * config.split_q * p.b * p.h, 1, 1)
     meta = {"CONFIG": config}
     bound = _attention_fwd_kernel(grid, args, meta, num_warps=tile.warps, maxnreg=tile.registers, head=7)
     again = None
-    if bound is not None and lengths is None and all(a is b for a, b in zip(given, (q, k, v))):
+    if bound is not None and lengths is None and elements is None and all(a is b for a, b in zip(given, (q, k, v))):
         again = Again(bound, tiles)
     return out, lse, again
 
@@ -421,7 +454,7 @@ def example(descriptors: dict[str, int], others: dict[str, str], d: int, tile: T
     return {"signature": kinds | others, **given, **({} if tile.registers is None else {"maxnreg": tile.registers})}
 
 
-LISTS = dict.fromkeys(("offsets_ptr", "columns_ptr", "lengths_ptr"), "*i32")
+LISTS = dict.fromkeys(("offsets_ptr", "columns_ptr", "elements_ptr", "lengths_ptr"), "*i32")
 SIZES = dict.fromkeys(("B", "H", "GROUP", "rows", "Tq", "Tk", "capacity"), "i32") | {"scale": "fp32"}
 _TILE = tile_of(64, (128, 128))
 EXAMPLES = {

@@ -34,23 +34,25 @@ from gossamer.blocksparse._gluon.attention import (
     SIZES,
     Tile,
     config_of,
+    cut_at,
     descriptor,
     emit,
     ends_of,
     example,
     exp2,
     fetch,
-    key_limit,
     matrix,
     matrix_of,
     owned,
     owner_of,
+    reached,
     readable,
     ring_of,
     row_of,
     span,
     thread_barrier,
     tile_at,
+    without,
     without_padding,
 )
 from gossamer.blocksparse._gluon.attention_order import Order, launch_order
@@ -73,8 +75,8 @@ def line_of(sorted_ptr, unsorted, SPLIT: gl.constexpr):
 @launch.Kernel
 @gluon.jit(do_not_specialize=["capacity", "unsorted"])
 def _attention_dq_kernel(
-    q_desc, grad_desc, k_desc, v_desc, dq_desc, stats_ptr, offsets_ptr, columns_ptr, lengths_ptr, sorted_ptr,
-    B, H, GROUP, rows, Tq, Tk, padded, capacity, unsorted, scale, CONFIG: gl.constexpr,
+    q_desc, grad_desc, k_desc, v_desc, dq_desc, stats_ptr, offsets_ptr, columns_ptr, elements_ptr, lengths_ptr,
+    sorted_ptr, B, H, GROUP, rows, Tq, Tk, padded, capacity, unsorted, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     SPLIT_K: gl.constexpr = CONFIG.split_k
     STAGES: gl.constexpr = CONFIG.stages
@@ -94,7 +96,7 @@ def _attention_dq_kernel(
     line = line_of(sorted_ptr, unsorted, CONFIG.split_q)
     tile, pair, batch, head = owner_of(line, rows, H, CONFIG.split_q, CONFIG.causal)
     first = tile * BLOCK
-    begin, steps, limit, lost = row_of(
+    begin, steps, limit, shift, lost = row_of(
         offsets_ptr, columns_ptr, lengths_ptr, tile, batch, head, B, H, rows, Tq, Tk, capacity, CONFIG, BLOCK, BLOCK
     )  # fmt: skip
     fetch(q_desc, q_bufs, q_ready, 0, batch, head, first, True)
@@ -107,7 +109,8 @@ def _attention_dq_kernel(
 
     lines = first + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, scores))
     keys = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, scores))
-    last, whole = ends_of(first, lines, limit, Tq, Tk, CONFIG.causal)
+    last, whole = ends_of(first, lines, limit, shift, CONFIG.causal)
+    inner = lines % (CONFIG.split_q * BLOCK)
     stats_ptr += pair.to(gl.int64) * (2 * padded)
     # The last tiles of a block may lie beyond all statistics.
     known = lines < padded
@@ -116,8 +119,7 @@ def _attention_dq_kernel(
     dq = gl.zeros([BLOCK, D], gl.float32, sums)
     none = gl.zeros([BLOCK, BLOCK], gl.float32, scores)
     ds = gl.zeros([BLOCK, BLOCK], q_desc.dtype, operand)
-    q = owned(q_bufs, q_ready)
-    grad = owned(g_bufs, g_ready)
+    q, grad = owned(q_bufs, q_ready), owned(g_bufs, g_ready)
     for step in range(steps):
         k_slot = step % (STAGES + 1)
         v_slot = step % STAGES
@@ -125,6 +127,7 @@ def _attention_dq_kernel(
         at = tile_at(columns_ptr, begin, step, steps, SPLIT_K, BLOCK)
         ahead_k = tile_at(columns_ptr, begin, step + STAGES - 1, steps, SPLIT_K, BLOCK)
         ahead_v = tile_at(columns_ptr, begin, step + STAGES, steps, SPLIT_K, BLOCK)
+        start = cut_at(elements_ptr, begin + step // SPLIT_K)
         mbarrier.wait(k_ready.index(k_slot), step // (STAGES + 1) & 1)
         s = warpgroup_mma(q, matrix(k_bufs, k_slot).permute((1, 0)), none, use_acc=False, is_async=True)
         mbarrier.wait(v_ready.index(v_slot), step // STAGES & 1)
@@ -142,6 +145,7 @@ def _attention_dq_kernel(
         if at + BLOCK > whole:
             p = gl.where(gl.expand_dims(at + keys, 0) < gl.expand_dims(last, 1), p, 0.0)
             dp = gl.where(gl.expand_dims(at + keys, 0) < gl.expand_dims(last, 1), dp, 0.0)
+        p = without(p, 0.0, elements_ptr, start, inner, keys, step % SPLIT_K, SPLIT_K, 0)
         dq = warpgroup_mma_wait(0, deps=(dq,))
         ds = gl.convert_layout((p * (dp - delta)).to(q_desc.dtype), operand)
     if steps > 0:
@@ -166,7 +170,7 @@ def passed(order_ptr, rows_ptr, begin, count, bound):
 
 @gluon.jit
 def column_of(
-    offsets_ptr, order_ptr, rows_ptr, tile, batch, head, B, H, rows, columns, first, limit, Tq, Tk, capacity,
+    offsets_ptr, order_ptr, rows_ptr, tile, batch, head, B, H, rows, columns, first, limit, shift, capacity,
     CONFIG: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
     """(first entry, steps, whether lists are incomplete) of the column of blocks of a tile of keys, for one head."""
@@ -175,7 +179,7 @@ def column_of(
     count = gl.where(first < limit, count, 0)
     if CONFIG.causal:
         # Block rows that end before these keys come first in the list, and meet none of them.
-        before = gl.maximum(first - (Tk - Tq), 0)
+        before = gl.maximum(first - shift, 0)
         past = passed(order_ptr, rows_ptr, begin, count, z * rows + before // (CONFIG.split_q * BLOCK))
         begin += past
         count -= past
@@ -183,14 +187,20 @@ def column_of(
 
 
 @gluon.jit
-def masked_columns(p, lines, keys, end, at, limit, Tq, Tk, CAUSAL: gl.constexpr):
-    """Weights of keys up to `end` by lines from `at` on; those of pairs that do not meet are 0."""
-    if CAUSAL:
-        if gl.minimum(at + (Tk - Tq + 1), limit) < end:
-            p = gl.where(keys < gl.minimum(gl.expand_dims(lines, 0) + (Tk - Tq + 1), limit), p, 0.0)
+def masked_columns(p, at, inner, keys, end, limit, shift, elements_ptr, cut, step, CONFIG: gl.constexpr):
+    """Weights of keys up to `end` by lines from `at` on; those of pairs that do not meet are 0, as are those that their
+    block leaves out. The words of keys stand behind those of its lines."""
+    TILE: gl.constexpr = p.shape[0]
+    BLOCK_K: gl.constexpr = CONFIG.split_k * TILE
+    BEFORE: gl.constexpr = CONFIG.split_q * TILE * (BLOCK_K // 32)
+    rows = gl.expand_dims(keys, 1)
+    if CONFIG.causal:
+        if gl.minimum(at + (shift + 1), limit) < end:
+            p = gl.where(rows < gl.minimum(gl.expand_dims(at + inner, 0) + (shift + 1), limit), p, 0.0)
     elif limit < end:
-        p = gl.where(keys < limit, p, 0.0)
-    return p
+        p = gl.where(rows < limit, p, 0.0)
+    part = step % CONFIG.split_q
+    return without(p, 0.0, elements_ptr, cut, keys % BLOCK_K, inner, part, CONFIG.split_q, BEFORE)
 
 
 @gluon.jit
@@ -205,8 +215,8 @@ def fetch_with(desc, buffers, stats_desc, stats, ready, slot, batch, head, H, ro
 @launch.Kernel
 @gluon.jit(do_not_specialize=["capacity", "unsorted"])
 def _attention_dkdv_kernel(
-    q_desc, grad_desc, k_desc, v_desc, dk_desc, dv_desc, stats_desc, offsets_ptr, order_ptr, rows_ptr, lengths_ptr,
-    sorted_ptr, B, H, GROUP, rows, columns, Tq, Tk, capacity, unsorted, scale, CONFIG: gl.constexpr,
+    q_desc, grad_desc, k_desc, v_desc, dk_desc, dv_desc, stats_desc, offsets_ptr, order_ptr, rows_ptr, elements_ptr,
+    lengths_ptr, sorted_ptr, B, H, GROUP, rows, columns, Tq, Tk, capacity, unsorted, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     SPLIT_Q: gl.constexpr = CONFIG.split_q
     STAGES: gl.constexpr = CONFIG.stages
@@ -227,23 +237,22 @@ def _attention_dkdv_kernel(
     line = line_of(sorted_ptr, unsorted, CONFIG.split_k)
     tile, _, batch, key_head = owner_of(line, columns, H // GROUP, CONFIG.split_k, False)
     first = tile * BLOCK
-    limit = key_limit(lengths_ptr, batch, Tk)
+    limit, shift = reached(lengths_ptr, batch, Tq, Tk)
     fetch(k_desc, k_bufs, k_ready, 0, batch, key_head, first, True)
     fetch(v_desc, v_bufs, v_ready, 0, batch, key_head, first, True)
 
-    keys = gl.expand_dims(first + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, scores)), 1)
+    keys = first + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, scores))
     inner = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, scores))
     dk = gl.zeros([BLOCK, D], gl.float32, sums)
     dv = gl.zeros([BLOCK, D], gl.float32, sums)
     none = gl.zeros([BLOCK, BLOCK], gl.float32, scores)
-    k = owned(k_bufs, k_ready)
-    v = owned(v_bufs, v_ready)
+    k, v = owned(k_bufs, k_ready), owned(v_bufs, v_ready)
     count = 0
     for member in range(GROUP):
         head = key_head * GROUP + member
         base = matrix_of(batch, head, H, CONFIG) * rows
         begin, steps, lost = column_of(
-            offsets_ptr, order_ptr, rows_ptr, tile, batch, head, B, H, rows, columns, first, limit, Tq, Tk, capacity,
+            offsets_ptr, order_ptr, rows_ptr, tile, batch, head, B, H, rows, columns, first, limit, shift, capacity,
             CONFIG, BLOCK,
         )  # fmt: skip
         for i in gl.static_range(STAGES):
@@ -257,6 +266,7 @@ def _attention_dkdv_kernel(
             slot = count % STAGES
             at = row_at(order_ptr, rows_ptr, begin, step, steps, base, SPLIT_Q, BLOCK)
             ahead = row_at(order_ptr, rows_ptr, begin, step - 1 + STAGES, steps, base, SPLIT_Q, BLOCK)
+            cut = cut_at(elements_ptr, gl.load(order_ptr + begin + step // SPLIT_Q))
             mbarrier.wait(q_ready.index(slot), count // STAGES & 1)
             s = warpgroup_mma(k, matrix(q_bufs, slot).permute((1, 0)), none, use_acc=False, is_async=True)
             mbarrier.wait(g_ready.index(slot), count // STAGES & 1)
@@ -270,7 +280,7 @@ def _attention_dkdv_kernel(
             fetch(grad_desc, g_bufs, g_ready, free, batch, head, ahead, later)
             lse = stats.index(slot).slice(0, 1).load(scores)
             p = exp2(s * scale - lse)
-            p = masked_columns(p, at + inner, keys, first + BLOCK, at, limit, Tq, Tk, CONFIG.causal)
+            p = masked_columns(p, at, inner, keys, first + BLOCK, limit, shift, elements_ptr, cut, step, CONFIG)
             dv = warpgroup_mma(gl.convert_layout(p.to(q_desc.dtype), operand), matrix(g_bufs, slot), dv, is_async=True)
             dp = warpgroup_mma_wait(1, deps=(dp,))
             delta = stats.index(slot).slice(1, 1).load(scores)
@@ -342,18 +352,18 @@ class Again:
         *tiles, dq_tile, dk_tile, dv_tile, stats_tile = [form(x) for form, x in zip(self._forms, tensors)]
         rows, columns = row_offsets.data_ptr(), col_offsets.data_ptr()
         longest = self._ordered(0, stream, col_offsets)
-        listed = columns, order.data_ptr(), row_indices.data_ptr(), None
+        listed = columns, order.data_ptr(), row_indices.data_ptr(), None, None
         last = None if longest is None else longest.data_ptr()
         self._dkdv(stream, *tiles, dk_tile, dv_tile, stats_tile, *listed, last)
         longest = self._ordered(1, stream, row_offsets)
         last = None if longest is None else longest.data_ptr()
-        self._dq(stream, *tiles, dq_tile, stats.data_ptr(), rows, col_indices.data_ptr(), None, last)
+        self._dq(stream, *tiles, dq_tile, stats.data_ptr(), rows, col_indices.data_ptr(), None, None, last)
         return dq, dk, dv
 
 
 def launch_attention_bwd(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, stats: Tensor, lists: tuple[Tensor, ...],
-    lengths: Tensor | None, tiles: Tiles | None = None,
+    elements: Tensor | None, lengths: Tensor | None, tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Again | None]:  # fmt: skip
     """Gradients of q, k and v, and what repeats them. `lists` are a layout's: row_offsets, col_indices, row_indices,
     col_offsets, transpose_order, positions."""
@@ -368,22 +378,22 @@ def launch_attention_bwd(
     stats_desc = describe(stats, [2 * p.b * p.h, padded], [padded, 1], [2, SIDE], lambda: STATS)
     tile, config = tiles.dkdv, config_of(p, tiles.dkdv)
     columns = launch_order(p, col_offsets, p.columns, config.split_k, p.group)
-    args = (*inputs, dk_desc, dv_desc, stats_desc, col_offsets, order, row_indices, lengths, columns.last)
+    args = (*inputs, dk_desc, dv_desc, stats_desc, col_offsets, order, row_indices, elements, lengths, columns.last)
     args += (p.b, p.h, p.group, p.rows, p.columns, p.tq, p.tk, capacity, columns.unsorted, p.scale * INV_LN2)
     grid = (p.columns * config.split_k * p.b * p.key_heads, 1, 1)
     meta = {"CONFIG": config}
-    of_keys = _attention_dkdv_kernel(grid, args, meta, num_warps=tile.warps, maxnreg=tile.registers, head=12)
+    of_keys = _attention_dkdv_kernel(grid, args, meta, num_warps=tile.warps, maxnreg=tile.registers, head=13)
     tile, config = tiles.dq, config_of(p, tiles.dq)
     rows = launch_order(p, row_offsets, p.rows, config.split_q)
-    args = (*inputs, dq_desc, stats, row_offsets, col_indices, lengths, rows.last, p.b, p.h, p.group, p.rows)
+    args = (*inputs, dq_desc, stats, row_offsets, col_indices, elements, lengths, rows.last, p.b, p.h, p.group, p.rows)
     args += (p.tq, p.tk, padded, capacity, rows.unsorted, p.scale * INV_LN2)
     grid = (p.rows * config.split_q * p.b * p.h, 1, 1)
     meta = {"CONFIG": config}
-    of_queries = _attention_dq_kernel(grid, args, meta, num_warps=tile.warps, maxnreg=tile.registers, head=10)
+    of_queries = _attention_dq_kernel(grid, args, meta, num_warps=tile.warps, maxnreg=tile.registers, head=11)
     bound = [x for x in (of_keys, of_queries, columns.again, rows.again) if x is not None]
     again = None
     whole = len(bound) == 2 + (columns.last is not None) + (rows.last is not None)
-    if whole and lengths is None and all(a is b for a, b in zip(given, (q, grad, k, v))):
+    if whole and lengths is None and elements is None and all(a is b for a, b in zip(given, (q, grad, k, v))):
         forms = (*inputs, dq_desc, dk_desc, dv_desc, stats_desc)
         again = Again(bound[0], bound[1], forms, (columns, rows))
     return dq, dk, dv, again
@@ -403,7 +413,7 @@ EXAMPLES = {
         {**_INPUTS, "dk_desc": SIDE, "dv_desc": SIDE},
         {
             "stats_desc": f"tensordesc<fp32[2, {SIDE}],{STATS!r}>",
-            **dict.fromkeys(("offsets_ptr", "order_ptr", "rows_ptr", "lengths_ptr"), "*i32"),
+            **dict.fromkeys(("offsets_ptr", "order_ptr", "rows_ptr", "elements_ptr", "lengths_ptr"), "*i32"),
             **SORTED,
             **SIZES,
             "columns": "i32",

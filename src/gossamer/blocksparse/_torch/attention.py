@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gossamer.blocksparse.attention_path import empty_like
+from gossamer.blocksparse.elements import unpack, words_of
 
 _CHUNK = 1 << 18
 """Scores that are held at once: 1 MiB in float32."""
@@ -48,6 +49,7 @@ class Attention:
     lengths: Tensor | None
     row_offsets: Tensor
     col_indices: Tensor
+    elements: Tensor | None
     z: tuple[int, int]
     block: tuple[int, int]
     causal: bool
@@ -65,12 +67,15 @@ class Attention:
         batch, head, row = triples // (h * rows), triples // rows % h, triples % rows
         listed = (batch * self.z[0] + head * self.z[1]) * rows + row
         begin, counts = self.row_offsets[:-1].long()[listed], self.row_offsets.diff().long()[listed]
-        limits = torch.full((b,), tk) if self.lengths is None else self.lengths.long().clamp(max=tk)
+        limits, shift = torch.full((b,), tk), torch.full((b,), tk - tq)
+        if self.lengths is not None:
+            limits = self.lengths.long().clamp(max=tk)
+            shift = (limits - tq).clamp(min=min(tk - tq, 0))
         if self.causal or self.lengths is not None:
             # Blocks behind the diagonal or a length meet no query; a row's blocks are in order.
             end = limits[batch]
             if self.causal:
-                end = torch.minimum(end, (row + 1) * height + (tk - tq)).clamp(min=0)
+                end = torch.minimum(end, (row + 1) * height + shift[batch]).clamp(min=0)
             cols = -(-tk // width)
             of_row = torch.arange(self.row_offsets.numel() - 1).repeat_interleave(self.row_offsets.diff())
             places = of_row * cols + self.col_indices[: of_row.numel()]
@@ -92,9 +97,25 @@ class Attention:
                 if cut:
                     inside = (key < limits[batch[at], None])[:, None] & (query < tq)[..., None]
                     if self.causal:
-                        inside &= key[:, None] <= query[..., None] + (tk - tq)
+                        inside &= key[:, None] <= query[..., None] + shift[batch[at], None, None]
+                inside = self.taken(entry, inside)
                 key_head = head[at] * hk // h
                 yield _Chunk(batch[at], head[at], key_head, row[at], entry, column, query, key, inside)
+
+    def taken(self, entry: Tensor, inside: Tensor | None) -> Tensor | None:
+        """`inside` of a chunk, without the elements that its blocks `[n, L]` leave out."""
+        if self.elements is None:
+            return inside
+        starts, (height, width) = self.elements[entry].long(), self.block
+        at, place = (starts > 0).nonzero(as_tuple=True)
+        if not len(at):
+            return inside
+        words = self.elements[starts[at, place][:, None] + torch.arange(words_of(self.block))]
+        if inside is None:
+            inside = torch.ones(len(entry), height, entry.shape[1] * width, dtype=torch.bool)
+        blocks = inside.view(len(entry), height, -1, width)
+        blocks[at, :, place] &= unpack(words, self.block)
+        return inside
 
     def keys(self, x: Tensor) -> Tensor:
         """k or v in blocks; whatever stands behind a length is 0."""
@@ -189,6 +210,7 @@ def attention(
     col_offsets: Tensor,
     transpose_order: Tensor,
     positions: Tensor,
+    elements: Tensor | None,
     z_batch: int,
     z_head: int,
     height: int,
@@ -198,7 +220,8 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Operator `blocksparse_attention` -> (out like q, float32 log-sum-exp `[B, H, Tq]`)."""
     sides = (z_batch, z_head), (height, width)
-    given = Attention(q, k, v, bias, relative, places, lengths, row_offsets, col_indices, *sides, causal, scale)
+    lists = row_offsets, col_indices, elements
+    given = Attention(q, k, v, bias, relative, places, lengths, *lists, *sides, causal, scale)
     b, h, tq, _ = q.shape
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     if given.overflowed:
@@ -236,6 +259,7 @@ def attention_bwd(
     col_offsets: Tensor,
     transpose_order: Tensor,
     positions: Tensor,
+    elements: Tensor | None,
     z_batch: int,
     z_head: int,
     height: int,
@@ -248,7 +272,8 @@ def attention_bwd(
     """Operator `blocksparse_attention_bwd` -> gradients of q, k, v, the bias and what queries make of relative
     positions, the last two empty unless asked for."""
     sides = (z_batch, z_head), (height, width)
-    given = Attention(q, k, v, bias, relative, places, lengths, row_offsets, col_indices, *sides, causal, scale)
+    lists = row_offsets, col_indices, elements
+    given = Attention(q, k, v, bias, relative, places, lengths, *lists, *sides, causal, scale)
     tq, tk = q.shape[2], k.shape[2]
     added = q.dtype if bias is None else bias.dtype
     dbias = torch.zeros_like(bias, dtype=lse.dtype) if with_bias and bias is not None else q.new_empty(0)

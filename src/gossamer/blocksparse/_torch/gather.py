@@ -24,8 +24,9 @@ def gather(
     col_offsets: Tensor,
     order: Tensor,
     sizes: list[int],
+    strict: bool,
 ) -> Tensor:
-    """Operator `blocksparse_gather`."""
+    """Operator `blocksparse_gather`, which always raises where an index is out of range."""
     if int(nnz) > values.shape[0] or int(index_nnz) > index.shape[0]:
         return values.new_full(index.shape, lost(values.dtype))
     place = places(positions, index, index_nnz, index_rows, index_cols, sizes, "index of a gather")

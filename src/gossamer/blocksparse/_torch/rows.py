@@ -17,6 +17,12 @@ def spread(vectors: Tensor, index: Tensor, grid: Tensor) -> Tensor:
     return torch.where((index >= 0)[:, None], vectors[index.clamp(min=0).long()], 0)
 
 
+def shifted(values: Tensor, vectors: Tensor, index: Tensor, grid: Tensor, dim: int, how: str) -> Tensor:
+    """Operator `blocksparse_shifted`: values with the vectors of their lines added or multiplied, in values' dtype."""
+    at = spread(vectors, index, grid).to(values.dtype).unsqueeze(dim)
+    return values + at if how == "add" else values * at
+
+
 def collect(parts: Tensor, index: Tensor, grid: Tensor) -> Tensor:
     """Operator `blocksparse_collect`: `[capacity, b]` -> `[rows, b]`, their sums."""
     return _gathered(parts, grid, 0).sum(1)

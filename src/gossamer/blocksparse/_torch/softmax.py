@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gossamer.blocksparse.elements import unpack, words_of
+
 
 def softmax(
     values: Tensor,
@@ -11,6 +13,7 @@ def softmax(
     row_offsets: Tensor,
     row_indices: Tensor,
     col_indices: Tensor,
+    elements: Tensor | None,
     z: int,
     m: int,
     n: int,
@@ -26,6 +29,11 @@ def softmax(
     line = row % max(-(-m // height), 1)
     inside = (line[:, None] * height + torch.arange(height) < m, col[:, None] * width + torch.arange(width) < n)
     part = inside[0][:, :, None] & inside[1][:, None, :]
+    if elements is not None:
+        starts = elements[:held].long()
+        at = starts.nonzero().squeeze(1)
+        words = elements[starts[at][:, None] + torch.arange(words_of((height, width)))]
+        part = part.index_put((at,), part[at] & unpack(words, (height, width)))
     if mask is not None:
         part = part & _of_blocks(mask, row, col, (m, n), (height, width))
     x = values[:held].to(torch.promote_types(values.dtype, torch.float32)) * scale

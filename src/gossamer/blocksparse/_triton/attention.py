@@ -32,7 +32,8 @@ class Config:
     """What the kernels of one attention are compiled for, as one constexpr.
 
     Blocks of the layout (`block_q` by `block_k`), the tile of a step, whether layout and bias have a matrix of their
-    own for each batch and head (and the bias a row for each query), and what is added to the scores.
+    own for each batch and head (and the bias a row for each query), and what is added to the scores: of `terms` terms
+    of relative positions, `window` numbers each.
     """
 
     block_q: int
@@ -50,6 +51,7 @@ class Config:
     bias_head: bool = False
     bias_query: bool = False
     terms: int = 0
+    window: int = 0
     splits: int = 1
     precision: str = "ieee"
     upcast: bool = False
@@ -114,22 +116,25 @@ def reach(columns_ptr, begin, count, bound):
 
 
 @triton.jit
-def met(columns_ptr, lengths_ptr, begin, count, tile, limit, Tq, Tk, CONFIG: tl.constexpr):
+def met(columns_ptr, lengths_ptr, begin, count, tile, limit, shift, CONFIG: tl.constexpr):
     """How many of a row's blocks any query of a tile meets: those behind the diagonal or a length are left out."""
     if CONFIG.causal or lengths_ptr is not None:
         end = limit
         if CONFIG.causal:
-            end = tl.minimum(end, tl.maximum((tile + 1) * CONFIG.block_m + (Tk - Tq), 0))
+            end = tl.minimum(end, tl.maximum((tile + 1) * CONFIG.block_m + shift, 0))
         count = reach(columns_ptr, begin, count, tl.cdiv(end, CONFIG.block_k))
     return count
 
 
 @triton.jit
-def key_limit(lengths_ptr, batch, Tk):
+def reached(lengths_ptr, batch, Tq, Tk):
+    """(where a sequence's keys end, at which key the first query stands)."""
     limit = Tk
+    shift = Tk - Tq
     if lengths_ptr is not None:
         limit = tl.minimum(tl.load(lengths_ptr + batch), Tk)
-    return limit
+        shift = tl.maximum(limit - Tq, tl.minimum(Tk - Tq, 0))
+    return limit, shift
 
 
 @triton.jit
@@ -194,17 +199,33 @@ def relation(places_ptr, term, batch, B, query, key, Tq, Tk, R):
 
 
 @triton.jit
+def taken(elements_ptr, entry, query, key, inside, capacity, CONFIG: tl.constexpr):
+    """`inside`, without the pairs that their block leaves out. Most blocks leave out none, and have no words."""
+    BLOCK_Q: tl.constexpr = CONFIG.block_q
+    BLOCK_K: tl.constexpr = CONFIG.block_k
+    start = tl.load(elements_ptr + entry, mask=entry < capacity, other=0)
+    if tl.max(tl.max(start, 1), 0) > 0:
+        at = start + query % BLOCK_Q * ((BLOCK_K + 31) // 32) + key % BLOCK_K // 32
+        word = tl.load(elements_ptr + at, mask=inside & (start > 0), other=-1)
+        inside = inside & ((word >> (key % BLOCK_K % 32) & 1) != 0)
+    return inside
+
+
+@triton.jit
 def scores(
-    s, bias_ptr, relative_ptr, places_ptr, pair, B, H, query, key, entry, inside, Tq, Tk, R, scale,
-    CONFIG: tl.constexpr,
+    s, bias_ptr, relative_ptr, places_ptr, elements_ptr, pair, B, H, query, key, entry, inside, Tq, Tk, shift, capacity,
+    scale, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Scores, in base 2, with what is added to them; -inf where query and key do not meet. Queries and keys lie along
     either axis."""
     TERMS: tl.constexpr = CONFIG.terms
     BLOCK_Q: tl.constexpr = CONFIG.block_q
     BLOCK_K: tl.constexpr = CONFIG.block_k
+    R: tl.constexpr = CONFIG.window
     if CONFIG.causal:
-        inside = inside & (key <= query + (Tk - Tq))
+        inside = inside & (key <= query + shift)
+    if elements_ptr is not None:
+        inside = taken(elements_ptr, entry, query, key, inside, capacity, CONFIG)
     for term in tl.static_range(TERMS):
         step = relation(places_ptr, term, pair // H, B, query, key, Tq, Tk, R)
         at = (pair.to(tl.int64) * Tq + query) * (TERMS * R) + (term * R + step)
@@ -228,7 +249,7 @@ def scores(
 @launch.kernel(do_not_specialize=["capacity"])
 def _attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, out_ptr, lse_ptr, offsets_ptr, columns_ptr, lengths_ptr,
-    B, H, GROUP, Tq, Tk, D, R, capacity, scale, CONFIG: tl.constexpr,
+    elements_ptr, B, H, GROUP, Tq, Tk, D, capacity, scale, CONFIG: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = CONFIG.block_q
     BLOCK_K: tl.constexpr = CONFIG.block_k
@@ -249,8 +270,8 @@ def _attention_fwd_kernel(
     exists = lines < Tq
     row = matrix_of(batch, head, H, CONFIG) * rows + tile * BLOCK_M // BLOCK_Q
     begin, count, lost = span(offsets_ptr, row, last_of(B, H, rows, CONFIG), capacity)
-    limit = key_limit(lengths_ptr, batch, Tk)
-    count = met(columns_ptr, lengths_ptr, begin, count, tile, limit, Tq, Tk, CONFIG)
+    limit, shift = reached(lengths_ptr, batch, Tq, Tk)
+    count = met(columns_ptr, lengths_ptr, begin, count, tile, limit, shift, CONFIG)
     q = load_rows(q_ptr, pair.to(tl.int64) * Tq, lines, exists, D, BLOCK_D)
     keys = (batch * (H // GROUP) + head // GROUP).to(tl.int64) * Tk
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -262,8 +283,8 @@ def _attention_fwd_kernel(
         present = present & (key < limit)
         k = load_rows(k_ptr, keys, key, present, D, BLOCK_D)
         s = scores(
-            dot(q, tl.trans(k), CONFIG), bias_ptr, relative_ptr, places_ptr, pair, B, H, lines[:, None], key[None, :],
-            entry[None, :], exists[:, None] & present[None, :], Tq, Tk, R, scale, CONFIG,
+            dot(q, tl.trans(k), CONFIG), bias_ptr, relative_ptr, places_ptr, elements_ptr, pair, B, H, lines[:, None],
+            key[None, :], entry[None, :], exists[:, None] & present[None, :], Tq, Tk, shift, capacity, scale, CONFIG,
         )  # fmt: skip
         most = tl.maximum(m, tl.max(s, 1))
         base = tl.where(most == float("-inf"), 0.0, most)
@@ -346,12 +367,8 @@ class Operands:
     relative: Tensor | None
     places: Tensor | None
     lengths: Tensor | None
+    elements: Tensor | None
     config: Config
-
-    @property
-    def window(self) -> int:
-        """R: relative positions of a term."""
-        return 0 if self.relative is None else self.relative.shape[-1] // self.config.terms
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """What kernels take first."""
@@ -359,12 +376,12 @@ class Operands:
 
     def sizes(self, p: Problem) -> tuple[int, ...]:
         """What kernels take as SIZES."""
-        return p.b, p.h, p.group, p.tq, p.tk, p.d, self.window
+        return p.b, p.h, p.group, p.tq, p.tk, p.d
 
 
 def operands(
     p: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, relative: Tensor | None, places: Tensor | None,
-    lengths: Tensor | None, tile: Tile, inner: int,
+    lengths: Tensor | None, elements: Tensor | None, tile: Tile, inner: int,
 ) -> Operands:  # fmt: skip
     """The operands of an attention as its kernels read them; `inner` is as `tuning.dot_precision` has it."""
     kind, own = "none", (False, False, False)
@@ -379,10 +396,16 @@ def operands(
     precision = tuning.dot_precision(q, inner)
     config = Config(
         *p.block, tile.block_m, tile.block_n, launch.next_power_of_2(max(p.d, 16)), tile.warps, tile.stages, p.causal,
-        *p.own, kind, *own, 0 if places is None else places.shape[0], 1, precision["PRECISION"], precision["UPCAST"],
+        *p.own, kind, *own, *terms_of(relative, places), 1, precision["PRECISION"], precision["UPCAST"],
     )  # fmt: skip
-    relative = None if relative is None else relative.contiguous()
-    return Operands(q.contiguous(), k.contiguous(), v.contiguous(), bias, relative, places, lengths, config)
+    return Operands(q.contiguous(), k.contiguous(), v.contiguous(), bias, relative, places, lengths, elements, config)
+
+
+def terms_of(relative: Tensor | None, places: Tensor | None) -> tuple[int, int]:
+    """Terms of relative positions, and numbers of each."""
+    if relative is None or places is None:
+        return 0, 0
+    return places.shape[0], relative.shape[-1] // places.shape[0]
 
 
 def launch_attention_fwd(
@@ -398,7 +421,7 @@ def launch_attention_fwd(
     if splits > 1:
         parts = p.b * p.h * splits
         into = tuple(q.new_empty(size, dtype=torch.float32) for size in ((parts, p.tq, p.d), (parts, p.tq)))
-    args = (*given.tensors(), *into, offsets, columns, given.lengths, *given.sizes(p), columns.shape[0])
+    args = (*given.tensors(), *into, offsets, columns, given.lengths, given.elements, *given.sizes(p), columns.shape[0])
     grid = (tiles * splits * p.b * p.h, 1, 1)
     _attention_fwd_kernel(grid, (*args, p.scale * INV_LN2), {"CONFIG": config}, **config.options)
     if splits > 1:
@@ -432,13 +455,13 @@ def _again(key: Any, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, columns: 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, relative: Tensor | None, places: Tensor | None,
     lengths: Tensor | None, row_offsets: Tensor, col_indices: Tensor, row_indices: Tensor, col_offsets: Tensor,
-    transpose_order: Tensor, positions: Tensor, z_batch: int, z_head: int, height: int, width: int, causal: bool,
-    scale: float,
+    transpose_order: Tensor, positions: Tensor, elements: Tensor | None, z_batch: int, z_head: int, height: int,
+    width: int, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Operator `blocksparse_attention` -> (out like q, float32 log-sum-exp `[B, H, Tq]`)."""
     settings = z_batch, z_head, height, width, causal, scale
     key = None
-    if bias is None and relative is None and lengths is None:
+    if bias is None and relative is None and lengths is None and elements is None:
         key = shape_of(q, k, v, col_indices), settings
         found = _again(key, q, k, v, row_offsets, col_indices)
         if found is not None:
@@ -448,7 +471,7 @@ def attention(
     if q.shape[-1] == 0:
         # Weights of heads without columns sum up all the same: their scores are 0.
         narrow, (q, k, v) = empty_like(q), (x.new_zeros(*x.shape[:3], 1) for x in (q, k, v))
-        lists = row_offsets, col_indices, row_indices, col_offsets, transpose_order, positions
+        lists = row_offsets, col_indices, row_indices, col_offsets, transpose_order, positions, elements
         return narrow, attention(q, k, v, bias, relative, places, lengths, *lists, *settings)[1]
     problem = problem_of(q, k, z_batch, z_head, height, width, causal, scale)
     path = choose_path(problem, q.dtype, q.device, bias is None and relative is None)
@@ -456,18 +479,19 @@ def attention(
         if path == "hopper":
             from gossamer.blocksparse._gluon import attention as hopper
 
-            out, lse, repeated = hopper.launch_attention_fwd(problem, q, k, v, row_offsets, col_indices, lengths)
+            lists = row_offsets, col_indices, elements
+            out, lse, repeated = hopper.launch_attention_fwd(problem, q, k, v, *lists, lengths)
             if key is not None:
                 _plans.keep(key, q.device, repeated)
             return out, lse
         tile = tile_of(problem.d, q.element_size(), problem.block, 0 if places is None else places.shape[0])
-        given = operands(problem, q, k, v, bias, relative, places, lengths, tile, inner_of(problem.d))
+        given = operands(problem, q, k, v, bias, relative, places, lengths, elements, tile, inner_of(problem.d))
         splits = splits_of(problem, q.device) if path == "split" else 1
         return launch_attention_fwd(problem, given, row_offsets, col_indices, splits)
 
 
-SIZES = ("B", "H", "GROUP", "Tq", "Tk", "D", "R")
-EXAMPLE = Config(64, 64, 64, 64, 128, 4, 2, True, True, True, "dense", True, True, True, 1)
+SIZES = ("B", "H", "GROUP", "Tq", "Tk", "D")
+EXAMPLE = Config(64, 64, 64, 64, 128, 4, 2, True, True, True, "dense", True, True, True, 1, 129)
 """What the kernels are compiled for in the ahead-of-time test: everything that can be added to the scores."""
 
 EXAMPLES = {
@@ -475,7 +499,7 @@ EXAMPLES = {
         "signature": {
             **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "bias_ptr", "relative_ptr"), "*bf16"), "places_ptr": "*i32",
             "out_ptr": "*bf16", "lse_ptr": "*fp32",
-            **dict.fromkeys(("offsets_ptr", "columns_ptr", "lengths_ptr"), "*i32"),
+            **dict.fromkeys(("offsets_ptr", "columns_ptr", "lengths_ptr", "elements_ptr"), "*i32"),
             **dict.fromkeys((*SIZES, "capacity"), "i32"), "scale": "fp32",
         },
         "constexprs": {"CONFIG": EXAMPLE},

@@ -24,7 +24,6 @@ from gossamer.blocksparse._triton.attention import (
     Tile,
     dot,
     inner_of,
-    key_limit,
     last_of,
     listed,
     load_rows,
@@ -32,6 +31,7 @@ from gossamer.blocksparse._triton.attention import (
     matrix_of,
     met,
     operands,
+    reached,
     scores,
     shape_of,
     span,
@@ -75,7 +75,7 @@ def _attention_stats_kernel(
 @launch.kernel(do_not_specialize=["capacity"])
 def _attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, grad_ptr, stats_ptr, dq_ptr, offsets_ptr, columns_ptr,
-    lengths_ptr, B, H, GROUP, Tq, Tk, D, R, capacity, scale, CONFIG: tl.constexpr,
+    lengths_ptr, elements_ptr, B, H, GROUP, Tq, Tk, D, capacity, scale, CONFIG: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = CONFIG.block_q
     BLOCK_K: tl.constexpr = CONFIG.block_k
@@ -93,8 +93,8 @@ def _attention_dq_kernel(
     exists = lines < Tq
     row = matrix_of(batch, head, H, CONFIG) * rows + tile * BLOCK_M // BLOCK_Q
     begin, count, lost = span(offsets_ptr, row, last_of(B, H, rows, CONFIG), capacity)
-    limit = key_limit(lengths_ptr, batch, Tk)
-    count = met(columns_ptr, lengths_ptr, begin, count, tile, limit, Tq, Tk, CONFIG)
+    limit, shift = reached(lengths_ptr, batch, Tq, Tk)
+    count = met(columns_ptr, lengths_ptr, begin, count, tile, limit, shift, CONFIG)
     queries = pair.to(tl.int64) * Tq
     keys = (batch * (H // GROUP) + head // GROUP).to(tl.int64) * Tk
     q = load_rows(q_ptr, queries, lines, exists, D, BLOCK_D)
@@ -108,8 +108,8 @@ def _attention_dq_kernel(
         k = load_rows(k_ptr, keys, key, present, D, BLOCK_D)
         v = load_rows(v_ptr, keys, key, present, D, BLOCK_D)
         s = scores(
-            dot(q, tl.trans(k), CONFIG), bias_ptr, relative_ptr, places_ptr, pair, B, H, lines[:, None], key[None, :],
-            entry[None, :], exists[:, None] & present[None, :], Tq, Tk, R, scale, CONFIG,
+            dot(q, tl.trans(k), CONFIG), bias_ptr, relative_ptr, places_ptr, elements_ptr, pair, B, H, lines[:, None],
+            key[None, :], entry[None, :], exists[:, None] & present[None, :], Tq, Tk, shift, capacity, scale, CONFIG,
         )  # fmt: skip
         p = tl.exp2(s - lse[:, None])
         ds = p * (dot(grad, tl.trans(v), CONFIG) - delta[:, None])
@@ -135,7 +135,7 @@ def passed(order_ptr, rows_ptr, begin, count, bound):
 @launch.kernel(do_not_specialize=["capacity"])
 def _attention_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, grad_ptr, stats_ptr, dk_ptr, dv_ptr, offsets_ptr,
-    order_ptr, rows_ptr, lengths_ptr, B, H, GROUP, Tq, Tk, D, R, capacity, scale, CONFIG: tl.constexpr,
+    order_ptr, rows_ptr, lengths_ptr, elements_ptr, B, H, GROUP, Tq, Tk, D, capacity, scale, CONFIG: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = CONFIG.block_q
     BLOCK_K: tl.constexpr = CONFIG.block_k
@@ -148,13 +148,13 @@ def _attention_dkdv_kernel(
     tile = tl.program_id(0) % tiles
     pair = tl.program_id(0) // tiles
     batch = pair // (H // GROUP)
-    limit = key_limit(lengths_ptr, batch, Tk)
+    limit, shift = reached(lengths_ptr, batch, Tq, Tk)
     key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     exists = key < Tk
     keys = pair.to(tl.int64) * Tk
     k = load_rows(k_ptr, keys, key, key < limit, D, BLOCK_D)
     v = load_rows(v_ptr, keys, key, key < limit, D, BLOCK_D)
-    before = tl.maximum(tile * BLOCK_N - (Tk - Tq), 0)
+    before = tl.maximum(tile * BLOCK_N - shift, 0)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for member in range(0, GROUP):
@@ -179,8 +179,9 @@ def _attention_dkdv_kernel(
             grad = load_rows(grad_ptr, queries, query, present, D, BLOCK_D)
             lse, delta = load_stats(stats_ptr, batch * H + head, query, present, Tq, 64)
             s = scores(
-                dot(k, tl.trans(q), CONFIG), bias_ptr, relative_ptr, places_ptr, batch * H + head, B, H, query[None, :],
-                key[:, None], entry[None, :], (key < limit)[:, None] & present[None, :], Tq, Tk, R, scale, CONFIG,
+                dot(k, tl.trans(q), CONFIG), bias_ptr, relative_ptr, places_ptr, elements_ptr, batch * H + head, B, H,
+                query[None, :], key[:, None], entry[None, :], (key < limit)[:, None] & present[None, :], Tq, Tk, shift,
+                capacity, scale, CONFIG,
             )  # fmt: skip
             p = tl.exp2(s - lse[None, :])
             dv += dot(p.to(grad.dtype), grad, CONFIG)
@@ -196,7 +197,7 @@ def _attention_dkdv_kernel(
 @launch.kernel(do_not_specialize=["capacity"])
 def _attention_dbias_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, grad_ptr, stats_ptr, dbias_ptr, offsets_ptr, blocks_ptr,
-    columns_ptr, lengths_ptr, B, H, GROUP, Tq, Tk, D, R, capacity, scale, CONFIG: tl.constexpr,
+    columns_ptr, lengths_ptr, elements_ptr, B, H, GROUP, Tq, Tk, D, capacity, scale, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """A tile of the bias lies within one block, and is the sum over the batches and heads that share it. `blocks_ptr`
     holds the number of each block for a dense bias, else its row."""
@@ -240,7 +241,8 @@ def _attention_dbias_kernel(
             z = matrix_of(batch, head, H, CONFIG)
             entry = tl.load(blocks_ptr + (z * rows + r).to(tl.int64) * columns + c)
         if (entry >= 0) & (entry < total):
-            present = key < key_limit(lengths_ptr, batch, Tk)
+            limit, shift = reached(lengths_ptr, batch, Tq, Tk)
+            present = key < limit
             pair = batch * H + head
             queries = pair.to(tl.int64) * Tq
             keys = (batch * (H // GROUP) + head // GROUP).to(tl.int64) * Tk
@@ -250,8 +252,9 @@ def _attention_dbias_kernel(
             v = load_rows(v_ptr, keys, key, present, D, BLOCK_D)
             lse, delta = load_stats(stats_ptr, pair, lines, exists, Tq, 64)
             s = scores(
-                dot(q, tl.trans(k), CONFIG), bias_ptr, relative_ptr, places_ptr, pair, B, H, lines[:, None],
-                key[None, :], entry, exists[:, None] & present[None, :], Tq, Tk, R, scale, CONFIG,
+                dot(q, tl.trans(k), CONFIG), bias_ptr, relative_ptr, places_ptr, elements_ptr, pair, B, H,
+                lines[:, None], key[None, :], tl.zeros([1, 1], tl.int32) + entry, exists[:, None] & present[None, :],
+                Tq, Tk, shift, capacity, scale, CONFIG,
             )  # fmt: skip
             p = tl.exp2(s - lse[:, None])
             acc += p * (dot(grad, tl.trans(v), CONFIG) - delta[:, None])
@@ -283,7 +286,6 @@ def attention_stats(
     stats = lse.new_empty(b, h, 2, tiles * ROWS)
     sizes = (*grad.stride()[:3], h, t, d, tiles)
     meta = {"ROWS": ROWS, "BLOCK_D": launch.next_power_of_2(d)}
-    grad_lse = None if grad_lse is None else grad_lse.contiguous()
     args = (out, grad, lse, grad_lse, stats, *sizes)
     return stats, _attention_stats_kernel((b * h * tiles, 1, 1), args, meta, head=5)
 
@@ -293,19 +295,19 @@ def launch_attention_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. `lists` are a layout's: row_offsets, col_indices, row_indices, col_offsets,
     transpose_order, positions."""
-    p, q, k, v = problem, given.q, given.k, given.v
+    p, q, k, v, masks = problem, given.q, given.k, given.v, (given.lengths, given.elements)
     row_offsets, col_indices, row_indices, col_offsets, order, _ = lists
     dq, dk, dv = (empty_like(x) for x in (q, k, v))
     config, inputs = given.config, (*given.tensors(), grad, stats)
     sizes = (*given.sizes(p), col_indices.shape[0], p.scale * INV_LN2)
     grid = (p.rows * (p.block[0] // config.block_m) * p.b * p.h, 1, 1)
-    args = (*inputs, dq, row_offsets, col_indices, given.lengths, *sizes)
+    args = (*inputs, dq, row_offsets, col_indices, *masks, *sizes)
     _attention_dq_kernel(grid, args, {"CONFIG": config}, **config.options)
     # The kernel over keys holds two sums: at full width half as many queries a step, or they spill.
     if config.block_d * q.element_size() >= 256:
         config = replace(config, block_m=max(16, config.block_m // 2))
     grid = (p.columns * (p.block[1] // config.block_n) * p.b * p.key_heads, 1, 1)
-    args = (*inputs, dk, dv, col_offsets, order, row_indices, given.lengths, *sizes)
+    args = (*inputs, dk, dv, col_offsets, order, row_indices, *masks, *sizes)
     _attention_dkdv_kernel(grid, args, {"CONFIG": config}, **config.options)
     return dq, dk, dv
 
@@ -321,7 +323,8 @@ def launch_attention_dbias(
     blocks = bias.shape[0] * bias.shape[1] * p.rows * p.columns if dense else col_indices.shape[0]
     which = positions if dense else row_indices
     sizes = (*given.sizes(p), col_indices.shape[0], p.scale * INV_LN2)
-    args = (*given.tensors(), grad, stats, dbias, row_offsets, which, col_indices, given.lengths, *sizes)
+    masks = given.lengths, given.elements
+    args = (*given.tensors(), grad, stats, dbias, row_offsets, which, col_indices, *masks, *sizes)
     grid = (blocks * (p.block[0] // config.block_m) * (p.block[1] // config.block_n), 1, 1)
     _attention_dbias_kernel(grid, args, {"CONFIG": config}, **config.options)
     return dbias
@@ -331,8 +334,8 @@ def attention_bwd(
     grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
     bias: Tensor | None, relative: Tensor | None, places: Tensor | None, lengths: Tensor | None, row_offsets: Tensor,
     col_indices: Tensor, row_indices: Tensor, col_offsets: Tensor, transpose_order: Tensor, positions: Tensor,
-    z_batch: int, z_head: int, height: int, width: int, causal: bool, scale: float, with_bias: bool,
-    with_relative: bool,
+    elements: Tensor | None, z_batch: int, z_head: int, height: int, width: int, causal: bool, scale: float,
+    with_bias: bool, with_relative: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Operator `blocksparse_attention_bwd` -> gradients of q, k, v, the bias and what queries make of relative
     positions, the last two empty unless asked for."""
@@ -344,7 +347,7 @@ def attention_bwd(
         return dq, dk, dv, dbias, drelative
     lists = row_offsets, col_indices, row_indices, col_offsets, transpose_order, positions
     key = None
-    if bias is None and relative is None and lengths is None and grad_lse is None:
+    if all(x is None for x in (bias, relative, lengths, grad_lse, elements)):
         settings = z_batch, z_head, height, width, causal, scale
         key = shape_of(q, k, v, col_indices), grad.stride(), out.stride(), settings
         found = _again(key, q, k, v, out, grad, lse, lists)
@@ -360,13 +363,13 @@ def attention_bwd(
         if path == "hopper":
             from gossamer.blocksparse._gluon import attention_backward as hopper
 
-            dq, dk, dv, again = hopper.launch_attention_bwd(problem, q, k, v, grad, stats, lists, lengths)
+            dq, dk, dv, again = hopper.launch_attention_bwd(problem, q, k, v, grad, stats, lists, elements, lengths)
             if key is not None and bound is not None and grad is given_grad and out.transpose(1, 2).is_contiguous():
                 _plans.keep(key, q.device, again, bound, stats.shape)
             return dq, dk, dv, dbias, drelative
         grad = grad.contiguous()
         tile = tile_of(problem.d, q.element_size(), problem.block, 0 if places is None else places.shape[0])
-        given = operands(problem, q, k, v, bias, relative, places, lengths, tile, inner_of(problem.d))
+        given = operands(problem, q, k, v, bias, relative, places, lengths, elements, tile, inner_of(problem.d))
         grads = launch_attention_bwd(problem, given, grad, stats, lists)
         if bias is not None and with_bias:
             dbias = launch_attention_dbias(problem, given, bias, grad, stats, lists)
@@ -400,7 +403,7 @@ def _example(*names: str, **tile: Any) -> dict[str, Any]:
     """Of a kernel that takes `names` between its inputs and its sizes: what it writes, and the lists that it reads."""
     inputs = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "bias_ptr", "relative_ptr"), "*bf16")
     inputs |= {"places_ptr": "*i32", "grad_ptr": "*bf16", "stats_ptr": "*fp32"}
-    others = {name: "*bf16" if name.startswith("d") else "*i32" for name in (*names, "lengths_ptr")}
+    others = {name: "*bf16" if name.startswith("d") else "*i32" for name in (*names, "lengths_ptr", "elements_ptr")}
     sizes = dict.fromkeys((*SIZES, "capacity"), "i32") | {"scale": "fp32"}
     config = replace(EXAMPLE, block_n=32, **tile)
     return {"signature": inputs | others | sizes, "constexprs": {"CONFIG": config}, "num_warps": 4, "num_stages": 1}

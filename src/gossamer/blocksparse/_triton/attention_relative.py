@@ -20,13 +20,13 @@ from gossamer.blocksparse._triton.attention import (
     SIZES,
     Operands,
     dot,
-    key_limit,
     last_of,
     listed,
     load_rows,
     load_stats,
     matrix_of,
     met,
+    reached,
     relation,
     scores,
     span,
@@ -40,8 +40,10 @@ CHUNK = 64
 @launch.kernel(do_not_specialize=["capacity"])
 def _attention_drelative_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, grad_ptr, stats_ptr, drelative_ptr, offsets_ptr,
-    columns_ptr, lengths_ptr, B, H, GROUP, Tq, Tk, D, R, capacity, scale, CONFIG: tl.constexpr, BLOCK_R: tl.constexpr,
+    columns_ptr, lengths_ptr, elements_ptr, B, H, GROUP, Tq, Tk, D, capacity, scale, CONFIG: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):  # fmt: skip
+    R: tl.constexpr = CONFIG.window
     BLOCK_Q: tl.constexpr = CONFIG.block_q
     BLOCK_K: tl.constexpr = CONFIG.block_k
     BLOCK_M: tl.constexpr = CONFIG.block_m
@@ -61,8 +63,8 @@ def _attention_drelative_kernel(
     exists = lines < Tq
     row = matrix_of(batch, head, H, CONFIG) * rows + tile * BLOCK_M // BLOCK_Q
     begin, count, lost = span(offsets_ptr, row, last_of(B, H, rows, CONFIG), capacity)
-    limit = key_limit(lengths_ptr, batch, Tk)
-    count = met(columns_ptr, lengths_ptr, begin, count, tile, limit, Tq, Tk, CONFIG)
+    limit, shift = reached(lengths_ptr, batch, Tq, Tk)
+    count = met(columns_ptr, lengths_ptr, begin, count, tile, limit, shift, CONFIG)
     queries = pair.to(tl.int64) * Tq
     keys = (batch * (H // GROUP) + head // GROUP).to(tl.int64) * Tk
     q = load_rows(q_ptr, queries, lines, exists, D, BLOCK_D)
@@ -82,8 +84,8 @@ def _attention_drelative_kernel(
             k = load_rows(k_ptr, keys, key, present, D, BLOCK_D)
             v = load_rows(v_ptr, keys, key, present, D, BLOCK_D)
             s = scores(
-                dot(q, tl.trans(k), CONFIG), bias_ptr, relative_ptr, places_ptr, pair, B, H, lines[:, None],
-                key[None, :], entry[None, :], both, Tq, Tk, R, scale, CONFIG,
+                dot(q, tl.trans(k), CONFIG), bias_ptr, relative_ptr, places_ptr, elements_ptr, pair, B, H,
+                lines[:, None], key[None, :], entry[None, :], both, Tq, Tk, shift, capacity, scale, CONFIG,
             )  # fmt: skip
             ds = tl.exp2(s - lse[:, None]) * (dot(grad, tl.trans(v), CONFIG) - delta[:, None])
             for position in range(low, high):
@@ -101,11 +103,11 @@ def launch_attention_drelative(
     p, config = problem, given.config
     assert given.relative is not None
     drelative = given.relative.new_empty(given.relative.shape)
-    wide = min(CHUNK, launch.next_power_of_2(given.window))
+    wide = min(CHUNK, launch.next_power_of_2(config.window))
     sizes = (*given.sizes(p), lists[1].shape[0], p.scale * INV_LN2)
-    args = (*given.tensors(), grad, stats, drelative, *lists[:2], given.lengths, *sizes)
+    args = (*given.tensors(), grad, stats, drelative, *lists[:2], given.lengths, given.elements, *sizes)
     tiles = p.rows * (p.block[0] // config.block_m)
-    grid = (tiles * launch.cdiv(given.window, wide) * config.terms * p.b * p.h, 1, 1)
+    grid = (tiles * launch.cdiv(config.window, wide) * config.terms * p.b * p.h, 1, 1)
     meta = {"CONFIG": config, "BLOCK_R": wide}
     _attention_drelative_kernel(grid, args, meta, **config.options)
     return drelative
@@ -116,7 +118,7 @@ EXAMPLES = {
         "signature": {
             **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "bias_ptr", "relative_ptr"), "*bf16"), "places_ptr": "*i32",
             "grad_ptr": "*bf16", "stats_ptr": "*fp32", "drelative_ptr": "*bf16",
-            **dict.fromkeys(("offsets_ptr", "columns_ptr", "lengths_ptr"), "*i32"),
+            **dict.fromkeys(("offsets_ptr", "columns_ptr", "lengths_ptr", "elements_ptr"), "*i32"),
             **dict.fromkeys((*SIZES, "capacity"), "i32"), "scale": "fp32",
         },
         "constexprs": {"CONFIG": replace(EXAMPLE, block_n=32), "BLOCK_R": CHUNK},

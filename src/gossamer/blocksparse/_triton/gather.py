@@ -41,9 +41,11 @@ def located(
 def _gather_kernel(
     values_ptr, index_ptr, out_ptr, nnz_ptr, positions_ptr, index_nnz_ptr, rows_ptr, cols_ptr,
     D, INNER, D_INDEX, R_INDEX, R, C, M_INDEX, N_INDEX, BOUND, capacity, index_capacity,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, LINES: tl.constexpr, AXIS: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, AXIS: tl.constexpr, STRICT: tl.constexpr,
 ):  # fmt: skip
-    """Program (GROUP blocks of indices, LINES of their rows)."""
+    """Program (TILE[0] blocks of indices, TILE[1] of their rows)."""
+    GROUP: tl.constexpr = TILE[0]
+    LINES: tl.constexpr = TILE[1]
     block = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     exists = block < index_capacity
     index_nnz = tl.load(index_nnz_ptr)
@@ -56,7 +58,9 @@ def _gather_kernel(
     held = (zr % R_INDEX * HEIGHT + i < M_INDEX) & (c * WIDTH + j < N_INDEX) & (block < index_nnz)[:, None, None]
     target = tl.load(index_ptr + at, mask=held & exists[:, None, None], other=-1)
     found = (target >= 0) & (target < BOUND) & (overflowed == 0)
-    wrong = (target < -1) | (target >= BOUND) | overflowed
+    wrong = overflowed
+    if STRICT:
+        wrong = (target < -1) | (target >= BOUND) | overflowed
     target = tl.where(found, target, 0).to(tl.int32)
     cell, element = located(target, zr, c, i, j, D, INNER, D_INDEX, R_INDEX, R, C, HEIGHT, WIDTH, AXIS)
     number = tl.load(positions_ptr + cell, mask=found, other=-1)
@@ -110,9 +114,9 @@ def gather(
     col_offsets: Tensor,
     order: Tensor,
     sizes: list[int],
+    strict: bool,
 ) -> Tensor:
     """Operator `blocksparse_gather`."""
-    values, index = values.contiguous(), index.contiguous()
     axis, inner, d_index, d, m_index, n_index, m, n = sizes
     capacity, height, width = index.shape
     out = torch.empty(index.shape, dtype=values.dtype, device=index.device)
@@ -125,7 +129,7 @@ def gather(
         plain(values), index, plain(out), nnz, positions, index_nnz, index_rows, index_cols,
         d, inner, d_index, *counts, m_index, n_index, bound, values.shape[0], capacity,
     )  # fmt: skip
-    meta = {"HEIGHT": height, "WIDTH": width, "GROUP": group, "LINES": lines, "AXIS": axis}
+    meta = {"HEIGHT": height, "WIDTH": width, "TILE": (group, lines), "AXIS": axis, "STRICT": strict}
     _gather_kernel(
         (launch.cdiv(capacity, group), height // lines, 1), args, meta, num_warps=max(1, group * lines * width // 512)
     )
@@ -134,7 +138,6 @@ def gather(
 
 def reach(index: Tensor, index_nnz: Tensor, index_rows: Tensor, index_cols: Tensor, sizes: list[int]) -> Tensor:
     """Operator `blocksparse_gather_reach`."""
-    index = index.contiguous()
     axis, inner, d_index, d, m_index, n_index, m, n, z = sizes
     capacity, height, width = index.shape
     tile = min(height, 2048 // width)
@@ -155,7 +158,7 @@ EXAMPLES = {
             "values_ptr": "*bf16", "index_ptr": "*i64", "out_ptr": "*bf16",
             **dict.fromkeys(_POINTERS, "*i32"), **dict.fromkeys(_SIZES, "i32"),
         },
-        "constexprs": {"HEIGHT": 64, "WIDTH": 64, "GROUP": 16, "LINES": 2, "AXIS": 2},
+        "constexprs": {"HEIGHT": 64, "WIDTH": 64, "TILE": (16, 2), "AXIS": 2, "STRICT": True},
         "num_warps": 4,
     },
     _gather_reach_kernel: {

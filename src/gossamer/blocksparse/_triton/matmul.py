@@ -24,12 +24,11 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.blocksparse._triton.matmul_small import launch_matmul_small
 from gossamer.blocksparse._triton.softmax import fill_rest
 from gossamer.blocksparse._triton.strips import strips
 from gossamer.blocksparse._triton.tensor import cell, from_dense, lost_blocks, place, to_dense
 from gossamer.blocksparse._triton.transpose import turn
-from gossamer.blocksparse.matmul_path import choose_path, is_shallow, is_small, named, narrowed, share_of, widest_of
+from gossamer.blocksparse.matmul_path import choose_path, is_small, named, narrowed, share_of, widest_of
 
 WAVES = 16
 """Programs for each multiprocessor where programs keep lists."""
@@ -297,11 +296,6 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     if choose_path((z, m, k, n), (bm, bk, bn), shares, a.dtype, a.device) == "dense":
         with named("dense"):
             return _through_dense(a, b, (of_a, of_b, of_out), (z, m, k, n), trans_a, trans_b, (bm, bn))
-    if is_shallow((z, m, k, n), a.device):
-        a, trans_a = (a.contiguous(), trans_a) if of_a[0] is not None else _stored(a)
-        b, trans_b = (b.contiguous(), trans_b) if of_b[0] is not None else _stored(b)
-        launch_matmul_small(a, b, out, (of_a, of_b, of_out), (z, m, k, n), (bm, bk, bn), (trans_a, trans_b))
-        return out
     turned = of_a[0] is None and of_b[0] is not None
     if turned:
         a, b, of_a, of_b, m, n, bm, bn = b, a.mT, of_b, of_a, n, m, bn, bm

@@ -111,11 +111,10 @@ def rearrange(
     tile: list[int],
 ) -> Tensor:
     """Operator `blocksparse_rearrange`."""
-    values = values.contiguous()
     capacity, h, w = values.shape
     height, width = block
     out = torch.empty(out_rows.shape[0], height, width, dtype=values.dtype, device=values.device)
-    if 0 in sizes:
+    if 0 in (*sizes, positions.shape[0], out_positions.shape[0]):
         return out.zero_()
     copies = max(1 if x is None else x.shape[1] for x in (z_map, i_map, j_map))
     whole = min(tile) > 1

@@ -34,8 +34,17 @@ def fill_rest(out_ptr, total, capacity, lost, HEIGHT: tl.constexpr, WIDTH: tl.co
 
 
 @triton.jit
+def taken(elements_ptr, start, i, j, part, WIDTH: tl.constexpr):
+    """`part`, without the elements that blocks leave out: lines i, columns j, words from `start` on, 0 of a whole
+    block."""
+    at = start[None, :] + i[:, None] * ((WIDTH + 31) // 32) + (j // 32)[None, :]
+    word = tl.load(elements_ptr + at, mask=part & (start > 0)[None, :], other=-1)
+    return part & ((word >> (j % 32)[None, :] & 1) != 0)
+
+
+@triton.jit
 def load_scores(
-    x_ptr, mask_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line, i, first, M, N,
+    x_ptr, mask_ptr, columns_ptr, elements_ptr, stride_mm, stride_mn, scale, begin, count, line, i, first, M, N,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """(scores, -inf for what takes no part, what does, where it is stored)."""
@@ -43,6 +52,9 @@ def load_scores(
     n, entry, exists = listed(columns_ptr, begin, count, at, WIDTH)
     place = entry.to(tl.int64)[None, :] * (HEIGHT * WIDTH) + (i[:, None] * WIDTH + (at % WIDTH)[None, :])
     part = (line < M)[:, None] & (exists & (n < N))[None, :]
+    if elements_ptr is not None:
+        start = tl.load(elements_ptr + entry, mask=exists, other=0)
+        part = taken(elements_ptr, start, i, at % WIDTH, part, WIDTH)
     if MASK == "blocks":
         part = part & (tl.load(mask_ptr + place, mask=part, other=0) != 0)
     if MASK == "dense":
@@ -63,7 +75,7 @@ def add_exactly(total, lost, x):
 
 @triton.jit
 def softmax_at_once(
-    x_ptr, mask_ptr, out_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line, i, M, N,
+    x_ptr, mask_ptr, out_ptr, columns_ptr, elements_ptr, stride_mm, stride_mn, scale, begin, count, line, i, M, N,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, LINES: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """Lines of up to BLOCK_N elements; those of the next step are on their way while these are computed."""
@@ -77,6 +89,8 @@ def softmax_at_once(
     held = exists[None, :] if MASK == "plain" else (exists & (n < N))[None, :]
     place = (entry.to(tl.int64) * (HEIGHT * WIDTH) + at % WIDTH)[None, :]
     ahead = tl.load(x_ptr + (place + i[:, None] * WIDTH), mask=held & (line < M)[:, None], other=ABSENT)
+    if elements_ptr is not None:
+        start = tl.load(elements_ptr + entry, mask=exists, other=0)
     for first in range(0, LINES, BLOCK_M):
         x = ahead.to(tl.float32)
         follows = (first + BLOCK_M < LINES) & (line + (first + BLOCK_M) < M)
@@ -84,6 +98,8 @@ def softmax_at_once(
         ahead = tl.load(x_ptr + behind, mask=held & follows[:, None], other=ABSENT)
         to = place + (i + first)[:, None] * WIDTH
         part = held & (line + first < M)[:, None]
+        if elements_ptr is not None:
+            part = taken(elements_ptr, start, i + first, at % WIDTH, part, WIDTH)
         if MASK == "blocks":
             part = part & (tl.load(mask_ptr + to, mask=part, other=0) != 0)
         if MASK == "dense":
@@ -105,7 +121,7 @@ def softmax_at_once(
 
 @triton.jit
 def softmax_in_two(
-    x_ptr, mask_ptr, out_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line, i, M, N,
+    x_ptr, mask_ptr, out_ptr, columns_ptr, elements_ptr, stride_mm, stride_mn, scale, begin, count, line, i, M, N,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """Lines of any length, walked twice."""
@@ -115,7 +131,7 @@ def softmax_in_two(
     lost_sum = tl.zeros([BLOCK_M], tl.float32)
     for first in range(0, count * WIDTH, BLOCK_N):
         x, part, _, _ = load_scores(
-            x_ptr, mask_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line, i, first, M, N,
+            x_ptr, mask_ptr, columns_ptr, elements_ptr, stride_mm, stride_mn, scale, begin, count, line, i, first, M, N,
             HEIGHT, WIDTH, BLOCK_N, MASK,
         )  # fmt: skip
         now = tl.maximum(most, tl.max(x, 1))
@@ -128,7 +144,7 @@ def softmax_in_two(
     total += lost_sum
     for first in range(0, count * WIDTH, BLOCK_N):
         x, part, place, exists = load_scores(
-            x_ptr, mask_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line, i, first, M, N,
+            x_ptr, mask_ptr, columns_ptr, elements_ptr, stride_mm, stride_mn, scale, begin, count, line, i, first, M, N,
             HEIGHT, WIDTH, BLOCK_N, MASK,
         )  # fmt: skip
         y = tl.where(part, tl.exp(x - most[:, None]) / total[:, None], 0.0)
@@ -137,8 +153,8 @@ def softmax_in_two(
 
 @launch.kernel(do_not_specialize=["last", "capacity"])
 def _blocksparse_softmax_fwd_kernel(
-    x_ptr, mask_ptr, out_ptr, offsets_ptr, columns_ptr, stride_mz, stride_mm, stride_mn, rows, last, capacity, M, N,
-    scale, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x_ptr, mask_ptr, out_ptr, offsets_ptr, columns_ptr, elements_ptr, stride_mz, stride_mm, stride_mn, rows, last,
+    capacity, M, N, scale, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LINES: tl.constexpr, ONCE: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """Program (block row, LINES of it)."""
@@ -151,24 +167,24 @@ def _blocksparse_softmax_fwd_kernel(
         mask_ptr += (row // rows).to(tl.int64) * stride_mz
     if BLOCK_N >= 1024 and count * WIDTH <= BLOCK_N // 4:
         softmax_at_once(
-            x_ptr, mask_ptr, out_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line, i, M, N,
-            HEIGHT, WIDTH, BLOCK_N // 4, LINES, MASK,
+            x_ptr, mask_ptr, out_ptr, columns_ptr, elements_ptr, stride_mm, stride_mn, scale, begin, count, line, i, M,
+            N, HEIGHT, WIDTH, BLOCK_N // 4, LINES, MASK,
         )  # fmt: skip
     elif BLOCK_N >= 1024 and count * WIDTH <= BLOCK_N // 2:
         softmax_at_once(
-            x_ptr, mask_ptr, out_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line, i, M, N,
-            HEIGHT, WIDTH, BLOCK_N // 2, LINES, MASK,
+            x_ptr, mask_ptr, out_ptr, columns_ptr, elements_ptr, stride_mm, stride_mn, scale, begin, count, line, i, M,
+            N, HEIGHT, WIDTH, BLOCK_N // 2, LINES, MASK,
         )  # fmt: skip
     elif ONCE or count * WIDTH <= BLOCK_N:
         softmax_at_once(
-            x_ptr, mask_ptr, out_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line, i, M, N,
-            HEIGHT, WIDTH, BLOCK_N, LINES, MASK,
+            x_ptr, mask_ptr, out_ptr, columns_ptr, elements_ptr, stride_mm, stride_mn, scale, begin, count, line, i, M,
+            N, HEIGHT, WIDTH, BLOCK_N, LINES, MASK,
         )  # fmt: skip
     else:
         for step in range(0, LINES, BLOCK_M):
             softmax_in_two(
-                x_ptr, mask_ptr, out_ptr, columns_ptr, stride_mm, stride_mn, scale, begin, count, line + step,
-                i + step, M, N, HEIGHT, WIDTH, BLOCK_N, MASK,
+                x_ptr, mask_ptr, out_ptr, columns_ptr, elements_ptr, stride_mm, stride_mn, scale, begin, count,
+                line + step, i + step, M, N, HEIGHT, WIDTH, BLOCK_N, MASK,
             )  # fmt: skip
     fill_rest(out_ptr, tl.load(offsets_ptr + last), capacity, lost, HEIGHT, WIDTH)
 
@@ -234,17 +250,17 @@ def softmax(
     row_offsets: Tensor,
     row_indices: Tensor,
     col_indices: Tensor,
+    elements: Tensor | None,
     z: int,
     m: int,
     n: int,
     scale: float,
 ) -> Tensor:
     """Operator `blocksparse_softmax`."""
-    values = values.contiguous()
     capacity, height, width = values.shape
     out = torch.empty_like(values)
     rows, last = max(launch.cdiv(m, height), 1), row_offsets.shape[0] - 1
-    kind, strides = "plain" if scale > 0 and n % width == 0 else "none", (0, 0, 0)
+    kind, strides = "plain" if scale > 0 and n % width == 0 and elements is None else "none", (0, 0, 0)
     if mask is not None and mask.dim() == 4:
         kind, mask = "blocks", mask.contiguous().view(torch.uint8)
     elif mask is not None:
@@ -253,7 +269,7 @@ def softmax(
         mask = mask.view(torch.uint8)
     average, units = capacity * width // max(last, 1), tuning.programs(values.device)
     meta, warps = tile_of(height, width, n, average, last, units, values.element_size())
-    args = (values, mask, out, row_offsets, col_indices, *strides, rows, last, capacity, m, n, scale)
+    args = (values, mask, out, row_offsets, col_indices, elements, *strides, rows, last, capacity, m, n, scale)
     grid = (max(last * height // meta["LINES"], 1), 1, 1)
     if last:
         # A mask takes registers.
@@ -265,7 +281,6 @@ def softmax(
 
 def softmax_bwd(grad: Tensor, out: Tensor, row_offsets: Tensor, row_indices: Tensor, n: int, scale: float) -> Tensor:
     """Operator `blocksparse_softmax_bwd`."""
-    grad = grad.contiguous()
     capacity, height, width = out.shape
     dx, last = torch.empty_like(out), row_offsets.shape[0] - 1
     if not last:
@@ -307,6 +322,7 @@ EXAMPLES = {
     _blocksparse_softmax_fwd_kernel: {
         "signature": {
             "x_ptr": "*bf16", "mask_ptr": "*u8", "out_ptr": "*bf16", "offsets_ptr": "*i32", "columns_ptr": "*i32",
+            "elements_ptr": "*i32",
             **dict.fromkeys(("stride_mz", "stride_mm", "stride_mn", "rows", "last", "capacity", "M", "N"), "i32"),
             "scale": "fp32",
         },

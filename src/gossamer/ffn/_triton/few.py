@@ -361,9 +361,6 @@ def _launch(
     """Launches, and keeps what repeats it under `key`, unless a copy was needed or a graph records it."""
     x, gate, gate_bias, threshold, up, up_bias, down, down_bias = operands
     x, gate, up = (None if t is None else rows_contiguous(t) for t in (x, gate, up))
-    gate_bias, threshold, up_bias, down_bias = (
-        None if t is None else t.contiguous() for t in (gate_bias, threshold, up_bias, down_bias)
-    )
     read = (x, gate, gate_bias, threshold, up, up_bias, down, down_bias)
     counted = nnz.numel() > 0
     launches, memory = project(read, out, nnz if counted else None, squared)

@@ -38,7 +38,6 @@ def sparse_ffn(
     up_weight: Tensor | None,
     up_bias: Tensor | None,
     down_weight: Tensor,
-    down_rows: Tensor | None,
     down_bias: Tensor | None,
     squared: bool,
     united: bool,
@@ -51,12 +50,11 @@ def sparse_ffn(
     `light`: heavy rows are not expected, and may take longer."""
     m, n, d = x.shape[0], gate_weight.shape[0], down_weight.shape[0]
     if 0 < m <= few.ROWS and n and d:
-        down = (down_weight if down_rows is None else down_rows.t(), down_bias)
         gate = (gate_weight, gate_bias, threshold)
-        out, nnz = few.few(x, gate, (up_weight, up_bias), down, squared, step > 0)
+        out, nnz = few.few(x, gate, (up_weight, up_bias), (down_weight, down_bias), squared, step > 0)
         return out, nnz, nnz.new_zeros(sampled_groups(m, step)) if step else torch.empty_like(nnz)
     light = light or m < MANY
-    operands = (x, gate_weight, gate_bias, threshold, up_weight, up_bias, down_weight, down_rows, down_bias)
+    operands = (x, gate_weight, gate_bias, threshold, up_weight, up_bias, down_weight, down_bias)
     key = None
     if light and not (step or unknown or launch.INTERPRET):
         described_by, pointers, addresses = described(operands)
@@ -73,13 +71,10 @@ def sparse_ffn(
     if m == 0 or d == 0 or n == 0:
         out.copy_(out.new_zeros(d) if down_bias is None else down_bias)
         return out, nnz.zero_() if step else nnz.new_empty(0), sizes.zero_()
-    gate_bias, threshold, up_bias, down_bias = (_contiguous(t) for t in (gate_bias, threshold, up_bias, down_bias))
     gate = (gate_weight.contiguous(), gate_bias, threshold)
     up = None if up_weight is None else (up_weight.contiguous(), up_bias)
-    if down_rows is None and down_weight.t().is_contiguous():
-        down_rows = down_weight.t()
-    turned = known = down_rows is not None
-    down = (x.new_empty(n, d) if down_rows is None else down_rows.contiguous(), down_bias)
+    turned = by_columns = down_weight.t().is_contiguous()
+    down = (down_weight.t() if by_columns else x.new_empty(n, d), down_bias)
     x = x.contiguous()
     for first in range(0, m, BLOCK):
         part = slice(first, min(first + BLOCK, m))
@@ -88,22 +83,15 @@ def sparse_ffn(
         weights = (gate, up, down, down_weight)
         launches = _block(x[part], *weights, turned, squared, united, step, unknown, light, results)
         turned = True
-    own = (x, *gate, *(up or (None, None)), down_weight, down[0] if known else None, down[1])
+    own = (x, *gate, *(up or (None, None)), down_weight, down[1])
     if key is not None and launches is not None and m <= BLOCK and _same_memory(operands, own):
         _plans.keep(key, x.device, *launches)
     return out, nnz if step else nnz.new_empty(0), sizes
 
 
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
-
-
 def _same_memory(given: Sequence[Tensor | None], read: Sequence[Tensor | None]) -> bool:
-    """Whether nothing had to be copied; `down_rows` may have been made of `down_weight` by a view."""
-    return all(
-        b is None or (a if a is not None else given[6]).data_ptr() == b.data_ptr()  # type: ignore[union-attr]
-        for a, b in zip(given, read, strict=True)
-    )
+    """Whether nothing had to be copied."""
+    return all(a is None or b is None or a.data_ptr() == b.data_ptr() for a, b in zip(given, read, strict=True))
 
 
 class _Repeated(NamedTuple):
@@ -124,8 +112,8 @@ def _repeat(launches: Sequence[Any], operands: Sequence[Any], pointers: Sequence
         parts.append(at)
         at += size
     packed, (listed, nnz, whole, hidden, rows), united = parts[:3], parts[3:8], parts[8:]
-    x, gate, gate_bias, threshold, up, up_bias, down_weight, down, down_bias = pointers
-    down, result = rows if turns is not None else down or down_weight, out.data_ptr()
+    x, gate, gate_bias, threshold, up, up_bias, down_weight, down_bias = pointers
+    down, result = rows if turns is not None else down_weight, out.data_ptr()
     stream = torch._C._cuda_getCurrentRawStream(out.device.index)
     pack(stream, *inputs(operands[0], operands[1]), gate_bias, threshold, None, None, None, *packed, listed)
     if turns is not None:

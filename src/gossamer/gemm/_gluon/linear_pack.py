@@ -380,7 +380,6 @@ def launch_linear_pack(
     (m, k), n, slots = x.shape, weight.shape[0], out[0].shape[2]
     transposed = weight.stride(1) == 1
     tiles_m, tiles_n, steps = launch.cdiv(m, 128), launch.cdiv(n, TILE), launch.cdiv(k, 64)
-    bias, threshold = (None if t is None else t.contiguous() for t in (bias, threshold))
     inputs = descriptors(x, weight)
     first, second = words
     meta = {"TRANSPOSED": transposed, "SLOTS": slots, "GROUP_M": GROUP_M, "STAGES": STAGES}

@@ -199,7 +199,7 @@ def row_tile(k: int, element_size: int) -> launch.Tile:
 
 
 class Operands(NamedTuple):
-    """x [M, K], weights [N, K] and contiguous biases [N] of one call."""
+    """x [M, K], weights [N, K] and biases [N] of one call."""
 
     x: Tensor
     gate_weight: Tensor
@@ -240,7 +240,7 @@ def _launch_few_rows(given: tuple[Any, ...], activation: str, out: Tensor) -> No
     index = x.get_device()
     key = (x.shape, x.stride(), x.dtype, gate_weight.shape, gate_weight.stride(), activation, index)
     key += (None if up_weight is None else up_weight.stride(),)
-    key += tuple([None if bias is None else (bias.dtype, bias.stride()) for bias in (gate_bias, up_bias)])
+    key += tuple([None if bias is None else bias.dtype for bias in (gate_bias, up_bias)])
     gate = gate_weight.data_ptr()
     rows = out.shape[1] * gate_weight.stride(0) * gate_weight.element_size()
     up = gate + rows if up_weight is None else up_weight.data_ptr()
@@ -250,11 +250,7 @@ def _launch_few_rows(given: tuple[Any, ...], activation: str, out: Tensor) -> No
     if plan is not None:
         plan.launches[0](torch._C._cuda_getCurrentRawStream(index), *pointers)
         return
-    operands = _operands(*given)
-    bound = _launch_linear_glu(operands, activation, None, out, None)
-    # Not where biases had to be copied.
-    if operands.gate_bias is gate_bias and operands.up_bias is up_bias:
-        _plans.keep(key, x.device, bound)
+    _plans.keep(key, x.device, _launch_linear_glu(_operands(*given), activation, None, out, None))
 
 
 def linear_glu_bwd(
@@ -277,7 +273,7 @@ def linear_glu_bwd(
 def glu_bwd(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """Operator `glu_bwd` -> gradients of gate and up, [M, N]."""
     out = gate.new_empty(gate.shape), up.new_empty(up.shape)
-    launch_glu_bwd(grad, gate.contiguous(), up.contiguous(), out, None, activation)
+    launch_glu_bwd(grad, gate, up, out, None, activation)
     return out
 
 
@@ -286,8 +282,7 @@ def _operands(
 ) -> Operands:
     if up_weight is None:
         gate_weight, up_weight = gate_weight.chunk(2, 0)
-    biases = (None if bias is None else bias.contiguous() for bias in (gate_bias, up_bias))
-    return Operands(x, gate_weight, up_weight, *biases)
+    return Operands(x, gate_weight, up_weight, gate_bias, up_bias)
 
 
 def _launch_linear_glu(

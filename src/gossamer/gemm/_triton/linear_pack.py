@@ -94,8 +94,6 @@ def by_library(
 ) -> None:
     """`launch_linear_pack` by products of cuBLAS; and nnz, int32 [M], which is 0, takes the entries of rows."""
     m, n = x.shape[0], weight.shape[0]
-    # Once, and not for every block.
-    threshold = None if threshold is None else threshold.contiguous()
     right = weight.t() if 1 in weight.stride() else weight.t().contiguous()
     step = rows_of_block(m, n, x)
     buffer = x.new_empty(step, n)

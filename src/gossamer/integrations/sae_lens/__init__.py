@@ -101,13 +101,14 @@ def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
         check: `[..., d_in]` activations to run before and after, without the error term, or None.
 
     Returns:
-        What is accelerated, what is left and why, and the check. `print` it.
+        What is accelerated, what is left and why, and the check. `print` it. An SAE that is patched already stays so,
+        with a warning, and the report is that of before, with a new check where one is asked for.
 
     Raises:
         TypeError: not a SAELens SAE, or check is no tensor.
-        ValueError: already patched; check has no rows, another size than d_in, or values that are not finite; or
-            patched and unpatched disagree on it by more than rounding (relative difference above 1e-4, in half
-            precision 0.25), in which case the SAE is left unpatched.
+        ValueError: check has no rows, another size than d_in, or values that are not finite; the SAE itself gives NaN
+            or infinity on it; or patched and unpatched disagree on it by more than rounding (relative difference above
+            1e-4, in half precision 0.25). In the last two cases the SAE is left unpatched.
 
     Source: the package jumprelu-sae-kernels, its end-to-end table over SAELens.
 
@@ -116,14 +117,23 @@ def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
     """
     operator = "integrations.sae_lens.patch"
     _check_sae(operator, sae)
+    if check is not None:
+        _check_activations(operator, sae, check)
+    density = rowsparse.DensityTracker()
     if _is_patched(sae):
-        raise ValueError(f"{operator}: sae is patched already. Call unpatch first.")
+        warnings.warn(f"{operator}: sae is patched already; nothing changed.", stacklevel=2)
+        report = sae._gossamer.report
+        if check is None:
+            return report
+        density = report.density
+        unpatch(sae)
     if check is None:
-        return _bind(sae)
-    _check_activations(operator, sae, check)
+        return _bind(sae, density)
     with _without_error_term(sae), torch.no_grad():
         expected, latents = sae(check), sae.encode(check)
-        report = _bind(sae)
+        if not bool(expected.isfinite().all()):
+            raise ValueError(f"{operator}: {_why_not_finite(sae)} The SAE is left unpatched.")
+        report = _bind(sae, density)
         out = sae(check)
         packed = _packed(sae, check) if "forward" in report.accelerated else sae.encode(check)
     difference = float((out - expected).double().norm() / expected.double().norm().clamp(min=1e-30))
@@ -146,11 +156,26 @@ def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
     # A transcoder's output is meant to be something else.
     if out.shape == check.shape and "transcoder" not in sae.cfg.architecture():
         errors = _unexplained(sae, expected, check), _unexplained(sae, out, check)
-    return replace(report, check=Check((_l0(latents), _l0(packed)), errors, difference))
+    report = replace(report, check=Check((_l0(latents), _l0(packed)), errors, difference))
+    sae._gossamer.report = report
+    return report
+
+
+def _why_not_finite(sae: SAE[Any]) -> str:
+    """What SAELens's own output is NaN or infinite by."""
+    broken = [name for name, parameter in sae.named_parameters() if not bool(parameter.isfinite().all())]
+    if broken:
+        return f"SAELens's own output on check is NaN or infinite, for sae.{broken[0]} is. Load the SAE anew."
+    if _rescales(sae) and bool((sae.W_dec.norm(dim=-1) == 0).any()):
+        return (
+            "SAELens's own output on check is NaN or infinite: rescale_acts_by_decoder_norm divides by the norms of "
+            "decoder rows, and some rows of sae.W_dec have norm 0. Give those rows another value, 1e-6 say."
+        )
+    return "SAELens's own output on check is NaN or infinite. Give smaller activations, or a wider dtype."
 
 
 def unpatch(sae: SAE[Any]) -> None:
-    """Undoes `patch`; does nothing to an SAE that is not patched.
+    """Undoes `patch`; an SAE that is not patched stays as it is, with a warning.
 
     Args:
         sae: what was patched.
@@ -160,8 +185,10 @@ def unpatch(sae: SAE[Any]) -> None:
 
     >>> unpatch(sae)  # doctest: +SKIP
     """
-    _check_sae("integrations.sae_lens.unpatch", sae)
+    operator = "integrations.sae_lens.unpatch"
+    _check_sae(operator, sae)
     if not _is_patched(sae):
+        warnings.warn(f"{operator}: sae is not patched; nothing changed.", stacklevel=2)
         return
     for name, function in _BOUND:
         if getattr(sae.__dict__.get(name), "__func__", None) is function:
@@ -179,8 +206,8 @@ class _State(threading.local):
     Ways are those of `choose_path`, and `"theirs"` where somebody listens to the latents.
     """
 
-    def __init__(self, density: rowsparse.DensityTracker) -> None:
-        self.density = density
+    def __init__(self, report: Report) -> None:
+        self.report, self.density = report, report.density
         self.wanted, self.waiting, self.training = 0, False, False
         self.way: str | None = None
         self.counts: Tensor | None = None
@@ -213,10 +240,10 @@ class _State(threading.local):
             self.density.record(self.counts, training=self.training, limit=limit)
 
     def __deepcopy__(self, memo: Any) -> _State:
-        return _State(copy.deepcopy(self.density, memo))
+        return _State(copy.deepcopy(self.report, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _State, (self.density,)
+        return _State, (self.report,)
 
 
 def _check_sae(operator: str, sae: Any) -> None:
@@ -230,7 +257,7 @@ def _is_patched(sae: SAE[Any]) -> bool:
     return isinstance(getattr(sae, "__dict__", {}).get("_gossamer"), _State)
 
 
-def _bind(sae: SAE[Any]) -> Report:
+def _bind(sae: SAE[Any], density: rowsparse.DensityTracker) -> Report:
     accelerated, left = {}, {}
     # By the functions, not the class: a subclass that overrides none of them computes the same.
     kind = type(sae)
@@ -264,9 +291,9 @@ def _bind(sae: SAE[Any]) -> Report:
         left["encode"] = "it returns a dense tensor"
     else:
         left |= dict.fromkeys((*passes, "encode"), why or left.get("decode", ""))
-    density = rowsparse.DensityTracker()
-    sae.__dict__["_gossamer"] = _State(density)
-    return Report(accelerated, left, density=density)
+    report = Report(accelerated, left, density=density)
+    sae.__dict__["_gossamer"] = _State(report)
+    return report
 
 
 def _why_not_packed(sae: SAE[Any]) -> str | None:
