@@ -111,7 +111,7 @@ def _ffn(draw: Draw, m: int, n: int, d: int) -> Results:
     for method in ("auto", "gather", "union", "dense"):
         yield ffn.gated(x, gate, up, down, method=method)
         yield ffn.plain(x, up, down, method=method)
-    yield from sparse_ffn(x, gate, None, None, up, None, down.t().contiguous().t(), None, True, False, 1, False, False)
+    yield from sparse_ffn(x, gate, None, None, up, None, down.t().contiguous().t(), None, True, False, 1)
 
 
 def _selected(draw: Draw, b: int, t: int, s: int) -> Results:

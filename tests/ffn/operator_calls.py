@@ -16,7 +16,7 @@ def calls(device: torch.device) -> None:
             ffn.gated(x, gate, up, down, gate_bias=bias, method=method)
             threshold = torch.rand(90, device=device)
             ffn.plain(x, up, down, up_bias=bias, activation=gemm.JumpReLU(threshold), method=method)
-        sparse_ffn(x, gate, None, None, up, None, down.t().contiguous().t(), None, True, False, 1, False, False)
+        sparse_ffn(x, gate, None, None, up, None, down.t().contiguous().t(), None, True, False, 1)
     # Every entry is active, for places behind the last are left unwritten.
     for gated in (True, False):
         x, gate, up, down = (torch.rand(s, device=device) + 0.1 for s in ((16, 12), (90, 12), (90, 12), (7, 90)))

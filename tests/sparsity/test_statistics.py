@@ -141,7 +141,7 @@ def test_report(device: torch.device, tmp_path: Path) -> None:
         assert (row["mean"], row["max"], row["dead"]) == (found.mean, found.max, found.dead)
         assert (row["dense"], row["sparse"], row["speed-up"]) == (times.dense, times.sparse, times.speed_up)
         assert 0 < row["p10"] <= row["speed-up"] <= row["p90"]
-        assert times.path == row["way"] in ("gather", "fused", "dense")
+        assert times.path == row["path"] in ("gather", "fused", "dense")
     # Two layers lie on a line, whatever they are.
     assert math.isnan(report.correlation)
     assert "no correlation of mean entries and speed-up: it takes 3 layers" in str(report)
@@ -183,7 +183,7 @@ def test_what_a_layer_gets_is_what_is_timed(device: torch.device, monkeypatch: p
     report = sparsity.report(Model(device), batches(device))
     assert [times.speed_up for times in report.measured.values()] == [3.0, 3.0] and ways == [(1, 5, 16)] * 2
     report = sparsity.report(Model(device), batches(device), measure=False)
-    assert not report.measured and math.isnan(report.correlation) and "way" not in report.table()[0] and len(ways) == 2
+    assert not report.measured and math.isnan(report.correlation) and "path" not in report.table()[0] and len(ways) == 2
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_verdict(times: list[float], noise: float, said: str) -> None:
         for name, way, dense in zip(layers, ways, times)
     }
     report = sparsity.Report(layers, measured)
-    assert re.match(said, report.verdict) and "Ways: gather in 2, fused in 1. 50.0% of the neurons" in report.verdict
+    assert re.match(said, report.verdict) and "Paths: gather in 2, fused in 1. 50.0% of the neurons" in report.verdict
     assert report.verdict in str(report)
     assert math.isnan(report.correlation) == (len(set(times)) == 1)
     unmeasured = sparsity.Report(layers, {})

@@ -1,4 +1,4 @@
-"""The two kinds of feed-forward block, gated and plain, and the ways through them."""
+"""The two kinds of feed-forward block, gated and plain, and the paths through them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def run(operator: str, block: Block, method: str, density: BlockTracker | None, 
         checks.same_dtype(operator, "x", block.x, **weights)
         _, k, n, d = sizes
         cost = costs_of(n, k, d, block.up_weight is not None, block.x)
-        found = Found(*sizes, replace(cost, strided=True), cost)
+        found = Found(*sizes, replace(cost, by_rows=True), cost)
         _checked.keep(key, found)
     x = block.x
     if block.threshold is not None:
@@ -129,27 +129,26 @@ def _inferred(operator: str, block: Block, found: Found, method: str, density: B
     tracker = density if method == "auto" else None
     grouped = x.is_cuda and m > FEW
     cost = found.by_rows if block.down_weight.stride(0) > 1 else found.by_columns
-    recorded = unknown = False
+    recorded = False
 
-    def way(known: Known | None, eager: bool) -> str:
+    def chosen(known: Known | None, eager: bool) -> str:
         return choose_path(known, m, cost, eager)
 
     if tracker is not None:
         tracker.rows.check_pinned(*METHODS[1:])
         # Nothing reads what a graph would record, and to look takes time.
         recorded = not checks.capturing() and tracker.due(8 if m >= MANY else 32)
-        method = tracker.path(way, grouped=grouped, due=recorded, key=(m, cost))
+        method = tracker.path(chosen, grouped=grouped, due=recorded, key=(m, cost))
     elif method == "auto":
-        unknown = True
-        method = way(None, not (torch.compiler.is_compiling() or checks.capturing()))
-        if grouped and m >= MANY and _samples(block):
-            method = "gather"
-    light = tracker is not None and tracker.light
+        method = chosen(None, not (torch.compiler.is_compiling() or checks.capturing()))
+    if method == "fused" and (block.up_weight is None or block.threshold is not None):
+        # One product serves gate and up of a ReLU or its square; every other block is computed layer by layer.
+        method = "dense"
     with span(f"gossamer::{operator}/{method}"):
         if method in ("gather", "union"):
             # The unions of a few groups tell whether it would pay.
             step = sample_step(m) if recorded else 0
-            options = (block.activation == "relu2", method == "union", step, unknown, light)
+            options = (block.activation == "relu2", method == "union", step)
             out, nnz, unions = undispatched(sparse_ffn, *block.tensors)(*block.tensors, *options)
         else:
             hidden = _fused(block) if method == "fused" else _hidden(block)
@@ -165,14 +164,6 @@ def _inferred(operator: str, block: Block, found: Found, method: str, density: B
         if says and type(unions) is Tensor and 2 * int(unions) > m:
             density.last_path = "dense"
     return out
-
-
-def _samples(block: Block) -> bool:
-    """Whether the device can choose between the sparse and the fused way by a sample of rows."""
-    from gossamer.ffn._triton.heavy import wants_rows
-
-    gate = (block.gate_weight, block.gate_bias, block.threshold)
-    return wants_rows(block.x, gate, block.up_weight, block.down_weight)
 
 
 def sampled(hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,8 +195,7 @@ def _hidden(block: Block) -> Tensor:
 
 
 def _fused(block: Block) -> Tensor:
-    if block.up_weight is None or block.threshold is not None:
-        return _hidden(block)
+    assert block.up_weight is not None
     return gemm.linear_glu(
         block.x,
         block.gate_weight,

@@ -24,7 +24,7 @@ def gated(
 ) -> Tensor | tuple[Tensor, Activity]:
     """(activation(x @ gate_weight.T) * (x @ up_weight.T)) @ down_weight.T, computing what the gate lets through.
 
-    Whatever way is taken the result is exact: rows with more entries than there is room for go through dense tiles.
+    The result is exact on every path: rows with more entries than there is room for go through dense tiles.
     NaN and Inf in the weights of up and down reach the rows that have their column; a dense product, and that of a
     union, would spread them further.
 
@@ -42,10 +42,9 @@ def gated(
         method: `"gather"` multiplies the weights of each row's entries, and rows with very many in dense tiles; a CPU
             multiplies the whole block where most rows have very many;
             `"union"` does that for groups of 32 neighbouring rows where they share entries, as far as that pays;
-            `"fused"` computes all, gate and up in one product; `"dense"` is plain PyTorch. `"auto"` takes what is
-            fastest by what is known: without `density`, `"gather"` on the CPU, unless the block is small, and for 4,096
-            rows or more of a ReLU on Hopper, where the device goes the dense way if a sample of rows is dense; else
-            `"fused"`, or `"dense"` where the host takes longer than the device.
+            `"fused"` computes all, gate and up in one product (`"dense"` with a threshold); `"dense"` is plain PyTorch.
+            `"auto"` takes what is fastest by what is known: without `density`, `"gather"` on the CPU, unless the block
+            is small; on a GPU a path that computes all.
         density: what follows how sparse the block is from call to call, for `"auto"`.
         with_activity: whether the result is a pair whose second is an `ffn.Activity`: L1, which has a gradient, L0, and
             on how many rows each neuron fired. Without gradients a block then computes all.

@@ -14,14 +14,14 @@ from gossamer.ffn.tracker import BlockTracker
 
 
 class SparseBlock:
-    """The way that a module's block goes, and what it keeps for that.
+    """The path of a module's block, and the counts that it is chosen by.
 
     A module has one as an attribute and calls it with its weights, which stay the module's own. Modules of `nn` and
     models that `integrations.transformers.patch` has changed have one; `sparsity` finds them by it. Copies and pickles
-    keep the way, and start anew.
+    keep the method, and count anew.
 
     Args:
-        method: the way, as in `gated`.
+        method: the path, as in `gated`.
         operator: the name that errors begin with.
 
     Attributes:
@@ -44,7 +44,7 @@ class SparseBlock:
 
     @property
     def method(self) -> str:
-        """The way, as in `gated`; may be set at any time."""
+        """The path, as in `gated`; may be set at any time."""
         return self._method
 
     @method.setter
@@ -55,7 +55,7 @@ class SparseBlock:
 
     @property
     def last_path(self) -> str | None:
-        """The way last taken of those that `gated` names, or None before there was a call.
+        """The path last taken of those that `gated` names, or None before there was a call.
 
         A CPU looks at the gate first: where most of it is active `"gather"` multiplies the whole block, which is
         `"dense"`."""

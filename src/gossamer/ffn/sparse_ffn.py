@@ -19,9 +19,9 @@ def _fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 sparse_ffn = register(
     "sparse_ffn(Tensor x, Tensor gate_weight, Tensor? gate_bias, Tensor? threshold, Tensor? up_weight, "
-    "Tensor? up_bias, Tensor down_weight, Tensor? down_bias, bool squared, bool united, SymInt step, bool unknown, "
-    "bool light) -> (Tensor, Tensor, Tensor)",
+    "Tensor? up_bias, Tensor down_weight, Tensor? down_bias, bool squared, bool united, SymInt step) "
+    "-> (Tensor, Tensor, Tensor)",
     cpu=_cpu.sparse_ffn,
-    strided=("x", "gate_weight", "up_weight", "down_weight", "down_rows"),
+    strided=("x", "gate_weight", "up_weight", "down_weight"),
     fake=_fake,
 )

@@ -75,6 +75,7 @@ sparse_training = register(
     f"sparse_training({_WEIGHTS}, Tensor? down_bias, bool squared, SymInt limit, SymInt room, int slots) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.sparse_training,
+    strided=("down_weight",),
     fake=_fake,
     setup_context=_context,
     backward=_backward,
@@ -89,6 +90,7 @@ sparse_training_bwd = register(
     f"sparse_training_bwd(Tensor grad, Tensor? penalty, {_WEIGHTS}, Tensor values, Tensor columns, Tensor offsets, "
     "Tensor heavy, Tensor up_values, bool squared) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.sparse_training_bwd,
+    strided=("down_weight",),
     fake=_fake_bwd,
     once_differentiable="ffn.gated",
 )

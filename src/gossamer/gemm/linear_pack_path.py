@@ -6,7 +6,7 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer._core.ops import INTERPRET
-from gossamer.gemm.aligned import copies, readable
+from gossamer.gemm.linear_glu_path import readable
 from gossamer.rowsparse.dense_product import dense_seconds
 
 Path = Literal["torch", "hopper", "blocks"]
@@ -27,12 +27,10 @@ def path_of(x: Tensor, weight: Tensor, *rest: Any) -> str:
 
 
 def packs(x: Tensor, weight: Tensor, tile: int, slots: int) -> bool:
-    """Whether Hopper's kernel can write the tiles, and read the operands or what `aligned` makes of them: x by rows,
-    weight by rows or columns."""
+    """Whether Hopper's kernel can write the tiles, and read x by rows and weight by rows or columns."""
     if INTERPRET or not tuning.hopper(x.device) or tile != TILE or slots & (slots - 1):
         return False
-    copied = copies(x.shape[0], weight.shape[0])
-    return readable(x, copied) and readable(weight if weight.stride(1) == 1 else weight.t(), copied)
+    return readable(x) and readable(weight if weight.stride(1) == 1 else weight.t())
 
 
 FEW = 32

@@ -20,7 +20,7 @@ class Outputs(NamedTuple):
 
 
 class _Sparse(nn.Module):
-    """What blocks share whose activation leaves most entries 0: which way they go where no gradient is needed."""
+    """The common part of blocks whose activation may leave most entries 0: their path where no gradient is needed."""
 
     down_proj: nn.Linear
 
@@ -32,7 +32,7 @@ class _Sparse(nn.Module):
 
     @property
     def method(self) -> str:
-        """The way of a sparse block, as in `ffn.gated`; may be set at any time."""
+        """The path of a sparse block, as in `ffn.gated`; may be set at any time."""
         return self.sparse_block.method
 
     @method.setter
@@ -46,7 +46,7 @@ class _Sparse(nn.Module):
 
     @property
     def last_path(self) -> str | None:
-        """The way last taken of those that `ffn.gated` names, or None before there was a call without gradients."""
+        """The path last taken of those that `ffn.gated` names, or None before there was a call without gradients."""
         return self.sparse_block.last_path
 
     def _sparse(
@@ -81,12 +81,12 @@ class GatedMLP(_Sparse):
         bias: whether the three layers have one.
         recompute: as in `gemm.gated_mlp`: whether a backward pass computes gate and up again instead of keeping them,
             and so keeps nothing.
-        method: the way of a block with `"relu"` or `"relu2"`, as in `ffn.gated`, with gradients too. `"fused"`
+        method: the path of a block with `"relu"` or `"relu2"`, as in `ffn.gated`, with gradients too. `"fused"`
             computes everything, gate and up in one product; `"auto"` follows how sparse the block was a few calls ago,
             and in a CUDA graph takes what the device alone would by then.
         l1: whether a call returns `(out, activity)`, an `ffn.Activity` beside the result: L1 for the loss, L0, and on
-            how many tokens each neuron fired. Such a call computes all, unless `method` goes on lists of active entries
-            where a gradient is needed.
+            how many tokens each neuron fired. Such a call computes all, unless `method` takes a path on lists of active
+            entries where a gradient is needed.
         dtype: of the parameters; None takes PyTorch's default.
         device: of the parameters.
 
@@ -97,10 +97,10 @@ class GatedMLP(_Sparse):
     Attributes:
         gate_proj, up_proj: `nn.Linear(hidden_size, intermediate_size)`.
         down_proj: `nn.Linear(intermediate_size, hidden_size)`.
-        method, l1: the way, and whether calls return their activity; both may be set at any time.
+        method, l1: the path, and whether calls return their activity; both may be set at any time.
         density: the `ffn.BlockTracker` that `method="auto"` follows.
         sparse_block: the `ffn.SparseBlock` that has both, and by which `sparsity` finds the block.
-        last_path: the way last taken without gradients, or None.
+        last_path: the path last taken without gradients, or None.
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer"; Tantaru 2025, "Towards Better Kernels for Gated MLP".
 
@@ -161,7 +161,8 @@ class MLP(_Sparse):
     """down_proj(activation(up_proj(x))).
 
     Args:
-        hidden_size, intermediate_size, activation, bias, method, l1, dtype, device: as in `GatedMLP`.
+        hidden_size, intermediate_size, activation, bias, l1, dtype, device: as in `GatedMLP`.
+        method: the path, as in `ffn.plain`, with gradients too.
 
     Raises:
         ValueError, TypeError: as `GatedMLP`.
@@ -182,7 +183,7 @@ class MLP(_Sparse):
         activation: str = "gelu",
         bias: bool = False,
         *,
-        method: str = "fused",
+        method: str = "dense",
         l1: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,

@@ -34,8 +34,8 @@ class Measured:
     """Seconds of one block on its input in the last batch.
 
     Args:
-        path: the way that it goes, as in `ffn.gated`.
-        pairs: seconds (that way, in plain PyTorch), one measured right after the other, several times.
+        path: the path that it takes, as in `ffn.gated`.
+        pairs: seconds (on that path, in plain PyTorch), one measured right after the other, several times.
     """
 
     path: str
@@ -43,7 +43,7 @@ class Measured:
 
     @property
     def sparse(self) -> float:
-        """Seconds that way, the median."""
+        """Seconds on that path, the median."""
         return median(sparse for sparse, _ in self.pairs)
 
     @property
@@ -101,7 +101,7 @@ class Report:
             }
             if name in self.measured:
                 times = self.measured[name]
-                row |= {"way": times.path, "dense": times.dense, "sparse": times.sparse, "speed-up": times.speed_up}
+                row |= {"path": times.path, "dense": times.dense, "sparse": times.sparse, "speed-up": times.speed_up}
                 row |= dict(zip(("p10", "p90"), times.spread))
             rows.append(row)
         return rows
@@ -172,14 +172,16 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """Whether the model's blocks gain, by how much, by which way: a sentence or two. There is none where the spread
-        of the measurements has 1 in it, as on a machine that does other things."""
+        """Whether the model's blocks gain, by how much and by which path, in a sentence or two.
+
+        No verdict is given where the spread of the measurements has 1 in it, as on a machine that does other things.
+        """
         share = sum(s.mean for s in self.layers.values()) / sum(s.num_neurons for s in self.layers.values())
         active = f"{share:.1%} of the neurons are active for a token, on average."
         if not self.measured:
             return f"Not measured: {active} Call report(..., measure=True) to time the blocks."
-        ways = Counter(times.path for times in self.measured.values())
-        shown = ", ".join(f"{name} in {count}" for name, count in ways.most_common())
+        paths = Counter(times.path for times in self.measured.values())
+        shown = ", ".join(f"{name} in {count}" for name, count in paths.most_common())
         gain = sum(times.speed_up > 1 + NOISE and times.spread[0] > 1 for times in self.measured.values())
         low, middle, high = self._ratios
         times = (
@@ -194,7 +196,7 @@ class Report:
             said = f"No verdict: {times}. Measure again on a machine that does nothing else, or with larger batches."
         else:
             said = f"This model gains nothing and loses nothing: {times}."
-        return f"{said} {gain} of {len(self.measured)} layers gain. Ways: {shown}. {active}"
+        return f"{said} {gain} of {len(self.measured)} layers gain. Paths: {shown}. {active}"
 
     def save(self, folder: Path | str) -> list[Path]:
         """Writes `report.txt`, `report.json` and, as PNG, the plots of layers, entries, positions and tokens; returns
@@ -258,7 +260,7 @@ def report(
     """How sparse a model's blocks are by layer, position and token, which neurons are dead, and what each block gains.
 
     Counting waits for nothing. Then, with `measure`, the last batch is read again until each block knows how sparse it
-    is, and once more, and each block timed on its input, in the way that it goes by then and in plain PyTorch; that
+    is, and once more, and each block timed on its input, on the path that it takes by then and in plain PyTorch; that
     waits for the device.
 
     Args:
@@ -299,7 +301,7 @@ def report(
 
 
 def time_blocks(model: nn.Module, blocks: dict[str, SparseBlock], batch: Batch) -> dict[str, Measured]:
-    """Times blocks on what they meet when the model reads a batch, in the way that they take once they know it."""
+    """Times blocks on what they meet when the model reads a batch, on the path that they take once they know it."""
     run_batches(model, [batch] * max(block.density.rows.lag for block in blocks.values()))
     measured: dict[str, Measured] = {}
 
@@ -307,8 +309,8 @@ def time_blocks(model: nn.Module, blocks: dict[str, SparseBlock], batch: Batch) 
         path = blocks[name].last_path
         if path is not None and name not in measured and block.x.numel():
             operator = "sparsity.report"
-            both = [lambda way=way: run(operator, block, way, None) for way in (path, "dense")]
-            measured[name] = Measured(path, pairs(*both, block.x.device))
+            sparse, dense = (lambda method=method: run(operator, block, method, None) for method in (path, "dense"))
+            measured[name] = Measured(path, pairs(sparse, dense, block.x.device))
 
     observe("sparsity.report", blocks, measure)
     try:

@@ -26,8 +26,6 @@ def sparse_ffn(
     squared: bool,
     united: bool,
     step: int,
-    unknown: bool,
-    light: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Operator `sparse_ffn` -> (out [M, D], entries of each row [M], or [0] where step is 0, and int32 [1]: of how many
     rows the gate turned out to be dense, so that all of the block was multiplied)."""

@@ -22,10 +22,6 @@ TILE = 256
 """Columns of a tile, as Hopper's kernel packs them."""
 
 
-def contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
-
-
 def turned(down_weight: Tensor) -> Tensor:
     """Its rows by neurons, `[N, D]`."""
     d, n = down_weight.shape
@@ -60,9 +56,7 @@ def sparse_training(
     slots: int,
 ) -> tuple[Tensor, ...]:
     """Operator `sparse_training`, as its registration says."""
-    x, down_bias = x.contiguous(), contiguous(down_bias)
-    optional = map(contiguous, (gate_bias, threshold, up_weight, up_bias))
-    weights = Weights(gate_weight.contiguous(), *optional, turned(down_weight))
+    weights = Weights(gate_weight, gate_bias, threshold, up_weight, up_bias, turned(down_weight))
     lists = lists_of(x, weights, limit, room, slots)
     out, up_values, l1 = train_rows.forward(lists, x, weights, down_bias, squared)
     train_heavy.forward(lists, x, weights, down_bias, out, l1, squared)
@@ -89,9 +83,7 @@ def sparse_training_bwd(
     squared: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Operator `sparse_training_bwd`, as its registration says."""
-    grad, x = grad.contiguous(), x.contiguous()
-    optional = map(contiguous, (gate_bias, threshold, up_weight, up_bias))
-    weights = Weights(gate_weight.contiguous(), *optional, turned(down_weight))
+    weights = Weights(gate_weight, gate_bias, threshold, up_weight, up_bias, turned(down_weight))
     n = weights.gate.shape[0]
     share = None if penalty is None else (penalty / x.shape[0]).float().reshape(1)
     up = None if up_weight is None else up_values

@@ -77,16 +77,16 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
         recompute: as in `gemm.linear_glu`: whether training computes gate and up again instead of keeping them.
         sparse: whether blocks with a ReLU or squared ReLU multiply what it lets through, where no gradient is needed
             and nothing drops out. Then blocks without a gate are taken as well: OPT, T5 version 1.0, Arcee, Nemotron,
-            Jais2 and NanoChat. True goes `method="auto"` of `ffn.gated`; the name of a way pins that.
+            Jais2 and NanoChat. True goes `method="auto"` of `ffn.gated`; the name of a path pins that.
 
     Returns:
         What is replaced, and what is left and why; it warns where nothing is replaced. `print` it. What is sparse has
-        a `ffn.SparseBlock` as `module.sparse_block`, which tells the way that was taken last. A model that is patched
+        a `ffn.SparseBlock` as `module.sparse_block`, which tells the path that was taken last. A model that is patched
         already is left as it is, with a warning, and its report is made again; `unpatch` it to change an option.
 
     Raises:
         TypeError: model is no module.
-        ValueError: an unknown way.
+        ValueError: an unknown path.
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer"; Cetin et al., "Sparser, Faster, Lighter Transformer
     Language Models".
@@ -296,9 +296,10 @@ def _observed(self: Any, x: Tensor, layout: Layout) -> Tensor:
 
 
 def _observe(self: Any, x: Tensor, layout: Layout) -> None:
-    (gate_weight, gate_bias, *rest), name = _weights(self, layout)
+    (gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias), name = _weights(self, layout)
     if name in NAMES:
-        self.sparse_block.observe(Block(x, gate_weight, gate_bias, None, *rest, name))
+        operands = (x, gate_weight, gate_bias, None, up_weight, up_bias, down_weight, down_bias)
+        self.sparse_block.observe(Block(*operands, name))
 
 
 def _weights(self: Any, layout: Layout) -> tuple[tuple[Any, ...], str]:
