@@ -57,7 +57,8 @@ def under(call: Callable[[], Any], *changes: Change) -> Callable[[], Any]:
 def error(got: Any, want: Any) -> float:
     """The largest of the relative errors, by norm, of a tensor or of a tuple of them."""
     pairs = [(got, want)] if isinstance(want, Tensor) else list(zip(got, want, strict=True))
-    return max(float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)) for a, b in pairs)
+    wide = [(a.detach().double(), b.detach().double()) for a, b in pairs]
+    return max(float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in wide)
 
 
 def sound(calls: Calls, want: Any, budget: float = 1e-2) -> Calls:

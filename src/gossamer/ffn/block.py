@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from gossamer._core.ranges import span
 from gossamer.ffn.costs import FEW, GROUP, MANY, Costs, Path, choose_path, costs_of, sample_step
 from gossamer.ffn.sparse_ffn import sparse_ffn
 from gossamer.ffn.tracker import BlockTracker, Known
+from gossamer.ffn.training import differentiable, with_all
 from gossamer.gemm._torch.linear_glu import linear
 from gossamer.rowsparse.formats import threshold_dtype
 
@@ -28,7 +29,7 @@ METHODS = ("auto", *get_args(Path))
 @dataclass(slots=True, eq=False)
 class Block:
     """A block's operands: gate_weight [N, K] is what the activation follows, up_weight [N, K] is None in a plain one;
-    down_weight [D, N]; threshold [N] or None."""
+    down_weight [D, N]; threshold [N] or None; `recompute` as in `gemm.gated_mlp`."""
 
     x: Tensor
     gate_weight: Tensor
@@ -39,6 +40,7 @@ class Block:
     down_weight: Tensor
     down_bias: Tensor | None
     activation: str
+    recompute: bool = False
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -46,6 +48,10 @@ class Block:
             self.x, self.gate_weight, self.gate_bias, self.threshold, self.up_weight, self.up_bias, self.down_weight,
             self.down_bias,
         )  # fmt: skip
+
+    def sampled(self, step: int) -> Block:
+        """Of every so many rows, without gradients."""
+        return replace(self, x=self.x.detach()[::step])
 
 
 class Found(NamedTuple):
@@ -63,15 +69,16 @@ class Found(NamedTuple):
 _checked: Checked[Found] = Checked()
 
 
-def run(operator: str, block: Block, method: str, density: BlockTracker | None) -> Tensor:
-    """The block's result, `[..., D]`; `operator` and the block's names are those of the public function."""
+def run(operator: str, block: Block, method: str, density: BlockTracker | None, with_activity: bool = False) -> Any:
+    """The block's result, `[..., D]`, and with `with_activity` its `Activity` beside it; `operator` and the block's
+    names are those of the public function."""
     if isinstance(block.x, Tensor) and autocast.enabled(block.x.device):
         check(operator, block, method, density)
         cast = autocast.cast(block.x, block.gate_weight, block.up_weight, block.down_weight)
         names = ("x", "gate_weight", "up_weight", "down_weight")
         block = replace(block, **dict(zip(names, cast)))  # type: ignore[arg-type]
         with autocast.disabled(block.x.device):
-            return run(operator, block, method, density)
+            return run(operator, block, method, density, with_activity)
     tensors = block.tensors
     key = key_of(tensors, (method, type(density), tuning.tf32()))
     found = _checked.get(key)
@@ -90,10 +97,15 @@ def run(operator: str, block: Block, method: str, density: BlockTracker | None) 
     if x.dim() != 2:
         block = replace(block, x=x.reshape(found.m, found.k))
     if needs_gradient(*tensors):
-        out = _differentiable(block)
+        out, activity = differentiable(
+            operator, block, found[:4], method, density, _differentiable, with_activity
+        )  # fmt: skip
+    elif with_activity:
+        out, activity = with_all(block)
     else:
         out = _inferred(operator, block, found, method, density)
-    return out if x.dim() == 2 else out.view(*x.shape[:-1], found.d)
+    out = out if x.dim() == 2 else out.view(*x.shape[:-1], found.d)
+    return (out, activity) if with_activity else out
 
 
 def _differentiable(block: Block) -> Tensor:
@@ -108,6 +120,7 @@ def _differentiable(block: Block) -> Tensor:
         gate_bias=block.gate_bias,
         up_bias=block.up_bias,
         down_bias=block.down_bias,
+        recompute=block.recompute,
     )
 
 

@@ -14,7 +14,7 @@ from gossamer.ffn.tracker import BlockTracker
 
 
 class SparseBlock:
-    """The path of a module's block where no gradient is needed, and the counts that it is chosen by.
+    """The path of a module's block, and the counts that it is chosen by.
 
     A module has one as an attribute and calls it with its weights, which stay the module's own. Modules of `nn` and
     models that `integrations.transformers.patch` has changed have one; `sparsity` finds them by it. Copies and pickles
@@ -55,7 +55,7 @@ class SparseBlock:
 
     @property
     def last_path(self) -> str | None:
-        """The path last taken of those that `gated` names, or None before there was a call without gradients.
+        """The path last taken of those that `gated` names, or None before there was a call.
 
         A CPU looks at the gate first: where most of it is active `"gather"` multiplies the whole block, which is
         `"dense"`."""
@@ -72,17 +72,21 @@ class SparseBlock:
         down_bias: Tensor | None,
         *,
         activation: str,
-    ) -> Tensor | None:
+        recompute: bool = False,
+        with_activity: bool = False,
+    ) -> Any:
         """The block's result `[..., D]` as of `gated`, or of `plain` where up_weight is None; None, and nothing
-        computed, where the activation is not sparse or a gradient is needed."""
+        computed, where the activation is not sparse, or a gradient is needed and the way computes all. `recompute` is
+        for gradients of a gated block that "auto" computes whole, as in `gemm.gated_mlp`. With `with_activity` the
+        result is a pair, as of `gated`."""
         operands = (x, gate_weight, gate_bias, None, up_weight, up_bias, down_weight, down_bias)
         if activation not in NAMES:
             return None
-        block = Block(*operands, activation)
+        block = Block(*operands, activation, recompute)
         self.observe(block)
-        if needs_gradient(*operands):
+        if self.method in ("fused", "dense") and needs_gradient(*operands):
             return None
-        return run(self.operator, block, self.method, self.density)
+        return run(self.operator, block, self.method, self.density, with_activity)
 
     def observe(self, block: Block) -> None:
         """Tells the observer of a call; not of one that a checkpoint repeats in a backward pass."""

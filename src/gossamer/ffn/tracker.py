@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
+from gossamer._core.recompute import recomputed
 from gossamer.rowsparse import Density, DensityTracker
 
+EVERY = 8
 _MOST = 256
 """Answers that are kept: of so many numbers of rows."""
 
@@ -48,7 +50,7 @@ class BlockTracker:
     def __init__(self, lag: int = 4, pinned: str | None = None) -> None:
         self.rows, self.unions = DensityTracker(lag, pinned), DensityTracker(lag)
         self.last_path: str | None = None
-        self._looked = 0
+        self._looked = self._trained = 0
         self._seen: Density | None = None
         self._paths: dict[Hashable, str] = {}
         self._on_device: str | None = None
@@ -61,6 +63,14 @@ class BlockTracker:
             return False
         self._looked += 1
         return self._seen is None or self._looked % every == 1
+
+    def due_in_training(self) -> bool:
+        """Whether a call with gradients that computes everything counts the entries of some rows: the first few, and
+        then one of EVERY."""
+        if torch.compiler.is_compiling() or checks.capturing() or recomputed():
+            return False
+        self._trained += 1
+        return self._trained <= self.rows.lag or self._trained % EVERY == 0
 
     def path(
         self,

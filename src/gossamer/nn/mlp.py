@@ -49,18 +49,22 @@ class _Sparse(nn.Module):
         """The path last taken of those that `ffn.gated` names, or None before there was a call without gradients."""
         return self.sparse_block.last_path
 
-    def _sparse(self, x: Tensor, gate: nn.Linear, up: nn.Linear | None, down: nn.Linear) -> Tensor | None:
-        """The result, or None where the activation is not sparse or a gradient is needed."""
+    def _sparse(
+        self, x: Tensor, gate: nn.Linear, up: nn.Linear | None, down: nn.Linear, recompute: bool = False
+    ) -> Any:
+        """The result, or None where the activation is not sparse, or a gradient is needed and the path computes all."""
         of_up = (None, None) if up is None else weight_and_bias(up)
         weights = (*weight_and_bias(gate), *of_up, *weight_and_bias(down))
-        return self.sparse_block(x, *weights, activation=self.activation)
+        options = {"activation": self.activation, "recompute": recompute, "with_activity": self.l1}
+        out = self.sparse_block(x, *weights, **options)
+        return Outputs(*out) if self.l1 and out is not None else out
 
-    def _with_activity(self, x: Tensor, gate: nn.Module, up: nn.Module | None, down: nn.Module) -> Outputs:
-        """The result and the activity, layer by layer. A returned tensor is seen by the hooks of `fully_shard` and by
-        `torch.compile`, which an attribute is not."""
+    def _layer_by_layer(self, x: Tensor, gate: nn.Module, up: nn.Module | None, down: nn.Module) -> Any:
+        """The result, with the activity where it is asked for. A returned tensor is seen by the hooks of `fully_shard`
+        and by `torch.compile`, which an attribute is not."""
         active = GATES[self.activation](gate(x))
         hidden = active if up is None else active * up(x)
-        return Outputs(down(hidden), Activity.of(active, hidden))
+        return Outputs(down(hidden), Activity.of(active, hidden)) if self.l1 else down(hidden)
 
 
 class GatedMLP(_Sparse):
@@ -77,11 +81,12 @@ class GatedMLP(_Sparse):
         bias: whether the three layers have one.
         recompute: as in `gemm.gated_mlp`: whether a backward pass computes gate and up again instead of keeping them,
             and so keeps nothing.
-        method: the path of a block with `"relu"` or `"relu2"` where no gradient is needed, as in `ffn.gated`. `"fused"`
+        method: the path of a block with `"relu"` or `"relu2"`, as in `ffn.gated`, with gradients too. `"fused"`
             computes everything, gate and up in one product; `"auto"` follows how sparse the block was a few calls ago,
             and in a CUDA graph takes what the device alone would by then.
         l1: whether a call returns `(out, activity)`, an `ffn.Activity` beside the result: L1 for the loss, L0, and on
-            how many tokens each neuron fired. Such a call computes dense, with gradients or without.
+            how many tokens each neuron fired. Such a call computes all, unless `method` takes a path on lists of active
+            entries where a gradient is needed.
         dtype: of the parameters; None takes PyTorch's default.
         device: of the parameters.
 
@@ -128,14 +133,14 @@ class GatedMLP(_Sparse):
         # Attributes of a module that are modules are slow to get.
         layers: Any = self._modules
         gate, up, down = layers["gate_proj"], layers["up_proj"], layers["down_proj"]
-        if self.l1:
-            return self._with_activity(x, gate, up, down)
         if why_called(gate_proj=gate, up_proj=up, down_proj=down) is not None:
-            return down(GATES[self.activation](gate(x)) * up(x))
+            return self._layer_by_layer(x, gate, up, down)
         checks.module_input("nn.GatedMLP", "x", x, gate.weight, "hidden_size", gate.in_features)
-        out = self._sparse(x, gate, up, down)
+        out = self._sparse(x, gate, up, down, self.recompute)
         if out is not None:
             return out
+        if self.l1:
+            return self._layer_by_layer(x, gate, up, down)
         return gemm.gated_mlp(
             x,
             gate.weight,
@@ -157,7 +162,7 @@ class MLP(_Sparse):
 
     Args:
         hidden_size, intermediate_size, activation, bias, l1, dtype, device: as in `GatedMLP`.
-        method: the path where no gradient is needed, as in `ffn.plain`.
+        method: the path, as in `ffn.plain`, with gradients too.
 
     Raises:
         ValueError, TypeError: as `GatedMLP`.
@@ -192,13 +197,11 @@ class MLP(_Sparse):
         """x `[..., hidden_size]` -> `[..., hidden_size]`, or with `l1` `(out, activity)`."""
         layers: Any = self._modules
         up, down = layers["up_proj"], layers["down_proj"]
-        if self.l1:
-            return self._with_activity(x, up, None, down)
         out = None
         if why_called(up_proj=up, down_proj=down) is None:
             checks.module_input("nn.MLP", "x", x, up.weight, "hidden_size", up.in_features)
             out = self._sparse(x, up, None, down)
-        return down(GATES[self.activation](up(x))) if out is None else out
+        return self._layer_by_layer(x, up, None, down) if out is None else out
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"
