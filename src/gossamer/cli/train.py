@@ -219,7 +219,12 @@ def _writers(log: str | None, out: Path) -> list[Callable[[dict[str, float]], An
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(str(out / "tensorboard"))
-        return [lambda record: [writer.add_scalar(k, v, record["step"]) for k, v in record.items() if k != "step"]]
+
+        def write(record: dict[str, float]) -> None:
+            for name, value in record.items():
+                writer.add_scalar(name, value, int(record["step"]))
+
+        return [write]
     raise ValueError(f"gossamer train run: --log must be tensorboard or wandb, got {log!r}.")
 
 
