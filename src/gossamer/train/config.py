@@ -127,10 +127,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "layers": 12, "hidden": 768, "intermediate": 2048, "heads": 12, "vocabulary": 24_576, "length": 1024,
         "batch": 128, "micro_batch": 32, "steps": 1500, "warmup": 100,
     },
-    "0.5b": {"layers": 8, "steps": 10_000},
-    "1b": {"layers": 18, "steps": 20_000},
-    "1.5b": {"layers": 28, "steps": 30_000},
-    "2b": {"layers": 38, "steps": 40_000},
+    "0.5b": {"layers": 8, "steps": 10_000, "recompute": True},
+    "1b": {"layers": 18, "steps": 20_000, "recompute": True},
+    "1.5b": {"layers": 28, "steps": 30_000, "recompute": True},
+    "2b": {"layers": 38, "steps": 40_000, "recompute": True},
 }  # fmt: skip
 """Sizes by name: the paper's four, and three that fit smaller machines and corpora."""
 

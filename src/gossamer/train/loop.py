@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils import deterministic
 
 from gossamer._core import files
 from gossamer.sparsity import DeadNeuronTracker, reinitialize_, scalars
@@ -91,6 +94,12 @@ class Run:
             FloatingPointError: the loss or its gradient is NaN or infinite. The last checkpoint is good.
             OSError: a checkpoint could not be written. Older ones are good.
         """
+        with _reproducible():
+            self._train(show)
+        tokenizer = self.corpus.folder / "tokenizer.json"
+        save_pretrained(self.model, self.folder / "model", self.corpus.end, tokenizer, self.rank == 0)
+
+    def _train(self, show: Callable[[Record], Any]) -> None:
         every, first = self.checkpoint_every, self.step
         self._before = self._now()
         tracer: profile | None = None
@@ -117,8 +126,6 @@ class Run:
                 checkpoint.save(where, self.step, self.model, self.optimizer, self.keep, self.rank == 0)
             if saves or validates:
                 self._before = self._now()
-        tokenizer = self.corpus.folder / "tokenizer.json"
-        save_pretrained(self.model, self.folder / "model", self.corpus.end, tokenizer, self.rank == 0)
 
     def validate(self) -> float:
         """The mean cross-entropy on text that training does not see."""
@@ -282,6 +289,22 @@ def _distributed(model: Transformer, config: Config, world: int) -> Transformer:
         # The root would otherwise stay whole after a validation, and its parameters be others than the optimizer's.
         fully_shard(model, mp_policy=policy, reshard_after_forward=True)
     return model
+
+
+@contextmanager
+def _reproducible() -> Iterator[None]:
+    """Lets the same steps give the same bits: by default the backward pass of attention adds in any order."""
+    # PyTorch asks for it, and cuBLAS reads it when it is first used.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    flags: Any = deterministic
+    before = torch.are_deterministic_algorithms_enabled(), flags.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    flags.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        flags.fill_uninitialized_memory = before[1]
 
 
 def _moved(tokens: Tensor, device: torch.device) -> Tensor:

@@ -47,8 +47,9 @@ class Attention(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.heads = config.heads
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            setattr(self, name, nn.Linear(config.hidden, config.hidden, bias=False))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(config.hidden, config.hidden, bias=False) for _ in range(4)
+        )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         split = (x.shape[0], x.shape[1], self.heads, -1)
@@ -143,7 +144,8 @@ class Transformer(nn.Module):
 
     def gates(self) -> list[nn.Parameter]:
         """By layer the weight that the activation follows, a neuron a row."""
-        return [(layer.mlp.gate_proj if self.config.gated else layer.mlp.up_proj).weight for layer in self.model.layers]
+        name = "gate_proj" if self.config.gated else "up_proj"
+        return [getattr(block, name).weight for block in (layer.mlp for layer in self.model.layers)]
 
 
 def _loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -155,9 +157,10 @@ def whole(tensors: dict[str, Tensor], write: bool) -> dict[str, Tensor]:
     found = {}
     for name, tensor in tensors.items():
         # One at a time: a device has no room for a model that is spread over many.
-        tensor = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        own: Any = tensor.detach()
+        full = own.full_tensor() if isinstance(own, DTensor) else own
         if write:
-            found[name] = tensor.cpu()
+            found[name] = full.cpu()
     return found
 
 
