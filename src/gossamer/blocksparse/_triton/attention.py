@@ -399,8 +399,8 @@ def operands(
         *p.own, kind, *own, *terms_of(relative, places), 1, precision["PRECISION"], precision["UPCAST"],
     )  # fmt: skip
     relative = None if relative is None else relative.contiguous()
-    contiguous = (x.contiguous() for x in (q, k, v))
-    return Operands(*contiguous, bias, relative, places, lengths, elements, config)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    return Operands(q, k, v, bias, relative, places, lengths, elements, config)
 
 
 def terms_of(relative: Tensor | None, places: Tensor | None) -> tuple[int, int]:
@@ -481,8 +481,9 @@ def attention(
         if path == "hopper":
             from gossamer.blocksparse._gluon import attention as hopper
 
-            lists = row_offsets, col_indices, elements
-            out, lse, repeated = hopper.launch_attention_fwd(problem, q, k, v, *lists, lengths)
+            out, lse, repeated = hopper.launch_attention_fwd(
+                problem, q, k, v, row_offsets, col_indices, elements, lengths
+            )
             if key is not None:
                 _plans.keep(key, q.device, repeated)
             return out, lse
