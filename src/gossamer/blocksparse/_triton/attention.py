@@ -398,7 +398,8 @@ def operands(
         *p.block, tile.block_m, tile.block_n, launch.next_power_of_2(max(p.d, 16)), tile.warps, tile.stages, p.causal,
         *p.own, kind, *own, *terms_of(relative, places), 1, precision["PRECISION"], precision["UPCAST"],
     )  # fmt: skip
-    return Operands(q.contiguous(), k.contiguous(), v.contiguous(), bias, relative, places, lengths, elements, config)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    return Operands(q, k, v, bias, relative, places, lengths, elements, config)
 
 
 def terms_of(relative: Tensor | None, places: Tensor | None) -> tuple[int, int]:
@@ -479,8 +480,9 @@ def attention(
         if path == "hopper":
             from gossamer.blocksparse._gluon import attention as hopper
 
-            lists = row_offsets, col_indices, elements
-            out, lse, repeated = hopper.launch_attention_fwd(problem, q, k, v, *lists, lengths)
+            out, lse, repeated = hopper.launch_attention_fwd(
+                problem, q, k, v, row_offsets, col_indices, elements, lengths
+            )
             if key is not None:
                 _plans.keep(key, q.device, repeated)
             return out, lse
