@@ -68,7 +68,7 @@ class Layer(nn.Module):
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden)
         block = GatedMLP if config.gated else MLP
-        self.mlp = block(config.hidden, config.intermediate, config.activation, l1=config.activation != "silu")
+        self.mlp: Any = block(config.hidden, config.intermediate, config.activation, l1=config.activation != "silu")
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Activity | None]:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
@@ -142,10 +142,14 @@ class Transformer(nn.Module):
             activities.append(activity)
         return self.model.norm(x), activities
 
+    def blocks(self) -> list[Any]:
+        """The feed-forward blocks, layer by layer."""
+        return [layer.mlp for layer in self.model.layers]
+
     def gates(self) -> list[nn.Parameter]:
         """By layer the weight that the activation follows, a neuron a row."""
         name = "gate_proj" if self.config.gated else "up_proj"
-        return [getattr(block, name).weight for block in (layer.mlp for layer in self.model.layers)]
+        return [getattr(block, name).weight for block in self.blocks()]
 
 
 def _loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
