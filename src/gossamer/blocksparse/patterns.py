@@ -239,9 +239,9 @@ def documents(
     checks.whole(operator, borders=borders)
     if borders.dim() != 1 or not borders.numel():
         raise ValueError(f"{operator}: borders must have shape [documents + 1], got {list(borders.shape)}.")
-    if borders.device.type == "cpu" and not torch.compiler.is_compiling():
-        if int(borders[0]) != 0 or bool((borders.diff() < 0).any()):
-            raise ValueError(f"{operator}: borders must ascend from 0, got {borders.tolist()[:8]}.")
+    known = borders.device.type == "cpu" and not torch.compiler.is_compiling()
+    if known and (int(borders[0]) != 0 or bool((borders.diff() < 0).any())):
+        raise ValueError(f"{operator}: borders must ascend from 0, got {borders.tolist()[:8]}.")
     grid = _Grid(operator, size, block_size, lengths, borders.device)
     given, count = borders.contiguous().long(), borders.shape[0] - 1
 
