@@ -52,7 +52,11 @@ def test_what_is_left_to_others(device: torch.device, generator: torch.Generator
     block.observer = seen.append
     assert call(block, a, "silu") is None
     a["x"].requires_grad_()
-    assert call(block, a) is None and len(seen) == 1 and block.last_path is None
+    for block.method in ("fused", "dense"):
+        assert call(block, a) is None
+    assert len(seen) == 2 and block.last_path is None
+    block.method = "auto"
+    assert call(block, a).requires_grad and len(seen) == 3 and block.last_path == "fused"
     with torch.no_grad():
         check(a, call(block, a))
 

@@ -242,3 +242,15 @@ def test_positions_are_whole_numbers(device: torch.device) -> None:
     state = {name: tensor for name, tensor in module.state_dict().items() if name != "rotary_emb.inv_freq"}
     assert len(state) < len(module.state_dict())
     module.load_state_dict(state, strict=True)
+
+
+def test_a_window_is_a_window(device: torch.device) -> None:
+    """What README shows: 24 keys behind a query and its own, not whole blocks of them."""
+    layout = blocksparse.sliding_window((96, 96), 16, (24, 0), device=device)
+    module = BlockSparseAttention(32, 4, 2, layout=layout, device=device)
+    x = torch.randn(2, 96, 32, device=device)
+    apart = torch.arange(96, device=device)[:, None] - torch.arange(96, device=device)
+    mask = (apart >= 0) & (apart <= 24)
+    q, k, v = module.project(x)
+    dense = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    torch.testing.assert_close(module(x), module.o_proj(dense.transpose(1, 2).flatten(2)), rtol=1e-4, atol=1e-5)

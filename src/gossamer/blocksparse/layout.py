@@ -110,6 +110,11 @@ class Layout:
         return self.nnz > self.capacity
 
     @property
+    def places(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """nnz `[1]`, each block's row and column, and the number of each place's block, as operators take them."""
+        return self.row_offsets[-1:], self.row_indices, self.col_indices, self.positions
+
+    @property
     def dense_shape(self) -> tuple[int, ...]:
         """`(..., M, N)`: the shape of the matrices in elements."""
         return (*self.shape[:-2], *self.size)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gossamer._core.ops import register
 from gossamer.ffn._torch import sparse_training as _cpu
-from gossamer.rowsparse.formats import threshold_dtype
+from gossamer.rowsparse.formats import column_dtype, threshold_dtype
 
 _WEIGHTS = (
     "Tensor x, Tensor gate_weight, Tensor? gate_bias, Tensor? threshold, Tensor? up_weight, Tensor? up_bias, "
@@ -23,7 +23,7 @@ def _fake(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         return x.new_empty(*shape, dtype=torch.int32)
 
     values = x.new_empty(room)
-    columns = x.new_empty(room, dtype=_cpu.column_dtype(n))
+    columns = x.new_empty(room, dtype=column_dtype(n))
     l1 = x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
     up_values = x.new_empty(0 if up_weight is None else room)
     out = x.new_empty(m, down_weight.shape[0])

@@ -322,6 +322,11 @@ def empty_ell(like: Tensor, m: int, capacity: int) -> tuple[Tensor, Tensor, Tens
     return values, torch.empty_like(values, dtype=torch.int32), nnz
 
 
+def column_dtype(n: int) -> torch.dtype:
+    """Of columns in a list that a block keeps in training: 16 bits, without a sign, where these hold N of them."""
+    return torch.int16 if n <= 65536 else torch.int32
+
+
 def empty_twell(like: Tensor, m: int, n: int, tile: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
     """(values, indices, nnz_per_tile) of a TwELL, likewise."""
     tiles = (n + tile - 1) // tile

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gossamer.gemm._torch.linear_glu import linear
 from gossamer.rowsparse._torch.linear_source import activate_
+from gossamer.rowsparse.formats import column_dtype
 
 _BLOCK = 1 << 24
 """Pre-activations in memory at one time."""
@@ -153,8 +154,3 @@ def sparse_training_bwd(
             sums[i] += part_grad.sum(0, dtype=wide)
     found = [weight.to(x.dtype) for weight in weights]
     return dx, found[0], found[1] if gates > 1 else x.new_empty(0), down.to(x.dtype), sums
-
-
-def column_dtype(n: int) -> torch.dtype:
-    """Of the columns of entries: of 16 bits, without a sign, where they do."""
-    return torch.int16 if n <= 65536 else torch.int32

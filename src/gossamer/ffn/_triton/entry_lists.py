@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.ffn._torch.sparse_training import column_dtype
+from gossamer.rowsparse.formats import column_dtype
 
 GROUP = tl.constexpr(32)
 """Rows to a word of bits."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.ffn._triton.entry_lists import RowLists
-from gossamer.gemm._triton.linear_glu import origin_of
+from gossamer.ffn._triton.heavy import origin_of
 
 RESERVED = 8
 """The part of a batch's rows whose activations are in memory at a time: one in so many."""
