@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 class Section(NamedTuple):
     """A table of the page.
 
-    title: its heading. text: what a reader has to know. file: of benchmarks/results, without its suffix. names: of the
-    cases that are shown, in order. shown: which of them.
+    title: its heading. text: the caveats that a reader needs. file: of benchmarks/results, without its suffix.
+    names: of the cases that are shown, in order. shown: which of them.
     """
 
     title: str

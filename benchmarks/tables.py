@@ -1,6 +1,6 @@
 """docs/benchmarks.md, and the tables of other documents, from the files of `benchmarks/results/`.
 
-`python -m benchmarks.tables` writes them; with `--check` it only says whether they are what it would write, as
+`python -m benchmarks.tables` writes them; with `--check` it only says whether they are up to date, as
 `make lint` asks. The plot is drawn, and not compared: other versions of matplotlib draw other bytes.
 """
 
@@ -53,9 +53,9 @@ HEADLINES = (
         "sparse_decode/B=1,T=131072,H=16,G=16",
     ),
 )
-"""README's rows: what is measured, the file, and what the case's id holds."""
+"""README's rows: a description, the file, and a part of the case's id."""
 FIRST = ("dense", "dense SDPA", "dense SDPA, cuDNN", "SAELens")
-"""Providers that do without gossamer what everybody does."""
+"""Providers that compute a case as it is usually computed without gossamer."""
 
 BREAK_EVENS = (
     ("`sae.decode`", "sae", "sweep_l0", "gossamer"),
@@ -75,7 +75,7 @@ BREAK_EVENS = (
     ("`blocksparse.matmul`, all block-sparse (H100)", "blocksparse", "matmul", "gossamer"),
     ("`blocksparse.matmul` with a dense matrix (H100)", "blocksparse", "matmul_with_dense", "gossamer"),
 )
-"""The rows of docs/choosing.md: what is measured, how files begin, the name of their cases, and our provider."""
+"""The rows of docs/choosing.md: a description, how files begin, the name of their cases, and our provider."""
 
 
 def read(file: str) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def percent(share: float) -> str:
 
 
 def sweeps() -> list[str]:
-    """What the committed sweeps at random shapes came to, room by room, and how each was made."""
+    """The committed sweeps at random shapes, room by room, and how each was made."""
     rows, said = [], []
     for room, content in _swept().items():
         without = ", without Liger" if room == "gemm" and not content["versions"].get("liger-kernel") else ""
@@ -328,7 +328,7 @@ THERE = {
     "attention": "of the keys",
     "blocksparse": "of the blocks",
 }
-"""What a density is the share of; other rooms have none."""
+"""The whole of which a density is a share; other rooms have no density."""
 
 
 NO_SWEEP = "No sweep is committed yet. `python -m benchmarks sweep` makes one."
@@ -384,7 +384,7 @@ SELECTING = {
 
 
 def tests() -> list[str]:
-    """What the last runs of the tests on GPUs came to."""
+    """The last runs of the tests on GPUs."""
     lines = [
         "",
         "## Tests on a GPU",
@@ -410,7 +410,7 @@ LAST_RUNS = 5
 
 
 def dictionaries() -> list[str]:
-    """What autoencoders find of a known dictionary, seed by seed."""
+    """The share of a known dictionary that autoencoders find, seed by seed."""
     content = read("nn-dictionary-cpu.json")
     rows = []
     for name, setting in sorted(content["settings"].items()):
@@ -429,7 +429,7 @@ MODULES = {"jumprelu": "JumpReLUSAE", "batchtopk": "BatchTopKSAE", "topk": "TopK
 
 
 def stream() -> list[str]:
-    """What autoencoders explain of a residual stream."""
+    """The variance of a residual stream that autoencoders explain."""
     by: dict[int, dict[str, dict[str, Any]]] = {}
     for run in read("nn-stream-cpu.json")["runs"]:
         by.setdefault(run["target"], {})[run["kind"]] = run
@@ -462,7 +462,7 @@ def main(arguments: list[str]) -> int:
     if options.check:
         stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
         for path in stale:
-            print(f"{path.relative_to(ROOT)} is not what benchmarks/results/ says: run python -m benchmarks.tables")
+            print(f"{path.relative_to(ROOT)} differs from benchmarks/results/: run python -m benchmarks.tables")
         return int(bool(stale) or not PLOT.is_file())
     for path, text in wanted.items():
         path.write_text(text)

@@ -4,8 +4,7 @@
     python benchmarks/trees.py /tmp/before . --room sae --case 'decode/*' --rounds 5 --out trees.json
 
 For each case that both have, gossamer's first provider is timed eager and, where it can be captured, as a CUDA graph.
-A line has the second tree's times over the first's, and the first tree's over its own in the next round: what two runs
-of one tree differ by.
+A line has the second tree's times over the first's, and the largest of the first tree's times over its smallest.
 """
 
 import argparse
@@ -33,7 +32,7 @@ def serve() -> None:
         from gossamer.cli.bench.timing import burst, calls_for, capture
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a case prints goes to the errors
+    os.dup2(2, 1)  # the output of a case goes to the errors
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     folder = Path.cwd() / "benchmarks"
     quick = device.type == "cpu"

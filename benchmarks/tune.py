@@ -1,8 +1,7 @@
-"""What scripts that tune have in common: candidates beside each other, compared with a reference, timed and kept.
+"""Tools of the scripts that tune: candidates are compared with a reference, timed beside each other, and recorded.
 
-A script states its candidates, as calls by name, and what they should give. Figures to publish come from `gossamer
-bench`. On a machine without a GPU the timings are of the CPU, or of Triton's interpreter where that is asked for, and
-show no more than that a script runs.
+A script states its candidates, as calls by name, and their right result. Figures to publish come from `make bench`.
+Without a GPU the timings are of the CPU, or of Triton's interpreter on request, and show only that a script runs.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def error(got: Any, want: Any) -> float:
 
 
 def sound(calls: Calls, want: Any, budget: float = 1e-2) -> Calls:
-    """Those whose results are right to within `budget`. Of the others it prints why not."""
+    """The candidates whose results are right to within `budget`. It prints the errors of the others."""
     found: Calls = {}
     for name, call in calls.items():
         try:
@@ -145,7 +144,7 @@ def kernels(call: Callable[[], Any]) -> dict[str, float]:
 
 
 class Results:
-    """What a script has found, printed as it comes; `keep` writes it to the folder OUT, if that is set."""
+    """The findings of a script, printed as they come; `keep` writes them to the folder OUT, if that is set."""
 
     def __init__(self, script: str) -> None:
         self.script, self.found = Path(script), {}  # type: ignore[var-annotated]

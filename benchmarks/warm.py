@@ -1,4 +1,4 @@
-"""Compiles what a sweep will run, in several processes, so that the sweep itself spends its time on measuring.
+"""Compiles the kernels of a sweep in several processes, so that the sweep itself spends its time on measuring.
 
     python benchmarks/warm.py --processes 9 --seconds 90 [--room ROOM ...] [--seed 0] [--cases 200]
 

@@ -1,4 +1,4 @@
-"""What the demo measures: the model's loss, the SAE's quality, and dense against sparse in time and memory."""
+"""Measurements of the demo: the model's loss, the SAE's quality, and dense against sparse in time and memory."""
 
 from __future__ import annotations
 

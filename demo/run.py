@@ -49,7 +49,7 @@ _ASCII = str.maketrans("×µ", "xu")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run depends on. Batches are windows for the model and bytes of text for the SAE, eight times as many on a
+    """The settings of a run. Batches are windows for the model and bytes of text for the SAE, eight times as many on a
     GPU.
 
     A number of steps, where given, replaces the seconds of that training, which a CPU then repeats exactly. Lengths and
@@ -103,7 +103,7 @@ def prepare(settings: Settings) -> tuple[torch.device, Corpus]:
 def run(settings: Settings, device: torch.device, corpus: Corpus, console: Console) -> dict[str, Any]:
     """Train, measure, and write to `settings.out`; returns the results.
 
-    What is written is `index.html`, `results.json`, the autoencoder `sae/` and its extraction `latents/`: all of them
+    The files are `index.html`, `results.json`, the autoencoder `sae/` and its extraction `latents/`: all of them
     at the end, in place of those of an earlier run, so that a run that is stopped leaves those.
     """
     console.print(f"{len(corpus.train):,} bytes of {corpus.source} on {device}", highlight=False, markup=False)
@@ -229,7 +229,7 @@ def _experiment(
 
 
 def _attention(settings: Settings, device: torch.device, stages: Any) -> dict[str, Any]:
-    """What does without the byte model: attention over selected keys, and block-sparse operations."""
+    """The parts without the byte model: attention over selected keys, and block-sparse operations."""
     with stages("sparse attention") as show:
         needle = needle_stage(
             device,
@@ -336,8 +336,8 @@ def summary(results: dict[str, Any]) -> Table:
 
 
 def go_on(out: Path, results: dict[str, Any]) -> list[str]:
-    """Commands that go on with what a run wrote."""
-    # `make demo` runs what is in an environment that need not be on the path.
+    """Commands that go on with the files of a run."""
+    # `make demo` runs in an environment that need not be on the path.
     beside = Path(sys.executable).with_name("gossamer")
     script = str(beside) if beside.exists() and not shutil.which("gossamer") else "gossamer"
     top, latents = results["features"]["top"], str(out / LATENTS)
@@ -368,7 +368,7 @@ def _progress(console: Console) -> Iterator[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The value with what JSON cannot say turned into what it can: paths into text, NaN and infinities into null."""
+    """The value in types that JSON has: paths become text, NaN and infinities null."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -67,6 +67,20 @@ def test_snippets(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
                 assert list(names[name].shape) == [int(size) for size in shape.split(",")]  # type: ignore[attr-defined]
 
 
+def test_the_first_example_reconstructs_its_input(capsys: pytest.CaptureFixture[str]) -> None:
+    """As README says below it: an error near or above 1 would be that of an autoencoder that does not work."""
+    pytest.importorskip("sae_lens")
+    torch.manual_seed(0)
+    exec(_blocks("README.md")[0][1], {})
+    said = capsys.readouterr().out
+    errors = re.search(r"unexplained variance: ([\d.]+) unpatched, ([\d.]+) patched", said)
+    assert errors is not None and all(float(error) < 0.1 for error in errors.groups()), said
+    shown = (
+        (HOUSE / "README.md").read_text(encoding="utf-8").partition("before and after:\n\n```\n")[2].partition("```")[0]
+    )
+    assert [line.split(":")[0] for line in said.splitlines()] == [line.split(":")[0] for line in shown.splitlines()]
+
+
 def _blocks(page: str) -> list[tuple[str, str]]:
     """(language, content) of the blocks of a page that are meant to be run, in order."""
     text = (HOUSE / page).read_text(encoding="utf-8")

@@ -3,6 +3,8 @@
 A kernel that takes a pointer without its stride reads neighbours of an element, and shows them.
 """
 
+import mmap
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -73,11 +75,13 @@ def compare(name: str, args: list[Any], lying: dict[int, Tensor], what: str) -> 
         torch.testing.assert_close(one, other, equal_nan=True, msg=lambda text: f"{name}, {what}: {text}", **close)
 
 
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", registered())
-def test_memory_layouts(name: str, device: torch.device, mode: str) -> None:
+def test_memory_layouts(name: str, first: bool, device: torch.device, mode: str) -> None:
+    """The first kinds of an operator's calls, or the others: kernels compile for each, and the interpreter is slow."""
     arguments = operator_of(name)._schema.arguments
-    calls = recorded(device)[name]
-    for args in calls[:1] if mode == "interpreter" else calls:
+    calls, few = recorded(device)[name], 1 if mode == "interpreter" else 2
+    for args in calls[:few] if first else calls[few:]:
         args = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
         places = [
             place
@@ -97,3 +101,45 @@ def test_memory_layouts(name: str, device: torch.device, mode: str) -> None:
                 for dim in range(args[place].dim()):
                     lying = {place: repeated(args[place], dim)}
                     compare(name, args, lying, f"{arguments[place].name} expanded along {dim}")
+
+
+LIMIT = 1 << 31
+
+
+def far_apart(x: Tensor, dim: int) -> Tensor:
+    """x with its items along a dimension so far apart that the last begins beyond 2^31 elements, by a stride below.
+
+    Its memory is that of a file of which only the pages that x fills exist.
+    """
+    stride = (LIMIT // (x.shape[dim] - 1) + 1) // 16 * 16 + 16
+    strides, each = [0] * x.dim(), 1
+    for other in reversed(range(x.dim())):
+        if other != dim:
+            strides[other] = each
+            each *= x.shape[other]
+    strides[dim] = stride
+    size = (x.shape[dim] - 1) * stride + each
+    with tempfile.TemporaryFile() as file:
+        file.truncate(size * x.element_size())
+        memory = mmap.mmap(file.fileno(), size * x.element_size())
+    return torch.frombuffer(memory, dtype=x.dtype).as_strided(x.shape, strides).copy_(x)
+
+
+@pytest.mark.parametrize("name", registered())
+def test_offsets_beyond_32_bits(name: str, device: torch.device, mode: str) -> None:
+    if mode != "interpreter":
+        pytest.skip("kernels in the interpreter: on a GPU all of the memory would have to exist")
+    arguments, args = operator_of(name)._schema.arguments, recorded(device)[name][0]
+    args = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
+    for dim in range(max(arg.dim() for arg in args if isinstance(arg, Tensor))):
+        lying = {
+            place: far_apart(arg, dim)
+            for place, (arg, argument) in enumerate(zip(args, arguments))
+            if isinstance(arg, Tensor)
+            and dim < arg.dim()
+            and arg.shape[dim] > 2
+            and argument.alias_info is None
+            and arg.numel() > 0
+        }
+        if lying:
+            compare(name, args, lying, f"far apart along {dim}")

@@ -1,4 +1,4 @@
-"""What is measured: cases, their providers, and where they are found."""
+"""Cases, their providers, and the search for them."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def error_beside_mean(got: Tensors, want: Tensors) -> float:
 class Provider:
     """One way to compute a case.
 
-    `call` takes as positional arguments what `prepare` makes of the case's inputs (the inputs themselves by
-    default); only `call` is timed. `result(output, *inputs)` turns its output into the tensors that the reference
-    gives. `capturable` providers are timed in a CUDA graph too. A `partial` provider does less than the case asks:
-    it is shown, but is no peer to be best. `precision` is the float32 matmul precision. One that raises
-    `ModuleNotFoundError` is skipped, and the table says so.
+    `prepare` makes the positional arguments of `call` from the case's inputs, which are the arguments by default. Only
+    `call` is timed. `result(output, *inputs)` turns its output into the tensors that the reference gives. `capturable`
+    providers are timed in a CUDA graph too. A `partial` provider does less than the case asks: it is shown, but is no
+    peer to be best. `precision` is the float32 matmul precision. A provider that raises `ModuleNotFoundError` is
+    skipped, and the table says so.
     """
 
     name: str
@@ -91,8 +91,8 @@ class Case:
     `make` returns as many independent copies of the inputs as it takes to exceed the cache (see `copies`); calls
     rotate among them. `bytes` and `flops` are the least that must be moved and computed. `reference` computes in
     float64, and `error` measures a result against it. `sweep` names the parameter along which cases of this name
-    are plotted. With `energy` what a call takes from the power supply is measured as well. With `tokens`, of which a
-    call takes so many, rate and energy are those of tokens.
+    are plotted. With `energy` the energy of a call is measured as well. `tokens` is how many tokens a call takes; rate
+    and energy are then given per token.
     """
 
     room: str
@@ -113,7 +113,7 @@ class Case:
 
     @property
     def id(self) -> str:
-        """`room/name/PARAMETER=value,...,dtype`: what `--case` and `--list` speak of."""
+        """`room/name/PARAMETER=value,...,dtype`: the name for `--case` and in `--list`."""
         parts = [f"{key}={value}" for key, value in self.parameters.items()]
         return f"{self.room}/{self.name}/{','.join([*parts, _dtype_name(self.dtype)])}"
 
@@ -165,7 +165,7 @@ def load_cases(
 
     `given` may hold "lengths", "dtype" and "batch". They are arguments of `cases` where a file's function takes them.
     Cases that have something else are left out, and `tell` gets a line about them. With `provider`, only
-    providers whose name matches, and cases that have one. Raises ValueError where there is no such room, case or
+    providers whose name matches, and cases that have one. Raises ValueError where there is no room, case or
     provider, and where no case is left.
     """
     files = sorted(folder.glob("*/bench_*.py"))
@@ -185,7 +185,7 @@ def load_cases(
             found += fit
     if given and not found:
         asked = " and ".join(_OPTIONS[name] for name in given)
-        raise ValueError(f"benchmarks: no case of {room or 'any room'} has that {asked}; --list shows what there is.")
+        raise ValueError(f"benchmarks: no case of {room or 'any room'} has that {asked}; --list shows every case.")
     if provider is not None:
         found = _by_provider(found, provider)
     if pattern is None:

@@ -47,13 +47,10 @@ def bench(
     ),
     seed: int = typer.Option(0, help="Seed of the random inputs, and of the shapes of a sweep."),
     list_cases: bool = typer.Option(False, "--list", help="Print the ids of the cases and leave."),
-    saelens: bool = typer.Option(
-        False, "--saelens", help="SAELens as it is against SAELens patched, instead of the room sae; needs sae-lens."
-    ),
     swept: str | None = typer.Option(None, "--room", help="Of a sweep: the room to sweep. All that can be by default."),
     count: int | None = typer.Option(None, "--cases", min=1, help="Of a sweep: cases of each room. 200 by default."),
     length: list[int] = typer.Option(
-        [], min=64, help="Only cases of sequences of such a length; attention makes them. Repeatable."
+        [], min=64, help="Only cases of sequences of this length; the room attention makes them. Repeatable."
     ),
     dtype: str | None = typer.Option(None, help="Only cases of float32, float16 or bfloat16; attention makes them."),
     batch: int | None = typer.Option(None, min=1, help="Only cases of so many sequences; attention makes them."),
@@ -74,21 +71,17 @@ def bench(
 
     A sweep (`python -m benchmarks sweep`) draws shapes, dtypes and densities at random, over ranges that each room
     states, and says how often, how far and where gossamer is slower than dense PyTorch and the best peer. A provider is
-    timed for a quarter of a second at most. A sweep that is stopped keeps what it has; --resume goes on with it.
+    timed for a quarter of a second at most. A sweep that is stopped keeps its cases; --resume goes on with it.
     """
     folder = BENCHMARKS
     if not budget > 0:
         _fail(f"benchmarks: --budget must be positive, got {budget:g}; leave it out to run every case.")
     sweeps = room == "sweep"
     given = _given(length, dtype, batch)
-    _refuse_mixed(sweeps, swept or count or resume, case or provider or saelens or given)
+    _refuse_mixed(sweeps, swept or count or resume, case or provider or given)
     where = _device(device)
-    # Processes that compile ahead would take the host's time from what is measured.
+    # Processes that compile ahead would take the host's time from the measurement.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    if saelens:
-        if room not in (None, "sae"):
-            _fail(f"benchmarks: --saelens belongs to the room sae, got {room!r}.")
-        room = "integrations"
     try:
         if sweeps:
             cases = draw_cases(folder, swept, count or (5 if quick else 200), seed, where, quick)
@@ -103,7 +96,7 @@ def bench(
         profile_cases(cases, where, seed, 1 if ncu else 3, typer.echo, apart=ncu)
         return
     settings = _settings(where, rounds, quick, sweeps, budget, not skip_verify)
-    chosen = swept if sweeps else "saelens" if saelens and not case else slug(case or "")
+    chosen = swept if sweeps else slug(case or "")
     own = [*map(str, length), dtype or "", f"batch-{batch}" if batch else "", slug(provider or "")]
     own.append("unverified" if skip_verify else "")
     parts = [room or "all", chosen, *own, slug(describe(where)["name"]), "quick" if quick else ""]
@@ -139,10 +132,10 @@ def _settings(
 
 
 class _Log:
-    """A run's file: what was measured so far, and in `not_run` what was not. A killed run keeps it."""
+    """A run's file: the cases measured so far, and in `not_run` the others. A killed run keeps it."""
 
     def __init__(self, path: Path, content: dict[str, Any], sweeps: bool) -> None:
-        """Every case is written at once, but those of a sweep every few seconds, for they are hundreds."""
+        """Every case is written at once; the hundreds of cases of a sweep every few seconds."""
         self.path, self.content, self.sweeps = path, content, sweeps
         self._begun, self._before, self._written = time.monotonic(), 0.0, -math.inf
 
@@ -186,7 +179,7 @@ _PAUSE = 3.0
 def _measured(
     cases: list[Case], log: _Log, where: torch.device, settings: Settings, seed: int, quick: bool
 ) -> list[CaseResult]:
-    """Runs the cases, each told and written as soon as it is done; then what they come to."""
+    """Runs the cases, prints and writes each as soon as it is done, and then concludes."""
     console = report.make_console()
     results: list[CaseResult] = []
     content, sweeps = log.content, log.sweeps
@@ -246,7 +239,7 @@ def _measured(
 
 
 def _conclude(console: Console, log: _Log, results: list[CaseResult], ceilings: Ceilings, device: str) -> None:
-    """Says what a run comes to, and draws it."""
+    """Prints the summary of a run, and draws it."""
     from benchmarks.engine.plot import plot_ratios, plot_sweeps
 
     content, folder, stem = log.content, log.path.parent, log.path.stem
@@ -269,13 +262,13 @@ def _refuse_mixed(sweeps: bool, of_sweeps: Any, of_cases: Any) -> None:
         _fail("benchmarks: --room, --cases and --resume belong to a sweep. Name the room itself otherwise.")
     if sweeps and of_cases:
         _fail(
-            "benchmarks sweep: --case, --saelens, --provider and shapes choose among fixed cases; a sweep takes "
+            "benchmarks sweep: --case, --provider and shapes choose among fixed cases; a sweep takes "
             "--room, --cases and --resume."
         )
 
 
 def _given(lengths: list[int], dtype: str | None, batch: int | None) -> dict[str, Any]:
-    """What a file's `cases` are asked for beyond their usual shapes."""
+    """The lengths, dtype and batch that the user asks for, by their names in `load_cases`."""
     dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
     if dtype is not None and dtype not in dtypes:
         _fail(f"benchmarks: --dtype must be one of {', '.join(dtypes)}, got {dtype!r}.")
@@ -294,7 +287,7 @@ def _device(name: str) -> torch.device:
 
 
 def command_line(program: str, arguments: list[str]) -> str:
-    """What to type for the same measurement: where its results went is nobody else's business."""
+    """The command that repeats a measurement, without the folder of its results."""
     pairs = zip(["", *arguments], arguments)
     kept = [given for before, given in pairs if "--out" not in (before, given) and not given.startswith("--out=")]
     return shlex.join([*program.split(), *kept])

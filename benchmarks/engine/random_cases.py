@@ -1,6 +1,6 @@
 """Cases drawn at random, and how often, how far and where gossamer is slower there.
 
-Tables are tuned on some shapes, and claims that rest on those shapes break on others. So each room states ranges in
+Kernels are tuned on some shapes, and claims about these shapes break on others. So each room states ranges in
 `benchmarks/<room>/sweep.py`: a text, `RANGES`, and `draw(random, device, quick)`, which gives a case.
 """
 
@@ -24,7 +24,7 @@ _COMPILED = "torch.compile"
 """Compiles for each shape anew, which takes longer than all the rest of a sweep."""
 _WORST = 10
 LIMIT = 0.25
-"""Seconds that a provider of a case is timed for, at most; what is compiled, checked and captured comes on top."""
+"""Seconds that a provider of a case is timed for, at most; compiling, checking and capturing take time beside that."""
 
 
 def log_uniform(random: Random, low: int, high: int, step: int = 1) -> int:
@@ -38,7 +38,7 @@ def draw_cases(folder: Path, room: str | None, count: int, seed: int, device: to
 
     Rooms take turns, so that a run that is cut short has seen all of them.
 
-    Raises ValueError where there is no such room.
+    Raises ValueError where no room has that name.
     """
     files = sorted(folder.glob("*/sweep.py"))
     rooms = [file.parent.name for file in files]
@@ -141,7 +141,7 @@ def _figures(found: list[Ratio], kind: str) -> dict[str, Any]:
 
 
 def tables(records: list[dict[str, Any]]) -> list[Table]:
-    """What a sweep comes to, and the ten cases in which we are slowest beside the dense way."""
+    """The summary of a sweep, and the ten cases in which we are slowest beside the dense way."""
     told = summary(records)
     table = Table(title="peers' times over gossamer's, at random shapes", title_justify="left")
     for column in (

@@ -1,4 +1,4 @@
-"""What a run leaves behind: tables on the terminal, JSON for the record."""
+"""The output of a run: tables on the terminal, JSON for the record."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def notes(result: CaseResult) -> list[str]:
 
 
 def summary_table(results: list[CaseResult]) -> Table:
-    """One row per case: our time, and those of the dense way and of the best peer at our precision over it."""
+    """One row per case: our time, and the times of the dense way and of the best peer at our precision over it."""
     table = Table(title="summary: gossamer's time, and its peers' times over it", title_justify="left")
     for column in ("case", "eager", "graph", "dense", "dense, graph", "best peer", "best peer, graph"):
         table.add_column(column, justify="left" if column == "case" else "right", overflow="fold")

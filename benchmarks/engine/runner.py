@@ -19,7 +19,7 @@ Status = Literal["ok", "WRONG", "error", "skipped"]
 
 @dataclass
 class Outcome:
-    """What became of one provider: status, what it raised, error, timings, peak memory in bytes, joules a call."""
+    """The outcome of one provider: status, its exception, error, timings, peak memory in bytes, joules a call."""
 
     provider: Provider
     status: Status = "ok"
@@ -65,7 +65,7 @@ class Settings:
 def run_case(
     case: Case, device: torch.device, settings: Settings, seed: int, tell: Callable[[str], None] = lambda _: None
 ) -> CaseResult:
-    """Check and time all providers of `case`. Whatever a provider raises becomes its outcome.
+    """Check and time all providers of `case`. An exception of a provider becomes its outcome.
 
     A peer that is not installed is skipped, and so is a case about a package that is not installed.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import math
 import threading
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from gossamer.cli.energy import energy_counter
 
 _GEMMS = {
     "bfloat16": (torch.bfloat16, "highest"),
@@ -44,7 +45,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device reaches: copy bandwidth in bytes/s (read plus written), GEMM rates in FLOP/s by precision."""
+    """The device's measured rates: copy bandwidth in bytes/s (read plus written), GEMM rates in FLOP/s by precision."""
 
     bandwidth: float
     gemm: dict[str, float]
@@ -70,7 +71,7 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what the device was given; the CPU is always done."""
+    """Wait for the work of the device; the CPU is always done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -159,25 +160,6 @@ def energy(call: Callable[[int], Any], calls: int, seconds: float, device: torch
         watcher.join()
     watts = (steps[-1][1] - steps[0][1]) / 1000 / (steps[-1][0] - steps[0][0])
     return watts * (ends[-1] - ends[0]) / (len(ends) - 1) / calls
-
-
-def energy_counter(device: torch.device) -> Callable[[], int] | None:
-    """Reads the device's millijoules since the driver was loaded, by NVML, which comes with it."""
-    if device.type != "cuda" or torch.version.hip:
-        return None
-    try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return None
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
-    handle, value = ctypes.c_void_p(), ctypes.c_ulonglong()
-
-    def read() -> int:
-        return 0 if library.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(value)) else value.value
-
-    if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)) or not read():
-        return None
-    return read
 
 
 def calls_for(

@@ -24,13 +24,14 @@ import torch
 
 from gossamer import sparsity
 from gossamer.cli import environment
-from gossamer.cli.bench.timing import energy_counter
+from gossamer.cli.energy import energy_counter
 from gossamer.train import Corpus, Run, Transformer, preset
 
 RUNS: dict[str, dict[str, Any]] = {
     "silu": {"activation": "silu"},
     "relu": {"activation": "relu"},
     "l1": {"activation": "relu", "l1": 5e-4, "reinitialize": 0.1},
+    "l1-dense": {"activation": "relu", "l1": 5e-4, "reinitialize": 0.1, "method": "fused"},
     "l1-more": {"activation": "relu", "l1": 2e-3, "reinitialize": 0.1},
     "l1-no-reinitialisation": {"activation": "relu", "l1": 5e-4},
     "plain-l1": {"activation": "relu", "gated": False, "l1": 5e-4, "reinitialize": 0.1},
@@ -44,8 +45,8 @@ def counted(run: Run, patterns: Path | None) -> list[dict[str, Any]]:
     """By layer, on 16 sequences of unseen text: entries of tokens and of groups of 32, dead neurons."""
     model = Transformer(replace(run.config, compile=False)).to(run.device)
     model.load_state_dict(run.model.state_dict())
-    for layer in model.model.layers:
-        layer.mlp.l1 = False
+    for block in model.blocks():
+        block.l1 = False
     sequences = [run.held_out.batch([i])[:, :-1] for i in range(min(16, len(run.held_out)))]
     batches = [torch.cat((s, s[:, :1]), 1).to(run.device) for s in sequences]
     found = sparsity.statistics(model, batches).values()
@@ -89,7 +90,7 @@ def train_one(name: str, corpus: Corpus, folder: Path, given: argparse.Namespace
 
     def show(record: dict[str, float]) -> None:
         if record["step"] % max(config.steps // 20, 1) == 0 or record["step"] == 1:
-            shown = ("step", "loss", "validation", "l0", "dead", "tokens/s", "peak_bytes")
+            shown = ("step", "loss", "validation", "l0", "dead", "sparse layers", "tokens/s", "peak_bytes")
             print(name, *(f"{key} {record[key]:.5g}" for key in shown if key in record), flush=True)
 
     run.train(show)

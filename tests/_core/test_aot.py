@@ -4,10 +4,12 @@ import importlib
 from typing import Any
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 
-from gossamer._core import launch  # noqa: E402
+from gossamer._core import launch, tuning  # noqa: E402
+from gossamer.gemm._triton import linear_glu  # noqa: E402
 from gossamer.rowsparse._triton import overflow  # noqa: E402
 from gossamer.sae import encode_path  # noqa: E402
 from tests import aot  # noqa: E402
@@ -59,6 +61,24 @@ def test_partial_sums_stay_apart(name: str) -> None:
         assert used["LOCAL"] == 0 and used["STACK"] <= 8, f"spills: {used}"
         sums.append(compiled.asm["ttir"].count("arith.addf"))
     assert sums[1] >= sums[0] + 2 * compiled.asm["ttir"].count("tt.dot")
+
+
+@pytest.mark.parametrize("hopper, targets", [(True, ["sm_90"]), (False, list(aot.TARGETS))])
+@pytest.mark.parametrize("m", [16, 32, 64])
+def test_every_tile_of_linear_glu_fits(
+    m: int, hopper: bool, targets: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "hopper", lambda device: hopper)
+    tile = linear_glu.tile_of(m, torch.device("cuda", 0))
+    kernel, example = KERNELS["_triton._linear_glu_few_kernel"]
+    sizes = example["constexprs"] | tile.sizes
+    example = example | {"constexprs": sizes, "num_warps": tile.warps, "num_stages": tile.stages}
+    for target in targets:
+        compiled = aot.compile_kernel(kernel, example, target)
+        assert compiled.metadata.shared <= aot.SHARED_MEMORY_LIMIT[target]
+        if "cubin" in compiled.asm:
+            used = aot.resources(compiled)
+            assert used["LOCAL"] == used["STACK"] == 0, f"spills: {used}"
 
 
 @pytest.mark.parametrize("target", aot.TARGETS)

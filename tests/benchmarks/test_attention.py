@@ -79,5 +79,5 @@ def test_cases_that_are_left_out_are_told() -> None:
     kept = load_cases(BENCHMARKS, "gemm", None, CPU, True, {"dtype": torch.float32}, tell=told.append)
     assert [case.id for case in kept] == [case.id for case in whole] and len(told) == 1
     for given, room, option in (({"dtype": torch.float16}, "gemm", "--dtype"), ({"lengths": (64,)}, "sae", "--length")):
-        with pytest.raises(ValueError, match=f"no case of {room} has that {option}; --list shows what there is"):
+        with pytest.raises(ValueError, match=f"no case of {room} has that {option}; --list shows every case"):
             load_cases(BENCHMARKS, room, None, CPU, True, given)

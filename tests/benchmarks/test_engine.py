@@ -293,8 +293,8 @@ def test_a_slow_provider_is_timed_no_longer_than_its_limit() -> None:
     case = toy_case(Provider("slow", slow, ours=True), Provider("dense", lambda x: 2 * x))
     by_name = {o.provider.name: o for o in run_case(case, CPU, Settings(9, 0.1, limit=0.08), 0).outcomes}
     timed = by_name["slow"].eager
-    # 5 calls would fill a burst, and half a one an eighth of the limit.
-    assert timed is not None and timed.calls == 1 and 4 <= timed.samples <= 5 and len(calls) <= 8
+    # 5 calls would fill a burst, and half a one an eighth of the limit. A busy machine sleeps longer than it is asked.
+    assert timed is not None and timed.calls == 1 and 2 <= timed.samples <= 5 and len(calls) <= 8
     other = by_name["dense"].eager
     assert other is not None and other.samples >= timed.samples
 
@@ -544,7 +544,7 @@ def test_shapes_and_providers_of_your_own(toys: Path) -> None:
     assert code == 2 and "--provider must match one of absent, broken, dense, elsewhere, gossamer, got 'nobody'" in text
     code, text = bench("toy", "--out", toys, "--length", 128)
     assert code == 2 and "left out: 2 of 2 cases of toy/bench_product.py" in text
-    assert "benchmarks: no case of toy has that --length; --list shows what there is." in text
+    assert "benchmarks: no case of toy has that --length; --list shows every case." in text
     code, text = bench("toy", "--out", toys, "--dtype", "int8")
     assert code == 2 and "--dtype must be one of float32, float16, bfloat16, got 'int8'" in text
 

@@ -147,3 +147,13 @@ def test_compile(compiled, device: torch.device) -> None:
 
     x = torch.zeros(1, device=device)
     assert torch.equal(compiled(call)(x), call(x))
+
+
+def test_errors() -> None:
+    for borders in ([3, 9], [0, 9, 4]):
+        with pytest.raises(ValueError, match=r"blocksparse.documents: borders must ascend from 0, got \["):
+            blocksparse.documents((16, 16), 16, torch.tensor(borders))
+    with pytest.raises(ValueError, match=r"blocksparse.documents: borders must have shape \[documents \+ 1\]"):
+        blocksparse.documents((16, 16), 16, torch.zeros(2, 2, dtype=torch.int32))
+    with pytest.raises(TypeError, match=r"blocksparse.documents: borders must be int32 or int64"):
+        blocksparse.documents((16, 16), 16, torch.zeros(2))

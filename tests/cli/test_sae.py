@@ -245,7 +245,8 @@ def test_check(files: Path) -> None:
     """Exit 0 where all is whole, 1 with what is not, and 2 where there is nothing to look at."""
     extract(Tokens(files), nn.load(files / "model"), files / "out", batch_size=16, shard_rows=32)
     code, output = run("check", files / "out")
-    assert code == 0 and "rows=100" in output and "4 shards, their statistics and the manifest hold" in output, output
+    assert code == 0 and "rows=100" in output, output
+    assert "4 shards, their statistics and the manifest are as they were written." in output
     flip(files / "out" / "shard-000001.safetensors")
     (files / "out" / "shard-000002.safetensors").unlink()
     code, output = run("check", files / "out")

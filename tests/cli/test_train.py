@@ -46,13 +46,13 @@ def test_from_text_to_a_report_of_two_runs(tmp_path: Path) -> None:
     (tmp_path / "more.jsonl").write_text("\n".join(lines))
     packed = gossamer("pack", text, tmp_path / "more.jsonl", "--out", tmp_path / "c", "--vocabulary", "300")
     assert "tokens for training" in packed
-    dense, sparse = tmp_path / "dense", tmp_path / "<i>sparse"
+    dense, sparse = tmp_path / "dense", tmp_path / "<i>$spar$e"
     told = gossamer("run", tmp_path / "c", "--out", dense, *SIZES)
     assert "begins" in told and "validation loss" in told
     gossamer("run", tmp_path / "c", "--out", sparse, *SIZES, "--l1", "0.1", "--reinitialize", "0.1")
     gossamer("report", dense, sparse, "--out", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert page.count("<svg") == 5 and "&lt;i&gt;sparse" in page and "<i>sparse" not in page
+    assert page.count("<svg") == 5 and "&lt;i&gt;$spar$e" in page and "<i>$" not in page
     for title in ("Loss by step", "Speed and memory", "Active and dead neurons by layer"):
         assert title in page
     assert (dense / "model" / "config.json").exists() and (dense / "report.html").exists()

@@ -152,7 +152,7 @@ def test_calls_of_one_shape(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [1])
+@pytest.mark.parametrize("m", [1, 5])
 def test_a_launch_is_kept(m: int, device: torch.device, generator: torch.Generator, monkeypatch: Any) -> None:
     """For calls of its shape on any stream, of any tensors; a graph gets one of its own."""
     from gossamer._core import launch

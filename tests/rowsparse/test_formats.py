@@ -230,7 +230,7 @@ def test_a_pytree_and_a_transform_do_not_look() -> None:
     moved = [leaf + 9 if leaf is not None and leaf.dtype is INT else leaf for leaf in leaves]
     assert _pytree.tree_unflatten(moved, spec).indices.tolist() == [13, 9, 11]
     offsets = rows.row_offsets[None].repeat(2, 1)
-    dense = torch.vmap(lambda values, offsets: (CSR(offsets, rows.indices, values, rows.shape).values * 2))
+    dense = torch.vmap(lambda values, offsets: CSR(offsets, rows.indices, values, rows.shape).values * 2)
     assert torch.equal(dense(rows.values[None].repeat(2, 1), offsets)[1], 2 * rows.values)
 
 

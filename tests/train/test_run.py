@@ -214,6 +214,34 @@ def test_a_loss_or_gradient_that_is_no_number_stops_the_run(
     assert len(curve(tmp_path)) == (9 if spoils == "loss" else 7)
 
 
+def test_on_lists_of_active_entries_it_learns_the_same(corpus: Corpus, tmp_path: Path) -> None:
+    """The curve of dense products but for rounding, from the first step on, when half of the neurons are active."""
+    runs = [Run(replace(SMALL, method=method), corpus, tmp_path / method) for method in ("fused", "gather")]
+    for run in runs:
+        run.train()
+    assert [run.records[-1]["sparse layers"] for run in runs] == [0, 2]
+    assert runs[1].model.model.layers[0].mlp.last_path == "gather"
+    for a, b in zip(*(run.records for run in runs)):
+        for key in ("loss", "l1", "l0", "dead", "norm"):
+            assert a[key] == pytest.approx(b[key], rel=2e-3, abs=1e-5), (a["step"], key)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_blocks_go_on_lists_once_few_neurons_are_active(corpus: Corpus, tmp_path: Path) -> None:
+    """And those of a run that goes on between two choices, as those of one that was not stopped."""
+    config = replace(
+        SMALL, dtype="bfloat16", hidden=512, intermediate=8192, heads=8, length=64, batch=64, micro_batch=64, steps=70,
+        lr=1e-3, l1=3e-2,
+    )  # fmt: skip
+    Run(config, corpus, tmp_path / "whole", device="cuda", checkpoint_every=50).train()
+    with pytest.raises(Stopped):
+        Run(config, corpus, tmp_path / "parts", device="cuda", checkpoint_every=50).train(stop(55))
+    Run(config, corpus, tmp_path / "parts", device="cuda", checkpoint_every=50).train()
+    found = curve(tmp_path / "whole")
+    assert found[0]["sparse layers"] == 0 and max(record["sparse layers"] for record in found) > 0
+    assert curve(tmp_path / "parts") == found
+
+
 def test_other_settings_are_refused(corpus: Corpus, tmp_path: Path) -> None:
     Run(SMALL, corpus, tmp_path)
     with pytest.raises(ValueError, match=r"holds a run of other settings: steps 12 there and 13 here, l1 0.05 there"):

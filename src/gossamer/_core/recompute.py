@@ -18,7 +18,7 @@ from torch.utils import checkpoint
 
 Value = TypeVar("Value")
 _FRAME: Any = checkpoint._CheckpointFrame
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def recomputed() -> bool:

@@ -12,11 +12,11 @@ from gossamer._core import autocast, checks
 from gossamer._core.ops import register, undispatched
 from gossamer.attention._torch import select_topk as _cpu
 from gossamer.attention.indexer_scores import check_inputs, scale_of
-from gossamer.attention.levels import LIST_BYTES, LONG_ROW, RULES
+from gossamer.attention.levels import RULES
 from gossamer.attention.selection import QUERIES, Selection
 
 WORKSPACE = 256 << 20
-"""Bytes of scores, and lists of them, at a time by default: 4,096 rows at 32,768 keys. With fewer rows a launch does
+"""Bytes of scores at a time by default: 4,096 rows at 32,768 keys. With fewer rows a launch does
 not fill the GPU: an H200 found all thresholds at 32,768 keys in 0.73 to 0.80 ms by 2,048 rows, by 1,024 in 0.84 to
 0.91, and by 512, which stay in its L2, in 1.25 to 1.37. At 131,072 keys an H100 took 24.5 ms, with 128 MiB 25.7 and
 with 64 MiB 28.9, in CUDA graphs; eager, where launches cost the host more, 29, 33 and 54."""
@@ -127,7 +127,7 @@ def select_topk(
         window: the most recent keys that a query always takes, itself among them. They count among the k.
         sinks: the first keys that a query always takes. window + sinks may be at most k, or k_min.
         workspace: bytes for scores; None for 256 MiB, or what one block of 64 queries needs, which is the least: 128 *
-            Tk bytes, Tk rounded up to 128, and 6 MiB more beyond 32,768 keys.
+            Tk bytes, Tk rounded up to 128.
         granularity: 1, or 4 to select units of four neighbouring keys, 4 u to 4 u + 3, by the highest score that the
             query sees in them: k / 4 units, of which it takes the keys that it sees. k, or k_min, k_base and k_max, are
             multiples of 4; an adaptive k follows from the units' scores. A unit with a key of the window or of the
@@ -224,15 +224,14 @@ def _check_kept(operator: str, window: int, sinks: int, least: int, granularity:
 
 
 def workspace_of(operator: str, workspace: int | None, tk: int, granularity: int) -> int:
-    lists = LIST_BYTES if -(-tk // granularity) > LONG_ROW else 0
-    least = QUERIES * (2 * (-(-tk // 128) * 128) + lists)
+    least = QUERIES * 2 * (-(-tk // 128) * 128)
     if workspace is None:
         return max(WORKSPACE, least)
     checks.positive(operator, "workspace", workspace, "It is bytes; None for 256 MiB.")
     if workspace < least:
         raise ValueError(
-            f"{operator}: workspace must be at least {least} bytes, the scores of {QUERIES} queries by {tk} keys"
-            f"{' and their lists' if lists else ''}, got {workspace}."
+            f"{operator}: workspace must be at least {least} bytes, the scores of {QUERIES} queries by {tk} keys, got "
+            f"{workspace}."
         )
     return workspace
 

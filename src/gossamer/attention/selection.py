@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,8 @@ class Selection:
 
     def __post_init__(self) -> None:
         operator = "attention.Selection"
-        if not isinstance(self.words, Tensor):
+        words: Any = self.words
+        if not isinstance(words, Tensor):
             return  # PyTorch rebuilds nodes of a pytree with what is no tensor
         if self.words.dtype is not torch.int64:
             raise TypeError(
@@ -270,7 +272,7 @@ torch.serialization.add_safe_globals([Selection])
 _pytree.register_pytree_node(
     Selection,
     lambda selection: ([selection.words], selection.num_queries),
-    lambda words, num_queries: Selection(*words, num_queries),
+    lambda tensors, num_queries: Selection(next(iter(tensors)), num_queries),
     serialized_type_name="gossamer.attention.Selection",
 )
 

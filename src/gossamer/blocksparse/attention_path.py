@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gossamer._core import tuning
 from gossamer._core.ops import INTERPRET
-from gossamer._core.ranges import span
 
 Path = Literal["hopper", "split", "tiles"]
 
@@ -92,8 +90,3 @@ def splits_of(problem: Problem, device: torch.device) -> int:
     steps = problem.columns * problem.block[1] // KEYS
     most = min(2 * tuning.programs(device) // max(programs, 1), steps // 8, 64)
     return 1 << max(most, 1).bit_length() - 1
-
-
-def named(path: str) -> AbstractContextManager[Any]:
-    """A profiler's range that names the path."""
-    return span(f"gossamer::blocksparse.attention/{path}")

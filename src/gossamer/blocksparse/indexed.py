@@ -93,7 +93,7 @@ def indexed(operator: str, layout: Layout, dim: int, index: BlockSparseTensor) -
             f"columns; input is {list(lead)}, index {list(lead_index)}."
         )
     parts = (
-        *_of(layout),
+        *layout.places,
         index.values,
         other.row_offsets[-1:],
         other.row_indices,
@@ -117,7 +117,7 @@ def layout_of(indices: BlockSparseTensor, dim: int, size: int, capacity: int | N
     layout, shape = indices.layout, list(indices.shape)
     shape[dim] = size
     sizes = [*_axis(dim, shape, indices.shape), *layout.size, *shape[-2:], math.prod(shape[:-2])]
-    mask = _reach(indices.values, layout.row_offsets[-1:], layout.row_indices, layout.col_indices, sizes)
+    mask = _reach(indices.values, *layout.places[:3], sizes)
     mask = mask.view(*shape[:-2], *mask.shape[1:])
     return Layout.from_mask(mask, layout.block_size, size=(shape[-2], shape[-1]), capacity=capacity)
 
@@ -135,10 +135,6 @@ def _axis(dim: int, shape: Sequence[int], index_shape: Sequence[int]) -> list[in
     """axis, the product of the leading dimensions behind it, and its length in index and in what it points into."""
     axis = max(0, dim - (len(shape) - 3))
     return [axis, math.prod(shape[dim + 1 : -2]), index_shape[dim], shape[dim]] if axis == 0 else [axis, 1, 1, 1]
-
-
-def _of(layout: Layout) -> tuple[Tensor, ...]:
-    return layout.row_offsets[-1:], layout.row_indices, layout.col_indices, layout.positions
 
 
 def _keep_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +110,11 @@ class Layout:
         return self.nnz > self.capacity
 
     @property
+    def places(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """nnz `[1]`, each block's row and column, and the number of each place's block, as operators take them."""
+        return self.row_offsets[-1:], self.row_indices, self.col_indices, self.positions
+
+    @property
     def dense_shape(self) -> tuple[int, ...]:
         """`(..., M, N)`: the shape of the matrices in elements."""
         return (*self.shape[:-2], *self.size)
@@ -193,7 +199,7 @@ class Layout:
         else:
             checks.positive(operator, "capacity", capacity, "It is the number of blocks to make room for.")
         parts = _layout(mask.reshape(math.prod(mask.shape[:-2]), rows, cols).contiguous(), capacity)
-        return Layout(tuple(mask.shape), block, (int(size[0]), int(size[1])), *parts, filled)
+        return Layout(tuple(mask.shape), block, (int(size[0]), int(size[1])), *parts, filled=filled)
 
     @staticmethod
     def from_dense(x: Tensor, block_size: BlockSize, *, capacity: int | None = None) -> Layout:
@@ -306,7 +312,7 @@ class Layout:
         columns, lines, order, positions = call(self.row_offsets[-1:], *given, self.rows, self.cols)
         shape, offsets = (*self.shape[:-2], self.cols, self.rows), (self.col_offsets, self.row_offsets)
         lists = offsets[0], columns, lines, offsets[1], order, positions
-        layout = Layout(shape, block, size, *lists, self.filled, transposed_elements(self))
+        layout = Layout(shape, block, size, *lists, filled=self.filled, elements=transposed_elements(self))
         # What a graph makes is there only when it is replayed.
         if not torch.compiler.is_compiling() and not checks.capturing():
             self.__dict__["_transposed"] = layout
@@ -516,9 +522,14 @@ def _flatten(layout: Layout) -> tuple[list[Any], Any]:
     return tensors, tuple(getattr(layout, name) for name in _STATIC)
 
 
+def _unflatten(tensors: Iterable[Any], given: Any) -> Layout:
+    *lists, elements = tensors
+    return Layout(*given[:3], *lists, filled=given[3], elements=elements)
+
+
 _pytree.register_pytree_node(
     Layout,
     _flatten,
-    lambda tensors, given: Layout(*given[:3], *tensors[:-1], *given[3:], tensors[-1]),
+    _unflatten,
     serialized_type_name="gossamer.blocksparse.Layout",
 )

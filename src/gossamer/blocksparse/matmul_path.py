@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
 
 from gossamer._core import tuning
-from gossamer._core.ranges import span
 
 Path = Literal["blocks", "dense"]
 SPEED = {16: 0.083, 32: 0.26}
@@ -102,8 +100,3 @@ def met_by(share: float, block: int) -> float:
     """What a tile multiplies of a row of A, of whose columns some are in a layout with a share of the blocks: what any
     of them meets."""
     return 1 - (1 - share) ** max(1, widest_of(share) // block)
-
-
-def named(path: str) -> AbstractContextManager[Any]:
-    """A profiler's range that names the path."""
-    return span(f"gossamer::blocksparse.matmul/{path}")

@@ -223,7 +223,7 @@ def documents(
         `Layout`, as in `causal`.
 
     Raises:
-        ValueError: borders have another shape.
+        ValueError: borders have another shape, or on the CPU do not ascend from 0.
         TypeError: borders are not int32 or int64.
 
     Source: Krell et al. 2021, Efficient Sequence Packing without Cross-contamination (arXiv 2107.02027).
@@ -239,6 +239,9 @@ def documents(
     checks.whole(operator, borders=borders)
     if borders.dim() != 1 or not borders.numel():
         raise ValueError(f"{operator}: borders must have shape [documents + 1], got {list(borders.shape)}.")
+    known = borders.device.type == "cpu" and not torch.compiler.is_compiling()
+    if known and (int(borders[0]) != 0 or bool((borders.diff() < 0).any())):
+        raise ValueError(f"{operator}: borders must ascend from 0, got {borders.tolist()[:8]}.")
     grid = _Grid(operator, size, block_size, lengths, borders.device)
     given, count = borders.contiguous().long(), borders.shape[0] - 1
 

@@ -134,7 +134,7 @@ def split(
             raise ValueError(f"{operator}: split_size must add up to {total}, the size of dim {dim}, got {sizes}.")
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
     pieces = [_at(x, dim, axes.part(total, start, size)) for start, size in zip(starts, sizes)]
-    block, source = x.layout.block_size, _source(x.layout)
+    block, source = x.layout.block_size, x.layout.places
     masks = [_reached(x.layout, moved, block) for moved, _ in pieces]
     room = [capacity] * len(pieces)
     if capacity is None:
@@ -340,7 +340,7 @@ def adapt_layout(x: BlockSparseTensor, layout: Layout) -> BlockSparseTensor:
 def realigned(x: BlockSparseTensor, layout: Layout) -> BlockSparseTensor:
     """x in the blocks of another layout, which may have fewer rows and columns."""
     moved = axes.whole(layout.batch), axes.whole(layout.size[0]), axes.whole(layout.size[1])
-    return _pull(x.values, _source(x.layout), x.layout.size, layout, moved)
+    return _pull(x.values, x.layout.places, x.layout.size, layout, moved)
 
 
 def adapted(layout: Layout, block: tuple[int, int], capacity: int | None) -> Layout:
@@ -379,7 +379,7 @@ def _moved(operator: str, x: BlockSparseTensor, move: Moved, layout: Layout | No
         layout = move.once("layout", result)
     else:
         _check_result(operator, layout, move.shape, x)
-    return _pull(x.values, _source(x.layout), x.layout.size, layout, move)
+    return _pull(x.values, x.layout.places, x.layout.size, layout, move)
 
 
 def _result(mask: Tensor, shape: Sequence[int], block: tuple[int, int], capacity: int | None) -> Layout:
@@ -455,10 +455,6 @@ Source = tuple[Tensor, Tensor, Tensor, Tensor]
 """nnz `[1]`, each block's row and column, and the number of each place's block."""
 
 
-def _source(layout: Layout) -> Source:
-    return layout.row_offsets[-1:], layout.row_indices, layout.col_indices, layout.positions
-
-
 def _side_by_side(tensors: Sequence[BlockSparseTensor], dim: int) -> tuple[Tensor, Source, tuple[int, int]]:
     """(values, where they are, size) of tensors whose grids of blocks stand side by side, their blocks as they were."""
     layouts = [x.layout for x in tensors]
@@ -505,7 +501,7 @@ def _pull(
         inverses = move.once("inverses", lambda: move.inverses(device)) if needs_gradient(values) else inverses
     sizes = [*size, *layout.size]
     call = undispatched(_rearrange, values)
-    out = call(values, *source, *_source(layout), *maps, *inverses, sizes, list(block), tile)
+    out = call(values, *source, *layout.places, *maps, *inverses, sizes, list(block), tile)
     return BlockSparseTensor(out, layout)
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from gossamer._core import tuning
 from gossamer._core.ops import INTERPRET
-from gossamer._core.ranges import span
 
 Path = Literal["shared", "transposed", "lines", "matrices"]
 LONGEST = 16384
@@ -56,8 +54,3 @@ def transposing_pays(rows: int, entries: int, elements: int, src: int, out: int)
     walk = entries * (30 + rows / 90)
     moved = entries * (8 + 4 + 2 * src) + elements * 2 * out
     return entries >= LEAST and entries * 5 + elements * 1.5 + moved / 2.7 < walk
-
-
-def named(path: str) -> AbstractContextManager[Any]:
-    """A profiler's range that names the path."""
-    return span(f"gossamer::blocksparse.scatter_reduce/{path}")

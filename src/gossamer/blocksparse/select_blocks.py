@@ -73,8 +73,8 @@ def select_blocks(
     with autocast.disabled(q.device):
         keys = _means(k, width, valid_lengths).repeat_interleave(h // hk if hk else 1, 1)
         scores = _means(q, height, None) @ keys.transpose(2, 3) * scale
-    shift = torch.tensor(tk - tq, device=q.device) if valid_lengths is None else valid_lengths.clamp(max=tk) - tq
-    shift = shift.clamp(min=min(tk - tq, 0)).view(-1, 1, 1, 1)
+    limits = torch.full((1,), tk, device=q.device) if valid_lengths is None else valid_lengths.clamp(max=tk)
+    shift = (limits - tq).clamp(min=min(tk - tq, 0)).view(-1, 1, 1, 1)
     seen, kept = _visible((tq, tk), shift, (height, width), sinks, window, causal)
     seen, kept = seen.expand(b, 1, rows, cols), kept.expand(b, 1, rows, cols)
     if valid_lengths is not None:

@@ -69,7 +69,7 @@ class BlockSparseTensor(Arithmetic):
     def to_dense(self, fill: float = 0.0) -> Tensor:
         """The dense `[..., M, N]` tensor, with `fill` where no block is; differentiable in values."""
         layout, (m, n) = self.layout, self.layout.size
-        out = undispatched(_to_dense, self.values)(self.values, *_parts(layout), layout.batch, m, n, fill)
+        out = undispatched(_to_dense, self.values)(self.values, *layout.places, layout.batch, m, n, fill)
         return out.view(self.shape)
 
     @property
@@ -164,7 +164,7 @@ def from_dense(x: Tensor, layout: Layout) -> BlockSparseTensor:
     checks.shape(operator, "x", x, layout.dense_shape, "[..., M, N]", "like layout")
     checks.same_device(operator, "layout", layout.device, x=x)
     flat = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
-    values = undispatched(_from_dense, flat)(flat, *_parts(layout), *layout.block_size)
+    values = undispatched(_from_dense, flat)(flat, *layout.places, *layout.block_size)
     return BlockSparseTensor(values, layout)
 
 
@@ -206,11 +206,6 @@ def check_floating(operator: str, **given: BlockSparseTensor) -> None:
 
 # Whole numbers; and float64, in which blocks are held and moved on a GPU too.
 _MOVED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float64)
-
-
-def _parts(layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """nnz `[1]`, and where blocks are: what both operators and their gradients read."""
-    return layout.row_offsets[-1:], layout.row_indices, layout.col_indices, layout.positions
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

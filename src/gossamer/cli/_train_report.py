@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from gossamer.cli.figure import svg
 from gossamer.cli.page import page, table
@@ -36,6 +36,11 @@ class Found:
         """The median of the last steps; NaN where nothing is known."""
         some = self.records[-max(1, round(SETTLED * len(self.records))) :]
         return median([record[key] for record in some if key in record] or [float("nan")])
+
+    @property
+    def label(self) -> str:
+        """The name for figures, in which a dollar sign would begin a formula."""
+        return self.name.replace("$", r"\$")
 
     @property
     def validation(self) -> float:
@@ -100,7 +105,7 @@ def _curves(figure: Figure, runs: list[Found], keys: tuple[tuple[str, str], ...]
             width = max(1, len(values) // 100)
             smooth = np.convolve(values, np.ones(width) / width, "valid")
             steps = [record["step"] for record in run.records][width - 1 :]
-            axes.plot(steps, smooth, color=f"C{number}", label=run.name)
+            axes.plot(steps, smooth, color=f"C{number}", label=run.label)
         axes.set(title=label, xlabel="step")
         if zoomed:
             low = min(record["loss"] for run in runs for record in run.records)
@@ -109,7 +114,7 @@ def _curves(figure: Figure, runs: list[Found], keys: tuple[tuple[str, str], ...]
         else:
             axes.set_ylim(bottom=0)
         if key == "dead":
-            axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+            axes.yaxis.set_major_formatter(PercentFormatter(1))
     panels[0].legend(fontsize=9)
 
 
@@ -120,12 +125,14 @@ def _by_weight(figure: Figure, runs: list[Found], *keys: str) -> None:
         "tokens/s": ("tokens a second", lambda run: run.last("tokens/s")),
         "peak_bytes": ("peak memory, GiB", lambda run: run.last("peak_bytes") / 2**30),
     }
-    panels = figure.subplots(1, len(keys))
+    # Memory is known on GPUs alone.
+    keys = tuple(key for key in keys if not np.isnan([labels[key][1](run) for run in runs]).all())
+    panels = figure.subplots(1, len(keys), squeeze=False)[0]
     for axes, key in zip(panels, keys):
         title, value = labels[key]
         bars = axes.bar(range(len(runs)), [value(run) for run in runs], color=[f"C{i}" for i in range(len(runs))])
-        axes.bar_label(bars, [f"{value(run):,.4g}" for run in runs], fontsize=9)
-        axes.set_xticks(range(len(runs)), [f"{run.config.activation}\n{run.config.l1:g}" for run in runs])
+        axes.bar_label(bars, [_short(value(run)) for run in runs], fontsize=9)
+        axes.set_xticks(range(len(runs)), [f"{run.label}\n{run.config.l1:g}" for run in runs])
         axes.set(title=title)
         if key == "validation" and np.isfinite([run.validation for run in runs]).all():
             axes.set_ylim(0.95 * min(run.validation for run in runs))
@@ -136,8 +143,13 @@ def _by_layer(figure: Figure, runs: list[Found]) -> None:
     for axes, key, title in zip(panels, ("l0", "dead"), ("active neurons (L0)", "dead neurons")):
         for number, run in enumerate(runs):
             layers = [run.last(f"{key}/{layer:02}") for layer in range(run.config.layers)]
-            axes.plot(range(len(layers)), layers, color=f"C{number}", marker="o", markersize=3, label=run.name)
+            axes.plot(range(len(layers)), layers, color=f"C{number}", marker="o", markersize=3, label=run.label)
         axes.set(title=title, xlabel="layer")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylim(bottom=0)
-    panels[1].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    panels[1].yaxis.set_major_formatter(PercentFormatter(1))
     panels[0].legend(fontsize=9)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

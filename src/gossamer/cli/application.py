@@ -1,4 +1,4 @@
-"""What every command of this repository has in common: its help, its output, and how an interruption ends it."""
+"""Help, output and interruption, which every command of this repository handles in the same way."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Polite:
         try:
             return super().invoke(ctx)  # type: ignore[misc]
         except KeyboardInterrupt as interrupt:
-            # The exception says what the command leaves behind.
+            # The exception's text names the files that the command leaves behind.
             typer.echo("; ".join([f"{ctx.find_root().command.name}: interrupted", *map(str, interrupt.args)]), err=True)
             raise typer.Exit(130) from None
 
@@ -35,7 +35,8 @@ class Group(_Polite, TyperGroup):
 
 
 class _Command(_Polite, TyperCommand):
-    """A command alone. SIGTERM, as `timeout` sends it, ends it as Ctrl-C does: it cleans up, and says what is left."""
+    """A command alone. SIGTERM, as `timeout` sends it, ends it as Ctrl-C does: the command cleans up, and names the
+    files that it leaves."""
 
     def invoke(self, ctx: Any) -> Any:
         def interrupt(*_: Any) -> NoReturn:

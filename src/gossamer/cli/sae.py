@@ -58,7 +58,7 @@ def extract(
     shard_rows: int = typer.Option(65536, min=1, help="Rows a file; a multiple of --batch-size."),
     top: int = typer.Option(16, min=0, help="How many of its largest values to keep of each latent."),
 ) -> None:
-    """Encode activations and write the latents to shards, with what each latent did.
+    """Encode activations and write the latents to shards, with statistics of each latent.
 
     Of activations on disk: gossamer sae extract my-sae activations/ --out latents
 
@@ -91,8 +91,7 @@ def extract(
             def progress(finished: int, total: int | None) -> None:
                 nonlocal done, step
                 if not done or finished - done < step:
-                    # What an earlier run has done, and how fast whole files of it are verified, says nothing about the
-                    # speed of this one.
+                    # The rows of an earlier run, which are only verified, say nothing about the speed of this run.
                     bar.reset(task, completed=max(finished - batch_size, 0), total=total, visible=True)
                 done, step = finished, finished - done
                 bar.update(task, completed=finished, total=total)
@@ -118,7 +117,7 @@ def extract(
 
 @sae.command()
 def show(
-    folder: Path = typer.Argument(help="What extract wrote, finished or not."),
+    folder: Path = typer.Argument(help="The folder of an extraction, finished or not."),
     feature: int | None = typer.Option(
         None, min=0, help="A latent, with the text it fires on if that is known; without it, the busiest of all."
     ),
@@ -138,9 +137,9 @@ def show(
 
 @sae.command()
 def report(
-    folder: Path = typer.Argument(help="What extract wrote, finished or not."),
+    folder: Path = typer.Argument(help="The folder of an extraction, finished or not."),
     out: Path | None = typer.Option(
-        None, help="Folder for index.html, which needs nothing else; default: beside what extract wrote."
+        None, help="Folder for index.html, which needs no other file; default: the folder of the extraction."
     ),
     features: str | None = typer.Option(
         None, help="Latents to show, such as 1,5,9; default: the busiest, and a random sample that is always the same."
@@ -165,8 +164,8 @@ def report(
 
 
 @sae.command()
-def check(folder: Path = typer.Argument(help="What extract wrote, finished or not.")) -> None:
-    """Verify that every file holds what was written to it, by its checksum."""
+def check(folder: Path = typer.Argument(help="The folder of an extraction, finished or not.")) -> None:
+    """Verify by checksums that no file has changed since it was written."""
     with _told("check"):
         try:
             with _bar(Console()) as bar:
@@ -175,11 +174,11 @@ def check(folder: Path = typer.Argument(help="What extract wrote, finished or no
                     folder, lambda done, rows: bar.update(task, completed=done, total=rows, visible=True)
                 )
         except ValueError as error:
-            # What was asked is right, and what was found is not.
+            # The question is right, and the files are not.
             _complain("check", error)
             raise typer.Exit(1) from None
     Console().print(repr(found), markup=False, soft_wrap=True)
-    said = f"{len(found)} shards, their statistics and the manifest hold what was written."
+    said = f"{len(found)} shards, their statistics and the manifest are as they were written."
     Console().print(said, markup=False, soft_wrap=True)
 
 
@@ -201,7 +200,7 @@ def _bar(console: Console) -> Progress:
 
 @contextmanager
 def _told(command: str) -> Iterator[None]:
-    """What may be wrong with what is on the disk, without a traceback, and in the name of the command."""
+    """Errors about files on the disk, without a traceback, and in the name of the command."""
     try:
         yield
     except (ValueError, FileNotFoundError) as error:
@@ -212,7 +211,7 @@ def _told(command: str) -> Iterator[None]:
 
 
 def _complain(command: str, error: Exception) -> None:
-    """Says what the system refused, and of what."""
+    """Prints the system's reason, and the file that it concerns."""
     reason, file = getattr(error, "strerror", None) or str(error), getattr(error, "filename", None)
     said = _bare(f"{reason}: {file}" if file and str(file) not in reason else reason)
     Console(stderr=True, soft_wrap=True).print(f"gossamer sae {command}: {said}", style="bold red", markup=False)

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import distributed
 
 from gossamer import train as training
-from gossamer.cli.bench.timing import energy_counter
+from gossamer.cli.energy import energy_counter
 from gossamer.cli.environment import describe, resolve_device
 from gossamer.cli.folder import make_folder
 
@@ -49,7 +49,7 @@ def pack(
     with _told("pack"):
         if bool(text) == bool(dataset):
             raise ValueError("gossamer train pack: give either TEXT or --dataset, and not both.")
-        make_folder(out, "train pack")
+        make_folder(out, "gossamer train pack")
 
         def read() -> Iterable[str]:
             return training.read_dataset(dataset) if dataset else training.read_text(text)
@@ -80,8 +80,10 @@ def run(
     lr: float | None = typer.Option(None, help="Highest learning rate."),
     seed: int = typer.Option(0, min=0, help="Of weights and of the order of the text."),
     dtype: str = typer.Option("auto", help="float32 or bfloat16; auto: bfloat16 on a GPU. Weights stay float32."),
-    compile: bool = typer.Option(False, help="Compile each layer: slower to begin, faster then."),
-    recompute: bool = typer.Option(False, help="Compute layers again in the backward pass, to save memory."),
+    compile: bool | None = typer.Option(None, help="Compile each layer: slower to begin, faster then."),
+    recompute: bool | None = typer.Option(
+        None, help="Compute layers again in the backward pass, to save memory; the paper's presets do."
+    ),
     set_: list[str] = typer.Option([], "--set", help="Any other field of train.Config, as --set length=512."),
     device: str = typer.Option("auto", help="auto (the GPU if there is one), cpu, cuda or cuda:N."),
     checkpoint_every: int = typer.Option(100, min=1, help="Steps between checkpoints."),
@@ -103,14 +105,15 @@ def run(
     --reinitialize brings back. `integrations.transformers.patch(model, sparse=True)` makes the result fast.
     """
     with _told("run"), _ranks() as (rank, where):
-        chosen = resolve_device(where or device, "train run")
+        chosen = resolve_device(where or device, "gossamer train run")
         dtype = dtype if dtype != "auto" else "bfloat16" if chosen.type == "cuda" else "float32"
         given: dict[str, Any] = {"steps": steps, "batch": batch, "micro_batch": micro_batch, "lr": lr}
+        given |= {"compile": compile, "recompute": recompute}
         given = {name: value for name, value in given.items() if value is not None}
         tokens = training.Corpus(corpus)
         config = training.preset(
             preset, activation=activation, gated=gated, l1=l1, l1_warmup=l1_warmup, l1_ramp=l1_ramp, seed=seed,
-            reinitialize=reinitialize, dtype=dtype, compile=compile, recompute=recompute,
+            reinitialize=reinitialize, dtype=dtype,
             **{"vocabulary": tokens.vocabulary, **given, **_fields(set_)},
         )  # fmt: skip
         console, joules = Console(quiet=rank != 0), energy_counter(chosen)
@@ -125,7 +128,9 @@ def run(
         if rank == 0:
             found = {"device": describe(chosen), "parameters": config.parameters}
             if joules and whole.step > first:
-                found["mJ/token"] = (joules() - begun) / ((whole.step - first) * config.tokens_per_step)
+                # This rank's card, over this rank's tokens.
+                own = (whole.step - first) * config.tokens_per_step / whole.world
+                found["mJ/token"] = (joules() - begun) / own
             (out / "results.json").write_text(json.dumps(found, indent=1))
             _report([out], out / "report.html")
             loss = next(
@@ -214,7 +219,12 @@ def _writers(log: str | None, out: Path) -> list[Callable[[dict[str, float]], An
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(str(out / "tensorboard"))
-        return [lambda record: [writer.add_scalar(k, v, record["step"]) for k, v in record.items() if k != "step"]]
+
+        def write(record: dict[str, float]) -> None:
+            for name, value in record.items():
+                writer.add_scalar(name, value, int(record["step"]))
+
+        return [write]
     raise ValueError(f"gossamer train run: --log must be tensorboard or wandb, got {log!r}.")
 
 

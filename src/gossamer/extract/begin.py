@@ -21,19 +21,19 @@ _OURS = re.compile(
 
 
 def begin(operator: str, folder: Path, settings: dict[str, Any], text: Text | None) -> dict[str, Any]:
-    """The manifest to go on with; what an interrupted run left unfinished beside it is removed."""
+    """The manifest to go on with. Unfinished files of an interrupted run are removed."""
     damage: disk.Damaged | None = None
     try:
         manifest = disk.read_manifest(operator, folder)
     except disk.Damaged as error:
         manifest, damage = None, error
-    # What whole shards without a manifest do not cover stays until it is extracted again.
+    # Shards behind a gap stay until they are extracted again.
     kept = set()
     if manifest is None:
         kept = {file.name for file in folder.iterdir() if _SHARD.fullmatch(file.name)}
         manifest = _rebuild(operator, folder, settings, kept) if kept else _new(operator, folder, settings, damage)
     if not manifest["shards"] and manifest["settings"] != settings:
-        # Begun, and refused before the first row: nothing of those settings is there.
+        # An earlier call was refused before its first row: no file depends on its settings.
         files.remove(folder / disk.VOCABULARY)
         manifest["settings"] = settings
         disk.write_manifest(folder, manifest)
@@ -97,7 +97,7 @@ def _same_settings(operator: str, folder: Path, before: dict[str, Any], now: dic
 
 
 def _rebuild(operator: str, folder: Path, settings: dict[str, Any], there: set[str]) -> dict[str, Any]:
-    """The manifest and the statistics of the whole shards from the first on, by what they say of themselves.
+    """The manifest and the statistics of the whole shards from the first on, by their own metadata.
 
     A shard that is not full was the last one, or not: only the source knows, so it is extracted again.
     """

@@ -30,7 +30,7 @@ from gossamer.extract.writer import Shard, Writer
 from gossamer.rowsparse import CSR, ELL
 from gossamer.rowsparse.formats import offsets_of
 
-# Of a module's state, what follows from the rows that it has seen, and not the other way round.
+# The part of a module's state that follows from the rows it has seen, and on which no latent depends.
 _STATISTICS = ("firing_counts", "steps_since_fired")
 
 
@@ -45,11 +45,11 @@ def extract(
     top: int = 16,
     progress: Callable[[int, int | None], Any] | None = None,
 ) -> Extraction:
-    """Encodes rows of activations and writes the latents to safetensors, with what each latent did.
+    """Encodes rows of activations and writes the latents to safetensors, with statistics of each latent.
 
-    It can be killed at any moment: the same call verifies what is there by its checksums, goes on where the last whole
-    shard ended, and the files are in the end byte for byte those of a run that was never interrupted (on the same kind
-    of device, versions and number of threads). A manifest that is damaged or gone it makes again from the shards.
+    A run can be killed at any moment: the same call verifies the files by their checksums and goes on where the last
+    whole shard ended. In the end the files have the bytes of a run that was never interrupted (on the same kind of
+    device, versions and number of threads). The call makes a damaged or missing manifest again from the shards.
     Memory holds two batches and the entries of two shards, whatever the source's size: one is read, and one written,
     while another is encoded.
 
@@ -64,7 +64,7 @@ def extract(
             which must come again from the start when a run is resumed. Rows at the beginning of finished shards are
             compared with those of the first run, also where that is finished; of files, sizes and times too. Where a
             source knows its tokens, they are written beside the rows.
-        sae: what has `encode(x)` to row-sparse or dense latents, and `W_enc` `[d_in, d_sae]`: `nn.TopKSAE`,
+        sae: a module with `encode(x)` to row-sparse or dense latents, and `W_enc` `[d_in, d_sae]`: `nn.TopKSAE`,
             `nn.JumpReLUSAE`, or an SAE of SAELens. Batches go to its device and dtype.
         out: the folder of shards. Made if it is not there.
         key: the tensor of each `.safetensors` file; None if it holds one.
@@ -83,7 +83,7 @@ def extract(
             finished, that holds the source or files that only look like shards, or that is a file.
         TypeError: a source or an sae of another kind.
         FileNotFoundError: no such file.
-        OSError: the disk is full, say: errno is what the system says. Whole shards stay as they are.
+        OSError: the disk is full, for example; errno is the system's. Whole shards stay as they are.
         RuntimeError: another rank failed, or is gone.
 
     Source: streaming extraction, as interpretability work needs it over billions of tokens.
@@ -168,8 +168,8 @@ def _prepare(
     if rows.length is None and ranks.size > 1:
         raise ValueError(
             f"{operator}: source must be one that can be read from any row on, for {ranks.size} processes share its "
-            f"rows: a tensor, an array, files, or what has rows_from(start) and a length, got {type(source).__name__}. "
-            "Write it to files first, or extract in one process."
+            "rows: a tensor, an array, files, or an object with rows_from(start) and a length, got "
+            f"{type(source).__name__}. Write it to files first, or extract in one process."
         )
     settings = {
         "d_in": W_enc.shape[0],
@@ -206,7 +206,7 @@ def _alike(operator: str, ranks: Ranks, mine: dict[str, Any]) -> None:
 
 
 def _begin(operator: str, folder: Path, lock: Lock, ranks: Ranks, settings: dict[str, Any], rows: Source) -> None:
-    """Takes the folder and clears it of what an interrupted run left unfinished, or finds that it is another run's."""
+    """Takes the folder and removes unfinished files of an interrupted run, or finds that it is another run's."""
     lock.take()
     manifest = begin(operator, folder, settings, rows.text)
     done = sum(shard["rows"] for shard in manifest["shards"])
@@ -235,7 +235,7 @@ def _entries(latents: Any) -> CSR:
 
 
 def _fingerprint(sae: Any) -> str:
-    """What tells one SAE from another, and is the same again after a restart: its tensors, and what it does to them."""
+    """A digest of an SAE's tensors and settings, which is the same again after a restart."""
     named: dict[str, Any] = dict(sae.state_dict()) if isinstance(sae, torch.nn.Module) else dict(vars(sae))
     named = {name: t for name, t in named.items() if isinstance(t, Tensor) and name not in _STATISTICS}
     config = getattr(sae, "cfg", None)

@@ -1,4 +1,4 @@
-"""What an extraction has written, read shard by shard."""
+"""The folder of an extraction, read shard by shard."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from gossamer.rowsparse import CSR
 
 
 class Extraction:
-    """What `extract` has written, read shard by shard. What is read whole is verified by its checksum: the statistics
-    here, a shard when it is first read, everything by `check`.
+    """The folder that `extract` wrote, read shard by shard. Checksums verify the statistics here, a shard when it is
+    first read, and every file in `check`.
 
     Args:
         folder: the `out` of an `extract`, finished or not.
@@ -31,8 +31,8 @@ class Extraction:
         d_sae, rows, nnz: sizes of the matrix so far.
         firing_counts: int64 `[d_sae]`, rows in which each latent fired.
         maximum: float32 `[d_sae]`, the largest magnitude of each latent, 0 if it never fired.
-        histogram: int64 `[d_sae, 32]`; bin b counts magnitudes in [2^(b - 24), 2^(b - 23)), the first and the last also
-            what lies beyond.
+        histogram: int64 `[d_sae, 32]`; bin b counts magnitudes in [2^(b - 24), 2^(b - 23)), the first and the last bin
+            also count all below and above.
         top_values, top_positions: float32 and int64 `[d_sae, top]`, the largest magnitudes of each latent and the rows
             they stand in, of equal ones the first; position -1 where it fired less often.
         has_text: whether the source knew the token of each row, so that `context` works.
@@ -83,7 +83,7 @@ class Extraction:
 
     @classmethod
     def check(cls, folder: str | Path, progress: Callable[[int, int], Any] | None = None) -> Extraction:
-        """The extraction in a folder, once every file of it is known to hold what was written to it.
+        """The extraction in a folder, once the checksum of every file of it is verified.
 
         Args:
             folder: the `out` of an `extract`, finished or not.
@@ -143,7 +143,7 @@ class Extraction:
         return self._load(self._described(shard))["tokens"]
 
     def context(self, row: int, before: int = 24, after: int = 12) -> tuple[str, str, str]:
-        """What stands before the token of a row, the token, and what stands after it.
+        """The text before the token of a row, the token, and the text after it.
 
         Args:
             row: one below `rows`.
@@ -187,7 +187,7 @@ class Extraction:
         return 2.0 ** (bin + LOWEST)
 
     def _described(self, shard: int) -> dict[str, Any]:
-        """What the manifest says about a shard; negative numbers count from the end."""
+        """The manifest's entry for a shard; negative numbers count from the end."""
         try:
             described: dict[str, Any] = self.manifest["shards"][shard]
         except IndexError:
@@ -240,7 +240,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _wrong_vocabulary(folder: Path, settings: dict[str, Any]) -> list[str]:
-    """What is wrong with the vocabulary of an extraction that has one."""
+    """The faults of the vocabulary of an extraction, if it has one."""
     file, sha256 = folder / disk.VOCABULARY, settings.get("vocabulary")
     if sha256 is None:
         return []

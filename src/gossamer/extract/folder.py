@@ -17,7 +17,7 @@ from gossamer.extract.seal import of_json, seal
 _OPERATOR = "extract"
 MANIFEST, VOCABULARY = "manifest.json", "vocabulary.json"
 VERSION = 2
-# What is read of a manifest. Other settings are compared, and may be missing on either side.
+# The fields of a manifest that are read. Other settings are compared, and may be missing on either side.
 _MANIFEST: dict[str, Any] = {"settings": dict, "shards": list, "nonfinite": int, "complete": bool}
 _SETTINGS, _STATISTICS = {"d_sae": int, "top": int}, {"file": str, "sha256": str}
 _SHARD = {"file": str, "rows": int, "nnz": int, "source": str, "sha256": str}
@@ -31,7 +31,7 @@ _REBUILT = "The same call of extract makes it again from the shards."
 
 
 class Damaged(ValueError):
-    """A file that does not hold what was written to it, or is not there."""
+    """A file that has changed since it was written, or is not there."""
 
     def __init__(self, operator: str, file: Path, reason: str, way_out: str = WAY_OUT) -> None:
         super().__init__(f"{operator}: {file} is damaged: {reason}. {way_out}")
@@ -48,7 +48,7 @@ def statistics_name(number: int) -> str:
 
 
 def read_manifest(operator: str, folder: Path) -> dict[str, Any] | None:
-    """None where there is none; raises Damaged where it is not what was written."""
+    """None where there is none; raises Damaged where it has changed since it was written."""
     file = folder / MANIFEST
     manifest = read_json(operator, file, _REBUILT)
     if manifest is None:
@@ -96,14 +96,14 @@ def load(operator: str, file: Path, sha256: str | None) -> dict[str, Tensor]:
 
 
 def open_sealed(operator: str, file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What a file says of itself, and its tensors, which are mapped."""
+    """A file's metadata, and its tensors, which are mapped."""
     with reading(operator, file), safe_open(file, framework="pt") as opened:
         names, described = opened.keys(), _described(operator, file, opened.metadata())
         return described, {name: opened.get_tensor(name) for name in names}
 
 
 def describe(operator: str, file: Path) -> dict[str, Any]:
-    """What a file says of itself; nothing, if it says nothing."""
+    """A file's metadata; empty if it has none of ours."""
     with reading(operator, file), safe_open(file, framework="pt") as opened:
         return _described(operator, file, opened.metadata())
 
@@ -114,12 +114,12 @@ def _described(operator: str, file: Path, metadata: dict[str, str] | None) -> di
     except ValueError:
         described = None
     if not isinstance(described, dict):
-        raise Damaged(operator, file, "what it says of itself cannot be read")
+        raise Damaged(operator, file, "its metadata cannot be read")
     return described
 
 
 def sealed(operator: str, file: Path, described: dict[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    """The seal of what was read; raises Damaged where the file has another one in it."""
+    """The seal of tensors that were read; raises Damaged where the file has another seal in it."""
     said = {name: value for name, value in described.items() if name != "sha256"}
     found = seal(said, tensors)
     if described.get("sha256", found) != found:
@@ -129,7 +129,7 @@ def sealed(operator: str, file: Path, described: dict[str, Any], tensors: Mappin
 
 @contextmanager
 def reading(operator: str, file: Path) -> Iterator[None]:
-    """What may be wrong with a file of safetensors that is read, as an error that says what to do."""
+    """Turns the errors of reading a file of safetensors into errors with a way out."""
     try:
         yield
     except FileNotFoundError as error:

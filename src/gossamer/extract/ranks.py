@@ -1,4 +1,4 @@
-"""Processes that extract together: what one finds out, all know, and where one fails, all do."""
+"""Processes that extract together: all of them learn the results of each, and if one fails, all fail."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-# A rank without a shard in the last round waits for those that have one. That one has died shows at once without it.
+# A rank without a shard in the last round waits for the ranks that have one. The death of a rank shows at once anyway.
 _PATIENCE = timedelta(hours=6)
 
 
@@ -75,7 +75,7 @@ class Ranks:
         return [mine] if found is None else found
 
     def _tell(self, error: Exception | None) -> None:
-        """What went wrong here, if anything did; raises where it did so elsewhere alone."""
+        """Tells the other ranks an error of this one, if there is any; raises where only another rank has one."""
         said: list[str | None] = [None] * self.size
         try:
             dist.all_gather_object(said, error and f"{type(error).__name__}: {error}", group=self._group)

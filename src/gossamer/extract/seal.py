@@ -1,4 +1,4 @@
-"""Checksums of tensors, and of files of them: a file's seal covers all that it holds, and what it says of itself.
+"""Checksums of tensors, and of files of them: a file's seal covers its tensors and its metadata.
 
 A seal is the SHA-256 of the JSON `[described, [[name, dtype, shape, SHA-256 of the bytes], ...]]` with sorted keys and
 names. It is made of the tensors' own checksums, so that those are computed while a shard still grows, in a thread
@@ -31,7 +31,7 @@ def of_json(content: Any) -> str:
 
 
 def seal(described: Mapping[str, Any], tensors: Mapping[str, Tensor], known: Mapping[str, str] | None = None) -> str:
-    """What a file of these tensors is known by. `known` has the checksums of some of them already."""
+    """The seal of a file with these tensors. `known` holds the checksums of some of them."""
     known = known or {}
     parts = [
         [name, checks.name_of(tensor.dtype), list(tensor.shape), known.get(name) or checksum(tensor)]

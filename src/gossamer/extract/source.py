@@ -23,7 +23,7 @@ _HEAD = 1024
 
 
 def head(batch: Tensor) -> Tensor:
-    """What is compared of the first batch of a shard."""
+    """The rows of a shard's first batch that are compared."""
     return batch[:_HEAD]
 
 
@@ -93,7 +93,7 @@ class Source:
         elif not isinstance(source, Iterable):
             raise TypeError(
                 "extract: source must be a tensor, an array, a path or paths of .safetensors and .npy, an "
-                "iterable of batches, or what has rows_from(start) and a length, got "
+                "iterable of batches, or an object with rows_from(start) and a length, got "
                 f"{type(source).__name__}."
             )
         self.length: int | None = None
@@ -165,7 +165,7 @@ class Source:
         for number, batch in enumerate(found):
             array = _array(batch, f"batch {number} of source")
             _check_width(array.d, self.like.shape[0], array.name)
-            # Before they are joined: what joins two dtypes may hold neither.
+            # Before they are joined: the common dtype of two may hold neither.
             piece = array.read(0, array.length)
             if self._is_read_ahead and self.like.is_cuda:
                 piece = piece.to(self.like.dtype).pin_memory()
@@ -179,7 +179,7 @@ class Source:
                     yield torch.cat(pieces) if len(pieces) > 1 else pieces[0]
                     pieces, held = [], 0
             if pieces and self.arrays is None:
-                # Whoever iterates may fill the same buffer again.
+                # The source may fill the same buffer again.
                 pieces[-1] = pieces[-1].clone()
         if held:
             yield torch.cat(pieces) if len(pieces) > 1 else pieces[0]

@@ -1,7 +1,7 @@
-"""What files of activations looked like when a run began: who goes on with it must find them so.
+"""Names, sizes and times of the source's files at the start of a run. A call that goes on must find them unchanged.
 
-It stands in a file of its own: the time of a change says nothing about rows, and the others hold what follows from the
-rows alone.
+They stand in a file of their own: a time of change says nothing about rows, and all other files follow from the rows
+alone.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def compare(operator: str, folder: Path, arrays: Sequence[Array], done: int) -> 
     try:
         noted = [(one["name"], one["size"], one["mtime_ns"]) for one in before]
     except (TypeError, KeyError):
-        raise disk.Damaged(operator, folder / NAME, "it does not say what files looked like", way_out) from None
+        raise disk.Damaged(operator, folder / NAME, "it does not describe files", way_out) from None
     first = 0
     for number, array in enumerate(arrays):
         if array.path is None or first >= done:
@@ -50,7 +50,7 @@ def compare(operator: str, folder: Path, arrays: Sequence[Array], done: int) -> 
 
 
 def note(folder: Path, arrays: Sequence[Array] | None, done: int) -> None:
-    """Writes what they look like; of a source that is no files, removes what a run left that finished nothing."""
+    """Describes the source's files. A source without files removes the description of a run that finished nothing."""
     found = [_look(array.path) for array in arrays or () if array.path is not None]
     file = folder / NAME
     if found:

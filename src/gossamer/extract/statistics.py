@@ -1,4 +1,4 @@
-"""What is kept of every latent: how often, how strongly and where it fires. All of it on one device."""
+"""Statistics of every latent: how often, how strongly and where it fires. All of them on one device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Statistics:
         self.top_positions = torch.full((d_sae, top), -1, dtype=torch.int64, device=device)
 
     def following(self, device: torch.device) -> Statistics:
-        """Empty ones for rows behind these: what can no longer be among the largest of all is left out at once."""
+        """Empty statistics for later rows, which ignore values too small to be among the largest of all."""
         d_sae, top = self.top_values.shape
         found = Statistics(d_sae, top, device)
         found._least.copy_(self._bar())
@@ -68,7 +68,7 @@ class Statistics:
         top = self.top_values.shape[1]
         if top == 0:
             return
-        # What is kept already came first, so equal is not enough.
+        # Kept values came first, so an equal value does not replace one.
         better = value > self._bar()[column]
         column, position, value = column[better], position[better], value[better]
         fired = torch.unique(column)
@@ -84,5 +84,5 @@ class Statistics:
         self.top_values[at], self.top_positions[at] = values[order][kept], positions[order][kept]
 
     def _bar(self) -> Tensor:
-        """What a value must be above to be among the largest of a latent: `[d_sae]`."""
+        """The bound above which a value is among the largest of a latent: `[d_sae]`."""
         return torch.maximum(self._least, self.top_values[:, -1]) if self.top_values.shape[1] else self._least

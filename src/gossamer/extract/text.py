@@ -1,4 +1,4 @@
-"""The text that rows of activations belong to: a token a row, and what each one says."""
+"""The text that rows of activations belong to: a token a row, and the spelling of each token."""
 
 import hashlib
 import json
@@ -10,12 +10,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Text:
-    """What a source of rows knows about their text.
+    """The text of a source of rows.
 
     Args:
         tokens: int32 `[rows]`.
         starts: bool `[rows]`; True where the row begins a text that does not go on from the row before.
-        vocabulary: token -> what it says. A byte that is no whole character is a lone surrogate, as Python's
+        vocabulary: token -> spelling. A byte that is no whole character is a lone surrogate, as Python's
             "surrogateescape" has it.
     """
 
@@ -24,7 +24,7 @@ class Text:
     vocabulary: Mapping[int, str]
 
     def fingerprint(self) -> str:
-        """What tells one text from another."""
+        """A digest of the text."""
         digest = hashlib.sha256(json.dumps(sorted(self.vocabulary.items())).encode())
         for tensor in (self.tokens, self.starts):
             digest.update(tensor.numpy().data)
@@ -36,7 +36,7 @@ class Text:
 
 
 def spell(pieces: Iterable[str]) -> bytes:
-    """The bytes of what tokens say, in UTF-8 as far as they make whole characters."""
+    """The bytes of spelled tokens, in UTF-8 as far as they make whole characters."""
     return "".join(pieces).encode(errors="surrogateescape")
 
 

@@ -1,4 +1,4 @@
-"""Whether the files of a folder still hold what was written to them."""
+"""Whether the files of a folder are still as they were written."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ _THREADS = 4
 
 
 def faults(operator: str, folder: Path, files: Sequence[dict[str, Any]], verified: Callable[[int], Any]) -> list[str]:
-    """What is wrong with files of which a manifest has "file" and "sha256"; `verified` is called after each."""
+    """The faults of files that a manifest describes by "file" and "sha256"; `verified` is called after each."""
 
     def fault(described: dict[str, Any]) -> str | None:
         file = folder / described["file"]

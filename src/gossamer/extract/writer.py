@@ -20,7 +20,7 @@ from gossamer.rowsparse.formats import offsets_of
 class Shard:
     """The entries of the rows from `first` on, on the host, and the statistics of these rows alone.
 
-    `hashing` computes checksums of what is appended, the largest tensors, so that writing does not wait for them.
+    `hashing` computes checksums of the tensors that are appended, so that writing does not wait for them.
     """
 
     def __init__(self, number: int, first: int, statistics: Statistics, hashing: ThreadPoolExecutor) -> None:
@@ -35,7 +35,7 @@ class Shard:
     def append(self, batch: Tensor, latents: CSR) -> None:
         """The latents of a batch of rows."""
         if self.head is None:
-            # A copy: who gave the batch may fill it again.
+            # A copy: the source may fill the batch again.
             self.head = head(batch).to("cpu", copy=True)
         self.nonfinite += self.statistics.update(latents, self.first + self.rows)
         self.rows += latents.num_rows
@@ -50,10 +50,10 @@ class Shard:
 
 
 class Writer:
-    """Writes the shards of a folder, of all ranks round by round, and what they add up to.
+    """Writes the shards of a folder, of all ranks round by round, and the statistics of all of them.
 
     At most one shard waits here, so memory holds two. An error in writing one is raised at the next `put` or `wait`;
-    `close` waits for what has been put.
+    `close` waits for the shards that were put.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Writer:
         return found | {"source": described["source"], "sha256": described["sha256"]}
 
     def _settle(self, found: list[tuple[dict[str, Any] | None, dict[str, Tensor], int]], complete: bool) -> None:
-        """The statistics up to the end of a round. The manifest is what makes them count, and is replaced last."""
+        """The statistics up to the end of a round. They count once the manifest names them, which is replaced last."""
         before = self._manifest["statistics"]
         for described, state, nonfinite in found:
             if described is not None:

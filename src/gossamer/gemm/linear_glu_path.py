@@ -8,7 +8,9 @@ from torch import Tensor
 from gossamer._core import tuning
 from gossamer._core.ops import INTERPRET
 
-Path = Literal["torch", "row", "hopper", "products"]
+Path = Literal["torch", "row", "tiles", "hopper", "products"]
+FEW = 64
+"""Rows up to which the time goes into reading the weights."""
 
 
 def choose_path(x: Tensor, gate_weight: Tensor, up_weight: Tensor, alone: bool = True) -> Path:
@@ -21,7 +23,12 @@ def choose_path(x: Tensor, gate_weight: Tensor, up_weight: Tensor, alone: bool =
         return "torch"
     if alone and m == 1 and gate_weight.stride(1) == up_weight.stride(1) == 1:
         return "row"
-    if INTERPRET or not tuning.hopper(x.device) or n % 8 or not all(map(readable, (x, gate_weight, up_weight))):
+    by_rows = x.stride(1) == gate_weight.stride(1) == up_weight.stride(1) == 1
+    aligned = by_rows and all(map(readable, (x, gate_weight, up_weight)))
+    if alone and m <= FEW and ((INTERPRET and by_rows) or (aligned and 2 * -(-n // 32) >= tuning.programs(x.device))):
+        # Tiles of 32 columns keep at least half of the GPU at work.
+        return "tiles"
+    if INTERPRET or not (aligned and n % 8 == 0 and tuning.hopper(x.device)):
         return "products"
     return "hopper" if pays(m, n, k, x.device) else "products"
 
@@ -44,12 +51,11 @@ def readable(operand: Tensor) -> bool:
 def pays(m: int, n: int, k: int, device: torch.device) -> bool:
     """Whether Hopper's kernel is for a gated product [m, k] to [m, n].
 
-    With up to 128 rows tiles of 128 columns have to keep half of the GPU at work, a third with up to 64, unless K is
-    long enough for programs to share them.
+    With up to 128 rows tiles of 128 columns have to keep half of the GPU at work, unless K is long enough for programs
+    to share them.
     """
     tiles = -(-n // 128)
-    least = tuning.programs(device) // (3 if m <= 64 else 2)
-    return m > 128 or tiles >= least or cuts_of(tiles, -(-k // 64), device) > 1
+    return m > 128 or 2 * tiles > tuning.programs(device) or cuts_of(tiles, -(-k // 64), device) > 1
 
 
 def cuts_of(tiles: int, steps: int, device: torch.device) -> int:

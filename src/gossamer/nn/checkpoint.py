@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gossamer._core import checks, files
-from gossamer.nn.distributed import Sharded
 from gossamer.nn.jumprelu import JumpReLUSAE
 from gossamer.nn.sae import BatchTopKSAE, SparseAutoencoder, TopKSAE
 from gossamer.nn.transcoder import Transcoder
@@ -87,7 +86,7 @@ def save(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
     operator = "nn.save"
     if not isinstance(model, Model):
         raise TypeError(f"{operator}: model must be an autoencoder of gossamer.nn, got {type(model).__name__}.")
-    if isinstance(model, Sharded):
+    if model.sharded:
         raise TypeError(f"{operator}: model holds a slice of its latents, as nn.shard made it. Save model.gathered().")
     if layout not in ("sae_lens", "sparsify"):
         raise ValueError(f'{operator}: layout must be "sae_lens" or "sparsify", got {layout!r}.')

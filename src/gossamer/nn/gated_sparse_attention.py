@@ -271,7 +271,7 @@ class GatedSparseAttention(nn.Module):
         result is that of one call over the whole sequences. No gradients pass.
         """
         check_positions(OPERATOR, position_ids, x)
-        if attention_mask is not None and not (cache is lengths is selection is None):
+        if attention_mask is not None and any(given is not None for given in (cache, lengths, selection)):
             raise ValueError(
                 f"{OPERATOR}: attention_mask must be None with a cache, lengths or a selection. Use lengths, or "
                 "Selection.from_mask."

@@ -12,7 +12,7 @@ from gossamer._core import checks
 from gossamer._core.recompute import recomputed
 from gossamer.nn import _recipe
 from gossamer.nn.sae import SAELoss, SparseAutoencoder, mean
-from gossamer.rowsparse import ELL, Rows
+from gossamer.rowsparse import ELL
 
 Result = TypeVar("Result")
 _BIASES = ("b_enc", "b_dec")
@@ -48,7 +48,7 @@ class JumpReLUSAE(SparseAutoencoder):
         warm_up: in how many calls of `loss` L0 comes down to its target and the penalty rises.
         tanh_scale: for `"tanh"`.
         ste_to_input: whether the straight-through estimate reaches the pre-activations too, not the threshold alone.
-        pre_act_coefficient: weight of what pulls dead latents towards their thresholds: the sum over them of
+        pre_act_coefficient: weight of a loss that pulls dead latents to their thresholds: the sum over them of
             relu(threshold - pre-activation) * norm of the decoder row, among the 2 * d_in that were silent longest.
         dead_after: for how many calls of `encode` in training a latent is silent before it counts as dead.
         initial_threshold: of every latent; None takes it from the data with a target, and is 0.001 without. With a
@@ -83,6 +83,8 @@ class JumpReLUSAE(SparseAutoencoder):
     """
 
     _wide_buffers = ("input_scale", "steering")
+    scaled_b_enc: Tensor
+    scaled_b_dec: Tensor
     input_scale: Tensor
     steering: Tensor
 
@@ -151,7 +153,7 @@ class JumpReLUSAE(SparseAutoencoder):
         if self.l0_coefficient is not None:
             checks.number(operator, "l0_coefficient", self.l0_coefficient, "0 leaves L0 alone.", zero=True)
         checks.positive(operator, "warm_up", self.warm_up, "It is a number of calls of loss.")
-        checks.number(operator, "tanh_scale", self.tanh_scale, "It is what values are multiplied with.")
+        checks.number(operator, "tanh_scale", self.tanh_scale, "It is the factor on values.")
         checks.number(operator, "pre_act_coefficient", self.pre_act_coefficient, "0 leaves it out.", zero=True)
         checks.positive(operator, "dead_after", self.dead_after, "It is a number of calls of encode.")
         if self.capacity is not None:
@@ -170,12 +172,16 @@ class JumpReLUSAE(SparseAutoencoder):
     @property
     def b_enc(self) -> Tensor:  # type: ignore[override]
         """`[d_sae]`, in units of x: of a steered module `scaled_b_enc / input_scale`, which rounds nothing."""
-        return self._parameters["b_enc"] if "b_enc" in self._parameters else self._unscaled(self.scaled_b_enc)
+        return self._bias("b_enc")
 
     @property
     def b_dec(self) -> Tensor:  # type: ignore[override]
         """`[d_in]`, likewise."""
-        return self._parameters["b_dec"] if "b_dec" in self._parameters else self._unscaled(self.scaled_b_dec)
+        return self._bias("b_dec")
+
+    def _bias(self, name: str) -> Tensor:
+        own = self._parameters.get(name)
+        return self._unscaled(getattr(self, f"scaled_{name}")) if own is None else own
 
     @property
     def threshold(self) -> Tensor:
@@ -184,8 +190,9 @@ class JumpReLUSAE(SparseAutoencoder):
 
     @property
     def _scaled_threshold(self) -> Tensor:
-        factor = self.steering[_recipe.FACTOR] if self.steered else 0
-        return (self.log_threshold + factor).exp()
+        if not self.steered:
+            return self.log_threshold.exp()
+        return (self.log_threshold + self.steering[_recipe.FACTOR]).exp()
 
     @property
     def _biases(self) -> tuple[Tensor, Tensor]:
@@ -214,10 +221,6 @@ class JumpReLUSAE(SparseAutoencoder):
             self._known_scale = float(self.input_scale)
         return self._known_scale
 
-    def decode(self, rows: Rows) -> Tensor:
-        """Latents `(..., d_sae)` -> reconstruction `[..., d_in]`; see `sae.decode`."""
-        return sae.decode(rows, self.W_dec, self.b_dec)
-
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., d_in]` -> reconstruction `[..., d_in]`."""
         return self._as_first(lambda: self._unscaled(super(JumpReLUSAE, self).forward(self._scaled(x))))
@@ -226,7 +229,7 @@ class JumpReLUSAE(SparseAutoencoder):
         """Reconstruction loss plus penalties of x `[..., d_in]`, in units of `input_scale * x`; the reconstruction is
         of x itself."""
         self._check(x)
-        # What a checkpoint computes again has been steered.
+        # The first run of a checkpoint has steered; its second run must not.
         follows = self.training and self.target_l0 is not None and not recomputed()
         if follows and self.steered:
             if self.is_fresh and x.numel():
@@ -248,7 +251,7 @@ class JumpReLUSAE(SparseAutoencoder):
 
     @torch.no_grad()
     def initialize_(self, x: Tensor) -> None:
-        """Sets b_dec to the geometric median of x `[..., d_in]`, a sample of what is to be reconstructed. If L0 is
+        """Sets b_dec to the geometric median of x `[..., d_in]`, a sample of the rows to reconstruct. If L0 is
         steered, it also sets input_scale, b_enc and thresholds: give 1,000 rows or more.
 
         Raises:
@@ -264,11 +267,11 @@ class JumpReLUSAE(SparseAutoencoder):
             self.get_parameter(name).copy_(start)
 
     def measured(self, x: Tensor, W_enc: Tensor, W_dec: Tensor) -> _recipe.Sample:
-        """What a sample x `[..., d_in]` says of where to start with these weights."""
-        return _recipe.measured(self._sample(x), W_enc, W_dec, self._course[1] / self.d_sae, self._total)
+        """Where training of these weights starts, by a sample x `[..., d_in]`."""
+        return _recipe.measured(self._sample(x), W_enc, W_dec, self._course[1] / self.d_sae, self._placement.add_parts)
 
     def begin_(self, W_enc: Tensor, sample: _recipe.Sample) -> dict[str, Tensor]:
-        """Takes what a sample said, and says with what the parameters start: they may be in slices."""
+        """Takes the scale from a sample, and returns the values that parameters start with, which may be slices."""
         checks.finite_start("nn.JumpReLUSAE", sample.size)
         scale = _recipe.input_scale(sample.size, self.d_in)
         self.input_scale.copy_(scale)
@@ -282,10 +285,6 @@ class JumpReLUSAE(SparseAutoencoder):
         b_enc = -(b_dec @ W_enc.to(b_dec.dtype))
         biases = {"scaled_b_enc": b_enc, "scaled_b_dec": b_dec}
         return {"W_enc": W_enc, **biases, "log_threshold": thresholds.log()}
-
-    def _total(self, part: Tensor) -> Tensor:
-        """The sum over all latents, where this module has those of one rank."""
-        return part
 
     @property
     def _course(self) -> tuple[float, float, int]:
@@ -353,6 +352,8 @@ class JumpReLUSAE(SparseAutoencoder):
         elif self.penalty == "tanh":
             scale = self.tanh_scale * self._decoder_norms(self.W_dec)
             l0 = (rows * scale).tanh().sum(-1) if isinstance(rows, Tensor) else sae.tanh_l0(rows, scale)
+            # L0 is that of all latents; this sum is over those here.
+            return self._placement.add_parts(weight * mean(l0))
         return weight * mean(l0)
 
     def _aim(self) -> tuple[Any, Any]:
@@ -371,13 +372,15 @@ class JumpReLUSAE(SparseAutoencoder):
     def _dead_loss(self, x: Tensor, target: Tensor, reconstruction: Tensor) -> Tensor | None:
         if not self.pre_act_coefficient:
             return None
+        x = self._placement.copied(x)
         which, dead = self._first_found(lambda: self._longest_silent(2 * self.d_in))
         pre = x @ self.W_enc.index_select(1, which).to(x.dtype) + self._biases[0].index_select(0, which)
         norms = self._decoder_norms(self.W_dec.index_select(0, which))
         below = (self._scaled_threshold.index_select(0, which) - pre).relu() * norms
-        return self.pre_act_coefficient * mean(torch.where(dead, below, 0).sum(-1))
+        return self._placement.add_parts(self.pre_act_coefficient * mean(torch.where(dead, below, 0).sum(-1)))
 
     def extra_repr(self) -> str:
+        shown = f"bandwidth={self.bandwidth}, l0_coefficient={self.l0_coefficient}"
         if self.steered:
-            return f"d_in={self.d_in}, d_sae={self.d_sae}, target_l0={self.target_l0:g}, penalty={self.penalty!r}"
-        return f"d_in={self.d_in}, d_sae={self.d_sae}, bandwidth={self.bandwidth}, l0_coefficient={self.l0_coefficient}"
+            shown = f"target_l0={self.target_l0:g}, penalty={self.penalty!r}"
+        return f"d_in={self.d_in}, d_sae={self.d_sae}, {shown}{self._placement}"

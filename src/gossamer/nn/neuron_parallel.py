@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from gossamer.ffn import Activity
@@ -41,7 +41,8 @@ class NeuronParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if type(module) not in (GatedMLP, MLP):
             raise TypeError(f"{_OPERATOR}: module must be an nn.GatedMLP or nn.MLP, got {type(module).__name__}.")
-        neurons, ranks = module.down_proj.in_features, device_mesh.size()
+        block: Any = module
+        neurons, ranks = block.down_proj.in_features, device_mesh.size()
         if neurons % ranks:
             raise ValueError(f"{_OPERATOR}: intermediate_size must be a multiple of the {ranks} ranks, got {neurons}.")
         for name, layer in module.named_children():
@@ -85,14 +86,14 @@ class _Parallel(nn.Module):
         kept = [dict(layer._parameters) for layer in layers]
         try:
             for layer in layers:
-                for name, parameter in layer._parameters.items():
-                    alone = layer is self.down_proj and name == "bias"
-                    part: Any = parameter.to_local() if isinstance(parameter, DTensor) and not alone else None
-                    layer._parameters[name] = part
+                parameters: Any = layer._parameters
+                for name, parameter in parameters.items():
+                    once = layer is self.down_proj and name == "bias"
+                    parameters[name] = None if parameter is None or once else parameter.to_local()
             yield
         finally:
-            for layer, parameters in zip(layers, kept):
-                layer._parameters.update(parameters)
+            for layer, whole in zip(layers, kept):
+                layer._parameters.update(whole)
 
 
 class _ParallelGated(_Parallel, GatedMLP):

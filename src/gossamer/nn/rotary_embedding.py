@@ -56,11 +56,6 @@ class RotaryEmbedding(nn.Module):
         """What is kept stays here: it belongs to a stream, and a copy makes its own."""
         return {**self.__dict__, "_first": None, "_kept": None}
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Many state_dicts have no frequencies, which follow from head_dim and theta: they stay what they are."""
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        args[2][:] = [name for name in args[2] if name != f"{prefix}inv_freq"]
-
     def _frequencies(self, device: torch.device | str | None) -> Tensor:
         return self.theta ** -(torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim)
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gossamer._core import checks
 
@@ -129,16 +128,16 @@ def reinitialize_(
         )
     if not 0 <= rate <= 1:
         raise ValueError(f"{operator}: rate must be in [0, 1], got {rate}. The paper's is 0.1.")
-    local, rows = weight, slice(None)
-    if isinstance(weight, DTensor):
-        local = weight.to_local()
-        shape, first = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-        if shape[1] != weight.shape[1]:
-            raise ValueError(f"{operator}: weight must be split along N, its first dimension, got {weight.placements}.")
-        rows = slice(first[0], first[0] + shape[0])
+    local: Any = weight.to_local() if isinstance(weight, DTensor) else weight
     # All ranks draw all rows, so that the rows of a neuron do not depend on how many ranks there are.
     new = torch.empty(weight.shape, dtype=local.dtype, device=local.device).normal_(0, std, generator=generator)
-    local.lerp_(new[rows], (dead[rows].to(local.dtype) * rate)[:, None])
+    rates = (dead.to(local.dtype) * rate)[:, None]
+    if isinstance(weight, DTensor):
+        mesh, places = weight.device_mesh, weight.placements
+        if any(place.is_shard() and not place.is_shard(0) for place in places):
+            raise ValueError(f"{operator}: weight must be split along N, its first dimension, got {places}.")
+        new, rates = (distribute_tensor(t, mesh, places, src_data_rank=None).to_local() for t in (new, rates))
+    local.lerp_(new, rates)
 
 
 def scalars(l0: Tensor, dead: Tensor, **others: float) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -94,7 +95,8 @@ def _like(parameter: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    raw: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return zlib.crc32(raw)
 
 
 def _broken(file: Path, why: str) -> str:

@@ -11,6 +11,7 @@ from gossamer._core import checks, files
 from gossamer.sparsity import L1Schedule
 
 ACTIVATIONS = ("relu", "relu2", "silu")
+METHODS = ("auto", "fused", "gather")
 _OPERATOR = "train.Config"
 
 
@@ -22,6 +23,8 @@ class Config:
         layers, hidden, intermediate, heads, vocabulary: sizes of the Transformer++; `intermediate` is N of a block.
         activation: of the blocks, `"relu"`, `"relu2"` or `"silu"`.
         gated: whether blocks have a gate.
+        method: how blocks compute in training: `"fused"` computes every neuron, `"gather"` goes on lists of active
+            entries, and `"auto"` takes lists, layer by layer, once they are faster on a GPU.
         length: tokens of a sequence.
         batch: sequences of an optimizer step, over all ranks and micro-batches.
         micro_batch: sequences that a rank computes at once.
@@ -50,6 +53,7 @@ class Config:
     vocabulary: int = 49_152
     activation: str = "relu"
     gated: bool = True
+    method: str = "auto"
     length: int = 2048
     batch: int = 512
     micro_batch: int = 8
@@ -74,7 +78,8 @@ class Config:
             checks.positive(_OPERATOR, name, getattr(self, name), "It is a size.")
         checks.number(_OPERATOR, "lr", self.lr, "The paper's is 1e-3.")
         self.schedule  # noqa: B018 - it checks its numbers
-        for name, known in (("activation", ACTIVATIONS), ("dtype", ("float32", "bfloat16"))):
+        known_values = {"activation": ACTIVATIONS, "dtype": ("float32", "bfloat16"), "method": METHODS}
+        for name, known in known_values.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{_OPERATOR}: {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.")
         for name, size in (("hidden", 2 * self.heads), ("batch", self.micro_batch)):
@@ -127,10 +132,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "layers": 12, "hidden": 768, "intermediate": 2048, "heads": 12, "vocabulary": 24_576, "length": 1024,
         "batch": 128, "micro_batch": 32, "steps": 1500, "warmup": 100,
     },
-    "0.5b": {"layers": 8, "steps": 10_000},
-    "1b": {"layers": 18, "steps": 20_000},
-    "1.5b": {"layers": 28, "steps": 30_000},
-    "2b": {"layers": 38, "steps": 40_000},
+    "0.5b": {"layers": 8, "steps": 10_000, "recompute": True},
+    "1b": {"layers": 18, "steps": 20_000, "recompute": True},
+    "1.5b": {"layers": 28, "steps": 30_000, "recompute": True},
+    "2b": {"layers": 38, "steps": 40_000, "recompute": True},
 }  # fmt: skip
 """Sizes by name: the paper's four, and three that fit smaller machines and corpora."""
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils import deterministic
 
 from gossamer._core import files
+from gossamer.ffn.training import lists_are_faster, sizes_for
 from gossamer.sparsity import DeadNeuronTracker, reinitialize_, scalars
 from gossamer.train import checkpoint
 from gossamer.train.config import Config
@@ -24,6 +28,8 @@ from gossamer.train.data import Corpus
 from gossamer.train.model import Outputs, Transformer, save_pretrained
 
 Record = dict[str, float]
+CHOSEN, FULL = 20, 1.25
+"""Steps between choices of how blocks compute, and how many times L0 has to have room in lists."""
 PROFILED = 4
 """Steps that a profile covers, after as many others in which kernels are compiled."""
 VALIDATED = 1 << 17
@@ -91,6 +97,12 @@ class Run:
             FloatingPointError: the loss or its gradient is NaN or infinite. The last checkpoint is good.
             OSError: a checkpoint could not be written. Older ones are good.
         """
+        with _reproducible():
+            self._train(show)
+        tokenizer = self.corpus.folder / "tokenizer.json"
+        save_pretrained(self.model, self.folder / "model", self.corpus.end, tokenizer, self.rank == 0)
+
+    def _train(self, show: Callable[[Record], Any]) -> None:
         every, first = self.checkpoint_every, self.step
         self._before = self._now()
         tracer: profile | None = None
@@ -99,6 +111,8 @@ class Run:
                 activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device.type == "cuda")
                 tracer = profile(activities=activities)
                 tracer.__enter__()
+            if self.step % CHOSEN == 0 or self.step == first:
+                self._choose()
             values = self._step()
             self.step += 1
             self._collect(show)
@@ -117,8 +131,24 @@ class Run:
                 checkpoint.save(where, self.step, self.model, self.optimizer, self.keep, self.rank == 0)
             if saves or validates:
                 self._before = self._now()
-        tokenizer = self.corpus.folder / "tokenizer.json"
-        save_pretrained(self.model, self.folder / "model", self.corpus.end, tokenizer, self.rank == 0)
+
+    def _choose(self) -> None:
+        """Sends each block on lists of its active entries, or on dense products, by its L0 in a step whose record every
+        process has that comes here: a run that goes on chooses as one that was not stopped."""
+        config, step = self.config, self.step // CHOSEN * CHOSEN - 1
+        known = self.records[step - 1] if 0 < step <= len(self.records) else None
+        sizes = (config.micro_batch * config.length, config.hidden, config.intermediate, config.hidden)
+        room = sizes_for(sizes[0], config.intermediate, None).room
+        for number, block in enumerate(self.model.blocks()):
+            method = config.method
+            if method == "auto":
+                method = "fused"
+                if known is not None and self.device.type == "cuda" and config.activation != "silu":
+                    mean, index = known[f"l0/{number:02}"], self.device.index or 0
+                    fits = FULL * mean * sizes[0] < room
+                    if fits and lists_are_faster(mean, sizes, config.gated, self.model.dtype.itemsize, index):
+                        method = "gather"
+            block.method = method
 
     def validate(self) -> float:
         """The mean cross-entropy on text that training does not see."""
@@ -206,6 +236,7 @@ class Run:
                 "lr, a longer warm-up or a smaller l1, in another folder."
             )
         others = {"loss": loss, "l1": l1, "norm": norm, "lr": learning_rate(self.config, step - 1)}
+        others["sparse layers"] = sum(block.method == "gather" for block in self.model.blocks())
         others |= {"coefficient": self.config.schedule(step - 1), "tokens/s": self.config.tokens_per_step / seconds}
         if validation is not None:
             others["validation"] = validation()
@@ -282,6 +313,22 @@ def _distributed(model: Transformer, config: Config, world: int) -> Transformer:
         # The root would otherwise stay whole after a validation, and its parameters be others than the optimizer's.
         fully_shard(model, mp_policy=policy, reshard_after_forward=True)
     return model
+
+
+@contextmanager
+def _reproducible() -> Iterator[None]:
+    """Lets the same steps give the same bits: by default the backward pass of attention adds in any order."""
+    # PyTorch asks for it, and cuBLAS reads it when it is first used.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    flags: Any = deterministic
+    before = torch.are_deterministic_algorithms_enabled(), flags.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    flags.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        flags.fill_uninitialized_memory = before[1]
 
 
 def _moved(tokens: Tensor, device: torch.device) -> Tensor:

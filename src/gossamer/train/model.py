@@ -47,8 +47,9 @@ class Attention(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.heads = config.heads
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            setattr(self, name, nn.Linear(config.hidden, config.hidden, bias=False))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(config.hidden, config.hidden, bias=False) for _ in range(4)
+        )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         split = (x.shape[0], x.shape[1], self.heads, -1)
@@ -67,7 +68,7 @@ class Layer(nn.Module):
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden)
         block = GatedMLP if config.gated else MLP
-        self.mlp = block(config.hidden, config.intermediate, config.activation, l1=config.activation != "silu")
+        self.mlp: Any = block(config.hidden, config.intermediate, config.activation, l1=config.activation != "silu")
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Activity | None]:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
@@ -141,9 +142,14 @@ class Transformer(nn.Module):
             activities.append(activity)
         return self.model.norm(x), activities
 
+    def blocks(self) -> list[Any]:
+        """The feed-forward blocks, layer by layer."""
+        return [layer.mlp for layer in self.model.layers]
+
     def gates(self) -> list[nn.Parameter]:
         """By layer the weight that the activation follows, a neuron a row."""
-        return [(layer.mlp.gate_proj if self.config.gated else layer.mlp.up_proj).weight for layer in self.model.layers]
+        name = "gate_proj" if self.config.gated else "up_proj"
+        return [getattr(block, name).weight for block in self.blocks()]
 
 
 def _loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -155,9 +161,10 @@ def whole(tensors: dict[str, Tensor], write: bool) -> dict[str, Tensor]:
     found = {}
     for name, tensor in tensors.items():
         # One at a time: a device has no room for a model that is spread over many.
-        tensor = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        own: Any = tensor.detach()
+        full = own.full_tensor() if isinstance(own, DTensor) else own
         if write:
-            found[name] = tensor.cpu()
+            found[name] = full.cpu()
     return found
 
 

@@ -84,7 +84,11 @@ def straight_through(
         for block in selected_blocks(q, k, words, lengths, causal):
             b, queries, _, _, keys, keep = block
             g = logits_gradient(grad, q, k, v, block, scale, lse, delta)[1].sum((0, 1))
-            yield b, queries, keys, keep, lambda scores, g=g: g
+
+            def slope(scores: Tensor, g: Tensor = g) -> Tensor:
+                return g
+
+            yield b, queries, keys, keep, slope
 
     indexer = (q_idx, k_idx, w, bias)
     grads = _gradients(indexer, scale_idx, blocks())
@@ -96,17 +100,17 @@ def _gradients(indexer: tuple[Tensor, ...], scale: float, blocks: Iterable[Block
     """Gradients of q_idx, k_idx, w and bias, in the dtype that is computed in."""
     working = torch.promote_types(indexer[0].dtype, torch.float32)
     qi, ki, w, bias = (x.to(working) for x in indexer)
-    weights = w.sigmoid().transpose(1, 2)
-    dqi, dki, dw, db = (torch.zeros(x.shape, dtype=working) for x in (qi, ki, weights, bias))
+    weights = w.sigmoid()
+    dqi, dki, dw, db = (torch.zeros(x.shape, dtype=working) for x in (qi, ki, w, bias))
     for b, queries, keys, keep, slope in blocks:
         # A query that takes no key may hold NaN.
         idle = ~keep.any(1)
-        rows, weight = qi[b, :, queries].masked_fill(idle[:, None], 0), weights[b, :, queries].masked_fill(idle, 0)
+        rows, weight = qi[b, :, queries].masked_fill(idle[:, None], 0), weights[b, queries].t().masked_fill(idle, 0)
         u = (rows @ ki[b, keys].t() * scale + bias[:, None, None]).sigmoid()
         g = slope((u * weight[..., None]).sum(0))
         of_argument = g * weight[..., None] * u * (1 - u)
-        dw[b, :, queries] += (g * u).sum(-1) * (weight * (1 - weight))
+        dw[b, queries] += ((g * u).sum(-1) * (weight * (1 - weight))).t()
         db += of_argument.sum((1, 2))
         dqi[b, :, queries] += of_argument @ ki[b, keys] * scale
         dki[b].index_add_(0, keys, (of_argument.transpose(1, 2) @ rows).sum(0) * scale)
-    return dqi, dki, dw.transpose(1, 2), db
+    return dqi, dki, dw, db

@@ -358,7 +358,7 @@ def _gradients(
     of_weights, of_biases = rows[: -b * t].view(2, b, heads, t)
     of_weights = of_weights.transpose(1, 2)
     # The weight of a query that takes no key may be NaN.
-    dw = torch.where(of_weights == 0, 0, sigmoids * (1 - sigmoids) * of_weights)
+    dw = torch.where(of_weights == 0, 0, sigmoids * (1 - sigmoids) * of_weights).contiguous()
     return dqi, dki, dw, of_biases.sum((0, 2)), rows[-b * t :]
 
 

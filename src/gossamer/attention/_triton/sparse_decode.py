@@ -19,25 +19,27 @@ from gossamer._core import launch, tuning
 from gossamer.attention._triton.key_lists import not_behind
 
 BLOCK_N: tl.constexpr = tl.constexpr(64)
-CHUNKS: tl.constexpr = tl.constexpr(16)
-"""Chunks of BLOCK_N keys whose words a program looks at together."""
+CHUNKS: tl.constexpr = tl.constexpr(64)
+"""Chunks of BLOCK_N keys whose words a program looks at together, at most."""
 
 
 @triton.jit
-def list_keys(words_ptr, list_ptr, part, parts, end, offset, room, CAUSAL: tl.constexpr):
-    """How many keys of a part any query takes: `list_ptr` gets these, and `room` behind each the bits of who takes it.
+def list_keys(words_ptr, list_ptr, part, parts, end, offset, ROOM: tl.constexpr, CAUSAL: tl.constexpr):
+    """How many keys of a part any query takes: `list_ptr` gets these, and ROOM behind each the bits of who takes it.
     Query i stands at key i + offset."""
+    TOGETHER: tl.constexpr = min(ROOM // BLOCK_N, CHUNKS)
     found = 0
-    for first in range(part * BLOCK_N, end, parts * (CHUNKS * BLOCK_N)):
-        chunk = tl.arange(0, CHUNKS)[:, None] * parts * BLOCK_N
-        key = tl.reshape(first + chunk + tl.arange(0, BLOCK_N)[None, :], (CHUNKS * BLOCK_N,))
-        word = tl.load(words_ptr + key, mask=key < end, other=0).to(tl.int32)
+    for first in range(part * BLOCK_N, end, parts * (TOGETHER * BLOCK_N)):
+        chunk = tl.arange(0, TOGETHER)[:, None] * parts * BLOCK_N
+        key = tl.reshape(first + chunk + tl.arange(0, BLOCK_N)[None, :], (TOGETHER * BLOCK_N,))
+        # The lower half of a word: there are no more than 16 queries.
+        word = tl.load(words_ptr + 2 * key.to(tl.int64), mask=key < end, other=0)
         if CAUSAL:
             word = not_behind(word, key - offset, 31)
         taken = (word != 0).to(tl.int32)
         slot = list_ptr + found + tl.cumsum(taken, axis=0) - taken
         tl.store(slot, key, mask=taken != 0)
-        tl.store(slot + room, word, mask=taken != 0)
+        tl.store(slot + ROOM, word, mask=taken != 0)
         found += tl.sum(taken, axis=0)
     # Other threads read what these have written.
     tl.debug_barrier()
@@ -47,9 +49,9 @@ def list_keys(words_ptr, list_ptr, part, parts, end, offset, room, CAUSAL: tl.co
 @launch.kernel
 def _sparse_decode_parts_kernel(
     q_ptr, k_ptr, v_ptr, parts_ptr, words_ptr, lists_ptr, lengths_ptr, table_ptr,
-    stride_kb, stride_kh, stride_kt, H, Tk, room, pages, pool, scale,
-    GROUP: tl.constexpr, SCOPES: tl.constexpr, HEADS: tl.constexpr, TQ: tl.constexpr, D: tl.constexpr,
-    PAGE: tl.constexpr, CAUSAL: tl.constexpr,
+    stride_kb, stride_kh, stride_kt, H, Tk, pages, pool, scale,
+    ROOM: tl.constexpr, GROUP: tl.constexpr, SCOPES: tl.constexpr, HEADS: tl.constexpr, TQ: tl.constexpr,
+    D: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Program (part of the keys, HEADS heads of q, batch). stride_kb is a page's where there are pages."""
     BLOCK_M: tl.constexpr = triton.next_power_of_2(max(16, HEADS * TQ))
@@ -64,15 +66,14 @@ def _sparse_decode_parts_kernel(
     token = (batch * H + here) * TQ + query
     q = tl.load(q_ptr + token[:, None] * D + column[None, :], mask=inside, other=0.0)
     kv_head = (head // GROUP).to(tl.int64)
-    words_ptr += (batch * SCOPES + head * SCOPES // H) * Tk
-    # Two rows of `room` numbers for each program.
-    lists_ptr += ((batch * tl.num_programs(1) + tl.program_id(1)) * parts + part) * 2 * room
+    words_ptr += (batch * SCOPES + head * SCOPES // H) * 2 * Tk
+    lists_ptr += ((batch * tl.num_programs(1) + tl.program_id(1)) * parts + part) * 2 * ROOM
     end = Tk
     offset = Tk - TQ
     if lengths_ptr is not None:
         end = tl.minimum(end, tl.load(lengths_ptr + batch).to(tl.int32))
         offset = tl.maximum(end - TQ, 0)
-    count = list_keys(words_ptr, lists_ptr, part, parts, end, offset, room, CAUSAL)
+    count = list_keys(words_ptr, lists_ptr, part, parts, end, offset, ROOM, CAUSAL)
     log2_scale = scale * 1.4426950408889634
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -81,7 +82,7 @@ def _sparse_decode_parts_kernel(
         slot = start + tl.arange(0, BLOCK_N)
         # Past the end the last key once more, of whom nobody's bit is set.
         key = tl.load(lists_ptr + tl.minimum(slot, count - 1))
-        word = tl.load(lists_ptr + room + slot, mask=slot < count, other=0)
+        word = tl.load(lists_ptr + ROOM + slot, mask=slot < count, other=0)
         keep = ((word[None, :] >> query[:, None]) & 1) != 0
         if PAGE > 0:
             page = tl.load(table_ptr + batch * pages + key // PAGE).to(tl.int64)
@@ -157,15 +158,23 @@ def sparse_decode(
     groups = b * (h // heads)
     chunks = launch.cdiv(tk, BLOCK_N.value)
     cuts = max(1, min(chunks, 64, 4 * tuning.programs(q.device) // groups))
-    room = launch.cdiv(chunks, cuts) * BLOCK_N.value
+    room = launch.next_power_of_2(launch.cdiv(chunks, cuts)) * BLOCK_N.value
     lists = torch.empty(groups, cuts, 2, room, dtype=torch.int32, device=q.device)
     parts = torch.empty(b, h, tq, cuts, d + 2, dtype=torch.float32, device=q.device)
     k, v = _alike(k, v)
     strides = (k.stride(0), *((k.stride(2), k.stride(1)) if paged else k.stride()[1:3]))
-    meta = {"GROUP": h // g, "SCOPES": scopes, "HEADS": heads, "TQ": tq, "D": d, "PAGE": k.shape[1] if paged else 0}
+    meta = {
+        "ROOM": room,
+        "GROUP": h // g,
+        "SCOPES": scopes,
+        "HEADS": heads,
+        "TQ": tq,
+        "D": d,
+        "PAGE": k.shape[1] if paged else 0,
+    }
     meta["CAUSAL"] = causal
-    sizes = (*strides, h, tk, room, 0 if table is None else table.shape[1], k.shape[0])
-    args = (q, k, v, parts, words, lists, lengths, table, *sizes, scale)
+    sizes = (*strides, h, tk, 0 if table is None else table.shape[1], k.shape[0])
+    args = (q, k, v, parts, words.view(torch.int32), lists, lengths, table, *sizes, scale)
     _sparse_decode_parts_kernel((cuts, h // heads, b), args, meta, num_warps=4, num_stages=2)
     meta = {"D": d, "BLOCK": launch.next_power_of_2(cuts)}
     _sparse_decode_kernel((b * h * tq, 1, 1), (parts, out, lse, h, tq, cuts), meta)
@@ -182,12 +191,14 @@ def _alike(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 EXAMPLES = {
     _sparse_decode_parts_kernel: {
         "signature": {
-            **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16"), "parts_ptr": "*fp32", "words_ptr": "*i64",
+            **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16"), "parts_ptr": "*fp32", "words_ptr": "*i32",
             **dict.fromkeys(("lists_ptr", "lengths_ptr", "table_ptr"), "*i32"),
-            **dict.fromkeys(("stride_kb", "stride_kh", "stride_kt", "H", "Tk", "room", "pages", "pool"), "i32"),
+            **dict.fromkeys(("stride_kb", "stride_kh", "stride_kt", "H", "Tk", "pages", "pool"), "i32"),
             "scale": "fp32",
         },
-        "constexprs": {"GROUP": 4, "SCOPES": 1, "HEADS": 4, "TQ": 1, "D": 128, "PAGE": 64, "CAUSAL": True},
+        "constexprs": {
+            "ROOM": 4096, "GROUP": 4, "SCOPES": 1, "HEADS": 4, "TQ": 1, "D": 128, "PAGE": 64, "CAUSAL": True,
+        },
         "num_warps": 4,
     },
     _sparse_decode_kernel: {

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer._core import launch, tuning
-from gossamer.blocksparse.attention_path import Problem, choose_path, empty_like, named, problem_of, splits_of
+from gossamer._core import launch, ranges, tuning
+from gossamer.blocksparse.attention_path import Problem, choose_path, empty_like, problem_of, splits_of
 
 INV_LN2 = 1.4426950408889634
 
@@ -398,7 +398,8 @@ def operands(
         *p.block, tile.block_m, tile.block_n, launch.next_power_of_2(max(p.d, 16)), tile.warps, tile.stages, p.causal,
         *p.own, kind, *own, *terms_of(relative, places), 1, precision["PRECISION"], precision["UPCAST"],
     )  # fmt: skip
-    return Operands(q.contiguous(), k.contiguous(), v.contiguous(), bias, relative, places, lengths, elements, config)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    return Operands(q, k, v, bias, relative, places, lengths, elements, config)
 
 
 def terms_of(relative: Tensor | None, places: Tensor | None) -> tuple[int, int]:
@@ -446,7 +447,7 @@ def _again(key: Any, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, columns: 
     plan = _plans.get(key, index, q.data_ptr() | k.data_ptr() | v.data_ptr() | lists)
     if plan is None:
         return None
-    with named("hopper"):
+    with ranges.span("gossamer::blocksparse.attention/hopper"):
         stream = torch._C._cuda_getCurrentRawStream(index)
         found: tuple[Tensor, Tensor] = plan.launches[0](stream, q, k, v, offsets, columns)
     return found
@@ -475,12 +476,13 @@ def attention(
         return narrow, attention(q, k, v, bias, relative, places, lengths, *lists, *settings)[1]
     problem = problem_of(q, k, z_batch, z_head, height, width, causal, scale)
     path = choose_path(problem, q.dtype, q.device, bias is None and relative is None)
-    with named(path):
+    with ranges.span(f"gossamer::blocksparse.attention/{path}"):
         if path == "hopper":
             from gossamer.blocksparse._gluon import attention as hopper
 
-            lists = row_offsets, col_indices, elements
-            out, lse, repeated = hopper.launch_attention_fwd(problem, q, k, v, *lists, lengths)
+            out, lse, repeated = hopper.launch_attention_fwd(
+                problem, q, k, v, row_offsets, col_indices, elements, lengths
+            )
             if key is not None:
                 _plans.keep(key, q.device, repeated)
             return out, lse

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer._core import launch
+from gossamer._core import launch, ranges
 from gossamer.blocksparse._triton.attention import (
     EXAMPLE,
     INV_LN2,
@@ -39,7 +39,7 @@ from gossamer.blocksparse._triton.attention import (
     token_major,
 )
 from gossamer.blocksparse._triton.attention_relative import launch_attention_drelative
-from gossamer.blocksparse.attention_path import Problem, choose_path, empty_like, named, problem_of
+from gossamer.blocksparse.attention_path import Problem, choose_path, empty_like, problem_of
 
 ROWS = 64
 """Queries of a program that makes statistics, and what their number is padded to."""
@@ -356,7 +356,7 @@ def attention_bwd(
     problem = problem_of(q, k, z_batch, z_head, height, width, causal, scale)
     path = choose_path(problem, q.dtype, q.device, bias is None and relative is None)
     dbias, drelative = q.new_empty(0), q.new_empty(0)
-    with named(path):
+    with ranges.span(f"gossamer::blocksparse.attention/{path}"):
         # Statistics, and the copy engine, read rows wherever they stand.
         given_grad, grad = grad, grad if grad.stride(-1) == 1 else grad.contiguous()
         stats, bound = attention_stats(out, grad, lse, grad_lse)
@@ -392,7 +392,7 @@ def _again(
     if plan is None:
         return None
     gradients, statistics, shape = plan.launches
-    with named("hopper"):
+    with ranges.span("gossamer::blocksparse.attention/hopper"):
         stream, stats = torch._C._cuda_getCurrentRawStream(index), lse.new_empty(shape)
         statistics(stream, out.data_ptr(), grad.data_ptr(), lse.data_ptr(), None, stats.data_ptr())
         found: tuple[Tensor, Tensor, Tensor] = gradients(stream, q, k, v, grad, stats, lists)

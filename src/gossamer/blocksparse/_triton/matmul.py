@@ -23,12 +23,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer._core import launch, tuning
+from gossamer._core import launch, ranges, tuning
 from gossamer.blocksparse._triton.softmax import fill_rest
 from gossamer.blocksparse._triton.strips import strips
 from gossamer.blocksparse._triton.tensor import cell, from_dense, lost_blocks, place, to_dense
 from gossamer.blocksparse._triton.transpose import turn
-from gossamer.blocksparse.matmul_path import choose_path, is_small, named, narrowed, share_of, widest_of
+from gossamer.blocksparse.matmul_path import choose_path, is_small, narrowed, share_of, widest_of
 
 WAVES = 16
 """Programs for each multiprocessor where programs keep lists."""
@@ -294,7 +294,7 @@ def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
         return out
     shares = (share_of(of_a), share_of(of_b), share_of(of_out))
     if choose_path((z, m, k, n), (bm, bk, bn), shares, a.dtype, a.device) == "dense":
-        with named("dense"):
+        with ranges.span("gossamer::blocksparse.matmul/dense"):
             return _through_dense(a, b, (of_a, of_b, of_out), (z, m, k, n), trans_a, trans_b, (bm, bn))
     turned = of_a[0] is None and of_b[0] is not None
     if turned:

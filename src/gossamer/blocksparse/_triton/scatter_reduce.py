@@ -27,12 +27,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer._core import launch, tuning
+from gossamer._core import launch, ranges, tuning
 from gossamer.blocksparse._triton.gather import located
 from gossamer.blocksparse._triton.layout import layout_transpose
 from gossamer.blocksparse._triton.tensor import lost, plain
 from gossamer.blocksparse._triton.transpose import turn_blocks
-from gossamer.blocksparse.scatter_path import choose_path, named
+from gossamer.blocksparse.scatter_path import choose_path
 
 
 @dataclass(frozen=True)
@@ -383,7 +383,7 @@ def scatter_reduce(
         return torch.empty(shape, dtype=dtype, device=index.device)
     kind, elements = None if src is None else src.dtype, shape.numel() * (1 if given is None else 2)
     path = choose_path(sizes[0], (sizes[6], sizes[7]), reduce, kind, dtype, index.device, index.numel(), elements)
-    with named(path):
+    with ranges.span(f"gossamer::blocksparse.scatter_reduce/{path}"):
         if path == "transposed":
             result = nnz, row_indices, col_indices, positions, row_offsets, col_offsets, order
             names = (

@@ -7,7 +7,8 @@ pointers of its own operands and results, and one piece of memory for all that l
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -36,11 +37,13 @@ class Call(NamedTuple):
 
 
 class _Recorded(NamedTuple):
-    """launches: each with the numbers of what it takes in the list (operands, results, memory between); a number with a
-    descriptor stands for such a descriptor of the operand. sizes: bytes of each piece of memory."""
+    """launches: each with the getter of what it takes out of the list (pointers of operands and results, addresses of
+    the memory between, descriptors, None). sizes: bytes of each piece of memory. descriptors: (number of an operand,
+    its descriptor without it)."""
 
-    launches: tuple[tuple[launch.Bound, tuple[Any, ...]], ...]
+    launches: tuple[tuple[launch.Bound, Callable[[Sequence[Any]], tuple[Any, ...]]], ...]
     sizes: tuple[int, ...]
+    descriptors: tuple[tuple[int, Any], ...]
 
 
 def call_of(operands: Sequence[Tensor | None], *options: Hashable) -> Call:
@@ -66,22 +69,19 @@ def repeat(call: Call, operands: Sequence[Tensor | None], results: Sequence[Tens
     plan = _plans.get(call.key, device, call.addresses)
     if plan is None:
         return False
-    launches, sizes = plan.launches[0]
-    table = [*call.pointers, *(result.data_ptr() for result in results)]
-    room = torch.empty(sum(sizes), dtype=torch.uint8, device=results[0].device)
-    at = room.data_ptr()
-    for size in sizes:
-        table.append(at)
-        at += size
+    launches, sizes, descriptors = plan.launches[0]
+    table = [*call.pointers, *[result.data_ptr() for result in results]]
+    if sizes:
+        room = torch.empty(sum(sizes), dtype=torch.uint8, device=results[0].device)
+        at = room.data_ptr()
+        for size in sizes:
+            table.append(at)
+            at += size
+    table += [_of(descriptor, operands[number]) for number, descriptor in descriptors]
+    table.append(None)
     stream = torch._C._cuda_getCurrentRawStream(device)
-    for bound, heads in launches:
-        given = []
-        for head in heads:
-            if type(head) is tuple:
-                given.append(_of(head[1], operands[head[0]]))
-            else:
-                given.append(None if head is None else table[head])
-        bound(stream, *given)
+    for bound, taken in launches:
+        bound(stream, *taken(table))
     return True
 
 
@@ -103,22 +103,23 @@ def record(
     if any(each.bound is None for each in done) or len(set(known)) < len(known):
         return
     table = {pointer: number for number, pointer in enumerate(own) if pointer is not None}
-    sizes: list[int] = []
+    tensors = [head for each in done for head in each.heads if isinstance(head, Tensor)]
+    between = {t.data_ptr(): t.nbytes for t in tensors if t.data_ptr() not in table}
+    table |= {pointer: len(own) + number for number, pointer in enumerate(between)}
+    descriptors: list[tuple[int, Any]] = []
 
-    def number_of(head: Any) -> Any:
+    def number_of(head: Any) -> int:
         if head is None:
-            return None
-        if not isinstance(head, Tensor):
-            return table[head.base.data_ptr()], _of(head, None)
-        pointer = head.data_ptr()
-        if pointer not in table:
-            table[pointer] = len(own) + len(sizes)
-            # Every part begins on 256 bytes, as the allocator's would.
-            sizes.append(-(-head.nbytes // 256) * 256)
-        return table[pointer]
+            return -1
+        if isinstance(head, Tensor):
+            return table[head.data_ptr()]
+        descriptors.append((table[head.base.data_ptr()], _of(head, None)))
+        return len(own) + len(between) + len(descriptors) - 1
 
-    launches = tuple((each.bound, tuple(map(number_of, each.heads))) for each in done)
-    _plans.keep(call.key, results[0].device, _Recorded(launches, tuple(sizes)))  # type: ignore[arg-type]
+    launches = tuple((each.bound, itemgetter(*map(number_of, each.heads))) for each in done)
+    # Every piece begins on 256 bytes, as the allocator's would.
+    sizes = tuple(-(-size // 256) * 256 for size in between.values())
+    _plans.keep(call.key, results[0].device, _Recorded(launches, sizes, tuple(descriptors)))  # type: ignore[arg-type]
 
 
 EXAMPLES: dict[object, dict[str, object]] = {}

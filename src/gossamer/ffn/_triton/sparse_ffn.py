@@ -51,7 +51,7 @@ def sparse_ffn(
         return out, nnz.zero_(), nnz.new_zeros(sampled_groups(m, step))
     results = (out, nnz) if step else (out,)
     # Groups are counted in one call of many; that one is not repeated.
-    sizes = nnz.new_zeros(sampled_groups(m, step)) if is_few else nnz.new_empty(sampled_groups(m, step))
+    sizes = nnz.new_zeros(sampled_groups(m, step)) if is_few and step else nnz.new_empty(sampled_groups(m, step))
     call = None
     if not launch.INTERPRET and (is_few or (step == 0 and m <= BLOCK)):
         call = replay.call_of(operands, squared, united and not is_few, step > 0)

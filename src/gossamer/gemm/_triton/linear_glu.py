@@ -3,7 +3,8 @@
 Hopper has one kernel for both products, in `_gluon`. Elsewhere, in float32, and where that kernel cannot read the
 operands, gate and up are products of the library, in blocks of rows that bound what is in memory at one time, and a
 kernel gates them. A single row is not worth a product: there a program a column reads the weights, as many as there
-are, and so as fast as memory gives them, in any dtype.
+are, and so as fast as memory gives them, in any dtype. Few rows wait for the weights as well: there a program computes
+a tile of the gate and the same tile of up, in two accumulators that meet in registers.
 
 A backward pass that kept nothing computes gate and up again; one that kept the two reads them (`_glu_bwd_kernel`).
 """
@@ -15,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer._core import launch
-from gossamer.gemm.linear_glu_path import choose_path
+from gossamer._core import launch, tuning
+from gossamer.gemm.linear_glu_path import FEW, choose_path
 
 BYTES = 1 << 28
 """Of gate and up at one time, where the library multiplies."""
@@ -47,6 +48,39 @@ def activated(z, ACTIVATION: tl.constexpr):
         return s, s * (1 - s)
     else:
         return z, tl.full(z.shape, 1.0, tl.float32)
+
+
+@launch.kernel
+def _linear_glu_few_kernel(
+    x_ptr, gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, out_ptr, stride_xm, stride_gn, stride_un, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Program (BLOCK_N columns) of all rows of out, at most BLOCK_M. Rows of x and of the weights are contiguous."""
+    m = tl.arange(0, BLOCK_M)
+    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * stride_xm + k[None, :]
+    gate_ptrs = gate_ptr + n[None, :] * stride_gn + k[:, None]
+    up_ptrs = up_ptr + n[None, :] * stride_un + k[:, None]
+    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        inside = k < K - start
+        x = tl.load(x_ptrs + start, mask=(m < M)[:, None] & inside[None, :], other=0.0)
+        w_gate = tl.load(gate_ptrs + start, mask=inside[:, None] & (n < N)[None, :], other=0.0)
+        w_up = tl.load(up_ptrs + start, mask=inside[:, None] & (n < N)[None, :], other=0.0)
+        if UPCAST:
+            x, w_gate, w_up = x.to(tl.float32), w_gate.to(tl.float32), w_up.to(tl.float32)
+        gate = tl.dot(x, w_gate, gate, input_precision="ieee")
+        up = tl.dot(x, w_up, up, input_precision="ieee")
+    if gate_bias_ptr is not None:
+        gate += tl.load(gate_bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if up_bias_ptr is not None:
+        up += tl.load(up_bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    active, _ = activated(gate, ACTIVATION)
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    tl.store(out_ptr + m.to(tl.int64)[:, None] * N + n[None, :], active * up, mask=mask)
 
 
 @launch.kernel
@@ -153,8 +187,8 @@ def linear_glu(
     out = x.new_empty(m, n)
     kept = (torch.empty_like(out), torch.empty_like(out)) if keep else (x.new_empty(0, n), x.new_empty(0, n))
     if m and n:
-        if m == 1 and not keep and not launch.INTERPRET:
-            _launch_one_row(given, activation, out)
+        if m <= FEW and not keep and not launch.INTERPRET:
+            _launch_few_rows(given, activation, out)
         else:
             _launch_linear_glu(_operands(*given), activation, None, out, kept if keep else None)
     return out, *kept
@@ -163,7 +197,7 @@ def linear_glu(
 _plans = launch.Plans()
 
 
-def _launch_one_row(given: tuple[Any, ...], activation: str, out: Tensor) -> None:
+def _launch_few_rows(given: tuple[Any, ...], activation: str, out: Tensor) -> None:
     """Fills out. Host time is most of a step of decoding: what follows from shapes is done once and kept as a plan."""
     x, gate_weight, up_weight, gate_bias, up_bias = given
     index = x.get_device()
@@ -218,11 +252,14 @@ def _launch_linear_glu(
     operands: Operands, activation: str, grad: Tensor | None, out: Tensor | None, gates: tuple[Tensor, Tensor] | None
 ) -> launch.Bound | None:
     """Fills out and gates, which are gate and up, or with grad their gradients. Returns the launch with all but the
-    operands and out bound, where that is possible: it is that of a single row, and what it points to is aligned."""
+    operands and out bound, where that is possible: it is that of few rows, and what it points to is aligned."""
     path = choose_path(operands.x, operands.gate_weight, operands.up_weight, out is not None and gates is None)
     if path == "row":
         assert out is not None
         return _launch_row(operands, activation, out)
+    if path == "tiles":
+        assert out is not None
+        return _launch_tiles(operands, activation, out)
     if path == "hopper":
         from gossamer.gemm._gluon.linear_glu import launch_linear_glu
 
@@ -239,6 +276,23 @@ def _launch_row(operands: Operands, activation: str, out: Tensor) -> launch.Boun
     strides = (x.stride(1), gate_weight.stride(0), up_weight.stride(0))
     args = (*operands, out, *strides, k)
     return _linear_glu_row_kernel((n, 1, 1), args, {**tile.sizes, "ACTIVATION": activation}, head=6, **tile.options)
+
+
+def tile_of(m: int, device: torch.device) -> launch.Tile:
+    """Tile of up to FEW rows; two accumulators of BLOCK_M x BLOCK_N."""
+    hopper = tuning.hopper(device)
+    if m <= 16:
+        return launch.Tile({"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 256 if hopper else 128}, 4, 3)
+    return launch.Tile({"BLOCK_M": 32 if m <= 32 else 64, "BLOCK_N": 64, "BLOCK_K": 64}, 4, 4 if hopper else 3)
+
+
+def _launch_tiles(operands: Operands, activation: str, out: Tensor) -> launch.Bound | None:
+    x, gate_weight, up_weight, *_ = operands
+    (m, k), n, tile = x.shape, gate_weight.shape[0], tile_of(x.shape[0], x.device)
+    strides = (x.stride(0), gate_weight.stride(0), up_weight.stride(0))
+    meta = {**tile.sizes, "UPCAST": launch.INTERPRET, "ACTIVATION": activation}
+    grid = (launch.cdiv(n, tile.sizes["BLOCK_N"]), 1, 1)
+    return _linear_glu_few_kernel(grid, (*operands, out, *strides, m, n, k), meta, head=6, **tile.options)
 
 
 def _launch_separate(
@@ -280,6 +334,10 @@ def launch_glu_bwd(
 
 
 EXAMPLES = {
+    _linear_glu_few_kernel: {
+        "up_bias_ptr": None, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 256, "UPCAST": False, "ACTIVATION": "silu",
+        "num_warps": 4, "num_stages": 3,
+    },
     _linear_glu_row_kernel: {"up_bias_ptr": None, "stride_xk": 1, "BLOCK_K": 4096, "VEC": 8, "ACTIVATION": "silu"},
     _glu_fwd_kernel: {
         "gate_ptr": "*fp32", "up_ptr": "*fp32", "up_bias_ptr": None, "out_ptr": "*fp32", "BLOCK": FLAT,

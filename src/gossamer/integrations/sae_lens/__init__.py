@@ -197,41 +197,37 @@ def unpatch(sae: SAE[Any]) -> None:
 
 
 class _State(threading.local):
-    """Kept on a patched instance, and of each thread: how many packed latents `forward` still wants from `encode`.
+    """Kept on a patched instance, for each thread: which calls of `encode` and `decode` the running pass makes next.
 
-    It wants one of the encode that comes next, and where there is an error term one of the encode after decode. In
-    between it waits, so that a hook that calls `encode` gets a dense tensor, as anybody else does. The second goes the
-    way of the first: SAELens takes hooks away for it, and dense and packed latents differ by rounding.
+    `turns` lists them: a pass encodes and decodes, and with an error term it does so twice. An `encode` in its turn
+    hands out packed latents; any other one, such as a hook's, gets a dense tensor. The second `encode` of a pass takes
+    the path of the first: SAELens removes hooks for it, and dense and packed latents differ by rounding.
 
-    Ways are those of `choose_path`, and `"theirs"` where somebody listens to the latents.
+    Paths are those of `choose_path`, and `"theirs"` where a hook listens to the latents.
     """
 
     def __init__(self, report: Report) -> None:
         self.report, self.density = report, report.density
-        self.wanted, self.waiting, self.training = 0, False, False
+        self.turns: tuple[str, ...] = ()
+        self.training = False
         self.way: str | None = None
         self.counts: Tensor | None = None
 
-    def take(self) -> bool:
-        """Whether the encode that begins now is forward's own."""
-        own = self.wanted > 0 and not self.waiting
-        self.waiting = True
+    def is_turn_of(self, name: str) -> bool:
+        """Whether the pass calls `name` next; then that turn is over."""
+        own = self.turns[:1] == (name,)
+        self.turns = self.turns[own:]
         return own
 
     @contextmanager
-    def wants(self, latents: int, training: bool = False) -> Iterator[None]:
-        """Of the encodes inside, so many are a pass's own."""
-        before = self.wanted, self.waiting, self.training, self.way, self.counts
-        self.wanted, self.waiting, self.training, self.way, self.counts = latents, False, training, None, None
+    def running(self, passes: int, training: bool = False) -> Iterator[None]:
+        """Inside of this runs a pass that encodes and decodes so many times."""
+        before = self.turns, self.training, self.way, self.counts
+        self.turns, self.training, self.way, self.counts = ("encode", "decode") * passes, training, None, None
         try:
             yield
         finally:
-            self.wanted, self.waiting, self.training, self.way, self.counts = before
-
-    def decoded(self) -> None:
-        """A decode has ended: what comes next is forward's again."""
-        self.wanted = max(self.wanted - 1, 0)
-        self.waiting = False
+            self.turns, self.training, self.way, self.counts = before
 
     def record(self, d_sae: int) -> None:
         """Tells the tracker how many entries rows have had, where it asks."""
@@ -323,7 +319,7 @@ def _listened(hook: Any) -> bool:
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     """The class's own forward, error term and skip connection included, with packed latents in it."""
     state = self._gossamer
-    with state.wants(1 + bool(self.use_error_term)):
+    with state.running(1 + bool(self.use_error_term)):
         out: Tensor = type(self).forward(self, *args, **kwargs)
         state.record(self.W_dec.shape[0])
     return out
@@ -366,7 +362,7 @@ def _encode_training(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 def _way(self: Any, x: Tensor) -> str:
     """How the encode that begins goes: that of a pass, in which nobody listens to what it makes, as is faster."""
     state = self._gossamer
-    if not state.take():
+    if not state.is_turn_of("encode"):
         return "theirs"
     if state.way is None:
         heard = any(_listened(part) for part in (self.hook_sae_acts_pre, self.hook_sae_acts_post, self.activation_fn))
@@ -389,7 +385,7 @@ def _expected(self: Any) -> int | None:
 
 def _packed(self: Any, x: Tensor) -> Tensor:
     """What `forward` decodes, as a dense tensor, without what `process_sae_in` leaves for a `decode`."""
-    with self._gossamer.wants(1):
+    with self._gossamer.running(1):
         latents = self.encode(x)
     if isinstance(latents, Latents):
         return latents.dense()
@@ -433,13 +429,13 @@ def _decode(self: Any, feature_acts: Tensor | rowsparse.Rows) -> Tensor:
     if isinstance(feature_acts, Tensor):
         if feature_acts.is_sparse or self._gossamer.way == "dense":
             out: Tensor = type(self).decode(self, feature_acts)
-            self._gossamer.decoded()
+            self._gossamer.is_turn_of("decode")
             return out
         if _rescales(self):
             feature_acts = feature_acts * (1 / self.W_dec.norm(dim=-1))
     out = _product(feature_acts, self.W_dec, self.b_dec)
     out = _DECODERS[type(self).decode](self, self.hook_sae_recons(out))
-    self._gossamer.decoded()
+    self._gossamer.is_turn_of("decode")
     return out
 
 

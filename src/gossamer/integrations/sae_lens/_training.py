@@ -58,7 +58,7 @@ def _packed_pass(self: Any, step_input: TrainStepInput) -> Any:
     if state is None:
         # A compiled function of this method has taken its place before the SAE was unpatched, and stays.
         return type(self).training_forward_pass(self, step_input)
-    with state.wants(1, training=True):
+    with state.running(1, training=True):
         output = type(self).training_forward_pass(self, step_input)
         state.record(self.W_dec.shape[0])
     return output
