@@ -15,12 +15,15 @@ from gossamer import nn
 NEURONS = 24
 
 
-def pair(kind: Any, mesh: Any, **options: Any) -> tuple[Any, Any]:
-    """A block of one process in float64, or float32 on a GPU, and the same spread over a mesh."""
+def pair(kind: Any, mesh: Any, shift: float = 0.0, **options: Any) -> tuple[Any, Any]:
+    """A block of one process in float64, or float32 on a GPU, and the same spread over a mesh; with a shift of the
+    gate's bias few neurons are active."""
     torch.manual_seed(0)
     cpu = mesh.device_type == "cpu"
     dtype = torch.float64 if cpu else torch.float32
     one = kind(8, NEURONS, "relu", device="cpu" if cpu else "cuda", dtype=dtype, **options)
+    if shift:
+        torch.nn.init.constant_(getattr(one, "gate_proj", one.up_proj).bias, shift)
     return one, parallelize_module(copy.deepcopy(one), mesh, nn.NeuronParallel())
 
 
@@ -45,19 +48,20 @@ def case_neurons_over_ranks(rank: int, world: int, device: torch.device) -> None
     for kind in (nn.GatedMLP, nn.MLP):
         for bias in (False, True):
             for l1 in (False, True):
-                one, many = pair(kind, mesh, bias=bias, l1=l1)
-                assert many.up_proj.weight.to_local().shape == (NEURONS // world, 8)
-                compare(one, many, torch.randn(2, 5, 8, dtype=one.up_proj.weight.dtype, device=device), l1)
+                for method in ("fused", "gather"):
+                    one, many = pair(kind, mesh, bias=bias, l1=l1, method=method)
+                    assert many.up_proj.weight.to_local().shape == (NEURONS // world, 8)
+                    compare(one, many, torch.randn(2, 5, 8, dtype=one.up_proj.weight.dtype, device=device), l1)
+                    assert method != "gather" or many.last_path == "gather"
 
 
 def case_sparse_inference_and_clipping(rank: int, world: int, device: torch.device) -> None:
     mesh = init_device_mesh(device.type, (world,))
     for kind in (nn.GatedMLP, nn.MLP):
-        one, many = pair(kind, mesh, method="gather")
+        one, many = pair(kind, mesh, method="gather", bias=True, shift=-0.8)
         x = torch.randn(6, 8, dtype=one.up_proj.weight.dtype, device=device)
         with torch.no_grad():
             torch.testing.assert_close(many(x), one(x))
-        assert many.last_path == "gather"
         for block in (one, many):
             block(x).sum().backward()
         norms = [torch.nn.utils.clip_grad_norm_(block.parameters(), 0.1) for block in (one, many)]
