@@ -116,11 +116,8 @@ def run(settings: Settings, device: torch.device, corpus: Corpus, console: Conso
                 _replace(Path(unfinished, name), settings.out / name)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("nothing was written") from None
-    for name, text in (("index.html", page), ("results.json", data)):
-        file = settings.out / name
-        files.write_whole(
-            "demo", file, file.with_name(f".{name}.partial"), lambda path, text=text: path.write_text(text, "utf-8")
-        )
+    _write(settings.out / "index.html", page)
+    _write(settings.out / "results.json", data)
     console.print(summary(results))
     console.print(f"Report: {settings.out / 'index.html'}", highlight=False, markup=False, soft_wrap=True)
     for line in ("Go on with:", *(f"  {command}" for command in go_on(settings.out, results))):
@@ -196,9 +193,7 @@ def _experiment(
             found = _extract(settings, model, sae, validation, out, show)
             top = features.top_features(found, settings.n_features)
             silent = (found.firing_counts == 0).double().mean().item()
-            show(
-                1.0, f"{len(top)} features from {found.rows:,} bytes, on which {silent:.0%} of the latents never fired"
-            )
+            show(1.0, f"{len(top)} features from {found.rows:,} bytes; {silent:.0%} of the latents never fired there")
         hardware = environment.describe(device)
     return {
         "hardware": hardware,
@@ -386,3 +381,8 @@ def _replace(new: Path, place: Path) -> None:
     if place.exists():
         os.replace(place, new.with_name(f"old-{new.name}"))
     os.replace(new, place)
+
+
+def _write(file: Path, text: str) -> None:
+    partial = file.with_name(f".{file.name}.partial")
+    files.write_whole("demo", file, partial, lambda path: path.write_text(text, "utf-8"))

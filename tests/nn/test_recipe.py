@@ -220,6 +220,22 @@ def test_gradients_of_encode_are_in_the_units_of_x(device: torch.device) -> None
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
 
 
+def test_a_compiled_encode_whose_scale_nobody_has_read(device: torch.device, compiled: Any) -> None:
+    """It says so where the gradient of thresholds needs the scale; an eager call reads it."""
+    x, model = batches(1, device, 0.05)[0], make(device)
+    model.initialize_(x)
+
+    def encode(x: Tensor) -> Tensor:
+        return model.encode(x).to_dense()
+
+    with pytest.raises(Exception, match=r"under torch.compile encode with gradients needs the scale of x on the host"):
+        compiled(encode)(x)
+    wanted = encode(x)
+    torch.testing.assert_close(compiled(encode)(x), wanted)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(encode)(x), wanted)
+
+
 def test_what_is_computed_again_does_not_steer_again(device: torch.device) -> None:
     x = batches(6, device)
     plain, again = make(device), make(device)

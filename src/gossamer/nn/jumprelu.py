@@ -213,10 +213,11 @@ class JumpReLUSAE(SparseAutoencoder):
         if not torch.is_grad_enabled():
             return 1.0
         if self._known_scale is None:
-            if torch.compiler.is_compiling():
+            where = "torch.compile" if torch.compiler.is_compiling() else "CUDA-graph capture"
+            if where == "torch.compile" or checks.capturing():
                 raise RuntimeError(
-                    "nn.JumpReLUSAE: a compiled encode with gradients needs the scale of x, which a compiled loss has "
-                    "found and the host has not read. Call model.initialize_(x) before torch.compile."
+                    f"nn.JumpReLUSAE: under {where} encode with gradients needs the scale of x on the host, which has "
+                    "not read it yet. Call model.encode(x) once before."
                 )
             self._known_scale = float(self.input_scale)
         return self._known_scale

@@ -205,8 +205,8 @@ def row_lists(packed: tuple[Tensor, Tensor, Tensor], tile: int, n: int, limit: i
     block = min(max(launch.next_power_of_2(tiles), 16), 256)
     args = (counts, nnz, kept, m, tiles, slots, limit)
     _ffn_row_counts_kernel((launch.cdiv(m, 32), 1, 1), args, {"BLOCK_M": 32, "BLOCK_T": block}, num_warps=4)
-    scan = {"BLOCK": min(4096, max(512, launch.next_power_of_2(m)))}
-    _ffn_row_offsets_kernel((1, 1, 1), (kept, offsets, heavy, m, room), scan, num_warps=16)
+    scan = {"BLOCK": min(2048, max(256, launch.next_power_of_2(m)))}
+    _ffn_row_offsets_kernel((1, 1, 1), (kept, offsets, heavy, m, room), scan, num_warps=8)
     args = (values, indices, counts, offsets, out, columns, fired, tiles, slots, tile)
     _ffn_row_lists_kernel((m, 1, 1), args, {"BLOCK": max(block, 32)}, num_warps=1)
     return RowLists(out, columns, offsets, nnz, heavy, fired)
@@ -235,7 +235,7 @@ def column_lists(
 
 EXAMPLES = {
     _ffn_row_counts_kernel: {"counts_ptr": "*i16", "kept_ptr": "*i32", "BLOCK_M": 32, "BLOCK_T": 32},
-    _ffn_row_offsets_kernel: {"kept_ptr": "*i32", "heavy_ptr": "*i32", "BLOCK": 4096, "num_warps": 16},
+    _ffn_row_offsets_kernel: {"kept_ptr": "*i32", "heavy_ptr": "*i32", "BLOCK": 2048, "num_warps": 8},
     _ffn_row_lists_kernel: {
         "indices_ptr": "*u8", "counts_ptr": "*i16", "columns_ptr": "*i16", "BLOCK": 32, "num_warps": 1,
     },

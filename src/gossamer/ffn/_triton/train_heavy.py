@@ -34,11 +34,10 @@ def tile_dot(a, b, acc, DOT: tl.constexpr):
 
 
 @triton.jit
-def along(a_rows, b_columns, step_a, step_b, length, valid, inside, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+def along(acc, a_rows, b_columns, step_a, step_b, length, valid, inside, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
           DOT: tl.constexpr):  # fmt: skip
-    """The product over an inner dimension of two tiles, [BLOCK, 1] and [1, BLOCK] pointers, whose elements are step_a
-    and step_b apart: float32 [BLOCK, BLOCK]."""
-    acc = tl.zeros([BLOCK, BLOCK], tl.float32)
+    """acc and the product over an inner dimension of two tiles, [BLOCK, 1] and [1, BLOCK] pointers, whose elements are
+    step_a and step_b apart: float32 [BLOCK, BLOCK]."""
     for first in range(0, length, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
         at = k.to(tl.int64)
@@ -52,7 +51,8 @@ def along(a_rows, b_columns, step_a, step_b, length, valid, inside, BLOCK: tl.co
 def gate_tile(x_rows, gate_ptr, bias_ptr, threshold_ptr, n, K, valid, inside, BLOCK: tl.constexpr,
               BLOCK_K: tl.constexpr, DOT: tl.constexpr):  # fmt: skip
     """(pre-activations, rounded as they are where entries are packed; which are active) of a tile."""
-    acc = along(x_rows, gate_ptr + n.to(tl.int64)[None, :] * K, 1, 1, K, valid, inside, BLOCK, BLOCK_K, DOT)
+    acc, w_rows = tl.zeros([BLOCK, BLOCK], tl.float32), gate_ptr + n.to(tl.int64)[None, :] * K
+    acc = along(acc, x_rows, w_rows, 1, 1, K, valid, inside, BLOCK, BLOCK_K, DOT)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
     z = acc.to(x_rows.dtype.element_ty)
@@ -68,7 +68,8 @@ def gate_tile(x_rows, gate_ptr, bias_ptr, threshold_ptr, n, K, valid, inside, BL
 def up_tile(x_rows, up_ptr, bias_ptr, n, K, valid, inside, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
             DOT: tl.constexpr):  # fmt: skip
     """The up projection, rounded."""
-    acc = along(x_rows, up_ptr + n.to(tl.int64)[None, :] * K, 1, 1, K, valid, inside, BLOCK, BLOCK_K, DOT)
+    acc, w_rows = tl.zeros([BLOCK, BLOCK], tl.float32), up_ptr + n.to(tl.int64)[None, :] * K
+    acc = along(acc, x_rows, w_rows, 1, 1, K, valid, inside, BLOCK, BLOCK_K, DOT)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
     return acc.to(x_rows.dtype.element_ty)
@@ -141,7 +142,8 @@ def _ffn_train_heavy_fwd_kernel(
             d = tile_d * BLOCK + tl.arange(0, BLOCK)
             inside = d < D
             h_rows = hidden_ptr + place.to(tl.int64)[:, None] * N
-            acc = along(h_rows, down_ptr + d[None, :], 1, D, N, valid, inside, BLOCK, BLOCK_K, DOT)
+            acc = tl.zeros([BLOCK, BLOCK], tl.float32)
+            acc = along(acc, h_rows, down_ptr + d[None, :], 1, D, N, valid, inside, BLOCK, BLOCK_K, DOT)
             if down_bias_ptr is not None:
                 acc += tl.load(down_bias_ptr + d, mask=inside, other=0.0).to(tl.float32)[None, :]
             tl.store(out_ptr + row[:, None] * D + d[None, :], acc, mask=valid[:, None] & inside[None, :])
@@ -174,9 +176,8 @@ def hidden_grad_tile(
     to = kept_ptr + place.to(tl.int64)[:, None] * N + n[None, :]
     mask = valid[:, None] & inside[None, :]
     size = tl.cast(R, tl.int64) * N
-    grad = along(
-        grad_ptr + row[:, None] * D, down_ptr + n.to(tl.int64)[None, :] * D, 1, 1, D, valid, inside, BLOCK, BLOCK_K, DOT
-    )  # fmt: skip
+    grad, w_rows = tl.zeros([BLOCK, BLOCK], tl.float32), down_ptr + n.to(tl.int64)[None, :] * D
+    grad = along(grad, grad_ptr + row[:, None] * D, w_rows, 1, 1, D, valid, inside, BLOCK, BLOCK_K, DOT)
     gate = tl.where(active, z.to(tl.float32), 0.0)
     hidden = gate * gate if SQUARED else gate
     slope = 2 * gate if SQUARED else tl.zeros([BLOCK, BLOCK], tl.float32) + 1
@@ -297,9 +298,10 @@ def _ffn_train_heavy_bwd_kernel(
                 row = tl.load(heavy_ptr + 1 + base + place, mask=valid, other=0).to(tl.int64)
                 k = tile_k * BLOCK + tl.arange(0, BLOCK)
                 rows = kept_ptr + size + place.to(tl.int64)[:, None] * N
-                acc = along(rows, gate_ptr + k[None, :], 1, K, N, valid, k < K, BLOCK, BLOCK_K, DOT)
+                acc = tl.zeros([BLOCK, BLOCK], tl.float32)
+                acc = along(acc, rows, gate_ptr + k[None, :], 1, K, N, valid, k < K, BLOCK, BLOCK_K, DOT)
                 if up_ptr is not None:
-                    acc += along(rows + size, up_ptr + k[None, :], 1, K, N, valid, k < K, BLOCK, BLOCK_K, DOT)
+                    acc = along(acc, rows + size, up_ptr + k[None, :], 1, K, N, valid, k < K, BLOCK, BLOCK_K, DOT)
                 tl.store(dx_ptr + row[:, None] * K + k[None, :], acc, mask=valid[:, None] & (k < K)[None, :])
             number = next_tile(words_ptr)
         begin = end
